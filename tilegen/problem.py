@@ -1,0 +1,164 @@
+"""What is to be computed: `AttentionProblem`, and the short notation every command and record uses."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, field, replace
+from typing import Literal, cast
+
+from tilegen.errors import InvalidProblem, Unsupported
+from tilegen.masks.mask import Mask, full, parse_mask
+
+DType = Literal["fp16", "bf16", "fp32"]
+DTYPE_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4}
+
+MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 256
+MAX_LENGTH = 2**28  # row and column indices in kernels are 32-bit, and masks add a few of them
+MAX_HEADS = 2**20
+MAX_PROGRAMS = 2**31 - 1  # CUDA's limit on a one-dimensional grid
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionProblem:
+    """One attention call: `softmax(q k^T * scale + mask) v` and its gradients.
+
+    Shapes are (batch, heads, seqlen, head_dim) as in PyTorch SDPA. `num_heads_q` is a multiple of `num_heads_kv`;
+    query head h reads key-value head `h // group_size`.
+    """
+
+    batch: int = 1
+    num_heads_q: int
+    num_heads_kv: int
+    seqlen_q: int
+    seqlen_kv: int
+    head_dim_qk: int
+    head_dim_v: int
+    dtype: DType
+    mask: Mask = field(default_factory=full)
+
+    def __post_init__(self) -> None:
+        _check_range("batch", self.batch, 1, MAX_HEADS)
+        _check_range("num_heads_q", self.num_heads_q, 1, MAX_HEADS)
+        _check_range("num_heads_kv", self.num_heads_kv, 1, MAX_HEADS)
+        _check_range("seqlen_q", self.seqlen_q, 1, MAX_LENGTH)
+        _check_range("seqlen_kv", self.seqlen_kv, 1, MAX_LENGTH)
+        for name in ("head_dim_qk", "head_dim_v"):
+            value = getattr(self, name)
+            _check_range(name, value, 1, 2**20)
+            if not MIN_HEAD_DIM <= value <= MAX_HEAD_DIM:
+                raise Unsupported(
+                    f"{name} must be {MIN_HEAD_DIM}..{MAX_HEAD_DIM}, got {value}; "
+                    "use torch.nn.functional.scaled_dot_product_attention for this size"
+                )
+        if self.num_heads_q % self.num_heads_kv:
+            raise InvalidProblem(
+                f"num_heads_q must be a multiple of num_heads_kv, got {self.num_heads_q} and {self.num_heads_kv}"
+            )
+        if self.dtype not in DTYPE_BYTES:
+            raise InvalidProblem(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
+        if not isinstance(self.mask, Mask):
+            raise InvalidProblem(
+                f"mask must be a tilegen mask such as tilegen.causal(), got {type(self.mask).__name__}"
+            )
+
+    @property
+    def group_size(self) -> int:
+        """Query heads that share one key-value head."""
+        return self.num_heads_q // self.num_heads_kv
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of one element of q, k, v and out."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def key(self) -> str:
+        """Canonical notation: `AttentionProblem.parse(problem.key) == problem`."""
+        dims = (
+            f"{self.head_dim_qk}"
+            if self.head_dim_qk == self.head_dim_v
+            else f"{self.head_dim_qk}/{self.head_dim_v}"
+        )
+        return (
+            f"b{self.batch} hq{self.num_heads_q} hkv{self.num_heads_kv} q{self.seqlen_q} kv{self.seqlen_kv} "
+            f"d{dims} {self.dtype} {self.mask.notation}"
+        )
+
+    def __str__(self) -> str:
+        return self.key
+
+    @property
+    def bucket(self) -> AttentionProblem:
+        """The problem that stands for this one in records: batch and lengths rounded up to powers of two.
+
+        Lengths are run-time arguments of a kernel, so a choice made for a bucket is correct for all of it.
+        """
+        return replace(
+            self,
+            batch=_power_of_two_at_least(self.batch),
+            seqlen_q=_power_of_two_at_least(self.seqlen_q),
+            seqlen_kv=_power_of_two_at_least(self.seqlen_kv),
+        )
+
+    @classmethod
+    def parse(cls, text: str) -> AttentionProblem:
+        """Return the problem that `b4 hq32 hkv8 q4096 kv4096 d128 bf16 causal` describes.
+
+        `b` defaults to 1, `hkv` to `hq`, `kv` to `q`, the mask to `full`; `d192/128` gives head_dim_qk/head_dim_v.
+        Raises InvalidProblem or Unsupported.
+        """
+        numbers: dict[str, int] = {}
+        dtypes: list[str] = []
+        masks: list[str] = []
+        for token in _tokens(text):
+            if match := re.fullmatch(r"(b|hq|hkv|q|kv)(\d{1,12})", token):
+                _set_once(numbers, match[1], int(match[2]), text)
+            elif match := re.fullmatch(r"d(\d{1,12})(?:/(\d{1,12}))?", token):
+                _set_once(numbers, "d", int(match[1]), text)
+                numbers["dv"] = int(match[2] or match[1])
+            elif token in DTYPE_BYTES:
+                dtypes.append(token)
+            else:
+                masks.append(token)
+        missing = [name for name in ("hq", "q", "d") if name not in numbers]
+        if missing or len(dtypes) != 1 or len(masks) > 1:
+            what = f"no {missing[0]}N" if missing else "not exactly one dtype" if len(dtypes) != 1 else "two masks"
+            raise InvalidProblem(
+                f"expected a problem such as 'b4 hq32 hkv8 q4096 kv4096 d128 bf16 causal', got {text!r}: {what}"
+            )
+        return cls(
+            batch=numbers.get("b", 1),
+            num_heads_q=numbers["hq"],
+            num_heads_kv=numbers.get("hkv", numbers["hq"]),
+            seqlen_q=numbers["q"],
+            seqlen_kv=numbers.get("kv", numbers["q"]),
+            head_dim_qk=numbers["d"],
+            head_dim_v=numbers["dv"],
+            dtype=cast("DType", dtypes[0]),
+            mask=parse_mask(masks[0]) if masks else full(),
+        )
+
+
+def _tokens(text: str) -> list[str]:
+    """Split at white space, but not inside a mask: `causal & window(4095, 0)` is one token."""
+    return re.sub(r"\s*([&,()])\s*", _keep_last_gap, text.strip()).split()
+
+
+def _keep_last_gap(match: re.Match[str]) -> str:
+    gap_after = match[0].rstrip() != match[0]
+    return ") " if match[1] == ")" and gap_after else match[1]
+
+
+def _set_once(numbers: dict[str, int], name: str, value: int, text: str) -> None:
+    if name in numbers:
+        raise InvalidProblem(f"expected one {name}N, got two in {text!r}")
+    numbers[name] = value
+
+
+def _check_range(name: str, value: object, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise InvalidProblem(f"{name} must be an int in {low}..{high}, got {value!r}")
+
+
+def _power_of_two_at_least(value: int) -> int:
+    return 1 << (value - 1).bit_length()
