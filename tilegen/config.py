@@ -55,3 +55,16 @@ class TileConfig:
             raise Unsupported(f"expected a config such as m128n64w8s3, got {text!r}")
         block_m, block_n, num_warps, num_stages = map(int, match.groups())
         return cls(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
+
+
+def head_dim_chunks(head_dim: int) -> tuple[int, ...]:
+    """Return one or two power-of-two widths (at least 16) that cover `head_dim` with the least padding.
+
+    Tensor-core tiles have power-of-two sides: 80 is split into 64 + 16 rather than padded to 128. Ties go to one
+    piece, since a second one costs its own loads and matrix products.
+    """
+    widths = [1 << i for i in range(4, 21)]
+    one = next(width for width in widths if width >= head_dim)
+    pairs = [(a, b) for a in widths for b in widths if b <= a <= one and a + b >= head_dim]
+    best = min(pairs, key=sum)
+    return best if sum(best) < one else (one,)
