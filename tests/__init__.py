@@ -1,0 +1,1 @@
+"""The test suite, one folder per tier; `conftest.py` says what each needs."""

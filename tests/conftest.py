@@ -1,0 +1,124 @@
+"""Pytest configuration: the tiers, the golden fixture, a cache directory that is not the user's.
+
+| folder       | needs            | runs with plain `pytest`                            |
+| ------------ | ---------------- | --------------------------------------------------- |
+| pure         | nothing          | yes                                                 |
+| compile_only | Triton, no GPU   | yes                                                 |
+| interpret    | Triton, no GPU   | through test_interpret.py, in a process of its own  |
+| gpu          | a CUDA device    | yes; skipped, with that reason, where there is none |
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Protocol
+
+import pytest
+
+TESTS = Path(__file__).parent
+INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
+
+# --------------------------------------------------------------------------------------------------
+# Hooks
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--update-golden",
+        action="store_true",
+        help="accept what the tests produce: write it to tests/golden/ instead of comparing",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    asked_for = (Path(arg.split("::")[0]).resolve() for arg in config.args)
+    if not INTERPRETING and any(path.is_relative_to(TESTS / "interpret") for path in asked_for):
+        raise pytest.UsageError(
+            "tests/interpret needs TRITON_INTERPRET=1 before triton is first imported; "
+            "run TRITON_INTERPRET=1 pytest tests/interpret, or pytest tests/test_interpret.py"
+        )
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Keep the interpreter apart: a process that interprets kernels cannot compile any."""
+    if not collection_path.is_relative_to(TESTS) or collection_path == TESTS:
+        return None
+    is_interpreted = collection_path.is_relative_to(TESTS / "interpret")
+    return None if is_interpreted == INTERPRETING else True
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    on_gpu = [item for item in items if item.path.is_relative_to(TESTS / "gpu")]
+    reason = _why_no_gpu() if on_gpu else None
+    for item in on_gpu:
+        item.add_marker(pytest.mark.gpu)
+        if reason:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_report_header() -> str:
+    mode = "interpreting" if INTERPRETING else "compiling"
+    return (
+        f"torch {version('torch')}, triton {version('triton')} ({mode}), numpy {version('numpy')}"
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# Fixtures
+
+
+class CheckGolden(Protocol):
+    def __call__(self, text: str, suffix: str = ".txt") -> None: ...
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> CheckGolden:
+    """Return a function that compares a text with the golden file named after the running test."""
+    update: bool = request.config.getoption("--update-golden")
+
+    def check(text: str, suffix: str = ".txt") -> None:
+        path = golden_path(request.node, suffix)
+        if update:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+        shown = path.relative_to(TESTS.parent)
+        if not path.exists():
+            pytest.fail(
+                f"no golden file {shown}; read what the test produced (below), "
+                f"then accept it with --update-golden\n\n{text}",
+                pytrace=False,
+            )
+        expected = path.read_text(encoding="utf-8")
+        assert expected == text, f"{shown} differs; if the change is right, run --update-golden"
+
+    return check
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep the user's records out of the tests, and the tests' out of the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TILEGEN_CACHE_DIR", str(tmp_path_factory.mktemp("tilegen-cache")))
+        patch.delenv("TILEGEN_CACHE_PATH", raising=False)
+        patch.delenv("TILEGEN_TUNE", raising=False)
+        yield
+
+
+# --------------------------------------------------------------------------------------------------
+# Implementation
+
+
+def golden_path(node: pytest.Item, suffix: str) -> Path:
+    """Return golden/render/kernel-fwd-causal.txt for test_render.py::test_kernel[fwd-causal]."""
+    name = re.sub(r"[^\w.]+", "-", node.name.removeprefix("test_")).strip("-")
+    return TESTS / "golden" / node.path.stem.removeprefix("test_") / f"{name}{suffix}"
+
+
+def _why_no_gpu() -> str | None:
+    import torch  # here, because tests that do not need it should not wait for it
+
+    return None if torch.cuda.is_available() else "no CUDA device on this machine"
