@@ -1,0 +1,1 @@
+"""The cost model: bounds, exact traffic, on-chip footprint, time. Loads SymPy."""
