@@ -37,13 +37,13 @@ class IndexPrinter(PythonCodePrinter):
         return f"({self._print(numerator)}) // {self._print(denominator)}"
 
     def _print_And(self, expr: sympy.And) -> str:
-        return " & ".join(sorted(f"({self._print(argument)})" for argument in expr.args))
+        return " & ".join(sorted(self._print(argument) for argument in expr.args))
 
     def _print_Or(self, expr: sympy.Or) -> str:
-        return " | ".join(sorted(f"({self._print(argument)})" for argument in expr.args))
+        return "(" + " | ".join(sorted(self._print(argument) for argument in expr.args)) + ")"
 
     def _print_Not(self, expr: sympy.Not) -> str:
-        return f"~({self._print(expr.args[0])})"
+        return f"~{self._print(expr.args[0])}"
 
 
 def to_triton(expr: sympy.Basic, names: Mapping[sympy.Symbol, str]) -> str:

@@ -1,0 +1,275 @@
+"""Text from template: `render` emits one specialised kernel as a readable Python file.
+
+This module computes, the templates spell: every name a template uses is a field of the context built in `_context`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.meta
+import sympy
+
+from tilegen import resources
+from tilegen.config import Kernel, TileConfig, head_dim_chunks
+from tilegen.masks.compiler import (
+    FIRST,
+    LAST,
+    SEQLEN_KV,
+    SEQLEN_Q,
+    K,
+    Q,
+    Side,
+    predicate,
+    stream_bounds,
+    tile_ranges,
+)
+from tilegen.masks.mask import Mask
+from tilegen.masks.printer import to_triton
+from tilegen.problem import AttentionProblem
+
+VECTOR_BYTES = 16  # widest load of one thread; aligned kernels get all strides in multiples of it
+
+_TITLES: dict[Kernel, str] = {
+    "fwd": "Attention forward: out and lse.",
+    "bwd_preprocess": "Attention backward, preprocess: delta = rowsum(out * dout).",
+    "bwd_dkdv": "Attention backward: dk and dv.",
+    "bwd_dq": "Attention backward: dq.",
+}
+_TRITON_DTYPES = {"fp16": "tl.float16", "bf16": "tl.bfloat16", "fp32": "tl.float32"}
+_SIDES: dict[Kernel, Side] = {"fwd": "rows", "bwd_preprocess": "rows", "bwd_dkdv": "columns", "bwd_dq": "rows"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RenderedKernel:
+    """An emitted kernel, before anything is compiled."""
+
+    kernel: Kernel
+    problem: AttentionProblem
+    config: TileConfig
+    aligned: bool
+    """Whether all strides must be multiples of 16 bytes."""
+    function: str
+    """Name of the `@triton.jit` function, which profilers show."""
+    source: str
+    """The whole module: imports torch and triton only; `launch(...)` is its entry point."""
+    signature: tuple[tuple[str, str], ...]
+    """(argument, Triton type) of the function, for compiling without a GPU."""
+
+    @property
+    def digest(self) -> str:
+        """Hex digest of the text."""
+        return hashlib.sha256(self.source.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A power-of-two slice of a head dim, as the templates see it."""
+
+    suffix: str  # "" for a single chunk, else "_0", "_1"
+    start: str  # "" or "64 + "
+    width: int
+    offs: str  # name of its offsets vector
+    exists: str  # name of its bounds vector, where padded
+    limit: str  # constant the offsets stay below
+    padded: bool
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Triton source of the streamed range, or None for a bound the mask does not have."""
+
+    live_lo: str
+    live_hi: str
+    nonempty: str | None
+    full_lo: str | None
+    full_hi: str
+    uses_last: bool
+
+
+def render(
+    problem: AttentionProblem, config: TileConfig, kernel: Kernel = "fwd", *, aligned: bool = True
+) -> RenderedKernel:
+    """Return the emitted kernel for a problem's class: any batch, heads and lengths share one text.
+
+    `aligned=False` gives the kernel for strides that are not multiples of 16 bytes. Raises Unsupported for
+    a mask that the compiler cannot solve.
+    """
+    template = environment().get_template(f"attention_{kernel}.py.jinja")
+    context = _context(problem, config, kernel, aligned)
+    source = re.sub(r"\n{4,}", "\n\n\n", template.render(context)).strip() + "\n"
+    return RenderedKernel(
+        kernel=kernel,
+        problem=problem,
+        config=config,
+        aligned=aligned,
+        function=context["function"],
+        source=source,
+        signature=_signature(source, context["function"], problem),
+    )
+
+
+def representative(problem: AttentionProblem) -> AttentionProblem:
+    """Return the problem that stands for all with the same emitted kernels, whatever batch, heads and lengths."""
+    return replace(
+        problem, batch=1, num_heads_q=problem.group_size, num_heads_kv=1, seqlen_q=1024, seqlen_kv=1024
+    )
+
+
+@lru_cache(maxsize=1)
+def environment() -> jinja2.Environment:
+    """Return the Jinja environment of the templates; a misspelt name raises when rendered."""
+    return jinja2.Environment(  # noqa: S701 - emits Python, not HTML
+        loader=jinja2.FileSystemLoader(str(resources.data_dir("templates"))),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+
+
+@lru_cache(maxsize=16)
+def template_digest(kernel: Kernel) -> str:
+    """Return the hex digest of a kernel's template, all templates it reaches, and the environment's options."""
+    env = environment()
+    folder = Path(str(resources.data_dir("templates")))
+    names, reached = [f"attention_{kernel}.py.jinja"], {}
+    while names:
+        name = names.pop()
+        if name not in reached:
+            reached[name] = (folder / name).read_text(encoding="utf-8")
+            names += [n for n in jinja2.meta.find_referenced_templates(env.parse(reached[name])) if n]
+    options = [env.trim_blocks, env.lstrip_blocks, env.keep_trailing_newline]
+    return hashlib.sha256(json.dumps([sorted(reached.items()), options]).encode()).hexdigest()[:12]
+
+
+def _context(problem: AttentionProblem, config: TileConfig, kernel: Kernel, aligned: bool) -> dict[str, Any]:
+    side = _SIDES[kernel]
+    unit = VECTOR_BYTES // problem.element_bytes if aligned else 1
+    function = _function_name(problem, config, kernel)
+    return {
+        "header": _header(problem, config, kernel, aligned, unit),
+        "function": function,
+        "problem": problem,
+        "config": config,
+        "dtype": _TRITON_DTYPES[problem.dtype],
+        # Triton's default for fp32 operands is TF32, with 10 bits of mantissa.
+        "precision": ', input_precision="ieee"' if problem.dtype == "fp32" else "",
+        "log2_e": repr(math.log2(math.e)),
+        "ln_2": repr(math.log(2.0)),
+        "stride_unit": unit,
+        "stride_why": ", so that the compiler sees 16-byte alignment" if aligned else "",
+        "aligned": aligned,
+        "qk_chunks": _chunks(problem.head_dim_qk, "qk"),
+        "v_chunks": _chunks(problem.head_dim_v, "v"),
+        "ranges": _ranges(problem.mask, side),
+        "heavy_last": kernel != "bwd_preprocess" and _heavy_last(problem.mask, side),
+        "keep": _keep(problem.mask),
+    }
+
+
+def _header(problem: AttentionProblem, config: TileConfig, kernel: Kernel, aligned: bool, unit: int) -> str:
+    strides = f"strides multiples of {unit} elements" if aligned else "any strides"
+    one = representative(problem)
+    dims = f"{problem.head_dim_qk}/{problem.head_dim_v}"
+    flag = "" if aligned else " --unaligned"
+    return f'''"""{_TITLES[kernel]}
+
+Generated by tilegen. Do not edit: change the template or the config and render again.
+
+problem   head_dim {dims}, {problem.dtype}, group size {problem.group_size}, mask {problem.mask}, {strides};
+          any batch, heads and lengths
+config    block_m={config.block_m} block_n={config.block_n} num_warps={config.num_warps} num_stages={config.num_stages}
+template  attention_{kernel}.py.jinja @ {template_digest(kernel)}
+rerender  tilegen show "{one.key}"
+          --kernel {kernel} --config {config.key}{flag}
+"""'''
+
+
+def _function_name(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> str:
+    dims = f"d{problem.head_dim_qk}" + (
+        "" if problem.head_dim_qk == problem.head_dim_v else f"v{problem.head_dim_v}"
+    )
+    if kernel == "bwd_preprocess":
+        return f"attention_{kernel}_d{problem.head_dim_v}_m{config.block_m}"
+    mask = re.sub(r"[^a-z0-9]+", "_", problem.mask.notation.replace("-1", "inf")).strip("_")
+    return f"attention_{kernel}_{dims}_{mask}_m{config.block_m}n{config.block_n}"
+
+
+def _signature(source: str, function: str, problem: AttentionProblem) -> tuple[tuple[str, str], ...]:
+    """Read the arguments back from the emitted text: the template is the one place that lists them."""
+    match = re.search(rf"def {function}\((.*?)\):", source, re.DOTALL)
+    assert match, function
+    names = re.findall(r"\w+", re.sub(r"#.*", "", match[1]))
+    fp32 = {"lse_ptr", "delta_ptr"}
+
+    def triton_type(name: str) -> str:
+        if name.endswith("_ptr"):
+            return "*fp32" if name in fp32 else f"*{problem.dtype}"
+        return "fp32" if name.startswith("softmax_scale") else "i32"
+
+    return tuple((name, triton_type(name)) for name in names)
+
+
+def _chunks(head_dim: int, kind: str) -> tuple[Chunk, ...]:
+    widths = head_dim_chunks(head_dim)
+    chunks: list[Chunk] = []
+    start = 0
+    for i, width in enumerate(widths):
+        suffix = f"_{i}" if len(widths) > 1 else ""
+        chunks.append(
+            Chunk(
+                suffix=suffix,
+                start=f"{start} + " if start else "",
+                width=width,
+                offs=f"offs_{kind}{suffix}",
+                exists=f"{kind}_exists{suffix}",
+                limit=f"HEAD_DIM_{kind.upper()}",
+                padded=start + width > head_dim,
+            )
+        )
+        start += width
+    return tuple(chunks)
+
+
+def _ranges(mask: Mask, side: Side) -> Ranges:
+    bounds = stream_bounds(mask, side)
+    axis = "q" if side == "rows" else "k"
+    names = {FIRST: f"{axis}_first", LAST: f"{axis}_last"}
+    live, full = bounds.live, bounds.full
+    live_lo = to_triton(live.lo, names)
+    conditions = [f"({to_triton(guard, names)} >= 0)" for guard in live.guards]
+    if sympy.Lt(live.lo, live.hi) != True:  # noqa: E712 - SymPy's true
+        conditions.insert(0, "(0 < live_hi)" if live_lo == "0" else "(live_lo < live_hi)")
+    emitted = [live.lo, live.hi, full.lo, full.hi, *live.guards]
+    return Ranges(
+        live_lo=live_lo,
+        live_hi=to_triton(live.hi, names),
+        nonempty=" & ".join(conditions) or None,
+        full_lo=None if full.lo.is_infinite else to_triton(full.lo, names),
+        full_hi=to_triton(full.hi, names),
+        uses_last=any(expression.has(LAST) for expression in emitted),
+    )
+
+
+def _keep(mask: Mask) -> tuple[str, ...]:
+    """Return conditions on `q_idx` and `k_idx`, all of which must hold; none where everything is kept."""
+    keep = predicate(mask)
+    atoms = [] if keep == True else sympy.And.make_args(keep)  # noqa: E712 - SymPy's true
+    return tuple(sorted(to_triton(atom, {Q: "q_idx", K: "k_idx"}) for atom in atoms))
+
+
+def _heavy_last(mask: Mask, side: Side) -> bool:
+    """Whether later tiles have more work; they should then start first, so that the tail is made of light ones."""
+    ranges = tile_ranges(mask, side, seqlen_q=4096, seqlen_kv=4096, block_m=64, block_n=64)
+    work = ranges.hi - ranges.lo
+    return bool(work[-1] > work[0])
