@@ -1,0 +1,190 @@
+"""From emitted text to something that runs: a module to launch, or a binary for a named architecture."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from tilegen import interpreter
+from tilegen.errors import BuildFailed, Unsupported
+from tilegen.render import VECTOR_BYTES, RenderedKernel
+from tilegen.settings import settings
+
+if TYPE_CHECKING:
+    import torch
+
+_modules: dict[str, ModuleType] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledKernel:
+    """A binary for one architecture, and what the compiler says it uses."""
+
+    rendered: RenderedKernel
+    arch: str
+    binary: bytes
+    """cubin, or hsaco for AMD."""
+    shared_bytes: int
+    """Shared memory of one program."""
+    registers: int
+    """Of one thread."""
+    spill_bytes: int
+    """Local memory of one thread; 0 means that nothing spilled."""
+    seconds: float
+
+    @property
+    def extension(self) -> str:
+        """File name extension of the binary."""
+        return "hsaco" if self.arch.startswith("gfx") else "cubin"
+
+
+def write(rendered: RenderedKernel) -> Path:
+    """Return the emitted file under the cache directory, writing it where it is not there yet.
+
+    Written to a temporary name and renamed, so that processes may race.
+    """
+    path = settings().cache_dir / "kernels" / rendered.digest / f"{rendered.kernel}.py"
+    if path.exists() and path.read_text(encoding="utf-8") == rendered.source:
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False
+    ) as file:
+        file.write(rendered.source)
+    Path(file.name).replace(path)
+    return path
+
+
+def load(rendered: RenderedKernel) -> ModuleType:
+    """Return the emitted module, imported once per process; `.launch(...)` runs the kernel."""
+    if rendered.digest not in _modules:
+        path = write(rendered)
+        name = f"tilegen_kernels_{rendered.digest}_{rendered.kernel}"
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec and spec.loader, path
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # Triton looks a kernel's module up by name
+        spec.loader.exec_module(module)
+        _modules[rendered.digest] = module
+    return _modules[rendered.digest]
+
+
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's address and strides (batch, head, row) are multiples of 16 bytes."""
+    unit = VECTOR_BYTES // tensor.element_size()
+    strides = zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
+    return tensor.data_ptr() % VECTOR_BYTES == 0 and all(n == 1 or s % unit == 0 for n, s in strides)
+
+
+def compile_for(rendered: RenderedKernel, arch: str) -> CompiledKernel:
+    """Return the binary for `arch` (`sm_90`, `gfx942`); needs no GPU. Raises BuildFailed or Unsupported."""
+    if interpreter.is_active():
+        raise Unsupported("expected a process without TRITON_INTERPRET=1 to compile in; unset it")
+    import triton
+    from triton.compiler import ASTSource
+
+    target = _target(arch)
+    function = getattr(load(rendered), rendered.function)
+    divisible = {(i,): [["tt.divisibility", 16]] for i, (_, t) in enumerate(rendered.signature) if t.startswith("*")}
+    source = ASTSource(
+        fn=function,
+        signature=dict(rendered.signature),
+        constexprs={},
+        attrs=divisible if rendered.aligned else {},
+    )
+    options = {"num_warps": rendered.config.num_warps, "num_stages": rendered.config.num_stages}
+    started = time.perf_counter()
+    try:
+        compiled = triton.compile(source, target=target, options=options)
+    except Exception as error:  # Triton raises many types, down to RuntimeError from its passes
+        raise BuildFailed(f"{rendered.function} for {arch}: {_one_line(error)}") from error
+    seconds = time.perf_counter() - started
+    binary, registers, spill_bytes = _resources(compiled, arch)
+    return CompiledKernel(
+        rendered=rendered,
+        arch=arch,
+        binary=binary,
+        shared_bytes=int(compiled.metadata.shared),
+        registers=registers,
+        spill_bytes=spill_bytes,
+        seconds=seconds,
+    )
+
+
+def compile_many(
+    rendered: Sequence[RenderedKernel], arch: str, *, workers: int | None = None
+) -> Iterator[tuple[RenderedKernel, CompiledKernel | BuildFailed]]:
+    """Compile on all cores and yield each kernel as it finishes, a failure as a value."""
+    workers = min(workers or len(os.sched_getaffinity(0)), len(rendered))
+    if workers <= 1:
+        for one in rendered:
+            yield one, _compile_or_fail(one, arch)
+        return
+    # spawn: the parent may hold a CUDA context and threads, which do not survive a fork.
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        futures = {pool.submit(_compile_or_fail, one, arch): one for one in rendered}
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        finally:  # the consumer may stop early
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _compile_or_fail(rendered: RenderedKernel, arch: str) -> CompiledKernel | BuildFailed:
+    try:
+        return compile_for(rendered, arch)
+    except BuildFailed as error:
+        return BuildFailed(str(error))  # without its cause, which may not pickle
+
+
+def _target(arch: str) -> Any:
+    from triton.backends.compiler import GPUTarget
+
+    if match := re.fullmatch(r"sm_(\d{2,3})", arch):
+        return GPUTarget("cuda", int(match[1]), 32)
+    if re.fullmatch(r"gfx9[0-9a-f]{2}", arch):
+        return GPUTarget("hip", arch, 64)
+    raise Unsupported(f"arch must look like sm_90 or gfx942, got {arch!r}")
+
+
+def _resources(compiled: Any, arch: str) -> tuple[bytes, int, int]:
+    """Return (binary, registers, spilled bytes) of a compiled kernel."""
+    if arch.startswith("gfx"):
+        text = compiled.asm["amdgcn"]
+        registers = int(re.findall(r"\.vgpr_count:\s+(\d+)", text)[-1])
+        spilled = 4 * int(re.findall(r"\.vgpr_spill_count:\s+(\d+)", text)[-1])
+        return bytes(compiled.asm["hsaco"]), registers, spilled
+    binary = bytes(compiled.asm["cubin"])
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        usage = subprocess.run(
+            [_tool("cuobjdump"), "-res-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    match = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    if not match:
+        raise BuildFailed(f"expected REG and STACK from cuobjdump -res-usage, got {usage[:200]!r}")
+    return binary, int(match[1]), int(match[2])
+
+
+def _tool(name: str) -> str:
+    import triton.backends.nvidia as backend
+
+    return str(Path(list(backend.__path__)[0]) / "bin" / name)
+
+
+def _one_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}"

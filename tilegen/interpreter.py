@@ -1,0 +1,106 @@
+"""Triton's interpreter, made right for bfloat16 and able to count what a kernel loads and stores.
+
+The interpreter runs emitted kernels on CPU tensors when TRITON_INTERPRET=1 is set before Triton is first imported.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass
+class Traffic:
+    """Bytes that loads and stores moved; masked-off elements are not counted."""
+
+    read_bytes: int = 0
+    write_bytes: int = 0
+
+
+def is_active() -> bool:
+    """Whether kernels run in Triton's interpreter in this process."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+@cache
+def repair_bfloat16() -> None:
+    """Replace the interpreter's bfloat16 arithmetic, once.
+
+    It stores bfloat16 as 16-bit patterns; up to Triton 3.9 `tl.dot` multiplies those patterns as integers, and
+    rounding from fp32 truncates where GPUs round to nearest even.
+    """
+    import triton.language as tl
+
+    builder, handle = _builder(), _handle_type()
+    cast_impl, create_dot = builder.cast_impl, builder.create_dot
+
+    def cast(src: Any, dst_type: Any) -> Any:
+        types = (src.dtype.scalar, dst_type.scalar)
+        if types == (tl.float32, tl.bfloat16):
+            return handle(_round_to_bfloat16(src.data), tl.bfloat16)
+        if types == (tl.bfloat16, tl.float32):
+            return handle(_from_bfloat16(src.data), tl.float32)
+        return cast_impl(src, dst_type)
+
+    def dot(a: Any, b: Any, *rest: Any) -> Any:
+        a, b = (
+            handle(_from_bfloat16(x.data), tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)
+        )
+        return create_dot(a, b, *rest)
+
+    builder.cast_impl, builder.create_dot = cast, dot
+
+
+@contextmanager
+def count_traffic() -> Iterator[Traffic]:
+    """Count the bytes that kernels load and store in the interpreter while the context is open."""
+    builder = _builder()
+    load, store = builder.create_masked_load, builder.create_masked_store
+    traffic = Traffic()
+
+    def element_bytes(pointers: Any) -> int:
+        return pointers.get_element_ty().primitive_bitwidth // 8
+
+    def counted_load(ptrs: Any, mask: Any, *rest: Any, **options: Any) -> Any:
+        traffic.read_bytes += int(np.count_nonzero(mask.data)) * element_bytes(ptrs)
+        return load(ptrs, mask, *rest, **options)
+
+    def counted_store(ptrs: Any, value: Any, mask: Any, *rest: Any, **options: Any) -> Any:
+        traffic.write_bytes += int(np.count_nonzero(mask.data)) * element_bytes(ptrs)
+        return store(ptrs, value, mask, *rest, **options)
+
+    builder.create_masked_load, builder.create_masked_store = counted_load, counted_store
+    try:
+        yield traffic
+    finally:
+        del builder.create_masked_load, builder.create_masked_store
+
+
+def _from_bfloat16(bits: NDArray[Any]) -> NDArray[np.float32]:
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def _round_to_bfloat16(values: NDArray[Any]) -> NDArray[np.uint16]:
+    """Round to nearest, ties to even; NaN stays NaN."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32)
+    rounded = ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+    return np.where(np.isnan(values), np.uint16(0x7FC0), rounded)
+
+
+def _builder() -> Any:
+    import triton.runtime.interpreter as module
+
+    return module.interpreter_builder
+
+
+def _handle_type() -> Callable[..., Any]:
+    import triton.runtime.interpreter as module
+
+    return module.TensorHandle

@@ -1,0 +1,93 @@
+"""Attention in plain PyTorch: the meaning of every kernel. Tests, `verify` and benchmarks compare with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tilegen.masks.mask import Full, Mask, full
+from tilegen.problem import AttentionProblem
+
+TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """q (b, hq, nq, d_qk), k (b, hkv, nkv, d_qk), v (b, hkv, nkv, d_v), dout (b, hq, nq, d_v)."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+
+    def to(self, dtype: torch.dtype) -> Inputs:
+        """Return the same values in another dtype."""
+        return Inputs(*(t.detach().to(dtype) for t in (self.q, self.k, self.v, self.dout)))
+
+
+def make_inputs(
+    problem: AttentionProblem,
+    *,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+    heads_inside: bool = False,
+    sigma: float = 1.0,
+) -> Inputs:
+    """Return random normal inputs; `heads_inside` lays them out (batch, seqlen, heads, dim) behind a transpose.
+
+    `sigma` widens q, and with it the logits.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    dtype = TORCH_DTYPES[problem.dtype]
+
+    def tensor(heads: int, seqlen: int, dim: int, scale: float = 1.0) -> torch.Tensor:
+        shape = (problem.batch, seqlen, heads, dim) if heads_inside else (problem.batch, heads, seqlen, dim)
+        values = (torch.randn(shape, generator=generator) * scale).to(device=device, dtype=dtype)
+        return values.transpose(1, 2) if heads_inside else values
+
+    return Inputs(
+        q=tensor(problem.num_heads_q, problem.seqlen_q, problem.head_dim_qk, sigma),
+        k=tensor(problem.num_heads_kv, problem.seqlen_kv, problem.head_dim_qk),
+        v=tensor(problem.num_heads_kv, problem.seqlen_kv, problem.head_dim_v),
+        dout=tensor(problem.num_heads_q, problem.seqlen_q, problem.head_dim_v),
+    )
+
+
+def dense_mask(mask: Mask, seqlen_q: int, seqlen_kv: int, device: str | torch.device = "cpu") -> torch.Tensor:
+    """Return the mask as a bool tensor (seqlen_q, seqlen_kv): True where a pair is kept."""
+    q = torch.arange(seqlen_q, device=device)[:, None]
+    k = torch.arange(seqlen_kv, device=device)[None, :]
+    keep = torch.as_tensor(mask.keep(q, k, seqlen_q, seqlen_kv), device=device)
+    return keep.expand(seqlen_q, seqlen_kv)
+
+
+def attention_reference(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask | None = None, scale: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) in the dtype of the inputs, differentiable; N² memory.
+
+    A row with nothing kept gives out 0, lse -inf and zero gradients. The default scale is head_dim_qk ** -0.5.
+    """
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    keep = dense_mask(mask or full(), q.shape[2], k.shape[2], q.device)
+    scores = (q @ k.mT * scale).masked_fill(~keep, float("-inf"))
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp()
+    return weights @ v, lse
+
+
+def torch_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask | None = None, scale: float | None = None
+) -> torch.Tensor:
+    """Return PyTorch's own out in the inputs' dtype; rows with nothing kept are 0."""
+    if mask is None or isinstance(mask, Full):
+        keep = None
+    else:
+        keep = dense_mask(mask, q.shape[2], k.shape[2], q.device)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=keep, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out if keep is None else out.masked_fill(~keep.any(-1)[:, None], 0.0)

@@ -1,0 +1,159 @@
+"""The correctness rule: a kernel may err at most twice as much as PyTorch does in the same precision.
+
+The reference is computed in fp64. To twice PyTorch's error comes a rounding floor, measured as
+FlashAttention's tests do: twice the change of the reference when 0.3 is added and removed in the working precision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from tilegen import build, interpreter
+from tilegen.config import KERNELS, Kernel, TileConfig
+from tilegen.errors import Unsupported, WrongResult
+from tilegen.masks.mask import Mask
+from tilegen.problem import AttentionProblem
+from tilegen.reference import (
+    TORCH_DTYPES,
+    Inputs,
+    attention_reference,
+    make_inputs,
+    torch_attention,
+)
+from tilegen.render import RenderedKernel, render
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One output tensor judged. Errors are maxima of absolute differences."""
+
+    tensor: str
+    ok: bool
+    error: float
+    allowed: float
+    index: tuple[int, ...]
+    """Where the error is largest."""
+    found: float
+    expected: float
+
+    def __str__(self) -> str:
+        verdict = "ok" if self.ok else "WRONG"
+        return (
+            f"{self.tensor:5} {verdict}  error {self.error:.3g}, allowed {self.allowed:.3g}"
+            f"  (worst at {self.index}: {self.found:.6g}, expected {self.expected:.6g})"
+        )
+
+
+def verify(
+    problem: AttentionProblem,
+    configs: Mapping[Kernel, TileConfig],
+    *,
+    device: str | torch.device | None = None,
+    seed: int = 0,
+) -> tuple[Check, ...]:
+    """Run the kernels of `configs` on random inputs of the problem's shape and judge every output.
+
+    `fwd` alone judges out and lse; all four kernels judge dq, dk and dv too. `device` defaults to the GPU, or to the
+    CPU where Triton's interpreter is on. Raises Unsupported where emitted kernels cannot run.
+    """
+    device = device or run_device()
+    inputs = make_inputs(problem, device=device, seed=seed)
+    aligned = all(build.is_aligned(t) for t in (inputs.q, inputs.k, inputs.v))
+    kernels = {kernel: render(problem, config, kernel, aligned=aligned) for kernel, config in configs.items()}
+    return check(kernels, inputs, mask=problem.mask)
+
+
+def check(
+    kernels: Mapping[Kernel, RenderedKernel], inputs: Inputs, *, mask: Mask | None = None, scale: float | None = None
+) -> tuple[Check, ...]:
+    """Run rendered kernels on given inputs and judge every output, worst element first in each Check."""
+    scale = inputs.q.shape[-1] ** -0.5 if scale is None else scale
+    found = run(kernels, inputs, scale)
+    expected = _reference(inputs.to(torch.float64), mask, scale)
+    own = _torch_result(inputs, mask, scale)
+    return tuple(_judge(name, found[name], expected[name], own[name]) for name in found)
+
+
+def require(checks: tuple[Check, ...]) -> None:
+    """Raise WrongResult, with every failed check on a line, unless all are ok."""
+    failed = [str(check) for check in checks if not check.ok]
+    if failed:
+        raise WrongResult("\n".join(failed))
+
+
+def run(kernels: Mapping[Kernel, RenderedKernel], inputs: Inputs, scale: float) -> dict[str, torch.Tensor]:
+    """Return out and lse, and with all four kernels dq, dk and dv, as the emitted kernels compute them."""
+    if inputs.q.device.type == "cpu":
+        run_device()
+        interpreter.repair_bfloat16()
+    launch = {kernel: build.load(rendered).launch for kernel, rendered in kernels.items()}
+    q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout
+    out, lse = launch["fwd"](q, k, v, scale)
+    results = {"out": out, "lse": lse}
+    if set(KERNELS) <= set(kernels):
+        delta = launch["bwd_preprocess"](out, dout)
+        results["dq"] = launch["bwd_dq"](q, k, v, dout, lse, delta, scale)
+        results["dk"], results["dv"] = launch["bwd_dkdv"](q, k, v, dout, lse, delta, scale)
+    return results
+
+
+def run_device() -> torch.device:
+    """Return where emitted kernels run in this process. Raises Unsupported where they cannot."""
+    if interpreter.is_active():
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    raise Unsupported(
+        "running an emitted kernel needs a GPU or Triton's interpreter, found neither;"
+        " set TRITON_INTERPRET=1 before Python starts"
+    )
+
+
+def _reference(inputs: Inputs, mask: Mask | None, scale: float) -> dict[str, torch.Tensor]:
+    leaves = [t.requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
+    out, lse = attention_reference(*leaves, mask=mask, scale=scale)
+    dq, dk, dv = torch.autograd.grad(out, leaves, inputs.dout)
+    return {"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
+
+
+def _torch_result(inputs: Inputs, mask: Mask | None, scale: float) -> dict[str, torch.Tensor]:
+    """PyTorch's own results at the inputs' precision; lse, which it keeps to itself, in fp32 from those inputs."""
+    leaves = [t.detach().clone().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
+    out = torch_attention(*leaves, mask=mask, scale=scale)
+    dq, dk, dv = torch.autograd.grad(out, leaves, inputs.dout)
+    with torch.no_grad():
+        single = inputs.to(torch.float32)
+        _, lse = attention_reference(single.q, single.k, single.v, mask=mask, scale=scale)
+    return {"out": out.detach(), "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+
+
+def _judge(name: str, found: torch.Tensor, expected: torch.Tensor, own: torch.Tensor) -> Check:
+    wide = torch.float64
+    target = expected.to(wide)
+    floor = 2 * _distance(((expected.to(own.dtype) + 0.3) - 0.3).to(wide), expected.to(own.dtype).to(wide)).max()
+    allowed = 2 * _distance(own.to(wide), target).max() + floor
+    errors = _distance(found.to(wide), target)
+    worst = int(errors.argmax())
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), errors.shape))
+    error = float(errors.flatten()[worst])
+    return Check(
+        tensor=name,
+        ok=found.shape == expected.shape and math.isfinite(error) and error <= float(allowed),
+        error=error,
+        allowed=float(allowed),
+        index=index,
+        found=float(found.flatten()[worst]),
+        expected=float(expected.flatten()[worst]),
+    )
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """|a - b|, where equal infinities are 0 apart and NaN is infinitely far from everything."""
+    return torch.where(a == b, 0.0, (a - b).abs()).nan_to_num(nan=float("inf"))
+
+
+__all__ = ["TORCH_DTYPES", "Check", "check", "require", "run", "run_device", "verify"]
