@@ -119,8 +119,7 @@ def from_driver(properties: Any) -> GpuSpec:
     is_amd = amd_arch.startswith("gfx")
     arch = amd_arch if is_amd else f"sm_{properties.major}{properties.minor}"
     title = str(properties.name)
-    listed = next((spec for spec, pattern in _rows() if re.search(pattern, title)), None)
-    base = listed if listed is not None and listed.arch == arch else None
+    base = next((spec for spec, pattern in _rows() if re.search(pattern, title)), None)
     num_sms = int(properties.multi_processor_count)
     spec = base or _stand_in(arch, num_sms)
 

@@ -1,0 +1,276 @@
+"""Lower bounds on the words attention must move, and the regimes of the known schedules.
+
+Words are elements. Sources: Saha and Ye, arXiv 2402.07443 (forward); Li et al., arXiv 2410.09397
+(backward); Dao et al., arXiv 2205.14135 (FlashAttention); Smith et al., arXiv 1702.02017 (matrix
+product). The theorems speak of one head and one processor; here H_kv heads run on P processors
+with M words each, which costs the additive term P times and changes nothing else.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from typing import Any, Literal
+
+import numpy as np
+import sympy as sp
+
+from tilegen.config import Kernel
+from tilegen.device import GpuSpec
+from tilegen.masks.compiler import tile_ranges
+from tilegen.masks.mask import Mask
+from tilegen.model.symbols import (
+    H_kv,
+    M,
+    N,
+    N_kv,
+    N_q,
+    P,
+    alpha,
+    d,
+    d_qk,
+    d_v,
+    e,
+    g,
+    kappa,
+    n_kv,
+    n_q,
+    nnz,
+    w,
+    x,
+)
+from tilegen.model.traffic import Term, total_bytes, total_words
+from tilegen.problem import AttentionProblem
+
+Direction = Literal["forward", "backward"]
+
+# --------------------------------------------------------------------------------------------------
+# What the papers prove: complexities of one head, without constants
+
+
+def large_cache_complexity(direction: Direction) -> sp.Expr:
+    """Return the optimum for M >= d^2, up to a constant.
+
+    Forward: Saha and Ye, Theorem 3.1 with Lemmas 3.3 and 3.4 (lower) and FlashAttention, Theorem 2
+    (upper). Backward: Li et al., Theorems 4.1 and 4.2; `N d^3` stems from the gradient of
+    W_Q W_K^T, which a kernel that returns dQ, dK and dV does not compute.
+    """
+    return N**2 * d**2 / M if direction == "forward" else (N**2 * d**2 + N * d**3) / M
+
+
+def small_cache_complexity(direction: Direction) -> sp.Expr:
+    """Return the optimum for M < d^2, up to a constant.
+
+    Forward: Saha and Ye, Theorems 3.5 (upper, Algorithm 1) and 3.7 (lower). Backward: Li et al.,
+    Theorems 4.3 (upper, Algorithm 6) and 4.4 (lower).
+    """
+    return N**2 * d / sp.sqrt(M) if direction == "forward" else (N**2 * d + N * d**2) / sp.sqrt(M)
+
+
+def complexity(direction: Direction) -> sp.Expr:
+    """Return N d + min(large cache, small cache), up to a constant.
+
+    Saha and Ye, Theorem 3.1; Li et al., Theorem 1.1. The papers leave out the term N d: every input
+    read and every output written once.
+    """
+    return N * d + sp.Min(large_cache_complexity(direction), small_cache_complexity(direction))
+
+
+# --------------------------------------------------------------------------------------------------
+# Lower bounds with constants, for a whole launch
+
+
+def partition_bound() -> sp.Expr:
+    """Return LB1 in words, for every M: Saha and Ye, Lemma 3.3, applied to a 2M-partition.
+
+    A part of the computation that touches 2M words completes at most e_G(2M/d) score entries, the
+    most that 2M/d rows of Q and K together span, and reaches 4M more. Unmasked, e_G = (M/d)^2, and
+    one head on one processor gives N_q N_kv d^2 / (M + 4 d^2) - M. With at most w entries in a row
+    or column, and g query heads on each column, e_G is also at most 2 M w g / (d (g + 1)).
+    """
+    most_entries = sp.Min(M**2 / d_qk**2, 2 * M * w * g / (d_qk * (g + 1)))
+    return M * (H_kv * g * nnz / (most_entries + 4 * M) - P)
+
+
+def product_bound() -> sp.Expr:
+    """Return LB2 in words, useful for M < 4 d^2: forming S means multiplying Q by K^T.
+
+    Saha and Ye, Theorem 3.7: write each entry of S when it first appears, and the kernel is a
+    matrix product, which moves 2 N_q N_kv d / sqrt(M) - 2 M words (Smith et al.), of which it saves
+    the first read of each entry. The argument counts products, so a mask keeps it valid.
+    """
+    entries = H_kv * g * nnz
+    return 2 * entries * d_qk / sp.sqrt(M) - entries - 2 * M * P
+
+
+def floor_terms(what: Kernel | Direction) -> tuple[Term, ...]:
+    """Return what must move anyway, per key-value head: inputs that matter, and all outputs."""
+    rows, live = g * N_q, g * n_q
+    q, k, v, dout = (
+        Term("q", "read", live * d_qk),
+        Term("k", "read", n_kv * d_qk),
+        Term("v", "read", n_kv * d_v),
+        Term("dout", "read", live * d_v),
+    )
+    lse, delta = Term("lse", "read", live, "fp32"), Term("delta", "read", live, "fp32")
+    dq = Term("dq", "write", rows * d_qk)
+    dkdv = Term("dk", "write", N_kv * d_qk), Term("dv", "write", N_kv * d_v)
+    match what:
+        case "fwd" | "forward":
+            return q, k, v, Term("out", "write", rows * d_v), Term("lse", "write", rows, "fp32")
+        case "bwd_preprocess":
+            both = Term("out", "read", rows * d_v), Term("dout", "read", rows * d_v)
+            return *both, Term("delta", "write", rows, "fp32")
+        case "bwd_dkdv":
+            return q, k, v, dout, lse, delta, *dkdv
+        case "bwd_dq":
+            return q, k, v, dout, lse, delta, dq
+        case "backward":
+            return q, k, v, Term("out", "read", live * d_v), dout, lse, dq, *dkdv
+
+
+def lower_bound(what: Kernel | Direction) -> sp.Expr:
+    """Return max(LB1, LB2, floor) in words; the preprocess kernel forms no scores: floor alone."""
+    floor = H_kv * total_words(floor_terms(what))
+    return floor if what == "bwd_preprocess" else sp.Max(partition_bound(), product_bound(), floor)
+
+
+def lower_bound_bytes(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> int:
+    """Return the bytes that every algorithm for `kernel` must move on this GPU, whole launch.
+
+    Slow memory is L2, fast memory everything on an SM: M = on_chip_bytes / element_bytes words.
+    """
+    size = mask_size(problem.mask, problem.seqlen_q, problem.seqlen_kv)
+    values: dict[sp.Symbol, float] = {
+        H_kv: problem.batch * problem.num_heads_kv,
+        g: problem.group_size,
+        N_q: problem.seqlen_q,
+        N_kv: problem.seqlen_kv,
+        d_qk: problem.head_dim_qk,
+        d_v: problem.head_dim_v,
+        nnz: size.entries,
+        w: size.degree,
+        n_q: size.rows,
+        n_kv: size.columns,
+        M: gpu.on_chip_bytes / problem.element_bytes,
+        P: gpu.num_sms,
+        e: problem.element_bytes,
+    }
+    return max(0, math.floor(_evaluator(kernel)(*(values[symbol] for symbol in _ARGUMENTS))))
+
+
+_ARGUMENTS = (H_kv, g, N_q, N_kv, d_qk, d_v, nnz, w, n_q, n_kv, M, P, e)
+
+
+@cache
+def _evaluator(kernel: Kernel) -> Callable[..., float]:
+    floor = H_kv * total_bytes(floor_terms(kernel))
+    bounds = [] if kernel == "bwd_preprocess" else [e * partition_bound(), e * product_bound()]
+    evaluate: Any = sp.lambdify(_ARGUMENTS, sp.Max(floor, *bounds), modules="math")
+    return evaluate
+
+
+# --------------------------------------------------------------------------------------------------
+# What a mask leaves
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskSize:
+    """A mask as a bipartite graph of query and key-value rows; exact for up to 16384 of each.
+
+    Beyond that they are counted in bands: `entries`, `rows` and `columns` may come out too small
+    and `degree` too large, which keeps the bounds valid.
+    """
+
+    entries: int
+    rows: int
+    """Query rows that keep anything."""
+    columns: int
+    """Key-value rows that anyone keeps."""
+    degree: int
+    """Most entries in one row or one column; at least 1."""
+
+
+_MAX_BANDS = 2**14
+
+
+@lru_cache(maxsize=1024)
+def mask_size(mask: Mask, seqlen_q: int, seqlen_kv: int) -> MaskSize:
+    """Return how many entries, rows and columns a mask keeps."""
+    entries, rows, row_degree = _count(mask, "rows", seqlen_q, seqlen_kv)
+    _, columns, column_degree = _count(mask, "columns", seqlen_q, seqlen_kv)
+    return MaskSize(
+        entries=entries, rows=rows, columns=columns, degree=max(row_degree, column_degree, 1)
+    )
+
+
+def _count(
+    mask: Mask, side: Literal["rows", "columns"], seqlen_q: int, seqlen_kv: int
+) -> tuple[int, int, int]:
+    """Return (entries, stationary indices that keep anything, most entries of one of them)."""
+    length = seqlen_q if side == "rows" else seqlen_kv
+    band = -(-length // _MAX_BANDS)
+    blocks = {"block_m": band, "block_n": 1} if side == "rows" else {"block_m": 1, "block_n": band}
+    ranges = tile_ranges(mask, side, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, **blocks)
+    sizes = np.minimum(band, length - band * np.arange(len(ranges.lo), dtype=np.int64))
+    kept_by_all = ranges.full_hi - ranges.full_lo
+    kept_by_any = ranges.hi - ranges.lo
+    live = np.where(kept_by_all > 0, sizes, np.minimum(kept_by_any, 1))
+    return int((kept_by_all * sizes).sum()), int(live.sum()), int(kept_by_any.max())
+
+
+# --------------------------------------------------------------------------------------------------
+# Upper bounds: leading terms of the schedules, and where one overtakes the other
+
+
+Schedule = Literal[
+    "fwd_q_stationary", "fwd_small_cache", "bwd_two_pass", "bwd_fused", "bwd_small_cache"
+]
+
+SCHEDULES: dict[Schedule, sp.Expr] = {
+    "fwd_q_stationary": 2 * (1 + alpha) * x**2,
+    "fwd_small_cache": 1 + 4 * sp.sqrt(alpha) * x,
+    "bwd_two_pass": (8 + 6 * alpha) * x**2,
+    "bwd_fused": (2 + alpha * kappa) * (2 + 2 * alpha) * x**2,
+    "bwd_small_cache": 3 + 10 * sp.sqrt(alpha) * x,
+}
+"""Words / N^2 at the best tiles, x = d / sqrt(M): FlashAttention-2 (Q stationary; backward in two
+passes, or fused with dQ in slow memory), Saha and Ye's Algorithm 1 with rectangular tiles, and its
+backward of five products. Accumulators weigh `alpha` words: 1 in the papers, 2 on a GPU with
+16-bit inputs."""
+
+
+def dividing_point(large_cache: Schedule, small_cache: Schedule) -> sp.Expr:
+    """Return the x = d / sqrt(M) above which the small-cache schedule moves fewer words.
+
+    The theorems place it at M = Theta(d^2); the constants of SCHEDULES make it M = d^2 / x^2.
+    """
+    difference = sp.Poly(SCHEDULES[large_cache] - SCHEDULES[small_cache], x)
+    square, linear, constant = (difference.coeff_monomial(x**power) for power in (2, 1, 0))
+    return (-linear + sp.sqrt(linear**2 - 4 * square * constant)) / (2 * square)
+
+
+@cache
+def critical_head_dim(gpu: GpuSpec, direction: Direction, *, element_bytes: int = 2) -> float:
+    """Return the head dim above which the small-cache schedule moves fewer bytes on this GPU.
+
+    The optimistic one: a whole SM for one program and no second buffer; backward in two passes.
+    """
+    schedules: tuple[Schedule, Schedule] = (
+        ("fwd_q_stationary", "fwd_small_cache")
+        if direction == "forward"
+        else ("bwd_two_pass", "bwd_small_cache")
+    )
+    at = float(dividing_point(*schedules).subs(alpha, 4 / sp.Integer(element_bytes)))
+    return at * math.sqrt(gpu.on_chip_bytes / element_bytes)
+
+
+def best_block_m(streamed_rows: sp.Expr) -> sp.Expr:
+    """Return the B_r of the Q-stationary forward that fills M words, at a given B_c.
+
+    Traffic does not depend on B_c, so the KKT conditions give Q, O, m and l all that one K and V
+    tile and S leave: on-chip memory belongs to B_r.
+    """
+    return (M - streamed_rows * (d_qk + d_v)) / (d_qk + d_v + 2 + streamed_rows)

@@ -1,0 +1,38 @@
+"""The symbols of the model, all positive, and the one table of what they are called where."""
+
+# | symbol | in the papers          | in the code                                                  |
+# | ------ | ---------------------- | ------------------------------------------------------------ |
+# | N_q    | N, n                   | seqlen_q                                                     |
+# | N_kv   | N, n                   | seqlen_kv                                                    |
+# | N      | N, n                   | seqlen_q = seqlen_kv                                         |
+# | d_qk   | d                      | head_dim_qk                                                  |
+# | d_v    | d                      | head_dim_v                                                   |
+# | d      | d                      | head_dim_qk = head_dim_v                                     |
+# | B_r    | B_r (FlashAttention)   | block_m, query rows per tile                                 |
+# | B_c    | B_c (FlashAttention)   | block_n, key-value rows per tile                             |
+# | g      |                        | group_size, query heads per key-value head                   |
+# | H_kv   |                        | batch * num_heads_kv                                         |
+# | M      | M, in words            | GpuSpec.on_chip_bytes / element_bytes                        |
+# | P      | 1                      | num_sms, each with its own M words                           |
+# | x      |                        | d / sqrt(M): below 1 large cache, above 1 small cache        |
+# | nnz    | nnz                    | score entries that a query head keeps; N_q N_kv if unmasked  |
+# | w      |                        | most entries of the mask in one row or one column            |
+# | n_q    |                        | query rows that keep any entry                               |
+# | n_kv   |                        | key-value rows that any query row keeps                      |
+# | V_kv   | T_r N_kv if unmasked   | visited_rows of side "rows": KV rows a query head streams    |
+# | V_q    | T_c N_q if unmasked    | visited_rows of side "columns": query rows streamed, a head |
+# | alpha  |                        | bytes of an accumulator / element_bytes                      |
+# | kappa  |                        | cost of an add in slow memory: 2 load and store, 1 reduction |
+# | e      |                        | element_bytes                                                |
+
+from __future__ import annotations
+
+import sympy as sp
+
+N_q, N_kv, N = sp.symbols("N_q N_kv N", positive=True, integer=True)
+d_qk, d_v, d = sp.symbols("d_qk d_v d", positive=True, integer=True)
+B_r, B_c, g, H_kv = sp.symbols("B_r B_c g H_kv", positive=True, integer=True)
+M, x = sp.symbols("M x", positive=True)
+P, nnz, w, n_q, n_kv = sp.symbols("P nnz w n_q n_kv", positive=True, integer=True)
+V_kv, V_q = sp.symbols("V_kv V_q", positive=True, integer=True)
+alpha, kappa, e = sp.symbols("alpha kappa e", positive=True)
