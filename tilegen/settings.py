@@ -1,0 +1,59 @@
+"""The settings, all read from the environment, all read here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tilegen.errors import Unsupported
+
+CACHE_DIR = "TILEGEN_CACHE_DIR"
+CACHE_PATH = "TILEGEN_CACHE_PATH"
+TUNE = "TILEGEN_TUNE"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the environment asks for."""
+
+    cache_dir: Path
+    """TILEGEN_CACHE_DIR: the own directory, with records, trials and emitted kernels."""
+    cache_path: tuple[Path, ...]
+    """TILEGEN_CACHE_PATH: more folders with records, in search order; never written to."""
+    tune: bool
+    """TILEGEN_TUNE: whether `attention` may tune a problem that has no record."""
+
+
+def settings(environ: Mapping[str, str] | None = None) -> Settings:
+    """Return what the environment says now. Raises Unsupported naming the variable."""
+    env = os.environ if environ is None else environ
+    return Settings(
+        cache_dir=_directory(env[CACHE_DIR]) if env.get(CACHE_DIR) else _default_directory(env),
+        cache_path=tuple(
+            _directory(part) for part in env.get(CACHE_PATH, "").split(os.pathsep) if part
+        ),
+        tune=_switch(TUNE, env.get(TUNE, "")),
+    )
+
+
+def _default_directory(env: Mapping[str, str]) -> Path:
+    base = Path(env.get("XDG_CACHE_HOME", ""))
+    # The XDG specification has relative paths ignored.
+    return (base if base.is_absolute() else _directory("~/.cache")) / "tilegen"
+
+
+def _directory(text: str) -> Path:
+    try:
+        return Path(text).expanduser().absolute()
+    except RuntimeError as error:  # no home directory, or no such user
+        raise Unsupported(
+            f"cannot expand {text!r} ({error}); set {CACHE_DIR} to a folder you can write to"
+        ) from None
+
+
+def _switch(name: str, text: str) -> bool:
+    if text not in ("", "0", "1"):
+        raise Unsupported(f"{name} must be 0 or 1, got {text!r}")
+    return text == "1"

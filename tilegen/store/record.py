@@ -1,0 +1,273 @@
+"""The record of one tuning winner, and its JSON form. cache/README.md describes it for people."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, cast, get_args
+
+import tilegen
+from tilegen.config import KERNELS, Kernel, TileConfig
+from tilegen.errors import InvalidRecord, TilegenError
+from tilegen.measure import MAX_REPEATS, Measurement, Status
+from tilegen.problem import AttentionProblem
+from tilegen.store.fields import MAX_TEXT, Fields, parse_json
+
+if TYPE_CHECKING:
+    from tilegen.model.estimate import CostEstimate
+
+SCHEMA = 1
+"""Of the JSON form. Raise it when an older tilegen would misread a newer record."""
+
+MAX_SECONDS = 1e9
+MAX_BYTES = 2**63
+
+
+class OtherSchema(InvalidRecord):
+    """A record of another schema: not broken, but not for this tilegen."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Versions:
+    """What a measurement was taken with; an empty text is "not known"."""
+
+    tilegen: str = ""
+    torch: str = ""
+    triton: str = ""
+    cuda: str = ""
+    """Of PyTorch's build (CUDA, or HIP on AMD)."""
+    driver: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EstimateSummary:
+    """What the model predicted for the recorded config."""
+
+    seconds: float
+    limit: str
+    read_bytes: int
+    write_bytes: int
+
+    @classmethod
+    def of(cls, estimate: CostEstimate) -> EstimateSummary:
+        """Return what a record keeps of `estimate`."""
+        return cls(
+            seconds=float(f"{estimate.seconds:.4g}"),
+            limit=estimate.limit,
+            read_bytes=estimate.read_bytes,
+            write_bytes=estimate.write_bytes,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TuningRecord:
+    """The config to use for one kernel of one problem bucket on one GPU, and how it is known."""
+
+    gpu: str
+    """Catalogue name: `h200`."""
+    arch: str
+    kernel: Kernel
+    problem: AttentionProblem
+    """The bucket's problem: batch and lengths are powers of two. What was measured."""
+    config: TileConfig
+    measurement: Measurement
+    """Status ok, or unmeasured for a choice of the model."""
+    estimate: EstimateSummary | None = None
+    versions: Versions
+    template_digest: str = ""
+    trials: int = 0
+    """Configs tried for this record, over all runs."""
+    seconds_spent: float = 0.0
+    """On those trials, over all runs."""
+    date: str
+    """UTC, `2026-11-21T09:30:00Z`."""
+    command: str = ""
+    """What re-creates the record."""
+
+    def __post_init__(self) -> None:
+        if self.problem != self.problem.bucket:
+            raise InvalidRecord(
+                f"problem must be that of a bucket, got '{self.problem}'; "
+                f"its bucket is '{self.problem.bucket}'"
+            )
+        if self.measurement.status not in ("ok", "unmeasured"):
+            raise InvalidRecord(
+                f"only a config that ran, or one nobody has run, can be a record; got one that is "
+                f"{self.measurement.status}: {self.measurement.message}"
+            )
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether somebody timed it."""
+        return self.measurement.status == "ok"
+
+    @property
+    def path(self) -> PurePosixPath:
+        """Where it lies in every location: `h200/fwd/b4_hq32_..._causal.json`."""
+        return record_path(self.gpu, self.kernel, self.problem)
+
+    def to_json(self) -> str:
+        """Return the text of the record's file; `TuningRecord.from_json` reads it back."""
+        values = {"schema": SCHEMA, **dataclasses.asdict(self), "problem": self.problem.key}
+        return json.dumps(values, indent=2, ensure_ascii=True, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> TuningRecord:
+        """Return the record that `text` holds, every field checked. Raises InvalidRecord."""
+        fields = parse_json(text)
+        if (schema := fields.integer("schema", 1, 2**31)) != SCHEMA:
+            raise OtherSchema(f"schema must be {SCHEMA}, got {schema}")
+        return cls(
+            gpu=fields.text("gpu", r"\S.*", "the name of a GPU"),
+            arch=fields.text(
+                "arch", r"sm_\d{2,4}[a-z]?|gfx[0-9a-f]{3,5}", "such as sm_90 or gfx942"
+            ),
+            kernel=cast("Kernel", fields.choice("kernel", KERNELS)),
+            problem=_problem(fields),
+            config=config_from(fields.group("config")),
+            measurement=measurement_from(fields.group("measurement")),
+            estimate=None if fields.is_null("estimate") else _estimate(fields.group("estimate")),
+            versions=_versions(fields.group("versions")),
+            template_digest=fields.text("template_digest", r"[0-9a-f]{0,64}", "hexadecimal digits"),
+            trials=fields.integer("trials", 0, 10**9),
+            seconds_spent=fields.number("seconds_spent", 0, MAX_SECONDS),
+            date=_date(fields),
+            command=fields.text("command", longest=MAX_TEXT),
+        )
+
+
+def config_from(fields: Fields) -> TileConfig:
+    """Return the config that the JSON object holds. Raises InvalidRecord."""
+    known = {field.name: field for field in dataclasses.fields(TileConfig)}
+    # A knob this tilegen lacks makes it another config, so here nothing may be ignored.
+    if unknown := sorted(fields.values.keys() - known.keys()):
+        raise InvalidRecord(f"config must have {', '.join(known)}; got also {unknown[0][:40]!r}")
+    values: dict[str, int] = {
+        name: fields.integer(name, 1, 2**16)
+        for name, field in known.items()
+        if name in fields.values or field.default is dataclasses.MISSING
+    }
+    try:
+        return TileConfig(**values)
+    except TilegenError as error:
+        raise InvalidRecord(f"config: {error}") from None
+
+
+def measurement_from(fields: Fields) -> Measurement:
+    """Return the measurement that the JSON object holds. Raises InvalidRecord."""
+    status = cast("Status", fields.choice("status", get_args(Status)))
+    message = fields.text("message")
+    if status != "ok":
+        for name in ("median_us", "p20_us", "p80_us"):
+            if not fields.is_null(name):
+                raise InvalidRecord(f"measurement.{name} must be null when the status is {status}")
+        return Measurement(status=status, message=message, repeats=fields.integer("repeats", 0, 0))
+    p20, median, p80 = (
+        fields.number(name, 1e-3, 1e6 * MAX_SECONDS) for name in ("p20_us", "median_us", "p80_us")
+    )
+    if not p20 <= median <= p80:
+        raise InvalidRecord(
+            f"measurement must have p20_us <= median_us <= p80_us, got {p20:g}, {median:g}, {p80:g}"
+        )
+    repeats = fields.integer("repeats", 1, MAX_REPEATS)
+    return Measurement(
+        status=status, median_us=median, p20_us=p20, p80_us=p80, repeats=repeats, message=message
+    )
+
+
+def record_path(gpu: str, kernel: Kernel, problem: AttentionProblem) -> PurePosixPath:
+    """Return where the record of a problem's bucket lies, relative to a location."""
+    return PurePosixPath(slug(gpu), kernel, f"{slug(problem.bucket.key)}.json")
+
+
+def slug(text: str) -> str:
+    """Return a readable file name of [a-z0-9_+.-] for a GPU's name or a problem's key.
+
+    Different keys have different names: what the letters cannot tell apart gets a hash.
+    """
+    plain = text.translate(_SPELLING)
+    if re.fullmatch(r"[a-z0-9][a-z0-9_+.-]{0,149}", plain):
+        return plain
+    readable = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")[:100]
+    return f"{readable}-{hashlib.sha256(text.encode()).hexdigest()[:12]}".lstrip("-")
+
+
+_SPELLING = str.maketrans({" ": "_", "/": "-", "(": "-", ",": "-", ")": None, "&": "+"})
+
+
+def now() -> str:
+    """Return the time as a record's date."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+@cache
+def current_versions() -> Versions:
+    """Return the versions in this process."""
+    import torch
+
+    return Versions(
+        tilegen=tilegen.__version__,
+        torch=str(torch.__version__),
+        triton=_installed("triton") or _installed("pytorch-triton-rocm"),
+        cuda=str(torch.version.cuda or torch.version.hip or ""),
+        driver=_driver(),
+    )
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _driver(kernel_module: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """Return the NVIDIA driver's version, or an empty text where there is none."""
+    try:
+        found = re.search(r"\b\d{3,4}\.\d+(\.\d+)?\b", kernel_module.read_text(encoding="ascii"))
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return found[0] if found else ""
+
+
+def _problem(fields: Fields) -> AttentionProblem:
+    text = fields.text("problem", longest=MAX_TEXT)
+    try:
+        problem = AttentionProblem.parse(text)
+    except TilegenError as error:
+        raise InvalidRecord(f"problem: {error}") from None
+    if problem.key != text:
+        raise InvalidRecord(f"problem must be {problem.key!r}, its canonical form; got {text!r}")
+    return problem
+
+
+def _estimate(fields: Fields) -> EstimateSummary:
+    return EstimateSummary(
+        seconds=fields.number("seconds", 0, MAX_SECONDS),
+        limit=fields.text("limit", longest=40),
+        read_bytes=fields.integer("read_bytes", 0, MAX_BYTES),
+        write_bytes=fields.integer("write_bytes", 0, MAX_BYTES),
+    )
+
+
+def _versions(fields: Fields) -> Versions:
+    values: dict[str, Any] = {
+        field.name: fields.text(field.name, longest=80) for field in dataclasses.fields(Versions)
+    }
+    return Versions(**values)
+
+
+def _date(fields: Fields) -> str:
+    text = fields.text("date", r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", "such as 2026-11-21T09:30:00Z")
+    try:
+        datetime.fromisoformat(text)
+    except ValueError as error:
+        raise InvalidRecord(f"date must be a date in UTC, got {text!r} ({error})") from None
+    return text
