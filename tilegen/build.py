@@ -1,12 +1,10 @@
-"""From emitted text to something that runs: a module to launch, or a binary for a named architecture."""
+"""From emitted text to a binary for a named architecture, on a machine with or without a GPU."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -14,18 +12,11 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tilegen import interpreter
+from tilegen.emitted import RenderedKernel, load
 from tilegen.errors import BuildFailed, Unsupported
-from tilegen.render import VECTOR_BYTES, RenderedKernel
-from tilegen.settings import settings
-
-if TYPE_CHECKING:
-    import torch
-
-_modules: dict[str, ModuleType] = {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,46 +41,9 @@ class CompiledKernel:
         return "hsaco" if self.arch.startswith("gfx") else "cubin"
 
 
-def write(rendered: RenderedKernel) -> Path:
-    """Return the emitted file under the cache directory, writing it where it is not there yet.
-
-    Written to a temporary name and renamed, so that processes may race.
-    """
-    path = settings().cache_dir / "kernels" / rendered.digest / f"{rendered.kernel}.py"
-    if path.exists() and path.read_text(encoding="utf-8") == rendered.source:
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False
-    ) as file:
-        file.write(rendered.source)
-    Path(file.name).replace(path)
-    return path
-
-
-def load(rendered: RenderedKernel) -> ModuleType:
-    """Return the emitted module, imported once per process; `.launch(...)` runs the kernel."""
-    if rendered.digest not in _modules:
-        path = write(rendered)
-        name = f"tilegen_kernels_{rendered.digest}_{rendered.kernel}"
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec and spec.loader, path
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module  # Triton looks a kernel's module up by name
-        spec.loader.exec_module(module)
-        _modules[rendered.digest] = module
-    return _modules[rendered.digest]
-
-
-def is_aligned(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's address and strides (batch, head, row) are multiples of 16 bytes."""
-    unit = VECTOR_BYTES // tensor.element_size()
-    strides = zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
-    return tensor.data_ptr() % VECTOR_BYTES == 0 and all(n == 1 or s % unit == 0 for n, s in strides)
-
-
 def compile_for(rendered: RenderedKernel, arch: str) -> CompiledKernel:
-    """Return the binary for `arch` (`sm_90`, `gfx942`); needs no GPU. Raises BuildFailed or Unsupported."""
+    """Return the binary for `arch` (`sm_90`, `gfx942`); needs no GPU. Raises BuildFailed or
+    Unsupported."""
     if interpreter.is_active():
         raise Unsupported("expected a process without TRITON_INTERPRET=1 to compile in; unset it")
     import triton
@@ -97,7 +51,11 @@ def compile_for(rendered: RenderedKernel, arch: str) -> CompiledKernel:
 
     target = _target(arch)
     function = getattr(load(rendered), rendered.function)
-    divisible = {(i,): [["tt.divisibility", 16]] for i, (_, t) in enumerate(rendered.signature) if t.startswith("*")}
+    divisible = {
+        (i,): [["tt.divisibility", 16]]
+        for i, (_, t) in enumerate(rendered.signature)
+        if t.startswith("*")
+    }
     source = ASTSource(
         fn=function,
         signature=dict(rendered.signature),
@@ -171,7 +129,10 @@ def _resources(compiled: Any, arch: str) -> tuple[bytes, int, int]:
         file.write(binary)
         file.flush()
         usage = subprocess.run(
-            [_tool("cuobjdump"), "-res-usage", file.name], capture_output=True, text=True, check=True
+            [_tool("cuobjdump"), "-res-usage", file.name],
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
     match = re.search(r"REG:(\d+) STACK:(\d+)", usage)
     if not match:
@@ -182,7 +143,7 @@ def _resources(compiled: Any, arch: str) -> tuple[bytes, int, int]:
 def _tool(name: str) -> str:
     import triton.backends.nvidia as backend
 
-    return str(Path(list(backend.__path__)[0]) / "bin" / name)
+    return str(Path(next(iter(backend.__path__))) / "bin" / name)
 
 
 def _one_line(error: BaseException) -> str:

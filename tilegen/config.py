@@ -1,4 +1,5 @@
-"""What a kernel may be tuned over: `TileConfig`, the names of the kernels, and what makes a config legal."""
+"""What a kernel may be tuned over: `TileConfig`, the names of the kernels, and what makes a config
+legal."""
 
 from __future__ import annotations
 
@@ -58,10 +59,11 @@ class TileConfig:
 
 
 def head_dim_chunks(head_dim: int) -> tuple[int, ...]:
-    """Return one or two power-of-two widths (at least 16) that cover `head_dim` with the least padding.
+    """Return one or two power-of-two widths (at least 16) that cover `head_dim` with the least
+    padding.
 
-    Tensor-core tiles have power-of-two sides: 80 is split into 64 + 16 rather than padded to 128. Ties go to one
-    piece, since a second one costs its own loads and matrix products.
+    Tensor-core tiles have power-of-two sides: 80 is split into 64 + 16 rather than padded to 128.
+    Ties go to one piece, since a second one costs its own loads and matrix products.
     """
     widths = [1 << i for i in range(4, 21)]
     one = next(width for width in widths if width >= head_dim)

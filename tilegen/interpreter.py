@@ -1,6 +1,7 @@
 """Triton's interpreter, made right for bfloat16 and able to count what a kernel loads and stores.
 
-The interpreter runs emitted kernels on CPU tensors when TRITON_INTERPRET=1 is set before Triton is first imported.
+The interpreter runs emitted kernels on CPU tensors when TRITON_INTERPRET=1 is set before Triton is
+first imported.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ def is_active() -> bool:
 def repair_bfloat16() -> None:
     """Replace the interpreter's bfloat16 arithmetic, once.
 
-    It stores bfloat16 as 16-bit patterns; up to Triton 3.9 `tl.dot` multiplies those patterns as integers, and
-    rounding from fp32 truncates where GPUs round to nearest even.
+    It stores bfloat16 as 16-bit patterns; up to Triton 3.9 `tl.dot` multiplies those patterns as
+    integers, and rounding from fp32 truncates where GPUs round to nearest even.
     """
     import triton.language as tl
 
@@ -51,7 +52,8 @@ def repair_bfloat16() -> None:
 
     def dot(a: Any, b: Any, *rest: Any) -> Any:
         a, b = (
-            handle(_from_bfloat16(x.data), tl.float32) if x.dtype.scalar == tl.bfloat16 else x for x in (a, b)
+            handle(_from_bfloat16(x.data), tl.float32) if x.dtype.scalar == tl.bfloat16 else x
+            for x in (a, b)
         )
         return create_dot(a, b, *rest)
 

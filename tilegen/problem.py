@@ -1,4 +1,5 @@
-"""What is to be computed: `AttentionProblem`, and the short notation every command and record uses."""
+"""What is to be computed: `AttentionProblem`, and the short notation every command and record
+uses."""
 
 from __future__ import annotations
 
@@ -22,8 +23,8 @@ MAX_PROGRAMS = 2**31 - 1  # CUDA's limit on a one-dimensional grid
 class AttentionProblem:
     """One attention call: `softmax(q k^T * scale + mask) v` and its gradients.
 
-    Shapes are (batch, heads, seqlen, head_dim) as in PyTorch SDPA. `num_heads_q` is a multiple of `num_heads_kv`;
-    query head h reads key-value head `h // group_size`.
+    Shapes are (batch, heads, seqlen, head_dim) as in PyTorch SDPA. `num_heads_q` is a multiple of
+    `num_heads_kv`; query head h reads key-value head `h // group_size`.
     """
 
     batch: int = 1
@@ -52,13 +53,17 @@ class AttentionProblem:
                 )
         if self.num_heads_q % self.num_heads_kv:
             raise InvalidProblem(
-                f"num_heads_q must be a multiple of num_heads_kv, got {self.num_heads_q} and {self.num_heads_kv}"
+                f"num_heads_q must be a multiple of num_heads_kv, "
+                f"got {self.num_heads_q} and {self.num_heads_kv}"
             )
         if self.dtype not in DTYPE_BYTES:
-            raise InvalidProblem(f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}")
+            raise InvalidProblem(
+                f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}"
+            )
         if not isinstance(self.mask, Mask):
             raise InvalidProblem(
-                f"mask must be a tilegen mask such as tilegen.causal(), got {type(self.mask).__name__}"
+                "mask must be a tilegen mask such as tilegen.causal(), "
+                f"got {type(self.mask).__name__}"
             )
 
     @property
@@ -80,7 +85,8 @@ class AttentionProblem:
             else f"{self.head_dim_qk}/{self.head_dim_v}"
         )
         return (
-            f"b{self.batch} hq{self.num_heads_q} hkv{self.num_heads_kv} q{self.seqlen_q} kv{self.seqlen_kv} "
+            f"b{self.batch} hq{self.num_heads_q} hkv{self.num_heads_kv} "
+            f"q{self.seqlen_q} kv{self.seqlen_kv} "
             f"d{dims} {self.dtype} {self.mask.notation}"
         )
 
@@ -89,9 +95,11 @@ class AttentionProblem:
 
     @property
     def bucket(self) -> AttentionProblem:
-        """The problem that stands for this one in records: batch and lengths rounded up to powers of two.
+        """The problem that stands for this one in records: batch and lengths rounded up to powers
+        of two.
 
-        Lengths are run-time arguments of a kernel, so a choice made for a bucket is correct for all of it.
+        Lengths are run-time arguments of a kernel, so a choice made for a bucket is correct for all
+        of it.
         """
         return replace(
             self,
@@ -104,7 +112,8 @@ class AttentionProblem:
     def parse(cls, text: str) -> AttentionProblem:
         """Return the problem that `b4 hq32 hkv8 q4096 kv4096 d128 bf16 causal` describes.
 
-        `b` defaults to 1, `hkv` to `hq`, `kv` to `q`, the mask to `full`; `d192/128` gives head_dim_qk/head_dim_v.
+        `b` defaults to 1, `hkv` to `hq`, `kv` to `q`, the mask to `full`; `d192/128` gives
+        head_dim_qk/head_dim_v.
         Raises InvalidProblem or Unsupported.
         """
         numbers: dict[str, int] = {}
@@ -122,9 +131,16 @@ class AttentionProblem:
                 masks.append(token)
         missing = [name for name in ("hq", "q", "d") if name not in numbers]
         if missing or len(dtypes) != 1 or len(masks) > 1:
-            what = f"no {missing[0]}N" if missing else "not exactly one dtype" if len(dtypes) != 1 else "two masks"
+            what = (
+                f"no {missing[0]}N"
+                if missing
+                else "not exactly one dtype"
+                if len(dtypes) != 1
+                else "two masks"
+            )
             raise InvalidProblem(
-                f"expected a problem such as 'b4 hq32 hkv8 q4096 kv4096 d128 bf16 causal', got {text!r}: {what}"
+                "expected a problem such as 'b4 hq32 hkv8 q4096 kv4096 d128 bf16 causal', "
+                f"got {text!r}: {what}"
             )
         return cls(
             batch=numbers.get("b", 1),

@@ -1,4 +1,5 @@
-"""Attention in plain PyTorch: the meaning of every kernel. Tests, `verify` and benchmarks compare with it."""
+"""Attention in plain PyTorch: the meaning of every kernel. Tests, `verify` and benchmarks compare
+with it."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ def make_inputs(
     heads_inside: bool = False,
     sigma: float = 1.0,
 ) -> Inputs:
-    """Return random normal inputs; `heads_inside` lays them out (batch, seqlen, heads, dim) behind a transpose.
+    """Return random normal inputs; `heads_inside` lays them out (batch, seqlen, heads, dim) behind
+    a transpose.
 
     `sigma` widens q, and with it the logits.
     """
@@ -42,7 +44,11 @@ def make_inputs(
     dtype = TORCH_DTYPES[problem.dtype]
 
     def tensor(heads: int, seqlen: int, dim: int, scale: float = 1.0) -> torch.Tensor:
-        shape = (problem.batch, seqlen, heads, dim) if heads_inside else (problem.batch, heads, seqlen, dim)
+        shape = (
+            (problem.batch, seqlen, heads, dim)
+            if heads_inside
+            else (problem.batch, heads, seqlen, dim)
+        )
         values = (torch.randn(shape, generator=generator) * scale).to(device=device, dtype=dtype)
         return values.transpose(1, 2) if heads_inside else values
 
@@ -54,7 +60,9 @@ def make_inputs(
     )
 
 
-def dense_mask(mask: Mask, seqlen_q: int, seqlen_kv: int, device: str | torch.device = "cpu") -> torch.Tensor:
+def dense_mask(
+    mask: Mask, seqlen_q: int, seqlen_kv: int, device: str | torch.device = "cpu"
+) -> torch.Tensor:
     """Return the mask as a bool tensor (seqlen_q, seqlen_kv): True where a pair is kept."""
     q = torch.arange(seqlen_q, device=device)[:, None]
     k = torch.arange(seqlen_kv, device=device)[None, :]
@@ -63,24 +71,35 @@ def dense_mask(mask: Mask, seqlen_q: int, seqlen_kv: int, device: str | torch.de
 
 
 def attention_reference(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask | None = None, scale: float | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: Mask | None = None,
+    scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) in the dtype of the inputs, differentiable; N² memory.
 
-    A row with nothing kept gives out 0, lse -inf and zero gradients. The default scale is head_dim_qk ** -0.5.
+    A row with nothing kept gives out 0, lse -inf and zero gradients. The default scale is
+    head_dim_qk ** -0.5.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    factor: float = q.shape[-1] ** -0.5 if scale is None else scale
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     keep = dense_mask(mask or full(), q.shape[2], k.shape[2], q.device)
-    scores = (q @ k.mT * scale).masked_fill(~keep, float("-inf"))
+    scores = (q @ k.mT * factor).masked_fill(~keep, float("-inf"))
     lse = scores.logsumexp(-1)
     weights = (scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp()
     return weights @ v, lse
 
 
 def torch_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mask: Mask | None = None, scale: float | None = None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: Mask | None = None,
+    scale: float | None = None,
 ) -> torch.Tensor:
     """Return PyTorch's own out in the inputs' dtype; rows with nothing kept are 0."""
     if mask is None or isinstance(mask, Full):

@@ -1,30 +1,32 @@
 """Text from template: `render` emits one specialised kernel as a readable Python file.
 
-This module computes, the templates spell: every name a template uses is a field of the context built in `_context`.
+This module computes, the templates spell: every name a template uses is a field of the context
+built in `_context`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import jinja2
-import jinja2.meta
 import sympy
 
 from tilegen import resources
 from tilegen.config import Kernel, TileConfig, head_dim_chunks
+from tilegen.emitted import (
+    VECTOR_BYTES,
+    RenderedKernel,
+    kernel_digest,
+    representative,
+    template_digest,
+)
 from tilegen.masks.compiler import (
     FIRST,
     LAST,
-    SEQLEN_KV,
-    SEQLEN_Q,
     K,
     Q,
     Side,
@@ -36,8 +38,6 @@ from tilegen.masks.mask import Mask
 from tilegen.masks.printer import to_triton
 from tilegen.problem import AttentionProblem
 
-VECTOR_BYTES = 16  # widest load of one thread; aligned kernels get all strides in multiples of it
-
 _TITLES: dict[Kernel, str] = {
     "fwd": "Attention forward: out and lse.",
     "bwd_preprocess": "Attention backward, preprocess: delta = rowsum(out * dout).",
@@ -45,29 +45,12 @@ _TITLES: dict[Kernel, str] = {
     "bwd_dq": "Attention backward: dq.",
 }
 _TRITON_DTYPES = {"fp16": "tl.float16", "bf16": "tl.bfloat16", "fp32": "tl.float32"}
-_SIDES: dict[Kernel, Side] = {"fwd": "rows", "bwd_preprocess": "rows", "bwd_dkdv": "columns", "bwd_dq": "rows"}
-
-
-@dataclass(frozen=True, kw_only=True)
-class RenderedKernel:
-    """An emitted kernel, before anything is compiled."""
-
-    kernel: Kernel
-    problem: AttentionProblem
-    config: TileConfig
-    aligned: bool
-    """Whether all strides must be multiples of 16 bytes."""
-    function: str
-    """Name of the `@triton.jit` function, which profilers show."""
-    source: str
-    """The whole module: imports torch and triton only; `launch(...)` is its entry point."""
-    signature: tuple[tuple[str, str], ...]
-    """(argument, Triton type) of the function, for compiling without a GPU."""
-
-    @property
-    def digest(self) -> str:
-        """Hex digest of the text."""
-        return hashlib.sha256(self.source.encode()).hexdigest()[:16]
+_SIDES: dict[Kernel, Side] = {
+    "fwd": "rows",
+    "bwd_preprocess": "rows",
+    "bwd_dkdv": "columns",
+    "bwd_dq": "rows",
+}
 
 
 @dataclass(frozen=True)
@@ -100,8 +83,8 @@ def render(
 ) -> RenderedKernel:
     """Return the emitted kernel for a problem's class: any batch, heads and lengths share one text.
 
-    `aligned=False` gives the kernel for strides that are not multiples of 16 bytes. Raises Unsupported for
-    a mask that the compiler cannot solve.
+    `aligned=False` gives the kernel for strides that are not multiples of 16 bytes. Raises
+    Unsupported for a mask that the compiler cannot solve.
     """
     template = environment().get_template(f"attention_{kernel}.py.jinja")
     context = _context(problem, config, kernel, aligned)
@@ -111,23 +94,17 @@ def render(
         problem=problem,
         config=config,
         aligned=aligned,
+        digest=kernel_digest(problem, config, kernel, aligned),
         function=context["function"],
         source=source,
         signature=_signature(source, context["function"], problem),
     )
 
 
-def representative(problem: AttentionProblem) -> AttentionProblem:
-    """Return the problem that stands for all with the same emitted kernels, whatever batch, heads and lengths."""
-    return replace(
-        problem, batch=1, num_heads_q=problem.group_size, num_heads_kv=1, seqlen_q=1024, seqlen_kv=1024
-    )
-
-
 @lru_cache(maxsize=1)
 def environment() -> jinja2.Environment:
     """Return the Jinja environment of the templates; a misspelt name raises when rendered."""
-    return jinja2.Environment(  # noqa: S701 - emits Python, not HTML
+    return jinja2.Environment(
         loader=jinja2.FileSystemLoader(str(resources.data_dir("templates"))),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
@@ -137,22 +114,9 @@ def environment() -> jinja2.Environment:
     )
 
 
-@lru_cache(maxsize=16)
-def template_digest(kernel: Kernel) -> str:
-    """Return the hex digest of a kernel's template, all templates it reaches, and the environment's options."""
-    env = environment()
-    folder = Path(str(resources.data_dir("templates")))
-    names, reached = [f"attention_{kernel}.py.jinja"], {}
-    while names:
-        name = names.pop()
-        if name not in reached:
-            reached[name] = (folder / name).read_text(encoding="utf-8")
-            names += [n for n in jinja2.meta.find_referenced_templates(env.parse(reached[name])) if n]
-    options = [env.trim_blocks, env.lstrip_blocks, env.keep_trailing_newline]
-    return hashlib.sha256(json.dumps([sorted(reached.items()), options]).encode()).hexdigest()[:12]
-
-
-def _context(problem: AttentionProblem, config: TileConfig, kernel: Kernel, aligned: bool) -> dict[str, Any]:
+def _context(
+    problem: AttentionProblem, config: TileConfig, kernel: Kernel, aligned: bool
+) -> dict[str, Any]:
     side = _SIDES[kernel]
     unit = VECTOR_BYTES // problem.element_bytes if aligned else 1
     function = _function_name(problem, config, kernel)
@@ -177,18 +141,22 @@ def _context(problem: AttentionProblem, config: TileConfig, kernel: Kernel, alig
     }
 
 
-def _header(problem: AttentionProblem, config: TileConfig, kernel: Kernel, aligned: bool, unit: int) -> str:
+def _header(
+    problem: AttentionProblem, config: TileConfig, kernel: Kernel, aligned: bool, unit: int
+) -> str:
     strides = f"strides multiples of {unit} elements" if aligned else "any strides"
     one = representative(problem)
     dims = f"{problem.head_dim_qk}/{problem.head_dim_v}"
     flag = "" if aligned else " --unaligned"
+    tile = f"block_m={config.block_m} block_n={config.block_n}"
+    options = f"num_warps={config.num_warps} num_stages={config.num_stages}"
     return f'''"""{_TITLES[kernel]}
 
 Generated by tilegen. Do not edit: change the template or the config and render again.
 
-problem   head_dim {dims}, {problem.dtype}, group size {problem.group_size}, mask {problem.mask}, {strides};
-          any batch, heads and lengths
-config    block_m={config.block_m} block_n={config.block_n} num_warps={config.num_warps} num_stages={config.num_stages}
+problem   head_dim {dims}, {problem.dtype}, group size {problem.group_size}, mask {problem.mask},
+          {strides}; any batch, heads and lengths
+config    {tile} {options}
 template  attention_{kernel}.py.jinja @ {template_digest(kernel)}
 rerender  tilegen show "{one.key}"
           --kernel {kernel} --config {config.key}{flag}
@@ -205,8 +173,11 @@ def _function_name(problem: AttentionProblem, config: TileConfig, kernel: Kernel
     return f"attention_{kernel}_{dims}_{mask}_m{config.block_m}n{config.block_n}"
 
 
-def _signature(source: str, function: str, problem: AttentionProblem) -> tuple[tuple[str, str], ...]:
-    """Read the arguments back from the emitted text: the template is the one place that lists them."""
+def _signature(
+    source: str, function: str, problem: AttentionProblem
+) -> tuple[tuple[str, str], ...]:
+    """Read the arguments back from the emitted text: the template is the one place that lists
+    them."""
     match = re.search(rf"def {function}\((.*?)\):", source, re.DOTALL)
     assert match, function
     names = re.findall(r"\w+", re.sub(r"#.*", "", match[1]))
@@ -262,14 +233,16 @@ def _ranges(mask: Mask, side: Side) -> Ranges:
 
 
 def _keep(mask: Mask) -> tuple[str, ...]:
-    """Return conditions on `q_idx` and `k_idx`, all of which must hold; none where everything is kept."""
+    """Return conditions on `q_idx` and `k_idx`, all of which must hold; none where everything is
+    kept."""
     keep = predicate(mask)
     atoms = [] if keep == True else sympy.And.make_args(keep)  # noqa: E712 - SymPy's true
     return tuple(sorted(to_triton(atom, {Q: "q_idx", K: "k_idx"}) for atom in atoms))
 
 
 def _heavy_last(mask: Mask, side: Side) -> bool:
-    """Whether later tiles have more work; they should then start first, so that the tail is made of light ones."""
+    """Whether later tiles have more work; they should then start first, so that the tail is made of
+    light ones."""
     ranges = tile_ranges(mask, side, seqlen_q=4096, seqlen_kv=4096, block_m=64, block_n=64)
     work = ranges.hi - ranges.lo
     return bool(work[-1] > work[0])

@@ -1,7 +1,9 @@
-"""The correctness rule: a kernel may err at most twice as much as PyTorch does in the same precision.
+"""The correctness rule: a kernel may err at most twice as much as PyTorch does in the same
+precision.
 
 The reference is computed in fp64. To twice PyTorch's error comes a rounding floor, measured as
-FlashAttention's tests do: twice the change of the reference when 0.3 is added and removed in the working precision.
+FlashAttention's tests do: twice the change of the reference when 0.3 is added and removed in the
+working precision.
 """
 
 from __future__ import annotations
@@ -12,19 +14,19 @@ from dataclasses import dataclass
 
 import torch
 
-from tilegen import build, interpreter
+from tilegen import interpreter
 from tilegen.config import KERNELS, Kernel, TileConfig
+from tilegen.emitted import RenderedKernel, is_aligned, load
 from tilegen.errors import Unsupported, WrongResult
 from tilegen.masks.mask import Mask
 from tilegen.problem import AttentionProblem
 from tilegen.reference import (
-    TORCH_DTYPES,
     Inputs,
     attention_reference,
     make_inputs,
     torch_attention,
 )
-from tilegen.render import RenderedKernel, render
+from tilegen.render import render
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,24 +59,32 @@ def verify(
 ) -> tuple[Check, ...]:
     """Run the kernels of `configs` on random inputs of the problem's shape and judge every output.
 
-    `fwd` alone judges out and lse; all four kernels judge dq, dk and dv too. `device` defaults to the GPU, or to the
-    CPU where Triton's interpreter is on. Raises Unsupported where emitted kernels cannot run.
+    `fwd` alone judges out and lse; all four kernels judge dq, dk and dv too. `device` defaults to
+    the GPU, or to the CPU where Triton's interpreter is on. Raises Unsupported where emitted
+    kernels cannot run.
     """
     device = device or run_device()
     inputs = make_inputs(problem, device=device, seed=seed)
-    aligned = all(build.is_aligned(t) for t in (inputs.q, inputs.k, inputs.v))
-    kernels = {kernel: render(problem, config, kernel, aligned=aligned) for kernel, config in configs.items()}
+    aligned = all(is_aligned(t) for t in (inputs.q, inputs.k, inputs.v))
+    kernels: dict[Kernel, RenderedKernel] = {
+        kernel: render(problem, config, kernel, aligned=aligned)
+        for kernel, config in configs.items()
+    }
     return check(kernels, inputs, mask=problem.mask)
 
 
 def check(
-    kernels: Mapping[Kernel, RenderedKernel], inputs: Inputs, *, mask: Mask | None = None, scale: float | None = None
+    kernels: Mapping[Kernel, RenderedKernel],
+    inputs: Inputs,
+    *,
+    mask: Mask | None = None,
+    scale: float | None = None,
 ) -> tuple[Check, ...]:
-    """Run rendered kernels on given inputs and judge every output, worst element first in each Check."""
-    scale = inputs.q.shape[-1] ** -0.5 if scale is None else scale
-    found = run(kernels, inputs, scale)
-    expected = _reference(inputs.to(torch.float64), mask, scale)
-    own = _torch_result(inputs, mask, scale)
+    """Run rendered kernels on given inputs and judge every output."""
+    factor: float = inputs.q.shape[-1] ** -0.5 if scale is None else scale
+    found = run(kernels, inputs, factor)
+    expected = _reference(inputs.to(torch.float64), mask, factor)
+    own = _torch_result(inputs, mask, factor)
     return tuple(_judge(name, found[name], expected[name], own[name]) for name in found)
 
 
@@ -85,12 +95,15 @@ def require(checks: tuple[Check, ...]) -> None:
         raise WrongResult("\n".join(failed))
 
 
-def run(kernels: Mapping[Kernel, RenderedKernel], inputs: Inputs, scale: float) -> dict[str, torch.Tensor]:
-    """Return out and lse, and with all four kernels dq, dk and dv, as the emitted kernels compute them."""
+def run(
+    kernels: Mapping[Kernel, RenderedKernel], inputs: Inputs, scale: float
+) -> dict[str, torch.Tensor]:
+    """Return out and lse, and with all four kernels dq, dk and dv, as the emitted kernels compute
+    them."""
     if inputs.q.device.type == "cpu":
         run_device()
         interpreter.repair_bfloat16()
-    launch = {kernel: build.load(rendered).launch for kernel, rendered in kernels.items()}
+    launch = {kernel: load(rendered).launch for kernel, rendered in kernels.items()}
     q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout
     out, lse = launch["fwd"](q, k, v, scale)
     results = {"out": out, "lse": lse}
@@ -121,7 +134,8 @@ def _reference(inputs: Inputs, mask: Mask | None, scale: float) -> dict[str, tor
 
 
 def _torch_result(inputs: Inputs, mask: Mask | None, scale: float) -> dict[str, torch.Tensor]:
-    """PyTorch's own results at the inputs' precision; lse, which it keeps to itself, in fp32 from those inputs."""
+    """PyTorch's own results at the inputs' precision; lse, which it keeps to itself, in fp32 from
+    those inputs."""
     leaves = [t.detach().clone().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
     out = torch_attention(*leaves, mask=mask, scale=scale)
     dq, dk, dv = torch.autograd.grad(out, leaves, inputs.dout)
@@ -134,7 +148,12 @@ def _torch_result(inputs: Inputs, mask: Mask | None, scale: float) -> dict[str, 
 def _judge(name: str, found: torch.Tensor, expected: torch.Tensor, own: torch.Tensor) -> Check:
     wide = torch.float64
     target = expected.to(wide)
-    floor = 2 * _distance(((expected.to(own.dtype) + 0.3) - 0.3).to(wide), expected.to(own.dtype).to(wide)).max()
+    floor = (
+        2
+        * _distance(
+            ((expected.to(own.dtype) + 0.3) - 0.3).to(wide), expected.to(own.dtype).to(wide)
+        ).max()
+    )
     allowed = 2 * _distance(own.to(wide), target).max() + floor
     errors = _distance(found.to(wide), target)
     worst = int(errors.argmax())
@@ -154,6 +173,3 @@ def _judge(name: str, found: torch.Tensor, expected: torch.Tensor, own: torch.Te
 def _distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """|a - b|, where equal infinities are 0 apart and NaN is infinitely far from everything."""
     return torch.where(a == b, 0.0, (a - b).abs()).nan_to_num(nan=float("inf"))
-
-
-__all__ = ["TORCH_DTYPES", "Check", "check", "require", "run", "run_device", "verify"]

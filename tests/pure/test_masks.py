@@ -1,6 +1,7 @@
 """The mask compiler against brute force over the dense boolean matrix."""
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,12 @@ BLOCKS = [(16, 16), (16, 32), (32, 16), (8, 64)]
 
 def dense(mask: Mask, seqlen_q: int, seqlen_kv: int) -> np.ndarray:
     """Every pair, one by one, with Python integers: shares only the definition of the mask."""
-    return np.array([[bool(mask.keep(q, k, seqlen_q, seqlen_kv)) for k in range(seqlen_kv)] for q in range(seqlen_q)])
+    return np.array(
+        [
+            [bool(mask.keep(q, k, seqlen_q, seqlen_kv)) for k in range(seqlen_kv)]
+            for q in range(seqlen_q)
+        ]
+    )
 
 
 @pytest.mark.parametrize("text", MASKS)
@@ -85,10 +91,20 @@ def test_and_is_canonical() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "causal(", "caus", "window(1)", "window(1,2,3)", "window(-2,0)", "causal&", "window(1,2,sideways)"]
+    "text",
+    [
+        "",
+        "causal(",
+        "caus",
+        "window(1)",
+        "window(1,2,3)",
+        "window(-2,0)",
+        "causal&",
+        "window(1,2,sideways)",
+    ],
 )
 def test_malformed_notation_gets_one_clear_error(text: str) -> None:
-    with pytest.raises(InvalidProblem, match="must be|expected a mask"):
+    with pytest.raises(InvalidProblem, match=r"must be|expected a mask"):
         parse_mask(text)
 
 
@@ -101,14 +117,14 @@ def test_windows_are_validated() -> None:
 class _Mod(Mask):
     notation = "mod"
 
-    def keep(self, q, k, seqlen_q, seqlen_kv):  # noqa: ANN001, ANN201
+    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any) -> Any:
         return sympy.Mod(q, 3) <= k
 
 
 class _Either(Mask):
     notation = "either"
 
-    def keep(self, q, k, seqlen_q, seqlen_kv):  # noqa: ANN001, ANN201
+    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any) -> Any:
         return (k <= q) | (k <= 5)
 
 

@@ -1,4 +1,5 @@
-"""Masks: predicates (`mask`), their tile ranges in closed form (`compiler`), and how both are printed (`printer`)."""
+"""Masks: predicates (`mask`), their tile ranges in closed form (`compiler`), and how both are
+printed (`printer`)."""
 
 from tilegen.masks.mask import (
     Alignment,

@@ -1,13 +1,20 @@
 """The mask compiler: from a predicate to the tiles it leaves, in closed form.
 
-A kernel keeps one tile of rows (or columns) on chip and streams tiles of the other axis past it. For a stationary tile
-[first, last], a streamed index is *live* if some stationary index is kept with it, *spoiled* if some is dropped. A
-streamed tile that misses the live set is empty, one that misses the spoiled set is full, all others are partial.
+A kernel keeps one tile of rows (or columns) on chip and streams tiles of the other axis past it.
+For a stationary tile
+[first, last], a streamed index is *live* if some stationary index is kept with it, *spoiled* if
+some is dropped. A streamed tile that misses the live set is empty, one that misses the spoiled set
+is full, all others are partial.
 
-Both sets come from the predicate by Fourier-Motzkin elimination of the stationary index: the live set from the predicate,
-the spoiled set from its negation. With unit coefficients, which all masks here have, the result is exact over the integers;
-otherwise both sets may come out too large, which costs time but never correctness.
+Both sets come from the predicate by Fourier-Motzkin elimination of the stationary index: the live
+set from the predicate, the spoiled set from its negation. With unit coefficients, which all masks
+here have, the result is exact over the integers; otherwise both sets may come out too large, which
+costs time but never correctness.
 """
+
+# SymPy is typed only in part, and where it is, too narrowly:
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportReturnType=false, reportCallIssue=false
 
 from __future__ import annotations
 
@@ -26,7 +33,8 @@ from tilegen.masks.mask import Mask
 from tilegen.masks.printer import IndexPrinter
 
 Side = Literal["rows", "columns"]
-"""What stays on chip: a tile of query rows (KV tiles stream), or a tile of KV columns (query tiles stream)."""
+"""What stays on chip: a tile of query rows (KV tiles stream), or a tile of KV columns (query tiles
+stream)."""
 
 Q, K = sympy.symbols("q k", integer=True, nonnegative=True)
 SEQLEN_Q, SEQLEN_KV = sympy.symbols("seqlen_q seqlen_kv", integer=True, positive=True)
@@ -35,12 +43,14 @@ FIRST, LAST = sympy.symbols("first last", integer=True, nonnegative=True)
 
 @dataclass(frozen=True)
 class Interval:
-    """Half-open range [lo, hi) of a streamed index; expressions in FIRST, LAST and the lengths, or infinite."""
+    """Half-open range [lo, hi) of a streamed index; expressions in FIRST, LAST and the lengths, or
+    infinite."""
 
     lo: sympy.Expr
     hi: sympy.Expr
     guards: tuple[sympy.Expr, ...] = ()
-    """The interval is empty unless all of these are >= 0 (two bottom-right masks may never meet)."""
+    """The interval is empty unless all of these are >= 0 (two bottom-right masks may never
+    meet)."""
 
     @property
     def nonempty(self) -> Boolean:
@@ -50,7 +60,8 @@ class Interval:
 
 @dataclass(frozen=True)
 class StreamBounds:
-    """What one stationary tile sees: streamed indices outside `live` are all dropped, those inside `full` all kept."""
+    """What one stationary tile sees: streamed indices outside `live` are all dropped, those inside
+    `full` all kept."""
 
     live: Interval
     full: Interval
@@ -60,7 +71,8 @@ class StreamBounds:
 class TileRanges:
     """The streamed tiles of every stationary tile (one array element each).
 
-    Tiles [lo, full_lo) and [full_hi, hi) are partial, [full_lo, full_hi) are full, all others empty.
+    Tiles [lo, full_lo) and [full_hi, hi) are partial, [full_lo, full_hi) are full, all others
+    empty.
     """
 
     lo: NDArray[np.int64]
@@ -68,7 +80,8 @@ class TileRanges:
     full_hi: NDArray[np.int64]
     hi: NDArray[np.int64]
     visited_rows: int
-    """Streamed rows inside the sequence, added up over all visited tiles: what the loads of a kernel read."""
+    """Streamed rows inside the sequence, added up over all visited tiles: what the loads of a
+    kernel read."""
 
     @property
     def visited_tiles(self) -> int:
@@ -95,7 +108,8 @@ def predicate(mask: Mask) -> Boolean:
 def stream_bounds(mask: Mask, side: Side) -> StreamBounds:
     """Return the live and the full interval of a stationary tile [FIRST, LAST], in closed form.
 
-    Raises Unsupported for predicates that are not a conjunction of affine comparisons, naming the term.
+    Raises Unsupported for predicates that are not a conjunction of affine comparisons, naming the
+    term.
     """
     stationary, streamed, length = (Q, K, SEQLEN_KV) if side == "rows" else (K, Q, SEQLEN_Q)
     keep = predicate(mask)
@@ -105,7 +119,9 @@ def stream_bounds(mask: Mask, side: Side) -> StreamBounds:
         for conjunction in _disjunctive_normal_form(keep)
     ]
     if len(live) != 1:
-        raise Unsupported(f"expected a conjunction of comparisons, got {keep}; combine masks with & only")
+        raise Unsupported(
+            f"expected a conjunction of comparisons, got {keep}; combine masks with & only"
+        )
     past_the_end = streamed - length
     spoiled = [
         _solve(_eliminate(conjunction, stationary), streamed)
@@ -117,7 +133,8 @@ def stream_bounds(mask: Mask, side: Side) -> StreamBounds:
 def tile_ranges(
     mask: Mask, side: Side, *, seqlen_q: int, seqlen_kv: int, block_m: int, block_n: int
 ) -> TileRanges:
-    """Return the tiles every stationary tile visits, at given lengths; the same arithmetic as the emitted kernels'."""
+    """Return the tiles every stationary tile visits, at given lengths; the same arithmetic as the
+    emitted kernels'."""
     if side == "rows":
         stationary_length, stationary_block, length, block = seqlen_q, block_m, seqlen_kv, block_n
     else:
@@ -139,7 +156,8 @@ def tile_ranges(
 @lru_cache(maxsize=256)
 def _evaluator(mask: Mask, side: Side) -> Any:
     bounds = stream_bounds(mask, side)
-    # A full.lo of minus infinity is one that never cuts; full.hi is finite, since full tiles end with the sequence.
+    # A full.lo of minus infinity is one that never cuts; full.hi is finite, since full tiles end
+    # with the sequence.
     full_lo = sympy.S.Zero if bounds.full.lo.is_infinite else bounds.full.lo
     expressions = [bounds.live.lo, bounds.live.hi, bounds.live.nonempty, full_lo, bounds.full.hi]
     return sympy.lambdify(
@@ -153,13 +171,18 @@ def _evaluator(mask: Mask, side: Side) -> Any:
 def _disjunctive_normal_form(keep: Boolean) -> list[list[sympy.Expr]]:
     """Return conjunctions of integer expressions, each meaning `expression >= 0`."""
     keep = keep.replace(
-        lambda node: isinstance(node, sympy.Ne), lambda node: sympy.Or(node.lhs < node.rhs, node.lhs > node.rhs)
+        lambda node: isinstance(node, sympy.Ne),
+        lambda node: sympy.Or(node.lhs < node.rhs, node.lhs > node.rhs),
     )
     normal = to_dnf(keep, simplify=False)
     if normal == sympy.false:
         return []
     return [
-        [expression for atom in sympy.And.make_args(conjunction) for expression in _at_least_zero(atom)]
+        [
+            expression
+            for atom in sympy.And.make_args(conjunction)
+            for expression in _at_least_zero(atom)
+        ]
         for conjunction in sympy.Or.make_args(normal)
     ]
 
@@ -183,12 +206,15 @@ def _coefficient(expression: sympy.Expr, symbol: sympy.Symbol) -> tuple[int, sym
     coefficient = expression.coeff(symbol)
     rest = expression - coefficient * symbol
     if not coefficient.is_Integer or rest.has(symbol):
-        raise Unsupported(f"expected an integer multiple of {symbol} in a mask, got the term {expression}")
+        raise Unsupported(
+            f"expected an integer multiple of {symbol} in a mask, got the term {expression}"
+        )
     return int(coefficient), rest
 
 
 def _eliminate(inequalities: Iterable[sympy.Expr], symbol: sympy.Symbol) -> list[sympy.Expr]:
-    """Return what `inequalities` (each >= 0) say once some FIRST <= symbol <= LAST satisfies them all.
+    """Return what `inequalities` (each >= 0) say once some FIRST <= symbol <= LAST satisfies them
+    all.
 
     Fourier-Motzkin: every lower bound on the symbol must not exceed any upper bound.
     """
@@ -227,18 +253,24 @@ def _solve(inequalities: Iterable[sympy.Expr], symbol: sympy.Symbol) -> Interval
 
 
 def _complement(spoiled: list[Interval]) -> Interval:
-    """Return the indices that no spoiled interval contains, all of which must be unbounded on one side."""
+    """Return the indices that no spoiled interval contains, all of which must be unbounded on one
+    side."""
     lo: list[sympy.Expr] = []
     hi: list[sympy.Expr] = []
     for interval in spoiled:
         if interval.guards:
-            raise Unsupported(f"expected mask conditions that involve both q and k, got {interval.guards[0]} >= 0")
+            raise Unsupported(
+                f"expected mask conditions that involve both q and k, got {interval.guards[0]} >= 0"
+            )
         if interval.lo == sympy.S.NegativeInfinity:
             lo.append(interval.hi)
         elif interval.hi == sympy.S.Infinity:
             hi.append(interval.lo)
         else:
-            raise Unsupported("expected a mask whose kept columns form one interval per row; combine masks with & only")
+            raise Unsupported(
+                "expected a mask that keeps one interval per row and column; combine with & only"
+            )
     return Interval(
-        lo=sympy.Max(*lo) if lo else sympy.S.NegativeInfinity, hi=sympy.Min(*hi) if hi else sympy.S.Infinity
+        lo=sympy.Max(*lo) if lo else sympy.S.NegativeInfinity,
+        hi=sympy.Min(*hi) if hi else sympy.S.Infinity,
     )

@@ -1,7 +1,8 @@
 """Masks as predicates `keep(q, k)`: which query row may see which key column.
 
-A mask is a small frozen value. Its one definition, `keep`, is written with ordinary operators, so the same
-function accepts Python integers, torch tensors (the dense reference) and SymPy symbols (the mask compiler).
+A mask is a small frozen value. Its one definition, `keep`, is written with ordinary operators, so
+the same function accepts Python integers, torch tensors (the dense reference) and SymPy symbols
+(the mask compiler).
 Nothing here imports SymPy: a cached call only hashes masks.
 """
 
@@ -15,7 +16,8 @@ from typing import Any, Literal, cast, get_args
 from tilegen.errors import InvalidProblem
 
 Alignment = Literal["top_left", "bottom_right"]
-"""Where the diagonal starts when seqlen_q != seqlen_kv: at (0, 0) as SDPA's `is_causal`, or ending at the last key."""
+"""Where the diagonal starts when seqlen_q != seqlen_kv: at (0, 0) as SDPA's `is_causal`, or ending
+at the last key."""
 
 MAX_WINDOW = 2**28
 """Largest window side; q + window + seqlen stays within 32-bit index arithmetic."""
@@ -74,7 +76,8 @@ class Causal(Mask):
 
 @dataclass(frozen=True)
 class SlidingWindow(Mask):
-    """`q - left <= k <= q + right`, shifted by `seqlen_kv - seqlen_q` when bottom_right; None is unbounded."""
+    """`q - left <= k <= q + right`, shifted by `seqlen_kv - seqlen_q` when bottom_right; None is
+    unbounded."""
 
     left: int | None
     right: int | None
@@ -87,10 +90,13 @@ class SlidingWindow(Mask):
             if value == -1:  # FlashAttention's spelling of "unbounded"
                 object.__setattr__(self, side, None)
             elif value is not None and (
-                isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= MAX_WINDOW
+                isinstance(value, bool)
+                or not isinstance(value, int)
+                or not 0 <= value <= MAX_WINDOW
             ):
                 raise InvalidProblem(
-                    f"window {side} must be an int in 0..{MAX_WINDOW}, or -1 or None for unbounded; got {value!r}"
+                    f"window {side} must be an int in 0..{MAX_WINDOW}, "
+                    f"or -1 or None for unbounded; got {value!r}"
                 )
 
     @property
@@ -132,7 +138,8 @@ def full() -> Mask:
 
 
 def causal(alignment: Alignment = "top_left") -> Mask:
-    """Return `k <= q`; `alignment="bottom_right"` lets the last row see the last column at any lengths."""
+    """Return `k <= q`; `alignment="bottom_right"` lets the last row see the last column at any
+    lengths."""
     return Causal(alignment)
 
 
@@ -161,20 +168,26 @@ def intersect(*masks: Mask) -> Mask:
 
 
 def parse_mask(text: str) -> Mask:
-    """Return the mask a notation such as `causal&window(4095,0)` describes. Raises InvalidProblem."""
+    """Return the mask a notation such as `causal&window(4095,0)` describes. Raises
+    InvalidProblem."""
     return intersect(*(_parse_one(part.strip()) for part in text.split("&")))
 
 
 _CALL = re.compile(r"(?P<name>[a-z_]+)(?:\((?P<arguments>[^()]*)\))?")
-_FORMS = "full, causal, causal(bottom_right), window(LEFT,RIGHT), window(LEFT,RIGHT,bottom_right), joined by &"
+_FORMS = (
+    "full, causal, causal(bottom_right), window(LEFT,RIGHT), window(LEFT,RIGHT,bottom_right), "
+    "joined by &"
+)
 
 
 def _parse_one(text: str) -> Mask:
     match = _CALL.fullmatch(text)
     if not match:
         raise InvalidProblem(f"expected a mask ({_FORMS}), got {text!r}")
-    arguments = [a.strip() for a in (match["arguments"] or "").split(",")] if match["arguments"] else []
-    match match["name"], arguments:
+    arguments = (
+        [a.strip() for a in (match["arguments"] or "").split(",")] if match["arguments"] else []
+    )
+    match match["name"], arguments:  # pyright: ignore[reportMatchNotExhaustive]
         case "full", []:
             return Full()
         case "causal", []:

@@ -1,0 +1,172 @@
+"""Emitted kernels as files: what identifies one, where it lies, how it is imported.
+
+A kernel's digest covers everything that determines its text, so a file that is there need not be
+rendered again: a call whose kernels are on disk loads neither the templates nor SymPy.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import re
+import sys
+import tempfile
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from tilegen import resources
+from tilegen.config import Kernel, TileConfig
+from tilegen.problem import AttentionProblem
+from tilegen.settings import settings
+
+if TYPE_CHECKING:
+    import torch
+
+VECTOR_BYTES = 16
+"""Widest load of one thread; an aligned kernel gets addresses and strides in multiples of it."""
+
+ENVIRONMENT = "trim_blocks lstrip_blocks keep_trailing_newline StrictUndefined"
+"""What `render.environment` sets; part of every digest."""
+
+_modules: dict[str, ModuleType] = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RenderedKernel:
+    """An emitted kernel, before anything is compiled."""
+
+    kernel: Kernel
+    problem: AttentionProblem
+    config: TileConfig
+    aligned: bool
+    """Whether addresses and strides must be multiples of 16 bytes."""
+    digest: str
+    """Hex digest of everything that determines the text."""
+    function: str
+    """Name of the `@triton.jit` function, which profilers show."""
+    source: str
+    """The whole module: imports torch and triton only; `launch(...)` is its entry point."""
+    signature: tuple[tuple[str, str], ...]
+    """(argument, Triton type) of the function, for compiling without a GPU."""
+
+
+def representative(problem: AttentionProblem) -> AttentionProblem:
+    """Return the problem that stands for all with the same emitted kernels: any batch, heads and
+    lengths."""
+    return replace(
+        problem,
+        batch=1,
+        num_heads_q=problem.group_size,
+        num_heads_kv=1,
+        seqlen_q=1024,
+        seqlen_kv=1024,
+    )
+
+
+def kernel_digest(
+    problem: AttentionProblem, config: TileConfig, kernel: Kernel, aligned: bool
+) -> str:
+    """Return the hex digest of everything that determines an emitted kernel's text."""
+    request = [representative(problem).key, config.key, kernel, aligned, _generator_digest()]
+    return hashlib.sha256(json.dumps(request).encode()).hexdigest()[:16]
+
+
+@lru_cache(maxsize=16)
+def template_digest(kernel: Kernel) -> str:
+    """Return the hex digest of a kernel's template, all templates it reaches, and the environment's
+    options."""
+    folder = resources.data_dir("templates")
+    names, reached = [f"attention_{kernel}.py.jinja"], dict[str, str]()
+    while names:
+        name = names.pop()
+        if name not in reached:
+            reached[name] = (folder / name).read_text(encoding="utf-8")
+            names += re.findall(
+                r'{%-?\s*(?:import|from|include|extends)\s+"([^"]+)"', reached[name]
+            )
+    return hashlib.sha256(json.dumps([sorted(reached.items()), ENVIRONMENT]).encode()).hexdigest()[
+        :12
+    ]
+
+
+def write(rendered: RenderedKernel) -> Path:
+    """Return the emitted file under the cache directory, writing it unless it is there.
+
+    Written to a temporary name and renamed, so that processes may race.
+    """
+    path = _path(rendered.digest, rendered.kernel)
+    if path.exists() and path.read_text(encoding="utf-8") == rendered.source:
+        return path
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(
+        "w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False
+    ) as file:
+        file.write(rendered.source)
+    Path(file.name).replace(path)
+    return path
+
+
+def load(rendered: RenderedKernel) -> ModuleType:
+    """Return the emitted module, imported once per process; `.launch(...)` runs the kernel."""
+    if rendered.digest not in _modules:
+        _modules[rendered.digest] = _import(write(rendered), rendered.digest)
+    return _modules[rendered.digest]
+
+
+def load_kernel(
+    problem: AttentionProblem, config: TileConfig, kernel: Kernel, *, aligned: bool
+) -> ModuleType:
+    """Return the emitted module for a problem and config, rendering it only where it is not on disk
+    yet."""
+    digest = kernel_digest(problem, config, kernel, aligned)
+    if digest not in _modules:
+        path = _path(digest, kernel)
+        if not path.exists():
+            from tilegen.render import render  # loads Jinja and SymPy
+
+            write(render(problem, config, kernel, aligned=aligned))
+        _modules[digest] = _import(path, digest)
+    return _modules[digest]
+
+
+def is_aligned(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's address, its strides (batch, head, row) and its rows are multiples of 16
+    bytes."""
+    unit = VECTOR_BYTES // tensor.element_size()
+    strides = zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
+    return (
+        tensor.data_ptr() % VECTOR_BYTES == 0
+        and tensor.shape[3] % unit == 0
+        and all(n == 1 or s % unit == 0 for n, s in strides)
+    )
+
+
+def _path(digest: str, kernel: Kernel) -> Path:
+    return settings().cache_dir / "kernels" / digest / f"{kernel}.py"
+
+
+def _import(path: Path, digest: str) -> ModuleType:
+    name = f"tilegen_kernels_{digest}_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"expected a Python module at {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # Triton looks a kernel's module up by name
+    spec.loader.exec_module(module)
+    return module
+
+
+@lru_cache(maxsize=1)
+def _generator_digest() -> str:
+    """Digest of the templates and of the modules that fill them in."""
+    package = Path(__file__).parent
+    sources = [*resources.data_dir("templates").glob("*.jinja"), *(package / "masks").glob("*.py")]
+    sources += [package / name for name in ("render.py", "config.py", "emitted.py")]
+    digest = hashlib.sha256()
+    for path in sorted(sources, key=lambda path: path.name):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
