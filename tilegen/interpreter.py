@@ -7,7 +7,7 @@ first imported.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -61,7 +61,7 @@ def repair_bfloat16() -> None:
 
 
 @contextmanager
-def count_traffic() -> Iterator[Traffic]:
+def count_traffic() -> Generator[Traffic]:
     """Count the bytes that kernels load and store in the interpreter while the context is open."""
     builder = _builder()
     load, store = builder.create_masked_load, builder.create_masked_store

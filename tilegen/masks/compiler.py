@@ -14,7 +14,8 @@ costs time but never correctness.
 
 # SymPy is typed only in part, and where it is, too narrowly:
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-# pyright: reportReturnType=false, reportCallIssue=false
+# pyright: reportReturnType=false, reportCallIssue=false, reportAssignmentType=false
+# pyright: reportMatchNotExhaustive=false, reportOptionalMemberAccess=false
 
 from __future__ import annotations
 

@@ -1,0 +1,67 @@
+"""The traffic model is a contract: bytes that emitted kernels load and store equal the formula."""
+
+import pytest
+import torch
+
+from tests.problems import PROBLEMS
+from tilegen import interpreter
+from tilegen.config import KERNELS, Kernel, TileConfig
+from tilegen.emitted import load
+from tilegen.model.traffic import traffic
+from tilegen.problem import AttentionProblem
+from tilegen.reference import make_inputs
+from tilegen.render import render
+
+MASKS = [
+    "full",
+    "causal",
+    "causal(bottom_right)",
+    "window(40,0)",
+    "window(9,30,bottom_right)",
+    "causal&window(33,3)",
+    "causal(bottom_right)&window(20,2)",
+]
+SHAPES = ["q128 kv128", "q64 kv192", "q192 kv64", "q100 kv77", "q77 kv130", "q1 kv100"]
+CONFIGS = [TileConfig(block_m=32, block_n=16), TileConfig(block_m=16, block_n=64)]
+
+
+def counted(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> tuple[int, int]:
+    interpreter.repair_bfloat16()
+    x = make_inputs(problem)
+    rows = torch.zeros(x.q.shape[:3])
+    arguments = {
+        "fwd": (x.q, x.k, x.v, 0.1),
+        "bwd_preprocess": (x.dout, x.dout),
+        "bwd_dkdv": (x.q, x.k, x.v, x.dout, rows, rows, 0.1),
+        "bwd_dq": (x.q, x.k, x.v, x.dout, rows, rows, 0.1),
+    }[kernel]
+    launch = load(render(problem, config, kernel, aligned=False)).launch
+    with interpreter.count_traffic() as found:
+        launch(*arguments)
+    return found.read_bytes, found.write_bytes
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("mask", MASKS)
+def test_every_mask_on_aligned_and_ragged_shapes(mask: str, kernel: Kernel) -> None:
+    for shape in SHAPES:
+        for config in CONFIGS:
+            problem = AttentionProblem.parse(f"b2 hq4 hkv2 {shape} d16 fp16 {mask}")
+            expected = traffic(problem, config, kernel)
+            assert (expected.read_bytes, expected.write_bytes) == counted(problem, config, kernel)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_every_problem_of_the_table(problem: AttentionProblem, kernel: Kernel) -> None:
+    config = TileConfig(block_m=64, block_n=32)
+    expected = traffic(problem, config, kernel)
+    assert (expected.read_bytes, expected.write_bytes) == counted(problem, config, kernel)
+
+
+def test_the_counter_counts() -> None:
+    """A dense forward by hand: 2 row tiles read all keys and values, queries are read once."""
+    problem = AttentionProblem.parse("b1 hq1 hkv1 q64 kv48 d16/32 fp16 full")
+    read, written = counted(problem, TileConfig(block_m=32, block_n=16), "fwd")
+    assert read == 2 * (64 * 16 + 2 * 48 * (16 + 32))
+    assert written == 2 * 64 * 32 + 4 * 64

@@ -1,0 +1,130 @@
+"""Emitted kernels, run by Triton's interpreter, against the reference: forward and backward."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.problems import PROBLEMS
+from tilegen.config import KERNELS, Kernel, TileConfig
+from tilegen.emitted import RenderedKernel
+from tilegen.masks import parse_mask
+from tilegen.problem import AttentionProblem
+from tilegen.reference import make_inputs
+from tilegen.render import render
+from tilegen.verify import check, require, run, verify
+
+SQUARE = TileConfig(block_m=32, block_n=32)
+WIDE = TileConfig(block_m=16, block_n=64)
+TALL = TileConfig(block_m=64, block_n=16)
+
+
+def kernels(
+    problem: AttentionProblem, config: TileConfig = SQUARE, *, aligned: bool = False
+) -> dict[Kernel, RenderedKernel]:
+    return {kernel: render(problem, config, kernel, aligned=aligned) for kernel in KERNELS}
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+@pytest.mark.parametrize("config", [SQUARE, WIDE, TALL], ids=lambda config: config.key)
+def test_agrees_with_the_reference(problem: AttentionProblem, config: TileConfig) -> None:
+    require(verify(problem, dict.fromkeys(KERNELS, config)))
+
+
+MASKS = [
+    "full",
+    "causal",
+    "causal(bottom_right)",
+    "window(17,0)",
+    "window(5,21,bottom_right)",
+    "causal&window(33,3)",
+    "causal(bottom_right)&window(20,2)",
+    "causal(bottom_right)&window(9,9,bottom_right)",
+]
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_every_mask_in_every_dtype(mask: str, dtype: str) -> None:
+    for lengths in ("q70 kv97", "q97 kv70", "q64 kv64"):
+        problem = AttentionProblem.parse(f"b1 hq2 hkv1 {lengths} d32 {dtype} {mask}")
+        require(verify(problem, dict.fromkeys(KERNELS, TALL)))
+
+
+@pytest.mark.parametrize("head_dim", [8, 72, 80, 96, 160, 192, 256, "192/128", "40/24", 59])
+def test_head_dims_padded_and_split(head_dim: object) -> None:
+    problem = AttentionProblem.parse(f"b1 hq2 hkv2 q40 kv72 d{head_dim} fp16 causal(bottom_right)")
+    require(verify(problem, dict.fromkeys(KERNELS, SQUARE)))
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_heads_inside_rows(aligned: bool) -> None:
+    problem = AttentionProblem.parse("b2 hq4 hkv2 q50 kv70 d64 bf16 causal")
+    inputs = make_inputs(problem, heads_inside=True)
+    assert not inputs.q.is_contiguous()
+    require(check(kernels(problem, aligned=aligned), inputs, mask=problem.mask))
+
+
+def test_sharp_softmax() -> None:
+    """Logits with a standard deviation of 16: where a query rounded after scaling shows."""
+    problem = AttentionProblem.parse("b1 hq2 hkv1 q100 kv130 d64 fp16 full")
+    inputs = make_inputs(problem, sigma=16.0)
+    require(check(kernels(problem), inputs, mask=problem.mask))
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 1e-4])
+def test_scales(scale: float) -> None:
+    problem = AttentionProblem.parse("b1 hq2 hkv2 q65 kv70 d32 fp32 causal(bottom_right)")
+    require(check(kernels(problem), make_inputs(problem), mask=problem.mask, scale=scale))
+
+
+def test_rows_with_nothing_kept_are_exactly_empty() -> None:
+    problem = AttentionProblem.parse("b1 hq2 hkv1 q100 kv40 d32 bf16 causal(bottom_right)")
+    inputs = make_inputs(problem)
+    found = run(kernels(problem), inputs, 0.2)
+    empty = slice(0, 60)
+    assert (found["out"][:, :, empty] == 0).all()
+    assert (found["lse"][:, :, empty] == float("-inf")).all()
+    assert (found["dq"][:, :, empty] == 0).all()
+    assert all(tensor.isfinite().all() for name, tensor in found.items() if name != "lse")
+
+
+def test_columns_nobody_keeps_get_no_gradient() -> None:
+    problem = AttentionProblem.parse("b1 hq1 hkv1 q40 kv100 d32 fp16 causal")
+    found = run(kernels(problem), make_inputs(problem), 0.2)
+    assert (found["dk"][:, :, 40:] == 0).all()
+    assert (found["dv"][:, :, 40:] == 0).all()
+
+
+def test_what_is_masked_cannot_leak() -> None:
+    """Dropped keys and values may hold anything finite, even huge, and change nothing."""
+    problem = AttentionProblem.parse("b1 hq1 hkv1 q48 kv80 d32 fp32 causal")
+    inputs = make_inputs(problem)
+    before = run(kernels(problem), inputs, 0.2)
+    inputs.k[:, :, 48:] = 1e30
+    inputs.v[:, :, 48:] = -1e30
+    after = run(kernels(problem), inputs, 0.2)
+    assert all(torch.equal(before[name], after[name]) for name in ("out", "lse", "dq"))
+
+
+def test_backward_is_deterministic() -> None:
+    problem = AttentionProblem.parse("b1 hq4 hkv1 q90 kv90 d32 fp16 causal")
+    inputs = make_inputs(problem)
+    first, second = (run(kernels(problem), inputs, 0.2) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_every_config_gives_the_same_result_class() -> None:
+    """Tiles larger than the sequence, and sequences of one row."""
+    for text in ("b1 hq1 hkv1 q1 kv1 d16 fp16 causal", "b1 hq1 hkv1 q3 kv200 d16 fp16 full"):
+        problem = AttentionProblem.parse(text)
+        for config in (TileConfig(block_m=128, block_n=128), TileConfig(block_m=256, block_n=16)):
+            require(verify(problem, dict.fromkeys(KERNELS, config)))
+
+
+def test_a_mask_wider_than_the_sequence_is_no_mask() -> None:
+    wide = AttentionProblem.parse("b1 hq1 hkv1 q50 kv50 d32 fp32 window(4095,4095)")
+    inputs = make_inputs(wide)
+    masked = run(kernels(wide), inputs, 0.2)
+    full = run(kernels(replace(wide, mask=parse_mask("full"))), inputs, 0.2)
+    torch.testing.assert_close(masked["out"], full["out"])

@@ -1,0 +1,57 @@
+"""The checks notice broken kernels: every mutation of mutations.py turns at least one of them red."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from tests.interpret.mutations import MUTATIONS, Mutation
+from tilegen.config import KERNELS, Kernel, TileConfig
+from tilegen.emitted import RenderedKernel
+from tilegen.problem import AttentionProblem
+from tilegen.reference import Inputs, make_inputs
+from tilegen.render import render
+from tilegen.verify import check, require
+
+# Three problems of the kind every kernel test runs: a ragged causal window in groups, the same with
+# rows that keep nothing, and logits wide enough for roundings to show.
+_RAGGED = AttentionProblem.parse("b1 hq4 hkv2 q100 kv100 d32/16 fp16 causal&window(20,5)")
+_CAUSAL = AttentionProblem.parse("b1 hq4 hkv2 q70 kv90 d32/16 fp16 causal")
+_EMPTY = AttentionProblem.parse("b1 hq2 hkv1 q90 kv40 d32/16 fp16 window(20,3)")
+CASES: list[tuple[AttentionProblem, float]] = [(_CAUSAL, 1.0), (_RAGGED, 1.0), (_EMPTY, 1.0), (_CAUSAL, 16.0)]
+CONFIG = TileConfig(block_m=16, block_n=16)
+
+
+def _kernels(problem: AttentionProblem) -> dict[Kernel, RenderedKernel]:
+    return {kernel: render(problem, CONFIG, kernel, aligned=True) for kernel in KERNELS}
+
+
+def _inputs(problem: AttentionProblem, sigma: float) -> Inputs:
+    return make_inputs(problem, sigma=sigma, heads_inside=True)
+
+
+@pytest.mark.parametrize("case", range(len(CASES)))
+def test_unbroken_kernels_pass(case: int) -> None:
+    problem, sigma = CASES[case]
+    require(check(_kernels(problem), _inputs(problem, sigma), mask=problem.mask))
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_mutation_is_noticed(mutation: Mutation) -> None:
+    applied = False
+    for problem, sigma in CASES:
+        kernels = _kernels(problem)
+        whole = kernels[mutation.kernel]
+        if mutation.old not in whole.source:
+            continue
+        applied = True
+        kernels[mutation.kernel] = replace(
+            whole,
+            source=whole.source.replace(mutation.old, mutation.new),
+            digest=f"{whole.digest}-{mutation.name}",
+        )
+        with np.errstate(all="ignore"):
+            if not all(c.ok for c in check(kernels, _inputs(problem, sigma), mask=problem.mask)):
+                return
+    assert applied, f"the text {mutation.old!r} is in no emitted {mutation.kernel}; update the mutation"
+    pytest.fail("no check noticed")

@@ -1,0 +1,339 @@
+"""`attention`: the best known kernel for this GPU and problem, selected at run time.
+
+The first call of a kind picks configs (records, then the model) and loads the emitted kernels;
+every further one is a dictionary look-up and a launch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, overload
+
+import torch
+
+from tilegen import interpreter
+from tilegen.config import Kernel, TileConfig
+from tilegen.device import GpuSpec, detect, gpu
+from tilegen.emitted import is_aligned, load_kernel, template_digest
+from tilegen.errors import InvalidProblem, TilegenError, Unsupported
+from tilegen.masks.mask import Mask, full
+from tilegen.problem import AttentionProblem, DType
+from tilegen.settings import settings
+from tilegen.store import current_versions, look_up
+
+log = logging.getLogger("tilegen")
+
+_DTYPES: dict[torch.dtype, DType] = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+}
+_FULL = full()
+MAX_ROW_STRIDE = 2**22  # elements; emitted kernels address a tile of rows with 32 bits
+MAX_PLANS = 4096
+INTERPRETED_GPU = "h200"  # whose tiles the interpreter runs, having no GPU of its own
+
+
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    return_lse: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: Mask | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Return `softmax(q k^T * scale + mask) v`, differentiable; with `return_lse` also its lse.
+
+    Shapes: q (batch, heads_q, seqlen_q, d_qk), k (batch, heads_kv, seqlen_kv, d_qk), v (batch,
+    heads_kv, seqlen_kv, d_v), out (batch, heads_q, seqlen_q, d_v). heads_q is a multiple of
+    heads_kv; one dtype (fp16, bf16, fp32) and one device for all. `mask` is a tilegen mask such as
+    `tilegen.causal()`; `scale` defaults to d_qk ** -0.5. lse is each row's natural log-sum-exp, fp32,
+    (batch, heads_q, seqlen_q). A row that the mask leaves nothing gives out 0, lse -inf and
+    zero gradients.
+
+    Never tunes unless TILEGEN_TUNE=1. CPU tensors run the emitted kernels where TRITON_INTERPRET=1
+    is set, otherwise PyTorch. Raises InvalidProblem or Unsupported, naming the call.
+    """
+    try:
+        key = _key(q, k, v, mask)
+        plan = _plans.get(key) or _new_plan(key, q, k, v, mask)
+        factor = plan.default_scale if scale is None else _checked_scale(scale)
+        if factor < 0:  # kernels take a row's maximum before scaling: the scale must keep the order
+            q, factor = -q, -factor
+        out, lse = plan.run(q, k, v, factor)
+    except TilegenError as error:
+        raise type(error)(f"{error}; the call was {_describe(q, k, v, mask, scale)}") from None
+    return (out, lse) if return_lse else out
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How calls of one kind are computed."""
+
+    run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[Any, Any]]
+    default_scale: float
+
+
+_plans: dict[Any, Plan] = {}
+
+
+def choose(problem: AttentionProblem, spec: GpuSpec, kernel: Kernel) -> tuple[TileConfig, str]:
+    """Return the config to use and where it comes from: a record's file, or the model.
+
+    Tunes first where TILEGEN_TUNE=1 is set and there is no measured record.
+    """
+    found = look_up(
+        problem, spec, kernel, versions=current_versions(), template_digest=template_digest(kernel)
+    )
+    if settings().tune and (found is None or not found.record.is_measured):
+        from tilegen.tune import tune
+
+        return tune(problem.bucket, spec, kernel=kernel).config, "tuned now"
+    if found:
+        return found.record.config, str(found.file)
+    from tilegen.propose import propose  # loads SymPy
+
+    return propose(problem, spec, kernel=kernel, top=1)[0].config, "the model"
+
+
+def _key(q: Any, k: Any, v: Any, mask: Any) -> Any:
+    if mask is not None and not isinstance(mask, Mask):
+        raise InvalidProblem(
+            f"mask must be a tilegen mask such as tilegen.causal(), got {type(mask).__name__}"
+        )
+    try:
+        return (
+            *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
+            *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
+            (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16,
+            mask,
+        )
+    except AttributeError:
+        names = ", ".join(type(x).__name__ for x in (q, k, v))
+        raise InvalidProblem(f"q, k and v must be torch tensors, got {names}") from None
+
+
+def _new_plan(
+    key: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask | None
+) -> Plan:
+    problem = _problem(q, k, v, mask)
+    scale = problem.head_dim_qk**-0.5
+    if q.device.type == "cpu" and not interpreter.is_active():
+        _say_once(
+            "CPU tensors: computing with PyTorch; "
+            "set TRITON_INTERPRET=1 before Python starts to run the emitted kernels"
+        )
+        plan = Plan(_torch_run(problem.mask), scale)
+    elif q.device.type in ("cpu", "cuda"):
+        if q.device.type == "cpu":
+            interpreter.repair_bfloat16()
+        plan = Plan(_kernel_run(problem, q, k, v), scale)
+    else:
+        raise Unsupported(f"q must be on a CUDA or CPU device, got {q.device}")
+    if len(_plans) >= MAX_PLANS:  # a server that sees ever new lengths must not grow for ever
+        _plans.clear()
+    _plans[key] = plan
+    return plan
+
+
+def _problem(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask | None
+) -> AttentionProblem:
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != 4:
+            raise InvalidProblem(
+                f"{name} must have 4 dimensions (batch, heads, seqlen, head_dim), got {tensor.ndim}"
+            )
+        if tensor.numel() == 0:
+            raise InvalidProblem(f"{name} must not be empty, got shape {tuple(tensor.shape)}")
+        if tensor.dtype not in _DTYPES:
+            raise InvalidProblem(f"{name} must be fp16, bf16 or fp32, got {tensor.dtype}")
+        if tensor.dtype != q.dtype or tensor.device != q.device:
+            raise InvalidProblem(
+                f"q, k and v must have one dtype and device, got {q.dtype} on {q.device} for q "
+                f"and {tensor.dtype} on {tensor.device} for {name}"
+            )
+    expected_k = (q.shape[0], k.shape[1], k.shape[2], q.shape[3])
+    if k.shape != expected_k:
+        raise InvalidProblem(f"k must have q's batch and head_dim, got {tuple(k.shape)}")
+    if v.shape[:3] != k.shape[:3]:
+        raise InvalidProblem(f"v must have k's batch, heads and seqlen, got {tuple(v.shape)}")
+    return AttentionProblem(
+        batch=q.shape[0],
+        num_heads_q=q.shape[1],
+        num_heads_kv=k.shape[1],
+        seqlen_q=q.shape[2],
+        seqlen_kv=k.shape[2],
+        head_dim_qk=q.shape[3],
+        head_dim_v=v.shape[3],
+        dtype=_DTYPES[q.dtype],
+        mask=_FULL if mask is None else mask,
+    )
+
+
+def _kernel_run(
+    problem: AttentionProblem, *tensors: torch.Tensor
+) -> Callable[..., tuple[Any, Any]]:
+    """Return how a problem runs with emitted kernels, copying first what kernels cannot address."""
+    copied = [not _addressable(tensor) for tensor in tensors]
+    if any(copied):
+        names = ", ".join(name for name, copy in zip("qkv", copied, strict=True) if copy)
+        _say_once(
+            f"{names}: copied on every call, since kernels need a dense last dimension; "
+            "pass a contiguous tensor"
+        )
+    tensors = tuple(t.contiguous() if copy else t for t, copy in zip(tensors, copied, strict=True))
+    kernels = _kernels(problem.bucket, tensors[0].device, all(map(is_aligned, tensors)))
+
+    def run(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if any(copied):
+            q, k, v = (
+                t.contiguous() if copy else t for t, copy in zip((q, k, v), copied, strict=True)
+            )
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            return _Attention.apply(q, k, v, scale, kernels)  # type: ignore[no-any-return]
+        with kernels.on_device():
+            return kernels.launch("fwd")(q, k, v, scale)
+
+    return run
+
+
+class _Kernels:
+    """The emitted kernels of one problem bucket on one device; each is chosen and loaded when first
+    needed."""
+
+    def __init__(self, problem: AttentionProblem, device: torch.device, aligned: bool) -> None:
+        self._problem = problem
+        self._device = device
+        self.aligned = aligned
+        self._launch: dict[Kernel, Callable[..., Any]] = {}
+
+    def launch(self, kernel: Kernel) -> Callable[..., Any]:
+        if kernel not in self._launch:
+            config, origin = choose(self._problem, _spec(self._device), kernel)
+            log.debug("%s for '%s': %s, from %s", kernel, self._problem, config, origin)
+            module = load_kernel(self._problem, config, kernel, aligned=self.aligned)
+            self._launch[kernel] = module.launch
+        return self._launch[kernel]
+
+    def on_device(self) -> contextlib.AbstractContextManager[Any]:
+        """Triton launches on the current device; make it that of the tensors."""
+        if self._device.type == "cpu" or self._device.index == torch.cuda.current_device():
+            return contextlib.nullcontext()
+        return torch.cuda.device(self._device)
+
+
+@cache
+def _kernels(problem: AttentionProblem, device: torch.device, aligned: bool) -> _Kernels:
+    return _Kernels(problem, device, aligned)
+
+
+@cache
+def _spec(device: torch.device) -> GpuSpec:
+    spec = detect(device.index) if device.type == "cuda" else gpu(INTERPRETED_GPU)
+    if spec is None:
+        raise Unsupported(f"expected a GPU that PyTorch sees, got {device}")
+    return spec
+
+
+class _Attention(torch.autograd.Function):
+    """Forward keeps out and lse; backward runs preprocess, dK/dV and dQ, without atomics."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, kernels: _Kernels
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with kernels.on_device():
+            out, lse = kernels.launch("fwd")(q, k, v, scale)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.set_materialize_grads(False)
+        ctx.scale, ctx.kernels = scale, kernels
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
+    ) -> tuple[Any, ...]:
+        q, k, v, out, lse = ctx.saved_tensors
+        kernels: _Kernels = ctx.kernels
+        dout = torch.zeros_like(out) if dout is None else dout
+        if not _addressable(dout) or (kernels.aligned and not is_aligned(dout)):
+            dout = dout.contiguous()
+        dq = dk = dv = None
+        with kernels.on_device():
+            delta = kernels.launch("bwd_preprocess")(out, dout)
+            if dlse is not None:  # d lse / d s = p, as if delta were smaller by dlse
+                delta -= dlse
+            if ctx.needs_input_grad[0]:
+                dq = kernels.launch("bwd_dq")(q, k, v, dout, lse, delta, ctx.scale)
+            if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+                dk, dv = kernels.launch("bwd_dkdv")(q, k, v, dout, lse, delta, ctx.scale)
+        return dq, dk, dv, None, None
+
+
+def _torch_run(mask: Mask) -> Callable[..., tuple[Any, Any]]:
+    from tilegen.reference import attention_reference
+
+    def run(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # In fp32, as the kernels' accumulators are.
+        out, lse = attention_reference(q.float(), k.float(), v.float(), mask=mask, scale=scale)
+        return out.to(q.dtype), lse
+
+    return run
+
+
+def _addressable(tensor: torch.Tensor) -> bool:
+    *_, row, dense = tensor.stride()
+    return (dense == 1 or tensor.shape[3] == 1) and row < MAX_ROW_STRIDE
+
+
+def _checked_scale(scale: float) -> float:
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+        raise InvalidProblem(f"scale must be a finite number, got {scale!r}")
+    return float(scale)
+
+
+def _describe(q: Any, k: Any, v: Any, mask: Any, scale: Any) -> str:
+    shapes = (
+        f"{name} {tuple(x.shape)} {x.dtype} on {x.device}"
+        if isinstance(x, torch.Tensor)
+        else f"{name} {type(x).__name__}"
+        for name, x in (("q", q), ("k", k), ("v", v))
+    )
+    return f"{', '.join(shapes)}, mask {mask}, scale {scale}"
+
+
+@cache
+def _say_once(message: str) -> None:
+    log.warning(message)
