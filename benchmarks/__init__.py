@@ -1,0 +1,1 @@
+"""Benchmarks: one workload catalogue, one driver, one CSV per GPU and date."""

@@ -1,0 +1,124 @@
+"""Whether a provider's results are right at the full size: `tilegen.verify`'s rule on some heads.
+
+The first and the last key-value head are judged, with all their query heads. The reference runs one
+query head at a time, because its score matrix has 8 GiB at a length of 32k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from tilegen.masks.mask import Mask
+from tilegen.problem import AttentionProblem
+from tilegen.reference import TORCH_DTYPES, Inputs, attention_reference, torch_attention
+from tilegen.verify import Check, _judge  # the rule; there is one
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """All checks of one result; error and limit are those of the tensor nearest to its limit."""
+
+    ok: bool
+    error: float
+    allowed: float
+    detail: str
+    """Empty, or the first failed check."""
+
+
+def make_inputs(
+    problem: AttentionProblem, *, rows_first: bool = False, seed: int = 0, device: str = "cuda"
+) -> Inputs:
+    """Return random normal inputs, made on the device; the same values in both layouts.
+
+    `rows_first` lays them out (batch, seqlen, heads, head_dim) in memory, behind a transpose.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def tensor(heads: int, seqlen: int, dim: int) -> Tensor:
+        values = torch.randn(
+            (problem.batch, heads, seqlen, dim),
+            generator=generator,
+            device=device,
+            dtype=TORCH_DTYPES[problem.dtype],
+        )
+        return values.transpose(1, 2).contiguous().transpose(1, 2) if rows_first else values
+
+    return Inputs(
+        q=tensor(problem.num_heads_q, problem.seqlen_q, problem.head_dim_qk),
+        k=tensor(problem.num_heads_kv, problem.seqlen_kv, problem.head_dim_qk),
+        v=tensor(problem.num_heads_kv, problem.seqlen_kv, problem.head_dim_v),
+        dout=tensor(problem.num_heads_q, problem.seqlen_q, problem.head_dim_v),
+    )
+
+
+def check(problem: AttentionProblem, inputs: Inputs, found: Mapping[str, Tensor]) -> Verdict:
+    """Return the verdict on `found`: out alone, or dq, dk and dv."""
+    checks: list[Check] = []
+    last = (problem.batch - 1, problem.num_heads_kv - 1)
+    for batch, head_kv in sorted({(0, 0), last}):
+        heads = slice(head_kv * problem.group_size, (head_kv + 1) * problem.group_size)
+        q_side = (slice(batch, batch + 1), heads)
+        kv_side = (slice(batch, batch + 1), slice(head_kv, head_kv + 1))
+        some = Inputs(
+            q=inputs.q[q_side],
+            k=inputs.k[kv_side],
+            v=inputs.v[kv_side],
+            dout=inputs.dout[q_side],
+        )
+        expected = _expected(some, problem.mask, found)
+        own = _own(some, problem.mask, found)
+        for name, tensor in found.items():
+            part = tensor[q_side if name in ("out", "dq") else kv_side].detach()
+            checks.append(_judge(name, part, expected[name], own[name]))
+    nearest = max(checks, key=lambda c: c.error / c.allowed if c.allowed else c.error)
+    return Verdict(
+        ok=all(c.ok for c in checks),
+        error=nearest.error,
+        allowed=nearest.allowed,
+        detail="; ".join(str(c) for c in checks if not c.ok),
+    )
+
+
+def _expected(inputs: Inputs, mask: Mask, names: Iterable[str]) -> dict[str, Tensor]:
+    def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention_reference(q, k, v, mask=mask)[0]
+
+    return _head_by_head(reference, inputs.to(torch.float64), names)
+
+
+def _own(inputs: Inputs, mask: Mask, names: Iterable[str]) -> dict[str, Tensor]:
+    """Return PyTorch's own results at the inputs' precision."""
+    own = _head_by_head(partial(torch_attention, mask=mask), inputs, names)
+    return {name: tensor.to(inputs.q.dtype) for name, tensor in own.items()}
+
+
+def _head_by_head(
+    attention: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Inputs, names: Iterable[str]
+) -> dict[str, Tensor]:
+    """Return out, or dq, dk and dv, of one group; dk and dv are added up in fp32 or wider."""
+    results: dict[str, list[Tensor]] = {name: [] for name in names}
+    for head in range(inputs.q.shape[1]):
+        one = slice(head, head + 1)
+        leaves = [
+            t.detach().requires_grad_("dq" in results)
+            for t in (inputs.q[:, one], inputs.k, inputs.v)
+        ]
+        out = attention(*leaves)
+        if "dq" in results:
+            grads = torch.autograd.grad(out, leaves, inputs.dout[:, one])
+            found = dict(zip(("dq", "dk", "dv"), grads, strict=True))
+        else:
+            found = {"out": out}
+        for name, tensor in found.items():
+            wide = torch.promote_types(tensor.dtype, torch.float32)
+            is_sum = name in ("dk", "dv") and results[name]
+            if is_sum:
+                results[name][0] += tensor.to(wide)
+            else:
+                results[name].append(tensor.to(wide))
+    return {name: torch.cat(parts, dim=1) for name, parts in results.items()}

@@ -1,0 +1,219 @@
+"""Predicted against counted: the model's bytes and resources beside Nsight Compute's counters.
+
+    python -m benchmarks.counters --csv counters.csv
+
+Needs `ncu`. For every workload of the catalogue's head all its kernels run once under the profiler,
+with the configs that a call would use, from cold caches.
+"""
+
+from __future__ import annotations
+
+import csv as csv_module
+import io
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from benchmarks.environment import ROOT, environment, has_gpu
+from benchmarks.rows import append, with_environment
+from benchmarks.workloads import Workload, head
+from tilegen.config import KERNELS, Kernel, TileConfig
+from tilegen.device import GpuSpec, detect
+from tilegen.dispatch import choose
+from tilegen.model.estimate import CostEstimate
+from tilegen.propose import estimate
+from tilegen.render import render
+
+READ = "l1tex__m_xbar2l1tex_read_bytes.sum"
+WRITE = "l1tex__m_l1tex2xbar_write_bytes.sum"
+DRAM_READ = "dram__bytes_read.sum"
+DRAM_WRITE = "dram__bytes_write.sum"
+REGISTERS = "launch__registers_per_thread"
+SMEM = "launch__shared_mem_per_block_dynamic"
+METRICS = (READ, WRITE, DRAM_READ, DRAM_WRITE, REGISTERS, SMEM)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CounterRow:
+    """One kernel launch: what the model says, what was counted, and counted over predicted."""
+
+    workload: str
+    problem: str
+    kernel: str
+    config: str
+    predicted_read_bytes: int
+    counted_read_bytes: int
+    read_ratio: float | None
+    predicted_write_bytes: int
+    counted_write_bytes: int
+    write_ratio: float | None
+    predicted_dram_bytes: int
+    counted_dram_bytes: int
+    dram_ratio: float | None
+    predicted_registers: int
+    counted_registers: int
+    registers_ratio: float | None
+    predicted_smem_bytes: int
+    counted_smem_bytes: int
+    smem_ratio: float | None
+    gpu: str
+    driver: str
+    cuda: str
+    python: str
+    torch: str
+    triton: str
+    commit: str
+    date: str
+    command: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counted:
+    """What the profiler says of one launch."""
+
+    function: str
+    values: dict[str, float]
+    """By metric; bytes are bytes."""
+
+
+def kernels_of(workload: Workload, spec: GpuSpec) -> dict[Kernel, TileConfig]:
+    """Return the configs that a call of the workload would use."""
+    kernels = KERNELS if "backward" in workload.directions else ("fwd",)
+    return {kernel: choose(workload.problem.bucket, spec, kernel)[0] for kernel in kernels}
+
+
+def launch(workload: Workload, spec: GpuSpec) -> None:
+    """Run every kernel of the workload once; this is what the profiler watches."""
+    from benchmarks.check import make_inputs
+    from tilegen.verify import run
+
+    problem = workload.problem
+    kernels = {k: render(problem, config, k) for k, config in kernels_of(workload, spec).items()}
+    run(kernels, make_inputs(problem), problem.head_dim_qk**-0.5)
+
+
+def profile(workload: Workload, *, timeout: float) -> list[Counted]:
+    """Return what Nsight Compute counts. Raises RuntimeError with its last words if it fails."""
+    command = [
+        *("ncu", "--csv", "--print-units", "base", "--metrics", ",".join(METRICS)),
+        *("--clock-control", "none", "--cache-control", "all"),
+        *("--kernel-name", "regex:^attention_(fwd|bwd)"),
+        *(sys.executable, "-m", "benchmarks.counters", f"--launch={workload.name}"),
+    ]
+    try:
+        result = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=timeout
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"ncu took longer than {timeout:.0f} s") from None
+    if result.returncode:
+        words = (result.stdout + result.stderr).strip().splitlines()[-3:]
+        raise RuntimeError(f"ncu exited with {result.returncode}: {' / '.join(words)}")
+    return parse(result.stdout)
+
+
+def parse(text: str) -> list[Counted]:
+    """Return the launches in the CSV that ncu printed, after lines of its own."""
+    _, header, table = text.partition('"ID",')
+    launches: dict[str, Counted] = {}
+    for row in csv_module.DictReader(io.StringIO(header + table)):
+        counted = launches.setdefault(row["ID"], Counted(function=row["Kernel Name"], values={}))
+        counted.values[row["Metric Name"]] = float(row["Metric Value"].replace(",", ""))
+    return list(launches.values())
+
+
+def compare(workload: Workload, predicted: CostEstimate, counted: Counted) -> CounterRow:
+    """Return the row of one launch."""
+    values = counted.values
+    pairs = {
+        "read": (predicted.read_bytes, values[READ]),
+        "write": (predicted.write_bytes, values[WRITE]),
+        "dram": (predicted.dram_bytes, values[DRAM_READ] + values[DRAM_WRITE]),
+        "registers": (predicted.registers, values[REGISTERS]),
+        "smem": (predicted.smem_bytes, values[SMEM]),
+    }
+    columns: dict[str, Any] = {}
+    for name, (expected, found) in pairs.items():
+        unit = "" if name == "registers" else "_bytes"
+        columns[f"predicted_{name}{unit}"] = expected
+        columns[f"counted_{name}{unit}"] = int(found)
+        columns[f"{name}_ratio"] = round(found / expected, 4) if expected else None
+    return with_environment(
+        CounterRow,
+        environment(),
+        workload=workload.name,
+        problem=workload.problem.key,
+        kernel=predicted.kernel,
+        config=predicted.config.key,
+        **columns,
+    )
+
+
+def measure(workload: Workload, spec: GpuSpec, *, timeout: float) -> Iterator[CounterRow]:
+    """Yield one row per kernel of the workload. Raises RuntimeError if ncu fails."""
+    counted = {launch.function: launch for launch in profile(workload, timeout=timeout)}
+    for kernel, config in kernels_of(workload, spec).items():
+        function = render(workload.problem, config, kernel).function
+        if function not in counted:
+            raise RuntimeError(f"ncu saw no launch of {function}, only {', '.join(counted)}")
+        predicted = estimate(workload.problem, spec, config, kernel)
+        yield compare(workload, predicted, counted[function])
+
+
+def main(
+    csv: Annotated[Path, typer.Option(help="Result file.")] = Path("counters.csv"),
+    minutes: Annotated[float, typer.Option(help="Start nothing new after this long.")] = 10.0,
+    launch_only: Annotated[
+        str | None,
+        typer.Option("--launch", help="Only run this workload's kernels once, unprofiled."),
+    ] = None,
+) -> None:
+    """Compare predicted with counted bytes, registers and shared memory.
+
+    Example: python -m benchmarks.counters --csv counters.csv
+    """
+    spec = detect() if has_gpu() else None
+    if spec is None:
+        print("no GPU that PyTorch can use: nothing to count")
+        raise typer.Exit(1)
+    if launch_only is not None:
+        launch(next(w for w in head() if w.name == launch_only), spec)
+        return
+    if shutil.which("ncu") is None:
+        print("ncu (Nsight Compute) is not installed: nothing counted")
+        return
+    deadline = time.monotonic() + 60 * minutes
+    failures = 0
+    for workload in head():
+        left = deadline - time.monotonic()
+        if left <= 0:
+            print("time is over")
+            break
+        try:
+            for row in measure(workload, spec, timeout=left):
+                append(csv, row)
+                print(f"{row.workload} {row.kernel} {row.config}: {ratios(row)}", flush=True)
+        except RuntimeError as error:
+            failures += 1
+            print(f"{workload.name}: {error}", flush=True)
+    if failures:
+        raise typer.Exit(1)
+
+
+def ratios(row: CounterRow) -> str:
+    """Return counted over predicted, as the terminal shows it."""
+    return (
+        f"read {row.read_ratio}, write {row.write_ratio}, dram {row.dram_ratio}, "
+        f"registers {row.registers_ratio}, smem {row.smem_ratio} of predicted"
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)

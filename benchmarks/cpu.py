@@ -1,0 +1,226 @@
+"""Benchmarks that need no GPU: what tilegen costs before a kernel runs.
+
+    python -m benchmarks.cpu
+
+Each number stands beside a baseline measured in the same run, so that the ratio travels between
+machines where the number does not.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Annotated
+from unittest import mock
+
+import typer
+
+from benchmarks.environment import ROOT, environment
+from benchmarks.rows import CpuRow, append, with_environment
+from benchmarks.workloads import head
+from tilegen.build import compile_many
+from tilegen.config import KERNELS, Kernel, TileConfig
+from tilegen.device import gpu
+from tilegen.problem import AttentionProblem
+from tilegen.propose import propose
+from tilegen.render import RenderedKernel, render
+
+REPEATS = 7
+CALLS = 2000
+"""Of `attention` in one batch."""
+COMPILED = 16
+"""Kernels that the throughput of compiling is measured with."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Number:
+    """One result, with what it compares to."""
+
+    benchmark: str
+    value: float
+    unit: str
+    baseline: str = ""
+    baseline_value: float | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """Value over baseline, None where there is none."""
+        return self.value / self.baseline_value if self.baseline_value else None
+
+    def __str__(self) -> str:
+        ratio = f"  ({self.ratio:.3g} times {self.baseline})" if self.ratio is not None else ""
+        return f"{self.benchmark:44} {self.value:10.4g} {self.unit}{ratio}"
+
+
+def benchmarks() -> tuple[Callable[[], Iterator[Number]], ...]:
+    """Return every CPU benchmark; each yields its numbers."""
+    return (imports, calling, proposing, rendering, compiling)
+
+
+def imports() -> Iterator[Number]:
+    """Time of `import tilegen` in a fresh interpreter, beside torch's."""
+    yield Number(
+        benchmark="import tilegen",
+        value=_milliseconds_of_import("tilegen"),
+        unit="ms",
+        baseline="import torch",
+        baseline_value=_milliseconds_of_import("torch"),
+    )
+
+
+def calling() -> Iterator[Number]:
+    """Time that `attention` adds to a launch, with kernels that do nothing in place of the emitted.
+
+    The baseline is PyTorch's own attention on one row of one head, nearly all of it overhead.
+    """
+    import torch
+    from torch.nn.functional import scaled_dot_product_attention
+
+    from tilegen import attention, causal, dispatch
+
+    q, k, v = (torch.zeros(1, 8, 128, 64) for _ in "qkv")
+    out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3])
+    idle = SimpleNamespace(launch=lambda *_: (out, lse))
+    row, mask = torch.zeros(1, 1, 1, 8), causal()
+    baseline = _microseconds_per_call(lambda: scaled_dot_product_attention(row, row, row))
+    with (
+        # As in the interpreter, where CPU tensors take the path of GPU tensors.
+        mock.patch.multiple(
+            dispatch.interpreter, is_active=lambda: True, repair_bfloat16=lambda: None
+        ),
+        mock.patch.multiple(
+            dispatch,
+            _plans={},
+            choose=lambda *_: (TileConfig(block_m=64, block_n=64), "benchmark"),
+            load_kernel=lambda *_, **__: idle,
+        ),
+    ):
+        for name, wants_gradients in (("no gradients", False), ("with gradients", True)):
+            q.requires_grad_(wants_gradients)
+            yield Number(
+                benchmark=f"attention() up to the launch, {name}",
+                value=_microseconds_per_call(lambda: attention(q, k, v, mask=mask)),
+                unit="us",
+                baseline="SDPA of one row",
+                baseline_value=baseline,
+            )
+
+
+def proposing() -> Iterator[Number]:
+    """Time of `propose`: the very first call, which builds the model, and later ones."""
+    h200 = gpu("h200")
+    problems = [workload.problem for workload in head()]
+    first = _milliseconds(lambda: propose(problems[0], h200))
+    yield Number(benchmark="propose, first call", value=first, unit="ms")
+    later = [
+        _milliseconds(partial(propose, problem, h200, kernel=kernel))
+        for problem, kernel in product(problems[1:], KERNELS)
+    ]
+    yield Number(benchmark="propose, new problem", value=statistics.median(later), unit="ms")
+
+
+def rendering() -> Iterator[Number]:
+    """Kernels rendered per second, on one core."""
+    kernels = list(_proposals())
+    render(*kernels[0])  # loads the templates
+    times = [_milliseconds(partial(render, *arguments)) for arguments in kernels]
+    yield Number(benchmark="render", value=1e3 / statistics.median(times), unit="kernels/s")
+
+
+def compiling() -> Iterator[Number]:
+    """Kernels compiled to cubin per second, on all cores, with nothing cached."""
+    kernels = [render(*arguments) for arguments in _proposals()][:COMPILED]
+    one_core = _compile_seconds(kernels[:2], workers=1) / 2
+    cores = len(os.sched_getaffinity(0))
+    yield Number(
+        benchmark=f"compile for sm_90, {cores} cores",
+        value=len(kernels) / _compile_seconds(kernels, workers=cores),
+        unit="kernels/s",
+        baseline="one core",
+        baseline_value=1 / one_core,
+    )
+
+
+def _compile_seconds(kernels: list[RenderedKernel], *, workers: int) -> float:
+    before = os.environ.get("TRITON_CACHE_DIR")
+    with tempfile.TemporaryDirectory() as empty:
+        os.environ["TRITON_CACHE_DIR"] = empty
+        try:
+            return 1e-3 * _milliseconds(
+                lambda: list(compile_many(kernels, "sm_90", workers=workers))
+            )
+        finally:
+            del os.environ["TRITON_CACHE_DIR"]
+            if before is not None:
+                os.environ["TRITON_CACHE_DIR"] = before
+
+
+def _proposals() -> Iterator[tuple[AttentionProblem, TileConfig, Kernel]]:
+    """Yield what `render` takes, for the best configs of the head's problems."""
+    for workload, kernel in product(head(), KERNELS):
+        for candidate in propose(workload.problem, gpu("h200"), kernel=kernel, top=2):
+            yield workload.problem, candidate.config, kernel
+
+
+def _microseconds_per_call(function: Callable[[], object]) -> float:
+    """Return the median over batches of calls, after one to warm up."""
+    function()
+    batches = [_milliseconds(lambda: [function() for _ in range(CALLS)]) for _ in range(REPEATS)]
+    return 1e3 * statistics.median(batches) / CALLS
+
+
+def _milliseconds(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    function()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def _milliseconds_of_import(module: str) -> float:
+    """Return the median time that importing a module takes, in fresh interpreters."""
+    code = f"import time; t = time.perf_counter(); import {module}; print(time.perf_counter() - t)"
+
+    def run() -> float:
+        command = [sys.executable, "-c", code]
+        return float(subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE).stdout)
+
+    return 1e3 * statistics.median(run() for _ in range(REPEATS))
+
+
+def main(
+    csv: Annotated[
+        Path | None, typer.Option(help="Result file. Default: benchmarks/results/cpu/<date>.csv.")
+    ] = None,
+) -> None:
+    """Measure import, propose, render, compile and the hot path up to the launch.
+
+    Example: python -m benchmarks.cpu
+    """
+    path = csv or ROOT / "benchmarks" / "results" / "cpu" / f"{environment().date}.csv"
+    for benchmark in benchmarks():
+        for number in benchmark():
+            print(number, flush=True)
+            row = with_environment(
+                CpuRow,
+                environment(),
+                benchmark=number.benchmark,
+                value=number.value,
+                unit=number.unit,
+                baseline=number.baseline,
+                ratio=number.ratio,
+            )
+            append(path, row)
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

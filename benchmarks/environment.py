@@ -1,0 +1,119 @@
+"""What a measurement was taken with: GPU, driver, versions, commit."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tilegen.store import current_versions
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """Columns that every row of a result file ends with."""
+
+    gpu: str
+    """Name the driver gives the GPU; the processor's where there is none."""
+    driver: str
+    cuda: str
+    python: str
+    torch: str
+    triton: str
+    commit: str
+    """Of this checkout; ends in -dirty when files differ from it."""
+    date: str
+    command: str
+    """What to type to get the row again."""
+
+
+def has_gpu() -> bool:
+    """Whether PyTorch can use a GPU."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@cache
+def environment() -> Environment:
+    """Return what this process runs on."""
+    import torch
+
+    versions = current_versions()
+    return Environment(
+        gpu=torch.cuda.get_device_name() if has_gpu() else processor(),
+        driver=versions.driver,
+        cuda=versions.cuda,
+        python=platform.python_version(),
+        torch=versions.torch,
+        triton=versions.triton,
+        commit=_commit(),
+        date=datetime.datetime.now(datetime.UTC).date().isoformat(),
+        command=command_line(),
+    )
+
+
+def gpu_folder() -> str:
+    """Return the name of the results folder: the GPU's catalogue key, or its name in short."""
+    from tilegen.device import detect
+
+    if not has_gpu():
+        return "cpu"
+    spec = detect()
+    return spec.name if spec else environment().gpu.lower().replace(" ", "-")
+
+
+def processor() -> str:
+    """Return the processor's model and the number of cores this process may use."""
+    model = platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        model = names[0].partition(":")[2].strip() if names else model
+    return f"{model}, {len(os.sched_getaffinity(0))} cores"
+
+
+def command_line() -> str:
+    """Return the command that started this process, with `python -m` spelled out."""
+    main = sys.modules["__main__"].__spec__
+    program = f"python -m {main.name}" if main and main.name else f"python {sys.argv[0]}"
+    return " ".join([program, *sys.argv[1:]])
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="File for what is found out.")],
+) -> None:
+    """Write down the GPU, driver, versions and commit, with what nvidia-smi and ncu say."""
+    lines = [f"{name:8} {value}" for name, value in asdict(environment()).items()]
+    lines += [f"cores    {processor()}", "", _output("nvidia-smi"), "", _output("ncu", "--version")]
+    out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print(out.read_text(encoding="utf-8"))
+
+
+def _commit() -> str:
+    """Return the checkout's commit, or `unknown` where git or the repository is missing."""
+    described = _output("git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12")
+    return "unknown" if described.startswith("git: ") else described
+
+
+def _output(*command: str) -> str:
+    """Return what a command prints, or its name and why there is nothing."""
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"{command[0]}: {error}"
+    return result.stdout.strip()
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,126 @@
+"""One command that gathers all evidence a GPU can give, on a machine with nothing prepared.
+
+    python -m benchmarks.gpu_check --out DIR --minutes 9
+
+Runs tests/gpu, tunes the head of the catalogue, benchmarks it, and compares predicted with counted
+bytes where Nsight Compute is installed. Each part is a process with its own slice of the time; what
+is on disk when one fails, or when the time is over, stays:
+
+    summary.md        all of it in short, written again after every part
+    environment.txt   GPU, driver, versions, commit
+    tests.xml         of tests/gpu, as JUnit writes it
+    records.tar.gz    the tuning records, packed again after every kernel
+    benchmarks.csv    one row per workload, provider, direction
+    counters.csv      one row per workload and kernel
+    log.txt           everything the parts printed
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.environment import ROOT, has_gpu
+from benchmarks.parts import Outcome, Part, run_parts
+from benchmarks.summary import summarise
+
+STOPS_ITSELF = 0.92
+"""Of its time, after which a part that watches the clock starts nothing new."""
+LAST_SECONDS = 10.0
+"""Kept back for the summary and for a part that has to be killed."""
+
+
+def parts(out: Path) -> list[Part]:
+    """Return what is run, in order of importance of what would be lost without it."""
+    python = sys.executable
+    spread = ["-n", "4"] if find_spec("xdist") else []  # most of the time goes into compiling
+
+    def module(name: str, *arguments: str) -> list[str]:
+        return [python, "-m", f"benchmarks.{name}", *arguments]
+
+    def minutes(seconds: float) -> str:
+        return f"--minutes={seconds * STOPS_ITSELF / 60:.3f}"
+
+    return [
+        Part(
+            name="environment",
+            command=lambda _: module("environment", f"--out={out / 'environment.txt'}"),
+            share=0.05,
+        ),
+        Part(
+            name="tests",
+            command=lambda _: [
+                *(python, "-m", "pytest", "tests/gpu", "-q", f"--junit-xml={out / 'tests.xml'}"),
+                *("-p", "no:cacheprovider", *spread),
+            ],
+            share=0.25,
+        ),
+        Part(
+            name="tuning",
+            command=lambda s: module("tune", minutes(s), f"--pack={out / 'records.tar.gz'}"),
+            share=0.3,
+        ),
+        Part(
+            name="benchmarks",
+            command=lambda s: module(
+                "run", "--head", minutes(s), f"--csv={out / 'benchmarks.csv'}"
+            ),
+            share=0.3,
+        ),
+        Part(
+            name="counters",
+            command=lambda s: module("counters", minutes(s), f"--csv={out / 'counters.csv'}"),
+            share=0.1,
+        ),
+    ]
+
+
+def gather(chosen: Sequence[Part], out: Path, *, seconds: float) -> list[Outcome]:
+    """Run the parts and keep `out`/summary.md up to date; return how each part ended."""
+
+    def write_summary(outcomes: Sequence[Outcome]) -> None:
+        last = outcomes[-1]
+        print(f"{last.name:12} {last.status:12} {last.seconds:5.0f} s  {last.message}", flush=True)
+        (out / "summary.md").write_text(summarise(out, outcomes), encoding="utf-8")
+
+    return run_parts(
+        chosen,
+        seconds=seconds - LAST_SECONDS,
+        log=out / "log.txt",
+        folder=ROOT,
+        after_each=write_summary,
+    )
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Folder for what is found out; made if needed.")],
+    minutes: Annotated[float, typer.Option(help="Time limit for all of it.")] = 9.0,
+) -> None:
+    """Test, tune, benchmark and profile on this machine's GPU, within a time limit.
+
+    Example: python -m benchmarks.gpu_check --out gpu-check --minutes 9
+    """
+    if not has_gpu():
+        print("no GPU that PyTorch can use on this machine: nothing to check")
+        raise typer.Exit(1)
+    out = out.absolute()
+    out.mkdir(parents=True, exist_ok=True)
+    # One cache for all parts: benchmarks use what was tuned, and the user's own stays as it is.
+    with tempfile.TemporaryDirectory(prefix="tilegen-gpu-check-") as cache:
+        os.environ["TILEGEN_CACHE_DIR"] = cache
+        outcomes = gather(parts(out), out, seconds=60 * minutes)
+    print()
+    print((out / "summary.md").read_text(encoding="utf-8"))
+    if any(outcome.status != "passed" for outcome in outcomes):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

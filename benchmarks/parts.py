@@ -1,0 +1,131 @@
+"""Run commands one after the other within one time limit, each in its own process, come what may.
+
+A part that fails, hangs or kills its process costs its own result and nothing else: whatever it has
+left on disk stays, and the next part starts on time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+GRACE = 5.0
+"""Seconds between asking a part to end and ending it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One command."""
+
+    name: str
+    command: Callable[[float], Sequence[str]]
+    """From the seconds it gets to its arguments."""
+    share: float
+    """Of the time that is left when it starts, relative to the shares of the parts after it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How a part ended."""
+
+    name: str
+    status: Literal["passed", "failed", "time over", "no time left"]
+    seconds: float
+    allowed: float
+    """Seconds it was given."""
+    message: str
+    """The last line it printed."""
+
+
+def run_parts(
+    parts: Sequence[Part],
+    *,
+    seconds: float,
+    log: Path,
+    folder: Path,
+    after_each: Callable[[Sequence[Outcome]], None],
+) -> list[Outcome]:
+    """Run every part in `folder`, its output appended to `log`; return how each ended.
+
+    A part that ends early leaves its time to those after it. `after_each` gets all outcomes so far.
+    """
+    deadline = time.monotonic() + seconds
+    outcomes: list[Outcome] = []
+    for index, part in enumerate(parts):
+        left = deadline - time.monotonic()
+        allowed = left * part.share / sum(later.share for later in parts[index:])
+        outcomes.append(run_part(part, allowed=allowed, log=log, folder=folder))
+        after_each(outcomes)
+    return outcomes
+
+
+def run_part(part: Part, *, allowed: float, log: Path, folder: Path) -> Outcome:
+    """Run one part for at most `allowed` seconds, plus GRACE if it does not end when asked."""
+    if allowed <= 0:
+        return Outcome(name=part.name, status="no time left", seconds=0.0, allowed=0.0, message="")
+    command = list(part.command(allowed))
+    started = time.monotonic()
+    with log.open("a", encoding="utf-8") as output:
+        output.write(f"\n== {part.name}, at most {allowed:.0f} s: {' '.join(command)}\n")
+        output.flush()
+        before = output.tell()
+        try:
+            # A session of its own: a part's children are ended with it.
+            process = subprocess.Popen(
+                command,
+                cwd=folder,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            return _outcome(part, "failed", started, allowed, str(error))
+        try:
+            status = "passed" if process.wait(timeout=allowed) == 0 else "failed"
+        except subprocess.TimeoutExpired:
+            status = "time over"
+        finally:  # also when this process is interrupted; and no child may outlive its part
+            _end(process)
+    return _outcome(part, status, started, allowed, last_line(log, before))
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End the process and all that it started: first asked, then killed."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=GRACE)
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def last_line(log: Path, start: int) -> str:
+    """Return the last line that is not blank, of what was written from byte `start` on."""
+    with log.open("rb") as file:
+        file.seek(start)
+        lines = file.read().decode(errors="replace").splitlines()
+    return next((text.strip() for text in reversed(lines) if text.strip()), "")
+
+
+def _outcome(
+    part: Part,
+    status: Literal["passed", "failed", "time over"],
+    started: float,
+    allowed: float,
+    message: str,
+) -> Outcome:
+    return Outcome(
+        name=part.name,
+        status=status,
+        seconds=time.monotonic() - started,
+        allowed=allowed,
+        message=message,
+    )

@@ -1,0 +1,172 @@
+"""Who computes attention in a benchmark: tilegen, and PyTorch with each of its kernels pinned.
+
+`prepare(problem, device)` returns the function that is timed, or raises Unsupported with why not.
+It takes and returns (batch, heads, seqlen, head_dim) as SDPA does, and autograd goes through.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from tilegen.errors import Unsupported
+from tilegen.masks.mask import Causal, Full, SlidingWindow
+from tilegen.problem import AttentionProblem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Attention = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
+
+MAX_DENSE_MASK = 2**28
+"""Elements of a mask tensor that a benchmark is willing to make for a library that needs one."""
+MAX_SCORES_BYTES = 16 * 2**30
+"""Of the score matrix that the math back end writes to memory."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Provider:
+    """One way to compute attention."""
+
+    name: str
+    prepare: Callable[[AttentionProblem, str], Attention]
+    """From the problem and the device."""
+    rows_first: bool = False
+    """Wants (batch, seqlen, heads, head_dim) in memory; it gets transposed views of that."""
+    slow_to_start: bool = False
+    """Compiles for long before the first result: measured after all others."""
+
+
+def providers() -> tuple[Provider, ...]:
+    """Return every provider, in the order of the tables; tilegen first."""
+    return (
+        Provider(name="tilegen", prepare=_tilegen),
+        Provider(name="sdpa-flash", prepare=partial(_sdpa, backend="FLASH_ATTENTION")),
+        Provider(name="sdpa-cudnn", prepare=partial(_sdpa, backend="CUDNN_ATTENTION")),
+        Provider(name="sdpa-efficient", prepare=partial(_sdpa, backend="EFFICIENT_ATTENTION")),
+        Provider(name="sdpa-math", prepare=partial(_sdpa, backend="MATH")),
+        Provider(name="flex", prepare=partial(_flex, mode="default"), slow_to_start=True),
+        Provider(
+            name="flex-max-autotune",
+            prepare=partial(_flex, mode="max-autotune-no-cudagraphs"),
+            slow_to_start=True,
+        ),
+        Provider(name="varlen", prepare=_varlen, rows_first=True),
+    )
+
+
+def _tilegen(problem: AttentionProblem, device: str) -> Attention:
+    import tilegen
+
+    return partial(tilegen.attention, mask=problem.mask)
+
+
+def _sdpa(problem: AttentionProblem, device: str, *, backend: str) -> Attention:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    if backend == "MATH":
+        _refuse_large_scores(problem)
+    pinned = getattr(SDPBackend, backend)
+    mask = _sdpa_mask(
+        problem, device, has_causal_bias=backend in ("FLASH_ATTENTION", "EFFICIENT_ATTENTION")
+    )
+    enable_gqa = problem.group_size > 1
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(pinned):
+            return scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa, **mask)
+
+    return attention
+
+
+def _sdpa_mask(problem: AttentionProblem, device: str, *, has_causal_bias: bool) -> dict[str, Any]:
+    """Return SDPA's arguments for the mask: its own causal forms, else a dense tensor."""
+    from tilegen.reference import dense_mask
+
+    mask = problem.mask
+    if isinstance(mask, Full):
+        return {}
+    if isinstance(mask, Causal):
+        if mask.alignment == "top_left" or problem.seqlen_q == problem.seqlen_kv:
+            return {"is_causal": True}
+        if has_causal_bias:
+            from torch.nn.attention.bias import causal_lower_right
+
+            return {"attn_mask": causal_lower_right(problem.seqlen_q, problem.seqlen_kv)}
+    elements = problem.seqlen_q * problem.seqlen_kv
+    if elements > MAX_DENSE_MASK:
+        raise Unsupported(f"needs a dense mask of {elements / 2**30:.2g} GiB; not tried")
+    return {"attn_mask": dense_mask(mask, problem.seqlen_q, problem.seqlen_kv, device)}
+
+
+def _refuse_large_scores(problem: AttentionProblem) -> None:
+    scores = problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_kv
+    size = scores * problem.element_bytes
+    if size > MAX_SCORES_BYTES:
+        raise Unsupported(f"writes {size / 2**30:.0f} GiB of scores to memory; not tried")
+
+
+def _flex(problem: AttentionProblem, device: str, *, mode: str) -> Attention:
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    torch.compiler.reset()  # or a compilation for an earlier problem is found and made dynamic
+    mask, seqlen_q, seqlen_kv = problem.mask, problem.seqlen_q, problem.seqlen_kv
+
+    def keep(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return mask.keep(q, k, seqlen_q, seqlen_kv)
+
+    block_mask = (
+        None
+        if isinstance(mask, Full)
+        else create_block_mask(keep, None, None, seqlen_q, seqlen_kv, device=device)
+    )
+    return partial(
+        torch.compile(flex_attention, mode=mode, dynamic=False),
+        block_mask=block_mask,
+        enable_gqa=problem.group_size > 1,
+    )
+
+
+def _varlen(problem: AttentionProblem, device: str) -> Attention:
+    """Sequences packed one after the other, which transposed views of rows-first memory are."""
+    import torch
+    from torch.nn.attention.varlen import varlen_attn
+
+    options: dict[str, Any] = {"window_size": varlen_window(problem)}
+    if problem.head_dim_qk != problem.head_dim_v:
+        raise Unsupported("takes one head dim for keys and values")
+    if problem.group_size > 1 and "enable_gqa" in inspect.signature(varlen_attn).parameters:
+        options["enable_gqa"] = True
+    q_starts, kv_starts = (
+        torch.arange(0, (problem.batch + 1) * length, length, dtype=torch.int32, device=device)
+        for length in (problem.seqlen_q, problem.seqlen_kv)
+    )
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        packed = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (q, k, v))
+        out = varlen_attn(
+            *packed, q_starts, kv_starts, problem.seqlen_q, problem.seqlen_kv, **options
+        )
+        return out.unflatten(0, (problem.batch, problem.seqlen_q)).transpose(1, 2)
+
+    return attention
+
+
+def varlen_window(problem: AttentionProblem) -> tuple[int, int]:
+    """Return (left, right), -1 for unbounded; varlen_attn aligns them at the bottom right."""
+    mask = problem.mask
+    if isinstance(mask, Full):
+        return -1, -1
+    if isinstance(mask, Causal | SlidingWindow):
+        if mask.alignment == "top_left" and problem.seqlen_q != problem.seqlen_kv:
+            raise Unsupported("aligns masks at the bottom right only")
+        if isinstance(mask, Causal):
+            return -1, 0
+        left, right = (-1 if side is None else side for side in (mask.left, mask.right))
+        return left, right
+    raise Unsupported("takes one window, not an intersection of masks")

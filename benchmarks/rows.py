@@ -1,0 +1,130 @@
+"""Result files: a row is a dataclass, its field order is the column order."""
+
+from __future__ import annotations
+
+import csv
+import os
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from benchmarks.environment import Environment
+
+Status = Literal[
+    "ok",
+    "wrong",
+    "unsupported",
+    "out_of_memory",
+    "build_failed",
+    "out_of_resources",
+    "launch_failed",
+    "unmeasured",
+]
+"""ok: checked and timed. wrong: timed, but the check failed. The others: why there is no time."""
+
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One workload, computed by one provider in one direction."""
+
+    workload: str
+    problem: str
+    provider: str
+    direction: str
+    status: Status
+    median_us: float | None = None
+    p20_us: float | None = None
+    p80_us: float | None = None
+    repeats: int = 0
+    tflops: float | None = None
+    """Flops of the kept pairs over the median, in 1e12 per second: benchmarks/arithmetic.py."""
+    gbytes_per_s: float | None = None
+    """Compulsory bytes over the median."""
+    roofline_fraction: float | None = None
+    """Ideal time over the median."""
+    max_error: float | None = None
+    """Largest error of the tensor that came closest to its limit."""
+    allowed_error: float | None = None
+    detail: str = ""
+    """What ran, or why nothing did."""
+    gpu: str
+    driver: str
+    cuda: str
+    python: str
+    torch: str
+    triton: str
+    commit: str
+    date: str
+    command: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class CpuRow:
+    """One number that needs no GPU."""
+
+    benchmark: str
+    value: float
+    unit: str
+    baseline: str
+    """What the ratio compares with; empty: nothing."""
+    ratio: float | None
+    """Value over baseline."""
+    gpu: str
+    driver: str
+    cuda: str
+    python: str
+    torch: str
+    triton: str
+    commit: str
+    date: str
+    command: str
+
+
+def columns(row_type: type[Any]) -> list[str]:
+    """Return the header of a result file."""
+    return [field.name for field in fields(row_type)]
+
+
+def with_environment(row_type: type[R], environment: Environment, **values: Any) -> R:
+    """Return a row of `row_type` from its own values and those of the environment."""
+    return row_type(**values, **asdict(environment))
+
+
+def append(path: Path, row: Any) -> None:
+    """Add one row to a result file and flush it to disk; a new file starts with the header."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    before = path.read_bytes() if path.exists() else b""
+    with path.open("a", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns(type(row)), lineterminator="\n")
+        if not before:
+            writer.writeheader()
+        elif not before.endswith(b"\n"):
+            file.write("\n")  # a killed run left half a row
+        writer.writerow({name: _text(value) for name, value in asdict(row).items()})
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a result file as text; none if there is no such file.
+
+    Rows that a killed run left incomplete are dropped.
+    """
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return [row for row in csv.DictReader(file) if None not in row.values()]
+
+
+def same_values(rows: Iterable[dict[str, str]], names: Iterable[str]) -> set[tuple[str, ...]]:
+    """Return the values that rows have in the columns `names`."""
+    wanted = tuple(names)
+    return {tuple(row[name] for name in wanted) for row in rows}
+
+
+def _text(value: object) -> object:
+    return float(f"{value:.5g}") if isinstance(value, float) else value

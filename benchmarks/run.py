@@ -1,0 +1,245 @@
+"""The benchmark driver: every workload, every provider, forward and backward, into one CSV.
+
+    python -m benchmarks.run --minutes 30
+    python -m benchmarks.run --workload llama3-8b-8k --provider tilegen --provider sdpa-cudnn
+
+A row is written as soon as it is measured. A run that is stopped, or whose time is over, goes on
+where it was when started again with the same file. Without a GPU the CPU benchmarks run instead.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from benchmarks import cpu
+from benchmarks.arithmetic import compulsory_bytes, flops, ideal_seconds
+from benchmarks.environment import environment, gpu_folder, has_gpu
+from benchmarks.providers import Provider, providers
+from benchmarks.rows import Row, Status, append, read, same_values, with_environment
+from benchmarks.workloads import Direction, Workload, catalogue, head
+from tilegen.device import GpuSpec, detect
+from tilegen.errors import Unsupported
+from tilegen.measure import DeviceLost, Measurement, measure, survived
+
+if TYPE_CHECKING:
+    from benchmarks.check import Verdict
+
+RESULTS = Path(__file__).parent / "results"
+
+SAME_RUN = ("workload", "problem", "provider", "direction", "gpu", "torch", "triton", "commit")
+"""Columns that say whether a row has been measured already."""
+
+REFUSALS = ("No available kernel", "not supported", "NotImplemented", "unsupported", "Unsupported")
+"""In the messages with which libraries refuse a problem."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row to be measured."""
+
+    workload: Workload
+    provider: Provider
+    direction: Direction
+
+
+def cases(workloads: Sequence[Workload], computed_by: Sequence[Provider]) -> Iterator[Case]:
+    """Yield every case; the order of providers rotates, so that none always follows the same other.
+
+    Slow starters come last: a time limit should cost detail, not whole workloads.
+    """
+    for slow in (False, True):
+        chosen = [provider for provider in computed_by if provider.slow_to_start == slow]
+        for turn, workload in enumerate(workloads):
+            shift = turn % max(len(chosen), 1)
+            for provider, direction in itertools.product(
+                chosen[shift:] + chosen[:shift], workload.directions
+            ):
+                yield Case(workload=workload, provider=provider, direction=direction)
+
+
+def run_case(case: Case, spec: GpuSpec | None, *, seconds: float) -> Row:
+    """Return the row of one case. DeviceLost escapes: nothing can be measured after it."""
+    try:
+        verdict, timing = check_and_time(case, seconds)
+    except DeviceLost:
+        raise
+    except Exception as error:  # whatever a provider raises is the result of this case
+        measurement = survived(error)
+        status = refusal(error) or measurement.status
+        return make_row(case, status=status, detail=measurement.message)
+    if timing.median_us is None:
+        return make_row(case, status=timing.status, detail=timing.message)
+    problem, per_second = case.workload.problem, 1e6 / timing.median_us
+    return make_row(
+        case,
+        status="ok" if verdict.ok else "wrong",
+        median_us=timing.median_us,
+        p20_us=timing.p20_us,
+        p80_us=timing.p80_us,
+        repeats=timing.repeats,
+        tflops=flops(problem, case.direction) * per_second / 1e12,
+        gbytes_per_s=compulsory_bytes(problem, case.direction) * per_second / 1e9,
+        roofline_fraction=(
+            ideal_seconds(problem, case.direction, spec) * per_second if spec else None
+        ),
+        max_error=verdict.error,
+        allowed_error=verdict.allowed,
+        detail=verdict.detail,
+    )
+
+
+def make_row(case: Case, **values: Any) -> Row:
+    """Return a row from what names the case, what was measured, and the environment."""
+    return with_environment(
+        Row,
+        environment(),
+        workload=case.workload.name,
+        problem=case.workload.problem.key,
+        provider=case.provider.name,
+        direction=case.direction,
+        **values,
+    )
+
+
+def refusal(error: Exception) -> Status | None:
+    """Return the status of a provider that does not compute a problem, None for other errors."""
+    import torch
+
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return "out_of_memory"
+    refused = isinstance(error, Unsupported | NotImplementedError)
+    return "unsupported" if refused or any(text in str(error) for text in REFUSALS) else None
+
+
+def check_and_time(case: Case, seconds: float) -> tuple[Verdict, Measurement]:
+    """Return whether the case's results are right, and how long they take."""
+    import torch
+
+    from benchmarks.check import check, make_inputs
+
+    torch.cuda.empty_cache()  # what the case before it left
+    problem = case.workload.problem
+    attention = case.provider.prepare(problem, "cuda")
+    inputs = make_inputs(problem, rows_first=case.provider.rows_first)
+    q, k, v = inputs.q, inputs.k, inputs.v
+    if case.direction == "forward":
+        with torch.no_grad():
+            verdict = check(problem, inputs, {"out": attention(q, k, v)})
+            return verdict, measure(lambda: attention(q, k, v), seconds=seconds)
+    leaves = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
+    out = attention(*leaves)
+
+    def backward() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(out, leaves, inputs.dout, retain_graph=True)
+
+    found = dict(zip(("dq", "dk", "dv"), backward(), strict=True))
+    verdict = check(problem, inputs, found)
+    del found  # makes room for the gradients of the timed runs
+    return verdict, measure(backward, seconds=seconds)
+
+
+def run(
+    todo: Iterable[Case], path: Path, *, deadline: float, seconds: float, spec: GpuSpec | None
+) -> int:
+    """Measure the cases that `path` lacks until the deadline; return how many are left.
+
+    `deadline` is a time of `time.monotonic`. Raises DeviceLost after writing the row it hit.
+    """
+    done = same_values(read(path), SAME_RUN)
+    left = 0
+    for case in todo:
+        blank = asdict(make_row(case, status="unmeasured"))
+        if tuple(blank[name] for name in SAME_RUN) in done:
+            continue
+        if time.monotonic() > deadline:
+            left += 1
+            continue
+        try:
+            row = run_case(case, spec, seconds=seconds)
+        except DeviceLost as lost:
+            append(path, make_row(case, status=lost.measurement.status, detail=str(lost)))
+            raise
+        append(path, row)
+        print(line(row), flush=True)
+    return left
+
+
+def line(row: Row) -> str:
+    """Return what the terminal shows of a row."""
+    what = f"{row.workload:26} {row.direction:8} {row.provider:18}"
+    if row.median_us is None:
+        return f"{what} {row.status}: {row.detail}"
+    share = "" if row.roofline_fraction is None else f"  {row.roofline_fraction:4.0%} of roofline"
+    verdict = "" if row.status == "ok" else f"  {row.status.upper()}: {row.detail}"
+    return f"{what} {row.median_us:10.1f} us  {row.tflops:6.1f} TFLOP/s{share}{verdict}"
+
+
+def main(
+    workload: Annotated[
+        list[str] | None, typer.Option(help="A workload by name; may be repeated. Default: all.")
+    ] = None,
+    provider: Annotated[
+        list[str] | None, typer.Option(help="A provider by name; may be repeated. Default: all.")
+    ] = None,
+    only_head: Annotated[
+        bool, typer.Option("--head", help="Only the head of the catalogue.")
+    ] = False,
+    minutes: Annotated[
+        float, typer.Option(help="Stop starting new measurements after this long.")
+    ] = 60.0,
+    seconds: Annotated[float, typer.Option(help="Measuring time of one row.")] = 0.3,
+    csv: Annotated[
+        Path | None,
+        typer.Option(help="Result file. Default: benchmarks/results/<gpu>/<date>.csv."),
+    ] = None,
+) -> None:
+    """Benchmark tilegen and what PyTorch offers; one CSV row per workload, provider, direction.
+
+    Example: python -m benchmarks.run --head --minutes 5
+    """
+    if not has_gpu():
+        print("no GPU that PyTorch can use: running the CPU benchmarks instead")
+        cpu.main(csv=csv)
+        return
+    started = time.monotonic()
+    chosen = list(cases(_workloads(workload, only_head), _named("provider", providers(), provider)))
+    path = csv or RESULTS / gpu_folder() / f"{environment().date}.csv"
+    print(f"{environment().gpu}: up to {len(chosen)} rows for {path}", flush=True)
+    deadline = started + 60 * minutes
+    try:
+        left = run(chosen, path, deadline=deadline, seconds=seconds, spec=detect())
+    except DeviceLost as lost:
+        print(f"{lost}; starting over after the row that caused it", flush=True)
+        remaining = max(0.0, deadline - time.monotonic()) / 60
+        again = [*sys.argv[1:], f"--minutes={remaining:.3f}", f"--csv={path}"]
+        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.run", *again])
+    if left:
+        print(f"time is over, {left} rows left; the same command goes on from here")
+
+
+def _workloads(names: Sequence[str] | None, only_head: bool) -> Sequence[Workload]:
+    return _named("workload", head() if only_head else catalogue(), names)
+
+
+Named = TypeVar("Named", Workload, Provider)
+
+
+def _named(what: str, known: Sequence[Named], names: Sequence[str] | None) -> Sequence[Named]:
+    """Return those of `known` that are named, or all. Raises typer.BadParameter."""
+    by_name = {item.name: item for item in known}
+    if unknown := [name for name in names or () if name not in by_name]:
+        raise typer.BadParameter(f"{what} must be one of {', '.join(by_name)}; got {unknown[0]}")
+    return [by_name[name] for name in names] if names else known
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,125 @@
+"""Tune the head of the catalogue on the GPU at hand, forward kernels first, within a time limit.
+
+    python -m benchmarks.tune --minutes 10
+
+Winners go to the own record directory (TILEGEN_CACHE_DIR); what has a measured record there is left
+alone, so a run that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tarfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.environment import has_gpu
+from benchmarks.workloads import Workload, catalogue, head
+from tilegen.config import KERNELS, Kernel
+from tilegen.device import GpuSpec, detect
+from tilegen.errors import TilegenError
+from tilegen.measure import DeviceLost
+from tilegen.problem import AttentionProblem
+from tilegen.settings import settings
+from tilegen.store import list_records, locations, look_up
+from tilegen.tune import tune
+
+Job = tuple[AttentionProblem, Kernel]
+
+
+def jobs(workloads: Sequence[Workload]) -> list[Job]:
+    """Return the kernels to tune: those of the forward first, no backward for what only serves."""
+    forward: list[Job] = [(workload.problem, "fwd") for workload in workloads]
+    backward: list[Job] = [
+        (workload.problem, kernel)
+        for workload in workloads
+        if "backward" in workload.directions
+        for kernel in KERNELS
+        if kernel != "fwd"
+    ]
+    return forward + backward
+
+
+def untuned(wanted: Sequence[Job], spec: GpuSpec) -> list[Job]:
+    """Return the jobs without a measured record in the own directory."""
+    own = [location for location in locations() if location.origin == "own"]
+    return [
+        (problem, kernel)
+        for problem, kernel in wanted
+        if (found := look_up(problem, spec, kernel, where=own)) is None
+        or not found.record.is_measured
+    ]
+
+
+def tune_all(todo: Sequence[Job], spec: GpuSpec, *, deadline: float, pack: Path | None) -> int:
+    """Tune one job after the other, each with an equal part of what is left; return the failures.
+
+    `deadline` is a time of `time.monotonic`. DeviceLost escapes: the process is of no more use.
+    """
+    failures = 0
+    for index, (problem, kernel) in enumerate(todo):
+        left = deadline - time.monotonic()
+        if left <= 0:
+            print(f"time is over, {len(todo) - index} kernels left untuned", flush=True)
+            break
+        try:
+            tune(problem, spec, kernel=kernel, seconds=left / (len(todo) - index), progress=False)
+        except DeviceLost:
+            raise
+        except TilegenError as error:
+            failures += 1
+            print(f"{kernel} for '{problem}': {error}", flush=True)
+        finally:
+            if pack:
+                pack_records(pack)
+    return failures
+
+
+def pack_records(path: Path) -> None:
+    """Put the own directory's records into one archive, at once: readers never see half of it."""
+    root = settings().cache_dir
+    own = [location for location in locations() if location.origin == "own"]
+    temporary = path.with_name(f".{path.name}.tmp")
+    with tarfile.open(temporary, "w:gz") as archive:
+        for listed in list_records(own):
+            archive.add(listed.file, arcname=str(listed.file.relative_to(root)))
+    temporary.replace(path)
+
+
+def main(
+    minutes: Annotated[float, typer.Option(help="Time limit for all kernels together.")] = 10.0,
+    whole: Annotated[
+        bool, typer.Option("--all", help="The whole catalogue instead of its head.")
+    ] = False,
+    pack: Annotated[
+        Path | None, typer.Option(help="Archive (.tar.gz) to put the records into as well.")
+    ] = None,
+) -> None:
+    """Tune the kernels of the catalogue's head that have no measured record yet.
+
+    Example: python -m benchmarks.tune --minutes 10
+    """
+    spec = detect() if has_gpu() else None
+    if spec is None:
+        print("no GPU that PyTorch can use: nothing to tune")
+        raise typer.Exit(1)
+    deadline = time.monotonic() + 60 * minutes
+    todo = untuned(jobs(catalogue() if whole else head()), spec)
+    try:
+        failures = tune_all(todo, spec, deadline=deadline, pack=pack)
+    except DeviceLost as lost:
+        print(f"{lost}; starting over with the next kernel", flush=True)
+        left = max(0.0, deadline - time.monotonic()) / 60
+        again = [*sys.argv[1:], f"--minutes={left:.3f}"]
+        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.tune", *again])
+    if failures:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,186 @@
+"""The workload catalogue: attention layers of real models, by name.
+
+What a problem cannot say yet stands in `note`, so that no table claims more than was run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tilegen.problem import AttentionProblem
+
+Direction = Literal["forward", "backward"]
+TRAINED: tuple[Direction, ...] = ("forward", "backward")
+SERVED: tuple[Direction, ...] = ("forward",)
+
+SOFT_CAP = "the model also caps scores, 50 * tanh(s / 50), which no problem can express yet"
+SINKS = "the model also has one attention sink per head, which no problem can express yet"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """One attention layer at one length."""
+
+    name: str
+    problem: AttentionProblem
+    source: str
+    """Where the shape comes from."""
+    directions: tuple[Direction, ...] = TRAINED
+    """What the model needs: a layer that only serves has no backward."""
+    note: str = ""
+    """How the problem differs from what the model computes; empty: not at all."""
+
+    @property
+    def tokens(self) -> int:
+        """Query tokens of one call, all sequences of the batch together."""
+        return self.problem.batch * self.problem.seqlen_q
+
+
+_parse = AttentionProblem.parse
+
+CATALOGUE: tuple[Workload, ...] = (
+    Workload(
+        name="gpt2",
+        problem=_parse("b16 hq12 hkv12 q1024 kv1024 d64 bf16 causal"),
+        source="GPT-2 small: 12 heads of 64, context 1024",
+    ),
+    Workload(
+        name="bert-large",
+        problem=_parse("b32 hq16 hkv16 q512 kv512 d64 bf16 full"),
+        source="BERT large: 16 heads of 64, length 512",
+        note="without the padding mask: all sequences at full length",
+    ),
+    Workload(
+        name="llama3-8b-2k",
+        problem=_parse("b4 hq32 hkv8 q2048 kv2048 d128 bf16 causal"),
+        source="Llama 3 8B: 32 query and 8 key-value heads of 128",
+    ),
+    Workload(
+        name="llama3-8b-8k",
+        problem=_parse("b1 hq32 hkv8 q8192 kv8192 d128 bf16 causal"),
+        source="Llama 3 8B at its training length",
+    ),
+    Workload(
+        name="llama3-8b-32k",
+        problem=_parse("b1 hq32 hkv8 q32768 kv32768 d128 bf16 causal"),
+        source="Llama 3.1 8B, long context",
+    ),
+    Workload(
+        name="llama3-70b-8k",
+        problem=_parse("b2 hq64 hkv8 q8192 kv8192 d128 bf16 causal"),
+        source="Llama 3.1 70B; a row of NVIDIA's cudnn-frontend llama3.1 tables",
+    ),
+    Workload(
+        name="llama3-70b-tp8-prompt-2k",
+        problem=_parse("b1 hq8 hkv1 q2048 kv2048 d128 bf16 causal"),
+        source="Llama 3 70B on one of eight tensor-parallel ranks, a whole prompt",
+        directions=SERVED,
+    ),
+    Workload(
+        name="mistral-7b-16k",
+        problem=_parse("b1 hq32 hkv8 q16384 kv16384 d128 bf16 window(4095,0)"),
+        source="Mistral 7B v0.1: sliding window of 4096 tokens, itself included",
+    ),
+    Workload(
+        name="gemma2-9b-local-8k",
+        problem=_parse("b1 hq16 hkv8 q8192 kv8192 d256 bf16 window(4095,0)"),
+        source="Gemma 2 9B, the layers with a window of 4096",
+        note=SOFT_CAP,
+    ),
+    Workload(
+        name="gemma2-9b-global-8k",
+        problem=_parse("b1 hq16 hkv8 q8192 kv8192 d256 bf16 causal"),
+        source="Gemma 2 9B, the layers between those",
+        note=SOFT_CAP,
+    ),
+    Workload(
+        name="gpt-oss-window-8k",
+        problem=_parse("b2 hq64 hkv8 q8192 kv8192 d64 bf16 window(127,0)"),
+        source="gpt-oss: 64 query and 8 key-value heads of 64, window of 128 in every other layer",
+        note=SINKS,
+    ),
+    Workload(
+        name="gpt-oss-global-8k",
+        problem=_parse("b2 hq64 hkv8 q8192 kv8192 d64 bf16 causal"),
+        source="gpt-oss, the layers between those",
+        note=SINKS,
+    ),
+    Workload(
+        name="window-128-32k",
+        problem=_parse("b2 hq128 hkv128 q32768 kv32768 d64 bf16 window(127,0)"),
+        source="128 heads of 64, window of 128; a row of NVIDIA's cudnn-frontend gpt_oss tables",
+    ),
+    Workload(
+        name="qwen2.5-7b-8k",
+        problem=_parse("b1 hq28 hkv4 q8192 kv8192 d128 bf16 causal"),
+        source="Qwen 2.5 7B: 28 query and 4 key-value heads, groups of 7",
+    ),
+    Workload(
+        name="qwen3.5-d256-8k",
+        problem=_parse("b1 hq32 hkv2 q8192 kv8192 d256 bf16 causal"),
+        source="32 query and 2 key-value heads of 256; NVIDIA's cudnn-frontend qwen35 tables",
+    ),
+    Workload(
+        name="deepseek-v3-4k",
+        problem=_parse("b1 hq128 hkv128 q4096 kv4096 d192/128 bf16 causal"),
+        source="DeepSeek V3: 128 heads, keys of 192 and values of 128 after decompression",
+    ),
+    Workload(
+        name="vit-l16-224",
+        problem=_parse("b64 hq16 hkv16 q197 kv197 d64 bf16 full"),
+        source="ViT-L/16 at 224 pixels: 14 * 14 + 1 tokens",
+    ),
+    Workload(
+        name="vit-l14-336",
+        problem=_parse("b32 hq16 hkv16 q577 kv577 d64 bf16 full"),
+        source="ViT-L/14 at 336 pixels: 24 * 24 + 1 tokens",
+    ),
+    Workload(
+        name="vit-b16-512",
+        problem=_parse("b32 hq12 hkv12 q1025 kv1025 d64 bf16 full"),
+        source="ViT-B/16 at 512 pixels: 32 * 32 + 1 tokens",
+    ),
+    Workload(
+        name="siglip-so400m",
+        problem=_parse("b32 hq16 hkv16 q729 kv729 d72 bf16 full"),
+        source="SigLIP so400m/14 at 384 pixels: 27 * 27 tokens, heads of 72",
+    ),
+    Workload(
+        name="wan-14b-480p",
+        problem=_parse("b1 hq40 hkv40 q32760 kv32760 d128 bf16 full"),
+        source="Wan 2.1 14B, 81 frames of 832 * 480: 21 * 30 * 52 tokens, 40 heads of 128",
+    ),
+    Workload(
+        name="prefill-q256-kv128k",
+        problem=_parse("b1 hq8 hkv1 q256 kv131072 d128 bf16 causal(bottom_right)"),
+        source="Llama 3 70B on one of eight tensor-parallel ranks, last 256 tokens of 128k",
+        directions=SERVED,
+    ),
+    Workload(
+        name="prefill-q256-kv128k-64h",
+        problem=_parse("b1 hq64 hkv8 q256 kv131072 d128 bf16 causal(bottom_right)"),
+        source="Llama 3 70B on one GPU, last 256 tokens of 128k",
+        directions=SERVED,
+    ),
+    Workload(
+        name="packed-documents-32k",
+        problem=_parse("b16 hq32 hkv8 q2048 kv2048 d128 bf16 causal"),
+        source="32k tokens of documents packed into one sequence, as in language-model pretraining",
+        note="unequal documents cannot be expressed yet: 16 equal ones, one per batch entry",
+    ),
+)
+
+HEAD = ("llama3-8b-8k", "gpt-oss-window-8k", "bert-large", "deepseek-v3-4k", "prefill-q256-kv128k")
+"""Tuned and measured first: causal, windowed, full, unequal head dims, few rows."""
+
+
+def catalogue() -> tuple[Workload, ...]:
+    """Return every workload, in a fixed order."""
+    return CATALOGUE
+
+
+def head() -> tuple[Workload, ...]:
+    """Return the workloads named in HEAD, in that order."""
+    by_name = {workload.name: workload for workload in CATALOGUE}
+    return tuple(by_name[name] for name in HEAD)

@@ -1,0 +1,208 @@
+"""Emitted kernels on the GPU: right, deterministic, never recompiled for a length, tunable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tilegen
+from benchmarks import rows, run
+from benchmarks.check import check, make_inputs
+from benchmarks.providers import providers
+from benchmarks.workloads import Workload
+from tests.problems import PROBLEMS
+from tilegen import verify
+from tilegen.config import KERNELS, Kernel, TileConfig
+from tilegen.device import GpuSpec, detect
+from tilegen.dispatch import choose
+from tilegen.emitted import is_aligned
+from tilegen.errors import NoRecord
+from tilegen.problem import AttentionProblem
+from tilegen.propose import propose
+from tilegen.reference import Inputs
+from tilegen.reference import make_inputs as make_strided_inputs
+from tilegen.render import render
+from tilegen.store import look_up
+from tilegen.tune import tune
+
+TUNING_SECONDS = 30.0
+DENSE = AttentionProblem.parse("b2 hq8 hkv2 q1000 kv1000 d128 bf16 causal")
+"""Large enough for several waves of tiles and for races between programs to show."""
+
+
+@pytest.fixture(scope="module")
+def spec() -> GpuSpec:
+    found = detect()
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Collect the kernels that Triton compiles because it has not seen such arguments before."""
+    import triton
+
+    seen: list[str] = []
+
+    def hook(*, repr: str, **_: Any) -> bool:
+        seen.append(repr)
+        return False  # go on and compile
+
+    monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", hook)
+    return seen
+
+
+def best(problem: AttentionProblem, spec: GpuSpec, rank: int = 0) -> dict[Kernel, TileConfig]:
+    """Return the model's choice for every kernel; at another `rank`, or the last there is."""
+    ranked = {k: propose(problem, spec, kernel=k, top=rank + 1) for k in KERNELS}
+    return {kernel: candidates[-1].config for kernel, candidates in ranked.items()}
+
+
+def unaligned(inputs: Inputs) -> Inputs:
+    """Return the same values in tensors whose rows start at odd addresses."""
+
+    def shifted(tensor: torch.Tensor) -> torch.Tensor:
+        room = torch.empty(
+            *tensor.shape[:3], tensor.shape[3] + 1, dtype=tensor.dtype, device="cuda"
+        )
+        view = room[..., 1:]
+        view.copy_(tensor)
+        assert not is_aligned(view)
+        return view
+
+    return Inputs(*map(shifted, (inputs.q, inputs.k, inputs.v, inputs.dout)))
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_all_kernels_agree_with_the_reference(problem: AttentionProblem, spec: GpuSpec) -> None:
+    verify.require(verify.verify(problem, best(problem, spec), device="cuda"))
+
+
+@pytest.mark.parametrize("rank", range(1, 6))
+def test_lower_ranked_configs_agree_with_the_reference(rank: int, spec: GpuSpec) -> None:
+    verify.require(verify.verify(DENSE, best(DENSE, spec, rank), device="cuda"))
+
+
+@pytest.mark.parametrize("layout", ["transposed", "unaligned"])
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_any_strides(layout: str, dtype: str, spec: GpuSpec) -> None:
+    problem = AttentionProblem.parse(f"b2 hq4 hkv2 q200 kv300 d64 {dtype} window(70,20)")
+    inputs = make_strided_inputs(problem, device="cuda", heads_inside=layout == "transposed")
+    if layout == "unaligned":
+        inputs = unaligned(inputs)
+    aligned = layout != "unaligned"
+    kernels = {k: render(problem, c, k, aligned=aligned) for k, c in best(problem, spec).items()}
+    verify.require(verify.check(kernels, inputs, mask=problem.mask))
+
+
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_attention_and_its_gradients(problem: AttentionProblem) -> None:
+    inputs = make_inputs(problem)
+    leaves = [tensor.requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v)]
+    out = tilegen.attention(*leaves, mask=problem.mask)
+    grads = torch.autograd.grad(out, leaves, inputs.dout)
+    for found in ({"out": out}, dict(zip(("dq", "dk", "dv"), grads, strict=True))):
+        verdict = check(problem, inputs, found)
+        assert verdict.ok, verdict.detail
+
+
+def test_offsets_past_two_to_the_31(spec: GpuSpec) -> None:
+    problem = AttentionProblem.parse("b5 hq64 hkv64 q65600 kv128 d128 bf16 full")
+    needed = 2 * 2 * problem.batch * problem.num_heads_q * problem.seqlen_q * problem.head_dim_qk
+    if torch.cuda.mem_get_info()[0] < 2 * needed:
+        pytest.skip(f"needs {2 * needed / 2**30:.0f} GiB of free GPU memory")
+    assert problem.batch * problem.num_heads_q * problem.seqlen_q * problem.head_dim_qk > 2**31
+    inputs = make_inputs(problem)
+    with torch.no_grad():
+        out = tilegen.attention(inputs.q, inputs.k, inputs.v, mask=problem.mask)
+    verdict = check(problem, inputs, {"out": out})  # judges the first and the last head
+    assert verdict.ok, verdict.detail
+
+
+def test_backward_is_deterministic(spec: GpuSpec) -> None:
+    inputs = make_inputs(DENSE)
+    kernels = {
+        kernel: render(DENSE, config, kernel) for kernel, config in best(DENSE, spec).items()
+    }
+    first, *others = (verify.run(kernels, inputs, DENSE.head_dim_qk**-0.5) for _ in range(5))
+    for other in others:
+        for name, tensor in first.items():
+            assert torch.equal(tensor, other[name]), name
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_lengths_never_recompile(aligned: bool, spec: GpuSpec, compiled: list[str]) -> None:
+    """One kernel each serves all lengths, batches and heads, the 1 and the multiples of 16 too."""
+    problem = AttentionProblem.parse("b1 hq2 hkv1 q256 kv256 d64 fp16 causal(bottom_right)")
+    kernels = {
+        kernel: render(problem, config, kernel, aligned=aligned)
+        for kernel, config in best(problem, spec).items()
+    }
+    for batch, heads, seqlen_q, seqlen_kv in (
+        (1, 1, 1, 1),
+        (1, 1, 1, 777),
+        (3, 1, 16, 16),
+        (1, 5, 17, 63),
+        (2, 2, 64, 1024),
+        (1, 16, 1000, 1001),
+        (4, 1, 2048, 2048),
+        (1, 1, 4095, 4097),
+    ):
+        sized = AttentionProblem(
+            batch=batch,
+            num_heads_q=heads * problem.group_size,
+            num_heads_kv=heads,
+            seqlen_q=seqlen_q,
+            seqlen_kv=seqlen_kv,
+            head_dim_qk=problem.head_dim_qk,
+            head_dim_v=problem.head_dim_v,
+            dtype=problem.dtype,
+            mask=problem.mask,
+        )
+        inputs = make_inputs(sized)
+        inputs = inputs if aligned else unaligned(inputs)
+        verify.require(verify.check(kernels, inputs, mask=sized.mask))
+    ours = [text for text in compiled if text.startswith("attention_")]
+    assert len(ours) == len(set(ours)) == len(KERNELS), ours
+
+
+def test_tuning_for_half_a_minute_leaves_a_record_that_calls_use(spec: GpuSpec) -> None:
+    problem = AttentionProblem.parse("b2 hq8 hkv2 q1024 kv1024 d64 bf16 causal")
+    record = tune(problem, spec, kernel="fwd", seconds=TUNING_SECONDS, progress=False)
+    assert record.is_measured
+    assert record.trials > 1
+    found = look_up(problem, spec, "fwd")
+    assert found is not None
+    assert found.record == record
+    assert choose(problem, spec, "fwd") == (record.config, str(found.file))
+
+
+def test_a_later_run_measures_nothing_again(spec: GpuSpec) -> None:
+    problem = AttentionProblem.parse("b1 hq2 hkv2 q256 kv256 d32 fp16 full")
+    first = tune(problem, spec, kernel="fwd", trials=3, progress=False)
+    measured: list[TileConfig] = []
+
+    def refuse(config: TileConfig) -> Any:
+        measured.append(config)
+        raise NoRecord("measured again")
+
+    again = tune(problem, spec, kernel="fwd", trials=3, measure=refuse, progress=False)
+    assert measured == []
+    assert again.config == first.config
+
+
+def test_benchmark_rows_are_checked_and_timed(tmp_path: Path, spec: GpuSpec) -> None:
+    workload = Workload(name="small", problem=DENSE, source="test")
+    chosen = [p for p in providers() if p.name in ("tilegen", "sdpa-flash")]
+    path = tmp_path / "rows.csv"
+    left = run.run(
+        run.cases([workload], chosen), path, deadline=float("inf"), seconds=0.05, spec=spec
+    )
+    found = rows.read(path)
+    assert left == 0
+    assert len(found) == 4
+    assert {row["status"] for row in found} == {"ok"}, [row["detail"] for row in found]
+    assert all(float(row["median_us"]) > 0 for row in found)
