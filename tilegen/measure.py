@@ -78,10 +78,7 @@ def measure(
             fits = max(1, int(left / run_seconds))
             times += timer(launch, min(fits, wanted - len(times), MAX_BATCH))
     except Exception as error:  # whatever a launch raises is a result of this config
-        failure = failed(error)
-        if not _device_answers():
-            raise DeviceLost(failure) from error
-        return failure
+        return survived(error)
     return summarise(times)
 
 
@@ -112,6 +109,14 @@ def failed(error: Exception) -> Measurement:
     elif isinstance(error, BuildFailed) or names & {"CompilationError", "PTXASError"}:
         status = "build_failed"
     return Measurement(status=status, message=one_line(error))
+
+
+def survived(error: Exception) -> Measurement:
+    """Return `failed(error)` if the GPU still takes work. Raises DeviceLost if it does not."""
+    failure = failed(error)
+    if not _device_answers():
+        raise DeviceLost(failure) from error
+    return failure
 
 
 def one_line(error: Exception | str) -> str:

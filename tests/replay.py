@@ -1,0 +1,105 @@
+"""A GPU that is a table: config -> time in us, or the status and message of a failure.
+
+`tests/pure/replay_fwd.json` is such a table. Its times are made up, in the shape that real ones
+have: a valley in the tile sizes, a step in the warps, two per cent of noise.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+from tests.records import H200, PROBLEM, timed
+from tilegen.config import TileConfig
+from tilegen.measure import Measurement, Status
+from tilegen.model.estimate import Candidate, CostEstimate
+from tilegen.tune import tune
+
+TABLE: dict[str, float | str] = json.loads(
+    (Path(__file__).parent / "pure" / "replay_fwd.json").read_text(encoding="utf-8")
+)
+
+
+class Replay:
+    """`measure` of a table; remembers what was measured."""
+
+    def __init__(
+        self, table: Mapping[str, float | str] = TABLE, *, spread: float = 0.005, stop_at: int = -1
+    ) -> None:
+        """`stop_at` is the measurement, counted from 0, in which Ctrl-C is pressed."""
+        self.table = table
+        self.spread = spread
+        self.stop_at = stop_at
+        self.measured: list[TileConfig] = []
+
+    @property
+    def space(self) -> list[TileConfig]:
+        return [TileConfig.parse(key) for key in self.table]
+
+    @property
+    def fastest(self) -> TileConfig:
+        times = {key: us for key, us in self.table.items() if isinstance(us, float)}
+        return TileConfig.parse(min(times, key=lambda key: times[key]))
+
+    def us(self, config: TileConfig) -> float:
+        return cast("float", self.table[config.key])
+
+    def __call__(self, config: TileConfig) -> Measurement:
+        if len(self.measured) == self.stop_at:
+            self.stop()
+        self.measured.append(config)
+        found = self.table[config.key]
+        if isinstance(found, str):
+            status, message = found.split(": ", 1)
+            return Measurement(status=cast("Status", status), message=message)
+        return timed(found, self.spread)
+
+    def stop(self) -> None:
+        raise KeyboardInterrupt
+
+
+class Killed(Replay):
+    """The same, but what stops it is `kill -9`."""
+
+    def stop(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def candidate(config: TileConfig, seconds: float) -> Candidate:
+    """Return a proposal whose estimate is about time only."""
+    estimate = CostEstimate(
+        kernel="fwd",
+        config=config,
+        read_bytes=1000,
+        write_bytes=100,
+        dram_bytes=900,
+        lower_bound_bytes=500,
+        smem_bytes=65_536,
+        registers=168,
+        flops=10**9,
+        seconds=seconds,
+        limit="tensor",
+        terms=(("tensor", seconds),),
+        waves=1.5,
+    )
+    return Candidate(kernel="fwd", config=config, estimate=estimate, reason="for a test")
+
+
+def ranking(configs: Sequence[TileConfig]) -> list[Candidate]:
+    """Return proposals in this order."""
+    return [candidate(config, (300 + rank) * 1e-6) for rank, config in enumerate(configs)]
+
+
+def run(replay: Replay, **options: Any) -> Any:
+    """Call `tune` on a replay; by default the model's ranking is the order of the table."""
+    defaults = {"candidates": ranking(replay.space), "space": replay.space, "progress": False}
+    return tune(PROBLEM, H200, measure=replay, **{**defaults, **options})
+
+
+if __name__ == "__main__":  # python -m tests.replay N: tune, and die in measurement N
+    run(Killed(stop_at=int(sys.argv[1])))

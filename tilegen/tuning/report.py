@@ -1,0 +1,107 @@
+"""What the tuner says: one line per trial, and a progress bar where somebody watches."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from tilegen.config import Kernel, TileConfig
+from tilegen.tuning.trials import Trial
+
+if TYPE_CHECKING:
+    from tilegen.model.estimate import CostEstimate
+    from tilegen.store import TuningRecord
+
+log = logging.getLogger("tilegen")
+
+
+class Report:
+    """Lines go above the bar on a terminal, to the log (level info) elsewhere."""
+
+    def __init__(self, kernel: Kernel, total: int, *, enabled: bool | None = None) -> None:
+        """`enabled` says whether to draw the bar; None asks whether stderr is a terminal."""
+        self._kernel, self._total = kernel, total
+        self._started = time.monotonic()
+        self._bar: Progress | None = None
+        if sys.stderr.isatty() if enabled is None else enabled:
+            self._bar = Progress(
+                TextColumn("tuning {task.description}"),
+                BarColumn(),
+                MofNCompleteColumn(),
+                TimeElapsedColumn(),
+                TextColumn("{task.fields[best]}"),
+                console=Console(stderr=True),
+            )
+            self._task = self._bar.add_task(kernel, total=total, best="")
+
+    def __enter__(self) -> Report:
+        if self._bar:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if self._bar:
+            self._bar.stop()
+
+    def say(self, line: str) -> None:
+        """Print a line as it is."""
+        if self._bar:
+            self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        else:
+            log.info("%s", line)
+
+    def resumed(self, trials: Sequence[Trial]) -> None:
+        """Say what earlier runs have left."""
+        times = [t.measurement.median_us for t in trials if t.measurement.median_us is not None]
+        if trials:
+            best = f", best {us(min(times))} us" if times else ""
+            self.say(f"{len(trials)} trials of earlier runs, {len(times)} timed{best}")
+        if self._bar:
+            self._bar.update(self._task, completed=len(trials))
+
+    def trial(
+        self,
+        trials: Mapping[TileConfig, Trial],
+        config: TileConfig,
+        estimate: CostEstimate | None,
+        winner: TileConfig | None,
+    ) -> None:
+        """Say how a trial went, and what wins now."""
+        measurement = trials[config].measurement
+        head = (
+            f"[{time.monotonic() - self._started:5.1f}s] {len(trials)}/{self._total} "
+            f"{self._kernel} {config!r}"
+        )
+        best = "" if winner is None else f"best {us(trials[winner].measurement.median_us)}"
+        if measurement.median_us is None:
+            self.say(f"{head} {measurement.status.replace('_', ' ')}: {measurement.message}")
+        else:
+            predicted = "" if estimate is None else f"  predicted {us(1e6 * estimate.seconds)}"
+            self.say(f"{head}  {us(measurement.median_us)} us{predicted}  {best}")
+        if self._bar:
+            self._bar.update(self._task, completed=len(trials), best=f"{best} us" if best else "")
+
+
+def describe(record: TuningRecord) -> str:
+    """Return `412 us, fwd, h200, b4 hq32 ...`: what a pasted config is for."""
+    time_us = us(record.measurement.median_us)
+    return f"{time_us} us, {record.kernel}, {record.gpu}, {record.problem}"
+
+
+def us(value: float | None) -> str:
+    """Return microseconds with three digits or more."""
+    if value is None:
+        return "?"
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
