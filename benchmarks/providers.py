@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.workloads import Direction
+from tilegen.config import KERNELS
 from tilegen.errors import Unsupported
 from tilegen.masks.mask import Causal, Full, SlidingWindow
 from tilegen.problem import AttentionProblem
@@ -36,6 +38,8 @@ class Provider:
     """From the problem and the device."""
     rows_first: bool = False
     """Wants (batch, seqlen, heads, head_dim) in memory; it gets transposed views of that."""
+    describe: Callable[[AttentionProblem, Direction], str] = lambda problem, direction: ""
+    """What runs on the GPU at hand, where that is not plain from the name."""
     slow_to_start: bool = False
     """Compiles for long before the first result: measured after all others."""
 
@@ -43,7 +47,7 @@ class Provider:
 def providers() -> tuple[Provider, ...]:
     """Return every provider, in the order of the tables; tilegen first."""
     return (
-        Provider(name="tilegen", prepare=_tilegen),
+        Provider(name="tilegen", prepare=_tilegen, describe=_tilegen_configs),
         Provider(name="sdpa-flash", prepare=partial(_sdpa, backend="FLASH_ATTENTION")),
         Provider(name="sdpa-cudnn", prepare=partial(_sdpa, backend="CUDNN_ATTENTION")),
         Provider(name="sdpa-efficient", prepare=partial(_sdpa, backend="EFFICIENT_ATTENTION")),
@@ -62,6 +66,25 @@ def _tilegen(problem: AttentionProblem, device: str) -> Attention:
     import tilegen
 
     return partial(tilegen.attention, mask=problem.mask)
+
+
+def _tilegen_configs(problem: AttentionProblem, direction: Direction) -> str:
+    """Return the configs that `attention` uses, and whether somebody measured them."""
+    from tilegen.device import detect
+    from tilegen.dispatch import choose
+
+    spec = detect()
+    if spec is None:
+        return ""
+    used = {
+        kernel: choose(problem.bucket, spec, kernel)
+        for kernel in KERNELS
+        if (kernel == "fwd") == (direction == "forward")
+    }
+    return ", ".join(
+        f"{kernel} {config.key} from {'the model' if origin == 'the model' else 'a record'}"
+        for kernel, (config, origin) in used.items()
+    )
 
 
 def _sdpa(problem: AttentionProblem, device: str, *, backend: str) -> Attention:

@@ -93,7 +93,7 @@ def run_case(case: Case, spec: GpuSpec | None, *, seconds: float) -> Row:
         ),
         max_error=verdict.error,
         allowed_error=verdict.allowed,
-        detail=verdict.detail,
+        detail=verdict.detail or case.provider.describe(problem, case.direction),
     )
 
 

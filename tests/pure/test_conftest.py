@@ -1,0 +1,92 @@
+"""The suite's own configuration: tiers that stay apart, goldens that fail until accepted."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+
+PURE = """
+def test_text(golden):
+    golden({text!r}, ".py")
+"""
+INTERPRET = "def test_interpreted(): pass\n"
+ON_GPU = "def test_on_gpu(): assert False, 'ran without a GPU'\n"
+
+
+@pytest.fixture
+def suite(tmp_path: Path) -> Path:
+    """A copy of the configuration over one small test in every tier."""
+    for tier, text in (("interpret", INTERPRET), ("gpu", ON_GPU), ("compile_only", INTERPRET)):
+        (tmp_path / "tests" / tier).mkdir(parents=True)
+        (tmp_path / "tests" / tier / f"test_{tier}.py").write_text(text)
+    (tmp_path / "tests" / "pure").mkdir()
+    shutil.copy(TESTS / "conftest.py", tmp_path / "tests")
+    shutil.copy(TESTS.parent / "pyproject.toml", tmp_path)
+    write_pure(tmp_path, "a = 1\n")
+    return tmp_path
+
+
+def write_pure(suite: Path, text: str) -> None:
+    (suite / "tests" / "pure" / "test_sample.py").write_text(PURE.format(text=text))
+
+
+def pytest_in(suite: Path, *arguments: str, **environment: str) -> tuple[int, str]:
+    """Return exit code and output of pytest in the copy, on a machine without a GPU."""
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
+        cwd=suite,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "-1", **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return result.returncode, result.stdout + result.stderr
+
+
+def test_golden_is_missing_then_accepted_then_differs(suite: Path) -> None:
+    golden = suite / "tests" / "golden" / "sample" / "text.py"
+    code, output = pytest_in(suite, "tests/pure")
+    assert code == 1
+    assert "no golden file tests/golden/sample/text.py" in output
+    assert "--update-golden" in output
+    assert "a = 1" in output
+    assert not golden.exists()
+
+    assert pytest_in(suite, "tests/pure", "--update-golden")[0] == 0
+    assert golden.read_text() == "a = 1\n"
+    assert pytest_in(suite, "tests/pure")[0] == 0
+
+    write_pure(suite, "a = 2\n")
+    code, output = pytest_in(suite, "tests/pure")
+    assert code == 1
+    assert "differs" in output
+    assert golden.read_text() == "a = 1\n"
+
+
+def test_plain_pytest_leaves_the_interpreter_out_and_skips_the_gpu(suite: Path) -> None:
+    _, output = pytest_in(suite, "-v", "--update-golden")
+    assert "test_text PASSED" in output
+    assert "test_interpreted PASSED" in output  # of compile_only
+    assert "tests/interpret" not in output
+    assert "2 passed, 1 skipped" in output
+    assert "no CUDA device on this machine" in output
+
+
+def test_interpret_tier_alone_runs_when_interpreting(suite: Path) -> None:
+    code, output = pytest_in(suite, "-v", TRITON_INTERPRET="1")
+    assert code == 0
+    assert "tests/interpret/test_interpret.py::test_interpreted PASSED" in output
+    assert "1 passed" in output
+
+
+def test_interpret_tier_is_refused_without_the_variable(suite: Path) -> None:
+    code, output = pytest_in(suite, "tests/interpret/test_interpret.py::test_interpreted")
+    assert code == pytest.ExitCode.USAGE_ERROR
+    assert "TRITON_INTERPRET=1" in output
