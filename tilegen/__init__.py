@@ -44,7 +44,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
-        raise AttributeError(f"module 'tilegen' has no attribute {name!r}; it has {', '.join(__all__)}")
+        raise AttributeError(
+            f"module 'tilegen' has no attribute {name!r}; it has {', '.join(__all__)}"
+        )
     value = globals()[name] = getattr(import_module(_HOME[name]), name)
     return value
 

@@ -62,7 +62,12 @@ def compile_for(rendered: RenderedKernel, arch: str) -> CompiledKernel:
         constexprs={},
         attrs=divisible if rendered.aligned else {},
     )
-    options = {"num_warps": rendered.config.num_warps, "num_stages": rendered.config.num_stages}
+    # As `launch` passes them; fusion is spelt out since Triton 3.10 changes its default.
+    options = {
+        "num_warps": rendered.config.num_warps,
+        "num_stages": rendered.config.num_stages,
+        "enable_fp_fusion": True,
+    }
     started = time.perf_counter()
     try:
         compiled = triton.compile(source, target=target, options=options)

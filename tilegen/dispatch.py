@@ -73,8 +73,8 @@ def attention(
     Shapes: q (batch, heads_q, seqlen_q, d_qk), k (batch, heads_kv, seqlen_kv, d_qk), v (batch,
     heads_kv, seqlen_kv, d_v), out (batch, heads_q, seqlen_q, d_v). heads_q is a multiple of
     heads_kv; one dtype (fp16, bf16, fp32) and one device for all. `mask` is a tilegen mask such as
-    `tilegen.causal()`; `scale` defaults to d_qk ** -0.5. lse is each row's natural log-sum-exp, fp32,
-    (batch, heads_q, seqlen_q). A row that the mask leaves nothing gives out 0, lse -inf and
+    `tilegen.causal()`; `scale` defaults to d_qk ** -0.5. lse is each row's natural log-sum-exp,
+    fp32, (batch, heads_q, seqlen_q). A row that the mask leaves nothing gives out 0, lse -inf and
     zero gradients.
 
     Never tunes unless TILEGEN_TUNE=1. CPU tensors run the emitted kernels where TRITON_INTERPRET=1
@@ -331,7 +331,8 @@ def _describe(q: Any, k: Any, v: Any, mask: Any, scale: Any) -> str:
         else f"{name} {type(x).__name__}"
         for name, x in (("q", q), ("k", k), ("v", v))
     )
-    return f"{', '.join(shapes)}, mask {mask}, scale {scale}"
+    shown = mask if mask is None or isinstance(mask, Mask) else type(mask).__name__
+    return f"{', '.join(shapes)}, mask {shown}, scale {scale}"
 
 
 @cache

@@ -151,8 +151,8 @@ def _judge(name: str, found: torch.Tensor, expected: torch.Tensor, own: torch.Te
     rounded = expected.to(own.dtype)
     floor = 2 * _distance((rounded + 0.3) - 0.3, rounded).max().to(wide)
     if name == "lse":
-        # Kernels keep the row maximum in base 2: scaling to it, from it, and the sum each round once
-        # more than PyTorch, by half a unit in the last place.
+        # Kernels keep the row maximum in base 2: scaling to it, scaling back and the sum each round
+        # once more than PyTorch does, by half a unit in the last place.
         magnitude = target[target.isfinite()].abs().max() if target.isfinite().any() else 0.0
         floor += 1.5 * torch.finfo(own.dtype).eps * magnitude
     allowed = 2 * _distance(own.to(wide), target).max() + floor

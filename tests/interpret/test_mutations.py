@@ -1,4 +1,5 @@
-"""The checks notice broken kernels: every mutation of mutations.py turns at least one of them red."""
+"""The checks notice broken kernels: every mutation of mutations.py turns at least one of them
+red."""
 
 from dataclasses import replace
 
@@ -18,7 +19,12 @@ from tilegen.verify import check, require
 _RAGGED = AttentionProblem.parse("b1 hq4 hkv2 q100 kv100 d32/16 fp16 causal&window(20,5)")
 _CAUSAL = AttentionProblem.parse("b1 hq4 hkv2 q70 kv90 d32/16 fp16 causal")
 _EMPTY = AttentionProblem.parse("b1 hq2 hkv1 q90 kv40 d32/16 fp16 window(20,3)")
-CASES: list[tuple[AttentionProblem, float]] = [(_CAUSAL, 1.0), (_RAGGED, 1.0), (_EMPTY, 1.0), (_CAUSAL, 16.0)]
+CASES: list[tuple[AttentionProblem, float]] = [
+    (_CAUSAL, 1.0),
+    (_RAGGED, 1.0),
+    (_EMPTY, 1.0),
+    (_CAUSAL, 16.0),
+]
 CONFIG = TileConfig(block_m=16, block_n=16)
 
 
@@ -53,5 +59,7 @@ def test_mutation_is_noticed(mutation: Mutation) -> None:
         with np.errstate(all="ignore"):
             if not all(c.ok for c in check(kernels, _inputs(problem, sigma), mask=problem.mask)):
                 return
-    assert applied, f"the text {mutation.old!r} is in no emitted {mutation.kernel}; update the mutation"
+    assert applied, (
+        f"the text {mutation.old!r} is in no emitted {mutation.kernel}; update the mutation"
+    )
     pytest.fail("no check noticed")

@@ -1,0 +1,152 @@
+"""Emitted kernels compile to binaries without a GPU, for every architecture; lengths never
+recompile."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from tilegen.build import CompiledKernel, compile_for, compile_many
+from tilegen.config import KERNELS, Kernel, TileConfig
+from tilegen.emitted import load
+from tilegen.errors import BuildFailed, Unsupported
+from tilegen.problem import AttentionProblem
+from tilegen.render import render
+
+CONFIG = TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=2)
+PROBLEM = AttentionProblem.parse("hq4 hkv1 q1024 d64 bf16 causal&window(255,0)")
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120", "gfx942"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_every_kernel_on_every_architecture(kernel: Kernel, arch: str) -> None:
+    compiled = compile_for(render(PROBLEM, CONFIG, kernel), arch)
+    assert compiled.binary[:4] == b"\x7fELF"
+    assert compiled.spill_bytes <= 8
+    assert 16 < compiled.registers <= 512
+    assert compiled.shared_bytes <= 65536
+    assert compiled.extension == ("hsaco" if arch == "gfx942" else "cubin")
+
+
+@pytest.mark.parametrize(
+    "text", ["d80 fp16 causal", "d192/128 bf16 full", "d72/60 fp32 window(9,9)"]
+)
+def test_split_and_padded_head_dims(text: str) -> None:
+    problem = AttentionProblem.parse(f"hq2 hkv2 q100 {text}")
+    rendered = [
+        render(problem, CONFIG, kernel, aligned=a) for kernel in KERNELS for a in (True, False)
+    ]
+    outcomes = dict(compile_many(rendered, "sm_90", workers=2))
+    assert set(outcomes) == set(rendered)
+    assert all(isinstance(outcome, CompiledKernel) for outcome in outcomes.values()), outcomes
+
+
+def test_aligned_kernels_load_16_bytes_at_once() -> None:
+    """The stride unit is what lets the compiler see it; the unaligned kernel cannot."""
+    widest = {}
+    for aligned in (True, False):
+        module = load(render(PROBLEM, CONFIG, "fwd", aligned=aligned))
+        rendered = render(PROBLEM, CONFIG, "fwd", aligned=aligned)
+        source = triton.compiler.ASTSource(
+            fn=getattr(module, rendered.function),
+            signature=dict(rendered.signature),
+            constexprs={},
+            attrs={(i,): [["tt.divisibility", 16]] for i in range(5)} if aligned else {},
+        )
+        ptx = triton.compile(
+            source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}
+        ).asm["ptx"]
+        widest[aligned] = "cp.async.cg.shared.global" in ptx and ", 0x10" in ptx
+    assert widest == {True: True, False: False}
+
+
+def test_tensor_cores_are_used() -> None:
+    for arch, instruction in ((80, "mma.sync"), (90, "wgmma"), (100, "tcgen05.mma")):
+        rendered = render(PROBLEM, TileConfig(block_m=128, block_n=64), "fwd")
+        source = triton.compiler.ASTSource(
+            fn=getattr(load(rendered), rendered.function),
+            signature=dict(rendered.signature),
+            constexprs={},
+            attrs={(i,): [["tt.divisibility", 16]] for i in range(5)},
+        )
+        compiled = triton.compile(
+            source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 4}
+        )
+        assert instruction in compiled.asm["ptx"], arch
+
+
+def test_failures_are_values_or_one_line() -> None:
+    broken = render(PROBLEM, CONFIG, "fwd")
+    broken = replace(
+        broken, source=broken.source.replace("tl.exp2(", "tl.no_such("), digest="broken"
+    )
+    with pytest.raises(BuildFailed, match="no_such") as caught:
+        compile_for(broken, "sm_90")
+    assert "\n" not in str(caught.value)
+    ((_, outcome),) = compile_many([broken], "sm_90")
+    assert isinstance(outcome, BuildFailed)
+    with pytest.raises(Unsupported, match="arch must look like sm_90 or gfx942"):
+        compile_for(render(PROBLEM, CONFIG), "hopper")
+
+
+class FakeDriver:
+    """Stands where Triton looks for a GPU: kernels compile for an H200, and are not launched."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@pytest.fixture
+def compile_instead_of_launching(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    run = JITFunction.run
+
+    def warm_up(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return run(self, *args, grid=grid, warmup=True, **options)
+
+    monkeypatch.setattr(JITFunction, "run", warm_up)
+    monkeypatch.setattr(driver, "_active", FakeDriver())
+
+
+@pytest.mark.usefixtures("compile_instead_of_launching")
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("head_dim, aligned", [(64, True), (72, True), (60, False)])
+def test_no_length_recompiles(kernel: Kernel, head_dim: int, aligned: bool) -> None:
+    """Through `launch`, as users do: lengths, heads and batches of all sorts, both layouts."""
+    problem = AttentionProblem.parse(f"hq4 hkv2 q1024 d{head_dim} bf16 causal(bottom_right)")
+    rendered = render(problem, TileConfig(block_m=32, block_n=32), kernel, aligned=aligned)
+    module = load(rendered)
+    lengths = [1, 2, 3, 15, 16, 17, 31, 32, 100, 1000, 1023, 1024, 4095]
+    for i, seqlen_q in enumerate(lengths):
+        for inside in (False, True):
+            batch, heads, seqlen_kv = 1 + i % 3, 2 * (1 + i % 2), lengths[-1 - i]
+
+            def tensor(n: int, h: int, batch: int = batch, inside: bool = inside) -> torch.Tensor:
+                shape = (batch, n, h, head_dim) if inside else (batch, h, n, head_dim)
+                # One element in: addresses are as odd as strides are.
+                flat = torch.empty(batch * n * h * head_dim + 1, dtype=torch.bfloat16)
+                values = flat[0 if aligned else 1 :][: batch * n * h * head_dim].view(shape)
+                return values.transpose(1, 2) if inside else values
+
+            q, k = tensor(seqlen_q, heads), tensor(seqlen_kv, heads // 2)
+            rows = torch.empty(batch, heads, seqlen_q)
+            if kernel == "fwd":
+                module.launch(q, k, k, 0.1)
+            elif kernel == "bwd_preprocess":
+                module.launch(q, q)
+            else:
+                module.launch(q, k, k, q, rows, rows, 0.1)
+    function = getattr(module, rendered.function)
+    compiled = function.device_caches[0][0]
+    assert len(compiled) == 1, list(compiled)

@@ -1,0 +1,137 @@
+"""`tilegen.attention` on CPU tensors, with the emitted kernels in the interpreter."""
+
+import logging
+
+import pytest
+import torch
+
+import tilegen
+from tilegen import dispatch
+from tilegen.problem import AttentionProblem
+from tilegen.reference import attention_reference, make_inputs
+
+
+def _inputs(text: str, **options: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x = make_inputs(AttentionProblem.parse(text), **options)  # type: ignore[arg-type]
+    return x.q, x.k, x.v
+
+
+def _close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found, expected.to(found.dtype), atol=2e-5, rtol=2e-5)
+
+
+def test_forward_and_lse_match_the_reference() -> None:
+    q, k, v = _inputs("b2 hq4 hkv2 q60 kv70 d32 fp32 full")
+    out, lse = tilegen.attention(q, k, v, mask=tilegen.causal("bottom_right"), return_lse=True)
+    expected = attention_reference(q, k, v, mask=tilegen.causal("bottom_right"))
+    _close(out, expected[0])
+    _close(lse, expected[1])
+
+
+def test_autograd_through_out_and_lse() -> None:
+    q, k, v = (t.requires_grad_() for t in _inputs("b1 hq4 hkv1 q50 kv40 d32/16 fp32 full"))
+    mask = tilegen.causal() & tilegen.sliding_window(20, 0)
+
+    def loss(out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+        weights = torch.linspace(-1, 1, out.numel()).reshape(out.shape)
+        return (out * weights).sum() + lse.masked_fill(lse == float("-inf"), 0.0).square().sum()
+
+    found = torch.autograd.grad(
+        loss(*tilegen.attention(q, k, v, mask=mask, return_lse=True)), (q, k, v)
+    )
+    expected = torch.autograd.grad(loss(*attention_reference(q, k, v, mask=mask)), (q, k, v))
+    for a, b in zip(found, expected, strict=True):
+        _close(a, b)
+
+
+def test_lse_alone_has_gradients() -> None:
+    q, k, v = (t.requires_grad_() for t in _inputs("b1 hq2 hkv2 q20 kv20 d16 fp32 full"))
+    _, lse = tilegen.attention(q, k, v, return_lse=True)
+    _, expected = attention_reference(q, k, v)
+    _close(torch.autograd.grad(lse.sum(), q)[0], torch.autograd.grad(expected.sum(), q)[0])
+
+
+def test_only_asked_for_gradients_are_computed() -> None:
+    q, k, v = _inputs("b1 hq2 hkv2 q20 kv20 d16 fp32 full")
+    k.requires_grad_()
+    tilegen.attention(q, k, v).sum().backward()
+    assert k.grad is not None
+    assert q.grad is None
+    assert v.grad is None
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 0.7, 1])
+def test_any_finite_scale(scale: float) -> None:
+    q, k, v = (t.requires_grad_() for t in _inputs("b1 hq2 hkv1 q33 kv40 d16 fp32 full"))
+    out = tilegen.attention(q, k, v, scale=scale)
+    expected, _ = attention_reference(q, k, v, scale=scale)
+    _close(out, expected)
+    _close(torch.autograd.grad(out.sum(), q)[0], torch.autograd.grad(expected.sum(), q)[0])
+
+
+def test_transposed_views_are_not_copied_and_out_has_their_layout() -> None:
+    q, k, v = _inputs("b2 hq2 hkv2 q40 kv40 d32 fp32 full", heads_inside=True)
+    out = tilegen.attention(q, k, v)
+    assert out.transpose(1, 2).is_contiguous()
+    _close(out, attention_reference(q, k, v)[0])
+
+
+@pytest.mark.parametrize("heads_inside", [False, True])
+def test_odd_strides_and_offsets(heads_inside: bool) -> None:
+    """Slices of a wider tensor, at addresses that no vector load can use."""
+    wide = _inputs("b1 hq4 hkv2 q45 kv50 d40 fp16 full", heads_inside=heads_inside)
+    q, k, v = (t[..., 3:36] for t in wide)
+    assert not dispatch.is_aligned(q)
+    expected, _ = attention_reference(q.float(), k.float(), v.float(), mask=tilegen.causal())
+    torch.testing.assert_close(
+        tilegen.attention(q, k, v, mask=tilegen.causal()).float(), expected, atol=3e-3, rtol=3e-3
+    )
+
+
+def test_a_strided_last_dimension_is_copied_and_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    q, k, v = _inputs("b1 hq2 hkv2 q20 kv30 d32 fp32 full")
+    q = q.mT.contiguous().mT
+    assert q.stride(-1) != 1
+    dispatch._say_once.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="tilegen"):
+        for _ in range(2):
+            _close(tilegen.attention(q, k, v), attention_reference(q, k, v)[0])
+    assert [record.message for record in caplog.records if "copied" in record.message] == [
+        "q: copied on every call, since kernels need a dense last dimension; "
+        "pass a contiguous tensor"
+    ]
+
+
+def test_a_broadcast_gradient_is_accepted() -> None:
+    """`out.sum().backward()` sends an expanded gradient whose strides are all 0."""
+    q, k, v = (t.requires_grad_() for t in _inputs("b1 hq2 hkv2 q20 kv20 d16 fp32 full"))
+    tilegen.attention(q, k, v).sum().backward()
+    expected, _ = attention_reference(q, k, v)
+    assert v.grad is not None
+    _close(v.grad, torch.autograd.grad(expected.sum(), v)[0])
+
+
+def test_broadcast_keys_work() -> None:
+    q, k, v = _inputs("b3 hq2 hkv2 q20 kv20 d16 fp32 full")
+    k, v = k[:1].expand(3, -1, -1, -1), v[:1].expand(3, -1, -1, -1)
+    _close(tilegen.attention(q, k, v), attention_reference(q, k, v)[0])
+
+
+def test_a_repeated_call_is_a_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = _inputs("b1 hq2 hkv2 q20 kv20 d16 fp32 full")
+    tilegen.attention(q, k, v)
+
+    def never(*_: object) -> None:
+        raise AssertionError("a second call must not choose again")
+
+    monkeypatch.setattr(dispatch, "_new_plan", never)
+    monkeypatch.setattr(dispatch, "choose", never)
+    tilegen.attention(q + 1, k, v)
+
+
+def test_plans_do_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "MAX_PLANS", 3)
+    for length in range(1, 8):
+        q, k, v = _inputs(f"b1 hq1 hkv1 q{length} kv{length} d16 fp32 full")
+        tilegen.attention(q, k, v)
+        assert len(dispatch._plans) <= 3

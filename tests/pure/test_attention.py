@@ -1,0 +1,185 @@
+"""`tilegen.attention` without an interpreter or a GPU: bad input, the PyTorch fallback, records."""
+
+import logging
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import tilegen
+from tilegen import dispatch, store
+from tilegen.config import TileConfig
+from tilegen.errors import InvalidProblem, TilegenError, Unsupported
+from tilegen.measure import Measurement
+from tilegen.problem import AttentionProblem
+from tilegen.reference import attention_reference, make_inputs
+
+
+def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    return [torch.zeros(shape, dtype=dtype) for shape in shapes]
+
+
+GOOD = (1, 4, 8, 16)
+BAD = {
+    "three dimensions": ([torch.zeros(4, 8, 16)] * 3, {}, "q must have 4 dimensions"),
+    "head dims that differ": (tensors(GOOD, (1, 4, 8, 32), GOOD), {}, "head_dim"),
+    "batches that differ": (tensors(GOOD, (2, 4, 8, 16), (2, 4, 8, 16)), {}, "batch"),
+    "kv lengths that differ": (tensors(GOOD, GOOD, (1, 4, 9, 16)), {}, "v must have k's"),
+    "heads no multiple": (tensors(GOOD, (1, 3, 8, 16), (1, 3, 8, 16)), {}, "multiple of"),
+    "more kv heads": (tensors((1, 2, 8, 16), GOOD, GOOD), {}, "multiple of"),
+    "empty": (tensors((1, 4, 0, 16), GOOD, GOOD), {}, "must not be empty"),
+    "empty batch": (tensors(*[(0, 4, 8, 16)] * 3), {}, "must not be empty"),
+    "wrong dtype": (tensors(GOOD, GOOD, GOOD, dtype=torch.float64), {}, "fp16, bf16 or fp32"),
+    "integers": (tensors(GOOD, GOOD, GOOD, dtype=torch.int32), {}, "fp16, bf16 or fp32"),
+    "mixed dtypes": ([*tensors(GOOD, GOOD), torch.zeros(GOOD).half()], {}, "one dtype"),
+    "mixed devices": (
+        [*tensors(GOOD, GOOD), torch.zeros(GOOD, device="meta")],
+        {},
+        "one dtype and",
+    ),
+    "other device": ([torch.zeros(GOOD, device="meta")] * 3, {}, "CUDA or CPU"),
+    "NaN scale": (tensors(GOOD, GOOD, GOOD), {"scale": float("nan")}, "finite number"),
+    "infinite scale": (tensors(GOOD, GOOD, GOOD), {"scale": float("inf")}, "finite number"),
+    "text scale": (tensors(GOOD, GOOD, GOOD), {"scale": "0.1"}, "finite number"),
+    "mask tensor": (tensors(GOOD, GOOD, GOOD), {"mask": torch.ones(8, 8)}, "tilegen mask"),
+    "mask text": (tensors(GOOD, GOOD, GOOD), {"mask": "causal"}, "tilegen mask"),
+    "no tensors": ([1, 2, 3], {}, "torch tensors"),
+    "head dim too wide": (tensors(*[(1, 1, 4, 512)] * 3), {}, "8..256"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_gets_one_clear_error(name: str) -> None:
+    arguments, options, message = BAD[name]
+    with pytest.raises(TilegenError) as caught:
+        tilegen.attention(*arguments, **options)
+    assert message in str(caught.value)
+    assert "the call was q" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_cpu_tensors_run_in_pytorch_with_one_notice(caplog: pytest.LogCaptureFixture) -> None:
+    x = make_inputs(AttentionProblem.parse("b2 hq4 hkv2 q30 kv40 d16 bf16 full"))
+    dispatch._say_once.cache_clear()
+    dispatch._plans.clear()
+    with caplog.at_level(logging.WARNING, logger="tilegen"):
+        for mask in (None, tilegen.causal(), tilegen.causal("bottom_right")):
+            out, lse = tilegen.attention(x.q, x.k, x.v, mask=mask, return_lse=True)
+            expected = attention_reference(x.q.float(), x.k.float(), x.v.float(), mask=mask)
+            assert out.dtype == torch.bfloat16
+            torch.testing.assert_close(out, expected[0].bfloat16())
+            torch.testing.assert_close(lse, expected[1])
+    assert [record.message.split(";")[0] for record in caplog.records] == [
+        "CPU tensors: computing with PyTorch"
+    ]
+
+
+def test_the_fallback_has_gradients_and_empty_rows() -> None:
+    q, k, v = (torch.randn(1, 2, n, 16, requires_grad=True) for n in (12, 4, 4))
+    out = tilegen.attention(q, k, v, mask=tilegen.causal("bottom_right"))
+    out.sum().backward()
+    assert (out[:, :, :8] == 0).all()
+    assert q.grad is not None
+    assert (q.grad[:, :, :8] == 0).all()
+    assert q.grad.isfinite().all()
+
+
+def test_choice_takes_the_record_before_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
+    problem = AttentionProblem.parse("b3 hq8 hkv2 q1000 d64 bf16 causal")
+    gpu = tilegen.gpu("h200")
+    config, origin = dispatch.choose(problem, gpu, "fwd")
+    assert origin == "the model"
+    other = replace(config, num_warps=4 if config.num_warps == 8 else 8)
+    store.save(
+        store.TuningRecord(
+            gpu="h200",
+            arch="sm_90",
+            kernel="fwd",
+            problem=problem.bucket,
+            config=other,
+            measurement=Measurement(
+                status="ok", median_us=10.0, p20_us=9.0, p80_us=11.0, repeats=20, message=""
+            ),
+            versions=store.current_versions(),
+            date=store.now(),
+        )
+    )
+    config, origin = dispatch.choose(problem, gpu, "fwd")
+    assert config == other
+    assert origin.startswith(str(tmp_path))
+    assert dispatch.choose(problem, gpu, "bwd_dq")[1] == "the model"
+
+
+def test_import_loads_nothing_heavy() -> None:
+    """Nor does a mask, a problem or a record: SymPy, Optuna and Jinja belong to single stages."""
+    code = """
+import sys
+import tilegen
+heavy = {"sympy", "optuna", "jinja2", "torch", "triton", "numpy"} & set(sys.modules)
+assert not heavy, heavy
+tilegen.causal() & tilegen.sliding_window(3, 0)
+tilegen.AttentionProblem.parse("hq8 q128 d64 bf16 causal")
+tilegen.gpu("h200")
+tilegen.attention
+heavy = {"sympy", "optuna", "jinja2"} & set(sys.modules)
+assert not heavy, heavy
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_kernel_on_disk_is_used_without_rendering(tmp_path: Path) -> None:
+    """With a record and the emitted file there, a new process computes without SymPy and Jinja."""
+    code = """
+import sys, torch, tilegen
+from tilegen import dispatch, store
+from tilegen.measure import Measurement
+q = torch.randn(1, 1, 16, 16)
+def record():
+    problem = tilegen.AttentionProblem.parse("hq1 q16 d16 fp32 causal")
+    config = tilegen.TileConfig(block_m=16, block_n=16)
+    store.save(store.TuningRecord(gpu="h200", arch="sm_90", kernel="fwd", problem=problem,
+    config=config,
+        measurement=Measurement(status="ok", median_us=1.0, p20_us=1.0, p80_us=1.0, repeats=9,
+        message=""), versions=store.current_versions(), date=store.now()))
+if sys.argv[1] == "first":
+    record()
+tilegen.attention(q, q, q, mask=tilegen.causal())
+print(sorted({"sympy", "optuna", "jinja2"} & set(sys.modules)))
+"""
+    environment = {
+        "TILEGEN_CACHE_DIR": str(tmp_path),
+        "TRITON_INTERPRET": "1",
+        "PYTHONPATH": str(Path.cwd()),
+    }
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", code, which],
+            env=environment,
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
+        for which in ("first", "second")
+    ]
+    assert outputs == ["['jinja2', 'sympy']", "[]"]
+
+
+def test_configs_and_names_of_the_package() -> None:
+    assert repr(TileConfig(block_m=64, block_n=32)) == (
+        "TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=2)"
+    )
+    assert "attention" in dir(tilegen)
+    with pytest.raises(AttributeError, match="no attribute 'atention'"):
+        _ = tilegen.atention
+    with pytest.raises(Unsupported, match="block_m must be one of"):
+        TileConfig(block_m=65, block_n=32)
+    with pytest.raises(Unsupported, match="expected a config"):
+        TileConfig.parse("m64")
+    assert TileConfig.parse("m64n32w4s2") == TileConfig(block_m=64, block_n=32)
+    assert isinstance(InvalidProblem("x"), ValueError)

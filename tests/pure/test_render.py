@@ -1,0 +1,202 @@
+"""Emitted kernels as text: goldens, style, and what may and may not be in them."""
+
+import ast
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jinja2.meta
+import pytest
+
+from tests.conftest import CheckGolden
+from tests.problems import PROBLEMS
+from tilegen import emitted, resources
+from tilegen.config import KERNELS, Kernel, TileConfig, head_dim_chunks
+from tilegen.masks import parse_mask
+from tilegen.problem import AttentionProblem
+from tilegen.render import environment, render
+
+CONFIG = TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)
+LLAMA = AttentionProblem.parse("b4 hq32 hkv8 q4096 d128 bf16 causal")
+GOLDEN_MASKS = ["full", "causal", "window(127,0)", "causal(bottom_right)&window(63,9)"]
+
+
+@pytest.mark.parametrize("mask", GOLDEN_MASKS)
+@pytest.mark.parametrize("kernel", ["fwd", "bwd_dkdv", "bwd_dq"])
+def test_kernel(kernel: Kernel, mask: str, golden: CheckGolden) -> None:
+    golden(render(replace(LLAMA, mask=parse_mask(mask)), CONFIG, kernel).source)
+
+
+def test_preprocess(golden: CheckGolden) -> None:
+    golden(render(LLAMA, CONFIG, "bwd_preprocess").source)
+
+
+@pytest.mark.parametrize("kernel", ["fwd", "bwd_dkdv"])
+def test_split_head_dim_without_alignment(kernel: Kernel, golden: CheckGolden) -> None:
+    problem = AttentionProblem.parse("hq4 hkv4 q100 d72/60 fp32 full")
+    golden(render(problem, CONFIG, kernel, aligned=False).source)
+
+
+def all_rendered() -> list[emitted.RenderedKernel]:
+    problems = [*PROBLEMS, replace(LLAMA, mask=parse_mask("causal&window(4095,0,bottom_right)"))]
+    return [
+        render(problem, CONFIG, kernel, aligned=aligned)
+        for problem in problems
+        for kernel in KERNELS
+        for aligned in (True, False)
+    ]
+
+
+def test_emitted_files_are_well_formed(tmp_path: Path) -> None:
+    for i, kernel in enumerate(all_rendered()):
+        text = kernel.source
+        tree = ast.parse(text)
+        assert max(map(len, text.splitlines())) <= 120, kernel.function
+        assert text.endswith("\n")
+        assert not text.endswith("\n\n")
+        assert "\n\n\n\n" not in text
+        imported = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+        assert imported <= {"math", "torch", "triton", "triton.language"}
+        assert not any(isinstance(node, ast.ImportFrom) for node in ast.walk(tree))
+        functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
+        assert {kernel.function, "launch"} <= set(functions)
+        # What is known when rendering is decided by then: no `if` on a constant inside a kernel.
+        body = ast.walk(functions[kernel.function])
+        assert not any(isinstance(node, (ast.If, ast.IfExp)) for node in body)
+        (tmp_path / f"kernel_{i}.py").write_text(text)
+    subprocess.run(
+        [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F,E9,W", str(tmp_path)],
+        check=True,
+    )
+
+
+def test_constants_are_constexpr_with_a_meaning() -> None:
+    for kernel in all_rendered():
+        lines = re.findall(r"^([A-Z][A-Z0-9_]*) = (.*)$", kernel.source, re.MULTILINE)
+        assert lines
+        for name, value in lines:
+            assert re.fullmatch(r"tl\.constexpr\([\d.]+\)  # .+", value), (kernel.function, name)
+            used = len(re.findall(rf"\b{name}\b", kernel.source))
+            assert used > 1, f"{name} of {kernel.function} is never used"
+
+
+def test_a_mask_brings_only_its_own_code() -> None:
+    assert "keep &=" not in render(replace(LLAMA, mask=parse_mask("full")), CONFIG).source
+    causal = render(LLAMA, CONFIG).source
+    assert causal.count("keep &=") == 1
+    assert "num_left" not in causal
+    window = render(replace(LLAMA, mask=parse_mask("window(9,9)")), CONFIG).source
+    assert window.count("keep &=") == 2
+    assert "num_left" in window
+
+
+def test_full_tiles_have_no_mask_code() -> None:
+    for kernel in all_rendered():
+        if kernel.kernel != "bwd_preprocess":
+            loop = kernel.source.split("# Full tiles")[1].split("# Partial tiles")[0]
+            assert "tl.where" not in loop
+            assert "keep" not in loop
+
+
+def test_the_text_does_not_depend_on_batch_heads_or_lengths() -> None:
+    other = AttentionProblem.parse("b1 hq4 hkv1 q17 kv99 d128 bf16 causal")
+    for kernel in KERNELS:
+        assert render(LLAMA, CONFIG, kernel) == replace(
+            render(other, CONFIG, kernel), problem=LLAMA
+        )
+
+
+def test_the_header_says_how_to_render_again() -> None:
+    for kernel in KERNELS:
+        rendered = render(LLAMA, CONFIG, kernel, aligned=False)
+        match = re.search(
+            r'rerender  tilegen show "(.*)"\n +--kernel (\w+) --config (\w+) --unaligned\n',
+            rendered.source,
+        )
+        assert match
+        again = render(
+            AttentionProblem.parse(match[1]),
+            TileConfig.parse(match[3]),
+            match[2],
+            aligned=False,  # type: ignore[arg-type]
+        )
+        assert again.source == rendered.source
+
+
+def test_integers_are_not_specialised_on() -> None:
+    """Every integer argument is inside `do_not_specialize`, and no pointer or float is."""
+    for kernel in all_rendered():
+        match = re.search(r"do_not_specialize=range\((\d+), (\d+)\)", kernel.source)
+        assert match
+        inside = [t for _, t in kernel.signature[int(match[1]) : int(match[2])]]
+        assert inside == [t for _, t in kernel.signature if t == "i32"]
+
+
+def test_template_digest_covers_what_jinja_reaches() -> None:
+    env = environment()
+    for kernel in KERNELS:
+        text = (resources.data_dir("templates") / f"attention_{kernel}.py.jinja").read_text()
+        reached = set(jinja2.meta.find_referenced_templates(env.parse(text)))
+        found = set(re.findall(r'{%-?\s*(?:import|from|include|extends)\s+"([^"]+)"', text))
+        assert found == reached == {"_partials.jinja"}
+        assert emitted.template_digest(kernel) in render(LLAMA, CONFIG, kernel).source
+
+
+def test_templates_follow_their_rules() -> None:
+    for path in resources.data_dir("templates").glob("*.jinja"):
+        lines = path.read_text().splitlines()
+        assert len(lines) <= 200, path.name
+        for line in lines:
+            if re.match(r"\s*{%(?!-)", line):  # control tags stand alone
+                assert re.fullmatch(r"\s*({%.*?%})\s*", line), (path.name, line)
+
+
+def test_a_misspelt_name_raises() -> None:
+    with pytest.raises(jinja2.UndefinedError):
+        environment().from_string("{{ no_such_name }}").render()
+
+
+@pytest.mark.parametrize(
+    "head_dim, chunks",
+    [
+        (8, (16,)),
+        (16, (16,)),
+        (60, (64,)),
+        (64, (64,)),
+        (72, (64, 16)),
+        (80, (64, 16)),
+        (96, (64, 32)),
+        (100, (128,)),
+        (128, (128,)),
+        (160, (128, 32)),
+        (192, (128, 64)),
+        (200, (256,)),
+        (256, (256,)),
+    ],
+)
+def test_head_dims_are_split_where_that_wastes_less(head_dim: int, chunks: tuple[int, ...]) -> None:
+    assert head_dim_chunks(head_dim) == chunks
+
+
+def test_emitted_files_are_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
+    rendered = render(LLAMA, CONFIG)
+    path = emitted.write(rendered)
+    assert path == tmp_path / "kernels" / rendered.digest / "fwd.py"
+    assert path.read_text() == rendered.source
+    path.write_text("half")
+    assert emitted.write(rendered).read_text() == rendered.source
+    assert [p.name for p in path.parent.iterdir()] == ["fwd.py"]
+
+
+def test_a_digest_tells_kernels_apart() -> None:
+    requests = {
+        emitted.kernel_digest(problem, config, kernel, aligned)
+        for problem in (LLAMA, replace(LLAMA, dtype="fp16"), replace(LLAMA, head_dim_v=64))
+        for config in (CONFIG, replace(CONFIG, num_stages=2))
+        for kernel in KERNELS
+        for aligned in (True, False)
+    }
+    assert len(requests) == 3 * 2 * 4 * 2
