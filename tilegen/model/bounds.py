@@ -137,6 +137,7 @@ def lower_bound(what: Kernel | Direction) -> sp.Expr:
     return floor if what == "bwd_preprocess" else sp.Max(partition_bound(), product_bound(), floor)
 
 
+@lru_cache(maxsize=1024)
 def lower_bound_bytes(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> int:
     """Return the bytes that every algorithm for `kernel` must move on this GPU, whole launch.
 

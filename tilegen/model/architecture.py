@@ -1,0 +1,21 @@
+"""Which entry of a table stands for an architecture that the table does not name."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+
+def nearest(arch: str, known: Collection[str]) -> str:
+    """Return `arch` if known, else the newest older one of the same vendor, else the oldest."""
+    if arch in known:
+        return arch
+    vendor = arch[:3]
+    same = sorted((name for name in known if name[:3] == vendor), key=_number) or sorted(known)
+    older = [name for name in same if _number(name) <= _number(arch)]
+    return older[-1] if older else same[0]
+
+
+def _number(arch: str) -> int:
+    """Return 90 for `sm_90`; `gfx90a` counts in hexadecimal, so that 90a comes before 942."""
+    digits = arch[3:].lstrip("_")
+    return int(digits, 16 if arch.startswith("gfx") else 10)

@@ -1,0 +1,265 @@
+"""What one program of an emitted kernel holds on chip, as Triton compiles it.
+
+Two pools, not one M: shared memory, by rules about where Triton keeps operands, and registers, by a
+fit. Both are calibrated per family of architectures against what the compiler reports;
+footprint.toml and registers.toml hold the numbers, `python -m benchmarks.calibrate_footprint`
+makes them again.
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from dataclasses import dataclass
+from functools import cache, lru_cache
+from importlib.resources import files
+from typing import Any
+
+from tilegen.config import Kernel, TileConfig, head_dim_chunks
+from tilegen.device import SMEM_RESERVED_PER_PROGRAM, GpuSpec
+from tilegen.model.architecture import nearest
+from tilegen.problem import AttentionProblem
+
+chunks = cache(head_dim_chunks)
+"""Widths of the tiles that hold a head dim."""
+
+TENSOR_MEMORY_COLUMNS = 512
+TENSOR_MEMORY_LANES = 128
+MAX_PROGRAMS_PER_SM = 32
+MAX_WARPS_PER_SM = {"sm_": 48, "gfx": 32}
+"""Of 64 or 32 threads; some parts hold 64 warps, but registers end sooner."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """What one program needs, and what it may have."""
+
+    smem_bytes: int
+    registers: int
+    """Of one thread, had it no limit."""
+    columns: int
+    """Of tensor memory; 0 where there is none."""
+    max_registers: int
+
+    @property
+    def spills(self) -> bool:
+        """Whether registers are predicted to overflow into local memory."""
+        return self.registers > self.max_registers
+
+    def fits(self, gpu: GpuSpec, *, doubt: float = 1.0) -> bool:
+        """Whether a program can run at all, with shared memory up to `doubt` times the limit."""
+        columns = self.columns <= TENSOR_MEMORY_COLUMNS
+        return columns and self.smem_bytes <= doubt * gpu.smem_per_block
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One family of footprint.toml; the fields are described there."""
+
+    warp_threads: int
+    max_registers: int
+    rows_in_place: int
+    tensor_memory: bool
+    pipelines: bool
+    smem_overhead: int
+    once_more: dict[str, float]
+    registers: dict[str, tuple[float, ...]]
+
+
+@lru_cache(maxsize=8192)
+def footprint(
+    problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: str
+) -> Footprint:
+    """Return what one program of an emitted kernel needs on `arch`."""
+    rules, shape = family(arch), _shape(problem, config, kernel)
+    registers = sum(
+        coefficient * feature
+        for coefficient, feature in zip(
+            rules.registers[_fit_name(kernel, shape.exact)],
+            register_features(problem, config, kernel, arch),
+            strict=True,
+        )
+    )
+    return Footprint(
+        smem_bytes=_shared(rules, shape, config, kernel),
+        registers=math.ceil(registers),
+        columns=_columns(shape, kernel) if rules.tensor_memory and not shape.exact else 0,
+        max_registers=rules.max_registers,
+    )
+
+
+def residents(needs: Footprint, gpu: GpuSpec, config: TileConfig) -> int:
+    """Return how many programs share an SM; at least 1."""
+    rules = family(gpu.arch)
+    registers = min(needs.registers, rules.max_registers) * rules.warp_threads * config.num_warps
+    limits = [
+        gpu.smem_per_sm // (needs.smem_bytes + SMEM_RESERVED_PER_PROGRAM),
+        gpu.registers_per_sm // max(registers, 1),
+        MAX_WARPS_PER_SM[gpu.arch[:3]] // config.num_warps,
+        MAX_PROGRAMS_PER_SM,
+    ]
+    if needs.columns:  # allocated in powers of two, at least 32
+        limits.append(TENSOR_MEMORY_COLUMNS // max(32, _power_of_two(needs.columns)))
+    return max(1, min(limits))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shape:
+    """The tile of one step as the compiler sees it."""
+
+    rows: int
+    """Stationary."""
+    streamed: int
+    kept_width: int
+    """Words of one stationary row kept as operands."""
+    accumulators: tuple[int, ...]
+    """Widths of the accumulated tiles."""
+    scores: int
+    """Score tiles alive together."""
+    streamed_chunks: tuple[int, ...]
+    """Widths of the pieces of a streamed row, as it is loaded."""
+    widest: int
+    """Words of the wider of the two streamed rows: all that is buffered without a pipeline."""
+    element_bytes: int
+
+    @property
+    def streamed_width(self) -> int:
+        """Words of one streamed row."""
+        return sum(self.streamed_chunks)
+
+    @property
+    def exact(self) -> bool:
+        """Whether products run in IEEE fp32, outside the tensor cores."""
+        return self.element_bytes == 4
+
+
+def _shape(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> _Shape:
+    qk, v = chunks(problem.head_dim_qk), chunks(problem.head_dim_v)
+    both = sum(qk) + sum(v)
+    by_kernel: dict[Kernel, tuple[int, int, int, tuple[int, ...], int]] = {
+        "fwd": (config.block_m, config.block_n, sum(qk), v, 1),
+        "bwd_dkdv": (config.block_n, config.block_m, both, qk + v, 2),
+        "bwd_dq": (config.block_m, config.block_n, both, qk, 2),
+        "bwd_preprocess": (config.block_m, 0, 0, v, 0),
+    }
+    rows, streamed, kept, accumulators, scores = by_kernel[kernel]
+    return _Shape(
+        rows=rows,
+        streamed=streamed,
+        kept_width=kept,
+        accumulators=accumulators,
+        scores=scores,
+        streamed_chunks=qk + v,
+        widest=max(sum(qk), sum(v)),
+        element_bytes=problem.element_bytes,
+    )
+
+
+def _shared(rules: Family, shape: _Shape, config: TileConfig, kernel: Kernel) -> int:
+    """Return bytes of shared memory.
+
+    Kept operands pass through it, and stay there where matrix instructions read them in place; the
+    pipeline keeps whole streamed tiles. Otherwise operands live in registers, and the score tile
+    goes through shared memory only where its layout does not suit the second product.
+    """
+    if kernel == "bwd_preprocess":
+        return 4 * shape.rows * config.num_warps
+    in_place = _in_place(rules, shape)
+    if config.num_stages == 1 or not rules.pipelines:
+        whole = kernel != "fwd"  # the backward needs a streamed tile twice
+        buffered = (
+            shape.streamed_width * (1.5 if kernel == "bwd_dkdv" else 1) if whole else shape.widest
+        )
+        vectors = 0
+    else:
+        buffers = config.num_stages if in_place else config.num_stages - 1
+        buffered = buffers * shape.streamed_width
+        vectors = 8 * buffers * shape.streamed if kernel == "bwd_dkdv" else 0  # lse and delta
+        if in_place:
+            buffered += rules.once_more.get(kernel, 0.0) * shape.streamed_width
+    staged = shape.exact or (not in_place and shape.rows < min(shape.accumulators))
+    words = shape.rows * shape.kept_width + shape.streamed * buffered
+    words += shape.rows * shape.streamed * staged
+    overhead = rules.smem_overhead if in_place else 0
+    return math.ceil(words * shape.element_bytes) + vectors + overhead
+
+
+def _columns(shape: _Shape, kernel: Kernel) -> int:
+    """Return columns of tensor memory: accumulators and scores, and one score tile in 16 bits."""
+    if kernel == "bwd_preprocess" or shape.rows < 64:
+        return 0
+    scores = (shape.scores + 0.5) * shape.streamed
+    lanes = shape.rows / TENSOR_MEMORY_LANES
+    return math.ceil(lanes * (sum(shape.accumulators) + scores))
+
+
+REGISTER_FEATURES = (
+    "constant",
+    "accumulators",
+    "scores",
+    "probabilities",
+    "kept",
+    "vectors",
+    "pieces",
+)
+"""What registers of one thread hold, in this order: addresses and counters; fp32 accumulators; fp32
+score tiles; a score tile rounded for the next product; kept operands; 16-byte vectors of a streamed
+tile (their addresses, and data in flight); what second chunks of the head dims add."""
+
+
+def register_features(
+    problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: str
+) -> tuple[float, ...]:
+    """Return what the register fit multiplies, in the order of REGISTER_FEATURES."""
+    rules, shape = family(arch), _shape(problem, config, kernel)
+    warps, lanes = config.num_warps, rules.warp_threads
+    in_place = _in_place(rules, shape)
+    # Warps share the rows, or the columns where the tile is wider than high. The smallest tile of a
+    # warp has 16 rows and 8 columns, so small tiles are held more than once.
+    share_rows = shape.exact or in_place or shape.rows >= min(shape.accumulators)
+    along, across = (warps, 1) if share_rows else (1, warps)
+    rows = max(1 if shape.exact or in_place else 16, shape.rows / along)
+    kept = 0 if in_place else rows * shape.kept_width * shape.element_bytes / 4
+    vectors = sum(
+        math.ceil(shape.streamed * width * shape.element_bytes / 16 / (warps * lanes))
+        for width in shape.streamed_chunks
+    )
+    return (
+        1.0,
+        rows * sum(max(8, width / across) for width in shape.accumulators) / lanes,
+        rows * shape.scores * max(8, shape.streamed / across) / lanes,
+        rows * shape.streamed * shape.element_bytes / 4 / lanes,
+        kept / lanes,
+        float(vectors),
+        float(len(shape.streamed_chunks) - 2),
+    )
+
+
+def _in_place(rules: Family, shape: _Shape) -> bool:
+    """Whether matrix instructions read kept and streamed operands in shared memory."""
+    return 0 < rules.rows_in_place <= shape.rows and not shape.exact
+
+
+def _fit_name(kernel: Kernel, exact: bool) -> str:
+    return f"{kernel}_{'fp32' if exact else '16'}"
+
+
+@cache
+def family(arch: str) -> Family:
+    """Return the rules of an architecture; an unknown one takes those of the nearest older one."""
+    rules: dict[str, dict[str, Any]] = {
+        name: row for row in _table("footprint.toml")["family"] for name in row["architectures"]
+    }
+    row = rules[nearest(arch, rules)]
+    fits: dict[str, dict[str, list[float]]] = _table("registers.toml")["architecture"]
+    registers = {name: tuple(values) for name, values in fits[nearest(arch, fits)].items()}
+    fields = {name: row[name] for name in Family.__dataclass_fields__ if name != "registers"}
+    return Family(**fields, registers=registers)
+
+
+def _table(name: str) -> dict[str, Any]:
+    return tomllib.loads((files("tilegen.model") / name).read_text(encoding="utf-8"))
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << (value - 1).bit_length()

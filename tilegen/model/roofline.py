@@ -1,0 +1,324 @@
+"""Predicted time: what each step of a kernel asks of each unit, then steps, programs and waves.
+
+A step is one stationary tile against one streamed tile. Its units work side by side, except that
+softmax and matrix products of one program wait for each other (`exposed`). Clocks are clocks of one
+SM with all its resident programs; the rates and their sources are in rates.toml.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from tilegen.config import Kernel, TileConfig
+from tilegen.device import GpuSpec
+from tilegen.model.architecture import nearest
+from tilegen.model.bounds import mask_size
+from tilegen.model.footprint import Footprint, chunks, residents
+from tilegen.model.traffic import Traffic, Visits
+from tilegen.problem import AttentionProblem
+
+ISSUE_PER_CLK = 128
+"""Instructions of single threads that an SM's four schedulers issue each clock."""
+SMEM_BYTES_PER_CLK = 128
+PORT_BYTES_PER_CLK = 64
+"""Bytes that one SM takes from L2 each clock."""
+L2_SHARE = 0.8
+"""Part of L2 that streamed tiles may fill before they push each other out."""
+WARP_THREADS = 32
+OVERLAP_NORM = 4
+"""How sharply units hide each other: infinity would be the maximum, 1 the sum."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """One family of rates.toml; the fields are described there."""
+
+    tensor_efficiency: float
+    vector_efficiency: float
+    exposed: float
+    full_rate_rows: int
+    narrow_rate: float
+    operand_rows: int
+    l2_efficiency: float
+    dram_efficiency: float
+    latency_seconds: float
+    step_clk: float
+    launch_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instructions:
+    """Instructions of one thread per unit of work, from rates.toml."""
+
+    score: float
+    masked_score: float
+    accumulator: float
+    step: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """What one step works on."""
+
+    stationary: int
+    """Rows that stay on chip."""
+    streamed: int
+    """Rows that pass by."""
+    product_width: int
+    """Widths of all matrix products of a step, added up; each is stationary x streamed x width."""
+    streamed_width: int
+    """Words of one streamed row, as matrix products read it from shared memory."""
+    accumulator_width: int
+    """Accumulated words of one stationary row."""
+
+    @property
+    def scores(self) -> int:
+        """Entries of the score tile."""
+        return self.stationary * self.streamed
+
+    @property
+    def flops(self) -> int:
+        """Of all matrix products of a step."""
+        return 2 * self.scores * self.product_width
+
+
+def padded_widths(problem: AttentionProblem) -> tuple[int, int]:
+    """Return (head_dim_qk, head_dim_v) as tiles hold them."""
+    return sum(chunks(problem.head_dim_qk)), sum(chunks(problem.head_dim_v))
+
+
+def tile(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> Tile:
+    """Return what one step of `kernel` works on."""
+    qk, v = padded_widths(problem)
+    match kernel:
+        case "fwd":  # S = Q K^T; O += P V
+            rows, streamed, products, reads, accumulated = (
+                config.block_m,
+                config.block_n,
+                qk + v,
+                qk + v,
+                v,
+            )
+        case "bwd_dkdv":  # S, dP; dV += P^T dO, dK += dS^T Q: Q and dO are each read twice
+            rows, streamed, products, reads, accumulated = (
+                config.block_n,
+                config.block_m,
+                2 * (qk + v),
+                2 * (qk + v),
+                qk + v,
+            )
+        case "bwd_dq":  # S, dP; dQ += dS K: K is read twice
+            rows, streamed, products, reads, accumulated = (
+                config.block_m,
+                config.block_n,
+                2 * qk + v,
+                2 * qk + v,
+                qk,
+            )
+        case "bwd_preprocess":
+            rows, streamed, products, reads, accumulated = config.block_m, 0, 0, 0, 2 * v
+    return Tile(
+        stationary=rows,
+        streamed=streamed,
+        product_width=products,
+        streamed_width=reads,
+        accumulator_width=accumulated,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepClocks:
+    """Clocks that one step keeps each unit of an SM busy, whoever else runs there."""
+
+    tensor: float
+    exp: float
+    issue: float
+    masking: float
+    """More issue slots, in a partial tile."""
+    smem: float
+    port: float
+
+
+def step_clocks(
+    problem: AttentionProblem, gpu: GpuSpec, config: TileConfig, kernel: Kernel
+) -> StepClocks:
+    """Return how long one step keeps each unit busy."""
+    rates, per = family(gpu.arch), instructions(kernel)
+    work = tile(problem, config, kernel)
+    exact = problem.element_bytes == 4
+    peak = (
+        gpu.vector_flops_32 * rates.vector_efficiency
+        if exact
+        else gpu.tensor_flops_16 * rates.tensor_efficiency
+    ) / (gpu.num_sms * gpu.clock_hz)
+    if not exact and work.stationary < rates.full_rate_rows:
+        peak *= rates.narrow_rate
+    threads = WARP_THREADS * config.num_warps
+    rows_per_read = rates.operand_rows or max(16, work.stationary // config.num_warps)
+    reads = max(1, work.stationary // rows_per_read)
+    return StepClocks(
+        tensor=work.flops / peak,
+        exp=work.scores / gpu.exp_per_clk_per_sm,
+        issue=(
+            per.score * work.scores
+            + per.accumulator * work.stationary * work.accumulator_width
+            + per.step * threads
+        )
+        / ISSUE_PER_CLK,
+        masking=per.masked_score * work.scores / ISSUE_PER_CLK,
+        smem=reads
+        * work.streamed
+        * work.streamed_width
+        * problem.element_bytes
+        / SMEM_BYTES_PER_CLK,
+        port=streamed_bytes(problem, kernel) * work.streamed / PORT_BYTES_PER_CLK,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Time:
+    """Seconds of one launch."""
+
+    seconds: float
+    terms: tuple[tuple[str, float], ...]
+    """Seconds each unit needs if nothing else mattered, the largest first."""
+    waves: float
+    dram_bytes: int
+
+
+def time(
+    problem: AttentionProblem,
+    gpu: GpuSpec,
+    config: TileConfig,
+    kernel: Kernel,
+    *,
+    moved: Traffic,
+    counts: Visits,
+    footprint: Footprint,
+) -> Time:
+    """Return the predicted time of one launch."""
+    rates = family(gpu.arch)
+    heads = problem.batch * problem.num_heads_q
+    group = problem.group_size if kernel == "bwd_dkdv" else 1
+    programs = heads // group * counts.programs
+    steps, partial = heads * counts.tiles, heads * counts.partial_tiles
+    longest = group * counts.longest
+
+    fits = residents(footprint, gpu, config)
+    waves = programs / (gpu.num_sms * fits)
+    together = min(fits, -(-programs // gpu.num_sms))  # programs that share an SM
+    latency = rates.latency_seconds * gpu.clock_hz
+    clk = step_clocks(problem, gpu, config, kernel)
+    masked = partial / steps if steps else 0.0
+    softmax = max(clk.issue + masked * clk.masking, clk.exp)
+    ahead = 0 if kernel == "bwd_preprocess" else config.num_stages - 1
+    work = clk.tensor + rates.exposed * softmax + rates.step_clk / together
+    wait = latency / (together * max(ahead, 1))
+    if not ahead:  # nothing loads while a program computes
+        work += wait
+    step = _overlapped(work, clk.smem, clk.port, wait)
+
+    # A program's beginning and end: its own tile comes in, the pipeline fills, the result goes out.
+    own_bytes = (moved.read_bytes + moved.write_bytes) / max(programs, 1)
+    own_bytes -= streamed_bytes(problem, kernel) * heads * counts.rows / max(programs, 1)
+    overhead = 2 * latency / together + own_bytes / PORT_BYTES_PER_CLK
+    mean = step * steps / programs + overhead
+    busiest = step * longest + overhead
+    if longest * programs == steps:  # equal programs run in waves
+        clocks = -(-programs // gpu.num_sms) * mean
+    else:  # long ones start first, so short ones fill the last wave
+        clocks = max(busiest, mean * programs / gpu.num_sms + (mean / 2 if waves > 1 else 0.0))
+
+    dram = dram_bytes(problem, gpu, kernel, moved, counts, in_flight=gpu.num_sms * fits)
+    l2_seconds = (moved.read_bytes + moved.write_bytes) / (gpu.l2_bandwidth * rates.l2_efficiency)
+    dram_seconds = dram / (gpu.dram_bandwidth * rates.dram_efficiency)
+    per_step = steps / (gpu.num_sms * gpu.clock_hz)
+    terms = {
+        "tensor": clk.tensor * per_step,
+        "exp": clk.exp * per_step,
+        "issue": (clk.issue + masked * clk.masking) * per_step,
+        "smem": clk.smem * per_step,
+        "l2": max(l2_seconds, clk.port * per_step),
+        "dram": dram_seconds,
+        "latency": wait * per_step + overhead * programs / (gpu.num_sms * gpu.clock_hz),
+    }
+    return Time(
+        seconds=max(clocks / gpu.clock_hz, l2_seconds, dram_seconds) + rates.launch_seconds,
+        terms=tuple(sorted(terms.items(), key=lambda item: -item[1])),
+        waves=waves,
+        dram_bytes=dram,
+    )
+
+
+def _overlapped(*busy: float) -> float:
+    """Return the clocks of units that work side by side: a little more than the busiest alone."""
+    return sum(clocks**OVERLAP_NORM for clocks in busy) ** (1 / OVERLAP_NORM)
+
+
+def streamed_bytes(problem: AttentionProblem, kernel: Kernel) -> int:
+    """Return the bytes of one streamed row: K and V, or Q, dO, lse and delta."""
+    if kernel == "bwd_preprocess":
+        return 0
+    width = (problem.head_dim_qk + problem.head_dim_v) * problem.element_bytes
+    return width + 8 if kernel == "bwd_dkdv" else width
+
+
+def dram_bytes(
+    problem: AttentionProblem,
+    gpu: GpuSpec,
+    kernel: Kernel,
+    moved: Traffic,
+    counts: Visits,
+    *,
+    in_flight: int,
+) -> int:
+    """Return the bytes between L2 and DRAM, for programs launched head after head.
+
+    What a program keeps moves once. What streams is read once by every wave that touches its head,
+    and once in all where L2 holds the streams of the heads that are live in a wave.
+    """
+    if kernel == "bwd_preprocess":
+        return moved.read_bytes + moved.write_bytes
+    size = mask_size(problem.mask, problem.seqlen_q, problem.seqlen_kv)
+    group = problem.group_size
+    kv_heads = problem.batch * problem.num_heads_kv
+    row = streamed_bytes(problem, kernel)
+    streamed = row * kv_heads * group * counts.rows
+    if kernel == "bwd_dkdv":
+        once, sharing = row * group * size.rows, counts.programs
+    else:
+        once, sharing = row * size.columns, group * counts.programs
+    live_heads = min(kv_heads, in_flight // sharing + 1)
+    fits = live_heads * once <= L2_SHARE * gpu.l2_bytes
+    sweeps = 1.0 if fits else (sharing + in_flight - 1) / in_flight
+    return (
+        moved.read_bytes
+        + moved.write_bytes
+        - streamed
+        + min(streamed, int(sweeps * once * kv_heads))
+    )
+
+
+@cache
+def family(arch: str) -> Rates:
+    """Return the rates of an architecture, or of the nearest older one."""
+    families: dict[str, Any] = {
+        name: row for row in _table()["family"] for name in row["architectures"]
+    }
+    row = families[nearest(arch, families)]
+    return Rates(**{field: row[field] for field in Rates.__dataclass_fields__})
+
+
+@cache
+def instructions(kernel: Kernel) -> Instructions:
+    """Return the instruction counts of a kernel's inner loop."""
+    return Instructions(**_table()["instructions"][kernel])
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return tomllib.loads((files("tilegen.model") / "rates.toml").read_text(encoding="utf-8"))

@@ -1,0 +1,171 @@
+"""From problem and GPU to ranked configs, with the reason for each. Needs no GPU."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from tilegen.config import BLOCK_SIZES, NUM_STAGES, NUM_WARPS, Kernel, TileConfig
+from tilegen.device import GpuSpec
+from tilegen.errors import Unsupported
+from tilegen.model import roofline
+from tilegen.model.bounds import lower_bound_bytes
+from tilegen.model.estimate import Candidate, CostEstimate
+from tilegen.model.footprint import Footprint, footprint, residents
+from tilegen.model.traffic import traffic, visits
+from tilegen.problem import AttentionProblem
+
+SMEM_DOUBT, REGISTER_DOUBT = 1.1, 1.35
+"""How far past a limit the prediction may lie for a tuner to compile the config and see."""
+
+
+def propose(
+    problem: AttentionProblem, gpu: GpuSpec, *, kernel: Kernel = "fwd", top: int = 10
+) -> list[Candidate]:
+    """Return up to `top` candidates, best first, all predicted to fit. Raises Unsupported.
+
+    Configs predicted to spill registers come after all others: they run, but slowly.
+    """
+    if isinstance(top, bool) or not isinstance(top, int) or top < 1:
+        raise Unsupported(f"top must be an int of at least 1, got {top!r}")
+    fitting = [
+        (config, needs) for config, needs in _footprints(problem, gpu, kernel) if needs.fits(gpu)
+    ]
+    if not fitting:
+        raise Unsupported(_nothing_fits(problem, gpu, kernel))
+    legal = [config for config, needs in fitting if not needs.spills]
+    # Where every config spills, those that spill least.
+    least = sorted(fitting, key=lambda pair: (pair[1].registers, pair[0]))[: max(top, 20)]
+    configs = legal or [config for config, _ in least]
+    estimates = [estimate(problem, gpu, config, kernel) for config in configs]
+    estimates.sort(key=lambda one: (one.seconds, one.config))
+    return [_candidate(problem, gpu, one) for one in estimates[:top]]
+
+
+def search_space(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> list[TileConfig]:
+    """Return everything a tuner may try: what fits, and what only compiling can tell."""
+    return [
+        config
+        for config, needs in _footprints(problem, gpu, kernel)
+        if needs.fits(gpu, doubt=SMEM_DOUBT)
+        and needs.registers <= REGISTER_DOUBT * needs.max_registers
+    ]
+
+
+def estimate(
+    problem: AttentionProblem, gpu: GpuSpec, config: TileConfig, kernel: Kernel = "fwd"
+) -> CostEstimate:
+    """Return what the model predicts for one config, legal or not."""
+    moved = traffic(problem, config, kernel)
+    counts = visits(problem, config.block_m, config.block_n, kernel)
+    needs = footprint(problem, config, kernel, gpu.arch)
+    time = roofline.time(problem, gpu, config, kernel, moved=moved, counts=counts, footprint=needs)
+    steps = problem.batch * problem.num_heads_q * counts.tiles
+    return CostEstimate(
+        kernel=kernel,
+        config=config,
+        read_bytes=moved.read_bytes,
+        write_bytes=moved.write_bytes,
+        dram_bytes=time.dram_bytes,
+        lower_bound_bytes=lower_bound_bytes(problem, gpu, kernel),
+        smem_bytes=needs.smem_bytes,
+        registers=needs.registers,
+        flops=steps * roofline.tile(problem, config, kernel).flops,
+        seconds=time.seconds,
+        limit=time.terms[0][0],
+        terms=time.terms,
+        waves=time.waves,
+    )
+
+
+def all_configs(problem: AttentionProblem, kernel: Kernel) -> list[TileConfig]:
+    """Return every tile shape that is not larger than the problem, in a fixed order."""
+    return list(_configs(_rounded(problem.seqlen_q), _rounded(problem.seqlen_kv), kernel))
+
+
+@lru_cache(maxsize=256)
+def _configs(max_rows: int, max_columns: int, kernel: Kernel) -> tuple[TileConfig, ...]:
+    rows = [block for block in BLOCK_SIZES if block <= max_rows]
+    if kernel == "bwd_preprocess":  # one tile a program: no loop to pipeline, no second side
+        return tuple(
+            TileConfig(block_m=block_m, block_n=BLOCK_SIZES[0], num_warps=num_warps, num_stages=1)
+            for block_m in rows
+            for num_warps in NUM_WARPS
+        )
+    columns = [block for block in BLOCK_SIZES if block <= max_columns]
+    return tuple(
+        TileConfig(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
+        for block_m in rows
+        for block_n in columns
+        for num_warps in NUM_WARPS
+        for num_stages in NUM_STAGES
+    )
+
+
+def _rounded(length: int) -> int:
+    """Return the largest block that a length can use; the same for all long ones."""
+    return min(max(BLOCK_SIZES[0], 1 << (length - 1).bit_length()), BLOCK_SIZES[-1])
+
+
+def _footprints(
+    problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel
+) -> list[tuple[TileConfig, Footprint]]:
+    return [
+        (config, footprint(problem, config, kernel, gpu.arch))
+        for config in all_configs(problem, kernel)
+    ]
+
+
+def _candidate(problem: AttentionProblem, gpu: GpuSpec, cost: CostEstimate) -> Candidate:
+    return Candidate(
+        kernel=cost.kernel, config=cost.config, estimate=cost, reason=_reason(problem, gpu, cost)
+    )
+
+
+_WAITS_FOR = {
+    "tensor": "the tensor cores",
+    "exp": "exponentials",
+    "issue": "instruction issue",
+    "smem": "shared memory",
+    "l2": "L2 bandwidth",
+    "dram": "DRAM bandwidth",
+    "latency": "memory latency",
+}
+
+
+def _reason(problem: AttentionProblem, gpu: GpuSpec, cost: CostEstimate) -> str:
+    config, moved = cost.config, cost.read_bytes + cost.write_bytes
+    match cost.kernel:
+        case "bwd_preprocess":
+            tile = f"{config.block_m} rows per program"
+        case "bwd_dkdv":
+            tile = (
+                f"{config.block_n} key-value rows stay while tiles of {config.block_m} queries pass"
+            )
+        case _:
+            tile = f"{config.block_m} query rows stay, {config.block_n} keys pass at a time"
+    needs = footprint(problem, config, cost.kernel, gpu.arch)
+    together = residents(needs, gpu, config)
+    waits_for = _WAITS_FOR[cost.limit]
+    if cost.limit == "tensor" and problem.element_bytes == 4:
+        waits_for = "fp32 multiply-adds"
+    spills = "; spills registers" if needs.spills else ""
+    return (
+        f"{tile}: {_size(moved)} to and from L2, {moved / cost.lower_bound_bytes:.1f} times the "
+        f"lower bound; waits for {waits_for}, {together} program{'s' * (together > 1)} per SM with "
+        f"{_size(cost.smem_bytes)} and {cost.registers} registers{spills}"
+    )
+
+
+def _size(count: int) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count / 1024:.0f} KiB"
+
+
+def _nothing_fits(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> str:
+    smallest = min(needs.smem_bytes for _, needs in _footprints(problem, gpu, kernel))
+    return (
+        f"expected a {kernel} tile within {gpu.smem_per_block} bytes of shared memory on "
+        f"{gpu.name}, found none for {problem.key}: the smallest needs {smallest}"
+    )
