@@ -259,6 +259,13 @@ def test_listing_and_explaining_survive_it(tmp_path: Path, name: str) -> None:
     assert [entry.record for entry in why(PROBLEM, H200, "fwd", where=where)] == [RECORD]
 
 
+@pytest.mark.parametrize("name", ["gpu too long", "deep inside", "num_warps huge", "pickle"])
+def test_the_message_does_not_repeat_all_that_was_found(name: str) -> None:
+    with pytest.raises(InvalidRecord) as caught:
+        TuningRecord.from_json(CONTENTS[name][0].decode())
+    assert len(str(caught.value)) < 200
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_saving_over_it_loses_neither(tmp_path: Path, name: str) -> None:
     file = put(tmp_path, name)

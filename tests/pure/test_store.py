@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import multiprocessing
 import os
 import re
+import threading
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -34,6 +36,7 @@ from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.store import (
     Location,
+    Saved,
     TuningRecord,
     Versions,
     current_versions,
@@ -316,6 +319,25 @@ def test_record_that_would_not_read_back_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(InvalidRecord, match="command must be printable text"):
         save(record(command="tilegen\ntune"), root=tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_writer_waits_for_the_one_before_it_and_then_looks_again(tmp_path: Path) -> None:
+    first = save(record(us=400.0), root=tmp_path)
+    lock = os.open(first.file.parent, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)  # as another process would hold it
+    results: list[Saved] = []
+    second = threading.Thread(
+        target=lambda: results.append(save(record(us=390.0), root=tmp_path)), daemon=True
+    )
+    second.start()
+    second.join(timeout=0.3)
+    assert second.is_alive(), "it did not wait"
+    first.file.write_text(record(us=380.0).to_json())
+    os.close(lock)
+    second.join(timeout=20)
+    (result,) = results
+    assert not result.written
+    assert "(380 us, this one 390 us)" in result.reason
 
 
 def test_concurrent_writers_leave_the_fastest_record_whole(tmp_path: Path) -> None:

@@ -176,7 +176,7 @@ def why(
     for listed in list_records(where):
         if (record := listed.record) is None:
             continue
-        identity = _identity(problem.bucket, gpu, kernel, record)
+        identity = _identity(problem, gpu, kernel, record)
         soft = _soft(versions or Versions(), template_digest, record)
         distance = sum(map(_distance, identity)) + 0.01 * len(soft) + 0.1 * (not record.is_measured)
         entry = Found(

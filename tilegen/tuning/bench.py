@@ -195,14 +195,14 @@ def _check(
         seqlen_kv=min(problem.seqlen_kv, CHECKED_LENGTH),
     )
     judged = ("out", "lse") if kernel == "fwd" else ("dq", "dk", "dv")
-    try:
-        configs: dict[Kernel, TileConfig] = {kernel: config}
-        if kernel != "fwd":
-            from tilegen.propose import propose
+    configs: dict[Kernel, TileConfig] = {kernel: config}
+    if kernel != "fwd":
+        from tilegen.propose import propose
 
-            for other in KERNELS:
-                if other != kernel:
-                    configs[other] = propose(small, gpu, kernel=other, top=1)[0].config
+        for other in KERNELS:
+            if other != kernel:
+                configs[other] = propose(small, gpu, kernel=other, top=1)[0].config
+    try:
         checks = verify(small, configs)
     except Exception as error:  # as in `measure`: what a kernel raises is a result
         return survived(error)
