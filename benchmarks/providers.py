@@ -16,17 +16,11 @@ from benchmarks.workloads import Direction
 from tilegen.config import KERNELS
 from tilegen.errors import Unsupported
 from tilegen.masks.mask import Causal, Full, SlidingWindow
+from tilegen.peers import Attention, flex, sdpa
 from tilegen.problem import AttentionProblem
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-Attention = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
-
-MAX_DENSE_MASK = 2**28
-"""Elements of a mask tensor that a benchmark is willing to make for a library that needs one."""
-MAX_SCORES_BYTES = 16 * 2**30
-"""Of the score matrix that the math back end writes to memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,14 +42,14 @@ def providers() -> tuple[Provider, ...]:
     """Return every provider, in the order of the tables; tilegen first."""
     return (
         Provider(name="tilegen", prepare=_tilegen, describe=_tilegen_configs),
-        Provider(name="sdpa-flash", prepare=partial(_sdpa, backend="FLASH_ATTENTION")),
-        Provider(name="sdpa-cudnn", prepare=partial(_sdpa, backend="CUDNN_ATTENTION")),
-        Provider(name="sdpa-efficient", prepare=partial(_sdpa, backend="EFFICIENT_ATTENTION")),
-        Provider(name="sdpa-math", prepare=partial(_sdpa, backend="MATH")),
-        Provider(name="flex", prepare=partial(_flex, mode="default"), slow_to_start=True),
+        Provider(name="sdpa-flash", prepare=partial(sdpa, backend="FLASH_ATTENTION")),
+        Provider(name="sdpa-cudnn", prepare=partial(sdpa, backend="CUDNN_ATTENTION")),
+        Provider(name="sdpa-efficient", prepare=partial(sdpa, backend="EFFICIENT_ATTENTION")),
+        Provider(name="sdpa-math", prepare=partial(sdpa, backend="MATH")),
+        Provider(name="flex", prepare=partial(flex, mode="default"), slow_to_start=True),
         Provider(
             name="flex-max-autotune",
-            prepare=partial(_flex, mode="max-autotune-no-cudagraphs"),
+            prepare=partial(flex, mode="max-autotune-no-cudagraphs"),
             slow_to_start=True,
         ),
         Provider(name="varlen", prepare=_varlen, rows_first=True),
@@ -84,74 +78,6 @@ def _tilegen_configs(problem: AttentionProblem, direction: Direction) -> str:
     return ", ".join(
         f"{kernel} {config.key} from {'the model' if origin == 'the model' else 'a record'}"
         for kernel, (config, origin) in used.items()
-    )
-
-
-def _sdpa(problem: AttentionProblem, device: str, *, backend: str) -> Attention:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.nn.functional import scaled_dot_product_attention
-
-    if backend == "MATH":
-        _refuse_large_scores(problem)
-    pinned = getattr(SDPBackend, backend)
-    mask = _sdpa_mask(
-        problem, device, has_causal_bias=backend in ("FLASH_ATTENTION", "EFFICIENT_ATTENTION")
-    )
-    enable_gqa = problem.group_size > 1
-
-    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(pinned):
-            return scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa, **mask)
-
-    return attention
-
-
-def _sdpa_mask(problem: AttentionProblem, device: str, *, has_causal_bias: bool) -> dict[str, Any]:
-    """Return SDPA's arguments for the mask: its own causal forms, else a dense tensor."""
-    from tilegen.reference import dense_mask
-
-    mask = problem.mask
-    if isinstance(mask, Full):
-        return {}
-    if isinstance(mask, Causal):
-        if mask.alignment == "top_left" or problem.seqlen_q == problem.seqlen_kv:
-            return {"is_causal": True}
-        if has_causal_bias:
-            from torch.nn.attention.bias import causal_lower_right
-
-            return {"attn_mask": causal_lower_right(problem.seqlen_q, problem.seqlen_kv)}
-    elements = problem.seqlen_q * problem.seqlen_kv
-    if elements > MAX_DENSE_MASK:
-        raise Unsupported(f"needs a dense mask of {elements / 2**30:.2g} GiB; not tried")
-    return {"attn_mask": dense_mask(mask, problem.seqlen_q, problem.seqlen_kv, device)}
-
-
-def _refuse_large_scores(problem: AttentionProblem) -> None:
-    scores = problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_kv
-    size = scores * problem.element_bytes
-    if size > MAX_SCORES_BYTES:
-        raise Unsupported(f"writes {size / 2**30:.0f} GiB of scores to memory; not tried")
-
-
-def _flex(problem: AttentionProblem, device: str, *, mode: str) -> Attention:
-    import torch
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
-
-    torch.compiler.reset()  # or a compilation for an earlier problem is found and made dynamic
-    mask, seqlen_q, seqlen_kv = problem.mask, problem.seqlen_q, problem.seqlen_kv
-
-    def keep(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return mask.keep(q, k, seqlen_q, seqlen_kv)
-
-    block_mask = (
-        None
-        if isinstance(mask, Full)
-        else create_block_mask(keep, None, None, seqlen_q, seqlen_kv, device=device)
-    )
-    return partial(
-        torch.compile(flex_attention, mode=mode, dynamic=False),
-        block_mask=block_mask,
-        enable_gqa=problem.group_size > 1,
     )
 
 

@@ -8,15 +8,19 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
-from multiprocessing import get_context
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
 
 from tilegen import interpreter
 from tilegen.emitted import RenderedKernel, load
 from tilegen.errors import BuildFailed, Unsupported
+from tilegen.workers import Worker
+
+if TYPE_CHECKING:
+    from tilegen.device import GpuSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,14 +99,44 @@ def compile_many(
         for one in rendered:
             yield one, _compile_or_fail(one, arch)
         return
-    # spawn: the parent may hold a CUDA context and threads, which do not survive a fork.
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        futures = {pool.submit(_compile_or_fail, one, arch): one for one in rendered}
+    idle: SimpleQueue[Worker] = SimpleQueue()
+    for _ in range(workers):
+        idle.put(Worker())
+
+    def compile_one(one: RenderedKernel) -> CompiledKernel | BuildFailed:
+        worker = idle.get()
+        try:
+            return worker.compile(one, arch)
+        finally:
+            idle.put(worker)
+
+    with ThreadPoolExecutor(workers) as pool:
+        futures = {pool.submit(compile_one, one): one for one in rendered}
         try:
             for future in as_completed(futures):
                 yield futures[future], future.result()
         finally:  # the consumer may stop early
             pool.shutdown(wait=False, cancel_futures=True)
+            for _ in range(workers):
+                idle.get().close()
+
+
+def first_that_fits(built: Sequence[CompiledKernel | BuildFailed], gpu: GpuSpec) -> CompiledKernel:
+    """Return the first kernel that fits this GPU's shared memory and spills nothing.
+
+    Where all spill, the one that spills least. Raises BuildFailed where none compiled and fits.
+    """
+    fitting = [
+        (result.spill_bytes, i, result)
+        for i, result in enumerate(built)
+        if isinstance(result, CompiledKernel) and result.shared_bytes <= gpu.smem_per_block
+    ]
+    if not fitting:
+        raise BuildFailed(
+            f"expected one of {len(built)} configs to compile for {gpu.name} within "
+            f"{gpu.smem_per_block} bytes of shared memory, none did; the first: {built[0]}"
+        )
+    return min(fitting)[2]
 
 
 def _compile_or_fail(rendered: RenderedKernel, arch: str) -> CompiledKernel | BuildFailed:

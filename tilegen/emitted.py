@@ -133,6 +133,12 @@ def load_kernel(
     return _modules[digest]
 
 
+def rows_are_aligned(problem: AttentionProblem) -> bool:
+    """Whether dense rows of q, k, v and out are multiples of 16 bytes."""
+    unit = VECTOR_BYTES // problem.element_bytes
+    return problem.head_dim_qk % unit == 0 and problem.head_dim_v % unit == 0
+
+
 def is_aligned(tensor: torch.Tensor) -> bool:
     """Whether a tensor's address, its strides (batch, head, row) and its rows are multiples of 16
     bytes."""

@@ -1,4 +1,4 @@
-"""Every error tilegen raises on purpose. A message says what was expected, what was found, what to do."""
+"""Every error tilegen raises on purpose; each says what was expected, found, and what to do."""
 
 
 class TilegenError(Exception):

@@ -22,6 +22,7 @@ from tilegen.emitted import (
     RenderedKernel,
     kernel_digest,
     representative,
+    rows_are_aligned,
     template_digest,
 )
 from tilegen.masks.compiler import (
@@ -79,13 +80,20 @@ class Ranges:
 
 
 def render(
-    problem: AttentionProblem, config: TileConfig, kernel: Kernel = "fwd", *, aligned: bool = True
+    problem: AttentionProblem,
+    config: TileConfig,
+    kernel: Kernel = "fwd",
+    *,
+    aligned: bool | None = None,
 ) -> RenderedKernel:
     """Return the emitted kernel for a problem's class: any batch, heads and lengths share one text.
 
-    `aligned=False` gives the kernel for strides that are not multiples of 16 bytes. Raises
-    Unsupported for a mask that the compiler cannot solve.
+    `aligned=False` gives the kernel for addresses or strides that are not multiples of 16 bytes; by
+    default the head dims decide, as they do for dense tensors. Raises Unsupported for a mask that
+    the compiler cannot solve.
     """
+    if aligned is None:
+        aligned = rows_are_aligned(problem)
     template = environment().get_template(f"attention_{kernel}.py.jinja")
     context = _context(problem, config, kernel, aligned)
     source = re.sub(r"\n{4,}", "\n\n\n", template.render(context)).strip() + "\n"

@@ -8,15 +8,19 @@ working precision.
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
+import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
-from tilegen import interpreter
+from tilegen import interpreter, workers
 from tilegen.config import KERNELS, Kernel, TileConfig
-from tilegen.emitted import RenderedKernel, is_aligned, load
+from tilegen.emitted import RenderedKernel, load
 from tilegen.errors import Unsupported, WrongResult
 from tilegen.masks.mask import Mask
 from tilegen.problem import AttentionProblem
@@ -27,6 +31,9 @@ from tilegen.reference import (
     torch_attention,
 )
 from tilegen.render import render
+
+REDUCED_LENGTH = 300
+"""Ragged for every tile, several tiles of most sizes, and quick in the interpreter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +72,47 @@ def verify(
     """
     device = device or run_device()
     inputs = make_inputs(problem, device=device, seed=seed)
-    aligned = all(is_aligned(t) for t in (inputs.q, inputs.k, inputs.v))
     kernels: dict[Kernel, RenderedKernel] = {
-        kernel: render(problem, config, kernel, aligned=aligned)
-        for kernel, config in configs.items()
+        kernel: render(problem, config, kernel) for kernel, config in configs.items()
     }
     return check(kernels, inputs, mask=problem.mask)
+
+
+def verify_anywhere(
+    problem: AttentionProblem, configs: Mapping[Kernel, TileConfig]
+) -> tuple[Check, ...]:
+    """Return what `verify` does; without a GPU, from a new process with the interpreter on."""
+    if interpreter.is_active() or torch.cuda.is_available():
+        return verify(problem, configs)
+    request = {"problem": problem.key, "configs": {k: c.key for k, c in configs.items()}}
+    result = subprocess.run(
+        workers.python("from tilegen.verify import answer; answer()"),
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        env=workers.environment(TRITON_INTERPRET="1"),
+        check=False,
+    )
+    if result.returncode:
+        last = (result.stderr.strip().splitlines() or ["no message"])[-1]
+        raise WrongResult(f"the interpreter failed on '{problem}': {last}")
+    checks: Any = json.loads(result.stdout)
+    return tuple(Check(**(check | {"index": tuple(check["index"])})) for check in checks)
+
+
+def reduced(problem: AttentionProblem, length: int = REDUCED_LENGTH) -> AttentionProblem:
+    """Return the smallest problem with the same emitted kernels that is still worth checking.
+
+    One batch, one group of heads, lengths of at most `length`.
+    """
+    return replace(
+        problem,
+        batch=1,
+        num_heads_q=problem.group_size,
+        num_heads_kv=1,
+        seqlen_q=min(problem.seqlen_q, length),
+        seqlen_kv=min(problem.seqlen_kv, length),
+    )
 
 
 def check(
@@ -124,6 +166,14 @@ def run_device() -> torch.device:
         "running an emitted kernel needs a GPU or Triton's interpreter, found neither;"
         " set TRITON_INTERPRET=1 before Python starts"
     )
+
+
+def answer() -> None:
+    """The other end of `verify_anywhere`."""
+    request = json.load(sys.stdin)
+    configs = {kernel: TileConfig.parse(key) for kernel, key in request["configs"].items()}
+    checks = verify(AttentionProblem.parse(request["problem"]), configs)
+    json.dump([asdict(check) for check in checks], sys.stdout)
 
 
 def _reference(inputs: Inputs, mask: Mask | None, scale: float) -> dict[str, torch.Tensor]:

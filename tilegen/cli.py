@@ -1,0 +1,396 @@
+"""The command line: one line per thing, `--json` everywhere, exit code 1 with one line on user
+error."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+
+from tilegen.config import KERNELS, Kernel, TileConfig
+from tilegen.errors import TilegenError, Unsupported
+from tilegen.problem import AttentionProblem
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    help="tilegen: an autotuning compiler for attention. Start with: tilegen demo",
+)
+cache_app = typer.Typer(no_args_is_help=True, help="Look into the records of tuned winners.")
+app.add_typer(cache_app, name="cache")
+
+EXAMPLE = "b4 hq32 hkv8 q4096 d128 bf16 causal"
+
+Problem = Annotated[str, typer.Argument(help=f'notation, such as "{EXAMPLE}"')]
+Gpu = Annotated[str | None, typer.Option(help="catalogue name; default: the one here, else h200")]
+FastMemory = Annotated[
+    str | None, typer.Option(help="shared memory per program instead of the GPU's, such as 48KiB")
+]
+OneKernel = Annotated[str, typer.Option(help=", ".join(KERNELS))]
+Kernels = Annotated[str, typer.Option(help=f"{', '.join(KERNELS)}, or all")]
+Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+
+CommandLineError: Any = typer.BadParameter.__mro__[2]
+"""click's ClickException, from whichever click this typer brings."""
+
+_out = Console(highlight=False, soft_wrap=True, markup=False)
+
+
+def main() -> None:
+    """Run the command line; errors of the user's become one line and exit code 1."""
+    handler = RichHandler(
+        console=Console(stderr=True), show_time=False, show_path=False, show_level=False
+    )
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], format="%(message)s")
+    logging.getLogger("tilegen").setLevel(logging.INFO)
+    try:
+        app(standalone_mode=False)
+    except CommandLineError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error.format_message())
+        else:
+            _fail(f"{' '.join(error.format_message().split()).rstrip('.')}; see tilegen --help")
+    except TilegenError as error:
+        _fail(str(error))
+    except (typer.Abort, KeyboardInterrupt):
+        _fail("interrupted")
+
+
+@app.command()
+def demo(
+    problem: Annotated[str, typer.Argument(help="notation")] = "",
+    seconds: Annotated[float, typer.Option(help="to spend on tuning, where there is a GPU")] = 40.0,
+    json_: Json = False,
+) -> None:
+    """Run the whole pipeline on one attention layer and tell what happens.
+
+    Without a GPU everything but the timing runs. Example: tilegen demo
+    """
+    from tilegen.demo import LLAMA, demonstrate
+
+    results = demonstrate(problem or LLAMA, seconds, _say_unless(json_))
+    if json_:
+        _print_json(results)
+
+
+@app.command()
+def propose(
+    problem: Problem,
+    gpu: Gpu = None,
+    kernel: OneKernel = "fwd",
+    top: Annotated[int, typer.Option(help="how many")] = 10,
+    fast_memory: FastMemory = None,
+    json_: Json = False,
+) -> None:
+    """Rank tiles by the cost model, best first, with the reason for each.
+
+    Example: tilegen propose "b4 hq32 hkv8 q4096 d128 bf16 causal" --gpu h200
+    """
+    from tilegen.propose import propose as ranked
+
+    spec = _gpu(gpu, fast_memory)
+    found = ranked(AttentionProblem.parse(problem), spec, kernel=_kernel(kernel), top=top)
+    if json_:
+        _print_json([asdict(candidate) for candidate in found])
+        return
+    for candidate in found:
+        cost = candidate.estimate
+        _out.print(
+            f"{candidate.config.key:14}{1e6 * cost.seconds:9.1f} us  {cost.limit:8}"
+            f"{candidate.reason}"
+        )
+
+
+@app.command()
+def explain(
+    problem: Problem,
+    gpu: Gpu = None,
+    kernel: Kernels = "all",
+    config: Annotated[str | None, typer.Option(help="this config instead of the choice")] = None,
+    fast_memory: FastMemory = None,
+    json_: Json = False,
+) -> None:
+    """Say why: formulas, numbers, lower bound, what limits the kernel, what would change the
+    choice.
+
+    Example: tilegen explain "b4 hq32 hkv8 q4096 d128 bf16 causal" --gpu a100 --kernel fwd
+    """
+    from tilegen.explain import explain as told
+    from tilegen.explain import explain_lines
+
+    spec, parsed = _gpu(gpu, fast_memory), AttentionProblem.parse(problem)
+    tile = TileConfig.parse(config) if config else None
+    explained = [told(parsed, spec, one, tile) for one in _kernels(kernel)]
+    if json_:
+        _print_json(explained)
+        return
+    for i, one in enumerate(explained):
+        _out.print(("\n" if i else "") + "\n".join(explain_lines(one)))
+
+
+@app.command()
+def show(
+    problem: Problem,
+    gpu: Gpu = None,
+    kernel: OneKernel = "fwd",
+    config: Annotated[str | None, typer.Option(help="m128n64w8s3; default: the choice")] = None,
+    unaligned: Annotated[bool, typer.Option(help="for strides of any number of elements")] = False,
+    json_: Json = False,
+) -> None:
+    """Print an emitted kernel: a Python file that needs torch and triton only.
+
+    Example: tilegen show "hq32 hkv8 q4096 d128 bf16 causal" --kernel bwd_dq
+    """
+    from tilegen.dispatch import choose
+    from tilegen.render import render
+
+    parsed, which = AttentionProblem.parse(problem), _kernel(kernel)
+    tile = TileConfig.parse(config) if config else choose(parsed, _gpu(gpu), which)[0]
+    rendered = render(parsed, tile, which, aligned=False if unaligned else None)
+    if json_:
+        _print_json(
+            {
+                "kernel": which,
+                "problem": parsed.key,
+                "config": asdict(tile),
+                "function": rendered.function,
+                "digest": rendered.digest,
+                "source": rendered.source,
+            }
+        )
+    else:
+        sys.stdout.write(rendered.source)
+
+
+@app.command()
+def generate(
+    problem: Annotated[str, typer.Argument(help="notation")] = "",
+    catalog: Annotated[Path | None, typer.Option(help="file with one problem per line")] = None,
+    arch: Annotated[list[str] | None, typer.Option(help="sm_90, gfx942; repeatable")] = None,
+    gpu: Annotated[list[str] | None, typer.Option(help="catalogue name; repeatable")] = None,
+    kernel: Kernels = "all",
+    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out"),
+    json_: Json = False,
+) -> None:
+    """Write kernels, binaries and a manifest for one problem or a file of them. Needs no GPU.
+
+    Example: tilegen generate "hq32 hkv8 q4096 d128 bf16 causal" --arch sm_90 --out dist
+    """
+    from tilegen import bundle
+
+    if bool(problem) == bool(catalog):
+        raise Unsupported("expected one problem or --catalog FILE, got both or neither")
+    if bool(arch) == bool(gpu):
+        raise Unsupported("expected --arch or --gpu, got both or neither; such as --arch sm_90")
+    problems = bundle.read_catalogue(catalog) if catalog else [AttentionProblem.parse(problem)]
+    gpus = [bundle.gpu_for(one) for one in arch or []] or [_gpu(one) for one in gpu or []]
+    say = _say_unless(json_)
+
+    def on_kernel(entry: dict[str, Any]) -> None:
+        spills = f", {entry['spill_bytes']} bytes spilled" if entry["spill_bytes"] else ""
+        say(
+            f"{entry['arch']:8}{entry['kernel']:15}{TileConfig(**entry['config']).key:14}"
+            f"{entry['registers']:4} registers {entry['shared_bytes']:7} bytes shared{spills}  "
+            f"'{entry['problem']}'"
+        )
+
+    manifest = bundle.generate(problems, gpus, out, kernels=_kernels(kernel), on_kernel=on_kernel)
+    if json_:
+        _print_json(json.loads(manifest.read_text(encoding="utf-8")))
+    else:
+        say(f"manifest: {manifest}")
+
+
+@app.command()
+def tune(
+    problem: Problem,
+    kernel: Kernels = "all",
+    seconds: Annotated[float | None, typer.Option(help="budget per kernel")] = None,
+    trials: Annotated[int | None, typer.Option(help="budget per kernel, all runs together")] = None,
+    json_: Json = False,
+) -> None:
+    """Find the best configs on the GPU here and record them. Ctrl-C keeps what was found.
+
+    Example: tilegen tune "b4 hq32 hkv8 q4096 d128 bf16 causal" --seconds 60
+    """
+    from tilegen.device import detect
+    from tilegen.tune import tune as tuned
+
+    spec, parsed = detect(), AttentionProblem.parse(problem)
+    if spec is None:
+        raise Unsupported(
+            "tuning measures on a GPU and PyTorch sees none; without it, take the model's choice: "
+            "tilegen propose"
+        )
+    records = [
+        tuned(parsed, spec, kernel=one, seconds=seconds, trials=trials) for one in _kernels(kernel)
+    ]
+    if json_:
+        _print_json([json.loads(record.to_json()) for record in records])
+
+
+@app.command()
+def verify(
+    problem: Problem,
+    config: Annotated[str | None, typer.Option(help="for all kernels; default: the choice")] = None,
+    gpu: Gpu = None,
+    json_: Json = False,
+) -> None:
+    """Run forward and backward against the reference; without a GPU in Triton's interpreter.
+
+    Example: tilegen verify "b1 hq4 hkv1 q200 d64 bf16 causal"
+    """
+    from tilegen.dispatch import choose
+    from tilegen.verify import require, verify_anywhere
+
+    parsed, spec = AttentionProblem.parse(problem), _gpu(gpu)
+    tile = TileConfig.parse(config) if config else None
+    checks = verify_anywhere(parsed, {k: tile or choose(parsed, spec, k)[0] for k in KERNELS})
+    if json_:
+        _print_json([asdict(check) for check in checks])
+    else:
+        for check in checks:
+            _out.print(str(check))
+    require(checks)
+
+
+@cache_app.command("list")
+def cache_list(json_: Json = False) -> None:
+    """List all records: own, extra locations, shipped.
+
+    Example: tilegen cache list
+    """
+    from tilegen.store import list_records
+
+    listed = list(list_records())
+    if json_:
+        _print_json(
+            [
+                {
+                    "file": str(one.file),
+                    "origin": one.origin,
+                    "trouble": one.trouble,
+                    "record": json.loads(one.record.to_json()) if one.record else None,
+                }
+                for one in listed
+            ]
+        )
+        return
+    for one in listed:
+        if record := one.record:
+            median = record.measurement.median_us
+            time = f"{median:9.1f} us" if median else "  unmeasured"
+            what = (
+                f"{record.gpu:10}{record.kernel:15}{record.config.key:14}{time}  '{record.problem}'"
+            )
+            _out.print(f"{one.origin:8}{what}" + (f"  {one.trouble}" if one.trouble else ""))
+        else:
+            _out.print(f"{one.origin:8}{one.file}: {one.trouble}")
+    if not listed:
+        _out.print(f'no records yet; to make one: tilegen tune "{EXAMPLE}"')
+
+
+@cache_app.command("why")
+def cache_why(
+    problem: Problem, gpu: Gpu = None, kernel: Kernels = "all", json_: Json = False
+) -> None:
+    """Say which record a call would use, and how the nearest ones differ from what is asked.
+
+    Example: tilegen cache why "b4 hq32 hkv8 q4096 d128 bf16 causal" --gpu h200
+    """
+    from tilegen.emitted import template_digest
+    from tilegen.store import current_versions, why, why_lines
+
+    parsed, spec = AttentionProblem.parse(problem), _gpu(gpu)
+    told: list[dict[str, Any]] = []
+    for one in _kernels(kernel):
+        digest = template_digest(one)
+        nearest = why(parsed, spec, one, versions=current_versions(), template_digest=digest)
+        told.append(
+            {
+                "kernel": one,
+                "nearest": [
+                    {
+                        "file": str(found.file),
+                        "origin": found.origin,
+                        "differences": [asdict(difference) for difference in found.differences],
+                    }
+                    for found in nearest
+                ],
+            }
+        )
+        if not json_:
+            for line in why_lines(parsed, spec, one, nearest):
+                _out.print(line)
+    if json_:
+        _print_json(told)
+
+
+@app.command()
+def doctor(json_: Json = False) -> None:
+    """Say what this machine has and where tilegen looks.
+
+    Example: tilegen doctor
+    """
+    from tilegen.doctor import examine
+
+    findings = examine()
+    if json_:
+        _print_json({finding.name: finding.value for finding in findings})
+        return
+    for finding in findings:
+        _out.print(f"{finding.name:20}{finding.value}")
+
+
+def _fail(message: str) -> None:
+    print(f"error: {message}", file=sys.stderr)
+    sys.exit(1)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, default=str))
+
+
+def _say_unless(quiet: bool) -> Any:
+    return (lambda line: None) if quiet else _out.print
+
+
+def _gpu(name: str | None, fast_memory: str | None = None) -> Any:
+    from dataclasses import replace
+
+    from tilegen.demo import used_gpu
+    from tilegen.device import gpu
+
+    size = _size(fast_memory) if fast_memory else None
+    if name:
+        return gpu(name, fast_memory=size)
+    spec = used_gpu()
+    return gpu(spec.name, fast_memory=size) if size else replace(spec)
+
+
+def _size(text: str) -> int:
+    units = {"kib": 1024, "mib": 1024**2, "kb": 1024, "b": 1, "": 1}
+    digits = text.strip().lower().rstrip("kmib ")
+    unit = text.strip().lower()[len(digits) :].strip()
+    if not digits.isdecimal() or unit not in units:
+        raise Unsupported(f"fast memory must look like 48KiB or 49152, got {text!r}")
+    return int(digits) * units[unit]
+
+
+def _kernel(name: str) -> Kernel:
+    for kernel in KERNELS:
+        if kernel == name:
+            return kernel
+    raise Unsupported(f"kernel must be one of {', '.join(KERNELS)}, got {name!r}")
+
+
+def _kernels(name: str) -> tuple[Kernel, ...]:
+    return KERNELS if name == "all" else (_kernel(name),)

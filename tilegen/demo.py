@@ -1,0 +1,147 @@
+"""`tilegen demo`: the whole pipeline on one attention layer, telling what it does as it does it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from tilegen import pipeline
+from tilegen.build import CompiledKernel
+from tilegen.config import KERNELS, Kernel
+from tilegen.device import detect, gpu
+from tilegen.emitted import write
+from tilegen.problem import AttentionProblem
+
+if TYPE_CHECKING:
+    from tilegen.device import GpuSpec
+
+LLAMA = "b1 hq32 hkv8 q8192 kv8192 d128 bf16 causal"
+WITHOUT_GPU = "h200"
+SHOWN = 3  # candidates per kernel
+
+
+@dataclass
+class Demo:
+    """State of one demonstration: where lines go."""
+
+    say: Callable[[str], None]
+
+    def run(self, problem: AttentionProblem, seconds: float) -> dict[str, Any]:
+        """Run the pipeline and return its results as plain values; `seconds` are spent on
+        tuning."""
+        here = detect()
+        spec = here or gpu(WITHOUT_GPU)
+        self.say(f"problem  {problem}")
+        self.say(f"GPU      {spec.title}" + ("" if here else " (none here: nothing will be timed)"))
+        told = {
+            "propose": self._propose,
+            "render": self._render,
+            "build": self._build,
+            "verify": self._verify,
+            "store": self._store,
+        }
+
+        def on_stage(name: str, value: Any) -> None:
+            if name in told:
+                told[name](value)
+
+        results = pipeline.run(
+            problem, spec, tune_seconds=seconds / len(KERNELS) if here else None, on_stage=on_stage
+        )
+        summary: dict[str, Any] = {
+            "problem": problem.key,
+            "gpu": spec.name,
+            "measured": here is not None,
+            "records": {kernel: str(outcome.saved.file) for kernel, outcome in results.items()},
+            "configs": {kernel: outcome.record.config.key for kernel, outcome in results.items()},
+        }
+        if here:
+            summary["forward_us"] = self._compare(problem)
+        else:
+            self._heading("next")
+            self.say("on a machine with a GPU, the same command tunes these kernels, then compares")
+            self.say("them with PyTorch's; see more of the choice: tilegen explain")
+        return summary
+
+    def _heading(self, text: str) -> None:
+        self.say("")
+        self.say(f"-- {text}")
+
+    def _propose(self, candidates: dict[Kernel, list[Any]]) -> None:
+        self._heading("propose: tiles that the cost model ranks first, and why")
+        for kernel, ranked in candidates.items():
+            for i, candidate in enumerate(ranked[:SHOWN]):
+                cost = candidate.estimate
+                self.say(
+                    f"{kernel if i == 0 else '':15}{candidate.config.key:14}"
+                    f"{1e6 * cost.seconds:8.0f} us predicted, limited by {cost.limit}"
+                )
+            self.say(f"{'':15}{ranked[0].config.key}: {ranked[0].reason}")
+
+    def _render(self, rendered: dict[Kernel, list[Any]]) -> None:
+        self._heading("render: readable Triton files, the first of each kernel")
+        for kernel, ranked in rendered.items():
+            self.say(f"{kernel:15}{write(ranked[0])}")
+
+    def _build(self, built: dict[Kernel, pipeline.Built]) -> None:
+        self._heading("build: compiled to binaries, no GPU needed")
+        for kernel, results in built.items():
+            for i, (candidate, result) in enumerate(results[:SHOWN]):
+                name = kernel if i == 0 else ""
+                if isinstance(result, CompiledKernel):
+                    spills = f", {result.spill_bytes} bytes spilled" if result.spill_bytes else ""
+                    self.say(
+                        f"{name:15}{candidate.config.key:14}{result.arch}  "
+                        f"{result.registers:3} registers  "
+                        f"{result.shared_bytes / 1024:6.1f} KiB shared"
+                        f" (predicted {candidate.estimate.smem_bytes / 1024:.1f}){spills}"
+                    )
+                else:
+                    self.say(f"{name:15}{candidate.config.key:14}{result}")
+
+    def _verify(self, checks: Any) -> None:
+        self._heading("verify: against an fp64 reference, at most twice PyTorch's own error")
+        for check in checks:
+            self.say(str(check))
+
+    def _store(self, saved: dict[Kernel, Any]) -> None:
+        self._heading("store: one record per kernel")
+        for kernel, one in saved.items():
+            self.say(f"{kernel:15}{one.file}")
+            self.say(f"{'':15}{'written' if one.written else 'left as it was'}: {one.reason}")
+
+    def _compare(self, problem: AttentionProblem) -> dict[str, float | None]:
+        self._heading("compare: forward, median of runs from a cold L2")
+        import tilegen
+        from tilegen.measure import measure
+        from tilegen.peers import flex, sdpa
+        from tilegen.reference import make_inputs
+
+        x = make_inputs(problem, device="cuda")
+        computed: dict[str, Callable[..., Any]] = {
+            "tilegen": partial(tilegen.attention, mask=problem.mask),
+            "sdpa": sdpa(problem, "cuda"),
+            "flex_attention": flex(problem, "cuda"),
+        }
+        times: dict[str, float | None] = {}
+        for name, attention in computed.items():
+            result = measure(partial(attention, x.q, x.k, x.v))
+            times[name] = result.median_us
+            self.say(
+                f"{name:15}{result.median_us:10.1f} us"
+                if result.median_us
+                else f"{name:15}{result.status}: {result.message}"
+            )
+        return times
+
+
+def demonstrate(problem: str, seconds: float, say: Callable[[str], None]) -> dict[str, Any]:
+    """Run the demonstration on a problem's notation and return its results as plain values."""
+    return Demo(say).run(AttentionProblem.parse(problem), seconds)
+
+
+def used_gpu() -> GpuSpec:
+    """Return the GPU at hand, or the one that commands assume where there is none."""
+    return detect() or gpu(WITHOUT_GPU)

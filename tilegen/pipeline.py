@@ -1,0 +1,134 @@
+"""The whole compiler on one screen: from a problem and a GPU to right kernels and their records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tilegen.build import CompiledKernel, compile_many, first_that_fits
+from tilegen.config import KERNELS, Kernel, TileConfig
+from tilegen.emitted import RenderedKernel, template_digest
+from tilegen.errors import BuildFailed
+from tilegen.measure import Measurement
+from tilegen.model.estimate import Candidate
+from tilegen.problem import AttentionProblem
+from tilegen.propose import propose
+from tilegen.render import render
+from tilegen.store import EstimateSummary, Saved, TuningRecord, current_versions, now, save
+from tilegen.tune import tune
+from tilegen.verify import Check, reduced, require, verify_anywhere
+
+if TYPE_CHECKING:
+    from tilegen.device import GpuSpec
+
+Built = Sequence[tuple[Candidate, CompiledKernel | BuildFailed]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What the pipeline leaves for one kernel."""
+
+    candidates: Sequence[Candidate]
+    built: Built
+    chosen: Candidate
+    record: TuningRecord
+    saved: Saved
+
+
+def run(
+    problem: AttentionProblem,
+    gpu: GpuSpec,
+    *,
+    top: int = 5,
+    tune_seconds: float | None = None,
+    on_stage: Callable[[str, Any], None] = lambda name, value: None,
+) -> dict[Kernel, Outcome]:
+    """Return, for forward and backward, the kernels to use; each has been compiled and verified.
+
+    `tune_seconds` per kernel are spent on the GPU at hand; None writes the model's choice down as
+    unmeasured. `on_stage(name, value)` is told what each stage made.
+    """
+    # AttentionProblem, GpuSpec -> {Kernel: [Candidate]}
+    candidates: dict[Kernel, list[Candidate]] = {
+        kernel: propose(problem, gpu, kernel=kernel, top=top) for kernel in KERNELS
+    }
+    on_stage("propose", candidates)
+
+    # [Candidate] -> [RenderedKernel]
+    rendered: dict[Kernel, list[RenderedKernel]] = {
+        k: [render(problem, c.config, k) for c in ranked] for k, ranked in candidates.items()
+    }
+    on_stage("render", rendered)
+
+    # [RenderedKernel] -> [CompiledKernel | BuildFailed]
+    everything = [one for ranked in rendered.values() for one in ranked]
+    outcome = {one.digest: result for one, result in compile_many(everything, gpu.arch)}
+    built: dict[Kernel, Built] = {
+        k: [(c, outcome[one.digest]) for c, one in zip(candidates[k], ranked, strict=True)]
+        for k, ranked in rendered.items()
+    }
+    on_stage("build", built)
+
+    # [CompiledKernel | BuildFailed] -> Candidate
+    chosen: dict[Kernel, Candidate] = {
+        kernel: choose(results, gpu) for kernel, results in built.items()
+    }
+    on_stage("choose", chosen)
+
+    # {Kernel: TileConfig} -> [Check]
+    checks: tuple[Check, ...] = verify_anywhere(reduced(problem), configs(chosen))
+    on_stage("verify", checks)
+    require(checks)
+
+    # Candidate -> TuningRecord
+    records: dict[Kernel, TuningRecord] = {
+        kernel: tune(problem, gpu, kernel=kernel, seconds=tune_seconds)
+        if tune_seconds
+        else unmeasured(problem, gpu, candidate)
+        for kernel, candidate in chosen.items()
+    }
+    on_stage("tune", records)
+
+    # TuningRecord -> JSON
+    saved = {kernel: save(record) for kernel, record in records.items()}
+    on_stage("store", saved)
+
+    return {
+        kernel: Outcome(
+            candidates=candidates[kernel],
+            built=built[kernel],
+            chosen=chosen[kernel],
+            record=records[kernel],
+            saved=saved[kernel],
+        )
+        for kernel in KERNELS
+    }
+
+
+def choose(built: Built, gpu: GpuSpec) -> Candidate:
+    """Return the best-ranked candidate that compiled without spills. Raises BuildFailed."""
+    best = first_that_fits([result for _, result in built], gpu)
+    return next(candidate for candidate, result in built if result is best)
+
+
+def configs(chosen: dict[Kernel, Candidate]) -> dict[Kernel, TileConfig]:
+    """Return the config of each kernel's candidate."""
+    return {kernel: candidate.config for kernel, candidate in chosen.items()}
+
+
+def unmeasured(problem: AttentionProblem, gpu: GpuSpec, candidate: Candidate) -> TuningRecord:
+    """Return a record of the model's choice, marked as never timed."""
+    return TuningRecord(
+        gpu=gpu.name,
+        arch=gpu.arch,
+        kernel=candidate.kernel,
+        problem=problem.bucket,
+        config=candidate.config,
+        measurement=Measurement(status="unmeasured"),
+        estimate=EstimateSummary.of(candidate.estimate),
+        versions=current_versions(),
+        template_digest=template_digest(candidate.kernel),
+        date=now(),
+        command=f"tilegen tune '{problem.bucket}' --kernel {candidate.kernel}",
+    )
