@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tilegen.config import Kernel, TileConfig
+from tilegen.emitted import template_digest
 from tilegen.errors import BuildFailed, InvalidRecord, NoRecord, Unsupported
 from tilegen.measure import DeviceLost, Measurement
 from tilegen.problem import AttentionProblem
@@ -125,8 +126,6 @@ class _Run:
         candidates: Sequence[Candidate],
         report: Report,
     ) -> None:
-        from tilegen.render import template_digest
-
         self.problem = problem
         self.gpu = gpu
         self.kernel: Kernel = kernel

@@ -334,6 +334,26 @@ def test_file_that_cannot_be_read_is_left_where_it_is(
     assert look_up(PROBLEM, H200, "fwd", where=[own(tmp_path)]) is not None
 
 
+def test_location_that_may_not_be_looked_into_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    where = [Location(tmp_path / "locked", "extra"), place(tmp_path, RECORD, "shipped")]
+
+    def refuse(self: Path, *_: Any) -> Any:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "is_dir", refuse)
+        for _ in range(2):
+            assert look_up(PROBLEM, H200, "fwd", where=where) is not None
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "glob", refuse)
+        assert list(list_records(where[:1])) == []
+    looked, listed = caplog.messages
+    assert "locked' cannot be looked at: Permission denied" in looked
+    assert "locked' cannot be listed: Permission denied" in listed
+
+
 def test_set_aside_gives_up_after_a_hundred(tmp_path: Path) -> None:
     kept = []
     for _ in range(99):

@@ -8,6 +8,8 @@ import logging
 import multiprocessing
 import os
 import re
+import subprocess
+import sys
 import threading
 from dataclasses import fields, replace
 from pathlib import Path
@@ -524,6 +526,21 @@ def test_same_versions_and_unknown_ones_are_no_mismatch(
         assert found is not None
         assert found.differences == ()
     assert caplog.messages == []
+
+
+def test_a_look_up_loads_nothing_heavy() -> None:
+    code = (
+        "import sys\n"
+        "from tilegen.device import gpu\n"
+        "from tilegen.problem import AttentionProblem\n"
+        "from tilegen.store import look_up\n"
+        "look_up(AttentionProblem.parse('hq1 q64 d64 bf16'), gpu('h200'), 'fwd')\n"
+        "print(sorted({'torch', 'triton', 'sympy', 'optuna', 'jinja2', 'rich'} & set(sys.modules)))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert result.stdout == "[]\n"
 
 
 # --------------------------------------------------------------------------------------------------

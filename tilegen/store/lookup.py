@@ -105,8 +105,7 @@ def look_up(
     wanted = record_path(gpu.name, kernel, problem)
     best: Found | None = None
     for location in locations() if where is None else where:
-        if location.origin == "extra" and not location.root.is_dir():
-            _say_once(f"record location {str(location.root)!r} is not a folder; passed over")
+        if location.origin == "extra" and not _is_there(location.root):
             continue
         file = location.root / wanted
         record = _usable(file, location)
@@ -206,11 +205,30 @@ def list_records(where: Sequence[Location] | None = None) -> Iterator[Listed]:
     """Yield every record file of all locations, also those that cannot be used. Changes nothing."""
     for location in locations() if where is None else where:
         for kernel in KERNELS:
-            for file in sorted(location.root.glob(f"*/{kernel}/*.json")):
+            for file in _files(location.root, f"*/{kernel}/*.json"):
                 yield _examine(file, location)
-            for file in sorted(location.root.glob(f"*/{kernel}/*{BROKEN}")):
+            for file in _files(location.root, f"*/{kernel}/*{BROKEN}"):
                 trouble = "was broken and set aside; delete it once you have seen it"
                 yield Listed(file=file, origin=location.origin, record=None, trouble=trouble)
+
+
+def _is_there(root: Path) -> bool:
+    """Whether an extra location can be used; if not, a warning has named it."""
+    try:
+        trouble = "" if root.is_dir() else "is not a folder"
+    except OSError as error:
+        trouble = f"cannot be looked at: {error.strerror}"
+    if trouble:
+        _say_once(f"record location {str(root)!r} {trouble}; passed over")
+    return not trouble
+
+
+def _files(root: Path, pattern: str) -> list[Path]:
+    try:
+        return sorted(root.glob(pattern))
+    except OSError as error:
+        _say_once(f"record location {str(root)!r} cannot be listed: {error.strerror}")
+        return []
 
 
 def _examine(file: Path, location: Location) -> Listed:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,9 +18,6 @@ from tilegen.problem import AttentionProblem
 
 if TYPE_CHECKING:
     from tilegen.device import GpuSpec
-
-CHECKED_LENGTH = 500
-"""Lengths at which a winner is checked: ragged, some tiles of any size, and quick."""
 
 
 class Usage(Protocol):
@@ -138,11 +135,14 @@ def _measure_with(problem: AttentionProblem, kernel: Kernel) -> Measure:
     arguments: list[Any] = []
 
     def measure_config(config: TileConfig) -> Measurement:
-        from tilegen.build import load
+        from tilegen.emitted import load
         from tilegen.render import render
 
         if not arguments:
-            arguments.extend(_arguments(problem, kernel))
+            try:
+                arguments.extend(_arguments(problem, kernel, "cuda"))
+            except RuntimeError as error:  # torch's error for too little memory is one
+                raise Unsupported(f"no inputs for '{problem}': {one_line(error)}") from error
         try:
             module = load(render(problem, config, kernel))
         except TilegenError as error:
@@ -152,19 +152,19 @@ def _measure_with(problem: AttentionProblem, kernel: Kernel) -> Measure:
     return measure_config
 
 
-def _arguments(problem: AttentionProblem, kernel: Kernel) -> list[Any]:
+def _arguments(problem: AttentionProblem, kernel: Kernel, device: str) -> list[Any]:
     """Return random arguments for `launch`; times depend little on the values."""
     import torch
 
     from tilegen.reference import TORCH_DTYPES
 
-    generator = torch.Generator("cuda").manual_seed(0)
+    generator = torch.Generator(device).manual_seed(0)
     dtype = TORCH_DTYPES[problem.dtype]
     rows = (problem.batch, problem.num_heads_q, problem.seqlen_q)
     columns = (problem.batch, problem.num_heads_kv, problem.seqlen_kv)
 
     def random(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, device="cuda", dtype=dtype)
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
     if kernel == "bwd_preprocess":
         return [random((*rows, problem.head_dim_v), dtype) for _ in ("out", "dout")]
@@ -176,7 +176,7 @@ def _arguments(problem: AttentionProblem, kernel: Kernel) -> list[Any]:
         return [q, k, v, scale]
     dout = random((*rows, problem.head_dim_v), dtype)
     # What a dense forward would give on such inputs: logits are normal with variance 1.
-    lse = torch.full(rows, math.log(problem.seqlen_kv) + 0.5, device="cuda")
+    lse = torch.full(rows, math.log(problem.seqlen_kv) + 0.5, device=device)
     return [q, k, v, dout, lse, random(rows, torch.float32), scale]
 
 
@@ -184,16 +184,9 @@ def _check(
     problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, config: TileConfig
 ) -> Measurement | None:
     """Judge a config by `verify` at a reduced size; the other kernels take the model's choice."""
-    from tilegen.verify import verify
+    from tilegen.verify import reduced, verify
 
-    small = replace(
-        problem,
-        batch=1,
-        num_heads_q=problem.group_size,
-        num_heads_kv=1,
-        seqlen_q=min(problem.seqlen_q, CHECKED_LENGTH),
-        seqlen_kv=min(problem.seqlen_kv, CHECKED_LENGTH),
-    )
+    small = reduced(problem)
     judged = ("out", "lse") if kernel == "fwd" else ("dq", "dk", "dv")
     configs: dict[Kernel, TileConfig] = {kernel: config}
     if kernel != "fwd":

@@ -1,0 +1,59 @@
+"""The tuner with the real model, templates and compiler; only the times are made up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.records import H200, timed
+from tilegen.config import TileConfig
+from tilegen.measure import Measurement
+from tilegen.problem import AttentionProblem
+from tilegen.propose import propose
+from tilegen.store import look_up
+from tilegen.tune import tune
+from tilegen.tuning import bench
+
+
+def test_the_models_choice_is_compiled_then_measured_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
+    problem = AttentionProblem.parse("b1 hq4 hkv1 q1024 kv1024 d64 bf16 causal")
+    measured: list[TileConfig] = []
+
+    def measure(config: TileConfig) -> Measurement:
+        measured.append(config)
+        return timed(100.0 + 10 * len(measured))
+
+    found = tune(
+        problem,
+        H200,
+        kernel="fwd",
+        trials=2,
+        measure=measure,
+        compile=lambda configs: bench._compile(problem, H200, "fwd", configs),
+        progress=False,
+    )
+    ranked = propose(problem, H200, kernel="fwd", top=2)
+    assert [candidate.config for candidate in ranked] == measured
+    assert found.config == ranked[0].config
+    assert found.estimate is not None
+    assert found.estimate.read_bytes == ranked[0].estimate.read_bytes
+    hit = look_up(problem, H200, "fwd")
+    assert hit is not None
+    assert hit.record == found
+
+
+def test_what_cannot_fit_is_refused_by_the_compiler_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
+    problem = AttentionProblem.parse("b1 hq1 hkv1 q1024 kv1024 d256 bf16 full")
+    large = TileConfig(block_m=128, block_n=128, num_warps=8, num_stages=3)
+    ((config, built),) = bench._compile(problem, H200, "fwd", [large])
+    refusal = bench.refused(built, H200)
+    assert config == large
+    assert refusal is not None
+    assert refusal.status in ("out_of_resources", "build_failed")
