@@ -102,8 +102,8 @@ def test_fast_launches_stop_at_the_largest_number() -> None:
 
 
 def test_slow_launches_run_as_often_as_asked_then_stop() -> None:
-    timer = Recorded([10.0], sleep=0.004)
-    found = measure(lambda: None, min_repeats=8, seconds=0.02, timer=timer)
+    timer = Recorded([10.0], sleep=0.03)
+    found = measure(lambda: None, min_repeats=8, seconds=0.2, timer=timer)
     assert 8 <= found.repeats <= 12
 
 
@@ -111,7 +111,7 @@ def test_very_slow_launch_is_cut_off() -> None:
     timer = Recorded([10.0], sleep=0.05)
     started = time.monotonic()
     found = measure(lambda: None, min_repeats=1000, seconds=0.01, timer=timer)
-    assert time.monotonic() - started < 0.5
+    assert time.monotonic() - started < 5
     assert found.status == "ok"
     assert found.repeats == 1
 
