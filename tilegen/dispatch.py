@@ -36,6 +36,7 @@ _DTYPES: dict[torch.dtype, DType] = {
 _FULL = full()
 MAX_ROW_STRIDE = 2**22  # elements; emitted kernels address a tile of rows with 32 bits
 MAX_PLANS = 4096
+TUNE_SECONDS = 30.0  # per kernel, where TILEGEN_TUNE=1 lets a call tune
 INTERPRETED_GPU = "h200"  # whose tiles the interpreter runs, having no GPU of its own
 
 
@@ -114,7 +115,8 @@ def choose(problem: AttentionProblem, spec: GpuSpec, kernel: Kernel) -> tuple[Ti
     if settings().tune and (found is None or not found.record.is_measured):
         from tilegen.tune import tune
 
-        return tune(problem.bucket, spec, kernel=kernel).config, "tuned now"
+        record = tune(problem.bucket, spec, kernel=kernel, seconds=TUNE_SECONDS)
+        return record.config, "tuned now"
     if found:
         return found.record.config, str(found.file)
     from tilegen.propose import propose  # loads SymPy

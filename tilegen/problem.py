@@ -56,6 +56,12 @@ class AttentionProblem:
                 f"num_heads_q must be a multiple of num_heads_kv, "
                 f"got {self.num_heads_q} and {self.num_heads_kv}"
             )
+        tiles = -(-max(self.seqlen_q, self.seqlen_kv) // 16)  # of the smallest kind
+        if self.batch * self.num_heads_q * tiles > MAX_PROGRAMS:
+            raise Unsupported(
+                f"batch * num_heads_q * tiles must be at most {MAX_PROGRAMS}, got {self.batch} * "
+                f"{self.num_heads_q} * {tiles}; split the batch"
+            )
         if self.dtype not in DTYPE_BYTES:
             raise InvalidProblem(
                 f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}"

@@ -18,10 +18,10 @@ masks = st.lists(
 
 @st.composite
 def problems(draw: st.DrawFn) -> AttentionProblem:
-    heads_kv = draw(st.integers(1, 64))
+    heads_kv = draw(st.integers(1, 8))
     return AttentionProblem(
-        batch=draw(st.integers(1, 100)),
-        num_heads_q=heads_kv * draw(st.integers(1, 16)),
+        batch=draw(st.integers(1, 4)),
+        num_heads_q=heads_kv * draw(st.integers(1, 4)),
         num_heads_kv=heads_kv,
         seqlen_q=draw(st.integers(1, MAX_LENGTH)),
         seqlen_kv=draw(st.integers(1, MAX_LENGTH)),
@@ -117,6 +117,11 @@ def test_malformed_notation(text: str) -> None:
 def test_head_dims_out_of_reach(dims: str) -> None:
     with pytest.raises(Unsupported, match=r"head_dim_\w+ must be 8\.\.256, got \d+; use torch"):
         AttentionProblem.parse(f"hq8 q8 d{dims} bf16")
+
+
+def test_more_programs_than_a_grid_holds() -> None:
+    with pytest.raises(Unsupported, match="split the batch"):
+        AttentionProblem.parse("b1024 hq1024 q65536 d64 bf16")
 
 
 def test_fields_are_checked() -> None:

@@ -1,0 +1,138 @@
+"""Compile the model's proposals for the whole catalogue, and see how many are legal.
+
+    python -m benchmarks.proposals --top 5
+
+For every workload, kernel and architecture: do the proposals compile, within shared memory, without
+spills? Needs no GPU. Rows go to benchmarks/results/cpu/proposals.csv.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.environment import ROOT, environment
+from benchmarks.rows import append, with_environment
+from benchmarks.workloads import CATALOGUE
+from tilegen.build import CompiledKernel, compile_many
+from tilegen.bundle import gpu_for
+from tilegen.config import KERNELS, Kernel
+from tilegen.device import GpuSpec
+from tilegen.emitted import RenderedKernel
+from tilegen.errors import BuildFailed
+from tilegen.model.estimate import Candidate
+from tilegen.problem import AttentionProblem
+from tilegen.propose import propose
+from tilegen.render import render
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
+RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "proposals.csv"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProposalRow:
+    """The proposals of one kernel of one workload on one architecture."""
+
+    workload: str
+    problem: str
+    kernel: str
+    arch: str
+    configs: str
+    """Best first."""
+    spill_bytes: str
+    """Of each config; -: does not compile, or not within shared memory."""
+    smem_error: int
+    """Largest difference in bytes between predicted and reported shared memory."""
+    first_legal: bool
+    all_legal: bool
+    gpu: str
+    driver: str
+    cuda: str
+    python: str
+    torch: str
+    triton: str
+    commit: str
+    date: str
+    command: str
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One line of the result, before compiling."""
+
+    workload: str
+    problem: AttentionProblem
+    kernel: Kernel
+    gpu: GpuSpec
+    ranked: tuple[tuple[Candidate, RenderedKernel], ...]
+
+
+def asked(arch: str, top: int) -> Iterable[Asked]:
+    """Return what the catalogue asks of one architecture."""
+    spec = gpu_for(arch)
+    for workload in CATALOGUE:
+        for kernel in KERNELS:
+            ranked = propose(workload.problem, spec, kernel=kernel, top=top)
+            rendered = tuple((c, render(workload.problem, c.config, kernel)) for c in ranked)
+            yield Asked(workload.name, workload.problem, kernel, spec, rendered)
+
+
+def judge(one: Asked, outcome: dict[str, CompiledKernel | BuildFailed]) -> ProposalRow:
+    """Return the row of compiled proposals; `outcome` is by digest."""
+    spills, errors = list[int | None](), [0]
+    for candidate, rendered in one.ranked:
+        result = outcome[rendered.digest]
+        legal = isinstance(result, CompiledKernel) and result.shared_bytes <= one.gpu.smem_per_block
+        spills.append(result.spill_bytes if legal and isinstance(result, CompiledKernel) else None)
+        if isinstance(result, CompiledKernel):
+            errors.append(abs(result.shared_bytes - candidate.estimate.smem_bytes))
+    return with_environment(
+        ProposalRow,
+        environment(),
+        workload=one.workload,
+        problem=one.problem.key,
+        kernel=one.kernel,
+        arch=one.gpu.arch,
+        configs=" ".join(candidate.config.key for candidate, _ in one.ranked),
+        spill_bytes=" ".join("-" if spill is None else str(spill) for spill in spills),
+        smem_error=max(errors),
+        first_legal=spills[0] == 0,
+        all_legal=all(spill == 0 for spill in spills),
+    )
+
+
+def main(
+    top: Annotated[int, typer.Option(help="proposals per kernel")] = 5,
+    arch: Annotated[list[str] | None, typer.Option(help="repeatable")] = None,
+    out: Annotated[Path, typer.Option(help="result file; replaced")] = RESULTS,
+) -> None:
+    """Compile the proposals and print what is not legal."""
+    rows: list[ProposalRow] = []
+    for name in arch or ARCHITECTURES:
+        lines = list(asked(name, top))
+        distinct = {r.digest: r for line in lines for _, r in line.ranked}
+        results = compile_many(list(distinct.values()), name)
+        outcome = {rendered.digest: result for rendered, result in results}
+        rows += [judge(line, outcome) for line in lines]
+        here = [row for row in rows if row.arch == name]
+        print(
+            f"{name}: {len(distinct)} kernels compiled for {len(here)} requests; "
+            f"first proposal legal in {sum(row.first_legal for row in here)}, "
+            f"all {top} in {sum(row.all_legal for row in here)}"
+        )
+    out.unlink(missing_ok=True)
+    for row in rows:
+        append(out, row)
+    for row in rows:
+        if not row.first_legal:
+            print(
+                f"  {row.arch} {row.kernel} {row.workload}: {row.configs} spill {row.spill_bytes}"
+            )
+
+
+if __name__ == "__main__":
+    typer.run(main)

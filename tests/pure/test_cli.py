@@ -1,0 +1,162 @@
+"""The command line as a user types it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from tilegen import cli
+from tilegen.cli import app
+
+PROBLEM = "hq8 hkv2 q512 d64 bf16 causal"
+COMMANDS = {
+    "demo",
+    "propose",
+    "explain",
+    "show",
+    "generate",
+    "tune",
+    "verify",
+    "doctor",
+    "cache list",
+    "cache why",
+}
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Run `main` on a command line that must fail; return its one line."""
+    monkeypatch.setattr(sys, "argv", ["tilegen", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+def test_every_command_is_known_here() -> None:
+    names = {c.name or c.callback.__name__ for c in app.registered_commands if c.callback}
+    names |= {f"cache {c.name}" for c in cli.cache_app.registered_commands}
+    assert names == COMMANDS
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_help_has_an_example_and_json(command: str) -> None:
+    text = " ".join(run(*command.split(), "--help").split())
+    assert f"Example: tilegen {command}" in text
+    assert "--json" in text
+
+
+def test_propose_ranks() -> None:
+    lines = run("propose", PROBLEM, "--gpu", "h200", "--top", "3").splitlines()
+    assert len(lines) == 3
+    assert all(" us " in line and "rows stay" in line for line in lines)
+    ranked = json.loads(run("propose", PROBLEM, "--gpu", "h200", "--top", "3", "--json"))
+    assert [entry["config"]["block_m"] for entry in ranked]
+    assert ranked[0]["estimate"]["read_bytes"] > 0
+    times = [entry["estimate"]["seconds"] for entry in ranked]
+    assert times == sorted(times)
+
+
+def test_fast_memory_is_respected() -> None:
+    ranked = json.loads(run("propose", PROBLEM, "--gpu", "h200", "--fast-memory", "48KiB", "--json"))
+    assert all(entry["estimate"]["smem_bytes"] <= 48 * 1024 for entry in ranked)
+
+
+def test_explain_says_why() -> None:
+    text = run("explain", PROBLEM, "--gpu", "a100", "--kernel", "fwd")
+    for what in ("because", "V_kv*d_qk*g", "bound", "next best", "with other fast memory", "waves"):
+        assert what in text
+    explained = json.loads(run("explain", PROBLEM, "--gpu", "a100", "--json"))
+    assert [one["kernel"] for one in explained] == ["fwd", "bwd_preprocess", "bwd_dkdv", "bwd_dq"]
+    assert all(one["bound"]["ratio"] >= 1 for one in explained)
+    assert all(one["traffic"]["write_bytes"] > 0 for one in explained)
+
+
+def test_explain_of_a_config_of_ones_own() -> None:
+    text = run("explain", PROBLEM, "--gpu", "h200", "--kernel", "fwd", "--config", "m16n16w4s1")
+    assert "TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)" in text
+    assert "times as long as the model's choice" in text
+
+
+def test_show_prints_a_kernel_and_nothing_else() -> None:
+    source = run("show", PROBLEM, "--gpu", "h200", "--kernel", "bwd_dq", "--config", "m64n32w4s2")
+    compile(source, "kernel.py", "exec")
+    assert source.startswith('"""Attention backward: dq.')
+    told = json.loads(run("show", PROBLEM, "--kernel", "bwd_dq", "--config", "m64n32w4s2", "--json"))
+    assert told["source"] == source
+
+
+def test_cache_list_and_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
+    assert "no record" in run("cache", "why", PROBLEM, "--gpu", "t4", "--kernel", "fwd")
+    (tmp_path / "h200" / "fwd").mkdir(parents=True)
+    (tmp_path / "h200" / "fwd" / "broken.json").write_text("{")
+    listed = json.loads(run("cache", "list", "--json"))
+    own = [entry for entry in listed if entry["origin"] == "own"]
+    assert [entry["record"] for entry in own] == [None]
+    assert own[0]["file"].endswith("broken.json")
+    assert own[0]["trouble"]
+    assert isinstance(json.loads(run("cache", "why", PROBLEM, "--json")), list)
+
+
+def test_doctor() -> None:
+    found = json.loads(run("doctor", "--json"))
+    assert {"tilegen", "torch", "triton", "gpu", "own directory", "templates"} <= set(found)
+    assert "triton" in run("doctor")
+
+
+BAD = {
+    "no such command": (["explode"], "explode"),
+    "no argument": (["propose"], "problem"),
+    "no such option": (["propose", PROBLEM, "--nope"], "--nope"),
+    "malformed notation": (["propose", "hq8"], "expected a problem"),
+    "mask nobody knows": (["explain", "hq8 q8 d64 bf16 diagonal"], "expected a mask"),
+    "unknown GPU": (["propose", PROBLEM, "--gpu", "h201"], "did you mean h200"),
+    "unknown kernel": (["show", PROBLEM, "--kernel", "bwd"], "kernel must be one of"),
+    "unknown arch": (["generate", PROBLEM, "--arch", "hopper"], "arch must be one of"),
+    "neither arch nor gpu": (["generate", PROBLEM], "expected --arch or --gpu"),
+    "no problem": (["generate", "--arch", "sm_90"], "one problem or --catalog"),
+    "no such file": (["generate", "--catalog", "none.txt", "--arch", "sm_90"], "none.txt"),
+    "bad config": (["show", PROBLEM, "--config", "128x64"], "such as m128n64w8s3"),
+    "bad memory": (["propose", PROBLEM, "--gpu", "h200", "--fast-memory", "lots"], "48KiB"),
+    "too little memory": (["propose", PROBLEM, "--gpu", "h200", "--fast-memory", "1KiB"], "bytes"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_user_errors_are_one_line_and_exit_code_1(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, message = BAD[name]
+    assert message in failing(monkeypatch, capsys, *arguments)
+
+
+def test_tune_without_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tilegen.device.detect", lambda: None)
+    assert "PyTorch sees none" in failing(monkeypatch, capsys, "tune", PROBLEM)
+
+
+def test_the_installed_command_runs() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", "from tilegen.cli import main; main()", "propose", "nonsense"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith("error: expected a problem")
