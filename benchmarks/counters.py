@@ -8,6 +8,7 @@ with the configs that a call would use, from cold caches.
 
 from __future__ import annotations
 
+import contextlib
 import csv as csv_module
 import io
 import shutil
@@ -113,10 +114,11 @@ def profile(workload: Workload, *, timeout: float) -> list[Counted]:
         )
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"ncu took longer than {timeout:.0f} s") from None
-    if result.returncode:
+    counted = parse(result.stdout)
+    if result.returncode or not counted:  # without the right to count it exits with 0
         words = (result.stdout + result.stderr).strip().splitlines()[-3:]
-        raise RuntimeError(f"ncu exited with {result.returncode}: {' / '.join(words)}")
-    return parse(result.stdout)
+        raise RuntimeError(f"ncu counted nothing ({result.returncode}): {' / '.join(words)}")
+    return counted
 
 
 def parse(text: str) -> list[Counted]:
@@ -125,7 +127,8 @@ def parse(text: str) -> list[Counted]:
     launches: dict[str, Counted] = {}
     for row in csv_module.DictReader(io.StringIO(header + table)):
         counted = launches.setdefault(row["ID"], Counted(function=row["Kernel Name"], values={}))
-        counted.values[row["Metric Name"]] = float(row["Metric Value"].replace(",", ""))
+        with contextlib.suppress(ValueError):  # n/a: this GPU does not have the counter
+            counted.values[row["Metric Name"]] = float(row["Metric Value"].replace(",", ""))
     return list(launches.values())
 
 
@@ -163,6 +166,8 @@ def measure(workload: Workload, spec: GpuSpec, *, timeout: float) -> Iterator[Co
         function = render(workload.problem, config, kernel).function
         if function not in counted:
             raise RuntimeError(f"ncu saw no launch of {function}, only {', '.join(counted)}")
+        if missing := [m for m in METRICS if m not in counted[function].values]:
+            raise RuntimeError(f"ncu has no value of {', '.join(missing)} for {function}")
         predicted = estimate(workload.problem, spec, config, kernel)
         yield compare(workload, predicted, counted[function])
 

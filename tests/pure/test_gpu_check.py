@@ -271,6 +271,39 @@ def test_counters_are_parsed_and_compared() -> None:
     assert (row.counted_smem_bytes, row.smem_ratio) == (2048, None)
 
 
+def fake_ncu(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = folder / "ncu"
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+def test_profiled_kernels_become_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TileConfig(block_m=64, block_n=32)
+    fake_ncu(tmp_path, NCU, monkeypatch)
+    monkeypatch.setattr(counters, "choose", lambda *_: (config, "test"))
+    (row,) = counters.measure(a_workload("w"), H200, timeout=30)
+    assert (row.kernel, row.config, row.counted_registers) == ("fwd", config.key, 100)
+    assert row.predicted_read_bytes == estimate(PROBLEM, H200, config).read_bytes
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("==ERROR== ERR_NVGPUCTRPERM", "ERR_NVGPUCTRPERM"),
+        (NCU.replace("attention_fwd", "other"), "saw no launch of attention_fwd"),
+        (NCU.replace('"4,500"', '"n/a"'), "no value of l1tex__m_xbar2l1tex_read_bytes"),
+    ],
+)
+def test_a_profiler_that_cannot_count_is_an_error(
+    text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_ncu(tmp_path, text, monkeypatch)
+    monkeypatch.setattr(counters, "choose", lambda *_: (TileConfig(block_m=64, block_n=32), "test"))
+    with pytest.raises(RuntimeError, match=message):
+        list(counters.measure(a_workload("w"), H200, timeout=30))
+
+
 def test_counted_rows_are_summarised(tmp_path: Path) -> None:
     (forward, _) = counters.parse(NCU)
     predicted = estimate(PROBLEM, H200, TileConfig(block_m=64, block_n=32))
