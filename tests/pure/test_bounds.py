@@ -17,6 +17,7 @@ from tilegen.model.bounds import (
     critical_head_dim,
     dividing_point,
     large_cache_complexity,
+    largest_subgrid,
     lower_bound,
     lower_bound_bytes,
     mask_size,
@@ -81,6 +82,32 @@ def test_partition_bound_of_one_dense_head() -> None:
     dense = partition_bound().subs({H_kv: 1, g: 1, P: 1, nnz: N**2, d_qk: d})
     unmasked = dense.replace(sp.Min, lambda *args: next(a for a in args if not a.has(w)))
     assert sp.simplify(unmasked - (N**2 * d**2 / (M + 4 * d**2) - M)) == 0
+
+
+@pytest.mark.parametrize("group", [1, 2, 3])
+@pytest.mark.parametrize("mask", ["full", "causal", "window(0,0)", "window(2,0)", "window(1,2)"])
+def test_largest_subgrid_against_brute_force(mask: str, group: int) -> None:
+    """All choices of query rows (of a whole group) and key rows of a 5 x 5 mask."""
+    keep = AttentionProblem.parse(f"hq1 q1 d64 bf16 {mask}").mask.keep
+    length, width = (
+        5,
+        mask_size(AttentionProblem.parse(f"hq1 q1 d64 bf16 {mask}").mask, 5, 5).degree,
+    )
+    rows = [sum(bool(keep(i, j, 5, 5)) << j for j in range(length)) for i in range(length)] * group
+    most = [0] * (length * (group + 1) + 1)
+    for chosen in range(1 << length):  # key rows; the best query rows are those that see most
+        seen = sorted(((row & chosen).bit_count() for row in rows), reverse=True)
+        for count in range(len(rows) + 1):
+            total = chosen.bit_count() + count
+            most[total] = max(most[total], sum(seen[:count]))
+    bound = sp.lambdify((M, d_qk, w, g), largest_subgrid(), "math")
+    limits = [bound(total / 2, 1, width, group) for total in range(len(most))]
+    assert all(found <= limit for found, limit in zip(most, limits, strict=True))
+    # and it is no looser than rounding makes it, where rows and columns are plenty
+    if mask == "full":
+        assert most[4] == limits[4] == 4
+    if mask == "window(0,0)" and group == 1:
+        assert most[6] == limits[6] == 3
 
 
 def test_product_bound_of_one_dense_head() -> None:

@@ -82,16 +82,22 @@ def complexity(direction: Direction) -> sp.Expr:
 # Lower bounds with constants, for a whole launch
 
 
+def largest_subgrid() -> sp.Expr:
+    """Return an upper bound on the score entries that 2M/d rows of Q and K together span.
+
+    I query rows and J key rows, I + J = 2M/d, span at most I J entries, and where a mask keeps at
+    most w in a row or column, and g query heads share each key row, at most min(I w, J g w).
+    """
+    return sp.Min(M**2 / d_qk**2, 2 * M * w * g / (d_qk * (g + 1)))
+
+
 def partition_bound() -> sp.Expr:
     """Return LB1 in words, for every M: Saha and Ye, Lemma 3.3, applied to a 2M-partition.
 
-    A part of the computation that touches 2M words completes at most e_G(2M/d) score entries, the
-    most that 2M/d rows of Q and K together span, and reaches 4M more. Unmasked, e_G = (M/d)^2, and
-    one head on one processor gives N_q N_kv d^2 / (M + 4 d^2) - M. With at most w entries in a row
-    or column, and g query heads on each column, e_G is also at most 2 M w g / (d (g + 1)).
+    A part of the computation that touches 2M words completes at most `largest_subgrid()` entries
+    and reaches 4M more. One dense head on one processor: N_q N_kv d^2 / (M + 4 d^2) - M.
     """
-    most_entries = sp.Min(M**2 / d_qk**2, 2 * M * w * g / (d_qk * (g + 1)))
-    return M * (H_kv * g * nnz / (most_entries + 4 * M) - P)
+    return M * (H_kv * g * nnz / (largest_subgrid() + 4 * M) - P)
 
 
 def product_bound() -> sp.Expr:

@@ -25,6 +25,8 @@ chunks = cache(head_dim_chunks)
 
 TENSOR_MEMORY_COLUMNS = 512
 TENSOR_MEMORY_LANES = 128
+ROWS_PER_WARP, COLUMNS_PER_WARP = 16, 8
+"""Smallest tile that one warp's matrix instructions make."""
 MAX_PROGRAMS_PER_SM = 32
 MAX_WARPS_PER_SM = {"sm_": 48, "gfx": 32}
 """Of 64 or 32 threads; some parts hold 64 warps, but registers end sooner."""
@@ -58,7 +60,9 @@ class Family:
 
     warp_threads: int
     max_registers: int
+    registers_per_sm: int
     rows_in_place: int
+    kept_leave: bool
     tensor_memory: bool
     pipelines: bool
     smem_overhead: int
@@ -72,20 +76,23 @@ def footprint(
 ) -> Footprint:
     """Return what one program of an emitted kernel needs on `arch`."""
     rules, shape = family(arch), _shape(problem, config, kernel)
-    registers = sum(
-        coefficient * feature
-        for coefficient, feature in zip(
-            rules.registers[_fit_name(kernel, shape.exact)],
-            register_features(problem, config, kernel, arch),
-            strict=True,
-        )
-    )
+    features = register_features(problem, config, kernel, arch)
+    fit = rules.registers[f"{kernel}_{'fp32' if shape.exact else '16'}"]
+    registers = sum(a * b for a, b in zip(fit, features, strict=True))
+    if shape.exact and features[REGISTER_FEATURES.index("probabilities")] > MAX_UNROLLED:
+        registers = max(registers, 2.0 * rules.max_registers)
     return Footprint(
         smem_bytes=_shared(rules, shape, config, kernel),
         registers=math.ceil(registers),
         columns=_columns(shape, kernel) if rules.tensor_memory and not shape.exact else 0,
-        max_registers=rules.max_registers,
+        max_registers=max_registers(arch, config.num_warps),
     )
+
+
+def max_registers(arch: str, num_warps: int) -> int:
+    """Return the most registers that one thread of a program may have."""
+    rules = family(arch)
+    return min(rules.max_registers, rules.registers_per_sm // (rules.warp_threads * num_warps))
 
 
 def residents(needs: Footprint, gpu: GpuSpec, config: TileConfig) -> int:
@@ -165,18 +172,24 @@ def _shared(rules: Family, shape: _Shape, config: TileConfig, kernel: Kernel) ->
     if kernel == "bwd_preprocess":
         return 4 * shape.rows * config.num_warps
     in_place = _in_place(rules, shape)
+    if rules.kept_leave:
+        chunk = max(shape.streamed_chunks)
+        buffered = shape.streamed_width * (config.num_stages - 1) or chunk
+        words = max(shape.rows * chunk, shape.streamed * (buffered + shape.rows))
+        return words * shape.element_bytes
     if config.num_stages == 1 or not rules.pipelines:
-        whole = kernel != "fwd"  # the backward needs a streamed tile twice
-        buffered = (
-            shape.streamed_width * (1.5 if kernel == "bwd_dkdv" else 1) if whole else shape.widest
-        )
+        # One tile at a time; the backward needs each twice, the second time in another layout.
+        again = 1.5 if kernel == "bwd_dkdv" and not (in_place or shape.exact) else 1.0
+        buffered = shape.widest if kernel == "fwd" else shape.streamed_width * again
         vectors = 0
     else:
         buffers = config.num_stages if in_place else config.num_stages - 1
         buffered = buffers * shape.streamed_width
         vectors = 8 * buffers * shape.streamed if kernel == "bwd_dkdv" else 0  # lse and delta
         if in_place:
-            buffered += rules.once_more.get(kernel, 0.0) * shape.streamed_width
+            split = len(shape.streamed_chunks) > 2  # then the wider chunks are kept once more again
+            copied = shape.streamed_width + 2 * max(shape.streamed_chunks) * split
+            buffered += rules.once_more.get(kernel, 0.0) * copied
     staged = shape.exact or (not in_place and shape.rows < min(shape.accumulators))
     words = shape.rows * shape.kept_width + shape.streamed * buffered
     words += shape.rows * shape.streamed * staged
@@ -203,8 +216,12 @@ REGISTER_FEATURES = (
     "pieces",
 )
 """What registers of one thread hold, in this order: addresses and counters; fp32 accumulators; fp32
-score tiles; a score tile rounded for the next product; kept operands; 16-byte vectors of a streamed
-tile (their addresses, and data in flight); what second chunks of the head dims add."""
+score tiles; a score tile rounded for the next product (in IEEE fp32: operands of its multiply-adds,
+all unrolled); kept operands; 16-byte vectors of a streamed tile (their addresses, and data in
+flight); what second chunks of the head dims add."""
+
+MAX_UNROLLED = 1800
+"""Multiply-adds of one fp32 product in a thread; beyond, the compiler spills thousands of bytes."""
 
 
 def register_features(
@@ -213,35 +230,46 @@ def register_features(
     """Return what the register fit multiplies, in the order of REGISTER_FEATURES."""
     rules, shape = family(arch), _shape(problem, config, kernel)
     warps, lanes = config.num_warps, rules.warp_threads
-    in_place = _in_place(rules, shape)
-    # Warps share the rows, or the columns where the tile is wider than high. The smallest tile of a
-    # warp has 16 rows and 8 columns, so small tiles are held more than once.
-    share_rows = shape.exact or in_place or shape.rows >= min(shape.accumulators)
-    along, across = (warps, 1) if share_rows else (1, warps)
-    rows = max(1 if shape.exact or in_place else 16, shape.rows / along)
-    kept = 0 if in_place else rows * shape.kept_width * shape.element_bytes / 4
+    along, across = _warp_grid(rules, shape, warps)
+    rows, columns = shape.rows / along, shape.streamed / across
+    if not shape.exact:
+        rows, columns = max(ROWS_PER_WARP, rows), max(COLUMNS_PER_WARP, columns)
+    kept = 0 if _in_place(rules, shape) else rows * shape.kept_width * shape.element_bytes / 4
     vectors = sum(
         math.ceil(shape.streamed * width * shape.element_bytes / 16 / (warps * lanes))
         for width in shape.streamed_chunks
     )
     return (
         1.0,
-        rows * sum(max(8, width / across) for width in shape.accumulators) / lanes,
-        rows * shape.scores * max(8, shape.streamed / across) / lanes,
-        rows * shape.streamed * shape.element_bytes / 4 / lanes,
+        rows * sum(max(COLUMNS_PER_WARP, w / across) for w in shape.accumulators) / lanes,
+        rows * columns * shape.scores / lanes,
+        rows * shape.streamed * (shape.widest if shape.exact else shape.element_bytes / 4) / lanes,
         kept / lanes,
         float(vectors),
         float(len(shape.streamed_chunks) - 2),
     )
 
 
+def repetition(problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: str) -> float:
+    """Return how often the score tile is computed: repeated where warps outnumber its parts."""
+    rules, shape = family(arch), _shape(problem, config, kernel)
+    if shape.exact or not shape.scores:
+        return 1.0
+    along, across = _warp_grid(rules, shape, config.num_warps)
+    rows = max(1.0, ROWS_PER_WARP * along / shape.rows)
+    return rows * max(1.0, COLUMNS_PER_WARP * across / shape.streamed)
+
+
+def _warp_grid(rules: Family, shape: _Shape, warps: int) -> tuple[int, int]:
+    """Return how warps divide the score tile: along its rows, or across a wide and low one."""
+    in_place = _in_place(rules, shape)
+    share_rows = shape.exact or in_place or shape.rows >= min(shape.accumulators)
+    return (warps, 1) if share_rows else (1, warps)
+
+
 def _in_place(rules: Family, shape: _Shape) -> bool:
     """Whether matrix instructions read kept and streamed operands in shared memory."""
     return 0 < rules.rows_in_place <= shape.rows and not shape.exact
-
-
-def _fit_name(kernel: Kernel, exact: bool) -> str:
-    return f"{kernel}_{'fp32' if exact else '16'}"
 
 
 @cache

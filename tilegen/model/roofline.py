@@ -17,7 +17,7 @@ from tilegen.config import Kernel, TileConfig
 from tilegen.device import GpuSpec
 from tilegen.model.architecture import nearest
 from tilegen.model.bounds import mask_size
-from tilegen.model.footprint import Footprint, chunks, residents
+from tilegen.model.footprint import Footprint, chunks, repetition, residents
 from tilegen.model.traffic import Traffic, Visits
 from tilegen.problem import AttentionProblem
 
@@ -28,7 +28,7 @@ PORT_BYTES_PER_CLK = 64
 """Bytes that one SM takes from L2 each clock."""
 L2_SHARE = 0.8
 """Part of L2 that streamed tiles may fill before they push each other out."""
-WARP_THREADS = 32
+WARP_THREADS = {"sm_": 32, "gfx": 64}
 OVERLAP_NORM = 4
 """How sharply units hide each other: infinity would be the maximum, 1 the sum."""
 
@@ -58,6 +58,7 @@ class Instructions:
     masked_score: float
     accumulator: float
     step: float
+    stage: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +69,14 @@ class Tile:
     """Rows that stay on chip."""
     streamed: int
     """Rows that pass by."""
-    product_width: int
-    """Widths of all matrix products of a step, added up; each is stationary x streamed x width."""
+    kept_width: int
+    """Words of one stationary row that matrix products read."""
     streamed_width: int
-    """Words of one streamed row, as matrix products read it from shared memory."""
+    """Words of one streamed row, as often as matrix products read them."""
     accumulator_width: int
     """Accumulated words of one stationary row."""
+    product_width: int
+    """Widths of all matrix products of a step, added up; each is stationary x streamed x width."""
 
     @property
     def scores(self) -> int:
@@ -94,39 +97,22 @@ def padded_widths(problem: AttentionProblem) -> tuple[int, int]:
 def tile(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> Tile:
     """Return what one step of `kernel` works on."""
     qk, v = padded_widths(problem)
-    match kernel:
-        case "fwd":  # S = Q K^T; O += P V
-            rows, streamed, products, reads, accumulated = (
-                config.block_m,
-                config.block_n,
-                qk + v,
-                qk + v,
-                v,
-            )
-        case "bwd_dkdv":  # S, dP; dV += P^T dO, dK += dS^T Q: Q and dO are each read twice
-            rows, streamed, products, reads, accumulated = (
-                config.block_n,
-                config.block_m,
-                2 * (qk + v),
-                2 * (qk + v),
-                qk + v,
-            )
-        case "bwd_dq":  # S, dP; dQ += dS K: K is read twice
-            rows, streamed, products, reads, accumulated = (
-                config.block_m,
-                config.block_n,
-                2 * qk + v,
-                2 * qk + v,
-                qk,
-            )
-        case "bwd_preprocess":
-            rows, streamed, products, reads, accumulated = config.block_m, 0, 0, 0, 2 * v
+    m, n = config.block_m, config.block_n
+    # rows that stay and that pass; widths of what stays, passes and accumulates; of the products
+    rows, streamed, kept, reads, accumulated, products = {
+        "fwd": (m, n, qk, qk + v, v, qk + v),  # S = Q K^T; O += P V
+        # S, dP; dV += P^T dO, dK += dS^T Q: Q and dO are each read twice
+        "bwd_dkdv": (n, m, qk + v, 2 * (qk + v), qk + v, 2 * (qk + v)),
+        "bwd_dq": (m, n, qk + v, 2 * qk + v, qk, 2 * qk + v),  # S, dP; dQ += dS K
+        "bwd_preprocess": (m, 0, 0, 0, 2 * v, 0),
+    }[kernel]
     return Tile(
         stationary=rows,
         streamed=streamed,
-        product_width=products,
+        kept_width=kept,
         streamed_width=reads,
         accumulator_width=accumulated,
+        product_width=products,
     )
 
 
@@ -157,24 +143,24 @@ def step_clocks(
     ) / (gpu.num_sms * gpu.clock_hz)
     if not exact and work.stationary < rates.full_rate_rows:
         peak *= rates.narrow_rate
-    threads = WARP_THREADS * config.num_warps
-    rows_per_read = rates.operand_rows or max(16, work.stationary // config.num_warps)
-    reads = max(1, work.stationary // rows_per_read)
+    repeated = repetition(problem, config, kernel, gpu.arch)
+    threads = WARP_THREADS[gpu.arch[:3]] * config.num_warps
+    if rates.operand_rows and work.stationary >= 64 and not exact:
+        reads, kept = work.stationary / rates.operand_rows, work.stationary * work.kept_width
+    else:  # each warp reads the streamed tile for its own rows, and keeps those in registers
+        reads, kept = min(config.num_warps, work.stationary / 16), 0
+    operands = max(1.0, reads) * work.streamed * work.streamed_width + kept
     return StepClocks(
-        tensor=work.flops / peak,
-        exp=work.scores / gpu.exp_per_clk_per_sm,
+        tensor=repeated * work.flops / peak,
+        exp=repeated * work.scores / gpu.exp_per_clk_per_sm,
         issue=(
-            per.score * work.scores
+            repeated * per.score * work.scores
             + per.accumulator * work.stationary * work.accumulator_width
-            + per.step * threads
+            + (per.step + per.stage * config.num_stages) * threads
         )
         / ISSUE_PER_CLK,
-        masking=per.masked_score * work.scores / ISSUE_PER_CLK,
-        smem=reads
-        * work.streamed
-        * work.streamed_width
-        * problem.element_bytes
-        / SMEM_BYTES_PER_CLK,
+        masking=repeated * per.masked_score * work.scores / ISSUE_PER_CLK,
+        smem=operands * problem.element_bytes / SMEM_BYTES_PER_CLK,
         port=streamed_bytes(problem, kernel) * work.streamed / PORT_BYTES_PER_CLK,
     )
 
@@ -198,7 +184,7 @@ def time(
     *,
     moved: Traffic,
     counts: Visits,
-    footprint: Footprint,
+    needs: Footprint,
 ) -> Time:
     """Return the predicted time of one launch."""
     rates = family(gpu.arch)
@@ -208,7 +194,7 @@ def time(
     steps, partial = heads * counts.tiles, heads * counts.partial_tiles
     longest = group * counts.longest
 
-    fits = residents(footprint, gpu, config)
+    fits = residents(needs, gpu, config)
     waves = programs / (gpu.num_sms * fits)
     together = min(fits, -(-programs // gpu.num_sms))  # programs that share an SM
     latency = rates.latency_seconds * gpu.clock_hz
