@@ -17,7 +17,7 @@ from typing import Any, Literal, overload
 import torch
 
 from tilegen import interpreter
-from tilegen.config import Kernel, TileConfig
+from tilegen.config import BLOCK_SIZES, Kernel, TileConfig
 from tilegen.device import GpuSpec, detect, gpu
 from tilegen.emitted import is_aligned, load_kernel, template_digest
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
@@ -36,6 +36,7 @@ _DTYPES: dict[torch.dtype, DType] = {
 _FULL = full()
 MAX_ROW_STRIDE = 2**22  # elements; emitted kernels address a tile of rows with 32 bits
 MAX_PLANS = 4096
+MAX_PROGRAMS = 2**31 - 1  # CUDA's limit on a one-dimensional grid
 TUNE_SECONDS = 30.0  # per kernel, where TILEGEN_TUNE=1 lets a call tune
 INTERPRETED_GPU = "h200"  # whose tiles the interpreter runs, having no GPU of its own
 
@@ -203,6 +204,12 @@ def _kernel_run(
     problem: AttentionProblem, *tensors: torch.Tensor
 ) -> Callable[..., tuple[Any, Any]]:
     """Return how a problem runs with emitted kernels, copying first what kernels cannot address."""
+    tiles = -(-max(problem.seqlen_q, problem.seqlen_kv) // min(BLOCK_SIZES))
+    if problem.batch * problem.num_heads_q * tiles > MAX_PROGRAMS:
+        raise Unsupported(
+            f"batch * heads * tiles must be at most {MAX_PROGRAMS}, got {problem.batch} * "
+            f"{problem.num_heads_q} * {tiles}; split the batch"
+        )
     copied = [not _addressable(tensor) for tensor in tensors]
     if any(copied):
         names = ", ".join(name for name, copy in zip("qkv", copied, strict=True) if copy)

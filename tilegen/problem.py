@@ -16,7 +16,6 @@ DTYPE_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4}
 MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 256
 MAX_LENGTH = 2**28  # row and column indices in kernels are 32-bit, and masks add a few of them
 MAX_HEADS = 2**20
-MAX_PROGRAMS = 2**31 - 1  # CUDA's limit on a one-dimensional grid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +54,6 @@ class AttentionProblem:
             raise InvalidProblem(
                 f"num_heads_q must be a multiple of num_heads_kv, "
                 f"got {self.num_heads_q} and {self.num_heads_kv}"
-            )
-        tiles = -(-max(self.seqlen_q, self.seqlen_kv) // 16)  # of the smallest kind
-        if self.batch * self.num_heads_q * tiles > MAX_PROGRAMS:
-            raise Unsupported(
-                f"batch * num_heads_q * tiles must be at most {MAX_PROGRAMS}, got {self.batch} * "
-                f"{self.num_heads_q} * {tiles}; split the batch"
             )
         if self.dtype not in DTYPE_BYTES:
             raise InvalidProblem(

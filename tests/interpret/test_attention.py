@@ -7,6 +7,7 @@ import torch
 
 import tilegen
 from tilegen import dispatch
+from tilegen.errors import Unsupported
 from tilegen.problem import AttentionProblem
 from tilegen.reference import attention_reference, make_inputs
 
@@ -127,6 +128,12 @@ def test_a_repeated_call_is_a_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "_new_plan", never)
     monkeypatch.setattr(dispatch, "choose", never)
     tilegen.attention(q + 1, k, v)
+
+
+def test_more_programs_than_a_grid_holds() -> None:
+    q = torch.zeros(1, 1, 1, 16).expand(2**17, 2**10, 2**10, 16)
+    with pytest.raises(Unsupported, match="split the batch"):
+        tilegen.attention(q, q, q)
 
 
 def test_plans_do_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def counted(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> tu
 def test_every_mask_on_aligned_and_ragged_shapes(mask: str, kernel: Kernel) -> None:
     for shape in SHAPES:
         for config in CONFIGS:
-            problem = AttentionProblem.parse(f"b2 hq4 hkv2 {shape} d16 fp16 {mask}")
+            problem = AttentionProblem.parse(f"b1 hq2 hkv1 {shape} d16 fp16 {mask}")
             expected = traffic(problem, config, kernel)
             assert (expected.read_bytes, expected.write_bytes) == counted(problem, config, kernel)
 

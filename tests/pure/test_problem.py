@@ -119,11 +119,6 @@ def test_head_dims_out_of_reach(dims: str) -> None:
         AttentionProblem.parse(f"hq8 q8 d{dims} bf16")
 
 
-def test_more_programs_than_a_grid_holds() -> None:
-    with pytest.raises(Unsupported, match="split the batch"):
-        AttentionProblem.parse("b1024 hq1024 q65536 d64 bf16")
-
-
 def test_fields_are_checked() -> None:
     good = {"num_heads_q": 2, "num_heads_kv": 2, "seqlen_q": 4, "seqlen_kv": 4}
     dims = {"head_dim_qk": 64, "head_dim_v": 64}
