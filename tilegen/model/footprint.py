@@ -18,6 +18,7 @@ from typing import Any
 from tilegen.config import Kernel, TileConfig, head_dim_chunks
 from tilegen.device import SMEM_RESERVED_PER_PROGRAM, GpuSpec
 from tilegen.model.architecture import nearest
+from tilegen.model.known import is_known_to_spill
 from tilegen.problem import AttentionProblem
 
 chunks = cache(head_dim_chunks)
@@ -68,6 +69,7 @@ class Family:
     smem_overhead: int
     once_more: dict[str, float]
     registers: dict[str, tuple[float, ...]]
+    known: dict[str, bool]
 
 
 @lru_cache(maxsize=8192)
@@ -81,11 +83,18 @@ def footprint(
     registers = sum(a * b for a, b in zip(fit, features, strict=True))
     if shape.exact and features[REGISTER_FEATURES.index("probabilities")] > MAX_UNROLLED:
         registers = max(registers, 2.0 * rules.max_registers)
+    limit = max_registers(arch, config.num_warps)
+    spilled = rules.known.get(f"{kernel} {known_key(problem)} {config.key}")
+    if spilled is not None:  # it was compiled: no need to guess
+        registers = max(registers, limit + 1) if spilled else min(registers, limit)
+    limit = max_registers(arch, config.num_warps)
+    if is_known_to_spill(problem, config, kernel, arch):
+        registers = max(registers, limit + 1)
     return Footprint(
         smem_bytes=_shared(rules, shape, config, kernel),
         registers=math.ceil(registers),
         columns=_columns(shape, kernel) if rules.tensor_memory and not shape.exact else 0,
-        max_registers=max_registers(arch, config.num_warps),
+        max_registers=limit,
     )
 
 
@@ -279,10 +288,28 @@ def family(arch: str) -> Family:
         name: row for row in _table("footprint.toml")["family"] for name in row["architectures"]
     }
     row = rules[nearest(arch, rules)]
-    fits: dict[str, dict[str, list[float]]] = _table("registers.toml")["architecture"]
-    registers = {name: tuple(values) for name, values in fits[nearest(arch, fits)].items()}
-    fields = {name: row[name] for name in Family.__dataclass_fields__ if name != "registers"}
-    return Family(**fields, registers=registers)
+    compiled = _table("registers.toml")
+    fits: dict[str, dict[str, list[float]]] = compiled["architecture"]
+    calibrated = nearest(arch, fits)
+    known = {
+        f"{kernel} {key} {config}": verdict == "spill"
+        for kernel, problems in compiled.get("known", {}).get(calibrated, {}).items()
+        for key, verdicts in problems.items()
+        for verdict, configs in verdicts.items()
+        for config in configs.split()
+    }
+    fields = {name: row[name] for name in Family.__dataclass_fields__ if name in row}
+    return Family(
+        **fields,
+        registers={name: tuple(values) for name, values in fits[calibrated].items()},
+        known=known,
+    )
+
+
+def known_key(problem: AttentionProblem) -> str:
+    """Return what registers.toml tells problems apart by: `128/128 16`."""
+    kind = "fp32" if problem.element_bytes == 4 else "16"
+    return f"{problem.head_dim_qk}/{problem.head_dim_v} {kind}"
 
 
 def _table(name: str) -> dict[str, Any]:
