@@ -1,66 +1,56 @@
-"""Compile a sample of configs for every architecture and write down what the compiler reports.
+"""Compile a sample of configs for every architecture, and fit the register model to the reports.
 
     python -m benchmarks.calibrate_footprint              # compile what is missing, then fit
     python -m benchmarks.calibrate_footprint --fit-only   # fit the samples that are there
 
-The samples go to benchmarks/results/footprint.csv, one row per kernel, as they are made: a stopped
-run resumes, and after a change of a template its kernels alone are compiled again. Needs no GPU.
+First random configs, then what the model proposes for the catalogue, until everything proposed has
+been compiled. The samples go to benchmarks/results/footprint.csv as they are made: a stopped run
+resumes, and a changed kernel is compiled again. Needs no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import csv
+import hashlib
 import random
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
-from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-import tilegen.model.footprint as footprint_module
+import tilegen.model.footprint as model
+from benchmarks.workloads import CATALOGUE
 from tilegen.build import CompiledKernel, compile_many
 from tilegen.config import KERNELS, Kernel, TileConfig
-from tilegen.model.footprint import (
-    REGISTER_FEATURES,
-    Footprint,
-    footprint,
-    max_registers,
-    register_features,
-)
+from tilegen.device import catalogue
+from tilegen.emitted import RenderedKernel
+from tilegen.model import known
+from tilegen.model.architecture import nearest
 from tilegen.model.roofline import padded_widths, tile
 from tilegen.problem import AttentionProblem
-from tilegen.propose import all_configs
-from tilegen.render import render, template_digest
+from tilegen.propose import all_configs, propose
+from tilegen.render import render, representative
 
 SAMPLES = Path(__file__).parent / "results" / "footprint.csv"
+FITS = Path(model.__file__).parent / "registers.toml"
+COMPILED = Path(model.__file__).parent / "compiled.toml"
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 HEAD_DIMS = ("32", "64", "72", "80", "96", "128", "160", "192/128", "256")
 DTYPES = ("bf16", "bf16", "bf16", "fp32")  # fp16 compiles to the same sizes as bf16
 MASKS = ("causal", "causal", "full", "window(1023,0)")
-COMMON_DIMS = ("64", "80", "96", "128", "192/128", "256")
-COMMON_TILES = {  # stationary rows, streamed rows, warps
-    "bf16": (
-        (256, 64, 8),
-        (128, 128, 8),
-        (128, 64, 8),
-        (128, 32, 8),
-        (128, 64, 4),
-        (128, 32, 4),
-        (64, 64, 4),
-        (64, 32, 4),
-    ),
-    "fp32": ((64, 32, 8), (32, 16, 4), (16, 16, 4)),
-}
 GROUPS = ("hq1 hkv1", "hq4 hkv1")
 SEED = 20240229
-FITS = Path(footprint_module.__file__).parent / "registers.toml"
-QUANTILE = 0.8  # of kernels whose registers the prediction covers
+FP32_DIMS = (64, 128, 256)  # asked for besides the catalogue, which holds none in fp32
+ROUNDS = 6  # of proposing and compiling; each corrects the fit where it was wrong
+
+QUANTILE = 0.7  # of kernels whose registers the prediction covers
 FEW_BYTES = 64  # of local memory, for values that live around the loop
 MARGIN = 15  # registers that even a small spill is taken for
 RIDGE = 1e-3  # decides between features that never vary apart
@@ -75,8 +65,9 @@ class Sample:
 
     arch: str
     triton: str
-    template: str
-    kernel: str
+    code: str
+    """Digest of the kernel function and its constants, without comments and launch code."""
+    kernel: Kernel
     problem: str
     config: str
     shared_bytes: int
@@ -85,21 +76,17 @@ class Sample:
     error: str
 
     @property
-    def identity(self) -> tuple[str, ...]:
-        """What makes a second compilation pointless."""
-        return (self.arch, self.triton, self.template, self.kernel, self.problem, self.config)
+    def parsed(self) -> tuple[AttentionProblem, TileConfig]:
+        """The problem and the config as records."""
+        return AttentionProblem.parse(self.problem), TileConfig.parse(self.config)
 
 
-def wanted(kernel: Kernel, count: int) -> Iterator[tuple[AttentionProblem, TileConfig]]:
-    """Yield common tiles at common head dims, then `count` random configs; always the same."""
-    if kernel != "bwd_preprocess":
-        for dtype, tiles in COMMON_TILES.items():
-            for i, (dims, (rows, streamed, warps)) in enumerate(product(COMMON_DIMS, tiles)):
-                m, n = (streamed, rows) if kernel == "bwd_dkdv" else (rows, streamed)
-                config = TileConfig(block_m=m, block_n=n, num_warps=warps, num_stages=2 + i % 2)
-                problem = AttentionProblem.parse(f"b1 hq1 hkv1 q1024 d{dims} {dtype} causal")
-                if is_sensible(problem, config, kernel):
-                    yield problem, config
+# --------------------------------------------------------------------------------------------------
+# Samples
+
+
+def random_kernels(kernel: Kernel, count: int) -> Iterator[RenderedKernel]:
+    """Yield `count` kernels at random, always the same ones, none hopelessly large."""
     choice = random.Random(f"{SEED} {kernel}").choice
     while count:
         dims, dtype, mask, heads = map(choice, (HEAD_DIMS, DTYPES, MASKS, GROUPS))
@@ -107,7 +94,7 @@ def wanted(kernel: Kernel, count: int) -> Iterator[tuple[AttentionProblem, TileC
         config = choice(all_configs(problem, kernel))
         if is_sensible(problem, config, kernel):
             count -= 1
-            yield problem, config
+            yield render(problem, config, kernel)
 
 
 def is_sensible(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> bool:
@@ -120,60 +107,129 @@ def is_sensible(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -
     return 12 <= per_thread <= 224 and stored <= 240_000
 
 
-def read_samples(path: Path = SAMPLES) -> list[Sample]:
-    """Return the samples on disk, or none."""
-    if not path.exists():
-        return []
-    types = {field.name: field.type for field in fields(Sample)}
-    with path.open(newline="", encoding="utf-8") as file:
-        return [
-            Sample(**{k: int(v) if types[k] == "int" else v for k, v in row.items()})  # type: ignore[arg-type]
-            for row in csv.DictReader(file)
-        ]
-
-
-def collect(count: int, workers: int | None, architectures: Iterable[str]) -> None:
-    """Compile what the samples lack; rows of other templates and of this Triton are dropped."""
-    triton = version("triton")
-    templates = {kernel: template_digest(kernel) for kernel in KERNELS}
-    kept = [
-        sample
-        for sample in read_samples()
-        if sample.triton == triton and sample.template == templates.get(sample.kernel)  # type: ignore[call-overload]
+def proposed_kernels(arch: str, top: int) -> Iterator[RenderedKernel]:
+    """Yield what the model proposes for the catalogue on the GPUs that `arch` stands for."""
+    problems = [workload.problem for workload in CATALOGUE]
+    problems += [
+        AttentionProblem.parse(f"b4 hq16 hkv16 q4096 d{dim} fp32 causal") for dim in FP32_DIMS
     ]
-    have = {sample.identity for sample in kept}
+    for spec in catalogue():
+        if nearest(spec.arch, ARCHITECTURES) == arch and spec.arch not in ("sm_70", "sm_75"):
+            for problem in problems:
+                for kernel in KERNELS:
+                    for candidate in propose(problem, spec, kernel=kernel, top=top):
+                        yield render(representative(problem), candidate.config, kernel)
+
+
+def collect(count: int, top: int, workers: int | None, architectures: Iterable[str]) -> None:
+    """Compile what the samples lack; a kernel that has changed since is compiled again."""
+    kept = [sample for sample in read_samples() if is_current(sample)]
     SAMPLES.parent.mkdir(parents=True, exist_ok=True)
     with SAMPLES.open("w", newline="", encoding="utf-8", buffering=1) as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Sample)])
         writer.writeheader()
         writer.writerows(asdict(sample) for sample in kept)
-        for arch in architectures:
+
+        def compile_missing(arch: str, rendered: Iterable[RenderedKernel]) -> int:
+            have = {(sample.arch, sample.code, sample.config) for sample in kept}
+            missing = {
+                code: one
+                for one in rendered
+                if (arch, code := code_digest(one), one.config.key) not in have
+            }
             started = time.perf_counter()
-            missing = [
-                render(problem, config, kernel)
-                for kernel in KERNELS
-                for problem, config in wanted(kernel, count)
-                if (arch, triton, templates[kernel], kernel, problem.key, config.key) not in have
-            ]
-            for done, (kernel, result) in enumerate(
-                compile_many(missing, arch, workers=workers) if missing else (), start=1
-            ):
-                compiled = result if isinstance(result, CompiledKernel) else None
-                sample = Sample(
-                    arch=arch,
-                    triton=triton,
-                    template=templates[kernel.kernel],
-                    kernel=kernel.kernel,
-                    problem=kernel.problem.key,
-                    config=kernel.config.key,
-                    shared_bytes=compiled.shared_bytes if compiled else 0,
-                    registers=compiled.registers if compiled else 0,
-                    spill_bytes=compiled.spill_bytes if compiled else 0,
-                    error="" if compiled else str(result)[:200],
-                )
-                writer.writerow(asdict(sample))
+            results = compile_many(list(missing.values()), arch, workers=workers) if missing else ()
+            for done, (one, result) in enumerate(results, start=1):
+                kept.append(sample_of(one, arch, result))
+                writer.writerow(asdict(kept[-1]))
                 seconds = time.perf_counter() - started
-                print(f"[{seconds:5.0f}s] {arch} {done}/{len(missing)} {kernel.function}")
+                print(f"[{seconds:5.0f}s] {arch} {done}/{len(missing)} {one.function}", flush=True)
+            return len(missing)
+
+        for arch in architectures:
+            compile_missing(
+                arch, (one for kernel in KERNELS for one in random_kernels(kernel, count))
+            )
+            for _ in range(ROUNDS):
+                write_fits(kept)
+                if not compile_missing(arch, proposed_kernels(arch, top)):
+                    break
+
+
+def sample_of(one: RenderedKernel, arch: str, result: object) -> Sample:
+    """Return the row of a kernel that was compiled, or failed to."""
+    compiled = result if isinstance(result, CompiledKernel) else None
+    return Sample(
+        arch=arch,
+        triton=version("triton"),
+        code=code_digest(one),
+        kernel=one.kernel,
+        problem=one.problem.key,
+        config=one.config.key,
+        shared_bytes=compiled.shared_bytes if compiled else 0,
+        registers=compiled.registers if compiled else 0,
+        spill_bytes=compiled.spill_bytes if compiled else 0,
+        error="" if compiled else str(result)[:200],
+    )
+
+
+def code_digest(one: RenderedKernel) -> str:
+    """Return a digest of what the compiler sees: the kernel function and its constants."""
+    body = ast.parse(one.source).body
+    seen = [
+        node
+        for node in body
+        if isinstance(node, ast.Assign)
+        or (isinstance(node, ast.FunctionDef) and node.name == one.function)
+    ]
+    return hashlib.sha256("\n".join(map(ast.dump, seen)).encode()).hexdigest()[:12]
+
+
+def is_current(sample: Sample) -> bool:
+    """Whether today's template, with today's Triton, would give the same kernel."""
+    if sample.triton != version("triton"):
+        return False
+    problem, config = sample.parsed
+    return code_digest(render(problem, config, sample.kernel)) == sample.code
+
+
+def read_samples() -> list[Sample]:
+    """Return the samples on disk, or none."""
+    if not SAMPLES.exists():
+        return []
+    numbers = {"shared_bytes", "registers", "spill_bytes"}
+    with SAMPLES.open(newline="", encoding="utf-8") as file:
+        return [
+            Sample(**{k: int(v) if k in numbers else cast("Any", v) for k, v in row.items()})
+            for row in csv.DictReader(file)
+        ]
+
+
+# --------------------------------------------------------------------------------------------------
+# Fit
+
+
+def spills(sample: Sample) -> bool:
+    """Whether values were kept in memory for want of registers.
+
+    Below the limit the compiler stores a few values around the loop for reasons of its own, to let
+    more programs share an SM; that costs nothing and follows no rule.
+    """
+    few = sample.registers < register_limit(sample) and sample.spill_bytes <= FEW_BYTES
+    return sample.spill_bytes > 0 and not few
+
+
+def register_limit(sample: Sample) -> int:
+    """Return the most registers that one thread may have."""
+    return model.max_registers(sample.arch, TileConfig.parse(sample.config).num_warps)
+
+
+def demand(sample: Sample) -> tuple[float, bool]:
+    """Return the registers a thread would use without a limit, and whether it is more than that."""
+    if not spills(sample):
+        return sample.registers, False
+    limit = register_limit(sample)
+    return limit + min(MARGIN + sample.spill_bytes / 4, limit / 4), True
 
 
 def fit_registers(samples: Iterable[Sample]) -> dict[str, dict[str, list[float]]]:
@@ -190,43 +246,11 @@ def fit_registers(samples: Iterable[Sample]) -> dict[str, dict[str, list[float]]
     fits: dict[str, dict[str, list[float]]] = {}
     for (arch, name), cell in sorted(cells.items()):
         features = np.array(
-            [
-                register_features(
-                    AttentionProblem.parse(sample.problem),
-                    TileConfig.parse(sample.config),
-                    sample.kernel,  # type: ignore[arg-type]
-                    arch,
-                )
-                for sample in cell
-            ]
+            [model.register_features(*s.parsed, s.kernel, arch) for s in cell], dtype=np.float64
         )
-        fits.setdefault(arch, {})[name] = quantile_fit(
-            features, *map(np.array, zip(*map(demand, cell), strict=True))
-        )
+        values, at_least = map(np.array, zip(*map(demand, cell), strict=True))
+        fits.setdefault(arch, {})[name] = quantile_fit(features, values, at_least)
     return fits
-
-
-def demand(sample: Sample) -> tuple[float, bool]:
-    """Return the registers a thread would use without a limit, and whether it is more than that."""
-    if not spills(sample):
-        return sample.registers, False
-    limit = register_limit(sample)
-    return limit + min(MARGIN + sample.spill_bytes / 4, limit / 4), True
-
-
-def spills(sample: Sample) -> bool:
-    """Whether values were kept in memory for want of registers.
-
-    Below the limit the compiler stores a few values around the loop for reasons of its own, to let
-    more programs share an SM; that costs nothing and follows no rule.
-    """
-    few = sample.registers < register_limit(sample) and sample.spill_bytes <= FEW_BYTES
-    return sample.spill_bytes > 0 and not few
-
-
-def register_limit(sample: Sample) -> int:
-    """Return the most registers that one thread may have."""
-    return max_registers(sample.arch, TileConfig.parse(sample.config).num_warps)
 
 
 def quantile_fit(features: Array, values: Array, at_least: Array) -> list[float]:
@@ -249,34 +273,63 @@ def quantile_fit(features: Array, values: Array, at_least: Array) -> list[float]
     return [round(float(value), 3) for value in found / scale]
 
 
-def write_fits(fits: dict[str, dict[str, list[float]]]) -> None:
-    """Write registers.toml."""
-    lines = [
-        "# Registers of one thread: coefficients of footprint.register_features, from what the",
-        f"# compiler of Triton {version('triton')} reports. Do not edit: this comes from",
+def verdicts(samples: Iterable[Sample]) -> dict[str, dict[str, dict[known.Verdict, list[str]]]]:
+    """Return, per architecture and compile class, the configs that fit the registers, or spill.
+
+    Of several kernels of a class, such as windows of different sizes, one that spills is enough.
+    """
+    worst: dict[tuple[str, str, TileConfig], int] = {}
+    for sample in samples:
+        if sample.kernel != "bwd_preprocess" and not sample.error:
+            problem, config = sample.parsed
+            key = (sample.arch, known.compile_class(problem, sample.kernel), config)
+            is_trap = sample.registers <= MIN_REGISTERS
+            worst[key] = max(worst.get(key, 0), sample.spill_bytes + is_trap)
+    found: dict[str, dict[str, dict[known.Verdict, list[str]]]] = {}
+    for (arch, name, config), spilled in sorted(worst.items()):
+        row = found.setdefault(arch, {}).setdefault(name, {"fit": [], "spill": []})
+        row["spill" if spilled else "fit"].append(config.key)
+    return found
+
+
+def write_fits(samples: list[Sample]) -> None:
+    """Write registers.toml and compiled.toml, and let the model read them again."""
+    source = [
+        f"# the compiler of Triton {version('triton')} reports. Do not edit: this comes from",
         "#     python -m benchmarks.calibrate_footprint",
-        f"# Order: {', '.join(REGISTER_FEATURES)}",
     ]
-    for arch, rows in fits.items():
+    lines = ["# Registers of one thread: coefficients of footprint.register_features, from what"]
+    lines += [*source, f"# Order of the coefficients: {', '.join(model.REGISTER_FEATURES)}"]
+    for arch, rows in fit_registers(samples).items():
         lines += ["", f"[architecture.{arch}]", *(f"{name} = {row}" for name, row in rows.items())]
     FITS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+    lines = [
+        "# Configs whose kernels fit the registers of a thread, and others that spill, as",
+        *source,
+    ]
+    for arch, classes in sorted(verdicts(samples).items()):
+        lines += ["", f"[{arch}]"]
+        for name, row in sorted(classes.items()):
+            fit, spill = (" ".join(row[said]) for said in ("fit", "spill"))
+            lines.append(f'"{name}" = {{ fit = "{fit}", spill = "{spill}" }}')
+    COMPILED.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    for cached in (model.family, model.footprint, known.table):
+        cached.cache_clear()
 
 
 def report(samples: Iterable[Sample]) -> None:
     """Print how the predictions compare with the samples, per architecture and kernel."""
-    footprint_module.family.cache_clear()
-    cells: dict[tuple[str, str], list[tuple[Sample, Footprint]]] = {}
+    cells: dict[tuple[str, str], list[tuple[Sample, model.Footprint]]] = {}
     for sample in samples:
         if sample.registers > MIN_REGISTERS:
-            problem = AttentionProblem.parse(sample.problem)
-            config = TileConfig.parse(sample.config)
-            needs = footprint(problem, config, sample.kernel, sample.arch)  # type: ignore[arg-type]
+            needs = model.footprint(*sample.parsed, sample.kernel, sample.arch)
             cells.setdefault((sample.arch, sample.kernel), []).append((sample, needs))
     print("                                 shared memory         spilling kernels")
     print("arch    kernel          samples  over by  under by     all  missed  feared")
     for (arch, kernel), cell in sorted(cells.items()):
         ratios = [n.smem_bytes / s.shared_bytes for s, n in cell if s.shared_bytes] + [1.0]
-        spilled = [(spills(sample), needs.spills) for sample, needs in cell]
+        spilled = [(sample.spill_bytes > 0, needs.spills) for sample, needs in cell]
         print(
             f"{arch:7s} {kernel:15s} {len(cell):7d} {max(ratios) - 1:8.0%} {1 - min(ratios):9.1%}"
             f" {sum(real for real, _ in spilled):7d}"
@@ -287,18 +340,18 @@ def report(samples: Iterable[Sample]) -> None:
 
 def main() -> None:
     """Compile, then fit."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
-    parser.add_argument(
-        "--count", type=int, default=24, help="random samples of each kernel and architecture"
-    )
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--count", type=int, default=40, help="random samples of each kernel")
+    parser.add_argument("--top", type=int, default=5, help="proposals of each kernel and problem")
     parser.add_argument("--workers", type=int, default=None)
     parser.add_argument("--arch", action="append", choices=ARCHITECTURES)
     parser.add_argument("--fit-only", action="store_true", help="compile nothing")
     arguments = parser.parse_args()
     if not arguments.fit_only:
-        collect(arguments.count, arguments.workers, arguments.arch or ARCHITECTURES)
+        architectures = arguments.arch or ARCHITECTURES
+        collect(arguments.count, arguments.top, arguments.workers, architectures)
     samples = read_samples()
-    write_fits(fit_registers(samples))
+    write_fits(samples)
     report(samples)
 
 

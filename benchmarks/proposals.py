@@ -1,10 +1,10 @@
 """Compile the model's proposals for the whole catalogue, and see how many are legal.
 
     python -m benchmarks.proposals --top 5
-    python -m benchmarks.proposals --learn   # first re-make tilegen/model/spills.toml
 
 For every workload, kernel and architecture: do the proposals compile, within shared memory, without
-spills? Needs no GPU. Rows go to benchmarks/results/cpu/proposals.csv.
+spills? Needs no GPU. Rows go to benchmarks/results/cpu/proposals.csv. What to do about a proposal
+that is not: `python -m benchmarks.calibrate_footprint`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ from tilegen.config import KERNELS, Kernel
 from tilegen.device import GpuSpec
 from tilegen.emitted import RenderedKernel
 from tilegen.errors import BuildFailed
-from tilegen.model import known
 from tilegen.model.estimate import Candidate
-from tilegen.model.footprint import footprint
 from tilegen.problem import AttentionProblem
 from tilegen.propose import propose
 from tilegen.render import render
@@ -108,52 +106,12 @@ def judge(one: Asked, outcome: dict[str, CompiledKernel | BuildFailed]) -> Propo
     )
 
 
-def learn(archs: Iterable[str], path: Path = Path(known.__file__).parent / "spills.toml") -> None:
-    """Make spills.toml again: add first proposals that spill, until no first proposal does."""
-    header = [line for line in path.read_text().splitlines() if line.startswith("#")]
-    learned = dict(known.table())
-    for arch in archs:
-        classes = learned[arch] = dict[str, list[str]]()
-        _write(path, header, learned)
-        tried: dict[str, CompiledKernel | BuildFailed] = {}
-        while True:
-            firsts = {line.ranked[0][1].digest: line for line in asked(arch, 1)}
-            new = [line.ranked[0][1] for digest, line in firsts.items() if digest not in tried]
-            if not new:
-                break
-            tried |= {rendered.digest: result for rendered, result in compile_many(new, arch)}
-            for digest, line in firsts.items():
-                result = tried[digest]
-                if isinstance(result, BuildFailed) or result.spill_bytes:
-                    name = known.compile_class(line.problem, line.kernel)
-                    configs = classes.setdefault(name, [])
-                    if (key := line.ranked[0][0].config.key) not in configs:
-                        configs.append(key)
-            _write(path, header, learned)
-            print(f"{arch}: {len(new)} compiled, {sum(map(len, classes.values()))} known to spill")
-
-
-def _write(path: Path, header: list[str], learned: dict[str, dict[str, list[str]]]) -> None:
-    lines = list(header)
-    for arch, classes in sorted(learned.items()):
-        lines += ["", f"[{arch}]"]
-        for name, configs in sorted(classes.items()):
-            shown = ", ".join(f'"{config}"' for config in sorted(configs))
-            lines.append(f'"{name}" = [{shown}]')
-    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    known.table.cache_clear()
-    footprint.cache_clear()
-
-
 def main(
     top: Annotated[int, typer.Option(help="proposals per kernel")] = 5,
     arch: Annotated[list[str] | None, typer.Option(help="repeatable")] = None,
     out: Annotated[Path, typer.Option(help="result file; replaced")] = RESULTS,
-    learn_: Annotated[bool, typer.Option("--learn", help="first re-make spills.toml")] = False,
 ) -> None:
     """Compile the proposals and print what is not legal."""
-    if learn_:
-        learn(arch or ARCHITECTURES)
     rows: list[ProposalRow] = []
     for name in arch or ARCHITECTURES:
         lines = list(asked(name, top))

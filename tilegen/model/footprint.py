@@ -1,9 +1,9 @@
 """What one program of an emitted kernel holds on chip, as Triton compiles it.
 
 Two pools, not one M: shared memory, by rules about where Triton keeps operands, and registers, by a
-fit. Both are calibrated per family of architectures against what the compiler reports;
-footprint.toml and registers.toml hold the numbers, `python -m benchmarks.calibrate_footprint`
-makes them again.
+fit. Both are calibrated per family of architectures against what the compiler reports:
+footprint.toml holds the rules, registers.toml the fit and compiled.toml what has been compiled;
+`python -m benchmarks.calibrate_footprint` makes the latter two again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 from tilegen.config import Kernel, TileConfig, head_dim_chunks
 from tilegen.device import SMEM_RESERVED_PER_PROGRAM, GpuSpec
 from tilegen.model.architecture import nearest
-from tilegen.model.known import is_known_to_spill
+from tilegen.model.known import verdict
 from tilegen.problem import AttentionProblem
 
 chunks = cache(head_dim_chunks)
@@ -69,7 +69,6 @@ class Family:
     smem_overhead: int
     once_more: dict[str, float]
     registers: dict[str, tuple[float, ...]]
-    known: dict[str, bool]
 
 
 @lru_cache(maxsize=8192)
@@ -84,12 +83,13 @@ def footprint(
     if shape.exact and features[REGISTER_FEATURES.index("probabilities")] > MAX_UNROLLED:
         registers = max(registers, 2.0 * rules.max_registers)
     limit = max_registers(arch, config.num_warps)
-    spilled = rules.known.get(f"{kernel} {known_key(problem)} {config.key}")
-    if spilled is not None:  # it was compiled: no need to guess
-        registers = max(registers, limit + 1) if spilled else min(registers, limit)
-    limit = max_registers(arch, config.num_warps)
-    if is_known_to_spill(problem, config, kernel, arch):
-        registers = max(registers, limit + 1)
+    match verdict(problem, config, kernel, arch):
+        case "spill":
+            registers = max(registers, limit + 1)
+        case "fit":
+            registers = min(registers, limit)
+        case None:
+            pass
     return Footprint(
         smem_bytes=_shared(rules, shape, config, kernel),
         registers=math.ceil(registers),
@@ -288,28 +288,10 @@ def family(arch: str) -> Family:
         name: row for row in _table("footprint.toml")["family"] for name in row["architectures"]
     }
     row = rules[nearest(arch, rules)]
-    compiled = _table("registers.toml")
-    fits: dict[str, dict[str, list[float]]] = compiled["architecture"]
-    calibrated = nearest(arch, fits)
-    known = {
-        f"{kernel} {key} {config}": verdict == "spill"
-        for kernel, problems in compiled.get("known", {}).get(calibrated, {}).items()
-        for key, verdicts in problems.items()
-        for verdict, configs in verdicts.items()
-        for config in configs.split()
-    }
-    fields = {name: row[name] for name in Family.__dataclass_fields__ if name in row}
-    return Family(
-        **fields,
-        registers={name: tuple(values) for name, values in fits[calibrated].items()},
-        known=known,
-    )
-
-
-def known_key(problem: AttentionProblem) -> str:
-    """Return what registers.toml tells problems apart by: `128/128 16`."""
-    kind = "fp32" if problem.element_bytes == 4 else "16"
-    return f"{problem.head_dim_qk}/{problem.head_dim_v} {kind}"
+    fits: dict[str, dict[str, list[float]]] = _table("registers.toml")["architecture"]
+    registers = {name: tuple(values) for name, values in fits[nearest(arch, fits)].items()}
+    fields = {name: row[name] for name in Family.__dataclass_fields__ if name != "registers"}
+    return Family(**fields, registers=registers)
 
 
 def _table(name: str) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Configs known to spill although the register fit says otherwise: spills.toml.
+"""Configs that have been compiled: whether they spill is known, not predicted.
 
-A fit cannot foresee the last few registers that a compiler needs. What it got wrong for the
-benchmark catalogue stands in a table that `python -m benchmarks.proposals --learn` makes from
-compiled kernels.
+A fit cannot foresee the last few registers that a compiler needs. compiled.toml holds what
+`python -m benchmarks.calibrate_footprint` found out: random configs, and everything the model
+proposes for the benchmark catalogue.
 """
 
 from __future__ import annotations
@@ -11,33 +11,55 @@ import re
 import tomllib
 from functools import cache
 from importlib.resources import files
+from typing import Literal
 
 from tilegen.config import Kernel, TileConfig
 from tilegen.model.architecture import nearest
 from tilegen.problem import AttentionProblem
 
+Verdict = Literal["fit", "spill"]
+
 
 def compile_class(problem: AttentionProblem, kernel: Kernel) -> str:
-    """Return what registers depend on besides the config: kernel, widths, mask structure,
-    groups."""
+    """Return what registers depend on besides the config: kernel, widths, mask, grouping."""
     mask = re.sub(r"\d+", "N", problem.mask.notation)
     heads = "grouped" if problem.group_size > 1 else "single"
-    bits = 8 * problem.element_bytes
-    return f"{kernel} d{problem.head_dim_qk}/{problem.head_dim_v} {bits}-bit {mask} {heads}"
+    return f"{_width_class(problem, kernel)} {mask} {heads}"
 
 
-def is_known_to_spill(
+def verdict(
     problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: str
-) -> bool:
-    """Whether this config has been seen to spill, or not to compile, on this architecture."""
-    known = [name for name in table() if name[:3] == arch[:3]]  # of the same vendor
-    if not known:
-        return False
-    return config.key in table()[nearest(arch, known)].get(compile_class(problem, kernel), ())
+) -> Verdict | None:
+    """Return whether a config fits the registers or spills, None where it has not been compiled.
+
+    Of a mask or a grouping that has not been compiled, others speak: one that spills is enough.
+    """
+    if not (known := [name for name in table() if name[:3] == arch[:3]]):
+        return None
+    verdicts = table()[nearest(arch, known)]
+    for name in (compile_class(problem, kernel), _width_class(problem, kernel)):
+        if found := verdicts.get(f"{name} {config.key}"):
+            return found
+    return None
+
+
+def _width_class(problem: AttentionProblem, kernel: Kernel) -> str:
+    bits = 8 * problem.element_bytes
+    return f"{kernel} d{problem.head_dim_qk}/{problem.head_dim_v} {bits}-bit"
 
 
 @cache
-def table() -> dict[str, dict[str, list[str]]]:
-    """Return {architecture: {compile class: [config keys]}}."""
-    text = (files("tilegen.model") / "spills.toml").read_text(encoding="utf-8")
-    return tomllib.loads(text)
+def table() -> dict[str, dict[str, Verdict]]:
+    """Return {architecture: {"<class> <config>": verdict}}, for both kinds of class."""
+    text = (files("tilegen.model") / "compiled.toml").read_text(encoding="utf-8")
+    verdicts: dict[str, dict[str, Verdict]] = {}
+    for arch, classes in tomllib.loads(text).items():
+        found = verdicts.setdefault(arch, {})
+        for name, row in classes.items():
+            kernel, widths, bits, *_ = name.split()
+            for said in ("fit", "spill"):
+                for config in row[said].split():
+                    found[f"{name} {config}"] = said
+                    wide = f"{kernel} {widths} {bits} {config}"
+                    found[wide] = "spill" if found.get(wide) == "spill" else said
+    return verdicts
