@@ -46,10 +46,10 @@ def providers() -> tuple[Provider, ...]:
         Provider(name="sdpa-cudnn", prepare=partial(sdpa, backend="CUDNN_ATTENTION")),
         Provider(name="sdpa-efficient", prepare=partial(sdpa, backend="EFFICIENT_ATTENTION")),
         Provider(name="sdpa-math", prepare=partial(sdpa, backend="MATH")),
-        Provider(name="flex", prepare=partial(flex, mode="default"), slow_to_start=True),
+        Provider(name="flex", prepare=partial(_flex, mode="default"), slow_to_start=True),
         Provider(
             name="flex-max-autotune",
-            prepare=partial(flex, mode="max-autotune-no-cudagraphs"),
+            prepare=partial(_flex, mode="max-autotune-no-cudagraphs"),
             slow_to_start=True,
         ),
         Provider(name="varlen", prepare=_varlen, rows_first=True),
@@ -79,6 +79,13 @@ def _tilegen_configs(problem: AttentionProblem, direction: Direction) -> str:
         f"{kernel} {config.key} from {'the model' if origin == 'the model' else 'a record'}"
         for kernel, (config, origin) in used.items()
     )
+
+
+def _flex(problem: AttentionProblem, device: str, *, mode: str) -> Attention:
+    import torch
+
+    torch.compiler.reset()  # or a compilation for an earlier problem is found and made dynamic
+    return flex(problem, device, mode=mode)
 
 
 def _varlen(problem: AttentionProblem, device: str) -> Attention:

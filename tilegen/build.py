@@ -11,13 +11,12 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from tilegen import interpreter
 from tilegen.emitted import RenderedKernel, load
 from tilegen.errors import BuildFailed, Unsupported
-from tilegen.workers import Worker
+from tilegen.workers import Pool
 
 if TYPE_CHECKING:
     from tilegen.device import GpuSpec
@@ -55,16 +54,15 @@ def compile_for(rendered: RenderedKernel, arch: str) -> CompiledKernel:
 
     target = _target(arch)
     function = getattr(load(rendered), rendered.function)
-    divisible = {
-        (i,): [["tt.divisibility", 16]]
-        for i, (_, t) in enumerate(rendered.signature)
-        if t.startswith("*")
-    }
+    # As the launcher specialises pointers, so that what is compiled here is found in Triton's
+    # cache.
+    divisible = [["tt.divisibility", 16]] if rendered.aligned else []
+    pointers = [i for i, (_, type_) in enumerate(rendered.signature) if type_.startswith("*")]
     source = ASTSource(
         fn=function,
         signature=dict(rendered.signature),
         constexprs={},
-        attrs=divisible if rendered.aligned else {},
+        attrs={(i,): divisible for i in pointers},
     )
     # As `launch` passes them; fusion is spelt out since Triton 3.10 changes its default.
     options = {
@@ -91,34 +89,34 @@ def compile_for(rendered: RenderedKernel, arch: str) -> CompiledKernel:
 
 
 def compile_many(
-    rendered: Sequence[RenderedKernel], arch: str, *, workers: int | None = None
+    rendered: Sequence[RenderedKernel],
+    arch: str,
+    *,
+    workers: int | None = None,
+    pool: Pool | None = None,
 ) -> Iterator[tuple[RenderedKernel, CompiledKernel | BuildFailed]]:
-    """Compile on all cores and yield each kernel as it finishes, a failure as a value."""
-    workers = min(workers or len(os.sched_getaffinity(0)), len(rendered))
-    if workers <= 1:
-        for one in rendered:
-            yield one, _compile_or_fail(one, arch)
+    """Compile on all cores and yield each kernel as it finishes, a failure as a value.
+
+    `pool` lends workers that go on living; without it, `workers` are started and ended here.
+    """
+    if not rendered:
         return
-    idle: SimpleQueue[Worker] = SimpleQueue()
-    for _ in range(workers):
-        idle.put(Worker())
-
-    def compile_one(one: RenderedKernel) -> CompiledKernel | BuildFailed:
-        worker = idle.get()
-        try:
-            return worker.compile(one, arch)
-        finally:
-            idle.put(worker)
-
-    with ThreadPoolExecutor(workers) as pool:
-        futures = {pool.submit(compile_one, one): one for one in rendered}
+    if pool is None:
+        size = min(workers or len(os.sched_getaffinity(0)), len(rendered))
+        if size == 1 and not interpreter.is_active():
+            for one in rendered:
+                yield one, _compile_or_fail(one, arch)
+            return
+        with Pool(size) as own:
+            yield from compile_many(rendered, arch, pool=own)
+        return
+    with ThreadPoolExecutor(pool.size) as threads:
+        futures = {threads.submit(pool.compile, one, arch): one for one in rendered}
         try:
             for future in as_completed(futures):
                 yield futures[future], future.result()
         finally:  # the consumer may stop early
-            pool.shutdown(wait=False, cancel_futures=True)
-            for _ in range(workers):
-                idle.get().close()
+            threads.shutdown(wait=False, cancel_futures=True)
 
 
 def first_that_fits(built: Sequence[CompiledKernel | BuildFailed], gpu: GpuSpec) -> CompiledKernel:

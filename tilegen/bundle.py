@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tilegen.build import CompiledKernel, compile_many, first_that_fits
 from tilegen.config import KERNELS, Kernel, TileConfig
 from tilegen.device import catalogue
+from tilegen.disk import write_whole
 from tilegen.emitted import RenderedKernel, representative, rows_are_aligned, template_digest
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.problem import AttentionProblem
@@ -95,7 +96,7 @@ def generate(
                 on_kernel(entry)
     manifest = {"schema": SCHEMA, "versions": _versions(), "kernels": entries}
     path = out / MANIFEST
-    _replace(path, (json.dumps(manifest, indent=2) + "\n").encode())
+    write_whole(path, (json.dumps(manifest, indent=2) + "\n").encode())
     return path
 
 
@@ -121,8 +122,8 @@ def _write(
     rendered = compiled.rendered
     stem = f"{rendered.function}_{problem.dtype}_g{problem.group_size}_{rendered.digest[:8]}"
     source, binary = f"kernels/{stem}.py", f"{compiled.arch}/{stem}.{compiled.extension}"
-    _replace(out / source, rendered.source.encode())
-    _replace(out / binary, compiled.binary)
+    write_whole(out / source, rendered.source.encode())
+    write_whole(out / binary, compiled.binary)
     return {
         "kernel": rendered.kernel,
         "problem": problem.key,
@@ -158,11 +159,3 @@ def _versions() -> dict[str, str]:
     import tilegen
 
     return {"tilegen": tilegen.__version__, "triton": triton.__version__}
-
-
-def _replace(path: Path, content: bytes) -> None:
-    """Write a whole file or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_bytes(content)
-    temporary.replace(path)

@@ -8,7 +8,7 @@ import logging
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,6 +17,9 @@ from rich.logging import RichHandler
 from tilegen.config import KERNELS, Kernel, TileConfig
 from tilegen.errors import TilegenError, Unsupported
 from tilegen.problem import AttentionProblem
+
+if TYPE_CHECKING:
+    from tilegen.device import GpuSpec
 
 app = typer.Typer(
     add_completion=False,
@@ -363,17 +366,12 @@ def _say_unless(quiet: bool) -> Any:
     return (lambda line: None) if quiet else _out.print
 
 
-def _gpu(name: str | None, fast_memory: str | None = None) -> Any:
-    from dataclasses import replace
-
+def _gpu(name: str | None, fast_memory: str | None = None) -> GpuSpec:
     from tilegen.demo import used_gpu
-    from tilegen.device import gpu
+    from tilegen.device import gpu, with_fast_memory
 
-    size = _size(fast_memory) if fast_memory else None
-    if name:
-        return gpu(name, fast_memory=size)
-    spec = used_gpu()
-    return gpu(spec.name, fast_memory=size) if size else replace(spec)
+    spec = gpu(name) if name is not None else used_gpu()
+    return spec if fast_memory is None else with_fast_memory(spec, _size(fast_memory))
 
 
 def _size(text: str) -> int:

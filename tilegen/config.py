@@ -40,7 +40,7 @@ class TileConfig:
             ("num_stages", (1, 2, 3, 4, 5, 6)),
         ):
             value = getattr(self, name)
-            if isinstance(value, bool) or value not in allowed:
+            if type(value) is not int or value not in allowed:
                 raise Unsupported(f"{name} must be one of {allowed}, got {value!r}")
 
     @property

@@ -13,6 +13,7 @@ from tilegen.config import KERNELS, Kernel
 from tilegen.device import detect, gpu
 from tilegen.emitted import write
 from tilegen.problem import AttentionProblem
+from tilegen.settings import settings
 
 if TYPE_CHECKING:
     from tilegen.device import GpuSpec
@@ -54,7 +55,9 @@ class Demo:
             "problem": problem.key,
             "gpu": spec.name,
             "measured": here is not None,
-            "records": {kernel: str(outcome.saved.file) for kernel, outcome in results.items()},
+            "records": {
+                kernel: str(settings().cache_dir / o.record.path) for kernel, o in results.items()
+            },
             "configs": {kernel: outcome.record.config.key for kernel, outcome in results.items()},
         }
         if here:
@@ -115,19 +118,24 @@ class Demo:
     def _compare(self, problem: AttentionProblem) -> dict[str, float | None]:
         self._heading("compare: forward, median of runs from a cold L2")
         import tilegen
-        from tilegen.measure import measure
+        from tilegen.measure import measure, one_line
         from tilegen.peers import flex, sdpa
         from tilegen.reference import make_inputs
 
         x = make_inputs(problem, device="cuda")
-        computed: dict[str, Callable[..., Any]] = {
-            "tilegen": partial(tilegen.attention, mask=problem.mask),
-            "sdpa": sdpa(problem, "cuda"),
-            "flex_attention": flex(problem, "cuda"),
+        prepare: dict[str, Callable[[], Callable[..., Any]]] = {
+            "tilegen": lambda: partial(tilegen.attention, mask=problem.mask),
+            "sdpa": lambda: sdpa(problem, "cuda"),
+            "flex_attention": lambda: flex(problem, "cuda"),
         }
         times: dict[str, float | None] = {}
-        for name, attention in computed.items():
-            result = measure(partial(attention, x.q, x.k, x.v))
+        for name, make in prepare.items():
+            try:
+                result = measure(partial(make(), x.q, x.k, x.v))
+            except Exception as error:  # what PyTorch cannot do must not end the demonstration
+                self.say(f"{name:15}not run: {one_line(error)}")
+                times[name] = None
+                continue
             times[name] = result.median_us
             self.say(
                 f"{name:15}{result.median_us:10.1f} us"

@@ -74,8 +74,11 @@ def gpu(name: str, *, fast_memory: int | None = None) -> GpuSpec:
         hint = f"did you mean {' or '.join(close)}?" if close else "unknown GPU"
         raise Unsupported(f"gpu must be one of {', '.join(rows)}; got {name!r} ({hint})")
     spec = rows[key]
-    if fast_memory is None:
-        return spec
+    return spec if fast_memory is None else with_fast_memory(spec, fast_memory)
+
+
+def with_fast_memory(spec: GpuSpec, fast_memory: int) -> GpuSpec:
+    """Return `spec` with another amount of shared memory per program, in bytes."""
     if (
         isinstance(fast_memory, bool)
         or not isinstance(fast_memory, int)

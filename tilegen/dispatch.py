@@ -7,11 +7,11 @@ every further one is a dictionary look-up and a launch.
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from numbers import Real
 from typing import Any, Literal, overload
 
 import torch
@@ -19,14 +19,14 @@ import torch
 from tilegen import interpreter
 from tilegen.config import BLOCK_SIZES, Kernel, TileConfig
 from tilegen.device import GpuSpec, detect, gpu
+from tilegen.disk import log, say_once
 from tilegen.emitted import is_aligned, load_kernel, template_digest
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.masks.mask import Mask, full
+from tilegen.measure import DeviceLost
 from tilegen.problem import AttentionProblem, DType
 from tilegen.settings import settings
 from tilegen.store import current_versions, look_up
-
-log = logging.getLogger("tilegen")
 
 _DTYPES: dict[torch.dtype, DType] = {
     torch.float16: "fp16",
@@ -105,19 +105,26 @@ class Plan:
 _plans: dict[Any, Plan] = {}
 
 
-def choose(problem: AttentionProblem, spec: GpuSpec, kernel: Kernel) -> tuple[TileConfig, str]:
+def choose(
+    problem: AttentionProblem, spec: GpuSpec, kernel: Kernel, *, may_tune: bool = False
+) -> tuple[TileConfig, str]:
     """Return the config to use and where it comes from: a record's file, or the model.
 
-    Tunes first where TILEGEN_TUNE=1 is set and there is no measured record.
+    With `may_tune`, tunes first if TILEGEN_TUNE=1 is set and there is no measured record.
     """
     found = look_up(
         problem, spec, kernel, versions=current_versions(), template_digest=template_digest(kernel)
     )
-    if settings().tune and (found is None or not found.record.is_measured):
+    if may_tune and settings().tune and (found is None or not found.record.is_measured):
         from tilegen.tune import tune
 
-        record = tune(problem.bucket, spec, kernel=kernel, seconds=TUNE_SECONDS)
-        return record.config, "tuned now"
+        try:
+            record = tune(problem.bucket, spec, kernel=kernel, seconds=TUNE_SECONDS)
+            return record.config, "tuned now"
+        except DeviceLost:
+            raise
+        except TilegenError as error:  # a call that cannot be tuned for can still be computed
+            say_once(f"not tuned, taking the best known: {error}")
     if found:
         return found.record.config, str(found.file)
     from tilegen.propose import propose  # loads SymPy
@@ -137,9 +144,14 @@ def _key(q: Any, k: Any, v: Any, mask: Any) -> Any:
             (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16,
             mask,
         )
-    except AttributeError:
-        names = ", ".join(type(x).__name__ for x in (q, k, v))
-        raise InvalidProblem(f"q, k and v must be torch tensors, got {names}") from None
+    except (AttributeError, RuntimeError):  # RuntimeError: sparse, nested and such
+        names = ", ".join(_kind(x) for x in (q, k, v))
+        raise InvalidProblem(f"q, k and v must be dense torch tensors, got {names}") from None
+
+
+def _kind(value: Any) -> str:
+    name = type(value).__name__
+    return f"{name} ({value.layout})" if isinstance(value, torch.Tensor) else name
 
 
 def _new_plan(
@@ -148,7 +160,7 @@ def _new_plan(
     problem = _problem(q, k, v, mask)
     scale = problem.head_dim_qk**-0.5
     if q.device.type == "cpu" and not interpreter.is_active():
-        _say_once(
+        say_once(
             "CPU tensors: computing with PyTorch; "
             "set TRITON_INTERPRET=1 before Python starts to run the emitted kernels"
         )
@@ -213,7 +225,7 @@ def _kernel_run(
     copied = [not _addressable(tensor) for tensor in tensors]
     if any(copied):
         names = ", ".join(name for name, copy in zip("qkv", copied, strict=True) if copy)
-        _say_once(
+        say_once(
             f"{names}: copied on every call, since kernels need a dense last dimension; "
             "pass a contiguous tensor"
         )
@@ -247,7 +259,8 @@ class _Kernels:
 
     def launch(self, kernel: Kernel) -> Callable[..., Any]:
         if kernel not in self._launch:
-            config, origin = choose(self._problem, _spec(self._device), kernel)
+            spec, may_tune = _spec(self._device), self._device.type == "cuda"
+            config, origin = choose(self._problem, spec, kernel, may_tune=may_tune)
             log.debug("%s for '%s': %s, from %s", kernel, self._problem, config, origin)
             module = load_kernel(self._problem, config, kernel, aligned=self.aligned)
             self._launch[kernel] = module.launch
@@ -296,7 +309,8 @@ class _Attention(torch.autograd.Function):
         kernels: _Kernels = ctx.kernels
         dout = torch.zeros_like(out) if dout is None else dout
         if not _addressable(dout) or (kernels.aligned and not is_aligned(dout)):
-            dout = dout.contiguous()
+            # Not `contiguous`, which leaves a dense tensor at an odd address where it is.
+            dout = dout.clone(memory_format=torch.contiguous_format)
         dq = dk = dv = None
         with kernels.on_device():
             delta = kernels.launch("bwd_preprocess")(out, dout)
@@ -328,7 +342,7 @@ def _addressable(tensor: torch.Tensor) -> bool:
 
 
 def _checked_scale(scale: float) -> float:
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)) or not math.isfinite(scale):
+    if isinstance(scale, bool) or not isinstance(scale, Real) or not math.isfinite(scale):
         raise InvalidProblem(f"scale must be a finite number, got {scale!r}")
     return float(scale)
 
@@ -342,8 +356,3 @@ def _describe(q: Any, k: Any, v: Any, mask: Any, scale: Any) -> str:
     )
     shown = mask if mask is None or isinstance(mask, Mask) else type(mask).__name__
     return f"{', '.join(shapes)}, mask {shown}, scale {scale}"
-
-
-@cache
-def _say_once(message: str) -> None:
-    log.warning(message)

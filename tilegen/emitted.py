@@ -11,7 +11,6 @@ import importlib.util
 import json
 import re
 import sys
-import tempfile
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from tilegen import resources
 from tilegen.config import Kernel, TileConfig
+from tilegen.disk import log, write_whole
 from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
 
@@ -96,17 +96,12 @@ def template_digest(kernel: Kernel) -> str:
 def write(rendered: RenderedKernel) -> Path:
     """Return the emitted file under the cache directory, writing it unless it is there.
 
-    Written to a temporary name and renamed, so that processes may race.
+    Processes may race: the file is written whole. Raises Unsupported where it cannot be.
     """
     path = _path(rendered.digest, rendered.kernel)
-    if path.exists() and path.read_text(encoding="utf-8") == rendered.source:
-        return path
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(
-        "w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False
-    ) as file:
-        file.write(rendered.source)
-    Path(file.name).replace(path)
+    source = rendered.source.encode("utf-8")
+    if not path.is_file() or path.read_bytes() != source:
+        write_whole(path, source)
     return path
 
 
@@ -120,16 +115,18 @@ def load(rendered: RenderedKernel) -> ModuleType:
 def load_kernel(
     problem: AttentionProblem, config: TileConfig, kernel: Kernel, *, aligned: bool
 ) -> ModuleType:
-    """Return the emitted module for a problem and config, rendering it only where it is not on disk
-    yet."""
+    """Return the emitted module for a problem and config; rendered only if it is not on disk."""
     digest = kernel_digest(problem, config, kernel, aligned)
+    path = _path(digest, kernel)
+    if digest not in _modules and path.is_file():
+        try:
+            _modules[digest] = _import(path, digest)
+        except Exception as error:  # a damaged file raises anything
+            log.warning("emitted kernel %s is damaged (%s); written again", path, error)
     if digest not in _modules:
-        path = _path(digest, kernel)
-        if not path.exists():
-            from tilegen.render import render  # loads Jinja and SymPy
+        from tilegen.render import render  # loads Jinja and SymPy
 
-            write(render(problem, config, kernel, aligned=aligned))
-        _modules[digest] = _import(path, digest)
+        load(render(problem, config, kernel, aligned=aligned))
     return _modules[digest]
 
 
@@ -140,8 +137,7 @@ def rows_are_aligned(problem: AttentionProblem) -> bool:
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's address, its strides (batch, head, row) and its rows are multiples of 16
-    bytes."""
+    """Whether a tensor's address, strides (batch, head, row) and rows are multiples of 16 bytes."""
     unit = VECTOR_BYTES // tensor.element_size()
     strides = zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
     return (
@@ -163,6 +159,8 @@ def _import(path: Path, digest: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # Triton looks a kernel's module up by name
     spec.loader.exec_module(module)
+    if not hasattr(module, "launch"):
+        raise ImportError(f"expected a function `launch` in {path}")
     return module
 
 

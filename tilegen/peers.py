@@ -76,7 +76,6 @@ def flex(problem: AttentionProblem, device: str, *, mode: str = "default") -> At
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    torch.compiler.reset()  # or a compilation for an earlier problem is found and made dynamic
     mask, seqlen_q, seqlen_kv = problem.mask, problem.seqlen_q, problem.seqlen_kv
 
     def keep(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from tilegen.model.estimate import Candidate
 from tilegen.problem import AttentionProblem
 from tilegen.propose import propose
 from tilegen.render import render
-from tilegen.store import EstimateSummary, Saved, TuningRecord, current_versions, now, save
+from tilegen.store import EstimateSummary, TuningRecord, current_versions, now, save
 from tilegen.tune import tune
 from tilegen.verify import Check, reduced, require, verify_anywhere
 
@@ -33,7 +33,6 @@ class Outcome:
     built: Built
     chosen: Candidate
     record: TuningRecord
-    saved: Saved
 
 
 def run(
@@ -81,7 +80,7 @@ def run(
     on_stage("verify", checks)
     require(checks)
 
-    # Candidate -> TuningRecord
+    # Candidate -> TuningRecord, which `tune` also saves
     records: dict[Kernel, TuningRecord] = {
         kernel: tune(problem, gpu, kernel=kernel, seconds=tune_seconds)
         if tune_seconds
@@ -91,8 +90,8 @@ def run(
     on_stage("tune", records)
 
     # TuningRecord -> JSON
-    saved = {kernel: save(record) for kernel, record in records.items()}
-    on_stage("store", saved)
+    if not tune_seconds:
+        on_stage("store", {kernel: save(record) for kernel, record in records.items()})
 
     return {
         kernel: Outcome(
@@ -100,7 +99,6 @@ def run(
             built=built[kernel],
             chosen=chosen[kernel],
             record=records[kernel],
-            saved=saved[kernel],
         )
         for kernel in KERNELS
     }

@@ -55,7 +55,7 @@ class AttentionProblem:
                 f"num_heads_q must be a multiple of num_heads_kv, "
                 f"got {self.num_heads_q} and {self.num_heads_kv}"
             )
-        if self.dtype not in DTYPE_BYTES:
+        if not isinstance(self.dtype, str) or self.dtype not in DTYPE_BYTES:
             raise InvalidProblem(
                 f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}"
             )
@@ -115,6 +115,8 @@ class AttentionProblem:
         head_dim_qk/head_dim_v.
         Raises InvalidProblem or Unsupported.
         """
+        if not isinstance(text, str):
+            raise InvalidProblem(f"expected the notation of a problem, got {type(text).__name__}")
         numbers: dict[str, int] = {}
         dtypes: list[str] = []
         masks: list[str] = []

@@ -11,9 +11,10 @@ import os
 import pickle
 import subprocess
 import sys
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from tilegen.errors import BuildFailed
+from tilegen.errors import BuildFailed, TilegenError
 
 if TYPE_CHECKING:
     from tilegen.build import CompiledKernel
@@ -67,9 +68,39 @@ class Worker:
             python("from tilegen.workers import serve; serve()"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=environment(),
+            env=environment(TRITON_INTERPRET="0"),  # the interpreter cannot compile
         )
         return self._process
+
+
+class Pool:
+    """Workers that outlive one list of kernels; close it, or use it in a `with`."""
+
+    def __init__(self, size: int | None = None) -> None:
+        """`size` defaults to the cores this process may use."""
+        self.size = size or len(os.sched_getaffinity(0))
+        self._idle: SimpleQueue[Worker] = SimpleQueue()
+        for _ in range(self.size):
+            self._idle.put(Worker())
+
+    def compile(self, rendered: RenderedKernel, arch: str) -> CompiledKernel | BuildFailed:
+        """Compile in the next idle worker; callable from several threads."""
+        worker = self._idle.get()
+        try:
+            return worker.compile(rendered, arch)
+        finally:
+            self._idle.put(worker)
+
+    def close(self) -> None:
+        """End all workers, once what they compile now is done."""
+        for _ in range(self.size):
+            self._idle.get().close()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
 
 def serve() -> None:
@@ -85,8 +116,8 @@ def serve() -> None:
                 answer: Any
                 try:
                     answer = compile_for(rendered, arch)
-                except BuildFailed as error:
-                    answer = BuildFailed(str(error))  # without its cause, which may not pickle
+                except TilegenError as error:
+                    answer = type(error)(str(error))  # without its cause, which may not pickle
                 except Exception as error:
                     answer = RuntimeError(f"{type(error).__name__}: {error}")
                 pickle.dump(answer, answers)

@@ -120,6 +120,24 @@ def compile_instead_of_launching(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("compile_instead_of_launching")
+@pytest.mark.parametrize("head_dim", [64, 60])
+def test_what_is_compiled_ahead_is_found_when_launched(head_dim: int) -> None:
+    """The launcher asks Triton's cache for the very kernel that `compile_for` put there."""
+    problem = AttentionProblem.parse(f"hq1 hkv1 q64 d{head_dim} bf16 full")
+    rendered = render(problem, TileConfig(block_m=16, block_n=16))
+    compile_for(rendered, "sm_90")
+    module, found = load(rendered), list[bool]()
+    q = torch.empty(1, 1, 64, head_dim, dtype=torch.bfloat16)
+    knobs = triton.knobs.compilation
+    before, knobs.listener = knobs.listener, lambda **event: found.append(event["cache_hit"])
+    try:
+        module.launch(q, q, q, 0.1)
+    finally:
+        knobs.listener = before
+    assert found == [True]
+
+
+@pytest.mark.usefixtures("compile_instead_of_launching")
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("head_dim, aligned", [(64, True), (72, True), (60, False)])
 def test_no_length_recompiles(kernel: Kernel, head_dim: int, aligned: bool) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tilegen
-from tilegen import dispatch
+from tilegen import disk, dispatch
 from tilegen.errors import Unsupported
 from tilegen.problem import AttentionProblem
 from tilegen.reference import attention_reference, make_inputs
@@ -93,7 +93,7 @@ def test_a_strided_last_dimension_is_copied_and_said_once(caplog: pytest.LogCapt
     q, k, v = _inputs("b1 hq2 hkv2 q20 kv30 d32 fp32 full")
     q = q.mT.contiguous().mT
     assert q.stride(-1) != 1
-    dispatch._say_once.cache_clear()
+    disk.say_once.cache_clear()
     with caplog.at_level(logging.WARNING, logger="tilegen"):
         for _ in range(2):
             _close(tilegen.attention(q, k, v), attention_reference(q, k, v)[0])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tilegen
-from tilegen import dispatch, store
+from tilegen import disk, dispatch, store
 from tilegen.config import TileConfig
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.measure import Measurement
@@ -47,6 +47,7 @@ BAD = {
     "mask tensor": (tensors(GOOD, GOOD, GOOD), {"mask": torch.ones(8, 8)}, "tilegen mask"),
     "mask text": (tensors(GOOD, GOOD, GOOD), {"mask": "causal"}, "tilegen mask"),
     "no tensors": ([1, 2, 3], {}, "torch tensors"),
+    "sparse tensors": ([torch.zeros(GOOD).to_sparse()] * 3, {}, "dense torch tensors"),
     "head dim too wide": (tensors(*[(1, 1, 4, 512)] * 3), {}, "8..256"),
 }
 
@@ -63,7 +64,7 @@ def test_bad_input_gets_one_clear_error(name: str) -> None:
 
 def test_cpu_tensors_run_in_pytorch_with_one_notice(caplog: pytest.LogCaptureFixture) -> None:
     x = make_inputs(AttentionProblem.parse("b2 hq4 hkv2 q30 kv40 d16 bf16 full"))
-    dispatch._say_once.cache_clear()
+    disk.say_once.cache_clear()
     dispatch._plans.clear()
     with caplog.at_level(logging.WARNING, logger="tilegen"):
         for mask in (None, tilegen.causal(), tilegen.causal("bottom_right")):
@@ -137,7 +138,7 @@ def test_a_kernel_on_disk_is_used_without_rendering(tmp_path: Path) -> None:
     """With a record and the emitted file there, a new process computes without SymPy and Jinja."""
     code = """
 import sys, torch, tilegen
-from tilegen import dispatch, store
+from tilegen import disk, dispatch, store
 from tilegen.measure import Measurement
 q = torch.randn(1, 1, 16, 16)
 def record():

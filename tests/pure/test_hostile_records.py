@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.records import H200, PROBLEM, RECORD, own, place, record
+from tilegen.disk import say_once
 from tilegen.errors import InvalidRecord
-from tilegen.store import Location, TuningRecord, list_records, look_up, lookup, save, why
+from tilegen.store import Location, TuningRecord, list_records, look_up, save, why
 from tilegen.store.files import MAX_FILE_BYTES, set_aside
 
 GOOD = RECORD.to_json()
@@ -186,7 +187,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str, bool]] = {
 
 @pytest.fixture(autouse=True)
 def _say_everything(caplog: pytest.LogCaptureFixture) -> None:
-    lookup._say_once.cache_clear()
+    say_once.cache_clear()
     caplog.set_level(logging.INFO, logger="tilegen")
 
 

@@ -14,6 +14,7 @@ from tests.conftest import CheckGolden
 from tests.problems import PROBLEMS
 from tilegen import emitted, resources
 from tilegen.config import KERNELS, Kernel, TileConfig, head_dim_chunks
+from tilegen.errors import Unsupported
 from tilegen.masks import parse_mask
 from tilegen.problem import AttentionProblem
 from tilegen.render import environment, render
@@ -189,6 +190,29 @@ def test_emitted_files_are_written_whole(tmp_path: Path, monkeypatch: pytest.Mon
     path.write_text("half")
     assert emitted.write(rendered).read_text() == rendered.source
     assert [p.name for p in path.parent.iterdir()] == ["fwd.py"]
+
+
+def test_a_damaged_file_is_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
+    for i, damage in enumerate(("", "x = 1\n", "def launch(", "raise RuntimeError('no')\n")):
+        config = replace(CONFIG, num_stages=1 + i)
+        path = emitted.write(render(LLAMA, config))
+        path.write_text(damage)
+        module = emitted.load_kernel(LLAMA, config, "fwd", aligned=True)
+        assert callable(module.launch)
+        assert path.read_text() == render(LLAMA, config).source
+    assert len([r for r in caplog.records if "damaged" in r.message]) == 4
+
+
+def test_a_cache_that_cannot_be_written_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path / "file" / "below"))
+    with pytest.raises(Unsupported, match=r"cannot write .*TILEGEN_CACHE_DIR"):
+        emitted.write(render(LLAMA, CONFIG))
 
 
 def test_a_digest_tells_kernels_apart() -> None:

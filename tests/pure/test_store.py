@@ -33,6 +33,7 @@ from tests.records import (
     timed,
 )
 from tilegen.config import KERNELS, TileConfig
+from tilegen.disk import say_once
 from tilegen.errors import InvalidRecord, Unsupported
 from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
@@ -60,7 +61,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(autouse=True)
 def _say_everything(caplog: pytest.LogCaptureFixture) -> None:
     """Let every test hear what an earlier one was told."""
-    lookup._say_once.cache_clear()
+    say_once.cache_clear()
     caplog.set_level(logging.INFO, logger="tilegen")
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import secrets
 import stat
 from collections.abc import Generator
 from pathlib import Path
 
-from tilegen.errors import InvalidRecord, Unsupported
+from tilegen.disk import cannot_write, write_whole
+from tilegen.errors import InvalidRecord
 
 MAX_FILE_BYTES = 64 * 1024
 """A record has about 1.5 KiB."""
@@ -54,23 +54,8 @@ def read_text(path: Path) -> str | None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Put `text` at `path` in one step: readers see the old file or the new, even after a crash.
-
-    Raises Unsupported when the folder cannot be written to.
-    """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        try:
-            with temporary.open("x", encoding="utf-8") as file:
-                file.write(text)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise _cannot_write(path, error) from error
+    """Put `text` at `path` in one step. Raises Unsupported when it cannot be written."""
+    write_whole(path, text.encode("utf-8"))
 
 
 @contextlib.contextmanager
@@ -84,7 +69,7 @@ def only_writer(folder: Path) -> Generator[None, None, None]:
         folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
-        raise _cannot_write(folder, error) from error
+        raise cannot_write(folder, error) from error
     try:
         with contextlib.suppress(OSError):
             fcntl.flock(handle, fcntl.LOCK_EX)
@@ -106,10 +91,3 @@ def set_aside(path: Path) -> Path | None:
                 return None
             return free
     return None
-
-
-def _cannot_write(path: Path, error: OSError) -> Unsupported:
-    return Unsupported(
-        f"cannot write {str(path)!r}: {error.strerror}; "
-        "set TILEGEN_CACHE_DIR to a folder you can write to"
-    )

@@ -7,11 +7,11 @@ import logging
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from tilegen.config import KERNELS, Kernel
+from tilegen.disk import say_once
 from tilegen.errors import InvalidRecord, Unsupported
 from tilegen.measure import one_line
 from tilegen.problem import AttentionProblem
@@ -112,7 +112,7 @@ def look_up(
         if record is None:
             continue
         if wrong := _identity(problem, gpu, kernel, record):
-            _say_once(f"record {str(file)!r} is about something else ({_join(wrong)}); passed over")
+            say_once(f"record {str(file)!r} is about something else ({_join(wrong)}); passed over")
             continue
         found = Found(
             record=record,
@@ -125,7 +125,7 @@ def look_up(
             break
         best = best or found
     if best is not None and best.differences:
-        _say_once(
+        say_once(
             f"record {str(best.file)!r} is used, but may no longer be the best choice "
             f"({_join(best.differences)})"
         )
@@ -219,7 +219,7 @@ def _is_there(root: Path) -> bool:
     except OSError as error:
         trouble = f"cannot be looked at: {error.strerror}"
     if trouble:
-        _say_once(f"record location {str(root)!r} {trouble}; passed over")
+        say_once(f"record location {str(root)!r} {trouble}; passed over")
     return not trouble
 
 
@@ -227,7 +227,7 @@ def _files(root: Path, pattern: str) -> list[Path]:
     try:
         return sorted(root.glob(pattern))
     except OSError as error:
-        _say_once(f"record location {str(root)!r} cannot be listed: {error.strerror}")
+        say_once(f"record location {str(root)!r} cannot be listed: {error.strerror}")
         return []
 
 
@@ -255,11 +255,11 @@ def _usable(file: Path, location: Location) -> TuningRecord | None:
     try:
         return _read(file)
     except (OtherSchema, Unreadable) as error:  # may be in order, so it stays where it is
-        _say_once(f"record {str(file)!r} passed over: {one_line(error)}")
+        say_once(f"record {str(file)!r} passed over: {one_line(error)}")
     except InvalidRecord as error:
         aside = set_aside(file) if location.origin == "own" else None
         done = f"set aside as {aside.name!r}" if aside else "passed over"
-        _say_once(f"record {str(file)!r} {done}: {one_line(error)}")
+        say_once(f"record {str(file)!r} {done}: {one_line(error)}")
     return None
 
 
@@ -345,8 +345,3 @@ def _distance(difference: Difference) -> float:
 
 def _join(differences: Sequence[Difference]) -> str:
     return "; ".join(map(str, differences))
-
-
-@cache
-def _say_once(message: str) -> None:
-    log.warning(message)

@@ -1,0 +1,70 @@
+"""The correctness rule itself, on tensors made for it."""
+
+import pytest
+import torch
+
+from tilegen.config import TileConfig
+from tilegen.errors import Unsupported, WrongResult
+from tilegen.problem import AttentionProblem
+from tilegen.verify import judge, reduced, require, run_device, verify_anywhere
+
+EXPECTED = torch.linspace(-1, 1, 9, dtype=torch.float64)
+
+
+def own(error: float) -> torch.Tensor:
+    return (EXPECTED + error).to(torch.float32)
+
+
+def test_twice_pytorchs_error_is_allowed_and_no_more() -> None:
+    assert judge("out", EXPECTED + 0.019, EXPECTED, [own(0.01)]).ok
+    assert not judge("out", EXPECTED + 0.021, EXPECTED, [own(0.01)]).ok
+    assert judge("out", EXPECTED + 0.021, EXPECTED, [own(0.001), own(0.011)]).ok
+
+
+def test_nan_passes_on_neither_side() -> None:
+    nan = torch.full_like(EXPECTED, float("nan"))
+    assert not judge("dq", nan, EXPECTED, [own(0.01)]).ok
+    assert not judge("dq", EXPECTED + 99, EXPECTED, [nan.float()]).ok
+    assert not judge("dq", EXPECTED + 0.1, EXPECTED, [nan.float(), own(0.01)]).ok
+    assert judge("dq", EXPECTED + 0.01, EXPECTED, [nan.float(), own(0.01)]).ok
+
+
+def test_equal_infinities_are_equal() -> None:
+    lse = EXPECTED.clone()
+    lse[3] = float("-inf")
+    assert judge("lse", lse.clone(), lse, [lse.float()]).ok
+    assert not judge("lse", EXPECTED, lse, [lse.float()]).ok
+
+
+def test_the_worst_element_is_named() -> None:
+    found = EXPECTED.clone()
+    found[7] += 5
+    check = judge("out", found, EXPECTED, [own(0.0)])
+    assert (check.index, check.ok) == ((7,), False)
+    assert "WRONG" in str(check)
+    with pytest.raises(WrongResult, match=r"worst at \(7,\)"):
+        require((check,))
+
+
+def test_other_shapes_are_wrong() -> None:
+    with pytest.raises(WrongResult, match="must have shape"):
+        judge("out", EXPECTED.view(3, 3), EXPECTED, [own(9.0)])
+
+
+def test_reduced_problems_keep_the_kernel() -> None:
+    problem = AttentionProblem.parse("b4 hq32 hkv8 q8192 kv100 d192/128 bf16 causal")
+    assert reduced(problem, 64).key == "b1 hq4 hkv1 q64 kv64 d192/128 bf16 causal"
+    assert reduced(problem).seqlen_kv == 100
+
+
+def test_without_a_gpu_the_interpreter_answers_from_its_own_process() -> None:
+    problem = AttentionProblem.parse("hq1 q20 d16 fp32 causal")
+    checks = verify_anywhere(problem, {"fwd": TileConfig(block_m=16, block_n=16)})
+    assert [check.tensor for check in checks] == ["out", "lse"]
+    assert all(check.ok for check in checks)
+
+
+def test_where_kernels_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(Unsupported, match="TRITON_INTERPRET=1"):
+        run_device()

@@ -1,0 +1,48 @@
+"""What several modules do outside of Python: write a file whole or not at all, say a thing once."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from functools import cache
+from pathlib import Path
+
+from tilegen.errors import Unsupported
+
+log = logging.getLogger("tilegen")
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Put `data` at `path` in one step: readers see the old file or the new, even after a crash.
+
+    Makes the folder. Raises Unsupported when it cannot be written to.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("xb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
+def cannot_write(path: Path, error: OSError) -> Unsupported:
+    """Return the error for a file that the system would not take."""
+    return Unsupported(
+        f"cannot write {str(path)!r}: {error.strerror}; "
+        "choose a folder you can write to (for records and kernels: set TILEGEN_CACHE_DIR)"
+    )
+
+
+@cache
+def say_once(message: str) -> None:
+    """Log a warning, the first time only."""
+    log.warning(message)
