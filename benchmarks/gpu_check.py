@@ -12,18 +12,23 @@ is on disk when one fails, or when the time is over, stays:
     records.tar.gz    the tuning records, packed again after every kernel
     benchmarks.csv    one row per workload, provider, direction
     counters.csv      one row per workload and kernel
+    trials/           every config the tuner tried, a line of JSON each
     log.txt           everything the parts printed
+
+Ctrl-C and SIGTERM end the running part, too, and keep what it has.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -33,8 +38,8 @@ from benchmarks.summary import summarise
 
 STOPS_ITSELF = 0.92
 """Of its time, after which a part that watches the clock starts nothing new."""
-LAST_SECONDS = 10.0
-"""Kept back for the summary and for a part that has to be killed."""
+LAST_SECONDS = 16.0
+"""Kept back for the summary and for a part that is slow to end."""
 
 
 def parts(out: Path) -> list[Part]:
@@ -44,6 +49,14 @@ def parts(out: Path) -> list[Part]:
 
     def module(name: str, *arguments: str) -> list[str]:
         return [python, "-m", f"benchmarks.{name}", *arguments]
+
+    def tests() -> list[str]:
+        if find_spec("pytest") is None:
+            return [python, "-c", "raise SystemExit('pytest is not installed: no test was run')"]
+        return [
+            *(python, "-m", "pytest", "tests/gpu", "-q", f"--junit-xml={out / 'tests.xml'}"),
+            *("-p", "no:cacheprovider", *spread),
+        ]
 
     def minutes(seconds: float) -> str:
         return f"--minutes={seconds * STOPS_ITSELF / 60:.3f}"
@@ -56,10 +69,7 @@ def parts(out: Path) -> list[Part]:
         ),
         Part(
             name="tests",
-            command=lambda _: [
-                *(python, "-m", "pytest", "tests/gpu", "-q", f"--junit-xml={out / 'tests.xml'}"),
-                *("-p", "no:cacheprovider", *spread),
-            ],
+            command=lambda _: tests(),
             share=0.25,
         ),
         Part(
@@ -99,6 +109,20 @@ def gather(chosen: Sequence[Part], out: Path, *, seconds: float) -> list[Outcome
     )
 
 
+def copy_trials(cache: Path, out: Path) -> None:
+    """Copy the tuner's trial logs from the cache directory to `out`/trials."""
+    for file in (cache / "trials").rglob("*.jsonl"):
+        copy = out / file.relative_to(cache)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copy)
+
+
+def terminate(*_: object) -> NoReturn:
+    """Answer SIGTERM as Ctrl-C is answered: by an exception, so that every `finally` runs."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not break off the first
+    sys.exit(128 + signal.SIGTERM)
+
+
 def main(
     out: Annotated[Path, typer.Option(help="Folder for what is found out; made if needed.")],
     minutes: Annotated[float, typer.Option(help="Time limit for all of it.")] = 9.0,
@@ -110,12 +134,16 @@ def main(
     if not has_gpu():
         print("no GPU that PyTorch can use on this machine: nothing to check")
         raise typer.Exit(1)
+    signal.signal(signal.SIGTERM, terminate)
     out = out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     # One cache for all parts: benchmarks use what was tuned, and the user's own stays as it is.
     with tempfile.TemporaryDirectory(prefix="tilegen-gpu-check-") as cache:
         os.environ["TILEGEN_CACHE_DIR"] = cache
-        outcomes = gather(parts(out), out, seconds=60 * minutes)
+        try:
+            outcomes = gather(parts(out), out, seconds=60 * minutes)
+        finally:
+            copy_trials(Path(cache), out)
     print()
     print((out / "summary.md").read_text(encoding="utf-8"))
     if any(outcome.status != "passed" for outcome in outcomes):

@@ -16,8 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-GRACE = 5.0
-"""Seconds between asking a part to end and ending it."""
+ENDING = ((signal.SIGINT, 12.0), (signal.SIGTERM, 2.0))
+"""What a part is sent before it is killed, and the seconds each has to take effect.
+
+First what Ctrl-C sends: it lets pytest write its report and the tuner its best so far. With
+several workers, pytest gives those 10 seconds to end.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +45,7 @@ class Outcome:
     allowed: float
     """Seconds it was given."""
     message: str
-    """The last line it printed."""
+    """The last line it printed, before it was asked to end."""
 
 
 def run_parts(
@@ -67,7 +71,7 @@ def run_parts(
 
 
 def run_part(part: Part, *, allowed: float, log: Path, folder: Path) -> Outcome:
-    """Run one part for at most `allowed` seconds, plus GRACE if it does not end when asked."""
+    """Run one part for at most `allowed` seconds, plus at most those of ENDING to end in."""
     if allowed <= 0:
         return Outcome(name=part.name, status="no time left", seconds=0.0, allowed=0.0, message="")
     command = list(part.command(allowed))
@@ -85,33 +89,44 @@ def run_part(part: Part, *, allowed: float, log: Path, folder: Path) -> Outcome:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                preexec_fn=_hear_interrupts,
             )
         except OSError as error:
             return _outcome(part, "failed", started, allowed, str(error))
+        end = None
         try:
             status = "passed" if process.wait(timeout=allowed) == 0 else "failed"
         except subprocess.TimeoutExpired:
             status = "time over"
+            end = log.stat().st_size
         finally:  # also when this process is interrupted; and no child may outlive its part
             _end(process)
-    return _outcome(part, status, started, allowed, last_line(log, before))
+    return _outcome(part, status, started, allowed, last_line(log, before, end))
+
+
+def _hear_interrupts() -> None:
+    """Undo what a shell does to commands behind `&`: they and their children ignore SIGINT."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End the process and all that it started: first asked, then killed."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(timeout=GRACE)
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    try:
+        for request, grace in ENDING:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, request)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=grace)
+                break
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
-def last_line(log: Path, start: int) -> str:
-    """Return the last line that is not blank, of what was written from byte `start` on."""
-    with log.open("rb") as file:
-        file.seek(start)
-        lines = file.read().decode(errors="replace").splitlines()
+def last_line(log: Path, start: int, end: int | None = None) -> str:
+    """Return the last line that is not blank, of what was written from byte `start` to `end`."""
+    lines = log.read_bytes()[start:end].decode(errors="replace").splitlines()
     return next((text.strip() for text in reversed(lines) if text.strip()), "")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 import tarfile
@@ -13,7 +15,7 @@ from typing import Any
 import pytest
 
 from benchmarks import counters, gpu_check, rows, tune
-from benchmarks.parts import Outcome, Part, run_part, run_parts
+from benchmarks.parts import ENDING, Outcome, Part, run_part, run_parts
 from benchmarks.summary import summarise
 from tests.cases import PROBLEM, a_row, a_workload
 from tests.records import record
@@ -38,9 +40,10 @@ def python(name: str, code: str, *, share: float = 1.0) -> Part:
 
 
 HANGS = "import time; print('started', flush=True); time.sleep(600)"
-# Ignores the polite signal, and has a child that would outlive it and write to the file.
+# Ignores the polite signals, and has a child that would outlive it and write to the file.
 HANGS_ON = """
 import signal, subprocess, sys, time
+signal.signal(signal.SIGINT, signal.SIG_IGN)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 code = "import sys, time; time.sleep(3); open(sys.argv[1], 'w')"
 subprocess.Popen([sys.executable, "-c", code, {path!r}])
@@ -86,7 +89,8 @@ def test_parts_that_fail_hang_or_are_missing_cost_only_themselves(log: Path) -> 
 def test_a_part_that_ignores_the_signal_is_killed_with_its_children(
     log: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("benchmarks.parts.GRACE", 0.5)
+    hurried = tuple((request, 0.3) for request, _ in ENDING)
+    monkeypatch.setattr("benchmarks.parts.ENDING", hurried)
     late = log.parent / "late.txt"
     part = python("hangs on", HANGS_ON.format(path=str(late)))
     started = time.monotonic()
@@ -95,6 +99,53 @@ def test_a_part_that_ignores_the_signal_is_killed_with_its_children(
     assert time.monotonic() - started < 3
     time.sleep(max(0.0, started + 5 - time.monotonic()))
     assert not late.exists()
+
+
+# Says which polite signals it got; the first may come while it still does something else.
+SAVES = """
+import signal, sys, time
+def save(*_):
+    open('saved.txt', 'a').write('SIGTERM')
+    sys.exit()
+signal.signal(signal.SIGTERM, save)
+print('started', flush=True)
+try:
+    time.sleep(600)
+except KeyboardInterrupt:
+    open('saved.txt', 'a').write('SIGINT ')
+    if len(sys.argv) > 1:
+        time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("extra, saved", [([], "SIGINT "), (["slow"], "SIGINT SIGTERM")])
+def test_a_part_over_its_time_is_interrupted_before_it_is_terminated(
+    extra: list[str], saved: str, log: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (interrupt, _), terminate = ENDING
+    monkeypatch.setattr("benchmarks.parts.ENDING", ((interrupt, 1.0), terminate))
+    part = Part(name="saves", command=lambda _: [sys.executable, "-c", SAVES, *extra], share=1.0)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as behind a shell's `&`
+    try:
+        outcome = run_part(part, allowed=1.0, log=log, folder=log.parent)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert (outcome.status, outcome.message) == ("time over", "started")
+    assert (log.parent / "saved.txt").read_text() == saved
+
+
+def test_tests_over_their_time_leave_their_report(log: Path) -> None:
+    (log.parent / "test_slow.py").write_text(
+        "import time\ndef test_quick(): pass\ndef test_slow(): time.sleep(600)\n"
+    )
+    report = log.parent / "tests.xml"
+    command = [sys.executable, "-m", "pytest", "-q", f"--junit-xml={report}", "test_slow.py"]
+    part = Part(name="tests", command=lambda _: command, share=1.0)
+    outcome = run_part(part, allowed=4.0, log=log, folder=log.parent)
+    assert outcome.status == "time over"
+    text = report.read_text()
+    assert 'name="test_quick"' in text
+    assert "1 tests, 0 failures" in summarise(log.parent, [outcome])
 
 
 def test_unused_time_goes_to_the_parts_after(log: Path) -> None:
@@ -132,6 +183,73 @@ def test_gpu_check_parts_are_commands_that_exist(tmp_path: Path) -> None:
         assert result.returncode == 0, result.stderr
         options = [text.partition("=")[0] for text in command if text.startswith("--")]
         assert all(option in result.stdout for option in options), (module, options)
+
+
+def test_without_pytest_that_part_says_so_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_check, "find_spec", lambda name: None)
+    (tests,) = (part for part in gpu_check.parts(tmp_path) if part.name == "tests")
+    after = python("after", "print('reached')")
+    first, second = gpu_check.gather([tests, after], tmp_path, seconds=60)
+    assert (first.status, first.message) == ("failed", "pytest is not installed: no test was run")
+    assert (second.status, second.message) == ("passed", "reached")
+    assert "Traceback" not in (tmp_path / "log.txt").read_text()
+
+
+# A check of one part, which stands for the tuner: it has tried something, and hangs.
+CHECK = """
+import sys, typer
+from benchmarks import gpu_check
+from benchmarks.parts import Part
+code = '''
+import os, pathlib, time
+trials = pathlib.Path(os.environ["TILEGEN_CACHE_DIR"]) / "trials" / "h200" / "fwd"
+trials.mkdir(parents=True)
+print(os.getpid(), flush=True)
+try:
+    time.sleep(600)
+except KeyboardInterrupt:
+    (trials / "a.jsonl").write_text("tried")
+'''
+gpu_check.has_gpu = lambda: True
+command = [sys.executable, "-c", code]
+gpu_check.parts = lambda out: [Part(name="tuning", command=lambda _: command, share=1.0)]
+typer.run(gpu_check.main)
+"""
+
+
+@pytest.mark.parametrize(
+    "sent, minutes, code",
+    [(signal.SIGTERM, 5, 143), (signal.SIGINT, 5, 130), (None, 18 / 60, 1)],
+    ids=["SIGTERM", "SIGINT", "time over"],
+)
+def test_gpu_check_that_is_stopped_ends_its_part_and_keeps_the_trials(
+    sent: signal.Signals | None, minutes: float, code: int, tmp_path: Path
+) -> None:
+    out, temporary = tmp_path / "out", tmp_path / "temporary"
+    temporary.mkdir()
+    check = subprocess.Popen(
+        [sys.executable, "-c", CHECK, "--out", str(out), f"--minutes={minutes}"],
+        env={**os.environ, "TMPDIR": str(temporary)},
+        cwd=gpu_check.ROOT,
+        stdout=subprocess.DEVNULL,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+    log = out / "log.txt"
+    pid = 0
+    while not pid:
+        assert check.poll() is None
+        time.sleep(0.1)
+        last = log.read_text().splitlines()[-1:] if log.exists() else []
+        pid = int(last[0]) if last and last[0].isdigit() else 0
+    if sent:
+        check.send_signal(sent)
+    assert check.wait(timeout=30) == code
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    assert (out / "trials" / "h200" / "fwd" / "a.jsonl").read_text() == "tried"
+    assert list(temporary.iterdir()) == []
 
 
 def test_gpu_check_without_a_gpu_says_so_and_exits_1(tmp_path: Path) -> None:
