@@ -7,10 +7,13 @@ from pathlib import Path
 import pytest
 
 from tests.records import H200, timed
-from tilegen.config import TileConfig
+from tilegen.build import compile_for
+from tilegen.config import KERNELS, TileConfig
+from tilegen.device import catalogue
 from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.propose import propose
+from tilegen.render import render
 from tilegen.store import look_up
 from tilegen.tune import tune
 from tilegen.tuning import bench
@@ -33,7 +36,7 @@ def test_the_models_choice_is_compiled_then_measured_first(
         kernel="fwd",
         trials=2,
         measure=measure,
-        compile=lambda configs: bench._compile(problem, H200, "fwd", configs),
+        compile=lambda configs: bench.compile_ahead(problem, H200, "fwd", configs),
         progress=False,
     )
     ranked = propose(problem, H200, kernel="fwd", top=2)
@@ -52,8 +55,17 @@ def test_what_cannot_fit_is_refused_by_the_compiler_alone(
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
     problem = AttentionProblem.parse("b1 hq1 hkv1 q1024 kv1024 d256 bf16 full")
     large = TileConfig(block_m=128, block_n=128, num_warps=8, num_stages=3)
-    ((config, built),) = bench._compile(problem, H200, "fwd", [large])
+    ((config, built),) = bench.compile_ahead(problem, H200, "fwd", [large])
     refusal = bench.refused(built, H200)
     assert config == large
     assert refusal is not None
     assert refusal.status in ("out_of_resources", "build_failed")
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "gfx942"])
+def test_the_safe_tiles_fit_everywhere(arch: str) -> None:
+    problem = AttentionProblem.parse("hq4 hkv1 q300 d256 bf16 causal(bottom_right)&window(63,9)")
+    for kernel in KERNELS:
+        built = compile_for(render(problem, bench.SAFE, kernel), arch)
+        assert built.shared_bytes <= min(gpu.smem_per_block for gpu in catalogue())
+        assert built.spill_bytes == 0

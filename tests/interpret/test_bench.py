@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 
 from tilegen.config import KERNELS, Kernel, TileConfig
 from tilegen.emitted import load
 from tilegen.problem import AttentionProblem
+from tilegen.reference import attention_reference, make_inputs
 from tilegen.render import render
-from tilegen.tuning.bench import _arguments
+from tilegen.tuning.bench import check_config, make_arguments
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -20,7 +23,7 @@ from tilegen.tuning.bench import _arguments
 def test_arguments_fit_the_launch(text: str, kernel: Kernel) -> None:
     problem = AttentionProblem.parse(text)
     module = load(render(problem, TileConfig(block_m=32, block_n=16), kernel))
-    results = module.launch(*_arguments(problem, kernel, "cpu"))
+    results = module.launch(*make_arguments(problem, kernel, "cpu"))
     results = results if isinstance(results, tuple) else (results,)
     query = (problem.batch, problem.num_heads_q, problem.seqlen_q)
     key = (problem.batch, problem.num_heads_kv, problem.seqlen_kv)
@@ -34,7 +37,42 @@ def test_arguments_fit_the_launch(text: str, kernel: Kernel) -> None:
     assert all(torch.isfinite(result).all() for result in results)
 
 
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_arguments_are_in_the_order_of_the_launch(kernel: Kernel) -> None:
+    """Each is what its name says, although most would fit in another's place."""
+    problem = AttentionProblem.parse("b1 hq4 hkv2 q40 kv3000 d32/16 fp16 full")
+    module = load(render(problem, TileConfig(block_m=32, block_n=16), kernel))
+    names = list(inspect.signature(module.launch).parameters)
+    found = dict(zip(names, make_arguments(problem, kernel, "cpu"), strict=True))
+    shapes = {
+        "q": (1, 4, 40, 32),
+        "k": (1, 2, 3000, 32),
+        "v": (1, 2, 3000, 16),
+        "out": (1, 4, 40, 16),
+        "dout": (1, 4, 40, 16),
+        "lse": (1, 4, 40),
+        "delta": (1, 4, 40),
+    }
+    for name, value in found.items():
+        if name == "softmax_scale":
+            assert value == 32**-0.5
+        else:
+            assert tuple(value.shape) == shapes[name], name
+    if "lse" in found:
+        inputs = make_inputs(problem, device="cpu", seed=0)
+        _, lse = attention_reference(inputs.q.float(), inputs.k.float(), inputs.v.float())
+        assert (found["lse"] - lse.mean()).abs().max() < 0.5
+        assert found["delta"].mean().abs() < 0.5
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_right_config_passes_the_check(kernel: Kernel) -> None:
+    problem = AttentionProblem.parse("b2 hq4 hkv2 q60 kv70 d32/16 fp16 causal")
+    config = TileConfig(block_m=32, block_n=32)
+    assert check_config(problem, kernel, config) is None
+
+
 def test_arguments_are_the_same_every_time() -> None:
     problem = AttentionProblem.parse("b1 hq2 hkv1 q8 kv8 d16 fp16 full")
-    one, other = (_arguments(problem, "bwd_dq", "cpu") for _ in range(2))
+    one, other = (make_arguments(problem, "bwd_dq", "cpu") for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(one[:-1], other[:-1], strict=True))

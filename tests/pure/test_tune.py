@@ -23,17 +23,20 @@ import pytest
 from tests.records import H200, PROBLEM, VERSIONS, record, timed
 from tests.replay import TABLE, Replay, ranking, run
 from tilegen import tune as tune_module
-from tilegen.config import TileConfig
+from tilegen import verify
+from tilegen.config import KERNELS, Kernel, TileConfig
 from tilegen.emitted import template_digest
-from tilegen.errors import BuildFailed, NoRecord, Unsupported
+from tilegen.errors import BuildFailed, NoRecord, Unsupported, WrongResult
 from tilegen.measure import DeviceLost, Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.store import TuningRecord, look_up, save
 from tilegen.tune import SEEDS, TIE_LIMIT, pick, tune
 from tilegen.tuning import bench as bench_module
+from tilegen.tuning.bench import check_config
 from tilegen.tuning.report import Report
 from tilegen.tuning.search import MAX_MISSES, Search
 from tilegen.tuning.trials import Trial
+from tilegen.verify import Check
 
 ROOT = Path(__file__).parents[2]
 SMALL = dict(list(TABLE.items())[:8])  # all of them timed
@@ -746,38 +749,73 @@ def test_without_that_gpu_it_says_so_and_leaves_nothing(
     assert not cache.exists()
 
 
-def test_real_check_judges_the_outputs_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilegen import verify
+def checks_with(*wrong: str) -> tuple[Check, ...]:
+    """Return what `verify` says when these tensors are wrong."""
+    values = {"error": 1.0, "allowed": 0.1, "index": (0,), "found": 1.0, "expected": 0.0}
+    names = ("out", "lse", "dq", "dk", "dv")
+    return tuple(Check(tensor=name, ok=name not in wrong, **values) for name in names)
 
-    asked: list[tuple[AttentionProblem, set[str]]] = []
-    wrong_tensor = "dq"
 
-    def verified(problem: AttentionProblem, configs: dict[str, TileConfig]) -> tuple[Any, ...]:
-        asked.append((problem, set(configs)))
-        check = {"error": 1.0, "allowed": 0.1, "index": (0,), "found": 1.0, "expected": 0.0}
-        names = ("out", "lse") if set(configs) == {"fwd"} else ("out", "lse", "dq", "dk", "dv")
-        return tuple(verify.Check(tensor=n, ok=n != wrong_tensor, **check) for n in names)
+TRIED = TileConfig(block_m=64, block_n=64)
+OUTPUTS = {
+    "fwd": {"out", "lse"},
+    "bwd_preprocess": {"dq", "dk", "dv"},
+    "bwd_dkdv": {"dk", "dv"},
+    "bwd_dq": {"dq"},
+}
+
+
+@pytest.mark.parametrize("tensor", ["out", "lse", "dq", "dk", "dv"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_real_check_judges_the_outputs_of_the_kernel(
+    kernel: Kernel, tensor: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[AttentionProblem, dict[str, TileConfig]]] = []
+
+    def verified(problem: AttentionProblem, configs: dict[str, TileConfig]) -> tuple[Check, ...]:
+        asked.append((problem, configs))
+        return checks_with(tensor) if TRIED in configs.values() else checks_with()
 
     monkeypatch.setattr(verify, "verify", verified)
-    config = TileConfig(block_m=64, block_n=64)
-    assert bench_module._check(PROBLEM, H200, "fwd", config) is None
-    found = bench_module._check(PROBLEM, H200, "bwd_dq", config)
-    assert found is not None
-    assert (found.status, found.message[:25]) == ("wrong", "dq WRONG error 1, allowed")
-    (forward, only), (backward, all_four) = asked
-    assert (only, len(all_four)) == ({"fwd"}, 4)
-    assert forward == backward
-    assert forward == verify.reduced(PROBLEM)
+    found = check_config(PROBLEM, kernel, TRIED)
+    if tensor in OUTPUTS[kernel]:
+        assert found is not None
+        assert found.status == "wrong"
+        assert re.match(f"{tensor} +WRONG +error 1, allowed", found.message)
+    else:
+        assert found is None
+    problem, configs = asked[0]
+    assert problem == verify.reduced(PROBLEM)
+    others = {} if kernel == "fwd" else {k: bench_module.SAFE for k in KERNELS if k != kernel}
+    assert configs == {kernel: TRIED, **others}
 
 
-def test_real_check_maps_what_a_kernel_raises(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilegen import verify
+@pytest.mark.parametrize("kernel", [k for k in KERNELS if k != "fwd"])
+@pytest.mark.parametrize("how", ["wrong", "raises"])
+def test_other_kernels_that_fail_are_not_held_against_a_config(
+    how: str, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def verified(*_: Any) -> tuple[Check, ...]:
+        if how == "raises":
+            raise RuntimeError("CUDA error: out of memory")
+        return checks_with("dq", "dk", "dv")
 
-    def explode(*_: Any) -> None:
-        raise RuntimeError("CUDA error: invalid argument\n  more")
+    monkeypatch.setattr(verify, "verify", verified)
+    with pytest.raises(WrongResult, match=r"smallest tiles \(m16n16w4s1\), to check bwd_"):
+        check_config(PROBLEM, kernel, TRIED)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_real_check_maps_what_a_kernel_raises(
+    kernel: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def explode(_: Any, configs: dict[str, TileConfig]) -> tuple[Check, ...]:
+        if TRIED in configs.values():
+            raise RuntimeError("CUDA error: invalid argument\n  more")
+        return checks_with()
 
     monkeypatch.setattr(verify, "verify", explode)
-    found = bench_module._check(PROBLEM, H200, "fwd", TileConfig(block_m=64, block_n=64))
+    found = check_config(PROBLEM, kernel, TRIED)
     expected = Measurement(status="launch_failed", message="CUDA error: invalid argument more")
     assert expected == found
 
@@ -788,7 +826,7 @@ def test_inputs_that_cannot_be_made_are_one_clear_error(monkeypatch: pytest.Monk
     def too_large(*_: Any) -> list[Any]:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 512.00 GiB")
 
-    monkeypatch.setattr(bench_module, "_arguments", too_large)
+    monkeypatch.setattr(bench_module, "make_arguments", too_large)
     measure = bench_module._measure_with(PROBLEM, "fwd")
     with pytest.raises(Unsupported, match=r"no inputs for 'b4 hq32 .*512.00 GiB"):
         measure(TileConfig(block_m=64, block_n=64))

@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tilegen.config import KERNELS, Kernel, TileConfig
-from tilegen.errors import BuildFailed, TilegenError, Unsupported
+from tilegen.errors import BuildFailed, TilegenError, Unsupported, WrongResult
 from tilegen.measure import Measurement, failed, measure, one_line, survived
 from tilegen.problem import AttentionProblem
 
@@ -34,6 +34,16 @@ Compile = Callable[[Sequence[TileConfig]], Iterable[tuple[TileConfig, Usage | Bu
 """Compiles configs without the GPU and yields each as it finishes, in any order."""
 Check = Callable[[TileConfig], Measurement | None]
 """None if the kernel's results are right, else the measurement that says what is wrong."""
+
+SAFE = TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)
+"""Needs the least of everything: runs on every GPU, whatever the problem."""
+MAKES: dict[Kernel, tuple[str, ...]] = {
+    "fwd": ("out", "lse"),
+    "bwd_preprocess": ("dq", "dk", "dv"),  # its delta is seen in all of them
+    "bwd_dkdv": ("dk", "dv"),
+    "bwd_dq": ("dq",),
+}
+"""The tensors that are right only if a kernel is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +68,8 @@ def real_bench(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> Bench
         )
     return Bench(
         measure=_measure_with(problem, kernel),
-        compile=lambda configs: _compile(problem, gpu, kernel, configs),
-        check=lambda config: _check(problem, gpu, kernel, config),
+        compile=lambda configs: compile_ahead(problem, gpu, kernel, configs),
+        check=lambda config: check_config(problem, kernel, config),
     )
 
 
@@ -120,9 +130,10 @@ def _generator(compile_all: Compile, batch: Sequence[TileConfig]) -> Any:
     yield from compile_all(batch)
 
 
-def _compile(
+def compile_ahead(
     problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, configs: Sequence[TileConfig]
 ) -> Iterable[tuple[TileConfig, Usage | BuildFailed]]:
+    """Yield each config as its compilation for `gpu` finishes; a failure is a value."""
     from tilegen.build import compile_many
     from tilegen.render import render
 
@@ -140,7 +151,7 @@ def _measure_with(problem: AttentionProblem, kernel: Kernel) -> Measure:
 
         if not arguments:
             try:
-                arguments.extend(_arguments(problem, kernel, "cuda"))
+                arguments.extend(make_arguments(problem, kernel, "cuda"))
             except RuntimeError as error:  # torch's error for too little memory is one
                 raise Unsupported(f"no inputs for '{problem}': {one_line(error)}") from error
         try:
@@ -152,7 +163,7 @@ def _measure_with(problem: AttentionProblem, kernel: Kernel) -> Measure:
     return measure_config
 
 
-def _arguments(problem: AttentionProblem, kernel: Kernel, device: str) -> list[Any]:
+def make_arguments(problem: AttentionProblem, kernel: Kernel, device: str) -> list[Any]:
     """Return random arguments for `launch`; times depend little on the values."""
     import torch
 
@@ -180,24 +191,39 @@ def _arguments(problem: AttentionProblem, kernel: Kernel, device: str) -> list[A
     return [q, k, v, dout, lse, random(rows, torch.float32), scale]
 
 
-def _check(
-    problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, config: TileConfig
+def check_config(
+    problem: AttentionProblem, kernel: Kernel, config: TileConfig
 ) -> Measurement | None:
-    """Judge a config by `verify` at a reduced size; the other kernels take the model's choice."""
-    from tilegen.verify import reduced, verify
+    """Return what is wrong with a config at a reduced size, None if nothing is.
+
+    A backward kernel runs together with the others, which take SAFE. Raises WrongResult where they
+    fail by themselves, which says nothing about the config; DeviceLost.
+    """
+    from tilegen.verify import reduced
 
     small = reduced(problem)
-    judged = ("out", "lse") if kernel == "fwd" else ("dq", "dk", "dv")
-    configs: dict[Kernel, TileConfig] = {kernel: config}
-    if kernel != "fwd":
-        from tilegen.propose import propose
+    if kernel == "fwd":
+        return _trouble(small, {kernel: config}, kernel)
+    safe: dict[Kernel, TileConfig] = {name: SAFE for name in KERNELS}
+    trouble = _trouble(small, {**safe, kernel: config}, kernel)
+    if trouble is not None and (theirs := _trouble(small, safe, kernel)) is not None:
+        raise WrongResult(
+            f"expected kernels that are right with the smallest tiles ({SAFE.key}), to check "
+            f"{kernel} with; for '{small}' they are {theirs.status.replace('_', ' ')}: "
+            f"{theirs.message}; look closer: tilegen verify '{small}'"
+        )
+    return trouble
 
-        for other in KERNELS:
-            if other != kernel:
-                configs[other] = propose(small, gpu, kernel=other, top=1)[0].config
+
+def _trouble(
+    problem: AttentionProblem, configs: dict[Kernel, TileConfig], kernel: Kernel
+) -> Measurement | None:
+    """Return what is wrong with the tensors that `kernel` makes, None if nothing is."""
+    from tilegen.verify import verify
+
     try:
-        checks = verify(small, configs)
+        checks = verify(problem, configs)
     except Exception as error:  # as in `measure`: what a kernel raises is a result
         return survived(error)
-    wrong = [str(check) for check in checks if check.tensor in judged and not check.ok]
+    wrong = [str(check) for check in checks if check.tensor in MAKES[kernel] and not check.ok]
     return Measurement(status="wrong", message=one_line(wrong[0])) if wrong else None
