@@ -67,12 +67,14 @@ def tune(
 
     The problem measured is the bucket's. The budget is `trials` in all runs together, or `seconds`
     in this one, or both; without either the whole space is tried. Every trial is on disk when it is
-    known, and is not repeated by a later run. `candidates` (ranked) and `space` default to the
+    known, and is not repeated by a later run unless its launch failed without breaking the CUDA
+    context. `candidates` (ranked) and `space` default to the
     model's; `measure`, `compile` and `check` to the GPU at hand, and given `measure` alone the
     others are left out. `progress` defaults to a bar where there is a terminal.
 
-    Raises Unsupported without that GPU, NoRecord if no config runs, DeviceLost if one breaks the
-    CUDA context. After KeyboardInterrupt or DeviceLost, too, the best so far is on disk.
+    Raises Unsupported without that GPU, NoRecord if no config runs, WrongResult if none can be
+    checked, DeviceLost if one breaks the CUDA context. After KeyboardInterrupt or DeviceLost, too,
+    the best so far is on disk.
     """
     if trials is not None and trials < 1:
         raise Unsupported(f"trials must be at least 1, got {trials}")
@@ -144,10 +146,13 @@ class _Run:
         self.log = TrialLog(settings().cache_dir, gpu.name, kernel, problem, conditions)
         # What an earlier version's space had besides this one's is left out of account.
         legal = set(space)
-        self.trials = {c: trial for c, trial in self.log.read().items() if c in legal}
+        known = {c: trial for c, trial in self.log.read().items() if c in legal}
+        self.trials = {c: trial for c, trial in known.items() if trial.is_final}
+        again = [c for c in known if c not in self.trials]
         self.winner: TileConfig | None = None
         self._right: set[TileConfig] = set()
-        self.search = Search(space, first=[c.config for c in candidates[:SEEDS]], seed=SAMPLER_SEED)
+        seeds = [c.config for c in candidates[:SEEDS]]
+        self.search = Search(space, first=[*again, *seeds], seed=SAMPLER_SEED)
 
     def go(self, total: int, seconds: float) -> None:
         """Try configs until there are `total` trials, `seconds` have passed, or none is left."""
@@ -250,14 +255,20 @@ class _Run:
         try:
             measurement = self.bench.measure(config)
         except DeviceLost as lost:
-            self._keep(config, lost.measurement, started, spill_bytes)
+            self._keep(config, lost.measurement, started, spill_bytes, device_lost=True)
             raise
         self._keep(config, measurement, started, spill_bytes)
         self._settle()
         self.report.trial(self.trials, config, self.estimates.get(config), self.winner)
 
     def _keep(
-        self, config: TileConfig, measurement: Measurement, started: float, spill_bytes: int = 0
+        self,
+        config: TileConfig,
+        measurement: Measurement,
+        started: float,
+        spill_bytes: int = 0,
+        *,
+        device_lost: bool = False,
     ) -> None:
         """Write down what is known of a config; its time runs since `started`."""
         spent = time.monotonic() - started
@@ -268,6 +279,7 @@ class _Run:
             measurement=measurement,
             seconds=round(spent, 3),
             spill_bytes=spill_bytes,
+            device_lost=device_lost,
         )
         self.log.append(trial)  # first of all: from here on it survives whatever happens
         self.trials[config] = trial
@@ -279,7 +291,7 @@ class _Run:
             try:
                 trouble = self.bench.check(best) if self.bench.check else None
             except DeviceLost as lost:
-                self._keep(best, lost.measurement, started)
+                self._keep(best, lost.measurement, started, device_lost=True)
                 self.winner = pick({c: t for c, t in self.trials.items() if c in self._right})
                 raise
             if trouble is None:

@@ -40,6 +40,11 @@ from tilegen.verify import Check
 
 ROOT = Path(__file__).parents[2]
 SMALL = dict(list(TABLE.items())[:8])  # all of them timed
+LAUNCH_FAILED = [
+    TileConfig.parse(key)
+    for key, us in TABLE.items()
+    if isinstance(us, str) and us.startswith("launch_failed")
+]
 
 
 @pytest.fixture(autouse=True)
@@ -235,9 +240,34 @@ def test_failures_are_values(cache: Path) -> None:
     statuses = {TileConfig(**line["config"]).key: line["measurement"]["status"] for line in lines}
     expected = {key: us.split(":")[0] if isinstance(us, str) else "ok" for key, us in TABLE.items()}
     assert expected == statuses
+
+
+def test_only_failed_launches_are_tried_again() -> None:
+    run(Replay())
     again = Replay()
-    run(again)
-    assert again.measured == []
+    assert run(again).trials == len(TABLE)
+    assert len(LAUNCH_FAILED) >= 1
+    assert again.measured == LAUNCH_FAILED
+
+
+def test_a_launch_that_failed_for_a_while_wins_later(cache: Path) -> None:
+    replay = Replay(SMALL)
+    crowded = Replay({**SMALL, replay.fastest.key: "launch_failed: CUDA error: out of memory"})
+    assert run(crowded, trials=8).config != replay.fastest
+    found = run(replay, trials=8)
+    assert (found.config, found.trials) == (replay.fastest, 8)
+    assert replay.measured == [replay.fastest]
+    last = Replay(SMALL)
+    assert run(last, trials=8).config == replay.fastest
+    assert last.measured == []
+
+
+def test_failed_launches_are_tried_again_before_anything_else() -> None:
+    replay = Replay(SMALL)
+    failing = replay.space[3]
+    run(Replay({**SMALL, failing.key: "launch_failed: CUDA error: out of memory"}), trials=5)
+    run(replay, trials=6)
+    assert replay.measured == [failing, replay.space[5]]
 
 
 def test_nothing_that_runs_is_an_error_with_the_reasons(cache: Path) -> None:
@@ -269,7 +299,7 @@ def test_wrong_results_lose_to_slower_right_ones(
     )
     again = Replay()
     assert run(again, check=check).config == by_speed[2]
-    assert again.measured == []
+    assert again.measured == LAUNCH_FAILED
 
 
 def test_device_lost_in_a_check_leaves_the_winner_that_was_right(cache: Path) -> None:
@@ -409,7 +439,7 @@ def test_added_candidate_measures_nothing_else() -> None:
     run(Replay(fewer))
     replay = Replay()
     found = run(replay)
-    assert replay.measured == [TileConfig.parse(new)]
+    assert replay.measured == [*LAUNCH_FAILED, TileConfig.parse(new)]
     assert found.trials == len(TABLE)
 
 
@@ -420,7 +450,7 @@ def test_config_that_left_the_space_no_longer_wins() -> None:
     replay = Replay(fewer)
     found = run(replay)
     assert replay.fastest == found.config
-    assert replay.measured == []
+    assert replay.measured == LAUNCH_FAILED
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,14 @@ class Trial:
     """What it cost: waiting for the compiler, checking, measuring."""
     spill_bytes: int = 0
     """Registers of one thread that the compiler put into memory; with some, it is a last resort."""
+    device_lost: bool = False
+    """Whether it broke the CUDA context: never to be tried again."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether another try would end the same way; a failed launch may be another's doing, who
+        has taken the memory of a shared GPU."""
+        return self.device_lost or self.measurement.status != "launch_failed"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +122,7 @@ class TrialLog:
             measurement=measurement_from(fields.group("measurement")),
             seconds=fields.number("seconds", 0, MAX_SECONDS),
             spill_bytes=fields.integer("spill_bytes", 0, 2**31),
+            device_lost=fields.values.get("device_lost") is True,
         )
 
 
