@@ -27,6 +27,7 @@ from tilegen.reference import make_inputs as make_strided_inputs
 from tilegen.render import render
 from tilegen.store import look_up
 from tilegen.tune import tune
+from tilegen.tuning.bench import SAFE
 
 TUNING_SECONDS = 30.0
 DENSE = AttentionProblem.parse("b2 hq8 hkv2 q1000 kv1000 d128 bf16 causal")
@@ -107,6 +108,34 @@ def test_attention_and_its_gradients(problem: AttentionProblem) -> None:
     for found in ({"out": out}, dict(zip(("dq", "dk", "dv"), grads, strict=True))):
         verdict = check(problem, inputs, found)
         assert verdict.ok, verdict.detail
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+def test_unaligned_tensors_right_after_aligned_ones(dtype: str) -> None:
+    """The same shape twice: what the first call chose must not serve the second."""
+    problem = AttentionProblem.parse(f"b2 hq4 hkv2 q200 kv300 d64 {dtype} causal")
+    aligned = make_inputs(problem)
+    shifted = unaligned(aligned)
+    odd_dout = Inputs(aligned.q, aligned.k, aligned.v, shifted.dout)
+    assert all(is_aligned(tensor) for tensor in (aligned.q, aligned.k, aligned.v, aligned.dout))
+    for inputs in (aligned, shifted, odd_dout, aligned):
+        # No copies: those would be aligned.
+        leaves = [tensor.detach().requires_grad_() for tensor in (inputs.q, inputs.k, inputs.v)]
+        assert [leaf.data_ptr() for leaf in leaves] == [
+            tensor.data_ptr() for tensor in (inputs.q, inputs.k, inputs.v)
+        ]
+        out = tilegen.attention(*leaves, mask=problem.mask)
+        grads = torch.autograd.grad(out, leaves, inputs.dout)
+        for found in ({"out": out}, dict(zip(("dq", "dk", "dv"), grads, strict=True))):
+            verdict = check(problem, inputs, found)
+            assert verdict.ok, verdict.detail
+
+
+@pytest.mark.parametrize("problem", PROBLEMS[::4], ids=str)
+def test_the_safe_tiles_agree_with_the_reference(problem: AttentionProblem) -> None:
+    """What the tuner checks backward kernels with."""
+    configs: dict[Kernel, TileConfig] = {kernel: SAFE for kernel in KERNELS}
+    verify.require(verify.verify(problem, configs, device="cuda"))
 
 
 def test_offsets_past_two_to_the_31(spec: GpuSpec) -> None:
@@ -205,5 +234,8 @@ def test_benchmark_rows_are_checked_and_timed(tmp_path: Path, spec: GpuSpec) -> 
     found = rows.read(path)
     assert left == 0
     assert len(found) == 4
-    assert {row["status"] for row in found} == {"ok"}, [row["detail"] for row in found]
+    details = [row["detail"] for row in found]
+    assert {row["status"] for row in found if row["provider"] == "tilegen"} == {"ok"}, details
+    # Whether another's results are right is not ours to require.
+    assert {row["status"] for row in found} <= {"ok", "wrong"}, details
     assert all(float(row["median_us"]) > 0 for row in found)
