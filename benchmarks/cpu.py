@@ -90,7 +90,7 @@ def calling() -> Iterator[Number]:
 
     q, k, v = (torch.zeros(1, 8, 128, 64) for _ in "qkv")
     out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3])
-    idle = SimpleNamespace(launch=lambda *_: (out, lse))
+    idle = SimpleNamespace(launch=lambda *_, **__: (out, lse))
     row, mask = torch.zeros(1, 1, 1, 8), causal()
     baseline = _microseconds_per_call(lambda: scaled_dot_product_attention(row, row, row))
     with (
@@ -101,7 +101,7 @@ def calling() -> Iterator[Number]:
         mock.patch.multiple(
             dispatch,
             _plans={},
-            choose=lambda *_: (TileConfig(block_m=64, block_n=64), "benchmark"),
+            choose=lambda *_, **__: (TileConfig(block_m=64, block_n=64), "benchmark"),
             load_kernel=lambda *_, **__: idle,
         ),
     ):

@@ -14,7 +14,7 @@ from tilegen.model.footprint import Footprint, footprint, residents
 from tilegen.model.traffic import traffic, visits
 from tilegen.problem import AttentionProblem
 
-SMEM_DOUBT, REGISTER_DOUBT = 1.1, 1.35
+SMEM_DOUBT, REGISTER_DOUBT = 1.1, 1.6
 """How far past a limit the prediction may lie for a tuner to compile the config and see."""
 
 

@@ -289,7 +289,11 @@ def family(arch: str) -> Family:
     }
     row = rules[nearest(arch, rules)]
     fits: dict[str, dict[str, list[float]]] = _table("registers.toml")["architecture"]
-    registers = {name: tuple(values) for name, values in fits[nearest(arch, fits)].items()}
+    registers = {  # a kernel that was never compiled for an architecture takes another one's fit
+        name: tuple(values)
+        for fit in (*fits.values(), fits[nearest(arch, fits)])
+        for name, values in fit.items()
+    }
     fields = {name: row[name] for name in Family.__dataclass_fields__ if name != "registers"}
     return Family(**fields, registers=registers)
 

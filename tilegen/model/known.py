@@ -34,13 +34,20 @@ def verdict(
 
     Of a mask or a grouping that has not been compiled, others speak: one that spills is enough.
     """
-    if not (known := [name for name in table() if name[:3] == arch[:3]]):
-        return None
-    verdicts = table()[nearest(arch, known)]
     for name in (compile_class(problem, kernel), _width_class(problem, kernel)):
-        if found := verdicts.get(f"{name} {config.key}"):
+        if found := _verdicts(arch).get(f"{name} {config.key}"):
             return found
     return None
+
+
+def is_compiled(problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: str) -> bool:
+    """Whether a kernel of this very class has been compiled."""
+    return f"{compile_class(problem, kernel)} {config.key}" in _verdicts(arch)
+
+
+def _verdicts(arch: str) -> dict[str, Verdict]:
+    known = [name for name in table() if name[:3] == arch[:3]]  # of the same vendor
+    return table()[nearest(arch, known)] if known else {}
 
 
 def _width_class(problem: AttentionProblem, kernel: Kernel) -> str:

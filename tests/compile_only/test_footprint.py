@@ -1,0 +1,212 @@
+"""Predicted shared memory and registers against what the compiler reports."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import benchmarks.calibrate_footprint as calibrate
+import tilegen.model.footprint as model
+from tilegen.build import CompiledKernel, compile_many
+from tilegen.config import KERNELS, Kernel, TileConfig
+from tilegen.device import catalogue, gpu
+from tilegen.model.footprint import (
+    REGISTER_FEATURES,
+    Footprint,
+    footprint,
+    max_registers,
+    register_features,
+    residents,
+)
+from tilegen.problem import AttentionProblem
+from tilegen.propose import propose
+from tilegen.render import render
+
+PARSE = AttentionProblem.parse
+GPUS = {"sm_80": "a100", "sm_90": "h200", "sm_100": "b200", "sm_120": "rtx5090"}
+SAMPLES = calibrate.read_samples()
+OVER, UNDER, SLACK_BYTES = 0.05, 0.01, 1024
+"""Predicted shared memory lies within -1 % and +5 % of what pipelined kernels take, or 1 KiB."""
+PROBLEMS = (
+    "b4 hq32 hkv8 q4096 d128 bf16 causal",
+    "b8 hq12 hkv12 q1024 d64 fp16 causal",
+    "b1 hq128 hkv128 q4096 d192/128 bf16 causal",
+    "b32 hq16 hkv16 q729 d72 fp16 full",
+    "b4 hq16 hkv16 q4096 d128 fp32 causal",
+)
+
+
+def is_close(predicted: int, reported: int) -> bool:
+    """Whether predicted bytes are within the slack above."""
+    low, high = (1 - UNDER) * reported - SLACK_BYTES, (1 + OVER) * reported + SLACK_BYTES
+    return low <= predicted <= high
+
+
+@pytest.mark.parametrize("arch", GPUS)
+def test_first_proposals_compile_as_predicted(arch: str) -> None:
+    """Within shared memory, as much of it as predicted, and no register in memory."""
+    spec = gpu(GPUS[arch])
+    asked = {}
+    for text in PROBLEMS:
+        for kernel in KERNELS:
+            best = propose(PARSE(text), spec, kernel=kernel, top=1)[0]
+            asked[render(PARSE(text), best.config, kernel).digest] = best, PARSE(text)
+    rendered = [render(problem, best.config, best.kernel) for best, problem in asked.values()]
+    for one, result in compile_many(rendered, arch):
+        predicted = asked[one.digest][0].estimate
+        assert isinstance(result, CompiledKernel), result
+        what = f"{one.function} {one.config}"
+        assert result.spill_bytes == 0, what
+        assert result.shared_bytes <= spec.smem_per_block, what
+        if one.kernel != "bwd_preprocess":
+            assert is_close(predicted.smem_bytes, result.shared_bytes), what
+
+
+@pytest.mark.parametrize("arch", GPUS)
+@pytest.mark.parametrize("kernel", ["fwd", "bwd_dkdv", "bwd_dq"])
+def test_shared_memory_of_every_recorded_kernel(arch: str, kernel: Kernel) -> None:
+    """Hundreds of kernels compiled when the model was calibrated."""
+    cell = [s for s in SAMPLES if (s.arch, s.kernel) == (arch, kernel) and not s.error]
+    assert len(cell) >= 60
+    wrong = []
+    for sample in cell:
+        problem, config = sample.parsed
+        predicted = footprint(problem, config, kernel, arch).smem_bytes
+        if config.num_stages > 1 and fits_registers(sample):
+            if not is_close(predicted, sample.shared_bytes):
+                wrong.append(f"{sample.problem} {sample.config} {sample.shared_bytes} {predicted}")
+        elif sample.shared_bytes <= gpu(GPUS[arch]).smem_per_block:
+            # without a pipeline operands come and go: an upper bound is all there is
+            assert predicted >= 0.93 * sample.shared_bytes, sample
+    assert not wrong
+
+
+def fits_registers(sample: calibrate.Sample) -> bool:
+    """Whether a kernel is one that anybody would run."""
+    return sample.registers > calibrate.MIN_REGISTERS and sample.spill_bytes <= 256
+
+
+@pytest.mark.parametrize("arch", GPUS)
+@pytest.mark.parametrize("kernel", ["fwd", "bwd_dkdv", "bwd_dq"])
+def test_what_was_compiled_is_known(arch: str, kernel: Kernel) -> None:
+    """A proposal that was seen to spill is not made again; one that fits is not feared."""
+    cell = [s for s in SAMPLES if (s.arch, s.kernel) == (arch, kernel) and not s.error]
+    for sample in cell:
+        needs = footprint(*sample.parsed, kernel, arch)
+        if sample.spill_bytes or sample.registers <= calibrate.MIN_REGISTERS:
+            assert needs.spills, sample
+
+
+@pytest.mark.parametrize("arch", GPUS)
+def test_register_fit_separates_without_being_told(
+    arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fit alone, blind to what is known, finds most spilling kernels and fears few others."""
+    cell = [s for s in SAMPLES if s.arch == arch and s.kernel != "bwd_preprocess" and not s.error]
+    spilling = [s for s in cell if calibrate.spills(s) and s.registers > calibrate.MIN_REGISTERS]
+    fine = [s for s in cell if s.spill_bytes == 0]
+    monkeypatch.setattr(model, "verdict", lambda *_: None)
+
+    def share(samples: list[calibrate.Sample]) -> float:
+        predict = model.footprint.__wrapped__
+        return float(np.mean([predict(*s.parsed, s.kernel, arch).spills for s in samples]))
+
+    assert len(spilling) > 30
+    assert share(spilling) > 0.85
+    assert share(fine) < 0.3
+
+
+def test_more_stages_take_more_shared_memory() -> None:
+    problem = PARSE(PROBLEMS[0])
+    for spec in catalogue():
+        if spec.arch in ("sm_70", "sm_75"):  # no asynchronous copies, no pipeline
+            continue
+        for kernel in ("fwd", "bwd_dkdv", "bwd_dq"):
+            sizes = [
+                footprint(problem, TileConfig.parse(f"m64n64w4s{s}"), kernel, spec.arch).smem_bytes
+                for s in (2, 3, 4)
+            ]
+            assert sizes[0] < sizes[1] < sizes[2]
+
+
+def test_hopper_and_ampere_differ_by_one_buffer() -> None:
+    """wgmma reads the pipeline's tiles in place, so num_stages of them are alive, not one less."""
+    problem, config = PARSE(PROBLEMS[0]), TileConfig.parse("m128n64w8s3")
+    hopper, ampere = (
+        footprint(problem, config, "fwd", arch).smem_bytes for arch in ("sm_90", "sm_80")
+    )
+    assert ampere == 2 * (128 * 128 + 2 * 64 * 256)
+    assert hopper - ampere == 2 * 64 * 256
+
+
+def test_tensor_memory_is_limited() -> None:
+    """Accumulators and scores of a 256-row tile at d = 256 need more than 512 columns."""
+    problem = PARSE("hq16 q4096 d256 bf16 causal")
+    large = footprint(problem, TileConfig.parse("m256n64w8s2"), "fwd", "sm_100")
+    small = footprint(problem, TileConfig.parse("m128n64w8s2"), "fwd", "sm_100")
+    assert not large.fits(gpu("b200"))
+    assert small.fits(gpu("b200"))
+    assert footprint(problem, TileConfig.parse("m256n64w8s2"), "fwd", "sm_90").columns == 0
+
+
+def test_residents_obey_every_limit() -> None:
+    spec, config = gpu("h200"), TileConfig.parse("m64n64w4s2")
+
+    def programs(**needs: int) -> int:
+        known = {"smem_bytes": 0, "registers": 32, "columns": 0, "max_registers": 255}
+        return residents(Footprint(**known | needs), spec, config)
+
+    assert programs(smem_bytes=100_000) == 2
+    assert programs(smem_bytes=120_000) == 1
+    assert programs(registers=255) == 2
+    assert programs(registers=128) == 4
+    assert programs(registers=1000) == 2  # spilling does not make a program larger
+    assert programs(columns=200) == 2
+    assert programs(columns=300) == 1
+    assert programs() == 12  # 48 warps
+
+
+def test_more_warps_leave_less_registers_on_amd() -> None:
+    assert [max_registers("gfx942", warps) for warps in (4, 8)] == [512, 256]
+    assert [max_registers("sm_90", warps) for warps in (4, 8)] == [255, 255]
+
+
+def test_register_features_have_their_names() -> None:
+    found = register_features(PARSE(PROBLEMS[3]), TileConfig.parse("m128n64w8s2"), "fwd", "sm_80")
+    named = dict(zip(REGISTER_FEATURES, found, strict=True))
+    assert named == {
+        "constant": 1,
+        "accumulators": 128 * 80 / 256,  # 72 is 64 + 16
+        "scores": 128 * 64 / 256,
+        "probabilities": 128 * 64 / 2 / 256,
+        "kept": 128 * 80 / 2 / 256,
+        "vectors": 2 * (2 + 1),  # 64 x 64 and 64 x 16 of 16-bit words, 16 bytes to a load
+        "pieces": 2,
+    }
+
+
+def test_quantile_fit_finds_a_known_law() -> None:
+    rng = np.random.default_rng(0)
+    features = np.column_stack([np.ones(300), rng.uniform(0, 100, (300, 2))])
+    noise = rng.uniform(-10, 10, 300)
+    values = features @ np.array([40.0, 1.5, 0.0]) + noise
+    at_least = values > 150  # nothing is known of these but that they are larger
+    constant, slope, nothing = calibrate.quantile_fit(
+        features, np.where(at_least, 160, values), at_least
+    )
+    assert slope == pytest.approx(1.5, rel=0.1)
+    assert nothing == pytest.approx(0, abs=0.05)
+    above = np.mean(features @ np.array([constant, slope, nothing]) > values)
+    assert above == pytest.approx(calibrate.QUANTILE, abs=0.12)
+
+
+def test_code_digest_ignores_what_the_compiler_does_not_see() -> None:
+    one = render(PARSE(PROBLEMS[0]), TileConfig.parse("m64n64w4s2"))
+    commented = replace(
+        one, source="# a comment\n" + one.source + "\n\ndef other():\n    return 1\n"
+    )
+    assert calibrate.code_digest(commented) == calibrate.code_digest(one)
+    other = render(PARSE(PROBLEMS[0]), TileConfig.parse("m64n32w4s2"))
+    assert calibrate.code_digest(other) != calibrate.code_digest(one)

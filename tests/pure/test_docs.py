@@ -1,0 +1,81 @@
+"""Documentation that cannot rot: README blocks run, and everything users can touch is described."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.pure.test_cli import COMMANDS
+from tilegen import resources, settings
+from tilegen.config import TileConfig
+from tilegen.problem import AttentionProblem
+from tilegen.render import _context
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+LEGEND = (ROOT / "templates" / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+
+
+def test_python_blocks_run_and_print_what_is_shown() -> None:
+    (code,), (shown,) = blocks("python"), blocks("text")
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout == shown
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_every_command_is_in_the_readme(command: str) -> None:
+    assert f"| `tilegen {command}` |" in README
+
+
+def test_every_setting_is_in_the_readme_and_there_are_few() -> None:
+    names = [value for name, value in vars(settings).items() if str(value).startswith("TILEGEN_")]
+    assert 1 <= len(names) <= 6
+    for name in names:
+        assert f"| `{name}` |" in README
+
+
+def test_shown_output_of_explain_is_real() -> None:
+    from tilegen.device import gpu
+    from tilegen.explain import explain, explain_lines
+
+    problem = AttentionProblem.parse("b4 hq32 hkv8 q4096 d128 bf16 causal")
+    lines = explain_lines(explain(problem, gpu("h200"), "fwd"))
+    (shown,) = [block for block in blocks("console") if block.startswith("$ tilegen explain")]
+    assert [line.rstrip() for line in shown.splitlines()[1:]] == [line.rstrip() for line in lines]
+
+
+def test_every_template_variable_is_in_the_legend() -> None:
+    problem = AttentionProblem.parse("hq8 hkv2 q64 d72 bf16 window(9,9)")
+    context = _context(problem, TileConfig(block_m=64, block_n=64), "fwd", True)
+    for name in context:
+        assert f"`{name}`" in LEGEND, name
+    chunk, ranges = context["qk_chunks"][0], context["ranges"]
+    for field in (*vars(chunk), *vars(ranges)):
+        assert f"`{field}`" in LEGEND, field
+
+
+def test_every_constant_of_emitted_kernels_is_in_the_legend() -> None:
+    for template in resources.data_dir("templates").glob("*.jinja"):
+        for name in re.findall(r"^([A-Z][A-Z0-9_]*) = tl\.constexpr", template.read_text(), re.M):
+            assert f"`{name}`" in LEGEND, name
+
+
+def test_both_set_up_commands_are_there_once() -> None:
+    commands = re.findall(r"^python3 -m venv .*$", README, re.MULTILINE)
+    assert len(commands) == 2
+    assert commands[0].endswith("tilegen demo")
+    assert commands[1].endswith("/pytest")
+
+
+def test_links_lead_somewhere() -> None:
+    for page in (README, LEGEND):
+        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page):
+            assert (ROOT / target).exists(), target
