@@ -31,7 +31,10 @@ def digests(folder: Path) -> dict[str, str]:
 def test_generate_writes_kernels_binaries_and_a_manifest(tmp_path: Path) -> None:
     seen: list[str] = []
     path = bundle.generate(
-        [PROBLEM], [gpu("h200"), gpu("mi300x")], tmp_path, on_kernel=lambda e: seen.append(e["arch"])
+        [PROBLEM],
+        [gpu("h200"), gpu("mi300x")],
+        tmp_path,
+        on_kernel=lambda e: seen.append(e["arch"]),
     )
     manifest = json.loads(path.read_text())
     entries = manifest["kernels"]

@@ -32,7 +32,9 @@ def run(*arguments: str) -> str:
     return result.stdout
 
 
-def failing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def failing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> str:
     """Run `main` on a command line that must fail; return its one line."""
     monkeypatch.setattr(sys, "argv", ["tilegen", *arguments])
     with pytest.raises(SystemExit) as caught:
@@ -70,7 +72,8 @@ def test_propose_ranks() -> None:
 
 
 def test_fast_memory_is_respected() -> None:
-    ranked = json.loads(run("propose", PROBLEM, "--gpu", "h200", "--fast-memory", "48KiB", "--json"))
+    text = run("propose", PROBLEM, "--gpu", "h200", "--fast-memory", "48KiB", "--json")
+    ranked = json.loads(text)
     assert all(entry["estimate"]["smem_bytes"] <= 48 * 1024 for entry in ranked)
 
 
@@ -94,7 +97,8 @@ def test_show_prints_a_kernel_and_nothing_else() -> None:
     source = run("show", PROBLEM, "--gpu", "h200", "--kernel", "bwd_dq", "--config", "m64n32w4s2")
     compile(source, "kernel.py", "exec")
     assert source.startswith('"""Attention backward: dq.')
-    told = json.loads(run("show", PROBLEM, "--kernel", "bwd_dq", "--config", "m64n32w4s2", "--json"))
+    text = run("show", PROBLEM, "--kernel", "bwd_dq", "--config", "m64n32w4s2", "--json")
+    told = json.loads(text)
     assert told["source"] == source
 
 
