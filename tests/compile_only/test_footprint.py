@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib.metadata import version
+from typing import cast
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import tilegen.model.footprint as model
 from tilegen.build import CompiledKernel, compile_many
 from tilegen.config import KERNELS, Kernel, TileConfig
 from tilegen.device import catalogue, gpu
+from tilegen.model import known
 from tilegen.model.footprint import (
     REGISTER_FEATURES,
     Footprint,
@@ -162,6 +164,40 @@ def test_tensor_memory_is_limited() -> None:
     assert not large.fits(gpu("b200"))
     assert small.fits(gpu("b200"))
     assert footprint(problem, TileConfig.parse("m256n64w8s2"), "fwd", "sm_90").columns == 0
+
+
+@pytest.mark.parametrize(
+    "kernel, text, columns",
+    [
+        ("fwd", "d256 m256n64w8s2", 704),
+        ("bwd_dq", "d256 m128n128w8s1", 576),
+        ("bwd_dkdv", "d128 m128n128w8s1", 576),
+    ],
+)
+def test_tensor_memory_as_the_compiler_reports_it(kernel: Kernel, text: str, columns: int) -> None:
+    """`metadata.tmem_size`, which is not rounded up where it exceeds the 512 there are."""
+    dim, name = text.split()
+    problem = PARSE(f"hq1 q1024 {dim} bf16 causal")
+    assert footprint(problem, TileConfig.parse(name), kernel, "sm_100").columns == columns
+
+
+def test_kernels_of_the_same_widths_speak_for_others() -> None:
+    """Where they disagree, the one that spills is believed."""
+    said: dict[str, set[str]] = {}
+    for name, verdict in known.table()["sm_90"].items():
+        kernel, widths, bits, *others, config = name.split()
+        if others:
+            said.setdefault(f"{kernel} {widths} {bits} {config}", set()).add(verdict)
+    divided = [name for name, verdicts in said.items() if len(verdicts) == 2]
+    assert len(divided) > 10
+    for name, verdicts in said.items():
+        assert known.table()["sm_90"][name] == ("spill" if "spill" in verdicts else "fit")
+    kernel, widths, _, config = next(n for n in divided if " 16-bit " in n).split()
+    problem = PARSE(f"hq1 q1024 {widths} bf16 causal&window(9,9)")
+    assert not known.is_compiled(problem, TileConfig.parse(config), cast("Kernel", kernel), "sm_90")
+    assert (
+        known.verdict(problem, TileConfig.parse(config), cast("Kernel", kernel), "sm_90") == "spill"
+    )
 
 
 def test_residents_obey_every_limit() -> None:

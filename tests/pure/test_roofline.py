@@ -90,6 +90,52 @@ def test_wider_outputs_take_issue_slots() -> None:
     assert 1 <= slots / (128 * 64) <= 2.5
 
 
+def test_warps_without_rows_of_their_own_repeat_the_work() -> None:
+    """64 rows are four warps of 16: eight do everything twice (64 HMMA per warp either way)."""
+    problem = PARSE("hq1 q4096 d64 bf16 full")
+    four, eight = (
+        step_clocks(problem, gpu("a100"), config(f"m64n64w{warps}s2"), "fwd") for warps in (4, 8)
+    )
+    assert (eight.tensor, eight.exp) == (2 * four.tensor, 2 * four.exp)
+    wide = PARSE("hq1 q4096 d128 bf16 full")  # 64 x 128 accumulators: warps share the columns
+    four, eight = (
+        step_clocks(wide, gpu("a100"), config(f"m64n64w{warps}s2"), "fwd") for warps in (4, 8)
+    )
+    assert (eight.tensor, eight.exp) == (four.tensor, four.exp)
+
+
+def test_low_tiles_miss_the_wide_matrix_instructions() -> None:
+    """wgmma has 64 rows; below, Hopper runs Ampere's instructions."""
+    per_row = [
+        step_clocks(LLAMA, gpu("h200"), config(f"m{m}n64w4s2"), "fwd").tensor / m for m in (64, 128)
+    ]
+    low = step_clocks(LLAMA, gpu("h200"), config("m32n64w4s2"), "fwd").tensor / 32
+    assert per_row[0] == pytest.approx(per_row[1])
+    assert low == pytest.approx(per_row[0] / family("sm_90").narrow_rate)
+
+
+def test_slow_l2_sets_the_time() -> None:
+    spec = replace(gpu("h200"), l2_bandwidth=1e9)
+    cost = estimate(LLAMA, spec, config("m128n64w8s2"))
+    moved = cost.read_bytes + cost.write_bytes
+    expected = moved / (1e9 * family("sm_90").l2_efficiency)
+    assert cost.seconds == pytest.approx(expected, rel=1e-3)
+
+
+def test_unequal_programs_leave_a_tail() -> None:
+    """Twice the heads take less than twice the time: the last wave is partly empty only once."""
+    one, two = (
+        estimate(
+            PARSE(f"b1 hq{h} hkv{h} q8192 d128 bf16 causal"), gpu("h200"), config("m128n64w8s2")
+        )
+        for h in (32, 64)
+    )
+    launch = family("sm_90").launch_seconds
+    tail = 2 * (one.seconds - launch) - (two.seconds - launch)
+    program = (one.seconds - launch) / (32 * 64 / 132)  # of mean length
+    assert tail == pytest.approx(program / 2, rel=0.1)
+
+
 def test_masked_tiles_cost_about_half_again() -> None:
     """130 ISETP and 64 FSEL among 821 instructions: a third of a masked step."""
     clocks = step_clocks(LLAMA, gpu("h200"), config("m128n128w8s2"), "fwd")
