@@ -196,6 +196,7 @@ def test_a_damaged_file_is_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(emitted, "_modules", {})  # what other tests loaded is not read again
     for i, damage in enumerate(("", "x = 1\n", "def launch(", "raise RuntimeError('no')\n")):
         config = replace(CONFIG, num_stages=1 + i)
         path = emitted.write(render(LLAMA, config))
