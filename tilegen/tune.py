@@ -30,6 +30,7 @@ from tilegen.tuning.bench import Ahead, Bench, Check, Compile, Measure, real_ben
 from tilegen.tuning.report import Report, describe
 from tilegen.tuning.search import Search
 from tilegen.tuning.trials import Conditions, Trial, TrialLog
+from tilegen.workers import Pool
 
 if TYPE_CHECKING:
     from tilegen.device import GpuSpec
@@ -81,8 +82,9 @@ def tune(
     if seconds is not None and not seconds > 0:
         raise Unsupported(f"seconds must be above 0, got {seconds}")
     problem = problem.bucket
+    pool = Pool()  # starts a worker when one is needed
     if measure is None:
-        real = real_bench(problem, gpu, kernel)
+        real = real_bench(problem, gpu, kernel, pool)
         bench = Bench(
             measure=real.measure, compile=compile or real.compile, check=check or real.check
         )
@@ -91,7 +93,7 @@ def tune(
     space, candidates = _ranked(problem, gpu, kernel, space, candidates)
     total = len(space) if trials is None else min(trials, len(space))
     command = command or _command(problem, kernel, trials, seconds)
-    with Report(kernel, total, enabled=progress) as report:
+    with pool, Report(kernel, total, enabled=progress) as report:
         run = _Run(problem, gpu, kernel, bench, space, candidates, report)
         try:
             run.go(total, math.inf if seconds is None else seconds)

@@ -17,6 +17,7 @@ from tilegen.render import render
 from tilegen.store import look_up
 from tilegen.tune import tune
 from tilegen.tuning import bench
+from tilegen.workers import Pool
 
 
 def test_the_models_choice_is_compiled_then_measured_first(
@@ -30,15 +31,16 @@ def test_the_models_choice_is_compiled_then_measured_first(
         measured.append(config)
         return timed(100.0 + 10 * len(measured))
 
-    found = tune(
-        problem,
-        H200,
-        kernel="fwd",
-        trials=2,
-        measure=measure,
-        compile=lambda configs: bench.compile_ahead(problem, H200, "fwd", configs),
-        progress=False,
-    )
+    with Pool(1) as pool:
+        found = tune(
+            problem,
+            H200,
+            kernel="fwd",
+            trials=2,
+            measure=measure,
+            compile=lambda configs: bench.compile_ahead(problem, H200, "fwd", configs, pool),
+            progress=False,
+        )
     ranked = propose(problem, H200, kernel="fwd", top=2)
     assert [candidate.config for candidate in ranked] == measured
     assert found.config == ranked[0].config
@@ -55,7 +57,8 @@ def test_what_cannot_fit_is_refused_by_the_compiler_alone(
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
     problem = AttentionProblem.parse("b1 hq1 hkv1 q1024 kv1024 d256 bf16 full")
     large = TileConfig(block_m=128, block_n=128, num_warps=8, num_stages=3)
-    ((config, built),) = bench.compile_ahead(problem, H200, "fwd", [large])
+    with Pool(1) as pool:
+        ((config, built),) = bench.compile_ahead(problem, H200, "fwd", [large], pool)
     refusal = bench.refused(built, H200)
     assert config == large
     assert refusal is not None

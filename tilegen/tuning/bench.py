@@ -18,6 +18,7 @@ from tilegen.problem import AttentionProblem
 
 if TYPE_CHECKING:
     from tilegen.device import GpuSpec
+    from tilegen.workers import Pool
 
 
 class Usage(Protocol):
@@ -55,8 +56,9 @@ class Bench:
     check: Check | None = None
 
 
-def real_bench(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> Bench:
-    """Return the bench of the GPU at hand. Raises Unsupported if that is not `gpu`."""
+def real_bench(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, pool: Pool) -> Bench:
+    """Return the bench of the GPU at hand, which compiles in `pool`: never in the process that
+    measures. Raises Unsupported if that GPU is not `gpu`."""
     from tilegen.device import detect
 
     here = detect()
@@ -68,7 +70,7 @@ def real_bench(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> Bench
         )
     return Bench(
         measure=_measure_with(problem, kernel),
-        compile=lambda configs: compile_ahead(problem, gpu, kernel, configs),
+        compile=lambda configs: compile_ahead(problem, gpu, kernel, configs, pool),
         check=lambda config: check_config(problem, kernel, config),
     )
 
@@ -131,13 +133,18 @@ def _generator(compile_all: Compile, batch: Sequence[TileConfig]) -> Any:
 
 
 def compile_ahead(
-    problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, configs: Sequence[TileConfig]
+    problem: AttentionProblem,
+    gpu: GpuSpec,
+    kernel: Kernel,
+    configs: Sequence[TileConfig],
+    pool: Pool,
 ) -> Iterable[tuple[TileConfig, Usage | BuildFailed]]:
     """Yield each config as its compilation for `gpu` finishes; a failure is a value."""
     from tilegen.build import compile_many
     from tilegen.render import render
 
-    for rendered, built in compile_many([render(problem, c, kernel) for c in configs], gpu.arch):
+    wanted = [render(problem, config, kernel) for config in configs]
+    for rendered, built in compile_many(wanted, gpu.arch, pool=pool):
         yield rendered.config, built
 
 
