@@ -24,6 +24,15 @@
 # | alpha  |                        | bytes of an accumulator / element_bytes                      |
 # | kappa  |                        | cost of an add in slow memory: 2 load and store, 1 reduction |
 # | e      |                        | element_bytes                                                |
+# | n      |                        | buffers of what streams                                      |
+# | c      |                        | fewest rows or columns that a tile may have                  |
+# | B      | B (Saha and Ye)        | side of a square block                                       |
+# | B_d    |                        | head_dim_qk (or both) columns read at a time                 |
+# | B_e    |                        | output columns per tile                                      |
+# | B_k    |                        | rows read at a time by a product that sums over rows         |
+# | B_p    |                        | query rows per tile of the second phase of a small cache     |
+# | n_s    |                        | num_splits, of split-KV                                      |
+# | s      | s                      | density: kept entries / all entries                          |
 
 from __future__ import annotations
 
@@ -36,3 +45,6 @@ M, x = sp.symbols("M x", positive=True)
 P, nnz, w, n_q, n_kv = sp.symbols("P nnz w n_q n_kv", positive=True, integer=True)
 V_kv, V_q = sp.symbols("V_kv V_q", positive=True, integer=True)
 alpha, kappa, e = sp.symbols("alpha kappa e", positive=True)
+B, B_d, B_e, B_k, B_p = sp.symbols("B B_d B_e B_k B_p", positive=True, integer=True)
+n, n_s, c = sp.symbols("n n_s c", positive=True, integer=True)
+s = sp.Symbol("s", positive=True)
