@@ -337,7 +337,7 @@ def write_fits(samples: list[Sample]) -> None:
             fit, spill = (" ".join(row[said]) for said in ("fit", "spill"))
             lines.append(f'"{name}" = {{ fit = "{fit}", spill = "{spill}" }}')
     COMPILED.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    for cached in (model.family, model.footprint, known.table):
+    for cached in (model.family, model.footprint, known.table, known.verdicts_on):
         cached.cache_clear()
 
 

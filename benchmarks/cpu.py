@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -27,9 +27,9 @@ import typer
 
 from benchmarks.environment import ROOT, environment
 from benchmarks.rows import CpuRow, append, with_environment
-from benchmarks.workloads import head
+from benchmarks.workloads import catalogue, head
 from tilegen.build import compile_many
-from tilegen.config import KERNELS, Kernel, TileConfig
+from tilegen.config import Kernel, TileConfig
 from tilegen.device import gpu
 from tilegen.problem import AttentionProblem
 from tilegen.propose import propose
@@ -38,6 +38,7 @@ from tilegen.render import RenderedKernel, render
 REPEATS = 7
 CALLS = 2000
 """Of `attention` in one batch."""
+PROPOSED: tuple[Kernel, ...] = ("fwd", "bwd_preprocess", "bwd_dkdv", "bwd_dq")
 COMPILED = 16
 """Kernels that the throughput of compiling is measured with."""
 
@@ -117,16 +118,25 @@ def calling() -> Iterator[Number]:
 
 
 def proposing() -> Iterator[Number]:
-    """Time of `propose`: the very first call, which builds the model, and later ones."""
+    """Time of `propose`: the very first call, which builds the model, and later ones.
+
+    Later ones are for problems never seen before: the catalogue's masks, at other lengths, and at
+    other lengths and head dims. A mask of a new form costs one more call of SymPy.
+    """
     h200 = gpu("h200")
-    problems = [workload.problem for workload in head()]
+    problems = [workload.problem for workload in catalogue()]
     first = _milliseconds(lambda: propose(problems[0], h200))
     yield Number(benchmark="propose, first call", value=first, unit="ms")
-    later = [
-        _milliseconds(partial(propose, problem, h200, kernel=kernel))
-        for problem, kernel in product(problems[1:], KERNELS)
-    ]
-    yield Number(benchmark="propose, new problem", value=statistics.median(later), unit="ms")
+    for kernel in PROPOSED:
+        for problem in problems:
+            propose(problem, h200, kernel=kernel)
+        longer = [replace(one, seqlen_q=one.seqlen_q + 8) for one in problems]
+        narrower = [replace(one, head_dim_qk=one.head_dim_qk - 8) for one in longer]
+        for what, new in (("new lengths", longer), ("new head dims", narrower)):
+            times = [_milliseconds(partial(propose, one, h200, kernel=kernel)) for one in new]
+            name = f"propose {kernel}, {what}"
+            yield Number(benchmark=name, value=statistics.median(times), unit="ms")
+            yield Number(benchmark=f"{name}, worst of {len(new)}", value=max(times), unit="ms")
 
 
 def rendering() -> Iterator[Number]:
@@ -167,7 +177,7 @@ def _compile_seconds(kernels: list[RenderedKernel], *, workers: int) -> float:
 
 def _proposals() -> Iterator[tuple[AttentionProblem, TileConfig, Kernel]]:
     """Yield what `render` takes, for the best configs of the head's problems."""
-    for workload, kernel in product(head(), KERNELS):
+    for workload, kernel in product(head(), PROPOSED):
         for candidate in propose(workload.problem, gpu("h200"), kernel=kernel, top=2):
             yield workload.problem, candidate.config, kernel
 

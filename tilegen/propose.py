@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from tilegen.config import BLOCK_SIZES, NUM_STAGES, NUM_WARPS, Kernel, TileConfig
@@ -11,7 +12,7 @@ from tilegen.model import roofline
 from tilegen.model.bounds import lower_bound_bytes
 from tilegen.model.estimate import Candidate, CostEstimate
 from tilegen.model.footprint import Footprint, footprint, residents
-from tilegen.model.traffic import traffic, visits
+from tilegen.model.traffic import Traffic, Visits, traffic, visits
 from tilegen.problem import AttentionProblem
 
 SMEM_DOUBT, REGISTER_DOUBT = 1.1, 1.6
@@ -33,13 +34,13 @@ def propose(
     fitting = fitting or [pair for pair in needed if pair[1].fits(gpu, doubt=SMEM_DOUBT)]
     if not fitting:
         raise Unsupported(_nothing_fits(problem, gpu, kernel))
-    legal = [config for config, needs in fitting if not needs.spills]
+    legal = [pair for pair in fitting if not pair[1].spills]
     # Where every config spills, those that spill least.
     least = sorted(fitting, key=lambda pair: (pair[1].registers, pair[0]))[: max(top, 20)]
-    configs = legal or [config for config, _ in least]
-    estimates = [estimate(problem, gpu, config, kernel) for config in configs]
-    estimates.sort(key=lambda one: (one.seconds, one.config))
-    return [_candidate(problem, gpu, one) for one in estimates[:top]]
+    model = _Model(problem, gpu, kernel)
+    times = [(model.time(config, needs), config, needs) for config, needs in legal or least]
+    times.sort(key=lambda one: (one[0].seconds, one[1]))
+    return [_candidate(problem, gpu, model.cost(*one)) for one in times[:top]]
 
 
 def search_space(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> list[TileConfig]:
@@ -56,26 +57,53 @@ def estimate(
     problem: AttentionProblem, gpu: GpuSpec, config: TileConfig, kernel: Kernel = "fwd"
 ) -> CostEstimate:
     """Return what the model predicts for one config, legal or not."""
-    moved = traffic(problem, config, kernel)
-    counts = visits(problem, config.block_m, config.block_n, kernel)
-    needs = footprint(problem, config, kernel, gpu.arch)
-    time = roofline.time(problem, gpu, config, kernel, moved=moved, counts=counts, needs=needs)
-    steps = problem.batch * problem.num_heads_q * counts.tiles
-    return CostEstimate(
-        kernel=kernel,
-        config=config,
-        read_bytes=moved.read_bytes,
-        write_bytes=moved.write_bytes,
-        dram_bytes=time.dram_bytes,
-        lower_bound_bytes=lower_bound_bytes(problem, gpu, kernel),
-        smem_bytes=needs.smem_bytes,
-        registers=needs.registers,
-        flops=steps * roofline.tile(problem, config, kernel).flops,
-        seconds=time.seconds,
-        limit=time.terms[0][0],
-        terms=time.terms,
-        waves=time.waves,
-    )
+    model, needs = _Model(problem, gpu, kernel), footprint(problem, config, kernel, gpu.arch)
+    return model.cost(model.time(config, needs), config, needs)
+
+
+class _Model:
+    """What the model says about one kernel of a problem; remembers what configs have in common."""
+
+    def __init__(self, problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> None:
+        self._problem, self._gpu = problem, gpu
+        self._kernel: Kernel = kernel
+        self._by_tile: dict[str, tuple[Traffic, Visits]] = {}
+
+    def time(self, config: TileConfig, needs: Footprint) -> roofline.Time:
+        """Return the predicted time: all that ranking needs."""
+        moved, counts = self._tile(config)
+        return roofline.time(
+            self._problem, self._gpu, config, self._kernel, moved=moved, counts=counts, needs=needs
+        )
+
+    def cost(self, time: roofline.Time, config: TileConfig, needs: Footprint) -> CostEstimate:
+        """Return the estimate that a time belongs to."""
+        moved, counts = self._tile(config)
+        steps = self._problem.batch * self._problem.num_heads_q * counts.tiles
+        return CostEstimate(
+            kernel=self._kernel,
+            config=config,
+            read_bytes=moved.read_bytes,
+            write_bytes=moved.write_bytes,
+            dram_bytes=time.dram_bytes,
+            lower_bound_bytes=lower_bound_bytes(self._problem, self._gpu, self._kernel),
+            smem_bytes=needs.smem_bytes,
+            registers=needs.registers,
+            flops=steps * roofline.tile(self._problem, config, self._kernel).flops,
+            seconds=time.seconds,
+            limit=time.terms[0][0],
+            terms=time.terms,
+            waves=time.waves,
+        )
+
+    def _tile(self, config: TileConfig) -> tuple[Traffic, Visits]:
+        """Return what is moved and visited, which warps and stages do not change."""
+        tile = config.key.partition("w")[0]
+        if (found := self._by_tile.get(tile)) is None:
+            moved = traffic(self._problem, config, self._kernel)
+            counts = visits(self._problem, config.block_m, config.block_n, self._kernel)
+            found = self._by_tile[tile] = moved, counts
+        return found
 
 
 def all_configs(problem: AttentionProblem, kernel: Kernel) -> list[TileConfig]:
@@ -110,8 +138,11 @@ def _rounded(length: int) -> int:
 def _footprints(
     problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel
 ) -> list[tuple[TileConfig, Footprint]]:
+    """Return every config and what it needs on chip."""
+    # Lengths do not change a footprint: without them it is remembered for the next length too.
+    alike = replace(problem, batch=1, seqlen_q=1, seqlen_kv=1)
     return [
-        (config, footprint(problem, config, kernel, gpu.arch))
+        (config, footprint(alike, config, kernel, gpu.arch))
         for config in all_configs(problem, kernel)
     ]
 

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from sympy.logic.boolalg import Boolean, to_dnf
 
 from tilegen.errors import Unsupported
-from tilegen.masks.mask import Mask
+from tilegen.masks.mask import And, Mask, SlidingWindow
 from tilegen.masks.printer import IndexPrinter
 
 Side = Literal["rows", "columns"]
@@ -143,26 +143,71 @@ def tile_ranges(
     first = np.arange(0, stationary_length, stationary_block, dtype=np.int64)
     last = np.minimum(first + stationary_block, stationary_length) - 1
     live_lo, live_hi, nonempty, full_lo, full_hi = (
-        np.broadcast_to(np.asarray(bound, dtype=np.int64), first.shape)
+        _one_each(bound, first)
         for bound in _evaluator(mask, side)(first, last, seqlen_q, seqlen_kv)
     )
     lo = live_lo // block
     hi = np.where(nonempty, -(-live_hi // block), lo)
-    full_lo = np.clip(-(-full_lo // block), lo, hi)
-    full_hi = np.clip(full_hi // block, full_lo, hi)
+    # np.clip would do, in three times the time: tiles are few, but model and tuner ask often.
+    full_lo = np.minimum(np.maximum(-(-full_lo // block), lo), hi)
+    full_hi = np.minimum(np.maximum(full_hi // block, full_lo), hi)
     visited_rows = int((np.minimum(hi * block, length) - lo * block)[hi > lo].sum())
     return TileRanges(lo=lo, full_lo=full_lo, full_hi=full_hi, hi=hi, visited_rows=visited_rows)
 
 
-@lru_cache(maxsize=256)
+def _one_each(bound: Any, like: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return a bound as an array with one element per stationary tile."""
+    if isinstance(bound, np.ndarray) and bound.shape == like.shape:
+        return bound
+    return np.full_like(like, bound)
+
+
+@lru_cache(maxsize=1024)
 def _evaluator(mask: Mask, side: Side) -> Any:
-    bounds = stream_bounds(mask, side)
+    """Return the bounds of a mask as a function of FIRST, LAST and the lengths."""
+    alike, sides = _with_symbols(mask)
+    evaluate = _evaluator_of(alike, side)
+    return lambda *arguments: evaluate(*arguments, *sides.values())
+
+
+@dataclass(frozen=True)
+class _AnyWindow(SlidingWindow):
+    """A window whose sides are symbols: SymPy solves it once, for windows of all widths."""
+
+    def __post_init__(self) -> None:
+        """Symbols need no check."""
+
+
+def _with_symbols(mask: Mask) -> tuple[Mask, dict[sympy.Symbol, int]]:
+    """Return a mask with symbols for the sides of its windows, and what these stand for."""
+    sides: dict[sympy.Symbol, int] = {}
+
+    def symbol(value: int | None) -> Any:
+        if value is None:
+            return None
+        name = sympy.Symbol(f"side_{len(sides)}", integer=True, nonnegative=True)
+        sides[name] = value
+        return name
+
+    parts = [
+        _AnyWindow(symbol(part.left), symbol(part.right), part.alignment)
+        if isinstance(part, SlidingWindow)
+        else part
+        for part in (mask.parts if isinstance(mask, And) else (mask,))
+    ]
+    return (And(tuple(parts)) if len(parts) > 1 else parts[0]), sides
+
+
+@lru_cache(maxsize=256)
+def _evaluator_of(alike: Mask, side: Side) -> Any:
+    _, sides = _with_symbols(alike)
+    bounds = stream_bounds(alike, side)
     # A full.lo of minus infinity is one that never cuts; full.hi is finite, since full tiles end
     # with the sequence.
     full_lo = sympy.S.Zero if bounds.full.lo.is_infinite else bounds.full.lo
     expressions = [bounds.live.lo, bounds.live.hi, bounds.live.nonempty, full_lo, bounds.full.hi]
     return sympy.lambdify(
-        [FIRST, LAST, SEQLEN_Q, SEQLEN_KV],
+        [FIRST, LAST, SEQLEN_Q, SEQLEN_KV, *sides],
         expressions,
         modules=[{"maximum": np.maximum, "minimum": np.minimum}],
         printer=IndexPrinter({}, ""),

@@ -150,13 +150,28 @@ class _Shape:
 
 
 def _shape(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> _Shape:
-    qk, v = chunks(problem.head_dim_qk), chunks(problem.head_dim_v)
+    return _shape_of(
+        problem.head_dim_qk,
+        problem.head_dim_v,
+        problem.element_bytes,
+        config.block_m,
+        config.block_n,
+        kernel,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _shape_of(
+    head_dim_qk: int, head_dim_v: int, element_bytes: int, m: int, n: int, kernel: Kernel
+) -> _Shape:
+    """Return the shape of one tile size; configs that differ in warps and stages share it."""
+    qk, v = chunks(head_dim_qk), chunks(head_dim_v)
     both = sum(qk) + sum(v)
     by_kernel: dict[Kernel, tuple[int, int, int, tuple[int, ...], int]] = {
-        "fwd": (config.block_m, config.block_n, sum(qk), v, 1),
-        "bwd_dkdv": (config.block_n, config.block_m, both, qk + v, 2),
-        "bwd_dq": (config.block_m, config.block_n, both, qk, 2),
-        "bwd_preprocess": (config.block_m, 0, 0, v, 0),
+        "fwd": (m, n, sum(qk), v, 1),
+        "bwd_dkdv": (n, m, both, qk + v, 2),
+        "bwd_dq": (m, n, both, qk, 2),
+        "bwd_preprocess": (m, 0, 0, v, 0),
     }
     rows, streamed, kept, accumulators, scores = by_kernel[kernel]
     return _Shape(
@@ -167,7 +182,7 @@ def _shape(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> _Sh
         scores=scores,
         streamed_chunks=qk + v,
         widest=max(sum(qk), sum(v)),
-        element_bytes=problem.element_bytes,
+        element_bytes=element_bytes,
     )
 
 
@@ -237,8 +252,13 @@ def register_features(
     problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: str
 ) -> tuple[float, ...]:
     """Return what the register fit multiplies, in the order of REGISTER_FEATURES."""
-    rules, shape = family(arch), _shape(problem, config, kernel)
-    warps, lanes = config.num_warps, rules.warp_threads
+    return _register_features(_shape(problem, config, kernel), config.num_warps, arch)
+
+
+@lru_cache(maxsize=4096)
+def _register_features(shape: _Shape, warps: int, arch: str) -> tuple[float, ...]:
+    rules = family(arch)
+    lanes = rules.warp_threads
     along, across = _warp_grid(rules, shape, warps)
     rows, columns = shape.rows / along, shape.streamed / across
     if not shape.exact:

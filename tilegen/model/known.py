@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import tomllib
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Literal
 
@@ -22,9 +22,16 @@ Verdict = Literal["fit", "spill"]
 
 def compile_class(problem: AttentionProblem, kernel: Kernel) -> str:
     """Return what registers depend on besides the config: kernel, widths, mask, grouping."""
+    return _classes(problem, kernel)[0]
+
+
+@lru_cache(maxsize=256)
+def _classes(problem: AttentionProblem, kernel: Kernel) -> tuple[str, str]:
+    """Return the compile class, and what it has in common with other masks and groupings."""
+    widths = f"{kernel} d{problem.head_dim_qk}/{problem.head_dim_v} {8 * problem.element_bytes}-bit"
     mask = re.sub(r"\d+", "N", problem.mask.notation)
     heads = "grouped" if problem.group_size > 1 else "single"
-    return f"{_width_class(problem, kernel)} {mask} {heads}"
+    return f"{widths} {mask} {heads}", widths
 
 
 def verdict(
@@ -34,25 +41,23 @@ def verdict(
 
     Of a mask or a grouping that has not been compiled, others speak: one that spills is enough.
     """
-    for name in (compile_class(problem, kernel), _width_class(problem, kernel)):
-        if found := _verdicts(arch).get(f"{name} {config.key}"):
+    known = verdicts_on(arch)
+    for name in _classes(problem, kernel):
+        if found := known.get(f"{name} {config.key}"):
             return found
     return None
 
 
 def is_compiled(problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: str) -> bool:
     """Whether a kernel of this very class has been compiled."""
-    return f"{compile_class(problem, kernel)} {config.key}" in _verdicts(arch)
+    return f"{compile_class(problem, kernel)} {config.key}" in verdicts_on(arch)
 
 
-def _verdicts(arch: str) -> dict[str, Verdict]:
+@cache
+def verdicts_on(arch: str) -> dict[str, Verdict]:
+    """Return {"<class> <config>": verdict} of an architecture, or of the nearest one compiled."""
     known = [name for name in table() if name[:3] == arch[:3]]  # of the same vendor
     return table()[nearest(arch, known)] if known else {}
-
-
-def _width_class(problem: AttentionProblem, kernel: Kernel) -> str:
-    bits = 8 * problem.element_bytes
-    return f"{kernel} d{problem.head_dim_qk}/{problem.head_dim_v} {bits}-bit"
 
 
 @cache

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import tomllib
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Any
 
@@ -97,7 +97,11 @@ def padded_widths(problem: AttentionProblem) -> tuple[int, int]:
 def tile(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> Tile:
     """Return what one step of `kernel` works on."""
     qk, v = padded_widths(problem)
-    m, n = config.block_m, config.block_n
+    return _tile(qk, v, config.block_m, config.block_n, kernel)
+
+
+@lru_cache(maxsize=4096)
+def _tile(qk: int, v: int, m: int, n: int, kernel: Kernel) -> Tile:
     # rows that stay and that pass; widths of what stays, passes and accumulates; of the products
     rows, streamed, kept, reads, accumulated, products = {
         "fwd": (m, n, qk, qk + v, v, qk + v),  # S = Q K^T; O += P V
