@@ -33,6 +33,13 @@
 # | B_p    |                        | query rows per tile of the second phase of a small cache     |
 # | n_s    |                        | num_splits, of split-KV                                      |
 # | s      | s                      | density: kept entries / all entries                          |
+# | k      |                        | query and key-value rows together, of a part of the scores   |
+# | b      |                        | side of the blocks of a block-diagonal mask                  |
+# | Z      | Z_input                | nonzeros of Q and K together; 2 N d if dense                 |
+# | Z_A    | Z_A                    | nonzeros of an N x d input                                   |
+# | Z_X    | Z_X                    | nonzeros of X = W_Q W_K^T                                    |
+# | Z_AX   | Z_AX                   | nonzeros of A_1 X                                            |
+# | Z_S    | Z_QK, Z_AXA            | nonzeros of S                                                |
 
 from __future__ import annotations
 
@@ -48,3 +55,5 @@ alpha, kappa, e = sp.symbols("alpha kappa e", positive=True)
 B, B_d, B_e, B_k, B_p = sp.symbols("B B_d B_e B_k B_p", positive=True, integer=True)
 n, n_s, c = sp.symbols("n n_s c", positive=True, integer=True)
 s = sp.Symbol("s", positive=True)
+k, b = sp.symbols("k b", positive=True, integer=True)
+Z, Z_A, Z_X, Z_AX, Z_S = sp.symbols("Z Z_A Z_X Z_AX Z_S", positive=True)

@@ -1,0 +1,137 @@
+"""How much of a mask a part of the computation can see, and the lower bound that follows.
+
+A mask is a bipartite graph G of query and key-value rows. `e_G(k)` is the largest number of its
+entries in any sub-grid of I rows and J columns with I + J <= k. In Saha and Ye's Lemma 3.3
+(arXiv 2402.07443), which counts complete entries of S in a part of the computation, I J becomes
+`e_G`, so that the bound knows the mask's shape and not only its density: a mask saves transfers
+only where it has dense sub-grids as large as fast memory holds.
+"""
+
+# SymPy is typed only in part, and where it is, too narrowly:
+# pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal
+
+import sympy as sp
+
+from tilegen.model.symbols import (
+    B_c,
+    B_r,
+    H_kv,
+    M,
+    N,
+    P,
+    b,
+    d_qk,
+    g,
+    k,
+    nnz,
+    s,
+    w,
+)
+
+Pattern = Literal["dense", "causal", "window", "block_diagonal", "unstructured", "degree"]
+
+
+def spanned(pattern: Pattern) -> sp.Expr:
+    """Return `e_G(k)` of one head (g = 1) as an expression of k; N, w, b and s describe the mask.
+
+    dense: I and J as equal as can be. causal, N x N: the last rows and the first columns, less the
+    triangle above the diagonal. window (row i keeps the w columns up to i): a rectangle fits while
+    k <= w + 1; beyond, two equal triangles stick out. That intervals are best is the discrete
+    rearrangement inequality of Riesz (Hardy, Littlewood and Polya, Theorem 371). block_diagonal:
+    whole blocks first, since floor(k^2 / 4) is convex. These four are exact where the mask is large
+    enough, and upper bounds otherwise.
+
+    unstructured: s k^2 / 4, what the average sub-grid holds. The best one holds more: see
+    `unstructured_limit`. degree: any mask with at most w entries in a row or a column.
+    """
+    rectangle = sp.floor(k**2 / 4)
+    match pattern:
+        case "dense":
+            return rectangle
+        case "causal":
+            return rectangle - _triangle(sp.Max(0, k - N - 1))
+        case "window":
+            outside = sp.Max(0, k - 1 - w)
+            return rectangle - _triangle(sp.floor(outside / 2)) - _triangle(sp.ceiling(outside / 2))
+        case "block_diagonal":
+            whole = sp.floor(k / (2 * b))
+            return whole * b**2 + sp.floor((k - 2 * b * whole) ** 2 / 4)
+        case "unstructured":
+            return s * k**2 / 4
+        case "degree":
+            return sp.Min(rectangle, sp.floor(w * k / 2))
+
+
+def unstructured_limit(doubt: float = 1e-3) -> sp.Expr:
+    """Return an `e_G(k)` that holds with probability 1 - `doubt` for N x N masks of random entries.
+
+    Hoeffding's inequality for each sub-grid, and fewer than (e N / I)^I (e N / J)^J k of them: at
+    most s k^2 / 4 + sqrt(k^2 / 4 * log(count / doubt) / 2) entries.
+    """
+    cells = k**2 / 4
+    count = k * (1 + sp.log(2 * N / k)) + sp.log(k / sp.Float(doubt))
+    return sp.Min(cells, s * cells + sp.sqrt(cells * count / 2))
+
+
+def pattern_bound(pattern: Pattern) -> sp.Expr:
+    """Return the pattern-aware bound in words, for H_kv heads (g = 1) on P processors of M words.
+
+    Q >= M (nnz / (e_G(floor(2M / d)) + 4M) - 1): a part of the computation that touches 2M words
+    completes at most e_G entries and reaches 4M more. For `dense` this is LB1. Not for
+    `unstructured`, whose `e_G` is a mean: substitute `unstructured_limit` in `bound_of`.
+    """
+    if pattern == "unstructured":
+        raise ValueError("the mean of unstructured masks bounds nothing; use unstructured_limit")
+    return bound_of(spanned(pattern))
+
+
+def bound_of(entries: sp.Expr) -> sp.Expr:
+    """Return the bound in words that follows from an `e_G(k)`."""
+    at = entries.subs(k, sp.floor(2 * M / d_qk))
+    return M * (H_kv * g * nnz / (at + 4 * M) - P)
+
+
+def kept_entries(pattern: Literal["dense", "causal", "window", "block_diagonal"]) -> sp.Expr:
+    """Return nnz of an N x N mask; w <= N, and b divides N."""
+    return {
+        "dense": N**2,
+        "causal": _triangle(N),
+        "window": w * N - _triangle(w - 1),
+        "block_diagonal": b * N,
+    }[pattern]
+
+
+class Gcd(sp.Function):
+    """Greatest common divisor of integers; symbols stay as they are (`sp.gcd` makes 1 of them)."""
+
+    @classmethod
+    def eval(cls, *numbers: Any) -> Any:
+        """Return the divisor once all arguments are numbers."""
+        if all(number.is_Integer for number in numbers):
+            return sp.Integer(math.gcd(*map(int, numbers)))
+        return None
+
+
+def causal_tiles() -> sp.Expr:
+    """Return A(B_r, B_c), the non-empty tiles of an N x N causal mask.
+
+    Exact where both sides divide N and one divides the other, or their least common multiple
+    divides N.
+    """
+    return N * (N + B_r + B_c - Gcd(B_r, B_c)) / (2 * B_r * B_c)
+
+
+def window_tiles() -> sp.Expr:
+    """Return A(B_r, B_r) of an N x N causal window of w entries, where B_r divides N."""
+    t = sp.Symbol("t", integer=True, nonnegative=True)
+    across = 1 + sp.ceiling((w - 1) / B_r)
+    return sp.Sum(sp.Min(t + 1, across), (t, 0, N / B_r - 1))
+
+
+def _triangle(side: sp.Expr) -> sp.Expr:
+    return side * (side + 1) / 2
