@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+from benchmarks.recordings import Replayed
 from tests.records import H200, PROBLEM, timed
 from tilegen.config import TileConfig
 from tilegen.measure import Measurement, Status
@@ -25,21 +26,21 @@ TABLE: dict[str, float | str] = json.loads(
 )
 
 
-class Replay:
+class Replay(Replayed):
     """`measure` of a table; remembers what was measured."""
 
     def __init__(
         self, table: Mapping[str, float | str] = TABLE, *, spread: float = 0.005, stop_at: int = -1
     ) -> None:
         """`stop_at` is the measurement, counted from 0, in which Ctrl-C is pressed."""
+        super().__init__({TileConfig.parse(key): said(us, spread) for key, us in table.items()})
         self.table = table
         self.spread = spread
         self.stop_at = stop_at
-        self.measured: list[TileConfig] = []
 
     @property
     def space(self) -> list[TileConfig]:
-        return [TileConfig.parse(key) for key in self.table]
+        return list(self.timings)
 
     @property
     def fastest(self) -> TileConfig:
@@ -52,15 +53,18 @@ class Replay:
     def __call__(self, config: TileConfig) -> Measurement:
         if len(self.measured) == self.stop_at:
             self.stop()
-        self.measured.append(config)
-        found = self.table[config.key]
-        if isinstance(found, str):
-            status, message = found.split(": ", 1)
-            return Measurement(status=cast("Status", status), message=message)
-        return timed(found, self.spread)
+        return super().__call__(config)
 
     def stop(self) -> None:
         raise KeyboardInterrupt
+
+
+def said(found: float | str, spread: float) -> Measurement:
+    """Return the measurement that an entry of a table stands for."""
+    if isinstance(found, float):
+        return timed(found, spread)
+    status, message = found.split(": ", 1)
+    return Measurement(status=cast("Status", status), message=message)
 
 
 class Killed(Replay):

@@ -7,6 +7,7 @@ import logging
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from tilegen.config import Kernel, TileConfig
 from tilegen.errors import InvalidRecord, Unsupported
@@ -94,14 +95,8 @@ class TrialLog:
     def append(self, trial: Trial) -> None:
         """Put a trial on disk. Raises Unsupported when that is not possible."""
         values = {"date": now(), **asdict(trial), "conditions": asdict(self._conditions)}
-        line = json.dumps(values, allow_nan=False).encode() + b"\n"
         try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            with self.file.open("a+b", buffering=0) as file:
-                if file.tell() and not _ends_a_line(file.fileno()):
-                    line = b"\n" + line  # behind the line that a killed process left torn
-                file.write(line)
-                os.fsync(file.fileno())
+            append_line(self.file, values)
         except OSError as error:
             raise Unsupported(
                 f"cannot write {str(self.file)!r}: {error.strerror}; "
@@ -124,6 +119,17 @@ class TrialLog:
             spill_bytes=fields.integer("spill_bytes", 0, 2**31),
             device_lost=fields.values.get("device_lost") is True,
         )
+
+
+def append_line(path: Path, values: dict[str, Any]) -> None:
+    """Put one line of JSON at the end of a file, and on disk. Raises OSError."""
+    line = json.dumps(values, allow_nan=False).encode() + b"\n"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+b", buffering=0) as file:
+        if file.tell() and not _ends_a_line(file.fileno()):
+            line = b"\n" + line  # behind the line that a killed process left torn
+        file.write(line)
+        os.fsync(file.fileno())
 
 
 def _ends_a_line(handle: int) -> bool:

@@ -1,0 +1,171 @@
+"""Time every config of a kernel on the GPU at hand, to judge the model and the search by.
+
+    python -m benchmarks.exhaustive llama3-8b-8k "b2 hq8 q4096 d64 bf16 full" --kernel fwd
+
+A problem is a workload's name or the notation, and is recorded as its bucket, as tuning does.
+Kernels that spill are timed too, which the tuner does not do. Every timing is on disk when it is
+taken; the same command goes on where it was stopped. `python -m benchmarks.tuner_quality` reads
+what this writes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.environment import has_gpu
+from benchmarks.recordings import RESULTS, Recorder, file_of, new_session
+from benchmarks.workloads import catalogue
+from tilegen.config import KERNELS, Kernel, TileConfig
+from tilegen.device import GpuSpec, detect
+from tilegen.errors import BuildFailed, TilegenError
+from tilegen.measure import DeviceLost
+from tilegen.problem import AttentionProblem
+from tilegen.propose import search_space
+from tilegen.tune import pick
+from tilegen.tuning.bench import Ahead, Bench, Usage, real_bench, refused
+from tilegen.tuning.trials import Trial
+from tilegen.workers import Pool
+
+
+def record(
+    recorder: Recorder,
+    space: Sequence[TileConfig],
+    spec: GpuSpec,
+    bench: Bench,
+    *,
+    deadline: float,
+) -> int:
+    """Time what the recording lacks; return how many configs are left when the time is over.
+
+    `deadline` is a time of `time.monotonic`. Raises DeviceLost after writing what was lost.
+    """
+    todo = recorder.todo(list(space))
+    assert bench.compile
+    with closing(Ahead(bench.compile)) as ahead:
+        ahead.submit(todo)
+        for done, config in enumerate(todo):
+            try:
+                built = ahead.result(config, max(0.0, deadline - time.monotonic()))
+            except TimeoutError:
+                return len(todo) - done
+            _time(config, built, recorder, spec, bench)
+            if time.monotonic() > deadline and done + 1 < len(todo):
+                return len(todo) - done - 1
+    _check_the_fastest(recorder, bench)
+    return 0
+
+
+def _time(
+    config: TileConfig,
+    built: Usage | BuildFailed,
+    recorder: Recorder,
+    spec: GpuSpec,
+    bench: Bench,
+) -> None:
+    """Time and write down one config, or why it cannot run. Raises DeviceLost."""
+    started = time.monotonic()
+    spill_bytes = 0 if isinstance(built, BuildFailed) else built.spill_bytes
+    if isinstance(built, BuildFailed) or built.shared_bytes > spec.smem_per_block:
+        measurement = refused(built, spec)
+        assert measurement
+    else:
+        try:
+            measurement = bench.measure(config)
+        except DeviceLost as lost:
+            recorder.append(Trial(config=config, measurement=lost.measurement, device_lost=True))
+            raise
+    seconds = round(time.monotonic() - started, 3)
+    recorder.append(
+        Trial(config=config, measurement=measurement, seconds=seconds, spill_bytes=spill_bytes)
+    )
+
+
+def _check_the_fastest(recorder: Recorder, bench: Bench) -> None:
+    """Write down that the fastest config is wrong, if it is; then the next, until one is right."""
+    while best := pick({c: t for c, t in recorder.trials.items() if not t.spill_bytes}):
+        try:
+            trouble = bench.check(best) if bench.check else None
+        except DeviceLost as lost:
+            recorder.append(Trial(config=best, measurement=lost.measurement, device_lost=True))
+            raise
+        if trouble is None:
+            return
+        recorder.append(Trial(config=best, measurement=trouble))
+
+
+def problems_of(texts: Sequence[str]) -> list[AttentionProblem]:
+    """Return the buckets of problems given by workload name or notation. Raises TilegenError."""
+    by_name = {workload.name: workload.problem for workload in catalogue()}
+    return [(by_name.get(text) or AttentionProblem.parse(text)).bucket for text in texts]
+
+
+def main(
+    problem: Annotated[list[str], typer.Argument(help="Workload names or problems.")],
+    kernel: Annotated[
+        list[str] | None, typer.Option(help=f"One of {', '.join(KERNELS)}; may be repeated.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Folder. Default: benchmarks/results/<gpu>/exhaustive."),
+    ] = None,
+    minutes: Annotated[float, typer.Option(help="Time limit for all of them together.")] = 10.0,
+) -> None:
+    """Time every config of the kernels of some problems.
+
+    Example: python -m benchmarks.exhaustive llama3-8b-8k --kernel fwd --minutes 5
+    """
+    kernels: list[Kernel] = [name for name in KERNELS if name in (kernel or ["fwd"])]
+    if unknown := [name for name in kernel or () if name not in KERNELS]:
+        raise typer.BadParameter(f"kernel must be one of {', '.join(KERNELS)}; got {unknown[0]}")
+    try:
+        problems = problems_of(problem)
+    except TilegenError as error:
+        print(error)
+        raise typer.Exit(1) from None
+    spec = detect() if has_gpu() else None
+    if spec is None:
+        print("no GPU that PyTorch can use: nothing to time")
+        raise typer.Exit(1)
+    deadline = time.monotonic() + 60 * minutes
+    folder = out or RESULTS / spec.name / "exhaustive"
+    with Pool() as pool:
+        for one in problems:
+            for name in kernels:
+                _record_one(one, name, spec, folder, pool, deadline)
+
+
+def _record_one(
+    problem: AttentionProblem,
+    kernel: Kernel,
+    spec: GpuSpec,
+    folder: Path,
+    pool: Pool,
+    deadline: float,
+) -> None:
+    """Record one kernel of a problem, and say how far it has come."""
+    space = search_space(problem, spec, kernel)
+    path = file_of(folder, kernel, problem)
+    recorder = Recorder(path, new_session(spec, kernel, problem, len(space)))
+    bench = real_bench(problem, spec, kernel, pool)
+    try:
+        left = record(recorder, space, spec, bench, deadline=deadline)
+    except DeviceLost as lost:
+        print(f"{lost}; starting over with the next config", flush=True)
+        remaining = max(0.0, deadline - time.monotonic()) / 60
+        again = [*sys.argv[1:], f"--minutes={remaining:.3f}"]
+        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.exhaustive", *again])
+    timed = sum(t.measurement.status == "ok" for t in recorder.trials.values())
+    state = f"{left} left; the same command goes on from here" if left else "complete"
+    print(f"{kernel} '{problem}': {timed} of {len(space)} timed, {state}: {path}", flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,279 @@
+"""How good are the model's ranking and the search? Replays recorded timings; needs no GPU.
+
+    python -m benchmarks.tuner_quality
+
+Regret is the time of the config chosen over that of the best one recorded, less one. Strategies:
+
+- `model`     the ranking from the top, no search; regret after 1 and 5 trials is top-1 and top-5
+- `prior`     `tune` as it is: the model's proposals first, then Optuna
+- `no prior`  `tune` without proposals, over a shuffled space
+- `random`    configs in random order
+
+Recordings come from `python -m benchmarks.exhaustive`; beside them stands a synthetic set
+(benchmarks/synthetic.py), which says nothing about any GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import statistics
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal, get_args
+from unittest import mock
+
+import numpy as np
+import typer
+
+from benchmarks import synthetic
+from benchmarks.environment import environment
+from benchmarks.recordings import RESULTS, Recording, Replayed, committed, read
+from benchmarks.rows import append, with_environment
+from tilegen import tune as tune_module
+from tilegen.config import TileConfig
+from tilegen.device import gpu
+from tilegen.errors import NoRecord, TilegenError
+from tilegen.measure import Measurement
+from tilegen.model.estimate import Candidate
+from tilegen.propose import propose
+from tilegen.tune import pick, tune
+from tilegen.tuning.trials import Trial
+
+Strategy = Literal["model", "prior", "no prior", "random"]
+STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
+BUDGETS = (1, 3, 5, 10, 20, 40)
+"""Trials after which regret is looked at."""
+DRAWS = 100
+"""Orders that random search is averaged over; they cost nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class QualityRow:
+    """One strategy on one recording: regret after each budget, over all seeds."""
+
+    source: str
+    """`measured`, or how the times were made up."""
+    recorded_gpu: str
+    kernel: str
+    problem: str
+    space: int
+    """Configs there are."""
+    timed: int
+    """Configs recorded with a time; the others failed or were not reached."""
+    spearman: float
+    """Rank correlation of predicted and recorded times."""
+    strategy: Strategy
+    seeds: int
+    median_1: float
+    median_3: float
+    median_5: float
+    median_10: float
+    median_20: float
+    median_40: float
+    p20_1: float
+    p20_3: float
+    p20_5: float
+    p20_10: float
+    p20_20: float
+    p20_40: float
+    p80_1: float
+    p80_3: float
+    p80_5: float
+    p80_10: float
+    p80_20: float
+    p80_40: float
+    gpu: str
+    driver: str
+    cuda: str
+    python: str
+    torch: str
+    triton: str
+    commit: str
+    date: str
+    command: str
+
+
+def spearman(one: Sequence[float], other: Sequence[float]) -> float:
+    """Return the rank correlation of two lists, 0 where one of them is constant."""
+    a, b = (_ranks(values) for values in (one, other))
+    a, b = a - a.mean(), b - b.mean()
+    size = float(np.sqrt((a**2).sum() * (b**2).sum()))
+    return float((a * b).sum()) / size if size else 0.0
+
+
+def _ranks(values: Sequence[float]) -> np.ndarray:
+    """Return ranks from 0; equal values share the mean of theirs."""
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    return (np.cumsum(counts) - (counts + 1) / 2)[place]
+
+
+def ranking(recording: Recording) -> list[Candidate]:
+    """Return the model's proposals among the recorded configs, best first. Raises TilegenError."""
+    session = recording.session
+    proposals = propose(session.problem, gpu(session.gpu), kernel=session.kernel, top=2**16)
+    return [candidate for candidate in proposals if candidate.config in recording.trials]
+
+
+def order(
+    recording: Recording, candidates: Sequence[Candidate], strategy: Strategy, seed: int
+) -> list[TileConfig]:
+    """Return which configs a strategy measures, in order: as many as the largest budget."""
+    space = sorted(recording.trials)
+    random.Random(seed).shuffle(space)
+    if strategy == "random":
+        return space[: BUDGETS[-1]]
+    if strategy == "model":
+        ranked = [candidate.config for candidate in candidates]
+        return list(dict.fromkeys([*ranked, *space]))[: BUDGETS[-1]]
+    replay = Replayed(recording.as_tuned())
+    session = recording.session
+    with (
+        tempfile.TemporaryDirectory() as empty,
+        mock.patch.dict(os.environ, TILEGEN_CACHE_DIR=empty),
+        mock.patch.object(tune_module, "SAMPLER_SEED", seed),
+        contextlib.suppress(NoRecord),  # nothing it tried ran, which is a result too
+    ):
+        tune(
+            session.problem,
+            gpu(session.gpu),
+            kernel=session.kernel,
+            trials=BUDGETS[-1],
+            measure=replay,
+            candidates=candidates if strategy == "prior" else [],
+            space=space,
+            progress=False,
+        )
+    return replay.measured
+
+
+def regrets(timings: dict[TileConfig, Measurement], tried: Sequence[TileConfig]) -> list[float]:
+    """Return the regret of the tuner's pick after each budget; infinite before anything has run."""
+    times = {config: one.median_us for config, one in timings.items() if one.median_us is not None}
+    best = min(times.values())
+    trials = {config: Trial(config=config, measurement=timings[config]) for config in tried}
+    found: list[float] = []
+    for budget in BUDGETS:
+        picked = pick({config: trials[config] for config in tried[:budget]})
+        found.append(float("inf") if picked is None else times[picked] / best - 1)
+    return found
+
+
+def judge(recording: Recording, seeds: int) -> list[QualityRow]:
+    """Return one row per strategy. Raises TilegenError if the model proposes nothing."""
+    candidates, timings = ranking(recording), recording.as_tuned()
+    times = recording.times()
+    predicted = {candidate.config: candidate.estimate.seconds for candidate in candidates}
+    both = [config for config in times if config in predicted]
+    correlation = spearman([predicted[c] for c in both], [times[c] for c in both])
+    rows: list[QualityRow] = []
+    for strategy in STRATEGIES:
+        draws = {"model": 1, "random": DRAWS}.get(strategy, seeds)
+        tried = [order(recording, candidates, strategy, seed) for seed in range(draws)]
+        by_budget = list(zip(*(regrets(timings, one) for one in tried), strict=True))
+        rows.append(
+            with_environment(
+                QualityRow,
+                environment(),
+                source=recording.session.source,
+                recorded_gpu=recording.session.gpu,
+                kernel=recording.session.kernel,
+                problem=recording.session.problem.key,
+                space=recording.session.space,
+                timed=len(times),
+                spearman=correlation,
+                strategy=strategy,
+                seeds=draws,
+                **{
+                    f"{name}_{budget}": quantile(values, share)
+                    for name, share in (("median", 0.5), ("p20", 0.2), ("p80", 0.8))
+                    for budget, values in zip(BUDGETS, by_budget, strict=True)
+                },
+            )
+        )
+    return rows
+
+
+def quantile(values: Iterable[float], share: float) -> float:
+    """Return the smallest value that `share` of them do not exceed; infinities are allowed."""
+    ordered = sorted(values)
+    return ordered[max(0, -(-round(1000 * share) * len(ordered) // 1000) - 1)]
+
+
+def table(rows: Sequence[QualityRow]) -> Iterator[str]:
+    """Yield what the terminal shows: medians over the recordings of each source."""
+    heads = "".join(f"{f'{budget} trials':>18}" for budget in BUDGETS)
+    for source in dict.fromkeys(row.source for row in rows):
+        mine = [row for row in rows if row.source == source]
+        correlation = statistics.median(row.spearman for row in mine)
+        count = len(mine) // len(STRATEGIES)
+        yield f"{source}: {count} recordings, median Spearman {correlation:.2f}"
+        yield f"  {'regret in %':12}{heads}"
+        for strategy in STRATEGIES:
+            these = [row for row in mine if row.strategy == strategy]
+            yield f"  {strategy:12}" + "".join(f"{_cell(these, b):>18}" for b in BUDGETS)
+
+
+def _cell(rows: Sequence[QualityRow], budget: int) -> str:
+    """Return `median` or `median (p20..p80)` of the regret, in per cent."""
+    median, low, high = (
+        f"{100 * statistics.median(getattr(row, f'{name}_{budget}') for row in rows):.0f}"
+        for name in ("median", "p20", "p80")
+    )
+    return median if low == high else f"{median} ({low}..{high})"
+
+
+def load(paths: Sequence[Path]) -> Iterator[Recording]:
+    """Yield the recordings that can be judged, and say which cannot."""
+    for path in paths:
+        try:
+            recording = read(path)
+            ranking(recording)
+        except TilegenError as error:
+            print(f"{path}: {error}", flush=True)
+            continue
+        if not recording.times():
+            print(f"{path}: nothing was timed", flush=True)
+            continue
+        yield recording
+
+
+def main(
+    recordings: Annotated[
+        list[Path] | None, typer.Argument(help="Recordings. Default: all that are committed.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="Runs of each search on each recording.")] = 8,
+    with_synthetic: Annotated[
+        bool, typer.Option("--synthetic/--no-synthetic", help="The made-up set as well.")
+    ] = True,
+    out: Annotated[Path, typer.Option(help="Result file; replaced.")] = (
+        RESULTS / "cpu" / "tuner_quality.csv"
+    ),
+) -> None:
+    """Report rank correlation and regret of the model and the search, from recorded timings.
+
+    Example: python -m benchmarks.tuner_quality --no-synthetic
+    """
+    todo = list(load(recordings if recordings else committed()))
+    print(f"{len(todo)} recordings of GPUs", flush=True)
+    if with_synthetic:
+        made_up = list(synthetic.recordings())
+        print(f"{len(made_up)} SYNTHETIC recordings: made up, they say nothing about any GPU")
+        todo += made_up
+    environment()  # before the processes fork: git and the driver are asked once
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0))) as processes:
+        rows = [row for rows in processes.map(judge, todo, [seeds] * len(todo)) for row in rows]
+    for line in table(rows):
+        print(line)
+    out.unlink(missing_ok=True)
+    for row in rows:
+        append(out, row)
+    print(f"median (p20..p80) over seeds, then the median over recordings; written to {out}")
+
+
+if __name__ == "__main__":
+    typer.run(main)

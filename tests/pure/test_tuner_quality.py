@@ -1,0 +1,341 @@
+"""Recordings of every config, how they are taken, and what is concluded from them."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from benchmarks import exhaustive, synthetic, tuner_quality
+from benchmarks.recordings import Recorder, Recording, Session, file_of, new_session, read
+from benchmarks.rows import columns
+from benchmarks.rows import read as read_rows
+from benchmarks.tuner_quality import BUDGETS, QualityRow, order, quantile, regrets, spearman
+from tests.records import H200, timed
+from tilegen.config import TileConfig
+from tilegen.errors import BuildFailed, InvalidRecord
+from tilegen.measure import DeviceLost, Measurement
+from tilegen.problem import AttentionProblem
+from tilegen.tune import SEEDS
+from tilegen.tuning.bench import Bench, Usage
+from tilegen.tuning.trials import Trial
+
+SMALL = AttentionProblem.parse("hq2 q64 kv64 d64 bf16 causal")
+FIRST, SECOND, THIRD, FOURTH = (
+    TileConfig.parse(key) for key in ("m16n16w4s1", "m16n32w4s1", "m32n32w4s2", "m64n64w4s3")
+)
+SPACE = [FIRST, SECOND, THIRD, FOURTH]
+BROKEN = Measurement(status="launch_failed", message="no such luck")
+
+
+@dataclass(frozen=True)
+class Used:
+    shared_bytes: int = 1024
+    spill_bytes: int = 0
+
+
+class Machine:
+    """A bench of configs that take 100, 200, 300 and 400 us."""
+
+    def __init__(self, **answers: object) -> None:
+        """`answers`: what comes instead, by config key; an exception is raised by the launch."""
+        self.answers = answers
+        self.measured: list[TileConfig] = []
+
+    def compile(
+        self, configs: Sequence[TileConfig]
+    ) -> Iterator[tuple[TileConfig, Usage | BuildFailed]]:
+        for config in configs:
+            answer = self.answers.get(config.key)
+            yield config, answer if isinstance(answer, Used | BuildFailed) else Used()
+
+    def measure(self, config: TileConfig) -> Measurement:
+        answer = self.answers.get(config.key)
+        if isinstance(answer, BaseException):
+            raise answer
+        self.measured.append(config)
+        return (
+            answer if isinstance(answer, Measurement) else timed(100.0 + 100 * SPACE.index(config))
+        )
+
+    @property
+    def bench(self) -> Bench:
+        return Bench(measure=self.measure, compile=self.compile)
+
+
+def session(**changes: object) -> Session:
+    return replace(new_session(H200, "fwd", SMALL, len(SPACE)), **changes)
+
+
+def record(path: Path, machine: Machine, *, seconds: float = 60.0, **changes: object) -> int:
+    recorder = Recorder(path, session(**changes))
+    deadline = time.monotonic() + seconds
+    return exhaustive.record(recorder, SPACE, H200, machine.bench, deadline=deadline)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return file_of(tmp_path, "fwd", SMALL)
+
+
+# --------------------------------------------------------------------------------------------------
+# Recording
+
+
+def test_everything_is_timed_and_reads_back(path: Path) -> None:
+    assert record(path, Machine()) == 0
+    found = read(path)
+    assert found.session == session()
+    assert found.times() == {config: 100.0 + 100 * i for i, config in enumerate(SPACE)}
+    assert path.name == f"{SMALL.key.replace(' ', '_')}.jsonl"
+
+
+def test_failures_are_values(path: Path) -> None:
+    machine = Machine(
+        m16n16w4s1=BuildFailed("no layout"), m16n32w4s1=BROKEN, m32n32w4s2=Used(shared_bytes=10**6)
+    )
+    record(path, machine)
+    status = {c: trial.measurement.status for c, trial in read(path).trials.items()}
+    assert [status[config] for config in SPACE] == [
+        "build_failed",
+        "launch_failed",
+        "out_of_resources",
+        "ok",
+    ]
+
+
+def test_kernels_that_spill_are_timed_but_not_for_the_tuner(path: Path) -> None:
+    record(path, Machine(m16n16w4s1=Used(spill_bytes=8)))
+    found = read(path)
+    assert found.trials[FIRST].measurement.median_us == 100.0
+    assert found.trials[FIRST].spill_bytes == 8
+    assert found.as_tuned()[FIRST].status == "out_of_resources"
+    assert FIRST not in found.times()
+
+
+def test_an_interrupted_recording_loses_nothing_and_goes_on(path: Path) -> None:
+    order = Recorder(path, session()).todo(SPACE)
+    first = Machine(**{order[2].key: KeyboardInterrupt()})
+    with pytest.raises(KeyboardInterrupt):
+        record(path, first)
+    assert first.measured == order[:2] == list(read(path).trials)
+    with path.open("a") as file:
+        file.write('{"config": "m16n1')  # killed while writing
+    second = Machine()
+    record(path, second)
+    assert second.measured == order[2:]
+    assert sorted(read(path).times()) == sorted(SPACE)
+    third = Machine()
+    assert record(path, third) == 0
+    assert third.measured == []
+
+
+def test_a_recording_killed_before_it_began_starts_anew(path: Path) -> None:
+    path.parent.mkdir(parents=True)
+    path.write_text('{"recording": 1, "sour')
+    assert record(path, Machine()) == 0
+    assert len(read(path).times()) == len(SPACE)
+
+
+def test_a_recording_under_other_conditions_starts_anew(path: Path) -> None:
+    record(path, Machine())
+    other = replace(session().environment, triton="99.0")
+    order = Recorder(path, session(environment=other)).todo(SPACE)
+    machine = Machine(**{order[1].key: KeyboardInterrupt()})
+    with pytest.raises(KeyboardInterrupt):
+        record(path, machine, environment=other)
+    assert read(path).session.environment.triton == "99.0"
+    assert list(read(path).trials) == machine.measured == order[:1], "the others are stale"
+    machine = Machine()
+    record(path, machine, environment=other)
+    assert machine.measured == order[1:]
+    later = replace(session().environment, date="2031-01-01", command="again")
+    again = Machine()
+    record(path, again, environment=replace(later, triton="99.0"))
+    assert again.measured == [], "neither date nor command change a timing"
+
+
+def test_time_limit_is_kept(path: Path) -> None:
+    machine = Machine()
+    assert record(path, machine, seconds=-1.0) == len(SPACE)
+    assert machine.measured == []
+
+
+def test_failed_launches_are_tried_again_but_not_what_broke_the_device(path: Path) -> None:
+    order = Recorder(path, session()).todo(SPACE)
+    machine = Machine(**{order[0].key: BROKEN, order[1].key: DeviceLost(BROKEN)})
+    with pytest.raises(DeviceLost):
+        record(path, machine)
+    again = Machine()
+    record(path, again)
+    assert again.measured == [order[0], *order[2:]]
+
+
+def test_the_fastest_is_wrong_if_the_check_says_so(path: Path) -> None:
+    machine = Machine()
+    wrong = Measurement(status="wrong", message="out error 3")
+    bench = replace(machine.bench, check=lambda config: wrong if config == FIRST else None)
+    recorder = Recorder(path, session())
+    exhaustive.record(recorder, SPACE, H200, bench, deadline=time.monotonic() + 60)
+    assert read(path).trials[FIRST].measurement == wrong
+    assert min(read(path).times().values()) == 200.0
+
+
+def test_a_file_that_is_no_recording_says_so(path: Path) -> None:
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"config": FIRST.key}))
+    with pytest.raises(InvalidRecord, match=r"expected a recording in .* found no line that opens"):
+        read(path)
+
+
+def test_without_a_gpu_one_line_and_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exhaustive, "has_gpu", lambda: False)
+    result = call(exhaustive.main, "llama3-8b-8k", SMALL.key)
+    assert result.exit_code == 1
+    assert result.output == "no GPU that PyTorch can use: nothing to time\n"
+
+
+def test_a_problem_that_is_none_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    result = call(exhaustive.main, "llama9")
+    assert result.exit_code == 1
+    assert result.output.startswith("expected a problem such as")
+    assert result.output.count("\n") == 1
+
+
+def test_problems_are_workloads_or_notation_and_become_their_bucket() -> None:
+    found = exhaustive.problems_of(["vit-l16-224", "b3 hq4 q100 d64 fp16 full"])
+    assert [one.key for one in found] == [
+        "b64 hq16 hkv16 q256 kv256 d64 bf16 full",
+        "b4 hq4 hkv4 q128 kv128 d64 fp16 full",
+    ]
+
+
+def call(main: Callable[..., None], *arguments: str) -> Any:
+    app = typer.Typer()
+    app.command()(main)
+    return CliRunner().invoke(app, list(arguments))
+
+
+# --------------------------------------------------------------------------------------------------
+# Judging
+
+
+@pytest.mark.parametrize(
+    "one, other, expected",
+    [
+        ([1, 2, 3, 4], [10, 20, 30, 400], 1.0),
+        ([1, 2, 3, 4], [4, 3, 2, 1], -1.0),
+        ([1, 2, 2, 3], [1, 2, 3, 4], 0.9486833),  # ties share a rank: 4.5 / sqrt(4.5 * 5)
+        ([1, 2, 3], [2, 1, 3], 0.5),  # 1 - 6 * 2 / (3 * 8)
+        ([5, 5, 5], [1, 2, 3], 0.0),
+    ],
+)
+def test_spearman(one: list[float], other: list[float], expected: float) -> None:
+    assert spearman(one, other) == pytest.approx(expected)
+
+
+def test_quantiles_of_few_values_and_infinity() -> None:
+    assert quantile([3.0, 1.0, 2.0, 5.0, 4.0], 0.5) == 3.0
+    assert quantile([3.0, 1.0, 2.0, 5.0, 4.0], 0.2) == 1.0
+    assert quantile([1.0, float("inf")], 0.8) == float("inf")
+    assert quantile([7.0], 0.2) == quantile([7.0], 0.8) == 7.0
+
+
+def test_regret_is_that_of_the_tuners_pick_after_each_budget() -> None:
+    configs = [TileConfig.parse(f"m{m}n{n}w4s1") for m in (16, 32) for n in (16, 32, 64)]
+    timings = dict(
+        zip(configs, [BROKEN, *map(timed, (300.0, 150.0, 120.0, 400.0, 100.0))], strict=True)
+    )
+    found = dict(zip(BUDGETS, regrets(timings, configs), strict=True))
+    assert found[1] == float("inf")  # has only failed so far
+    assert found[3] == pytest.approx(0.5)
+    assert found[5] == pytest.approx(0.2)
+    assert found[10] == found[40] == 0.0
+
+
+@pytest.fixture(scope="module")
+def made_up() -> Recording:
+    return synthetic.make("synthetic: good model", SMALL, H200, "fwd")
+
+
+def test_strategies_measure_what_they_say(made_up: Recording) -> None:
+    ranked = tuner_quality.ranking(made_up)
+    best_first = [candidate.config for candidate in ranked]
+    found = {s: order(made_up, ranked, s, 0) for s in tuner_quality.STRATEGIES}
+    for tried in found.values():
+        assert len(tried) == len(set(tried)) == min(BUDGETS[-1], len(made_up.trials))
+        assert set(tried) <= set(made_up.trials)
+    assert found["model"] == best_first[: BUDGETS[-1]]
+    assert found["prior"][:SEEDS] == best_first[:SEEDS]
+    assert order(made_up, ranked[::-1], "no prior", 0) == found["no prior"]
+    assert order(made_up, ranked[::-1], "random", 0) == found["random"]
+    for strategy in ("prior", "no prior", "random"):
+        assert order(made_up, ranked, strategy, 0) == found[strategy], "the same each time"
+        assert order(made_up, ranked, strategy, 1) != found[strategy], "seeds differ"
+
+
+def test_synthetic_recordings_are_the_same_each_time_and_say_what_they_are(
+    made_up: Recording,
+) -> None:
+    again = synthetic.make("synthetic: good model", SMALL, H200, "fwd")
+    assert again.trials == made_up.trials
+    assert all(source.startswith("synthetic") for source in synthetic.ERRORS)
+    other = synthetic.make("synthetic: useless model", SMALL, H200, "fwd")
+    assert other.session.source == "synthetic: useless model"
+    assert other.trials != made_up.trials
+
+
+def test_the_worse_the_made_up_model_the_lower_its_rank_correlation() -> None:
+    problem = AttentionProblem.parse("b1 hq32 hkv8 q8192 d128 bf16 causal")
+    found = []
+    for source in synthetic.ERRORS:
+        rows = tuner_quality.judge(synthetic.make(source, problem, H200, "fwd"), seeds=1)
+        assert {row.source for row in rows} == {source}
+        found.append(rows[0].spearman)
+    good, biased, useless = found
+    assert good > 0.9 > biased > 0.5 > abs(useless)
+    assert np.isfinite(rows[0].median_40)
+
+
+def test_columns_are_the_budgets() -> None:
+    wanted = [f"{name}_{b}" for name in ("median", "p20", "p80") for b in BUDGETS]
+    assert [name for name in columns(QualityRow) if name in wanted] == wanted
+
+
+def test_a_run_labels_the_synthetic_and_writes_rows(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made_up: Recording
+) -> None:
+    record(path, Machine())
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("{}")
+    monkeypatch.setattr(synthetic, "recordings", lambda: iter([made_up]))
+    out = tmp_path / "rows.csv"
+    result = call(tuner_quality.main, str(path), str(broken), "--seeds", "1", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    lines = result.output.splitlines()
+    assert lines[0].startswith(f"{broken}: expected a recording")
+    assert lines[1:3] == [
+        "1 recordings of GPUs",
+        "1 SYNTHETIC recordings: made up, they say nothing about any GPU",
+    ]
+    assert any(line.startswith("measured: 1 recordings, median Spearman") for line in lines)
+    assert any(line.startswith("synthetic: good model: 1 recordings") for line in lines)
+    rows = read_rows(out)
+    assert [row["source"] for row in rows] == ["measured"] * 4 + ["synthetic: good model"] * 4
+    assert [row["strategy"] for row in rows[:4]] == list(tuner_quality.STRATEGIES)
+    assert rows[0]["recorded_gpu"] == "h200"
+    assert rows[0]["median_40"] == "0.0"
+
+
+def test_trials_survive_json(path: Path) -> None:
+    recorder = Recorder(path, session())
+    recorder.append(trial := Trial(config=FOURTH, measurement=BROKEN, seconds=1.5, spill_bytes=4))
+    assert asdict(read(path).trials[FOURTH]) == asdict(trial)
