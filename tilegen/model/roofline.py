@@ -16,8 +16,8 @@ from typing import Any
 from tilegen.config import Kernel, TileConfig
 from tilegen.device import GpuSpec
 from tilegen.model.architecture import nearest
-from tilegen.model.bounds import mask_size
 from tilegen.model.footprint import Footprint, chunks, repetition, residents
+from tilegen.model.hierarchy import dram_bytes, streamed_bytes
 from tilegen.model.traffic import Traffic, Visits
 from tilegen.problem import AttentionProblem
 
@@ -26,8 +26,6 @@ ISSUE_PER_CLK = 128
 SMEM_BYTES_PER_CLK = 128
 PORT_BYTES_PER_CLK = 64
 """Bytes that one SM takes from L2 each clock."""
-L2_SHARE = 0.8
-"""Part of L2 that streamed tiles may fill before they push each other out."""
 WARP_THREADS = {"sm_": 32, "gfx": 64}
 OVERLAP_NORM = 4
 """How sharply units hide each other: infinity would be the maximum, 1 the sum."""
@@ -247,50 +245,6 @@ def time(
 def _overlapped(*busy: float) -> float:
     """Return the clocks of units that work side by side: a little more than the busiest alone."""
     return sum(clocks**OVERLAP_NORM for clocks in busy) ** (1 / OVERLAP_NORM)
-
-
-def streamed_bytes(problem: AttentionProblem, kernel: Kernel) -> int:
-    """Return the bytes of one streamed row: K and V, or Q, dO, lse and delta."""
-    if kernel == "bwd_preprocess":
-        return 0
-    width = (problem.head_dim_qk + problem.head_dim_v) * problem.element_bytes
-    return width + 8 if kernel == "bwd_dkdv" else width
-
-
-def dram_bytes(
-    problem: AttentionProblem,
-    gpu: GpuSpec,
-    kernel: Kernel,
-    moved: Traffic,
-    counts: Visits,
-    *,
-    in_flight: int,
-) -> int:
-    """Return the bytes between L2 and DRAM, for programs launched head after head.
-
-    What a program keeps moves once. What streams is read once by every wave that touches its head,
-    and once in all where L2 holds the streams of the heads that are live in a wave.
-    """
-    if kernel == "bwd_preprocess":
-        return moved.read_bytes + moved.write_bytes
-    size = mask_size(problem.mask, problem.seqlen_q, problem.seqlen_kv)
-    group = problem.group_size
-    kv_heads = problem.batch * problem.num_heads_kv
-    row = streamed_bytes(problem, kernel)
-    streamed = row * kv_heads * group * counts.rows
-    if kernel == "bwd_dkdv":
-        once, sharing = row * group * size.rows, counts.programs
-    else:
-        once, sharing = row * size.columns, group * counts.programs
-    live_heads = min(kv_heads, in_flight // sharing + 1)
-    fits = live_heads * once <= L2_SHARE * gpu.l2_bytes
-    sweeps = 1.0 if fits else (sharing + in_flight - 1) / in_flight
-    return (
-        moved.read_bytes
-        + moved.write_bytes
-        - streamed
-        + min(streamed, int(sweeps * once * kv_heads))
-    )
 
 
 @cache

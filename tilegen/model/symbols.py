@@ -35,6 +35,9 @@
 # | s      | s                      | density: kept entries / all entries                          |
 # | k      |                        | query and key-value rows together, of a part of the scores   |
 # | b      |                        | side of the blocks of a block-diagonal mask                  |
+# | T_h    |                        | programs that stream the same rows: those of a KV head       |
+# | n_w    |                        | programs in flight, a wave                                   |
+# | C      |                        | heads whose streamed rows L2 holds together                  |
 # | Z      | Z_input                | nonzeros of Q and K together; 2 N d if dense                 |
 # | Z_A    | Z_A                    | nonzeros of an N x d input                                   |
 # | Z_X    | Z_X                    | nonzeros of X = W_Q W_K^T                                    |
@@ -56,4 +59,6 @@ B, B_d, B_e, B_k, B_p = sp.symbols("B B_d B_e B_k B_p", positive=True, integer=T
 n, n_s, c = sp.symbols("n n_s c", positive=True, integer=True)
 s = sp.Symbol("s", positive=True)
 k, b = sp.symbols("k b", positive=True, integer=True)
+T_h, n_w = sp.symbols("T_h n_w", positive=True, integer=True)
+C = sp.Symbol("C", nonnegative=True)
 Z, Z_A, Z_X, Z_AX, Z_S = sp.symbols("Z Z_A Z_X Z_AX Z_S", positive=True)

@@ -1,0 +1,217 @@
+"""Two levels: the wave model of L2 against a simulated LRU cache."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import numpy as np
+import pytest
+import sympy as sp
+
+from tilegen.config import TileConfig
+from tilegen.device import gpu
+from tilegen.model.hierarchy import (
+    Order,
+    dram_bytes,
+    levels,
+    live_heads,
+    streamed_words,
+    sweeps,
+    touches,
+)
+from tilegen.model.patterns import Gcd
+from tilegen.model.symbols import C, H_kv, N_kv, T_h, d_qk, d_v, n_w
+from tilegen.model.traffic import traffic, visits
+from tilegen.problem import AttentionProblem
+
+ORDERS: tuple[Order, ...] = ("head_major", "interleaved")
+ARGUMENTS = (H_kv, T_h, n_w, C)
+TILES = 24
+"""Streamed tiles of a head in the simulation."""
+
+
+@cache
+def function(expression: sp.Expr) -> Callable[..., float]:
+    return sp.lambdify(ARGUMENTS, expression, modules=[{"Gcd": math.gcd}, "math"])
+
+
+def evaluate(expression: sp.Expr, heads: int, each: int, wave: int, capacity: float = 1) -> float:
+    return float(function(expression)(heads, each, wave, capacity))
+
+
+def programs(heads: int, each: int, order: Order) -> list[int]:
+    """The head of every program."""
+    if order == "head_major":
+        return [at // each for at in range(heads * each)]
+    return [at % heads for at in range(heads * each)]
+
+
+def waves(heads: int, each: int, in_flight: int, order: Order) -> list[list[int]]:
+    all_programs = programs(heads, each, order)
+    return [all_programs[at : at + in_flight] for at in range(0, len(all_programs), in_flight)]
+
+
+def misses(
+    heads: int, each: int, in_flight: int, capacity: float, order: Order, skew: int = 0
+) -> float:
+    """Tiles that an LRU cache of `capacity` heads fetches, over the tiles of all heads.
+
+    Programs of a wave step through the tiles together, or up to `skew` tiles apart.
+    """
+    held: OrderedDict[tuple[int, int], None] = OrderedDict()
+    fetched, limit = 0, int(capacity * TILES)
+    late = np.random.default_rng(5)
+    for wave in waves(heads, each, in_flight, order):
+        delays = late.integers(0, skew + 1, len(wave))
+        for step in range(TILES + skew):
+            for head, delay in zip(wave, delays, strict=True):
+                tile = (head, step - int(delay))
+                if not 0 <= tile[1] < TILES:
+                    continue
+                if tile in held:
+                    held.move_to_end(tile)
+                else:
+                    fetched += 1
+                    held[tile] = None
+                    if len(held) > limit:
+                        held.popitem(last=False)
+    return fetched / (heads * TILES)
+
+
+GRID = list(itertools.product((1, 2, 5, 12), (1, 2, 6, 15), (1, 3, 4, 10, 33)))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_touches_and_live_heads_equal_a_count(order: Order) -> None:
+    for heads, each, in_flight in GRID:
+        sets = [set(wave) for wave in waves(heads, each, in_flight, order)]
+        assert evaluate(touches(order), heads, each, in_flight) == sum(map(len, sets))
+        most = max(map(len, sets))
+        assert most <= evaluate(live_heads(order), heads, each, in_flight) <= most + 1
+
+
+@pytest.mark.parametrize("each", [6, 16, 40])
+@pytest.mark.parametrize("in_flight", [6, 10, 16, 33, 48])
+def test_head_major_sweeps_against_a_simulated_cache(each: int, in_flight: int) -> None:
+    """From a cache of half a head to one of six."""
+    heads = 16
+    rho = sweeps("head_major")
+    for capacity in (0.5, 1, 1.25, 1.5, 2, 2.5, 3, 4, 6):
+        found = evaluate(rho, heads, each, in_flight, capacity)
+        expected = misses(heads, each, in_flight, capacity, "head_major")
+        assert found == pytest.approx(expected, rel=0.06), capacity
+
+
+@pytest.mark.parametrize("each", [4, 16])
+@pytest.mark.parametrize("in_flight", [3, 6, 10, 16, 33])
+def test_interleaved_sweeps_against_a_simulated_cache(each: int, in_flight: int) -> None:
+    heads = 12
+    rho = sweeps("interleaved")
+    for capacity in (0.5, 2, 5, 10.5, 11.5, 12, 20):
+        found = evaluate(rho, heads, each, in_flight, capacity)
+        expected = misses(heads, each, in_flight, capacity, "interleaved")
+        assert found == pytest.approx(expected, rel=0.08), capacity
+
+
+def test_the_wave_model_is_exact_where_heads_and_waves_divide() -> None:
+    for each, in_flight in ((16, 4), (16, 8), (8, 32), (16, 16)):
+        for capacity in (0.5, 1, 2, 4):
+            found = evaluate(sweeps("head_major"), 8, each, in_flight, capacity)
+            assert found == misses(8, each, in_flight, capacity, "head_major")
+
+
+def test_programs_slightly_apart_change_little() -> None:
+    """While L2 holds half of what one head streams; far less of it, and every program reads."""
+    for capacity in (0.5, 1, 2, 4):
+        together = evaluate(sweeps("head_major"), 8, 16, 12, capacity)
+        apart = misses(8, 16, 12, capacity, "head_major", skew=4)
+        assert apart == pytest.approx(together, rel=0.08)
+    assert misses(8, 16, 12, 0.1, "head_major", skew=4) > 2 * evaluate(
+        sweeps("head_major"), 8, 16, 12, 0.1
+    )
+
+
+def test_interleaving_heads_can_cost_a_sweep_per_program() -> None:
+    """64 heads of 16 programs, 64 in flight: each wave reads all heads, or 4 of them."""
+    at = 64, 16, 64, 8.0
+    assert evaluate(sweeps("head_major"), *at) == 1
+    assert evaluate(sweeps("interleaved"), *at) == 16
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_larger_l2_never_reads_more(order: Order) -> None:
+    rho = sweeps(order)
+    for heads, each, in_flight in GRID:
+        values = [
+            evaluate(rho, heads, each, in_flight, capacity)
+            for capacity in (0, 0.5, 1, 1.5, 2, 3, 5, 11, 12, 100)
+        ]
+        assert values == sorted(values, reverse=True)
+        assert values[0] == evaluate(touches(order), heads, each, in_flight) / heads
+        assert values[-1] == 1
+
+
+def test_streamed_words_are_sweeps_over_k_and_v() -> None:
+    words = streamed_words("head_major").subs({H_kv: 4, T_h: 8, n_w: 16, C: 1})
+    assert sp.expand(words - 4 * N_kv * (d_qk + d_v)) == 0
+
+
+def test_divisors_wait_for_numbers() -> None:
+    assert Gcd(T_h, n_w).subs({T_h: 12, n_w: 18}) == 6
+    assert Gcd(T_h, n_w).has(T_h)
+
+
+PARSE = AttentionProblem.parse
+TILE = TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=2)
+
+
+@pytest.mark.parametrize("kernel", ["fwd", "bwd_dkdv", "bwd_dq", "bwd_preprocess"])
+@pytest.mark.parametrize("order", ORDERS)
+def test_levels_of_a_problem(kernel: str, order: Order) -> None:
+    problem = PARSE("b2 hq32 hkv8 q4096 kv4096 d128 bf16 causal")
+    found = levels(problem, gpu("h200"), TILE, kernel, order=order)  # type: ignore[arg-type]
+    moved = traffic(problem, TILE, kernel)  # type: ignore[arg-type]
+    assert found.l2_bytes == moved.read_bytes + moved.write_bytes
+    assert found.dram_bound_bytes <= found.dram_bytes <= found.l2_bytes
+    assert found.sweeps >= 1
+    assert found.live_heads <= 16
+
+
+def test_numbers_are_those_of_the_formula() -> None:
+    """The function for problems evaluates the printed expressions."""
+    problem = PARSE("b1 hq24 hkv6 q3000 kv5000 d64 bf16 full")
+    spec = replace(gpu("h200"), l2_bytes=3 * 5000 * 128 * 2, num_sms=50)
+    for order in ORDERS:
+        found = levels(problem, spec, TILE, "fwd", order=order)
+        at = 6, 4 * 47, found.in_flight, found.heads_in_l2
+        assert found.heads_in_l2 == pytest.approx(2.4)
+        assert found.sweeps == pytest.approx(evaluate(sweeps(order), *at))
+        assert found.live_heads == evaluate(live_heads(order), *at)
+        moved, counts = traffic(problem, TILE, "fwd"), visits(problem, 64, 64, "fwd")
+        rows = 24 * 3000 * (2 * 64 * 2 + 4)
+        streamed = math.floor(found.sweeps * 6 * 5000 * 128 * 2)
+        assert found.dram_bytes == rows + streamed
+        assert found.dram_bytes == dram_bytes(
+            problem, spec, "fwd", moved, counts, in_flight=found.in_flight, order=order
+        )
+
+
+def test_interleaving_is_never_better_than_head_major_on_a_small_l2() -> None:
+    problem = PARSE("b4 hq32 hkv32 q4096 kv8192 d128 bf16 full")
+    spec = replace(gpu("h200"), l2_bytes=8 * 2**20)
+    ordered, mixed = (levels(problem, spec, TILE, "fwd", order=order) for order in ORDERS)
+    assert mixed.dram_bytes > 4 * ordered.dram_bytes
+
+
+def test_a_mask_leaves_each_program_less_than_a_sweep() -> None:
+    """One program after the other, and no L2: DRAM delivers what crosses to the SMs, no more."""
+    problem = PARSE("b1 hq4 hkv4 q4096 kv4096 d256 bf16 window(127,0)")
+    spec = replace(gpu("h200"), num_sms=1, l2_bytes=2**16)
+    found = levels(problem, spec, TILE, "fwd")
+    assert found.sweeps > 10
+    assert found.dram_bytes == found.l2_bytes

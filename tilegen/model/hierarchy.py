@@ -1,0 +1,242 @@
+"""The model applied twice: SMs and L2, exactly; L2 and DRAM, by waves and the order of launch.
+
+Fast memory of the second level is L2, and what it holds depends on which programs run together.
+Programs start in the order of their ids, n_w at a time (a wave), and stream the rows of their
+key-value head in near lock-step, so a wave reads each of its heads once. A head that the next wave
+reads too comes from L2 if nothing pushed it out in between. The formulas are those of an LRU cache
+under lock-step, averaged over how waves and heads fall on each other.
+"""
+
+# SymPy is typed only in part, and where it is, too narrowly:
+# pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import sympy as sp
+
+from tilegen.config import Kernel, TileConfig
+from tilegen.device import GpuSpec
+from tilegen.model.bounds import lower_bound_bytes, mask_size
+from tilegen.model.footprint import footprint, residents
+from tilegen.model.patterns import Gcd
+from tilegen.model.symbols import C, H_kv, N_kv, T_h, d_qk, d_v, n_w
+from tilegen.model.traffic import Traffic, Visits, traffic, visits
+from tilegen.problem import AttentionProblem
+
+Order = Literal["head_major", "interleaved"]
+"""Consecutive programs work on the same key-value head, or on different ones."""
+
+L2_SHARE = 0.8
+"""Part of L2 that streamed tiles may fill before they push each other out."""
+
+
+def touches(order: Order) -> sp.Expr:
+    """Return how many (wave, head) pairs there are: reads of a head's rows if nothing is kept.
+
+    Head-major: one per head, and one more for each wave that ends inside a head. Interleaved: every
+    wave meets n_w heads, or all.
+    """
+    return _touches(_SYMBOLIC, order, H_kv, T_h, n_w)
+
+
+def live_heads(order: Order) -> sp.Expr:
+    """Return h_w, the most heads that programs of one wave read."""
+    return _live_heads(_SYMBOLIC, order, H_kv, T_h, n_w)
+
+
+def sweeps(order: Order) -> sp.Expr:
+    """Return rho, how often DRAM delivers the rows of a head: between 1 and touches / H_kv.
+
+    Between two reads of a tile, one wave has read the rest of its heads and the next the beginning
+    of its own. Head-major waves meet q + 1 or q + 2 heads, q = floor(n_w / T_h), and share one head
+    with the next: it stays in L2 where C heads fit. In units of gcd(T_h, n_w) a head has S
+    programs, a wave ends R behind a head's end; of S - 1 waves that end inside a head, S - 2R + 1
+    meet few heads on both sides, 2R - S - 1 many, the others some of each. Interleaved, a head
+    returns after H_kv heads, or, where waves are shorter than that, after whole waves.
+    """
+    return _sweeps(_SYMBOLIC, order, H_kv, T_h, n_w, C)
+
+
+def streamed_words(order: Order) -> sp.Expr:
+    """Return the words of K and V that DRAM delivers to a Q-stationary kernel, nothing masked."""
+    return sweeps(order) * H_kv * N_kv * (d_qk + d_v)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Arithmetic:
+    """The operations of the formulas, for symbols or for numbers.
+
+    `propose` evaluates them for its first problem before SymPy could have compiled them.
+    """
+
+    ceil: Callable[[Any], Any]
+    floor: Callable[[Any], Any]
+    most: Callable[..., Any]
+    least: Callable[..., Any]
+    divisor: Callable[[Any, Any], Any]
+    where: Callable[[Any, Any, Any], Any]
+
+
+_SYMBOLIC = _Arithmetic(
+    ceil=sp.ceiling,
+    floor=sp.floor,
+    most=sp.Max,
+    least=sp.Min,
+    divisor=Gcd,
+    where=lambda condition, a, b: sp.Piecewise((a, condition), (b, True)),
+)
+_NUMERIC = _Arithmetic(
+    ceil=math.ceil,
+    floor=math.floor,
+    most=max,
+    least=min,
+    divisor=math.gcd,
+    where=lambda condition, a, b: a if condition else b,
+)
+
+
+def _touches(on: _Arithmetic, order: Order, heads: Any, each: Any, wave: Any) -> Any:
+    programs = heads * each
+    if order == "head_major":
+        common = each * wave / on.divisor(each, wave)
+        return on.ceil(programs / wave) + heads - on.ceil(programs / common)
+    full = on.floor(programs / wave)
+    return full * on.least(wave, heads) + on.least(programs - full * wave, heads)
+
+
+def _live_heads(on: _Arithmetic, order: Order, heads: Any, each: Any, wave: Any) -> Any:
+    if order == "interleaved":
+        return on.least(wave, heads)
+    return on.least(heads, 1 + on.ceil((wave - on.divisor(each, wave)) / each))
+
+
+def _sweeps(on: _Arithmetic, order: Order, heads: Any, each: Any, wave: Any, capacity: Any) -> Any:
+    def too_small(live: Any) -> Any:
+        return on.where(live > capacity, 1, 0)
+
+    if order == "interleaved":
+        whole = on.floor(heads / wave)
+        late = (heads - whole * wave) / wave
+        waves = (1 - late) * too_small(whole * wave) + late * too_small(heads)
+        missed = on.where(wave >= heads, too_small(heads), waves)
+    else:
+        common = on.divisor(each, wave)
+        whole = on.floor(wave / each)
+        S, R = each / common, (wave - whole * each) / common
+        few, many = on.most(0, S - 2 * R + 1), on.most(0, 2 * R - S - 1)
+        some = S - 1 - few - many
+        less, more = whole + 1, on.least(whole + 2, heads)
+        between = on.where(more <= capacity, 0, on.where(less > capacity, 1, more - capacity))
+        missed = few * too_small(less) + some * between + many * too_small(more)
+        missed = missed / on.most(1, S - 1)
+    return 1 + (_touches(on, order, heads, each, wave) / heads - 1) * missed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Levels:
+    """What one launch moves at both levels, and why."""
+
+    l2_bytes: int
+    """Between SMs and L2, both directions. Exact."""
+    dram_bytes: int
+    """Between L2 and DRAM, both directions."""
+    dram_bound_bytes: int
+    """What no algorithm can go below with L2 and all SMs as fast memory."""
+    in_flight: int
+    """Programs of a wave."""
+    live_heads: int
+    """Most key-value heads that a wave reads."""
+    heads_in_l2: float
+    """Key-value heads whose streamed rows fit into the usable part of L2."""
+    sweeps: float
+    """How often DRAM delivers streamed rows."""
+
+
+def levels(
+    problem: AttentionProblem,
+    gpu: GpuSpec,
+    config: TileConfig,
+    kernel: Kernel,
+    *,
+    order: Order = "head_major",
+) -> Levels:
+    """Return what one launch of `kernel` moves at both levels.
+
+    Emitted kernels launch head after head; `interleaved` says what another order would cost.
+    """
+    moved = traffic(problem, config, kernel)
+    counts = visits(problem, config.block_m, config.block_n, kernel)
+    in_flight = gpu.num_sms * residents(footprint(problem, config, kernel, gpu.arch), gpu, config)
+    heads, sharing, once = _streams(problem, kernel, counts)
+    capacity = L2_SHARE * gpu.l2_bytes / once if once else math.inf
+    return Levels(
+        l2_bytes=moved.read_bytes + moved.write_bytes,
+        dram_bytes=dram_bytes(
+            problem, gpu, kernel, moved, counts, in_flight=in_flight, order=order
+        ),
+        dram_bound_bytes=dram_bound_bytes(problem, gpu, kernel),
+        in_flight=in_flight,
+        live_heads=_live_heads(_NUMERIC, order, heads, sharing, in_flight),
+        heads_in_l2=capacity,
+        sweeps=_sweeps(_NUMERIC, order, heads, sharing, in_flight, capacity),
+    )
+
+
+def streamed_bytes(problem: AttentionProblem, kernel: Kernel) -> int:
+    """Return the bytes of one streamed row: K and V, or Q, dO, lse and delta."""
+    if kernel == "bwd_preprocess":
+        return 0
+    width = (problem.head_dim_qk + problem.head_dim_v) * problem.element_bytes
+    return width + 8 if kernel == "bwd_dkdv" else width
+
+
+def dram_bytes(
+    problem: AttentionProblem,
+    gpu: GpuSpec,
+    kernel: Kernel,
+    moved: Traffic,
+    counts: Visits,
+    *,
+    in_flight: int,
+    order: Order = "head_major",
+) -> int:
+    """Return the bytes between L2 and DRAM.
+
+    What a program keeps moves once, what streams `sweeps` times, but never more often than it
+    crosses from L2 to the SMs (which is less where a mask leaves each program a part of the rows).
+    """
+    if kernel == "bwd_preprocess":
+        return moved.read_bytes + moved.write_bytes
+    heads, sharing, once = _streams(problem, kernel, counts)
+    streamed = streamed_bytes(problem, kernel) * heads * problem.group_size * counts.rows
+    capacity = L2_SHARE * gpu.l2_bytes / once if once else math.inf
+    rho = _sweeps(_NUMERIC, order, heads, sharing, in_flight, capacity)
+    delivered = int(rho * once * heads)
+    return moved.read_bytes + moved.write_bytes - streamed + min(streamed, delivered)
+
+
+def dram_bound_bytes(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> int:
+    """Return the lower bound in bytes with L2 and everything on all SMs as one fast memory."""
+    one = replace(
+        gpu,
+        num_sms=1,
+        smem_per_block=gpu.l2_bytes + gpu.num_sms * gpu.on_chip_bytes,
+        registers_per_sm=0,
+        tensor_memory_per_sm=0,
+    )
+    return lower_bound_bytes(problem, one, kernel)
+
+
+def _streams(problem: AttentionProblem, kernel: Kernel, counts: Visits) -> tuple[int, int, int]:
+    """Return (key-value heads, programs of each, bytes of the rows that these stream)."""
+    size = mask_size(problem.mask, problem.seqlen_q, problem.seqlen_kv)
+    row, group = streamed_bytes(problem, kernel), problem.group_size
+    heads = problem.batch * problem.num_heads_kv
+    if kernel == "bwd_dkdv":  # one program works through the queries of the whole group
+        return heads, counts.programs, row * group * size.rows
+    return heads, group * counts.programs, row * size.columns
