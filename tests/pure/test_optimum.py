@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
 import pytest
 import sympy as sp
 
@@ -23,9 +20,7 @@ from tilegen.model.optimum import (
 from tilegen.model.schedules import SCHEDULES, smooth
 from tilegen.model.symbols import (
     B_c,
-    B_d,
     B_e,
-    B_k,
     B_p,
     B_r,
     M,
@@ -192,6 +187,27 @@ def test_leading_words_are_the_limit_at_the_exact_tiles(schedule: str, side: sp.
     assert sp.simplify(sp.limit(sp.together(words), root, sp.oo) - leading_words(schedule)) == 0
 
 
+def test_memory_belongs_to_block_n_where_keys_stay() -> None:
+    """P2: the same with the roles exchanged, B_c = M / 2d."""
+    tiles = exact_tiles("fwd_kv_stationary")
+    assert tiles[B_r] == c
+    expected = (M - n * c * (d_qk + d_v + 2)) / (d_qk + d_v + c)
+    assert sp.simplify(tiles[B_c].subs(alpha, 1) - expected) == 0
+    assert leading_tiles("fwd_kv_stationary") == {B_c: 1 / (2 * x)}
+
+
+def test_the_printed_tiles_of_fa1_do_not_fit() -> None:
+    """B_c = M / 4d and B_r = min(M / 4d, d) take M (1 + M / 16 d^2) words while M <= 4 d^2."""
+    held = SCHEDULES["fwd_kv_stationary_fa1"].footprint.subs({d_qk: d, d_v: d, n: 1})
+    side = M / (4 * d)
+    assert sp.expand(held.subs({B_c: side, B_r: side})).coeff(M, 2) == 1 / (16 * d**2)
+    at = held.subs({B_c: side, B_r: side, M: 4 * d**2, d: 128}) / (4 * 128**2)
+    assert float(at) == pytest.approx(1.26, abs=0.01)
+    for ratio in (8, 16, 64):
+        room = held.subs({B_c: side, B_r: d, M: ratio * d**2, d: 128}) / (ratio * 128**2)
+        assert 0.5 < float(room) <= 1.01
+
+
 def test_product_tiles_are_square() -> None:
     """P3: B_r = B_c = sqrt(M + c^2) - c, so W = 2 N_q N_kv d / (sqrt(M + c^2) - c)."""
     for side in (B_r, B_c):
@@ -245,6 +261,14 @@ def test_narrow_tiles_move_a_little_more() -> None:
         narrow_words("fwd_q_stationary")
 
 
+def test_crossovers_with_tiles_no_wider_than_the_head_dim() -> None:
+    """Backward they lie where M > d^2, so B_e = d: 1.383 and 1.126, not 1.395 and 1.127."""
+    for large, cost, expected in (("bwd_fused", 2, 1.383), ("bwd_two_pass", 1, 1.126)):
+        at = crossover(large, "bwd_small_cache", narrow=True).subs({alpha: 1, kappa: cost})
+        assert float(1 / at**2) == pytest.approx(expected, abs=5e-4)
+        assert at < narrow_words("bwd_small_cache")[1].subs(alpha, 1)
+
+
 def test_prices_are_what_memory_is_worth() -> None:
     """The multiplier of the constraint is -dW*/dM."""
     words = N_q * N_kv * d_qk * (1 / B_r + 1 / B_c)
@@ -262,74 +286,3 @@ def test_a_problem_without_a_positive_solution_is_refused() -> None:
 @pytest.mark.parametrize("name", bounds.SCHEDULES)
 def test_the_table_of_the_bounds_is_derived(name: str) -> None:
     assert sp.simplify(leading_words(name) - bounds.SCHEDULES[name]) == 0  # type: ignore[index]
-
-
-# --------------------------------------------------------------------------------------------------
-# Exhaustive search over integer tiles, with every small term and every rounding up
-
-LENGTH, WIDTH = 65536, 128
-COMMON = {g: 1, N_q: LENGTH, N_kv: LENGTH, d_qk: WIDTH, d_v: WIDTH, n: 1, B_d: 1, B_k: 1} | {
-    alpha: 1,
-    kappa: 1,
-}
-
-
-SIDE_LIMITS = {B_r: 1200, B_c: 1200, B_p: 1200, B_e: WIDTH}
-
-
-def searched(schedule: str, ratio: float) -> tuple[float, dict[sp.Symbol, int]]:
-    """Fewest words / N^2 with ratio * d^2 words on chip, and the tiles; phases are independent."""
-    record = SCHEDULES[schedule]
-    words = sp.expand(record.weighted_words().subs(UNMASKED).subs(COMMON))
-    total, tiles = 0.0, {}
-    for phase in record.weighted_phases():
-        held = phase.subs(COMMON)
-        own = [side for side in SIDE_LIMITS if held.has(side)]
-        part = sp.Add(*(term for term in sp.Add.make_args(words) if term.has(*own)))
-        words -= part
-        grid = np.ogrid[tuple(slice(1, SIDE_LIMITS[side] + 1) for side in own)]
-        moved = np.asarray(sp.lambdify(own, part, "numpy")(*grid), dtype=float)
-        fits = sp.lambdify(own, held, "numpy")(*grid) <= ratio * WIDTH**2
-        moved = np.where(fits, moved, np.inf)
-        at = np.unravel_index(moved.argmin(), moved.shape)
-        total += float(moved[at])
-        tiles |= {side: int(index) + 1 for side, index in zip(own, at, strict=True)}
-    return (total + float(words)) / LENGTH**2, tiles
-
-
-@pytest.mark.parametrize(
-    "schedule, ratio, found, leading",
-    [
-        ("fwd_q_stationary", 0.25, 18.293, 16),
-        ("fwd_q_stationary", 1, 4.137, 4),
-        ("fwd_q_stationary", 4, 1.0235, 1),
-        ("fwd_q_stationary", 16, 0.2578, 0.25),
-        ("fwd_small_cache", 0.25, 9.234, 9),
-        ("fwd_small_cache", 1, 5.061, 5),
-        ("fwd_small_cache", 4, 3.268, 3),
-        ("bwd_dkdv", 1, 8.334, 8),
-        ("bwd_dq", 1, 6.252, 6),
-        ("bwd_small_cache", 0.25, 23.404, 23),
-        ("bwd_small_cache", 1, 13.109, 13),
-        ("bwd_small_cache", 4, 8.783, 8),
-    ],
-)
-def test_exhaustive_search(schedule: str, ratio: float, found: float, leading: float) -> None:
-    """The constants are what a search over all integer tiles comes to, from above."""
-    words, tiles = searched(schedule, ratio)
-    at = {alpha: 1, x: 1 / math.sqrt(ratio)}
-    assert float(leading_words(schedule).subs(at)) == pytest.approx(leading)
-    assert words == pytest.approx(found, rel=5e-4)
-    assert words >= leading
-    if B_e not in tiles:  # the derived tiles, small terms and all, rounded down
-        values = COMMON | {M: ratio * WIDTH**2, c: 1}
-        exact = {side: int(value.subs(values)) for side, value in exact_tiles(schedule).items()}
-        smaller = {side: value for side, value in tiles.items() if value != exact[side]}
-        # where rounding up N / B gives the same count, the search prefers the smaller tile
-        assert all(
-            math.ceil(LENGTH / value) == math.ceil(LENGTH / exact[side])
-            for side, value in smaller.items()
-        )
-    elif ratio > 1:
-        narrow = float(narrow_words(schedule)[0].subs(at))
-        assert narrow <= words < 1.02 * narrow

@@ -156,12 +156,15 @@ def words_at(schedule: str, tiles: Mapping[sp.Symbol, sp.Expr]) -> sp.Expr:
 
 
 @cache
-def crossover(large_cache: str, small_cache: str) -> sp.Expr:
+def crossover(large_cache: str, small_cache: str, *, narrow: bool = False) -> sp.Expr:
     """Return the x = d / sqrt(M) above which the small-cache schedule moves fewer words.
 
-    The theorems (Saha and Ye, 3.1; Li et al., 1.1) place it at M = Theta(d^2).
+    The theorems (Saha and Ye, 3.1; Li et al., 1.1) place it at M = Theta(d^2). `narrow` keeps B_e
+    within d (see `narrow_words`), which matters where the result is below 1 / sqrt(alpha): the
+    backward with equal words then crosses at M = 1.126 d^2 instead of 1.127.
     """
-    difference = leading_words(large_cache) - leading_words(small_cache)
+    small = narrow_words(small_cache)[0] if narrow else leading_words(small_cache)
+    difference = leading_words(large_cache) - small
     (at,) = (root for root in sp.solve(difference, x) if _positive(root))
     return at
 
