@@ -1,4 +1,4 @@
-"""The backward schedules as loops over tiles; see simulations.py."""
+"""The backward schedules as loops over tiles; see slow_memory.py."""
 
 from __future__ import annotations
 
@@ -6,12 +6,20 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tests.simulations import Array, SlowMemory, chunked_scores, scores, size_of, spans
+from tests.slow_memory import (
+    Array,
+    SlowMemory,
+    chunked_scores,
+    exponentials,
+    scores,
+    size_of,
+    spans,
+)
 
 
 def gradients(s: Array, lse: Array, delta: Array, v: Array, dout: Array) -> tuple[Array, Array]:
     """Return P and dS of a tile."""
-    p = np.exp(s - np.where(lse == -np.inf, 0.0, lse)[:, None])
+    p = exponentials(s - np.where(lse == -np.inf, 0.0, lse)[:, None])
     return p, p * (dout @ v.T - delta[:, None])
 
 
@@ -174,7 +182,7 @@ def small_cache(m: SlowMemory) -> None:
             lse = m.load("lse", h, r)
             for c in spans(t.columns, t.B_c):
                 s = chunked_scores(m, 0, ("q", h), r, "k", c, lse)
-                m.store("p", np.exp(s - lse[:, None]), h, r, c)
+                m.store("p", exponentials(s - lse[:, None]), h, r, c)
     _sum_over_rows(m, "p", "dout", "dv")
     for h in range(t.g):
         for r in spans(t.rows, t.B_r):

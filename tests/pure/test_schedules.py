@@ -11,7 +11,8 @@ import sympy as sp
 from numpy.typing import NDArray
 
 from tests.backward_simulations import BACKWARD
-from tests.simulations import FORWARD, Key, Shape, SlowMemory, reference, spans
+from tests.forward_simulations import FORWARD
+from tests.slow_memory import WORK, Key, Shape, SlowMemory, reference, spans
 from tilegen.config import Kernel
 from tilegen.model import symbols
 from tilegen.model.schedules import PACKED_UNMASKED, SCHEDULES, Schedule, packed
@@ -73,6 +74,7 @@ def run(name: str, shape: Shape, keep: NDArray[np.bool_]) -> SlowMemory:
     }.get(name, ("out", "lse") if name in FORWARD else ("dq", "dk", "dv"))
     for result in results:
         memory.arrays[result] = np.full_like(memory.arrays[result], np.nan)
+    WORK.clear()
     SIMULATED[name](memory)
     for result in results:
         np.testing.assert_allclose(memory.arrays[result], expected[result], atol=1e-9)
@@ -153,6 +155,30 @@ def test_cut_off_tiles_hold_no_more(name: str) -> None:
         numbers = values(SHAPES[shape], keep, memory.arrays["q"].shape[2])
         limit = SCHEDULES[name].footprint.subs(symbols.s, 1).subs(numbers)
         assert max(memory.on_chip.values()) <= limit
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("shape", ["aligned", "ragged", "group"])
+def test_flops_and_exponentials_equal_those_of_the_execution(name: str, shape: str) -> None:
+    keep = masks(SHAPES[shape].rows, SHAPES[shape].columns)["full"]
+    memory = run(name, SHAPES[shape], keep)
+    numbers = values(SHAPES[shape], keep, memory.arrays["q"].shape[2])
+    assert SCHEDULES[name].flops.subs(numbers) == WORK["flops"]
+    assert SCHEDULES[name].exps.subs(numbers) == WORK["exps"]
+
+
+def test_the_small_cache_backward_adds_no_flops() -> None:
+    """Five products and one exponential, as fused; two passes take seven and two."""
+    five, small, passes = (
+        SCHEDULES["bwd_fused"],
+        SCHEDULES["bwd_small_cache"],
+        [SCHEDULES["bwd_dkdv"], SCHEDULES["bwd_dq"]],
+    )
+    assert (five.flops, five.exps) == (small.flops, small.exps)
+    equal = {symbols.d_qk: symbols.d_v}
+    seven = sum(one.flops for one in passes).subs(equal)
+    assert sp.simplify(seven / small.flops.subs(equal)) == sp.Rational(7, 5)
+    assert sp.simplify(sum(one.exps for one in passes) / small.exps) == 2
 
 
 def test_every_formula_is_held_to_the_word() -> None:

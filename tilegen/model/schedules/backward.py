@@ -26,6 +26,8 @@ from tilegen.model.symbols import (
 from tilegen.model.traffic import TERMS, Term
 
 _ROWS, _WIDTH = g * N_q, d_qk + d_v
+_SQUARE, _NONE = _ROWS * N_kv, sp.Integer(0)
+_FIVE_PRODUCTS = 2 * _SQUARE * (3 * d_qk + 2 * d_v)
 _SCORES = Held("p, ds", 2 * B_r * B_c, "fp32")
 _STREAMED_KV = Held("k, v", n * B_c * _WIDTH)
 _STREAMED_Q = Held("q, dout", n * B_r * _WIDTH), Held("lse, delta", 2 * n * B_r, "fp32")
@@ -43,6 +45,8 @@ BWD_PREPROCESS = Schedule(
     direction="backward",
     terms=TERMS["bwd_preprocess"],
     phases=((Held("out, dout", 2 * B_r * d_v), Held("delta", B_r, "fp32")),),
+    flops=_NONE,
+    exps=_NONE,
     masks=True,
 )
 """delta = rowsum(out * dout)."""
@@ -53,6 +57,8 @@ BWD_DKDV = Schedule(
     direction="backward",
     terms=TERMS["bwd_dkdv"],
     phases=((*_KV_TILE, *_STREAMED_Q),),
+    flops=4 * _SQUARE * _WIDTH,
+    exps=_SQUARE,
     masks=True,
 )
 """Each KV tile stays with its gradients; the query tiles of all g heads stream past it."""
@@ -73,6 +79,8 @@ BWD_DKDV_PER_HEAD = Schedule(
         Term("dv", "write", N_kv * d_v),
     ),
     phases=BWD_DKDV.phases,
+    flops=4 * _SQUARE * _WIDTH,
+    exps=_SQUARE,
     masks=True,
 )
 """More programs where heads and KV tiles are few."""
@@ -83,6 +91,8 @@ BWD_DQ = Schedule(
     direction="backward",
     terms=TERMS["bwd_dq"],
     phases=((*_Q_TILE, _STREAMED_KV),),
+    flops=2 * _SQUARE * (2 * d_qk + d_v),
+    exps=_SQUARE,
     masks=True,
 )
 """Each query tile stays with its gradient; K and V stream past it."""
@@ -107,6 +117,8 @@ BWD_FUSED = Schedule(
     direction="backward",
     terms=_FUSED_TERMS,
     phases=((*_KV_TILE, *_STREAMED_Q, Held("dq", B_r * d_qk, "fp32")),),
+    flops=_FIVE_PRODUCTS,
+    exps=_SQUARE,
     masks=True,
 )
 """As the dK/dV pass, and dQ is added up in slow memory."""
@@ -117,6 +129,8 @@ BWD_FUSED_FA2 = Schedule(
     direction="backward",
     terms=(*_FUSED_TERMS, Term("out", "read", g * V_q * d_v)),
     phases=((*BWD_FUSED.phases[0], Held("out", B_r * d_v)),),
+    flops=_FIVE_PRODUCTS,
+    exps=_SQUARE,
     masks=True,
 )
 """As printed: every step loads O too, although delta replaces it."""
@@ -130,6 +144,8 @@ BWD_CONVERT = Schedule(
         Term("dq", "write", _ROWS * d_qk),
     ),
     phases=((Held("dq", B_r * d_qk, "fp32"),),),
+    flops=_NONE,
+    exps=_NONE,
     masks=True,
 )
 """Rounds the accumulated dQ to the dtype of the inputs."""
@@ -146,6 +162,8 @@ BWD_FUSED_Q_STATIONARY = Schedule(
         *_accumulated("dv_accum", g * V_kv * d_v),
     ),
     phases=((*_Q_TILE, _STREAMED_KV, Held("dk, dv", B_c * _WIDTH, "fp32")),),
+    flops=_FIVE_PRODUCTS,
+    exps=_SQUARE,
     masks=True,
 )
 """As the dQ pass, and dK and dV are added up in slow memory."""
@@ -177,6 +195,8 @@ BWD_FA1 = Schedule(
             Held("delta", B_r, "fp32"),
         ),
     ),
+    flops=_FIVE_PRODUCTS,
+    exps=_SQUARE,
     masks=True,
 )
 """As printed: dQ goes out and back for every KV tile, and delta is computed from O every time."""
@@ -184,7 +204,6 @@ BWD_FA1 = Schedule(
 _T_C, _T_R = sp.ceiling(N_kv / B_c), sp.ceiling(N_q / B_r)
 _T_EK, _T_EV = sp.ceiling(d_qk / B_e), sp.ceiling(d_v / B_e)
 _T_CP, _T_RP = sp.ceiling(N_kv / B_p), sp.ceiling(N_q / B_p)
-_SQUARE = _ROWS * N_kv
 
 
 BWD_SMALL_CACHE = Schedule(
@@ -224,6 +243,8 @@ BWD_SMALL_CACHE = Schedule(
         ),
         (Held("dv; dq; dk", B_p * B_e, "fp32"), Held("operands", n * B_k * (B_p + B_e))),
     ),
+    flops=_FIVE_PRODUCTS,
+    exps=_SQUARE,
 )
 """P and dS are stored. The products that form them have tiles of B_r x B_c, the three that sum over
 rows B_p x B_e. P comes back in pieces of B_d columns, in the place of the chunks of dO and V."""

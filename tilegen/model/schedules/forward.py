@@ -31,6 +31,8 @@ from tilegen.model.traffic import TERMS, Term
 _ROWS = g * N_q
 _T_R, _T_C = sp.ceiling(N_q / B_r), sp.ceiling(N_kv / B_c)
 _T_E = sp.ceiling(d_v / B_e)
+_SQUARE = _ROWS * N_kv
+_FLOPS = 2 * _SQUARE * (d_qk + d_v)
 _OUTPUTS = Term("out", "write", _ROWS * d_v), Term("lse", "write", _ROWS, "fp32")
 _SCORES = Held("s", B_r * B_c, "fp32")
 _Q_TILE = (
@@ -46,6 +48,8 @@ FWD_Q_STATIONARY = Schedule(
     direction="forward",
     terms=TERMS["fwd"],
     phases=((*_Q_TILE, Held("k, v", n * B_c * (d_qk + d_v))),),
+    flops=_FLOPS,
+    exps=_SQUARE,
     masks=True,
 )
 """Each query tile stays with its output; K and V stream past it."""
@@ -57,6 +61,8 @@ FWD_Q_STATIONARY_MLA = Schedule(
     direction="forward",
     terms=tuple(term for term in TERMS["fwd"] if term.tensor != "v"),
     phases=((*_Q_TILE, Held("k", n * B_c * d_qk)),),
+    flops=_FLOPS,
+    exps=_SQUARE,
     masks=True,
 )
 """One load of K serves both products."""
@@ -81,6 +87,8 @@ def _kv_stationary(name: str, citation: str, spills: tuple[Term, ...], masks: bo
                 Held("acc, m_i, l_i", n * B_r * (d_v + 2), "fp32"),
             ),
         ),
+        flops=_FLOPS,
+        exps=_SQUARE,
         masks=masks,
     )
 
@@ -130,6 +138,8 @@ FWD_SPLIT_KV = Schedule(
         *_OUTPUTS,
     ),
     phases=FWD_Q_STATIONARY.phases,
+    flops=_FLOPS,
+    exps=_SQUARE,
     masks=True,
 )
 """n_s programs share the KV tiles of one query tile; each writes a normalised output and lse."""
@@ -142,14 +152,16 @@ FWD_SAHA_YE = Schedule(
     terms=(
         Term("q", "read", _SY_COLUMNS * _ROWS * d_qk),
         Term("k", "read", g * _SY_ROWS * N_kv * d_qk),
-        Term("p", "write", _ROWS * N_kv, "fp32"),
+        Term("p", "write", _SQUARE, "fp32"),
         Term("row_sum", "write", _ROWS, "fp32"),
         Term("row_sum", "read", _ROWS, "fp32"),
-        Term("p", "read", sp.ceiling(d_v / B) * _ROWS * N_kv, "fp32"),
+        Term("p", "read", sp.ceiling(d_v / B) * _SQUARE, "fp32"),
         Term("v", "read", g * _SY_ROWS * N_kv * d_v),
         Term("out", "write", _ROWS * d_v),
     ),
     phases=((Held("p", B**2, "fp32"), Held("q, k", 2 * B**2), Held("row_sum", B, "fp32")),),
+    flops=_FLOPS,
+    exps=_SQUARE,
 )
 """Square blocks of exp(Q K^T) are stored, then multiplied by V. Not numerically safe."""
 
@@ -184,6 +196,8 @@ def _small_cache(name: str, citation: str, size: Size, density: sp.Expr, kept: s
                 Held("lse", B_p, "fp32"),
             ),
         ),
+        flops=_FLOPS,
+        exps=(1 + _T_E) * _SQUARE,
     )
 
 
@@ -193,17 +207,18 @@ FWD_SMALL_CACHE = _small_cache(
     "SY, Algorithm 1, with rectangular tiles and a running maximum; S in the dtype of the inputs",
     "element",
     _ONE,
-    _ROWS * N_kv,
+    _SQUARE,
 )
 """Phase 1 stores S and the row statistics, phase 2 forms exp(S - lse) V; each with its own tiles.
-The head dims stream past in chunks, so tiles grow to sqrt(M) however wide they are."""
+The head dims stream past in chunks, so tiles grow to sqrt(M) however wide they are. S is
+exponentiated for the statistics, and again for each chunk of the output."""
 
 FWD_SMALL_CACHE_FP32 = _small_cache(
     "fwd_small_cache_fp32",
     "SY, Algorithm 1, with rectangular tiles and a running maximum; S in fp32",
     "fp32",
     _ONE,
-    _ROWS * N_kv,
+    _SQUARE,
 )
 """The same with S as it was accumulated: more words, no rounding."""
 
@@ -239,6 +254,8 @@ FWD_S_STATIONARY = Schedule(
             Held("v", B_e * B_c),
         ),
     ),
+    flops=_FLOPS,
+    exps=_SQUARE,
 )
 """Tiles of S stay until used; chunks of Q and K stream by, and the output goes out and back."""
 
@@ -256,6 +273,8 @@ FWD_O_STATIONARY = Schedule(
         (Held("acc", B_r * d_v, "fp32"), Held("m_i, l_i", 2 * B_r, "fp32"), _SCORES, chunks)
         for chunks in (Held("q, k", B_d * (B_r + B_c)), Held("v", B_e * B_c))
     ),
+    flops=_FLOPS,
+    exps=_SQUARE,
 )
 """Only the output stays: for head dims where Q does not fit beside it."""
 
@@ -278,6 +297,8 @@ FWD_V_SPLIT = Schedule(
             Held("k, v", n * B_c * (d_qk + B_e)),
         ),
     ),
+    flops=2 * _SQUARE * (_T_E * d_qk + d_v),
+    exps=_T_E * _SQUARE,
     masks=True,
 )
 """Programs share d_v and each computes S."""

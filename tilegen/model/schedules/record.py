@@ -63,6 +63,10 @@ class Schedule:
     terms: tuple[Term, ...]
     phases: tuple[tuple[Held, ...], ...]
     """What is on chip together; each phase must fit, for tiles that are not cut off."""
+    flops: sp.Expr
+    """Of all matrix products where nothing is masked, two for a multiplication and an addition."""
+    exps: sp.Expr
+    """Exponentials of scores where nothing is masked."""
     masks: bool = False
     """Whether the terms hold under a mask too, with its visited rows for V_kv and V_q."""
 

@@ -1,138 +1,20 @@
-"""Every schedule of the model as a loop over tiles, against a slow memory that counts.
-
-Numbers are fp64 whatever size class a tensor has: the classes matter for the count alone.
-"""
+"""The forward schedules as loops over tiles; see slow_memory.py."""
 
 from __future__ import annotations
 
-import math
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
-Key = tuple[str, str, str]
-"""Tensor, `read` or `write`, size class."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """One key-value head, and the sides of the tiles."""
-
-    g: int = 1
-    rows: int
-    columns: int
-    qk: int
-    v: int
-    B_r: int
-    B_c: int
-    B_d: int = 2
-    B_e: int = 3
-    B_k: int = 2
-    B_p: int = 3
-    B: int = 4
-    splits: int = 2
-    kappa: int = 2
-
-
-@dataclass
-class SlowMemory:
-    """Arrays with a count of the words that cross its border."""
-
-    shape: Shape
-    keep: NDArray[np.bool_]
-    arrays: dict[str, Array] = field(default_factory=dict)
-    sizes: dict[str, str] = field(default_factory=dict)
-    moved: Counter[Key] = field(default_factory=Counter)
-    on_chip: Counter[int] = field(default_factory=Counter)
-    """Most words at a time, for each phase."""
-
-    def new(self, name: str, shape: tuple[int, ...], size: str = "element") -> None:
-        """Make an array of garbage; costs nothing."""
-        self.arrays[name], self.sizes[name] = np.full(shape, np.nan), size
-
-    def load(self, name: str, *at: int | slice) -> Array:
-        part = self.arrays[name][at].copy()
-        self.moved[name, "read", self.sizes[name]] += part.size
-        return part
-
-    def store(self, name: str, value: Array, *at: int | slice) -> None:
-        self.arrays[name][at] = value
-        self.moved[name, "write", self.sizes[name]] += self.arrays[name][at].size
-
-    def add(self, name: str, value: Array, *at: int | slice) -> None:
-        self.arrays[name][at] += value
-        self.moved[name, "write", self.sizes[name]] += value.size
-        self.moved[name, "read", self.sizes[name]] += (self.shape.kappa - 1) * value.size
-
-    def hold(self, phase: int, *arrays: Array) -> None:
-        """Say what is on chip now."""
-        self.on_chip[phase] = max(self.on_chip[phase], sum(array.size for array in arrays))
-
-
-def spans(length: int, block: int) -> Iterator[slice]:
-    return (slice(at, min(at + block, length)) for at in range(0, length, block))
-
-
-def size_of(span: slice) -> int:
-    return span.stop - span.start
-
-
-@dataclass
-class Softmax:
-    """Running maximum, sum and weighted sum of a tile of rows."""
-
-    m_i: Array
-    l_i: Array
-    acc: Array
-
-    @staticmethod
-    def start(rows: int, width: int) -> Softmax:
-        return Softmax(np.full(rows, -np.inf), np.zeros(rows), np.zeros((rows, width)))
-
-    def probabilities(self, s: Array) -> tuple[Array, Array]:
-        """Take in a tile of scores; return exp(s - max), and what earlier sums shrink by."""
-        top = np.maximum(self.m_i, s.max(axis=1))
-        base = np.where(top == -np.inf, 0.0, top)  # rows that keep nothing so far
-        shrink, p = np.exp(self.m_i - base), np.exp(s - base[:, None])
-        self.m_i, self.l_i = top, shrink * self.l_i + p.sum(axis=1)
-        return p, shrink[:, None]
-
-    def step(self, s: Array, v: Array) -> None:
-        p, shrink = self.probabilities(s)
-        self.acc = shrink * self.acc + p @ v
-
-    @property
-    def out(self) -> Array:
-        return self.acc / np.where(self.l_i == 0, 1.0, self.l_i)[:, None]
-
-    @property
-    def lse(self) -> Array:
-        with np.errstate(divide="ignore"):
-            return self.m_i + np.log(self.l_i)
-
-
-def scores(q: Array, k: Array, keep: NDArray[np.bool_]) -> Array:
-    return np.where(keep, q @ k.T, -np.inf)
-
-
-def chunked_scores(
-    m: SlowMemory, phase: int, left: tuple[str, int], r: slice, right: str, c: slice, *also: Array
-) -> Array:
-    """Return left[r] right[c]^T, with B_d columns of both on chip at a time."""
-    s = np.zeros((size_of(r), size_of(c)))
-    for e in spans(m.arrays[right].shape[1], m.shape.B_d):
-        a, b = m.load(*left, r, e), m.load(right, c, e)
-        s += a @ b.T
-        m.hold(phase, s, a, b, *also)
-    return s
-
-
-# --------------------------------------------------------------------------------------------------
-# Forward
+from tests.slow_memory import (
+    SlowMemory,
+    Softmax,
+    chunked_scores,
+    exponentials,
+    scores,
+    size_of,
+    spans,
+)
 
 
 def q_stationary(m: SlowMemory, shared_kv: bool = False) -> None:
@@ -239,8 +121,9 @@ def saha_ye(m: SlowMemory) -> None:
                     q, k = m.load("q", h, r, e), m.load("k", c, e)
                     a += q @ k.T
                     m.hold(0, a, q, k, row_sum)
-                m.store("p", np.exp(a), h, r, c)
-                row_sum += np.exp(a).sum(axis=1)
+                p = exponentials(a)
+                m.store("p", p, h, r, c)
+                row_sum += p.sum(axis=1)
             m.store("row_sum", row_sum, h, r)
         for r in spans(t.rows, t.B):
             row_sum = m.load("row_sum", h, r)
@@ -279,7 +162,7 @@ def small_cache(m: SlowMemory, size: str = "element") -> None:
                 for c in spans(t.columns, t.B_k):
                     s, v = m.arrays["s"][h, r, c], m.load("v", c, e)
                     m.moved["s", "read", size] += m.keep[r, c].sum()
-                    acc += np.exp(s - base[:, None]) @ v
+                    acc += exponentials(s - base[:, None]) @ v
                     m.hold(1, acc, s[m.keep[r, c]], v, lse)
                 m.store("out", acc, h, r, e)
 
@@ -359,26 +242,3 @@ FORWARD: dict[str, Callable[[SlowMemory], None]] = {
     "fwd_o_stationary": o_stationary,
     "fwd_v_split": v_split,
 }
-
-
-def reference(m: SlowMemory, shared_kv: bool = False) -> dict[str, Array]:
-    """Return outputs and gradients by dense formulas; `dout` is in memory."""
-    q, k, dout = m.arrays["q"], m.arrays["k"], m.arrays["dout"]
-    v = k[:, : m.shape.v] if shared_kv else m.arrays["v"]
-    s = np.where(m.keep, q @ k.T, -np.inf)
-    top = s.max(axis=-1)
-    base = np.where(top == -np.inf, 0.0, top)[..., None]
-    total = np.exp(s - base).sum(axis=-1)
-    p = np.exp(s - base) / np.where(total == 0, 1.0, total)[..., None]
-    out = p @ v
-    delta = (out * dout).sum(axis=-1)
-    ds = p * (dout @ v.T - delta[..., None])
-    return {
-        "out": out,
-        "lse": np.array([[math.log(x) if x else -math.inf for x in row] for row in total]) + top,
-        "delta": delta,
-        "dq": ds @ k,
-        "dk": np.einsum("hrc,hrd->cd", ds, q),
-        "dv": np.einsum("hrc,hrd->cd", p, dout),
-        "m_i, l_i": np.stack([top, total], axis=-1),
-    }
