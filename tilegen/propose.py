@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import replace
 from functools import lru_cache
 
@@ -28,19 +29,11 @@ def propose(
     """
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
         raise Unsupported(f"top must be an int of at least 1, got {top!r}")
-    needed = _footprints(problem, gpu, kernel)
-    fitting = [pair for pair in needed if pair[1].fits(gpu)]
-    # Predictions err on the large side, so before giving up take what may fit after all.
-    fitting = fitting or [pair for pair in needed if pair[1].fits(gpu, doubt=SMEM_DOUBT)]
-    if not fitting:
-        raise Unsupported(_nothing_fits(problem, gpu, kernel))
-    legal = [pair for pair in fitting if not pair[1].spills]
-    # Where every config spills, those that spill least.
-    least = sorted(fitting, key=lambda pair: (pair[1].registers, pair[0]))[: max(top, 20)]
     model = _Model(problem, gpu, kernel)
-    times = [(model.time(config, needs), config, needs) for config, needs in legal or least]
-    times.sort(key=lambda one: (one[0].seconds, one[1]))
-    return [_candidate(problem, gpu, model.cost(*one)) for one in times[:top]]
+    best = model.fastest(top) or model.last_resort(top)
+    if not best:
+        raise Unsupported(_nothing_fits(problem, gpu, kernel))
+    return [_candidate(problem, gpu, model.cost(*one)) for one in best]
 
 
 def search_space(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> list[TileConfig]:
@@ -57,8 +50,12 @@ def estimate(
     problem: AttentionProblem, gpu: GpuSpec, config: TileConfig, kernel: Kernel = "fwd"
 ) -> CostEstimate:
     """Return what the model predicts for one config, legal or not."""
-    model, needs = _Model(problem, gpu, kernel), footprint(problem, config, kernel, gpu.arch)
+    model = _Model(problem, gpu, kernel)
+    needs = model.needs(config)
     return model.cost(model.time(config, needs), config, needs)
+
+
+Timed = tuple[roofline.Time, TileConfig, Footprint]
 
 
 class _Model:
@@ -67,18 +64,56 @@ class _Model:
     def __init__(self, problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> None:
         self._problem, self._gpu = problem, gpu
         self._kernel: Kernel = kernel
-        self._by_tile: dict[str, tuple[Traffic, Visits]] = {}
+        self._alike = _without_lengths(problem)
+        self._by_tile: dict[str, tuple[Traffic, Visits, float]] = {}
+
+    def fastest(self, top: int) -> list[Timed]:
+        """Return the `top` fastest configs that fit and do not spill.
+
+        Those that L2 alone makes slower than what is found already are not looked at.
+        """
+        found: list[Timed] = []
+        best: list[float] = []  # a heap of the `top` shortest times, negated
+        configs = all_configs(self._problem, self._kernel)
+        for least, config in sorted((self._tile(config)[2], config) for config in configs):
+            if len(best) == top and least > -best[0]:
+                break
+            needs = self.needs(config)
+            if needs.spills or not needs.fits(self._gpu):
+                continue
+            found.append((time := self.time(config, needs), config, needs))
+            heapq.heappush(best, -time.seconds)
+            if len(best) > top:
+                heapq.heappop(best)
+        return _ranked(found)[:top]
+
+    def last_resort(self, top: int) -> list[Timed]:
+        """Return the `top` fastest of what spills, or of what predictions do not quite fit."""
+        needed = _footprints(self._problem, self._gpu, self._kernel)
+        fitting = [pair for pair in needed if pair[1].fits(self._gpu)]
+        if not fitting:  # predictions err on the large side
+            fitting = [pair for pair in needed if pair[1].fits(self._gpu, doubt=SMEM_DOUBT)]
+        legal = [pair for pair in fitting if not pair[1].spills]
+        # Where every config spills, those that spill least.
+        least = sorted(fitting, key=lambda pair: (pair[1].registers, pair[0]))[: max(top, 20)]
+        return _ranked(
+            [(self.time(config, needs), config, needs) for config, needs in legal or least]
+        )[:top]
+
+    def needs(self, config: TileConfig) -> Footprint:
+        """Return what a program holds on chip."""
+        return footprint(self._alike, config, self._kernel, self._gpu.arch)
 
     def time(self, config: TileConfig, needs: Footprint) -> roofline.Time:
         """Return the predicted time: all that ranking needs."""
-        moved, counts = self._tile(config)
+        moved, counts, _ = self._tile(config)
         return roofline.time(
             self._problem, self._gpu, config, self._kernel, moved=moved, counts=counts, needs=needs
         )
 
     def cost(self, time: roofline.Time, config: TileConfig, needs: Footprint) -> CostEstimate:
         """Return the estimate that a time belongs to."""
-        moved, counts = self._tile(config)
+        moved, counts, _ = self._tile(config)
         steps = self._problem.batch * self._problem.num_heads_q * counts.tiles
         return CostEstimate(
             kernel=self._kernel,
@@ -96,14 +131,19 @@ class _Model:
             waves=time.waves,
         )
 
-    def _tile(self, config: TileConfig) -> tuple[Traffic, Visits]:
-        """Return what is moved and visited, which warps and stages do not change."""
+    def _tile(self, config: TileConfig) -> tuple[Traffic, Visits, float]:
+        """Return what is moved and visited, and the least time: warps and stages do not matter."""
         tile = config.key.partition("w")[0]
         if (found := self._by_tile.get(tile)) is None:
             moved = traffic(self._problem, config, self._kernel)
             counts = visits(self._problem, config.block_m, config.block_n, self._kernel)
-            found = self._by_tile[tile] = moved, counts
+            least = roofline.least_seconds(self._gpu, moved)
+            found = self._by_tile[tile] = moved, counts, least
         return found
+
+
+def _ranked(times: list[Timed]) -> list[Timed]:
+    return sorted(times, key=lambda one: (one[0].seconds, one[1]))
 
 
 def all_configs(problem: AttentionProblem, kernel: Kernel) -> list[TileConfig]:
@@ -139,12 +179,16 @@ def _footprints(
     problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel
 ) -> list[tuple[TileConfig, Footprint]]:
     """Return every config and what it needs on chip."""
-    # Lengths do not change a footprint: without them it is remembered for the next length too.
-    alike = replace(problem, batch=1, seqlen_q=1, seqlen_kv=1)
+    alike = _without_lengths(problem)
     return [
         (config, footprint(alike, config, kernel, gpu.arch))
         for config in all_configs(problem, kernel)
     ]
+
+
+def _without_lengths(problem: AttentionProblem) -> AttentionProblem:
+    """Return a problem with the same footprints, which are remembered for the next length too."""
+    return replace(problem, batch=1, seqlen_q=1, seqlen_kv=1)
 
 
 def _candidate(problem: AttentionProblem, gpu: GpuSpec, cost: CostEstimate) -> Candidate:

@@ -193,8 +193,11 @@ def test_what_is_shared_between_configs_changes_no_ranking(
         assert (needs.smem_bytes, needs.registers) == (found.smem_bytes, found.registers)
         assert (moved.read_bytes, moved.write_bytes) == (found.read_bytes, found.write_bytes)
         assert estimate(problem, spec, candidate.config, kernel) == found
+        assert roofline.least_seconds(spec, moved) <= found.seconds
     order = [(candidate.estimate.seconds, candidate.config) for candidate in ranked]
     assert sorted(order) == order
+    for top in (1, 10):  # for which most configs are not looked at
+        assert propose(problem, spec, kernel=kernel, top=top) == ranked[:top]
 
 
 def test_windows_of_other_widths_are_solved_once() -> None:

@@ -242,6 +242,13 @@ def time(
     )
 
 
+def least_seconds(gpu: GpuSpec, moved: Traffic) -> float:
+    """Return the time that L2 alone takes: `time` is never below, whatever else a config does."""
+    rates = family(gpu.arch)
+    l2_seconds = (moved.read_bytes + moved.write_bytes) / (gpu.l2_bandwidth * rates.l2_efficiency)
+    return l2_seconds + rates.launch_seconds
+
+
 def _overlapped(*busy: float) -> float:
     """Return the clocks of units that work side by side: a little more than the busiest alone."""
     return sum(clocks**OVERLAP_NORM for clocks in busy) ** (1 / OVERLAP_NORM)
