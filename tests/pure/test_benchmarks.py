@@ -332,9 +332,12 @@ def test_cpu_benchmarks_give_numbers(
     path = tmp_path / "cpu.csv"
     cpu.main(csv=path)
     found = rows.read(path)
-    assert len(found) == len({row["benchmark"] for row in found}) == 7
+    assert len(found) == len({row["benchmark"] for row in found}) == 14
     assert all(float(row["value"]) > 0 for row in found)
-    assert capsys.readouterr().out.count("\n") == 8
+    assert capsys.readouterr().out.count("\n") == 15
+    for kernel in cpu.PROPOSED:
+        times = [row["value"] for row in found if row["benchmark"].startswith(f"propose {kernel},")]
+        assert len(times) == 2
     (call, *_) = [row for row in found if row["benchmark"].startswith("attention()")]
     assert call["baseline"] == "SDPA of one row"
     assert float(call["ratio"]) > 0
