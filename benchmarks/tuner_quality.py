@@ -246,7 +246,7 @@ def main(
     recordings: Annotated[
         list[Path] | None, typer.Argument(help="Recordings. Default: all that are committed.")
     ] = None,
-    seeds: Annotated[int, typer.Option(help="Runs of each search on each recording.")] = 8,
+    seeds: Annotated[int, typer.Option(help="Runs of each search on each recording.")] = 6,
     with_synthetic: Annotated[
         bool, typer.Option("--synthetic/--no-synthetic", help="The made-up set as well.")
     ] = True,
