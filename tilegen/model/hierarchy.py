@@ -15,16 +15,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, Literal
 
 import sympy as sp
 
 from tilegen.config import Kernel, TileConfig
 from tilegen.device import GpuSpec
+from tilegen.masks.compiler import Side, tile_ranges
+from tilegen.masks.mask import Mask
 from tilegen.model.bounds import lower_bound_bytes, mask_size
 from tilegen.model.footprint import footprint, residents
 from tilegen.model.patterns import Gcd
-from tilegen.model.symbols import C, H_kv, N_kv, T_h, d_qk, d_v, n_w
+from tilegen.model.symbols import C, F, H_kv, N_kv, T_h, d_qk, d_v, n_w
 from tilegen.model.traffic import Traffic, Visits, traffic, visits
 from tilegen.problem import AttentionProblem
 
@@ -57,14 +60,15 @@ def sweeps(order: Order) -> sp.Expr:
     with the next: it stays in L2 where C heads fit. In units of gcd(T_h, n_w) a head has S
     programs, a wave ends R behind a head's end; of S - 1 waves that end inside a head, S - 2R + 1
     meet few heads on both sides, 2R - S - 1 many, the others some of each. Interleaved, a head
-    returns after H_kv heads, or, where waves are shorter than that, after whole waves.
+    returns after H_kv heads, or, where waves are shorter than that, after whole waves. Under a mask
+    a wave reads a part F of a head's rows, so that C / F such parts fit.
     """
-    return _sweeps(_SYMBOLIC, order, H_kv, T_h, n_w, C)
+    return _sweeps(_SYMBOLIC, order, H_kv, T_h, n_w, C, F)
 
 
 def streamed_words(order: Order) -> sp.Expr:
     """Return the words of K and V that DRAM delivers to a Q-stationary kernel, nothing masked."""
-    return sweeps(order) * H_kv * N_kv * (d_qk + d_v)
+    return sweeps(order).subs(F, 1) * H_kv * N_kv * (d_qk + d_v)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,9 +119,13 @@ def _live_heads(on: _Arithmetic, order: Order, heads: Any, each: Any, wave: Any)
     return on.least(heads, 1 + on.ceil((wave - on.divisor(each, wave)) / each))
 
 
-def _sweeps(on: _Arithmetic, order: Order, heads: Any, each: Any, wave: Any, capacity: Any) -> Any:
+def _sweeps(
+    on: _Arithmetic, order: Order, heads: Any, each: Any, wave: Any, capacity: Any, part: Any
+) -> Any:
+    room = capacity / part
+
     def too_small(live: Any) -> Any:
-        return on.where(live > capacity, 1, 0)
+        return on.where(live > room, 1, 0)
 
     if order == "interleaved":
         whole = on.floor(heads / wave)
@@ -131,10 +139,11 @@ def _sweeps(on: _Arithmetic, order: Order, heads: Any, each: Any, wave: Any, cap
         few, many = on.most(0, S - 2 * R + 1), on.most(0, 2 * R - S - 1)
         some = S - 1 - few - many
         less, more = whole + 1, on.least(whole + 2, heads)
-        between = on.where(more <= capacity, 0, on.where(less > capacity, 1, more - capacity))
+        between = on.where(more <= room, 0, on.where(less > room, 1, more - room))
         missed = few * too_small(less) + some * between + many * too_small(more)
         missed = missed / on.most(1, S - 1)
-    return 1 + (_touches(on, order, heads, each, wave) / heads - 1) * missed
+    again = part * _touches(on, order, heads, each, wave) / heads - 1
+    return 1 + on.most(0, again) * missed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,6 +162,8 @@ class Levels:
     """Most key-value heads that a wave reads."""
     heads_in_l2: float
     """Key-value heads whose streamed rows fit into the usable part of L2."""
+    part_of_head: float
+    """Part of a head's streamed rows that one wave reads: 1, or less under a mask."""
     sweeps: float
     """How often DRAM delivers streamed rows."""
 
@@ -172,8 +183,7 @@ def levels(
     moved = traffic(problem, config, kernel)
     counts = visits(problem, config.block_m, config.block_n, kernel)
     in_flight = gpu.num_sms * residents(footprint(problem, config, kernel, gpu.arch), gpu, config)
-    heads, sharing, once = _streams(problem, kernel, counts)
-    capacity = L2_SHARE * gpu.l2_bytes / once if once else math.inf
+    streams = _streams(problem, gpu, kernel, counts, in_flight, order)
     return Levels(
         l2_bytes=moved.read_bytes + moved.write_bytes,
         dram_bytes=dram_bytes(
@@ -181,9 +191,10 @@ def levels(
         ),
         dram_bound_bytes=dram_bound_bytes(problem, gpu, kernel),
         in_flight=in_flight,
-        live_heads=_live_heads(_NUMERIC, order, heads, sharing, in_flight),
-        heads_in_l2=capacity,
-        sweeps=_sweeps(_NUMERIC, order, heads, sharing, in_flight, capacity),
+        live_heads=_live_heads(_NUMERIC, order, streams.heads, streams.programs, in_flight),
+        heads_in_l2=streams.capacity,
+        part_of_head=streams.part,
+        sweeps=streams.sweeps,
     )
 
 
@@ -212,11 +223,10 @@ def dram_bytes(
     """
     if kernel == "bwd_preprocess":
         return moved.read_bytes + moved.write_bytes
-    heads, sharing, once = _streams(problem, kernel, counts)
-    streamed = streamed_bytes(problem, kernel) * heads * problem.group_size * counts.rows
-    capacity = L2_SHARE * gpu.l2_bytes / once if once else math.inf
-    rho = _sweeps(_NUMERIC, order, heads, sharing, in_flight, capacity)
-    delivered = int(rho * once * heads)
+    streams = _streams(problem, gpu, kernel, counts, in_flight, order)
+    row = streamed_bytes(problem, kernel)
+    streamed = row * streams.heads * problem.group_size * counts.rows
+    delivered = int(streams.sweeps * streams.once * streams.heads)
     return moved.read_bytes + moved.write_bytes - streamed + min(streamed, delivered)
 
 
@@ -232,11 +242,60 @@ def dram_bound_bytes(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) ->
     return lower_bound_bytes(problem, one, kernel)
 
 
-def _streams(problem: AttentionProblem, kernel: Kernel, counts: Visits) -> tuple[int, int, int]:
-    """Return (key-value heads, programs of each, bytes of the rows that these stream)."""
+@dataclass(frozen=True, kw_only=True)
+class _Streams:
+    """What the programs of a launch stream."""
+
+    heads: int
+    programs: int
+    """Of each key-value head."""
+    once: int
+    """Bytes of the rows that they stream."""
+    capacity: float
+    part: float
+    sweeps: float
+
+
+def _streams(
+    problem: AttentionProblem,
+    gpu: GpuSpec,
+    kernel: Kernel,
+    counts: Visits,
+    in_flight: int,
+    order: Order,
+) -> _Streams:
     size = mask_size(problem.mask, problem.seqlen_q, problem.seqlen_kv)
-    row, group = streamed_bytes(problem, kernel), problem.group_size
-    heads = problem.batch * problem.num_heads_kv
+    heads, group = problem.batch * problem.num_heads_kv, problem.group_size
     if kernel == "bwd_dkdv":  # one program works through the queries of the whole group
-        return heads, counts.programs, row * group * size.rows
-    return heads, group * counts.programs, row * size.columns
+        side, programs, rows = "columns", counts.programs, size.rows
+        once = streamed_bytes(problem, kernel) * group * rows
+    else:
+        side, programs, rows = "rows", group * counts.programs, size.columns
+        once = streamed_bytes(problem, kernel) * rows
+    capacity, part = L2_SHARE * gpu.l2_bytes / once if once else math.inf, 1.0
+    together = in_flight if order == "head_major" else max(1, in_flight // heads)
+    if together < counts.programs and once:
+        part = (
+            _part(
+                problem.mask, side, problem.seqlen_q, problem.seqlen_kv, counts.programs, together
+            )
+            / rows
+        )
+    sweeps = _sweeps(_NUMERIC, order, heads, programs, in_flight, capacity, part)
+    return _Streams(
+        heads=heads, programs=programs, once=once, capacity=capacity, part=part, sweeps=sweeps
+    )
+
+
+@lru_cache(maxsize=1024)
+def _part(
+    mask: Mask, side: Side, seqlen_q: int, seqlen_kv: int, programs: int, together: int
+) -> float:
+    """Return the mean rows that `together` neighbours of a head's programs stream: as one tile."""
+    stays = seqlen_q if side == "rows" else seqlen_kv
+    block = together * -(-stays // programs)
+    blocks = (
+        {"block_m": block, "block_n": 1} if side == "rows" else {"block_m": 1, "block_n": block}
+    )
+    ranges = tile_ranges(mask, side, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, **blocks)
+    return ranges.visited_rows / len(ranges.lo)

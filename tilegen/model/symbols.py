@@ -38,6 +38,7 @@
 # | T_h    |                        | programs that stream the same rows: those of a KV head       |
 # | n_w    |                        | programs in flight, a wave                                   |
 # | C      |                        | heads whose streamed rows L2 holds together                  |
+# | F      |                        | part of a head's rows that one wave streams; 1 if unmasked   |
 # | Z      | Z_input                | nonzeros of Q and K together; 2 N d if dense                 |
 # | Z_A    | Z_A                    | nonzeros of an N x d input                                   |
 # | Z_X    | Z_X                    | nonzeros of X = W_Q W_K^T                                    |
@@ -61,4 +62,5 @@ s = sp.Symbol("s", positive=True)
 k, b = sp.symbols("k b", positive=True, integer=True)
 T_h, n_w = sp.symbols("T_h n_w", positive=True, integer=True)
 C = sp.Symbol("C", nonnegative=True)
+F = sp.Symbol("F", positive=True)
 Z, Z_A, Z_X, Z_AX, Z_S = sp.symbols("Z Z_A Z_X Z_AX Z_S", positive=True)
