@@ -15,6 +15,7 @@ from tests.forward_simulations import FORWARD
 from tests.slow_memory import WORK, Key, Shape, SlowMemory, reference, spans
 from tilegen.config import Kernel
 from tilegen.model import symbols
+from tilegen.model.bounds import lower_bound, partition_bound, product_bound
 from tilegen.model.schedules import PACKED_UNMASKED, SCHEDULES, Schedule, packed
 from tilegen.model.symbols import V_kv, V_q
 from tilegen.model.traffic import TERMS, UNMASKED
@@ -254,3 +255,29 @@ def test_bytes_count_each_tensor_in_its_own_size() -> None:
 def test_a_schedule_says_where_it_comes_from() -> None:
     assert all(schedule.citation and schedule.name == name for name, schedule in SCHEDULES.items())
     assert set(SIMULATED) == set(SCHEDULES)
+
+
+FORMS_SCORES = [name for name, one in SCHEDULES.items() if one.flops != 0 and "mla" not in name]
+
+
+@pytest.mark.parametrize("name", FORMS_SCORES)
+@pytest.mark.parametrize("head_dim", [8, 64, 512])
+def test_no_schedule_beats_the_bounds(name: str, head_dim: int) -> None:
+    """With as much fast memory as its tiles take, at any tiles; all words equal."""
+    schedule, length = SCHEDULES[name], 2**16
+    bound = lower_bound("fwd") if name.startswith("fwd") else partition_bound()
+    ones = dict.fromkeys(("g", "n", "n_s", "kappa", "H_kv", "P", "s", "B_d", "B_k"), 1)
+    same = dict.fromkeys(("N_q", "N_kv", "w", "n_q", "n_kv"), length) | {"nnz": length**2}
+    numbers = {getattr(symbols, key): value for key, value in (ones | same).items()}
+    numbers |= {symbols.d_qk: head_dim, symbols.d_v: head_dim}
+    rows, columns = sp.symbols("rows columns")
+    tiles = dict.fromkeys((symbols.B_r, symbols.B_p, symbols.B), rows)
+    tiles |= dict.fromkeys((symbols.B_c, symbols.B_e), columns)
+    words, held = (
+        sp.lambdify((rows, columns), expression.subs(UNMASKED).subs(numbers).subs(tiles), "math")
+        for expression in (schedule.words(), schedule.footprint)
+    )
+    least = sp.lambdify(symbols.M, sp.Max(bound, product_bound()).subs(numbers), "math")
+    for side in (2, 16, 128, 1024):
+        for other in (2, 64, 1024):
+            assert words(side, other) >= least(held(side, other))
