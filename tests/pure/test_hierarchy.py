@@ -15,6 +15,7 @@ import sympy as sp
 
 from tilegen.config import TileConfig
 from tilegen.device import gpu
+from tilegen.errors import Unsupported
 from tilegen.masks.compiler import tile_ranges
 from tilegen.model.hierarchy import (
     Order,
@@ -268,3 +269,9 @@ def test_a_mask_leaves_each_program_less_than_a_sweep() -> None:
     assert 1.5 < found.sweeps < 4
     assert found.part_of_head < 0.1
     assert found.dram_bytes <= found.l2_bytes
+
+
+def test_kernels_that_stream_in_another_way_are_refused() -> None:
+    problem = PARSE("b1 hq4 hkv4 q64 kv64 d64 bf16 full")
+    with pytest.raises(Unsupported, match="bwd_dkdv"):
+        levels(problem, gpu("h200"), TILE, "small_cache")  # type: ignore[arg-type]

@@ -22,6 +22,7 @@ import sympy as sp
 
 from tilegen.config import Kernel, TileConfig
 from tilegen.device import GpuSpec
+from tilegen.errors import Unsupported
 from tilegen.masks.compiler import Side, tile_ranges
 from tilegen.masks.mask import Mask
 from tilegen.model.bounds import lower_bound_bytes, mask_size
@@ -33,6 +34,9 @@ from tilegen.problem import AttentionProblem
 
 Order = Literal["head_major", "interleaved"]
 """Consecutive programs work on the same key-value head, or on different ones."""
+
+KERNELS: tuple[Kernel, ...] = ("fwd", "bwd_preprocess", "bwd_dkdv", "bwd_dq")
+"""Kernels of which this model knows what streams."""
 
 L2_SHARE = 0.8
 """Part of L2 that streamed tiles may fill before they push each other out."""
@@ -178,8 +182,11 @@ def levels(
 ) -> Levels:
     """Return what one launch of `kernel` moves at both levels.
 
-    Emitted kernels launch head after head; `interleaved` says what another order would cost.
+    Emitted kernels launch head after head; `interleaved` says what another order would cost. Raises
+    Unsupported for kernels other than KERNELS.
     """
+    if kernel not in KERNELS:
+        raise Unsupported(f"expected a kernel out of {', '.join(KERNELS)}, got {kernel!r}")
     moved = traffic(problem, config, kernel)
     counts = visits(problem, config.block_m, config.block_n, kernel)
     in_flight = gpu.num_sms * residents(footprint(problem, config, kernel, gpu.arch), gpu, config)
