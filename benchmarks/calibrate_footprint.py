@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 import tilegen.model.footprint as model
 from benchmarks.workloads import CATALOGUE
 from tilegen.build import CompiledKernel, compile_many
-from tilegen.config import KERNELS, Kernel, TileConfig
+from tilegen.config import LARGE_CACHE, Kernel, TileConfig
 from tilegen.device import GpuSpec, gpu
 from tilegen.emitted import RenderedKernel
 from tilegen.model import known
@@ -123,7 +123,7 @@ def promising_kernels(arch: str, top: int) -> Iterator[RenderedKernel]:
         AttentionProblem.parse(f"b4 hq16 hkv16 q4096 d{dim} fp32 causal") for dim in FP32_DIMS
     ]
     spec = gpu(GPUS[arch])
-    for problem, kernel in itertools.product(problems, KERNELS):
+    for problem, kernel in itertools.product(problems, LARGE_CACHE):
         for config in fastest(problem, spec, kernel)[:top]:
             if not known.is_compiled(problem, config, kernel, arch):
                 yield render(representative(problem), config, kernel)
@@ -171,7 +171,7 @@ def collect(count: int, top: int, workers: int | None, architectures: Iterable[s
 
         for arch in architectures:
             compile_missing(
-                arch, (one for kernel in KERNELS for one in random_kernels(kernel, count))
+                arch, (one for kernel in LARGE_CACHE for one in random_kernels(kernel, count))
             )
             for _ in range(ROUNDS):
                 write_fits(kept)

@@ -25,7 +25,8 @@ import typer
 from benchmarks.environment import ROOT, environment, has_gpu
 from benchmarks.rows import append, with_environment
 from benchmarks.workloads import Workload, head
-from tilegen.config import KERNELS, Kernel, TileConfig
+from tilegen import families
+from tilegen.config import Kernel, TileConfig
 from tilegen.device import GpuSpec, detect
 from tilegen.dispatch import choose
 from tilegen.model.estimate import CostEstimate
@@ -86,7 +87,8 @@ class Counted:
 
 def kernels_of(workload: Workload, spec: GpuSpec) -> dict[Kernel, TileConfig]:
     """Return the configs that a call of the workload would use."""
-    kernels = KERNELS if "backward" in workload.directions else ("fwd",)
+    direction = None if "backward" in workload.directions else "forward"
+    kernels = families.kernels_of(workload.problem, spec, direction)
     return {kernel: choose(workload.problem.bucket, spec, kernel)[0] for kernel in kernels}
 
 

@@ -21,10 +21,11 @@ from benchmarks.rows import append, with_environment
 from benchmarks.workloads import CATALOGUE
 from tilegen.build import CompiledKernel, compile_many
 from tilegen.bundle import gpu_for
-from tilegen.config import KERNELS, Kernel
+from tilegen.config import Kernel
 from tilegen.device import GpuSpec
 from tilegen.emitted import RenderedKernel
 from tilegen.errors import BuildFailed
+from tilegen.families import kernels_of
 from tilegen.model.estimate import Candidate
 from tilegen.problem import AttentionProblem
 from tilegen.propose import propose
@@ -76,7 +77,7 @@ def asked(arch: str, top: int) -> Iterable[Asked]:
     """Return what the catalogue asks of one architecture."""
     spec = gpu_for(arch)
     for workload in CATALOGUE:
-        for kernel in KERNELS:
+        for kernel in kernels_of(workload.problem, spec):
             ranked = propose(workload.problem, spec, kernel=kernel, top=top)
             rendered = tuple((c, render(workload.problem, c.config, kernel)) for c in ranked)
             yield Asked(workload.name, workload.problem, kernel, spec, rendered)

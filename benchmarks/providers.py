@@ -13,8 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.workloads import Direction
-from tilegen.config import KERNELS
 from tilegen.errors import Unsupported
+from tilegen.families import kernels_of
 from tilegen.masks.mask import Causal, Full, SlidingWindow
 from tilegen.peers import Attention, flex, sdpa
 from tilegen.problem import AttentionProblem
@@ -72,8 +72,7 @@ def _tilegen_configs(problem: AttentionProblem, direction: Direction) -> str:
         return ""
     used = {
         kernel: choose(problem.bucket, spec, kernel)
-        for kernel in KERNELS
-        if (kernel == "fwd") == (direction == "forward")
+        for kernel in kernels_of(problem, spec, direction)
     }
     return ", ".join(
         f"{kernel} {config.key} from {'the model' if origin == 'the model' else 'a record'}"

@@ -20,9 +20,10 @@ import typer
 
 from benchmarks.environment import has_gpu
 from benchmarks.workloads import Workload, catalogue, head
-from tilegen.config import KERNELS, Kernel
+from tilegen.config import Kernel
 from tilegen.device import GpuSpec, detect
 from tilegen.errors import TilegenError
+from tilegen.families import kernels_of
 from tilegen.measure import DeviceLost
 from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
@@ -32,15 +33,18 @@ from tilegen.tune import tune
 Job = tuple[AttentionProblem, Kernel]
 
 
-def jobs(workloads: Sequence[Workload]) -> list[Job]:
+def jobs(workloads: Sequence[Workload], spec: GpuSpec) -> list[Job]:
     """Return the kernels to tune: those of the forward first, no backward for what only serves."""
-    forward: list[Job] = [(workload.problem, "fwd") for workload in workloads]
+    forward: list[Job] = [
+        (workload.problem, kernel)
+        for workload in workloads
+        for kernel in kernels_of(workload.problem, spec, "forward")
+    ]
     backward: list[Job] = [
         (workload.problem, kernel)
         for workload in workloads
         if "backward" in workload.directions
-        for kernel in KERNELS
-        if kernel != "fwd"
+        for kernel in kernels_of(workload.problem, spec, "backward")
     ]
     return forward + backward
 
@@ -109,7 +113,7 @@ def main(
         print("no GPU that PyTorch can use: nothing to tune")
         raise typer.Exit(1)
     deadline = time.monotonic() + 60 * minutes
-    todo = untuned(jobs(catalogue() if whole else head()), spec)
+    todo = untuned(jobs(catalogue() if whole else head(), spec), spec)
     try:
         failures = tune_all(todo, spec, deadline=deadline, pack=pack)
     except DeviceLost as lost:

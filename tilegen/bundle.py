@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilegen.build import CompiledKernel, compile_many, first_that_fits
-from tilegen.config import KERNELS, Kernel, TileConfig
+from tilegen.config import Kernel, TileConfig
 from tilegen.device import catalogue
 from tilegen.disk import write_whole
 from tilegen.emitted import RenderedKernel, representative, rows_are_aligned, template_digest
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
+from tilegen.families import kernels_of
 from tilegen.problem import AttentionProblem
 from tilegen.propose import propose
 from tilegen.render import render
@@ -78,18 +79,19 @@ def generate(
     gpus: Sequence[GpuSpec],
     out: Path,
     *,
-    kernels: Sequence[Kernel] = KERNELS,
+    kernels: Sequence[Kernel] | None = None,
     on_kernel: Callable[[dict[str, Any]], None] = lambda entry: None,
 ) -> Path:
     """Write kernels, binaries and manifest under `out` and return the manifest's path.
 
-    The config of each kernel is that of its record, else the model's best that compiles without
-    spilling. The same inputs and versions give the same bytes. Raises BuildFailed.
+    `kernels` default to those that compute each problem. The config of each kernel is that of its
+    record, else the model's best that compiles without spilling. The same inputs and versions give
+    the same bytes. Raises BuildFailed.
     """
     entries: list[dict[str, Any]] = []
     for spec in gpus:
         for problem in problems:
-            for kernel in kernels:
+            for kernel in kernels or kernels_of(problem, spec):
                 compiled, origin = compile_best(problem, spec, kernel)
                 entry = _write(compiled, problem, spec, origin, out)
                 entries.append(entry)
@@ -148,9 +150,23 @@ def _write(
 
 
 def _grid(rendered: RenderedKernel, config: TileConfig) -> str:
-    if rendered.kernel == "bwd_dkdv":
-        return f"ceil(seqlen_kv / {config.block_n}) * num_heads_kv * batch"
-    return f"ceil(seqlen_q / {config.block_m}) * num_heads_q * batch"
+    """Return the grid of one launch; for small-cache kernels, of one panel."""
+    problem = rendered.problem
+    rows, columns = f"ceil(num_rows / {config.block_m})", f"ceil(seqlen_kv / {config.block_n})"
+    match rendered.kernel:
+        case "bwd_dkdv":
+            return f"{columns} * num_heads_kv * batch"
+        case "fwd_scores" | "bwd_scores":
+            return f"{rows} * {columns} * num_heads"
+        case "fwd_values":
+            return f"{rows} * {-(-problem.head_dim_v // config.block_d)} * num_heads"
+        case "bwd_rows":
+            return f"{rows} * {-(-problem.head_dim_qk // config.block_d)} * num_heads"
+        case "bwd_columns":
+            heads = f"ceil(num_heads / {problem.group_size})"
+            return f"ceil(head_dim / {config.block_d}) * {columns} * {heads}"
+        case _:
+            return f"ceil(seqlen_q / {config.block_m}) * num_heads_q * batch"
 
 
 def _versions() -> dict[str, str]:

@@ -38,7 +38,7 @@ FastMemory = Annotated[
     str | None, typer.Option(help="shared memory per program instead of the GPU's, such as 48KiB")
 ]
 OneKernel = Annotated[str, typer.Option(help=", ".join(KERNELS))]
-Kernels = Annotated[str, typer.Option(help=f"{', '.join(KERNELS)}, or all")]
+Kernels = Annotated[str, typer.Option(help=f"{', '.join(KERNELS)}; all: what the problem needs")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 CommandLineError: Any = typer.BadParameter.__mro__[2]
@@ -131,7 +131,7 @@ def explain(
 
     spec, parsed = _gpu(gpu, fast_memory), AttentionProblem.parse(problem)
     tile = TileConfig.parse(config) if config else None
-    explained = [told(parsed, spec, one, tile) for one in _kernels(kernel)]
+    explained = [told(parsed, spec, one, tile) for one in _kernels(kernel, parsed, spec)]
     if json_:
         _print_json(explained)
         return
@@ -205,7 +205,8 @@ def generate(
             f"'{entry['problem']}'"
         )
 
-    manifest = bundle.generate(problems, gpus, out, kernels=_kernels(kernel), on_kernel=on_kernel)
+    chosen: list[Kernel] | None = None if kernel == "all" else [_kernel(kernel)]
+    manifest = bundle.generate(problems, gpus, out, kernels=chosen, on_kernel=on_kernel)
     if json_:
         _print_json(json.loads(manifest.read_text(encoding="utf-8")))
     else:
@@ -234,7 +235,8 @@ def tune(
             "tilegen propose"
         )
     records = [
-        tuned(parsed, spec, kernel=one, seconds=seconds, trials=trials) for one in _kernels(kernel)
+        tuned(parsed, spec, kernel=one, seconds=seconds, trials=trials)
+        for one in _kernels(kernel, parsed, spec)
     ]
     if json_:
         _print_json([json.loads(record.to_json()) for record in records])
@@ -252,11 +254,13 @@ def verify(
     Example: tilegen verify "b1 hq4 hkv1 q200 d64 bf16 causal"
     """
     from tilegen.dispatch import choose
+    from tilegen.families import kernels_of
     from tilegen.verify import require, verify_anywhere
 
     parsed, spec = AttentionProblem.parse(problem), _gpu(gpu)
     tile = TileConfig.parse(config) if config else None
-    checks = verify_anywhere(parsed, {k: tile or choose(parsed, spec, k)[0] for k in KERNELS})
+    kernels = kernels_of(parsed, spec)
+    checks = verify_anywhere(parsed, {k: tile or choose(parsed, spec, k)[0] for k in kernels})
     if json_:
         _print_json([asdict(check) for check in checks])
     else:
@@ -314,7 +318,7 @@ def cache_why(
 
     parsed, spec = AttentionProblem.parse(problem), _gpu(gpu)
     told: list[dict[str, Any]] = []
-    for one in _kernels(kernel):
+    for one in _kernels(kernel, parsed, spec):
         digest = template_digest(one)
         nearest = why(parsed, spec, one, versions=current_versions(), template_digest=digest)
         told.append(
@@ -390,5 +394,7 @@ def _kernel(name: str) -> Kernel:
     raise Unsupported(f"kernel must be one of {', '.join(KERNELS)}, got {name!r}")
 
 
-def _kernels(name: str) -> tuple[Kernel, ...]:
-    return KERNELS if name == "all" else (_kernel(name),)
+def _kernels(name: str, problem: AttentionProblem, gpu: GpuSpec) -> tuple[Kernel, ...]:
+    from tilegen.families import kernels_of
+
+    return kernels_of(problem, gpu) if name == "all" else (_kernel(name),)

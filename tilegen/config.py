@@ -9,12 +9,52 @@ from typing import Literal, get_args
 
 from tilegen.errors import Unsupported
 
-Kernel = Literal["fwd", "bwd_preprocess", "bwd_dkdv", "bwd_dq"]
-"""fwd: out and lse. bwd_preprocess: delta = rowsum(out * dout). bwd_dkdv, bwd_dq: the gradients."""
-
+Kernel = Literal[
+    "fwd",
+    "fwd_streamed",
+    "fwd_scores",
+    "fwd_values",
+    "bwd_preprocess",
+    "bwd_dkdv",
+    "bwd_dq",
+    "bwd_scores",
+    "bwd_columns",
+    "bwd_rows",
+]
+"""One emitted kernel; templates/README.md says what each computes."""
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 
+Family = Literal["q_stationary", "q_streamed", "small_cache", "two_pass"]
+"""How a pass is computed: the kernels that make it up."""
+FORWARD: dict[Family, tuple[Kernel, ...]] = {
+    "q_stationary": ("fwd",),
+    "q_streamed": ("fwd_streamed",),
+    "small_cache": ("fwd_scores", "fwd_values"),
+}
+BACKWARD: dict[Family, tuple[Kernel, ...]] = {
+    "two_pass": ("bwd_preprocess", "bwd_dkdv", "bwd_dq"),
+    "small_cache": ("bwd_preprocess", "bwd_scores", "bwd_columns", "bwd_rows"),
+}
+LARGE_CACHE: tuple[Kernel, ...] = (*FORWARD["q_stationary"], *BACKWARD["two_pass"])
+SMALL_CACHE: tuple[Kernel, ...] = (*FORWARD["small_cache"], *BACKWARD["small_cache"])
+SLICED: frozenset[Kernel] = frozenset(
+    ("fwd_streamed", "fwd_scores", "fwd_values", "bwd_scores", "bwd_columns", "bwd_rows")
+)
+"""Kernels that take head dims in slices of `block_d` columns."""
+COLUMN_KERNELS: frozenset[Kernel] = frozenset(("bwd_dkdv", "bwd_columns"))
+"""Kernels whose key-value rows stay while query rows stream past."""
+
 BLOCK_SIZES = (16, 32, 64, 128, 256)
+SLICED_BLOCKS: dict[Kernel, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {
+    "fwd_streamed": ((16, 32, 64, 128), (16, 32, 64), (32, 64, 128)),
+    "fwd_scores": ((16, 32, 64, 128), (64, 128, 256), (32, 64, 128)),
+    "fwd_values": ((16, 32, 64, 128), (16, 32, 64), (32, 64, 128, 256)),
+    "bwd_scores": ((16, 32, 64, 128), (32, 64, 128), (32, 64)),
+    "bwd_columns": ((16, 32, 64), (32, 64, 128), (32, 64, 128)),
+    "bwd_rows": ((16, 32, 64, 128), (16, 32, 64), (32, 64, 128, 256)),
+}
+"""Sizes of block_m, block_n and block_d that each sliced kernel is tuned over. A score tile of the
+small-cache forward is as wide as any step of its kernel of values, or wider."""
 NUM_WARPS = (4, 8)
 NUM_STAGES = (1, 2, 3, 4)
 
@@ -31,11 +71,14 @@ class TileConfig:
     """Warps per program, Triton's option."""
     num_stages: int = 2
     """Software pipeline depth, Triton's option."""
+    block_d: int = 0
+    """Columns of a head-dim slice; 0 for kernels that hold head dims whole."""
 
     def __post_init__(self) -> None:
         for name, allowed in (
             ("block_m", BLOCK_SIZES),
             ("block_n", BLOCK_SIZES),
+            ("block_d", (0, *BLOCK_SIZES)),
             ("num_warps", (1, 2, 4, 8, 16)),
             ("num_stages", (1, 2, 3, 4, 5, 6)),
         ):
@@ -43,19 +86,49 @@ class TileConfig:
             if type(value) is not int or value not in allowed:
                 raise Unsupported(f"{name} must be one of {allowed}, got {value!r}")
 
+    def __repr__(self) -> str:
+        slice_ = f", block_d={self.block_d}" if self.block_d else ""
+        return (
+            f"TileConfig(block_m={self.block_m}, block_n={self.block_n}{slice_}, "
+            f"num_warps={self.num_warps}, num_stages={self.num_stages})"
+        )
+
     @property
     def key(self) -> str:
-        """Short text, `m128n64w8s3`; `TileConfig.parse(config.key) == config`."""
-        return f"m{self.block_m}n{self.block_n}w{self.num_warps}s{self.num_stages}"
+        """Short text, `m128n64w8s3` or `m128n64d32w8s3`; `TileConfig.parse(config.key) ==
+        config`."""
+        slice_ = f"d{self.block_d}" if self.block_d else ""
+        return f"m{self.block_m}n{self.block_n}{slice_}w{self.num_warps}s{self.num_stages}"
 
     @classmethod
     def parse(cls, text: str) -> TileConfig:
         """Return the config that `m128n64w8s3` describes. Raises Unsupported."""
-        match = re.fullmatch(r"m(\d{1,4})n(\d{1,4})w(\d{1,2})s(\d{1,2})", text.strip())
+        match = re.fullmatch(
+            r"m(\d{1,4})n(\d{1,4})(?:d(\d{1,4}))?w(\d{1,2})s(\d{1,2})", text.strip()
+        )
         if not match:
             raise Unsupported(f"expected a config such as m128n64w8s3, got {text!r}")
-        block_m, block_n, num_warps, num_stages = map(int, match.groups())
-        return cls(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
+        block_m, block_n, block_d, num_warps, num_stages = map(int, match.groups(default="0"))
+        return cls(
+            block_m=block_m,
+            block_n=block_n,
+            num_warps=num_warps,
+            num_stages=num_stages,
+            block_d=block_d,
+        )
+
+
+def check_config(config: TileConfig, kernel: Kernel) -> None:
+    """Raise Unsupported for a config of another kind of kernel."""
+    if kernel not in SLICED:
+        if config.block_d:
+            raise Unsupported(f"{kernel} holds head dims whole, expected no d in {config.key}")
+        return
+    for name, allowed in zip(("block_m", "block_n", "block_d"), SLICED_BLOCKS[kernel], strict=True):
+        if (value := getattr(config, name)) not in allowed:
+            raise Unsupported(
+                f"{name} of {kernel} must be one of {allowed}, got {value} in {config.key}"
+            )
 
 
 def head_dim_chunks(head_dim: int) -> tuple[int, ...]:

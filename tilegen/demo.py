@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from tilegen import pipeline
 from tilegen.build import CompiledKernel
-from tilegen.config import KERNELS, Kernel
+from tilegen.config import Kernel
 from tilegen.device import detect, gpu
 from tilegen.emitted import write
+from tilegen.families import kernels_of
 from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
 
@@ -49,7 +50,10 @@ class Demo:
                 told[name](value)
 
         results = pipeline.run(
-            problem, spec, tune_seconds=seconds / len(KERNELS) if here else None, on_stage=on_stage
+            problem,
+            spec,
+            tune_seconds=seconds / len(kernels_of(problem, spec)) if here else None,
+            on_stage=on_stage,
         )
         summary: dict[str, Any] = {
             "problem": problem.key,

@@ -16,12 +16,13 @@ from typing import Any, Literal, overload
 
 import torch
 
-from tilegen import interpreter
+from tilegen import interpreter, passes
 from tilegen.config import BLOCK_SIZES, Kernel, TileConfig
 from tilegen.device import GpuSpec, detect, gpu
 from tilegen.disk import log, say_once
 from tilegen.emitted import is_aligned, load_kernel, template_digest
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
+from tilegen.families import Direction, kernels_of
 from tilegen.masks.mask import Mask, full
 from tilegen.measure import DeviceLost
 from tilegen.problem import AttentionProblem, DType
@@ -242,7 +243,7 @@ def _kernel_run(
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             return _Attention.apply(q, k, v, scale, kernels)  # type: ignore[no-any-return]
         with kernels.on_device():
-            return kernels.launch("fwd")(q, k, v, scale)
+            return kernels.forward(q, k, v, scale)
 
     return run
 
@@ -255,7 +256,52 @@ class _Kernels:
         self._problem = problem
         self._device = device
         self.aligned = aligned
-        self._launch: dict[Kernel, Callable[..., Any]] = {}
+        self._launch: dict[Kernel, passes.Launch] = {}
+        self._forward: dict[Kernel, passes.Launch] = {}
+        self._backward: dict[Kernel, passes.Launch] = {}
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (out, lse)."""
+        launches = self._forward or self._launches("forward")
+        return passes.forward(launches, q, k, v, scale, panel_rows=self._panel_rows("forward"))
+
+    def backward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        scale: float,
+        *,
+        wants_dq: bool,
+        wants_dkdv: bool,
+    ) -> tuple[Any, Any, Any]:
+        """Return (dq, dk, dv); None for those not wanted."""
+        launches = self._backward or self._launches("backward")
+        delta = launches["bwd_preprocess"](out, dout)
+        if dlse is not None:  # d lse / d s = p, as if delta were smaller by dlse
+            delta -= dlse
+        return passes.gradients(
+            launches,
+            *(q, k, v, dout, lse, delta, scale),
+            panel_rows=self._panel_rows("backward"),
+            wants_dq=wants_dq,
+            wants_dkdv=wants_dkdv,
+        )
+
+    def _launches(self, direction: Direction) -> dict[Kernel, passes.Launch]:
+        kernels = kernels_of(self._problem, _spec(self._device), direction)
+        launches: dict[Kernel, passes.Launch] = {kernel: self.launch(kernel) for kernel in kernels}
+        if direction == "forward":
+            self._forward = launches
+        else:
+            self._backward = launches
+        return launches
 
     def launch(self, kernel: Kernel) -> Callable[..., Any]:
         if kernel not in self._launch:
@@ -265,6 +311,9 @@ class _Kernels:
             module = load_kernel(self._problem, config, kernel, aligned=self.aligned)
             self._launch[kernel] = module.launch
         return self._launch[kernel]
+
+    def _panel_rows(self, direction: Direction) -> int:
+        return passes.rows_for(self._problem, _spec(self._device), direction)
 
     def on_device(self) -> contextlib.AbstractContextManager[Any]:
         """Triton launches on the current device; make it that of the tensors."""
@@ -287,14 +336,14 @@ def _spec(device: torch.device) -> GpuSpec:
 
 
 class _Attention(torch.autograd.Function):
-    """Forward keeps out and lse; backward runs preprocess, dK/dV and dQ, without atomics."""
+    """Forward keeps out and lse; the backward has no atomics, whichever kernels it runs."""
 
     @staticmethod
     def forward(
         ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, kernels: _Kernels
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with kernels.on_device():
-            out, lse = kernels.launch("fwd")(q, k, v, scale)
+            out, lse = kernels.forward(q, k, v, scale)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
         ctx.scale, ctx.kernels = scale, kernels
@@ -311,15 +360,12 @@ class _Attention(torch.autograd.Function):
         if not _addressable(dout) or (kernels.aligned and not is_aligned(dout)):
             # Not `contiguous`, which leaves a dense tensor at an odd address where it is.
             dout = dout.clone(memory_format=torch.contiguous_format)
-        dq = dk = dv = None
         with kernels.on_device():
-            delta = kernels.launch("bwd_preprocess")(out, dout)
-            if dlse is not None:  # d lse / d s = p, as if delta were smaller by dlse
-                delta -= dlse
-            if ctx.needs_input_grad[0]:
-                dq = kernels.launch("bwd_dq")(q, k, v, dout, lse, delta, ctx.scale)
-            if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
-                dk, dv = kernels.launch("bwd_dkdv")(q, k, v, dout, lse, delta, ctx.scale)
+            dq, dk, dv = kernels.backward(
+                *(q, k, v, out, lse, dout, dlse, ctx.scale),
+                wants_dq=ctx.needs_input_grad[0],
+                wants_dkdv=ctx.needs_input_grad[1] or ctx.needs_input_grad[2],
+            )
         return dq, dk, dv, None, None
 
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tilegen.build import CompiledKernel, compile_many, first_that_fits
-from tilegen.config import KERNELS, Kernel, TileConfig
+from tilegen.config import Kernel, TileConfig
 from tilegen.emitted import RenderedKernel, template_digest
 from tilegen.errors import BuildFailed
+from tilegen.families import kernels_of
 from tilegen.measure import Measurement
 from tilegen.model.estimate import Candidate
 from tilegen.problem import AttentionProblem
@@ -48,9 +49,13 @@ def run(
     `tune_seconds` per kernel are spent on the GPU at hand; None writes the model's choice down as
     unmeasured. `on_stage(name, value)` is told what each stage made.
     """
+    # AttentionProblem, GpuSpec -> [Kernel]
+    kernels: tuple[Kernel, ...] = kernels_of(problem, gpu)
+    on_stage("families", kernels)
+
     # AttentionProblem, GpuSpec -> {Kernel: [Candidate]}
     candidates: dict[Kernel, list[Candidate]] = {
-        kernel: propose(problem, gpu, kernel=kernel, top=top) for kernel in KERNELS
+        kernel: propose(problem, gpu, kernel=kernel, top=top) for kernel in kernels
     }
     on_stage("propose", candidates)
 
@@ -100,7 +105,7 @@ def run(
             chosen=chosen[kernel],
             record=records[kernel],
         )
-        for kernel in KERNELS
+        for kernel in kernels
     }
 
 

@@ -13,7 +13,8 @@ from tilegen.masks.mask import Mask, full, parse_mask
 DType = Literal["fp16", "bf16", "fp32"]
 DTYPE_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4}
 
-MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 256
+MIN_HEAD_DIM = 8
+MAX_HEAD_DIM: dict[str, int] = {"fp16": 1024, "bf16": 1024, "fp32": 512}
 MAX_LENGTH = 2**28  # row and column indices in kernels are 32-bit, and masks add a few of them
 MAX_HEADS = 2**20
 
@@ -42,14 +43,6 @@ class AttentionProblem:
         _check_range("num_heads_kv", self.num_heads_kv, 1, MAX_HEADS)
         _check_range("seqlen_q", self.seqlen_q, 1, MAX_LENGTH)
         _check_range("seqlen_kv", self.seqlen_kv, 1, MAX_LENGTH)
-        for name in ("head_dim_qk", "head_dim_v"):
-            value = getattr(self, name)
-            _check_range(name, value, 1, 2**20)
-            if not MIN_HEAD_DIM <= value <= MAX_HEAD_DIM:
-                raise Unsupported(
-                    f"{name} must be {MIN_HEAD_DIM}..{MAX_HEAD_DIM}, got {value}; "
-                    "use torch.nn.functional.scaled_dot_product_attention for this size"
-                )
         if self.num_heads_q % self.num_heads_kv:
             raise InvalidProblem(
                 f"num_heads_q must be a multiple of num_heads_kv, "
@@ -59,6 +52,14 @@ class AttentionProblem:
             raise InvalidProblem(
                 f"dtype must be one of {', '.join(DTYPE_BYTES)}, got {self.dtype!r}"
             )
+        for name in ("head_dim_qk", "head_dim_v"):
+            value, limit = getattr(self, name), MAX_HEAD_DIM[self.dtype]
+            _check_range(name, value, 1, 2**20)
+            if not MIN_HEAD_DIM <= value <= limit:
+                raise Unsupported(
+                    f"{name} must be {MIN_HEAD_DIM}..{limit} in {self.dtype}, got {value}; "
+                    "use torch.nn.functional.scaled_dot_product_attention for this size"
+                )
         if not isinstance(self.mask, Mask):
             raise InvalidProblem(
                 "mask must be a tilegen mask such as tilegen.causal(), "

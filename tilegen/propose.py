@@ -6,10 +6,18 @@ import heapq
 from dataclasses import replace
 from functools import lru_cache
 
-from tilegen.config import BLOCK_SIZES, NUM_STAGES, NUM_WARPS, Kernel, TileConfig
+from tilegen.config import (
+    BLOCK_SIZES,
+    NUM_STAGES,
+    NUM_WARPS,
+    SLICED,
+    SLICED_BLOCKS,
+    Kernel,
+    TileConfig,
+)
 from tilegen.device import GpuSpec
 from tilegen.errors import Unsupported
-from tilegen.model import roofline
+from tilegen.model import roofline, sliced
 from tilegen.model.bounds import lower_bound_bytes
 from tilegen.model.estimate import Candidate, CostEstimate
 from tilegen.model.footprint import Footprint, footprint, residents
@@ -107,14 +115,19 @@ class _Model:
     def time(self, config: TileConfig, needs: Footprint) -> roofline.Time:
         """Return the predicted time: all that ranking needs."""
         moved, counts, _ = self._tile(config)
-        return roofline.time(
+        time = sliced.time if self._kernel in SLICED else roofline.time
+        return time(
             self._problem, self._gpu, config, self._kernel, moved=moved, counts=counts, needs=needs
         )
 
     def cost(self, time: roofline.Time, config: TileConfig, needs: Footprint) -> CostEstimate:
         """Return the estimate that a time belongs to."""
         moved, counts, _ = self._tile(config)
-        steps = self._problem.batch * self._problem.num_heads_q * counts.tiles
+        if self._kernel in SLICED:
+            flops = sliced.flops(self._problem, self._gpu, config, self._kernel, counts)
+        else:
+            steps = self._problem.batch * self._problem.num_heads_q * counts.tiles
+            flops = steps * roofline.tile(self._problem, config, self._kernel).flops
         return CostEstimate(
             kernel=self._kernel,
             config=config,
@@ -124,7 +137,7 @@ class _Model:
             lower_bound_bytes=lower_bound_bytes(self._problem, self._gpu, self._kernel),
             smem_bytes=needs.smem_bytes,
             registers=needs.registers,
-            flops=steps * roofline.tile(self._problem, config, self._kernel).flops,
+            flops=flops,
             seconds=time.seconds,
             limit=time.terms[0][0],
             terms=time.terms,
@@ -135,7 +148,10 @@ class _Model:
         """Return what is moved and visited, and the least time: warps and stages do not matter."""
         tile = config.key.partition("w")[0]
         if (found := self._by_tile.get(tile)) is None:
-            moved = traffic(self._problem, config, self._kernel)
+            rows = None
+            if self._kernel in SLICED:
+                rows = sliced.rows_of_panels(self._problem, self._gpu, self._kernel)
+            moved = traffic(self._problem, config, self._kernel, panel_rows=rows)
             counts = visits(self._problem, config.block_m, config.block_n, self._kernel)
             least = roofline.least_seconds(self._gpu, moved)
             found = self._by_tile[tile] = moved, counts, least
@@ -144,6 +160,11 @@ class _Model:
 
 def _ranked(times: list[Timed]) -> list[Timed]:
     return sorted(times, key=lambda one: (one[0].seconds, one[1]))
+
+
+def spills(problem: AttentionProblem, gpu: GpuSpec, candidate: Candidate) -> bool:
+    """Whether a candidate is predicted to spill registers."""
+    return footprint(problem, candidate.config, candidate.kernel, gpu.arch).spills
 
 
 def all_configs(problem: AttentionProblem, kernel: Kernel) -> list[TileConfig]:
@@ -161,10 +182,23 @@ def _configs(max_rows: int, max_columns: int, kernel: Kernel) -> tuple[TileConfi
             for num_warps in NUM_WARPS
         )
     columns = [block for block in BLOCK_SIZES if block <= max_columns]
+    slices: tuple[int, ...] = (0,)
+    if kernel in SLICED:
+        blocks_m, blocks_n, slices = SLICED_BLOCKS[kernel]
+        # A tile larger than the problem is better than none.
+        rows = [block for block in blocks_m if block <= max(max_rows, blocks_m[0])]
+        columns = [block for block in blocks_n if block <= max(max_columns, blocks_n[0])]
     return tuple(
-        TileConfig(block_m=block_m, block_n=block_n, num_warps=num_warps, num_stages=num_stages)
+        TileConfig(
+            block_m=block_m,
+            block_n=block_n,
+            block_d=block_d,
+            num_warps=num_warps,
+            num_stages=num_stages,
+        )
         for block_m in rows
         for block_n in columns
+        for block_d in slices
         for num_warps in NUM_WARPS
         for num_stages in NUM_STAGES
     )

@@ -16,7 +16,7 @@ import jinja2
 import sympy
 
 from tilegen import resources
-from tilegen.config import Kernel, TileConfig, head_dim_chunks
+from tilegen.config import COLUMN_KERNELS, Kernel, TileConfig, check_config, head_dim_chunks
 from tilegen.emitted import (
     VECTOR_BYTES,
     RenderedKernel,
@@ -41,17 +41,17 @@ from tilegen.problem import AttentionProblem
 
 _TITLES: dict[Kernel, str] = {
     "fwd": "Attention forward: out and lse.",
+    "fwd_streamed": "Attention forward, head dim streamed: out and lse.",
+    "fwd_scores": "Attention forward, small cache: the weights of a panel of query rows.",
+    "fwd_values": "Attention forward, small cache: out and lse of a panel of query rows.",
     "bwd_preprocess": "Attention backward, preprocess: delta = rowsum(out * dout).",
     "bwd_dkdv": "Attention backward: dk and dv.",
     "bwd_dq": "Attention backward: dq.",
+    "bwd_scores": "Attention backward, small cache: weights and score gradients of a panel.",
+    "bwd_columns": "Attention backward, small cache: what a panel adds to dk or dv.",
+    "bwd_rows": "Attention backward, small cache: dq of a panel of query rows.",
 }
 _TRITON_DTYPES = {"fp16": "tl.float16", "bf16": "tl.bfloat16", "fp32": "tl.float32"}
-_SIDES: dict[Kernel, Side] = {
-    "fwd": "rows",
-    "bwd_preprocess": "rows",
-    "bwd_dkdv": "columns",
-    "bwd_dq": "rows",
-}
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,16 @@ class Chunk:
     exists: str  # name of its bounds vector, where padded
     limit: str  # constant the offsets stay below
     padded: bool
+
+
+@dataclass(frozen=True)
+class Slices:
+    """A head dim in slices of BLOCK_D columns, as the templates see it."""
+
+    limit: str  # constant that is its width
+    padded: bool  # whether the last slice reaches beyond it
+    and_exists: str  # "" or " & d_exists[None, :]"
+    only_exists: str  # "" or ", mask=d_exists[None, :], other=0.0"
 
 
 @dataclass(frozen=True)
@@ -89,9 +99,10 @@ def render(
     """Return the emitted kernel for a problem's class: any batch, heads and lengths share one text.
 
     `aligned=False` gives the kernel for addresses or strides that are not multiples of 16 bytes; by
-    default the head dims decide, as they do for dense tensors. Raises Unsupported for a mask that
-    the compiler cannot solve.
+    default the head dims decide, as they do for dense tensors. Raises Unsupported for a config of
+    another kind of kernel, and for a mask that the compiler cannot solve.
     """
+    check_config(config, kernel)
     if aligned is None:
         aligned = rows_are_aligned(problem)
     template = environment().get_template(f"attention_{kernel}.py.jinja")
@@ -125,7 +136,7 @@ def environment() -> jinja2.Environment:
 def _context(
     problem: AttentionProblem, config: TileConfig, kernel: Kernel, aligned: bool
 ) -> dict[str, Any]:
-    side = _SIDES[kernel]
+    side: Side = "columns" if kernel in COLUMN_KERNELS else "rows"
     unit = VECTOR_BYTES // problem.element_bytes if aligned else 1
     function = _function_name(problem, config, kernel)
     return {
@@ -143,6 +154,8 @@ def _context(
         "aligned": aligned,
         "qk_chunks": _chunks(problem.head_dim_qk, "qk"),
         "v_chunks": _chunks(problem.head_dim_v, "v"),
+        "qk_dim": _slices("HEAD_DIM_QK", problem.head_dim_qk, config),
+        "v_dim": _slices("HEAD_DIM_V", problem.head_dim_v, config),
         "ranges": _ranges(problem.mask, side),
         "heavy_last": kernel != "bwd_preprocess" and _heavy_last(problem.mask, side),
         "keep": _keep(problem.mask),
@@ -157,6 +170,7 @@ def _header(
     dims = f"{problem.head_dim_qk}/{problem.head_dim_v}"
     flag = "" if aligned else " --unaligned"
     tile = f"block_m={config.block_m} block_n={config.block_n}"
+    tile += f" block_d={config.block_d}" if config.block_d else ""
     options = f"num_warps={config.num_warps} num_stages={config.num_stages}"
     return f'''"""{_TITLES[kernel]}
 
@@ -178,7 +192,8 @@ def _function_name(problem: AttentionProblem, config: TileConfig, kernel: Kernel
     if kernel == "bwd_preprocess":
         return f"attention_{kernel}_d{problem.head_dim_v}_m{config.block_m}"
     mask = re.sub(r"[^a-z0-9]+", "_", problem.mask.notation.replace("-1", "inf")).strip("_")
-    return f"attention_{kernel}_{dims}_{mask}_m{config.block_m}n{config.block_n}"
+    slice_ = f"d{config.block_d}" if config.block_d else ""
+    return f"attention_{kernel}_{dims}_{mask}_m{config.block_m}n{config.block_n}{slice_}"
 
 
 def _signature(
@@ -189,12 +204,12 @@ def _signature(
     match = re.search(rf"def {function}\((.*?)\):", source, re.DOTALL)
     assert match, function
     names = re.findall(r"\w+", re.sub(r"#.*", "", match[1]))
-    fp32 = {"lse_ptr", "delta_ptr"}
+    fp32 = {"lse_ptr", "delta_ptr", "maxima_ptr", "sums_ptr", "acc_ptr"}
 
     def triton_type(name: str) -> str:
         if name.endswith("_ptr"):
             return "*fp32" if name in fp32 else f"*{problem.dtype}"
-        return "fp32" if name.startswith("softmax_scale") else "i32"
+        return "fp32" if name.startswith(("softmax_scale", "factor")) else "i32"
 
     return tuple((name, triton_type(name)) for name in names)
 
@@ -218,6 +233,16 @@ def _chunks(head_dim: int, kind: str) -> tuple[Chunk, ...]:
         )
         start += width
     return tuple(chunks)
+
+
+def _slices(limit: str, head_dim: int, config: TileConfig) -> Slices:
+    padded = config.block_d > 0 and head_dim % config.block_d > 0
+    return Slices(
+        limit=limit,
+        padded=padded,
+        and_exists=" & d_exists[None, :]" if padded else "",
+        only_exists=", mask=d_exists[None, :], other=0.0" if padded else "",
+    )
 
 
 def _ranges(mask: Mask, side: Side) -> Ranges:

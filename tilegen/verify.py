@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tilegen import interpreter, workers
-from tilegen.config import KERNELS, Kernel, TileConfig
+from tilegen import interpreter, passes, workers
+from tilegen.config import BACKWARD, Kernel, TileConfig
 from tilegen.emitted import RenderedKernel, load
 from tilegen.errors import Unsupported, WrongResult
 from tilegen.masks.mask import Mask
@@ -68,9 +68,9 @@ def verify(
 ) -> tuple[Check, ...]:
     """Run the kernels of `configs` on random inputs of the problem's shape and judge every output.
 
-    `fwd` alone judges out and lse; all four kernels judge dq, dk and dv too. `device` defaults to
-    the GPU, or to the CPU where Triton's interpreter is on. Raises Unsupported where emitted
-    kernels cannot run.
+    The kernels of a forward alone judge out and lse; those of a backward dq, dk and dv too.
+    `device` defaults to the GPU, or to the CPU where Triton's interpreter is on. Raises Unsupported
+    where emitted kernels cannot run.
     """
     device = device or run_device()
     inputs = make_inputs(problem, device=device, seed=seed)
@@ -129,8 +129,18 @@ def check(
     found = run(kernels, inputs, factor)
     expected = _reference(inputs.to(torch.float64), mask, factor)
     own = [_torch_result(inputs, mask, factor, plain=plain) for plain in (False, True)]
+    lse = expected["lse"]
+    largest = float(lse[lse.isfinite()].abs().max()) if lse.isfinite().any() else 0.0
     return tuple(
-        judge(name, found[name], expected[name], [result[name] for result in own]) for name in found
+        judge(
+            name,
+            found[name],
+            expected[name],
+            [result[name] for result in own],
+            # A backward computes weights again, from an lse rounded to fp32.
+            relative=ROUNDINGS * EPS * largest if name in ("dq", "dk", "dv") else 0.0,
+        )
+        for name in found
     )
 
 
@@ -142,21 +152,29 @@ def require(checks: tuple[Check, ...]) -> None:
 
 
 def run(
-    kernels: Mapping[Kernel, RenderedKernel], inputs: Inputs, scale: float
+    kernels: Mapping[Kernel, RenderedKernel],
+    inputs: Inputs,
+    scale: float,
+    *,
+    panel_rows: int = passes.PANEL_STEP,
 ) -> dict[str, torch.Tensor]:
-    """Return out and lse, and with all four kernels dq, dk and dv, as the emitted kernels compute
-    them."""
+    """Return out and lse, and with all kernels of a backward dq, dk and dv, as the emitted kernels
+    compute them. Panels are small by default, so that short sequences need several."""
     if inputs.q.device.type == "cpu":
         run_device()
         interpreter.repair_bfloat16()
-    launch = {kernel: load(rendered).launch for kernel, rendered in kernels.items()}
+    launch: dict[Kernel, passes.Launch] = {
+        kernel: load(rendered).launch for kernel, rendered in kernels.items()
+    }
     q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout
-    out, lse = launch["fwd"](q, k, v, scale)
-    results = {"out": out, "lse": lse}
-    if set(KERNELS) <= set(kernels):
+    out, lse = passes.forward(launch, q, k, v, scale, panel_rows=panel_rows)
+    results: dict[str, Any] = {"out": out, "lse": lse}
+    if any(set(backward) <= set(kernels) for backward in BACKWARD.values()):
         delta = launch["bwd_preprocess"](out, dout)
-        results["dq"] = launch["bwd_dq"](q, k, v, dout, lse, delta, scale)
-        results["dk"], results["dv"] = launch["bwd_dkdv"](q, k, v, dout, lse, delta, scale)
+        dq, dk, dv = passes.gradients(
+            launch, q, k, v, dout, lse, delta, scale, panel_rows=panel_rows
+        )
+        results |= {"dq": dq, "dk": dk, "dv": dv}
     return results
 
 
@@ -205,10 +223,23 @@ def _torch_result(
     return {"out": out.detach(), "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
 
+ROUNDINGS = 1.5
+"""Kernels keep the row maximum in base 2: scaling to it, scaling back and the sum each round once
+more than PyTorch does, by half a unit in the last place."""
+EPS = torch.finfo(torch.float32).eps
+
+
 def judge(
-    name: str, found: torch.Tensor, expected: torch.Tensor, own: Sequence[torch.Tensor]
+    name: str,
+    found: torch.Tensor,
+    expected: torch.Tensor,
+    own: Sequence[torch.Tensor],
+    *,
+    relative: float = 0.0,
 ) -> Check:
     """Judge one output. `own` is PyTorch's, computed its different ways: the larger error counts.
+
+    `relative` is the part of the largest value that rounding alone may cost.
 
     In fp32 they differ by more than twice each other's error, by nothing but summation order. One
     that is not finite where the reference is says nothing.
@@ -219,11 +250,9 @@ def judge(
     target = expected.to(wide)
     rounded = expected.to(dtype)
     floor = 2 * _distance((rounded + 0.3) - 0.3, rounded).max().to(wide)
-    if name == "lse":
-        # Kernels keep the row maximum in base 2: scaling to it, scaling back and the sum each round
-        # once more than PyTorch does, by half a unit in the last place.
-        magnitude = target[target.isfinite()].abs().max() if target.isfinite().any() else 0.0
-        floor += 1.5 * torch.finfo(dtype).eps * magnitude
+    relative = ROUNDINGS * EPS if name == "lse" else relative
+    if relative and target.isfinite().any():
+        floor += relative * target[target.isfinite()].abs().max()
     distances = [float(_distance(one.to(wide), target).max()) for one in own]
     allowed = 2 * max(filter(math.isfinite, distances), default=0.0) + float(floor)
     errors = _distance(found.to(wide), target)

@@ -11,7 +11,7 @@ import pytest
 
 from tilegen import bundle, workers
 from tilegen.build import CompiledKernel, compile_many, first_that_fits
-from tilegen.config import KERNELS, TileConfig
+from tilegen.config import LARGE_CACHE, TileConfig
 from tilegen.device import gpu
 from tilegen.errors import BuildFailed, InvalidProblem, Unsupported
 from tilegen.problem import AttentionProblem
@@ -39,7 +39,7 @@ def test_generate_writes_kernels_binaries_and_a_manifest(tmp_path: Path) -> None
     manifest = json.loads(path.read_text())
     entries = manifest["kernels"]
     assert [(e["kernel"], e["arch"]) for e in entries] == [
-        (kernel, arch) for arch in ("sm_90", "gfx942") for kernel in KERNELS
+        (kernel, arch) for arch in ("sm_90", "gfx942") for kernel in LARGE_CACHE
     ]
     assert seen == [e["arch"] for e in entries]
     named = {"manifest.json"}

@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from tilegen.build import CompiledKernel, compile_for, compile_many
-from tilegen.config import KERNELS, Kernel, TileConfig
+from tilegen.config import LARGE_CACHE, Kernel, TileConfig
 from tilegen.emitted import load
 from tilegen.errors import BuildFailed, Unsupported
 from tilegen.problem import AttentionProblem
@@ -21,7 +21,7 @@ PROBLEM = AttentionProblem.parse("hq4 hkv1 q1024 d64 bf16 causal&window(255,0)")
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120", "gfx942"])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", LARGE_CACHE)
 def test_every_kernel_on_every_architecture(kernel: Kernel, arch: str) -> None:
     compiled = compile_for(render(PROBLEM, CONFIG, kernel), arch)
     assert compiled.binary[:4] == b"\x7fELF"
@@ -37,7 +37,7 @@ def test_every_kernel_on_every_architecture(kernel: Kernel, arch: str) -> None:
 def test_split_and_padded_head_dims(text: str) -> None:
     problem = AttentionProblem.parse(f"hq2 hkv2 q100 {text}")
     rendered = [
-        render(problem, CONFIG, kernel, aligned=a) for kernel in KERNELS for a in (True, False)
+        render(problem, CONFIG, kernel, aligned=a) for kernel in LARGE_CACHE for a in (True, False)
     ]
     outcomes = dict(compile_many(rendered, "sm_90", workers=2))
     assert set(outcomes) == set(rendered)
@@ -138,7 +138,7 @@ def test_what_is_compiled_ahead_is_found_when_launched(head_dim: int) -> None:
 
 
 @pytest.mark.usefixtures("compile_instead_of_launching")
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", LARGE_CACHE)
 @pytest.mark.parametrize("head_dim, aligned", [(64, True), (72, True), (60, False)])
 def test_no_length_recompiles(kernel: Kernel, head_dim: int, aligned: bool) -> None:
     """Through `launch`, as users do: lengths, heads and batches of all sorts, both layouts."""

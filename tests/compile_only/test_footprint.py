@@ -12,7 +12,7 @@ import pytest
 import benchmarks.calibrate_footprint as calibrate
 import tilegen.model.footprint as model
 from tilegen.build import CompiledKernel, compile_many
-from tilegen.config import KERNELS, Kernel, TileConfig
+from tilegen.config import LARGE_CACHE, Kernel, TileConfig
 from tilegen.device import catalogue, gpu
 from tilegen.model import known
 from tilegen.model.footprint import (
@@ -62,7 +62,7 @@ def test_first_proposals_compile_as_predicted(arch: str) -> None:
     spec = gpu(GPUS[arch])
     asked = {}
     for text in PROBLEMS:
-        for kernel in KERNELS:
+        for kernel in LARGE_CACHE:
             best = propose(PARSE(text), spec, kernel=kernel, top=1)[0]
             asked[render(PARSE(text), best.config, kernel).digest] = best, PARSE(text)
     rendered = [render(problem, best.config, best.kernel) for best, problem in asked.values()]

@@ -8,7 +8,7 @@ import pytest
 
 from tests.records import H200, timed
 from tilegen.build import compile_for
-from tilegen.config import KERNELS, TileConfig
+from tilegen.config import LARGE_CACHE, TileConfig
 from tilegen.device import catalogue
 from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
@@ -68,7 +68,7 @@ def test_what_cannot_fit_is_refused_by_the_compiler_alone(
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "gfx942"])
 def test_the_safe_tiles_fit_everywhere(arch: str) -> None:
     problem = AttentionProblem.parse("hq4 hkv1 q300 d256 bf16 causal(bottom_right)&window(63,9)")
-    for kernel in KERNELS:
+    for kernel in LARGE_CACHE:
         built = compile_for(render(problem, bench.SAFE, kernel), arch)
         assert built.shared_bytes <= min(gpu.smem_per_block for gpu in catalogue())
         assert built.spill_bytes == 0

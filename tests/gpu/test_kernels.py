@@ -15,7 +15,7 @@ from benchmarks.providers import providers
 from benchmarks.workloads import Workload
 from tests.problems import PROBLEMS
 from tilegen import verify
-from tilegen.config import KERNELS, Kernel, TileConfig
+from tilegen.config import LARGE_CACHE, Kernel, TileConfig
 from tilegen.device import GpuSpec, detect
 from tilegen.dispatch import choose
 from tilegen.emitted import is_aligned
@@ -58,7 +58,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def best(problem: AttentionProblem, spec: GpuSpec, rank: int = 0) -> dict[Kernel, TileConfig]:
     """Return the model's choice for every kernel; at another `rank`, or the last there is."""
-    ranked = {k: propose(problem, spec, kernel=k, top=rank + 1) for k in KERNELS}
+    ranked = {k: propose(problem, spec, kernel=k, top=rank + 1) for k in LARGE_CACHE}
     return {kernel: candidates[-1].config for kernel, candidates in ranked.items()}
 
 
@@ -134,7 +134,7 @@ def test_unaligned_tensors_right_after_aligned_ones(dtype: str) -> None:
 @pytest.mark.parametrize("problem", PROBLEMS[::4], ids=str)
 def test_the_safe_tiles_agree_with_the_reference(problem: AttentionProblem) -> None:
     """What the tuner checks backward kernels with."""
-    configs: dict[Kernel, TileConfig] = {kernel: SAFE for kernel in KERNELS}
+    configs: dict[Kernel, TileConfig] = {kernel: SAFE for kernel in LARGE_CACHE}
     verify.require(verify.verify(problem, configs, device="cuda"))
 
 
@@ -196,7 +196,7 @@ def test_lengths_never_recompile(aligned: bool, spec: GpuSpec, compiled: list[st
         inputs = inputs if aligned else unaligned(inputs)
         verify.require(verify.check(kernels, inputs, mask=sized.mask))
     ours = [text for text in compiled if text.startswith("attention_")]
-    assert len(ours) == len(set(ours)) == len(KERNELS), ours
+    assert len(ours) == len(set(ours)) == len(LARGE_CACHE), ours
 
 
 def test_tuning_for_half_a_minute_leaves_a_record_that_calls_use(spec: GpuSpec) -> None:

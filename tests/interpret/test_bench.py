@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
 
-from tilegen.config import KERNELS, Kernel, TileConfig
+from tilegen.config import LARGE_CACHE, Kernel, TileConfig
+from tilegen.device import gpu
 from tilegen.emitted import load
 from tilegen.problem import AttentionProblem
 from tilegen.reference import attention_reference, make_inputs
 from tilegen.render import render
-from tilegen.tuning.bench import check_config, make_arguments
+from tilegen.tuning.bench import check_config, make_launches
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+def arguments(problem: AttentionProblem, kernel: Kernel) -> list[Any]:
+    (only,) = make_launches(problem, kernel, "cpu", gpu("h200"))
+    return only
+
+
+@pytest.mark.parametrize("kernel", LARGE_CACHE)
 @pytest.mark.parametrize(
     "text",
     ["b2 hq4 hkv2 q60 kv70 d32/16 fp16 causal", "b1 hq1 hkv1 q1 kv33 d16 fp32 window(9,9)"],
@@ -23,7 +30,7 @@ from tilegen.tuning.bench import check_config, make_arguments
 def test_arguments_fit_the_launch(text: str, kernel: Kernel) -> None:
     problem = AttentionProblem.parse(text)
     module = load(render(problem, TileConfig(block_m=32, block_n=16), kernel))
-    results = module.launch(*make_arguments(problem, kernel, "cpu"))
+    results = module.launch(*arguments(problem, kernel))
     results = results if isinstance(results, tuple) else (results,)
     query = (problem.batch, problem.num_heads_q, problem.seqlen_q)
     key = (problem.batch, problem.num_heads_kv, problem.seqlen_kv)
@@ -37,13 +44,13 @@ def test_arguments_fit_the_launch(text: str, kernel: Kernel) -> None:
     assert all(torch.isfinite(result).all() for result in results)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", LARGE_CACHE)
 def test_arguments_are_in_the_order_of_the_launch(kernel: Kernel) -> None:
     """Each is what its name says, although most would fit in another's place."""
     problem = AttentionProblem.parse("b1 hq4 hkv2 q40 kv3000 d32/16 fp16 full")
     module = load(render(problem, TileConfig(block_m=32, block_n=16), kernel))
     names = list(inspect.signature(module.launch).parameters)
-    found = dict(zip(names, make_arguments(problem, kernel, "cpu"), strict=True))
+    found = dict(zip(names, arguments(problem, kernel), strict=True))
     shapes = {
         "q": (1, 4, 40, 32),
         "k": (1, 2, 3000, 32),
@@ -65,7 +72,7 @@ def test_arguments_are_in_the_order_of_the_launch(kernel: Kernel) -> None:
         assert found["delta"].mean().abs() < 0.5
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", LARGE_CACHE)
 def test_a_right_config_passes_the_check(kernel: Kernel) -> None:
     problem = AttentionProblem.parse("b2 hq4 hkv2 q60 kv70 d32/16 fp16 causal")
     config = TileConfig(block_m=32, block_n=32)
@@ -74,5 +81,5 @@ def test_a_right_config_passes_the_check(kernel: Kernel) -> None:
 
 def test_arguments_are_the_same_every_time() -> None:
     problem = AttentionProblem.parse("b1 hq2 hkv1 q8 kv8 d16 fp16 full")
-    one, other = (make_arguments(problem, "bwd_dq", "cpu") for _ in range(2))
+    one, other = (arguments(problem, "bwd_dq") for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(one[:-1], other[:-1], strict=True))

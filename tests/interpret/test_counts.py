@@ -5,7 +5,7 @@ import torch
 
 from tests.problems import PROBLEMS
 from tilegen import interpreter
-from tilegen.config import KERNELS, Kernel, TileConfig
+from tilegen.config import LARGE_CACHE, Kernel, TileConfig
 from tilegen.emitted import load
 from tilegen.model.traffic import traffic
 from tilegen.problem import AttentionProblem
@@ -41,7 +41,7 @@ def counted(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> tu
     return found.read_bytes, found.write_bytes
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", LARGE_CACHE)
 @pytest.mark.parametrize("mask", MASKS)
 def test_every_mask_on_aligned_and_ragged_shapes(mask: str, kernel: Kernel) -> None:
     for shape in SHAPES:
@@ -51,7 +51,7 @@ def test_every_mask_on_aligned_and_ragged_shapes(mask: str, kernel: Kernel) -> N
             assert (expected.read_bytes, expected.write_bytes) == counted(problem, config, kernel)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", LARGE_CACHE)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_every_problem_of_the_table(problem: AttentionProblem, kernel: Kernel) -> None:
     config = TileConfig(block_m=64, block_n=32)

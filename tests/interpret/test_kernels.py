@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.problems import PROBLEMS
-from tilegen.config import KERNELS, Kernel, TileConfig
+from tilegen.config import LARGE_CACHE, Kernel, TileConfig
 from tilegen.emitted import RenderedKernel
 from tilegen.masks import parse_mask
 from tilegen.problem import AttentionProblem
@@ -22,13 +22,13 @@ TALL = TileConfig(block_m=64, block_n=16)
 def kernels(
     problem: AttentionProblem, config: TileConfig = SQUARE, *, aligned: bool = False
 ) -> dict[Kernel, RenderedKernel]:
-    return {kernel: render(problem, config, kernel, aligned=aligned) for kernel in KERNELS}
+    return {kernel: render(problem, config, kernel, aligned=aligned) for kernel in LARGE_CACHE}
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 @pytest.mark.parametrize("config", [SQUARE, WIDE], ids=lambda config: config.key)
 def test_agrees_with_the_reference(problem: AttentionProblem, config: TileConfig) -> None:
-    require(verify(problem, dict.fromkeys(KERNELS, config)))
+    require(verify(problem, dict.fromkeys(LARGE_CACHE, config)))
 
 
 MASKS = [
@@ -48,13 +48,13 @@ MASKS = [
 def test_every_mask_in_every_dtype(mask: str, dtype: str) -> None:
     for lengths in ("q70 kv97", "q97 kv70", "q64 kv64"):
         problem = AttentionProblem.parse(f"b1 hq2 hkv1 {lengths} d32 {dtype} {mask}")
-        require(verify(problem, dict.fromkeys(KERNELS, TALL)))
+        require(verify(problem, dict.fromkeys(LARGE_CACHE, TALL)))
 
 
 @pytest.mark.parametrize("head_dim", [8, 72, 80, 96, 160, 192, 256, "192/128", "40/24", 59])
 def test_head_dims_padded_and_split(head_dim: object) -> None:
     problem = AttentionProblem.parse(f"b1 hq2 hkv2 q40 kv72 d{head_dim} fp16 causal(bottom_right)")
-    require(verify(problem, dict.fromkeys(KERNELS, SQUARE)))
+    require(verify(problem, dict.fromkeys(LARGE_CACHE, SQUARE)))
 
 
 @pytest.mark.parametrize("aligned", [True, False])
@@ -119,7 +119,7 @@ def test_every_config_gives_the_same_result_class() -> None:
     for text in ("b1 hq1 hkv1 q1 kv1 d16 fp16 causal", "b1 hq1 hkv1 q3 kv200 d16 fp16 full"):
         problem = AttentionProblem.parse(text)
         for config in (TileConfig(block_m=128, block_n=128), TileConfig(block_m=256, block_n=16)):
-            require(verify(problem, dict.fromkeys(KERNELS, config)))
+            require(verify(problem, dict.fromkeys(LARGE_CACHE, config)))
 
 
 def test_a_mask_wider_than_the_sequence_is_no_mask() -> None:

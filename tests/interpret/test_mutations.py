@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.interpret.mutations import MUTATIONS, Mutation
-from tilegen.config import KERNELS, Kernel, TileConfig
+from tilegen.config import LARGE_CACHE, Kernel, TileConfig
 from tilegen.emitted import RenderedKernel
 from tilegen.problem import AttentionProblem
 from tilegen.reference import Inputs, make_inputs
@@ -29,7 +29,7 @@ CONFIG = TileConfig(block_m=16, block_n=16)
 
 
 def _kernels(problem: AttentionProblem) -> dict[Kernel, RenderedKernel]:
-    return {kernel: render(problem, CONFIG, kernel, aligned=True) for kernel in KERNELS}
+    return {kernel: render(problem, CONFIG, kernel, aligned=True) for kernel in LARGE_CACHE}
 
 
 def _inputs(problem: AttentionProblem, sigma: float) -> Inputs:

@@ -48,7 +48,7 @@ BAD = {
     "mask text": (tensors(GOOD, GOOD, GOOD), {"mask": "causal"}, "tilegen mask"),
     "no tensors": ([1, 2, 3], {}, "torch tensors"),
     "sparse tensors": ([torch.zeros(GOOD).to_sparse()] * 3, {}, "dense torch tensors"),
-    "head dim too wide": (tensors(*[(1, 1, 4, 512)] * 3), {}, "8..256"),
+    "head dim too wide": (tensors(*[(1, 1, 4, 2048)] * 3), {}, r"8..512 in fp32"),
 }
 
 

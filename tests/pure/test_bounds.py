@@ -8,7 +8,7 @@ import pytest
 import sympy as sp
 
 from tests.problems import PROBLEMS
-from tilegen.config import KERNELS, Kernel, TileConfig
+from tilegen.config import LARGE_CACHE, Kernel, TileConfig
 from tilegen.device import catalogue, gpu
 from tilegen.model import bounds
 from tilegen.model.bounds import (
@@ -228,7 +228,7 @@ def test_mask_size_in_bands_is_on_the_safe_side(
     assert banded.degree >= exact.degree
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", LARGE_CACHE)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.key)
 def test_no_kernel_beats_the_bound(problem: AttentionProblem, kernel: Kernel) -> None:
     for spec in (gpu("h200"), gpu("t4"), gpu("h200", fast_memory=4096)):

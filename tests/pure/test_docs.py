@@ -57,8 +57,8 @@ def test_every_template_variable_is_in_the_legend() -> None:
     context = _context(problem, TileConfig(block_m=64, block_n=64), "fwd", True)
     for name in context:
         assert f"`{name}`" in LEGEND, name
-    chunk, ranges = context["qk_chunks"][0], context["ranges"]
-    for field in (*vars(chunk), *vars(ranges)):
+    chunk, ranges, slices = context["qk_chunks"][0], context["ranges"], context["qk_dim"]
+    for field in (*vars(chunk), *vars(ranges), *vars(slices)):
         assert f"`{field}`" in LEGEND, field
 
 

@@ -303,7 +303,7 @@ def test_forward_is_tuned_first_and_what_serves_has_no_backward() -> None:
         replace(a_workload(n), problem=p) for n, p in (("t", PROBLEM), ("s", WINDOW))
     )
     trained = replace(trained, directions=("forward", "backward"))
-    assert tune.jobs([trained, served]) == [
+    assert tune.jobs([trained, served], H200) == [
         *((PROBLEM, "fwd"), (WINDOW, "fwd")),
         *((PROBLEM, "bwd_preprocess"), (PROBLEM, "bwd_dkdv"), (PROBLEM, "bwd_dq")),
     ]

@@ -113,10 +113,18 @@ def test_malformed_notation(text: str) -> None:
     assert MALFORMED[text] in str(caught.value)
 
 
-@pytest.mark.parametrize("dims", ["7", "257", "64/4", "1024"])
+@pytest.mark.parametrize("dims", ["7", "1025", "64/4", "2048"])
 def test_head_dims_out_of_reach(dims: str) -> None:
-    with pytest.raises(Unsupported, match=r"head_dim_\w+ must be 8\.\.256, got \d+; use torch"):
+    with pytest.raises(
+        Unsupported, match=r"head_dim_\w+ must be 8\.\.1024 in bf16, got \d+; use torch"
+    ):
         AttentionProblem.parse(f"hq8 q8 d{dims} bf16")
+
+
+def test_fp32_reaches_half_as_far() -> None:
+    assert AttentionProblem.parse("hq8 q8 d512 fp32").head_dim_v == 512
+    with pytest.raises(Unsupported, match=r"must be 8\.\.512 in fp32, got 1024"):
+        AttentionProblem.parse("hq8 q8 d1024 fp32")
 
 
 def test_fields_are_checked() -> None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from tilegen.config import BLOCK_SIZES, KERNELS, Kernel, TileConfig
+from tilegen.config import BLOCK_SIZES, LARGE_CACHE, Kernel, TileConfig
 from tilegen.device import GpuSpec, catalogue, gpu
 from tilegen.errors import Unsupported
 from tilegen.masks import compiler
@@ -47,7 +47,7 @@ PROBLEMS = [
 @pytest.mark.parametrize("spec", catalogue(), ids=lambda spec: spec.name)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.key)
 def test_every_problem_on_every_gpu(problem: AttentionProblem, spec: GpuSpec) -> None:
-    for kernel in KERNELS:
+    for kernel in LARGE_CACHE:
         found = propose(problem, spec, kernel=kernel)
         assert 1 <= len(found) <= 10
         seconds = [candidate.estimate.seconds for candidate in found]
@@ -70,7 +70,7 @@ def test_every_problem_on_every_gpu(problem: AttentionProblem, spec: GpuSpec) ->
             assert 0 < cost.seconds < 100
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", LARGE_CACHE)
 def test_reasons_are_one_sentence_with_numbers(kernel: Kernel) -> None:
     for candidate in propose(LLAMA, gpu("h200"), kernel=kernel):
         assert "\n" not in candidate.reason
@@ -135,7 +135,7 @@ def test_nothing_fits() -> None:
         propose(problem, gpu("h200", fast_memory=4096), kernel="bwd_dq")
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", LARGE_CACHE)
 def test_search_space_holds_the_proposals_and_more(kernel: Kernel) -> None:
     spec = gpu("h200")
     space = search_space(LLAMA, spec, kernel)
@@ -172,7 +172,7 @@ def test_lengths_of_2_to_the_28_are_fine() -> None:
     assert propose(problem, gpu("b200"), top=1)[0].estimate.read_bytes > 2**36
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", LARGE_CACHE)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.key)
 def test_what_is_shared_between_configs_changes_no_ranking(
     problem: AttentionProblem, kernel: Kernel

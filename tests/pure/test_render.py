@@ -13,7 +13,7 @@ import pytest
 from tests.conftest import CheckGolden
 from tests.problems import PROBLEMS
 from tilegen import emitted, resources
-from tilegen.config import KERNELS, Kernel, TileConfig, head_dim_chunks
+from tilegen.config import LARGE_CACHE, Kernel, TileConfig, head_dim_chunks
 from tilegen.errors import Unsupported
 from tilegen.masks import parse_mask
 from tilegen.problem import AttentionProblem
@@ -45,7 +45,7 @@ def all_rendered() -> list[emitted.RenderedKernel]:
     return [
         render(problem, CONFIG, kernel, aligned=aligned)
         for problem in problems
-        for kernel in KERNELS
+        for kernel in LARGE_CACHE
         for aligned in (True, False)
     ]
 
@@ -103,14 +103,14 @@ def test_full_tiles_have_no_mask_code() -> None:
 
 def test_the_text_does_not_depend_on_batch_heads_or_lengths() -> None:
     other = AttentionProblem.parse("b1 hq4 hkv1 q17 kv99 d128 bf16 causal")
-    for kernel in KERNELS:
+    for kernel in LARGE_CACHE:
         assert render(LLAMA, CONFIG, kernel) == replace(
             render(other, CONFIG, kernel), problem=LLAMA
         )
 
 
 def test_the_header_says_how_to_render_again() -> None:
-    for kernel in KERNELS:
+    for kernel in LARGE_CACHE:
         rendered = render(LLAMA, CONFIG, kernel, aligned=False)
         match = re.search(
             r'rerender  tilegen show "(.*)"\n +--kernel (\w+) --config (\w+) --unaligned\n',
@@ -137,7 +137,7 @@ def test_integers_are_not_specialised_on() -> None:
 
 def test_template_digest_covers_what_jinja_reaches() -> None:
     env = environment()
-    for kernel in KERNELS:
+    for kernel in LARGE_CACHE:
         text = (resources.data_dir("templates") / f"attention_{kernel}.py.jinja").read_text()
         reached = set(jinja2.meta.find_referenced_templates(env.parse(text)))
         found = set(re.findall(r'{%-?\s*(?:import|from|include|extends)\s+"([^"]+)"', text))
@@ -221,7 +221,7 @@ def test_a_digest_tells_kernels_apart() -> None:
         emitted.kernel_digest(problem, config, kernel, aligned)
         for problem in (LLAMA, replace(LLAMA, dtype="fp16"), replace(LLAMA, head_dim_v=64))
         for config in (CONFIG, replace(CONFIG, num_stages=2))
-        for kernel in KERNELS
+        for kernel in LARGE_CACHE
         for aligned in (True, False)
     }
     assert len(requests) == 3 * 2 * 4 * 2

@@ -32,7 +32,7 @@ from tests.records import (
     save_many,
     timed,
 )
-from tilegen.config import KERNELS, TileConfig
+from tilegen.config import LARGE_CACHE, TileConfig
 from tilegen.disk import say_once
 from tilegen.errors import InvalidRecord, Unsupported
 from tilegen.measure import Measurement
@@ -77,7 +77,7 @@ def test_round_trip() -> None:
 
 @pytest.mark.parametrize("problem", [p.bucket for p in PROBLEMS], ids=str)
 def test_round_trip_of_every_problem(problem: AttentionProblem) -> None:
-    for kernel in KERNELS:
+    for kernel in LARGE_CACHE:
         one = record(problem=problem, kernel=kernel)
         assert TuningRecord.from_json(one.to_json()) == one
 

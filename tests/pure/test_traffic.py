@@ -8,7 +8,7 @@ import pytest
 import sympy as sp
 
 from tests.problems import PROBLEMS
-from tilegen.config import KERNELS, Kernel, TileConfig
+from tilegen.config import LARGE_CACHE, Kernel, TileConfig
 from tilegen.model.bounds import best_block_m
 from tilegen.model.symbols import B_c, B_r, M, N, N_kv, N_q, V_kv, V_q, d, d_qk, d_v, g
 from tilegen.model.traffic import (
@@ -69,7 +69,7 @@ def counted(
     return rows * (width + 8) + streamed * width, rows * p.head_dim_qk * size
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", LARGE_CACHE)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.key)
 def test_traffic_equals_a_count_over_the_matrix(problem: AttentionProblem, kernel: Kernel) -> None:
     for block_m, block_n in TILES:
@@ -112,7 +112,7 @@ def test_heads_and_batches_multiply() -> None:
     one = AttentionProblem.parse("b1 hq2 hkv2 q200 kv200 d64 bf16 causal")
     many = AttentionProblem.parse("b3 hq8 hkv8 q200 kv200 d64 bf16 causal")
     config = TileConfig(block_m=64, block_n=32)
-    for kernel in KERNELS:
+    for kernel in LARGE_CACHE:
         single, all_heads = traffic(one, config, kernel), traffic(many, config, kernel)
         assert all_heads.read_bytes == 12 * single.read_bytes
         assert all_heads.write_bytes == 12 * single.write_bytes
@@ -189,7 +189,7 @@ def test_unmasked_terms_are_those_of_the_papers() -> None:
     assert sp.expand(written - g * N_q * (d_v + 1)) == 0
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", LARGE_CACHE)
 def test_symbols_and_numbers_agree(kernel: Kernel) -> None:
     """The terms people read, evaluated by substitution, against `traffic`."""
     problem = AttentionProblem.parse("b2 hq6 hkv2 q200 kv333 d96/40 bf16 full")

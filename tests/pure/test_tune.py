@@ -24,7 +24,7 @@ from tests.records import H200, PROBLEM, VERSIONS, record, timed
 from tests.replay import TABLE, Replay, ranking, run
 from tilegen import tune as tune_module
 from tilegen import verify
-from tilegen.config import KERNELS, Kernel, TileConfig
+from tilegen.config import LARGE_CACHE, Kernel, TileConfig
 from tilegen.emitted import template_digest
 from tilegen.errors import BuildFailed, NoRecord, Unsupported, WrongResult
 from tilegen.measure import DeviceLost, Measurement
@@ -796,7 +796,7 @@ OUTPUTS = {
 
 
 @pytest.mark.parametrize("tensor", ["out", "lse", "dq", "dk", "dv"])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", LARGE_CACHE)
 def test_real_check_judges_the_outputs_of_the_kernel(
     kernel: Kernel, tensor: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -816,11 +816,11 @@ def test_real_check_judges_the_outputs_of_the_kernel(
         assert found is None
     problem, configs = asked[0]
     assert problem == verify.reduced(PROBLEM)
-    others = {} if kernel == "fwd" else {k: bench_module.SAFE for k in KERNELS if k != kernel}
+    others = {k: bench_module.safe(k) for k in bench_module.partners(kernel) if k != kernel}
     assert configs == {kernel: TRIED, **others}
 
 
-@pytest.mark.parametrize("kernel", [k for k in KERNELS if k != "fwd"])
+@pytest.mark.parametrize("kernel", [k for k in LARGE_CACHE if k != "fwd"])
 @pytest.mark.parametrize("how", ["wrong", "raises"])
 def test_other_kernels_that_fail_are_not_held_against_a_config(
     how: str, kernel: Kernel, monkeypatch: pytest.MonkeyPatch
@@ -835,7 +835,7 @@ def test_other_kernels_that_fail_are_not_held_against_a_config(
         check_config(PROBLEM, kernel, TRIED)
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("kernel", LARGE_CACHE)
 def test_real_check_maps_what_a_kernel_raises(
     kernel: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -856,8 +856,8 @@ def test_inputs_that_cannot_be_made_are_one_clear_error(monkeypatch: pytest.Monk
     def too_large(*_: Any) -> list[Any]:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 512.00 GiB")
 
-    monkeypatch.setattr(bench_module, "make_arguments", too_large)
-    measure = bench_module._measure_with(PROBLEM, "fwd")
+    monkeypatch.setattr(bench_module, "make_launches", too_large)
+    measure = bench_module._measure_with(PROBLEM, "fwd", H200)
     with pytest.raises(Unsupported, match=r"no inputs for 'b4 hq32 .*512.00 GiB"):
         measure(TileConfig(block_m=64, block_n=64))
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 import sympy as sp
 
-from tilegen.config import Kernel
+from tilegen.config import SLICED, Kernel
 from tilegen.device import GpuSpec
 from tilegen.masks.compiler import tile_ranges
 from tilegen.masks.mask import Mask
@@ -123,8 +123,20 @@ def floor_terms(what: Kernel | Direction) -> tuple[Term, ...]:
     lse, delta = Term("lse", "read", live, "fp32"), Term("delta", "read", live, "fp32")
     dq = Term("dq", "write", rows * d_qk)
     dkdv = Term("dk", "write", N_kv * d_qk), Term("dv", "write", N_kv * d_v)
+    weights, ds = Term("weights", "read", g * nnz), Term("ds", "read", g * nnz)
+    stored = Term("weights", "write", g * nnz), Term("ds", "write", g * nnz)
     match what:
-        case "fwd" | "forward":
+        case "fwd_scores":
+            return q, k, stored[0]
+        case "fwd_values":
+            return weights, v, Term("out", "write", rows * d_v)
+        case "bwd_scores":
+            return q, k, v, dout, lse, delta, *stored
+        case "bwd_columns":
+            return weights, ds, q, dout, *dkdv
+        case "bwd_rows":
+            return ds, k, dq
+        case "fwd" | "fwd_streamed" | "forward":
             return q, k, v, Term("out", "write", rows * d_v), Term("lse", "write", rows, "fp32")
         case "bwd_preprocess":
             both = Term("out", "read", rows * d_v), Term("dout", "read", rows * d_v)
@@ -138,9 +150,13 @@ def floor_terms(what: Kernel | Direction) -> tuple[Term, ...]:
 
 
 def lower_bound(what: Kernel | Direction) -> sp.Expr:
-    """Return max(LB1, LB2, floor) in words; the preprocess kernel forms no scores: floor alone."""
+    """Return max(LB1, LB2, floor) in words; for a kernel that reads or writes scores, or forms
+    none, the floor alone."""
     floor = H_kv * total_words(floor_terms(what))
-    return floor if what == "bwd_preprocess" else sp.Max(partition_bound(), product_bound(), floor)
+    return floor if what in _FLOOR_ALONE else sp.Max(partition_bound(), product_bound(), floor)
+
+
+_FLOOR_ALONE = ("bwd_preprocess", *(name for name in SLICED if name != "fwd_streamed"))
 
 
 @lru_cache(maxsize=1024)
@@ -174,7 +190,7 @@ _ARGUMENTS = (H_kv, g, N_q, N_kv, d_qk, d_v, nnz, w, n_q, n_kv, M, P, e)
 @cache
 def _evaluator(kernel: Kernel) -> Callable[..., float]:
     floor = H_kv * total_bytes(floor_terms(kernel))
-    bounds = [] if kernel == "bwd_preprocess" else [e * partition_bound(), e * product_bound()]
+    bounds = [] if kernel in _FLOOR_ALONE else [e * partition_bound(), e * product_bound()]
     evaluate: Any = sp.lambdify(_ARGUMENTS, sp.Max(floor, *bounds), modules="math")
     return evaluate
 

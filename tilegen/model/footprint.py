@@ -15,7 +15,7 @@ from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Any
 
-from tilegen.config import Kernel, TileConfig, head_dim_chunks
+from tilegen.config import SLICED, Kernel, TileConfig, head_dim_chunks
 from tilegen.device import SMEM_RESERVED_PER_PROGRAM, GpuSpec
 from tilegen.model.architecture import nearest
 from tilegen.model.known import verdict
@@ -76,12 +76,19 @@ def footprint(
     problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: str
 ) -> Footprint:
     """Return what one program of an emitted kernel needs on `arch`."""
+    if kernel in SLICED:
+        from tilegen.model import sliced  # which builds on this module
+
+        return sliced.footprint(problem, config, kernel, arch)
     rules, shape = family(arch), _shape(problem, config, kernel)
     features = register_features(problem, config, kernel, arch)
     fit = rules.registers[f"{kernel}_{'fp32' if shape.exact else '16'}"]
     registers = sum(a * b for a, b in zip(fit, features, strict=True))
     if shape.exact and features[REGISTER_FEATURES.index("probabilities")] > MAX_UNROLLED:
         registers = max(registers, 2.0 * rules.max_registers)
+    if kernel == "bwd_preprocess":  # holds its rows of out and dout whole
+        rows = 2 * shape.rows * sum(shape.accumulators) * problem.element_bytes / 4
+        registers = max(registers, 32 + rows / (rules.warp_threads * config.num_warps))
     limit = max_registers(arch, config.num_warps)
     match verdict(problem, config, kernel, arch):
         case "spill":

@@ -138,11 +138,7 @@ def step_clocks(
     rates, per = family(gpu.arch), instructions(kernel)
     work = tile(problem, config, kernel)
     exact = problem.element_bytes == 4
-    peak = (
-        gpu.vector_flops_32 * rates.vector_efficiency
-        if exact
-        else gpu.tensor_flops_16 * rates.tensor_efficiency
-    ) / (gpu.num_sms * gpu.clock_hz)
+    peak = peak_flops_per_clk(gpu, exact)
     if not exact and work.stationary < rates.full_rate_rows:
         peak *= rates.narrow_rate
     repeated = repetition(problem, config, kernel, gpu.arch)
@@ -165,6 +161,17 @@ def step_clocks(
         smem=operands * problem.element_bytes / SMEM_BYTES_PER_CLK,
         port=streamed_bytes(problem, kernel) * work.streamed / PORT_BYTES_PER_CLK,
     )
+
+
+def peak_flops_per_clk(gpu: GpuSpec, exact: bool) -> float:
+    """Return what a good kernel's matrix products reach on one SM, in IEEE fp32 if `exact`."""
+    rates = family(gpu.arch)
+    peak = (
+        gpu.vector_flops_32 * rates.vector_efficiency
+        if exact
+        else gpu.tensor_flops_16 * rates.tensor_efficiency
+    )
+    return peak / (gpu.num_sms * gpu.clock_hz)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -208,7 +215,7 @@ def time(
     wait = latency / (together * max(ahead, 1))
     if not ahead:  # nothing loads while a program computes
         work += wait
-    step = _overlapped(work, clk.smem, clk.port, wait)
+    step = overlapped(work, clk.smem, clk.port, wait)
 
     # A program's beginning and end: its own tile comes in, the pipeline fills, the result goes out.
     own_bytes = (moved.read_bytes + moved.write_bytes) / max(programs, 1)
@@ -249,7 +256,7 @@ def least_seconds(gpu: GpuSpec, moved: Traffic) -> float:
     return l2_seconds + rates.launch_seconds
 
 
-def _overlapped(*busy: float) -> float:
+def overlapped(*busy: float) -> float:
     """Return the clocks of units that work side by side: a little more than the busiest alone."""
     return sum(clocks**OVERLAP_NORM for clocks in busy) ** (1 / OVERLAP_NORM)
 

@@ -11,12 +11,32 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, Literal
 
+import numpy as np
 import sympy as sp
 
-from tilegen.config import Kernel, TileConfig
+from tilegen.config import COLUMN_KERNELS, Kernel, TileConfig
+from tilegen.emitted import VECTOR_BYTES, rows_are_aligned
 from tilegen.masks.compiler import TileRanges, tile_ranges
 from tilegen.masks.mask import Mask
-from tilegen.model.symbols import B_c, B_r, H_kv, N_kv, N_q, V_kv, V_q, d_qk, d_v, e, g
+from tilegen.model.symbols import (
+    A_w,
+    B_c,
+    B_e,
+    B_r,
+    H_kv,
+    N_kv,
+    N_q,
+    T_s,
+    V_kv,
+    V_q,
+    W_q,
+    d_qk,
+    d_v,
+    e,
+    g,
+    n_p,
+)
+from tilegen.passes import SCORE_WIDTH, panels_per_group
 from tilegen.problem import AttentionProblem
 
 ACCUMULATOR_BYTES = 4
@@ -47,6 +67,7 @@ class Traffic:
 
 
 _ROWS = g * N_q  # query rows that share one key-value head
+_SLICES_QK, _SLICES_V = sp.ceiling(d_qk / B_e), sp.ceiling(d_v / B_e)
 
 TERMS: dict[Kernel, tuple[Term, ...]] = {
     # One program per query tile: Q stays, the KV tiles that the mask leaves stream past.
@@ -83,8 +104,63 @@ TERMS: dict[Kernel, tuple[Term, ...]] = {
         Term("v", "read", g * V_kv * d_v),
         Term("dq", "write", _ROWS * d_qk),
     ),
+    # One program per query tile: outputs stay, KV tiles stream past, and with each of them Q again.
+    "fwd_streamed": (
+        Term("q", "read", g * W_q * d_qk),
+        Term("k", "read", g * V_kv * d_qk),
+        Term("v", "read", g * V_kv * d_v),
+        Term("out", "write", _ROWS * d_v),
+        Term("lse", "write", _ROWS, "fp32"),
+    ),
+    # One program per score tile: the head dim streams past.
+    "fwd_scores": (
+        Term("q", "read", g * W_q * d_qk),
+        Term("k", "read", g * V_kv * d_qk),
+        Term("weights", "write", g * A_w),
+        Term("maxima", "write", T_s * _ROWS, "fp32"),
+        Term("sums", "write", T_s * _ROWS, "fp32"),
+    ),
+    # One program per query tile and slice of d_v: weights and values stream past.
+    "fwd_values": (
+        Term("maxima", "read", _SLICES_V * (T_s * _ROWS + g * W_q), "fp32"),
+        Term("sums", "read", _SLICES_V * T_s * _ROWS, "fp32"),
+        Term("weights", "read", _SLICES_V * g * A_w),
+        Term("v", "read", g * V_kv * d_v),
+        Term("out", "write", _ROWS * d_v),
+        Term("lse", "write", _ROWS, "fp32"),
+    ),
+    # One program per score tile: both head dims stream past.
+    "bwd_scores": (
+        Term("q", "read", g * W_q * d_qk),
+        Term("k", "read", g * V_kv * d_qk),
+        Term("dout", "read", g * W_q * d_v),
+        Term("v", "read", g * V_kv * d_v),
+        Term("lse", "read", g * W_q, "fp32"),
+        Term("delta", "read", g * W_q, "fp32"),
+        Term("weights", "write", g * A_w),
+        Term("ds", "write", g * A_w),
+    ),
+    # One program per KV tile and slice, launched for dV (d_v) and for dK (d_qk).
+    "bwd_columns": (
+        Term("weights", "read", _SLICES_V * g * A_w),
+        Term("dout", "read", g * V_q * d_v),
+        Term("ds", "read", _SLICES_QK * g * A_w),
+        Term("q", "read", g * V_q * d_qk),
+        Term("dk, dv so far", "read", (n_p - 1) * N_kv * (d_qk + d_v), "fp32"),
+        Term("dk, dv so far", "write", (n_p - 1) * N_kv * (d_qk + d_v), "fp32"),
+        Term("dv", "write", N_kv * d_v),
+        Term("dk", "write", N_kv * d_qk),
+    ),
+    # One program per query tile and slice of d_qk: score gradients and keys stream past.
+    "bwd_rows": (
+        Term("ds", "read", _SLICES_QK * g * A_w),
+        Term("k", "read", g * V_kv * d_qk),
+        Term("dq", "write", _ROWS * d_qk),
+    ),
 }
-"""FlashAttention-2 (Dao, arXiv 2307.08691): forward as Algorithm 1, backward in two passes."""
+"""FlashAttention-2 (Dao, arXiv 2307.08691): forward as Algorithm 1, backward in two passes. Small
+cache: Saha and Ye's Algorithm 1 (arXiv 2402.07443), with each tile's maximum kept so that it is
+numerically safe, and a backward of five matrix products in the same spirit."""
 
 UNMASKED = {V_kv: sp.ceiling(N_q / B_r) * N_kv, V_q: sp.ceiling(N_kv / B_c) * N_q}
 """Substitute these for the visited rows when nothing is masked."""
@@ -100,9 +176,24 @@ def total_bytes(terms: Iterable[Term]) -> sp.Expr:
     return sp.Add(*(term.bytes for term in terms))
 
 
-def traffic(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> Traffic:
-    """Return the exact bytes that one launch of `kernel` loads and stores."""
-    counts = visits(problem, config.block_m, config.block_n, kernel)
+def traffic(
+    problem: AttentionProblem,
+    config: TileConfig,
+    kernel: Kernel,
+    *,
+    aligned: bool | None = None,
+    panel_rows: int | None = None,
+    score_width: int = SCORE_WIDTH,
+) -> Traffic:
+    """Return the exact bytes that `kernel` loads and stores for the whole problem.
+
+    Those of the small-cache kernels depend on more than their own config: `aligned` kernels (by
+    default where the head dims allow it) pad a panel's rows, `panel_rows` (by default all) go into
+    a panel, and score tiles are `score_width` keys wide.
+    """
+    counts = visits(problem, config.block_m, config.block_n, kernel, aligned=aligned)
+    width = config.block_n if kernel == "fwd_scores" else score_width
+    rows = problem.batch * problem.num_heads_q * problem.seqlen_q
     arguments = (
         problem.batch * problem.num_heads_kv,
         problem.group_size,
@@ -112,6 +203,11 @@ def traffic(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> Tr
         problem.head_dim_v,
         counts.rows,
         counts.rows,
+        counts.row_steps,
+        counts.cells,
+        -(-problem.seqlen_kv // width),
+        panels_per_group(problem.group_size, problem.seqlen_q, panel_rows or rows),
+        config.block_d or 1,
         problem.element_bytes,
     )
     read, write = _evaluators(kernel)
@@ -132,15 +228,31 @@ class Visits:
     """Streamed rows inside the sequence."""
     longest: int
     """Streamed tiles of the stationary tile that has most."""
+    row_steps: int = 0
+    """Stationary rows inside the sequence, once for each streamed tile."""
+    cells: int = 0
+    """Entries of all visited tiles, as far as a panel holds them."""
 
 
-def visits(problem: AttentionProblem, block_m: int, block_n: int, kernel: Kernel) -> Visits:
-    """Return the tiles that one query head visits under the problem's mask."""
+def visits(
+    problem: AttentionProblem,
+    block_m: int,
+    block_n: int,
+    kernel: Kernel,
+    *,
+    aligned: bool | None = None,
+) -> Visits:
+    """Return the tiles that one query head visits under the problem's mask.
+
+    `aligned` kernels pad the rows of a panel to 16 bytes; by default the head dims decide.
+    """
     if kernel == "bwd_preprocess":
         tiles = -(-problem.seqlen_q // block_m)
         return Visits(programs=tiles, tiles=tiles, partial_tiles=0, rows=0, longest=1)
-    side = "columns" if kernel == "bwd_dkdv" else "rows"
-    return _visits(problem.mask, side, problem.seqlen_q, problem.seqlen_kv, block_m, block_n)
+    side = "columns" if kernel in COLUMN_KERNELS else "rows"
+    aligned = rows_are_aligned(problem) if aligned is None else aligned
+    unit = VECTOR_BYTES // problem.element_bytes if aligned else 1
+    return _visits(problem.mask, side, problem.seqlen_q, problem.seqlen_kv, block_m, block_n, unit)
 
 
 @lru_cache(maxsize=8192)
@@ -151,11 +263,23 @@ def _visits(
     seqlen_kv: int,
     block_m: int,
     block_n: int,
+    unit: int,
 ) -> Visits:
     ranges: TileRanges = tile_ranges(
         mask, side, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, block_m=block_m, block_n=block_n
     )
+    padded = -(-seqlen_kv // unit) * unit
+    stays, block, stream, length = (
+        (seqlen_q, block_m, block_n, padded)
+        if side == "rows"
+        else (padded, block_n, block_m, seqlen_q)
+    )
+    steps = ranges.hi - ranges.lo
+    mine = np.minimum(block, stays - block * np.arange(len(steps), dtype=np.int64))
+    passing = np.where(steps > 0, np.minimum(ranges.hi * stream, length) - ranges.lo * stream, 0)
     return Visits(
+        row_steps=int((mine * steps).sum()),
+        cells=int((mine * passing).sum()),
         programs=len(ranges.lo),
         tiles=ranges.visited_tiles,
         partial_tiles=ranges.partial_tiles,
@@ -167,7 +291,7 @@ def _visits(
 @cache
 def _evaluators(kernel: Kernel) -> tuple[Callable[..., int], Callable[..., int]]:
     """Return (read, write) as functions of Python integers, which do not overflow."""
-    arguments = [H_kv, g, N_q, N_kv, d_qk, d_v, V_kv, V_q, e]
+    arguments = [H_kv, g, N_q, N_kv, d_qk, d_v, V_kv, V_q, W_q, A_w, T_s, n_p, B_e, e]
 
     def evaluator(direction: str) -> Any:
         moved = [term for term in TERMS[kernel] if term.direction == direction]

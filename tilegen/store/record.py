@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 import tilegen
-from tilegen.config import KERNELS, Kernel, TileConfig
+from tilegen.config import KERNELS, Kernel, TileConfig, check_config
 from tilegen.errors import InvalidRecord, TilegenError
 from tilegen.measure import MAX_REPEATS, Measurement, Status
 from tilegen.problem import AttentionProblem
@@ -115,7 +115,13 @@ class TuningRecord:
 
     def to_json(self) -> str:
         """Return the text of the record's file; `TuningRecord.from_json` reads it back."""
-        values = {"schema": SCHEMA, **dataclasses.asdict(self), "problem": self.problem.key}
+        values: dict[str, Any] = {
+            "schema": SCHEMA,
+            **dataclasses.asdict(self),
+            "problem": self.problem.key,
+        }
+        if not self.config.block_d:
+            del values["config"]["block_d"]
         return json.dumps(values, indent=2, ensure_ascii=True, allow_nan=False) + "\n"
 
     @classmethod
@@ -124,14 +130,15 @@ class TuningRecord:
         fields = parse_json(text)
         if (schema := fields.integer("schema", 1, 2**31)) != SCHEMA:
             raise OtherSchema(f"schema must be {SCHEMA}, got {schema}")
+        kernel = cast("Kernel", fields.choice("kernel", KERNELS))
         return cls(
             gpu=fields.text("gpu", r"\S.*", "the name of a GPU"),
             arch=fields.text(
                 "arch", r"sm_\d{2,4}[a-z]?|gfx[0-9a-f]{3,5}", "such as sm_90 or gfx942"
             ),
-            kernel=cast("Kernel", fields.choice("kernel", KERNELS)),
+            kernel=kernel,
             problem=_problem(fields),
-            config=config_from(fields.group("config")),
+            config=config_from(fields.group("config"), kernel),
             measurement=measurement_from(fields.group("measurement")),
             estimate=None if fields.is_null("estimate") else _estimate(fields.group("estimate")),
             versions=_versions(fields.group("versions")),
@@ -143,19 +150,21 @@ class TuningRecord:
         )
 
 
-def config_from(fields: Fields) -> TileConfig:
+def config_from(fields: Fields, kernel: Kernel) -> TileConfig:
     """Return the config that the JSON object holds. Raises InvalidRecord."""
     known = {field.name: field for field in dataclasses.fields(TileConfig)}
     # A knob this tilegen lacks makes it another config, so here nothing may be ignored.
     if unknown := sorted(fields.values.keys() - known.keys()):
         raise InvalidRecord(f"config must have {', '.join(known)}; got also {unknown[0][:40]!r}")
     values: dict[str, int] = {
-        name: fields.integer(name, 1, 2**16)
+        name: fields.integer(name, 0, 2**16)
         for name, field in known.items()
         if name in fields.values or field.default is dataclasses.MISSING
     }
     try:
-        return TileConfig(**values)
+        config = TileConfig(**values)
+        check_config(config, kernel)
+        return config
     except TilegenError as error:
         raise InvalidRecord(f"config: {error}") from None
 

@@ -7,13 +7,15 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
-from tilegen.config import KERNELS, Kernel, TileConfig
+from tilegen import passes
+from tilegen.config import BACKWARD, FORWARD, SLICED, SLICED_BLOCKS, Kernel, TileConfig
 from tilegen.errors import BuildFailed, TilegenError, Unsupported, WrongResult
 from tilegen.measure import Measurement, failed, measure, one_line, survived
+from tilegen.passes import SCORE_WIDTH
 from tilegen.problem import AttentionProblem
 
 if TYPE_CHECKING:
@@ -38,8 +40,24 @@ Check = Callable[[TileConfig], Measurement | None]
 
 SAFE = TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)
 """Needs the least of everything: runs on every GPU, whatever the problem."""
+
+
+def safe(kernel: Kernel) -> TileConfig:
+    """Return the config of a kernel that needs least."""
+    if kernel not in SLICED:
+        return SAFE
+    block_m, block_n, block_d = (sizes[0] for sizes in SLICED_BLOCKS[kernel])
+    return replace(SAFE, block_m=block_m, block_n=block_n, block_d=block_d)
+
+
 MAKES: dict[Kernel, tuple[str, ...]] = {
     "fwd": ("out", "lse"),
+    "fwd_streamed": ("out", "lse"),
+    "fwd_scores": ("out", "lse"),
+    "fwd_values": ("out", "lse"),
+    "bwd_scores": ("dq", "dk", "dv"),
+    "bwd_columns": ("dk", "dv"),
+    "bwd_rows": ("dq",),
     "bwd_preprocess": ("dq", "dk", "dv"),  # its delta is seen in all of them
     "bwd_dkdv": ("dk", "dv"),
     "bwd_dq": ("dq",),
@@ -69,7 +87,7 @@ def real_bench(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, pool: Po
             "without it, take the model's choice: tilegen propose"
         )
     return Bench(
-        measure=_measure_with(problem, kernel),
+        measure=_measure_with(problem, kernel, gpu),
         compile=lambda configs: compile_ahead(problem, gpu, kernel, configs, pool),
         check=lambda config: check_config(problem, kernel, config),
     )
@@ -148,30 +166,40 @@ def compile_ahead(
         yield rendered.config, built
 
 
-def _measure_with(problem: AttentionProblem, kernel: Kernel) -> Measure:
+def _measure_with(problem: AttentionProblem, kernel: Kernel, gpu: GpuSpec) -> Measure:
     """Return a function that times one config of a kernel on inputs of the problem's shape."""
-    arguments: list[Any] = []
+    launches: list[list[Any]] = []
 
     def measure_config(config: TileConfig) -> Measurement:
         from tilegen.emitted import load
         from tilegen.render import render
 
-        if not arguments:
+        if not launches:
             try:
-                arguments.extend(make_arguments(problem, kernel, "cuda"))
+                launches.extend(make_launches(problem, kernel, "cuda", gpu))
             except RuntimeError as error:  # torch's error for too little memory is one
                 raise Unsupported(f"no inputs for '{problem}': {one_line(error)}") from error
         try:
             module = load(render(problem, config, kernel))
         except TilegenError as error:
             return failed(error)
-        return measure(lambda: module.launch(*arguments))
+
+        def run() -> None:
+            for arguments in launches:
+                module.launch(*arguments)
+
+        return measure(run)
 
     return measure_config
 
 
-def make_arguments(problem: AttentionProblem, kernel: Kernel, device: str) -> list[Any]:
-    """Return random arguments for `launch`; times depend little on the values."""
+def make_launches(
+    problem: AttentionProblem, kernel: Kernel, device: str, gpu: GpuSpec
+) -> list[list[Any]]:
+    """Return random arguments for every `launch` that the problem takes: one, or one a panel.
+
+    Times depend little on the values.
+    """
     import torch
 
     from tilegen.reference import TORCH_DTYPES
@@ -180,22 +208,55 @@ def make_arguments(problem: AttentionProblem, kernel: Kernel, device: str) -> li
     dtype = TORCH_DTYPES[problem.dtype]
     rows = (problem.batch, problem.num_heads_q, problem.seqlen_q)
     columns = (problem.batch, problem.num_heads_kv, problem.seqlen_kv)
+    qk, v_dim = problem.head_dim_qk, problem.head_dim_v
 
     def random(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
     if kernel == "bwd_preprocess":
-        return [random((*rows, problem.head_dim_v), dtype) for _ in ("out", "dout")]
-    q = random((*rows, problem.head_dim_qk), dtype)
-    k = random((*columns, problem.head_dim_qk), dtype)
-    v = random((*columns, problem.head_dim_v), dtype)
-    scale = problem.head_dim_qk**-0.5
-    if kernel == "fwd":
-        return [q, k, v, scale]
-    dout = random((*rows, problem.head_dim_v), dtype)
+        return [[random((*rows, v_dim), dtype) for _ in ("out", "dout")]]
+    q, k = random((*rows, qk), dtype), random((*columns, qk), dtype)
+    v = random((*columns, v_dim), dtype)
+    scale = qk**-0.5
+    if kernel in ("fwd", "fwd_streamed"):
+        return [[q, k, v, scale]]
+    dout = random((*rows, v_dim), dtype)
     # What a dense forward would give on such inputs: logits are normal with variance 1.
     lse = torch.full(rows, math.log(problem.seqlen_kv) + 0.5, device=device)
-    return [q, k, v, dout, lse, random(rows, torch.float32), scale]
+    delta = random(rows, torch.float32)
+    if kernel in ("bwd_dkdv", "bwd_dq"):
+        return [[q, k, v, dout, lse, delta, scale]]
+
+    direction = "forward" if kernel.startswith("fwd") else "backward"
+    panel_rows = passes.rows_for(problem, gpu, direction)
+    all_panels = list(passes.panels(rows[0] * rows[1], problem.group_size, rows[2], panel_rows))
+    first = all_panels[0]
+    # One panel serves all: each is as large as the first, or a part of it.
+    width = -(-problem.seqlen_kv // 8) * 8
+    weights = random((first.num_heads, first.num_rows, width), dtype)
+    tiles = -(-problem.seqlen_kv // SCORE_WIDTH)
+    notes = random((first.num_heads, tiles, first.num_rows), torch.float32)
+    acc = random((problem.seqlen_kv, max(qk, v_dim)), torch.float32)
+    launches: list[list[Any]] = []
+    for p in all_panels:
+        where = [p.head_first, p.num_heads, p.row_first, p.num_rows]
+        panel = weights[: p.num_heads, : p.num_rows]
+        part = notes[: p.num_heads, :, : p.num_rows].contiguous()
+        match kernel:
+            case "fwd_scores":
+                launches.append([q, k, *where, scale])
+            case "fwd_values":
+                out, starts = dout, [p.head_first, p.row_first]
+                launches.append([panel, part, part.exp(), SCORE_WIDTH, v, out, lse, *starts])
+            case "bwd_scores":
+                launches.append([q, k, v, dout, lse, delta, *where, scale])
+            case "bwd_columns":
+                ends = [p.head_first, p.row_first, p.begins, p.ends]
+                launches.append([panel, dout, acc[:, :v_dim], v, *ends, 1.0])
+                launches.append([panel, q, acc[:, :qk], k, *ends, scale])
+            case _:
+                launches.append([panel, k, q, p.head_first, p.row_first, scale])
+    return launches
 
 
 def check_config(
@@ -203,23 +264,33 @@ def check_config(
 ) -> Measurement | None:
     """Return what is wrong with a config at a reduced size, None if nothing is.
 
-    A backward kernel runs together with the others, which take SAFE. Raises WrongResult where they
-    fail by themselves, which says nothing about the config; DeviceLost.
+    A kernel runs together with its partners, which take the smallest tiles. Raises WrongResult
+    where they fail by themselves, which says nothing about the config; DeviceLost.
     """
     from tilegen.verify import reduced
 
     small = reduced(problem)
-    if kernel == "fwd":
-        return _trouble(small, {kernel: config}, kernel)
-    safe: dict[Kernel, TileConfig] = {name: SAFE for name in KERNELS}
-    trouble = _trouble(small, {**safe, kernel: config}, kernel)
-    if trouble is not None and (theirs := _trouble(small, safe, kernel)) is not None:
+    others: dict[Kernel, TileConfig] = {name: safe(name) for name in partners(kernel)}
+    trouble = _trouble(small, {**others, kernel: config}, kernel)
+    if len(others) == 1 or trouble is None:
+        return trouble
+    if (theirs := _trouble(small, others, kernel)) is not None:
         raise WrongResult(
-            f"expected kernels that are right with the smallest tiles ({SAFE.key}), to check "
-            f"{kernel} with; for '{small}' they are {theirs.status.replace('_', ' ')}: "
+            f"expected kernels that are right with the smallest tiles ({safe(kernel).key}), to "
+            f"check {kernel} with; for '{small}' they are {theirs.status.replace('_', ' ')}: "
             f"{theirs.message}; look closer: tilegen verify '{small}'"
         )
     return trouble
+
+
+def partners(kernel: Kernel) -> tuple[Kernel, ...]:
+    """Return the kernels that have to run for the results of this one to be seen, itself among
+    them."""
+    forward = next((all_ for all_ in FORWARD.values() if kernel in all_), None)
+    if forward is not None:
+        return forward
+    backward = next(all_ for all_ in BACKWARD.values() if kernel in all_)
+    return (*FORWARD["q_stationary"], *backward)
 
 
 def _trouble(

@@ -69,6 +69,7 @@ class TrialLog:
         conditions: Conditions,
     ) -> None:
         self.file = cache_dir / "trials" / slug(gpu) / kernel / f"{slug(problem.key)}.jsonl"
+        self._kernel: Kernel = kernel
         self._conditions = conditions
 
     def read(self) -> dict[TileConfig, Trial]:
@@ -113,7 +114,7 @@ class TrialLog:
         if conditions.values != asdict(self._conditions):
             return None
         return Trial(
-            config=config_from(fields.group("config")),
+            config=config_from(fields.group("config"), self._kernel),
             measurement=measurement_from(fields.group("measurement")),
             seconds=fields.number("seconds", 0, MAX_SECONDS),
             spill_bytes=fields.integer("spill_bytes", 0, 2**31),

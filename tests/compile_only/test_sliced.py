@@ -1,0 +1,72 @@
+"""The small-cache kernels and the streamed forward compile for every architecture, and the model's
+choice for large head dims fits and does not spill."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import triton
+from triton.backends.compiler import GPUTarget
+
+from tests import sliced
+from tilegen.build import CompiledKernel, compile_for, compile_many
+from tilegen.config import Kernel
+from tilegen.device import gpu
+from tilegen.emitted import load
+from tilegen.families import kernels_of
+from tilegen.problem import AttentionProblem
+from tilegen.propose import propose
+from tilegen.render import render
+
+PROBLEM = AttentionProblem.parse("hq4 hkv1 q1024 d320 bf16 causal&window(255,0)")
+GPUS = {"sm_80": "a100", "sm_90": "h200", "sm_100": "b200", "sm_120": "rtx5090"}
+FEW_BYTES = 16  # which the compiler stores around the loop to let more programs share an SM
+KERNELS = [kernel for kernel, config in sliced.ALL.items() if config.block_d]
+
+
+@pytest.mark.parametrize("arch", [*GPUS, "gfx942"])
+def test_every_kernel_on_every_architecture(arch: str) -> None:
+    rendered = [
+        render(PROBLEM, sliced.ALL[kernel], kernel, aligned=aligned)
+        for kernel in KERNELS
+        for aligned in (True, False)
+    ]
+    for one, compiled in compile_many(rendered, arch):
+        assert isinstance(compiled, CompiledKernel), (one.kernel, compiled)
+        assert compiled.binary[:4] == b"\x7fELF"
+        assert compiled.shared_bytes <= 65536
+
+
+@pytest.mark.parametrize("arch", GPUS)
+@pytest.mark.parametrize("dims", ["512", "576/512", "1024"])
+def test_large_head_dims_fit_without_spills(dims: str, arch: str) -> None:
+    spec = gpu(GPUS[arch])
+    problem = AttentionProblem.parse(f"b4 hq16 hkv16 q8192 kv8192 d{dims} bf16 causal")
+    for kernel in kernels_of(problem, spec):
+        ranked = propose(problem, spec, kernel=kernel, top=1)
+        compiled = compile_for(render(problem, ranked[0].config, kernel), arch)
+        assert compiled.spill_bytes <= FEW_BYTES, (kernel, ranked[0].config)
+        assert compiled.shared_bytes <= spec.smem_per_block, (kernel, ranked[0].config)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_aligned_kernels_load_16_bytes_at_once(kernel: Kernel) -> None:
+    """Also the panels, whose rows are padded for it."""
+    rendered = render(PROBLEM, sliced.ALL[kernel], kernel, aligned=True)
+    pointers = [i for i, (_, kind) in enumerate(rendered.signature) if kind.startswith("*")]
+    source = triton.compiler.ASTSource(
+        fn=getattr(load(rendered), rendered.function),
+        signature=dict(rendered.signature),
+        constexprs={},
+        attrs={(i,): [["tt.divisibility", 16]] for i in pointers},
+    )
+    ptx: str = triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+    copies = re.findall(r"cp\.async\.\w+\.shared\.global \[.*?\], \[.*?\], (\w+)", ptx)
+    assert copies
+    wide = [size for size in copies if size == "0x10"]
+    # Maxima and sums are vectors of fp32, which need no more than 4 bytes a thread.
+    assert len(wide) >= len(copies) / 2
+    stores = re.findall(r"st\.global(\.v4)?\.b(\d+)", ptx)
+    if kernel.endswith("_scores"):
+        assert (".v4", "32") in stores

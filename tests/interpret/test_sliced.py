@@ -1,0 +1,205 @@
+"""The small-cache kernels and the streamed forward: right, and moving exactly what the model
+says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests import sliced
+from tests.problems import PROBLEMS
+from tilegen import interpreter, passes
+from tilegen.config import Kernel, TileConfig
+from tilegen.emitted import load
+from tilegen.masks import parse_mask
+from tilegen.model.traffic import traffic
+from tilegen.problem import AttentionProblem
+from tilegen.reference import make_inputs
+from tilegen.render import render
+from tilegen.verify import check, require, run, verify
+
+FAMILIES = {
+    "small_cache": sliced.SMALL_CACHE,
+    "streamed": {**sliced.STREAMED, **sliced.BACKWARD},
+}
+MASKS = [
+    "full",
+    "causal",
+    "causal(bottom_right)",
+    "window(17,0)",
+    "window(5,21,bottom_right)",
+    "causal&window(33,3)",
+    "causal(bottom_right)&window(9,9,bottom_right)",
+]
+
+
+@pytest.mark.parametrize("configs", FAMILIES.values(), ids=list(FAMILIES))
+@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+def test_agrees_with_the_reference(
+    problem: AttentionProblem, configs: Mapping[Kernel, TileConfig]
+) -> None:
+    require(verify(problem, configs))
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_every_mask_in_every_dtype(mask: str, dtype: str) -> None:
+    for lengths in ("q70 kv97", "q97 kv70"):
+        problem = AttentionProblem.parse(f"b1 hq2 hkv1 {lengths} d72/40 {dtype} {mask}")
+        require(verify(problem, sliced.SMALL_CACHE))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hq2 hkv1 q70 kv130 d256 fp32 causal",
+        "hq2 hkv1 q100 kv70 d320 bf16 causal(bottom_right)",
+        "hq1 hkv1 q70 kv100 d512 bf16 window(40,0)",
+        "hq2 hkv1 q40 kv130 d576/512 bf16 causal(bottom_right)",
+        "hq1 hkv1 q70 kv70 d768 fp16 causal",
+        "hq2 hkv1 q33 kv70 d1024 bf16 full",
+    ],
+)
+def test_large_head_dims(text: str) -> None:
+    problem = AttentionProblem.parse(text)
+    wide: dict[Kernel, TileConfig] = {
+        kernel: replace(config, block_d=64)
+        for kernel, config in sliced.SMALL_CACHE.items()
+        if config.block_d
+    }
+    require(verify(problem, wide | sliced.PREPROCESS))
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_heads_inside_rows(aligned: bool) -> None:
+    problem = AttentionProblem.parse("b2 hq4 hkv2 q50 kv70 d64 bf16 causal")
+    inputs = make_inputs(problem, heads_inside=True)
+    kernels = {k: render(problem, c, k, aligned=aligned) for k, c in sliced.SMALL_CACHE.items()}
+    require(check(kernels, inputs, mask=problem.mask))
+
+
+def test_sharp_softmax() -> None:
+    problem = AttentionProblem.parse("b1 hq2 hkv1 q100 kv330 d64 fp16 full")
+    kernels = {k: render(problem, c, k) for k, c in sliced.SMALL_CACHE.items()}
+    require(check(kernels, make_inputs(problem, sigma=16.0), mask=problem.mask))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "b1 hq3 hkv3 q600 kv90 d16 fp32 causal(bottom_right)",
+        "b2 hq6 hkv2 q300 kv40 d16 fp32 window(200,50)",
+        "b2 hq6 hkv2 q40 kv90 d16 fp32 causal",
+    ],
+)
+def test_panels_of_every_size_give_the_same(text: str) -> None:
+    """One row of tiles, some rows, one head, parts of a group, several groups, everything."""
+    problem = AttentionProblem.parse(text)
+    kernels = {k: render(problem, c, k) for k, c in sliced.SMALL_CACHE.items()}
+    inputs = make_inputs(problem)
+    q = problem.seqlen_q
+    sizes = (1, 256, 512, q, 2 * q, 4 * q, 7 * q, 1 << 20)
+    results = [run(kernels, inputs, 0.25, panel_rows=rows) for rows in sizes]
+    for result in results[1:]:
+        for name in ("out", "lse", "dq"):  # each row is computed alone
+            assert torch.equal(result[name], results[0][name]), name
+        for name in ("dk", "dv"):  # summed in another order
+            torch.testing.assert_close(result[name], results[0][name], atol=1e-5, rtol=1e-5)
+
+
+def test_rows_with_nothing_kept_are_exactly_empty() -> None:
+    problem = AttentionProblem.parse("b1 hq2 hkv1 q100 kv40 d32 bf16 causal(bottom_right)")
+    kernels = {k: render(problem, c, k) for k, c in sliced.SMALL_CACHE.items()}
+    found = run(kernels, make_inputs(problem), 0.2)
+    empty = slice(0, 60)
+    assert (found["out"][:, :, empty] == 0).all()
+    assert (found["lse"][:, :, empty] == float("-inf")).all()
+    assert (found["dq"][:, :, empty] == 0).all()
+    assert all(tensor.isfinite().all() for name, tensor in found.items() if name != "lse")
+
+
+def test_what_was_never_written_is_never_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Panels are not cleared: what an earlier one left in tiles that nothing keeps must not
+    matter, even where it is not a number."""
+    problem = AttentionProblem.parse("b1 hq2 hkv1 q300 kv300 d16 fp16 causal&window(60,0)")
+    kernels = {k: render(problem, c, k) for k, c in sliced.SMALL_CACHE.items()}
+    new_empty, empty = torch.Tensor.new_empty, torch.empty
+
+    def poisoned(make: Any) -> Any:
+        def made(*arguments: Any, **options: Any) -> torch.Tensor:
+            return make(*arguments, **options).fill_(float("nan"))
+
+        return made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned(new_empty))
+    monkeypatch.setattr(torch, "empty", poisoned(empty))
+    found = run(kernels, make_inputs(problem), 0.2)
+    assert all(tensor.isfinite().all() for tensor in found.values())
+
+
+def counted(
+    problem: AttentionProblem,
+    configs: Mapping[Kernel, TileConfig],
+    *,
+    aligned: bool,
+    panel_rows: int,
+) -> dict[Kernel, tuple[int, int]]:
+    """Return (read, written) bytes of every kernel, all its launches together."""
+    interpreter.repair_bfloat16()
+    x = make_inputs(problem)
+    moved: dict[Kernel, tuple[int, int]] = dict.fromkeys(configs, (0, 0))
+
+    def watched(kernel: Kernel) -> passes.Launch:
+        launch = load(render(problem, configs[kernel], kernel, aligned=aligned)).launch
+
+        def counting(*arguments: Any) -> Any:
+            with interpreter.count_traffic() as found:
+                result = launch(*arguments)
+            read, written = moved[kernel]
+            moved[kernel] = read + found.read_bytes, written + found.write_bytes
+            return result
+
+        return counting
+
+    launch: dict[Kernel, passes.Launch] = {kernel: watched(kernel) for kernel in configs}
+    _, lse = passes.forward(launch, x.q, x.k, x.v, 0.1, panel_rows=panel_rows)
+    if "bwd_scores" in configs:
+        passes.gradients(launch, x.q, x.k, x.v, x.dout, lse, lse, 0.1, panel_rows=panel_rows)
+    return moved
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("mask", MASKS)
+def test_counted_bytes_equal_the_formula(mask: str, aligned: bool) -> None:
+    configs = {k: c for k, c in sliced.SMALL_CACHE.items() if c.block_d}
+    for shape in ("hq1 hkv1 q128 kv128 d64", "hq2 hkv1 q300 kv77 d72/40", "hq3 hkv1 q1 kv200 d32"):
+        problem = AttentionProblem.parse(f"b1 {shape} fp16 {mask}")
+        for panel_rows in (1, 600, 1 << 20):
+            found = counted(problem, configs, aligned=aligned, panel_rows=panel_rows)
+            for kernel, config in configs.items():
+                expected = traffic(
+                    problem,
+                    config,
+                    kernel,
+                    aligned=aligned,
+                    panel_rows=panel_rows,
+                    score_width=configs["fwd_scores"].block_n,
+                )
+                assert found[kernel] == (expected.read_bytes, expected.write_bytes), kernel
+        streamed = counted(problem, sliced.STREAMED, aligned=aligned, panel_rows=1)
+        expected = traffic(problem, sliced.STREAMED["fwd_streamed"], "fwd_streamed")
+        assert streamed["fwd_streamed"] == (expected.read_bytes, expected.write_bytes)
+
+
+def test_a_mask_wider_than_the_sequence_is_no_mask() -> None:
+    wide = AttentionProblem.parse("b1 hq1 hkv1 q50 kv50 d32 fp32 window(4095,4095)")
+    inputs = make_inputs(wide)
+    outs = [
+        run({k: render(problem, c, k) for k, c in sliced.FORWARD.items()}, inputs, 0.2)["out"]
+        for problem in (wide, replace(wide, mask=parse_mask("full")))
+    ]
+    torch.testing.assert_close(*outs)

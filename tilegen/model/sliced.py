@@ -1,0 +1,302 @@
+"""Kernels that take head dims in slices: what a program holds on chip, and how long a pass takes.
+
+These are the small-cache kernels, each one matrix product with something done before or after, and
+the forward that streams Q again with every key tile. Rates and sources as in roofline.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tilegen.config import COLUMN_KERNELS, Kernel, TileConfig
+from tilegen.device import GpuSpec
+from tilegen.model import roofline
+from tilegen.model.bounds import mask_size
+from tilegen.model.footprint import Family, Footprint, chunks, family, max_registers, residents
+from tilegen.model.hierarchy import L2_SHARE
+from tilegen.model.known import verdict
+from tilegen.model.traffic import Traffic, Visits
+from tilegen.passes import panels, rows_for
+from tilegen.problem import AttentionProblem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One step of a kernel's inner loop: rows x depth times depth x columns."""
+
+    rows: int
+    columns: int
+    depth: int
+    loaded: int
+    """Words that come in."""
+    staged: int
+    """Words of an operand that changes in registers before the product."""
+    accumulators: int
+    """fp32 words that the program keeps, results and score tiles."""
+
+
+def step(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> Step:
+    """Return what one step of a sliced kernel works on."""
+    m, n, d = config.block_m, config.block_n, config.block_d
+    match kernel:
+        case "fwd_scores" | "bwd_scores":
+            tiles = 2 if kernel == "bwd_scores" else 1
+            return Step(
+                rows=m, columns=n, depth=d, loaded=(m + n) * d, staged=0, accumulators=tiles * m * n
+            )
+        case "fwd_values" | "bwd_rows":
+            return Step(
+                rows=m, columns=d, depth=n, loaded=n * (m + d), staged=m * n, accumulators=m * d
+            )
+        case "bwd_columns":
+            return Step(
+                rows=n, columns=d, depth=m, loaded=m * (n + d), staged=m * n, accumulators=n * d
+            )
+        case _:  # fwd_streamed: a step is all slices of one key tile, and the product with V
+            v = sum(chunks(problem.head_dim_v))
+            return Step(
+                rows=m, columns=n, depth=d, loaded=(m + n) * d, staged=0, accumulators=m * (v + n)
+            )
+
+
+# --------------------------------------------------------------------------------------------------
+# On chip
+
+
+def footprint(
+    problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: str
+) -> Footprint:
+    """Return what one program of a sliced kernel needs on `arch`."""
+    rules, work = family(arch), step(problem, config, kernel)
+    exact, size = problem.element_bytes == 4, problem.element_bytes
+    in_place = 0 < rules.rows_in_place <= work.rows and not exact
+    pipelined = config.num_stages > 1 and rules.pipelines
+    buffers = (config.num_stages if in_place else config.num_stages - 1) if pipelined else 1
+    smem = buffers * work.loaded * size
+    if kernel == "fwd_streamed":
+        tile = config.block_n * sum(chunks(problem.head_dim_v)) + config.block_m * config.block_n
+        smem = max(smem, tile * size)
+    elif work.staged and not in_place:
+        smem += work.staged * size
+    smem += 8 * config.block_m  # maxima in flight, and the scratch of reductions over rows
+    smem = max(smem, _leaving(work, kernel, size))
+    limit = max_registers(arch, config.num_warps)
+    registers = math.ceil(_registers(rules, work, config, kernel, size))
+    match verdict(problem, config, kernel, arch):
+        case "spill":
+            registers = max(registers, limit + 1)
+        case "fit":
+            registers = min(registers, limit)
+        case None:
+            pass
+    return Footprint(
+        smem_bytes=smem,
+        registers=registers,
+        columns=_columns(rules, work, exact),
+        max_registers=limit,
+    )
+
+
+def _leaving(work: Step, kernel: Kernel, element_bytes: int) -> int:
+    """Return the bytes that a result needs to be laid out for its stores."""
+    if kernel.endswith("_scores"):
+        return work.rows * work.columns * element_bytes
+    return 4 * work.accumulators if kernel == "bwd_columns" else 0
+
+
+BASE_REGISTERS = 72
+"""Addresses, offsets and counters."""
+LEAVING, LEAVING_IN_PLACE = 1.45, 1.15
+"""Registers a result takes, with what it needs again while it leaves; less with wgmma."""
+
+
+def _registers(
+    rules: Family, work: Step, config: TileConfig, kernel: Kernel, element_bytes: int
+) -> float:
+    threads = rules.warp_threads * config.num_warps
+    wgmma = rules.rows_in_place > 0 and not rules.tensor_memory and element_bytes < 4
+    held = (LEAVING_IN_PLACE if wgmma else LEAVING) * work.accumulators
+    vectors = work.loaded * element_bytes / 16 / threads
+    operands = work.staged * element_bytes / 4 * (2 if kernel == "bwd_columns" else 1)
+    if element_bytes == 4:  # multiply-adds, unrolled, take operands from shared memory
+        operands += (work.rows + work.columns) * math.sqrt(threads)
+    return BASE_REGISTERS + (held + operands) / threads + vectors
+
+
+def _columns(rules: Family, work: Step, exact: bool) -> int:
+    """Return columns of tensor memory."""
+    if not rules.tensor_memory or exact or work.rows < rules.rows_in_place:
+        return 0
+    return math.ceil(work.accumulators / 128)
+
+
+# --------------------------------------------------------------------------------------------------
+# Time
+
+STAGED_INSTRUCTIONS = 2.5
+"""Of one thread, for each staged word: scale or mask it, and round it again."""
+
+
+def time(
+    problem: AttentionProblem,
+    gpu: GpuSpec,
+    config: TileConfig,
+    kernel: Kernel,
+    *,
+    moved: Traffic,
+    counts: Visits,
+    needs: Footprint,
+) -> roofline.Time:
+    """Return the predicted time of a kernel over all panels of a problem."""
+    rates, work = roofline.family(gpu.arch), step(problem, config, kernel)
+    programs, steps, launches = _grid(problem, gpu, config, kernel, counts)
+    exact = problem.element_bytes == 4
+    peak = roofline.peak_flops_per_clk(gpu, exact)
+    if not exact and work.rows < rates.full_rate_rows:
+        peak *= rates.narrow_rate
+    fits = residents(needs, gpu, config)
+    together = min(fits, -(-programs // (launches * gpu.num_sms)))
+    latency = rates.latency_seconds * gpu.clock_hz
+
+    products = [(work.rows, work.columns, work.depth)]
+    loaded = work.loaded
+    slices = 1
+    if kernel == "fwd_streamed":
+        slices = -(-problem.head_dim_qk // config.block_d)
+        v = sum(chunks(problem.head_dim_v))
+        products = products * slices + [(work.rows, v, config.block_n)]
+        loaded = loaded * slices + config.block_n * v
+    if rates.operand_rows and work.rows >= 64 and not exact:
+        reads, kept = work.rows / rates.operand_rows, 1
+    else:  # each warp reads the other operand for its own rows, and keeps those in registers
+        reads, kept = min(config.num_warps, work.rows / 16), 0
+    operands = sum(max(1.0, reads) * c * k + kept * r * k for r, c, k in products)
+    tensor = sum(2.0 * r * c * k for r, c, k in products) / peak
+    smem = operands * problem.element_bytes / roofline.SMEM_BYTES_PER_CLK
+    port = loaded * problem.element_bytes / roofline.PORT_BYTES_PER_CLK
+    issue = STAGED_INSTRUCTIONS * work.staged / roofline.ISSUE_PER_CLK
+    ahead = config.num_stages - 1
+    wait = latency / (together * max(ahead, 1))
+    busy = tensor + rates.exposed * issue + rates.step_clk / together
+    if not ahead:
+        busy += wait
+    scores = config.block_m * config.block_n
+    exp = scores / gpu.exp_per_clk_per_sm if kernel.endswith("_scores") else 0.0
+    if kernel == "fwd_streamed":  # every key tile starts the pipeline of slices again
+        softmax = roofline.instructions("fwd")
+        exp = scores / gpu.exp_per_clk_per_sm
+        issue = softmax.score * scores + softmax.accumulator * work.accumulators
+        issue /= roofline.ISSUE_PER_CLK
+        busy += rates.exposed * max(issue, exp) + 2 * latency / together
+        step_clk, tail = roofline.overlapped(busy, smem, port, wait * slices), 0.0
+    else:
+        per = roofline.instructions("fwd")
+        entries = work.accumulators if kernel.endswith("_scores") else 0
+        tail = max(per.score * entries / roofline.ISSUE_PER_CLK, exp)
+        step_clk = roofline.overlapped(busy, smem, port, wait)
+
+    written = moved.write_bytes / max(programs, 1)
+    overhead = 2 * latency / together + written / roofline.PORT_BYTES_PER_CLK + tail
+    program = step_clk * steps / programs + overhead
+    per_launch = -(-programs // launches)
+    clocks = launches * -(-per_launch // gpu.num_sms) * program
+    dram = dram_bytes(problem, gpu, kernel, moved)
+    l2_seconds = (moved.read_bytes + moved.write_bytes) / (gpu.l2_bandwidth * rates.l2_efficiency)
+    dram_seconds = dram / (gpu.dram_bandwidth * rates.dram_efficiency)
+    per_sm = 1 / (gpu.num_sms * gpu.clock_hz)
+    exps = exp * (steps if kernel == "fwd_streamed" else programs)
+    terms = {
+        "tensor": tensor * steps * per_sm,
+        "exp": exps * per_sm,
+        "issue": (issue * steps + tail * programs) * per_sm,
+        "smem": smem * steps * per_sm,
+        "l2": max(l2_seconds, port * steps * per_sm),
+        "dram": dram_seconds,
+        "latency": (wait * steps + 2 * latency / together * programs) * per_sm,
+    }
+    return roofline.Time(
+        seconds=max(clocks / gpu.clock_hz, l2_seconds, dram_seconds)
+        + launches * rates.launch_seconds,
+        terms=tuple(sorted(terms.items(), key=lambda item: -item[1])),
+        waves=per_launch / (gpu.num_sms * fits),
+        dram_bytes=dram,
+    )
+
+
+def flops(
+    problem: AttentionProblem, gpu: GpuSpec, config: TileConfig, kernel: Kernel, counts: Visits
+) -> int:
+    """Return the tensor flops executed: whole tiles and slices."""
+    work = step(problem, config, kernel)
+    _, steps, _ = _grid(problem, gpu, config, kernel, counts)
+    if kernel == "fwd_streamed":
+        slices = -(-problem.head_dim_qk // config.block_d)
+        width = slices * config.block_d + sum(chunks(problem.head_dim_v))
+        return 2 * steps * config.block_m * config.block_n * width
+    return 2 * steps * work.rows * work.columns * work.depth
+
+
+def _grid(
+    problem: AttentionProblem, gpu: GpuSpec, config: TileConfig, kernel: Kernel, counts: Visits
+) -> tuple[int, int, int]:
+    """Return (programs, steps, launches) of all panels."""
+    heads = problem.batch * problem.num_heads_q
+    if kernel == "fwd_streamed":
+        return heads * counts.programs, heads * counts.tiles, 1
+    rows = rows_of_panels(problem, gpu, kernel)
+    all_panels = list(panels(heads, problem.group_size, problem.seqlen_q, rows))
+    launches = len(all_panels)
+    qk, v = (-(-width // config.block_d) for width in (problem.head_dim_qk, problem.head_dim_v))
+    match kernel:
+        case "fwd_scores":
+            return max(1, heads * counts.tiles), heads * counts.tiles * qk, launches
+        case "bwd_scores":
+            return max(1, heads * counts.tiles), heads * counts.tiles * (qk + v), launches
+        case "bwd_columns":
+            groups = sum(-(-panel.num_heads // problem.group_size) for panel in all_panels)
+            return (
+                groups * counts.programs * (qk + v),
+                heads * counts.tiles * (qk + v),
+                2 * launches,
+            )
+        case _:
+            slices = v if kernel == "fwd_values" else qk
+            return heads * counts.programs * slices, heads * counts.tiles * slices, launches
+
+
+def rows_of_panels(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> int:
+    """Return the query rows that a panel of this kernel's pass holds on this GPU."""
+    return rows_for(problem, gpu, "forward" if kernel.startswith("fwd") else "backward")
+
+
+def dram_bytes(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, moved: Traffic) -> int:
+    """Return the bytes between L2 and DRAM.
+
+    Inputs and outputs move once, what streams again with every panel unless L2 holds it besides the
+    panel. A panel that L2 does not hold is written and read back once.
+    """
+    size = problem.element_bytes
+    mask = mask_size(problem.mask, problem.seqlen_q, problem.seqlen_kv)
+    heads, kv_heads = problem.batch * problem.num_heads_q, problem.batch * problem.num_heads_kv
+    qk, v = problem.head_dim_qk, problem.head_dim_v
+    rows, columns = heads * mask.rows * size, kv_heads * mask.columns * size
+    if kernel == "fwd_streamed":
+        return rows * (qk + v) + columns * (qk + v) + 4 * heads * problem.seqlen_q
+    held = rows_of_panels(problem, gpu, kernel) * problem.seqlen_kv * size
+    held *= 1 if kernel.startswith("fwd") else 2
+    kept = held <= L2_SHARE * gpu.l2_bytes
+    panel = 0 if kept else heads * mask.entries * size
+    width = {"fwd_scores": qk, "fwd_values": v, "bwd_scores": qk + v, "bwd_rows": qk}
+    if kernel in COLUMN_KERNELS:
+        return 2 * panel + (rows + columns) * (qk + v)
+    stream = problem.seqlen_kv * width[kernel] * size
+    group = problem.group_size * problem.seqlen_q
+    sweeps = max(1, -(-group // rows_of_panels(problem, gpu, kernel)))
+    if held + stream <= L2_SHARE * gpu.l2_bytes:
+        sweeps = 1
+    panels_moved = panel * (2 if kernel == "bwd_scores" else 1)
+    return min(
+        panels_moved + rows * width[kernel] + sweeps * columns * width[kernel],
+        moved.read_bytes + moved.write_bytes,
+    )
