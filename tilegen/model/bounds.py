@@ -160,13 +160,20 @@ _FLOOR_ALONE = ("bwd_preprocess", *(name for name in SLICED if name != "fwd_stre
 
 
 @lru_cache(maxsize=1024)
-def lower_bound_bytes(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> int:
-    """Return the bytes that every algorithm for `kernel` must move on this GPU, whole launch.
+def lower_bound_bytes(problem: AttentionProblem, gpu: GpuSpec, what: Kernel | Direction) -> int:
+    """Return the bytes that every algorithm for a kernel or pass must move on this GPU, whole
+    launch."""
+    values = bound_values(problem, gpu)
+    return max(0, math.floor(_evaluator(what)(*(values[symbol] for symbol in _ARGUMENTS))))
+
+
+def bound_values(problem: AttentionProblem, gpu: GpuSpec) -> dict[sp.Symbol, float]:
+    """Return what the symbols of the bounds are.
 
     Slow memory is L2, fast memory everything on an SM: M = on_chip_bytes / element_bytes words.
     """
     size = mask_size(problem.mask, problem.seqlen_q, problem.seqlen_kv)
-    values: dict[sp.Symbol, float] = {
+    return {
         H_kv: problem.batch * problem.num_heads_kv,
         g: problem.group_size,
         N_q: problem.seqlen_q,
@@ -181,17 +188,22 @@ def lower_bound_bytes(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -
         P: gpu.num_sms,
         e: problem.element_bytes,
     }
-    return max(0, math.floor(_evaluator(kernel)(*(values[symbol] for symbol in _ARGUMENTS))))
+
+
+def bounds_of(what: Kernel | Direction) -> dict[str, sp.Expr]:
+    """Return, in bytes of a whole launch, the bounds of which the largest holds: LB1, LB2, floor."""
+    floor = {"floor": H_kv * total_bytes(floor_terms(what))}
+    if what in _FLOOR_ALONE:
+        return floor
+    return {"LB1": e * partition_bound(), "LB2": e * product_bound()} | floor
 
 
 _ARGUMENTS = (H_kv, g, N_q, N_kv, d_qk, d_v, nnz, w, n_q, n_kv, M, P, e)
 
 
 @cache
-def _evaluator(kernel: Kernel) -> Callable[..., float]:
-    floor = H_kv * total_bytes(floor_terms(kernel))
-    bounds = [] if kernel in _FLOOR_ALONE else [e * partition_bound(), e * product_bound()]
-    evaluate: Any = sp.lambdify(_ARGUMENTS, sp.Max(floor, *bounds), modules="math")
+def _evaluator(what: Kernel | Direction) -> Callable[..., float]:
+    evaluate: Any = sp.lambdify(_ARGUMENTS, sp.Max(*bounds_of(what).values()), modules="math")
     return evaluate
 
 
