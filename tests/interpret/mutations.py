@@ -85,4 +85,110 @@ MUTATIONS = [
     Mutation("empty-rows-weigh", "bwd_dkdv", "p = tl.where(keep, ", "p = tl.where(keep | True, "),
     Mutation("empty-rows-weigh-dq", "bwd_dq", "p = tl.where(keep, ", "p = tl.where(keep | True, "),
     Mutation("dv-from-unrounded-scores", "bwd_dkdv", "dv = tl.dot(p.to", "dv = tl.dot(s.to"),
+    # Kernels that share panels. Those that read one mask it again, for the tiles never written.
+    Mutation("drop-the-mask-scores", "fwd_scores", "k_idx <= q_idx", "k_idx <= q_idx + 1"),
+    Mutation(
+        "tile-counted-full",
+        "fwd_scores",
+        "kept_hi = tl.minimum(q_first",
+        "kept_hi = tl.minimum(q_last",
+    ),
+    *(
+        Mutation(f"{name}-{kernel}", kernel, old, new)
+        for kernel in ("fwd_scores", "fwd_values", "bwd_scores", "bwd_rows")
+        for name, old, new in (
+            ("other-head", "head = (head_first + slot)", "head = (head_first + 0 * slot)"),
+            ("row-of-the-panel", "(q_first - row_first)", "(q_first * 0)"),
+        )
+    ),
+    *(
+        Mutation(f"{name}-{kernel}", kernel, old, new)
+        for kernel in ("fwd_scores", "bwd_scores", "fwd_streamed")
+        for name, old, new in (
+            (
+                "forget-a-slice",
+                "range(0, HEAD_DIM_QK, BLOCK_D)",
+                "range(BLOCK_D, HEAD_DIM_QK, BLOCK_D)",
+            ),
+            (
+                "beyond-the-head-dim",
+                "d_exists = d_first + offs_d < HEAD_DIM_QK",
+                "d_exists = offs_d < 99",
+            ),
+        )
+    ),
+    *(
+        Mutation(
+            f"skip-the-last-tile-{kernel}", kernel, "(tile_n >= tile_hi)", "(tile_n >= tile_hi - 1)"
+        )
+        for kernel in ("fwd_scores", "bwd_scores")
+    ),
+    *(
+        Mutation(f"wrong-gqa-head-{kernel}", kernel, "head // GROUP_SIZE", "head % GROUP_SIZE")
+        for kernel in ("fwd_scores", "fwd_values", "bwd_scores", "bwd_rows")
+    ),
+    Mutation(
+        "no-care-for-empty-rows-scores", "fwd_scores", 'tl.where(m == float("-inf"), 0.0, m)', "m"
+    ),
+    Mutation("sums-of-other-rows", "fwd_scores", "tl.sum(p, 1)", "tl.max(p, 1)"),
+    Mutation(
+        "maxima-not-kept",
+        "fwd_scores",
+        "tl.store(maxima_ptr + note, m,",
+        "tl.store(maxima_ptr + note, m * 0.0,",
+    ),
+    Mutation(
+        "natural-exponent-scores",
+        "fwd_scores",
+        "softmax_scale * math.log2(math.e)",
+        "softmax_scale",
+    ),
+    Mutation("weights-not-rescaled", "fwd_values", "w * tl.exp2(m - m_i)[:, None]", "w * 1.0"),
+    Mutation(
+        "maximum-of-another-tile",
+        "fwd_values",
+        "BLOCK_N // score_width * num_rows",
+        "BLOCK_N // score_width * 0",
+    ),
+    Mutation("sums-not-rescaled", "fwd_values", "sums * tl.exp2(m - m_safe[:, None])", "sums"),
+    Mutation("no-normalisation-values", "fwd_values", "acc / l_safe[:, None]", "acc"),
+    Mutation("lse-in-base-2-values", "fwd_values", "* LN_2)", "* 1.0)"),
+    Mutation("lse-never-stored", "fwd_values", "tile_d == 0", "tile_d == 99"),
+    Mutation(
+        "unwritten-tiles-used", "fwd_values", "p = tl.where(keep, ", "p = tl.where(keep | True, "
+    ),
+    Mutation("lse-taken-for-base-2-scores", "bwd_scores", "other=0.0) * LOG2_E", "other=0.0)"),
+    Mutation(
+        "delta-forgotten-scores", "bwd_scores", "ds = p * (dp - delta[:, None])", "ds = p * dp"
+    ),
+    Mutation("weights-are-gradients", "bwd_scores", "tl.store(ds_ptr", "tl.store(weights_ptr"),
+    Mutation("carry-forgotten", "bwd_columns", "(begins == 0)", "(begins == 2)"),
+    Mutation("ends-too-early", "bwd_columns", "(acc * factor)", "(acc * (1 - begins) * factor)"),
+    Mutation("scale-forgotten-columns", "bwd_columns", "(acc * factor)", "(acc * 1.0)"),
+    Mutation(
+        "panel-not-transposed", "bwd_columns", "panel_lo = row_first // BLOCK_M", "panel_lo = 0"
+    ),
+    Mutation(
+        "group-member-skipped",
+        "bwd_columns",
+        "slot = slot_first + i - step * num_slots",
+        "slot = slot_first + 0 * i",
+    ),
+    Mutation(
+        "unwritten-tiles-used-columns",
+        "bwd_columns",
+        "w = tl.where(keep, ",
+        "w = tl.where(keep | True, ",
+    ),
+    Mutation(
+        "skip-a-query-tile-columns", "bwd_columns", "range(full_lo *", "range((full_lo + 1) *"
+    ),
+    Mutation("scale-forgotten-rows", "bwd_rows", "(dq * softmax_scale)", "dq"),
+    Mutation(
+        "forget-to-rescale-streamed",
+        "fwd_streamed",
+        "acc = acc * alpha[:, None]",
+        "acc = acc * 1.0",
+    ),
+    Mutation("drop-the-mask-streamed", "fwd_streamed", "k_idx <= q_idx", "k_idx <= q_idx + 1"),
 ]

@@ -1,13 +1,15 @@
 """The checks notice broken kernels: every mutation of mutations.py turns at least one of them
 red."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from tests import sliced
 from tests.interpret.mutations import MUTATIONS, Mutation
-from tilegen.config import LARGE_CACHE, Kernel, TileConfig
+from tilegen.config import LARGE_CACHE, SLICED, Kernel, TileConfig
 from tilegen.emitted import RenderedKernel
 from tilegen.problem import AttentionProblem
 from tilegen.reference import Inputs, make_inputs
@@ -28,25 +30,47 @@ CASES: list[tuple[AttentionProblem, float]] = [
 CONFIG = TileConfig(block_m=16, block_n=16)
 
 
-def _kernels(problem: AttentionProblem) -> dict[Kernel, RenderedKernel]:
-    return {kernel: render(problem, CONFIG, kernel, aligned=True) for kernel in LARGE_CACHE}
+# The same for kernels that share panels: sliced head dims, and rows enough for several panels.
+SLICED_CASES: list[tuple[AttentionProblem, float]] = [
+    (AttentionProblem.parse("b1 hq4 hkv2 q80 kv150 d72/40 fp16 causal(bottom_right)"), 1.0),
+    (AttentionProblem.parse("b1 hq4 hkv2 q90 kv90 d32/64 fp16 causal&window(20,5)"), 1.0),
+    (AttentionProblem.parse("b1 hq2 hkv1 q90 kv40 d32/16 fp16 window(20,3)"), 1.0),
+    (AttentionProblem.parse("b1 hq2 hkv1 q300 kv90 d32/16 fp16 window(250,9)"), 4.0),
+]
+
+
+def _cases(kernel: Kernel) -> list[tuple[AttentionProblem, float]]:
+    return SLICED_CASES if kernel in SLICED else CASES
+
+
+def _kernels(problem: AttentionProblem, broken: Kernel) -> dict[Kernel, RenderedKernel]:
+    if broken == "fwd_streamed":
+        configs = sliced.STREAMED
+    elif broken in SLICED:
+        configs = sliced.SMALL_CACHE
+    else:
+        configs: Mapping[Kernel, TileConfig] = dict.fromkeys(LARGE_CACHE, CONFIG)
+    return {
+        kernel: render(problem, config, kernel, aligned=True) for kernel, config in configs.items()
+    }
 
 
 def _inputs(problem: AttentionProblem, sigma: float) -> Inputs:
     return make_inputs(problem, sigma=sigma, heads_inside=True)
 
 
+@pytest.mark.parametrize("kernel", ["fwd", "fwd_scores", "fwd_streamed"])
 @pytest.mark.parametrize("case", range(len(CASES)))
-def test_unbroken_kernels_pass(case: int) -> None:
-    problem, sigma = CASES[case]
-    require(check(_kernels(problem), _inputs(problem, sigma), mask=problem.mask))
+def test_unbroken_kernels_pass(case: int, kernel: Kernel) -> None:
+    problem, sigma = _cases(kernel)[case]
+    require(check(_kernels(problem, kernel), _inputs(problem, sigma), mask=problem.mask))
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
 def test_mutation_is_noticed(mutation: Mutation) -> None:
     applied = False
-    for problem, sigma in CASES:
-        kernels = _kernels(problem)
+    for problem, sigma in _cases(mutation.kernel):
+        kernels = _kernels(problem, mutation.kernel)
         whole = kernels[mutation.kernel]
         if mutation.old not in whole.source:
             continue

@@ -10,6 +10,7 @@ from pathlib import Path
 import jinja2.meta
 import pytest
 
+from tests import sliced
 from tests.conftest import CheckGolden
 from tests.problems import PROBLEMS
 from tilegen import emitted, resources
@@ -30,6 +31,12 @@ def test_kernel(kernel: Kernel, mask: str, golden: CheckGolden) -> None:
     golden(render(replace(LLAMA, mask=parse_mask(mask)), CONFIG, kernel).source)
 
 
+@pytest.mark.parametrize("kernel", [kernel for kernel, c in sliced.ALL.items() if c.block_d])
+def test_sliced_kernel(kernel: Kernel, golden: CheckGolden) -> None:
+    problem = AttentionProblem.parse("hq8 hkv2 q8192 d576/512 bf16 causal")
+    golden(render(problem, replace(sliced.ALL[kernel], block_d=64), kernel).source)
+
+
 def test_preprocess(golden: CheckGolden) -> None:
     golden(render(LLAMA, CONFIG, "bwd_preprocess").source)
 
@@ -43,9 +50,9 @@ def test_split_head_dim_without_alignment(kernel: Kernel, golden: CheckGolden) -
 def all_rendered() -> list[emitted.RenderedKernel]:
     problems = [*PROBLEMS, replace(LLAMA, mask=parse_mask("causal&window(4095,0,bottom_right)"))]
     return [
-        render(problem, CONFIG, kernel, aligned=aligned)
+        render(problem, config, kernel, aligned=aligned)
         for problem in problems
-        for kernel in LARGE_CACHE
+        for kernel, config in {**dict.fromkeys(LARGE_CACHE, CONFIG), **sliced.ALL}.items()
         for aligned in (True, False)
     ]
 
@@ -64,8 +71,16 @@ def test_emitted_files_are_well_formed(tmp_path: Path) -> None:
         functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
         assert {kernel.function, "launch"} <= set(functions)
         # What is known when rendering is decided by then: no `if` on a constant inside a kernel.
+        # Kernels of scores ask at run time whether their one tile is empty, or partial.
         body = ast.walk(functions[kernel.function])
-        assert not any(isinstance(node, (ast.If, ast.IfExp)) for node in body)
+        asked = {ast.unparse(node.test) for node in body if isinstance(node, (ast.If, ast.IfExp))}
+        if kernel.kernel.endswith("_scores"):
+            assert asked == {
+                "(tile_n < tile_lo) | (tile_n >= tile_hi)",
+                "(tile_n < full_lo) | (tile_n >= full_hi)",
+            }
+        else:
+            assert not asked
         (tmp_path / f"kernel_{i}.py").write_text(text)
     subprocess.run(
         [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F,E9,W", str(tmp_path)],
@@ -95,7 +110,11 @@ def test_a_mask_brings_only_its_own_code() -> None:
 
 def test_full_tiles_have_no_mask_code() -> None:
     for kernel in all_rendered():
-        if kernel.kernel != "bwd_preprocess":
+        if kernel.kernel.endswith("_scores"):  # one tile each: its mask code stands under an `if`
+            masked = kernel.source.split("(tile_n >= full_hi):")[1]
+            assert kernel.source.count("keep") == masked.count("keep")
+            assert all(line.startswith(" " * 8) for line in masked.splitlines() if "keep" in line)
+        elif kernel.kernel != "bwd_preprocess":
             loop = kernel.source.split("# Full tiles")[1].split("# Partial tiles")[0]
             assert "tl.where" not in loop
             assert "keep" not in loop

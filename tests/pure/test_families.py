@@ -1,0 +1,145 @@
+"""Which kernels compute a problem, and how rows are cut into panels."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+
+from tilegen.config import BACKWARD, FORWARD, KERNELS, SLICED_BLOCKS, TileConfig, check_config
+from tilegen.device import gpu, with_fast_memory
+from tilegen.errors import Unsupported
+from tilegen.families import family, kernels_of, ranked_families
+from tilegen.model.bounds import critical_head_dim
+from tilegen.passes import PANEL_STEP, panels, panels_per_group, rows_for
+from tilegen.problem import AttentionProblem
+
+H200 = gpu("h200")
+FAST_MEMORY = (48, 64, 99, 163, 227)
+HEAD_DIMS = (128, 192, 256, 320, 384, 448, 512, 576, 768, 1024)
+
+
+def layer(head_dim: int, dtype: str = "bf16") -> AttentionProblem:
+    return AttentionProblem.parse(f"b4 hq16 hkv16 q8192 kv8192 d{head_dim} {dtype} causal")
+
+
+def test_ordinary_head_dims_keep_queries_on_chip() -> None:
+    for head_dim in (64, 128, 256):
+        assert kernels_of(layer(head_dim), H200) == (
+            *("fwd", "bwd_preprocess", "bwd_dkdv", "bwd_dq"),
+        )
+
+
+def test_large_head_dims_go_through_panels() -> None:
+    """At the theorem's crossovers on an H200, 545 forward and 437 backward, and beyond."""
+    assert kernels_of(layer(576), H200) == (*FORWARD["small_cache"], *BACKWARD["small_cache"])
+    assert family(layer(448), H200, "backward") == "small_cache"
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_less_fast_memory_flips_the_choice_earlier(direction: str) -> None:
+    flips: list[int] = []
+    for kib in FAST_MEMORY:
+        spec = with_fast_memory(H200, kib * 1024)
+        chosen = [family(layer(d), spec, direction) for d in HEAD_DIMS]  # type: ignore[arg-type]
+        small = [name not in ("q_stationary", "two_pass") for name in chosen]
+        assert small == sorted(small), f"{kib} KiB: more than one flip, {chosen}"
+        flips.append(HEAD_DIMS[small.index(True)])
+        # Never later than where the theorem's constants place it: those leave no room for buffers.
+        crossing = critical_head_dim(spec, direction)  # type: ignore[arg-type]
+        assert flips[-1] <= min(d for d in HEAD_DIMS if d >= crossing)
+    assert all(less <= more for less, more in pairwise(flips))
+    assert flips[0] < flips[-1]
+
+
+def test_fp32_flips_earlier() -> None:
+    assert family(layer(320, "fp32"), H200, "backward") == "small_cache"
+    assert family(layer(128, "fp32"), H200, "forward") == "q_stationary"
+
+
+def test_families_are_ranked_by_their_predicted_time() -> None:
+    ranked = ranked_families(layer(320).bucket, H200, "forward")
+    assert {name for name, _ in ranked} == {"q_stationary", "q_streamed", "small_cache"}
+    assert all(seconds > 0 for _, seconds in ranked)
+
+
+# --------------------------------------------------------------------------------------------------
+# Panels
+
+
+@pytest.mark.parametrize(
+    "num_heads, group_size, seqlen_q",
+    [(1, 1, 1), (6, 1, 700), (6, 3, 300), (16, 4, 256), (8, 8, 1000), (12, 3, 5)],
+)
+def test_panels_cover_every_row_once(num_heads: int, group_size: int, seqlen_q: int) -> None:
+    for rows in (1, 256, 511, 512, 2 * seqlen_q, 5 * seqlen_q, 7 * seqlen_q, 10**9):
+        seen: list[tuple[int, int]] = []
+        open_groups: set[int] = set()
+        for p in panels(num_heads, group_size, seqlen_q, rows):
+            assert p.row_first % PANEL_STEP == 0
+            assert p.num_heads * p.num_rows <= max(rows, PANEL_STEP)
+            groups = {h // group_size for h in range(p.head_first, p.head_first + p.num_heads)}
+            # What a group's first panel begins its last one ends, and nothing comes between.
+            assert p.begins == (not groups & open_groups)
+            open_groups = set() if p.ends else groups
+            assert len(groups) == 1 or (p.begins and p.ends)
+            seen += [
+                (head, row)
+                for head in range(p.head_first, p.head_first + p.num_heads)
+                for row in range(p.row_first, p.row_first + p.num_rows)
+            ]
+        assert not open_groups
+        assert seen == [(head, row) for head in range(num_heads) for row in range(seqlen_q)]
+
+
+def test_panels_of_a_group_are_counted() -> None:
+    for rows in (1, 600, 1024, 3000, 10**9):
+        every = list(panels(12, 4, 700, rows))
+        in_first = [p for p in every if p.head_first < 4]
+        assert panels_per_group(4, 700, rows) == len(in_first)
+
+
+@pytest.mark.parametrize("length", [1024, 8192, 131072, 2**20])
+def test_a_panel_stays_in_l2_or_gives_every_sm_a_program(length: int) -> None:
+    problem = AttentionProblem.parse(f"hq1 hkv1 q{length} kv{length} d512 bf16 full")
+    rows = rows_for(problem, H200, "forward")
+    in_l2 = rows * length * 2 <= H200.l2_bytes / 2
+    assert in_l2 or rows == -(-H200.num_sms // 4) * 128
+    assert rows_for(problem, H200, "backward") <= rows
+
+
+def test_memory_of_panels_is_linear_in_the_length() -> None:
+    bytes_per_key = [
+        rows_for(AttentionProblem.parse(f"hq1 hkv1 q{n} kv{n} d512 bf16 full"), H200, "forward")
+        for n in (2**18, 2**19, 2**20)
+    ]
+    assert len(set(bytes_per_key)) == 1
+
+
+# --------------------------------------------------------------------------------------------------
+# Configs
+
+
+def test_configs_belong_to_a_kind_of_kernel() -> None:
+    whole = TileConfig(block_m=64, block_n=64)
+    for kernel in KERNELS:
+        if kernel in SLICED_BLOCKS:
+            with pytest.raises(Unsupported, match=f"block_d of {kernel} must be one of"):
+                check_config(whole, kernel)
+        else:
+            check_config(whole, kernel)
+            with pytest.raises(Unsupported, match="expected no d in m64n64d32w4s2"):
+                check_config(TileConfig.parse("m64n64d32w4s2"), kernel)
+
+
+def test_score_tiles_hold_whole_steps_of_values() -> None:
+    _, widths, _ = SLICED_BLOCKS["fwd_scores"]
+    _, steps, _ = SLICED_BLOCKS["fwd_values"]
+    assert all(width % step == 0 for width in widths for step in steps)
+
+
+def test_sliced_configs_round_trip() -> None:
+    config = TileConfig(block_m=128, block_n=64, block_d=32, num_warps=8, num_stages=3)
+    assert config.key == "m128n64d32w8s3"
+    assert TileConfig.parse(config.key) == config
+    assert eval(repr(config)) == config
