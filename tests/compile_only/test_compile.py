@@ -2,7 +2,6 @@
 recompile."""
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -90,33 +89,6 @@ def test_failures_are_values_or_one_line() -> None:
     assert isinstance(outcome, BuildFailed)
     with pytest.raises(Unsupported, match="arch must look like sm_90 or gfx942"):
         compile_for(render(PROBLEM, CONFIG), "hopper")
-
-
-class FakeDriver:
-    """Stands where Triton looks for a GPU: kernels compile for an H200, and are not launched."""
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
-@pytest.fixture
-def compile_instead_of_launching(monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton.runtime import driver
-    from triton.runtime.jit import JITFunction
-
-    run = JITFunction.run
-
-    def warm_up(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-        return run(self, *args, grid=grid, warmup=True, **options)
-
-    monkeypatch.setattr(JITFunction, "run", warm_up)
-    monkeypatch.setattr(driver, "_active", FakeDriver())
 
 
 @pytest.mark.usefixtures("compile_instead_of_launching")

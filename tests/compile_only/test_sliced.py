@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 
 import pytest
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
@@ -15,6 +16,7 @@ from tilegen.config import Kernel
 from tilegen.device import gpu
 from tilegen.emitted import load
 from tilegen.families import kernels_of
+from tilegen.passes import Launch, forward, gradients
 from tilegen.problem import AttentionProblem
 from tilegen.propose import propose
 from tilegen.render import render
@@ -48,6 +50,34 @@ def test_large_head_dims_fit_without_spills(dims: str, arch: str) -> None:
         compiled = compile_for(render(problem, ranked[0].config, kernel), arch)
         assert compiled.spill_bytes <= FEW_BYTES, (kernel, ranked[0].config)
         assert compiled.shared_bytes <= spec.smem_per_block, (kernel, ranked[0].config)
+
+
+@pytest.mark.usefixtures("compile_instead_of_launching")
+@pytest.mark.parametrize("head_dim, aligned", [(320, True), (300, False)])
+def test_no_length_recompiles(head_dim: int, aligned: bool) -> None:
+    """Through whole passes, with panels of every kind."""
+    problem = AttentionProblem.parse(f"hq4 hkv2 q1024 d{head_dim} bf16 causal(bottom_right)")
+    rendered = {k: render(problem, c, k, aligned=aligned) for k, c in sliced.ALL.items()}
+    modules = {kernel: load(one) for kernel, one in rendered.items()}
+    small: dict[Kernel, Launch] = {kernel: modules[kernel].launch for kernel in sliced.SMALL_CACHE}
+    for i, seqlen_q in enumerate(lengths := [1, 3, 16, 17, 100, 513, 1024]):
+        batch, heads, seqlen_kv = 1 + i % 3, 2 * (1 + i % 2), lengths[-1 - i]
+
+        def tensor(n: int, heads: int, batch: int = batch) -> torch.Tensor:
+            flat = torch.empty(batch * n * heads * head_dim + 1, dtype=torch.bfloat16)
+            whole = flat[0 if aligned else 1 :][: batch * n * heads * head_dim]
+            return whole.view(batch, heads, n, head_dim)
+
+        q, k = tensor(seqlen_q, heads), tensor(seqlen_kv, heads // 2)
+        rows = torch.empty(batch, heads, seqlen_q)
+        for panel_rows in (1, 300, 1 << 20):
+            forward(small, q, k, k, 0.1, panel_rows=panel_rows)
+            gradients(small, q, k, k, q, rows, rows, 0.1, panel_rows=panel_rows)
+        modules["fwd_streamed"].launch(q, k, k, 0.1)
+    for kernel, one in rendered.items():
+        if kernel != "bwd_preprocess":
+            compiled = getattr(modules[kernel], one.function).device_caches[0][0]
+            assert len(compiled) == 1, (kernel, list(compiled))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -1,13 +1,17 @@
 """`tilegen.attention` on CPU tensors, with the emitted kernels in the interpreter."""
 
 import logging
+from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 import torch
 
 import tilegen
 from tilegen import disk, dispatch
+from tilegen.config import BACKWARD, FORWARD, Kernel, TileConfig
 from tilegen.errors import Unsupported
+from tilegen.families import FAMILIES, Direction
 from tilegen.problem import AttentionProblem
 from tilegen.reference import attention_reference, make_inputs
 
@@ -142,3 +146,65 @@ def test_plans_do_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
         q, k, v = _inputs(f"b1 hq1 hkv1 q{length} kv{length} d16 fp32 full")
         tilegen.attention(q, k, v)
         assert len(dispatch._plans) <= 3
+
+
+@pytest.fixture
+def small_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Have every call computed by the small-cache kernels; returns which of them were loaded."""
+    loaded: list[str] = []
+    load_kernel = dispatch.load_kernel
+
+    def chosen(problem: object, spec: object, direction: Direction) -> tuple[Kernel, ...]:
+        return FAMILIES[direction]["small_cache"]
+
+    def watched(
+        problem: AttentionProblem, config: TileConfig, kernel: Kernel, *, aligned: bool
+    ) -> ModuleType:
+        loaded.append(kernel)
+        return load_kernel(problem, config, kernel, aligned=aligned)
+
+    monkeypatch.setattr(dispatch, "kernels_of", chosen)
+    monkeypatch.setattr(dispatch, "load_kernel", watched)
+    monkeypatch.setattr(dispatch, "_plans", {})
+    dispatch._kernels.cache_clear()
+    yield loaded
+    dispatch._kernels.cache_clear()
+
+
+def test_small_cache_forward_backward_and_lse(small_cache: list[str]) -> None:
+    q, k, v = (t.requires_grad_() for t in _inputs("b1 hq4 hkv2 q50 kv70 d48/32 fp32 full"))
+    mask = tilegen.causal("bottom_right")
+
+    def loss(out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+        return (out * torch.linspace(-1, 1, out.numel()).reshape(out.shape)).sum() + lse.sum()
+
+    found = torch.autograd.grad(
+        loss(*tilegen.attention(q, k, v, mask=mask, return_lse=True)), (q, k, v)
+    )
+    expected = torch.autograd.grad(loss(*attention_reference(q, k, v, mask=mask)), (q, k, v))
+    for a, b in zip(found, expected, strict=True):
+        _close(a, b)
+    assert set(small_cache) == {*FORWARD["small_cache"], *BACKWARD["small_cache"]}
+
+
+def test_small_cache_gives_only_the_gradients_asked_for(small_cache: list[str]) -> None:
+    q, k, v = _inputs("b1 hq2 hkv2 q20 kv20 d32 fp32 full")
+    q.requires_grad_()
+    tilegen.attention(q, k, v).sum().backward()
+    assert q.grad is not None
+    expected = q.detach().clone().requires_grad_()
+    attention_reference(expected, k, v)[0].sum().backward()
+    assert expected.grad is not None
+    _close(q.grad, expected.grad)
+
+
+def test_large_head_dims_are_served() -> None:
+    """The model picks whatever it thinks is fastest at this length; the result is what counts."""
+    q, k, v = (t.requires_grad_() for t in _inputs("b1 hq2 hkv1 q40 kv50 d576/512 fp16 full"))
+    out = tilegen.attention(q, k, v, mask=tilegen.causal())
+    expected = attention_reference(q.double(), k.double(), v.double(), mask=tilegen.causal())[0]
+    torch.testing.assert_close(out, expected.half(), atol=4e-3, rtol=4e-3)
+    found = torch.autograd.grad(out.float().sum(), (q, k, v))
+    wanted = torch.autograd.grad(expected.sum(), (q, k, v))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)

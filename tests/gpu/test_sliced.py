@@ -1,0 +1,101 @@
+"""Large head dims on the GPU: every family of kernels right at real tiles, memory linear in the
+length."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+import torch
+
+import tilegen
+from tilegen import passes, verify
+from tilegen.config import BACKWARD, FORWARD, Kernel, TileConfig
+from tilegen.device import GpuSpec, detect
+from tilegen.errors import NoRecord
+from tilegen.families import kernels_of
+from tilegen.problem import AttentionProblem
+from tilegen.propose import propose
+from tilegen.tune import tune
+from tilegen.verify import run_device
+
+SMALL_CACHE = (*FORWARD["small_cache"], *BACKWARD["small_cache"])
+STREAMED = (*FORWARD["q_streamed"], *BACKWARD["small_cache"])
+MASKS = ["full", "causal(bottom_right)", "causal&window(200,0)"]
+DIMS = ["256 fp32", "320 bf16", "512 bf16", "512 fp32", "576/512 fp16", "768 bf16", "1024 bf16"]
+
+
+@pytest.fixture(scope="module")
+def spec() -> GpuSpec:
+    found = detect()
+    assert found is not None
+    assert run_device().type == "cuda"
+    return found
+
+
+def best(
+    problem: AttentionProblem, spec: GpuSpec, kernels: tuple[Kernel, ...]
+) -> Mapping[Kernel, TileConfig]:
+    return {k: propose(problem, spec, kernel=k, top=1)[0].config for k in kernels}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("dims", DIMS)
+def test_small_cache_agrees_with_the_reference(dims: str, mask: str, spec: GpuSpec) -> None:
+    problem = AttentionProblem.parse(f"b1 hq4 hkv2 q700 kv1000 d{dims} {mask}")
+    verify.require(verify.verify(problem, best(problem, spec, SMALL_CACHE), device="cuda"))
+
+
+@pytest.mark.parametrize("dims", ["256 bf16", "320 bf16", "512 fp16"])
+def test_the_streamed_forward_agrees_with_the_reference(dims: str, spec: GpuSpec) -> None:
+    problem = AttentionProblem.parse(f"b1 hq4 hkv2 q700 kv1000 d{dims} causal")
+    verify.require(verify.verify(problem, best(problem, spec, STREAMED), device="cuda"))
+
+
+def test_the_choice_for_a_large_head_dim_is_right(spec: GpuSpec) -> None:
+    problem = AttentionProblem.parse("b1 hq2 hkv2 q2048 kv2048 d512 bf16 causal")
+    verify.require(
+        verify.verify(problem, best(problem, spec, kernels_of(problem, spec)), device="cuda")
+    )
+
+
+@pytest.mark.parametrize("length", [2048, 8192])
+def test_memory_is_linear_in_the_length(length: int, spec: GpuSpec) -> None:
+    """Out, lse and one panel in the forward; gradients, two panels and carried sums after it."""
+    problem = AttentionProblem.parse(f"b1 hq4 hkv4 q{length} kv{length} d1024 bf16 full")
+    q, k, v = (
+        torch.randn(1, 4, length, 1024, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(3)
+    )
+    tensor, rows = q.numel() * 2, 4 * 4 * length
+
+    def panels(direction: str) -> int:
+        rows_at_once = passes.rows_for(problem.bucket, spec, direction)  # type: ignore[arg-type]
+        return min(rows_at_once, 4 * length) * length * 2
+
+    for _ in range(2):  # the first call compiles
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = tilegen.attention(q, k, v)
+        forward = torch.cuda.max_memory_allocated() - before
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.autograd.grad(out, (q, k, v), out)
+        backward = torch.cuda.max_memory_allocated() - before
+        del out
+    assert forward <= 1.1 * (tensor + rows + panels("forward")) + 2**22
+    assert backward <= 1.1 * (5 * tensor + 2 * rows + 2 * panels("backward")) + 2**22
+
+
+@pytest.mark.parametrize("kernel", [k for k in SMALL_CACHE if k != "bwd_preprocess"])
+def test_every_small_cache_kernel_can_be_tuned(
+    kernel: Kernel, spec: GpuSpec, tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
+    problem = AttentionProblem.parse("b1 hq4 hkv2 q1024 kv1024 d512 bf16 causal")
+    try:
+        found = tune(problem, spec, kernel=kernel, trials=3, seconds=20.0, progress=False)
+    except NoRecord as error:
+        pytest.fail(str(error))
+    assert found.is_measured
+    assert found.config.block_d
