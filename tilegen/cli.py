@@ -119,6 +119,8 @@ def explain(
     kernel: Kernels = "all",
     config: Annotated[str | None, typer.Option(help="this config instead of the choice")] = None,
     fast_memory: FastMemory = None,
+    latex: Annotated[bool, typer.Option("--latex", help="print the formulas as LaTeX")] = False,
+    plot: Annotated[Path | None, typer.Option(help="draw to this .png, .svg or .pdf")] = None,
     json_: Json = False,
 ) -> None:
     """Say why: formulas, numbers, lower bound, what limits the kernel, what would change the
@@ -126,17 +128,20 @@ def explain(
 
     Example: tilegen explain "b4 hq32 hkv8 q4096 d128 bf16 causal" --gpu a100 --kernel fwd
     """
-    from tilegen.explain import explain as told
-    from tilegen.explain import explain_lines
+    from tilegen.explain import explain_all
+    from tilegen.explain_plot import draw
+    from tilegen.explain_text import latex_of_all, lines_of_all
 
     spec, parsed = _gpu(gpu, fast_memory), AttentionProblem.parse(problem)
     tile = TileConfig.parse(config) if config else None
-    explained = [told(parsed, spec, one, tile) for one in _kernels(kernel, parsed, spec)]
+    told = explain_all(parsed, spec, _kernels(kernel, parsed, spec), tile)
+    if plot is not None:
+        draw(parsed, spec, told, plot)
     if json_:
-        _print_json(explained)
+        _print_json(told)
         return
-    for i, one in enumerate(explained):
-        _out.print(("\n" if i else "") + "\n".join(explain_lines(one)))
+    of_all = latex_of_all if latex else lines_of_all
+    _out.print("\n".join(of_all(told, with_passes=kernel == "all")))
 
 
 @app.command()
@@ -372,19 +377,10 @@ def _say_unless(quiet: bool) -> Any:
 
 def _gpu(name: str | None, fast_memory: str | None = None) -> GpuSpec:
     from tilegen.demo import used_gpu
-    from tilegen.device import gpu, with_fast_memory
+    from tilegen.device import gpu, parse_size, with_fast_memory
 
     spec = gpu(name) if name is not None else used_gpu()
-    return spec if fast_memory is None else with_fast_memory(spec, _size(fast_memory))
-
-
-def _size(text: str) -> int:
-    units = {"kib": 1024, "mib": 1024**2, "kb": 1024, "b": 1, "": 1}
-    digits = text.strip().lower().rstrip("kmib ")
-    unit = text.strip().lower()[len(digits) :].strip()
-    if not digits.isdecimal() or unit not in units:
-        raise Unsupported(f"fast memory must look like 48KiB or 49152, got {text!r}")
-    return int(digits) * units[unit]
+    return spec if fast_memory is None else with_fast_memory(spec, parse_size(fast_memory))
 
 
 def _kernel(name: str) -> Kernel:

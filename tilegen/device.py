@@ -96,6 +96,16 @@ def with_fast_memory(spec: GpuSpec, fast_memory: int) -> GpuSpec:
     )
 
 
+def parse_size(text: str) -> int:
+    """Return the bytes that `48KiB` or `49152` stands for. Raises Unsupported."""
+    units = {"kib": 1024, "mib": 1024**2, "kb": 1024, "b": 1, "": 1}
+    digits = text.strip().lower().rstrip("kmib ")
+    unit = text.strip().lower()[len(digits) :].strip()
+    if not digits.isdecimal() or unit not in units:
+        raise Unsupported(f"fast memory must look like 48KiB or 49152, got {text!r}")
+    return int(digits) * units[unit]
+
+
 def catalogue() -> tuple[GpuSpec, ...]:
     """Return every GPU of gpus.toml, oldest first within a vendor."""
     return tuple(spec for spec, _ in _rows())

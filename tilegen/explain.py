@@ -1,42 +1,82 @@
 """Why these tiles: the formulas, the numbers, the bound, the runner-up, and what would change the
-choice."""
+choice. Plain values, which `explain_text` writes and `explain_plot` draws."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
 import sympy
 
-from tilegen.config import Kernel, TileConfig
+from tilegen.config import BACKWARD, COLUMN_KERNELS, SLICED, Kernel, TileConfig, check_config
 from tilegen.device import GpuSpec
 from tilegen.errors import Unsupported
+from tilegen.explain_formulas import (
+    Values,
+    dram_bytes,
+    dram_formulas,
+    formula,
+    kernel_values,
+    level_values,
+    named,
+)
+from tilegen.explain_pass import OTHER_FAST_MEMORY, bound_of, explain_pass, limited, other_masks
+from tilegen.families import Direction
 from tilegen.masks.compiler import FIRST, LAST, Side, stream_bounds
-from tilegen.masks.mask import causal, full
+from tilegen.model import hierarchy, roofline, sliced
 from tilegen.model.bounds import complexity, critical_head_dim, lower_bound
-from tilegen.model.estimate import Candidate
-from tilegen.model.traffic import TERMS, visits
+from tilegen.model.estimate import Candidate, CostEstimate
+from tilegen.model.footprint import footprint, residents
+from tilegen.model.symbols import H_kv
+from tilegen.model.traffic import TERMS, Traffic, Visits, total_bytes, visits
+from tilegen.passes import panels
 from tilegen.problem import AttentionProblem
 from tilegen.propose import estimate, propose
 
-OTHER_FAST_MEMORY = tuple(kib * 1024 for kib in (48, 64, 99, 163, 227))
-"""Bytes of shared memory per program of GPUs from the GTX 1060 to the H200."""
+
+def explain_all(
+    problem: AttentionProblem,
+    gpu: GpuSpec,
+    kernels: Sequence[Kernel],
+    config: TileConfig | None = None,
+) -> list[dict[str, Any]]:
+    """Return the explanation of each kernel, with that of its pass under `pass`.
+
+    Raises Unsupported.
+    """
+    ways: set[Direction] = {direction_of(kernel) for kernel in kernels}
+    passes = {way: explain_pass(problem, gpu, way) for way in ways}
+    return [
+        explain(problem, gpu, kernel, config) | {"pass": passes[direction_of(kernel)]}
+        for kernel in kernels
+    ]
+
+
+def direction_of(kernel: Kernel) -> Direction:
+    """Return the pass that a kernel belongs to."""
+    return "backward" if any(kernel in names for names in BACKWARD.values()) else "forward"
 
 
 def explain(
     problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, config: TileConfig | None = None
 ) -> dict[str, Any]:
-    """Return the explanation as plain values; `explain_lines` makes text of it. Raises Unsupported.
+    """Return the explanation of one kernel as plain values. Raises Unsupported.
 
     `config` defaults to the model's choice.
     """
+    if config is not None:
+        check_config(config, kernel)
     ranked = propose(problem, gpu, kernel=kernel, top=4)
     chosen = ranked[0] if config is None else _candidate(problem, gpu, kernel, config, ranked)
     others = [c for c in ranked if c.config != chosen.config][:3]
     cost = chosen.estimate
     counts = visits(problem, chosen.config.block_m, chosen.config.block_n, kernel)
-    direction = "forward" if kernel == "fwd" else "backward"
+    direction = direction_of(kernel)
+    values = kernel_values(problem, gpu, kernel, chosen.config, counts)
+    both_ways = H_kv * total_bytes(TERMS[kernel])
+    bound = bound_of(problem, gpu, kernel)
     return {
         "problem": problem.key,
         "gpu": gpu.name,
@@ -48,92 +88,47 @@ def explain(
         "traffic": {
             "formula": [
                 {
-                    "tensor": t.tensor,
-                    "direction": t.direction,
-                    "words": str(t.words),
-                    "size": t.size,
+                    "tensor": term.tensor,
+                    "direction": term.direction,
+                    "words": str(term.words),
+                    "latex": formula(term.tensor, term.words)["latex"],
+                    "size": term.size,
                 }
-                for t in TERMS[kernel]
+                for term in TERMS[kernel]
             ],
+            "bytes": formula("bytes", both_ways),
+            "values": named(values, [both_ways]),
             "read_bytes": cost.read_bytes,
             "write_bytes": cost.write_bytes,
             "dram_bytes": cost.dram_bytes,
         },
-        "bound": {
+        "dram": _dram(problem, gpu, chosen, counts, values),
+        "bound": bound
+        | {
             "complexity": str(complexity(direction)),
+            "complexity_latex": formula("optimum", complexity(direction))["latex"],
             "formula": str(lower_bound(kernel)),
-            "on_chip_bytes": gpu.on_chip_bytes,
-            "bytes": cost.lower_bound_bytes,
             "ratio": (cost.read_bytes + cost.write_bytes) / cost.lower_bound_bytes,
             "critical_head_dim": critical_head_dim(
                 gpu, direction, element_bytes=problem.element_bytes
             ),
         },
-        "footprint": {"smem_bytes": cost.smem_bytes, "registers": cost.registers},
-        "time": {
-            "seconds": cost.seconds,
-            "limit": cost.limit,
-            "waves": cost.waves,
-            "terms": dict(cost.terms),
+        "footprint": {
+            "smem_bytes": cost.smem_bytes,
+            "registers": cost.registers,
+            "programs_per_sm": _residents(problem, gpu, chosen),
         },
-        "next_best": [_short(candidate) for candidate in others],
-        "other_fast_memory": [_other_memory(problem, gpu, kernel, m) for m in OTHER_FAST_MEMORY],
+        "time": _time(problem, gpu, cost, counts),
+        "next_best": [_short(other) | _versus(problem, gpu, chosen, other) for other in others],
+        "other_fast_memory": [
+            {"fast_memory": size} | _other(problem, limited(gpu, size), kernel)
+            for size in OTHER_FAST_MEMORY
+        ],
         "other_masks": [
-            _other(replace(problem, mask=mask), gpu, kernel) | {"mask": mask.notation}
-            for mask in (full(), causal())
-            if mask != problem.mask
+            {"mask": mask.notation} | _other(replace(problem, mask=mask), gpu, kernel)
+            for mask in other_masks(problem)
         ],
     }
-
-
-def explain_lines(told: dict[str, Any]) -> list[str]:
-    """Return an explanation as lines of text."""
-    traffic, bound, time, mask = told["traffic"], told["bound"], told["time"], told["mask"]
-    tiles, moved = told["tiles"], (traffic["read_bytes"], traffic["write_bytes"])
-    lines = [
-        f"{told['kernel']} for '{told['problem']}' on {told['gpu']}",
-        f"  tile       {_config(told['config'])}",
-        f"  because    {told['reason']}",
-        "",
-        f"  mask       {mask['keep']}; the tile [first, last] of {mask['stays']}",
-        f"             needs {mask['streams']} in {_range(mask['live'])}, "
-        f"all of them in {_range(mask['full'])}",
-        f"  tiles      {tiles['tiles']} visited per head by {tiles['programs']} programs, "
-        f"{tiles['partial_tiles']} of them with mask code",
-        "",
-        "  traffic between SMs and L2, words per key-value head:",
-        *(
-            f"    {term['direction']:5} {term['tensor']:6} {term['words']}"
-            + (" (fp32)" if term["size"] == "fp32" else "")
-            for term in traffic["formula"]
-        ),
-        f"    in all {_bytes(moved[0])} read, {_bytes(moved[1])} written; "
-        f"DRAM {_bytes(traffic['dram_bytes'])}",
-        "",
-        f"  optimum    Theta({bound['complexity']})",
-        f"  bound      {_bytes(bound['bytes'])} with {_bytes(bound['on_chip_bytes'])} on chip: "
-        f"these tiles move {bound['ratio']:.1f} times that",
-        f"  crossover  head dim {bound['critical_head_dim']:.0f}: "
-        "beyond it the small-cache algorithms move less",
-        "",
-        f"  time       {1e6 * time['seconds']:.1f} us predicted, limited by {time['limit']}; "
-        f"{time['waves']:.1f} waves",
-        *(f"    {name:8} {1e6 * seconds:10.1f} us" for name, seconds in time["terms"].items()),
-        "",
-        "  next best",
-        *(
-            f"    {other['config']:14} {1e6 * other['seconds']:8.1f} us  {other['reason']}"
-            for other in told["next_best"]
-        ),
-        "",
-        "  with other fast memory, or another mask",
-        *(
-            f"    {other['fast_memory'] // 1024:3} KiB        {other['config'] or 'nothing fits'}"
-            for other in told["other_fast_memory"]
-        ),
-        *(f"    {other['mask']:14} {other['config']}" for other in told["other_masks"]),
-    ]
-    return lines
 
 
 def _candidate(
@@ -153,7 +148,7 @@ def _candidate(
 
 
 def _mask(problem: AttentionProblem, kernel: Kernel) -> dict[str, Any]:
-    side: Side = "columns" if kernel == "bwd_dkdv" else "rows"
+    side: Side = "columns" if kernel in COLUMN_KERNELS else "rows"
     bounds = stream_bounds(problem.mask, side)
     shown = {FIRST: sympy.Symbol("first"), LAST: sympy.Symbol("last")}
     return {
@@ -163,6 +158,93 @@ def _mask(problem: AttentionProblem, kernel: Kernel) -> dict[str, Any]:
         "live": [str(e.subs(shown)) for e in (bounds.live.lo, bounds.live.hi)],
         "full": [str(e.subs(shown)) for e in (bounds.full.lo, bounds.full.hi)],
     }
+
+
+# --------------------------------------------------------------------------------------------------
+# The second level, and time
+
+
+def _dram(
+    problem: AttentionProblem, gpu: GpuSpec, chosen: Candidate, counts: Visits, values: Values
+) -> dict[str, Any]:
+    """Return what moves between L2 and DRAM and why; sliced kernels have a number only."""
+    kernel, cost = chosen.kernel, chosen.estimate
+    # Panels stay in L2 between kernels, so a bound that reads them from DRAM says nothing.
+    bound = None if _through_panels(kernel) else hierarchy.dram_bound_bytes(problem, gpu, kernel)
+    told: dict[str, Any] = {
+        "bytes": cost.dram_bytes,
+        "bound_bytes": bound,
+        "ratio": cost.dram_bytes / bound if bound else None,
+        "formulas": dram_formulas(kernel),
+        "values": {},
+        "wave": None,
+    }
+    if kernel in hierarchy.KERNELS:
+        found = hierarchy.levels(problem, gpu, chosen.config, kernel)
+        values = values | level_values(problem, kernel, counts, found)
+        used = [dram_bytes(kernel), hierarchy.sweeps("head_major")]
+        told["values"] = named(values, used[: len(told["formulas"])])
+        told["wave"] = {
+            "programs": found.in_flight,
+            "heads": found.live_heads,
+            "heads_in_l2": found.heads_in_l2 if math.isfinite(found.heads_in_l2) else None,
+            "part_of_head": found.part_of_head,
+            "sweeps": found.sweeps,
+        }
+    return told
+
+
+def _time(
+    problem: AttentionProblem, gpu: GpuSpec, cost: CostEstimate, counts: Visits
+) -> dict[str, Any]:
+    """Return the predicted time and what it is composed of: see `roofline.time`."""
+    launch = roofline.family(gpu.arch).launch_seconds
+    launches = _launches(problem, gpu, cost.kernel)
+    moved = Traffic(read_bytes=cost.read_bytes, write_bytes=cost.write_bytes)
+    shares = {
+        "l2": roofline.least_seconds(gpu, moved) - launch,
+        "dram": dict(cost.terms)["dram"],
+    }
+    running = cost.seconds - launches * launch
+    largest = max(shares, key=lambda name: shares[name])
+    # Programs take as long as the launch does, or less where all of L2's or DRAM's traffic is more.
+    by_programs = running > shares[largest] * (1 + 1e-9)
+    return {
+        "seconds": cost.seconds,
+        "limit": cost.limit,
+        "flops": cost.flops,
+        "waves": cost.waves,
+        "terms": dict(cost.terms),
+        "composition": {
+            "largest": "programs" if by_programs else largest,
+            "programs": running if by_programs else None,
+            **shares,
+            "launch": launches * launch,
+            "launches": launches,
+            # What `roofline.time` assumes: unequal programs fill the last wave, but for a tail.
+            "whole_waves": cost.kernel in SLICED
+            or counts.longest * counts.programs == counts.tiles,
+            "overlap_norm": roofline.OVERLAP_NORM,
+        },
+    }
+
+
+def _launches(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> int:
+    if not _through_panels(kernel):
+        return 1
+    heads = problem.batch * problem.num_heads_q
+    rows = sliced.rows_of_panels(problem, gpu, kernel)
+    each = 2 if kernel == "bwd_columns" else 1
+    return each * sum(1 for _ in panels(heads, problem.group_size, problem.seqlen_q, rows))
+
+
+def _through_panels(kernel: Kernel) -> bool:
+    """Whether a kernel is launched panel by panel: those of the small-cache family."""
+    return kernel in SLICED and kernel != "fwd_streamed"
+
+
+# --------------------------------------------------------------------------------------------------
+# Other configs
 
 
 def _short(candidate: Candidate) -> dict[str, Any]:
@@ -175,31 +257,54 @@ def _short(candidate: Candidate) -> dict[str, Any]:
     }
 
 
+def _versus(
+    problem: AttentionProblem, gpu: GpuSpec, chosen: Candidate, other: Candidate
+) -> dict[str, Any]:
+    """Return in what a candidate differs from the chosen one, and a line that says it."""
+    mine, its = chosen.estimate, other.estimate
+    own = dict(mine.terms)
+    grown = {name: seconds - own[name] for name, seconds in its.terms}
+    slower = its.seconds >= mine.seconds
+    term = (max if slower else min)(grown, key=lambda name: grown[name])
+    traffic = (its.read_bytes + its.write_bytes) / (mine.read_bytes + mine.write_bytes)
+    together = _residents(problem, gpu, chosen), _residents(problem, gpu, other)
+    steps = _steps(problem, chosen), _steps(problem, other)
+    said = ["the same traffic" if traffic == 1 else f"{traffic:.2f} times the traffic"]
+    if steps[0] != steps[1]:
+        said.append(f"{steps[1]} steps a head, not {steps[0]}")
+    if together[0] != together[1]:
+        said.append(f"{together[1]} program{'s' * (together[1] > 1)} per SM, not {together[0]}")
+    waves = [f"{one.waves:.1f}" for one in (its, mine)]
+    if waves[0] != waves[1]:
+        said.append(f"{waves[0]} waves, not {waves[1]}")
+    if abs(grown[term]) >= 0.001 * mine.seconds:
+        said.append(f"{term} {1e6 * grown[term]:+.1f} us")
+    if its.limit != mine.limit:
+        said.append(f"limited by {its.limit}")
+    return {
+        "slowdown": its.seconds / mine.seconds,
+        "traffic_ratio": traffic,
+        "steps": steps[1],
+        "programs_per_sm": together[1],
+        "waves": its.waves,
+        "term": term,
+        "term_seconds": grown[term],
+        "differs": ", ".join(said),
+    }
+
+
+def _residents(problem: AttentionProblem, gpu: GpuSpec, candidate: Candidate) -> int:
+    needs = footprint(problem, candidate.config, candidate.kernel, gpu.arch)
+    return residents(needs, gpu, candidate.config)
+
+
+def _steps(problem: AttentionProblem, candidate: Candidate) -> int:
+    config = candidate.config
+    return visits(problem, config.block_m, config.block_n, candidate.kernel).tiles
+
+
 def _other(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> dict[str, Any]:
     try:
         return _short(propose(problem, gpu, kernel=kernel, top=1)[0])
     except Unsupported as error:
         return {"config": None, "seconds": None, "limit": None, "reason": str(error)}
-
-
-def _other_memory(
-    problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, size: int
-) -> dict[str, Any]:
-    limited = replace(gpu, smem_per_block=size, smem_per_sm=max(size + 1024, gpu.smem_per_sm))
-    return _other(problem, limited, kernel) | {"fast_memory": size}
-
-
-def _range(ends: Sequence[str]) -> str:
-    lo, hi = (end.replace("-oo", "0") for end in ends)
-    return f"[{lo}, {hi})"
-
-
-def _config(fields: dict[str, int]) -> str:
-    return repr(TileConfig(**fields))
-
-
-def _bytes(count: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.3g} {unit}"
-    return f"{count:.0f} B"

@@ -44,7 +44,8 @@ def test_every_setting_is_in_the_readme_and_there_are_few() -> None:
 
 def test_shown_output_of_explain_is_real() -> None:
     from tilegen.device import gpu
-    from tilegen.explain import explain, explain_lines
+    from tilegen.explain import explain
+    from tilegen.explain_text import explain_lines
 
     problem = AttentionProblem.parse("b4 hq32 hkv8 q4096 d128 bf16 causal")
     lines = explain_lines(explain(problem, gpu("h200"), "fwd"))

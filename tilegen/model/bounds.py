@@ -191,7 +191,7 @@ def bound_values(problem: AttentionProblem, gpu: GpuSpec) -> dict[sp.Symbol, flo
 
 
 def bounds_of(what: Kernel | Direction) -> dict[str, sp.Expr]:
-    """Return, in bytes of a whole launch, the bounds of which the largest holds: LB1, LB2, floor."""
+    """Return LB1, LB2 and the floor in bytes of a whole launch; the largest holds."""
     floor = {"floor": H_kv * total_bytes(floor_terms(what))}
     if what in _FLOOR_ALONE:
         return floor

@@ -1,0 +1,265 @@
+"""Two pictures of each pass: traffic against fast memory, and the roofline. Drawn by matplotlib,
+which only `tilegen explain --plot` needs (the extra `plot`)."""
+
+# SymPy is typed only in part, and where it is, too narrowly:
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import sympy as sp
+
+from tilegen.config import TileConfig
+from tilegen.device import GpuSpec
+from tilegen.errors import Unsupported
+from tilegen.families import Direction
+from tilegen.model.bounds import bound_values, bounds_of
+from tilegen.model.optimum import exact_tiles, leading_tiles
+from tilegen.model.regimes import SMALL_CACHE
+from tilegen.model.schedules import SCHEDULES, smooth
+from tilegen.model.symbols import (
+    B_c,
+    B_e,
+    B_p,
+    B_r,
+    H_kv,
+    M,
+    N_kv,
+    N_q,
+    alpha,
+    c,
+    n,
+    nnz,
+)
+from tilegen.model.traffic import ACCUMULATOR_BYTES, UNMASKED
+from tilegen.problem import AttentionProblem
+from tilegen.propose import propose
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+FORMATS = (".png", ".svg", ".pdf")
+CANDIDATES = 8
+"""Configs of each kernel on the roofline."""
+LARGE_CACHE: dict[Direction, tuple[str, ...]] = {
+    "forward": ("fwd_q_stationary",),
+    "backward": ("bwd_preprocess", "bwd_dkdv", "bwd_dq"),
+}
+"""Schedules that make up FlashAttention's passes."""
+
+
+def draw(
+    problem: AttentionProblem, gpu: GpuSpec, explained: Sequence[dict[str, Any]], file: Path
+) -> None:
+    """Draw the passes of explanations (`explain_all`) to a file. Raises Unsupported."""
+    if file.suffix not in FORMATS:
+        raise Unsupported(f"expected a plot to end in {', '.join(FORMATS)}, got {str(file)!r}")
+    if not file.absolute().parent.is_dir():
+        raise Unsupported(f"no folder {str(file.absolute().parent)!r} to write the plot to")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise Unsupported("--plot needs matplotlib: pip install 'tilegen[plot]'") from error
+    passes: dict[Direction, dict[str, Any]] = {
+        told["pass"]["direction"]: told["pass"] for told in explained
+    }
+    figure = Figure(figsize=(14, 0.6 + 6.2 * len(passes)), layout="constrained")
+    figure.suptitle(f"{problem.key} on {gpu.title}")
+    rows = figure.subplots(len(passes), 2, squeeze=False)
+    for (traffic, roofline), way in zip(rows, passes.values(), strict=True):
+        shown = [one for one in explained if one["pass"] is way]
+        _draw_traffic(traffic, problem, gpu, way)
+        _draw_roofline(roofline, problem, gpu, shown)
+    figure.savefig(file)
+
+
+# --------------------------------------------------------------------------------------------------
+# Traffic against fast memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curves:
+    """Bytes of a pass against bytes of fast memory."""
+
+    memory: Array
+    large_cache: Array
+    """FlashAttention's schedule at its best tiles; not a number where none fits."""
+    small_cache: Array
+    bounds: Mapping[str, Array]
+    """LB1, LB2 and floor."""
+
+
+def curves(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> Curves:
+    """Return what both schedules move at their best tiles, and the bounds, over a range of M."""
+    size, head_dim = problem.element_bytes, max(problem.head_dim_qk, problem.head_dim_v)
+    device = gpu.on_chip_bytes / size
+    words = np.geomspace(min(head_dim**2, device) / 32, 32 * max(head_dim**2, device), 240)
+    values = bound_values(problem, gpu)
+    del values[M]
+    bounds = {
+        name: np.broadcast_to(_evaluated(one, values, {M: words}), words.shape)
+        for name, one in bounds_of(direction).items()
+    }
+    large = sum(_large_cache(name, problem, values, words) for name in LARGE_CACHE[direction])
+    small = _small_cache(SMALL_CACHE[direction], problem, values, words)
+    if direction == "backward":  # both need delta
+        small = small + _large_cache("bwd_preprocess", problem, values, words)
+    floor = bounds["floor"]
+    return Curves(
+        memory=words * size,
+        large_cache=np.maximum(large, floor),
+        small_cache=np.maximum(small, floor),
+        bounds=bounds,
+    )
+
+
+def _large_cache(
+    name: str, problem: AttentionProblem, values: dict[sp.Symbol, float], words: Array
+) -> Array:
+    moved = _moved(name)
+    if name == "bwd_preprocess":
+        return np.full_like(words, _evaluated(moved, values, {}))
+    memory = {alpha: ACCUMULATOR_BYTES / problem.element_bytes, c: 1.0, n: 1.0}
+    tiles = {
+        side: np.broadcast_to(_evaluated(one, values | memory, {M: words}), words.shape)
+        for side, one in exact_tiles(name).items()
+    }
+    fits = np.all([tile >= 1 for tile in tiles.values()], axis=0)
+    return np.where(fits, _evaluated(moved, values, _cut(tiles, problem)), np.nan)
+
+
+def _small_cache(
+    name: str, problem: AttentionProblem, values: dict[sp.Symbol, float], words: Array
+) -> Array:
+    weight = ACCUMULATOR_BYTES / problem.element_bytes
+    tiles = {
+        side: _evaluated(one, {alpha: weight}, {}) * np.sqrt(words)
+        for side, one in leading_tiles(name).items()
+    }
+    # An output tile no wider than the head dim leaves its room to rows.
+    tiles[B_e] = np.minimum(tiles[B_e], min(problem.head_dim_qk, problem.head_dim_v))
+    tiles[B_p] = words / (weight * tiles[B_e])
+    return _evaluated(_moved(name), values, _cut(tiles, problem))
+
+
+def _cut(tiles: Mapping[sp.Symbol, Array], problem: AttentionProblem) -> dict[sp.Symbol, Array]:
+    """Return tiles that are not longer than the sequence."""
+    longest = {B_r: problem.seqlen_q, B_c: problem.seqlen_kv, B_p: problem.seqlen_q}
+    return {side: np.minimum(tile, longest.get(side, np.inf)) for side, tile in tiles.items()}
+
+
+def _moved(name: str) -> sp.Expr:
+    """Return the bytes of a launch for tiles that divide everything.
+
+    Of N_q N_kv scores a mask leaves nnz: exact but for the tiles on its edge.
+    """
+    whole = sp.expand(smooth(SCHEDULES[name].bytes().subs(UNMASKED)))
+    each = whole.coeff(N_q, 1).coeff(N_kv, 1)
+    return H_kv * (sp.expand(whole - each * N_q * N_kv) + each * nnz)
+
+
+def _evaluated(
+    expression: sp.Expr, values: Mapping[sp.Symbol, float], arrays: Mapping[sp.Symbol, Array]
+) -> Any:
+    known = {**values, **arrays}
+    symbols = sorted(expression.free_symbols, key=str)
+    return sp.lambdify(symbols, expression, modules="numpy")(*(known[one] for one in symbols))
+
+
+def _draw_traffic(axes: Axes, problem: AttentionProblem, gpu: GpuSpec, way: dict[str, Any]) -> None:
+    found, regime = curves(problem, gpu, way["direction"]), way["regime"]
+    axes.set_title(f"{way['direction']}: traffic between SMs and L2")
+    stays = "queries stay" if way["direction"] == "forward" else "two passes"
+    axes.loglog(found.memory, found.large_cache, color="C0", label=f"{stays}, best tiles")
+    axes.loglog(found.memory, found.small_cache, color="C1", label="small cache, best tiles")
+    styles = {"LB1": (":", "0.3"), "LB2": ("--", "0.3"), "floor": ("-", "0.6")}
+    for name, bound in found.bounds.items():
+        style, color = styles[name]
+        shown = np.where(bound > 0, bound, np.nan)
+        label = "floor: inputs and outputs once" if name == "floor" else f"lower bound {name}"
+        axes.loglog(found.memory, shown, style, color=color, lw=1.2, label=label)
+    marks = {
+        f"M of {gpu.name}, {regime['m_bytes'] / 1024:.0f} KiB": ("C2", regime["m_bytes"]),
+        f"schedules cross, {regime['dividing_bytes'] / 1024:.0f} KiB": (
+            "C3",
+            regime["dividing_bytes"],
+        ),
+    }
+    for label, (color, at) in marks.items():
+        axes.axvline(at, color=color, lw=1, ls="-.", label=label)
+    for one, marker in zip(way["families"], "osD^", strict=False):
+        name = one["family"] + (", chosen" if one["family"] == way["family"] else "")
+        moved = one["read_bytes"] + one["write_bytes"]
+        filled = "C2" if one["family"] == way["family"] else "none"
+        axes.plot(
+            [regime["m_bytes"]], [moved], marker, mfc=filled, color="C2", label=f"tiles of {name}"
+        )
+    bottom = found.bounds["floor"][0] / 4
+    top = np.nanmax([found.large_cache[0], found.small_cache[0], *found.small_cache]) * 2
+    axes.set_ylim(bottom, top)
+    axes.set_xlabel("fast memory M, bytes per SM")
+    axes.set_ylabel("bytes")
+    axes.grid(alpha=0.3)
+    axes.set_xlim(found.memory[0], found.memory[-1])
+    _legend(axes)
+
+
+# --------------------------------------------------------------------------------------------------
+# Roofline
+
+
+def _draw_roofline(
+    axes: Axes,
+    problem: AttentionProblem,
+    gpu: GpuSpec,
+    explained: Sequence[dict[str, Any]],
+) -> None:
+    exact = problem.element_bytes == 4
+    peak = gpu.vector_flops_32 if exact else gpu.tensor_flops_16
+    direction = explained[0]["pass"]["direction"]
+    axes.set_title(f"{direction}: roofline, the model's best {CANDIDATES} of each kernel")
+    intensities: list[float] = []
+    speeds: list[float] = []
+    for i, told in enumerate(explained):
+        kernel, seconds = told["kernel"], told["time"]["seconds"]
+        best = [one.estimate for one in propose(problem, gpu, kernel=kernel, top=CANDIDATES)]
+        if not best[0].flops:
+            continue  # the preprocess has no matrix products
+        speed = [one.flops / one.seconds for one in best]
+        levels = {
+            "L2": [one.flops / (one.read_bytes + one.write_bytes) for one in best],
+            "DRAM": [one.flops / one.dram_bytes for one in best],
+        }
+        for (level, at), filled in zip(levels.items(), (f"C{i}", "none"), strict=True):
+            axes.loglog(at, speed, "o", color=f"C{i}", mfc=filled, label=f"{kernel}, {level}")
+            intensities += at
+        traffic, flops = told["traffic"], told["time"]["flops"]
+        at = [flops / (traffic["read_bytes"] + traffic["write_bytes"])]
+        label = f"{kernel} {TileConfig(**told['config']).key}"
+        axes.loglog(at, [flops / seconds], "*", ms=12, color=f"C{i}", mec="0.2", label=label)
+        intensities += at
+        speeds += [*speed, flops / seconds]
+    if not intensities:
+        axes.text(0.5, 0.5, "no matrix products", ha="center", transform=axes.transAxes)
+        return
+    span = np.geomspace(min(intensities) / 4, max(*intensities, peak / gpu.dram_bandwidth) * 2, 50)
+    roofs = {"L2": (gpu.l2_bandwidth, "-"), "DRAM": (gpu.dram_bandwidth, "--")}
+    for level, (bandwidth, style) in roofs.items():
+        label = f"{level} {bandwidth / 1e12:.1f} TB/s, peak {peak / 1e12:.0f} Tflop/s"
+        roof = np.minimum(peak, bandwidth * span)
+        axes.loglog(span, roof, style, color="0.4", lw=1.2, label=label)
+    axes.set_ylim(min(*speeds, peak) / 4, peak * 2)
+    axes.set_xlabel("flop per byte at L2 (filled) or DRAM (hollow)")
+    axes.set_ylabel("flop/s, predicted")
+    axes.grid(alpha=0.3)
+    _legend(axes)
+
+
+def _legend(axes: Axes) -> None:
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)
