@@ -249,23 +249,21 @@ def _kernel_run(
 
 
 class _Kernels:
-    """The emitted kernels of one problem bucket on one device; each is chosen and loaded when first
-    needed."""
+    """The emitted kernels of one problem bucket on one device; those of a pass are chosen and
+    loaded when it first runs."""
 
     def __init__(self, problem: AttentionProblem, device: torch.device, aligned: bool) -> None:
         self._problem = problem
         self._device = device
         self.aligned = aligned
-        self._launch: dict[Kernel, passes.Launch] = {}
-        self._forward: dict[Kernel, passes.Launch] = {}
-        self._backward: dict[Kernel, passes.Launch] = {}
+        self._passes: dict[Direction, tuple[dict[Kernel, passes.Launch], int]] = {}
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (out, lse)."""
-        launches = self._forward or self._launches("forward")
-        return passes.forward(launches, q, k, v, scale, panel_rows=self._panel_rows("forward"))
+        launches, panel_rows = self._passes.get("forward") or self._load("forward")
+        return passes.forward(launches, q, k, v, scale, panel_rows=panel_rows)
 
     def backward(
         self,
@@ -282,38 +280,30 @@ class _Kernels:
         wants_dkdv: bool,
     ) -> tuple[Any, Any, Any]:
         """Return (dq, dk, dv); None for those not wanted."""
-        launches = self._backward or self._launches("backward")
+        launches, panel_rows = self._passes.get("backward") or self._load("backward")
         delta = launches["bwd_preprocess"](out, dout)
         if dlse is not None:  # d lse / d s = p, as if delta were smaller by dlse
             delta -= dlse
         return passes.gradients(
             launches,
             *(q, k, v, dout, lse, delta, scale),
-            panel_rows=self._panel_rows("backward"),
+            panel_rows=panel_rows,
             wants_dq=wants_dq,
             wants_dkdv=wants_dkdv,
         )
 
-    def _launches(self, direction: Direction) -> dict[Kernel, passes.Launch]:
-        kernels = kernels_of(self._problem, _spec(self._device), direction)
-        launches: dict[Kernel, passes.Launch] = {kernel: self.launch(kernel) for kernel in kernels}
-        if direction == "forward":
-            self._forward = launches
-        else:
-            self._backward = launches
-        return launches
-
-    def launch(self, kernel: Kernel) -> Callable[..., Any]:
-        if kernel not in self._launch:
-            spec, may_tune = _spec(self._device), self._device.type == "cuda"
+    def _load(self, direction: Direction) -> tuple[dict[Kernel, passes.Launch], int]:
+        """Choose and load the kernels of a pass; return them and the rows of its panels."""
+        spec, may_tune = _spec(self._device), self._device.type == "cuda"
+        launches: dict[Kernel, passes.Launch] = {}
+        for kernel in kernels_of(self._problem, spec, direction):
             config, origin = choose(self._problem, spec, kernel, may_tune=may_tune)
             log.debug("%s for '%s': %s, from %s", kernel, self._problem, config, origin)
             module = load_kernel(self._problem, config, kernel, aligned=self.aligned)
-            self._launch[kernel] = module.launch
-        return self._launch[kernel]
-
-    def _panel_rows(self, direction: Direction) -> int:
-        return passes.rows_for(self._problem, _spec(self._device), direction)
+            launches[kernel] = module.launch
+        loaded = launches, passes.rows_for(self._problem, spec, direction)
+        self._passes[direction] = loaded
+        return loaded
 
     def on_device(self) -> contextlib.AbstractContextManager[Any]:
         """Triton launches on the current device; make it that of the tensors."""

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal
 
-from tilegen.config import BLOCK_SIZES, FORWARD, Kernel
+from tilegen.config import BLOCK_SIZES, Kernel
 
 if TYPE_CHECKING:
     import torch
@@ -94,6 +95,7 @@ def rows_for(
     )
 
 
+@lru_cache(maxsize=1024)
 def panels_per_group(group_size: int, seqlen_q: int, rows: int) -> int:
     """Return how many panels of `rows` the query heads of one key-value head are computed in; whole
     heads of other groups may share the only one."""
@@ -114,11 +116,10 @@ def forward(
     `panel_rows` bounds the memory of the small-cache family: 16 bits or 32 for each of its
     seqlen_kv scores.
     """
+    if whole := launch.get("fwd") or launch.get("fwd_streamed"):
+        return whole(q, k, v, scale)
     import torch
 
-    for whole in FORWARD["q_stationary"] + FORWARD["q_streamed"]:
-        if whole in launch:
-            return launch[whole](q, k, v, scale)
     out = empty_like(q, v.shape[3])
     batch, num_heads_q, seqlen_q, _ = q.shape
     lse = torch.empty((batch, num_heads_q, seqlen_q), device=q.device, dtype=torch.float32)
@@ -148,8 +149,6 @@ def gradients(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Return (dq, dk, dv) from whichever family of backward kernels `launch` has; None for those
     not wanted."""
-    import torch
-
     dq = dk = dv = None
     if "bwd_scores" not in launch:
         if wants_dq:
@@ -157,6 +156,8 @@ def gradients(
         if wants_dkdv:
             dk, dv = launch["bwd_dkdv"](q, k, v, dout, lse, delta, scale)
         return dq, dk, dv
+    import torch
+
     batch, num_heads_q, seqlen_q, head_dim_qk = q.shape
     _, num_heads_kv, seqlen_kv, head_dim_v = v.shape
     group_size = num_heads_q // num_heads_kv
