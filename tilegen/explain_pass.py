@@ -122,7 +122,9 @@ def _because(
 ) -> str:
     if regime["m_over_d2"] >= CLEARLY_LARGE:
         beyond = f"M is {regime['m_over_d2']:.1f} d^2, and from {CLEARLY_LARGE:g} d^2 on "
-        return beyond + "FlashAttention's schedules move least by a margin"
+        beyond += "FlashAttention's schedules move least by a margin"
+        faster = found[0]["family"]
+        return beyond + (f"; yet {faster} is predicted to be faster" if faster != chosen else "")
     if found[0]["family"] != chosen:
         return f"predicted to be the fastest for '{problem.bucket.key}', which stands for this one"
     why = (

@@ -36,7 +36,7 @@ from tilegen.model.symbols import (
     n,
     nnz,
 )
-from tilegen.model.traffic import ACCUMULATOR_BYTES, UNMASKED
+from tilegen.model.traffic import ACCUMULATOR_BYTES, UNMASKED, visits
 from tilegen.problem import AttentionProblem
 from tilegen.propose import propose
 
@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, np.dtype[np.float64]]
 FORMATS = (".png", ".svg", ".pdf")
+POINTS = 120
 CANDIDATES = 8
 """Configs of each kernel on the roofline."""
 LARGE_CACHE: dict[Direction, tuple[str, ...]] = {
@@ -96,10 +97,14 @@ class Curves:
 
 
 def curves(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> Curves:
-    """Return what both schedules move at their best tiles, and the bounds, over a range of M."""
+    """Return what both schedules move at their best tiles, and the bounds, over a range of M.
+
+    The small-cache backward is the one of five products; the emitted one forms P and dS at once,
+    which saves reading P where lengths are short.
+    """
     size, head_dim = problem.element_bytes, max(problem.head_dim_qk, problem.head_dim_v)
     device = gpu.on_chip_bytes / size
-    words = np.geomspace(min(head_dim**2, device) / 32, 32 * max(head_dim**2, device), 240)
+    words = np.geomspace(min(head_dim**2, device) / 32, 32 * max(head_dim**2, device), POINTS)
     values = bound_values(problem, gpu)
     del values[M]
     bounds = {
@@ -149,16 +154,22 @@ def _small_cache(
 
 
 def _cut(tiles: Mapping[sp.Symbol, Array], problem: AttentionProblem) -> dict[sp.Symbol, Array]:
-    """Return tiles that are not longer than the sequence."""
+    """Return tiles of at least one row that are not longer than the sequence, and as `nnz` the
+    score entries that a head visits with them: more than the mask keeps."""
     longest = {B_r: problem.seqlen_q, B_c: problem.seqlen_kv, B_p: problem.seqlen_q}
-    return {side: np.minimum(tile, longest.get(side, np.inf)) for side, tile in tiles.items()}
+    cut = {side: np.clip(tile, 1.0, longest.get(side, np.inf)) for side, tile in tiles.items()}
+    cut[nnz] = np.array(
+        [
+            visits(problem, int(rows), int(columns), "fwd", aligned=False).cells
+            for rows, columns in zip(cut[B_r], cut[B_c], strict=True)
+        ]
+    )
+    return cut
 
 
 def _moved(name: str) -> sp.Expr:
-    """Return the bytes of a launch for tiles that divide everything.
-
-    Of N_q N_kv scores a mask leaves nnz: exact but for the tiles on its edge.
-    """
+    """Return the bytes of a launch for tiles that divide everything; a mask leaves nnz of
+    N_q N_kv scores."""
     whole = sp.expand(smooth(SCHEDULES[name].bytes().subs(UNMASKED)))
     each = whole.coeff(N_q, 1).coeff(N_kv, 1)
     return H_kv * (sp.expand(whole - each * N_q * N_kv) + each * nnz)
@@ -175,9 +186,11 @@ def _evaluated(
 def _draw_traffic(axes: Axes, problem: AttentionProblem, gpu: GpuSpec, way: dict[str, Any]) -> None:
     found, regime = curves(problem, gpu, way["direction"]), way["regime"]
     axes.set_title(f"{way['direction']}: traffic between SMs and L2")
-    stays = "queries stay" if way["direction"] == "forward" else "two passes"
-    axes.loglog(found.memory, found.large_cache, color="C0", label=f"{stays}, best tiles")
-    axes.loglog(found.memory, found.small_cache, color="C1", label="small cache, best tiles")
+    large = "FlashAttention-2" + (", two passes" if way["direction"] == "backward" else "")
+    axes.loglog(found.memory, found.large_cache, color="C0", label=f"{large}, best tiles")
+    axes.loglog(
+        found.memory, found.small_cache, color="C1", label="small-cache schedule, best tiles"
+    )
     styles = {"LB1": (":", "0.3"), "LB2": ("--", "0.3"), "floor": ("-", "0.6")}
     for name, bound in found.bounds.items():
         style, color = styles[name]
@@ -186,7 +199,7 @@ def _draw_traffic(axes: Axes, problem: AttentionProblem, gpu: GpuSpec, way: dict
         axes.loglog(found.memory, shown, style, color=color, lw=1.2, label=label)
     marks = {
         f"M of {gpu.name}, {regime['m_bytes'] / 1024:.0f} KiB": ("C2", regime["m_bytes"]),
-        f"schedules cross, {regime['dividing_bytes'] / 1024:.0f} KiB": (
+        f"schedules cross if unmasked, {regime['dividing_bytes'] / 1024:.0f} KiB": (
             "C3",
             regime["dividing_bytes"],
         ),
@@ -220,8 +233,9 @@ def _draw_roofline(
     gpu: GpuSpec,
     explained: Sequence[dict[str, Any]],
 ) -> None:
-    exact = problem.element_bytes == 4
-    peak = gpu.vector_flops_32 if exact else gpu.tensor_flops_16
+    from matplotlib.ticker import NullFormatter
+
+    peak = gpu.vector_flops_32 if problem.element_bytes == 4 else gpu.tensor_flops_16
     direction = explained[0]["pass"]["direction"]
     axes.set_title(f"{direction}: roofline, the model's best {CANDIDATES} of each kernel")
     intensities: list[float] = []
@@ -255,6 +269,7 @@ def _draw_roofline(
         roof = np.minimum(peak, bandwidth * span)
         axes.loglog(span, roof, style, color="0.4", lw=1.2, label=label)
     axes.set_ylim(min(*speeds, peak) / 4, peak * 2)
+    axes.xaxis.set_minor_formatter(NullFormatter())  # labels would run into each other
     axes.set_xlabel("flop per byte at L2 (filled) or DRAM (hollow)")
     axes.set_ylabel("flop/s, predicted")
     axes.grid(alpha=0.3)

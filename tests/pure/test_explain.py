@@ -1,0 +1,424 @@
+"""Explanations: every number follows from a formula that is shown, and text, JSON and pictures
+agree."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import sympy
+from typer.testing import CliRunner
+
+from tilegen.cli import app
+from tilegen.config import KERNELS, SLICED, Kernel, TileConfig
+from tilegen.device import GpuSpec, gpu
+from tilegen.errors import Unsupported
+from tilegen.explain import direction_of, explain, explain_all
+from tilegen.explain_pass import OTHER_FAST_MEMORY, explain_pass, limited
+from tilegen.explain_plot import curves, draw
+from tilegen.explain_text import latex_of_all, lines_of_all
+from tilegen.families import Direction, family, kernels_of, ranked_families
+from tilegen.model import hierarchy
+from tilegen.model.bounds import lower_bound_bytes
+from tilegen.model.traffic import TERMS
+from tilegen.passes import rows_for
+from tilegen.problem import AttentionProblem
+from tilegen.propose import propose
+
+LARGE = "b2 hq8 hkv2 q1000 d128/64 bf16 causal"
+SMALL = "hq6 hkv2 q3000 kv5000 d576/512 bf16 causal"  # several panels a head group
+WINDOW = "b2 hq6 hkv2 q1000 kv2000 d72/40 fp32 window(100,3)"
+DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
+H200 = gpu("h200")
+
+
+def parse(text: str) -> AttentionProblem:
+    return AttentionProblem.parse(text)
+
+
+def told(text: str, kernel: Kernel, spec: GpuSpec = H200) -> dict[str, Any]:
+    return explain(parse(text), spec, kernel)
+
+
+def value(text: str, values: dict[str, float]) -> float:
+    names = {name: sympy.Rational(number) for name, number in values.items()}
+    return float(sympy.sympify(text, locals={**names, "Gcd": sympy.gcd}))
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["explain", *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+# --------------------------------------------------------------------------------------------------
+# Formulas give the numbers
+
+
+@pytest.mark.parametrize("text", [LARGE, SMALL, WINDOW])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_traffic_follows_from_its_formula(kernel: Kernel, text: str) -> None:
+    traffic = told(text, kernel)["traffic"]
+    sizes = {"element": traffic["values"]["e"], "fp32": 4}
+    for direction in ("read", "write"):
+        words = (
+            value(term["words"], traffic["values"]) * sizes[term["size"]]
+            for term in traffic["formula"]
+            if term["direction"] == direction
+        )
+        assert traffic["values"]["H_kv"] * sum(words) == traffic[f"{direction}_bytes"]
+    both = traffic["read_bytes"] + traffic["write_bytes"]
+    assert value(traffic["bytes"]["text"], traffic["values"]) == both
+
+
+@pytest.mark.parametrize("text", [LARGE, WINDOW, "b8 hq64 hkv8 q8192 d128 bf16"])
+@pytest.mark.parametrize("kernel", hierarchy.KERNELS)
+def test_dram_follows_from_its_formula(kernel: Kernel, text: str) -> None:
+    for spec in (H200, gpu("t4")):
+        dram = told(text, kernel, spec)["dram"]
+        formulas = {one["name"]: one["text"] for one in dram["formulas"]}
+        assert value(formulas["DRAM bytes"], dram["values"]) == pytest.approx(dram["bytes"], abs=1)
+        assert dram["bytes"] >= dram["bound_bytes"]
+        if kernel != "bwd_preprocess":
+            assert dram["wave"]["sweeps"] >= 1
+            assert dram["values"]["rho"] == dram["wave"]["sweeps"]
+            assert dram["wave"]["programs"] == dram["values"]["n_w"]
+            assert value(formulas["rho"], dram["values"]) == pytest.approx(dram["values"]["rho"])
+
+
+def test_rows_that_stream_more_than_once_are_said() -> None:
+    """Half a megabyte of keys for each of 64 heads, and 4 MB of L2: what one wave leaves behind."""
+    dram = told("b8 hq64 hkv8 q8192 d128 bf16", "fwd", gpu("t4"))["dram"]
+    assert dram["wave"]["sweeps"] > 1.5
+    assert dram["ratio"] > 1.2
+
+
+def test_small_cache_kernels_have_a_number_for_dram_and_no_formula() -> None:
+    for kernel in sorted(SLICED):
+        dram = told(SMALL, kernel)["dram"]
+        cost = propose(parse(SMALL), H200, kernel=kernel, top=1)[0].estimate
+        assert (dram["bytes"], dram["formulas"], dram["wave"]) == (cost.dram_bytes, [], None)
+        assert (dram["ratio"] is None) == (kernel != "fwd_streamed")
+
+
+@pytest.mark.parametrize("text", [LARGE, SMALL, "hq8 q131072 d512 bf16"])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_bound_that_applies_is_the_largest(kernel: Kernel, text: str) -> None:
+    bound = told(text, kernel)["bound"]
+    each = {one["name"]: value(one["text"], bound["values"]) for one in bound["formulas"]}
+    assert each == pytest.approx(bound["each"])
+    assert bound["bytes"] == lower_bound_bytes(parse(text), H200, kernel)
+    assert bound["bytes"] == pytest.approx(max(each.values()), abs=1)
+    assert each[bound["applies"]] == max(each.values())
+    assert bound["ratio"] >= 1
+
+
+def test_other_bounds_apply_where_sequences_are_long_and_memory_is_small() -> None:
+    long = "hq1 q131072 d512 bf16"
+    assert told(long, "fwd", gpu("t4"))["bound"]["applies"] == "LB2"
+    assert told("hq1 q131072 d128 bf16", "fwd")["bound"]["applies"] == "LB1"
+    assert told(LARGE, "fwd")["bound"]["applies"] == "floor"
+
+
+@pytest.mark.parametrize("text", [LARGE, SMALL, WINDOW])
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_time_is_the_largest_part_and_the_launches(kernel: Kernel, text: str) -> None:
+    time = told(text, kernel)["time"]
+    parts = time["composition"]
+    running = [parts[name] for name in ("programs", "l2", "dram") if parts[name] is not None]
+    assert time["seconds"] == pytest.approx(max(running) + parts["launch"])
+    assert parts[parts["largest"]] == max(running)
+    assert parts["launch"] == pytest.approx(3e-6 * parts["launches"])
+    assert next(iter(time["terms"])) == time["limit"]
+
+
+# --------------------------------------------------------------------------------------------------
+# Passes
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("text", [LARGE, SMALL, WINDOW])
+def test_a_pass_sums_up_its_kernels(text: str, direction: Direction) -> None:
+    problem = parse(text)
+    way = explain_pass(problem, H200, direction)
+    kernels = kernels_of(problem, H200, direction)
+    explained = [explain(problem, H200, kernel) for kernel in kernels]
+    assert way["family"] == family(problem, H200, direction)
+    assert tuple(way["kernels"]) == kernels
+    for key in ("read_bytes", "write_bytes"):
+        assert way[key] == sum(one["traffic"][key] for one in explained)
+    assert way["seconds"] == pytest.approx(sum(one["time"]["seconds"] for one in explained))
+    moved = way["read_bytes"] + way["write_bytes"]
+    assert way["bound"]["ratio"] == moved / lower_bound_bytes(problem, H200, direction)
+    assert way["bound"]["ratio"] >= 1
+    ranked = ranked_families(problem, H200, direction)
+    assert [(one["family"], one["seconds"]) for one in way["families"]] == [
+        (name, pytest.approx(seconds)) for name, seconds in ranked
+    ]
+
+
+@pytest.mark.parametrize(
+    "name, forward, backward",
+    [("t4", 443, 355), ("a100", 507, 407), ("h200", 545, 437), ("b200", 674, 540)],
+)
+def test_regimes_are_said_in_words_and_bytes(name: str, forward: int, backward: int) -> None:
+    """The head dims are those derived from the schedules' constants, by hand and independently."""
+    for direction, head_dim in zip(DIRECTIONS, (forward, backward), strict=True):
+        regime = explain_pass(parse(LARGE), gpu(name), direction)["regime"]
+        assert round(regime["critical_head_dim"]) == head_dim
+        assert regime["theorem_words"] == 128**2
+        assert regime["theorem_bytes"] == 2 * 128**2
+        assert regime["m_words"] * 2 == regime["m_bytes"] == gpu(name).on_chip_bytes
+        assert regime["dividing_bytes"] == 2 * regime["dividing_words"]
+        assert regime["m_words"] / head_dim**2 == pytest.approx(
+            regime["dividing_words"] / 128**2, rel=0.005
+        )
+        assert regime["regime"] == "large cache"
+
+
+def test_a_wide_head_is_in_the_small_cache() -> None:
+    assert explain_pass(parse(SMALL), H200, "backward")["regime"]["regime"] == "small cache"
+
+
+def test_a_panel_is_shown_where_there_is_one() -> None:
+    assert explain_pass(parse(LARGE), H200, "forward")["panel"] is None
+    problem = parse(SMALL)
+    for direction, copies in zip(DIRECTIONS, (1, 2), strict=True):
+        way = explain_pass(problem, H200, direction)
+        panel = way["panel"]
+        assert way["family"] == "small_cache"
+        assert 0 < panel["rows"] <= rows_for(problem, H200, direction)
+        assert panel["rows"] * panel["panels"] >= 6 * 3000
+        assert panel["bytes"] == panel["rows"] * 5000 * 2 * copies
+
+
+def test_another_memory_may_choose_another_family() -> None:
+    problem = parse("hq8 q4096 d320 bf16")
+    for direction in DIRECTIONS:
+        way = explain_pass(problem, H200, direction)
+        chosen = {one["fast_memory"]: one["family"] for one in way["other_fast_memory"]}
+        assert chosen == {
+            size: family(problem, limited(H200, size), direction) for size in OTHER_FAST_MEMORY
+        }
+        assert len(set(chosen.values())) > 1
+
+
+def test_other_masks_are_those_that_the_problem_has_not() -> None:
+    masks = {
+        text: [one["mask"] for one in explain_pass(parse(text), H200, "forward")["other_masks"]]
+        for text in (LARGE, WINDOW)
+    }
+    assert masks == {LARGE: ["full"], WINDOW: ["full", "causal"]}
+
+
+# --------------------------------------------------------------------------------------------------
+# Other configs
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_next_best_are_slower_and_it_is_said_why(kernel: Kernel) -> None:
+    problem = parse(SMALL)
+    ranked = propose(problem, H200, kernel=kernel, top=4)
+    others = explain(problem, H200, kernel)["next_best"]
+    assert [one["config"] for one in others] == [one.config.key for one in ranked[1:]]
+    best = ranked[0].estimate
+    for said, candidate in zip(others, ranked[1:], strict=True):
+        cost = candidate.estimate
+        moved = [one.read_bytes + one.write_bytes for one in (best, cost)]
+        assert said["slowdown"] == cost.seconds / best.seconds >= 1
+        assert said["traffic_ratio"] == moved[1] / moved[0]
+        assert said["waves"] == cost.waves
+        grown = dict(cost.terms)[said["term"]] - dict(best.terms)[said["term"]]
+        assert said["term_seconds"] == grown
+        assert ("the same traffic" in said["differs"]) == (moved[0] == moved[1])
+
+
+def test_a_config_of_ones_own_is_compared_with_better_ones() -> None:
+    config = TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)
+    found = explain(parse(LARGE), H200, "fwd", config)
+    assert found["config"]["block_m"] == 16
+    assert all(one["slowdown"] < 1 for one in found["next_best"])
+    assert all(one["term_seconds"] < 0 for one in found["next_best"])
+
+
+def test_a_config_of_another_kind_of_kernel_is_refused() -> None:
+    whole, sliced = (
+        TileConfig(block_m=64, block_n=64),
+        TileConfig(block_m=64, block_n=64, block_d=64),
+    )
+    with pytest.raises(Unsupported, match="block_d of fwd_values"):
+        explain(parse(SMALL), H200, "fwd_values", whole)
+    with pytest.raises(Unsupported, match="holds head dims whole"):
+        explain(parse(SMALL), H200, "fwd", sliced)
+
+
+# --------------------------------------------------------------------------------------------------
+# Text, LaTeX and JSON
+
+
+@pytest.mark.parametrize("text", [LARGE, SMALL])
+def test_the_text_says_what_the_json_says(text: str) -> None:
+    explained = json.loads(run(text, "--gpu", "a100", "--json"))
+    assert run(text, "--gpu", "a100").splitlines() == [
+        line.rstrip("\n") for line in lines_of_all(explained, with_passes=True)
+    ]
+    shown = run(text, "--gpu", "a100")
+    for one in explained:
+        assert f"{1e6 * one['time']['seconds']:.1f} us predicted" in shown
+        assert f"limited by {one['time']['limit']}" in shown
+        assert f"{TileConfig(**one['config'])!r}" in shown
+        assert f"these tiles move {one['bound']['ratio']:.1f} times that" in shown
+        way = one["pass"]
+        assert f"{way['bound']['ratio']:.1f} times the lower bound of the pass" in shown
+        assert all(f"{way['direction']} for '" in shown for way in (one["pass"],))
+    assert [one["kernel"] for one in explained] == list(kernels_of(parse(text), gpu("a100")))
+    assert all(one["pass"]["direction"] == direction_of(one["kernel"]) for one in explained)
+
+
+def test_one_kernel_alone_is_explained_without_its_pass() -> None:
+    shown = run(LARGE, "--gpu", "h200", "--kernel", "bwd_dq").splitlines()
+    assert shown[0].startswith("bwd_dq for '")
+    assert not any("families" in line for line in shown)
+
+
+def test_json_is_finite_and_has_stable_keys() -> None:
+    explained = [
+        json.loads(json.dumps(one, allow_nan=False))
+        for text in (LARGE, SMALL, WINDOW, "hq1 q1 d64 bf16")
+        for one in explain_all(parse(text), H200, kernels_of(parse(text), H200))
+    ]
+    assert len({tuple(one) for one in explained}) == 1
+    for key in ("traffic", "dram", "bound", "footprint", "time", "pass"):
+        assert len({tuple(one[key]) for one in explained}) == 1, key
+    assert all(
+        one["traffic"]["read_bytes"] > 0 < one["traffic"]["write_bytes"] for one in explained
+    )
+
+
+def test_latex_has_every_formula_and_is_balanced() -> None:
+    explained = explain_all(parse(LARGE), H200, ("fwd", "bwd_dkdv"))
+    shown = "\n".join(latex_of_all(explained, with_passes=True))
+    assert run(LARGE, "--gpu", "h200", "--kernel", "fwd", "--latex").count("align*") == 8
+    for one in explained:
+        for term in TERMS[one["kernel"]]:
+            assert sympy.latex(term.words) in shown
+        assert str(one["traffic"]["read_bytes"] + one["traffic"]["write_bytes"]) in shown
+    for what in (
+        r"\Theta",
+        r"\mathrm{LB}_1",
+        r"\mathrm{LB}_2",
+        r"M_{\mathrm{dividing}}",
+        r"\rho &=",
+    ):
+        assert what in shown
+    for opens, closes in (("{", "}"), (r"\left", r"\right"), (r"\begin", r"\end")):
+        assert shown.count(opens) == shown.count(closes)
+    assert all(not line.endswith(r"\\ \\") for line in shown.splitlines())
+    for block in shown.split(r"\begin{align*}")[1:]:
+        rows = block.split(r"\end{align*}")[0].strip().split("\n")
+        assert all("&" in row for row in rows)
+        assert all(row.endswith(r"\\") for row in rows[:-1])
+
+
+# --------------------------------------------------------------------------------------------------
+# Pictures
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_curves_cross_where_the_leading_terms_do(direction: Direction) -> None:
+    """Long and unmasked: slopes of -1 and -1/2 where M is small, and above every bound."""
+    problem = parse("hq8 q131072 d256 bf16")
+    found = curves(problem, H200, direction)
+    for moved in (found.large_cache, found.small_cache):
+        known = np.isfinite(moved)
+        for bound in found.bounds.values():
+            assert np.all(moved[known] >= bound[known])
+    cheaper = found.memory[np.nanargmax(found.large_cache < found.small_cache)]
+    dividing = explain_pass(problem, H200, direction)["regime"]["dividing_bytes"]
+    assert cheaper == pytest.approx(dividing, rel=0.15)
+    logs = np.log(found.memory)
+    large, small = np.log(found.large_cache), np.log(found.small_cache)
+    middle = slice(20, 50)
+    assert np.polyfit(logs[middle], large[middle], 1)[0] == pytest.approx(-1, abs=0.1)
+    assert -0.5 < np.polyfit(logs[:20], small[:20], 1)[0] < -0.35
+
+
+def test_real_tiles_lie_above_the_best_ones() -> None:
+    for text in (LARGE, "hq8 hkv2 q4096 d128 bf16 window(255,0)"):
+        problem = parse(text)
+        found = curves(problem, H200, "forward")
+        cost = propose(problem, H200, kernel="fwd", top=1)[0].estimate
+        best = np.interp(H200.on_chip_bytes, found.memory, found.large_cache)
+        assert cost.read_bytes + cost.write_bytes >= best
+
+
+STARTS = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
+
+
+@pytest.mark.parametrize("suffix", STARTS)
+def test_plots_are_files_of_their_kind(tmp_path: Path, suffix: str) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / f"plot.{suffix}"
+    text = run("hq2 q256 d64 bf16", "--gpu", "h200", "--kernel", "fwd", "--plot", str(file))
+    assert text.startswith("fwd for")
+    assert file.read_bytes().startswith(STARTS[suffix])
+
+
+def test_a_plot_has_two_panels_for_each_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+    saved: list[Any] = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, file: saved.append(self))
+    problem = parse(SMALL)
+    draw(problem, H200, explain_all(problem, H200, kernels_of(problem, H200)), tmp_path / "a.png")
+    (drawn,) = saved
+    assert len(drawn.axes) == 4
+    traffic, roofline = drawn.axes[:2]
+    labels = " ".join(text.get_text() for text in traffic.get_legend().get_texts())
+    for what in ("LB1", "LB2", "floor", "M of h200", "cross", "small_cache, chosen"):
+        assert what in labels
+    (mark,) = (line for line in traffic.lines if "M of h200" in str(line.get_label()))
+    assert set(mark.get_xdata()) == {H200.on_chip_bytes}
+    labels = " ".join(text.get_text() for text in roofline.get_legend().get_texts())
+    assert "L2 9.4 TB/s" in labels
+    best = propose(problem, H200, kernel="fwd_scores", top=1)[0]
+    assert best.config.key in labels
+    (points,) = (line for line in roofline.lines if line.get_label() == "fwd_scores, L2")
+    cost = best.estimate
+    assert points.get_ydata()[0] == pytest.approx(cost.flops / cost.seconds)
+    assert max(points.get_ydata()) <= H200.tensor_flops_16
+    for at, speed in zip(points.get_xdata(), points.get_ydata(), strict=True):
+        assert math.isfinite(at)
+        assert speed <= at * H200.l2_bandwidth
+
+
+def test_plot_errors_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = parse(LARGE)
+    explained = explain_all(problem, H200, ("fwd",))
+    with pytest.raises(Unsupported, match=r"end in \.png, \.svg, \.pdf"):
+        draw(problem, H200, explained, tmp_path / "plot.gif")
+    with pytest.raises(Unsupported, match="no folder"):
+        draw(problem, H200, explained, tmp_path / "none" / "plot.png")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(Unsupported, match=r"pip install 'tilegen\[plot\]'"):
+        draw(problem, H200, explained, tmp_path / "plot.png")
+
+
+def test_nothing_but_plots_needs_matplotlib() -> None:
+    code = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "import tilegen\n"
+        "from tilegen.cli import main\n"
+        f"sys.argv = ['tilegen', 'explain', '{LARGE}', '--gpu', 'h200', '--kernel', 'fwd']\n"
+        "main()\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.startswith("fwd for")
