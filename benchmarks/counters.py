@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -103,12 +103,27 @@ def launch(workload: Workload, spec: GpuSpec) -> None:
 
 
 def profile(workload: Workload, *, timeout: float) -> list[Counted]:
-    """Return what Nsight Compute counts. Raises RuntimeError with its last words if it fails."""
+    """Return what Nsight Compute counts of a workload's kernels. Raises RuntimeError."""
+    program = [sys.executable, "-m", "benchmarks.counters", f"--launch={workload.name}"]
+    only = ("--kernel-name", "regex:^attention_(fwd|bwd)")
+    return ncu(program, options=only, timeout=timeout)
+
+
+def ncu(
+    program: Sequence[str],
+    *,
+    metrics: Sequence[str] = METRICS,
+    options: Sequence[str] = (),
+    timeout: float,
+) -> list[Counted]:
+    """Return what Nsight Compute counts of the launches of `program`, from cold caches.
+
+    Raises RuntimeError with its last words if it fails.
+    """
     command = [
-        *("ncu", "--csv", "--print-units", "base", "--metrics", ",".join(METRICS)),
-        *("--clock-control", "none", "--cache-control", "all"),
-        *("--kernel-name", "regex:^attention_(fwd|bwd)"),
-        *(sys.executable, "-m", "benchmarks.counters", f"--launch={workload.name}"),
+        *("ncu", "--csv", "--print-units", "base", "--metrics", ",".join(metrics)),
+        *("--clock-control", "none", "--cache-control", "all", *options),
+        *program,
     ]
     try:
         result = subprocess.run(

@@ -1,0 +1,215 @@
+"""The tables of benchmarks/io_study.md, filled in from the result files."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from benchmarks.rows import read
+from benchmarks.study import closed, sweep
+from benchmarks.study.tiles import LARGE_CACHE
+from tilegen.families import Direction
+
+Rows = list[dict[str, str]]
+SHOWN_KB = ("8.0", "32.0", "128.0", "512.0")
+
+
+def fill(text: str, folder: Path) -> str:
+    """Return the page with every table between `<!-- table: NAME -->` and `<!-- end -->` anew."""
+
+    def table(match: re.Match[str]) -> str:
+        body = TABLES[match[1]](folder)
+        return f"<!-- table: {match[1]} -->\n\n{body}\n\n<!-- end -->"
+
+    return re.sub(r"<!-- table: (\w+) -->.*?<!-- end -->", table, text, flags=re.DOTALL)
+
+
+def tables_of(text: str) -> list[str]:
+    """Return the names of the tables that a page has a place for."""
+    return re.findall(r"<!-- table: (\w+) -->", text)
+
+
+def links_of(text: str) -> list[str]:
+    """Return the files that a page shows or links."""
+    return re.findall(r"\]\(([^)#:]+)\)", text)
+
+
+def totals(folder: Path) -> str:
+    """How much was counted, and how much of it is as predicted."""
+    rows = read(folder / "counts.csv")
+    words = sum(int(row["counted_words"]) + int(row["counted_words_twice"] or 0) for row in rows)
+    equal = sum(row["equal"] == "True" for row in rows)
+    masks = [row for row in read(folder / "masks.csv") if row["counted_words"]]
+    right = sum(row["counted_words"] == row["predicted_words"] for row in masks)
+    return markdown(
+        ("what", "cases", "counted = predicted"),
+        [
+            (f"tile sets, {words / 1e9:.1f} billion words", str(len(rows)), str(equal)),
+            ("masks at one length", str(len(masks)), str(right)),
+        ],
+    )
+
+
+def sweep_table(folder: Path) -> str:
+    """Best emitted tiles at some M, forward, fp32."""
+    rows = [
+        row
+        for row in read(folder / "sweep.csv")
+        if (row["direction"], row["dtype"]) == ("forward", "fp32") and row["memory_kb"] in SHOWN_KB
+    ]
+    return markdown(
+        ("d", "M, KB", "M / d²", "best emitted tiles", "words / N²", "ideal", "over bound"),
+        (
+            (
+                row["head_dim"],
+                f"{float(row['memory_kb']):.0f}",
+                number(row["memory_over_d2"]),
+                row["tiles"] or "none fit",
+                number(row["words"]),
+                number(row["ideal"]),
+                number(row["over_bound"], 2),
+            )
+            for row in rows
+        ),
+    )
+
+
+def slopes(folder: Path) -> str:
+    """Slopes of counted staircases, beside those of the curves they follow."""
+    counts = read(folder / "counts.csv")
+    rows: list[tuple[str, ...]] = []
+    for direction in sweep.DIRECTIONS:
+        for family, side in ((LARGE_CACHE[direction], "above"), ("small_cache", "below")):
+            for head_dim in sweep.HEAD_DIMS:
+                where = {"direction": direction, "dtype": "fp32", "head_dim": str(head_dim)}
+                square = head_dim**2
+                steps = [
+                    point
+                    for point in sweep.points(counts, family, where)
+                    if (point[0] >= square / 2 if side == "above" else point[0] <= square)
+                ]
+                if len(steps) < 4:
+                    continue
+                rows.append(_slope_row(direction, family, head_dim, steps))
+    names = ("direction", "schedule", "d", "M / d²", "steps")
+    return markdown((*names, "counted", "any size, same chunks", "ideal"), rows)
+
+
+def _slope_row(
+    direction: Direction, family: str, head_dim: int, steps: Sequence[sweep.Point]
+) -> tuple[str, ...]:
+    memories = [memory for memory, _ in steps]
+    low, high = min(memories), max(memories)
+    large = family != "small_cache"
+    chunked = closed.chunked_large if large else closed.chunked_small
+    ideal = closed.ideal_large if large else closed.ideal_small
+
+    def between(curve: Callable[..., float | None]) -> str:
+        first, last = (curve(direction, at, head_dim, 4) for at in (low, high))
+        if first is None or last is None:
+            return ""
+        return f"{math.log(last / first) / math.log(high / low):.2f}"
+
+    return (
+        direction,
+        family.replace("_", " "),
+        str(head_dim),
+        f"{low / head_dim**2:.2f} to {high / head_dim**2:.2f}",
+        str(len(steps)),
+        f"{sweep.slope(steps):.2f}",
+        between(chunked),
+        between(ideal),
+    )
+
+
+def crossovers(folder: Path) -> str:
+    """M / d^2 where the regimes meet."""
+    return markdown(
+        ("direction", "dtype", "d", "ideal tiles", "any size, same chunks", "emitted", "counted"),
+        (
+            (
+                *(row[name] for name in ("direction", "dtype", "head_dim")),
+                *(number(row[name], 3) for name in ("ideal", "chunked", "emitted", "counted")),
+            )
+            for row in read(folder / "crossovers.csv")
+        ),
+    )
+
+
+def masks(folder: Path) -> str:
+    """Counted words over both formulas, at the shortest and longest sequence."""
+    rows = [row for row in read(folder / "masks.csv") if row["counted_words"]]
+    lines: list[tuple[str, ...]] = []
+    for name in dict.fromkeys(row["mask"] for row in rows):
+        at = {int(row["seqlen"]): row for row in rows if row["mask"] == name}
+        ends = (min(at), max(at))
+        ratios = [number(at[n][c], 2) for c in ("over_theorem", "over_bound") for n in ends]
+        name = name.replace("_", "-")
+        lines.append((name, f"{ends[0]}, {ends[1]}", number(at[ends[1]]["density"], 3), *ratios))
+    theorem, pattern = "over Theorem 4.5", "over pattern-aware bound"
+    names = ("mask", "shortest, longest N", "density", theorem, "longest", pattern, "longest")
+    return markdown(names, lines)
+
+
+def long_masks(folder: Path) -> str:
+    """Predicted words over both formulas, at a long sequence."""
+    rows = [row for row in read(folder / "masks.csv") if not row["counted_words"]]
+    return markdown(
+        ("mask", "density", "over Theorem 4.5", "over pattern-aware bound"),
+        (
+            (
+                row["mask"].replace("_", "-"),
+                number(row["density"], 4),
+                number(row["over_theorem"], 2),
+                number(row["over_bound"], 2),
+            )
+            for row in rows
+        ),
+    )
+
+
+def devices(folder: Path) -> str:
+    """Dividing head dims per GPU and dtype."""
+    rows = read(folder / "devices.csv")
+    sizes = list(dict.fromkeys(row["dtype"] for row in rows))
+    lines: list[tuple[str, ...]] = []
+    for name in dict.fromkeys(row["device"] for row in rows):
+        mine = {row["dtype"]: row for row in rows if row["device"] == name}
+        first = mine[sizes[0]]
+        lines.append(
+            (
+                name,
+                f"{float(first['smem_kb']):.0f}",
+                f"{float(first['on_chip_kb']):.0f}",
+                *(
+                    f"{float(mine[size]['dividing_forward']):.0f} / "
+                    f"{float(mine[size]['dividing_backward']):.0f}"
+                    for size in sizes
+                ),
+            )
+        )
+    return markdown(("GPU", "shared memory, KB", "on chip, KB", *sizes), lines)
+
+
+TABLES: dict[str, Callable[[Path], str]] = {
+    "totals": totals,
+    "sweep": sweep_table,
+    "slopes": slopes,
+    "crossovers": crossovers,
+    "masks": masks,
+    "long_masks": long_masks,
+    "devices": devices,
+}
+
+
+def markdown(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table."""
+    lines = [names, ["---"] * len(names), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def number(text: str, digits: int = 2) -> str:
+    """Return a number of a result file with few digits, a dash for none."""
+    return f"{float(text):.{digits}f}" if text else "-"

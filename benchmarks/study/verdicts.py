@@ -1,0 +1,336 @@
+"""From counters to verdicts: rows of what was measured, and pass or fail per experiment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from benchmarks.counters import DRAM_READ, DRAM_WRITE, READ, WRITE, Counted
+from benchmarks.environment import environment
+from benchmarks.rows import with_environment
+from benchmarks.study.experiments import (
+    DRAM_TOLERANCE,
+    EXACT_FROM,
+    EXP_TOLERANCE,
+    EXPERIMENTS,
+    WIRE_TOLERANCE,
+    Case,
+    predicted,
+    predicted_dram,
+)
+from tilegen.config import Kernel
+from tilegen.device import GpuSpec
+from tilegen.problem import AttentionProblem
+from tilegen.render import render
+
+Verdict = Literal["pass", "fail", "measured", "failed to run"]
+"""`measured`: nothing was predicted, or too short a sequence to judge."""
+
+TIME = "gpu__time_duration.sum"
+EXPS = "smsp__inst_executed_pipe_xu.sum"
+LOCAL = (
+    "l1tex__t_bytes_pipe_lsu_mem_local_op_ld.sum",
+    "l1tex__t_bytes_pipe_lsu_mem_local_op_st.sum",
+)
+"""Bytes of spilled registers: they cross the wire too, and no formula has them."""
+REDUCTIONS = ("lts__t_sectors_op_red.sum", "lts__t_sectors_op_atom.sum")
+NEEDED = (READ, WRITE, DRAM_READ, DRAM_WRITE)
+WANTED = (*NEEDED, TIME, EXPS, *LOCAL, *REDUCTIONS)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasureRow:
+    """One quantity of one case: what the model says, what was counted, and what that means."""
+
+    experiment: str
+    group: str
+    problem: str
+    provider: str
+    family: str
+    kernel: str
+    config: str
+    quantity: str
+    predicted: float | None
+    measured: float | None
+    ratio: float | None
+    """Measured over predicted."""
+    tolerance: float | None
+    verdict: Verdict
+    detail: str
+    gpu: str
+    driver: str
+    cuda: str
+    python: str
+    torch: str
+    triton: str
+    commit: str
+    date: str
+    command: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerdictRow:
+    """One experiment."""
+
+    experiment: str
+    question: str
+    verdict: Literal["pass", "fail", "not run"]
+    passed: int
+    failed: int
+    measured: int
+    """Quantities with nothing to compare with."""
+    broken: int
+    """Cases that failed to run: no evidence either way."""
+    worst: str
+    """Quantity that is furthest off."""
+    gpu: str
+    driver: str
+    cuda: str
+    python: str
+    torch: str
+    triton: str
+    commit: str
+    date: str
+    command: str
+
+
+def totals(launches: Sequence[Counted]) -> dict[str, dict[str, float]]:
+    """Return the counters of each function, all its launches added up."""
+    found: dict[str, dict[str, float]] = {}
+    for launch in launches:
+        mine = found.setdefault(launch.function, {})
+        for metric, value in launch.values.items():
+            mine[metric] = mine.get(metric, 0.0) + value
+    return found
+
+
+def rows_of(case: Case, launches: Sequence[Counted], gpu: GpuSpec) -> list[MeasureRow]:
+    """Return what one case says. Raises RuntimeError where the profiler missed something."""
+    found = totals(launches)
+    if case.provider != "tilegen":
+        return list(_without_prediction(case, found))
+    names = function_names(case)
+    for function in names.values():
+        if function not in found:
+            raise RuntimeError(f"ncu saw no launch of {function}, only {', '.join(found)}")
+        if missing := [metric for metric in NEEDED if metric not in found[function]]:
+            raise RuntimeError(f"ncu has no value of {', '.join(missing)} for {function}")
+    values: dict[Kernel, dict[str, float]] = {
+        kernel: found[function] for kernel, function in names.items()
+    }
+    match case.experiment:
+        case "E1":
+            return list(_wire_rows(case, values))
+        case "E6":
+            return list(_dram_rows(case, values, gpu))
+        case _:
+            return list(_family_rows(case, values))
+
+
+def function_names(case: Case) -> dict[Kernel, str]:
+    """Return the names of the emitted functions of a case."""
+    problem = AttentionProblem.parse(case.problem)
+    return {k: render(problem, config, k).function for k, config in case.tiles.items()}
+
+
+def group_rows(rows: Sequence[MeasureRow]) -> list[MeasureRow]:
+    """Return what cases of one group say together: which family moves least, and E4's exps."""
+    wires = {row.family: row for row in rows if row.quantity == "wire bytes, all kernels"}
+    ours = {family: row for family, row in wires.items() if row.provider == "tilegen"}
+    found: list[MeasureRow] = []
+    if len(ours) > 1:
+        found.append(_fewest(list(ours.values())))
+    exps = {row.family: row.measured for row in rows if row.quantity == "exponentials"}
+    if {"two_pass", "small_cache"} <= exps.keys():
+        some = next(iter(ours.values()))
+        passes, small = exps["two_pass"], exps["small_cache"]
+        ratio = small / passes if small and passes else None
+        found.append(
+            _row(
+                some,
+                quantity="exponentials, small cache over two passes",
+                predicted_value=0.5,
+                measured=ratio,
+                tolerance=EXP_TOLERANCE,
+            )
+        )
+    return found
+
+
+def verdicts(rows: Sequence[MeasureRow], broken: Mapping[str, int]) -> Iterator[VerdictRow]:
+    """Yield one row per experiment; `broken` says how many cases of each failed to run."""
+    for name, question in EXPERIMENTS.items():
+        mine = [row for row in rows if row.experiment == name]
+        counts = {v: sum(row.verdict == v for row in mine) for v in ("pass", "fail", "measured")}
+        judged = [row for row in mine if row.ratio and row.tolerance is not None]
+        worst = max(judged, key=lambda row: abs((row.ratio or 1) - 1), default=None)
+        yield with_environment(
+            VerdictRow,
+            environment(),
+            experiment=name,
+            question=question,
+            verdict="fail" if counts["fail"] else "pass" if counts["pass"] else "not run",
+            passed=counts["pass"],
+            failed=counts["fail"],
+            measured=counts["measured"],
+            broken=broken.get(name, 0),
+            worst=f"{worst.group} {worst.kernel} {worst.quantity}: {worst.ratio}" if worst else "",
+        )
+
+
+# --------------------------------------------------------------------------------------------------
+# Rows
+
+
+def _wire_rows(case: Case, values: Mapping[Kernel, dict[str, float]]) -> Iterator[MeasureRow]:
+    short = AttentionProblem.parse(case.problem).seqlen_q < EXACT_FROM
+    for kernel, moved in predicted(case).items():
+        for quantity, expected, metric in (
+            ("wire read bytes", moved.read_bytes, READ),
+            ("wire write bytes", moved.write_bytes, WRITE),
+        ):
+            yield _row(
+                case,
+                kernel=kernel,
+                quantity=quantity,
+                predicted_value=expected,
+                measured=values[kernel][metric],
+                tolerance=None if short else WIRE_TOLERANCE,
+                detail=_spilled(values[kernel]),
+            )
+
+
+def _dram_rows(
+    case: Case, values: Mapping[Kernel, dict[str, float]], gpu: GpuSpec
+) -> Iterator[MeasureRow]:
+    for kernel, expected in predicted_dram(case, gpu).items():
+        counted = values[kernel]
+        yield _row(
+            case,
+            kernel=kernel,
+            quantity="DRAM bytes",
+            predicted_value=expected,
+            measured=counted[DRAM_READ] + counted[DRAM_WRITE],
+            tolerance=DRAM_TOLERANCE,
+            detail=f"{counted.get(TIME, 0) / 1e3:.0f} us",
+        )
+
+
+def _family_rows(case: Case, values: Mapping[Kernel, dict[str, float]]) -> Iterator[MeasureRow]:
+    moved = predicted(case).values()
+    all_kernels = list(values.values())
+    microseconds = sum(counted.get(TIME, 0.0) for counted in all_kernels) / 1e3
+    yield _row(
+        case,
+        quantity="wire bytes, all kernels",
+        predicted_value=sum(one.read_bytes + one.write_bytes for one in moved),
+        measured=sum(counted[READ] + counted[WRITE] for counted in all_kernels),
+        detail=f"{microseconds:.0f} us" + "".join(_spilled(one) for one in all_kernels),
+    )
+    dram = sum(counted[DRAM_READ] + counted[DRAM_WRITE] for counted in all_kernels)
+    yield _row(case, quantity="DRAM bytes, all kernels", measured=dram)
+    if all(EXPS in counted for counted in all_kernels):
+        exps = sum(counted[EXPS] for counted in all_kernels)
+        yield _row(case, quantity="exponentials", measured=exps, detail="instructions of a warp")
+
+
+def _without_prediction(case: Case, found: Mapping[str, dict[str, float]]) -> Iterator[MeasureRow]:
+    """Yield the rows of a library's kernels, or of E7's additions."""
+    if case.experiment == "E7":
+        found = {name: values for name, values in found.items() if name.startswith("add_")}
+    if not found or any(metric not in one for one in found.values() for metric in NEEDED):
+        raise RuntimeError(f"ncu counted nothing of {case.name}")
+    total = {metric: sum(one[metric] for one in found.values()) for metric in NEEDED}
+    microseconds = sum(one.get(TIME, 0.0) for one in found.values()) / 1e3
+    wire = total[READ] + total[WRITE]
+    if case.experiment == "E7":
+        yield _addition(case, wire, f"{microseconds:.0f} us, {_reduced(found)} reduced sectors")
+        return
+    detail = f"{microseconds:.0f} us, {', '.join(found)}"
+    yield _row(case, quantity="wire bytes, all kernels", measured=wire, detail=detail)
+    dram = total[DRAM_READ] + total[DRAM_WRITE]
+    yield _row(case, quantity="DRAM bytes, all kernels", measured=dram)
+
+
+def _addition(case: Case, wire: float, detail: str) -> MeasureRow:
+    """E7: transfers per word added; atomics must lie between a store and a load with a store."""
+    from benchmarks.study.atomics import ADDITIONS
+
+    transfers = wire / (ADDITIONS * int(case.problem))
+    expected = {"atomic": 1.0, "store": 1.0, "load_store": 2.0}[case.provider]
+    row = _row(
+        case,
+        quantity="transfers per word added",
+        predicted_value=expected,
+        measured=transfers,
+        tolerance=WIRE_TOLERANCE,
+        detail=detail,
+    )
+    if case.provider != "atomic":
+        return row
+    inside = 1 - WIRE_TOLERANCE <= transfers <= 2 + 2 * WIRE_TOLERANCE
+    return replace(row, tolerance=1.0, verdict="pass" if inside else "fail")
+
+
+def _fewest(rows: Sequence[MeasureRow]) -> MeasureRow:
+    """Judge a ranking: the family predicted to move least, over the least that was measured."""
+    expected = min(rows, key=lambda row: row.predicted or 0.0)
+    least = min(row.measured or 0.0 for row in rows)
+    order = sorted(rows, key=lambda row: row.measured or 0.0)
+    return _row(
+        expected,
+        quantity="wire bytes over the fewest measured",
+        predicted_value=1.0,
+        measured=(expected.measured or 0.0) / least if least else None,
+        tolerance=WIRE_TOLERANCE,
+        detail="measured: " + " < ".join(row.family for row in order),
+    )
+
+
+def _row(
+    of: Case | MeasureRow,
+    *,
+    quantity: str,
+    kernel: str = "",
+    predicted_value: float | None = None,
+    measured: float | None = None,
+    tolerance: float | None = None,
+    detail: str = "",
+) -> MeasureRow:
+    ratio = measured / predicted_value if predicted_value and measured is not None else None
+    verdict: Verdict = "measured"
+    if tolerance is not None:
+        verdict = "pass" if ratio is not None and abs(ratio - 1) <= tolerance else "fail"
+    if isinstance(of, Case):
+        configs = of.configs or {}
+        config = configs.get(kernel, ", ".join(f"{k} {key}" for k, key in configs.items()))
+    else:
+        config = of.config
+    return with_environment(
+        MeasureRow,
+        environment(),
+        experiment=of.experiment,
+        group=of.group,
+        problem=of.problem,
+        provider=of.provider,
+        family=of.family,
+        kernel=kernel,
+        config=config,
+        quantity=quantity,
+        predicted=predicted_value,
+        measured=measured,
+        ratio=None if ratio is None else round(ratio, 4),
+        tolerance=tolerance,
+        verdict=verdict,
+        detail=detail,
+    )
+
+
+def _spilled(counted: Mapping[str, float]) -> str:
+    spilled = sum(counted.get(metric, 0.0) for metric in LOCAL)
+    return f" spilled {spilled:.0f} bytes" if spilled else ""
+
+
+def _reduced(found: Mapping[str, dict[str, float]]) -> int:
+    return int(sum(one.get(metric, 0.0) for one in found.values() for metric in REDUCTIONS))
