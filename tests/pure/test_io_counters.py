@@ -1,0 +1,252 @@
+"""The experiments on a GPU without a GPU: cases, commands, recorded counters, verdicts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks import io_counters
+from benchmarks.counters import DRAM_READ, DRAM_WRITE, READ, WRITE, Counted, ncu, parse
+from benchmarks.environment import ROOT
+from benchmarks.rows import read
+from benchmarks.study import experiments, verdicts
+from benchmarks.study.experiments import EXPERIMENTS, Case
+from tilegen.config import SLICED
+from tilegen.device import gpu
+from tilegen.model.hierarchy import levels
+from tilegen.model.traffic import traffic
+from tilegen.problem import AttentionProblem
+
+H200 = gpu("h200")
+PROBLEM = AttentionProblem.parse("b1 hq2 hkv2 q8192 kv8192 d128 bf16 full")
+ONE = Case(
+    experiment="E1",
+    group="one",
+    problem=PROBLEM.key,
+    provider="tilegen",
+    configs={"fwd": "m128n64w8s3"},
+)
+
+
+def recorded(case: Case, *, wire: float = 1.0, dram: float = 1.0, extra: str = "") -> str:
+    """What ncu prints for a case whose kernels move `wire` times the predicted bytes."""
+    lines = ["==PROF== Connected to process 4242 (/usr/bin/python3.12)", *extra.splitlines()]
+    lines.append('"ID","Process ID","Kernel Name","Context","Metric Name","Metric Unit",')
+    lines[-1] += '"Metric Value"'
+    moved = experiments.predicted(case)
+    for number, (kernel, function) in enumerate(verdicts.function_names(case).items()):
+        expected = 0
+        if kernel not in SLICED:
+            problem = AttentionProblem.parse(case.problem)
+            expected = levels(problem, H200, case.tiles[kernel], kernel).dram_bytes
+        for metric, value in (
+            (READ, wire * moved[kernel].read_bytes),
+            (WRITE, wire * moved[kernel].write_bytes),
+            (DRAM_READ, dram * expected),
+            (DRAM_WRITE, 0),
+            (verdicts.TIME, 2_000_000),
+            (verdicts.EXPS, 100 if kernel in ("bwd_dkdv", "bwd_dq", "bwd_scores") else 0),
+        ):
+            fields = (number, 4242, function, 1, metric, "byte", f"{int(value):,}")
+            lines.append(",".join(f'"{field}"' for field in fields))
+    return "\n".join(lines)
+
+
+def test_every_experiment_has_cases_and_each_survives_its_command_line() -> None:
+    todo = experiments.cases(H200)
+    assert {case.experiment for case in todo} == set(EXPERIMENTS)
+    assert len({case.name for case in todo}) == len(todo)
+    assert [case.experiment for case in todo[:6]] == list(EXPERIMENTS)  # one of each comes first
+    for case in todo:
+        *command, argument = io_counters.program(case)
+        assert command == [sys.executable, "-m", "benchmarks.io_counters"]
+        assert Case.from_json(argument.removeprefix("--launch=")) == case
+    assert {case.experiment for case in experiments.cases(H200, ["E6", "E7"])} == {"E6", "E7"}
+
+
+def test_capped_shared_memory_caps_the_tiles() -> None:
+    todo = [case for case in experiments.cases(H200, ["E5"]) if "d=256" in case.group]
+    small, large = (
+        sum(
+            one.read_bytes
+            for case in todo
+            if case.group == f"d=256 {cap} KB" and case.family == "q_stationary"
+            for one in experiments.predicted(case).values()
+        )
+        for cap in (48, 163)
+    )
+    assert small > large > 0
+
+
+def test_closed_forms_of_a_known_case() -> None:
+    """One head of 8192 x 128 with 128 rows per tile reads 64 * 8192 * 256 + 8192 * 128 words."""
+    (moved,) = experiments.predicted(ONE).values()
+    assert moved.read_bytes == 2 * 2 * (64 * 8192 * 256 + 8192 * 128)
+    (dram,) = experiments.predicted_dram(ONE, H200).values()
+    assert dram == levels(PROBLEM, H200, ONE.tiles["fwd"], "fwd").dram_bytes
+
+
+@pytest.mark.parametrize("wire, verdict", [(1.0, "pass"), (1.029, "pass"), (0.96, "fail")])
+def test_e1_passes_within_3_percent(wire: float, verdict: str) -> None:
+    rows = verdicts.rows_of(ONE, parse(recorded(ONE, wire=wire)), H200)
+    assert [row.quantity for row in rows] == ["wire read bytes", "wire write bytes"]
+    assert {row.verdict for row in rows} == {verdict}
+    assert rows[0].predicted == traffic(PROBLEM, ONE.tiles["fwd"], "fwd").read_bytes
+
+
+def test_short_sequences_are_measured_but_not_judged() -> None:
+    short = Case(**(ONE.__dict__ | {"problem": PROBLEM.key.replace("8192", "1024")}))
+    rows = verdicts.rows_of(short, parse(recorded(short, wire=2.0)), H200)
+    assert {(row.verdict, row.ratio) for row in rows} == {("measured", 2.0)}
+
+
+@pytest.mark.parametrize("dram, verdict", [(1.09, "pass"), (1.2, "fail")])
+def test_e6_passes_within_10_percent(dram: float, verdict: str) -> None:
+    case = next(case for case in experiments.cases(H200, ["E6"]))
+    (row,) = verdicts.rows_of(case, parse(recorded(case, dram=dram)), H200)
+    assert (row.quantity, row.verdict) == ("DRAM bytes", verdict)
+    assert "2000 us" in row.detail
+
+
+def test_families_are_judged_together() -> None:
+    mine = [case for case in experiments.cases(H200, ["E4"]) if case.group == "d=512"]
+    assert {case.family for case in mine} == {"two_pass", "small_cache"}
+    as_predicted = [
+        row for case in mine for row in verdicts.rows_of(case, parse(recorded(case)), H200)
+    ]
+    fewest, exps = verdicts.group_rows(as_predicted)
+    assert (fewest.ratio, fewest.verdict) == (1.0, "pass")
+    assert (exps.measured, exps.verdict) == (0.5, "pass")
+    small, large = (1.0, 3.0) if fewest.family == "two_pass" else (3.0, 1.0)
+    turned = [
+        row
+        for case in mine
+        for row in verdicts.rows_of(
+            case,
+            parse(recorded(case, wire=small if case.family == "small_cache" else large)),
+            H200,
+        )
+    ]
+    assert verdicts.group_rows(turned)[0].verdict == "fail"
+
+
+def addition(how: str, transfers: float) -> verdicts.MeasureRow:
+    size = experiments.BUFFERS[0]
+    case = Case(experiment="E7", group="8 MB", problem=str(size), provider=how)
+    values = {READ: 0.0, WRITE: 16 * size * transfers, DRAM_READ: 0.0, DRAM_WRITE: 0.0}
+    launches = [
+        Counted(function=f"add_{how}", values=values),
+        Counted(function="vectorized_elementwise_kernel", values={WRITE: 1e12}),
+    ]
+    (row,) = verdicts.rows_of(case, launches, H200)
+    return row
+
+
+def test_e7_counts_transfers_of_one_addition() -> None:
+    for transfers, verdict in ((1.0, "pass"), (1.7, "pass"), (2.5, "fail"), (0.5, "fail")):
+        assert addition("atomic", transfers).verdict == verdict
+    assert addition("load_store", 2.0).verdict == "pass"
+    assert addition("load_store", 1.0).verdict == "fail"
+    assert addition("store", 1.0).measured == 1.0
+
+
+def test_libraries_are_measured_without_a_prediction() -> None:
+    case = Case(experiment="E1", group="one", problem=PROBLEM.key, provider="sdpa-flash")
+    values = {READ: 100.0, WRITE: 10.0, DRAM_READ: 5.0, DRAM_WRITE: 1.0}
+    launches = [Counted(function=name, values=values) for name in ("flash_fwd", "flash_fwd", "b")]
+    wire, dram = verdicts.rows_of(case, launches, H200)
+    assert (wire.measured, dram.measured) == (330, 18)
+    assert (wire.predicted, wire.verdict) == (None, "measured")
+
+
+def test_experiments_pass_fail_or_were_not_run() -> None:
+    good = verdicts.rows_of(ONE, parse(recorded(ONE)), H200)
+    bad = verdicts.rows_of(ONE, parse(recorded(ONE, wire=1.5)), H200)
+    found = {row.experiment: row for row in verdicts.verdicts([*good, *bad], {"E1": 1, "E3": 2})}
+    assert (found["E1"].verdict, found["E1"].passed, found["E1"].failed) == ("fail", 2, 2)
+    assert "1.5" in found["E1"].worst
+    assert (found["E3"].verdict, found["E3"].broken) == ("not run", 2)
+    assert next(iter(verdicts.verdicts(good, {}))).verdict == "pass"
+
+
+# --------------------------------------------------------------------------------------------------
+# The command
+
+
+def fake_ncu(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = folder / "ncu"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+def test_a_case_is_profiled_from_its_start_to_its_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = tmp_path / "arguments"
+    fake_ncu(tmp_path, f"echo \"$@\" > {seen}\ncat <<'END'\n{recorded(ONE)}\nEND", monkeypatch)
+    (launch,) = io_counters.profile(ONE, timeout=30)
+    assert launch.function in verdicts.function_names(ONE).values()
+    words = seen.read_text()
+    assert "--profile-from-start off" in words
+    assert ",".join(verdicts.WANTED) in words
+    assert '"experiment": "E1"' in words
+
+
+def test_counters_that_ncu_does_not_know_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse = 'case "$*" in *pipe_xu*) echo "==ERROR== Failed to find metric"; exit 1;; esac'
+    fake_ncu(tmp_path, f"{refuse}\ncat <<'END'\n{recorded(ONE)}\nEND", monkeypatch)
+    assert len(io_counters.profile(ONE, timeout=30)) == 1
+
+
+def test_failing_cases_and_the_end_of_time_keep_what_was_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    broken = Case(**(ONE.__dict__ | {"experiment": "E6", "group": "broken"}))
+    late = Case(**(ONE.__dict__ | {"group": "late"}))
+
+    def profile(case: Case, *, timeout: float) -> list[Counted]:
+        if case is broken:
+            raise RuntimeError("ncu counted nothing")
+        time.sleep(0.6)
+        return parse(recorded(case))
+
+    monkeypatch.setattr(io_counters, "profile", profile)
+    deadline = time.monotonic() + 0.5
+    todo = [broken, ONE, late]
+    assert not io_counters.run_all(todo, H200, tmp_path, deadline=deadline)
+    assert "ncu counted nothing" in (said := capsys.readouterr().out)
+    assert "time is over, 1 cases left" in said
+    assert [row["verdict"] for row in read(tmp_path / "rows.csv")] == ["pass", "pass"]
+    found = {row["experiment"]: row["verdict"] for row in read(tmp_path / "verdicts.csv")}
+    assert found == dict.fromkeys(EXPERIMENTS, "not run") | {"E1": "pass"}
+
+
+def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "benchmarks.io_counters", "--out", str(tmp_path / "out")],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "-1"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 1, result.stderr
+    (line,) = result.stdout.splitlines()
+    assert "no GPU" in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_ncu_without_the_right_to_count_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_ncu(tmp_path, "echo '==ERROR== ERR_NVGPUCTRPERM'", monkeypatch)
+    with pytest.raises(RuntimeError, match="ERR_NVGPUCTRPERM"):
+        ncu(["true"], timeout=10)
