@@ -14,25 +14,24 @@ import argparse
 import ast
 import csv
 import hashlib
-import itertools
 import random
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 import tilegen.model.footprint as model
-from benchmarks.workloads import CATALOGUE
+from benchmarks.quantile_fit import quantile_fit
+from benchmarks.workloads import CATALOGUE, LARGE_FP32_DIMS, LARGE_HEAD_DIMS, SHAPES
 from tilegen.build import CompiledKernel, compile_many
-from tilegen.config import LARGE_CACHE, Kernel, TileConfig
+from tilegen.config import KERNELS, SLICED, Kernel, TileConfig
 from tilegen.device import GpuSpec, gpu
 from tilegen.emitted import RenderedKernel
-from tilegen.model import known
+from tilegen.model import known, sliced
 from tilegen.model.roofline import padded_widths, tile
 from tilegen.problem import AttentionProblem
 from tilegen.propose import all_configs, estimate, search_space
@@ -54,15 +53,13 @@ MASKS = ("causal", "causal", "full", "window(1023,0)")
 GROUPS = ("hq1 hkv1", "hq4 hkv1")
 SEED = 20240229
 FP32_DIMS = (64, 128, 256)  # asked for besides the catalogue, which holds none in fp32
+SLICED_DOUBT = 1.2  # of the limit, up to which their registers are worth a look
+SLICED_FROM = 256  # head dims that kernels of slices are asked for
 ROUNDS = 10  # of proposing and compiling; each takes out what turned out to spill
 
-QUANTILE = 0.7  # of kernels whose registers the prediction covers
 FEW_BYTES = 64  # of local memory, for values that live around the loop
 MARGIN = 15  # registers that even a small spill is taken for
-RIDGE = 1e-3  # decides between features that never vary apart
 MIN_REGISTERS = 16  # below, the kernel is a trap: it asked for more tensor memory than there is
-
-Array = NDArray[Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +92,10 @@ def random_kernels(kernel: Kernel, count: int) -> Iterator[RenderedKernel]:
     """Yield `count` kernels at random, always the same ones, none hopelessly large."""
     choice = random.Random(f"{SEED} {kernel}").choice
     while count:
-        dims, dtype, mask, heads = map(choice, (HEAD_DIMS, DTYPES, MASKS, GROUPS))
+        widths = LARGE_HEAD_DIMS if kernel in SLICED else HEAD_DIMS
+        dims, dtype, mask, heads = map(choice, (widths, DTYPES, MASKS, GROUPS))
+        if dtype == "fp32" and kernel in SLICED and dims not in LARGE_FP32_DIMS:
+            continue
         problem = AttentionProblem.parse(f"b1 {heads} q1024 kv1024 d{dims} {dtype} {mask}")
         config = choice(all_configs(problem, kernel))
         if is_sensible(problem, config, kernel):
@@ -105,6 +105,13 @@ def random_kernels(kernel: Kernel, count: int) -> Iterator[RenderedKernel]:
 
 def is_sensible(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> bool:
     """Whether a config comes near fitting the registers and the shared memory of some GPU."""
+    if kernel in SLICED:
+        step, threads = sliced.step(problem, config, kernel), 32 * config.num_warps
+        stored = step.loaded * max(1, config.num_stages - 1) * problem.element_bytes
+        exact = problem.element_bytes == 4
+        if exact and sliced.unrolled(problem, config, kernel, "sm_80") > model.MAX_UNROLLED:
+            return False  # the compiler takes minutes, and spills thousands of bytes
+        return 8 <= step.accumulators / threads <= 256 and stored <= 240_000
     work = tile(problem, config, kernel)
     scores = work.scores * (1 if kernel == "fwd" else 2)
     per_thread = (work.stationary * work.accumulator_width + scores) / (32 * config.num_warps)
@@ -113,7 +120,9 @@ def is_sensible(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -
     return 12 <= per_thread <= 224 and stored <= 240_000
 
 
-def promising_kernels(arch: str, top: int) -> Iterator[RenderedKernel]:
+def promising_kernels(
+    arch: str, top: int, kernels: Sequence[Kernel] = KERNELS
+) -> Iterator[RenderedKernel]:
     """Yield kernels of the catalogue that may be among the `top` fastest, but never were compiled.
 
     Where the register fit errs, it hides a fast config or praises one that spills.
@@ -123,10 +132,17 @@ def promising_kernels(arch: str, top: int) -> Iterator[RenderedKernel]:
         AttentionProblem.parse(f"b4 hq16 hkv16 q4096 d{dim} fp32 causal") for dim in FP32_DIMS
     ]
     spec = gpu(GPUS[arch])
-    for problem, kernel in itertools.product(problems, LARGE_CACHE):
-        for config in fastest(problem, spec, kernel)[:top]:
-            if not known.is_compiled(problem, config, kernel, arch):
-                yield render(representative(problem), config, kernel)
+    large = [
+        one for one in (*problems, *SHAPES) if min(one.head_dim_qk, one.head_dim_v) >= SLICED_FROM
+    ]
+    seen: set[tuple[str, TileConfig]] = set()
+    for kernel in kernels:
+        for problem in large if kernel in SLICED else problems:
+            for config in fastest(problem, spec, kernel)[:top]:
+                alike = known.compile_class(problem, config, kernel), config
+                if alike not in seen and not known.is_compiled(problem, config, kernel, arch):
+                    seen.add(alike)
+                    yield render(representative(problem), config, kernel)
 
 
 def fastest(problem: AttentionProblem, spec: GpuSpec, kernel: Kernel) -> list[TileConfig]:
@@ -134,7 +150,8 @@ def fastest(problem: AttentionProblem, spec: GpuSpec, kernel: Kernel) -> list[Ti
     ranked = sorted(
         (estimate(problem, spec, config, kernel).seconds, config)
         for config in search_space(problem, spec, kernel)
-        if model.footprint(problem, config, kernel, spec.arch).fits(spec)
+        if (needs := model.footprint(problem, config, kernel, spec.arch)).fits(spec)
+        and (kernel not in SLICED or needs.registers <= SLICED_DOUBT * needs.max_registers)
     )
     return [
         config
@@ -144,7 +161,13 @@ def fastest(problem: AttentionProblem, spec: GpuSpec, kernel: Kernel) -> list[Ti
     ]
 
 
-def collect(count: int, top: int, workers: int | None, architectures: Iterable[str]) -> None:
+def collect(
+    count: int,
+    top: int,
+    workers: int | None,
+    architectures: Iterable[str],
+    kernels: Sequence[Kernel] = KERNELS,
+) -> None:
     """Compile what the samples lack; a kernel that has changed since is compiled again."""
     kept = [sample for sample in read_samples() if is_current(sample)]
     SAMPLES.parent.mkdir(parents=True, exist_ok=True)
@@ -171,11 +194,11 @@ def collect(count: int, top: int, workers: int | None, architectures: Iterable[s
 
         for arch in architectures:
             compile_missing(
-                arch, (one for kernel in LARGE_CACHE for one in random_kernels(kernel, count))
+                arch, (one for kernel in kernels for one in random_kernels(kernel, count))
             )
             for _ in range(ROUNDS):
                 write_fits(kept)
-                if not compile_missing(arch, promising_kernels(arch, top)):
+                if not compile_missing(arch, promising_kernels(arch, top, kernels)):
                     break
 
 
@@ -223,7 +246,7 @@ def read_samples() -> list[Sample]:
     numbers = {"shared_bytes", "registers", "spill_bytes"}
     with SAMPLES.open(newline="", encoding="utf-8") as file:
         return [
-            Sample(**{k: int(v) if k in numbers else cast("Any", v) for k, v in row.items()})
+            Sample(**{k: cast("Any", int(v) if k in numbers else v) for k, v in row.items()})
             for row in csv.DictReader(file)
         ]
 
@@ -256,7 +279,7 @@ def demand(sample: Sample) -> tuple[float, bool]:
 
 
 def fit_registers(samples: Iterable[Sample]) -> dict[str, dict[str, list[float]]]:
-    """Return coefficients of REGISTER_FEATURES per architecture and kernel.
+    """Return coefficients of the register features per architecture and kernel.
 
     A quantile fit, so that configs near the limit count as spilling; coefficients are not
     negative, since nothing that a thread holds gives it registers back.
@@ -269,31 +292,19 @@ def fit_registers(samples: Iterable[Sample]) -> dict[str, dict[str, list[float]]
     fits: dict[str, dict[str, list[float]]] = {}
     for (arch, name), cell in sorted(cells.items()):
         features = np.array(
-            [model.register_features(*s.parsed, s.kernel, arch) for s in cell], dtype=np.float64
+            [register_features(*s.parsed, s.kernel, arch) for s in cell], dtype=np.float64
         )
         values, at_least = map(np.array, zip(*map(demand, cell), strict=True))
         fits.setdefault(arch, {})[name] = quantile_fit(features, values, at_least)
     return fits
 
 
-def quantile_fit(features: Array, values: Array, at_least: Array) -> list[float]:
-    """Return non-negative coefficients whose prediction lies above QUANTILE of the values.
-
-    Least squares, reweighted until it minimises the pinball loss, one coordinate at a time. Where a
-    value is only a least one, predicting more is no error.
-    """
-    scale = np.maximum(features.max(axis=0), 1e-9)
-    columns = features / scale
-    found = np.full(columns.shape[1], values.mean() / columns.shape[1])
-    for _ in range(400):
-        error = values - columns @ found
-        weight = np.where(error > 0, QUANTILE, (1 - QUANTILE) * ~at_least)
-        weight /= np.maximum(np.abs(error), 4.0)
-        for i, column in enumerate(columns.T):
-            rest = values - columns @ found + column * found[i]
-            curvature = (weight * column * column).sum() + RIDGE
-            found[i] = max(0.0, (weight * column * rest).sum() / curvature)
-    return [round(float(value), 3) for value in found / scale]
+def register_features(
+    problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: str
+) -> tuple[float, ...]:
+    """Return what the fit of a kernel multiplies."""
+    of = sliced if kernel in SLICED else model
+    return of.register_features(problem, config, kernel, arch)
 
 
 def verdicts(samples: Iterable[Sample]) -> dict[str, dict[str, dict[known.Verdict, list[str]]]]:
@@ -305,7 +316,7 @@ def verdicts(samples: Iterable[Sample]) -> dict[str, dict[str, dict[known.Verdic
     for sample in samples:
         if not sample.error:
             problem, config = sample.parsed
-            key = (sample.arch, known.compile_class(problem, sample.kernel), config)
+            key = (sample.arch, known.compile_class(problem, config, sample.kernel), config)
             is_trap = sample.registers <= MIN_REGISTERS
             worst[key] = max(worst.get(key, 0), sample.spill_bytes + is_trap)
     found: dict[str, dict[str, dict[known.Verdict, list[str]]]] = {}
@@ -322,7 +333,8 @@ def write_fits(samples: list[Sample]) -> None:
         "#     python -m benchmarks.calibrate_footprint",
     ]
     lines = ["# Registers of one thread: coefficients of footprint.register_features, from what"]
-    lines += [*source, f"# Order of the coefficients: {', '.join(model.REGISTER_FEATURES)}"]
+    lines += [*source, f"# Order of the coefficients: {', '.join(model.REGISTER_FEATURES)};"]
+    lines += [f"# of kernels that slice head dims: {', '.join(sliced.REGISTER_FEATURES)}"]
     for arch, rows in fit_registers(samples).items():
         lines += ["", f"[architecture.{arch}]", *(f"{name} = {row}" for name, row in rows.items())]
     FITS.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -3,8 +3,9 @@
     python -m benchmarks.proposals --top 5
 
 For every workload, kernel and architecture: do the proposals compile, within shared memory, without
-spills? Needs no GPU. Rows go to benchmarks/results/cpu/proposals.csv. What to do about a proposal
-that is not: `python -m benchmarks.calibrate_footprint`.
+spills? Besides the catalogue, the small-cache kernels are asked for large head dims of no model, in
+bf16 and fp32. Needs no GPU. Rows go to benchmarks/results/cpu/proposals.csv. What to do about a
+proposal that is not: `python -m benchmarks.calibrate_footprint`.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ import typer
 
 from benchmarks.environment import ROOT, environment
 from benchmarks.rows import append, with_environment
-from benchmarks.workloads import CATALOGUE
+from benchmarks.workloads import CATALOGUE, SHAPES
 from tilegen.build import CompiledKernel, compile_many
 from tilegen.bundle import gpu_for
-from tilegen.config import Kernel
+from tilegen.config import SMALL_CACHE, Kernel
 from tilegen.device import GpuSpec
 from tilegen.emitted import RenderedKernel
 from tilegen.errors import BuildFailed
@@ -31,6 +32,8 @@ from tilegen.problem import AttentionProblem
 from tilegen.propose import propose
 from tilegen.render import render
 
+LARGE = "large head dims"
+"""Name of the rows of problems that are no model's."""
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
 RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "proposals.csv"
 
@@ -76,11 +79,15 @@ class Asked:
 def asked(arch: str, top: int) -> Iterable[Asked]:
     """Return what the catalogue asks of one architecture."""
     spec = gpu_for(arch)
-    for workload in CATALOGUE:
-        for kernel in kernels_of(workload.problem, spec):
-            ranked = propose(workload.problem, spec, kernel=kernel, top=top)
-            rendered = tuple((c, render(workload.problem, c.config, kernel)) for c in ranked)
-            yield Asked(workload.name, workload.problem, kernel, spec, rendered)
+    wanted: list[tuple[str, AttentionProblem, tuple[Kernel, ...]]] = [
+        (one.name, one.problem, kernels_of(one.problem, spec)) for one in CATALOGUE
+    ]
+    wanted += [(LARGE, problem, SMALL_CACHE) for problem in SHAPES]
+    for name, problem, kernels in wanted:
+        for kernel in kernels:
+            ranked = propose(problem, spec, kernel=kernel, top=top)
+            rendered = tuple((c, render(problem, c.config, kernel)) for c in ranked)
+            yield Asked(name, problem, kernel, spec, rendered)
 
 
 def judge(one: Asked, outcome: dict[str, CompiledKernel | BuildFailed]) -> ProposalRow:

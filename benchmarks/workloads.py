@@ -127,6 +127,34 @@ CATALOGUE: tuple[Workload, ...] = (
         source="DeepSeek V3: 128 heads, keys of 192 and values of 128 after decompression",
     ),
     Workload(
+        name="deepseek-v3-absorbed-4k",
+        problem=_parse("b1 hq128 hkv1 q4096 kv4096 d576/512 bf16 causal"),
+        source="DeepSeek V2 and V3 with the projections absorbed: 128 query heads on one latent of "
+        "512 and 64 rotary columns (arXiv 2405.04434, section 2.1)",
+        directions=SERVED,
+    ),
+    Workload(
+        name="palm-540b-2k",
+        problem=_parse("b1 hq48 hkv1 q2048 kv2048 d256 bf16 causal"),
+        source="PaLM 540B: 48 query heads of 256 on one key-value head (arXiv 2204.02311, table 1)",
+    ),
+    Workload(
+        name="gemma-7b-8k",
+        problem=_parse("b1 hq16 hkv16 q8192 kv8192 d256 bf16 causal"),
+        source="Gemma 7B: 16 heads of 256 (arXiv 2403.08295, table 1)",
+    ),
+    Workload(
+        name="sd-vae-512",
+        problem=_parse("b4 hq1 hkv1 q4096 kv4096 d512 bf16 full"),
+        source="Stable Diffusion's autoencoder at 512 pixels: one head of 512 over 64 * 64 latents",
+    ),
+    Workload(
+        name="sdxl-vae-1024-fp32",
+        problem=_parse("b1 hq1 hkv1 q16384 kv16384 d512 fp32 full"),
+        source="SDXL's autoencoder at 1024 pixels, in fp32 since fp16 overflows: 128 * 128 latents",
+        directions=SERVED,
+    ),
+    Workload(
         name="vit-l16-224",
         problem=_parse("b64 hq16 hkv16 q197 kv197 d64 bf16 full"),
         source="ViT-L/16 at 224 pixels: 14 * 14 + 1 tokens",
@@ -173,6 +201,17 @@ CATALOGUE: tuple[Workload, ...] = (
 
 HEAD = ("llama3-8b-8k", "gpt-oss-window-8k", "bert-large", "deepseek-v3-4k", "prefill-q256-kv128k")
 """Tuned and measured first: causal, windowed, full, unequal head dims, few rows."""
+
+
+LARGE_HEAD_DIMS = ("256", "320", "512", "576/512", "768", "1024")
+LARGE_FP32_DIMS = ("256", "320", "512")
+SHAPES: tuple[AttentionProblem, ...] = tuple(
+    _parse(f"b4 hq16 hkv4 q4096 kv4096 d{dims} {dtype} {mask}")
+    for mask in ("causal", "full")
+    for dtype, widths in (("bf16", LARGE_HEAD_DIMS), ("fp32", LARGE_FP32_DIMS))
+    for dims in widths
+)
+"""No model's, but what the kernels that slice head dims exist for: they must be legal here too."""
 
 
 def catalogue() -> tuple[Workload, ...]:

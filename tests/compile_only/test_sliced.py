@@ -3,28 +3,30 @@ choice for large head dims fits and does not spill."""
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
-import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
 from tests import sliced
-from tilegen.build import CompiledKernel, compile_for, compile_many
+from tilegen.build import CompiledKernel, compile_many
 from tilegen.config import Kernel
 from tilegen.device import gpu
-from tilegen.emitted import load
-from tilegen.families import kernels_of
-from tilegen.passes import Launch, forward, gradients
+from tilegen.emitted import RenderedKernel, load
 from tilegen.problem import AttentionProblem
 from tilegen.propose import propose
 from tilegen.render import render
 
 PROBLEM = AttentionProblem.parse("hq4 hkv1 q1024 d320 bf16 causal&window(255,0)")
 GPUS = {"sm_80": "a100", "sm_90": "h200", "sm_100": "b200", "sm_120": "rtx5090"}
-FEW_BYTES = 16  # which the compiler stores around the loop to let more programs share an SM
-KERNELS = [kernel for kernel, config in sliced.ALL.items() if config.block_d]
+LARGE = (
+    "b4 hq16 hkv4 q8192 kv8192 d512 bf16 causal",
+    "b4 hq16 hkv4 q8192 kv8192 d1024 bf16 full",
+    "b1 hq16 hkv4 q4096 kv4096 d320 fp32 full",
+)
+KERNELS: list[Kernel] = [kernel for kernel, config in sliced.ALL.items() if config.block_d]
 
 
 @pytest.mark.parametrize("arch", [*GPUS, "gfx942"])
@@ -41,43 +43,24 @@ def test_every_kernel_on_every_architecture(arch: str) -> None:
 
 
 @pytest.mark.parametrize("arch", GPUS)
-@pytest.mark.parametrize("dims", ["512", "576/512", "1024"])
-def test_large_head_dims_fit_without_spills(dims: str, arch: str) -> None:
+def test_first_proposals_are_legal_and_as_large_as_predicted(arch: str) -> None:
+    """No register in memory, and shared memory within 1 % and 1 KiB of what is reported, or more
+    where a result leaves in pieces. The rest of the catalogue: `python -m benchmarks.proposals`."""
     spec = gpu(GPUS[arch])
-    problem = AttentionProblem.parse(f"b4 hq16 hkv16 q8192 kv8192 d{dims} bf16 causal")
-    for kernel in kernels_of(problem, spec):
-        ranked = propose(problem, spec, kernel=kernel, top=1)
-        compiled = compile_for(render(problem, ranked[0].config, kernel), arch)
-        assert compiled.spill_bytes <= FEW_BYTES, (kernel, ranked[0].config)
-        assert compiled.shared_bytes <= spec.smem_per_block, (kernel, ranked[0].config)
-
-
-@pytest.mark.usefixtures("compile_instead_of_launching")
-@pytest.mark.parametrize("head_dim, aligned", [(320, True), (300, False)])
-def test_no_length_recompiles(head_dim: int, aligned: bool) -> None:
-    """Through whole passes, with panels of every kind."""
-    problem = AttentionProblem.parse(f"hq4 hkv2 q1024 d{head_dim} bf16 causal(bottom_right)")
-    rendered = {k: render(problem, c, k, aligned=aligned) for k, c in sliced.ALL.items()}
-    modules = {kernel: load(one) for kernel, one in rendered.items()}
-    small: dict[Kernel, Launch] = {kernel: modules[kernel].launch for kernel in sliced.SMALL_CACHE}
-    for i, seqlen_q in enumerate(lengths := [1, 3, 16, 17, 100, 513, 1024]):
-        batch, heads, seqlen_kv = 1 + i % 3, 2 * (1 + i % 2), lengths[-1 - i]
-
-        def tensor(n: int, heads: int, batch: int = batch) -> torch.Tensor:
-            flat = torch.empty(batch * n * heads * head_dim + 1, dtype=torch.bfloat16)
-            whole = flat[0 if aligned else 1 :][: batch * n * heads * head_dim]
-            return whole.view(batch, heads, n, head_dim)
-
-        q, k = tensor(seqlen_q, heads), tensor(seqlen_kv, heads // 2)
-        rows = torch.empty(batch, heads, seqlen_q)
-        for panel_rows in (1, 300, 1 << 20):
-            forward(small, q, k, k, 0.1, panel_rows=panel_rows)
-            gradients(small, q, k, k, q, rows, rows, 0.1, panel_rows=panel_rows)
-        modules["fwd_streamed"].launch(q, k, k, 0.1)
-    for kernel, one in rendered.items():
-        if kernel != "bwd_preprocess":
-            compiled = getattr(modules[kernel], one.function).device_caches[0][0]
-            assert len(compiled) == 1, (kernel, list(compiled))
+    rendered, predicted = dict[str, RenderedKernel](), dict[str, int]()
+    for text, kernel in itertools.product(LARGE, KERNELS):
+        if kernel == "fwd_streamed" and " d512 " not in text:
+            continue  # seconds each
+        problem = AttentionProblem.parse(text)
+        best = propose(problem, spec, kernel=kernel, top=1)[0]
+        one = render(problem, best.config, kernel)
+        rendered[one.digest], predicted[one.digest] = one, best.estimate.smem_bytes
+    for one, compiled in compile_many(list(rendered.values()), arch):
+        what = f"{one.function} {one.config}"
+        assert isinstance(compiled, CompiledKernel), (what, compiled)
+        assert compiled.spill_bytes == 0, what
+        assert compiled.shared_bytes <= spec.smem_per_block, what
+        assert predicted[one.digest] >= 0.99 * compiled.shared_bytes - 1024, what
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -45,7 +45,8 @@ def test_catalogue_names_are_unique_and_head_is_part_of_it() -> None:
     "model",
     [
         *("gpt2", "bert-large", "llama3-8b", "llama3-70b", "mistral-7b", "gemma2", "gpt-oss"),
-        *("qwen", "deepseek", "vit", "wan", "prefill", "packed-documents"),
+        *("qwen", "deepseek", "palm", "gemma-7b", "vit", "wan", "prefill", "packed-documents"),
+        *("sd-vae", "sdxl-vae"),
     ],
 )
 def test_catalogue_has_the_model(model: str) -> None:

@@ -20,18 +20,48 @@ from tilegen.problem import AttentionProblem
 Verdict = Literal["fit", "spill"]
 
 
-def compile_class(problem: AttentionProblem, kernel: Kernel) -> str:
+def compile_class(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> str:
     """Return what registers depend on besides the config: kernel, widths, mask, grouping."""
-    return _classes(problem, kernel)[0]
+    return _classes(problem, kernel, config.block_d)[0]
 
 
-@lru_cache(maxsize=256)
-def _classes(problem: AttentionProblem, kernel: Kernel) -> tuple[str, str]:
+@lru_cache(maxsize=512)
+def _classes(problem: AttentionProblem, kernel: Kernel, block_d: int) -> tuple[str, str]:
     """Return the compile class, and what it has in common with other masks and groupings."""
-    widths = f"{kernel} d{problem.head_dim_qk}/{problem.head_dim_v} {8 * problem.element_bytes}-bit"
+    widths = f"{kernel} {_widths(problem, kernel, block_d)} {8 * problem.element_bytes}-bit"
     mask = re.sub(r"\d+", "N", problem.mask.notation)
     heads = "grouped" if problem.group_size > 1 else "single"
     return f"{widths} {mask} {heads}", widths
+
+
+def _widths(problem: AttentionProblem, kernel: Kernel, block_d: int) -> str:
+    """Return what a kernel's text says of the head dims; few things, where it takes them in
+    slices, so that one kernel speaks for many head dims."""
+    qk, v = problem.head_dim_qk, problem.head_dim_v
+    match kernel:
+        case "fwd_scores":
+            return _steps(qk, block_d)
+        case "bwd_scores":
+            return f"{_steps(qk, block_d)}/{_steps(v, block_d)}"
+        case "fwd_streamed":
+            return f"{_steps(qk, block_d)}/d{v}"
+        case "fwd_values" | "bwd_rows":
+            return "padded" if (v if kernel == "fwd_values" else qk) % block_d else "whole"
+        case "bwd_columns":
+            return "any"
+        case _:
+            return f"d{qk}/{v}"
+
+
+MOST_STEPS = 16
+"""From which the compiler no longer looks at how many there are."""
+
+
+def _steps(head_dim: int, block_d: int) -> str:
+    """Return how long the loop over slices is. Its length is a constant of the kernel, by which the
+    compiler decides whether three programs or two share an SM; powers of two divide the cases."""
+    steps = min(-(-head_dim // block_d), MOST_STEPS)
+    return f"x{1 << steps.bit_length() - 1}{'-padded' if head_dim % block_d else ''}"
 
 
 def verdict(
@@ -42,7 +72,7 @@ def verdict(
     Of a mask or a grouping that has not been compiled, others speak: one that spills is enough.
     """
     known = verdicts_on(arch)
-    for name in _classes(problem, kernel):
+    for name in _classes(problem, kernel, config.block_d):
         if found := known.get(f"{name} {config.key}"):
             return found
     return None
@@ -50,7 +80,7 @@ def verdict(
 
 def is_compiled(problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: str) -> bool:
     """Whether a kernel of this very class has been compiled."""
-    return f"{compile_class(problem, kernel)} {config.key}" in verdicts_on(arch)
+    return f"{compile_class(problem, config, kernel)} {config.key}" in verdicts_on(arch)
 
 
 @cache

@@ -8,12 +8,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tilegen.config import COLUMN_KERNELS, Kernel, TileConfig
 from tilegen.device import GpuSpec
 from tilegen.model import roofline
 from tilegen.model.bounds import mask_size
-from tilegen.model.footprint import Family, Footprint, chunks, family, max_registers, residents
+from tilegen.model.footprint import (
+    MAX_UNROLLED,
+    ROWS_PER_WARP,
+    Family,
+    Footprint,
+    chunks,
+    family,
+    max_registers,
+    residents,
+)
 from tilegen.model.hierarchy import L2_SHARE
 from tilegen.model.known import verdict
 from tilegen.model.traffic import Traffic, Visits
@@ -70,7 +80,7 @@ def footprint(
     """Return what one program of a sliced kernel needs on `arch`."""
     rules, work = family(arch), step(problem, config, kernel)
     exact, size = problem.element_bytes == 4, problem.element_bytes
-    in_place = 0 < rules.rows_in_place <= work.rows and not exact
+    in_place = _in_place(rules, work, size)
     pipelined = config.num_stages > 1 and rules.pipelines
     buffers = (config.num_stages if in_place else config.num_stages - 1) if pipelined else 1
     smem = buffers * work.loaded * size
@@ -82,7 +92,11 @@ def footprint(
     smem += 8 * config.block_m  # maxima in flight, and the scratch of reductions over rows
     smem = max(smem, _leaving(work, kernel, size))
     limit = max_registers(arch, config.num_warps)
-    registers = math.ceil(_registers(rules, work, config, kernel, size))
+    fit = rules.registers[f"{kernel}_{'fp32' if exact else '16'}"]
+    features = register_features(problem, config, kernel, arch)
+    registers = math.ceil(sum(a * b for a, b in zip(fit, features, strict=True)))
+    if exact and unrolled(problem, config, kernel, arch) > MAX_UNROLLED:
+        registers = max(registers, 2 * limit)
     match verdict(problem, config, kernel, arch):
         case "spill":
             registers = max(registers, limit + 1)
@@ -105,23 +119,62 @@ def _leaving(work: Step, kernel: Kernel, element_bytes: int) -> int:
     return 4 * work.accumulators if kernel == "bwd_columns" else 0
 
 
-BASE_REGISTERS = 72
-"""Addresses, offsets and counters."""
-LEAVING, LEAVING_IN_PLACE = 1.45, 1.15
-"""Registers a result takes, with what it needs again while it leaves; less with wgmma."""
+REGISTER_FEATURES = (
+    "constant",
+    "results",
+    "scores",
+    "changed",
+    "operands",
+    "vectors",
+    "rows",
+)
+"""What registers of one thread hold, in this order: addresses and counters; fp32 results; fp32
+score tiles beside them; an operand that changes before its product; operands of one matrix
+instruction (in IEEE fp32: of a step's multiply-adds, all unrolled); 16-byte vectors of what a step
+loads; rows, whose maxima and sums are kept by each thread."""
 
 
-def _registers(
-    rules: Family, work: Step, config: TileConfig, kernel: Kernel, element_bytes: int
-) -> float:
-    threads = rules.warp_threads * config.num_warps
-    wgmma = rules.rows_in_place > 0 and not rules.tensor_memory and element_bytes < 4
-    held = (LEAVING_IN_PLACE if wgmma else LEAVING) * work.accumulators
-    vectors = work.loaded * element_bytes / 16 / threads
-    operands = work.staged * element_bytes / 4 * (2 if kernel == "bwd_columns" else 1)
-    if element_bytes == 4:  # multiply-adds, unrolled, take operands from shared memory
-        operands += (work.rows + work.columns) * math.sqrt(threads)
-    return BASE_REGISTERS + (held + operands) / threads + vectors
+def register_features(
+    problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: str
+) -> tuple[float, ...]:
+    """Return what the register fit multiplies, in the order of REGISTER_FEATURES."""
+    rules, work = family(arch), step(problem, config, kernel)
+    threads, size = rules.warp_threads * config.num_warps, problem.element_bytes
+    scores = config.block_m * config.block_n if kernel == "fwd_streamed" else 0
+    if size == 4:
+        operands = 2 * work.depth * math.sqrt(work.rows * work.columns / threads)
+    else:
+        along = min(config.num_warps, max(1, work.rows // ROWS_PER_WARP))
+        held = 0 if _in_place(rules, work, size) else work.rows / along
+        held += work.columns * along / config.num_warps
+        operands = held * MATRIX_DEPTH * size / 4 / rules.warp_threads
+    return (
+        1.0,
+        (work.accumulators - scores) / threads,
+        scores / threads,
+        work.staged * size / 4 / threads,
+        operands,
+        work.loaded * size / 16 / threads,
+        work.rows / threads,
+    )
+
+
+def unrolled(problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: str) -> float:
+    """Return the multiply-adds of the largest product in a thread, if in IEEE fp32."""
+    work, threads = step(problem, config, kernel), family(arch).warp_threads * config.num_warps
+    values = 0
+    if kernel == "fwd_streamed":
+        values = work.rows * sum(chunks(problem.head_dim_v)) * config.block_n
+    return max(work.rows * work.columns * work.depth, values) / threads
+
+
+def _in_place(rules: Family, work: Step, element_bytes: int) -> bool:
+    """Whether matrix instructions read both operands in shared memory."""
+    return 0 < rules.rows_in_place <= work.rows and element_bytes < 4
+
+
+MATRIX_DEPTH = 16
+"""Words of a row that one matrix instruction takes."""
 
 
 def _columns(rules: Family, work: Step, exact: bool) -> int:
@@ -136,6 +189,8 @@ def _columns(rules: Family, work: Step, exact: bool) -> int:
 
 STAGED_INSTRUCTIONS = 2.5
 """Of one thread, for each staged word: scale or mask it, and round it again."""
+SHARED_READS = 2
+"""Threads of a warp that one read of an operand serves, in IEEE fp32; an estimate."""
 
 
 def time(
@@ -167,11 +222,14 @@ def time(
         v = sum(chunks(problem.head_dim_v))
         products = products * slices + [(work.rows, v, config.block_n)]
         loaded = loaded * slices + config.block_n * v
-    if rates.operand_rows and work.rows >= 64 and not exact:
-        reads, kept = work.rows / rates.operand_rows, 1
+    if exact:  # each thread reads both operands for its own square of the result
+        threads = family(gpu.arch).warp_threads * config.num_warps
+        operands = sum(2 * k * math.sqrt(r * c * threads) / SHARED_READS for r, c, k in products)
+    elif rates.operand_rows and work.rows >= 64:
+        operands = sum(max(1.0, r / rates.operand_rows) * c * k + r * k for r, c, k in products)
     else:  # each warp reads the other operand for its own rows, and keeps those in registers
-        reads, kept = min(config.num_warps, work.rows / 16), 0
-    operands = sum(max(1.0, reads) * c * k + kept * r * k for r, c, k in products)
+        reads = max(1.0, min(config.num_warps, work.rows / 16))
+        operands = sum(reads * c * k for _, c, k in products)
     tensor = sum(2.0 * r * c * k for r, c, k in products) / peak
     smem = operands * problem.element_bytes / roofline.SMEM_BYTES_PER_CLK
     port = loaded * problem.element_bytes / roofline.PORT_BYTES_PER_CLK
@@ -245,8 +303,7 @@ def _grid(
     if kernel == "fwd_streamed":
         return heads * counts.programs, heads * counts.tiles, 1
     rows = rows_of_panels(problem, gpu, kernel)
-    all_panels = list(panels(heads, problem.group_size, problem.seqlen_q, rows))
-    launches = len(all_panels)
+    launches, groups = _panels(heads, problem.group_size, problem.seqlen_q, rows)
     qk, v = (-(-width // config.block_d) for width in (problem.head_dim_qk, problem.head_dim_v))
     match kernel:
         case "fwd_scores":
@@ -254,7 +311,6 @@ def _grid(
         case "bwd_scores":
             return max(1, heads * counts.tiles), heads * counts.tiles * (qk + v), launches
         case "bwd_columns":
-            groups = sum(-(-panel.num_heads // problem.group_size) for panel in all_panels)
             return (
                 groups * counts.programs * (qk + v),
                 heads * counts.tiles * (qk + v),
@@ -265,17 +321,37 @@ def _grid(
             return heads * counts.programs * slices, heads * counts.tiles * slices, launches
 
 
+@lru_cache(maxsize=1024)
+def _panels(heads: int, group_size: int, seqlen_q: int, rows: int) -> tuple[int, int]:
+    """Return how many panels there are, and of how many key-value heads, added up."""
+    of_one_head = rows < 2 * seqlen_q
+    alike = list(
+        panels(1, 1, seqlen_q, rows) if of_one_head else panels(heads, group_size, seqlen_q, rows)
+    )
+    times = heads if of_one_head else 1
+    return times * len(alike), times * sum(-(-panel.num_heads // group_size) for panel in alike)
+
+
+@lru_cache(maxsize=256)
 def rows_of_panels(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> int:
     """Return the query rows that a panel of this kernel's pass holds on this GPU."""
     return rows_for(problem, gpu, "forward" if kernel.startswith("fwd") else "backward")
 
 
 def dram_bytes(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, moved: Traffic) -> int:
-    """Return the bytes between L2 and DRAM.
+    """Return the bytes between L2 and DRAM; no more than a kernel of panels moves at all.
 
     Inputs and outputs move once, what streams again with every panel unless L2 holds it besides the
     panel. A panel that L2 does not hold is written and read back once.
     """
+    most = _dram_bytes(problem, gpu, kernel)
+    if kernel == "fwd_streamed" or kernel in COLUMN_KERNELS:
+        return most
+    return min(most, moved.read_bytes + moved.write_bytes)
+
+
+@lru_cache(maxsize=256)
+def _dram_bytes(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> int:
     size = problem.element_bytes
     mask = mask_size(problem.mask, problem.seqlen_q, problem.seqlen_kv)
     heads, kv_heads = problem.batch * problem.num_heads_q, problem.batch * problem.num_heads_kv
@@ -296,7 +372,4 @@ def dram_bytes(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, moved: T
     if held + stream <= L2_SHARE * gpu.l2_bytes:
         sweeps = 1
     panels_moved = panel * (2 if kernel == "bwd_scores" else 1)
-    return min(
-        panels_moved + rows * width[kernel] + sweeps * columns * width[kernel],
-        moved.read_bytes + moved.write_bytes,
-    )
+    return panels_moved + rows * width[kernel] + sweeps * columns * width[kernel]
