@@ -24,7 +24,7 @@ from tilegen.explain_text import latex_of_all, lines_of_all
 from tilegen.families import Direction, family, kernels_of, ranked_families
 from tilegen.model import hierarchy
 from tilegen.model.bounds import lower_bound_bytes
-from tilegen.model.traffic import TERMS
+from tilegen.model.traffic import TERMS, visits
 from tilegen.passes import rows_for
 from tilegen.problem import AttentionProblem
 from tilegen.propose import propose
@@ -354,6 +354,18 @@ def test_real_tiles_lie_above_the_best_ones() -> None:
         cost = propose(problem, H200, kernel="fwd", top=1)[0].estimate
         best = np.interp(H200.on_chip_bytes, found.memory, found.large_cache)
         assert cost.read_bytes + cost.write_bytes >= best
+
+
+def test_curves_count_what_tiles_visit_under_a_mask() -> None:
+    """A tile of B_r rows meets B_r + 255 keys of a window, not its share of the kept entries."""
+    problem = parse("hq8 hkv2 q8192 d128 bf16 window(255,0)")
+    found = curves(problem, H200, "forward")
+    for size in (2**18, 2**19, 2**20):
+        block_m = int((size / 2 - 256) / (2 * 1 + 2 * 128 + 2 * 2 + 128))  # at B_c = 1, alpha = 2
+        rows = visits(problem, block_m, 1, "fwd").rows
+        moved = 8 * (8192 * (256 * 2 + 4) + rows * 256 * 2)
+        shown = np.interp(size, found.memory, found.large_cache)
+        assert shown == pytest.approx(moved, rel=0.05)
 
 
 STARTS = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
