@@ -293,14 +293,16 @@ def _bound_rows(bound: dict[str, Any]) -> list[tuple[str, str, float | None]]:
         (names[one["name"]], one["latex"], bound["each"][one["name"]]) for one in bound["formulas"]
     ]
     largest = ", ".join(names[one["name"]] for one in bound["formulas"])
-    return [*rows, (r"Q_{\mathrm{L2}}", rf"\ge \max\left({largest}\right)", bound["bytes"])]
+    if len(rows) > 1:
+        largest = rf"\max\left({largest}\right)"
+    return [*rows, (r"Q_{\mathrm{L2}}", rf"\geq {largest}", bound["bytes"])]
 
 
 def _aligned(rows: Sequence[tuple[str, str, float | None]]) -> list[str]:
     """Return an align* environment; a right side that begins with a relation keeps it."""
     lines: list[str] = []
     for left, right, number in rows:
-        relation = "" if right.startswith(r"\ge") else "= "
+        relation = "" if right.startswith(r"\geq") else "= "
         shown = "" if number is None else f" = {_number(number)}"
         lines.append(rf"{left} &{relation}{right}{shown}")
     return [r"\begin{align*}", *(line + r" \\" for line in lines[:-1]), lines[-1], r"\end{align*}"]

@@ -324,6 +324,20 @@ def test_latex_has_every_formula_and_is_balanced() -> None:
         assert all(row.endswith(r"\\") for row in rows[:-1])
 
 
+@pytest.mark.parametrize("text", [LARGE, SMALL])
+def test_latex_can_be_set(text: str) -> None:
+    """matplotlib sets all of it but environments; the one formula with cases is left out."""
+    mathtext = pytest.importorskip("matplotlib.mathtext").MathTextParser("path")
+    explained = explain_all(parse(text), H200, kernels_of(parse(text), H200))
+    for line in latex_of_all(explained, with_passes=True):
+        if line.startswith("where "):
+            for piece in line.removeprefix("where ").split(", "):
+                mathtext.parse(piece)
+        elif line and not line.startswith(("%", r"\begin", r"\end")) and "cases" not in line:
+            equation = line.removesuffix(r" \\").replace("&", "")
+            mathtext.parse(f"${equation}$")
+
+
 # --------------------------------------------------------------------------------------------------
 # Pictures
 
