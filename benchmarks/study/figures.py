@@ -270,7 +270,7 @@ def mask_figure(rows: Rows) -> Figure:
         axes.set_title(title, loc="left", fontweight="bold")
     ends = np.array([1024.0, 16384.0])
     panels[0].plot(ends, 0.8 * (ends / 1024) ** -0.5, color=RED, lw=1.5, ls="--")
-    panels[0].text(2200, 0.42, "N^(-1/2)", color=RED)
+    panels[0].text(1200, 0.45, "N^(-1/2)", color=RED)
     panels[0].set_yticks([0.2, 0.5, 1, 2, 4], ["0.2", "0.5", "1", "2", "4"])
     panels[1].set_yticks([1, 2, 5, 10, 20], ["1", "2", "5", "10", "20"])
     panels[1].legend(fontsize=8)

@@ -15,7 +15,7 @@ from benchmarks.study.tiles import DTYPES, held_words, moved_words
 from tilegen.config import Kernel, TileConfig
 from tilegen.model.patterns import Pattern, bound_of, pattern_bound, spanned, unstructured_limit
 from tilegen.model.regimes import worst_case_over_instances
-from tilegen.model.symbols import Z_S, H_kv, M, N, P, Z, b, d_qk, g, k, nnz, s, w
+from tilegen.model.symbols import Z_S, H_kv, M, N, P, Z, b, d_qk, g, nnz, s, w
 from tilegen.problem import AttentionProblem
 
 ELEMENT_BYTES = 4
@@ -202,5 +202,5 @@ def bound(case: Case, seqlen: int, head_dim: int, memory: int) -> float:
         expression = bound_of(limit).subs(s, sp.Rational(1, case.parameter))
     else:
         expression = pattern_bound(case.pattern).subs({w: case.parameter, b: case.parameter})
-    found: Any = expression.subs(k, 2 * memory // head_dim)
-    return max(0.0, float(found.subs(numbers)))
+    found: Any = expression.subs(numbers)
+    return max(0.0, float(found))
