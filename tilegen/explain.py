@@ -80,6 +80,7 @@ def explain(
     return {
         "problem": problem.key,
         "gpu": gpu.name,
+        "fast_memory": gpu.smem_per_block,
         "kernel": kernel,
         "config": asdict(chosen.config),
         "reason": chosen.reason,

@@ -43,7 +43,7 @@ def pass_lines(told: dict[str, Any]) -> list[str]:
     way, bound, regime = told["pass"], told["pass"]["bound"], told["pass"]["regime"]
     moved = way["read_bytes"] + way["write_bytes"]
     lines = [
-        f"{way['direction']} for '{told['problem']}' on {told['gpu']}: {way['family']}",
+        f"{way['direction']} for {_subject(told)}: {way['family']}",
         f"  because    {way['because']}",
         *_table("families", map(_family, way["families"])),
     ]
@@ -69,6 +69,11 @@ def pass_lines(told: dict[str, Any]) -> list[str]:
     return [*lines, *_table("would be", choices)]
 
 
+def _subject(told: dict[str, Any]) -> str:
+    memory = f"{told['fast_memory'] // 1024} KiB of shared memory"
+    return f"'{told['problem']}' on {told['gpu']} with {memory}"
+
+
 def _family(one: dict[str, Any]) -> str:
     kernels = ", ".join(f"{kernel['kernel']} {kernel['key']}" for kernel in one["kernels"])
     moved = _bytes(one["read_bytes"] + one["write_bytes"])
@@ -87,7 +92,7 @@ def explain_lines(told: dict[str, Any]) -> list[str]:
     traffic, bound, time, mask = told["traffic"], told["bound"], told["time"], told["mask"]
     tiles, moved = told["tiles"], (traffic["read_bytes"], traffic["write_bytes"])
     return [
-        f"{told['kernel']} for '{told['problem']}' on {told['gpu']}",
+        f"{told['kernel']} for {_subject(told)}",
         f"  tile       {TileConfig(**told['config'])!r}",
         f"  because    {told['reason']}",
         "",

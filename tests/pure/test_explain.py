@@ -285,6 +285,17 @@ def test_one_kernel_alone_is_explained_without_its_pass() -> None:
     assert not any("families" in line for line in shown)
 
 
+def test_another_fast_memory_is_said_and_changes_the_bound() -> None:
+    shown = run(LARGE, "--gpu", "h200", "--fast-memory", "48KiB", "--kernel", "fwd")
+    assert "on h200 with 48 KiB of shared memory" in shown
+    (small,) = json.loads(
+        run(LARGE, "--gpu", "h200", "--fast-memory", "48KiB", "--kernel", "fwd", "--json")
+    )
+    whole = told(LARGE, "fwd")
+    assert small["footprint"]["smem_bytes"] <= 48 * 1024 == small["fast_memory"]
+    assert small["bound"]["on_chip_bytes"] == whole["bound"]["on_chip_bytes"] - (227 - 48) * 1024
+
+
 def test_json_is_finite_and_has_stable_keys() -> None:
     explained = [
         json.loads(json.dumps(one, allow_nan=False))
