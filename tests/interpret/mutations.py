@@ -162,7 +162,7 @@ MUTATIONS = [
         "delta-forgotten-scores", "bwd_scores", "ds = p * (dp - delta[:, None])", "ds = p * dp"
     ),
     Mutation("weights-are-gradients", "bwd_scores", "tl.store(ds_ptr", "tl.store(weights_ptr"),
-    Mutation("carry-forgotten", "bwd_columns", "(begins == 0)", "(begins == 2)"),
+    Mutation("carry-forgotten", "bwd_columns", "tl.where(begins == 0", "tl.where(begins == 2"),
     Mutation("ends-too-early", "bwd_columns", "(acc * factor)", "(acc * (1 - begins) * factor)"),
     Mutation("scale-forgotten-columns", "bwd_columns", "(acc * factor)", "(acc * 1.0)"),
     Mutation(
