@@ -1,0 +1,127 @@
+"""Pictures of explanations: curves follow from schedules and bounds, points from the candidates."""
+
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.pure.test_explain import DIRECTIONS, H200, LARGE, SMALL, parse, run
+from tilegen.errors import Unsupported
+from tilegen.explain import explain_all
+from tilegen.explain_pass import explain_pass
+from tilegen.explain_plot import curves, draw
+from tilegen.families import Direction, kernels_of
+from tilegen.model.traffic import visits
+from tilegen.propose import propose
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_curves_cross_where_the_leading_terms_do(direction: Direction) -> None:
+    """Long and unmasked: slopes of -1 and -1/2 where M is small, and above every bound."""
+    problem = parse("hq8 q131072 d256 bf16")
+    found = curves(problem, H200, direction)
+    for moved in (found.large_cache, found.small_cache):
+        known = np.isfinite(moved)
+        for bound in found.bounds.values():
+            assert np.all(moved[known] >= bound[known])
+    cheaper = found.memory[np.nanargmax(found.large_cache < found.small_cache)]
+    dividing = explain_pass(problem, H200, direction)["regime"]["dividing_bytes"]
+    assert cheaper == pytest.approx(dividing, rel=0.15)
+    logs = np.log(found.memory)
+    large, small = np.log(found.large_cache), np.log(found.small_cache)
+    middle = slice(20, 50)
+    assert np.polyfit(logs[middle], large[middle], 1)[0] == pytest.approx(-1, abs=0.1)
+    assert -0.5 < np.polyfit(logs[:20], small[:20], 1)[0] < -0.35
+
+
+def test_real_tiles_lie_above_the_best_ones() -> None:
+    for text in (LARGE, "hq8 hkv2 q4096 d128 bf16 window(255,0)"):
+        problem = parse(text)
+        found = curves(problem, H200, "forward")
+        cost = propose(problem, H200, kernel="fwd", top=1)[0].estimate
+        best = np.interp(H200.on_chip_bytes, found.memory, found.large_cache)
+        assert cost.read_bytes + cost.write_bytes >= best
+
+
+def test_curves_count_what_tiles_visit_under_a_mask() -> None:
+    """A tile of B_r rows meets B_r + 255 keys of a window, not its share of the kept entries."""
+    problem = parse("hq8 hkv2 q8192 d128 bf16 window(255,0)")
+    found = curves(problem, H200, "forward")
+    for size in (2**18, 2**19, 2**20):
+        block_m = int((size / 2 - 256) / (2 * 1 + 2 * 128 + 2 * 2 + 128))  # at B_c = 1, alpha = 2
+        rows = visits(problem, block_m, 1, "fwd").rows
+        moved = 8 * (8192 * (256 * 2 + 4) + rows * 256 * 2)
+        shown = np.interp(size, found.memory, found.large_cache)
+        assert shown == pytest.approx(moved, rel=0.05)
+
+
+STARTS = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
+
+
+@pytest.mark.parametrize("suffix", STARTS)
+def test_plots_are_files_of_their_kind(tmp_path: Path, suffix: str) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / f"plot.{suffix}"
+    text = run("hq2 q256 d64 bf16", "--gpu", "h200", "--kernel", "fwd", "--plot", str(file))
+    assert text.startswith("fwd for")
+    assert file.read_bytes().startswith(STARTS[suffix])
+
+
+def test_a_plot_has_two_panels_for_each_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+    saved: list[Any] = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, file: saved.append(self))
+    problem = parse(SMALL)
+    draw(problem, H200, explain_all(problem, H200, kernels_of(problem, H200)), tmp_path / "a.png")
+    (drawn,) = saved
+    assert len(drawn.axes) == 4
+    traffic, roofline = drawn.axes[:2]
+    labels = " ".join(text.get_text() for text in traffic.get_legend().get_texts())
+    for what in ("LB1", "LB2", "floor", "M of h200", "cross", "small_cache, chosen"):
+        assert what in labels
+    (mark,) = (line for line in traffic.lines if "M of h200" in str(line.get_label()))
+    assert set(mark.get_xdata()) == {H200.on_chip_bytes}
+    labels = " ".join(text.get_text() for text in roofline.get_legend().get_texts())
+    assert "L2 9.4 TB/s" in labels
+    best = propose(problem, H200, kernel="fwd_scores", top=1)[0]
+    assert best.config.key in labels
+    (points,) = (line for line in roofline.lines if line.get_label() == "fwd_scores, L2")
+    cost = best.estimate
+    assert points.get_ydata()[0] == pytest.approx(cost.flops / cost.seconds)
+    assert max(points.get_ydata()) <= H200.tensor_flops_16
+    for at, speed in zip(points.get_xdata(), points.get_ydata(), strict=True):
+        assert math.isfinite(at)
+        assert speed <= at * H200.l2_bandwidth
+
+
+def test_plot_errors_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = parse(LARGE)
+    explained = explain_all(problem, H200, ("fwd",))
+    with pytest.raises(Unsupported, match=r"end in \.png, \.svg, \.pdf"):
+        draw(problem, H200, explained, tmp_path / "plot.gif")
+    with pytest.raises(Unsupported, match="no folder"):
+        draw(problem, H200, explained, tmp_path / "none" / "plot.png")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(Unsupported, match=r"pip install 'tilegen\[plot\]'"):
+        draw(problem, H200, explained, tmp_path / "plot.png")
+
+
+def test_nothing_but_plots_needs_matplotlib() -> None:
+    code = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "import tilegen\n"
+        "from tilegen.cli import main\n"
+        f"sys.argv = ['tilegen', 'explain', '{LARGE}', '--gpu', 'h200', '--kernel', 'fwd']\n"
+        "main()\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert result.stdout.startswith("fwd for")
