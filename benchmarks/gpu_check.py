@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu_check --out DIR --minutes 9
 
-Runs tests/gpu, tunes the head of the catalogue, benchmarks it, and compares predicted with counted
-bytes where Nsight Compute is installed. Each part is a process with its own slice of the time; what
-is on disk when one fails, or when the time is over, stays:
+Runs tests/gpu, tunes the head of the catalogue and benchmarks it; where Nsight Compute is installed,
+compares predicted with counted bytes and runs the experiments on I/O. Each part is a process with
+its own slice of the time; what is on disk when one fails, or when the time is over, stays:
 
     summary.md        all of it in short, written again after every part
     environment.txt   GPU, driver, versions, commit
@@ -12,6 +12,7 @@ is on disk when one fails, or when the time is over, stays:
     records.tar.gz    the tuning records, packed again after every kernel
     benchmarks.csv    one row per workload, provider, direction
     counters.csv      one row per workload and kernel
+    io/               experiments on I/O: rows.csv and verdicts.csv
     trials/           every config the tuner tried, a line of JSON each
     log.txt           everything the parts printed
 
@@ -88,6 +89,11 @@ def parts(out: Path) -> list[Part]:
             name="counters",
             command=lambda s: module("counters", minutes(s), f"--csv={out / 'counters.csv'}"),
             share=0.1,
+        ),
+        Part(
+            name="io",
+            command=lambda s: module("io_counters", minutes(s), f"--out={out / 'io'}"),
+            share=0.15,
         ),
     ]
 

@@ -28,6 +28,7 @@ def summarise(out: Path, outcomes: Sequence[Outcome]) -> str:
         "Tuning": _tuning(out / "records.tar.gz"),
         "Benchmarks": _benchmarks(out / "benchmarks.csv"),
         "Predicted and counted": _counters(out / "counters.csv"),
+        "Experiments on I/O": _experiments(out / "io" / "verdicts.csv"),
     }
     body = "\n\n".join(f"## {title}\n\n{text or 'No result.'}" for title, text in sections.items())
     return f"# GPU check\n\n{body}\n"
@@ -121,6 +122,11 @@ def _counters(path: Path) -> str:
             for row in rows
         ),
     )
+
+
+def _experiments(path: Path) -> str:
+    names = ("experiment", "question", "verdict", "passed", "failed", "measured", "broken", "worst")
+    return _table(names, ([row[name] for name in names] for row in read(path)))
 
 
 def _table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

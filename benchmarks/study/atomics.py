@@ -51,9 +51,10 @@ def _tile(ADDITIONS: tl.constexpr):  # noqa: ANN202, N803
 KERNELS = {"atomic": add_atomic, "load_store": add_load_store, "store": add_store}
 
 
-def add(how: str, buffer_bytes: int, device: str) -> None:
-    """Add ADDITIONS times to every word of a buffer of that size."""
+def add(how: str, buffer_bytes: int, device: str) -> torch.Tensor:
+    """Add ADDITIONS times to every word of a buffer of that size, and return it."""
     tile = ROWS.value * COLUMNS.value
     tiles = buffer_bytes // (4 * tile)
     buffer = torch.zeros(tiles * tile, device=device)
     KERNELS[how][(ADDITIONS * tiles,)](buffer, tl.constexpr(ADDITIONS))
+    return buffer

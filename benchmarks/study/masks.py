@@ -197,10 +197,10 @@ def bound(case: Case, seqlen: int, head_dim: int, memory: int) -> float:
         g: 1,
         P: 1,
     }
+    expression: Any
     if case.pattern == "unstructured":
         limit = sp.Min(unstructured_limit(), spanned("dense"))
         expression = bound_of(limit).subs(s, sp.Rational(1, case.parameter))
     else:
         expression = pattern_bound(case.pattern).subs({w: case.parameter, b: case.parameter})
-    found: Any = expression.subs(numbers)
-    return max(0.0, float(found))
+    return max(0.0, float(expression.subs(numbers)))

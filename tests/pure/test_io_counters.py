@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,10 @@ import pytest
 from benchmarks import io_counters
 from benchmarks.counters import DRAM_READ, DRAM_WRITE, READ, WRITE, Counted, ncu, parse
 from benchmarks.environment import ROOT
-from benchmarks.rows import read
+from benchmarks.rows import append, read
 from benchmarks.study import experiments, verdicts
 from benchmarks.study.experiments import EXPERIMENTS, Case
+from benchmarks.summary import summarise
 from tilegen.config import SLICED
 from tilegen.device import gpu
 from tilegen.model.hierarchy import levels
@@ -100,7 +102,7 @@ def test_e1_passes_within_3_percent(wire: float, verdict: str) -> None:
 
 
 def test_short_sequences_are_measured_but_not_judged() -> None:
-    short = Case(**(ONE.__dict__ | {"problem": PROBLEM.key.replace("8192", "1024")}))
+    short = replace(ONE, problem=PROBLEM.key.replace("8192", "1024"))
     rows = verdicts.rows_of(short, parse(recorded(short, wire=2.0)), H200)
     assert {(row.verdict, row.ratio) for row in rows} == {("measured", 2.0)}
 
@@ -174,6 +176,15 @@ def test_experiments_pass_fail_or_were_not_run() -> None:
     assert next(iter(verdicts.verdicts(good, {}))).verdict == "pass"
 
 
+def test_verdicts_are_part_of_the_gpu_check_s_summary(tmp_path: Path) -> None:
+    good = verdicts.rows_of(ONE, parse(recorded(ONE)), H200)
+    for row in verdicts.verdicts(good, {"E3": 1}):
+        append(tmp_path / "io" / "verdicts.csv", row)
+    text = summarise(tmp_path, [])
+    assert f"| E1 | {EXPERIMENTS['E1']} | pass | 2 | 0 | 0 | 0 |" in text
+    assert f"| E3 | {EXPERIMENTS['E3']} | not run | 0 | 0 | 0 | 1 |" in text
+
+
 # --------------------------------------------------------------------------------------------------
 # The command
 
@@ -209,8 +220,8 @@ def test_counters_that_ncu_does_not_know_are_left_out(
 def test_failing_cases_and_the_end_of_time_keep_what_was_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    broken = Case(**(ONE.__dict__ | {"experiment": "E6", "group": "broken"}))
-    late = Case(**(ONE.__dict__ | {"group": "late"}))
+    broken = replace(ONE, experiment="E6", group="broken")
+    late = replace(ONE, group="late")
 
     def profile(case: Case, *, timeout: float) -> list[Counted]:
         if case is broken:

@@ -14,7 +14,7 @@ from benchmarks.study import closed, masks, page, sweep
 from benchmarks.study.counting import Counters
 from benchmarks.study.masks import Case
 from benchmarks.study.tiles import best_at, frontier, held_words, moved_words, problem_of
-from tilegen.config import TileConfig
+from tilegen.config import Kernel, TileConfig
 from tilegen.model.optimum import product_tiles
 from tilegen.model.symbols import B_r, M, c
 from tilegen.model.traffic import traffic
@@ -162,7 +162,7 @@ def test_no_prediction_is_below_the_pattern_bound() -> None:
 
 
 def test_counting_runs_the_emitted_kernels() -> None:
-    configs = {"fwd": TileConfig(block_m=32, block_n=16)}
+    configs: dict[Kernel, TileConfig] = {"fwd": TileConfig(block_m=32, block_n=16)}
     with Counters(1) as counters:
         dense, causal = counters.count(
             [
