@@ -2,9 +2,10 @@
 
     python -m benchmarks.gpu_check --out DIR --minutes 9
 
-Runs tests/gpu, tunes the head of the catalogue and benchmarks it; where Nsight Compute is installed,
-compares predicted with counted bytes and runs the experiments on I/O. Each part is a process with
-its own slice of the time; what is on disk when one fails, or when the time is over, stays:
+Runs tests/gpu, tunes the head of the catalogue and benchmarks it; where Nsight Compute is
+installed, compares predicted with counted bytes and runs the experiments on I/O. Each part is a
+process with its own slice of the time; what is on disk when one fails, or when the time is over,
+stays:
 
     summary.md        all of it in short, written again after every part
     environment.txt   GPU, driver, versions, commit

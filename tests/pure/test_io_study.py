@@ -163,7 +163,9 @@ def test_no_prediction_is_below_the_pattern_bound() -> None:
 
 def test_counting_runs_the_emitted_kernels() -> None:
     configs: dict[Kernel, TileConfig] = {"fwd": TileConfig(block_m=32, block_n=16)}
+    (small, *_) = frontier("small_cache", "backward", 64, 4, sweep.LONG)
     with Counters(1) as counters:
+        (several,) = counters.count([(problem_of(64, 64, 4), small.configs)])  # two of bwd_columns
         dense, causal = counters.count(
             [
                 (problem_of(64, 16, size, mask), configs)
@@ -174,6 +176,7 @@ def test_counting_runs_the_emitted_kernels() -> None:
             counters.count(
                 [(problem_of(64, 16, 4), {"fwd": TileConfig(block_m=16, block_n=16, block_d=32)})]
             )
+    assert sum(map(sum, several.values())) == 4 * moved_words(problem_of(64, 64, 4), small.configs)
     assert dense["fwd"] == (4 * (64 * 16 + 2 * 64 * 32), 4 * 64 * 17)
     assert causal["fwd"] == (2 * (64 * 16 + (32 + 64) * 32), 2 * 64 * 16 + 4 * 64)
 
