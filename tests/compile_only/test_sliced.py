@@ -49,8 +49,8 @@ def test_first_proposals_are_legal_and_as_large_as_predicted(arch: str) -> None:
     spec = gpu(GPUS[arch])
     rendered, predicted = dict[str, RenderedKernel](), dict[str, int]()
     for text, kernel in itertools.product(LARGE, KERNELS):
-        if kernel == "fwd_streamed" and " d512 " not in text:
-            continue  # seconds each
+        if kernel == "fwd_streamed":
+            continue  # nobody's choice at these head dims
         problem = AttentionProblem.parse(text)
         best = propose(problem, spec, kernel=kernel, top=1)[0]
         one = render(problem, best.config, kernel)

@@ -89,6 +89,8 @@ def footprint(
         smem = max(smem, tile * size)
     elif work.staged and not in_place:
         smem += work.staged * size
+    elif kernel == "fwd_values" and pipelined and rules.tensor_memory:
+        smem -= work.staged * size  # weights go on to tensor memory: one buffer less
     smem += 8 * config.block_m  # maxima in flight, and the scratch of reductions over rows
     smem = max(smem, _leaving(work, kernel, size))
     limit = max_registers(arch, config.num_warps)
