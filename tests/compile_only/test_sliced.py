@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import itertools
 import re
+from importlib.metadata import version
 
 import pytest
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
@@ -15,10 +17,12 @@ from tilegen.build import CompiledKernel, compile_many
 from tilegen.config import Kernel
 from tilegen.device import gpu
 from tilegen.emitted import RenderedKernel, load
+from tilegen.passes import Launch, forward, gradients
 from tilegen.problem import AttentionProblem
 from tilegen.propose import propose
 from tilegen.render import render
 
+CALIBRATED = "3.7.1"
 PROBLEM = AttentionProblem.parse("hq4 hkv1 q1024 d320 bf16 causal&window(255,0)")
 GPUS = {"sm_80": "a100", "sm_90": "h200", "sm_100": "b200", "sm_120": "rtx5090"}
 LARGE = (
@@ -42,6 +46,10 @@ def test_every_kernel_on_every_architecture(arch: str) -> None:
         assert compiled.shared_bytes <= 65536
 
 
+@pytest.mark.skipif(
+    version("triton") != CALIBRATED,
+    reason=f"needs Triton {CALIBRATED}, whose reports the footprint data hold",
+)
 @pytest.mark.parametrize("arch", GPUS)
 def test_first_proposals_are_legal_and_as_large_as_predicted(arch: str) -> None:
     """No register in memory, and shared memory within 1 % and 1 KiB of what is reported, or more
@@ -61,6 +69,34 @@ def test_first_proposals_are_legal_and_as_large_as_predicted(arch: str) -> None:
         assert compiled.spill_bytes == 0, what
         assert compiled.shared_bytes <= spec.smem_per_block, what
         assert predicted[one.digest] >= 0.99 * compiled.shared_bytes - 1024, what
+
+
+@pytest.mark.usefixtures("compile_instead_of_launching")
+@pytest.mark.parametrize("head_dim, aligned", [(320, True), (300, False)])
+def test_no_length_recompiles(head_dim: int, aligned: bool) -> None:
+    """Through whole passes, with panels of every kind."""
+    problem = AttentionProblem.parse(f"hq4 hkv2 q1024 d{head_dim} bf16 causal(bottom_right)")
+    rendered = {k: render(problem, c, k, aligned=aligned) for k, c in sliced.ALL.items()}
+    modules = {kernel: load(one) for kernel, one in rendered.items()}
+    small: dict[Kernel, Launch] = {kernel: modules[kernel].launch for kernel in sliced.SMALL_CACHE}
+    for i, seqlen_q in enumerate(lengths := [1, 3, 16, 17, 100, 513, 1024]):
+        batch, heads, seqlen_kv = 1 + i % 3, 2 * (1 + i % 2), lengths[-1 - i]
+
+        def tensor(n: int, heads: int, batch: int = batch) -> torch.Tensor:
+            flat = torch.empty(batch * n * heads * head_dim + 1, dtype=torch.bfloat16)
+            whole = flat[0 if aligned else 1 :][: batch * n * heads * head_dim]
+            return whole.view(batch, heads, n, head_dim)
+
+        q, k = tensor(seqlen_q, heads), tensor(seqlen_kv, heads // 2)
+        rows = torch.empty(batch, heads, seqlen_q)
+        for panel_rows in (1, 300, 1 << 20):
+            forward(small, q, k, k, 0.1, panel_rows=panel_rows)
+            gradients(small, q, k, k, q, rows, rows, 0.1, panel_rows=panel_rows)
+        modules["fwd_streamed"].launch(q, k, k, 0.1)
+    for kernel, one in rendered.items():
+        if kernel != "bwd_preprocess":
+            compiled = getattr(modules[kernel], one.function).device_caches[0][0]
+            assert len(compiled) == 1, (kernel, list(compiled))
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
