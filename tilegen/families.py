@@ -6,7 +6,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
-from tilegen.config import BACKWARD, FORWARD, LARGE_CACHE, Family, Kernel
+from tilegen.config import BACKWARD, FORWARD, Family, Kernel
 from tilegen.errors import Unsupported
 from tilegen.problem import AttentionProblem
 
@@ -66,8 +66,3 @@ def ranked_families(
     if not found:
         raise Unsupported("; ".join(trouble))
     return tuple((name, seconds) for _, seconds, name in sorted(found))
-
-
-def is_large_cache(kernels: tuple[Kernel, ...]) -> bool:
-    """Whether these are the kernels of FlashAttention's schedules."""
-    return set(kernels) <= set(LARGE_CACHE)
