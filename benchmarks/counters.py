@@ -22,7 +22,7 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.environment import ROOT, environment, has_gpu
+from benchmarks.environment import ROOT, Environment, environment, has_gpu
 from benchmarks.rows import append, with_environment
 from benchmarks.workloads import Workload, head
 from tilegen import families
@@ -43,7 +43,7 @@ METRICS = (READ, WRITE, DRAM_READ, DRAM_WRITE, REGISTERS, SMEM)
 
 
 @dataclass(frozen=True, kw_only=True)
-class CounterRow:
+class CounterRow(Environment):
     """One kernel launch: what the model says, what was counted, and counted over predicted."""
 
     workload: str
@@ -65,15 +65,6 @@ class CounterRow:
     predicted_smem_bytes: int
     counted_smem_bytes: int
     smem_ratio: float | None
-    gpu: str
-    driver: str
-    cuda: str
-    python: str
-    torch: str
-    triton: str
-    commit: str
-    date: str
-    command: str
 
 
 @dataclass(frozen=True, kw_only=True)

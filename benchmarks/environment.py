@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 
 @dataclass(frozen=True, kw_only=True)
 class Environment:
-    """Columns that every row of a result file ends with."""
+    """Columns that every row of a result file ends with; rows inherit them."""
 
     gpu: str
     """Name the driver gives the GPU; the processor's where there is none."""

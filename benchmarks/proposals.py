@@ -17,7 +17,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.environment import ROOT, environment
+from benchmarks.environment import ROOT, Environment, environment
 from benchmarks.rows import append, with_environment
 from benchmarks.workloads import CATALOGUE, SHAPES
 from tilegen.build import CompiledKernel, compile_many
@@ -39,7 +39,7 @@ RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "proposals.csv"
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProposalRow:
+class ProposalRow(Environment):
     """The proposals of one kernel of one workload on one architecture."""
 
     workload: str
@@ -54,15 +54,6 @@ class ProposalRow:
     """Largest difference in bytes between predicted and reported shared memory."""
     first_legal: bool
     all_legal: bool
-    gpu: str
-    driver: str
-    cuda: str
-    python: str
-    torch: str
-    triton: str
-    commit: str
-    date: str
-    command: str
 
 
 @dataclass(frozen=True)

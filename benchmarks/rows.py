@@ -28,7 +28,7 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(Environment):
     """One workload, computed by one provider in one direction."""
 
     workload: str
@@ -51,19 +51,10 @@ class Row:
     allowed_error: float | None = None
     detail: str = ""
     """What ran, or why nothing did."""
-    gpu: str
-    driver: str
-    cuda: str
-    python: str
-    torch: str
-    triton: str
-    commit: str
-    date: str
-    command: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class CpuRow:
+class CpuRow(Environment):
     """One number that needs no GPU."""
 
     benchmark: str
@@ -73,20 +64,13 @@ class CpuRow:
     """What the ratio compares with; empty: nothing."""
     ratio: float | None
     """Value over baseline."""
-    gpu: str
-    driver: str
-    cuda: str
-    python: str
-    torch: str
-    triton: str
-    commit: str
-    date: str
-    command: str
 
 
 def columns(row_type: type[Any]) -> list[str]:
-    """Return the header of a result file."""
-    return [field.name for field in fields(row_type)]
+    """Return the header of a result file: a row's own columns, then those of its environment."""
+    shared = [field.name for field in fields(Environment)]
+    own = [field.name for field in fields(row_type) if field.name not in shared]
+    return own + shared
 
 
 def with_environment(row_type: type[R], environment: Environment, **values: Any) -> R:

@@ -31,7 +31,7 @@ import numpy as np
 import typer
 
 from benchmarks import synthetic
-from benchmarks.environment import environment
+from benchmarks.environment import Environment, environment
 from benchmarks.recordings import RESULTS, Recording, Replayed, committed, read
 from benchmarks.rows import append, with_environment
 from tilegen import tune as tune_module
@@ -53,7 +53,7 @@ DRAWS = 100
 
 
 @dataclass(frozen=True, kw_only=True)
-class QualityRow:
+class QualityRow(Environment):
     """One strategy on one recording: regret after each budget, over all seeds."""
 
     source: str
@@ -87,15 +87,6 @@ class QualityRow:
     p80_10: float
     p80_20: float
     p80_40: float
-    gpu: str
-    driver: str
-    cuda: str
-    python: str
-    torch: str
-    triton: str
-    commit: str
-    date: str
-    command: str
 
 
 def spearman(one: Sequence[float], other: Sequence[float]) -> float:

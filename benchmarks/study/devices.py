@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from benchmarks.environment import environment
+from benchmarks.environment import Environment, environment
 from benchmarks.rows import with_environment
 from tilegen.device import gpu
 from tilegen.model.regimes import device_regimes
@@ -14,7 +14,7 @@ SIZES = {4: "fp32", 2: "bf16, fp16", 1: "fp8"}
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceRow:
+class DeviceRow(Environment):
     """One GPU and one size of elements; accumulators have 4 bytes."""
 
     device: str
@@ -30,15 +30,6 @@ class DeviceRow:
     dividing_forward: float
     """Above this head dim the small-cache schedule moves fewer bytes."""
     dividing_backward: float
-    gpu: str
-    driver: str
-    cuda: str
-    python: str
-    torch: str
-    triton: str
-    commit: str
-    date: str
-    command: str
 
 
 def device_rows() -> Iterator[DeviceRow]:

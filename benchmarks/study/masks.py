@@ -8,7 +8,7 @@ from typing import Any
 
 import sympy as sp
 
-from benchmarks.environment import environment
+from benchmarks.environment import Environment, environment
 from benchmarks.rows import with_environment
 from benchmarks.study.counting import Counters
 from benchmarks.study.tiles import DTYPES, held_words, moved_words
@@ -92,7 +92,7 @@ PREDICTED = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class MaskRow:
+class MaskRow(Environment):
     """The Q-stationary forward under one mask, all elements one word."""
 
     mask: str
@@ -114,15 +114,6 @@ class MaskRow:
     """Words over the formula of Theorem 4.5. Below 1 the formula is no bound for this mask."""
     over_bound: float
     """Words over the larger of pattern-aware bound and floor; never below 1."""
-    gpu: str
-    driver: str
-    cuda: str
-    python: str
-    torch: str
-    triton: str
-    commit: str
-    date: str
-    command: str
 
 
 def mask_rows(counters: Counters, lengths: Sequence[int] = LENGTHS) -> Iterator[MaskRow]:

@@ -9,7 +9,7 @@ from itertools import product
 
 import numpy as np
 
-from benchmarks.environment import environment
+from benchmarks.environment import Environment, environment
 from benchmarks.rows import with_environment
 from benchmarks.study import closed
 from benchmarks.study.counting import Counters, Question
@@ -38,7 +38,7 @@ DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 
 
 @dataclass(frozen=True, kw_only=True)
-class SweepRow:
+class SweepRow(Environment):
     """The best emitted tiles at one M, with the curves they belong to. Words are per score,
     words / N^2, unless said otherwise."""
 
@@ -63,19 +63,10 @@ class SweepRow:
     floor: float
     over_bound: float | None
     """Words over the best of the three bounds."""
-    gpu: str
-    driver: str
-    cuda: str
-    python: str
-    torch: str
-    triton: str
-    commit: str
-    date: str
-    command: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class CountRow:
+class CountRow(Environment):
     """One step of a family's staircase: all words its kernels move, predicted and counted."""
 
     direction: str
@@ -98,19 +89,10 @@ class CountRow:
     """Predicted words / N^2 at N = 65536."""
     words_counted: float | None
     """Counted words that grow as N^2, over N^2: (W(2N) - 2 W(N)) / 2 N^2, with no formula."""
-    gpu: str
-    driver: str
-    cuda: str
-    python: str
-    torch: str
-    triton: str
-    commit: str
-    date: str
-    command: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class CrossoverRow:
+class CrossoverRow(Environment):
     """The M, over d^2, below which small-cache tiles move fewer words."""
 
     direction: str
@@ -124,15 +106,6 @@ class CrossoverRow:
     """Emitted tiles, predicted at N = 65536; empty: small-cache tiles never win."""
     counted: float | None
     """Emitted tiles, by the counted words that grow as N^2."""
-    gpu: str
-    driver: str
-    cuda: str
-    python: str
-    torch: str
-    triton: str
-    commit: str
-    date: str
-    command: str
 
 
 def kilobytes(words: float, element_bytes: int) -> float:

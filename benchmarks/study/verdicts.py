@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from benchmarks.counters import DRAM_READ, DRAM_WRITE, READ, WRITE, Counted
-from benchmarks.environment import environment
+from benchmarks.environment import Environment, environment
 from benchmarks.rows import with_environment
 from benchmarks.study.experiments import (
     DRAM_TOLERANCE,
@@ -40,7 +40,7 @@ WANTED = (*NEEDED, TIME, EXPS, *LOCAL, *REDUCTIONS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasureRow:
+class MeasureRow(Environment):
     """One quantity of one case: what the model says, what was counted, and what that means."""
 
     experiment: str
@@ -58,19 +58,10 @@ class MeasureRow:
     tolerance: float | None
     verdict: Verdict
     detail: str
-    gpu: str
-    driver: str
-    cuda: str
-    python: str
-    torch: str
-    triton: str
-    commit: str
-    date: str
-    command: str
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerdictRow:
+class VerdictRow(Environment):
     """One experiment."""
 
     experiment: str
@@ -84,15 +75,6 @@ class VerdictRow:
     """Cases that failed to run: no evidence either way."""
     worst: str
     """Quantity that is furthest off."""
-    gpu: str
-    driver: str
-    cuda: str
-    python: str
-    torch: str
-    triton: str
-    commit: str
-    date: str
-    command: str
 
 
 def totals(launches: Sequence[Counted]) -> dict[str, dict[str, float]]:
