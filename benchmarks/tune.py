@@ -55,7 +55,7 @@ def untuned(wanted: Sequence[Job], spec: GpuSpec) -> list[Job]:
     return [
         (problem, kernel)
         for problem, kernel in wanted
-        if (found := look_up(problem, spec, kernel, where=own)) is None
+        if (found := look_up(problem, spec, kernel, where=own, borrow=False)) is None
         or not found.record.is_measured
     ]
 
@@ -91,7 +91,7 @@ def pack_records(path: Path) -> None:
     temporary = path.with_name(f".{path.name}.tmp")
     with tarfile.open(temporary, "w:gz") as archive:
         for listed in list_records(own):
-            archive.add(listed.file, arcname=str(listed.file.relative_to(root)))
+            archive.add(root / listed.name, arcname=listed.name)
     temporary.replace(path)
 
 

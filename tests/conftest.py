@@ -105,6 +105,7 @@ def _own_cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
         patch.setenv("TILEGEN_CACHE_DIR", str(tmp_path_factory.mktemp("tilegen-cache")))
         patch.delenv("TILEGEN_CACHE_PATH", raising=False)
         patch.delenv("TILEGEN_TUNE", raising=False)
+        patch.delenv("TILEGEN_DETERMINISTIC", raising=False)
         yield
 
 

@@ -11,7 +11,7 @@ from tilegen.device import gpu
 from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.store import EstimateSummary, Location, TuningRecord, Versions, save
-from tilegen.store.lookup import Origin
+from tilegen.store.places import Origin
 
 H200 = gpu("h200")
 A100 = gpu("a100")
@@ -59,7 +59,12 @@ def record(**changes: Any) -> TuningRecord:
 
 
 def own(root: Path) -> Location:
-    return Location(root, "own")
+    return Location(str(root), "own")
+
+
+def folder_of(location: Location) -> Path:
+    assert location.folder is not None
+    return location.folder
 
 
 def place(root: Path, put: TuningRecord, origin: Origin = "own") -> Location:
@@ -67,10 +72,11 @@ def place(root: Path, put: TuningRecord, origin: Origin = "own") -> Location:
     file = root / put.path
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(put.to_json(), encoding="utf-8")
-    return Location(root, origin)
+    return Location(str(root), origin)
 
 
 def save_many(root: Path, writer: int) -> None:
     """Save ever faster records; here, because processes that are spawned import it."""
     for step in range(20):
-        save(record(us=1000.0 - 10 * step + writer, trials=writer), root=root)
+        one = record(us=1000.0 - 10 * step + writer, trials=step, source=f"{writer:012x}")
+        save(one, location=own(root))

@@ -14,7 +14,7 @@ from tilegen import interpreter, resources
 from tilegen.device import detect
 from tilegen.errors import TilegenError
 from tilegen.settings import settings
-from tilegen.store import list_records, locations
+from tilegen.store import Location, list_records, locations
 
 PACKAGES = ("torch", "triton", "numpy", "sympy", "jinja2", "optuna")
 
@@ -42,7 +42,7 @@ def examine() -> list[Finding]:
     try:
         found.append(Finding("templates", str(resources.data_dir("templates"))))
         found.append(Finding("own directory", _writable(settings().cache_dir)))
-        found += [Finding(f"{place.origin} records", _count(place.root)) for place in locations()]
+        found += [Finding(f"{place.origin} records", _count(place)) for place in locations()]
     except TilegenError as error:
         found.append(Finding("trouble", str(error)))
     return found
@@ -55,10 +55,12 @@ def _version(package: str) -> str:
         return "missing; install tilegen again"
 
 
-def _count(root: Path) -> str:
-    listed = [one for one in list_records() if one.file.is_relative_to(root)]
+def _count(location: Location) -> str:
+    listed = list(list_records([location]))
     broken = sum(one.record is None for one in listed)
-    return f"{len(listed)} in {root}" + (f", {broken} of them broken" if broken else "")
+    return f"{len(listed)} in {location.address()}" + (
+        f", {broken} of them broken" if broken else ""
+    )
 
 
 def _writable(folder: Path) -> str:

@@ -17,6 +17,11 @@ Status = Literal["ok", "build_failed", "out_of_resources", "launch_failed", "wro
 Timer = Callable[[Callable[[], object], int], list[float]]
 """`timer(launch, repeats)` runs `launch` that often, from a cold L2, and returns the us of each."""
 
+POLICY = "cold_l2"
+"""How times are taken: the median of single launches, L2 cleared before each, between two events on
+the stream. Another way makes other times, so it has another name, and records keep them apart."""
+TIE_LIMIT = 0.02
+"""Two medians that differ by more are never a tie, however noisy the measurement."""
 MIN_REPEATS = 10
 MAX_REPEATS = 1000
 MAX_BATCH = 50
@@ -97,6 +102,13 @@ def summarise(times: list[float]) -> Measurement:
         p80_us=round(p80, 3),
         repeats=len(times),
     )
+
+
+def tie_limit(fastest: Measurement) -> float:
+    """Return the longest median, in us, that is equal to that of the fastest: within its spread and
+    TIE_LIMIT."""
+    median = fastest.median_us or math.inf
+    return max(median, min(fastest.p80_us or 0.0, median * (1 + TIE_LIMIT)))
 
 
 def failed(error: Exception) -> Measurement:

@@ -16,7 +16,14 @@ from tilegen.model.estimate import Candidate
 from tilegen.problem import AttentionProblem
 from tilegen.propose import propose
 from tilegen.render import render
-from tilegen.store import EstimateSummary, TuningRecord, current_versions, now, save
+from tilegen.store import (
+    EstimateSummary,
+    TuningRecord,
+    current_versions,
+    now,
+    save,
+    this_machine,
+)
 from tilegen.tune import tune
 from tilegen.verify import Check, reduced, require, verify_anywhere
 
@@ -132,6 +139,7 @@ def unmeasured(problem: AttentionProblem, gpu: GpuSpec, candidate: Candidate) ->
         estimate=EstimateSummary.of(candidate.estimate),
         versions=current_versions(),
         template_digest=template_digest(candidate.kernel),
+        source=this_machine(),
         date=now(),
         command=f"tilegen tune '{problem.bucket}' --kernel {candidate.kernel}",
     )

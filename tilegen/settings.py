@@ -12,6 +12,7 @@ from tilegen.errors import Unsupported
 CACHE_DIR = "TILEGEN_CACHE_DIR"
 CACHE_PATH = "TILEGEN_CACHE_PATH"
 TUNE = "TILEGEN_TUNE"
+DETERMINISTIC = "TILEGEN_DETERMINISTIC"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,10 +21,12 @@ class Settings:
 
     cache_dir: Path
     """TILEGEN_CACHE_DIR: the own directory, with records, trials and emitted kernels."""
-    cache_path: tuple[Path, ...]
-    """TILEGEN_CACHE_PATH: more folders with records, in search order; never written to."""
+    cache_path: tuple[str, ...]
+    """TILEGEN_CACHE_PATH: more locations of records, folders or URLs, in search order."""
     tune: bool
     """TILEGEN_TUNE: whether `attention` may tune a problem that has no record."""
+    deterministic: bool
+    """TILEGEN_DETERMINISTIC: choose by records and model only, so that all ranks agree."""
 
 
 def settings(environ: Mapping[str, str] | None = None) -> Settings:
@@ -32,10 +35,16 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
     return Settings(
         cache_dir=_directory(env[CACHE_DIR]) if env.get(CACHE_DIR) else _default_directory(env),
         cache_path=tuple(
-            _directory(part) for part in env.get(CACHE_PATH, "").split(os.pathsep) if part
+            place(part.strip()) for part in env.get(CACHE_PATH, "").split(";") if part.strip()
         ),
         tune=_switch(TUNE, env.get(TUNE, "")),
+        deterministic=_switch(DETERMINISTIC, env.get(DETERMINISTIC, "")),
     )
+
+
+def place(text: str) -> str:
+    """Return a URL as it is, a folder as an absolute path. Raises Unsupported."""
+    return text if "://" in text else str(_directory(text))
 
 
 def _default_directory(env: Mapping[str, str]) -> Path:

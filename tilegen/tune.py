@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING
 
 from tilegen.config import Kernel, TileConfig
 from tilegen.emitted import template_digest
-from tilegen.errors import BuildFailed, InvalidRecord, NoRecord, Unsupported
-from tilegen.measure import DeviceLost, Measurement
+from tilegen.errors import BuildFailed, NoRecord, Unsupported
+from tilegen.measure import DeviceLost, Measurement, tie_limit
 from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
 from tilegen.store import (
     EstimateSummary,
-    Saved,
     TuningRecord,
     Versions,
     current_versions,
+    locations,
     now,
     save,
+    this_machine,
 )
-from tilegen.store.files import read_text
 from tilegen.tuning.bench import Ahead, Bench, Check, Compile, Measure, real_bench, refused
 from tilegen.tuning.report import Report, describe
 from tilegen.tuning.search import Search
@@ -44,8 +44,6 @@ BATCH = 4
 More would keep more cores busy, but they are chosen before the measurements of those ahead are
 known: on recorded timings, batches of 16 searched no better than chance.
 """
-TIE_LIMIT = 0.02
-"""Two configs whose medians differ by more are never a tie, however noisy the measurement."""
 SAMPLER_SEED = 0
 
 
@@ -101,7 +99,7 @@ def tune(
             why = "interrupted" if isinstance(stop, KeyboardInterrupt) else str(stop)
             kept = "none of them ran"
             if run.winner is not None:
-                kept = f"the best so far is in {run.save(run.record(run.winner, command)).file}"
+                kept = f"the best so far is in {save(run.record(run.winner, command)).file}"
             report.say(
                 f"{why}; {len(run.trials)} trials are kept, {kept}; to go on from here: {command}"
             )
@@ -109,10 +107,8 @@ def tune(
         if run.winner is None:
             raise NoRecord(run.nothing_ran())
         record = run.record(run.winner, command)
-        saved = run.save(record)
-        report.say(
-            f"{saved.file} {'written' if saved.written else 'left as it is'}: {saved.reason}"
-        )
+        saved = save(record)
+        report.say(f"{saved.file} {'written' if saved.wins else 'not won'}: {saved.reason}")
         report.say(f"{record.config!r}  # {describe(record)}")
     return record
 
@@ -145,7 +141,10 @@ class _Run:
             driver=self.versions.driver,
             template_digest=self.template_digest,
         )
-        self.log = TrialLog(settings().cache_dir, gpu.name, kernel, problem, conditions)
+        others = [location for location in locations() if location.origin != "own"]
+        self.log = TrialLog(
+            settings().cache_dir, gpu.name, kernel, problem, conditions, others=others
+        )
         # What an earlier version's space had besides this one's is left out of account.
         legal = set(space)
         known = {c: trial for c, trial in self.log.read().items() if c in legal}
@@ -211,20 +210,10 @@ class _Run:
             template_digest=self.template_digest,
             trials=len(self.trials),
             seconds_spent=round(sum(trial.seconds for trial in self.trials.values()), 3),
+            source=this_machine(),
             date=now(),
             command=command,
         )
-
-    def save(self, record: TuningRecord) -> Saved:
-        """Write the record, over one that these same trials have led to in any case."""
-        old = None
-        with contextlib.suppress(InvalidRecord):  # `save` sets it aside and says so
-            text = read_text(settings().cache_dir / record.path)
-            old = None if text is None else TuningRecord.from_json(text)
-        # Ties are settled by order, so what more trials have led to may be slower by a hair.
-        known = self.trials.get(old.config) if old is not None else None
-        ours = known is not None and old is not None and known.measurement == old.measurement
-        return save(record, force=ours)
 
     def nothing_ran(self) -> str:
         """Return the message for a search in which every config failed."""
@@ -308,8 +297,8 @@ class _Run:
 def pick(trials: dict[TileConfig, Trial]) -> TileConfig | None:
     """Return the winner: the first in the order of configs among those no slower than the fastest.
 
-    No slower means a median within the fastest one's spread and within TIE_LIMIT, so that machines
-    whose timings differ by noise agree.
+    No slower means a median within the fastest one's spread and within `TIE_LIMIT`, so that
+    machines whose timings differ by noise agree.
     """
     times = {
         config: trial.measurement
@@ -319,8 +308,7 @@ def pick(trials: dict[TileConfig, Trial]) -> TileConfig | None:
     if not times:
         return None
     fastest = min(times.values(), key=_median)
-    limit = min(fastest.p80_us or 0.0, _median(fastest) * (1 + TIE_LIMIT))
-    return min(c for c, m in times.items() if _median(m) <= max(limit, _median(fastest)))
+    return min(c for c, m in times.items() if _median(m) <= tie_limit(fastest))
 
 
 def _median(measurement: Measurement) -> float:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.records import H200, PROBLEM, RECORD, own, place, record
+from tests.records import H200, PROBLEM, RECORD, folder_of, own, place, record
 from tilegen.disk import say_once
 from tilegen.errors import InvalidRecord
 from tilegen.store import Location, TuningRecord, list_records, look_up, save, why
@@ -240,7 +240,7 @@ def test_file_of_others_is_only_passed_over(
 ) -> None:
     file = put(tmp_path / "shared", name)
     where = [
-        Location(tmp_path / "shared", "extra"),
+        Location(str(tmp_path / "shared"), "shared"),
         place(tmp_path / "shipped", RECORD, "shipped"),
     ]
     found = look_up(PROBLEM, H200, "fwd", where=where)
@@ -254,9 +254,9 @@ def test_file_of_others_is_only_passed_over(
 def test_listing_and_explaining_survive_it(tmp_path: Path, name: str) -> None:
     file = put(tmp_path / "own", name)
     where = [own(tmp_path / "own"), place(tmp_path / "shipped", RECORD, "shipped")]
-    troubles = {entry.file: entry.trouble for entry in list_records(where)}
+    troubles = {Path(entry.file): entry.trouble for entry in list_records(where)}
     assert HOSTILE[name][1] in troubles[file]
-    assert troubles[where[1].root / RECORD.path] == ""
+    assert troubles[folder_of(where[1]) / RECORD.path] == ""
     assert [entry.record for entry in why(PROBLEM, H200, "fwd", where=where)] == [RECORD]
 
 
@@ -271,7 +271,7 @@ def test_the_message_does_not_repeat_all_that_was_found(name: str) -> None:
 def test_saving_over_it_loses_neither(tmp_path: Path, name: str) -> None:
     file = put(tmp_path, name)
     kind = stat.S_IFMT(file.lstat().st_mode)
-    assert save(RECORD, root=tmp_path).written
+    assert save(RECORD, location=own(tmp_path)).written
     assert not file.is_symlink()
     assert file.read_text() == GOOD
     assert stat.S_IFMT(file.with_name(f"{file.name}.broken").lstat().st_mode) == kind
@@ -284,7 +284,7 @@ def test_a_link_is_not_written_through(tmp_path: Path) -> None:
     target.write_text(record(us=500.0).to_json())
     file.symlink_to(target)
     assert look_up(PROBLEM, H200, "fwd", where=[own(tmp_path)]) is not None
-    assert save(record(us=300.0), root=tmp_path).written
+    assert save(record(us=300.0), location=own(tmp_path)).written
     assert TuningRecord.from_json(target.read_text()) == record(us=500.0)
     assert not file.is_symlink()
 
@@ -301,7 +301,7 @@ def test_names_that_would_leave_the_location_stay_inside(tmp_path: Path) -> None
         assert path.is_relative_to(tmp_path)
         assert len(path.relative_to(tmp_path).parts) == 3
     evil = record(gpu="../../evil")
-    save(evil, root=tmp_path / "own")
+    save(evil, location=own(tmp_path / "own"))
     assert [p.name for p in tmp_path.iterdir()] == ["own"]
 
 
@@ -338,7 +338,7 @@ def test_file_that_cannot_be_read_is_left_where_it_is(
 def test_location_that_may_not_be_looked_into_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    where = [Location(tmp_path / "locked", "extra"), place(tmp_path, RECORD, "shipped")]
+    where = [Location(str(tmp_path / "locked"), "shared"), place(tmp_path, RECORD, "shipped")]
 
     def refuse(self: Path, *_: Any) -> Any:
         raise PermissionError(13, "Permission denied")
@@ -351,7 +351,7 @@ def test_location_that_may_not_be_looked_into_is_passed_over(
         patch.setattr(Path, "glob", refuse)
         assert list(list_records(where[:1])) == []
     looked, listed = caplog.messages
-    assert "locked' cannot be looked at: Permission denied" in looked
+    assert "locked' cannot be reached: Permission denied" in looked
     assert "locked' cannot be listed: Permission denied" in listed
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -13,16 +12,31 @@ from tilegen.settings import Settings, settings
 
 
 def test_defaults() -> None:
-    expected = Settings(cache_dir=Path("~/.cache/tilegen").expanduser(), cache_path=(), tune=False)
+    expected = Settings(
+        cache_dir=Path("~/.cache/tilegen").expanduser(),
+        cache_path=(),
+        tune=False,
+        deterministic=False,
+    )
     assert expected == settings({})
 
 
 def test_all_set(tmp_path: Path) -> None:
-    extra = os.pathsep.join([str(tmp_path / "a"), "", str(tmp_path / "b")])
+    urls = ("s3://bucket/team", "https://host:8080/tilegen", "file:///mnt/team")
     found = settings(
-        {"TILEGEN_CACHE_DIR": str(tmp_path), "TILEGEN_CACHE_PATH": extra, "TILEGEN_TUNE": "1"}
+        {
+            "TILEGEN_CACHE_DIR": str(tmp_path),
+            "TILEGEN_CACHE_PATH": f"{tmp_path}/a;; {tmp_path}/b:c ;{';'.join(urls)}",
+            "TILEGEN_TUNE": "1",
+            "TILEGEN_DETERMINISTIC": "1",
+        }
     )
-    expected = Settings(cache_dir=tmp_path, cache_path=(tmp_path / "a", tmp_path / "b"), tune=True)
+    expected = Settings(
+        cache_dir=tmp_path,
+        cache_path=(str(tmp_path / "a"), str(tmp_path / "b:c"), *urls),
+        tune=True,
+        deterministic=True,
+    )
     assert expected == found
 
 
@@ -51,10 +65,11 @@ def test_no_home_directory_names_the_variable_to_set() -> None:
         settings({"TILEGEN_CACHE_DIR": "~nobody-has-this-name/cache"})
 
 
+@pytest.mark.parametrize("name", ["TILEGEN_TUNE", "TILEGEN_DETERMINISTIC"])
 @pytest.mark.parametrize("text", ["yes", "2", "true", " 1"])
-def test_switch_that_is_neither_0_nor_1(text: str) -> None:
-    with pytest.raises(Unsupported, match="TILEGEN_TUNE must be 0 or 1, got"):
-        settings({"TILEGEN_TUNE": text})
+def test_switch_that_is_neither_0_nor_1(name: str, text: str) -> None:
+    with pytest.raises(Unsupported, match=f"{name} must be 0 or 1, got"):
+        settings({name: text})
 
 
 def package_at(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

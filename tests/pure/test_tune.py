@@ -27,10 +27,10 @@ from tilegen import verify
 from tilegen.config import LARGE_CACHE, Kernel, TileConfig
 from tilegen.emitted import template_digest
 from tilegen.errors import BuildFailed, NoRecord, Unsupported, WrongResult
-from tilegen.measure import DeviceLost, Measurement
+from tilegen.measure import TIE_LIMIT, DeviceLost, Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.store import TuningRecord, look_up, save
-from tilegen.tune import SEEDS, TIE_LIMIT, pick, tune
+from tilegen.tune import SEEDS, pick, tune
 from tilegen.tuning import bench as bench_module
 from tilegen.tuning.bench import check_config
 from tilegen.tuning.report import Report
@@ -749,8 +749,10 @@ def test_faster_record_from_elsewhere_stays(
     save(elsewhere)
     found = run(Replay())
     assert found.measurement.median_us == 382.28
-    assert stored(cache) == elsewhere
-    assert "left as it is: the one there is faster (100 us" in caplog.messages[-2]
+    assert stored(cache) == replace(elsewhere, rivals=(found,))
+    assert (
+        "not won: the one there stays: faster (100 us, the other 382.28 us)" in caplog.messages[-2]
+    )
 
 
 def test_own_record_follows_the_ties_that_more_trials_bring(cache: Path) -> None:

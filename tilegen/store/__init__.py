@@ -1,28 +1,12 @@
-"""Records of tuning winners: their form (`record`), where they are kept and found (`lookup`)."""
+"""Records of tuning winners: their form (`record`), places (`places`), finding (`lookup`),
+explaining (`listing`), joining (`election`) and moving between stores (`transfer`)."""
 
-from tilegen.store.lookup import (
-    Difference,
-    Found,
-    Listed,
-    Location,
-    Saved,
-    list_records,
-    locations,
-    look_up,
-    save,
-    why,
-    why_lines,
-)
-from tilegen.store.record import (
-    SCHEMA,
-    EstimateSummary,
-    TuningRecord,
-    Versions,
-    current_versions,
-    now,
-    record_path,
-    slug,
-)
+from tilegen.store.listing import Listed, list_records, why, why_lines
+from tilegen.store.lookup import Difference, Found, Saved, look_up, save
+from tilegen.store.places import Location, locations
+from tilegen.store.reach import Unreachable
+from tilegen.store.record import SCHEMA, EstimateSummary, TuningRecord, record_path, slug
+from tilegen.store.versions import Versions, current_versions, now, this_machine
 
 __all__ = [
     "SCHEMA",
@@ -33,6 +17,7 @@ __all__ = [
     "Location",
     "Saved",
     "TuningRecord",
+    "Unreachable",
     "Versions",
     "current_versions",
     "list_records",
@@ -42,6 +27,7 @@ __all__ = [
     "record_path",
     "save",
     "slug",
+    "this_machine",
     "why",
     "why_lines",
 ]

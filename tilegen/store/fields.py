@@ -59,6 +59,16 @@ class Fields:
         """Return the JSON object `name`."""
         return fields_of(self._get(name), self.where + name)
 
+    def groups(self, name: str, most: int) -> list[Fields]:
+        """Return the JSON objects of the list `name`, at most `most`."""
+        value = self._get(name)
+        if not isinstance(value, list) or len(value) > most:
+            self._refuse(name, f"a list of at most {most} JSON objects", value)
+        return [
+            fields_of(one, f"{self.where}{name}[{index}]")
+            for index, one in enumerate(cast("list[Any]", value))
+        ]
+
     def is_null(self, name: str) -> bool:
         """Whether the field is there and null."""
         return self._get(name) is None

@@ -1,4 +1,4 @@
-"""Record files: read with suspicion, written whole or not at all, set aside when broken."""
+"""Record files in folders: read with suspicion, written whole or not at all, kept if broken."""
 
 from __future__ import annotations
 
@@ -6,24 +6,32 @@ import contextlib
 import fcntl
 import os
 import stat
-from collections.abc import Generator
+import time
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 from tilegen.disk import cannot_write, write_whole
-from tilegen.errors import InvalidRecord
+from tilegen.errors import InvalidRecord, Unsupported
+from tilegen.measure import one_line
 
 MAX_FILE_BYTES = 64 * 1024
-"""A record has about 1.5 KiB."""
+"""A record has about 1.5 KiB, and at most fifteen rivals of 1 KiB."""
+LOCK_SECONDS = 60.0
+"""A writer holds the lock for milliseconds; one that hangs must not hang all others."""
 
 BROKEN = ".broken"
+
+Change = Callable[[bytes | None], bytes | None]
+"""From what is there (None: nothing) to what shall be there (None: leave it). Raises InvalidRecord
+if what is there cannot be used, and is then asked again with None."""
 
 
 class Unreadable(InvalidRecord):
     """The system would not hand the file over; what is in it may be in order."""
 
 
-def read_text(path: Path) -> str | None:
-    """Return the text of a record file, None if there is none. Raises InvalidRecord or Unreadable.
+def read_bytes(path: Path, limit: int = MAX_FILE_BYTES) -> bytes | None:
+    """Return what a file holds, None if there is none. Raises InvalidRecord or Unreadable.
 
     A link is followed, to a regular file only: a pipe or device would block or never end.
     """
@@ -40,30 +48,54 @@ def read_text(path: Path) -> str | None:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise InvalidRecord("expected a regular file")
         with os.fdopen(handle, "rb", closefd=False) as file:
-            data = file.read(MAX_FILE_BYTES + 1)
+            data = file.read(limit + 1)
     except OSError as error:
         raise Unreadable(f"cannot be read: {error.strerror}") from None
     finally:
         os.close(handle)
-    if len(data) > MAX_FILE_BYTES:
-        raise InvalidRecord(f"expected at most {MAX_FILE_BYTES} bytes, found more")
+    return within(data, limit)
+
+
+def within(data: bytes, limit: int) -> bytes:
+    """Return `data`. Raises InvalidRecord if it has more than `limit` bytes."""
+    if len(data) > limit:
+        raise InvalidRecord(f"expected at most {limit} bytes, found more")
+    return data
+
+
+def text_of(data: bytes) -> str:
+    """Return the text that `data` encodes. Raises InvalidRecord."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InvalidRecord(f"expected UTF-8, found {error.reason} at byte {error.start}") from None
 
 
-def write_text(path: Path, text: str) -> None:
-    """Put `text` at `path` in one step. Raises Unsupported when it cannot be written."""
-    write_whole(path, text.encode("utf-8"))
+def update(path: Path, change: Change, limit: int = MAX_FILE_BYTES) -> str:
+    """Change a file in one step that no other writer can come between; return what else happened.
+
+    A broken file in the way is set aside. Raises Unsupported when it cannot be written.
+    """
+    note = ""
+    with _only_writer(path.parent):
+        try:
+            new = change(read_bytes(path, limit))
+        except InvalidRecord as error:
+            aside = set_aside(path)
+            kept = f"kept as {aside.name!r}" if aside else "could not be kept"
+            note = f"what was there was no record ({one_line(error)}) and is {kept}"
+            new = change(None)
+        if new is not None:
+            write_whole(path, new)
+    return note
 
 
 @contextlib.contextmanager
-def only_writer(folder: Path) -> Generator[None, None, None]:
+def _only_writer(folder: Path) -> Generator[None, None, None]:
     """Make `folder`, and keep other processes from writing records into it meanwhile.
 
-    On a file system without locks every write is still whole; only the better of two written at
-    the same moment may then lose. Raises Unsupported when the folder cannot be made.
+    On a file system without locks every write is still whole; only one of two findings written at
+    the same moment may then be lost. Raises Unsupported when the folder cannot be made.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -71,13 +103,31 @@ def only_writer(folder: Path) -> Generator[None, None, None]:
     except OSError as error:
         raise cannot_write(folder, error) from error
     try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
+        _lock(handle, folder)
         yield
         with contextlib.suppress(OSError):
             os.fsync(handle)  # makes the rename last, where folders can be synchronised
     finally:
         os.close(handle)
+
+
+def _lock(handle: int, folder: Path) -> None:
+    deadline = time.monotonic() + LOCK_SECONDS
+    pause = 0.001
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise Unsupported(
+                    f"expected to write into {str(folder)!r}, found it locked by another process "
+                    f"for {LOCK_SECONDS:g} s; end that process, or choose another location"
+                ) from None
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        except OSError:  # no locks here
+            return
 
 
 def set_aside(path: Path) -> Path | None:

@@ -1,39 +1,34 @@
-"""Find, save, list and explain records: own directory, extra locations, shipped `cache/`."""
+"""Find and save records: this GPU model's, then those of its like; own, shared, shipped."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
-from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from pathlib import PurePosixPath
+from typing import TYPE_CHECKING
 
-from tilegen.config import KERNELS, Kernel
+from tilegen.config import Kernel, TileConfig
 from tilegen.disk import say_once
 from tilegen.errors import InvalidRecord, Unsupported
-from tilegen.measure import one_line
+from tilegen.measure import POLICY, one_line
 from tilegen.problem import AttentionProblem
-from tilegen.resources import data_dir
-from tilegen.settings import Settings, settings
-from tilegen.store.files import BROKEN, Unreadable, only_writer, read_text, set_aside, write_text
-from tilegen.store.record import OtherSchema, TuningRecord, Versions, record_path
+from tilegen.settings import settings
+from tilegen.store import places
+from tilegen.store.election import conditions, elect, join, verdict
+from tilegen.store.files import Unreadable, set_aside, text_of
+from tilegen.store.places import Location, Origin, locations
+from tilegen.store.reach import Unreachable
+from tilegen.store.record import OtherSchema, TuningRecord, record_path
+from tilegen.store.versions import Versions
 
 if TYPE_CHECKING:
     from tilegen.device import GpuSpec
 
-log = logging.getLogger("tilegen")
-
-Origin = Literal["own", "extra", "shipped"]
-
-
-@dataclass(frozen=True)
-class Location:
-    """A folder of records, laid out as cache/README.md says."""
-
-    root: Path
-    origin: Origin
+SMEM_DOUBT = 1.1
+"""How far past the limit the predicted shared memory of a record's config may lie, as for the
+configs that a tuner tries: predictions err on the large side."""
 
 
 @dataclass(frozen=True)
@@ -53,39 +48,32 @@ class Found:
     """A record and where it came from."""
 
     record: TuningRecord
-    file: Path
+    file: str
     origin: Origin
     differences: tuple[Difference, ...]
     """From `look_up`: soft ones, which leave its optimality in doubt. From `why`: all of them."""
+    borrowed: bool = False
+    """Whether it is of another GPU of the same architecture."""
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether its config was timed on the GPU model that was asked for."""
+        return self.record.is_measured and not self.borrowed
+
+    def __str__(self) -> str:
+        return f"{self.file}, borrowed from {self.record.gpu}" if self.borrowed else self.file
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """Whether a record was written, and why (not)."""
+    """What became of a record."""
 
-    file: Path
+    file: str
     written: bool
+    """Whether the file has changed."""
+    wins: bool
+    """Whether the record is what a look-up finds there now."""
     reason: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class Listed:
-    """One record file; `trouble` says why it is not used, and is empty when it is."""
-
-    file: Path
-    origin: Origin
-    record: TuningRecord | None
-    trouble: str
-
-
-def locations(current: Settings | None = None) -> tuple[Location, ...]:
-    """Return where records are looked for, in order."""
-    current = current or settings()
-    found = [Location(current.cache_dir, "own")]
-    found += [Location(root, "extra") for root in current.cache_path]
-    with contextlib.suppress(Unsupported):  # an installation without records has none to offer
-        found.append(Location(data_dir("cache"), "shipped"))
-    return tuple(found)
 
 
 def look_up(
@@ -96,190 +84,200 @@ def look_up(
     versions: Versions | None = None,
     template_digest: str = "",
     where: Sequence[Location] | None = None,
+    borrow: bool = True,
+    strict: bool = False,
 ) -> Found | None:
     """Return the record to use for a problem, or None: then ask the model.
 
-    The first location with a measured record wins; a choice nobody has measured is used only when
-    no location has better. Files that cannot be used are passed over with one warning each.
+    The first location with a measured record wins. Without one, unless `borrow` is false, that of
+    the nearest GPU of the same architecture does; then a choice that nobody has measured. What
+    cannot be used is passed over with one warning each. With `strict` shared locations are read
+    anew, and one that does not answer raises Unreachable.
     """
-    wanted = record_path(gpu.name, kernel, problem)
+    asked = _Asked(problem, kernel, versions or Versions(), template_digest, strict)
+    where = locations() if where is None else where
     best: Found | None = None
-    for location in locations() if where is None else where:
-        if location.origin == "extra" and not _is_there(location.root):
-            continue
-        file = location.root / wanted
-        record = _usable(file, location)
-        if record is None:
-            continue
-        if wrong := _identity(problem, gpu, kernel, record):
-            say_once(f"record {str(file)!r} is about something else ({_join(wrong)}); passed over")
-            continue
-        found = Found(
-            record=record,
-            file=file,
-            origin=location.origin,
-            differences=_soft(versions or Versions(), template_digest, record),
-        )
-        if record.is_measured:
+    for found in asked.all(gpu, gpu, where):
+        if found.record.is_measured:
             best = found
             break
         best = best or found
-    if best is not None and best.differences:
+    if borrow and (best is None or not best.record.is_measured):
+        others = (
+            found
+            for other in like(gpu)
+            for found in asked.all(other, gpu, where)
+            if found.record.is_measured
+        )
+        best = next(others, best)
+    if best is not None and best.borrowed:
+        say_once(f"no measured record for {gpu.name}: record {best.file!r} is borrowed")
+    elif best is not None and best.differences:
         say_once(
-            f"record {str(best.file)!r} is used, but may no longer be the best choice "
-            f"({_join(best.differences)})"
+            f"record {best.file!r} is used, but may no longer be the best choice "
+            f"({joined(best.differences)})"
         )
     return best
 
 
-def save(record: TuningRecord, *, root: Path | None = None, force: bool = False) -> Saved:
-    """Put a record into the own directory (or `root`), unless what is there is better.
+@dataclass(frozen=True)
+class _Asked:
+    """One look-up: what is asked for, but the GPU."""
 
-    A record nobody measured never replaces a measured one. Of two measured under the same
-    conditions the faster stays, unless `force`. Raises Unsupported when it cannot be written.
+    problem: AttentionProblem
+    kernel: Kernel
+    versions: Versions
+    template_digest: str
+    strict: bool
+
+    def all(self, gpu: GpuSpec, runs_on: GpuSpec, where: Sequence[Location]) -> Iterator[Found]:
+        """Yield the usable records of `gpu` in the order of locations, for running on `runs_on`."""
+        path = record_path(gpu.name, self.kernel, self.problem)
+        for location in where:
+            if (record := self._usable(path, location)) is None:
+                continue
+            file = location.address(path)
+            if wrong := identity(self.problem, gpu, self.kernel, record):
+                say_once(f"record {file!r} is about something else ({joined(wrong)}); passed over")
+                continue
+            record = self._best_of(record)
+            if trouble := illegal(self.problem, runs_on, self.kernel, record.config):
+                say_once(f"record {file!r} passed over: {trouble}")
+                continue
+            borrowed = gpu is not runs_on
+            pairs = {"gpu": (runs_on.name, gpu.name)} if borrowed else {}
+            yield Found(
+                record=record,
+                file=file,
+                origin=location.origin,
+                differences=(
+                    *unequal(pairs),
+                    *soft(self.versions, self.template_digest, record),
+                ),
+                borrowed=borrowed,
+            )
+
+    def _best_of(self, record: TuningRecord) -> TuningRecord:
+        """Return the finding to use: under the present conditions, if there is one."""
+        if not record.rivals:
+            return record
+        winner, *_ = record.findings
+        alike = [
+            one
+            for one in record.findings
+            if one.is_measured and not soft(self.versions, self.template_digest, one)
+        ]
+        return elect(alike) if alike else winner
+
+    def _usable(self, path: PurePosixPath, location: Location) -> TuningRecord | None:
+        """Return the record at a place, or None after a warning that names it."""
+        file = location.address(path)
+        try:
+            data = places.read(location, path, fresh=self.strict)
+            return None if data is None else _parsed(text_of(data))
+        except Unreachable as error:
+            if self.strict:
+                raise Unreachable(
+                    f"expected record location {location.address()!r} to answer, since all ranks "
+                    f"must choose alike; it {error}"
+                ) from None
+            places.pass_over(location, error)
+        except (OtherSchema, Unreadable) as error:  # may be in order, so it stays where it is
+            say_once(f"record {file!r} passed over: {one_line(error)}")
+        except InvalidRecord as error:
+            folder = location.folder if location.origin == "own" else None
+            aside = set_aside(folder / path) if folder else None
+            done = f"set aside as {aside.name!r}" if aside else "passed over"
+            say_once(f"record {file!r} {done}: {one_line(error)}")
+        return None
+
+
+def like(gpu: GpuSpec) -> list[GpuSpec]:
+    """Return the other GPUs of the catalogue with the same architecture, nearest first: in SMs,
+    bandwidth and fast memory."""
+    from tilegen.device import catalogue
+
+    others = [spec for spec in catalogue() if spec.arch == gpu.arch and spec.name != gpu.name]
+    return sorted(others, key=lambda spec: (_far(gpu, spec), spec.name))
+
+
+def _far(one: GpuSpec, other: GpuSpec) -> float:
+    traits = ("num_sms", "dram_bandwidth", "l2_bandwidth", "smem_per_block")
+    return sum(abs(math.log2(getattr(one, name) / getattr(other, name))) for name in traits)
+
+
+def illegal(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, config: TileConfig) -> str:
+    """Return why a config cannot run on a GPU, an empty text if it can, as far as is known."""
+    from tilegen.model.footprint import footprint
+
+    needs = footprint(replace(problem, batch=1, seqlen_q=1, seqlen_kv=1), config, kernel, gpu.arch)
+    if needs.fits(gpu, doubt=SMEM_DOUBT):
+        return ""
+    return (
+        f"{config.key} needs {needs.smem_bytes} bytes of shared memory for '{problem.bucket}', and "
+        f"{gpu.name} has {gpu.smem_per_block}"
+    )
+
+
+def save(record: TuningRecord, *, location: Location | None = None, dry_run: bool = False) -> Saved:
+    """Join a record with what is in the own directory (or `location`), by the rule of `election`.
+
+    Raises Unsupported when it cannot be written. With `dry_run` says what would happen.
     """
-    text = record.to_json()
-    if TuningRecord.from_json(text) != record:
+    if TuningRecord.from_json(record.to_json()) != record:
         raise InvalidRecord(
             f"a record must read back as it was written; this one does not: {record}"
         )
-    file = (settings().cache_dir if root is None else root) / record.path
-    with only_writer(file.parent):
-        reason = "no record was there"
-        try:
-            old = _read(file)
-        except InvalidRecord as error:
-            aside = set_aside(file)
-            kept = f"kept as {aside.name!r}" if aside else "could not be kept"
-            old, reason = None, f"what was there was no record ({one_line(error)}) and is {kept}"
-        if old is not None:
-            written, reason = _compare(old, record, force)
-            if not written:
-                return Saved(file=file, written=False, reason=reason)
-        write_text(file, text)
-    return Saved(file=file, written=True, reason=reason)
+    location = location or Location(str(settings().cache_dir), "own")
+    result = (False, False, "")
+
+    def change(data: bytes | None) -> bytes | None:
+        nonlocal result
+        old = None if data is None else _old(data, record)
+        new = record if old is None else join([old, record])
+        text = new.to_json().encode()
+        result = (text != data, *_outcome(record, new, old))
+        return None if dry_run or text == data else text
+
+    note = places.update(location, record.path, change)
+    written, wins, reason = result
+    return Saved(
+        file=location.address(record.path), written=written, wins=wins, reason=note or reason
+    )
 
 
-def why(
-    problem: AttentionProblem,
-    gpu: GpuSpec,
-    kernel: Kernel,
-    *,
-    versions: Versions | None = None,
-    template_digest: str = "",
-    where: Sequence[Location] | None = None,
-    top: int = 10,
-) -> list[Found]:
-    """Return records of all locations, nearest to the problem first, each with all differences."""
-    found: list[tuple[float, Found]] = []
-    for listed in list_records(where):
-        if (record := listed.record) is None:
-            continue
-        identity = _identity(problem, gpu, kernel, record)
-        soft = _soft(versions or Versions(), template_digest, record)
-        distance = sum(map(_distance, identity)) + 0.01 * len(soft) + 0.1 * (not record.is_measured)
-        entry = Found(
-            record=record, file=listed.file, origin=listed.origin, differences=(*identity, *soft)
-        )
-        found.append((distance, entry))
-    found.sort(key=lambda pair: pair[0])  # stable: equals stay in the order of the locations
-    return [entry for _, entry in found[:top]]
-
-
-def why_lines(
-    problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, nearest: Sequence[Found]
-) -> list[str]:
-    """Return the report of `why` for people: one line per record, only what differs."""
-    bucket = problem.bucket
-    if not nearest:
-        return [f"no record of any kind; to make one: tilegen tune '{bucket}' --kernel {kernel}"]
-    lines = [f"{kernel} on {gpu.name} for '{bucket}'; {len(nearest)} nearest records:"]
-    for entry in nearest:
-        state = "" if entry.record.is_measured else ", unmeasured"
-        differs = _join(entry.differences) if entry.differences else "this is the one"
-        lines.append(f"  {entry.origin}{state}  {str(entry.file)!r}: {differs}")
-    return lines
-
-
-def list_records(where: Sequence[Location] | None = None) -> Iterator[Listed]:
-    """Yield every record file of all locations, also those that cannot be used. Changes nothing."""
-    for location in locations() if where is None else where:
-        for kernel in KERNELS:
-            for file in _files(location.root, f"*/{kernel}/*.json"):
-                yield _examine(file, location)
-            for file in _files(location.root, f"*/{kernel}/*{BROKEN}"):
-                trouble = "was broken and set aside; delete it once you have seen it"
-                yield Listed(file=file, origin=location.origin, record=None, trouble=trouble)
-
-
-def _is_there(root: Path) -> bool:
-    """Whether an extra location can be used; if not, a warning has named it."""
+def _old(data: bytes, new: TuningRecord) -> TuningRecord:
+    """Return the record that is there. Raises InvalidRecord if it is none, or about something else;
+    Unsupported if another tilegen wrote it."""
     try:
-        trouble = "" if root.is_dir() else "is not a folder"
-    except OSError as error:
-        trouble = f"cannot be looked at: {error.strerror}"
-    if trouble:
-        say_once(f"record location {str(root)!r} {trouble}; passed over")
-    return not trouble
+        old = TuningRecord.from_json(text_of(data))
+    except OtherSchema as error:
+        raise Unsupported(
+            f"expected a record this tilegen can read at {str(new.path)!r}: {error}; "
+            "use the tilegen that wrote it, or another location"
+        ) from None
+    if old.key != new.key:
+        raise InvalidRecord(f"expected a record about {new.key}, found one about {old.key}")
+    return old
 
 
-def _files(root: Path, pattern: str) -> list[Path]:
-    try:
-        return sorted(root.glob(pattern))
-    except OSError as error:
-        say_once(f"record location {str(root)!r} cannot be listed: {error.strerror}")
-        return []
+def _outcome(given: TuningRecord, new: TuningRecord, old: TuningRecord | None) -> tuple[bool, str]:
+    """Return whether the given record's winner is in front now, and why (not)."""
+    if old is None:
+        return True, "no record was there"
+    winner, mine, was = new.findings[0], given.findings[0], old.findings[0]
+    if winner == was:
+        wins, why = winner == mine, "nothing new" if winner == mine else verdict(winner, mine)
+        return wins, why if wins else f"the one there stays: {why}"
+    return winner == mine, verdict(winner, was)
 
 
-def _examine(file: Path, location: Location) -> Listed:
-    record, trouble = None, ""
-    try:
-        record = _read(file)
-        if record is None:
-            trouble = "disappeared while it was read"
-        elif location.root / record.path != file:
-            trouble = f"is never found here; it belongs at {str(location.root / record.path)!r}"
-    except InvalidRecord as error:
-        trouble = one_line(error)
-    return Listed(file=file, origin=location.origin, record=record, trouble=trouble)
+@lru_cache(maxsize=4096)
+def _parsed(text: str) -> TuningRecord:
+    return TuningRecord.from_json(text)
 
 
-def _read(file: Path) -> TuningRecord | None:
-    """Return the record of a file, None if there is no file. Raises InvalidRecord."""
-    text = read_text(file)
-    return None if text is None else TuningRecord.from_json(text)
-
-
-def _usable(file: Path, location: Location) -> TuningRecord | None:
-    """Return the record of a file, or None after a warning that names it."""
-    try:
-        return _read(file)
-    except (OtherSchema, Unreadable) as error:  # may be in order, so it stays where it is
-        say_once(f"record {str(file)!r} passed over: {one_line(error)}")
-    except InvalidRecord as error:
-        aside = set_aside(file) if location.origin == "own" else None
-        done = f"set aside as {aside.name!r}" if aside else "passed over"
-        say_once(f"record {str(file)!r} {done}: {one_line(error)}")
-    return None
-
-
-def _compare(old: TuningRecord, new: TuningRecord, force: bool) -> tuple[bool, str]:
-    """Return whether `new` replaces `old`, and why."""
-    if old.is_measured and not new.is_measured:
-        return False, "the one there was measured, this one was not"
-    if force:
-        return True, "replaced as told"
-    if not old.is_measured:
-        return True, "the one there was not measured"
-    if differs := _unequal(_software(new.versions, new.template_digest, old)):
-        return True, f"the one there was measured with other versions ({_join(differs)})"
-    was, now = old.measurement.median_us or 0.0, new.measurement.median_us or 0.0
-    if now > was:
-        return False, f"the one there is faster ({was:g} us, this one {now:g} us)"
-    return True, f"this one is no slower ({now:g} us, the one there {was:g} us)"
-
-
-def _identity(
+def identity(
     problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, record: TuningRecord
 ) -> tuple[Difference, ...]:
     """Return the hard differences: with one of them, a record is about something else."""
@@ -287,36 +285,29 @@ def _identity(
         "kernel": (kernel, record.kernel),
         "gpu": (gpu.name, record.gpu),
         "arch": (gpu.arch, record.arch),
+        "policy": (POLICY, record.policy),
     }
-    pairs |= {
-        field.name: (
-            str(getattr(problem.bucket, field.name)),
-            str(getattr(record.problem, field.name)),
-        )
-        for field in fields(AttentionProblem)
-    }
-    return tuple(_unequal(pairs))
+    if (bucket := problem.bucket) != record.problem:
+        pairs |= {
+            field.name: (str(getattr(bucket, field.name)), str(getattr(record.problem, field.name)))
+            for field in fields(AttentionProblem)
+        }
+    return tuple(unequal(pairs))
 
 
-def _soft(current: Versions, template_digest: str, record: TuningRecord) -> tuple[Difference, ...]:
+def soft(current: Versions, template_digest: str, record: TuningRecord) -> tuple[Difference, ...]:
     """Return the soft differences; what either side does not know is none."""
-    differs = _unequal(_software(current, template_digest, record))
-    return tuple(d for d in differs if d.current and d.stored)
-
-
-def _software(
-    current: Versions, template_digest: str, record: TuningRecord
-) -> dict[str, tuple[str, str]]:
-    """Return what a timing may depend on besides the GPU: (current, stored) by name."""
-    pairs = {
-        field.name: (getattr(current, field.name), getattr(record.versions, field.name))
-        for field in fields(Versions)
-        if field.name != "tilegen"  # what matters of it is in the template's digest
+    stored = conditions(record)
+    known = {
+        name: (wanted, stored[name])
+        for name in stored
+        if (wanted := getattr(current, name, template_digest)) and stored[name]
     }
-    return {**pairs, "template_digest": (template_digest, record.template_digest)}
+    return tuple(unequal(known))
 
 
-def _unequal(pairs: dict[str, tuple[str, str]]) -> list[Difference]:
+def unequal(pairs: dict[str, tuple[str, str]]) -> list[Difference]:
+    """Return a difference for each name whose current and stored values are not the same."""
     return [
         Difference(name, current, stored)
         for name, (current, stored) in pairs.items()
@@ -324,24 +315,6 @@ def _unequal(pairs: dict[str, tuple[str, str]]) -> list[Difference]:
     ]
 
 
-_WEIGHTS = {
-    "kernel": 100.0,
-    "arch": 40.0,
-    "gpu": 10.0,
-    "dtype": 8.0,
-    "mask": 8.0,
-    "head_dim_qk": 6.0,
-    "head_dim_v": 6.0,
-}
-
-
-def _distance(difference: Difference) -> float:
-    """Return how far a difference takes a record's choice from being a good guess."""
-    weight = _WEIGHTS.get(difference.field, 1.0)
-    if not (difference.current.isdecimal() and difference.stored.isdecimal()):
-        return weight
-    return weight * abs(math.log2(int(difference.current) / int(difference.stored)))
-
-
-def _join(differences: Sequence[Difference]) -> str:
+def joined(differences: Sequence[Difference]) -> str:
+    """Return differences as one line."""
     return "; ".join(map(str, differences))

@@ -6,19 +6,17 @@ import dataclasses
 import hashlib
 import json
 import re
-from dataclasses import dataclass
-from datetime import UTC, datetime
-from functools import cache
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path, PurePosixPath
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, cast, get_args
 
-import tilegen
 from tilegen.config import KERNELS, Kernel, TileConfig, check_config
 from tilegen.errors import InvalidRecord, TilegenError
-from tilegen.measure import MAX_REPEATS, Measurement, Status
+from tilegen.measure import MAX_REPEATS, POLICY, Measurement, Status
 from tilegen.problem import AttentionProblem
 from tilegen.store.fields import MAX_TEXT, Fields, parse_json
+from tilegen.store.versions import Versions
 
 if TYPE_CHECKING:
     from tilegen.model.estimate import CostEstimate
@@ -28,22 +26,13 @@ SCHEMA = 1
 
 MAX_SECONDS = 1e9
 MAX_BYTES = 2**63
+MAX_RIVALS = 15
+KEY = ("gpu", "arch", "kernel", "problem", "policy")
+"""The fields that say what a record is about; a rival has them in common with its winner."""
 
 
 class OtherSchema(InvalidRecord):
     """A record of another schema: not broken, but not for this tilegen."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Versions:
-    """What a measurement was taken with; an empty text is "not known"."""
-
-    tilegen: str = ""
-    torch: str = ""
-    triton: str = ""
-    cuda: str = ""
-    """Of PyTorch's build (CUDA, or HIP on AMD)."""
-    driver: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +65,8 @@ class TuningRecord:
     kernel: Kernel
     problem: AttentionProblem
     """The bucket's problem: batch and lengths are powers of two. What was measured."""
+    policy: str = POLICY
+    """How times are taken; times of another policy are not comparable."""
     config: TileConfig
     measurement: Measurement
     """Status ok, or unmeasured for a choice of the model."""
@@ -86,10 +77,14 @@ class TuningRecord:
     """Configs tried for this record, over all runs."""
     seconds_spent: float = 0.0
     """On those trials, over all runs."""
+    source: str = ""
+    """Hexadecimal digits that stand for the machine; of one machine the later finding counts."""
     date: str
     """UTC, `2026-11-21T09:30:00Z`."""
     command: str = ""
     """What re-creates the record."""
+    rivals: tuple[TuningRecord, ...] = ()
+    """What other machines found for the same key, without rivals of their own."""
 
     def __post_init__(self) -> None:
         if self.problem != self.problem.bucket:
@@ -102,6 +97,21 @@ class TuningRecord:
                 f"only a config that ran, or one nobody has run, can be a record; got one that is "
                 f"{self.measurement.status}: {self.measurement.message}"
             )
+        for rival in self.rivals:
+            if rival.rivals or rival.key != self.key:
+                raise InvalidRecord(
+                    f"a rival must be about {self.key} and have none itself, got {rival.key}"
+                )
+
+    @property
+    def key(self) -> tuple[str, ...]:
+        """What the record is about: gpu, arch, kernel, problem, policy."""
+        return tuple(str(getattr(self, name)) for name in KEY)
+
+    @property
+    def findings(self) -> tuple[TuningRecord, ...]:
+        """The winner and its rivals, each on its own."""
+        return (replace(self, rivals=()), *self.rivals) if self.rivals else (self,)
 
     @property
     def is_measured(self) -> bool:
@@ -111,18 +121,28 @@ class TuningRecord:
     @property
     def path(self) -> PurePosixPath:
         """Where it lies in every location: `h200/fwd/b4_hq32_..._causal.json`."""
-        return record_path(self.gpu, self.kernel, self.problem)
+        return record_path(self.gpu, self.kernel, self.problem, self.policy)
 
     def to_json(self) -> str:
         """Return the text of the record's file; `TuningRecord.from_json` reads it back."""
+        key = {**{name: getattr(self, name) for name in KEY}, "problem": self.problem.key}
+        values: dict[str, Any] = {"schema": SCHEMA, **key, **self._finding()}
+        if self.rivals:
+            values["rivals"] = [rival._finding() for rival in self.rivals]
+        return json.dumps(values, indent=2, ensure_ascii=True, allow_nan=False) + "\n"
+
+    def _finding(self) -> dict[str, Any]:
+        """Return the values of all fields but the key and the rivals."""
         values: dict[str, Any] = {
-            "schema": SCHEMA,
-            **dataclasses.asdict(self),
-            "problem": self.problem.key,
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name not in (*KEY, "rivals")
         }
+        for name in ("config", "measurement", "estimate", "versions"):
+            values[name] = values[name] and dataclasses.asdict(values[name])
         if not self.config.block_d:
             del values["config"]["block_d"]
-        return json.dumps(values, indent=2, ensure_ascii=True, allow_nan=False) + "\n"
+        return values
 
     @classmethod
     def from_json(cls, text: str) -> TuningRecord:
@@ -130,24 +150,39 @@ class TuningRecord:
         fields = parse_json(text)
         if (schema := fields.integer("schema", 1, 2**31)) != SCHEMA:
             raise OtherSchema(f"schema must be {SCHEMA}, got {schema}")
-        kernel = cast("Kernel", fields.choice("kernel", KERNELS))
-        return cls(
-            gpu=fields.text("gpu", r"\S.*", "the name of a GPU"),
-            arch=fields.text(
+        key: dict[str, Any] = {
+            "gpu": gpu_of(fields),
+            "arch": fields.text(
                 "arch", r"sm_\d{2,4}[a-z]?|gfx[0-9a-f]{3,5}", "such as sm_90 or gfx942"
             ),
-            kernel=kernel,
-            problem=_problem(fields),
-            config=config_from(fields.group("config"), kernel),
-            measurement=measurement_from(fields.group("measurement")),
-            estimate=None if fields.is_null("estimate") else _estimate(fields.group("estimate")),
-            versions=_versions(fields.group("versions")),
-            template_digest=fields.text("template_digest", r"[0-9a-f]{0,64}", "hexadecimal digits"),
-            trials=fields.integer("trials", 0, 10**9),
-            seconds_spent=fields.number("seconds_spent", 0, MAX_SECONDS),
-            date=_date(fields),
-            command=fields.text("command", longest=MAX_TEXT),
+            "kernel": kernel_of(fields),
+            "problem": problem_of(fields),
+            "policy": fields.text("policy", r"[a-z0-9_]{1,40}", "such as cold_l2"),
+        }
+        rivals: list[Fields] = []
+        if "rivals" in fields.values:
+            rivals = fields.groups("rivals", MAX_RIVALS)
+        return cls(
+            **key,
+            **_finding_from(fields, key["kernel"]),
+            rivals=tuple(cls(**key, **_finding_from(one, key["kernel"])) for one in rivals),
         )
+
+
+def _finding_from(fields: Fields, kernel: Kernel) -> dict[str, Any]:
+    """Return all fields of a record but the key and the rivals. Raises InvalidRecord."""
+    return {
+        "config": config_from(fields.group("config"), kernel),
+        "measurement": measurement_from(fields.group("measurement")),
+        "estimate": None if fields.is_null("estimate") else _estimate(fields.group("estimate")),
+        "versions": _versions(fields.group("versions")),
+        "template_digest": fields.text("template_digest", r"[0-9a-f]{0,64}", "hexadecimal digits"),
+        "trials": fields.integer("trials", 0, 10**9),
+        "seconds_spent": fields.number("seconds_spent", 0, MAX_SECONDS),
+        "source": fields.text("source", r"[0-9a-f]{0,64}", "hexadecimal digits"),
+        "date": date_of(fields),
+        "command": fields.text("command", longest=MAX_TEXT),
+    }
 
 
 def config_from(fields: Fields, kernel: Kernel) -> TileConfig:
@@ -191,9 +226,12 @@ def measurement_from(fields: Fields) -> Measurement:
     )
 
 
-def record_path(gpu: str, kernel: Kernel, problem: AttentionProblem) -> PurePosixPath:
+def record_path(
+    gpu: str, kernel: Kernel, problem: AttentionProblem, policy: str = POLICY
+) -> PurePosixPath:
     """Return where the record of a problem's bucket lies, relative to a location."""
-    return PurePosixPath(slug(gpu), kernel, f"{slug(problem.bucket.key)}.json")
+    suffix = "" if policy == POLICY else f".{policy}"
+    return PurePosixPath(slug(gpu), kernel, f"{slug(problem.bucket.key)}{suffix}.json")
 
 
 def slug(text: str) -> str:
@@ -211,42 +249,18 @@ def slug(text: str) -> str:
 _SPELLING = str.maketrans({" ": "_", "/": "-", "(": "-", ",": "-", ")": None, "&": "+"})
 
 
-def now() -> str:
-    """Return the time as a record's date."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+def gpu_of(fields: Fields) -> str:
+    """Return the field `gpu`. Raises InvalidRecord."""
+    return fields.text("gpu", r"\S.*", "the name of a GPU")
 
 
-@cache
-def current_versions() -> Versions:
-    """Return the versions in this process."""
-    import torch
-
-    return Versions(
-        tilegen=tilegen.__version__,
-        torch=str(torch.__version__),
-        triton=_installed("triton") or _installed("pytorch-triton-rocm"),
-        cuda=str(torch.version.cuda or torch.version.hip or ""),
-        driver=_driver(),
-    )
+def kernel_of(fields: Fields) -> Kernel:
+    """Return the field `kernel`. Raises InvalidRecord."""
+    return cast("Kernel", fields.choice("kernel", KERNELS))
 
 
-def _installed(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
-
-
-def _driver(kernel_module: Path = Path("/proc/driver/nvidia/version")) -> str:
-    """Return the NVIDIA driver's version, or an empty text where there is none."""
-    try:
-        found = re.search(r"\b\d{3,4}\.\d+(\.\d+)?\b", kernel_module.read_text(encoding="ascii"))
-    except (OSError, UnicodeDecodeError):
-        return ""
-    return found[0] if found else ""
-
-
-def _problem(fields: Fields) -> AttentionProblem:
+def problem_of(fields: Fields) -> AttentionProblem:
+    """Return the field `problem`, which must be canonical. Raises InvalidRecord."""
     text = fields.text("problem", longest=MAX_TEXT)
     try:
         problem = AttentionProblem.parse(text)
@@ -273,7 +287,8 @@ def _versions(fields: Fields) -> Versions:
     return Versions(**values)
 
 
-def _date(fields: Fields) -> str:
+def date_of(fields: Fields) -> str:
+    """Return the field `date`. Raises InvalidRecord."""
     text = fields.text("date", r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", "such as 2026-11-21T09:30:00Z")
     try:
         datetime.fromisoformat(text)

@@ -5,59 +5,30 @@ from __future__ import annotations
 import json
 import logging
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tilegen.config import Kernel, TileConfig
 from tilegen.errors import InvalidRecord, Unsupported
-from tilegen.measure import Measurement, one_line
+from tilegen.measure import one_line
 from tilegen.problem import AttentionProblem
-from tilegen.store.fields import Fields, parse_json
-from tilegen.store.record import MAX_SECONDS, config_from, measurement_from, now, slug
+from tilegen.store.places import Location, read_trials
+from tilegen.store.trials import Conditions, Trial, parse_trial, trial_line, trials_path
+from tilegen.store.versions import now
+
+__all__ = ["Conditions", "Trial", "TrialLog", "append_line"]
 
 log = logging.getLogger("tilegen")
-
-MAX_LOG_BYTES = 64 * 2**20
-
-
-@dataclass(frozen=True, kw_only=True)
-class Trial:
-    """One config tried once."""
-
-    config: TileConfig
-    measurement: Measurement
-    seconds: float = 0.0
-    """What it cost: waiting for the compiler, checking, measuring."""
-    spill_bytes: int = 0
-    """Registers of one thread that the compiler put into memory; with some, it is a last resort."""
-    device_lost: bool = False
-    """Whether it broke the CUDA context: never to be tried again."""
-
-    @property
-    def is_final(self) -> bool:
-        """Whether another try would end the same way; a failed launch may be another's doing, who
-        has taken the memory of a shared GPU."""
-        return self.device_lost or self.measurement.status != "launch_failed"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Conditions:
-    """What a timing depends on besides the config; another value of one makes it stale."""
-
-    problem: str
-    arch: str
-    triton: str
-    driver: str
-    template_digest: str
 
 
 class TrialLog:
     """The trials of one problem bucket, kernel and GPU, at
-    `<cache dir>/trials/<gpu>/<kernel>/<problem>.jsonl`.
+    `<cache dir>/trials/<gpu>/<kernel>/<problem>.jsonl`, and those that other locations have.
 
     A line is appended in one write and synchronised, so a process killed at any moment leaves at
-    most one torn line, which is passed over. The last line about a config counts.
+    most one torn line, which is passed over. The last line about a config counts, and an own one
+    more than one of another location.
     """
 
     def __init__(
@@ -67,37 +38,36 @@ class TrialLog:
         kernel: Kernel,
         problem: AttentionProblem,
         conditions: Conditions,
+        *,
+        others: Sequence[Location] = (),
     ) -> None:
-        self.file = cache_dir / "trials" / slug(gpu) / kernel / f"{slug(problem.key)}.jsonl"
+        self._path = trials_path(gpu, kernel, problem)
+        self.file = cache_dir / self._path
+        self._others = others
+        self._own = Location(str(cache_dir), "own")
         self._kernel: Kernel = kernel
         self._conditions = conditions
 
     def read(self) -> dict[TileConfig, Trial]:
         """Return the trials under the present conditions; warn once about lines that are none."""
-        try:
-            with self.file.open("rb") as file:
-                lines = file.read(MAX_LOG_BYTES).split(b"\n")
-        except OSError:  # most often: there is none yet
-            return {}
         trials: dict[TileConfig, Trial] = {}
-        bad: list[str] = []
-        for number, line in enumerate(lines, start=1):
-            try:
-                if line and (trial := self._parse(line)) is not None:
-                    trials[trial.config] = trial
-            except InvalidRecord as error:
-                bad.append(f"line {number}: {one_line(error)}")
-        if bad:
-            log.warning(
-                "trials %r: passed over %d bad lines, first %s", str(self.file), len(bad), bad[0]
-            )
+        for location in (*reversed(self._others), self._own):
+            bad: list[str] = []
+            for number, line in enumerate(read_trials(location, self._path).split(b"\n"), start=1):
+                try:
+                    if line and (trial := self._parse(line)) is not None:
+                        trials[trial.config] = trial
+                except InvalidRecord as error:
+                    bad.append(f"line {number}: {one_line(error)}")
+            if bad:
+                file = location.address(self._path)
+                log.warning("trials %r: passed over %d bad lines, first %s", file, len(bad), bad[0])
         return trials
 
     def append(self, trial: Trial) -> None:
         """Put a trial on disk. Raises Unsupported when that is not possible."""
-        values = {"date": now(), **asdict(trial), "conditions": asdict(self._conditions)}
         try:
-            append_line(self.file, values)
+            append_line(self.file, trial_line(trial, self._conditions, now()))
         except OSError as error:
             raise Unsupported(
                 f"cannot write {str(self.file)!r}: {error.strerror}; "
@@ -106,20 +76,8 @@ class TrialLog:
 
     def _parse(self, line: bytes) -> Trial | None:
         """Return the trial of a line, None for one under other conditions. Raises InvalidRecord."""
-        try:
-            fields = parse_json(line.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise InvalidRecord(f"expected UTF-8, found {error.reason}") from None
-        conditions: Fields = fields.group("conditions")
-        if conditions.values != asdict(self._conditions):
-            return None
-        return Trial(
-            config=config_from(fields.group("config"), self._kernel),
-            measurement=measurement_from(fields.group("measurement")),
-            seconds=fields.number("seconds", 0, MAX_SECONDS),
-            spill_bytes=fields.integer("spill_bytes", 0, 2**31),
-            device_lost=fields.values.get("device_lost") is True,
-        )
+        parsed = parse_trial(line, self._kernel, self._conditions)
+        return None if parsed is None else parsed[0]
 
 
 def append_line(path: Path, values: dict[str, Any]) -> None:

@@ -1,0 +1,99 @@
+"""Listing records, and explaining which one a call would use."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from tests.records import (
+    A100,
+    H200,
+    PROBLEM,
+    RECORD,
+    UNMEASURED,
+    VERSIONS,
+    folder_of,
+    own,
+    place,
+    record,
+)
+from tilegen.problem import AttentionProblem
+from tilegen.store import Location, list_records, why, why_lines
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_why_lists_the_nearest_first_with_only_what_differs(tmp_path: Path) -> None:
+    other_length = record(problem=replace(PROBLEM, seqlen_kv=8192))
+    other_lengths = record(problem=replace(PROBLEM, seqlen_q=1024, seqlen_kv=1024))
+    other_mask = record(problem=AttentionProblem.parse("b4 hq32 hkv8 q4096 d128 bf16 full"))
+    other_gpu = record(gpu=A100.name, arch=A100.arch)
+    other_kernel = record(kernel="bwd_dq")
+    for one in (other_kernel, other_gpu, other_mask, other_lengths, other_length):
+        place(tmp_path, one)
+    report = why(PROBLEM, H200, "fwd", where=[own(tmp_path)])
+    expected = [other_length, other_lengths, other_mask, other_gpu, other_kernel]
+    assert expected == [entry.record for entry in report]
+    assert [str(d) for d in report[0].differences] == ["seqlen_kv: current 4096, stored 8192"]
+    assert [str(d) for d in report[3].differences] == [
+        "gpu: current h200, stored a100",
+        "arch: current sm_90, stored sm_80",
+    ]
+    assert why(PROBLEM, H200, "fwd", where=[own(tmp_path)], top=2) == report[:2]
+
+
+def test_why_compares_with_the_bucket_and_names_soft_differences_too(tmp_path: Path) -> None:
+    where = [place(tmp_path, RECORD)]
+    ragged = replace(PROBLEM, seqlen_q=4001)
+    newer = replace(VERSIONS, triton="3.9.0")
+    (entry,) = why(ragged, H200, "fwd", versions=newer, where=where)
+    assert [str(d) for d in entry.differences] == ["triton: current 3.9.0, stored 3.7.1"]
+
+
+def test_why_prefers_a_measured_record_among_equals(tmp_path: Path) -> None:
+    guess = place(tmp_path / "own", record(measurement=UNMEASURED), "own")
+    known = place(tmp_path / "shipped", record(us=370.0), "shipped")
+    report = why(PROBLEM, H200, "fwd", where=[guess, known])
+    assert [entry.origin for entry in report] == ["shipped", "own"]
+
+
+def test_why_lines(tmp_path: Path) -> None:
+    where = [place(tmp_path, record(measurement=UNMEASURED)), own(tmp_path / "empty")]
+    other = replace(PROBLEM, seqlen_q=2048)
+    nearest = why(other, H200, "fwd", where=where)
+    head, line = why_lines(other, H200, "fwd", nearest)
+    assert head.startswith("fwd on h200 for 'b4 hq32 hkv8 q2048 kv4096 d128 bf16 causal'")
+    assert line == (
+        f"  own, unmeasured  {str(tmp_path / RECORD.path)!r}: seqlen_q: current 2048, stored 4096"
+    )
+    (line,) = why_lines(other, H200, "fwd", [])
+    assert "tilegen tune 'b4 hq32 hkv8 q2048 kv4096 d128 bf16 causal' --kernel fwd" in line
+    assert why_lines(PROBLEM, H200, "fwd", why(PROBLEM, H200, "fwd", where=where))[1].endswith(
+        ": this is the one"
+    )
+
+
+def test_list_shows_all_files_of_all_locations_and_changes_none(tmp_path: Path) -> None:
+    good = place(tmp_path / "own", RECORD)
+    folder = (folder_of(good) / RECORD.path).parent
+    (folder / "torn.json").write_text(RECORD.to_json()[:200])
+    (folder / "moved.json").write_text(record(us=1.0).to_json())
+    (folder / "old.json.broken").write_text("{")
+    shipped = place(tmp_path / "shipped", record(gpu="a100", arch="sm_80"), "shipped")
+    (folder_of(good) / "trials" / "h200").mkdir(parents=True)  # other things lie there, too
+    before = sorted(tmp_path.rglob("*"))
+    listed = {Path(entry.name).name: entry for entry in list_records([good])}
+    assert set(listed) == {RECORD.path.name, "torn.json", "moved.json", "old.json.broken"}
+    assert (listed[RECORD.path.name].record, listed[RECORD.path.name].trouble) == (RECORD, "")
+    assert "expected JSON" in listed["torn.json"].trouble
+    assert "belongs at" in listed["moved.json"].trouble
+    assert "set aside" in listed["old.json.broken"].trouble
+    assert [
+        (entry.origin, entry.record.gpu) for entry in list_records([shipped]) if entry.record
+    ] == [("shipped", "a100")]
+    assert before == sorted(tmp_path.rglob("*"))
+
+
+def test_shipped_records_are_all_in_order() -> None:
+    troubles = [e for e in list_records([Location(str(ROOT / "cache"), "shipped")]) if e.trouble]
+    assert troubles == []

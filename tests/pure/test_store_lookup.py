@@ -1,0 +1,217 @@
+"""Looking up: the order of locations, what is passed over, and what is borrowed."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.records import (
+    H200,
+    PROBLEM,
+    RECORD,
+    UNMEASURED,
+    VERSIONS,
+    folder_of,
+    own,
+    place,
+    record,
+)
+from tilegen.disk import say_once
+from tilegen.errors import Unsupported
+from tilegen.problem import AttentionProblem
+from tilegen.store import Location, Versions, locations, look_up, places
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def _say_everything(caplog: pytest.LogCaptureFixture) -> None:
+    """Let every test hear what an earlier one was told."""
+    say_once.cache_clear()
+    caplog.set_level(logging.INFO, logger="tilegen")
+
+
+def test_nothing_found_is_none_and_makes_nothing(tmp_path: Path) -> None:
+    assert look_up(PROBLEM, H200, "fwd", where=[own(tmp_path / "none")]) is None
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_locations_come_from_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path / "own"))
+    monkeypatch.setenv("TILEGEN_CACHE_PATH", f"{tmp_path}/a;{tmp_path}/b")
+    expected = [
+        Location(str(tmp_path / "own"), "own"),
+        Location(str(tmp_path / "a"), "shared"),
+        Location(str(tmp_path / "b"), "shared"),
+        Location(str(ROOT / "cache"), "shipped"),
+    ]
+    assert expected == list(locations())
+
+
+def test_installation_without_records_still_has_the_other_locations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def absent(name: str) -> Path:
+        raise Unsupported(name)
+
+    monkeypatch.setattr(places, "data_dir", absent)
+    assert [location.origin for location in locations()] == ["own"]
+
+
+def test_order_of_locations(tmp_path: Path) -> None:
+    # The shipped record is the fastest: order decides, not time.
+    where = [
+        place(tmp_path / "own", record(us=400.0), "own"),
+        place(tmp_path / "extra1", record(us=390.0), "shared"),
+        place(tmp_path / "extra2", record(us=380.0), "shared"),
+        place(tmp_path / "shipped", record(us=370.0), "shipped"),
+    ]
+    for expected in (400.0, 390.0, 380.0, 370.0):
+        found = look_up(PROBLEM, H200, "fwd", where=where)
+        assert found is not None
+        assert expected == found.record.measurement.median_us
+        assert found.origin == where[0].origin
+        (folder_of(where.pop(0)) / RECORD.path).unlink()
+    assert look_up(PROBLEM, H200, "fwd", where=where) is None
+
+
+def test_a_guess_of_ones_own_does_not_hide_a_measured_record(tmp_path: Path) -> None:
+    guess = record(measurement=UNMEASURED)
+    mine = place(tmp_path / "own", guess, "own")
+    shared = place(tmp_path / "shared", guess, "shared")
+    shipped = place(tmp_path / "shipped", record(us=370.0), "shipped")
+    found = look_up(PROBLEM, H200, "fwd", where=[mine, shared, shipped])
+    assert found is not None
+    assert found.origin == "shipped"
+    found = look_up(PROBLEM, H200, "fwd", where=[mine, shared])
+    assert found is not None
+    assert found.origin == "own"
+
+
+def test_every_length_of_a_bucket_finds_its_record(tmp_path: Path) -> None:
+    where = [place(tmp_path, RECORD)]
+    for text, hit in (
+        ("b3 hq32 hkv8 q2049 kv4096 d128 bf16 causal", True),
+        ("b4 hq32 hkv8 q2048 kv4096 d128 bf16 causal", False),
+        ("b4 hq32 hkv8 q4096 kv4097 d128 bf16 causal", False),
+        ("b4 hq32 hkv8 q4096 kv4096 d128 bf16 causal(bottom_right)", False),
+    ):
+        found = look_up(AttentionProblem.parse(text), H200, "fwd", where=where)
+        assert hit == (found is not None), text
+
+
+def test_extra_location_that_is_no_folder_is_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    where = [Location(str(tmp_path / "not-mounted"), "shared"), place(tmp_path, RECORD, "shipped")]
+    for _ in range(3):
+        assert look_up(PROBLEM, H200, "fwd", where=where) is not None
+    (message,) = caplog.messages
+    assert "not-mounted" in message
+
+
+HARD = {
+    "gpu": record(gpu="a100"),
+    "arch": record(arch="sm_80"),
+    "kernel": record(kernel="bwd_dq"),
+    "seqlen_kv": record(problem=replace(PROBLEM, seqlen_kv=8192)),
+    "dtype": record(problem=replace(PROBLEM, dtype="fp16")),
+    "mask": record(problem=AttentionProblem.parse("b4 hq32 hkv8 q4096 d128 bf16 full")),
+}
+
+
+@pytest.mark.parametrize("field", HARD)
+def test_hard_mismatch_is_passed_over_with_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, field: str
+) -> None:
+    file = tmp_path / "own" / RECORD.path
+    file.parent.mkdir(parents=True)
+    file.write_text(HARD[field].to_json())  # a record of something else, copied to this place
+    where = [own(tmp_path / "own"), place(tmp_path / "shipped", RECORD, "shipped")]
+    for _ in range(3):
+        found = look_up(PROBLEM, H200, "fwd", where=where)
+        assert found is not None
+        assert found.origin == "shipped"
+    (message,) = caplog.messages
+    assert str(file) in message
+    assert f"{field}: current " in message
+    assert file.exists(), "the record is in order, only its place is not"
+
+
+def test_other_schema_is_passed_over_and_left_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    where = [place(tmp_path, RECORD)]
+    file = tmp_path / RECORD.path
+    file.write_text(json.dumps({"schema": 2, "everything": "else"}))
+    assert look_up(PROBLEM, H200, "fwd", where=where) is None
+    assert file.exists()
+    (message,) = caplog.messages
+    assert "schema must be 1, got 2" in message
+
+
+@pytest.mark.parametrize(
+    "versions, digest, field",
+    [
+        (replace(VERSIONS, triton="3.9.0"), "87ebae389eec", "triton"),
+        (replace(VERSIONS, torch="2.15.0"), "87ebae389eec", "torch"),
+        (replace(VERSIONS, driver="590.1"), "87ebae389eec", "driver"),
+        (replace(VERSIONS, cuda="13.2"), "87ebae389eec", "cuda"),
+        (VERSIONS, "0123456789ab", "template_digest"),
+    ],
+    ids=["triton", "torch", "driver", "cuda", "template_digest"],
+)
+def test_soft_mismatch_is_used_and_said_once(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    versions: Versions,
+    digest: str,
+    field: str,
+) -> None:
+    where = [place(tmp_path, RECORD)]
+    for _ in range(3):
+        found = look_up(
+            PROBLEM, H200, "fwd", versions=versions, template_digest=digest, where=where
+        )
+        assert found is not None
+        assert [field] == [difference.field for difference in found.differences]
+    (message,) = caplog.messages
+    assert str(tmp_path / RECORD.path) in message
+    assert f"{field}: current " in message
+
+
+def test_same_versions_and_unknown_ones_are_no_mismatch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    where = [place(tmp_path, RECORD)]
+    for versions, digest in (
+        (VERSIONS, "87ebae389eec"),
+        (replace(VERSIONS, tilegen="9.9", driver=""), ""),
+    ):
+        found = look_up(
+            PROBLEM, H200, "fwd", versions=versions, template_digest=digest, where=where
+        )
+        assert found is not None
+        assert found.differences == ()
+    assert caplog.messages == []
+
+
+def test_a_look_up_loads_nothing_heavy() -> None:
+    code = (
+        "import sys\n"
+        "from tilegen.device import gpu\n"
+        "from tilegen.problem import AttentionProblem\n"
+        "from tilegen.store import look_up\n"
+        "look_up(AttentionProblem.parse('hq1 q64 d64 bf16'), gpu('h200'), 'fwd')\n"
+        "print(sorted({'torch', 'triton', 'sympy', 'optuna', 'jinja2', 'rich'} & set(sys.modules)))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert result.stdout == "[]\n"

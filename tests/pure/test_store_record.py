@@ -1,0 +1,181 @@
+"""The record: its JSON form, its rivals, its place."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.problems import PROBLEMS
+from tests.records import PROBLEM, RECORD, UNMEASURED, record, timed
+from tilegen.config import LARGE_CACHE, TileConfig
+from tilegen.errors import InvalidRecord
+from tilegen.measure import Measurement
+from tilegen.problem import AttentionProblem
+from tilegen.store import TuningRecord, Versions, current_versions, now, slug, this_machine
+from tilegen.store import versions as versions_module
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_round_trip() -> None:
+    assert TuningRecord.from_json(RECORD.to_json()) == RECORD
+    unmeasured = record(measurement=UNMEASURED, estimate=None, versions=Versions())
+    assert TuningRecord.from_json(unmeasured.to_json()) == unmeasured
+
+
+@pytest.mark.parametrize("problem", [p.bucket for p in PROBLEMS], ids=str)
+def test_round_trip_of_every_problem(problem: AttentionProblem) -> None:
+    for kernel in LARGE_CACHE:
+        one = record(problem=problem, kernel=kernel)
+        assert TuningRecord.from_json(one.to_json()) == one
+
+
+def test_json_spells_the_key_in_clear() -> None:
+    values = json.loads(RECORD.to_json())
+    assert values["schema"] == 1
+    assert values["problem"] == "b4 hq32 hkv8 q4096 kv4096 d128 bf16 causal"
+    assert values["config"] == {"block_m": 128, "block_n": 64, "num_warps": 8, "num_stages": 3}
+    assert values["measurement"]["median_us"] == 398.25
+    assert {"schema"} | {f.name for f in fields(TuningRecord)} == {*values, "rivals"}
+
+
+def test_every_field_is_in_the_readme_of_the_format() -> None:
+    readme = (ROOT / "cache" / "README.md").read_text(encoding="utf-8")
+    table = readme[readme.index("## Fields") : readme.index("## What a difference means")]
+    described = set(re.findall(r"[a-z0-9_]+", " ".join(re.findall(r"^\| (.*?) \|", table, re.M))))
+    names = {f.name for f in fields(TuningRecord)}
+    for group in (RECORD.config, RECORD.measurement, RECORD.estimate, RECORD.versions):
+        assert group is not None
+        names |= {f.name for f in fields(group)}
+    assert names <= described, f"cache/README.md does not describe {sorted(names - described)}"
+
+
+def test_fields_added_later_are_ignored_but_not_in_the_config() -> None:
+    values = json.loads(RECORD.to_json())
+    values["note"] = {"by": "someone"}
+    assert TuningRecord.from_json(json.dumps(values)) == RECORD
+    values["config"]["cluster"] = 2  # another config than the one this tilegen would build
+    with pytest.raises(InvalidRecord, match="got also 'cluster'"):
+        TuningRecord.from_json(json.dumps(values))
+
+
+def test_config_fields_with_a_default_may_be_absent() -> None:
+    values = json.loads(RECORD.to_json())
+    values["config"] = {"block_m": 64, "block_n": 32}
+    expected = record(config=TileConfig(block_m=64, block_n=32))
+    assert expected == TuningRecord.from_json(json.dumps(values))
+
+
+def test_rivals_round_trip_and_are_about_the_same_key() -> None:
+    rivals = (record(us=410.0, source="ab"), record(us=400.0, source="cd"))
+    won = record(rivals=rivals)
+    assert TuningRecord.from_json(won.to_json()) == won
+    assert won.findings == (RECORD, *rivals)
+    values = json.loads(won.to_json())
+    assert "gpu" not in values["rivals"][0], "the key is said once"
+    with pytest.raises(InvalidRecord, match="a rival must be about"):
+        record(rivals=(record(gpu="a100"),))
+    with pytest.raises(InvalidRecord, match="have none itself"):
+        record(rivals=(won,))
+    values["rivals"] *= 8
+    with pytest.raises(InvalidRecord, match="rivals must be a list of at most 15"):
+        TuningRecord.from_json(json.dumps(values))
+    values["rivals"] = [values["rivals"][0] | {"trials": -1}]
+    with pytest.raises(InvalidRecord, match=r"rivals\[0\]\.trials must be an int"):
+        TuningRecord.from_json(json.dumps(values))
+
+
+def test_record_of_a_failure_or_of_no_bucket_is_refused() -> None:
+    with pytest.raises(InvalidRecord, match="got one that is launch_failed: bad luck"):
+        record(measurement=Measurement(status="launch_failed", message="bad luck"))
+    ragged = replace(PROBLEM, seqlen_q=4000)
+    with pytest.raises(InvalidRecord, match="its bucket is 'b4 hq32 hkv8 q4096"):
+        record(problem=ragged)
+
+
+def test_now_is_a_date_that_a_record_takes() -> None:
+    dated = record(date=now())
+    assert TuningRecord.from_json(dated.to_json()) == dated
+
+
+def test_current_versions(tmp_path: Path) -> None:
+    import torch
+    import triton
+
+    import tilegen
+
+    found = current_versions()
+    assert (tilegen.__version__, torch.__version__) == (found.tilegen, found.torch)
+    assert triton.__version__ == found.triton
+    assert TuningRecord.from_json(record(versions=found).to_json()).versions == found
+
+    kernel_module = tmp_path / "version"
+    assert versions_module._driver(kernel_module) == ""
+    kernel_module.write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\n"
+        "GCC version:  gcc version 12.2.0 (Debian 12.2.0-14)\n"
+    )
+    assert versions_module._driver(kernel_module) == "580.65.06"
+
+
+# --------------------------------------------------------------------------------------------------
+# Paths
+
+
+@pytest.mark.parametrize(
+    "key, expected",
+    [
+        ("b1 hq8 hkv1 q1 kv64 d64 fp16 full", "b1_hq8_hkv1_q1_kv64_d64_fp16_full"),
+        (
+            "b1 hq1 hkv1 q64 kv64 d192/128 bf16 causal&window(4095,0)",
+            "b1_hq1_hkv1_q64_kv64_d192-128_bf16_causal+window-4095-0",
+        ),
+        (
+            "b1 hq1 hkv1 q64 kv64 d64 fp32 window(-1,7,bottom_right)",
+            "b1_hq1_hkv1_q64_kv64_d64_fp32_window--1-7-bottom_right",
+        ),
+    ],
+)
+def test_slug_is_readable(key: str, expected: str) -> None:
+    assert expected == slug(key)
+    assert key == AttentionProblem.parse(key).key
+
+
+def test_record_path() -> None:
+    expected = "h200/fwd/b4_hq32_hkv8_q4096_kv4096_d128_bf16_causal.json"
+    assert expected == str(RECORD.path)
+    other = "h200/fwd/b4_hq32_hkv8_q4096_kv4096_d128_bf16_causal.warm_l2.json"
+    assert other == str(record(policy="warm_l2").path), "times of two policies never meet"
+
+
+@given(st.text(min_size=1, max_size=300))
+def test_slug_is_always_one_safe_file_name(text: str) -> None:
+    assert re.fullmatch(r"[a-z0-9][a-z0-9_+.-]{0,149}", slug(text))
+
+
+@given(st.text("abA&+,-()/ _.é", min_size=1), st.text("abA&+,-()/ _.é", min_size=1))
+def test_slugs_of_unusual_keys_differ(one: str, other: str) -> None:
+    unusual = {text: slug(f"É{text}") for text in (one, other)}
+    assert len(set(unusual.values())) == len(unusual)
+
+
+def test_long_keys_keep_their_difference() -> None:
+    keys = [f"b1 {'x' * 300} {n}" for n in range(3)]
+    assert len({slug(key) for key in keys}) == 3
+
+
+def test_this_machine_is_always_the_same_and_fits_a_record() -> None:
+    one = record(source=this_machine())
+    assert len(one.source) == 12
+    assert TuningRecord.from_json(one.to_json()) == one
+
+
+def test_timed_helper_is_a_valid_measurement() -> None:
+    one = record(measurement=timed(100.0, 0.1))
+    assert TuningRecord.from_json(one.to_json()) == one

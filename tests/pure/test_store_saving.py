@@ -1,0 +1,214 @@
+"""Saving: a record is joined with what is there, in one step, and nothing is lost."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import multiprocessing
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.records import H200, PROBLEM, RECORD, own, place, record, save_many
+from tilegen.disk import say_once
+from tilegen.errors import InvalidRecord, Unsupported
+from tilegen.store import Saved, TuningRecord, files, list_records, look_up, save
+
+
+@pytest.fixture(autouse=True)
+def _say_everything(caplog: pytest.LogCaptureFixture) -> None:
+    """Let every test hear what an earlier one was told."""
+    say_once.cache_clear()
+    caplog.set_level(logging.INFO, logger="tilegen")
+
+
+def test_save_then_look_up(tmp_path: Path) -> None:
+    saved = save(RECORD, location=own(tmp_path))
+    assert saved.written
+    assert str(tmp_path / RECORD.path) == saved.file
+    found = look_up(PROBLEM, H200, "fwd", where=[own(tmp_path)])
+    assert found is not None
+    assert (found.record, found.file, found.origin) == (RECORD, saved.file, "own")
+    assert [Path(saved.file)] == [path for path in tmp_path.rglob("*") if path.is_file()]
+
+
+def test_save_goes_to_the_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path / "mine"))
+    assert save(RECORD).file == str(tmp_path / "mine" / RECORD.path)
+    found = look_up(PROBLEM, H200, "fwd")
+    assert found is not None
+    assert found.origin == "own"
+
+
+def test_nothing_is_written_for_what_is_known(tmp_path: Path) -> None:
+    assert save(RECORD, location=own(tmp_path)).written
+    again = save(RECORD, location=own(tmp_path))
+    assert (again.written, again.wins, again.reason) == (False, True, "nothing new")
+
+
+def test_a_loser_is_kept_as_rival_and_told_why(tmp_path: Path) -> None:
+    save(record(us=400.0, source="aa"), location=own(tmp_path))
+    saved = save(record(us=500.0, source="bb"), location=own(tmp_path))
+    assert (saved.written, saved.wins) == (True, False)
+    assert saved.reason == "the one there stays: faster (400 us, the other 500 us)"
+    there = TuningRecord.from_json(Path(saved.file).read_text())
+    assert there == record(us=400.0, source="aa", rivals=(record(us=500.0, source="bb"),))
+
+
+def test_dry_run_says_the_same_and_changes_nothing(tmp_path: Path) -> None:
+    first = save(RECORD, location=own(tmp_path), dry_run=True)
+    assert (first.written, first.wins, first.reason) == (True, True, "no record was there")
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    save(record(us=400.0, source="aa"), location=own(tmp_path))
+    text = (tmp_path / RECORD.path).read_text()
+    assert save(record(us=300.0, source="bb"), location=own(tmp_path), dry_run=True).wins
+    assert (tmp_path / RECORD.path).read_text() == text
+
+
+def test_a_record_of_a_later_schema_is_neither_read_nor_replaced(tmp_path: Path) -> None:
+    file = tmp_path / RECORD.path
+    file.parent.mkdir(parents=True)
+    file.write_text('{"schema": 2}')
+    with pytest.raises(Unsupported, match="schema must be 1, got 2; use the tilegen that wrote it"):
+        save(RECORD, location=own(tmp_path))
+    assert file.read_text() == '{"schema": 2}'
+
+
+def test_a_record_about_something_else_in_the_way_is_kept(tmp_path: Path) -> None:
+    file = tmp_path / RECORD.path
+    place(tmp_path, RECORD)
+    file.write_text(record(arch="sm_80").to_json())
+    saved = save(RECORD, location=own(tmp_path))
+    assert "found one about" in saved.reason
+    assert TuningRecord.from_json(file.read_text()) == RECORD
+    kept = file.with_name(f"{file.name}.broken").read_text()
+    assert TuningRecord.from_json(kept) == record(arch="sm_80")
+
+
+def test_a_folder_that_stays_locked_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = Path(save(RECORD, location=own(tmp_path)).file)
+    monkeypatch.setattr(files, "LOCK_SECONDS", 0.05)
+    lock = os.open(first.parent, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with pytest.raises(Unsupported, match="h200/fwd', found it locked by another process"):
+        save(record(us=1.0), location=own(tmp_path))
+    os.close(lock)
+    assert first.read_text() == RECORD.to_json()
+
+
+def test_where_there_are_no_locks_writes_are_still_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(*_: object) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", none)
+    assert save(RECORD, location=own(tmp_path)).written
+    assert (tmp_path / RECORD.path).read_text() == RECORD.to_json()
+
+
+def test_crash_between_writing_and_renaming_leaves_the_old_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(record(us=400.0), location=own(tmp_path))
+
+    def crash(self: Path, target: Path) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", crash)
+        with pytest.raises(KeyboardInterrupt):
+            save(record(us=300.0), location=own(tmp_path))
+    found = look_up(PROBLEM, H200, "fwd", where=[own(tmp_path)])
+    assert found is not None
+    assert found.record == record(us=400.0)
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 1
+
+
+def test_text_is_on_disk_before_it_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+    fsync, rename = os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (calls.append("fsync"), fsync(fd))[1])
+    monkeypatch.setattr(
+        Path, "replace", lambda self, to: (calls.append("rename"), rename(self, to))[1]
+    )
+    save(RECORD, location=own(tmp_path))
+    assert calls == ["fsync", "rename", "fsync"]
+
+
+def test_what_a_killed_writer_left_is_not_a_record(tmp_path: Path) -> None:
+    saved = save(RECORD, location=own(tmp_path))
+    file = Path(saved.file)
+    file.rename(file.with_name(f".{file.name}.1234.tmp"))
+    assert look_up(PROBLEM, H200, "fwd", where=[own(tmp_path)]) is None
+    assert list(list_records([own(tmp_path)])) == []
+
+
+def test_a_broken_file_in_the_way_is_kept_beside_the_new_record(tmp_path: Path) -> None:
+    file = tmp_path / RECORD.path
+    file.parent.mkdir(parents=True)
+    for attempt in ("first", "second"):
+        file.write_text(attempt)
+        saved = save(RECORD, location=own(tmp_path))
+        assert saved.written
+        assert f"is kept as '{file.name}." in saved.reason
+    broken = sorted(path.read_text() for path in file.parent.glob("*.broken"))
+    assert broken == ["first", "second"]
+    assert TuningRecord.from_json(file.read_text()) == RECORD
+
+
+def test_folder_that_cannot_be_written_to_says_what_to_set(tmp_path: Path) -> None:
+    (tmp_path / "h200").write_text("a file where a folder should be")
+    with pytest.raises(Unsupported, match=r"cannot write .*h200.*set TILEGEN_CACHE_DIR"):
+        save(RECORD, location=own(tmp_path))
+
+
+def test_record_that_would_not_read_back_is_not_written(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRecord, match="command must be printable text"):
+        save(record(command="tilegen\ntune"), location=own(tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_writer_waits_for_the_one_before_it_and_then_looks_again(tmp_path: Path) -> None:
+    first = Path(save(record(us=400.0, source="aa"), location=own(tmp_path)).file)
+    lock = os.open(first.parent, os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)  # as another process would hold it
+    results: list[Saved] = []
+    new = record(us=390.0, source="bb")
+    second = threading.Thread(
+        target=lambda: results.append(save(new, location=own(tmp_path))), daemon=True
+    )
+    second.start()
+    second.join(timeout=0.3)
+    assert second.is_alive(), "it did not wait"
+    first.write_text(record(us=300.0, source="cc").to_json())
+    os.close(lock)
+    second.join(timeout=20)
+    (result,) = results
+    assert not result.wins
+    assert "(300 us, the other 390 us)" in result.reason
+
+
+def test_concurrent_writers_leave_the_fastest_record_whole(tmp_path: Path) -> None:
+    spawn = multiprocessing.get_context("spawn")
+    writers = [spawn.Process(target=save_many, args=(tmp_path, n)) for n in range(4)]
+    for process in writers:
+        process.start()
+    while any(process.is_alive() for process in writers):
+        file = tmp_path / RECORD.path
+        if file.exists():
+            TuningRecord.from_json(file.read_text())  # raises if a reader can see half a record
+    for process in writers:
+        process.join()
+        assert process.exitcode == 0
+    there = TuningRecord.from_json((tmp_path / RECORD.path).read_text())
+    assert there.measurement.median_us == 810.0
+    assert {one.source for one in there.findings} == {f"{n:012x}" for n in range(4)}
+    assert {one.trials for one in there.findings} == {19}, "of one machine the last one counts"
+    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 1

@@ -1,0 +1,98 @@
+"""Which of several findings about one key is the winner, and joining of records by that rule.
+
+The rule, which cache/README.md explains to people:
+
+1. What was measured stands before what was not; of one machine only the last finding counts.
+2. Findings taken with the versions and template of the latest one stand before all others.
+3. Of those the fastest wins. Medians that tie with it are equal measurements: then the config that
+   most machines found wins, then the first in the order of configs.
+
+A joined record holds the findings it was made from, as rivals. So joining is commutative,
+associative and idempotent: stores may be merged in any order, and as often as one likes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
+
+from tilegen.errors import InvalidRecord
+from tilegen.measure import tie_limit
+from tilegen.store.record import MAX_RIVALS, TuningRecord
+from tilegen.store.versions import Versions
+
+SOFTWARE = tuple(field.name for field in fields(Versions) if field.name != "tilegen")
+"""What of the versions a timing depends on; what matters of tilegen is the template's digest."""
+
+
+def join(records: Iterable[TuningRecord]) -> TuningRecord:
+    """Return one record with what all of them found, the winner in front. Raises InvalidRecord if
+    they are about different things, or if there is none."""
+    last: dict[str, TuningRecord] = {}
+    keys: set[tuple[str, ...]] = set()
+    for record in records:
+        keys.add(record.key)
+        for finding in record.findings:
+            who = finding.source or _text(finding)
+            last[who] = max(last.get(who, finding), finding, key=_order)
+    if len(keys) != 1:
+        raise InvalidRecord(f"expected records about one key, got {sorted(keys)}")
+    kept = sorted(last.values(), key=_order, reverse=True)
+    measured = [one for one in kept if one.is_measured]
+    kept = measured[: MAX_RIVALS + 1] or kept[:1]
+    winner = elect(kept)
+    return replace(winner, rivals=tuple(one for one in kept if one is not winner))
+
+
+def elect(findings: Sequence[TuningRecord]) -> TuningRecord:
+    """Return the winner of findings about one key, all measured or none."""
+    latest = max(findings, key=_order)
+    peers = [one for one in findings if conditions(one) == conditions(latest)]
+    fastest = min(peers, key=_speed)
+    limit = tie_limit(fastest.measurement)
+    equal = [one for one in peers if (one.measurement.median_us or 0.0) <= limit]
+    votes = Counter(one.config for one in equal)
+    config = min(votes, key=lambda one: (-votes[one], one))
+    return min((one for one in equal if one.config == config), key=_speed)
+
+
+def conditions(record: TuningRecord) -> dict[str, str]:
+    """Return what a timing depends on besides the key, by name."""
+    software = {name: getattr(record.versions, name) for name in SOFTWARE}
+    return {**software, "template_digest": record.template_digest}
+
+
+def verdict(winner: TuningRecord, loser: TuningRecord) -> str:
+    """Return why `winner` stands before `loser`, both findings about one key."""
+    if not loser.is_measured:
+        return "the other was not measured"
+    won, lost = winner.measurement.median_us or 0.0, loser.measurement.median_us or 0.0
+    times = f"{won:g} us, the other {lost:g} us"
+    if winner.source and winner.source == loser.source:
+        return f"of one machine the later finding counts ({times})"
+    current, stored = conditions(winner), conditions(loser)
+    if differs := [name for name in current if current[name] != stored[name]]:
+        what = "; ".join(f"{name} {current[name]}, the other {stored[name]}" for name in differs)
+        return f"measured with the versions of the latest finding ({what})"
+    if won < lost and lost > tie_limit(winner.measurement):
+        return f"faster ({times})"
+    if winner.config == loser.config:
+        return f"the same config ({times})"
+    return f"equal measurements ({times}): most machines chose it, or it is first in order"
+
+
+def _order(finding: TuningRecord) -> tuple[bool, str, int, str]:
+    """Later findings of a machine sort behind earlier ones, and what is measured behind what is
+    not; the rest makes the order total."""
+    return finding.is_measured, finding.date, finding.trials, _text(finding)
+
+
+def _speed(finding: TuningRecord) -> tuple[float, str]:
+    return finding.measurement.median_us or 0.0, _text(finding)
+
+
+def _text(finding: TuningRecord) -> str:
+    # Without line ends and with sorted names: the order must not depend on how files are laid out.
+    return json.dumps(json.loads(finding.to_json()), sort_keys=True)

@@ -1,0 +1,139 @@
+"""List records, and explain which of them a call would use: `list_records`, `why`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tilegen.config import Kernel
+from tilegen.errors import InvalidRecord, TilegenError
+from tilegen.measure import one_line
+from tilegen.problem import AttentionProblem
+from tilegen.store.files import text_of
+from tilegen.store.lookup import Difference, Found, identity, joined, soft
+from tilegen.store.places import Location, Origin, locations, names, pass_over, read_all
+from tilegen.store.reach import Unreachable
+from tilegen.store.record import TuningRecord
+from tilegen.store.versions import Versions
+
+if TYPE_CHECKING:
+    from tilegen.device import GpuSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listed:
+    """One record file; `trouble` says why it is not used, and is empty when it is."""
+
+    location: Location
+    name: str
+    """Relative to the location."""
+    record: TuningRecord | None
+    trouble: str
+
+    @property
+    def file(self) -> str:
+        """Where it is."""
+        return self.location.address(self.name)
+
+    @property
+    def origin(self) -> Origin:
+        """Of its location."""
+        return self.location.origin
+
+
+def list_records(where: Sequence[Location] | None = None) -> Iterator[Listed]:
+    """Yield every record file of all locations, also those that cannot be used. Changes nothing."""
+    for location in locations() if where is None else where:
+        try:
+            found, broken = names(location, "records"), names(location, "broken")
+        except Unreachable as error:
+            pass_over(location, error)
+            continue
+        for name, data in read_all(location, found):
+            yield _examine(location, name, data)
+        for name in broken:
+            trouble = "was broken and set aside; delete it once you have seen it"
+            yield Listed(location=location, name=name, record=None, trouble=trouble)
+
+
+def why(
+    problem: AttentionProblem,
+    gpu: GpuSpec,
+    kernel: Kernel,
+    *,
+    versions: Versions | None = None,
+    template_digest: str = "",
+    where: Sequence[Location] | None = None,
+    top: int = 10,
+) -> list[Found]:
+    """Return records of all locations, nearest to the problem first, each with all differences."""
+    found: list[tuple[float, Found]] = []
+    for listed in list_records(where):
+        if (record := listed.record) is None:
+            continue
+        hard = identity(problem, gpu, kernel, record)
+        doubts = soft(versions or Versions(), template_digest, record)
+        distance = sum(map(_distance, hard)) + 0.01 * len(doubts) + 0.1 * (not record.is_measured)
+        entry = Found(
+            record=record,
+            file=listed.file,
+            origin=listed.origin,
+            differences=(*hard, *doubts),
+            borrowed=record.gpu != gpu.name,
+        )
+        found.append((distance, entry))
+    found.sort(key=lambda pair: pair[0])  # stable: equals stay in the order of the locations
+    return [entry for _, entry in found[:top]]
+
+
+def why_lines(
+    problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, nearest: Sequence[Found]
+) -> list[str]:
+    """Return the report of `why` for people: one line per record, only what differs."""
+    bucket = problem.bucket
+    if not nearest:
+        return [f"no record of any kind; to make one: tilegen tune '{bucket}' --kernel {kernel}"]
+    lines = [f"{kernel} on {gpu.name} for '{bucket}'; {len(nearest)} nearest records:"]
+    for entry in nearest:
+        state = "" if entry.record.is_measured else ", unmeasured"
+        differs = joined(entry.differences) if entry.differences else "this is the one"
+        lines.append(f"  {entry.origin}{state}  {entry.file!r}: {differs}")
+    return lines
+
+
+def _examine(location: Location, name: str, data: bytes | TilegenError | None) -> Listed:
+    record, trouble = None, ""
+    try:
+        if isinstance(data, TilegenError):
+            raise data
+        if data is None:
+            trouble = "disappeared while it was read"
+        else:
+            record = TuningRecord.from_json(text_of(data))
+            if str(record.path) != name:
+                trouble = f"is never found here; it belongs at {location.address(record.path)!r}"
+    except (InvalidRecord, Unreachable) as error:
+        trouble = one_line(error)
+    return Listed(location=location, name=name, record=record, trouble=trouble)
+
+
+_WEIGHTS = {
+    "kernel": 100.0,
+    "policy": 100.0,
+    "arch": 40.0,
+    "gpu": 10.0,
+    "dtype": 8.0,
+    "mask": 8.0,
+    "head_dim_qk": 6.0,
+    "head_dim_v": 6.0,
+}
+
+
+def _distance(difference: Difference) -> float:
+    """Return how far a difference takes a record's choice from being a good guess."""
+    weight = _WEIGHTS.get(difference.field, 1.0)
+    if not (difference.current.isdecimal() and difference.stored.isdecimal()):
+        return weight
+    return weight * abs(math.log2(int(difference.current) / int(difference.stored)))

@@ -1,0 +1,97 @@
+"""Asking places that may not answer: every request has a time limit, and silence is remembered."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TypeVar
+
+from tilegen.disk import write_whole
+from tilegen.errors import TilegenError, Unsupported
+from tilegen.measure import one_line
+from tilegen.settings import settings
+from tilegen.store.record import slug
+
+ANSWER_SECONDS = 5.0
+"""For one record."""
+DOWN_SECONDS = 300.0
+"""For so long nobody on this machine asks a place again that did not answer."""
+
+T = TypeVar("T")
+
+
+class Unreachable(Unsupported):
+    """A location that does not answer, or does not let us in."""
+
+
+_down: dict[str, tuple[float, str]] = {}
+"""Places that did not answer: when, by the clock of this process, and what happened."""
+
+
+def ask(
+    url: str, request: Callable[[], T], *, seconds: float = ANSWER_SECONDS, again: bool = False
+) -> T:
+    """Return `request()`, which talks to `url`. Raises Unreachable, also at once for a place that
+    did not answer a moment ago, unless `again`; errors of tilegen's own pass through."""
+    if not again and (trouble := _trouble(url)):
+        raise Unreachable(trouble)
+    answer: Future[T] = Future()
+
+    def wait() -> None:
+        try:
+            answer.set_result(request())
+        except BaseException as error:  # is raised to who asked
+            answer.set_exception(error)
+
+    # A daemon: a request that hangs must neither hold up its caller nor the end of the process.
+    threading.Thread(target=wait, name="tilegen-ask", daemon=True).start()
+    try:
+        return answer.result(seconds)
+    except TilegenError:
+        raise
+    except TimeoutError:
+        trouble = f"did not answer within {seconds:g} s"
+    except ImportError as error:
+        trouble = f"needs a package that is not installed: {one_line(error)}"
+    except Exception as error:  # botocore's, aiohttp's and others' errors have nothing in common
+        what = getattr(error, "strerror", None) or f"{type(error).__name__}: {one_line(error)}"
+        trouble = f"cannot be reached: {what}"
+    _down[url] = time.monotonic(), trouble
+    with contextlib.suppress(TilegenError):
+        write_whole(_mark(url), trouble.encode())
+    raise Unreachable(trouble)
+
+
+def copies(url: str) -> Path:
+    """Return the folder in the own directory where copies of a location's records are kept."""
+    return settings().cache_dir / "remote" / slug(shown(url))
+
+
+def shown(url: str) -> str:
+    """Return a URL without the password it may hold."""
+    scheme, separator, rest = url.partition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}{separator}{host.rpartition('@')[2]}{slash}{path}" if separator else url
+
+
+def _mark(url: str) -> Path:
+    return copies(url) / "down"
+
+
+def _trouble(url: str) -> str:
+    """Return why a place should not be asked now; an empty text if it may be."""
+    if url in _down:
+        when, trouble = _down[url]
+        if time.monotonic() - when < DOWN_SECONDS:
+            return trouble
+        del _down[url]
+        return ""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        mark = _mark(url)
+        if abs(time.time() - mark.stat().st_mtime) < DOWN_SECONDS:
+            return one_line(mark.read_text(encoding="utf-8"))
+    return ""

@@ -1,0 +1,161 @@
+"""Records behind a URL, opened through fsspec: object stores, HTTP, and whatever else it knows."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import random
+import secrets
+import time
+from typing import Any
+
+from tilegen.disk import write_whole
+from tilegen.errors import InvalidRecord, TilegenError, Unsupported
+from tilegen.measure import one_line
+from tilegen.store.files import BROKEN, Change, read_bytes, within
+from tilegen.store.reach import Unreachable, ask, copies, shown
+
+FRESH_SECONDS = 3600.0
+"""For so long a copy stands for the record, and a miss for a record that is not there."""
+LIST_SECONDS = 120.0
+WRITE_SECONDS = 30.0
+TRIES = 100
+"""Of one update that others get in the way of."""
+
+CONDITIONAL = ("s3", "s3a")
+"""Stores where a put can be made to fail if somebody else was faster."""
+ONE_PUT = (*CONDITIONAL, "abfs", "abfss", "az", "gcs", "gs", "memory", "oci", "oss")
+"""Stores where a put is seen whole or not at all; elsewhere a file gets its name afterwards."""
+
+
+def read(url: str, path: str, limit: int, *, fresh: bool = False) -> bytes | None:
+    """Return what a location holds at `path`, None if nothing, from a copy that is new enough
+    unless `fresh`. Raises Unreachable if there is no copy either, InvalidRecord."""
+    copy = copies(url) / path
+    age = None
+    with contextlib.suppress(OSError):
+        age = abs(time.time() - copy.stat().st_mtime)
+    if age is not None and age < FRESH_SECONDS and not fresh:
+        return read_bytes(copy, limit) or None
+    try:
+        data = ask(url, lambda: _get(url, path, limit)[0])
+    except Unreachable:
+        if fresh or age is None:
+            raise
+        return read_bytes(copy, limit) or None  # an old copy is better than none
+    with contextlib.suppress(TilegenError):  # without a copy it is only slower
+        write_whole(copy, data or b"")
+    return data
+
+
+def fetch(url: str, path: str, limit: int) -> bytes | None:
+    """Return what a location holds at `path` now. Raises Unreachable, InvalidRecord."""
+    return ask(url, lambda: _get(url, path, limit)[0], seconds=WRITE_SECONDS, again=True)
+
+
+def names(url: str) -> list[str]:
+    """Return the names of all files, relative to the location. Raises Unreachable."""
+
+    def find() -> list[str]:
+        fs, root = _open(url)
+        fs.invalidate_cache()
+        # A location that is not there yet has no files; an HTTP server must have index pages.
+        found: list[str] = [] if not fs.exists(root) else fs.find(root)
+        start = len(root.rstrip("/")) + 1
+        return sorted(name[start:] for name in map(str, found))
+
+    return ask(url, find, seconds=LIST_SECONDS, again=True)
+
+
+def update(url: str, path: str, change: Change, limit: int) -> str:
+    """Change what a location holds at `path`; return what else happened.
+
+    Where the store has conditional puts, no other writer can come between. Elsewhere the change is
+    repeated until it is seen to be there. Raises Unreachable, or Unsupported if that never happens.
+    """
+    note = ""
+
+    def step() -> bool:
+        nonlocal note
+        trouble = ""
+        data, tag = None, ""
+        try:
+            data, tag = _get(url, path, limit)
+            new = change(data)
+        except InvalidRecord as error:
+            trouble = one_line(error)
+            new = change(None)
+        if new is None or new == data:
+            return True
+        if trouble:
+            note = f"what was there was no record ({trouble})"
+            if data is not None:
+                _put(url, path + BROKEN, data, None)
+                note += f" and is kept as {path + BROKEN!r}"
+        return _put(url, path, new, None if trouble else tag)
+
+    for attempt in range(TRIES):
+        if ask(url, step, seconds=WRITE_SECONDS, again=True):
+            return note
+        time.sleep(random.uniform(0, min(1.0, 0.01 * 2 ** min(attempt, 7))))
+    raise Unsupported(
+        f"expected to write {shown(url)}/{path}, found others writing it {TRIES} times; try again"
+    )
+
+
+def _get(url: str, path: str, limit: int) -> tuple[bytes | None, str]:
+    """Return what is there (None: nothing) and its tag. Raises InvalidRecord, and what fsspec
+    raises."""
+    fs, root = _open(url)
+    # Without blocks HTTP is read as a stream, of any server, and never beyond what is asked for.
+    options = {"block_size": 0} if _protocol(url).startswith("http") else {}
+    try:
+        with fs.open(f"{root}/{path}", "rb", **options) as file:
+            if (getattr(file, "size", None) or 0) > limit:  # do not even ask for a block of it
+                raise InvalidRecord(f"expected at most {limit} bytes, found {file.size}")
+            data: bytes = file.read(limit + 1)
+            details = getattr(file, "details", None) or {}
+    except (FileNotFoundError, NotADirectoryError):
+        return None, ""
+    return within(data, limit), str(details.get("ETag", ""))
+
+
+def _put(url: str, path: str, data: bytes, tag: str | None) -> bool:
+    """Put `data` at `path`; return whether that is certain to last. `tag` is that of what is to be
+    replaced, empty if nothing is, None if it may be anything."""
+    fs, root = _open(url)
+    protocol, name = _protocol(url), f"{root}/{path}"
+    if protocol.startswith("http"):
+        raise Unsupported(f"{shown(url)} can only be read; write to another location")
+    if protocol in CONDITIONAL and tag is not None:
+        only = {"IfMatch": tag} if tag else {"mode": "create"}
+        try:
+            fs.pipe_file(name, data, **only)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            if error.errno != errno.EINVAL:  # s3fs's translation of "precondition failed"
+                raise
+            return False
+        return True
+    if protocol in ONE_PUT:
+        fs.pipe_file(name, data)
+    else:
+        temporary = f"{name}.{secrets.token_hex(4)}.tmp"
+        fs.makedirs(name.rpartition("/")[0], exist_ok=True)
+        fs.pipe_file(temporary, data)
+        fs.mv(temporary, name)
+    return tag is None  # otherwise look again
+
+
+def _open(url: str) -> tuple[Any, str]:
+    """Return the file system of a URL and the location in it. Raises what fsspec raises."""
+    import fsspec  # takes a while, and most installations have no remote location
+
+    # fsspec remembers the file system, and knows that one does not survive a fork.
+    fs, root = fsspec.core.url_to_fs(url)
+    return fs, root.rstrip("/")
+
+
+def _protocol(url: str) -> str:
+    return url.partition("://")[0].lower()

@@ -1,0 +1,98 @@
+"""Trials as lines of JSON: what was tried for a record, and under which conditions."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import PurePosixPath
+from typing import Any
+
+from tilegen.config import Kernel, TileConfig
+from tilegen.errors import InvalidRecord
+from tilegen.measure import POLICY, Measurement
+from tilegen.problem import AttentionProblem
+from tilegen.store.fields import MAX_TEXT, parse_json
+from tilegen.store.record import MAX_SECONDS, config_from, date_of, measurement_from, slug
+
+MAX_TRIALS_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """One config tried once."""
+
+    config: TileConfig
+    measurement: Measurement
+    seconds: float = 0.0
+    """What it cost: waiting for the compiler, checking, measuring."""
+    spill_bytes: int = 0
+    """Registers of one thread that the compiler put into memory; with some, it is a last resort."""
+    device_lost: bool = False
+    """Whether it broke the CUDA context: never to be tried again."""
+
+    @property
+    def is_final(self) -> bool:
+        """Whether another try would end the same way; a failed launch may be another's doing, who
+        has taken the memory of a shared GPU."""
+        return self.device_lost or self.measurement.status != "launch_failed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conditions:
+    """What a timing depends on besides the config; another value of one makes it stale."""
+
+    problem: str
+    arch: str
+    triton: str
+    driver: str
+    template_digest: str
+    policy: str = POLICY
+
+
+def trials_path(gpu: str, kernel: Kernel, problem: AttentionProblem) -> PurePosixPath:
+    """Return where the trials of a problem's bucket lie, relative to a location."""
+    return PurePosixPath("trials", slug(gpu), kernel, f"{slug(problem.bucket.key)}.jsonl")
+
+
+def trial_line(trial: Trial, conditions: Conditions, date: str) -> dict[str, Any]:
+    """Return the values of the line that a trial is written as."""
+    return {"date": date, **asdict(trial), "conditions": asdict(conditions)}
+
+
+def parse_trial(
+    line: bytes, kernel: Kernel, only: Conditions | None = None
+) -> tuple[Trial, Conditions, str] | None:
+    """Return what a line says: trial, conditions and date; None for other conditions than `only`.
+    Raises InvalidRecord."""
+    try:
+        values = parse_json(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise InvalidRecord(f"expected UTF-8, found {error.reason}") from None
+    group = values.group("conditions")
+    conditions = Conditions(
+        **{field.name: group.text(field.name, longest=MAX_TEXT) for field in fields(Conditions)}
+    )
+    if only is not None and conditions != only:
+        return None
+    trial = Trial(
+        config=config_from(values.group("config"), kernel),
+        measurement=measurement_from(values.group("measurement")),
+        seconds=values.number("seconds", 0, MAX_SECONDS),
+        spill_bytes=values.integer("spill_bytes", 0, 2**31),
+        device_lost=values.values.get("device_lost") is True,
+    )
+    return trial, conditions, date_of(values)
+
+
+def join_trials(contents: Iterable[bytes], kernel: Kernel) -> bytes:
+    """Return the lines of all files, each once, oldest first. What is no trial is left out."""
+    lines: set[tuple[str, bytes]] = set()
+    for content in contents:
+        for line in content.split(b"\n"):
+            with contextlib.suppress(InvalidRecord):  # torn by a kill, or written by others
+                if (parsed := parse_trial(line, kernel)) is not None:
+                    text = json.dumps(trial_line(*parsed), allow_nan=False)
+                    lines.add((parsed[2], text.encode()))
+    return b"".join(line + b"\n" for _, line in sorted(lines))

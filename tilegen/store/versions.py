@@ -1,0 +1,71 @@
+"""What a measurement was taken with: versions, the machine, the date."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import re
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import tilegen
+
+
+@dataclass(frozen=True, kw_only=True)
+class Versions:
+    """What a measurement was taken with; an empty text is "not known"."""
+
+    tilegen: str = ""
+    torch: str = ""
+    triton: str = ""
+    cuda: str = ""
+    """Of PyTorch's build (CUDA, or HIP on AMD)."""
+    driver: str = ""
+
+
+@cache
+def current_versions() -> Versions:
+    """Return the versions in this process."""
+    import torch
+
+    return Versions(
+        tilegen=tilegen.__version__,
+        torch=str(torch.__version__),
+        triton=_installed("triton") or _installed("pytorch-triton-rocm"),
+        cuda=str(torch.version.cuda or torch.version.hip or ""),
+        driver=_driver(),
+    )
+
+
+@cache
+def this_machine() -> str:
+    """Return twelve hexadecimal digits that stand for this machine and do not name it."""
+    try:
+        identity = Path("/etc/machine-id").read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError):  # containers often have none, or one in common
+        identity = ""
+    return hashlib.sha256(f"{platform.node()}\n{identity}".encode()).hexdigest()[:12]
+
+
+def now() -> str:
+    """Return the time as a record's date."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _driver(kernel_module: Path = Path("/proc/driver/nvidia/version")) -> str:
+    """Return the NVIDIA driver's version, or an empty text where there is none."""
+    try:
+        found = re.search(r"\b\d{3,4}\.\d+(\.\d+)?\b", kernel_module.read_text(encoding="ascii"))
+    except (OSError, UnicodeDecodeError):
+        return ""
+    return found[0] if found else ""
