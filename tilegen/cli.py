@@ -8,18 +8,30 @@ import logging
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
-from tilegen.config import KERNELS, Kernel, TileConfig
+from tilegen.cli_cache import cache_app
+from tilegen.cli_options import (
+    FastMemory,
+    Gpu,
+    Json,
+    Kernels,
+    OneKernel,
+    Problem,
+    console,
+    gpu_of,
+    kernel_named,
+    kernels_named,
+    print_json,
+    say_unless,
+)
+from tilegen.config import Kernel, TileConfig
 from tilegen.errors import TilegenError, Unsupported
 from tilegen.problem import AttentionProblem
-
-if TYPE_CHECKING:
-    from tilegen.device import GpuSpec
 
 app = typer.Typer(
     add_completion=False,
@@ -27,24 +39,10 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="tilegen: an autotuning compiler for attention. Start with: tilegen demo",
 )
-cache_app = typer.Typer(no_args_is_help=True, help="Look into the records of tuned winners.")
 app.add_typer(cache_app, name="cache")
-
-EXAMPLE = "b4 hq32 hkv8 q4096 d128 bf16 causal"
-
-Problem = Annotated[str, typer.Argument(help=f'notation, such as "{EXAMPLE}"')]
-Gpu = Annotated[str | None, typer.Option(help="catalogue name; default: the one here, else h200")]
-FastMemory = Annotated[
-    str | None, typer.Option(help="shared memory per program instead of the GPU's, such as 48KiB")
-]
-OneKernel = Annotated[str, typer.Option(help=", ".join(KERNELS))]
-Kernels = Annotated[str, typer.Option(help=f"{', '.join(KERNELS)}; all: what the problem needs")]
-Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 CommandLineError: Any = typer.BadParameter.__mro__[2]
 """click's ClickException, from whichever click this typer brings."""
-
-_out = Console(highlight=False, soft_wrap=True, markup=False)
 
 
 def main() -> None:
@@ -55,7 +53,8 @@ def main() -> None:
     logging.basicConfig(level=logging.WARNING, handlers=[handler], format="%(message)s")
     logging.getLogger("tilegen").setLevel(logging.INFO)
     try:
-        app(standalone_mode=False)
+        if code := app(standalone_mode=False):  # of a command that found something wrong
+            sys.exit(int(code))
     except CommandLineError as error:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message())
@@ -79,9 +78,9 @@ def demo(
     """
     from tilegen.demo import LLAMA, demonstrate
 
-    results = demonstrate(problem or LLAMA, seconds, _say_unless(json_))
+    results = demonstrate(problem or LLAMA, seconds, say_unless(json_))
     if json_:
-        _print_json(results)
+        print_json(results)
 
 
 @app.command()
@@ -99,14 +98,14 @@ def propose(
     """
     from tilegen.propose import propose as ranked
 
-    spec = _gpu(gpu, fast_memory)
-    found = ranked(AttentionProblem.parse(problem), spec, kernel=_kernel(kernel), top=top)
+    spec = gpu_of(gpu, fast_memory)
+    found = ranked(AttentionProblem.parse(problem), spec, kernel=kernel_named(kernel), top=top)
     if json_:
-        _print_json([asdict(candidate) for candidate in found])
+        print_json([asdict(candidate) for candidate in found])
         return
     for candidate in found:
         cost = candidate.estimate
-        _out.print(
+        console.print(
             f"{candidate.config.key:14}{1e6 * cost.seconds:9.1f} us  {cost.limit:8}"
             f"{candidate.reason}"
         )
@@ -132,16 +131,16 @@ def explain(
     from tilegen.explain_plot import draw
     from tilegen.explain_text import latex_of_all, lines_of_all
 
-    spec, parsed = _gpu(gpu, fast_memory), AttentionProblem.parse(problem)
+    spec, parsed = gpu_of(gpu, fast_memory), AttentionProblem.parse(problem)
     tile = TileConfig.parse(config) if config else None
-    told = explain_all(parsed, spec, _kernels(kernel, parsed, spec), tile)
+    told = explain_all(parsed, spec, kernels_named(kernel, parsed, spec), tile)
     if plot is not None:
         draw(parsed, spec, told, plot)
     if json_:
-        _print_json(told)
+        print_json(told)
         return
     of_all = latex_of_all if latex else lines_of_all
-    _out.print("\n".join(of_all(told, with_passes=kernel == "all")))
+    console.print("\n".join(of_all(told, with_passes=kernel == "all")))
 
 
 @app.command()
@@ -160,11 +159,11 @@ def show(
     from tilegen.dispatch import choose
     from tilegen.render import render
 
-    parsed, which = AttentionProblem.parse(problem), _kernel(kernel)
-    tile = TileConfig.parse(config) if config else choose(parsed, _gpu(gpu), which)[0]
+    parsed, which = AttentionProblem.parse(problem), kernel_named(kernel)
+    tile = TileConfig.parse(config) if config else choose(parsed, gpu_of(gpu), which)[0]
     rendered = render(parsed, tile, which, aligned=False if unaligned else None)
     if json_:
-        _print_json(
+        print_json(
             {
                 "kernel": which,
                 "problem": parsed.key,
@@ -199,8 +198,8 @@ def generate(
     if bool(arch) == bool(gpu):
         raise Unsupported("expected --arch or --gpu, got both or neither; such as --arch sm_90")
     problems = bundle.read_catalogue(catalog) if catalog else [AttentionProblem.parse(problem)]
-    gpus = [bundle.gpu_for(one) for one in arch or []] or [_gpu(one) for one in gpu or []]
-    say = _say_unless(json_)
+    gpus = [bundle.gpu_for(one) for one in arch or []] or [gpu_of(one) for one in gpu or []]
+    say = say_unless(json_)
 
     def on_kernel(entry: dict[str, Any]) -> None:
         spills = f", {entry['spill_bytes']} bytes spilled" if entry["spill_bytes"] else ""
@@ -210,10 +209,10 @@ def generate(
             f"'{entry['problem']}'"
         )
 
-    chosen: list[Kernel] | None = None if kernel == "all" else [_kernel(kernel)]
+    chosen: list[Kernel] | None = None if kernel == "all" else [kernel_named(kernel)]
     manifest = bundle.generate(problems, gpus, out, kernels=chosen, on_kernel=on_kernel)
     if json_:
-        _print_json(json.loads(manifest.read_text(encoding="utf-8")))
+        print_json(json.loads(manifest.read_text(encoding="utf-8")))
     else:
         say(f"manifest: {manifest}")
 
@@ -241,10 +240,10 @@ def tune(
         )
     records = [
         tuned(parsed, spec, kernel=one, seconds=seconds, trials=trials)
-        for one in _kernels(kernel, parsed, spec)
+        for one in kernels_named(kernel, parsed, spec)
     ]
     if json_:
-        _print_json([json.loads(record.to_json()) for record in records])
+        print_json([json.loads(record.to_json()) for record in records])
 
 
 @app.command()
@@ -262,88 +261,16 @@ def verify(
     from tilegen.families import kernels_of
     from tilegen.verify import require, verify_anywhere
 
-    parsed, spec = AttentionProblem.parse(problem), _gpu(gpu)
+    parsed, spec = AttentionProblem.parse(problem), gpu_of(gpu)
     tile = TileConfig.parse(config) if config else None
     kernels = kernels_of(parsed, spec)
     checks = verify_anywhere(parsed, {k: tile or choose(parsed, spec, k)[0] for k in kernels})
     if json_:
-        _print_json([asdict(check) for check in checks])
+        print_json([asdict(check) for check in checks])
     else:
         for check in checks:
-            _out.print(str(check))
+            console.print(str(check))
     require(checks)
-
-
-@cache_app.command("list")
-def cache_list(json_: Json = False) -> None:
-    """List all records: own, extra locations, shipped.
-
-    Example: tilegen cache list
-    """
-    from tilegen.store import list_records
-
-    listed = list(list_records())
-    if json_:
-        _print_json(
-            [
-                {
-                    "file": str(one.file),
-                    "origin": one.origin,
-                    "trouble": one.trouble,
-                    "record": json.loads(one.record.to_json()) if one.record else None,
-                }
-                for one in listed
-            ]
-        )
-        return
-    for one in listed:
-        if record := one.record:
-            median = record.measurement.median_us
-            time = f"{median:9.1f} us" if median else "  unmeasured"
-            what = (
-                f"{record.gpu:10}{record.kernel:15}{record.config.key:14}{time}  '{record.problem}'"
-            )
-            _out.print(f"{one.origin:8}{what}" + (f"  {one.trouble}" if one.trouble else ""))
-        else:
-            _out.print(f"{one.origin:8}{one.file}: {one.trouble}")
-    if not listed:
-        _out.print(f'no records yet; to make one: tilegen tune "{EXAMPLE}"')
-
-
-@cache_app.command("why")
-def cache_why(
-    problem: Problem, gpu: Gpu = None, kernel: Kernels = "all", json_: Json = False
-) -> None:
-    """Say which record a call would use, and how the nearest ones differ from what is asked.
-
-    Example: tilegen cache why "b4 hq32 hkv8 q4096 d128 bf16 causal" --gpu h200
-    """
-    from tilegen.emitted import template_digest
-    from tilegen.store import current_versions, why, why_lines
-
-    parsed, spec = AttentionProblem.parse(problem), _gpu(gpu)
-    told: list[dict[str, Any]] = []
-    for one in _kernels(kernel, parsed, spec):
-        digest = template_digest(one)
-        nearest = why(parsed, spec, one, versions=current_versions(), template_digest=digest)
-        told.append(
-            {
-                "kernel": one,
-                "nearest": [
-                    {
-                        "file": str(found.file),
-                        "origin": found.origin,
-                        "differences": [asdict(difference) for difference in found.differences],
-                    }
-                    for found in nearest
-                ],
-            }
-        )
-        if not json_:
-            for line in why_lines(parsed, spec, one, nearest):
-                _out.print(line)
-    if json_:
-        _print_json(told)
 
 
 @app.command()
@@ -356,41 +283,12 @@ def doctor(json_: Json = False) -> None:
 
     findings = examine()
     if json_:
-        _print_json({finding.name: finding.value for finding in findings})
+        print_json({finding.name: finding.value for finding in findings})
         return
     for finding in findings:
-        _out.print(f"{finding.name:20}{finding.value}")
+        console.print(f"{finding.name:20}{finding.value}")
 
 
 def _fail(message: str) -> None:
     print(f"error: {message}", file=sys.stderr)
     sys.exit(1)
-
-
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, default=str))
-
-
-def _say_unless(quiet: bool) -> Any:
-    return (lambda line: None) if quiet else _out.print
-
-
-def _gpu(name: str | None, fast_memory: str | None = None) -> GpuSpec:
-    from tilegen.demo import used_gpu
-    from tilegen.device import gpu, parse_size, with_fast_memory
-
-    spec = gpu(name) if name is not None else used_gpu()
-    return spec if fast_memory is None else with_fast_memory(spec, parse_size(fast_memory))
-
-
-def _kernel(name: str) -> Kernel:
-    for kernel in KERNELS:
-        if kernel == name:
-            return kernel
-    raise Unsupported(f"kernel must be one of {', '.join(KERNELS)}, got {name!r}")
-
-
-def _kernels(name: str, problem: AttentionProblem, gpu: GpuSpec) -> tuple[Kernel, ...]:
-    from tilegen.families import kernels_of
-
-    return kernels_of(problem, gpu) if name == "all" else (_kernel(name),)

@@ -22,8 +22,18 @@ COMMANDS = {
     "verify",
     "doctor",
     "cache list",
+    "cache show",
     "cache why",
+    "cache export",
+    "cache import",
+    "cache merge",
+    "cache verify",
+    "cache push",
+    "cache pull",
+    "cache promote",
+    "cache prune",
 }
+WRITING = {"export", "import", "merge", "push", "pull", "promote", "prune"}
 
 
 def run(*arguments: str) -> str:
@@ -58,6 +68,8 @@ def test_help_has_an_example_and_json(command: str) -> None:
     text = " ".join(run(*command.split(), "--help").split())
     assert f"Example: tilegen {command}" in text
     assert "--json" in text
+    if command.split()[-1] in WRITING:
+        assert "--dry-run" in text
 
 
 def test_propose_ranks() -> None:

@@ -77,7 +77,7 @@ def update(path: Path, change: Change, limit: int = MAX_FILE_BYTES) -> str:
     A broken file in the way is set aside. Raises Unsupported when it cannot be written.
     """
     note = ""
-    with _only_writer(path.parent):
+    with only_writer(path.parent):
         try:
             new = change(read_bytes(path, limit))
         except InvalidRecord as error:
@@ -91,7 +91,7 @@ def update(path: Path, change: Change, limit: int = MAX_FILE_BYTES) -> str:
 
 
 @contextlib.contextmanager
-def _only_writer(folder: Path) -> Generator[None, None, None]:
+def only_writer(folder: Path) -> Generator[None, None, None]:
     """Make `folder`, and keep other processes from writing records into it meanwhile.
 
     On a file system without locks every write is still whole; only one of two findings written at

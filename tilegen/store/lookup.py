@@ -17,7 +17,7 @@ from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
 from tilegen.store import places
 from tilegen.store.election import conditions, elect, join, verdict
-from tilegen.store.files import Unreadable, set_aside, text_of
+from tilegen.store.files import Change, Unreadable, set_aside, text_of
 from tilegen.store.places import Location, Origin, locations
 from tilegen.store.reach import Unreachable
 from tilegen.store.record import OtherSchema, TuningRecord, record_path
@@ -54,6 +54,8 @@ class Found:
     """From `look_up`: soft ones, which leave its optimality in doubt. From `why`: all of them."""
     borrowed: bool = False
     """Whether it is of another GPU of the same architecture."""
+    others: tuple[TuningRecord, ...] = ()
+    """From `look_up`: what other machines found, before which `record` stands."""
 
     @property
     def is_measured(self) -> bool:
@@ -62,6 +64,10 @@ class Found:
 
     def __str__(self) -> str:
         return f"{self.file}, borrowed from {self.record.gpu}" if self.borrowed else self.file
+
+
+class OtherTilegen(Unsupported):
+    """A record of another schema is in the way, and stays."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,7 +146,8 @@ class _Asked:
             if wrong := identity(self.problem, gpu, self.kernel, record):
                 say_once(f"record {file!r} is about something else ({joined(wrong)}); passed over")
                 continue
-            record = self._best_of(record)
+            findings = record.findings
+            record = self._best_of(findings)
             if trouble := illegal(self.problem, runs_on, self.kernel, record.config):
                 say_once(f"record {file!r} passed over: {trouble}")
                 continue
@@ -155,19 +162,17 @@ class _Asked:
                     *soft(self.versions, self.template_digest, record),
                 ),
                 borrowed=borrowed,
+                others=tuple(one for one in findings if one is not record),
             )
 
-    def _best_of(self, record: TuningRecord) -> TuningRecord:
+    def _best_of(self, findings: Sequence[TuningRecord]) -> TuningRecord:
         """Return the finding to use: under the present conditions, if there is one."""
-        if not record.rivals:
-            return record
-        winner, *_ = record.findings
         alike = [
             one
-            for one in record.findings
+            for one in findings
             if one.is_measured and not soft(self.versions, self.template_digest, one)
         ]
-        return elect(alike) if alike else winner
+        return elect(alike) if len(findings) > 1 and alike else findings[0]
 
     def _usable(self, path: PurePosixPath, location: Location) -> TuningRecord | None:
         """Return the record at a place, or None after a warning that names it."""
@@ -219,10 +224,18 @@ def illegal(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, config: Til
     )
 
 
-def save(record: TuningRecord, *, location: Location | None = None, dry_run: bool = False) -> Saved:
+def save(
+    record: TuningRecord,
+    *,
+    location: Location | None = None,
+    dry_run: bool = False,
+    alone: bool = False,
+) -> Saved:
     """Join a record with what is in the own directory (or `location`), by the rule of `election`.
 
-    Raises Unsupported when it cannot be written. With `dry_run` says what would happen.
+    Raises Unsupported when it cannot be written, OtherTilegen when a record of another schema is
+    there. With `dry_run` says what would happen; with
+    `alone` keeps the winner without its rivals.
     """
     if TuningRecord.from_json(record.to_json()) != record:
         raise InvalidRecord(
@@ -234,25 +247,39 @@ def save(record: TuningRecord, *, location: Location | None = None, dry_run: boo
     def change(data: bytes | None) -> bytes | None:
         nonlocal result
         old = None if data is None else _old(data, record)
-        new = record if old is None else join([old, record])
+        new = join([record] if old is None else [old, record])
+        new = new.findings[0] if alone else new
         text = new.to_json().encode()
         result = (text != data, *_outcome(record, new, old))
-        return None if dry_run or text == data else text
+        return None if text == data else text
 
-    note = places.update(location, record.path, change)
+    if dry_run:
+        note = _peek(location, record.path, change)
+    else:
+        note = places.update(location, record.path, change)
     written, wins, reason = result
     return Saved(
         file=location.address(record.path), written=written, wins=wins, reason=note or reason
     )
 
 
+def _peek(location: Location, path: PurePosixPath, change: Change) -> str:
+    """Find out what `change` would do."""
+    try:
+        change(places.peek(location, path))
+    except InvalidRecord as error:
+        change(None)
+        return f"what is there is no record ({one_line(error)}) and would be kept"
+    return ""
+
+
 def _old(data: bytes, new: TuningRecord) -> TuningRecord:
     """Return the record that is there. Raises InvalidRecord if it is none, or about something else;
-    Unsupported if another tilegen wrote it."""
+    OtherTilegen."""
     try:
         old = TuningRecord.from_json(text_of(data))
     except OtherSchema as error:
-        raise Unsupported(
+        raise OtherTilegen(
             f"expected a record this tilegen can read at {str(new.path)!r}: {error}; "
             "use the tilegen that wrote it, or another location"
         ) from None

@@ -84,6 +84,13 @@ def read(
     return ask(location.url, from_folder)
 
 
+def peek(location: Location, path: PurePath | str, limit: int = MAX_FILE_BYTES) -> bytes | None:
+    """Return what a location holds at `path` now. Raises InvalidRecord or Unreachable."""
+    if (folder := location.folder) is None:
+        return remote.fetch(location.url, str(path), limit)
+    return files.read_bytes(folder / path, limit)
+
+
 def read_trials(location: Location, path: PurePath | str) -> bytes:
     """Return the lines of a location's file of trials; none if there is none that can be read."""
     try:
@@ -108,36 +115,37 @@ def update(
 def names(location: Location, what: Kind) -> list[str]:
     """Return the names of all files of a kind, relative to the location. Raises Unreachable."""
     parents, suffix = _NAMES[what]
-    if (folder := location.folder) is not None:
+    if (folder := location.folder) is None:
+        found = remote.names(location.url)
+    else:
         try:
-            return [
+            found = [
                 str(file.relative_to(folder))
                 for kernel in KERNELS
                 for file in sorted(folder.glob(f"{parents}*/{kernel}/*{suffix}"))
             ]
         except OSError as error:
             raise Unreachable(f"cannot be listed: {error.strerror}") from None
-    # Others choose the names there: only what `slug` leaves is taken, so that none leads elsewhere.
+        if what != "trials":  # names of records are only shown: any may be
+            return found
+    # Others choose these names: only what `slug` leaves is taken, so that none leads elsewhere.
     one = r"[a-z0-9][a-z0-9_+.-]*"
     pattern = re.compile(rf"{parents}{one}/({'|'.join(KERNELS)})/{one}{re.escape(suffix)}")
-    return [name for name in remote.names(location.url) if pattern.fullmatch(name)]
+    return [name for name in found if pattern.fullmatch(name)]
 
 
 def read_all(
     location: Location, paths: list[str], limit: int = MAX_FILE_BYTES
 ) -> Iterator[tuple[str, bytes | TilegenError | None]]:
     """Yield each name with what is there now, or the error that reading it raises."""
-    folder = location.folder
 
     def one(path: str) -> bytes | TilegenError | None:
         try:
-            if folder is not None:
-                return files.read_bytes(folder / path, limit)
-            return remote.fetch(location.url, path, limit)
+            return peek(location, path, limit)
         except TilegenError as error:
             return error
 
-    if folder is not None:
+    if location.folder is not None:
         yield from ((path, one(path)) for path in paths)
         return
     with ThreadPoolExecutor(AT_ONCE) as pool:

@@ -157,7 +157,9 @@ class TuningRecord:
             ),
             "kernel": kernel_of(fields),
             "problem": problem_of(fields),
-            "policy": fields.text("policy", r"[a-z0-9_]{1,40}", "such as cold_l2"),
+            "policy": fields.text("policy", r"[a-z0-9_]{1,40}", "such as cold_l2")
+            if "policy" in fields.values
+            else POLICY,
         }
         rivals: list[Fields] = []
         if "rivals" in fields.values:
@@ -179,7 +181,9 @@ def _finding_from(fields: Fields, kernel: Kernel) -> dict[str, Any]:
         "template_digest": fields.text("template_digest", r"[0-9a-f]{0,64}", "hexadecimal digits"),
         "trials": fields.integer("trials", 0, 10**9),
         "seconds_spent": fields.number("seconds_spent", 0, MAX_SECONDS),
-        "source": fields.text("source", r"[0-9a-f]{0,64}", "hexadecimal digits"),
+        "source": fields.text("source", r"[0-9a-f]{0,64}", "hexadecimal digits")
+        if "source" in fields.values
+        else "",
         "date": date_of(fields),
         "command": fields.text("command", longest=MAX_TEXT),
     }

@@ -1,0 +1,231 @@
+"""Move records and trials between stores. Every way to do it is a join: nothing is ever replaced by
+less, and doing it again changes nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from tilegen.config import Kernel
+from tilegen.disk import write_whole
+from tilegen.errors import InvalidRecord, TilegenError, Unsupported
+from tilegen.measure import one_line
+from tilegen.store import places
+from tilegen.store.election import join
+from tilegen.store.fields import parse_json
+from tilegen.store.files import text_of
+from tilegen.store.listing import list_records
+from tilegen.store.lookup import OtherTilegen, save
+from tilegen.store.places import Location
+from tilegen.store.record import TuningRecord, gpu_of, kernel_of, problem_of, slug
+from tilegen.store.trials import MAX_TRIALS_BYTES, join_trials, parse_trial, trials_path
+
+EXPORT = 1
+"""Form of the files that `export` writes."""
+
+Action = Literal["added", "changed", "same", "refused"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved:
+    """What became of one file of records or trials."""
+
+    file: str
+    action: Action
+    reason: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.action:8} {self.file}" + (f": {self.reason}" if self.reason else "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """Which records are meant; what is None does not matter."""
+
+    gpu: str | None = None
+    kernel: Kernel | None = None
+
+    def has(self, gpu: str, kernel: str) -> bool:
+        """Whether records of a GPU and kernel are meant; the GPU as it is spelt in paths."""
+        return (self.gpu is None or slug(self.gpu) == gpu) and self.kernel in (None, kernel)
+
+
+ALL = Wanted()
+
+
+def merge(
+    sources: Sequence[Location], target: Location, *, wanted: Wanted = ALL, dry_run: bool = False
+) -> Iterator[Moved]:
+    """Join all records and trials of `sources` with those of `target`, in any order to one result;
+    yield what becomes of each. Raises Unreachable or Unsupported for the target."""
+    for source in sources:
+        for listed in list_records([source]):
+            if (record := listed.record) is None or listed.trouble:
+                yield Moved(file=listed.file, action="refused", reason=listed.trouble)
+            elif wanted.has(slug(record.gpu), record.kernel):
+                yield put(record, target, dry_run=dry_run)
+        for name, data in _trials(source, wanted):
+            if isinstance(data, TilegenError):
+                yield Moved(file=source.address(name), action="refused", reason=one_line(data))
+            else:
+                yield put_trials(name, [data], target, dry_run=dry_run)
+
+
+def put(
+    record: TuningRecord, target: Location, *, dry_run: bool = False, alone: bool = False
+) -> Moved:
+    """Join one record with what `target` holds; `alone` leaves the rivals out."""
+    try:
+        saved = save(record, location=target, dry_run=dry_run, alone=alone)
+    except OtherTilegen as error:
+        where = target.address(record.path)
+        return Moved(file=where, action="refused", reason=one_line(error))
+    action: Action = "changed" if saved.written else "same"
+    if saved.written and saved.reason == "no record was there":
+        action = "added"
+    return Moved(file=saved.file, action=action, reason=saved.reason)
+
+
+def put_trials(
+    name: str, contents: Sequence[bytes], target: Location, *, dry_run: bool = False
+) -> Moved:
+    """Join the lines of trials with those that `target` holds at `name`."""
+    kernel: Any = name.split("/")[2]
+    before, after = b"", b""
+
+    def change(old: bytes | None) -> bytes | None:
+        nonlocal before, after
+        before = old or b""
+        after = join_trials([before, *contents], kernel)
+        return None if after == before else after
+
+    if dry_run:
+        change(places.peek(target, name, MAX_TRIALS_BYTES))
+    else:
+        places.update(target, name, change, MAX_TRIALS_BYTES)
+    new = after.count(b"\n") - before.count(b"\n")
+    action: Action = "same" if after == before else "changed" if before else "added"
+    return Moved(file=target.address(name), action=action, reason=f"{max(0, new)} new trials")
+
+
+def promote(
+    sources: Sequence[Location], target: Location, *, wanted: Wanted = ALL, dry_run: bool = False
+) -> Iterator[Moved]:
+    """Put the winners of `sources` that were measured into `target`, to ship with the package."""
+    for listed in list_records(sources):
+        record = listed.record
+        if record is None or listed.trouble or not wanted.has(slug(record.gpu), record.kernel):
+            continue
+        if record.is_measured:
+            yield put(record, target, dry_run=dry_run, alone=True)
+        else:
+            yield Moved(file=listed.file, action="refused", reason="nobody has measured it")
+
+
+def export(
+    sources: Sequence[Location], file: Path, *, wanted: Wanted = ALL, dry_run: bool = False
+) -> list[Moved]:
+    """Write the records and trials of `sources` into one file: a line of JSON for each."""
+    records: dict[str, TuningRecord] = {}
+    moved: list[Moved] = []
+    for listed in list_records(sources):
+        if (record := listed.record) is None or listed.trouble:
+            moved.append(Moved(file=listed.file, action="refused", reason=listed.trouble))
+        elif wanted.has(slug(record.gpu), record.kernel):
+            known = records.get(listed.name)
+            if known is not None and known.key != record.key:
+                reason = f"another location has one about {known.key} at its place"
+                moved.append(Moved(file=listed.file, action="refused", reason=reason))
+                continue
+            records[listed.name] = record if known is None else join([known, record])
+            moved.append(Moved(file=listed.file, action="added"))
+    lines: list[Any] = [{"tilegen_export": EXPORT}]
+    lines += [{"record": json.loads(records[name].to_json())} for name in sorted(records)]
+    for source in sources:
+        for name, data in _trials(source, wanted):
+            if isinstance(data, TilegenError):
+                moved.append(
+                    Moved(file=source.address(name), action="refused", reason=one_line(data))
+                )
+            elif entry := _export_of(name, data):
+                lines.append(entry)
+                moved.append(Moved(file=source.address(name), action="added"))
+    if not dry_run:
+        text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
+        write_whole(file, text.encode())
+    return moved
+
+
+def import_(file: Path, target: Location, *, dry_run: bool = False) -> Iterator[Moved]:
+    """Join what `export` wrote with what `target` holds. Raises Unsupported if it is no such
+    file; a line that is broken is refused."""
+    try:
+        with file.open("rb") as lines:
+            for number, line in enumerate(_lines(lines), start=1):
+                where = f"{file}, line {number}"
+                try:
+                    yield from _import_line(line, number == 1, target, dry_run)
+                except InvalidRecord as error:
+                    if number == 1:
+                        raise Unsupported(
+                            f"expected a file that tilegen cache export wrote, got {str(file)!r}: "
+                            f"{error}"
+                        ) from None
+                    yield Moved(file=where, action="refused", reason=one_line(error))
+    except OSError as error:
+        raise Unsupported(f"cannot read {str(file)!r}: {error.strerror}") from error
+
+
+def _lines(file: Any) -> Iterator[bytes]:
+    while line := file.readline(MAX_TRIALS_BYTES):
+        yield line
+
+
+def _import_line(line: bytes, first: bool, target: Location, dry_run: bool) -> Iterator[Moved]:
+    fields = parse_json(text_of(line))
+    if first:
+        fields.integer("tilegen_export", EXPORT, EXPORT)
+    elif "record" in fields.values:
+        record = TuningRecord.from_json(json.dumps(fields.group("record").values))
+        yield put(record, target, dry_run=dry_run)
+    else:
+        gpu, kernel, problem = gpu_of(fields), kernel_of(fields), problem_of(fields)
+        trials = fields.groups("trials", MAX_TRIALS_BYTES)
+        contents = [json.dumps(trial.values).encode() for trial in trials]
+        yield put_trials(str(trials_path(gpu, kernel, problem)), contents, target, dry_run=dry_run)
+
+
+def _export_of(name: str, data: bytes) -> dict[str, Any] | None:
+    """Return the line of a file of trials, None if there are none."""
+    _, gpu, kernel, _ = name.split("/")
+    which: Any = kernel
+    joined = join_trials([data], which).splitlines()
+    if not joined:
+        return None
+    parsed = parse_trial(joined[0], which)
+    problem = parsed[1].problem if parsed else ""
+    trials = [json.loads(line) for line in joined]
+    return {"gpu": gpu, "kernel": kernel, "problem": problem, "trials": trials}
+
+
+def _trials(source: Location, wanted: Wanted) -> Iterator[tuple[str, bytes | TilegenError]]:
+    """Yield the name and content of each file of trials, or why it cannot be read."""
+    try:
+        found = places.names(source, "trials")
+    except places.Unreachable:  # said when its records were listed
+        return
+    chosen = [name for name in found if wanted.has(*name.split("/")[1:3])]
+    for name, data in places.read_all(source, chosen, MAX_TRIALS_BYTES):
+        if data is not None:
+            yield name, data
+
+
+def summary(moved: Iterable[Moved]) -> str:
+    """Return how many files were added, changed, the same and refused."""
+    counts = dict.fromkeys(("added", "changed", "same", "refused"), 0)
+    for one in moved:
+        counts[one.action] += 1
+    return ", ".join(f"{count} {action}" for action, count in counts.items())

@@ -1,0 +1,139 @@
+"""Look after stores: `check` names what is wrong in them, `prune` removes what is of no use."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+from tilegen.device import catalogue
+from tilegen.errors import InvalidRecord, TilegenError, Unsupported
+from tilegen.measure import one_line
+from tilegen.store import places
+from tilegen.store.election import join
+from tilegen.store.listing import Listed, list_records
+from tilegen.store.lookup import illegal
+from tilegen.store.places import Location
+from tilegen.store.reach import Unreachable
+from tilegen.store.record import TuningRecord
+from tilegen.store.trials import MAX_TRIALS_BYTES, parse_trial
+
+TMP_SECONDS = 3600.0
+"""A writer needs milliseconds; a temporary file so old was left by one that was killed."""
+COPY_SECONDS = 7 * 24 * 3600.0
+"""Copies of remote records are made again when they are asked for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checked:
+    """One file of a store; `trouble` is empty if it is in order."""
+
+    file: str
+    trouble: str
+
+
+def check(where: Sequence[Location]) -> Iterator[Checked]:
+    """Yield every file of records and trials with what is wrong with it. Changes nothing."""
+    for location in where:
+        for listed in list_records([location]):
+            trouble = listed.trouble or (_trouble(listed.record) if listed.record else "")
+            yield Checked(file=listed.file, trouble=trouble)
+        try:
+            names = places.names(location, "trials")
+        except Unreachable as error:
+            yield Checked(file=location.address(), trouble=one_line(error))
+            continue
+        for name, data in places.read_all(location, names, MAX_TRIALS_BYTES):
+            trouble = one_line(data) if isinstance(data, TilegenError) else _bad_lines(name, data)
+            yield Checked(file=location.address(name), trouble=trouble)
+
+
+def _trouble(record: TuningRecord) -> str:
+    """Return what is wrong with a record that can be read."""
+    specs = {spec.name: spec for spec in catalogue()}
+    if (spec := specs.get(record.gpu)) is not None:
+        if spec.arch != record.arch:
+            return f"arch must be {spec.arch}, that of {spec.name}, got {record.arch}"
+        for one in record.findings:
+            if trouble := illegal(one.problem, spec, one.kernel, one.config):
+                return trouble
+    if join([record]) != record:
+        return "the winner is not the one its findings elect; merging it with anything repairs it"
+    return ""
+
+
+def _bad_lines(name: str, data: bytes | None) -> str:
+    kernel: Any = name.split("/")[2]
+    bad: list[str] = []
+    for number, line in enumerate((data or b"").splitlines(), start=1):
+        try:
+            parse_trial(line, kernel)
+        except InvalidRecord as error:
+            bad.append(f"line {number}: {one_line(error)}")
+    return f"{len(bad)} lines are no trials, first {bad[0]}" if bad else ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pruned:
+    """A file that was removed, and why."""
+
+    file: str
+    reason: str
+
+
+def prune(
+    own: Location,
+    *,
+    older_than_days: float | None = None,
+    unmeasured: bool = False,
+    dry_run: bool = False,
+) -> list[Pruned]:
+    """Remove from the own directory what killed writers left, what was set aside, old copies of
+    remote records; and, if told to, old or unmeasured records. Raises Unsupported."""
+    folder = own.folder
+    if folder is None:
+        raise Unsupported(f"expected a folder to prune, got {own.address()!r}")
+    limit = None
+    if older_than_days is not None:
+        oldest = datetime.now(UTC) - timedelta(days=older_than_days)
+        limit = oldest.strftime("%Y-%m-%dT%H:%M:%SZ")
+    found = {
+        file: "left by a writer that was killed" for file in _old(folder, ".*.tmp", TMP_SECONDS)
+    }
+    copies = folder / "remote"
+    found |= {file: "copy of a remote record" for file in _old(copies, "*", COPY_SECONDS)}
+    for listed in list_records([own]):
+        if reason := _useless(listed, limit, unmeasured):
+            found[folder / listed.name] = reason
+    for file in found:
+        if not dry_run:
+            try:
+                file.unlink(missing_ok=True)
+            except OSError as error:
+                raise Unsupported(f"cannot remove {str(file)!r}: {error.strerror}") from error
+    return [Pruned(file=str(file), reason=reason) for file, reason in sorted(found.items())]
+
+
+def _useless(listed: Listed, limit: str | None, unmeasured: bool) -> str:
+    if (record := listed.record) is None:
+        return "was set aside" if listed.name.endswith(".broken") else ""
+    if unmeasured and not record.is_measured:
+        return "nobody has measured it"
+    if limit is not None and all(one.date < limit for one in record.findings):
+        return f"of {record.date}"
+    return ""
+
+
+def _old(folder: Path, pattern: str, seconds: float) -> list[Path]:
+    now = time.time()
+    try:
+        return [
+            file
+            for file in sorted(folder.rglob(pattern))
+            if file.is_file() and now - file.lstat().st_mtime > seconds
+        ]
+    except OSError as error:
+        raise Unsupported(f"cannot list {str(folder)!r}: {error.strerror}") from error
