@@ -1,0 +1,79 @@
+"""Random masks and scores, as SymPy expressions: what property tests of expressions draw."""
+
+from random import Random
+from typing import Any
+
+import sympy
+
+from tilegen.masks.nodes import Sigmoid, Where
+from tilegen.masks.symbols import SEQLEN_KV, B, H, K, Lookup, Q, S, captured_name
+
+KINDS = ("float", "int", "bool")
+"""What the captured tensors t0 (heads, 9), t1 (7,) and t2 (5,) hold."""
+T0, T1, T2 = (captured_name(slot, kind) for slot, kind in enumerate(KINDS))
+
+NUMBERS = [-3, 2, 7, sympy.Rational(1, 3), sympy.Rational(-5, 2), 0.5, -1.75, 0.1]
+
+
+def integer(random: Random, depth: int) -> Any:
+    """Return an integer expression of indices and look-ups."""
+    if depth == 0:
+        return random.choice(
+            [B, H, Q, K, SEQLEN_KV, sympy.Integer(3), Lookup(T1, Q), Lookup(T2, K)]
+        )
+    one, other = integer(random, depth - 1), integer(random, depth - 1)
+    positive = random.randint(2, 9)
+    return random.choice(
+        [
+            lambda: one + other,
+            lambda: one - other,
+            lambda: one * positive,
+            lambda: sympy.floor(one / sympy.Integer(random.choice([-positive, positive]))),
+            lambda: sympy.Mod(one, random.choice([-positive, positive])),
+            lambda: sympy.Max(one, other),
+            lambda: sympy.Abs(one),
+            lambda: Where(condition(random, depth - 1), one, other),
+            lambda: Lookup(T1, sympy.Mod(one, 7)),
+        ]
+    )()
+
+
+def condition(random: Random, depth: int) -> Any:
+    """Return a predicate of indices and look-ups."""
+    compare = random.choice([sympy.Le, sympy.Lt, sympy.Eq, sympy.Ne, sympy.Ge])
+    found = compare(integer(random, depth), integer(random, depth) / random.choice([1, 2]))
+    if depth == 0:
+        return found
+    other = condition(random, depth - 1)
+    return random.choice([found, found & other, found | ~other, ~(found & other)])
+
+
+def score(random: Random, depth: int) -> Any:
+    """Return a score whose values stay moderate."""
+    if depth == 0:
+        return random.choice(
+            [S, S, S * 1.5, Lookup(T0, H, Q - K), Lookup(T0, H, 4), Q, sympy.sympify(0.5), K]
+        )
+    one, other = score(random, depth - 1), score(random, random.randrange(depth))
+    number = sympy.sympify(random.choice(NUMBERS))
+    return random.choice(
+        [
+            lambda: one + other,
+            lambda: one - number * other,
+            lambda: sympy.tanh(one) * other,
+            lambda: one + number * integer(random, 1),
+            lambda: one / (1 + other**2),
+            lambda: sympy.exp(sympy.tanh(one)),
+            lambda: sympy.log(1 + one**2),
+            lambda: sympy.sqrt(1 + sympy.Abs(one)),
+            lambda: sympy.Max(one, other),
+            lambda: sympy.Min(one, number),
+            lambda: sympy.Abs(one),
+            lambda: Sigmoid(one),
+            lambda: sympy.sin(one) + sympy.cos(other),
+            lambda: Where(condition(random, 1), one, other),
+            lambda: Where(sympy.Lt(S, one), one, other),
+            lambda: number * sympy.floor(one) + sympy.sign(other) * one,
+            lambda: one**3 / 50 + 2 ** sympy.tanh(one),
+        ]
+    )()
