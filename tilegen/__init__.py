@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from tilegen.dispatch import attention
     from tilegen.masks import causal, full, sliding_window
     from tilegen.problem import AttentionProblem
+    from tilegen.ranks import agree
 
 __version__ = "0.1.0"
 
@@ -21,6 +22,7 @@ _HOME = {
     "AttentionProblem": "tilegen.problem",
     "GpuSpec": "tilegen.device",
     "TileConfig": "tilegen.config",
+    "agree": "tilegen.ranks",
     "attention": "tilegen.dispatch",
     "causal": "tilegen.masks",
     "detect": "tilegen.device",
@@ -33,6 +35,7 @@ __all__ = [
     "AttentionProblem",
     "GpuSpec",
     "TileConfig",
+    "agree",
     "attention",
     "causal",
     "detect",
