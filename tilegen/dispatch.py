@@ -26,6 +26,7 @@ from tilegen.families import Direction, kernels_of
 from tilegen.masks.mask import Mask, full
 from tilegen.measure import DeviceLost
 from tilegen.problem import AttentionProblem, DType
+from tilegen.ranks import agreed
 from tilegen.settings import settings
 from tilegen.store import current_versions, look_up
 
@@ -107,16 +108,32 @@ _plans: dict[Any, Plan] = {}
 
 
 def choose(
-    problem: AttentionProblem, spec: GpuSpec, kernel: Kernel, *, may_tune: bool = False
+    problem: AttentionProblem,
+    spec: GpuSpec,
+    kernel: Kernel,
+    *,
+    may_tune: bool = False,
+    deterministic: bool | None = None,
 ) -> tuple[TileConfig, str]:
     """Return the config to use and where it comes from: a record's file, or the model.
 
-    With `may_tune`, tunes first if TILEGEN_TUNE=1 is set and there is no measured record.
+    With `may_tune`, tunes first if TILEGEN_TUNE=1 is set and there is no measured record. Never so
+    if `deterministic` (default: TILEGEN_DETERMINISTIC): then all who see the same records choose
+    alike, and a shared location that does not answer raises Unreachable.
     """
+    if (config := agreed(problem, spec, kernel)) is not None:
+        return config, "all ranks agreed"
+    deterministic = settings().deterministic if deterministic is None else deterministic
     found = look_up(
-        problem, spec, kernel, versions=current_versions(), template_digest=template_digest(kernel)
+        problem,
+        spec,
+        kernel,
+        versions=current_versions(),
+        template_digest=template_digest(kernel),
+        strict=deterministic,
     )
-    if may_tune and settings().tune and (found is None or not found.record.is_measured):
+    may_tune = may_tune and settings().tune and not deterministic
+    if may_tune and (found is None or not found.is_measured):
         from tilegen.tune import tune
 
         try:
@@ -127,10 +144,21 @@ def choose(
         except TilegenError as error:  # a call that cannot be tuned for can still be computed
             say_once(f"not tuned, taking the best known: {error}")
     if found:
-        return found.record.config, str(found.file)
+        return found.record.config, str(found)
     from tilegen.propose import propose  # loads SymPy
 
     return propose(problem, spec, kernel=kernel, top=1)[0].config, "the model"
+
+
+def forget() -> None:
+    """Have every kind of call choose its kernels again."""
+    _plans.clear()
+    _kernels.cache_clear()
+
+
+def current_gpu() -> GpuSpec:
+    """Return the GPU that calls on the current device choose for; the interpreter's without one."""
+    return detect() or gpu(INTERPRETED_GPU)
 
 
 def _key(q: Any, k: Any, v: Any, mask: Any) -> Any:
