@@ -39,6 +39,7 @@ TEXTS = {
     "q*(q+1)//2": None,  # Python's own precedence
     "where(k<=q,s,-inf)": Where(K <= Q, S, -sympy.oo),
     "20.0*tanh(0.05*s)": 20.0 * sympy.tanh(S / 20.0),
+    "-(k%4)-(q//3)": -sympy.Mod(K, 4) - sympy.floor(Q / 3),
     "s/3": S / 3,
     "(k-q)*t0[h]+s": S + Lookup(T0, H) * (K - Q),
     "t1[()]<=k": Lookup(T1) <= K,

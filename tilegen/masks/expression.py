@@ -116,7 +116,10 @@ def _sum(expr: sympy.Add) -> str:
     terms: list[tuple[bool, bool, str]] = []
     for term in expr.args:
         negative = bool(term.as_coeff_Mul()[0] < 0)
-        text = _inside(-term if negative else term, _PRODUCT)
+        size = -term if negative else term
+        # -a%b would be (-a)%b.
+        rounded = negative and isinstance(size, (sympy.floor, sympy.Mod))
+        text = _inside(size, _UNARY if rounded else _PRODUCT)
         terms.append((negative, term.is_number, text))
     text = "".join(("-" if negative else "+") + term for negative, _, term in sorted(terms))
     return text.removeprefix("+")

@@ -1,0 +1,303 @@
+"""Traced functions compute what the functions themselves compute, called with index tensors."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention.flex_attention import and_masks, noop_mask, or_masks
+
+from tilegen.errors import InvalidProblem, Unsupported
+from tilegen.masks.dense import evaluate
+from tilegen.masks.expression import from_text, kinds_of, to_text
+from tilegen.masks.trace import trace_mask, trace_score
+
+BATCH, HEADS, SEQLEN_Q, SEQLEN_KV = 2, 3, 11, 13
+GRID = [
+    torch.arange(size).reshape([-1 if axis == i else 1 for axis in range(4)])
+    for i, size in enumerate((BATCH, HEADS, SEQLEN_Q, SEQLEN_KV))
+]
+SHAPE = (BATCH, HEADS, SEQLEN_Q, SEQLEN_KV)
+SCORES = torch.randn(SHAPE, generator=torch.Generator().manual_seed(0), dtype=torch.float64) * 3
+
+DOCUMENTS = torch.tensor([0, 0, 0, 1, 1, 2, 2, 2, 2, 3, 3, 3, 4])
+OFFSETS = torch.tensor([0, 3, 5, 9, 12], dtype=torch.int32)
+WINDOW = torch.tensor(4)
+IS_PREFIX = torch.arange(SEQLEN_KV) < 5
+LAYOUT = torch.arange(BATCH * 4 * 5).reshape(BATCH, 4, 5) % 3 == 0
+BIAS = torch.linspace(-1, 1, HEADS * 25, dtype=torch.float64).reshape(HEADS, 25)
+SLOPES = 2.0 ** -torch.arange(1, HEADS + 1, dtype=torch.float64)
+TEMPERATURE = torch.tensor(1.7, dtype=torch.float64)
+
+
+def causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return q_idx >= kv_idx
+
+
+def sliding(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return q_idx - kv_idx <= 4
+
+
+def prefix(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return kv_idx < 5
+
+
+def document(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return DOCUMENTS[q_idx] == DOCUMENTS[kv_idx]
+
+
+def document_causal(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    q_logical = q_idx - OFFSETS[DOCUMENTS[q_idx]]
+    kv_logical = kv_idx - OFFSETS[DOCUMENTS[kv_idx]]
+    return document(b, h, q_idx, kv_idx) & causal(b, h, q_logical, kv_logical)
+
+
+def natten(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    width, reach = 4, 1
+    q_x, q_y = q_idx // width, q_idx % width
+    kv_x, kv_y = kv_idx // width, kv_idx % width
+    centre_x = q_x.clamp(reach, width - 1 - reach)
+    centre_y = torch.clamp(q_y, min=reach, max=width - 1 - reach)
+    return ((centre_x - kv_x).abs() <= reach) & (torch.abs(centre_y - kv_y) <= reach)
+
+
+def block_diffusion(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    half, block = 6, 2
+    q_clean, kv_clean = q_idx >= half, kv_idx >= half
+    q_block = torch.where(q_clean, (q_idx - half) // block, q_idx // block)
+    kv_block = torch.where(kv_clean, (kv_idx - half) // block, kv_idx // block)
+    diagonal = (q_block == kv_block) & (q_clean == kv_clean)
+    offset = (q_block > kv_block) & kv_clean & (q_clean == 0)
+    return diagonal | offset | ((q_block >= kv_block) & kv_clean & q_clean)
+
+
+MASKS: dict[str, Callable[..., Any]] = {
+    "causal": causal,
+    "noop": noop_mask,
+    "and": and_masks(causal, sliding),
+    "or": or_masks(prefix, and_masks(causal, sliding)),
+    "prefix_lm": or_masks(causal, prefix),
+    "document": document,
+    "document_causal": document_causal,
+    "natten": natten,
+    "block_diffusion": block_diffusion,
+    "dilated": lambda b, h, q, k: ((q - k) % 3 == 0) & (q >= k),
+    "negative_modulus": lambda b, h, q, k: (k - q) % -4 + (k - q) // -3 > 0,
+    "head_window": lambda b, h, q, k: (q - k).abs() < h * 2 + 1,
+    "scalar": lambda b, h, q, k: q - k <= WINDOW,
+    "reversed": lambda b, h, q, k: (WINDOW > q - k) & (3 < k + 2) & (WINDOW - q < 2 * WINDOW),  # noqa: SIM300
+    "bool_tensor": lambda b, h, q, k: IS_PREFIX[k] | causal(b, h, q, k),
+    "bool_as_number": lambda b, h, q, k: IS_PREFIX[k] * q + IS_PREFIX[q].int() > 4,
+    "block_sparse": lambda b, h, q, k: LAYOUT[b, q // 3, k // 3],
+    "xor": lambda b, h, q, k: (q > 3) ^ (k > 5) ^ True,
+    "equal_conditions": lambda b, h, q, k: (q > 3) == (k > 5),
+    "unequal_conditions": lambda b, h, q, k: (q > 3) != (k > 5),
+    "functions": lambda b, h, q, k: torch.logical_or(
+        torch.logical_and(torch.ge(q, k), torch.lt(q - k, 3)), torch.logical_not(torch.gt(k, 2))
+    ),
+    "more_functions": lambda b, h, q, k: (
+        torch.eq(torch.remainder(q, 3), torch.floor_divide(k, 5))
+        | torch.ne(torch.minimum(q, k), torch.maximum(q - 2, k - 4))
+        & torch.le(torch.div(q, 2, rounding_mode="trunc"), torch.div(k, 3, rounding_mode="floor"))
+    ),
+    "where": lambda b, h, q, k: torch.where(h < 2, q >= k, q < k),
+    "where_numbers": lambda b, h, q, k: (
+        torch.where(q > 4, q - 2, k * h) <= torch.where(k > q, 3, k)
+    ),
+    "numpy": lambda b, h, q, k: np.int64(2) * q - np.int32(1) <= k,
+    "fractions": lambda b, h, q, k: q / 2 + 1 / 4 > k / 3,
+    "floats": lambda b, h, q, k: (q.float() * 0.5).to(torch.int32) > k.to(torch.float32) - 1.5,
+    "truncation": lambda b, h, q, k: ((q - k) / 2).int() == ((q - k) / 3).to(torch.long),
+    "rounding": lambda b, h, q, k: (
+        torch.floor((q - k) / 2) + torch.ceil(q / 4) < torch.trunc(k / 5)
+    ),
+    "bool_of": lambda b, h, q, k: (q % 3).bool() & (k % 2).to(torch.bool),
+    "powers": lambda b, h, q, k: (q - 4) ** 2 + (k - 5) ** 2 <= torch.square(h + 2),
+    "new_tensors": lambda b, h, q, k: (
+        torch.ones_like(q) + torch.full_like(q, 2) > k - q.new_zeros(())
+    ),
+    "negative_index": lambda b, h, q, k: DOCUMENTS[q - k] > 1,
+    "constant": lambda b, h, q, k: True,
+    "constant_tensor": lambda b, h, q, k: torch.tensor(False),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_traced_masks_equal_the_functions(name: str) -> None:
+    function = MASKS[name]
+    traced = trace_mask(function)
+    expected = torch.as_tensor(function(*GRID)).expand(SHAPE)
+    for expr in (traced.expr, from_text(to_text(traced.expr), kinds_of(traced.captured))):
+        b, h, q, k = GRID
+        found = evaluate(
+            expr, traced.captured, b=b, h=h, q=q, k=k, seqlen_q=SEQLEN_Q, seqlen_kv=SEQLEN_KV
+        )
+        assert found.dtype == torch.bool
+        assert torch.equal(found.expand(SHAPE), expected)
+
+
+def t5_bucket(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    """T5's buckets of past distances: exact ones, then logarithmically wider ones."""
+    distance = torch.clamp(q_idx - kv_idx, min=0)
+    # Off the boundaries, where rounding would decide.
+    far = 4 + (torch.log((distance + 0.01) / 4) / math.log(20 / 4) * 4).to(torch.int64)
+    bucket = torch.where(distance < 4, distance, torch.minimum(far, torch.full_like(far, 7)))
+    return score + BIAS[h, bucket]
+
+
+SCORE_MODS: dict[str, Callable[..., Any]] = {
+    "identity": lambda s, b, h, q, k: s,
+    "times_two": lambda s, b, h, q, k: s * 2,
+    "squared": lambda s, b, h, q, k: s * s,
+    "causal": lambda s, b, h, q, k: torch.where(q >= k, s, float("-inf")),
+    "inverse_causal": lambda s, b, h, q, k: torch.where(q <= k, s, -float("inf")),
+    "added_mask": lambda s, b, h, q, k: s + torch.where(q >= k, 0.0, -float("inf")),
+    "rel_bias": lambda s, b, h, q, k: s + (q - k),
+    "rel_causal": lambda s, b, h, q, k: torch.where(q >= k, s + (q - k), -float("inf")),
+    "alibi": lambda s, b, h, q, k: s + (k - q) * SLOPES[h],
+    "alibi_computed": lambda s, b, h, q, k: s + (k - q) * torch.exp2(-((h + 1) * 8.0 / HEADS)),
+    "softcap": lambda s, b, h, q, k: 20 * torch.tanh(s / 20),
+    "softcap_method": lambda s, b, h, q, k: (s / 5.0).tanh().mul(5.0),
+    "trig": lambda s, b, h, q, k: torch.sin(torch.cos(s)) + torch.tan(b),
+    "head_offset": lambda s, b, h, q, k: s * SLOPES[h],
+    "table": lambda s, b, h, q, k: s + BIAS[h, k - q + 12],
+    "constant_index": lambda s, b, h, q, k: s + BIAS[0, 3] + BIAS[1, k] + BIAS[h, -1],
+    "temperature": lambda s, b, h, q, k: s / TEMPERATURE,
+    "scalar_first": lambda s, b, h, q, k: (
+        TEMPERATURE * s - TEMPERATURE**2 + TEMPERATURE / (s**2 + 1)
+    ),
+    "t5": t5_bucket,
+    "clamp": lambda s, b, h, q, k: torch.clamp(s, -2, 2) + s.clamp(min=-1) + s.clip(max=1.5),
+    "extremes": lambda s, b, h, q, k: torch.maximum(s, BIAS[h, k]) - torch.min(s, TEMPERATURE),
+    "compare_scores": lambda s, b, h, q, k: torch.where(s > BIAS[h, k], s, 0.5 * s),
+    "logs": lambda s, b, h, q, k: (
+        torch.log(1 + s.abs()) + torch.log2(s**2 + 2) + torch.exp(-s.square())
+    ),
+    "roots": lambda s, b, h, q, k: (
+        torch.sqrt(s * s + 1) + torch.rsqrt(s * s + 2) + (s.abs() + 1) ** 1.5
+    ),
+    "sigmoid": lambda s, b, h, q, k: torch.sigmoid(s) + s.sigmoid() * torch.nn.functional.silu(s),
+    "relu": lambda s, b, h, q, k: torch.nn.functional.relu(s) + torch.relu(-s) / 2,
+    "signs": lambda s, b, h, q, k: s.sign() * torch.floor(s) + torch.neg(s) - abs(s) + +s,
+    "float_remainders": lambda s, b, h, q, k: s % 0.75 + torch.fmod(s, 0.4) + s // 0.3,
+    "pow": lambda s, b, h, q, k: torch.pow(s, 3) + s**2.0 + 1.5**s + torch.pow(2.0, s),
+    "arithmetic": lambda s, b, h, q, k: (
+        torch.add(s, q, alpha=2) - torch.sub(s, k, alpha=3) * (2 - s) / 3
+    ),
+    "reverse": lambda s, b, h, q, k: (
+        1 / (s * s + 1) + 2 - s + torch.rsub(s, 3) + 3 // (q + 1) + 7 % (k + 2)
+    ),
+    "condition_as_number": lambda s, b, h, q, k: (
+        s * (q >= k) + (q < k).float() + (q == k).to(s.dtype)
+    ),
+    "dtype": lambda s, b, h, q, k: s + torch.zeros((), dtype=s.dtype, device=s.device),
+    "infinite": lambda s, b, h, q, k: torch.where(
+        torch.isinf(s - torch.where(q < k, math.inf, 0.0)), 0.0, s
+    ),
+    "constant": lambda s, b, h, q, k: 0.0 * s + 1,
+}
+
+
+@pytest.mark.parametrize("name", SCORE_MODS)
+def test_traced_scores_equal_the_functions(name: str) -> None:
+    function = SCORE_MODS[name]
+    traced = trace_score(function)
+    expected = torch.as_tensor(function(SCORES, *GRID)).double().expand(SHAPE)
+    for expr in (traced.expr, from_text(to_text(traced.expr), kinds_of(traced.captured))):
+        b, h, q, k = GRID
+        found = evaluate(
+            expr,
+            traced.captured,
+            b=b,
+            h=h,
+            q=q,
+            k=k,
+            s=SCORES,
+            seqlen_q=SEQLEN_Q,
+            seqlen_kv=SEQLEN_KV,
+        )
+        assert found.dtype == torch.float64
+        # fp32 where the function itself computes in it: `q / 2` of integer tensors.
+        torch.testing.assert_close(found.expand(SHAPE), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_tensor_takes_one_slot_and_unread_ones_none() -> None:
+    def score_mod(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + SLOPES[h] + 0 * BIAS[h, k] + SLOPES[0] * DOCUMENTS[q] + SLOPES[h] * TEMPERATURE
+
+    traced = trace_score(score_mod)
+    assert [tuple(tensor.shape) for tensor in traced.captured] == [(HEADS,), (13,), (), ()]
+    assert traced.captured[0] is SLOPES
+    assert traced.captured[3] is TEMPERATURE
+    assert to_text(traced.expr) == "s+t0[h]+t0[h]*t3[()]+t1[q]*t2[()]"
+
+
+def test_rows_may_be_indexed_first() -> None:
+    traced = trace_mask(lambda b, h, q, k: LAYOUT[b][q // 3][k // 3] & LAYOUT[b, 1][k])
+    assert to_text(traced.expr) == "(t0[b,1,k]!=0)&(t0[b,q//3,k//3]!=0)"
+
+
+def test_parameters_are_captured_themselves() -> None:
+    table = torch.nn.Parameter(torch.zeros(HEADS))
+    assert trace_score(lambda s, b, h, q, k: s + table[h]).captured[0] is table
+
+
+REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
+    "if": (
+        lambda b, h, q, k: q >= k if h > 1 else q < k,
+        r"if, and, or.*bool\(h > 1\).*torch\.where",
+    ),
+    "and": (lambda b, h, q, k: q >= k and k > 3, r"bool\(.*torch\.where, &"),
+    "not": (lambda b, h, q, k: not q, r"bool\(q\)"),
+    "chained": (lambda b, h, q, k: 0 <= q - k <= 3, r"chained comparisons"),
+    "built_in_max": (lambda b, h, q, k: max(q, k) > 3, r"torch\.maximum"),
+    "range": (lambda b, h, q, k: sum(range(q)) > 3, r"range\(\)"),
+    "math": (lambda b, h, q, k: math.exp(q) > k, r"float\(q\)"),
+    "loop": (lambda b, h, q, k: [x for x in q][0] > 1, "loops"),  # noqa: RUF015
+    "list": (lambda b, h, q, k: [1, 2, 3][q] > k, r"list indices"),
+    "unknown_function": (lambda b, h, q, k: torch.erf(q) > 0.5, "got erf"),
+    "unknown_method": (lambda b, h, q, k: q.cumsum(0) > k, "got cumsum"),
+    "reduction": (lambda b, h, q, k: torch.max(q, dim=0) > k, "elementwise max"),
+    "item": (lambda b, h, q, k: q.item() > k, "item; a captured 0-dimensional"),
+    "tensor_of": (lambda b, h, q, k: torch.as_tensor(q) > k, "len"),
+    "unindexed": (lambda b, h, q, k: q == DOCUMENTS, r"shape \(13,\) to be indexed"),
+    "too_few_indices": (lambda b, h, q, k: LAYOUT[b, q], r"expected 3 indices.*got 2"),
+    "rows_compared": (lambda b, h, q, k: LAYOUT[b, q] > 3, r"expected 3 indices.*got 2"),
+    "too_many_indices": (lambda b, h, q, k: DOCUMENTS[q, k] > 3, r"expected 1 indices.*got 2"),
+    "slice": (lambda b, h, q, k: LAYOUT[b, :, k] > 3, "one index per dimension"),
+    "float_index": (lambda b, h, q, k: DOCUMENTS[q / 2] > 3, r"integer index, got q/2; use //"),
+    "bool_index": (lambda b, h, q, k: DOCUMENTS[q > 2] > 3, "integer index, got q > 2"),
+    "bits": (lambda b, h, q, k: (q & 1) == 0, "write // and %"),
+    "shift": (lambda b, h, q, k: (q >> 1) == 0, "unsupported operand"),
+    "number": (lambda b, h, q, k: q - k, "returns a bool, got"),
+    "text": (lambda b, h, q, k: "causal", "got 'causal'"),
+    "complex": (lambda b, h, q, k: (q + 1j) == k, "real number, got q"),
+    "division_by_zero": (lambda b, h, q, k: q / 0 > 1, "real number"),
+    "root_of_negative": (lambda b, h, q, k: torch.sqrt(0 * q - 1) > k, "real number"),
+    "new_shape": (lambda b, h, q, k: q.new_ones((3,)) > k, r"shape \(\), got \(3,\)"),
+    "softmax": (lambda b, h, q, k: torch.softmax(q, 0) > k, "got softmax"),
+    "signature": (lambda b, h: b == h, r"function of \(b, h, q_idx, kv_idx\)"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_traced_is_named(name: str) -> None:
+    function, message = REFUSED[name]
+    errors = {"signature": InvalidProblem, "shift": TypeError}
+    with pytest.raises(errors.get(name, Unsupported), match=message):
+        trace_mask(function)
+
+
+def test_a_score_function_returns_a_number() -> None:
+    with pytest.raises(Unsupported, match="returns a number, got"):
+        trace_score(lambda s, b, h, q, k: q >= k)
+    with pytest.raises(InvalidProblem, match="score, b, h"):
+        trace_score(causal)
+
+
+def test_masks_hold_no_choice_between_numbers() -> None:
+    assert "where" not in to_text(trace_mask(MASKS["where_numbers"]).expr)
+    with pytest.raises(Unsupported, match="at most 8 choices"):
+        trace_mask(lambda b, h, q, k: sum(torch.where(q > i, i * k, k - i) for i in range(12)) > 3)

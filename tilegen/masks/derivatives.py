@@ -1,0 +1,157 @@
+"""Derivatives of scores, for the backward kernels."""
+
+# SymPy is typed only in part, and where it is, too narrowly:
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportReturnType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import sympy
+
+from tilegen.errors import Unsupported
+from tilegen.masks.expression import free_parts, to_text
+from tilegen.masks.nodes import Where, normalise, ties
+from tilegen.masks.score import Score
+from tilegen.masks.symbols import Lookup, S
+
+
+@dataclass(frozen=True)
+class LookupDerivative:
+    """How a score changes with one element that it reads."""
+
+    slot: int
+    """Of the captured tensor."""
+    lookup: Lookup
+    derivative: sympy.Expr
+    index_parts: frozenset[str]
+    """Which of b, h, q and k its index depends on; along the others the gradient is summed."""
+
+
+@dataclass(frozen=True)
+class Derivatives:
+    """A score, its derivative by s, and those by the elements of captured tensors it reads."""
+
+    value: sympy.Expr
+    by_score: sympy.Expr
+    by_lookup: tuple[LookupDerivative, ...]
+
+
+def differentiate(score: Score, slots: Collection[int] | None = None) -> Derivatives:
+    """Return the derivatives of a score, for the captured tensors in `slots` (None: those that
+    require a gradient).
+
+    Constant pieces (floor, sign, conditions) have derivative 0, as in PyTorch; at a kink the
+    derivative of abs is 0, and that of min and max the argument's that is no constant. Raises
+    Unsupported, naming the term, for what SymPy cannot differentiate.
+    """
+    value = normalise(score.expression())
+    if slots is None:
+        slots = [slot for slot, tensor in enumerate(score.captured) if tensor.requires_grad]
+    lookups = sorted(value.atoms(Lookup), key=to_text)
+    wanted = [lookup for lookup in lookups if _slot(lookup) in slots]
+    for lookup in lookups:
+        _check_index(lookup, wanted)
+    return Derivatives(
+        value=value,
+        by_score=derivative(value, S),
+        by_lookup=tuple(
+            LookupDerivative(
+                slot=_slot(lookup),
+                lookup=lookup,
+                derivative=derivative(value, lookup),
+                index_parts=free_parts(sympy.Tuple(*lookup.args[1:])),
+            )
+            for lookup in wanted
+        ),
+    )
+
+
+def _slot(lookup: Lookup) -> int:
+    return int(lookup.args[0].name[1:])
+
+
+def _check_index(lookup: Lookup, wanted: Collection[Lookup]) -> None:
+    for index in lookup.args[1:]:
+        if index.has(S):
+            raise Unsupported(
+                f"expected indices that do not depend on the score, got {to_text(index)} in "
+                f"{to_text(lookup)}"
+            )
+        for inner in wanted:
+            if index.has(inner):
+                raise Unsupported(
+                    f"expected no gradient for a tensor that is used as an index, got "
+                    f"{to_text(inner)} in {to_text(lookup)}; pass it detached"
+                )
+
+
+def derivative(expr: sympy.Expr, by: sympy.Symbol | Lookup) -> sympy.Expr:
+    """Return the derivative of a score by s or by one element it reads. Raises Unsupported."""
+    variable = sympy.Dummy("variable", real=True)
+    pieces = _Pieces(variable)
+    found = sympy.diff(pieces.smooth(expr.xreplace({by: variable})), variable)
+    if found.has(sympy.Derivative, sympy.Subs):
+        raise Unsupported(f"expected a score that SymPy can differentiate, got {to_text(expr)}")
+    found = found.xreplace(pieces.extremes).xreplace(pieces.constants)
+    return normalise(_select(found).xreplace({variable: by}))
+
+
+class _Pieces:
+    """Replaces functions that SymPy would differentiate into distributions by equal ones."""
+
+    def __init__(self, variable: sympy.Dummy) -> None:
+        """`variable` is what the derivative is by."""
+        self._variable = variable
+        self.constants: dict[sympy.Basic, sympy.Basic] = {}
+        """What is constant between jumps, by the symbol that stands for it."""
+        self.extremes: dict[sympy.Basic, sympy.Basic] = {}
+        """Minima and maxima, by the choice that stands for each."""
+
+    def smooth(self, expr: sympy.Basic) -> sympy.Basic:
+        """Return an expression equal around most points."""
+        if not expr.args or not expr.has(self._variable):
+            return expr
+        match expr:
+            case sympy.floor() | sympy.sign() | sympy.Mod():
+                return self._constant(expr)
+            case Where():
+                return Where(expr.args[0], *map(self.smooth, expr.args[1:]))
+            case sympy.Abs():
+                return self._constant(sympy.sign(expr.args[0])) * self.smooth(expr.args[0])
+            case sympy.Max() | sympy.Min():
+                return self._extreme(expr)
+            case _:
+                return expr.func(*map(self.smooth, expr.args))
+
+    def _constant(self, value: sympy.Basic) -> sympy.Dummy:
+        symbol = sympy.Dummy("constant", real=True)
+        self.constants[symbol] = value
+        return symbol
+
+    def _extreme(self, expr: sympy.Max | sympy.Min) -> sympy.Basic:
+        keeps = sympy.Ge if isinstance(expr, sympy.Max) else sympy.Le
+        first, *others = ties(expr.args)
+        choice, so_far = self.smooth(first), first
+        for other in others:
+            choice = Where(keeps(so_far, other), choice, self.smooth(other))
+            so_far = expr.func(so_far, other)
+        self.extremes[choice] = expr
+        return choice
+
+
+def _select(expr: sympy.Basic) -> sympy.Basic:
+    """Return the expression with products inside choices: 0 is chosen even where a factor is
+    infinite."""
+    if not expr.args or isinstance(expr, Lookup):
+        return expr
+    args = [_select(arg) for arg in expr.args]
+    if isinstance(expr, sympy.Mul):
+        for choice in args:
+            if isinstance(choice, Where) and 0 in choice.args[1:]:
+                others = [arg for arg in args if arg is not choice]
+                branches = (_select(sympy.Mul(part, *others)) for part in choice.args[1:])
+                return Where(choice.args[0], *branches)
+    return expr.func(*args)

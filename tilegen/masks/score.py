@@ -1,0 +1,157 @@
+"""Score changes: what is done to the logits between the product q k^T and the softmax.
+
+A score is a small frozen value: the canonical text of an expression in s (the logit after scaling),
+b, h, q and k, and the tensors it reads. Nothing here imports SymPy before a score is traced,
+composed or compiled: a cached call only hashes scores.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tilegen.errors import InvalidProblem
+
+if TYPE_CHECKING:
+    import sympy
+    import torch
+
+
+@dataclass(frozen=True, eq=False)
+class Score:
+    """A score change; `a.then(b)` applies b to what a returns.
+
+    Equal when texts are and tensors are the same objects.
+    """
+
+    text: str = "s"
+    captured: tuple[torch.Tensor, ...] = field(default=(), repr=False)
+    """t0, t1, ... of the text."""
+    sink_logits: torch.Tensor | None = field(default=None, repr=False)
+    """(heads,): one more logit per head in the softmax's denominator, as it is: neither scaled nor
+    changed by the text."""
+
+    def _identity(self) -> tuple[object, ...]:
+        return (self.text, *map(id, self.captured), id(self.sink_logits))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Score):
+            return NotImplemented
+        return self._identity() == other._identity()
+
+    def __hash__(self) -> int:
+        return hash(self._identity())
+
+    def __str__(self) -> str:
+        return self.text if self.sink_logits is None else f"{self.text} with sinks"
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What each captured tensor holds: bool, int or float."""
+        from tilegen.masks.expression import kinds_of
+
+        return kinds_of(self.captured)
+
+    def expression(self) -> sympy.Expr:
+        """Return the text as a SymPy expression."""
+        from tilegen.masks.expression import from_text
+
+        expr: Any = from_text(self.text, self.kinds)
+        return expr
+
+    def then(self, other: Score) -> Score:
+        """Return the score that applies `other` to this one's result; sinks stay as they are."""
+        from tilegen.masks.expression import merge, to_text
+        from tilegen.masks.symbols import S
+
+        if self.sink_logits is not None and other.sink_logits is not None:
+            raise InvalidProblem("expected at most one score with sinks, got two")
+        parts: list[Any] = [
+            (self.expression(), self.captured),
+            (other.expression(), other.captured),
+        ]
+        (first, second), captured = merge(parts)
+        composed: Any = second.xreplace({S: first})
+        sinks = self.sink_logits if other.sink_logits is None else other.sink_logits
+        (composed,), captured = merge([(composed, captured)])
+        return Score(to_text(composed), captured, sinks)
+
+
+def softcap(cap: float) -> Score:
+    """Return `cap * tanh(s / cap)`: logits stay within ±cap (Gemma 2, Grok)."""
+    if not 0 < cap < float("inf"):
+        raise InvalidProblem(f"expected a positive cap, got {cap}")
+    return Score(f"{float(cap)!r}*tanh({1 / float(cap)!r}*s)")
+
+
+def alibi(slopes: torch.Tensor) -> Score:
+    """Return `s + slopes[h] * (k - q)`; slopes (heads,) are positive: the past is punished."""
+    _check("slopes", slopes, (1,))
+    return Score("(k-q)*t0[h]+s", (slopes,))
+
+
+def temperature(values: torch.Tensor) -> Score:
+    """Return `s / values[h]`; values (heads,)."""
+    _check("temperature", values, (1,))
+    return Score("s/t0[h]", (values,))
+
+
+def relative_bias(table: torch.Tensor) -> Score:
+    """Return `s + table[h, clip(k - q, -r, r) + r]` with r = (table.shape[-1] - 1) / 2.
+
+    table (heads, 2r + 1), or (2r + 1,) for all heads: the middle column is the diagonal, the first
+    and the last one hold for all greater distances.
+    """
+    _check("table", table, (1, 2))
+    if table.shape[-1] % 2 == 0:
+        raise InvalidProblem(
+            f"expected an odd number of distances (-r..r), got {table.shape[-1]} in a table of "
+            f"shape {tuple(table.shape)}"
+        )
+    reach = table.shape[-1] // 2
+    column = f"min({reach},max(-{reach},k-q))+{reach}" if reach else "0"
+    return Score(f"s+t0[h,{column}]" if table.ndim == 2 else f"s+t0[{column}]", (table,))
+
+
+def bias(values: torch.Tensor) -> Score:
+    """Return `s + values[b, h, q, k]`.
+
+    values (batch, heads, seqlen_q, seqlen_kv), broadcast as PyTorch does: leading dimensions may be
+    missing, and dimensions of size 1 count for all.
+    """
+    _check("bias", values, (1, 2, 3, 4))
+    names = "bhqk"[4 - values.ndim :]
+    index = ("0" if size == 1 else name for name, size in zip(names, values.shape, strict=True))
+    return Score(f"s+t0[{','.join(index)}]", (values,))
+
+
+def sinks(logits: torch.Tensor) -> Score:
+    """Return unchanged scores with `exp(logits[h])` added to the softmax's denominator; logits
+    (heads,).
+
+    As in GPT-OSS: each head can attend to nothing. lse includes the sink.
+    """
+    _check("sinks", logits, (1,))
+    return Score(sink_logits=logits)
+
+
+def score(function: Callable[..., Any]) -> Score:
+    """Return what `function(score, b, h, q_idx, kv_idx)` computes: FlexAttention's score_mod,
+    unchanged.
+
+    Raises Unsupported, naming the term, for what has no expression.
+    """
+    from tilegen.masks.expression import to_text
+    from tilegen.masks.trace import trace_score
+
+    traced = trace_score(function)
+    return Score(to_text(traced.expr), traced.captured)
+
+
+def _check(name: str, tensor: torch.Tensor, dimensions: tuple[int, ...]) -> None:
+    if tensor.ndim not in dimensions or not tensor.dtype.is_floating_point:
+        raise InvalidProblem(
+            f"expected {name} to be floating with {' or '.join(map(str, dimensions))} dimensions, "
+            f"got {tensor.dtype} of shape {tuple(tensor.shape)}"
+        )
