@@ -53,7 +53,7 @@ def agree(
         raise Unsupported(f"rank 0 could not choose: {values}")
     chosen: dict[tuple[str, str], TileConfig] = {}
     for name, key, text in values:
-        (kernel,) = (one for one in KERNELS if one == name)
+        kernel = KERNELS[KERNELS.index(name)]
         config = TileConfig.parse(text)
         check_config(config, kernel)
         chosen[name, key] = _agreed[spec.name, kernel, key] = config

@@ -1,0 +1,147 @@
+"""`tilegen cache` as a user types it: each command does what its help says, with --json too."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.records import PROBLEM, RECORD, own, place, record
+from tilegen import cli
+from tilegen.store import save
+
+KEY = PROBLEM.key
+ASK = (KEY, "--gpu", "h200", "--kernel", "fwd")
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the own directory, with two findings about one key."""
+    monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path / "mine"))
+    save(record(us=400.0, source="aa"))
+    save(record(us=500.0, source="bb"))
+    return tmp_path / "mine"
+
+
+def run(*arguments: str, code: int = 0) -> str:
+    result = CliRunner().invoke(cli.app, ["cache", *arguments], catch_exceptions=False)
+    assert result.exit_code == code, result.output
+    return result.stdout
+
+
+def told(*arguments: str, code: int = 0) -> Any:
+    return json.loads(run(*arguments, "--json", code=code))
+
+
+@pytest.mark.usefixtures("mine")
+def test_list_of_one_place() -> None:
+    (line,) = run("list", "own").splitlines()
+    assert line.startswith("own     h200      fwd            m128n64w8s3       400.0 us")
+    assert [one["record"]["source"] for one in told("list", "own")] == ["aa"]
+    assert told("list", "shipped") == []
+
+
+@pytest.mark.usefixtures("mine")
+def test_show() -> None:
+    text = run("show", *ASK)
+    assert "(own), 0 trials" in text
+    assert "stands before fwd            m128n64w8s3       500.0 us" in text
+    assert "faster (400 us, the other 500 us)" in text
+    assert '"median_us": 400.0' in text
+    (one,) = told("show", *ASK)
+    assert one["record"]["source"] == "aa"
+    assert [other["source"] for other in one["others"]] == ["bb"]
+    (borrowed,) = told("show", KEY, "--gpu", "h100", "--kernel", "fwd")
+    assert borrowed["borrowed"]
+    assert "borrowed from h200" in run("show", KEY, "--gpu", "h100", "--kernel", "fwd")
+
+
+@pytest.mark.usefixtures("mine")
+def test_why_says_what_is_used() -> None:
+    assert "used: " in run("why", *ASK)
+    assert told("why", *ASK)[0]["used"].endswith("_causal.json")
+    assert told("why", KEY, "--gpu", "a100", "--kernel", "fwd")[0]["used"] is None
+
+
+def test_export_and_import(mine: Path, tmp_path: Path) -> None:
+    file = str(tmp_path / "winners.jsonl")
+    assert "1 added" in run("export", file, "--dry-run")
+    assert not Path(file).exists()
+    run("export", file)
+    other = str(tmp_path / "other")
+    assert told("import", file, "--into", other, "--dry-run")[0]["action"] == "added"
+    assert not Path(other).exists()
+    assert "1 added, 0 changed" in run("import", file, "--into", other)
+    assert (Path(other) / RECORD.path).read_bytes() == (mine / RECORD.path).read_bytes()
+
+
+def test_merge_push_and_pull(mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = tmp_path / "team"
+    place(there, record(kernel="bwd_dq"))
+    monkeypatch.setenv("TILEGEN_CACHE_PATH", str(there))
+    assert told("push", "--dry-run")[0]["action"] == "added"
+    assert "1 added" in run("push")
+    assert "1 added, 0 changed, 1 same" in run("pull")
+    assert "0 added, 0 changed, 2 same" in run("pull", str(there))
+    assert "1 added" in run("push", str(tmp_path / "b"), "--kernel", "bwd_dq")
+    text = run("merge", str(there), str(tmp_path / "b"), "--into", str(tmp_path / "c"))
+    assert "2 added" in text
+    assert "fwd/" in text
+    assert (tmp_path / "c" / RECORD.path).read_bytes() == (mine / RECORD.path).read_bytes()
+
+
+def test_push_without_a_shared_location_says_so(
+    mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["tilegen", "cache", "push"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 1
+    assert "error: expected a location, or one in TILEGEN_CACHE_PATH" in capsys.readouterr().err
+
+
+def test_verify_exits_with_1_if_something_is_wrong(
+    mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "1 files, 0 of them not in order" in run("verify", "own")
+    broken = mine / "h200" / "fwd" / "torn.json"
+    broken.write_text("{")
+    assert f"{broken}: expected JSON" in run("verify", "own", code=1)
+    assert [bool(one["trouble"]) for one in told("verify", "own", code=1)] == [False, True]
+    monkeypatch.setattr("sys.argv", ["tilegen", "cache", "verify"])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 1
+
+
+def test_promote(mine: Path, tmp_path: Path) -> None:
+    into = str(tmp_path / "cache")
+    assert "1 added" in run("promote", "--into", into, "--dry-run")
+    assert not Path(into).exists()
+    run("promote", "--into", into)
+    promoted = json.loads((Path(into) / RECORD.path).read_text())
+    assert "rivals" not in promoted
+    assert told("promote", "--into", into)[0]["action"] == "same"
+
+
+def test_prune(mine: Path) -> None:
+    broken = mine / "h200" / "fwd" / "x.json.broken"
+    broken.write_text("{")
+    assert "1 files would be removed" in run("prune", "--dry-run")
+    assert broken.exists()
+    assert [one["reason"] for one in told("prune")] == ["was set aside"]
+    assert not broken.exists()
+    assert "of 2026-11-21" in run("prune", "--older-than", "-9999")
+    assert run("list", "own").startswith("no records yet")
+
+
+@pytest.mark.usefixtures("mine")
+def test_places_are_folders_urls_or_words(tmp_path: Path) -> None:
+    place(tmp_path / "there", RECORD)
+    for text in (str(tmp_path / "there"), f"file://{tmp_path}/there"):
+        (one,) = told("list", text)
+        assert (one["origin"], one["file"]) == ("shared", str(tmp_path / "there" / RECORD.path))
+    assert own(tmp_path).url != "own"

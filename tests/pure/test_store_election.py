@@ -1,0 +1,177 @@
+"""The rule by which findings are joined, and that no order of joining changes what comes out."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from functools import reduce
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.records import RECORD, UNMEASURED, VERSIONS, record, timed
+from tilegen.config import TileConfig
+from tilegen.errors import InvalidRecord
+from tilegen.store import TuningRecord
+from tilegen.store.election import join, verdict
+from tilegen.store.record import MAX_RIVALS
+
+OLD = replace(VERSIONS, triton="3.6.0")
+CONFIGS = [TileConfig.parse(text) for text in ("m128n64w8s3", "m64n64w4s2", "m128n128w8s2")]
+
+
+def day(n: int) -> str:
+    return f"2026-11-{n:02}T09:30:00Z"
+
+
+RULE: dict[str, tuple[list[TuningRecord], int, str]] = {
+    "the fastest wins": (
+        [record(us=400.0, source="aa"), record(us=390.0, source="bb")],
+        1,
+        r"faster (390 us, the other 400 us)",
+    ),
+    "measured before guessed": (
+        [record(us=400.0, source="aa"), record(measurement=UNMEASURED, source="bb", date=day(22))],
+        0,
+        "the other was not measured",
+    ),
+    "of one machine the later finding": (
+        [
+            record(us=390.0, source="aa", date=day(21)),
+            record(us=400.0, source="aa", date=day(22)),
+        ],
+        1,
+        "of one machine the later finding counts (400 us, the other 390 us)",
+    ),
+    "of one machine and moment the one with more trials": (
+        [record(us=390.0, source="aa", trials=9), record(us=400.0, source="aa", trials=10)],
+        1,
+        "of one machine the later finding counts (400 us, the other 390 us)",
+    ),
+    "a guess does not replace what the same machine measured": (
+        [record(us=390.0, source="aa"), record(measurement=UNMEASURED, source="aa", date=day(22))],
+        0,
+        "the other was not measured",
+    ),
+    "the versions of the latest finding": (
+        [
+            record(us=300.0, source="aa", date=day(20), versions=OLD),
+            record(us=400.0, source="bb", date=day(21)),
+        ],
+        1,
+        "measured with the versions of the latest finding (triton 3.7.1, the other 3.6.0)",
+    ),
+    "the template of the latest finding": (
+        [
+            record(us=300.0, source="aa", date=day(20), template_digest="ab"),
+            record(us=400.0, source="bb", date=day(21)),
+        ],
+        1,
+        "measured with the versions of the latest finding "
+        "(template_digest 87ebae389eec, the other ab)",
+    ),
+    "another tilegen with the same template is the same": (
+        [
+            record(us=300.0, source="aa", versions=replace(VERSIONS, tilegen="0.0.9")),
+            record(us=400.0, source="bb", date=day(22)),
+        ],
+        0,
+        "faster (300 us, the other 400 us)",
+    ),
+    "the majority of equal measurements": (
+        [
+            record(config=CONFIGS[0], measurement=timed(400.0, 0.01), source="aa"),
+            record(config=CONFIGS[2], measurement=timed(402.0, 0.01), source="bb"),
+            record(config=CONFIGS[2], measurement=timed(401.0, 0.01), source="cc"),
+        ],
+        2,
+        "equal measurements (401 us, the other 400 us): most machines chose it, "
+        "or it is first in order",
+    ),
+    "no majority of slower ones": (
+        [
+            record(config=CONFIGS[0], measurement=timed(400.0, 0.01), source="aa"),
+            record(config=CONFIGS[2], measurement=timed(405.0, 0.01), source="bb"),
+            record(config=CONFIGS[2], measurement=timed(405.0, 0.01), source="cc"),
+        ],
+        0,
+        "faster (400 us, the other 405 us)",
+    ),
+    "the first in order of equals": (
+        [
+            record(config=CONFIGS[0], measurement=timed(400.0, 0.01), source="aa"),
+            record(config=CONFIGS[1], measurement=timed(401.0, 0.01), source="bb"),
+        ],
+        1,
+        "equal measurements (401 us, the other 400 us): most machines chose it, "
+        "or it is first in order",
+    ),
+    "the faster of one config": (
+        [
+            record(measurement=timed(401.0, 0.01), source="aa"),
+            record(measurement=timed(400.0, 0.01), source="bb"),
+        ],
+        1,
+        "the same config (400 us, the other 401 us)",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RULE)
+def test_rule(name: str) -> None:
+    findings, wins, reason = RULE[name]
+    for order in itertools.permutations(findings):
+        assert join(order).findings[0] == findings[wins]
+    assert verdict(findings[wins], findings[0 if wins else 1]) == reason
+
+
+def test_only_records_about_one_key_can_be_joined() -> None:
+    for other in (record(gpu="h100"), record(kernel="bwd_dq"), record(policy="warm_l2")):
+        with pytest.raises(InvalidRecord, match="expected records about one key"):
+            join([RECORD, other])
+    with pytest.raises(InvalidRecord):
+        join([])
+
+
+def test_what_is_too_much_is_the_oldest() -> None:
+    many = [record(us=400.0 + n, source=f"{n:02x}", date=day(1 + n)) for n in range(20)]
+    kept = join(many)
+    assert len(kept.findings) == MAX_RIVALS + 1
+    assert {one.date for one in kept.findings} == {day(n) for n in range(5, 21)}
+    assert kept.measurement.median_us == 404.0
+    assert TuningRecord.from_json(kept.to_json()) == kept
+
+
+def test_findings_of_unknown_machines_are_told_apart_by_what_they_say() -> None:
+    joined = join([record(us=400.0), record(us=410.0), record(us=400.0)])
+    assert [one.measurement.median_us for one in joined.findings] == [400.0, 410.0]
+
+
+FINDINGS = st.builds(
+    record,
+    us=st.sampled_from([399.0, 400.0, 401.0, 500.0]),
+    config=st.sampled_from(CONFIGS),
+    source=st.sampled_from(["", "aa", "bb", "cc"]),
+    versions=st.sampled_from([VERSIONS, OLD]),
+    date=st.integers(1, 4).map(day),
+    trials=st.integers(0, 2),
+) | st.builds(record, measurement=st.just(UNMEASURED), date=st.integers(1, 4).map(day))
+
+
+@given(st.lists(FINDINGS, min_size=1, max_size=24), st.randoms())
+@settings(max_examples=150, deadline=None)
+def test_any_order_and_grouping_gives_the_same_bytes(
+    findings: list[TuningRecord], chance: object
+) -> None:
+    import random
+
+    assert isinstance(chance, random.Random)
+    expected = join(findings).to_json()
+    shuffled = chance.sample(findings, len(findings))
+    one_by_one = reduce(lambda so_far, one: join([so_far, one]), shuffled)
+    assert one_by_one.to_json() == expected
+    cut = chance.randint(0, len(shuffled))
+    halves = [join(part) for part in (shuffled[:cut], shuffled[cut:]) if part]
+    assert join(halves).to_json() == expected, "it is associative"
+    assert join([*halves, *halves, *shuffled]).to_json() == expected, "and idempotent"

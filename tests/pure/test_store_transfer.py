@@ -1,0 +1,332 @@
+"""Moving records between stores: union in any order, nothing lost, every clash explained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.records import PROBLEM, RECORD, UNMEASURED, folder_of, own, place, record
+from tilegen.config import TileConfig
+from tilegen.errors import Unsupported
+from tilegen.measure import Measurement
+from tilegen.problem import AttentionProblem
+from tilegen.store import Location, TuningRecord, list_records, save
+from tilegen.store.transfer import Wanted, export, import_, merge, promote, summary
+from tilegen.store.trials import Conditions, Trial
+from tilegen.store.upkeep import check, prune
+from tilegen.tuning.trials import TrialLog
+
+CONDITIONS = Conditions(
+    problem=PROBLEM.key, arch="sm_90", triton="3.7.1", driver="580", template_digest="ab"
+)
+CONFIGS = [TileConfig.parse(text) for text in ("m128n64w8s3", "m64n64w4s2", "m128n128w8s2")]
+
+
+def log_of(root: Path) -> TrialLog:
+    return TrialLog(root, "h200", "fwd", PROBLEM, CONDITIONS)
+
+
+def trial(config: TileConfig, us: float) -> Trial:
+    measured = Measurement(status="ok", median_us=us, p20_us=us, p80_us=us, repeats=10)
+    return Trial(config=config, measurement=measured, seconds=0.5)
+
+
+def tuned_apart(folder: Path, seed: int) -> Location:
+    """Make a store that a machine has tuned by itself, with trials, clashes and a file only of
+    its own."""
+    where = own(folder)
+    for n, problem in enumerate(("hq8 q512 d64 bf16", "hq8 q1024 d64 bf16", "hq8 q2048 d64 bf16")):
+        one = record(
+            problem=AttentionProblem.parse(problem).bucket,
+            config=CONFIGS[(n + seed) % 3],
+            us=100.0 + (7 * n + 3 * seed) % 5,
+            source=f"{seed:02x}",
+        )
+        save(one, location=where)
+    save(record(kernel="bwd_dq" if seed else "bwd_dkdv", source=f"{seed:02x}"), location=where)
+    log = log_of(folder)
+    for n in range(1 + seed, 3 + seed):
+        log.append(trial(CONFIGS[n % 3], 100.0 + n + seed))
+    return where
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+
+
+def test_two_stores_merged_in_either_order_are_the_same_bytes(tmp_path: Path) -> None:
+    a, b = (tuned_apart(tmp_path / name, seed) for seed, name in enumerate("ab"))
+    for name, sources in (("ab2", [a, b]), ("ba2", [b, a])):
+        list(merge(sources, own(tmp_path / name)))
+    merged = files(tmp_path / "ab2")
+    assert merged == files(tmp_path / "ba2")
+    assert len(merged) == 6
+    # And into each other; the target among the sources brings its own files into form.
+    list(merge([b, a], a))
+    list(merge([own(tmp_path / "ab2"), b], b))
+    assert files(tmp_path / "a") == merged == files(tmp_path / "b")
+    again = list(merge([a, b, own(tmp_path / "ba2")], own(tmp_path / "ab2")))
+    assert {one.action for one in again} == {"same"}
+    assert files(tmp_path / "ab2") == merged
+
+
+def test_merging_keeps_every_finding_and_every_trial(tmp_path: Path) -> None:
+    a, b = (tuned_apart(tmp_path / name, seed) for seed, name in enumerate("ab"))
+    moved = list(merge([a, b], own(tmp_path / "all")))
+    findings = [
+        one.source
+        for listed in list_records([own(tmp_path / "all")])
+        if listed.record
+        for one in listed.record.findings
+    ]
+    assert sorted(findings) == ["00"] * 4 + ["01"] * 4
+    trials = log_of(tmp_path / "all").read()
+    assert set(trials) == set(CONFIGS)
+    assert [one.reason for one in moved if "trials/" in one.file] == ["2 new trials"] * 2
+    assert summary(moved) == "6 added, 4 changed, 0 same, 0 refused"
+    clash = next(one for one in moved if one.action == "changed" and "q512" in one.file)
+    assert "faster (100 us, the other 103 us)" in clash.reason
+
+
+def test_dry_run_changes_nothing_and_says_the_same(tmp_path: Path) -> None:
+    a, b = (tuned_apart(tmp_path / name, seed) for seed, name in enumerate("ab"))
+    before = files(tmp_path / "b")
+    dry = list(merge([a], b, dry_run=True))
+    assert files(tmp_path / "b") == before
+    assert not (tmp_path / "b" / "h200" / "bwd_dkdv").exists(), "no folder either"
+    assert dry == list(merge([a], b))
+    assert dry != list(merge([a], b))
+
+
+def test_what_is_broken_is_refused_by_name_and_the_rest_goes_on(tmp_path: Path) -> None:
+    source = place(tmp_path / "a", RECORD)
+    (folder_of(source) / "h200" / "fwd" / "torn.json").write_text("{")
+    (folder_of(source) / "h200" / "fwd" / "moved.json").write_text(RECORD.to_json())
+    moved = list(merge([source], own(tmp_path / "b")))
+    assert [one.action for one in moved] == ["added", "refused", "refused"]
+    assert "moved.json" in moved[1].file
+    assert "belongs at" in moved[1].reason
+    assert "expected JSON" in moved[2].reason
+    assert len(files(tmp_path / "b")) == 1
+
+
+def test_a_record_of_another_tilegen_at_the_target_stays_and_the_rest_goes_on(
+    tmp_path: Path,
+) -> None:
+    source = place(tmp_path / "a", RECORD)
+    place(tmp_path / "a", record(kernel="bwd_dq"))
+    there = folder_of(place(tmp_path / "b", RECORD)) / RECORD.path
+    there.write_text('{"schema": 7}')
+    moved = {Path(one.file).parent.name: one for one in merge([source], own(tmp_path / "b"))}
+    assert moved["fwd"].action == "refused"
+    assert "use the tilegen that wrote it" in moved["fwd"].reason
+    assert moved["bwd_dq"].action == "added"
+    assert there.read_text() == '{"schema": 7}'
+
+
+@pytest.mark.parametrize(
+    "wanted, names",
+    [
+        (Wanted(), {"h200/fwd", "h200/bwd_dq", "a100/fwd", "trials/h200"}),
+        (Wanted(gpu="a100"), {"a100/fwd"}),
+        (Wanted(kernel="fwd"), {"h200/fwd", "a100/fwd", "trials/h200"}),
+        (Wanted(gpu="h200", kernel="bwd_dq"), {"h200/bwd_dq"}),
+    ],
+    ids=["all", "gpu", "kernel", "both"],
+)
+def test_only_what_is_wanted(tmp_path: Path, wanted: Wanted, names: set[str]) -> None:
+    for one in (RECORD, record(kernel="bwd_dq"), record(gpu="a100", arch="sm_80")):
+        place(tmp_path / "a", one)
+    log_of(tmp_path / "a").append(trial(CONFIGS[0], 100.0))
+    for n, moved in enumerate(
+        (
+            list(merge([own(tmp_path / "a")], own(tmp_path / "b"), wanted=wanted)),
+            export([own(tmp_path / "a")], tmp_path / "x.jsonl", wanted=wanted),
+        )
+    ):
+        assert {
+            "/".join(Path(one.file).parts[-3 - t : -1 - t])
+            for one in moved
+            for t in (("trials" in Path(one.file).parts),)
+        } == names, n
+    list(import_(tmp_path / "x.jsonl", own(tmp_path / "c")))
+    assert files(tmp_path / "c") == files(tmp_path / "b")
+
+
+# --------------------------------------------------------------------------------------------------
+# Export and import
+
+
+def test_export_then_import_is_a_merge(tmp_path: Path) -> None:
+    a, b = (tuned_apart(tmp_path / name, seed) for seed, name in enumerate("ab"))
+    list(merge([a, b], own(tmp_path / "all")))
+    carried = tmp_path / "carried.jsonl"
+    moved = export([a, b], carried)
+    assert {one.action for one in moved} == {"added"}
+    list(import_(carried, own(tmp_path / "elsewhere")))
+    assert files(tmp_path / "elsewhere") == files(tmp_path / "all")
+    text = carried.read_bytes()
+    export([a, b], carried)
+    assert carried.read_bytes() == text, "the same stores give the same bytes"
+    assert {one.action for one in import_(carried, own(tmp_path / "all"))} == {"same"}
+
+
+def test_export_dry_run_writes_nothing(tmp_path: Path) -> None:
+    moved = export([place(tmp_path / "a", RECORD)], tmp_path / "x.jsonl", dry_run=True)
+    assert [one.action for one in moved] == ["added"]
+    assert not (tmp_path / "x.jsonl").exists()
+
+
+def test_export_refuses_the_second_of_two_about_different_things(tmp_path: Path) -> None:
+    where = [place(tmp_path / "a", RECORD), place(tmp_path / "b", record(arch="sm_80"))]
+    moved = export(where, tmp_path / "x.jsonl")
+    assert [one.action for one in moved] == ["added", "refused"]
+    assert "another location has one about" in moved[1].reason
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"", None),
+        (b"{}\n", "expected the field tilegen_export"),
+        (b"hello\n", "expected JSON"),
+        (b'{"tilegen_export": 2}\n', "tilegen_export must be"),
+        (b"\xff\xfe\n", "expected UTF-8"),
+    ],
+    ids=["empty", "no export", "no JSON", "another form", "no text"],
+)
+def test_import_of_something_else(tmp_path: Path, content: bytes, message: str | None) -> None:
+    file = tmp_path / "x.jsonl"
+    file.write_bytes(content)
+    if message is None:
+        assert list(import_(file, own(tmp_path / "b"))) == []
+        return
+    with pytest.raises(
+        Unsupported, match=f"expected a file that tilegen cache export wrote.*{message}"
+    ):
+        list(import_(file, own(tmp_path / "b")))
+    with pytest.raises(Unsupported, match="cannot read"):
+        list(import_(tmp_path / "none.jsonl", own(tmp_path / "b")))
+
+
+def test_import_takes_the_good_lines_and_names_the_bad(tmp_path: Path) -> None:
+    file = tmp_path / "x.jsonl"
+    good = {"record": json.loads(RECORD.to_json())}
+    evil = json.loads(RECORD.to_json()) | {"gpu": "../../evil"}
+    trials = {"gpu": "../../x", "kernel": "fwd", "problem": PROBLEM.key, "trials": [{"config": 1}]}
+    lines = [{"tilegen_export": 1}, {"record": {"schema": 1}}, good, {"record": evil}, trials, {}]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines) + "[" * 5000)
+    moved = list(import_(file, own(tmp_path / "b")))
+    assert [one.action for one in moved] == ["refused", "added", "added", "same", *["refused"] * 2]
+    assert ", line 2" in moved[0].file
+    assert all(path.is_relative_to(tmp_path / "b") for path in tmp_path.rglob("*.json"))
+    assert len(files(tmp_path / "b")) == 2
+
+
+# --------------------------------------------------------------------------------------------------
+# Promoting, checking, pruning
+
+
+def test_promote_ships_measured_winners_without_their_rivals(tmp_path: Path) -> None:
+    save(record(us=400.0, source="aa"), location=own(tmp_path / "mine"))
+    save(record(us=390.0, source="bb"), location=own(tmp_path / "mine"))
+    place(tmp_path / "mine", record(kernel="bwd_dq", measurement=UNMEASURED))
+    shipped = Location(str(tmp_path / "cache"), "shipped")
+    moved = list(promote([own(tmp_path / "mine")], shipped))
+    assert [one.action for one in moved] == ["added", "refused"]
+    there = tmp_path / "cache" / RECORD.path
+    assert TuningRecord.from_json(there.read_text()) == record(us=390.0, source="bb")
+    faster = place(tmp_path / "other", record(us=380.0, source="cc"))
+    slower = place(tmp_path / "slower", record(us=395.0, source="dd"))
+    assert [one.action for one in promote([faster, slower], shipped)] == ["changed", "same"]
+    assert TuningRecord.from_json(there.read_text()) == record(us=380.0, source="cc")
+
+
+def test_check_names_everything_that_is_wrong(tmp_path: Path) -> None:
+    good = place(tmp_path, RECORD)
+    log_of(tmp_path).append(trial(CONFIGS[0], 100.0))
+    assert [one.trouble for one in check([good])] == ["", ""]
+    huge = TileConfig.parse("m256n256w8s6")
+    place(tmp_path, record(kernel="bwd_dq", config=huge))
+    place(tmp_path, record(kernel="bwd_dkdv", arch="sm_80"))
+    upside_down = record(
+        kernel="bwd_preprocess",
+        config=TileConfig.parse("m64n16w4s1"),
+        us=400.0,
+        rivals=(
+            record(
+                kernel="bwd_preprocess",
+                config=TileConfig.parse("m64n16w4s1"),
+                us=300.0,
+                source="aa",
+            ),
+        ),
+    )
+    place(tmp_path, upside_down)
+    with log_of(tmp_path).file.open("ab") as file:
+        file.write(b'{"torn')
+    before = files(tmp_path)
+    found = {Path(one.file).parent.name: one.trouble for one in check([good])}
+    assert "bytes of shared memory" in found["bwd_dq"]
+    assert "arch must be sm_90, that of h200, got sm_80" in found["bwd_dkdv"]
+    assert "not the one its findings elect" in found["bwd_preprocess"]
+    assert files(tmp_path) == before
+    list(merge([good], good))
+    repaired = {one.file: one.trouble for one in check([good])}
+    assert not any(trouble for file, trouble in repaired.items() if "bwd_preprocess" in file)
+    assert not any(trouble for file, trouble in repaired.items() if "trials" in file)
+
+
+def test_prune_removes_leftovers_and_no_record(tmp_path: Path) -> None:
+    import os
+    import time
+
+    where = place(tmp_path, RECORD)
+    folder = (tmp_path / RECORD.path).parent
+    copy = tmp_path / "remote" / "s3-bucket" / RECORD.path
+    copy.parent.mkdir(parents=True)
+    leftovers = [folder / ".a.json.1234.tmp", folder / "b.json.broken", copy]
+    young = [folder / ".c.json.1234.tmp", copy.with_name("young.json")]
+    for file in (*leftovers, *young):
+        file.write_text("{")
+    month = time.time() - 30 * 24 * 3600
+    for file in leftovers:
+        os.utime(file, (month, month))
+    dry = prune(where, dry_run=True)
+    assert all(file.exists() for file in leftovers)
+    assert {Path(one.file) for one in dry} == set(leftovers)
+    assert dry == prune(where)
+    assert not any(file.exists() for file in leftovers)
+    assert all(file.exists() for file in (*young, tmp_path / RECORD.path))
+    assert prune(where) == []
+
+
+def test_prune_of_old_and_unmeasured_records_only_if_told(tmp_path: Path) -> None:
+    where = place(tmp_path, record(date="2020-01-01T00:00:00Z"))
+    guess = record(kernel="bwd_dq", measurement=UNMEASURED)
+    place(tmp_path, guess)
+    assert prune(where) == []
+    (one,) = prune(where, unmeasured=True)
+    assert one.reason == "nobody has measured it"
+    (one,) = prune(where, older_than_days=365)
+    assert one.reason == "of 2020-01-01T00:00:00Z"
+    assert files(tmp_path) == {}
+    rivals = (record(date="2999-01-01T00:00:00Z", source="aa", us=500.0),)
+    place(tmp_path, record(date="2020-01-01T00:00:00Z", rivals=rivals))
+    assert prune(where, older_than_days=365) == [], "what anybody found lately stays"
+
+
+def test_trials_of_other_locations_are_not_measured_again(tmp_path: Path) -> None:
+    log_of(tmp_path / "shared").append(trial(CONFIGS[0], 100.0))
+    log_of(tmp_path / "shared").append(trial(CONFIGS[1], 110.0))
+    others = [
+        Location(str(tmp_path / "shared"), "shared"),
+        Location(str(tmp_path / "no"), "shared"),
+    ]
+    mine = TrialLog(tmp_path / "mine", "h200", "fwd", PROBLEM, CONDITIONS, others=others)
+    mine.append(trial(CONFIGS[1], 111.0))
+    times = {config: one.measurement.median_us for config, one in mine.read().items()}
+    assert times == {CONFIGS[0]: 100.0, CONFIGS[1]: 111.0}, "own ones count more"
