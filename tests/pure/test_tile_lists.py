@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from tilegen.errors import Unsupported
 from tilegen.masks import evaluation, list_cache, tile_classes
 from tilegen.masks.list_cache import ListCache
+from tilegen.masks.nodes import Sigmoid, Where
 from tilegen.masks.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, captured_name
 from tilegen.masks.tile_classes import Shape, TileClasses
 from tilegen.masks.tile_lists import TileLists, build, lists_of
@@ -54,6 +55,14 @@ MEANING: dict[Any, Callable[..., Any]] = {
     sympy.Not: np.logical_not,
     sympy.Xor: lambda *x: reduce(np.logical_xor, x),
     sympy.ITE: np.where,
+    Where: np.where,
+    sympy.sign: np.sign,
+    sympy.exp: np.exp,
+    sympy.log: np.log,
+    sympy.tanh: np.tanh,
+    sympy.sin: np.sin,
+    sympy.cos: np.cos,
+    Sigmoid: lambda x: 1 / (1 + np.exp(-x)),
 }
 
 
@@ -377,6 +386,17 @@ def test_not_a_number_is_never_kept() -> None:
         check(keep, [weights], shape_of(40, 8))
 
 
+def test_functions() -> None:
+    weight = Lookup(captured_name(0, "float"), K)
+    weights = torch.randint(-8, 8, (40,), generator=torch.Generator().manual_seed(0)) / 4
+    shape = shape_of(40, 8)
+    check(sympy.exp(weight) < sympy.Float(1.1), [weights], shape)
+    check(sympy.tanh(weight) > sympy.sin(weight), [weights], shape)
+    check(sympy.sqrt(Q + 1) > sympy.log(K + 1) + sympy.Float(2.3), [], shape)
+    check(sympy.Eq(sympy.sign(Q - K), Where(Q < 20, 0, 1)), [], shape)
+    check(Sigmoid(weight) + sympy.cos(K) > sympy.Float(0.7), [weights], shape)
+
+
 def test_divisors_that_are_looked_up() -> None:
     steps = captured_name(0, "int")
     captured = [torch.tensor([3, -4, 1, 7, 2, -1])]
@@ -389,9 +409,8 @@ def test_divisors_that_are_looked_up() -> None:
 @pytest.mark.parametrize(
     "keep, term",
     [
-        (sympy.sin(Q) < 0, r"sin\(q\)"),
-        (sympy.sqrt(Q) < K, r"sqrt\(q\)"),
-        (sympy.Symbol("x") < K, "got x"),
+        (sympy.gamma(Q) < 0, r"the term gamma\(q\)"),
+        (sympy.Symbol("x") < K, "the term x"),
         (Lookup(captured_name(0, "int"), Q, K) < 3, r"1 dimensions .* Lookup\(t0, q, k\)"),
     ],
 )

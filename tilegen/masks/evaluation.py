@@ -1,8 +1,7 @@
 """Evaluates mask expressions with torch: the walk that all evaluations share, and that of pairs.
 
-Arithmetic is that of torch: 64-bit integers, floating point in the precision of the captured
-tensors (half precision counts as single). Floors and remainders are Python's; one by an integer 0
-counts as one by 1.
+Integers have 64 bits, floating point is single precision, as in the kernels. Floors and remainders
+are Python's; one by an integer 0 counts as one by 1.
 """
 
 # SymPy is typed only in part, and where it is, too narrowly:
@@ -12,7 +11,7 @@ counts as one by 1.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, reduce
 from typing import Any
 
@@ -22,10 +21,20 @@ from sympy.core.relational import Relational
 from sympy.logic.boolalg import ITE, BooleanAtom, BooleanFunction, Equivalent, Implies, Xor
 
 from tilegen.errors import Unsupported
+from tilegen.masks.nodes import Sigmoid, Where
 from tilegen.masks.symbols import Lookup
 
 LARGEST_POWER = 8
 _MIRRORED = {">": "<", ">=": "<="}
+_FUNCTIONS: dict[Any, Callable[[torch.Tensor], torch.Tensor]] = {
+    sympy.exp: torch.exp,
+    sympy.log: torch.log,
+    sympy.tanh: torch.tanh,
+    sympy.sin: torch.sin,
+    sympy.cos: torch.cos,
+    sympy.sign: torch.sign,
+    Sigmoid: torch.sigmoid,
+}
 _TRUTHS = (BooleanFunction, BooleanAtom, Relational)
 
 
@@ -69,6 +78,9 @@ class Evaluation(ABC):
                 return self.power(self(expr.base), exponent)
             case sympy.Pow(exp=sympy.Integer(p=-1)):
                 return self.divide(self.number(1), self(expr.base))
+            case sympy.Pow(exp=sympy.Number()):
+                exponent = float(expr.exp)
+                return self.function(lambda base: base.float().pow(exponent), self(expr.base))
             case sympy.floor():
                 return self.floor_divide(*map(self, _fraction(arguments[0])))
             case sympy.ceiling():
@@ -97,12 +109,16 @@ class Evaluation(ABC):
                 for other, condition in (case.args for case in reversed(arguments[:-1])):
                     value = self.choose(self(condition), self(other), value)
                 return value
+            case Where():
+                return self.choose(*map(self, arguments))
+            case _ if expr.func in _FUNCTIONS:
+                return self.function(_FUNCTIONS[expr.func], self(arguments[0]))
             case Lookup():
                 return self.lookup(self._tensor(expr), [self(index) for index in arguments[1:]])
             case _:
                 raise Unsupported(
-                    f"expected arithmetic, floor, Mod, Abs, Min, Max, Piecewise with a default, "
-                    f"comparisons and look-ups of b, h, q, k and the lengths; got {expr}"
+                    "expected arithmetic, comparisons and the functions of masks, of b, h, q, k, "
+                    f"the lengths and captured tensors; got the term {expr}"
                 )
 
     def _product(self, expr: sympy.Mul) -> Any:
@@ -140,7 +156,7 @@ class Evaluation(ABC):
         return tensor
 
     def _constant(self, value: float) -> torch.Tensor:
-        dtype = torch.int64 if isinstance(value, int) else torch.float64
+        dtype = torch.int64 if isinstance(value, int) else torch.float32
         return torch.tensor(value, dtype=dtype, device=self._device)
 
     @abstractmethod
@@ -161,6 +177,8 @@ class Evaluation(ABC):
     def remainder(self, left: Any, right: Any) -> Any: ...
     @abstractmethod
     def power(self, base: Any, exponent: int) -> Any: ...
+    @abstractmethod
+    def function(self, function: Callable[[torch.Tensor], torch.Tensor], value: Any) -> Any: ...
     @abstractmethod
     def absolute(self, value: Any) -> Any: ...
     @abstractmethod
@@ -214,6 +232,11 @@ class Points(Evaluation):
 
     def power(self, base: torch.Tensor, exponent: int) -> torch.Tensor:
         return power(base, exponent)
+
+    def function(
+        self, function: Callable[[torch.Tensor], torch.Tensor], value: torch.Tensor
+    ) -> torch.Tensor:
+        return function(value)
 
     def absolute(self, value: torch.Tensor) -> torch.Tensor:
         return value.abs()
@@ -279,9 +302,7 @@ def power(base: torch.Tensor, exponent: int) -> torch.Tensor:
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the type that elements of a captured tensor are computed with."""
-    if not dtype.is_floating_point:
-        return torch.int64
-    return torch.promote_types(dtype, torch.float32)
+    return torch.float32 if dtype.is_floating_point else torch.int64
 
 
 def _nonzero(divisor: torch.Tensor) -> torch.Tensor:

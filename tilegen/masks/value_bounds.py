@@ -82,8 +82,7 @@ class TileBounds(Evaluation):
         quotient = _hull([a / b for a in left.ends for b in right.ends])
         if right.is_single:
             return quotient
-        infinite = torch.full_like(quotient.lo, torch.inf)
-        return _where(_has_one_sign(right), quotient, Interval(-infinite, infinite))
+        return _where(_has_one_sign(right), quotient, _anything(quotient.lo))
 
     def floor_divide(self, left: Interval, right: Interval) -> Interval:
         quotient = _hull([floor_divide(a, b) for a in left.ends for b in right.ends])
@@ -97,8 +96,7 @@ class TileBounds(Evaluation):
 
     def remainder(self, left: Interval, right: Interval) -> Interval:
         if left.lo.is_floating_point() or right.lo.is_floating_point():
-            infinite = torch.full_like(left.lo + right.lo, torch.inf)
-            return Interval(-infinite, infinite)
+            return _anything(left.lo + right.lo)
         zero = torch.zeros_like(right.lo)
         anything = Interval(torch.minimum(right.lo + 1, zero), torch.maximum(right.hi - 1, zero))
         if not right.is_single:
@@ -114,6 +112,12 @@ class TileBounds(Evaluation):
     def power(self, base: Interval, exponent: int) -> Interval:
         base = base if exponent % 2 else self.absolute(base)
         return _increasing(lambda value: power(value, exponent), base)
+
+    def function(
+        self, function: Callable[[torch.Tensor], torch.Tensor], value: Interval
+    ) -> Interval:
+        # How a function is rounded may depend on where in a tensor its argument stands.
+        return _anything(value.lo.float())
 
     def absolute(self, value: Interval) -> Interval:
         if value.is_single:
@@ -200,6 +204,11 @@ def _hull(values: Sequence[torch.Tensor]) -> Interval:
     if len(values) == 1:
         return _single(values[0])
     return Interval(reduce(torch.minimum, values), reduce(torch.maximum, values))
+
+
+def _anything(like: torch.Tensor) -> Interval:
+    infinite = torch.full_like(like, torch.inf)
+    return Interval(-infinite, infinite)
 
 
 def _increasing(function: Callable[..., torch.Tensor], *arguments: Interval) -> Interval:
