@@ -242,7 +242,7 @@ def save(
             f"a record must read back as it was written; this one does not: {record}"
         )
     location = location or Location(str(settings().cache_dir), "own")
-    result = (False, False, "")
+    result: tuple[bool, bool, str] | None = None
 
     def change(data: bytes | None) -> bytes | None:
         nonlocal result
@@ -250,14 +250,15 @@ def save(
         new = join([record] if old is None else [old, record])
         new = new.findings[0] if alone else new
         text = new.to_json().encode()
-        result = (text != data, *_outcome(record, new, old))
+        if result is None or text != data:  # asked again about its own work, it says the same
+            result = (text != data, *_outcome(record, new, old))
         return None if text == data else text
 
     if dry_run:
         note = _peek(location, record.path, change)
     else:
         note = places.update(location, record.path, change)
-    written, wins, reason = result
+    written, wins, reason = result or (False, False, "")
     return Saved(
         file=location.address(record.path), written=written, wins=wins, reason=note or reason
     )

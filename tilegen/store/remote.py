@@ -115,7 +115,10 @@ def _get(url: str, path: str, limit: int) -> tuple[bytes | None, str]:
                 raise InvalidRecord(f"expected at most {limit} bytes, found {file.size}")
             data: bytes = file.read(limit + 1)
             details = getattr(file, "details", None) or {}
-    except (FileNotFoundError, NotADirectoryError):
+    except (FileNotFoundError, NotADirectoryError) as error:
+        cause = error.__cause__
+        if options and cause is not None and not isinstance(cause, FileNotFoundError):
+            raise cause from None  # fsspec finds nothing where no HTTP server is, either
         return None, ""
     return within(data, limit), str(details.get("ETag", ""))
 
