@@ -1,0 +1,401 @@
+"""What making a mask costs, beside FlexAttention's `create_block_mask`: time and memory.
+
+    python -m benchmarks.mask_creation
+
+Every mask is made by tilegen, by FlexAttention, and by FlexAttention compiled, at 4k to 1M tokens,
+in tiles of 128 x 128 and for both directions, as training needs them. Each provider of a mask runs
+in a process of its own with limits on time and memory; a length that does not fit is written with
+its status, and so are longer ones. Live tiles are counted, and differing counts are an error. Rows
+go to benchmarks/results/<gpu or cpu>/mask_creation.csv. Device: the GPU where there is one, else
+one core.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import typer
+
+from benchmarks.environment import ROOT, Environment, environment, gpu_folder, has_gpu
+from benchmarks.rows import Status, append, with_environment
+
+Provider = Literal["tilegen", "flex", "flex-compiled"]
+LENGTHS = (4096, 16_384, 65_536, 262_144, 1_048_576)
+TILE = 128
+REPEATS = 5
+SLOW_MS = 1000
+"""What takes longer is done once more only."""
+WINDOW = 4096
+DOCUMENT = 2000
+"""Longest document; the shortest are single tokens."""
+LAYOUT_BLOCK = 64
+LIVE_BLOCKS = 16
+"""Of a row of the layout, on average."""
+STEP = 4
+GRID_WIDTH = 128
+RADIUS = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Creation:
+    """What making one mask once more costs."""
+
+    status: Status = "ok"
+    first_ms: float | None = None
+    """The first time at this length, with all that is loaded, solved or compiled on the way."""
+    median_ms: float | None = None
+    """Of later times, with nothing kept from earlier ones."""
+    mask_bytes: int | None = None
+    """What a mask holds besides the tensors it is made of."""
+    peak_bytes: int | None = None
+    """Largest memory in use while it is made again, beyond that before. On a CPU, what the process
+    has not given back is not seen: coarse below some megabytes."""
+    live_tiles: int | None = None
+    """Empty where no count is needed."""
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CreationRow(Environment, Creation):
+    """One length of one mask, made by one provider."""
+
+    mask: str
+    provider: str
+    seqlen: int
+    form: str
+    """What the mask is then: closed form, lists, or a BlockMask."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """A mask as a provider holds it."""
+
+    bytes: int
+    live_tiles: int | None
+
+
+@dataclass(frozen=True)
+class Case:
+    """One mask in both languages; both functions take the captured tensor, None without one."""
+
+    name: str
+    expression: Callable[[], Any]
+    """A SymPy predicate; look-ups are of t0."""
+    mask_mod: Callable[[Any], Callable[..., Any]]
+    captured: Callable[[int], Any] = lambda seqlen: None
+    """Return the tensor that a mask of this length captures, on the CPU."""
+    is_closed: bool = False
+    """Whether tilegen needs no lists, only ranges in closed form."""
+
+
+def cases() -> dict[str, Case]:
+    """Return the masks by name."""
+    import sympy
+    import torch
+
+    from tilegen.masks.symbols import K, Lookup, Q, captured_name
+
+    def documents(seqlen: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        lengths = torch.randint(1, DOCUMENT, (2 * seqlen // DOCUMENT + 9,), generator=generator)
+        lengths = torch.cat([lengths, torch.tensor([seqlen])])
+        return torch.repeat_interleave(lengths)[:seqlen].int()
+
+    def interleaved(seqlen: int) -> torch.Tensor:
+        documents = max(1, 2 * seqlen // DOCUMENT)
+        return torch.randint(documents, (seqlen,), generator=torch.Generator().manual_seed(0)).int()
+
+    def layout(seqlen: int) -> torch.Tensor:
+        blocks = seqlen // LAYOUT_BLOCK
+        chosen = torch.randint(
+            blocks, (blocks, LIVE_BLOCKS), generator=torch.Generator().manual_seed(0)
+        )
+        return torch.zeros(blocks, blocks, dtype=torch.bool).scatter_(1, chosen, True)
+
+    def same_document(ids: Any) -> Callable[..., Any]:
+        return lambda b, h, q, k: (q >= k) & (ids[q] == ids[k])
+
+    ids, blocks = captured_name(0, "int"), captured_name(0, "bool")
+    q_block, k_block = (sympy.floor(index / LAYOUT_BLOCK) for index in (Q, K))
+    apart = sympy.floor(Q / GRID_WIDTH) - sympy.floor(K / GRID_WIDTH)
+    aside = sympy.Mod(Q, GRID_WIDTH) - sympy.Mod(K, GRID_WIDTH)
+    in_document = (K <= Q) & sympy.Eq(Lookup(ids, Q), Lookup(ids, K))
+    listed = [
+        Case(
+            "causal window",
+            lambda: (K <= Q) & (Q - K < WINDOW),
+            lambda _: lambda b, h, q, k: (q >= k) & (q - k < WINDOW),
+            is_closed=True,
+        ),
+        Case("documents", lambda: in_document, same_document, documents),
+        Case("documents, interleaved", lambda: in_document, same_document, interleaved),
+        Case(
+            "block sparse",
+            lambda: sympy.Ne(Lookup(blocks, q_block, k_block), 0),
+            lambda layout: lambda b, h, q, k: layout[q // LAYOUT_BLOCK, k // LAYOUT_BLOCK],
+            layout,
+        ),
+        Case(
+            "dilated window",
+            lambda: (K <= Q) & (Q - K < WINDOW) & sympy.Eq(sympy.Mod(Q - K, STEP), 0),
+            lambda _: lambda b, h, q, k: (q >= k) & (q - k < WINDOW) & ((q - k) % STEP == 0),
+        ),
+        Case(
+            "2-D neighborhood",
+            lambda: (sympy.Abs(apart) <= RADIUS) & (sympy.Abs(aside) <= RADIUS),
+            lambda _: (
+                lambda b, h, q, k: (
+                    ((q // GRID_WIDTH - k // GRID_WIDTH).abs() <= RADIUS)
+                    & ((q % GRID_WIDTH - k % GRID_WIDTH).abs() <= RADIUS)
+                )
+            ),
+        ),
+    ]
+    return {case.name: case for case in listed}
+
+
+def maker(case: Case, provider: Provider, seqlen: int, device: str) -> Callable[[], Made]:
+    """Return a function that makes the mask anew."""
+    captured = case.captured(seqlen)
+    captured = captured if captured is None else captured.to(device)
+    if provider == "tilegen":
+        return _closed_form() if case.is_closed else _lists(case, captured, seqlen, device)
+    return _block_mask(case.mask_mod(captured), seqlen, device, provider == "flex-compiled")
+
+
+def form(case: Case, provider: Provider) -> str:
+    """Return what a provider's mask is."""
+    if provider != "tilegen":
+        return "BlockMask"
+    return "closed form" if case.is_closed else "lists"
+
+
+def _closed_form() -> Callable[[], Made]:
+    from tilegen.masks import compiler, sliding_window
+
+    kept = [one for one in vars(compiler).values() if hasattr(one, "cache_clear")]
+
+    def make() -> Made:
+        for one in kept:
+            one.cache_clear()
+        for side in ("rows", "columns"):
+            compiler.stream_bounds(sliding_window(WINDOW - 1, 0), side)
+        return Made(bytes=0, live_tiles=None)  # expressions, compiled into the kernel
+
+    return make
+
+
+def _lists(case: Case, captured: Any, seqlen: int, device: str) -> Callable[[], Made]:
+    from tilegen.masks.tile_lists import build
+
+    def make() -> Made:
+        rows, columns = build(
+            case.expression(),
+            [] if captured is None else [captured],
+            batch=1,
+            heads=1,
+            seqlen_q=seqlen,
+            seqlen_kv=seqlen,
+            block_m=TILE,
+            block_n=TILE,
+            device=device,
+        )
+        return Made(bytes=rows.bytes + columns.bytes, live_tiles=rows.visited_tiles)
+
+    return make
+
+
+def _block_mask(
+    mask_mod: Callable[..., Any], seqlen: int, device: str, is_compiled: bool
+) -> Callable[[], Made]:
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    def make() -> Made:
+        mask = create_block_mask(
+            mask_mod,
+            None,
+            None,
+            seqlen,
+            seqlen,
+            device=device,
+            BLOCK_SIZE=TILE,
+            _compile=is_compiled,
+        )
+        tensors = [one for one in vars(mask).values() if isinstance(one, torch.Tensor)]
+        live = int(mask.kv_num_blocks.sum())
+        if mask.full_kv_num_blocks is not None:
+            live += int(mask.full_kv_num_blocks.sum())
+        return Made(bytes=sum(one.nbytes for one in tensors), live_tiles=live)
+
+    return make
+
+
+def measure(case: Case, provider: Provider, seqlen: int, device: str) -> Creation:
+    """Return what it costs here to make a mask, or why it could not be made."""
+    import torch
+
+    def run() -> tuple[float, Made]:
+        if device == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        made = make()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        return 1e3 * (time.perf_counter() - start), made
+
+    try:
+        make = maker(case, provider, seqlen, device)
+        first, made = run()
+        before = _memory(device, reset=True)
+        times = [run()[0]]
+        times += [run()[0] for _ in range(REPEATS - 1 if times[0] < SLOW_MS else 0)]
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        return Creation(status="out_of_memory", detail=_line(error))
+    except Exception as error:  # whatever a library raises is a row
+        status = "out_of_memory" if "allocate memory" in str(error) else "build_failed"
+        return Creation(status=status, detail=_line(error))
+    return Creation(
+        first_ms=first,
+        median_ms=statistics.median(times),
+        mask_bytes=made.bytes,
+        peak_bytes=max(0, _memory(device) - before),
+        live_tiles=made.live_tiles,
+    )
+
+
+def _memory(device: str, *, reset: bool = False) -> int:
+    """Return the most bytes in use since the last reset: of this process, or on the GPU."""
+    import torch
+
+    if device == "cuda":
+        if reset:
+            torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.max_memory_allocated()
+    if reset:
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: the peak starts from now
+    status = Path("/proc/self/status").read_text().splitlines()
+    (peak,) = (line for line in status if line.startswith("VmHWM"))
+    return 1024 * int(peak.split()[1])
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+
+
+def _serve(name: str, provider: Provider, lengths: list[int], gib: float, out: Connection) -> None:
+    """Send a Creation for one length after the other."""
+    import torch
+
+    torch.set_num_threads(1)  # or threads wait for each other on a machine that others use
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    case = cases()[name]
+    if device == "cpu":
+        limit = int(gib * 2**30)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    for seqlen in lengths:
+        out.send(measure(case, provider, seqlen, device))
+
+
+def creations(
+    name: str, provider: Provider, lengths: list[int], *, seconds: float, gib: float
+) -> Iterator[tuple[int, Creation]]:
+    """Yield what each length costs, measured in a process of its own, within limits.
+
+    After one that did not work, longer ones are not tried.
+    """
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_serve, args=(name, provider, lengths, gib, there))
+    process.start()
+    there.close()
+    failed: Creation | None = None
+    try:
+        for seqlen in lengths:
+            if failed is None:
+                creation = _received(here, seconds)
+                if creation.status != "ok":
+                    failed = replace(creation, detail=f"not tried: {seqlen} did not work")
+            else:
+                creation = failed
+            yield seqlen, creation
+    finally:
+        process.kill()
+        process.join()
+
+
+def _received(connection: Connection, seconds: float) -> Creation:
+    if not connection.poll(seconds):
+        return Creation(status="unmeasured", detail=f"not done after {seconds:g} s")
+    try:
+        return connection.recv()
+    except EOFError:
+        return Creation(status="out_of_memory", detail="the process was ended")
+
+
+def main(
+    mask: Annotated[list[str] | None, typer.Option(help="Repeatable; all by default.")] = None,
+    longest: Annotated[int, typer.Option(help="Longest sequence.")] = LENGTHS[-1],
+    seconds: Annotated[float, typer.Option(help="Limit for one length, repeats included.")] = 60,
+    gib: Annotated[float, typer.Option(help="Limit on the memory of a process on a CPU.")] = 8,
+    out: Annotated[Path | None, typer.Option(help="Result file; replaced.")] = None,
+) -> None:
+    """Make masks in tilegen and in FlexAttention, and write down what each costs.
+
+    Example: python -m benchmarks.mask_creation --mask documents
+    """
+    path = out or ROOT / "benchmarks" / "results" / gpu_folder() / "mask_creation.csv"
+    lengths = [length for length in LENGTHS if length <= longest]
+    counts: dict[tuple[str, int], int] = {}
+    here = environment()
+    path.unlink(missing_ok=True)
+    print(f"{here.gpu}: limits {seconds:g} s" + ("" if has_gpu() else f", {gib:g} GiB"))
+    for case in cases().values():
+        if mask and case.name not in mask:
+            continue
+        for provider in get_args(Provider):
+            for seqlen, creation in creations(
+                case.name, provider, lengths, seconds=seconds, gib=gib
+            ):
+                live = creation.live_tiles
+                if live is not None and counts.setdefault((case.name, seqlen), live) != live:
+                    expected = counts[case.name, seqlen]
+                    creation = replace(
+                        creation, status="wrong", detail=f"expected {expected} live tiles"
+                    )
+                row = with_environment(
+                    CreationRow,
+                    here,
+                    mask=case.name,
+                    provider=provider,
+                    seqlen=seqlen,
+                    form=form(case, provider),
+                    **{one.name: getattr(creation, one.name) for one in fields(Creation)},
+                )
+                append(path, row)
+                print(_shown(row), flush=True)
+    print(f"written to {path}")
+
+
+def _shown(row: CreationRow) -> str:
+    head = f"{row.mask:22} {row.seqlen:8} {row.provider:13}"
+    if row.median_ms is None:
+        return f"{head} {row.status}: {row.detail}"
+    return (
+        f"{head} {row.median_ms:10.3f} ms  first {row.first_ms:10.3f} ms"
+        f"  {row.mask_bytes:11} bytes  peak {row.peak_bytes:11}  {row.status} {row.detail}"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(typer.run(main))
