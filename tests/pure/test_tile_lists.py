@@ -252,10 +252,11 @@ SHAPES = st.builds(
     seed=st.integers(0, 5),
     is_sorted=st.booleans(),
     chunk_bytes=st.sampled_from([1, 5000, tile_classes.CHUNK_BYTES]),
+    first_squares=st.sampled_from([1, 20, tile_classes.FIRST_SQUARES]),
 )
 @settings(max_examples=150, deadline=None, phases=[Phase.generate])
 def test_random_predicates(
-    keep: Any, shape: Shape, seed: int, is_sorted: bool, chunk_bytes: int
+    keep: Any, shape: Shape, seed: int, is_sorted: bool, chunk_bytes: int, first_squares: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(-2, 6, (30,), generator=generator, dtype=torch.int32)
@@ -267,7 +268,7 @@ def test_random_predicates(
         torch.randint(-8, 8, (17,), generator=generator) / 4,
         torch.tensor(7),
     ]
-    with mock.patch.object(tile_classes, "CHUNK_BYTES", chunk_bytes):
+    with mock.patch.multiple(tile_classes, CHUNK_BYTES=chunk_bytes, FIRST_SQUARES=first_squares):
         check(keep, captured, shape)
 
 

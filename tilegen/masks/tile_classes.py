@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import sympy
@@ -25,6 +26,8 @@ CHUNK_BYTES = 32 << 20
 """Of temporary memory, about: tiles and pairs are evaluated in chunks that need no more."""
 FAN = 8
 """A square of tiles is divided into FAN x FAN."""
+FIRST_SQUARES = 16_384
+"""Coarsest squares, about: fewer would take as long, for a GPU at least."""
 SAMPLES = 16
 """Pairs that an open tile is first looked at in."""
 
@@ -103,11 +106,9 @@ class _Classifier:
     def run(self) -> None:
         """Find the live tiles."""
         shape = self._shape
-        level = 0
-        while max(shape.rows, shape.columns) > FAN ** (level + 1):
-            level += 1
-        rows, columns = (-(-tiles // FAN**level) for tiles in (shape.rows, shape.columns))
-        sizes = (shape.batch * shape.heads, rows, columns)
+        level, sizes = 0, (shape.batch * shape.heads, shape.rows, shape.columns)
+        while prod(sizes) > FIRST_SQUARES and max(sizes[1:]) > 1:
+            level, sizes = level + 1, (sizes[0], -(-sizes[1] // FAN), -(-sizes[2] // FAN))
         axes = [torch.arange(size, device=self._device) for size in sizes]
         self._divide(torch.cartesian_prod(*axes).T, level)
 
