@@ -1,12 +1,43 @@
-"""Random masks and scores, as SymPy expressions: what property tests of expressions draw."""
+"""Random masks and scores, as SymPy expressions, and the small problem they are evaluated on."""
 
 from random import Random
 from typing import Any
 
 import sympy
+import torch
 
+from tilegen.masks.dense import evaluate
 from tilegen.masks.nodes import Sigmoid, Where
 from tilegen.masks.symbols import SEQLEN_KV, B, H, K, Lookup, Q, S, captured_name
+
+BATCH, HEADS, SEQLEN = 2, 3, 5
+B_IDX, H_IDX, Q_IDX, K_IDX = (
+    torch.arange(size).reshape([-1 if axis == i else 1 for axis in range(4)])
+    for i, size in enumerate((BATCH, HEADS, SEQLEN, SEQLEN))
+)
+SHAPE = (BATCH, HEADS, SEQLEN, SEQLEN)
+
+
+def value_of(expr: Any, captured: tuple[torch.Tensor, ...], s: torch.Tensor) -> torch.Tensor:
+    """Return a mask or a score at all pairs of the small problem."""
+    return evaluate(
+        expr,
+        captured,
+        b=B_IDX,
+        h=H_IDX,
+        q=Q_IDX,
+        k=K_IDX,
+        s=s,
+        seqlen_q=SEQLEN,
+        seqlen_kv=SEQLEN,
+    )
+
+
+def tensor(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Return random numbers in fp64 that require a gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+
 
 KINDS = ("float", "int", "bool")
 """What the captured tensors t0 (heads, 9), t1 (7,) and t2 (5,) hold."""
