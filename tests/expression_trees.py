@@ -40,7 +40,7 @@ def tensor(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 KINDS = ("float", "int", "bool")
-"""What the captured tensors t0 (heads, 9), t1 (7,) and t2 (5,) hold."""
+"""What the captured tensors t0 (heads, 10), t1 (7,) and t2 (5,) hold."""
 T0, T1, T2 = (captured_name(slot, kind) for slot, kind in enumerate(KINDS))
 
 NUMBERS = [-3, 2, 7, sympy.Rational(1, 3), sympy.Rational(-5, 2), 0.5, -1.75, 0.1]
@@ -82,8 +82,9 @@ def condition(random: Random, depth: int) -> Any:
 def score(random: Random, depth: int) -> Any:
     """Return a score whose values stay moderate."""
     if depth == 0:
+        # Column 5 is one that q - k never meets: equal elements would tie in minima.
         return random.choice(
-            [S, S, S * 1.5, Lookup(T0, H, Q - K), Lookup(T0, H, 4), Q, sympy.sympify(0.5), K]
+            [S, S, S * 1.5, Lookup(T0, H, Q - K), Lookup(T0, H, 5), Q, sympy.sympify(0.5), K]
         )
     one, other = score(random, depth - 1), score(random, random.randrange(depth))
     number = sympy.sympify(random.choice(NUMBERS))

@@ -143,7 +143,7 @@ def run(
 def test_triton_source_of_random_scores(random: Random, depth: int, seed: int) -> None:
     expr: Any = from_text(to_text(expression_trees.score(random, depth)), expression_trees.KINDS)
     keep: Any = expression_trees.condition(random, min(depth, 2))
-    captured = (tensor(HEADS, 9, seed=seed), torch.arange(7) % 5 - 2, torch.arange(5) % 3 == 0)
+    captured = (tensor(HEADS, 10, seed=seed), torch.arange(7) % 5 - 2, torch.arange(5) % 3 == 0)
     s = tensor(*SHAPE, seed=seed + 1).detach().float()
     exprs = {"out": expr, "change": derivative(expr, S), "keep": keep}
     statements, scope = run(exprs, captured, s)

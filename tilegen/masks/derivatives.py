@@ -91,20 +91,20 @@ def _check_index(lookup: Lookup, wanted: Collection[Lookup]) -> None:
 def derivative(expr: sympy.Expr, by: sympy.Symbol | Lookup) -> sympy.Expr:
     """Return the derivative of a score by s or by one element it reads. Raises Unsupported."""
     variable = sympy.Dummy("variable", real=True)
-    pieces = _Pieces(variable)
-    found = sympy.diff(pieces.smooth(expr.xreplace({by: variable})), variable)
+    pieces = _Pieces(by)
+    found = sympy.diff(pieces.smooth(expr).xreplace({by: variable}), variable)
     if found.has(sympy.Derivative, sympy.Subs):
         raise Unsupported(f"expected a score that SymPy can differentiate, got {to_text(expr)}")
-    found = found.xreplace(pieces.extremes).xreplace(pieces.constants)
-    return normalise(_select(found).xreplace({variable: by}))
+    found = found.xreplace({variable: by}).xreplace(pieces.extremes).xreplace(pieces.constants)
+    return normalise(_select(found))
 
 
 class _Pieces:
     """Replaces functions that SymPy would differentiate into distributions by equal ones."""
 
-    def __init__(self, variable: sympy.Dummy) -> None:
-        """`variable` is what the derivative is by."""
-        self._variable = variable
+    def __init__(self, by: sympy.Basic) -> None:
+        """`by` is what the derivative is by."""
+        self._by = by
         self.constants: dict[sympy.Basic, sympy.Basic] = {}
         """What is constant between jumps, by the symbol that stands for it."""
         self.extremes: dict[sympy.Basic, sympy.Basic] = {}
@@ -112,7 +112,7 @@ class _Pieces:
 
     def smooth(self, expr: sympy.Basic) -> sympy.Basic:
         """Return an expression equal around most points."""
-        if not expr.args or not expr.has(self._variable):
+        if not expr.args or not expr.has(self._by):
             return expr
         match expr:
             case sympy.floor() | sympy.sign() | sympy.Mod():

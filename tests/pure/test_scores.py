@@ -1,0 +1,239 @@
+"""Scores: constructors, composition, and derivatives against autograd."""
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests import expression_trees
+from tests.expression_trees import (
+    B_IDX,
+    BATCH,
+    H_IDX,
+    HEADS,
+    K_IDX,
+    Q_IDX,
+    SEQLEN,
+    SHAPE,
+    tensor,
+    value_of,
+)
+from tilegen.errors import InvalidProblem, Unsupported
+from tilegen.masks.dense import evaluate
+from tilegen.masks.derivatives import derivative, differentiate
+from tilegen.masks.expression import from_text, to_text
+from tilegen.masks.score import (
+    Score,
+    alibi,
+    bias,
+    relative_bias,
+    score,
+    sinks,
+    softcap,
+    temperature,
+)
+from tilegen.masks.symbols import S
+
+SLOPES, TABLE, BIAS = tensor(HEADS), tensor(HEADS, 5), tensor(1, HEADS, 1, SEQLEN)
+SCORES: dict[str, tuple[Score, Callable[..., Any]]] = {
+    "softcap": (softcap(20), lambda s, b, h, q, k: 20 * torch.tanh(s / 20)),
+    "alibi": (alibi(SLOPES), lambda s, b, h, q, k: s + SLOPES[h] * (k - q)),
+    "temperature": (temperature(SLOPES), lambda s, b, h, q, k: s / SLOPES[h]),
+    "relative_bias": (
+        relative_bias(TABLE),
+        lambda s, b, h, q, k: s + TABLE[h, (k - q).clamp(-2, 2) + 2],
+    ),
+    "shared_relative_bias": (
+        relative_bias(TABLE[0]),
+        lambda s, b, h, q, k: s + TABLE[0][(k - q).clamp(-2, 2) + 2],
+    ),
+    "bias": (bias(BIAS), lambda s, b, h, q, k: s + BIAS[0, h, 0, k]),
+    "small_bias": (bias(BIAS[0, :, 0]), lambda s, b, h, q, k: s + BIAS[0, q % 3, 0, k]),
+    "identity": (Score(), lambda s, b, h, q, k: s),
+    "composed": (
+        alibi(SLOPES).then(softcap(3)).then(bias(BIAS)).then(temperature(SLOPES)),
+        lambda s, b, h, q, k: (
+            (3 * torch.tanh((s + SLOPES[h] * (k - q)) / 3) + BIAS[0, h, 0, k]) / SLOPES[h]
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_scores_are_what_their_formulas_say(name: str) -> None:
+    made, formula = SCORES[name]
+    assert to_text(made.expression()) == made.text
+    s = tensor(*SHAPE)
+    if name == "small_bias":  # its rows are the heads of BIAS
+        s = tensor(BATCH, HEADS, 3, SEQLEN)
+        found = evaluate(
+            made.expression(),
+            made.captured,
+            b=B_IDX,
+            h=H_IDX,
+            q=Q_IDX[:, :, :3],
+            k=K_IDX,
+            s=s,
+            seqlen_q=3,
+            seqlen_kv=SEQLEN,
+        )
+        expected = formula(s, B_IDX, H_IDX, Q_IDX[:, :, :3], K_IDX)
+    else:
+        found = value_of(made.expression(), made.captured, s)
+        expected = formula(s, B_IDX, H_IDX, Q_IDX, K_IDX)
+    torch.testing.assert_close(found.expand(expected.shape), expected)
+
+
+def test_scores_are_values() -> None:
+    assert softcap(20) == softcap(20.0)
+    assert hash(softcap(20)) == hash(softcap(20.0))
+    assert softcap(20) != softcap(30)
+    assert alibi(SLOPES) == alibi(SLOPES)
+    assert alibi(SLOPES) != alibi(SLOPES.detach().clone())
+    assert sinks(SLOPES) != Score()
+    assert sinks(SLOPES) == sinks(SLOPES)
+    assert alibi(SLOPES) == score(lambda s, b, h, q, k: s + SLOPES[h] * (k - q))
+    assert alibi(SLOPES) != 3
+
+
+def test_equal_tensors_of_composed_scores_take_one_slot() -> None:
+    composed = alibi(SLOPES).then(temperature(SLOPES))
+    assert composed.captured == (SLOPES,)
+    assert composed.kinds == ("float",)
+    assert [id(t) for t in alibi(TABLE[0]).then(alibi(SLOPES)).captured][1:] == [id(SLOPES)]
+
+
+def test_sinks_stay_beside_the_expression() -> None:
+    composed = sinks(SLOPES).then(softcap(5))
+    assert composed.sink_logits is SLOPES
+    assert softcap(5).then(sinks(SLOPES)) == composed
+    assert composed.text == softcap(5).text
+    assert str(composed).endswith("with sinks")
+    with pytest.raises(InvalidProblem, match="two"):
+        composed.then(sinks(SLOPES))
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: softcap(0), "positive cap, got 0"),
+        (lambda: softcap(math.inf), "got inf"),
+        (lambda: alibi(TABLE), "slopes to be floating with 1"),
+        (lambda: alibi(torch.arange(3)), "int64"),
+        (lambda: relative_bias(TABLE[:, :4]), "odd number"),
+        (lambda: bias(torch.zeros(())), "bias"),
+        (lambda: sinks(TABLE), "sinks"),
+        (lambda: Score("s+t0[h]").expression(), "t0"),
+    ],
+)
+def test_wrong_arguments_are_named(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(InvalidProblem, match=message):
+        make()
+
+
+def test_importing_scores_loads_no_sympy() -> None:
+    program = (
+        "import sys, tilegen.masks.score as m; m.softcap(3); hash(m.Score());"
+        "assert 'sympy' not in sys.modules and 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def gradients(made: Score, s: torch.Tensor, dout: torch.Tensor) -> list[torch.Tensor]:
+    """Return the gradients of s and of the captured tensors, from symbolic derivatives."""
+    found = differentiate(made)
+    sums = [torch.zeros_like(t, dtype=torch.float64) for t in made.captured]
+    for part in found.by_lookup:
+        index: list[torch.Tensor] = []
+        target = sums[part.slot]
+        change = (value_of(part.derivative, made.captured, s) * dout).expand(SHAPE).clone()
+        for size, expr in zip(target.shape, part.lookup.args[1:], strict=True):
+            at = value_of(expr, made.captured, s).long().expand(SHAPE)
+            at = torch.where(at < 0, at + size, at)
+            change[(at < 0) | (at >= size)] = 0
+            index.append(at.clamp(0, size - 1))
+        target.index_put_(tuple(index), change, accumulate=True)
+    return [value_of(found.by_score, made.captured, s).expand(SHAPE) * dout, *sums]
+
+
+def check_gradients(made: Score, seed: int) -> None:
+    s, dout = tensor(*SHAPE, seed=seed), tensor(*SHAPE, seed=seed + 1).detach()
+    for t in made.captured:
+        t.grad = None
+    wanted = [s, *(t for t in made.captured if t.requires_grad)]
+    out = value_of(made.expression(), made.captured, s).expand(SHAPE)
+    expected = torch.autograd.grad((out * dout).sum() + 0 * s.sum(), wanted, allow_unused=True)
+    found = gradients(made, s.detach(), dout)
+    kept = [g for g, t in zip(found, (s, *made.captured), strict=True) if t.requires_grad or t is s]
+    for one, other in zip(kept, expected, strict=True):
+        other = torch.zeros_like(one) if other is None else other
+        torch.testing.assert_close(one.detach(), other, rtol=1e-7, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", SCORES.keys() - {"small_bias"})
+def test_derivatives_of_usual_scores_equal_autograd(name: str) -> None:
+    made, formula = SCORES[name]
+    check_gradients(made, 3)
+    check_gradients(score(formula), 4)
+
+
+@given(st.randoms(use_true_random=False), st.integers(1, 3), st.integers(0, 1000))
+@settings(max_examples=60, deadline=None)
+def test_derivatives_of_random_scores_equal_autograd(random: Random, depth: int, seed: int) -> None:
+    expr = expression_trees.score(random, depth)
+    captured = (
+        tensor(HEADS, 10, seed=seed),
+        torch.arange(7) % 5 - 2,
+        torch.arange(5) % 3 == 0,
+    )
+    check_gradients(Score(to_text(expr), captured), seed)
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("s**2", "2*s"),
+        ("abs(s)", "sign(s)"),
+        ("max(0,s)", "where(0<=s,1,0)"),
+        ("min(max(s,-2),3)", "where(max(-2,s)<=3,where(-2<=s,1,0),0)"),
+        ("max(s,t0[h])", "where(s<=t0[h],0,1)"),
+        ("where(k<=q,s,-inf)", "where(k<=q,1,0)"),
+        ("where(k<=q,s,-inf)**2", "where(k<=q,2*where(k<=q,s,-inf),0)"),
+        ("s//1+sign(s)", "0"),
+        ("tanh(s)", "1-tanh(s)**2"),
+        ("sigmoid(s)", "sigmoid(-s)*sigmoid(s)"),
+        ("s*t0[h]", "t0[h]"),
+    ],
+)
+def test_derivatives_by_the_score(text: str, expected: str) -> None:
+    found = to_text(derivative(from_text(text, ["float"]), S))
+    choices = {expected, expected.replace("where(s<=t0[h],0,1)", "where(t0[h]<=s,1,0)")}
+    assert found in choices
+
+
+def test_derivatives_name_the_lookups_and_their_parts() -> None:
+    made = relative_bias(TABLE).then(temperature(SLOPES))
+    found = differentiate(made)
+    assert [(part.slot, part.index_parts) for part in found.by_lookup] == [
+        (0, {"h", "q", "k"}),
+        (1, {"h"}),
+    ]
+    assert to_text(found.by_lookup[0].derivative) == "1/t1[h]"
+    assert to_text(found.by_score) == "1/t1[h]"
+    assert differentiate(made, slots=()).by_lookup == ()
+    assert differentiate(alibi(SLOPES.detach())).by_lookup == ()
+    assert len(differentiate(alibi(SLOPES.detach()), slots=(0,)).by_lookup) == 1
+
+
+def test_what_has_no_derivative_is_named() -> None:
+    with pytest.raises(Unsupported, match=r"s//1\) in t0\["):
+        differentiate(score(lambda s, b, h, q, k: s + SLOPES[s.to(torch.int64)]))
+    with pytest.raises(Unsupported, match=r"t0\[h\] in t1\[\(2\*t0\[h\]\)//1\]; pass it detached"):
+        differentiate(score(lambda s, b, h, q, k: s + BIAS[0, 0, 0][torch.floor(2 * SLOPES[h])]))
