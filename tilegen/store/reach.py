@@ -35,8 +35,9 @@ _down: dict[str, tuple[float, str]] = {}
 def ask(
     url: str, request: Callable[[], T], *, seconds: float | None = None, again: bool = False
 ) -> T:
-    """Return `request()`, which talks to `url`, within `seconds`. Raises Unreachable, also at once for a place that
-    did not answer a moment ago, unless `again`; errors of tilegen's own pass through."""
+    """Return `request()`, which talks to `url`, within `seconds`. Raises Unreachable, also at once
+    for a place that did not answer a moment ago, unless `again`; errors of tilegen's own pass
+    through."""
     if not again and (trouble := _trouble(url)):
         raise Unreachable(trouble)
     seconds = ANSWER_SECONDS if seconds is None else seconds

@@ -106,7 +106,18 @@ def update(url: str, path: str, change: Change, limit: int) -> str:
 def _get(url: str, path: str, limit: int) -> tuple[bytes | None, str]:
     """Return what is there (None: nothing) and its tag. Raises InvalidRecord, and what fsspec
     raises."""
+    for _ in range(TRIES):
+        try:
+            return _get_once(url, path, limit)
+        except OSError as error:
+            if error.errno != errno.EBUSY:  # s3fs's for: replaced between its two requests
+                raise
+    raise TimeoutError(f"{path} was replaced {TRIES} times while it was read")
+
+
+def _get_once(url: str, path: str, limit: int) -> tuple[bytes | None, str]:
     fs, root = _open(url)
+    fs.invalidate_cache()  # of listings: others write meanwhile
     # Without blocks HTTP is read as a stream, of any server, and never beyond what is asked for.
     options = {"block_size": 0} if _protocol(url).startswith("http") else {}
     try:

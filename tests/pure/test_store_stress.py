@@ -1,0 +1,75 @@
+"""64 processes write and read one store, a third of them is killed: nothing is lost or torn."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.servers import s3_server
+from tests.store_stress import KEYS, PROCESSES, finding
+from tilegen.store import Location, list_records, places, record_path
+from tilegen.store.election import join
+from tilegen.store.trials import trials_path
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    with s3_server() as environment:
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        import fsspec
+
+        fs, _ = fsspec.url_to_fs("s3://store")
+        fs.mkdir("store")
+        yield "s3://store/team"
+
+
+@pytest.mark.parametrize(
+    "kind", ["folder", "network folder", pytest.param("s3", marks=pytest.mark.slow)]
+)
+def test_killed_writers_lose_nothing(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path / "mine"))
+    url = {"folder": str(tmp_path / "store"), "network folder": f"file://{tmp_path}/store"}.get(
+        kind
+    ) or request.getfixturevalue("s3")
+    (tmp_path / "logs").mkdir()
+    steps = 4 if kind == "s3" else 8
+    result = subprocess.run(
+        [sys.executable, "-m", "tests.store_stress", url, str(tmp_path / "logs"), str(steps)],
+        cwd=ROOT,
+        env=dict(os.environ),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+    assert result.returncode == 0, result.stderr
+    told: dict[str, Any] = json.loads(result.stdout)
+    assert told["trouble"] == []
+    assert told["saves"] > steps * (PROCESSES - PROCESSES // 3)
+
+    where = Location(url, "own" if kind == "folder" else "shared")
+    listed = {one.name: one for one in list_records([where])}
+    assert [one.trouble for one in listed.values() if one.trouble] == [], "no torn file"
+    for text, step in told["last"].items():
+        key, process = map(int, text.split())
+        there = listed[str(record_path("h200", "fwd", KEYS[key]))].record
+        assert there is not None
+        (mine,) = (one for one in there.findings if one.source == f"{process:04x}")
+        # A killed writer may have put one more than it lived to tell of.
+        assert mine.trials in (step, step + 2), "the last finding that was acknowledged"
+        assert mine.measurement.median_us == finding(process, key, mine.trials)["us"]
+        assert join([there]) == there, "the winner is in front"
+    there = b"".join(places.read_trials(where, trials_path("h200", "fwd", key)) for key in KEYS)
+    assert set(told["trials"]) <= {json.loads(line)["seconds"] for line in there.splitlines()}
