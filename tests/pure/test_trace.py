@@ -85,6 +85,7 @@ MASKS: dict[str, Callable[..., Any]] = {
     "block_diffusion": block_diffusion,
     "dilated": lambda b, h, q, k: ((q - k) % 3 == 0) & (q >= k),
     "negative_modulus": lambda b, h, q, k: (k - q) % -4 + (k - q) // -3 > 0,
+    "floor": lambda b, h, q, k: ((q - k) // 3 == (k - 4) // -2) | ((q - k) % 3 == (k - 4) % -2),
     "head_window": lambda b, h, q, k: (q - k).abs() < h * 2 + 1,
     "scalar": lambda b, h, q, k: q - k <= WINDOW,
     "reversed": lambda b, h, q, k: (WINDOW > q - k) & (3 < k + 2) & (WINDOW - q < 2 * WINDOW),  # noqa: SIM300
@@ -232,6 +233,17 @@ def test_a_tensor_takes_one_slot_and_unread_ones_none() -> None:
     assert traced.captured[0] is SLOPES
     assert traced.captured[3] is TEMPERATURE
     assert to_text(traced.expr) == "s+t0[h]+t0[h]*t3[()]+t1[q]*t2[()]"
+
+
+def test_an_index_out_of_range_reads_zero() -> None:
+    values = torch.tensor([5, 6, 7])
+    traced = trace_score(lambda s, b, h, q, k: values[q - 5] + 0.5 * IS_PREFIX[k + 3])
+    b, h, q, k = GRID
+    found = evaluate(
+        traced.expr, traced.captured, b=b, h=h, q=q, k=k, s=SCORES, seqlen_q=11, seqlen_kv=13
+    )
+    rows = torch.tensor([0, 0, 5, 6, 7, 5, 6, 7, 0, 0, 0])
+    assert torch.equal(found[0, 0], rows[:, None] + 0.5 * (torch.arange(13) + 3 < 5).double())
 
 
 def test_rows_may_be_indexed_first() -> None:
