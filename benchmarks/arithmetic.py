@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from benchmarks.workloads import Direction
 from tilegen.device import GpuSpec
-from tilegen.masks.compiler import tile_ranges
+from tilegen.masks.tiles import tile_ranges
 from tilegen.problem import AttentionProblem
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,7 +58,10 @@ def compile_for(rendered: RenderedKernel, arch: str) -> CompiledKernel:
     # As the launcher specialises pointers, so that what is compiled here is found in Triton's
     # cache.
     divisible = [["tt.divisibility", 16]] if rendered.aligned else []
-    pointers = [i for i, (_, type_) in enumerate(rendered.signature) if type_.startswith("*")]
+    # They come first; what a mask reads comes last and is not specialised.
+    pointers = [
+        i for i, _ in enumerate(takewhile(lambda one: one[1].startswith("*"), rendered.signature))
+    ]
     source = ASTSource(
         fn=function,
         signature=dict(rendered.signature),

@@ -23,6 +23,7 @@ from tilegen.disk import log, say_once
 from tilegen.emitted import is_aligned, load_kernel, template_digest
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.families import Direction, kernels_of
+from tilegen.masks.binding import BoundKernel, Shape, tensors_of
 from tilegen.masks.mask import Mask, full
 from tilegen.measure import DeviceLost
 from tilegen.problem import AttentionProblem, DType
@@ -90,7 +91,7 @@ def attention(
         factor = plan.default_scale if scale is None else _checked_scale(scale)
         if factor < 0:  # kernels take a row's maximum before scaling: the scale must keep the order
             q, factor = -q, -factor
-        out, lse = plan.run(q, k, v, factor)
+        out, lse = plan.run(q, k, v, factor, mask or _FULL)
     except TilegenError as error:
         raise type(error)(f"{error}; the call was {_describe(q, k, v, mask, scale)}") from None
     return (out, lse) if return_lse else out
@@ -100,7 +101,7 @@ def attention(
 class Plan:
     """How calls of one kind are computed."""
 
-    run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[Any, Any]]
+    run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, Mask], tuple[Any, Any]]
     default_scale: float
 
 
@@ -171,7 +172,7 @@ def _key(q: Any, k: Any, v: Any, mask: Any) -> Any:
             *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
             *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
             (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16,
-            mask,
+            mask and mask.stand_in,
         )
     except (AttributeError, RuntimeError):  # RuntimeError: sparse, nested and such
         names = ", ".join(_kind(x) for x in (q, k, v))
@@ -193,7 +194,7 @@ def _new_plan(
             "CPU tensors: computing with PyTorch; "
             "set TRITON_INTERPRET=1 before Python starts to run the emitted kernels"
         )
-        plan = Plan(_torch_run(problem.mask), scale)
+        plan = Plan(_torch_run, scale)
     elif q.device.type in ("cpu", "cuda"):
         if q.device.type == "cpu":
             interpreter.repair_bfloat16()
@@ -237,7 +238,7 @@ def _problem(
         head_dim_qk=q.shape[3],
         head_dim_v=v.shape[3],
         dtype=_DTYPES[q.dtype],
-        mask=_FULL if mask is None else mask,
+        mask=_FULL if mask is None else mask.stand_in,
     )
 
 
@@ -262,16 +263,16 @@ def _kernel_run(
     kernels = _kernels(problem.bucket, tensors[0].device, all(map(is_aligned, tensors)))
 
     def run(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: Mask
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if any(copied):
             q, k, v = (
                 t.contiguous() if copy else t for t, copy in zip((q, k, v), copied, strict=True)
             )
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return _Attention.apply(q, k, v, scale, kernels)  # type: ignore[no-any-return]
+            return _Attention.apply(q, k, v, scale, mask, kernels)  # type: ignore[no-any-return]
         with kernels.on_device():
-            return kernels.forward(q, k, v, scale)
+            return kernels.forward(q, k, v, scale, mask)
 
     return run
 
@@ -284,13 +285,13 @@ class _Kernels:
         self._problem = problem
         self._device = device
         self.aligned = aligned
-        self._passes: dict[Direction, tuple[dict[Kernel, passes.Launch], int]] = {}
+        self._passes: dict[Direction, tuple[dict[Kernel, BoundKernel], int]] = {}
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: Mask
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (out, lse)."""
-        launches, panel_rows = self._passes.get("forward") or self._load("forward")
+        launches, panel_rows = self._launches("forward", mask, q, k)
         return passes.forward(launches, q, k, v, scale, panel_rows=panel_rows)
 
     def backward(
@@ -303,12 +304,13 @@ class _Kernels:
         dout: torch.Tensor,
         dlse: torch.Tensor | None,
         scale: float,
+        mask: Mask,
         *,
         wants_dq: bool,
         wants_dkdv: bool,
     ) -> tuple[Any, Any, Any]:
         """Return (dq, dk, dv); None for those not wanted."""
-        launches, panel_rows = self._passes.get("backward") or self._load("backward")
+        launches, panel_rows = self._launches("backward", mask, q, k)
         delta = launches["bwd_preprocess"](out, dout)
         if dlse is not None:  # d lse / d s = p, as if delta were smaller by dlse
             delta -= dlse
@@ -320,15 +322,26 @@ class _Kernels:
             wants_dkdv=wants_dkdv,
         )
 
-    def _load(self, direction: Direction) -> tuple[dict[Kernel, passes.Launch], int]:
+    def _launches(
+        self, direction: Direction, mask: Mask, q: torch.Tensor, k: torch.Tensor
+    ) -> tuple[dict[Kernel, passes.Launch], int]:
+        """Return the launches of a pass, given what the mask reads, and the rows of its panels."""
+        kernels, panel_rows = self._passes.get(direction) or self._load(direction)
+        shape = Shape.of(q, k)
+        given: dict[Kernel, passes.Launch] = {
+            name: one.given(mask, shape, self._device) for name, one in kernels.items()
+        }
+        return given, panel_rows
+
+    def _load(self, direction: Direction) -> tuple[dict[Kernel, BoundKernel], int]:
         """Choose and load the kernels of a pass; return them and the rows of its panels."""
         spec, may_tune = _spec(self._device), self._device.type == "cuda"
-        launches: dict[Kernel, passes.Launch] = {}
+        launches: dict[Kernel, BoundKernel] = {}
         for kernel in kernels_of(self._problem, spec, direction):
             config, origin = choose(self._problem, spec, kernel, may_tune=may_tune)
             log.debug("%s for '%s': %s, from %s", kernel, self._problem, config, origin)
             module = load_kernel(self._problem, config, kernel, aligned=self.aligned)
-            launches[kernel] = module.launch
+            launches[kernel] = BoundKernel(module.launch, self._problem.mask, kernel, config)
         loaded = launches, passes.rows_for(self._problem, spec, direction)
         self._passes[direction] = loaded
         return loaded
@@ -358,13 +371,19 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, kernels: _Kernels
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        mask: Mask,
+        kernels: _Kernels,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with kernels.on_device():
-            out, lse = kernels.forward(q, k, v, scale)
+            out, lse = kernels.forward(q, k, v, scale, mask)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.set_materialize_grads(False)
-        ctx.scale, ctx.kernels = scale, kernels
+        ctx.scale, ctx.mask, ctx.kernels = scale, mask, kernels
         return out, lse
 
     @staticmethod
@@ -380,24 +399,22 @@ class _Attention(torch.autograd.Function):
             dout = dout.clone(memory_format=torch.contiguous_format)
         with kernels.on_device():
             dq, dk, dv = kernels.backward(
-                *(q, k, v, out, lse, dout, dlse, ctx.scale),
+                *(q, k, v, out, lse, dout, dlse, ctx.scale, ctx.mask),
                 wants_dq=ctx.needs_input_grad[0],
                 wants_dkdv=ctx.needs_input_grad[1] or ctx.needs_input_grad[2],
             )
-        return dq, dk, dv, None, None
+        return dq, dk, dv, None, None, None
 
 
-def _torch_run(mask: Mask) -> Callable[..., tuple[Any, Any]]:
+def _torch_run(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: Mask
+) -> tuple[torch.Tensor, torch.Tensor]:
     from tilegen.reference import attention_reference
 
-    def run(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        # In fp32, as the kernels' accumulators are.
-        out, lse = attention_reference(q.float(), k.float(), v.float(), mask=mask, scale=scale)
-        return out.to(q.dtype), lse
-
-    return run
+    tensors_of(mask, Shape.of(q, k), q.device)  # which checks their sizes
+    # In fp32, as the kernels' accumulators are.
+    out, lse = attention_reference(q.float(), k.float(), v.float(), mask=mask, scale=scale)
+    return out.to(q.dtype), lse
 
 
 def _addressable(tensor: torch.Tensor) -> bool:

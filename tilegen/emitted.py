@@ -64,6 +64,7 @@ def representative(problem: AttentionProblem) -> AttentionProblem:
         num_heads_kv=1,
         seqlen_q=1024,
         seqlen_kv=1024,
+        mask=problem.mask.general,
     )
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, cast
 
 from tilegen.errors import InvalidProblem, Unsupported
-from tilegen.masks.mask import Mask, full, parse_mask
+from tilegen.masks.mask import Mask, full
+from tilegen.masks.notation import parse_mask
 
 DType = Literal["fp16", "bf16", "fp32"]
 DTYPE_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4}

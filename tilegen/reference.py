@@ -61,13 +61,25 @@ def make_inputs(
 
 
 def dense_mask(
-    mask: Mask, seqlen_q: int, seqlen_kv: int, device: str | torch.device = "cpu"
+    mask: Mask,
+    seqlen_q: int,
+    seqlen_kv: int,
+    device: str | torch.device = "cpu",
+    *,
+    batch: int = 1,
+    heads: int = 1,
 ) -> torch.Tensor:
-    """Return the mask as a bool tensor (seqlen_q, seqlen_kv): True where a pair is kept."""
+    """Return the mask as a bool tensor: True where a pair is kept.
+
+    Its shape is (seqlen_q, seqlen_kv) where that says all, else (1 or batch, 1 or heads, seqlen_q,
+    seqlen_kv).
+    """
+    b = torch.arange(batch, device=device)[:, None, None, None]
+    h = torch.arange(heads, device=device)[:, None, None]
     q = torch.arange(seqlen_q, device=device)[:, None]
     k = torch.arange(seqlen_kv, device=device)[None, :]
-    keep = torch.as_tensor(mask.keep(q, k, seqlen_q, seqlen_kv), device=device)
-    return keep.expand(seqlen_q, seqlen_kv)
+    keep = torch.as_tensor(mask.keep(q, k, seqlen_q, seqlen_kv, b, h), device=device)
+    return keep.expand(*keep.shape[:-2], seqlen_q, seqlen_kv)
 
 
 def attention_reference(
@@ -86,7 +98,7 @@ def attention_reference(
     factor: float = q.shape[-1] ** -0.5 if scale is None else scale
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    keep = dense_mask(mask or full(), q.shape[2], k.shape[2], q.device)
+    keep = _dense(mask or full(), q, k)
     scores = (q @ k.mT * factor).masked_fill(~keep, float("-inf"))
     lse = scores.logsumexp(-1)
     weights = (scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp()
@@ -102,11 +114,12 @@ def torch_attention(
     scale: float | None = None,
 ) -> torch.Tensor:
     """Return PyTorch's own out in the inputs' dtype; rows with nothing kept are 0."""
-    if mask is None or isinstance(mask, Full):
-        keep = None
-    else:
-        keep = dense_mask(mask, q.shape[2], k.shape[2], q.device)
+    keep = None if mask is None or isinstance(mask, Full) else _dense(mask, q, k)
     out = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, attn_mask=keep, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
     )
-    return out if keep is None else out.masked_fill(~keep.any(-1)[:, None], 0.0)
+    return out if keep is None else out.masked_fill(~keep.any(-1)[..., None], 0.0)
+
+
+def _dense(mask: Mask, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return dense_mask(mask, q.shape[2], k.shape[2], q.device, batch=q.shape[0], heads=q.shape[1])

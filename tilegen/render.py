@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import jinja2
-import sympy
 
 from tilegen import resources
 from tilegen.config import COLUMN_KERNELS, Kernel, TileConfig, check_config, head_dim_chunks
@@ -25,18 +24,9 @@ from tilegen.emitted import (
     rows_are_aligned,
     template_digest,
 )
-from tilegen.masks.compiler import (
-    FIRST,
-    LAST,
-    K,
-    Q,
-    Side,
-    predicate,
-    stream_bounds,
-    tile_ranges,
-)
-from tilegen.masks.mask import Mask
-from tilegen.masks.printer import to_triton
+from tilegen.masks.mask import Mask, Side
+from tilegen.masks.source import extras, keep_source, ranges_source
+from tilegen.masks.tiles import tile_ranges
 from tilegen.problem import AttentionProblem
 
 _TITLES: dict[Kernel, str] = {
@@ -51,6 +41,8 @@ _TITLES: dict[Kernel, str] = {
     "bwd_columns": "Attention backward, small cache: what a panel adds to dk or dv.",
     "bwd_rows": "Attention backward, small cache: dq of a panel of query rows.",
 }
+MAX_NAME = 60
+"""Letters that a mask may add to the name of a function."""
 _TRITON_DTYPES = {"fp16": "tl.float16", "bf16": "tl.bfloat16", "fp32": "tl.float32"}
 
 
@@ -77,18 +69,6 @@ class Slices:
     only_exists: str  # "" or ", mask=d_exists[None, :], other=0.0"
 
 
-@dataclass(frozen=True)
-class Ranges:
-    """Triton source of the streamed range, or None for a bound the mask does not have."""
-
-    live_lo: str
-    live_hi: str
-    nonempty: str | None
-    full_lo: str | None
-    full_hi: str
-    uses_last: bool
-
-
 def render(
     problem: AttentionProblem,
     config: TileConfig,
@@ -106,11 +86,12 @@ def render(
     if aligned is None:
         aligned = rows_are_aligned(problem)
     template = environment().get_template(f"attention_{kernel}.py.jinja")
+    whole, problem = problem, replace(problem, mask=problem.mask.general)
     context = _context(problem, config, kernel, aligned)
     source = re.sub(r"\n{4,}", "\n\n\n", template.render(context)).strip() + "\n"
     return RenderedKernel(
         kernel=kernel,
-        problem=problem,
+        problem=whole,
         config=config,
         aligned=aligned,
         digest=kernel_digest(problem, config, kernel, aligned),
@@ -139,6 +120,8 @@ def _context(
     side: Side = "columns" if kernel in COLUMN_KERNELS else "rows"
     unit = VECTOR_BYTES // problem.element_bytes if aligned else 1
     function = _function_name(problem, config, kernel)
+    ranges = ranges_source(problem.mask, side, in_panel=kernel == "bwd_columns")
+    keep = keep_source(problem.mask, side)
     return {
         "header": _header(problem, config, kernel, aligned, unit),
         "function": function,
@@ -156,9 +139,16 @@ def _context(
         "v_chunks": _chunks(problem.head_dim_v, "v"),
         "qk_dim": _slices("HEAD_DIM_QK", problem.head_dim_qk, config),
         "v_dim": _slices("HEAD_DIM_V", problem.head_dim_v, config),
-        "ranges": _ranges(problem.mask, side),
-        "heavy_last": kernel != "bwd_preprocess" and _heavy_last(problem.mask, side),
-        "keep": _keep(problem.mask),
+        "ranges": ranges,
+        "heavy_last": ranges.form != "lists"
+        and kernel != "bwd_preprocess"
+        and _heavy_last(problem.mask, side),
+        "keep": keep.atoms,
+        "keep_reads": keep.reads,
+        "per_head": side == "columns" and ranges.per_head,
+        "needs_head": keep.per_head,
+        "extras": extras(problem.mask, side),
+        "counts_tiles": kernel in ("fwd_scores", "bwd_scores", "bwd_columns"),
     }
 
 
@@ -192,6 +182,7 @@ def _function_name(problem: AttentionProblem, config: TileConfig, kernel: Kernel
     if kernel == "bwd_preprocess":
         return f"attention_{kernel}_d{problem.head_dim_v}_m{config.block_m}"
     mask = re.sub(r"[^a-z0-9]+", "_", problem.mask.notation.replace("-1", "inf")).strip("_")
+    mask = mask[:MAX_NAME].rstrip("_")
     slice_ = f"d{config.block_d}" if config.block_d else ""
     return f"attention_{kernel}_{dims}_{mask}_m{config.block_m}n{config.block_n}{slice_}"
 
@@ -207,6 +198,10 @@ def _signature(
     fp32 = {"lse_ptr", "delta_ptr", "maxima_ptr", "sums_ptr", "acc_ptr"}
 
     def triton_type(name: str) -> str:
+        if match := re.fullmatch(r"t(\d+)_ptr", name):
+            return {"bool": "*u8", "int": "*i32"}[problem.mask.values[int(match[1])].kind]
+        if name in ("tiles_ptr", "starts_ptr"):
+            return "*i32" if name == "tiles_ptr" else "*i64"
         if name.endswith("_ptr"):
             return "*fp32" if name in fp32 else f"*{problem.dtype}"
         return "fp32" if name.startswith(("softmax_scale", "factor")) else "i32"
@@ -245,37 +240,9 @@ def _slices(limit: str, head_dim: int, config: TileConfig) -> Slices:
     )
 
 
-def _ranges(mask: Mask, side: Side) -> Ranges:
-    bounds = stream_bounds(mask, side)
-    axis = "q" if side == "rows" else "k"
-    names = {FIRST: f"{axis}_first", LAST: f"{axis}_last"}
-    live, full = bounds.live, bounds.full
-    live_lo = to_triton(live.lo, names)
-    conditions = [f"({to_triton(guard, names)} >= 0)" for guard in live.guards]
-    if sympy.Lt(live.lo, live.hi) != True:  # noqa: E712 - SymPy's true
-        conditions.insert(0, "(0 < live_hi)" if live_lo == "0" else "(live_lo < live_hi)")
-    emitted = [live.lo, live.hi, full.lo, full.hi, *live.guards]
-    return Ranges(
-        live_lo=live_lo,
-        live_hi=to_triton(live.hi, names),
-        nonempty=" & ".join(conditions) or None,
-        full_lo=None if full.lo.is_infinite else to_triton(full.lo, names),
-        full_hi=to_triton(full.hi, names),
-        uses_last=any(expression.has(LAST) for expression in emitted),
-    )
-
-
-def _keep(mask: Mask) -> tuple[str, ...]:
-    """Return conditions on `q_idx` and `k_idx`, all of which must hold; none where everything is
-    kept."""
-    keep = predicate(mask)
-    atoms = [] if keep == True else sympy.And.make_args(keep)  # noqa: E712 - SymPy's true
-    return tuple(sorted(to_triton(atom, {Q: "q_idx", K: "k_idx"}) for atom in atoms))
-
-
 def _heavy_last(mask: Mask, side: Side) -> bool:
     """Whether later tiles have more work; they should then start first, so that the tail is made of
     light ones."""
     ranges = tile_ranges(mask, side, seqlen_q=4096, seqlen_kv=4096, block_m=64, block_n=64)
-    work = ranges.hi - ranges.lo
+    work = ranges.visited[0, 0]
     return bool(work[-1] > work[0])

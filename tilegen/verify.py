@@ -24,6 +24,7 @@ from tilegen import interpreter, passes, workers
 from tilegen.config import BACKWARD, Kernel, TileConfig
 from tilegen.emitted import RenderedKernel, load
 from tilegen.errors import Unsupported, WrongResult
+from tilegen.masks.binding import BoundKernel, Shape, realized
 from tilegen.masks.mask import Mask
 from tilegen.problem import AttentionProblem
 from tilegen.reference import (
@@ -74,6 +75,7 @@ def verify(
     """
     device = device or run_device()
     inputs = make_inputs(problem, device=device, seed=seed)
+    problem = replace(problem, mask=realized(problem.mask, Shape.of(inputs.q, inputs.k), device))
     kernels: dict[Kernel, RenderedKernel] = {
         kernel: render(problem, config, kernel) for kernel, config in configs.items()
     }
@@ -126,7 +128,7 @@ def check(
 ) -> tuple[Check, ...]:
     """Run rendered kernels on given inputs and judge every output."""
     factor: float = inputs.q.shape[-1] ** -0.5 if scale is None else scale
-    found = run(kernels, inputs, factor)
+    found = run(kernels, inputs, factor, mask=mask)
     expected = _reference(inputs.to(torch.float64), mask, factor)
     own = [_torch_result(inputs, mask, factor, plain=plain) for plain in (False, True)]
     lse = expected["lse"]
@@ -156,17 +158,20 @@ def run(
     inputs: Inputs,
     scale: float,
     *,
+    mask: Mask | None = None,
     panel_rows: int = passes.PANEL_STEP,
 ) -> dict[str, torch.Tensor]:
     """Return out and lse, and with all kernels of a backward dq, dk and dv, as the emitted kernels
-    compute them. Panels are small by default, so that short sequences need several."""
+    compute them. `mask` defaults to that of their problem; panels are small by default, so that
+    short sequences need several."""
     if inputs.q.device.type == "cpu":
         run_device()
         interpreter.repair_bfloat16()
-    launch: dict[Kernel, passes.Launch] = {
-        kernel: load(rendered).launch for kernel, rendered in kernels.items()
-    }
     q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout
+    launch: dict[Kernel, passes.Launch] = {
+        kernel: _launch(rendered, mask or rendered.problem.mask, q, k)
+        for kernel, rendered in kernels.items()
+    }
     out, lse = passes.forward(launch, q, k, v, scale, panel_rows=panel_rows)
     results: dict[str, Any] = {"out": out, "lse": lse}
     if any(set(backward) <= set(kernels) for backward in BACKWARD.values()):
@@ -176,6 +181,13 @@ def run(
         )
         results |= {"dq": dq, "dk": dk, "dv": dv}
     return results
+
+
+def _launch(
+    rendered: RenderedKernel, mask: Mask, q: torch.Tensor, k: torch.Tensor
+) -> passes.Launch:
+    bound = BoundKernel(load(rendered).launch, mask, rendered.kernel, rendered.config)
+    return bound.given(mask, Shape.of(q, k), q.device)
 
 
 def run_device() -> torch.device:

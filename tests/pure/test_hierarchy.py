@@ -16,7 +16,7 @@ import sympy as sp
 from tilegen.config import TileConfig
 from tilegen.device import gpu
 from tilegen.errors import Unsupported
-from tilegen.masks.compiler import tile_ranges
+from tilegen.masks.tiles import tile_ranges
 from tilegen.model.hierarchy import (
     Order,
     dram_bytes,
@@ -249,7 +249,14 @@ def test_masks_against_a_simulated_cache(mask: str, l2_heads: float, order: Orde
     found = dram_bytes(problem, spec, "fwd", moved, counts, in_flight=10, order=order)
     found -= 8 * 4096 * (2 * 64 * 2 + 4)
     tiles = tile_ranges(problem.mask, "rows", seqlen_q=4096, seqlen_kv=4096, block_m=64, block_n=64)
-    ranges = [(int(lo), int(hi)) for lo, hi in zip(tiles.lo, tiles.hi, strict=True)]
+    ends = [(lo, hi) for part in tiles.pieces for lo, hi in part]
+    ranges = [
+        (
+            min(int(lo.flat[i]) for lo, hi in ends if lo.flat[i] < hi.flat[i]),
+            max(int(hi.flat[i]) for lo, hi in ends if lo.flat[i] < hi.flat[i]),
+        )
+        for i in range(tiles.visited.size)
+    ]
     fetched = delivered_rows(ranges, 8, 10, l2_heads * 64, order)
     assert found / (64 * 128 * 2) == pytest.approx(fetched, rel=0.25)
 

@@ -11,7 +11,7 @@ import pytest
 import sympy as sp
 from numpy.typing import NDArray
 
-from tilegen.masks.compiler import tile_ranges
+from tilegen.masks.tiles import tile_ranges
 from tilegen.model.bounds import mask_size, partition_bound
 from tilegen.model.patterns import (
     Pattern,

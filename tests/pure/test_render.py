@@ -160,7 +160,7 @@ def test_template_digest_covers_what_jinja_reaches() -> None:
         text = (resources.data_dir("templates") / f"attention_{kernel}.py.jinja").read_text()
         reached = set(jinja2.meta.find_referenced_templates(env.parse(text)))
         found = set(re.findall(r'{%-?\s*(?:import|from|include|extends)\s+"([^"]+)"', text))
-        assert found == reached == {"_partials.jinja"}
+        assert found == reached >= {"_partials.jinja"}
         assert emitted.template_digest(kernel) in render(LLAMA, CONFIG, kernel).source
 
 

@@ -1,14 +1,53 @@
-"""Masks: predicates (`mask`), their tile ranges in closed form (`compiler`), and how both are
-printed (`printer`)."""
+"""Masks: predicates (`mask`, `constructors`), their tile ranges (`compiler`, `tile_lists`), and how
+both are printed (`printer`)."""
 
+from tilegen.masks.constructors import (
+    bigbird,
+    block_sparse,
+    dilated,
+    documents,
+    from_bool,
+    global_tokens,
+    kv_lengths,
+    neighborhood,
+    predicate,
+    prefix_lm,
+    random_blocks,
+    streaming,
+)
 from tilegen.masks.mask import (
     Alignment,
     Mask,
     causal,
     full,
     intersect,
-    parse_mask,
     sliding_window,
+    unite,
 )
+from tilegen.masks.notation import parse_mask
+from tilegen.masks.values import Values, values
 
-__all__ = ["Alignment", "Mask", "causal", "full", "intersect", "parse_mask", "sliding_window"]
+__all__ = [
+    "Alignment",
+    "Mask",
+    "Values",
+    "bigbird",
+    "block_sparse",
+    "causal",
+    "dilated",
+    "documents",
+    "from_bool",
+    "full",
+    "global_tokens",
+    "intersect",
+    "kv_lengths",
+    "neighborhood",
+    "parse_mask",
+    "predicate",
+    "prefix_lm",
+    "random_blocks",
+    "sliding_window",
+    "streaming",
+    "unite",
+    "values",
+]

@@ -2,14 +2,15 @@
 
 A kernel keeps one tile of rows (or columns) on chip and streams tiles of the other axis past it.
 For a stationary tile
-[first, last], a streamed index is *live* if some stationary index is kept with it, *spoiled* if
-some is dropped. A streamed tile that misses the live set is empty, one that misses the spoiled set
+[first, last], a streamed index is *live* if some stationary index is kept with it, *dropped* if
+some is not. A streamed tile that misses the live set is empty, one that misses the dropped set
 is full, all others are partial.
 
-Both sets come from the predicate by Fourier-Motzkin elimination of the stationary index: the live
-set from the predicate, the spoiled set from its negation. With unit coefficients, which all masks
-here have, the result is exact over the integers; otherwise both sets may come out too large, which
-costs time but never correctness.
+Both sets are unions of intervals and come from the predicate by Fourier-Motzkin elimination of the
+stationary index: the live set from the predicate, the dropped set from its negation. With unit
+coefficients the result is exact over the integers; otherwise both sets may come out too large,
+which costs time but never correctness. Numbers looked up per row or column can be eliminated where
+they never fall.
 """
 
 # SymPy is typed only in part, and where it is, too narrowly:
@@ -22,24 +23,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
-import numpy as np
 import sympy
-from numpy.typing import NDArray
 from sympy.logic.boolalg import Boolean, to_dnf
 
 from tilegen.errors import Unsupported
-from tilegen.masks.mask import And, Mask, SlidingWindow
-from tilegen.masks.printer import IndexPrinter
+from tilegen.masks.mask import Mask, Side
+from tilegen.masks.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, captured_name
 
-Side = Literal["rows", "columns"]
-"""What stays on chip: a tile of query rows (KV tiles stream), or a tile of KV columns (query tiles
-stream)."""
-
-Q, K = sympy.symbols("q k", integer=True, nonnegative=True)
-SEQLEN_Q, SEQLEN_KV = sympy.symbols("seqlen_q seqlen_kv", integer=True, positive=True)
 FIRST, LAST = sympy.symbols("first last", integer=True, nonnegative=True)
+MAX_CONJUNCTIONS = 16
+"""Of a predicate in disjunctive normal form; one with more goes to tile lists."""
 
 
 @dataclass(frozen=True)
@@ -60,158 +55,86 @@ class Interval:
 
 
 @dataclass(frozen=True)
+class StreamSets:
+    """What one stationary tile sees: streamed indices in no `live` interval are all dropped, those
+    in no `dropped` one all kept. The end of the sequence bounds `live`, and is not in `dropped`."""
+
+    live: tuple[Interval, ...]
+    dropped: tuple[Interval, ...]
+
+
+def edges(interval: Interval, length: sympy.Expr | None = None) -> tuple[Any, Any, Any]:
+    """Return (lo, hi, condition under which it holds anything), with None for what is unbounded or
+    always true. A live interval is unbounded where it touches an end of the `length` indices."""
+    live = length is not None
+    lo = None if interval.lo.is_infinite or (live and interval.lo == 0) else interval.lo
+    hi = None if interval.hi.is_infinite or (live and interval.hi == length) else interval.hi
+    nonempty = interval.nonempty
+    return lo, hi, None if nonempty == True else nonempty  # noqa: E712 - SymPy's true
+
+
+@dataclass(frozen=True)
 class StreamBounds:
-    """What one stationary tile sees: streamed indices outside `live` are all dropped, those inside
-    `full` all kept."""
+    """What one stationary tile sees where that is one interval: streamed indices outside `live` are
+    all dropped, those inside `full` all kept."""
 
     live: Interval
     full: Interval
 
 
-@dataclass(frozen=True)
-class TileRanges:
-    """The streamed tiles of every stationary tile (one array element each).
+def predicate(mask: Mask, side: Side = "rows") -> Boolean:
+    """Return the mask as a SymPy Boolean in B, H, Q, K, SEQLEN_Q, SEQLEN_KV and look-ups in its
+    values, whose names are t0, t1, ... in the order of `mask.values`."""
+    keep = sympy.sympify(mask.for_side(side).keep(Q, K, SEQLEN_Q, SEQLEN_KV, B, H))
+    names = {
+        value.symbol: captured_name(slot, "bool" if value.rising else value.kind)
+        for slot, value in enumerate(mask.values)
+    }
+    return keep.xreplace(names)
 
-    Tiles [lo, full_lo) and [full_hi, hi) are partial, [full_lo, full_hi) are full, all others
-    empty.
+
+def depends_on(mask: Mask) -> frozenset[sympy.Symbol]:
+    """Return which of B and H the predicate depends on."""
+    return frozenset(_predicate(mask, "rows").free_symbols & {B, H})
+
+
+_predicate = lru_cache(maxsize=256)(predicate)
+
+
+@lru_cache(maxsize=256)
+def stream_sets(mask: Mask, side: Side) -> StreamSets:
+    """Return the live and the dropped intervals of a stationary tile [FIRST, LAST], in closed form.
+
+    Raises Unsupported for what is not a combination of affine comparisons, naming the term.
     """
+    stationary, streamed, length = (Q, K, SEQLEN_KV) if side == "rows" else (K, Q, SEQLEN_Q)
+    keep = _predicate(mask, side)
+    rising = {captured_name(slot, "bool") for slot, value in enumerate(mask.values) if value.rising}
+    inside = [streamed, length - 1 - streamed]
 
-    lo: NDArray[np.int64]
-    full_lo: NDArray[np.int64]
-    full_hi: NDArray[np.int64]
-    hi: NDArray[np.int64]
-    visited_rows: int
-    """Streamed rows inside the sequence, added up over all visited tiles: what the loads of a
-    kernel read."""
+    def solved(conjunction: list[sympy.Expr]) -> Interval:
+        return _solve(_eliminate(conjunction, stationary, rising), streamed)
 
-    @property
-    def visited_tiles(self) -> int:
-        """Non-empty tiles: `A(block_m, block_n)`."""
-        return int((self.hi - self.lo).sum())
-
-    @property
-    def full_tiles(self) -> int:
-        """Tiles that run without mask code."""
-        return int((self.full_hi - self.full_lo).sum())
-
-    @property
-    def partial_tiles(self) -> int:
-        """Tiles crossed by the mask's edge or by the end of the sequence."""
-        return self.visited_tiles - self.full_tiles
-
-
-def predicate(mask: Mask) -> Boolean:
-    """Return the mask as a SymPy Boolean in Q, K, SEQLEN_Q and SEQLEN_KV."""
-    return sympy.sympify(mask.keep(Q, K, SEQLEN_Q, SEQLEN_KV))
+    live = [solved([*one, *inside]) for one in _disjunctive_normal_form(keep)]
+    dropped = [solved(one) for one in _disjunctive_normal_form(sympy.Not(keep))]
+    return StreamSets(
+        tuple(one for one in live if one.nonempty != False),  # noqa: E712 - SymPy's false
+        tuple(one for one in dropped if one.nonempty != False),  # noqa: E712
+    )
 
 
 @lru_cache(maxsize=256)
 def stream_bounds(mask: Mask, side: Side) -> StreamBounds:
     """Return the live and the full interval of a stationary tile [FIRST, LAST], in closed form.
 
-    Raises Unsupported for predicates that are not a conjunction of affine comparisons, naming the
-    term.
+    Raises Unsupported where they are not one interval each.
     """
-    stationary, streamed, length = (Q, K, SEQLEN_KV) if side == "rows" else (K, Q, SEQLEN_Q)
-    keep = predicate(mask)
-    inside = [streamed, length - 1 - streamed]
-    live = [
-        _solve(_eliminate([*conjunction, *inside], stationary), streamed)
-        for conjunction in _disjunctive_normal_form(keep)
-    ]
-    if len(live) != 1:
-        raise Unsupported(
-            f"expected a conjunction of comparisons, got {keep}; combine masks with & only"
-        )
-    past_the_end = streamed - length
-    spoiled = [
-        _solve(_eliminate(conjunction, stationary), streamed)
-        for conjunction in [*_disjunctive_normal_form(sympy.Not(keep)), [past_the_end]]
-    ]
-    return StreamBounds(live=live[0], full=_complement(spoiled))
-
-
-def tile_ranges(
-    mask: Mask, side: Side, *, seqlen_q: int, seqlen_kv: int, block_m: int, block_n: int
-) -> TileRanges:
-    """Return the tiles every stationary tile visits, at given lengths; the same arithmetic as the
-    emitted kernels'."""
-    if side == "rows":
-        stationary_length, stationary_block, length, block = seqlen_q, block_m, seqlen_kv, block_n
-    else:
-        stationary_length, stationary_block, length, block = seqlen_kv, block_n, seqlen_q, block_m
-    first = np.arange(0, stationary_length, stationary_block, dtype=np.int64)
-    last = np.minimum(first + stationary_block, stationary_length) - 1
-    live_lo, live_hi, nonempty, full_lo, full_hi = (
-        _one_each(bound, first)
-        for bound in _evaluator(mask, side)(first, last, seqlen_q, seqlen_kv)
-    )
-    lo = live_lo // block
-    hi = np.where(nonempty, -(-live_hi // block), lo)
-    # np.clip would do, in three times the time: tiles are few, but model and tuner ask often.
-    full_lo = np.minimum(np.maximum(-(-full_lo // block), lo), hi)
-    full_hi = np.minimum(np.maximum(full_hi // block, full_lo), hi)
-    visited_rows = int((np.minimum(hi * block, length) - lo * block)[hi > lo].sum())
-    return TileRanges(lo=lo, full_lo=full_lo, full_hi=full_hi, hi=hi, visited_rows=visited_rows)
-
-
-def _one_each(bound: Any, like: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return a bound as an array with one element per stationary tile."""
-    if isinstance(bound, np.ndarray) and bound.shape == like.shape:
-        return bound
-    return np.full_like(like, bound)
-
-
-@lru_cache(maxsize=1024)
-def _evaluator(mask: Mask, side: Side) -> Any:
-    """Return the bounds of a mask as a function of FIRST, LAST and the lengths."""
-    alike, sides = _with_symbols(mask)
-    evaluate = _evaluator_of(alike, side)
-    return lambda *arguments: evaluate(*arguments, *sides.values())
-
-
-@dataclass(frozen=True)
-class _AnyWindow(SlidingWindow):
-    """A window whose sides are symbols: SymPy solves it once, for windows of all widths."""
-
-    def __post_init__(self) -> None:
-        """Symbols need no check."""
-
-
-def _with_symbols(mask: Mask) -> tuple[Mask, dict[sympy.Symbol, int]]:
-    """Return a mask with symbols for the sides of its windows, and what these stand for."""
-    sides: dict[sympy.Symbol, int] = {}
-
-    def symbol(value: int | None) -> Any:
-        if value is None:
-            return None
-        name = sympy.Symbol(f"side_{len(sides)}", integer=True, nonnegative=True)
-        sides[name] = value
-        return name
-
-    parts = [
-        _AnyWindow(symbol(part.left), symbol(part.right), part.alignment)
-        if isinstance(part, SlidingWindow)
-        else part
-        for part in (mask.parts if isinstance(mask, And) else (mask,))
-    ]
-    return (And(tuple(parts)) if len(parts) > 1 else parts[0]), sides
-
-
-@lru_cache(maxsize=256)
-def _evaluator_of(alike: Mask, side: Side) -> Any:
-    _, sides = _with_symbols(alike)
-    bounds = stream_bounds(alike, side)
-    # A full.lo of minus infinity is one that never cuts; full.hi is finite, since full tiles end
-    # with the sequence.
-    full_lo = sympy.S.Zero if bounds.full.lo.is_infinite else bounds.full.lo
-    expressions = [bounds.live.lo, bounds.live.hi, bounds.live.nonempty, full_lo, bounds.full.hi]
-    return sympy.lambdify(
-        [FIRST, LAST, SEQLEN_Q, SEQLEN_KV, *sides],
-        expressions,
-        modules=[{"maximum": np.maximum, "minimum": np.minimum}],
-        printer=IndexPrinter({}, ""),
-    )
+    sets = stream_sets(mask, side)
+    length = SEQLEN_KV if side == "rows" else SEQLEN_Q
+    if len(sets.live) != 1:
+        raise Unsupported(f"expected a mask that keeps one interval per row and column, got {mask}")
+    past_the_end = Interval(length, sympy.S.Infinity)
+    return StreamBounds(live=sets.live[0], full=_complement([*sets.dropped, past_the_end]))
 
 
 def _disjunctive_normal_form(keep: Boolean) -> list[list[sympy.Expr]]:
@@ -223,6 +146,8 @@ def _disjunctive_normal_form(keep: Boolean) -> list[list[sympy.Expr]]:
     normal = to_dnf(keep, simplify=False)
     if normal == sympy.false:
         return []
+    if len(sympy.Or.make_args(normal)) > MAX_CONJUNCTIONS:
+        raise Unsupported(f"expected a mask of at most {MAX_CONJUNCTIONS} conjunctions, got {keep}")
     return [
         [
             expression
@@ -251,24 +176,28 @@ def _coefficient(expression: sympy.Expr, symbol: sympy.Symbol) -> tuple[int, sym
     expression = sympy.expand(expression)
     coefficient = expression.coeff(symbol)
     rest = expression - coefficient * symbol
-    if not coefficient.is_Integer or rest.has(symbol):
+    if not coefficient.is_Integer or symbol in rest.free_symbols:
         raise Unsupported(
             f"expected an integer multiple of {symbol} in a mask, got the term {expression}"
         )
     return int(coefficient), rest
 
 
-def _eliminate(inequalities: Iterable[sympy.Expr], symbol: sympy.Symbol) -> list[sympy.Expr]:
+def _eliminate(
+    inequalities: Iterable[sympy.Expr], symbol: sympy.Symbol, rising: set[sympy.Symbol]
+) -> list[sympy.Expr]:
     """Return what `inequalities` (each >= 0) say once some FIRST <= symbol <= LAST satisfies them
     all.
 
-    Fourier-Motzkin: every lower bound on the symbol must not exceed any upper bound.
+    Fourier-Motzkin: every lower bound on the symbol must not exceed any upper bound. Look-ups in
+    `rising` values count with the largest value that they can add.
     """
     free: list[sympy.Expr] = []
     lower: list[tuple[int, sympy.Expr]] = []
     upper: list[tuple[int, sympy.Expr]] = []
     for inequality in inequalities:
-        coefficient, rest = _coefficient(inequality, symbol)
+        largest = _largest(sympy.expand(inequality), symbol, rising)
+        coefficient, rest = _coefficient(largest, symbol)
         if coefficient == 0:
             free.append(rest)
         else:
@@ -276,6 +205,17 @@ def _eliminate(inequalities: Iterable[sympy.Expr], symbol: sympy.Symbol) -> list
     pairs = [(a, low, b, high) for a, low in lower for b, high in [*upper, (1, LAST)]]
     pairs += [(1, -FIRST, b, high) for b, high in upper]  # FIRST <= LAST holds anyway
     return free + [sympy.expand(b * low + a * high) for a, low, b, high in pairs]
+
+
+def _largest(expression: sympy.Expr, symbol: sympy.Symbol, rising: set[sympy.Symbol]) -> sympy.Expr:
+    """Return `expression` with look-ups at `symbol` replaced by the ends of the stationary tile."""
+    for found in expression.atoms(Lookup):
+        name, *indices = found.args
+        if name in rising and indices[-1] == symbol:
+            low, high = (found.xreplace({symbol: end}) for end in (FIRST, LAST))
+            negative = expression.coeff(found).is_negative
+            expression = expression.xreplace({found: low if negative else high})
+    return expression
 
 
 def _solve(inequalities: Iterable[sympy.Expr], symbol: sympy.Symbol) -> Interval:

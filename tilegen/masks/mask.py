@@ -8,38 +8,84 @@ Nothing here imports SymPy: a cached call only hashes masks.
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, Literal, get_args
 
 from tilegen.errors import InvalidProblem
+from tilegen.masks.values import Values
 
 Alignment = Literal["top_left", "bottom_right"]
 """Where the diagonal starts when seqlen_q != seqlen_kv: at (0, 0) as SDPA's `is_causal`, or ending
 at the last key."""
+Side = Literal["rows", "columns"]
+"""What stays on chip: a tile of query rows (KV tiles stream), or a tile of KV columns (query tiles
+stream)."""
 
+TYPICAL = 64
+"""What stands for run-time values where nothing is known of them."""
 MAX_WINDOW = 2**28
-"""Largest window side; q + window + seqlen stays within 32-bit index arithmetic."""
+"""Largest number in a mask; q + window + seqlen stays within 32-bit index arithmetic."""
 
 
 class Mask(ABC):
-    """Predicate over (query row, key column). Immutable and hashable; combine with `&`."""
+    """Predicate over (batch, head, query row, key column). Immutable and hashable; combine with
+    `&`, `|` and `~`."""
 
     @property
     @abstractmethod
     def notation(self) -> str:
-        """Canonical text without spaces; `parse_mask(mask.notation) == mask`."""
+        """Canonical text without spaces; for a mask without tensors
+        `parse_mask(mask.notation) == mask`."""
 
     @abstractmethod
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any) -> Any:
-        """Whether row `q` sees column `k`: bool, tensor or SymPy Boolean, as the arguments are."""
+    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
+        """Whether row `q` of head `h` sees column `k`: bool, tensor or SymPy Boolean, as the
+        arguments are."""
+
+    def for_side(self, side: Side) -> Mask:
+        """Return the same mask, as it is solved best for tiles that keep rows, or columns, on
+        chip."""
+        return self
+
+    @property
+    def parts(self) -> tuple[Mask, ...]:
+        """The masks this one combines."""
+        return ()
+
+    @cached_property
+    def values(self) -> tuple[Values, ...]:
+        """What its predicate reads at run time, in the order in which it names them."""
+        return tuple(_values_of(self))
+
+    @cached_property
+    def is_stand_in(self) -> bool:
+        """Whether a tensor is missing, so that the mask can be reasoned about but not computed."""
+        return any(value.is_stand_in for value in self.values)
+
+    @cached_property
+    def stand_in(self) -> Mask:
+        """The mask without its tensors: what records and the model's choice go by."""
+        return _rebuilt(self, tensor=None)
+
+    @cached_property
+    def general(self) -> Mask:
+        """What of the mask a kernel is specialised on: a stand-in with nothing typical."""
+        return _rebuilt(self, tensor=None, typical=TYPICAL)
 
     def __and__(self, other: Mask) -> Mask:
         """Return the mask that keeps what both keep."""
-        if not isinstance(other, Mask):
-            return NotImplemented
-        return intersect(self, other)
+        return intersect(self, other) if isinstance(other, Mask) else NotImplemented
+
+    def __or__(self, other: Mask) -> Mask:
+        """Return the mask that keeps what either keeps."""
+        return unite(self, other) if isinstance(other, Mask) else NotImplemented
+
+    def __invert__(self) -> Mask:
+        """Return the mask that keeps what this one drops."""
+        return self.part if isinstance(self, Not) else Not(self)
 
     def __str__(self) -> str:
         return self.notation
@@ -53,7 +99,7 @@ class Full(Mask):
     def notation(self) -> str:
         return "full"
 
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any) -> Any:
+    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
         return True
 
 
@@ -64,13 +110,13 @@ class Causal(Mask):
     alignment: Alignment = "top_left"
 
     def __post_init__(self) -> None:
-        _check_alignment(self.alignment)
+        check_alignment(self.alignment)
 
     @property
     def notation(self) -> str:
         return "causal" if self.alignment == "top_left" else "causal(bottom_right)"
 
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any) -> Any:
+    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
         return k <= q + _offset(self.alignment, seqlen_q, seqlen_kv)
 
 
@@ -79,39 +125,32 @@ class SlidingWindow(Mask):
     """`q - left <= k <= q + right`, shifted by `seqlen_kv - seqlen_q` when bottom_right; None is
     unbounded."""
 
-    left: int | None
-    right: int | None
+    left: int | Values | None
+    right: int | Values | None
     alignment: Alignment = "top_left"
 
     def __post_init__(self) -> None:
-        _check_alignment(self.alignment)
+        check_alignment(self.alignment)
         for side in ("left", "right"):
             value = getattr(self, side)
-            if value == -1:  # FlashAttention's spelling of "unbounded"
+            if isinstance(value, int) and value == -1:  # FlashAttention's spelling of "unbounded"
                 object.__setattr__(self, side, None)
-            elif value is not None and (
-                isinstance(value, bool)
-                or not isinstance(value, int)
-                or not 0 <= value <= MAX_WINDOW
-            ):
-                raise InvalidProblem(
-                    f"window {side} must be an int in 0..{MAX_WINDOW}, "
-                    f"or -1 or None for unbounded; got {value!r}"
-                )
+            elif value is not None and not isinstance(value, Values):
+                check_number(f"window {side}", value, or_else=", or -1 or None for unbounded")
 
     @property
     def notation(self) -> str:
-        left, right = (-1 if side is None else side for side in (self.left, self.right))
+        left, right = (-1 if side is None else shown(side) for side in (self.left, self.right))
         suffix = "" if self.alignment == "top_left" else ",bottom_right"
         return f"window({left},{right}{suffix})"
 
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any) -> Any:
+    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
         centre = q + _offset(self.alignment, seqlen_q, seqlen_kv)
         keep: Any = True
         if self.left is not None:
-            keep = centre - self.left <= k
+            keep = centre - number(self.left, b, h, q, k) <= k
         if self.right is not None:
-            keep = keep & (k <= centre + self.right)
+            keep = keep & (k <= centre + number(self.right, b, h, q, k))
         return keep
 
 
@@ -119,17 +158,73 @@ class SlidingWindow(Mask):
 class And(Mask):
     """Keeps what all parts keep. Build with `&`, which puts the parts in canonical order."""
 
-    parts: tuple[Mask, ...]
+    of: tuple[Mask, ...]
+
+    @property
+    def parts(self) -> tuple[Mask, ...]:
+        return self.of
 
     @property
     def notation(self) -> str:
-        return "&".join(part.notation for part in self.parts)
+        return "&".join(
+            f"({part.notation})" if isinstance(part, Or) else part.notation for part in self.of
+        )
 
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any) -> Any:
+    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
         keep: Any = True
-        for part in self.parts:
-            keep = part.keep(q, k, seqlen_q, seqlen_kv) & keep
+        for part in self.of:
+            keep = part.keep(q, k, seqlen_q, seqlen_kv, b, h) & keep
         return keep
+
+    def for_side(self, side: Side) -> Mask:
+        return And(tuple(part.for_side(side) for part in self.of))
+
+
+@dataclass(frozen=True)
+class Or(Mask):
+    """Keeps what any part keeps. Build with `|`, which puts the parts in canonical order."""
+
+    of: tuple[Mask, ...]
+
+    @property
+    def parts(self) -> tuple[Mask, ...]:
+        return self.of
+
+    @property
+    def notation(self) -> str:
+        return "|".join(part.notation for part in self.of)
+
+    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
+        keep: Any = False
+        for part in self.of:
+            keep = part.keep(q, k, seqlen_q, seqlen_kv, b, h) | keep
+        return keep
+
+    def for_side(self, side: Side) -> Mask:
+        return Or(tuple(part.for_side(side) for part in self.of))
+
+
+@dataclass(frozen=True)
+class Not(Mask):
+    """Keeps what its part drops. Build with `~`."""
+
+    part: Mask
+
+    @property
+    def parts(self) -> tuple[Mask, ...]:
+        return (self.part,)
+
+    @property
+    def notation(self) -> str:
+        inner = self.part.notation
+        return f"~({inner})" if isinstance(self.part, And | Or) else f"~{inner}"
+
+    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
+        keep = self.part.keep(q, k, seqlen_q, seqlen_kv, b, h)
+        return not keep if isinstance(keep, bool) else ~keep
+
+    def for_side(self, side: Side) -> Mask:
+        return Not(self.part.for_side(side))
 
 
 def full() -> Mask:
@@ -144,7 +239,7 @@ def causal(alignment: Alignment = "top_left") -> Mask:
 
 
 def sliding_window(
-    left: int | None, right: int | None = 0, alignment: Alignment = "top_left"
+    left: int | Values | None, right: int | Values | None = 0, alignment: Alignment = "top_left"
 ) -> Mask:
     """Return `q - left <= k <= q + right` (both inclusive; -1 or None: unbounded).
 
@@ -156,59 +251,75 @@ def sliding_window(
 
 def intersect(*masks: Mask) -> Mask:
     """Return the `&` of masks: flattened, without `full` and repetitions, in a fixed order."""
-    parts: dict[str, Mask] = {}
-    for mask in masks:
-        for part in mask.parts if isinstance(mask, And) else (mask,):
-            if not isinstance(part, Full):
-                parts[part.notation] = part
-    ordered = tuple(parts[name] for name in sorted(parts))
-    if not ordered:
+    parts = [part for part in _flat(masks, And) if not isinstance(part, Full)]
+    if not parts:
         return Full()
-    return ordered[0] if len(ordered) == 1 else And(ordered)
+    return parts[0] if len(parts) == 1 else And(tuple(parts))
 
 
-def parse_mask(text: str) -> Mask:
-    """Return the mask a notation such as `causal&window(4095,0)` describes. Raises
-    InvalidProblem."""
-    return intersect(*(_parse_one(part.strip()) for part in text.split("&")))
+def unite(*masks: Mask) -> Mask:
+    """Return the `|` of masks: flattened, without repetitions, in a fixed order."""
+    parts = _flat(masks, Or)
+    if any(isinstance(part, Full) for part in parts):
+        return Full()
+    return parts[0] if len(parts) == 1 else Or(tuple(parts))
 
 
-_CALL = re.compile(r"(?P<name>[a-z_]+)(?:\((?P<arguments>[^()]*)\))?")
-_FORMS = (
-    "full, causal, causal(bottom_right), window(LEFT,RIGHT), window(LEFT,RIGHT,bottom_right), "
-    "joined by &"
-)
+def number(value: int | Values, b: Any, h: Any, q: Any, k: Any) -> Any:
+    """Return a number of a mask as its predicate needs it for a pair."""
+    return value.at(b, h, q, k) if isinstance(value, Values) else value
 
 
-def _parse_one(text: str) -> Mask:
-    match = _CALL.fullmatch(text)
-    if not match:
-        raise InvalidProblem(f"expected a mask ({_FORMS}), got {text!r}")
-    arguments = (
-        [a.strip() for a in (match["arguments"] or "").split(",")] if match["arguments"] else []
-    )
-    match match["name"], arguments:  # pyright: ignore[reportMatchNotExhaustive]
-        case "full", []:
-            return Full()
-        case "causal", []:
-            return Causal()
-        case "causal", [alignment] if alignment in get_args(Alignment):
-            return Causal(cast("Alignment", alignment))
-        case "window", [left, right, *rest] if len(rest) <= 1 and all(map(_is_int, (left, right))):
-            alignment = rest[0] if rest else "top_left"
-            if alignment in get_args(Alignment):
-                return sliding_window(int(left), int(right), cast("Alignment", alignment))
-    raise InvalidProblem(f"expected a mask ({_FORMS}), got {text!r}")
+def shown(value: int | Values) -> str:
+    """Return a number of a mask as its notation spells it."""
+    return value.notation if isinstance(value, Values) else str(value)
 
 
-def _is_int(text: str) -> bool:
-    return re.fullmatch(r"-?\d{1,12}", text) is not None
+def check_number(name: str, value: object, *, low: int = 0, or_else: str = "") -> None:
+    """Raise InvalidProblem unless `value` is an int in low..MAX_WINDOW."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= MAX_WINDOW:
+        raise InvalidProblem(
+            f"{name} must be an int in {low}..{MAX_WINDOW}{or_else}; got {value!r}"
+        )
+
+
+def check_alignment(alignment: str) -> None:
+    """Raise InvalidProblem unless `alignment` is one."""
+    if alignment not in get_args(Alignment):
+        raise InvalidProblem(f"alignment must be top_left or bottom_right, got {alignment!r}")
+
+
+def _flat(masks: tuple[Mask, ...], kind: type[And | Or]) -> list[Mask]:
+    """Return the parts of nested `kind`s, each once, by their notation."""
+    parts: list[Mask] = []
+    for mask in masks:
+        for part in mask.parts if isinstance(mask, kind) else (mask,):
+            if part not in parts:
+                parts.append(part)
+    return sorted(parts, key=lambda part: part.notation)
+
+
+def _values_of(mask: Mask) -> Iterator[Values]:
+    for field in fields(mask):  # type: ignore[arg-type]
+        value = getattr(mask, field.name)
+        for item in value if isinstance(value, tuple) else (value,):
+            if isinstance(item, Values):
+                yield item
+            elif isinstance(item, Mask):
+                yield from _values_of(item)
+
+
+def _rebuilt(item: Any, **changes: Any) -> Any:
+    """Return a mask, or a part of one, with its values changed."""
+    if isinstance(item, Values):
+        return replace(item, copies={}, **changes)
+    if isinstance(item, tuple):
+        return tuple(_rebuilt(one, **changes) for one in item)  # pyright: ignore[reportUnknownVariableType]
+    if not isinstance(item, Mask) or not item.values:
+        return item
+    kept = {f.name: _rebuilt(getattr(item, f.name), **changes) for f in fields(item)}  # type: ignore[arg-type]
+    return replace(item, **kept)  # type: ignore[type-var]
 
 
 def _offset(alignment: Alignment, seqlen_q: Any, seqlen_kv: Any) -> Any:
     return 0 if alignment == "top_left" else seqlen_kv - seqlen_q
-
-
-def _check_alignment(alignment: str) -> None:
-    if alignment not in get_args(Alignment):
-        raise InvalidProblem(f"alignment must be top_left or bottom_right, got {alignment!r}")

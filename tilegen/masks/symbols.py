@@ -40,11 +40,9 @@ class Lookup(sympy.Function):
 def captured_name(slot: int, kind: str) -> sympy.Symbol:
     """Return the name of the captured tensor in a slot; `kind` is its elements': bool, int or
     float."""
-    match kind:
-        case "bool":
-            return sympy.Symbol(f"t{slot}", integer=True, nonnegative=True)
-        case "int":
-            return sympy.Symbol(f"t{slot}", integer=True)
-        case "float":
-            return sympy.Symbol(f"t{slot}", real=True)
-    raise ValueError(f"kind must be bool, int or float, got {kind}")
+    facts = {
+        "bool": {"integer": True, "nonnegative": True},
+        "int": {"integer": True},
+        "float": {"real": True},
+    }
+    return sympy.Symbol(f"t{slot}", **facts[kind])

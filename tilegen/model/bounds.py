@@ -19,8 +19,8 @@ import sympy as sp
 
 from tilegen.config import SLICED, Kernel
 from tilegen.device import GpuSpec
-from tilegen.masks.compiler import tile_ranges
 from tilegen.masks.mask import Mask
+from tilegen.masks.tiles import tile_ranges
 from tilegen.model.symbols import (
     H_kv,
     M,
@@ -249,11 +249,11 @@ def _count(
     band = -(-length // _MAX_BANDS)
     blocks = {"block_m": band, "block_n": 1} if side == "rows" else {"block_m": 1, "block_n": band}
     ranges = tile_ranges(mask, side, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, **blocks)
-    sizes = np.minimum(band, length - band * np.arange(len(ranges.lo), dtype=np.int64))
-    kept_by_all = ranges.full_hi - ranges.full_lo
-    kept_by_any = ranges.hi - ranges.lo
-    live = np.where(kept_by_all > 0, sizes, np.minimum(kept_by_any, 1))
-    return int((kept_by_all * sizes).sum()), int(live.sum()), int(kept_by_any.max())
+    tiles = ranges.full.shape[-1]
+    sizes = np.minimum(band, length - band * np.arange(tiles, dtype=np.int64))
+    live = np.where(ranges.full > 0, sizes, np.minimum(ranges.visited, 1))
+    entries, kept = ((ranges.full * sizes).sum() / ranges.heads, live.sum() / ranges.heads)
+    return round(float(entries)), round(float(kept)), int(ranges.visited.max())
 
 
 # --------------------------------------------------------------------------------------------------

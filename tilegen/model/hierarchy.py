@@ -23,8 +23,8 @@ import sympy as sp
 from tilegen.config import Kernel, TileConfig
 from tilegen.device import GpuSpec
 from tilegen.errors import Unsupported
-from tilegen.masks.compiler import Side, tile_ranges
-from tilegen.masks.mask import Mask
+from tilegen.masks.mask import Mask, Side
+from tilegen.masks.tiles import tile_ranges
 from tilegen.model.bounds import lower_bound_bytes, mask_size
 from tilegen.model.footprint import footprint, residents
 from tilegen.model.patterns import Gcd
@@ -305,4 +305,4 @@ def _part(
         {"block_m": block, "block_n": 1} if side == "rows" else {"block_m": 1, "block_n": block}
     )
     ranges = tile_ranges(mask, side, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, **blocks)
-    return ranges.visited_rows / len(ranges.lo)
+    return ranges.visited_rows / ranges.visited.size

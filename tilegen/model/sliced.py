@@ -302,25 +302,26 @@ def _grid(
 ) -> tuple[int, int, int]:
     """Return (programs, steps, launches) of all panels."""
     heads = problem.batch * problem.num_heads_q
+    tiles = int(heads * counts.tiles)
     if kernel == "fwd_streamed":
-        return heads * counts.programs, heads * counts.tiles, 1
+        return heads * counts.programs, tiles, 1
     rows = rows_of_panels(problem, gpu, kernel)
     launches, groups = _panels(heads, problem.group_size, problem.seqlen_q, rows)
     qk, v = (-(-width // config.block_d) for width in (problem.head_dim_qk, problem.head_dim_v))
     match kernel:
         case "fwd_scores":
-            return max(1, heads * counts.tiles), heads * counts.tiles * qk, launches
+            return max(1, tiles), tiles * qk, launches
         case "bwd_scores":
-            return max(1, heads * counts.tiles), heads * counts.tiles * (qk + v), launches
+            return max(1, tiles), tiles * (qk + v), launches
         case "bwd_columns":
             return (
                 groups * counts.programs * (qk + v),
-                heads * counts.tiles * (qk + v),
+                tiles * (qk + v),
                 2 * launches,
             )
         case _:
             slices = v if kernel == "fwd_values" else qk
-            return heads * counts.programs * slices, heads * counts.tiles * slices, launches
+            return heads * counts.programs * slices, tiles * slices, launches
 
 
 @lru_cache(maxsize=1024)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache, lru_cache
 from typing import Any, Literal
 
@@ -16,8 +17,8 @@ import sympy as sp
 
 from tilegen.config import COLUMN_KERNELS, Kernel, TileConfig
 from tilegen.emitted import VECTOR_BYTES, rows_are_aligned
-from tilegen.masks.compiler import TileRanges, tile_ranges
-from tilegen.masks.mask import Mask
+from tilegen.masks.mask import Mask, Side
+from tilegen.masks.tiles import TileRanges, counted_over, tile_ranges
 from tilegen.model.symbols import (
     A_w,
     B_c,
@@ -220,17 +221,17 @@ class Visits:
 
     programs: int
     """Stationary tiles."""
-    tiles: int
+    tiles: int | Fraction
     """Streamed tiles of all stationary tiles together."""
-    partial_tiles: int
+    partial_tiles: int | Fraction
     """Those of them that need mask code."""
-    rows: int
+    rows: int | Fraction
     """Streamed rows inside the sequence."""
     longest: int
     """Streamed tiles of the stationary tile that has most."""
-    row_steps: int = 0
+    row_steps: int | Fraction = 0
     """Stationary rows inside the sequence, once for each streamed tile."""
-    cells: int = 0
+    cells: int | Fraction = 0
     """Entries of all visited tiles, as far as a panel holds them."""
 
 
@@ -249,43 +250,56 @@ def visits(
     if kernel == "bwd_preprocess":
         tiles = -(-problem.seqlen_q // block_m)
         return Visits(programs=tiles, tiles=tiles, partial_tiles=0, rows=0, longest=1)
-    side = "columns" if kernel in COLUMN_KERNELS else "rows"
+    side: Side = "columns" if kernel in COLUMN_KERNELS else "rows"
     aligned = rows_are_aligned(problem) if aligned is None else aligned
     unit = VECTOR_BYTES // problem.element_bytes if aligned else 1
-    return _visits(problem.mask, side, problem.seqlen_q, problem.seqlen_kv, block_m, block_n, unit)
+    lengths = problem.seqlen_q, problem.seqlen_kv
+    over = counted_over(problem.mask, problem.batch, problem.num_heads_q)
+    return _visits(problem.mask, side, *lengths, block_m, block_n, unit, *over)
 
 
 @lru_cache(maxsize=8192)
 def _visits(
     mask: Mask,
-    side: Literal["rows", "columns"],
+    side: Side,
     seqlen_q: int,
     seqlen_kv: int,
     block_m: int,
     block_n: int,
     unit: int,
+    batch: int,
+    heads: int,
 ) -> Visits:
     ranges: TileRanges = tile_ranges(
-        mask, side, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, block_m=block_m, block_n=block_n
+        mask,
+        side,
+        seqlen_q=seqlen_q,
+        seqlen_kv=seqlen_kv,
+        block_m=block_m,
+        block_n=block_n,
+        batch=batch,
+        heads=heads,
     )
     padded = -(-seqlen_kv // unit) * unit
-    stays, block, stream, length = (
-        (seqlen_q, block_m, block_n, padded)
-        if side == "rows"
-        else (padded, block_n, block_m, seqlen_q)
+    stays, block, length = (
+        (seqlen_q, block_m, padded) if side == "rows" else (padded, block_n, seqlen_q)
     )
-    steps = ranges.hi - ranges.lo
-    mine = np.minimum(block, stays - block * np.arange(len(steps), dtype=np.int64))
-    passing = np.where(steps > 0, np.minimum(ranges.hi * stream, length) - ranges.lo * stream, 0)
+    heads = ranges.heads
+    mine = np.minimum(block, stays - block * np.arange(ranges.visited.shape[-1], dtype=np.int64))
     return Visits(
-        row_steps=int((mine * steps).sum()),
-        cells=int((mine * passing).sum()),
-        programs=len(ranges.lo),
-        tiles=ranges.visited_tiles,
-        partial_tiles=ranges.partial_tiles,
-        rows=ranges.visited_rows,
-        longest=int((ranges.hi - ranges.lo).max()),
+        row_steps=_each(int((mine * ranges.visited).sum()), heads),
+        cells=_each(int((mine * ranges.rows(length)).sum()), heads),
+        programs=ranges.visited.shape[-1],
+        tiles=_each(ranges.visited_tiles, heads),
+        partial_tiles=_each(ranges.partial_tiles, heads),
+        rows=_each(ranges.visited_rows, heads),
+        longest=int(ranges.visited.max()),
     )
+
+
+def _each(total: int, heads: int) -> int | Fraction:
+    """Return the mean over heads, exactly."""
+    return total // heads if total % heads == 0 else Fraction(total, heads)
 
 
 @cache

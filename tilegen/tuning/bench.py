@@ -20,6 +20,7 @@ from tilegen.problem import AttentionProblem
 
 if TYPE_CHECKING:
     from tilegen.device import GpuSpec
+    from tilegen.masks.mask import Mask
     from tilegen.workers import Pool
 
 
@@ -169,24 +170,32 @@ def compile_ahead(
 def _measure_with(problem: AttentionProblem, kernel: Kernel, gpu: GpuSpec) -> Measure:
     """Return a function that times one config of a kernel on inputs of the problem's shape."""
     launches: list[list[Any]] = []
+    masks: list[Mask] = []  # with typical tensors, where it has any
 
     def measure_config(config: TileConfig) -> Measurement:
+        from torch import device
+
         from tilegen.emitted import load
+        from tilegen.masks.binding import BoundKernel, Shape, realized
         from tilegen.render import render
 
+        shape = Shape(problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_kv)
         if not launches:
             try:
+                masks.append(realized(problem.mask, shape, "cuda"))
                 launches.extend(make_launches(problem, kernel, "cuda", gpu))
             except RuntimeError as error:  # torch's error for too little memory is one
                 raise Unsupported(f"no inputs for '{problem}': {one_line(error)}") from error
         try:
-            module = load(render(problem, config, kernel))
+            launch = load(render(problem, config, kernel)).launch
+            bound = BoundKernel(launch, problem.mask, kernel, config)
+            launch = bound.given(masks[0], shape, device("cuda", 0))
         except TilegenError as error:
             return failed(error)
 
         def run() -> None:
             for arguments in launches:
-                module.launch(*arguments)
+                launch(*arguments)
 
         return measure(run)
 

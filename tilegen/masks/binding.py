@@ -1,0 +1,132 @@
+"""What a mask hands to an emitted kernel when it is launched: its tensors, and lists of tiles."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tilegen.config import COLUMN_KERNELS, Kernel, TileConfig
+from tilegen.errors import InvalidProblem
+from tilegen.masks.mask import Mask, Side
+from tilegen.masks.values import Values
+
+if TYPE_CHECKING:
+    from tilegen.masks.list_cache import ListCache
+
+Launch = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes that a mask's values and lists are for; heads are query heads."""
+
+    batch: int
+    heads: int
+    seqlen_q: int
+    seqlen_kv: int
+
+    @classmethod
+    def of(cls, q: torch.Tensor, k: torch.Tensor) -> Shape:
+        """Return the shape of a call."""
+        return cls(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
+
+    @property
+    def by_axis(self) -> dict[str, int]:
+        """The same by the names of axes."""
+        return dict(b=self.batch, h=self.heads, q=self.seqlen_q, k=self.seqlen_kv)
+
+
+class BoundKernel:
+    """The launch of an emitted kernel; calling `given` completes it with what a mask reads."""
+
+    def __init__(self, launch: Launch, mask: Mask, kernel: Kernel, config: TileConfig) -> None:
+        names = inspect.signature(launch).parameters
+        self._launch = launch
+        self._slots = [int(name[1:]) for name in names if re.fullmatch(r"t\d+", name)]
+        self._side: Side = "columns" if kernel in COLUMN_KERNELS else "rows"
+        self._blocks = {"block_m": config.block_m, "block_n": config.block_n}
+        self._keep: Any = None
+        if "tiles" in names:
+            from tilegen.masks.compiler import predicate  # loads SymPy
+
+            self._keep = predicate(mask.general, self._side)
+
+    def given(self, mask: Mask, shape: Shape, device: torch.device) -> Launch:
+        """Return the launch for calls with this mask. Raises InvalidProblem for values that do not
+        fit the shape."""
+        if not self._slots and self._keep is None:
+            return self._launch
+        tensors = tensors_of(mask, shape, device)
+        extras: dict[str, Any] = {
+            f"t{slot}": one.view(torch.uint8) if one.dtype == torch.bool else one
+            for slot, one in enumerate(tensors)
+            if slot in self._slots
+        }
+        if self._keep is not None:
+            lists = _list_cache().get(
+                self._keep,
+                tensors,
+                batch=shape.batch,
+                heads=shape.heads,
+                seqlen_q=shape.seqlen_q,
+                seqlen_kv=shape.seqlen_kv,
+                **self._blocks,
+                device=device,
+                side=self._side,
+            )
+            each = lists.num_stationary
+            extras["tiles"], extras["starts"] = lists.tiles, lists.starts
+            extras["tiles_sb"] = lists.heads * each if lists.batch > 1 else 0
+            extras["tiles_sh"] = each if lists.heads > 1 else 0
+        return partial(self._launch, **extras)
+
+
+def tensors_of(mask: Mask, shape: Shape, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Return what a mask reads, on a device. Raises InvalidProblem where sizes do not fit."""
+    by_axis = shape.by_axis
+    for value in mask.values:
+        if value.is_stand_in:
+            raise InvalidProblem(f"expected a mask with its tensors, got {mask}")
+        for axis, size in zip(value.axes or "", value.tensor.shape, strict=False):
+            if size != by_axis[axis]:
+                raise InvalidProblem(
+                    f"the mask's values must have size {by_axis[axis]} along "
+                    f"{_AXIS_NAMES[axis]}, got {size}"
+                )
+    return tuple(value.on(device) for value in mask.values)
+
+
+def realized(mask: Mask, shape: Shape, device: torch.device | str = "cpu") -> Mask:
+    """Return a mask with typical tensors in the place of stand-ins: what kernels are tuned and
+    checked with."""
+
+    def real(item: Any) -> Any:
+        if isinstance(item, Values) and item.is_stand_in:
+            tensor = torch.as_tensor(item.sample(shape.by_axis).copy())
+            tensor = tensor if item.kind != "int" else tensor.to(torch.int32)
+            return replace(item, tensor=tensor.to(device), copies={})
+        if isinstance(item, tuple):
+            return tuple(real(one) for one in item)  # pyright: ignore[reportUnknownVariableType]
+        if not isinstance(item, Mask) or not item.is_stand_in:
+            return item
+        return replace(item, **{f.name: real(getattr(item, f.name)) for f in fields(item)})  # type: ignore
+
+    return real(mask)
+
+
+_AXIS_NAMES = {"b": "batch", "h": "query heads", "q": "query rows", "k": "key-value columns"}
+_cache: list[ListCache] = []
+
+
+def _list_cache() -> ListCache:
+    if not _cache:
+        from tilegen.masks.list_cache import ListCache  # loads SymPy
+
+        _cache.append(ListCache())
+    return _cache[0]

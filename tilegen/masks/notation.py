@@ -1,0 +1,164 @@
+"""Masks from their notation: `(causal|prefix_lm(100))&window(4095,0)`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import cast, get_args
+
+from tilegen.errors import InvalidProblem
+from tilegen.masks.constructors import (
+    BlockSparse,
+    Dilated,
+    GlobalTokens,
+    Intervals,
+    KvPrefix,
+    Neighborhood,
+    PrefixLM,
+    SameDocument,
+)
+from tilegen.masks.mask import (
+    Alignment,
+    Causal,
+    Full,
+    Mask,
+    check_alignment,
+    intersect,
+    sliding_window,
+    unite,
+)
+from tilegen.masks.values import AXES, Kind, Pattern, Values
+
+MAX_DEPTH = 32
+
+
+def parse_mask(text: str) -> Mask:
+    """Return the mask a notation such as `causal&window(4095,0)` describes; tensors in it come back
+    as stand-ins. Raises InvalidProblem."""
+    return _parse(text, text, 0)
+
+
+FORMS = (
+    "full, causal, causal(bottom_right), window(LEFT,RIGHT), window(LEFT,RIGHT,bottom_right), "
+    "prefix_lm(N), global(N), kv_prefix(N), dilated(STEP), neighborhood(HxW,HxW), "
+    "documents(@q:LENGTH), block_sparse(@:PERCENT,BLOCK), joined by & | ~ and parentheses"
+)
+
+
+def _parse(text: str, whole: str, depth: int) -> Mask:
+    text = text.strip()
+    if depth > MAX_DEPTH:
+        raise InvalidProblem(f"expected at most {MAX_DEPTH} levels of parentheses in a mask")
+    for operator, join in (("|", unite), ("&", intersect)):
+        parts = _split(text, operator, whole)
+        if len(parts) > 1:
+            return join(*(_parse(part, whole, depth + 1) for part in parts))
+    if text.startswith("~"):
+        return ~_parse(text[1:], whole, depth + 1)
+    if text.startswith("(") and text.endswith(")"):
+        return _parse(text[1:-1], whole, depth + 1)
+    match = re.fullmatch(r"([a-z_]+)(?:\((.*)\))?", text)
+    if not match or match[1] not in _MAKERS:
+        raise _unexpected(whole)
+    arguments = [a.strip() for a in _split(match[2], ",", whole)] if match[2] else []
+    if match[2] == "":
+        raise _unexpected(whole)
+    try:
+        return _MAKERS[match[1]](*arguments)
+    except TypeError:  # too many arguments, or too few
+        raise _unexpected(whole) from None
+
+
+def _split(text: str, separator: str, whole: str) -> list[str]:
+    """Split where no parenthesis is open."""
+    parts, depth, start = list[str](), 0, 0
+    for i, character in enumerate(text):
+        depth += (character in "([") - (character in ")]")
+        if depth < 0:
+            raise _unexpected(whole)
+        if character == separator and depth == 0:
+            parts.append(text[start:i])
+            start = i + 1
+    if depth:
+        raise _unexpected(whole)
+    return [*parts, text[start:]]
+
+
+def _unexpected(text: str) -> InvalidProblem:
+    return InvalidProblem(f"expected a mask ({FORMS}), got {text[:200]!r}")
+
+
+def _integer(text: str) -> int:
+    if not re.fullmatch(r"-?\d{1,12}", text):
+        raise InvalidProblem(f"expected an integer in a mask, got {text!r}")
+    return int(text)
+
+
+def _stand_in(
+    text: str, pattern: Pattern = "constant", kind: Kind = "int", block: int = 1
+) -> Values:
+    match = re.fullmatch(r"@([bhqk]*):(\d{1,9})", text)
+    if not match or match[1] not in AXES:
+        raise InvalidProblem(f"expected values such as @h:128, got {text!r}")
+    return Values(axes=match[1], typical=int(match[2]), pattern=pattern, kind=kind, block=block)
+
+
+def _number(text: str) -> int | Values:
+    return _stand_in(text) if text.startswith("@") else _integer(text)
+
+
+def _grid(text: str) -> tuple[int, ...]:
+    return tuple(map(_integer, text.split("x")))
+
+
+def _alignment(text: str) -> Alignment:
+    check_alignment(text)
+    return cast("Alignment", text)
+
+
+def _window(left: str, right: str, alignment: str = get_args(Alignment)[0]) -> Mask:
+    return sliding_window(_number(left), _number(right), _alignment(alignment))
+
+
+def _documents(firsts: str) -> Mask:
+    first = _stand_in(firsts, "firsts")
+    rows, columns = f"@{first.axes}:{first.typical}", firsts.replace("q", "k")
+    return Intervals(
+        first, _stand_in(rows, "ends"), _stand_in(columns, "firsts"), _stand_in(columns, "ends")
+    )
+
+
+def _block_sparse(layout: str, block: str) -> Mask:
+    size = _integer(block)
+    return BlockSparse(_stand_in(layout, "layout", "bool", size), size)
+
+
+def _keep(text: str, *tables: str) -> Mask:
+    from tilegen.masks.traced import Expression, predicate_of  # loads SymPy
+
+    captured: list[Values] = []
+    for table in tables:
+        match = re.fullmatch(r"(@:\d{1,9})(bool|int|float)", table)
+        if not match:
+            raise InvalidProblem(f"expected values such as @:50int, got {table!r}")
+        stand_in = _stand_in(match[1], "table", cast("Kind", match[2]))
+        captured.append(replace(stand_in, axes=None))
+    predicate_of(text, tuple(one.kind for one in captured))  # which checks it
+    return Expression(text, tuple(captured))
+
+
+_MAKERS: dict[str, Callable[..., Mask]] = {
+    "full": Full,
+    "causal": lambda alignment="top_left": Causal(_alignment(alignment)),
+    "window": _window,
+    "prefix_lm": lambda prefix: PrefixLM(_number(prefix)),
+    "global": lambda tokens: GlobalTokens(_number(tokens)),
+    "kv_prefix": lambda length: KvPrefix(_number(length)),
+    "dilated": lambda step: Dilated(_integer(step)),
+    "neighborhood": lambda grid, window: Neighborhood(_grid(grid), _grid(window)),
+    "documents": _documents,
+    "same_id": lambda q, k: SameDocument(_stand_in(q, "ids"), _stand_in(k, "ids")),
+    "block_sparse": _block_sparse,
+    "keep": _keep,
+}

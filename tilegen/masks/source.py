@@ -1,0 +1,385 @@
+"""Triton source of a mask, as the templates put it into a kernel: which tiles to visit, which pairs
+of a tile are kept, and what is read for that.
+
+Three forms: `single`, one interval of tiles; `several`, a few merged when the kernel runs; `lists`,
+tile numbers read from memory.
+"""
+
+# SymPy is typed only in part:
+# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
+# pyright: reportArgumentType=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import sympy
+
+from tilegen.errors import Unsupported
+from tilegen.masks.compiler import (
+    FIRST,
+    LAST,
+    Interval,
+    StreamBounds,
+    StreamSets,
+    edges,
+    predicate,
+    stream_bounds,
+    stream_sets,
+)
+from tilegen.masks.mask import Mask, Side
+from tilegen.masks.printer import to_triton
+from tilegen.masks.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q
+from tilegen.masks.visits import Edges, Range, merge
+
+MAX_RANGES = 3
+"""Live or dropped intervals, none of them at an end of the sequence, that a kernel merges; masks
+with more go to lists."""
+
+
+@dataclass(frozen=True)
+class TileLoop:
+    """A loop over tiles that are not one range: `count` steps, of which `steps` find the tile."""
+
+    setup: tuple[str, ...]
+    count: str
+    steps: tuple[str, ...]
+    holds: str
+    """Condition under which `tile_n` is one of the tiles."""
+
+
+@dataclass(frozen=True)
+class Ranges:
+    """Which streamed tiles a stationary tile visits."""
+
+    form: Literal["single", "several", "lists"]
+    uses_last: bool = False
+    per_head: bool = False
+    """Whether query heads of one group visit different tiles."""
+    statements: tuple[str, ...] = ()
+    """What the loops, or the bounds, are made from."""
+    live_lo: str = ""
+    live_hi: str = ""
+    nonempty: str | None = None
+    full_lo: str | None = None
+    full_hi: str = ""
+    """Bounds of the form `single`; None for one that the mask does not have."""
+    full: TileLoop | None = None
+    partial: TileLoop | None = None
+    """Loops of the other forms."""
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Which pairs of a tile are kept: `reads` load what the `atoms` need, all of which must hold;
+    no atoms where everything is kept."""
+
+    reads: tuple[str, ...]
+    atoms: tuple[str, ...]
+    per_head: bool
+    """Whether the batch or the head matters."""
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What a kernel is given for its mask, as source."""
+
+    parameters: tuple[str, ...] = ()
+    """Lines of the kernel's parameters: `count` of them in all."""
+    count: int = 0
+    names: str = ""
+    """What follows the parameters of `launch`: tensors as the mask's values, and tile lists."""
+    arguments: str = ""
+    """What `launch` passes on."""
+
+
+def extras(mask: Mask, side: Side) -> Extras:
+    """Return the tensors and sizes that the kernels of a side read."""
+    ranges = _sets(mask, side)
+    expressions: list[Any] = [predicate(mask, side)]
+    for one in (*ranges.live, *ranges.dropped) if ranges else ():
+        expressions += [one.lo, one.hi, *one.guards]
+    dimensions = {
+        found.args[0].name: len(found.args) - 1
+        for expression in expressions
+        for found in expression.atoms(Lookup)
+    }
+    lines: list[str] = []
+    names = [f"t{slot}" for slot in range(len(mask.values)) if f"t{slot}" in dimensions]
+    arguments = [f"{name}, *{name}.shape" for name in names]
+    parameters = [
+        [f"{name}_ptr", *(f"{name}_n{i}" for i in range(dimensions[name]))] for name in names
+    ]
+    if names:
+        lines.append(
+            f"{', '.join(map(', '.join, parameters))},  # what the mask reads, with its sizes"
+        )
+    if ranges is None:
+        lines.append(
+            "tiles_ptr, starts_ptr, tiles_sb, tiles_sh,  # lists of tiles; strides in lists"
+        )
+        names += ["tiles", "starts", "tiles_sb", "tiles_sh"]
+        arguments += names[-4:]
+    return Extras(
+        parameters=tuple(lines),
+        count=sum(map(len, parameters)) + (4 if ranges is None else 0),
+        names="".join(f", {name}" for name in names),
+        arguments="".join(f"{argument}, " for argument in arguments).rstrip(),
+    )
+
+
+def keep_source(mask: Mask, side: Side) -> Keep:
+    """Return the conditions on `q_idx` and `k_idx` of a pair."""
+    keep = predicate(mask, side)
+    if keep == True:  # noqa: E712 - SymPy's true
+        return Keep((), (), False)
+    names = {Q: "q_idx", K: "k_idx", B: "batch", H: "head"}
+    reader = _Reader(names, guarded=(Q, K))
+    atoms = sorted(to_triton(reader.read(atom), names) for atom in sympy.And.make_args(keep))
+    per_head = bool(keep.free_symbols & {B, H})
+    return Keep(tuple(reader.statements), tuple(atoms), per_head)
+
+
+def ranges_source(mask: Mask, side: Side, *, in_panel: bool = False) -> Ranges:
+    """Return the tiles to visit, in the simplest form that can say them; `in_panel` leaves out
+    those outside of [panel_lo, panel_hi)."""
+    axis = "q" if side == "rows" else "k"
+    names = {FIRST: f"{axis}_first", LAST: f"{axis}_last", B: "batch", H: "head"}
+    sets = _sets(mask, side)
+    if sets is None:
+        return _lists(mask, side, in_panel)
+    try:
+        return _single(stream_bounds(mask, side), names)
+    except Unsupported:
+        return _several(sets, names, side, in_panel)
+
+
+def _sets(mask: Mask, side: Side) -> StreamSets | None:
+    """Return the closed form, or None where there is none or it is too long."""
+    try:
+        sets = stream_sets(mask, side)
+    except Unsupported:
+        return None
+    middle = [
+        [one for one in part if not one.lo.is_infinite and not one.hi.is_infinite]
+        for part in (sets.live, sets.dropped)
+    ]
+    return None if any(len(part) > MAX_RANGES for part in middle) else sets
+
+
+def _single(bounds: StreamBounds, names: dict[Any, str]) -> Ranges:
+    live, full = bounds.live, bounds.full
+    emitted = [live.lo, live.hi, full.lo, full.hi, *live.guards]
+    uses_last = any(expression.has(LAST) for expression in emitted)
+    per_head = any(expression.has(H) for expression in emitted)
+    reader = _Reader(names)
+
+    def source(expression: Any) -> str:
+        return to_triton(reader.read(expression), names)
+
+    live_lo = source(live.lo)
+    conditions = [f"({source(guard)} >= 0)" for guard in live.guards]
+    if sympy.Lt(live.lo, live.hi) != True:  # noqa: E712 - SymPy's true
+        conditions.insert(0, "(0 < live_hi)" if live_lo == "0" else "(live_lo < live_hi)")
+    return Ranges(
+        form="single",
+        uses_last=uses_last,
+        per_head=per_head,
+        live_lo=live_lo,
+        live_hi=source(live.hi),
+        nonempty=" & ".join(conditions) or None,
+        full_lo=None if full.lo.is_infinite else source(full.lo),
+        full_hi=source(full.hi),
+        statements=tuple(reader.statements),
+    )
+
+
+def _several(sets: StreamSets, names: dict[Any, str], side: Side, in_panel: bool) -> Ranges:
+    intervals = [*sets.live, *sets.dropped]
+    emitted = [e for one in intervals for e in (one.lo, one.hi, *one.guards)]
+    reader = _Reader(names)
+    block, length, length_symbol = (
+        ("BLOCK_N", "seqlen_kv", SEQLEN_KV) if side == "rows" else ("BLOCK_M", "seqlen_q", SEQLEN_Q)
+    )
+    do = _AsSource(block)
+
+    def numbers(name: str, one: Interval, end: Any = None) -> Edges:
+        sources: list[Any] = []
+        for what, edge in zip(("first", "end", "any"), edges(one, end), strict=True):
+            if edge is not None:
+                edge = do.named(f"{name}_{what}", to_triton(reader.read(edge), names))
+            sources.append(edge)
+        return Edges(*sources)
+
+    live = [numbers(f"live{i}", one, length_symbol) for i, one in enumerate(sets.live)]
+    dropped = [numbers(f"dropped{i}", one) for i, one in enumerate(sets.dropped)]
+    found = merge(do, live, dropped, length)
+    return Ranges(
+        form="several",
+        uses_last=any(expression.has(LAST) for expression in emitted),
+        per_head=any(expression.has(H) for expression in emitted),
+        statements=(*reader.statements, *do.statements),
+        full=_loop("full", found.full, side, in_panel),
+        partial=_loop("partial", found.partial, side, in_panel),
+    )
+
+
+def _loop(name: str, ranges: tuple[Range, ...], side: Side, in_panel: bool) -> TileLoop:
+    """Return the loop over ranges of tiles, one after the other."""
+    step, tile = ("i", "tile_n") if side == "rows" else ("step", "tile_m")
+    setup: list[str] = []
+    if in_panel:
+        clipped: list[Range] = []
+        for i, (lo, hi) in enumerate(ranges):
+            setup += [f"{name}{i}_{end} = tl.minimum(tl.maximum({edge}, panel_lo), panel_hi)"
+                      for end, edge in (("lo", lo), ("hi", hi))]  # fmt: skip
+            clipped.append((f"{name}{i}_lo", f"{name}{i}_hi"))
+        ranges = tuple(clipped)
+    reached, steps = "", list[str]()
+    for i, (lo, hi) in enumerate(ranges):
+        size = hi if lo == 0 else f"{hi} - {lo}"
+        start = step if lo == 0 else f"{lo} + {step}"
+        if reached:
+            steps.append(f"{tile} = tl.where({step} < {reached}, {tile}, {start} - {reached})")
+        else:
+            steps.append(f"{tile} = {start}")
+        last = f"num_{name}" if i == len(ranges) - 1 else f"{name}_until{i}"
+        setup.append(f"{last} = {reached} + {size}" if reached else f"{last} = {size}")
+        reached = last
+    holds = " | ".join(f"((tile_n >= {lo}) & (tile_n < {hi}))" for lo, hi in ranges)
+    return TileLoop(tuple(setup), reached or "0", tuple(steps), holds or "False")
+
+
+def _lists(mask: Mask, side: Side, in_panel: bool) -> Ranges:
+    stays, step, tile = (
+        ("q_first // BLOCK_M", "i", "tile_n") if side == "rows" else ("tile_n", "step", "tile_m")
+    )
+    depends = predicate(mask, side).free_symbols
+    which = "".join(
+        f"{index} * tiles_{stride} + "
+        for symbol, index, stride in ((B, "batch", "sb"), (H, "head", "sh"))
+        if symbol in depends
+    )
+    bounds = (
+        f"entry = ({which}{stays}) * 2",
+        "full_at = tl.load(starts_ptr + entry)",
+        "partial_at = tl.load(starts_ptr + entry + 1)",
+        "end_at = tl.load(starts_ptr + entry + 2)",
+    )
+
+    def loop(name: str, first: str, last: str) -> TileLoop:
+        setup = [f"num_{name} = ({last} - {first}).to(tl.int32)"]
+        if in_panel:
+            setup = [
+                f"{name}_from = _count_below(tiles_ptr, {first}, {last}, panel_lo)",
+                f"num_{name} = _count_below(tiles_ptr, {first}, {last}, panel_hi) - {name}_from",
+            ]
+        start = f"{first} + {name}_from" if in_panel else first
+        counts = (f"_count_below(tiles_ptr, {first}, {last}, tile_n{e})" for e in (" + 1", ""))
+        return TileLoop(
+            tuple(setup),
+            f"num_{name}",
+            (f"{tile} = tl.load(tiles_ptr + {start} + {step})",),
+            f"({' > '.join(counts)})",
+        )
+
+    return Ranges(
+        form="lists",
+        per_head=H in depends,
+        statements=bounds,
+        full=loop("full", "full_at", "partial_at"),
+        partial=loop("partial", "partial_at", "end_at"),
+    )
+
+
+class _Reader:
+    """Replaces look-ups in expressions by names, and writes the statements that load them."""
+
+    def __init__(self, names: dict[Any, str], guarded: tuple[Any, ...] = ()) -> None:
+        """Indices that hold a `guarded` symbol may lie outside the tensor, as those of rows beyond
+        the end of the sequence do."""
+        self._names = names
+        self._guarded = set(guarded)
+        self._found: dict[Any, sympy.Symbol] = {}
+        self.statements: list[str] = []
+
+    def read(self, expression: Any) -> Any:
+        """Return the expression with a symbol for every look-up."""
+        for found in sorted(
+            expression.atoms(Lookup), key=lambda one: (one.count(Lookup), str(one))
+        ):
+            self._load(found)
+        return expression.xreplace(self._found)
+
+    def _load(self, found: Any) -> None:
+        if found in self._found:
+            return
+        tensor, *indices = found.args
+        indices = [index.xreplace(self._found) for index in indices]
+        sources = [to_triton(index, self._names) for index in indices]
+        label = "_".join([tensor.name, *(s for s in sources if s.isidentifier())])
+        if not all(source.isidentifier() for source in sources):
+            label = f"{tensor.name}_{len(self._found)}"
+        conditions: list[str] = []
+        flat = ""
+        for axis, (index, source) in enumerate(zip(indices, sources, strict=True)):
+            size = f"{tensor.name}_n{axis}"
+            direct = index in self._names
+            if not direct and not index.is_nonnegative:
+                name = f"{label}_i{axis}"
+                self.statements.append(f"{name} = {source}")
+                self.statements.append(f"{name} = tl.where({name} < 0, {name} + {size}, {name})")
+                source = name
+                conditions.append(f"({name} >= 0)")
+            if not direct or index in self._guarded:
+                conditions.append(f"({source} < {size})")
+            flat = f"({flat}) * {size} + {source}" if flat else source
+            if axis == 0 and len(indices) > 1 and index not in (B, H):
+                flat = f"({source}).to(tl.int64)"
+        load = f"{tensor.name}_ptr + {flat}" if flat else f"{tensor.name}_ptr"
+        guard = f", mask={' & '.join(conditions)}, other=0" if conditions else ""
+        self.statements.append(f"{label} = tl.load({load}{guard})")
+        symbol = sympy.Symbol(label, integer=tensor.is_integer, real=True)
+        self._found[found] = symbol
+
+
+class _AsSource:
+    """The arithmetic of `merge` as Triton source."""
+
+    def __init__(self, block: str) -> None:
+        self._block = block
+        self.statements: list[str] = []
+
+    def maximum(self, left: Any, right: Any) -> Any:
+        if left == 0:
+            left, right = right, left
+        if right == 0 and self._is_natural(left):
+            return left
+        return left if left == right else f"tl.maximum({left}, {right})"
+
+    def minimum(self, left: Any, right: Any) -> Any:
+        return left if left == right else f"tl.minimum({left}, {right})"
+
+    def where(self, condition: Any, left: Any, right: Any) -> Any:
+        return f"tl.where({condition}, {left}, {right})"
+
+    def tile_of(self, index: Any) -> Any:
+        return f"{index} // {self._block}"
+
+    def tiles_up_to(self, index: Any) -> Any:
+        return f"tl.cdiv({index}, {self._block})"
+
+    def named(self, name: str, value: Any) -> Any:
+        if value != name:
+            self.statements.append(f"{name} = {value}")
+        return name
+
+    def _is_natural(self, source: str) -> bool:
+        """Whether it is a length, or comes from a bound that is not below 0."""
+        return source.startswith(("seqlen", "live")) or source.endswith(("_lo", "_right"))
+
+    def in_order(self, first: Range, second: Range) -> tuple[Range, Range]:
+        names = ", ".join((*first, *second))
+        self.statements.append(f"{names} = _in_order({names})")
+        return first, second

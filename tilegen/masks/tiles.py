@@ -1,0 +1,232 @@
+"""Which tiles a mask leaves at given lengths and tile shapes: what the model reasons about."""
+
+# SymPy and numpy are typed only in part:
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import sympy
+from numpy.typing import NDArray
+
+from tilegen.errors import Unsupported
+from tilegen.masks.compiler import (
+    FIRST,
+    LAST,
+    captured_name,
+    depends_on,
+    edges,
+    stream_sets,
+)
+from tilegen.masks.mask import And, Mask, Not, Or, Side, SlidingWindow
+from tilegen.masks.printer import IndexPrinter
+from tilegen.masks.symbols import SEQLEN_KV, SEQLEN_Q, B, H
+from tilegen.masks.values import Values
+from tilegen.masks.visits import Edges, Range, merge
+
+Counts = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class TileRanges:
+    """The streamed tiles of stationary tiles: arrays (batches, heads, stationary tiles), with 1
+    where the mask is the same for all."""
+
+    visited: Counts
+    """Non-empty tiles."""
+    full: Counts
+    """Those of them that run without mask code."""
+    ends: Counts
+    """1 where the last streamed tile, which may be cut off, is among the visited."""
+    block: int
+    length: int
+    """Streamed rows of a tile, and of the sequence."""
+    pieces: tuple[tuple[Range, ...], tuple[Range, ...]] = ((), ())
+    """Partial and full tiles as ranges, where the mask is solved in closed form."""
+
+    @property
+    def heads(self) -> int:
+        """Over how many heads, in how many batches, tiles are counted."""
+        return self.visited.shape[0] * self.visited.shape[1]
+
+    @property
+    def visited_tiles(self) -> int:
+        """`A(block_m, block_n)`, of all heads that differ."""
+        return int(self.visited.sum())
+
+    @property
+    def full_tiles(self) -> int:
+        """Tiles that run without mask code."""
+        return int(self.full.sum())
+
+    @property
+    def partial_tiles(self) -> int:
+        """Tiles crossed by the mask's edge or by the end of the sequence."""
+        return self.visited_tiles - self.full_tiles
+
+    @property
+    def visited_rows(self) -> int:
+        """Streamed rows inside the sequence of all visited tiles: what the loads of a kernel
+        read."""
+        return int(self.rows(self.length).sum())
+
+    def rows(self, length: int) -> Counts:
+        """Return the streamed rows of the visited tiles, cut off at `length`."""
+        beyond = -(-self.length // self.block) * self.block - length
+        return self.visited * self.block - self.ends * beyond
+
+
+def tile_ranges(
+    mask: Mask,
+    side: Side,
+    *,
+    seqlen_q: int,
+    seqlen_kv: int,
+    block_m: int,
+    block_n: int,
+    batch: int = 1,
+    heads: int = 1,
+) -> TileRanges:
+    """Return the tiles every stationary tile visits, at given lengths; the same arithmetic as the
+    emitted kernels'.
+
+    `batch` and `heads` matter only to a mask that depends on them.
+    """
+    shape = {"b": batch, "h": heads, "q": seqlen_q, "k": seqlen_kv}
+    stays, stays_block, length, block = (
+        (seqlen_q, block_m, seqlen_kv, block_n)
+        if side == "rows"
+        else (seqlen_kv, block_n, seqlen_q, block_m)
+    )
+    try:
+        depends, evaluate, values = _evaluator(mask, side)
+        if any(value.is_stand_in and value.pattern == "table" for value in values):
+            raise Unsupported("nothing is known of what the mask reads")
+    except Unsupported:
+        from tilegen.masks.binding import Shape
+        from tilegen.masks.listed import listed_ranges
+
+        lengths = Shape(batch, heads, seqlen_q, seqlen_kv)
+        return listed_ranges(mask, side, lengths, block_m, block_n)
+    first = np.arange(0, stays, stays_block, dtype=np.int64)[None, None]
+    last = np.minimum(first + stays_block, stays) - 1
+    b = np.arange(batch if B in depends else 1)[:, None, None]
+    h = np.arange(heads if H in depends else 1)[None, :, None]
+    samples = [value.sample(shape) for value in values]
+    live, dropped = evaluate(first, last, b, h, seqlen_q, seqlen_kv, *samples)
+    found = merge(_OnArrays(block), live, dropped, length)
+    every = np.broadcast_shapes(first.shape, b.shape, h.shape)
+    zero = np.zeros(every, dtype=np.int64)
+    full = sum((hi - lo for lo, hi in found.full), zero)
+    visited = sum((hi - lo for lo, hi in found.partial), full)
+    tiles = -(-length // block)
+    ends = sum(((hi == tiles) & (hi > lo) for lo, hi in (*found.partial, *found.full)), zero)
+    return TileRanges(
+        visited=visited,
+        full=full,
+        ends=ends,
+        block=block,
+        length=length,
+        pieces=(_broadcast(found.partial, every), _broadcast(found.full, every)),
+    )
+
+
+def _broadcast(ranges: tuple[Range, ...], shape: tuple[int, ...]) -> tuple[Range, ...]:
+    return tuple((np.broadcast_to(lo, shape), np.broadcast_to(hi, shape)) for lo, hi in ranges)
+
+
+class _OnArrays:
+    """The arithmetic of `merge` on numpy arrays."""
+
+    def __init__(self, block: int) -> None:
+        self._block = block
+        self.maximum, self.minimum, self.where = np.maximum, np.minimum, np.where
+
+    def tile_of(self, index: Any) -> Any:
+        return index // self._block
+
+    def tiles_up_to(self, index: Any) -> Any:
+        return -(-index // self._block)
+
+    def named(self, name: str, value: Any) -> Any:
+        return value
+
+    def in_order(self, first: Range, second: Range) -> tuple[Range, Range]:
+        swap = second[0] < first[0]
+        low = np.where(swap, second[0], first[0]), np.where(swap, second[1], first[1])
+        return low, (np.where(swap, first[0], second[0]), np.where(swap, first[1], second[1]))
+
+
+def counted_over(mask: Mask, batch: int, heads: int) -> tuple[int, int]:
+    """Return over how many batches and heads tiles must be counted: 1 for what a mask does not
+    depend on."""
+    depends = depends_on(_with_scalars(mask).general)
+    return batch if B in depends else 1, heads if H in depends else 1
+
+
+def _evaluator(mask: Mask, side: Side) -> tuple[frozenset[Any], Any, tuple[Values, ...]]:
+    """Return what of B and H a mask depends on, its intervals as a function of numbers, and the
+    values that it reads."""
+    alike = _with_scalars(mask)
+    values = alike.values
+    return *_evaluator_of(alike.general, side), values
+
+
+def _with_scalars(mask: Mask) -> Mask:
+    """Return a mask that reads the sides of its windows: SymPy solves it once for all widths."""
+    if isinstance(mask, And | Or):
+        return type(mask)(tuple(map(_with_scalars, mask.of)))
+    if isinstance(mask, Not):
+        return Not(_with_scalars(mask.part))
+    if not isinstance(mask, SlidingWindow):
+        return mask
+
+    def scalar(side: int | Values | None) -> Values | None:
+        return Values(axes="", typical=side) if isinstance(side, int) else side
+
+    return replace(mask, left=scalar(mask.left), right=scalar(mask.right))
+
+
+@lru_cache(maxsize=512)
+def _evaluator_of(mask: Mask, side: Side) -> tuple[frozenset[Any], Any]:
+    sets = stream_sets(mask, side)
+    names = [captured_name(i, _kind(value)) for i, value in enumerate(mask.values)]
+    length = SEQLEN_KV if side == "rows" else SEQLEN_Q
+    intervals = [edges(one, length) for one in sets.live] + [edges(one) for one in sets.dropped]
+    expressions = [e for one in intervals for e in one if e is not None]
+    evaluate_all = sympy.lambdify(
+        [FIRST, LAST, B, H, SEQLEN_Q, SEQLEN_KV, *names],
+        expressions,
+        modules=[
+            {"maximum": np.maximum, "minimum": np.minimum, "look_up": look_up, "where": np.where}
+        ],
+        printer=IndexPrinter({}, ""),
+    )
+
+    def evaluate(*arguments: Any) -> tuple[list[Edges], list[Edges]]:
+        found = iter(evaluate_all(*arguments))
+        numbers = [Edges(*(None if e is None else next(found) for e in one)) for one in intervals]
+        return numbers[: len(sets.live)], numbers[len(sets.live) :]
+
+    return depends_on(mask), evaluate
+
+
+def _kind(value: Values) -> str:
+    return "bool" if value.rising else value.kind
+
+
+def look_up(values: Any, *indices: Any) -> Any:
+    """Return elements of an array: negative indices count from its end, and beyond it lie zeros."""
+    if not indices:
+        return values
+    inside: Any = True
+    found: list[Any] = []
+    for index, size in zip(indices, values.shape, strict=True):
+        index = np.where(np.less(index, 0), index + size, index)
+        inside = inside & (index >= 0) & (index < size)
+        found.append(np.clip(index, 0, size - 1))
+    return np.where(inside, values[tuple(found)], 0)

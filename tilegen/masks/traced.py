@@ -1,0 +1,144 @@
+"""Masks written as an expression: traced from a Python function, or read from a notation."""
+
+# SymPy is typed only in part:
+# pyright: reportArgumentType=false
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any
+
+import sympy
+
+from tilegen.errors import InvalidProblem
+from tilegen.masks.constructors import BlockSparse
+from tilegen.masks.expression import from_text, to_text
+from tilegen.masks.mask import Mask, full
+from tilegen.masks.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Q
+from tilegen.masks.trace import trace_mask
+from tilegen.masks.values import Kind, Values, is_symbolic
+
+
+@dataclass(frozen=True)
+class Expression(Mask):
+    """The mask that the canonical text of a predicate describes; t<i> in it are `captured[i]`."""
+
+    text: str
+    captured: tuple[Values, ...] = ()
+
+    @property
+    def notation(self) -> str:
+        tensors = "".join(f",{one.notation}{one.kind}" for one in self.captured)
+        return f"keep({self.text}{tensors})"
+
+    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
+        kinds = tuple(one.kind for one in self.captured)
+        if is_symbolic(b, h, q, k):
+            keep = predicate_of(self.text, kinds)
+            names = {
+                symbol: self.captured[int(str(symbol)[1:])].symbol
+                for symbol in keep.free_symbols
+                if str(symbol)[0] == "t"
+            }
+            renamed = keep.xreplace(names)
+            given = {B: b, H: h, Q: q, K: k, SEQLEN_Q: seqlen_q, SEQLEN_KV: seqlen_kv}
+            return renamed.xreplace({s: sympy.sympify(to) for s, to in given.items() if s != to})
+        import torch
+
+        from tilegen.masks.dense import evaluate
+
+        if self.is_stand_in:
+            raise InvalidProblem(f"expected a mask with its tensors, got {self}")
+        tensors = tuple(one.tensor for one in self.captured)
+        device = next((x.device for x in (q, k) if isinstance(x, torch.Tensor)), None)
+        b, h, q, k = (torch.as_tensor(x, device=device) for x in (b, h, q, k))
+        return evaluate(
+            predicate_of(self.text, kinds),
+            tensors,
+            **{"b": b, "h": h, "q": q, "k": k, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv},
+        )
+
+
+@lru_cache(maxsize=512)
+def predicate_of(text: str, kinds: tuple[str, ...]) -> Any:
+    """Return the predicate of a text. Raises InvalidProblem for texts that are none."""
+    expr = from_text(text, kinds)
+    if not isinstance(expr, sympy.logic.boolalg.Boolean):
+        raise InvalidProblem(f"expected a condition in keep(...), got {text[:200]!r}")
+    return expr
+
+
+def mask_of(fn: Callable[..., Any]) -> Mask:
+    """Return the mask that `fn(b, h, q_idx, kv_idx)` computes. Raises Unsupported."""
+    traced = trace_mask(fn)
+    if traced.expr == True:  # noqa: E712 - SymPy's true
+        return full()
+    percent = _percent_live(traced.expr, traced.captured) if traced.captured else 100
+    values = tuple(_table(tensor, percent) for tensor in traced.captured)
+    return Expression(to_text(traced.expr), values)
+
+
+def typical(mask: Mask) -> Mask:
+    """Return a mask to reason about instead of one whose tables are missing: blocks at random, as
+    many as it keeps."""
+    if isinstance(mask, Expression) and mask.is_stand_in:
+        percent = mask.captured[0].typical
+        layout = Values(axes="", typical=percent, kind="bool", pattern="layout", block=BLOCK)
+        return BlockSparse(layout, BLOCK)
+    changed = {
+        f.name: tuple(map(typical, part)) if isinstance(part, tuple) else typical(part)
+        for f in fields(mask)  # type: ignore[arg-type]
+        for part in (getattr(mask, f.name),)
+        if part in (mask.parts, *mask.parts)
+    }
+    return replace(mask, **changed) if changed else mask  # type: ignore[type-var]
+
+
+def _table(tensor: Any, percent: int) -> Values:
+    """Return a captured tensor: bool as it is, integers as int32, others as fp32."""
+    import torch
+
+    tensor = tensor.detach()
+    kind: Kind = "int"
+    if tensor.dtype == torch.bool:
+        kind = "bool"
+    elif tensor.dtype.is_floating_point:
+        kind, tensor = "float", tensor.float()
+    else:
+        if tensor.numel() and int(tensor.abs().max()) >= 2**31:
+            raise InvalidProblem("captured integers must fit into 32 bits")
+        tensor = tensor.to(torch.int32)
+    return Values(
+        axes=None, typical=percent, tensor=tensor.contiguous(), kind=kind, pattern="table"
+    )
+
+
+BLOCK = 64
+"""Side of the tiles by which the density of a traced mask is judged."""
+LONGEST = 4096
+"""Sequence for which it is judged at most."""
+
+
+def _percent_live(keep: Any, captured: tuple[Any, ...]) -> int:
+    """Return how many percent of the tiles a mask leaves, rounded up to a power of two.
+
+    Its length is not known yet; the longest dimension of what it reads is a good guess.
+    """
+    from tilegen.masks.tile_lists import build
+
+    sizes = [size for tensor in captured for size in tensor.shape]
+    length = min(max(sizes, default=BLOCK), LONGEST)
+    lists = build(
+        keep,
+        captured,
+        **{"batch": 1, "heads": 1, "seqlen_q": length, "seqlen_kv": length},
+        block_m=BLOCK,
+        block_n=BLOCK,
+        device="cpu",
+        side="rows",
+    )
+    live = lists.visited_tiles / (-(-length // BLOCK)) ** 2
+    return min(100, 2 ** math.ceil(math.log2(max(1.0, 100 * live))))
