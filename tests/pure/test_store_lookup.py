@@ -22,10 +22,14 @@ from tests.records import (
     place,
     record,
 )
+from tilegen.config import TileConfig
+from tilegen.device import gpu
 from tilegen.disk import say_once
 from tilegen.errors import Unsupported
 from tilegen.problem import AttentionProblem
 from tilegen.store import Location, Versions, locations, look_up, places
+from tilegen.store.election import join
+from tilegen.store.lookup import illegal, like
 
 ROOT = Path(__file__).parents[2]
 
@@ -215,3 +219,110 @@ def test_a_look_up_loads_nothing_heavy() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert result.stdout == "[]\n"
+
+
+# --------------------------------------------------------------------------------------------------
+# What may be used of others
+
+
+def test_without_a_record_of_its_own_a_gpu_borrows_from_the_nearest_of_its_architecture(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert [spec.name for spec in like(gpu("h200"))] == ["h100", "h100-pcie"]
+    for us, name in ((300.0, "h100-pcie"), (310.0, "h100")):
+        place(tmp_path, record(gpu=name, us=us))
+    place(tmp_path, record(gpu="a100", arch="sm_80", us=100.0))
+    for _ in range(3):
+        found = look_up(PROBLEM, H200, "fwd", where=[own(tmp_path)])
+        assert found is not None
+        assert (found.record.gpu, found.borrowed, found.is_measured) == ("h100", True, False)
+        assert [str(one) for one in found.differences] == ["gpu: current h200, stored h100"]
+        assert str(found) == f"{found.file}, borrowed from h100"
+    (message,) = caplog.messages
+    assert message == f"no measured record for h200: record {found.file!r} is borrowed"
+    assert look_up(PROBLEM, H200, "fwd", where=[own(tmp_path)], borrow=False) is None
+    assert look_up(PROBLEM, gpu("l4"), "fwd", where=[own(tmp_path)]) is None
+
+
+def test_order_of_own_borrowed_and_guessed(tmp_path: Path) -> None:
+    guess = place(tmp_path / "own", record(measurement=UNMEASURED), "own")
+    other_guess = place(tmp_path / "own", record(gpu="h100-pcie", measurement=UNMEASURED), "own")
+    found = look_up(PROBLEM, H200, "fwd", where=[guess, other_guess])
+    assert found is not None
+    assert (found.record.gpu, found.record.is_measured) == ("h200", False)
+    borrowed = place(tmp_path / "shared", record(gpu="h100"), "shared")
+    found = look_up(PROBLEM, H200, "fwd", where=[guess, borrowed])
+    assert found is not None
+    assert (found.record.gpu, found.borrowed) == ("h100", True)
+    measured = place(tmp_path / "shipped", RECORD, "shipped")
+    found = look_up(PROBLEM, H200, "fwd", where=[guess, borrowed, measured])
+    assert found is not None
+    assert (found.record.gpu, found.borrowed) == ("h200", False)
+
+
+def test_a_gpu_that_is_in_no_catalogue_borrows_too(tmp_path: Path) -> None:
+    unknown = replace(H200, name="h20", num_sms=78, dram_bandwidth=4e12)
+    place(tmp_path, RECORD)
+    found = look_up(PROBLEM, unknown, "fwd", where=[own(tmp_path)])
+    assert found is not None
+    assert (found.record, found.borrowed) == (RECORD, True)
+
+
+def test_a_config_that_cannot_run_here_is_refused_before_it_is_compiled(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    huge = record(config=TileConfig.parse("m256n256w8s6"), us=1.0)
+    where = [
+        place(tmp_path / "shared", huge, "shared"),
+        place(tmp_path / "ship", RECORD, "shipped"),
+    ]
+    for _ in range(2):
+        found = look_up(PROBLEM, H200, "fwd", where=where)
+        assert found is not None
+        assert found.record == RECORD
+    (message,) = caplog.messages
+    assert str(tmp_path / "shared" / huge.path) in message
+    assert "m256n256w8s6 needs" in message
+    assert "and h200 has 232448" in message
+    small = gpu("h200", fast_memory=48 * 1024)
+    assert look_up(PROBLEM, small, "fwd", where=where) is None, "its own, with less fast memory"
+
+
+def test_what_is_borrowed_must_fit_the_borrower(tmp_path: Path) -> None:
+    large = replace(H200, name="large", smem_per_block=600_000, smem_per_sm=600_000)
+    config = TileConfig.parse("m256n128w8s4")
+    assert illegal(PROBLEM, large, "fwd", config) == ""
+    assert illegal(PROBLEM, gpu("h100"), "fwd", config)
+    place(tmp_path, record(config=config))
+    assert look_up(PROBLEM, gpu("h100"), "fwd", where=[own(tmp_path)]) is None
+
+
+def test_a_finding_under_the_present_conditions_is_preferred(tmp_path: Path) -> None:
+    theirs = replace(VERSIONS, triton="3.9.0")
+    joined = join(
+        [
+            record(us=390.0, source="aa", versions=theirs, date="2026-11-22T09:30:00Z"),
+            record(us=400.0, source="bb"),
+            record(us=395.0, source="cc"),
+        ]
+    )
+    assert joined.source == "aa"
+    where = [place(tmp_path, joined)]
+    for versions, source in ((theirs, "aa"), (VERSIONS, "cc"), (Versions(triton="3.6"), "aa")):
+        found = look_up(PROBLEM, H200, "fwd", versions=versions, where=where)
+        assert found is not None
+        assert found.record.source == source
+        assert found.record.rivals == ()
+        assert bool(found.differences) == (versions.triton == "3.6")
+        assert {one.source for one in found.others} == {"aa", "bb", "cc"} - {source}
+
+
+def test_times_of_another_policy_are_about_something_else(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / RECORD.path
+    place(tmp_path, RECORD)
+    file.write_text(record(policy="warm_l2").to_json())
+    assert look_up(PROBLEM, H200, "fwd", where=[own(tmp_path)]) is None
+    (message,) = caplog.messages
+    assert "policy: current cold_l2, stored warm_l2" in message

@@ -1,11 +1,9 @@
-"""Locations behind URLs: S3 and HTTP servers on loopback, copies, and servers that are silent."""
+"""Locations behind URLs, an S3 server on loopback among them: reading, writing, copies."""
 
 from __future__ import annotations
 
 import logging
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.records import H200, PROBLEM, RECORD, VERSIONS, own, place, record
-from tests.servers import http_server, s3_server, silent_server
+from tests.records import H200, PROBLEM, RECORD, own, place, record
+from tests.servers import s3_server
 from tilegen.disk import say_once
 from tilegen.errors import Unsupported
 from tilegen.store import (
@@ -265,167 +263,3 @@ def test_without_a_place_for_copies_it_still_works(
 
 def _refuse(*_: Any) -> Any:
     raise ConnectionRefusedError(111, "Connection refused")
-
-
-# --------------------------------------------------------------------------------------------------
-# HTTP, and servers that do not answer
-
-
-def test_http_can_be_read_and_listed_but_not_written(tmp_path: Path) -> None:
-    pytest.importorskip("aiohttp", reason="needs the package aiohttp; pip install 'tilegen[dev]'")
-    place(tmp_path / "there", RECORD)
-    with http_server(tmp_path / "there") as address:
-        where = shared(address)
-        found = look_up(PROBLEM, H200, "fwd", where=[where], versions=VERSIONS)
-        assert found is not None
-        assert (found.record, found.file) == (RECORD, f"{address}/{RECORD.path}")
-        assert [one.record for one in list_records([where])] == [RECORD]
-        with pytest.raises(Unsupported, match="can only be read; write to another location"):
-            save(record(us=1.0), location=where)
-        list(merge([where], own(tmp_path / "pulled")))
-    assert (tmp_path / "pulled" / RECORD.path).read_text() == RECORD.to_json()
-
-
-def test_a_server_that_never_answers_costs_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    pytest.importorskip("aiohttp", reason="needs the package aiohttp; pip install 'tilegen[dev]'")
-    monkeypatch.setattr(reach, "ANSWER_SECONDS", 0.5)
-    with silent_server() as (address, connections):
-        where = [shared(f"{address}/x"), place(tmp_path / "shipped", RECORD, "shipped")]
-        started = time.monotonic()
-        for _ in range(20):
-            found = look_up(PROBLEM, H200, "fwd", where=where)
-            assert found is not None
-            assert found.origin == "shipped"
-        assert time.monotonic() - started < 5
-        assert len(connections) <= 2, "it is not asked again and again"
-        (message,) = caplog.messages
-        assert f"record location '{address}/x' did not answer within 0.5 s" in message
-        # Another process of this machine knows, and does not wait either.
-        monkeypatch.setattr(reach, "_down", {})
-        started = time.monotonic()
-        assert look_up(PROBLEM, H200, "fwd", where=where) is not None
-        assert time.monotonic() - started < 0.4
-        # After a while it is asked again.
-        monkeypatch.setattr(reach, "DOWN_SECONDS", 0.0)
-        before = len(connections)
-        assert look_up(PROBLEM, H200, "fwd", where=where) is not None
-        assert len(connections) > before
-
-
-def test_a_process_with_a_hanging_request_can_end(tmp_path: Path) -> None:
-    code = (
-        "import sys, time\n"
-        "from tilegen.store import reach\n"
-        "try:\n    reach.ask('x://y', lambda: time.sleep(60), seconds=0.2)\n"
-        "except reach.Unreachable as error:\n    print(error)\n"
-    )
-    started = time.monotonic()
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert result.stdout == "did not answer within 0.2 s\n"
-    assert time.monotonic() - started < 20
-
-
-@pytest.mark.parametrize(
-    "url, message",
-    [
-        ("nosuch://host/x", "Protocol not known"),
-        ("http://127.0.0.1:9/x", "cannot be reached"),
-    ],
-)
-def test_places_that_cannot_be(
-    url: str, message: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
-        monkeypatch.setenv(name, "x")
-    for _ in range(3):
-        assert look_up(PROBLEM, H200, "fwd", where=[shared(url)]) is None
-    (warning,) = caplog.messages
-    assert message in warning
-    assert len(warning) < 500
-    assert list(list_records([shared(url)])) == []
-
-
-def test_a_missing_package_is_named(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "s3fs", None)
-    assert look_up(PROBLEM, H200, "fwd", where=[shared("s3a://bucket/x")]) is None
-    (warning,) = caplog.messages
-    assert "needs a package that is not installed" in warning
-    assert "s3fs" in warning
-
-
-def test_passwords_are_not_shown(caplog: pytest.LogCaptureFixture) -> None:
-    url = "nosuch://user:secret@host/x"
-    look_up(PROBLEM, H200, "fwd", where=[shared(url)])
-    assert "nosuch://host/x" in caplog.text
-    assert "secret" not in caplog.text + str(reach.copies(url))
-
-
-def test_a_hanging_network_folder_costs_one_warning(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    hanging = place(tmp_path / "net", RECORD, "shared")
-    monkeypatch.setattr(reach, "ANSWER_SECONDS", 0.2)
-    real = Path.is_dir
-
-    def is_dir(self: Path) -> bool:
-        if self == tmp_path / "net":
-            time.sleep(30)
-        return real(self)
-
-    monkeypatch.setattr(Path, "is_dir", is_dir)
-    started = time.monotonic()
-    for _ in range(5):
-        assert look_up(PROBLEM, H200, "fwd", where=[hanging]) is None
-    assert time.monotonic() - started < 3
-    assert len(caplog.messages) == 1
-
-
-# --------------------------------------------------------------------------------------------------
-# Locations of plug-ins
-
-
-def test_packages_add_locations(tmp_path: Path) -> None:
-    package = tmp_path / "site"
-    info = package / "team_tiles-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: team-tiles\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(
-        "[tilegen.caches]\n"
-        "folder = team_tiles:FOLDER\nurl = team_tiles:URL\n"
-        "wrong = team_tiles:WRONG\nbroken = team_broken:X\n"
-    )
-    (package / "team_tiles.py").write_text(
-        f"from pathlib import Path\nFOLDER = Path({str(tmp_path / 'tiles')!r})\n"
-        "URL = 's3://team/tiles'\nWRONG = 7\n"
-    )
-    (package / "team_broken.py").write_text("1/0\n")
-    code = (
-        "from tilegen.store import locations\n"
-        "for one in locations(): print(one.origin, one.url)\n"
-        "locations()\n"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-        env={**os.environ, "PYTHONPATH": str(package), "TILEGEN_CACHE_PATH": "s3://first/x"},
-    )
-    own_line, *shared_lines, shipped_line = result.stdout.splitlines()
-    assert own_line.startswith("own ")
-    expected = ["s3://first/x", str(tmp_path / "tiles"), "s3://team/tiles"]
-    assert shared_lines == [f"shared {url}" for url in expected]
-    assert shipped_line == f"shipped {ROOT / 'cache'}"
-    assert result.stderr.count("\n") == 2
-    assert (
-        "entry point 'team_tiles:WRONG' of tilegen.caches passed over: expected a text or path"
-        in (result.stderr)
-    )
-    assert "entry point 'team_broken:X' of tilegen.caches passed over" in result.stderr
