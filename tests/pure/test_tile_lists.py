@@ -387,6 +387,27 @@ def test_not_a_number_is_never_kept() -> None:
         check(keep, [weights], shape_of(40, 8))
 
 
+@pytest.mark.parametrize("block", [4, 16])
+def test_expressions_that_are_hard_to_bound(block: int) -> None:
+    shape = shape_of((37, 45), block)
+    ids = torch.randint(0, 6, (20,), generator=torch.Generator().manual_seed(0))
+    weight = Lookup(captured_name(0, "int"), Q - K)
+    check((Q - K) ** 2 < 50, [], shape)
+    check((Q - K) ** 3 < -50, [], shape)
+    check(sympy.Abs(Q - K) * (Q - 20) > 30, [], shape)
+    check(weight >= 3, [ids], shape)  # negative indices count from the end, far ones read 0
+    check(sympy.Eq(Lookup(captured_name(0, "int"), K - 50), 2), [ids], shape)
+    check(sympy.Eq(Lookup(captured_name(0, "int"), Q - 30), 0), [ids], shape)
+
+
+@pytest.mark.parametrize("index, seqlen", [(Q, (10, 40)), (K, (40, 10))])
+def test_pairs_beyond_the_sequence_do_not_count(index: Any, seqlen: tuple[int, int]) -> None:
+    # 4 i modulo 11 is 7 at i = 10 and nowhere before.
+    classes = check(sympy.Eq(sympy.Mod(4 * index, 11), 7), [], shape_of(seqlen, 16))
+    assert classes.evaluated_tiles == 3
+    assert len(classes.codes) == 0
+
+
 def test_functions() -> None:
     weight = Lookup(captured_name(0, "float"), K)
     weights = torch.randint(-8, 8, (40,), generator=torch.Generator().manual_seed(0)) / 4
