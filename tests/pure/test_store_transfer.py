@@ -14,7 +14,7 @@ from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.store import Location, TuningRecord, list_records, save
 from tilegen.store.transfer import Wanted, export, import_, merge, promote, summary
-from tilegen.store.trials import Conditions, Trial
+from tilegen.store.trials import Conditions, Trial, join_trials, trial_line
 from tilegen.store.upkeep import check, prune
 from tilegen.tuning.trials import TrialLog
 
@@ -330,3 +330,15 @@ def test_trials_of_other_locations_are_not_measured_again(tmp_path: Path) -> Non
     mine.append(trial(CONFIGS[1], 111.0))
     times = {config: one.measurement.median_us for config, one in mine.read().items()}
     assert times == {CONFIGS[0]: 100.0, CONFIGS[1]: 111.0}, "own ones count more"
+
+
+def test_trials_are_joined_each_once_and_oldest_first() -> None:
+    dates = [f"2026-11-{day:02}T00:00:00Z" for day in range(1, 29)]
+    lines = [
+        json.dumps(trial_line(trial(CONFIGS[n % 3], 100.0 + n), CONDITIONS, date)).encode()
+        for n, date in enumerate(dates)
+    ]
+    content = b"\n".join([*reversed(lines), b"{torn", b""])
+    joined = join_trials([content, lines[3], b"noise"], "fwd")
+    assert joined == b"".join(line + b"\n" for line in lines)
+    assert join_trials([], "fwd") == b""
