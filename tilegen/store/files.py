@@ -16,6 +16,7 @@ from tilegen.measure import one_line
 
 MAX_FILE_BYTES = 64 * 1024
 """A record has about 1.5 KiB, and at most fifteen rivals of 1 KiB."""
+BLOCK = 128 * 1024
 LOCK_SECONDS = 60.0
 """A writer holds the lock for milliseconds; one that hangs must not hang all others."""
 
@@ -47,8 +48,9 @@ def read_bytes(path: Path, limit: int = MAX_FILE_BYTES) -> bytes | None:
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise InvalidRecord("expected a regular file")
-        with os.fdopen(handle, "rb", closefd=False) as file:
-            data = file.read(limit + 1)
+        data = b""
+        while len(data) <= limit and (block := os.read(handle, min(limit + 1, BLOCK))):
+            data += block
     except OSError as error:
         raise Unreadable(f"cannot be read: {error.strerror}") from None
     finally:

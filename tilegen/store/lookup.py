@@ -167,12 +167,14 @@ class _Asked:
 
     def _best_of(self, findings: Sequence[TuningRecord]) -> TuningRecord:
         """Return the finding to use: under the present conditions, if there is one."""
+        if len(findings) == 1:
+            return findings[0]
         alike = [
             one
             for one in findings
             if one.is_measured and not soft(self.versions, self.template_digest, one)
         ]
-        return elect(alike) if len(findings) > 1 and alike else findings[0]
+        return elect(alike) if alike else findings[0]
 
     def _usable(self, path: PurePosixPath, location: Location) -> TuningRecord | None:
         """Return the record at a place, or None after a warning that names it."""
@@ -211,6 +213,7 @@ def _far(one: GpuSpec, other: GpuSpec) -> float:
     return sum(abs(math.log2(getattr(one, name) / getattr(other, name))) for name in traits)
 
 
+@lru_cache(maxsize=4096)
 def illegal(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, config: TileConfig) -> str:
     """Return why a config cannot run on a GPU, an empty text if it can, as far as is known."""
     from tilegen.model.footprint import footprint
@@ -301,6 +304,11 @@ def _outcome(given: TuningRecord, new: TuningRecord, old: TuningRecord | None) -
 
 
 @lru_cache(maxsize=4096)
+def _bucket(problem: AttentionProblem) -> AttentionProblem:
+    return problem.bucket
+
+
+@lru_cache(maxsize=4096)
 def _parsed(text: str) -> TuningRecord:
     return TuningRecord.from_json(text)
 
@@ -315,7 +323,7 @@ def identity(
         "arch": (gpu.arch, record.arch),
         "policy": (POLICY, record.policy),
     }
-    if (bucket := problem.bucket) != record.problem:
+    if (bucket := _bucket(problem)) != record.problem:
         pairs |= {
             field.name: (str(getattr(bucket, field.name)), str(getattr(record.problem, field.name)))
             for field in fields(AttentionProblem)

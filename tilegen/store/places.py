@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib.metadata import entry_points
 from pathlib import Path, PurePath
 from typing import Literal
@@ -43,7 +43,7 @@ class Location:
     url: str
     origin: Origin
 
-    @property
+    @cached_property
     def folder(self) -> Path | None:
         """The folder, None if the location is behind a network protocol."""
         if self.url.startswith(("file://", "local://")):
@@ -52,8 +52,11 @@ class Location:
 
     def address(self, path: PurePath | str = "") -> str:
         """Return where a file of the location is, for people."""
-        base = str(self.folder or shown(self.url))
-        return f"{base.rstrip('/')}/{path}" if str(path) else base
+        return f"{self._base.rstrip('/')}/{path}" if str(path) else self._base
+
+    @cached_property
+    def _base(self) -> str:
+        return str(self.folder or shown(self.url))
 
 
 def locations(current: Settings | None = None) -> tuple[Location, ...]:

@@ -8,6 +8,7 @@ import json
 import re
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import lru_cache
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, cast, get_args
 
@@ -230,6 +231,7 @@ def measurement_from(fields: Fields) -> Measurement:
     )
 
 
+@lru_cache(maxsize=4096)
 def record_path(
     gpu: str, kernel: Kernel, problem: AttentionProblem, policy: str = POLICY
 ) -> PurePosixPath:
