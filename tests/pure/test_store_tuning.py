@@ -1,0 +1,122 @@
+"""What the tuner and the store do for each other: no timing is ever taken twice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import rows, store
+from tests.records import H200, PROBLEM, own
+from tests.replay import TABLE, Replay, ranking, run
+from tilegen.config import TileConfig
+from tilegen.measure import Measurement
+from tilegen.store import Location, TuningRecord, look_up
+from tilegen.store.transfer import merge
+
+SMALL = dict(list(TABLE.items())[:8])
+
+
+def machine(folder: Path, name: str, shared: Path, monkeypatch: pytest.MonkeyPatch) -> Location:
+    """Be another machine, with an own directory and the shared location."""
+    monkeypatch.setenv("TILEGEN_CACHE_DIR", str(folder / name))
+    monkeypatch.setenv("TILEGEN_CACHE_PATH", str(shared))
+    monkeypatch.setattr("tilegen.tune.this_machine", lambda: name)
+    return own(folder / name)
+
+
+def test_a_second_machine_measures_only_what_the_first_did_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    first = machine(tmp_path, "aa", shared, monkeypatch)
+    some = Replay(dict(list(SMALL.items())[:5]))
+    run(some)
+    assert len(some.measured) == 5
+    list(merge([first], Location(str(shared), "shared")))
+
+    machine(tmp_path, "bb", shared, monkeypatch)
+    same = Replay(dict(list(SMALL.items())[:5]))
+    record = run(same)
+    assert same.measured == []
+    assert (record.trials, record.source) == (5, "bb")
+    added = Replay(SMALL)
+    record = run(added)
+    assert {config.key for config in added.measured} == set(list(SMALL)[5:])
+    assert record.trials == 8
+    assert record.config == added.fastest
+
+
+def test_a_later_run_of_one_machine_takes_the_place_of_its_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = machine(tmp_path, "aa", tmp_path, monkeypatch)
+    run(Replay(dict(list(SMALL.items())[:3])))
+    record = run(Replay(SMALL))
+    found = look_up(PROBLEM, H200, "fwd", where=[mine])
+    assert found is not None
+    assert (found.record, found.others) == (record, ())
+
+
+def test_tuned_apart_and_merged_all_machines_agree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stores = []
+    for name, favourite in (("aa", "m128n64w8s3"), ("bb", "m64n64w8s3"), ("cc", "m64n64w8s3")):
+        stores.append(machine(tmp_path, name, tmp_path / "none", monkeypatch))
+        table: dict[str, float | str] = {"m128n64w8s3": 100.5, "m64n64w8s3": 100.6}
+        run(Replay({**table, favourite: 99.0}, spread=0.002))
+    merged = []
+    for n, order in enumerate(([0, 1, 2], [2, 1, 0], [1, 0, 2])):
+        target = own(tmp_path / f"all{n}")
+        list(merge([stores[index] for index in order], target))
+        found = look_up(PROBLEM, H200, "fwd", where=[target])
+        assert found is not None
+        merged.append(found.record)
+    assert merged[0] == merged[1] == merged[2]
+    assert merged[0].config == TileConfig.parse("m64n64w8s3"), "of equals what most have found"
+
+
+def test_failures_travel_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = machine(tmp_path, "aa", tmp_path / "none", monkeypatch)
+    table: dict[str, float | str] = {
+        "m128n64w8s3": 100.0,
+        "m64n64w8s3": "out_of_resources: too much",
+    }
+    run(Replay(table))
+    list(merge([first], own(tmp_path / "bb")))
+    machine(tmp_path, "bb", tmp_path / "none", monkeypatch)
+    again = Replay(table)
+    run(again)
+    assert again.measured == []
+
+
+def test_a_wrong_config_is_not_trusted_because_others_were_fast_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = machine(tmp_path, "aa", tmp_path / "none", monkeypatch)
+    replay = Replay({"m128n64w8s3": 100.0, "m64n64w8s3": 50.0})
+    run(replay)
+    list(merge([first], own(tmp_path / "bb")))
+    machine(tmp_path, "bb", tmp_path / "none", monkeypatch)
+    bad = TileConfig.parse("m64n64w8s3")
+
+    def check(config: TileConfig) -> Measurement | None:
+        return Measurement(status="wrong", message="out is off") if config == bad else None
+
+    record = run(replay, check=check, candidates=ranking(replay.space))
+    assert record.config == TileConfig.parse("m128n64w8s3")
+
+
+def test_benchmark_gives_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("LOOKED_UP", 10), ("MERGED", 5), ("REPEATS", 1)):
+        monkeypatch.setattr(store, name, value)
+    store.main(csv=tmp_path / "store.csv", records=30)
+    found = rows.read(tmp_path / "store.csv")
+    assert len(found) == len({row["benchmark"] for row in found}) == 6
+    assert all(float(row["value"]) > 0 for row in found)
+    assert len(set(store.problems(store.RECORDS))) == store.RECORDS
+    for problem in store.problems(3):
+        one = store.record(problem)
+        assert TuningRecord.from_json(one.to_json()) == one
