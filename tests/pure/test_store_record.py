@@ -15,10 +15,23 @@ from tests.problems import PROBLEMS
 from tests.records import PROBLEM, RECORD, UNMEASURED, record, timed
 from tilegen.config import LARGE_CACHE, TileConfig
 from tilegen.errors import InvalidRecord
-from tilegen.measure import Measurement
+from tilegen.measure import TIE_LIMIT, Measurement
 from tilegen.problem import AttentionProblem
-from tilegen.store import TuningRecord, Versions, current_versions, now, slug, this_machine
+from tilegen.store import (
+    TuningRecord,
+    Versions,
+    current_versions,
+    files,
+    now,
+    reach,
+    remote,
+    slug,
+    this_machine,
+    upkeep,
+)
 from tilegen.store import versions as versions_module
+from tilegen.store.record import MAX_RIVALS
+from tilegen.store.trials import Conditions, Trial, trial_line
 
 ROOT = Path(__file__).parents[2]
 
@@ -54,6 +67,29 @@ def test_every_field_is_in_the_readme_of_the_format() -> None:
         assert group is not None
         names |= {f.name for f in fields(group)}
     assert names <= described, f"cache/README.md does not describe {sorted(names - described)}"
+
+
+def test_numbers_in_the_readme_of_the_format_are_those_of_the_code() -> None:
+    readme = (ROOT / "cache" / "README.md").read_text(encoding="utf-8")
+    assert f"does not answer within {reach.ANSWER_SECONDS:g} seconds" in readme
+    assert f"again for {reach.DOWN_SECONDS / 60:g} minutes" in readme
+    assert remote.FRESH_SECONDS == 3600, "remembered for an hour"
+    assert files.LOCK_SECONDS == 60, "held for more than a minute"
+    assert upkeep.COPY_SECONDS == 7 * 86400, "copies older than a week"
+    assert f"by up to {MAX_RIVALS + 1} machines" in readme
+    assert f"within {100 * TIE_LIMIT:g} %" in readme
+    one = len(RECORD.to_json())
+    rival = len(record(rivals=(record(us=401.0, source="0" * 12),)).to_json()) - one
+    conditions = Conditions(
+        problem=PROBLEM.key, arch="sm_90", triton="3.7.1", driver="580.65", template_digest="a" * 12
+    )
+    trial = Trial(config=RECORD.config, measurement=RECORD.measurement)
+    line = len(json.dumps(trial_line(trial, conditions, RECORD.date)))
+    for stated, size in ((1.0, one), (0.9, rival), (0.5, line)):
+        assert f"{stated:g} KB" in readme
+        assert 0.8 < size / (1000 * stated) < 1.2, (stated, size)
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", readme):
+        assert (ROOT / "cache" / target).exists(), target
 
 
 def test_fields_added_later_are_ignored_but_not_in_the_config() -> None:
