@@ -299,19 +299,20 @@ def cache_promote(
 
 @cache_app.command("prune")
 def cache_prune(
+    where: Annotated[str, typer.Argument(help="folder, or own")] = "own",
     older_than: Annotated[float | None, typer.Option(help="days; records of older ones")] = None,
     unmeasured: Annotated[bool, typer.Option("--unmeasured", help="the model's choices")] = False,
     dry_run: DryRun = False,
     json_: Json = False,
 ) -> None:
-    """Remove what is of no more use from the own directory: leftovers, broken files, old copies.
+    """Remove what is of no more use from a folder: leftovers, broken files, old copies.
 
     Example: tilegen cache prune --older-than 365 --dry-run
     """
     from tilegen.store.upkeep import prune
 
     pruned = prune(
-        _location("own"), older_than_days=older_than, unmeasured=unmeasured, dry_run=dry_run
+        _location(where), older_than_days=older_than, unmeasured=unmeasured, dry_run=dry_run
     )
     if json_:
         print_json([asdict(one) for one in pruned])

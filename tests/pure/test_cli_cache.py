@@ -134,8 +134,10 @@ def test_prune(mine: Path) -> None:
     assert broken.exists()
     assert [one["reason"] for one in told("prune")] == ["was set aside"]
     assert not broken.exists()
-    assert "of 2026-11-21" in run("prune", "--older-than", "-9999")
-    assert run("list", "own").startswith("no records yet")
+    assert "0 files removed" in run("prune", "--older-than", "36500")
+    place(mine, record(kernel="bwd_dq", date="2020-01-01T00:00:00Z"))
+    assert "of 2020-01-01" in run("prune", "--older-than", "365")
+    assert len(told("list", "own")) == 1
 
 
 @pytest.mark.usefixtures("mine")

@@ -15,7 +15,7 @@ from tests.records import H200, PROBLEM, RECORD, VERSIONS, own, place, record
 from tests.servers import http_server, silent_server
 from tilegen.disk import say_once
 from tilegen.errors import Unsupported
-from tilegen.store import Location, list_records, look_up, reach, save
+from tilegen.store import Location, Unreachable, list_records, look_up, reach, save
 from tilegen.store.transfer import merge
 
 ROOT = Path(__file__).parents[2]
@@ -102,7 +102,11 @@ def test_a_process_with_a_hanging_request_can_end(tmp_path: Path) -> None:
     ],
 )
 def test_places_that_cannot_be(
-    url: str, message: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    url: str,
+    message: str,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "x")
@@ -112,6 +116,9 @@ def test_places_that_cannot_be(
     assert message in warning
     assert len(warning) < 500
     assert list(list_records([shared(url)])) == []
+    assert all("passed over" in message for message in caplog.messages)
+    with pytest.raises(Unreachable, match="expected all sources to answer"):
+        list(merge([shared(url)], own(tmp_path / "b")))
 
 
 def test_a_missing_package_is_named(
@@ -194,3 +201,30 @@ def test_packages_add_locations(tmp_path: Path) -> None:
         in (result.stderr)
     )
     assert "entry point 'team_broken:X' of tilegen.caches passed over" in result.stderr
+
+
+def test_one_silent_source_does_not_keep_the_others_from_being_merged(tmp_path: Path) -> None:
+    sources = [shared("http://127.0.0.1:9/x"), place(tmp_path / "a", RECORD)]
+    with pytest.raises(Unreachable, match=r"127\.0\.0\.1:9/x' cannot be reached"):
+        list(merge(sources, own(tmp_path / "b")))
+    assert (tmp_path / "b" / RECORD.path).read_text() == RECORD.to_json()
+
+
+def test_a_server_without_index_pages_says_so(tmp_path: Path) -> None:
+    pytest.importorskip("aiohttp", reason="needs the package aiohttp; pip install 'tilegen[dev]'")
+    with http_server(tmp_path) as address:
+        with pytest.raises(Unreachable, match="has no index page that lists its files"):
+            list(list_records([shared(f"{address}/none")], strict=True))
+        assert look_up(PROBLEM, H200, "fwd", where=[shared(f"{address}/none")]) is None
+
+
+def test_listing_a_silent_server_ends_soon(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("aiohttp", reason="needs the package aiohttp; pip install 'tilegen[dev]'")
+    monkeypatch.setattr(reach, "ANSWER_SECONDS", 0.3)
+    with silent_server() as (address, _):
+        started = time.monotonic()
+        assert list(list_records([shared(address)])) == []
+        assert time.monotonic() - started < 3
+    assert "did not answer within 0.3 s; passed over" in caplog.text

@@ -290,17 +290,19 @@ def test_prune_removes_leftovers_and_no_record(tmp_path: Path) -> None:
     copy.parent.mkdir(parents=True)
     leftovers = [folder / ".a.json.1234.tmp", folder / "b.json.broken", copy]
     young = [folder / ".c.json.1234.tmp", copy.with_name("young.json")]
-    for file in (*leftovers, *young):
+    others = [tmp_path / ".mine.tmp", tmp_path / "docs" / ".mine.tmp"]
+    others[1].parent.mkdir()
+    for file in (*leftovers, *young, *others):
         file.write_text("{")
     month = time.time() - 30 * 24 * 3600
-    for file in leftovers:
+    for file in (*leftovers, *others):
         os.utime(file, (month, month))
     dry = prune(where, dry_run=True)
     assert all(file.exists() for file in leftovers)
     assert {Path(one.file) for one in dry} == set(leftovers)
     assert dry == prune(where)
     assert not any(file.exists() for file in leftovers)
-    assert all(file.exists() for file in (*young, tmp_path / RECORD.path))
+    assert all(file.exists() for file in (*young, *others, tmp_path / RECORD.path))
     assert prune(where) == []
 
 
@@ -311,6 +313,8 @@ def test_prune_of_old_and_unmeasured_records_only_if_told(tmp_path: Path) -> Non
     assert prune(where) == []
     (one,) = prune(where, unmeasured=True)
     assert one.reason == "nobody has measured it"
+    with pytest.raises(Unsupported, match="days must be 0"):
+        prune(where, older_than_days=1e12)
     (one,) = prune(where, older_than_days=365)
     assert one.reason == "of 2020-01-01T00:00:00Z"
     assert files(tmp_path) == {}

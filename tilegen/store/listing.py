@@ -43,12 +43,19 @@ class Listed:
         return self.location.origin
 
 
-def list_records(where: Sequence[Location] | None = None) -> Iterator[Listed]:
-    """Yield every record file of all locations, also those that cannot be used. Changes nothing."""
+def list_records(
+    where: Sequence[Location] | None = None, *, strict: bool = False
+) -> Iterator[Listed]:
+    """Yield every record file of all locations, also those that cannot be used. Changes nothing.
+
+    A location that does not answer is passed over with a warning; `strict` raises Unreachable.
+    """
     for location in locations() if where is None else where:
         try:
             found, broken = names(location, "records"), names(location, "broken")
         except Unreachable as error:
+            if strict:
+                raise
             pass_over(location, error)
             continue
         for name, data in read_all(location, found):

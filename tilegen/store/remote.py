@@ -56,14 +56,23 @@ def fetch(url: str, path: str, limit: int) -> bytes | None:
 def names(url: str) -> list[str]:
     """Return the names of all files, relative to the location. Raises Unreachable."""
 
-    def find() -> list[str]:
+    def is_there() -> bool:
         fs, root = _open(url)
         fs.invalidate_cache()
-        # A location that is not there yet has no files; an HTTP server must have index pages.
-        found: list[str] = [] if not fs.exists(root) else fs.find(root)
-        start = len(root.rstrip("/")) + 1
-        return sorted(name[start:] for name in map(str, found))
+        try:
+            fs.ls(root, detail=False)
+        except FileNotFoundError:
+            if _protocol(url).startswith("http"):
+                raise Unreachable("has no index page that lists its files") from None
+            return False  # nobody has written to it yet
+        return True
 
+    def find() -> list[str]:
+        fs, root = _open(url)
+        return sorted(str(name)[len(root) + 1 :] for name in fs.find(root))
+
+    if not ask(url, is_there, again=True):
+        return []
     return ask(url, find, seconds=LIST_SECONDS, again=True)
 
 

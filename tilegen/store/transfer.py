@@ -20,6 +20,7 @@ from tilegen.store.files import text_of
 from tilegen.store.listing import list_records
 from tilegen.store.lookup import OtherTilegen, save
 from tilegen.store.places import Location
+from tilegen.store.reach import Unreachable
 from tilegen.store.record import TuningRecord, gpu_of, kernel_of, problem_of, slug
 from tilegen.store.trials import MAX_TRIALS_BYTES, join_trials, parse_trial, trials_path
 
@@ -60,9 +61,16 @@ def merge(
     sources: Sequence[Location], target: Location, *, wanted: Wanted = ALL, dry_run: bool = False
 ) -> Iterator[Moved]:
     """Join all records and trials of `sources` with those of `target`, in any order to one result;
-    yield what becomes of each. Raises Unreachable or Unsupported for the target."""
+    yield what becomes of each. Raises Unsupported for the target; Unreachable for it, and at the
+    end if a source did not answer."""
+    silent: list[str] = []
     for source in sources:
-        for listed in list_records([source]):
+        try:
+            listing = list(list_records([source], strict=True))
+        except Unreachable as error:
+            silent.append(f"{source.address()!r} {error}")
+            continue
+        for listed in listing:
             if (record := listed.record) is None or listed.trouble:
                 yield Moved(file=listed.file, action="refused", reason=listed.trouble)
             elif wanted.has(slug(record.gpu), record.kernel):
@@ -72,6 +80,8 @@ def merge(
                 yield Moved(file=source.address(name), action="refused", reason=one_line(data))
             else:
                 yield put_trials(name, [data], target, dry_run=dry_run)
+    if silent:
+        raise Unreachable(f"expected all sources to answer; {'; '.join(silent)}; try again later")
 
 
 def put(
@@ -216,7 +226,7 @@ def _trials(source: Location, wanted: Wanted) -> Iterator[tuple[str, bytes | Til
     """Yield the name and content of each file of trials, or why it cannot be read."""
     try:
         found = places.names(source, "trials")
-    except places.Unreachable:  # said when its records were listed
+    except Unreachable:  # said when its records were listed
         return
     chosen = [name for name in found if wanted.has(*name.split("/")[1:3])]
     for name, data in places.read_all(source, chosen, MAX_TRIALS_BYTES):

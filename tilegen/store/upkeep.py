@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from tilegen.config import KERNELS
 from tilegen.device import catalogue
 from tilegen.errors import InvalidRecord, TilegenError, Unsupported
 from tilegen.measure import one_line
@@ -23,6 +24,7 @@ from tilegen.store.trials import MAX_TRIALS_BYTES, parse_trial
 
 TMP_SECONDS = 3600.0
 """A writer needs milliseconds; a temporary file so old was left by one that was killed."""
+MAX_DAYS = 36_500
 COPY_SECONDS = 7 * 24 * 3600.0
 """Copies of remote records are made again when they are asked for."""
 
@@ -85,27 +87,34 @@ class Pruned:
 
 
 def prune(
-    own: Location,
+    where: Location,
     *,
     older_than_days: float | None = None,
     unmeasured: bool = False,
     dry_run: bool = False,
 ) -> list[Pruned]:
-    """Remove from the own directory what killed writers left, what was set aside, old copies of
-    remote records; and, if told to, old or unmeasured records. Raises Unsupported."""
-    folder = own.folder
+    """Remove from a folder what killed writers left and what was set aside, from the own directory
+    old copies of remote records too; if told to, old or unmeasured records. Raises Unsupported."""
+    folder = where.folder
     if folder is None:
-        raise Unsupported(f"expected a folder to prune, got {own.address()!r}")
+        raise Unsupported(f"expected a folder to prune, got {where.address()!r}")
     limit = None
     if older_than_days is not None:
+        if not 0 <= older_than_days <= MAX_DAYS:
+            raise Unsupported(f"days must be 0..{MAX_DAYS}, got {older_than_days:g}")
         oldest = datetime.now(UTC) - timedelta(days=older_than_days)
         limit = oldest.strftime("%Y-%m-%dT%H:%M:%SZ")
+    # Nothing but what tilegen writes, wherever it is called.
+    folders = [f"{parent}*/{kernel}/" for parent in ("", "trials/") for kernel in KERNELS]
     found = {
-        file: "left by a writer that was killed" for file in _old(folder, ".*.tmp", TMP_SECONDS)
+        file: "left by a writer that was killed"
+        for parent in (*folders, "kernels/**/", "remote/**/")
+        for file in _old(folder, f"{parent}.*.tmp", TMP_SECONDS)
     }
-    copies = folder / "remote"
-    found |= {file: "copy of a remote record" for file in _old(copies, "*", COPY_SECONDS)}
-    for listed in list_records([own]):
+    if where.origin == "own":
+        copies = _old(folder, "remote/**/*", COPY_SECONDS)
+        found |= dict.fromkeys(copies, "copy of a remote record")
+    for listed in list_records([where]):
         if reason := _useless(listed, limit, unmeasured):
             found[folder / listed.name] = reason
     for file in found:
@@ -132,7 +141,7 @@ def _old(folder: Path, pattern: str, seconds: float) -> list[Path]:
     try:
         return [
             file
-            for file in sorted(folder.rglob(pattern))
+            for file in sorted(folder.glob(pattern))
             if file.is_file() and now - file.lstat().st_mtime > seconds
         ]
     except OSError as error:
