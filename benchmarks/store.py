@@ -30,6 +30,8 @@ from tilegen.device import gpu
 from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.store import Location, TuningRecord, Versions, look_up, save
+from tilegen.store.election import join
+from tilegen.store.record import MAX_RIVALS
 from tilegen.store.transfer import merge
 
 RECORDS = 100_000
@@ -78,6 +80,7 @@ def numbers(folder: Path, count: int = RECORDS) -> Iterator[Number]:
         file.write_text(record(problem).to_json(), encoding="utf-8")
     os.sync()
     yield from _looking_up(Location(str(folder / "many"), "own"), many)
+    yield from _with_rivals(Location(str(folder / "rich"), "own"), many[:MERGED])
     yield from _writing(folder, many[:MERGED])
 
 
@@ -112,6 +115,26 @@ def _looking_up(where: Location, many: list[AttentionProblem]) -> Iterator[Numbe
     yield Number(
         benchmark=f"look-up of what is not there, {among} records, with GPUs to borrow from",
         value=1e3 * statistics.median(misses),
+        unit="ms",
+    )
+
+
+def _with_rivals(where: Location, some: list[AttentionProblem]) -> Iterator[Number]:
+    """Look up records that hold as many findings as there can be."""
+    assert where.folder is not None
+    files: list[Path] = []
+    for problem in some:
+        full = join(record(problem, 400.0 + n, f"{n:012x}") for n in range(MAX_RIVALS + 1))
+        files.append(where.folder / full.path)
+        files[-1].parent.mkdir(parents=True, exist_ok=True)
+        files[-1].write_text(full.to_json(), encoding="utf-8")
+    os.sync()
+    for file in files:
+        _drop(file)
+    cold = [_seconds(lambda p=p: _found(p, where)) for p in some]
+    yield Number(
+        benchmark=f"look-up, cold, of records with {MAX_RIVALS} rivals, median",
+        value=1e3 * statistics.median(cold),
         unit="ms",
     )
 

@@ -40,6 +40,7 @@ def environment(cache: Path, **more: str) -> dict[str, str]:
     return {**os.environ, "TILEGEN_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT), **more}
 
 
+@pytest.mark.slow
 def test_processes_in_any_order_with_any_clock_choose_alike(tmp_path: Path) -> None:
     tied = [TileConfig.parse(text) for text in ("m128n64w8s3", "m64n64w4s2", "m64n128w4s3")]
     shared = tmp_path / "shared"
@@ -178,6 +179,7 @@ def ranks_say(folder: Path, jobs: list[list[str]], **more: str) -> list[object]:
     return [json.loads(text.splitlines()[-1]) for text in said]
 
 
+@pytest.mark.slow
 def test_all_ranks_take_what_rank_0_has(tmp_path: Path) -> None:
     for rank, text in enumerate(("m64n64w4s2", "m128n64w8s3", "m128n128w8s2")):
         place(tmp_path / f"own{rank}", record(config=TileConfig.parse(text)))
@@ -189,6 +191,7 @@ def test_all_ranks_take_what_rank_0_has(tmp_path: Path) -> None:
     assert others == [first, first]
 
 
+@pytest.mark.slow
 def test_ranks_that_differ_are_told_so_on_all_of_them(tmp_path: Path) -> None:
     jobs = [["h200", KEY], ["a100", KEY], ["h200", "hq8 q512 d64 bf16"]]
     said = ranks_say(tmp_path, jobs)

@@ -72,6 +72,11 @@ def test_a_server_that_never_answers_costs_one_warning(
         started = time.monotonic()
         assert look_up(PROBLEM, H200, "fwd", where=where) is not None
         assert time.monotonic() - started < 0.4
+        # Where all ranks must agree, it is asked all the same.
+        before = len(connections)
+        with pytest.raises(Unreachable, match="did not answer"):
+            look_up(PROBLEM, H200, "fwd", where=where, strict=True)
+        assert len(connections) > before
         # After a while it is asked again.
         monkeypatch.setattr(reach, "DOWN_SECONDS", 0.0)
         before = len(connections)

@@ -33,9 +33,8 @@ def s3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         yield "s3://store/team"
 
 
-@pytest.mark.parametrize(
-    "kind", ["folder", "network folder", pytest.param("s3", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["folder", "network folder", "s3"])
 def test_killed_writers_lose_nothing(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:

@@ -114,7 +114,7 @@ def test_benchmark_gives_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(store, name, value)
     store.main(csv=tmp_path / "store.csv", records=30)
     found = rows.read(tmp_path / "store.csv")
-    assert len(found) == len({row["benchmark"] for row in found}) == 6
+    assert len(found) == len({row["benchmark"] for row in found}) == 7
     assert all(float(row["value"]) > 0 for row in found)
     assert len(set(store.problems(store.RECORDS))) == store.RECORDS
     for problem in store.problems(3):

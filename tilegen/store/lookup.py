@@ -20,7 +20,7 @@ from tilegen.store.election import conditions, elect, join, verdict
 from tilegen.store.files import Change, Unreadable, set_aside, text_of
 from tilegen.store.places import Location, Origin, locations
 from tilegen.store.reach import Unreachable
-from tilegen.store.record import OtherSchema, TuningRecord, record_path
+from tilegen.store.record import OtherSchema, TuningRecord, bucket_of, record_path
 from tilegen.store.versions import Versions
 
 if TYPE_CHECKING:
@@ -304,11 +304,6 @@ def _outcome(given: TuningRecord, new: TuningRecord, old: TuningRecord | None) -
 
 
 @lru_cache(maxsize=4096)
-def _bucket(problem: AttentionProblem) -> AttentionProblem:
-    return problem.bucket
-
-
-@lru_cache(maxsize=4096)
 def _parsed(text: str) -> TuningRecord:
     return TuningRecord.from_json(text)
 
@@ -323,7 +318,7 @@ def identity(
         "arch": (gpu.arch, record.arch),
         "policy": (POLICY, record.policy),
     }
-    if (bucket := _bucket(problem)) != record.problem:
+    if (bucket := bucket_of(problem)) != record.problem:
         pairs |= {
             field.name: (str(getattr(bucket, field.name)), str(getattr(record.problem, field.name)))
             for field in fields(AttentionProblem)

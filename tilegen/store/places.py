@@ -84,7 +84,7 @@ def read(
             raise Unreachable("is not a folder")
         return files.read_bytes(folder / path, limit)
 
-    return ask(location.url, from_folder)
+    return ask(location.url, from_folder, again=fresh)
 
 
 def peek(location: Location, path: PurePath | str, limit: int = MAX_FILE_BYTES) -> bytes | None:

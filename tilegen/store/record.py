@@ -88,10 +88,9 @@ class TuningRecord:
     """What other machines found for the same key, without rivals of their own."""
 
     def __post_init__(self) -> None:
-        if self.problem != self.problem.bucket:
+        if self.problem != (bucket := bucket_of(self.problem)):
             raise InvalidRecord(
-                f"problem must be that of a bucket, got '{self.problem}'; "
-                f"its bucket is '{self.problem.bucket}'"
+                f"problem must be that of a bucket, got '{self.problem}'; its bucket is '{bucket}'"
             )
         if self.measurement.status not in ("ok", "unmeasured"):
             raise InvalidRecord(
@@ -229,6 +228,12 @@ def measurement_from(fields: Fields) -> Measurement:
     return Measurement(
         status=status, median_us=median, p20_us=p20, p80_us=p80, repeats=repeats, message=message
     )
+
+
+@lru_cache(maxsize=4096)
+def bucket_of(problem: AttentionProblem) -> AttentionProblem:
+    """Return the problem of a problem's bucket, which takes a while to make."""
+    return problem.bucket
 
 
 @lru_cache(maxsize=4096)

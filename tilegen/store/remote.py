@@ -38,7 +38,7 @@ def read(url: str, path: str, limit: int, *, fresh: bool = False) -> bytes | Non
     if age is not None and age < FRESH_SECONDS and not fresh:
         return read_bytes(copy, limit) or None
     try:
-        data = ask(url, lambda: _get(url, path, limit)[0])
+        data = ask(url, lambda: _get(url, path, limit)[0], again=fresh)
     except Unreachable:
         if fresh or age is None:
             raise
