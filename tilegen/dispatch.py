@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from numbers import Real
 from typing import Any, Literal, overload
+from weakref import WeakKeyDictionary
 
 import torch
 
-from tilegen import interpreter, passes
+from tilegen import execution, interpreter, passes
 from tilegen.config import BLOCK_SIZES, Kernel, TileConfig
 from tilegen.device import GpuSpec, detect, gpu
 from tilegen.disk import log, say_once
 from tilegen.emitted import is_aligned, load_kernel, template_digest
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
+from tilegen.execution import Changes, Gradients, Wanted, addressable, torch_run
 from tilegen.families import Direction, kernels_of
-from tilegen.masks.binding import BoundKernel, Shape, tensors_of
+from tilegen.masks.binding import BoundKernel, Shape, score_tensors
 from tilegen.masks.mask import Mask, full
+from tilegen.masks.score import Score, ScoreForm
 from tilegen.measure import DeviceLost
 from tilegen.problem import AttentionProblem, DType
 from tilegen.ranks import agreed
@@ -36,8 +39,9 @@ _DTYPES: dict[torch.dtype, DType] = {
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
 }
+ScoreFunction = Callable[..., Any]
+"""Of (score, b, h, q_idx, kv_idx), as FlexAttention's score_mod."""
 _FULL = full()
-MAX_ROW_STRIDE = 2**22  # elements; emitted kernels address a tile of rows with 32 bits
 MAX_PLANS = 4096
 MAX_PROGRAMS = 2**31 - 1  # CUDA's limit on a one-dimensional grid
 TUNE_SECONDS = 30.0  # per kernel, where TILEGEN_TUNE=1 lets a call tune
@@ -51,6 +55,7 @@ def attention(
     v: torch.Tensor,
     *,
     mask: Mask | None = None,
+    score: Score | ScoreFunction | None = None,
     scale: float | None = None,
     return_lse: Literal[False] = False,
 ) -> torch.Tensor: ...
@@ -61,6 +66,7 @@ def attention(
     v: torch.Tensor,
     *,
     mask: Mask | None = None,
+    score: Score | ScoreFunction | None = None,
     scale: float | None = None,
     return_lse: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -70,6 +76,7 @@ def attention(
     v: torch.Tensor,
     *,
     mask: Mask | None = None,
+    score: Score | ScoreFunction | None = None,
     scale: float | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -78,22 +85,27 @@ def attention(
     Shapes: q (batch, heads_q, seqlen_q, d_qk), k (batch, heads_kv, seqlen_kv, d_qk), v (batch,
     heads_kv, seqlen_kv, d_v), out (batch, heads_q, seqlen_q, d_v). heads_q is a multiple of
     heads_kv; one dtype (fp16, bf16, fp32) and one device for all. `mask` is a tilegen mask such as
-    `tilegen.causal()`; `scale` defaults to d_qk ** -0.5. lse is each row's natural log-sum-exp,
-    fp32, (batch, heads_q, seqlen_q). A row that the mask leaves nothing gives out 0, lse -inf and
-    zero gradients.
+    `tilegen.causal()`; `score` changes scaled logits before the mask: a tilegen score such as
+    `tilegen.softcap(20.0)`, or a function of (score, b, h, q_idx, kv_idx), whose tensors get
+    gradients too. `scale` defaults to d_qk ** -0.5. lse is each row's natural log-sum-exp, fp32,
+    (batch, heads_q, seqlen_q). A row that the mask leaves nothing gives out 0, lse -inf and zero
+    gradients.
 
     Never tunes unless TILEGEN_TUNE=1. CPU tensors run the emitted kernels where TRITON_INTERPRET=1
     is set, otherwise PyTorch. Raises InvalidProblem or Unsupported, naming the call.
     """
     try:
-        key = _key(q, k, v, mask)
-        plan = _plans.get(key) or _new_plan(key, q, k, v, mask)
+        changes = Changes(_FULL if mask is None else mask, _score(score))
+        key = _key(q, k, v, changes)
+        plan = _plans.get(key) or _new_plan(key, q, k, v, changes)
         factor = plan.default_scale if scale is None else _checked_scale(scale)
         if factor < 0:  # kernels take a row's maximum before scaling: the scale must keep the order
             q, factor = -q, -factor
-        out, lse = plan.run(q, k, v, factor, mask or _FULL)
+        out, lse = plan.run(q, k, v, factor, changes)
     except TilegenError as error:
-        raise type(error)(f"{error}; the call was {_describe(q, k, v, mask, scale)}") from None
+        raise type(error)(
+            f"{error}; the call was {_describe(q, k, v, mask, score, scale)}"
+        ) from None
     return (out, lse) if return_lse else out
 
 
@@ -101,7 +113,7 @@ def attention(
 class Plan:
     """How calls of one kind are computed."""
 
-    run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, Mask], tuple[Any, Any]]
+    run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, Changes], tuple[Any, Any]]
     default_scale: float
 
 
@@ -162,8 +174,28 @@ def current_gpu() -> GpuSpec:
     return detect() or gpu(INTERPRETED_GPU)
 
 
-def _key(q: Any, k: Any, v: Any, mask: Any) -> Any:
-    if mask is not None and not isinstance(mask, Mask):
+def _score(score: Score | ScoreFunction | None) -> Score | None:
+    """Return a score as given, or traced once from a function."""
+    if score is None or isinstance(score, Score):
+        return score
+    if not callable(score):
+        raise InvalidProblem(
+            "score must be a tilegen score such as tilegen.softcap(20.0), or a function of "
+            f"(score, b, h, q_idx, kv_idx); got {type(score).__name__}"
+        )
+    if (known := _traced.get(score)) is None:
+        from tilegen.masks import score as scores
+
+        known = _traced[score] = scores.score(score)
+    return known
+
+
+_traced: WeakKeyDictionary[Any, Score] = WeakKeyDictionary()
+
+
+def _key(q: Any, k: Any, v: Any, changes: Changes) -> Any:
+    mask: Any = changes.mask
+    if not isinstance(mask, Mask):
         raise InvalidProblem(
             f"mask must be a tilegen mask such as tilegen.causal(), got {type(mask).__name__}"
         )
@@ -172,11 +204,22 @@ def _key(q: Any, k: Any, v: Any, mask: Any) -> Any:
             *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
             *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
             (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16,
-            mask and mask.stand_in,
+            mask.stand_in,
+            _form(changes),
         )
     except (AttributeError, RuntimeError):  # RuntimeError: sparse, nested and such
         names = ", ".join(_kind(x) for x in (q, k, v))
         raise InvalidProblem(f"q, k and v must be dense torch tensors, got {names}") from None
+
+
+def _form(changes: Changes) -> ScoreForm | None:
+    """Return what kernels are specialised on; nothing is trained where gradients are off."""
+    if changes.score is None:
+        return None
+    form = changes.score.form
+    if torch.is_grad_enabled() or not form.trained:
+        return form
+    return ScoreForm(form.text, form.elements, form.sinks)
 
 
 def _kind(value: Any) -> str:
@@ -185,16 +228,16 @@ def _kind(value: Any) -> str:
 
 
 def _new_plan(
-    key: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask | None
+    key: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes
 ) -> Plan:
-    problem = _problem(q, k, v, mask)
+    problem = _problem(q, k, v, changes)
     scale = problem.head_dim_qk**-0.5
     if q.device.type == "cpu" and not interpreter.is_active():
         say_once(
             "CPU tensors: computing with PyTorch; "
             "set TRITON_INTERPRET=1 before Python starts to run the emitted kernels"
         )
-        plan = Plan(_torch_run, scale)
+        plan = Plan(torch_run, scale)
     elif q.device.type in ("cpu", "cuda"):
         if q.device.type == "cpu":
             interpreter.repair_bfloat16()
@@ -208,7 +251,7 @@ def _new_plan(
 
 
 def _problem(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes
 ) -> AttentionProblem:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.ndim != 4:
@@ -238,7 +281,8 @@ def _problem(
         head_dim_qk=q.shape[3],
         head_dim_v=v.shape[3],
         dtype=_DTYPES[q.dtype],
-        mask=_FULL if mask is None else mask.stand_in,
+        mask=changes.mask.stand_in,
+        score=_form(changes),
     )
 
 
@@ -252,7 +296,7 @@ def _kernel_run(
             f"batch * heads * tiles must be at most {MAX_PROGRAMS}, got {problem.batch} * "
             f"{problem.num_heads_q} * {tiles}; split the batch"
         )
-    copied = [not _addressable(tensor) for tensor in tensors]
+    copied = [not addressable(tensor) for tensor in tensors]
     if any(copied):
         names = ", ".join(name for name, copy in zip("qkv", copied, strict=True) if copy)
         say_once(
@@ -263,16 +307,13 @@ def _kernel_run(
     kernels = _kernels(problem.bucket, tensors[0].device, all(map(is_aligned, tensors)))
 
     def run(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: Mask
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, changes: Changes
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if any(copied):
             q, k, v = (
                 t.contiguous() if copy else t for t, copy in zip((q, k, v), copied, strict=True)
             )
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            return _Attention.apply(q, k, v, scale, mask, kernels)  # type: ignore[no-any-return]
-        with kernels.on_device():
-            return kernels.forward(q, k, v, scale, mask)
+        return execution.run(q, k, v, scale, changes, kernels)
 
     return run
 
@@ -288,48 +329,73 @@ class _Kernels:
         self._passes: dict[Direction, tuple[dict[Kernel, BoundKernel], int]] = {}
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: Mask
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, changes: Changes
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (out, lse)."""
-        launches, panel_rows = self._launches("forward", mask, q, k)
+        reads = score_tensors(changes.captured, changes.sinks)
+        launches, panel_rows = self._launches("forward", changes, reads, q, k)
         return passes.forward(launches, q, k, v, scale, panel_rows=panel_rows)
 
     def backward(
         self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        out: torch.Tensor,
-        lse: torch.Tensor,
+        saved: tuple[torch.Tensor, ...],
         dout: torch.Tensor,
         dlse: torch.Tensor | None,
         scale: float,
-        mask: Mask,
-        *,
-        wants_dq: bool,
-        wants_dkdv: bool,
-    ) -> tuple[Any, Any, Any]:
-        """Return (dq, dk, dv); None for those not wanted."""
-        launches, panel_rows = self._launches("backward", mask, q, k)
+        changes: Changes,
+        wanted: Wanted,
+    ) -> Gradients:
+        """Return the gradients; `saved` are q, k, v, out and lse."""
+        q, k, v, out, lse = saved
+        captured = {
+            slot: torch.zeros_like(changes.captured[slot], dtype=torch.float32)
+            for slot in wanted.captured
+        }
+        reads = score_tensors(changes.captured, None, self._all_trained(changes, captured))
+        launches, panel_rows = self._launches("backward", changes, reads, q, k)
         delta = launches["bwd_preprocess"](out, dout)
         if dlse is not None:  # d lse / d s = p, as if delta were smaller by dlse
             delta -= dlse
-        return passes.gradients(
+        dq, dk, dv = passes.gradients(
             launches,
             *(q, k, v, dout, lse, delta, scale),
             panel_rows=panel_rows,
-            wants_dq=wants_dq,
-            wants_dkdv=wants_dkdv,
+            wants_dq=wanted.dq or bool(captured),
+            wants_dkdv=wanted.dkdv,
         )
+        sinks = None
+        if wanted.sinks and changes.sinks is not None:  # a key that weighs exp(sink - lse), value 0
+            weights = (changes.sinks.float()[:, None] - lse).exp()
+            sinks = -(weights * delta).sum((0, 2)).to(changes.sinks.dtype)
+        return Gradients(dq, dk, dv, sinks, captured)
+
+    def _all_trained(
+        self, changes: Changes, wanted: dict[int, torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """Return where to add the gradients of all tensors that the kernels train."""
+        trained = self._problem.score.trained if self._problem.score else ()
+        return {
+            slot: wanted[slot]
+            if slot in wanted
+            else torch.zeros_like(changes.captured[slot], dtype=torch.float32)
+            for slot in trained
+        }
 
     def _launches(
-        self, direction: Direction, mask: Mask, q: torch.Tensor, k: torch.Tensor
+        self,
+        direction: Direction,
+        changes: Changes,
+        reads: Mapping[str, torch.Tensor],
+        q: torch.Tensor,
+        k: torch.Tensor,
     ) -> tuple[dict[Kernel, passes.Launch], int]:
-        """Return the launches of a pass, given what the mask reads, and the rows of its panels."""
+        """Return the launches of a pass, given what mask and score read, and the rows of its
+        panels."""
         kernels, panel_rows = self._passes.get(direction) or self._load(direction)
         shape = Shape.of(q, k)
         given: dict[Kernel, passes.Launch] = {
-            name: one.given(mask, shape, self._device) for name, one in kernels.items()
+            name: one.given(changes.mask, shape, self._device, reads)
+            for name, one in kernels.items()
         }
         return given, panel_rows
 
@@ -366,69 +432,13 @@ def _spec(device: torch.device) -> GpuSpec:
     return spec
 
 
-class _Attention(torch.autograd.Function):
-    """Forward keeps out and lse; the backward has no atomics, whichever kernels it runs."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        scale: float,
-        mask: Mask,
-        kernels: _Kernels,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        with kernels.on_device():
-            out, lse = kernels.forward(q, k, v, scale, mask)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.set_materialize_grads(False)
-        ctx.scale, ctx.mask, ctx.kernels = scale, mask, kernels
-        return out, lse
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
-    ) -> tuple[Any, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        kernels: _Kernels = ctx.kernels
-        dout = torch.zeros_like(out) if dout is None else dout
-        if not _addressable(dout) or (kernels.aligned and not is_aligned(dout)):
-            # Not `contiguous`, which leaves a dense tensor at an odd address where it is.
-            dout = dout.clone(memory_format=torch.contiguous_format)
-        with kernels.on_device():
-            dq, dk, dv = kernels.backward(
-                *(q, k, v, out, lse, dout, dlse, ctx.scale, ctx.mask),
-                wants_dq=ctx.needs_input_grad[0],
-                wants_dkdv=ctx.needs_input_grad[1] or ctx.needs_input_grad[2],
-            )
-        return dq, dk, dv, None, None, None
-
-
-def _torch_run(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, mask: Mask
-) -> tuple[torch.Tensor, torch.Tensor]:
-    from tilegen.reference import attention_reference
-
-    tensors_of(mask, Shape.of(q, k), q.device)  # which checks their sizes
-    # In fp32, as the kernels' accumulators are.
-    out, lse = attention_reference(q.float(), k.float(), v.float(), mask=mask, scale=scale)
-    return out.to(q.dtype), lse
-
-
-def _addressable(tensor: torch.Tensor) -> bool:
-    *_, row, dense = tensor.stride()
-    return (dense == 1 or tensor.shape[3] == 1) and row < MAX_ROW_STRIDE
-
-
 def _checked_scale(scale: float) -> float:
     if isinstance(scale, bool) or not isinstance(scale, Real) or not math.isfinite(scale):
         raise InvalidProblem(f"scale must be a finite number, got {scale!r}")
     return float(scale)
 
 
-def _describe(q: Any, k: Any, v: Any, mask: Any, scale: Any) -> str:
+def _describe(q: Any, k: Any, v: Any, mask: Any, score: Any, scale: Any) -> str:
     shapes = (
         f"{name} {tuple(x.shape)} {x.dtype} on {x.device}"
         if isinstance(x, torch.Tensor)
@@ -436,4 +446,5 @@ def _describe(q: Any, k: Any, v: Any, mask: Any, scale: Any) -> str:
         for name, x in (("q", q), ("k", k), ("v", v))
     )
     shown = mask if mask is None or isinstance(mask, Mask) else type(mask).__name__
-    return f"{', '.join(shapes)}, mask {shown}, scale {scale}"
+    changed = "" if score is None else f", score {getattr(score, '__name__', score)}"
+    return f"{', '.join(shapes)}, mask {shown}{changed}, scale {scale}"

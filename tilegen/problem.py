@@ -10,6 +10,7 @@ from typing import Literal, cast
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.mask import Mask, full
 from tilegen.masks.notation import parse_mask
+from tilegen.masks.score import ScoreForm, parse_score
 
 DType = Literal["fp16", "bf16", "fp32"]
 DTYPE_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4}
@@ -37,6 +38,8 @@ class AttentionProblem:
     head_dim_v: int
     dtype: DType
     mask: Mask = field(default_factory=full)
+    score: ScoreForm | None = None
+    """What is done to the logits after scaling; None: nothing."""
 
     def __post_init__(self) -> None:
         _check_range("batch", self.batch, 1, MAX_HEADS)
@@ -89,6 +92,7 @@ class AttentionProblem:
             f"b{self.batch} hq{self.num_heads_q} hkv{self.num_heads_kv} "
             f"q{self.seqlen_q} kv{self.seqlen_kv} "
             f"d{dims} {self.dtype} {self.mask.notation}"
+            + (f" {self.score.notation}" if self.score else "")
         )
 
     def __str__(self) -> str:
@@ -122,6 +126,7 @@ class AttentionProblem:
         numbers: dict[str, int] = {}
         dtypes: list[str] = []
         masks: list[str] = []
+        scores: list[str] = []
         for token in _tokens(text):
             if match := re.fullmatch(r"(b|hq|hkv|q|kv)(\d{1,12})", token):
                 _set_once(numbers, match[1], int(match[2]), text)
@@ -130,16 +135,18 @@ class AttentionProblem:
                 numbers["dv"] = int(match[2] or match[1])
             elif token in DTYPE_BYTES:
                 dtypes.append(token)
+            elif token.startswith("score("):
+                scores.append(token)
             else:
                 masks.append(token)
         missing = [name for name in ("hq", "q", "d") if name not in numbers]
-        if missing or len(dtypes) != 1 or len(masks) > 1:
+        if missing or len(dtypes) != 1 or len(masks) > 1 or len(scores) > 1:
             what = (
                 f"no {missing[0]}N"
                 if missing
                 else "not exactly one dtype"
                 if len(dtypes) != 1
-                else "two masks"
+                else "two masks or scores"
             )
             raise InvalidProblem(
                 "expected a problem such as 'b4 hq32 hkv8 q4096 kv4096 d128 bf16 causal', "
@@ -155,6 +162,7 @@ class AttentionProblem:
             head_dim_v=numbers["dv"],
             dtype=cast("DType", dtypes[0]),
             mask=parse_mask(masks[0]) if masks else full(),
+            score=parse_score(scores[0]) if scores else None,
         )
 
 

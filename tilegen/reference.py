@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tilegen.masks.mask import Full, Mask, full
+from tilegen.masks.score import Score
 from tilegen.problem import AttentionProblem
 
 TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -88,6 +89,7 @@ def attention_reference(
     v: torch.Tensor,
     *,
     mask: Mask | None = None,
+    score: Score | None = None,
     scale: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) in the dtype of the inputs, differentiable; N² memory.
@@ -99,10 +101,33 @@ def attention_reference(
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     keep = _dense(mask or full(), q, k)
-    scores = (q @ k.mT * factor).masked_fill(~keep, float("-inf"))
+    scores = q @ k.mT * factor
+    if score is not None and score.form.changes:
+        scores = _changed(score, scores)
+    scores = scores.masked_fill(~keep, float("-inf"))
     lse = scores.logsumexp(-1)
+    if score is not None and score.sink_logits is not None:
+        lse = torch.logaddexp(lse, score.sink_logits.to(lse)[:, None])
     weights = (scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp()
     return weights @ v, lse
+
+
+def _changed(score: Score, scores: torch.Tensor) -> torch.Tensor:
+    from tilegen.masks.dense import evaluate
+
+    batch, heads, seqlen_q, seqlen_kv = scores.shape
+    b, h, q, k = (
+        torch.arange(size, device=scores.device).view(-1, *[1] * (3 - axis))
+        for axis, size in enumerate(scores.shape)
+    )
+    captured = [one.to(scores.device) for one in score.captured]
+    return evaluate(
+        score.expression(),
+        captured,
+        **{"b": b, "h": h, "q": q, "k": k, "s": scores},
+        seqlen_q=seqlen_q,
+        seqlen_kv=seqlen_kv,
+    ).expand(batch, heads, seqlen_q, seqlen_kv)
 
 
 def torch_attention(

@@ -24,8 +24,9 @@ from tilegen import interpreter, passes, workers
 from tilegen.config import BACKWARD, Kernel, TileConfig
 from tilegen.emitted import RenderedKernel, load
 from tilegen.errors import Unsupported, WrongResult
-from tilegen.masks.binding import BoundKernel, Shape, realized
+from tilegen.masks.binding import BoundKernel, Shape, realized, score_tensors
 from tilegen.masks.mask import Mask
+from tilegen.masks.score import Score
 from tilegen.problem import AttentionProblem
 from tilegen.reference import (
     Inputs,
@@ -79,7 +80,7 @@ def verify(
     kernels: dict[Kernel, RenderedKernel] = {
         kernel: render(problem, config, kernel) for kernel, config in configs.items()
     }
-    return check(kernels, inputs, mask=problem.mask)
+    return check(kernels, inputs, mask=problem.mask, score=Score.of(problem.score))
 
 
 def verify_anywhere(
@@ -124,13 +125,15 @@ def check(
     inputs: Inputs,
     *,
     mask: Mask | None = None,
+    score: Score | None = None,
     scale: float | None = None,
 ) -> tuple[Check, ...]:
     """Run rendered kernels on given inputs and judge every output."""
     factor: float = inputs.q.shape[-1] ** -0.5 if scale is None else scale
-    found = run(kernels, inputs, factor, mask=mask)
-    expected = _reference(inputs.to(torch.float64), mask, factor)
-    own = [_torch_result(inputs, mask, factor, plain=plain) for plain in (False, True)]
+    found = run(kernels, inputs, factor, mask=mask, score=score)
+    expected = _reference(inputs.to(torch.float64), mask, score, factor)
+    ways = (True,) if score else (False, True)
+    own = [_torch_result(inputs, mask, score, factor, plain=plain) for plain in ways]
     lse = expected["lse"]
     largest = float(lse[lse.isfinite()].abs().max()) if lse.isfinite().any() else 0.0
     return tuple(
@@ -159,6 +162,7 @@ def run(
     scale: float,
     *,
     mask: Mask | None = None,
+    score: Score | None = None,
     panel_rows: int = passes.PANEL_STEP,
 ) -> dict[str, torch.Tensor]:
     """Return out and lse, and with all kernels of a backward dq, dk and dv, as the emitted kernels
@@ -169,7 +173,7 @@ def run(
         interpreter.repair_bfloat16()
     q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout
     launch: dict[Kernel, passes.Launch] = {
-        kernel: _launch(rendered, mask or rendered.problem.mask, q, k)
+        kernel: _launch(rendered, mask or rendered.problem.mask, score, q, k)
         for kernel, rendered in kernels.items()
     }
     out, lse = passes.forward(launch, q, k, v, scale, panel_rows=panel_rows)
@@ -184,10 +188,15 @@ def run(
 
 
 def _launch(
-    rendered: RenderedKernel, mask: Mask, q: torch.Tensor, k: torch.Tensor
+    rendered: RenderedKernel,
+    mask: Mask,
+    score: Score | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
 ) -> passes.Launch:
     bound = BoundKernel(load(rendered).launch, mask, rendered.kernel, rendered.config)
-    return bound.given(mask, Shape.of(q, k), q.device)
+    reads = score_tensors(score.captured, score.sink_logits) if score else {}
+    return bound.given(mask, Shape.of(q, k), q.device, reads)
 
 
 def run_device() -> torch.device:
@@ -210,15 +219,17 @@ def answer() -> None:
     json.dump([asdict(check) for check in checks], sys.stdout)
 
 
-def _reference(inputs: Inputs, mask: Mask | None, scale: float) -> dict[str, torch.Tensor]:
+def _reference(
+    inputs: Inputs, mask: Mask | None, score: Score | None, scale: float
+) -> dict[str, torch.Tensor]:
     leaves = [t.requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
-    out, lse = attention_reference(*leaves, mask=mask, scale=scale)
+    out, lse = attention_reference(*leaves, mask=mask, score=score, scale=scale)
     dq, dk, dv = torch.autograd.grad(out, leaves, inputs.dout)
     return {"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
 
 
 def _torch_result(
-    inputs: Inputs, mask: Mask | None, scale: float, *, plain: bool
+    inputs: Inputs, mask: Mask | None, score: Score | None, scale: float, *, plain: bool
 ) -> dict[str, torch.Tensor]:
     """PyTorch's own results at the inputs' precision: from its choice of kernels, or its plain
     ones.
@@ -226,12 +237,17 @@ def _torch_result(
     lse, which it keeps to itself, is computed in fp32 from those inputs.
     """
     leaves = [t.detach().clone().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
-    with sdpa_kernel(SDPBackend.MATH) if plain else contextlib.nullcontext():
-        out = torch_attention(*leaves, mask=mask, scale=scale)
+    if score:
+        out, _ = attention_reference(*leaves, mask=mask, score=score, scale=scale)
+    else:
+        with sdpa_kernel(SDPBackend.MATH) if plain else contextlib.nullcontext():
+            out = torch_attention(*leaves, mask=mask, scale=scale)
     dq, dk, dv = torch.autograd.grad(out, leaves, inputs.dout)
     with torch.no_grad():
         single = inputs.to(torch.float32)
-        _, lse = attention_reference(single.q, single.k, single.v, mask=mask, scale=scale)
+        _, lse = attention_reference(
+            single.q, single.k, single.v, mask=mask, score=score, scale=scale
+        )
     return {"out": out.detach(), "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
 

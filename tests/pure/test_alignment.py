@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tilegen
-from tilegen import dispatch, interpreter
+from tilegen import dispatch, execution, interpreter
 from tilegen.config import TileConfig
 from tilegen.emitted import is_aligned
 
@@ -115,6 +115,6 @@ def test_an_unaligned_gradient_is_copied_for_aligned_kernels(
 def test_rows_too_far_apart_for_32_bits_are_copied() -> None:
     far = torch.empty(2**22 + 16, dtype=torch.float16).as_strided((1, 1, 2, 16), (0, 0, 2**22, 1))
     assert is_aligned(far)
-    assert not dispatch._addressable(far)
-    assert dispatch._addressable(far.contiguous())
-    assert not dispatch._addressable(dense().mT)
+    assert not execution.addressable(far)
+    assert execution.addressable(far.contiguous())
+    assert not execution.addressable(dense().mT)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tilegen.masks.list_cache import ListCache
 
 Launch = Callable[..., Any]
+NOTHING: Mapping[str, torch.Tensor] = {}
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class BoundKernel:
         names = inspect.signature(launch).parameters
         self._launch = launch
         self._slots = [int(name[1:]) for name in names if re.fullmatch(r"t\d+", name)]
+        self._reads = [name for name in names if re.fullmatch(r"d?c\d+|sinks", name)]
         self._side: Side = "columns" if kernel in COLUMN_KERNELS else "rows"
         self._blocks = {"block_m": config.block_m, "block_n": config.block_n}
         self._keep: Any = None
@@ -57,13 +59,20 @@ class BoundKernel:
 
             self._keep = predicate(mask.general, self._side)
 
-    def given(self, mask: Mask, shape: Shape, device: torch.device) -> Launch:
-        """Return the launch for calls with this mask. Raises InvalidProblem for values that do not
-        fit the shape."""
+    def given(
+        self,
+        mask: Mask,
+        shape: Shape,
+        device: torch.device,
+        reads: Mapping[str, torch.Tensor] = NOTHING,
+    ) -> Launch:
+        """Return the launch for calls with this mask, and with what a score `reads` (see
+        `score_tensors`). Raises InvalidProblem for values that do not fit the shape."""
+        extras: dict[str, Any] = {name: reads[name] for name in self._reads}
         if not self._slots and self._keep is None:
-            return self._launch
+            return partial(self._launch, **extras) if extras else self._launch
         tensors = tensors_of(mask, shape, device)
-        extras: dict[str, Any] = {
+        extras |= {
             f"t{slot}": one.view(torch.uint8) if one.dtype == torch.bool else one
             for slot, one in enumerate(tensors)
             if slot in self._slots
@@ -100,6 +109,21 @@ def tensors_of(mask: Mask, shape: Shape, device: torch.device) -> tuple[torch.Te
                     f"{_AXIS_NAMES[axis]}, got {size}"
                 )
     return tuple(value.on(device) for value in mask.values)
+
+
+def score_tensors(
+    captured: Sequence[torch.Tensor],
+    sinks: torch.Tensor | None,
+    gradients: Mapping[int, torch.Tensor] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Return what a score reads, by the names of the launches' parameters; `gradients` by slot."""
+    reads = {
+        f"c{slot}": (one.view(torch.uint8) if one.dtype == torch.bool else one).contiguous()
+        for slot, one in enumerate(captured)
+    }
+    if sinks is not None:
+        reads["sinks"] = sinks.to(torch.float32).contiguous()
+    return reads | {f"dc{slot}": one for slot, one in (gradients or {}).items()}
 
 
 def realized(mask: Mask, shape: Shape, device: torch.device | str = "cpu") -> Mask:

@@ -46,6 +46,11 @@ FORMS = (
 )
 
 
+def split_arguments(text: str, whole: str) -> list[str]:
+    """Return the parts of a text between commas outside of brackets. Raises InvalidProblem."""
+    return [part.strip() for part in _split(text, ",", whole)]
+
+
 def _parse(text: str, whole: str, depth: int) -> Mask:
     text = text.strip()
     if depth > MAX_DEPTH:
@@ -61,7 +66,7 @@ def _parse(text: str, whole: str, depth: int) -> Mask:
     match = re.fullmatch(r"([a-z_]+)(?:\((.*)\))?", text)
     if not match or match[1] not in _MAKERS:
         raise _unexpected(whole)
-    arguments = [a.strip() for a in _split(match[2], ",", whole)] if match[2] else []
+    arguments = split_arguments(match[2], whole) if match[2] else []
     if match[2] == "":
         raise _unexpected(whole)
     try:

@@ -18,6 +18,82 @@ if TYPE_CHECKING:
     import torch
 
 
+ELEMENTS = {
+    "bool": "u8",
+    "int8": "i8",
+    "uint8": "u8",
+    "int16": "i16",
+    "int32": "i32",
+    "int64": "i64",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+    "float32": "fp32",
+    "float64": "fp64",
+}
+"""Triton's name for elements of captured tensors, by PyTorch's."""
+
+
+@dataclass(frozen=True)
+class ScoreForm:
+    """A score change without its tensors: what kernels are specialised on, and records say."""
+
+    text: str
+    captured: tuple[str, ...] = ()
+    """Of each captured tensor PyTorch's name for its elements, `+` behind it if it needs a
+    gradient."""
+    sinks: bool = False
+
+    @property
+    def notation(self) -> str:
+        """`score(s+t0[h,k-q],float32)`; `sinks` follows where there are any."""
+        return f"score({','.join([self.text, *self.captured, *['sinks'] * self.sinks])})"
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What each captured tensor holds: bool, int or float."""
+        return tuple(
+            "bool" if name == "bool" else "float" if name[0] in "fb" else "int"
+            for name in self.elements
+        )
+
+    @property
+    def elements(self) -> tuple[str, ...]:
+        """PyTorch's name for the elements of each captured tensor."""
+        return tuple(name.rstrip("+") for name in self.captured)
+
+    @property
+    def trained(self) -> tuple[int, ...]:
+        """The captured tensors that need a gradient."""
+        return tuple(slot for slot, name in enumerate(self.captured) if name.endswith("+"))
+
+    @property
+    def changes(self) -> bool:
+        """Whether scores change at all; sinks alone leave them."""
+        return self.text != "s"
+
+    def expression(self) -> sympy.Expr:
+        """Return the text as a SymPy expression."""
+        from tilegen.masks.expression import from_text
+
+        expr: Any = from_text(self.text, self.kinds)
+        return expr
+
+
+def parse_score(notation: str) -> ScoreForm:
+    """Return the form that `score(...)` describes. Raises InvalidProblem."""
+    from tilegen.masks.notation import split_arguments
+
+    text, *rest = split_arguments(notation.removeprefix("score(").removesuffix(")"), notation)
+    sinks = rest[-1:] == ["sinks"]
+    form = ScoreForm(text, tuple(rest[:-1] if sinks else rest), sinks)
+    if not set(form.elements) <= set(ELEMENTS):
+        raise InvalidProblem(
+            f"expected elements such as {', '.join(ELEMENTS)} in a score, got {notation[:200]!r}"
+        )
+    form.expression()  # which checks the text
+    return form
+
+
 @dataclass(frozen=True, eq=False)
 class Score:
     """A score change; `a.then(b)` applies b to what a returns.
@@ -45,6 +121,22 @@ class Score:
 
     def __str__(self) -> str:
         return self.text if self.sink_logits is None else f"{self.text} with sinks"
+
+    @property
+    def form(self) -> ScoreForm:
+        """What kernels are specialised on."""
+        names = (
+            str(one.dtype).removeprefix("torch.") + ("+" if one.requires_grad else "")
+            for one in self.captured
+        )
+        return ScoreForm(self.text, tuple(names), self.sink_logits is not None)
+
+    @classmethod
+    def of(cls, form: ScoreForm | None) -> Score | None:
+        """Return the score of a form that reads no tensors. Raises InvalidProblem for others."""
+        if form is None or (not form.captured and not form.sinks):
+            return form and cls(form.text)
+        raise InvalidProblem(f"expected a score with its tensors, got {form.notation}")
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ tile numbers read from memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -83,19 +84,42 @@ class Keep:
 
 @dataclass(frozen=True)
 class Extras:
-    """What a kernel is given for its mask, as source."""
+    """What a kernel is given beyond its own tensors, as source."""
 
     parameters: tuple[str, ...] = ()
     """Lines of the kernel's parameters: `count` of them in all."""
     count: int = 0
     names: str = ""
-    """What follows the parameters of `launch`: tensors as the mask's values, and tile lists."""
-    arguments: str = ""
-    """What `launch` passes on."""
+    """What follows the parameters of `launch`."""
+    arguments: tuple[str, ...] = ()
+    """Lines that `launch` passes on."""
+
+    @classmethod
+    def of(
+        cls, parameters: Sequence[str], names: Sequence[str], arguments: Sequence[str], why: str
+    ) -> Extras:
+        """Return extras of one kind: comma-separated parameters, their names, what is passed."""
+        if not names:
+            return cls()
+        line = ", ".join(parameters)
+        return cls(
+            parameters=(f"{line},  # {why}",),
+            count=line.count(",") + 1,
+            names="".join(f", {name}" for name in names),
+            arguments=(f"{', '.join(arguments)},",),
+        )
+
+    def __add__(self, other: Extras) -> Extras:
+        return Extras(
+            self.parameters + other.parameters,
+            self.count + other.count,
+            self.names + other.names,
+            self.arguments + other.arguments,
+        )
 
 
 def extras(mask: Mask, side: Side) -> Extras:
-    """Return the tensors and sizes that the kernels of a side read."""
+    """Return the tensors and sizes that the kernels of a side read for a mask."""
     ranges = _sets(mask, side)
     expressions: list[Any] = [predicate(mask, side)]
     for one in (*ranges.live, *ranges.dropped) if ranges else ():
@@ -105,28 +129,21 @@ def extras(mask: Mask, side: Side) -> Extras:
         for expression in expressions
         for found in expression.atoms(Lookup)
     }
-    lines: list[str] = []
     names = [f"t{slot}" for slot in range(len(mask.values)) if f"t{slot}" in dimensions]
-    arguments = [f"{name}, *{name}.shape" for name in names]
-    parameters = [
-        [f"{name}_ptr", *(f"{name}_n{i}" for i in range(dimensions[name]))] for name in names
-    ]
-    if names:
-        lines.append(
-            f"{', '.join(map(', '.join, parameters))},  # what the mask reads, with its sizes"
-        )
-    if ranges is None:
-        lines.append(
-            "tiles_ptr, starts_ptr, tiles_sb, tiles_sh,  # lists of tiles; strides in lists"
-        )
-        names += ["tiles", "starts", "tiles_sb", "tiles_sh"]
-        arguments += names[-4:]
-    return Extras(
-        parameters=tuple(lines),
-        count=sum(map(len, parameters)) + (4 if ranges is None else 0),
-        names="".join(f", {name}" for name in names),
-        arguments="".join(f"{argument}, " for argument in arguments).rstrip(),
+    found = Extras.of(
+        [
+            ", ".join([f"{name}_ptr", *(f"{name}_n{i}" for i in range(dimensions[name]))])
+            for name in names
+        ],
+        names,
+        [f"{name}, *{name}.shape" for name in names],
+        "what the mask reads, with its sizes",
     )
+    if ranges is None:
+        lists = ["tiles", "starts", "tiles_sb", "tiles_sh"]
+        parameters = ["tiles_ptr", "starts_ptr", *lists[2:]]
+        found += Extras.of(parameters, lists, lists, "lists of tiles; strides in lists")
+    return found
 
 
 def keep_source(mask: Mask, side: Side) -> Keep:
@@ -352,11 +369,13 @@ class _AsSource:
         self.statements: list[str] = []
 
     def maximum(self, left: Any, right: Any) -> Any:
+        if left == right:
+            return left
         if left == 0:
             left, right = right, left
         if right == 0 and self._is_natural(left):
             return left
-        return left if left == right else f"tl.maximum({left}, {right})"
+        return f"tl.maximum({left}, {right})"
 
     def minimum(self, left: Any, right: Any) -> Any:
         return left if left == right else f"tl.minimum({left}, {right})"
