@@ -17,6 +17,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
+from functools import lru_cache
 
 from tilegen.errors import InvalidRecord
 from tilegen.measure import tie_limit
@@ -93,6 +94,7 @@ def _speed(finding: TuningRecord) -> tuple[float, str]:
     return finding.measurement.median_us or 0.0, _text(finding)
 
 
+@lru_cache(maxsize=1024)
 def _text(finding: TuningRecord) -> str:
     # Without line ends and with sorted names: the order must not depend on how files are laid out.
     return json.dumps(json.loads(finding.to_json()), sort_keys=True)

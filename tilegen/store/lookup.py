@@ -167,14 +167,15 @@ class _Asked:
 
     def _best_of(self, findings: Sequence[TuningRecord]) -> TuningRecord:
         """Return the finding to use: under the present conditions, if there is one."""
-        if len(findings) == 1:
-            return findings[0]
+        winner, *rivals = findings
+        if not rivals or not soft(self.versions, self.template_digest, winner):
+            return winner
         alike = [
             one
-            for one in findings
+            for one in rivals
             if one.is_measured and not soft(self.versions, self.template_digest, one)
         ]
-        return elect(alike) if alike else findings[0]
+        return elect(alike) if alike else winner
 
     def _usable(self, path: PurePosixPath, location: Location) -> TuningRecord | None:
         """Return the record at a place, or None after a warning that names it."""
