@@ -30,8 +30,8 @@ def evaluate(
     q: torch.Tensor,
     k: torch.Tensor,
     s: torch.Tensor | None = None,
-    seqlen_q: int,
-    seqlen_kv: int,
+    seqlen_q: int | torch.Tensor,
+    seqlen_kv: int | torch.Tensor,
 ) -> torch.Tensor:
     """Return a mask (bool) or a score (dtype of `s`, else fp32) at index tensors that broadcast.
 
@@ -44,8 +44,8 @@ def evaluate(
         "q": q,
         "k": k,
         "s": s,
-        "seqlen_q": torch.tensor(seqlen_q, device=q.device),
-        "seqlen_kv": torch.tensor(seqlen_kv, device=q.device),
+        "seqlen_q": torch.as_tensor(seqlen_q, device=q.device),
+        "seqlen_kv": torch.as_tensor(seqlen_kv, device=q.device),
     }
     evaluator = _Evaluator(values, captured, torch.float32 if s is None else s.dtype, q.device)
     prepared = exact(normalise(expr))

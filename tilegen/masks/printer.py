@@ -82,7 +82,8 @@ class IndexPrinter(PythonCodePrinter):
         return "(" + " | ".join(sorted(self._print(argument) for argument in expr.args)) + ")"
 
     def _print_Not(self, expr: sympy.Not) -> str:  # noqa: N802
-        return f"~{self._print(expr.args[0])}"
+        inner = self._print(expr.args[0])
+        return f"~({inner})" if isinstance(expr.args[0], sympy.And) else f"~{inner}"
 
 
 def to_triton(expr: sympy.Basic, names: Mapping[sympy.Symbol, str]) -> str:

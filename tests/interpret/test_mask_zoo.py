@@ -1,0 +1,86 @@
+"""Every mask of the zoo: its pairs, its tiles and its kernels against an independent oracle."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+
+import numpy as np
+import pytest
+
+from tests import sliced
+from tests.mask_zoo import BATCH, HEADS, ZOO, Case, brute_force, found_classes
+from tilegen.config import Kernel, TileConfig
+from tilegen.masks.mask import Side
+from tilegen.problem import AttentionProblem, DType
+from tilegen.reference import dense_mask, make_inputs
+from tilegen.render import render
+from tilegen.verify import check, require
+
+TILES = [(16, 32), (64, 8)]
+WHOLE_HEADS: dict[Kernel, TileConfig] = {
+    "fwd": TileConfig(block_m=32, block_n=32),
+    "bwd_preprocess": TileConfig(block_m=64, block_n=16),
+    "bwd_dkdv": TileConfig(block_m=32, block_n=16),
+    "bwd_dq": TileConfig(block_m=64, block_n=32),
+}
+DTYPES: tuple[DType, ...] = ("fp32", "bf16", "fp32", "fp16")
+SLICED = ZOO[1::3]
+
+
+@pytest.mark.parametrize("case", ZOO, ids=str)
+def test_pairs(case: Case) -> None:
+    found = dense_mask(case.mask, case.seqlen_q, case.seqlen_kv, batch=BATCH, heads=HEADS)
+    assert (np.broadcast_to(found.numpy(), case.oracle.shape) == case.oracle).all()
+
+
+@pytest.mark.parametrize("side", ["rows", "columns"])
+@pytest.mark.parametrize("case", ZOO, ids=str)
+def test_tiles(case: Case, side: Side) -> None:
+    for block_m, block_n in TILES:
+        found, listed = found_classes(
+            case.mask,
+            side,
+            seqlen_q=case.seqlen_q,
+            seqlen_kv=case.seqlen_kv,
+            block_m=block_m,
+            block_n=block_n,
+        )
+        expected = brute_force(case.oracle, side, block_m, block_n, listed=listed)
+        if case.exact:
+            assert (found == expected).all(), (block_m, block_n)
+        else:  # no kept pair is missed, no dropped one is called full
+            assert ((found > 0) >= (expected > 0)).all(), (block_m, block_n)
+            assert ((found == 2) <= (expected == 2)).all(), (block_m, block_n)
+
+
+def agrees(case: Case, configs: Mapping[Kernel, TileConfig], dtype: DType) -> None:
+    problem = AttentionProblem(
+        batch=BATCH if case.varies else 1,
+        num_heads_q=HEADS,
+        num_heads_kv=HEADS // 2,
+        seqlen_q=case.seqlen_q,
+        seqlen_kv=case.seqlen_kv,
+        head_dim_qk=16,
+        head_dim_v=16,
+        dtype=dtype,
+        mask=case.mask,
+    )
+    kernels = {kernel: render(problem, config, kernel) for kernel, config in configs.items()}
+    judged = case.judged(problem.batch)
+    require(check(kernels, make_inputs(problem), mask=judged))
+
+
+@pytest.mark.parametrize("case, dtype", list(zip(ZOO, itertools.cycle(DTYPES))), ids=str)
+def test_kernels_of_whole_heads(case: Case, dtype: DType) -> None:
+    agrees(case, WHOLE_HEADS, dtype)
+
+
+@pytest.mark.parametrize("case, dtype", list(zip(SLICED, itertools.cycle(DTYPES))), ids=str)
+def test_small_cache_kernels(case: Case, dtype: DType) -> None:
+    agrees(case, sliced.SMALL_CACHE, dtype)
+
+
+@pytest.mark.parametrize("case, dtype", list(zip(SLICED, itertools.cycle(DTYPES))), ids=str)
+def test_streamed_kernel(case: Case, dtype: DType) -> None:
+    agrees(case, sliced.STREAMED, dtype)

@@ -1,0 +1,299 @@
+"""Random combinations of masks: every tile in its class, compared with brute force over pairs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import sympy
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from tests.mask_zoo import brute_force, found_classes
+from tilegen.masks import (
+    Mask,
+    Values,
+    block_sparse,
+    causal,
+    dilated,
+    documents,
+    full,
+    global_tokens,
+    kv_lengths,
+    predicate,
+    prefix_lm,
+    sliding_window,
+    values,
+)
+from tilegen.masks.constructors import KvPrefix
+from tilegen.masks.mask import Side
+from tilegen.masks.tiles import tile_ranges
+
+BATCH, HEADS = 2, 3
+BLOCKS = (4, 8, 16)
+EVERY_TIME = settings(
+    max_examples=120,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+
+
+@dataclass(frozen=True)
+class Affine(Mask):
+    """`a * q + b * k + c + d * seqlen_q + e * seqlen_kv >= 0`."""
+
+    a: int
+    b: int
+    c: int
+    d: int = 0
+    e: int = 0
+
+    @property
+    def notation(self) -> str:
+        return f"affine({self.a},{self.b},{self.c},{self.d},{self.e})"
+
+    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
+        sum_ = self.a * q + self.b * k + self.c + self.d * seqlen_q + self.e * seqlen_kv
+        return sum_ >= 0
+
+
+def pairs(mask: Mask, seqlen_q: int, seqlen_kv: int) -> np.ndarray[Any, Any]:
+    """Every pair from the mask's definition, which the zoo compares with oracles, and its values
+    element by element."""
+    sizes = (BATCH, HEADS, seqlen_q, seqlen_kv)
+    b, h, q, k = (torch.arange(n).view(-1, *[1] * (3 - i)) for i, n in enumerate(sizes))
+    keep = torch.as_tensor(mask.keep(q, k, seqlen_q, seqlen_kv, b, h))
+    return keep.expand(sizes).numpy()
+
+
+# --------------------------------------------------------------------------------------------------
+# What masks are made of
+
+NUMBERS = st.integers(0, 30)
+UNIT = st.builds(
+    Affine,
+    *(st.sampled_from([-1, 0, 1]),) * 2,
+    c=st.integers(-25, 25),
+    d=st.sampled_from([0, 0, -1, 1]),
+    e=st.sampled_from([0, 0, -1, 1]),
+)
+ANY_AFFINE = st.builds(Affine, *(st.integers(-4, 4),) * 2, c=st.integers(-60, 60))
+ALIGNMENTS = st.sampled_from(["top_left", "bottom_right"])
+
+
+def run_time(axes: str) -> st.SearchStrategy[Values]:
+    sizes = [{"b": BATCH, "h": HEADS}[axis] for axis in axes]
+    count = int(np.prod(sizes, dtype=int))
+    tensors = st.lists(NUMBERS, min_size=count, max_size=count).map(
+        lambda numbers: torch.tensor(numbers).view(sizes)
+    )
+    return tensors.map(lambda tensor: values(tensor, axes))
+
+
+NUMBER = NUMBERS | st.sampled_from(["", "b", "h", "bh"]).flatmap(run_time)
+USUAL = (
+    st.builds(causal, ALIGNMENTS)
+    | st.builds(sliding_window, NUMBER | st.none(), NUMBER | st.none(), ALIGNMENTS)
+    | st.builds(prefix_lm, NUMBER)
+    | st.builds(global_tokens, NUMBER)
+    | st.builds(KvPrefix, NUMBER)
+    | st.lists(st.integers(0, 40), min_size=BATCH, max_size=BATCH).map(kv_lengths)
+)
+
+
+@st.composite
+def combined(draw: st.DrawFn, leaves: st.SearchStrategy[Mask]) -> Mask:
+    """A leaf, or up to three levels of `& | ~` over leaves."""
+
+    def level(depth: int) -> Mask:
+        if depth == 0:
+            return draw(leaves)
+        way = draw(st.sampled_from("&|&|~"))
+        if way == "~":
+            return ~level(depth - 1)
+        one, other = level(depth - 1), level(draw(st.integers(0, depth - 1)))
+        return one & other if way == "&" else one | other
+
+    return level(draw(st.sampled_from([2, 3, 1, 2, 0])))
+
+
+LENGTHS = st.integers(1, 45)
+WHERE = {
+    "seqlen_q": LENGTHS,
+    "seqlen_kv": LENGTHS,
+    "block_m": st.sampled_from(BLOCKS),
+    "block_n": st.sampled_from(BLOCKS),
+    "side": st.sampled_from(["rows", "columns"]),
+}
+
+
+def check(
+    mask: Mask,
+    side: Side,
+    seqlen_q: int,
+    seqlen_kv: int,
+    block_m: int,
+    block_n: int,
+    *,
+    exact: bool,
+) -> None:
+    found, listed = found_classes(
+        mask,
+        side,
+        seqlen_q=seqlen_q,
+        seqlen_kv=seqlen_kv,
+        block_m=block_m,
+        block_n=block_n,
+        batch=BATCH,
+        heads=HEADS,
+    )
+    keep = pairs(mask, seqlen_q, seqlen_kv)
+    expected = brute_force(keep, side, block_m, block_n, listed=listed)
+    if exact or listed:
+        assert (found == expected).all(), (found, expected)
+    else:
+        assert ((found > 0) >= (expected > 0)).all(), "a kept pair is missed"
+        assert ((found == 2) <= (expected == 2)).all(), "a dropped pair is kept"
+
+
+# --------------------------------------------------------------------------------------------------
+# Properties
+
+
+@EVERY_TIME
+@given(mask=combined(UNIT), **WHERE)
+@example(Affine(0, 0, -1) | Affine(0, 0, 0), 9, 9, 4, 4, "rows")
+def test_unit_coefficients_are_exact(
+    mask: Mask, seqlen_q: int, seqlen_kv: int, block_m: int, block_n: int, side: Side
+) -> None:
+    check(mask, side, seqlen_q, seqlen_kv, block_m, block_n, exact=True)
+
+
+@EVERY_TIME
+@given(mask=combined(USUAL), **WHERE)
+def test_usual_masks_with_run_time_values_are_exact(
+    mask: Mask, seqlen_q: int, seqlen_kv: int, block_m: int, block_n: int, side: Side
+) -> None:
+    check(mask, side, seqlen_q, seqlen_kv, block_m, block_n, exact=True)
+
+
+@EVERY_TIME
+@given(mask=combined(ANY_AFFINE | USUAL), **WHERE)
+def test_other_coefficients_are_never_unsafe(
+    mask: Mask, seqlen_q: int, seqlen_kv: int, block_m: int, block_n: int, side: Side
+) -> None:
+    check(mask, side, seqlen_q, seqlen_kv, block_m, block_n, exact=False)
+
+
+@EVERY_TIME
+@given(data=st.data(), **WHERE)
+def test_numbers_that_rise_along_rows_are_never_unsafe(
+    data: st.DataObject, seqlen_q: int, seqlen_kv: int, block_m: int, block_n: int, side: Side
+) -> None:
+    def rising(axis: str, length: int) -> Values:
+        batches = data.draw(st.booleans())
+        shape = (BATCH, length) if batches else (length,)
+        size = int(np.prod(shape))
+        steps = data.draw(st.lists(st.integers(0, 4), min_size=size, max_size=size))
+        tensor = torch.tensor(steps, dtype=torch.int32).view(shape).cumsum(-1, dtype=torch.int32)
+        return Values("b" * batches + axis, 8, tensor=tensor, pattern="ends")
+
+    rows = KvPrefix(rising("q", seqlen_q)) | ~KvPrefix(rising("q", seqlen_q))
+    window = sliding_window(rising("q", seqlen_q), data.draw(NUMBERS))
+    columns = sliding_window(None, rising("k", seqlen_kv))
+    leaves = st.sampled_from([rows, KvPrefix(rising("q", seqlen_q)), window, columns, causal()])
+    mask = data.draw(combined(leaves))
+    check(mask, side, seqlen_q, seqlen_kv, block_m, block_n, exact=False)
+
+
+@EVERY_TIME
+@given(data=st.data(), **WHERE)
+def test_documents_with_other_masks(
+    data: st.DataObject, seqlen_q: int, seqlen_kv: int, block_m: int, block_n: int, side: Side
+) -> None:
+    """Alone, and with causal or a window, exactly; joined with more, never on the unsafe side."""
+    lengths = data.draw(st.lists(st.integers(1, 20), min_size=1, max_size=5))
+    packed = documents(cu_seqlens=torch.tensor([0, *lengths]).cumsum(0))
+    size = sum(lengths)
+    window = st.builds(sliding_window, st.integers(0, 9), st.integers(0, 9))
+    near = data.draw(st.just(full()) | st.just(causal()) | window)
+    check(packed & near, side, size, size, block_m, block_n, exact=True)
+    mask = data.draw(combined(st.just(packed) | USUAL))
+    check(mask, side, size, size, block_m, block_n, exact=False)
+
+
+@settings(EVERY_TIME, max_examples=40)
+@given(data=st.data(), **WHERE)
+def test_masks_that_need_lists_are_exact(
+    data: st.DataObject, seqlen_q: int, seqlen_kv: int, block_m: int, block_n: int, side: Side
+) -> None:
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 99)))
+    layout = torch.rand((HEADS, 6, 6), generator=generator) < 0.4
+    ids = torch.randint(0, 4, (seqlen_q,), generator=generator)
+    leaves = [block_sparse(layout, data.draw(st.integers(1, 9))), dilated(3), causal()]
+    leaves += [~kv_lengths([5, 30]), predicate(lambda b, h, q, k: ids[q] == k % 4)]
+    mask = data.draw(combined(st.sampled_from(leaves)))
+    check(mask, side, seqlen_q, seqlen_kv, block_m, block_n, exact=False)
+
+
+@settings(EVERY_TIME, max_examples=60)
+@given(
+    coefficients=st.lists(
+        st.tuples(st.integers(-3, 3), st.integers(-3, 3), st.integers(-40, 40)),
+        min_size=1,
+        max_size=3,
+    ),
+    ways=st.lists(st.sampled_from("&|~"), min_size=3, max_size=3),
+    **WHERE,
+)
+def test_functions_mean_what_they_compute(
+    coefficients: list[tuple[int, int, int]],
+    ways: list[str],
+    seqlen_q: int,
+    seqlen_kv: int,
+    block_m: int,
+    block_n: int,
+    side: Side,
+) -> None:
+    """FlexAttention's `mask_mod`, called with numbers and traced."""
+
+    def keep(b: Any, h: Any, q: Any, k: Any) -> Any:
+        result = q - 3 * h <= k + b
+        for (x, y, z), way in zip(coefficients, ways, strict=False):
+            term = x * q + y * k < z
+            result = result & term if way == "&" else result | term if way == "|" else term ^ result
+        return result
+
+    mask = predicate(keep)
+    check(mask, side, seqlen_q, seqlen_kv, block_m, block_n, exact=False)
+    sizes = (BATCH, HEADS, seqlen_q, seqlen_kv)
+    expected = np.array([bool(keep(*index)) for index in np.ndindex(*sizes)]).reshape(sizes)
+    assert (pairs(mask, seqlen_q, seqlen_kv) == expected).all()
+
+
+@given(st.integers(1, 60), st.integers(1, 60), st.integers(0, 70), st.integers(0, 70))
+@settings(EVERY_TIME, max_examples=60)
+def test_areas_count_the_tiles_that_hold_pairs(
+    seqlen_q: int, seqlen_kv: int, left: int, right: int
+) -> None:
+    mask = sliding_window(left, right)
+    for block_m, block_n in ((4, 8), (16, 4)):
+        found = tile_ranges(
+            mask, "rows", seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, block_m=block_m, block_n=block_n
+        )
+        tiles = {
+            (q // block_m, k // block_n)
+            for q in range(seqlen_q)
+            for k in range(max(0, q - left), min(seqlen_kv, q + right + 1))
+        }
+        assert found.visited_tiles == len(tiles)
+
+
+def test_a_mask_is_what_sympy_says_it_is() -> None:
+    """Affine masks reach the compiler as written."""
+    q, k = sympy.symbols("q k", integer=True)
+    assert Affine(1, -1, 3).keep(q, k, 5, 5) == (q - k + 3 >= 0)
