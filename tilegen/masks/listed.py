@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 
 import numpy as np
@@ -9,16 +10,26 @@ import torch
 
 from tilegen.masks.binding import Shape, realized, tensors_of
 from tilegen.masks.compiler import predicate
+from tilegen.masks.constructors import Neighborhood
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.tile_lists import build
 from tilegen.masks.tiles import TileRanges
 from tilegen.masks.traced import typical
 
+LONGEST = 2048
+"""Rows or columns up to which tiles are counted where nothing ties a mask to its lengths."""
+
 
 @lru_cache(maxsize=512)
 def listed_ranges(mask: Mask, side: Side, shape: Shape, block_m: int, block_n: int) -> TileRanges:
-    """Return the tiles every stationary tile visits, exactly; typical tensors stand for missing
-    ones."""
+    """Return the tiles every stationary tile visits.
+
+    Exact for masks with their tensors, and up to LONGEST for others, where typical tensors stand
+    for missing ones. Longer ones are scaled: what a tile visits grows on as it did before.
+    """
+    shrink = max(shape.seqlen_q, shape.seqlen_kv) / LONGEST
+    if shrink > 1 and not _is_tied(mask):
+        return _scaled(mask, side, shape, block_m, block_n, shrink)
     mask = realized(typical(mask), shape)
     lists = build(
         predicate(mask, side),
@@ -32,7 +43,7 @@ def listed_ranges(mask: Mask, side: Side, shape: Shape, block_m: int, block_n: i
         device="cpu",
         side=side,
     )
-    length, block = (shape.seqlen_kv, block_n) if side == "rows" else (shape.seqlen_q, block_m)
+    length, block = _streamed(side, shape, block_m, block_n)
     starts = lists.starts.numpy()
     each = (lists.batch, lists.heads, lists.num_stationary)
     last = (lists.tiles.numpy() == -(-length // block) - 1).astype(np.int64)
@@ -43,4 +54,46 @@ def listed_ranges(mask: Mask, side: Side, shape: Shape, block_m: int, block_n: i
         ends=np.diff(reached).reshape(each),
         block=block,
         length=length,
+    )
+
+
+def _scaled(
+    mask: Mask, side: Side, shape: Shape, block_m: int, block_n: int, shrink: float
+) -> TileRanges:
+    """Return the tiles at `shape` from those of sequences shorter by `shrink`, and of half these."""
+
+    def shorter(by: float) -> TileRanges:
+        lengths = (max(1, round(n / by)) for n in (shape.seqlen_q, shape.seqlen_kv))
+        return listed_ranges(mask, side, Shape(1, 1, *lengths), block_m, block_n)
+
+    near, half = shorter(shrink), shorter(2 * shrink)
+    growth = float(near.visited.mean() / max(half.visited.mean(), 1e-9))
+    factor = shrink ** min(1.0, max(0.0, math.log2(growth))) if growth > 0 else 1.0
+    stays, stays_block = (
+        (shape.seqlen_q, block_m) if side == "rows" else (shape.seqlen_kv, block_n)
+    )
+    tiles = -(-stays // stays_block)
+    same = np.arange(tiles) * near.visited.shape[-1] // tiles
+    length, block = _streamed(side, shape, block_m, block_n)
+    limit = -(-length // block)
+    return TileRanges(
+        visited=np.minimum(np.rint(near.visited[..., same] * factor).astype(np.int64), limit),
+        full=np.minimum(np.rint(near.full[..., same] * factor).astype(np.int64), limit),
+        ends=near.ends[..., same],
+        block=block,
+        length=length,
+    )
+
+
+def _streamed(side: Side, shape: Shape, block_m: int, block_n: int) -> tuple[int, int]:
+    """Return the length and the tile of what streams."""
+    return (shape.seqlen_kv, block_n) if side == "rows" else (shape.seqlen_q, block_m)
+
+
+def _is_tied(mask: Mask) -> bool:
+    """Whether a mask has a meaning at its own lengths only."""
+    return (
+        isinstance(mask, Neighborhood)
+        or any(not value.is_stand_in for value in mask.values)
+        or any(map(_is_tied, mask.parts))
     )

@@ -104,8 +104,6 @@ def tile_ranges(
     )
     try:
         depends, evaluate, values = _evaluator(mask, side)
-        if any(value.is_stand_in and value.pattern == "table" for value in values):
-            raise Unsupported("nothing is known of what the mask reads")
     except Unsupported:
         from tilegen.masks.binding import Shape
         from tilegen.masks.listed import listed_ranges
@@ -161,9 +159,20 @@ class _OnArrays:
         return low, (np.where(swap, first[0], second[0]), np.where(swap, first[1], second[1]))
 
 
+def is_solved(mask: Mask, side: Side) -> bool:
+    """Whether tiles come in closed form; counting those of others takes time."""
+    try:
+        _evaluator(mask, side)
+    except Unsupported:
+        return False
+    return True
+
+
 def counted_over(mask: Mask, batch: int, heads: int) -> tuple[int, int]:
     """Return over how many batches and heads tiles must be counted: 1 for what a mask does not
-    depend on."""
+    depend on, or does not say."""
+    if mask.is_stand_in:
+        return 1, 1
     depends = depends_on(_with_scalars(mask).general)
     return batch if B in depends else 1, heads if H in depends else 1
 
@@ -173,6 +182,8 @@ def _evaluator(mask: Mask, side: Side) -> tuple[frozenset[Any], Any, tuple[Value
     values that it reads."""
     alike = _with_scalars(mask)
     values = alike.values
+    if any(value.is_stand_in and value.pattern == "table" for value in values):
+        raise Unsupported(f"expected a mask with its tensors, got {mask}")
     return *_evaluator_of(alike.general, side), values
 
 

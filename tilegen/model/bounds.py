@@ -19,8 +19,8 @@ import sympy as sp
 
 from tilegen.config import SLICED, Kernel
 from tilegen.device import GpuSpec
-from tilegen.masks.mask import Mask
-from tilegen.masks.tiles import tile_ranges
+from tilegen.masks.mask import Mask, Side
+from tilegen.masks.tiles import is_solved, tile_ranges
 from tilegen.model.symbols import (
     H_kv,
     M,
@@ -242,10 +242,12 @@ def mask_size(mask: Mask, seqlen_q: int, seqlen_kv: int) -> MaskSize:
 
 
 def _count(
-    mask: Mask, side: Literal["rows", "columns"], seqlen_q: int, seqlen_kv: int
+    mask: Mask, side: Side, seqlen_q: int, seqlen_kv: int
 ) -> tuple[int, int, int]:
     """Return (entries, stationary indices that keep anything, most entries of one of them)."""
     length = seqlen_q if side == "rows" else seqlen_kv
+    if not is_solved(mask, side):
+        return _count_tiles(mask, side, seqlen_q, seqlen_kv)
     band = -(-length // _MAX_BANDS)
     blocks = {"block_m": band, "block_n": 1} if side == "rows" else {"block_m": 1, "block_n": band}
     ranges = tile_ranges(mask, side, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, **blocks)
@@ -254,6 +256,24 @@ def _count(
     live = np.where(ranges.full > 0, sizes, np.minimum(ranges.visited, 1))
     entries, kept = ((ranges.full * sizes).sum() / ranges.heads, live.sum() / ranges.heads)
     return round(float(entries)), round(float(kept)), int(ranges.visited.max())
+
+
+def _count_tiles(
+    mask: Mask, side: Side, seqlen_q: int, seqlen_kv: int
+) -> tuple[int, int, int]:
+    """Return what `_count` does from whole tiles: no more entries and rows, no smaller degree than
+    there are, so that a bound from them holds."""
+    ranges = tile_ranges(
+        mask, side, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, block_m=TILE, block_n=TILE
+    )
+    partial = ranges.partial_tiles
+    live = np.where(ranges.full > 0, TILE, np.minimum(ranges.visited, 1))
+    entries = (ranges.full_tiles * TILE**2 + partial) / ranges.heads
+    return round(entries), round(float(live.sum()) / ranges.heads), int(ranges.visited.max()) * TILE
+
+
+TILE = 64
+"""Side of the tiles that entries of masks without a closed form are counted by."""
 
 
 # --------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from tilegen.config import Kernel, TileConfig
 from tilegen.device import GpuSpec
 from tilegen.errors import Unsupported
 from tilegen.masks.mask import Mask, Side
-from tilegen.masks.tiles import tile_ranges
+from tilegen.masks.tiles import is_solved, tile_ranges
 from tilegen.model.bounds import lower_bound_bytes, mask_size
 from tilegen.model.footprint import footprint, residents
 from tilegen.model.patterns import Gcd
@@ -301,8 +301,11 @@ def _part(
     """Return the mean rows that `together` neighbours of a head's programs stream: as one tile."""
     stays = seqlen_q if side == "rows" else seqlen_kv
     block = together * -(-stays // programs)
+    fine = 1 if is_solved(mask, side) else 64
     blocks = (
-        {"block_m": block, "block_n": 1} if side == "rows" else {"block_m": 1, "block_n": block}
+        {"block_m": block, "block_n": fine}
+        if side == "rows"
+        else {"block_m": fine, "block_n": block}
     )
     ranges = tile_ranges(mask, side, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, **blocks)
     return ranges.visited_rows / ranges.visited.size
