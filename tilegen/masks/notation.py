@@ -24,6 +24,7 @@ from tilegen.masks.mask import (
     Full,
     Mask,
     check_alignment,
+    check_number,
     intersect,
     sliding_window,
     unite,
@@ -31,11 +32,17 @@ from tilegen.masks.mask import (
 from tilegen.masks.values import AXES, Kind, Pattern, Values
 
 MAX_DEPTH = 32
+MAX_TEXT = 2**14
+"""Longest notation read, in characters."""
 
 
 def parse_mask(text: str) -> Mask:
     """Return the mask a notation such as `causal&window(4095,0)` describes; tensors in it come back
     as stand-ins. Raises InvalidProblem."""
+    if not isinstance(text, str):
+        raise InvalidProblem(f"expected the notation of a mask, got {type(text).__name__}")
+    if len(text) > MAX_TEXT:
+        raise InvalidProblem(f"expected at most {MAX_TEXT} characters in a mask, got {len(text)}")
     return _parse(text, text, 0)
 
 
@@ -101,11 +108,16 @@ def _integer(text: str) -> int:
 
 
 def _stand_in(
-    text: str, pattern: Pattern = "constant", kind: Kind = "int", block: int = 1
+    text: str,
+    pattern: Pattern = "constant",
+    kind: Kind = "int",
+    block: int = 1,
+    axes: tuple[str, ...] = AXES,
 ) -> Values:
     match = re.fullmatch(r"@([bhqk]*):(\d{1,9})", text)
-    if not match or match[1] not in AXES:
-        raise InvalidProblem(f"expected values such as @h:128, got {text!r}")
+    if not match or match[1] not in axes:
+        example = "@h:128" if axes is AXES else f"@{axes[0]}:64"
+        raise InvalidProblem(f"expected values such as {example}, got {text!r}")
     return Values(axes=match[1], typical=int(match[2]), pattern=pattern, kind=kind, block=block)
 
 
@@ -126,21 +138,52 @@ def _window(left: str, right: str, alignment: str = get_args(Alignment)[0]) -> M
     return sliding_window(_number(left), _number(right), _alignment(alignment))
 
 
+ROWS, COLUMNS = (tuple(axes for axes in AXES if axes.endswith(end)) for end in "qk")
+"""Axes of values for each row, and for each column."""
+
+
 def _documents(firsts: str) -> Mask:
-    first = _stand_in(firsts, "firsts")
-    rows, columns = f"@{first.axes}:{first.typical}", firsts.replace("q", "k")
+    first = _stand_in(firsts, "firsts", axes=ROWS)
+    rows, columns = first.notation, firsts.replace("q", "k")
     return Intervals(
         first, _stand_in(rows, "ends"), _stand_in(columns, "firsts"), _stand_in(columns, "ends")
     )
 
 
+def _same_id(q: str, k: str) -> SameDocument:
+    return SameDocument(_stand_in(q, "ids", axes=ROWS), _stand_in(k, "ids", axes=COLUMNS))
+
+
+def _within(same: str, mask: str) -> Mask:
+    from tilegen.masks.packed import Within  # loads torch
+
+    documents = parse_mask(same)
+    if not isinstance(documents, SameDocument) or "within(" in mask:
+        raise InvalidProblem(
+            f"expected within(same_id(...),MASK), got {same[:200]!r} and {mask[:200]!r}"
+        )
+    rows, columns = documents.ids_q, documents.ids_kv
+    return Within(
+        documents,
+        parse_mask(mask),
+        replace(rows, pattern="firsts", copies={}),
+        replace(columns, pattern="firsts", copies={}),
+        replace(rows, pattern="constant", copies={}),
+        replace(rows, pattern="constant", copies={}),
+    )
+
+
 def _block_sparse(layout: str, block: str) -> Mask:
     size = _integer(block)
-    return BlockSparse(_stand_in(layout, "layout", "bool", size), size)
+    check_number("block", size, low=1)
+    blocks = _stand_in(layout, "layout", "bool", size, axes=("", "b", "h", "bh"))
+    if blocks.typical > 100:
+        raise InvalidProblem(f"expected percent of blocks, got {layout!r}")
+    return BlockSparse(blocks, size)
 
 
 def _keep(text: str, *tables: str) -> Mask:
-    from tilegen.masks.traced import Expression, predicate_of  # loads SymPy
+    from tilegen.masks.traced import Expression, canonical  # loads SymPy
 
     captured: list[Values] = []
     for table in tables:
@@ -149,8 +192,7 @@ def _keep(text: str, *tables: str) -> Mask:
             raise InvalidProblem(f"expected values such as @:50int, got {table!r}")
         stand_in = _stand_in(match[1], "table", cast("Kind", match[2]))
         captured.append(replace(stand_in, axes=None))
-    predicate_of(text, tuple(one.kind for one in captured))  # which checks it
-    return Expression(text, tuple(captured))
+    return Expression(canonical(text, tuple(one.kind for one in captured)), tuple(captured))
 
 
 _MAKERS: dict[str, Callable[..., Mask]] = {
@@ -163,7 +205,8 @@ _MAKERS: dict[str, Callable[..., Mask]] = {
     "dilated": lambda step: Dilated(_integer(step)),
     "neighborhood": lambda grid, window: Neighborhood(_grid(grid), _grid(window)),
     "documents": _documents,
-    "same_id": lambda q, k: SameDocument(_stand_in(q, "ids"), _stand_in(k, "ids")),
+    "same_id": _same_id,
+    "within": _within,
     "block_sparse": _block_sparse,
     "keep": _keep,
 }

@@ -74,6 +74,7 @@ def from_ids(ids: Any) -> Mask:
     each = ids[None] if ids.ndim == 1 else ids
     typical = power_of_two_near(max(1, ids.numel() // runs))
     if runs != sum(len(row.unique()) for row in each):  # a document lies in several places
+        ids = ids.unique(return_inverse=True)[1]  # any 64 bits may tell documents apart
         q, k = (
             Values(axes=axes + axis, typical=typical, tensor=_int32(ids), pattern="ids")
             for axis in "qk"

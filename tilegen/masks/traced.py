@@ -13,11 +13,12 @@ from typing import Any
 
 import sympy
 
-from tilegen.errors import InvalidProblem
+from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.constructors import BlockSparse
 from tilegen.masks.expression import from_text, to_text
 from tilegen.masks.mask import Mask, full
-from tilegen.masks.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Q
+from tilegen.masks.operations import is_condition
+from tilegen.masks.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Q, S
 from tilegen.masks.trace import trace_mask
 from tilegen.masks.values import Kind, Values, is_symbolic
 
@@ -52,8 +53,8 @@ class Expression(Mask):
 
         if self.is_stand_in:
             raise InvalidProblem(f"expected a mask with its tensors, got {self}")
-        tensors = tuple(one.tensor for one in self.captured)
         device = next((x.device for x in (q, k) if isinstance(x, torch.Tensor)), None)
+        tensors = tuple(one.on(device) if device else one.tensor for one in self.captured)
         b, h, q, k = (torch.as_tensor(x, device=device) for x in (b, h, q, k))
         return evaluate(
             predicate_of(self.text, kinds),
@@ -66,9 +67,19 @@ class Expression(Mask):
 def predicate_of(text: str, kinds: tuple[str, ...]) -> Any:
     """Return the predicate of a text. Raises InvalidProblem for texts that are none."""
     expr = from_text(text, kinds)
-    if not isinstance(expr, sympy.logic.boolalg.Boolean):
-        raise InvalidProblem(f"expected a condition in keep(...), got {text[:200]!r}")
+    if not is_condition(expr) or S in expr.free_symbols:
+        raise InvalidProblem(
+            f"expected a condition on b, h, q and k in keep(...), got {text[:200]!r}"
+        )
     return expr
+
+
+def canonical(text: str, kinds: tuple[str, ...]) -> str:
+    """Return the one text of a predicate. Raises InvalidProblem for texts that are none."""
+    try:
+        return to_text(predicate_of(text, kinds))
+    except Unsupported as error:
+        raise InvalidProblem(str(error)) from None
 
 
 def mask_of(fn: Callable[..., Any]) -> Mask:
@@ -108,7 +119,7 @@ def _table(tensor: Any, percent: int) -> Values:
     elif tensor.dtype.is_floating_point:
         kind, tensor = "float", tensor.float()
     else:
-        if tensor.numel() and int(tensor.abs().max()) >= 2**31:
+        if tensor.numel() and not -(2**31) <= int(tensor.min()) <= int(tensor.max()) < 2**31:
             raise InvalidProblem("captured integers must fit into 32 bits")
         tensor = tensor.to(torch.int32)
     return Values(

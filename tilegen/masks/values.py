@@ -4,6 +4,7 @@ column."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 Kind = Literal["bool", "int", "float"]
 Pattern = Literal["constant", "firsts", "ends", "ids", "layout", "table"]
 AXES = ("", "b", "h", "bh", "q", "k", "bq", "bk", "bhq", "bhk")
+LIMIT = 2**30
+"""Values stay below it in size, so that sums with positions fit into 32 bits."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -100,7 +103,8 @@ class Values:
                 f"expected a mask with its tensors, got {self.notation}, which only describes one"
             )
         indices = tuple({"b": b, "h": h, "q": q, "k": k}[axis] for axis in self.axes or "")
-        return self.tensor[indices] if indices else self.tensor
+        tensor = self._beside((b, h, q, k))
+        return tensor[indices] if indices else tensor
 
     def look_up(self, leading: tuple[Any, Any], *indices: Any) -> Any:
         """Return the element at `indices`, after those of b and h in `leading` that `axes` names;
@@ -120,13 +124,19 @@ class Values:
             )
         import torch
 
-        chosen = [torch.as_tensor(index, device=self.tensor.device) for index in chosen]
-        sizes = list(zip(chosen, self.tensor.shape, strict=True))
+        tensor = self._beside(chosen)
+        chosen = [torch.as_tensor(index, device=tensor.device) for index in chosen]
+        sizes = list(zip(chosen, tensor.shape, strict=True))
         inside = [(index >= 0) & (index < size) for index, size in sizes]
-        found = self.tensor[tuple(index.clamp(0, size - 1).long() for index, size in sizes)]
+        found = tensor[tuple(index.clamp(0, size - 1).long() for index, size in sizes)]
         for one in inside:
             found = torch.where(one, found, torch.zeros_like(found))
         return found
+
+    def _beside(self, indices: Sequence[Any]) -> Any:
+        """Return the tensor on the device of the indices, where those are tensors."""
+        device = next((index.device for index in indices if hasattr(index, "device")), None)
+        return self.tensor if device is None else self.on(device)
 
     def sample(self, shape: dict[str, int]) -> np.ndarray[Any, Any]:
         """Return the elements on the host, or typical ones for a `shape` in b, h, q and k."""
@@ -183,7 +193,7 @@ def values(tensor: Any, axes: str) -> Values:
 def _int32(tensor: Any) -> Any:
     import torch
 
-    if tensor.numel() and int(tensor.abs().max()) >= 2**30:
+    if tensor.numel() and not -LIMIT < int(tensor.min()) <= int(tensor.max()) < LIMIT:
         raise InvalidProblem("values of a mask must be below 2**30 in size")
     return tensor.to(torch.int32).contiguous()
 
