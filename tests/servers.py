@@ -41,10 +41,13 @@ def require_s3() -> None:
 def s3_server() -> Iterator[dict[str, str]]:
     """Start an S3 server; yield the environment in which s3:// URLs lead to it."""
     require_s3()
+    import s3fs
+
     port = _free_port()
     with _running([sys.executable, "-c", S3, str(port)]):
         address = f"http://127.0.0.1:{port}"
         _wait_for(f"{address}/moto-api/")
+        s3fs.S3FileSystem.clear_instance_cache()  # of clients of an earlier server
         yield {
             "AWS_ENDPOINT_URL": address,
             "AWS_ACCESS_KEY_ID": "test",
