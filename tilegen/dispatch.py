@@ -31,6 +31,7 @@ from tilegen.masks.score import Score, ScoreForm
 from tilegen.measure import DeviceLost
 from tilegen.problem import AttentionProblem, DType
 from tilegen.ranks import agreed
+from tilegen.regroup import group, grouped_mask, step_of, ungroup
 from tilegen.settings import settings
 from tilegen.store import current_versions, look_up
 
@@ -94,8 +95,15 @@ def attention(
     Never tunes unless TILEGEN_TUNE=1. CPU tensors run the emitted kernels where TRITON_INTERPRET=1
     is set, otherwise PyTorch. Raises InvalidProblem or Unsupported, naming the call.
     """
+    if getattr(q, "is_nested", False):
+        from tilegen.varlen import attention_jagged
+
+        return attention_jagged(q, k, v, mask=mask, score=score, scale=scale)
     try:
-        changes = Changes(_FULL if mask is None else mask, _score(score))
+        changes = Changes(_FULL if mask is None else mask, score_of(score))
+        if isinstance(mask, Mask) and (step := step_of(mask, changes.score)) > 1:
+            out, lse = _regrouped(q, k, v, changes, step, scale)
+            return (out, lse) if return_lse else out
         key = _key(q, k, v, changes)
         plan = _plans.get(key) or _new_plan(key, q, k, v, changes)
         factor = plan.default_scale if scale is None else _checked_scale(scale)
@@ -174,7 +182,30 @@ def current_gpu() -> GpuSpec:
     return detect() or gpu(INTERPRETED_GPU)
 
 
-def _score(score: Score | ScoreFunction | None) -> Score | None:
+def _regrouped(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    changes: Changes,
+    step: int,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) of a dilated mask, rows and columns regrouped by their remainder."""
+    _key(q, k, v, changes)  # which refuses what is no tensor
+    _problem(q, k, v, changes)  # and this what does not fit together
+    groups = q.shape[0] * step
+    mask = grouped_mask(changes.mask, step, k.shape[2], groups, q.device)
+    out, lse = attention(
+        *(group(x, step) for x in (q, k, v)),
+        mask=mask,
+        score=changes.score,
+        scale=scale,
+        return_lse=True,
+    )
+    return ungroup(out, step, q.shape[2]), ungroup(lse, step, q.shape[2])
+
+
+def score_of(score: Score | ScoreFunction | None) -> Score | None:
     """Return a score as given, or traced once from a function."""
     if score is None or isinstance(score, Score):
         return score

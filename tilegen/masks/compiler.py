@@ -26,6 +26,7 @@ from functools import lru_cache
 from typing import Any
 
 import sympy
+from sympy.core.relational import Relational
 from sympy.logic.boolalg import Boolean, to_dnf
 
 from tilegen.errors import Unsupported
@@ -143,6 +144,7 @@ def _disjunctive_normal_form(keep: Boolean) -> list[list[sympy.Expr]]:
         lambda node: isinstance(node, sympy.Ne),
         lambda node: sympy.Or(node.lhs < node.rhs, node.lhs > node.rhs),
     )
+    keep = keep.replace(lambda node: isinstance(node, Relational), _without_choices)
     normal = to_dnf(keep, simplify=False)
     if normal == sympy.false:
         return []
@@ -156,6 +158,31 @@ def _disjunctive_normal_form(keep: Boolean) -> list[list[sympy.Expr]]:
         ]
         for conjunction in sympy.Or.make_args(normal)
     ]
+
+
+def _without_choices(atom: Boolean) -> Boolean:
+    """Return a comparison without absolute values, minima and maxima, as several without."""
+    if isinstance(atom, sympy.Eq):
+        if not atom.has(sympy.Abs, sympy.Min, sympy.Max):
+            return atom
+        return sympy.And(
+            _without_choices(atom.lhs <= atom.rhs), _without_choices(atom.lhs >= atom.rhs)
+        )
+    if isinstance(atom, sympy.Ne):
+        return atom
+    [expression] = _at_least_zero(atom)
+    for choice in sympy.expand(expression).atoms(sympy.Abs, sympy.Min, sympy.Max):
+        factor = sympy.expand(expression).coeff(choice)
+        rest = sympy.expand(expression - factor * choice)
+        if not factor.is_Integer or rest.has(choice):
+            continue
+        of = choice.args
+        if isinstance(choice, sympy.Abs):
+            of = (choice.args[0], -choice.args[0])
+        largest = isinstance(choice, sympy.Abs | sympy.Max)
+        join = sympy.Or if largest == bool(factor > 0) else sympy.And
+        return join(*(_without_choices(rest + factor * one >= 0) for one in of))
+    return atom
 
 
 def _at_least_zero(atom: Boolean) -> list[sympy.Expr]:

@@ -15,10 +15,11 @@ import sympy
 
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.constructors import BlockSparse
-from tilegen.masks.expression import from_text, to_text
-from tilegen.masks.mask import Mask, full
+from tilegen.masks.expression import from_text, merge, to_text
+from tilegen.masks.mask import Mask, full, intersect
 from tilegen.masks.operations import is_condition
-from tilegen.masks.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Q, S
+from tilegen.masks.packed import from_ids
+from tilegen.masks.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, S
 from tilegen.masks.trace import trace_mask
 from tilegen.masks.values import Kind, Values, is_symbolic
 
@@ -87,9 +88,30 @@ def mask_of(fn: Callable[..., Any]) -> Mask:
     traced = trace_mask(fn)
     if traced.expr == True:  # noqa: E712 - SymPy's true
         return full()
-    percent = _percent_live(traced.expr, traced.captured) if traced.captured else 100
-    values = tuple(_table(tensor, percent) for tensor in traced.captured)
-    return Expression(to_text(traced.expr), values)
+    parts = [
+        _same_document(part, traced.captured) or part for part in sympy.And.make_args(traced.expr)
+    ]
+    known = [part for part in parts if isinstance(part, Mask)]
+    (rest,), captured = merge(
+        [(sympy.And(*(p for p in parts if not isinstance(p, Mask))), traced.captured)]
+    )
+    if rest == True:  # noqa: E712 - SymPy's true
+        return intersect(*known)
+    percent = _percent_live(rest, captured) if captured else 100
+    values = tuple(_table(tensor, percent) for tensor in captured)
+    return intersect(Expression(to_text(rest), values), *known)
+
+
+def _same_document(part: Any, captured: tuple[Any, ...]) -> Mask | None:
+    """Return the mask of `ids[q] == ids[k]`, which has a closed form where documents are whole."""
+    match part:
+        case sympy.Eq(
+            args=(Lookup(args=(left, *at, first)), Lookup(args=(right, *same, second)))
+        ) if left == right and at == same and {first, second} == {Q, K} and at in ([], [B]):
+            ids = captured[int(str(left)[1:])]
+            return None if ids.dtype.is_floating_point else from_ids(ids.long())
+        case _:
+            return None
 
 
 def typical(mask: Mask) -> Mask:

@@ -1,0 +1,189 @@
+"""Other ways to call: dilated masks regrouped, packed sequences, nested tensors, FlexAttention's
+signature. Against the reference, forward and backward."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+
+import tilegen
+from tilegen import dispatch
+from tilegen.errors import InvalidProblem, Unsupported
+from tilegen.masks import Mask
+from tilegen.masks.score import Score
+from tilegen.reference import attention_reference
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+
+def leaf(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator).requires_grad_()
+
+
+def require_same(
+    found: torch.Tensor, expected: torch.Tensor, leaves: Sequence[torch.Tensor]
+) -> None:
+    weight = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    ours = torch.autograd.grad((found * weight).sum(), leaves)
+    theirs = torch.autograd.grad((expected * weight).sum(), leaves)
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+DILATED = [
+    tilegen.dilated(4),
+    tilegen.causal() & tilegen.dilated(3),
+    tilegen.sliding_window(20, 7) & tilegen.dilated(5),
+]
+
+
+@pytest.mark.parametrize("mask", DILATED, ids=str)
+@pytest.mark.parametrize("lengths", [(60, 60), (61, 61), (40, 83)])
+def test_dilated_masks_regroup_rows_and_columns(
+    mask: Mask, lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problems: list[Any] = []
+    kernels = dispatch._kernels
+    monkeypatch.setattr(
+        dispatch,
+        "_kernels",
+        lambda problem, *rest: problems.append(problem) or kernels(problem, *rest),
+    )
+    monkeypatch.setattr(dispatch, "_plans", {})
+    seqlen_q, seqlen_kv = lengths
+    q, k, v = leaf(2, 4, seqlen_q, 16), leaf(2, 2, seqlen_kv, 16), leaf(2, 2, seqlen_kv, 16, seed=1)
+    out, lse = tilegen.attention(q, k, v, mask=mask, return_lse=True)
+    expected, expected_lse = attention_reference(q, k, v, mask=mask)
+    require_same(out, expected, [q, k, v])
+    torch.testing.assert_close(lse, expected_lse)
+    assert problems
+    assert all("dilated" not in problem.key for problem in problems)
+
+
+def test_a_score_that_knows_its_place_is_not_regrouped() -> None:
+    q, k, v = leaf(1, 2, 50, 16), leaf(1, 2, 50, 16, seed=1), leaf(1, 2, 50, 16, seed=2)
+    score, mask = tilegen.alibi(torch.tensor([0.1, 0.3])), tilegen.dilated(4)
+    out = tilegen.attention(q, k, v, mask=mask, score=score)
+    require_same(out, attention_reference(q, k, v, mask=mask, score=score)[0], [q, k, v])
+
+
+CU = torch.tensor([0, 13, 13, 50, 77])
+CU_KV = torch.tensor([0, 20, 25, 50, 90])
+INSIDE = [
+    None,
+    tilegen.causal(),
+    tilegen.causal("bottom_right"),
+    tilegen.sliding_window(7, 3, "bottom_right"),
+    tilegen.prefix_lm(5),
+    tilegen.causal() | tilegen.global_tokens(3),
+]
+
+
+def one_by_one(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_kv: torch.Tensor,
+    mask: Mask | None,
+    score: Score | None = None,
+) -> torch.Tensor:
+    """Each document alone."""
+    ends = zip(CU[:-1], CU[1:], cu_kv[:-1], cu_kv[1:], strict=True)
+    parts = [
+        attention_reference(
+            *(x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d])), mask=mask, score=score
+        )[0][0].transpose(0, 1)
+        for a, b, c, d in ends
+        if b > a
+    ]
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("mask", INSIDE, ids=str)
+@pytest.mark.parametrize("cu_kv", [CU, CU_KV], ids=["self", "cross"])
+def test_packed_sequences_attend_within_documents(mask: Mask | None, cu_kv: torch.Tensor) -> None:
+    total = int(cu_kv[-1])
+    q, k, v = leaf(77, 4, 16), leaf(total, 2, 16), leaf(total, 2, 16, seed=1)
+    out = tilegen.attention_varlen(q, k, v, CU, cu_kv, mask=mask)
+    require_same(out, one_by_one(q, k, v, cu_kv, mask), [q, k, v])
+
+
+def test_scores_of_packed_sequences_see_places_in_a_document() -> None:
+    q, k, v = leaf(77, 4, 16), leaf(90, 2, 16), leaf(90, 2, 16, seed=1)
+    score = tilegen.alibi(torch.rand(4, generator=torch.Generator().manual_seed(0)))
+    out = tilegen.attention_varlen(q, k, v, CU, CU_KV, score=score)
+    require_same(out, one_by_one(q, k, v, CU_KV, None, score), [q, k, v])
+
+
+def test_nested_tensors_are_packed_sequences() -> None:
+    lengths = (5, 30, 1)
+    parts = [[leaf(n, 4, 16, seed=s).detach() for n in lengths] for s in range(3)]
+    q, k, v = (torch.nested.nested_tensor(p, layout=torch.jagged).transpose(1, 2) for p in parts)
+    out = tilegen.attention(q, k, v, mask=tilegen.causal())
+    for i, rows in enumerate(out.transpose(1, 2).unbind()):
+        one = (x[i].transpose(0, 1)[None] for x in parts)
+        expected, _ = attention_reference(*one, mask=tilegen.causal())
+        torch.testing.assert_close(rows.transpose(0, 1)[None], expected)
+
+
+DOCUMENT = torch.arange(150) // 37
+MASK_MODS = {
+    "causal": lambda b, h, q, k: q >= k,
+    "documents": lambda b, h, q, k: (q >= k) & (DOCUMENT[q] == DOCUMENT[k]),
+    "near": lambda b, h, q, k: (q - k).abs() < 30,
+    "strided": lambda b, h, q, k: (q - k) % 7 == h % 7,
+}
+
+
+@pytest.mark.parametrize("name", MASK_MODS)
+def test_flex_attention_takes_what_pytorchs_does(name: str) -> None:
+    q, k, v = leaf(1, 4, 150, 16), leaf(1, 2, 150, 16), leaf(1, 2, 150, 16, seed=1)
+    fn = MASK_MODS[name]
+    block_mask = create_block_mask(fn, None, 4, 150, 150, device="cpu")
+
+    def score_mod(s: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return 3.0 * torch.tanh(s / 3.0) + 0.01 * (kv_idx - q_idx)
+
+    out, lse = tilegen.flex_attention(
+        q, k, v, score_mod=score_mod, block_mask=block_mask, enable_gqa=True, return_lse=True
+    )
+    b, h, i, j = torch.meshgrid(*map(torch.arange, (1, 4, 150, 150)), indexing="ij")
+    s = q @ k.repeat_interleave(2, 1).mT * 0.25
+    s = score_mod(s, b, h, i, j).masked_fill(~fn(b, h, i, j), float("-inf"))
+    require_same(out, s.softmax(-1) @ v.repeat_interleave(2, 1), [q, k, v])
+    torch.testing.assert_close(lse, s.logsumexp(-1))
+
+
+def test_a_block_mask_with_a_layout_of_its_own() -> None:
+    counts, indices = torch.tensor([[[1, 2]]]), torch.tensor([[[[1, 0], [0, 1]]]])
+    block_mask = BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=128, seq_lengths=(200, 200))
+    q, k, v = leaf(1, 2, 200, 16), leaf(1, 2, 200, 16, seed=1), leaf(1, 2, 200, 16, seed=2)
+    keep = torch.ones(200, 200, dtype=torch.bool)
+    keep[:128, :128] = False
+    expected, _ = attention_reference(q, k, v, mask=tilegen.from_bool(keep))
+    require_same(tilegen.flex_attention(q, k, v, block_mask=block_mask), expected, [q, k, v])
+
+
+def test_what_flex_attention_cannot_do_is_said_in_a_line() -> None:
+    q, k = leaf(1, 4, 20, 16), leaf(1, 2, 20, 16)
+    with pytest.raises(InvalidProblem, match="enable_gqa=True"):
+        tilegen.flex_attention(q, k, k)
+    with pytest.raises(Unsupported, match="return_aux"):
+        tilegen.flex_attention(q, q, q, return_aux=object())
+    block_mask = create_block_mask(MASK_MODS["causal"], None, None, 150, 150, device="cpu")
+    with pytest.raises(InvalidProblem, match="made for lengths"):
+        tilegen.flex_attention(q, q, q, block_mask=block_mask)
+    with pytest.raises(InvalidProblem, match="BlockMask"):
+        tilegen.flex_attention(q, q, q, block_mask=object())
+
+
+def test_cu_seqlens_must_fit() -> None:
+    q = leaf(77, 2, 16)
+    with pytest.raises(InvalidProblem, match="76 tokens"):
+        tilegen.attention_varlen(q[:76], q[:76], q[:76], CU)
+    with pytest.raises(InvalidProblem, match="3 dimensions"):
+        tilegen.attention_varlen(q[None], q[None], q[None], CU)

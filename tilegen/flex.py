@@ -1,0 +1,145 @@
+"""`flex_attention` with PyTorch's signature, so that existing code changes one import."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+from weakref import WeakKeyDictionary
+
+import torch
+
+from tilegen.dispatch import ScoreFunction, attention
+from tilegen.errors import InvalidProblem, Unsupported
+from tilegen.masks.constructors import block_sparse
+from tilegen.masks.mask import Mask, full
+from tilegen.masks.score import Score
+
+
+def flex_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    score_mod: Score | ScoreFunction | None = None,
+    block_mask: Any = None,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    kernel_options: dict[str, Any] | None = None,
+    *,
+    return_aux: Any = None,
+) -> Any:
+    """Return what `torch.nn.attention.flex_attention.flex_attention` does, with tilegen's kernels.
+
+    `score_mod` and `block_mask` are FlexAttention's, or a tilegen score and mask. kernel_options
+    are ignored: tiles are tilegen's choice. Raises InvalidProblem or Unsupported, each in one line.
+    """
+    if return_aux is not None:
+        raise Unsupported("return_aux is not supported; pass return_lse=True for the lse")
+    if query.ndim == 4 and key.ndim == 4 and query.shape[1] != key.shape[1] and not enable_gqa:
+        raise InvalidProblem(
+            f"query has {query.shape[1]} heads and key {key.shape[1]}; pass enable_gqa=True"
+        )
+    mask = block_mask
+    if block_mask is not None and not isinstance(block_mask, Mask):
+        _check_lengths(block_mask, query, key)
+        mask = from_block_mask(block_mask)
+    out, lse = attention(
+        query, key, value, mask=mask, score=score_mod, scale=scale, return_lse=True
+    )
+    return (out, lse) if return_lse else out
+
+
+def from_block_mask(block_mask: Any) -> Mask:
+    """Return the mask of a FlexAttention BlockMask; made once for each.
+
+    Where its blocks are those that its mask_mod leaves, as `create_block_mask` makes them, it is
+    the mask_mod's, at any tile shape. Raises InvalidProblem or Unsupported.
+    """
+    if block_mask not in _known:
+        _known[block_mask] = _converted(block_mask)
+    return _known[block_mask]
+
+
+_known: WeakKeyDictionary[Any, Mask] = WeakKeyDictionary()
+
+
+def _converted(block_mask: Any) -> Mask:
+    from torch.nn.attention.flex_attention import BlockMask, noop_mask
+
+    if not isinstance(block_mask, BlockMask):
+        raise InvalidProblem(
+            "block_mask must be a FlexAttention BlockMask or a tilegen mask, "
+            f"got {type(block_mask).__name__}"
+        )
+    from tilegen.masks.traced import mask_of
+
+    rows, columns = block_mask.BLOCK_SIZE
+    partial, whole = _layouts(block_mask)
+    fn = block_mask.mask_mod
+    inside = full() if fn is noop_mask else mask_of(fn)
+    if _same_blocks(inside, block_mask, partial | whole, whole):
+        return inside
+    if rows != columns:
+        raise Unsupported(
+            f"expected square blocks in a BlockMask of a layout of its own, got {rows} x {columns}"
+        )
+    return block_sparse(whole, rows) | (block_sparse(partial, rows) & inside)
+
+
+def _layouts(block_mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which blocks are partial and which are full, bool (batch, heads, rows, columns)."""
+
+    def layout(counts: torch.Tensor | None, indices: torch.Tensor | None) -> torch.Tensor:
+        like = block_mask.kv_indices
+        found = torch.zeros(like.shape, dtype=torch.bool, device=like.device)
+        if counts is None or indices is None:
+            return found
+        listed = torch.arange(indices.shape[-1], device=like.device) < counts[..., None]
+        return found.scatter(-1, indices.long(), listed) if indices.numel() else found
+
+    return (
+        layout(block_mask.kv_num_blocks, block_mask.kv_indices),
+        layout(block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
+    )
+
+
+def _same_blocks(inside: Mask, block_mask: Any, visited: torch.Tensor, whole: torch.Tensor) -> bool:
+    """Whether a mask leaves exactly the blocks that are listed."""
+    from tilegen.masks.binding import Shape, tensors_of
+    from tilegen.masks.compiler import predicate
+    from tilegen.masks.tile_lists import build
+
+    batch, heads, rows, columns = visited.shape
+    seqlen_q, seqlen_kv = (int(n) for n in block_mask.seq_lengths)
+    block_m, block_n = block_mask.BLOCK_SIZE
+    if (rows, columns) != (-(-seqlen_q // block_m), -(-seqlen_kv // block_n)):
+        return False
+    shape = Shape(batch, heads, seqlen_q, seqlen_kv)
+    lists = build(
+        cast("Any", predicate(inside)),
+        tensors_of(inside, shape, visited.device),
+        batch=batch,
+        heads=heads,
+        seqlen_q=seqlen_q,
+        seqlen_kv=seqlen_kv,
+        block_m=block_m,
+        block_n=block_n,
+        device=visited.device,
+        side="rows",
+    )
+    each = (lists.batch, lists.heads, rows)
+    counts = lists.starts.diff().view(*each, 2)
+    found = torch.zeros((*each, columns), dtype=torch.bool, device=visited.device)
+    row = torch.arange(counts[..., 0].numel(), device=visited.device)
+    per_row = counts.sum(-1).flatten()
+    found.view(-1, columns)[torch.repeat_interleave(row, per_row), lists.tiles.long()] = True
+    return torch.equal(found.expand_as(visited), visited) and bool((whole <= visited).all())
+
+
+def _check_lengths(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> None:
+    expected = tuple(int(n) for n in getattr(block_mask, "seq_lengths", ()))
+    found = (query.shape[-2], key.shape[-2])
+    if expected and expected != found:
+        raise InvalidProblem(
+            f"block_mask was made for lengths {expected}, got query and key of {found}; make one "
+            "for these, or pass a tilegen mask, which holds at any length"
+        )

@@ -1,0 +1,108 @@
+"""Attention over packed sequences: documents of different lengths, one after the other."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any, cast
+
+import torch
+
+from tilegen.dispatch import ScoreFunction, attention, score_of
+from tilegen.errors import InvalidProblem
+from tilegen.masks.mask import Mask
+from tilegen.masks.packed import packed
+from tilegen.masks.score import Score
+
+MAX_MASKS = 64
+"""Packed masks kept for further layers and steps with the same cu_seqlens."""
+
+
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor | None = None,
+    *,
+    mask: Mask | None = None,
+    score: Score | ScoreFunction | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Return attention within each document of packed sequences, differentiable.
+
+    Shapes: q (total_q, heads_q, d_qk), k (total_kv, heads_kv, d_qk), v (total_kv, heads_kv, d_v),
+    out (total_q, heads_q, d_v); lse (heads_q, total_q) with `return_lse`. cu_seqlens are integers
+    (documents + 1,), from 0 to the total; those of keys default to those of queries. Positions and
+    lengths that `mask` and `score` see are those within a document, and b is the document. Nothing
+    is padded, and other lengths need no other kernels. Raises InvalidProblem or Unsupported.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 3:
+            raise InvalidProblem(
+                f"{name} must have 3 dimensions (tokens, heads, head_dim), got {tuple(x.shape)}"
+            )
+    cu_kv = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
+    whole = _packed_mask(cu_seqlens_q, cu_kv, mask)
+    for name, x, cu in (("q", q, cu_seqlens_q), ("k", k, cu_kv)):
+        if int(cu[-1]) != x.shape[0]:
+            raise InvalidProblem(
+                f"cu_seqlens must end with {name}'s {x.shape[0]} tokens, got {int(cu[-1])}"
+            )
+    inside = score_of(score)
+    if inside is not None:
+        from tilegen.masks.packed_score import within_documents
+
+        inside = within_documents(inside, cu_seqlens_q, cu_kv)
+    out, lse = attention(
+        *(x.transpose(0, 1)[None] for x in (q, k, v)),
+        mask=whole,
+        score=inside,
+        scale=scale,
+        return_lse=True,
+    )
+    out = out[0].transpose(0, 1)
+    return (out, lse[0]) if return_lse else out
+
+
+def attention_jagged(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: Mask | None = None,
+    score: Score | ScoreFunction | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Return attention of jagged nested tensors (batch, heads, ragged, dim), as PyTorch lays them
+    out: each sequence of the batch is a document."""
+    parts: list[torch.Tensor] = []
+    offsets: list[torch.Tensor] = []
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not x.is_nested or x.layout != torch.jagged or x.dim() != 4:
+            raise InvalidProblem(f"{name} must be a jagged nested tensor of 4 dimensions")
+        rows = x.transpose(1, 2)  # (batch, ragged, heads, dim)
+        parts.append(rows.values())
+        offsets.append(cast("Any", rows).offsets())
+    out = attention_varlen(
+        *(parts[0], parts[1], parts[2], offsets[0], offsets[1]),
+        mask=mask,
+        score=score,
+        scale=scale,
+    )
+    return torch.nested.nested_tensor_from_jagged(out, offsets[0]).transpose(1, 2)
+
+
+_masks: OrderedDict[Any, tuple[Mask, tuple[torch.Tensor, torch.Tensor]]] = OrderedDict()
+
+
+def _packed_mask(cu_q: torch.Tensor, cu_kv: torch.Tensor, mask: Mask | None) -> Mask:
+    """Return the packed mask, made once for the same tensors."""
+    versions = tuple(0 if cu.is_inference() else cu._version for cu in (cu_q, cu_kv))
+    key = (id(cu_q), id(cu_kv), *versions, mask)
+    if key not in _masks:
+        _masks[key] = packed(cu_q, cu_kv, mask), (cu_q, cu_kv)  # which keeps the ids taken
+        while len(_masks) > MAX_MASKS:
+            _masks.popitem(last=False)
+    _masks.move_to_end(key)
+    return _masks[key][0]
