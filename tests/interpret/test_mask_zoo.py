@@ -21,11 +21,11 @@ TILES = [(16, 32), (64, 8)]
 WHOLE_HEADS: dict[Kernel, TileConfig] = {
     "fwd": TileConfig(block_m=32, block_n=32),
     "bwd_preprocess": TileConfig(block_m=64, block_n=16),
-    "bwd_dkdv": TileConfig(block_m=32, block_n=16),
+    "bwd_dkdv": TileConfig(block_m=32, block_n=32),
     "bwd_dq": TileConfig(block_m=64, block_n=32),
 }
 DTYPES: tuple[DType, ...] = ("fp32", "bf16", "fp32", "fp16")
-SLICED = ZOO[1::3]
+SMALL_CACHE, STREAMED = ZOO[1::4], ZOO[2::4]
 
 
 @pytest.mark.parametrize("case", ZOO, ids=str)
@@ -76,11 +76,11 @@ def test_kernels_of_whole_heads(case: Case, dtype: DType) -> None:
     agrees(case, WHOLE_HEADS, dtype)
 
 
-@pytest.mark.parametrize("case, dtype", list(zip(SLICED, itertools.cycle(DTYPES))), ids=str)
+@pytest.mark.parametrize("case, dtype", list(zip(SMALL_CACHE, itertools.cycle(DTYPES))), ids=str)
 def test_small_cache_kernels(case: Case, dtype: DType) -> None:
     agrees(case, sliced.SMALL_CACHE, dtype)
 
 
-@pytest.mark.parametrize("case, dtype", list(zip(SLICED, itertools.cycle(DTYPES))), ids=str)
+@pytest.mark.parametrize("case, dtype", list(zip(STREAMED, itertools.cycle(DTYPES))), ids=str)
 def test_streamed_kernel(case: Case, dtype: DType) -> None:
     agrees(case, sliced.STREAMED, dtype)
