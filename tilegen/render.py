@@ -130,7 +130,8 @@ def _context(
     keep = keep_source(problem.mask, side)
     change = ScoreSource()
     if kernel in SCORED:
-        change = score_source(problem.score, trains=kernel in ("bwd_dq", "bwd_scores"))
+        trains = kernel in ("bwd_dq", "bwd_scores")
+        change = score_source(problem.score, trains=trains, precise=problem.dtype == "fp32")
     sinks = Extras()
     if problem.score and problem.score.sinks and kernel in ("fwd", "fwd_streamed", "fwd_values"):
         sinks = Extras.of(["sinks_ptr"], ["sinks"], ["sinks"], "a logit per query head")
@@ -164,7 +165,8 @@ def _context(
         "scale": _scale(bool(change.forward)),
         "sinks": bool(sinks.names),
         "needs_log2_e": bool(change.forward) or bool(sinks.names),
-        "counts_tiles": kernel in ("fwd_scores", "bwd_scores", "bwd_columns"),
+        "tests_tile": kernel.endswith("_scores"),
+        "in_panel": kernel == "bwd_columns",
     }
 
 
@@ -175,7 +177,8 @@ def _header(
     one = representative(problem)
     dims = f"{problem.head_dim_qk}/{problem.head_dim_v}"
     flag = "" if aligned else " --unaligned"
-    score = f"{problem.score.notation}, " if problem.score else ""
+    score = f"{problem.score.notation},\n          " if problem.score else ""
+    key = one.key.replace(" score(", "\n          score(")
     tile = f"block_m={config.block_m} block_n={config.block_n}"
     tile += f" block_d={config.block_d}" if config.block_d else ""
     options = f"num_warps={config.num_warps} num_stages={config.num_stages}"
@@ -187,7 +190,7 @@ problem   head_dim {dims}, {problem.dtype}, group size {problem.group_size}, mas
           {score}{strides}; any batch, heads and lengths
 config    {tile} {options}
 template  attention_{kernel}.py.jinja @ {template_digest(kernel)}
-rerender  tilegen show "{one.key}"
+rerender  tilegen show "{key}"
           --kernel {kernel} --config {config.key}{flag}
 """'''
 

@@ -36,18 +36,23 @@ TANH_SERIES = (-0.33333330333, 0.13332915367, -0.053873948849, 0.021110959049, -
 
 
 def value_statements(
-    exprs: Mapping[str, sympy.Basic], names: Mapping[sympy.Symbol, str], lookup: LookupSource
+    exprs: Mapping[str, sympy.Basic],
+    names: Mapping[sympy.Symbol, str],
+    lookup: LookupSource,
+    *,
+    precise: bool = True,
 ) -> list[tuple[str, str]]:
     """Return statements (name, Triton source) that end in the given expressions, by name.
 
     `names` spells B, H, Q, K, S and the lengths. Other statements take names x0, x1, ... and
-    t0_0, ... for elements of t0.
+    t0_0, ... for elements of t0. Unless `precise`, tanh errs by up to 1e-7, also where it is
+    smaller than that.
     """
     prepared = [exact(normalise(expr)) for expr in exprs.values()]
     shared, reduced = sympy.cse(
         prepared, symbols=sympy.numbered_symbols("common"), optimizations=[], order="canonical"
     )
-    writer = _Writer(dict(names), lookup)
+    writer = _Writer(dict(names), lookup, precise)
     typed: dict[sympy.Basic, sympy.Basic] = {}
     for symbol, value in shared:
         value = value.xreplace(typed)
@@ -73,11 +78,12 @@ _RELATIONS = {sympy.Eq: "==", sympy.Ne: "!=", sympy.Le: "<=", sympy.Lt: "<"}
 class _Writer:
     """Writes expressions; whatever needs a name becomes a statement first."""
 
-    def __init__(self, names: dict[sympy.Basic, str], lookup: LookupSource) -> None:
+    def __init__(self, names: dict[sympy.Basic, str], lookup: LookupSource, precise: bool) -> None:
         """`names` spells the symbols; shared values are added to it."""
         self.statements: list[tuple[str, str]] = []
         self._names = names
         self._lookup = lookup
+        self._precise = precise
         self._written: dict[str, str] = {}
 
     def share(self, symbol: sympy.Symbol, value: sympy.Basic) -> sympy.Symbol:
@@ -85,7 +91,7 @@ class _Writer:
         if is_condition(value):
             known = symbol
         else:
-            facts = [fact for fact in ("nonnegative", "positive") if getattr(value, f"is_{fact}")]
+            facts = ["positive"] * bool(value.is_positive) + ["nonnegative"] * _is_natural(value)
             kind = "integer" if is_int(value) else "real"
             known = sympy.Symbol(symbol.name, **dict.fromkeys([*facts, kind], True))
         self._names[known] = self.name(self.source(value, _LOWEST))
@@ -185,8 +191,9 @@ class _Writer:
         return f"{_FUNCTIONS[type(expr)]}({self._float(expr.args[0])})", _ATOM
 
     def _load(self, expr: Lookup) -> str:
-        indices = [self._int(arg, _LOWEST) for arg in expr.args[1:]]
-        signed = [not arg.is_nonnegative for arg in expr.args[1:]]
+        sources = [self._int(arg, _LOWEST) for arg in expr.args[1:]]
+        indices = [one if one.isdigit() else self.name(one) for one in sources]
+        signed = [not _is_natural(arg) for arg in expr.args[1:]]
         tensor = expr.args[0].name
         return self.name(self._lookup(tensor, indices, signed), f"{tensor}_")
 
@@ -278,15 +285,40 @@ class _Writer:
 
     def _tanh(self, source: str) -> str:
         x = self.name(source)
+        if not self._precise:
+            return self.name(f"1.0 - 2.0 / (tl.exp(2.0 * {x}) + 1.0)")
         square = self.name(f"{x} * {x}")
         size = self.name(f"tl.abs({x})")
         series = repr(TANH_SERIES[-1])
         for factor in reversed(TANH_SERIES[:-1]):
-            series = f"({series}) * {square} {'-' if factor < 0 else '+'} {abs(factor)!r}"
-        small = self.name(f"{x} + {x} * {square} * ({series})")
+            series = self.name(f"{series} * {square} {'-' if factor < 0 else '+'} {abs(factor)!r}")
+        small = self.name(f"{x} + {x} * {square} * {series}")
         large = self.name(f"1.0 - 2.0 / (tl.exp(2.0 * {size}) + 1.0)")
         signed = f"tl.where({x} < 0, -{large}, {large})"
         return self.name(f"tl.where({size} < {TANH_SMALL}, {small}, {signed})")
+
+
+def _is_natural(expr: sympy.Expr) -> bool:
+    """Whether a value is surely not negative, as clipped indices are."""
+    if expr.is_nonnegative:
+        return True
+    lowest = _lowest(expr)
+    return lowest is not None and lowest >= 0
+
+
+def _lowest(expr: sympy.Expr) -> sympy.Rational | None:
+    """Return a number that a value is never below, where one is easily known."""
+    if isinstance(expr, sympy.Rational):
+        return expr
+    if isinstance(expr, (sympy.Add, sympy.Max, sympy.Min)):
+        parts = [_lowest(arg) for arg in expr.args]
+        known = [part for part in parts if part is not None]
+        if isinstance(expr, sympy.Max) and known:
+            return max(known)
+        if len(known) == len(parts):
+            return min(known) if isinstance(expr, sympy.Min) else sum(known, sympy.Integer(0))
+        return None
+    return sympy.Integer(0) if expr.is_nonnegative else None
 
 
 def _literal(value: sympy.Number) -> str:

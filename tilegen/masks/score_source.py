@@ -37,10 +37,11 @@ class CapturedGradient:
     """Pointer of the elements."""
     guard: str
     """Argument that leaves out those which do not exist."""
-    factor: str
-    """Name of the derivative of the score by an element."""
+    times: str
+    """What `ds` is multiplied by, the derivative of the score by an element; empty where it is
+    1."""
     reduce: str
-    """Source that sums `part`, the gradient by the score times the factor, to the elements."""
+    """Source that sums `part`, that product, to the elements."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,9 @@ class ScoreSource:
     forward: tuple[str, ...] = ()
     """End in `s`."""
     backward: tuple[str, ...] = ()
-    """End in `score`, `slope` (its derivative by s) and what `gradients` name."""
+    """End in `score`, `slope` (its derivative by s, where that is not 1) and what `gradients`
+    name."""
+    has_slope: bool = False
     gradients: tuple[CapturedGradient, ...] = ()
     extras: Extras = field(default_factory=Extras)
 
@@ -60,8 +63,9 @@ class ScoreSource:
         return any(re.search(r"\b[qk]_idx\b", line) for line in (*self.forward, *self.backward))
 
 
-def score_source(form: ScoreForm | None, *, trains: bool) -> ScoreSource:
+def score_source(form: ScoreForm | None, *, trains: bool, precise: bool) -> ScoreSource:
     """Return the source of a score change; with `trains` that of the gradients of what it reads.
+    `precise` is for fp32 inputs: others are rounded by more than a quick tanh.
 
     Kernels that train what a score reads hold queries along axis 0 of a tile, keys along axis 1.
     """
@@ -69,20 +73,26 @@ def score_source(form: ScoreForm | None, *, trains: bool) -> ScoreSource:
         return ScoreSource()
     value = normalise(form.expression())
     reads = _Reads(form)
-    forward = value_statements({"s": value}, NAMES, reads)
+    forward = value_statements({"s": value}, NAMES, reads, precise=precise)
     wanted = {"score": value, "slope": derivative(value, S)}
+    has_slope = wanted["slope"] != 1
+    if not has_slope:
+        del wanted["slope"]
     trained: list[Any] = []
     if trains:
         found = sorted(value.atoms(Lookup), key=to_text)
         trained = [one for one in found if int(str(one.args[0])[1:]) in form.trained]
     for i, one in enumerate(trained):
-        wanted[f"factor{i}"] = derivative(value, one)
+        factor = derivative(value, one)
+        if factor != 1:
+            wanted[f"factor{i}"] = factor
         wanted[f"element{i}"] = one
-    backward = dict(value_statements(wanted, NAMES, reads))
+    backward = dict(value_statements(wanted, NAMES, reads, precise=precise))
     gradients: list[CapturedGradient] = []
     for i, one in enumerate(trained):
         name = backward.pop(f"element{i}")
-        where, exists = reads.found[backward[name]]
+        read = reads.found[backward[name]]
+        times = f" * factor{i}" if f"factor{i}" in wanted else ""
         parts = free_parts(one) & {"q", "k"}
         axes = [axis for part, axis in (("q", 0), ("k", 1)) if part not in parts]
         reduce = "part"
@@ -90,11 +100,12 @@ def score_source(form: ScoreForm | None, *, trains: bool) -> ScoreSource:
             reduce = "tl.sum(part)"
         elif axes:  # along the other axis
             reduce = f"tl.sum(part, {axes[0]}, keep_dims=True)"
-        guard = f", mask={_own(exists)}" if exists else ""
-        gradients.append(CapturedGradient(_own(f"d{where}"), guard, f"factor{i}", reduce))
+        where, guard = _own(f"d{read.where(name)}"), _own(read.guard(name))
+        gradients.append(CapturedGradient(where, guard, times, reduce))
     return ScoreSource(
-        forward=_lines(forward),
-        backward=_lines(list(backward.items())),
+        forward=_lines(forward, reads),
+        backward=_lines(list(backward.items()), reads),
+        has_slope=has_slope,
         gradients=tuple(gradients),
         extras=_extras(form, value, trained),
     )
@@ -109,38 +120,71 @@ def argument_types(form: ScoreForm) -> dict[str, str]:
 _WIDE = ("batch", "head")  # which are 64-bit already
 
 
+@dataclass(frozen=True)
+class _Read:
+    """One load from a captured tensor. In its texts, {0} is the name of what is loaded."""
+
+    tensor: str
+    wrapped: tuple[str, ...]
+    """Statements that count negative indices from the end."""
+    offset: str
+    """Empty for the first element."""
+    exists: str
+    """Condition that indices are within the tensor; empty where they must be."""
+    cast: str
+
+    def statements(self, name: str) -> list[str]:
+        """Return the load into `name`, and what it needs before."""
+        lines = [line.format(name) for line in self.wrapped]
+        if self.offset:
+            lines.append(f"{name}_at = {self.offset.format(name)}")
+        if self.exists:
+            lines.append(f"{name}_in = {self.exists.format(name)}")
+        other = ", other=0" if self.exists else ""
+        lines.append(f"{name} = tl.load({self.where(name)}{self.guard(name)}{other}){self.cast}")
+        return lines
+
+    def where(self, name: str) -> str:
+        """Return the pointer that `name` is loaded from."""
+        return f"{self.tensor}_ptr" + (f" + {name}_at" if self.offset else "")
+
+    def guard(self, name: str) -> str:
+        """Return the argument that leaves out elements which do not exist."""
+        return f", mask={name}_in" if self.exists else ""
+
+
 class _Reads:
-    """Writes loads from captured tensors, and remembers where each loads from."""
+    """Finds out where captured tensors are loaded from; `found` by what stands for the load."""
 
     def __init__(self, form: ScoreForm) -> None:
         self._elements = form.elements
-        self.found: dict[str, tuple[str, str]] = {}
+        self.found: dict[str, _Read] = {}
 
     def __call__(self, name: str, indices: Sequence[str], negative: Sequence[bool]) -> str:
-        flat, conditions = "", list[str]()
+        flat, conditions, wrapped = "", list[str](), list[str]()
         for axis, (index, below) in enumerate(zip(indices, negative, strict=True)):
             size = f"{name}_n{axis}"
             if index == "0" and not flat:
                 continue
-            if not index.isidentifier() and not index.isdigit():
-                index = f"({index})"
             if below:
-                index = f"tl.where({index} < 0, {index} + {size}, {index})"
+                wrapped.append(f"{{0}}_i{axis} = tl.where({index} < 0, {index} + {size}, {index})")
+                index = f"{{0}}_i{axis}"
                 conditions.append(f"({index} >= 0)")
             conditions.append(f"({index} < {size})")
             if flat:
-                flat = f"({flat}) * {size} + {index}"
+                inner = (
+                    flat if re.fullmatch(r"[\w{}]+|[\w{}]+\.to\(tl\.int64\)", flat) else f"({flat})"
+                )
+                flat = f"{inner} * {size} + {index}"
             elif axis < len(indices) - 1 and not index.isdigit() and index not in _WIDE:
                 flat = f"{index}.to(tl.int64)"
             else:
                 flat = index
-        where = f"{name}_ptr + {flat}" if flat else f"{name}_ptr"
-        exists = " & ".join(conditions)
-        guard = f", mask={exists}, other=0" if exists else ""
         element = self._elements[int(name[1:])]
         to = "float32" if element[0] in "fb" and element != "bool" else "int32"
-        source = f"tl.load({where}{guard})" + ("" if element == to else f".to(tl.{to})")
-        self.found[source] = where, exists
+        cast = "" if element == to else f".to(tl.{to})"
+        source = f"{name}[{', '.join(indices)}]"
+        self.found[source] = _Read(name, tuple(wrapped), flat, " & ".join(conditions), cast)
         return source
 
 
@@ -149,8 +193,12 @@ def _own(source: str) -> str:
     return re.sub(r"\b(d?)t(\d+)(?=_|\b)", r"\1c\2", source)
 
 
-def _lines(statements: Sequence[tuple[str, str]]) -> tuple[str, ...]:
-    return tuple(_own(f"{name} = {source}") for name, source in statements)
+def _lines(statements: Sequence[tuple[str, str]], reads: _Reads) -> tuple[str, ...]:
+    lines: list[str] = []
+    for name, source in statements:
+        read = reads.found.get(source)
+        lines += read.statements(name) if read else [f"{name} = {source}"]
+    return tuple(map(_own, lines))
 
 
 def _extras(form: ScoreForm, value: Any, trained: list[Any]) -> Extras:

@@ -257,7 +257,10 @@ def _loop(name: str, ranges: tuple[Range, ...], side: Side, in_panel: bool) -> T
     for i, (lo, hi) in enumerate(ranges):
         size = hi if lo == 0 else f"{hi} - {lo}"
         start = step if lo == 0 else f"{lo} + {step}"
-        if reached:
+        if i == 1:
+            first = steps.pop().removeprefix(f"{tile} = ")
+            steps.append(f"{tile} = tl.where({step} < {reached}, {first}, {start} - {reached})")
+        elif reached:
             steps.append(f"{tile} = tl.where({step} < {reached}, {tile}, {start} - {reached})")
         else:
             steps.append(f"{tile} = {start}")
@@ -279,7 +282,7 @@ def _lists(mask: Mask, side: Side, in_panel: bool) -> Ranges:
         if symbol in depends
     )
     bounds = (
-        f"entry = ({which}{stays}) * 2",
+        f"entry = ({which}{stays}) * 2" if which or side == "rows" else f"entry = {stays} * 2",
         "full_at = tl.load(starts_ptr + entry)",
         "partial_at = tl.load(starts_ptr + entry + 1)",
         "end_at = tl.load(starts_ptr + entry + 2)",
@@ -293,12 +296,11 @@ def _lists(mask: Mask, side: Side, in_panel: bool) -> Ranges:
                 f"num_{name} = _count_below(tiles_ptr, {first}, {last}, panel_hi) - {name}_from",
             ]
         start = f"{first} + {name}_from" if in_panel else first
-        counts = (f"_count_below(tiles_ptr, {first}, {last}, tile_n{e})" for e in (" + 1", ""))
         return TileLoop(
             tuple(setup),
             f"num_{name}",
             (f"{tile} = tl.load(tiles_ptr + {start} + {step})",),
-            f"({' > '.join(counts)})",
+            f"_is_listed(tiles_ptr, {first}, {last}, tile_n)",
         )
 
     return Ranges(
@@ -343,19 +345,30 @@ class _Reader:
         for axis, (index, source) in enumerate(zip(indices, sources, strict=True)):
             size = f"{tensor.name}_n{axis}"
             direct = index in self._names
-            if not direct and not index.is_nonnegative:
+            if not source.isidentifier() and not source.isdigit():
                 name = f"{label}_i{axis}"
                 self.statements.append(f"{name} = {source}")
-                self.statements.append(f"{name} = tl.where({name} < 0, {name} + {size}, {name})")
+                source = name
+            if not direct and not index.is_nonnegative:
+                name = f"{label}_i{axis}"
+                self.statements.append(
+                    f"{name} = tl.where({source} < 0, {source} + {size}, {source})"
+                )
                 source = name
                 conditions.append(f"({name} >= 0)")
             if not direct or index in self._guarded:
                 conditions.append(f"({source} < {size})")
-            flat = f"({flat}) * {size} + {source}" if flat else source
-            if axis == 0 and len(indices) > 1 and index not in (B, H):
-                flat = f"({source}).to(tl.int64)"
+            if flat:
+                flat = f"{flat if axis == 1 else f'({flat})'} * {size} + {source}"
+            elif len(indices) > 1 and index not in (B, H) and not source.isdigit():
+                flat = f"{source}.to(tl.int64)"
+            else:
+                flat = source
         load = f"{tensor.name}_ptr + {flat}" if flat else f"{tensor.name}_ptr"
         guard = f", mask={' & '.join(conditions)}, other=0" if conditions else ""
+        if len(conditions) > 1:
+            self.statements.append(f"{label}_in = {' & '.join(conditions)}")
+            guard = f", mask={label}_in, other=0"
         self.statements.append(f"{label} = tl.load({load}{guard})")
         symbol = sympy.Symbol(label, integer=tensor.is_integer, real=True)
         self._found[found] = symbol

@@ -103,11 +103,10 @@ def _disjoint(
     for e in to_end:
         first = 0 if e.lo is None else do.maximum(do.tile_of(e.lo), 0)
         if right is None:
-            right = first
-        elif e.nonempty is None:
-            right = do.named(f"{name}_right", do.minimum(right, first))
-        else:
-            right = do.named(f"{name}_right", do.where(e.nonempty, do.minimum(right, first), right))
+            right = do.named(f"{name}_right", first)
+            continue
+        nearer = do.minimum(right, do.named(f"{name}_from", first))
+        right = do.named(f"{name}_right", _if_any(do, e, nearer, right))
     left: Any = None
     for e in from_start:
         reach = _if_any(do, e, do.tiles_up_to(e.hi), 0)
