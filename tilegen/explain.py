@@ -6,11 +6,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from fractions import Fraction
 from typing import Any
 
-import sympy
-
-from tilegen.config import BACKWARD, COLUMN_KERNELS, SLICED, Kernel, TileConfig, check_config
+from tilegen.config import BACKWARD, SLICED, Kernel, TileConfig, check_config
 from tilegen.device import GpuSpec
 from tilegen.errors import Unsupported
 from tilegen.explain_formulas import (
@@ -22,9 +21,9 @@ from tilegen.explain_formulas import (
     level_values,
     named,
 )
+from tilegen.explain_mask import explain_mask
 from tilegen.explain_pass import OTHER_FAST_MEMORY, bound_of, explain_pass, limited, other_masks
 from tilegen.families import Direction
-from tilegen.masks.compiler import FIRST, LAST, Side, stream_bounds
 from tilegen.model import hierarchy, roofline, sliced
 from tilegen.model.bounds import complexity, critical_head_dim, lower_bound
 from tilegen.model.estimate import Candidate, CostEstimate
@@ -84,8 +83,10 @@ def explain(
         "kernel": kernel,
         "config": asdict(chosen.config),
         "reason": chosen.reason,
-        "mask": _mask(problem, kernel),
-        "tiles": asdict(counts),
+        "mask": explain_mask(problem, gpu, kernel, chosen),
+        "tiles": {
+            name: float(n) if isinstance(n, Fraction) else n for name, n in asdict(counts).items()
+        },
         "traffic": {
             "formula": [
                 {
@@ -146,19 +147,6 @@ def _candidate(
     ratio = cost.seconds / ranked[0].estimate.seconds
     reason = f"asked for; predicted to take {ratio:.2f} times as long as the model's choice"
     return Candidate(kernel=kernel, config=config, estimate=cost, reason=reason)
-
-
-def _mask(problem: AttentionProblem, kernel: Kernel) -> dict[str, Any]:
-    side: Side = "columns" if kernel in COLUMN_KERNELS else "rows"
-    bounds = stream_bounds(problem.mask, side)
-    shown = {FIRST: sympy.Symbol("first"), LAST: sympy.Symbol("last")}
-    return {
-        "keep": problem.mask.notation,
-        "stays": "queries" if side == "rows" else "keys",
-        "streams": "keys" if side == "rows" else "queries",
-        "live": [str(e.subs(shown)) for e in (bounds.live.lo, bounds.live.hi)],
-        "full": [str(e.subs(shown)) for e in (bounds.full.lo, bounds.full.hi)],
-    }
 
 
 # --------------------------------------------------------------------------------------------------
@@ -301,7 +289,7 @@ def _residents(problem: AttentionProblem, gpu: GpuSpec, candidate: Candidate) ->
 
 def _steps(problem: AttentionProblem, candidate: Candidate) -> int:
     config = candidate.config
-    return visits(problem, config.block_m, config.block_n, candidate.kernel).tiles
+    return round(visits(problem, config.block_m, config.block_n, candidate.kernel).tiles)
 
 
 def _other(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> dict[str, Any]:

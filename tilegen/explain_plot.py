@@ -18,6 +18,8 @@ from tilegen.config import TileConfig
 from tilegen.device import GpuSpec
 from tilegen.errors import Unsupported
 from tilegen.families import Direction
+from tilegen.masks.drawing import kept
+from tilegen.masks.mask import Full
 from tilegen.model.bounds import bound_values, bounds_of
 from tilegen.model.optimum import exact_tiles, leading_tiles
 from tilegen.model.regimes import SMALL_CACHE
@@ -70,14 +72,61 @@ def draw(
     passes: dict[Direction, dict[str, Any]] = {
         told["pass"]["direction"]: told["pass"] for told in explained
     }
-    figure = Figure(figsize=(14, 0.6 + 6.2 * len(passes)), layout="constrained")
+    columns = 2 if isinstance(problem.mask, Full) else 3
+    figure = Figure(figsize=(7 * columns, 0.6 + 6.2 * len(passes)), layout="constrained")
     figure.suptitle(f"{problem.key} on {gpu.title}")
-    rows = figure.subplots(len(passes), 2, squeeze=False)
-    for (traffic, roofline), way in zip(rows, passes.values(), strict=True):
+    rows = figure.subplots(len(passes), columns, squeeze=False)
+    for (traffic, roofline, *rest), way in zip(rows, passes.values(), strict=True):
         shown = [one for one in explained if one["pass"] is way]
+        for axes in rest:
+            _draw_mask(axes, problem, TileConfig(**shown[0]["config"]))
         _draw_traffic(traffic, problem, gpu, way)
         _draw_roofline(roofline, problem, gpu, shown)
     figure.savefig(file)
+
+
+# --------------------------------------------------------------------------------------------------
+# The mask
+
+
+MASK_SIDE = 512
+"""Rows and columns of a mask that are drawn: its first."""
+
+
+def _draw_mask(axes: Axes, problem: AttentionProblem, config: TileConfig) -> None:
+    """Draw the classes of tiles, and in partial ones the pairs that are kept."""
+    rows, columns = (min(n, MASK_SIDE) for n in (problem.seqlen_q, problem.seqlen_kv))
+    try:
+        picture = mask_picture(problem, config, rows, columns)
+    except Unsupported as error:
+        axes.set_axis_off()
+        axes.text(0.5, 0.5, str(error), ha="center", wrap=True)
+        return
+    axes.imshow(picture, cmap="Blues", vmin=0, vmax=3, interpolation="nearest", aspect="auto")
+    axes.set_xticks(range(0, columns + 1, config.block_n), minor=False)
+    axes.set_yticks(range(0, rows + 1, config.block_m), minor=False)
+    axes.tick_params(labelsize=7, axis="x", rotation=90)
+    axes.grid(visible=True, linewidth=0.3)
+    axes.set(xlabel="keys", ylabel="queries")
+    axes.set_title(
+        f"first {rows} x {columns} of {problem.mask}, tiles {config.block_m} x {config.block_n}\n"
+        "dark: full, middle: kept in a partial tile, light: computed and dropped, white: skipped",
+        fontsize=9,
+    )
+
+
+def mask_picture(problem: AttentionProblem, config: TileConfig, rows: int, columns: int) -> Array:
+    """Return 3 for pairs in full tiles, 2 and 1 for kept and dropped ones in partial tiles, 0 for
+    those that are not visited."""
+    keep = kept(problem.mask, rows, columns)
+    picture = np.zeros(keep.shape)
+    for q in range(0, rows, config.block_m):
+        for k in range(0, columns, config.block_n):
+            tile = keep[q : q + config.block_m, k : k + config.block_n]
+            if tile.any():
+                shade = 3 if tile.all() else 1 + tile
+                picture[q : q + config.block_m, k : k + config.block_n] = shade
+    return picture
 
 
 # --------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from sympy import Symbol
 
 from tilegen.config import TileConfig
 from tilegen.explain_formulas import latex
+from tilegen.explain_mask import mask_lines
 
 
 def lines_of_all(explained: Sequence[dict[str, Any]], *, with_passes: bool) -> list[str]:
@@ -96,9 +97,7 @@ def explain_lines(told: dict[str, Any]) -> list[str]:
         f"  tile       {TileConfig(**told['config'])!r}",
         f"  because    {told['reason']}",
         "",
-        f"  mask       {mask['keep']}; the tile [first, last] of {mask['stays']}",
-        f"             needs {mask['streams']} in {_range(mask['live'])}, "
-        f"all of them in {_range(mask['full'])}",
+        *mask_lines(mask),
         f"  tiles      {tiles['tiles']} visited per head by {tiles['programs']} programs, "
         f"{tiles['partial_tiles']} of them with mask code",
         "",
@@ -216,11 +215,6 @@ def _values(values: dict[str, float]) -> str:
         f"{name}={value:g}" if value != int(value) else f"{name}={int(value)}"
         for name, value in values.items()
     )
-
-
-def _range(ends: Sequence[str]) -> str:
-    lo, hi = (end.replace("-oo", "0") for end in ends)
-    return f"[{lo}, {hi})"
 
 
 def _bytes(count: float) -> str:

@@ -71,7 +71,7 @@ def test_plots_are_files_of_their_kind(tmp_path: Path, suffix: str) -> None:
     assert file.read_bytes().startswith(STARTS[suffix])
 
 
-def test_a_plot_has_two_panels_for_each_pass(
+def test_a_plot_has_traffic_roofline_and_mask_for_each_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figure = pytest.importorskip("matplotlib.figure")
@@ -80,7 +80,7 @@ def test_a_plot_has_two_panels_for_each_pass(
     problem = parse(SMALL)
     draw(problem, H200, explain_all(problem, H200, kernels_of(problem, H200)), tmp_path / "a.png")
     (drawn,) = saved
-    assert len(drawn.axes) == 4
+    assert len(drawn.axes) == 6
     traffic, roofline = drawn.axes[:2]
     labels = " ".join(text.get_text() for text in traffic.get_legend().get_texts())
     for what in ("LB1", "LB2", "floor", "M of h200", "cross", "small_cache, chosen"):

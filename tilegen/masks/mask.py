@@ -75,6 +75,20 @@ class Mask(ABC):
         """What of the mask a kernel is specialised on: a stand-in with nothing typical."""
         return _rebuilt(self, tensor=None, typical=TYPICAL)
 
+    def show(
+        self, seqlen_q: int, seqlen_kv: int | None = None, *, block_m: int = 16, block_n: int = 16
+    ) -> str:
+        """Return a drawing of the mask at small lengths (128 at most), with the class of each tile.
+
+        `print(tilegen.causal().show(32))`
+        """
+        from tilegen.masks.drawing import draw
+
+        return draw(
+            self, seqlen_q, seqlen_q if seqlen_kv is None else seqlen_kv,
+            block_m=block_m, block_n=block_n,
+        )  # fmt: skip
+
     def __and__(self, other: Mask) -> Mask:
         """Return the mask that keeps what both keep."""
         return intersect(self, other) if isinstance(other, Mask) else NotImplemented
