@@ -46,8 +46,8 @@ class TileLoop:
     setup: tuple[str, ...]
     count: str
     steps: tuple[str, ...]
-    holds: str
-    """Condition under which `tile_n` is one of the tiles."""
+    holds: tuple[str, ...]
+    """Conditions, under any of which `tile_n` is one of the tiles."""
 
 
 @dataclass(frozen=True)
@@ -267,8 +267,8 @@ def _loop(name: str, ranges: tuple[Range, ...], side: Side, in_panel: bool) -> T
         last = f"num_{name}" if i == len(ranges) - 1 else f"{name}_until{i}"
         setup.append(f"{last} = {reached} + {size}" if reached else f"{last} = {size}")
         reached = last
-    holds = " | ".join(f"((tile_n >= {lo}) & (tile_n < {hi}))" for lo, hi in ranges)
-    return TileLoop(tuple(setup), reached or "0", tuple(steps), holds or "False")
+    holds = tuple(f"(tile_n >= {lo}) & (tile_n < {hi})" for lo, hi in ranges)
+    return TileLoop(tuple(setup), reached or "0", tuple(steps), holds or ("tile_n < 0",))
 
 
 def _lists(mask: Mask, side: Side, in_panel: bool) -> Ranges:
@@ -300,7 +300,7 @@ def _lists(mask: Mask, side: Side, in_panel: bool) -> Ranges:
             tuple(setup),
             f"num_{name}",
             (f"{tile} = tl.load(tiles_ptr + {start} + {step})",),
-            f"_is_listed(tiles_ptr, {first}, {last}, tile_n)",
+            (f"_is_listed(tiles_ptr, {first}, {last}, tile_n)",),
         )
 
     return Ranges(

@@ -1,0 +1,137 @@
+"""Emitted kernels of masks and scores as text: goldens, line lengths, nothing unneeded."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests import sliced
+from tests.conftest import CheckGolden
+from tilegen.config import COLUMN_KERNELS, LARGE_CACHE, Kernel, TileConfig
+from tilegen.masks import (
+    Mask,
+    block_sparse,
+    causal,
+    documents,
+    full,
+    global_tokens,
+    sliding_window,
+)
+from tilegen.masks.score import Score, alibi, bias, relative_bias, sinks, softcap
+from tilegen.problem import AttentionProblem
+from tilegen.render import SCORED, RenderedKernel, render
+
+WHOLE = TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)
+SLICES = TileConfig(block_m=64, block_n=64, block_d=64)
+PROBLEM = AttentionProblem.parse("b4 hq32 hkv8 q4096 d128 bf16 causal")
+TABLE, SLOPES = (torch.zeros(sizes, requires_grad=True) for sizes in ((32, 257), (32,)))
+
+MASKS: dict[str, Mask] = {
+    "full": full(),
+    "causal": causal(),
+    "several_ranges": causal() & (global_tokens(64) | sliding_window(255)),
+    "documents": causal() & documents(cu_seqlens=[0, 1000, 4096]),
+    "lists": block_sparse(torch.eye(32).bool(), 128),
+    "lists_by_head": block_sparse(torch.eye(32).bool().expand(4, 32, 32, 32), 128),
+}
+SCORES: dict[str, Score | None] = {
+    "": None,
+    "softcap": softcap(20.0),
+    "relative_bias": relative_bias(TABLE),
+    "sinks": sinks(torch.zeros(32)),
+    "alibi": alibi(SLOPES).then(softcap(30.0)),
+    "bias": bias(torch.zeros(4, 32, 4096, 4096)),
+}
+
+
+def rendered(kernel: Kernel, mask: str, score: str = "") -> RenderedKernel:
+    form = (made := SCORES[score]) and made.form
+    problem = replace(PROBLEM, mask=MASKS[mask].stand_in, score=form)
+    return render(problem, WHOLE if kernel in LARGE_CACHE else SLICES, kernel)
+
+
+GOLDENS: list[tuple[Kernel, str, str]] = [
+    ("fwd", "several_ranges", ""),
+    ("fwd", "documents", ""),
+    ("bwd_dkdv", "documents", ""),
+    ("fwd", "lists", ""),
+    ("bwd_columns", "lists", ""),
+    ("fwd", "causal", "softcap"),
+    ("bwd_dq", "causal", "softcap"),
+    ("bwd_dq", "causal", "relative_bias"),
+    ("fwd", "causal", "sinks"),
+]
+
+
+@pytest.mark.parametrize("kernel, mask, score", GOLDENS)
+def test_kernel(kernel: Kernel, mask: str, score: str, golden: CheckGolden) -> None:
+    golden(rendered(kernel, mask, score).source)
+
+
+PAIRS = [*((mask, "") for mask in MASKS), *(("several_ranges", score) for score in SCORES)]
+
+
+@pytest.mark.parametrize("mask, score", PAIRS)
+def test_emitted_files_are_well_formed(mask: str, score: str) -> None:
+    for kernel in ("fwd", "bwd_dkdv", "bwd_dq", *(k for k, c in sliced.ALL.items() if c.block_d)):
+        one = rendered(kernel, mask, score)
+        compile(one.source, kernel, "exec")
+        for line in one.source.splitlines():
+            assert len(line) <= 120, (one.function, line)
+        assert "\n\n\n\n" not in one.source
+        for name, kind in one.signature:
+            used = len(re.findall(rf"\b{name}\b", one.source))
+            assert used > 1 or re.fullmatch(r"[tc]\d+_n\d", name) or name == "num_heads", name
+            assert kind
+        for name in re.findall(r"^ +(\w+) = ", one.source, re.MULTILINE):
+            assert len(re.findall(rf"\b{name}\b", one.source)) > 1, (one.function, name)
+
+
+def test_each_mask_brings_only_its_own_code() -> None:
+    sources = {mask: rendered("bwd_columns", mask).source for mask in MASKS}
+    assert {mask for mask, source in sources.items() if "tiles_ptr" in source} == {
+        "lists",
+        "lists_by_head",
+    }
+    assert {mask for mask, source in sources.items() if "for member in" in source} == {
+        "lists_by_head"
+    }
+    assert {mask for mask, source in sources.items() if "num_partial" in source} == {
+        "several_ranges",
+        "lists",
+        "lists_by_head",
+    }
+
+
+def test_each_score_brings_only_its_own_code() -> None:
+    for score in ("softcap", "relative_bias", "alibi", "bias"):
+        for kernel in SCORED:
+            source = rendered(kernel, "causal", score).source
+            trains = kernel in ("bwd_dq", "bwd_scores") and score in ("relative_bias", "alibi")
+            assert ("atomic_add" in source) == trains
+            adds_only = score in ("relative_bias", "bias")
+            assert ("slope = " in source) == (kernel.startswith("bwd") and not adds_only)
+            in_full_tiles = source.split("# Full tiles")[-1].split("# Partial tiles")[0]
+            assert ("k_idx" in in_full_tiles) or score == "softcap"
+    for kernel in (*COLUMN_KERNELS, "bwd_dq"):
+        assert "sink" not in rendered(kernel, "causal", "sinks").source.split('"""')[2]
+
+
+def test_tanh_is_precise_for_fp32_alone() -> None:
+    quick = rendered("fwd", "causal", "softcap").source
+    problem = replace(PROBLEM, dtype="fp32", score=softcap(20.0).form)
+    precise = render(problem, WHOLE, "fwd").source
+    assert quick.count("tl.abs") == 0
+    assert precise.count("tl.abs") == 2
+
+
+def test_the_header_says_how_to_render_again() -> None:
+    for mask, score in PAIRS:
+        one = rendered("fwd", mask, score)
+        match = re.search(r'rerender  tilegen show "([^"]*)"', one.source)
+        assert match
+        again = AttentionProblem.parse(match[1])
+        assert render(again, WHOLE, "fwd").source == one.source
