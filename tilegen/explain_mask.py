@@ -80,7 +80,8 @@ def _form(problem: AttentionProblem, side: Side) -> dict[str, Any]:
 
 def _edges(interval: Interval) -> list[str]:
     shown = {FIRST: sympy.Symbol("first"), LAST: sympy.Symbol("last")}
-    return [str(edge.subs(shown)) for edge in (interval.lo, interval.hi)]
+    lo = sympy.S.Zero if interval.lo.is_infinite else interval.lo
+    return [str(edge.subs(shown)) for edge in (lo, interval.hi)]
 
 
 def _range(edges: list[str]) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+import tilegen
 from tests.pure.test_cli import COMMANDS
 from tilegen import resources, settings
 from tilegen.config import TileConfig
@@ -16,14 +17,16 @@ from tilegen.render import _context
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 LEGEND = (ROOT / "templates" / "README.md").read_text(encoding="utf-8")
+MASKS = (ROOT / "tilegen" / "masks" / "README.md").read_text(encoding="utf-8")
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
+def blocks(language: str, page: str = README) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
 
 
-def test_python_blocks_run_and_print_what_is_shown() -> None:
-    (code,), (shown,) = blocks("python"), blocks("text")
+@pytest.mark.parametrize("page", [README, MASKS], ids=["readme", "masks"])
+def test_python_blocks_run_and_print_what_is_shown(page: str) -> None:
+    (code,), (shown,) = blocks("python", page), blocks("text", page)
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
@@ -33,6 +36,12 @@ def test_python_blocks_run_and_print_what_is_shown() -> None:
 @pytest.mark.parametrize("command", sorted(COMMANDS))
 def test_every_command_is_in_the_readme(command: str) -> None:
     assert f"| `tilegen {command}` |" in README
+
+
+def test_every_mask_and_score_is_on_its_page() -> None:
+    homes = {name for name, home in tilegen._HOME.items() if home.startswith("tilegen.masks")}
+    for name in homes - {"Mask", "Score", "score"}:
+        assert f"{name}(" in MASKS, name
 
 
 def test_every_setting_is_in_the_readme_and_there_are_few() -> None:
@@ -77,6 +86,6 @@ def test_both_set_up_commands_are_there_once() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    for page in (README, LEGEND):
+    for page in (README, LEGEND, MASKS):
         for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page):
             assert (ROOT / target).exists(), target
