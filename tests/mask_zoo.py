@@ -195,7 +195,7 @@ def _random(*sizes: int, share: float = 0.4) -> torch.Tensor:
     return torch.rand(sizes, generator=_GENERATOR) < share
 
 
-_LAYOUT2, _LAYOUT3, _LAYOUT4 = _random(5, 5), _random(HEADS, 9, 9), _random(BATCH, HEADS, 4, 6)
+_LAYOUT2, _LAYOUT3, _LAYOUT4 = _random(5, 5), _random(HEADS, 9, 9), _random(BATCH, HEADS, 2, 3)
 _BATCH_LAYOUT = _random(BATCH, 1, 5, 5)
 _BOOL2, _BOOL4 = _random(50, 83, share=0.03), _random(BATCH, HEADS, 83, 50).mT  # not contiguous
 _RANDOM = random_blocks(70, 70, block=8, per_row=2, heads=HEADS, seed=3)
@@ -364,8 +364,8 @@ def _zoo() -> list[Case]:
         Case("layout", block_sparse(_LAYOUT2, 16), lambda b, h, q, k: _LAYOUT2[q // 16, k // 16]),
         Case("layout_by_head", block_sparse(_LAYOUT3, 8),
              lambda b, h, q, k: _LAYOUT3[h, q // 8, k // 8], varies=True),
-        Case("layout_by_both", block_sparse(_LAYOUT4, 14), lambda b, h, q, k:
-             _LAYOUT4[b, h, q // 14, k // 14], **cross, varies=True),
+        Case("layout_by_both", block_sparse(_LAYOUT4, 32), lambda b, h, q, k:
+             _LAYOUT4[b, h, q // 32, k // 32], **cross, varies=True),
         Case("layout_by_batch", block_sparse(_BATCH_LAYOUT, 15) & causal(), lambda b, h, q, k:
              k <= q and _BATCH_LAYOUT[b, 0, q // 15, k // 15], varies=True),
         Case("layout_too_short", block_sparse(_LAYOUT2, 12), lambda b, h, q, k:

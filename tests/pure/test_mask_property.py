@@ -34,7 +34,7 @@ from tilegen.masks.tiles import tile_ranges
 BATCH, HEADS = 2, 3
 BLOCKS = (4, 8, 16)
 EVERY_TIME = settings(
-    max_examples=120,
+    max_examples=80,
     deadline=None,
     derandomize=True,
     database=None,
@@ -187,6 +187,44 @@ def test_other_coefficients_are_never_unsafe(
     mask: Mask, seqlen_q: int, seqlen_kv: int, block_m: int, block_n: int, side: Side
 ) -> None:
     check(mask, side, seqlen_q, seqlen_kv, block_m, block_n, exact=False)
+
+
+@settings(EVERY_TIME, max_examples=60)
+@given(
+    numbers=st.tuples(*(st.integers(-2, 2),) * 2, *(st.integers(-20, 30),) * 3),
+    which=st.sampled_from(["abs", "far", "nested", "min", "max", "equal", "clamp"]),
+    **WHERE,
+)
+@example((1, -1, 0, 9, 3), "abs", 40, 40, 8, 8, "rows")
+@example((0, 0, -5, 9, 3), "nested", 20, 20, 8, 8, "rows")  # what is constant says nothing
+def test_absolute_values_minima_and_maxima(
+    numbers: tuple[int, int, int, int, int],
+    which: str,
+    seqlen_q: int,
+    seqlen_kv: int,
+    block_m: int,
+    block_n: int,
+    side: Side,
+) -> None:
+    x, y, c, d, e = numbers
+
+    def keep(b: Any, h: Any, q: Any, k: Any) -> Any:
+        sum_ = x * q + y * k + c
+        return {
+            "abs": lambda: abs(sum_) <= d,
+            "far": lambda: abs(sum_) + k > d,
+            "nested": lambda: abs(abs(sum_) - d) < e,
+            "min": lambda: torch.minimum(q + c, k + d) <= e,
+            "max": lambda: torch.maximum(q + c, k + d) - q <= e,
+            "equal": lambda: abs(sum_) == d,
+            "clamp": lambda: (q + c).clamp(min=d) >= k,
+        }[which]()
+
+    mask = predicate(keep)
+    check(mask, side, seqlen_q, seqlen_kv, block_m, block_n, exact=False)
+    q, k = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_kv)[None]
+    expected = keep(None, None, q, k).expand(BATCH, HEADS, seqlen_q, seqlen_kv)
+    assert (pairs(mask, seqlen_q, seqlen_kv) == expected.numpy()).all()
 
 
 @EVERY_TIME

@@ -168,7 +168,7 @@ def _without_choices(atom: Boolean) -> Boolean:
         return sympy.And(
             _without_choices(atom.lhs <= atom.rhs), _without_choices(atom.lhs >= atom.rhs)
         )
-    if isinstance(atom, sympy.Ne):
+    if isinstance(atom, sympy.Ne) or not isinstance(atom, Relational):  # true and false are none
         return atom
     [expression] = _at_least_zero(atom)
     for choice in sympy.expand(expression).atoms(sympy.Abs, sympy.Min, sympy.Max):
