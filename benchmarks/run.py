@@ -14,7 +14,7 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -25,10 +25,11 @@ from benchmarks.arithmetic import compulsory_bytes, flops, ideal_seconds
 from benchmarks.environment import environment, gpu_folder, has_gpu
 from benchmarks.providers import Provider, providers
 from benchmarks.rows import Row, Status, append, read, same_values, with_environment
-from benchmarks.workloads import Direction, Workload, catalogue, head
+from benchmarks.workloads import MASKED, Direction, Workload, catalogue, head
 from tilegen.device import GpuSpec, detect
 from tilegen.errors import Unsupported
 from tilegen.measure import DeviceLost, Measurement, measure, survived
+from tilegen.problem import AttentionProblem
 
 if TYPE_CHECKING:
     from benchmarks.check import Verdict
@@ -127,7 +128,7 @@ def check_and_time(case: Case, seconds: float) -> tuple[Verdict, Measurement]:
     from benchmarks.check import check, make_inputs
 
     torch.cuda.empty_cache()  # what the case before it left
-    problem = case.workload.problem
+    problem = with_tensors(case.workload.problem, "cuda")
     attention = case.provider.prepare(problem, "cuda")
     inputs = make_inputs(problem, rows_first=case.provider.rows_first)
     q, k, v = inputs.q, inputs.k, inputs.v
@@ -145,6 +146,14 @@ def check_and_time(case: Case, seconds: float) -> tuple[Verdict, Measurement]:
     verdict = check(problem, inputs, found)
     del found  # makes room for the gradients of the timed runs
     return verdict, measure(backward, seconds=seconds)
+
+
+def with_tensors(problem: AttentionProblem, device: str) -> AttentionProblem:
+    """Return the problem with typical tensors in its mask, where it has any."""
+    from tilegen.masks.binding import Shape, realized
+
+    shape = Shape(problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_kv)
+    return replace(problem, mask=realized(problem.mask, shape, device))
 
 
 def run(
@@ -193,6 +202,9 @@ def main(
     only_head: Annotated[
         bool, typer.Option("--head", help="Only the head of the catalogue.")
     ] = False,
+    masks: Annotated[
+        bool, typer.Option("--masks", help="One workload for each family of masks instead.")
+    ] = False,
     minutes: Annotated[
         float, typer.Option(help="Stop starting new measurements after this long.")
     ] = 60.0,
@@ -211,7 +223,9 @@ def main(
         cpu.main(csv=csv)
         return
     started = time.monotonic()
-    chosen = list(cases(_workloads(workload, only_head), _named("provider", providers(), provider)))
+    known = MASKED if masks else head() if only_head else catalogue()
+    workloads = _named("workload", known, workload)
+    chosen = list(cases(workloads, _named("provider", providers(), provider)))
     path = csv or RESULTS / gpu_folder() / f"{environment().date}.csv"
     print(f"{environment().gpu}: up to {len(chosen)} rows for {path}", flush=True)
     deadline = started + 60 * minutes
@@ -224,10 +238,6 @@ def main(
         os.execv(sys.executable, [sys.executable, "-m", "benchmarks.run", *again])
     if left:
         print(f"time is over, {left} rows left; the same command goes on from here")
-
-
-def _workloads(names: Sequence[str] | None, only_head: bool) -> Sequence[Workload]:
-    return _named("workload", head() if only_head else catalogue(), names)
 
 
 Named = TypeVar("Named", Workload, Provider)

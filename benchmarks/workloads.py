@@ -14,8 +14,8 @@ Direction = Literal["forward", "backward"]
 TRAINED: tuple[Direction, ...] = ("forward", "backward")
 SERVED: tuple[Direction, ...] = ("forward",)
 
-SOFT_CAP = "the model also caps scores, 50 * tanh(s / 50), which no problem can express yet"
-SINKS = "the model also has one attention sink per head, which no problem can express yet"
+SOFT_CAP = "the model also caps scores, 50 * tanh(s / 50), which is left out here"
+SINKS = "the model also has one attention sink per head, which is left out here"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,12 +195,37 @@ CATALOGUE: tuple[Workload, ...] = (
         name="packed-documents-32k",
         problem=_parse("b16 hq32 hkv8 q2048 kv2048 d128 bf16 causal"),
         source="32k tokens of documents packed into one sequence, as in language-model pretraining",
-        note="unequal documents cannot be expressed yet: 16 equal ones, one per batch entry",
+        note="16 equal documents, one per batch entry; mask-documents has them in one sequence",
     ),
 )
 
 HEAD = ("llama3-8b-8k", "gpt-oss-window-8k", "bert-large", "deepseek-v3-4k", "prefill-q256-kv128k")
 """Tuned and measured first: causal, windowed, full, unequal head dims, few rows."""
+
+
+MASKED: tuple[Workload, ...] = tuple(
+    Workload(
+        name=f"mask-{name}",
+        problem=_parse(f"b1 hq16 hkv16 q{length} kv{length} d64 bf16 {mask}"),
+        source="a family of masks at 16 heads of 64, as attention-gym measures them",
+        note="typical tensors stand for those of a batch" if "@" in mask else "",
+    )
+    for name, length, mask in (
+        ("full", 32768, "full"),
+        ("causal", 32768, "causal"),
+        ("window", 32768, "window(1023,0)"),
+        ("prefix", 32768, "prefix_lm(4096)"),
+        ("global", 32768, "global(128)|window(512,512)"),
+        ("streaming", 32768, "causal&(kv_prefix(4)|window(1023,-1))"),
+        ("documents", 32768, "causal&documents(@q:2048)"),
+        ("interleaved", 32768, "causal&same_id(@q:2048,@k:2048)"),
+        ("dilated", 32768, "dilated(4)&window(4095,0)"),
+        ("blocks", 32768, "block_sparse(@:10,128)"),
+        ("blocks-by-head", 32768, "block_sparse(@h:10,128)"),
+        ("neighborhood", 32768, "neighborhood(128x256,13x13)"),
+    )
+)
+"""Every form a mask can take, for comparing with FlexAttention; `benchmarks.run --masks`."""
 
 
 LARGE_HEAD_DIMS = ("256", "320", "512", "576/512", "768", "1024")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilegen.errors import Unsupported
 from tilegen.masks.mask import Causal, Full
+from tilegen.masks.tiles import counted_over
 from tilegen.problem import AttentionProblem
 
 if TYPE_CHECKING:
@@ -61,7 +62,8 @@ def _sdpa_mask(problem: AttentionProblem, device: str, *, has_causal_bias: bool)
     elements = problem.seqlen_q * problem.seqlen_kv
     if elements > MAX_DENSE_MASK:
         raise Unsupported(f"needs a dense mask of {elements / 2**30:.2g} GiB; not tried")
-    return {"attn_mask": dense_mask(mask, problem.seqlen_q, problem.seqlen_kv, device)}
+    over = {"batch": problem.batch, "heads": problem.num_heads_q}
+    return {"attn_mask": dense_mask(mask, problem.seqlen_q, problem.seqlen_kv, device, **over)}
 
 
 def _refuse_large_scores(problem: AttentionProblem) -> None:
@@ -77,14 +79,15 @@ def flex(problem: AttentionProblem, device: str, *, mode: str = "default") -> At
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     mask, seqlen_q, seqlen_kv = problem.mask, problem.seqlen_q, problem.seqlen_kv
+    batch, heads = counted_over(mask, problem.batch, problem.num_heads_q)
 
     def keep(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
-        return mask.keep(q, k, seqlen_q, seqlen_kv)
+        return mask.keep(q, k, seqlen_q, seqlen_kv, b, h)
 
     block_mask = (
         None
         if isinstance(mask, Full)
-        else create_block_mask(keep, None, None, seqlen_q, seqlen_kv, device=device)
+        else create_block_mask(keep, batch, heads, seqlen_q, seqlen_kv, device=device)
     )
     return partial(
         torch.compile(flex_attention, mode=mode, dynamic=False),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -17,12 +17,15 @@ from benchmarks.arithmetic import compulsory_bytes, flops, ideal_seconds, kept_p
 from benchmarks.check import Verdict, check, make_inputs
 from benchmarks.environment import Environment, environment
 from benchmarks.providers import providers, varlen_window
-from benchmarks.workloads import HEAD, catalogue, head
+from benchmarks.run import with_tensors
+from benchmarks.workloads import HEAD, MASKED, Workload, catalogue, head
 from tests.cases import PROBLEM, a_provider, a_row, a_workload
 from tests.problems import PROBLEMS
 from tilegen.device import gpu
 from tilegen.errors import Unsupported
+from tilegen.masks import parse_mask
 from tilegen.measure import DeviceLost, Measurement
+from tilegen.peers import flex
 from tilegen.problem import AttentionProblem
 from tilegen.reference import dense_mask
 
@@ -276,7 +279,7 @@ def test_lost_device_is_a_row_and_ends_the_process(
 
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(typer.BadParameter, match="llama3-8b-8k"):
-        run._workloads(["llama"], only_head=False)
+        run._named("workload", catalogue(), ["llama"])
 
 
 def test_without_a_gpu_the_cpu_benchmarks_run(
@@ -349,3 +352,16 @@ def test_hot_path_benchmark_leaves_attention_as_it_was() -> None:
     for _ in cpu.calling():
         pass
     assert torch.allclose(tilegen.attention(q, q, q, mask=tilegen.causal()), q)
+
+
+@pytest.mark.parametrize("workload", MASKED, ids=lambda workload: workload.name)
+def test_masked_workloads_can_be_computed(workload: Workload) -> None:
+    """At a length that a CPU can do: the mask with typical tensors, and FlexAttention's form."""
+    problem = replace(workload.problem, seqlen_q=256, seqlen_kv=256)
+    if "neighborhood" in workload.name:
+        problem = replace(problem, mask=parse_mask("neighborhood(16x16,5x5)"))
+    problem = with_tensors(problem, "cpu")
+    keep = dense_mask(problem.mask, 256, 256, heads=problem.num_heads_q)
+    assert not problem.mask.is_stand_in
+    assert keep.any()
+    assert callable(flex(problem, "cpu"))
