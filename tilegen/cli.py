@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from tilegen.cli_cache import cache_app
+from tilegen.cli_fleet import fleet_app, tune_with, worker
 from tilegen.cli_options import (
     FastMemory,
     Gpu,
@@ -40,6 +41,7 @@ app = typer.Typer(
     help="tilegen: an autotuning compiler for attention. Start with: tilegen demo",
 )
 app.add_typer(cache_app, name="cache")
+app.add_typer(fleet_app, name="fleet")
 
 CommandLineError: Any = typer.BadParameter.__mro__[2]
 """click's ClickException, from whichever click this typer brings."""
@@ -223,6 +225,7 @@ def tune(
     kernel: Kernels = "all",
     seconds: Annotated[float | None, typer.Option(help="budget per kernel")] = None,
     trials: Annotated[int | None, typer.Option(help="budget per kernel, all runs together")] = None,
+    storage: Annotated[str, typer.Option(help="tune with others: as of tilegen worker")] = "",
     json_: Json = False,
 ) -> None:
     """Find the best configs on the GPU here and record them. Ctrl-C keeps what was found.
@@ -232,6 +235,13 @@ def tune(
     from tilegen.device import detect
     from tilegen.tune import tune as tuned
 
+    if storage:
+        if seconds is not None:
+            raise Unsupported("with --storage the budget is --trials, not --seconds: all share it")
+        values = tune_with(storage, AttentionProblem.parse(problem), kernel, trials)
+        if json_:
+            print_json(values)
+        return
     spec, parsed = detect(), AttentionProblem.parse(problem)
     if spec is None:
         raise Unsupported(
@@ -244,6 +254,9 @@ def tune(
     ]
     if json_:
         print_json([json.loads(record.to_json()) for record in records])
+
+
+app.command()(worker)
 
 
 @app.command()

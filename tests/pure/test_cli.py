@@ -19,6 +19,9 @@ COMMANDS = {
     "show",
     "generate",
     "tune",
+    "worker",
+    "fleet status",
+    "fleet proxy",
     "verify",
     "doctor",
     "cache list",
@@ -60,6 +63,7 @@ def failing(
 def test_every_command_is_known_here() -> None:
     names = {c.name or c.callback.__name__ for c in app.registered_commands if c.callback}
     names |= {f"cache {c.name}" for c in cli.cache_app.registered_commands}
+    names |= {f"fleet {c.name}" for c in cli.fleet_app.registered_commands}
     assert names == COMMANDS
 
 

@@ -1,0 +1,122 @@
+"""A fleet on a journal and on PostgreSQL: workers are killed, the server goes away."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fleet_workers import JOB, SPACE, measured
+from tests.postgres import Server, postgres
+from tests.replay import Replay, run
+from tilegen.fleet.bench import ranked
+from tilegen.fleet.status import progress
+from tilegen.fleet.storage import open_storage
+from tilegen.store import Location, TuningRecord, look_up
+from tilegen.store.places import read_trials
+from tilegen.store.trials import trials_path
+from tilegen.store.versions import current_versions
+
+RUNS = [config for config in SPACE if not str(Replay().table[config.key]).startswith("launch_")]
+"""A failed launch may be another's doing: who publishes tries it once more."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    with postgres() as running:
+        yield running
+
+
+def start(storage: str, folder: Path, workers: int, victims: int, seconds: float) -> Fleet:
+    arguments = [storage, str(folder), str(workers), str(victims), str(seconds)]
+    return Fleet(
+        [sys.executable, "-m", "tests.fleet_workers", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+class Fleet(subprocess.Popen[str]):
+    def codes(self) -> dict[int, int]:
+        """Return how each worker, by its process, has ended; once all have."""
+        out, err = self.communicate(timeout=120)
+        assert self.returncode == 0, err
+        assert "Traceback" not in err, err
+        return {int(process): code for process, code in json.loads(out).items()}
+
+
+def alone() -> TuningRecord:
+    """Return what `tune` finds by itself."""
+    return run(Replay(), candidates=ranked(JOB, SPACE), space=SPACE)
+
+
+def check(storage: str, folder: Path, codes: dict[int, int], put_back: range) -> None:
+    """Every config was finished once, measured once, and the winner is that of one process.
+
+    What a worker was about to write down when it was killed is measured by another, too.
+    """
+    (study,) = progress(open_storage(storage))
+    assert (study.waiting, study.running, study.finished) == (0, 0, len(SPACE))
+    assert study.state == "published"
+    assert study.abandoned in put_back
+    known = measured(folder)
+    times = Counter(config for config, process in known if codes[process] == 0)
+    lost = Counter(config for config, process in known if codes[process] != 0)
+    twice = [config.key for config in RUNS if times[config.key] + lost[config.key] > 1]
+    assert max(times[config.key] for config in RUNS) == 1
+    assert {config for config, _ in known} == {config.key for config in SPACE}
+    assert len(twice) <= study.abandoned
+    store = Location(str(folder / "store"), "shared")
+    found = look_up(
+        JOB.problem,
+        JOB.gpu,
+        JOB.kernel,
+        versions=current_versions(),
+        template_digest=JOB.conditions.template_digest,
+        where=[store],
+    )
+    assert found is not None
+    winner = alone()
+    assert (found.record.config, found.record.measurement) == (winner.config, winner.measurement)
+    assert study.winner == winner.config.key
+    lines = read_trials(store, trials_path(JOB.gpu.name, JOB.kernel, JOB.problem)).splitlines()
+    assert {json.loads(line)["measurement"]["status"] for line in lines} > {"ok"}
+    assert len(lines) == len(SPACE)
+
+
+def test_killed_workers_on_a_journal(tmp_path: Path) -> None:
+    storage = f"journal:{tmp_path}/trials.journal"
+    codes = start(storage, tmp_path, 8, 3, 0.05).codes()
+    assert sorted(codes.values()) == [-signal.SIGKILL] * 3 + [0] * 5
+    check(storage, tmp_path, codes, range(2, 4))
+
+
+def test_killed_workers_on_postgres(tmp_path: Path, server: Server) -> None:
+    storage = server.database("killed")
+    codes = start(storage, tmp_path, 8, 3, 0.05).codes()
+    assert sorted(codes.values()) == [-signal.SIGKILL] * 3 + [0] * 5
+    check(storage, tmp_path, codes, range(2, 4))
+
+
+def test_a_server_that_restarts_costs_no_worker(tmp_path: Path, server: Server) -> None:
+    storage = server.database("restarted")
+    fleet = start(storage, tmp_path, 3, 0, 0.1)
+    while len(measured(tmp_path)) < len(SPACE) // 4:
+        assert fleet.poll() is None
+        time.sleep(0.02)
+    server.stop()
+    before = len(measured(tmp_path))
+    time.sleep(1.5)
+    assert len(measured(tmp_path)) <= before + 3, "nobody claims without a server"
+    server.start()
+    codes = fleet.codes()
+    assert list(codes.values()) == [0] * 3
+    check(storage, tmp_path, codes, range(5))  # a claim whose answer was lost is put back

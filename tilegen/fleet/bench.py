@@ -1,0 +1,138 @@
+"""What a worker measures with: the GPU at hand, or timings that were recorded elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+from tilegen.config import Kernel, TileConfig
+from tilegen.device import gpu as gpu_named
+from tilegen.errors import InvalidRecord, TilegenError, Unsupported
+from tilegen.fleet.jobs import Job
+from tilegen.measure import Measurement
+from tilegen.model.estimate import Candidate
+from tilegen.problem import AttentionProblem
+from tilegen.propose import propose, search_space
+from tilegen.store.fields import parse_json
+from tilegen.store.record import MAX_SECONDS, kernel_of, measurement_from
+from tilegen.tuning.bench import Bench, real_bench
+from tilegen.workers import Pool
+
+Key = tuple[str, Kernel, str]
+
+
+class Machine(Protocol):
+    """Measures the configs of jobs."""
+
+    def space(self, job: Job) -> Sequence[TileConfig]:
+        """Return the configs there are."""
+        ...
+
+    def bench(self, job: Job) -> Bench:
+        """Return what compiles, measures and checks them."""
+        ...
+
+
+class RealMachine:
+    """The GPU at hand, and its cores to compile on."""
+
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    def space(self, job: Job) -> Sequence[TileConfig]:
+        """Return all legal configs."""
+        return search_space(job.problem, job.gpu, job.kernel)
+
+    def bench(self, job: Job) -> Bench:
+        """Return the GPU's. Raises Unsupported if it is another than the job's."""
+        return real_bench(job.problem, job.gpu, job.kernel, self._pool)
+
+
+class ReplayMachine:
+    """Recordings (benchmarks/recordings.py): a config takes as long as it says, and comes out so.
+
+    So a whole fleet can be run without a GPU.
+    """
+
+    def __init__(self, where: Path) -> None:
+        """Reads a file, or all `.jsonl` files below a folder. Raises InvalidRecord, Unsupported."""
+        self._recorded: dict[Key, dict[TileConfig, tuple[Measurement, float]]] = {}
+        files = sorted(where.rglob("*.jsonl")) if where.is_dir() else [where]
+        for file in files:
+            self._read(file)
+        if not self._recorded:
+            raise Unsupported(f"expected recordings in {str(where)!r}, found no .jsonl file")
+
+    @property
+    def gpus(self) -> list[str]:
+        """Return the GPU models there are recordings of."""
+        return sorted({gpu for gpu, _, _ in self._recorded})
+
+    def jobs(self, problems: Sequence[AttentionProblem], gpu: str) -> list[Job]:
+        """Return what of a catalogue has been recorded on a GPU model."""
+        spec = gpu_named(gpu)
+        wanted = dict.fromkeys(problem.bucket.key for problem in problems)
+        return [
+            Job(gpu=spec, kernel=kernel, problem=AttentionProblem.parse(problem))
+            for problem in wanted
+            for model, kernel, recorded in self._recorded
+            if (model, recorded) == (gpu, problem)
+        ]
+
+    def space(self, job: Job) -> Sequence[TileConfig]:
+        """Return the configs recorded."""
+        return list(self._recorded[_key(job)])
+
+    def bench(self, job: Job) -> Bench:
+        """Return what answers as the recording does, after as long."""
+        recorded = self._recorded[_key(job)]
+
+        def measure(config: TileConfig) -> Measurement:
+            measurement, seconds = recorded[config]
+            time.sleep(seconds)
+            return measurement
+
+        return Bench(measure=measure)
+
+    def _read(self, file: Path) -> None:
+        try:
+            lines = file.read_bytes().split(b"\n")
+        except OSError as error:
+            raise Unsupported(f"cannot read {str(file)!r}: {error.strerror}") from error
+        found: dict[TileConfig, tuple[Measurement, float]] | None = None
+        for line in filter(None, lines):
+            try:
+                fields = parse_json(line.decode("utf-8"))
+                if "recording" in fields.values:
+                    problem = AttentionProblem.parse(fields.text("problem", longest=1000))
+                    key = (fields.text("gpu"), kernel_of(fields), problem.bucket.key)
+                    found = self._recorded.setdefault(key, {})
+                elif found is not None:
+                    config = TileConfig.parse(fields.text("config"))
+                    measurement = measurement_from(fields.group("measurement"))
+                    if spilled := fields.integer("spill_bytes", 0, 2**31):
+                        measurement = spills(spilled)  # the tuner does not time it
+                    found[config] = (measurement, fields.number("seconds", 0, MAX_SECONDS))
+            except (UnicodeDecodeError, TilegenError):
+                continue  # torn by a kill
+        if found is None:
+            raise InvalidRecord(f"expected a recording in {str(file)!r}, no line of it opens one")
+
+
+def ranked(job: Job, space: Sequence[TileConfig]) -> list[Candidate]:
+    """Return the model's proposals among the configs there are, best first."""
+    legal = set(space)
+    found = propose(job.problem, job.gpu, kernel=job.kernel, top=2**16)
+    return [candidate for candidate in found if candidate.config in legal]
+
+
+def spills(size: int) -> Measurement:
+    """Return what becomes of a config that spills."""
+    message = f"{size} bytes of registers spilled a thread"
+    return Measurement(status="out_of_resources", message=message)
+
+
+def _key(job: Job) -> Key:
+    return job.gpu.name, job.kernel, job.problem.key

@@ -1,0 +1,83 @@
+"""What a fleet does: one job per problem, kernel and GPU model of a catalogue."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+
+from tilegen.config import Kernel
+from tilegen.device import GpuSpec
+from tilegen.emitted import template_digest
+from tilegen.families import kernels_of
+from tilegen.problem import AttentionProblem
+from tilegen.store.record import slug
+from tilegen.store.trials import Conditions
+from tilegen.store.versions import current_versions
+
+ATTRIBUTES = ("gpu", "kernel", "problem", "policy")
+"""What a study says of itself, for `tilegen fleet status`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A kernel of a problem, to be tuned on a GPU model."""
+
+    gpu: GpuSpec
+    kernel: Kernel
+    problem: AttentionProblem
+    """A bucket's."""
+
+    @cached_property
+    def conditions(self) -> Conditions:
+        """What the timings depend on; workers under other conditions have a study of their own."""
+        versions = current_versions()
+        return Conditions(
+            problem=self.problem.key,
+            arch=self.gpu.arch,
+            triton=versions.triton,
+            driver=versions.driver,
+            template_digest=template_digest(self.kernel),
+        )
+
+    @cached_property
+    def study(self) -> str:
+        """The name of its study."""
+        conditions = json.dumps(asdict(self.conditions), sort_keys=True).encode()
+        digest = hashlib.sha256(conditions).hexdigest()[:12]
+        return f"{slug(self.gpu.name)}/{self.kernel}/{slug(self.problem.key)}/{digest}"
+
+    @property
+    def attributes(self) -> dict[str, str]:
+        """Return what its study says of itself."""
+        values = self.gpu.name, self.kernel, self.problem.key, self.conditions.policy
+        return dict(zip(ATTRIBUTES, values, strict=True))
+
+    def __str__(self) -> str:
+        return f"{self.kernel} '{self.problem}' on {self.gpu.name}"
+
+
+def jobs_of(
+    problems: Iterable[AttentionProblem], gpu: GpuSpec, kernels: Sequence[Kernel] | None = None
+) -> list[Job]:
+    """Return the jobs of problems on a GPU model, each once; by default all kernels they need."""
+    jobs = [
+        Job(gpu=gpu, kernel=kernel, problem=problem.bucket)
+        for problem in problems
+        for kernel in kernels or kernels_of(problem, gpu)
+    ]
+    return list({job.study: job for job in jobs}.values())
+
+
+def read_problems(catalogue: Sequence[str]) -> list[AttentionProblem]:
+    """Return the problems of a catalogue, each entry a file or a notation. Raises TilegenError."""
+    from tilegen.bundle import read_catalogue
+
+    found: list[AttentionProblem] = []
+    for entry in catalogue:
+        is_file = Path(entry).is_file()
+        found += read_catalogue(Path(entry)) if is_file else [AttentionProblem.parse(entry)]
+    return found

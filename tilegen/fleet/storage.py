@@ -1,0 +1,171 @@
+"""Optuna's storages by URL, and patience with one that is away for a while."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import optuna
+
+from tilegen.errors import TilegenError, Unsupported
+from tilegen.measure import one_line
+
+if TYPE_CHECKING:
+    from optuna.storages import BaseStorage
+
+log = logging.getLogger("tilegen")
+
+FORMS = (
+    "postgresql://user@host/database, journal:FILE on a shared folder, grpc://host:port of a "
+    "tilegen fleet proxy, or sqlite:///FILE on one machine"
+)
+OPENING_SECONDS = 30.0
+"""How long a storage may take to answer at first; a wrong address shall not take longer."""
+PATIENCE_SECONDS = 600.0
+"""How long workers wait for a storage that answered before: a restart, an upgrade."""
+LONGEST_PAUSE = 10.0
+LOCK_SECONDS = 10
+"""After which the lock of a journal belongs to a killed worker: it is held for milliseconds."""
+
+
+class StorageAway(TilegenError):
+    """A fleet's storage does not answer."""
+
+
+class Patient:
+    """A storage whose calls are made again, ever later, while it does not answer.
+
+    A call may have been done although its answer was lost. `queue` is made for that: what is put in
+    twice is measured once, and a claim that nobody knows of goes stale.
+    """
+
+    def __init__(self, storage: BaseStorage, where: str) -> None:
+        self._storage, self._where = storage, where
+        self.failed_at = -math.inf
+        """When it last did not answer, by `time.monotonic`."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._storage, name)
+        return partial(self._call, value) if callable(value) else value
+
+    def _call(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        def again() -> Any:
+            try:
+                return call(*args, **options)
+            except Exception as error:
+                if _is_away(error):
+                    self.failed_at = time.monotonic()
+                raise
+
+        return patiently(again, self._where, PATIENCE_SECONDS)
+
+
+def last_failure(storage: object) -> float:
+    """Return when a storage last did not answer, by `time.monotonic`."""
+    return storage.failed_at if isinstance(storage, Patient) else -math.inf
+
+
+def patiently(call: Callable[[], Any], where: str, seconds: float) -> Any:
+    """Return what `call` returns, called again while the storage is away. Raises StorageAway."""
+    started, pause, said = time.monotonic(), 0.1, False
+    while True:
+        try:
+            return call()
+        except Exception as error:
+            if not _is_away(error):
+                raise
+            waited = time.monotonic() - started
+            if waited + pause > seconds:
+                raise StorageAway(
+                    f"expected the storage {where} to answer, got for {waited:.0f} s: "
+                    f"{one_line(error)}; start it, or name another with --storage"
+                ) from error
+            if not said and waited > 1:
+                log.warning("the storage %s does not answer; trying again", where)
+                said = True
+        # Not all workers at the same moment, when a server comes back.
+        time.sleep(pause * random.uniform(0.5, 1))
+        pause = min(2 * pause, LONGEST_PAUSE)
+
+
+def _is_away(error: Exception) -> bool:
+    """Whether trying again may help. Bases are compared by name: no driver need be installed."""
+    names = {f"{base.__module__}.{base.__name__}" for base in type(error).__mro__}
+    if names & {"grpc.RpcError"}:
+        code: Any = getattr(error, "code", lambda: None)()
+        return getattr(code, "name", "") in ("UNAVAILABLE", "UNKNOWN", "DEADLINE_EXCEEDED")
+    return bool(
+        names & {"sqlalchemy.exc.DBAPIError", "optuna.exceptions.StorageInternalError"}
+    ) or isinstance(error, OSError)
+
+
+def open_storage(url: str) -> BaseStorage:
+    """Return the storage of a URL, which has answered. Raises Unsupported or StorageAway."""
+    # Optuna tells everybody what a study does; here many are made, by whoever comes first.
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    where = shown(url)
+    scheme, _, rest = url.partition(":")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            storage = patiently(_opener(scheme, rest, url), where, OPENING_SECONDS)
+    except ImportError as error:
+        extra = "grpc" if scheme == "grpc" else "postgres"
+        raise Unsupported(
+            f"expected the client of {where} to be installed ({one_line(error)}); "
+            f"pip install 'tilegen[{extra}]'"
+        ) from error
+    return cast("BaseStorage", Patient(storage, where))
+
+
+def _opener(scheme: str, rest: str, url: str) -> Callable[[], BaseStorage]:
+    """Return what makes the storage, and fails if nobody answers there. Raises Unsupported."""
+    if scheme == "journal" and rest:
+        # Absolute: Optuna's lock is a link to it, and a relative one would lead nowhere.
+        return partial(_journal, Path(rest.removeprefix("//")).expanduser().absolute())
+    if scheme == "grpc":
+        host, _, port = rest.removeprefix("//").rstrip("/").rpartition(":")
+        if host and port.isdecimal():
+            return partial(_proxy, host, int(port))
+    if scheme.partition("+")[0] in ("postgresql", "mysql", "sqlite") and rest.startswith("//"):
+        return partial(_database, f"postgresql+psycopg:{rest}" if scheme == "postgresql" else url)
+    raise Unsupported(f"storage must be {FORMS}; got {shown(url)!r}")
+
+
+def _journal(file: Path) -> BaseStorage:
+    from optuna.storages import JournalStorage
+    from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
+
+    file.parent.mkdir(parents=True, exist_ok=True)
+    lock = JournalFileSymlinkLock(str(file), grace_period=LOCK_SECONDS)
+    return JournalStorage(JournalFileBackend(str(file), lock_obj=lock))
+
+
+def _proxy(host: str, port: int) -> BaseStorage:
+    from optuna.storages import GrpcStorageProxy
+
+    storage = GrpcStorageProxy(host=host, port=port)
+    storage.wait_server_ready(timeout=OPENING_SECONDS / 3)  # its ConnectionError is an OSError
+    return storage
+
+
+def _database(url: str) -> BaseStorage:
+    from optuna.storages import RDBStorage, get_storage
+
+    return get_storage(RDBStorage(url, engine_kwargs={"pool_pre_ping": True}))
+
+
+def shown(url: str) -> str:
+    """Return a URL without its password."""
+    head, at, tail = url.rpartition("@")
+    if not at or "://" not in head:
+        return url
+    scheme, _, user = head.partition("://")
+    return f"{scheme}://{user.partition(':')[0]}@{tail}"

@@ -1,0 +1,268 @@
+"""A worker of a fleet: takes whatever is unfinished, measures it, and publishes winners."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import random
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from typing import TYPE_CHECKING, Any
+
+from tilegen.config import TileConfig
+from tilegen.errors import NoRecord, TilegenError
+from tilegen.fleet.bench import Machine, ranked
+from tilegen.fleet.jobs import Job
+from tilegen.fleet.queue import PUBLISHED, STALE_SECONDS, Claim, Queue
+from tilegen.fleet.storage import StorageAway
+from tilegen.measure import DeviceLost, one_line
+from tilegen.model.estimate import Candidate
+from tilegen.settings import settings
+from tilegen.store import Location, TuningRecord, locations, now
+from tilegen.store.transfer import put, put_trials
+from tilegen.store.trials import Trial, trial_line, trials_path
+from tilegen.tune import tune
+from tilegen.tuning.bench import Ahead, Bench, refused
+from tilegen.tuning.report import us
+from tilegen.tuning.trials import TrialLog
+
+if TYPE_CHECKING:
+    from optuna.storages import BaseStorage
+
+log = logging.getLogger("tilegen")
+
+AT_ONCE = 4
+"""Configs claimed at once where a compiler works ahead of the GPU."""
+SHORTEST_POLL, LONGEST_POLL = 0.1, 5.0
+"""Seconds between two looks at studies in which others measure the last configs."""
+
+
+class Worker:
+    """One process of a fleet, with one GPU or with recordings."""
+
+    def __init__(
+        self,
+        storage: BaseStorage,
+        machine: Machine,
+        *,
+        trials: int | None = None,
+        store: Location | None = None,
+        stale_seconds: float = STALE_SECONDS,
+    ) -> None:
+        """`trials` a job, in the model's order; winners go to the own directory and to `store`."""
+        self._storage, self._machine = storage, machine
+        self._most = trials
+        self._own = Location(str(settings().cache_dir), "own")
+        self._store = store or self._own
+        self._stale = stale_seconds
+        self._queues: dict[Job, Queue] = {}
+        self._plans: dict[Job, tuple[list[TileConfig], list[Candidate]]] = {}
+        self._held: list[Claim] = []
+        self._lock = threading.Lock()
+        self.measured = 0
+        """Configs this worker has finished."""
+
+    def run(self, jobs: Sequence[Job]) -> dict[Job, TuningRecord | None]:
+        """Work until all jobs are done, by whomever; return the records this worker has published,
+        None for a job in which no config runs. Raises DeviceLost, StorageAway, and what the machine
+        raises; what is claimed then is put back."""
+        left = deque(jobs)
+        left.rotate(random.randrange(len(left)) if left else 0)  # few workers in one study
+        published: dict[Job, TuningRecord | None] = {}
+        idle, pause = 0, SHORTEST_POLL
+        with self._beating():
+            while left:
+                job, before = left.popleft(), self.measured
+                try:
+                    if not self._work_on(job):
+                        left.append(job)
+                    elif not self._queue(job).marked(self._mark):
+                        published[job] = self._publish(job)
+                except (DeviceLost, StorageAway):
+                    raise
+                except TilegenError as error:  # other jobs may be in order
+                    log.warning("%s passed over: %s", job, one_line(error))
+                if self.measured > before:
+                    idle, pause = 0, SHORTEST_POLL
+                    continue
+                idle += 1
+                if left and idle >= len(left):  # others are at all that is left
+                    time.sleep(pause * random.uniform(0.5, 1))
+                    idle, pause = 0, min(2 * pause, LONGEST_POLL, self._stale / 4)
+        return published
+
+    def _work_on(self, job: Job) -> bool:
+        """Measure what waits in one study; return whether the study is done."""
+        queue, (configs, _) = self._queue(job), self._plan(job)
+        if not queue.ready(configs, self._known(job)):
+            return False
+        queue.reap(configs)
+        claim = queue.claim()
+        if claim is not None:
+            self._measure_all(job, queue, claim)
+        return queue.results(configs) is not None
+
+    def _measure_all(self, job: Job, queue: Queue, first: Claim) -> None:
+        """Measure one claim after the other until none is waiting."""
+        waiting: deque[Claim] = deque()
+        try:
+            self._hold(first)
+            bench = self._machine.bench(job)
+            ahead = Ahead(bench.compile) if bench.compile else None
+            with closing(ahead) if ahead else contextlib.nullcontext():
+                claim: Claim | None = first
+                while claim or waiting:
+                    if claim:
+                        waiting.append(claim)
+                        if ahead:
+                            ahead.submit([claim.config])
+                    if not claim or len(waiting) >= (AT_ONCE if ahead else 1):
+                        self._measure(job, queue, waiting.popleft(), bench, ahead)
+                    claim = self._hold(queue.claim())
+        finally:
+            for claim in list(self._held):
+                self._drop(claim)
+                with contextlib.suppress(StorageAway):  # then it goes stale
+                    queue.release(claim)
+
+    def _measure(
+        self, job: Job, queue: Queue, claim: Claim, bench: Bench, ahead: Ahead | None
+    ) -> None:
+        """Compile and measure one config. Raises DeviceLost, after writing that down."""
+        started = time.monotonic()
+        built = ahead.result(claim.config) if ahead else None
+        lost: DeviceLost | None = None
+        measurement = None if built is None else refused(built, job.gpu)
+        if measurement is None:
+            try:
+                measurement = bench.measure(claim.config)
+            except DeviceLost as error:
+                measurement, lost = error.measurement, error
+        trial = Trial(
+            config=claim.config,
+            measurement=measurement,
+            seconds=round(time.monotonic() - started, 3),
+            spill_bytes=getattr(built, "spill_bytes", 0),
+            device_lost=lost is not None,
+        )
+        counts = queue.finish(claim, trial, job.conditions, now())
+        self._drop(claim)
+        self.measured += counts
+        time_or_why = (
+            f"{us(measurement.median_us)} us"
+            if measurement.median_us is not None
+            else f"{measurement.status.replace('_', ' ')}: {measurement.message}"
+        )
+        log.info("%s %s %s%s", job, claim.config.key, time_or_why, "" if counts else " (too late)")
+        if lost:
+            raise lost
+
+    def _publish(self, job: Job) -> TuningRecord | None:
+        """Put the trials of a study into the stores, and the winner `tune` finds among them."""
+        queue, (configs, candidates) = self._queue(job), self._plan(job)
+        results = queue.results(configs)
+        assert results is not None
+        lines = "".join(json.dumps(result, allow_nan=False) + "\n" for result in results.values())
+        name = str(trials_path(job.gpu.name, job.kernel, job.problem))
+        for store in dict.fromkeys((self._own, self._store)):
+            put_trials(name, [lines.encode()], store)
+        bench = self._machine.bench(job)
+        record: TuningRecord | None = None
+        try:
+            record = tune(
+                job.problem,
+                job.gpu,
+                kernel=job.kernel,
+                measure=bench.measure,
+                compile=bench.compile,
+                check=bench.check,
+                candidates=candidates,
+                space=configs,
+                progress=False,
+                command=f"tilegen worker --storage URL --catalog '{job.problem}'",
+            )
+        except NoRecord as error:
+            log.warning("%s", error)
+        if record is not None and self._store != self._own:
+            log.info("%s", put(record, self._store))
+        queue.mark(self._mark, "none runs" if record is None else record.config.key)
+        return record
+
+    @property
+    def _mark(self) -> str:
+        """The mark of studies whose winner is in the store; own directories are many."""
+        where = f"{socket.gethostname()}:" if "://" not in self._store.url else ""
+        return f"{PUBLISHED}{where}{self._store.address()}"
+
+    def _queue(self, job: Job) -> Queue:
+        if job not in self._queues:
+            self._queues[job] = Queue(
+                self._storage, job.study, job.attributes, stale_seconds=self._stale
+            )
+        return self._queues[job]
+
+    def _plan(self, job: Job) -> tuple[list[TileConfig], list[Candidate]]:
+        """Return the configs to measure, in the model's order, and its proposals among them."""
+        if job not in self._plans:
+            space = self._machine.space(job)
+            candidates = ranked(job, space)
+            order = list(dict.fromkeys([*(c.config for c in candidates), *space]))[: self._most]
+            chosen = set(order)
+            self._plans[job] = (order, [c for c in candidates if c.config in chosen])
+        return self._plans[job]
+
+    def _known(self, job: Job) -> list[dict[str, Any]]:
+        """Return what tuning without this storage has found, here or at shared locations."""
+        configs, _ = self._plan(job)
+        others = [location for location in locations() if location.origin != "own"]
+        trial_log = TrialLog(
+            settings().cache_dir,
+            job.gpu.name,
+            job.kernel,
+            job.problem,
+            job.conditions,
+            others=others,
+        )
+        found = trial_log.read()
+        return [
+            trial_line(found[config], job.conditions, now())
+            for config in configs
+            if config in found and found[config].is_final
+        ]
+
+    def _hold(self, claim: Claim | None) -> Claim | None:
+        if claim is not None:
+            with self._lock:
+                self._held.append(claim)
+        return claim
+
+    def _drop(self, claim: Claim) -> None:
+        with self._lock:
+            self._held.remove(claim)
+
+    @contextlib.contextmanager
+    def _beating(self) -> Generator[None, None, None]:
+        """Say of all claims that this worker is still at them, while the block runs."""
+        stop = threading.Event()
+
+        def beat() -> None:
+            count = 0
+            while not stop.wait(self._stale / 4):
+                count += 1
+                with self._lock:
+                    held = list(self._held)
+                for claim in held:
+                    with contextlib.suppress(StorageAway):  # the other thread will say so
+                        claim.beat(count)
+
+        thread = threading.Thread(target=beat, name="tilegen-beat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
