@@ -45,8 +45,17 @@ class TileRanges:
     block: int
     length: int
     """Streamed rows of a tile, and of the sequence."""
-    pieces: tuple[tuple[Range, ...], tuple[Range, ...]] = ((), ())
-    """Partial and full tiles as ranges, where the mask is solved in closed form."""
+    ranges: tuple[tuple[Range, ...], tuple[Range, ...]] = ((), ())
+    """Partial and full tiles, where the mask is solved in closed form; `pieces` in full shape."""
+
+    @property
+    def pieces(self) -> tuple[tuple[Range, ...], ...]:
+        """Partial and full tiles as ranges of tiles: arrays shaped like `visited`."""
+        shape = self.visited.shape
+        return tuple(
+            tuple((np.broadcast_to(lo, shape), np.broadcast_to(hi, shape)) for lo, hi in part)
+            for part in self.ranges
+        )
 
     @property
     def heads(self) -> int:
@@ -129,12 +138,8 @@ def tile_ranges(
         ends=ends,
         block=block,
         length=length,
-        pieces=(_broadcast(found.partial, every), _broadcast(found.full, every)),
+        ranges=(found.partial, found.full),
     )
-
-
-def _broadcast(ranges: tuple[Range, ...], shape: tuple[int, ...]) -> tuple[Range, ...]:
-    return tuple((np.broadcast_to(lo, shape), np.broadcast_to(hi, shape)) for lo, hi in ranges)
 
 
 class _OnArrays:
