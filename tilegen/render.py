@@ -160,7 +160,9 @@ def _context(
         "keep_reads": keep.reads,
         "per_head": side == "columns" and ranges.per_head,
         "needs_head": keep.per_head,
-        "extras": extras(problem.mask, side) + change.extras + sinks,
+        "extras": Extras()
+        if kernel == "bwd_preprocess"
+        else extras(problem.mask, side) + change.extras + sinks,
         "score": change,
         "scale": _scale(bool(change.forward)),
         "sinks": bool(sinks.names),

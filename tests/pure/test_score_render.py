@@ -90,6 +90,18 @@ def test_emitted_files_are_well_formed(mask: str, score: str) -> None:
             assert len(re.findall(rf"\b{name}\b", one.source)) > 1, (one.function, name)
 
 
+@pytest.mark.parametrize("mask, score", PAIRS)
+def test_nothing_a_mask_or_a_score_reads_is_specialised_on(mask: str, score: str) -> None:
+    for kernel in ("fwd", "bwd_dkdv", "bwd_dq", *(k for k, c in sliced.ALL.items() if c.block_d)):
+        one = rendered(kernel, mask, score)
+        match = re.search(r"do_not_specialize=range\((\d+), (\d+)\)", one.source)
+        assert match
+        first, last = int(match[1]), int(match[2])
+        assert all(kind.startswith("*") for _, kind in one.signature[:first]), kernel
+        assert all(kind == "fp32" for _, kind in one.signature[last:]), kernel
+        assert last <= len(one.signature)
+
+
 def test_each_mask_brings_only_its_own_code() -> None:
     sources = {mask: rendered("bwd_columns", mask).source for mask in MASKS}
     assert {mask for mask, source in sources.items() if "tiles_ptr" in source} == {
