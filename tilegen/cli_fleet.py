@@ -230,10 +230,10 @@ def _devices(text: str, replay: bool) -> list[str]:
         if count := torch.cuda.device_count():
             return [str(index) for index in range(count)]
         raise Unsupported("expected at least one GPU that PyTorch can use, found none")
-    if "," not in text and text.isdecimal() and int(text) > 0:
+    if text.isdecimal() and int(text) > 0:
         return [str(index) for index in range(int(text))]
     devices = [part.strip() for part in text.split(",")]
-    if not all(devices) or text == "all":
+    if len(devices) < 2 or not all(devices):
         raise Unsupported(f"--gpus must be all, a number, or a list such as 0,2; got {text!r}")
     return devices
 

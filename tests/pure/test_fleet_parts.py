@@ -1,0 +1,322 @@
+"""The parts of a fleet, one process and no server: queue, storages, replay, command line."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.recordings import Recorder, new_session
+from tests.fleet_workers import JOB, SPACE, Machine
+from tests.records import H200, PROBLEM
+from tests.replay import Replay
+from tilegen import cli_fleet
+from tilegen.cli import app
+from tilegen.config import TileConfig
+from tilegen.errors import Unsupported
+from tilegen.fleet import storage as storages
+from tilegen.fleet.bench import ReplayMachine
+from tilegen.fleet.jobs import Job
+from tilegen.fleet.queue import Claim, Queue
+from tilegen.fleet.status import progress
+from tilegen.fleet.storage import StorageAway, open_storage, patiently, shown
+from tilegen.fleet.worker import Worker
+from tilegen.measure import DeviceLost, Measurement
+from tilegen.store.trials import Trial
+from tilegen.tuning.bench import Bench
+
+FEW = SPACE[:4]
+PROGRAM = "from tilegen.cli import main; main()"
+STALE = 0.4
+
+
+def queue(storage: Any, **options: Any) -> Queue:
+    return Queue(storage, JOB.study, JOB.attributes, stale_seconds=STALE, **options)
+
+
+def taken(one: Queue) -> Claim:
+    claim = one.claim()
+    assert claim is not None
+    return claim
+
+
+def finish(one: Queue, claim: Claim, us: float = 5.0) -> bool:
+    measurement = Measurement(status="ok", median_us=us, p20_us=us, p80_us=us, repeats=9)
+    trial = Trial(config=claim.config, measurement=measurement)
+    return one.finish(claim, trial, JOB.conditions, "2026-11-21T09:30:00Z")
+
+
+@pytest.fixture(autouse=True)
+def own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trials of one test are not known in another."""
+    monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path / "own"))
+
+
+@pytest.fixture(params=["journal:{}/trials.journal", "sqlite:///{}/trials.db"])
+def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    return open_storage(request.param.format(tmp_path))
+
+
+def test_configs_are_claimed_in_order_and_once(storage: Any) -> None:
+    mine = queue(storage)
+    assert mine.ready(FEW, [])
+    others = queue(storage)
+    assert others.ready([], [])
+    claims = [taken(one) for one in (mine, others, mine, others)]
+    assert [claim.config for claim in claims] == FEW
+    assert mine.claim() is None
+    assert all(finish(mine, claim) for claim in claims)
+    assert mine.results(FEW) is not None
+
+
+def test_only_who_made_the_study_fills_it_unless_he_died_of_it(storage: Any) -> None:
+    queue(storage)  # dies before it fills
+    mine = queue(storage)
+    assert not mine.ready(FEW, [])
+    time.sleep(1.2 * STALE)
+    assert mine.ready(FEW, [])
+    assert taken(mine).config == FEW[0]
+
+
+def test_what_is_put_in_twice_is_measured_once(storage: Any) -> None:
+    mine = queue(storage)
+    mine.ready(FEW, [])
+    mine._put(FEW[0].key)
+    claims = [taken(mine) for _ in FEW]
+    assert mine.claim() is None
+    assert [claim.config for claim in claims] == FEW
+
+
+def test_a_claim_without_a_beat_goes_back(storage: Any) -> None:
+    mine, dead = queue(storage), queue(storage)
+    mine.ready(FEW[:2], [])
+    lost, alive = taken(dead), taken(dead)
+    for count in range(6):
+        mine.reap(FEW[:2])
+        time.sleep(STALE / 4)
+        alive.beat(count + 1)
+    again = taken(mine)
+    assert again.config == lost.config == FEW[0]
+    assert mine.claim() is None, "the other one is alive"
+    assert not finish(dead, lost, 1.0), "too late"
+    assert finish(mine, again, 2.0)
+    assert finish(dead, alive)
+    results = mine.results(FEW[:2])
+    assert results is not None
+    assert results[FEW[0]]["measurement"]["median_us"] == 2.0
+
+
+def test_time_without_the_storage_is_no_silence(storage: Any) -> None:
+    mine, other = queue(storage), queue(storage)
+    mine.ready(FEW, [])
+    taken(other)
+    mine.reap(FEW)
+    time.sleep(1.2 * STALE)
+    storage.failed_at = time.monotonic()
+    mine.reap(FEW)
+    assert [claim.config for claim in (taken(mine), taken(mine), taken(mine))] == FEW[1:]
+    assert mine.claim() is None
+
+
+def test_a_config_lost_on_the_way_back_is_found(storage: Any) -> None:
+    mine = queue(storage)
+    mine.ready(FEW[:1], [])
+    assert finish(mine, taken(mine))
+    mine.reap(FEW[:2])  # as if who failed it had died before putting it back
+    assert taken(mine).config == FEW[1]
+
+
+def test_results_from_elsewhere_are_not_found_again(storage: Any) -> None:
+    one = queue(storage)
+    one.ready(FEW[:1], [])
+    finish(one, taken(one))
+    results = one.results(FEW[:1])
+    assert results is not None
+    other = Queue(storage, "another", {}, stale_seconds=STALE)
+    other.ready(FEW, list(results.values()))
+    assert taken(other).config == FEW[1]
+
+
+# --------------------------------------------------------------------------------------------------
+# Workers
+
+
+def worker(storage: Any, machine: Any) -> Worker:
+    return Worker(storage, machine, trials=4, stale_seconds=STALE)
+
+
+def test_what_is_claimed_is_put_back_when_a_worker_fails(storage: Any, tmp_path: Path) -> None:
+    class Lost(Machine):
+        def _measure(self, config: TileConfig) -> Measurement:
+            if self._replay.measured:
+                raise DeviceLost(Measurement(status="launch_failed", message="illegal address"))
+            return super()._measure(config)
+
+        def bench(self, job: Job) -> Bench:
+            return Bench(measure=self._measure, compile=lambda cs: ((c, Uses()) for c in cs))
+
+    class Uses:
+        shared_bytes = spill_bytes = 0
+
+    with pytest.raises(DeviceLost):
+        worker(storage, Lost(tmp_path)).run([JOB])
+    (study,) = progress(storage)
+    # One measured, one that broke the GPU, and both that were compiled ahead are free again.
+    assert (study.finished, study.waiting, study.running, study.abandoned) == (2, 2, 0, 2)
+    worker(storage, Machine(tmp_path)).run([JOB])
+    assert progress(storage)[0].state == "published"
+
+
+def test_a_job_that_cannot_be_done_is_passed_over(
+    storage: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Picky(Machine):
+        def bench(self, job: Job) -> Bench:
+            if job.problem != PROBLEM:
+                raise Unsupported("no inputs for it")
+            return super().bench(job)
+
+    other = replace(JOB, problem=replace(PROBLEM, batch=1))
+    with caplog.at_level(logging.WARNING, "tilegen"):
+        published = worker(storage, Picky(tmp_path)).run([other, JOB])
+    assert list(published) == [JOB]
+    assert "no inputs for it" in caplog.text
+
+
+def test_trials_of_tuning_alone_are_taken_over(storage: Any, tmp_path: Path) -> None:
+    first = Machine(tmp_path)
+    worker(open_storage(f"journal:{tmp_path}/other.journal"), first).run([JOB])
+    second = Machine(tmp_path)
+    published = worker(storage, second).run([JOB])
+    assert len(first._replay.measured) == 4
+    assert second._replay.measured == []
+    assert published[JOB] is not None
+
+
+# --------------------------------------------------------------------------------------------------
+# Storages
+
+
+@pytest.mark.parametrize("url", ["redis://host", "journal:", "grpc://host", "postgresql:db", "x"])
+def test_a_storage_of_another_kind_is_refused(url: str) -> None:
+    with pytest.raises(Unsupported, match="storage must be postgresql://"):
+        open_storage(url)
+
+
+def test_passwords_are_not_shown() -> None:
+    assert shown("postgresql://me:secret@db:5432/x") == "postgresql://me@db:5432/x"
+    assert shown("journal:/a@b") == "journal:/a@b"
+
+
+def test_a_storage_that_is_away_is_asked_again_but_not_for_ever() -> None:
+    answers: list[Exception | int] = [OSError("refused"), OSError("refused"), 7]
+
+    def call() -> int:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    assert patiently(call, "db", 5.0) == 7
+    answers += [OSError("refused")] * 9
+    with pytest.raises(StorageAway, match="the storage db to answer, got for 0 s: refused"):
+        patiently(call, "db", 0.05)
+    answers[:] = [ValueError("ours")]
+    with pytest.raises(ValueError, match="ours"):
+        patiently(call, "db", 5.0)
+
+
+def test_a_database_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("psycopg")
+    monkeypatch.setattr(storages, "OPENING_SECONDS", 0.3)
+    with pytest.raises(StorageAway, match=r"postgresql://me@127\.0\.0\.1:1/x to answer") as caught:
+        open_storage("postgresql://me:secret@127.0.0.1:1/x")
+    assert "secret" not in str(caught.value)
+
+
+# --------------------------------------------------------------------------------------------------
+# Replay, and the command line
+
+
+@pytest.fixture
+def recordings(tmp_path: Path) -> Path:
+    folder = tmp_path / "recordings"
+    recorder = Recorder(folder / "one.jsonl", new_session(H200, "fwd", PROBLEM, len(FEW)))
+    for config in FEW:
+        recorder.append(Trial(config=config, measurement=Replay().timings[config], seconds=0.01))
+    spilled = TileConfig(block_m=256, block_n=256, num_warps=4, num_stages=1)
+    recorder.append(
+        Trial(config=spilled, measurement=Replay().timings[FEW[0]], spill_bytes=8, seconds=0.01)
+    )
+    with (folder / "one.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"config": "m1')
+    return folder
+
+
+def test_a_replay_answers_as_recorded(recordings: Path) -> None:
+    machine = ReplayMachine(recordings)
+    (job,) = machine.jobs([PROBLEM, replace(PROBLEM, batch=1)], machine.gpus[0])
+    assert (job.gpu, job.kernel, job.problem) == (H200, "fwd", PROBLEM)
+    *space, spilled = machine.space(job)
+    assert space == FEW
+    measure = machine.bench(job).measure
+    started = time.monotonic()
+    assert [measure(config) for config in FEW] == [Replay().timings[config] for config in FEW]
+    assert time.monotonic() - started >= 0.04
+    assert measure(spilled).status == "out_of_resources"
+
+
+def test_without_recordings_there_is_nothing_to_replay(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match="found no"):
+        ReplayMachine(tmp_path)
+    (tmp_path / "x.jsonl").write_text("{}\n")
+    with pytest.raises(ValueError, match="expected a recording"):
+        ReplayMachine(tmp_path)
+
+
+def test_workers_by_one_command_and_their_status(
+    recordings: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    catalogue = tmp_path / "models.txt"
+    catalogue.write_text(f"{PROBLEM.key}\n")
+    url = f"journal:{tmp_path}/trials.journal"
+    common = ["--storage", url, "--catalog", str(catalogue)]
+    command = ["worker", *common, "--replay", str(recordings), "--gpus", "2"]
+    assert subprocess.call([sys.executable, "-c", PROGRAM, *command]) == 0
+    counts = [int(line.split()[0]) for line in capfd.readouterr().out.splitlines()]
+    assert len(counts) == 2
+    assert sum(counts) == len(FEW) + 1
+    said = CliRunner().invoke(app, ["fleet", "status", *common, "--json"], catch_exceptions=False)
+    found = {one["kernel"]: one for one in json.loads(said.stdout)}
+    assert found["fwd"]["state"] == "published"
+    assert (found["fwd"]["finished"], found["fwd"]["configs"]) == (5, 5)
+    assert found["bwd_dq"]["state"] == "not begun"
+    said = CliRunner().invoke(app, ["fleet", "status", *common], catch_exceptions=False)
+    assert said.stdout.splitlines()[-1] == ("4 studies: 3 not begun, 1 published; 5 of 5 configs")
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli_fleet._devices("2", False) == ["0", "1"]
+    assert cli_fleet._devices("1,3", False) == ["1", "3"]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    assert cli_fleet._devices("all", False) == ["4", "5"]
+    for wrong in ("0", "1,,2", "-1", "some"):
+        with pytest.raises(Unsupported, match="--gpus must be"):
+            cli_fleet._devices(wrong, False)
+    assert cli_fleet._without_gpus(["a", "--gpus", "2", "b", "--gpus=3"]) == ["a", "b"]
+
+
+def test_a_worker_needs_a_gpu_or_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
+    import tilegen.device
+
+    monkeypatch.setattr(tilegen.device, "detect", lambda: None)
+    with pytest.raises(Unsupported, match="PyTorch sees none"):
+        cli_fleet.tune_with("journal:/nowhere", PROBLEM, "fwd", None)
