@@ -303,6 +303,7 @@ def _problem(
         raise InvalidProblem(f"k must have q's batch and head_dim, got {tuple(k.shape)}")
     if v.shape[:3] != k.shape[:3]:
         raise InvalidProblem(f"v must have k's batch, heads and seqlen, got {tuple(v.shape)}")
+    changes.mask.check_lengths(q.shape[2], k.shape[2])
     return AttentionProblem(
         batch=q.shape[0],
         num_heads_q=q.shape[1],

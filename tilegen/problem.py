@@ -167,13 +167,9 @@ class AttentionProblem:
 
 
 def _tokens(text: str) -> list[str]:
-    """Split at white space, but not inside a mask: `causal & window(4095, 0)` is one token."""
-    return re.sub(r"\s*([&,()])\s*", _keep_last_gap, text.strip()).split()
-
-
-def _keep_last_gap(match: re.Match[str]) -> str:
-    gap_after = match[0].rstrip() != match[0]
-    return ") " if match[1] == ")" and gap_after else match[1]
+    """Split at white space, but not inside a mask: `causal & ~window(4095, 0)` is one token."""
+    text = re.sub(r"\s*([&|,])\s*", r"\1", text.strip())
+    return re.sub(r"\s+(?=\))|(?<=[(~])\s+", "", text).split()
 
 
 def _set_once(numbers: dict[str, int], name: str, value: int, text: str) -> None:

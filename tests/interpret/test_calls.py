@@ -188,3 +188,9 @@ def test_cu_seqlens_must_fit() -> None:
         tilegen.attention_varlen(q[:76], q[:76], q[:76], CU)
     with pytest.raises(InvalidProblem, match="3 dimensions"):
         tilegen.attention_varlen(q[None], q[None], q[None], CU)
+
+
+def test_a_neighborhood_has_its_own_length() -> None:
+    q = leaf(1, 1, 20, 16)
+    with pytest.raises(InvalidProblem, match="16 points, got 20"):
+        tilegen.attention(q, q, q, mask=tilegen.neighborhood((4, 4), (3, 3)))

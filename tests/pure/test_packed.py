@@ -161,18 +161,7 @@ def test_other_kinds_of_masks_emit_other_kernels() -> None:
     assert len(digests([(mask, 64) for mask in masks])["fwd"]) == len(masks)
 
 
-NOT_YET = pytest.mark.xfail(reason="the last size that a mask reads is specialised on")
-
-
-@pytest.mark.parametrize(
-    "kernel",
-    [
-        kernel
-        if kernel in ("bwd_preprocess", "fwd_values")
-        else pytest.param(kernel, marks=NOT_YET)
-        for kernel in CONFIGS
-    ],
-)
+@pytest.mark.parametrize("kernel", CONFIGS)
 def test_compiled_code_depends_on_no_number_that_changes(kernel: Kernel) -> None:
     """Lengths, strides, sizes and counts of tiles must not make Triton compile again."""
     from tilegen.emitted import load

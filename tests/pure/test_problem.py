@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.problems import PROBLEMS
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
-from tilegen.masks import Mask, causal, full, intersect, sliding_window
+from tilegen.masks import Mask, causal, full, intersect, parse_mask, sliding_window
 from tilegen.problem import MAX_LENGTH, AttentionProblem
 
 alignments = st.sampled_from(["top_left", "bottom_right"])
@@ -146,3 +146,24 @@ def test_the_table_of_problems_has_what_is_awkward() -> None:
     assert {60, 72, 80, 96, 100, 160} <= {problem.head_dim_qk for problem in PROBLEMS}
     assert {problem.dtype for problem in PROBLEMS} == {"fp16", "bf16", "fp32"}
     assert any(isinstance(p.mask, Mask) and p.seqlen_q != p.seqlen_kv for p in PROBLEMS)
+
+
+@pytest.mark.parametrize(
+    "spaced, mask",
+    [
+        ("causal | window(1, 0)", "causal|window(1,0)"),
+        ("causal & ~ window(9, 9)", "causal&~window(9,9)"),
+        ("~ causal", "~causal"),
+        ("( causal | prefix_lm(5) ) & window(9, 0)", "(causal|prefix_lm(5))&window(9,0)"),
+    ],
+)
+def test_spaces_in_masks_do_not_split_them(spaced: str, mask: str) -> None:
+    problem = AttentionProblem.parse(f"hq8 q64 {spaced} d64 bf16")
+    assert problem.mask.notation == mask
+    assert AttentionProblem.parse(f"hq8 q64 d64 bf16 {spaced}") == problem
+
+
+def test_masks_that_look_alike_are_not_merged() -> None:
+    both = parse_mask("documents(@q:64)") & parse_mask("documents(@q:64)")
+    assert len(both.values) == 8
+    assert parse_mask(both.notation) == both

@@ -3,6 +3,7 @@ definition."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -176,6 +177,14 @@ class Neighborhood(Mask):
             check_number("window", size, low=1)
             if size % 2 == 0:
                 raise InvalidProblem(f"window must be odd, got {size}")
+
+    def check_lengths(self, seqlen_q: int, seqlen_kv: int) -> None:
+        points = math.prod(self.grid)
+        if (seqlen_q, seqlen_kv) != (points, points):
+            raise InvalidProblem(
+                f"{self.notation} needs sequences of {points} points, "
+                f"got {seqlen_q} and {seqlen_kv}"
+            )
 
     @property
     def notation(self) -> str:

@@ -60,7 +60,7 @@ def listed_ranges(mask: Mask, side: Side, shape: Shape, block_m: int, block_n: i
 def _scaled(
     mask: Mask, side: Side, shape: Shape, block_m: int, block_n: int, shrink: float
 ) -> TileRanges:
-    """Return the tiles at `shape` from those of sequences shorter by `shrink`, and of half these."""
+    """Return the tiles at `shape` from those of sequences shorter by `shrink` and by twice it."""
 
     def shorter(by: float) -> TileRanges:
         lengths = (max(1, round(n / by)) for n in (shape.seqlen_q, shape.seqlen_kv))
@@ -69,9 +69,7 @@ def _scaled(
     near, half = shorter(shrink), shorter(2 * shrink)
     growth = float(near.visited.mean() / max(half.visited.mean(), 1e-9))
     factor = shrink ** min(1.0, max(0.0, math.log2(growth))) if growth > 0 else 1.0
-    stays, stays_block = (
-        (shape.seqlen_q, block_m) if side == "rows" else (shape.seqlen_kv, block_n)
-    )
+    stays, stays_block = (shape.seqlen_q, block_m) if side == "rows" else (shape.seqlen_kv, block_n)
     tiles = -(-stays // stays_block)
     same = np.arange(tiles) * near.visited.shape[-1] // tiles
     length, block = _streamed(side, shape, block_m, block_n)

@@ -55,6 +55,11 @@ class Mask(ABC):
         """The masks this one combines."""
         return ()
 
+    def check_lengths(self, seqlen_q: int, seqlen_kv: int) -> None:
+        """Raise InvalidProblem where the mask has no meaning at these lengths."""
+        for part in self.parts:
+            part.check_lengths(seqlen_q, seqlen_kv)
+
     @cached_property
     def values(self) -> tuple[Values, ...]:
         """What its predicate reads at run time, in the order in which it names them."""
@@ -308,7 +313,7 @@ def _flat(masks: tuple[Mask, ...], kind: type[And | Or]) -> list[Mask]:
     parts: list[Mask] = []
     for mask in masks:
         for part in mask.parts if isinstance(mask, kind) else (mask,):
-            if part not in parts:
+            if part.values or part not in parts:  # equal stand-ins may be of different tensors
                 parts.append(part)
     return sorted(parts, key=lambda part: part.notation)
 

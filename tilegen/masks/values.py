@@ -87,9 +87,12 @@ class Values:
         """Return the tensor on a device; copied there once."""
         if self.tensor.device == device:
             return self.tensor
-        if device not in self.copies:
-            self.copies[device] = self.tensor.to(device)
-        return self.copies[device]
+        version = 0 if self.tensor.is_inference() else self.tensor._version
+        known, copy = self.copies.get(device, (None, None))
+        if known != version:  # the tensor may have been changed in place
+            copy = self.tensor.to(device)
+            self.copies[device] = version, copy
+        return copy
 
     def at(self, b: Any, h: Any, q: Any, k: Any) -> Any:
         """Return the element for a pair: a number, a tensor, or a SymPy look-up."""
