@@ -192,3 +192,35 @@ MUTATIONS = [
     ),
     Mutation("drop-the-mask-streamed", "fwd_streamed", "k_idx <= q_idx", "k_idx <= q_idx + 1"),
 ]
+
+CHANGED = [
+    # Masks of several ranges, with tensors, and of lists.
+    Mutation("skip-a-full-tile", "fwd", "range(0, num_full)", "range(0, num_full - 1)"),
+    Mutation("skip-a-partial-tile", "fwd", "range(0, num_partial)", "range(1, num_partial)"),
+    Mutation(),
+    Mutation("values-beyond-the-end", "bwd_dkdv", "t2_ptr + k_idx,", "t2_ptr + k_idx + 1,"),
+    Mutation("list-of-another-tile", "fwd", "entry = (head * tiles_sh + ", "entry = (0 * head + "),
+    Mutation("list-of-another-head", "bwd_dkdv", "head * tiles_sh", "head_first * tiles_sh"),
+    Mutation(
+        "full-and-partial-mixed", "fwd", "tiles_ptr + full_at + i", "tiles_ptr + partial_at + i"
+    ),
+    # Scores.
+    Mutation("not-scaled", "fwd", "s *= softmax_scale\n", "s *= 1.0\n"),
+    Mutation("not-in-base-2", "fwd", "s *= LOG2_E", "s *= 1.0"),
+    Mutation("slope-forgotten", "bwd_dq", "ds * slope", "ds"),
+    Mutation("slope-forgotten-dkdv", "bwd_dkdv", "ds * slope", "ds"),
+    Mutation("score-of-another-head", "fwd", "head * c0_n1", "head_kv * c0_n1"),
+    Mutation("score-of-another-head-dkdv", "bwd_dkdv", "head * c0_n1", "head_kv * c0_n1"),
+    Mutation("indices-swapped", "bwd_dkdv", "k_idx - q_idx", "q_idx - k_idx"),
+    Mutation(
+        "sink-forgotten", "fwd", "l_i = tl.full([BLOCK_M], 1.0", "l_i = tl.full([BLOCK_M], 0.0"
+    ),
+    Mutation(
+        "sink-not-in-base-2",
+        "fwd",
+        "tl.load(sinks_ptr + head) * LOG2_E",
+        "tl.load(sinks_ptr + head)",
+    ),
+    Mutation("sink-of-another-head", "fwd", "sinks_ptr + head)", "sinks_ptr + head_kv)"),
+]
+"""The same for masks and scores that bring code of their own."""

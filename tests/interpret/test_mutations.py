@@ -6,11 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from tests import sliced
-from tests.interpret.mutations import MUTATIONS, Mutation
+from tests.interpret.mutations import CHANGED, MUTATIONS, Mutation
 from tilegen.config import LARGE_CACHE, SLICED, Kernel, TileConfig
 from tilegen.emitted import RenderedKernel
+from tilegen.masks import Mask, block_sparse, causal, documents, global_tokens, sliding_window
+from tilegen.masks.score import Score, relative_bias, sinks, softcap
 from tilegen.problem import AttentionProblem
 from tilegen.reference import Inputs, make_inputs
 from tilegen.render import render
@@ -39,6 +42,19 @@ SLICED_CASES: list[tuple[AttentionProblem, float]] = [
 ]
 
 
+# Masks and scores with code of their own.
+_HEADS = torch.tensor([[[i * j % 3 != 1 for j in range(5)] for i in range(5)]] * 2)
+_HEADS[1] = ~_HEADS[0]
+_IDS = [i // 30 for i in range(75)]
+CHANGES: list[tuple[Mask, Score | None]] = [
+    (causal() & (global_tokens(20) | sliding_window(9)), None),
+    (causal() & documents(_IDS), None),
+    (block_sparse(_HEADS, 16), None),
+    (causal(), relative_bias(torch.linspace(-2, 3, 62).view(2, 31)).then(softcap(3.0))),
+    (causal(), sinks(torch.tensor([2.0, -1.0]))),
+]
+
+
 def _cases(kernel: Kernel) -> list[tuple[AttentionProblem, float]]:
     return SLICED_CASES if kernel in SLICED else CASES
 
@@ -64,6 +80,31 @@ def _inputs(problem: AttentionProblem, sigma: float) -> Inputs:
 def test_unbroken_kernels_pass(case: int, kernel: Kernel) -> None:
     problem, sigma = _cases(kernel)[case]
     require(check(_kernels(problem, kernel), _inputs(problem, sigma), mask=problem.mask))
+
+
+@pytest.mark.parametrize("mutation", CHANGED, ids=lambda mutation: mutation.name)
+def test_mutation_of_masks_and_scores_is_noticed(mutation: Mutation) -> None:
+    plain = AttentionProblem.parse("b1 hq2 hkv1 q75 kv75 d16 fp32 full")
+    applied = False
+    for mask, score in CHANGES:
+        problem = replace(plain, mask=mask.stand_in, score=score and score.form)
+        kernels = _kernels(problem, mutation.kernel)
+        whole = kernels[mutation.kernel]
+        if mutation.old not in whole.source:
+            continue
+        applied = True
+        source = whole.source.replace(mutation.old, mutation.new)
+        kernels[mutation.kernel] = replace(
+            whole, source=source, digest=f"{whole.digest}-{mutation.name}"
+        )
+        with np.errstate(all="ignore"):
+            checks = check(kernels, _inputs(problem, 1.0), mask=mask, score=score)
+        if not all(one.ok for one in checks):
+            return
+    assert applied, (
+        f"the text {mutation.old!r} is in no emitted {mutation.kernel}; update the mutation"
+    )
+    pytest.fail("no check noticed")
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)

@@ -1,0 +1,154 @@
+"""Kernels of every form of mask, and of scores, compile for every architecture within its shared
+memory; neither lengths nor what a mask holds compile them again."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from tests import sliced
+from tilegen.build import CompiledKernel, compile_many
+from tilegen.config import LARGE_CACHE, Kernel, TileConfig
+from tilegen.device import gpu
+from tilegen.emitted import RenderedKernel, load
+from tilegen.masks import (
+    Mask,
+    block_sparse,
+    causal,
+    documents,
+    global_tokens,
+    prefix_lm,
+    sliding_window,
+    values,
+)
+from tilegen.masks.binding import BoundKernel, Shape, score_tensors
+from tilegen.masks.score import Score, alibi, relative_bias, sinks, softcap
+from tilegen.passes import forward, gradients
+from tilegen.problem import AttentionProblem
+from tilegen.render import render
+
+GPUS = {"sm_80": "a100", "sm_90": "h200", "sm_100": "b200", "sm_120": "rtx5090"}
+CONFIG = TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=2)
+PROBLEM = AttentionProblem.parse("hq4 hkv2 q1024 d64 bf16 causal")
+WHOLE: tuple[Kernel, ...] = ("fwd", "bwd_dkdv", "bwd_dq")
+SLICES: tuple[Kernel, ...] = tuple(kernel for kernel, c in sliced.ALL.items() if c.block_d)
+
+MASKS: dict[str, Mask] = {
+    "several_ranges": causal() & (global_tokens(64) | sliding_window(255)),
+    "values_by_batch": prefix_lm(values([64, 100], "b")),
+    "values_by_head": sliding_window(values([64, 100, 3, 1000], "h")),
+    "documents": causal() & documents(cu_seqlens=[0, 1000, 1024]),
+    "lists": block_sparse(torch.eye(8).bool(), 128),
+    "lists_by_head": block_sparse(torch.eye(8).bool().expand(4, 8, 8), 128),
+}
+TABLE = torch.zeros(4, 65, requires_grad=True)
+SCORES: dict[str, Score] = {
+    "softcap": softcap(20.0),
+    "relative_bias": relative_bias(TABLE),
+    "sinks": sinks(torch.zeros(4)),
+    "all": alibi(torch.zeros(4)).then(relative_bias(TABLE)).then(sinks(torch.zeros(4))),
+}
+
+
+def rendered(
+    kernel: Kernel, mask: Mask, score: Score | None = None, *, dtype: str = "bf16"
+) -> RenderedKernel:
+    problem = AttentionProblem.parse(f"hq4 hkv2 q1024 d64 {dtype} full")
+    problem = replace(problem, mask=mask.stand_in, score=score and score.form)
+    return render(problem, CONFIG if kernel in LARGE_CACHE else sliced.ALL[kernel], kernel)
+
+
+def share(arch: str) -> list[RenderedKernel]:
+    """Return an architecture's part of all kernels."""
+    asked: list[tuple[Kernel, Mask, Score | None]] = [
+        *((kernel, mask, None) for mask in MASKS.values() for kernel in WHOLE),
+        *((kernel, mask, None) for mask in MASKS.values() for kernel in SLICES),
+        *((kernel, causal(), score) for score in SCORES.values() for kernel in (*WHOLE, *SLICES)),
+    ]
+    first, each = list(GPUS).index(arch), 7  # coprime with the number of kernels
+    dtypes = itertools.cycle(["bf16", "fp16", "bf16", "fp32"])
+    return [rendered(*one, dtype=dtype) for one, dtype in zip(asked[first::each], dtypes)]  # noqa: B905
+
+
+@pytest.mark.parametrize("arch", GPUS)
+def test_kernels_compile_within_shared_memory(arch: str) -> None:
+    limit = gpu(GPUS[arch]).smem_per_block
+    for one, compiled in compile_many(share(arch), arch):
+        assert isinstance(compiled, CompiledKernel), (one.function, compiled)
+        assert compiled.binary[:4] == b"\x7fELF"
+        assert compiled.shared_bytes <= limit, one.function
+
+
+def launched(
+    kernels: dict[Kernel, RenderedKernel], mask: Mask, score: Score | None, seqlen: int, batch: int
+) -> None:
+    """Call all kernels of a pass with a mask and a score of this length."""
+    q = torch.empty(batch, 4, seqlen, 64, dtype=torch.bfloat16)
+    k = torch.empty(batch, 2, seqlen, 64, dtype=torch.bfloat16)
+    rows = torch.empty(batch, 4, seqlen)
+    reads: dict[str, Any] = {}
+    if score is not None:
+        trained = {slot: torch.empty(one.shape) for slot, one in enumerate(score.captured)}
+        reads = score_tensors(score.captured, score.sink_logits, trained)
+    launches = {
+        kernel: BoundKernel(load(one).launch, mask, kernel, one.config).given(
+            mask, Shape.of(q, k), q.device, reads
+        )
+        for kernel, one in kernels.items()
+    }
+    forward(launches, q, k, k, 0.1, panel_rows=512)
+    gradients(launches, q, k, k, q, rows, rows, 0.1, panel_rows=512)
+
+
+def compiled_once(kernels: dict[Kernel, RenderedKernel]) -> None:
+    for kernel, one in kernels.items():
+        found = getattr(load(one), one.function).device_caches[0][0]
+        assert len(found) == 1, (kernel, list(found))
+
+
+def layout(number: int) -> list[int]:
+    """Return cu_seqlens of some documents, of another length in all for every number."""
+    lengths = [1 + (number * 37 + i * i * 13) % 90 for i in range(2 + number % 7)]
+    return [0, *itertools.accumulate(lengths)]
+
+
+@pytest.mark.usefixtures("compile_instead_of_launching")
+@pytest.mark.parametrize("names", [WHOLE, tuple(sliced.SMALL_CACHE)], ids=["whole", "slices"])
+def test_no_document_layout_recompiles(names: tuple[Kernel, ...]) -> None:
+    score = alibi(torch.zeros(4)).then(relative_bias(TABLE))
+    mask = causal() & documents(cu_seqlens=layout(0))
+    kernels = {
+        kernel: rendered(kernel, mask, score) for kernel in names if kernel != "bwd_preprocess"
+    }
+    for number in range(20):
+        cu = layout(number)
+        launched(kernels, causal() & documents(cu_seqlens=cu), score, cu[-1], 1)
+    compiled_once(kernels)
+
+
+@pytest.mark.usefixtures("compile_instead_of_launching")
+@pytest.mark.parametrize("name", ["several_ranges", "values_by_batch", "lists", "sinks"])
+def test_no_length_recompiles(name: str) -> None:
+    """50 lengths, with what the mask and the score hold new every time."""
+
+    def made(i: int, length: int, batch: int) -> tuple[Mask, Score | None]:
+        if name == "values_by_batch":
+            return prefix_lm(values([i + b for b in range(batch)], "b")), None
+        if name == "lists":
+            side = -(-length // 32)
+            return block_sparse(torch.eye(side).bool().roll(i % side, 0), 32), None
+        if name == "sinks":
+            return causal(), relative_bias(TABLE).then(sinks(torch.full((4,), float(i))))
+        return MASKS[name], None
+
+    first, score = made(0, 1, 1)
+    kernels = {kernel: rendered(kernel, first, score) for kernel in WHOLE}
+    for i in range(50):
+        length, batch = 1 + (i * i * 7) % 600, 1 + i % 3
+        mask, score = made(i, length, batch)
+        launched(kernels, mask, score, length, batch)
+    compiled_once(kernels)
