@@ -1,6 +1,7 @@
 """Emitted kernels as text: goldens, style, and what may and may not be in them."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -244,3 +245,36 @@ def test_a_digest_tells_kernels_apart() -> None:
         for aligned in (True, False)
     }
     assert len(requests) == 3 * 2 * 4 * 2
+
+
+SEEDED = """
+import hashlib
+from tilegen.config import COLUMN_KERNELS, LARGE_CACHE, TileConfig
+from tilegen.problem import AttentionProblem
+from tilegen.render import render
+for mask in ("causal&(global(20)|window(7,0))", "documents(@bq:64)&prefix_lm(@b:9)",
+             "window(@h:5,3)|~kv_prefix(@:7)", "neighborhood(70,13)", "dilated(3)&global(4)",
+             "keep((t0[q,h]<k)&(k<=q+t1[k]),@:9int,@:9int)"):
+    problem = AttentionProblem.parse(
+        f"hq4 hkv2 q64 d32 bf16 {mask} score(tanh(s)*t0[h]+t1[k-q]*s,float32+,bfloat16,sinks)"
+    )
+    for kernel in LARGE_CACHE:
+        source = render(problem, TileConfig(block_m=32, block_n=32), kernel).source
+        print(mask, kernel, hashlib.sha256(source.encode()).hexdigest())
+"""
+
+
+def test_hash_seeds_change_no_byte() -> None:
+    """SymPy orders what it can by hashes, which differ from process to process."""
+    outputs = {
+        subprocess.run(
+            [sys.executable, "-c", SEEDED],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2", "3")
+    }
+    assert len(outputs) == 1
+    assert len(outputs.pop().splitlines()) == 24

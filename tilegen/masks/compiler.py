@@ -118,10 +118,13 @@ def stream_sets(mask: Mask, side: Side) -> StreamSets:
 
     live = [solved([*one, *inside]) for one in _disjunctive_normal_form(keep)]
     dropped = [solved(one) for one in _disjunctive_normal_form(sympy.Not(keep))]
-    return StreamSets(
-        tuple(one for one in live if one.nonempty != False),  # noqa: E712 - SymPy's false
-        tuple(one for one in dropped if one.nonempty != False),  # noqa: E712
-    )
+    return StreamSets(_some(live), _some(dropped))
+
+
+def _some(intervals: list[Interval]) -> tuple[Interval, ...]:
+    """Return those that can hold anything, in an order that SymPy's hashes do not change."""
+    found = [one for one in intervals if one.nonempty != False]  # noqa: E712 - SymPy's false
+    return tuple(sorted(found, key=str))
 
 
 @lru_cache(maxsize=256)
@@ -261,7 +264,7 @@ def _solve(inequalities: Iterable[sympy.Expr], symbol: sympy.Symbol) -> Interval
     return Interval(
         lo=sympy.Max(*lo) if lo else sympy.S.NegativeInfinity,
         hi=sympy.Min(*hi) if hi else sympy.S.Infinity,
-        guards=tuple(guards),
+        guards=tuple(sorted(guards, key=str)),
     )
 
 

@@ -153,7 +153,9 @@ def keep_source(mask: Mask, side: Side) -> Keep:
         return Keep((), (), False)
     names = {Q: "q_idx", K: "k_idx", B: "batch", H: "head"}
     reader = _Reader(names, guarded=(Q, K))
-    atoms = sorted(to_triton(reader.read(atom), names) for atom in sympy.And.make_args(keep))
+    # In an order that SymPy's hashes do not change.
+    conditions = sorted(sympy.And.make_args(keep), key=str)
+    atoms = sorted(to_triton(reader.read(atom), names) for atom in conditions)
     per_head = bool(keep.free_symbols & {B, H})
     return Keep(tuple(reader.statements), tuple(atoms), per_head)
 
