@@ -7,41 +7,39 @@ every further one is a dictionary look-up and a launch.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from numbers import Real
 from typing import Any, Literal, overload
-from weakref import WeakKeyDictionary
 
 import torch
 
 from tilegen import execution, interpreter, passes
+from tilegen.calls import (
+    ScoreFunction,
+    call_key,
+    checked_scale,
+    describe,
+    problem_of,
+    score_of,
+)
 from tilegen.config import BLOCK_SIZES, Kernel, TileConfig
 from tilegen.device import GpuSpec, detect, gpu
 from tilegen.disk import log, say_once
 from tilegen.emitted import is_aligned, load_kernel, template_digest
-from tilegen.errors import InvalidProblem, TilegenError, Unsupported
+from tilegen.errors import TilegenError, Unsupported
 from tilegen.execution import Changes, Gradients, Wanted, addressable, torch_run
 from tilegen.families import Direction, kernels_of
 from tilegen.masks.binding import BoundKernel, Shape, score_tensors
 from tilegen.masks.mask import Mask, full
-from tilegen.masks.score import Score, ScoreForm
+from tilegen.masks.score import Score
 from tilegen.measure import DeviceLost
-from tilegen.problem import AttentionProblem, DType
+from tilegen.problem import AttentionProblem
 from tilegen.ranks import agreed
 from tilegen.regroup import group, grouped_mask, step_of, ungroup
 from tilegen.settings import settings
 from tilegen.store import current_versions, look_up
 
-_DTYPES: dict[torch.dtype, DType] = {
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float32: "fp32",
-}
-ScoreFunction = Callable[..., Any]
-"""Of (score, b, h, q_idx, kv_idx), as FlexAttention's score_mod."""
 _FULL = full()
 MAX_PLANS = 4096
 MAX_PROGRAMS = 2**31 - 1  # CUDA's limit on a one-dimensional grid
@@ -104,15 +102,15 @@ def attention(
         if isinstance(mask, Mask) and (step := step_of(mask, changes.score)) > 1:
             out, lse = _regrouped(q, k, v, changes, step, scale)
             return (out, lse) if return_lse else out
-        key = _key(q, k, v, changes)
+        key = call_key(q, k, v, changes)
         plan = _plans.get(key) or _new_plan(key, q, k, v, changes)
-        factor = plan.default_scale if scale is None else _checked_scale(scale)
+        factor = plan.default_scale if scale is None else checked_scale(scale)
         if factor < 0:  # kernels take a row's maximum before scaling: the scale must keep the order
             q, factor = -q, -factor
         out, lse = plan.run(q, k, v, factor, changes)
     except TilegenError as error:
         raise type(error)(
-            f"{error}; the call was {_describe(q, k, v, mask, score, scale)}"
+            f"{error}; the call was {describe(q, k, v, mask, score, scale)}"
         ) from None
     return (out, lse) if return_lse else out
 
@@ -191,8 +189,8 @@ def _regrouped(
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of a dilated mask, rows and columns regrouped by their remainder."""
-    _key(q, k, v, changes)  # which refuses what is no tensor
-    _problem(q, k, v, changes)  # and this what does not fit together
+    call_key(q, k, v, changes)  # which refuses what is no tensor
+    problem_of(q, k, v, changes)  # and this what does not fit together
     groups = q.shape[0] * step
     mask = grouped_mask(changes.mask, step, k.shape[2], groups, q.device)
     out, lse = attention(
@@ -205,63 +203,10 @@ def _regrouped(
     return ungroup(out, step, q.shape[2]), ungroup(lse, step, q.shape[2])
 
 
-def score_of(score: Score | ScoreFunction | None) -> Score | None:
-    """Return a score as given, or traced once from a function."""
-    if score is None or isinstance(score, Score):
-        return score
-    if not callable(score):
-        raise InvalidProblem(
-            "score must be a tilegen score such as tilegen.softcap(20.0), or a function of "
-            f"(score, b, h, q_idx, kv_idx); got {type(score).__name__}"
-        )
-    if (known := _traced.get(score)) is None:
-        from tilegen.masks import score as scores
-
-        known = _traced[score] = scores.score(score)
-    return known
-
-
-_traced: WeakKeyDictionary[Any, Score] = WeakKeyDictionary()
-
-
-def _key(q: Any, k: Any, v: Any, changes: Changes) -> Any:
-    mask: Any = changes.mask
-    if not isinstance(mask, Mask):
-        raise InvalidProblem(
-            f"mask must be a tilegen mask such as tilegen.causal(), got {type(mask).__name__}"
-        )
-    try:
-        return (
-            *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
-            *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
-            (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16,
-            mask.stand_in,
-            _form(changes),
-        )
-    except (AttributeError, RuntimeError):  # RuntimeError: sparse, nested and such
-        names = ", ".join(_kind(x) for x in (q, k, v))
-        raise InvalidProblem(f"q, k and v must be dense torch tensors, got {names}") from None
-
-
-def _form(changes: Changes) -> ScoreForm | None:
-    """Return what kernels are specialised on; nothing is trained where gradients are off."""
-    if changes.score is None:
-        return None
-    form = changes.score.form
-    if torch.is_grad_enabled() or not form.trained:
-        return form
-    return ScoreForm(form.text, form.elements, form.sinks)
-
-
-def _kind(value: Any) -> str:
-    name = type(value).__name__
-    return f"{name} ({value.layout})" if isinstance(value, torch.Tensor) else name
-
-
 def _new_plan(
     key: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes
 ) -> Plan:
-    problem = _problem(q, k, v, changes)
+    problem = problem_of(q, k, v, changes)
     scale = problem.head_dim_qk**-0.5
     if q.device.type == "cpu" and not interpreter.is_active():
         say_once(
@@ -279,43 +224,6 @@ def _new_plan(
         _plans.clear()
     _plans[key] = plan
     return plan
-
-
-def _problem(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes
-) -> AttentionProblem:
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.ndim != 4:
-            raise InvalidProblem(
-                f"{name} must have 4 dimensions (batch, heads, seqlen, head_dim), got {tensor.ndim}"
-            )
-        if tensor.numel() == 0:
-            raise InvalidProblem(f"{name} must not be empty, got shape {tuple(tensor.shape)}")
-        if tensor.dtype not in _DTYPES:
-            raise InvalidProblem(f"{name} must be fp16, bf16 or fp32, got {tensor.dtype}")
-        if tensor.dtype != q.dtype or tensor.device != q.device:
-            raise InvalidProblem(
-                f"q, k and v must have one dtype and device, got {q.dtype} on {q.device} for q "
-                f"and {tensor.dtype} on {tensor.device} for {name}"
-            )
-    expected_k = (q.shape[0], k.shape[1], k.shape[2], q.shape[3])
-    if k.shape != expected_k:
-        raise InvalidProblem(f"k must have q's batch and head_dim, got {tuple(k.shape)}")
-    if v.shape[:3] != k.shape[:3]:
-        raise InvalidProblem(f"v must have k's batch, heads and seqlen, got {tuple(v.shape)}")
-    changes.mask.check_lengths(q.shape[2], k.shape[2])
-    return AttentionProblem(
-        batch=q.shape[0],
-        num_heads_q=q.shape[1],
-        num_heads_kv=k.shape[1],
-        seqlen_q=q.shape[2],
-        seqlen_kv=k.shape[2],
-        head_dim_qk=q.shape[3],
-        head_dim_v=v.shape[3],
-        dtype=_DTYPES[q.dtype],
-        mask=changes.mask.stand_in,
-        score=_form(changes),
-    )
 
 
 def _kernel_run(
@@ -462,21 +370,3 @@ def _spec(device: torch.device) -> GpuSpec:
     if spec is None:
         raise Unsupported(f"expected a GPU that PyTorch sees, got {device}")
     return spec
-
-
-def _checked_scale(scale: float) -> float:
-    if isinstance(scale, bool) or not isinstance(scale, Real) or not math.isfinite(scale):
-        raise InvalidProblem(f"scale must be a finite number, got {scale!r}")
-    return float(scale)
-
-
-def _describe(q: Any, k: Any, v: Any, mask: Any, score: Any, scale: Any) -> str:
-    shapes = (
-        f"{name} {tuple(x.shape)} {x.dtype} on {x.device}"
-        if isinstance(x, torch.Tensor)
-        else f"{name} {type(x).__name__}"
-        for name, x in (("q", q), ("k", k), ("v", v))
-    )
-    shown = mask if mask is None or isinstance(mask, Mask) else type(mask).__name__
-    changed = "" if score is None else f", score {getattr(score, '__name__', score)}"
-    return f"{', '.join(shapes)}, mask {shown}{changed}, scale {scale}"

@@ -7,7 +7,8 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from tilegen.dispatch import ScoreFunction, attention
+from tilegen.calls import ScoreFunction
+from tilegen.dispatch import attention
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.constructors import block_sparse
 from tilegen.masks.mask import Mask, full

@@ -7,7 +7,8 @@ from typing import Any, cast
 
 import torch
 
-from tilegen.dispatch import ScoreFunction, attention, score_of
+from tilegen.calls import ScoreFunction, score_of
+from tilegen.dispatch import attention
 from tilegen.errors import InvalidProblem
 from tilegen.masks.mask import Mask
 from tilegen.masks.packed import packed
