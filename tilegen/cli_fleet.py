@@ -116,7 +116,7 @@ def tune_with(
     spec = _detected()
     jobs = jobs_of([problem], spec, kernels_named(kernel, problem, spec))
     with Pool() as pool:
-        one = Worker(open_storage(storage), RealMachine(pool), trials=trials)
+        one = Worker(open_storage(storage), RealMachine(pool), trials=trials, again=True)
         records = one.run(jobs)
     return [json.loads(record.to_json()) for record in records.values() if record]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import subprocess
 import sys
 import time
@@ -30,6 +31,7 @@ from tilegen.fleet.status import progress
 from tilegen.fleet.storage import StorageAway, open_storage, patiently, shown
 from tilegen.fleet.worker import Worker
 from tilegen.measure import DeviceLost, Measurement
+from tilegen.store import Location
 from tilegen.store.trials import Trial
 from tilegen.tuning.bench import Bench
 
@@ -67,9 +69,9 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 def test_configs_are_claimed_in_order_and_once(storage: Any) -> None:
     mine = queue(storage)
-    assert mine.ready(FEW, [])
+    assert mine.ready(FEW)
     others = queue(storage)
-    assert others.ready([], [])
+    assert others.ready([])
     claims = [taken(one) for one in (mine, others, mine, others)]
     assert [claim.config for claim in claims] == FEW
     assert mine.claim() is None
@@ -80,15 +82,15 @@ def test_configs_are_claimed_in_order_and_once(storage: Any) -> None:
 def test_only_who_made_the_study_fills_it_unless_he_died_of_it(storage: Any) -> None:
     queue(storage)  # dies before it fills
     mine = queue(storage)
-    assert not mine.ready(FEW, [])
+    assert not mine.ready(FEW)
     time.sleep(1.2 * STALE)
-    assert mine.ready(FEW, [])
+    assert mine.ready(FEW)
     assert taken(mine).config == FEW[0]
 
 
 def test_what_is_put_in_twice_is_measured_once(storage: Any) -> None:
     mine = queue(storage)
-    mine.ready(FEW, [])
+    mine.ready(FEW)
     mine._put(FEW[0].key)
     claims = [taken(mine) for _ in FEW]
     assert mine.claim() is None
@@ -97,7 +99,7 @@ def test_what_is_put_in_twice_is_measured_once(storage: Any) -> None:
 
 def test_a_claim_without_a_beat_goes_back(storage: Any) -> None:
     mine, dead = queue(storage), queue(storage)
-    mine.ready(FEW[:2], [])
+    mine.ready(FEW[:2])
     lost, alive = taken(dead), taken(dead)
     for count in range(6):
         mine.reap(FEW[:2])
@@ -116,7 +118,7 @@ def test_a_claim_without_a_beat_goes_back(storage: Any) -> None:
 
 def test_time_without_the_storage_is_no_silence(storage: Any) -> None:
     mine, other = queue(storage), queue(storage)
-    mine.ready(FEW, [])
+    mine.ready(FEW)
     taken(other)
     mine.reap(FEW)
     time.sleep(1.2 * STALE)
@@ -128,7 +130,7 @@ def test_time_without_the_storage_is_no_silence(storage: Any) -> None:
 
 def test_a_config_lost_on_the_way_back_is_found(storage: Any) -> None:
     mine = queue(storage)
-    mine.ready(FEW[:1], [])
+    mine.ready(FEW[:1])
     assert finish(mine, taken(mine))
     mine.reap(FEW[:2])  # as if who failed it had died before putting it back
     assert taken(mine).config == FEW[1]
@@ -136,12 +138,12 @@ def test_a_config_lost_on_the_way_back_is_found(storage: Any) -> None:
 
 def test_results_from_elsewhere_are_not_found_again(storage: Any) -> None:
     one = queue(storage)
-    one.ready(FEW[:1], [])
+    one.ready(FEW[:1])
     finish(one, taken(one))
     results = one.results(FEW[:1])
     assert results is not None
     other = Queue(storage, "another", {}, stale_seconds=STALE)
-    other.ready(FEW, list(results.values()))
+    other.ready(FEW, results.values)
     assert taken(other).config == FEW[1]
 
 
@@ -199,6 +201,24 @@ def test_trials_of_tuning_alone_are_taken_over(storage: Any, tmp_path: Path) -> 
     assert len(first._replay.measured) == 4
     assert second._replay.measured == []
     assert published[JOB] is not None
+
+
+def test_winners_are_published_to_a_shared_store_once_and_to_every_own_one(
+    storage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = Location(str(tmp_path / "shared"), "shared")
+
+    def published(host: str, store: Location | None, **options: Any) -> bool:
+        monkeypatch.setattr(socket, "gethostname", lambda: host)
+        monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path / host))
+        one = Worker(
+            storage, Machine(tmp_path), trials=4, store=store, stale_seconds=STALE, **options
+        )
+        return JOB in one.run([JOB])
+
+    assert [published(host, shared) for host in "ab"] == [True, False]
+    assert [published(host, None) for host in "abb"] == [True, True, False]
+    assert published("b", None, again=True)
 
 
 # --------------------------------------------------------------------------------------------------

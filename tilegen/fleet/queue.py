@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -79,10 +79,14 @@ class Queue:
         self._beats: dict[int, tuple[int, float]] = {}
         """Of running trials: the last beat seen, and when it was new, by this process's clock."""
 
-    def ready(self, configs: Sequence[TileConfig], known: Collection[dict[str, Any]]) -> bool:
+    def ready(
+        self,
+        configs: Sequence[TileConfig],
+        known: Callable[[], Collection[dict[str, Any]]] = lambda: (),
+    ) -> bool:
         """Whether the configs are in the queue; puts them there if that is this worker's job.
 
-        `known` are results from elsewhere, which need not be found again.
+        `known` returns results from elsewhere, which need not be found again.
         """
         if not self._filled:
             makers_time_is_up = time.monotonic() - self._opened > self._stale
@@ -90,7 +94,7 @@ class Queue:
                 self._filled = bool(self._study.user_attrs.get(FILLED))
                 return self._filled
             done = self._counting()
-            for result in known:
+            for result in known():
                 if _key(result) not in done:
                     self._study.add_trial(_finished(result))
             self._put_missing(configs)

@@ -53,13 +53,15 @@ class Worker:
         trials: int | None = None,
         store: Location | None = None,
         stale_seconds: float = STALE_SECONDS,
+        again: bool = False,
     ) -> None:
-        """`trials` a job, in the model's order; winners go to the own directory and to `store`."""
+        """`trials` a job, in the model's order; winners go to the own directory and to `store`,
+        with `again` also those that another worker has published there."""
         self._storage, self._machine = storage, machine
         self._most = trials
         self._own = Location(str(settings().cache_dir), "own")
         self._store = store or self._own
-        self._stale = stale_seconds
+        self._stale, self._again = stale_seconds, again
         self._queues: dict[Job, Queue] = {}
         self._plans: dict[Job, tuple[list[TileConfig], list[Candidate]]] = {}
         self._held: list[Claim] = []
@@ -81,7 +83,7 @@ class Worker:
                 try:
                     if not self._work_on(job):
                         left.append(job)
-                    elif not self._queue(job).marked(self._mark):
+                    elif self._again or not self._queue(job).marked(self._mark):
                         published[job] = self._publish(job)
                 except (DeviceLost, StorageAway):
                     raise
@@ -99,7 +101,7 @@ class Worker:
     def _work_on(self, job: Job) -> bool:
         """Measure what waits in one study; return whether the study is done."""
         queue, (configs, _) = self._queue(job), self._plan(job)
-        if not queue.ready(configs, self._known(job)):
+        if not queue.ready(configs, lambda: self._known(job)):
             return False
         queue.reap(configs)
         claim = queue.claim()
@@ -195,8 +197,8 @@ class Worker:
 
     @property
     def _mark(self) -> str:
-        """The mark of studies whose winner is in the store; own directories are many."""
-        where = f"{socket.gethostname()}:" if "://" not in self._store.url else ""
+        """The mark of studies whose winner is in the store; every machine has an own one."""
+        where = f"{socket.gethostname()}:" if self._store == self._own else ""
         return f"{PUBLISHED}{where}{self._store.address()}"
 
     def _queue(self, job: Job) -> Queue:
