@@ -323,6 +323,23 @@ def test_workers_by_one_command_and_their_status(
     assert said.stdout.splitlines()[-1] == ("4 studies: 3 not begun, 1 published; 5 of 5 configs")
 
 
+def test_workers_over_the_proxy(tmp_path: Path) -> None:
+    pytest.importorskip("grpc", reason="needs grpcio; pip install 'tilegen[dev]'")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    database = f"sqlite:///{tmp_path}/trials.db"
+    command = ["fleet", "proxy", "--storage", database, "--host", "127.0.0.1", "--port", port]
+    with subprocess.Popen([sys.executable, "-c", PROGRAM, *command]) as proxy:
+        try:
+            over = open_storage(f"grpc://127.0.0.1:{port}")
+            assert worker(over, Machine(tmp_path)).run([JOB])[JOB] is not None
+            assert [one.state for one in progress(over)] == ["published"]
+        finally:
+            proxy.kill()
+    assert [one.finished for one in progress(open_storage(database))] == [4]
+
+
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli_fleet._devices("2", False) == ["0", "1"]
     assert cli_fleet._devices("1,3", False) == ["1", "3"]
