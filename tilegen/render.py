@@ -24,9 +24,10 @@ from tilegen.emitted import (
     rows_are_aligned,
     template_digest,
 )
+from tilegen.masks.extras import Extras, extras
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.score_source import ScoreSource, argument_types, score_source
-from tilegen.masks.source import Extras, extras, keep_source, ranges_source
+from tilegen.masks.source import keep_source, ranges_source
 from tilegen.masks.tiles import tile_ranges
 from tilegen.problem import AttentionProblem
 

@@ -12,10 +12,10 @@ from typing import Any
 
 from tilegen.masks.derivatives import derivative
 from tilegen.masks.expression import captured_slots, free_parts, to_text
+from tilegen.masks.extras import Extras
 from tilegen.masks.float_printer import value_statements
 from tilegen.masks.nodes import normalise
 from tilegen.masks.score import ELEMENTS, ScoreForm
-from tilegen.masks.source import Extras
 from tilegen.masks.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, S
 
 NAMES: dict[Any, str] = {

@@ -11,7 +11,6 @@ tile numbers read from memory.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,7 +26,6 @@ from tilegen.masks.compiler import (
     edges,
     predicate,
     stream_bounds,
-    stream_sets,
 )
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.printer import to_triton
@@ -82,70 +80,6 @@ class Keep:
     """Whether the batch or the head matters."""
 
 
-@dataclass(frozen=True)
-class Extras:
-    """What a kernel is given beyond its own tensors, as source."""
-
-    parameters: tuple[str, ...] = ()
-    """Lines of the kernel's parameters: `count` of them in all."""
-    count: int = 0
-    names: str = ""
-    """What follows the parameters of `launch`."""
-    arguments: tuple[str, ...] = ()
-    """Lines that `launch` passes on."""
-
-    @classmethod
-    def of(
-        cls, parameters: Sequence[str], names: Sequence[str], arguments: Sequence[str], why: str
-    ) -> Extras:
-        """Return extras of one kind: comma-separated parameters, their names, what is passed."""
-        if not names:
-            return cls()
-        line = ", ".join(parameters)
-        return cls(
-            parameters=(f"{line},  # {why}",),
-            count=line.count(",") + 1,
-            names="".join(f", {name}" for name in names),
-            arguments=(f"{', '.join(arguments)},",),
-        )
-
-    def __add__(self, other: Extras) -> Extras:
-        return Extras(
-            self.parameters + other.parameters,
-            self.count + other.count,
-            self.names + other.names,
-            self.arguments + other.arguments,
-        )
-
-
-def extras(mask: Mask, side: Side) -> Extras:
-    """Return the tensors and sizes that the kernels of a side read for a mask."""
-    ranges = _sets(mask, side)
-    expressions: list[Any] = [predicate(mask, side)]
-    for one in (*ranges.live, *ranges.dropped) if ranges else ():
-        expressions += [one.lo, one.hi, *one.guards]
-    dimensions = {
-        found.args[0].name: len(found.args) - 1
-        for expression in expressions
-        for found in expression.atoms(Lookup)
-    }
-    names = [f"t{slot}" for slot in range(len(mask.values)) if f"t{slot}" in dimensions]
-    found = Extras.of(
-        [
-            ", ".join([f"{name}_ptr", *(f"{name}_n{i}" for i in range(dimensions[name]))])
-            for name in names
-        ],
-        names,
-        [f"{name}, *{name}.shape" for name in names],
-        "what the mask reads, with its sizes",
-    )
-    if ranges is None:
-        lists = ["tiles", "starts", "tiles_sb", "tiles_sh"]
-        parameters = ["tiles_ptr", "starts_ptr", *lists[2:]]
-        found += Extras.of(parameters, lists, lists, "lists of tiles; strides in lists")
-    return found
-
-
 def keep_source(mask: Mask, side: Side) -> Keep:
     """Return the conditions on `q_idx` and `k_idx` of a pair."""
     keep = predicate(mask, side)
@@ -165,7 +99,7 @@ def ranges_source(mask: Mask, side: Side, *, in_panel: bool = False) -> Ranges:
     those outside of [panel_lo, panel_hi)."""
     axis = "q" if side == "rows" else "k"
     names = {FIRST: f"{axis}_first", LAST: f"{axis}_last", B: "batch", H: "head"}
-    sets = _sets(mask, side)
+    sets = closed_form(mask, side)
     if sets is None:
         return _lists(mask, side, in_panel)
     try:
@@ -174,7 +108,7 @@ def ranges_source(mask: Mask, side: Side, *, in_panel: bool = False) -> Ranges:
         return _several(sets, names, side, in_panel)
 
 
-def _sets(mask: Mask, side: Side) -> StreamSets | None:
+def closed_form(mask: Mask, side: Side) -> StreamSets | None:
     """Return the closed form, or None where there is none or it is too long."""
     try:
         sets = stream_sets(mask, side)
