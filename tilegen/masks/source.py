@@ -26,6 +26,7 @@ from tilegen.masks.compiler import (
     edges,
     predicate,
     stream_bounds,
+    stream_sets,
 )
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.printer import to_triton
