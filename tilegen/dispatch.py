@@ -287,11 +287,10 @@ class _Kernels:
     ) -> Gradients:
         """Return the gradients; `saved` are q, k, v, out and lse."""
         q, k, v, out, lse = saved
-        captured = {
-            slot: torch.zeros_like(changes.captured[slot], dtype=torch.float32)
-            for slot in wanted.captured
-        }
-        reads = score_tensors(changes.captured, None, self._all_trained(changes, captured))
+        trained = self._problem.score.trained if self._problem.score else ()
+        gradients = {slot: _zeros(changes.captured[slot]) for slot in trained}
+        captured = {slot: gradients[slot] for slot in wanted.captured}
+        reads = score_tensors(changes.captured, None, gradients)
         launches, panel_rows = self._launches("backward", changes, reads, q, k)
         delta = launches["bwd_preprocess"](out, dout)
         if dlse is not None:  # d lse / d s = p, as if delta were smaller by dlse
@@ -306,20 +305,9 @@ class _Kernels:
         sinks = None
         if wanted.sinks and changes.sinks is not None:  # a key that weighs exp(sink - lse), value 0
             weights = (changes.sinks.float()[:, None] - lse).exp()
+            weights = weights.masked_fill(lse == float("-inf"), 0.0)  # nothing kept, and no sink
             sinks = -(weights * delta).sum((0, 2)).to(changes.sinks.dtype)
         return Gradients(dq, dk, dv, sinks, captured)
-
-    def _all_trained(
-        self, changes: Changes, wanted: dict[int, torch.Tensor]
-    ) -> dict[int, torch.Tensor]:
-        """Return where to add the gradients of all tensors that the kernels train."""
-        trained = self._problem.score.trained if self._problem.score else ()
-        return {
-            slot: wanted[slot]
-            if slot in wanted
-            else torch.zeros_like(changes.captured[slot], dtype=torch.float32)
-            for slot in trained
-        }
 
     def _launches(
         self,
@@ -357,6 +345,11 @@ class _Kernels:
         if self._device.type == "cpu" or self._device.index == torch.cuda.current_device():
             return contextlib.nullcontext()
         return torch.cuda.device(self._device)
+
+
+def _zeros(like: torch.Tensor) -> torch.Tensor:
+    """Return fp32 zeros of a shape, dense as kernels need them, whatever the strides of `like`."""
+    return torch.zeros(like.shape, dtype=torch.float32, device=like.device)
 
 
 @cache

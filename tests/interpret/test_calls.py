@@ -194,3 +194,26 @@ def test_a_neighborhood_has_its_own_length() -> None:
     q = leaf(1, 1, 20, 16)
     with pytest.raises(InvalidProblem, match="16 points, got 20"):
         tilegen.attention(q, q, q, mask=tilegen.neighborhood((4, 4), (3, 3)))
+
+
+def test_the_gradient_of_a_transposed_table_lies_where_its_elements_do() -> None:
+    q, k, v = leaf(1, 2, 40, 16), leaf(1, 2, 50, 16, seed=1), leaf(1, 2, 50, 16, seed=2)
+    table = torch.randn(41, 2, generator=torch.Generator().manual_seed(3)).mT.requires_grad_()
+    assert not table.is_contiguous()
+    score = tilegen.relative_bias(table)
+    require_same(
+        tilegen.attention(q, k, v, score=score),
+        attention_reference(q, k, v, score=score)[0],
+        [q, table],
+    )
+
+
+def test_sinks_of_minus_infinity_where_nothing_is_kept() -> None:
+    q, k = leaf(1, 2, 20, 16), leaf(1, 2, 9, 16)
+    logits = torch.tensor([float("-inf"), 1.0], requires_grad=True)
+    out = tilegen.attention(
+        q, k, k, mask=tilegen.causal("bottom_right"), score=tilegen.sinks(logits)
+    )
+    (found,) = torch.autograd.grad(out.sum(), logits)
+    assert found[0] == 0
+    assert found.isfinite().all()

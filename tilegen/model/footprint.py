@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 from tilegen.config import SLICED, Kernel, TileConfig, head_dim_chunks
 from tilegen.device import SMEM_RESERVED_PER_PROGRAM, GpuSpec
 from tilegen.model.architecture import nearest
+from tilegen.model.beyond import beyond
 from tilegen.model.known import verdict
 from tilegen.problem import AttentionProblem
 
@@ -76,6 +77,19 @@ def footprint(
     problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: str
 ) -> Footprint:
     """Return what one program of an emitted kernel needs on `arch`."""
+    needs = _plain(problem, config, kernel, arch)
+    smem, registers = beyond(problem, config, kernel)
+    if not smem and not registers:
+        return needs
+    return replace(
+        needs, smem_bytes=needs.smem_bytes + smem, registers=needs.registers + registers
+    )
+
+
+def _plain(
+    problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: str
+) -> Footprint:
+    """Return what a program needs whose mask is closed-form, and whose scores stay as they are."""
     if kernel in SLICED:
         from tilegen.model import sliced  # which builds on this module
 

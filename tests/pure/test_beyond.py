@@ -1,0 +1,45 @@
+"""What lists of tiles and captured tables add to a footprint."""
+
+import pytest
+
+from tilegen.config import Kernel, TileConfig
+from tilegen.model.beyond import beyond
+from tilegen.model.footprint import footprint
+from tilegen.problem import AttentionProblem
+
+TILE = TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=3)
+TABLE = "score(s+t0[h,max(-9,k-q)+9],float32{})"
+
+
+def adds(text: str, kernel: Kernel = "fwd") -> tuple[int, int]:
+    problem = AttentionProblem.parse(f"hq8 q4096 d64 bf16 {text}")
+    return beyond(problem, TILE, kernel)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["full", "causal&window(9,9)", "documents(@q:64)", "causal score(9.0*tanh(s))", "full score(s*t0[h],float32)"],
+)  # fmt: skip
+def test_closed_forms_and_scores_without_tables_add_nothing(text: str) -> None:
+    assert adds(text) == (0, 0)
+
+
+def test_a_list_buffers_a_stage_more() -> None:
+    assert adds("dilated(3)") == (32 * 128 * 2, 8)
+    assert adds("dilated(3)", "bwd_dkdv") == (64 * 128 * 2, 8)
+
+
+def test_a_table_is_buffered_like_keys() -> None:
+    tile = 64 * 32
+    assert adds(f"full {TABLE.format('')}") == (3 * tile * 4, tile // 128)
+    assert adds(f"full {TABLE.format('')}", "bwd_dq") == (3 * tile * 4, 2 * tile // 128)
+    assert adds(f"full {TABLE.format('+')}", "bwd_dq") == (3 * tile * 4, 3 * tile // 128)
+
+
+def test_the_footprint_counts_it() -> None:
+    plain, tabled = (
+        footprint(AttentionProblem.parse(f"hq8 q4096 d64 bf16 full{score}"), TILE, "fwd", "sm_90")
+        for score in ("", f" {TABLE.format('')}")
+    )
+    assert tabled.smem_bytes - plain.smem_bytes == 3 * 64 * 32 * 4
+    assert tabled.registers > plain.registers

@@ -1,0 +1,60 @@
+"""What reading lists of tiles and captured tensors adds to a kernel's footprint.
+
+Seen in compiled kernels (Triton 3.7.1): a load whose address another load gives is pipelined one
+stage deeper, and tiles of a captured table are buffered like those of keys and values.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+
+from tilegen.config import COLUMN_KERNELS, Kernel, TileConfig
+from tilegen.masks.constructors import Intervals
+from tilegen.masks.mask import And, Causal, Full, Mask, Side, SlidingWindow
+from tilegen.masks.score import ELEMENTS, ScoreForm
+from tilegen.problem import AttentionProblem
+
+FEW_REGISTERS = 8
+"""Of a thread, for where lists lie."""
+TILES: dict[Kernel, int] = {"bwd_dkdv": 2, "bwd_dq": 2, "bwd_scores": 2}
+"""Tiles of scores that a looked-up table keeps alive: its own, and in a backward its slope."""
+
+
+def beyond(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> tuple[int, int]:
+    """Return bytes of shared memory and registers of a thread on top of those of a plain mask."""
+    side: Side = "columns" if kernel in COLUMN_KERNELS else "rows"
+    smem = registers = 0
+    if _is_listed(problem.mask, side):
+        streamed = config.block_m if side == "columns" else config.block_n
+        width = config.block_d or problem.head_dim_qk + problem.head_dim_v
+        smem += streamed * width * problem.element_bytes
+        registers += FEW_REGISTERS
+    if problem.score and problem.score.changes:
+        scores = config.block_m * config.block_n
+        tables = _tables(problem.score)
+        smem += config.num_stages * scores * sum(tables)
+        trained = kernel in ("bwd_dq", "bwd_scores") and bool(problem.score.trained)
+        alive = len(tables) * (TILES.get(kernel, 1) + trained)
+        registers += alive * scores // (32 * config.num_warps)
+    return smem, registers
+
+
+@lru_cache(maxsize=1024)
+def _is_listed(mask: Mask, side: Side) -> bool:
+    parts = mask.parts if isinstance(mask, And) else (mask,)
+    if all(isinstance(part, Full | Causal | SlidingWindow | Intervals) for part in parts):
+        return False  # known without SymPy, which a call that finds its kernels does not load
+    from tilegen.masks.tiles import is_solved
+
+    return not is_solved(mask, side)
+
+
+@lru_cache(maxsize=256)
+def _tables(score: ScoreForm) -> tuple[int, ...]:
+    """Return the bytes of an element of each table that is looked up by row and column."""
+    found = re.findall(r"t(\d+)\[([^\]]*)\]", score.text)
+    both = (int(slot) for slot, index in found if {"q", "k"} <= set(re.findall(r"\b\w\b", index)))
+    slots = set(both)
+    sizes = (re.sub(r"\D", "", ELEMENTS[score.elements[slot]]) for slot in sorted(slots))
+    return tuple(int(bits) // 8 for bits in sizes)
