@@ -18,8 +18,14 @@ def adds(text: str, kernel: Kernel = "fwd") -> tuple[int, int]:
 
 @pytest.mark.parametrize(
     "text",
-    ["full", "causal&window(9,9)", "documents(@q:64)", "causal score(9.0*tanh(s))", "full score(s*t0[h],float32)"],
-)  # fmt: skip
+    [
+        "full",
+        "causal&window(9,9)",
+        "documents(@q:64)",
+        "causal score(9.0*tanh(s))",
+        "full score(s*t0[h],float32)",
+    ],
+)
 def test_closed_forms_and_scores_without_tables_add_nothing(text: str) -> None:
     assert adds(text) == (0, 0)
 
