@@ -12,8 +12,10 @@ import torch
 
 from tilegen.errors import InvalidProblem
 from tilegen.execution import Changes
-from tilegen.masks.mask import Mask
+from tilegen.masks.constructors import KvPrefix
+from tilegen.masks.mask import MAX_WINDOW, Mask
 from tilegen.masks.score import Score, ScoreForm
+from tilegen.masks.values import Values
 from tilegen.problem import AttentionProblem, DType
 
 _DTYPES: dict[torch.dtype, DType] = {
@@ -21,6 +23,8 @@ _DTYPES: dict[torch.dtype, DType] = {
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
 }
+TYPICAL_LENGTH = MAX_WINDOW
+"""What tiles are chosen for where lengths are not known: no padding."""
 ScoreFunction = Callable[..., Any]
 """Of (score, b, h, q_idx, kv_idx), as FlexAttention's score_mod."""
 
@@ -42,6 +46,16 @@ def score_of(score: Score | ScoreFunction | None) -> Score | None:
 
 
 _traced: WeakKeyDictionary[Any, Score] = WeakKeyDictionary()
+
+
+def padded(kv_lengths: torch.Tensor) -> Mask:
+    """Return `k < kv_lengths[b]`, without waiting for the device. Raises InvalidProblem."""
+    if not isinstance(kv_lengths, torch.Tensor) or kv_lengths.ndim != 1:
+        raise InvalidProblem("kv_lengths must be a tensor of shape (batch,)")
+    if kv_lengths.is_floating_point() or kv_lengths.dtype == torch.bool:
+        raise InvalidProblem(f"kv_lengths must be integers, got {kv_lengths.dtype}")
+    lengths = kv_lengths.to(torch.int32).contiguous()
+    return KvPrefix(Values(axes="b", typical=TYPICAL_LENGTH, tensor=lengths))
 
 
 def call_key(q: Any, k: Any, v: Any, changes: Changes) -> Any:

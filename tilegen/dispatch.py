@@ -20,6 +20,7 @@ from tilegen.calls import (
     call_key,
     checked_scale,
     describe,
+    padded,
     problem_of,
     score_of,
 )
@@ -55,6 +56,7 @@ def attention(
     *,
     mask: Mask | None = None,
     score: Score | ScoreFunction | None = None,
+    kv_lengths: torch.Tensor | None = None,
     scale: float | None = None,
     return_lse: Literal[False] = False,
 ) -> torch.Tensor: ...
@@ -66,6 +68,7 @@ def attention(
     *,
     mask: Mask | None = None,
     score: Score | ScoreFunction | None = None,
+    kv_lengths: torch.Tensor | None = None,
     scale: float | None = None,
     return_lse: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
@@ -76,6 +79,7 @@ def attention(
     *,
     mask: Mask | None = None,
     score: Score | ScoreFunction | None = None,
+    kv_lengths: torch.Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
@@ -86,9 +90,10 @@ def attention(
     heads_kv; one dtype (fp16, bf16, fp32) and one device for all. `mask` is a tilegen mask such as
     `tilegen.causal()`; `score` changes scaled logits before the mask: a tilegen score such as
     `tilegen.softcap(20.0)`, or a function of (score, b, h, q_idx, kv_idx), whose tensors get
-    gradients too. `scale` defaults to d_qk ** -0.5. lse is each row's natural log-sum-exp, fp32,
-    (batch, heads_q, seqlen_q). A row that the mask leaves nothing gives out 0, lse -inf and zero
-    gradients.
+    gradients too. `kv_lengths` (batch,), integers, leaves each batch entry its first columns, for
+    padded keys and values. `scale` defaults to d_qk ** -0.5. lse is each row's natural
+    log-sum-exp, fp32, (batch, heads_q, seqlen_q). A row that the mask leaves nothing gives out 0,
+    lse -inf and zero gradients.
 
     Never tunes unless TILEGEN_TUNE=1. CPU tensors run the emitted kernels where TRITON_INTERPRET=1
     is set, otherwise PyTorch. Raises InvalidProblem or Unsupported, naming the call.
@@ -98,6 +103,8 @@ def attention(
 
         return attention_jagged(q, k, v, mask=mask, score=score, scale=scale)
     try:
+        if kv_lengths is not None:
+            mask = (_FULL if mask is None else mask) & padded(kv_lengths)
         changes = Changes(_FULL if mask is None else mask, score_of(score))
         if isinstance(mask, Mask) and (step := step_of(mask, changes.score)) > 1:
             out, lse = _regrouped(q, k, v, changes, step, scale)

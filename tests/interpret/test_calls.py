@@ -217,3 +217,29 @@ def test_sinks_of_minus_infinity_where_nothing_is_kept() -> None:
     (found,) = torch.autograd.grad(out.sum(), logits)
     assert found[0] == 0
     assert found.isfinite().all()
+
+
+@pytest.mark.parametrize("mask", [None, tilegen.causal("bottom_right")], ids=str)
+def test_padded_batches(mask: Mask | None) -> None:
+    q, k, v = leaf(3, 4, 20, 16), leaf(3, 2, 50, 16), leaf(3, 2, 50, 16, seed=1)
+    lengths = torch.tensor([50, 7, 0])
+    out = tilegen.attention(q, k, v, mask=mask, kv_lengths=lengths)
+    whole = (mask or tilegen.full()) & tilegen.kv_lengths(lengths)
+    require_same(out, attention_reference(q, k, v, mask=whole)[0], [q, k, v])
+    assert (out[2] == 0).all()
+    keep = torch.arange(50)[None] < lengths[:, None]
+    assert whole.stand_in.is_stand_in
+    dense = tilegen.from_bool(keep[:, None, None].expand(3, 1, 20, 50))
+    plain = attention_reference(q, k, v, mask=dense)
+    if mask is None:
+        torch.testing.assert_close(out, plain[0])
+
+
+def test_lengths_that_are_none() -> None:
+    q = leaf(2, 1, 9, 16)
+    with pytest.raises(InvalidProblem, match="shape"):
+        tilegen.attention(q, q, q, kv_lengths=torch.ones(2, 2, dtype=torch.int32))
+    with pytest.raises(InvalidProblem, match="integers"):
+        tilegen.attention(q, q, q, kv_lengths=torch.ones(2))
+    with pytest.raises(InvalidProblem, match="size 2 along batch"):
+        tilegen.attention(q, q, q, kv_lengths=torch.tensor([1, 2, 3]))

@@ -20,6 +20,10 @@ MASKS = [
     "window(9,30,bottom_right)",
     "causal&window(33,3)",
     "causal(bottom_right)&window(20,2)",
+    "prefix_lm(20)",
+    "global(5)|window(9,9)",
+    "causal&(kv_prefix(4)|window(8,-1))",
+    "~window(5,5)",
 ]
 SHAPES = ["q128 kv128", "q64 kv192", "q192 kv64", "q100 kv77", "q77 kv130", "q1 kv100"]
 CONFIGS = [TileConfig(block_m=32, block_n=16), TileConfig(block_m=16, block_n=64)]
