@@ -126,7 +126,7 @@ class _Model:
         if self._kernel in SLICED:
             flops = sliced.flops(self._problem, self._gpu, config, self._kernel, counts)
         else:
-            steps = self._problem.batch * self._problem.num_heads_q * counts.tiles
+            steps = int(self._problem.batch * self._problem.num_heads_q * counts.tiles)
             flops = steps * roofline.tile(self._problem, config, self._kernel).flops
         return CostEstimate(
             kernel=self._kernel,

@@ -241,9 +241,7 @@ def mask_size(mask: Mask, seqlen_q: int, seqlen_kv: int) -> MaskSize:
     )
 
 
-def _count(
-    mask: Mask, side: Side, seqlen_q: int, seqlen_kv: int
-) -> tuple[int, int, int]:
+def _count(mask: Mask, side: Side, seqlen_q: int, seqlen_kv: int) -> tuple[int, int, int]:
     """Return (entries, stationary indices that keep anything, most entries of one of them)."""
     length = seqlen_q if side == "rows" else seqlen_kv
     if not is_solved(mask, side):
@@ -258,9 +256,7 @@ def _count(
     return round(float(entries)), round(float(kept)), int(ranges.visited.max())
 
 
-def _count_tiles(
-    mask: Mask, side: Side, seqlen_q: int, seqlen_kv: int
-) -> tuple[int, int, int]:
+def _count_tiles(mask: Mask, side: Side, seqlen_q: int, seqlen_kv: int) -> tuple[int, int, int]:
     """Return what `_count` does from whole tiles: no more entries and rows, no smaller degree than
     there are, so that a bound from them holds."""
     ranges = tile_ranges(

@@ -81,14 +81,10 @@ def footprint(
     smem, registers = beyond(problem, config, kernel)
     if not smem and not registers:
         return needs
-    return replace(
-        needs, smem_bytes=needs.smem_bytes + smem, registers=needs.registers + registers
-    )
+    return replace(needs, smem_bytes=needs.smem_bytes + smem, registers=needs.registers + registers)
 
 
-def _plain(
-    problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: str
-) -> Footprint:
+def _plain(problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: str) -> Footprint:
     """Return what a program needs whose mask is closed-form, and whose scores stay as they are."""
     if kernel in SLICED:
         from tilegen.model import sliced  # which builds on this module
