@@ -197,7 +197,6 @@ CHANGED = [
     # Masks of several ranges, with tensors, and of lists.
     Mutation("skip-a-full-tile", "fwd", "range(0, num_full)", "range(0, num_full - 1)"),
     Mutation("skip-a-partial-tile", "fwd", "range(0, num_partial)", "range(1, num_partial)"),
-    Mutation(),
     Mutation("values-beyond-the-end", "bwd_dkdv", "t2_ptr + k_idx,", "t2_ptr + k_idx + 1,"),
     Mutation("list-of-another-tile", "fwd", "entry = (head * tiles_sh + ", "entry = (0 * head + "),
     Mutation("list-of-another-head", "bwd_dkdv", "head * tiles_sh", "head_first * tiles_sh"),
