@@ -31,7 +31,7 @@ from tilegen.emitted import is_aligned, load_kernel, template_digest
 from tilegen.errors import TilegenError, Unsupported
 from tilegen.execution import Changes, Gradients, Wanted, addressable, torch_run
 from tilegen.families import Direction, kernels_of
-from tilegen.masks.binding import BoundKernel, Shape, score_tensors
+from tilegen.masks.binding import BoundKernel, Shape, check_sizes, score_tensors
 from tilegen.masks.mask import Mask, full
 from tilegen.masks.score import Score
 from tilegen.measure import DeviceLost
@@ -328,6 +328,8 @@ class _Kernels:
         panels."""
         kernels, panel_rows = self._passes.get(direction) or self._load(direction)
         shape = Shape.of(q, k)
+        if changes.score is not None:
+            check_sizes(changes.score, shape)
         given: dict[Kernel, passes.Launch] = {
             name: one.given(changes.mask, shape, self._device, reads)
             for name, one in kernels.items()

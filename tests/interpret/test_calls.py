@@ -243,3 +243,11 @@ def test_lengths_that_are_none() -> None:
         tilegen.attention(q, q, q, kv_lengths=torch.ones(2))
     with pytest.raises(InvalidProblem, match="size 2 along batch"):
         tilegen.attention(q, q, q, kv_lengths=torch.tensor([1, 2, 3]))
+
+
+def test_tables_with_too_few_heads_are_refused() -> None:
+    q = leaf(1, 4, 9, 16)
+    with pytest.raises(InvalidProblem, match="size 4 along query heads, got 3"):
+        tilegen.attention(q, q, q, score=tilegen.alibi(torch.ones(3)))
+    with pytest.raises(InvalidProblem, match="must not be empty"):
+        tilegen.attention(q, q, q, score=tilegen.bias(torch.ones(0, 9)))

@@ -6,7 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +14,8 @@ import torch
 from tilegen.config import COLUMN_KERNELS, Kernel, TileConfig
 from tilegen.errors import InvalidProblem
 from tilegen.masks.mask import Mask, Side
+from tilegen.masks.notation import split_arguments
+from tilegen.masks.score import Score
 from tilegen.masks.values import Values
 
 if TYPE_CHECKING:
@@ -109,6 +111,31 @@ def tensors_of(mask: Mask, shape: Shape, device: torch.device) -> tuple[torch.Te
                     f"{_AXIS_NAMES[axis]}, got {size}"
                 )
     return tuple(value.on(device) for value in mask.values)
+
+
+def check_sizes(score: Score, shape: Shape) -> None:
+    """Raise InvalidProblem where a tensor that a score reads is empty, or has too few heads or
+    batches."""
+    if not all(tensor.numel() for tensor in score.captured):
+        raise InvalidProblem("tensors that a score reads must not be empty")
+    for slot, axis, name in _whole_axes(score.text):
+        size, needed = score.captured[slot].shape[axis], shape.by_axis[name]
+        if size < needed:
+            raise InvalidProblem(
+                f"a tensor that the score reads must have size {needed} along "
+                f"{_AXIS_NAMES[name]}, got {size}"
+            )
+
+
+@lru_cache(maxsize=256)
+def _whole_axes(text: str) -> tuple[tuple[int, int, str], ...]:
+    """Return (slot, axis, name) of what a score looks up by h or b alone."""
+    return tuple(
+        (int(slot), axis, index)
+        for slot, indices in re.findall(r"t(\d+)\[([^\[\]]*)\]", text)
+        for axis, index in enumerate(split_arguments(indices, text))
+        if index in ("b", "h")
+    )
 
 
 def score_tensors(

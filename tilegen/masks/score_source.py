@@ -170,7 +170,8 @@ class _Reads:
                 wrapped.append(f"{{0}}_i{axis} = tl.where({index} < 0, {index} + {size}, {index})")
                 index = f"{{0}}_i{axis}"
                 conditions.append(f"({index} >= 0)")
-            conditions.append(f"({index} < {size})")
+            if index not in (*_WIDE, "0"):  # for those `check_sizes` answers, before the launch
+                conditions.append(f"({index} < {size})")
             if flat:
                 inner = (
                     flat if re.fullmatch(r"[\w{}]+|[\w{}]+\.to\(tl\.int64\)", flat) else f"({flat})"
