@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
@@ -205,6 +205,23 @@ def _milliseconds_of_import(module: str) -> float:
     return 1e3 * statistics.median(run() for _ in range(REPEATS))
 
 
+def write(numbers: Iterable[Number], path: Path) -> None:
+    """Print numbers as they come, and append each to a CSV file with the environment."""
+    for number in numbers:
+        print(number, flush=True)
+        row = with_environment(
+            CpuRow,
+            environment(),
+            benchmark=number.benchmark,
+            value=number.value,
+            unit=number.unit,
+            baseline=number.baseline,
+            ratio=number.ratio,
+        )
+        append(path, row)
+    print(f"written to {path}")
+
+
 def main(
     csv: Annotated[
         Path | None, typer.Option(help="Result file. Default: benchmarks/results/cpu/<date>.csv.")
@@ -215,20 +232,7 @@ def main(
     Example: python -m benchmarks.cpu
     """
     path = csv or ROOT / "benchmarks" / "results" / "cpu" / f"{environment().date}.csv"
-    for benchmark in benchmarks():
-        for number in benchmark():
-            print(number, flush=True)
-            row = with_environment(
-                CpuRow,
-                environment(),
-                benchmark=number.benchmark,
-                value=number.value,
-                unit=number.unit,
-                baseline=number.baseline,
-                ratio=number.ratio,
-            )
-            append(path, row)
-    print(f"written to {path}")
+    write((number for benchmark in benchmarks() for number in benchmark()), path)
 
 
 if __name__ == "__main__":

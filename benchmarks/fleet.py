@@ -33,10 +33,9 @@ from unittest import mock
 
 import typer
 
-from benchmarks.cpu import Number
-from benchmarks.environment import ROOT, environment
+from benchmarks.cpu import Number, write
+from benchmarks.environment import ROOT
 from benchmarks.recordings import Recorder, new_session
-from benchmarks.rows import CpuRow, append, with_environment
 from benchmarks.synthetic import make
 from tilegen.device import gpu
 from tilegen.fleet.bench import ReplayMachine
@@ -260,19 +259,7 @@ def main(
     if crowd_ and not storage:
         raise typer.BadParameter("--crowd needs --storage postgresql://...")
     numbers = crowd(storage, crowd_, think, seconds) if crowd_ and storage else None
-    for number in numbers or speed_up(storage, trial):
-        print(number, flush=True)
-        row = with_environment(
-            CpuRow,
-            environment(),
-            benchmark=number.benchmark,
-            value=number.value,
-            unit=number.unit,
-            baseline=number.baseline,
-            ratio=number.ratio,
-        )
-        append(path, row)
-    print(f"written to {path}")
+    write(numbers or speed_up(storage, trial), path)
 
 
 if __name__ == "__main__":

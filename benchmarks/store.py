@@ -22,9 +22,8 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.cpu import Number
-from benchmarks.environment import ROOT, environment
-from benchmarks.rows import CpuRow, append, with_environment
+from benchmarks.cpu import Number, write
+from benchmarks.environment import ROOT
 from tilegen.config import TileConfig
 from tilegen.device import gpu
 from tilegen.measure import Measurement
@@ -188,19 +187,7 @@ def main(
     """
     path = csv or ROOT / "benchmarks" / "results" / "cpu" / "store.csv"
     with tempfile.TemporaryDirectory() as folder:
-        for number in numbers(Path(folder), records):
-            print(number, flush=True)
-            row = with_environment(
-                CpuRow,
-                environment(),
-                benchmark=number.benchmark,
-                value=number.value,
-                unit=number.unit,
-                baseline=number.baseline,
-                ratio=number.ratio,
-            )
-            append(path, row)
-    print(f"written to {path}")
+        write(numbers(Path(folder), records), path)
 
 
 if __name__ == "__main__":
