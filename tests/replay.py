@@ -7,6 +7,7 @@ have: a valley in the tile sizes, a step in the warps, two per cent of noise.
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import sys
@@ -19,11 +20,18 @@ from tests.records import H200, PROBLEM, timed
 from tilegen.config import TileConfig
 from tilegen.measure import Measurement, Status
 from tilegen.model.estimate import Candidate, CostEstimate
+from tilegen.store import TuningRecord
 from tilegen.tune import tune
 
 TABLE: dict[str, float | str] = json.loads(
     (Path(__file__).parent / "pure" / "replay_fwd.json").read_text(encoding="utf-8")
 )
+SMALL = dict(list(TABLE.items())[:8])  # all of them timed
+LAUNCH_FAILED = [
+    TileConfig.parse(key)
+    for key, us in TABLE.items()
+    if isinstance(us, str) and us.startswith("launch_failed")
+]
 
 
 class Replay(Replayed):
@@ -103,6 +111,27 @@ def run(replay: Replay, **options: Any) -> Any:
     """Call `tune` on a replay; by default the model's ranking is the order of the table."""
     defaults = {"candidates": ranking(replay.space), "space": replay.space, "progress": False}
     return tune(PROBLEM, H200, measure=replay, **{**defaults, **options})
+
+
+def trial_file(cache: Path) -> Path:
+    (file,) = (cache / "trials").rglob("*.jsonl")
+    return file
+
+
+def trials_on_disk(cache: Path) -> list[TileConfig]:
+    """Return the configs in the one trial log there is, in order."""
+    lines = trial_file(cache).read_text().splitlines()
+    return [TileConfig(**json.loads(line)["config"]) for line in lines]
+
+
+def stored(cache: Path) -> TuningRecord:
+    (file,) = (cache / "h200").rglob("*.json")
+    return TuningRecord.from_json(file.read_text())
+
+
+def slowness(config: TileConfig) -> float:
+    us = TABLE[config.key]
+    return us if isinstance(us, float) else math.inf
 
 
 if __name__ == "__main__":  # python -m tests.replay N: tune, and die in measurement N

@@ -1,0 +1,170 @@
+"""The search with a compiler: what is compiled ahead, and what is never measured for it."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.records import H200, PROBLEM
+from tests.replay import SMALL, Replay, ranking, run, slowness, trial_file, trials_on_disk
+from tilegen.config import TileConfig
+from tilegen.errors import BuildFailed
+from tilegen.measure import Measurement
+from tilegen.tune import SEEDS, tune
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+@dataclass(frozen=True)
+class Used:
+    """What a compiler would say."""
+
+    shared_bytes: int = 64 * 1024
+    spill_bytes: int = 0
+
+
+Built = Iterator[tuple[TileConfig, Any]]
+
+
+def compiler(usage: dict[str, Any]) -> Callable[[Sequence[TileConfig]], Built]:
+    """Return a compiler with these results by config key; it finishes the last config first."""
+
+    def compile_all(configs: Sequence[TileConfig]) -> Built:
+        for config in reversed(configs):
+            yield config, usage.get(config.key, Used())
+
+    return compile_all
+
+
+def test_hopeless_configs_cost_no_gpu_time(
+    own_cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    replay = Replay(SMALL)
+    failed, too_large, spilling = replay.space[:3]
+    usage = {
+        failed.key: BuildFailed("attention_fwd for sm_90: PassManager::run failed"),
+        too_large.key: Used(shared_bytes=264 * 1024),
+        spilling.key: Used(spill_bytes=160),
+    }
+    found = run(replay, compile=compiler(usage))
+    assert replay.space[3:] == replay.measured
+    assert found.trials == 8
+    lines = [json.loads(line) for line in trial_file(own_cache).read_text().splitlines()]
+    assert [
+        (line["measurement"]["status"], line["measurement"]["message"]) for line in lines[:3]
+    ] == [
+        ("build_failed", "attention_fwd for sm_90: PassManager::run failed"),
+        ("out_of_resources", "264 KiB > 227 KiB"),
+        ("out_of_resources", "160 bytes of registers spilled a thread"),
+    ]
+    assert caplog.messages[1].endswith(f"{too_large!r} out of resources: 264 KiB > 227 KiB")
+
+
+def test_where_everything_spills_the_least_is_measured_after_all(own_cache: Path) -> None:
+    replay = Replay(SMALL)
+    slowest_first = sorted(replay.space, key=slowness, reverse=True)
+    usage: dict[str, Any] = {
+        config.key: Used(spill_bytes=8 + 8 * rank) for rank, config in enumerate(slowest_first)
+    }
+    usage[slowest_first[1].key] = BuildFailed("no")
+    found = run(replay, compile=compiler(usage))
+    expected = [slowest_first[0], *slowest_first[2:]]
+    assert expected == replay.measured
+    assert found.config == replay.fastest
+    again = Replay(SMALL)
+    assert run(again, compile=compiler(usage)).config == found.config
+    assert again.measured == []
+
+
+def test_seconds_are_not_all_spent_on_compiling_what_spills() -> None:
+    replay = Replay()
+
+    def compile_all(configs: Sequence[TileConfig]) -> Built:
+        for config in configs:
+            time.sleep(0.1)
+            yield config, Used(spill_bytes=8)
+
+    started = time.monotonic()
+    found = run(replay, seconds=0.05, compile=compile_all)
+    assert time.monotonic() - started < 2
+    assert [found.config] == replay.measured
+
+
+def test_the_next_configs_are_compiled_while_one_is_measured() -> None:
+    replay = Replay(SMALL)
+    compiled = {config: threading.Event() for config in replay.space}
+    second = compiled[replay.space[1]]
+
+    def compile_all(configs: Sequence[TileConfig]) -> Built:
+        for config in configs:
+            compiled[config].set()
+            yield config, Used()
+
+    def measure(config: TileConfig) -> Measurement:
+        assert second.wait(timeout=20), "nothing was compiled during the first measurement"
+        return replay(config)
+
+    tune(
+        PROBLEM,
+        H200,
+        measure=measure,
+        compile=compile_all,
+        candidates=ranking(replay.space),
+        space=[],
+        progress=False,
+    )
+    assert replay.space == replay.measured
+
+
+def test_only_what_may_be_measured_soon_is_compiled() -> None:
+    replay = Replay()
+    asked: list[int] = []
+
+    def compile_all(configs: Sequence[TileConfig]) -> Built:
+        asked.append(len(configs))
+        yield from compiler({})(configs)
+
+    run(replay, trials=SEEDS + 5, compile=compile_all)
+    assert asked[0] == SEEDS
+    assert sum(asked) == SEEDS + 5
+
+
+def test_a_compiler_that_breaks_is_an_error_not_a_result(own_cache: Path) -> None:
+    def compile_all(configs: Sequence[TileConfig]) -> Built:
+        yield configs[0], Used()
+        raise OSError("no space left on device")
+
+    replay = Replay(SMALL)
+    with pytest.raises(OSError, match="no space left"):
+        run(replay, compile=compile_all)
+    assert replay.measured == replay.space[:1] == trials_on_disk(own_cache)
+
+
+def test_a_compiler_that_forgets_a_config_does_not_hang() -> None:
+    def compile_all(configs: Sequence[TileConfig]) -> Built:
+        yield from ((config, Used()) for config in configs[1:])
+
+    with pytest.raises(BuildFailed, match="gave no result"):
+        run(Replay(SMALL), compile=compile_all)
+
+
+def test_time_runs_out_while_the_compiler_works(own_cache: Path) -> None:
+    release = threading.Event()
+
+    def compile_all(configs: Sequence[TileConfig]) -> Built:
+        yield configs[0], Used()
+        release.wait(timeout=20)
+
+    replay = Replay(SMALL)
+    started = time.monotonic()
+    found = run(replay, seconds=0.3, compile=compile_all)
+    release.set()
+    assert time.monotonic() - started < 5
+    assert replay.measured == [found.config] == replay.space[:1]
