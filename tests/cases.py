@@ -1,11 +1,13 @@
-"""Workloads, providers and rows for the tests of the benchmarks."""
+"""Workloads, providers, rows and parts of a check for the tests of the benchmarks."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from typing import Any
 
 from benchmarks import rows, run
+from benchmarks.parts import Part
 from benchmarks.providers import Attention, Provider
 from benchmarks.workloads import Workload
 from tilegen.errors import Unsupported
@@ -28,3 +30,8 @@ def a_provider(name: str, *, slow: bool = False) -> Provider:
 def a_row(**changes: Any) -> rows.Row:
     (case,) = run.cases([a_workload("w")], [a_provider("p")])
     return replace(run.make_row(case, status="ok", median_us=1.0), **changes)
+
+
+def a_part(name: str, code: str, *, share: float = 1.0) -> Part:
+    """Return a part of a check that runs this Python code."""
+    return Part(name=name, command=lambda _: [sys.executable, "-c", code], share=share)

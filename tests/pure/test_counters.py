@@ -1,0 +1,96 @@
+"""What a profiler counts beside what the model predicts; the profiler is a text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import counters, rows
+from benchmarks.summary import summarise
+from tests.cases import PROBLEM, a_workload
+from tests.records import H200
+from tilegen.config import TileConfig
+from tilegen.model.estimate import CostEstimate
+from tilegen.propose import estimate
+
+NCU = """\
+==PROF== Connected to process 4242 (/usr/bin/python3.12)
+==PROF== Profiling "attention_fwd_d16_causal_m64n32": 0%....100% - 4 passes
+==PROF== Disconnected from process 4242
+"ID","Process ID","Kernel Name","Context","Metric Name","Metric Unit","Metric Value"
+"0","4242","attention_fwd_d16_causal_m64n32","1","dram__bytes_read.sum","byte","1,000"
+"0","4242","attention_fwd_d16_causal_m64n32","1","dram__bytes_write.sum","byte","200"
+"0","4242","attention_fwd_d16_causal_m64n32","1","l1tex__m_l1tex2xbar_write_bytes.sum","byte","50"
+"0","4242","attention_fwd_d16_causal_m64n32","1","l1tex__m_xbar2l1tex_read_bytes.sum","byte","4,500"
+"0","4242","attention_fwd_d16_causal_m64n32","1","launch__registers_per_thread","register","100"
+"0","4242","attention_fwd_d16_causal_m64n32","1","launch__shared_mem_per_block_dynamic","byte","2,048"
+"1","4242","attention_bwd_dq_d16_causal_m64n32","1","launch__registers_per_thread","register","7"
+"""
+
+
+def test_counters_are_parsed_and_compared() -> None:
+    forward, backward = counters.parse(NCU)
+    assert forward.function == "attention_fwd_d16_causal_m64n32"
+    assert backward.values == {counters.REGISTERS: 7.0}
+    predicted = CostEstimate(
+        kernel="fwd",
+        config=TileConfig(block_m=64, block_n=32),
+        read_bytes=3000,
+        write_bytes=50,
+        dram_bytes=1000,
+        lower_bound_bytes=500,
+        smem_bytes=0,
+        registers=80,
+        flops=1,
+        seconds=1e-6,
+        limit="dram",
+        terms=(("dram", 1e-6),),
+        waves=1.0,
+    )
+    row = counters.compare(a_workload("w"), predicted, forward)
+    assert (row.predicted_read_bytes, row.counted_read_bytes, row.read_ratio) == (3000, 4500, 1.5)
+    assert (row.write_ratio, row.dram_ratio, row.registers_ratio) == (1.0, 1.2, 1.25)
+    assert (row.counted_smem_bytes, row.smem_ratio) == (2048, None)
+
+
+def fake_ncu(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = folder / "ncu"
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{text}\nEND\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+
+def test_profiled_kernels_become_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = TileConfig(block_m=64, block_n=32)
+    fake_ncu(tmp_path, NCU, monkeypatch)
+    monkeypatch.setattr(counters, "choose", lambda *_: (config, "test"))
+    (row,) = counters.measure(a_workload("w"), H200, timeout=30)
+    assert (row.kernel, row.config, row.counted_registers) == ("fwd", config.key, 100)
+    assert row.predicted_read_bytes == estimate(PROBLEM, H200, config).read_bytes
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("==ERROR== ERR_NVGPUCTRPERM", "ERR_NVGPUCTRPERM"),
+        (NCU.replace("attention_fwd", "other"), "saw no launch of attention_fwd"),
+        (NCU.replace('"4,500"', '"n/a"'), "no value of l1tex__m_xbar2l1tex_read_bytes"),
+    ],
+)
+def test_a_profiler_that_cannot_count_is_an_error(
+    text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_ncu(tmp_path, text, monkeypatch)
+    monkeypatch.setattr(counters, "choose", lambda *_: (TileConfig(block_m=64, block_n=32), "test"))
+    with pytest.raises(RuntimeError, match=message):
+        list(counters.measure(a_workload("w"), H200, timeout=30))
+
+
+def test_counted_rows_are_summarised(tmp_path: Path) -> None:
+    (forward, _) = counters.parse(NCU)
+    predicted = estimate(PROBLEM, H200, TileConfig(block_m=64, block_n=32))
+    rows.append(tmp_path / "counters.csv", counters.compare(a_workload("w"), predicted, forward))
+    text = summarise(tmp_path, [])
+    assert "| workload | kernel | config | read | write | dram | registers | smem |" in text
+    assert "| w | fwd | m64n32w4s2 |" in text
