@@ -26,6 +26,7 @@ from typing import Annotated, Any, Literal, get_args
 import typer
 
 from benchmarks.environment import ROOT, Environment, environment, gpu_folder, has_gpu
+from benchmarks.mask_cases import WINDOW, Case, cases
 from benchmarks.rows import Status, append, with_environment
 
 Provider = Literal["tilegen", "flex", "flex-compiled"]
@@ -34,15 +35,6 @@ TILE = 128
 REPEATS = 5
 SLOW_MS = 1000
 """What takes longer is done once more only."""
-WINDOW = 4096
-DOCUMENT = 2000
-"""Longest document; the shortest are single tokens."""
-LAYOUT_BLOCK = 64
-LIVE_BLOCKS = 16
-"""Of a row of the layout, on average."""
-STEP = 4
-GRID_WIDTH = 128
-RADIUS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,86 +73,6 @@ class Made:
 
     bytes: int
     live_tiles: int | None
-
-
-@dataclass(frozen=True)
-class Case:
-    """One mask in both languages; both functions take the captured tensor, None without one."""
-
-    name: str
-    expression: Callable[[], Any]
-    """A SymPy predicate; look-ups are of t0."""
-    mask_mod: Callable[[Any], Callable[..., Any]]
-    captured: Callable[[int], Any] = lambda seqlen: None
-    """Return the tensor that a mask of this length captures, on the CPU."""
-    is_closed: bool = False
-    """Whether tilegen needs no lists, only ranges in closed form."""
-
-
-def cases() -> dict[str, Case]:
-    """Return the masks by name."""
-    import sympy
-    import torch
-
-    from tilegen.masks.symbols import K, Lookup, Q, captured_name
-
-    def documents(seqlen: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(0)
-        lengths = torch.randint(1, DOCUMENT, (2 * seqlen // DOCUMENT + 9,), generator=generator)
-        lengths = torch.cat([lengths, torch.tensor([seqlen])])
-        return torch.repeat_interleave(lengths)[:seqlen].int()
-
-    def interleaved(seqlen: int) -> torch.Tensor:
-        documents = max(1, 2 * seqlen // DOCUMENT)
-        return torch.randint(documents, (seqlen,), generator=torch.Generator().manual_seed(0)).int()
-
-    def layout(seqlen: int) -> torch.Tensor:
-        blocks = seqlen // LAYOUT_BLOCK
-        chosen = torch.randint(
-            blocks, (blocks, LIVE_BLOCKS), generator=torch.Generator().manual_seed(0)
-        )
-        return torch.zeros(blocks, blocks, dtype=torch.bool).scatter_(1, chosen, True)
-
-    def same_document(ids: Any) -> Callable[..., Any]:
-        return lambda b, h, q, k: (q >= k) & (ids[q] == ids[k])
-
-    ids, blocks = captured_name(0, "int"), captured_name(0, "bool")
-    q_block, k_block = (sympy.floor(index / LAYOUT_BLOCK) for index in (Q, K))
-    apart = sympy.floor(Q / GRID_WIDTH) - sympy.floor(K / GRID_WIDTH)
-    aside = sympy.Mod(Q, GRID_WIDTH) - sympy.Mod(K, GRID_WIDTH)
-    in_document = (K <= Q) & sympy.Eq(Lookup(ids, Q), Lookup(ids, K))
-    listed = [
-        Case(
-            "causal window",
-            lambda: (K <= Q) & (Q - K < WINDOW),
-            lambda _: lambda b, h, q, k: (q >= k) & (q - k < WINDOW),
-            is_closed=True,
-        ),
-        Case("documents", lambda: in_document, same_document, documents),
-        Case("documents, interleaved", lambda: in_document, same_document, interleaved),
-        Case(
-            "block sparse",
-            lambda: sympy.Ne(Lookup(blocks, q_block, k_block), 0),
-            lambda layout: lambda b, h, q, k: layout[q // LAYOUT_BLOCK, k // LAYOUT_BLOCK],
-            layout,
-        ),
-        Case(
-            "dilated window",
-            lambda: (K <= Q) & (Q - K < WINDOW) & sympy.Eq(sympy.Mod(Q - K, STEP), 0),
-            lambda _: lambda b, h, q, k: (q >= k) & (q - k < WINDOW) & ((q - k) % STEP == 0),
-        ),
-        Case(
-            "2-D neighborhood",
-            lambda: (sympy.Abs(apart) <= RADIUS) & (sympy.Abs(aside) <= RADIUS),
-            lambda _: (
-                lambda b, h, q, k: (
-                    ((q // GRID_WIDTH - k // GRID_WIDTH).abs() <= RADIUS)
-                    & ((q % GRID_WIDTH - k % GRID_WIDTH).abs() <= RADIUS)
-                )
-            ),
-        ),
-    ]
-    return {case.name: case for case in listed}
 
 
 def maker(case: Case, provider: Provider, seqlen: int, device: str) -> Callable[[], Made]:

@@ -10,7 +10,8 @@ import pytest
 import sympy
 
 from benchmarks import mask_creation
-from benchmarks.mask_creation import Creation, cases, creations, measure
+from benchmarks.mask_cases import cases
+from benchmarks.mask_creation import Creation, creations, measure
 from tilegen.masks import tile_lists
 
 
