@@ -107,18 +107,16 @@ def _closed_form() -> Callable[[], Made]:
 
 
 def _lists(case: Case, captured: Any, seqlen: int, device: str) -> Callable[[], Made]:
+    from tilegen.masks.shapes import Shape
     from tilegen.masks.tile_lists import build
+
+    shape = Shape(1, 1, seqlen, seqlen).tiled(TILE, TILE)
 
     def make() -> Made:
         rows, columns = build(
             case.expression(),
             [] if captured is None else [captured],
-            batch=1,
-            heads=1,
-            seqlen_q=seqlen,
-            seqlen_kv=seqlen,
-            block_m=TILE,
-            block_n=TILE,
+            shape,
             device=device,
         )
         return Made(bytes=rows.bytes + columns.bytes, live_tiles=rows.visited_tiles)

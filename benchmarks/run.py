@@ -150,7 +150,8 @@ def check_and_time(case: Case, seconds: float) -> tuple[Verdict, Measurement]:
 
 def with_tensors(problem: AttentionProblem, device: str) -> AttentionProblem:
     """Return the problem with typical tensors in its mask, where it has any."""
-    from tilegen.masks.binding import Shape, realized
+    from tilegen.masks.binding import realized
+    from tilegen.masks.shapes import Shape
 
     shape = Shape(problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_kv)
     return replace(problem, mask=realized(problem.mask, shape, device))

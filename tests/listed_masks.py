@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from tilegen.masks import tile_classes
 from tilegen.masks.nodes import Sigmoid, Where
+from tilegen.masks.shapes import Shape, TiledShape
 from tilegen.masks.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, captured_name
-from tilegen.masks.tile_classes import Shape, TileClasses
+from tilegen.masks.tile_classes import TileClasses
 from tilegen.masks.tile_lists import TileLists, lists_of
 
 CPU = torch.device("cpu")
@@ -72,7 +73,7 @@ MEANING: dict[Any, Callable[..., Any]] = {
 }
 
 
-def dense(keep: Any, captured: list[torch.Tensor], shape: Shape) -> NDArray[np.bool_]:
+def dense(keep: Any, captured: list[torch.Tensor], shape: TiledShape) -> NDArray[np.bool_]:
     """Return the mask of all pairs, (batch, heads, seqlen_q, seqlen_kv)."""
     sizes = (shape.batch, shape.heads, shape.seqlen_q, shape.seqlen_kv)
     values: dict[Any, Any] = dict(zip((B, H, Q, K), np.indices(sizes), strict=True))
@@ -108,7 +109,7 @@ def dense(keep: Any, captured: list[torch.Tensor], shape: Shape) -> NDArray[np.b
         return np.broadcast_to(value(keep), sizes)
 
 
-def brute_force(kept: NDArray[np.bool_], shape: Shape) -> NDArray[np.int64]:
+def brute_force(kept: NDArray[np.bool_], shape: TiledShape) -> NDArray[np.int64]:
     """Return the class of every tile, (batch, heads, rows, columns)."""
     classes = np.zeros((*kept.shape[:2], shape.rows, shape.columns), dtype=np.int64)
     pairs = shape.block_m * shape.block_n
@@ -146,7 +147,7 @@ def listed(lists: TileLists, streamed: int) -> NDArray[np.int64]:
     return (full + partial).reshape(*sizes, streamed)
 
 
-def check(keep: Any, captured: list[torch.Tensor], shape: Shape) -> TileClasses:
+def check(keep: Any, captured: list[torch.Tensor], shape: TiledShape) -> TileClasses:
     """Compare the lists of both sides with brute force; return the classification."""
     keep = sympy.sympify(keep)
     expected = brute_force(dense(keep, captured, shape), shape)
@@ -160,14 +161,7 @@ def check(keep: Any, captured: list[torch.Tensor], shape: Shape) -> TileClasses:
 
 def shape_of(
     seqlen: int | tuple[int, int], block: int | tuple[int, int], *, batch: int = 1, heads: int = 1
-) -> Shape:
+) -> TiledShape:
     seqlen_q, seqlen_kv = seqlen if isinstance(seqlen, tuple) else (seqlen, seqlen)
     block_m, block_n = block if isinstance(block, tuple) else (block, block)
-    return Shape(
-        batch=batch,
-        heads=heads,
-        seqlen_q=seqlen_q,
-        seqlen_kv=seqlen_kv,
-        block_m=block_m,
-        block_n=block_n,
-    )
+    return Shape(batch, heads, seqlen_q, seqlen_kv).tiled(block_m, block_n)

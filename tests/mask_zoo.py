@@ -34,11 +34,12 @@ from tilegen.masks import (
     streaming,
     values,
 )
-from tilegen.masks.binding import Shape, tensors_of
+from tilegen.masks.binding import tensors_of
 from tilegen.masks.compiler import predicate as compiled_predicate
 from tilegen.masks.constructors import KvPrefix
 from tilegen.masks.mask import Side
 from tilegen.masks.packed import packed
+from tilegen.masks.shapes import Shape
 from tilegen.masks.tile_lists import build
 from tilegen.masks.tiles import tile_ranges
 from tilegen.masks.values import is_symbolic
@@ -145,12 +146,10 @@ def found_classes(
                     assert not classes[index][start:end].any(), "a tile is visited twice"
                     classes[index][start:end] = number
     else:
-        shape = Shape(batch, heads, seqlen_q, seqlen_kv)
+        shape = Shape(batch, heads, seqlen_q, seqlen_kv).tiled(block_m, block_n)
         tensors = tensors_of(mask, shape, torch.device("cpu"))
         keep = compiled_predicate(mask, side)
-        lists = build(
-            keep, tensors, batch=batch, heads=heads, device="cpu", side=side, **lengths
-        )  # fmt: skip
+        lists = build(keep, tensors, shape, device="cpu", side=side)
         each = (lists.batch, lists.heads, stationary)
         flat = np.zeros((int(np.prod(each)), tiles), dtype=np.int64)
         starts, numbers = lists.starts.tolist(), lists.tiles.tolist()

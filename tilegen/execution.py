@@ -9,9 +9,10 @@ from typing import Any, Protocol
 import torch
 
 from tilegen.emitted import is_aligned
-from tilegen.masks.binding import Shape, tensors_of
+from tilegen.masks.binding import tensors_of
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
+from tilegen.masks.shapes import Shape
 
 MAX_ROW_STRIDE = 2**22  # elements; emitted kernels address a tile of rows with 32 bits
 

@@ -105,25 +105,21 @@ def _layouts(block_mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _same_blocks(inside: Mask, block_mask: Any, visited: torch.Tensor, whole: torch.Tensor) -> bool:
     """Whether a mask leaves exactly the blocks that are listed."""
-    from tilegen.masks.binding import Shape, tensors_of
+    from tilegen.masks.binding import tensors_of
     from tilegen.masks.compiler import predicate
+    from tilegen.masks.shapes import Shape
     from tilegen.masks.tile_lists import build
 
     batch, heads, rows, columns = visited.shape
     seqlen_q, seqlen_kv = (int(n) for n in block_mask.seq_lengths)
     block_m, block_n = block_mask.BLOCK_SIZE
-    if (rows, columns) != (-(-seqlen_q // block_m), -(-seqlen_kv // block_n)):
+    shape = Shape(batch, heads, seqlen_q, seqlen_kv).tiled(block_m, block_n)
+    if (rows, columns) != (shape.rows, shape.columns):
         return False
-    shape = Shape(batch, heads, seqlen_q, seqlen_kv)
     lists = build(
         cast("Any", predicate(inside)),
         tensors_of(inside, shape, visited.device),
-        batch=batch,
-        heads=heads,
-        seqlen_q=seqlen_q,
-        seqlen_kv=seqlen_kv,
-        block_m=block_m,
-        block_n=block_n,
+        shape,
         device=visited.device,
         side="rows",
     )

@@ -24,9 +24,10 @@ from tilegen import interpreter, passes, workers
 from tilegen.config import BACKWARD, Kernel, TileConfig
 from tilegen.emitted import RenderedKernel, load
 from tilegen.errors import Unsupported, WrongResult
-from tilegen.masks.binding import BoundKernel, Shape, realized, score_tensors
+from tilegen.masks.binding import BoundKernel, realized, score_tensors
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
+from tilegen.masks.shapes import Shape
 from tilegen.problem import AttentionProblem
 from tilegen.reference import (
     Inputs,

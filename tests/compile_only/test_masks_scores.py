@@ -25,8 +25,9 @@ from tilegen.masks import (
     sliding_window,
     values,
 )
-from tilegen.masks.binding import BoundKernel, Shape, score_tensors
+from tilegen.masks.binding import BoundKernel, score_tensors
 from tilegen.masks.score import Score, alibi, relative_bias, sinks, softcap
+from tilegen.masks.shapes import Shape
 from tilegen.passes import forward, gradients
 from tilegen.problem import AttentionProblem
 from tilegen.render import render

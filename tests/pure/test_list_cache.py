@@ -4,55 +4,53 @@ from __future__ import annotations
 
 import gc
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.listed_masks import SAME_DOCUMENT
+from tests.listed_masks import SAME_DOCUMENT, shape_of
 from tilegen.masks import list_cache
 from tilegen.masks.list_cache import ListCache
+from tilegen.masks.shapes import TiledShape
 from tilegen.masks.tile_lists import TileLists, build
 
-SIZES: dict[str, Any] = {
-    "batch": 2,
-    "heads": 4,
-    "seqlen_q": 64,
-    "seqlen_kv": 64,
-    "block_m": 16,
-    "block_n": 16,
-    "device": "cpu",
-}
+SHAPE = shape_of(64, 16, batch=2, heads=4)
+
+
+def rows(cache: ListCache, keep: Any, ids: torch.Tensor, shape: TiledShape = SHAPE) -> TileLists:
+    return cache.get(keep, [ids], shape, device="cpu", side="rows")
 
 
 def test_lists_are_built_once_for_each_mask_and_shape() -> None:
     cache, ids = ListCache(), torch.arange(64) // 10
-    first = cache.get(SAME_DOCUMENT, [ids], side="rows", **SIZES)
-    assert cache.get(SAME_DOCUMENT, [ids], side="rows", **SIZES) is first
+    first = rows(cache, SAME_DOCUMENT, ids)
+    assert rows(cache, SAME_DOCUMENT, ids) is first
     # The mask is the same for all batches and heads.
-    assert cache.get(SAME_DOCUMENT, [ids], side="rows", **(SIZES | {"batch": 7})) is first
+    assert rows(cache, SAME_DOCUMENT, ids, replace(SHAPE, batch=7)) is first
     others = [
-        cache.get(SAME_DOCUMENT, [ids], side="columns", **SIZES),
-        cache.get(SAME_DOCUMENT, [ids.clone()], side="rows", **SIZES),
-        cache.get(SAME_DOCUMENT, [ids], side="rows", **(SIZES | {"block_m": 32})),
-        cache.get(SAME_DOCUMENT, [ids], side="rows", **(SIZES | {"seqlen_q": 60})),
-        cache.get(~SAME_DOCUMENT, [ids], side="rows", **SIZES),
+        cache.get(SAME_DOCUMENT, [ids], SHAPE, device="cpu", side="columns"),
+        rows(cache, SAME_DOCUMENT, ids.clone()),
+        rows(cache, SAME_DOCUMENT, ids, replace(SHAPE, block_m=32)),
+        rows(cache, SAME_DOCUMENT, ids, replace(SHAPE, seqlen_q=60)),
+        rows(cache, ~SAME_DOCUMENT, ids),
     ]
     assert first not in others
 
 
 def test_a_modified_tensor_gives_new_lists() -> None:
     cache, ids = ListCache(), torch.arange(64) // 10
-    before = cache.get(SAME_DOCUMENT, [ids], side="rows", **SIZES)
+    before = rows(cache, SAME_DOCUMENT, ids)
     ids.zero_()
-    after = cache.get(SAME_DOCUMENT, [ids], side="rows", **SIZES)
+    after = rows(cache, SAME_DOCUMENT, ids)
     assert before.visited_tiles < after.visited_tiles == 16
 
 
 def test_lists_die_with_their_tensors_and_are_few() -> None:
     cache, ids = ListCache(capacity=3), torch.arange(64) // 10
     for seqlen in range(40, 50):
-        cache.get(SAME_DOCUMENT, [ids], side="rows", **(SIZES | {"seqlen_q": seqlen}))
+        rows(cache, SAME_DOCUMENT, ids, replace(SHAPE, seqlen_q=seqlen))
     assert len(cache) == 3
     del ids
     gc.collect()
@@ -73,7 +71,7 @@ def test_threads_build_lists_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def ask() -> None:
         entered.wait()
-        found.append(cache.get(SAME_DOCUMENT, [ids], side="rows", **SIZES))
+        found.append(rows(cache, SAME_DOCUMENT, ids))
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
     for thread in threads:

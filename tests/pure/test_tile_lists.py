@@ -16,8 +16,8 @@ from tests.listed_masks import CPU, SAME_DOCUMENT, block_layout, check, neighbou
 from tilegen.errors import Unsupported
 from tilegen.masks import tile_classes
 from tilegen.masks.nodes import Sigmoid, Where
+from tilegen.masks.shapes import TiledShape
 from tilegen.masks.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, captured_name
-from tilegen.masks.tile_classes import Shape
 from tilegen.masks.tile_lists import build
 
 # --------------------------------------------------------------------------------------------------
@@ -89,7 +89,7 @@ def predicates(draw: st.DrawFn, depth: int = 2) -> Any:
 
 
 SHAPES = st.builds(
-    Shape,
+    TiledShape,
     batch=st.integers(1, 2),
     heads=st.integers(1, 2),
     seqlen_q=st.integers(1, 40),
@@ -109,7 +109,7 @@ SHAPES = st.builds(
 )
 @settings(max_examples=150, deadline=None, phases=[Phase.generate])
 def test_random_predicates(
-    keep: Any, shape: Shape, seed: int, is_sorted: bool, chunk_bytes: int, first_squares: int
+    keep: Any, shape: TiledShape, seed: int, is_sorted: bool, chunk_bytes: int, first_squares: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(-2, 6, (30,), generator=generator, dtype=torch.int32)
@@ -173,9 +173,7 @@ def test_tiles_beyond_the_sequence_are_partial(seqlen: tuple[int, int]) -> None:
 def test_rows_without_columns_have_empty_lists() -> None:
     kept = sympy.Ge(Q, 24) & sympy.Lt(K, 8)
     check(kept, [], shape_of(64, 8))
-    rows, columns = build(
-        kept, [], batch=1, heads=1, seqlen_q=64, seqlen_kv=64, block_m=8, block_n=8, device="cpu"
-    )
+    rows, columns = build(kept, [], shape_of(64, 8), device="cpu")
     assert rows.tiles.tolist() == [0] * 5
     assert rows.starts.tolist() == [0] * 7 + [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
     assert columns.tiles.tolist() == [3, 4, 5, 6, 7]
@@ -184,17 +182,7 @@ def test_rows_without_columns_have_empty_lists() -> None:
 
 @pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (0, 0)])
 def test_empty_sequences(lengths: tuple[int, int]) -> None:
-    for lists in build(
-        sympy.sympify(K <= Q),
-        [],
-        batch=1,
-        heads=1,
-        seqlen_q=lengths[0],
-        seqlen_kv=lengths[1],
-        block_m=4,
-        block_n=4,
-        device="cpu",
-    ):
+    for lists in build(sympy.sympify(K <= Q), [], shape_of(lengths, 4), device="cpu"):
         assert lists.visited_tiles == 0
         assert len(lists.starts) == 2 * lists.num_stationary + 1
 

@@ -24,7 +24,8 @@ from tilegen.masks import (
     sliding_window,
     values,
 )
-from tilegen.masks.binding import Shape, realized, tensors_of
+from tilegen.masks.binding import realized, tensors_of
+from tilegen.masks.shapes import Shape
 from tilegen.problem import AttentionProblem
 from tilegen.reference import dense_mask
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from tilegen.errors import InvalidProblem
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.notation import split_arguments
 from tilegen.masks.score import Score
+from tilegen.masks.shapes import Shape
 from tilegen.masks.values import Values
 
 if TYPE_CHECKING:
@@ -23,26 +24,6 @@ if TYPE_CHECKING:
 
 Launch = Callable[..., Any]
 NOTHING: Mapping[str, torch.Tensor] = {}
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Sizes that a mask's values and lists are for; heads are query heads."""
-
-    batch: int
-    heads: int
-    seqlen_q: int
-    seqlen_kv: int
-
-    @classmethod
-    def of(cls, q: torch.Tensor, k: torch.Tensor) -> Shape:
-        """Return the shape of a call."""
-        return cls(q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-
-    @property
-    def by_axis(self) -> dict[str, int]:
-        """The same by the names of axes."""
-        return dict(b=self.batch, h=self.heads, q=self.seqlen_q, k=self.seqlen_kv)
 
 
 class BoundKernel:
@@ -83,11 +64,7 @@ class BoundKernel:
             lists = _list_cache().get(
                 self._keep,
                 tensors,
-                batch=shape.batch,
-                heads=shape.heads,
-                seqlen_q=shape.seqlen_q,
-                seqlen_kv=shape.seqlen_kv,
-                **self._blocks,
+                shape.tiled(**self._blocks),
                 device=device,
                 side=self._side,
             )

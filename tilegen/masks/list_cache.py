@@ -6,13 +6,13 @@ from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock, RLock
-from typing import Any
 from weakref import ref
 
 import torch
 from sympy.logic.boolalg import Boolean
 
-from tilegen.masks.symbols import B, H
+from tilegen.masks.shapes import TiledShape
+from tilegen.masks.tile_classes import distinguished
 from tilegen.masks.tile_lists import Side, TileLists, build
 
 
@@ -46,31 +46,18 @@ class ListCache:
         self,
         keep: Boolean,
         captured: Sequence[torch.Tensor],
+        shape: TiledShape,
         *,
-        batch: int,
-        heads: int,
-        seqlen_q: int,
-        seqlen_kv: int,
-        block_m: int,
-        block_n: int,
         device: torch.device | str,
         side: Side,
     ) -> TileLists:
         """Return what `tile_lists.build` does, built at most once."""
-        arguments: dict[str, Any] = {
-            "batch": batch if B in keep.free_symbols else 1,
-            "heads": heads if H in keep.free_symbols else 1,
-            "seqlen_q": seqlen_q,
-            "seqlen_kv": seqlen_kv,
-            "block_m": block_m,
-            "block_n": block_n,
-            "device": torch.device(device),
-        }
-        key = (keep, tuple(map(_identity, captured)), side, *arguments.values())
+        shape, device = distinguished(keep, shape), torch.device(device)
+        key = (keep, tuple(map(_identity, captured)), shape, device, side)
         entry = self._entry(key, captured)
         with entry.lock:
             if entry.lists is None:
-                entry.lists = build(keep, captured, side=side, **arguments)
+                entry.lists = build(keep, captured, shape, device=device, side=side)
             return entry.lists
 
     def _entry(self, key: Hashable, captured: Sequence[torch.Tensor]) -> _Entry:

@@ -8,10 +8,11 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from tilegen.masks.binding import Shape, realized, tensors_of
+from tilegen.masks.binding import realized, tensors_of
 from tilegen.masks.compiler import predicate
 from tilegen.masks.constructors import Neighborhood
 from tilegen.masks.mask import Mask, Side
+from tilegen.masks.shapes import Shape, TiledShape
 from tilegen.masks.tile_lists import build
 from tilegen.masks.tiles import TileRanges
 from tilegen.masks.traced import typical
@@ -21,7 +22,7 @@ LONGEST = 2048
 
 
 @lru_cache(maxsize=512)
-def listed_ranges(mask: Mask, side: Side, shape: Shape, block_m: int, block_n: int) -> TileRanges:
+def listed_ranges(mask: Mask, side: Side, shape: TiledShape) -> TileRanges:
     """Return the tiles every stationary tile visits.
 
     Exact for masks with their tensors, and up to LONGEST for others, where typical tensors stand
@@ -29,21 +30,16 @@ def listed_ranges(mask: Mask, side: Side, shape: Shape, block_m: int, block_n: i
     """
     shrink = max(shape.seqlen_q, shape.seqlen_kv) / LONGEST
     if shrink > 1 and not _is_tied(mask):
-        return _scaled(mask, side, shape, block_m, block_n, shrink)
+        return _scaled(mask, side, shape, shrink)
     mask = realized(typical(mask), shape)
     lists = build(
         predicate(mask, side),
         tensors_of(mask, shape, torch.device("cpu")),
-        batch=shape.batch,
-        heads=shape.heads,
-        seqlen_q=shape.seqlen_q,
-        seqlen_kv=shape.seqlen_kv,
-        block_m=block_m,
-        block_n=block_n,
+        shape,
         device="cpu",
         side=side,
     )
-    length, block = _streamed(side, shape, block_m, block_n)
+    length, block = _streamed(side, shape)
     starts = lists.starts.numpy()
     each = (lists.batch, lists.heads, lists.num_stationary)
     last = (lists.tiles.numpy() == -(-length // block) - 1).astype(np.int64)
@@ -57,22 +53,20 @@ def listed_ranges(mask: Mask, side: Side, shape: Shape, block_m: int, block_n: i
     )
 
 
-def _scaled(
-    mask: Mask, side: Side, shape: Shape, block_m: int, block_n: int, shrink: float
-) -> TileRanges:
+def _scaled(mask: Mask, side: Side, shape: TiledShape, shrink: float) -> TileRanges:
     """Return the tiles at `shape` from those of sequences shorter by `shrink` and by twice it."""
 
     def shorter(by: float) -> TileRanges:
         lengths = (max(1, round(n / by)) for n in (shape.seqlen_q, shape.seqlen_kv))
-        return listed_ranges(mask, side, Shape(1, 1, *lengths), block_m, block_n)
+        tiled = Shape(1, 1, *lengths).tiled(shape.block_m, shape.block_n)
+        return listed_ranges(mask, side, tiled)
 
     near, half = shorter(shrink), shorter(2 * shrink)
     growth = float(near.visited.mean() / max(half.visited.mean(), 1e-9))
     factor = shrink ** min(1.0, max(0.0, math.log2(growth))) if growth > 0 else 1.0
-    stays, stays_block = (shape.seqlen_q, block_m) if side == "rows" else (shape.seqlen_kv, block_n)
-    tiles = -(-stays // stays_block)
+    tiles = shape.rows if side == "rows" else shape.columns
     same = np.arange(tiles) * near.visited.shape[-1] // tiles
-    length, block = _streamed(side, shape, block_m, block_n)
+    length, block = _streamed(side, shape)
     limit = -(-length // block)
     return TileRanges(
         visited=np.minimum(np.rint(near.visited[..., same] * factor).astype(np.int64), limit),
@@ -83,9 +77,11 @@ def _scaled(
     )
 
 
-def _streamed(side: Side, shape: Shape, block_m: int, block_n: int) -> tuple[int, int]:
+def _streamed(side: Side, shape: TiledShape) -> tuple[int, int]:
     """Return the length and the tile of what streams."""
-    return (shape.seqlen_kv, block_n) if side == "rows" else (shape.seqlen_q, block_m)
+    if side == "rows":
+        return shape.seqlen_kv, shape.block_n
+    return shape.seqlen_q, shape.block_m
 
 
 def _is_tied(mask: Mask) -> bool:

@@ -19,6 +19,7 @@ import torch
 from sympy.logic.boolalg import Boolean
 
 from tilegen.masks.evaluation import Points
+from tilegen.masks.shapes import TiledShape
 from tilegen.masks.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Q
 from tilegen.masks.value_bounds import Interval, Tables, TileBounds, Verdict
 
@@ -37,35 +38,13 @@ ChoosePairs = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """From tiles to the rows and the columns (tiles, pairs) of some of their pairs."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """What a mask is classified for; lengths and blocks in rows and columns."""
-
-    batch: int
-    heads: int
-    seqlen_q: int
-    seqlen_kv: int
-    block_m: int
-    block_n: int
-
-    @property
-    def rows(self) -> int:
-        """Query tiles."""
-        return -(-self.seqlen_q // self.block_m)
-
-    @property
-    def columns(self) -> int:
-        """KV tiles."""
-        return -(-self.seqlen_kv // self.block_n)
-
-
 @dataclass(frozen=True, eq=False)
 class TileClasses:
     """The live tiles of a mask, in no particular order."""
 
     codes: torch.Tensor
     """int64 (live,): (((b * heads + h) * rows + row) * 2 + is_partial) * columns + column."""
-    shape: Shape
+    shape: TiledShape
     """With batch and heads 1 where the mask does not depend on them."""
     open_tiles: int
     """Tiles that interval arithmetic left open."""
@@ -74,15 +53,20 @@ class TileClasses:
 
 
 def classify(
-    keep: Boolean, captured: Sequence[torch.Tensor], shape: Shape, device: torch.device
+    keep: Boolean, captured: Sequence[torch.Tensor], shape: TiledShape, device: torch.device
 ) -> TileClasses:
     """Return the tiles in which `keep` holds for some pair inside both sequences; full are those
     wholly inside in which it holds for all. Raises Unsupported, naming the term."""
-    batch = shape.batch if B in keep.free_symbols else 1
-    heads = shape.heads if H in keep.free_symbols else 1
-    classifier = _Classifier(keep, captured, replace(shape, batch=batch, heads=heads), device)
+    classifier = _Classifier(keep, captured, distinguished(keep, shape), device)
     classifier.run()
     return classifier.classes()
+
+
+def distinguished(keep: Boolean, shape: TiledShape) -> TiledShape:
+    """Return the shape with batch and heads 1 where `keep` does not depend on them."""
+    batch = shape.batch if B in keep.free_symbols else 1
+    heads = shape.heads if H in keep.free_symbols else 1
+    return replace(shape, batch=batch, heads=heads)
 
 
 class _Classifier:
@@ -90,7 +74,11 @@ class _Classifier:
     units."""
 
     def __init__(
-        self, keep: Boolean, captured: Sequence[torch.Tensor], shape: Shape, device: torch.device
+        self,
+        keep: Boolean,
+        captured: Sequence[torch.Tensor],
+        shape: TiledShape,
+        device: torch.device,
     ) -> None:
         self._keep = keep
         self._captured = [tensor.detach().to(device) for tensor in captured]

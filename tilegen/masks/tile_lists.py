@@ -13,7 +13,8 @@ from typing import Literal, overload
 import torch
 from sympy.logic.boolalg import Boolean
 
-from tilegen.masks.tile_classes import Shape, TileClasses, classify
+from tilegen.masks.shapes import TiledShape
+from tilegen.masks.tile_classes import TileClasses, classify
 
 Side = Literal["rows", "columns"]
 """What stays on chip: a tile of query rows (KV tiles stream), or a tile of KV columns (query tiles
@@ -65,13 +66,8 @@ class TileLists:
 def build(
     keep: Boolean,
     captured: Sequence[torch.Tensor],
+    shape: TiledShape,
     *,
-    batch: int,
-    heads: int,
-    seqlen_q: int,
-    seqlen_kv: int,
-    block_m: int,
-    block_n: int,
     device: torch.device | str,
     side: Side,
 ) -> TileLists: ...
@@ -79,26 +75,16 @@ def build(
 def build(
     keep: Boolean,
     captured: Sequence[torch.Tensor],
+    shape: TiledShape,
     *,
-    batch: int,
-    heads: int,
-    seqlen_q: int,
-    seqlen_kv: int,
-    block_m: int,
-    block_n: int,
     device: torch.device | str,
     side: None = None,
 ) -> tuple[TileLists, TileLists]: ...
 def build(
     keep: Boolean,
     captured: Sequence[torch.Tensor],
+    shape: TiledShape,
     *,
-    batch: int,
-    heads: int,
-    seqlen_q: int,
-    seqlen_kv: int,
-    block_m: int,
-    block_n: int,
     device: torch.device | str,
     side: Side | None = None,
 ) -> TileLists | tuple[TileLists, TileLists]:
@@ -107,14 +93,6 @@ def build(
     `keep` is a predicate in the symbols of `symbols`; `captured[i]` is what `Lookup(t<i>, ...)`
     reads. Raises Unsupported for a term that has no meaning here, naming it.
     """
-    shape = Shape(
-        batch=batch,
-        heads=heads,
-        seqlen_q=seqlen_q,
-        seqlen_kv=seqlen_kv,
-        block_m=block_m,
-        block_n=block_n,
-    )
     classes = classify(keep, captured, shape, torch.device(device))
     if side is not None:
         return lists_of(classes, side)

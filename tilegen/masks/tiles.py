@@ -114,11 +114,11 @@ def tile_ranges(
     try:
         depends, evaluate, values = _evaluator(mask, side)
     except Unsupported:
-        from tilegen.masks.binding import Shape
         from tilegen.masks.listed import listed_ranges
+        from tilegen.masks.shapes import Shape
 
-        lengths = Shape(batch, heads, seqlen_q, seqlen_kv)
-        return listed_ranges(mask, side, lengths, block_m, block_n)
+        tiled = Shape(batch, heads, seqlen_q, seqlen_kv).tiled(block_m, block_n)
+        return listed_ranges(mask, side, tiled)
     first = np.arange(0, stays, stays_block, dtype=np.int64)[None, None]
     last = np.minimum(first + stays_block, stays) - 1
     b = np.arange(batch if B in depends else 1)[:, None, None]

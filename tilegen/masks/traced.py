@@ -160,18 +160,12 @@ def _percent_live(keep: Any, captured: tuple[Any, ...]) -> int:
 
     Its length is not known yet; the longest dimension of what it reads is a good guess.
     """
+    from tilegen.masks.shapes import Shape
     from tilegen.masks.tile_lists import build
 
     sizes = [size for tensor in captured for size in tensor.shape]
     length = min(max(sizes, default=BLOCK), LONGEST)
-    lists = build(
-        keep,
-        captured,
-        **{"batch": 1, "heads": 1, "seqlen_q": length, "seqlen_kv": length},
-        block_m=BLOCK,
-        block_n=BLOCK,
-        device="cpu",
-        side="rows",
-    )
-    live = lists.visited_tiles / (-(-length // BLOCK)) ** 2
+    shape = Shape(1, 1, length, length).tiled(BLOCK, BLOCK)
+    lists = build(keep, captured, shape, device="cpu", side="rows")
+    live = lists.visited_tiles / (shape.rows * shape.columns)
     return min(100, 2 ** math.ceil(math.log2(max(1.0, 100 * live))))

@@ -176,7 +176,8 @@ def _measure_with(problem: AttentionProblem, kernel: Kernel, gpu: GpuSpec) -> Me
         from torch import device
 
         from tilegen.emitted import load
-        from tilegen.masks.binding import BoundKernel, Shape, realized
+        from tilegen.masks.binding import BoundKernel, realized
+        from tilegen.masks.shapes import Shape
         from tilegen.render import render
 
         shape = Shape(problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_kv)
