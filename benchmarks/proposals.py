@@ -21,9 +21,8 @@ from benchmarks.environment import ROOT, Environment, environment
 from benchmarks.rows import append, with_environment
 from benchmarks.workloads import CATALOGUE, SHAPES
 from tilegen.build import CompiledKernel, compile_many
-from tilegen.bundle import gpu_for
 from tilegen.config import SMALL_CACHE, Kernel
-from tilegen.device import GpuSpec
+from tilegen.device import GpuSpec, gpu_for
 from tilegen.emitted import RenderedKernel
 from tilegen.errors import BuildFailed
 from tilegen.families import kernels_of

@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tilegen.bundles.served import Bundle, load_bundle
     from tilegen.config import TileConfig
     from tilegen.device import GpuSpec, detect, gpu
     from tilegen.dispatch import attention
@@ -50,6 +51,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "AttentionProblem": "tilegen.problem",
+    "Bundle": "tilegen.bundles.served",
     "GpuSpec": "tilegen.device",
     "Mask": "tilegen.masks",
     "Score": "tilegen.masks.score",
@@ -73,6 +75,7 @@ _HOME = {
     "global_tokens": "tilegen.masks",
     "gpu": "tilegen.device",
     "kv_lengths": "tilegen.masks",
+    "load_bundle": "tilegen.bundles.served",
     "neighborhood": "tilegen.masks",
     "predicate": "tilegen.masks",
     "prefix_lm": "tilegen.masks",
@@ -89,6 +92,7 @@ _HOME = {
 
 __all__ = [
     "AttentionProblem",
+    "Bundle",
     "GpuSpec",
     "Mask",
     "Score",
@@ -112,6 +116,7 @@ __all__ = [
     "global_tokens",
     "gpu",
     "kv_lengths",
+    "load_bundle",
     "neighborhood",
     "predicate",
     "prefix_lm",

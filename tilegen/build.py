@@ -37,6 +37,8 @@ class CompiledKernel:
     """Of one thread."""
     spill_bytes: int
     """Local memory of one thread; 0 means that nothing spilled."""
+    scratch_pointers: int
+    """Pointers that the binary takes after the arguments of its signature; all may be null."""
     seconds: float
 
     @property
@@ -44,13 +46,22 @@ class CompiledKernel:
         """File name extension of the binary."""
         return "hsaco" if self.arch.startswith("gfx") else "cubin"
 
+    @property
+    def threads(self) -> int:
+        """Of one program."""
+        return (64 if self.arch.startswith("gfx") else 32) * self.rendered.config.num_warps
 
-def compile_for(rendered: RenderedKernel, arch: str) -> CompiledKernel:
+
+def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) -> CompiledKernel:
     """Return the binary for `arch` (`sm_90`, `gfx942`); needs no GPU. Raises BuildFailed or
-    Unsupported."""
+    Unsupported.
+
+    Without `line_info` the binary does not name the emitted file, so it is the same everywhere.
+    """
     if interpreter.is_active():
         raise Unsupported("expected a process without TRITON_INTERPRET=1 to compile in; unset it")
     import triton
+    from triton import knobs
     from triton.compiler import ASTSource
 
     target = _target(arch)
@@ -76,7 +87,10 @@ def compile_for(rendered: RenderedKernel, arch: str) -> CompiledKernel:
     }
     started = time.perf_counter()
     try:
-        compiled = triton.compile(source, target=target, options=options)
+        with knobs.compilation.scope():
+            if not line_info:
+                knobs.compilation.disable_line_info = True
+            compiled = triton.compile(source, target=target, options=options)
     except Exception as error:  # Triton raises many types, down to RuntimeError from its passes
         raise BuildFailed(f"{rendered.function} for {arch}: {_one_line(error)}") from error
     seconds = time.perf_counter() - started
@@ -88,6 +102,7 @@ def compile_for(rendered: RenderedKernel, arch: str) -> CompiledKernel:
         shared_bytes=int(compiled.metadata.shared),
         registers=registers,
         spill_bytes=spill_bytes,
+        scratch_pointers=_num_parameters(compiled, arch) - len(rendered.signature),
         seconds=seconds,
     )
 
@@ -170,7 +185,7 @@ def _resources(compiled: Any, arch: str) -> tuple[bytes, int, int]:
         file.write(binary)
         file.flush()
         usage = subprocess.run(
-            [_tool("cuobjdump"), "-res-usage", file.name],
+            [nvidia_tool("cuobjdump"), "-res-usage", file.name],
             capture_output=True,
             text=True,
             check=True,
@@ -181,7 +196,21 @@ def _resources(compiled: Any, arch: str) -> tuple[bytes, int, int]:
     return binary, int(match[1]), int(match[2])
 
 
-def _tool(name: str) -> str:
+def _num_parameters(compiled: Any, arch: str) -> int:
+    """Return how many parameters the binary takes, its scratch pointers included."""
+    metadata = compiled.metadata
+    for name in ("global_scratch_size", "profile_scratch_size"):
+        if getattr(metadata, name, 0):
+            raise BuildFailed(f"expected a kernel without scratch memory, {name} is not 0")
+    if arch.startswith("gfx"):
+        return len(re.findall(r"\.value_kind:\s+(?!hidden)", compiled.asm["amdgcn"]))
+    entry = re.search(r"\.entry\s+\w+\((.*?)\)", compiled.asm["ptx"], re.DOTALL)
+    assert entry
+    return entry[1].count(".param")
+
+
+def nvidia_tool(name: str) -> str:
+    """Return the path of a program that Triton's wheel brings, such as cuobjdump."""
     import triton.backends.nvidia as backend
 
     return str(Path(next(iter(backend.__path__))) / "bin" / name)

@@ -14,6 +14,7 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
+from tilegen.cli_bundle import bundle, generate
 from tilegen.cli_cache import cache_app
 from tilegen.cli_fleet import fleet_app, tune_with, worker
 from tilegen.cli_options import (
@@ -30,7 +31,7 @@ from tilegen.cli_options import (
     print_json,
     say_unless,
 )
-from tilegen.config import Kernel, TileConfig
+from tilegen.config import TileConfig
 from tilegen.errors import TilegenError, Unsupported
 from tilegen.problem import AttentionProblem
 
@@ -179,44 +180,8 @@ def show(
         sys.stdout.write(rendered.source)
 
 
-@app.command()
-def generate(
-    problem: Annotated[str, typer.Argument(help="notation")] = "",
-    catalog: Annotated[Path | None, typer.Option(help="file with one problem per line")] = None,
-    arch: Annotated[list[str] | None, typer.Option(help="sm_90, gfx942; repeatable")] = None,
-    gpu: Annotated[list[str] | None, typer.Option(help="catalogue name; repeatable")] = None,
-    kernel: Kernels = "all",
-    out: Annotated[Path, typer.Option(help="folder to write")] = Path("out"),
-    json_: Json = False,
-) -> None:
-    """Write kernels, binaries and a manifest for one problem or a file of them. Needs no GPU.
-
-    Example: tilegen generate "hq32 hkv8 q4096 d128 bf16 causal" --arch sm_90 --out dist
-    """
-    from tilegen import bundle
-
-    if bool(problem) == bool(catalog):
-        raise Unsupported("expected one problem or --catalog FILE, got both or neither")
-    if bool(arch) == bool(gpu):
-        raise Unsupported("expected --arch or --gpu, got both or neither; such as --arch sm_90")
-    problems = bundle.read_catalogue(catalog) if catalog else [AttentionProblem.parse(problem)]
-    gpus = [bundle.gpu_for(one) for one in arch or []] or [gpu_of(one) for one in gpu or []]
-    say = say_unless(json_)
-
-    def on_kernel(entry: dict[str, Any]) -> None:
-        spills = f", {entry['spill_bytes']} bytes spilled" if entry["spill_bytes"] else ""
-        say(
-            f"{entry['arch']:8}{entry['kernel']:15}{TileConfig(**entry['config']).key:14}"
-            f"{entry['registers']:4} registers {entry['shared_bytes']:7} bytes shared{spills}  "
-            f"'{entry['problem']}'"
-        )
-
-    chosen: list[Kernel] | None = None if kernel == "all" else [kernel_named(kernel)]
-    manifest = bundle.generate(problems, gpus, out, kernels=chosen, on_kernel=on_kernel)
-    if json_:
-        print_json(json.loads(manifest.read_text(encoding="utf-8")))
-    else:
-        say(f"manifest: {manifest}")
+app.command()(generate)
+app.command()(bundle)
 
 
 @app.command()

@@ -106,6 +106,27 @@ def parse_size(text: str) -> int:
     return int(digits) * units[unit]
 
 
+# The GPU whose tiles an architecture gets where nobody names one.
+_TYPICAL = {
+    "sm_70": "v100",
+    "sm_75": "t4",
+    "sm_80": "a100",
+    "sm_86": "rtx3090",
+    "sm_89": "rtx4090",
+    "sm_90": "h200",
+    "sm_100": "b200",
+    "sm_120": "rtx5090",
+    "gfx942": "mi300x",
+}
+
+
+def gpu_for(arch: str) -> GpuSpec:
+    """Return the GPU that stands for an architecture. Raises Unsupported."""
+    if arch not in _TYPICAL:
+        raise Unsupported(f"arch must be one of {', '.join(_TYPICAL)}, got {arch!r}")
+    return gpu(_TYPICAL[arch])
+
+
 def catalogue() -> tuple[GpuSpec, ...]:
     """Return every GPU of gpus.toml, oldest first within a vendor."""
     return tuple(spec for spec, _ in _rows())

@@ -14,7 +14,7 @@ from typing import Any, Literal, overload
 
 import torch
 
-from tilegen import execution, interpreter, passes
+from tilegen import bundles, execution, interpreter, passes
 from tilegen.calls import (
     ScoreFunction,
     call_key,
@@ -31,9 +31,10 @@ from tilegen.emitted import is_aligned, load_kernel, template_digest
 from tilegen.errors import TilegenError, Unsupported
 from tilegen.execution import Changes, Gradients, Wanted, addressable, torch_run
 from tilegen.families import Direction, kernels_of
-from tilegen.masks.binding import BoundKernel, Shape, check_sizes, score_tensors
+from tilegen.masks.binding import BoundKernel, check_sizes, score_tensors
 from tilegen.masks.mask import Mask, full
 from tilegen.masks.score import Score
+from tilegen.masks.shapes import Shape
 from tilegen.measure import DeviceLost
 from tilegen.problem import AttentionProblem
 from tilegen.ranks import agreed
@@ -338,16 +339,28 @@ class _Kernels:
 
     def _load(self, direction: Direction) -> tuple[dict[Kernel, BoundKernel], int]:
         """Choose and load the kernels of a pass; return them and the rows of its panels."""
-        spec, may_tune = _spec(self._device), self._device.type == "cuda"
-        launches: dict[Kernel, BoundKernel] = {}
+        spec = _spec(self._device)
+        kernels = self._from_bundle(spec, direction) or self._compiled_here(spec, direction)
+        loaded = kernels, passes.rows_for(self._problem, spec, direction)
+        self._passes[direction] = loaded
+        return loaded
+
+    def _compiled_here(self, spec: GpuSpec, direction: Direction) -> dict[Kernel, BoundKernel]:
+        may_tune = self._device.type == "cuda"
+        found: dict[Kernel, BoundKernel] = {}
         for kernel in kernels_of(self._problem, spec, direction):
             config, origin = choose(self._problem, spec, kernel, may_tune=may_tune)
             log.debug("%s for '%s': %s, from %s", kernel, self._problem, config, origin)
             module = load_kernel(self._problem, config, kernel, aligned=self.aligned)
-            launches[kernel] = BoundKernel(module.launch, self._problem.mask, kernel, config)
-        loaded = launches, passes.rows_for(self._problem, spec, direction)
-        self._passes[direction] = loaded
-        return loaded
+            found[kernel] = BoundKernel(module.launch, self._problem.mask, kernel, config)
+        return found
+
+    def _from_bundle(self, spec: GpuSpec, direction: Direction) -> dict[Kernel, BoundKernel] | None:
+        """Return the kernels of a pass from the first bundle that has them."""
+        for bundle in bundles.loaded:
+            if found := bundle.launches(self._problem, spec, direction, aligned=self.aligned):
+                return found
+        return None
 
     def on_device(self) -> contextlib.AbstractContextManager[Any]:
         """Triton launches on the current device; make it that of the tensors."""

@@ -133,8 +133,13 @@ def load_kernel(
 
 def rows_are_aligned(problem: AttentionProblem) -> bool:
     """Whether dense rows of q, k, v and out are multiples of 16 bytes."""
-    unit = VECTOR_BYTES // problem.element_bytes
+    unit = stride_unit(problem, True)
     return problem.head_dim_qk % unit == 0 and problem.head_dim_v % unit == 0
+
+
+def stride_unit(problem: AttentionProblem, aligned: bool) -> int:
+    """Return the elements by which a kernel's strides are counted."""
+    return VECTOR_BYTES // problem.element_bytes if aligned else 1
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:

@@ -17,11 +17,11 @@ import jinja2
 from tilegen import resources
 from tilegen.config import COLUMN_KERNELS, Kernel, TileConfig, check_config, head_dim_chunks
 from tilegen.emitted import (
-    VECTOR_BYTES,
     RenderedKernel,
     kernel_digest,
     representative,
     rows_are_aligned,
+    stride_unit,
     template_digest,
 )
 from tilegen.masks.extras import Extras, extras
@@ -125,7 +125,7 @@ def _context(
     problem: AttentionProblem, config: TileConfig, kernel: Kernel, aligned: bool
 ) -> dict[str, Any]:
     side: Side = "columns" if kernel in COLUMN_KERNELS else "rows"
-    unit = VECTOR_BYTES // problem.element_bytes if aligned else 1
+    unit = stride_unit(problem, aligned)
     function = _function_name(problem, config, kernel)
     ranges = ranges_source(problem.mask, side, in_panel=kernel == "bwd_columns")
     keep = keep_source(problem.mask, side)

@@ -38,14 +38,16 @@ class Worker:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
 
-    def compile(self, rendered: RenderedKernel, arch: str) -> CompiledKernel | BuildFailed:
+    def compile(
+        self, rendered: RenderedKernel, arch: str, *, line_info: bool = True
+    ) -> CompiledKernel | BuildFailed:
         """Return what `compile_for` returns or raises; BuildFailed, too, if the compiler
         crashes."""
         process = self._process or self._start()
         assert process.stdin
         assert process.stdout
         try:
-            pickle.dump((rendered, arch), process.stdin)
+            pickle.dump((rendered, arch, line_info), process.stdin)
             process.stdin.flush()
             answer = pickle.load(process.stdout)
         except (EOFError, BrokenPipeError):
@@ -83,11 +85,13 @@ class Pool:
         for _ in range(self.size):
             self._idle.put(Worker())
 
-    def compile(self, rendered: RenderedKernel, arch: str) -> CompiledKernel | BuildFailed:
+    def compile(
+        self, rendered: RenderedKernel, arch: str, *, line_info: bool = True
+    ) -> CompiledKernel | BuildFailed:
         """Compile in the next idle worker; callable from several threads."""
         worker = self._idle.get()
         try:
-            return worker.compile(rendered, arch)
+            return worker.compile(rendered, arch, line_info=line_info)
         finally:
             self._idle.put(worker)
 
@@ -112,10 +116,10 @@ def serve() -> None:
         os.dup2(2, 1)  # what a compiler prints must not end up between the answers
         with contextlib.suppress(EOFError, KeyboardInterrupt):
             while True:
-                rendered, arch = pickle.load(requests)
+                rendered, arch, line_info = pickle.load(requests)
                 answer: Any
                 try:
-                    answer = compile_for(rendered, arch)
+                    answer = compile_for(rendered, arch, line_info=line_info)
                 except TilegenError as error:
                     answer = type(error)(str(error))  # without its cause, which may not pickle
                 except Exception as error:

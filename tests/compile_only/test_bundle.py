@@ -3,17 +3,28 @@
 import hashlib
 import json
 import os
+import re
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tilegen import bundle, workers
-from tilegen.build import CompiledKernel, compile_many, first_that_fits
+from tilegen import emitted, workers
+from tilegen.build import CompiledKernel, compile_many, first_that_fits, nvidia_tool
+from tilegen.bundles.folder import NOTES
+from tilegen.bundles.generate import Made, generate
+from tilegen.bundles.manifest import Manifest
+from tilegen.bundles.served import Bundle
+from tilegen.cli import main
 from tilegen.config import LARGE_CACHE, TileConfig
-from tilegen.device import gpu
-from tilegen.errors import BuildFailed, InvalidProblem, Unsupported
+from tilegen.device import gpu, gpu_for
+from tilegen.emitted import RenderedKernel
+from tilegen.errors import BuildFailed
+from tilegen.families import Direction, kernels_of
 from tilegen.problem import AttentionProblem
 from tilegen.render import render
 
@@ -29,56 +40,185 @@ def digests(folder: Path) -> dict[str, str]:
 
 
 def test_generate_writes_kernels_binaries_and_a_manifest(tmp_path: Path) -> None:
-    seen: list[str] = []
-    path = bundle.generate(
-        [PROBLEM],
-        [gpu("h200"), gpu("mi300x")],
-        tmp_path,
-        on_kernel=lambda e: seen.append(e["arch"]),
+    seen: list[Made] = []
+    path = generate(
+        [PROBLEM, PROBLEM], [gpu("h200"), gpu("mi300x")], tmp_path, on_kernel=seen.append
     )
-    manifest = json.loads(path.read_text())
-    entries = manifest["kernels"]
-    assert [(e["kernel"], e["arch"]) for e in entries] == [
+    manifest = Manifest.from_json(path.read_text())
+    binaries = manifest.binaries
+    assert [(one.kernel, one.arch) for one in binaries] == [
         (kernel, arch) for arch in ("sm_90", "gfx942") for kernel in LARGE_CACHE
     ]
-    assert seen == [e["arch"] for e in entries]
-    named = {"manifest.json"}
-    for entry in entries:
-        source = (tmp_path / entry["source"]).read_text()
-        assert f"def {entry['function']}(" in source
-        assert (tmp_path / entry["binary"]).read_bytes()[:4] == b"\x7fELF"
-        assert entry["spill_bytes"] == 0
-        assert [a["type"] for a in entry["arguments"]].count("i32") >= 8
-        named |= {entry["source"], entry["binary"]}
-    assert set(digests(tmp_path)) == named
+    assert [one.binary for one in seen] == list(binaries)
+    assert [one.problems_done for one in seen] == [0, 0, 0, 1, 1, 1, 1, 2]
+    for one in binaries:
+        assert f"def {one.function}(" in (tmp_path / one.source).read_text()
+        code = (tmp_path / one.file).read_bytes()
+        assert code[:4] == b"\x7fELF"
+        assert one.function.encode() in code
+        assert one.spill_bytes == 0
+        assert one.threads == one.config.num_warps * (32 if one.arch == "sm_90" else 64)
+        assert [type_ for _, type_ in one.arguments].count("i32") >= 8
+    assert set(digests(tmp_path)) == {
+        "manifest.json",
+        *(name for one in binaries for name in (one.file, one.source)),
+    }
+    for served in manifest.problems:
+        assert served.serves == "b1 hq4 hkv1 q1024 kv1024 d32 fp16 causal"
+        for direction, its in served.passes.items():
+            assert tuple(its.binaries) == kernels_of(PROBLEM, gpu(served.gpu), direction)
+            assert set(its.config_from.values()) == {"model"}
 
 
-def test_the_same_request_gives_the_same_bytes(tmp_path: Path) -> None:
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_a_binary_takes_the_arguments_that_the_manifest_lists(arch: str, tmp_path: Path) -> None:
+    """Read from the binary itself: number, sizes and places of its parameters."""
+    path = generate([PROBLEM], [gpu_for(arch)], tmp_path)
+    for one in Manifest.from_json(path.read_text()).binaries:
+        found = parameters_of(tmp_path / one.file, one.function)
+        sizes = [8 if type_.startswith("*") else 4 for _, type_ in one.arguments]
+        assert [size for _, size in found] == sizes
+        offset = 0
+        for (at, size), expected in zip(found, sizes, strict=True):
+            offset = -(-offset // expected) * expected
+            assert (at, size) == (offset, expected)
+            offset += expected
+
+
+def parameters_of(cubin: Path, function: str) -> list[tuple[int, int]]:
+    """Return (offset, size) of a kernel's parameters, in order."""
+    elf = subprocess.run(
+        [nvidia_tool("cuobjdump"), "-elf", str(cubin)], capture_output=True, text=True, check=True
+    ).stdout
+    section = elf[elf.index(f".nv.info.{function}\n") :]
+    found = re.findall(
+        r"EIATTR_KPARAM_INFO.*?Ordinal\s*:\s*0x([0-9a-f]+)\s+Offset\s*:\s*0x([0-9a-f]+)\s+"
+        r"Size\s*:\s*0x([0-9a-f]+)",
+        section,
+        re.DOTALL,
+    )
+    ordered = sorted((int(ordinal, 16), int(at, 16), int(size, 16)) for ordinal, at, size in found)
+    assert [ordinal for ordinal, _, _ in ordered] == list(range(len(ordered)))
+    return [(at, size) for _, at, size in ordered]
+
+
+def test_the_same_request_gives_the_same_bytes_anywhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("a", "b"):
-        bundle.generate([PROBLEM], [gpu("a100")], tmp_path / name, kernels=["fwd"])
+        monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path / f"cache of {name}"))
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / f"Triton's of {name}"))
+        emitted._modules.clear()
+        generate([PROBLEM], [gpu("a100")], tmp_path / name, directions=["forward"])
     assert digests(tmp_path / "a") == digests(tmp_path / "b")
 
 
-def test_catalogue_files(tmp_path: Path) -> None:
-    file = tmp_path / "models.txt"
-    file.write_text("# ours\nhq8 q128 d64 bf16 causal  # small\n\n  hq8 q128 d64 fp16\n")
-    assert [problem.dtype for problem in bundle.read_catalogue(file)] == ["bf16", "fp16"]
-    file.write_text("hq8 q128 d64 bf16\nhq8 q128 d64\n")
-    with pytest.raises(InvalidProblem, match=r"models\.txt, line 2: .*not exactly one dtype"):
-        bundle.read_catalogue(file)
-    file.write_text("# nothing\n")
-    with pytest.raises(InvalidProblem, match="at least one problem"):
-        bundle.read_catalogue(file)
-    file.write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(Unsupported, match="cannot read"):
-        bundle.read_catalogue(file)
+def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
+    script = """
+import os, signal, sys
+from pathlib import Path
+from tilegen.bundles.generate import generate
+from tilegen.device import gpu
+from tilegen.problem import AttentionProblem
+def on_kernel(made):
+    if made.binary.kernel == "bwd_dkdv":
+        os.kill(os.getpid(), signal.SIGKILL)
+problems = [AttentionProblem.parse(sys.argv[1])]
+generate(problems, [gpu("h200")], Path(sys.argv[2]), on_kernel=on_kernel)
+"""
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    ended = subprocess.run([sys.executable, "-c", script, PROBLEM.key, str(killed)], check=False)
+    assert ended.returncode == -signal.SIGKILL
+    assert (killed / NOTES).is_file()
+    assert not (killed / "manifest.json").exists()
+    with (killed / NOTES).open("a") as notes:
+        notes.write('{"file": "sm_90/torn')
+    left = {path: path.stat().st_mtime_ns for path in killed.rglob("*.cubin")}
+    assert len(left) >= 3
+
+    generate([PROBLEM], [gpu("h200")], killed)
+    assert all(path.stat().st_mtime_ns == at for path, at in left.items())
+    generate([PROBLEM], [gpu("h200")], whole)
+    assert digests(killed) == digests(whole)
 
 
-def test_every_architecture_has_a_typical_gpu() -> None:
-    for arch in bundle._TYPICAL:
-        assert bundle.gpu_for(arch).arch == arch
-    with pytest.raises(Unsupported, match="arch must be one of"):
-        bundle.gpu_for("sm_42")
+def test_what_is_there_is_not_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward: list[Direction] = ["forward"]
+    path = generate([PROBLEM], [gpu("h200")], tmp_path, directions=forward)
+    first = path.read_bytes()
+    (binary,) = Manifest.from_json(path.read_text()).binaries
+    compiled: list[str] = []
+    compile_ = workers.Pool.compile
+
+    def note(self: Any, rendered: RenderedKernel, *rest: Any, **options: Any) -> Any:
+        compiled.append(rendered.digest)
+        return compile_(self, rendered, *rest, **options)
+
+    monkeypatch.setattr(workers.Pool, "compile", note)
+    assert generate([PROBLEM], [gpu("h200")], tmp_path, directions=forward).read_bytes() == first
+    assert binary.digest not in compiled  # though a better proposal may be, which spills
+    (tmp_path / binary.file).write_bytes(b"damaged")
+    assert generate([PROBLEM], [gpu("h200")], tmp_path, directions=forward).read_bytes() == first
+    assert binary.digest in compiled
+    assert not Bundle(tmp_path).damaged()
+
+    other = AttentionProblem.parse("hq8 hkv2 q256 d32 fp16 full")
+    generate([other], [gpu("h200")], tmp_path, directions=forward)
+    assert not (tmp_path / binary.file).exists()  # the new manifest does not name it
+
+
+def test_a_kernel_that_cannot_be_built_does_not_stop_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile_ = workers.Pool.compile
+
+    def fail_for_columns(self: Any, rendered: RenderedKernel, *rest: Any, **options: Any) -> Any:
+        if rendered.kernel == "bwd_dkdv":
+            return BuildFailed("no")
+        return compile_(self, rendered, *rest, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(workers.Pool, "compile", fail_for_columns)
+        with pytest.raises(BuildFailed, match="1 of 4 kernels could not be built: bwd_dkdv of"):
+            generate([PROBLEM], [gpu("h200")], tmp_path)
+    assert not (tmp_path / "manifest.json").exists()
+    assert len(list(tmp_path.rglob("*.cubin"))) == 3
+    generate([PROBLEM], [gpu("h200")], tmp_path)
+    assert len(list(tmp_path.rglob("*.cubin"))) == 4
+
+
+def test_the_command_says_what_it_made_and_the_other_checks_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(*arguments: str) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["tilegen", *arguments])
+        try:
+            main()
+        except SystemExit as error:
+            return int(str(error.code)), "".join(capsys.readouterr())
+        return 0, "".join(capsys.readouterr())
+
+    models, out = tmp_path / "models.yaml", str(tmp_path / "dist")
+    models.write_text(f"ours:\n  - {PROBLEM.key}\n")
+    code, said = run(
+        *("generate", "--catalog", str(models), "--forward-only", "--out", out),
+        *("--arch", "sm_80", "sm_90"),
+    )
+    assert code == 0
+    assert "sm_80   fwd  " in said
+    assert "1 problem; binaries: 1 for sm_80, 1 for sm_90; 0.1 MB" in said
+    code, said = run("bundle", out, "--json")
+    assert code == 0
+    assert json.loads(said)["binaries"] == {"sm_80": 1, "sm_90": 1}
+    next(Path(out).glob("sm_90/*")).unlink()
+    code, said = run("bundle", out)
+    assert code == 1
+    assert "missing or not what the manifest says: sm_90/attention_fwd_d32_causal" in said
+    code, said = run("generate", PROBLEM.key, "--out", out)
+    assert (code, said.count("\n")) == (1, 1)
+    assert "expected --arch or --gpu" in said
 
 
 def test_the_first_that_fits_is_taken() -> None:
@@ -90,6 +230,7 @@ def test_the_first_that_fits_is_taken() -> None:
         shared_bytes=1000,
         registers=100,
         spill_bytes=0,
+        scratch_pointers=2,
         seconds=0.1,
     )
     large, spilling = replace(good, shared_bytes=10**6), replace(good, spill_bytes=8)

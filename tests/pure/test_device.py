@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tilegen.device import GpuSpec, catalogue, detect, from_driver, gpu
+from tilegen.device import GpuSpec, catalogue, detect, from_driver, gpu, gpu_for
 from tilegen.errors import Unsupported
 
 FLOPS_PER_CLOCK_AND_SM = {
@@ -203,3 +203,10 @@ def test_detect_asks_the_device_named(monkeypatch: pytest.MonkeyPatch) -> None:
     found = detect(), detect(0)
     assert [spec.name for spec in found if spec] == ["h200", "h200"]
     assert asked == [3, 0]
+
+
+def test_every_architecture_has_a_typical_gpu() -> None:
+    for arch in {spec.arch for spec in catalogue()}:
+        assert gpu_for(arch).arch == arch
+    with pytest.raises(Unsupported, match="arch must be one of"):
+        gpu_for("sm_42")

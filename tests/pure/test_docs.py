@@ -1,5 +1,6 @@
 """Documentation that cannot rot: README blocks run, and everything users can touch is described."""
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -8,15 +9,18 @@ from pathlib import Path
 import pytest
 
 import tilegen
+from tests.pure.test_bundle_launch import CONFIGS
 from tests.pure.test_cli import COMMANDS
 from tilegen import resources, settings
-from tilegen.config import TileConfig
+from tilegen.bundles.manifest import Binary, Served
+from tilegen.config import KERNELS, TileConfig
 from tilegen.problem import AttentionProblem
-from tilegen.render import _context
+from tilegen.render import _context, render
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 LEGEND = (ROOT / "templates" / "README.md").read_text(encoding="utf-8")
+BUNDLES = (ROOT / "tilegen" / "bundles" / "README.md").read_text(encoding="utf-8")
 MASKS = (ROOT / "tilegen" / "masks" / "README.md").read_text(encoding="utf-8")
 
 
@@ -85,7 +89,38 @@ def test_both_set_up_commands_are_there_once() -> None:
     assert commands[1].endswith("/pytest")
 
 
-def test_links_lead_somewhere() -> None:
-    for page in (README, LEGEND, MASKS):
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", page):
-            assert (ROOT / target).exists(), target
+def test_every_field_of_a_manifest_is_on_its_page() -> None:
+    for record in (Binary, Served):
+        for field in dataclasses.fields(record):
+            names = ("forward", "backward") if field.name == "passes" else (field.name,)
+            for name in names:
+                assert f"`{name}`" in BUNDLES, name
+
+
+def test_every_argument_of_a_kernel_is_on_the_page_of_bundles() -> None:
+    names: set[str] = set()
+    for kernel in KERNELS:
+        for text in (
+            "hq8 hkv2 q64 d64 bf16 causal",
+            "hq8 q64 d64 bf16 score(s+t0[k-q+64],float32+,sinks)",
+        ):
+            problem = AttentionProblem.parse(text)
+            names |= {name for name, _ in render(problem, CONFIGS[kernel], kernel).signature}
+    strides = {name for name in names if re.fullmatch(r"stride_[a-z]+[bhmn]", name)}
+    for name in names - strides:
+        assert f"`{name}`" in BUNDLES, name
+    assert {name[7:-1] for name in strides} == {
+        *("q", "k", "v", "o", "do", "dq", "dk", "dv"),
+        *"wyg",
+    }
+
+
+@pytest.mark.parametrize(
+    "page",
+    ["README.md", "templates/README.md", "tilegen/masks/README.md", "tilegen/bundles/README.md"],
+)
+def test_links_lead_somewhere(page: str) -> None:
+    path = ROOT / page
+    links = re.findall(r"\]\((?!https?:)([^)#]+)\)", path.read_text(encoding="utf-8"))
+    for target in links:
+        assert (path.parent / target).exists(), target

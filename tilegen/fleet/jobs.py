@@ -74,7 +74,7 @@ def jobs_of(
 
 def read_problems(catalogue: Sequence[str]) -> list[AttentionProblem]:
     """Return the problems of a catalogue, each entry a file or a notation. Raises TilegenError."""
-    from tilegen.bundle import read_catalogue
+    from tilegen.catalog import read_catalogue
 
     found: list[AttentionProblem] = []
     for entry in catalogue:

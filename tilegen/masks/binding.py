@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
@@ -29,8 +29,16 @@ NOTHING: Mapping[str, torch.Tensor] = {}
 class BoundKernel:
     """The launch of an emitted kernel; calling `given` completes it with what a mask reads."""
 
-    def __init__(self, launch: Launch, mask: Mask, kernel: Kernel, config: TileConfig) -> None:
-        names = inspect.signature(launch).parameters
+    def __init__(
+        self,
+        launch: Launch,
+        mask: Mask,
+        kernel: Kernel,
+        config: TileConfig,
+        names: Collection[str] | None = None,
+    ) -> None:
+        """`names` are those of the launch's parameters, where its signature does not say them."""
+        names = inspect.signature(launch).parameters if names is None else names
         self._launch = launch
         self._slots = [int(name[1:]) for name in names if re.fullmatch(r"t\d+", name)]
         self._reads = [name for name in names if re.fullmatch(r"d?c\d+|sinks", name)]

@@ -55,6 +55,13 @@ class Fields:
             self._refuse(name, f"one of {', '.join(allowed)}", value)
         return value
 
+    def flag(self, name: str) -> bool:
+        """Return true or false."""
+        value = self._get(name)
+        if not isinstance(value, bool):
+            self._refuse(name, "true or false", value)
+        return value
+
     def group(self, name: str) -> Fields:
         """Return the JSON object `name`."""
         return fields_of(self._get(name), self.where + name)

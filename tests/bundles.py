@@ -1,0 +1,74 @@
+"""Bundles for tests: entries made without compiling, and a driver's function that runs in
+Python."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tilegen.build import CompiledKernel
+from tilegen.bundles.manifest import Binary
+from tilegen.device import GpuSpec
+from tilegen.emitted import RenderedKernel
+from tilegen.problem import AttentionProblem
+from tilegen.workers import Pool
+
+FORMATS = {"i32": "i", "fp32": "f"}
+
+
+def not_compiled(rendered: RenderedKernel, arch: str = "sm_90") -> Binary:
+    """Return what the manifest would say of a kernel."""
+    from tilegen.bundles.generate import binary_of
+
+    return binary_of(as_if_compiled(rendered, arch))
+
+
+def as_if_compiled(rendered: RenderedKernel, arch: str) -> CompiledKernel:
+    """Return a kernel whose binary is its digest."""
+    return CompiledKernel(
+        rendered=rendered,
+        arch=arch,
+        binary=f"{arch} {rendered.digest}".encode(),
+        shared_bytes=1024,
+        registers=64,
+        spill_bytes=0,
+        scratch_pointers=2,
+        seconds=0.0,
+    )
+
+
+def write_bundle(problems: Sequence[AttentionProblem], gpus: Sequence[GpuSpec], out: Path) -> Path:
+    """Write a bundle as `generate` does, but for the compiler: its binaries are empty."""
+    from tilegen.bundles.generate import generate
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            Pool,
+            "compile",
+            lambda self, rendered, arch, **_: as_if_compiled(rendered, arch),
+        )
+        return generate(problems, gpus, out)
+
+
+class StandIn:
+    """Stands where a kernel in the driver would be: reads the arguments back from the memory that
+    the driver would read, and hands them on."""
+
+    def __init__(self, binary: Binary, launched: Callable[[int, list[Any]], None]) -> None:
+        self._types = [type_ for _, type_ in binary.arguments]
+        self._launched = launched
+
+    def launch(self, grid: int, threads: int, parameters: int, *, device: int, stream: int) -> None:
+        addresses = (ctypes.c_void_p * len(self._types)).from_address(parameters)
+        values: list[Any] = []
+        for type_, address in zip(self._types, addresses, strict=True):
+            form = FORMATS.get(type_, "P")
+            assert address is not None
+            memory = ctypes.string_at(address, struct.calcsize(form))
+            values += struct.unpack(form, memory)
+        self._launched(grid, values)

@@ -1,0 +1,177 @@
+"""Launching from a bundle gives every kernel what its emitted `launch` gives it."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import tilegen
+from tests.bundles import StandIn, not_compiled
+from tests.sliced import ALL
+from tilegen import emitted
+from tilegen.bundles.launch import extra_names, launch_of
+from tilegen.config import KERNELS, Kernel, TileConfig
+from tilegen.errors import Unsupported
+from tilegen.masks import Mask
+from tilegen.masks.binding import BoundKernel, score_tensors
+from tilegen.masks.score import Score
+from tilegen.masks.shapes import Shape
+from tilegen.problem import AttentionProblem
+from tilegen.render import render
+
+CONFIGS: dict[Kernel, TileConfig] = {
+    "fwd": TileConfig(block_m=64, block_n=32),
+    "bwd_dkdv": TileConfig(block_m=64, block_n=32),
+    "bwd_dq": TileConfig(block_m=64, block_n=32),
+    **ALL,
+}
+BATCH, HEADS, GROUP, SEQLEN_Q, SEQLEN_KV, DIM_QK, DIM_V = 2, 4, 2, 100, 203, 96, 64
+TABLE = torch.randn(HEADS, 301)
+CASES: dict[str, tuple[Mask, Score | None]] = {
+    "causal": (tilegen.causal(), None),
+    "lengths": (tilegen.kv_lengths(torch.tensor([50, 203])), None),
+    "blocks": (tilegen.block_sparse(torch.ones(4, 7, dtype=torch.bool), 32), None),
+    "softcap": (tilegen.full(), tilegen.softcap(20.0)),
+    "trained": (tilegen.full(), tilegen.relative_bias(TABLE.requires_grad_())),
+    "sinks": (tilegen.causal(), tilegen.sinks(torch.zeros(HEADS))),
+}
+
+
+class Recorder:
+    """Stands where the `@triton.jit` function of an emitted module is."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[int, list[Any]]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*arguments: Any, **options: Any) -> None:
+            values = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments]
+            self.launches.append((grid[0], values))
+
+        return launch
+
+
+def tensor(*shape: int, heads_inside: bool = False, dtype: Any = torch.float16) -> torch.Tensor:
+    if heads_inside:
+        batch, heads, rows, dim = shape
+        return torch.zeros((batch, rows, heads, dim), dtype=dtype).transpose(1, 2)
+    return torch.zeros(shape, dtype=dtype)
+
+
+def given_to(kernel: Kernel, *, heads_inside: bool = False) -> tuple[Any, ...]:
+    """Return what `launch` of a kernel takes by position, every number another."""
+    heads_kv = HEADS // GROUP
+    q = tensor(BATCH, HEADS, SEQLEN_Q, DIM_QK, heads_inside=heads_inside)
+    k = tensor(BATCH, heads_kv, SEQLEN_KV, DIM_QK, heads_inside=heads_inside)
+    v = tensor(BATCH, heads_kv, SEQLEN_KV, DIM_V)
+    out, dout = tensor(*q.shape[:3], DIM_V), tensor(*q.shape[:3], DIM_V, heads_inside=heads_inside)
+    lse, delta = torch.zeros(q.shape[:3]), torch.zeros(q.shape[:3])
+    panel = tensor(1, 64, 208)
+    notes = torch.zeros(1, 4, 64), torch.zeros(1, 4, 64)
+    inside = (3, 1, 0, 64)  # head_first, num_heads, row_first, num_rows
+    match kernel:
+        case "fwd" | "fwd_streamed":
+            return q, k, v, 0.125
+        case "fwd_scores":
+            return q, k, *inside, 0.125
+        case "fwd_values":
+            return panel, *notes, 64, v, out, lse, 3, 64
+        case "bwd_preprocess":
+            return out, dout
+        case "bwd_dkdv" | "bwd_dq":
+            return q, k, v, dout, lse, delta, 0.125
+        case "bwd_scores":
+            return q, k, v, dout, lse, delta, *inside, 0.125
+        case "bwd_columns":
+            return panel, q, torch.zeros(SEQLEN_KV, DIM_QK), k, 3, 64, False, True, 0.125
+        case "bwd_rows":
+            return panel, k, q, 3, 64, 0.125
+
+
+@pytest.mark.parametrize("heads_inside", [False, True], ids=["rows inside", "heads inside"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_the_driver_reads_what_the_emitted_launch_passes(
+    kernel: Kernel, case: str, heads_inside: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mask, score = CASES[case]
+    problem = AttentionProblem(
+        batch=BATCH,
+        num_heads_q=HEADS,
+        num_heads_kv=HEADS // GROUP,
+        seqlen_q=SEQLEN_Q,
+        seqlen_kv=SEQLEN_KV,
+        head_dim_qk=DIM_QK,
+        head_dim_v=DIM_V,
+        dtype="fp16",
+        mask=mask.stand_in,
+        score=score and score.form,
+    )
+    rendered = render(problem, CONFIGS[kernel], kernel)
+    binary = not_compiled(rendered)
+    module, recorder = emitted.load(rendered), Recorder()
+    monkeypatch.setattr(module, rendered.function, recorder)
+    from_driver: list[tuple[int, list[Any]]] = []
+    stand_in = StandIn(binary, lambda grid, values: from_driver.append((grid, values)))
+
+    captured = {
+        slot: torch.zeros(one.shape) for slot, one in enumerate(score.captured if score else ())
+    }
+    reads = score_tensors(
+        score.captured if score else (), score.sink_logits if score else None, captured
+    )
+    shape = Shape(BATCH, HEADS, SEQLEN_Q, SEQLEN_KV)
+    given = given_to(kernel, heads_inside=heads_inside)
+    results: list[Any] = []
+    for launch, names in (
+        (module.launch, None),
+        (launch_of(binary, lambda: stand_in), extra_names(binary)),
+    ):
+        bound = BoundKernel(launch, problem.mask, kernel, CONFIGS[kernel], names)
+        results.append(bound.given(mask, shape, torch.device("cpu"), reads)(*given))
+
+    ((grid, ours),), ((emitted_grid, theirs),) = from_driver, recorder.launches
+    assert grid == emitted_grid
+    *ours, first_scratch, second_scratch = ours
+    assert (first_scratch, second_scratch) == (0, 0)
+    assert described(ours, results[1]) == described(theirs, results[0])
+    assert [of(one) for one in flat(results[1])] == [of(one) for one in flat(results[0])]
+
+
+def described(values: list[Any], result: Any) -> list[Any]:
+    """Return arguments with results in the place of their addresses, floats as fp32 has them."""
+    made = {
+        one.data_ptr(): f"result {i}"
+        for i, one in enumerate(flat(result))
+        if isinstance(one, torch.Tensor)
+    }
+    return [torch.tensor(x).item() if isinstance(x, float) else made.get(x, int(x)) for x in values]
+
+
+def flat(result: Any) -> tuple[Any, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def of(result: Any) -> Any:
+    if not isinstance(result, torch.Tensor):
+        return result
+    return result.shape, result.stride(), result.dtype
+
+
+def test_an_argument_that_nobody_knows_is_refused() -> None:
+    problem = AttentionProblem.parse("hq2 q64 d64 fp16 causal")
+    binary = not_compiled(render(problem, CONFIGS["fwd"], "fwd"))
+    for name in ("q_offset", "stride_zb", "bias_ptr", "t0_n0"):
+        strange = replace(binary, arguments=(*binary.arguments, (name, "i32")))
+        with pytest.raises(Unsupported, match=f"takes '{name}', which a fwd of this tilegen"):
+            launch_of(strange, lambda: StandIn(binary, lambda grid, values: None))
+
+
+def test_a_stride_that_does_not_fit_is_refused() -> None:
+    problem = AttentionProblem.parse("hq2 q64 d64 fp16 causal")
+    binary = not_compiled(render(problem, CONFIGS["fwd"], "fwd"))
+    launch = launch_of(binary, lambda: StandIn(binary, lambda grid, values: None))
+    q = torch.zeros(1, 2, 64, 65, dtype=torch.float16)[..., :64]
+    with pytest.raises(Unsupported, match="multiples of 8 elements"):
+        launch(q, q, q, 0.125)

@@ -1,0 +1,306 @@
+"""Bundles at run time: what is served from one, what is refused, what is left to the usual way."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tilegen
+from tests.bundles import write_bundle
+from tilegen import bundles
+from tilegen.bundles.manifest import MANIFEST, Manifest
+from tilegen.bundles.served import Bundle, load_bundle, runs_on
+from tilegen.device import GpuSpec, gpu
+from tilegen.errors import Unsupported
+from tilegen.families import Direction
+from tilegen.problem import AttentionProblem
+
+H200 = gpu("h200")
+PROBLEMS = [
+    "b1 hq8 hkv2 q512 d64 bf16 causal",
+    "b1 hq8 hkv2 q65536 d64 bf16 causal",
+    "b1 hq8 hkv2 q512 d512 bf16 causal",
+    "b1 hq8 q512 d64 bf16 window(127,0) score(s+t0[h,k-q+512],float32+)",
+]
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_loaded() -> Any:
+    yield
+    bundles.loaded.clear()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("bundle")
+    write_bundle([AttentionProblem.parse(text) for text in PROBLEMS], [gpu("a100"), H200], out)
+    return out
+
+
+def found(
+    bundle: Bundle,
+    text: str,
+    direction: Direction = "forward",
+    spec: GpuSpec = H200,
+    aligned: bool = True,
+) -> list[str] | None:
+    """Return the files that serve a problem."""
+    its = bundle.find(AttentionProblem.parse(text), spec, direction, aligned=aligned)
+    return its and [one.file for one in its]
+
+
+def test_any_batch_heads_and_lengths_are_served_by_the_nearest(folder: Path) -> None:
+    bundle = Bundle(folder)
+    short, long = (
+        next(s for s in bundle.manifest.problems if s.problem == key and s.arch == "sm_90")
+        for key in (AttentionProblem.parse(text).key for text in PROBLEMS[:2])
+    )
+    of_short, of_long = (list(s.passes["backward"].binaries.values()) for s in (short, long))
+    assert of_short != of_long
+    for text, its in (
+        ("b1 hq8 hkv2 q512 d64 bf16 causal", of_short),
+        ("b3 hq16 hkv4 q100 kv700 d64 bf16 causal", of_short),
+        ("b1 hq4 hkv1 q30000 d64 bf16 causal", of_long),
+    ):
+        assert found(bundle, text, "backward") == its
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "hq8 hkv2 q512 d128 bf16 causal",
+        "hq8 hkv2 q512 d64 fp16 causal",
+        "hq8 hkv4 q512 d64 bf16 causal",
+        "hq8 hkv2 q512 d64 bf16 full",
+        "hq8 hkv2 q512 d64 bf16 causal score(20.0*tanh(0.05*s))",
+    ],
+)
+def test_what_it_does_not_have_is_left_to_the_usual_way(text: str, folder: Path) -> None:
+    assert found(Bundle(folder), text) is None
+
+
+def test_addresses_that_are_not_aligned_are_left_to_the_usual_way(folder: Path) -> None:
+    assert found(Bundle(folder), PROBLEMS[0], aligned=False) is None
+
+
+def test_a_forward_does_not_ask_what_is_trained(folder: Path) -> None:
+    bundle, fixed = Bundle(folder), PROBLEMS[3].replace("float32+", "float32")
+    assert found(bundle, PROBLEMS[3])
+    assert found(bundle, fixed) == found(bundle, PROBLEMS[3])
+    assert found(bundle, PROBLEMS[3], "backward")
+    assert found(bundle, fixed, "backward") is None
+
+
+def test_all_kernels_of_a_family_come_together(folder: Path) -> None:
+    bundle, problem = Bundle(folder), AttentionProblem.parse(PROBLEMS[2])
+    its = bundle.find(problem, H200, "backward", aligned=True)
+    assert its
+    assert [one.kernel for one in its] == [
+        *("bwd_preprocess", "bwd_scores", "bwd_columns", "bwd_rows")
+    ]
+
+
+def test_a_gpu_with_less_shared_memory_is_not_served_what_it_cannot_run(folder: Path) -> None:
+    bundle = Bundle(folder)
+    files = found(bundle, PROBLEMS[0], spec=gpu("a100"))
+    assert files
+    assert files[0].startswith("sm_80/")
+    needs = bundle.manifest.by_file[files[0]].shared_bytes
+    small = replace(gpu("rtx3090"), smem_per_block=needs)
+    assert found(bundle, PROBLEMS[0], spec=small) == files
+    assert found(bundle, PROBLEMS[0], spec=replace(small, smem_per_block=needs - 1)) is None
+
+
+@pytest.mark.parametrize(
+    "arch, on, runs",
+    [
+        ("sm_80", "sm_80", True),
+        ("sm_80", "sm_86", True),
+        ("sm_80", "sm_89", True),
+        ("sm_86", "sm_80", False),
+        ("sm_80", "sm_90", False),
+        ("sm_90", "sm_90", True),
+        ("sm_90", "sm_100", False),
+        ("sm_100", "sm_103", False),
+        ("sm_100", "sm_120", False),
+        ("gfx942", "gfx942", True),
+        ("gfx942", "sm_90", False),
+    ],
+)
+def test_where_binaries_run(arch: str, on: str, runs: bool) -> None:
+    assert runs_on(arch, on) is runs
+
+
+def seeing(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Have PyTorch see these GPUs."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
+    monkeypatch.setattr("tilegen.device.detect", lambda index: gpu(names[index]))
+
+
+def test_loading_asks_for_a_gpu_that_it_has_binaries_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seeing(monkeypatch, "b200", "h200")
+    bundle = load_bundle(folder)
+    assert bundles.loaded == [bundle]
+    seeing(monkeypatch, "b200")
+    with pytest.raises(Unsupported) as error:
+        load_bundle(folder)
+    assert str(error.value) == (
+        f"{folder} has binaries for sm_80, sm_90, and this GPU is an sm_100 (NVIDIA B200): "
+        "generate with --arch sm_100"
+    )
+
+
+def test_without_a_gpu_a_bundle_is_checked_and_loads(folder: Path) -> None:
+    first, again = load_bundle(folder), load_bundle(folder)
+    assert bundles.loaded == [again]
+    assert repr(again).startswith(f"Bundle({str(folder)!r}: 8 problems, ")
+    again.unload()
+    first.unload()
+    assert bundles.loaded == []
+
+
+def test_without_nvidias_bindings_it_says_what_to_install(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tilegen.bundles.driver import driver
+
+    seeing(monkeypatch, "h200")
+    driver.cache_clear()
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    with pytest.raises(Unsupported, match=r"pip install 'tilegen\[bundle\]'"):
+        load_bundle(folder)
+    driver.cache_clear()
+
+
+def test_damage_is_refused_with_the_name_of_the_file(folder: Path, tmp_path: Path) -> None:
+    copy(folder, tmp_path)
+    bundle = load_bundle(tmp_path)
+    binary = bundle.manifest.binaries[0]
+    path = tmp_path / binary.file
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-1] + b"?")
+    with pytest.raises(Unsupported, match=f"^{binary.file} in .* not what the manifest says"):
+        load_bundle(tmp_path)
+    with pytest.raises(Unsupported, match=f"^{binary.file} in .* not what the manifest says"):
+        bundle.function(binary)  # damaged since it was loaded
+    path.unlink()
+    (tmp_path / bundle.manifest.binaries[1].file).unlink()
+    with pytest.raises(Unsupported, match=f"^{binary.file} and 1 more in .* is missing"):
+        load_bundle(tmp_path)
+
+
+def copy(folder: Path, to: Path) -> None:
+    for path in folder.rglob("*.*"):
+        (to / path.relative_to(folder)).parent.mkdir(exist_ok=True)
+        (to / path.relative_to(folder)).write_bytes(path.read_bytes())
+
+
+def test_a_folder_that_is_no_bundle(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match=r"expected a bundle in .* make one with: tilegen gen"):
+        load_bundle(tmp_path)
+    (tmp_path / MANIFEST).mkdir()
+    with pytest.raises(Unsupported, match="expected a bundle in"):
+        load_bundle(tmp_path)
+
+
+def test_a_manifest_says_the_same_after_reading(folder: Path) -> None:
+    text = (folder / MANIFEST).read_text()
+    assert Manifest.from_json(text).to_json() == text
+
+
+HOSTILE = {
+    "not JSON": lambda m: "kernels",
+    "another schema": lambda m: json.dumps(m | {"schema": 3}),
+    "a list": lambda m: json.dumps([m]),
+    "deep": lambda m: "[" * 100_000,
+    "no binaries": lambda m: json.dumps(m | {"binaries": []}),
+    "a path upwards": lambda m: with_binary(m, file="../sm_90/x.cubin"),
+    "an absolute path": lambda m: with_binary(m, file="/etc/passwd"),
+    "a hidden path": lambda m: with_binary(m, file="sm_90/../../x.cubin"),
+    "a source elsewhere": lambda m: with_binary(m, source="kernels/../../x.py"),
+    "a name that is none": lambda m: with_binary(m, function="f; g"),
+    "a strange type": lambda m: with_binary(m, arguments=[{"name": "q_ptr", "type": "void"}]),
+    "a strange size": lambda m: with_binary(m, grid=[{"size": "__class__", "divisor": 1}]),
+    "a divisor of 0": lambda m: with_binary(m, grid=[{"size": "batch", "divisor": 0}]),
+    "too many threads": lambda m: with_binary(m, threads=4096),
+    "a huge number": lambda m: with_binary(m, shared_bytes=10**40),
+    "a float": lambda m: with_binary(m, registers=1.5),
+    "not a number": lambda m: with_binary(m, registers=float("nan")),
+    "a digest too short": lambda m: with_binary(m, sha256="abc"),
+    "a config that is none": lambda m: with_binary(m, config={"block_m": 3, "block_n": 64}),
+    "an unknown kernel": lambda m: with_binary(m, kernel="sort"),
+    "half a family": lambda m: with_problem(m, backward=m["problems"][0]["backward"][:2]),
+    "a length of 0": lambda m: with_problem(m, problem="b1 hq8 hkv2 q0 kv0 d64 bf16 causal"),
+    "no notation": lambda m: with_problem(m, problem="attention"),
+    "the binary of another": lambda m: with_problem(
+        m, forward=[m["problems"][0]["forward"][0] | {"kernel": "fwd_streamed"}]
+    ),
+    "escape codes": lambda m: with_problem(m, gpu="h200\x1b[31m"),
+}
+
+
+def with_binary(manifest: dict[str, Any], **changes: Any) -> str:
+    first, *others = manifest["binaries"]
+    return json.dumps(manifest | {"binaries": [first | changes, *others]})
+
+
+def with_problem(manifest: dict[str, Any], **changes: Any) -> str:
+    first, *others = manifest["problems"]
+    return json.dumps(manifest | {"problems": [first | changes, *others]})
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_hostile_manifest_is_refused_in_a_line(name: str, folder: Path, tmp_path: Path) -> None:
+    manifest = json.loads((folder / MANIFEST).read_text())
+    (tmp_path / MANIFEST).write_text(HOSTILE[name](manifest))
+    with pytest.raises(Unsupported, match="generate the bundle again") as error:
+        Bundle(tmp_path)
+    assert str(error.value).isprintable()
+
+
+SERVE = """
+import sys
+from pathlib import Path
+import torch
+import tilegen
+from tests.bundles import StandIn
+from tilegen import dispatch
+from tilegen.bundles.served import Bundle
+from tilegen.device import gpu
+
+launched = []
+Bundle.function = lambda self, one: StandIn(one, lambda *_: launched.append(one.kernel))
+dispatch.interpreter.is_active = lambda: True  # CPU tensors go the way of kernels
+dispatch.interpreter.repair_bfloat16 = lambda: None
+tilegen.load_bundle(sys.argv[1])
+q, k, v = (torch.zeros(1, h, 700, 64, dtype=torch.bfloat16, requires_grad=True) for h in (8, 2, 2))
+out = tilegen.attention(q, k, v, mask=tilegen.causal())
+out.sum().backward()
+print(*launched)
+print(*sorted({"triton", "jinja2", "sympy", "optuna"} & set(sys.modules)))
+"""
+
+
+def test_serving_loads_no_compiler_no_templates_and_no_algebra(folder: Path) -> None:
+    said = subprocess.run(
+        [sys.executable, "-c", SERVE, str(folder)], capture_output=True, text=True, check=True
+    ).stdout
+    assert said.splitlines() == ["fwd bwd_preprocess bwd_dq bwd_dkdv", ""]
+
+
+def test_calls_go_back_to_the_usual_way_when_it_is_unloaded(folder: Path) -> None:
+    from tilegen import dispatch
+
+    dispatch._plans["a call"] = None  # type: ignore[assignment]
+    bundle = tilegen.load_bundle(folder)
+    assert not dispatch._plans
+    dispatch._plans["a call"] = None  # type: ignore[assignment]
+    bundle.unload()
+    assert not dispatch._plans

@@ -1,0 +1,261 @@
+"""Ahead of time: emitted kernels and binaries for a list of problems, with one manifest. No GPU
+needed."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING
+
+from tilegen.build import CompiledKernel, first_that_fits, nvidia_tool
+from tilegen.bundles.folder import Folder
+from tilegen.bundles.manifest import Binary, Manifest, Origin, Pass, Served
+from tilegen.config import Kernel, TileConfig
+from tilegen.emitted import (
+    RenderedKernel,
+    representative,
+    rows_are_aligned,
+    stride_unit,
+    template_digest,
+)
+from tilegen.errors import BuildFailed
+from tilegen.families import Direction, kernels_of
+from tilegen.problem import AttentionProblem
+from tilegen.propose import propose
+from tilegen.render import render
+from tilegen.store import look_up
+from tilegen.workers import Pool
+
+if TYPE_CHECKING:
+    from tilegen.device import GpuSpec
+
+BOTH: tuple[Direction, ...] = ("forward", "backward")
+TRIED = 5
+"""Proposals for a kernel without a record: the first that fits and does not spill is taken."""
+
+
+@dataclass(frozen=True)
+class Made:
+    """One kernel of one problem is there."""
+
+    problem: AttentionProblem
+    binary: Binary
+    problems_done: int
+    """Counted for each architecture."""
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """A kernel of a problem, and the binary that it will have."""
+
+    problem: AttentionProblem
+    gpu: GpuSpec
+    kernel: Kernel
+    origin: Origin
+    binary: Future[Binary]
+
+
+def generate(
+    problems: Sequence[AttentionProblem],
+    gpus: Sequence[GpuSpec],
+    out: Path,
+    *,
+    directions: Sequence[Direction] = BOTH,
+    on_kernel: Callable[[Made], None] = lambda made: None,
+) -> Path:
+    """Write kernels, binaries and manifest under `out` and return the manifest's path.
+
+    The config of each kernel is that of its record, else the model's best that compiles without
+    spilling. All cores compile. The same inputs and versions give the same bytes, and a run that
+    was stopped goes on where it was. Raises BuildFailed once all else is built.
+    """
+    folder = Folder(out, _versions())
+    chosen: dict[tuple[AttentionProblem, GpuSpec], list[_Choice]] = {}
+    with Pool() as pool, ThreadPoolExecutor(pool.size) as threads:
+        builder = _Builder(folder, pool, threads)
+        try:
+            for gpu in gpus:
+                for problem in dict.fromkeys(problems):
+                    chosen[problem, gpu] = [
+                        builder.choose(problem, gpu, kernel)
+                        for direction in directions
+                        for kernel in kernels_of(problem, gpu, direction)
+                    ]
+            failures: list[str] = []
+            for done, choices in enumerate(chosen.values(), 1):
+                for one in choices:
+                    try:
+                        binary = one.binary.result()
+                    except BuildFailed as error:
+                        failures.append(f"{one.kernel} of '{one.problem}': {error}")
+                        continue
+                    on_kernel(Made(one.problem, binary, done - (one is not choices[-1])))
+        finally:  # on an error, or Ctrl-C: what is being compiled is finished, nothing else begun
+            threads.shutdown(wait=False, cancel_futures=True)
+    if failures:
+        raise BuildFailed(
+            f"{len(failures)} of {sum(map(len, chosen.values()))} kernels could not be built: "
+            f"{failures[0]}; what was built is kept in {out}, without a manifest"
+        )
+    return folder.finish(_manifest(chosen, directions, folder.versions))
+
+
+class _Builder:
+    """Chooses and compiles kernels, each binary once."""
+
+    def __init__(self, folder: Folder, pool: Pool, threads: ThreadPoolExecutor) -> None:
+        self._folder, self._pool, self._threads = folder, pool, threads
+        self._started: dict[tuple[str, GpuSpec], Future[Binary]] = {}
+        self._sympy = (
+            Lock()
+        )  # rendering and proposing: nobody promises that SymPy takes two threads
+
+    def choose(self, problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> _Choice:
+        """Start to build the kernel of the best config that fits."""
+        with self._sympy:
+            configs, origin = _configs(problem, gpu, kernel)
+            first = render(problem, configs[0], kernel)
+        if (first.digest, gpu) not in self._started:
+            self._started[first.digest, gpu] = self._threads.submit(
+                self._build, first, configs[1:], gpu
+            )
+        return _Choice(problem, gpu, kernel, origin, self._started[first.digest, gpu])
+
+    def _build(self, first: RenderedKernel, others: list[TileConfig], gpu: GpuSpec) -> Binary:
+        """Return the first that fits and spills nothing, else the one that spills least."""
+        tried: list[CompiledKernel | BuildFailed] = []
+        for config in (first.config, *others):
+            rendered = first
+            if config != first.config:
+                with self._sympy:
+                    rendered = render(first.problem, config, first.kernel)
+            known = self._folder.known(rendered, gpu.arch)
+            if known and not known.spill_bytes:
+                return known
+            tried.append(self._pool.compile(rendered, gpu.arch, line_info=False))
+            if _is_good(tried[-1], gpu):
+                break
+        compiled = first_that_fits(tried, gpu)
+        source = compiled.rendered.source.encode()
+        return self._folder.add(binary_of(compiled), compiled.binary, source)
+
+
+def _configs(
+    problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel
+) -> tuple[list[TileConfig], Origin]:
+    """Return the configs to try, best first, and where they come from."""
+    if found := look_up(problem, gpu, kernel, template_digest=template_digest(kernel)):
+        return [found.record.config], "record"
+    return [c.config for c in propose(problem, gpu, kernel=kernel, top=TRIED)], "model"
+
+
+def _is_good(built: CompiledKernel | BuildFailed, gpu: GpuSpec) -> bool:
+    return (
+        isinstance(built, CompiledKernel)
+        and built.shared_bytes <= gpu.smem_per_block
+        and not built.spill_bytes
+    )
+
+
+def binary_of(compiled: CompiledKernel) -> Binary:
+    """Return what the manifest says of a kernel."""
+    rendered = compiled.rendered
+    problem = rendered.problem
+    stem = f"{rendered.function}_{problem.dtype}_g{problem.group_size}"
+    sha256 = hashlib.sha256(compiled.binary).hexdigest()
+    scratch = ((f"scratch_{i}", "*u8") for i in range(compiled.scratch_pointers))
+    return Binary(
+        file=f"{compiled.arch}/{stem}_{sha256[:8]}.{compiled.extension}",
+        sha256=sha256,
+        source=f"kernels/{stem}_{rendered.digest[:8]}.py",
+        source_sha256=hashlib.sha256(rendered.source.encode()).hexdigest(),
+        kernel=rendered.kernel,
+        arch=compiled.arch,
+        function=rendered.function,
+        config=rendered.config,
+        arguments=(*rendered.signature, *scratch),
+        stride_unit=stride_unit(problem, rendered.aligned),
+        grid=_grid(rendered),
+        threads=compiled.threads,
+        shared_bytes=compiled.shared_bytes,
+        registers=compiled.registers,
+        spill_bytes=compiled.spill_bytes,
+        digest=rendered.digest,
+        template_digest=template_digest(rendered.kernel),
+    )
+
+
+def _grid(rendered: RenderedKernel) -> tuple[tuple[str, int], ...]:
+    """Return the grid of one launch, as each template's `launch` computes it."""
+    problem, config = rendered.problem, rendered.config
+    rows, columns = ("num_rows", config.block_m), ("seqlen_kv", config.block_n)
+    match rendered.kernel:
+        case "bwd_dkdv":
+            return columns, ("num_heads_kv", 1), ("batch", 1)
+        case "fwd_scores" | "bwd_scores":
+            return rows, columns, ("num_heads", 1)
+        case "fwd_values":
+            return rows, ("head_dim_v", config.block_d), ("num_heads", 1)
+        case "bwd_rows":
+            return rows, ("head_dim_qk", config.block_d), ("num_heads", 1)
+        case "bwd_columns":
+            groups = ("num_heads", problem.group_size)
+            return ("head_dim", config.block_d), columns, groups
+        case _:
+            return ("seqlen_q", config.block_m), ("num_heads_q", 1), ("batch", 1)
+
+
+def _manifest(
+    chosen: dict[tuple[AttentionProblem, GpuSpec], list[_Choice]],
+    directions: Sequence[Direction],
+    versions: dict[str, str],
+) -> Manifest:
+    served: list[Served] = []
+    binaries: dict[str, Binary] = {}
+    for (problem, gpu), choices in chosen.items():
+        by_kernel = {one.kernel: one for one in choices}
+        passes: dict[Direction, Pass] = {}
+        for direction in directions:
+            its = [by_kernel[kernel] for kernel in kernels_of(problem, gpu, direction)]
+            passes[direction] = Pass(
+                binaries={one.kernel: one.binary.result().file for one in its},
+                config_from={one.kernel: one.origin for one in its},
+            )
+        binaries |= {one.file: one for one in (choice.binary.result() for choice in choices)}
+        served.append(
+            Served(
+                problem=problem.key,
+                serves=representative(problem).key,
+                gpu=gpu.name,
+                arch=gpu.arch,
+                aligned=rows_are_aligned(problem),
+                passes=passes,
+            )
+        )
+    return Manifest(versions=versions, problems=tuple(served), binaries=tuple(binaries.values()))
+
+
+def _versions() -> dict[str, str]:
+    import triton
+
+    import tilegen
+
+    def release(tool: str) -> str:
+        said = subprocess.run(
+            [nvidia_tool(tool), "--version"], capture_output=True, text=True, check=True
+        ).stdout
+        found = re.search(r"\bV(\d+\.\d+\.\d+)", said)
+        return found[1] if found else ""
+
+    return {
+        "tilegen": tilegen.__version__,
+        "triton": triton.__version__,
+        "ptxas": release("ptxas"),  # up to sm_90
+        "ptxas_blackwell": release("ptxas-blackwell"),  # from sm_100 on
+    }

@@ -1,0 +1,254 @@
+"""The manifest of a bundle: what every binary computes and how it is launched. README.md beside
+this file describes it for programs in other languages."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal, cast, get_args
+
+from tilegen.config import KERNELS, Kernel, TileConfig
+from tilegen.errors import InvalidRecord
+from tilegen.families import FAMILIES, Direction
+from tilegen.store.fields import MAX_TEXT, Fields, parse_json
+from tilegen.store.record import config_from
+
+MANIFEST = "manifest.json"
+SCHEMA = 2
+"""Raise it when an older tilegen, or another program, would misread a newer manifest."""
+
+Origin = Literal["record", "model"]
+GRID_SIZES = (
+    *("batch", "num_heads_q", "num_heads_kv", "seqlen_q", "seqlen_kv"),
+    *("num_heads", "num_rows", "head_dim", "head_dim_qk", "head_dim_v"),
+)
+TYPES = ["*fp16", "*bf16", "*fp32", "*fp64", "*i8", "*u8", "*i16", "*i32", "*i64", "i32", "fp32"]
+"""Of arguments, as Triton names them; `*` is a pointer."""
+MAX_ENTRIES = 100_000
+MAX_BYTES = 2**30
+ARCH = r"sm_\d{2,4}[a-z]?|gfx[0-9a-f]{3,5}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Binary:
+    """One compiled kernel."""
+
+    file: str
+    """`sm_90/NAME.cubin`, relative to the manifest."""
+    sha256: str
+    """Of the file."""
+    source: str
+    """`kernels/NAME.py`: the emitted kernel."""
+    source_sha256: str
+    kernel: Kernel
+    arch: str
+    function: str
+    """Its name in the binary."""
+    config: TileConfig
+    arguments: tuple[tuple[str, str], ...]
+    """(name, type), in order."""
+    stride_unit: int
+    """Elements that arguments `stride_*` count by."""
+    grid: tuple[tuple[str, int], ...]
+    """One-dimensional: the product of ceil(size / divisor) over these pairs."""
+    threads: int
+    """Of one program."""
+    shared_bytes: int
+    """Dynamic shared memory of one program."""
+    registers: int
+    spill_bytes: int
+    """Registers and local memory of one thread."""
+    digest: str
+    """Of everything that determines the source."""
+    template_digest: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """The forward or the backward of a problem."""
+
+    binaries: Mapping[Kernel, str]
+    """Files by kernel."""
+    config_from: Mapping[Kernel, Origin]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """One problem of the catalogue on one architecture."""
+
+    problem: str
+    """Notation, with the lengths that the tiles were chosen for."""
+    serves: str
+    """Notation of all problems that the same binaries compute: any batch, heads and lengths."""
+    gpu: str
+    """Whose tiles these are."""
+    arch: str
+    aligned: bool
+    """Whether addresses and strides must be multiples of 16 bytes."""
+    passes: Mapping[Direction, Pass]
+
+    @cached_property
+    def sizes(self) -> tuple[int, int, int]:
+        """(batch * query heads, seqlen_q, seqlen_kv) of the problem."""
+        batch, heads, _, seqlen_q, seqlen_kv = _sizes(self.problem)
+        return batch * heads, seqlen_q, seqlen_kv
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a bundle holds."""
+
+    versions: Mapping[str, str]
+    problems: tuple[Served, ...]
+    binaries: tuple[Binary, ...]
+
+    @cached_property
+    def by_file(self) -> Mapping[str, Binary]:
+        """The binaries by their files."""
+        return {one.file: one for one in self.binaries}
+
+    @property
+    def architectures(self) -> tuple[str, ...]:
+        """What there are binaries for, in the manifest's order."""
+        return tuple(dict.fromkeys(one.arch for one in self.binaries))
+
+    def to_json(self) -> str:
+        """Return the text of the file; `Manifest.from_json` reads it back."""
+        values = {
+            "schema": SCHEMA,
+            "versions": dict(self.versions),
+            "problems": [_served_values(one) for one in self.problems],
+            "binaries": [binary_values(one) for one in self.binaries],
+        }
+        return json.dumps(values, indent=1, ensure_ascii=True, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Manifest:
+        """Return the manifest that `text` holds, every field checked. Raises InvalidRecord."""
+        fields = parse_json(text)
+        if (schema := fields.integer("schema", 1, 2**31)) != SCHEMA:
+            raise InvalidRecord(f"schema must be {SCHEMA}, got {schema}")
+        versions = fields.group("versions")
+        made = cls(
+            versions={name: versions.text(name, longest=80) for name in versions.values},
+            problems=tuple(_served(one) for one in fields.groups("problems", MAX_ENTRIES)),
+            binaries=tuple(binary_from(one) for one in fields.groups("binaries", MAX_ENTRIES)),
+        )
+        for served in made.problems:
+            for one in served.passes.values():
+                for kernel, file in one.binaries.items():
+                    found = made.by_file.get(file)
+                    if found is None or (found.kernel, found.arch) != (kernel, served.arch):
+                        raise InvalidRecord(
+                            f"'{served.problem}' names {file!r} as its {kernel} for {served.arch}, "
+                            "and binaries has no such one"
+                        )
+        return made
+
+
+def _served_values(one: Served) -> dict[str, Any]:
+    values = {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
+    del values["passes"]
+    for direction, its in one.passes.items():
+        values[direction] = [
+            {"kernel": kernel, "file": file, "config_from": its.config_from[kernel]}
+            for kernel, file in its.binaries.items()
+        ]
+    return values
+
+
+def binary_values(one: Binary) -> dict[str, Any]:
+    """Return the JSON object of a binary."""
+    values = {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
+    return values | {
+        "config": dataclasses.asdict(one.config),
+        "arguments": [{"name": name, "type": type_} for name, type_ in one.arguments],
+        "grid": [{"size": size, "divisor": divisor} for size, divisor in one.grid],
+    }
+
+
+def _served(fields: Fields) -> Served:
+    passes: dict[Direction, Pass] = {
+        direction: _pass(fields, direction) for direction in FAMILIES if direction in fields.values
+    }
+    problem = fields.text("problem", longest=MAX_TEXT)
+    _sizes(problem)
+    return Served(
+        problem=problem,
+        serves=fields.text("serves", longest=MAX_TEXT),
+        gpu=fields.text("gpu", r"\S.*", "the name of a GPU"),
+        arch=_arch(fields),
+        aligned=fields.flag("aligned"),
+        passes=passes,
+    )
+
+
+def _pass(fields: Fields, direction: Direction) -> Pass:
+    entries = fields.groups(direction, len(KERNELS))
+    kernels: list[Kernel] = [cast("Kernel", one.choice("kernel", KERNELS)) for one in entries]
+    if tuple(kernels) not in FAMILIES[direction].values():
+        known = "; ".join(", ".join(kernels) for kernels in FAMILIES[direction].values())
+        raise InvalidRecord(f"{direction} must be one of {known}; got {', '.join(kernels)}")
+    binaries: dict[Kernel, str] = {}
+    config_from: dict[Kernel, Origin] = {}
+    for kernel, one in zip(kernels, entries, strict=True):
+        binaries[kernel] = _file(one, "file")
+        config_from[kernel] = cast("Origin", one.choice("config_from", get_args(Origin)))
+    return Pass(binaries=binaries, config_from=config_from)
+
+
+def binary_from(fields: Fields) -> Binary:
+    """Return the binary that the JSON object holds. Raises InvalidRecord."""
+    kernel = cast("Kernel", fields.choice("kernel", KERNELS))
+    return Binary(
+        file=_file(fields, "file"),
+        sha256=_sha256(fields, "sha256"),
+        source=fields.text("source", r"kernels/[A-Za-z0-9_]+\.py", "such as kernels/NAME.py"),
+        source_sha256=_sha256(fields, "source_sha256"),
+        kernel=kernel,
+        arch=_arch(fields),
+        function=fields.text("function", r"[A-Za-z_][A-Za-z0-9_]*", "the name of a function"),
+        config=config_from(fields.group("config"), kernel),
+        arguments=tuple(
+            (one.text("name", r"[a-z][a-z0-9_]*", "a name"), one.choice("type", tuple(TYPES)))
+            for one in fields.groups("arguments", 200)
+        ),
+        stride_unit=fields.integer("stride_unit", 1, 16),
+        grid=tuple(
+            (one.choice("size", GRID_SIZES), one.integer("divisor", 1, 2**20))
+            for one in fields.groups("grid", 4)
+        ),
+        threads=fields.integer("threads", 32, 1024),
+        shared_bytes=fields.integer("shared_bytes", 0, MAX_BYTES),
+        registers=fields.integer("registers", 0, 1024),
+        spill_bytes=fields.integer("spill_bytes", 0, MAX_BYTES),
+        digest=fields.text("digest", r"[0-9a-f]{8,64}", "hexadecimal digits"),
+        template_digest=fields.text("template_digest", r"[0-9a-f]{8,64}", "hexadecimal digits"),
+    )
+
+
+def _file(fields: Fields, name: str) -> str:
+    """Return a path inside of the bundle: nothing else may be opened."""
+    pattern = rf"(?:{ARCH})/[A-Za-z0-9_]+\.(?:cubin|hsaco)"
+    return fields.text(name, pattern, "such as sm_90/NAME.cubin", longest=300)
+
+
+def _arch(fields: Fields) -> str:
+    return fields.text("arch", ARCH, "such as sm_90 or gfx942")
+
+
+def _sha256(fields: Fields, name: str) -> str:
+    return fields.text(name, r"[0-9a-f]{64}", "64 hexadecimal digits")
+
+
+def _sizes(problem: str) -> tuple[int, ...]:
+    """Return batch, query heads, key-value heads, and both lengths of a notation. Raises
+    InvalidRecord."""
+    match = re.match(r"b(\d{1,9}) hq(\d{1,9}) hkv(\d{1,9}) q(\d{1,9}) kv(\d{1,9}) d", problem)
+    if not match or not all(map(int, match.groups())):
+        raise InvalidRecord(f"problem must be a notation, got {problem!r}")
+    return tuple(map(int, match.groups()))
