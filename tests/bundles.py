@@ -15,6 +15,7 @@ from tilegen.build import CompiledKernel
 from tilegen.bundles.manifest import Binary
 from tilegen.device import GpuSpec
 from tilegen.emitted import RenderedKernel
+from tilegen.families import Direction
 from tilegen.problem import AttentionProblem
 from tilegen.workers import Pool
 
@@ -42,7 +43,12 @@ def as_if_compiled(rendered: RenderedKernel, arch: str) -> CompiledKernel:
     )
 
 
-def write_bundle(problems: Sequence[AttentionProblem], gpus: Sequence[GpuSpec], out: Path) -> Path:
+def write_bundle(
+    problems: Sequence[AttentionProblem],
+    gpus: Sequence[GpuSpec],
+    out: Path,
+    directions: Sequence[Direction] = ("forward", "backward"),
+) -> Path:
     """Write a bundle as `generate` does, but for the compiler: its binaries are empty."""
     from tilegen.bundles.generate import generate
 
@@ -52,7 +58,7 @@ def write_bundle(problems: Sequence[AttentionProblem], gpus: Sequence[GpuSpec], 
             "compile",
             lambda self, rendered, arch, **_: as_if_compiled(rendered, arch),
         )
-        return generate(problems, gpus, out)
+        return generate(problems, gpus, out, directions=directions)
 
 
 class StandIn:

@@ -240,6 +240,72 @@ def test_nvidias_bindings_launch_what_the_manifest_says(
     assert by_kernel == by_function
 
 
+SERVED = """
+import sys, threading
+from pathlib import Path
+import torch
+from tilegen.bundles.served import Bundle
+from tilegen.device import gpu
+from tilegen.errors import TilegenError
+from tilegen.masks.shapes import Shape
+from tilegen.problem import AttentionProblem
+
+problem, bundle = AttentionProblem.parse(sys.argv[2]), Bundle(Path(sys.argv[1]))
+(bound,) = bundle.launches(problem, gpu("h200"), "forward", aligned=True).values()
+shape = Shape(problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_kv)
+launch = bound.given(problem.mask, shape, torch.device("cpu"))
+q, k, v = (
+    torch.zeros(problem.batch, heads, rows, dim, dtype=torch.bfloat16)
+    for heads, rows, dim in (
+        (problem.num_heads_q, problem.seqlen_q, problem.head_dim_qk),
+        (problem.num_heads_kv, problem.seqlen_kv, problem.head_dim_qk),
+        (problem.num_heads_kv, problem.seqlen_kv, problem.head_dim_v),
+    )
+)
+
+def call():
+    try:
+        launch(q, k, v, problem.head_dim_qk**-0.5)
+    except TilegenError as error:
+        sys.exit(f"{type(error).__name__}: {error}")
+
+call()
+thread = threading.Thread(target=call)  # has no context of its own
+thread.start()
+thread.join()
+"""
+
+
+def test_a_served_kernel_is_launched_on_any_thread(
+    stand_in: Path, bundle: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("cuda.bindings.driver", reason="needs NVIDIA's package cuda-bindings")
+    binary = _binary(bundle)
+    ran = _start(tmp_path, stand_in, binary, [sys.executable, "-c", SERVED, str(bundle), PROBLEM])
+    assert ran.returncode == 0, ran.stderr
+    first, second = _launches(tmp_path)
+    _check_launch(first, binary)
+    _check_launch(second, binary)
+
+
+def test_what_the_driver_refuses_is_said_in_a_line(
+    stand_in: Path, bundle: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("cuda.bindings.driver", reason="needs NVIDIA's package cuda-bindings")
+    binary = _binary(bundle)
+    shutil.copytree(bundle, tmp_path / "bundle")
+    path = tmp_path / "bundle" / "manifest.json"
+    path.write_text(path.read_text().replace(f'"{binary.function}"', '"another"'))
+    command = [sys.executable, "-c", SERVED, str(path.parent), PROBLEM]
+    ran = _start(tmp_path, stand_in, binary, command)
+    assert ran.returncode == 1
+    assert ran.stderr.startswith("BuildFailed: cuLibraryGetKernel failed: CUDA_ERROR_NOT_FOUND")
+    ran = _start(tmp_path, tmp_path, binary, command)
+    assert ran.returncode == 1
+    assert ran.stderr.startswith("Unsupported: expected NVIDIA's driver: ")
+    assert ran.stderr.count("\n") == 1
+
+
 # --------------------------------------------------------------------------------------------------
 # Implementation
 

@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
+import threading
 from functools import cache
-from threading import Lock
 from typing import Any
 
 from tilegen.errors import BuildFailed, Unsupported
 
 MAX_STATIC_SHARED = 48 * 1024
 """Bytes of shared memory that a program may use without asking."""
+
+_thread = threading.local()
 
 
 class Function:
@@ -28,19 +30,28 @@ class Function:
         # The driver takes a kernel wherever it takes a function of the current context.
         self._function = self._driver.CUfunction(int(kernel))
         self._prepared: set[int] = set()
-        self._lock = Lock()
+        self._lock = threading.Lock()
 
     def launch(self, grid: int, threads: int, parameters: int, *, device: int, stream: int) -> None:
         """Run `grid` programs of `threads` on a stream of the current device; `parameters` is the
         address of an array of their addresses."""
         if device not in self._prepared:
             self._prepare(device)
+        if not hasattr(_thread, "has_context"):
+            self._enter(device)
         (error,) = self._driver.cuLaunchKernel(
             *(self._function, grid, 1, 1, threads, 1, 1),
             *(self._shared_bytes, stream, parameters, 0),
         )
         if error:
             raise BuildFailed(f"cuLaunchKernel failed: {_named(self._driver, error)}")
+
+    def _enter(self, device: int) -> None:
+        """Give a new thread a context, as PyTorch does unless it had nothing to ask the driver."""
+        if not int(self._call("cuCtxGetCurrent")):
+            context = self._call("cuDevicePrimaryCtxRetain", self._call("cuDeviceGet", device))
+            self._call("cuCtxSetCurrent", context)
+        _thread.has_context = True
 
     def _prepare(self, device: int) -> None:
         """Allow the kernel its shared memory on a device."""
@@ -61,7 +72,7 @@ class Function:
 
 @cache
 def driver() -> Any:
-    """Return `cuda.bindings.driver`. Raises Unsupported where there is none."""
+    """Return `cuda.bindings.driver`, ready for use. Raises Unsupported where there is none."""
     try:
         from cuda.bindings import driver as bindings
     except ImportError:
@@ -69,6 +80,12 @@ def driver() -> Any:
             "a bundle is launched through NVIDIA's Python bindings of the CUDA driver, which are "
             "not installed: pip install 'tilegen[bundle]'"
         ) from None
+    try:
+        (error,) = bindings.cuInit(0)
+    except RuntimeError as problem:  # there is no driver, or not this function in it
+        raise Unsupported(f"expected NVIDIA's driver: {' '.join(str(problem).split())}") from None
+    if error:
+        raise Unsupported(f"expected a GPU for NVIDIA's driver: {_named(bindings, error)}")
     return bindings
 
 

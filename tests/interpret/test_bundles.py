@@ -1,0 +1,163 @@
+"""`attention` served from a bundle computes what the reference does, forward and backward.
+
+The driver's place is taken by Triton's interpreter: it runs the bundle's own source, on arguments
+read back from the memory that the driver would read.
+"""
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import tilegen
+from tests.bundles import StandIn, write_bundle
+from tilegen import bundles, dispatch
+from tilegen.bundles import launch
+from tilegen.bundles.manifest import Binary
+from tilegen.bundles.served import Bundle
+from tilegen.calls import problem_of
+from tilegen.device import gpu
+from tilegen.execution import Changes
+from tilegen.masks import Mask
+from tilegen.masks.score import Score
+from tilegen.problem import AttentionProblem
+from tilegen.reference import attention_reference
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+ELEMENTS = {"*i32": torch.int32, "*i64": torch.int64, "*u8": torch.uint8}
+TABLE = torch.linspace(-1, 1, 4 * 61).reshape(4, 61).requires_grad_()
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0], requires_grad=True)
+CASES: dict[str, tuple[str, Mask, Score | None]] = {
+    "whole heads": ("b2 hq4 hkv2 q70 kv133 d40/24 fp32", tilegen.causal("bottom_right"), None),
+    "half precision": ("b1 hq4 hkv1 q100 d64 fp16", tilegen.sliding_window(30, 5), None),
+    "small cache": ("b1 hq2 hkv1 q40 kv70 d512 fp32", tilegen.causal(), None),
+    "values of a mask": (
+        "b2 hq4 hkv2 q90 d16 fp32",
+        tilegen.causal() & tilegen.kv_lengths(torch.tensor([90, 31])),
+        None,
+    ),
+    "lists of tiles": (
+        "b1 hq4 hkv2 q90 d16 fp32",
+        tilegen.block_sparse(
+            torch.rand(3, 3, generator=torch.Generator().manual_seed(0)) > 0.4, 32
+        ),
+        None,
+    ),
+    "trained table": ("b1 hq4 hkv2 q70 d16 fp32", tilegen.causal(), tilegen.relative_bias(TABLE)),
+    "sinks": (
+        "b1 hq4 hkv2 q70 d16 fp32",
+        tilegen.causal(),
+        tilegen.softcap(5.0).then(tilegen.sinks(SINKS)),
+    ),
+}
+
+
+class Interpreted:
+    """Runs what bundles launch."""
+
+    def __init__(self) -> None:
+        self.launched: list[str] = []
+        self.tensors: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+
+    def function(self, bundle: Bundle, binary: Binary) -> StandIn:
+        """Stand for `Bundle.function`."""
+        kernel = getattr(imported(bundle.path / binary.source), binary.function)
+        given = [type_ for name, type_ in binary.arguments if not name.startswith("scratch")]
+        config = binary.config
+
+        def run(grid: int, values: list[Any]) -> None:
+            arguments = [
+                self.tensors[value, ELEMENTS.get(type_) or DTYPES[type_[1:]]]
+                if type_.startswith("*")
+                else value
+                for value, type_ in zip(values, given, strict=False)
+            ]
+            self.launched.append(binary.kernel)
+            kernel[(grid,)](*arguments, num_warps=config.num_warps, num_stages=config.num_stages)
+
+        return StandIn(binary, run)
+
+
+def imported(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec
+    assert spec.loader
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interpreted]:
+    made = Interpreted()
+    run = launch._Launcher._run
+
+    def note_tensors(self: Any, values: Any) -> None:
+        seen = [one for one in values.values() if isinstance(one, torch.Tensor)]
+        made.tensors |= {(one.data_ptr(), one.dtype): one for one in seen}
+        run(self, values)
+
+    monkeypatch.setattr(launch._Launcher, "_run", note_tensors)
+    monkeypatch.setattr(Bundle, "function", lambda bundle, one: made.function(bundle, one))
+    yield made
+    bundles.loaded.clear()
+    dispatch.forget()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_bundle_computes_what_the_reference_does(
+    name: str, interpreted: Interpreted, tmp_path: Path
+) -> None:
+    text, mask, score = CASES[name]
+    asked = AttentionProblem.parse(text)
+    dtype = DTYPES[asked.dtype]
+
+    def leaf(heads: int, rows: int, dim: int, seed: int) -> torch.Tensor:
+        drawn = torch.Generator().manual_seed(seed)
+        shape = (asked.batch, heads, rows, dim)
+        return torch.randn(shape, generator=drawn).to(dtype).requires_grad_()
+
+    q = leaf(asked.num_heads_q, asked.seqlen_q, asked.head_dim_qk, 0)
+    k = leaf(asked.num_heads_kv, asked.seqlen_kv, asked.head_dim_qk, 1)
+    v = leaf(asked.num_heads_kv, asked.seqlen_kv, asked.head_dim_v, 2)
+    problem = problem_of(q, k, v, Changes(mask, score))
+    write_bundle([problem], [gpu("h200")], tmp_path)
+    bundle = tilegen.load_bundle(tmp_path)
+    needed = [one.kernel for one in bundle.manifest.binaries]
+    assert ("bwd_scores" in needed) == (name == "small cache")
+
+    leaves = [q, k, v, *([] if score is None else score.captured)]
+    leaves += [] if score is None or score.sink_logits is None else [score.sink_logits]
+    results: list[list[torch.Tensor]] = []
+    for compute in (tilegen.attention, attention_reference):
+        out = compute(q, k, v, mask=mask, score=score)
+        out = out[0] if isinstance(out, tuple) else out
+        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
+        gradients = torch.autograd.grad((out.float() * weight).sum(), leaves)
+        results.append([out.detach(), *gradients])
+    assert set(interpreted.launched) == set(needed)
+    tolerance = 1e-4 if dtype == torch.float32 else 2e-2
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def test_a_pass_the_bundle_lacks_is_computed_as_without_it(
+    interpreted: Interpreted, tmp_path: Path
+) -> None:
+    problem = AttentionProblem.parse("hq2 q70 d16 fp32 causal")
+    write_bundle([problem], [gpu("h200")], tmp_path, directions=["forward"])
+    tilegen.load_bundle(tmp_path)
+    q = torch.randn(1, 2, 70, 16, requires_grad=True)
+    out = tilegen.attention(q, q, q, mask=tilegen.causal())
+    expected, _ = attention_reference(q, q, q, mask=tilegen.causal())
+    assert interpreted.launched == ["fwd"]
+    (ours,), (theirs,) = (torch.autograd.grad(x.square().sum(), q) for x in (out, expected))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert interpreted.launched == ["fwd"]
