@@ -1,0 +1,190 @@
+"""How soon a first result is there on a GPU: from a bundle, and by compiling.
+
+    python -m benchmarks.first_result
+
+Every provider starts in a process of its own with all caches empty. The clock starts once PyTorch
+is imported, the GPU is awake and the inputs are there; it stops when the result is. So it counts
+what a provider imports, chooses, compiles and loads. The baseline is the bundle.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.environment import ROOT, Environment, environment, gpu_folder, has_gpu
+from benchmarks.rows import append, with_environment
+from benchmarks.workloads import CATALOGUE
+from tilegen.problem import AttentionProblem
+
+REPEATS = 3
+TIME_LIMIT = 120.0  # seconds for one process
+PREPARE = """
+import json, sys, time
+import torch
+from tilegen.problem import AttentionProblem
+key, bundle, backward = json.loads(sys.argv[1])
+p = AttentionProblem.parse(key)
+dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[p.dtype]
+def made(heads, rows, dim):
+    shape = p.batch, heads, rows, dim
+    return torch.randn(shape, device="cuda", dtype=dtype, requires_grad=backward)
+q = made(p.num_heads_q, p.seqlen_q, p.head_dim_qk)
+k = made(p.num_heads_kv, p.seqlen_kv, p.head_dim_qk)
+v = made(p.num_heads_kv, p.seqlen_kv, p.head_dim_v)
+(q[0, 0] @ k[0, 0].mT).sum().item()
+torch.cuda.synchronize()
+start = time.perf_counter()
+"""
+FINISH = """
+if backward:
+    out.sum().backward()
+torch.cuda.synchronize()
+print(time.perf_counter() - start)
+"""
+PROVIDERS = {
+    "bundle": """
+import tilegen
+tilegen.load_bundle(bundle)
+out = tilegen.attention(q, k, v, mask=p.mask)
+""",
+    "tilegen, compiling": """
+import tilegen
+out = tilegen.attention(q, k, v, mask=p.mask)
+""",
+    "flex, compiling": """
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+block_mask = create_block_mask(
+    lambda b, h, i, j: i >= j, None, None, p.seqlen_q, p.seqlen_kv, device="cuda"
+)
+out = torch.compile(flex_attention)(q, k, v, block_mask=block_mask, enable_gqa=True)
+""",
+    "sdpa": """
+out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+""",
+}
+TRITON = """
+import importlib.util
+spec = importlib.util.spec_from_file_location("emitted", source)
+module = sys.modules["emitted"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+out, _ = module.launch(q, k, v, p.head_dim_qk**-0.5)
+"""
+"""An emitted kernel alone, without tilegen: what Triton itself takes. Forward only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FirstResultRow(Environment):
+    """One provider's first result of one problem."""
+
+    problem: str
+    direction: str
+    provider: str
+    seconds: float
+    """Median of processes."""
+    slowest: float
+    ratio: float
+    """To the bundle."""
+
+
+def rows(workload: str, *, repeats: int) -> Iterator[FirstResultRow]:
+    """Yield a row per direction and provider, the bundle first. Only causal workloads: the mask of
+    the peers is written out."""
+    problem = next(one.problem for one in CATALOGUE if one.name == workload)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        bundle = make_bundle(problem, folder / "bundle")
+        for direction in ("forward", "forward and backward"):
+            backward = direction != "forward"
+            programs = dict(PROVIDERS)
+            if not backward:
+                programs["triton, compiling"] = f"source = {str(source_of(bundle))!r}{TRITON}"
+            baseline = None
+            for provider, program in programs.items():
+                given = json.dumps([problem.key, str(bundle), backward])
+                code = PREPARE + program + FINISH
+                times = [first_result(code, given) for _ in range(repeats)]
+                seconds = statistics.median(times)
+                baseline = seconds if baseline is None else baseline
+                yield with_environment(
+                    FirstResultRow,
+                    environment(),
+                    problem=problem.key,
+                    direction=direction,
+                    provider=provider,
+                    seconds=round(seconds, 4),
+                    slowest=round(max(times), 4),
+                    ratio=round(seconds / baseline, 3),
+                )
+
+
+def make_bundle(problem: AttentionProblem, out: Path) -> Path:
+    """Generate for the GPU here, and return the folder."""
+    from tilegen.bundles.generate import generate
+    from tilegen.device import detect
+
+    spec = detect()
+    assert spec
+    return generate([problem], [spec], out).parent
+
+
+def source_of(bundle: Path) -> Path:
+    """Return the emitted forward of a bundle."""
+    from tilegen.bundles.served import Bundle
+
+    (forward,) = (one for one in Bundle(bundle).manifest.binaries if one.kernel == "fwd")
+    return bundle / forward.source
+
+
+def first_result(code: str, given: str) -> float:
+    """Return the seconds that a fresh process with empty caches takes."""
+    with tempfile.TemporaryDirectory() as caches:
+        names = ("TILEGEN_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
+        return float(
+            subprocess.run(
+                [sys.executable, "-c", code, given],
+                cwd=ROOT,
+                env=os.environ | {name: f"{caches}/{name.lower()}" for name in names},
+                stdout=subprocess.PIPE,
+                timeout=TIME_LIMIT,
+                check=True,
+            ).stdout.splitlines()[-1]
+        )
+
+
+def main(
+    workload: Annotated[str, typer.Option(help="A causal one of the catalogue.")] = "llama3-8b-2k",
+    repeats: Annotated[int, typer.Option(help="Processes per number.")] = REPEATS,
+    csv: Annotated[
+        Path | None,
+        typer.Option(help="Result file. Default: benchmarks/results/<gpu>/first_result.csv."),
+    ] = None,
+) -> None:
+    """Time first results on this machine's GPU.
+
+    Example: python -m benchmarks.first_result
+    """
+    if not has_gpu():
+        print("no GPU that PyTorch can use on this machine: nothing to time")
+        raise typer.Exit(1)
+    path = csv or ROOT / "benchmarks" / "results" / gpu_folder() / "first_result.csv"
+    for row in rows(workload, repeats=repeats):
+        print(
+            f"{row.direction:22}{row.provider:22}{row.seconds:8.3f} s  {row.ratio:.2f}", flush=True
+        )
+        append(path, row)
+    print(f"written to {path}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
