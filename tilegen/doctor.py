@@ -17,6 +17,15 @@ from tilegen.settings import settings
 from tilegen.store import Location, list_records, locations
 
 PACKAGES = ("torch", "triton", "numpy", "sympy", "jinja2", "optuna")
+OPTIONAL = {
+    "cuda-bindings": "bundle",
+    "s3fs": "s3",
+    "aiohttp": "http",
+    "psycopg": "postgres",
+    "grpcio": "grpc",
+    "matplotlib": "plot",
+}
+"""Packages by the extra that installs them."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +39,13 @@ class Finding:
 def examine() -> list[Finding]:
     """Return what was found; a problem is a finding, not an error."""
     found = [Finding("tilegen", tilegen.__version__), Finding("python", platform.python_version())]
-    found += [Finding(name, _version(name)) for name in PACKAGES]
+    found += [
+        Finding(name, _version(name) or "missing; install tilegen again") for name in PACKAGES
+    ]
+    found += [
+        Finding(name, _version(name) or f"not installed; pip install 'tilegen[{extra}]'")
+        for name, extra in OPTIONAL.items()
+    ]
     if gpu := detect():
         sizes = f"{gpu.num_sms} SMs, {gpu.smem_per_block} bytes of shared memory per program"
         found.append(Finding("gpu", f"{gpu.title}: {gpu.arch}, {sizes}"))
@@ -52,7 +67,7 @@ def _version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        return "missing; install tilegen again"
+        return ""
 
 
 def _count(location: Location) -> str:

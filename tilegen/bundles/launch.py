@@ -11,6 +11,7 @@ import re
 import struct
 import threading
 from collections.abc import Callable, Mapping
+from operator import itemgetter
 from typing import Any, Protocol
 
 import torch
@@ -64,7 +65,6 @@ _SIZES: dict[str, tuple[str, int]] = {
 """Where a size is read: the first of these tensors that the kernel has, and the dimension."""
 _STRIDES = {"o": "out", "do": "dout", "g": "grad", "w": _PANELS}
 """What strides belong to, where they are not named like their tensor."""
-_AXES = {"b": 0, "h": 1, "m": 2, "n": 2}
 _EXTRAS = r"(t\d+|d?c\d+|sinks|tiles|starts)_ptr|(tiles_s[bh])"
 _FORMATS = {"i32": "i", "fp32": "f"}  # of `struct`; all others are pointers
 
@@ -101,8 +101,17 @@ class _Launcher:
         self._given = _GIVEN[binary.kernel].split()
         self._made = _MADE.get(binary.kernel, "").split()
         self._has = {*self._given, *self._made, *extra_names(binary)}
-        self._rules = [self._rule(name) for name, _ in binary.arguments]
-        self._grid = [(self._rule(size), divisor) for size, divisor in binary.grid]
+        names = [name for name, _ in binary.arguments]
+        # Strides are read three at a time, all else name by name.
+        self._strided: dict[str, list[str]] = {}
+        self._rules: list[tuple[str, Rule]] = []
+        for name in dict.fromkeys([*names, *(size for size, _ in binary.grid)]):
+            if match := re.fullmatch(r"stride_([a-z]+)[bhmn]", name):
+                of = self._first(_STRIDES.get(match[1], match[1]), name)
+                self._strided.setdefault(of, []).append(name)
+            elif name not in self._has:
+                self._rules.append((name, self._rule(name)))
+        self._pick = itemgetter(*names)
         self._struct = struct.Struct("".join(_FORMATS.get(t, "P") for _, t in binary.arguments))
         self._memory = threading.local()
 
@@ -110,43 +119,47 @@ class _Launcher:
         """Allocate what is returned, and launch on the current stream of the tensors' device."""
         values = dict(zip(self._given, given, strict=True))
         made = {name: self._new(name, values) for name in self._made}
-        self._run({**values, **made, **extras})
+        self._run({**values, **made, **extras}, given[0].device)
         results: list[Any] = list(made.values())
         if self._binary.kernel == "fwd_scores":  # which says how wide its score tiles are
             results.append(self._binary.config.block_n)
         return results[0] if len(results) == 1 else tuple(results) or None
 
-    def _run(self, values: Values) -> None:
+    def _run(self, values: dict[str, Any], device: torch.device) -> None:
+        for name, rule in self._rules:
+            values[name] = rule(values)
+        for of, names in self._strided.items():
+            values.update(zip(names, _strides(values[of], self._binary.stride_unit), strict=True))
         grid = 1
-        for size, divisor in self._grid:
-            grid *= -(-size(values) // divisor)
+        for size, divisor in self._binary.grid:
+            grid *= -(-values[size] // divisor)
         memory, addresses = self._buffers()
         try:
-            self._struct.pack_into(memory, 0, *[rule(values) for rule in self._rules])
+            self._struct.pack_into(memory, 0, *self._pick(values))
         except struct.error as error:
             name = self._binary.function
             raise Unsupported(f"{name}: a size or stride is too large: {error}") from None
         if self._function is None:
             self._function = self._load()
-        device = next(one.device for one in values.values() if isinstance(one, torch.Tensor))
         self._function.launch(
             grid,
             self._binary.threads,
-            ctypes.addressof(addresses),
+            addresses,
             device=device.index or 0,
             stream=torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0,
         )
 
-    def _buffers(self) -> tuple[Any, Any]:
-        """Return this thread's memory for arguments, and the array of their addresses."""
-        if not hasattr(self._memory, "buffers"):
+    def _buffers(self) -> tuple[Any, int]:
+        """Return this thread's memory for arguments, and the address of their addresses."""
+        if not hasattr(self._memory, "array"):
             memory = ctypes.create_string_buffer(self._struct.size)
             formats, start = self._struct.format, ctypes.addressof(memory)
             places = [
                 start + struct.calcsize(formats[: i + 1]) - struct.calcsize(one)
                 for i, one in enumerate(formats)
             ]
-            self._memory.buffers = memory, (ctypes.c_void_p * len(places))(*places)
+            self._memory.array = (ctypes.c_void_p * len(places))(*places)
+            self._memory.buffers = memory, ctypes.addressof(self._memory.array)
         return self._memory.buffers
 
     def _new(self, name: str, given: Values) -> torch.Tensor:
@@ -172,8 +185,6 @@ class _Launcher:
         unit = self._binary.stride_unit
         if re.fullmatch(r"scratch_\d+", name):
             return lambda values: 0
-        if name in self._has:
-            return lambda values: values[name]
         if name == "softmax_scale_log2":
             return lambda values: values["softmax_scale"] * math.log2(math.e)
         if name == "head_dim_units":
@@ -182,11 +193,6 @@ class _Launcher:
             return lambda values, it=match[1]: values[it].data_ptr()
         if (match := re.fullmatch(r"([tc]\d+)_n(\d)", name)) and match[1] in self._has:
             return lambda values, it=match[1], axis=int(match[2]): values[it].shape[axis]
-        if match := re.fullmatch(r"stride_([a-z]+)([bhmn])", name):
-            it, axis = self._first(_STRIDES.get(match[1], match[1]), name), match[2]
-            if match[1] == "w":
-                return lambda values: values[it].stride("hm".index(axis)) // unit
-            return lambda values: _stride(values[it], _AXES[axis], unit)
         if name in _SIZES:
             names, axis = _SIZES[name]
             it = self._first(names, name)
@@ -207,12 +213,16 @@ class _Launcher:
         )
 
 
-def _stride(tensor: torch.Tensor, axis: int, unit: int) -> int:
-    """Return a stride of (batch, heads, seqlen, head_dim) in units; a dimension of size 1 has
-    none."""
-    stride, rest = divmod(tensor.stride(axis) if tensor.shape[axis] > 1 else 0, unit)
-    if rest:
+def _strides(tensor: torch.Tensor, unit: int) -> tuple[int, ...]:
+    """Return all strides but the last in units; a dimension of (batch, heads, seqlen) with size 1
+    has none."""
+    if tensor.ndim == 3:  # a panel
+        head, row, _ = tensor.stride()
+        return head // unit, row // unit
+    (batches, heads, rows, _), (batch, head, row, _) = tensor.shape, tensor.stride()
+    batch, head, row = batches > 1 and batch, heads > 1 and head, rows > 1 and row
+    if batch % unit or head % unit or row % unit:
         raise Unsupported(
             f"expected strides that are multiples of {unit} elements, got {tensor.stride()}"
         )
-    return stride
+    return batch // unit, head // unit, row // unit
