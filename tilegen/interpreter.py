@@ -1,4 +1,5 @@
-"""Triton's interpreter, made right for bfloat16 and able to count what a kernel loads and stores.
+"""Triton's interpreter, made right for bfloat16, quicker, and able to count what a kernel loads
+and stores.
 
 The interpreter runs emitted kernels on CPU tensors when TRITON_INTERPRET=1 is set before Triton is
 first imported.
@@ -9,9 +10,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +59,40 @@ def repair_bfloat16() -> None:
         return create_dot(a, b, *rest)
 
     builder.cast_impl, builder.create_dot = cast, dot
+
+
+@cache
+def skip_idle_work() -> None:
+    """Have the interpreter leave out, from now on, what changes nothing: half of a kernel's time.
+
+    It patches `triton.language` again whenever a kernel calls a function, such as `tl.sum`, and
+    finds all of it patched by the launch. And it computes every sum and product of integers a
+    second time, to look for overflow, but reports what it finds in debug mode alone.
+    """
+    import triton.language as tl
+    import triton.runtime.interpreter
+
+    builder, module = _builder(), cast("Any", triton.runtime.interpreter)
+    builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
+
+    patch, patched = module._patch_lang, set[int]()
+
+    def patch_once(fn: Any) -> Any:
+        names = {id(tl), id(tl.core)}.intersection(map(id, fn.__globals__.values()))
+        if names and names <= patched:
+            return module._LangPatchScope()
+        scope = patch(fn)
+        if not patched:  # a launch, whose end undoes it
+
+            def restore(undo: Callable[[], None] = scope.restore) -> None:
+                patched.clear()
+                undo()
+
+            scope.restore = restore
+        patched.update(names)
+        return scope
+
+    module._patch_lang = patch_once
 
 
 @contextmanager
