@@ -205,6 +205,10 @@ def levels(
     )
 
 
+LISTED_TILE = 64
+"""Tiles that lists are counted in, where many programs count as one tile; as in masks/listed.py."""
+
+
 def streamed_bytes(problem: AttentionProblem, kernel: Kernel) -> int:
     """Return the bytes of one streamed row: K and V, or Q, dO, lse and delta."""
     if kernel == "bwd_preprocess":
@@ -301,7 +305,10 @@ def _part(
     """Return the mean rows that `together` neighbours of a head's programs stream: as one tile."""
     stays = seqlen_q if side == "rows" else seqlen_kv
     block = together * -(-stays // programs)
-    fine = 1 if is_solved(mask, side) else 64
+    fine = 1
+    if not is_solved(mask, side):  # counted from lists, which are put together from smaller tiles
+        fine = LISTED_TILE
+        block = fine * max(1, round(block / fine))
     blocks = (
         {"block_m": block, "block_n": fine}
         if side == "rows"

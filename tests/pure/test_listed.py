@@ -1,0 +1,82 @@
+"""What the model counts of masks without a closed form equals their lists."""
+
+import numpy as np
+import pytest
+import torch
+
+import tilegen
+from tests.mask_zoo import ZOO, Case
+from tilegen.masks import Mask, listed
+from tilegen.masks.binding import realized, tensors_of
+from tilegen.masks.compiler import predicate
+from tilegen.masks.mask import Side
+from tilegen.masks.shapes import Shape, TiledShape
+from tilegen.masks.tile_lists import build
+from tilegen.masks.tiles import TileRanges, is_solved
+from tilegen.masks.traced import typical
+
+BLOCKS = [(16, 16), (64, 32), (16, 64), (128, 64), (48, 16), (40, 24), (256, 256)]
+
+
+def counted(mask: Mask, side: Side, shape: TiledShape) -> list[list[int]]:
+    """Return tiles visited and full, and visited last ones, of each stationary tile, from lists of
+    just these tiles."""
+    mask = realized(typical(mask), shape)
+    tensors = tensors_of(mask, shape, torch.device("cpu"))
+    lists = build(predicate(mask, side), tensors, shape, device="cpu", side=side)
+    starts, tiles = lists.starts.tolist(), lists.tiles.tolist()
+    last = (shape.columns if side == "rows" else shape.rows) - 1
+    found: list[list[int]] = []
+    for first, middle, end in zip(starts[:-2:2], starts[1::2], starts[2::2], strict=True):
+        found.append([end - first, middle - first, tiles[first:end].count(last)])
+    return found
+
+
+def said(ranges: TileRanges) -> list[list[int]]:
+    parts = (ranges.visited, ranges.full, ranges.ends)
+    return np.stack([part.reshape(-1) for part in parts], axis=1).tolist()
+
+
+@pytest.mark.parametrize("side", ["rows", "columns"])
+@pytest.mark.parametrize(
+    "case", [one for one in ZOO if not is_solved(one.mask, "rows")], ids=lambda one: one.name
+)
+def test_tiles_put_together_are_those_of_lists(case: Case, side: Side) -> None:
+    for blocks in BLOCKS:
+        shape = Shape(2, 2, case.seqlen_q, case.seqlen_kv).tiled(*blocks)
+        assert said(listed.listed_ranges(case.mask, side, shape)) == counted(
+            case.mask, side, shape
+        ), blocks
+
+
+@pytest.mark.parametrize("grid, window", [((128, 32), (7, 5)), ((16, 18, 16), (3, 5, 3))])
+@pytest.mark.parametrize("side", ["rows", "columns"])
+def test_large_neighborhoods_are_counted_on_fewer_rows(
+    grid: tuple[int, ...], window: tuple[int, ...], side: Side
+) -> None:
+    mask = tilegen.neighborhood(grid, window)
+    points = int(np.prod(grid))
+    for blocks in ((64, 64), (128, 32), (32, 16)):
+        shape = Shape(1, 1, points, points).tiled(*blocks)
+        ours = listed.listed_ranges(mask, side, shape)
+        exact = np.array(counted(mask, side, shape))
+        assert listed._lower(mask) != mask
+        assert ours.visited.size == len(exact)
+        assert ours.visited_tiles == pytest.approx(exact[:, 0].sum(), rel=0.05)
+        assert ours.full_tiles == pytest.approx(exact[:, 1].sum(), rel=0.1, abs=8)
+
+
+def test_a_long_neighborhood_is_never_classified_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    built = listed._built
+
+    def note(mask: Mask, shape: TiledShape) -> tuple[listed.Flags, listed.Flags]:
+        seen.append(shape.seqlen_q)
+        return built(mask, shape)
+
+    monkeypatch.setattr(listed, "_built", note)
+    mask = tilegen.neighborhood((4096, 64), (5, 5))
+    for blocks in ((64, 64), (16, 32)):
+        shape = Shape(1, 1, 4096 * 64, 4096 * 64).tiled(*blocks)
+        listed.listed_ranges(mask, "rows", shape)
+    assert seen == [2048, 2048]
