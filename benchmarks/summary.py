@@ -27,6 +27,7 @@ def summarise(out: Path, outcomes: Sequence[Outcome]) -> str:
         "Tests": _tests(out / "tests.xml"),
         "Tuning": _tuning(out / "records.tar.gz"),
         "Benchmarks": _benchmarks(out / "benchmarks.csv"),
+        "First results": _first_results(out / "first_result.csv"),
         "Predicted and counted": _counters(out / "counters.csv"),
         "Experiments on I/O": _experiments(out / "io" / "verdicts.csv"),
     }
@@ -122,6 +123,11 @@ def _counters(path: Path) -> str:
             for row in rows
         ),
     )
+
+
+def _first_results(path: Path) -> str:
+    names = ("problem", "direction", "provider", "seconds", "ratio")
+    return _table(names, ([row[name] for name in names] for row in read(path)))
 
 
 def _experiments(path: Path) -> str:

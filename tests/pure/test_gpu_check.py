@@ -133,11 +133,15 @@ def test_summary_of_results_that_are_there(tmp_path: Path) -> None:
     rows.append(benchmarks, a_row(tflops=123.45))
     rows.append(benchmarks, a_row(provider="q", status="wrong", tflops=99.0))
     rows.append(benchmarks, a_row(provider="r", status="out_of_memory", median_us=None))
+    (tmp_path / "first_result.csv").write_text(
+        "problem,direction,provider,seconds,ratio\np,forward,bundle,0.12,1.0\n"
+    )
     outcome = Outcome(name="tests", status="failed", seconds=9.6, allowed=60.0, message="1 | 2")
     text = summarise(tmp_path, [outcome])
     assert "| tests | failed | 10 | 60 | 1 \\| 2 |" in text
     assert "NVIDIA H200" in text
     assert "3 tests, 1 failures, 0 errors, 0 skipped; 10 s\n- tests.gpu::b: off by 1\n" in text
+    assert "| p | forward | bundle | 0.12 | 1.0 |" in text
     assert "| w | forward | 123.5 | 99.0 (wrong) | out_of_memory |" in text
 
 
@@ -145,4 +149,4 @@ def test_summary_of_broken_files_says_no_result(tmp_path: Path) -> None:
     (tmp_path / "tests.xml").write_text("<testsuites><tests")
     (tmp_path / "records.tar.gz").write_bytes(b"\x1f\x8b half")
     (tmp_path / "benchmarks.csv").write_text("workload,pro")
-    assert summarise(tmp_path, []).count("No result.") == 7
+    assert summarise(tmp_path, []).count("No result.") == 8

@@ -1,0 +1,55 @@
+"""The benchmarks of bundles, as far as they go without a GPU."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import typer
+
+from benchmarks import bundle, first_result
+from tilegen.problem import AttentionProblem
+
+SMALL = AttentionProblem.parse("hq2 hkv1 q128 d32 fp16 causal")
+
+
+def test_a_bundle_is_generated_again_checked_and_searched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundle, "PROBLEMS", {"llama3-8b-8k": SMALL})
+    numbers = {one.benchmark: one for one in bundle.numbers(tmp_path, ("sm_90",))}
+    assert next(iter(numbers)) == "generate 1 problems, sm_90"
+    assert numbers["binaries"].value == 4
+    assert 0 < numbers["bundle with sources and manifest"].value < 1
+    assert numbers["generate what is there"].ratio is not None
+    assert len(numbers) == 7
+
+
+def test_every_catalogued_problem_is_in_the_bundle() -> None:
+    assert len(set(bundle.PROBLEMS.values())) == len(bundle.PROBLEMS) > 50
+
+
+@pytest.mark.parametrize("provider", first_result.PROVIDERS)
+def test_the_programs_of_first_results_are_python(provider: str) -> None:
+    compile(
+        first_result.PREPARE + first_result.PROVIDERS[provider] + first_result.FINISH,
+        provider,
+        "exec",
+    )
+
+
+def test_a_first_result_is_timed_in_a_process_of_its_own() -> None:
+    code = first_result.PREPARE + first_result.PROVIDERS["sdpa"] + first_result.FINISH
+    code = code.replace('"cuda"', '"cpu"').replace("torch.cuda.synchronize()", "")
+    given = f'["{SMALL.key}", "", true]'
+    assert 0 < first_result.first_result(code, given) < 60
+    with pytest.raises(subprocess.CalledProcessError):
+        first_result.first_result("raise SystemExit(3)", given)
+
+
+def test_without_a_gpu_nothing_is_timed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(first_result, "has_gpu", lambda: False)
+    with pytest.raises(typer.Exit):
+        first_result.main()
+    assert "nothing to time" in capsys.readouterr().out
