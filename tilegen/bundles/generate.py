@@ -25,7 +25,7 @@ from tilegen.emitted import (
     template_digest,
 )
 from tilegen.errors import BuildFailed
-from tilegen.families import Direction, kernels_of
+from tilegen.families import FAMILIES, Direction, kernels_of
 from tilegen.problem import AttentionProblem
 from tilegen.propose import propose
 from tilegen.render import render
@@ -54,11 +54,19 @@ class Made:
 class _Choice:
     """A kernel of a problem, and the binary that it will have."""
 
-    problem: AttentionProblem
-    gpu: GpuSpec
+    direction: Direction
     kernel: Kernel
     origin: Origin
     binary: Future[Binary]
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """All kernels of a problem on a GPU."""
+
+    problem: AttentionProblem
+    gpu: GpuSpec
+    choices: list[_Choice]
 
 
 def generate(
@@ -76,34 +84,35 @@ def generate(
     was stopped goes on where it was. Raises BuildFailed once all else is built.
     """
     folder = Folder(out, _versions())
-    chosen: dict[tuple[AttentionProblem, GpuSpec], list[_Choice]] = {}
-    with Pool() as pool, ThreadPoolExecutor(pool.size) as threads:
-        builder = _Builder(folder, pool, threads)
+    chosen: list[_Chosen] = []
+    failures: list[str] = []
+    with (
+        Pool() as pool,
+        ThreadPoolExecutor(pool.size) as compiling,
+        ThreadPoolExecutor(1) as choosing,  # one: it is SymPy's
+    ):
+        builder = _Builder(folder, pool, compiling)
+        asked = [(problem, gpu) for gpu in gpus for problem in dict.fromkeys(problems)]
+        begun = [choosing.submit(builder.begin, *one, directions) for one in asked]
         try:
-            for gpu in gpus:
-                for problem in dict.fromkeys(problems):
-                    chosen[problem, gpu] = [
-                        builder.choose(problem, gpu, kernel)
-                        for direction in directions
-                        for kernel in kernels_of(problem, gpu, direction)
-                    ]
-            failures: list[str] = []
-            for done, choices in enumerate(chosen.values(), 1):
-                for one in choices:
+            for done, future in enumerate(begun, 1):
+                chosen.append(one := future.result())
+                for choice in one.choices:
                     try:
-                        binary = one.binary.result()
+                        binary = choice.binary.result()
                     except BuildFailed as error:
-                        failures.append(f"{one.kernel} of '{one.problem}': {error}")
+                        failures.append(f"{choice.kernel} of '{one.problem}': {error}")
                         continue
-                    on_kernel(Made(one.problem, binary, done - (one is not choices[-1])))
+                    on_kernel(Made(one.problem, binary, done - (choice is not one.choices[-1])))
         finally:  # on an error, or Ctrl-C: what is being compiled is finished, nothing else begun
-            threads.shutdown(wait=False, cancel_futures=True)
+            for threads in (choosing, compiling):
+                threads.shutdown(wait=False, cancel_futures=True)
     if failures:
         raise BuildFailed(
-            f"{len(failures)} of {sum(map(len, chosen.values()))} kernels could not be built: "
-            f"{failures[0]}; what was built is kept in {out}, without a manifest"
+            f"{len(failures)} of {sum(len(one.choices) for one in chosen)} kernels could not be "
+            f"built: {failures[0]}; what was built is kept in {out}, without a manifest"
         )
-    return folder.finish(_manifest(chosen, directions, folder.versions))
+    return folder.finish(_manifest(chosen, folder.versions))
 
 
 class _Builder:
@@ -112,20 +121,25 @@ class _Builder:
     def __init__(self, folder: Folder, pool: Pool, threads: ThreadPoolExecutor) -> None:
         self._folder, self._pool, self._threads = folder, pool, threads
         self._started: dict[tuple[str, GpuSpec], Future[Binary]] = {}
-        self._sympy = (
-            Lock()
-        )  # rendering and proposing: nobody promises that SymPy takes two threads
+        self._sympy = Lock()  # which promises nothing to several threads
 
-    def choose(self, problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> _Choice:
-        """Start to build the kernel of the best config that fits."""
-        with self._sympy:
-            configs, origin = _configs(problem, gpu, kernel)
-            first = render(problem, configs[0], kernel)
-        if (first.digest, gpu) not in self._started:
-            self._started[first.digest, gpu] = self._threads.submit(
-                self._build, first, configs[1:], gpu
-            )
-        return _Choice(problem, gpu, kernel, origin, self._started[first.digest, gpu])
+    def begin(
+        self, problem: AttentionProblem, gpu: GpuSpec, directions: Sequence[Direction]
+    ) -> _Chosen:
+        """Start to build the kernels of a problem."""
+        choices: list[_Choice] = []
+        for direction in directions:
+            with self._sympy:
+                kernels = kernels_of(problem, gpu, direction)
+            for kernel in kernels:
+                with self._sympy:
+                    configs, origin = _configs(problem, gpu, kernel)
+                    first = render(problem, configs[0], kernel)
+                key = first.digest, gpu
+                if key not in self._started:
+                    self._started[key] = self._threads.submit(self._build, first, configs[1:], gpu)
+                choices.append(_Choice(direction, kernel, origin, self._started[key]))
+        return _Chosen(problem, gpu, choices)
 
     def _build(self, first: RenderedKernel, others: list[TileConfig], gpu: GpuSpec) -> Binary:
         """Return the first that fits and spills nothing, else the one that spills least."""
@@ -211,30 +225,26 @@ def _grid(rendered: RenderedKernel) -> tuple[tuple[str, int], ...]:
             return ("seqlen_q", config.block_m), ("num_heads_q", 1), ("batch", 1)
 
 
-def _manifest(
-    chosen: dict[tuple[AttentionProblem, GpuSpec], list[_Choice]],
-    directions: Sequence[Direction],
-    versions: dict[str, str],
-) -> Manifest:
+def _manifest(chosen: Sequence[_Chosen], versions: dict[str, str]) -> Manifest:
     served: list[Served] = []
     binaries: dict[str, Binary] = {}
-    for (problem, gpu), choices in chosen.items():
-        by_kernel = {one.kernel: one for one in choices}
+    for one in chosen:
         passes: dict[Direction, Pass] = {}
-        for direction in directions:
-            its = [by_kernel[kernel] for kernel in kernels_of(problem, gpu, direction)]
-            passes[direction] = Pass(
-                binaries={one.kernel: one.binary.result().file for one in its},
-                config_from={one.kernel: one.origin for one in its},
-            )
-        binaries |= {one.file: one for one in (choice.binary.result() for choice in choices)}
+        for direction in FAMILIES:
+            its = [choice for choice in one.choices if choice.direction == direction]
+            if its:
+                passes[direction] = Pass(
+                    binaries={choice.kernel: choice.binary.result().file for choice in its},
+                    config_from={choice.kernel: choice.origin for choice in its},
+                )
+        binaries |= {made.file: made for made in (choice.binary.result() for choice in one.choices)}
         served.append(
             Served(
-                problem=problem.key,
-                serves=representative(problem).key,
-                gpu=gpu.name,
-                arch=gpu.arch,
-                aligned=rows_are_aligned(problem),
+                problem=one.problem.key,
+                serves=representative(one.problem).key,
+                gpu=one.gpu.name,
+                arch=one.gpu.arch,
+                aligned=rows_are_aligned(one.problem),
                 passes=passes,
             )
         )

@@ -163,8 +163,8 @@ def _check_gpus(bundle: Bundle) -> None:
         return
     if found[0].arch.startswith("gfx"):
         raise Unsupported(
-            f"expected an NVIDIA GPU to serve a bundle on, got {found[0].title}; attention compiles "
-            "here without it, and other programs can load its hsaco files"
+            f"expected an NVIDIA GPU to serve a bundle on, got {found[0].title}; attention "
+            "compiles here without it, and other programs can load its hsaco files"
         )
     archs = bundle.manifest.architectures
     if not any(runs_on(arch, spec.arch) for arch in archs for spec in found):
