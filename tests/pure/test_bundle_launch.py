@@ -168,6 +168,15 @@ def test_an_argument_that_nobody_knows_is_refused() -> None:
             launch_of(strange, lambda: StandIn(binary, lambda grid, values: None))
 
 
+def test_strides_in_another_order_are_refused() -> None:
+    problem = AttentionProblem.parse("hq2 q64 d64 fp16 causal")
+    binary = not_compiled(render(problem, CONFIGS["fwd"], "fwd"))
+    *first, batch, head, row = binary.arguments[:8]
+    swapped = replace(binary, arguments=(*first, head, batch, row, *binary.arguments[8:]))
+    with pytest.raises(Unsupported, match="takes 'stride_qh, stride_qb, stride_qm'"):
+        launch_of(swapped, lambda: StandIn(binary, lambda grid, values: None))
+
+
 def test_a_stride_that_does_not_fit_is_refused() -> None:
     problem = AttentionProblem.parse("hq2 q64 d64 fp16 causal")
     binary = not_compiled(render(problem, CONFIGS["fwd"], "fwd"))

@@ -116,6 +116,17 @@ def test_a_gpu_with_less_shared_memory_is_not_served_what_it_cannot_run(folder: 
     assert found(bundle, PROBLEMS[0], spec=replace(small, smem_per_block=needs - 1)) is None
 
 
+def test_what_was_made_for_this_architecture_goes_first(tmp_path: Path) -> None:
+    far, near = (AttentionProblem.parse(f"hq8 q{n} d64 bf16 causal") for n in (65536, 512))
+    for gpus in (("a100", "rtx3090"), ("rtx3090", "a100")):
+        write_bundle([far, near], [gpu(name) for name in gpus], tmp_path)
+        bundle = Bundle(tmp_path)
+        for spec in (gpu("a100"), gpu("rtx3090")):
+            files = found(bundle, "hq8 q512 d64 bf16 causal", spec=spec)
+            assert files
+            assert files[0].startswith(spec.arch)
+
+
 @pytest.mark.parametrize(
     "arch, on, runs",
     [

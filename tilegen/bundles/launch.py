@@ -111,6 +111,9 @@ class _Launcher:
                 self._strided.setdefault(of, []).append(name)
             elif name not in self._has:
                 self._rules.append((name, self._rule(name)))
+        for strides in self._strided.values():
+            if "".join(name[-1] for name in strides) not in ("bhm", "bhn", "hm"):
+                raise self._unknown(", ".join(strides))
         self._pick = itemgetter(*names)
         self._struct = struct.Struct("".join(_FORMATS.get(t, "P") for _, t in binary.arguments))
         self._memory = threading.local()

@@ -66,18 +66,19 @@ class Bundle:
     ) -> list[Binary] | None:
         """Return the binaries of a pass, in the order of their launches; None where there are none.
 
-        All of one class compute the problem; taken are those chosen for the nearest sizes.
+        All of one class compute the problem; taken are those chosen for the nearest sizes, made for
+        this very architecture if there are any.
         """
-        best: tuple[float, list[Binary]] | None = None
+        best: tuple[tuple[bool, float], list[Binary]] | None = None
         for served in self._classes.get(_class(representative(problem).key, direction), ()):
             if not runs_on(served.arch, gpu.arch) or (served.aligned and not aligned):
                 continue
             its = [self.manifest.by_file[x] for x in served.passes[direction].binaries.values()]
-            distance = _distance(problem, served)
+            rank = (served.arch != gpu.arch, _distance(problem, served))
             if all(one.shared_bytes <= gpu.smem_per_block for one in its) and (
-                best is None or distance < best[0]
+                best is None or rank < best[0]
             ):
-                best = distance, its
+                best = rank, its
         return best and best[1]
 
     def launches(
