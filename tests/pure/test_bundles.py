@@ -171,7 +171,7 @@ def test_loading_asks_for_a_gpu_that_it_has_binaries_for(
 
 def test_on_amd_a_bundle_is_not_served(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seeing(monkeypatch, "mi300x")
-    with pytest.raises(Unsupported, match="expected an NVIDIA GPU .* got AMD Instinct MI300X"):
+    with pytest.raises(Unsupported, match=r"expected an NVIDIA GPU .* got AMD Instinct MI300X"):
         load_bundle(folder)
     assert bundles.loaded == []
 
