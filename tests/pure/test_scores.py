@@ -177,7 +177,7 @@ def check_gradients(made: Score, seed: int) -> None:
         torch.testing.assert_close(one.detach(), other, rtol=1e-7, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", SCORES.keys() - {"small_bias"})
+@pytest.mark.parametrize("name", [name for name in SCORES if name != "small_bias"])
 def test_derivatives_of_usual_scores_equal_autograd(name: str) -> None:
     made, formula = SCORES[name]
     check_gradients(made, 3)
