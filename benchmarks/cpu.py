@@ -96,9 +96,7 @@ def calling() -> Iterator[Number]:
     baseline = _microseconds_per_call(lambda: scaled_dot_product_attention(row, row, row))
     with (
         # As in the interpreter, where CPU tensors take the path of GPU tensors.
-        mock.patch.multiple(
-            dispatch.interpreter, is_active=lambda: True, repair_bfloat16=lambda: None
-        ),
+        mock.patch.multiple(dispatch.interpreter, is_active=lambda: True, prepare=lambda: None),
         mock.patch.multiple(
             dispatch,
             _plans={},

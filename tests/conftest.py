@@ -1,5 +1,7 @@
 """Pytest configuration: the tiers, the golden fixture, a cache directory that is not the user's.
 
+Folders are spread over all cores by pytest-xdist, where it is installed.
+
 | folder       | needs            | runs with plain `pytest`                            |
 | ------------ | ---------------- | --------------------------------------------------- |
 | pure         | nothing          | yes                                                 |
@@ -21,6 +23,8 @@ from typing import Protocol
 import pytest
 
 TESTS = Path(__file__).parent
+MOST_WORKERS = 8
+"""Each holds PyTorch and SymPy, half a gigabyte; the slowest tests would not end any sooner."""
 INTERPRETING = os.environ.get("TRITON_INTERPRET") == "1"
 
 # --------------------------------------------------------------------------------------------------
@@ -42,6 +46,23 @@ def pytest_configure(config: pytest.Config) -> None:
             "tests/interpret needs TRITON_INTERPRET=1 before triton is first imported; "
             "run TRITON_INTERPRET=1 pytest tests/interpret, or pytest tests/test_interpret.py"
         )
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist's own, which acts on what is set here
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Spread folders over the cores, where pytest-xdist is installed and nothing else is asked."""
+    options = config.option
+    if not config.pluginmanager.hasplugin("xdist") or hasattr(config, "workerinput"):
+        return
+    asked_for = options.numprocesses is not None or options.tx or options.dist != "no"
+    # Single files are done before workers have started; who watches wants to see one process.
+    watched = options.usepdb or options.capture == "no" or options.collectonly
+    folders = any(Path(arg).is_dir() for arg in config.args)
+    # Tests on a GPU have it to themselves: some measure time, some fill its memory.
+    on_gpu = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd"))
+    if folders and not (asked_for or watched or on_gpu):
+        options.numprocesses = min(os.cpu_count() or 1, MOST_WORKERS)
+        options.dist = "worksteal"  # neighbours stay together, and share what their module set up
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

@@ -224,7 +224,7 @@ def _new_plan(
         plan = Plan(torch_run, scale)
     elif q.device.type in ("cpu", "cuda"):
         if q.device.type == "cpu":
-            interpreter.repair_bfloat16()
+            interpreter.prepare()
         plan = Plan(_kernel_run(problem, q, k, v), scale)
     else:
         raise Unsupported(f"q must be on a CUDA or CPU device, got {q.device}")

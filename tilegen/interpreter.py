@@ -31,6 +31,12 @@ def is_active() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def prepare() -> None:
+    """Make the interpreter right for bfloat16, and quicker."""
+    repair_bfloat16()
+    skip_idle_work()
+
+
 @cache
 def repair_bfloat16() -> None:
     """Replace the interpreter's bfloat16 arithmetic, once.

@@ -171,8 +171,7 @@ def run(
     short sequences need several."""
     if inputs.q.device.type == "cpu":
         run_device()
-        interpreter.repair_bfloat16()
-        interpreter.skip_idle_work()
+        interpreter.prepare()
     q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout
     launch: dict[Kernel, passes.Launch] = {
         kernel: _launch(rendered, mask or rendered.problem.mask, score, q, k)

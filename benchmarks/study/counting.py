@@ -105,8 +105,7 @@ def count(problem: AttentionProblem, configs: Mapping[Kernel, TileConfig]) -> Mo
     from tilegen import interpreter
     from tilegen.reference import make_inputs
 
-    interpreter.repair_bfloat16()
-    interpreter.skip_idle_work()
+    interpreter.prepare()
     inputs = make_inputs(problem)
     moved: Moved = {}
     launch: dict[Kernel, Launch] = {

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -14,14 +13,14 @@ from typing import Any
 import pytest
 
 from tilegen import emitted, workers
-from tilegen.build import CompiledKernel, compile_many, first_that_fits, nvidia_tool
+from tilegen.build import CompiledKernel, compile_many, first_that_fits
 from tilegen.bundles.folder import NOTES
 from tilegen.bundles.generate import Made, generate
 from tilegen.bundles.manifest import Manifest
 from tilegen.bundles.served import Bundle
 from tilegen.cli import main
 from tilegen.config import LARGE_CACHE, TileConfig
-from tilegen.device import gpu, gpu_for
+from tilegen.device import gpu
 from tilegen.emitted import RenderedKernel
 from tilegen.errors import BuildFailed
 from tilegen.families import Direction, kernels_of
@@ -68,38 +67,6 @@ def test_generate_writes_kernels_binaries_and_a_manifest(tmp_path: Path) -> None
         for direction, its in served.passes.items():
             assert tuple(its.binaries) == kernels_of(PROBLEM, gpu(served.gpu), direction)
             assert set(its.config_from.values()) == {"model"}
-
-
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
-def test_a_binary_takes_the_arguments_that_the_manifest_lists(arch: str, tmp_path: Path) -> None:
-    """Read from the binary itself: number, sizes and places of its parameters."""
-    path = generate([PROBLEM], [gpu_for(arch)], tmp_path)
-    for one in Manifest.from_json(path.read_text()).binaries:
-        found = parameters_of(tmp_path / one.file, one.function)
-        sizes = [8 if type_.startswith("*") else 4 for _, type_ in one.arguments]
-        assert [size for _, size in found] == sizes
-        offset = 0
-        for (at, size), expected in zip(found, sizes, strict=True):
-            offset = -(-offset // expected) * expected
-            assert (at, size) == (offset, expected)
-            offset += expected
-
-
-def parameters_of(cubin: Path, function: str) -> list[tuple[int, int]]:
-    """Return (offset, size) of a kernel's parameters, in order."""
-    elf = subprocess.run(
-        [nvidia_tool("cuobjdump"), "-elf", str(cubin)], capture_output=True, text=True, check=True
-    ).stdout
-    section = elf[elf.index(f".nv.info.{function}\n") :]
-    found = re.findall(
-        r"EIATTR_KPARAM_INFO.*?Ordinal\s*:\s*0x([0-9a-f]+)\s+Offset\s*:\s*0x([0-9a-f]+)\s+"
-        r"Size\s*:\s*0x([0-9a-f]+)",
-        section,
-        re.DOTALL,
-    )
-    ordered = sorted((int(ordinal, 16), int(at, 16), int(size, 16)) for ordinal, at, size in found)
-    assert [ordinal for ordinal, _, _ in ordered] == list(range(len(ordered)))
-    return [(at, size) for _, at, size in ordered]
 
 
 def test_the_same_request_gives_the_same_bytes_anywhere(

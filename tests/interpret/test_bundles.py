@@ -99,10 +99,10 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interpreted]:
     made = Interpreted()
     run = launch._Launcher._run
 
-    def note_tensors(self: Any, values: Any) -> None:
+    def note_tensors(self: Any, values: Any, device: torch.device) -> None:
         seen = [one for one in values.values() if isinstance(one, torch.Tensor)]
         made.tensors |= {(one.data_ptr(), one.dtype): one for one in seen}
-        run(self, values)
+        run(self, values, device)
 
     monkeypatch.setattr(launch._Launcher, "_run", note_tensors)
     monkeypatch.setattr(Bundle, "function", lambda bundle, one: made.function(bundle, one))

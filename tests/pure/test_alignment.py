@@ -47,7 +47,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
         return SimpleNamespace(launch=launch_of(kernel))
 
     monkeypatch.setattr(interpreter, "is_active", lambda: True)
-    monkeypatch.setattr(interpreter, "repair_bfloat16", lambda: None)
+    monkeypatch.setattr(interpreter, "prepare", lambda: None)
     monkeypatch.setattr(dispatch, "load_kernel", load_kernel)
     config = TileConfig(block_m=16, block_n=16)
     monkeypatch.setattr(dispatch, "choose", lambda *_, **__: (config, "a test"))

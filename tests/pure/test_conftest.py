@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -39,6 +40,11 @@ def write_pure(suite: Path, text: str) -> None:
 
 def pytest_in(suite: Path, *arguments: str, **environment: str) -> tuple[int, str]:
     """Return exit code and output of pytest in the copy, on a machine without a GPU."""
+    return spread_pytest_in(suite, "-p", "no:xdist", *arguments, **environment)
+
+
+def spread_pytest_in(suite: Path, *arguments: str, **environment: str) -> tuple[int, str]:
+    """Return what `pytest_in` does, of a pytest that may start workers."""
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments],
         cwd=suite,
@@ -90,3 +96,17 @@ def test_interpret_tier_is_refused_without_the_variable(suite: Path) -> None:
     code, output = pytest_in(suite, "tests/interpret/test_interpret.py::test_interpreted")
     assert code == pytest.ExitCode.USAGE_ERROR
     assert "TRITON_INTERPRET=1" in output
+
+
+def test_folders_are_spread_over_the_cores_and_files_are_not(suite: Path) -> None:
+    pytest.importorskip("xdist")
+    if Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists():
+        pytest.skip("tests are not spread on a machine with a GPU")
+    code, output = spread_pytest_in(suite, "tests/compile_only")
+    assert code == 0
+    assert re.search(r"^\d+ workers? \[1 item\]", output, re.MULTILINE)
+    assert re.search(r"^=+ 1 passed in .* =+$", output, re.MULTILINE)
+    for arguments in (["tests/compile_only/test_compile_only.py"], ["-n0", "tests/compile_only"]):
+        code, output = spread_pytest_in(suite, *arguments)
+        assert code == 0
+        assert " worker" not in output

@@ -1,0 +1,47 @@
+"""What the manifest of a bundle says of a binary is what is in it, whichever Triton made it."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tilegen.build import nvidia_tool
+from tilegen.bundles.generate import generate
+from tilegen.bundles.manifest import Manifest
+from tilegen.device import gpu_for
+from tilegen.problem import AttentionProblem
+
+PROBLEM = AttentionProblem.parse("hq8 hkv2 q256 d32 fp16 causal")
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_a_binary_takes_the_arguments_that_the_manifest_lists(arch: str, tmp_path: Path) -> None:
+    """Read from the binary itself: number, sizes and places of its parameters."""
+    path = generate([PROBLEM], [gpu_for(arch)], tmp_path)
+    for one in Manifest.from_json(path.read_text()).binaries:
+        found = parameters_of(tmp_path / one.file, one.function)
+        sizes = [8 if type_.startswith("*") else 4 for _, type_ in one.arguments]
+        assert [size for _, size in found] == sizes
+        offset = 0
+        for (at, size), expected in zip(found, sizes, strict=True):
+            offset = -(-offset // expected) * expected
+            assert (at, size) == (offset, expected)
+            offset += expected
+
+
+def parameters_of(cubin: Path, function: str) -> list[tuple[int, int]]:
+    """Return (offset, size) of a kernel's parameters, in order."""
+    elf = subprocess.run(
+        [nvidia_tool("cuobjdump"), "-elf", str(cubin)], capture_output=True, text=True, check=True
+    ).stdout
+    section = elf[elf.index(f".nv.info.{function}\n") :]
+    found = re.findall(
+        r"EIATTR_KPARAM_INFO.*?Ordinal\s*:\s*0x([0-9a-f]+)\s+Offset\s*:\s*0x([0-9a-f]+)\s+"
+        r"Size\s*:\s*0x([0-9a-f]+)",
+        section,
+        re.DOTALL,
+    )
+    ordered = sorted((int(ordinal, 16), int(at, 16), int(size, 16)) for ordinal, at, size in found)
+    assert [ordinal for ordinal, _, _ in ordered] == list(range(len(ordered)))
+    return [(at, size) for _, at, size in ordered]
