@@ -150,10 +150,10 @@ class _Builder:
                 with self._sympy:
                     rendered = render(first.problem, config, first.kernel)
             known = self._folder.known(rendered, gpu.arch)
-            if known and not known.spill_bytes:
+            if known and _is_good(known, gpu):
                 return known
-            tried.append(self._pool.compile(rendered, gpu.arch, line_info=False))
-            if _is_good(tried[-1], gpu):
+            tried.append(built := self._pool.compile(rendered, gpu.arch, line_info=False))
+            if isinstance(built, CompiledKernel) and _is_good(built, gpu):
                 break
         compiled = first_that_fits(tried, gpu)
         source = compiled.rendered.source.encode()
@@ -169,12 +169,8 @@ def _configs(
     return [c.config for c in propose(problem, gpu, kernel=kernel, top=TRIED)], "model"
 
 
-def _is_good(built: CompiledKernel | BuildFailed, gpu: GpuSpec) -> bool:
-    return (
-        isinstance(built, CompiledKernel)
-        and built.shared_bytes <= gpu.smem_per_block
-        and not built.spill_bytes
-    )
+def _is_good(made: CompiledKernel | Binary, gpu: GpuSpec) -> bool:
+    return made.shared_bytes <= gpu.smem_per_block and not made.spill_bytes
 
 
 def binary_of(compiled: CompiledKernel) -> Binary:
