@@ -16,17 +16,23 @@ import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any
+from unittest import mock
 
+import torch
 import typer
 import yaml
+from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.cpu import Number, write
+from benchmarks.cpu import Number, microseconds_per_call, write
 from benchmarks.environment import ROOT
 from benchmarks.workloads import CATALOGUE, MASKED, SHAPES
+from tilegen import attention, bundles, dispatch
 from tilegen.bundles.served import Bundle
 from tilegen.device import gpu_for
 from tilegen.problem import AttentionProblem
+from tilegen.reference import TORCH_DTYPES
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 PROBLEMS: dict[str, AttentionProblem] = {
@@ -72,6 +78,34 @@ def numbers(folder: Path, archs: tuple[str, ...]) -> Iterator[Number]:
         assert bundle.find(problem, spec, "backward", aligned=True)
     elapsed = time.perf_counter() - started
     yield Number(benchmark="find the kernels of a pass", value=1e6 * elapsed / LOOKUPS, unit="us")
+    if "sm_90" in archs:
+        yield calling(bundle, problem)
+
+
+def calling(bundle: Bundle, problem: AttentionProblem) -> Number:
+    """Return the time of a call up to the driver, outputs allocated and arguments packed."""
+    shape = (1, 1, 128, problem.head_dim_qk)
+    k, v = (torch.zeros(shape, dtype=TORCH_DTYPES[problem.dtype]) for _ in "kv")
+    q, row = k.repeat(1, problem.group_size, 1, 1), torch.zeros(1, 1, 1, 8)
+    idle = SimpleNamespace(launch=lambda *_, **__: None)
+    with (
+        # As in the interpreter, where CPU tensors take the path of GPU tensors.
+        mock.patch.multiple(dispatch.interpreter, is_active=lambda: True, prepare=lambda: None),
+        mock.patch.object(dispatch, "_plans", {}),
+        mock.patch.object(bundles, "loaded", [bundle]),
+        mock.patch.object(Bundle, "function", return_value=idle),
+        # What compiles is not to be timed here.
+        mock.patch.object(dispatch, "choose", side_effect=AssertionError("not from the bundle")),
+    ):
+        return Number(
+            benchmark="attention() from a bundle, up to the driver",
+            value=microseconds_per_call(lambda: attention(q, k, v, mask=problem.mask)),
+            unit="us",
+            baseline="SDPA of one row",
+            baseline_value=microseconds_per_call(
+                lambda: scaled_dot_product_attention(row, row, row)
+            ),
+        )
 
 
 def generate(catalogue: Path, archs: tuple[str, ...], out: Path, *, caches: Path) -> dict[str, Any]:

@@ -93,7 +93,7 @@ def calling() -> Iterator[Number]:
     out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3])
     idle = SimpleNamespace(launch=lambda *_, **__: (out, lse))
     row, mask = torch.zeros(1, 1, 1, 8), causal()
-    baseline = _microseconds_per_call(lambda: scaled_dot_product_attention(row, row, row))
+    baseline = microseconds_per_call(lambda: scaled_dot_product_attention(row, row, row))
     with (
         # As in the interpreter, where CPU tensors take the path of GPU tensors.
         mock.patch.multiple(dispatch.interpreter, is_active=lambda: True, prepare=lambda: None),
@@ -108,7 +108,7 @@ def calling() -> Iterator[Number]:
             q.requires_grad_(wants_gradients)
             yield Number(
                 benchmark=f"attention() up to the launch, {name}",
-                value=_microseconds_per_call(lambda: attention(q, k, v, mask=mask)),
+                value=microseconds_per_call(lambda: attention(q, k, v, mask=mask)),
                 unit="us",
                 baseline="SDPA of one row",
                 baseline_value=baseline,
@@ -179,7 +179,7 @@ def _proposals() -> Iterator[tuple[AttentionProblem, TileConfig, Kernel]]:
             yield workload.problem, candidate.config, kernel
 
 
-def _microseconds_per_call(function: Callable[[], object]) -> float:
+def microseconds_per_call(function: Callable[[], object]) -> float:
     """Return the median over batches of calls, after one to warm up."""
     function()
     batches = [_milliseconds(lambda: [function() for _ in range(CALLS)]) for _ in range(REPEATS)]
