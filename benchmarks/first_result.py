@@ -25,17 +25,22 @@ import typer
 from benchmarks.environment import ROOT, Environment, environment, gpu_folder, has_gpu
 from benchmarks.rows import append, with_environment
 from benchmarks.workloads import CATALOGUE
+from tilegen.masks import causal
 from tilegen.problem import AttentionProblem
+from tilegen.reference import TORCH_DTYPES
 
 REPEATS = 3
+SIZES = (
+    *("batch", "num_heads_q", "num_heads_kv"),
+    *("seqlen_q", "seqlen_kv", "head_dim_qk", "head_dim_v"),
+)
 TIME_LIMIT = 120.0  # seconds for one process
 PREPARE = """
 import json, sys, time
+from types import SimpleNamespace
 import torch
-from tilegen.problem import AttentionProblem
-key, bundle, backward = json.loads(sys.argv[1])
-p = AttentionProblem.parse(key)
-dtype = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}[p.dtype]
+sizes, dtype, bundle, backward = json.loads(sys.argv[1])
+p, dtype = SimpleNamespace(**sizes), getattr(torch, dtype)
 def made(heads, rows, dim):
     shape = p.batch, heads, rows, dim
     return torch.randn(shape, device="cuda", dtype=dtype, requires_grad=backward)
@@ -56,11 +61,11 @@ PROVIDERS = {
     "bundle": """
 import tilegen
 tilegen.load_bundle(bundle)
-out = tilegen.attention(q, k, v, mask=p.mask)
+out = tilegen.attention(q, k, v, mask=tilegen.causal())
 """,
     "tilegen, compiling": """
 import tilegen
-out = tilegen.attention(q, k, v, mask=p.mask)
+out = tilegen.attention(q, k, v, mask=tilegen.causal())
 """,
     "flex, compiling": """
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -100,7 +105,10 @@ class FirstResultRow(Environment):
 def rows(workload: str, *, repeats: int) -> Iterator[FirstResultRow]:
     """Yield a row per direction and provider, the bundle first. Only causal workloads: the mask of
     the peers is written out."""
-    problem = next(one.problem for one in CATALOGUE if one.name == workload)
+    known = {one.name: one.problem for one in CATALOGUE if one.problem.mask == causal()}
+    if workload not in known:
+        raise typer.BadParameter(f"workload must be one of {', '.join(known)}; got {workload!r}")
+    problem = known[workload]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         bundle = make_bundle(problem, folder / "bundle")
@@ -111,7 +119,7 @@ def rows(workload: str, *, repeats: int) -> Iterator[FirstResultRow]:
                 programs["triton, compiling"] = f"source = {str(source_of(bundle))!r}{TRITON}"
             baseline = None
             for provider, program in programs.items():
-                given = json.dumps([problem.key, str(bundle), backward])
+                given = arguments(problem, bundle, backward=backward)
                 code = PREPARE + program + FINISH
                 times = [first_result(code, given) for _ in range(repeats)]
                 seconds = statistics.median(times)
@@ -126,6 +134,14 @@ def rows(workload: str, *, repeats: int) -> Iterator[FirstResultRow]:
                     slowest=round(max(times), 4),
                     ratio=round(seconds / baseline, 3),
                 )
+
+
+def arguments(problem: AttentionProblem, bundle: Path, *, backward: bool) -> str:
+    """Return what a process is told, as plain numbers: to read a problem it would import tilegen,
+    before the clock starts."""
+    sizes = {name: getattr(problem, name) for name in SIZES}
+    dtype = str(TORCH_DTYPES[problem.dtype]).removeprefix("torch.")
+    return json.dumps([sizes, dtype, str(bundle), backward])
 
 
 def make_bundle(problem: AttentionProblem, out: Path) -> Path:

@@ -41,10 +41,16 @@ def test_the_programs_of_first_results_are_python(provider: str) -> None:
 def test_a_first_result_is_timed_in_a_process_of_its_own() -> None:
     code = first_result.PREPARE + first_result.PROVIDERS["sdpa"] + first_result.FINISH
     code = code.replace('"cuda"', '"cpu"').replace("torch.cuda.synchronize()", "")
-    given = f'["{SMALL.key}", "", true]'
+    given = first_result.arguments(SMALL, Path(), backward=True)
     assert 0 < first_result.first_result(code, given) < 60
     with pytest.raises(subprocess.CalledProcessError):
         first_result.first_result("raise SystemExit(3)", given)
+
+
+@pytest.mark.parametrize("workload", ["window-128-32k", "nobody's"])
+def test_only_causal_workloads_are_timed(workload: str) -> None:
+    with pytest.raises(typer.BadParameter, match="workload must be one of gpt2, llama3-8b-2k"):
+        next(first_result.rows(workload, repeats=1))
 
 
 def test_without_a_gpu_nothing_is_timed(
