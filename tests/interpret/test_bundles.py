@@ -26,11 +26,10 @@ from tilegen.execution import Changes
 from tilegen.masks import Mask
 from tilegen.masks.score import Score
 from tilegen.problem import AttentionProblem
-from tilegen.reference import attention_reference
+from tilegen.reference import TORCH_DTYPES, attention_reference
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 ELEMENTS = {"*i32": torch.int32, "*i64": torch.int64, "*u8": torch.uint8}
 TABLE = torch.linspace(-1, 1, 4 * 61).reshape(4, 61).requires_grad_()
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0], requires_grad=True)
@@ -74,7 +73,7 @@ class Interpreted:
 
         def run(grid: int, values: list[Any]) -> None:
             arguments = [
-                self.tensors[value, ELEMENTS.get(type_) or DTYPES[type_[1:]]]
+                self.tensors[value, ELEMENTS.get(type_) or TORCH_DTYPES[type_[1:]]]
                 if type_.startswith("*")
                 else value
                 for value, type_ in zip(values, given, strict=False)
@@ -117,7 +116,7 @@ def test_a_bundle_computes_what_the_reference_does(
 ) -> None:
     text, mask, score = CASES[name]
     asked = AttentionProblem.parse(text)
-    dtype = DTYPES[asked.dtype]
+    dtype = TORCH_DTYPES[asked.dtype]
 
     def leaf(heads: int, rows: int, dim: int, seed: int) -> torch.Tensor:
         drawn = torch.Generator().manual_seed(seed)

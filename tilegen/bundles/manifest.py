@@ -15,7 +15,7 @@ from tilegen.config import KERNELS, Kernel, TileConfig
 from tilegen.errors import InvalidRecord
 from tilegen.families import FAMILIES, Direction
 from tilegen.store.fields import MAX_TEXT, Fields, parse_json
-from tilegen.store.record import config_from
+from tilegen.store.record import ARCH, arch_of, config_from, gpu_of, kernel_of
 
 MANIFEST = "manifest.json"
 SCHEMA = 2
@@ -30,7 +30,6 @@ TYPES = ["*fp16", "*bf16", "*fp32", "*fp64", "*i8", "*u8", "*i16", "*i32", "*i64
 """Of arguments, as Triton names them; `*` is a pointer."""
 MAX_ENTRIES = 100_000
 MAX_BYTES = 2**30
-ARCH = r"sm_\d{2,4}[a-z]?|gfx[0-9a-f]{3,5}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,8 +179,8 @@ def _served(fields: Fields) -> Served:
     return Served(
         problem=problem,
         serves=fields.text("serves", longest=MAX_TEXT),
-        gpu=fields.text("gpu", r"\S.*", "the name of a GPU"),
-        arch=_arch(fields),
+        gpu=gpu_of(fields),
+        arch=arch_of(fields),
         aligned=fields.flag("aligned"),
         passes=passes,
     )
@@ -189,7 +188,7 @@ def _served(fields: Fields) -> Served:
 
 def _pass(fields: Fields, direction: Direction) -> Pass:
     entries = fields.groups(direction, len(KERNELS))
-    kernels: list[Kernel] = [cast("Kernel", one.choice("kernel", KERNELS)) for one in entries]
+    kernels: list[Kernel] = [kernel_of(one) for one in entries]
     if tuple(kernels) not in FAMILIES[direction].values():
         known = "; ".join(", ".join(kernels) for kernels in FAMILIES[direction].values())
         raise InvalidRecord(f"{direction} must be one of {known}; got {', '.join(kernels)}")
@@ -203,14 +202,14 @@ def _pass(fields: Fields, direction: Direction) -> Pass:
 
 def binary_from(fields: Fields) -> Binary:
     """Return the binary that the JSON object holds. Raises InvalidRecord."""
-    kernel = cast("Kernel", fields.choice("kernel", KERNELS))
+    kernel = kernel_of(fields)
     return Binary(
         file=_file(fields, "file"),
         sha256=_sha256(fields, "sha256"),
         source=fields.text("source", r"kernels/[A-Za-z0-9_]+\.py", "such as kernels/NAME.py"),
         source_sha256=_sha256(fields, "source_sha256"),
         kernel=kernel,
-        arch=_arch(fields),
+        arch=arch_of(fields),
         function=fields.text("function", r"[A-Za-z_][A-Za-z0-9_]*", "the name of a function"),
         config=config_from(fields.group("config"), kernel),
         arguments=tuple(
@@ -235,10 +234,6 @@ def _file(fields: Fields, name: str) -> str:
     """Return a path inside of the bundle: nothing else may be opened."""
     pattern = rf"(?:{ARCH})/[A-Za-z0-9_]+\.(?:cubin|hsaco)"
     return fields.text(name, pattern, "such as sm_90/NAME.cubin", longest=300)
-
-
-def _arch(fields: Fields) -> str:
-    return fields.text("arch", ARCH, "such as sm_90 or gfx942")
 
 
 def _sha256(fields: Fields, name: str) -> str:

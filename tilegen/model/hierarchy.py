@@ -205,10 +205,6 @@ def levels(
     )
 
 
-LISTED_TILE = 64
-"""Tiles that lists are counted in, where many programs count as one tile; as in masks/listed.py."""
-
-
 def streamed_bytes(problem: AttentionProblem, kernel: Kernel) -> int:
     """Return the bytes of one streamed row: K and V, or Q, dO, lse and delta."""
     if kernel == "bwd_preprocess":
@@ -307,7 +303,9 @@ def _part(
     block = together * -(-stays // programs)
     fine = 1
     if not is_solved(mask, side):  # counted from lists, which are put together from smaller tiles
-        fine = LISTED_TILE
+        from tilegen.masks.listed import FINE
+
+        fine = FINE[0]
         block = fine * max(1, round(block / fine))
     blocks = (
         {"block_m": block, "block_n": fine}

@@ -16,7 +16,7 @@ import numpy as np
 import sympy as sp
 
 from tilegen.config import COLUMN_KERNELS, Kernel, TileConfig
-from tilegen.emitted import VECTOR_BYTES, rows_are_aligned
+from tilegen.emitted import rows_are_aligned, stride_unit
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.tiles import TileRanges, counted_over, tile_ranges
 from tilegen.model.symbols import (
@@ -252,7 +252,7 @@ def visits(
         return Visits(programs=tiles, tiles=tiles, partial_tiles=0, rows=0, longest=1)
     side: Side = "columns" if kernel in COLUMN_KERNELS else "rows"
     aligned = rows_are_aligned(problem) if aligned is None else aligned
-    unit = VECTOR_BYTES // problem.element_bytes if aligned else 1
+    unit = stride_unit(problem, aligned)
     lengths = problem.seqlen_q, problem.seqlen_kv
     over = counted_over(problem.mask, problem.batch, problem.num_heads_q)
     return _visits(problem.mask, side, *lengths, block_m, block_n, unit, *over)

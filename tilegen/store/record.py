@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 """Of the JSON form. Raise it when an older tilegen would misread a newer record."""
 
+ARCH = r"sm_\d{2,4}[a-z]?|gfx[0-9a-f]{3,5}"
 MAX_SECONDS = 1e9
 MAX_BYTES = 2**63
 MAX_RIVALS = 15
@@ -152,9 +153,7 @@ class TuningRecord:
             raise OtherSchema(f"schema must be {SCHEMA}, got {schema}")
         key: dict[str, Any] = {
             "gpu": gpu_of(fields),
-            "arch": fields.text(
-                "arch", r"sm_\d{2,4}[a-z]?|gfx[0-9a-f]{3,5}", "such as sm_90 or gfx942"
-            ),
+            "arch": arch_of(fields),
             "kernel": kernel_of(fields),
             "problem": problem_of(fields),
             "policy": fields.text("policy", r"[a-z0-9_]{1,40}", "such as cold_l2")
@@ -263,6 +262,11 @@ _SPELLING = str.maketrans({" ": "_", "/": "-", "(": "-", ",": "-", ")": None, "&
 def gpu_of(fields: Fields) -> str:
     """Return the field `gpu`. Raises InvalidRecord."""
     return fields.text("gpu", r"\S.*", "the name of a GPU")
+
+
+def arch_of(fields: Fields) -> str:
+    """Return the field `arch`. Raises InvalidRecord."""
+    return fields.text("arch", ARCH, "such as sm_90 or gfx942")
 
 
 def kernel_of(fields: Fields) -> Kernel:
