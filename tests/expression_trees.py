@@ -6,7 +6,7 @@ from typing import Any
 import sympy
 import torch
 
-from tilegen.masks.dense import evaluate
+from tilegen.masks.evaluation import evaluate
 from tilegen.masks.nodes import Sigmoid, Where
 from tilegen.masks.symbols import SEQLEN_KV, B, H, K, Lookup, Q, S, captured_name
 

@@ -10,8 +10,9 @@ import sympy
 from tilegen.config import COLUMN_KERNELS, Kernel
 from tilegen.device import GpuSpec
 from tilegen.errors import Unsupported
-from tilegen.masks.compiler import FIRST, LAST, Interval, stream_bounds, stream_sets
+from tilegen.masks.compiler import Interval, stream_bounds, stream_sets
 from tilegen.masks.mask import Full, Side, full
+from tilegen.masks.symbols import FIRST, LAST
 from tilegen.model.bounds import mask_size
 from tilegen.model.estimate import Candidate
 from tilegen.model.traffic import visits

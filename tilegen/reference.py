@@ -113,7 +113,7 @@ def attention_reference(
 
 
 def _changed(score: Score, scores: torch.Tensor) -> torch.Tensor:
-    from tilegen.masks.dense import evaluate
+    from tilegen.masks.evaluation import evaluate
 
     batch, heads, seqlen_q, seqlen_kv = scores.shape
     b, h, q, k = (

@@ -26,6 +26,7 @@ from tilegen.emitted import (
 )
 from tilegen.masks.extras import Extras, extras
 from tilegen.masks.mask import Mask, Side
+from tilegen.masks.score import ELEMENTS
 from tilegen.masks.score_source import ScoreSource, argument_types, score_source
 from tilegen.masks.source import keep_source, ranges_source
 from tilegen.masks.tiles import tile_ranges
@@ -223,7 +224,7 @@ def _signature(
 
     def triton_type(name: str) -> str:
         if match := re.fullmatch(r"t(\d+)_ptr", name):
-            return {"bool": "*u8", "int": "*i32"}[problem.mask.values[int(match[1])].kind]
+            return f"*{ELEMENTS[problem.mask.values[int(match[1])].elements]}"
         if name in ("tiles_ptr", "starts_ptr"):
             return "*i32" if name == "tiles_ptr" else "*i64"
         if name in captured:

@@ -175,13 +175,15 @@ def test_piecewise_and_logic_have_plain_texts() -> None:
 def test_texts_do_not_depend_on_the_hash_seed() -> None:
     program = (
         "from tilegen.masks.expression import from_text, to_text\n"
-        "from tilegen.masks.float_printer import value_statements\n"
+        "from tilegen.masks.loads import Loads\n"
+        "from tilegen.masks.triton_source import Writer\n"
         "from tilegen.masks.symbols import *\n"
         "e = from_text('max(s,exp(t0[h]),3*q)*min(s,k,abs(q-k))+max(k,tanh(s),t0[q]*t0[k])'\n"
         "  '+where((q<k)&(h<2)|(b<3)&(k<5)|(t0[h]<s),max(s,q),min(t0[h],s))', ['float'])\n"
         "print(to_text(e))\n"
         "names = {B: 'b', H: 'h', Q: 'q', K: 'k', S: 's'}\n"
-        "print(value_statements({'out': e, 'again': e * e}, names, lambda *a: str(a)))\n"
+        "writer = Writer(names, Loads(['float32'], letter='t'))\n"
+        "print(writer.sources({'out': e, 'again': e * e}), writer.statements)\n"
     )
     outputs = {
         subprocess.run(

@@ -26,9 +26,10 @@ from tests.expression_trees import (
     value_of,
 )
 from tilegen.errors import InvalidProblem, Unsupported
-from tilegen.masks.dense import evaluate
-from tilegen.masks.derivatives import derivative, differentiate
+from tilegen.masks.derivatives import derivative
+from tilegen.masks.evaluation import evaluate
 from tilegen.masks.expression import from_text, to_text
+from tilegen.masks.nodes import normalise
 from tilegen.masks.score import (
     Score,
     alibi,
@@ -39,7 +40,8 @@ from tilegen.masks.score import (
     softcap,
     temperature,
 )
-from tilegen.masks.symbols import S
+from tilegen.masks.score_source import ScoreSource, score_source
+from tilegen.masks.symbols import Lookup, S
 
 SLOPES, TABLE, BIAS = tensor(HEADS), tensor(HEADS, 5), tensor(1, HEADS, 1, SEQLEN)
 SCORES: dict[str, tuple[Score, Callable[..., Any]]] = {
@@ -148,19 +150,23 @@ def test_importing_scores_loads_no_sympy() -> None:
 
 def gradients(made: Score, s: torch.Tensor, dout: torch.Tensor) -> list[torch.Tensor]:
     """Return the gradients of s and of the captured tensors, from symbolic derivatives."""
-    found = differentiate(made)
+    value: Any = normalise(made.expression())
     sums = [torch.zeros_like(t, dtype=torch.float64) for t in made.captured]
-    for part in found.by_lookup:
+    for lookup in value.atoms(Lookup):
+        slot = int(lookup.args[0].name[1:])
+        if not made.captured[slot].requires_grad:
+            continue
         index: list[torch.Tensor] = []
-        target = sums[part.slot]
-        change = (value_of(part.derivative, made.captured, s) * dout).expand(SHAPE).clone()
-        for size, expr in zip(target.shape, part.lookup.args[1:], strict=True):
+        target = sums[slot]
+        by_element = value_of(derivative(value, lookup), made.captured, s)
+        change = (by_element * dout).expand(SHAPE).clone()
+        for size, expr in zip(target.shape, lookup.args[1:], strict=True):
             at = value_of(expr, made.captured, s).long().expand(SHAPE)
             at = torch.where(at < 0, at + size, at)
             change[(at < 0) | (at >= size)] = 0
             index.append(at.clamp(0, size - 1))
         target.index_put_(tuple(index), change, accumulate=True)
-    return [value_of(found.by_score, made.captured, s).expand(SHAPE) * dout, *sums]
+    return [value_of(derivative(value, S), made.captured, s).expand(SHAPE) * dout, *sums]
 
 
 def check_gradients(made: Score, seed: int) -> None:
@@ -218,22 +224,21 @@ def test_derivatives_by_the_score(text: str, expected: str) -> None:
     assert found in choices
 
 
-def test_derivatives_name_the_lookups_and_their_parts() -> None:
+def test_kernels_train_what_requires_a_gradient_alone() -> None:
     made = relative_bias(TABLE).then(temperature(SLOPES))
-    found = differentiate(made)
-    assert [(part.slot, part.index_parts) for part in found.by_lookup] == [
-        (0, {"h", "q", "k"}),
-        (1, {"h"}),
-    ]
-    assert to_text(found.by_lookup[0].derivative) == "1/t1[h]"
-    assert to_text(found.by_score) == "1/t1[h]"
-    assert differentiate(made, slots=()).by_lookup == ()
-    assert differentiate(alibi(SLOPES.detach())).by_lookup == ()
-    assert len(differentiate(alibi(SLOPES.detach()), slots=(0,)).by_lookup) == 1
+    found = score_source(made.form, trains=True, precise=True)
+    assert [part.where for part in found.gradients] == ["dc0_ptr + c0_0_at", "dc1_ptr + head"]
+    assert [part.reduce for part in found.gradients] == ["part", "tl.sum(part)"]
+    assert not score_source(made.form, trains=False, precise=True).gradients
+    assert not score_source(alibi(SLOPES.detach()).form, trains=True, precise=True).gradients
 
 
 def test_what_has_no_derivative_is_named() -> None:
     with pytest.raises(Unsupported, match=r"s//1\) in t0\["):
-        differentiate(score(lambda s, b, h, q, k: s + SLOPES[s.to(torch.int64)]))
+        source_of(score(lambda s, b, h, q, k: s + SLOPES[s.to(torch.int64)]))
     with pytest.raises(Unsupported, match=r"t0\[h\] in t1\[\(2\*t0\[h\]\)//1\]; pass it detached"):
-        differentiate(score(lambda s, b, h, q, k: s + BIAS[0, 0, 0][torch.floor(2 * SLOPES[h])]))
+        source_of(score(lambda s, b, h, q, k: s + BIAS[0, 0, 0][torch.floor(2 * SLOPES[h])]))
+
+
+def source_of(made: Score) -> ScoreSource:
+    return score_source(made.form, trains=True, precise=True)

@@ -260,7 +260,7 @@ def test_divisors_that_are_looked_up() -> None:
     "keep, term",
     [
         (sympy.gamma(Q) < 0, r"the term gamma\(q\)"),
-        (sympy.Symbol("x") < K, "the term x"),
+        (sympy.Symbol("x") < K, "look-up, got x"),
         (Lookup(captured_name(0, "int"), Q, K) < 3, r"1 dimensions .* Lookup\(t0, q, k\)"),
     ],
 )

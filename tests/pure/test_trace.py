@@ -10,7 +10,7 @@ import torch
 from torch.nn.attention.flex_attention import and_masks, noop_mask, or_masks
 
 from tilegen.errors import InvalidProblem, Unsupported
-from tilegen.masks.dense import evaluate
+from tilegen.masks.evaluation import evaluate
 from tilegen.masks.expression import from_text, kinds_of, to_text
 from tilegen.masks.trace import trace_mask, trace_score
 

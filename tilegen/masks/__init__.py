@@ -1,5 +1,5 @@
 """Masks: predicates (`mask`, `constructors`), their tile ranges (`compiler`, `tile_lists`), and how
-both are printed (`printer`)."""
+both are printed (`triton_source`)."""
 
 from tilegen.masks.constructors import (
     bigbird,

@@ -31,9 +31,19 @@ from sympy.logic.boolalg import Boolean, to_dnf
 
 from tilegen.errors import Unsupported
 from tilegen.masks.mask import Mask, Side
-from tilegen.masks.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, captured_name
+from tilegen.masks.symbols import (
+    FIRST,
+    LAST,
+    SEQLEN_KV,
+    SEQLEN_Q,
+    B,
+    H,
+    K,
+    Lookup,
+    Q,
+    captured_name,
+)
 
-FIRST, LAST = sympy.symbols("first last", integer=True, nonnegative=True)
 MAX_CONJUNCTIONS = 16
 """Of a predicate in disjunctive normal form; one with more goes to tile lists."""
 

@@ -1,4 +1,8 @@
-"""Derivatives of scores, for the backward kernels."""
+"""Derivatives of scores, for the backward kernels.
+
+Constant pieces (floor, sign, conditions) have derivative 0, as in PyTorch; at a kink the derivative
+of abs is 0, and that of min and max the argument's that is no constant.
+"""
 
 # SymPy is typed only in part, and where it is, too narrowly:
 # pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
@@ -6,86 +10,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
-
 import sympy
 
 from tilegen.errors import Unsupported
-from tilegen.masks.expression import free_parts, to_text
+from tilegen.masks.expression import to_text
 from tilegen.masks.nodes import Where, normalise, ties
-from tilegen.masks.score import Score
-from tilegen.masks.symbols import Lookup, S
-
-
-@dataclass(frozen=True)
-class LookupDerivative:
-    """How a score changes with one element that it reads."""
-
-    slot: int
-    """Of the captured tensor."""
-    lookup: Lookup
-    derivative: sympy.Expr
-    index_parts: frozenset[str]
-    """Which of b, h, q and k its index depends on; along the others the gradient is summed."""
-
-
-@dataclass(frozen=True)
-class Derivatives:
-    """A score, its derivative by s, and those by the elements of captured tensors it reads."""
-
-    value: sympy.Expr
-    by_score: sympy.Expr
-    by_lookup: tuple[LookupDerivative, ...]
-
-
-def differentiate(score: Score, slots: Collection[int] | None = None) -> Derivatives:
-    """Return the derivatives of a score, for the captured tensors in `slots` (None: those that
-    require a gradient).
-
-    Constant pieces (floor, sign, conditions) have derivative 0, as in PyTorch; at a kink the
-    derivative of abs is 0, and that of min and max the argument's that is no constant. Raises
-    Unsupported, naming the term, for what SymPy cannot differentiate.
-    """
-    value = normalise(score.expression())
-    if slots is None:
-        slots = [slot for slot, tensor in enumerate(score.captured) if tensor.requires_grad]
-    lookups = sorted(value.atoms(Lookup), key=to_text)
-    wanted = [lookup for lookup in lookups if _slot(lookup) in slots]
-    for lookup in lookups:
-        _check_index(lookup, wanted)
-    return Derivatives(
-        value=value,
-        by_score=derivative(value, S),
-        by_lookup=tuple(
-            LookupDerivative(
-                slot=_slot(lookup),
-                lookup=lookup,
-                derivative=derivative(value, lookup),
-                index_parts=free_parts(sympy.Tuple(*lookup.args[1:])),
-            )
-            for lookup in wanted
-        ),
-    )
-
-
-def _slot(lookup: Lookup) -> int:
-    return int(lookup.args[0].name[1:])
-
-
-def _check_index(lookup: Lookup, wanted: Collection[Lookup]) -> None:
-    for index in lookup.args[1:]:
-        if index.has(S):
-            raise Unsupported(
-                f"expected indices that do not depend on the score, got {to_text(index)} in "
-                f"{to_text(lookup)}"
-            )
-        for inner in wanted:
-            if index.has(inner):
-                raise Unsupported(
-                    f"expected no gradient for a tensor that is used as an index, got "
-                    f"{to_text(inner)} in {to_text(lookup)}; pass it detached"
-                )
+from tilegen.masks.symbols import Lookup
 
 
 def derivative(expr: sympy.Expr, by: sympy.Symbol | Lookup) -> sympy.Expr:

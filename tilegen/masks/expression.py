@@ -19,13 +19,27 @@ import sympy
 from sympy.logic.boolalg import Boolean
 
 from tilegen.errors import InvalidProblem, TilegenError
-from tilegen.masks.nodes import FUNCTIONS, SYMBOLS, Sigmoid, Where, is_captured, normalise
+from tilegen.masks.integers import quotient
+from tilegen.masks.nodes import BITS, FUNCTIONS, SYMBOLS, Where, is_captured, normalise
+from tilegen.masks.spelling import (
+    AND,
+    ATOM,
+    COMPARISON,
+    OR,
+    POWER,
+    PRODUCT,
+    RELATIONS,
+    SUM,
+    UNARY,
+    factors,
+    spelt_sum,
+)
 from tilegen.masks.symbols import B, H, K, Lookup, Q, captured_name
 
 if TYPE_CHECKING:
     import torch
 
-MAX_TEXT = 8192
+MAX_TEXT = 2**15
 """Longest text read, in characters."""
 MAX_DEPTH = 64
 """Deepest nesting read, in brackets and operators that are not chains."""
@@ -41,22 +55,10 @@ def to_text(expr: Any) -> str:
     return _text(normalise(expr))[0]
 
 
-# How tightly Python's operators bind.
-_COMPARISON, _OR, _AND, _SUM, _PRODUCT, _UNARY, _POWER, _ATOM = range(8)
-
-_RELATIONS = {sympy.Eq: "==", sympy.Ne: "!=", sympy.Le: "<=", sympy.Lt: "<"}
 _NAMES = {
-    sympy.Abs: "abs",
-    sympy.exp: "exp",
-    sympy.log: "log",
-    sympy.tanh: "tanh",
-    sympy.sin: "sin",
-    sympy.cos: "cos",
-    sympy.sign: "sign",
-    sympy.Min: "min",
-    sympy.Max: "max",
-    Sigmoid: "sigmoid",
-    Where: "where",
+    function: name
+    for name, function in FUNCTIONS.items()
+    if isinstance(function, type)  # sqrt is a power
 }
 
 
@@ -69,37 +71,37 @@ def _inside(expr: sympy.Basic, binding: int) -> str:
 def _text(expr: sympy.Basic) -> tuple[str, int]:
     match expr:
         case sympy.Symbol():
-            return expr.name, _ATOM
+            return expr.name, ATOM
         case sympy.Number():
             return _number(expr)
         case Lookup():
-            index = ",".join(_inside(arg, _COMPARISON) for arg in expr.args[1:])
-            return f"{expr.args[0]}[{index or '()'}]", _ATOM
+            index = ",".join(_inside(arg, COMPARISON) for arg in expr.args[1:])
+            return f"{expr.args[0]}[{index or '()'}]", ATOM
         case sympy.Add():
-            return _sum(expr), _SUM
+            return spelt_sum(expr.args, _inside, ""), SUM
         case sympy.Mul():
             return _product(expr)
         case sympy.Pow():
             return _power(expr)
         case sympy.floor():
             numerator, denominator = quotient(expr.args[0])
-            return f"{_inside(numerator, _UNARY)}//{_inside(denominator, _UNARY)}", _PRODUCT
+            return f"{_inside(numerator, UNARY)}//{_inside(denominator, UNARY)}", PRODUCT
         case sympy.Mod():
-            return "%".join(_inside(arg, _UNARY) for arg in expr.args), _PRODUCT
+            return "%".join(_inside(arg, UNARY) for arg in expr.args), PRODUCT
         case sympy.And():
-            return "&".join(sorted(_inside(arg, _SUM) for arg in expr.args)), _AND
+            return "&".join(sorted(_inside(arg, SUM) for arg in expr.args)), AND
         case sympy.Or():
-            return "|".join(sorted(_inside(arg, _SUM) for arg in expr.args)), _OR
+            return "|".join(sorted(_inside(arg, SUM) for arg in expr.args)), OR
         case sympy.Not():
-            return f"~{_inside(expr.args[0], _ATOM)}", _UNARY
+            return f"~{_inside(expr.args[0], ATOM)}", UNARY
         case _ if expr in (sympy.true, sympy.false):
-            return str(expr), _ATOM
-        case _ if type(expr) in _RELATIONS:
-            return _RELATIONS[type(expr)].join(_inside(arg, _OR) for arg in expr.args), _COMPARISON
+            return str(expr), ATOM
+        case _ if type(expr) in RELATIONS:
+            return RELATIONS[type(expr)].join(_inside(arg, OR) for arg in expr.args), COMPARISON
     arguments = [_text(arg)[0] for arg in expr.args]
     if isinstance(expr, (sympy.Min, sympy.Max)):
         arguments.sort()
-    return f"{_NAMES[type(expr)]}({','.join(arguments)})", _ATOM
+    return f"{_NAMES[type(expr)]}({','.join(arguments)})", ATOM
 
 
 def _number(value: sympy.Number) -> tuple[str, int]:
@@ -108,35 +110,14 @@ def _number(value: sympy.Number) -> tuple[str, int]:
     else:
         text = repr(float(value)) if value.is_Float else str(value)
     if "/" in text:
-        return text, _PRODUCT
-    return text, _UNARY if value < 0 else _ATOM
-
-
-def _sum(expr: sympy.Add) -> str:
-    terms: list[tuple[bool, bool, str]] = []
-    for term in expr.args:
-        negative = bool(term.as_coeff_Mul()[0] < 0)
-        size = -term if negative else term
-        # -a%b would be (-a)%b.
-        rounded = negative and isinstance(size, (sympy.floor, sympy.Mod))
-        text = _inside(size, _UNARY if rounded else _PRODUCT)
-        terms.append((negative, term.is_number, text))
-    text = "".join(("-" if negative else "+") + term for negative, _, term in sorted(terms))
-    return text.removeprefix("+")
+        return text, PRODUCT
+    return text, UNARY if value < 0 else ATOM
 
 
 def _product(expr: sympy.Mul) -> tuple[str, int]:
-    coefficient, rest = expr.as_coeff_Mul()
-    above: list[str] = []
-    below: list[str] = []
-    for factor in sympy.Mul.make_args(rest):
-        base, exponent = factor.as_base_exp()
-        if isinstance(factor, sympy.Pow) and exponent.is_Rational and exponent < 0:
-            below.append(_inside(sympy.Pow(base, -exponent), _UNARY))
-        else:
-            above.append(_inside(factor, _UNARY))
-    above.sort()
-    below.sort()
+    coefficient, times, over = factors(expr)
+    above = sorted(_inside(factor, UNARY) for factor in times)
+    below = sorted(_inside(factor, UNARY) for factor in over)
     size = abs(coefficient)
     numerator, denominator = (size.p, size.q) if size.is_Rational else (size, 1)
     if numerator != 1 or not above or size.is_Float:
@@ -144,36 +125,16 @@ def _product(expr: sympy.Mul) -> tuple[str, int]:
     if denominator != 1:
         below.append(str(denominator))
     sign = "-" if coefficient < 0 else ""
-    return sign + "*".join(above) + "".join(f"/{part}" for part in below), _PRODUCT
+    return sign + "*".join(above) + "".join(f"/{part}" for part in below), PRODUCT
 
 
 def _power(expr: sympy.Pow) -> tuple[str, int]:
     base, exponent = expr.args
     if exponent.is_Rational and exponent < 0:
-        return f"1/{_inside(sympy.Pow(base, -exponent), _UNARY)}", _PRODUCT
+        return f"1/{_inside(sympy.Pow(base, -exponent), UNARY)}", PRODUCT
     if exponent == sympy.Rational(1, 2):
-        return f"sqrt({_text(base)[0]})", _ATOM
-    return f"{_inside(base, _ATOM)}**{_inside(exponent, _ATOM)}", _POWER
-
-
-def quotient(expr: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
-    """Split a value into numerator and denominator, so that both are integers where that is
-    possible.
-
-    Only rational coefficients and factors are taken apart: nothing is expanded.
-    """
-    terms = [term.as_coeff_Mul() for term in sympy.Add.make_args(expr)]
-    scale = sympy.ilcm(1, 1, *(factor.q for factor, _ in terms if factor.is_Rational))
-    if len(terms) > 1:
-        return sympy.Add(*(scale * factor * rest for factor, rest in terms)), sympy.Integer(scale)
-    below = sympy.Mul(
-        *(
-            1 / factor
-            for factor in sympy.Mul.make_args(terms[0][1])
-            if isinstance(factor, sympy.Pow) and factor.exp.is_Integer and factor.exp < 0
-        )
-    )
-    return scale * expr * below, scale * below
+        return f"sqrt({_text(base)[0]})", ATOM
+    return f"{_inside(base, ATOM)}**{_inside(exponent, ATOM)}", POWER
 
 
 def from_text(text: str, kinds: Sequence[str] = ()) -> sympy.Basic:
@@ -283,10 +244,11 @@ class _Reader:
         if name == "where" and len(args) == 3:
             condition = self._condition(args[0], depth)
             return Where(condition, *(self._value(arg, depth) for arg in args[1:]))
-        if name == "where" or (name not in ("min", "max") and len(args) != 1) or not args:
+        arity = len(args) if name in ("min", "max") and args else 2 if name in BITS else 1
+        if name == "where" or len(args) != arity:
             raise InvalidProblem(f"{name} does not take {len(args)} arguments")
         values = [self._value(arg, depth) for arg in args]
-        if name not in ("min", "max", "abs", "sign") and values[0].is_number:
+        if name not in ("min", "max", "abs", "sign", *BITS) and values[0].is_number:
             # Of an exact number, SymPy might compute billions of digits.
             values[0] = sympy.Float(float(normalise(values[0])))
         return FUNCTIONS[name](*values)

@@ -12,12 +12,13 @@ the size of q. `exact` puts the integers back together, and makes integer divisi
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
 import sympy
 from sympy.core.relational import Relational
 
-from tilegen.masks.expression import quotient
-from tilegen.masks.nodes import Where
+from tilegen.masks.nodes import Bits, Where, normalise
 from tilegen.masks.symbols import Lookup
 
 MAX_RATIO = 2**20
@@ -53,7 +54,7 @@ def is_int(expr: sympy.Basic) -> bool:
     match expr:
         case sympy.Symbol() | Lookup() | sympy.Number():
             return bool(expr.is_integer)
-        case FloorDiv() | sympy.Mod():
+        case FloorDiv() | sympy.Mod() | Bits():
             return True
         case sympy.Add() | sympy.Mul() | sympy.Max() | sympy.Min() | sympy.Abs() | sympy.sign():
             return all(map(is_int, expr.args))
@@ -63,6 +64,35 @@ def is_int(expr: sympy.Basic) -> bool:
             return all(map(is_int, expr.args[1:]))
         case _:
             return False
+
+
+@lru_cache(maxsize=4096)
+def prepared(expr: Any) -> Any:
+    """Return the one form that kernels, the reference and tile lists compute.
+
+    Raises Unsupported for what masks and scores cannot hold.
+    """
+    return exact(normalise(expr))
+
+
+def quotient(expr: sympy.Expr) -> tuple[sympy.Expr, sympy.Expr]:
+    """Split a value into numerator and denominator, so that both are integers where that is
+    possible.
+
+    Only rational coefficients and factors are taken apart: nothing is expanded.
+    """
+    terms = [term.as_coeff_Mul() for term in sympy.Add.make_args(expr)]
+    scale = sympy.ilcm(1, 1, *(factor.q for factor, _ in terms if factor.is_Rational))
+    if len(terms) > 1:
+        return sympy.Add(*(scale * factor * rest for factor, rest in terms)), sympy.Integer(scale)
+    below = sympy.Mul(
+        *(
+            1 / factor
+            for factor in sympy.Mul.make_args(terms[0][1])
+            if isinstance(factor, sympy.Pow) and factor.exp.is_Integer and factor.exp < 0
+        )
+    )
+    return scale * expr * below, scale * below
 
 
 def exact(expr: sympy.Basic) -> sympy.Basic:
@@ -102,6 +132,9 @@ def _relation(expr: Relational) -> sympy.Basic:
 
 
 def _sum(expr: sympy.Add) -> sympy.Basic:
+    terms = list(map(exact, expr.args))
+    if all(map(is_int, terms)):
+        return sympy.Add(*terms)
     whole: list[sympy.Expr] = []
     scaled: list[tuple[sympy.Expr, sympy.Expr]] = []
     rest: list[sympy.Expr] = []

@@ -24,6 +24,8 @@ from tilegen.masks.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, S
 
 MAX_EXPONENT = 64
 """Largest integer exponent: powers are printed as products."""
+MAX_SHIFT = 62
+"""Largest shift; integers have 64 bits."""
 
 
 class Where(sympy.Expr):
@@ -91,18 +93,129 @@ class Sigmoid(sympy.Function):
         return self * Sigmoid(-self.args[0])
 
 
+class Log1p(sympy.Function):
+    """`Log1p(x)` = log(1 + x), exact where x is much smaller than 1."""
+
+    nargs = 1
+
+    @classmethod
+    def eval(cls, x: Any) -> Any:
+        """Numbers are computed."""
+        return sympy.Float(math.log1p(float(x))) if x.is_Number and x > -1 else None
+
+    def _eval_is_real(self) -> bool | None:
+        return self.args[0].is_extended_real
+
+    def _eval_is_nonnegative(self) -> bool | None:
+        return self.args[0].is_nonnegative
+
+    def fdiff(self, argindex: int = 1) -> sympy.Expr:
+        """Return 1 / (1 + x)."""
+        return 1 / (1 + self.args[0])
+
+
+class Bits(sympy.Function):
+    """An operation on the bits of two integers, in two's complement as Python and PyTorch have
+    it."""
+
+    nargs = 2
+    is_commutative = True
+
+    @classmethod
+    def of(cls, left: int, right: int) -> int:
+        """Return the value of two numbers."""
+        raise NotImplementedError
+
+    @classmethod
+    def eval(cls, left: Any, right: Any) -> Any:
+        """Numbers are computed; symmetric operands have one order."""
+        if left.is_Integer and right.is_Integer:
+            return sympy.Integer(cls.of(int(left), int(right)))
+        if issubclass(cls, (BitAnd, BitOr, BitXor)):
+            first, second = sorted((left, right), key=lambda one: (one.is_number, str(one)))
+            if (first, second) != (left, right):
+                return cls(first, second)
+        return None
+
+    def _eval_is_real(self) -> bool:
+        return True
+
+    def _eval_is_integer(self) -> bool:
+        return True
+
+    def _eval_is_nonnegative(self) -> bool | None:
+        signs = [bool(arg.is_nonnegative) for arg in self.args]
+        return True if (any if isinstance(self, BitAnd) else all)(signs) else None
+
+
+class BitAnd(Bits):
+    """`left & right`."""
+
+    @classmethod
+    def of(cls, left: int, right: int) -> int:
+        return left & right
+
+
+class BitOr(Bits):
+    """`left | right`."""
+
+    @classmethod
+    def of(cls, left: int, right: int) -> int:
+        return left | right
+
+
+class BitXor(Bits):
+    """`left ^ right`."""
+
+    @classmethod
+    def of(cls, left: int, right: int) -> int:
+        return left ^ right
+
+
+class ShiftLeft(Bits):
+    """`left << right`; right is in 0..62."""
+
+    @classmethod
+    def of(cls, left: int, right: int) -> int:
+        return left << max(0, min(right, 62))
+
+
+class ShiftRight(Bits):
+    """`left >> right`, rounded down; right is in 0..62."""
+
+    @classmethod
+    def of(cls, left: int, right: int) -> int:
+        return left >> max(0, min(right, 62))
+
+
 SYMBOLS = {str(symbol): symbol for symbol in (B, H, Q, K, S, SEQLEN_Q, SEQLEN_KV)}
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {
-    "abs": sympy.Abs,
+ELEMENTARY: dict[str, type[sympy.Function]] = {
     "exp": sympy.exp,
     "log": sympy.log,
+    "log1p": Log1p,
     "tanh": sympy.tanh,
-    "sqrt": sympy.sqrt,
     "sin": sympy.sin,
     "cos": sympy.cos,
-    "sign": sympy.sign,
+    "erf": sympy.erf,
     "sigmoid": Sigmoid,
+}
+"""Functions of one real number that every back end computes in floating point."""
+
+BITS: dict[str, type[Bits]] = {
+    "bitand": BitAnd,
+    "bitor": BitOr,
+    "bitxor": BitXor,
+    "shl": ShiftLeft,
+    "shr": ShiftRight,
+}
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    **ELEMENTARY,
+    **BITS,
+    "abs": sympy.Abs,
+    "sqrt": sympy.sqrt,
+    "sign": sympy.sign,
     "min": sympy.Min,
     "max": sympy.Max,
     "where": Where,
@@ -111,9 +224,9 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 _KNOWN = (
     *(sympy.Add, sympy.Mul, sympy.Pow, sympy.Mod, sympy.floor, sympy.ceiling, sympy.sign),
-    *(sympy.exp, sympy.log, sympy.tanh, sympy.sin, sympy.cos, sympy.Abs, sympy.Max, sympy.Min),
+    *(sympy.Abs, sympy.Max, sympy.Min, *ELEMENTARY.values(), *BITS.values()),
     *(sympy.Eq, sympy.Ne, sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt, sympy.And, sympy.Or, sympy.Not),
-    *(sympy.Xor, sympy.Equivalent, sympy.ITE, sympy.Implies, Sigmoid, Where),
+    *(sympy.Xor, sympy.Equivalent, sympy.ITE, sympy.Implies, Where),
 )
 
 
@@ -171,6 +284,8 @@ def _one(expr: sympy.Basic, known: dict[sympy.Basic, sympy.Basic]) -> sympy.Basi
         )
     args = [_normalise(arg, known) for arg in expr.args]
     match expr:
+        case Bits():
+            return _bits(expr, args)
         case sympy.Abs():
             return _absolute(args[0])
         case sympy.Mul():
@@ -197,6 +312,23 @@ def _one(expr: sympy.Basic, known: dict[sympy.Basic, sympy.Basic]) -> sympy.Basi
             return _normalise(expr.func(*args).to_nnf(simplify=False), known)
         case _:
             return expr.func(*args)
+
+
+def _bits(expr: Bits, args: list[Any]) -> sympy.Basic:
+    """Return shifts by a number, and low bits, as arithmetic: of that, tiles know more."""
+    left, right = args
+    for arg in args:
+        if not arg.is_integer:
+            raise Unsupported(f"expected integers in an operation on bits, got {arg} in {expr}")
+    if right.is_Integer and right >= 0:
+        number = int(right)
+        if isinstance(expr, ShiftLeft) and number <= MAX_SHIFT:
+            return left * 2**number
+        if isinstance(expr, ShiftRight) and number <= MAX_SHIFT:
+            return sympy.floor(left / 2**number)
+        if isinstance(expr, BitAnd) and number & (number + 1) == 0:
+            return sympy.Mod(left, number + 1)
+    return expr.func(left, right)
 
 
 def _lookup(expr: Lookup, known: dict[sympy.Basic, sympy.Basic]) -> sympy.Basic:

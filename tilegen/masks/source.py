@@ -18,8 +18,6 @@ import sympy
 
 from tilegen.errors import Unsupported
 from tilegen.masks.compiler import (
-    FIRST,
-    LAST,
     Interval,
     StreamBounds,
     StreamSets,
@@ -28,9 +26,12 @@ from tilegen.masks.compiler import (
     stream_bounds,
     stream_sets,
 )
+from tilegen.masks.loads import Loads
 from tilegen.masks.mask import Mask, Side
-from tilegen.masks.printer import to_triton
-from tilegen.masks.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q
+from tilegen.masks.nodes import normalise
+from tilegen.masks.symbols import FIRST, LAST, SEQLEN_KV, SEQLEN_Q, B, H, K, Q
+from tilegen.masks.triton_source import Writer
+from tilegen.masks.values import LIMIT
 from tilegen.masks.visits import Edges, Range, merge
 
 MAX_RANGES = 3
@@ -86,27 +87,45 @@ def keep_source(mask: Mask, side: Side) -> Keep:
     keep = predicate(mask, side)
     if keep == True:  # noqa: E712 - SymPy's true
         return Keep((), (), False)
-    names = {Q: "q_idx", K: "k_idx", B: "batch", H: "head"}
-    reader = _Reader(names, guarded=(Q, K))
+    names = {Q: "q_idx", K: "k_idx"} | _NAMES
+    writer = Writer(names, _loads(mask), stem="m")
     # In an order that SymPy's hashes do not change.
-    conditions = sorted(sympy.And.make_args(keep), key=str)
-    atoms = sorted(to_triton(reader.read(atom), names) for atom in conditions)
+    conditions = sorted(sympy.And.make_args(normalise(keep)), key=str)
+    atoms = writer.sources({str(i): one for i, one in enumerate(conditions)})
     per_head = bool(keep.free_symbols & {B, H})
-    return Keep(tuple(reader.statements), tuple(atoms), per_head)
+    return Keep(tuple(writer.statements), tuple(sorted(atoms.values())), per_head)
+
+
+_NAMES: dict[Any, str] = {B: "batch", H: "head", SEQLEN_Q: "seqlen_q", SEQLEN_KV: "seqlen_kv"}
+
+
+def _loads(mask: Mask) -> Loads:
+    """Return what a mask reads. Sizes along the axes of values are checked before a launch; rows
+    and columns beyond the end of the sequence are beyond that of values too."""
+    sized = [(slot, value.axes) for slot, value in enumerate(mask.values) if value.axes]
+    inside = {"b": ("batch",), "h": ("head",)}
+    inside |= {axis: (f"{axis}_first", f"{axis}_last") for axis in "qk"}
+    return Loads(
+        [value.elements for value in mask.values],
+        letter="t",
+        inside=[(slot, name) for slot, axes in sized for axis in axes for name in inside[axis]],
+        limits={slot: (-LIMIT, LIMIT) for slot, _ in sized},
+    )
 
 
 def ranges_source(mask: Mask, side: Side, *, in_panel: bool = False) -> Ranges:
     """Return the tiles to visit, in the simplest form that can say them; `in_panel` leaves out
     those outside of [panel_lo, panel_hi)."""
     axis = "q" if side == "rows" else "k"
-    names = {FIRST: f"{axis}_first", LAST: f"{axis}_last", B: "batch", H: "head"}
+    names = {FIRST: f"{axis}_first", LAST: f"{axis}_last"} | _NAMES
     sets = closed_form(mask, side)
     if sets is None:
         return _lists(mask, side, in_panel)
     try:
-        return _single(stream_bounds(mask, side), names)
+        return _single(stream_bounds(mask, side), Writer(names, _loads(mask), stem="r"))
     except Unsupported:
-        return _several(sets, names, side, in_panel)
+        writer = Writer(names, _loads(mask), stem="r")
+        return _several(sets, writer, side, in_panel)
 
 
 def closed_form(mask: Mask, side: Side) -> StreamSets | None:
@@ -122,18 +141,13 @@ def closed_form(mask: Mask, side: Side) -> StreamSets | None:
     return None if any(len(part) > MAX_RANGES for part in middle) else sets
 
 
-def _single(bounds: StreamBounds, names: dict[Any, str]) -> Ranges:
+def _single(bounds: StreamBounds, writer: Writer) -> Ranges:
     live, full = bounds.live, bounds.full
     emitted = [live.lo, live.hi, full.lo, full.hi, *live.guards]
     uses_last = any(expression.has(LAST) for expression in emitted)
     per_head = any(expression.has(H) for expression in emitted)
-    reader = _Reader(names)
-
-    def source(expression: Any) -> str:
-        return to_triton(reader.read(expression), names)
-
-    live_lo = source(live.lo)
-    conditions = [f"({source(guard)} >= 0)" for guard in live.guards]
+    live_lo = writer.inline(live.lo)
+    conditions = [f"({writer.inline(guard)} >= 0)" for guard in live.guards]
     if sympy.Lt(live.lo, live.hi) != True:  # noqa: E712 - SymPy's true
         conditions.insert(0, "(0 < live_hi)" if live_lo == "0" else "(live_lo < live_hi)")
     return Ranges(
@@ -141,18 +155,17 @@ def _single(bounds: StreamBounds, names: dict[Any, str]) -> Ranges:
         uses_last=uses_last,
         per_head=per_head,
         live_lo=live_lo,
-        live_hi=source(live.hi),
+        live_hi=writer.inline(live.hi),
         nonempty=" & ".join(conditions) or None,
-        full_lo=None if full.lo.is_infinite else source(full.lo),
-        full_hi=source(full.hi),
-        statements=tuple(reader.statements),
+        full_lo=None if full.lo.is_infinite else writer.inline(full.lo),
+        full_hi=writer.inline(full.hi),
+        statements=tuple(writer.statements),
     )
 
 
-def _several(sets: StreamSets, names: dict[Any, str], side: Side, in_panel: bool) -> Ranges:
+def _several(sets: StreamSets, writer: Writer, side: Side, in_panel: bool) -> Ranges:
     intervals = [*sets.live, *sets.dropped]
     emitted = [e for one in intervals for e in (one.lo, one.hi, *one.guards)]
-    reader = _Reader(names)
     block, length, length_symbol = (
         ("BLOCK_N", "seqlen_kv", SEQLEN_KV) if side == "rows" else ("BLOCK_M", "seqlen_q", SEQLEN_Q)
     )
@@ -162,7 +175,7 @@ def _several(sets: StreamSets, names: dict[Any, str], side: Side, in_panel: bool
         sources: list[Any] = []
         for what, edge in zip(("first", "end", "any"), edges(one, end), strict=True):
             if edge is not None:
-                edge = do.named(f"{name}_{what}", to_triton(reader.read(edge), names))
+                edge = do.named(f"{name}_{what}", writer.inline(edge))
             sources.append(edge)
         return Edges(*sources)
 
@@ -173,7 +186,7 @@ def _several(sets: StreamSets, names: dict[Any, str], side: Side, in_panel: bool
         form="several",
         uses_last=any(expression.has(LAST) for expression in emitted),
         per_head=any(expression.has(H) for expression in emitted),
-        statements=(*reader.statements, *do.statements),
+        statements=(*writer.statements, *do.statements),
         full=_loop("full", found.full, side, in_panel),
         partial=_loop("partial", found.partial, side, in_panel),
     )
@@ -247,68 +260,6 @@ def _lists(mask: Mask, side: Side, in_panel: bool) -> Ranges:
         full=loop("full", "full_at", "partial_at"),
         partial=loop("partial", "partial_at", "end_at"),
     )
-
-
-class _Reader:
-    """Replaces look-ups in expressions by names, and writes the statements that load them."""
-
-    def __init__(self, names: dict[Any, str], guarded: tuple[Any, ...] = ()) -> None:
-        """Indices that hold a `guarded` symbol may lie outside the tensor, as those of rows beyond
-        the end of the sequence do."""
-        self._names = names
-        self._guarded = set(guarded)
-        self._found: dict[Any, sympy.Symbol] = {}
-        self.statements: list[str] = []
-
-    def read(self, expression: Any) -> Any:
-        """Return the expression with a symbol for every look-up."""
-        for found in sorted(
-            expression.atoms(Lookup), key=lambda one: (one.count(Lookup), str(one))
-        ):
-            self._load(found)
-        return expression.xreplace(self._found)
-
-    def _load(self, found: Any) -> None:
-        if found in self._found:
-            return
-        tensor, *indices = found.args
-        indices = [index.xreplace(self._found) for index in indices]
-        sources = [to_triton(index, self._names) for index in indices]
-        label = "_".join([tensor.name, *(s for s in sources if s.isidentifier())])
-        if not all(source.isidentifier() for source in sources):
-            label = f"{tensor.name}_{len(self._found)}"
-        conditions: list[str] = []
-        flat = ""
-        for axis, (index, source) in enumerate(zip(indices, sources, strict=True)):
-            size = f"{tensor.name}_n{axis}"
-            direct = index in self._names
-            if not source.isidentifier() and not source.isdigit():
-                name = f"{label}_i{axis}"
-                self.statements.append(f"{name} = {source}")
-                source = name
-            if not direct and not index.is_nonnegative:
-                name = f"{label}_i{axis}"
-                self.statements.append(
-                    f"{name} = tl.where({source} < 0, {source} + {size}, {source})"
-                )
-                source = name
-                conditions.append(f"({name} >= 0)")
-            if not direct or index in self._guarded:
-                conditions.append(f"({source} < {size})")
-            if flat:
-                flat = f"{flat if axis == 1 else f'({flat})'} * {size} + {source}"
-            elif len(indices) > 1 and index not in (B, H) and not source.isdigit():
-                flat = f"{source}.to(tl.int64)"
-            else:
-                flat = source
-        load = f"{tensor.name}_ptr + {flat}" if flat else f"{tensor.name}_ptr"
-        guard = f", mask={' & '.join(conditions)}, other=0" if conditions else ""
-        if len(conditions) > 1:
-            self.statements.append(f"{label}_in = {' & '.join(conditions)}")
-            guard = f", mask={label}_in, other=0"
-        self.statements.append(f"{label} = tl.load({load}{guard})")
-        symbol = sympy.Symbol(label, integer=tensor.is_integer, real=True)
-        self._found[found] = symbol
 
 
 class _AsSource:

@@ -11,6 +11,8 @@ from tilegen.errors import Unsupported
 B, H, Q, K = sympy.symbols("b h q k", integer=True, nonnegative=True)
 """Batch, query head, query row, key-value column."""
 SEQLEN_Q, SEQLEN_KV = sympy.symbols("seqlen_q seqlen_kv", integer=True, positive=True)
+FIRST, LAST = sympy.symbols("first last", integer=True, nonnegative=True)
+"""First and last index of a stationary tile."""
 S = sympy.Symbol("s", real=True)
 """A score after scaling: what a score change starts from."""
 
@@ -38,11 +40,9 @@ class Lookup(sympy.Function):
 
 
 def captured_name(slot: int, kind: str) -> sympy.Symbol:
-    """Return the name of the captured tensor in a slot; `kind` is its elements': bool, int or
-    float."""
-    facts = {
-        "bool": {"integer": True, "nonnegative": True},
-        "int": {"integer": True},
-        "float": {"real": True},
-    }
-    return sympy.Symbol(f"t{slot}", **facts[kind])
+    """Return the name of the captured tensor in a slot; `kind` is its elements': bool, int,
+    int64, float or float64."""
+    facts = {"real": True} if kind.startswith("float") else {"integer": True}
+    if kind == "bool":
+        facts["nonnegative"] = True
+    return sympy.Symbol(f"t{slot}", **facts)

@@ -19,6 +19,7 @@ import torch
 from sympy.logic.boolalg import Boolean
 
 from tilegen.masks.evaluation import Points
+from tilegen.masks.integers import prepared
 from tilegen.masks.shapes import TiledShape
 from tilegen.masks.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Q
 from tilegen.masks.value_bounds import Interval, Tables, TileBounds, Verdict
@@ -80,7 +81,7 @@ class _Classifier:
         shape: TiledShape,
         device: torch.device,
     ) -> None:
-        self._keep = keep
+        self._keep: Boolean = prepared(keep)
         self._captured = [tensor.detach().to(device) for tensor in captured]
         self._shape = shape
         self._device = device
@@ -89,7 +90,7 @@ class _Classifier:
         self._open_tiles = 0
         self._evaluated_tiles = 0
         # All subexpressions are held at once, as 64-bit numbers.
-        self._element_bytes = 8 * len(set(sympy.preorder_traversal(keep)))
+        self._element_bytes = 8 * len(set(sympy.preorder_traversal(self._keep)))
 
     def run(self) -> None:
         """Find the live tiles."""

@@ -5,26 +5,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import sympy
+import torch
 from numpy.typing import NDArray
 
 from tilegen.errors import Unsupported
-from tilegen.masks.compiler import (
-    FIRST,
-    LAST,
-    captured_name,
-    depends_on,
-    edges,
-    stream_sets,
-)
+from tilegen.masks.compiler import depends_on, edges, stream_sets
+from tilegen.masks.evaluation import Points
+from tilegen.masks.integers import exact
 from tilegen.masks.mask import And, Mask, Not, Or, Side, SlidingWindow
-from tilegen.masks.printer import IndexPrinter
-from tilegen.masks.symbols import SEQLEN_KV, SEQLEN_Q, B, H
+from tilegen.masks.symbols import FIRST, LAST, SEQLEN_KV, SEQLEN_Q, B, H
 from tilegen.masks.values import Values
 from tilegen.masks.visits import Edges, Range, merge
 
@@ -123,8 +119,8 @@ def tile_ranges(
     last = np.minimum(first + stays_block, stays) - 1
     b = np.arange(batch if B in depends else 1)[:, None, None]
     h = np.arange(heads if H in depends else 1)[None, :, None]
-    samples = [value.sample(shape) for value in values]
-    live, dropped = evaluate(first, last, b, h, seqlen_q, seqlen_kv, *samples)
+    symbols = {FIRST: first, LAST: last, B: b, H: h, SEQLEN_Q: seqlen_q, SEQLEN_KV: seqlen_kv}
+    live, dropped = evaluate(symbols, [value.sample(shape) for value in values])
     found = merge(_OnArrays(block), live, dropped, length)
     every = np.broadcast_shapes(first.shape, b.shape, h.shape)
     zero = np.zeros(every, dtype=np.int64)
@@ -182,7 +178,7 @@ def counted_over(mask: Mask, batch: int, heads: int) -> tuple[int, int]:
     return batch if B in depends else 1, heads if H in depends else 1
 
 
-def _evaluator(mask: Mask, side: Side) -> tuple[frozenset[Any], Any, tuple[Values, ...]]:
+def _evaluator(mask: Mask, side: Side) -> tuple[frozenset[Any], Evaluator, tuple[Values, ...]]:
     """Return what of B and H a mask depends on, its intervals as a function of numbers, and the
     values that it reads."""
     alike = _with_scalars(mask)
@@ -207,42 +203,25 @@ def _with_scalars(mask: Mask) -> Mask:
     return replace(mask, left=scalar(mask.left), right=scalar(mask.right))
 
 
+Evaluator = Callable[[Mapping[sympy.Symbol, Any], Sequence[Any]], tuple[list[Edges], list[Edges]]]
+
+
 @lru_cache(maxsize=512)
-def _evaluator_of(mask: Mask, side: Side) -> tuple[frozenset[Any], Any]:
+def _evaluator_of(mask: Mask, side: Side) -> tuple[frozenset[Any], Evaluator]:
     sets = stream_sets(mask, side)
-    names = [captured_name(i, _kind(value)) for i, value in enumerate(mask.values)]
     length = SEQLEN_KV if side == "rows" else SEQLEN_Q
     intervals = [edges(one, length) for one in sets.live] + [edges(one) for one in sets.dropped]
-    expressions = [e for one in intervals for e in one if e is not None]
-    evaluate_all = sympy.lambdify(
-        [FIRST, LAST, B, H, SEQLEN_Q, SEQLEN_KV, *names],
-        expressions,
-        modules=[
-            {"maximum": np.maximum, "minimum": np.minimum, "look_up": look_up, "where": np.where}
-        ],
-        printer=IndexPrinter({}, ""),
-    )
+    prepared = [tuple(e if e is None else exact(e) for e in one) for one in intervals]
 
-    def evaluate(*arguments: Any) -> tuple[list[Edges], list[Edges]]:
-        found = iter(evaluate_all(*arguments))
-        numbers = [Edges(*(None if e is None else next(found) for e in one)) for one in intervals]
+    def evaluate(
+        symbols: Mapping[sympy.Symbol, Any], samples: Sequence[Any]
+    ) -> tuple[list[Edges], list[Edges]]:
+        tensors = [torch.from_numpy(np.array(sample)) for sample in samples]
+        given = {symbol: torch.as_tensor(value) for symbol, value in symbols.items()}
+        points = Points(tensors, given, torch.device("cpu"))
+        numbers = [
+            Edges(*(None if e is None else points(e).numpy() for e in one)) for one in prepared
+        ]
         return numbers[: len(sets.live)], numbers[len(sets.live) :]
 
     return depends_on(mask), evaluate
-
-
-def _kind(value: Values) -> str:
-    return "bool" if value.rising else value.kind
-
-
-def look_up(values: Any, *indices: Any) -> Any:
-    """Return elements of an array: negative indices count from its end, and beyond it lie zeros."""
-    if not indices:
-        return values
-    inside: Any = True
-    found: list[Any] = []
-    for index, size in zip(indices, values.shape, strict=True):
-        index = np.where(np.less(index, 0), index + size, index)
-        inside = inside & (index >= 0) & (index < size)
-        found.append(np.clip(index, 0, size - 1))
-    return np.where(inside, values[tuple(found)], 0)

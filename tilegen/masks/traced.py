@@ -50,7 +50,7 @@ class Expression(Mask):
             return renamed.xreplace({s: sympy.sympify(to) for s, to in given.items() if s != to})
         import torch
 
-        from tilegen.masks.dense import evaluate
+        from tilegen.masks.evaluation import evaluate
 
         if self.is_stand_in:
             raise InvalidProblem(f"expected a mask with its tensors, got {self}")

@@ -14,8 +14,12 @@ from functools import reduce
 import sympy
 import torch
 
-from tilegen.masks.evaluation import Evaluation, floor_divide, power, read, wide_dtype
+from tilegen.masks.evaluation import BITS, Evaluation, floor_divide, nonzero, power, read
 from tilegen.masks.extremes import BoxExtremes
+from tilegen.masks.nodes import BitAnd, BitOr, Bits, ShiftLeft, ShiftRight
+
+LARGEST = 2**62
+"""Integers beyond it, which may wrap around, are not bounded."""
 
 Tables = dict[tuple[int, tuple[int, ...]], BoxExtremes]
 """Extremes of captured tensors, shared by all evaluations of one mask: by identity of the tensor
@@ -49,7 +53,7 @@ class Verdict:
     never: torch.Tensor
 
 
-class TileBounds(Evaluation):
+class TileBounds(Evaluation[Interval, Verdict]):
     """Intervals and verdicts, one per tile."""
 
     def __init__(
@@ -58,9 +62,13 @@ class TileBounds(Evaluation):
         values: Mapping[sympy.Symbol, Interval],
         device: torch.device,
         tables: Tables,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__(captured, values, device)
+        super().__init__(captured, values, device, dtype)
         self._tables = tables
+
+    def twin(self, dtype: torch.dtype) -> TileBounds:
+        return TileBounds(self._captured, self._values, self._device, self._tables, dtype)
 
     def number(self, value: float) -> Interval:
         return _single(self._constant(value))
@@ -69,14 +77,20 @@ class TileBounds(Evaluation):
         always = torch.tensor(value, device=self._device)
         return Verdict(always, ~always)
 
+    def to_float(self, value: Interval) -> Interval:
+        return _increasing(lambda end: end.to(self._dtype), value)
+
+    def to_integer(self, value: Interval) -> Interval:
+        return _increasing(lambda end: end.clamp(-LARGEST, LARGEST).long(), value)
+
     def add(self, left: Interval, right: Interval) -> Interval:
         return _increasing(torch.add, left, right)
 
-    def negate(self, value: Interval) -> Interval:
-        return _single(-value.lo) if value.is_single else Interval(-value.hi, -value.lo)
-
     def multiply(self, left: Interval, right: Interval) -> Interval:
-        return _hull([a * b for a in left.ends for b in right.ends])
+        return _unless_wrapped(
+            _hull([a * b for a in left.ends for b in right.ends]),
+            _size(left).double() * _size(right).double(),
+        )
 
     def divide(self, left: Interval, right: Interval) -> Interval:
         quotient = _hull([a / b for a in left.ends for b in right.ends])
@@ -88,36 +102,62 @@ class TileBounds(Evaluation):
         quotient = _hull([floor_divide(a, b) for a in left.ends for b in right.ends])
         if right.is_single:
             return quotient
-        # A divisor is at least 1 in magnitude if it is an integer, else the quotient is unbounded.
-        largest = torch.maximum(left.lo.abs(), left.hi.abs())
-        if quotient.lo.is_floating_point():
-            largest = torch.full_like(quotient.lo, torch.inf)
+        # A divisor that is not 0 is at least 1 in magnitude.
+        largest = _size(left)
         return _where(_has_one_sign(right), quotient, Interval(-largest, largest))
 
     def remainder(self, left: Interval, right: Interval) -> Interval:
-        if left.lo.is_floating_point() or right.lo.is_floating_point():
-            return _anything(left.lo + right.lo)
         zero = torch.zeros_like(right.lo)
         anything = Interval(torch.minimum(right.lo + 1, zero), torch.maximum(right.hi - 1, zero))
         if not right.is_single:
             return anything
         # Between two multiples of the divisor the remainder only increases.
-        divisor = torch.where(right.lo == 0, 1, right.lo)
+        divisor = nonzero(right.lo)
         multiples = [floor_divide(end, divisor) * divisor for end in (left.lo, left.hi)]
         between = Interval(left.lo - multiples[0], left.hi - multiples[1])
         if left.is_single:
             return _single(between.lo)
         return _where(multiples[0] == multiples[1], between, anything)
 
+    def bits(self, operation: type[Bits], left: Interval, right: Interval) -> Interval:
+        compute = BITS[operation]
+        if operation in (ShiftLeft, ShiftRight) or (left.is_single and right.is_single):
+            found = _hull([compute(a, b) for a in left.ends for b in right.ends])
+            if operation is not ShiftLeft:
+                return found
+            return _unless_wrapped(found, _size(left) * 2.0 ** _size(right).double())
+        every = _ones(torch.maximum(_size(left), _size(right)))
+        natural = (left.lo >= 0) & (right.lo >= 0)
+        lowest, highest = torch.zeros_like(every), every
+        if operation is BitAnd:
+            highest = torch.minimum(left.hi, right.hi)
+        elif operation is BitOr:
+            lowest = torch.maximum(left.lo, right.lo)
+        return _where(natural, Interval(lowest, highest), Interval(-every - 1, every))
+
     def power(self, base: Interval, exponent: int) -> Interval:
         base = base if exponent % 2 else self.absolute(base)
-        return _increasing(lambda value: power(value, exponent), base)
+        found = _increasing(lambda value: power(value, exponent), base)
+        return _unless_wrapped(found, _size(base).double() ** exponent)
+
+    def general_power(self, base: Interval, exponent: Interval) -> Interval:
+        return _anything(base.lo + exponent.lo)
 
     def function(
         self, function: Callable[[torch.Tensor], torch.Tensor], value: Interval
     ) -> Interval:
-        # How a function is rounded may depend on where in a tensor its argument stands.
-        return _anything(value.lo.float())
+        if function is torch.sqrt:  # which rounds exactly
+            negative = value.lo < 0
+            root = _increasing(lambda end: end.clamp(min=0).sqrt(), value)
+            return _where(negative, _anything(value.lo), root)
+        # How another function is rounded may depend on where in a tensor its argument stands.
+        return _anything(value.lo)
+
+    def floor(self, value: Interval) -> Interval:
+        return _increasing(torch.floor, value)
+
+    def sign(self, value: Interval) -> Interval:
+        return _increasing(torch.sign, value)
 
     def absolute(self, value: Interval) -> Interval:
         if value.is_single:
@@ -164,11 +204,8 @@ class TileBounds(Evaluation):
         last: list[torch.Tensor] = []
         everywhere = beyond = torch.zeros((), dtype=torch.bool, device=self._device)
         for index, size in zip(indices, tensor.shape, strict=True):
-            if index.lo.is_floating_point():  # not-a-number has no place in a range
-                lo, hi = self._constant(-1), self._constant(0)
-            else:
-                wraps = index.hi < 0
-                lo, hi = (torch.where(wraps, end + size, end) for end in (index.lo, index.hi))
+            wraps = index.hi < 0
+            lo, hi = (torch.where(wraps, end + size, end) for end in (index.lo, index.hi))
             # Both ends of a range around 0 are inside the tensor, at its two ends.
             everywhere = everywhere | ((lo < 0) & (hi >= 0))
             beyond = beyond | (lo < 0) | (hi >= size)
@@ -183,8 +220,9 @@ class TileBounds(Evaluation):
             [last[dim] for dim in boxed],
         )
         smallest, largest = table.everywhere
-        low = torch.where(everywhere, smallest, low).to(wide_dtype(tensor.dtype))
-        high = torch.where(everywhere, largest, high).to(wide_dtype(tensor.dtype))
+        low, high = torch.where(everywhere, smallest, low), torch.where(everywhere, largest, high)
+        if not low.is_floating_point():
+            low, high = low.long(), high.long()
         return Interval(
             torch.where(beyond, low.clamp(max=0), low), torch.where(beyond, high.clamp(min=0), high)
         )
@@ -204,6 +242,30 @@ def _hull(values: Sequence[torch.Tensor]) -> Interval:
     if len(values) == 1:
         return _single(values[0])
     return Interval(reduce(torch.minimum, values), reduce(torch.maximum, values))
+
+
+def _size(value: Interval) -> torch.Tensor:
+    """Return the largest magnitude in an interval."""
+    return torch.maximum(value.lo.abs(), value.hi.abs())
+
+
+def _ones(value: torch.Tensor) -> torch.Tensor:
+    """Return the smallest 2**n - 1 that is not below a value that is not negative."""
+    for shift in (1, 2, 4, 8, 16, 32):
+        value = value | (value >> shift)
+    return value
+
+
+def _unless_wrapped(found: Interval, size: torch.Tensor) -> Interval:
+    """Return an interval of integers, or all of them where their `size` may leave 64 bits."""
+    if found.lo.is_floating_point():
+        return found
+    wraps = size >= LARGEST
+    if not bool(wraps.any()):
+        return found
+    limits = torch.iinfo(torch.int64)
+    lowest, highest = (torch.full_like(found.lo, end) for end in (limits.min, limits.max))
+    return _where(wraps, Interval(lowest, highest), found)
 
 
 def _anything(like: torch.Tensor) -> Interval:

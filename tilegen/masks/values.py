@@ -13,7 +13,7 @@ from tilegen.errors import InvalidProblem, Unsupported
 if TYPE_CHECKING:
     import numpy as np
 
-Kind = Literal["bool", "int", "float"]
+Kind = Literal["bool", "int", "int64", "float", "float64"]
 Pattern = Literal["constant", "firsts", "ends", "ids", "layout", "table"]
 AXES = ("", "b", "h", "bh", "q", "k", "bq", "bk", "bhq", "bhk")
 LIMIT = 2**30
@@ -57,6 +57,11 @@ class Values:
         return (self.axes, self.typical, self.kind, self.pattern, self.block)
 
     @property
+    def elements(self) -> str:
+        """PyTorch's name for the elements that a kernel reads."""
+        return {"int": "int32", "float": "float32"}.get(self.kind, self.kind)
+
+    @property
     def rising(self) -> bool:
         """Whether elements never fall along the last axis."""
         return self.pattern in ("firsts", "ends")
@@ -77,7 +82,7 @@ class Values:
         if "symbol" not in self.copies:
             import sympy
 
-            facts = {"integer": True} if self.kind != "float" else {"real": True}
+            facts = {"real": True} if self.kind.startswith("float") else {"integer": True}
             if self.rising or self.kind == "bool":
                 facts["nonnegative"] = True
             self.copies["symbol"] = sympy.Dummy("values", **facts)

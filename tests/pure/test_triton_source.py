@@ -4,7 +4,8 @@ Integers divide as Triton's do. Kernels are tested elsewhere.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -26,24 +27,26 @@ from tests.expression_trees import (
     tensor,
     value_of,
 )
-from tilegen.masks.dense import evaluate
 from tilegen.masks.derivatives import derivative
+from tilegen.masks.evaluation import evaluate
 from tilegen.masks.expression import from_text, to_text
-from tilegen.masks.float_printer import value_statements
+from tilegen.masks.loads import Loads
 from tilegen.masks.nodes import Where
 from tilegen.masks.score import score
 from tilegen.masks.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Q, S
+from tilegen.masks.triton_source import Writer
 
 
 class Tile:
-    """A tensor with Triton's arithmetic: int32 or fp32, `//` and `%` round towards zero."""
+    """A tensor with Triton's arithmetic: numbers take 32 bits where they fit, `//` and `%` round
+    towards zero."""
 
     def __init__(self, value: Any) -> None:
-        if not isinstance(value, torch.Tensor):
-            value = torch.tensor(value)
-        if value.dtype in (torch.int64, torch.float64):
-            value = value.to(torch.int32 if value.dtype == torch.int64 else torch.float32)
-        self.value = value
+        if isinstance(value, int):
+            value = torch.tensor(value, dtype=torch.int32 if -(2**31) <= value < 2**31 else None)
+        elif isinstance(value, float):
+            value = torch.tensor(value, dtype=torch.float32)
+        self.value = torch.as_tensor(value)
 
     def to(self, dtype: torch.dtype) -> "Tile":
         return Tile(self.value.to(dtype))
@@ -58,7 +61,8 @@ class Tile:
 
     def _integers(self, other: Any) -> tuple[torch.Tensor, torch.Tensor]:
         right = Tile.of(other)
-        assert {self.value.dtype, right.dtype} == {torch.int32}
+        assert not self.value.is_floating_point()
+        assert not right.is_floating_point()
         return self.value, right
 
     @staticmethod
@@ -70,8 +74,10 @@ def _binary(function: Callable[..., torch.Tensor]) -> Callable[..., Tile]:
     return lambda left, right: Tile(function(Tile.of(left), Tile.of(right)))
 
 
-for _name in ("add", "sub", "mul", "truediv", "lt", "le", "gt", "ge", "eq", "ne", "and", "or"):
-    _torch = {"and": "logical_and", "or": "logical_or", "truediv": "div"}.get(_name, _name)
+_BITS = {name: f"bitwise_{name}" for name in ("and", "or", "xor")}
+_BITS |= {"lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift", "truediv": "div"}
+for _name in ("add", "sub", "mul", "lt", "le", "gt", "ge", "eq", "ne", *_BITS):
+    _torch = _BITS.get(_name, _name)
     _function = _binary(getattr(torch, _torch))
     setattr(Tile, f"__{_name}__", _function)
     setattr(Tile, f"__r{_name}__", lambda self, other, f=_function: f(other, self))
@@ -81,7 +87,7 @@ Tile.__invert__ = lambda self: Tile(~self.value)  # type: ignore[attr-defined]
 
 def _unary(function: Callable[..., torch.Tensor]) -> Any:
     def apply(value: Tile) -> Tile:
-        assert value.value.dtype == torch.float32, "Triton wants a float"
+        assert value.value.is_floating_point(), "Triton wants a float"
         return Tile(function(value.value))
 
     return staticmethod(apply)
@@ -90,11 +96,34 @@ def _unary(function: Callable[..., torch.Tensor]) -> Any:
 class tl:  # noqa: N801
     """What emitted statements use of triton.language."""
 
-    float32, int32 = torch.float32, torch.int32
-    exp, exp2, log, sqrt = map(_unary, (torch.exp, torch.exp2, torch.log, torch.sqrt))
-    sin, cos, floor = map(_unary, (torch.sin, torch.cos, torch.floor))
+    float32, float64, int32, int64 = torch.float32, torch.float64, torch.int32, torch.int64
+    exp, exp2, log, sqrt_rn = map(_unary, (torch.exp, torch.exp2, torch.log, torch.sqrt))
+    sin, cos, floor, erf = map(_unary, (torch.sin, torch.cos, torch.floor, torch.erf))
+    sqrt = sqrt_rn
     abs = staticmethod(lambda x: Tile(Tile.of(x).abs()))
-    maximum, minimum = staticmethod(_binary(torch.maximum)), staticmethod(_binary(torch.minimum))
+    div_rn = staticmethod(_binary(torch.div))
+
+    class PropagateNan:
+        ALL = "all"
+
+    @staticmethod
+    def maximum(left: Any, right: Any, nan: str = "") -> Tile:
+        return Tile(torch.maximum(Tile.of(left), Tile.of(right)))
+
+    @staticmethod
+    def minimum(left: Any, right: Any, nan: str = "") -> Tile:
+        return Tile(torch.minimum(Tile.of(left), Tile.of(right)))
+
+    @staticmethod
+    def load(pointer: "Pointer", mask: Any = None, other: int = 0) -> Tile:
+        at = Tile.of(pointer.at)
+        if mask is None:
+            return Tile(pointer.tensor.flatten()[at.long()])
+        inside = torch.broadcast_to(
+            Tile.of(mask), torch.broadcast_shapes(at.shape, Tile.of(mask).shape)
+        )
+        found = pointer.tensor.flatten()[torch.where(inside, at, 0).long()]
+        return Tile(torch.where(inside, found, other))
 
     @staticmethod
     def where(condition: Any, then: Any, otherwise: Any) -> Tile:
@@ -106,35 +135,44 @@ NAMES = {Q: "q_idx", K: "k_idx", B: "batch", H: "head", S: "s"}
 NAMES |= {SEQLEN_Q: "seqlen_q", SEQLEN_KV: "seqlen_kv"}
 
 
+@dataclass
+class Pointer:
+    tensor: torch.Tensor
+    at: Any = 0
+
+    def __add__(self, other: Any) -> "Pointer":
+        return Pointer(self.tensor, other)
+
+
+def written(exprs: Mapping[str, Any], elements: Sequence[str] = ()) -> list[str]:
+    """Return the statements of expressions."""
+    writer = Writer(NAMES, Loads(elements, letter="t"))
+    sources = writer.sources(exprs)
+    return [*writer.statements, *(f"{name} = {source}" for name, source in sources.items())]
+
+
 def run(
     exprs: Mapping[str, Any], captured: tuple[torch.Tensor, ...], s: torch.Tensor
-) -> tuple[list[tuple[str, str]], dict[str, Any]]:
+) -> tuple[list[str], dict[str, Any]]:
     """Return the statements of expressions, and the values they leave."""
-
-    def element(name: str, indices: list[Any], signed: list[bool]) -> Tile:
-        held = captured[int(name[1:])]
-        index: list[torch.Tensor] = []
-        inside = torch.tensor(True)
-        for size, part, may_be_negative in zip(held.shape, indices, signed, strict=True):
-            at = Tile.of(part)
-            assert at.dtype == torch.int32
-            assert may_be_negative or bool((at >= 0).all())
-            at = torch.where(at < 0, at + size, at)
-            inside = inside & (at >= 0) & (at < size)
-            index.append(at.clamp(0, size - 1).long())
-        found = held.detach()[tuple(index)]
-        return Tile(torch.where(inside, found if found.is_floating_point() else found.long(), 0))
-
-    def lookup(name: str, indices: Any, signed: Any) -> str:
-        return f"element({name!r}, [{', '.join(indices)}], {list(signed)})"
-
-    statements = value_statements(exprs, NAMES, lookup)
-    scope: dict[str, Any] = {"tl": tl, "element": element}
+    tensors = [one.detach() for one in captured]
+    tensors = [one.float() if one.dtype == torch.float64 else one for one in tensors]
+    statements = written(exprs, [str(one.dtype).removeprefix("torch.") for one in tensors])
     values = (Q_IDX, K_IDX, B_IDX, H_IDX, s, torch.tensor(SEQLEN), torch.tensor(SEQLEN))
-    scope |= {name: Tile(value) for name, value in zip(NAMES.values(), values, strict=True)}
-    for name, source in statements:
+    scope: dict[str, Any] = {"tl": tl}
+    for name, value in zip(NAMES.values(), values, strict=True):
+        scope[name] = Tile(value.int() if value.dtype == torch.int64 else value.float())
+    for name in ("batch", "head"):
+        scope[name] = scope[name].to(torch.int64)
+    for slot, one in enumerate(tensors):
+        scope[f"t{slot}_ptr"] = Pointer(one)
+        scope |= {f"t{slot}_n{axis}": Tile(size) for axis, size in enumerate(one.shape)}
+    for statement in statements:
+        name, source = statement.split(" = ", 1)
         assert name not in scope, f"{name} is written twice"
         scope[name] = eval(source, scope)
+        if not isinstance(scope[name], Tile):
+            scope[name] = Tile(scope[name])
     return statements, scope
 
 
@@ -147,7 +185,8 @@ def test_triton_source_of_random_scores(random: Random, depth: int, seed: int) -
     s = tensor(*SHAPE, seed=seed + 1).detach().float()
     exprs = {"out": expr, "change": derivative(expr, S), "keep": keep}
     statements, scope = run(exprs, captured, s)
-    assert [name for name, _ in statements if name in exprs] == list(exprs)
+    names = [statement.split(" = ")[0] for statement in statements]
+    assert [name for name in names if name in exprs] == list(exprs)
     for name, one in exprs.items():
         found = Tile.of(scope[name]).expand(SHAPE)
         expected = value_of(one, captured, s.double()).expand(SHAPE)
@@ -206,9 +245,9 @@ def test_sigmoid_is_safe_far_out() -> None:
 
 def test_distances_stay_exact_at_a_million() -> None:
     expr = score(lambda s, b, h, q, k: s + 0.1 * (k - q) + (q - k)).expression()
-    statements = value_statements({"out": expr}, NAMES, lambda *_: "")
+    (statement,) = written({"out": expr})
     far = {"q_idx": Tile(10**6 + 1), "k_idx": Tile(10**6), "s": Tile(1e-3), "tl": tl}
-    ((_, source),) = statements
+    source = statement.removeprefix("out = ")
     assert abs(float(Tile.of(eval(source, far))) - 0.901) < 1e-6
     s = torch.tensor(1e-3)
     q, k = torch.tensor(10**6 + 1), torch.tensor(10**6)
@@ -218,17 +257,14 @@ def test_distances_stay_exact_at_a_million() -> None:
 
 def test_every_lookup_and_shared_value_is_one_statement() -> None:
     expr = from_text("t0[h]*s+t0[h]*tanh(s*t0[h])+t1[t2[q]]*t1[t2[q]]", ["float", "float", "int"])
-    statements = value_statements(
-        {"out": expr, "change": derivative(expr, S)},
-        NAMES,
-        lambda name, indices, signed: f"load({name}, {indices[0]}, {signed[0]})",
-    )
-    sources = [source for _, source in statements]
-    assert len(set(sources)) == len(sources)
-    text = "\n".join(sources)
-    assert text.count("load(t0, head, False)") == 1
-    assert text.count("load(t1, t2_0, True)") == 1
-    assert text.count("load(t2, q_idx, False)") == 1
+    exprs = {"out": expr, "change": derivative(expr, S)}
+    statements = written(exprs, ["float32", "float32", "int32"])
+    assert len(set(statements)) == len(statements)
+    text = "\n".join(statements)
+    assert text.count("tl.load(t0_ptr + head, mask=(head < t0_n0)") == 1
+    assert text.count("tl.load(t1_ptr") == 1
+    assert "tl.where(t2_q_idx < 0" in text  # it may be negative, as the others may not
+    assert text.count("tl.load(t2_ptr + q_idx, ") == 1
     assert text.count("tl.exp(") == 1
 
 
@@ -237,4 +273,4 @@ def test_literals_are_single_precision() -> None:
     found = Tile.of(scope["out"]).expand(SHAPE)[0, 0]
     assert torch.equal(found, torch.where(K_IDX < Q_IDX, -math.inf, math.inf)[0, 0])
     statements, _ = run({"out": from_text("1e-300*s")}, (), torch.zeros(SHAPE))
-    assert statements == [("out", "0.0 * s")]
+    assert statements == ["out = 0.0 * s"]
