@@ -54,8 +54,7 @@ def padded(kv_lengths: torch.Tensor) -> Mask:
         raise InvalidProblem("kv_lengths must be a tensor of shape (batch,)")
     if kv_lengths.is_floating_point() or kv_lengths.dtype == torch.bool:
         raise InvalidProblem(f"kv_lengths must be integers, got {kv_lengths.dtype}")
-    lengths = kv_lengths.to(torch.int32).contiguous()
-    return KvPrefix(Values(axes="b", typical=TYPICAL_LENGTH, tensor=lengths))
+    return KvPrefix(Values(axes="b", typical=TYPICAL_LENGTH, tensor=kv_lengths))
 
 
 def call_key(q: Any, k: Any, v: Any, changes: Changes) -> Any:

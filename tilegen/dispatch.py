@@ -35,6 +35,7 @@ from tilegen.masks.binding import BoundKernel, check_sizes, score_tensors
 from tilegen.masks.mask import Mask, full
 from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
+from tilegen.masks.values import Made
 from tilegen.measure import DeviceLost
 from tilegen.problem import AttentionProblem
 from tilegen.ranks import agreed
@@ -331,8 +332,9 @@ class _Kernels:
         shape = Shape.of(q, k)
         if changes.score is not None:
             check_sizes(changes.score, shape)
+        made: Made = {}
         given: dict[Kernel, passes.Launch] = {
-            name: one.given(changes.mask, shape, self._device, reads)
+            name: one.given(changes.mask, shape, self._device, reads, made)
             for name, one in kernels.items()
         }
         return given, panel_rows

@@ -128,7 +128,10 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         with kernels.on_device():
             out, lse = kernels.forward(q, k, v, scale, changes)
-        ctx.save_for_backward(q, k, v, out, lse)
+        # What mask and score read is saved too, for autograd to refuse what has changed since.
+        sources = (one for value in changes.mask.values for one in value.sources)
+        read = (one for one in (*sources, *changes.captured) if not one.is_inference())
+        ctx.save_for_backward(q, k, v, out, lse, *read)
         ctx.set_materialize_grads(False)
         ctx.scale, ctx.changes, ctx.kernels = scale, changes, kernels
         return out, lse
@@ -140,7 +143,8 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[Any, ...]:
         kernels: Kernels = ctx.kernels
         changes: Changes = ctx.changes
-        dout = torch.zeros_like(ctx.saved_tensors[3]) if dout is None else dout
+        saved = ctx.saved_tensors[:5]
+        dout = torch.zeros_like(saved[3]) if dout is None else dout
         if not addressable(dout) or (kernels.aligned and not is_aligned(dout)):
             # Not `contiguous`, which leaves a dense tensor at an odd address where it is.
             dout = dout.clone(memory_format=torch.contiguous_format)
@@ -152,7 +156,7 @@ class _Attention(torch.autograd.Function):
             captured=tuple(slot for slot, need in enumerate(needs[7:]) if need),
         )
         with kernels.on_device():
-            found = kernels.backward(ctx.saved_tensors, dout, dlse, ctx.scale, changes, wanted)
+            found = kernels.backward(saved, dout, dlse, ctx.scale, changes, wanted)
         captured = (
             found.captured[slot].to(one.dtype) if slot in found.captured else None
             for slot, one in enumerate(changes.captured)

@@ -13,6 +13,7 @@ CACHE_DIR = "TILEGEN_CACHE_DIR"
 CACHE_PATH = "TILEGEN_CACHE_PATH"
 TUNE = "TILEGEN_TUNE"
 DETERMINISTIC = "TILEGEN_DETERMINISTIC"
+CHECK = "TILEGEN_CHECK"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,8 @@ class Settings:
     """TILEGEN_TUNE: whether `attention` may tune a problem that has no record."""
     deterministic: bool
     """TILEGEN_DETERMINISTIC: choose by records and model only, so that all ranks agree."""
+    check: bool
+    """TILEGEN_CHECK: look at the values of tensors on a GPU at every call, which waits for it."""
 
 
 def settings(environ: Mapping[str, str] | None = None) -> Settings:
@@ -39,7 +42,14 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         ),
         tune=_switch(TUNE, env.get(TUNE, "")),
         deterministic=_switch(DETERMINISTIC, env.get(DETERMINISTIC, "")),
+        check=checks(env),
     )
+
+
+def checks(environ: Mapping[str, str] | None = None) -> bool:
+    """Return what `settings().check` is; every call asks. Raises Unsupported."""
+    env = os.environ if environ is None else environ
+    return _switch(CHECK, env.get(CHECK, ""))
 
 
 def place(text: str) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from threading import Lock
 from typing import Any, cast
 
 import torch
+from cachetools import LRUCache
 
 from tilegen.calls import ScoreFunction, score_of
 from tilegen.dispatch import attention
@@ -15,7 +16,7 @@ from tilegen.masks.packed import packed
 from tilegen.masks.score import Score
 
 MAX_MASKS = 64
-"""Packed masks kept for further layers and steps with the same cu_seqlens."""
+"""Packed masks kept for further layers and steps with the same tensors as cu_seqlens."""
 
 
 def attention_varlen(
@@ -34,9 +35,11 @@ def attention_varlen(
 
     Shapes: q (total_q, heads_q, d_qk), k (total_kv, heads_kv, d_qk), v (total_kv, heads_kv, d_v),
     out (total_q, heads_q, d_v); lse (heads_q, total_q) with `return_lse`. cu_seqlens are integers
-    (documents + 1,), from 0 to the total; those of keys default to those of queries. Positions and
-    lengths that `mask` and `score` see are those within a document, and b is the document. Nothing
-    is padded, and other lengths need no other kernels. Raises InvalidProblem or Unsupported.
+    (documents + 1,), from 0 to the total; those of keys default to those of queries, and documents
+    are known to be the same only then, or where both are one object. They may be changed in place:
+    tables are made of them at each call. Positions and lengths that `mask` and `score` see are
+    those within a document, and b is the document. Nothing is padded, and other lengths need no
+    other kernels. Raises InvalidProblem or Unsupported.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 3:
@@ -44,17 +47,13 @@ def attention_varlen(
                 f"{name} must have 3 dimensions (tokens, heads, head_dim), got {tuple(x.shape)}"
             )
     cu_kv = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
-    whole = _packed_mask(cu_seqlens_q, cu_kv, mask)
-    for name, x, cu in (("q", q, cu_seqlens_q), ("k", k, cu_kv)):
-        if int(cu[-1]) != x.shape[0]:
-            raise InvalidProblem(
-                f"cu_seqlens must end with {name}'s {x.shape[0]} tokens, got {int(cu[-1])}"
-            )
+    lengths = q.shape[0], k.shape[0]
+    whole = _packed_mask(cu_seqlens_q, cu_kv, mask, lengths[1])
     inside = score_of(score)
     if inside is not None:
         from tilegen.masks.packed_score import within_documents
 
-        inside = within_documents(inside, cu_seqlens_q, cu_kv)
+        inside = within_documents(inside, cu_seqlens_q, cu_kv, lengths)
     out, lse = attention(
         *(x.transpose(0, 1)[None] for x in (q, k, v)),
         mask=whole,
@@ -94,16 +93,17 @@ def attention_jagged(
     return torch.nested.nested_tensor_from_jagged(out, offsets[0]).transpose(1, 2)
 
 
-_masks: OrderedDict[Any, tuple[Mask, tuple[torch.Tensor, torch.Tensor]]] = OrderedDict()
-
-
-def _packed_mask(cu_q: torch.Tensor, cu_kv: torch.Tensor, mask: Mask | None) -> Mask:
+def _packed_mask(cu_q: torch.Tensor, cu_kv: torch.Tensor, mask: Mask | None, tokens: int) -> Mask:
     """Return the packed mask, made once for the same tensors."""
-    versions = tuple(0 if cu.is_inference() else cu._version for cu in (cu_q, cu_kv))
-    key = (id(cu_q), id(cu_kv), *versions, mask)
-    if key not in _masks:
-        _masks[key] = packed(cu_q, cu_kv, mask), (cu_q, cu_kv)  # which keeps the ids taken
-        while len(_masks) > MAX_MASKS:
-            _masks.popitem(last=False)
-    _masks.move_to_end(key)
-    return _masks[key][0]
+    key = (id(cu_q), id(cu_kv), mask, tokens.bit_length())
+    with _lock:
+        known = _masks.get(key)
+    if known is None:  # which keeps the ids taken
+        known = packed(cu_q, cu_kv, mask, tokens=tokens), (cu_q, cu_kv)
+        with _lock:
+            _masks[key] = known
+    return known[0]
+
+
+_masks: LRUCache[Any, tuple[Mask, tuple[torch.Tensor, torch.Tensor]]] = LRUCache(MAX_MASKS)
+_lock = Lock()

@@ -17,6 +17,7 @@ def test_defaults() -> None:
         cache_path=(),
         tune=False,
         deterministic=False,
+        check=False,
     )
     assert expected == settings({})
 
@@ -29,6 +30,7 @@ def test_all_set(tmp_path: Path) -> None:
             "TILEGEN_CACHE_PATH": f"{tmp_path}/a;; {tmp_path}/b:c ;{';'.join(urls)}",
             "TILEGEN_TUNE": "1",
             "TILEGEN_DETERMINISTIC": "1",
+            "TILEGEN_CHECK": "1",
         }
     )
     expected = Settings(
@@ -36,6 +38,7 @@ def test_all_set(tmp_path: Path) -> None:
         cache_path=(str(tmp_path / "a"), str(tmp_path / "b:c"), *urls),
         tune=True,
         deterministic=True,
+        check=True,
     )
     assert expected == found
 
@@ -65,7 +68,7 @@ def test_no_home_directory_names_the_variable_to_set() -> None:
         settings({"TILEGEN_CACHE_DIR": "~nobody-has-this-name/cache"})
 
 
-@pytest.mark.parametrize("name", ["TILEGEN_TUNE", "TILEGEN_DETERMINISTIC"])
+@pytest.mark.parametrize("name", ["TILEGEN_TUNE", "TILEGEN_DETERMINISTIC", "TILEGEN_CHECK"])
 @pytest.mark.parametrize("text", ["yes", "2", "true", " 1"])
 def test_switch_that_is_neither_0_nor_1(name: str, text: str) -> None:
     with pytest.raises(Unsupported, match=f"{name} must be 0 or 1, got"):

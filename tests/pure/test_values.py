@@ -63,14 +63,14 @@ def test_what_is_no_value_gets_one_clear_error(tensor: Any, axes: str, message: 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64])
 def test_every_integer_dtype_will_do(dtype: torch.dtype) -> None:
     window = values(torch.tensor([3, 100], dtype=dtype), "h")
-    assert window.tensor.dtype == torch.int32
-    assert window.tensor.tolist() == [3, 100]
+    assert window.on(CPU).dtype == torch.int32
+    assert window.on(CPU).tolist() == [3, 100]
 
 
 def test_values_that_are_not_contiguous_are_copied() -> None:
     table = torch.arange(24).view(4, 6)
-    assert values(table.T, "bh").tensor.is_contiguous()
-    assert values(table.T, "bh").tensor.tolist() == table.T.tolist()
+    assert values(table.T, "bh").on(CPU).is_contiguous()
+    assert values(table.T, "bh").on(CPU).tolist() == table.T.tolist()
 
 
 MISFITS: dict[str, tuple[Mask, str]] = {
@@ -80,7 +80,7 @@ MISFITS: dict[str, tuple[Mask, str]] = {
     "rows": (sliding_window(values([1] * 30, "q")), "size 20 along query rows, got 30"),
     "columns": (prefix_lm(values([1] * 20, "k")), "size 30 along key-value columns, got 20"),
     "second axis": (prefix_lm(values([[1] * 2] * 2, "bh")), "size 4 along query heads, got 2"),
-    "documents": (documents(cu_seqlens=[0, 5, 31]), "size 20 along query rows, got 31"),
+    "documents": (documents(cu_seqlens=[0, 5, 31]), "must end with q's 20 tokens, got 31"),
     "document columns": (documents([0] * 20), "size 30 along key-value columns, got 20"),
     "layout": (block_sparse(torch.ones(3, 2, 2, dtype=torch.bool), 16), "heads, got 3"),
     "from_bool": (from_bool(torch.ones(4, 1, 20, 30, dtype=torch.bool)), "batch, got 4"),

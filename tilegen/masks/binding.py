@@ -17,7 +17,7 @@ from tilegen.masks.mask import Mask, Side
 from tilegen.masks.notation import split_arguments
 from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
-from tilegen.masks.values import Values
+from tilegen.masks.values import Made, Values
 
 if TYPE_CHECKING:
     from tilegen.masks.list_cache import ListCache
@@ -56,13 +56,15 @@ class BoundKernel:
         shape: Shape,
         device: torch.device,
         reads: Mapping[str, torch.Tensor] = NOTHING,
+        made: Made | None = None,
     ) -> Launch:
-        """Return the launch for calls with this mask, and with what a score `reads` (see
-        `score_tensors`). Raises InvalidProblem for values that do not fit the shape."""
+        """Return the launch for one call with this mask, and with what a score `reads` (see
+        `score_tensors`); what is `made` of the mask's tensors is made once for all kernels of a
+        pass. Raises InvalidProblem for values that do not fit the shape."""
         extras: dict[str, Any] = {name: reads[name] for name in self._reads}
         if not self._slots and self._keep is None:
             return partial(self._launch, **extras) if extras else self._launch
-        tensors = tensors_of(mask, shape, device)
+        tensors = tensors_of(mask, shape, device, made)
         extras |= {
             f"t{slot}": one.view(torch.uint8) if one.dtype == torch.bool else one
             for slot, one in enumerate(tensors)
@@ -75,6 +77,8 @@ class BoundKernel:
                 shape.tiled(**self._blocks),
                 device=device,
                 side=self._side,
+                sources=tuple(source for value in mask.values for source in value.sources),
+                origin=tuple(value.origin for value in mask.values),
             )
             each = lists.num_stationary
             extras["tiles"], extras["starts"] = lists.tiles, lists.starts
@@ -83,19 +87,26 @@ class BoundKernel:
         return partial(self._launch, **extras)
 
 
-def tensors_of(mask: Mask, shape: Shape, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Return what a mask reads, on a device. Raises InvalidProblem where sizes do not fit."""
-    by_axis = shape.by_axis
-    for value in mask.values:
-        if value.is_stand_in:
-            raise InvalidProblem(f"expected a mask with its tensors, got {mask}")
-        for axis, size in zip(value.axes or "", value.tensor.shape, strict=False):
-            if size != by_axis[axis]:
-                raise InvalidProblem(
-                    f"the mask's values must have size {by_axis[axis]} along "
-                    f"{_AXIS_NAMES[axis]}, got {size}"
-                )
-    return tuple(value.on(device) for value in mask.values)
+def tensors_of(
+    mask: Mask, shape: Shape, device: torch.device, made: Made | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Return the tables that a mask reads, on a device. Raises InvalidProblem where sizes do not
+    fit."""
+    if mask.is_stand_in:
+        raise InvalidProblem(f"expected a mask with its tensors, got {mask}")
+    made = {} if made is None else made
+    return tuple(_fitting(value, shape, device, made) for value in mask.values)
+
+
+def _fitting(value: Values, shape: Shape, device: torch.device, made: Made) -> torch.Tensor:
+    table = value.on(device, (shape.seqlen_q, shape.seqlen_kv), made)
+    for axis, size in zip(value.axes or "", table.shape, strict=False):
+        if size != shape.by_axis[axis]:
+            raise InvalidProblem(
+                f"the mask's values must have size {shape.by_axis[axis]} along "
+                f"{_AXIS_NAMES[axis]}, got {size}"
+            )
+    return table
 
 
 def check_sizes(score: Score, shape: Shape) -> None:
@@ -146,7 +157,7 @@ def realized(mask: Mask, shape: Shape, device: torch.device | str = "cpu") -> Ma
         if isinstance(item, Values) and item.is_stand_in:
             tensor = torch.as_tensor(item.sample(shape.by_axis).copy())
             tensor = tensor if item.kind != "int" else tensor.to(torch.int32)
-            return replace(item, tensor=tensor.to(device), copies={})
+            return replace(item, tensor=tensor.to(device))
         if isinstance(item, tuple):
             return tuple(real(one) for one in item)  # pyright: ignore[reportUnknownVariableType]
         if not isinstance(item, Mask) or not item.is_stand_in:

@@ -108,7 +108,8 @@ class Intervals(Mask):
         return f"documents({self.first.notation})"
 
     def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        return (self.first.at(b, h, q, k) <= k) & (k < self.end.at(b, h, q, k))
+        first, end = (one.at(b, h, q, k, (seqlen_q, seqlen_kv)) for one in (self.first, self.end))
+        return (first <= k) & (k < end)
 
     def for_side(self, side: Side) -> Mask:
         return self if side == "rows" else _ByColumn(*self._fields)
@@ -122,7 +123,9 @@ class _ByColumn(Intervals):
     """Intervals, written by column."""
 
     def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        return (self.first_row.at(b, h, q, k) <= q) & (q < self.end_row.at(b, h, q, k))
+        rows = (self.first_row, self.end_row)
+        first, end = (one.at(b, h, q, k, (seqlen_q, seqlen_kv)) for one in rows)
+        return (first <= q) & (q < end)
 
 
 @dataclass(frozen=True)
@@ -137,7 +140,8 @@ class SameDocument(Mask):
         return f"same_id({self.ids_q.notation},{self.ids_kv.notation})"
 
     def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        return _equal(self.ids_q.at(b, h, q, k), self.ids_kv.at(b, h, q, k))
+        lengths = (seqlen_q, seqlen_kv)
+        return _equal(*(one.at(b, h, q, k, lengths) for one in (self.ids_q, self.ids_kv)))
 
 
 @dataclass(frozen=True)
@@ -251,8 +255,9 @@ def documents(ids: Any = None, *, cu_seqlens: Any = None) -> Mask:
     """Return `document(q) == document(k)` for packed sequences.
 
     Either `ids`, an integer tensor (seqlen,) or (batch, seqlen) with each token's document, or
-    `cu_seqlens` (documents + 1,), where they start and where the last one ends. Raises
-    InvalidProblem.
+    `cu_seqlens` (documents + 1,), where they start and where the last one ends. Both may be changed
+    in place, and ids may be longer than the sequences; but where all documents were whole when the
+    mask was made, they must stay so. Raises InvalidProblem.
     """
     from tilegen.masks import packed
 
@@ -339,7 +344,7 @@ def _table(tensor: Any, block: int) -> Values:
     return Values(
         axes=axes,
         typical=percent,
-        tensor=tensor.contiguous(),
+        tensor=tensor,
         kind="bool",
         pattern="layout",
         block=block,

@@ -73,12 +73,12 @@ class Mask(ABC):
     @cached_property
     def stand_in(self) -> Mask:
         """The mask without its tensors: what records and the model's choice go by."""
-        return _rebuilt(self, tensor=None)
+        return _described(self)
 
     @cached_property
     def general(self) -> Mask:
         """What of the mask a kernel is specialised on: a stand-in with nothing typical."""
-        return _rebuilt(self, tensor=None, typical=TYPICAL)
+        return _described(self, typical=TYPICAL)
 
     def show(
         self, seqlen_q: int, seqlen_kv: int | None = None, *, block_m: int = 16, block_n: int = 16
@@ -328,15 +328,15 @@ def _values_of(mask: Mask) -> Iterator[Values]:
                 yield from _values_of(item)
 
 
-def _rebuilt(item: Any, **changes: Any) -> Any:
-    """Return a mask, or a part of one, with its values changed."""
+def _described(item: Any, **changes: Any) -> Any:
+    """Return a mask, or a part of one, with stand-ins in the place of its values."""
     if isinstance(item, Values):
-        return replace(item, copies={}, **changes)
+        return replace(item, tensor=None, recipe=None, part=0, **changes)
     if isinstance(item, tuple):
-        return tuple(_rebuilt(one, **changes) for one in item)  # pyright: ignore[reportUnknownVariableType]
+        return tuple(_described(one, **changes) for one in item)  # pyright: ignore[reportUnknownVariableType]
     if not isinstance(item, Mask) or not item.values:
         return item
-    kept = {f.name: _rebuilt(getattr(item, f.name), **changes) for f in fields(item)}  # type: ignore[arg-type]
+    kept = {f.name: _described(getattr(item, f.name), **changes) for f in fields(item)}  # type: ignore[arg-type]
     return replace(item, **kept)  # type: ignore[type-var]
 
 

@@ -166,10 +166,10 @@ def _within(same: str, mask: str) -> Mask:
     return Within(
         documents,
         parse_mask(mask),
-        replace(rows, pattern="firsts", copies={}),
-        replace(columns, pattern="firsts", copies={}),
-        replace(rows, pattern="constant", copies={}),
-        replace(rows, pattern="constant", copies={}),
+        replace(rows, pattern="firsts"),
+        replace(columns, pattern="firsts"),
+        replace(rows, pattern="constant"),
+        replace(rows, pattern="constant"),
     )
 
 

@@ -5,36 +5,50 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 
-from tilegen.masks.expression import free_parts, to_text
+from tilegen.masks.expression import free_parts, from_text, to_text
 from tilegen.masks.packed import Documents
 from tilegen.masks.score import Score
 from tilegen.masks.symbols import SEQLEN_KV, SEQLEN_Q, B, K, Lookup, Q, captured_name
+from tilegen.masks.values import Lengths
 
 
 def within_documents(
-    score: Score, cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor
+    score: Score, cu_seqlens_q: torch.Tensor, cu_seqlens_kv: torch.Tensor, lengths: Lengths
 ) -> Score:
-    """Return the score with b, q, k and lengths replaced by those of the document."""
-    expr: Any = score.expression()
-    if not free_parts(expr) & {"b", "q", "k"} and not expr.has(SEQLEN_Q, SEQLEN_KV):
+    """Return the score with b, q, k and lengths replaced by those of the document, for sequences of
+    such lengths."""
+    text, wanted = _rewritten(score.text, score.kinds)
+    if not wanted:
         return score
-    rows, columns = Documents.of(cu_seqlens_q.long()), Documents.of(cu_seqlens_kv.long())
-    wanted: dict[Any, tuple[torch.Tensor, Any]] = {
-        B: (rows.document, Q),
-        Q: (rows.start[rows.document], Q),
-        K: (columns.start[columns.document], K),
-        SEQLEN_Q: (rows.length[rows.document], Q),
-        SEQLEN_KV: (columns.length[rows.document], Q),
+    rows = Documents.of(cu_seqlens_q.detach(), lengths[0])
+    columns = Documents.of(cu_seqlens_kv.detach(), lengths[1])
+    tables = {
+        "b": rows.document,
+        "q": rows.start[rows.document],
+        "k": columns.start[columns.document],
+        "seqlen_q": rows.length[rows.document],
+        "seqlen_kv": columns.length[rows.document],
     }
-    captured = list(score.captured)
+    captured = (*score.captured, *(tables[name].int() for name in wanted))
+    return Score(text, captured, score.sink_logits)
+
+
+@lru_cache(maxsize=256)
+def _rewritten(text: str, kinds: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+    """Return the text of a score within documents, and which tables it reads after its own."""
+    expr: Any = from_text(text, kinds)
+    if not free_parts(expr) & {"b", "q", "k"} and not expr.has(SEQLEN_Q, SEQLEN_KV):
+        return text, ()
     replaced: dict[Any, Any] = {}
-    for symbol, (tensor, index) in wanted.items():
+    wanted: list[str] = []
+    for symbol, index in ((B, Q), (Q, Q), (K, K), (SEQLEN_Q, Q), (SEQLEN_KV, Q)):
         if expr.has(symbol):
-            found = Lookup(captured_name(len(captured), "int"), index)
-            captured.append(tensor.to(torch.int32))
+            found = Lookup(captured_name(len(kinds) + len(wanted), "int"), index)
+            wanted.append(str(symbol))
             replaced[symbol] = symbol - found if symbol in (Q, K) else found
-    return Score(to_text(expr.xreplace(replaced)), tuple(captured), score.sink_logits)
+    return to_text(expr.xreplace(replaced)), tuple(wanted)

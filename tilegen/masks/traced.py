@@ -21,7 +21,7 @@ from tilegen.masks.operations import is_condition
 from tilegen.masks.packed import from_ids
 from tilegen.masks.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, S
 from tilegen.masks.trace import trace_mask
-from tilegen.masks.values import Kind, Values, is_symbolic
+from tilegen.masks.values import Values, is_symbolic, table
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Expression(Mask):
         if self.is_stand_in:
             raise InvalidProblem(f"expected a mask with its tensors, got {self}")
         device = next((x.device for x in (q, k) if isinstance(x, torch.Tensor)), None)
-        tensors = tuple(one.on(device) if device else one.tensor for one in self.captured)
+        tensors = tuple(one.on(device or "cpu") for one in self.captured)
         b, h, q, k = (torch.as_tensor(x, device=device) for x in (b, h, q, k))
         return evaluate(
             predicate_of(self.text, kinds),
@@ -98,7 +98,7 @@ def mask_of(fn: Callable[..., Any]) -> Mask:
     if rest == True:  # noqa: E712 - SymPy's true
         return intersect(*known)
     percent = _percent_live(rest, captured) if captured else 100
-    values = tuple(_table(tensor, percent) for tensor in captured)
+    values = tuple(table(tensor, percent) for tensor in captured)
     return intersect(Expression(to_text(rest), values), *known)
 
 
@@ -109,7 +109,7 @@ def _same_document(part: Any, captured: tuple[Any, ...]) -> Mask | None:
             args=(Lookup(args=(left, *at, first)), Lookup(args=(right, *same, second)))
         ) if left == right and at == same and {first, second} == {Q, K} and at in ([], [B]):
             ids = captured[int(str(left)[1:])]
-            return None if ids.dtype.is_floating_point else from_ids(ids.long())
+            return None if ids.dtype.is_floating_point else from_ids(ids)
         case _:
             return None
 
@@ -128,25 +128,6 @@ def typical(mask: Mask) -> Mask:
         if part in (mask.parts, *mask.parts)
     }
     return replace(mask, **changed) if changed else mask  # type: ignore[type-var]
-
-
-def _table(tensor: Any, percent: int) -> Values:
-    """Return a captured tensor: bool as it is, integers as int32, others as fp32."""
-    import torch
-
-    tensor = tensor.detach()
-    kind: Kind = "int"
-    if tensor.dtype == torch.bool:
-        kind = "bool"
-    elif tensor.dtype.is_floating_point:
-        kind, tensor = "float", tensor.float()
-    else:
-        if tensor.numel() and not -(2**31) <= int(tensor.min()) <= int(tensor.max()) < 2**31:
-            raise InvalidProblem("captured integers must fit into 32 bits")
-        tensor = tensor.to(torch.int32)
-    return Values(
-        axes=None, typical=percent, tensor=tensor.contiguous(), kind=kind, pattern="table"
-    )
 
 
 BLOCK = 64

@@ -4,11 +4,13 @@ column."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from tilegen.errors import InvalidProblem, Unsupported
+from tilegen.settings import checks
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,6 +20,37 @@ Pattern = Literal["constant", "firsts", "ends", "ids", "layout", "table"]
 AXES = ("", "b", "h", "bh", "q", "k", "bq", "bk", "bhq", "bhk")
 LIMIT = 2**30
 """Values stay below it in size, so that sums with positions fit into 32 bits."""
+UNKNOWN = 1024
+"""What is typical of integers on a GPU: looking at them would wait for it."""
+Lengths = tuple[int, int]
+"""seqlen_q and seqlen_kv of a call."""
+Made = dict[Any, tuple[Any, ...]]
+"""Tables of recipes that one call has made already."""
+
+
+@dataclass(frozen=True, eq=False)
+class Recipe:
+    """Tables that are made of a user's tensors anew at each call, on the device of the call: what
+    is changed in place is seen, and nothing waits for a device."""
+
+    make: Callable[..., tuple[Any, ...]]
+    """Tables from the tensors on a device, the lengths of a call, and `given`."""
+    check: Callable[..., None]
+    """Raises InvalidProblem for values that are none, from the tensors, lengths and `given`."""
+    sources: tuple[Any, ...]
+    """The user's tensors."""
+    given: tuple[Hashable, ...] = ()
+
+    def tables(self, device: Any, lengths: Lengths, made: Made | None = None) -> tuple[Any, ...]:
+        """Return the tables; those in `made` are not made again. Raises InvalidProblem."""
+        made = {} if made is None else made
+        key = (self.make, self.given, *map(id, self.sources))
+        if key not in made:
+            if all(map(is_checked, self.sources)):
+                self.check(*self.sources, lengths, *self.given)
+            sources = (one.detach().to(device) for one in self.sources)
+            made[key] = self.make(*sources, lengths, *self.given)
+        return made[key]
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,7 +66,8 @@ class Values:
     """What stands for an element where only the kind of mask is known: in records, and in the
     model's choice."""
     tensor: Any = None
-    """On any device, contiguous; None for a stand-in."""
+    """The user's own, on any device, with any strides and integers of any size; kernels read the
+    table that `on` makes of it at each call."""
     kind: Kind = "int"
     pattern: Pattern = "constant"
     """What a stand-in looks like: `typical` everywhere; first or one past the last index of
@@ -41,8 +75,10 @@ class Values:
     them kept; or nothing that is known: a table, in a mask that keeps `typical` percent."""
     block: int = 1
     """Rows and columns that an element of a layout stands for."""
-    copies: dict[Any, Any] = field(default_factory=dict[Any, Any], repr=False)
-    """Of the tensor by device, and the SymPy name."""
+    recipe: Recipe | None = None
+    """What makes the table where it is not the user's tensor as it stands."""
+    part: int = 0
+    """Which of the recipe's tables it is."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Values) or not self.is_stand_in or not other.is_stand_in:
@@ -57,11 +93,6 @@ class Values:
         return (self.axes, self.typical, self.kind, self.pattern, self.block)
 
     @property
-    def elements(self) -> str:
-        """PyTorch's name for the elements that a kernel reads."""
-        return {"int": "int32", "float": "float32"}.get(self.kind, self.kind)
-
-    @property
     def rising(self) -> bool:
         """Whether elements never fall along the last axis."""
         return self.pattern in ("firsts", "ends")
@@ -69,50 +100,68 @@ class Values:
     @property
     def is_stand_in(self) -> bool:
         """Whether no tensor belongs to it."""
-        return self.tensor is None
+        return self.tensor is None and self.recipe is None
+
+    @property
+    def sources(self) -> tuple[Any, ...]:
+        """The user's tensors; tables with the same `origin` are made of them alike."""
+        return self.recipe.sources if self.recipe else (self.tensor,)
+
+    @property
+    def origin(self) -> Hashable:
+        """How a table comes from the sources; with their values it says all of the table."""
+        return (self.recipe.make, self.recipe.given, self.part) if self.recipe else self.kind
+
+    @property
+    def elements(self) -> str:
+        """PyTorch's name for the elements that a kernel reads."""
+        return {"int": "int32", "float": "float32"}.get(self.kind, self.kind)
 
     @property
     def notation(self) -> str:
         """`@h:128`: one value per head, typically 128."""
         return f"@{self.axes or ''}:{self.typical}"
 
-    @property
+    @cached_property
     def symbol(self) -> Any:
         """The SymPy name by which an expression looks values up."""
-        if "symbol" not in self.copies:
-            import sympy
+        import sympy
 
-            facts = {"real": True} if self.kind.startswith("float") else {"integer": True}
-            if self.rising or self.kind == "bool":
-                facts["nonnegative"] = True
-            self.copies["symbol"] = sympy.Dummy("values", **facts)
-        return self.copies["symbol"]
+        facts = {"real": True} if self.kind.startswith("float") else {"integer": True}
+        if self.rising or self.kind == "bool":
+            facts["nonnegative"] = True
+        return sympy.Dummy("values", **facts)
 
-    def on(self, device: Any) -> Any:
-        """Return the tensor on a device; copied there once."""
-        if self.tensor.device == device:
-            return self.tensor
-        version = 0 if self.tensor.is_inference() else self.tensor._version
-        known, copy = self.copies.get(device, (None, None))
-        if known != version:  # the tensor may have been changed in place
-            copy = self.tensor.to(device)
-            self.copies[device] = version, copy
-        return copy
+    def on(self, device: Any, lengths: Lengths | None = None, made: Made | None = None) -> Any:
+        """Return the table on a device, as kernels read it: contiguous, of `elements`.
 
-    def at(self, b: Any, h: Any, q: Any, k: Any) -> Any:
+        Made anew at each call; values are checked on a CPU, and on a GPU where TILEGEN_CHECK=1.
+        Recipes need the `lengths` of the call. Raises InvalidProblem.
+        """
+        import torch
+
+        if self.recipe is not None:
+            if lengths is None:
+                raise InvalidProblem(f"expected the lengths of the call for {self.notation}")
+            return self.recipe.tables(device, lengths, made)[self.part]
+        if self.tensor is None:
+            raise InvalidProblem(
+                f"expected a mask with its tensors, got {self.notation}, which only describes one"
+            )
+        if self.kind == "int":
+            check_range(self.tensor, None if self.axes is None else LIMIT)
+        return self.tensor.detach().to(device, getattr(torch, self.elements)).contiguous()
+
+    def at(self, b: Any, h: Any, q: Any, k: Any, lengths: Any = None) -> Any:
         """Return the element for a pair: a number, a tensor, or a SymPy look-up."""
         if is_symbolic(b, h, q, k):
             from tilegen.masks.symbols import Lookup
 
             chosen = {"b": b, "h": h, "q": q, "k": k}
             return Lookup(self.symbol, *(chosen[axis] for axis in self.axes or ""))
-        if self.tensor is None:
-            raise InvalidProblem(
-                f"expected a mask with its tensors, got {self.notation}, which only describes one"
-            )
         indices = tuple({"b": b, "h": h, "q": q, "k": k}[axis] for axis in self.axes or "")
-        tensor = self._beside((b, h, q, k))
-        return tensor[indices] if indices else tensor
+        table = self._beside((b, h, q, k), lengths)
+        return table[indices] if indices else table
 
     def look_up(self, leading: tuple[Any, Any], *indices: Any) -> Any:
         """Return the element at `indices`, after those of b and h in `leading` that `axes` names;
@@ -126,10 +175,6 @@ class Values:
 
             found = Lookup(self.symbol, *chosen)
             return sympy.Ne(found, 0) if self.kind == "bool" else found
-        if self.tensor is None:
-            raise InvalidProblem(
-                f"expected a mask with its tensors, got {self.notation}, which only describes one"
-            )
         import torch
 
         tensor = self._beside(chosen)
@@ -141,17 +186,17 @@ class Values:
             found = torch.where(one, found, torch.zeros_like(found))
         return found
 
-    def _beside(self, indices: Sequence[Any]) -> Any:
-        """Return the tensor on the device of the indices, where those are tensors."""
-        device = next((index.device for index in indices if hasattr(index, "device")), None)
-        return self.tensor if device is None else self.on(device)
+    def _beside(self, indices: Sequence[Any], lengths: Any = None) -> Any:
+        """Return the table on the device of the indices, where those are tensors."""
+        device = next((index.device for index in indices if hasattr(index, "device")), "cpu")
+        return self.on(device, lengths)
 
     def sample(self, shape: dict[str, int]) -> np.ndarray[Any, Any]:
         """Return the elements on the host, or typical ones for a `shape` in b, h, q and k."""
         import numpy as np
 
-        if self.tensor is not None:
-            return np.asarray(self.tensor.detach().cpu().numpy())
+        if not self.is_stand_in:
+            return np.asarray(self.on("cpu", (shape["q"], shape["k"])).numpy())
         axes = self.axes or ""
         if self.pattern == "table":
             raise Unsupported(
@@ -194,16 +239,42 @@ def values(tensor: Any, axes: str) -> Values:
         )
     if not tensor.numel():
         raise InvalidProblem("values must not be empty")
-    typical = int(tensor.float().mean().round().clamp(0, 2**28).item())
-    return Values(axes=axes, typical=power_of_two_near(typical), tensor=_int32(tensor))
+    check_range(tensor, LIMIT)
+    typical = UNKNOWN
+    if tensor.device.type == "cpu":
+        typical = int(tensor.float().mean().round().clamp(0, 2**28).item())
+    return Values(axes=axes, typical=power_of_two_near(typical), tensor=tensor)
 
 
-def _int32(tensor: Any) -> Any:
-    import torch
+def table(tensor: Any, percent: int) -> Values:
+    """Return a tensor that an expression looks up in a mask which keeps so many percent."""
+    kind: Kind = "int"
+    if tensor.dtype.is_floating_point:
+        kind = "float"
+    elif str(tensor.dtype) == "torch.bool":
+        kind = "bool"
+    else:
+        check_range(tensor, None)
+    return Values(axes=None, typical=percent, tensor=tensor, kind=kind, pattern="table")
 
-    if tensor.numel() and not -LIMIT < int(tensor.min()) <= int(tensor.max()) < LIMIT:
+
+def is_checked(tensor: Any) -> bool:
+    """Whether values may be looked at: on a CPU they may, elsewhere that waits for the device."""
+    return tensor.device.type == "cpu" or (tensor.device.type != "meta" and checks())
+
+
+def check_range(tensor: Any, limit: int | None) -> None:
+    """Raise InvalidProblem for integers that do not fit into 32 bits, or are not below `limit` in
+    size; nothing is looked at on a GPU, but for TILEGEN_CHECK=1."""
+    wide = str(tensor.dtype) in ("torch.int64", "torch.uint64", "torch.uint32")
+    may_exceed = wide or (limit is not None and str(tensor.dtype) == "torch.int32")
+    if not may_exceed or not tensor.numel() or not is_checked(tensor):
+        return
+    low, high = int(tensor.min()), int(tensor.max())
+    if limit is not None and not -limit < low <= high < limit:
         raise InvalidProblem("values of a mask must be below 2**30 in size")
-    return tensor.to(torch.int32).contiguous()
+    if not -(2**31) <= low <= high < 2**31:
+        raise InvalidProblem("captured integers must fit into 32 bits")
 
 
 def power_of_two_near(value: int) -> int:

@@ -1,0 +1,62 @@
+"""Kernels see what is changed in place in the tensors of a mask, however it is changed."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+import tilegen
+from tests.in_place import CASES, WAYS, given, inputs
+from tilegen.reference import attention_reference
+
+LISTED = "scattered documents"
+"""Whose lists of tiles are kept from call to call."""
+
+
+@pytest.mark.parametrize(
+    "name, way", [(LISTED, way) for way in WAYS] + [(name, "numpy") for name in CASES]
+)
+def test_a_mask_follows_its_tensor(name: str, way: str) -> None:
+    make, before, after = CASES[name]
+    q, k, v = inputs()
+    tensor = given(way, before.clone())
+    mask = make(tensor)
+    for _ in range(2):  # the second call takes what the first has kept
+        out = tilegen.attention(q, k, v, mask=mask)
+        torch.testing.assert_close(out, attention_reference(q, k, v, mask=make(before))[0])
+    WAYS[way](tensor, after)
+    expected = attention_reference(q, k, v, mask=make(after))[0]
+    torch.testing.assert_close(tilegen.attention(q, k, v, mask=mask), expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("prefix", [None, 5], ids=["closed form", "general"])
+def test_attention_varlen_follows_its_cu_seqlens(way: str, prefix: int | None) -> None:
+    q, k, v = (x[0].transpose(0, 1) for x in inputs())
+    cu, others = torch.tensor([0, 30, 31, 70]), torch.tensor([0, 9, 50, 70])
+    mask = None if prefix is None else tilegen.prefix_lm(prefix)
+
+    def score(s: torch.Tensor, b: int, h: int, q_idx: int, kv_idx: int) -> torch.Tensor:
+        return s + torch.sin(0.3 * q_idx) * torch.sin(0.5 * kv_idx)
+
+    used = given(way, cu.clone())
+    for expected in (cu, others):
+        WAYS[way](used, expected)
+        found = tilegen.attention_varlen(q, k, v, used, mask=mask, score=score)
+        for first, end in pairwise(expected):
+            one = (x[first:end].transpose(0, 1)[None] for x in (q, k, v))
+            alone = attention_reference(*one, mask=mask, score=tilegen.score(score))[0][0]
+            torch.testing.assert_close(found[first:end], alone.transpose(0, 1))
+
+
+def test_gradients_are_refused_where_a_mask_has_changed_since_the_forward() -> None:
+    """As PyTorch refuses them for tensors of its own."""
+    q, k, v = inputs()
+    q.requires_grad_()
+    limits = torch.arange(70)
+    out = tilegen.attention(q, k, v, mask=tilegen.predicate(lambda b, h, q, k: k <= limits[q]))
+    limits.zero_()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()

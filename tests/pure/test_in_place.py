@@ -1,0 +1,101 @@
+"""What is changed in place in the tensors of a mask is seen; values that are none are refused."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+import torch
+
+import tilegen
+from tests.in_place import CASES, WAYS, given, inputs
+from tests.listed_masks import SAME_DOCUMENT, shape_of
+from tilegen.errors import InvalidProblem
+from tilegen.masks.list_cache import ListCache
+from tilegen.masks.packed import packed
+from tilegen.masks.values import is_checked
+from tilegen.reference import attention_reference
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CASES)
+def test_pytorch_follows_the_tensor_of_a_mask(name: str, way: str) -> None:
+    make, before, after = CASES[name]
+    q, k, v = inputs()
+    tensor = given(way, before.clone())
+    mask = make(tensor)
+    WAYS[way](tensor, after)
+    expected = attention_reference(q, k, v, mask=make(after))[0]
+    torch.testing.assert_close(tilegen.attention(q, k, v, mask=mask), expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_lists_follow_their_tensor(way: str) -> None:
+    cache, shape = ListCache(), shape_of(64, 16)
+    ids = given(way, torch.arange(64) // 10)
+    found = [cache.get(SAME_DOCUMENT, [ids], shape, device="cpu", side="rows") for _ in range(2)]
+    assert found[0] is found[1]
+    WAYS[way](ids, torch.zeros(64, dtype=torch.int64))
+    after = cache.get(SAME_DOCUMENT, [ids], shape, device="cpu", side="rows")
+    assert found[0].visited_tiles < after.visited_tiles == 16
+
+
+def test_what_is_compiled_does_not_depend_on_values() -> None:
+    cu = torch.tensor([0, 30, 31, 70])
+    one, other = (packed(cu, tokens=70).stand_in for _ in range(2))
+    cu.copy_(torch.tensor([0, 1, 2, 70]))
+    assert one == other == packed(cu, tokens=70).stand_in
+    same, equal = packed(cu, cu), packed(cu, cu.clone())
+    assert same.values[0].origin != equal.values[0].origin  # by what they are, not by what they say
+
+
+def test_values_changed_to_what_is_none_are_refused() -> None:
+    q, k, v = inputs()
+    ids, cu, lengths = torch.arange(70) // 9, torch.tensor([0, 9, 70]), torch.tensor([7, 70])
+    masks = (tilegen.documents(ids), tilegen.documents(cu_seqlens=cu), tilegen.kv_lengths(lengths))
+    ids[60], cu[1], lengths[1] = 0, 80, 2**40
+    for mask, said in zip(masks, ("lie in 10 places", "must rise from 0", "2.*30"), strict=True):
+        with pytest.raises(InvalidProblem, match=said):
+            tilegen.attention(q, k, v, mask=mask)
+
+
+def test_values_on_a_gpu_are_looked_at_where_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnGpu:
+        device = torch.device("cuda")
+
+    assert is_checked(torch.zeros(1))
+    assert not is_checked(OnGpu())
+    monkeypatch.setenv("TILEGEN_CHECK", "1")
+    assert is_checked(OnGpu())
+
+
+class _Unseen(torch.Tensor):
+    """A tensor whose values nobody may look at, as on a GPU without waiting for it."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN206
+        if func.__name__ in ("__bool__", "__int__", "item", "tolist", "equal", "unique", "nonzero"):
+            raise AssertionError(f"{func.__name__} waits for the device")
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("mask", [None, tilegen.causal("bottom_right"), tilegen.prefix_lm(3)])
+def test_tables_of_packed_masks_wait_for_no_device(
+    mask: tilegen.Mask | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in ("values", "packed"):
+        module = import_module(f"tilegen.masks.{module}")
+        monkeypatch.setattr(module, "is_checked", lambda _: False)
+    cu = torch.tensor([0, 30, 31, 70]).as_subclass(_Unseen)
+    kv = torch.tensor([0, 3, 50, 90]).as_subclass(_Unseen)
+    for lengths, whole in (
+        ((70, 70), packed(cu, None, mask, tokens=70)),
+        ((70, 90), packed(cu, kv, mask, tokens=90)),
+    ):
+        tables = [value.on(torch.device("cpu"), lengths) for value in whole.values]
+        assert all(isinstance(table, _Unseen) for table in tables)
+    ids = torch.arange(70) // 9
+    for made in (tilegen.documents(ids), tilegen.documents(ids % 2)):
+        recipe = made.values[0].recipe
+        assert recipe is not None
+        assert recipe.make(ids.as_subclass(_Unseen), (70, 70))
