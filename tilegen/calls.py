@@ -6,13 +6,14 @@ import math
 from collections.abc import Callable
 from numbers import Real
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
 from tilegen.errors import InvalidProblem
 from tilegen.execution import Changes
+from tilegen.masks import score as scores
 from tilegen.masks.constructors import KvPrefix
+from tilegen.masks.fingerprint import Traces
 from tilegen.masks.mask import MAX_WINDOW, Mask
 from tilegen.masks.score import Score, ScoreForm
 from tilegen.masks.values import Values
@@ -30,7 +31,7 @@ ScoreFunction = Callable[..., Any]
 
 
 def score_of(score: Score | ScoreFunction | None) -> Score | None:
-    """Return a score as given, or traced once from a function."""
+    """Return a score as given, or traced from a function, once while what it reads is the same."""
     if score is None or isinstance(score, Score):
         return score
     if not callable(score):
@@ -38,14 +39,10 @@ def score_of(score: Score | ScoreFunction | None) -> Score | None:
             "score must be a tilegen score such as tilegen.softcap(20.0), or a function of "
             f"(score, b, h, q_idx, kv_idx); got {type(score).__name__}"
         )
-    if (known := _traced.get(score)) is None:
-        from tilegen.masks import score as scores
-
-        known = _traced[score] = scores.score(score)
-    return known
+    return _traces(score)
 
 
-_traced: WeakKeyDictionary[Any, Score] = WeakKeyDictionary()
+_traces = Traces(scores.score)
 
 
 def padded(kv_lengths: torch.Tensor) -> Mask:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any, cast
-from weakref import WeakKeyDictionary
 
 import torch
 
@@ -11,6 +10,7 @@ from tilegen.calls import ScoreFunction
 from tilegen.dispatch import attention
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.constructors import block_sparse
+from tilegen.masks.fingerprint import Traces
 from tilegen.masks.mask import Mask, full
 from tilegen.masks.score import Score
 
@@ -50,17 +50,24 @@ def flex_attention(
 
 
 def from_block_mask(block_mask: Any) -> Mask:
-    """Return the mask of a FlexAttention BlockMask; made once for each.
+    """Return the mask of a FlexAttention BlockMask; made once for each, while its blocks and what
+    its mask_mod reads are the same.
 
     Where its blocks are those that its mask_mod leaves, as `create_block_mask` makes them, it is
     the mask_mod's, at any tile shape. Raises InvalidProblem or Unsupported.
     """
-    if block_mask not in _known:
-        _known[block_mask] = _converted(block_mask)
-    return _known[block_mask]
+    reads = [getattr(block_mask, name, None) for name in _READS]
+    versions = [
+        one._version for one in reads if isinstance(one, torch.Tensor) and not one.is_inference()
+    ]
+    return _converted_masks(block_mask, (*reads, *versions))
 
 
-_known: WeakKeyDictionary[Any, Mask] = WeakKeyDictionary()
+_READS = (
+    *("mask_mod", "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"),
+    *("BLOCK_SIZE", "seq_lengths"),
+)
+"""What of a BlockMask its mask is made of."""
 
 
 def _converted(block_mask: Any) -> Mask:
@@ -84,6 +91,9 @@ def _converted(block_mask: Any) -> Mask:
             f"expected square blocks in a BlockMask of a layout of its own, got {rows} x {columns}"
         )
     return block_sparse(whole, rows) | (block_sparse(partial, rows) & inside)
+
+
+_converted_masks = Traces(_converted)
 
 
 def _layouts(block_mask: Any) -> tuple[torch.Tensor, torch.Tensor]:

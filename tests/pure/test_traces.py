@@ -1,0 +1,241 @@
+"""A trace is used while its function reads the same, and no longer."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import and_masks, create_block_mask
+
+import tilegen
+from tilegen.calls import score_of
+from tilegen.flex import from_block_mask
+from tilegen.masks.fingerprint import Traces, fingerprint
+from tilegen.reference import dense_mask
+
+FACTOR = 2
+SETTINGS = SimpleNamespace(factor=2)
+TABLE = torch.tensor([1.0, 2.0])
+
+
+def doubled(value: Any) -> Any:
+    return FACTOR * value
+
+
+def by_global(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return doubled(s)
+
+
+def by_attribute(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return SETTINGS.factor * s
+
+
+def by_table(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+    return s + TABLE[h]
+
+
+def by_default(s: Any, b: Any, h: Any, q: Any, k: Any, *, factor: float = 2) -> Any:
+    return factor * s
+
+
+class Slotted:
+    __slots__ = ("factor",)
+
+    def __init__(self) -> None:
+        self.factor = 2
+
+    def __call__(self, s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return self.factor * s
+
+
+class Scaled(torch.nn.Module):
+    kind = 1
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 2
+        self.names = {"shift": 0}
+        self.bias = torch.nn.Parameter(torch.zeros(2))
+
+    def forward(self, s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return self.change(s + self.bias[h])
+
+    def change(self, s: Any) -> Any:
+        return self.factor * s * self.kind + self.names["shift"]
+
+
+@dataclass(frozen=True)
+class Shift:
+    """Equal to others with the same number, and hashed by it: a table makes no difference."""
+
+    number: int
+    table: Any
+
+    def __call__(self, s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + self.number * self.table[h]
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Shift) and self.number == other.number
+
+    def __hash__(self) -> int:
+        return self.number
+
+
+@dataclass
+class Unhashable:
+    factor: int
+
+    def __call__(self, s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return self.factor * s
+
+
+def dense(mask: tilegen.Mask) -> torch.Tensor:
+    return dense_mask(mask, 40, 40)
+
+
+def text(score: Any) -> str:
+    found = score_of(score)
+    assert found is not None
+    return found.text
+
+
+def test_a_function_that_reads_the_same_is_traced_once() -> None:
+    model, partial = Scaled(), functools.partial(by_default, factor=3)
+    for score in (by_global, by_table, by_default, model, partial, Unhashable(2)):
+        assert score_of(score) is score_of(score)
+    assert score_of(model.forward) is score_of(model.forward)  # a new object each time
+    assert score_of(model.forward) is not score_of(Scaled().forward)
+
+
+def test_a_rebound_global_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, table = text(by_global), score_of(by_table)
+    monkeypatch.setitem(globals(), "FACTOR", 3)
+    assert (before, text(by_global)) == ("2*s", "3*s")
+    monkeypatch.setitem(globals(), "doubled", lambda value: value - 1)
+    assert text(by_global) == "s-1"
+    monkeypatch.setitem(globals(), "TABLE", TABLE.clone())
+    assert score_of(by_table) != table
+    assert text(by_attribute) == "2*s"
+    monkeypatch.setattr(SETTINGS, "factor", 4)
+    assert text(by_attribute) == "4*s"
+
+
+def test_a_rebound_closure_variable_and_a_default_are_seen() -> None:
+    factor, parts = 2, [1]
+
+    def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        def inner(value: Any) -> Any:
+            return factor * value + parts[0]
+
+        return inner(s)
+
+    assert text(score) == "2*s+1"
+    factor = 3
+    assert text(score) == "3*s+1"
+    parts[0] = 0
+    assert text(score) == "3*s"
+    assert text(by_default) == "2*s"
+    by_default.__kwdefaults__["factor"] = 5
+    try:
+        assert text(by_default) == "5*s"
+    finally:
+        by_default.__kwdefaults__["factor"] = 2
+
+
+def test_changed_attributes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, slotted, plain = Scaled(), Slotted(), Unhashable(2)
+    for score in (model, model.forward):
+        model.factor = 2
+        assert text(score) == "2*s+2*t0[h]"
+        model.factor = 3
+        assert text(score) == "3*s+3*t0[h]"
+    model.names["shift"] = 1
+    assert text(model) == "3*s+3*t0[h]+1"
+    monkeypatch.setattr(Scaled, "kind", 0)
+    assert text(model) == "1"
+    bias = model.bias = torch.nn.Parameter(torch.ones(2))
+    monkeypatch.setattr(Scaled, "kind", 1)
+    found = score_of(model)
+    assert found is not None
+    assert found.captured[0] is bias
+    for one in (slotted, plain):
+        assert text(one) == "2*s"
+        one.factor = 3
+        assert text(one) == "3*s"
+
+
+def test_equal_objects_have_traces_of_their_own() -> None:
+    tables = torch.ones(2), torch.zeros(2)
+    one, other = (Shift(1, table) for table in tables)
+    assert one == other
+    found = [score_of(shift) for shift in (one, other)]
+    assert all(
+        score is not None and score.captured[0] is table
+        for score, table in zip(found, tables, strict=True)
+    )
+
+
+def test_objects_that_cannot_be_hashed_are_scores() -> None:
+    q = torch.randn(1, 2, 9, 16)
+    for score in (Unhashable(2), Shift(1, torch.ones(2)), Slotted()):
+        out = tilegen.attention(q, q, q, score=score)
+        expected = 1.0 if isinstance(score, Shift) else 2.0
+        torch.testing.assert_close(out, tilegen.attention(q, q, q, scale=expected / 4))
+
+
+def test_a_block_mask_with_another_mask_mod_is_another_mask() -> None:
+    window = 3
+
+    def near(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return q - k < window
+
+    block_mask = create_block_mask(near, None, None, 40, 40, device="cpu")
+    first = from_block_mask(block_mask)
+    assert from_block_mask(block_mask) is first
+    window = 5
+    assert not torch.equal(
+        dense_mask(from_block_mask(block_mask), 40, 40), dense_mask(first, 40, 40)
+    )
+    block_mask.mask_mod = and_masks(near, lambda b, h, q, k: q >= k)
+    expected = tilegen.causal() & tilegen.sliding_window(4, None)
+    assert torch.equal(
+        dense_mask(from_block_mask(block_mask), 40, 40), dense_mask(expected, 40, 40)
+    )
+    window = 2
+    assert dense(from_block_mask(block_mask)).sum(1).max() == 2
+
+
+def test_traces_keep_no_model_alive_and_are_few() -> None:
+    traces = Traces(tilegen.score, size=3)  # a score holds what its function captures
+    model = Scaled()
+    traces(model)
+    traces(model.forward)
+    assert len(traces) == 2
+    gone = ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert len(traces) == 0
+    models = [Scaled() for _ in range(5)]
+    for one in models:
+        traces(one)
+    assert len(traces) == 3
+
+
+def test_what_a_function_reads_may_be_a_loop() -> None:
+    held: list[Any] = [1]
+    held.append(held)
+
+    def score(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s * held[0] if s is not score else held
+
+    assert fingerprint((score,)) == fingerprint((score,))
+    assert text(score) == "s"
+    held[0] = 2
+    assert text(score) == "2*s"

@@ -1,0 +1,245 @@
+"""What a function reads besides its arguments: a trace of it is used while that is the same.
+
+A trace says what a function computed when it was called with symbols. It holds as long as the
+function is the same object and finds the same in its closure, its defaults, the globals it names
+and the attributes of the objects it reaches: numbers and texts by value, tensors by identity and
+metadata, everything else by identity, as FlexAttention's guards do under torch.compile.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from threading import RLock
+from types import (
+    BuiltinFunctionType,
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any, Generic, TypeVar, cast
+from weakref import ref
+
+import torch
+from cachetools import LRUCache
+
+T = TypeVar("T")
+MAX_TRACES = 512
+_FOREIGN = frozenset({"builtins", "functools", "math", "numpy", "operator", "sympy", "torch"})
+"""Packages whose globals no user changes."""
+
+_PLAIN = (bool, int, float, complex, str, bytes)
+_HOLDERS = (tuple, list, dict, set, frozenset)
+
+
+class Traces(Generic[T]):
+    """What `make` returns for functions, made once for each while it reads the same.
+
+    Functions may be any callables: they are known by identity. The least recently used are
+    forgotten, and those whose function, or the object it is a method of, is gone. May be used from
+    many threads.
+    """
+
+    def __init__(self, make: Callable[[Any], T], size: int = MAX_TRACES) -> None:
+        self._make = make
+        self._known: LRUCache[Hashable, tuple[ref[Any], list[Any], T]] = LRUCache(size)
+        # Reentrant: an owner may die, and its trace with it, while this thread holds the lock.
+        self._lock = RLock()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def __call__(self, owner: Any, reads: tuple[Any, ...] = ()) -> T:
+        """Return what is made of `owner`, a callable; `reads` are functions and tensors that
+        it is made of besides."""
+        found = fingerprint((owner, *reads))
+        # Methods are objects that live for one access only.
+        bound = isinstance(owner, MethodType)
+        anchor = owner.__self__ if bound else owner
+        key = (id(anchor), id(owner.__func__) if bound else None)
+        with self._lock:
+            if (known := self._known.get(key)) and known[0]() is anchor and known[1] == found:
+                return known[2]
+        made = self._make(owner)
+
+        def forget(gone: ref[Any]) -> None:
+            with self._lock:
+                known = self._known.get(key)
+                if known and known[0] is gone:
+                    del self._known[key]
+
+        try:
+            alive = ref(anchor, forget)
+        except TypeError:  # no weak references: nobody would say when it is gone
+            return made
+        with self._lock:
+            self._known[key] = alive, found, made
+        return made
+
+
+@dataclass(frozen=True, eq=False)
+class _Same:
+    """An object by identity; equal to nothing once it is gone."""
+
+    get: Callable[[], Any]
+
+    @staticmethod
+    def as_(value: Any) -> _Same:
+        try:
+            return _Same(ref(value))
+        except TypeError:
+            return _Same(lambda: value)
+
+    def __eq__(self, other: object) -> bool:
+        mine = self.get()
+        return isinstance(other, _Same) and mine is not None and mine is other.get()
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def fingerprint(roots: tuple[Any, ...]) -> list[Any]:
+    """Return what some callables read; equal to another while all of it is the same. Nothing is
+    kept alive by it."""
+    reader = _Reader()
+    for root in roots:
+        reader.root(root)
+    reader.attributes()
+    return reader.facts
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.facts: list[Any] = []
+        self._seen: set[int] = set()
+        self._names: set[str] = set()
+        """Of globals and attributes that the functions met so far name."""
+        self._objects: list[Any] = []
+        """Whose attributes are looked at when all names are known."""
+
+    def root(self, value: Any) -> None:
+        """Note a callable, or something else that is read."""
+        self._value(value)
+        for name in ("__call__", "forward"):  # of an object; functions have no such code
+            code = getattr(type(value), name, None)
+            if isinstance(code, FunctionType):
+                self._value(code)
+
+    def _value(self, value: Any) -> None:
+        """Note what is found in a cell, a global, a default or an attribute."""
+        if value is None or isinstance(value, _PLAIN):
+            self.facts.append((type(value), repr(value)))  # which tells -0.0 and nan apart
+            return
+        if isinstance(value, torch.Tensor):
+            metadata = (value.dtype, value.shape, value.device, value.requires_grad)
+            self.facts.append((_Same.as_(value), metadata))
+            return
+        # A list or a bound method is what it holds, and may be another object with the same in it.
+        if isinstance(value, _HOLDERS):
+            self.facts.append((type(value), len(cast("tuple[Any, ...]", value))))
+        elif isinstance(value, MethodType):
+            self.facts.append(MethodType)
+        else:
+            self.facts.append(_Same.as_(value))
+        if id(value) in self._seen:
+            return
+        self._seen.add(id(value))
+        for part in self._parts(value):
+            self._value(part)
+
+    def _parts(self, value: Any) -> Iterator[Any]:
+        """Yield what a value reads or holds."""
+        match value:
+            case tuple() | list() | set() | frozenset():
+                yield from cast("tuple[Any, ...]", value)
+            case dict():
+                for key, held in cast("dict[Any, Any]", value).items():
+                    yield key
+                    yield held
+            case FunctionType():
+                yield from self._of_function(value)
+            case MethodType():
+                yield value.__func__
+                yield value.__self__
+            case functools.partial():
+                part = cast("functools.partial[Any]", value)
+                yield from (part.func, part.args, part.keywords)
+            case property():
+                yield value.fget
+            case staticmethod() | classmethod():
+                yield value.__func__
+            case CodeType() | BuiltinFunctionType() | torch.dtype() | torch.device():
+                return
+            case ModuleType() if _root(value.__name__) in _FOREIGN:
+                return
+            case type() if _root(value.__module__) in _FOREIGN:
+                return
+            case _:
+                self._objects.append(value)
+
+    def _of_function(self, function: FunctionType) -> Iterator[Any]:
+        yield function.__code__
+        yield function.__defaults__
+        yield function.__kwdefaults__
+        for cell in function.__closure__ or ():
+            try:
+                yield cell.cell_contents
+            except ValueError:  # empty: not assigned yet
+                yield None
+        if _root(function.__module__) in _FOREIGN:
+            return
+        names = _names(function.__code__)
+        self._names.update(names)
+        for name in names:
+            if name in function.__globals__:
+                yield name
+                yield function.__globals__[name]
+
+    def attributes(self) -> None:
+        """Note the attributes, of the objects met, that the functions name; both may grow."""
+        done: list[tuple[int, int]] = []
+        while done != (done := [(len(self._objects), len(self._names))]):
+            for value in tuple(self._objects):
+                for name in sorted(self._names):
+                    if found := _attribute(value, name):
+                        self.facts.append(name)
+                        self._value(found[0])
+
+
+@lru_cache(maxsize=1024)
+def _names(code: CodeType) -> tuple[str, ...]:
+    """Return the globals and attributes that code and the functions defined in it name."""
+    inner = (one for one in code.co_consts if isinstance(one, CodeType))
+    return tuple(sorted({*code.co_names, *(name for one in inner for name in _names(one))}))
+
+
+def _attribute(value: Any, name: str) -> tuple[Any, ...]:
+    """Return what an object has as an attribute, nothing if it has none; no code of its own is
+    run."""
+    own = getattr(value, "__dict__", {})
+    places = [own]
+    if isinstance(value, torch.nn.Module):
+        places += [own[kind] for kind in ("_parameters", "_buffers", "_modules")]
+    for place in places:
+        if name in place:
+            return (place[name],)
+    for one in _classes(value if isinstance(value, type) else type(value)):
+        if name in vars(one):
+            found = vars(one)[name]
+            if isinstance(found, MemberDescriptorType) and isinstance(value, one):  # a slot
+                found = getattr(value, name, None)
+            return (found,)
+    return ()
+
+
+@lru_cache(maxsize=1024)
+def _classes(kind: type) -> tuple[type, ...]:
+    """Return where attributes of a class's objects are looked up, but for other packages'."""
+    return tuple(one for one in kind.__mro__ if _root(one.__module__) not in _FOREIGN)
+
+
+def _root(module: str | None) -> str:
+    return (module or "").partition(".")[0]
