@@ -269,20 +269,20 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "math": (lambda b, h, q, k: math.exp(q) > k, r"float\(q\)"),
     "loop": (lambda b, h, q, k: [x for x in q][0] > 1, "loops"),  # noqa: RUF015
     "list": (lambda b, h, q, k: [1, 2, 3][q] > k, r"list indices"),
-    "unknown_function": (lambda b, h, q, k: torch.erf(q) > 0.5, "got erf"),
+    "unknown_function": (lambda b, h, q, k: torch.lgamma(q) > 0.5, "got lgamma"),
     "unknown_method": (lambda b, h, q, k: q.cumsum(0) > k, "got cumsum"),
     "reduction": (lambda b, h, q, k: torch.max(q, dim=0) > k, "elementwise max"),
     "item": (lambda b, h, q, k: q.item() > k, "item; a captured 0-dimensional"),
     "tensor_of": (lambda b, h, q, k: torch.as_tensor(q) > k, "len"),
     "unindexed": (lambda b, h, q, k: q == DOCUMENTS, r"shape \(13,\) to be indexed"),
     "too_few_indices": (lambda b, h, q, k: LAYOUT[b, q], r"expected 3 indices.*got 2"),
-    "rows_compared": (lambda b, h, q, k: LAYOUT[b, q] > 3, r"expected 3 indices.*got 2"),
+    "rows_compared": (lambda b, h, q, k: LAYOUT[b, q] > 3, r"expected one value, got \(\d+,\)"),
     "too_many_indices": (lambda b, h, q, k: DOCUMENTS[q, k] > 3, r"expected 1 indices.*got 2"),
     "slice": (lambda b, h, q, k: LAYOUT[b, :, k] > 3, "one index per dimension"),
     "float_index": (lambda b, h, q, k: DOCUMENTS[q / 2] > 3, r"integer index, got q/2; use //"),
     "bool_index": (lambda b, h, q, k: DOCUMENTS[q > 2] > 3, "integer index, got q > 2"),
-    "bits": (lambda b, h, q, k: (q & 1) == 0, "write // and %"),
-    "shift": (lambda b, h, q, k: (q >> 1) == 0, "unsupported operand"),
+    "bits": (lambda b, h, q, k: ((q / 2) & 1) == 0, "conditions or integers in &"),
+    "shift": (lambda b, h, q, k: ((q / 2) >> 1) == 0, "integers in an operation on bits"),
     "number": (lambda b, h, q, k: q - k, "returns a bool, got"),
     "text": (lambda b, h, q, k: "causal", "got 'causal'"),
     "complex": (lambda b, h, q, k: (q + 1j) == k, "real number, got q"),
@@ -297,8 +297,8 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_traced_is_named(name: str) -> None:
     function, message = REFUSED[name]
-    errors = {"signature": InvalidProblem, "shift": TypeError}
-    with pytest.raises(errors.get(name, Unsupported), match=message):
+    error = InvalidProblem if name == "signature" else Unsupported
+    with pytest.raises(error, match=message):
         trace_mask(function)
 
 
@@ -311,5 +311,7 @@ def test_a_score_function_returns_a_number() -> None:
 
 def test_masks_hold_no_choice_between_numbers() -> None:
     assert "where" not in to_text(trace_mask(MASKS["where_numbers"]).expr)
-    with pytest.raises(Unsupported, match="at most 8 choices"):
-        trace_mask(lambda b, h, q, k: sum(torch.where(q > i, i * k, k - i) for i in range(12)) > 3)
+    many = trace_mask(
+        lambda b, h, q, k: sum(torch.where(q > i, i * k, k - i) for i in range(12)) > 3
+    )
+    assert "where" in to_text(many.expr)  # split, they would be 4096 comparisons

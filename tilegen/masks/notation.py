@@ -187,7 +187,7 @@ def _keep(text: str, *tables: str) -> Mask:
 
     captured: list[Values] = []
     for table in tables:
-        match = re.fullmatch(r"(@:\d{1,9})(bool|int|float)", table)
+        match = re.fullmatch(rf"(@:\d{{1,9}})({'|'.join(get_args(Kind))})", table)
         if not match:
             raise InvalidProblem(f"expected values such as @:50int, got {table!r}")
         stand_in = _stand_in(match[1], "table", cast("Kind", match[2]))

@@ -11,6 +11,7 @@ own parameter names.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -19,7 +20,17 @@ import torch
 from sympy.logic.boolalg import Boolean
 
 from tilegen.errors import Unsupported
-from tilegen.masks.nodes import Sigmoid, Where, normalise
+from tilegen.masks.nodes import (
+    BitAnd,
+    BitOr,
+    BitXor,
+    Log1p,
+    ShiftLeft,
+    ShiftRight,
+    Sigmoid,
+    Where,
+    normalise,
+)
 from tilegen.masks.symbols import Lookup
 
 
@@ -43,10 +54,40 @@ def condition(expr: Any, function: str) -> Boolean:
     """Return an expression that must be a condition. Raises Unsupported, naming the function."""
     if is_condition(expr):
         return expr
-    raise Unsupported(
-        f"expected conditions in {function}, got {expr}; of integers, write // and % instead of "
-        "bits"
-    )
+    raise Unsupported(f"expected conditions in {function}, got {expr}")
+
+
+def _bitwise(function: Any, bits: Any, name: str) -> Callable[..., Any]:
+    """Return an operation on two conditions, or on the bits of two integers."""
+
+    def apply(input: Any, other: Any) -> Any:
+        if is_condition(input) and is_condition(other):
+            return function(input, other)
+        left, right = number(input), number(other)
+        if left.is_integer and right.is_integer:
+            return bits(left, right)
+        raise Unsupported(f"expected conditions or integers in {name}, got {left} and {right}")
+
+    return apply
+
+
+def exclusive_or(left: Any, right: Any) -> Any:
+    """Return whether one of two conditions holds."""
+    return (left & ~right) | (~left & right)
+
+
+def invert(input: Any) -> Any:
+    """Return the opposite of a condition, or an integer with all bits changed."""
+    if is_condition(input):
+        return ~input
+    if number(input).is_integer:
+        return -1 - input
+    raise Unsupported(f"expected a condition or an integer in ~, got {input}")
+
+
+def logical(input: Any) -> Any:
+    """Return a condition, or whether a number is not 0."""
+    return input if is_condition(input) else sympy.Ne(input, 0)
 
 
 def truncate(x: Any) -> Any:
@@ -68,12 +109,14 @@ def cast(expr: Any, dtype: torch.dtype) -> Any:
 
 def power(base: Any, exponent: Any) -> Any:
     """Return base ** exponent."""
+    if getattr(exponent, "is_Float", False) and float(exponent).is_integer():
+        exponent = sympy.Integer(int(exponent))
     return sympy.Pow(number(base), number(exponent))
 
 
 def floor_divide(input: Any, other: Any) -> Any:
     """Return input / other rounded down."""
-    return sympy.floor(number(input) / number(other))
+    return sympy.floor(_quotient(input, other))
 
 
 def remainder(input: Any, other: Any) -> Any:
@@ -87,15 +130,22 @@ def fmod(input: Any, other: Any) -> Any:
     return left - right * truncate(left / right)
 
 
+def _quotient(input: Any, other: Any) -> Any:
+    left, right = number(input), number(other)
+    if right.is_Float and float(right).is_integer() and right != 0:
+        right = sympy.Integer(int(right))  # a third is rounded once, by the kernel
+    return left / right
+
+
 def divide(input: Any, other: Any, *, rounding_mode: str | None = None) -> Any:
     """Return input / other, rounded as asked."""
     match rounding_mode:
         case None:
-            return number(input) / number(other)
+            return _quotient(input, other)
         case "floor":
             return floor_divide(input, other)
         case "trunc":
-            return truncate(number(input) / number(other))
+            return truncate(_quotient(input, other))
         case _:
             raise Unsupported(f"expected rounding_mode None, floor or trunc, got {rounding_mode!r}")
 
@@ -123,10 +173,37 @@ def equal(input: Any, other: Any) -> Any:
     return sympy.Eq(number(input), number(other))
 
 
-def exclusive_or(input: Any, other: Any) -> Any:
-    """Return whether one of two conditions holds."""
-    left, right = condition(input, "^"), condition(other, "^")
-    return (left & ~right) | (~left & right)
+def softplus(input: Any, beta: float = 1, threshold: float = 20) -> Any:
+    """Return log(1 + exp(beta x)) / beta, which is x where beta x is above the threshold."""
+    x = number(input)
+    return Where(sympy.Gt(beta * x, threshold), x, Log1p(sympy.exp(beta * x)) / beta)
+
+
+def log_sigmoid(input: Any) -> Any:
+    """Return log(sigmoid(x)), which overflows nowhere."""
+    x = number(input)
+    return sympy.Min(x, 0) - Log1p(sympy.exp(-sympy.Abs(x)))
+
+
+def gelu(input: Any, approximate: str = "none") -> Any:
+    """Return x times the normal distribution at x, or its approximation by tanh."""
+    x = number(input)
+    if approximate == "tanh":
+        inner = sympy.Float(math.sqrt(2 / math.pi)) * (x + sympy.Float(0.044715) * x**3)
+        return x * (1 + sympy.tanh(inner)) / 2
+    return x * (1 + sympy.erf(x * sympy.Float(math.sqrt(0.5)))) / 2
+
+
+def leaky_relu(input: Any, negative_slope: float = 0.01, inplace: bool = False) -> Any:
+    """Return x, times the slope where it is negative."""
+    x = number(input)
+    return Where(sympy.Gt(x, 0), x, negative_slope * x)
+
+
+def elu(input: Any, alpha: float = 1.0, scale: Any = 1, input_scale: Any = 1) -> Any:
+    """Return x, or alpha (exp(x) - 1) where it is negative."""
+    x = number(input)
+    return Where(sympy.Gt(x, 0), x, alpha * (sympy.exp(x) - 1))
 
 
 def _scalar(size: Any, value: Any) -> Any:
@@ -147,10 +224,6 @@ def _sum(sign: int) -> Callable[..., Any]:
     return lambda input, other, *, alpha=1: number(input) + sign * alpha * number(other)
 
 
-def _logic(function: Any, name: str) -> Callable[..., Any]:
-    return lambda input, other: function(condition(input, name), condition(other, name))
-
-
 def _reverse(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda input, other: function(other, input)
 
@@ -162,6 +235,11 @@ _UNARY: dict[str, Callable[[Any], Any]] = {
     "exp": sympy.exp,
     "exp2 special_exp2": lambda x: sympy.Integer(2) ** x,
     "log": sympy.log,
+    "log1p special_log1p": Log1p,
+    "expm1 special_expm1": lambda x: sympy.exp(x) - 1,
+    "erf special_erf": sympy.erf,
+    "erfc special_erfc": lambda x: 1 - sympy.erf(x),
+    "frac": lambda x: x - truncate(x),
     "log2": lambda x: sympy.log(x) / sympy.Float(float(sympy.log(2))),
     "log10": lambda x: sympy.log(x) / sympy.Float(float(sympy.log(10))),
     "tanh": sympy.tanh,
@@ -186,7 +264,7 @@ _UNARY: dict[str, Callable[[Any], Any]] = {
 }
 _BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "mul multiply": lambda a, b: a * b,
-    "truediv true_divide": lambda a, b: a / b,
+    "truediv true_divide": _quotient,
     "maximum max": sympy.Max,
     "minimum min": sympy.Min,
     "lt less": sympy.Lt,
@@ -209,15 +287,35 @@ _OTHER: dict[str, Callable[..., Any]] = {
     "fmod": fmod,
     "eq": equal,
     "ne not_equal": lambda input, other: ~equal(input, other),
-    "and logical_and bitwise_and rand": _logic(sympy.And, "&"),
-    "or logical_or bitwise_or ror": _logic(sympy.Or, "|"),
-    "xor logical_xor bitwise_xor rxor": exclusive_or,
-    "invert logical_not bitwise_not": lambda input: ~condition(input, "~"),
+    "and bitwise_and rand": _bitwise(sympy.And, BitAnd, "&"),
+    "or bitwise_or ror": _bitwise(sympy.Or, BitOr, "|"),
+    "xor bitwise_xor rxor": _bitwise(exclusive_or, BitXor, "^"),
+    "invert bitwise_not": invert,
+    "logical_and": lambda input, other: logical(input) & logical(other),
+    "logical_or": lambda input, other: logical(input) | logical(other),
+    "logical_xor": lambda input, other: exclusive_or(logical(input), logical(other)),
+    "logical_not": lambda input: ~logical(input),
+    "lshift bitwise_left_shift": _binary(ShiftLeft),
+    "rshift bitwise_right_shift": _binary(ShiftRight),
+    "rlshift": _reverse(_binary(ShiftLeft)),
+    "rrshift": _reverse(_binary(ShiftRight)),
     "where": lambda condition, input, other: where(condition, input, other),
     "clamp clip": clamp,
     "clamp_min": lambda input, min: clamp(input, min),
     "clamp_max": lambda input, max: clamp(input, None, max),
     "relu": lambda input, inplace=False: sympy.Max(number(input), 0),
+    "softplus": softplus,
+    "log_sigmoid logsigmoid": log_sigmoid,
+    "gelu": gelu,
+    "leaky_relu": leaky_relu,
+    "elu": elu,
+    "relu6": lambda input, inplace=False: clamp(input, 0, 6),
+    "hardtanh": lambda input, min_val=-1.0, max_val=1.0, inplace=False: clamp(
+        input, min_val, max_val
+    ),
+    "lerp": lambda input, end, weight: (
+        number(input) + number(weight) * (number(end) - number(input))
+    ),
     "silu": lambda input, inplace=False: number(input) * Sigmoid(number(input)),
     "bool": lambda input: cast(input, torch.bool),
     "full_like": lambda input, fill_value: number(fill_value),

@@ -15,7 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import sympy
@@ -26,10 +26,13 @@ from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.expression import kinds_of, merge
 from tilegen.masks.nodes import Where, normalise
 from tilegen.masks.operations import OPERATIONS, cast, is_condition
+from tilegen.masks.reductions import REDUCTIONS, RESHAPES, reduced
 from tilegen.masks.symbols import B, H, K, Lookup, Q, S, captured_name
+from tilegen.masks.terms import MAX_ELEMENTS, Elements, Rows, Several, Term
 
 MAX_CHOICES = 8
-"""Most choices between numbers (`torch.where`) in a mask: each may double its comparisons."""
+"""Most choices between numbers (`torch.where`) that a mask's comparisons are split by: each may
+double them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +66,7 @@ def trace_score(fn: Callable[..., Any]) -> Traced:
 
 
 def _trace(fn: Callable[..., Any], arguments: str, symbols: Sequence[sympy.Symbol]) -> Traced:
-    tracer = _Tracer()
+    tracer = Tracer()
     terms = [Term(tracer, symbol) for symbol in symbols]
     try:
         inspect.signature(fn).bind(*terms)
@@ -78,14 +81,10 @@ def _trace(fn: Callable[..., Any], arguments: str, symbols: Sequence[sympy.Symbo
 
 
 def _without_where(expr: sympy.Basic) -> sympy.Basic:
-    """Return an equal predicate of comparisons alone: `where(c, a, b) < x` is a choice of two."""
+    """Return an equal predicate of comparisons alone, which tiles are solved from: `where(c, a, b)
+    < x` is a choice of two."""
     choices = sorted(expr.atoms(Where), key=lambda choice: (choice.count(Where), str(choice)))
-    if len(choices) > MAX_CHOICES:
-        raise Unsupported(
-            f"expected at most {MAX_CHOICES} choices between numbers in a mask, got "
-            f"{len(choices)}; choose between conditions, with & and |"
-        )
-    if not choices:
+    if not 0 < len(choices) <= MAX_CHOICES:
         return expr
     choice = choices[0]  # holds no other
     condition, then, otherwise = choice.args
@@ -103,7 +102,7 @@ _PLACEMENT = ("device", "layout", "memory_format", "non_blocking", "copy", "pin_
 
 
 @dataclass(eq=False)
-class _Tracer:
+class Tracer:
     """Collects the tensors one function captures."""
 
     captured: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
@@ -116,6 +115,10 @@ class _Tracer:
                 return value.expr
             case Rows():
                 value.incomplete()
+            case Several():
+                raise Unsupported(
+                    f"expected one value, got {tuple(value.shape)}; sum it, or ask for any or all"
+                )
             case torch.Tensor():
                 if value.ndim:
                     raise Unsupported(
@@ -177,6 +180,10 @@ class _Tracer:
             dtypes = [a for a in (*args[1:], dtype) if isinstance(a, torch.dtype)]
             value = self.expression(args[0])
             return Term(self, cast(value, dtypes[0]) if dtypes else value)
+        if any(isinstance(arg, (Rows, Several)) for arg in args):
+            return self._on_several(name, args, kwargs)
+        if name == "unsqueeze":
+            return self.several(np.array([self.expression(args[0])], dtype=object))
         if name not in OPERATIONS:
             raise Unsupported(
                 f"expected arithmetic, comparisons, torch.where and torch's elementary functions, "
@@ -193,6 +200,47 @@ class _Tracer:
         result = self.expression_of_result(function(*bound.args, **bound.kwargs))
         return Term(self, result if dtype is None else cast(result, dtype))
 
+    def several(self, elements: Any) -> Term | Several:
+        """Return a small tensor, or the one value of one without dimensions."""
+        if isinstance(elements, np.ndarray) and elements.ndim:
+            if elements.size > MAX_ELEMENTS:
+                raise Unsupported(
+                    f"expected at most {MAX_ELEMENTS} elements to compute with, got {elements.size}"
+                )
+            return Several(self, elements)
+        return Term(self, elements.item() if isinstance(elements, np.ndarray) else elements)
+
+    def _on_several(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Return what a function makes of small tensors, element by element or along
+        dimensions."""
+        if name in REDUCTIONS:
+            return self.several(reduced(name, self._elements(args[0]), *args[1:], **kwargs))
+        if name in ("dot", "vdot", "inner", "matmul"):
+            left, right = map(self._elements, args)
+            if left.ndim != 1 or right.shape != left.shape:
+                raise Unsupported(
+                    f"expected two vectors in {name}, got {left.shape}, {right.shape}"
+                )
+            return self.several(reduced("sum", left * right))
+        if name in RESHAPES:
+            return self.several(RESHAPES[name](self._elements(args[0]), *args[1:], **kwargs))
+        arrays = np.broadcast_arrays(*(self._elements(arg) for arg in args if _is_value(arg)))
+        found = np.empty(arrays[0].shape, dtype=object)
+        for place in np.ndindex(found.shape):
+            each = iter(arrays)
+            parts = [Term(self, next(each)[place]) if _is_value(arg) else arg for arg in args]
+            found[place] = self.apply(name, parts, dict(kwargs)).expr
+        return self.several(found)
+
+    def _elements(self, value: Any) -> Elements:
+        if isinstance(value, (Rows, Several)):
+            return value.elements
+        if isinstance(value, torch.Tensor) and value.ndim:
+            return Rows(self, value, ()).elements
+        found = np.empty((), dtype=object)
+        found[()] = self.expression(value)
+        return found
+
     def expression_of_result(self, value: Any) -> Any:
         """Return a result, which must be a real number. Raises Unsupported."""
         expr = sympy.sympify(value)
@@ -201,175 +249,17 @@ class _Tracer:
         return expr
 
 
+def _is_value(argument: Any) -> bool:
+    kinds = (Term, Rows, Several, torch.Tensor, bool, int, float, np.generic)
+    return isinstance(argument, kinds)
+
+
 _ADVICE = {
     "item": "a captured 0-dimensional tensor can be used as it is",
     "detach": "a score is differentiated as written; detach captured tensors outside the function",
-    "softplus": "write torch.log(1 + torch.exp(x))",
-    "erf": "write gelu by its tanh formula",
-    "any": "write | between the conditions",
-    "all": "write & between the conditions",
-    "sum": "a function sees one score at a time; write the sum term by term",
+    "sum": "a function sees one score at a time; only rows of a captured tensor can be summed",
     "stack": "write torch.where or torch.minimum",
     "index_select": "index the tensor: table[i]",
     "take": "index the tensor: table[i]",
     "gather": "index the tensor: table[i]",
 }
-
-
-def _operator(name: str) -> Callable[..., Any]:
-    def apply(self: Term, *args: Any) -> Any:
-        if any(isinstance(arg, (str, list, tuple, dict)) for arg in args):
-            return NotImplemented
-        return self.tracer.apply(name, [self, *args], {})
-
-    return apply
-
-
-class Term:
-    """A value that remembers how it was computed; stands for a 0-dimensional tensor."""
-
-    __array_ufunc__ = None  # numpy's numbers leave arithmetic to this class
-    __hash__ = object.__hash__
-
-    def __init__(self, tracer: _Tracer, expr: Any) -> None:
-        """Operations on the value collect tensors in `tracer`."""
-        self.tracer = tracer
-        self.expr = expr
-
-    @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        tracer = _find_tracer([*args, *(kwargs or {}).values()])
-        return tracer.apply(func.__name__, args, kwargs or {})
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return lambda *args, **kwargs: self.tracer.apply(name, [self, *args], kwargs)
-
-    def __repr__(self) -> str:
-        return str(self.expr)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """bool, int64 or float32, by what the value is."""
-        if is_condition(self.expr):
-            return torch.bool
-        return torch.int64 if self.expr.is_integer else torch.float32
-
-    @property
-    def device(self) -> torch.device:
-        """The CPU: a traced value is nowhere yet."""
-        return torch.device("cpu")
-
-    @property
-    def shape(self) -> torch.Size:
-        """Of one element."""
-        return torch.Size()
-
-    ndim = 0
-
-    def dim(self) -> int:
-        """Return 0."""
-        return 0
-
-    def size(self) -> torch.Size:
-        """Return the empty shape."""
-        return torch.Size()
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.tracer.apply("getitem", [self, index], {})
-
-    def __bool__(self) -> NoReturn:
-        self._decide("if, and, or, not, min(), max() or chained comparisons on", "bool")
-
-    def __index__(self) -> NoReturn:
-        self._decide("range(), list indices or int() of", "int")
-
-    def __int__(self) -> NoReturn:
-        self._decide("int() of", "int")
-
-    def __float__(self) -> NoReturn:
-        self._decide("float() or math functions of", "float")
-
-    def __iter__(self) -> NoReturn:
-        self._decide("loops over", "iter")
-
-    def __len__(self) -> NoReturn:
-        self._decide("len() of", "len")
-
-    def _decide(self, what: str, function: str) -> NoReturn:
-        raise Unsupported(
-            f"expected a function without {what} traced values, got {function}({self.expr}); "
-            "write torch.where, &, |, ~, torch.minimum, torch.maximum, .to(dtype)"
-        )
-
-    __add__, __radd__ = _operator("add"), _operator("add")
-    __sub__, __rsub__ = _operator("sub"), _operator("rsub")
-    __mul__, __rmul__ = _operator("mul"), _operator("mul")
-    __truediv__, __rtruediv__ = _operator("truediv"), _operator("rtruediv")
-    __floordiv__, __rfloordiv__ = _operator("floordiv"), _operator("rfloordiv")
-    __mod__, __rmod__ = _operator("mod"), _operator("rmod")
-    __pow__, __rpow__ = _operator("pow"), _operator("rpow")
-    __and__, __rand__ = _operator("and"), _operator("and")
-    __or__, __ror__ = _operator("or"), _operator("or")
-    __xor__, __rxor__ = _operator("xor"), _operator("xor")
-    __lt__, __le__ = _operator("lt"), _operator("le")
-    __gt__, __ge__ = _operator("gt"), _operator("ge")
-    __eq__, __ne__ = _operator("eq"), _operator("ne")
-    __neg__, __pos__ = _operator("neg"), _operator("pos")
-    __abs__, __invert__ = _operator("abs"), _operator("invert")
-
-
-class Rows:
-    """A real tensor with some of its indices given: `bias[h]` before `[q_idx - kv_idx]`."""
-
-    def __init__(self, tracer: _Tracer, tensor: torch.Tensor, index: tuple[Any, ...]) -> None:
-        """`index` holds the expressions given so far."""
-        self.tracer = tracer
-        self._tensor = tensor
-        self._index = index
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return Term.__torch_function__(func, types, args, kwargs)
-
-    def __getitem__(self, index: Any) -> Term | Rows:
-        parts = index if isinstance(index, tuple) else (index,)
-        given = (Term(self.tracer, part) for part in self._index)
-        return self.tracer.index(self._tensor, (*given, *parts))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        self.incomplete()
-
-    def incomplete(self) -> NoReturn:
-        """Raise Unsupported: rows are not a number yet."""
-        raise Unsupported(
-            f"expected {self._tensor.ndim} indices of a tensor of shape "
-            f"{tuple(self._tensor.shape)}, got {len(self._index)}: {self._index}"
-        )
-
-    def _operand(self, *_: Any) -> NoReturn:
-        self.incomplete()
-
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = _operand
-    __rtruediv__ = __lt__ = __le__ = __gt__ = __ge__ = __and__ = __or__ = __neg__ = _operand
-
-
-def _find_tracer(values: Sequence[Any]) -> _Tracer:
-    """Return the tracer of the first traced value among arguments, inside tuples and lists too."""
-    queue = list(values)
-    while queue:
-        value = queue.pop(0)
-        if isinstance(value, (Term, Rows)):
-            return value.tracer
-        if isinstance(value, (tuple, list)):
-            queue.extend(value)
-    raise Unsupported("expected a traced value among the arguments of a torch function")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.settings import checks
@@ -248,13 +248,12 @@ def values(tensor: Any, axes: str) -> Values:
 
 def table(tensor: Any, percent: int) -> Values:
     """Return a tensor that an expression looks up in a mask which keeps so many percent."""
+    name = str(tensor.dtype).removeprefix("torch.")
     kind: Kind = "int"
-    if tensor.dtype.is_floating_point:
+    if name in ("bool", "int64", "float64"):
+        kind = cast("Kind", name)
+    elif tensor.dtype.is_floating_point:
         kind = "float"
-    elif str(tensor.dtype) == "torch.bool":
-        kind = "bool"
-    else:
-        check_range(tensor, None)
     return Values(axes=None, typical=percent, tensor=tensor, kind=kind, pattern="table")
 
 
