@@ -225,7 +225,7 @@ def _reference(
 ) -> dict[str, torch.Tensor]:
     leaves = [t.requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
     out, lse = attention_reference(*leaves, mask=mask, score=score, scale=scale)
-    dq, dk, dv = torch.autograd.grad(out, leaves, inputs.dout)
+    dq, dk, dv = torch.autograd.grad(out, leaves, inputs.dout, materialize_grads=True)
     return {"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
 
 
@@ -243,7 +243,7 @@ def _torch_result(
     else:
         with sdpa_kernel(SDPBackend.MATH) if plain else contextlib.nullcontext():
             out = torch_attention(*leaves, mask=mask, scale=scale)
-    dq, dk, dv = torch.autograd.grad(out, leaves, inputs.dout)
+    dq, dk, dv = torch.autograd.grad(out, leaves, inputs.dout, materialize_grads=True)
     with torch.no_grad():
         single = inputs.to(torch.float32)
         _, lse = attention_reference(

@@ -1,0 +1,36 @@
+"""Kernels of masks and scores as users write them compile for sm_90: the interpreter takes more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tests.user_forms import MASKS, SCORES
+from tilegen.build import compile_many
+from tilegen.config import Kernel, TileConfig
+from tilegen.emitted import RenderedKernel
+from tilegen.errors import BuildFailed
+from tilegen.masks import predicate
+from tilegen.masks.score import score
+from tilegen.problem import AttentionProblem
+from tilegen.render import render
+
+PROBLEM = AttentionProblem.parse("hq2 hkv1 q1024 d16 fp16 full")
+CONFIG = TileConfig(block_m=32, block_n=32, num_warps=4, num_stages=1)
+KERNELS: tuple[Kernel, ...] = ("fwd", "bwd_dkdv", "bwd_dq")
+
+
+def test_kernels_compile() -> None:
+    """Every form in one of the kernels: how pairs are computed is the same in all."""
+    asked: list[tuple[str, RenderedKernel]] = []
+    forms = [(name, predicate(fn), None) for name, fn in MASKS.items()]
+    forms += [(name, PROBLEM.mask, score(fn)) for name, fn in SCORES.items()]
+    for i, (name, mask, made) in enumerate(forms):
+        problem = replace(PROBLEM, mask=mask.stand_in, score=made and made.form)
+        asked.append((name, render(problem, CONFIG, KERNELS[i % 3])))
+    names = {one.digest: name for name, one in asked}
+    failed = {
+        names[one.digest]: str(built)
+        for one, built in compile_many([one for _, one in asked], "sm_90")
+        if isinstance(built, BuildFailed)
+    }
+    assert not failed

@@ -1,0 +1,65 @@
+"""Masks and scores as users write them, through the emitted kernels, against PyTorch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tilegen
+from tests.mask_zoo import Judged
+from tests.user_forms import BATCH, HEADS, MASKS, SCORES, SEQLEN_KV, SEQLEN_Q, pairs
+from tilegen.config import Kernel, TileConfig
+from tilegen.masks import causal, predicate
+from tilegen.masks.score import score
+from tilegen.problem import AttentionProblem
+from tilegen.reference import dense_mask, make_inputs
+from tilegen.render import render
+from tilegen.verify import check, require
+
+CONFIGS: dict[Kernel, TileConfig] = {
+    "fwd": TileConfig(block_m=32, block_n=16),
+    "bwd_preprocess": TileConfig(block_m=64, block_n=16),
+    "bwd_dkdv": TileConfig(block_m=16, block_n=32),
+    "bwd_dq": TileConfig(block_m=16, block_n=16),
+}
+PROBLEM = AttentionProblem.parse(f"b{BATCH} hq{HEADS} hkv1 q{SEQLEN_Q} kv{SEQLEN_KV} d16 fp32 full")
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_mask_keeps_what_pytorch_keeps(name: str) -> None:
+    """Kernels, tile lists and the reference agree with the function itself."""
+    expected = pairs(MASKS[name])
+    assert expected.any()
+    assert not expected.all()
+    mask = predicate(MASKS[name])
+    dense = dense_mask(mask, SEQLEN_Q, SEQLEN_KV, batch=BATCH, heads=HEADS)
+    assert torch.equal(dense.expand_as(expected), expected)
+    problem = replace(PROBLEM, mask=mask)
+    kernels = {kernel: render(problem, config, kernel) for kernel, config in CONFIGS.items()}
+    require(check(kernels, make_inputs(problem), mask=Judged(mask, expected)))
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_a_score_is_what_pytorch_computes(name: str) -> None:
+    """The reference itself is compared with the function, called pair by pair."""
+    made, inputs = score(SCORES[name]), make_inputs(PROBLEM)
+    problem = replace(PROBLEM, mask=causal(), score=made.form)
+    kernels = {kernel: render(problem, config, kernel) for kernel, config in CONFIGS.items()}
+    require(check(kernels, inputs, mask=causal(), score=made))
+    out = tilegen.attention(inputs.q, inputs.k, inputs.v, mask=causal(), score=SCORES[name])
+    scores = (inputs.q @ inputs.k.repeat_interleave(HEADS, 1).mT) * 16**-0.5
+    changed = _everywhere(SCORES[name], scores)
+    changed = changed.masked_fill(~dense_mask(causal(), SEQLEN_Q, SEQLEN_KV), float("-inf"))
+    expected = changed.softmax(-1) @ inputs.v.repeat_interleave(HEADS, 1)
+    torch.testing.assert_close(out, expected.to(out.dtype), rtol=2e-5, atol=2e-5)
+
+
+def _everywhere(function: object, scores: torch.Tensor) -> torch.Tensor:
+    over = [(0, None, None, None, 0), (0, None, None, 0, None), (0, None, 0, None, None)]
+    over += [(0, 0, None, None, None)]
+    every = lambda *args: torch.as_tensor(function(*args), dtype=torch.float32)  # type: ignore # noqa: E731
+    for axes in over:
+        every = torch.func.vmap(every, axes)
+    return every(scores, *map(torch.arange, scores.shape)).detach()

@@ -1,0 +1,127 @@
+"""Masks and scores as users write them for FlexAttention, which kernels once computed wrongly or
+not at all. PyTorch itself, called with indices of all pairs, says what each means."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional
+
+BATCH, HEADS, SEQLEN_Q, SEQLEN_KV = 2, 2, 75, 90
+LONGEST = max(SEQLEN_Q, SEQLEN_KV)
+_random = torch.Generator().manual_seed(0)
+WEIGHTS = torch.randn(LONGEST, generator=_random)
+DOUBLES = 1.7e9 + torch.randint(0, 40, (LONGEST,), generator=_random).double() / 1000
+STAMPS = 1_700_000_000_000 + torch.randint(0, 40, (LONGEST,), generator=_random)
+IDS = torch.randint(0, 5, (LONGEST,), generator=_random)
+ROWS = torch.randn(BATCH, HEADS, LONGEST, 6, generator=_random)
+PICKED = torch.randint(0, 9, (LONGEST, 3), generator=_random)
+TRAINED = torch.randn(LONGEST, generator=_random).requires_grad_()
+
+
+def _morton(x: Any) -> Any:
+    """Return every second bit, moved together."""
+    x = x & 0x5555
+    x = (x | (x >> 1)) & 0x3333
+    return (x | (x >> 2)) & 0x0F0F
+
+
+def _grid(at: Any) -> tuple[Any, Any]:
+    return at // 10, at % 10
+
+
+def _disc(b: Any, h: Any, q: Any, k: Any) -> Any:
+    (qy, qx), (ky, kx) = _grid(q), _grid(k)
+    return (qx - kx) ** 2 + (qy - ky) ** 2 <= 9
+
+
+MASKS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
+    # Brackets of floor division and remainder.
+    "quotient times": lambda b, h, q, k: 3 * (k // 48) <= q,
+    "quotients multiplied": lambda b, h, q, k: (k // 5) * (q // 3) < 100,
+    "quotient by a sum": lambda b, h, q, k: q // (h + 2) >= k // 3,
+    "remainder by a sum": lambda b, h, q, k: (q - k) % (h + 3) == 1,
+    "negative quotients": lambda b, h, q, k: -(q // 4) + k // -3 > -30,
+    "remainders subtracted": lambda b, h, q, k: 20 - (k % 7) * 2 - q % 5 > (q - k) % -6 + 10,
+    "divisor zero is never chosen": lambda b, h, q, k: (
+        torch.where(q > 0, k % (q + (q == 0)), 1) < 9
+    ),
+    # Rationals.
+    "rationals": lambda b, h, q, k: q / 3 >= k / 7,
+    "rational steps": lambda b, h, q, k: torch.floor(q / 3.0) >= torch.ceil(k * 0.25),
+    # More than 32 bits.
+    "hash": lambda b, h, q, k: ((q * 73856093 + k * 19349663) % 1000003) % 10 < 5,
+    "wide product": lambda b, h, q, k: q * 1000000 * k <= 5e9,
+    "wide table": lambda b, h, q, k: STAMPS[q] >= STAMPS[k],
+    "wide shift": lambda b, h, q, k: ((q << 33) ^ (k << 32)) % 7 < 4,
+    # Powers and functions.
+    "square": lambda b, h, q, k: (q - k) ** 2 <= 25,
+    "product of distances": lambda b, h, q, k: (q - k) * (q - k) < 200,
+    "disc": _disc,
+    "root": lambda b, h, q, k: torch.sqrt((q - k) ** 2 + 1.0) <= 9.5,
+    "exponential": lambda b, h, q, k: torch.exp(-0.1 * torch.abs(q - k)) > 0.25,
+    "sigmoid": lambda b, h, q, k: torch.sigmoid(0.3 * (q - k)) > 0.4,
+    "sign": lambda b, h, q, k: torch.sign(q - k) * (k - 30) > -5,
+    "floor of a float": lambda b, h, q, k: torch.floor(0.3 * q) >= k // 4,
+    "logarithm": lambda b, h, q, k: torch.log1p(q) >= torch.log(k + 1.0),
+    # Tables.
+    "floats": lambda b, h, q, k: WEIGHTS[k] <= WEIGHTS[q],
+    "halves": lambda b, h, q, k: WEIGHTS.half()[k] * 2 <= WEIGHTS.half()[q] + 1,
+    "doubles": lambda b, h, q, k: DOUBLES[k] <= DOUBLES[q],
+    "doubles computed with": lambda b, h, q, k: DOUBLES[k] + 0.0105 <= DOUBLES[q],
+    "trained": lambda b, h, q, k: TRAINED[k] < 0.5,
+    "nested": lambda b, h, q, k: WEIGHTS[IDS[q]] < WEIGHTS[IDS[k] + 3],
+    # Bits.
+    "odd": lambda b, h, q, k: ((q & 1) == 0) | (k <= q),
+    "exclusive or": lambda b, h, q, k: (q ^ k) < 32,
+    "shift": lambda b, h, q, k: (q >> 3) == (k >> 3),
+    "shift by a head": lambda b, h, q, k: (q >> (h + 1)) >= (k >> 2),
+    "all bits": lambda b, h, q, k: (~q & k) < (q | k) // 2,
+    "morton": lambda b, h, q, k: (
+        (_morton(q) - _morton(k)).abs() + (_morton(q >> 1) - _morton(k >> 1)).abs() <= 4
+    ),
+    # Rows.
+    "picked": lambda b, h, q, k: (PICKED[q] == (k // 10).unsqueeze(-1)).any(-1),
+    "all of a row": lambda b, h, q, k: (PICKED[q] <= PICKED[k]).all(dim=-1),
+    "sum of a row": lambda b, h, q, k: PICKED[q].sum(-1) >= PICKED[k].sum(-1),
+    # A table of one's own in each direction.
+    "ids": lambda b, h, q, k: (IDS[q] == IDS[k]) & (IDS[q] >= 1),
+}
+
+
+SCORES: dict[str, Callable[[Any, Any, Any, Any, Any], Any]] = {
+    "gelu": lambda s, b, h, q, k: functional.gelu(s),
+    "gelu by tanh": lambda s, b, h, q, k: functional.gelu(s, approximate="tanh"),
+    "log sigmoid": lambda s, b, h, q, k: functional.logsigmoid(s),
+    "leaky": lambda s, b, h, q, k: functional.leaky_relu(s, 0.2),
+    "softplus": lambda s, b, h, q, k: functional.softplus(s),
+    "log1p": lambda s, b, h, q, k: torch.log1p(s * s),
+    "erf": lambda s, b, h, q, k: torch.erf(s),
+    "dot": lambda s, b, h, q, k: s + torch.dot(ROWS[b, h, q], ROWS[b, 0, k]),
+    "row sum": lambda s, b, h, q, k: s + (ROWS[b, h, q] * PICKED[k].sum(-1)).sum(-1) / 20,
+    "row any": lambda s, b, h, q, k: torch.where((PICKED[q] == PICKED[k]).any(-1), s, s - 1),
+    "nothing": lambda s, b, h, q, k: 0 * s,
+    "constant": lambda s, b, h, q, k: 1.5,
+    "head": lambda s, b, h, q, k: -1.0 * h,
+    "row": lambda s, b, h, q, k: 0.1 * q,
+    "column": lambda s, b, h, q, k: -0.1 * k,
+    "squares": lambda s, b, h, q, k: s - ((q - k) * 50000) ** 2 / 1e13,
+    "bits": lambda s, b, h, q, k: s + 0.25 * ((q ^ k) & 7),
+    "doubles": lambda s, b, h, q, k: s + torch.where(DOUBLES[q] < DOUBLES[k], 1.0, 0.0),
+    "stamps": lambda s, b, h, q, k: s - torch.where(STAMPS[q] < STAMPS[k], 1, 0),
+}
+
+
+def pairs(mask: Callable[[Any, Any, Any, Any], Any]) -> torch.Tensor:
+    """Return what PyTorch makes of a mask: (BATCH, HEADS, SEQLEN_Q, SEQLEN_KV), pair by pair."""
+    every = torch.func.vmap(
+        torch.func.vmap(
+            torch.func.vmap(torch.func.vmap(mask, (None, None, None, 0)), (None, None, 0, None)),
+            (None, 0, None, None),
+        ),
+        (0, None, None, None),
+    )
+    sizes = (BATCH, HEADS, SEQLEN_Q, SEQLEN_KV)
+    return every(*map(torch.arange, sizes)).expand(sizes).detach()
