@@ -1,0 +1,278 @@
+"""Runs one problem through tilegen's kernels and judges every result."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest import mock
+
+import torch
+
+import tilegen
+from tests.differential import oracle
+from tests.differential.problems import Layout, Problem
+from tilegen import dispatch, emitted
+from tilegen.build import CompiledKernel
+from tilegen.config import BACKWARD, FORWARD, Kernel, TileConfig
+from tilegen.errors import BuildFailed, InvalidProblem, Unsupported
+from tilegen.masks import values
+from tilegen.problem import AttentionProblem
+from tilegen.reference import TORCH_DTYPES, Inputs, make_inputs
+from tilegen.render import render
+from tilegen.verify import EPS, ROUNDINGS, judge
+from tilegen.workers import Pool
+
+SECONDS = 60
+"""That a problem may take."""
+ARCH = "sm_90"
+TILEGEN_NAMES: dict[str, Any] = {
+    name: getattr(tilegen, name)
+    for name in (
+        *("predicate", "full", "causal", "sliding_window", "prefix_lm", "global_tokens"),
+        *("streaming", "kv_lengths", "dilated", "documents", "neighborhood", "block_sparse"),
+        *("from_bool", "score", "softcap", "alibi", "temperature", "relative_bias", "bias"),
+        "sinks",
+    )
+} | {"values": values}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a problem: right, refused, wrong, crashed, or unclear (no problem at all)."""
+
+    what: str
+    detail: str = ""
+    seconds: float = 0.0
+
+    @property
+    def kind(self) -> str:
+        """What a simpler problem must share to be the same failure."""
+        return self.what if self.what != "crashed" else f"{self.what} {self.detail.split(':')[0]}"
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is one to look into."""
+        return self.what in ("wrong", "crashed")
+
+
+class OutOfTimeError(Exception):
+    """A problem took longer than SECONDS."""
+
+
+@contextlib.contextmanager
+def alarm(seconds: int) -> Generator[None]:
+    """Raise OutOfTimeError inside after this long."""
+
+    def ring(*_: Any) -> None:
+        raise OutOfTimeError(f"longer than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def attempt(problem: Problem, pool: Pool | None = None) -> Outcome:
+    """Return what becomes of a problem; with a pool, its kernels are compiled for ARCH too."""
+    started = time.monotonic()
+    try:
+        with alarm(SECONDS):
+            outcome = _attempt(problem, pool)
+    except oracle.Unclear as error:
+        outcome = Outcome("unclear", str(error))
+    except OutOfTimeError as error:
+        outcome = Outcome("crashed", f"timeout: {error}")
+    return replace(outcome, seconds=time.monotonic() - started)
+
+
+def _attempt(problem: Problem, pool: Pool | None) -> Outcome:
+    asked: list[tuple[AttentionProblem, TileConfig, Kernel, bool]] = []
+    try:
+        question = Question(problem)
+    except Exception as error:
+        raise oracle.Unclear(f"PyTorch: {type(error).__name__}: {error}") from error
+    try:
+        with _kernels(problem, asked):
+            calls = list(_calls(question))
+        if pool is not None:
+            for one in asked:
+                compiled = pool.compile(render(*one[:3], aligned=one[3]), ARCH)
+                if isinstance(compiled, BuildFailed):
+                    raise compiled
+                assert isinstance(compiled, CompiledKernel)
+    except (OutOfTimeError, oracle.Unclear):
+        raise
+    except (Unsupported, InvalidProblem) as error:
+        return Outcome("refused", str(error).split("; the call was")[0])
+    except Exception as error:
+        return Outcome("crashed", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
+    failures = [line for call in calls for line in call]
+    return Outcome("wrong", "; ".join(failures)) if failures else Outcome("right")
+
+
+@contextlib.contextmanager
+def _kernels(
+    problem: Problem, asked: list[tuple[AttentionProblem, TileConfig, Kernel, bool]]
+) -> Generator[None]:
+    """Have calls take the problem's kernels and tiles; collect what is loaded."""
+    names = set(problem.configs)
+
+    def kernels_of(_: Any, __: Any, direction: str) -> tuple[Kernel, ...]:
+        families = FORWARD if direction == "forward" else BACKWARD
+        return next(kernels for kernels in families.values() if names.issuperset(kernels))
+
+    def choose(_: Any, __: Any, kernel: Kernel, **___: Any) -> tuple[TileConfig, str]:
+        return TileConfig.parse(problem.configs[kernel]), "the net"
+
+    def load_kernel(one: AttentionProblem, config: TileConfig, kernel: Kernel, *, aligned: bool):  # noqa: ANN202
+        asked.append((one, config, kernel, aligned))
+        return emitted.load_kernel(one, config, kernel, aligned=aligned)
+
+    dispatch.forget()
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(dispatch, "load_kernel", load_kernel))
+        if names:
+            stack.enter_context(mock.patch.object(dispatch, "kernels_of", kernels_of))
+            stack.enter_context(mock.patch.object(dispatch, "choose", choose))
+        yield
+    dispatch.forget()
+
+
+# --------------------------------------------------------------------------------------------------
+# The call
+
+
+class Question:
+    """A problem's tensors, and what PyTorch says of it. Raises Unclear."""
+
+    def __init__(self, problem: Problem) -> None:
+        """Everything random comes from the problem's seeds."""
+        self.problem = problem
+        shape = (
+            f"b{problem.batch} hq{problem.heads} hkv{problem.heads_kv} q{problem.rows} "
+            f"kv{problem.columns} d{problem.head_dim}/{problem.head_dim_v} {problem.dtype} full"
+        )
+        x = make_inputs(AttentionProblem.parse(shape), seed=problem.seed)
+        tensors = (x.q, x.k, x.v, x.dout)
+        laid_out = zip(tensors, problem.layouts, strict=True)
+        self.x = Inputs(*(_laid_out(tensor, layout) for tensor, layout in laid_out))
+        generator = torch.Generator().manual_seed(problem.seed)
+        rows = (problem.batch, problem.heads, problem.rows)
+        self.dlse = torch.randn(rows, generator=generator) if problem.trains_lse else None
+        self.tables = problem.captured()
+        self.answers = [self._answer(self.tables)]
+        if problem.changed:
+            later = {
+                name: table.detach().clone().requires_grad_(table.requires_grad)
+                if isinstance(table, torch.Tensor)
+                else table
+                for name, table in self.tables.items()
+            }
+            problem.change(later)
+            self.answers.append(self._answer(later))
+
+    def _answer(self, tables: dict[str, Any]) -> Answer:
+        problem, dtype = self.problem, TORCH_DTYPES[self.problem.dtype]
+        keep = oracle.kept(problem, tables)
+        if problem.score:
+            oracle.require_clear_score(problem, self.x, tables)
+        given = (problem, self.x, self.dlse, keep, tables)
+        exact = oracle.reference(*given)
+        oracle.require_numbers(problem, exact)
+        own = oracle.reference(*given, dtype=dtype)
+        return Answer(exact, own, oracle.floors(*given, exact), bool(keep.any()))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What results must be, what PyTorch computes in the inputs' precision, how far rounding may
+    move them, and whether any pair is kept."""
+
+    exact: oracle.Results
+    own: oracle.Results
+    floors: dict[str, float]
+    keeps_any: bool
+
+    def failures(self, found: oracle.Results) -> list[str]:
+        """Return a line for each result that is wrong."""
+        lse = self.exact["lse"]
+        largest = float(lse[lse.isfinite()].abs().max()) if lse.isfinite().any() else 0.0
+        failed: list[str] = []
+        for name, one in found.items():
+            relative = 0.0 if name in ("out", "lse") else ROUNDINGS * EPS * largest
+            check = judge(name, one, self.exact[name], [self.own[name]], relative=relative)
+            if not check.ok and not check.error <= self.floors[name]:
+                failed.append(f"{check}, rounding {self.floors[name]:.3g}")
+        return failed
+
+
+def _calls(question: Question) -> Iterator[list[str]]:
+    """Make the call, and once more with changed tables; yield what is wrong of each."""
+    problem, tables = question.problem, question.tables
+    call = _attention(problem, tables) if problem.call == "attention" else _flex(problem, tables)
+    for number, answer in enumerate(question.answers):
+        if number:
+            problem.change(tables)
+        x = question.x
+        leaves = [t.detach().requires_grad_(problem.backward) for t in (x.q, x.k, x.v)]
+        out, lse = call(*leaves)
+        found = {"out": out.detach(), "lse": lse.detach()}
+        if problem.backward:
+            wanted = [*leaves, *(tables[name] for name in problem.trained)]
+            finite = lse.masked_fill(lse == -oracle.INF, 0.0)
+            outputs = [(out, x.dout)]
+            if question.dlse is not None:
+                outputs.append((finite, question.dlse))
+            gradients = torch.autograd.grad(
+                [y for y, _ in outputs], wanted, [dy for _, dy in outputs]
+            )
+            names = ["dq", "dk", "dv", *(f"d{name}" for name in problem.trained)]
+            found |= dict(zip(names, gradients, strict=True))
+        yield answer.failures(found)
+
+
+def _attention(problem: Problem, tables: dict[str, Any]) -> Callable[..., Any]:
+    options: dict[str, Any] = {"scale": problem.scale, "return_lse": True}
+    options["mask"] = oracle.evaluate(problem.mask, problem, tables, TILEGEN_NAMES)
+    if problem.score:
+        options["score"] = oracle.evaluate(problem.score, problem, tables, TILEGEN_NAMES)
+    return lambda q, k, v: tilegen.attention(q, k, v, **options)
+
+
+def _flex(problem: Problem, tables: dict[str, Any]) -> Callable[..., Any]:
+    """FlexAttention's way: functions as they are, in a block mask made by PyTorch."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    plain: dict[str, Any] = {name: lambda fn: fn for name in ("predicate", "score")}
+    options: dict[str, Any] = {"scale": problem.scale, "return_lse": True, "enable_gqa": True}
+    if problem.mask != "full()":
+        fn = oracle.evaluate(problem.mask, problem, tables, plain)
+        sizes = (problem.batch, problem.heads, problem.rows, problem.columns)
+        options["block_mask"] = create_block_mask(fn, *sizes, device="cpu", BLOCK_SIZE=32)
+    if problem.score:
+        options["score_mod"] = oracle.evaluate(problem.score, problem, tables, plain)
+    return lambda q, k, v: tilegen.flex_attention(q, k, v, **options)
+
+
+def _laid_out(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Return the same values in another place in memory (expanded: the first batch's, for all)."""
+    match layout:
+        case "inside":
+            return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+        case "padded":
+            return torch.nn.functional.pad(tensor, (0, 5))[..., : tensor.shape[-1]]
+        case "sliced":
+            return torch.stack([tensor, -tensor], 3)[:, :, :, 0]
+        case "expanded":
+            return tensor[:1].expand(tensor.shape)
+        case "transposed":
+            return tensor.mT.contiguous().mT
+        case _:
+            return tensor
