@@ -43,6 +43,7 @@ def _drawn(random: Random) -> Problem:
     flex = random.random() < 0.15
     writer = Writer(random)
     mask, score = _texts(random, writer, flex)
+    square = "neighborhood" in mask or "cu_seqlens" in mask
     tables = writer.tables
     backward = random.random() < 0.75
     in_score = [name for name, text in reads(score, tables).items() if _trains(text)]
@@ -54,7 +55,7 @@ def _drawn(random: Random) -> Problem:
         heads=heads,
         heads_kv=heads_kv,
         rows=rows,
-        columns=rows if random.random() < 0.5 else _length(random),
+        columns=rows if square or random.random() < 0.5 else _length(random),
         head_dim=head_dim,
         head_dim_v=head_dim_v,
         dtype=random.choice(["fp32", "fp32", "fp16", "bf16"]),

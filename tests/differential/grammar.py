@@ -204,10 +204,11 @@ GRAMMAR: dict[str, Productions] = {
     "scores": [
         (6, "score(lambda s, b, h, q, k: <score>)"),
         (4, "<scores leaf>"),
-        (2, "<scores leaf>.then(<scores leaf>)"),
+        (2, "<plain scores>.then(<scores leaf>)"),
         (1, "score(lambda s, b, h, q, k: <score>).then(<scores leaf>)"),
     ],
-    "scores leaf": [
+    "scores leaf": [(6, "<plain scores>"), (1, "sinks(<heads floats>)")],
+    "plain scores": [
         (2, "softcap(<1..9>.5)"),
         (2, "alibi(<heads floats>)"),
         (2, "relative_bias(<distances>)"),

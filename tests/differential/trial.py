@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any
 from unittest import mock
 
@@ -16,8 +17,8 @@ import tilegen
 from tests.differential import oracle
 from tests.differential.problems import Layout, Problem
 from tilegen import dispatch, emitted
-from tilegen.build import CompiledKernel
 from tilegen.config import BACKWARD, FORWARD, Kernel, TileConfig
+from tilegen.emitted import RenderedKernel
 from tilegen.errors import BuildFailed, InvalidProblem, Unsupported
 from tilegen.masks import values
 from tilegen.problem import AttentionProblem
@@ -27,8 +28,11 @@ from tilegen.verify import EPS, ROUNDINGS, judge
 from tilegen.workers import Pool
 
 SECONDS = 60
-"""That a problem may take."""
+"""That a problem may take, and COMPILING to build its kernels."""
+COMPILING = 600
 ARCH = "sm_90"
+Load = Callable[..., ModuleType]
+"""As `tilegen.emitted.load_kernel`."""
 TILEGEN_NAMES: dict[str, Any] = {
     name: getattr(tilegen, name)
     for name in (
@@ -82,33 +86,25 @@ def alarm(seconds: int) -> Generator[None]:
 def attempt(problem: Problem, pool: Pool | None = None) -> Outcome:
     """Return what becomes of a problem; with a pool, its kernels are compiled for ARCH too."""
     started = time.monotonic()
-    try:
-        with alarm(SECONDS):
-            outcome = _attempt(problem, pool)
-    except oracle.Unclear as error:
-        outcome = Outcome("unclear", str(error))
-    except OutOfTimeError as error:
-        outcome = Outcome("crashed", f"timeout: {error}")
+    outcome = _attempt(problem, pool)
     return replace(outcome, seconds=time.monotonic() - started)
 
 
 def _attempt(problem: Problem, pool: Pool | None) -> Outcome:
-    asked: list[tuple[AttentionProblem, TileConfig, Kernel, bool]] = []
     try:
-        question = Question(problem)
+        with alarm(SECONDS):
+            question = Question(problem)
     except Exception as error:
-        raise oracle.Unclear(f"PyTorch: {type(error).__name__}: {error}") from error
+        return Outcome("unclear", f"{type(error).__name__}: {error}")
     try:
-        with _kernels(problem, asked):
+        asked: list[RenderedKernel] = []
+        with alarm(SECONDS), _kernels(problem, asked):
             calls = list(_calls(question))
         if pool is not None:
-            for one in asked:
-                compiled = pool.compile(render(*one[:3], aligned=one[3]), ARCH)
-                if isinstance(compiled, BuildFailed):
-                    raise compiled
-                assert isinstance(compiled, CompiledKernel)
-    except (OutOfTimeError, oracle.Unclear):
-        raise
+            with alarm(COMPILING):
+                _compile(asked, pool)
+    except OutOfTimeError as error:
+        return Outcome("crashed", f"timeout: {error}")
     except (Unsupported, InvalidProblem) as error:
         return Outcome("refused", str(error).split("; the call was")[0])
     except Exception as error:
@@ -117,10 +113,15 @@ def _attempt(problem: Problem, pool: Pool | None) -> Outcome:
     return Outcome("wrong", "; ".join(failures)) if failures else Outcome("right")
 
 
+def _compile(kernels: list[RenderedKernel], pool: Pool) -> None:
+    """Compile kernels for ARCH. Raises BuildFailed."""
+    for one in kernels:
+        if isinstance(compiled := pool.compile(one, ARCH), BuildFailed):
+            raise compiled
+
+
 @contextlib.contextmanager
-def _kernels(
-    problem: Problem, asked: list[tuple[AttentionProblem, TileConfig, Kernel, bool]]
-) -> Generator[None]:
+def _kernels(problem: Problem, asked: list[RenderedKernel]) -> Generator[None]:
     """Have calls take the problem's kernels and tiles; collect what is loaded."""
     names = set(problem.configs)
 
@@ -131,8 +132,10 @@ def _kernels(
     def choose(_: Any, __: Any, kernel: Kernel, **___: Any) -> tuple[TileConfig, str]:
         return TileConfig.parse(problem.configs[kernel]), "the net"
 
-    def load_kernel(one: AttentionProblem, config: TileConfig, kernel: Kernel, *, aligned: bool):  # noqa: ANN202
-        asked.append((one, config, kernel, aligned))
+    def load_kernel(
+        one: AttentionProblem, config: TileConfig, kernel: Kernel, *, aligned: bool
+    ) -> ModuleType:
+        asked.append(render(one, config, kernel, aligned=aligned))
         return emitted.load_kernel(one, config, kernel, aligned=aligned)
 
     dispatch.forget()
@@ -187,6 +190,8 @@ class Question:
         exact = oracle.reference(*given)
         oracle.require_numbers(problem, exact)
         own = oracle.reference(*given, dtype=dtype)
+        for name in problem.trained:  # a gradient is stored as its table is
+            own[f"d{name}"] = own[f"d{name}"].to(tables[name].dtype)
         return Answer(exact, own, oracle.floors(*given, exact), bool(keep.any()))
 
 

@@ -1,0 +1,148 @@
+"""The net of tests/differential: some of its problems, and that it catches what is broken."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from tests.differential import oracle, trial
+from tests.differential.chunk import examine
+from tests.differential.draw import draw
+from tests.differential.problems import PLAIN, Problem, parse
+from tests.differential.report import Line, append, read, summary
+from tests.differential.trial import attempt
+from tilegen.config import Kernel, TileConfig
+from tilegen.emitted import load
+from tilegen.problem import AttentionProblem
+from tilegen.render import render
+
+SEED = 20
+
+
+@pytest.mark.parametrize("number", range(60))
+def test_random_problems(number: int) -> None:
+    """The first of a seed; `python -m tests.differential --seed 20 --range 60:` goes on."""
+    problem = draw(SEED, number)
+    outcome = attempt(problem)
+    assert outcome.what in ("right", "refused"), f"{outcome.detail}\n{problem}"
+
+
+def test_a_problem_is_a_function_of_seed_and_number() -> None:
+    problems = [draw(SEED, number) for number in range(12)]
+    assert problems == [draw(SEED, number) for number in reversed(range(12))][::-1]
+    texts = [str(problem) for problem in problems]
+    assert [str(parse(text)) for text in texts] == texts
+    assert len(set(texts)) == 12
+
+
+RICH = Problem(
+    heads=4,
+    heads_kv=2,
+    rows=20,
+    columns=17,
+    head_dim=24,
+    head_dim_v=16,
+    dtype="fp16",
+    mask="((causal() | predicate(lambda b, h, q, k: t1[k])) & (sliding_window(12, 5) | full()))",
+    score="score(lambda s, b, h, q, k: s + t0[h] * 0.25 * (k - q)).then(softcap(9.5))",
+    tables={"t0": "floats(1, heads)", "t1": "bools(2, 10, columns)"},
+    trained=("t0",),
+    layouts=("inside", "padded", "dense", "sliced"),
+    configs=PLAIN | {"fwd": "m32n32w4s2", "bwd_dkdv": "m32n32w4s2"},
+    trains_lse=True,
+    changed=True,
+    seed=3,
+)
+
+
+def broken(old: str, new: str, kernels: tuple[Kernel, ...]) -> trial.Load:
+    """Return how kernels are loaded with an emitted text changed."""
+
+    def load_broken(
+        problem: AttentionProblem, config: TileConfig, kernel: Kernel, *, aligned: bool
+    ) -> ModuleType:
+        one = render(problem, config, kernel, aligned=aligned)
+        if kernel in kernels:
+            source = one.source.replace(old, new)
+            one = replace(one, source=source, digest=f"{one.digest[:-6]}broken")
+        return load(one)
+
+    return load_broken
+
+
+def test_a_rich_problem_is_right() -> None:
+    assert attempt(RICH).what == "right", attempt(RICH)
+
+
+def test_a_broken_mask_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_broken = broken("k_idx <= q_idx", "k_idx < q_idx", ("fwd",))
+    monkeypatch.setattr(trial.emitted, "load_kernel", load_broken)
+    outcome, small, why = examine(RICH)
+    assert (outcome.what, why.what) == ("wrong", "wrong")
+    expected = Problem(rows=1, columns=1, mask="causal()", configs=PLAIN, backward=False)
+    assert replace(small, head_dim=16, head_dim_v=16) == expected
+
+
+def test_a_broken_gradient_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_broken = broken("head // GROUP_SIZE", "head % (num_heads_q // GROUP_SIZE)", ("bwd_dq",))
+    monkeypatch.setattr(trial.emitted, "load_kernel", load_broken)
+    outcome, small, why = examine(RICH)
+    assert outcome.what == "wrong"
+    assert "dq" in why.detail
+    assert "out" not in why.detail
+    assert small.heads > small.heads_kv > 1  # what it takes to be seen
+    assert (small.mask, small.score, small.tables) == ("full()", "", {})
+    assert small.rows * small.columns <= 2
+
+
+def test_a_stale_table_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is changed in place must be seen: here, the call's own table stays as it was."""
+    kept = oracle.evaluate
+    problem = replace(RICH, mask="full()", score="alibi(t0)", tables={"t0": "floats(1, heads)"})
+    assert attempt(problem).what == "right"
+
+    def stale(
+        text: str, one: Problem, tables: dict[str, object], names: dict[str, object]
+    ) -> object:
+        if names is trial.TILEGEN_NAMES:
+            tables = {
+                name: table.detach().clone().requires_grad_(table.requires_grad)
+                if isinstance(table, torch.Tensor)
+                else table
+                for name, table in tables.items()
+            }
+        return kept(text, one, tables, names)
+
+    monkeypatch.setattr(oracle, "evaluate", stale)
+    outcome = attempt(replace(problem, trained=()))
+    assert outcome.what == "wrong", outcome
+
+
+def test_what_hangs_on_rounding_is_no_problem() -> None:
+    for mask in ("0.1 * q >= 0.7", "torch.exp(q * 1e-7) > 1.0", "torch.floor(0.3 * q) == 3"):
+        problem = Problem(rows=20, columns=20, mask=f"predicate(lambda b, h, q, k: {mask})")
+        assert attempt(problem).what == "unclear", mask
+    for mask in ("q / 3 >= k / 7", "0.25 * q >= k", "0.31 * q >= k + 0.5"):
+        problem = Problem(rows=20, columns=20, mask=f"predicate(lambda b, h, q, k: {mask})")
+        assert trial.Question(problem).answers[0].keeps_any, mask
+
+
+def test_results_are_kept_and_summarised(tmp_path: Path) -> None:
+    path = tmp_path / "lines.jsonl"
+    wrong = trial.Outcome("wrong", "out", 0.5)
+    refused = trial.Outcome("refused", "expected this, got 3", 0.5)
+    append(path, Line.of(1, 0, RICH, trial.Outcome("right"), True, None))
+    append(path, Line.of(1, 1, RICH, refused, False, None))
+    append(path, Line.of(1, 2, RICH, wrong, False, (replace(RICH, score=""), wrong)))
+    with path.open("a") as file:
+        file.write('{"seed": 1, "number"')  # a run that was killed
+    lines = read([path])
+    assert [line.outcome for line in lines] == ["right", "refused", "wrong"]
+    told = summary(lines)
+    assert "3 problems of seed 1: 1 right, 1 refused, 1 wrong, 0 crashed." in told
+    assert "| fp16 | 1 | 1 | 1 | 0 |" in told
+    assert "| expected this | 1 |" in told
