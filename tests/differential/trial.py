@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -97,7 +98,7 @@ def _attempt(problem: Problem, pool: Pool | None) -> Outcome:
     except Exception as error:
         return Outcome("unclear", f"{type(error).__name__}: {error}")
     try:
-        asked: list[RenderedKernel] = []
+        asked: list[Callable[[], RenderedKernel]] = []
         with alarm(SECONDS), _kernels(problem, asked):
             calls = list(_calls(question))
         if pool is not None:
@@ -113,15 +114,15 @@ def _attempt(problem: Problem, pool: Pool | None) -> Outcome:
     return Outcome("wrong", "; ".join(failures)) if failures else Outcome("right")
 
 
-def _compile(kernels: list[RenderedKernel], pool: Pool) -> None:
+def _compile(kernels: list[Callable[[], RenderedKernel]], pool: Pool) -> None:
     """Compile kernels for ARCH. Raises BuildFailed."""
     for one in kernels:
-        if isinstance(compiled := pool.compile(one, ARCH), BuildFailed):
+        if isinstance(compiled := pool.compile(one(), ARCH), BuildFailed):
             raise compiled
 
 
 @contextlib.contextmanager
-def _kernels(problem: Problem, asked: list[RenderedKernel]) -> Generator[None]:
+def _kernels(problem: Problem, asked: list[Callable[[], RenderedKernel]]) -> Generator[None]:
     """Have calls take the problem's kernels and tiles; collect what is loaded."""
     names = set(problem.configs)
 
@@ -135,7 +136,7 @@ def _kernels(problem: Problem, asked: list[RenderedKernel]) -> Generator[None]:
     def load_kernel(
         one: AttentionProblem, config: TileConfig, kernel: Kernel, *, aligned: bool
     ) -> ModuleType:
-        asked.append(render(one, config, kernel, aligned=aligned))
+        asked.append(partial(render, one, config, kernel, aligned=aligned))
         return emitted.load_kernel(one, config, kernel, aligned=aligned)
 
     dispatch.forget()
