@@ -17,7 +17,7 @@ from tilegen.masks.fingerprint import Traces
 from tilegen.masks.mask import MAX_WINDOW, Mask
 from tilegen.masks.score import Score, ScoreForm
 from tilegen.masks.values import Values
-from tilegen.problem import AttentionProblem, DType
+from tilegen.problem import MIN_HEAD_DIM, AttentionProblem, DType
 
 _DTYPES: dict[torch.dtype, DType] = {
     torch.float16: "fp16",
@@ -26,6 +26,8 @@ _DTYPES: dict[torch.dtype, DType] = {
 }
 TYPICAL_LENGTH = MAX_WINDOW
 """What tiles are chosen for where lengths are not known: no padding."""
+MAX_SCALE = torch.finfo(torch.float32).max / math.log2(math.e)
+"""Kernels multiply a scale by log2(e)."""
 ScoreFunction = Callable[..., Any]
 """Of (score, b, h, q_idx, kv_idx), as FlexAttention's score_mod."""
 
@@ -107,7 +109,6 @@ def problem_of(
         raise InvalidProblem(f"k must have q's batch and head_dim, got {tuple(k.shape)}")
     if v.shape[:3] != k.shape[:3]:
         raise InvalidProblem(f"v must have k's batch, heads and seqlen, got {tuple(v.shape)}")
-    changes.mask.check_lengths(q.shape[2], k.shape[2])
     return AttentionProblem(
         batch=q.shape[0],
         num_heads_q=q.shape[1],
@@ -123,10 +124,40 @@ def problem_of(
 
 
 def checked_scale(scale: float) -> float:
-    """Return the scale as a float. Raises InvalidProblem unless it is a finite number."""
+    """Return the scale as a float. Raises InvalidProblem unless it is a number that fp32 holds, in
+    base 2 as well."""
     if isinstance(scale, bool) or not isinstance(scale, Real) or not math.isfinite(scale):
         raise InvalidProblem(f"scale must be a finite number, got {scale!r}")
+    if abs(scale) > MAX_SCALE:
+        raise InvalidProblem(f"scale must be at most {MAX_SCALE:.3g} in size, got {scale!r}")
     return float(scale)
+
+
+def autocast_dtype(q: Any) -> torch.dtype | None:
+    """Return what torch.autocast asks for on the device of a call; None where it is off."""
+    kind = q.device.type if isinstance(q, torch.Tensor) else ""
+    on = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if on else None
+
+
+def autocast(x: Any, dtype: torch.dtype) -> Any:
+    """Return a tensor as torch.autocast casts those of PyTorch's attention: floats, but for
+    fp64."""
+    return x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in _DTYPES else x
+
+
+def is_narrow(q: Any, k: Any, v: Any) -> bool:
+    """Whether head dims that fit together are less than kernels need."""
+    return (
+        all(isinstance(one, torch.Tensor) and one.ndim == 4 and one.shape[3] for one in (q, k, v))
+        and q.shape[3] == k.shape[3]
+        and min(q.shape[3], v.shape[3]) < MIN_HEAD_DIM
+    )
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with zeros up to the least head dim of kernels."""
+    return torch.nn.functional.pad(x, (0, max(0, MIN_HEAD_DIM - x.shape[3])))
 
 
 def _kind(value: Any) -> str:

@@ -17,21 +17,25 @@ import torch
 from tilegen import bundles, execution, interpreter, passes
 from tilegen.calls import (
     ScoreFunction,
+    autocast,
+    autocast_dtype,
     call_key,
     checked_scale,
     describe,
+    is_narrow,
     padded,
     problem_of,
     score_of,
+    widened,
 )
 from tilegen.config import BLOCK_SIZES, Kernel, TileConfig
 from tilegen.device import GpuSpec, detect, gpu
 from tilegen.disk import log, say_once
 from tilegen.emitted import is_aligned, load_kernel, template_digest
-from tilegen.errors import TilegenError, Unsupported
+from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.execution import Changes, Gradients, Wanted, addressable, torch_run
 from tilegen.families import Direction, kernels_of
-from tilegen.masks.binding import BoundKernel, check_sizes, score_tensors
+from tilegen.masks.binding import BoundKernel, check_fit, score_tensors
 from tilegen.masks.mask import Mask, full
 from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
@@ -95,7 +99,7 @@ def attention(
     gradients too. `kv_lengths` (batch,), integers, leaves each batch entry its first columns, for
     padded keys and values. `scale` defaults to d_qk ** -0.5. lse is each row's natural
     log-sum-exp, fp32, (batch, heads_q, seqlen_q). A row that the mask leaves nothing gives out 0,
-    lse -inf and zero gradients.
+    lse -inf and zero gradients. torch.autocast is followed as PyTorch's own attention does.
 
     Never tunes unless TILEGEN_TUNE=1. CPU tensors run the emitted kernels where TRITON_INTERPRET=1
     is set, otherwise PyTorch. Raises InvalidProblem or Unsupported, naming the call.
@@ -103,25 +107,42 @@ def attention(
     if getattr(q, "is_nested", False):
         from tilegen.varlen import attention_jagged
 
-        return attention_jagged(q, k, v, mask=mask, score=score, scale=scale)
+        if kv_lengths is not None:
+            raise InvalidProblem("jagged tensors have lengths of their own: expected no kv_lengths")
+        return attention_jagged(q, k, v, mask=mask, score=score, scale=scale, return_lse=return_lse)
     try:
         if kv_lengths is not None:
             mask = (_FULL if mask is None else mask) & padded(kv_lengths)
         changes = Changes(_FULL if mask is None else mask, score_of(score))
-        if isinstance(mask, Mask) and (step := step_of(mask, changes.score)) > 1:
-            out, lse = _regrouped(q, k, v, changes, step, scale)
-            return (out, lse) if return_lse else out
-        key = call_key(q, k, v, changes)
-        plan = _plans.get(key) or _new_plan(key, q, k, v, changes)
-        factor = plan.default_scale if scale is None else checked_scale(scale)
-        if factor < 0:  # kernels take a row's maximum before scaling: the scale must keep the order
-            q, factor = -q, -factor
-        out, lse = plan.run(q, k, v, factor, changes)
+        out, lse = _attention(q, k, v, changes, scale)
     except TilegenError as error:
         raise type(error)(
             f"{error}; the call was {describe(q, k, v, mask, score, scale)}"
         ) from None
     return (out, lse) if return_lse else out
+
+
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse), of a call that is first brought into the form that kernels are for."""
+    if (dtype := autocast_dtype(q)) is not None:
+        with torch.autocast(q.device.type, enabled=False):
+            q, k, v = (autocast(one, dtype) for one in (q, k, v))
+            return _attention(q, k, v, changes, scale)
+    if is_narrow(q, k, v):
+        scale = q.shape[3] ** -0.5 if scale is None else scale
+        out, lse = _attention(widened(q), widened(k), widened(v), changes, scale)
+        return out[..., : v.shape[3]], lse
+    if isinstance(changes.mask, Mask) and (step := step_of(changes.mask, changes.score)) > 1:
+        return _regrouped(q, k, v, changes, step, scale)
+    key = call_key(q, k, v, changes)
+    plan = _plans.get(key) or _new_plan(key, q, k, v, changes)
+    check_fit(changes.mask, changes.score, Shape.of(q, k))
+    factor = plan.default_scale if scale is None else checked_scale(scale)
+    if factor < 0:  # kernels take a row's maximum before scaling: the scale must keep the order
+        q, factor = -q, -factor
+    return plan.run(q, k, v, factor, changes)
 
 
 @dataclass(frozen=True)
@@ -202,14 +223,10 @@ def _regrouped(
     problem_of(q, k, v, changes)  # and this what does not fit together
     groups = q.shape[0] * step
     mask = grouped_mask(changes.mask, step, k.shape[2], groups, q.device)
-    out, lse = attention(
-        *(group(x, step) for x in (q, k, v)),
-        mask=mask,
-        score=changes.score,
-        scale=scale,
-        return_lse=True,
-    )
-    return ungroup(out, step, q.shape[2]), ungroup(lse, step, q.shape[2])
+    rows = q.shape[2]
+    q, k, v = (group(x, step) for x in (q, k, v))
+    out, lse = _attention(q, k, v, Changes(mask, changes.score), scale)
+    return ungroup(out, step, rows), ungroup(lse, step, rows)
 
 
 def _new_plan(
@@ -330,8 +347,6 @@ class _Kernels:
         panels."""
         kernels, panel_rows = self._passes.get(direction) or self._load(direction)
         shape = Shape.of(q, k)
-        if changes.score is not None:
-            check_sizes(changes.score, shape)
         made: Made = {}
         given: dict[Kernel, passes.Launch] = {
             name: one.given(changes.mask, shape, self._device, reads, made)

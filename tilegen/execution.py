@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -41,7 +41,7 @@ class Changes:
             return self
         sinks = None if self.sinks is None else self.sinks.to(device)
         captured = tuple(one.to(device) for one in self.captured)
-        return Changes(self.mask, Score(self.score.text, captured, sinks))
+        return Changes(self.mask, replace(self.score, captured=captured, sink_logits=sinks))
 
 
 @dataclass(frozen=True)

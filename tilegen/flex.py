@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import torch
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, noop_mask
 
-from tilegen.calls import ScoreFunction
+from tilegen.calls import ScoreFunction, score_of
 from tilegen.dispatch import attention
-from tilegen.errors import InvalidProblem, Unsupported
-from tilegen.masks.constructors import block_sparse
+from tilegen.errors import InvalidProblem
+from tilegen.execution import Changes
+from tilegen.masks.constructors import block_sparse, predicate
 from tilegen.masks.fingerprint import Traces
 from tilegen.masks.mask import Mask, full
 from tilegen.masks.score import Score
+from tilegen.maxima import row_maxima
 
 
 def flex_attention(
@@ -31,14 +35,19 @@ def flex_attention(
     """Return what `torch.nn.attention.flex_attention.flex_attention` does, with tilegen's kernels.
 
     `score_mod` and `block_mask` are FlexAttention's, or a tilegen score and mask. kernel_options
-    are ignored: tiles are tilegen's choice. Raises InvalidProblem or Unsupported, each in one line.
+    are ignored: tiles are tilegen's choice. The max_scores of `return_aux` are computed by a second
+    pass, with PyTorch. Raises InvalidProblem or Unsupported, each in one line.
     """
-    if return_aux is not None:
-        raise Unsupported("return_aux is not supported; pass return_lse=True for the lse")
+    if return_aux is not None and not isinstance(return_aux, AuxRequest):
+        raise InvalidProblem(f"return_aux must be an AuxRequest, got {type(return_aux).__name__}")
+    if return_aux is not None and return_lse:
+        raise InvalidProblem("expected return_lse or return_aux, got both")
     if query.ndim == 4 and key.ndim == 4 and query.shape[1] != key.shape[1] and not enable_gqa:
         raise InvalidProblem(
             f"query has {query.shape[1]} heads and key {key.shape[1]}; pass enable_gqa=True"
         )
+    if key.ndim == value.ndim == query.ndim == 4 and key.shape[0] == value.shape[0] == 1:
+        key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
     mask = block_mask
     if block_mask is not None and not isinstance(block_mask, Mask):
         _check_lengths(block_mask, query, key)
@@ -46,7 +55,13 @@ def flex_attention(
     out, lse = attention(
         query, key, value, mask=mask, score=score_mod, scale=scale, return_lse=True
     )
-    return (out, lse) if return_lse else out
+    if return_aux is None:
+        return (out, lse) if return_lse else out
+    maxima = None
+    if return_aux.max_scores:
+        changes = Changes(full() if mask is None else mask, score_of(score_mod))
+        maxima = row_maxima(query, key, changes, scale)
+    return out, AuxOutput(lse=lse if return_aux.lse else None, max_scores=maxima)
 
 
 def from_block_mask(block_mask: Any) -> Mask:
@@ -71,26 +86,23 @@ _READS = (
 
 
 def _converted(block_mask: Any) -> Mask:
-    from torch.nn.attention.flex_attention import BlockMask, noop_mask
-
     if not isinstance(block_mask, BlockMask):
         raise InvalidProblem(
             "block_mask must be a FlexAttention BlockMask or a tilegen mask, "
             f"got {type(block_mask).__name__}"
         )
-    from tilegen.masks.traced import mask_of
-
     rows, columns = block_mask.BLOCK_SIZE
     partial, whole = _layouts(block_mask)
     fn = block_mask.mask_mod
-    inside = full() if fn is noop_mask else mask_of(fn)
+    inside = full() if fn is noop_mask else predicate(fn)
     if _same_blocks(inside, block_mask, partial | whole, whole):
         return inside
-    if rows != columns:
-        raise Unsupported(
-            f"expected square blocks in a BlockMask of a layout of its own, got {rows} x {columns}"
-        )
-    return block_sparse(whole, rows) | (block_sparse(partial, rows) & inside)
+    side = math.gcd(rows, columns)
+    whole, partial = (
+        one.repeat_interleave(rows // side, -2).repeat_interleave(columns // side, -1)
+        for one in (whole, partial)
+    )
+    return block_sparse(whole, side) | (block_sparse(partial, side) & inside)
 
 
 _converted_masks = Traces(_converted)
@@ -116,7 +128,7 @@ def _layouts(block_mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
 def _same_blocks(inside: Mask, block_mask: Any, visited: torch.Tensor, whole: torch.Tensor) -> bool:
     """Whether a mask leaves exactly the blocks that are listed."""
     from tilegen.masks.binding import tensors_of
-    from tilegen.masks.compiler import predicate
+    from tilegen.masks.compiler import predicate as predicate_of
     from tilegen.masks.shapes import Shape
     from tilegen.masks.tile_lists import build
 
@@ -127,7 +139,7 @@ def _same_blocks(inside: Mask, block_mask: Any, visited: torch.Tensor, whole: to
     if (rows, columns) != (shape.rows, shape.columns):
         return False
     lists = build(
-        cast("Any", predicate(inside)),
+        cast("Any", predicate_of(inside)),
         tensors_of(inside, shape, visited.device),
         shape,
         device=visited.device,

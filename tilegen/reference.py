@@ -100,7 +100,7 @@ def attention_reference(
     factor: float = q.shape[-1] ** -0.5 if scale is None else scale
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    keep = _dense(mask or full(), q, k)
+    keep = _dense(full() if mask is None else mask, q, k)
     scores = q @ k.mT * factor
     if score is not None and score.form.changes:
         scores = _changed(score, scores)

@@ -37,7 +37,7 @@ def step_of(mask: Mask, score: Score | None) -> int:
 def grouped_mask(mask: Mask, step: int, seqlen_kv: int, groups: int, device: Any) -> Mask:
     """Return the mask within a group, `groups` of which (a multiple of step) are a batch."""
     parts = mask.parts if isinstance(mask, And) else (mask,)
-    within = [one for part in parts if (one := _within_group(part, step))]
+    within = [one for part in parts if (one := _within_group(part, step)) is not None]
     if seqlen_kv % step:  # later groups have a column less
         within.append(_columns(seqlen_kv, step, groups, device))
     return intersect(*within)

@@ -73,9 +73,10 @@ def attention_jagged(
     mask: Mask | None = None,
     score: Score | ScoreFunction | None = None,
     scale: float | None = None,
-) -> torch.Tensor:
+    return_lse: bool = False,
+) -> Any:
     """Return attention of jagged nested tensors (batch, heads, ragged, dim), as PyTorch lays them
-    out: each sequence of the batch is a document."""
+    out: each sequence of the batch is a document. lse is nested too, (batch, heads, ragged)."""
     parts: list[torch.Tensor] = []
     offsets: list[torch.Tensor] = []
     for name, x in (("q", q), ("k", k), ("v", v)):
@@ -84,13 +85,18 @@ def attention_jagged(
         rows = x.transpose(1, 2)  # (batch, ragged, heads, dim)
         parts.append(rows.values())
         offsets.append(cast("Any", rows).offsets())
-    out = attention_varlen(
+    out, lse = attention_varlen(
         *(parts[0], parts[1], parts[2], offsets[0], offsets[1]),
         mask=mask,
         score=score,
         scale=scale,
+        return_lse=True,
     )
-    return torch.nested.nested_tensor_from_jagged(out, offsets[0]).transpose(1, 2)
+    out, lse = (
+        torch.nested.nested_tensor_from_jagged(rows, offsets[0]).transpose(1, 2)
+        for rows in (out, lse.transpose(0, 1).contiguous())
+    )
+    return (out, lse) if return_lse else out
 
 
 def _packed_mask(cu_q: torch.Tensor, cu_kv: torch.Tensor, mask: Mask | None, tokens: int) -> Mask:

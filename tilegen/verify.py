@@ -174,7 +174,7 @@ def run(
         interpreter.prepare()
     q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout
     launch: dict[Kernel, passes.Launch] = {
-        kernel: _launch(rendered, mask or rendered.problem.mask, score, q, k)
+        kernel: _launch(rendered, rendered.problem.mask if mask is None else mask, score, q, k)
         for kernel, rendered in kernels.items()
     }
     out, lse = passes.forward(launch, q, k, v, scale, panel_rows=panel_rows)

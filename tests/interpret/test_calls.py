@@ -9,8 +9,9 @@ import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import tilegen
+from tests.misfits import BIASES, MASKS, SCORES, refused_by_attention
 from tilegen import dispatch
-from tilegen.errors import InvalidProblem, Unsupported
+from tilegen.errors import InvalidProblem
 from tilegen.masks import Mask
 from tilegen.masks.score import Score
 from tilegen.reference import attention_reference
@@ -173,7 +174,7 @@ def test_what_flex_attention_cannot_do_is_said_in_a_line() -> None:
     q, k = leaf(1, 4, 20, 16), leaf(1, 2, 20, 16)
     with pytest.raises(InvalidProblem, match="enable_gqa=True"):
         tilegen.flex_attention(q, k, k)
-    with pytest.raises(Unsupported, match="return_aux"):
+    with pytest.raises(InvalidProblem, match="return_aux must be an AuxRequest"):
         tilegen.flex_attention(q, q, q, return_aux=object())
     block_mask = create_block_mask(MASK_MODS["causal"], None, None, 150, 150, device="cpu")
     with pytest.raises(InvalidProblem, match="made for lengths"):
@@ -224,7 +225,7 @@ def test_padded_batches(mask: Mask | None) -> None:
     q, k, v = leaf(3, 4, 20, 16), leaf(3, 2, 50, 16), leaf(3, 2, 50, 16, seed=1)
     lengths = torch.tensor([50, 7, 0])
     out = tilegen.attention(q, k, v, mask=mask, kv_lengths=lengths)
-    whole = (mask or tilegen.full()) & tilegen.kv_lengths(lengths)
+    whole = (tilegen.full() if mask is None else mask) & tilegen.kv_lengths(lengths)
     require_same(out, attention_reference(q, k, v, mask=whole)[0], [q, k, v])
     assert (out[2] == 0).all()
     keep = torch.arange(50)[None] < lengths[:, None]
@@ -251,3 +252,52 @@ def test_tables_with_too_few_heads_are_refused() -> None:
         tilegen.attention(q, q, q, score=tilegen.alibi(torch.ones(3)))
     with pytest.raises(InvalidProblem, match="must not be empty"):
         tilegen.attention(q, q, q, score=tilegen.bias(torch.ones(0, 9)))
+
+
+@pytest.mark.parametrize("name", [*SCORES, *BIASES, *MASKS])
+def test_tensors_of_other_sizes_are_refused(name: str) -> None:
+    refused_by_attention(name)
+
+
+@pytest.mark.parametrize("d_qk, d_v", [(1, 1), (3, 7), (5, 16)])
+def test_narrow_heads_are_padded(d_qk: int, d_v: int) -> None:
+    q, k, v = leaf(1, 2, 20, d_qk), leaf(1, 2, 30, d_qk, seed=1), leaf(1, 2, 30, d_v, seed=2)
+    out = tilegen.attention(q, k, v, mask=tilegen.causal())
+    require_same(out, attention_reference(q, k, v, mask=tilegen.causal())[0], [q, k, v])
+
+
+def test_one_batch_of_keys_serves_all_queries() -> None:
+    q, k, v = leaf(3, 4, 20, 16), leaf(1, 2, 30, 16, seed=1), leaf(1, 2, 30, 16, seed=2)
+    expected, _ = attention_reference(q, *(x.expand(3, -1, -1, -1) for x in (k, v)))
+    require_same(tilegen.flex_attention(q, k, v, enable_gqa=True), expected, [q, k, v])
+
+
+def test_autocast_is_followed_through_the_backward() -> None:
+    q, k, v = (leaf(1, 2, 20, 16, seed=seed) for seed in range(3))
+    with torch.autocast("cpu", dtype=torch.float16):
+        out, lse = tilegen.attention(q, k, v, return_lse=True)
+    low = [x.detach().half().requires_grad_() for x in (q, k, v)]
+    expected, expected_lse = tilegen.attention(*low, return_lse=True)
+    assert torch.equal(out, expected)
+    assert torch.equal(lse, expected_lse)
+    found = torch.autograd.grad(out.sum() + lse.sum(), [q, k, v])
+    exact = torch.autograd.grad(expected.sum() + expected_lse.sum(), low)
+    assert all(
+        one.dtype == torch.float32 and torch.equal(one, other.float())
+        for one, other in zip(found, exact, strict=True)
+    )
+
+
+def test_gradients_reach_jagged_tensors_through_out_and_lse() -> None:
+    parts = [[leaf(n, 4, 16, seed=s) for n in (5, 30, 1)] for s in range(3)]
+    q, k, v = (torch.nested.as_nested_tensor(p, layout=torch.jagged) for p in parts)
+    out, lse = tilegen.attention(*(x.transpose(1, 2) for x in (q, k, v)), return_lse=True)
+    (out.values().sin().sum() + lse.values().sin().sum()).backward()
+    for one in zip(*parts, strict=True):
+        alone = [x.detach().transpose(0, 1)[None].requires_grad_() for x in one]
+        expected = attention_reference(*alone)
+        (expected[0].sin().sum() + expected[1].sin().sum()).backward()
+        for x, other in zip(one, alone, strict=True):
+            assert x.grad is not None
+            assert other.grad is not None
+            torch.testing.assert_close(x.grad, other.grad[0].transpose(0, 1))

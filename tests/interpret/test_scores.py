@@ -197,12 +197,12 @@ def test_nothing_is_read_beyond_a_captured_tensor() -> None:
         return memory[1000 : 1000 + count].view(sizes)
 
     x = make_inputs(AttentionProblem.parse("b2 hq2 hkv1 q40 kv70 d16 fp32 full"))
-    short, by_head = guarded(10), guarded(HEADS)
+    short, smaller, by_head = guarded(10), guarded(30, 50), guarded(HEADS)
     for made in (
         bias(guarded(1, HEADS, 1, 70)),
         bias(guarded(2, 1, 40, 1)),
         bias(guarded(40, 1)),
-        bias(guarded(30, 50)),  # smaller than the sequences: 0 beyond
+        score(lambda s, b, h, q, k: s + smaller[q, k]),  # than the sequences: 0 beyond
         score(lambda s, b, h, q, k: s + short[k] + short[q - 20] + by_head[h]),
         relative_bias(guarded(HEADS, 9)),
     ):

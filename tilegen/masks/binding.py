@@ -102,25 +102,37 @@ def _fitting(value: Values, shape: Shape, device: torch.device, made: Made) -> t
     table = value.on(device, (shape.seqlen_q, shape.seqlen_kv), made)
     for axis, size in zip(value.axes or "", table.shape, strict=False):
         if size != shape.by_axis[axis]:
-            raise InvalidProblem(
-                f"the mask's values must have size {shape.by_axis[axis]} along "
-                f"{_AXIS_NAMES[axis]}, got {size}"
-            )
+            raise _wrong_size("the mask's values", axis, shape, size)
     return table
 
 
+def check_fit(mask: Mask, score: Score | None, shape: Shape) -> None:
+    """Raise InvalidProblem where a mask or a score is for other sizes than those of a call."""
+    mask.check_lengths(shape.seqlen_q, shape.seqlen_kv)
+    if score is not None:
+        check_sizes(score, shape)
+
+
 def check_sizes(score: Score, shape: Shape) -> None:
-    """Raise InvalidProblem where a tensor that a score reads is empty, or has too few heads or
-    batches."""
+    """Raise InvalidProblem where a tensor that a score reads is empty or of another size."""
     if not all(tensor.numel() for tensor in score.captured):
         raise InvalidProblem("tensors that a score reads must not be empty")
+    for slot, axes in score.sizes:
+        for name, size in zip(axes, score.captured[slot].shape, strict=True):
+            if name != "." and size != shape.by_axis[name]:
+                raise _wrong_size("a tensor that the score reads", name, shape, size)
     for slot, axis, name in _whole_axes(score.text):
-        size, needed = score.captured[slot].shape[axis], shape.by_axis[name]
-        if size < needed:
-            raise InvalidProblem(
-                f"a tensor that the score reads must have size {needed} along "
-                f"{_AXIS_NAMES[name]}, got {size}"
-            )
+        size = score.captured[slot].shape[axis]
+        if size < shape.by_axis[name]:
+            raise _wrong_size("a tensor that the score reads", name, shape, size)
+    if score.sink_logits is not None and len(score.sink_logits) != shape.heads:
+        raise _wrong_size("sinks", "h", shape, len(score.sink_logits))
+
+
+def _wrong_size(what: str, axis: str, shape: Shape, size: int) -> InvalidProblem:
+    return InvalidProblem(
+        f"{what} must have size {shape.by_axis[axis]} along {_AXIS_NAMES[axis]}, got {size}"
+    )
 
 
 @lru_cache(maxsize=256)

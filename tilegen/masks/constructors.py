@@ -20,6 +20,7 @@ from tilegen.masks.mask import (
     sliding_window,
 )
 from tilegen.masks.values import Values, is_symbolic, values
+from tilegen.symbolic import tracing
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,21 @@ class BlockSparse(Mask):
     layout: Values
     block: int
 
+    def check_lengths(self, seqlen_q: int, seqlen_kv: int) -> None:
+        if self.layout.is_stand_in:
+            return
+        found = tuple(self.layout.tensor.shape[-2:])
+        needed = tuple(-(-length // self.block) for length in (seqlen_q, seqlen_kv))
+        if self.block == 1 and found != needed:
+            raise InvalidProblem(
+                f"a bool tensor as mask must have the lengths of the call, {needed}, got {found}"
+            )
+        if found[0] < needed[0] or found[1] < needed[1]:
+            raise InvalidProblem(
+                f"a layout of blocks of {self.block} must cover lengths {seqlen_q} and {seqlen_kv} "
+                f"with {needed[0]} x {needed[1]} blocks, got {found[0]} x {found[1]}"
+            )
+
     @property
     def notation(self) -> str:
         return f"block_sparse({self.layout.notation},{self.block})"
@@ -270,7 +286,7 @@ def block_sparse(layout: Any, block: int) -> Mask:
     """Return `layout[(b,) (h,) q // block, k // block]`: True where a block of pairs is kept.
 
     `layout` is a bool tensor (rows, columns), (heads, rows, columns) or (batch, heads, rows,
-    columns), sizes 1 for all heads or batches. Raises InvalidProblem.
+    columns), sizes 1 for all heads or batches, and covers the sequences. Raises InvalidProblem.
     """
     import torch
 
@@ -285,7 +301,8 @@ def block_sparse(layout: Any, block: int) -> Mask:
 
 
 def from_bool(keep: Any) -> Mask:
-    """Return the mask that a bool tensor spells out: (q, k), (heads, q, k) or (batch, heads, q, k).
+    """Return the mask that a bool tensor spells out: (q, k), (heads, q, k) or (batch, heads, q, k),
+    for those lengths only.
 
     Its N^2 elements are read where tiles are partial. Raises InvalidProblem.
     """
@@ -330,7 +347,8 @@ def predicate(fn: Callable[[Any, Any, Any, Any], Any]) -> Mask:
     """
     from tilegen.masks.traced import mask_of  # loads SymPy
 
-    return mask_of(fn)
+    with tracing():
+        return mask_of(fn)
 
 
 def _table(tensor: Any, block: int) -> Values:

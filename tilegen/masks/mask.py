@@ -106,6 +106,12 @@ class Mask(ABC):
         """Return the mask that keeps what this one drops."""
         return self.part if isinstance(self, Not) else Not(self)
 
+    def __bool__(self) -> bool:
+        raise InvalidProblem(
+            f"a mask is neither true nor false: join masks with `&`, `|` and `~`, not with `and`, "
+            f"`or` and `not`, and ask whether there is one by `is None`; the mask was {self}"
+        )
+
     def __str__(self) -> str:
         return self.notation
 

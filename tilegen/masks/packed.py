@@ -140,6 +140,12 @@ class Within(Mask):
     def notation(self) -> str:
         return f"within({self.same.notation},{self.mask.notation})"
 
+    def check_lengths(self, seqlen_q: int, seqlen_kv: int) -> None:
+        """Check the mask at the length of the longest document, where that may be looked at."""
+        sources = self.start_q.recipe.sources if self.start_q.recipe else ()
+        if sources and all(map(is_checked, sources)):
+            self.mask.check_lengths(*(int(cu.diff().max()) for cu in sources))
+
     def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
         start_q, start_kv, length_q, length_kv = (
             value.at(b, h, q, k, (seqlen_q, seqlen_kv))

@@ -5,16 +5,18 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from typing import Any
 
 import torch
 
+from tilegen.errors import InvalidProblem
 from tilegen.masks.expression import free_parts, from_text, to_text
 from tilegen.masks.packed import Documents
 from tilegen.masks.score import Score
 from tilegen.masks.symbols import SEQLEN_KV, SEQLEN_Q, B, K, Lookup, Q, captured_name
-from tilegen.masks.values import Lengths
+from tilegen.masks.values import Lengths, is_checked
 
 
 def within_documents(
@@ -25,6 +27,7 @@ def within_documents(
     text, wanted = _rewritten(score.text, score.kinds)
     if not wanted:
         return score
+    _check_sizes(score, cu_seqlens_q, cu_seqlens_kv)
     rows = Documents.of(cu_seqlens_q.detach(), lengths[0])
     columns = Documents.of(cu_seqlens_kv.detach(), lengths[1])
     tables = {
@@ -35,7 +38,24 @@ def within_documents(
         "seqlen_kv": columns.length[rows.document],
     }
     captured = (*score.captured, *(tables[name].int() for name in wanted))
-    return Score(text, captured, score.sink_logits)
+    sizes = tuple((slot, re.sub("[bqk]", ".", axes)) for slot, axes in score.sizes)
+    return Score(text, captured, score.sink_logits, sizes)
+
+
+def _check_sizes(score: Score, cu_q: torch.Tensor, cu_kv: torch.Tensor) -> None:
+    """Raise InvalidProblem where a tensor has not the sizes of the documents: as many, and as long
+    as the longest, where that may be looked at."""
+    needed = {"b": len(cu_q) - 1}
+    if is_checked(cu_q) and is_checked(cu_kv):
+        needed |= {"q": int(cu_q.diff().max()), "k": int(cu_kv.diff().max())}
+    names = {"b": "all", "q": "the rows of the longest", "k": "the columns of the longest"}
+    for slot, axes in score.sizes:
+        for axis, size in zip(axes, score.captured[slot].shape, strict=True):
+            if size != needed.get(axis, size):
+                raise InvalidProblem(
+                    f"a tensor that the score reads must have size {needed[axis]} for "
+                    f"{names[axis]} of the documents, got {size}"
+                )
 
 
 @lru_cache(maxsize=256)

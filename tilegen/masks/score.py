@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tilegen.errors import InvalidProblem
+from tilegen.symbolic import one_at_a_time, tracing
 
 if TYPE_CHECKING:
     import sympy
@@ -107,6 +108,9 @@ class Score:
     sink_logits: torch.Tensor | None = field(default=None, repr=False)
     """(heads,): one more logit per head in the softmax's denominator, as it is: neither scaled nor
     changed by the text."""
+    sizes: tuple[tuple[int, str], ...] = ()
+    """(slot, axes) of captured tensors whose sizes must be those of a call: a letter of b, h, q and
+    k for each dimension, or `.` where any size will do. Others read 0 beyond their end."""
 
     def _identity(self) -> tuple[object, ...]:
         return (self.text, *map(id, self.captured), id(self.sink_logits))
@@ -152,6 +156,7 @@ class Score:
         expr: Any = from_text(self.text, self.kinds)
         return expr
 
+    @one_at_a_time
     def then(self, other: Score) -> Score:
         """Return the score that applies `other` to this one's result; sinks stay as they are."""
         from tilegen.masks.expression import merge, to_text
@@ -167,7 +172,14 @@ class Score:
         composed: Any = second.xreplace({S: first})
         sinks = self.sink_logits if other.sink_logits is None else other.sink_logits
         (composed,), captured = merge([(composed, captured)])
-        return Score(to_text(composed), captured, sinks)
+        slots = {id(one): slot for slot, one in enumerate(captured)}
+        sizes = {
+            (slots[id(part.captured[slot])], axes)
+            for part in (self, other)
+            for slot, axes in part.sizes
+            if id(part.captured[slot]) in slots
+        }
+        return Score(to_text(composed), captured, sinks, tuple(sorted(sizes)))
 
 
 def softcap(cap: float) -> Score:
@@ -180,13 +192,13 @@ def softcap(cap: float) -> Score:
 def alibi(slopes: torch.Tensor) -> Score:
     """Return `s + slopes[h] * (k - q)`; slopes (heads,) are positive: the past is punished."""
     _check("slopes", slopes, (1,))
-    return Score("(k-q)*t0[h]+s", (slopes,))
+    return Score("(k-q)*t0[h]+s", (slopes,), sizes=((0, "h"),))
 
 
 def temperature(values: torch.Tensor) -> Score:
     """Return `s / values[h]`; values (heads,)."""
     _check("temperature", values, (1,))
-    return Score("s/t0[h]", (values,))
+    return Score("s/t0[h]", (values,), sizes=((0, "h"),))
 
 
 def relative_bias(table: torch.Tensor) -> Score:
@@ -203,7 +215,9 @@ def relative_bias(table: torch.Tensor) -> Score:
         )
     reach = table.shape[-1] // 2
     column = f"min({reach},max(-{reach},k-q))+{reach}" if reach else "0"
-    return Score(f"s+t0[h,{column}]" if table.ndim == 2 else f"s+t0[{column}]", (table,))
+    if table.ndim == 1:
+        return Score(f"s+t0[{column}]", (table,))
+    return Score(f"s+t0[h,{column}]", (table,), sizes=((0, "h."),))
 
 
 def bias(values: torch.Tensor) -> Score:
@@ -214,8 +228,9 @@ def bias(values: torch.Tensor) -> Score:
     """
     _check("bias", values, (1, 2, 3, 4))
     names = "bhqk"[4 - values.ndim :]
-    index = ("0" if size == 1 else name for name, size in zip(names, values.shape, strict=True))
-    return Score(f"s+t0[{','.join(index)}]", (values,))
+    index = ["0" if size == 1 else name for name, size in zip(names, values.shape, strict=True)]
+    axes = "".join(index).replace("0", ".")
+    return Score(f"s+t0[{','.join(index)}]", (values,), sizes=((0, axes),))
 
 
 def sinks(logits: torch.Tensor) -> Score:
@@ -237,8 +252,10 @@ def score(function: Callable[..., Any]) -> Score:
     from tilegen.masks.expression import to_text
     from tilegen.masks.trace import trace_score
 
-    traced = trace_score(function)
-    return Score(to_text(traced.expr), traced.captured)
+    with tracing():
+        traced = trace_score(function)
+        text = to_text(traced.expr)
+    return Score(text, traced.captured)
 
 
 def _check(name: str, tensor: torch.Tensor, dimensions: tuple[int, ...]) -> None:

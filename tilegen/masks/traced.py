@@ -89,7 +89,8 @@ def mask_of(fn: Callable[..., Any]) -> Mask:
     if traced.expr == True:  # noqa: E712 - SymPy's true
         return full()
     parts = [
-        _same_document(part, traced.captured) or part for part in sympy.And.make_args(traced.expr)
+        part if (found := _same_document(part, traced.captured)) is None else found
+        for part in sympy.And.make_args(traced.expr)
     ]
     known = [part for part in parts if isinstance(part, Mask)]
     (rest,), captured = merge(

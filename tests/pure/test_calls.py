@@ -1,0 +1,218 @@
+"""What a call may ask for: nested tensors, autocast, narrow heads, FlexAttention's forms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
+
+import tilegen
+from tilegen import maxima
+from tilegen.errors import InvalidProblem
+from tilegen.reference import attention_reference, dense_mask
+
+
+def random(*sizes: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(seed))
+
+
+def jagged(lengths: tuple[int, ...] = (5, 30, 1), seed: int = 0) -> torch.Tensor:
+    parts = [random(n, 4, 16, seed=seed) for n in lengths]
+    return torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
+
+
+# --------------------------------------------------------------------------------------------------
+# Nested tensors
+
+
+def test_the_lse_of_jagged_tensors_is_nested() -> None:
+    q, k, v = (jagged(seed=seed) for seed in range(3))
+    out, lse = tilegen.attention(q, k, v, mask=tilegen.causal(), return_lse=True)
+    assert lse.shape[:2] == (3, 4)
+    for one in zip(q.unbind(), k.unbind(), v.unbind(), out.unbind(), lse.unbind(), strict=True):
+        expected = attention_reference(*(x[None] for x in one[:3]), mask=tilegen.causal())
+        torch.testing.assert_close(one[3][None], expected[0])
+        torch.testing.assert_close(one[4][None], expected[1])
+
+
+def test_jagged_tensors_take_no_kv_lengths() -> None:
+    q = jagged()
+    with pytest.raises(InvalidProblem, match="lengths of their own"):
+        tilegen.attention(q, q, q, kv_lengths=torch.tensor([3, 3, 1]))
+
+
+# --------------------------------------------------------------------------------------------------
+# Masks, scales, autocast
+
+
+def test_masks_are_not_joined_by_and() -> None:
+    for join in (
+        lambda: tilegen.causal() and tilegen.sliding_window(3, 0),
+        lambda: tilegen.causal() or tilegen.full(),
+        lambda: not tilegen.causal(),
+    ):
+        with pytest.raises(InvalidProblem, match="join masks with"):
+            join()
+
+
+@pytest.mark.parametrize("scale", [1e300, -3e38, float("inf"), float("nan")])
+def test_scales_that_fp32_cannot_hold(scale: float) -> None:
+    q = random(1, 1, 9, 16)
+    with pytest.raises(InvalidProblem, match="scale must be"):
+        tilegen.attention(q, q, q, scale=scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_is_followed_as_pytorch_does(dtype: torch.dtype) -> None:
+    q, k, v = (random(1, 2, 20, 16, seed=seed).requires_grad_() for seed in range(3))
+    with torch.autocast("cpu", dtype=dtype):
+        theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        ours, lse = tilegen.attention(q, k, v, return_lse=True)
+        flex = tilegen.flex_attention(q, k, v)
+        packed = (x[0].transpose(0, 1) for x in (q, k, v))
+        varlen = tilegen.attention_varlen(*packed, torch.tensor([0, 20]))
+    assert ours.dtype == flex.dtype == varlen.dtype == theirs.dtype == dtype
+    assert lse.dtype == torch.float32
+    low = [x.detach().to(dtype) for x in (q, k, v)]
+    expected, expected_lse = tilegen.attention(*low, return_lse=True)
+    assert torch.equal(ours, expected)
+    assert torch.equal(lse, expected_lse)  # in fp32 inside, as it is without autocast
+    assert torch.equal(flex, ours)
+    ours.float().sum().backward()
+    assert q.grad is not None
+    assert q.grad.dtype == torch.float32
+    with torch.autocast("cpu", enabled=False):
+        assert tilegen.attention(q, k, v).dtype == torch.float32
+
+
+# --------------------------------------------------------------------------------------------------
+# Narrow heads
+
+
+@pytest.mark.parametrize("d_qk, d_v", [(1, 1), (3, 7), (5, 16), (16, 2)])
+def test_head_dims_below_eight(d_qk: int, d_v: int) -> None:
+    q, k, v = (
+        random(1, 2, 20, dim, seed=seed).requires_grad_()
+        for seed, dim in enumerate((d_qk, d_qk, d_v))
+    )
+    found = tilegen.attention(q, k, v, mask=tilegen.causal(), return_lse=True)
+    expected = attention_reference(q, k, v, mask=tilegen.causal())
+    torch.testing.assert_close(found, expected)
+    weights = random(*expected[0].shape, seed=5)
+    torch.testing.assert_close(
+        torch.autograd.grad((found[0] * weights).sum(), [q, k, v]),
+        torch.autograd.grad((expected[0] * weights).sum(), [q, k, v]),
+    )
+    with pytest.raises(InvalidProblem, match="head_dim"):
+        tilegen.attention(q, random(1, 2, 20, d_qk + 1), v)
+
+
+# --------------------------------------------------------------------------------------------------
+# FlexAttention's forms
+
+
+def capped(s: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return 3.0 * torch.tanh(s / 3.0) + 0.01 * (kv_idx - q_idx)
+
+
+@pytest.mark.parametrize("lse", [False, True])
+@pytest.mark.parametrize("max_scores", [False, True])
+def test_return_aux(lse: bool, max_scores: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(maxima, "PAIRS", 300)  # several panels
+    q, k, v = random(2, 4, 40, 16), random(2, 2, 50, 16, seed=1), random(2, 2, 50, 16, seed=2)
+    mask = tilegen.causal("bottom_right") & tilegen.sliding_window(9, None) & ~tilegen.causal()
+    out, aux = tilegen.flex_attention(
+        *(q, k, v, capped, mask),
+        enable_gqa=True,
+        return_aux=AuxRequest(lse=lse, max_scores=max_scores),
+    )
+    score = tilegen.score(capped)
+    expected = attention_reference(q, k, v, mask=mask, score=score)
+    torch.testing.assert_close(out, expected[0])
+    assert (aux.lse is not None, aux.max_scores is not None) == (lse, max_scores)
+    if lse:
+        torch.testing.assert_close(aux.lse, expected[1])
+    if max_scores:
+        b, h, i, j = torch.meshgrid(*map(torch.arange, (2, 4, 40, 50)), indexing="ij")
+        s = capped(q @ k.repeat_interleave(2, 1).mT / 4, b, h, i, j)
+        s = s.masked_fill(~dense_mask(mask, 40, 50), float("-inf"))
+        torch.testing.assert_close(aux.max_scores, s.amax(-1))
+
+
+def test_return_aux_and_return_lse_are_one_of_two() -> None:
+    q = random(1, 1, 9, 16)
+    with pytest.raises(InvalidProblem, match="got both"):
+        tilegen.flex_attention(q, q, q, return_lse=True, return_aux=AuxRequest())
+
+
+def test_one_batch_of_keys_serves_all_queries() -> None:
+    q = random(3, 4, 20, 16)
+    k, v = (random(1, 2, 30, 16, seed=seed).requires_grad_() for seed in (1, 2))
+    out = tilegen.flex_attention(q, k, v, enable_gqa=True)
+    expected, _ = attention_reference(q, *(x.expand(3, -1, -1, -1) for x in (k, v)))
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(
+        torch.autograd.grad(out.sum(), [k, v]), torch.autograd.grad(expected.sum(), [k, v])
+    )
+
+
+@pytest.mark.parametrize("block", [(128, 64), (32, 128), (96, 64)])
+def test_a_layout_of_rectangular_blocks(block: tuple[int, int]) -> None:
+    rows, columns = -(-200 // block[0]), -(-300 // block[1])
+    layout = torch.rand(1, 2, rows, columns, generator=torch.Generator().manual_seed(3)) < 0.6
+    counts, order = layout.sum(-1), layout.int().sort(dim=-1, descending=True, stable=True).indices
+    block_mask = BlockMask.from_kv_blocks(
+        counts.int(), order.int(), BLOCK_SIZE=block, seq_lengths=(200, 300)
+    )
+    found = dense_mask(tilegen.from_block_mask(block_mask), 200, 300, heads=2)
+    expected = layout.repeat_interleave(block[0], 2).repeat_interleave(block[1], 3)
+    assert torch.equal(found, expected[0, :, :200, :300])
+
+
+def test_document_ids_longer_than_the_sequence() -> None:
+    q, k, v = (random(1, 2, 48, 16, seed=seed) for seed in range(3))
+    for ids in (torch.arange(64) // 7, torch.arange(64) // 7 % 3):
+
+        def mask_mod(b: Any, h: Any, q_idx: Any, kv_idx: Any, ids: torch.Tensor = ids) -> Any:
+            return (ids[q_idx] == ids[kv_idx]) & (q_idx >= kv_idx)
+
+        block_mask = create_block_mask(mask_mod, None, None, 48, 48, device="cpu")
+        out = tilegen.flex_attention(q, k, v, block_mask=block_mask)
+        keep = (ids[:48, None] == ids[:48]).tril()
+        expected, _ = attention_reference(q, k, v, mask=tilegen.from_bool(keep))
+        torch.testing.assert_close(out, expected)
+        assert torch.equal(dense_mask(tilegen.documents(ids), 48, 64)[:, :48].tril(), keep)
+    with pytest.raises(InvalidProblem, match="size 48 along query rows, got 40"):
+        tilegen.attention(q, k, v, mask=tilegen.documents(torch.arange(40) // 7))
+
+
+class ApplyMask(torch.autograd.Function):
+    """One of FlexAttention's own tests."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(a: Any, mask: Any) -> Any:  # type: ignore[override]
+        return torch.where(mask, a, -float("inf"))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.mark_non_differentiable(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, i: Any) -> Any:  # type: ignore[override]
+        return i, None
+
+
+def test_an_autograd_function_that_marks_what_has_no_gradient() -> None:
+    q, k, v = (random(1, 2, 20, 16, seed=seed) for seed in range(3))
+
+    def score_mod(s: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return ApplyMask.apply(s, q_idx <= kv_idx)
+
+    out = tilegen.flex_attention(q, k, v, score_mod=score_mod)
+    upper = tilegen.from_bool(torch.ones(20, 20).triu() > 0)
+    expected, _ = attention_reference(q, k, v, mask=upper)
+    torch.testing.assert_close(out, expected)
