@@ -31,6 +31,7 @@ from benchmarks.workloads import CATALOGUE, MASKED, SHAPES
 from tilegen import attention, bundles, dispatch
 from tilegen.bundles.served import Bundle
 from tilegen.device import gpu_for
+from tilegen.kept import Kept
 from tilegen.problem import AttentionProblem
 from tilegen.reference import TORCH_DTYPES
 
@@ -91,7 +92,7 @@ def calling(bundle: Bundle, problem: AttentionProblem) -> Number:
     with (
         # As in the interpreter, where CPU tensors take the path of GPU tensors.
         mock.patch.multiple(dispatch.interpreter, is_active=lambda: True, prepare=lambda: None),
-        mock.patch.object(dispatch, "_plans", {}),
+        mock.patch.object(dispatch, "_plans", Kept(9)),
         mock.patch.object(bundles, "loaded", [bundle]),
         mock.patch.object(Bundle, "function", return_value=idle),
         # What compiles is not to be timed here.

@@ -88,6 +88,7 @@ def calling() -> Iterator[Number]:
     from torch.nn.functional import scaled_dot_product_attention
 
     from tilegen import attention, causal, dispatch
+    from tilegen.kept import Kept
 
     q, k, v = (torch.zeros(1, 8, 128, 64) for _ in "qkv")
     out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3])
@@ -99,7 +100,7 @@ def calling() -> Iterator[Number]:
         mock.patch.multiple(dispatch.interpreter, is_active=lambda: True, prepare=lambda: None),
         mock.patch.multiple(
             dispatch,
-            _plans={},
+            _plans=Kept(9),
             choose=lambda *_, **__: (TileConfig(block_m=64, block_n=64), "benchmark"),
             load_kernel=lambda *_, **__: idle,
         ),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from functools import cache
 from pathlib import Path
 
 from tilegen.errors import Unsupported
+from tilegen.kept import Kept
 
 log = logging.getLogger("tilegen")
+MAX_SAID = 1024
 
 
 def write_whole(path: Path, data: bytes) -> None:
@@ -42,7 +43,18 @@ def cannot_write(path: Path, error: OSError) -> Unsupported:
     )
 
 
-@cache
-def say_once(message: str) -> None:
-    """Log a warning, the first time only."""
-    log.warning(message)
+class _SayOnce:
+    """Logs a warning, the first time only; of many messages, those said last are remembered."""
+
+    def __init__(self) -> None:
+        self._said: Kept[str, None] = Kept(MAX_SAID)
+
+    def __call__(self, message: str) -> None:
+        self._said.get(message, lambda: log.warning(message))
+
+    def cache_clear(self) -> None:
+        """Forget what was said."""
+        self._said.clear()
+
+
+say_once = _SayOnce()

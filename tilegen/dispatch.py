@@ -35,6 +35,7 @@ from tilegen.emitted import is_aligned, load_kernel, template_digest
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.execution import Changes, Gradients, Wanted, addressable, torch_run
 from tilegen.families import Direction, kernels_of
+from tilegen.kept import Kept
 from tilegen.masks.binding import BoundKernel, check_fit, score_tensors
 from tilegen.masks.mask import Mask, full
 from tilegen.masks.score import Score
@@ -49,6 +50,7 @@ from tilegen.store import current_versions, look_up
 
 _FULL = full()
 MAX_PLANS = 4096
+MAX_LOADED = 1024  # problems whose kernels are at hand
 MAX_PROGRAMS = 2**31 - 1  # CUDA's limit on a one-dimensional grid
 TUNE_SECONDS = 30.0  # per kernel, where TILEGEN_TUNE=1 lets a call tune
 INTERPRETED_GPU = "h200"  # whose tiles the interpreter runs, having no GPU of its own
@@ -137,7 +139,7 @@ def _attention(
     if isinstance(changes.mask, Mask) and (step := step_of(changes.mask, changes.score)) > 1:
         return _regrouped(q, k, v, changes, step, scale)
     key = call_key(q, k, v, changes)
-    plan = _plans.get(key) or _new_plan(key, q, k, v, changes)
+    plan = _plans.get(key, lambda: _new_plan(q, k, v, changes))
     check_fit(changes.mask, changes.score, Shape.of(q, k))
     factor = plan.default_scale if scale is None else checked_scale(scale)
     if factor < 0:  # kernels take a row's maximum before scaling: the scale must keep the order
@@ -153,7 +155,7 @@ class Plan:
     default_scale: float
 
 
-_plans: dict[Any, Plan] = {}
+_plans: Kept[Any, Plan] = Kept(MAX_PLANS)  # a server sees ever new lengths
 
 
 def choose(
@@ -202,7 +204,7 @@ def choose(
 def forget() -> None:
     """Have every kind of call choose its kernels again."""
     _plans.clear()
-    _kernels.cache_clear()
+    _loaded.clear()
 
 
 def current_gpu() -> GpuSpec:
@@ -229,9 +231,7 @@ def _regrouped(
     return ungroup(out, step, rows), ungroup(lse, step, rows)
 
 
-def _new_plan(
-    key: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes
-) -> Plan:
+def _new_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes) -> Plan:
     problem = problem_of(q, k, v, changes)
     scale = problem.head_dim_qk**-0.5
     if q.device.type == "cpu" and not interpreter.is_active():
@@ -239,17 +239,12 @@ def _new_plan(
             "CPU tensors: computing with PyTorch; "
             "set TRITON_INTERPRET=1 before Python starts to run the emitted kernels"
         )
-        plan = Plan(torch_run, scale)
-    elif q.device.type in ("cpu", "cuda"):
+        return Plan(torch_run, scale)
+    if q.device.type in ("cpu", "cuda"):
         if q.device.type == "cpu":
             interpreter.prepare()
-        plan = Plan(_kernel_run(problem, q, k, v), scale)
-    else:
-        raise Unsupported(f"q must be on a CUDA or CPU device, got {q.device}")
-    if len(_plans) >= MAX_PLANS:  # a server that sees ever new lengths must not grow for ever
-        _plans.clear()
-    _plans[key] = plan
-    return plan
+        return Plan(_kernel_run(problem, q, k, v), scale)
+    raise Unsupported(f"q must be on a CUDA or CPU device, got {q.device}")
 
 
 def _kernel_run(
@@ -292,7 +287,7 @@ class _Kernels:
         self._problem = problem
         self._device = device
         self.aligned = aligned
-        self._passes: dict[Direction, tuple[dict[Kernel, BoundKernel], int]] = {}
+        self._passes: Kept[Direction, tuple[dict[Kernel, BoundKernel], int]] = Kept(2)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, changes: Changes
@@ -345,7 +340,7 @@ class _Kernels:
     ) -> tuple[dict[Kernel, passes.Launch], int]:
         """Return the launches of a pass, given what mask and score read, and the rows of its
         panels."""
-        kernels, panel_rows = self._passes.get(direction) or self._load(direction)
+        kernels, panel_rows = self._passes.get(direction, lambda: self._load(direction))
         shape = Shape.of(q, k)
         made: Made = {}
         given: dict[Kernel, passes.Launch] = {
@@ -358,9 +353,7 @@ class _Kernels:
         """Choose and load the kernels of a pass; return them and the rows of its panels."""
         spec = _spec(self._device)
         kernels = self._from_bundle(spec, direction) or self._compiled_here(spec, direction)
-        loaded = kernels, passes.rows_for(self._problem, spec, direction)
-        self._passes[direction] = loaded
-        return loaded
+        return kernels, passes.rows_for(self._problem, spec, direction)
 
     def _compiled_here(self, spec: GpuSpec, direction: Direction) -> dict[Kernel, BoundKernel]:
         may_tune = self._device.type == "cuda"
@@ -391,9 +384,11 @@ def _zeros(like: torch.Tensor) -> torch.Tensor:
     return torch.zeros(like.shape, dtype=torch.float32, device=like.device)
 
 
-@cache
 def _kernels(problem: AttentionProblem, device: torch.device, aligned: bool) -> _Kernels:
-    return _Kernels(problem, device, aligned)
+    return _loaded.get((problem, device, aligned), lambda: _Kernels(problem, device, aligned))
+
+
+_loaded: Kept[Any, _Kernels] = Kept(MAX_LOADED)
 
 
 @cache

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 from tilegen import resources
 from tilegen.config import Kernel, TileConfig
 from tilegen.disk import log, write_whole
+from tilegen.kept import Kept
 from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
 
@@ -32,7 +33,8 @@ VECTOR_BYTES = 16
 ENVIRONMENT = "trim_blocks lstrip_blocks keep_trailing_newline StrictUndefined"
 """What `render.environment` sets; part of every digest."""
 
-_modules: dict[str, ModuleType] = {}
+MAX_MODULES = 2048
+"""Emitted modules that stay imported."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,9 +110,7 @@ def write(rendered: RenderedKernel) -> Path:
 
 def load(rendered: RenderedKernel) -> ModuleType:
     """Return the emitted module, imported once per process; `.launch(...)` runs the kernel."""
-    if rendered.digest not in _modules:
-        _modules[rendered.digest] = _import(write(rendered), rendered.digest)
-    return _modules[rendered.digest]
+    return _modules.get(rendered.digest, lambda: _import(write(rendered), rendered.digest))
 
 
 def load_kernel(
@@ -118,17 +118,26 @@ def load_kernel(
 ) -> ModuleType:
     """Return the emitted module for a problem and config; rendered only if it is not on disk."""
     digest = kernel_digest(problem, config, kernel, aligned)
-    path = _path(digest, kernel)
-    if digest not in _modules and path.is_file():
-        try:
-            _modules[digest] = _import(path, digest)
-        except Exception as error:  # a damaged file raises anything
-            log.warning("emitted kernel %s is damaged (%s); written again", path, error)
-    if digest not in _modules:
+
+    def imported() -> ModuleType:
+        path = _path(digest, kernel)
+        if path.is_file():
+            try:
+                return _import(path, digest)
+            except Exception as error:  # a damaged file raises anything
+                log.warning("emitted kernel %s is damaged (%s); written again", path, error)
         from tilegen.render import render  # loads Jinja and SymPy
 
-        load(render(problem, config, kernel, aligned=aligned))
-    return _modules[digest]
+        return _import(write(render(problem, config, kernel, aligned=aligned)), digest)
+
+    return _modules.get(digest, imported)
+
+
+def _forget(module: ModuleType) -> None:
+    sys.modules.pop(module.__name__, None)
+
+
+_modules: Kept[str, ModuleType] = Kept(MAX_MODULES, _forget)
 
 
 def rows_are_aligned(problem: AttentionProblem) -> bool:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from tilegen.config import BACKWARD, FORWARD, Family, Kernel
 from tilegen.errors import Unsupported
 from tilegen.problem import AttentionProblem
+from tilegen.symbolic import one_at_a_time
 
 if TYPE_CHECKING:
     from tilegen.device import GpuSpec
@@ -24,6 +25,7 @@ CLEARLY_LARGE = 2.0
 0.7 and 1.8 (model/optimum.py), forward and backward."""
 
 
+@one_at_a_time
 def kernels_of(
     problem: AttentionProblem, gpu: GpuSpec, direction: Direction | None = None
 ) -> tuple[Kernel, ...]:

@@ -23,11 +23,13 @@ from tilegen.model.estimate import Candidate, CostEstimate
 from tilegen.model.footprint import Footprint, footprint, residents
 from tilegen.model.traffic import Traffic, Visits, traffic, visits
 from tilegen.problem import AttentionProblem
+from tilegen.symbolic import one_at_a_time
 
 SMEM_DOUBT, REGISTER_DOUBT = 1.1, 1.6
 """How far past a limit the prediction may lie for a tuner to compile the config and see."""
 
 
+@one_at_a_time
 def propose(
     problem: AttentionProblem, gpu: GpuSpec, *, kernel: Kernel = "fwd", top: int = 10
 ) -> list[Candidate]:

@@ -31,6 +31,7 @@ from tilegen.masks.score_source import ScoreSource, argument_types, score_source
 from tilegen.masks.source import keep_source, ranges_source
 from tilegen.masks.tiles import tile_ranges
 from tilegen.problem import AttentionProblem
+from tilegen.symbolic import one_at_a_time
 
 _TITLES: dict[Kernel, str] = {
     "fwd": "Attention forward: out and lse.",
@@ -77,6 +78,7 @@ class Slices:
     only_exists: str  # "" or ", mask=d_exists[None, :], other=0.0"
 
 
+@one_at_a_time
 def render(
     problem: AttentionProblem,
     config: TileConfig,

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from threading import Lock
 from typing import Any, cast
 
 import torch
-from cachetools import LRUCache
 
 from tilegen.calls import ScoreFunction, score_of
 from tilegen.dispatch import attention
 from tilegen.errors import InvalidProblem
+from tilegen.kept import Kept
 from tilegen.masks.mask import Mask
 from tilegen.masks.packed import packed
 from tilegen.masks.score import Score
@@ -102,14 +101,8 @@ def attention_jagged(
 def _packed_mask(cu_q: torch.Tensor, cu_kv: torch.Tensor, mask: Mask | None, tokens: int) -> Mask:
     """Return the packed mask, made once for the same tensors."""
     key = (id(cu_q), id(cu_kv), mask, tokens.bit_length())
-    with _lock:
-        known = _masks.get(key)
-    if known is None:  # which keeps the ids taken
-        known = packed(cu_q, cu_kv, mask, tokens=tokens), (cu_q, cu_kv)
-        with _lock:
-            _masks[key] = known
-    return known[0]
+    # The tensors are kept too, so that nothing else gets their ids.
+    return _masks.get(key, lambda: (packed(cu_q, cu_kv, mask, tokens=tokens), cu_q, cu_kv))[0]
 
 
-_masks: LRUCache[Any, tuple[Mask, tuple[torch.Tensor, torch.Tensor]]] = LRUCache(MAX_MASKS)
-_lock = Lock()
+_masks: Kept[Any, tuple[Mask, torch.Tensor, torch.Tensor]] = Kept(MAX_MASKS)

@@ -12,6 +12,7 @@ from tilegen import disk, dispatch
 from tilegen.config import BACKWARD, FORWARD, Kernel, TileConfig
 from tilegen.errors import Unsupported
 from tilegen.families import FAMILIES, Direction
+from tilegen.kept import Kept
 from tilegen.problem import AttentionProblem
 from tilegen.reference import attention_reference, make_inputs
 
@@ -141,7 +142,7 @@ def test_more_programs_than_a_grid_holds() -> None:
 
 
 def test_plans_do_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "MAX_PLANS", 3)
+    monkeypatch.setattr(dispatch, "_plans", Kept(3))
     for length in range(1, 8):
         q, k, v = _inputs(f"b1 hq1 hkv1 q{length} kv{length} d16 fp32 full")
         tilegen.attention(q, k, v)
@@ -165,10 +166,9 @@ def small_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     monkeypatch.setattr(dispatch, "kernels_of", chosen)
     monkeypatch.setattr(dispatch, "load_kernel", watched)
-    monkeypatch.setattr(dispatch, "_plans", {})
-    dispatch._kernels.cache_clear()
+    dispatch.forget()
     yield loaded
-    dispatch._kernels.cache_clear()
+    dispatch.forget()
 
 
 def test_small_cache_forward_backward_and_lse(small_cache: list[str]) -> None:

@@ -54,7 +54,7 @@ def test_dilated_masks_regroup_rows_and_columns(
         "_kernels",
         lambda problem, *rest: problems.append(problem) or kernels(problem, *rest),
     )
-    monkeypatch.setattr(dispatch, "_plans", {})
+    dispatch.forget()
     seqlen_q, seqlen_kv = lengths
     q, k, v = leaf(2, 4, seqlen_q, 16), leaf(2, 2, seqlen_kv, 16), leaf(2, 2, seqlen_kv, 16, seed=1)
     out, lse = tilegen.attention(q, k, v, mask=mask, return_lse=True)

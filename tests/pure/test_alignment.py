@@ -51,11 +51,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     monkeypatch.setattr(dispatch, "load_kernel", load_kernel)
     config = TileConfig(block_m=16, block_n=16)
     monkeypatch.setattr(dispatch, "choose", lambda *_, **__: (config, "a test"))
-    dispatch._plans.clear()
-    dispatch._kernels.cache_clear()
+    dispatch.forget()
     yield asked
-    dispatch._plans.clear()
-    dispatch._kernels.cache_clear()
+    dispatch.forget()
 
 
 def dense(width: int = 32, offset: int = 0, dtype: torch.dtype = torch.float16) -> torch.Tensor:

@@ -17,6 +17,7 @@ from tests.problems import PROBLEMS
 from tilegen import emitted, resources
 from tilegen.config import LARGE_CACHE, Kernel, TileConfig, head_dim_chunks
 from tilegen.errors import Unsupported
+from tilegen.kept import Kept
 from tilegen.masks import parse_mask
 from tilegen.problem import AttentionProblem
 from tilegen.render import environment, render
@@ -216,7 +217,7 @@ def test_a_damaged_file_is_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(emitted, "_modules", {})  # what other tests loaded is not read again
+    monkeypatch.setattr(emitted, "_modules", Kept(9))  # what other tests loaded is not read again
     for i, damage in enumerate(("", "x = 1\n", "def launch(", "raise RuntimeError('no')\n")):
         config = replace(CONFIG, num_stages=1 + i)
         path = emitted.write(render(LLAMA, config))

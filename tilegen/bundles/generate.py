@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
 from typing import TYPE_CHECKING
 
 from tilegen.build import CompiledKernel, first_that_fits, nvidia_tool
@@ -121,7 +120,6 @@ class _Builder:
     def __init__(self, folder: Folder, pool: Pool, threads: ThreadPoolExecutor) -> None:
         self._folder, self._pool, self._threads = folder, pool, threads
         self._started: dict[tuple[str, GpuSpec], Future[Binary]] = {}
-        self._sympy = Lock()  # which promises nothing to several threads
 
     def begin(
         self, problem: AttentionProblem, gpu: GpuSpec, directions: Sequence[Direction]
@@ -129,12 +127,9 @@ class _Builder:
         """Start to build the kernels of a problem."""
         choices: list[_Choice] = []
         for direction in directions:
-            with self._sympy:
-                kernels = kernels_of(problem, gpu, direction)
-            for kernel in kernels:
-                with self._sympy:
-                    configs, origin = _configs(problem, gpu, kernel)
-                    first = render(problem, configs[0], kernel)
+            for kernel in kernels_of(problem, gpu, direction):
+                configs, origin = _configs(problem, gpu, kernel)
+                first = render(problem, configs[0], kernel)
                 key = first.digest, gpu
                 if key not in self._started:
                     self._started[key] = self._threads.submit(self._build, first, configs[1:], gpu)
@@ -147,8 +142,7 @@ class _Builder:
         for config in (first.config, *others):
             rendered = first
             if config != first.config:
-                with self._sympy:
-                    rendered = render(first.problem, config, first.kernel)
+                rendered = render(first.problem, config, first.kernel)
             known = self._folder.known(rendered, gpu.arch)
             if known and _is_good(known, gpu):
                 return known

@@ -6,11 +6,12 @@ import inspect
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields, replace
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tilegen import symbolic
 from tilegen.config import COLUMN_KERNELS, Kernel, TileConfig
 from tilegen.errors import InvalidProblem
 from tilegen.masks.mask import Mask, Side
@@ -48,7 +49,8 @@ class BoundKernel:
         if "tiles" in names:
             from tilegen.masks.compiler import predicate  # loads SymPy
 
-            self._keep = predicate(mask.general, self._side)
+            with symbolic.lock:
+                self._keep = predicate(mask.general, self._side)
 
     def given(
         self,
@@ -180,12 +182,10 @@ def realized(mask: Mask, shape: Shape, device: torch.device | str = "cpu") -> Ma
 
 
 _AXIS_NAMES = {"b": "batch", "h": "query heads", "q": "query rows", "k": "key-value columns"}
-_cache: list[ListCache] = []
 
 
+@cache
 def _list_cache() -> ListCache:
-    if not _cache:
-        from tilegen.masks.list_cache import ListCache  # loads SymPy
+    from tilegen.masks.list_cache import ListCache  # loads SymPy
 
-        _cache.append(ListCache())
-    return _cache[0]
+    return ListCache()

@@ -11,6 +11,7 @@ from weakref import ref
 import torch
 from sympy.logic.boolalg import Boolean
 
+from tilegen import symbolic
 from tilegen.masks.shapes import TiledShape
 from tilegen.masks.tile_classes import distinguished
 from tilegen.masks.tile_lists import Side, TileLists, build
@@ -67,7 +68,8 @@ class ListCache:
         with entry.lock:
             if entry.lists is None or not all(map(_is_unchanged, sources, entry.states)):
                 entry.states = tuple(map(_state, sources))
-                entry.lists = build(keep, captured, shape, device=device, side=side)
+                with symbolic.lock:
+                    entry.lists = build(keep, captured, shape, device=device, side=side)
             return entry.lists
 
     def _entry(self, key: Hashable, sources: Sequence[torch.Tensor]) -> _Entry:

@@ -17,6 +17,7 @@ from tilegen.masks.packed import Documents
 from tilegen.masks.score import Score
 from tilegen.masks.symbols import SEQLEN_KV, SEQLEN_Q, B, K, Lookup, Q, captured_name
 from tilegen.masks.values import Lengths, is_checked
+from tilegen.symbolic import one_at_a_time
 
 
 def within_documents(
@@ -58,6 +59,7 @@ def _check_sizes(score: Score, cu_q: torch.Tensor, cu_kv: torch.Tensor) -> None:
                 )
 
 
+@one_at_a_time
 @lru_cache(maxsize=256)
 def _rewritten(text: str, kinds: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
     """Return the text of a score within documents, and which tables it reads after its own."""

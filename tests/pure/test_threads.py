@@ -1,0 +1,212 @@
+"""What a process keeps is bounded and made once, whoever asks; SymPy is asked by one thread."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tilegen
+from tilegen import disk, dispatch, emitted, symbolic, varlen
+from tilegen.config import TileConfig
+from tilegen.device import gpu
+from tilegen.families import kernels_of
+from tilegen.kept import Kept
+from tilegen.masks import parse_mask
+from tilegen.problem import AttentionProblem
+from tilegen.propose import propose
+from tilegen.reference import attention_reference
+from tilegen.render import render
+
+THREADS = 16
+
+
+def together(work: Callable[[int], Any]) -> list[Any]:
+    """Return what 16 threads return that begin at the same time."""
+    start = threading.Barrier(THREADS, timeout=60)
+
+    def one(number: int) -> Any:
+        start.wait()
+        return work(number)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        return list(pool.map(one, range(THREADS)))
+
+
+def test_the_least_recently_used_goes_first() -> None:
+    dropped: list[int] = []
+    kept: Kept[int, int] = Kept(3, dropped.append)
+    for key in (1, 2, 3, 1, 4, 5):
+        assert kept.get(key, lambda key=key: -key) == -key
+    assert dropped == [-2, -3]
+    assert len(kept) == 3
+    kept.clear()
+    assert len(kept) == 0
+
+
+def test_a_value_is_made_once_and_its_error_is_not_kept() -> None:
+    kept: Kept[str, object] = Kept(3)
+    made: list[int] = []
+
+    def make() -> object:
+        made.append(1)
+        return object()
+
+    def fails() -> object:
+        raise ValueError("not now")
+
+    with pytest.raises(ValueError, match="not now"):
+        kept.get("key", fails)
+    assert len(set(map(id, together(lambda _: kept.get("key", make))))) == 1
+    assert len(made) == 1
+
+
+def test_threads_wait_for_no_other_key() -> None:
+    kept: Kept[str, int] = Kept(3)
+    inside, go_on = threading.Event(), threading.Event()
+
+    def slow() -> int:
+        inside.set()
+        assert go_on.wait(60)
+        return 1
+
+    thread = threading.Thread(target=lambda: kept.get("slow", slow))
+    thread.start()
+    assert inside.wait(60)
+    assert kept.get("other", lambda: 2) == 2
+    go_on.set()
+    thread.join()
+    assert kept.get("slow", lambda: 3) == 1
+
+
+def test_a_message_is_said_once_and_messages_are_few(caplog: pytest.LogCaptureFixture) -> None:
+    disk.say_once.cache_clear()
+    with caplog.at_level(logging.WARNING, logger="tilegen"):
+        together(lambda _: disk.say_once("one of many threads"))
+        for i in range(disk.MAX_SAID + 5):
+            disk.say_once(f"message {i}")
+    assert caplog.text.count("one of many threads") == 1
+    assert len(disk.say_once._said) == disk.MAX_SAID
+
+
+def test_symbolic_work_is_done_by_one_thread_at_a_time() -> None:
+    inside: list[int] = []
+
+    @symbolic.one_at_a_time
+    def work(number: int) -> bool:
+        inside.append(number)
+        alone = inside == [number]
+        inside.remove(number)
+        return alone and (number < 0 or work(-1 - number))
+
+    assert all(together(work))
+
+
+def test_tracing_proposing_and_rendering_share_one_lock(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+
+    class Counted:
+        def __enter__(self) -> None:
+            taken.append(1)
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+    monkeypatch.setattr(symbolic, "lock", Counted())
+    problem = AttentionProblem.parse("hq2 hkv2 q64 d16 fp32 causal")
+    h200 = gpu("h200")
+    assert h200 is not None
+    for work in (
+        lambda: tilegen.score(lambda s, b, h, q, k: 2 * s),
+        lambda: tilegen.predicate(lambda b, h, q, k: q > k),
+        lambda: tilegen.softcap(3).then(tilegen.softcap(4)),
+        lambda: propose(problem, h200, top=1),
+        lambda: kernels_of(problem, h200),
+        lambda: render(problem, TileConfig(block_m=16, block_n=16)),
+    ):
+        taken.clear()
+        work()
+        assert taken
+
+
+def test_threads_trace_call_and_pack_alike() -> None:
+    dispatch.forget()
+    varlen._masks.clear()
+    table = torch.rand(2)
+    q, cu = torch.randn(1, 2, 40, 16), torch.tensor([0, 13, 40])
+
+    def score(s: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        return s * table[h] + 0.1 * (q_idx - kv_idx)
+
+    def work(number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        x, packed = q[:, :, : 30 + number % 4], q[0].transpose(0, 1)
+        mask = tilegen.predicate(lambda b, h, q, k: (q - k) % (2 + number % 4) == 0)
+        return (
+            tilegen.attention(x, x, x, score=score, mask=tilegen.causal()),
+            tilegen.attention(x, x, x, mask=mask),
+            tilegen.attention_varlen(packed, packed, packed, cu, mask=parse_mask("causal")),
+        )
+
+    found = together(work)
+    traced = tilegen.score(score)
+    for number, (scored, masked, within) in enumerate(found):
+        x = q[:, :, : 30 + number % 4]
+        expected, _ = attention_reference(x, x, x, mask=tilegen.causal(), score=traced)
+        torch.testing.assert_close(scored, expected)
+        expected, _ = attention_reference(x, x, x, mask=tilegen.dilated(2 + number % 4))
+        torch.testing.assert_close(masked, expected)
+        assert torch.equal(within, found[0][2])
+    assert len(varlen._masks) == 1
+
+
+def test_modules_are_imported_once_and_evicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(emitted, "_modules", Kept(2, emitted._forget))
+    imported: list[Path] = []
+    original = emitted._import
+
+    def counted(path: Path, digest: str) -> Any:
+        imported.append(path)
+        return original(path, digest)
+
+    monkeypatch.setattr(emitted, "_import", counted)
+    problem = AttentionProblem.parse("hq2 hkv2 q64 d16 fp32 causal")
+
+    def load(number: int) -> Any:
+        config = TileConfig(block_m=16 << number % 2, block_n=16)
+        return emitted.load_kernel(problem, config, "fwd", aligned=True)
+
+    modules = together(load)
+    assert len(imported) == len(set(map(id, modules))) == 2
+    last = emitted.load_kernel(problem, TileConfig(block_m=64, block_n=16), "fwd", aligned=True)
+    assert len(emitted._modules) == 2
+    assert sys.modules[last.__name__] is last
+    gone = [one for one in modules[:2] if one.__name__ not in sys.modules]
+    assert len(gone) == 1
+    assert callable(gone[0].launch)
+
+
+def test_plans_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_plans", Kept(3))
+    made: list[int] = []
+    new_plan = dispatch._new_plan
+
+    def counted(q: torch.Tensor, *rest: Any) -> Any:
+        made.append(q.shape[2])
+        return new_plan(q, *rest)
+
+    monkeypatch.setattr(dispatch, "_new_plan", counted)
+    for length in (1, 2, 3, 1, 4, 1, 2):
+        q = torch.zeros(1, 1, length, 16)
+        tilegen.attention(q, q, q)
+    assert made == [1, 2, 3, 4, 2]
+    assert len(dispatch._plans) == 3
