@@ -17,7 +17,9 @@ from tilegen.workers import Pool
 def examine(problem: Problem, pool: Pool | None = None) -> tuple[Outcome, Problem, Outcome]:
     """Return what becomes of a problem, and where it fails a simpler one that fails alike."""
     outcome = attempt(problem, pool)
-    if not outcome.failed or outcome.kind == "crashed timeout":  # each try would take as long
+    if not outcome.failed or outcome.kind.startswith(
+        "crashed timeout"
+    ):  # each try would take as long
         return outcome, problem, outcome
     small = shrink(problem, lambda one: attempt(one, pool).kind == outcome.kind)
     return outcome, small, attempt(small, pool)

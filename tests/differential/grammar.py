@@ -20,8 +20,8 @@ GRAMMAR: dict[str, Productions] = {
         (2, "<2..5> * <int>"),
         (1, "<-9..-1> * <int>"),
         (1, "-<int>"),
-        (1, "(<int> // <2..9>) * (<int> // <2..9>)"),
-        (1, "<2..4> * (<int> // <2..50>)"),
+        (2, "(<int> // <2..9>) * (<int> // <2..9>)"),
+        (3, "<2..4> * (<int> // <2..50>)"),
         (1, "(<int leaf> * <int leaf>)"),
         (1, "(<int leaf> - <int leaf>) ** 2"),
         (2, "(<int>).abs()"),
@@ -214,7 +214,6 @@ GRAMMAR: dict[str, Productions] = {
         (2, "relative_bias(<distances>)"),
         (2, "bias(<bias>)"),
         (1, "temperature(<heads positive>)"),
-        (2, "sinks(<heads floats>)"),
         (1, "score(lambda s, b, h, q, k: s + <float leaf>)"),
     ],
 }

@@ -56,7 +56,7 @@ class Outcome:
     @property
     def kind(self) -> str:
         """What a simpler problem must share to be the same failure."""
-        return self.what if self.what != "crashed" else f"{self.what} {self.detail.split(':')[0]}"
+        return self.what if self.what != "crashed" else f"{self.what} {self.detail[:50]}"
 
     @property
     def failed(self) -> bool:
