@@ -98,18 +98,43 @@ def attention_reference(
     head_dim_qk ** -0.5.
     """
     factor: float = q.shape[-1] ** -0.5 if scale is None else scale
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    softmax = softmax_of(q, k, mask, score, factor)
+    return softmax.weights @ for_each_query_head(v, q), softmax.lse
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """What attention computes before it looks at v."""
+
+    scores: torch.Tensor
+    """q k^T, scaled: (batch, heads, seqlen_q, seqlen_kv), as the next two."""
+    changed: torch.Tensor
+    """What a score makes of them; -inf where the mask drops a pair."""
+    weights: torch.Tensor
+    lse: torch.Tensor
+    """(batch, heads, seqlen_q)."""
+
+
+def softmax_of(
+    q: torch.Tensor, k: torch.Tensor, mask: Mask | None, score: Score | None, scale: float
+) -> Softmax:
+    """Return the weights of all pairs and what they came from, differentiable."""
+    k = for_each_query_head(k, q)
     keep = _dense(full() if mask is None else mask, q, k)
-    scores = q @ k.mT * factor
+    changed = scores = q @ k.mT * scale
     if score is not None and score.form.changes:
-        scores = _changed(score, scores)
-    scores = scores.masked_fill(~keep, float("-inf"))
-    lse = scores.logsumexp(-1)
+        changed = _changed(score, scores)
+    changed = changed.masked_fill(~keep, float("-inf"))
+    lse = changed.logsumexp(-1)
     if score is not None and score.sink_logits is not None:
         lse = torch.logaddexp(lse, score.sink_logits.to(lse)[:, None])
-    weights = (scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp()
-    return weights @ v, lse
+    weights = (changed - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp()
+    return Softmax(scores, changed, weights, lse)
+
+
+def for_each_query_head(rows: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Return keys or values (batch, heads_kv, seqlen_kv, dim) repeated for the heads of q."""
+    return rows.repeat_interleave(q.shape[1] // rows.shape[1], 1)
 
 
 def _changed(score: Score, scores: torch.Tensor) -> torch.Tensor:

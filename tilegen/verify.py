@@ -1,9 +1,9 @@
 """The correctness rule: a kernel may err at most twice as much as PyTorch does in the same
-precision.
+precision, and by what roundings in fp32 may cost.
 
-The reference is computed in fp64. To twice PyTorch's error comes a rounding floor, measured as
-FlashAttention's tests do: twice the change of the reference when 0.3 is added and removed in the
-working precision.
+PyTorch's error is held against a reference in fp64; as in FlashAttention's tests, the change of
+that reference when 0.3 is added and removed in the working precision counts as a part of it. What
+roundings may cost is known for each element: see rounding.py.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from tilegen.reference import (
     torch_attention,
 )
 from tilegen.render import render
+from tilegen.rounding import rounding_floors
 
 REDUCED_LENGTH = 300
 """Ragged for every tile, several tiles of most sizes, and quick in the interpreter."""
@@ -43,14 +44,13 @@ REDUCED_LENGTH = 300
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
-    """One output tensor judged. Errors are maxima of absolute differences."""
+    """One output tensor judged, by its element furthest beyond, or nearest to, what is allowed."""
 
     tensor: str
     ok: bool
     error: float
     allowed: float
     index: tuple[int, ...]
-    """Where the error is largest."""
     found: float
     expected: float
 
@@ -132,20 +132,13 @@ def check(
     """Run rendered kernels on given inputs and judge every output."""
     factor: float = inputs.q.shape[-1] ** -0.5 if scale is None else scale
     found = run(kernels, inputs, factor, mask=mask, score=score)
-    expected = _reference(inputs.to(torch.float64), mask, score, factor)
+    wide = inputs.to(torch.float64)
+    expected = _reference(wide, mask, score, factor)
     ways = (True,) if score else (False, True)
     own = [_torch_result(inputs, mask, score, factor, plain=plain) for plain in ways]
-    lse = expected["lse"]
-    largest = float(lse[lse.isfinite()].abs().max()) if lse.isfinite().any() else 0.0
+    floors = rounding_floors(wide, mask=mask, score=score, scale=factor)
     return tuple(
-        judge(
-            name,
-            found[name],
-            expected[name],
-            [result[name] for result in own],
-            # A backward computes weights again, from an lse rounded to fp32.
-            relative=ROUNDINGS * EPS * largest if name in ("dq", "dk", "dv") else 0.0,
-        )
+        judge(name, found[name], expected[name], [result[name] for result in own], floors[name])
         for name in found
     )
 
@@ -252,50 +245,39 @@ def _torch_result(
     return {"out": out.detach(), "lse": lse, "dq": dq, "dk": dk, "dv": dv}
 
 
-ROUNDINGS = 1.5
-"""Kernels keep the row maximum in base 2: scaling to it, scaling back and the sum each round once
-more than PyTorch does, by half a unit in the last place."""
-EPS = torch.finfo(torch.float32).eps
-
-
 def judge(
     name: str,
     found: torch.Tensor,
     expected: torch.Tensor,
     own: Sequence[torch.Tensor],
-    *,
-    relative: float = 0.0,
+    floor: torch.Tensor | float = 0.0,
 ) -> Check:
     """Judge one output. `own` is PyTorch's, computed its different ways: the larger error counts.
 
-    `relative` is the part of the largest value that rounding alone may cost.
-
     In fp32 they differ by more than twice each other's error, by nothing but summation order. One
-    that is not finite where the reference is says nothing.
+    that is not finite where the reference is says nothing. `floor` is what roundings in fp32 may
+    cost each element, from `rounding_floors`.
     """
     if found.shape != expected.shape:
         raise WrongResult(f"{name} must have shape {expected.shape}, got {found.shape}")
     wide, dtype = torch.float64, own[0].dtype
-    target = expected.to(wide)
-    rounded = expected.to(dtype)
-    floor = 2 * _distance((rounded + 0.3) - 0.3, rounded).max().to(wide)
-    relative = ROUNDINGS * EPS if name == "lse" else relative
-    if relative and target.isfinite().any():
-        floor += relative * target[target.isfinite()].abs().max()
+    target, rounded = expected.to(wide), expected.to(dtype)
     distances = [float(_distance(one.to(wide), target).max()) for one in own]
-    allowed = 2 * max(filter(math.isfinite, distances), default=0.0) + float(floor)
+    once = max(filter(math.isfinite, distances), default=0.0)
+    once += float(_distance((rounded + 0.3) - 0.3, rounded).max())
+    allowed = (torch.as_tensor(floor, dtype=wide).nan_to_num(0.0) + 2 * once).expand_as(target)
     errors = _distance(found.to(wide), target)
-    worst = int(errors.argmax())
+    worst = int((errors - allowed.to(errors)).argmax())
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), errors.shape))
-    error = float(errors.flatten()[worst])
+    error, limit = float(errors[index]), float(allowed[index])
     return Check(
         tensor=name,
-        ok=math.isfinite(error) and error <= allowed,
+        ok=math.isfinite(error) and error <= limit,
         error=error,
-        allowed=allowed,
+        allowed=limit,
         index=index,
-        found=float(found.flatten()[worst]),
-        expected=float(expected.flatten()[worst]),
+        found=float(found[index]),
+        expected=float(expected[index]),
     )
 
 

@@ -29,6 +29,7 @@ from tilegen.masks.score import (
 )
 from tilegen.problem import AttentionProblem
 from tilegen.reference import attention_reference, make_inputs
+from tilegen.rounding import rounding_floors
 from tilegen.verify import judge, require
 
 
@@ -44,6 +45,9 @@ def gradients_agree(
     """Check out, lse and every gradient of a loss in both; return those of the leaves."""
     x = make_inputs(AttentionProblem.parse(text))
 
+    def lse_grad(dtype: torch.dtype) -> torch.Tensor:
+        return torch.linspace(-1, 1, x.q[..., 0].numel(), dtype=dtype).view(x.q.shape[:3])
+
     def results(dtype: torch.dtype | None) -> list[torch.Tensor]:
         """Of tilegen, or with a dtype of the reference."""
         qkv = [t.detach().to(dtype or t.dtype) for t in (x.q, x.k, x.v)]
@@ -55,16 +59,24 @@ def gradients_agree(
             attend = lambda *a, **o: tilegen.attention(*a, return_lse=True, **o)  # noqa: E731
         out, lse = attend(*qkv, mask=mask, score=made(own), scale=scale)
         kept = lse.masked_fill(lse == -INF, 0.0)
-        weights = torch.linspace(-1, 1, kept.numel(), dtype=kept.dtype).view(kept.shape)
-        loss = (out * x.dout.to(out.dtype)).sum().to(kept.dtype) + (kept * weights).sum()
+        weighted = (kept * lse_grad(kept.dtype)).sum()
+        loss = (out * x.dout.to(out.dtype)).sum().to(kept.dtype) + weighted
         return [out, lse, *torch.autograd.grad(loss, wanted)]
 
     found, expected, own = results(None), results(torch.float64), results(x.q.dtype)
     names = ["out", "lse", *(f"leaf {i}" for i in range(len(leaves))), "dq", "dk", "dv"]
-    # The sums of tile gradients take another order than PyTorch's, so that both may err as much.
+    wide = [t.detach().to(torch.float64).requires_grad_() for t in leaves]
+    floors = rounding_floors(
+        x.to(torch.float64),
+        mask=mask,
+        score=made(wide),
+        scale=x.q.shape[-1] ** -0.5 if scale is None else scale,
+        lse_grad=lse_grad(torch.float64),
+        leaves=wide,
+    )
     require(
         tuple(
-            judge(name, a.detach(), b.detach(), [c.detach()], relative=3e-6)
+            judge(name, a.detach(), b.detach(), [c.detach()], floors[name])
             for name, a, b, c in zip(names, found, expected, own, strict=False)
         )
     )

@@ -21,6 +21,18 @@ def test_twice_pytorchs_error_is_allowed_and_no_more() -> None:
     assert judge("out", EXPECTED + 0.021, EXPECTED, [own(0.001), own(0.011)]).ok
 
 
+def test_what_roundings_may_cost_comes_on_top_for_each_element() -> None:
+    floor = torch.zeros_like(EXPECTED)
+    floor[3] = 0.5
+    found = EXPECTED.clone()
+    found[3] += 0.519
+    assert judge("out", found, EXPECTED, [own(0.01)], floor).ok
+    found[4] += 0.021
+    check = judge("out", found, EXPECTED, [own(0.01)], floor)
+    assert (check.ok, check.index) == (False, (4,))
+    assert check.allowed == pytest.approx(0.02, abs=1e-6)
+
+
 def test_nan_passes_on_neither_side() -> None:
     nan = torch.full_like(EXPECTED, float("nan"))
     assert not judge("dq", nan, EXPECTED, [own(0.01)]).ok
