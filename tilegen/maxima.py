@@ -39,7 +39,7 @@ def _panel(scores: torch.Tensor, first: int, seqlen_q: int, changes: Changes) ->
     )
     q = q + first
     if changes.score is not None:
-        from tilegen.masks.dense import evaluate
+        from tilegen.masks.evaluation import evaluate
 
         captured = [one.to(scores.device) for one in changes.captured]
         scores = evaluate(
