@@ -117,7 +117,10 @@ def _layouts(block_mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
         if counts is None or indices is None:
             return found
         listed = torch.arange(indices.shape[-1], device=like.device) < counts[..., None]
-        return found.scatter(-1, indices.long(), listed) if indices.numel() else found
+        # What lies beyond the count may name a listed block again: it goes into a column of its
+        # own.
+        columns = torch.where(listed, indices.long(), found.shape[-1])
+        return torch.nn.functional.pad(found, (0, 1)).scatter(-1, columns, True)[..., :-1]
 
     return (
         layout(block_mask.kv_num_blocks, block_mask.kv_indices),
@@ -126,7 +129,8 @@ def _layouts(block_mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _same_blocks(inside: Mask, block_mask: Any, visited: torch.Tensor, whole: torch.Tensor) -> bool:
-    """Whether a mask leaves exactly the blocks that are listed."""
+    """Whether a mask leaves exactly the blocks that are listed, and keeps all of those listed as
+    whole, in which its mask_mod is not asked."""
     from tilegen.masks.binding import tensors_of
     from tilegen.masks.compiler import predicate as predicate_of
     from tilegen.masks.shapes import Shape
@@ -146,12 +150,14 @@ def _same_blocks(inside: Mask, block_mask: Any, visited: torch.Tensor, whole: to
         side="rows",
     )
     each = (lists.batch, lists.heads, rows)
-    counts = lists.starts.diff().view(*each, 2)
-    found = torch.zeros((*each, columns), dtype=torch.bool, device=visited.device)
-    row = torch.arange(counts[..., 0].numel(), device=visited.device)
-    per_row = counts.sum(-1).flatten()
-    found.view(-1, columns)[torch.repeat_interleave(row, per_row), lists.tiles.long()] = True
-    return torch.equal(found.expand_as(visited), visited) and bool((whole <= visited).all())
+    counts = lists.starts.diff()  # of every row its full tiles, then its partial ones
+    segment = torch.repeat_interleave(torch.arange(len(counts), device=visited.device), counts)
+    live, full = (
+        torch.zeros((*each, columns), dtype=torch.bool, device=visited.device) for _ in range(2)
+    )
+    live.view(-1, columns)[segment // 2, lists.tiles.long()] = True
+    full.view(-1, columns)[segment // 2, lists.tiles.long()] = segment % 2 == 0
+    return torch.equal(live.expand_as(visited), visited) and bool((whole <= full).all())
 
 
 def _check_lengths(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> None:

@@ -170,6 +170,27 @@ def test_a_block_mask_with_a_layout_of_its_own() -> None:
     require_same(tilegen.flex_attention(q, k, v, block_mask=block_mask), expected, [q, k, v])
 
 
+def test_a_block_mask_whose_unused_indices_name_listed_blocks() -> None:
+    """Hand-made ones are padded with zeros; a block listed as whole keeps what its mask_mod
+    drops."""
+    counts = torch.tensor([[[1, 2, 2]]], dtype=torch.int32)
+    indices = torch.tensor([[[[0, 0, 0], [0, 1, 0], [2, 0, 0]]]], dtype=torch.int32)
+    keep = torch.zeros(48, 48, dtype=torch.bool)
+    for row, column in ((0, 0), (1, 0), (1, 1), (2, 2), (2, 0)):
+        keep[16 * row : 16 * row + 16, 16 * column : 16 * column + 16] = True
+    q = torch.randn(1, 1, 48, 16, generator=torch.Generator().manual_seed(0))
+    for whole in (False, True):
+        empty = (torch.zeros_like(counts), indices)
+        partial, full = (empty, (counts, indices)) if whole else ((counts, indices), empty)
+        block_mask = BlockMask.from_kv_blocks(
+            *partial, *full, BLOCK_SIZE=16, mask_mod=lambda b, h, q, k: q >= k
+        )
+        out = tilegen.flex_attention(q, q, q, block_mask=block_mask)
+        kept = keep if whole else keep.tril()
+        expected = torch.nn.functional.scaled_dot_product_attention(q, q, q, attn_mask=kept)
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
 def test_what_flex_attention_cannot_do_is_said_in_a_line() -> None:
     q, k = leaf(1, 4, 20, 16), leaf(1, 2, 20, 16)
     with pytest.raises(InvalidProblem, match="enable_gqa=True"):
