@@ -8,6 +8,7 @@ from numbers import Real
 from typing import Any
 
 import torch
+from cachetools.keys import hashkey
 
 from tilegen.errors import InvalidProblem
 from tilegen.execution import Changes
@@ -64,7 +65,7 @@ def call_key(q: Any, k: Any, v: Any, changes: Changes) -> Any:
             f"mask must be a tilegen mask such as tilegen.causal(), got {type(mask).__name__}"
         )
     try:
-        return (
+        return hashkey(  # which is hashed once
             *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
             *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
             (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16,
@@ -148,11 +149,11 @@ def autocast(x: Any, dtype: torch.dtype) -> Any:
 
 def is_narrow(q: Any, k: Any, v: Any) -> bool:
     """Whether head dims that fit together are less than kernels need."""
-    return (
-        all(isinstance(one, torch.Tensor) and one.ndim == 4 and one.shape[3] for one in (q, k, v))
-        and q.shape[3] == k.shape[3]
-        and min(q.shape[3], v.shape[3]) < MIN_HEAD_DIM
-    )
+    try:
+        width, values = q.shape[3], v.shape[3]
+        return 0 < min(width, values) < MIN_HEAD_DIM and width == k.shape[3]
+    except (AttributeError, IndexError):  # no tensors of four dimensions, which others refuse
+        return False
 
 
 def widened(x: torch.Tensor) -> torch.Tensor:

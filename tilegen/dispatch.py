@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from threading import RLock
 from typing import Any, Literal, overload
 
 import torch
@@ -50,7 +51,7 @@ from tilegen.store import current_versions, look_up
 
 _FULL = full()
 MAX_PLANS = 4096
-MAX_LOADED = 1024  # problems whose kernels are at hand
+MAX_LOADED = 1024
 MAX_PROGRAMS = 2**31 - 1  # CUDA's limit on a one-dimensional grid
 TUNE_SECONDS = 30.0  # per kernel, where TILEGEN_TUNE=1 lets a call tune
 INTERPRETED_GPU = "h200"  # whose tiles the interpreter runs, having no GPU of its own
@@ -287,7 +288,8 @@ class _Kernels:
         self._problem = problem
         self._device = device
         self.aligned = aligned
-        self._passes: Kept[Direction, tuple[dict[Kernel, BoundKernel], int]] = Kept(2)
+        self._passes: dict[Direction, tuple[dict[Kernel, BoundKernel], int]] = {}
+        self._lock = RLock()
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, changes: Changes
@@ -309,7 +311,9 @@ class _Kernels:
         """Return the gradients; `saved` are q, k, v, out and lse."""
         q, k, v, out, lse = saved
         trained = self._problem.score.trained if self._problem.score else ()
-        gradients = {slot: _zeros(changes.captured[slot]) for slot in trained}
+        # Dense, as kernels need them, whatever the strides of what is trained.
+        sizes = {slot: changes.captured[slot].shape for slot in trained}
+        gradients = {slot: q.new_zeros(size, dtype=torch.float32) for slot, size in sizes.items()}
         captured = {slot: gradients[slot] for slot in wanted.captured}
         reads = score_tensors(changes.captured, None, gradients)
         launches, panel_rows = self._launches("backward", changes, reads, q, k)
@@ -340,20 +344,21 @@ class _Kernels:
     ) -> tuple[dict[Kernel, passes.Launch], int]:
         """Return the launches of a pass, given what mask and score read, and the rows of its
         panels."""
-        kernels, panel_rows = self._passes.get(direction, lambda: self._load(direction))
+        kernels, panel_rows = self._passes.get(direction) or self._load(direction)
         shape = Shape.of(q, k)
         made: Made = {}
-        given: dict[Kernel, passes.Launch] = {
-            name: one.given(changes.mask, shape, self._device, reads, made)
-            for name, one in kernels.items()
-        }
-        return given, panel_rows
+        read = (changes.mask, shape, self._device, reads, made)
+        return {name: one.given(*read) for name, one in kernels.items()}, panel_rows
 
     def _load(self, direction: Direction) -> tuple[dict[Kernel, BoundKernel], int]:
         """Choose and load the kernels of a pass; return them and the rows of its panels."""
         spec = _spec(self._device)
-        kernels = self._from_bundle(spec, direction) or self._compiled_here(spec, direction)
-        return kernels, passes.rows_for(self._problem, spec, direction)
+        with self._lock:
+            if direction not in self._passes:
+                found = self._from_bundle(spec, direction) or self._compiled_here(spec, direction)
+                rows = passes.rows_for(self._problem, spec, direction)
+                self._passes[direction] = found, rows
+            return self._passes[direction]
 
     def _compiled_here(self, spec: GpuSpec, direction: Direction) -> dict[Kernel, BoundKernel]:
         may_tune = self._device.type == "cuda"
@@ -377,11 +382,6 @@ class _Kernels:
         if self._device.type == "cpu" or self._device.index == torch.cuda.current_device():
             return contextlib.nullcontext()
         return torch.cuda.device(self._device)
-
-
-def _zeros(like: torch.Tensor) -> torch.Tensor:
-    """Return fp32 zeros of a shape, dense as kernels need them, whatever the strides of `like`."""
-    return torch.zeros(like.shape, dtype=torch.float32, device=like.device)
 
 
 def _kernels(problem: AttentionProblem, device: torch.device, aligned: bool) -> _Kernels:

@@ -130,8 +130,9 @@ class _Attention(torch.autograd.Function):
             out, lse = kernels.forward(q, k, v, scale, changes)
         # What mask and score read is saved too, for autograd to refuse what has changed since.
         sources = (one for value in changes.mask.values for one in value.sources)
-        read = (one for one in (*sources, *changes.captured) if not one.is_inference())
-        ctx.save_for_backward(q, k, v, out, lse, *read)
+        sinks = () if changes.sinks is None else (changes.sinks,)
+        read = (*sources, *changes.captured, *sinks)
+        ctx.save_for_backward(q, k, v, out, lse, *(x for x in read if not x.is_inference()))
         ctx.set_materialize_grads(False)
         ctx.scale, ctx.changes, ctx.kernels = scale, changes, kernels
         return out, lse

@@ -30,9 +30,10 @@ class Kept(Generic[K, V]):
         """Return the value of a key, which `make` makes where there is none. What it raises is
         passed on, and nothing kept."""
         with self._lock:
-            if key in self._values:
+            try:
                 return self._values[key]
-            making = self._making.setdefault(key, RLock())
+            except KeyError:
+                making = self._making.setdefault(key, RLock())
         with making:
             with self._lock:
                 if key in self._values:  # another thread has made it meanwhile

@@ -31,7 +31,8 @@ def step_of(mask: Mask, score: Score | None) -> int:
     steps = [part.step for part in parts if isinstance(part, Dilated)]
     if len(steps) != 1 or (score and re.search(r"\b(b|q|k|seqlen_q|seqlen_kv)\b", score.text)):
         return 1
-    return steps[0] if all(_within_group(part, steps[0]) is not None for part in parts) else 1
+    within = (_within_group(part, steps[0]) for part in parts)
+    return 1 if any(part is None for part in within) else steps[0]
 
 
 def grouped_mask(mask: Mask, step: int, seqlen_kv: int, groups: int, device: Any) -> Mask:
