@@ -60,3 +60,14 @@ def test_gradients_are_refused_where_a_mask_has_changed_since_the_forward() -> N
     limits.zero_()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
+
+
+def test_gradients_are_refused_where_a_score_has_changed_since_the_forward() -> None:
+    for make in (tilegen.sinks, tilegen.alibi):
+        q, k, v = inputs()
+        read = torch.ones(2, requires_grad=True)
+        out = tilegen.attention(q, k, v, score=make(read))
+        with torch.no_grad():
+            read.zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
