@@ -36,6 +36,8 @@ from tilegen.reference import attention_reference, dense_mask, make_inputs
 from tilegen.render import render
 from tilegen.verify import check, require, run
 
+pytestmark = pytest.mark.portable
+
 WHOLE_HEADS: dict[Kernel, TileConfig] = {
     "fwd": TileConfig(block_m=32, block_n=32),
     "bwd_preprocess": TileConfig(block_m=64, block_n=16),

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import stat
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -217,12 +216,10 @@ def test_own_file_is_set_aside_and_the_next_location_answers(
     kind = stat.S_IFMT(file.lstat().st_mode)
     message, movable = HOSTILE[name][1:]
     where = [own(tmp_path / "own"), place(tmp_path / "shipped", RECORD, "shipped")]
-    started = time.monotonic()
     for _ in range(3):
         found = look_up(PROBLEM, H200, "fwd", where=where)
         assert found is not None
         assert found.origin == "shipped"
-    assert time.monotonic() - started < 2
     (warning,) = caplog.messages
     assert str(file) in warning
     assert message in warning

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from benchmarks.rows import append, read
 from benchmarks.study import experiments, verdicts
 from benchmarks.study.experiments import EXPERIMENTS, Case
 from benchmarks.summary import summarise
+from tests.clock import Clock
 from tilegen.config import SLICED
 from tilegen.device import gpu
 from tilegen.model.hierarchy import levels
@@ -230,18 +230,18 @@ def test_failing_cases_and_the_end_of_time_keep_what_was_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     broken = replace(ONE, experiment="E6", group="broken")
-    late = replace(ONE, group="late")
+    late, clock = replace(ONE, group="late"), Clock()
 
     def profile(case: Case, *, timeout: float) -> list[Counted]:
         if case is broken:
             raise RuntimeError("ncu counted nothing")
-        time.sleep(0.6)
+        clock.sleep(0.6)
         return parse(recorded(case))
 
     monkeypatch.setattr(io_counters, "profile", profile)
-    deadline = time.monotonic() + 0.5
+    clock.replaces_time_of("benchmarks.io_counters", monkeypatch)
     todo = [broken, ONE, late]
-    assert not io_counters.run_all(todo, H200, tmp_path, deadline=deadline)
+    assert not io_counters.run_all(todo, H200, tmp_path, deadline=0.5)
     assert "ncu counted nothing" in (said := capsys.readouterr().out)
     assert "time is over, 1 cases left" in said
     assert [row["verdict"] for row in read(tmp_path / "rows.csv")] == ["pass", "pass"]

@@ -109,9 +109,7 @@ def test_slow_launches_run_as_often_as_asked_then_stop() -> None:
 
 def test_very_slow_launch_is_cut_off() -> None:
     timer = Recorded([10.0], sleep=0.05)
-    started = time.monotonic()
     found = measure(lambda: None, min_repeats=1000, seconds=0.01, timer=timer)
-    assert time.monotonic() - started < 5
     assert found.status == "ok"
     assert found.repeats == 1
 

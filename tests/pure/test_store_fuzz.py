@@ -10,7 +10,6 @@ import os
 import pickle
 import random
 import subprocess
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -143,7 +142,7 @@ def test_none_does_harm_and_each_is_put_aside_by_name(
         files.append(file)
     (first / "h200" / "fwd" / "secret.txt").unlink(missing_ok=True)  # of a link, once is enough
 
-    harmless, started = 0, time.monotonic()
+    harmless = 0
     for n, file in enumerate(files):
         caplog.clear()
         found = look_up(problem(n), H200, "fwd", where=where)
@@ -160,7 +159,6 @@ def test_none_does_harm_and_each_is_put_aside_by_name(
         aside = origin == "own" and "set aside as" in warning
         assert os.path.lexists(file) != aside
         assert os.path.lexists(file.with_name(f"{file.name}.broken")) == aside
-    assert time.monotonic() - started < 60
     assert len(files) - harmless >= 1000, "so many of them are broken"
     assert list((tmp_path / "work").iterdir()) == []
     outside = {path.name for path in tmp_path.iterdir()}
@@ -197,9 +195,7 @@ def test_hostile_files_of_trials(tmp_path: Path, caplog: pytest.LogCaptureFixtur
             log.file.rename(log.file.with_name("folder"))
         log.file.unlink(missing_ok=True)
         make(log.file)
-        started = time.monotonic()
         assert log.read() == {}
-        assert time.monotonic() - started < 5
     merged = TrialLog(tmp_path / "b", "h200", "fwd", PROBLEM, CONDITIONS)
     caplog.clear()
     merged.read()

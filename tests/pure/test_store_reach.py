@@ -6,7 +6,7 @@ import logging
 import os
 import subprocess
 import sys
-import time
+import threading
 from pathlib import Path
 
 import pytest
@@ -58,20 +58,18 @@ def test_a_server_that_never_answers_costs_one_warning(
     monkeypatch.setattr(reach, "ANSWER_SECONDS", 0.5)
     with silent_server() as (address, connections):
         where = [shared(f"{address}/x"), place(tmp_path / "shipped", RECORD, "shipped")]
-        started = time.monotonic()
         for _ in range(20):
             found = look_up(PROBLEM, H200, "fwd", where=where)
             assert found is not None
             assert found.origin == "shipped"
-        assert time.monotonic() - started < 5
         assert len(connections) <= 2, "it is not asked again and again"
         (message,) = caplog.messages
         assert f"record location '{address}/x' did not answer within 0.5 s" in message
         # Another process of this machine knows, and does not wait either.
         monkeypatch.setattr(reach, "_down", {})
-        started = time.monotonic()
+        before = len(connections)
         assert look_up(PROBLEM, H200, "fwd", where=where) is not None
-        assert time.monotonic() - started < 0.4
+        assert len(connections) == before
         # Where all ranks must agree, it is asked all the same.
         before = len(connections)
         with pytest.raises(Unreachable, match="did not answer"):
@@ -86,17 +84,15 @@ def test_a_server_that_never_answers_costs_one_warning(
 
 def test_a_process_with_a_hanging_request_can_end(tmp_path: Path) -> None:
     code = (
-        "import sys, time\n"
+        "import threading\n"
         "from tilegen.store import reach\n"
-        "try:\n    reach.ask('x://y', lambda: time.sleep(60), seconds=0.2)\n"
+        "try:\n    reach.ask('x://y', threading.Event().wait, seconds=0.2)\n"
         "except reach.Unreachable as error:\n    print(error)\n"
     )
-    started = time.monotonic()
     result = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert result.stdout == "did not answer within 0.2 s\n"
-    assert time.monotonic() - started < 20
 
 
 @pytest.mark.parametrize(
@@ -148,18 +144,17 @@ def test_a_hanging_network_folder_costs_one_warning(
 ) -> None:
     hanging = place(tmp_path / "net", RECORD, "shared")
     monkeypatch.setattr(reach, "ANSWER_SECONDS", 0.2)
-    real = Path.is_dir
+    real, release = Path.is_dir, threading.Event()
 
     def is_dir(self: Path) -> bool:
         if self == tmp_path / "net":
-            time.sleep(30)
+            release.wait()
         return real(self)
 
     monkeypatch.setattr(Path, "is_dir", is_dir)
-    started = time.monotonic()
     for _ in range(5):
         assert look_up(PROBLEM, H200, "fwd", where=[hanging]) is None
-    assert time.monotonic() - started < 3
+    release.set()
     assert len(caplog.messages) == 1
 
 
@@ -229,7 +224,5 @@ def test_listing_a_silent_server_ends_soon(
     pytest.importorskip("aiohttp", reason="needs the package aiohttp; pip install 'tilegen[dev]'")
     monkeypatch.setattr(reach, "ANSWER_SECONDS", 0.3)
     with silent_server() as (address, _):
-        started = time.monotonic()
         assert list(list_records([shared(address)])) == []
-        assert time.monotonic() - started < 3
     assert "did not answer within 0.3 s; passed over" in caplog.text
