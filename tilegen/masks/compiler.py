@@ -20,6 +20,7 @@ they never fall.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -46,6 +47,8 @@ from tilegen.masks.symbols import (
 
 MAX_CONJUNCTIONS = 16
 """Of a predicate in disjunctive normal form; one with more goes to tile lists."""
+MAX_EXPANDED = 256
+"""Conjunctions before equal ones are joined: more are not even written down."""
 
 
 @dataclass(frozen=True)
@@ -112,12 +115,27 @@ def depends_on(mask: Mask) -> frozenset[sympy.Symbol]:
 _predicate = lru_cache(maxsize=256)(predicate)
 
 
-@lru_cache(maxsize=256)
 def stream_sets(mask: Mask, side: Side) -> StreamSets:
     """Return the live and the dropped intervals of a stationary tile [FIRST, LAST], in closed form.
 
     Raises Unsupported for what is not a combination of affine comparisons, naming the term.
     """
+    found = _solved(mask, side)
+    if isinstance(found, str):
+        raise Unsupported(found)
+    return found
+
+
+@lru_cache(maxsize=512)
+def _solved(mask: Mask, side: Side) -> StreamSets | str:
+    """Return the sets, or why there are none: asked for every tile, found out once."""
+    try:
+        return _solve_sets(mask, side)
+    except Unsupported as refusal:
+        return str(refusal)
+
+
+def _solve_sets(mask: Mask, side: Side) -> StreamSets:
     stationary, streamed, length = (Q, K, SEQLEN_KV) if side == "rows" else (K, Q, SEQLEN_Q)
     keep = _predicate(mask, side)
     rising = {captured_name(slot, "bool") for slot, value in enumerate(mask.values) if value.rising}
@@ -158,11 +176,18 @@ def _disjunctive_normal_form(keep: Boolean) -> list[list[sympy.Expr]]:
         lambda node: sympy.Or(node.lhs < node.rhs, node.lhs > node.rhs),
     )
     keep = keep.replace(lambda node: isinstance(node, Relational), _without_choices)
+    for atom in keep.atoms(Relational):  # before anything is expanded
+        for expression in _at_least_zero(atom):
+            for symbol in (Q, K):
+                _check_linear(expression, symbol)
+    too_many = f"expected a mask of at most {MAX_CONJUNCTIONS} conjunctions, got {keep}"
+    if _conjunctions(keep, True) > MAX_EXPANDED:
+        raise Unsupported(too_many)
     normal = to_dnf(keep, simplify=False)
     if normal == sympy.false:
         return []
     if len(sympy.Or.make_args(normal)) > MAX_CONJUNCTIONS:
-        raise Unsupported(f"expected a mask of at most {MAX_CONJUNCTIONS} conjunctions, got {keep}")
+        raise Unsupported(too_many)
     return [
         [
             expression
@@ -171,6 +196,24 @@ def _disjunctive_normal_form(keep: Boolean) -> list[list[sympy.Expr]]:
         ]
         for conjunction in sympy.Or.make_args(normal)
     ]
+
+
+def _conjunctions(keep: Boolean, holds: bool) -> int:
+    """Return how many conjunctions a predicate, or its negation, is expanded to."""
+    match keep:
+        case sympy.Not():
+            return _conjunctions(keep.args[0], not holds)
+        case sympy.And() | sympy.Or():
+            counts = [_conjunctions(part, holds) for part in keep.args]
+            return sum(counts) if isinstance(keep, sympy.Or) == holds else math.prod(counts)
+        case _:
+            return 1
+
+
+def _check_linear(expression: sympy.Expr, symbol: sympy.Symbol) -> None:
+    """Raise Unsupported unless the symbol stands in integer multiples and look-ups alone."""
+    others = {found: sympy.Dummy() for found in expression.atoms(Lookup)}
+    _coefficient(expression.xreplace(others), symbol)
 
 
 def _without_choices(atom: Boolean) -> Boolean:

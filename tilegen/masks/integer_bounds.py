@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import reduce
 from itertools import product
 from typing import Any
@@ -25,11 +24,15 @@ INT32: Bounds = (-(2**31), 2**31 - 1)
 ANYTHING: Bounds = (-(2**63), 2**63 - 1)
 
 
-def bounds(expr: Any, known: Mapping[Any, Bounds]) -> Bounds:
+def bounds(expr: Any, known: dict[Any, Bounds]) -> Bounds:
     """Return bounds of a prepared integer expression; `known` are those of symbols, and by name
-    those of captured tensors' elements."""
-    if expr in known:
-        return known[expr]
+    those of captured tensors' elements. What is found is added to it."""
+    if expr not in known:
+        known[expr] = _bounds(expr, known)
+    return known[expr]
+
+
+def _bounds(expr: Any, known: dict[Any, Bounds]) -> Bounds:
     parts = [bounds(arg, known) for arg in expr.args] if _is_arithmetic(expr) else []
     match expr:
         case sympy.Integer():

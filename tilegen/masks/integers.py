@@ -109,6 +109,8 @@ def exact(expr: sympy.Basic) -> sympy.Basic:
     if isinstance(expr, sympy.Add) and not is_int(expr):
         return _sum(expr)
     args = [exact(arg) for arg in expr.args]
+    if args == list(expr.args) and not isinstance(expr, (sympy.Mul, sympy.Pow)):
+        return expr  # SymPy takes long to make maxima again
     if isinstance(expr, (sympy.Mul, sympy.Pow)) and not is_int(expr):
         # Squares of distances would leave 32 bits: multiply them as floats.
         integers = [arg for arg in args if not arg.is_Number and is_int(arg)]

@@ -58,7 +58,8 @@ def listed_ranges(mask: Mask, side: Side, shape: TiledShape) -> TileRanges:
 
 def _tiles(mask: Mask, shape: TiledShape) -> tuple[Flags, Flags]:
     """Return which tiles (batch, heads, rows, columns) keep anything, and which keep all."""
-    for side in FINE:
+    short = max(shape.seqlen_q, shape.seqlen_kv) <= LONGEST  # one list of the finest serves all
+    for side in FINE[-1:] if short else FINE:
         fine = shape.tiled(side, side)
         fits = not (shape.block_m % side or shape.block_n % side)
         if fits and fine.rows * fine.columns <= MAX_FINE:
@@ -68,7 +69,7 @@ def _tiles(mask: Mask, shape: TiledShape) -> tuple[Flags, Flags]:
     return _built(mask, shape)
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=12)
 def _built(mask: Mask, shape: TiledShape) -> tuple[Flags, Flags]:
     """Return the same as `_tiles`, from lists."""
     mask = realized(typical(mask), shape)

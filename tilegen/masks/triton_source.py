@@ -13,6 +13,7 @@ for small and for large arguments.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import reduce
 from typing import Any
@@ -60,6 +61,14 @@ _BITWISE = {BitAnd: "&", BitOr: "|", BitXor: "^"}
 _RELATIONS = RELATIONS | {sympy.Ge: ">=", sympy.Gt: ">"}
 
 
+def _count(expr: sympy.Basic, uses: Counter[sympy.Basic]) -> None:
+    """Count in how many places of expressions each part stands."""
+    uses[expr] += 1
+    if uses[expr] == 1:
+        for part in expr.args[1:] if isinstance(expr, Lookup) else expr.args:
+            _count(part, uses)
+
+
 class Writer:
     """Writes expressions; whatever needs a name becomes a statement first."""
 
@@ -80,29 +89,23 @@ class Writer:
         self._stem = stem
         self._precise = precise
         self._known: dict[sympy.Basic, Bounds] = KNOWN | loads.bounds
-        self._wide: set[sympy.Basic] = {B, H}
+        self._shared: set[sympy.Basic] = set()
+        self._named: dict[tuple[sympy.Basic, bool], str] = {}
         self._written: dict[str, str] = {}
         self._double = False
 
     def sources(self, exprs: Mapping[str, sympy.Basic]) -> dict[str, str]:
         """Write what expressions of `prepared`'s kind share, and return their sources: conditions
         or fp32 values. Raises Unsupported."""
-        shared, reduced = sympy.cse(
-            [prepared(expr) for expr in exprs.values()],
-            symbols=sympy.numbered_symbols("common"),
-            optimizations=[],
-            order="canonical",
-            ignore=self.loads.doubles,  # which are computed in double in comparisons alone
-        )
-        typed: dict[sympy.Basic, sympy.Basic] = {}
-        for symbol, value in shared:
-            value = value.xreplace(typed)
-            typed[symbol] = self._share(symbol, value)
-        found: dict[str, str] = {}
-        for name, value in zip(exprs, reduced, strict=True):
-            value = value.xreplace(typed)
-            found[name] = self._inside(value, LOWEST) if is_condition(value) else self._float(value)
-        return found
+        whole = {name: prepared(expr) for name, expr in exprs.items()}
+        uses: Counter[sympy.Basic] = Counter()
+        for expr in whole.values():
+            _count(expr, uses)
+        self._shared = {expr for expr, times in uses.items() if times > 1 and expr.args}
+        return {
+            name: self._inside(expr, LOWEST) if is_condition(expr) else self._float(expr)
+            for name, expr in whole.items()
+        }
 
     def inline(self, expr: sympy.Basic, binding: int = LOWEST) -> str:
         """Return the source of a condition, or of an integer as one."""
@@ -117,22 +120,6 @@ class Writer:
             self._written[source] = name
             self.statements.append(f"{name} = {source}")
         return self._written[source]
-
-    def _share(self, symbol: sympy.Symbol, value: sympy.Basic) -> sympy.Symbol:
-        """Write a shared value; return a symbol of which as much is known as of the value."""
-        if is_condition(value):
-            known = symbol
-        else:
-            facts = ["positive"] * bool(value.is_positive)
-            facts += ["nonnegative"] * self._is_natural(value)
-            kind = "integer" if is_int(value) else "real"
-            known = sympy.Symbol(symbol.name, **dict.fromkeys([*facts, kind], True))
-            if is_int(value):
-                self._known[known] = bounds(value, self._known)
-                if self._is_wide(value):
-                    self._wide.add(known)
-        self._names[known] = self.name(self._inside(value, LOWEST))
-        return known
 
     def _is_natural(self, expr: sympy.Basic) -> bool:
         """Whether a value is surely not negative, as clipped indices are."""
@@ -151,7 +138,7 @@ class Writer:
             case sympy.Number():
                 return not self._fits(expr)
             case sympy.Symbol():
-                return expr in self._wide
+                return expr in (B, H)
             case Lookup():
                 return self.loads.is_wide(expr)
             case sympy.Add() | sympy.Mul() | sympy.Pow() if not self._fits(expr):
@@ -166,7 +153,13 @@ class Writer:
                 return any(map(self._is_wide, expr.args))
 
     def _inside(self, expr: sympy.Basic, binding: int) -> str:
-        """Return the source of an expression, in brackets unless it binds as tightly as asked."""
+        """Return the source of an expression, in brackets unless it binds as tightly as asked; the
+        name of one that occurs again."""
+        if expr in self._shared:
+            key = (expr, self._double)
+            if key not in self._named:
+                self._named[key] = self.name(self._write(expr)[0])
+            return self._named[key]
         text, own = self._write(expr)
         return text if own >= binding else f"({text})"
 

@@ -16,7 +16,7 @@ import torch
 
 from tilegen.masks.evaluation import BITS, Evaluation, floor_divide, nonzero, power, read
 from tilegen.masks.extremes import BoxExtremes
-from tilegen.masks.nodes import BitAnd, BitOr, Bits, ShiftLeft, ShiftRight
+from tilegen.masks.nodes import Bits, BitXor, ShiftLeft, ShiftRight
 
 LARGEST = 2**62
 """Integers beyond it, which may wrap around, are not bounded."""
@@ -126,14 +126,18 @@ class TileBounds(Evaluation[Interval, Verdict]):
             if operation is not ShiftLeft:
                 return found
             return _unless_wrapped(found, _size(left) * 2.0 ** _size(right).double())
-        every = _ones(torch.maximum(_size(left), _size(right)))
-        natural = (left.lo >= 0) & (right.lo >= 0)
-        lowest, highest = torch.zeros_like(every), every
-        if operation is BitAnd:
-            highest = torch.minimum(left.hi, right.hi)
-        elif operation is BitOr:
-            lowest = torch.maximum(left.lo, right.lo)
-        return _where(natural, Interval(lowest, highest), Interval(-every - 1, every))
+        # Above the highest bit in which its ends differ, all values of an interval are the same.
+        open_left, open_right = (_ones(end.lo ^ end.hi) for end in (left, right))
+        least = compute(left.lo & ~open_left, right.lo & ~open_right)
+        most = compute(left.lo | open_left, right.lo | open_right)
+        if operation is BitXor:
+            unknown = open_left | open_right
+            least = compute(left.lo, right.lo) & ~unknown
+            most = least | unknown
+        anything = torch.iinfo(torch.int64)
+        lowest, highest = (torch.full_like(least, end) for end in (anything.min, anything.max))
+        mixed = (open_left < 0) | (open_right < 0)  # of both signs
+        return _where(mixed, Interval(lowest, highest), Interval(least, most))
 
     def power(self, base: Interval, exponent: int) -> Interval:
         base = base if exponent % 2 else self.absolute(base)
@@ -250,7 +254,7 @@ def _size(value: Interval) -> torch.Tensor:
 
 
 def _ones(value: torch.Tensor) -> torch.Tensor:
-    """Return the smallest 2**n - 1 that is not below a value that is not negative."""
+    """Return a value with all bits set below its highest; -1 for a negative one."""
     for shift in (1, 2, 4, 8, 16, 32):
         value = value | (value >> shift)
     return value

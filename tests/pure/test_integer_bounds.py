@@ -1,0 +1,69 @@
+"""Bounds of integers, in formulas and in tiles, hold every value, by brute force."""
+
+from __future__ import annotations
+
+from itertools import product
+from random import Random
+from typing import Any
+
+import pytest
+import sympy
+import torch
+
+from tests.expression_trees import integer
+from tilegen.masks.evaluation import Points
+from tilegen.masks.integer_bounds import bounds
+from tilegen.masks.integers import prepared
+from tilegen.masks.nodes import BITS, Bits
+from tilegen.masks.symbols import SEQLEN_KV, B, H, K, Q
+from tilegen.masks.value_bounds import Interval, TileBounds
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", BITS)
+def test_bits_of_tiles(name: str) -> None:
+    """The ends of intervals of both signs, narrow and wide."""
+    operation, random = BITS[name], Random(0)
+    tiles = TileBounds([], {}, CPU, {})
+    for _ in range(400):
+        left = sorted(random.randint(-40, 200) for _ in range(2))
+        right = sorted(random.randint(-40, 200) for _ in range(2))
+        if name in ("shl", "shr"):
+            right = sorted(random.randint(0, 9) for _ in range(2))
+        if random.random() < 0.5:
+            left[1] = min(left[1], left[0] + random.randint(0, 9))
+        intervals = (Interval(*(torch.tensor([end]) for end in ends)) for ends in (left, right))
+        found = tiles.bits(operation, *intervals)
+        values = _all(operation, left, right)
+        assert int(found.lo) <= min(values) <= max(values) <= int(found.hi), (left, right)
+
+
+def _all(operation: type[Bits], left: list[int], right: list[int]) -> list[int]:
+    every = product(range(left[0], left[1] + 1), range(right[0], min(right[1], right[0] + 20) + 1))
+    return [operation.of(a, b) for a, b in every]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_integer_formulas(seed: int) -> None:
+    """Positions are below 12, so that few of the bounds are reached, and none is passed."""
+    random = Random(seed)
+    expr: Any = prepared(_with_bits(random, integer(random, 3)))
+    axes = [torch.arange(n).view([-1 if i == axis else 1 for i in range(4)])
+            for axis, n in enumerate((2, 3, 12, 12))]  # fmt: skip
+    captured = [torch.zeros(3, 10), torch.arange(7) % 5 - 2, torch.arange(5) % 3 == 0]
+    given = dict(zip((B, H, Q, K), axes, strict=True)) | {SEQLEN_KV: torch.tensor(12)}
+    values = Points(captured, given, CPU)(expr)
+    known: dict[Any, tuple[int, int]] = {B: (0, 1), H: (0, 2), Q: (0, 11), K: (0, 11)}
+    known |= {SEQLEN_KV: (12, 12), sympy.Symbol("t1", integer=True): (-2, 2)}
+    low, high = bounds(expr, known)
+    assert low <= int(values.min()) <= int(values.max()) <= high
+
+
+def _with_bits(random: Random, expr: Any) -> Any:
+    operation = random.choice([*BITS.values(), None])
+    if operation is None:
+        return expr
+    if operation in (BITS["shl"], BITS["shr"]):
+        return operation(expr, sympy.Mod(Q, 4))
+    return operation(expr, random.choice([K, -H - 1, sympy.Integer(21)]))
