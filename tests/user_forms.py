@@ -18,6 +18,8 @@ STAMPS = 1_700_000_000_000 + torch.randint(0, 40, (LONGEST,), generator=_random)
 IDS = torch.randint(0, 5, (LONGEST,), generator=_random)
 ROWS = torch.randn(BATCH, HEADS, LONGEST, 6, generator=_random)
 PICKED = torch.randint(0, 9, (LONGEST, 3), generator=_random)
+DOCUMENTS = torch.tensor([0] * 21 + [1] * 40 + [2] * 29)
+STARTS = torch.tensor([0, 21, 61, 90])
 TRAINED = torch.randn(LONGEST, generator=_random).requires_grad_()
 
 
@@ -75,6 +77,7 @@ MASKS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
     "nested": lambda b, h, q, k: WEIGHTS[IDS[q]] < WEIGHTS[IDS[k] + 3],
     # Bits.
     "odd": lambda b, h, q, k: ((q & 1) == 0) | (k <= q),
+    "bits of a product": lambda b, h, q, k: k <= (k * (q // 2) ^ 5),
     "exclusive or": lambda b, h, q, k: (q ^ k) < 32,
     "shift": lambda b, h, q, k: (q >> 3) == (k >> 3),
     "shift by a head": lambda b, h, q, k: (q >> (h + 1)) >= (k >> 2),
@@ -86,8 +89,15 @@ MASKS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
     "picked": lambda b, h, q, k: (PICKED[q] == (k // 10).unsqueeze(-1)).any(-1),
     "all of a row": lambda b, h, q, k: (PICKED[q] <= PICKED[k]).all(dim=-1),
     "sum of a row": lambda b, h, q, k: PICKED[q].sum(-1) >= PICKED[k].sum(-1),
-    # A table of one's own in each direction.
+    # What tiles are solved from, in users' words.
     "ids": lambda b, h, q, k: (IDS[q] == IDS[k]) & (IDS[q] >= 1),
+    "documents": lambda b, h, q, k: (
+        (DOCUMENTS[q] == DOCUMENTS[k]) & (q - STARTS[DOCUMENTS[q]] >= k - STARTS[DOCUMENTS[k]])
+    ),
+    "documents by their starts": lambda b, h, q, k: (k >= STARTS[DOCUMENTS[q]]) & (k <= q),
+    "chunks": lambda b, h, q, k: q // 16 == k // 16,
+    "chunks before": lambda b, h, q, k: (k // 16 <= q // 16) & (q // 16 - k // 16 <= 2),
+    "dilated": lambda b, h, q, k: (torch.abs(q - k) % 3 == 0) & (q >= k) & (q - k < 40),
 }
 
 

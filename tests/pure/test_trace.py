@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import and_masks, noop_mask, or_masks
 
+from tests import user_forms
 from tilegen.errors import InvalidProblem, Unsupported
+from tilegen.masks import predicate
 from tilegen.masks.evaluation import evaluate
 from tilegen.masks.expression import from_text, kinds_of, to_text
+from tilegen.masks.tiles import is_solved
 from tilegen.masks.trace import trace_mask, trace_score
 
 BATCH, HEADS, SEQLEN_Q, SEQLEN_KV = 2, 3, 11, 13
@@ -315,3 +318,28 @@ def test_masks_hold_no_choice_between_numbers() -> None:
         lambda b, h, q, k: sum(torch.where(q > i, i * k, k - i) for i in range(12)) > 3
     )
     assert "where" in to_text(many.expr)  # split, they would be 4096 comparisons
+
+
+@pytest.mark.parametrize(
+    "name, notation",
+    [
+        ("documents", "documents(@q:32)&keep(k<=q)"),
+        ("chunks", "keep(k//16==q//16)"),
+        ("chunks before", "keep((k//16<=q//16)&(q//16-(k//16)<=2))"),
+    ],
+)
+def test_closed_forms_of_what_users_write(name: str, notation: str) -> None:
+    """No lists of tiles, on either side."""
+    mask = predicate(user_forms.MASKS[name])
+    assert mask.notation == notation
+    assert is_solved(mask, "rows")
+    assert is_solved(mask, "columns")
+
+
+def test_dilated_masks_are_known_however_they_are_written() -> None:
+    """So that their rows and columns are regrouped."""
+    assert predicate(user_forms.MASKS["dilated"]).notation == "causal&dilated(3)&window(39,-1)"
+    alone = predicate(lambda b, h, q, k: (k - q) % 4 == 0)
+    assert alone.notation == "dilated(4)"
+    other = predicate(lambda b, h, q, k: ((k - q) % 4 == 0) & (k < 9))
+    assert other.notation.startswith("keep(")

@@ -274,3 +274,12 @@ def test_literals_are_single_precision() -> None:
     assert torch.equal(found, torch.where(K_IDX < Q_IDX, -math.inf, math.inf)[0, 0])
     statements, _ = run({"out": from_text("1e-300*s")}, (), torch.zeros(SHAPE))
     assert statements == ["out = 0.0 * s"]
+
+
+@pytest.mark.parametrize(
+    "text", ["(k//5)*(q//3)<100", "(q//2)**2<=k*k", "bitxor(k*(q//2),t0[()])>=k", "-(q%3)*(k//2)<7"]
+)
+def test_integers_stay_integers(text: str) -> None:
+    """Products of floors and remainders too: as floats they would be rounded past 2**24."""
+    statements = written({"out": from_text(text, ["int"])}, ["int64"])
+    assert "float" not in "".join(statements)

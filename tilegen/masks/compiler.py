@@ -173,7 +173,8 @@ def _disjunctive_normal_form(keep: Boolean) -> list[list[sympy.Expr]]:
     """Return conjunctions of integer expressions, each meaning `expression >= 0`."""
     keep = keep.replace(
         lambda node: isinstance(node, sympy.Ne),
-        lambda node: sympy.Or(node.lhs < node.rhs, node.lhs > node.rhs),
+        # Not by operators, which take floors off.
+        lambda node: sympy.Or(sympy.Lt(node.lhs, node.rhs), sympy.Lt(node.rhs, node.lhs)),
     )
     keep = keep.replace(lambda node: isinstance(node, Relational), _without_choices)
     for atom in keep.atoms(Relational):  # before anything is expanded
@@ -212,7 +213,8 @@ def _conjunctions(keep: Boolean, holds: bool) -> int:
 
 def _check_linear(expression: sympy.Expr, symbol: sympy.Symbol) -> None:
     """Raise Unsupported unless the symbol stands in integer multiples and look-ups alone."""
-    others = {found: sympy.Dummy() for found in expression.atoms(Lookup)}
+    known = [*expression.atoms(Lookup), *_steps(expression, symbol)]
+    others = {found: sympy.Dummy() for found in known}
     _coefficient(expression.xreplace(others), symbol)
 
 
@@ -222,7 +224,8 @@ def _without_choices(atom: Boolean) -> Boolean:
         if not atom.has(sympy.Abs, sympy.Min, sympy.Max):
             return atom
         return sympy.And(
-            _without_choices(atom.lhs <= atom.rhs), _without_choices(atom.lhs >= atom.rhs)
+            _without_choices(sympy.Le(atom.lhs, atom.rhs)),
+            _without_choices(sympy.Le(atom.rhs, atom.lhs)),
         )
     if isinstance(atom, sympy.Ne) or not isinstance(atom, Relational):  # true and false are none
         return atom
@@ -252,6 +255,12 @@ def _at_least_zero(atom: Boolean) -> list[sympy.Expr]:
         case sympy.Eq(args=(left, right)):
             return [left - right, right - left]
     raise Unsupported(f"expected a comparison of affine expressions in a mask, got {atom}")
+
+
+def _split(expression: sympy.Expr, term: sympy.Expr) -> tuple[int, sympy.Expr]:
+    """Split a sum into (integer coefficient of a term, rest)."""
+    coefficient = expression.coeff(term)
+    return int(coefficient), expression - coefficient * term
 
 
 def _coefficient(expression: sympy.Expr, symbol: sympy.Symbol) -> tuple[int, sympy.Expr]:
@@ -290,11 +299,25 @@ def _eliminate(
     return free + [sympy.expand(b * low + a * high) for a, low, b, high in pairs]
 
 
+def _steps(expression: sympy.Expr, symbol: sympy.Symbol) -> list[sympy.floor]:
+    """Return the terms `floor(symbol / n)` of a sum."""
+    found = (term.as_coeff_Mul()[1] for term in sympy.Add.make_args(expression))
+    return [one for one in found if isinstance(one, sympy.floor) and _step(one, symbol)]
+
+
+def _step(found: sympy.floor, symbol: sympy.Symbol) -> int:
+    """Return n of `floor(symbol / n)`, 0 for any other."""
+    factor = found.args[0] / symbol
+    return int(1 / factor) if factor.is_Rational and factor > 0 and (1 / factor).is_Integer else 0
+
+
 def _largest(expression: sympy.Expr, symbol: sympy.Symbol, rising: set[sympy.Symbol]) -> sympy.Expr:
-    """Return `expression` with look-ups at `symbol` replaced by the ends of the stationary tile."""
-    for found in expression.atoms(Lookup):
+    """Return `expression` with what rises with `symbol`, look-ups and quotients, replaced by its
+    values at the ends of the stationary tile."""
+    for found in [*expression.atoms(Lookup), *_steps(expression, symbol)]:
         name, *indices = found.args
-        if name in rising and indices[-1] == symbol:
+        rises = isinstance(found, sympy.floor) or (name in rising and indices[-1] == symbol)
+        if rises:
             low, high = (found.xreplace({symbol: end}) for end in (FIRST, LAST))
             negative = expression.coeff(found).is_negative
             expression = expression.xreplace({found: low if negative else high})
@@ -307,6 +330,14 @@ def _solve(inequalities: Iterable[sympy.Expr], symbol: sympy.Symbol) -> Interval
     hi: list[sympy.Expr] = []
     guards: list[sympy.Expr] = []
     for inequality in inequalities:
+        steps = _steps(inequality, symbol)
+        if steps and not inequality.xreplace({steps[0]: sympy.S.Zero}).has(symbol):
+            n, (coefficient, rest) = _step(steps[0], symbol), _split(inequality, steps[0])
+            if coefficient > 0:
+                lo.append(-n * sympy.floor(rest / coefficient))
+            else:
+                hi.append(n * (sympy.floor(rest / -coefficient) + 1))
+            continue
         coefficient, rest = _coefficient(inequality, symbol)
         if coefficient > 0:
             lo.append(-sympy.floor(rest / coefficient))

@@ -111,7 +111,7 @@ def exact(expr: sympy.Basic) -> sympy.Basic:
     args = [exact(arg) for arg in expr.args]
     if args == list(expr.args) and not isinstance(expr, (sympy.Mul, sympy.Pow)):
         return expr  # SymPy takes long to make maxima again
-    if isinstance(expr, (sympy.Mul, sympy.Pow)) and not is_int(expr):
+    if isinstance(expr, (sympy.Mul, sympy.Pow)) and not is_int(expr.func(*args)):
         # Squares of distances would leave 32 bits: multiply them as floats.
         integers = [arg for arg in args if not arg.is_Number and is_int(arg)]
         if len(integers) > 1 or any(isinstance(arg, (sympy.Pow, sympy.Mul)) for arg in integers):

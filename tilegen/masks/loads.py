@@ -28,7 +28,7 @@ _SMALL: dict[str, Bounds] = {
     "int16": (-(2**15), 2**15 - 1),
     "int32": INT32,
 }
-_NAMED = re.compile(r"[qk]_(?:idx|first|last)|batch|head|\d+")
+_NAMED = re.compile(r"[qk]_(?:idx|first|last)|batch|head")
 _WIDE = ("batch", "head")
 """Names of indices that have 64 bits."""
 

@@ -1,7 +1,7 @@
 """Masks written as an expression: traced from a Python function, or read from a notation."""
 
 # SymPy is typed only in part:
-# pyright: reportArgumentType=false
+# pyright: reportArgumentType=false, reportOperatorIssue=false
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from functools import lru_cache
 from typing import Any
 
 import sympy
+from sympy.core.relational import Relational
 
 from tilegen.errors import InvalidProblem, Unsupported
-from tilegen.masks.constructors import BlockSparse
+from tilegen.masks.constructors import BlockSparse, Dilated, dilated
 from tilegen.masks.expression import from_text, merge, to_text
-from tilegen.masks.mask import Mask, full, intersect
+from tilegen.masks.mask import MAX_WINDOW, Mask, causal, full, intersect, sliding_window
 from tilegen.masks.operations import is_condition
 from tilegen.masks.packed import from_ids
 from tilegen.masks.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, S
@@ -88,9 +89,13 @@ def mask_of(fn: Callable[..., Any]) -> Mask:
     traced = trace_mask(fn)
     if traced.expr == True:  # noqa: E712 - SymPy's true
         return full()
+    written = sympy.And.make_args(_within_documents(traced.expr))
+    near = [_by_distance(part) for part in written]
+    if any(isinstance(one, Dilated) for one in near) and None not in near:
+        return intersect(*(one for one in near if one is not None))  # rows can be regrouped
     parts = [
         part if (found := _same_document(part, traced.captured)) is None else found
-        for part in sympy.And.make_args(traced.expr)
+        for part in written
     ]
     known = [part for part in parts if isinstance(part, Mask)]
     (rest,), captured = merge(
@@ -101,6 +106,53 @@ def mask_of(fn: Callable[..., Any]) -> Mask:
     percent = _percent_live(rest, captured) if captured else 100
     values = tuple(table(tensor, percent) for tensor in captured)
     return intersect(Expression(to_text(rest), values), *known)
+
+
+def _within_documents(expr: Any) -> Any:
+    """Return an equal predicate without what is the same for both: where `ids[q] == ids[k]`, the
+    document of k is that of q, and `q - starts[ids[q]] >= k - starts[ids[k]]` says `q >= k`."""
+    parts = sympy.And.make_args(expr)
+    same: dict[Any, Any] = {}
+    for part in parts:
+        if isinstance(part, sympy.Eq) and all(isinstance(side, Lookup) for side in part.args):
+            of_q, of_k = sorted(part.args, key=lambda side: side.has(K))
+            if of_q.xreplace({Q: K}) == of_k and not of_k.has(Q):
+                same[of_k] = of_q
+    if not same:
+        return expr
+    others = [part for part in parts if part not in {sympy.Eq(*pair) for pair in same.items()}]
+    simpler = [_cancelled(part.xreplace(same)) for part in others]
+    return sympy.And(*(sympy.Eq(*pair) for pair in same.items()), *simpler)
+
+
+def _cancelled(expr: Any) -> Any:
+    """Return a predicate whose comparisons have no term on both sides."""
+    changed: dict[Any, Any] = {}
+    for atom in expr.atoms(Relational):
+        left, right = atom.args
+        common = set(sympy.Add.make_args(left)) & set(sympy.Add.make_args(right))
+        if common and all(term.is_integer for term in common):
+            whole = sympy.Add(*common)
+            changed[atom] = atom.func(left - whole, right - whole)
+    return expr.xreplace(changed)
+
+
+def _by_distance(part: Any) -> Mask | None:
+    """Return a condition on the distance of q and k alone as the mask that it is."""
+    match part:
+        case sympy.Eq(args=(sympy.Mod(args=(distance, sympy.Integer(p=step))), sympy.Integer(p=0))):
+            return dilated(step) if distance in (Q - K, K - Q, sympy.Abs(Q - K)) else None
+        case sympy.Le(args=(low, high)) | sympy.Lt(args=(low, high)):
+            room = high - low - int(isinstance(part, sympy.Lt))
+        case _:
+            return None
+    ahead, behind, around = room - (Q - K), room + (Q - K), room + sympy.Abs(Q - K)
+    if ahead == 0:
+        return causal()
+    for limit, sides in ((ahead, (False, True)), (behind, (True, False)), (around, (True, True))):
+        if limit.is_Integer and 0 <= limit <= MAX_WINDOW:
+            return sliding_window(*(int(limit) if side else None for side in sides))
+    return None
 
 
 def _same_document(part: Any, captured: tuple[Any, ...]) -> Mask | None:
