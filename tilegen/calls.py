@@ -42,7 +42,8 @@ def score_of(score: Score | ScoreFunction | None) -> Score | None:
             "score must be a tilegen score such as tilegen.softcap(20.0), or a function of "
             f"(score, b, h, q_idx, kv_idx); got {type(score).__name__}"
         )
-    return _traces(score)
+    found = _traces(score)
+    return scores.score(score) if found.is_fleeting else found
 
 
 _traces = Traces(scores.score)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
@@ -11,10 +12,11 @@ import tilegen
 from tests.in_place import CASES, WAYS, given, inputs
 from tests.listed_masks import SAME_DOCUMENT, shape_of
 from tilegen.errors import InvalidProblem
+from tilegen.masks import predicate
 from tilegen.masks.list_cache import ListCache
 from tilegen.masks.packed import packed
 from tilegen.masks.values import is_checked
-from tilegen.reference import attention_reference
+from tilegen.reference import attention_reference, dense_mask
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -99,3 +101,27 @@ def test_tables_of_packed_masks_wait_for_no_device(
         recipe = made.values[0].recipe
         assert recipe is not None
         assert recipe.make(ids.as_subclass(_Unseen), (70, 70))
+
+
+def test_tensors_that_a_function_makes_follow_those_it_captures() -> None:
+    flag, ids = torch.tensor(4), torch.arange(9, dtype=torch.int16) % 3
+    mask = predicate(lambda b, h, q, k: (flag % 2 == 0) & ((ids * 2 + flag)[q] > (ids.clone())[k]))
+    q, k = torch.arange(9)[:, None], torch.arange(9)
+    for step in (0, 1, 3):
+        flag.copy_(torch.tensor(4 + step))
+        ids.copy_((torch.arange(9) + step) % 3)
+        expected = (flag % 2 == 0) & ((ids * 2 + flag)[q] > ids[k])
+        assert torch.equal(dense_mask(mask, 9, 9), expected.expand(9, 9)), step
+
+
+def test_tensors_that_a_score_makes_are_made_at_each_call() -> None:
+    weights = torch.ones(4)
+
+    def change(s: Any, b: Any, h: Any, q: Any, k: Any) -> Any:
+        return s + (weights * 2)[k]
+
+    x = torch.randn(1, 1, 4, 8, generator=torch.Generator().manual_seed(0))
+    for _ in range(2):
+        weights += torch.arange(4)
+        expected = torch.softmax(x @ x.mT * 8**-0.5 + weights * 2, -1) @ x
+        torch.testing.assert_close(tilegen.attention(x, x, x, score=change), expected)

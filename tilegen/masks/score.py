@@ -111,6 +111,8 @@ class Score:
     sizes: tuple[tuple[int, str], ...] = ()
     """(slot, axes) of captured tensors whose sizes must be those of a call: a letter of b, h, q and
     k for each dimension, or `.` where any size will do. Others read 0 beyond their end."""
+    is_fleeting: bool = False
+    """Whether a function made captured tensors of others when it was traced."""
 
     def _identity(self) -> tuple[object, ...]:
         return (self.text, *map(id, self.captured), id(self.sink_logits))
@@ -247,7 +249,9 @@ def score(function: Callable[..., Any]) -> Score:
     """Return what `function(score, b, h, q_idx, kv_idx)` computes: FlexAttention's score_mod,
     unchanged.
 
-    Raises Unsupported, naming the term, for what has no expression.
+    Tensors that it makes of those it captures are made here, once; given to `attention` itself, the
+    function makes them at each call. Raises Unsupported, naming the term, for what has no
+    expression.
     """
     from tilegen.masks.expression import to_text
     from tilegen.masks.trace import trace_score
@@ -255,7 +259,7 @@ def score(function: Callable[..., Any]) -> Score:
     with tracing():
         traced = trace_score(function)
         text = to_text(traced.expr)
-    return Score(text, traced.captured)
+    return Score(text, traced.captured, is_fleeting=traced.makes_tensors)
 
 
 def _check(name: str, tensor: torch.Tensor, dimensions: tuple[int, ...]) -> None:

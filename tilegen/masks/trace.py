@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ import torch
 from sympy.core.relational import Relational
 
 from tilegen.errors import InvalidProblem, Unsupported
+from tilegen.masks.derived import Derived
 from tilegen.masks.expression import kinds_of, merge
 from tilegen.masks.nodes import Where, normalise
 from tilegen.masks.operations import OPERATIONS, cast, is_condition
@@ -41,6 +42,13 @@ class Traced:
 
     expr: sympy.Basic
     captured: tuple[torch.Tensor, ...]
+    derived: Derived
+    """How the function made those of them that it made itself."""
+
+    @property
+    def makes_tensors(self) -> bool:
+        """Whether it reads tensors that it made itself."""
+        return any(id(tensor) in self.derived.made for tensor in self.captured)
 
 
 def trace_mask(fn: Callable[..., Any]) -> Traced:
@@ -51,7 +59,7 @@ def trace_mask(fn: Callable[..., Any]) -> Traced:
     traced = _trace(fn, "(b, h, q_idx, kv_idx)", (B, H, Q, K))
     if not is_condition(traced.expr):
         raise Unsupported(f"expected a mask function that returns a bool, got {traced.expr}")
-    return Traced(_without_where(traced.expr), traced.captured)
+    return replace(traced, expr=_without_where(traced.expr))
 
 
 def trace_score(fn: Callable[..., Any]) -> Traced:
@@ -74,10 +82,12 @@ def _trace(fn: Callable[..., Any], arguments: str, symbols: Sequence[sympy.Symbo
         pass  # a built-in function: calling it will tell
     except TypeError:
         raise InvalidProblem(f"expected a function of {arguments}, got {fn}") from None
-    result = normalise(tracer.expression(fn(*terms)))
+    with Derived() as derived:
+        value = fn(*terms)
+    result = normalise(tracer.expression(value))
     # Only tensors that still matter keep a slot: `0 * bias[q]` needs none.
     (expr,), captured = merge([(result, tracer.captured)])
-    return Traced(expr, captured)
+    return Traced(expr, captured, derived)
 
 
 def _without_where(expr: sympy.Basic) -> sympy.Basic:

@@ -16,12 +16,13 @@ from sympy.core.relational import Relational
 
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.constructors import BlockSparse, Dilated, dilated
+from tilegen.masks.derived import Derived
 from tilegen.masks.expression import from_text, merge, to_text
 from tilegen.masks.mask import MAX_WINDOW, Mask, causal, full, intersect, sliding_window
 from tilegen.masks.operations import is_condition
 from tilegen.masks.packed import from_ids
 from tilegen.masks.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, S
-from tilegen.masks.trace import trace_mask
+from tilegen.masks.trace import Traced, trace_mask
 from tilegen.masks.values import Values, is_symbolic, table
 
 
@@ -56,7 +57,7 @@ class Expression(Mask):
         if self.is_stand_in:
             raise InvalidProblem(f"expected a mask with its tensors, got {self}")
         device = next((x.device for x in (q, k) if isinstance(x, torch.Tensor)), None)
-        tensors = tuple(one.on(device or "cpu") for one in self.captured)
+        tensors = tuple(one.on(device or "cpu", (seqlen_q, seqlen_kv)) for one in self.captured)
         b, h, q, k = (torch.as_tensor(x, device=device) for x in (b, h, q, k))
         return evaluate(
             predicate_of(self.text, kinds),
@@ -93,10 +94,7 @@ def mask_of(fn: Callable[..., Any]) -> Mask:
     near = [_by_distance(part) for part in written]
     if any(isinstance(one, Dilated) for one in near) and None not in near:
         return intersect(*(one for one in near if one is not None))  # rows can be regrouped
-    parts = [
-        part if (found := _same_document(part, traced.captured)) is None else found
-        for part in written
-    ]
+    parts = [part if (found := _same_document(part, traced)) is None else found for part in written]
     known = [part for part in parts if isinstance(part, Mask)]
     (rest,), captured = merge(
         [(sympy.And(*(p for p in parts if not isinstance(p, Mask))), traced.captured)]
@@ -104,7 +102,7 @@ def mask_of(fn: Callable[..., Any]) -> Mask:
     if rest == True:  # noqa: E712 - SymPy's true
         return intersect(*known)
     percent = _percent_live(rest, captured) if captured else 100
-    values = tuple(table(tensor, percent) for tensor in captured)
+    values = tuple(_table(tensor, percent, traced.derived) for tensor in captured)
     return intersect(Expression(to_text(rest), values), *known)
 
 
@@ -155,16 +153,26 @@ def _by_distance(part: Any) -> Mask | None:
     return None
 
 
-def _same_document(part: Any, captured: tuple[Any, ...]) -> Mask | None:
+def _same_document(part: Any, traced: Traced) -> Mask | None:
     """Return the mask of `ids[q] == ids[k]`, which has a closed form where documents are whole."""
     match part:
         case sympy.Eq(
             args=(Lookup(args=(left, *at, first)), Lookup(args=(right, *same, second)))
         ) if left == right and at == same and {first, second} == {Q, K} and at in ([], [B]):
-            ids = captured[int(str(left)[1:])]
-            return None if ids.dtype.is_floating_point else from_ids(ids)
+            ids = traced.captured[int(str(left)[1:])]
+            is_made = id(ids) in traced.derived.made
+            return None if ids.dtype.is_floating_point or is_made else from_ids(ids)
         case _:
             return None
+
+
+def _table(tensor: Any, percent: int, derived: Derived) -> Values:
+    """Return a tensor that is looked up, one that the function made itself by how it was made."""
+    import torch
+
+    found = table(tensor, percent)
+    recipe = derived.recipe(tensor, getattr(torch, found.elements))
+    return found if recipe is None else replace(found, tensor=None, recipe=recipe)
 
 
 def typical(mask: Mask) -> Mask:

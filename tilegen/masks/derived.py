@@ -1,0 +1,108 @@
+"""Tensors that a traced function makes of those it captures: `(ids + 1)[q_idx]`, `t % 2 == 0`.
+
+A trace would keep what they held when the function was called with symbols. How each was made is
+noted instead, and done again at each call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from tilegen.masks.values import Recipe
+
+
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """A call of a torch function that made a tensor, which is held so that its id stays taken."""
+
+    result: torch.Tensor
+    function: Callable[..., Any]
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+
+
+class Derived(TorchFunctionMode):
+    """Notes, while it is active, how tensors are made of others."""
+
+    def __init__(self) -> None:
+        """`made` holds the steps by the id of what they made."""
+        super().__init__()
+        self.made: dict[int, _Step] = {}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            sources = _tensors((args, kwargs))
+            if sources and not any(_same_memory(result, source) for source in sources):
+                self.made.setdefault(id(result), _Step(result, func, args, kwargs or {}))
+        return result
+
+    def recipe(self, tensor: torch.Tensor, dtype: torch.dtype) -> Recipe | None:
+        """Return what makes a tensor anew, in a dtype; None for one that was captured as it is."""
+        if id(tensor) not in self.made:
+            return None
+        sources: list[torch.Tensor] = []
+        self._find(tensor, sources)
+
+        def make(*given: Any) -> tuple[torch.Tensor]:
+            *tables, _ = given  # the lengths
+            known = {id(source): table for source, table in zip(sources, tables, strict=True)}
+            return (self._made(tensor, known).to(dtype).contiguous(),)
+
+        return Recipe(make=make, check=_anything, sources=tuple(sources))
+
+    def _find(self, tensor: torch.Tensor, sources: list[torch.Tensor]) -> None:
+        step = self.made.get(id(tensor))
+        if step is None:
+            if not any(source is tensor for source in sources):
+                sources.append(tensor)
+            return
+        for one in _tensors((step.args, step.kwargs)):
+            self._find(one, sources)
+
+    def _made(self, tensor: torch.Tensor, known: dict[int, torch.Tensor]) -> torch.Tensor:
+        if id(tensor) not in known:
+            step = self.made[id(tensor)]
+            args, kwargs = self._replaced((step.args, step.kwargs), known)
+            known[id(tensor)] = step.function(*args, **kwargs)
+        return known[id(tensor)]
+
+    def _replaced(self, value: Any, known: dict[int, torch.Tensor]) -> Any:
+        match value:
+            case torch.Tensor():
+                return self._made(value, known)
+            case tuple() | list():
+                return type(value)([self._replaced(one, known) for one in value])
+            case dict():
+                return {name: self._replaced(one, known) for name, one in value.items()}
+            case _:
+                return value
+
+
+def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether a tensor is a view of another, which sees its changes by itself."""
+    first, second = (tensor.untyped_storage().data_ptr() for tensor in (one, other))
+    return one is other or first == second != 0
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    match value:
+        case torch.Tensor():
+            return [value]
+        case tuple() | list():
+            return [tensor for one in value for tensor in _tensors(one)]
+        case dict():
+            return [tensor for one in value.values() for tensor in _tensors(one)]
+        case _:
+            return []
+
+
+def _anything(*_: Any) -> None:
+    """Any values will do."""
