@@ -149,12 +149,13 @@ def check_and_time(case: Case, seconds: float) -> tuple[Verdict, Measurement]:
 
 
 def with_tensors(problem: AttentionProblem, device: str) -> AttentionProblem:
-    """Return the problem with typical tensors in its mask, where it has any."""
+    """Return the problem with typical tensors in its mask, where it has any. Raises Unsupported for
+    one with a score, since results are checked head by head, with no score applied."""
     from tilegen.masks.binding import realized
-    from tilegen.masks.shapes import Shape
 
-    shape = Shape(problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_kv)
-    return replace(problem, mask=realized(problem.mask, shape, device))
+    if problem.score:
+        raise Unsupported(f"workloads are of masks only, got {problem.score.notation}")
+    return replace(problem, mask=realized(problem.mask, problem.shape, device))
 
 
 def run(

@@ -43,6 +43,8 @@ SLICED: frozenset[Kernel] = frozenset(
 """Kernels that take head dims in slices of `block_d` columns."""
 COLUMN_KERNELS: frozenset[Kernel] = frozenset(("bwd_dkdv", "bwd_columns"))
 """Kernels whose key-value rows stay while query rows stream past."""
+TRAINING_KERNELS: frozenset[Kernel] = frozenset(("bwd_dq", "bwd_scores"))
+"""Kernels that add up the gradients of what a score reads."""
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 SLICED_BLOCKS: dict[Kernel, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -65,7 +65,7 @@ class Demo:
             "configs": {kernel: outcome.record.config.key for kernel, outcome in results.items()},
         }
         if here:
-            summary["forward_us"] = self._compare(problem)
+            summary["forward_us"] = self.compare(problem)
         else:
             self._heading("next")
             self.say("on a machine with a GPU, the same command tunes these kernels, then compares")
@@ -119,18 +119,24 @@ class Demo:
             self.say(f"{kernel:15}{one.file}")
             self.say(f"{'':15}{'written' if one.written else 'left as it was'}: {one.reason}")
 
-    def _compare(self, problem: AttentionProblem) -> dict[str, float | None]:
+    def compare(self, problem: AttentionProblem, device: str = "cuda") -> dict[str, float | None]:
+        """Return the median of each of tilegen, SDPA and FlexAttention in us; None where it was not
+        run."""
         self._heading("compare: forward, median of runs from a cold L2")
         import tilegen
+        from tilegen.masks.binding import realized
+        from tilegen.masks.typical import typical_score
         from tilegen.measure import measure, one_line
         from tilegen.peers import flex, sdpa
         from tilegen.reference import make_inputs
 
-        x = make_inputs(problem, device="cuda")
+        x = make_inputs(problem, device=device)
+        problem = replace(problem, mask=realized(problem.mask, problem.shape, device))
+        score = typical_score(problem.score, problem.shape, device)
         prepare: dict[str, Callable[[], Callable[..., Any]]] = {
-            "tilegen": lambda: partial(tilegen.attention, mask=problem.mask),
-            "sdpa": lambda: sdpa(problem, "cuda"),
-            "flex_attention": lambda: flex(problem, "cuda"),
+            "tilegen": lambda: partial(tilegen.attention, mask=problem.mask, score=score),
+            "sdpa": lambda: sdpa(problem, device),
+            "flex_attention": lambda: flex(problem, device),
         }
         times: dict[str, float | None] = {}
         for name, make in prepare.items():

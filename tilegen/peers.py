@@ -32,6 +32,7 @@ def sdpa(problem: AttentionProblem, device: str, *, backend: str | None = None) 
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.nn.functional import scaled_dot_product_attention
 
+    _refuse_score(problem, "SDPA")
     if backend == "MATH":
         _refuse_large_scores(problem)
     pinned = None if backend is None else getattr(SDPBackend, backend)
@@ -66,6 +67,11 @@ def _sdpa_mask(problem: AttentionProblem, device: str, *, has_causal_bias: bool)
     return {"attn_mask": dense_mask(mask, problem.seqlen_q, problem.seqlen_kv, device, **over)}
 
 
+def _refuse_score(problem: AttentionProblem, name: str) -> None:
+    if problem.score:
+        raise Unsupported(f"{name} is compared on masks only; not with {problem.score.notation}")
+
+
 def _refuse_large_scores(problem: AttentionProblem) -> None:
     scores = problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_kv
     size = scores * problem.element_bytes
@@ -78,6 +84,7 @@ def flex(problem: AttentionProblem, device: str, *, mode: str = "default") -> At
     import torch
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    _refuse_score(problem, "FlexAttention")
     mask, seqlen_q, seqlen_kv = problem.mask, problem.seqlen_q, problem.seqlen_kv
     batch, heads = counted_over(mask, problem.batch, problem.num_heads_q)
 

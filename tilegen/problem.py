@@ -11,6 +11,7 @@ from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.mask import Mask, full
 from tilegen.masks.notation import parse_mask
 from tilegen.masks.score import ScoreForm, parse_score
+from tilegen.masks.shapes import Shape
 
 DType = Literal["fp16", "bf16", "fp32"]
 DTYPE_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4}
@@ -74,6 +75,11 @@ class AttentionProblem:
     def group_size(self) -> int:
         """Query heads that share one key-value head."""
         return self.num_heads_q // self.num_heads_kv
+
+    @property
+    def shape(self) -> Shape:
+        """The sizes that masks and scores depend on."""
+        return Shape(self.batch, self.num_heads_q, self.seqlen_q, self.seqlen_kv)
 
     @property
     def element_bytes(self) -> int:

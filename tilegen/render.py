@@ -15,7 +15,14 @@ from typing import Any
 import jinja2
 
 from tilegen import resources
-from tilegen.config import COLUMN_KERNELS, Kernel, TileConfig, check_config, head_dim_chunks
+from tilegen.config import (
+    COLUMN_KERNELS,
+    TRAINING_KERNELS,
+    Kernel,
+    TileConfig,
+    check_config,
+    head_dim_chunks,
+)
 from tilegen.emitted import (
     RenderedKernel,
     kernel_digest,
@@ -134,7 +141,7 @@ def _context(
     keep = keep_source(problem.mask, side)
     change = ScoreSource()
     if kernel in SCORED:
-        trains = kernel in ("bwd_dq", "bwd_scores")
+        trains = kernel in TRAINING_KERNELS
         change = score_source(problem.score, trains=trains, precise=problem.dtype == "fp32")
     sinks = Extras()
     if problem.score and problem.score.sinks and kernel in ("fwd", "fwd_streamed", "fwd_values"):

@@ -109,7 +109,10 @@ def _sizes(
     made = [(tensor, size) for tensor, size in made if tensor.requires_grad]
     with _Absolute():
         parts = torch.autograd.grad(
-            [tensor for tensor, _ in made], leaves, [size.to(tensor) for tensor, size in made]
+            [tensor for tensor, _ in made],
+            leaves,
+            [size.to(tensor) for tensor, size in made],
+            materialize_grads=True,
         )
     return sizes | {f"leaf {i}": part.abs() for i, part in enumerate(parts)}
 

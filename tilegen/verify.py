@@ -13,7 +13,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from tilegen.masks.binding import BoundKernel, realized, score_tensors
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
+from tilegen.masks.typical import typical_score
 from tilegen.problem import AttentionProblem
 from tilegen.reference import (
     Inputs,
@@ -71,17 +72,31 @@ def verify(
 ) -> tuple[Check, ...]:
     """Run the kernels of `configs` on random inputs of the problem's shape and judge every output.
 
-    The kernels of a forward alone judge out and lse; those of a backward dq, dk and dv too.
+    The kernels of a forward alone judge out and lse; those of a backward dq, dk and dv too, and
+    dt0, dt1, ... of the tensors that a score trains. Mask and score read typical tensors.
     `device` defaults to the GPU, or to the CPU where Triton's interpreter is on. Raises Unsupported
     where emitted kernels cannot run.
     """
-    device = device or run_device()
-    inputs = make_inputs(problem, device=device, seed=seed)
-    problem = replace(problem, mask=realized(problem.mask, Shape.of(inputs.q, inputs.k), device))
-    kernels: dict[Kernel, RenderedKernel] = {
-        kernel: render(problem, config, kernel) for kernel, config in configs.items()
-    }
-    return check(kernels, inputs, mask=problem.mask, score=Score.of(problem.score))
+    device = torch.device(device or run_device())
+    with _own_modes(device):
+        inputs = make_inputs(problem, device=device, seed=seed)
+        problem = replace(problem, mask=realized(problem.mask, problem.shape, device))
+        kernels: dict[Kernel, RenderedKernel] = {
+            kernel: render(problem, config, kernel) for kernel, config in configs.items()
+        }
+        score = typical_score(problem.score, problem.shape, device, seed=seed)
+        return check(kernels, inputs, mask=problem.mask, score=score)
+
+
+@contextlib.contextmanager
+def _own_modes(device: torch.device) -> Generator[None]:
+    """Turn gradients on and autocast off: a call that tunes may have them otherwise."""
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+    ):
+        yield
 
 
 def verify_anywhere(
@@ -132,11 +147,15 @@ def check(
     """Run rendered kernels on given inputs and judge every output."""
     factor: float = inputs.q.shape[-1] ** -0.5 if scale is None else scale
     found = run(kernels, inputs, factor, mask=mask, score=score)
-    wide = inputs.to(torch.float64)
-    expected = _reference(wide, mask, score, factor)
+    wide, wide_score = inputs.to(torch.float64), _widened(score)
+    expected = _reference(wide, mask, wide_score, factor)
     ways = (True,) if score else (False, True)
     own = [_torch_result(inputs, mask, score, factor, plain=plain) for plain in ways]
-    floors = rounding_floors(wide, mask=mask, score=score, scale=factor)
+    trained = _trained(wide_score)
+    floors = rounding_floors(
+        wide, mask=mask, score=wide_score, scale=factor, leaves=list(trained.values())
+    )
+    floors |= {name: floors[f"leaf {i}"] for i, name in enumerate(trained)}
     return tuple(
         judge(name, found[name], expected[name], [result[name] for result in own], floors[name])
         for name in found
@@ -159,15 +178,21 @@ def run(
     score: Score | None = None,
     panel_rows: int = passes.PANEL_STEP,
 ) -> dict[str, torch.Tensor]:
-    """Return out and lse, and with all kernels of a backward dq, dk and dv, as the emitted kernels
+    """Return out and lse, and with all kernels of a backward the gradients, as the emitted kernels
     compute them. `mask` defaults to that of their problem; panels are small by default, so that
     short sequences need several."""
     if inputs.q.device.type == "cpu":
         run_device()
         interpreter.prepare()
     q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout
+    trained = _trained(score)
+    sums = [q.new_zeros(one.shape, dtype=torch.float32) for one in trained.values()]
+    reads: dict[str, torch.Tensor] = {}
+    if score:
+        gradients = dict(zip(score.form.trained, sums, strict=True))
+        reads = score_tensors(score.captured, score.sink_logits, gradients)
     launch: dict[Kernel, passes.Launch] = {
-        kernel: _launch(rendered, rendered.problem.mask if mask is None else mask, score, q, k)
+        kernel: _launch(rendered, rendered.problem.mask if mask is None else mask, reads, q, k)
         for kernel, rendered in kernels.items()
     }
     out, lse = passes.forward(launch, q, k, v, scale, panel_rows=panel_rows)
@@ -178,18 +203,21 @@ def run(
             launch, q, k, v, dout, lse, delta, scale, panel_rows=panel_rows
         )
         results |= {"dq": dq, "dk": dk, "dv": dv}
+        results |= {
+            name: one.to(tensor.dtype)
+            for (name, tensor), one in zip(trained.items(), sums, strict=True)
+        }
     return results
 
 
 def _launch(
     rendered: RenderedKernel,
     mask: Mask,
-    score: Score | None,
+    reads: Mapping[str, torch.Tensor],
     q: torch.Tensor,
     k: torch.Tensor,
 ) -> passes.Launch:
     bound = BoundKernel(load(rendered).launch, mask, rendered.kernel, rendered.config)
-    reads = score_tensors(score.captured, score.sink_logits) if score else {}
     return bound.given(mask, Shape.of(q, k), q.device, reads)
 
 
@@ -213,13 +241,37 @@ def answer() -> None:
     json.dump([asdict(check) for check in checks], sys.stdout)
 
 
+def _trained(score: Score | None) -> dict[str, torch.Tensor]:
+    """Return the tensors that a score trains, by the names of their gradients."""
+    return {f"dt{slot}": score.captured[slot] for slot in score.form.trained} if score else {}
+
+
+def _widened(score: Score | None) -> Score | None:
+    """Return a score whose trained tensors are leaves in fp64."""
+    if score is None:
+        return None
+    captured = tuple(
+        one.detach().to(torch.float64).requires_grad_() if one.requires_grad else one
+        for one in score.captured
+    )
+    return replace(score, captured=captured)
+
+
 def _reference(
     inputs: Inputs, mask: Mask | None, score: Score | None, scale: float
 ) -> dict[str, torch.Tensor]:
     leaves = [t.requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
     out, lse = attention_reference(*leaves, mask=mask, score=score, scale=scale)
-    dq, dk, dv = torch.autograd.grad(out, leaves, inputs.dout, materialize_grads=True)
-    return {"out": out.detach(), "lse": lse.detach(), "dq": dq, "dk": dk, "dv": dv}
+    gradients = _gradients(out, leaves, inputs.dout, score)
+    return {"out": out.detach(), "lse": lse.detach()} | gradients
+
+
+def _gradients(
+    out: torch.Tensor, leaves: Sequence[torch.Tensor], dout: torch.Tensor, score: Score | None
+) -> dict[str, torch.Tensor]:
+    wanted = dict(zip(("dq", "dk", "dv"), leaves, strict=True)) | _trained(score)
+    found = torch.autograd.grad(out, list(wanted.values()), dout, materialize_grads=True)
+    return dict(zip(wanted, found, strict=True))
 
 
 def _torch_result(
@@ -236,13 +288,13 @@ def _torch_result(
     else:
         with sdpa_kernel(SDPBackend.MATH) if plain else contextlib.nullcontext():
             out = torch_attention(*leaves, mask=mask, scale=scale)
-    dq, dk, dv = torch.autograd.grad(out, leaves, inputs.dout, materialize_grads=True)
+    gradients = _gradients(out, leaves, inputs.dout, score)
     with torch.no_grad():
         single = inputs.to(torch.float32)
         _, lse = attention_reference(
             single.q, single.k, single.v, mask=mask, score=score, scale=scale
         )
-    return {"out": out.detach(), "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    return {"out": out.detach(), "lse": lse} | gradients
 
 
 def judge(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from tilegen.device import gpu
 from tilegen.errors import Unsupported
 from tilegen.masks import parse_mask
 from tilegen.measure import DeviceLost, Measurement
-from tilegen.peers import flex
+from tilegen.peers import flex, sdpa
 from tilegen.problem import AttentionProblem
 from tilegen.reference import dense_mask
 
@@ -352,6 +353,14 @@ def test_hot_path_benchmark_leaves_attention_as_it_was() -> None:
     for _ in cpu.calling():
         pass
     assert torch.allclose(tilegen.attention(q, q, q, mask=tilegen.causal()), q)
+
+
+@pytest.mark.parametrize("peer", [sdpa, flex, with_tensors])
+def test_problems_with_scores_are_refused(peer: Callable[..., Any]) -> None:
+    """Rather than timed as if they had none."""
+    problem = AttentionProblem.parse("hq2 q64 d16 fp32 causal score((k-q)*t0[h]+s,float32)")
+    with pytest.raises(Unsupported, match=r"masks only.*score\(\(k-q\)"):
+        peer(problem, "cpu")
 
 
 @pytest.mark.parametrize("workload", MASKED, ids=lambda workload: workload.name)

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,9 @@ from typer.testing import CliRunner
 
 from tilegen import cli
 from tilegen.cli import app
+from tilegen.demo import Demo
+from tilegen.measure import Measurement, summarise
+from tilegen.problem import AttentionProblem
 
 PROBLEM = "hq8 hkv2 q512 d64 bf16 causal"
 COMMANDS = {
@@ -162,6 +166,29 @@ def test_user_errors_are_one_line_and_exit_code_1(
 ) -> None:
     arguments, message = BAD[name]
     assert message in failing(monkeypatch, capsys, *arguments)
+
+
+def test_scores_that_read_tensors_are_verified() -> None:
+    """In an interpreter of its own: typical tensors stand for those of a call."""
+    problem = "hq2 hkv1 q20 d16 fp32 causal score((k-q)*t0[h]+s,float32+,sinks)"
+    checks = json.loads(run("verify", problem, "--gpu", "h200", "--json"))
+    assert [check["tensor"] for check in checks] == ["out", "lse", "dq", "dk", "dv", "dt0"]
+    assert all(check["ok"] for check in checks)
+
+
+def test_demo_compares_with_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For mask and score; PyTorch's own attention is left out where there is a score."""
+    said: list[str] = []
+
+    def measured(call: Callable[[], object]) -> Measurement:
+        call()
+        return summarise([10.0])
+
+    monkeypatch.setattr("tilegen.measure.measure", measured)
+    problem = "b2 hq2 q20 d16 fp32 prefix_lm(@b:8) score(s/t0[h],float32)"
+    times = Demo(said.append).compare(AttentionProblem.parse(problem), "cpu")
+    assert times == {"tilegen": 10.0, "sdpa": None, "flex_attention": None}
+    assert sum("compared on masks only" in line for line in said) == 2
 
 
 def test_tune_without_a_gpu(

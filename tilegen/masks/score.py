@@ -91,6 +91,10 @@ def parse_score(notation: str) -> ScoreForm:
         raise InvalidProblem(
             f"expected elements such as {', '.join(ELEMENTS)} in a score, got {notation[:200]!r}"
         )
+    if not all(form.kinds[slot] == "float" for slot in form.trained):
+        raise InvalidProblem(
+            f"expected gradients of floating-point tensors only, got {notation[:200]!r}"
+        )
     form.expression()  # which checks the text
     return form
 
@@ -136,13 +140,6 @@ class Score:
             for one in self.captured
         )
         return ScoreForm(self.text, tuple(names), self.sink_logits is not None)
-
-    @classmethod
-    def of(cls, form: ScoreForm | None) -> Score | None:
-        """Return the score of a form that reads no tensors. Raises InvalidProblem for others."""
-        if form is None or (not form.captured and not form.sinks):
-            return form and cls(form.text)
-        raise InvalidProblem(f"expected a score with its tensors, got {form.notation}")
 
     @property
     def kinds(self) -> tuple[str, ...]:

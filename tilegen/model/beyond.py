@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from tilegen.config import COLUMN_KERNELS, Kernel, TileConfig
+from tilegen.config import COLUMN_KERNELS, TRAINING_KERNELS, Kernel, TileConfig
 from tilegen.masks.constructors import Intervals
 from tilegen.masks.mask import And, Causal, Full, Mask, Side, SlidingWindow
 from tilegen.masks.score import ELEMENTS, ScoreForm
@@ -34,7 +34,7 @@ def beyond(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> tup
         scores = config.block_m * config.block_n
         tables = _tables(problem.score)
         smem += config.num_stages * scores * sum(tables)
-        trained = kernel in ("bwd_dq", "bwd_scores") and bool(problem.score.trained)
+        trained = kernel in TRAINING_KERNELS and bool(problem.score.trained)
         alive = len(tables) * (TILES.get(kernel, 1) + trained)
         registers += alive * scores // (32 * config.num_warps)
     return smem, registers

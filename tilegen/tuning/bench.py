@@ -12,13 +12,23 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, Protocol
 
 from tilegen import passes
-from tilegen.config import BACKWARD, FORWARD, SLICED, SLICED_BLOCKS, Kernel, TileConfig
+from tilegen.config import (
+    BACKWARD,
+    FORWARD,
+    SLICED,
+    SLICED_BLOCKS,
+    TRAINING_KERNELS,
+    Kernel,
+    TileConfig,
+)
 from tilegen.errors import BuildFailed, TilegenError, Unsupported, WrongResult
 from tilegen.measure import Measurement, failed, measure, one_line, survived
 from tilegen.passes import SCORE_WIDTH
 from tilegen.problem import AttentionProblem
 
 if TYPE_CHECKING:
+    import torch
+
     from tilegen.device import GpuSpec
     from tilegen.masks.mask import Mask
     from tilegen.workers import Pool
@@ -39,6 +49,8 @@ Compile = Callable[[Sequence[TileConfig]], Iterable[tuple[TileConfig, Usage | Bu
 Check = Callable[[TileConfig], Measurement | None]
 """None if the kernel's results are right, else the measurement that says what is wrong."""
 
+DEVICE = "cuda:0"
+"""Where configs are timed."""
 SAFE = TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)
 """Needs the least of everything: runs on every GPU, whatever the problem."""
 
@@ -56,14 +68,15 @@ MAKES: dict[Kernel, tuple[str, ...]] = {
     "fwd_streamed": ("out", "lse"),
     "fwd_scores": ("out", "lse"),
     "fwd_values": ("out", "lse"),
-    "bwd_scores": ("dq", "dk", "dv"),
+    "bwd_scores": ("dq", "dk", "dv", "dt"),
     "bwd_columns": ("dk", "dv"),
     "bwd_rows": ("dq",),
-    "bwd_preprocess": ("dq", "dk", "dv"),  # its delta is seen in all of them
+    "bwd_preprocess": ("dq", "dk", "dv", "dt"),  # its delta is seen in all of them
     "bwd_dkdv": ("dk", "dv"),
-    "bwd_dq": ("dq",),
+    "bwd_dq": ("dq", "dt"),
 }
-"""The tensors that are right only if a kernel is."""
+"""The tensors that are right only if a kernel is; `dt` stands for the gradients of all that a score
+reads and trains, dt0, dt1, ..."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,38 +182,76 @@ def compile_ahead(
 
 def _measure_with(problem: AttentionProblem, kernel: Kernel, gpu: GpuSpec) -> Measure:
     """Return a function that times one config of a kernel on inputs of the problem's shape."""
-    launches: list[list[Any]] = []
-    masks: list[Mask] = []  # with typical tensors, where it has any
+    inputs: list[Timed] = []
 
     def measure_config(config: TileConfig) -> Measurement:
-        from torch import device
-
-        from tilegen.emitted import load
-        from tilegen.masks.binding import BoundKernel, realized
-        from tilegen.masks.shapes import Shape
-        from tilegen.render import render
-
-        shape = Shape(problem.batch, problem.num_heads_q, problem.seqlen_q, problem.seqlen_kv)
-        if not launches:
+        if not inputs:
             try:
-                masks.append(realized(problem.mask, shape, "cuda"))
-                launches.extend(make_launches(problem, kernel, "cuda", gpu))
+                inputs.append(Timed.of(problem, kernel, DEVICE, gpu))
             except RuntimeError as error:  # torch's error for too little memory is one
                 raise Unsupported(f"no inputs for '{problem}': {one_line(error)}") from error
         try:
-            launch = load(render(problem, config, kernel)).launch
-            bound = BoundKernel(launch, problem.mask, kernel, config)
-            launch = bound.given(masks[0], shape, device("cuda", 0))
+            run = inputs[0].runs(config)
         except TilegenError as error:
             return failed(error)
-
-        def run() -> None:
-            for arguments in launches:
-                launch(*arguments)
-
         return measure(run)
 
     return measure_config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timed:
+    """A kernel of a problem, and what it is timed on."""
+
+    problem: AttentionProblem
+    kernel: Kernel
+    device: torch.device
+    launches: list[list[Any]]
+    mask: Mask
+    """With typical tensors, where it reads any."""
+    reads: dict[str, torch.Tensor]
+    """Typical tensors of the score, by the names of the launch's parameters."""
+
+    @classmethod
+    def of(cls, problem: AttentionProblem, kernel: Kernel, device: str, gpu: GpuSpec) -> Timed:
+        """Make the inputs. Raises RuntimeError where memory does not suffice."""
+        import torch
+
+        from tilegen.masks.binding import realized, score_tensors
+        from tilegen.masks.typical import typical_score
+
+        launches = make_launches(problem, kernel, device, gpu)
+        score = typical_score(problem.score, problem.shape, device)
+        reads: dict[str, torch.Tensor] = {}
+        if score:
+            trained = score.form.trained if kernel in TRAINING_KERNELS else ()
+            sizes = {slot: score.captured[slot].shape for slot in trained}
+            sums = {slot: torch.zeros(size, device=device) for slot, size in sizes.items()}
+            reads = score_tensors(score.captured, score.sink_logits, sums)
+        return cls(
+            problem=problem,
+            kernel=kernel,
+            device=torch.device(device),
+            launches=launches,
+            mask=realized(problem.mask, problem.shape, device),
+            reads=reads,
+        )
+
+    def runs(self, config: TileConfig) -> Callable[[], None]:
+        """Return what runs the kernel with a config once. Raises TilegenError."""
+        from tilegen.emitted import load
+        from tilegen.masks.binding import BoundKernel
+        from tilegen.render import render
+
+        module = load(render(self.problem, config, self.kernel))
+        bound = BoundKernel(module.launch, self.problem.mask, self.kernel, config)
+        launch = bound.given(self.mask, self.problem.shape, self.device, self.reads)
+
+        def run() -> None:
+            for arguments in self.launches:
+                launch(*arguments)
+
+        return run
 
 
 def make_launches(
@@ -313,5 +364,6 @@ def _trouble(
         checks = verify(problem, configs)
     except Exception as error:  # as in `measure`: what a kernel raises is a result
         return survived(error)
-    wrong = [str(check) for check in checks if check.tensor in MAKES[kernel] and not check.ok]
+    made = (check for check in checks if check.tensor.rstrip("0123456789") in MAKES[kernel])
+    wrong = [str(check) for check in made if not check.ok]
     return Measurement(status="wrong", message=one_line(wrong[0])) if wrong else None

@@ -1,0 +1,124 @@
+"""Typical tensors for a score: what kernels are tuned and checked with.
+
+A form says what the elements of each tensor are; how large a tensor is follows from the indices
+that it is looked up by, and from the sizes of a problem.
+"""
+
+# SymPy is typed only in part:
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import sympy
+import torch
+
+from tilegen.errors import InvalidProblem
+from tilegen.masks.expression import captured_slots
+from tilegen.masks.integer_bounds import ANYTHING, MAX_LENGTH, Bounds, bounds
+from tilegen.masks.integers import prepared
+from tilegen.masks.nodes import Log1p
+from tilegen.masks.score import Score
+from tilegen.masks.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, captured_name
+from tilegen.symbolic import one_at_a_time
+
+if TYPE_CHECKING:
+    from tilegen.masks.score import ScoreForm
+    from tilegen.masks.shapes import Shape
+
+INTEGERS = 8
+"""How many different integers a tensor holds: as an index they keep what they look up small."""
+SPREAD = 0.5
+"""Standard deviation of floats."""
+LEAST = 0.5
+"""Least of the floats that something is divided by, or whose logarithm or root is taken."""
+
+
+def typical_score(
+    form: ScoreForm | None,
+    shape: Shape,
+    device: torch.device | str = "cpu",
+    *,
+    seed: int = 0,
+) -> Score | None:
+    """Return a score of this form that reads random tensors of the sizes that `shape` needs; those
+    that the form trains need a gradient.
+
+    Floats are normal, integers count from 0. Raises InvalidProblem where a tensor is looked up by
+    different numbers of indices.
+    """
+    if form is None:
+        return None
+    generator = torch.Generator(device).manual_seed(seed)
+    sizes, ranges = _extents(form, shape)
+
+    def tensor(slot: int) -> torch.Tensor:
+        dtype, size = getattr(torch, form.elements[slot]), sizes[slot]
+        low, high = ranges[slot]
+        options: Any = {"generator": generator, "device": device, "dtype": dtype}
+        if not dtype.is_floating_point:
+            return torch.randint(low, high + 1, size, **options)
+        values = torch.randn(size, **options) * SPREAD
+        values = values.abs() + LEAST if low > 0 else values
+        return values.requires_grad_(slot in form.trained)
+
+    captured = tuple(map(tensor, range(len(form.captured))))
+    sinks = torch.randn(shape.heads, generator=generator, device=device) if form.sinks else None
+    return Score(form.text, captured, sinks)
+
+
+@one_at_a_time
+def _extents(form: ScoreForm, shape: Shape) -> tuple[dict[int, tuple[int, ...]], dict[int, Bounds]]:
+    """Return by slot the size of each tensor, and between which integers its elements are; floats
+    whose range begins above 0 must be positive."""
+    expr: Any = prepared(form.expression())
+    positive = _positive(expr)
+    ranges: dict[int, Bounds] = {
+        slot: (0, 1) if kind == "bool" else (int(slot in positive), INTEGERS - 1)
+        for slot, kind in enumerate(form.kinds)
+    }
+    known: dict[Any, Bounds] = {
+        captured_name(slot, kind): ranges[slot] for slot, kind in enumerate(form.kinds)
+    }
+    known |= {
+        symbol: (0, size - 1)
+        for symbol, size in zip((B, H, Q, K), shape.by_axis.values(), strict=True)
+    }
+    known |= {SEQLEN_Q: (shape.seqlen_q,) * 2, SEQLEN_KV: (shape.seqlen_kv,) * 2}
+    sizes: dict[int, tuple[int, ...]] = {}
+    for found in expr.atoms(Lookup):
+        (slot, *_), indices = captured_slots(found.args[0]), found.args[1:]
+        needed = tuple(_size(bounds(index, known), shape) for index in indices)
+        if len(before := sizes.get(slot, needed)) != len(needed):
+            raise InvalidProblem(
+                f"expected one number of indices for t{slot}, got {len(before)} and {len(needed)} "
+                f"in {form.notation}"
+            )
+        sizes[slot] = tuple(map(max, before, needed))
+    return {slot: sizes.get(slot, (1,)) for slot in ranges}, ranges
+
+
+def _size(index: Bounds, shape: Shape) -> int:
+    """Return how long a dimension must be for an index; as long as the longest of a call where
+    nothing is known of it: 0 is read beyond."""
+    longest = max(shape.by_axis.values())
+    low, high = index
+    last = longest - 1 if high >= ANYTHING[1] else high
+    first = -longest if low <= ANYTHING[0] else low  # counts from the end
+    return min(max(last + 1, -first, 1), MAX_LENGTH)
+
+
+def _positive(expr: Any) -> set[int]:
+    """Return the slots of tensors that something is divided by, or whose logarithm or root is
+    taken."""
+    slots: set[int] = set()
+    for part in sympy.preorder_traversal(expr):
+        match part:
+            case sympy.Pow(base=base, exp=exponent) if not (exponent.is_Integer and exponent > 0):
+                slots.update(captured_slots(base))
+            case sympy.log() | Log1p():
+                slots.update(captured_slots(part))
+            case _:
+                pass
+    return slots
