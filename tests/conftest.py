@@ -17,6 +17,7 @@ import os
 import re
 from collections.abc import Iterator
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Protocol
 
@@ -40,6 +41,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if find_spec("hypothesis"):  # a busy machine is not a failure
+        from hypothesis import HealthCheck, settings
+
+        slow = [HealthCheck.too_slow]
+        settings.register_profile("any machine", deadline=None, suppress_health_check=slow)
+        settings.load_profile("any machine")
     asked_for = (Path(arg.split("::")[0]).resolve() for arg in config.args)
     if not INTERPRETING and any(path.is_relative_to(TESTS / "interpret") for path in asked_for):
         raise pytest.UsageError(

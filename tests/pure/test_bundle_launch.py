@@ -30,7 +30,7 @@ BATCH, HEADS, GROUP, SEQLEN_Q, SEQLEN_KV, DIM_QK, DIM_V = 2, 4, 2, 100, 203, 96,
 TABLE = torch.randn(HEADS, 301)
 CASES: dict[str, tuple[Mask, Score | None]] = {
     "causal": (tilegen.causal(), None),
-    "lengths": (tilegen.kv_lengths(torch.tensor([50, 203])), None),
+    "lengths": (tilegen.kv_lengths(torch.tensor([50, 203], dtype=torch.int32)), None),
     "blocks": (tilegen.block_sparse(torch.ones(4, 7, dtype=torch.bool), 32), None),
     "softcap": (tilegen.full(), tilegen.softcap(20.0)),
     "trained": (tilegen.full(), tilegen.relative_bias(TABLE.requires_grad_())),
