@@ -41,13 +41,9 @@ from tilegen.masks.spelling import (
     spelt_sum,
 )
 from tilegen.masks.symbols import FIRST, LAST, SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q
+from tilegen.masks.triton_functions import log1p, tanh
 
 FP32_TINY, FP32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
-
-# tanh(x) = x + x z (c0 + c1 z + ...) with z = x*x, interpolated at Chebyshev's points of |x| < 0.6;
-# in fp32 1.4 units in the last place, as 1 - 2 / (exp(2x) + 1) is beyond.
-TANH_SMALL = 0.6
-TANH_SERIES = (-0.33333330333, 0.13332915367, -0.053873948849, 0.021110959049, -0.0062691197187)
 
 POSITION: Bounds = (0, MAX_LENGTH - 1)
 LENGTH: Bounds = (1, MAX_LENGTH)
@@ -389,41 +385,17 @@ class Writer:
         source = self._float(expr.args[0])
         match expr:
             case sympy.tanh():
-                return self._tanh(source), ATOM
+                return tanh(self.name, source, precise=self._precise), ATOM
             case Sigmoid():
                 below = f"1.0 + tl.exp({self._float(-expr.args[0])})"
                 return self._quotient("1.0", below)
             case Log1p():
-                return self._log1p(source), ATOM
+                return log1p(self.name, source, self._quotient, precise=self._precise), ATOM
             case sympy.exp() | sympy.log() | sympy.sin() | sympy.cos() | sympy.erf():
                 return f"tl.{type(expr).__name__}({source})", ATOM
             case sympy.floor():
                 return f"tl.floor({source})", ATOM
         raise Unsupported(f"expected a function that kernels compute, got the term {expr}")
-
-    def _tanh(self, source: str) -> str:
-        x = self.name(source)
-        if not self._precise:
-            return self.name(f"1.0 - 2.0 / (tl.exp(2.0 * {x}) + 1.0)")
-        square = self.name(f"{x} * {x}")
-        size = self.name(f"tl.abs({x})")
-        series = repr(TANH_SERIES[-1])
-        for factor in reversed(TANH_SERIES[:-1]):
-            series = self.name(f"{series} * {square} {'-' if factor < 0 else '+'} {abs(factor)!r}")
-        small = self.name(f"{x} + {x} * {square} * {series}")
-        large = self.name(f"1.0 - 2.0 / (tl.exp(2.0 * {size}) + 1.0)")
-        signed = f"tl.where({x} < 0, -{large}, {large})"
-        return self.name(f"tl.where({size} < {TANH_SMALL}, {small}, {signed})")
-
-    def _log1p(self, source: str) -> str:
-        """What 1 + x rounds away is put back by a factor (Goldberg 1991, theorem 4)."""
-        if not self._precise:
-            return f"tl.log({source} + 1.0)"
-        x = self.name(source)
-        above = self.name(f"{x} + 1.0")
-        ratio = self._quotient(x, f"{above} - 1.0")[0]
-        plain = f"({above} == 1.0) | ({above} == float('inf'))"
-        return self.name(f"tl.where({plain}, {x}, tl.log({above}) * ({ratio}))")
 
     def _literal(self, value: sympy.Number) -> str:
         """Return a number as a literal; Triton makes a double of one that fp32 cannot hold."""
