@@ -76,8 +76,6 @@ class Sample:
     shared_bytes: int
     registers: int
     spill_bytes: int
-    serialized: str
-    """yes or no, as `CompiledKernel` has it; empty where nobody looked."""
     error: str
 
     @property
@@ -164,7 +162,7 @@ def fastest(problem: AttentionProblem, spec: GpuSpec, kernel: Kernel) -> list[Ti
     return [
         config
         for _, config in ranked
-        if not known.spilled_bytes(problem, config, kernel, spec.arch)
+        if known.verdict(problem, config, kernel, spec.arch) != "spill"
         or not known.is_compiled(problem, config, kernel, spec.arch)
     ]
 
@@ -223,7 +221,6 @@ def sample_of(one: RenderedKernel, arch: str, result: object) -> Sample:
         shared_bytes=compiled.shared_bytes if compiled else 0,
         registers=compiled.registers if compiled else 0,
         spill_bytes=compiled.spill_bytes if compiled else 0,
-        serialized=("yes" if compiled.serialized else "no") if compiled else "",
         error="" if compiled else str(result)[:200],
     )
 
@@ -316,12 +313,10 @@ def register_features(
     return of.register_features(problem, config, kernel, arch)
 
 
-def verdicts(samples: Iterable[Sample]) -> dict[str, dict[str, dict[str, list[str]]]]:
-    """Return, per architecture and compile class, the configs that fit the registers, or spill and
-    how many bytes.
+def verdicts(samples: Iterable[Sample]) -> dict[str, dict[str, dict[known.Verdict, list[str]]]]:
+    """Return, per architecture and compile class, the configs that fit the registers, or spill.
 
-    Of several kernels of a class, such as windows of different sizes, the one that spills most
-    counts.
+    Of several kernels of a class, such as windows of different sizes, one that spills is enough.
     """
     worst: dict[tuple[str, str, TileConfig], int] = {}
     for sample in samples:
@@ -329,13 +324,11 @@ def verdicts(samples: Iterable[Sample]) -> dict[str, dict[str, dict[str, list[st
             problem, config = sample.parsed
             key = (sample.arch, known.compile_class(problem, config, sample.kernel), config)
             is_trap = sample.registers <= MIN_REGISTERS
-            is_unusable = is_trap or sample.serialized == "yes"
-            spilled = known.UNUSABLE if is_unusable else sample.spill_bytes
-            worst[key] = max(worst.get(key, 0), spilled)
-    found: dict[str, dict[str, dict[str, list[str]]]] = {}
+            worst[key] = max(worst.get(key, 0), sample.spill_bytes + is_trap)
+    found: dict[str, dict[str, dict[known.Verdict, list[str]]]] = {}
     for (arch, name, config), spilled in sorted(worst.items()):
         row = found.setdefault(arch, {}).setdefault(name, {"fit": [], "spill": []})
-        row["spill" if spilled else "fit"].append(f"{config.key}{f':{spilled}' * bool(spilled)}")
+        row["spill" if spilled else "fit"].append(config.key)
     return found
 
 
@@ -353,7 +346,7 @@ def write_fits(samples: list[Sample]) -> None:
     FITS.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     lines = [
-        "# Configs whose kernels fit the registers of a thread, and others that spill: bytes, as",
+        "# Configs whose kernels fit the registers of a thread, and others that spill, as",
         *source,
     ]
     for arch, classes in sorted(verdicts(samples).items()):
@@ -362,7 +355,7 @@ def write_fits(samples: list[Sample]) -> None:
             fit, spill = (" ".join(row[said]) for said in ("fit", "spill"))
             lines.append(f'"{name}" = {{ fit = "{fit}", spill = "{spill}" }}')
     COMPILED.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    for cached in (model.family, model.footprint, known.table, known.reports_on):
+    for cached in (model.family, model.footprint, known.table, known.verdicts_on):
         cached.cache_clear()
 
 
