@@ -25,6 +25,7 @@ from sympy.core.relational import Relational
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.integers import Exact, FloorDiv, is_int, prepared
 from tilegen.masks.nodes import (
+    MAX_SHIFT,
     BitAnd,
     BitOr,
     Bits,
@@ -40,7 +41,6 @@ from tilegen.masks.nodes import (
 from tilegen.masks.operations import is_condition
 from tilegen.masks.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, S
 
-MAX_SHIFT = 62
 _HALF = sympy.Rational(1, 2)
 ELEMENTARY: dict[type, Callable[[torch.Tensor], torch.Tensor]] = {
     sympy.exp: torch.exp,

@@ -12,7 +12,7 @@ from typing import Any
 import sympy
 
 from tilegen.masks.integers import FloorDiv
-from tilegen.masks.nodes import BitAnd, Bits, ShiftLeft, ShiftRight, Where
+from tilegen.masks.nodes import MAX_SHIFT, BitAnd, Bits, ShiftLeft, ShiftRight, Where
 from tilegen.masks.symbols import Lookup
 
 Bounds = tuple[int, int]
@@ -94,7 +94,7 @@ def _remainder(number: Bounds, divisor: Bounds) -> Bounds:
 
 def _bits(operation: type[Bits], left: Bounds, right: Bounds) -> Bounds:
     if operation in (ShiftLeft, ShiftRight):
-        shifts = [min(max(end, 0), 62) for end in right]
+        shifts = [min(max(end, 0), MAX_SHIFT) for end in right]
         ends = [operation.of(a, b) for a, b in product(left, shifts)]
         return min(ends), max(ends)
     ones = (1 << max(abs(end) for end in (*left, *right)).bit_length()) - 1

@@ -173,19 +173,19 @@ class BitXor(Bits):
 
 
 class ShiftLeft(Bits):
-    """`left << right`; right is in 0..62."""
+    """`left << right`; right is in 0..MAX_SHIFT."""
 
     @classmethod
     def of(cls, left: int, right: int) -> int:
-        return left << max(0, min(right, 62))
+        return left << max(0, min(right, MAX_SHIFT))
 
 
 class ShiftRight(Bits):
-    """`left >> right`, rounded down; right is in 0..62."""
+    """`left >> right`, rounded down; right is in 0..MAX_SHIFT."""
 
     @classmethod
     def of(cls, left: int, right: int) -> int:
-        return left >> max(0, min(right, 62))
+        return left >> max(0, min(right, MAX_SHIFT))
 
 
 SYMBOLS = {str(symbol): symbol for symbol in (B, H, Q, K, S, SEQLEN_Q, SEQLEN_KV)}

@@ -25,7 +25,17 @@ from tilegen.errors import Unsupported
 from tilegen.masks.integer_bounds import INT32, MAX_LENGTH, Bounds, bounds
 from tilegen.masks.integers import Exact, FloorDiv, exact, is_int, prepared
 from tilegen.masks.loads import Loads
-from tilegen.masks.nodes import BitAnd, BitOr, Bits, BitXor, Log1p, ShiftLeft, Sigmoid, Where
+from tilegen.masks.nodes import (
+    MAX_SHIFT,
+    BitAnd,
+    BitOr,
+    Bits,
+    BitXor,
+    Log1p,
+    ShiftLeft,
+    Sigmoid,
+    Where,
+)
 from tilegen.masks.operations import is_condition
 from tilegen.masks.spelling import (
     AND,
@@ -103,9 +113,9 @@ class Writer:
             for name, expr in whole.items()
         }
 
-    def inline(self, expr: sympy.Basic, binding: int = LOWEST) -> str:
+    def inline(self, expr: sympy.Basic) -> str:
         """Return the source of a condition, or of an integer as one."""
-        return self._inside(exact(expr), binding)
+        return self._inside(exact(expr), LOWEST)
 
     def name(self, source: str) -> str:
         """Return the name of a statement with this source, written once."""
@@ -182,9 +192,7 @@ class Writer:
         """Return the source of an operand; Triton itself makes integers floats beside floats."""
         if as_int:
             return self._int(expr, binding)
-        if isinstance(expr, (sympy.Number, Lookup)) and not is_int(expr):
-            return self._float(expr, binding)
-        if isinstance(expr, sympy.Number):
+        if isinstance(expr, sympy.Number) or (isinstance(expr, Lookup) and not is_int(expr)):
             return self._float(expr, binding)
         return self._inside(expr, binding)
 
@@ -362,7 +370,7 @@ class Writer:
             return f"{left} {_BITWISE[type(expr)]} {right}", OR
         sign = "<<" if isinstance(expr, ShiftLeft) else ">>"
         value, shift = expr.args
-        most = 31 if not self._is_wide(expr) else 62
+        most = 31 if not self._is_wide(expr) else MAX_SHIFT
         low, high = bounds(shift, self._known)
         amount = spell(shift, ATOM)
         if low < 0 or high > most:
