@@ -76,6 +76,8 @@ class Sample:
     shared_bytes: int
     registers: int
     spill_bytes: int
+    serialized: str
+    """yes or no, as `CompiledKernel` has it; empty where nobody looked."""
     error: str
 
     @property
@@ -162,7 +164,7 @@ def fastest(problem: AttentionProblem, spec: GpuSpec, kernel: Kernel) -> list[Ti
     return [
         config
         for _, config in ranked
-        if known.verdict(problem, config, kernel, spec.arch) != "spill"
+        if not known.spilled_bytes(problem, config, kernel, spec.arch)
         or not known.is_compiled(problem, config, kernel, spec.arch)
     ]
 
@@ -221,6 +223,7 @@ def sample_of(one: RenderedKernel, arch: str, result: object) -> Sample:
         shared_bytes=compiled.shared_bytes if compiled else 0,
         registers=compiled.registers if compiled else 0,
         spill_bytes=compiled.spill_bytes if compiled else 0,
+        serialized=("yes" if compiled.serialized else "no") if compiled else "",
         error="" if compiled else str(result)[:200],
     )
 
@@ -313,10 +316,12 @@ def register_features(
     return of.register_features(problem, config, kernel, arch)
 
 
-def verdicts(samples: Iterable[Sample]) -> dict[str, dict[str, dict[known.Verdict, list[str]]]]:
-    """Return, per architecture and compile class, the configs that fit the registers, or spill.
+def verdicts(samples: Iterable[Sample]) -> dict[str, dict[str, dict[str, list[str]]]]:
+    """Return, per architecture and compile class, the configs that fit the registers, or spill and
+    how many bytes.
 
-    Of several kernels of a class, such as windows of different sizes, one that spills is enough.
+    Of several kernels of a class, such as windows of different sizes, the one that spills most
+    counts.
     """
     worst: dict[tuple[str, str, TileConfig], int] = {}
     for sample in samples:
@@ -324,11 +329,13 @@ def verdicts(samples: Iterable[Sample]) -> dict[str, dict[str, dict[known.Verdic
             problem, config = sample.parsed
             key = (sample.arch, known.compile_class(problem, config, sample.kernel), config)
             is_trap = sample.registers <= MIN_REGISTERS
-            worst[key] = max(worst.get(key, 0), sample.spill_bytes + is_trap)
-    found: dict[str, dict[str, dict[known.Verdict, list[str]]]] = {}
+            is_unusable = is_trap or sample.serialized == "yes"
+            spilled = known.UNUSABLE if is_unusable else sample.spill_bytes
+            worst[key] = max(worst.get(key, 0), spilled)
+    found: dict[str, dict[str, dict[str, list[str]]]] = {}
     for (arch, name, config), spilled in sorted(worst.items()):
         row = found.setdefault(arch, {}).setdefault(name, {"fit": [], "spill": []})
-        row["spill" if spilled else "fit"].append(config.key)
+        row["spill" if spilled else "fit"].append(f"{config.key}{f':{spilled}' * bool(spilled)}")
     return found
 
 
@@ -346,7 +353,7 @@ def write_fits(samples: list[Sample]) -> None:
     FITS.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     lines = [
-        "# Configs whose kernels fit the registers of a thread, and others that spill, as",
+        "# Configs whose kernels fit the registers of a thread, and others that spill: bytes, as",
         *source,
     ]
     for arch, classes in sorted(verdicts(samples).items()):
@@ -355,7 +362,7 @@ def write_fits(samples: list[Sample]) -> None:
             fit, spill = (" ".join(row[said]) for said in ("fit", "spill"))
             lines.append(f'"{name}" = {{ fit = "{fit}", spill = "{spill}" }}')
     COMPILED.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    for cached in (model.family, model.footprint, known.table, known.verdicts_on):
+    for cached in (model.family, model.footprint, known.table, known.reports_on):
         cached.cache_clear()
 
 

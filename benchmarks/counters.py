@@ -80,7 +80,8 @@ def kernels_of(workload: Workload, spec: GpuSpec) -> dict[Kernel, TileConfig]:
     """Return the configs that a call of the workload would use."""
     direction = None if "backward" in workload.directions else "forward"
     kernels = families.kernels_of(workload.problem, spec, direction)
-    return {kernel: choose(workload.problem.bucket, spec, kernel)[0] for kernel in kernels}
+    problem = workload.problem.bucket
+    return {kernel: choose(problem, spec, kernel, may_compile=True)[0] for kernel in kernels}
 
 
 def launch(workload: Workload, spec: GpuSpec) -> None:

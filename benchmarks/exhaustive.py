@@ -3,8 +3,8 @@
     python -m benchmarks.exhaustive llama3-8b-8k "b2 hq8 q4096 d64 bf16 full" --kernel fwd
 
 A problem is a workload's name or the notation, and is recorded as its bucket, as tuning does.
-Kernels that spill are timed too, which the tuner does not do. Every timing is on disk when it is
-taken; the same command goes on where it was stopped. `python -m benchmarks.tuner_quality` reads
+Kernels that spill much are timed too, which the tuner does not do. Every timing is on disk when it
+is taken; the same command goes on where it was stopped. `python -m benchmarks.tuner_quality` reads
 what this writes.
 """
 
@@ -23,6 +23,7 @@ import typer
 from benchmarks.environment import has_gpu
 from benchmarks.recordings import RESULTS, Recorder, file_of, new_session
 from benchmarks.workloads import catalogue
+from tilegen.acceptable import Usage, spills_much
 from tilegen.config import KERNELS, Kernel, TileConfig
 from tilegen.device import GpuSpec, detect
 from tilegen.errors import BuildFailed, TilegenError
@@ -30,7 +31,7 @@ from tilegen.measure import DeviceLost
 from tilegen.problem import AttentionProblem
 from tilegen.propose import search_space
 from tilegen.tune import pick
-from tilegen.tuning.bench import Ahead, Bench, Usage, real_bench, refused
+from tilegen.tuning.bench import Ahead, Bench, real_bench, refused
 from tilegen.tuning.trials import Trial
 from tilegen.workers import Pool
 
@@ -90,7 +91,9 @@ def _time(
 
 def _check_the_fastest(recorder: Recorder, bench: Bench) -> None:
     """Write down that the fastest config is wrong, if it is; then the next, until one is right."""
-    while best := pick({c: t for c, t in recorder.trials.items() if not t.spill_bytes}):
+    while best := pick(
+        {c: t for c, t in recorder.trials.items() if not spills_much(t.spill_bytes)}
+    ):
         try:
             trouble = bench.check(best) if bench.check else None
         except DeviceLost as lost:

@@ -2,10 +2,11 @@
 
     python -m benchmarks.proposals --top 5
 
-For every workload, kernel and architecture: do the proposals compile, within shared memory, without
-spills? Besides the catalogue, the small-cache kernels are asked for large head dims of no model, in
-bf16 and fp32. Needs no GPU. Rows go to benchmarks/results/cpu/proposals.csv. What to do about a
-proposal that is not: `python -m benchmarks.calibrate_footprint`.
+For every workload, kernel and architecture: do the proposals compile to what may be used, within
+shared memory and with few spills? Besides the catalogue, the small-cache kernels are asked for
+large head dims of no model, in bf16 and fp32. Needs no GPU. Rows go to
+benchmarks/results/cpu/proposals.csv. What to do about a proposal that is not legal:
+`python -m benchmarks.calibrate_footprint`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import typer
 from benchmarks.environment import ROOT, Environment, environment
 from benchmarks.rows import append, with_environment
 from benchmarks.workloads import CATALOGUE, SHAPES
+from tilegen.acceptable import acceptable
 from tilegen.build import CompiledKernel, compile_many
 from tilegen.config import SMALL_CACHE, Kernel
 from tilegen.device import GpuSpec, gpu_for
@@ -82,11 +84,12 @@ def asked(arch: str, top: int) -> Iterable[Asked]:
 
 def judge(one: Asked, outcome: dict[str, CompiledKernel | BuildFailed]) -> ProposalRow:
     """Return the row of compiled proposals; `outcome` is by digest."""
-    spills, errors = list[int | None](), [0]
+    spills, errors, taken = list[int | None](), [0], list[bool]()
     for candidate, rendered in one.ranked:
         result = outcome[rendered.digest]
         legal = isinstance(result, CompiledKernel) and result.shared_bytes <= one.gpu.smem_per_block
         spills.append(result.spill_bytes if legal and isinstance(result, CompiledKernel) else None)
+        taken.append(acceptable(result, one.gpu))
         if isinstance(result, CompiledKernel):
             errors.append(abs(result.shared_bytes - candidate.estimate.smem_bytes))
     return with_environment(
@@ -99,8 +102,8 @@ def judge(one: Asked, outcome: dict[str, CompiledKernel | BuildFailed]) -> Propo
         configs=" ".join(candidate.config.key for candidate, _ in one.ranked),
         spill_bytes=" ".join("-" if spill is None else str(spill) for spill in spills),
         smem_error=max(errors),
-        first_legal=spills[0] == 0,
-        all_legal=all(spill == 0 for spill in spills),
+        first_legal=taken[0],
+        all_legal=all(taken),
     )
 
 

@@ -71,7 +71,7 @@ def _tilegen_configs(problem: AttentionProblem, direction: Direction) -> str:
     if spec is None:
         return ""
     used = {
-        kernel: choose(problem.bucket, spec, kernel)
+        kernel: choose(problem.bucket, spec, kernel, may_compile=True)
         for kernel in kernels_of(problem, spec, direction)
     }
     return ", ".join(

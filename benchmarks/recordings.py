@@ -25,6 +25,7 @@ from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.store.fields import Fields, parse_json
 from tilegen.store.record import MAX_SECONDS, measurement_from, slug
+from tilegen.tuning.bench import as_tuned
 from tilegen.tuning.trials import Trial, append_line
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -82,20 +83,16 @@ class Recording:
         return f"{self.session.kernel} of '{self.session.problem}' on {self.session.gpu}"
 
     def as_tuned(self) -> dict[TileConfig, Measurement]:
-        """Return what the tuner would have seen: it does not time kernels that spill."""
-        return {config: _as_tuned(trial) for config, trial in self.trials.items()}
+        """Return what the tuner would have seen: it does not time kernels that spill much."""
+        return {
+            config: as_tuned(trial.measurement, trial.spill_bytes)
+            for config, trial in self.trials.items()
+        }
 
     def times(self) -> dict[TileConfig, float]:
         """Return the median us of the configs that the tuner can choose from."""
         found = {config: one.median_us for config, one in self.as_tuned().items()}
         return {config: us for config, us in found.items() if us is not None}
-
-
-def _as_tuned(trial: Trial) -> Measurement:
-    if not trial.spill_bytes:
-        return trial.measurement
-    message = f"{trial.spill_bytes} bytes of registers spilled a thread"
-    return Measurement(status="out_of_resources", message=message)
 
 
 class Replayed:

@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tilegen import interpreter
+from tilegen.acceptable import TRIED, acceptable
 from tilegen.emitted import RenderedKernel, load
 from tilegen.errors import BuildFailed, Unsupported
 from tilegen.workers import Pool
 
 if TYPE_CHECKING:
+    from tilegen.config import Kernel, TileConfig
     from tilegen.device import GpuSpec
+    from tilegen.problem import AttentionProblem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +40,9 @@ class CompiledKernel:
     """Of one thread."""
     spill_bytes: int
     """Local memory of one thread; 0 means that nothing spilled."""
+    serialized: bool = False
+    """Whether it waits for each matrix product before it issues the next, which a compiler does
+    when it lacks registers: products no longer overlap with anything."""
     scratch_pointers: int
     """Pointers that the binary takes after the arguments of its signature; all may be null."""
     seconds: float
@@ -94,14 +100,15 @@ def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) 
     except Exception as error:  # Triton raises many types, down to RuntimeError from its passes
         raise BuildFailed(f"{rendered.function} for {arch}: {_one_line(error)}") from error
     seconds = time.perf_counter() - started
-    binary, registers, spill_bytes = _resources(compiled, arch)
+    used = _resources(compiled, arch)
     return CompiledKernel(
         rendered=rendered,
         arch=arch,
-        binary=binary,
+        binary=used.binary,
         shared_bytes=int(compiled.metadata.shared),
-        registers=registers,
-        spill_bytes=spill_bytes,
+        registers=used.registers,
+        spill_bytes=used.spill_bytes,
+        serialized=used.serialized,
         scratch_pointers=_num_parameters(compiled, arch) - len(rendered.signature),
         seconds=seconds,
     )
@@ -139,12 +146,13 @@ def compile_many(
 
 
 def first_that_fits(built: Sequence[CompiledKernel | BuildFailed], gpu: GpuSpec) -> CompiledKernel:
-    """Return the first kernel that fits this GPU's shared memory and spills nothing.
+    """Return the first kernel that is acceptable on this GPU.
 
-    Where all spill, the one that spills least. Raises BuildFailed where none compiled and fits.
+    Where all spill much, the one that spills least. Raises BuildFailed where none compiled and
+    fits.
     """
     fitting = [
-        (result.spill_bytes, i, result)
+        (0 if acceptable(result, gpu) else result.spill_bytes, i, result)
         for i, result in enumerate(built)
         if isinstance(result, CompiledKernel) and result.shared_bytes <= gpu.smem_per_block
     ]
@@ -154,6 +162,26 @@ def first_that_fits(built: Sequence[CompiledKernel | BuildFailed], gpu: GpuSpec)
             f"{gpu.smem_per_block} bytes of shared memory, none did; the first: {built[0]}"
         )
     return min(fitting)[2]
+
+
+def first_acceptable(
+    problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, *, aligned: bool = True
+) -> TileConfig:
+    """Return the first of the model's proposals that compiles to what may be used on a GPU.
+
+    They are compiled one after another, in this process; Triton's cache keeps what was. Raises
+    BuildFailed where none compiles and fits, Unsupported where none is proposed.
+    """
+    from tilegen.propose import propose  # loads SymPy
+    from tilegen.render import render
+
+    tried: list[CompiledKernel | BuildFailed] = []
+    for candidate in propose(problem, gpu, kernel=kernel, top=TRIED):
+        rendered = render(problem, candidate.config, kernel, aligned=aligned)
+        tried.append(_compile_or_fail(rendered, gpu.arch))
+        if acceptable(tried[-1], gpu):
+            break
+    return first_that_fits(tried, gpu).rendered.config
 
 
 def _compile_or_fail(rendered: RenderedKernel, arch: str) -> CompiledKernel | BuildFailed:
@@ -173,27 +201,47 @@ def _target(arch: str) -> Any:
     raise Unsupported(f"arch must look like sm_90 or gfx942, got {arch!r}")
 
 
-def _resources(compiled: Any, arch: str) -> tuple[bytes, int, int]:
-    """Return (binary, registers, spilled bytes) of a compiled kernel."""
+@dataclass(frozen=True)
+class _Used:
+    binary: bytes
+    registers: int
+    spill_bytes: int
+    serialized: bool = False
+
+
+def _resources(compiled: Any, arch: str) -> _Used:
+    """Return the binary of a compiled kernel, and what it says of itself."""
     if arch.startswith("gfx"):
         text = compiled.asm["amdgcn"]
         registers = int(re.findall(r"\.vgpr_count:\s+(\d+)", text)[-1])
         spilled = 4 * int(re.findall(r"\.vgpr_spill_count:\s+(\d+)", text)[-1])
-        return bytes(compiled.asm["hsaco"]), registers, spilled
+        return _Used(bytes(compiled.asm["hsaco"]), registers, spilled)
     binary = bytes(compiled.asm["cubin"])
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
-        usage = subprocess.run(
-            [nvidia_tool("cuobjdump"), "-res-usage", file.name],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-    match = re.search(r"REG:(\d+) STACK:(\d+)", usage)
-    if not match:
-        raise BuildFailed(f"expected REG and STACK from cuobjdump -res-usage, got {usage[:200]!r}")
-    return binary, int(match[1]), int(match[2])
+        usage = _cuobjdump("-res-usage", file.name)
+        match = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+        if not match:
+            raise BuildFailed(
+                f"expected REG and STACK from cuobjdump -res-usage, got {usage[:200]!r}"
+            )
+        registers, spilled = int(match[1]), int(match[2])
+        # Only those that lack registers are, so that others need not be disassembled.
+        serialized = bool(spilled) and is_serialized(_cuobjdump("-sass", file.name))
+    return _Used(binary, registers, spilled, serialized)
+
+
+def is_serialized(sass: str) -> bool:
+    """Whether machine code for sm_90 waits as often for matrix products as it has them."""
+    products = len(re.findall(r"\bHGMMA\.", sass))
+    return 0 < products <= len(re.findall(r"\bWARPGROUP\.DEPBAR\b", sass))
+
+
+def _cuobjdump(what: str, file: str) -> str:
+    return subprocess.run(
+        [nvidia_tool("cuobjdump"), what, file], capture_output=True, text=True, check=True
+    ).stdout
 
 
 def _num_parameters(compiled: Any, arch: str) -> int:

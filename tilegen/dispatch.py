@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from subprocess import SubprocessError
 from threading import RLock
 from typing import Any, Literal, overload
 
@@ -165,13 +166,17 @@ def choose(
     kernel: Kernel,
     *,
     may_tune: bool = False,
+    may_compile: bool = False,
+    aligned: bool = True,
     deterministic: bool | None = None,
 ) -> tuple[TileConfig, str]:
     """Return the config to use and where it comes from: a record's file, or the model.
 
-    With `may_tune`, tunes first if TILEGEN_TUNE=1 is set and there is no measured record. Never so
-    if `deterministic` (default: TILEGEN_DETERMINISTIC): then all who see the same records choose
-    alike, and a shared location that does not answer raises Unreachable.
+    With `may_compile`, the model's choice is the first of its proposals that compiles to what may
+    be used, for tensors that are `aligned` or not. With `may_tune`, tunes first if TILEGEN_TUNE=1
+    is set and there is no measured record. Never so if `deterministic` (default:
+    TILEGEN_DETERMINISTIC): then all who see the same records choose alike, and a shared location
+    that does not answer raises Unreachable.
     """
     if (config := agreed(problem, spec, kernel)) is not None:
         return config, "all ranks agreed"
@@ -197,6 +202,13 @@ def choose(
             say_once(f"not tuned, taking the best known: {error}")
     if found:
         return found.record.config, str(found)
+    if may_compile:
+        from tilegen.build import first_acceptable
+
+        try:
+            return first_acceptable(problem, spec, kernel, aligned=aligned), "the model"
+        except (TilegenError, OSError, SubprocessError) as error:  # the launch says what is wrong
+            say_once(f"compiled nothing ahead: {error}")
     from tilegen.propose import propose  # loads SymPy
 
     return propose(problem, spec, kernel=kernel, top=1)[0].config, "the model"
@@ -361,10 +373,17 @@ class _Kernels:
             return self._passes[direction]
 
     def _compiled_here(self, spec: GpuSpec, direction: Direction) -> dict[Kernel, BoundKernel]:
-        may_tune = self._device.type == "cuda"
+        on_gpu = self._device.type == "cuda"
         found: dict[Kernel, BoundKernel] = {}
         for kernel in kernels_of(self._problem, spec, direction):
-            config, origin = choose(self._problem, spec, kernel, may_tune=may_tune)
+            config, origin = choose(
+                self._problem,
+                spec,
+                kernel,
+                may_tune=on_gpu,
+                may_compile=on_gpu,
+                aligned=self.aligned,
+            )
             log.debug("%s for '%s': %s, from %s", kernel, self._problem, config, origin)
             module = load_kernel(self._problem, config, kernel, aligned=self.aligned)
             found[kernel] = BoundKernel(module.launch, self._problem.mask, kernel, config)

@@ -26,7 +26,7 @@ from tilegen.model.bounds import (
 )
 from tilegen.passes import panels, rows_for
 from tilegen.problem import AttentionProblem
-from tilegen.propose import propose, spills
+from tilegen.propose import propose, spills_much
 
 OTHER_FAST_MEMORY = tuple(kib * 1024 for kib in (48, 64, 99, 163, 227))
 """Bytes of shared memory per program of GPUs from the GTX 1060 to the H200."""
@@ -101,7 +101,7 @@ def _family(
         "read_bytes": sum(one.estimate.read_bytes for one in best),
         "write_bytes": sum(one.estimate.write_bytes for one in best),
         "dram_bytes": sum(one.estimate.dram_bytes for one in best),
-        "spills": any(spills(problem, gpu, one) for one in best),
+        "spills": any(spills_much(problem, gpu, one) for one in best),
         "kernels": [
             {
                 "kernel": one.kernel,
@@ -130,7 +130,9 @@ def _because(
     why = (
         f"predicted to be the fastest of {len(found)}" if len(found) > 1 else "the only one to fit"
     )
-    return why + (", those that spill registers last" if any(f["spills"] for f in found) else "")
+    return why + (
+        ", those that spill many registers last" if any(f["spills"] for f in found) else ""
+    )
 
 
 def _regime(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> dict[str, Any]:

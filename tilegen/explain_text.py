@@ -78,7 +78,7 @@ def _subject(told: dict[str, Any]) -> str:
 def _family(one: dict[str, Any]) -> str:
     kernels = ", ".join(f"{kernel['kernel']} {kernel['key']}" for kernel in one["kernels"])
     moved = _bytes(one["read_bytes"] + one["write_bytes"])
-    spills = "; spills" if one["spills"] else ""
+    spills = "; spills much" if one["spills"] else ""
     return f"{one['family']:12} {1e6 * one['seconds']:9.1f} us {moved:>8}  {kernels}{spills}"
 
 

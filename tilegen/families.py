@@ -47,11 +47,12 @@ def family(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> Fam
 def ranked_families(
     problem: AttentionProblem, gpu: GpuSpec, direction: Direction
 ) -> tuple[tuple[Family, float], ...]:
-    """Return (family, predicted seconds), the fastest first; those whose kernels spill come last.
+    """Return (family, predicted seconds), the fastest first.
 
-    Raises Unsupported where none fits.
+    Those whose kernels spill more than a usable kernel may come last. Raises Unsupported where none
+    fits.
     """
-    from tilegen.propose import propose, spills  # which load SymPy
+    from tilegen.propose import propose, spills_much  # which load SymPy
 
     found: list[tuple[bool, float, Family]] = []
     trouble: list[str] = []
@@ -64,7 +65,7 @@ def ranked_families(
             trouble.append(str(error))
             continue
         seconds = sum(candidate.estimate.seconds for candidate in best)
-        found.append((any(spills(problem, gpu, one) for one in best), seconds, name))
+        found.append((any(spills_much(problem, gpu, one) for one in best), seconds, name))
     if not found:
         raise Unsupported("; ".join(trouble))
     return tuple((name, seconds) for _, seconds, name in sorted(found))

@@ -117,7 +117,7 @@ def run(
 
 
 def choose(built: Built, gpu: GpuSpec) -> Candidate:
-    """Return the best-ranked candidate that compiled without spills. Raises BuildFailed."""
+    """Return the best-ranked candidate that compiled to what may be used. Raises BuildFailed."""
     best = first_that_fits([result for _, result in built], gpu)
     return next(candidate for candidate, result in built if result is best)
 

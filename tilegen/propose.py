@@ -35,7 +35,8 @@ def propose(
 ) -> list[Candidate]:
     """Return up to `top` candidates, best first, all predicted to fit. Raises Unsupported.
 
-    Configs predicted to spill registers come after all others: they run, but slowly.
+    A config that is known to spill a little ranks by its time and the traffic of what it spills;
+    those that may spill more than a usable kernel come where there is nothing else.
     """
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
         raise Unsupported(f"top must be an int of at least 1, got {top!r}")
@@ -78,7 +79,7 @@ class _Model:
         self._by_tile: dict[str, tuple[Traffic, Visits, float]] = {}
 
     def fastest(self, top: int) -> list[Timed]:
-        """Return the `top` fastest configs that fit and do not spill.
+        """Return the `top` fastest configs that fit and spill little or nothing.
 
         Those that L2 alone makes slower than what is found already are not looked at.
         """
@@ -89,7 +90,7 @@ class _Model:
             if len(best) == top and least > -best[0]:
                 break
             needs = self.needs(config)
-            if needs.spills or not needs.fits(self._gpu):
+            if needs.spills_much or not needs.fits(self._gpu):
                 continue
             found.append((time := self.time(config, needs), config, needs))
             heapq.heappush(best, -time.seconds)
@@ -98,12 +99,12 @@ class _Model:
         return _ranked(found)[:top]
 
     def last_resort(self, top: int) -> list[Timed]:
-        """Return the `top` fastest of what spills, or of what predictions do not quite fit."""
+        """Return the `top` fastest of what spills much, or of what predictions do not quite fit."""
         needed = _footprints(self._problem, self._gpu, self._kernel)
         fitting = [pair for pair in needed if pair[1].fits(self._gpu)]
         if not fitting:  # predictions err on the large side
             fitting = [pair for pair in needed if pair[1].fits(self._gpu, doubt=SMEM_DOUBT)]
-        legal = [pair for pair in fitting if not pair[1].spills]
+        legal = [pair for pair in fitting if not pair[1].spills_much]
         # Where every config spills, those that spill least.
         least = sorted(fitting, key=lambda pair: (pair[1].registers, pair[0]))[: max(top, 20)]
         return _ranked(
@@ -164,9 +165,9 @@ def _ranked(times: list[Timed]) -> list[Timed]:
     return sorted(times, key=lambda one: (one[0].seconds, one[1]))
 
 
-def spills(problem: AttentionProblem, gpu: GpuSpec, candidate: Candidate) -> bool:
-    """Whether a candidate is predicted to spill registers."""
-    return footprint(problem, candidate.config, candidate.kernel, gpu.arch).spills
+def spills_much(problem: AttentionProblem, gpu: GpuSpec, candidate: Candidate) -> bool:
+    """Whether a candidate is predicted to spill more registers than a usable kernel may."""
+    return footprint(problem, candidate.config, candidate.kernel, gpu.arch).spills_much
 
 
 def all_configs(problem: AttentionProblem, kernel: Kernel) -> list[TileConfig]:
@@ -260,7 +261,7 @@ def _reason(problem: AttentionProblem, gpu: GpuSpec, cost: CostEstimate) -> str:
     waits_for = _WAITS_FOR[cost.limit]
     if cost.limit == "tensor" and problem.element_bytes == 4:
         waits_for = "fp32 multiply-adds"
-    spills = "; spills registers" if needs.spills else ""
+    spills = f"; spills {needs.spill_bytes} bytes a thread" if needs.spills else ""
     return (
         f"{tile}: {_size(moved)} to and from L2, {moved / cost.lower_bound_bytes:.1f} times the "
         f"lower bound; waits for {waits_for}, {together} program{'s' * (together > 1)} per SM with "

@@ -64,13 +64,16 @@ def agree(
 def _choices(buckets: Sequence[AttentionProblem], spec: GpuSpec) -> str:
     """Return kernel, problem and config of every choice as JSON; a text if one cannot be made, so
     that no rank waits for ever."""
+    import torch
+
     from tilegen.dispatch import choose
     from tilegen.families import kernels_of
 
+    how: dict[str, bool] = {"deterministic": True, "may_compile": torch.cuda.is_available()}
     try:
         return json.dumps(
             [
-                (kernel, problem.key, choose(problem, spec, kernel, deterministic=True)[0].key)
+                (kernel, problem.key, choose(problem, spec, kernel, **how)[0].key)
                 for problem in buckets
                 for kernel in kernels_of(problem, spec)
             ]

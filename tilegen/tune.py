@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from tilegen.acceptable import spills_much
 from tilegen.config import Kernel, TileConfig
 from tilegen.emitted import template_digest
 from tilegen.errors import BuildFailed, NoRecord, Unsupported
@@ -165,8 +166,8 @@ class _Run:
         ahead = Ahead(self.bench.compile) if self.bench.compile else None
         with contextlib.closing(ahead) if ahead else contextlib.nullcontext():
             self._search(total, deadline, ahead)
-        # Where every config spills, those that spill least are still worth their time.
-        spilling = sorted((t.spill_bytes, c) for c, t in self.trials.items() if t.spill_bytes)
+        # Where every config spills much, those that spill least are still worth their time.
+        spilling = sorted((t.spill_bytes, c) for c, t in self.trials.items() if _spills_much(t))
         if self.winner is None:
             for spill_bytes, config in spilling[:SEEDS]:
                 if self.winner is None or time.monotonic() < deadline:
@@ -193,7 +194,7 @@ class _Run:
                 return
 
     def _has_something(self) -> bool:
-        return self.winner is not None or any(t.spill_bytes for t in self.trials.values())
+        return self.winner is not None or any(map(_spills_much, self.trials.values()))
 
     def record(self, winner: TileConfig, command: str) -> TuningRecord:
         """Return the record of these trials."""
@@ -235,7 +236,7 @@ class _Run:
         spill_bytes = 0 if built is None or isinstance(built, BuildFailed) else built.spill_bytes
         measurement = None if built is None else refused(built, self.gpu)
         if measurement is None:
-            self._measure(config, started)
+            self._measure(config, started, spill_bytes)
         else:
             self._keep(config, measurement, started, spill_bytes)
             self.report.trial(self.trials, config, self.estimates.get(config), self.winner)
@@ -292,6 +293,10 @@ class _Run:
                 status = trouble.status.replace("_", " ")
                 self.report.say(f"{best!r} is fastest but {status}: {trouble.message}")
         self.winner = best
+
+
+def _spills_much(trial: Trial) -> bool:
+    return bool(spills_much(trial.spill_bytes))
 
 
 def pick(trials: dict[TileConfig, Trial]) -> TileConfig | None:

@@ -8,8 +8,10 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
+from tilegen.acceptable import acceptable
 from tilegen.build import CompiledKernel, compile_for, compile_many
 from tilegen.config import LARGE_CACHE, Kernel, TileConfig
+from tilegen.device import gpu_for
 from tilegen.emitted import load
 from tilegen.errors import BuildFailed, Unsupported
 from tilegen.problem import AttentionProblem
@@ -24,7 +26,7 @@ PROBLEM = AttentionProblem.parse("hq4 hkv1 q1024 d64 bf16 causal&window(255,0)")
 def test_every_kernel_on_every_architecture(kernel: Kernel, arch: str) -> None:
     compiled = compile_for(render(PROBLEM, CONFIG, kernel), arch)
     assert compiled.binary[:4] == b"\x7fELF"
-    assert compiled.spill_bytes <= 8
+    assert acceptable(compiled, gpu_for(arch))
     assert 16 < compiled.registers <= 512
     assert compiled.shared_bytes <= 65536
     assert compiled.extension == ("hsaco" if arch == "gfx942" else "cubin")

@@ -12,6 +12,7 @@ import pytest
 import benchmarks.calibrate_footprint as calibrate
 import tilegen.model.footprint as model
 from benchmarks import quantile_fit
+from tilegen.acceptable import acceptable
 from tilegen.build import CompiledKernel, compile_many
 from tilegen.config import KERNELS, LARGE_CACHE, SLICED, Kernel, TileConfig
 from tilegen.device import catalogue, gpu
@@ -60,7 +61,7 @@ def is_close(predicted: int, reported: int) -> bool:
 
 @pytest.mark.parametrize("arch", GPUS)
 def test_first_proposals_compile_as_predicted(arch: str) -> None:
-    """Within shared memory, as much of it as predicted, and no register in memory."""
+    """To what may be used, with as much shared memory as predicted."""
     spec = gpu(GPUS[arch])
     asked = {}
     for text in PROBLEMS:
@@ -72,8 +73,7 @@ def test_first_proposals_compile_as_predicted(arch: str) -> None:
         predicted = asked[one.digest][0].estimate
         assert isinstance(result, CompiledKernel), result
         what = f"{one.function} {one.config}"
-        assert result.spill_bytes == 0, what
-        assert result.shared_bytes <= spec.smem_per_block, what
+        assert acceptable(result, spec), what
         if one.kernel != "bwd_preprocess":
             assert is_close(predicted.smem_bytes, result.shared_bytes), what
 
@@ -125,6 +125,7 @@ def test_what_was_compiled_is_known(arch: str, kernel: Kernel) -> None:
         needs = footprint(*sample.parsed, kernel, arch)
         if sample.spill_bytes or sample.registers <= calibrate.MIN_REGISTERS:
             assert needs.spills, sample
+            assert needs.reported_spill >= sample.spill_bytes, sample
 
 
 @pytest.mark.parametrize("arch", GPUS)
@@ -139,7 +140,8 @@ def test_register_fit_separates_without_being_told(
     spilling = [s for s in cell if s.spill_bytes > MUCH]
     fine = [s for s in cell if s.spill_bytes == 0]
     for module in (model, sliced):
-        monkeypatch.setattr(module, "verdict", lambda *_: None)
+        monkeypatch.setattr(module, "spilled_bytes", lambda *_: None)
+        monkeypatch.setattr(module, "reported_spill", lambda *_: 0)
 
     def share(samples: list[calibrate.Sample]) -> float:
         predict = model.footprint.__wrapped__
@@ -202,22 +204,22 @@ def test_tensor_memory_as_the_compiler_reports_it(kernel: Kernel, text: str, col
 
 
 def test_kernels_of_the_same_widths_speak_for_others() -> None:
-    """Where they disagree, the one that spills is believed."""
-    said: dict[str, set[str]] = {}
-    for name, verdict in known.table()["sm_90"].items():
+    """Where they disagree, the one that spills most is believed."""
+    said: dict[str, set[int]] = {}
+    for name, spilled in known.table()["sm_90"].items():
         kernel, widths, bits, *others, config = name.split()
         if others:
-            said.setdefault(f"{kernel} {widths} {bits} {config}", set()).add(verdict)
-    divided = [name for name, verdicts in said.items() if len(verdicts) == 2]
+            said.setdefault(f"{kernel} {widths} {bits} {config}", set()).add(spilled)
+    divided = [name for name, reports in said.items() if 0 in reports and max(reports)]
     assert len(divided) > 10
-    for name, verdicts in said.items():
-        assert known.table()["sm_90"][name] == ("spill" if "spill" in verdicts else "fit")
+    for name, reports in said.items():
+        assert known.table()["sm_90"][name] == max(reports)
     kernel, widths, _, config = next(n for n in divided if " 16-bit " in n).split()
     problem = PARSE(f"hq1 q1024 {widths} bf16 causal&window(9,9)")
     assert not known.is_compiled(problem, TileConfig.parse(config), cast("Kernel", kernel), "sm_90")
-    assert (
-        known.verdict(problem, TileConfig.parse(config), cast("Kernel", kernel), "sm_90") == "spill"
-    )
+    assert known.spilled_bytes(
+        problem, TileConfig.parse(config), cast("Kernel", kernel), "sm_90"
+    ) == max(said[f"{kernel} {widths} 16-bit {config}"])
 
 
 def test_one_kernel_speaks_for_other_head_dims() -> None:
@@ -243,11 +245,11 @@ def test_one_kernel_speaks_for_other_head_dims() -> None:
 
 
 def test_a_sliced_kernel_that_spilled_is_not_proposed_at_another_head_dim() -> None:
-    said = known.verdicts_on("sm_80")
+    said = known.reports_on("sm_80")
     key = next(
         key
-        for key, is_ in said.items()
-        if key.startswith("bwd_rows whole 16-bit causal") and is_ == "spill"
+        for key, spilled in said.items()
+        if key.startswith("bwd_rows whole 16-bit causal") and spilled
     )
     config = TileConfig.parse(key.split()[-1])
     for dims in (512, 768, 1024, 256 * 3):

@@ -1,5 +1,5 @@
 """The small-cache kernels and the streamed forward compile for every architecture, and the model's
-choice for large head dims fits and does not spill."""
+choice for large head dims may be used."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from tests import sliced
+from tilegen.acceptable import acceptable
 from tilegen.build import CompiledKernel, compile_many
 from tilegen.config import Kernel
 from tilegen.device import gpu
@@ -52,7 +53,7 @@ def test_every_kernel_on_every_architecture(arch: str) -> None:
 )
 @pytest.mark.parametrize("arch", GPUS)
 def test_first_proposals_are_legal_and_as_large_as_predicted(arch: str) -> None:
-    """No register in memory, and shared memory within 1 % and 1 KiB of what is reported, or more
+    """They may be used, and shared memory is within 1 % and 1 KiB of what is reported, or more
     where a result leaves in pieces. The rest of the catalogue: `python -m benchmarks.proposals`."""
     spec = gpu(GPUS[arch])
     rendered, predicted = dict[str, RenderedKernel](), dict[str, int]()
@@ -66,8 +67,7 @@ def test_first_proposals_are_legal_and_as_large_as_predicted(arch: str) -> None:
     for one, compiled in compile_many(list(rendered.values()), arch):
         what = f"{one.function} {one.config}"
         assert isinstance(compiled, CompiledKernel), (what, compiled)
-        assert compiled.spill_bytes == 0, what
-        assert compiled.shared_bytes <= spec.smem_per_block, what
+        assert acceptable(compiled, spec), what
         assert predicted[one.digest] >= 0.99 * compiled.shared_bytes - 1024, what
 
 

@@ -275,7 +275,7 @@ def recordings(tmp_path: Path) -> Path:
         recorder.append(Trial(config=config, measurement=Replay().timings[config], seconds=0.01))
     spilled = TileConfig(block_m=256, block_n=256, num_warps=4, num_stages=1)
     recorder.append(
-        Trial(config=spilled, measurement=Replay().timings[FEW[0]], spill_bytes=8, seconds=0.01)
+        Trial(config=spilled, measurement=Replay().timings[FEW[0]], spill_bytes=136, seconds=0.01)
     )
     with (folder / "one.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"config": "m1')

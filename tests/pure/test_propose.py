@@ -52,9 +52,7 @@ def test_every_problem_on_every_gpu(problem: AttentionProblem, spec: GpuSpec) ->
         seconds = [candidate.estimate.seconds for candidate in found]
         assert seconds == sorted(seconds)
         assert len({candidate.config for candidate in found}) == len(found)
-        spilling = {
-            footprint(problem, candidate.config, kernel, spec.arch).spills for candidate in found
-        }
+        spilling = {footprint(problem, c.config, kernel, spec.arch).spills_much for c in found}
         assert len(spilling) == 1  # either none does, or there was nothing better
         for candidate in found:
             cost = candidate.estimate
@@ -220,7 +218,7 @@ def test_a_new_length_is_proposed_for_with_little_work(monkeypatch: pytest.Monke
     problem = PARSE("b1 hq32 hkv8 q4097 d128 bf16 causal")
     found = propose(problem, gpu("h200"))
     assert footprint.cache_info().misses - before <= len(found)
-    assert 0 < len(timed) < len(all_configs(problem, "fwd")) / 4
+    assert 0 < len(timed) < len(all_configs(problem, "fwd")) / 2
 
 
 def test_records_load_no_sympy() -> None:

@@ -17,6 +17,7 @@ from tests.replay import SMALL, Replay, ranking, run, slowness, trial_file, tria
 from tilegen.config import TileConfig
 from tilegen.errors import BuildFailed
 from tilegen.measure import Measurement
+from tilegen.model.footprint import MOST_SPILLED
 from tilegen.tune import SEEDS, tune
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -62,16 +63,28 @@ def test_hopeless_configs_cost_no_gpu_time(
     ] == [
         ("build_failed", "attention_fwd for sm_90: PassManager::run failed"),
         ("out_of_resources", "264 KiB > 227 KiB"),
-        ("out_of_resources", "160 bytes of registers spilled a thread"),
+        ("out_of_resources", "160 bytes of registers spilled a thread, at most 128 are taken"),
     ]
     assert caplog.messages[1].endswith(f"{too_large!r} out of resources: 264 KiB > 227 KiB")
 
 
-def test_where_everything_spills_the_least_is_measured_after_all(own_cache: Path) -> None:
+def test_what_spills_a_little_is_measured_and_may_win(own_cache: Path) -> None:
+    replay = Replay(SMALL)
+    usage = {replay.fastest.key: Used(spill_bytes=120)}
+    assert run(replay, compile=compiler(usage)).config == replay.fastest
+    assert replay.measured == replay.space
+    lines = [json.loads(line) for line in trial_file(own_cache).read_text().splitlines()]
+    (spilling,) = [line for line in lines if line["spill_bytes"]]
+    assert (TileConfig(**spilling["config"]), spilling["spill_bytes"]) == (replay.fastest, 120)
+    assert spilling["measurement"]["status"] == "ok"
+
+
+def test_where_everything_spills_much_the_least_is_measured_after_all(own_cache: Path) -> None:
     replay = Replay(SMALL)
     slowest_first = sorted(replay.space, key=slowness, reverse=True)
     usage: dict[str, Any] = {
-        config.key: Used(spill_bytes=8 + 8 * rank) for rank, config in enumerate(slowest_first)
+        config.key: Used(spill_bytes=MOST_SPILLED + 8 + 8 * rank)
+        for rank, config in enumerate(slowest_first)
     }
     usage[slowest_first[1].key] = BuildFailed("no")
     found = run(replay, compile=compiler(usage))
@@ -91,7 +104,7 @@ def test_seconds_are_not_all_spent_on_compiling_what_spills(
     def compile_all(configs: Sequence[TileConfig]) -> Built:
         for config in configs:
             clock.sleep(0.1)
-            yield config, Used(spill_bytes=8)
+            yield config, Used(spill_bytes=MOST_SPILLED + 8)
 
     clock.replaces_time_of("tilegen.tune", monkeypatch)
     found = run(replay, seconds=0.05, compile=compile_all)

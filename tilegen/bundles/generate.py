@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tilegen.acceptable import TRIED, acceptable
 from tilegen.build import CompiledKernel, first_that_fits, nvidia_tool
 from tilegen.bundles.folder import Folder
 from tilegen.bundles.manifest import Binary, Manifest, Origin, Pass, Served
@@ -35,8 +36,6 @@ if TYPE_CHECKING:
     from tilegen.device import GpuSpec
 
 BOTH: tuple[Direction, ...] = ("forward", "backward")
-TRIED = 5
-"""Proposals for a kernel without a record: the first that fits and does not spill is taken."""
 
 
 @dataclass(frozen=True)
@@ -137,17 +136,17 @@ class _Builder:
         return _Chosen(problem, gpu, choices)
 
     def _build(self, first: RenderedKernel, others: list[TileConfig], gpu: GpuSpec) -> Binary:
-        """Return the first that fits and spills nothing, else the one that spills least."""
+        """Return the first that is acceptable, else the one that spills least."""
         tried: list[CompiledKernel | BuildFailed] = []
         for config in (first.config, *others):
             rendered = first
             if config != first.config:
                 rendered = render(first.problem, config, first.kernel)
             known = self._folder.known(rendered, gpu.arch)
-            if known and _is_good(known, gpu):
+            if known and acceptable(known, gpu):
                 return known
             tried.append(built := self._pool.compile(rendered, gpu.arch, line_info=False))
-            if isinstance(built, CompiledKernel) and _is_good(built, gpu):
+            if acceptable(built, gpu):
                 break
         compiled = first_that_fits(tried, gpu)
         source = compiled.rendered.source.encode()
@@ -161,10 +160,6 @@ def _configs(
     if found := look_up(problem, gpu, kernel, template_digest=template_digest(kernel)):
         return [found.record.config], "record"
     return [c.config for c in propose(problem, gpu, kernel=kernel, top=TRIED)], "model"
-
-
-def _is_good(made: CompiledKernel | Binary, gpu: GpuSpec) -> bool:
-    return made.shared_bytes <= gpu.smem_per_block and not made.spill_bytes
 
 
 def binary_of(compiled: CompiledKernel) -> Binary:

@@ -17,7 +17,7 @@ from tilegen.problem import AttentionProblem
 from tilegen.propose import propose, search_space
 from tilegen.store.fields import parse_json
 from tilegen.store.record import MAX_SECONDS, kernel_of, measurement_from
-from tilegen.tuning.bench import Bench, real_bench
+from tilegen.tuning.bench import Bench, as_tuned, real_bench
 from tilegen.workers import Pool
 
 Key = tuple[str, Kernel, str]
@@ -113,7 +113,7 @@ class ReplayMachine:
                     config = TileConfig.parse(fields.text("config"))
                     measurement = measurement_from(fields.group("measurement"))
                     if spilled := fields.integer("spill_bytes", 0, 2**31):
-                        measurement = spills(spilled)  # the tuner does not time it
+                        measurement = as_tuned(measurement, spilled)
                     found[config] = (measurement, fields.number("seconds", 0, MAX_SECONDS))
             except (UnicodeDecodeError, TilegenError):
                 continue  # torn by a kill
@@ -126,12 +126,6 @@ def ranked(job: Job, space: Sequence[TileConfig]) -> list[Candidate]:
     legal = set(space)
     found = propose(job.problem, job.gpu, kernel=job.kernel, top=2**16)
     return [candidate for candidate in found if candidate.config in legal]
-
-
-def spills(size: int) -> Measurement:
-    """Return what becomes of a config that spills."""
-    message = f"{size} bytes of registers spilled a thread"
-    return Measurement(status="out_of_resources", message=message)
 
 
 def _key(job: Job) -> Key:

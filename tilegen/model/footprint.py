@@ -19,7 +19,7 @@ from tilegen.config import SLICED, Kernel, TileConfig, head_dim_chunks
 from tilegen.device import SMEM_RESERVED_PER_PROGRAM, GpuSpec
 from tilegen.model.architecture import nearest
 from tilegen.model.beyond import beyond
-from tilegen.model.known import verdict
+from tilegen.model.known import reported_spill, spilled_bytes
 from tilegen.problem import AttentionProblem
 
 chunks = cache(head_dim_chunks)
@@ -30,6 +30,13 @@ TENSOR_MEMORY_LANES = 128
 ROWS_PER_WARP, COLUMNS_PER_WARP = 16, 8
 """Smallest tile that one warp's matrix instructions make."""
 MAX_PROGRAMS_PER_SM = 32
+MOST_SPILLED = 128
+"""Bytes of registers that a thread of a usable kernel may spill: 32 of 255.
+
+Of kernels compiled for sm_90 that spill 120, inner loops have about 5 loads and stores of local
+memory in 100 instructions, at 136 as many as 7; at 160 ptxas was seen to wait for each matrix
+product before it issues the next.
+"""
 MAX_WARPS_PER_SM = {"sm_": 48, "gfx": 32}
 """Of 64 or 32 threads; some parts hold 64 warps, but registers end sooner."""
 
@@ -44,11 +51,28 @@ class Footprint:
     columns: int
     """Of tensor memory; 0 where there is none."""
     max_registers: int
+    reported_spill: int = 0
+    """Bytes that the compiler spilled, where it was asked."""
 
     @property
     def spills(self) -> bool:
         """Whether registers are predicted to overflow into local memory."""
         return self.registers > self.max_registers
+
+    @property
+    def spill_bytes(self) -> int:
+        """Bytes of local memory that a thread is predicted to spill into."""
+        if not self.spills:
+            return 0
+        return self.reported_spill or 4 * (self.registers - self.max_registers)
+
+    @property
+    def spills_much(self) -> bool:
+        """Whether it spills more than a usable kernel may, as far as is known.
+
+        A fit cannot tell a few bytes from hundreds, so only the compiler's report clears a config.
+        """
+        return self.spills and not 0 < self.reported_spill <= MOST_SPILLED
 
     def fits(self, gpu: GpuSpec, *, doubt: float = 1.0) -> bool:
         """Whether a program can run at all, with shared memory up to `doubt` times the limit."""
@@ -81,7 +105,12 @@ def footprint(
     smem, registers = beyond(problem, config, kernel)
     if not smem and not registers:
         return needs
-    return replace(needs, smem_bytes=needs.smem_bytes + smem, registers=needs.registers + registers)
+    return replace(
+        needs,
+        smem_bytes=needs.smem_bytes + smem,
+        registers=needs.registers + registers,
+        reported_spill=needs.reported_spill and needs.reported_spill + 4 * registers,
+    )
 
 
 def _plain(problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: str) -> Footprint:
@@ -100,19 +129,21 @@ def _plain(problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: 
         rows = 2 * shape.rows * sum(shape.accumulators) * problem.element_bytes / 4
         registers = max(registers, 32 + rows / (rules.warp_threads * config.num_warps))
     limit = max_registers(arch, config.num_warps)
-    match verdict(problem, config, kernel, arch):
-        case "spill":
-            registers = max(registers, limit + 1)
-        case "fit":
-            registers = min(registers, limit)
-        case None:
-            pass
+    spilled = spilled_bytes(problem, config, kernel, arch)
     return Footprint(
         smem_bytes=_shared(rules, shape, config, kernel),
-        registers=math.ceil(registers),
+        registers=corrected(math.ceil(registers), limit, spilled),
         columns=_columns(shape, kernel) if rules.tensor_memory and not shape.exact else 0,
         max_registers=limit,
+        reported_spill=reported_spill(problem, config, kernel, arch),
     )
+
+
+def corrected(registers: int, limit: int, spilled: int | None) -> int:
+    """Return predicted registers, as far as what the compiler `spilled` leaves them."""
+    if spilled is None:
+        return registers
+    return max(registers, limit + 1) if spilled else min(registers, limit)
 
 
 def max_registers(arch: str, num_warps: int) -> int:

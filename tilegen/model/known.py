@@ -11,13 +11,14 @@ import re
 import tomllib
 from functools import cache, lru_cache
 from importlib.resources import files
-from typing import Literal
 
 from tilegen.config import Kernel, TileConfig
 from tilegen.model.architecture import nearest
 from tilegen.problem import AttentionProblem
 
-Verdict = Literal["fit", "spill"]
+UNUSABLE = 10**6
+"""Bytes that stand for a kernel that asks for more tensor memory than there is, and only traps, or
+that waits for each matrix product, whatever it spills."""
 
 
 def compile_class(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> str:
@@ -64,44 +65,49 @@ def _steps(head_dim: int, block_d: int) -> str:
     return f"x{1 << steps.bit_length() - 1}{'-padded' if head_dim % block_d else ''}"
 
 
-def verdict(
+def spilled_bytes(
     problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: str
-) -> Verdict | None:
-    """Return whether a config fits the registers or spills, None where it has not been compiled.
+) -> int | None:
+    """Return what a thread of a config spills, 0 where it fits, None if it was never compiled.
 
-    Of a mask or a grouping that has not been compiled, others speak: one that spills is enough.
+    Of a mask or a grouping that has not been compiled, others speak: the one that spills most.
     """
-    known = verdicts_on(arch)
+    known = reports_on(arch)
     for name in _classes(problem, kernel, config.block_d):
-        if found := known.get(f"{name} {config.key}"):
+        if (found := known.get(f"{name} {config.key}")) is not None:
             return found
     return None
 
 
+def reported_spill(problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: str) -> int:
+    """Return what a thread of a kernel of this very class spills, 0 if it was never compiled."""
+    return reports_on(arch).get(f"{compile_class(problem, config, kernel)} {config.key}", 0)
+
+
 def is_compiled(problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: str) -> bool:
     """Whether a kernel of this very class has been compiled."""
-    return f"{compile_class(problem, config, kernel)} {config.key}" in verdicts_on(arch)
+    return f"{compile_class(problem, config, kernel)} {config.key}" in reports_on(arch)
 
 
 @cache
-def verdicts_on(arch: str) -> dict[str, Verdict]:
-    """Return {"<class> <config>": verdict} of an architecture, or of the nearest one compiled."""
+def reports_on(arch: str) -> dict[str, int]:
+    """Return {"<class> <config>": bytes spilled} of an architecture, or of the nearest compiled."""
     known = [name for name in table() if name[:3] == arch[:3]]  # of the same vendor
     return table()[nearest(arch, known)] if known else {}
 
 
 @cache
-def table() -> dict[str, dict[str, Verdict]]:
-    """Return {architecture: {"<class> <config>": verdict}}, for both kinds of class."""
+def table() -> dict[str, dict[str, int]]:
+    """Return {architecture: {"<class> <config>": bytes spilled}}, for both kinds of class."""
     text = (files("tilegen.model") / "compiled.toml").read_text(encoding="utf-8")
-    verdicts: dict[str, dict[str, Verdict]] = {}
+    reports: dict[str, dict[str, int]] = {}
     for arch, classes in tomllib.loads(text).items():
-        found = verdicts.setdefault(arch, {})
+        found = reports.setdefault(arch, {})
         for name, row in classes.items():
             kernel, widths, bits, *_ = name.split()
-            for said in ("fit", "spill"):
-                for config in row[said].split():
-                    found[f"{name} {config}"] = said
-                    wide = f"{kernel} {widths} {bits} {config}"
-                    found[wide] = "spill" if found.get(wide) == "spill" else said
-    return verdicts
+            for said in (*row["fit"].split(), *row["spill"].split()):
+                config, _, spilled = said.partition(":")
+                wide = f"{kernel} {widths} {bits} {config}"
+                found[f"{name} {config}"] = int(spilled or 0)
+                found[wide] = max(found.get(wide, 0), int(spilled or 0))
+    return reports

@@ -20,12 +20,13 @@ from tilegen.model.footprint import (
     Family,
     Footprint,
     chunks,
+    corrected,
     family,
     max_registers,
     residents,
 )
 from tilegen.model.hierarchy import L2_SHARE
-from tilegen.model.known import verdict
+from tilegen.model.known import reported_spill, spilled_bytes
 from tilegen.model.traffic import Traffic, Visits
 from tilegen.passes import panels, rows_for
 from tilegen.problem import AttentionProblem
@@ -99,18 +100,13 @@ def footprint(
     registers = math.ceil(sum(a * b for a, b in zip(fit, features, strict=True)))
     if exact and unrolled(problem, config, kernel, arch) > MAX_UNROLLED:
         registers = max(registers, 2 * limit)
-    match verdict(problem, config, kernel, arch):
-        case "spill":
-            registers = max(registers, limit + 1)
-        case "fit":
-            registers = min(registers, limit)
-        case None:
-            pass
+    spilled = spilled_bytes(problem, config, kernel, arch)
     return Footprint(
         smem_bytes=smem,
-        registers=registers,
+        registers=corrected(registers, limit, spilled),
         columns=_columns(rules, work, exact),
         max_registers=limit,
+        reported_spill=reported_spill(problem, config, kernel, arch),
     )
 
 
@@ -234,6 +230,7 @@ def time(
         operands = sum(reads * c * k for _, c, k in products)
     tensor = sum(2.0 * r * c * k for r, c, k in products) / peak
     smem = operands * problem.element_bytes / roofline.SMEM_BYTES_PER_CLK
+    local = roofline.local_clocks(needs, gpu, config)
     port = loaded * problem.element_bytes / roofline.PORT_BYTES_PER_CLK
     issue = STAGED_INSTRUCTIONS * work.staged / roofline.ISSUE_PER_CLK
     ahead = config.num_stages - 1
@@ -249,12 +246,12 @@ def time(
         issue = softmax.score * scores + softmax.accumulator * work.accumulators
         issue /= roofline.ISSUE_PER_CLK
         busy += rates.exposed * max(issue, exp) + 2 * latency / together
-        step_clk, tail = roofline.overlapped(busy, smem, port, wait * slices), 0.0
+        step_clk, tail = roofline.overlapped(busy, smem, port, wait * slices) + local, 0.0
     else:
         per = roofline.instructions("fwd")
         entries = work.accumulators if kernel.endswith("_scores") else 0
         tail = max(per.score * entries / roofline.ISSUE_PER_CLK, exp)
-        step_clk = roofline.overlapped(busy, smem, port, wait)
+        step_clk = roofline.overlapped(busy, smem, port, wait) + local
 
     written = moved.write_bytes / max(programs, 1)
     overhead = 2 * latency / together + written / roofline.PORT_BYTES_PER_CLK + tail
@@ -270,7 +267,7 @@ def time(
         "tensor": tensor * steps * per_sm,
         "exp": exps * per_sm,
         "issue": (issue * steps + tail * programs) * per_sm,
-        "smem": smem * steps * per_sm,
+        "smem": (smem + local) * steps * per_sm,
         "l2": max(l2_seconds, port * steps * per_sm),
         "dram": dram_seconds,
         "latency": (wait * steps + 2 * latency / together * programs) * per_sm,

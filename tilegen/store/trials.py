@@ -28,7 +28,7 @@ class Trial:
     seconds: float = 0.0
     """What it cost: waiting for the compiler, checking, measuring."""
     spill_bytes: int = 0
-    """Registers of one thread that the compiler put into memory; with some, it is a last resort."""
+    """Registers of one thread that the compiler put into memory; with many it is a last resort."""
     device_lost: bool = False
     """Whether it broke the CUDA context: never to be tried again."""
 

@@ -9,9 +9,10 @@ from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass, replace
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from tilegen import passes
+from tilegen.acceptable import Usage, objection, spills_much
 from tilegen.config import (
     BACKWARD,
     FORWARD,
@@ -32,15 +33,6 @@ if TYPE_CHECKING:
     from tilegen.device import GpuSpec
     from tilegen.masks.mask import Mask
     from tilegen.workers import Pool
-
-
-class Usage(Protocol):
-    """What the compiler says a kernel uses; `CompiledKernel` is one."""
-
-    @property
-    def shared_bytes(self) -> int: ...
-    @property
-    def spill_bytes(self) -> int: ...
 
 
 Measure = Callable[[TileConfig], Measurement]
@@ -111,13 +103,15 @@ def refused(built: Usage | BuildFailed, gpu: GpuSpec) -> Measurement | None:
     """Return why a compiled config is not worth GPU time, None if it is."""
     if isinstance(built, BuildFailed):
         return failed(built)
-    if built.shared_bytes > gpu.smem_per_block:
-        sizes = (f"{size / 1024:.4g} KiB" for size in (built.shared_bytes, gpu.smem_per_block))
-        return Measurement(status="out_of_resources", message=" > ".join(sizes))
-    if built.spill_bytes > 0:
-        message = f"{built.spill_bytes} bytes of registers spilled a thread"
-        return Measurement(status="out_of_resources", message=message)
+    if reason := objection(built, gpu):
+        return Measurement(status="out_of_resources", message=reason)
     return None
+
+
+def as_tuned(measurement: Measurement, spill_bytes: int) -> Measurement:
+    """Return what the tuner would have seen: it does not time kernels that spill much."""
+    reason = spills_much(spill_bytes)
+    return Measurement(status="out_of_resources", message=reason) if reason else measurement
 
 
 class Ahead:
