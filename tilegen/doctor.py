@@ -52,7 +52,7 @@ def examine() -> list[Finding]:
     else:
         found.append(Finding("gpu", "none that PyTorch sees: kernels compile, nothing is timed"))
     interpreting = "on" if interpreter.is_active() else "off; TRITON_INTERPRET=1 turns it on"
-    found.append(Finding("interpreter", interpreting))
+    found.append(Finding("interpreter", interpreter.trouble() or interpreting))
     found.append(Finding("cores", str(len(os.sched_getaffinity(0)))))
     try:
         found.append(Finding("templates", str(resources.data_dir("templates"))))

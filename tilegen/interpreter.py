@@ -12,10 +12,13 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib.metadata import version
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
+
+from tilegen.errors import Unsupported
 
 
 @dataclass
@@ -31,8 +34,29 @@ def is_active() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+def trouble() -> str:
+    """Return why the interpreter cannot work with the packages that are installed, or nothing.
+
+    Up to Triton 3.6 it makes numbers of arrays with one element, which numpy refuses from 2.4 on.
+    """
+    triton, numpy = version("triton"), version("numpy")
+    if _release(triton) >= (3, 7) or _release(numpy) < (2, 4):
+        return ""
+    return (
+        f"Triton's interpreter needs triton from 3.7 on, or numpy below 2.4; found triton {triton} "
+        f"and numpy {numpy}"
+    )
+
+
+def _release(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2])
+
+
 def prepare() -> None:
-    """Make the interpreter right for bfloat16, and quicker."""
+    """Make the interpreter right for bfloat16, and quicker. Raises Unsupported where it cannot
+    work."""
+    if reason := trouble():
+        raise Unsupported(reason)
     repair_bfloat16()
     skip_idle_work()
 

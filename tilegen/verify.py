@@ -102,9 +102,14 @@ def _own_modes(device: torch.device) -> Generator[None]:
 def verify_anywhere(
     problem: AttentionProblem, configs: Mapping[Kernel, TileConfig]
 ) -> tuple[Check, ...]:
-    """Return what `verify` does; without a GPU, from a new process with the interpreter on."""
+    """Return what `verify` does; without a GPU, from a new process with the interpreter on.
+
+    Raises Unsupported where the interpreter cannot work either.
+    """
     if interpreter.is_active() or torch.cuda.is_available():
         return verify(problem, configs)
+    if reason := interpreter.trouble():
+        raise Unsupported(reason)
     request = {"problem": problem.key, "configs": {k: c.key for k, c in configs.items()}}
     result = subprocess.run(
         workers.python("from tilegen.verify import answer; answer()"),

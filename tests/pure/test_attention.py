@@ -10,12 +10,14 @@ import pytest
 import torch
 
 import tilegen
-from tilegen import disk, dispatch, store
+from tilegen import disk, dispatch, interpreter, store
 from tilegen.config import TileConfig
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.reference import attention_reference, make_inputs
+
+pytestmark = pytest.mark.oldest
 
 
 def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
@@ -134,6 +136,7 @@ assert not heavy, heavy
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.skipif(bool(interpreter.trouble()), reason=interpreter.trouble())
 def test_a_kernel_on_disk_is_used_without_rendering(tmp_path: Path) -> None:
     """With a record and the emitted file there, a new process computes without SymPy and Jinja."""
     code = """

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tilegen import cli
+from tilegen import cli, interpreter
 from tilegen.cli import app
 from tilegen.demo import Demo
 from tilegen.measure import Measurement, summarise
 from tilegen.problem import AttentionProblem
+
+pytestmark = pytest.mark.oldest
 
 PROBLEM = "hq8 hkv2 q512 d64 bf16 causal"
 COMMANDS = {
@@ -144,7 +146,7 @@ def test_doctor() -> None:
 
 BAD = {
     "no such command": (["explode"], "explode"),
-    "no argument": (["propose"], "problem"),
+    "no argument": (["propose"], "see tilegen --help"),
     "no such option": (["propose", PROBLEM, "--nope"], "--nope"),
     "malformed notation": (["propose", "hq8"], "expected a problem"),
     "mask nobody knows": (["explain", "hq8 q8 d64 bf16 diagonal"], "expected a mask"),
@@ -168,6 +170,7 @@ def test_user_errors_are_one_line_and_exit_code_1(
     assert message in failing(monkeypatch, capsys, *arguments)
 
 
+@pytest.mark.skipif(bool(interpreter.trouble()), reason=interpreter.trouble())
 def test_scores_that_read_tensors_are_verified() -> None:
     """In an interpreter of its own: typical tensors stand for those of a call."""
     problem = "hq2 hkv1 q20 d16 fp32 causal score((k-q)*t0[h]+s,float32+,sinks)"

@@ -27,6 +27,8 @@ from tilegen.masks.expression import (
 from tilegen.masks.nodes import Where, normalise
 from tilegen.masks.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, S, captured_name
 
+pytestmark = pytest.mark.oldest
+
 TEXTS = {
     "k<=q": K <= Q,
     "(k<=q)&(q-k<16)": (Q >= K) & (Q - K < 16),

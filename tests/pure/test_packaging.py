@@ -40,6 +40,7 @@ def files_under(folder: Path) -> set[str]:
 
 
 def hatchling(*arguments: str) -> None:
+    pytest.importorskip("hatchling", reason="needs hatchling; pip install 'tilegen[dev]'")
     subprocess.run([sys.executable, "-m", "hatchling", *arguments], cwd=ROOT, check=True)
 
 

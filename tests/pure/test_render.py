@@ -84,6 +84,7 @@ def test_emitted_files_are_well_formed(tmp_path: Path) -> None:
         else:
             assert not asked
         (tmp_path / f"kernel_{i}.py").write_text(text)
+    pytest.importorskip("ruff", reason="needs ruff; pip install 'tilegen[dev]'")
     subprocess.run(
         [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "F,E9,W", str(tmp_path)],
         check=True,

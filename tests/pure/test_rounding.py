@@ -11,6 +11,8 @@ from tilegen.problem import AttentionProblem
 from tilegen.reference import Inputs, attention_reference, make_inputs
 from tilegen.rounding import UNIT, UNITS, rounding_floors
 
+pytestmark = pytest.mark.oldest
+
 TEXT = "b1 hq4 hkv2 q5 kv7 d8/16 fp32 full"
 
 

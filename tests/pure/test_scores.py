@@ -43,6 +43,8 @@ from tilegen.masks.score import (
 from tilegen.masks.score_source import ScoreSource, score_source
 from tilegen.masks.symbols import Lookup, S
 
+pytestmark = pytest.mark.oldest
+
 SLOPES, TABLE, BIAS = tensor(HEADS), tensor(HEADS, 5), tensor(1, HEADS, 1, SEQLEN)
 SCORES: dict[str, tuple[Score, Callable[..., Any]]] = {
     "softcap": (softcap(20), lambda s, b, h, q, k: 20 * torch.tanh(s / 20)),

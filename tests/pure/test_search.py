@@ -11,6 +11,8 @@ from tests.replay import Replay
 from tilegen.config import TileConfig
 from tilegen.tuning.search import MAX_MISSES, Search
 
+pytestmark = pytest.mark.oldest
+
 
 def test_search_of_nothing_asks_nothing() -> None:
     assert Search([]).ask() is None

@@ -10,6 +10,8 @@ from tilegen import resources
 from tilegen.errors import Unsupported
 from tilegen.settings import Settings, settings
 
+pytestmark = pytest.mark.oldest
+
 
 def test_defaults() -> None:
     expected = Settings(

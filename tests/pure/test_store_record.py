@@ -33,6 +33,8 @@ from tilegen.store import versions as versions_module
 from tilegen.store.record import MAX_RIVALS
 from tilegen.store.trials import Conditions, Trial, trial_line
 
+pytestmark = pytest.mark.oldest
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -30,6 +30,8 @@ from tilegen.store.election import join
 from tilegen.store.files import BROKEN
 from tilegen.store.transfer import merge
 
+pytestmark = pytest.mark.oldest
+
 ROOT = Path(__file__).parents[2]
 
 

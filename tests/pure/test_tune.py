@@ -24,7 +24,7 @@ from tilegen.tune import SEEDS, pick, tune
 from tilegen.tuning.report import Report
 from tilegen.tuning.trials import Trial
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = [pytest.mark.oldest, pytest.mark.usefixtures("own_cache")]
 
 # --------------------------------------------------------------------------------------------------
 # What it finds

@@ -30,7 +30,7 @@ from tilegen.measure import Measurement
 from tilegen.store import look_up
 from tilegen.tune import tune
 
-pytestmark = pytest.mark.usefixtures("own_cache")
+pytestmark = [pytest.mark.oldest, pytest.mark.usefixtures("own_cache")]
 ROOT = Path(__file__).parents[2]
 
 

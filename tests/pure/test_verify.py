@@ -3,10 +3,13 @@
 import pytest
 import torch
 
+from tilegen import doctor, interpreter
 from tilegen.config import TileConfig
 from tilegen.errors import Unsupported, WrongResult
 from tilegen.problem import AttentionProblem
 from tilegen.verify import judge, reduced, require, run_device, verify_anywhere
+
+pytestmark = pytest.mark.oldest
 
 EXPECTED = torch.linspace(-1, 1, 9, dtype=torch.float64)
 
@@ -69,6 +72,26 @@ def test_reduced_problems_keep_the_kernel() -> None:
     assert reduced(problem).seqlen_kv == 100
 
 
+def test_an_interpreter_that_cannot_work_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6 with numpy from 2.4 on; neither alone."""
+    versions = {"triton": "3.6.0", "numpy": "2.5.1"}
+    monkeypatch.setattr(interpreter, "version", versions.__getitem__)
+    message = "needs triton from 3.7 on, or numpy below 2.4; found triton 3.6.0 and numpy 2.5.1"
+    assert interpreter.trouble().endswith(message)
+    assert "\n" not in interpreter.trouble()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    problem = AttentionProblem.parse("hq1 q20 d16 fp32 causal")
+    with pytest.raises(Unsupported, match="or numpy below"):
+        verify_anywhere(problem, {"fwd": TileConfig(block_m=16, block_n=16)})
+    with pytest.raises(Unsupported, match="or numpy below"):
+        interpreter.prepare()
+    assert interpreter.trouble() in [one.value for one in doctor.examine()]
+    for others in ({"triton": "3.7.0"}, {"numpy": "2.3.9"}):
+        monkeypatch.setattr(interpreter, "version", (versions | others).__getitem__)
+        assert interpreter.trouble() == ""
+
+
+@pytest.mark.skipif(bool(interpreter.trouble()), reason=interpreter.trouble())
 def test_without_a_gpu_the_interpreter_answers_from_its_own_process() -> None:
     problem = AttentionProblem.parse("hq1 q20 d16 fp32 causal")
     checks = verify_anywhere(problem, {"fwd": TileConfig(block_m=16, block_n=16)})
