@@ -64,7 +64,7 @@ def fake_ncu(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_profiled_kernels_become_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = TileConfig(block_m=64, block_n=32)
     fake_ncu(tmp_path, NCU, monkeypatch)
-    monkeypatch.setattr(counters, "choose", lambda *_: (config, "test"))
+    monkeypatch.setattr(counters, "choose", lambda *_, **__: (config, "test"))
     (row,) = counters.measure(a_workload("w"), H200, timeout=30)
     assert (row.kernel, row.config, row.counted_registers) == ("fwd", config.key, 100)
     assert row.predicted_read_bytes == estimate(PROBLEM, H200, config).read_bytes
@@ -82,7 +82,7 @@ def test_a_profiler_that_cannot_count_is_an_error(
     text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_ncu(tmp_path, text, monkeypatch)
-    monkeypatch.setattr(counters, "choose", lambda *_: (TileConfig(block_m=64, block_n=32), "test"))
+    monkeypatch.setattr(counters, "choose", lambda *_, **__: (TileConfig(block_m=64, block_n=32), "test"))
     with pytest.raises(RuntimeError, match=message):
         list(counters.measure(a_workload("w"), H200, timeout=30))
 
