@@ -53,6 +53,8 @@ MASKS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
     # Rationals.
     "rationals": lambda b, h, q, k: q / 3 >= k / 7,
     "rational steps": lambda b, h, q, k: torch.floor(q / 3.0) >= torch.ceil(k * 0.25),
+    "fraction of a head": lambda b, h, q, k: h <= 0.3,
+    "fractions between positions": lambda b, h, q, k: (k < q + 0.5 - h) & (q - k <= 30.5),
     # More than 32 bits.
     "hash": lambda b, h, q, k: ((q * 73856093 + k * 19349663) % 1000003) % 10 < 5,
     "wide product": lambda b, h, q, k: q * 1000000 * k <= 5e9,

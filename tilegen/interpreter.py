@@ -58,6 +58,7 @@ def prepare() -> None:
     if reason := trouble():
         raise Unsupported(reason)
     repair_bfloat16()
+    repair_comparisons()
     skip_idle_work()
 
 
@@ -89,6 +90,24 @@ def repair_bfloat16() -> None:
         return create_dot(a, b, *rest)
 
     builder.cast_impl, builder.create_dot = cast, dot
+
+
+@cache
+def repair_comparisons() -> None:
+    """Have the interpreter take the result of comparing two fp32 scalars for a bool, once.
+
+    It keeps the operands' type, so that a block made of the result holds floats, which `&` refuses.
+    """
+    import triton.language as tl
+
+    builder, handle = _builder(), _handle_type()
+    create_splat = builder.create_splat
+
+    def splat(shape: Any, value: Any) -> Any:
+        compared = value.data.dtype == bool
+        return create_splat(shape, handle(value.data, tl.int1) if compared else value)
+
+    builder.create_splat = splat
 
 
 @cache

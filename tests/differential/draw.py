@@ -12,6 +12,11 @@ from tilegen.config import SLICED_BLOCKS, Kernel, TileConfig
 
 LAYOUTS: tuple[Layout, ...] = ("dense", "inside", "padded", "sliced", "expanded", "transposed")
 HEAD_DIMS = (8, 12, 16, 16, 16, 24, 32, 32, 40, 64, 72)
+COUNTS = (
+    *[(1, 1, 1)] * 4, *[(2, 1, 1)] * 2, *[(1, 2, 1)] * 2, *[(1, 1, 2)] * 3,
+    (3, 1, 1), (1, 3, 1), (1, 1, 3), (2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 2, 3), (2, 2, 2),
+)  # fmt: skip
+"""Batch, key/value heads, query heads of each: mostly few, as the interpreter runs them in turn."""
 ATTEMPTS = 100
 
 
@@ -33,8 +38,7 @@ def draw(seed: int, number: int) -> Problem:
 
 
 def _drawn(random: Random) -> Problem:
-    heads_kv = random.choice([1, 1, 2, 3])
-    heads = heads_kv * random.choice([1, 1, 2, 3] if heads_kv < 3 else [1, 2])
+    batch, heads_kv, group = random.choice(COUNTS)
     rows = _length(random)
     head_dim = random.choice(HEAD_DIMS)
     head_dim_v = head_dim if random.random() < 0.6 else random.choice(HEAD_DIMS)
@@ -51,8 +55,8 @@ def _drawn(random: Random) -> Problem:
     trained = [name for name in in_score if name not in in_mask and random.random() < 0.6]
     tensors = [text for text in tables.values() if "(" in text]
     return Problem(
-        batch=random.choice([1, 1, 2, 3]),
-        heads=heads,
+        batch=batch,
+        heads=heads_kv * group,
         heads_kv=heads_kv,
         rows=rows,
         columns=rows if square or head_dim > 72 or random.random() < 0.5 else _length(random),

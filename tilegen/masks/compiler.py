@@ -21,7 +21,7 @@ they never fall.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -249,12 +249,20 @@ def _at_least_zero(atom: Boolean) -> list[sympy.Expr]:
         case sympy.logic.boolalg.BooleanTrue():
             return []
         case sympy.Le(args=(low, high)) | sympy.Ge(args=(high, low)):
-            return [high - low]
+            return [_whole(high - low, sympy.floor)]
         case sympy.Lt(args=(low, high)) | sympy.Gt(args=(high, low)):
-            return [high - low - 1]
-        case sympy.Eq(args=(left, right)):
-            return [left - right, right - left]
+            return [_whole(high - low, sympy.ceiling) - 1]
+        case sympy.Eq(args=(left, right)) if not (left - right).atoms(sympy.Float):
+            return [_whole(left - right, sympy.floor), _whole(right - left, sympy.floor)]
     raise Unsupported(f"expected a comparison of affine expressions in a mask, got {atom}")
+
+
+def _whole(expression: sympy.Expr, rounded: Callable[[sympy.Expr], sympy.Expr]) -> sympy.Expr:
+    """Return a sum of integers with its constant term rounded to one."""
+    constant, rest = expression.as_coeff_Add()
+    if not rest.is_integer:
+        raise Unsupported(f"expected integers in a mask's comparison, got {expression}")
+    return rest + rounded(constant)
 
 
 def _split(expression: sympy.Expr, term: sympy.Expr) -> tuple[int, sympy.Expr]:
