@@ -82,7 +82,9 @@ def test_a_profiler_that_cannot_count_is_an_error(
     text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_ncu(tmp_path, text, monkeypatch)
-    monkeypatch.setattr(counters, "choose", lambda *_, **__: (TileConfig(block_m=64, block_n=32), "test"))
+    monkeypatch.setattr(
+        counters, "choose", lambda *_, **__: (TileConfig(block_m=64, block_n=32), "test")
+    )
     with pytest.raises(RuntimeError, match=message):
         list(counters.measure(a_workload("w"), H200, timeout=30))
 
