@@ -36,14 +36,13 @@ ScoreFunction = Callable[..., Any]
 def score_of(score: Score | ScoreFunction | None) -> Score | None:
     """Return a score as given, or traced from a function, once while what it reads is the same."""
     if score is None or isinstance(score, Score):
-        return score
+        return score and score.anew()
     if not callable(score):
         raise InvalidProblem(
             "score must be a tilegen score such as tilegen.softcap(20.0), or a function of "
             f"(score, b, h, q_idx, kv_idx); got {type(score).__name__}"
         )
-    found = _traces(score)
-    return scores.score(score) if found.is_fleeting else found
+    return _traces(score).anew()
 
 
 _traces = Traces(scores.score)

@@ -71,3 +71,30 @@ def test_gradients_are_refused_where_a_score_has_changed_since_the_forward() -> 
             read.zero_()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.sum().backward()
+
+
+@pytest.mark.parametrize("train", [False, True], ids=["forward", "gradients"])
+def test_a_score_follows_tensors_that_its_function_makes(train: bool) -> None:
+    """As `0.5 * t` does, or `t.clamp(...)`, of a tensor that the function captures."""
+    q, k, v = inputs()
+    scale = torch.tensor([1.0, 2.0], requires_grad=train)
+    shift = torch.randint(0, 9, (70,))
+
+    def function(s: torch.Tensor, b: int, h: int, q_idx: int, kv_idx: int) -> torch.Tensor:
+        return s * (0.5 * scale.clamp(0, 5))[h] + (shift * 2 + 1)[kv_idx]
+
+    made = tilegen.score(function).then(tilegen.softcap(9.0))
+    for _ in range(2):
+        used = scale.detach().clone().requires_grad_(train)
+        factors = (0.5 * used.clamp(0, 5))[:, None, None]
+        logits = q @ k.mT * q.shape[-1] ** -0.5 * factors + (shift * 2 + 1)
+        expected = (9 * torch.tanh(logits / 9)).softmax(-1) @ v
+        found = tilegen.attention(q, k, v, score=made)
+        torch.testing.assert_close(found, expected)
+        if train:
+            (gradient,) = torch.autograd.grad(found.square().sum(), scale)
+            (wanted,) = torch.autograd.grad(expected.square().sum(), used)
+            torch.testing.assert_close(gradient, wanted, rtol=1e-4, atol=1e-4)
+        with torch.no_grad():
+            scale.add_(1)
+        shift.add_(3)

@@ -58,6 +58,10 @@ class Derived(TorchFunctionMode):
 
         return Recipe(make=make, check=_anything, sources=tuple(sources))
 
+    def anew(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor made again of what it was made of, differentiably."""
+        return self._made(tensor, {})
+
     def _find(self, tensor: torch.Tensor, sources: list[torch.Tensor]) -> None:
         step = self.made.get(id(tensor))
         if step is None:
@@ -69,7 +73,9 @@ class Derived(TorchFunctionMode):
 
     def _made(self, tensor: torch.Tensor, known: dict[int, torch.Tensor]) -> torch.Tensor:
         if id(tensor) not in known:
-            step = self.made[id(tensor)]
+            step = self.made.get(id(tensor))
+            if step is None:
+                return tensor
             args, kwargs = self._replaced((step.args, step.kwargs), known)
             known[id(tensor)] = step.function(*args, **kwargs)
         return known[id(tensor)]

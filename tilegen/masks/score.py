@@ -8,7 +8,8 @@ composed or compiled: a cached call only hashes scores.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from tilegen.errors import InvalidProblem
@@ -17,6 +18,8 @@ from tilegen.symbolic import one_at_a_time, tracing
 if TYPE_CHECKING:
     import sympy
     import torch
+
+    from tilegen.masks.derived import Derived
 
 
 ELEMENTS = {
@@ -115,8 +118,8 @@ class Score:
     sizes: tuple[tuple[int, str], ...] = ()
     """(slot, axes) of captured tensors whose sizes must be those of a call: a letter of b, h, q and
     k for each dimension, or `.` where any size will do. Others read 0 beyond their end."""
-    is_fleeting: bool = False
-    """Whether a function made captured tensors of others when it was traced."""
+    derived: tuple[Derived, ...] = field(default=(), repr=False)
+    """How a function made those of the captured tensors that it made itself."""
 
     def _identity(self) -> tuple[object, ...]:
         return (self.text, *map(id, self.captured), id(self.sink_logits))
@@ -155,6 +158,16 @@ class Score:
         expr: Any = from_text(self.text, self.kinds)
         return expr
 
+    def anew(self) -> Score:
+        """Return the score with what its function made of other tensors made again: values that
+        were changed in place are seen, and gradients reach what it was made of."""
+        if not self.derived:
+            return self
+        captured = tuple(
+            reduce(lambda one, how: how.anew(one), self.derived, one) for one in self.captured
+        )
+        return replace(self, captured=captured, derived=())
+
     @one_at_a_time
     def then(self, other: Score) -> Score:
         """Return the score that applies `other` to this one's result; sinks stay as they are."""
@@ -178,7 +191,8 @@ class Score:
             for slot, axes in part.sizes
             if id(part.captured[slot]) in slots
         }
-        return Score(to_text(composed), captured, sinks, tuple(sorted(sizes)))
+        derived = (*self.derived, *other.derived)
+        return Score(to_text(composed), captured, sinks, tuple(sorted(sizes)), derived)
 
 
 def softcap(cap: float) -> Score:
@@ -246,9 +260,8 @@ def score(function: Callable[..., Any]) -> Score:
     """Return what `function(score, b, h, q_idx, kv_idx)` computes: FlexAttention's score_mod,
     unchanged.
 
-    Tensors that it makes of those it captures are made here, once; given to `attention` itself, the
-    function makes them at each call. Raises Unsupported, naming the term, for what has no
-    expression.
+    Tensors that it makes of those it captures are made again at each call. Raises Unsupported,
+    naming the term, for what has no expression.
     """
     from tilegen.masks.expression import to_text
     from tilegen.masks.trace import trace_score
@@ -256,7 +269,8 @@ def score(function: Callable[..., Any]) -> Score:
     with tracing():
         traced = trace_score(function)
         text = to_text(traced.expr)
-    return Score(text, traced.captured, is_fleeting=traced.makes_tensors)
+    derived = (traced.derived,) if traced.makes_tensors else ()
+    return Score(text, traced.captured, derived=derived)
 
 
 def _check(name: str, tensor: torch.Tensor, dimensions: tuple[int, ...]) -> None:
