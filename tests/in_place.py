@@ -72,6 +72,14 @@ CASES: dict[str, Case] = {
         lambda t: tilegen.predicate(lambda b, h, q, k: t[q] & (k <= q)),
         *(_random(LENGTH) < 20, _random(LENGTH) < 50),
     ),
+    "times": (  # which rise before, and neither rise nor fall after
+        lambda t: tilegen.predicate(lambda b, h, q, k: t[k] <= t[q]),
+        *(_random(LENGTH).sort().values, _random(LENGTH)),
+    ),
+    "two tables": (
+        lambda t: tilegen.predicate(lambda b, h, q, k: t[0, q] == t[1, k]),
+        *(_random(2, LENGTH).sort().values, _random(2, LENGTH) // 9),
+    ),
     "whole documents": (tilegen.documents, _documents(30, 1, 39), _documents(9, 41, 20)),
     "whole documents, traced": (
         lambda t: tilegen.predicate(lambda b, h, q, k: (t[q] == t[k]) & (k <= q)),

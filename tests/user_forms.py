@@ -20,6 +20,13 @@ ROWS = torch.randn(BATCH, HEADS, LONGEST, 6, generator=_random)
 PICKED = torch.randint(0, 9, (LONGEST, 3), generator=_random)
 DOCUMENTS = torch.tensor([0] * 21 + [1] * 40 + [2] * 29)
 STARTS = torch.tensor([0, 21, 61, 90])
+PADDED = torch.where(torch.arange(LONGEST) < 70, DOCUMENTS, -1)
+OTHERS = torch.tensor([0] * 35 + [1] * 5 + [2] * 50)
+DOUBLES_RISING = DOUBLES.sort().values
+STEPS = torch.arange(LONGEST) // 15 / 10
+TIMES = STAMPS.sort().values
+WEIGHTS_RISING = WEIGHTS.sort().values
+IS_TOKEN = torch.arange(LONGEST) < torch.tensor([50, 90])[:, None]
 TRAINED = torch.randn(LONGEST, generator=_random).requires_grad_()
 
 
@@ -52,6 +59,7 @@ MASKS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
     ),
     # Rationals.
     "rationals": lambda b, h, q, k: q / 3 >= k / 7,
+    "quotient of a head": lambda b, h, q, k: (h / (h + 1) < 0.05) | (k < q / (h + 1)),
     "rational steps": lambda b, h, q, k: torch.floor(q / 3.0) >= torch.ceil(k * 0.25),
     "fraction of a head": lambda b, h, q, k: h <= 0.3,
     "fractions between positions": lambda b, h, q, k: (k < q + 0.5 - h) & (q - k <= 30.5),
@@ -77,6 +85,19 @@ MASKS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
     "doubles computed with": lambda b, h, q, k: DOUBLES[k] + 0.0105 <= DOUBLES[q],
     "trained": lambda b, h, q, k: TRAINED[k] < 0.5,
     "nested": lambda b, h, q, k: WEIGHTS[IDS[q]] < WEIGHTS[IDS[k] + 3],
+    # Comparisons that have a closed form.
+    "packed": lambda b, h, q, k: (k >= STARTS[DOCUMENTS[q]]) & (k <= q),
+    "padding": lambda b, h, q, k: (PADDED[q] == PADDED[k]) & (PADDED[q] >= 0),
+    "two tables of ids": lambda b, h, q, k: DOCUMENTS[q] == OTHERS[k],
+    "times": lambda b, h, q, k: TIMES[k] <= TIMES[q],
+    "window of time": lambda b, h, q, k: (TIMES[q] - TIMES[k] <= 9) & (TIMES[q] > TIMES[k]),
+    "rising floats": lambda b, h, q, k: 2 * WEIGHTS_RISING[q] > WEIGHTS_RISING[k],
+    "rising doubles": lambda b, h, q, k: DOUBLES_RISING[k] + 0.0105 <= DOUBLES_RISING[q],
+    "double and single": lambda b, h, q, k: (
+        (DOUBLES_RISING[k] < 1.7e9 + 0.0105) | (STEPS[k] <= 0.3)
+    ),
+    "tokens": lambda b, h, q, k: IS_TOKEN[b, k] & IS_TOKEN[b, q],
+    "not the tokens": lambda b, h, q, k: ~IS_TOKEN[b, k] | ~IS_TOKEN[b, k],
     # Bits.
     "odd": lambda b, h, q, k: ((q & 1) == 0) | (k <= q),
     "bits of a product": lambda b, h, q, k: k <= (k * (q // 2) ^ 5),
@@ -121,6 +142,7 @@ SCORES: dict[str, Callable[[Any, Any, Any, Any, Any], Any]] = {
     "column": lambda s, b, h, q, k: -0.1 * k,
     "squares": lambda s, b, h, q, k: s - ((q - k) * 50000) ** 2 / 1e13,
     "bits": lambda s, b, h, q, k: s + 0.25 * ((q ^ k) & 7),
+    "quotient": lambda s, b, h, q, k: s + (q - k) / (h + 1),
     "doubles": lambda s, b, h, q, k: s + torch.where(DOUBLES[q] < DOUBLES[k], 1.0, 0.0),
     "stamps": lambda s, b, h, q, k: s - torch.where(STAMPS[q] < STAMPS[k], 1, 0),
 }

@@ -102,6 +102,8 @@ def tensors_of(
 
 def _fitting(value: Values, shape: Shape, device: torch.device, made: Made) -> torch.Tensor:
     table = value.on(device, (shape.seqlen_q, shape.seqlen_kv), made)
+    if value.recipe is not None and (value.axes or "").startswith("b"):
+        table = table[: shape.by_axis["b"]]  # what a function reads may be for more batches
     for axis, size in zip(value.axes or "", table.shape, strict=False):
         if size != shape.by_axis[axis]:
             raise _wrong_size("the mask's values", axis, shape, size)

@@ -99,12 +99,19 @@ class StreamBounds:
 def predicate(mask: Mask, side: Side = "rows") -> Boolean:
     """Return the mask as a SymPy Boolean in B, H, Q, K, SEQLEN_Q, SEQLEN_KV and look-ups in its
     values, whose names are t0, t1, ... in the order of `mask.values`."""
-    keep = sympy.sympify(mask.for_side(side).keep(Q, K, SEQLEN_Q, SEQLEN_KV, B, H))
+    return _named(mask, mask.for_side(side).keep(*_AT))
+
+
+_AT = (Q, K, SEQLEN_Q, SEQLEN_KV, B, H)
+
+
+def _named(mask: Mask, condition: Any) -> Boolean:
+    """Return a condition with its values named by their slots."""
     names = {
         value.symbol: captured_name(slot, "bool" if value.rising else value.kind)
         for slot, value in enumerate(mask.values)
     }
-    return keep.xreplace(names)
+    return sympy.sympify(condition).xreplace(names)
 
 
 def depends_on(mask: Mask) -> frozenset[sympy.Symbol]:
@@ -137,15 +144,15 @@ def _solved(mask: Mask, side: Side) -> StreamSets | str:
 
 def _solve_sets(mask: Mask, side: Side) -> StreamSets:
     stationary, streamed, length = (Q, K, SEQLEN_KV) if side == "rows" else (K, Q, SEQLEN_Q)
-    keep = _predicate(mask, side)
+    most, sure = (_named(mask, one) for one in mask.for_side(side).enclosing(*_AT))
     rising = {captured_name(slot, "bool") for slot, value in enumerate(mask.values) if value.rising}
     inside = [streamed, length - 1 - streamed]
 
     def solved(conjunction: list[sympy.Expr]) -> Interval:
         return _solve(_eliminate(conjunction, stationary, rising), streamed)
 
-    live = [solved([*one, *inside]) for one in _disjunctive_normal_form(keep)]
-    dropped = [solved(one) for one in _disjunctive_normal_form(sympy.Not(keep))]
+    live = [solved([*one, *inside]) for one in _disjunctive_normal_form(most)]
+    dropped = [solved(one) for one in _disjunctive_normal_form(sympy.Not(sure))]
     return StreamSets(_some(live), _some(dropped))
 
 

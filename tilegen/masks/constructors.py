@@ -89,7 +89,7 @@ class Dilated(Mask):
         return f"dilated({self.step})"
 
     def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        return _equal((q - k) % self.step, 0)
+        return equal((q - k) % self.step, 0)
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,7 @@ class SameDocument(Mask):
 
     def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
         lengths = (seqlen_q, seqlen_kv)
-        return _equal(*(one.at(b, h, q, k, lengths) for one in (self.ids_q, self.ids_kv)))
+        return equal(*(one.at(b, h, q, k, lengths) for one in (self.ids_q, self.ids_kv)))
 
 
 @dataclass(frozen=True)
@@ -369,7 +369,7 @@ def _table(tensor: Any, block: int) -> Values:
     )
 
 
-def _equal(left: Any, right: Any) -> Any:
+def equal(left: Any, right: Any) -> Any:
     if is_symbolic(left, right):
         import sympy
 

@@ -45,6 +45,12 @@ class Mask(ABC):
         """Whether row `q` of head `h` sees column `k`: bool, tensor or SymPy Boolean, as the
         arguments are."""
 
+    def enclosing(self, *at: Any) -> tuple[Any, Any]:
+        """Return conditions that are easier to solve: one that holds wherever row `q` sees column
+        `k`, and one that holds nowhere else; `at` are the arguments of `keep`."""
+        keep = self.keep(*at)
+        return keep, keep
+
     def for_side(self, side: Side) -> Mask:
         """Return the same mask, as it is solved best for tiles that keep rows, or columns, on
         chip."""
@@ -201,6 +207,14 @@ class And(Mask):
             keep = part.keep(q, k, seqlen_q, seqlen_kv, b, h) & keep
         return keep
 
+    def enclosing(self, *at: Any) -> tuple[Any, Any]:
+        most: Any = True
+        sure: Any = True
+        for part in self.of:
+            of_part = part.enclosing(*at)
+            most, sure = of_part[0] & most, of_part[1] & sure
+        return most, sure
+
     def for_side(self, side: Side) -> Mask:
         return And(tuple(part.for_side(side) for part in self.of))
 
@@ -225,6 +239,14 @@ class Or(Mask):
             keep = part.keep(q, k, seqlen_q, seqlen_kv, b, h) | keep
         return keep
 
+    def enclosing(self, *at: Any) -> tuple[Any, Any]:
+        most: Any = False
+        sure: Any = False
+        for part in self.of:
+            of_part = part.enclosing(*at)
+            most, sure = of_part[0] | most, of_part[1] | sure
+        return most, sure
+
     def for_side(self, side: Side) -> Mask:
         return Or(tuple(part.for_side(side) for part in self.of))
 
@@ -245,8 +267,11 @@ class Not(Mask):
         return f"~({inner})" if isinstance(self.part, And | Or) else f"~{inner}"
 
     def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        keep = self.part.keep(q, k, seqlen_q, seqlen_kv, b, h)
-        return not keep if isinstance(keep, bool) else ~keep
+        return _inverted(self.part.keep(q, k, seqlen_q, seqlen_kv, b, h))
+
+    def enclosing(self, *at: Any) -> tuple[Any, Any]:
+        most, sure = self.part.enclosing(*at)
+        return _inverted(sure), _inverted(most)
 
     def for_side(self, side: Side) -> Mask:
         return Not(self.part.for_side(side))
@@ -344,6 +369,10 @@ def _described(item: Any, **changes: Any) -> Any:
         return item
     kept = {f.name: _described(getattr(item, f.name), **changes) for f in fields(item)}  # type: ignore[arg-type]
     return replace(item, **kept)  # type: ignore[type-var]
+
+
+def _inverted(keep: Any) -> Any:
+    return not keep if isinstance(keep, bool) else ~keep
 
 
 def _offset(alignment: Alignment, seqlen_q: Any, seqlen_kv: Any) -> Any:

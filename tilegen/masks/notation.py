@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import replace
-from typing import cast, get_args
+from typing import Literal, cast, get_args
 
 from tilegen.errors import InvalidProblem
 from tilegen.masks.constructors import (
@@ -195,6 +195,12 @@ def _keep(text: str, *tables: str) -> Mask:
     return Expression(canonical(text, tuple(one.kind for one in captured)), tuple(captured))
 
 
+def _comparison(relation: Literal["<", "=="], column: str) -> Mask:
+    from tilegen.masks.comparison import compared  # loads SymPy
+
+    return compared(relation, _stand_in(column, "table", axes=("k", "bk")))
+
+
 _MAKERS: dict[str, Callable[..., Mask]] = {
     "full": Full,
     "causal": lambda alignment="top_left": Causal(_alignment(alignment)),
@@ -209,4 +215,6 @@ _MAKERS: dict[str, Callable[..., Mask]] = {
     "within": _within,
     "block_sparse": _block_sparse,
     "keep": _keep,
+    "ordered": lambda column: _comparison("<", column),
+    "matched": lambda column: _comparison("==", column),
 }

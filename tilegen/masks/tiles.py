@@ -183,7 +183,7 @@ def _evaluator(mask: Mask, side: Side) -> tuple[frozenset[Any], Evaluator, tuple
     values that it reads."""
     alike = _with_scalars(mask)
     values = alike.values
-    if any(value.is_stand_in and value.pattern == "table" for value in values):
+    if any(value.is_unknown for value in values):
         raise Unsupported(f"expected a mask with its tensors, got {mask}")
     return *_evaluator_of(alike.general, side), values
 

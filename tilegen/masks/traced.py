@@ -15,10 +15,11 @@ import sympy
 from sympy.core.relational import Relational
 
 from tilegen.errors import InvalidProblem, Unsupported
+from tilegen.masks.comparison import Comparison, comparison_of
 from tilegen.masks.constructors import BlockSparse, Dilated, dilated
 from tilegen.masks.derived import Derived
 from tilegen.masks.expression import from_text, merge, to_text
-from tilegen.masks.mask import MAX_WINDOW, Mask, causal, full, intersect, sliding_window
+from tilegen.masks.mask import MAX_WINDOW, Mask, Side, causal, full, intersect, sliding_window
 from tilegen.masks.operations import is_condition
 from tilegen.masks.packed import from_ids
 from tilegen.masks.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, S
@@ -95,6 +96,12 @@ def mask_of(fn: Callable[..., Any]) -> Mask:
     if any(isinstance(one, Dilated) for one in near) and None not in near:
         return intersect(*(one for one in near if one is not None))  # rows can be regrouped
     parts = [part if (found := _same_document(part, traced)) is None else found for part in written]
+    compared = _compared(parts, traced)
+    return _joined(parts, traced) if compared is None else compared
+
+
+def _joined(parts: list[Any], traced: Traced) -> Mask:
+    """Return the `&` of masks and conditions."""
     known = [part for part in parts if isinstance(part, Mask)]
     (rest,), captured = merge(
         [(sympy.And(*(p for p in parts if not isinstance(p, Mask))), traced.captured)]
@@ -104,6 +111,22 @@ def mask_of(fn: Callable[..., Any]) -> Mask:
     percent = _percent_live(rest, captured) if captured else 100
     values = tuple(_table(tensor, percent, traced.derived) for tensor in captured)
     return intersect(Expression(to_text(rest), values), *known)
+
+
+def _compared(parts: list[Any], traced: Traced) -> Mask | None:
+    """Return the mask with comparisons in the place of conditions that read tensors; None where it
+    has no closed form then."""
+    from tilegen.masks.source import closed_form
+
+    found = [
+        part if isinstance(part, Mask) or not part.has(Lookup) else comparison_of(part, traced)
+        for part in parts
+    ]
+    if not any(isinstance(one, Comparison) for one in found) or None in found:
+        return None
+    mask = _joined(found, traced)
+    sides: tuple[Side, Side] = ("rows", "columns")
+    return mask if all(closed_form(mask.general, side) for side in sides) else None
 
 
 def _within_documents(expr: Any) -> Any:
@@ -178,8 +201,8 @@ def _table(tensor: Any, percent: int, derived: Derived) -> Values:
 def typical(mask: Mask) -> Mask:
     """Return a mask to reason about instead of one whose tables are missing: blocks at random, as
     many as it keeps."""
-    if isinstance(mask, Expression) and mask.is_stand_in:
-        percent = mask.captured[0].typical
+    if isinstance(mask, Expression | Comparison) and mask.is_stand_in:
+        percent = mask.values[0].typical
         layout = Values(axes="", typical=percent, kind="bool", pattern="layout", block=BLOCK)
         return BlockSparse(layout, BLOCK)
     changed = {

@@ -282,6 +282,8 @@ class Writer:
     def _product(self, expr: sympy.Mul, integers: bool) -> tuple[str, int]:
         coefficient, times, over = factors(expr)
         spell = self._widened(expr) if integers else self._in_floats
+        if over and all(map(is_int, times)):  # `div_rn` takes floats alone
+            spell = self._float
         above = sorted(spell(factor, UNARY) for factor in times)
         below = sorted(self._float(factor, UNARY) for factor in over)
         size = abs(coefficient)

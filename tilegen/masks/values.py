@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 Kind = Literal["bool", "int", "int64", "float", "float64"]
-Pattern = Literal["constant", "firsts", "ends", "ids", "layout", "table"]
+Pattern = Literal["constant", "firsts", "ends", "ids", "layout", "table", "rising"]
 AXES = ("", "b", "h", "bh", "q", "k", "bq", "bk", "bhq", "bhk")
 LIMIT = 2**30
 """Values stay below it in size, so that sums with positions fit into 32 bits."""
@@ -72,7 +72,8 @@ class Values:
     pattern: Pattern = "constant"
     """What a stand-in looks like: `typical` everywhere; first or one past the last index of
     consecutive documents of `typical`, or their ids; a layout of blocks, `typical` percent of
-    them kept; or nothing that is known: a table, in a mask that keeps `typical` percent."""
+    them kept; or a table of which nothing is known, or only that it rises, in a mask that keeps
+    `typical` percent."""
     block: int = 1
     """Rows and columns that an element of a layout stands for."""
     recipe: Recipe | None = None
@@ -95,7 +96,12 @@ class Values:
     @property
     def rising(self) -> bool:
         """Whether elements never fall along the last axis."""
-        return self.pattern in ("firsts", "ends")
+        return self.pattern in ("firsts", "ends", "rising")
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether nothing says what a stand-in holds."""
+        return self.is_stand_in and self.pattern in ("table", "rising")
 
     @property
     def is_stand_in(self) -> bool:
@@ -198,7 +204,7 @@ class Values:
         if not self.is_stand_in:
             return np.asarray(self.on("cpu", (shape["q"], shape["k"])).numpy())
         axes = self.axes or ""
-        if self.pattern == "table":
+        if self.is_unknown:
             raise Unsupported(
                 f"expected a mask with its tensors, got {self.notation}, which can be anything"
             )

@@ -1,0 +1,317 @@
+"""Masks that compare a number of each column with one of each row: `times[k] <= times[q]`,
+`k >= offsets[ids[q]]`, `ids_q[q] == ids_kv[k]`, `is_token[b, k]`.
+
+The numbers are replaced by their ranks, which fit into 32 bits whatever they were. Running minima
+and maxima of what each row sees never fall from one row to the next, whatever the numbers are, so
+tiles are solved in closed form from O(seqlen) numbers: exactly where the numbers rise or fall with
+their index, and never a tile too few where they do not. All tables are made anew at each call.
+"""
+
+# SymPy is typed only in part:
+# pyright: reportArgumentType=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NamedTuple
+
+import sympy
+import torch
+
+from tilegen import symbolic
+from tilegen.masks.constructors import equal
+from tilegen.masks.evaluation import Points
+from tilegen.masks.expression import merge
+from tilegen.masks.integers import is_int, prepared
+from tilegen.masks.mask import Mask, Side
+from tilegen.masks.operations import is_condition
+from tilegen.masks.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q
+from tilegen.masks.trace import Traced
+from tilegen.masks.values import Lengths, Recipe, Values, power_of_two_near, table
+
+Relation = Literal["<=", "<", ">=", ">", "=="]
+Tables = tuple[torch.Tensor, ...]
+Bounds = tuple[Values, Values, Values, Values]
+"""First and end of what is kept at most, then first and end of what is kept for certain; none falls
+as the index rises."""
+LONGEST = 4096
+"""Sequence for which it is asked whether bounds are tight, at most."""
+LOOSE = 1.25
+"""Bounds that hold more than this times the pairs that are kept are worse than lists of tiles."""
+
+
+@dataclass(frozen=True)
+class Comparison(Mask):
+    """`column[k] < row[q]`, or `column[k] == row[q]`, between ranks."""
+
+    relation: Literal["<", "=="]
+    column: Values
+    row: Values
+    by_row: Bounds
+    by_column: Bounds
+
+    @property
+    def notation(self) -> str:
+        name = "ordered" if self.relation == "<" else "matched"
+        return f"{name}({self.column.notation})"
+
+    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
+        lengths = (seqlen_q, seqlen_kv)
+        column, row = (one.at(b, h, q, k, lengths) for one in (self.column, self.row))
+        return equal(column, row) if self.relation == "==" else column < row
+
+    def enclosing(self, *at: Any) -> tuple[Any, Any]:
+        q, k, _, _, b, h = at
+        bounds, index = self._bounds(q, k)
+        first, end, sure_first, sure_end = (one.at(b, h, q, k) for one in bounds)
+        return (first <= index) & (index < end), (sure_first <= index) & (index < sure_end)
+
+    def for_side(self, side: Side) -> Mask:
+        return self if side == "rows" else _ByColumn(*self._fields)
+
+    @property
+    def _fields(self) -> tuple[Any, ...]:
+        return self.relation, self.column, self.row, self.by_row, self.by_column
+
+    def _bounds(self, q: Any, k: Any) -> tuple[Bounds, Any]:
+        return self.by_row, k
+
+
+class _ByColumn(Comparison):
+    """A comparison whose tiles are found by column."""
+
+    def _bounds(self, q: Any, k: Any) -> tuple[Bounds, Any]:
+        return self.by_column, q
+
+
+def compared(relation: Literal["<", "=="], column: Values, **changes: Any) -> Comparison:
+    """Return the comparison whose values are as those of the columns, but for the changes."""
+    axes = (column.axes or "")[:-1]
+
+    def value(axis: str, part: int, pattern: Literal["table", "rising"]) -> Values:
+        one = replace(column, axes=axes + axis, pattern=pattern, **changes)
+        return replace(one, part=part if one.recipe else 0)
+
+    def bounds(axis: str, part: int) -> Bounds:
+        first, end, sure_first, sure_end = (value(axis, part + i, "rising") for i in range(4))
+        return first, end, sure_first, sure_end
+
+    return Comparison(
+        relation, value("k", 0, "table"), value("q", 1, "table"), bounds("q", 2), bounds("k", 6)
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# From a traced condition
+
+
+class Sides(NamedTuple):
+    """A condition as `column relation row`: `column` does without q, `row` without k."""
+
+    column: sympy.Basic
+    relation: Relation
+    row: sympy.Basic
+
+
+def comparison_of(part: Any, traced: Traced) -> Comparison | None:
+    """Return a condition as a comparison; None where it is none, or where lists of tiles are
+    better: where its numbers rise and fall."""
+    ((expr,), sources) = merge([(part, traced.captured)])
+    made = any(id(one) in traced.derived.made for one in sources)
+    sides, is_batched = _separated(expr), expr.has(B)
+    if not sources or sides is None or made or any(one.is_meta for one in sources):
+        return None
+    given = (sides, is_batched)
+    length = min(max(size for one in sources for size in one.shape), LONGEST)
+    tables = _tables(*(one.detach().cpu() for one in sources), (length, length), *given)
+    column, row, first, end = (one.long() for one in tables[:4])
+    kept = float(_counts(column, row, sides.relation).double().mean())
+    if float((end - first).clamp(min=0).double().mean()) > LOOSE * kept + 1:
+        return None
+    like = Values(
+        axes="bk" if is_batched else "k",
+        typical=min(100, power_of_two_near(max(1, round(100 * kept / length)))),
+        recipe=Recipe(_tables, _check_nothing, sources, given),
+    )
+    return compared("==" if sides.relation == "==" else "<", like)
+
+
+def _separated(expr: Any) -> Sides | None:
+    """Return a condition with what depends on k on one side, and on q on the other."""
+    free = expr.free_symbols
+    batched = all(
+        one.args[1] == B and not any(index.has(B) for index in one.args[2:])
+        for one in expr.atoms(Lookup)
+        if one.has(B)
+    )
+    outside = expr.xreplace({one: sympy.S.Zero for one in expr.atoms(Lookup)})
+    if H in free or not batched or outside.has(B):
+        return None
+    if K not in free:  # ranks of what holds are 1, of what does not 0
+        return Sides(sympy.S.Zero, "<", expr)
+    if Q not in free:
+        return Sides(sympy.Not(expr), "<", sympy.S.One)
+    relation = _RELATIONS.get(type(expr))
+    if relation is None:
+        return None
+    left, right = expr.args
+    if is_int(prepared(left)) and is_int(prepared(right)):  # terms change sides without rounding
+        terms = sympy.Add.make_args(sympy.expand(left - right))
+        column = sympy.Add(*(term for term in terms if term.has(K)))
+        left, right = column, -sympy.Add(*(term for term in terms if not term.has(K)))
+    if right.has(K):
+        left, relation, right = right, _SWAPPED[relation], left
+    return None if left.has(Q) or right.has(K) else Sides(left, relation, right)
+
+
+_RELATIONS: dict[Any, Relation] = {
+    sympy.Le: "<=", sympy.Lt: "<", sympy.Ge: ">=", sympy.Gt: ">", sympy.Eq: "==",
+}  # fmt: skip
+_SWAPPED: dict[Relation, Relation] = {"<=": ">=", "<": ">", ">=": "<=", ">": "<", "==": "=="}
+
+
+# --------------------------------------------------------------------------------------------------
+# Tables
+
+
+def _tables(*given: Any) -> Tables:
+    """Return ranks of columns and rows, bounds by row and bounds by column."""
+    *tensors, lengths, sides, is_batched = given
+    column, row = _numbers(tensors, lengths, sides, is_batched)
+    column, row = _ranks(column, row, sides.relation)
+    if sides.relation == "==":
+        by_row, by_column = _matches(column, row), _matches(row, column)
+    else:
+        by_row, by_column = _below(column, row), _below(-row, -column)
+    return tuple(
+        one.int().contiguous()
+        for one in (column, row, *_rising(by_row, lengths[1]), *_rising(by_column, lengths[0]))
+    )
+
+
+def _numbers(
+    tensors: Sequence[torch.Tensor], lengths: Lengths, sides: Sides, is_batched: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what is compared: of every column and of every row, in one dtype."""
+    device = tensors[0].device
+    captured = [table(one, 0).on(device) for one in tensors]
+    reads_double = any(one.dtype == torch.float64 for one in captured)
+    is_whole = any(map(is_condition, (sides.column, sides.row)))  # whose parts have dtypes each
+    dtype = torch.float64 if reads_double and not is_whole else torch.float32
+    by_batch = [
+        one for side in (sides.column, sides.row) for one in side.atoms(Lookup) if one.has(B)
+    ]
+    batch = min((len(captured[int(str(one.args[0])[1:])]) for one in by_batch), default=1)
+    shape = (batch,) if is_batched else ()
+    found: list[torch.Tensor] = []
+    for expr, symbol, length in ((sides.column, K, lengths[1]), (sides.row, Q, lengths[0])):
+        index = torch.arange(length, device=device)
+        symbols = {symbol: index, B: torch.arange(batch, device=device)[:, None]}
+        symbols |= {SEQLEN_Q: torch.tensor(lengths[0]), SEQLEN_KV: torch.tensor(lengths[1])}
+        with symbolic.lock:
+            number = torch.as_tensor(Points(captured, symbols, device, dtype)(prepared(expr)))
+        number = number.long() if number.dtype == torch.bool else number
+        found.append(number.expand(*shape, length))
+    common = torch.promote_types(found[0].dtype, found[1].dtype)
+    return found[0].to(common), found[1].to(common)
+
+
+def _ranks(
+    column: torch.Tensor, row: torch.Tensor, relation: Relation
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return integers that compare by `<`, or `==`, as the numbers do by `relation`."""
+    if relation in (">=", ">"):
+        column, row = (-one if one.is_floating_point() else ~one for one in (column, row))
+    no_number = column.isnan(), row.isnan()
+    if column.is_floating_point():  # in order, as ranks are found by halving
+        column = column.masked_fill(no_number[0], float("inf"))
+    ordered = column.sort(-1).values
+    below_column = torch.searchsorted(ordered, column.contiguous())
+    below_row = torch.searchsorted(ordered, row.contiguous(), right=relation in ("<=", ">="))
+    none = -1 if relation == "==" else 0
+    if relation == "==":
+        up_to_row = torch.searchsorted(ordered, row.contiguous(), right=True)
+        below_row = torch.where(up_to_row > below_row, below_row, none)
+    length = column.shape[-1]
+    return (  # what is no number compares with nothing
+        torch.where(no_number[0], length, below_column),
+        torch.where(no_number[1], none, below_row),
+    )
+
+
+Spans = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+"""First and end of what each row keeps at most, first and end of what it keeps for certain."""
+
+
+def _below(column: torch.Tensor, row: torch.Tensor) -> Spans:
+    """Return what each row sees where it sees the columns with smaller ranks."""
+
+    def back(one: torch.Tensor) -> torch.Tensor:
+        return one.flip(-1)
+
+    row, length = row.contiguous(), column.shape[-1]
+    lowest, highest = column.cummin(-1).values, column.cummax(-1).values
+    lowest_on = back(back(column).cummin(-1).values)
+    highest_on = back(back(column).cummax(-1).values)
+    first = torch.searchsorted(-lowest, -row, right=True)
+    end = torch.searchsorted(lowest_on.contiguous(), row)
+    dropped_first = torch.searchsorted(highest, row)
+    dropped_end = torch.searchsorted(-highest_on, -row, right=True)
+    # What surely is kept lies on one side of what is not: the same for all rows, so that it rises.
+    before = dropped_first.sum(-1, keepdim=True) >= (length - dropped_end).sum(-1, keepdim=True)
+    return (
+        first,
+        end,
+        torch.where(before, 0, dropped_end),
+        torch.where(before, dropped_first, length),
+    )
+
+
+def _matches(column: torch.Tensor, row: torch.Tensor) -> Spans:
+    """Return what each row sees where it sees the columns with its own rank."""
+    ordered, order = column.sort(dim=-1, stable=True)
+    low = torch.searchsorted(ordered, row.contiguous())
+    high = torch.searchsorted(ordered, row.contiguous(), right=True)
+    length, any_seen = column.shape[-1], high > low
+    first = order.gather(-1, low.clamp(max=length - 1))
+    end = order.gather(-1, (high - 1).clamp(min=0)) + 1
+    first, end = torch.where(any_seen, first, length), torch.where(any_seen, end, 0)
+    is_whole = end - first == high - low
+    return first, end, torch.where(is_whole, first, length), torch.where(is_whole, end, 0)
+
+
+def _rising(spans: Spans, length: int) -> Spans:
+    """Return spans that never fall from one row to the next, the outer no smaller, the inner no
+    larger."""
+    first, end, sure_first, sure_end = spans
+
+    def smallest_on(one: torch.Tensor) -> torch.Tensor:
+        return one.flip(-1).cummin(-1).values.flip(-1)
+
+    # A row that keeps nothing for certain spoils the rows before it, or those after it: the latter
+    # where all of them are such rows.
+    is_empty = sure_first >= sure_end
+    ends_so = smallest_on(is_empty.int()).bool()
+    edge = torch.where(ends_so, length, 0)
+    sure_first = torch.where(is_empty, edge, sure_first)
+    sure_end = torch.where(is_empty, edge, sure_end)
+    return (
+        smallest_on(first),
+        end.cummax(-1).values,
+        sure_first.cummax(-1).values,
+        smallest_on(sure_end),
+    )
+
+
+def _counts(column: torch.Tensor, row: torch.Tensor, relation: Relation) -> torch.Tensor:
+    """Return how many columns each row keeps, from ranks."""
+    ordered = column.sort(-1).values
+    below = torch.searchsorted(ordered, row.contiguous())
+    if relation != "==":
+        return below
+    return torch.searchsorted(ordered, row.contiguous(), right=True) - below
+
+
+def _check_nothing(*_: Any) -> None:
+    """Numbers may be any."""
