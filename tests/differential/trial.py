@@ -171,6 +171,7 @@ class Question:
         rows = (problem.batch, problem.heads, problem.rows)
         self.dlse = torch.randn(rows, generator=generator) if problem.trains_lse else None
         self.tables = problem.captured()
+        self.block_mask = _block_mask(problem, self.tables) if problem.call == "flex" else None
         self.answers = [self._answer(self.tables)]
         if problem.changed:
             later = {
@@ -219,7 +220,7 @@ class Answer:
 def _calls(question: Question) -> Iterator[list[str]]:
     """Make the call, and once more with changed tables; yield what is wrong of each."""
     problem, tables = question.problem, question.tables
-    call = _attention(problem, tables) if problem.call == "attention" else _flex(problem, tables)
+    call = _attention(problem, tables) if problem.call == "attention" else _flex(question)
     for number, answer in enumerate(question.answers):
         if number:
             problem.change(tables)
@@ -249,19 +250,28 @@ def _attention(problem: Problem, tables: dict[str, Any]) -> Callable[..., Any]:
     return lambda q, k, v: tilegen.attention(q, k, v, **options)
 
 
-def _flex(problem: Problem, tables: dict[str, Any]) -> Callable[..., Any]:
-    """FlexAttention's way: functions as they are, in a block mask made by PyTorch."""
+PLAIN_NAMES: dict[str, Any] = {name: lambda fn: fn for name in ("predicate", "score")}
+"""FlexAttention takes functions as they are."""
+
+
+def _flex(question: Question) -> Callable[..., Any]:
+    problem = question.problem
+    options: dict[str, Any] = {"scale": problem.scale, "return_lse": True, "enable_gqa": True}
+    options["block_mask"] = question.block_mask
+    if problem.score:
+        options["score_mod"] = oracle.evaluate(problem.score, problem, question.tables, PLAIN_NAMES)
+    return lambda q, k, v: tilegen.flex_attention(q, k, v, **options)
+
+
+def _block_mask(problem: Problem, tables: dict[str, Any]) -> Any:
+    """Return what PyTorch makes of the mask, which it does not of one that gives no tensor."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    plain: dict[str, Any] = {name: lambda fn: fn for name in ("predicate", "score")}
-    options: dict[str, Any] = {"scale": problem.scale, "return_lse": True, "enable_gqa": True}
-    if problem.mask != "full()":
-        fn = oracle.evaluate(problem.mask, problem, tables, plain)
-        sizes = (problem.batch, problem.heads, problem.rows, problem.columns)
-        options["block_mask"] = create_block_mask(fn, *sizes, device="cpu", BLOCK_SIZE=32)
-    if problem.score:
-        options["score_mod"] = oracle.evaluate(problem.score, problem, tables, plain)
-    return lambda q, k, v: tilegen.flex_attention(q, k, v, **options)
+    if problem.mask == "full()":
+        return None
+    fn = oracle.evaluate(problem.mask, problem, tables, PLAIN_NAMES)
+    sizes = (problem.batch, problem.heads, problem.rows, problem.columns)
+    return create_block_mask(fn, *sizes, device="cpu", BLOCK_SIZE=32)
 
 
 def _laid_out(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
