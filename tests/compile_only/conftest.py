@@ -1,11 +1,16 @@
-"""A stand-in for the GPU: what is launched is compiled, and goes no further."""
+"""A stand-in for the GPU: what is launched is compiled, and goes no further. One process compiles
+for all tests that need one."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from triton.backends.compiler import GPUTarget
+
+from tilegen.workers import Pool
 
 
 class FakeDriver:
@@ -33,3 +38,16 @@ def compile_instead_of_launching(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(JITFunction, "run", warm_up)
     monkeypatch.setattr(driver, "_active", FakeDriver())
+
+
+@pytest.fixture(scope="session")
+def compiler() -> Iterator[Pool]:
+    """A process that compiles, which takes seconds to start."""
+    with Pool(1) as pool:
+        yield pool
+
+
+@pytest.fixture
+def shared_compiler(compiler: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have `generate` compile there, and leave it running."""
+    monkeypatch.setattr("tilegen.bundles.generate.Pool", lambda: contextlib.nullcontext(compiler))

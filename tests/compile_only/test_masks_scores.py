@@ -78,7 +78,7 @@ def share(arch: str) -> list[RenderedKernel]:
 @pytest.mark.parametrize("arch", GPUS)
 def test_kernels_compile_within_shared_memory(arch: str) -> None:
     limit = gpu(GPUS[arch]).smem_per_block
-    for one, compiled in compile_many(share(arch), arch):
+    for one, compiled in compile_many(share(arch), arch, workers=1):
         assert isinstance(compiled, CompiledKernel), (one.function, compiled)
         assert compiled.binary[:4] == b"\x7fELF"
         assert compiled.shared_bytes <= limit, one.function

@@ -21,7 +21,7 @@ from tilegen.workers import Pool
 
 
 def test_the_models_choice_is_compiled_then_measured_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: Pool
 ) -> None:
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
     problem = AttentionProblem.parse("b1 hq4 hkv1 q1024 kv1024 d64 bf16 causal")
@@ -31,16 +31,15 @@ def test_the_models_choice_is_compiled_then_measured_first(
         measured.append(config)
         return timed(100.0 + 10 * len(measured))
 
-    with Pool(1) as pool:
-        found = tune(
-            problem,
-            H200,
-            kernel="fwd",
-            trials=2,
-            measure=measure,
-            compile=lambda configs: bench.compile_ahead(problem, H200, "fwd", configs, pool),
-            progress=False,
-        )
+    found = tune(
+        problem,
+        H200,
+        kernel="fwd",
+        trials=2,
+        measure=measure,
+        compile=lambda configs: bench.compile_ahead(problem, H200, "fwd", configs, compiler),
+        progress=False,
+    )
     ranked = propose(problem, H200, kernel="fwd", top=2)
     assert [candidate.config for candidate in ranked] == measured
     assert found.config == ranked[0].config
@@ -52,13 +51,12 @@ def test_the_models_choice_is_compiled_then_measured_first(
 
 
 def test_what_cannot_fit_is_refused_by_the_compiler_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiler: Pool
 ) -> None:
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
     problem = AttentionProblem.parse("b1 hq1 hkv1 q1024 kv1024 d256 bf16 full")
     large = TileConfig(block_m=128, block_n=128, num_warps=8, num_stages=3)
-    with Pool(1) as pool:
-        ((config, built),) = bench.compile_ahead(problem, H200, "fwd", [large], pool)
+    ((config, built),) = bench.compile_ahead(problem, H200, "fwd", [large], compiler)
     refusal = bench.refused(built, H200)
     assert config == large
     assert refusal is not None
