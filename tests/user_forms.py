@@ -23,6 +23,7 @@ STARTS = torch.tensor([0, 21, 61, 90])
 PADDED = torch.where(torch.arange(LONGEST) < 70, DOCUMENTS, -1)
 OTHERS = torch.tensor([0] * 35 + [1] * 5 + [2] * 50)
 DOUBLES_RISING = DOUBLES.sort().values
+NUMBER = torch.tensor(7)
 STEPS = torch.arange(LONGEST) // 15 / 10
 TIMES = STAMPS.sort().values
 WEIGHTS_RISING = WEIGHTS.sort().values
@@ -92,6 +93,7 @@ MASKS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
     "times": lambda b, h, q, k: TIMES[k] <= TIMES[q],
     "window of time": lambda b, h, q, k: (TIMES[q] - TIMES[k] <= 9) & (TIMES[q] > TIMES[k]),
     "rising floats": lambda b, h, q, k: 2 * WEIGHTS_RISING[q] > WEIGHTS_RISING[k],
+    "a number": lambda b, h, q, k: k <= q + NUMBER,
     "rising doubles": lambda b, h, q, k: DOUBLES_RISING[k] + 0.0105 <= DOUBLES_RISING[q],
     "double and single": lambda b, h, q, k: (
         (DOUBLES_RISING[k] < 1.7e9 + 0.0105) | (STEPS[k] <= 0.3)

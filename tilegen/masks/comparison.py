@@ -123,7 +123,7 @@ def comparison_of(part: Any, traced: Traced) -> Comparison | None:
     if not sources or sides is None or made or any(one.is_meta for one in sources):
         return None
     given = (sides, is_batched)
-    length = min(max(size for one in sources for size in one.shape), LONGEST)
+    length = min(max((n for one in sources for n in one.shape), default=LONGEST), LONGEST)
     tables = _tables(*(one.detach().cpu() for one in sources), (length, length), *given)
     column, row, first, end = (one.long() for one in tables[:4])
     kept = float(_counts(column, row, sides.relation).double().mean())

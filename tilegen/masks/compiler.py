@@ -114,12 +114,10 @@ def _named(mask: Mask, condition: Any) -> Boolean:
     return sympy.sympify(condition).xreplace(names)
 
 
+@lru_cache(maxsize=256)
 def depends_on(mask: Mask) -> frozenset[sympy.Symbol]:
     """Return which of B and H the predicate depends on."""
-    return frozenset(_predicate(mask, "rows").free_symbols & {B, H})
-
-
-_predicate = lru_cache(maxsize=256)(predicate)
+    return frozenset(predicate(mask).free_symbols & {B, H})
 
 
 def stream_sets(mask: Mask, side: Side) -> StreamSets:
@@ -178,6 +176,7 @@ def stream_bounds(mask: Mask, side: Side) -> StreamBounds:
 
 def _disjunctive_normal_form(keep: Boolean) -> list[list[sympy.Expr]]:
     """Return conjunctions of integer expressions, each meaning `expression >= 0`."""
+    _check_terms(keep)
     keep = keep.replace(
         lambda node: isinstance(node, sympy.Ne),
         # Not by operators, which take floors off.
@@ -216,6 +215,22 @@ def _conjunctions(keep: Boolean, holds: bool) -> int:
             return sum(counts) if isinstance(keep, sympy.Or) == holds else math.prod(counts)
         case _:
             return 1
+
+
+def _check_terms(expression: Any) -> None:
+    """Raise Unsupported, before anything is expanded, for a position in a term that is not
+    linear."""
+    if isinstance(expression, Lookup):
+        return
+    if isinstance(expression, sympy.floor) and any(_step(expression, one) for one in (Q, K)):
+        return
+    if not isinstance(expression, _LINEAR) and expression.args and expression.has(Q, K):
+        raise Unsupported(f"expected sums of positions in a mask, got the term {expression}")
+    for part in expression.args:
+        _check_terms(part)
+
+
+_LINEAR = (sympy.Add, sympy.Mul, sympy.Abs, sympy.Min, sympy.Max, sympy.logic.boolalg.Boolean)
 
 
 def _check_linear(expression: sympy.Expr, symbol: sympy.Symbol) -> None:

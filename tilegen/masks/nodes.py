@@ -284,6 +284,8 @@ def _one(expr: sympy.Basic, known: dict[sympy.Basic, sympy.Basic]) -> sympy.Basi
         )
     args = [_normalise(arg, known) for arg in expr.args]
     match expr:
+        case sympy.Max() | sympy.Min() if tuple(args) == expr.args:
+            return expr  # to make one again takes SymPy long
         case Bits():
             return _bits(expr, args)
         case sympy.Abs():
@@ -377,7 +379,10 @@ def _rebuilt(expr: sympy.Basic) -> sympy.Basic:
     """Return the expression with every sum and product evaluated."""
     if not expr.args or isinstance(expr, sympy.Abs):
         return expr
-    return expr.func(*map(_rebuilt, expr.args))
+    args = tuple(map(_rebuilt, expr.args))
+    if args == expr.args and not isinstance(expr, sympy.Add | sympy.Mul):
+        return expr
+    return expr.func(*args)
 
 
 def _power(base: sympy.Expr, exponent: sympy.Expr) -> sympy.Expr:
