@@ -112,11 +112,12 @@ def repair_comparisons() -> None:
 
 @cache
 def skip_idle_work() -> None:
-    """Have the interpreter leave out, from now on, what changes nothing: half of a kernel's time.
+    """Have the interpreter leave out, from now on, what changes nothing: most of a kernel's time.
 
     It patches `triton.language` again whenever a kernel calls a function, such as `tl.sum`, and
-    finds all of it patched by the launch. And it computes every sum and product of integers a
-    second time, to look for overflow, but reports what it finds in debug mode alone.
+    finds all of it patched by the launch. It computes every sum and product of integers a second
+    time, to look for overflow, but reports what it finds in debug mode alone. And it works out
+    anew, for each value, what follows from the value's type.
     """
     import triton.language as tl
     import triton.runtime.interpreter
@@ -142,6 +143,45 @@ def skip_idle_work() -> None:
         return scope
 
     module._patch_lang = patch_once
+    _remember_types(module)
+
+
+def _remember_types(module: Any) -> None:
+    """Keep what the interpreter finds out about a type: its dtype in numpy, and what a value or a
+    block of it is made with, but for the handle and the types themselves."""
+    import triton.language as tl
+
+    core = cast("Any", tl.core)
+    make_value, make_block = core.tensor.__init__, core.block_type.__init__
+    values, blocks = dict[Any, dict[str, Any]](), dict[Any, dict[str, Any]]()
+    dtypes, dtype_of = dict[str, Any](), module._get_np_dtype
+
+    def value(self: Any, handle: Any, type: Any) -> None:
+        key = (type.scalar.name, type.shape if type.is_block() else ())
+        if (known := values.get(key)) is None:
+            make_value(self, handle, type)
+            values[key] = dict(self.__dict__)
+            return
+        self.__dict__.update(known)
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+
+    def block(self: Any, element_ty: Any, shape: Any) -> None:
+        key = (element_ty.name, *(getattr(size, "value", size) for size in shape))
+        if (known := blocks.get(key)) is None:
+            make_block(self, element_ty, shape)
+            blocks[key] = dict(self.__dict__)
+            return
+        self.__dict__.update(known)
+        self.element_ty = element_ty
+
+    def dtype(type: Any) -> Any:
+        name = type.scalar.name
+        if name not in dtypes:
+            dtypes[name] = dtype_of(type)
+        return dtypes[name]
+
+    core.tensor.__init__, core.block_type.__init__ = value, block
+    module._get_np_dtype = dtype
 
 
 @contextmanager
