@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -22,11 +22,11 @@ from tilegen.cli_options import (
     kernels_named,
     print_json,
 )
-from tilegen.errors import NoRecord, Unsupported
+from tilegen.cli_places import PLACE, answering, check_file, location, shared, source, sources
+from tilegen.errors import NoRecord
 from tilegen.problem import AttentionProblem
 
 if TYPE_CHECKING:
-    from tilegen.store import Location
     from tilegen.store.lookup import Found
     from tilegen.store.record import TuningRecord
     from tilegen.store.transfer import Moved, Wanted
@@ -35,9 +35,8 @@ cache_app = typer.Typer(
     no_args_is_help=True, help="Look into stores of tuned winners, and move records between them."
 )
 
-PLACE = "folder or URL, own, or shipped"
-Place = Annotated[str, typer.Argument(help=PLACE)]
 Places = Annotated[list[str] | None, typer.Argument(help=f"{PLACE}; default: all")]
+OwnPlaces = Annotated[list[str] | None, typer.Argument(help=f"{PLACE}; default: own")]
 OfGpu = Annotated[str | None, typer.Option("--gpu", help="only records of this GPU")]
 OfKernel = Annotated[str | None, typer.Option("--kernel", help="only records of this kernel")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="say what would happen, change nothing")]
@@ -51,7 +50,7 @@ def cache_list(where: Places = None, json_: Json = False) -> None:
     """
     from tilegen.store import list_records
 
-    listed = list(list_records(_locations(where)))
+    listed = list(list_records(answering(where)))
     if json_:
         print_json(
             [
@@ -161,7 +160,7 @@ def cache_why(
 @cache_app.command("export")
 def cache_export(
     file: Annotated[Path, typer.Argument(help="file to write")],
-    where: Places = None,
+    where: OwnPlaces = None,
     gpu: OfGpu = None,
     kernel: OfKernel = None,
     dry_run: DryRun = False,
@@ -173,8 +172,9 @@ def cache_export(
     """
     from tilegen.store.transfer import export
 
-    sources = _locations(where or ["own"])
-    _report(export(sources, file, wanted=_wanted(gpu, kernel), dry_run=dry_run), json_)
+    check_file(file)
+    stores = sources(where or ["own"])
+    _report(export(stores, file, wanted=_wanted(gpu, kernel), dry_run=dry_run), json_)
 
 
 @cache_app.command("import")
@@ -190,12 +190,12 @@ def cache_import(
     """
     from tilegen.store.transfer import import_
 
-    _report(import_(file, _location(into), dry_run=dry_run), json_)
+    _report(import_(file, location(into), dry_run=dry_run), json_)
 
 
 @cache_app.command("merge")
 def cache_merge(
-    sources: Annotated[list[str], typer.Argument(help=f"any number, each {PLACE}")],
+    stores: Annotated[list[str], typer.Argument(help=f"any number, each {PLACE}")],
     into: Annotated[str, typer.Option(help=PLACE)] = "own",
     gpu: OfGpu = None,
     kernel: OfKernel = None,
@@ -212,9 +212,9 @@ def cache_merge(
     """
     from tilegen.store.transfer import merge
 
-    target = _location(into)
+    target = location(into)
     # The target among them brings its own files into the form that all others get.
-    everything = [*map(_location, sources), target]
+    everything = [*map(source, stores), target]
     moved = merge(everything, target, wanted=_wanted(gpu, kernel), dry_run=dry_run)
     _report(moved, json_)
 
@@ -227,7 +227,7 @@ def cache_verify(where: Places = None, json_: Json = False) -> None:
     """
     from tilegen.store.upkeep import check
 
-    checked = list(check(_locations(where)))
+    checked = list(check(sources(where)))
     bad = [one for one in checked if one.trouble]
     if json_:
         print_json([asdict(one) for one in checked])
@@ -253,14 +253,14 @@ def cache_push(
     """
     from tilegen.store.transfer import merge
 
-    target = _location(to) if to else _shared()[0]
-    moved = merge([_location("own")], target, wanted=_wanted(gpu, kernel), dry_run=dry_run)
+    target = location(to) if to else shared()[0]
+    moved = merge([location("own")], target, wanted=_wanted(gpu, kernel), dry_run=dry_run)
     _report(moved, json_)
 
 
 @cache_app.command("pull")
 def cache_pull(
-    source: Annotated[str, typer.Argument(help="folder or URL; default: all shared ones")] = "",
+    where: Annotated[str, typer.Argument(help="folder or URL; default: all shared ones")] = "",
     gpu: OfGpu = None,
     kernel: OfKernel = None,
     dry_run: DryRun = False,
@@ -272,14 +272,14 @@ def cache_pull(
     """
     from tilegen.store.transfer import merge
 
-    sources = [_location(source)] if source else _shared()
-    moved = merge(sources, _location("own"), wanted=_wanted(gpu, kernel), dry_run=dry_run)
+    stores = [source(where)] if where else shared()
+    moved = merge(stores, location("own"), wanted=_wanted(gpu, kernel), dry_run=dry_run)
     _report(moved, json_)
 
 
 @cache_app.command("promote")
 def cache_promote(
-    where: Places = None,
+    where: OwnPlaces = None,
     into: Annotated[str, typer.Option(help=PLACE)] = "shipped",
     gpu: OfGpu = None,
     kernel: OfKernel = None,
@@ -292,8 +292,8 @@ def cache_promote(
     """
     from tilegen.store.transfer import promote
 
-    sources = _locations(where or ["own"])
-    moved = promote(sources, _location(into), wanted=_wanted(gpu, kernel), dry_run=dry_run)
+    stores = sources(where or ["own"])
+    moved = promote(stores, location(into), wanted=_wanted(gpu, kernel), dry_run=dry_run)
     _report(moved, json_)
 
 
@@ -312,7 +312,7 @@ def cache_prune(
     from tilegen.store.upkeep import prune
 
     pruned = prune(
-        _location(where), older_than_days=older_than, unmeasured=unmeasured, dry_run=dry_run
+        source(where), older_than_days=older_than, unmeasured=unmeasured, dry_run=dry_run
     )
     if json_:
         print_json([asdict(one) for one in pruned])
@@ -336,30 +336,6 @@ def _report(moved: Iterable[Moved], as_json: bool) -> None:
         print_json([asdict(one) for one in done])
     else:
         console.print(summary(done))
-
-
-def _location(text: str) -> Location:
-    from tilegen.settings import place
-    from tilegen.store import Location, locations
-
-    for location in locations():
-        if text in ("own", "shipped") and location.origin == text:
-            return location
-    return Location(place(text), "shared")
-
-
-def _locations(texts: Sequence[str] | None) -> list[Location]:
-    from tilegen.store import locations
-
-    return [_location(text) for text in texts] if texts else list(locations())
-
-
-def _shared() -> list[Location]:
-    from tilegen.store import locations
-
-    if shared := [location for location in locations() if location.origin == "shared"]:
-        return shared
-    raise Unsupported("expected a location, or one in TILEGEN_CACHE_PATH; found neither")
 
 
 def _wanted(gpu: str | None, kernel: str | None) -> Wanted:

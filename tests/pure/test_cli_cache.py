@@ -147,3 +147,75 @@ def test_places_are_folders_urls_or_words(tmp_path: Path) -> None:
         (one,) = told("list", text)
         assert (one["origin"], one["file"]) == ("shared", str(tmp_path / "there" / RECORD.path))
     assert own(tmp_path).url != "own"
+
+
+def refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> str:
+    """Run a command that must fail; return its one line."""
+    monkeypatch.setattr("sys.argv", ["tilegen", "cache", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert caught.value.code == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    return line.removeprefix("error: ")
+
+
+@pytest.mark.usefixtures("mine")
+@pytest.mark.parametrize(
+    "command", ["list", "verify", "pull", "prune", "merge", "export out.jsonl", "promote"]
+)
+def test_a_place_that_is_missing_is_named(
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    missing = tmp_path / "typo"
+    said = refused(monkeypatch, capsys, *command.split(), str(missing))
+    assert said.startswith(f"expected a folder of records at '{missing}', found none")
+    assert not missing.exists()
+    (tmp_path / "file").write_text("")
+    assert "found none" in refused(monkeypatch, capsys, *command.split(), str(tmp_path / "file"))
+    assert not (tmp_path / "out.jsonl").exists()
+    assert "Protocol not known" in refused(monkeypatch, capsys, *command.split(), "ftpx://host/a")
+
+
+@pytest.mark.usefixtures("mine")
+def test_a_place_of_the_path_that_is_missing(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Listing everything passes it over by name; what must be whole fails."""
+    monkeypatch.setenv("TILEGEN_CACHE_PATH", str(tmp_path / "team"))
+    assert len(told("list")) == 1
+    assert f"{str(tmp_path / 'team')!r} is not a folder; passed over" in caplog.text
+    for command in ("verify", "pull"):
+        assert "found none" in refused(monkeypatch, capsys, command)
+
+
+def test_an_own_directory_that_is_not_made_yet_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path / "new"))
+    assert "no records yet" in run("list", "own")
+    assert "0 files" in run("verify", "own")
+    assert "0 files removed" in run("prune")
+
+
+@pytest.mark.usefixtures("mine")
+def test_export_writes_a_file_into_a_folder_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for options in ((), ("--dry-run",)):
+        said = refused(monkeypatch, capsys, "export", str(tmp_path), "own", *options)
+        assert said == f"expected a file to write, got the folder {str(tmp_path)!r}"
+        file = tmp_path / "none" / "x.jsonl"
+        said = refused(monkeypatch, capsys, "export", str(file), *options)
+        assert said.startswith("expected a folder to write 'x.jsonl' into, found none at")
+        assert not file.parent.exists()
+    monkeypatch.chdir(tmp_path)
+    assert "expected a file" in refused(monkeypatch, capsys, "export", ".", "own")
