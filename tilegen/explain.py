@@ -27,12 +27,12 @@ from tilegen.families import Direction
 from tilegen.model import hierarchy, roofline, sliced
 from tilegen.model.bounds import complexity, critical_head_dim, lower_bound
 from tilegen.model.estimate import Candidate, CostEstimate
-from tilegen.model.footprint import footprint, residents
+from tilegen.model.footprint import TENSOR_MEMORY_COLUMNS, footprint, residents
 from tilegen.model.symbols import H_kv
 from tilegen.model.traffic import TERMS, Traffic, Visits, total_bytes, visits
 from tilegen.passes import panels
 from tilegen.problem import AttentionProblem
-from tilegen.propose import estimate, propose
+from tilegen.propose import SMEM_DOUBT, estimate, propose
 
 
 def explain_all(
@@ -143,10 +143,27 @@ def _candidate(
     for candidate in ranked:
         if candidate.config == config:
             return candidate
+    _check_fits(problem, gpu, kernel, config)
     cost = estimate(problem, gpu, config, kernel)
     ratio = cost.seconds / ranked[0].estimate.seconds
     reason = f"asked for; predicted to take {ratio:.2f} times as long as the model's choice"
     return Candidate(kernel=kernel, config=config, estimate=cost, reason=reason)
+
+
+def _check_fits(
+    problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, config: TileConfig
+) -> None:
+    """Raise Unsupported for a config that no tuner would try: there is no time to predict."""
+    needs = footprint(problem, config, kernel, gpu.arch)
+    if needs.fits(gpu, doubt=SMEM_DOUBT):
+        return
+    columns = f" and {needs.columns} columns of tensor memory" if needs.columns else ""
+    limits = f" and {TENSOR_MEMORY_COLUMNS}" if needs.columns else ""
+    raise Unsupported(
+        f"expected a config that fits on {gpu.name}, got {config.key}: {kernel} would need "
+        f"{needs.smem_bytes} bytes of shared memory{columns}, of {gpu.smem_per_block}{limits}; "
+        "choose smaller tiles or fewer stages"
+    )
 
 
 # --------------------------------------------------------------------------------------------------

@@ -79,7 +79,7 @@ def draw(
     for (traffic, roofline, *rest), way in zip(rows, passes.values(), strict=True):
         shown = [one for one in explained if one["pass"] is way]
         for axes in rest:
-            _draw_mask(axes, problem, TileConfig(**shown[0]["config"]))
+            _draw_mask(axes, problem, shown)
         _draw_traffic(traffic, problem, gpu, way)
         _draw_roofline(roofline, problem, gpu, shown)
     figure.savefig(file)
@@ -93,8 +93,15 @@ MASK_SIDE = 512
 """Rows and columns of a mask that are drawn: its first."""
 
 
-def _draw_mask(axes: Axes, problem: AttentionProblem, config: TileConfig) -> None:
-    """Draw the classes of tiles, and in partial ones the pairs that are kept."""
+def _draw_mask(axes: Axes, problem: AttentionProblem, shown: Sequence[dict[str, Any]]) -> None:
+    """Draw the classes of tiles of the first kernel that visits any, and in partial tiles the pairs
+    that are kept."""
+    visiting = [one for one in shown if one["kernel"] != "bwd_preprocess"]
+    if not visiting:
+        axes.set_axis_off()
+        axes.text(0.5, 0.5, "bwd_preprocess visits no tile of the mask", ha="center", wrap=True)
+        return
+    config = TileConfig(**visiting[0]["config"])
     rows, columns = (min(n, MASK_SIDE) for n in (problem.seqlen_q, problem.seqlen_kv))
     try:
         picture = mask_picture(problem, config, rows, columns)
@@ -109,7 +116,8 @@ def _draw_mask(axes: Axes, problem: AttentionProblem, config: TileConfig) -> Non
     axes.grid(visible=True, linewidth=0.3)
     axes.set(xlabel="keys", ylabel="queries")
     axes.set_title(
-        f"first {rows} x {columns} of {problem.mask}, tiles {config.block_m} x {config.block_n}\n"
+        f"first {rows} x {columns} of {problem.mask}, "
+        f"tiles {config.block_m} x {config.block_n} of {visiting[0]['kernel']}\n"
         "dark: full, middle: kept in a partial tile, light: computed and dropped, white: skipped",
         fontsize=9,
     )

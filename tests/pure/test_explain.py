@@ -250,6 +250,16 @@ def test_a_config_of_another_kind_of_kernel_is_refused() -> None:
         explain(parse(SMALL), H200, "fwd", sliced)
 
 
+@pytest.mark.parametrize(
+    "name, needs",
+    [("h200", "bytes of shared memory, of 232448;"), ("b200", "columns of tensor memory, of")],
+)
+def test_a_config_that_cannot_fit_has_no_time(name: str, needs: str) -> None:
+    config = TileConfig(block_m=256, block_n=256, num_warps=8, num_stages=5)
+    with pytest.raises(Unsupported, match=f"fits on {name}, got m256n256w8s5: fwd .*{needs}"):
+        explain(parse("hq8 q4096 d512 bf16 causal"), gpu(name), "fwd", config)
+
+
 # --------------------------------------------------------------------------------------------------
 # Text, LaTeX and JSON
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.pure.test_explain import DIRECTIONS, H200, LARGE, SMALL, parse, run
+from tilegen.config import Kernel
 from tilegen.errors import Unsupported
 from tilegen.explain import explain_all
 from tilegen.explain_pass import explain_pass
@@ -98,6 +99,28 @@ def test_a_plot_has_traffic_roofline_and_mask_for_each_pass(
     for at, speed in zip(points.get_xdata(), points.get_ydata(), strict=True):
         assert math.isfinite(at)
         assert speed <= at * H200.l2_bandwidth
+
+
+@pytest.mark.parametrize("kernels", [("bwd_preprocess", "bwd_dkdv"), ("bwd_preprocess",)])
+def test_the_mask_has_tiles_of_a_kernel_that_visits_them(
+    kernels: tuple[Kernel, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel of delta reads rows of results: its tile says nothing about the mask."""
+    figure = pytest.importorskip("matplotlib.figure")
+    saved: list[Any] = []
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, file: saved.append(self))
+    problem = parse("hq2 q256 d64 bf16 causal")
+    told = explain_all(problem, H200, kernels)
+    draw(problem, H200, told, tmp_path / "a.png")
+    axes = saved[0].axes[2]
+    if len(kernels) == 1:
+        assert [text.get_text() for text in axes.texts] == [
+            "bwd_preprocess visits no tile of the mask"
+        ]
+        return
+    config = told[1]["config"]
+    assert f"tiles {config['block_m']} x {config['block_n']} of bwd_dkdv" in axes.get_title()
+    assert axes.get_yticks()[1] == config["block_m"] != told[0]["config"]["block_m"]
 
 
 def test_plot_errors_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
