@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -38,6 +39,8 @@ ReplayFrom = Annotated[
 Trials = Annotated[
     int | None, typer.Option(help="per problem and kernel, in the model's order", min=1)
 ]
+MOST_WORKERS = 64
+"""Workers that one command starts."""
 
 
 def worker(
@@ -220,22 +223,38 @@ def _store(text: str) -> Location | None:
 
 
 def _devices(text: str, replay: bool) -> list[str]:
-    """Return the devices to start a worker for: `all`, a list of them, or how many."""
-    if text == "all" and not replay:
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        if visible:
-            return visible.split(",")
-        import torch
-
-        if count := torch.cuda.device_count():
-            return [str(index) for index in range(count)]
-        raise Unsupported("expected at least one GPU that PyTorch can use, found none")
-    if text.isdecimal() and int(text) > 0:
-        return [str(index) for index in range(int(text))]
-    devices = [part.strip() for part in text.split(",")]
-    if len(devices) < 2 or not all(devices):
-        raise Unsupported(f"--gpus must be all, a number, or a list such as 0,2; got {text!r}")
+    """Return the devices to start a worker for: `all`, a list of them, or how many. Raises
+    Unsupported for GPUs that are not here; with `replay`, nothing is measured on them."""
+    here = [] if replay else _visible()
+    named = [part.strip() for part in text.split(",")]
+    if re.fullmatch(r"[1-9]\d?", text) and int(text) <= MOST_WORKERS:
+        devices = [str(index) for index in range(int(text))] if replay else here[: int(text)]
+        found = len(devices) == int(text)
+    elif text == "all" and not replay:
+        devices, found = here, bool(here)
+    elif len(named) > 1 and all(named) and len(set(named)) == len(named):
+        # Names such as GPU-8932f937 are the driver's to know.
+        devices, found = named, replay or all(one in here for one in named if one.isdecimal())
+    else:
+        raise Unsupported(
+            f"--gpus must be all, a number up to {MOST_WORKERS}, or a list such as 0,2; "
+            f"got {text!r}"
+        )
+    if not found:
+        raise Unsupported(
+            f"expected --gpus among the {len(here)} that PyTorch can use "
+            f"({', '.join(here) or 'none'}), got {text!r}"
+        )
     return devices
+
+
+def _visible() -> list[str]:
+    """Return the GPUs that PyTorch can use, by their names in CUDA_VISIBLE_DEVICES."""
+    import torch
+
+    count = torch.cuda.device_count()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[:count] if visible else [str(index) for index in range(count)]
 
 
 def _one_each(devices: Sequence[str]) -> int:

@@ -20,6 +20,7 @@ from tilegen.errors import Unsupported
 from tilegen.families import Direction
 from tilegen.masks.drawing import kept
 from tilegen.masks.mask import Full
+from tilegen.model.architecture import on_tensor_cores
 from tilegen.model.bounds import bound_values, bounds_of
 from tilegen.model.optimum import exact_tiles, leading_tiles
 from tilegen.model.regimes import SMALL_CACHE
@@ -292,7 +293,8 @@ def _draw_roofline(
 ) -> None:
     from matplotlib.ticker import NullFormatter
 
-    peak = gpu.vector_flops_32 if problem.element_bytes == 4 else gpu.tensor_flops_16
+    fast = on_tensor_cores(problem.dtype, gpu.arch)
+    peak = gpu.tensor_flops_16 if fast else gpu.vector_flops_32
     direction = explained[0]["pass"]["direction"]
     axes.set_title(f"{direction}: roofline, the model's best {CANDIDATES} of each kernel")
     intensities: list[float] = []

@@ -16,8 +16,10 @@ from tilegen.config import (
     TileConfig,
 )
 from tilegen.device import GpuSpec
+from tilegen.disk import say_once
 from tilegen.errors import Unsupported
 from tilegen.model import roofline, sliced
+from tilegen.model.architecture import on_tensor_cores
 from tilegen.model.bounds import lower_bound_bytes
 from tilegen.model.estimate import Candidate, CostEstimate
 from tilegen.model.footprint import Footprint, footprint, residents
@@ -35,11 +37,18 @@ def propose(
 ) -> list[Candidate]:
     """Return up to `top` candidates, best first, all predicted to fit. Raises Unsupported.
 
-    A config that is known to spill a little ranks by its time and the traffic of what it spills;
-    those that may spill more than a usable kernel come where there is nothing else.
+    A dtype that the tensor cores of the GPU do not take is ranked by its multiply-adds, which is
+    said once. A config that is known to spill a little ranks by its time and the traffic of what it
+    spills; those that may spill more than a usable kernel come where there is nothing else.
     """
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
         raise Unsupported(f"top must be an int of at least 1, got {top!r}")
+    if problem.dtype == "bf16" and not on_tensor_cores("bf16", gpu.arch):
+        say_once(
+            f"{gpu.title} ({gpu.arch}) has no tensor cores for bf16: products run as fp32 "
+            f"multiply-adds, at {gpu.vector_flops_32 / gpu.tensor_flops_16:.0%} of the speed of "
+            "fp16; use fp16, or a GPU from sm_80 on"
+        )
     model = _Model(problem, gpu, kernel)
     best = model.fastest(top) or model.last_resort(top)
     if not best:
@@ -259,7 +268,7 @@ def _reason(problem: AttentionProblem, gpu: GpuSpec, cost: CostEstimate) -> str:
     needs = footprint(problem, config, cost.kernel, gpu.arch)
     together = residents(needs, gpu, config)
     waits_for = _WAITS_FOR[cost.limit]
-    if cost.limit == "tensor" and problem.element_bytes == 4:
+    if cost.limit == "tensor" and not on_tensor_cores(problem.dtype, gpu.arch):
         waits_for = "fp32 multiply-adds"
     spills = f"; spills {needs.spill_bytes} bytes a thread" if needs.spills else ""
     return (

@@ -343,14 +343,33 @@ def test_workers_over_the_proxy(tmp_path: Path) -> None:
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     assert cli_fleet._devices("2", False) == ["0", "1"]
     assert cli_fleet._devices("1,3", False) == ["1", "3"]
+    assert cli_fleet._devices("all", False) == ["0", "1", "2", "3"]
+    assert cli_fleet._devices("GPU-1a, MIG-2b", False) == ["GPU-1a", "MIG-2b"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
     assert cli_fleet._devices("all", False) == ["4", "5"]
-    for wrong in ("0", "1,,2", "-1", "some"):
+    assert cli_fleet._devices("1", False) == ["4"]
+    for wrong in ("0", "1,,2", "-1", "some", "65", "1" * 5000, "²", "3,3"):
         with pytest.raises(Unsupported, match="--gpus must be"):
             cli_fleet._devices(wrong, False)
     assert cli_fleet._without_gpus(["a", "--gpus", "2", "b", "--gpus=3"]) == ["a", "b"]
+
+
+def test_a_worker_is_started_for_gpus_that_are_here_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)  # there is no sixth
+    for wrong in ("3", "64", "4,6", "0,1"):
+        with pytest.raises(Unsupported, match=r"among the 2 that PyTorch can use \(4, 5\), got"):
+            cli_fleet._devices(wrong, False)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    for wrong in ("all", "1"):
+        with pytest.raises(Unsupported, match=r"among the 0 that PyTorch can use \(none\)"):
+            cli_fleet._devices(wrong, False)
+    assert len(cli_fleet._devices("9", True)) == 9
 
 
 def test_a_worker_needs_a_gpu_or_recordings(monkeypatch: pytest.MonkeyPatch) -> None:

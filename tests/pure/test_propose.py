@@ -10,6 +10,7 @@ import pytest
 
 from tilegen.config import BLOCK_SIZES, LARGE_CACHE, Kernel, TileConfig
 from tilegen.device import GpuSpec, catalogue, gpu
+from tilegen.disk import say_once
 from tilegen.errors import Unsupported
 from tilegen.masks import compiler
 from tilegen.model import roofline
@@ -231,3 +232,29 @@ def test_records_load_no_sympy() -> None:
         check=True,
     )
     assert run.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("name", ["v100", "t4"])
+def test_bf16_without_tensor_cores_is_ranked_by_multiply_adds_and_said(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    say_once.cache_clear()
+    spec = gpu(name)
+    for text, kernel in (("d128", "fwd"), ("d512", "fwd_streamed"), ("d512", "fwd_scores")):
+        half, brain = (PARSE(f"hq8 q2048 {text} {dtype} causal") for dtype in ("fp16", "bf16"))
+        (best,) = propose(brain, spec, kernel=kernel, top=1)
+        fast = estimate(half, spec, best.config, kernel)
+        rates = roofline.family(spec.arch)
+        peak = spec.vector_flops_32 * rates.vector_efficiency
+        assert dict(best.estimate.terms)["tensor"] == pytest.approx(best.estimate.flops / peak)
+        assert best.estimate.seconds > 2 * fast.seconds
+        assert "waits for fp32 multiply-adds" in best.reason
+    (said,) = [one.message for one in caplog.records if "no tensor cores for bf16" in one.message]
+    assert said.startswith(f"{spec.title} ({spec.arch}) has no tensor cores for bf16")
+
+
+def test_other_gpus_and_dtypes_are_ranked_in_silence(caplog: pytest.LogCaptureFixture) -> None:
+    say_once.cache_clear()
+    for name, dtype in (("t4", "fp16"), ("t4", "fp32"), ("a100", "bf16"), ("mi300x", "bf16")):
+        propose(PARSE(f"hq8 q2048 d128 {dtype} causal"), gpu(name), top=1)
+    assert not caplog.records

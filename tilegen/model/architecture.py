@@ -15,6 +15,17 @@ def nearest(arch: str, known: Collection[str]) -> str:
     return older[-1] if older else same[0]
 
 
+def on_tensor_cores(dtype: str, arch: str) -> bool:
+    """Whether matrix products of a dtype run on an architecture's tensor cores.
+
+    Those of NVIDIA take bf16 from sm_80 on; IEEE fp32 runs on none. Other products are made of
+    fp32 multiply-adds.
+    """
+    return dtype == "fp16" or (
+        dtype == "bf16" and not (arch.startswith("sm_") and _number(arch) < 80)
+    )
+
+
 def _number(arch: str) -> int:
     """Return 90 for `sm_90`; `gfx90a` counts in hexadecimal, so that 90a comes before 942."""
     digits = arch[3:].lstrip("_")

@@ -15,7 +15,7 @@ from typing import Any
 
 from tilegen.config import Kernel, TileConfig
 from tilegen.device import GpuSpec
-from tilegen.model.architecture import nearest
+from tilegen.model.architecture import nearest, on_tensor_cores
 from tilegen.model.footprint import Footprint, chunks, repetition, residents
 from tilegen.model.hierarchy import dram_bytes, streamed_bytes
 from tilegen.model.traffic import Traffic, Visits
@@ -137,13 +137,13 @@ def step_clocks(
     """Return how long one step keeps each unit busy."""
     rates, per = family(gpu.arch), instructions(kernel)
     work = tile(problem, config, kernel)
-    exact = problem.element_bytes == 4
-    peak = peak_flops_per_clk(gpu, exact)
-    if not exact and work.stationary < rates.full_rate_rows:
+    vector = not on_tensor_cores(problem.dtype, gpu.arch)
+    peak = peak_flops_per_clk(gpu, vector)
+    if not vector and work.stationary < rates.full_rate_rows:
         peak *= rates.narrow_rate
     repeated = repetition(problem, config, kernel, gpu.arch)
     threads = WARP_THREADS[gpu.arch[:3]] * config.num_warps
-    if rates.operand_rows and work.stationary >= 64 and not exact:
+    if rates.operand_rows and work.stationary >= 64 and not vector:
         reads, kept = work.stationary / rates.operand_rows, work.stationary * work.kept_width
     else:  # each warp reads the streamed tile for its own rows, and keeps those in registers
         reads, kept = min(config.num_warps, work.stationary / 16), 0
@@ -175,12 +175,13 @@ def local_clocks(needs: Footprint, gpu: GpuSpec, config: TileConfig) -> float:
     return needs.spill_bytes * threads / SMEM_BYTES_PER_CLK
 
 
-def peak_flops_per_clk(gpu: GpuSpec, exact: bool) -> float:
-    """Return what a good kernel's matrix products reach on one SM, in IEEE fp32 if `exact`."""
+def peak_flops_per_clk(gpu: GpuSpec, vector: bool) -> float:
+    """Return what a good kernel's matrix products reach on one SM; outside of the tensor cores if
+    `vector`."""
     rates = family(gpu.arch)
     peak = (
         gpu.vector_flops_32 * rates.vector_efficiency
-        if exact
+        if vector
         else gpu.tensor_flops_16 * rates.tensor_efficiency
     )
     return peak / (gpu.num_sms * gpu.clock_hz)

@@ -13,6 +13,7 @@ from functools import lru_cache
 from tilegen.config import COLUMN_KERNELS, Kernel, TileConfig
 from tilegen.device import GpuSpec
 from tilegen.model import roofline
+from tilegen.model.architecture import on_tensor_cores
 from tilegen.model.bounds import mask_size
 from tilegen.model.footprint import (
     MAX_UNROLLED,
@@ -204,9 +205,9 @@ def time(
     """Return the predicted time of a kernel over all panels of a problem."""
     rates, work = roofline.family(gpu.arch), step(problem, config, kernel)
     programs, steps, launches = _grid(problem, gpu, config, kernel, counts)
-    exact = problem.element_bytes == 4
-    peak = roofline.peak_flops_per_clk(gpu, exact)
-    if not exact and work.rows < rates.full_rate_rows:
+    vector = not on_tensor_cores(problem.dtype, gpu.arch)
+    peak = roofline.peak_flops_per_clk(gpu, vector)
+    if not vector and work.rows < rates.full_rate_rows:
         peak *= rates.narrow_rate
     fits = residents(needs, gpu, config)
     together = min(fits, -(-programs // (launches * gpu.num_sms)))
@@ -220,7 +221,7 @@ def time(
         v = sum(chunks(problem.head_dim_v))
         products = products * slices + [(work.rows, v, config.block_n)]
         loaded = loaded * slices + config.block_n * v
-    if exact:  # each thread reads both operands for its own square of the result
+    if vector:  # each thread reads both operands for its own square of the result
         threads = family(gpu.arch).warp_threads * config.num_warps
         operands = sum(2 * k * math.sqrt(r * c * threads) / SHARED_READS for r, c, k in products)
     elif rates.operand_rows and work.rows >= 64:
