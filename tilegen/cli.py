@@ -3,8 +3,10 @@ error."""
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -18,6 +20,7 @@ from tilegen.cli_bundle import bundle, generate
 from tilegen.cli_cache import cache_app
 from tilegen.cli_fleet import fleet_app, tune_with, worker
 from tilegen.cli_options import (
+    DryRun,
     FastMemory,
     Gpu,
     Json,
@@ -28,9 +31,11 @@ from tilegen.cli_options import (
     gpu_of,
     kernel_named,
     kernels_named,
+    positive,
     print_json,
     say_unless,
 )
+from tilegen.cli_plans import plan_of, print_plans
 from tilegen.config import TileConfig
 from tilegen.errors import TilegenError, Unsupported
 from tilegen.problem import AttentionProblem
@@ -39,40 +44,77 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
     help="tilegen: an autotuning compiler for attention. Start with: tilegen demo",
 )
 app.add_typer(cache_app, name="cache")
 app.add_typer(fleet_app, name="fleet")
 
-CommandLineError: Any = typer.BadParameter.__mro__[2]
-"""click's ClickException, from whichever click this typer brings."""
+CommandLineError: Any = next(
+    one for one in typer.BadParameter.__mro__ if one.__name__ == "ClickException"
+)
+"""click's own, from whichever click this typer brings."""
 
 
 def main() -> None:
     """Run the command line; errors of the user's become one line and exit code 1."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names of files may be anything
+        sys.stdout.reconfigure(errors="backslashreplace")
     handler = RichHandler(
-        console=Console(stderr=True), show_time=False, show_path=False, show_level=False
+        console=Console(stderr=True, soft_wrap=True),
+        show_time=False,
+        show_path=False,
+        show_level=False,
     )
     logging.basicConfig(level=logging.WARNING, handlers=[handler], format="%(message)s")
     logging.getLogger("tilegen").setLevel(logging.INFO)
     try:
-        if code := app(standalone_mode=False):  # of a command that found something wrong
+        code = app(prog_name="tilegen", standalone_mode=False)
+        sys.stdout.flush()  # here, where a reader that is gone is no error
+        if code:  # of a command that found something wrong
             sys.exit(int(code))
     except CommandLineError as error:
         if type(error).__name__ == "NoArgsIsHelpError":
             print(error.format_message())
         else:
-            _fail(f"{' '.join(error.format_message().split()).rstrip('.')}; see tilegen --help")
+            context = getattr(error, "ctx", None)
+            command = context.command_path if context else "tilegen"
+            _fail(f"{error.format_message().rstrip('.')}; see {command} --help")
     except TilegenError as error:
         _fail(str(error))
     except (typer.Abort, KeyboardInterrupt):
         _fail("interrupted")
+    except BrokenPipeError:  # who read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(1)
+    except OSError as error:  # a full disk, a name that is too long
+        named = f"{str(error.filename)!r}: " if error.filename else ""
+        _fail(f"{named}{error.strerror or type(error).__name__}")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from tilegen import __version__
+
+        console.print(f"tilegen {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="print the version", callback=_print_version)
+    ] = False,
+) -> None:
+    """Take the options that belong to no command."""
 
 
 @app.command()
 def demo(
     problem: Annotated[str, typer.Argument(help="notation")] = "",
-    seconds: Annotated[float, typer.Option(help="to spend on tuning, where there is a GPU")] = 40.0,
+    seconds: Annotated[
+        float, typer.Option(help="to spend on tuning, where there is a GPU", callback=positive)
+    ] = 40.0,
     json_: Json = False,
 ) -> None:
     """Run the whole pipeline on one attention layer and tell what happens.
@@ -188,9 +230,14 @@ app.command()(bundle)
 def tune(
     problem: Problem,
     kernel: Kernels = "all",
-    seconds: Annotated[float | None, typer.Option(help="budget per kernel")] = None,
-    trials: Annotated[int | None, typer.Option(help="budget per kernel, all runs together")] = None,
+    seconds: Annotated[
+        float | None, typer.Option(help="budget per kernel", callback=positive)
+    ] = None,
+    trials: Annotated[
+        int | None, typer.Option(help="budget per kernel, all runs together", min=1)
+    ] = None,
     storage: Annotated[str, typer.Option(help="tune with others: as of tilegen worker")] = "",
+    dry_run: DryRun = False,
     json_: Json = False,
 ) -> None:
     """Find the best configs on the GPU here and record them. Ctrl-C keeps what was found.
@@ -200,6 +247,15 @@ def tune(
     from tilegen.device import detect
     from tilegen.tune import tune as tuned
 
+    if dry_run:
+        from tilegen.fleet.jobs import jobs_of
+        from tilegen.propose import search_space
+
+        parsed, spec = AttentionProblem.parse(problem), gpu_of(None)
+        jobs = jobs_of([parsed], spec, kernels_named(kernel, parsed, spec))
+        plans = [plan_of(job, search_space(job.problem, spec, job.kernel)) for job in jobs]
+        print_plans(plans, json_)
+        return
     if storage:
         if seconds is not None:
             raise Unsupported("with --storage the budget is --trials, not --seconds: all share it")
@@ -268,5 +324,8 @@ def doctor(json_: Json = False) -> None:
 
 
 def _fail(message: str) -> None:
-    print(f"error: {message}", file=sys.stderr)
+    """Print a message as one line, whatever was typed, and exit with 1."""
+    line = " ".join(message.split())
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    print(f"error: {shown}", file=sys.stderr)
     sys.exit(1)

@@ -12,6 +12,7 @@ import typer
 
 from tilegen.cli_options import (
     EXAMPLE,
+    DryRun,
     Gpu,
     Json,
     Kernels,
@@ -39,7 +40,6 @@ Places = Annotated[list[str] | None, typer.Argument(help=f"{PLACE}; default: all
 OwnPlaces = Annotated[list[str] | None, typer.Argument(help=f"{PLACE}; default: own")]
 OfGpu = Annotated[str | None, typer.Option("--gpu", help="only records of this GPU")]
 OfKernel = Annotated[str | None, typer.Option("--kernel", help="only records of this kernel")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="say what would happen, change nothing")]
 
 
 @cache_app.command("list")

@@ -16,7 +16,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilegen.cli_options import Json, Kernels, console, kernel_named, kernels_named, print_json
+from tilegen.cli_options import (
+    DryRun,
+    Json,
+    Kernels,
+    console,
+    gpu_of,
+    kernel_named,
+    kernels_named,
+    positive,
+    print_json,
+)
+from tilegen.cli_plans import plan_of, print_plans
 from tilegen.errors import Unsupported
 from tilegen.measure import DeviceLost
 from tilegen.problem import AttentionProblem
@@ -49,12 +60,16 @@ def worker(
     kernel: Kernels = "all",
     trials: Trials = None,
     replay: ReplayFrom = None,
-    gpu: Annotated[str | None, typer.Option(help="with --replay: GPU model to stand for")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="with --replay or --dry-run: GPU model to stand for")
+    ] = None,
     gpus: Annotated[str, typer.Option(help="all, or 0,2: one worker for each; or how many")] = "",
     store: Annotated[str, typer.Option(help="location for winners; default: first shared")] = "",
     stale_after: Annotated[
-        float, typer.Option(help="seconds after which a silent worker is dead", min=1)
+        float,
+        typer.Option(help="seconds after which a silent worker is dead", min=1, callback=positive),
     ] = 60.0,
+    dry_run: DryRun = False,
     json_: Json = False,
 ) -> None:
     """Tune what is unfinished of a catalogue, together with all other workers of a storage.
@@ -64,7 +79,7 @@ def worker(
     """
     if not catalog:
         raise Unsupported("expected --catalog FILE or a problem's notation")
-    if gpus:
+    if gpus and not dry_run:
         raise typer.Exit(_one_each(_devices(gpus, replay is not None)))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # gives back what is claimed
     from tilegen.fleet.bench import RealMachine, ReplayMachine
@@ -85,7 +100,10 @@ def worker(
             ]
         else:
             machine = RealMachine(pool)
-            jobs = jobs_of(problems, _detected(), chosen)
+            jobs = jobs_of(problems, gpu_of(gpu) if dry_run else _detected(), chosen)
+        if dry_run:
+            print_plans([plan_of(job, machine.space(job)) for job in jobs], json_)
+            return
         one = Worker(
             open_storage(storage),
             machine,
@@ -137,7 +155,6 @@ def fleet_status(
 
     Example: tilegen fleet status --storage journal:/mnt/team/tilegen.journal
     """
-    from tilegen.cli_options import gpu_of
     from tilegen.fleet.jobs import Job, jobs_of, read_problems
     from tilegen.fleet.status import progress
     from tilegen.fleet.storage import open_storage
@@ -170,8 +187,10 @@ def fleet_status(
 def fleet_proxy(
     storage: Storage,
     host: Annotated[str, typer.Option(help="address to listen on")] = "localhost",
-    port: Annotated[int, typer.Option(help="port to listen on")] = 13000,
-    threads: Annotated[int, typer.Option(help="requests served at the same time")] = 10,
+    port: Annotated[int, typer.Option(help="port to listen on", min=1, max=65535)] = 13000,
+    threads: Annotated[
+        int, typer.Option(help="requests served at the same time", min=1, max=1000)
+    ] = 10,
     json_: Json = False,
 ) -> None:
     """Serve a database to very many workers, which then name grpc://host:port as their storage.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -25,6 +26,7 @@ FastMemory = Annotated[
 OneKernel = Annotated[str, typer.Option(help=", ".join(KERNELS))]
 Kernels = Annotated[str, typer.Option(help=f"{', '.join(KERNELS)}; all: what the problem needs")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="say what would happen, change nothing")]
 
 console = Console(highlight=False, soft_wrap=True, markup=False)
 
@@ -32,6 +34,13 @@ console = Console(highlight=False, soft_wrap=True, markup=False)
 def print_json(value: Any) -> None:
     """Print a result for programs."""
     print(json.dumps(value, indent=2, default=str))
+
+
+def positive(value: float | None) -> float | None:
+    """Return a number of seconds. Raises BadParameter for what is none."""
+    if value is not None and not 0 < value < math.inf:
+        raise typer.BadParameter(f"expected a number above 0, got {value}")
+    return value
 
 
 def say_unless(quiet: bool) -> Any:

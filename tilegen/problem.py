@@ -20,6 +20,7 @@ MIN_HEAD_DIM = 8
 MAX_HEAD_DIM: dict[str, int] = {"fp16": 1024, "bf16": 1024, "fp32": 512}
 MAX_LENGTH = 2**28  # row and column indices in kernels are 32-bit, and masks add a few of them
 MAX_HEADS = 2**20
+MAX_DIGITS = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,11 +135,11 @@ class AttentionProblem:
         masks: list[str] = []
         scores: list[str] = []
         for token in _tokens(text):
-            if match := re.fullmatch(r"(b|hq|hkv|q|kv)(\d{1,12})", token):
-                _set_once(numbers, match[1], int(match[2]), text)
-            elif match := re.fullmatch(r"d(\d{1,12})(?:/(\d{1,12}))?", token):
-                _set_once(numbers, "d", int(match[1]), text)
-                numbers["dv"] = int(match[2] or match[1])
+            if match := re.fullmatch(r"(b|hq|hkv|q|kv)([0-9]+)", token):
+                _set_once(numbers, match[1], _number(*match.groups()), text)
+            elif match := re.fullmatch(r"d([0-9]+)(?:/([0-9]+))?", token):
+                _set_once(numbers, "d", _number("d", match[1]), text)
+                numbers["dv"] = _number("d", match[2] or match[1])
             elif token in DTYPE_BYTES:
                 dtypes.append(token)
             elif token.startswith("score("):
@@ -146,14 +147,24 @@ class AttentionProblem:
             else:
                 masks.append(token)
         missing = [name for name in ("hq", "q", "d") if name not in numbers]
-        if missing or len(dtypes) != 1 or len(masks) > 1 or len(scores) > 1:
-            what = (
-                f"no {missing[0]}N"
-                if missing
-                else "not exactly one dtype"
-                if len(dtypes) != 1
-                else "two masks or scores"
-            )
+        # No mask's name ends in digits: fp8, int4 and k4096 were meant as something else.
+        strange = [repr(word) for word in masks if re.fullmatch(r"[^()]*[0-9]", word)]
+        is_no_part = f"; {strange[0]} is no part of one" if strange else ""
+        if missing:
+            what = f"no {missing[0]}N{is_no_part}"
+        elif not dtypes:
+            what = f"no dtype, which is one of {', '.join(DTYPE_BYTES)}{is_no_part}"
+        elif len(dtypes) > 1:
+            what = f"two dtypes, {dtypes[0]} and {dtypes[1]}"
+        elif strange:
+            what = is_no_part[2:]
+        elif len(masks) > 1:
+            what = f"two masks, {masks[0]} and {masks[1]}; join them by &, | and ~"
+        elif len(scores) > 1:
+            what = "two scores"
+        else:
+            what = ""
+        if what:
             raise InvalidProblem(
                 "expected a problem such as 'b4 hq32 hkv8 q4096 kv4096 d128 bf16 causal', "
                 f"got {text!r}: {what}"
@@ -176,6 +187,14 @@ def _tokens(text: str) -> list[str]:
     """Split at white space, but not inside a mask: `causal & ~window(4095, 0)` is one token."""
     text = re.sub(r"\s*([&|,])\s*", r"\1", text.strip())
     return re.sub(r"\s+(?=\))|(?<=[(~])\s+", "", text).split()
+
+
+def _number(name: str, digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise InvalidProblem(
+            f"expected {name} and a number of at most {MAX_DIGITS} digits, got {len(digits)} digits"
+        )
+    return int(digits)
 
 
 def _set_once(numbers: dict[str, int], name: str, value: int, text: str) -> None:

@@ -40,12 +40,16 @@ def attention_varlen(
     those within a document, and b is the document. Nothing is padded, and other lengths need no
     other kernels. Raises InvalidProblem or Unsupported.
     """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.ndim != 3:
-            raise InvalidProblem(
-                f"{name} must have 3 dimensions (tokens, heads, head_dim), got {tuple(x.shape)}"
-            )
     cu_kv = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_kv)):
+        if not isinstance(x, torch.Tensor):  # what is changed in place must be seen
+            raise InvalidProblem(f"{name} must be a tensor of integers, got {type(x).__name__}")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor) or x.ndim != 3:
+            got = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+            raise InvalidProblem(
+                f"{name} must have 3 dimensions (tokens, heads, head_dim), got {got}"
+            )
     lengths = q.shape[0], k.shape[0]
     whole = _packed_mask(cu_seqlens_q, cu_kv, mask, lengths[1])
     inside = score_of(score)

@@ -216,3 +216,51 @@ def test_an_autograd_function_that_marks_what_has_no_gradient() -> None:
     upper = tilegen.from_bool(torch.ones(20, 20).triu() > 0)
     expected, _ = attention_reference(q, k, v, mask=upper)
     torch.testing.assert_close(out, expected)
+
+
+# --------------------------------------------------------------------------------------------------
+# What is no tensor
+
+TOKENS = torch.zeros(64, 2, 16)
+CU_SEQLENS = torch.tensor([0, 20, 64])
+NO_TENSORS = {
+    "cu_seqlens in a list": (
+        lambda: tilegen.attention_varlen(TOKENS, TOKENS, TOKENS, [0, 20, 64]),
+        "cu_seqlens_q must be a tensor of integers, got list",
+    ),
+    "cu_seqlens of keys in a tuple": (
+        lambda: tilegen.attention_varlen(TOKENS, TOKENS, TOKENS, CU_SEQLENS, (0, 20, 64)),
+        "cu_seqlens_kv must be a tensor of integers, got tuple",
+    ),
+    "no cu_seqlens": (
+        lambda: tilegen.attention_varlen(TOKENS, TOKENS, TOKENS, None),
+        "cu_seqlens_q must be a tensor of integers, got NoneType",
+    ),
+    "tokens in a list": (
+        lambda: tilegen.attention_varlen([[1.0]], TOKENS, TOKENS, CU_SEQLENS),
+        "q must have 3 dimensions .* got list",
+    ),
+    "a mask by its name": (
+        lambda: tilegen.attention_varlen(TOKENS, TOKENS, TOKENS, CU_SEQLENS, mask="causal"),
+        "mask must be a tilegen mask such as .* got str",
+    ),
+    "a slope": (lambda: tilegen.alibi(0.5), "expected slopes to be a floating tensor, got float"),
+    "slopes in a list": (lambda: tilegen.alibi([0.5]), "slopes to be a floating tensor, got list"),
+    "a temperature": (lambda: tilegen.temperature(2.0), "temperature to be a floating tensor"),
+    "a bias": (lambda: tilegen.bias(1.0), "bias to be a floating tensor"),
+    "a table in a list": (lambda: tilegen.relative_bias([1.0, 2.0, 3.0]), "table to be a floating"),
+    "no sinks": (lambda: tilegen.sinks(None), "sinks to be a floating tensor, got NoneType"),
+    "a cap by its name": (lambda: tilegen.softcap("much"), "expected a positive cap, got str"),
+    "many caps": (lambda: tilegen.softcap(torch.ones(2)), "expected a positive cap, got Tensor"),
+    "no lengths": (lambda: tilegen.kv_lengths(None), "values must be a tensor, or lists"),
+    "no layout": (lambda: tilegen.block_sparse(None, 32), "layout must be a tensor, or lists"),
+    "ragged ids": (lambda: tilegen.documents([[0, 1], [2]]), "must be a tensor, or lists"),
+}
+
+
+@pytest.mark.parametrize("name", NO_TENSORS)
+def test_what_is_no_tensor_is_refused_in_a_line(name: str) -> None:
+    call, message = NO_TENSORS[name]
+    with pytest.raises(InvalidProblem, match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value)

@@ -13,7 +13,7 @@ def test_text_has_one_notation_a_line(tmp_path: Path) -> None:
     file.write_text("# ours\nhq8 q128 d64 bf16 causal  # small\n\n  hq8 q128 d64 fp16\n")
     assert [problem.dtype for problem in read_catalogue(file)] == ["bf16", "fp16"]
     file.write_text("hq8 q128 d64 bf16\nhq8 q128 d64\n")
-    with pytest.raises(InvalidProblem, match=r"models\.txt, line 2: .*not exactly one dtype"):
+    with pytest.raises(InvalidProblem, match=r"models\.txt, line 2: .*no dtype"):
         read_catalogue(file)
     file.write_text("# nothing\n")
     with pytest.raises(InvalidProblem, match="at least one problem"):

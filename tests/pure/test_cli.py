@@ -1,6 +1,8 @@
 """The command line as a user types it."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,11 +11,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import tilegen
 from tilegen import cli, interpreter
 from tilegen.cli import app
 from tilegen.demo import Demo
+from tilegen.device import gpu
+from tilegen.fleet.jobs import jobs_of
 from tilegen.measure import Measurement, summarise
 from tilegen.problem import AttentionProblem
+from tilegen.propose import search_space
+from tilegen.tuning.trials import Trial, TrialLog
 
 pytestmark = pytest.mark.oldest
 
@@ -43,7 +50,7 @@ COMMANDS = {
     "cache promote",
     "cache prune",
 }
-WRITING = {"export", "import", "merge", "push", "pull", "promote", "prune"}
+WRITING = {"export", "import", "merge", "push", "pull", "promote", "prune", "tune", "worker"}
 
 
 def run(*arguments: str) -> str:
@@ -146,8 +153,23 @@ def test_doctor() -> None:
 
 BAD = {
     "no such command": (["explode"], "explode"),
-    "no argument": (["propose"], "see tilegen --help"),
-    "no such option": (["propose", PROBLEM, "--nope"], "--nope"),
+    "no argument": (["propose"], "see tilegen propose --help"),
+    "no such option": (["propose", PROBLEM, "--nope"], "see tilegen propose --help"),
+    "no such option of a subcommand": (["cache", "list", "--no"], "see tilegen cache list --help"),
+    "no such option of all": (["--nope"], "see tilegen --help"),
+    "number too long": (["propose", f"hq8 q{'9' * 5000} d64 bf16"], "12 digits, got 5000 digits"),
+    "unknown dtype": (["propose", "hq8 q64 d64 fp8"], "bf16, fp32; 'fp8' is no part of one"),
+    "no dtype": (["propose", "hq8 q64 d64 causal"], "no dtype, which is one of fp16, bf16, fp32"),
+    "two dtypes": (["propose", "hq8 q64 d64 fp16 bf16"], "two dtypes, fp16 and bf16"),
+    "a part that is none": (["propose", "hq8 k64 d64 bf16"], "no qN; 'k64' is no part of one"),
+    "two masks": (["propose", "hq8 q64 d64 bf16 full causal"], "two masks, full and causal; join"),
+    "time runs back": (["demo", "--seconds", "-1"], "above 0, got -1.0; see tilegen demo --help"),
+    "no time": (["tune", PROBLEM, "--seconds", "nan"], "above 0, got nan"),
+    "no port": (["fleet", "proxy", "--storage", "x", "--port", "0"], "--port"),
+    "a name too long": (
+        ["worker", "--storage", "x", "--catalog", "a" * 5000],
+        "expected a problem",
+    ),
     "malformed notation": (["propose", "hq8"], "expected a problem"),
     "mask nobody knows": (["explain", "hq8 q8 d64 bf16 diagonal"], "expected a mask"),
     "unknown GPU": (["propose", PROBLEM, "--gpu", "h201"], "did you mean h200"),
@@ -192,6 +214,74 @@ def test_demo_compares_with_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     times = Demo(said.append).compare(AttentionProblem.parse(problem), "cpu")
     assert times == {"tilegen": 10.0, "sdpa": None, "flex_attention": None}
     assert sum("compared on masks only" in line for line in said) == 2
+
+
+@pytest.mark.parametrize("command", [(), ("cache",), ("cache", "export"), ("propose",)])
+def test_short_help(command: tuple[str, ...]) -> None:
+    assert run(*command, "-h") == run(*command, "--help")
+
+
+def test_version() -> None:
+    assert run("--version") == f"tilegen {tilegen.__version__}\n"
+
+
+@pytest.mark.parametrize("command", ["export", "promote"])
+def test_help_names_the_default_place(command: str) -> None:
+    text = " ".join(run("cache", command, "--help").split())
+    assert "by default the own ones" in text
+    assert "default: own" in text
+    assert "default: all" not in text
+
+
+def test_tuning_can_be_planned_without_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("tilegen.device.detect", lambda: None)
+    spec, problem = gpu("h200"), AttentionProblem.parse(PROBLEM).bucket
+    (job,) = jobs_of([problem], spec, ["fwd"])
+    space = search_space(problem, spec, "fwd")
+    log = TrialLog(tmp_path, "h200", "fwd", problem, job.conditions)
+    log.append(Trial(config=space[0], measurement=summarise([10.0]), seconds=0.1))
+    before = sorted(tmp_path.rglob("*"))
+    told = {
+        "gpu": "h200",
+        "kernel": "fwd",
+        "problem": problem.key,
+        "configs": len(space),
+        "measured": 1,
+    }
+    for command in (
+        ["tune", PROBLEM],
+        ["worker", "--storage", f"sqlite:///{tmp_path}/trials.db", "--catalog", PROBLEM],
+    ):
+        asked = [*command, "--kernel", "fwd", "--dry-run"]
+        assert json.loads(run(*asked, "--json")) == [told]
+        assert run(*asked).startswith(f"would tune fwd {len(space):15} configs, 1 of them measured")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_reader_that_has_seen_enough_is_no_error() -> None:
+    code = "from tilegen.cli import main; main()"
+    command = [sys.executable, "-c", code, "bundle", "--help"]
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False)
+    finally:
+        os.close(writer)
+    assert (result.returncode, result.stderr) == (1, b"")
+
+
+def test_what_the_system_refuses_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full() -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/mnt/a\n\x1b[31m")
+
+    monkeypatch.setattr("tilegen.doctor.examine", full)
+    line = failing(monkeypatch, capsys, "doctor")
+    assert line == r"error: '/mnt/a\n\x1b[31m': No space left on device"
 
 
 def test_tune_without_a_gpu(

@@ -78,6 +78,13 @@ def read_problems(catalogue: Sequence[str]) -> list[AttentionProblem]:
 
     found: list[AttentionProblem] = []
     for entry in catalogue:
-        is_file = Path(entry).is_file()
+        is_file = _is_file(Path(entry))
         found += read_catalogue(Path(entry)) if is_file else [AttentionProblem.parse(entry)]
     return found
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # too long for a name, as a notation may be
+        return False

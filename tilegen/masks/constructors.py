@@ -19,7 +19,7 @@ from tilegen.masks.mask import (
     shown,
     sliding_window,
 )
-from tilegen.masks.values import Values, is_symbolic, values
+from tilegen.masks.values import Values, as_tensor, is_symbolic, values
 from tilegen.symbolic import tracing
 
 
@@ -291,7 +291,7 @@ def block_sparse(layout: Any, block: int) -> Mask:
     import torch
 
     check_number("block", block, low=1)
-    layout = torch.as_tensor(layout)
+    layout = as_tensor("layout", layout)
     if layout.dtype != torch.bool or layout.ndim not in (2, 3, 4) or not layout.numel():
         raise InvalidProblem(
             "layout must be a bool tensor of 2 to 4 dimensions, got "

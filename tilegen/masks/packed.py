@@ -21,6 +21,7 @@ from tilegen.masks.values import (
     Pattern,
     Recipe,
     Values,
+    as_tensor,
     is_checked,
     power_of_two_near,
 )
@@ -42,6 +43,10 @@ def packed(
     same in rows and columns where cu_seqlens_kv is missing or the same object. How many `tokens`
     there are to expect saves a look at the values. Raises InvalidProblem.
     """
+    if not isinstance(mask, Mask | None):
+        raise InvalidProblem(
+            f"mask must be a tilegen mask such as tilegen.causal(), got {type(mask).__name__}"
+        )
     cu_q = _checked(cu_seqlens_q, "cu_seqlens_q")
     same = cu_seqlens_kv is None or cu_seqlens_kv is cu_seqlens_q
     cu_kv = cu_q if same else _checked(cu_seqlens_kv, "cu_seqlens_kv")
@@ -71,7 +76,7 @@ def from_ids(ids: Any) -> Mask:
     They may be changed in place, but documents that are whole now must stay so: what is compiled
     depends on it.
     """
-    ids = torch.as_tensor(ids)
+    ids = as_tensor("ids", ids)
     if ids.ndim not in (1, 2) or ids.is_floating_point() or not ids.numel():
         raise InvalidProblem(
             "ids must be integers of shape (seqlen,) or (batch, seqlen), got "
@@ -279,7 +284,7 @@ def _check_nothing(*_: Any) -> None:
 
 
 def _checked(cu_seqlens: Any, name: str) -> torch.Tensor:
-    tensor = torch.as_tensor(cu_seqlens)
+    tensor = as_tensor(name, cu_seqlens)
     if tensor.ndim != 1 or len(tensor) < 2 or tensor.is_floating_point():
         raise InvalidProblem(
             f"{name} must be integers of shape (documents + 1,), got {tensor.dtype} "

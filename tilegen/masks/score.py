@@ -197,9 +197,13 @@ class Score:
 
 def softcap(cap: float) -> Score:
     """Return `cap * tanh(s / cap)`: logits stay within ±cap (Gemma 2, Grok)."""
+    try:
+        cap, given = float(cap), cap
+    except (TypeError, ValueError, RuntimeError):
+        raise InvalidProblem(f"expected a positive cap, got {type(cap).__name__}") from None
     if not 0 < cap < float("inf"):
-        raise InvalidProblem(f"expected a positive cap, got {cap}")
-    return Score(f"{float(cap)!r}*tanh({1 / float(cap)!r}*s)")
+        raise InvalidProblem(f"expected a positive cap, got {given}")
+    return Score(f"{cap!r}*tanh({1 / cap!r}*s)")
 
 
 def alibi(slopes: torch.Tensor) -> Score:
@@ -274,6 +278,13 @@ def score(function: Callable[..., Any]) -> Score:
 
 
 def _check(name: str, tensor: torch.Tensor, dimensions: tuple[int, ...]) -> None:
+    import torch
+
+    if not isinstance(tensor, torch.Tensor):
+        raise InvalidProblem(
+            f"expected {name} to be a floating tensor, got {type(tensor).__name__}; such as "
+            "torch.tensor([0.5, 0.25])"
+        )
     if tensor.ndim not in dimensions or not tensor.dtype.is_floating_point:
         raise InvalidProblem(
             f"expected {name} to be floating with {' or '.join(map(str, dimensions))} dimensions, "

@@ -14,6 +14,7 @@ from tilegen.settings import checks
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
 
 Kind = Literal["bool", "int", "int64", "float", "float64"]
 Pattern = Literal["constant", "firsts", "ends", "ids", "layout", "table", "rising"]
@@ -226,6 +227,19 @@ def is_symbolic(*indices: Any) -> bool:
     return bool(sympy) and any(isinstance(index, sympy.Basic) for index in indices)
 
 
+def as_tensor(name: str, value: Any) -> torch.Tensor:
+    """Return a tensor, or one that is made of numbers in lists. Raises InvalidProblem."""
+    import torch
+
+    try:
+        return torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise InvalidProblem(
+            f"{name} must be a tensor, or lists of numbers of one length, got "
+            f"{type(value).__name__}"
+        ) from None
+
+
 def values(tensor: Any, axes: str) -> Values:
     """Return run-time values of a mask: an integer tensor with one dimension for each of `axes`.
 
@@ -234,7 +248,7 @@ def values(tensor: Any, axes: str) -> Values:
     """
     import torch
 
-    tensor = torch.as_tensor(tensor)
+    tensor = as_tensor("values", tensor)
     if axes not in AXES:
         raise InvalidProblem(f"axes must be one of {', '.join(map(repr, AXES))}; got {axes!r}")
     if tensor.dtype not in (torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8):
