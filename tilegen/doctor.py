@@ -13,6 +13,7 @@ import tilegen
 from tilegen import interpreter, resources
 from tilegen.device import detect
 from tilegen.errors import TilegenError
+from tilegen.private_files import NotPrivate, check_private
 from tilegen.settings import settings
 from tilegen.store import Location, list_records, locations
 
@@ -82,6 +83,9 @@ def _writable(folder: Path) -> str:
     there = next(path for path in (folder, *folder.parents) if path.exists())
     try:
         with tempfile.TemporaryFile(dir=there):
+            check_private(folder / "kernels")
             return str(folder)
     except OSError as error:
         return f"{folder} cannot be written ({error.strerror}); set TILEGEN_CACHE_DIR"
+    except NotPrivate as doubt:
+        return f"{folder}; {doubt}, so no kernel is imported from there"

@@ -1,14 +1,16 @@
 """Emitted kernels as files: what identifies one, where it lies, how it is imported.
 
 A kernel's digest covers everything that determines its text, so a file that is there need not be
-rendered again: a call whose kernels are on disk loads neither the templates nor SymPy.
+rendered again: a call whose kernels are on disk loads neither the templates nor SymPy. Only files
+that nobody else can have written are imported; elsewhere kernels are rendered in each process.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import importlib.util
 import json
+import linecache
 import re
 import sys
 from dataclasses import dataclass, replace
@@ -19,8 +21,9 @@ from typing import TYPE_CHECKING
 
 from tilegen import resources
 from tilegen.config import Kernel, TileConfig
-from tilegen.disk import log, write_whole
+from tilegen.disk import log, say_once, write_whole
 from tilegen.kept import Kept
+from tilegen.private_files import NotPrivate, check_private, read_private
 from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
 
@@ -104,37 +107,46 @@ def write(rendered: RenderedKernel) -> Path:
     path = _path(rendered.digest, rendered.kernel)
     source = rendered.source.encode("utf-8")
     if not path.is_file() or path.read_bytes() != source:
+        _make_private(path.parent.parent)
         write_whole(path, source)
     return path
 
 
 def load(rendered: RenderedKernel) -> ModuleType:
     """Return the emitted module, imported once per process; `.launch(...)` runs the kernel."""
-    return _modules.get(rendered.digest, lambda: _import(write(rendered), rendered.digest))
+    return _modules.get(rendered.digest, lambda: _import_rendered(rendered))
 
 
 def load_kernel(
     problem: AttentionProblem, config: TileConfig, kernel: Kernel, *, aligned: bool
 ) -> ModuleType:
-    """Return the emitted module for a problem and config; rendered only if it is not on disk."""
+    """Return the emitted module for a problem and config; rendered only if it is not on disk, or
+    if others could have written what is there."""
     digest = kernel_digest(problem, config, kernel, aligned)
 
     def imported() -> ModuleType:
         path = _path(digest, kernel)
-        if path.is_file():
-            try:
-                return _import(path, digest)
-            except Exception as error:  # a damaged file raises anything
-                log.warning("emitted kernel %s is damaged (%s); written again", path, error)
+        try:
+            if (source := read_private(path)) is not None:
+                return _import(source, str(path), digest)
+        except NotPrivate as doubt:
+            say_once(
+                f"{doubt}, so emitted kernels in {str(path.parent.parent)!r} are not imported but "
+                "rendered in every process; have TILEGEN_CACHE_DIR name a folder that only you can "
+                "write to, and share records by TILEGEN_CACHE_PATH"
+            )
+        except Exception as error:  # a damaged file raises anything
+            log.warning("emitted kernel %s is damaged (%s); written again", path, error)
         from tilegen.render import render  # loads Jinja and SymPy
 
-        return _import(write(render(problem, config, kernel, aligned=aligned)), digest)
+        return _import_rendered(render(problem, config, kernel, aligned=aligned))
 
     return _modules.get(digest, imported)
 
 
 def _forget(module: ModuleType) -> None:
     sys.modules.pop(module.__name__, None)
+    linecache.cache.pop(str(module.__file__), None)
 
 
 _modules: Kept[str, ModuleType] = Kept(MAX_MODULES, _forget)
@@ -162,20 +174,42 @@ def is_aligned(tensor: torch.Tensor) -> bool:
     )
 
 
+def _make_private(folder: Path) -> None:
+    """Make a folder that is missing, so that nobody else gets into it."""
+    with contextlib.suppress(OSError):  # who writes into it says what is wrong
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+
 def _path(digest: str, kernel: Kernel) -> Path:
     return settings().cache_dir / "kernels" / digest / f"{kernel}.py"
 
 
-def _import(path: Path, digest: str) -> ModuleType:
-    name = f"tilegen_kernels_{digest}_{path.stem}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"expected a Python module at {path}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # Triton looks a kernel's module up by name
-    spec.loader.exec_module(module)
+def _import_rendered(rendered: RenderedKernel) -> ModuleType:
+    """Return the module of a text that is known, which a file shows where it would be imported."""
+    path = _path(rendered.digest, rendered.kernel)
+    try:
+        check_private(path)
+        path = write(rendered)
+    except NotPrivate:
+        path = Path(f"{rendered.function}_{rendered.digest}.py")  # no file: a name for tracebacks
+    return _import(rendered.source.encode("utf-8"), str(path), rendered.digest)
+
+
+def _import(source: bytes, file: str, digest: str) -> ModuleType:
+    """Return the module that a text makes. No byte code is read, which others may have put there.
+
+    Its lines are handed to `linecache`, where Triton looks for them.
+    """
+    module = ModuleType(f"tilegen_kernels_{digest}_{Path(file).stem}")
+    module.__file__ = file
+    code = compile(source, file, "exec")
+    text = source.decode("utf-8")
+    # Without a time of change they stay valid, whatever becomes of the file.
+    linecache.cache[file] = len(source), None, text.splitlines(keepends=True), file
+    sys.modules[module.__name__] = module  # Triton looks a kernel's module up by name
+    exec(code, module.__dict__)
     if not hasattr(module, "launch"):
-        raise ImportError(f"expected a function `launch` in {path}")
+        raise ImportError(f"expected a function `launch` in {file}")
     return module
 
 

@@ -171,12 +171,12 @@ def test_modules_are_imported_once_and_evicted(
 ) -> None:
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(emitted, "_modules", Kept(2, emitted._forget))
-    imported: list[Path] = []
+    imported: list[str] = []
     original = emitted._import
 
-    def counted(path: Path, digest: str) -> Any:
-        imported.append(path)
-        return original(path, digest)
+    def counted(source: bytes, file: str, digest: str) -> Any:
+        imported.append(file)
+        return original(source, file, digest)
 
     monkeypatch.setattr(emitted, "_import", counted)
     problem = AttentionProblem.parse("hq2 hkv2 q64 d16 fp32 causal")
