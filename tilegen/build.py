@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilegen import interpreter
 from tilegen.acceptable import TRIED, acceptable
+from tilegen.config import threads_of
 from tilegen.emitted import RenderedKernel, load
 from tilegen.errors import BuildFailed, Unsupported
 from tilegen.workers import Pool
@@ -55,7 +56,7 @@ class CompiledKernel:
     @property
     def threads(self) -> int:
         """Of one program."""
-        return (64 if self.arch.startswith("gfx") else 32) * self.rendered.config.num_warps
+        return threads_of(self.arch, self.rendered.config)
 
 
 def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) -> CompiledKernel:

@@ -92,7 +92,8 @@ def bundle(
     path: Annotated[Path, typer.Argument(help="folder with a manifest.json")],
     json_: Json = False,
 ) -> None:
-    """Say what a bundle holds and check every file; exit code 1 if one is not what it should be.
+    """Say what a bundle holds and check every file; exit code 1 if one is not what it should be, or
+    if another tilegen made them.
 
     Example: tilegen bundle dist
     """
@@ -100,16 +101,19 @@ def bundle(
 
     found = Bundle(path)
     damaged = found.damaged()
+    why = "" if damaged else found.why_not_ours()
     if json_:
-        print_json({**_summary(found), "damaged": damaged})
+        print_json({**_summary(found), "damaged": damaged, "not_served": why})
     else:
         for served in found.manifest.problems:
             kernels = [kernel for its in served.passes.values() for kernel in its.binaries]
             console.print(f"{served.arch:8}'{served.problem}'  {', '.join(kernels)}")
         for name in damaged:
             console.print(f"missing or not what the manifest says: {name}")
+        if why:
+            console.print(f"cannot be served: {why}; generate the bundle again")
         console.print(_in_words(found))
-    if damaged:
+    if damaged or why:
         raise typer.Exit(1)
 
 

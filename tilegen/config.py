@@ -145,3 +145,8 @@ def head_dim_chunks(head_dim: int) -> tuple[int, ...]:
     pairs = [(a, b) for a in widths for b in widths if b <= a <= one and a + b >= head_dim]
     best = min(pairs, key=sum)
     return best if sum(best) < one else (one,)
+
+
+def threads_of(arch: str, config: TileConfig) -> int:
+    """Return the threads of one program."""
+    return (64 if arch.startswith("gfx") else 32) * config.num_warps

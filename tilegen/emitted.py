@@ -36,6 +36,8 @@ VECTOR_BYTES = 16
 ENVIRONMENT = "trim_blocks lstrip_blocks keep_trailing_newline StrictUndefined"
 """What `render.environment` sets; part of every digest."""
 
+FP32_POINTERS = {"lse_ptr", "delta_ptr", "maxima_ptr", "sums_ptr", "acc_ptr", "sinks_ptr"}
+
 MAX_MODULES = 2048
 """Emitted modules that stay imported."""
 
@@ -77,7 +79,12 @@ def kernel_digest(
     problem: AttentionProblem, config: TileConfig, kernel: Kernel, aligned: bool
 ) -> str:
     """Return the hex digest of everything that determines an emitted kernel's text."""
-    request = [representative(problem).key, config.key, kernel, aligned, _generator_digest()]
+    return digest_of_kind(representative(problem).key, config, kernel, aligned)
+
+
+def digest_of_kind(kind: str, config: TileConfig, kernel: Kernel, aligned: bool) -> str:
+    """Return the digest of a kernel for all problems that a notation is the representative of."""
+    request = [kind, config.key, kernel, aligned, _generator_digest()]
     return hashlib.sha256(json.dumps(request).encode()).hexdigest()[:16]
 
 
@@ -97,6 +104,27 @@ def template_digest(kernel: Kernel) -> str:
     return hashlib.sha256(json.dumps([sorted(reached.items()), ENVIRONMENT]).encode()).hexdigest()[
         :12
     ]
+
+
+def argument_names(source: str, function: str) -> list[str] | None:
+    """Return the arguments of a function in an emitted text, which alone lists them; None where
+    there is no such function."""
+    match = re.search(rf"^def {function}\((.*?)\):", source, re.DOTALL | re.MULTILINE)
+    return re.findall(r"\w+", re.sub(r"#.*", "", match[1])) if match else None
+
+
+def argument_type(name: str, dtype: str) -> str | None:
+    """Return the Triton type of an argument; None for a tensor that a mask or a score captures,
+    whose elements may be any."""
+    if re.fullmatch(r"[tc]\d+_ptr", name):
+        return None
+    if name in ("tiles_ptr", "starts_ptr"):
+        return "*i32" if name == "tiles_ptr" else "*i64"
+    if name in FP32_POINTERS or re.fullmatch(r"dc\d+_ptr", name):
+        return "*fp32"
+    if name.endswith("_ptr"):
+        return f"*{dtype}"
+    return "fp32" if name.startswith(("softmax_scale", "factor")) else "i32"
 
 
 def write(rendered: RenderedKernel) -> Path:

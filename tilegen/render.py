@@ -25,6 +25,8 @@ from tilegen.config import (
 )
 from tilegen.emitted import (
     RenderedKernel,
+    argument_names,
+    argument_type,
     kernel_digest,
     representative,
     rows_are_aligned,
@@ -225,24 +227,12 @@ def _signature(
 ) -> tuple[tuple[str, str], ...]:
     """Read the arguments back from the emitted text: the template is the one place that lists
     them."""
-    match = re.search(rf"def {function}\((.*?)\):", source, re.DOTALL)
-    assert match, function
-    names = re.findall(r"\w+", re.sub(r"#.*", "", match[1]))
+    names = argument_names(source, function)
+    assert names is not None, function
     captured = argument_types(problem.score) if problem.score else {}
-    fp32 = {"lse_ptr", "delta_ptr", "maxima_ptr", "sums_ptr", "acc_ptr"}
-
-    def triton_type(name: str) -> str:
-        if match := re.fullmatch(r"t(\d+)_ptr", name):
-            return f"*{ELEMENTS[problem.mask.values[int(match[1])].elements]}"
-        if name in ("tiles_ptr", "starts_ptr"):
-            return "*i32" if name == "tiles_ptr" else "*i64"
-        if name in captured:
-            return captured[name]
-        if name.endswith("_ptr"):
-            return "*fp32" if name in fp32 else f"*{problem.dtype}"
-        return "fp32" if name.startswith(("softmax_scale", "factor")) else "i32"
-
-    return tuple((name, triton_type(name)) for name in names)
+    for i, one in enumerate(problem.mask.values):
+        captured[f"t{i}_ptr"] = f"*{ELEMENTS[one.elements]}"
+    return tuple((n, captured.get(n) or argument_type(n, problem.dtype) or "") for n in names)
 
 
 def _chunks(head_dim: int, kind: str) -> tuple[Chunk, ...]:

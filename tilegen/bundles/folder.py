@@ -13,12 +13,18 @@ from tilegen.bundles.manifest import MANIFEST, Binary, Manifest, binary_from, bi
 from tilegen.disk import cannot_write, write_whole
 from tilegen.errors import InvalidRecord
 from tilegen.store.fields import Fields, parse_json
+from tilegen.store.files import read_bytes, text_of
 
 if TYPE_CHECKING:
     from tilegen.emitted import RenderedKernel
 
 NOTES = ".unfinished.jsonl"
 """Binaries that no manifest names yet: the versions, then one binary a line."""
+
+MAX_FILE = 2**26
+"""Bytes of the longest binary or source that is read."""
+MAX_MANIFEST = 2**28
+"""Bytes of the longest manifest that is read."""
 
 
 class Folder:
@@ -69,17 +75,16 @@ class Folder:
     def _manifest(self) -> tuple[dict[str, str], list[Binary]] | None:
         """Return the versions and binaries of the manifest that is there."""
         try:
-            manifest = Manifest.from_json((self.path / MANIFEST).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, InvalidRecord):
+            manifest = Manifest.from_json(text_of(read(self.path / MANIFEST, MAX_MANIFEST) or b""))
+        except InvalidRecord:
             return None
         return dict(manifest.versions), list(manifest.binaries)
 
     def _notes(self) -> tuple[dict[str, str], list[Binary]] | None:
         """Return the versions and binaries that a stopped run noted; its last line may be torn."""
-        try:
-            text = (self.path / NOTES).read_text(encoding="utf-8", errors="replace")
-        except OSError:
+        if (data := read(self.path / NOTES, MAX_MANIFEST)) is None:
             return None
+        text = data.decode("utf-8", errors="replace")
         found: list[Fields] = []
         for line in text.splitlines():
             with suppress(InvalidRecord):
@@ -99,7 +104,12 @@ class Folder:
 
 def sha256_of(path: Path) -> str:
     """Return the hexadecimal digest of a file, or an empty text where it cannot be read."""
-    try:
-        return hashlib.sha256(path.read_bytes()).hexdigest()
-    except OSError:
-        return ""
+    data = read(path)
+    return "" if data is None else hashlib.sha256(data).hexdigest()
+
+
+def read(path: Path, limit: int = MAX_FILE) -> bytes | None:
+    """Return what a regular file of a bundle holds, None where it cannot be read. Never waits."""
+    with suppress(InvalidRecord):
+        return read_bytes(path, limit)
+    return None

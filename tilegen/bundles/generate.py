@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from tilegen.acceptable import TRIED, acceptable
 from tilegen.build import CompiledKernel, first_that_fits, nvidia_tool
+from tilegen.bundles.expected import grid_of
 from tilegen.bundles.folder import Folder
 from tilegen.bundles.manifest import Binary, Manifest, Origin, Pass, Served
 from tilegen.config import Kernel, TileConfig
@@ -170,7 +171,8 @@ def binary_of(compiled: CompiledKernel) -> Binary:
     sha256 = hashlib.sha256(compiled.binary).hexdigest()
     scratch = ((f"scratch_{i}", "*u8") for i in range(compiled.scratch_pointers))
     return Binary(
-        file=f"{compiled.arch}/{stem}_{sha256[:8]}.{compiled.extension}",
+        # Two kernels may have the same code; each has a binary of its own, with its own digest.
+        file=f"{compiled.arch}/{stem}_{rendered.digest[:8]}_{sha256[:8]}.{compiled.extension}",
         sha256=sha256,
         source=f"kernels/{stem}_{rendered.digest[:8]}.py",
         source_sha256=hashlib.sha256(rendered.source.encode()).hexdigest(),
@@ -180,7 +182,7 @@ def binary_of(compiled: CompiledKernel) -> Binary:
         config=rendered.config,
         arguments=(*rendered.signature, *scratch),
         stride_unit=stride_unit(problem, rendered.aligned),
-        grid=_grid(rendered),
+        grid=grid_of(rendered.kernel, rendered.config, problem.group_size),
         threads=compiled.threads,
         shared_bytes=compiled.shared_bytes,
         registers=compiled.registers,
@@ -188,26 +190,6 @@ def binary_of(compiled: CompiledKernel) -> Binary:
         digest=rendered.digest,
         template_digest=template_digest(rendered.kernel),
     )
-
-
-def _grid(rendered: RenderedKernel) -> tuple[tuple[str, int], ...]:
-    """Return the grid of one launch, as each template's `launch` computes it."""
-    problem, config = rendered.problem, rendered.config
-    rows, columns = ("num_rows", config.block_m), ("seqlen_kv", config.block_n)
-    match rendered.kernel:
-        case "bwd_dkdv":
-            return columns, ("num_heads_kv", 1), ("batch", 1)
-        case "fwd_scores" | "bwd_scores":
-            return rows, columns, ("num_heads", 1)
-        case "fwd_values":
-            return rows, ("head_dim_v", config.block_d), ("num_heads", 1)
-        case "bwd_rows":
-            return rows, ("head_dim_qk", config.block_d), ("num_heads", 1)
-        case "bwd_columns":
-            groups = ("num_heads", problem.group_size)
-            return ("head_dim", config.block_d), columns, groups
-        case _:
-            return ("seqlen_q", config.block_m), ("num_heads_q", 1), ("batch", 1)
 
 
 def _manifest(chosen: Sequence[_Chosen], versions: dict[str, str]) -> Manifest:

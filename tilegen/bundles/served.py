@@ -13,11 +13,13 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 from tilegen import bundles
-from tilegen.bundles.folder import sha256_of
+from tilegen.bundles.expected import why_not_ours
+from tilegen.bundles.folder import MAX_MANIFEST, read, sha256_of
 from tilegen.bundles.manifest import MANIFEST, Binary, Manifest, Served
 from tilegen.disk import log
 from tilegen.emitted import representative
 from tilegen.errors import InvalidRecord, Unsupported
+from tilegen.store.files import read_bytes, text_of
 
 if TYPE_CHECKING:
     from tilegen.bundles.driver import Function
@@ -26,9 +28,6 @@ if TYPE_CHECKING:
     from tilegen.families import Direction
     from tilegen.masks.binding import BoundKernel
     from tilegen.problem import AttentionProblem
-
-MAX_MANIFEST = 2**28
-"""Bytes of the longest manifest that is read."""
 
 
 class Bundle:
@@ -60,6 +59,10 @@ class Bundle:
         files = {one.file: one.sha256 for one in self.manifest.binaries}
         files |= {one.source: one.source_sha256 for one in self.manifest.binaries}
         return [name for name, digest in files.items() if sha256_of(self.path / name) != digest]
+
+    def why_not_ours(self) -> str:
+        """Return in a line why this tilegen cannot launch what is here; an empty text if it can."""
+        return why_not_ours(self.path, self.manifest)
 
     def find(
         self, problem: AttentionProblem, gpu: GpuSpec, direction: Direction, *, aligned: bool
@@ -115,11 +118,8 @@ class Bundle:
 
     def _code(self, binary: Binary) -> bytes:
         """Return a binary that is what the manifest says. Raises Unsupported."""
-        try:
-            code = (self.path / binary.file).read_bytes()
-        except OSError as error:
-            raise Unsupported(f"{self.path / binary.file}: {error.strerror}") from None
-        if hashlib.sha256(code).hexdigest() != binary.sha256:
+        code = read(self.path / binary.file)
+        if code is None or hashlib.sha256(code).hexdigest() != binary.sha256:
             raise Unsupported(_damage(self.path, [binary.file]))
         return code
 
@@ -129,12 +129,14 @@ def load_bundle(path: str | PathLike[str]) -> Bundle:
 
     Calls that it has no binaries for (another head dim, dtype, group size, mask or score) are
     computed as without it. Of several bundles the one loaded last is asked first. Raises
-    Unsupported for a folder that is no whole bundle, and where it has no binaries for the GPUs
-    here; on a machine without a GPU it is only checked.
+    Unsupported for a folder that is no whole bundle, for one that another tilegen made, and where
+    it has no binaries for the GPUs here; on a machine without a GPU it is only checked.
     """
     bundle = Bundle(Path(path))
     if damaged := bundle.damaged():
         raise Unsupported(_damage(bundle.path, damaged))
+    if why := bundle.why_not_ours():
+        raise Unsupported(f"{bundle.path} cannot be served: {why}; generate the bundle again")
     _check_gpus(bundle)
     bundles.loaded[:] = [bundle, *(one for one in bundles.loaded if one.path != bundle.path)]
     _plan_anew()
@@ -180,15 +182,13 @@ def _read(path: Path) -> Manifest:
     """Return the manifest of a folder. Raises Unsupported."""
     file = path / MANIFEST
     try:
-        if file.stat().st_size > MAX_MANIFEST:
-            raise InvalidRecord(f"expected at most {MAX_MANIFEST} bytes")
-        return Manifest.from_json(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise Unsupported(
-            f"expected a bundle in {path}, cannot read its {MANIFEST}: {error.strerror}; "
-            f"make one with: tilegen generate --catalog FILE --arch ARCH --out {path}"
-        ) from None
-    except (UnicodeDecodeError, InvalidRecord) as error:
+        if (data := read_bytes(file, MAX_MANIFEST)) is None:
+            raise Unsupported(
+                f"expected a bundle in {path}, found no {MANIFEST} there; "
+                f"make one with: tilegen generate --catalog FILE --arch ARCH --out {path}"
+            )
+        return Manifest.from_json(text_of(data))
+    except InvalidRecord as error:
         raise Unsupported(f"{file}: {error}; generate the bundle again") from None
 
 

@@ -1,0 +1,112 @@
+"""What this tilegen makes of the kernels that a bundle serves, without making them again.
+
+A binary is launched with what its manifest says, so a manifest of another tilegen, or one that was
+changed, would have kernels read the wrong memory. This is no protection from somebody who means
+harm: who can write a manifest can write binaries.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import tilegen
+from tilegen.bundles.folder import read
+from tilegen.bundles.manifest import TYPES, Binary, Manifest, Served
+from tilegen.config import Kernel, TileConfig, threads_of
+from tilegen.emitted import (
+    VECTOR_BYTES,
+    argument_names,
+    argument_type,
+    digest_of_kind,
+    template_digest,
+)
+from tilegen.problem import DTYPE_BYTES
+
+SCRATCH_POINTERS = 2
+"""Pointers that Triton appends for NVIDIA GPUs; kernels here use none of that memory."""
+
+KIND = re.compile(r"b1 hq(\d{1,9}) hkv1 q1024 kv1024 d\S+ (fp16|bf16|fp32) \S.*")
+"""What all problems of one class are served as: group size and dtype."""
+
+
+def why_not_ours(path: Path, manifest: Manifest) -> str:
+    """Return in a line why this tilegen cannot launch what a folder holds, and an empty text if it
+    can."""
+    theirs, ours = manifest.versions.get("tilegen", ""), tilegen.__version__
+    if theirs != ours:
+        return f"it was made by tilegen {theirs or 'of no known version'}, and this is {ours}"
+    for one in manifest.binaries:
+        if one.template_digest != template_digest(one.kernel):
+            return (
+                f"its {one.kernel} was emitted from another template ({one.template_digest}, and "
+                f"here it is {template_digest(one.kernel)})"
+            )
+    served: set[str] = set()
+    for some in manifest.problems:
+        for file in (file for its in some.passes.values() for file in its.binaries.values()):
+            served.add(file)
+            if said := _difference(path, some, manifest.by_file[file]):
+                return f"{file} is not what it makes for '{some.serves[:200]}': {said}"
+    for file in manifest.by_file:
+        if file not in served:
+            return f"{file} serves no problem"
+    return ""
+
+
+def grid_of(kernel: Kernel, config: TileConfig, group_size: int) -> tuple[tuple[str, int], ...]:
+    """Return the grid of one launch, as each template's `launch` computes it."""
+    rows, columns = ("num_rows", config.block_m), ("seqlen_kv", config.block_n)
+    match kernel:
+        case "bwd_dkdv":
+            return columns, ("num_heads_kv", 1), ("batch", 1)
+        case "fwd_scores" | "bwd_scores":
+            return rows, columns, ("num_heads", 1)
+        case "fwd_values":
+            return rows, ("head_dim_v", config.block_d), ("num_heads", 1)
+        case "bwd_rows":
+            return rows, ("head_dim_qk", config.block_d), ("num_heads", 1)
+        case "bwd_columns":
+            return ("head_dim", config.block_d), columns, ("num_heads", group_size)
+        case _:
+            return ("seqlen_q", config.block_m), ("num_heads_q", 1), ("batch", 1)
+
+
+def _difference(path: Path, served: Served, one: Binary) -> str:
+    """Return what is other than expected in a binary that serves a class of problems."""
+    if not (kind := KIND.fullmatch(served.serves)):
+        return "expected a class such as 'b1 hq4 hkv1 q1024 kv1024 d128 bf16 causal'"
+    group_size, dtype = int(kind[1]), kind[2]
+    if one.digest != digest_of_kind(served.serves, one.config, one.kernel, served.aligned):
+        return "its digest is that of another kernel, mask, config or tilegen"
+    unit = VECTOR_BYTES // DTYPE_BYTES[dtype] if served.aligned else 1
+    for name, found, expected in (
+        ("threads", one.threads, threads_of(one.arch, one.config)),
+        ("stride_unit", one.stride_unit, unit),
+        ("grid", one.grid, grid_of(one.kernel, one.config, group_size)),
+        ("folder", one.file.partition("/")[0], one.arch),
+    ):
+        if found != expected:
+            return f"{name} must be {expected}, got {found}"
+    source = (read(path / one.source) or b"").decode("utf-8", errors="replace")
+    if (names := argument_names(source, one.function)) is None:
+        return f"its source has no function {one.function}"
+    return _of_arguments(one, names, dtype)
+
+
+def _of_arguments(one: Binary, names: Iterable[str], dtype: str) -> str:
+    """Return what is other than expected in the arguments of a binary."""
+    expected = [(name, argument_type(name, dtype)) for name in names]
+    found = list(one.arguments)
+    scratch = SCRATCH_POINTERS
+    if one.arch.startswith("gfx"):  # as many as that Triton appended
+        scratch = len(found) - len(expected)
+    expected += [(f"scratch_{i}", "*u8") for i in range(scratch)]
+    if len(found) != len(expected):
+        return f"expected {len(expected)} arguments, got {len(found)}"
+    for i, ((name, type_), (its, its_type)) in enumerate(zip(expected, found, strict=True)):
+        pointers = [a for a in TYPES if a.startswith("*")]  # a mask or a score reads any of them
+        if name != its or its_type not in ([type_] if type_ else pointers):
+            return f"argument {i} must be {name} of {type_ or 'a pointer'}, got {its} of {its_type}"
+    return ""
