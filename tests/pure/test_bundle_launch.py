@@ -184,3 +184,23 @@ def test_a_stride_that_does_not_fit_is_refused() -> None:
     q = torch.zeros(1, 2, 64, 65, dtype=torch.float16)[..., :64]
     with pytest.raises(Unsupported, match="multiples of 8 elements"):
         launch(q, q, q, 0.125)
+
+
+@pytest.mark.parametrize("stride", [7, 2**40], ids=["no multiple of the unit", "beyond an int"])
+@pytest.mark.parametrize("sizes", [(1, 2, 3), (2, 1, 3), (2, 2, 1), (1, 1, 1)], ids=str)
+def test_dimensions_of_size_1_have_no_strides(sizes: tuple[int, int, int], stride: int) -> None:
+    """PyTorch lets them have any."""
+    problem = AttentionProblem.parse("hq2 hkv2 q64 d64 fp16 causal")
+    binary = not_compiled(render(problem, CONFIGS["fwd"], "fwd"))
+    dense = torch.zeros(*sizes, 64, dtype=torch.float16)
+    strides = [stride if n == 1 else s for n, s in zip(sizes, dense.stride(), strict=False)]
+    q = dense.as_strided((*sizes, 64), (*strides, 1))
+    launched: list[dict[str, int]] = []
+    names = [name for name, _ in binary.arguments]
+    stand_in = StandIn(
+        binary, lambda grid, values: launched.append(dict(zip(names, values, strict=True)))
+    )
+    launch_of(binary, lambda: stand_in)(q, q, q, 0.125)
+    expected = [0 if n == 1 else s // 8 for n, s in zip(sizes, dense.stride(), strict=False)]
+    for letter, row in (("q", "m"), ("k", "n"), ("v", "n")):
+        assert [launched[0][f"stride_{letter}{one}"] for one in ("b", "h", row)] == expected

@@ -1,5 +1,7 @@
 """What the model counts of masks without a closed form equals their lists."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -80,3 +82,35 @@ def test_a_long_neighborhood_is_never_classified_whole(monkeypatch: pytest.Monke
         shape = Shape(1, 1, 4096 * 64, 4096 * 64).tiled(*blocks)
         listed.listed_ranges(mask, "rows", shape)
     assert seen == [2048, 2048]
+
+
+def board(b: Any, h: Any, q: Any, k: Any) -> Any:
+    """Every other block of 96, however far away: tiles grow with the length."""
+    return ((q // 96) + (k // 96)) % 2 == 0
+
+
+def near_board(b: Any, h: Any, q: Any, k: Any) -> Any:
+    """Blocks of a board within 60 rows: tiles do not grow, but for the first and last ones."""
+    return board(b, h, q, k) & ((q - k).abs() < 60)
+
+
+def far_board(b: Any, h: Any, q: Any, k: Any) -> Any:
+    """Blocks whose numbers share few bits: tiles grow, but less than the length does."""
+    return ((q // 64) & (k // 64)) == 0
+
+
+GROWING = {"as the length": (board, 4.0), "not": (near_board, 1.0), "slower": (far_board, 2.25)}
+
+
+@pytest.mark.parametrize("side", ["rows", "columns"])
+@pytest.mark.parametrize("name", GROWING)
+def test_tiles_beyond_what_is_counted_grow_as_they_did_before(name: str, side: Side) -> None:
+    function, growth = GROWING[name]
+    mask = tilegen.predicate(function)
+    assert not is_solved(mask, side)
+    long, short = (Shape(1, 1, n, n).tiled(64, 64) for n in (4 * listed.LONGEST, listed.LONGEST))
+    ours, before = (listed.listed_ranges(mask, side, shape) for shape in (long, short))
+    assert ours.visited.mean() / before.visited.mean() == pytest.approx(growth, rel=0.08)
+    exact = np.array(counted(mask, side, long))
+    assert ours.visited_tiles == pytest.approx(exact[:, 0].sum(), rel=0.08)
+    assert ours.full_tiles == pytest.approx(exact[:, 1].sum(), rel=0.15, abs=8)
