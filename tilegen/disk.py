@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import secrets
@@ -22,6 +23,8 @@ def write_whole(path: Path, data: bytes) -> None:
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_char_device() or path.is_block_device():  # root would put a file in its place
+            raise OSError(errno.ENOTSUP, "expected a file, found a device")
         try:
             with temporary.open("xb") as file:
                 file.write(data)
