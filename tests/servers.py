@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from urllib.error import URLError
 from urllib.request import urlopen
@@ -82,6 +82,37 @@ def silent_server() -> Iterator[tuple[str, list[socket.socket]]]:
         server.shutdown(socket.SHUT_RDWR)
     for connection in connections:
         connection.close()
+
+
+@contextlib.contextmanager
+def raw_server(body: Callable[[], Iterable[bytes]], *headers: str) -> Iterator[str]:
+    """Answer every request with these headers, and GET with the pieces of `body`, which arrive one
+    by one; then hang up. Yield the URL."""
+    head = "".join(f"{line}\r\n" for line in ("HTTP/1.1 200 OK", "Connection: close", *headers))
+
+    def answer(connection: socket.socket) -> None:
+        with contextlib.suppress(OSError), connection:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            request = connection.recv(65536)
+            connection.sendall(head.encode() + b"\r\n")
+            for piece in body() if request.startswith(b"GET") else ():
+                connection.sendall(piece)
+                time.sleep(0.001)
+
+    def accept() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=answer, args=(server.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def pieces(data: bytes, size: int) -> list[bytes]:
+    """Return `data` cut into pieces."""
+    return [data[start : start + size] for start in range(0, len(data), size)]
 
 
 @contextlib.contextmanager

@@ -48,21 +48,24 @@ def read_bytes(path: Path, limit: int = MAX_FILE_BYTES) -> bytes | None:
     try:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise InvalidRecord("expected a regular file")
-        data = b""
-        while len(data) <= limit and (block := os.read(handle, min(limit + 1, BLOCK))):
-            data += block
+        return read_to_end(lambda size: os.read(handle, size), limit)
     except OSError as error:
         raise Unreadable(f"cannot be read: {error.strerror}") from None
     finally:
         os.close(handle)
-    return within(data, limit)
 
 
-def within(data: bytes, limit: int) -> bytes:
-    """Return `data`. Raises InvalidRecord if it has more than `limit` bytes."""
+def read_to_end(read: Callable[[int], bytes], limit: int) -> bytes:
+    """Return all that `read` gives, which may hand out less than it is asked for before the end.
+
+    Raises InvalidRecord beyond `limit` bytes, and takes no more than one further byte.
+    """
+    data = bytearray()
+    while len(data) <= limit and (block := read(min(BLOCK, limit + 1 - len(data)))):
+        data += block
     if len(data) > limit:
         raise InvalidRecord(f"expected at most {limit} bytes, found more")
-    return data
+    return bytes(data)
 
 
 def text_of(data: bytes) -> str:

@@ -7,12 +7,13 @@ import errno
 import random
 import secrets
 import time
+from collections.abc import Callable
 from typing import Any
 
 from tilegen.disk import write_whole
 from tilegen.errors import InvalidRecord, TilegenError, Unsupported
 from tilegen.measure import one_line
-from tilegen.store.files import BROKEN, Change, read_bytes, within
+from tilegen.store.files import BROKEN, Change, read_bytes, read_to_end
 from tilegen.store.reach import Unreachable, ask, copies, shown
 
 FRESH_SECONDS = 3600.0
@@ -43,8 +44,10 @@ def read(url: str, path: str, limit: int, *, fresh: bool = False) -> bytes | Non
         if fresh or age is None:
             raise
         return read_bytes(copy, limit) or None  # an old copy is better than none
-    with contextlib.suppress(TilegenError):  # without a copy it is only slower
-        write_whole(copy, data or b"")
+    # A body without a length may end early, unseen; what tilegen writes ends with a line's end.
+    if data is None or data.endswith(b"\n"):
+        with contextlib.suppress(TilegenError):  # without a copy it is only slower
+            write_whole(copy, data or b"")
     return data
 
 
@@ -133,14 +136,26 @@ def _get_once(url: str, path: str, limit: int) -> tuple[bytes | None, str]:
         with fs.open(f"{root}/{path}", "rb", **options) as file:
             if (getattr(file, "size", None) or 0) > limit:  # do not even ask for a block of it
                 raise InvalidRecord(f"expected at most {limit} bytes, found {file.size}")
-            data: bytes = file.read(limit + 1)
+            data = read_to_end(_until(time.monotonic() + WRITE_SECONDS, file.read), limit)
             details = getattr(file, "details", None) or {}
     except (FileNotFoundError, NotADirectoryError) as error:
         cause = error.__cause__
         if options and cause is not None and not isinstance(cause, FileNotFoundError):
             raise cause from None  # fsspec finds nothing where no HTTP server is, either
         return None, ""
-    return within(data, limit), str(details.get("ETag", ""))
+    return data, str(details.get("ETag", ""))
+
+
+def _until(deadline: float, read: Callable[[int], bytes]) -> Callable[[int], bytes]:
+    """Return `read` with a time limit: who asked has gone, and a server that sends a byte now and
+    then would keep this thread for ever."""
+
+    def in_time(size: int) -> bytes:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"sent no end within {WRITE_SECONDS:g} s")
+        return read(size)
+
+    return in_time
 
 
 def _put(url: str, path: str, data: bytes, tag: str | None) -> bool:
