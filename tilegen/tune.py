@@ -22,6 +22,7 @@ from tilegen.store import (
     TuningRecord,
     Versions,
     current_versions,
+    dated,
     locations,
     now,
     save,
@@ -199,21 +200,23 @@ class _Run:
     def record(self, winner: TileConfig, command: str) -> TuningRecord:
         """Return the record of these trials."""
         estimate = self.estimates.get(winner)
-        return TuningRecord(
-            gpu=self.gpu.name,
-            arch=self.gpu.arch,
-            kernel=self.kernel,
-            problem=self.problem,
-            config=winner,
-            measurement=self.trials[winner].measurement,
-            estimate=None if estimate is None else EstimateSummary.of(estimate),
-            versions=self.versions,
-            template_digest=self.template_digest,
-            trials=len(self.trials),
-            seconds_spent=round(sum(trial.seconds for trial in self.trials.values()), 3),
-            source=this_machine(),
-            date=now(),
-            command=command,
+        return dated(
+            TuningRecord(
+                gpu=self.gpu.name,
+                arch=self.gpu.arch,
+                kernel=self.kernel,
+                problem=self.problem,
+                config=winner,
+                measurement=self.trials[winner].measurement,
+                estimate=None if estimate is None else EstimateSummary.of(estimate),
+                versions=self.versions,
+                template_digest=self.template_digest,
+                trials=len(self.trials),
+                seconds_spent=round(sum(trial.seconds for trial in self.trials.values()), 3),
+                source=this_machine(),
+                date=now(),
+                command=command,
+            )
         )
 
     def nothing_ran(self) -> str:

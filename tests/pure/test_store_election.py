@@ -54,13 +54,38 @@ RULE: dict[str, tuple[list[TuningRecord], int, str]] = {
         0,
         "the other was not measured",
     ),
-    "the versions of the latest finding": (
+    "the newest versions": (
         [
             record(us=300.0, source="aa", date=day(20), versions=OLD),
             record(us=400.0, source="bb", date=day(21)),
         ],
         1,
-        "measured with the versions of the latest finding (triton 3.7.1, the other 3.6.0)",
+        "measured with the newest versions (triton 3.7.1, the other 3.6.0)",
+    ),
+    "the newest versions, whatever the clocks say": (
+        [
+            record(us=300.0, source="aa", date=day(22), versions=OLD),
+            record(us=400.0, source="bb", date=day(1)),
+        ],
+        1,
+        "measured with the newest versions (triton 3.7.1, the other 3.6.0)",
+    ),
+    "a clock that is years ahead makes nothing the latest": (
+        [
+            record(us=8800.0, source="aa", date="2099-01-01T00:00:00Z", template_digest="ab"),
+            record(us=400.0, source="bb"),
+            record(us=410.0, source="cc"),
+        ],
+        1,
+        "measured with the newest versions (template_digest 87ebae389eec, the other ab)",
+    ),
+    "a machine whose clock was put right": (
+        [
+            record(us=8800.0, source="aa", date="2099-01-01T00:00:00Z"),
+            record(us=400.0, source="aa"),
+        ],
+        1,
+        "of one machine the later finding counts (400 us, the other 8800 us)",
     ),
     "the template of the latest finding": (
         [
@@ -68,8 +93,7 @@ RULE: dict[str, tuple[list[TuningRecord], int, str]] = {
             record(us=400.0, source="bb", date=day(21)),
         ],
         1,
-        "measured with the versions of the latest finding "
-        "(template_digest 87ebae389eec, the other ab)",
+        "measured with the newest versions (template_digest 87ebae389eec, the other ab)",
     ),
     "another tilegen with the same template is the same": (
         [
@@ -154,7 +178,7 @@ FINDINGS = st.builds(
     config=st.sampled_from(CONFIGS),
     source=st.sampled_from(["", "aa", "bb", "cc"]),
     versions=st.sampled_from([VERSIONS, OLD]),
-    date=st.integers(1, 4).map(day),
+    date=st.integers(1, 4).map(day) | st.just("2099-01-01T00:00:00Z"),
     trials=st.integers(0, 2),
 ) | st.builds(record, measurement=st.just(UNMEASURED), date=st.integers(1, 4).map(day))
 

@@ -280,6 +280,14 @@ def test_check_names_everything_that_is_wrong(tmp_path: Path) -> None:
     assert not any(trouble for file, trouble in repaired.items() if "trials" in file)
 
 
+def test_check_names_a_date_that_is_to_come(tmp_path: Path) -> None:
+    where = place(tmp_path, record(rivals=(record(us=500.0, date="2099-01-01T00:00:00Z"),)))
+    (one,) = check([where])
+    assert one.trouble == (
+        "date must be at most a day ahead of this machine's clock, got 2099-01-01T00:00:00Z"
+    )
+
+
 def test_prune_removes_leftovers_and_no_record(tmp_path: Path) -> None:
     import os
     import time
@@ -337,7 +345,7 @@ def test_trials_of_other_locations_are_not_measured_again(tmp_path: Path) -> Non
 
 
 def test_trials_are_joined_each_once_and_oldest_first() -> None:
-    dates = [f"2026-11-{day:02}T00:00:00Z" for day in range(1, 29)]
+    dates = [f"2026-10-{day:02}T00:00:00Z" for day in range(1, 29)]
     lines = [
         json.dumps(trial_line(trial(CONFIGS[n % 3], 100.0 + n), CONDITIONS, date)).encode()
         for n, date in enumerate(dates)

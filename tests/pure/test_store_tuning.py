@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from benchmarks import rows, store
-from tests.records import H200, PROBLEM, own
+from tests.records import H200, PROBLEM, own, timed
 from tests.replay import TABLE, Replay, ranking, run
 from tilegen.config import TileConfig
 from tilegen.measure import Measurement
 from tilegen.store import Location, TuningRecord, look_up
 from tilegen.store.transfer import merge
+from tilegen.store.trials import Conditions, Trial, join_trials, trial_line
 
 SMALL = dict(list(TABLE.items())[:8])
 
@@ -57,6 +59,37 @@ def test_a_later_run_of_one_machine_takes_the_place_of_its_earlier_one(
     found = look_up(PROBLEM, H200, "fwd", where=[mine])
     assert found is not None
     assert (found.record, found.others) == (record, ())
+
+
+def test_a_clock_that_is_set_back_does_not_make_the_later_finding_the_earlier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = machine(tmp_path, "aa", tmp_path, monkeypatch)
+    monkeypatch.setattr("tilegen.tune.now", lambda: "2026-11-21T09:30:00Z")
+    run(Replay(dict(list(SMALL.items())[:3])))
+    monkeypatch.setattr("tilegen.tune.now", lambda: "2026-11-21T01:00:00Z")
+    record = run(Replay(SMALL))
+    assert record.date == "2026-11-21T09:30:01Z"
+    found = look_up(PROBLEM, H200, "fwd", where=[mine])
+    assert found is not None
+    assert (found.record, found.others) == (record, ())
+
+
+def test_trials_of_a_clock_that_is_years_ahead_do_not_count_as_the_last(tmp_path: Path) -> None:
+    conditions = Conditions(
+        problem=PROBLEM.key, arch="sm_90", triton="3", driver="5", template_digest="a"
+    )
+    config = TileConfig.parse("m64n64w8s3")
+    lines = [
+        json.dumps(trial_line(Trial(config=config, measurement=one), conditions, date)).encode()
+        for one, date in (
+            (timed(10.0), "2026-11-21T09:30:00Z"),
+            (Measurement(status="launch_failed"), "2099-01-01T00:00:00Z"),
+        )
+    ]
+    for order in (lines, lines[::-1]):
+        *_, last = join_trials(order, "fwd").splitlines()
+        assert json.loads(last)["measurement"]["status"] == "ok"
 
 
 def test_tuned_apart_and_merged_all_machines_agree(

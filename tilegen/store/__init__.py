@@ -2,7 +2,7 @@
 explaining (`listing`), joining (`election`) and moving between stores (`transfer`)."""
 
 from tilegen.store.listing import Listed, list_records, why, why_lines
-from tilegen.store.lookup import Difference, Found, Saved, look_up, save
+from tilegen.store.lookup import Difference, Found, Saved, dated, look_up, save
 from tilegen.store.places import Location, locations
 from tilegen.store.reach import Unreachable
 from tilegen.store.record import SCHEMA, EstimateSummary, TuningRecord, record_path, slug
@@ -20,6 +20,7 @@ __all__ = [
     "Unreachable",
     "Versions",
     "current_versions",
+    "dated",
     "list_records",
     "locations",
     "look_up",

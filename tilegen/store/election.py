@@ -3,9 +3,13 @@
 The rule, which cache/README.md explains to people:
 
 1. What was measured stands before what was not; of one machine only the last finding counts.
-2. Findings taken with the versions and template of the latest one stand before all others.
+2. Findings taken with the newest versions stand before all others. Newest is what has the highest
+   numbers, so no clock decides that; dates tell templates of one tilegen apart.
 3. Of those the fastest wins. Medians that tie with it are equal measurements: then the config that
    most machines found wins, then the first in the order of configs.
+
+A finding whose date is more than a day ahead comes from a wrong clock: it counts as older than all
+others, and its time as any other's.
 
 A joined record holds the findings it was made from, as rivals. So joining is commutative,
 associative and idempotent: stores may be merged in any order, and as often as one likes.
@@ -14,15 +18,17 @@ associative and idempotent: stores may be merged in any order, and as often as o
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache
+from typing import Any
 
 from tilegen.errors import InvalidRecord
 from tilegen.measure import tie_limit
 from tilegen.store.record import MAX_RIVALS, TuningRecord
-from tilegen.store.versions import Versions
+from tilegen.store.versions import Versions, is_credible
 
 SOFTWARE = tuple(field.name for field in fields(Versions) if field.name != "tilegen")
 """What of the versions a timing depends on; what matters of tilegen is the template's digest."""
@@ -49,8 +55,8 @@ def join(records: Iterable[TuningRecord]) -> TuningRecord:
 
 def elect(findings: Sequence[TuningRecord]) -> TuningRecord:
     """Return the winner of findings about one key, all measured or none."""
-    latest = max(findings, key=_order)
-    peers = [one for one in findings if conditions(one) == conditions(latest)]
+    newest = max(findings, key=_newness)
+    peers = [one for one in findings if conditions(one) == conditions(newest)]
     fastest = min(peers, key=_speed)
     limit = tie_limit(fastest.measurement)
     equal = [one for one in peers if (one.measurement.median_us or 0.0) <= limit]
@@ -76,7 +82,7 @@ def verdict(winner: TuningRecord, loser: TuningRecord) -> str:
     current, stored = conditions(winner), conditions(loser)
     if differs := [name for name in current if current[name] != stored[name]]:
         what = "; ".join(f"{name} {current[name]}, the other {stored[name]}" for name in differs)
-        return f"measured with the versions of the latest finding ({what})"
+        return f"measured with the newest versions ({what})"
     if won < lost and lost > tie_limit(winner.measurement):
         return f"faster ({times})"
     if winner.config == loser.config:
@@ -84,10 +90,22 @@ def verdict(winner: TuningRecord, loser: TuningRecord) -> str:
     return f"equal measurements ({times}): most machines chose it, or it is first in order"
 
 
-def _order(finding: TuningRecord) -> tuple[bool, str, int, str]:
+def _order(finding: TuningRecord) -> tuple[Any, ...]:
     """Later findings of a machine sort behind earlier ones, and what is measured behind what is
     not; the rest makes the order total."""
-    return finding.is_measured, finding.date, finding.trials, _text(finding)
+    credible = is_credible(finding.date)
+    return finding.is_measured, credible, finding.date, finding.trials, _text(finding)
+
+
+def _newness(finding: TuningRecord) -> tuple[Any, ...]:
+    """Findings with higher versions sort behind those with lower ones, tilegen's first of all."""
+    versions = [getattr(finding.versions, name) for name in ("tilegen", "triton", *SOFTWARE)]
+    return *map(_numbers, versions), *_order(finding)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """Return the numbers of a version: (2, 13, 0) for 2.13.0+cu130."""
+    return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])))
 
 
 def _speed(finding: TuningRecord) -> tuple[float, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
@@ -21,7 +22,7 @@ from tilegen.store.files import Change, Unreadable, set_aside, text_of
 from tilegen.store.places import Location, Origin, locations
 from tilegen.store.reach import Unreachable
 from tilegen.store.record import OtherSchema, TuningRecord, bucket_of, record_path
-from tilegen.store.versions import Versions
+from tilegen.store.versions import Versions, is_credible, second_after
 
 if TYPE_CHECKING:
     from tilegen.device import GpuSpec
@@ -266,6 +267,19 @@ def save(
     return Saved(
         file=location.address(record.path), written=written, wins=wins, reason=note or reason
     )
+
+
+def dated(record: TuningRecord) -> TuningRecord:
+    """Return a record that was found just now, dated behind what the own directory has of the same
+    machine: its clock may have been set back since."""
+    own = Location(str(settings().cache_dir), "own")
+    with contextlib.suppress(InvalidRecord):
+        data = places.peek(own, record.path)
+        old = () if data is None else TuningRecord.from_json(text_of(data)).findings
+        dates = [one.date for one in old if one.source == record.source and is_credible(one.date)]
+        if dates and (last := max(dates)) >= record.date:
+            return replace(record, date=second_after(last))
+    return record
 
 
 def _peek(location: Location, path: PurePosixPath, change: Change) -> str:

@@ -15,6 +15,7 @@ from tilegen.measure import POLICY, Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.store.fields import MAX_TEXT, parse_json
 from tilegen.store.record import MAX_SECONDS, config_from, date_of, measurement_from, slug
+from tilegen.store.versions import is_credible
 
 MAX_TRIALS_BYTES = 64 * 2**20
 
@@ -87,12 +88,13 @@ def parse_trial(
 
 
 def join_trials(contents: Iterable[bytes], kernel: Kernel) -> bytes:
-    """Return the lines of all files, each once, oldest first. What is no trial is left out."""
-    lines: set[tuple[str, bytes]] = set()
+    """Return the lines of all files, each once, oldest first; dates that cannot be come before all
+    others. What is no trial is left out."""
+    lines: set[tuple[bool, str, bytes]] = set()
     for content in contents:
         for line in content.split(b"\n"):
             with contextlib.suppress(InvalidRecord):  # torn by a kill, or written by others
                 if (parsed := parse_trial(line, kernel)) is not None:
                     text = json.dumps(trial_line(*parsed), allow_nan=False)
-                    lines.add((parsed[2], text.encode()))
-    return b"".join(line + b"\n" for _, line in sorted(lines))
+                    lines.add((is_credible(parsed[2]), parsed[2], text.encode()))
+    return b"".join(line + b"\n" for *_, line in sorted(lines))

@@ -21,6 +21,7 @@ from tilegen.store.places import Location
 from tilegen.store.reach import Unreachable
 from tilegen.store.record import TuningRecord
 from tilegen.store.trials import MAX_TRIALS_BYTES, parse_trial
+from tilegen.store.versions import is_credible
 
 TMP_SECONDS = 3600.0
 """A writer needs milliseconds; a temporary file so old was left by one that was killed."""
@@ -62,6 +63,8 @@ def _trouble(record: TuningRecord) -> str:
         for one in record.findings:
             if trouble := illegal(one.problem, spec, one.kernel, one.config):
                 return trouble
+    if wrong := [one.date for one in record.findings if not is_credible(one.date)]:
+        return f"date must be at most a day ahead of this machine's clock, got {wrong[0]}"
     if join([record]) != record:
         return "the winner is not the one its findings elect; merging it with anything repairs it"
     return ""

@@ -6,7 +6,7 @@ import hashlib
 import platform
 import re
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -52,7 +52,21 @@ def this_machine() -> str:
 
 def now() -> str:
     """Return the time as a record's date."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return _text(datetime.now(UTC))
+
+
+def is_credible(date: str) -> bool:
+    """Whether a record's date is at most a day ahead of this machine's clock."""
+    return date <= _text(datetime.now(UTC) + timedelta(days=1))
+
+
+def second_after(date: str) -> str:
+    """Return the date a second later than `date`."""
+    return _text(datetime.fromisoformat(date) + timedelta(seconds=1))
+
+
+def _text(when: datetime) -> str:
+    return when.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _installed(package: str) -> str:
