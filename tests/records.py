@@ -15,7 +15,7 @@ from tilegen.store.places import Origin
 
 H200 = gpu("h200")
 A100 = gpu("a100")
-PROBLEM = AttentionProblem.parse("b4 hq32 hkv8 q4096 kv4096 d128 bf16 causal")
+PROBLEM = AttentionProblem.parse("b4 hq32 hkv8 q64 kv64 d128 bf16 causal")
 VERSIONS = Versions(
     tilegen="0.1.0", torch="2.13.0+cu130", triton="3.7.1", cuda="13.0", driver="580.65.06"
 )
@@ -36,7 +36,7 @@ RECORD = TuningRecord(
     trials=64,
     seconds_spent=57.5,
     date="2026-11-21T09:30:00Z",
-    command="tilegen tune 'b4 hq32 hkv8 q4096 kv4096 d128 bf16 causal' --kernel fwd --trials 64",
+    command="tilegen tune 'b4 hq32 hkv8 q64 kv64 d128 bf16 causal' --kernel fwd --trials 64",
 )
 
 

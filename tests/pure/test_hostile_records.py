@@ -93,7 +93,7 @@ CONTENTS: dict[str, tuple[bytes, str]] = {
     "problem nonsense": (edited("problem", value="b4 'or 1=1"), "problem: "),
     "problem not canonical": (edited("problem", value=PROBLEM.key + " "), "canonical form"),
     "problem of no bucket": (
-        edited("problem", value="b3 hq32 hkv8 q4096 kv4096 d128 bf16 causal"),
+        edited("problem", value="b3 hq32 hkv8 q64 kv64 d128 bf16 causal"),
         "must be that of a bucket",
     ),
     "problem too large": (

@@ -24,9 +24,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_why_lists_the_nearest_first_with_only_what_differs(tmp_path: Path) -> None:
-    other_length = record(problem=replace(PROBLEM, seqlen_kv=8192))
-    other_lengths = record(problem=replace(PROBLEM, seqlen_q=1024, seqlen_kv=1024))
-    other_mask = record(problem=AttentionProblem.parse("b4 hq32 hkv8 q4096 d128 bf16 full"))
+    other_length = record(problem=replace(PROBLEM, seqlen_kv=128))
+    other_lengths = record(problem=replace(PROBLEM, seqlen_q=256, seqlen_kv=256))
+    other_mask = record(problem=AttentionProblem.parse("b4 hq32 hkv8 q64 d128 bf16 full"))
     other_gpu = record(gpu=A100.name, arch=A100.arch)
     other_kernel = record(kernel="bwd_dq")
     for one in (other_kernel, other_gpu, other_mask, other_lengths, other_length):
@@ -34,7 +34,7 @@ def test_why_lists_the_nearest_first_with_only_what_differs(tmp_path: Path) -> N
     report = why(PROBLEM, H200, "fwd", where=[own(tmp_path)])
     expected = [other_length, other_lengths, other_mask, other_gpu, other_kernel]
     assert expected == [entry.record for entry in report]
-    assert [str(d) for d in report[0].differences] == ["seqlen_kv: current 4096, stored 8192"]
+    assert [str(d) for d in report[0].differences] == ["seqlen_kv: current 64, stored 128"]
     assert [str(d) for d in report[3].differences] == [
         "gpu: current h200, stored a100",
         "arch: current sm_90, stored sm_80",
@@ -44,7 +44,7 @@ def test_why_lists_the_nearest_first_with_only_what_differs(tmp_path: Path) -> N
 
 def test_why_compares_with_the_bucket_and_names_soft_differences_too(tmp_path: Path) -> None:
     where = [place(tmp_path, RECORD)]
-    ragged = replace(PROBLEM, seqlen_q=4001)
+    ragged = replace(PROBLEM, seqlen_q=61)
     newer = replace(VERSIONS, triton="3.9.0")
     (entry,) = why(ragged, H200, "fwd", versions=newer, where=where)
     assert [str(d) for d in entry.differences] == ["triton: current 3.9.0, stored 3.7.1"]
@@ -59,15 +59,15 @@ def test_why_prefers_a_measured_record_among_equals(tmp_path: Path) -> None:
 
 def test_why_lines(tmp_path: Path) -> None:
     where = [place(tmp_path, record(measurement=UNMEASURED)), own(tmp_path / "empty")]
-    other = replace(PROBLEM, seqlen_q=2048)
+    other = replace(PROBLEM, seqlen_q=32)
     nearest = why(other, H200, "fwd", where=where)
     head, line = why_lines(other, H200, "fwd", nearest)
-    assert head.startswith("fwd on h200 for 'b4 hq32 hkv8 q2048 kv4096 d128 bf16 causal'")
+    assert head.startswith("fwd on h200 for 'b4 hq32 hkv8 q32 kv64 d128 bf16 causal'")
     assert line == (
-        f"  own, unmeasured  {str(tmp_path / RECORD.path)!r}: seqlen_q: current 2048, stored 4096"
+        f"  own, unmeasured  {str(tmp_path / RECORD.path)!r}: seqlen_q: current 32, stored 64"
     )
     (line,) = why_lines(other, H200, "fwd", [])
-    assert "tilegen tune 'b4 hq32 hkv8 q2048 kv4096 d128 bf16 causal' --kernel fwd" in line
+    assert "tilegen tune 'b4 hq32 hkv8 q32 kv64 d128 bf16 causal' --kernel fwd" in line
     assert why_lines(PROBLEM, H200, "fwd", why(PROBLEM, H200, "fwd", where=where))[1].endswith(
         ": this is the one"
     )

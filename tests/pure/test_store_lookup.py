@@ -101,10 +101,10 @@ def test_a_guess_of_ones_own_does_not_hide_a_measured_record(tmp_path: Path) -> 
 def test_every_length_of_a_bucket_finds_its_record(tmp_path: Path) -> None:
     where = [place(tmp_path, RECORD)]
     for text, hit in (
-        ("b3 hq32 hkv8 q2049 kv4096 d128 bf16 causal", True),
-        ("b4 hq32 hkv8 q2048 kv4096 d128 bf16 causal", False),
-        ("b4 hq32 hkv8 q4096 kv4097 d128 bf16 causal", False),
-        ("b4 hq32 hkv8 q4096 kv4096 d128 bf16 causal(bottom_right)", False),
+        ("b3 hq32 hkv8 q33 kv64 d128 bf16 causal", True),
+        ("b4 hq32 hkv8 q32 kv64 d128 bf16 causal", False),
+        ("b4 hq32 hkv8 q64 kv65 d128 bf16 causal", False),
+        ("b4 hq32 hkv8 q64 kv64 d128 bf16 causal(bottom_right)", False),
     ):
         found = look_up(AttentionProblem.parse(text), H200, "fwd", where=where)
         assert hit == (found is not None), text
@@ -124,9 +124,9 @@ HARD = {
     "gpu": record(gpu="a100"),
     "arch": record(arch="sm_80"),
     "kernel": record(kernel="bwd_dq"),
-    "seqlen_kv": record(problem=replace(PROBLEM, seqlen_kv=8192)),
+    "seqlen_kv": record(problem=replace(PROBLEM, seqlen_kv=128)),
     "dtype": record(problem=replace(PROBLEM, dtype="fp16")),
-    "mask": record(problem=AttentionProblem.parse("b4 hq32 hkv8 q4096 d128 bf16 full")),
+    "mask": record(problem=AttentionProblem.parse("b4 hq32 hkv8 q64 d128 bf16 full")),
 }
 
 

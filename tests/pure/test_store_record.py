@@ -54,7 +54,7 @@ def test_round_trip_of_every_problem(problem: AttentionProblem) -> None:
 def test_json_spells_the_key_in_clear() -> None:
     values = json.loads(RECORD.to_json())
     assert values["schema"] == 1
-    assert values["problem"] == "b4 hq32 hkv8 q4096 kv4096 d128 bf16 causal"
+    assert values["problem"] == "b4 hq32 hkv8 q64 kv64 d128 bf16 causal"
     assert values["config"] == {"block_m": 128, "block_n": 64, "num_warps": 8, "num_stages": 3}
     assert values["measurement"]["median_us"] == 398.25
     assert {"schema"} | {f.name for f in fields(TuningRecord)} == {*values, "rivals"}
@@ -132,8 +132,8 @@ def test_rivals_round_trip_and_are_about_the_same_key() -> None:
 def test_record_of_a_failure_or_of_no_bucket_is_refused() -> None:
     with pytest.raises(InvalidRecord, match="got one that is launch_failed: bad luck"):
         record(measurement=Measurement(status="launch_failed", message="bad luck"))
-    ragged = replace(PROBLEM, seqlen_q=4000)
-    with pytest.raises(InvalidRecord, match="its bucket is 'b4 hq32 hkv8 q4096"):
+    ragged = replace(PROBLEM, seqlen_q=61)
+    with pytest.raises(InvalidRecord, match="its bucket is 'b4 hq32 hkv8 q64"):
         record(problem=ragged)
 
 
@@ -186,9 +186,9 @@ def test_slug_is_readable(key: str, expected: str) -> None:
 
 
 def test_record_path() -> None:
-    expected = "h200/fwd/b4_hq32_hkv8_q4096_kv4096_d128_bf16_causal.json"
+    expected = "h200/fwd/b4_hq32_hkv8_q64_kv64_d128_bf16_causal.json"
     assert expected == str(RECORD.path)
-    other = "h200/fwd/b4_hq32_hkv8_q4096_kv4096_d128_bf16_causal.warm_l2.json"
+    other = "h200/fwd/b4_hq32_hkv8_q64_kv64_d128_bf16_causal.warm_l2.json"
     assert other == str(record(policy="warm_l2").path), "times of two policies never meet"
 
 

@@ -108,7 +108,7 @@ def test_record_says_how_it_is_known(own_cache: Path, monkeypatch: pytest.Monkey
 
 def test_a_ragged_problem_is_tuned_as_its_bucket(own_cache: Path) -> None:
     replay = Replay(SMALL)
-    ragged = AttentionProblem.parse("b3 hq32 hkv8 q4000 kv2049 d128 bf16 causal")
+    ragged = AttentionProblem.parse("b3 hq32 hkv8 q61 kv33 d128 bf16 causal")
     found = tune(
         ragged, H200, measure=replay, candidates=ranking(replay.space), space=[], progress=False
     )

@@ -27,6 +27,7 @@ from typing import Any
 
 from tilegen.errors import InvalidRecord
 from tilegen.measure import tie_limit
+from tilegen.store.floor import too_fast
 from tilegen.store.record import MAX_RIVALS, TuningRecord
 from tilegen.store.versions import Versions, is_credible
 
@@ -35,17 +36,24 @@ SOFTWARE = tuple(field.name for field in fields(Versions) if field.name != "tile
 
 
 def join(records: Iterable[TuningRecord]) -> TuningRecord:
-    """Return one record with what all of them found, the winner in front. Raises InvalidRecord if
-    they are about different things, or if there is none."""
+    """Return one record with what all of them found, the winner in front; what is too fast to be
+    true is left out. Raises InvalidRecord if they are about different things, or nothing is left.
+    """
     last: dict[str, TuningRecord] = {}
     keys: set[tuple[str, ...]] = set()
+    wrong = ""
     for record in records:
         keys.add(record.key)
         for finding in record.findings:
+            if trouble := impossible(finding):
+                wrong = trouble
+                continue
             who = finding.source or _text(finding)
             last[who] = max(last.get(who, finding), finding, key=_order)
     if len(keys) != 1:
         raise InvalidRecord(f"expected records about one key, got {sorted(keys)}")
+    if not last:
+        raise InvalidRecord(wrong)
     kept = sorted(last.values(), key=_order, reverse=True)
     measured = [one for one in kept if one.is_measured]
     kept = measured[: MAX_RIVALS + 1] or kept[:1]
@@ -63,6 +71,11 @@ def elect(findings: Sequence[TuningRecord]) -> TuningRecord:
     votes = Counter(one.config for one in equal)
     config = min(votes, key=lambda one: (-votes[one], one))
     return min((one for one in equal if one.config == config), key=_speed)
+
+
+def impossible(finding: TuningRecord) -> str:
+    """Return why nobody can have measured this; an empty text if somebody can."""
+    return too_fast(finding.measurement, finding.problem, finding.gpu, finding.kernel)
 
 
 def conditions(record: TuningRecord) -> dict[str, str]:

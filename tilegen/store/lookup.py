@@ -17,7 +17,7 @@ from tilegen.measure import POLICY, one_line
 from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
 from tilegen.store import places
-from tilegen.store.election import conditions, elect, join, verdict
+from tilegen.store.election import conditions, elect, impossible, join, verdict
 from tilegen.store.files import Change, Unreadable, set_aside, text_of
 from tilegen.store.places import Location, Origin, locations
 from tilegen.store.reach import Unreachable
@@ -147,7 +147,8 @@ class _Asked:
             if wrong := identity(self.problem, gpu, self.kernel, record):
                 say_once(f"record {file!r} is about something else ({joined(wrong)}); passed over")
                 continue
-            findings = record.findings
+            if not (findings := self._possible(record, file)):
+                continue
             record = self._best_of(findings)
             if trouble := illegal(self.problem, runs_on, self.kernel, record.config):
                 say_once(f"record {file!r} passed over: {trouble}")
@@ -165,6 +166,14 @@ class _Asked:
                 borrowed=borrowed,
                 others=tuple(one for one in findings if one is not record),
             )
+
+    def _possible(self, record: TuningRecord, file: str) -> tuple[TuningRecord, ...]:
+        """Return the findings that somebody can have measured, a winner in front."""
+        troubles = {one: impossible(one) for one in record.findings}
+        if wrong := next(filter(None, troubles.values()), ""):
+            say_once(f"record {file!r}, finding passed over: {wrong}")
+        left = tuple(one for one in record.findings if not troubles[one])
+        return join(left).findings if left and wrong else left
 
     def _best_of(self, findings: Sequence[TuningRecord]) -> TuningRecord:
         """Return the finding to use: under the present conditions, if there is one."""
@@ -247,6 +256,8 @@ def save(
             f"a record must read back as it was written; this one does not: {record}"
         )
     location = location or Location(str(settings().cache_dir), "own")
+    if trouble := impossible(record):
+        raise InvalidRecord(f"{record.kernel} for '{record.problem}': {trouble}")
     result: tuple[bool, bool, str] | None = None
 
     def change(data: bytes | None) -> bytes | None:

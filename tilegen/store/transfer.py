@@ -90,7 +90,7 @@ def put(
     """Join one record with what `target` holds; `alone` leaves the rivals out."""
     try:
         saved = save(record, location=target, dry_run=dry_run, alone=alone)
-    except OtherTilegen as error:
+    except (OtherTilegen, InvalidRecord) as error:
         where = target.address(record.path)
         return Moved(file=where, action="refused", reason=one_line(error))
     action: Action = "changed" if saved.written else "same"

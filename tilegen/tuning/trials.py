@@ -14,6 +14,7 @@ from tilegen.errors import InvalidRecord, Unsupported
 from tilegen.measure import one_line
 from tilegen.problem import AttentionProblem
 from tilegen.store.files import only_writer
+from tilegen.store.floor import too_fast
 from tilegen.store.places import Location, read_trials
 from tilegen.store.trials import Conditions, Trial, parse_trial, trial_line, trials_path
 from tilegen.store.versions import now
@@ -46,6 +47,7 @@ class TrialLog:
         self.file = cache_dir / self._path
         self._others = others
         self._own = Location(str(cache_dir), "own")
+        self._gpu, self._problem = gpu, problem.bucket
         self._kernel: Kernel = kernel
         self._conditions = conditions
 
@@ -78,8 +80,12 @@ class TrialLog:
 
     def _parse(self, line: bytes) -> Trial | None:
         """Return the trial of a line, None for one under other conditions. Raises InvalidRecord."""
-        parsed = parse_trial(line, self._kernel, self._conditions)
-        return None if parsed is None else parsed[0]
+        if (parsed := parse_trial(line, self._kernel, self._conditions)) is None:
+            return None
+        trial = parsed[0]
+        if trouble := too_fast(trial.measurement, self._problem, self._gpu, self._kernel):
+            raise InvalidRecord(trouble)
+        return trial
 
 
 def append_line(path: Path, values: dict[str, Any]) -> None:

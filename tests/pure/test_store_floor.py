@@ -1,0 +1,132 @@
+"""Times that no launch can have: refused by name, and nobody's work is lost with them."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.problems import PROBLEMS
+from tests.records import H200, RECORD, own, place, record, timed
+from tilegen.device import gpu
+from tilegen.disk import say_once
+from tilegen.errors import InvalidRecord
+from tilegen.families import kernels_of
+from tilegen.problem import AttentionProblem
+from tilegen.propose import propose
+from tilegen.store import TuningRecord, look_up, save
+from tilegen.store.floor import ALLOWED, too_fast
+from tilegen.store.transfer import merge
+from tilegen.store.trials import Conditions, Trial, trial_line
+from tilegen.store.upkeep import check
+from tilegen.tuning.trials import TrialLog
+
+PROBLEM = AttentionProblem.parse("b4 hq32 hkv8 q4096 d128 bf16 causal")
+FORGED = record(problem=PROBLEM, us=0.01, source="ff")
+HONEST = record(problem=PROBLEM, us=900.0, source="aa")
+WHY = "median_us must be at least 417, since h200 at its peaks takes 556 us"
+
+
+@pytest.fixture(autouse=True)
+def _say_everything(caplog: pytest.LogCaptureFixture) -> None:
+    say_once.cache_clear()
+    caplog.set_level(logging.INFO, logger="tilegen")
+
+
+def found_in(folder: Path) -> TuningRecord | None:
+    found = look_up(PROBLEM, H200, "fwd", where=[own(folder)])
+    return found and found.record
+
+
+def test_a_forged_record_is_passed_over_by_name(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    where = place(tmp_path, FORGED)
+    file = tmp_path / FORGED.path
+    for _ in range(3):
+        assert found_in(tmp_path) is None
+    (warning,) = caplog.messages
+    assert str(file) in warning
+    assert WHY in warning
+    assert file.exists()
+    (one,) = check([where])
+    assert WHY in one.trouble
+
+
+def test_a_forged_finding_hides_no_honest_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    place(tmp_path / "first", replace(FORGED, rivals=(HONEST,)))
+    assert found_in(tmp_path / "first") == HONEST
+    place(tmp_path / "last", replace(HONEST, rivals=(FORGED,)))
+    assert found_in(tmp_path / "last") == HONEST
+    for folder in ("first", "last"):
+        save(record(problem=PROBLEM, us=890.0, source="bb"), location=own(tmp_path / folder))
+        there = TuningRecord.from_json((tmp_path / folder / FORGED.path).read_text())
+        assert [one.measurement.median_us for one in there.findings] == [890.0, 900.0]
+
+
+def test_a_forged_record_is_not_saved_and_the_rest_is_merged(tmp_path: Path) -> None:
+    with pytest.raises(InvalidRecord, match=WHY):
+        save(FORGED, location=own(tmp_path / "mine"))
+    source = place(tmp_path / "theirs", FORGED)
+    place(tmp_path / "theirs", RECORD)
+    moved = {one.action: one.reason for one in merge([source], own(tmp_path / "mine"))}
+    assert set(moved) == {"added", "refused"}
+    assert WHY in moved["refused"]
+    assert found_in(tmp_path / "mine") is None
+
+
+def test_a_forged_trial_is_a_bad_line(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    conditions = Conditions(
+        problem=PROBLEM.key, arch="sm_90", triton="3", driver="5", template_digest="a"
+    )
+    log = TrialLog(tmp_path, "h200", "fwd", PROBLEM, conditions)
+    log.append(Trial(config=RECORD.config, measurement=HONEST.measurement))
+    forged = Trial(config=RECORD.config, measurement=FORGED.measurement)
+    with log.file.open("a") as file:
+        file.write(json.dumps(trial_line(forged, conditions, RECORD.date)) + "\n")
+    assert [one.measurement for one in log.read().values()] == [HONEST.measurement]
+    (warning,) = caplog.messages
+    assert "passed over 1 bad lines, first line 2: " + WHY in warning
+
+
+@pytest.mark.parametrize(
+    "problem, kernel, floor",
+    [
+        # 4 x 32 heads x 1024 x 1025 / 2 entries x 2 products x 128 multiply-adds at 989 Tflop/s
+        ("b4 hq32 q1024 d128 bf16 causal", "fwd", 1e6 * 4 * 32 * 524_800 * 4 * 128 / 989e12),
+        # one row a sequence: 2 x 4 x 8 x 8192 x 128 words of keys and values at 4.8 TB/s
+        ("b4 hq32 hkv8 q1 kv8192 d128 bf16", "fwd", 1e6 * 2 * 4 * 8 * 8192 * 128 * 2 / 4.8e12),
+        ("b1 hq8 q4096 d64 fp16", "bwd_preprocess", 1e6 * 2 * 8 * 4096 * 64 * 2 / 4.8e12),
+        (
+            "b1 hq8 q4096 d64 fp32",
+            "bwd_dkdv",
+            1e6 * 2 * 8 * 4096**2 * 4 * 64 / H200.vector_flops_32,
+        ),
+    ],
+)
+def test_floor_is_bytes_over_bandwidth_or_products_over_peak(
+    problem: str, kernel: str, floor: float
+) -> None:
+    parsed = AttentionProblem.parse(problem)
+    which: dict = {"problem": parsed, "gpu": "h200", "kernel": kernel}
+    assert too_fast(timed(ALLOWED * floor * 0.98), **which)
+    assert not too_fast(timed(ALLOWED * floor * 1.02), **which)
+
+
+@pytest.mark.parametrize("name", ["h200", "t4", "b200", "mi300x"])
+def test_nothing_that_the_model_predicts_is_impossible(name: str) -> None:
+    spec = gpu(name)
+    for problem in PROBLEMS[::4]:
+        for kernel in kernels_of(problem, spec):
+            best = propose(problem, spec, kernel=kernel, top=1)[0].estimate
+            trouble = too_fast(timed(1e6 * best.seconds), problem, name, kernel)
+            assert not trouble, f"{kernel} for '{problem}' on {name}: {trouble}"
+
+
+def test_of_an_unknown_gpu_nothing_is_known() -> None:
+    assert not too_fast(timed(0.01), PROBLEM, "h20", "fwd")

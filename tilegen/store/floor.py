@@ -1,0 +1,93 @@
+"""The time below which no launch can lie: a record that claims less is a mistake, or a forgery."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from tilegen.config import Kernel
+from tilegen.measure import Measurement
+from tilegen.problem import AttentionProblem
+
+if TYPE_CHECKING:
+    from tilegen.device import GpuSpec
+
+ALLOWED = 0.75
+"""Part of the floor that a median may have: some boards run faster than the catalogue says."""
+
+
+class _Work(NamedTuple):
+    """What a kernel cannot do without, in widths of head dims (d_qk, d_v)."""
+
+    rows: tuple[int, int]
+    """Words that it reads of each query row which keeps anything."""
+    columns: tuple[int, int]
+    """Words that it reads of each key-value row which anybody keeps."""
+    products: tuple[int, int]
+    """Multiply-adds for each entry of the scores that is kept."""
+
+
+_FORWARD = _Work((1, 0), (1, 1), (1, 1))
+_WORK: dict[Kernel, _Work] = {
+    "fwd": _FORWARD,
+    "fwd_streamed": _FORWARD,
+    "fwd_scores": _Work((1, 0), (1, 0), (1, 0)),
+    "fwd_values": _Work((0, 0), (0, 1), (0, 1)),
+    "bwd_preprocess": _Work((0, 2), (0, 0), (0, 0)),
+    "bwd_dkdv": _Work((1, 1), (1, 1), (2, 2)),
+    "bwd_dq": _Work((1, 1), (1, 1), (2, 1)),
+    "bwd_scores": _Work((1, 1), (1, 1), (1, 1)),
+    "bwd_columns": _Work((1, 1), (0, 0), (1, 1)),
+    "bwd_rows": _Work((0, 0), (1, 0), (1, 0)),
+}
+
+
+def too_fast(measurement: Measurement, problem: AttentionProblem, gpu: str, kernel: Kernel) -> str:
+    """Return why no launch can have this median, an empty text if one can, as far as is known."""
+    median = measurement.median_us
+    # Most masks need not be counted: what is slow enough without one is so with it.
+    if median is None or median >= ALLOWED * _floor_us(problem, gpu, kernel, masked=False):
+        return ""
+    least = _floor_us(problem, gpu, kernel, masked=True)
+    if median >= ALLOWED * least:
+        return ""
+    return (
+        f"median_us must be at least {_us(ALLOWED * least)}, since {gpu} at its peaks takes "
+        f"{_us(least)} us for the bytes and products of {kernel}; got {median:g}"
+    )
+
+
+@lru_cache(maxsize=4096)
+def _floor_us(problem: AttentionProblem, gpu: str, kernel: Kernel, *, masked: bool) -> float:
+    """Return the microseconds that a launch takes at least; 0 for a GPU of no catalogue."""
+    if (spec := _catalogued(gpu)) is None:
+        return 0.0
+    work, e = _WORK[kernel], problem.element_bytes
+    rows, columns = problem.seqlen_q, problem.seqlen_kv
+    entries = rows * columns
+    if masked:
+        from tilegen.model.bounds import mask_size  # loads SymPy
+
+        size = mask_size(problem.mask, rows, columns)
+        rows, columns, entries = size.rows, size.columns, size.entries
+    heads, groups = problem.batch * problem.num_heads_q, problem.batch * problem.num_heads_kv
+    # What is written may stay in L2; what is read was cleared from it.
+    words = heads * rows * _width(problem, work.rows)
+    words += groups * columns * _width(problem, work.columns)
+    flops = 2 * heads * entries * _width(problem, work.products)
+    peak = spec.vector_flops_32 if problem.dtype == "fp32" else spec.tensor_flops_16
+    return 1e6 * max(words * e / spec.dram_bandwidth, flops / peak)
+
+
+def _us(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _width(problem: AttentionProblem, times: tuple[int, int]) -> int:
+    return times[0] * problem.head_dim_qk + times[1] * problem.head_dim_v
+
+
+def _catalogued(name: str) -> GpuSpec | None:
+    from tilegen.device import catalogue
+
+    return next((spec for spec in catalogue() if spec.name == name), None)
