@@ -55,8 +55,7 @@ def untuned(wanted: Sequence[Job], spec: GpuSpec) -> list[Job]:
     return [
         (problem, kernel)
         for problem, kernel in wanted
-        if (found := look_up(problem, spec, kernel, where=own, borrow=False)) is None
-        or not found.record.is_measured
+        if look_up(problem, spec, kernel, where=own, borrow=False) is None
     ]
 
 

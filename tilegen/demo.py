@@ -42,7 +42,6 @@ class Demo:
             "render": self._render,
             "build": self._build,
             "verify": self._verify,
-            "store": self._store,
         }
 
         def on_stage(name: str, value: Any) -> None:
@@ -60,16 +59,24 @@ class Demo:
             "gpu": spec.name,
             "measured": here is not None,
             "records": {
-                kernel: str(settings().cache_dir / o.record.path) for kernel, o in results.items()
+                kernel: str(settings().cache_dir / outcome.record.path)
+                for kernel, outcome in results.items()
+                if outcome.record is not None
             },
-            "configs": {kernel: outcome.record.config.key for kernel, outcome in results.items()},
+            "configs": {
+                kernel: (outcome.record or outcome.chosen).config.key
+                for kernel, outcome in results.items()
+            },
         }
         if here:
             summary["forward_us"] = self.compare(problem)
         else:
             self._heading("next")
-            self.say("on a machine with a GPU, the same command tunes these kernels, then compares")
-            self.say("them with PyTorch's; see more of the choice: tilegen explain")
+            self.say("no record was made, since nothing was measured; on a machine with a GPU the")
+            self.say(
+                "same command tunes these kernels, then compares them with PyTorch's; see more"
+            )
+            self.say("of the choice: tilegen explain")
         return summary
 
     def _heading(self, text: str) -> None:
@@ -112,12 +119,6 @@ class Demo:
         self._heading("verify: against an fp64 reference, at most twice PyTorch's own error")
         for check in checks:
             self.say(str(check))
-
-    def _store(self, saved: dict[Kernel, Any]) -> None:
-        self._heading("store: one record per kernel")
-        for kernel, one in saved.items():
-            self.say(f"{kernel:15}{one.file}")
-            self.say(f"{'':15}{'written' if one.written else 'left as it was'}: {one.reason}")
 
     def compare(self, problem: AttentionProblem, device: str = "cuda") -> dict[str, float | None]:
         """Return the median of each of tilegen, SDPA and FlexAttention in us; None where it was not

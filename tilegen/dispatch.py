@@ -190,7 +190,7 @@ def choose(
         strict=deterministic,
     )
     may_tune = may_tune and settings().tune and not deterministic
-    if may_tune and (found is None or not found.is_measured):
+    if may_tune and (found is None or found.borrowed):
         from tilegen.tune import tune
 
         try:

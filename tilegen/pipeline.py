@@ -8,22 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from tilegen.build import CompiledKernel, compile_many, first_that_fits
 from tilegen.config import Kernel, TileConfig
-from tilegen.emitted import RenderedKernel, template_digest
+from tilegen.disk import log
+from tilegen.emitted import RenderedKernel
 from tilegen.errors import BuildFailed
 from tilegen.families import kernels_of
-from tilegen.measure import Measurement
 from tilegen.model.estimate import Candidate
 from tilegen.problem import AttentionProblem
 from tilegen.propose import propose
 from tilegen.render import render
-from tilegen.store import (
-    EstimateSummary,
-    TuningRecord,
-    current_versions,
-    now,
-    save,
-    this_machine,
-)
+from tilegen.store import TuningRecord
 from tilegen.tune import tune
 from tilegen.verify import Check, reduced, require, verify_anywhere
 
@@ -40,7 +33,8 @@ class Outcome:
     candidates: Sequence[Candidate]
     built: Built
     chosen: Candidate
-    record: TuningRecord
+    record: TuningRecord | None
+    """None where nobody has measured: the model's choice is no finding, and is not kept."""
 
 
 def run(
@@ -53,8 +47,8 @@ def run(
 ) -> dict[Kernel, Outcome]:
     """Return, for forward and backward, the kernels to use; each has been compiled and verified.
 
-    `tune_seconds` per kernel are spent on the GPU at hand; None writes the model's choice down as
-    unmeasured. `on_stage(name, value)` is told what each stage made.
+    `tune_seconds` per kernel are spent on the GPU at hand; with None the model's choice is a line
+    of the log. `on_stage(name, value)` is told what each stage made.
     """
     # AttentionProblem, GpuSpec -> [Kernel]
     kernels: tuple[Kernel, ...] = kernels_of(problem, gpu)
@@ -92,25 +86,21 @@ def run(
     on_stage("verify", checks)
     require(checks)
 
-    # Candidate -> TuningRecord, which `tune` also saves
-    records: dict[Kernel, TuningRecord] = {
-        kernel: tune(problem, gpu, kernel=kernel, seconds=tune_seconds)
-        if tune_seconds
-        else unmeasured(problem, gpu, candidate)
-        for kernel, candidate in chosen.items()
-    }
+    # Candidate -> TuningRecord -> JSON
+    records: dict[Kernel, TuningRecord] = {}
+    for kernel, candidate in chosen.items():
+        if tune_seconds:
+            records[kernel] = tune(problem, gpu, kernel=kernel, seconds=tune_seconds)
+        else:
+            log.info("%s for '%s': %s, the model's choice", kernel, problem, candidate.config.key)
     on_stage("tune", records)
-
-    # TuningRecord -> JSON
-    if not tune_seconds:
-        on_stage("store", {kernel: save(record) for kernel, record in records.items()})
 
     return {
         kernel: Outcome(
             candidates=candidates[kernel],
             built=built[kernel],
             chosen=chosen[kernel],
-            record=records[kernel],
+            record=records.get(kernel),
         )
         for kernel in kernels
     }
@@ -125,21 +115,3 @@ def choose(built: Built, gpu: GpuSpec) -> Candidate:
 def configs(chosen: dict[Kernel, Candidate]) -> dict[Kernel, TileConfig]:
     """Return the config of each kernel's candidate."""
     return {kernel: candidate.config for kernel, candidate in chosen.items()}
-
-
-def unmeasured(problem: AttentionProblem, gpu: GpuSpec, candidate: Candidate) -> TuningRecord:
-    """Return a record of the model's choice, marked as never timed."""
-    return TuningRecord(
-        gpu=gpu.name,
-        arch=gpu.arch,
-        kernel=candidate.kernel,
-        problem=problem.bucket,
-        config=candidate.config,
-        measurement=Measurement(status="unmeasured"),
-        estimate=EstimateSummary.of(candidate.estimate),
-        versions=current_versions(),
-        template_digest=template_digest(candidate.kernel),
-        source=this_machine(),
-        date=now(),
-        command=f"tilegen tune '{problem.bucket}' --kernel {candidate.kernel}",
-    )

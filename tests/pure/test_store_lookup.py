@@ -85,7 +85,9 @@ def test_order_of_locations(tmp_path: Path) -> None:
     assert look_up(PROBLEM, H200, "fwd", where=where) is None
 
 
-def test_a_guess_of_ones_own_does_not_hide_a_measured_record(tmp_path: Path) -> None:
+def test_what_nobody_has_measured_is_not_found(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     guess = record(measurement=UNMEASURED)
     mine = place(tmp_path / "own", guess, "own")
     shared = place(tmp_path / "shared", guess, "shared")
@@ -93,9 +95,11 @@ def test_a_guess_of_ones_own_does_not_hide_a_measured_record(tmp_path: Path) -> 
     found = look_up(PROBLEM, H200, "fwd", where=[mine, shared, shipped])
     assert found is not None
     assert found.origin == "shipped"
-    found = look_up(PROBLEM, H200, "fwd", where=[mine, shared])
-    assert found is not None
-    assert found.origin == "own"
+    caplog.clear()
+    say_once.cache_clear()
+    assert look_up(PROBLEM, H200, "fwd", where=[mine, shared]) is None
+    assert len(caplog.messages) == 2
+    assert all("nobody has measured it" in message for message in caplog.messages)
 
 
 def test_every_length_of_a_bucket_finds_its_record(tmp_path: Path) -> None:
@@ -236,7 +240,7 @@ def test_without_a_record_of_its_own_a_gpu_borrows_from_the_nearest_of_its_archi
     for _ in range(3):
         found = look_up(PROBLEM, H200, "fwd", where=[own(tmp_path)])
         assert found is not None
-        assert (found.record.gpu, found.borrowed, found.is_measured) == ("h100", True, False)
+        assert (found.record.gpu, found.borrowed) == ("h100", True)
         assert [str(one) for one in found.differences] == ["gpu: current h200, stored h100"]
         assert str(found) == f"{found.file}, borrowed from h100"
     (message,) = caplog.messages
@@ -245,12 +249,10 @@ def test_without_a_record_of_its_own_a_gpu_borrows_from_the_nearest_of_its_archi
     assert look_up(PROBLEM, gpu("l4"), "fwd", where=[own(tmp_path)]) is None
 
 
-def test_order_of_own_borrowed_and_guessed(tmp_path: Path) -> None:
+def test_order_of_own_and_borrowed(tmp_path: Path) -> None:
     guess = place(tmp_path / "own", record(measurement=UNMEASURED), "own")
     other_guess = place(tmp_path / "own", record(gpu="h100-pcie", measurement=UNMEASURED), "own")
-    found = look_up(PROBLEM, H200, "fwd", where=[guess, other_guess])
-    assert found is not None
-    assert (found.record.gpu, found.record.is_measured) == ("h200", False)
+    assert look_up(PROBLEM, H200, "fwd", where=[guess, other_guess]) is None
     borrowed = place(tmp_path / "shared", record(gpu="h100"), "shared")
     found = look_up(PROBLEM, H200, "fwd", where=[guess, borrowed])
     assert found is not None

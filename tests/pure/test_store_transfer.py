@@ -160,6 +160,23 @@ def test_only_what_is_wanted(tmp_path: Path, wanted: Wanted, names: set[str]) ->
 # Export and import
 
 
+def test_what_nobody_has_measured_does_not_travel(tmp_path: Path) -> None:
+    guess = record(kernel="bwd_dq", measurement=UNMEASURED)
+    mine, there = place(tmp_path / "mine", guess), own(tmp_path / "there")
+    file = tmp_path / "winners.jsonl"
+    moved = [*merge([mine], there), *promote([mine], there), *export([mine], file)]
+    assert {(one.action, one.reason) for one in moved} == {
+        ("refused", "nobody has measured it, so the model at hand chooses")
+    }
+    assert files(tmp_path / "there") == {}
+    assert len(file.read_text().splitlines()) == 1, "the head of an export alone"
+    (checked,) = check([mine])
+    assert "nobody has measured it" in checked.trouble
+    measured = record(kernel="bwd_dq")
+    assert save(measured, location=mine).wins
+    assert files(tmp_path / "mine") == {str(measured.path): measured.to_json().encode()}
+
+
 def test_export_then_import_is_a_merge(tmp_path: Path) -> None:
     a, b = (tuned_apart(tmp_path / name, seed) for seed, name in enumerate("ab"))
     list(merge([a, b], own(tmp_path / "all")))

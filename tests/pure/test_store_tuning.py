@@ -10,8 +10,10 @@ import pytest
 from benchmarks import rows, store
 from tests.records import H200, PROBLEM, own, timed
 from tests.replay import TABLE, Replay, ranking, run
+from tilegen import pipeline
 from tilegen.config import TileConfig
 from tilegen.measure import Measurement
+from tilegen.problem import AttentionProblem
 from tilegen.store import Location, TuningRecord, look_up
 from tilegen.store.transfer import merge
 from tilegen.store.trials import Conditions, Trial, join_trials, trial_line
@@ -153,3 +155,17 @@ def test_benchmark_gives_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     for problem in store.problems(3):
         one = store.record(problem)
         assert TuningRecord.from_json(one.to_json()) == one
+
+
+def test_the_choice_of_the_model_is_a_line_of_the_log_and_no_record(
+    own_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(pipeline, "compile_many", lambda kernels, _: [(k, None) for k in kernels])
+    monkeypatch.setattr(pipeline, "choose", lambda built, _: built[0][0])
+    monkeypatch.setattr(pipeline, "verify_anywhere", lambda *_: ())
+    problem = AttentionProblem.parse("hq1 q64 d64 bf16")
+    results = pipeline.run(problem, H200, top=1)
+    assert {outcome.record for outcome in results.values()} == {None}
+    assert not own_cache.exists()
+    for kernel, outcome in results.items():
+        assert f"{kernel} for '{problem}': {outcome.chosen.config.key}, the model's" in caplog.text

@@ -2,7 +2,7 @@
 
 The rule, which cache/README.md explains to people:
 
-1. What was measured stands before what was not; of one machine only the last finding counts.
+1. Of one machine only the last finding counts.
 2. Findings taken with the newest versions stand before all others. Newest is what has the highest
    numbers, so no clock decides that; dates tell templates of one tilegen apart.
 3. Of those the fastest wins. Medians that tie with it are equal measurements: then the config that
@@ -36,8 +36,8 @@ SOFTWARE = tuple(field.name for field in fields(Versions) if field.name != "tile
 
 
 def join(records: Iterable[TuningRecord]) -> TuningRecord:
-    """Return one record with what all of them found, the winner in front; what is too fast to be
-    true is left out. Raises InvalidRecord if they are about different things, or nothing is left.
+    """Return one record with what all of them found, the winner in front; what is no finding is
+    left out. Raises InvalidRecord if they are about different things, or nothing is left.
     """
     last: dict[str, TuningRecord] = {}
     keys: set[tuple[str, ...]] = set()
@@ -45,7 +45,7 @@ def join(records: Iterable[TuningRecord]) -> TuningRecord:
     for record in records:
         keys.add(record.key)
         for finding in record.findings:
-            if trouble := impossible(finding):
+            if trouble := no_finding(finding):
                 wrong = trouble
                 continue
             who = finding.source or _text(finding)
@@ -54,15 +54,13 @@ def join(records: Iterable[TuningRecord]) -> TuningRecord:
         raise InvalidRecord(f"expected records about one key, got {sorted(keys)}")
     if not last:
         raise InvalidRecord(wrong)
-    kept = sorted(last.values(), key=_order, reverse=True)
-    measured = [one for one in kept if one.is_measured]
-    kept = measured[: MAX_RIVALS + 1] or kept[:1]
+    kept = sorted(last.values(), key=_order, reverse=True)[: MAX_RIVALS + 1]
     winner = elect(kept)
     return replace(winner, rivals=tuple(one for one in kept if one is not winner))
 
 
 def elect(findings: Sequence[TuningRecord]) -> TuningRecord:
-    """Return the winner of findings about one key, all measured or none."""
+    """Return the winner of findings about one key."""
     newest = max(findings, key=_newness)
     peers = [one for one in findings if conditions(one) == conditions(newest)]
     fastest = min(peers, key=_speed)
@@ -73,8 +71,11 @@ def elect(findings: Sequence[TuningRecord]) -> TuningRecord:
     return min((one for one in equal if one.config == config), key=_speed)
 
 
-def impossible(finding: TuningRecord) -> str:
-    """Return why nobody can have measured this; an empty text if somebody can."""
+def no_finding(finding: TuningRecord) -> str:
+    """Return why a record is none: nobody has measured it, or nobody can have. An empty text if it
+    is one."""
+    if not finding.is_measured:
+        return "nobody has measured it, so the model at hand chooses"
     return too_fast(finding.measurement, finding.problem, finding.gpu, finding.kernel)
 
 
@@ -86,8 +87,8 @@ def conditions(record: TuningRecord) -> dict[str, str]:
 
 def verdict(winner: TuningRecord, loser: TuningRecord) -> str:
     """Return why `winner` stands before `loser`, both findings about one key."""
-    if not loser.is_measured:
-        return "the other was not measured"
+    if trouble := no_finding(loser):
+        return f"the other is no finding: {trouble}"
     won, lost = winner.measurement.median_us or 0.0, loser.measurement.median_us or 0.0
     times = f"{won:g} us, the other {lost:g} us"
     if winner.source and winner.source == loser.source:
@@ -104,10 +105,8 @@ def verdict(winner: TuningRecord, loser: TuningRecord) -> str:
 
 
 def _order(finding: TuningRecord) -> tuple[Any, ...]:
-    """Later findings of a machine sort behind earlier ones, and what is measured behind what is
-    not; the rest makes the order total."""
-    credible = is_credible(finding.date)
-    return finding.is_measured, credible, finding.date, finding.trials, _text(finding)
+    """Later findings of a machine sort behind earlier ones; the rest makes the order total."""
+    return is_credible(finding.date), finding.date, finding.trials, _text(finding)
 
 
 def _newness(finding: TuningRecord) -> tuple[Any, ...]:

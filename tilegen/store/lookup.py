@@ -17,7 +17,7 @@ from tilegen.measure import POLICY, one_line
 from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
 from tilegen.store import places
-from tilegen.store.election import conditions, elect, impossible, join, verdict
+from tilegen.store.election import conditions, elect, join, no_finding, verdict
 from tilegen.store.files import Change, Unreadable, set_aside, text_of
 from tilegen.store.places import Location, Origin, locations
 from tilegen.store.reach import Unreachable
@@ -58,11 +58,6 @@ class Found:
     others: tuple[TuningRecord, ...] = ()
     """From `look_up`: what other machines found, before which `record` stands."""
 
-    @property
-    def is_measured(self) -> bool:
-        """Whether its config was timed on the GPU model that was asked for."""
-        return self.record.is_measured and not self.borrowed
-
     def __str__(self) -> str:
         return f"{self.file}, borrowed from {self.record.gpu}" if self.borrowed else self.file
 
@@ -97,26 +92,16 @@ def look_up(
     """Return the record to use for a problem, or None: then ask the model.
 
     The first location with a measured record wins. Without one, unless `borrow` is false, that of
-    the nearest GPU of the same architecture does; then a choice that nobody has measured. What
-    cannot be used is passed over with one warning each. With `strict` shared locations are read
+    the nearest GPU of the same architecture does. What cannot be used is passed over with one
+    warning each. With `strict` shared locations are read
     anew, and one that does not answer raises Unreachable.
     """
     asked = _Asked(problem, kernel, versions or Versions(), template_digest, strict)
     where = locations() if where is None else where
-    best: Found | None = None
-    for found in asked.all(gpu, gpu, where):
-        if found.record.is_measured:
-            best = found
-            break
-        best = best or found
-    if borrow and (best is None or not best.record.is_measured):
-        others = (
-            found
-            for other in like(gpu)
-            for found in asked.all(other, gpu, where)
-            if found.record.is_measured
-        )
-        best = next(others, best)
+    best = next(asked.all(gpu, gpu, where), None)
+    if best is None and borrow:
+        others = (found for other in like(gpu) for found in asked.all(other, gpu, where))
+        best = next(others, None)
     if best is not None and best.borrowed:
         say_once(f"no measured record for {gpu.name}: record {best.file!r} is borrowed")
     elif best is not None and best.differences:
@@ -168,10 +153,10 @@ class _Asked:
             )
 
     def _possible(self, record: TuningRecord, file: str) -> tuple[TuningRecord, ...]:
-        """Return the findings that somebody can have measured, a winner in front."""
-        troubles = {one: impossible(one) for one in record.findings}
+        """Return what of a record somebody has measured, a winner in front."""
+        troubles = {one: no_finding(one) for one in record.findings}
         if wrong := next(filter(None, troubles.values()), ""):
-            say_once(f"record {file!r}, finding passed over: {wrong}")
+            say_once(f"record {file!r}: a finding is passed over: {wrong}")
         left = tuple(one for one in record.findings if not troubles[one])
         return join(left).findings if left and wrong else left
 
@@ -180,11 +165,7 @@ class _Asked:
         winner, *rivals = findings
         if not rivals or not soft(self.versions, self.template_digest, winner):
             return winner
-        alike = [
-            one
-            for one in rivals
-            if one.is_measured and not soft(self.versions, self.template_digest, one)
-        ]
+        alike = [one for one in rivals if not soft(self.versions, self.template_digest, one)]
         return elect(alike) if alike else winner
 
     def _usable(self, path: PurePosixPath, location: Location) -> TuningRecord | None:
@@ -248,16 +229,15 @@ def save(
     """Join a record with what is in the own directory (or `location`), by the rule of `election`.
 
     Raises Unsupported when it cannot be written, OtherTilegen when a record of another schema is
-    there. With `dry_run` says what would happen; with
-    `alone` keeps the winner without its rivals.
+    there, InvalidRecord when nothing of it is a finding. With `dry_run` says what would happen;
+    with `alone` keeps the winner without its rivals.
     """
     if TuningRecord.from_json(record.to_json()) != record:
         raise InvalidRecord(
             f"a record must read back as it was written; this one does not: {record}"
         )
     location = location or Location(str(settings().cache_dir), "own")
-    if trouble := impossible(record):
-        raise InvalidRecord(f"{record.kernel} for '{record.problem}': {trouble}")
+    record = join([record])
     result: tuple[bool, bool, str] | None = None
 
     def change(data: bytes | None) -> bytes | None:

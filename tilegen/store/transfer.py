@@ -14,7 +14,7 @@ from tilegen.disk import write_whole
 from tilegen.errors import InvalidRecord, TilegenError, Unsupported
 from tilegen.measure import one_line
 from tilegen.store import places
-from tilegen.store.election import join
+from tilegen.store.election import join, no_finding
 from tilegen.store.fields import parse_json
 from tilegen.store.files import text_of
 from tilegen.store.listing import list_records
@@ -130,10 +130,7 @@ def promote(
         record = listed.record
         if record is None or listed.trouble or not wanted.has(slug(record.gpu), record.kernel):
             continue
-        if record.is_measured:
-            yield put(record, target, dry_run=dry_run, alone=True)
-        else:
-            yield Moved(file=listed.file, action="refused", reason="nobody has measured it")
+        yield put(record, target, dry_run=dry_run, alone=True)
 
 
 def export(
@@ -143,9 +140,10 @@ def export(
     records: dict[str, TuningRecord] = {}
     moved: list[Moved] = []
     for listed in list_records(sources):
-        if (record := listed.record) is None or listed.trouble:
-            moved.append(Moved(file=listed.file, action="refused", reason=listed.trouble))
-        elif wanted.has(slug(record.gpu), record.kernel):
+        record = listed.record
+        if trouble := listed.trouble or (no_finding(record) if record else ""):
+            moved.append(Moved(file=listed.file, action="refused", reason=trouble))
+        elif record and wanted.has(slug(record.gpu), record.kernel):
             known = records.get(listed.name)
             if known is not None and known.key != record.key:
                 reason = f"another location has one about {known.key} at its place"

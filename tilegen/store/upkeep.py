@@ -14,7 +14,7 @@ from tilegen.device import catalogue
 from tilegen.errors import InvalidRecord, TilegenError, Unsupported
 from tilegen.measure import one_line
 from tilegen.store import places
-from tilegen.store.election import impossible, join
+from tilegen.store.election import join, no_finding
 from tilegen.store.listing import Listed, list_records
 from tilegen.store.lookup import illegal
 from tilegen.store.places import Location
@@ -63,7 +63,7 @@ def _trouble(record: TuningRecord) -> str:
         for one in record.findings:
             if trouble := illegal(one.problem, spec, one.kernel, one.config):
                 return trouble
-    if wrong := list(filter(None, map(impossible, record.findings))):
+    if wrong := list(filter(None, map(no_finding, record.findings))):
         return wrong[0]
     if wrong := [one.date for one in record.findings if not is_credible(one.date)]:
         return f"date must be at most a day ahead of this machine's clock, got {wrong[0]}"
