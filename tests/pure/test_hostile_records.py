@@ -178,8 +178,14 @@ THINGS: dict[str, tuple[Callable[[Path], None], str, bool]] = {
     "folder": (_folder, "expected a regular file", True),
 }
 
+OF_OTHERS = ("config of code",)
+"""What a newer tilegen may have written: a knob is added to the config now and then."""
+
 HOSTILE: dict[str, tuple[Callable[[Path], None], str, bool]] = {
-    **{name: (content(data), message, True) for name, (data, message) in CONTENTS.items()},
+    **{
+        name: (content(data), message, name not in OF_OTHERS)
+        for name, (data, message) in CONTENTS.items()
+    },
     **THINGS,
 }
 
@@ -264,7 +270,7 @@ def test_the_message_does_not_repeat_all_that_was_found(name: str) -> None:
     assert len(str(caught.value)) < 200
 
 
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", [name for name in HOSTILE if name not in OF_OTHERS])
 def test_saving_over_it_loses_neither(tmp_path: Path, name: str) -> None:
     file = put(tmp_path, name)
     kind = stat.S_IFMT(file.lstat().st_mode)

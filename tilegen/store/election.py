@@ -18,7 +18,6 @@ associative and idempotent: stores may be merged in any order, and as often as o
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
@@ -29,9 +28,9 @@ from tilegen.errors import InvalidRecord
 from tilegen.measure import tie_limit
 from tilegen.store.floor import too_fast
 from tilegen.store.record import MAX_RIVALS, TuningRecord
-from tilegen.store.versions import Versions, is_credible
+from tilegen.store.versions import Versions, is_credible, numbers
 
-SOFTWARE = tuple(field.name for field in fields(Versions) if field.name != "tilegen")
+SOFTWARE = tuple(f.name for f in fields(Versions) if f.name not in ("tilegen", "sympy"))
 """What of the versions a timing depends on; what matters of tilegen is the template's digest."""
 
 
@@ -112,12 +111,7 @@ def _order(finding: TuningRecord) -> tuple[Any, ...]:
 def _newness(finding: TuningRecord) -> tuple[Any, ...]:
     """Findings with higher versions sort behind those with lower ones, tilegen's first of all."""
     versions = [getattr(finding.versions, name) for name in ("tilegen", "triton", *SOFTWARE)]
-    return *map(_numbers, versions), *_order(finding)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version: (2, 13, 0) for 2.13.0+cu130."""
-    return tuple(map(int, re.findall(r"\d+", version.partition("+")[0])))
+    return *map(numbers, versions), *_order(finding)
 
 
 def _speed(finding: TuningRecord) -> tuple[float, str]:

@@ -12,12 +12,13 @@ from functools import lru_cache
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, cast, get_args
 
+import tilegen
 from tilegen.config import KERNELS, Kernel, TileConfig, check_config
 from tilegen.errors import InvalidRecord, TilegenError
 from tilegen.measure import MAX_REPEATS, POLICY, Measurement, Status
 from tilegen.problem import AttentionProblem
 from tilegen.store.fields import MAX_TEXT, Fields, parse_json
-from tilegen.store.versions import Versions
+from tilegen.store.versions import Versions, installed, numbers
 
 if TYPE_CHECKING:
     from tilegen.model.estimate import CostEstimate
@@ -34,7 +35,8 @@ KEY = ("gpu", "arch", "kernel", "problem", "policy")
 
 
 class OtherSchema(InvalidRecord):
-    """A record of another schema: not broken, but not for this tilegen."""
+    """What another tilegen wrote, and this one cannot read: a schema, a knob, a newer version's
+    values, a notation that another SymPy spells. It is in order, so it stays where it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,6 +153,15 @@ class TuningRecord:
         fields = parse_json(text)
         if (schema := fields.integer("schema", 1, 2**31)) != SCHEMA:
             raise OtherSchema(f"schema must be {SCHEMA}, got {schema}")
+        try:
+            return cls._from(fields)
+        except InvalidRecord as error:
+            if isinstance(error, OtherSchema) or not (other := _other_writer(fields)):
+                raise
+            raise OtherSchema(f"{error}; it was written with {other}") from None
+
+    @classmethod
+    def _from(cls, fields: Fields) -> TuningRecord:
         key: dict[str, Any] = {
             "gpu": gpu_of(fields),
             "arch": arch_of(fields),
@@ -193,7 +204,7 @@ def config_from(fields: Fields, kernel: Kernel) -> TileConfig:
     known = {field.name: field for field in dataclasses.fields(TileConfig)}
     # A knob this tilegen lacks makes it another config, so here nothing may be ignored.
     if unknown := sorted(fields.values.keys() - known.keys()):
-        raise InvalidRecord(f"config must have {', '.join(known)}; got also {unknown[0][:40]!r}")
+        raise OtherSchema(f"config must have {', '.join(known)}; got also {unknown[0][:40]!r}")
     values: dict[str, int] = {
         name: fields.integer(name, 0, 2**16)
         for name, field in known.items()
@@ -297,9 +308,28 @@ def _estimate(fields: Fields) -> EstimateSummary:
 
 def _versions(fields: Fields) -> Versions:
     values: dict[str, Any] = {
-        field.name: fields.text(field.name, longest=80) for field in dataclasses.fields(Versions)
+        field.name: fields.text(field.name, longest=80)
+        for field in dataclasses.fields(Versions)
+        if field.name != "sympy" or "sympy" in fields.values  # which older records lack
     }
     return Versions(**values)
+
+
+def _other_writer(fields: Fields) -> str:
+    """Return what wrote a record that cannot be read, if it is a later tilegen or another SymPy
+    than here; otherwise an empty text."""
+    findings: list[Any] = [fields.values]
+    if isinstance(rivals := fields.values.get("rivals"), list):
+        findings += rivals[: MAX_RIVALS + 1]
+    for one in findings:
+        versions: Any = one.get("versions") if isinstance(one, dict) else None
+        for name, here in (("tilegen", tilegen.__version__), ("sympy", installed("sympy"))):
+            there = versions.get(name) if isinstance(versions, dict) else None
+            if not isinstance(there, str) or not re.fullmatch(r"\d{1,6}(\.\w{1,12}){0,6}", there):
+                continue
+            if numbers(there) > numbers(here) or (name == "sympy" and there != here):
+                return f"{name} {there}, here is {here}"
+    return ""
 
 
 def date_of(fields: Fields) -> str:

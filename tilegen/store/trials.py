@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
@@ -14,7 +13,14 @@ from tilegen.errors import InvalidRecord
 from tilegen.measure import POLICY, Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.store.fields import MAX_TEXT, parse_json
-from tilegen.store.record import MAX_SECONDS, config_from, date_of, measurement_from, slug
+from tilegen.store.record import (
+    MAX_SECONDS,
+    OtherSchema,
+    config_from,
+    date_of,
+    measurement_from,
+    slug,
+)
 from tilegen.store.versions import is_credible
 
 MAX_TRIALS_BYTES = 64 * 2**20
@@ -93,8 +99,12 @@ def join_trials(contents: Iterable[bytes], kernel: Kernel) -> bytes:
     lines: set[tuple[bool, str, bytes]] = set()
     for content in contents:
         for line in content.split(b"\n"):
-            with contextlib.suppress(InvalidRecord):  # torn by a kill, or written by others
+            try:
                 if (parsed := parse_trial(line, kernel)) is not None:
                     text = json.dumps(trial_line(*parsed), allow_nan=False)
                     lines.add((is_credible(parsed[2]), parsed[2], text.encode()))
+            except OtherSchema:  # which its own tilegen can read
+                lines.add((False, "", line))
+            except InvalidRecord:  # torn by a kill, or written by others
+                continue
     return b"".join(line + b"\n" for *_, line in sorted(lines))

@@ -24,6 +24,8 @@ class Versions:
     cuda: str = ""
     """Of PyTorch's build (CUDA, or HIP on AMD)."""
     driver: str = ""
+    sympy: str = ""
+    """Which spells the canonical texts of masks and scores: no timing depends on it."""
 
 
 @cache
@@ -34,9 +36,10 @@ def current_versions() -> Versions:
     return Versions(
         tilegen=tilegen.__version__,
         torch=str(torch.__version__),
-        triton=_installed("triton") or _installed("pytorch-triton-rocm"),
+        triton=installed("triton") or installed("pytorch-triton-rocm"),
         cuda=str(torch.version.cuda or torch.version.hip or ""),
         driver=_driver(),
+        sympy=installed("sympy"),
     )
 
 
@@ -48,6 +51,11 @@ def this_machine() -> str:
     except (OSError, UnicodeDecodeError):  # containers often have none, or one in common
         identity = ""
     return hashlib.sha256(f"{platform.node()}\n{identity}".encode()).hexdigest()[:12]
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """Return the numbers of a version: (2, 13, 0) for 2.13.0+cu130."""
+    return tuple(map(int, re.findall(r"\d+", text.partition("+")[0])))
 
 
 def now() -> str:
@@ -69,7 +77,8 @@ def _text(when: datetime) -> str:
     return when.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def _installed(package: str) -> str:
+def installed(package: str) -> str:
+    """Return the version of a package, an empty text if it is not there."""
     try:
         return version(package)
     except PackageNotFoundError:
