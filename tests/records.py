@@ -11,6 +11,7 @@ from tilegen.device import gpu
 from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.store import EstimateSummary, Location, TuningRecord, Versions, save
+from tilegen.store.files import LOCK
 from tilegen.store.places import Origin
 
 H200 = gpu("h200")
@@ -65,6 +66,11 @@ def own(root: Path) -> Location:
 def folder_of(location: Location) -> Path:
     assert location.folder is not None
     return location.folder
+
+
+def written(root: Path) -> list[Path]:
+    """Return all files below `root` but those that writers lock."""
+    return sorted(one for one in root.rglob("*") if one.is_file() and one.name != LOCK)
 
 
 def place(root: Path, put: TuningRecord, origin: Origin = "own") -> Location:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.records import H200, PROBLEM, RECORD, own, place, record
 from tests.servers import s3_server
@@ -55,8 +59,6 @@ def s3() -> Iterator[dict[str, str]]:
 @pytest.fixture
 def bucket(s3: dict[str, str], monkeypatch: pytest.MonkeyPatch, request: Any) -> str:
     """Return the URL of a bucket of the test's own."""
-    import fsspec
-
     for name, value in s3.items():
         monkeypatch.setenv(name, value)
     name = f"b{abs(hash(request.node.nodeid)):x}"
@@ -143,8 +145,6 @@ def test_merge_to_and_from(url: str, tmp_path: Path) -> None:
 
 
 def test_names_of_others_lead_nowhere(memory: str) -> None:
-    import fsspec
-
     fs, root = fsspec.url_to_fs(memory)
     good = RECORD.to_json().encode()
     for name in (
@@ -160,8 +160,6 @@ def test_names_of_others_lead_nowhere(memory: str) -> None:
 
 
 def test_too_large_a_file_is_not_read_whole(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    import fsspec
-
     fs, root = fsspec.url_to_fs(memory)
     fs.pipe_file(f"{root}/{RECORD.path}", b" " * 10_000_000)
     (listed,) = list_records([shared(memory)])
@@ -196,6 +194,58 @@ def test_first_writer_of_a_record_is_noticed_too(bucket: str) -> None:
 
     remote.update(bucket, str(RECORD.path), change, 65536)
     assert [data is None for data in calls] == [True, False]
+
+
+class Cloud(MemoryFileSystem):
+    """A store with the conditions of gcsfs (it can only create on condition) or of adlfs."""
+
+    store: dict[str, Any] = {}  # noqa: RUF012 (as in the class above)
+    pseudo_dirs = [""]  # noqa: RUF012
+    cachable = False
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        return "/" + path.partition("://")[2] if "://" in path else path
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
+        there: Any = self.store.get(path)
+        if mode == "create" and there is not None:
+            raise FileExistsError(path)
+        if options:
+            assert options["match_condition"] == "IfNotModified"
+            if options["etag"] != there.details["etag"]:
+                error: Any = RuntimeError("ResourceModifiedError: ErrorCode:ConditionNotMet")
+                error.status_code = 412
+                raise error
+        super().pipe_file(path, value)
+        self.store[path].details = {"etag": f'"{hash(value)}"'}
+
+
+@pytest.fixture
+def cloud(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return a location of Azure's or Google's, as far as fsspec's packages for them go."""
+    azure = SimpleNamespace(MatchConditions=SimpleNamespace(IfNotModified="IfNotModified"))
+    monkeypatch.setitem(sys.modules, "azure", SimpleNamespace(core=azure))
+    monkeypatch.setitem(sys.modules, "azure.core", azure)
+    monkeypatch.setattr(Cloud, "store", {})
+    fsspec.register_implementation(request.param, Cloud, clobber=True)
+    return f"{request.param}://bucket/team"
+
+
+@pytest.mark.parametrize("cloud", ["abfs", "gs"], indirect=True)
+def test_other_clouds_notice_the_first_writer(cloud: str) -> None:
+    test_first_writer_of_a_record_is_noticed_too(cloud)
+
+
+@pytest.mark.parametrize("cloud", ["abfs"], indirect=True)
+def test_azure_notices_another_writer(cloud: str) -> None:
+    test_conditional_put_notices_another_writer(cloud)
+
+
+@pytest.mark.parametrize("cloud", ["abfs", "gs"], indirect=True)
+def test_findings_are_joined_in_other_clouds(cloud: str) -> None:
+    test_findings_are_joined(cloud)
+    test_broken_record_in_the_way_is_kept(f"{cloud}/other")
 
 
 def test_a_writer_that_is_always_overtaken_gives_up(

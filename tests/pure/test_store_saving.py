@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import multiprocessing
 import os
+import stat
 import threading
 from pathlib import Path
 
 import pytest
 
-from tests.records import H200, PROBLEM, RECORD, own, place, record, save_many
+from tests.records import H200, PROBLEM, RECORD, own, place, record, save_many, timed, written
 from tilegen.disk import say_once
 from tilegen.errors import InvalidRecord, Unsupported
 from tilegen.store import Saved, TuningRecord, files, list_records, look_up, save
@@ -31,7 +33,7 @@ def test_save_then_look_up(tmp_path: Path) -> None:
     found = look_up(PROBLEM, H200, "fwd", where=[own(tmp_path)])
     assert found is not None
     assert (found.record, found.file, found.origin) == (RECORD, saved.file, "own")
-    assert [Path(saved.file)] == [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert [Path(saved.file)] == written(tmp_path)
 
 
 def test_save_goes_to_the_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +62,7 @@ def test_a_loser_is_kept_as_rival_and_told_why(tmp_path: Path) -> None:
 def test_dry_run_says_the_same_and_changes_nothing(tmp_path: Path) -> None:
     first = save(RECORD, location=own(tmp_path), dry_run=True)
     assert (first.written, first.wins, first.reason) == (True, True, "no record was there")
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert written(tmp_path) == []
     save(record(us=400.0, source="aa"), location=own(tmp_path))
     text = (tmp_path / RECORD.path).read_text()
     assert save(record(us=300.0, source="bb"), location=own(tmp_path), dry_run=True).wins
@@ -92,7 +94,7 @@ def test_a_folder_that_stays_locked_is_named(
 ) -> None:
     first = Path(save(RECORD, location=own(tmp_path)).file)
     monkeypatch.setattr(files, "LOCK_SECONDS", 0.05)
-    lock = os.open(first.parent, os.O_RDONLY)
+    lock = os.open(first.parent / files.LOCK, os.O_RDWR)
     fcntl.flock(lock, fcntl.LOCK_EX)
     with pytest.raises(Unsupported, match="h200/fwd', found it locked by another process"):
         save(record(us=1.0), location=own(tmp_path))
@@ -101,14 +103,44 @@ def test_a_folder_that_stays_locked_is_named(
 
 
 def test_where_there_are_no_locks_writes_are_still_whole(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def none(*_: object) -> None:
-        raise OSError(38, "Function not implemented")
+        raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", none)
-    assert save(RECORD, location=own(tmp_path)).written
-    assert (tmp_path / RECORD.path).read_text() == RECORD.to_json()
+    for us, source in ((400.0, "aa"), (300.0, "bb")):
+        assert save(record(us=us, source=source), location=own(tmp_path)).written
+    there = TuningRecord.from_json((tmp_path / RECORD.path).read_text())
+    assert there.measurement == timed(300.0)
+    (said,) = caplog.messages
+    assert "has no locks" in said
+
+
+def test_the_lock_is_one_that_nfs_has_between_machines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On NFS a folder's lock is this machine's own, and a file's needs that it is open to write."""
+    kinds: list[tuple[bool, int]] = []
+    real = fcntl.flock
+
+    def nfs(handle: int, what: int) -> None:
+        mode = fcntl.fcntl(handle, fcntl.F_GETFL) & os.O_ACCMODE
+        kinds.append((stat.S_ISREG(os.fstat(handle).st_mode), mode))
+        real(handle, what)
+
+    monkeypatch.setattr(fcntl, "flock", nfs)
+    save(RECORD, location=own(tmp_path))
+    assert set(kinds) == {(True, os.O_RDWR)}
+
+
+def test_whoever_may_write_into_the_folder_may_lock_it(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        file = Path(save(RECORD, location=own(tmp_path)).file)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((file.parent / files.LOCK).stat().st_mode) == 0o666
 
 
 def test_crash_between_writing_and_renaming_leaves_the_old_record(
@@ -126,7 +158,7 @@ def test_crash_between_writing_and_renaming_leaves_the_old_record(
     found = look_up(PROBLEM, H200, "fwd", where=[own(tmp_path)])
     assert found is not None
     assert found.record == record(us=400.0)
-    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 1
+    assert len(written(tmp_path)) == 1
 
 
 def test_text_is_on_disk_before_it_gets_its_name(
@@ -177,7 +209,7 @@ def test_record_that_would_not_read_back_is_not_written(tmp_path: Path) -> None:
 
 def test_a_writer_waits_for_the_one_before_it_and_then_looks_again(tmp_path: Path) -> None:
     first = Path(save(record(us=400.0, source="aa"), location=own(tmp_path)).file)
-    lock = os.open(first.parent, os.O_RDONLY)
+    lock = os.open(first.parent / files.LOCK, os.O_RDWR)
     fcntl.flock(lock, fcntl.LOCK_EX)  # as another process would hold it
     results: list[Saved] = []
     new = record(us=390.0, source="bb")
@@ -211,4 +243,4 @@ def test_concurrent_writers_leave_the_fastest_record_whole(tmp_path: Path) -> No
     assert there.measurement.median_us == 810.0
     assert {one.source for one in there.findings} == {f"{n:012x}" for n in range(4)}
     assert {one.trials for one in there.findings} == {19}, "of one machine the last one counts"
-    assert len([path for path in tmp_path.rglob("*") if path.is_file()]) == 1
+    assert len(written(tmp_path)) == 1

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.records import PROBLEM, RECORD, UNMEASURED, folder_of, own, place, record
+from tests.records import PROBLEM, RECORD, UNMEASURED, folder_of, own, place, record, written
 from tilegen.config import TileConfig
 from tilegen.errors import Unsupported
 from tilegen.measure import Measurement
@@ -53,8 +53,7 @@ def tuned_apart(folder: Path, seed: int) -> Location:
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    found = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in found}
+    return {str(path.relative_to(folder)): path.read_bytes() for path in written(folder)}
 
 
 def test_two_stores_merged_in_either_order_are_the_same_bytes(tmp_path: Path) -> None:

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import errno
 import os
 import stat
-import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 
-from tilegen.disk import cannot_write, write_whole
+from filelock import FileLock, Timeout
+
+from tilegen.disk import cannot_write, say_once, write_whole
 from tilegen.errors import InvalidRecord, Unsupported
 from tilegen.measure import one_line
 
 MAX_FILE_BYTES = 64 * 1024
 """A record has about 1.5 KiB, and at most fifteen rivals of 1 KiB."""
 BLOCK = 128 * 1024
+LOCK = ".tilegen.lock"
+"""Name of the file whose lock writers hold; NFS has locks between machines for files alone."""
 LOCK_SECONDS = 60.0
 """A writer holds the lock for milliseconds; one that hangs must not hang all others."""
+NOT_LETTING_IN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOENT)
+"""Errors about writing a file, not about locks."""
 
 BROKEN = ".broken"
 
@@ -97,42 +102,45 @@ def update(path: Path, change: Change, limit: int = MAX_FILE_BYTES) -> str:
 
 @contextlib.contextmanager
 def only_writer(folder: Path) -> Generator[None, None, None]:
-    """Make `folder`, and keep other processes from writing records into it meanwhile.
+    """Make `folder`, and keep other processes, of all machines, from writing into it meanwhile.
 
     On a file system without locks every write is still whole; only one of two findings written at
-    the same moment may then be lost. Raises Unsupported when the folder cannot be made.
+    the same moment may then be lost. Raises Unsupported when the folder cannot be written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise cannot_write(folder, error) from error
+    lock = FileLock(folder / LOCK, mode=0o666)  # for all who may write into the folder
     try:
-        _lock(handle, folder)
+        lock.acquire(timeout=LOCK_SECONDS, poll_interval=0.01)
+    except Timeout:
+        raise Unsupported(
+            f"expected to write into {str(folder)!r}, found it locked by another process "
+            f"for {LOCK_SECONDS:g} s; end that process, or choose another location"
+        ) from None
+    except (OSError, NotImplementedError) as error:
+        if isinstance(error, OSError) and error.errno in NOT_LETTING_IN:
+            raise cannot_write(folder, error) from error
+        say_once(
+            f"folder {str(folder)!r} has no locks ({one_line(error)}): "
+            "of two findings written at the same moment one may be lost"
+        )
+    try:
         yield
-        with contextlib.suppress(OSError):
-            os.fsync(handle)  # makes the rename last, where folders can be synchronised
+        _last(folder)
     finally:
-        os.close(handle)
+        lock.release()
 
 
-def _lock(handle: int, folder: Path) -> None:
-    deadline = time.monotonic() + LOCK_SECONDS
-    pause = 0.001
-    while True:
+def _last(folder: Path) -> None:
+    """Make what was renamed in a folder last, where folders can be synchronised."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise Unsupported(
-                    f"expected to write into {str(folder)!r}, found it locked by another process "
-                    f"for {LOCK_SECONDS:g} s; end that process, or choose another location"
-                ) from None
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
-        except OSError:  # no locks here
-            return
+            os.fsync(handle)
+        finally:
+            os.close(handle)
 
 
 def set_aside(path: Path) -> Path | None:

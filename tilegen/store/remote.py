@@ -23,10 +23,13 @@ WRITE_SECONDS = 30.0
 TRIES = 100
 """Of one update that others get in the way of."""
 
-CONDITIONAL = ("s3", "s3a")
-"""Stores where a put can be made to fail if somebody else was faster."""
-ONE_PUT = (*CONDITIONAL, "abfs", "abfss", "az", "gcs", "gs", "memory", "oci", "oss")
+S3, AZURE, GOOGLE = ("s3", "s3a"), ("abfs", "abfss", "az"), ("gs", "gcs")
+CREATING = (*S3, *AZURE, *GOOGLE)
+"""Stores where a put can be made to fail if somebody has put something there before."""
+ONE_PUT = (*CREATING, "memory", "oci", "oss")
 """Stores where a put is seen whole or not at all; elsewhere a file gets its name afterwards."""
+UNTAGGED = "untagged"
+"""Stands for the tag of what has none."""
 
 
 def read(url: str, path: str, limit: int, *, fresh: bool = False) -> bytes | None:
@@ -82,15 +85,16 @@ def names(url: str) -> list[str]:
 def update(url: str, path: str, change: Change, limit: int) -> str:
     """Change what a location holds at `path`; return what else happened.
 
-    Where the store has conditional puts, no other writer can come between. Elsewhere the change is
-    repeated until it is seen to be there. Raises Unreachable, or Unsupported if that never happens.
+    Where fsspec has conditional puts, no other writer can come between. Elsewhere the change is
+    repeated until it is seen to be there, and of two made at the same moment one may be lost.
+    Raises Unreachable, or Unsupported if that never happens.
     """
     note = ""
 
     def step() -> bool:
         nonlocal note
         trouble = ""
-        data, tag = None, ""
+        data, tag = None, None
         try:
             data, tag = _get(url, path, limit)
             new = change(data)
@@ -104,7 +108,7 @@ def update(url: str, path: str, change: Change, limit: int) -> str:
             if data is not None:
                 _put(url, path + BROKEN, data, None)
                 note += f" and is kept as {path + BROKEN!r}"
-        return _put(url, path, new, None if trouble else tag)
+        return _put(url, path, new, tag)
 
     for attempt in range(TRIES):
         if ask(url, step, seconds=WRITE_SECONDS, again=True):
@@ -143,7 +147,7 @@ def _get_once(url: str, path: str, limit: int) -> tuple[bytes | None, str]:
         if options and cause is not None and not isinstance(cause, FileNotFoundError):
             raise cause from None  # fsspec finds nothing where no HTTP server is, either
         return None, ""
-    return data, str(details.get("ETag", ""))
+    return data, str(details.get("ETag") or details.get("etag") or UNTAGGED)
 
 
 def _until(deadline: float, read: Callable[[int], bytes]) -> Callable[[int], bytes]:
@@ -165,16 +169,13 @@ def _put(url: str, path: str, data: bytes, tag: str | None) -> bool:
     protocol, name = _protocol(url), f"{root}/{path}"
     if protocol.startswith("http"):
         raise Unsupported(f"{shown(url)} can only be read; write to another location")
-    if protocol in CONDITIONAL and tag is not None:
-        only = {"IfMatch": tag} if tag else {"mode": "create"}
+    if only := _condition(protocol, tag):
         try:
             fs.pipe_file(name, data, **only)
-        except FileExistsError:
-            return False
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # s3fs's translation of "precondition failed"
-                raise
-            return False
+        except Exception as error:  # Azure's has no base but its own
+            if _was_overtaken(error):
+                return False
+            raise
         return True
     if protocol in ONE_PUT:
         fs.pipe_file(name, data)
@@ -184,6 +185,32 @@ def _put(url: str, path: str, data: bytes, tag: str | None) -> bool:
         fs.pipe_file(temporary, data)
         fs.mv(temporary, name)
     return tag is None  # otherwise look again
+
+
+def _condition(protocol: str, tag: str | None) -> dict[str, Any]:
+    """Return the options of a put that fails if `tag` is no longer that of what is there; none
+    where fsspec has no such put: gcsfs can only create on condition."""
+    if tag in (None, UNTAGGED) or protocol not in CREATING:
+        return {}
+    if not tag:
+        return {"mode": "create"}
+    if protocol in S3:
+        return {"IfMatch": tag}
+    if protocol in AZURE:
+        # adlfs brings it.
+        from azure.core import MatchConditions  # pyright: ignore[reportMissingImports]
+
+        return {"etag": tag, "match_condition": MatchConditions.IfNotModified}
+    return {}
+
+
+def _was_overtaken(error: Exception) -> bool:
+    """Whether a put failed because of its condition: s3fs says EINVAL, Azure's client 412."""
+    return (
+        isinstance(error, FileExistsError)
+        or getattr(error, "errno", None) == errno.EINVAL
+        or getattr(error, "status_code", None) == 412
+    )
 
 
 def _open(url: str) -> tuple[Any, str]:
