@@ -22,7 +22,7 @@ from tilegen.store.lookup import OtherTilegen, save
 from tilegen.store.places import Location
 from tilegen.store.reach import Unreachable
 from tilegen.store.record import TuningRecord, gpu_of, kernel_of, problem_of, slug
-from tilegen.store.trials import MAX_TRIALS_BYTES, join_trials, parse_trial, trials_path
+from tilegen.store.trials import MAX_TRIALS_BYTES, Entry, join_trials, parse_trial, trials_path
 
 EXPORT = 1
 """Form of the files that `export` writes."""
@@ -105,17 +105,25 @@ def put_trials(
     """Join the lines of trials with those that `target` holds at `name`."""
     kernel: Any = name.split("/")[2]
     before, after = b"", b""
+    known: dict[bytes, Entry | None] = {}
 
     def change(old: bytes | None) -> bytes | None:
         nonlocal before, after
-        joined = join_trials([old or b"", *contents], kernel)
-        if joined != old:  # asked again about its own work, it says the same
-            before, after = old or b"", joined
-        return None if after == before else after
+        joined = join_trials([old or b"", *contents], kernel, known)
+        if joined == (old or b""):  # nothing new, or asked again about its own work
+            return None
+        before, after = old or b"", joined
+        return joined
 
-    if dry_run:
+    # Lines are read here, so that those who wait for the lock only wait for a file to be written.
+    broken = False
+    try:
         change(places.peek(target, name, MAX_TRIALS_BYTES))
-    else:
+    except InvalidRecord:
+        if dry_run:
+            raise
+        broken = True
+    if not dry_run and (broken or after != before):
         places.update(target, name, change, MAX_TRIALS_BYTES)
     new = after.count(b"\n") - before.count(b"\n")
     action: Action = "same" if after == before else "changed" if before else "added"

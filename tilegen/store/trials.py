@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -65,7 +65,8 @@ def trials_path(gpu: str, kernel: Kernel, problem: AttentionProblem) -> PurePosi
 
 def trial_line(trial: Trial, conditions: Conditions, date: str) -> dict[str, Any]:
     """Return the values of the line that a trial is written as."""
-    return {"date": date, **asdict(trial), "conditions": asdict(conditions)}
+    groups = {"config": vars(trial.config), "measurement": vars(trial.measurement)}
+    return {"date": date, **vars(trial), **groups, "conditions": vars(conditions)}
 
 
 def parse_trial(
@@ -93,18 +94,40 @@ def parse_trial(
     return trial, conditions, date_of(values)
 
 
-def join_trials(contents: Iterable[bytes], kernel: Kernel) -> bytes:
+Entry = tuple[bool, str, bytes]
+"""A line to keep, and before it what lines are ordered by."""
+
+
+def join_trials(
+    contents: Iterable[bytes], kernel: Kernel, known: dict[bytes, Entry | None] | None = None
+) -> bytes:
     """Return the lines of all files, each once, oldest first; dates that cannot be come before all
-    others. What is no trial is left out."""
-    lines: set[tuple[bool, str, bytes]] = set()
-    for content in contents:
-        for line in content.split(b"\n"):
-            try:
-                if (parsed := parse_trial(line, kernel)) is not None:
-                    text = json.dumps(trial_line(*parsed), allow_nan=False)
-                    lines.add((is_credible(parsed[2]), parsed[2], text.encode()))
-            except OtherSchema:  # which its own tilegen can read
-                lines.add((False, "", line))
-            except InvalidRecord:  # torn by a kill, or written by others
-                continue
-    return b"".join(line + b"\n" for *_, line in sorted(lines))
+    others. What is no trial is left out, and so are the oldest beyond `MAX_TRIALS_BYTES`.
+
+    `known` remembers what became of each line, for another call.
+    """
+    known = {} if known is None else known
+    kept: set[Entry] = set()
+    for line in {line for content in contents for line in content.split(b"\n")}:
+        if line not in known:
+            known[line] = _entry(line, kernel)
+        if (entry := known[line]) is not None:
+            kept.add(entry)
+    lines = [line + b"\n" for *_, line in sorted(kept)]
+    first, size = 0, sum(map(len, lines))
+    while size > MAX_TRIALS_BYTES:
+        size -= len(lines[first])
+        first += 1
+    return b"".join(lines[first:])
+
+
+def _entry(line: bytes, kernel: Kernel) -> Entry | None:
+    try:
+        if (parsed := parse_trial(line, kernel)) is None:
+            return None
+        text = json.dumps(trial_line(*parsed), allow_nan=False)
+        return is_credible(parsed[2]), parsed[2], text.encode()
+    except OtherSchema:  # which its own tilegen can read
+        return False, "", line
+    except InvalidRecord:  # torn by a kill, or written by others
+        return None
