@@ -46,6 +46,14 @@ def cannot_write(path: Path, error: OSError) -> Unsupported:
     )
 
 
+def printable(text: str) -> str:
+    """Return a text for a terminal: escape sequences, line ends and bytes that are no text spelt
+    out."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 class _SayOnce:
     """Logs a warning, the first time only; of many messages, those said last are remembered."""
 

@@ -7,7 +7,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Generator
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from filelock import FileLock, Timeout
 
@@ -34,6 +34,17 @@ if what is there cannot be used, and is then asked again with None."""
 
 class Unreadable(InvalidRecord):
     """The system would not hand the file over; what is in it may be in order."""
+
+
+def inside(root: Path, path: PurePath | str) -> Path:
+    """Return where `path` lies below `root`. Raises Unsupported if a link leads out of there."""
+    for parent in reversed(PurePath(path).parents[:-1]):
+        if (root / parent).is_symlink():
+            raise Unsupported(
+                f"expected a folder at {str(root / parent)!r}, found a link to another; "
+                "name what it leads to as a location of its own, or remove it"
+            )
+    return root / path
 
 
 def read_bytes(path: Path, limit: int = MAX_FILE_BYTES) -> bytes | None:

@@ -18,7 +18,7 @@ from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
 from tilegen.store import places
 from tilegen.store.election import conditions, elect, join, no_finding, verdict
-from tilegen.store.files import Change, Unreadable, set_aside, text_of
+from tilegen.store.files import Change, Unreadable, text_of
 from tilegen.store.places import Location, Origin, locations
 from tilegen.store.reach import Unreachable
 from tilegen.store.record import OtherSchema, TuningRecord, bucket_of, record_path
@@ -184,9 +184,8 @@ class _Asked:
         except (OtherSchema, Unreadable) as error:  # may be in order, so it stays where it is
             say_once(f"record {file!r} passed over: {one_line(error)}")
         except InvalidRecord as error:
-            folder = location.folder if location.origin == "own" else None
-            aside = set_aside(folder / path) if folder else None
-            done = f"set aside as {aside.name!r}" if aside else "passed over"
+            aside = places.set_aside(location, path)
+            done = f"set aside as {aside!r}" if aside else "passed over"
             say_once(f"record {file!r} {done}: {one_line(error)}")
         return None
 

@@ -13,7 +13,7 @@ from pathlib import Path, PurePath
 from typing import Literal
 
 from tilegen.config import KERNELS
-from tilegen.disk import say_once
+from tilegen.disk import printable, say_once
 from tilegen.errors import InvalidRecord, TilegenError, Unsupported
 from tilegen.measure import one_line
 from tilegen.resources import data_dir
@@ -52,7 +52,7 @@ class Location:
 
     def address(self, path: PurePath | str = "") -> str:
         """Return where a file of the location is, for people."""
-        return f"{self._base.rstrip('/')}/{path}" if str(path) else self._base
+        return printable(f"{self._base.rstrip('/')}/{path}" if str(path) else self._base)
 
     @cached_property
     def _base(self) -> str:
@@ -112,7 +112,17 @@ def update(
     happened. Raises Unreachable or Unsupported."""
     if (folder := location.folder) is None:
         return remote.update(location.url, str(path), change, limit)
-    return files.update(folder / path, change, limit)
+    return files.update(files.inside(folder, path), change, limit)
+
+
+def set_aside(location: Location, path: PurePath | str) -> str:
+    """Rename a broken file of the own directory; return its new name, empty if it stays."""
+    if location.origin != "own" or (folder := location.folder) is None:
+        return ""
+    with contextlib.suppress(Unsupported):  # it is another's, whom a link leads to
+        aside = files.set_aside(files.inside(folder, path))
+        return aside.name if aside else ""
+    return ""
 
 
 def names(location: Location, what: Kind) -> list[str]:

@@ -11,10 +11,12 @@ from typing import Any
 
 from tilegen.config import KERNELS
 from tilegen.device import catalogue
+from tilegen.disk import printable
 from tilegen.errors import InvalidRecord, TilegenError, Unsupported
 from tilegen.measure import one_line
 from tilegen.store import places
 from tilegen.store.election import join, no_finding
+from tilegen.store.files import inside
 from tilegen.store.listing import Listed, list_records
 from tilegen.store.lookup import illegal
 from tilegen.store.places import Location
@@ -122,13 +124,24 @@ def prune(
     for listed in list_records([where]):
         if reason := _useless(listed, limit, unmeasured):
             found[folder / listed.name] = reason
+    found = {file: reason for file, reason in found.items() if _is_inside(folder, file)}
     for file in found:
         if not dry_run:
             try:
                 file.unlink(missing_ok=True)
             except OSError as error:
                 raise Unsupported(f"cannot remove {str(file)!r}: {error.strerror}") from error
-    return [Pruned(file=str(file), reason=reason) for file, reason in sorted(found.items())]
+    return [
+        Pruned(file=printable(str(file)), reason=reason) for file, reason in sorted(found.items())
+    ]
+
+
+def _is_inside(folder: Path, file: Path) -> bool:
+    """Whether a file is the folder's own, not another's to whom a link leads."""
+    try:
+        return inside(folder, file.relative_to(folder)) == file
+    except Unsupported:
+        return False
 
 
 def _useless(listed: Listed, limit: str | None, unmeasured: bool) -> str:

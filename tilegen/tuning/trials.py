@@ -13,7 +13,7 @@ from tilegen.config import Kernel, TileConfig
 from tilegen.errors import InvalidRecord, Unsupported
 from tilegen.measure import one_line
 from tilegen.problem import AttentionProblem
-from tilegen.store.files import only_writer
+from tilegen.store.files import inside, only_writer
 from tilegen.store.floor import too_fast
 from tilegen.store.places import Location, read_trials
 from tilegen.store.trials import Conditions, Trial, parse_trial, trial_line, trials_path
@@ -69,9 +69,10 @@ class TrialLog:
 
     def append(self, trial: Trial) -> None:
         """Put a trial on disk. Raises Unsupported when that is not possible."""
+        file = inside(Path(self._own.url), self._path)
         try:
-            with only_writer(self.file.parent):  # somebody may be joining others' trials with these
-                append_line(self.file, trial_line(trial, self._conditions, now()))
+            with only_writer(file.parent):  # somebody may be joining others' trials with these
+                append_line(file, trial_line(trial, self._conditions, now()))
         except OSError as error:
             raise Unsupported(
                 f"cannot write {str(self.file)!r}: {error.strerror}; "
