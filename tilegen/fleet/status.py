@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import optuna
 from optuna.trial import TrialState
 
+from tilegen.disk import printable
 from tilegen.fleet.jobs import ATTRIBUTES, Job
 from tilegen.fleet.queue import CONFIG, PUBLISHED, counting
 
@@ -53,7 +54,7 @@ def progress(storage: BaseStorage, jobs: Sequence[Job] = ()) -> list[Progress]:
     """Return the progress of every study, and of those jobs of a catalogue that have none."""
     found: list[Progress] = []
     for summary in storage.get_all_studies():
-        values = {name: str(summary.user_attrs.get(name, "")) for name in ATTRIBUTES}
+        values = {n: printable(str(summary.user_attrs.get(n, ""))) for n in ATTRIBUTES}
         if not values["kernel"]:
             continue  # another's, or made a moment ago
         trials = optuna.load_study(storage=storage, study_name=summary.study_name).get_trials(
@@ -74,7 +75,7 @@ def progress(storage: BaseStorage, jobs: Sequence[Job] = ()) -> list[Progress]:
                     t.state == TrialState.FAIL and CONFIG in t.user_attrs for t in trials
                 ),
                 best_us=min(times, default=None),
-                winner=str(next(marks, "")),
+                winner=printable(str(next(marks, ""))),
             )
         )
     known = {(one.gpu, one.kernel, one.problem) for one in found}

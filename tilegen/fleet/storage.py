@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import random
@@ -31,6 +32,9 @@ OPENING_SECONDS = 30.0
 PATIENCE_SECONDS = 600.0
 """How long workers wait for a storage that answered before: a restart, an upgrade."""
 LONGEST_PAUSE = 10.0
+MAX_LINE = 2**20
+"""Bytes of a journal's first line; the longest is a few hundred."""
+SQLITE_BROKEN = ("SQLITE_NOTADB", "SQLITE_CORRUPT", "SQLITE_CANTOPEN")
 LOCK_SECONDS = 10
 """After which the lock of a journal belongs to a killed worker: it is held for milliseconds."""
 
@@ -46,8 +50,8 @@ class Patient:
     twice is measured once, and a claim that nobody knows of goes stale.
     """
 
-    def __init__(self, storage: BaseStorage, where: str) -> None:
-        self._storage, self._where = storage, where
+    def __init__(self, storage: BaseStorage, where: str, journal: Path | None = None) -> None:
+        self._storage, self._where, self._journal = storage, where, journal
         self.failed_at = -math.inf
         """When it last did not answer, by `time.monotonic`."""
 
@@ -64,7 +68,7 @@ class Patient:
                     self.failed_at = time.monotonic()
                 raise
 
-        return patiently(again, self._where, PATIENCE_SECONDS)
+        return patiently(again, self._where, PATIENCE_SECONDS, self._journal)
 
 
 def last_failure(storage: object) -> float:
@@ -72,13 +76,23 @@ def last_failure(storage: object) -> float:
     return storage.failed_at if isinstance(storage, Patient) else -math.inf
 
 
-def patiently(call: Callable[[], Any], where: str, seconds: float) -> Any:
-    """Return what `call` returns, called again while the storage is away. Raises StorageAway."""
+def patiently(
+    call: Callable[[], Any], where: str, seconds: float, journal: Path | None = None
+) -> Any:
+    """Return what `call` returns, called again while the storage is away.
+
+    Raises StorageAway, or Unsupported if its file, maybe a `journal`, is broken: waiting does not
+    help then.
+    """
     started, pause, said = time.monotonic(), 0.1, False
     while True:
         try:
             return call()
         except Exception as error:
+            if trouble := _damage(error, journal):
+                raise Unsupported(
+                    f"expected the storage {where} to be in order; {trouble}"
+                ) from error
             if not _is_away(error):
                 raise
             waited = time.monotonic() - started
@@ -106,30 +120,71 @@ def _is_away(error: Exception) -> bool:
     ) or isinstance(error, OSError)
 
 
+def _damage(error: Exception, journal: Path | None) -> str:
+    """Return what is broken in the file of a storage that raised `error`, and what to do; an empty
+    text if nothing is."""
+    told = OSError | optuna.exceptions.OptunaError | TilegenError
+    if journal is not None and not isinstance(error, told):
+        return _flaw(journal)
+    if journal and isinstance(error, IsADirectoryError | NotADirectoryError | PermissionError):
+        return f"cannot open {error.filename!r}: {error.strerror}; name another with --storage"
+    for cause in (getattr(error, "orig", None), getattr(error.__cause__, "orig", None)):
+        if str(getattr(cause, "sqlite_errorname", "")).startswith(SQLITE_BROKEN):
+            return f"found no SQLite database there ({cause}); name another with --storage"
+    return ""
+
+
+def _flaw(journal: Path) -> str:
+    """Return which line of a journal is broken, an empty text if none is but the last, which a
+    writer that was killed may have left torn."""
+    with journal.open("rb") as lines:
+        verdicts = [_is_operation(line) for line in lines]
+    broken = [number for number, verdict in enumerate(verdicts, start=1) if not verdict]
+    if not broken or (broken == [len(verdicts)] and verdicts[-1] is None):
+        return ""
+    return (
+        f"line {broken[0]} is no operation of a study: keep the lines before it "
+        f"(head -n {broken[0] - 1}), or name a new file, in which the studies begin anew"
+    )
+
+
+def _is_operation(line: bytes) -> bool | None:
+    """Whether a journal's line is an operation, None if it is no JSON."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return isinstance(value, dict) and "op_code" in value
+
+
 def open_storage(url: str) -> BaseStorage:
     """Return the storage of a URL, which has answered. Raises Unsupported or StorageAway."""
     # Optuna tells everybody what a study does; here many are made, by whoever comes first.
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     where = shown(url)
     scheme, _, rest = url.partition(":")
+    # Absolute: Optuna's lock is a link to it, and a relative one would lead nowhere.
+    path = Path(rest.removeprefix("//")).expanduser().absolute()
+    journal = path if scheme == "journal" and rest else None
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            storage = patiently(_opener(scheme, rest, url), where, OPENING_SECONDS)
+            storage = patiently(
+                _opener(scheme, rest, url, journal), where, OPENING_SECONDS, journal
+            )
     except ImportError as error:
         extra = "grpc" if scheme == "grpc" else "postgres"
         raise Unsupported(
             f"expected the client of {where} to be installed ({one_line(error)}); "
             f"pip install 'tilegen[{extra}]'"
         ) from error
-    return cast("BaseStorage", Patient(storage, where))
+    return cast("BaseStorage", Patient(storage, where, journal))
 
 
-def _opener(scheme: str, rest: str, url: str) -> Callable[[], BaseStorage]:
+def _opener(scheme: str, rest: str, url: str, journal: Path | None) -> Callable[[], BaseStorage]:
     """Return what makes the storage, and fails if nobody answers there. Raises Unsupported."""
-    if scheme == "journal" and rest:
-        # Absolute: Optuna's lock is a link to it, and a relative one would lead nowhere.
-        return partial(_journal, Path(rest.removeprefix("//")).expanduser().absolute())
+    if journal is not None:
+        return partial(_journal, journal)
     if scheme == "grpc":
         host, _, port = rest.removeprefix("//").rstrip("/").rpartition(":")
         if host and port.isdecimal():
@@ -144,6 +199,17 @@ def _journal(file: Path) -> BaseStorage:
     from optuna.storages.journal import JournalFileBackend, JournalFileSymlinkLock
 
     file.parent.mkdir(parents=True, exist_ok=True)
+    if file.exists():
+        if not file.is_file():
+            raise Unsupported(f"expected a file for a journal at {str(file)!r}, found none")
+        # Optuna takes a first line that it cannot read for one that was torn.
+        with file.open("rb") as lines:
+            first = lines.readline(MAX_LINE)
+        if first and not (_is_operation(first) if first.endswith(b"\n") else first[:1] == b"{"):
+            raise Unsupported(
+                f"expected a journal of Optuna's at {str(file)!r}, found something else; "
+                "name another file with --storage"
+            )
     lock = JournalFileSymlinkLock(str(file), grace_period=LOCK_SECONDS)
     return JournalStorage(JournalFileBackend(str(file), lock_obj=lock))
 

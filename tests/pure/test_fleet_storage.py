@@ -1,0 +1,90 @@
+"""Storages whose file is broken: named in one line and at once, never taken for an empty one."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from typer.testing import CliRunner
+
+from tests.fleet_workers import JOB, SPACE
+from tilegen.cli import app
+from tilegen.errors import Unsupported
+from tilegen.fleet.queue import Queue
+from tilegen.fleet.status import progress
+from tilegen.fleet.storage import open_storage
+
+
+@pytest.fixture(autouse=True)
+def _nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(_: float) -> NoReturn:
+        raise AssertionError("waiting does not repair a file")
+
+    monkeypatch.setattr(time, "sleep", wait)
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Path:
+    """Return the journal of a study that has been filled."""
+    file = tmp_path / "trials.journal"
+    one = Queue(open_storage(f"journal:{file}"), JOB.study, JOB.attributes)
+    assert one.ready(SPACE[:4])
+    return file
+
+
+BROKEN = {
+    "a corrupt byte": lambda line: line[:9] + b"\xff" + line[10:],
+    "a missing brace": lambda line: line.replace(b"{", b"[", 1),
+    "another object": lambda _: b"{}\n",
+    "a list": lambda _: b"[1]\n",
+    "half a line": lambda line: line[: len(line) // 2] + b"\n",
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_the_broken_line_of_a_journal_is_named(journal: Path, name: str) -> None:
+    lines = journal.read_bytes().splitlines(keepends=True)
+    before = open_storage(f"journal:{journal}")
+    broken = [*lines[:3], BROKEN[name](lines[3]), *lines[4:]]
+    journal.write_bytes(b"".join(broken))
+    expected = r"trials.journal to be in order; line 4 is no operation of a study: .*head -n 3"
+    with pytest.raises(Unsupported, match=expected):
+        open_storage(f"journal:{journal}")
+    journal.write_bytes(b"".join([*lines, *broken[3:]]))  # while a worker runs
+    with pytest.raises(Unsupported, match=f"line {len(lines) + 1} is no operation"):
+        progress(before)
+    journal.write_bytes(b"".join(broken[:3]))
+    assert progress(open_storage(f"journal:{journal}")) is not None, "what it says to do helps"
+
+
+def test_a_torn_last_line_is_passed_over(journal: Path) -> None:
+    data = journal.read_bytes()
+    journal.write_bytes(data[:-5])
+    (study,) = progress(open_storage(f"journal:{journal}"))
+    assert study.kernel == "fwd"
+    journal.write_bytes(data[:3])
+    assert progress(open_storage(f"journal:{journal}")) == []
+
+
+@pytest.mark.parametrize(
+    "data", [b"garbage\n", b"garbage", b"\x00" * 99, b"{}\n", b"SQLite format 3"]
+)
+@pytest.mark.parametrize("form", ["journal:{}", "sqlite:///{}"])
+def test_garbage_is_no_storage_without_studies(tmp_path: Path, data: bytes, form: str) -> None:
+    file = tmp_path / "storage"
+    file.write_bytes(data * 40)
+    url = form.format(file)
+    with pytest.raises(Unsupported, match=r"found something else|found no SQLite database"):
+        open_storage(url)
+    result = CliRunner().invoke(app, ["fleet", "status", "--storage", url])
+    assert result.exit_code == 1
+    assert "name another" in str(result.exception)
+    assert file.read_bytes() == data * 40
+
+
+@pytest.mark.parametrize("form", ["journal:{}", "sqlite:///{}"])
+def test_a_folder_is_no_storage(tmp_path: Path, form: str) -> None:
+    with pytest.raises(Unsupported, match="expected"):
+        open_storage(form.format(tmp_path))
