@@ -70,7 +70,9 @@ def folder_of(location: Location) -> Path:
 
 def written(root: Path) -> list[Path]:
     """Return all files below `root` but those that writers lock."""
-    return sorted(one for one in root.rglob("*") if one.is_file() and one.name != LOCK)
+    return sorted(
+        one for one in root.rglob("*") if one.is_file() and one.suffix != Path(LOCK).suffix
+    )
 
 
 def place(root: Path, put: TuningRecord, origin: Origin = "own") -> Location:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from subprocess import SubprocessError
 from threading import RLock
 from typing import Any, Literal, overload
@@ -48,7 +48,7 @@ from tilegen.problem import AttentionProblem
 from tilegen.ranks import agreed
 from tilegen.regroup import group, grouped_mask, step_of, ungroup
 from tilegen.settings import settings
-from tilegen.store import current_versions, look_up
+from tilegen.store import TuningRecord, current_versions, look_up
 
 _FULL = full()
 MAX_PLANS = 4096
@@ -181,7 +181,9 @@ def choose(
     if (config := agreed(problem, spec, kernel)) is not None:
         return config, "all ranks agreed"
     deterministic = settings().deterministic if deterministic is None else deterministic
-    found = look_up(
+
+    look = partial(
+        look_up,
         problem,
         spec,
         kernel,
@@ -189,12 +191,17 @@ def choose(
         template_digest=template_digest(kernel),
         strict=deterministic,
     )
+    found = look()
     may_tune = may_tune and settings().tune and not deterministic
     if may_tune and (found is None or found.borrowed):
-        from tilegen.tune import tune
+        from tilegen.tune import tune_once
 
+        def known() -> TuningRecord | None:
+            return (one := look(borrow=False)) and one.record
+
+        seconds = TUNE_SECONDS
         try:
-            record = tune(problem.bucket, spec, kernel=kernel, seconds=TUNE_SECONDS)
+            record = tune_once(problem.bucket, spec, kernel=kernel, seconds=seconds, known=known)
             return record.config, "tuned now"
         except DeviceLost:
             raise

@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from tilegen.acceptable import spills_much
@@ -31,7 +31,7 @@ from tilegen.store import (
 from tilegen.tuning.bench import Ahead, Bench, Check, Compile, Measure, real_bench, refused
 from tilegen.tuning.report import Report, describe
 from tilegen.tuning.search import Search
-from tilegen.tuning.trials import Conditions, Trial, TrialLog
+from tilegen.tuning.trials import Conditions, Trial, TrialLog, alone
 from tilegen.workers import Pool
 
 if TYPE_CHECKING:
@@ -47,6 +47,8 @@ More would keep more cores busy, but they are chosen before the measurements of 
 known: on recorded timings, batches of 16 searched no better than chance.
 """
 SAMPLER_SEED = 0
+PATIENCE = 4.0
+"""How many times its budget another process may take, which compiles and checks besides."""
 
 
 def tune(
@@ -93,7 +95,8 @@ def tune(
     space, candidates = _ranked(problem, gpu, kernel, space, candidates)
     total = len(space) if trials is None else min(trials, len(space))
     command = command or _command(problem, kernel, trials, seconds)
-    with pool, Report(kernel, total, enabled=progress) as report:
+    # Another process that tunes the same is waited for, and its trials are taken over.
+    with alone(gpu.name, kernel, problem), pool, Report(kernel, total, enabled=progress) as report:
         run = _Run(problem, gpu, kernel, bench, space, candidates, report)
         try:
             run.go(total, math.inf if seconds is None else seconds)
@@ -113,6 +116,20 @@ def tune(
         report.say(f"{saved.file} {'written' if saved.wins else 'not won'}: {saved.reason}")
         report.say(f"{record.config!r}  # {describe(record)}")
     return record
+
+
+def tune_once(
+    problem: AttentionProblem,
+    gpu: GpuSpec,
+    *,
+    kernel: Kernel,
+    seconds: float,
+    known: Callable[[], TuningRecord | None],
+) -> TuningRecord:
+    """Return what `known` finds once no other process tunes the same; without that, what `tune`
+    does. Raises what `tune` raises, and Unsupported if another is at it for far too long."""
+    with alone(gpu.name, kernel, problem.bucket, seconds=PATIENCE * seconds):
+        return known() or tune(problem, gpu, kernel=kernel, seconds=seconds)
 
 
 class _Run:

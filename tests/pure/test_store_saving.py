@@ -96,7 +96,7 @@ def test_a_folder_that_stays_locked_is_named(
     monkeypatch.setattr(files, "LOCK_SECONDS", 0.05)
     lock = os.open(first.parent / files.LOCK, os.O_RDWR)
     fcntl.flock(lock, fcntl.LOCK_EX)
-    with pytest.raises(Unsupported, match="h200/fwd', found it locked by another process"):
+    with pytest.raises(Unsupported, match=r"h200/fwd', found '.tilegen.lock' locked by another"):
         save(record(us=1.0), location=own(tmp_path))
     os.close(lock)
     assert first.read_text() == RECORD.to_json()

@@ -32,6 +32,10 @@ Change = Callable[[bytes | None], bytes | None]
 if what is there cannot be used, and is then asked again with None."""
 
 
+class Locked(Unsupported):
+    """A lock that another process holds."""
+
+
 class Unreadable(InvalidRecord):
     """The system would not hand the file over; what is in it may be in order."""
 
@@ -122,26 +126,40 @@ def only_writer(folder: Path) -> Generator[None, None, None]:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise cannot_write(folder, error) from error
-    lock = FileLock(folder / LOCK, mode=0o666)  # for all who may write into the folder
+    with locked(folder / LOCK, LOCK_SECONDS, f"to write into {str(folder)!r}"):
+        yield
+        _last(folder)
+
+
+@contextlib.contextmanager
+def locked(file: Path, seconds: float, wanted: str) -> Generator[None, None, None]:
+    """Hold the lock of a file, which is made; a thread that holds it may take it again.
+
+    On a file system without locks nobody is kept out, with a warning. Raises Locked if another
+    process, which wanted the same, holds it for `seconds`; Unsupported if the file cannot be made.
+    """
+    lock = FileLock(file, mode=0o666, is_singleton=True)  # for all who may write into the folder
+    held = False
     try:
-        lock.acquire(timeout=LOCK_SECONDS, poll_interval=0.01)
+        lock.acquire(timeout=seconds, poll_interval=0.01)
+        held = True
     except Timeout:
-        raise Unsupported(
-            f"expected to write into {str(folder)!r}, found it locked by another process "
-            f"for {LOCK_SECONDS:g} s; end that process, or choose another location"
+        raise Locked(
+            f"expected {wanted}, found {file.name!r} locked by another process for {seconds:g} s; "
+            "end that process, or choose another location"
         ) from None
-    except (OSError, NotImplementedError) as error:
-        if isinstance(error, OSError) and error.errno in NOT_LETTING_IN:
-            raise cannot_write(folder, error) from error
+    except OSError as error:
+        if error.errno in NOT_LETTING_IN:
+            raise cannot_write(file, error) from error
         say_once(
-            f"folder {str(folder)!r} has no locks ({one_line(error)}): "
+            f"folder {str(file.parent)!r} has no locks ({one_line(error)}): "
             "of two findings written at the same moment one may be lost"
         )
     try:
         yield
-        _last(folder)
     finally:
-        lock.release()
+        if held:
+            lock.release()
 
 
 def _last(folder: Path) -> None:

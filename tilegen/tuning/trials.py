@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import math
 import os
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tilegen.config import Kernel, TileConfig
+from tilegen.disk import cannot_write
 from tilegen.errors import InvalidRecord, Unsupported
 from tilegen.measure import one_line
 from tilegen.problem import AttentionProblem
-from tilegen.store.files import inside, only_writer
+from tilegen.settings import settings
+from tilegen.store.files import Locked, inside, locked, only_writer
 from tilegen.store.floor import too_fast
 from tilegen.store.places import Location, read_trials
 from tilegen.store.trials import Conditions, Trial, parse_trial, trial_line, trials_path
 from tilegen.store.versions import now
 
-__all__ = ["Conditions", "Trial", "TrialLog", "append_line"]
+__all__ = ["Conditions", "Trial", "TrialLog", "alone", "append_line"]
 
 log = logging.getLogger("tilegen")
 
@@ -87,6 +91,30 @@ class TrialLog:
         if trouble := too_fast(trial.measurement, self._problem, self._gpu, self._kernel):
             raise InvalidRecord(trouble)
         return trial
+
+
+@contextlib.contextmanager
+def alone(
+    gpu: str, kernel: Kernel, problem: AttentionProblem, seconds: float = math.inf
+) -> Generator[None, None, None]:
+    """Keep other processes from tuning the same meanwhile, so that each timing is taken once.
+
+    A thread may do so while it does. Raises Unsupported if another process is at it for longer
+    than `seconds`, or the own directory cannot be written to.
+    """
+    path, what = trials_path(gpu, kernel, problem), f"{kernel} for '{problem.bucket}'"
+    lock = inside(settings().cache_dir, path.with_name(f".{path.name}.lock"))
+    try:
+        lock.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot_write(lock, error) from error
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(locked(lock, 0, f"to tune {what}"))
+        except Locked:
+            log.info("another process tunes %s; waiting for what it finds", what)
+            held.enter_context(locked(lock, seconds, f"to tune {what}"))
+        yield
 
 
 def append_line(path: Path, values: dict[str, Any]) -> None:

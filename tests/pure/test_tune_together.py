@@ -1,0 +1,123 @@
+"""Processes that tune the same at the same time: each config is measured once in all.
+
+Threads stand for processes here: locks of files exclude both alike.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.records import H200, PROBLEM, RECORD, own, record, written
+from tests.replay import SMALL, Replay, run
+from tilegen import dispatch
+from tilegen import tune as tune_module
+from tilegen.config import TileConfig
+from tilegen.errors import Unsupported
+from tilegen.measure import Measurement
+from tilegen.store import save
+from tilegen.tuning.trials import alone
+
+SECONDS = 30
+
+
+@pytest.fixture(autouse=True)
+def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("TILEGEN_TUNE", "1")
+
+
+def at_once(count: int, act: Callable[[], Any]) -> list[Any]:
+    """Return what `act` returns to each of many that call it at the same moment."""
+    start, results = threading.Barrier(count), []
+
+    def one() -> None:
+        start.wait(SECONDS)
+        results.append(act())
+
+    threads = [threading.Thread(target=one, daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(SECONDS)
+    assert len(results) == count
+    return results
+
+
+def test_tuning_at_the_same_moment_measures_each_config_once() -> None:
+    measured: list[TileConfig] = []
+
+    class Slow(Replay):
+        def __call__(self, config: TileConfig) -> Measurement:
+            measured.append(config)
+            threading.Event().wait(0.01)  # in which the others would measure it, too
+            return super().__call__(config)
+
+    found = at_once(3, lambda: run(Slow(SMALL)))
+    assert sorted(measured) == sorted(Replay(SMALL).space)
+    assert {one.config for one in found} == {Replay(SMALL).fastest}
+
+
+def test_calls_at_the_same_moment_tune_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuned: list[str] = []
+    looked = threading.Barrier(3)
+    look_up = dispatch.look_up
+
+    def look(*arguments: Any, **options: Any) -> Any:
+        found = look_up(*arguments, **options)
+        if options.get("borrow", True):
+            looked.wait(SECONDS)  # all see that there is none, before one has tuned
+        return found
+
+    def tune(*_: Any, kernel: str, **__: Any) -> Any:
+        tuned.append(kernel)
+        save(RECORD, location=own(tmp_path))
+        return RECORD
+
+    monkeypatch.setattr(dispatch, "look_up", look)
+    monkeypatch.setattr(tune_module, "tune", tune)
+    chosen = at_once(3, lambda: dispatch.choose(PROBLEM, H200, "fwd", may_tune=True))
+    assert chosen == [(RECORD.config, "tuned now")] * 3
+    assert tuned == ["fwd"]
+
+
+def test_who_has_waited_too_long_takes_the_best_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(record(gpu="h100"), location=own(tmp_path))
+    monkeypatch.setattr(dispatch, "TUNE_SECONDS", 0.01)
+    caplog.set_level(logging.INFO, logger="tilegen")
+    chosen: list[Any] = []
+    with alone("h200", "fwd", PROBLEM):
+        chosen += at_once(1, lambda: dispatch.choose(PROBLEM, H200, "fwd", may_tune=True))
+    ((config, where),) = chosen
+    assert config == RECORD.config
+    assert where.endswith("borrowed from h100")
+    said = "\n".join(caplog.messages)
+    assert f"another process tunes fwd for '{PROBLEM}'; waiting for what it finds" in said
+    assert f"not tuned, taking the best known: expected to tune fwd for '{PROBLEM}', found" in said
+
+
+def test_others_are_not_waited_for(tmp_path: Path) -> None:
+    with alone("h200", "fwd", PROBLEM), alone("h200", "fwd", PROBLEM):
+        for gpu, kernel in (("h100", "fwd"), ("h200", "bwd_dq")):
+            with alone(gpu, kernel, PROBLEM, seconds=0):  # type: ignore[arg-type]
+                pass
+        assert at_once(1, refused) == [True]
+    assert at_once(1, refused) == [False], "it is free again"
+    assert written(tmp_path) == []
+
+
+def refused() -> bool:
+    try:
+        with alone("h200", "fwd", PROBLEM, seconds=0):
+            return False
+    except Unsupported:
+        return True
