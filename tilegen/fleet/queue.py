@@ -155,7 +155,7 @@ class Queue:
             trial = counting.get(config.key)
             if trial is None or not trial.state.is_finished():
                 return None
-            found[config] = json.loads(trial.user_attrs[RESULT])
+            found[config] = _result(trial)
         return found
 
     def marked(self, mark: str) -> bool:
@@ -201,6 +201,16 @@ def counting(trials: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
         if trial.state != TrialState.FAIL and (key := trial.user_attrs.get(CONFIG)):
             found.setdefault(key, trial)
     return found
+
+
+def _result(trial: FrozenTrial) -> dict[str, Any]:
+    """Return what a trial says was found, nothing if it says nothing that can be read: then who
+    publishes measures it."""
+    try:
+        result = json.loads(trial.user_attrs[RESULT])
+    except (KeyError, TypeError, ValueError, RecursionError):
+        return {}
+    return result if isinstance(result, dict) else {}
 
 
 def _some_wait(trials: Sequence[FrozenTrial]) -> bool:
