@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.problems import PROBLEMS
 from tests.records import PROBLEM, RECORD, UNMEASURED, record, timed
+from tilegen import dispatch, tune
 from tilegen.config import LARGE_CACHE, TileConfig
 from tilegen.errors import InvalidRecord
 from tilegen.measure import TIE_LIMIT, Measurement
@@ -71,12 +72,25 @@ def test_every_field_is_in_the_readme_of_the_format() -> None:
     assert names <= described, f"cache/README.md does not describe {sorted(names - described)}"
 
 
+def test_every_failure_in_the_readme_of_the_format_has_its_test() -> None:
+    readme = (ROOT / "cache" / "README.md").read_text(encoding="utf-8")
+    rows = [line for line in readme.splitlines() if line.count(" | ") == 2 and "test_" in line]
+    tables = re.findall(r"^\| failure of .*\n\| --- .*\n((?:\|.*\n)+)", readme, re.M)
+    assert [line for table in tables for line in table.splitlines()] == rows
+    there = "".join(
+        file.read_text(encoding="utf-8") for file in (ROOT / "tests").rglob("test_*.py")
+    )
+    for name in re.findall(r"`(test_\w+)`", "".join(rows)):
+        assert f"def {name}(" in there, name
+
+
 def test_numbers_in_the_readme_of_the_format_are_those_of_the_code() -> None:
     readme = (ROOT / "cache" / "README.md").read_text(encoding="utf-8")
     assert f"does not answer within {reach.ANSWER_SECONDS:g} seconds" in readme
     assert f"again for {reach.DOWN_SECONDS / 60:g} minutes" in readme
     assert remote.FRESH_SECONDS == 3600, "remembered for an hour"
     assert files.LOCK_SECONDS == 60, "held for more than a minute"
+    assert tune.PATIENCE * dispatch.TUNE_SECONDS == 120, "waits two minutes at most"
     assert upkeep.COPY_SECONDS == 7 * 86400, "copies older than a week"
     assert f"by up to {MAX_RIVALS + 1} machines" in readme
     assert f"within {100 * TIE_LIMIT:g} %" in readme
