@@ -23,6 +23,7 @@ STARTS = torch.tensor([0, 21, 61, 90])
 PADDED = torch.where(torch.arange(LONGEST) < 70, DOCUMENTS, -1)
 OTHERS = torch.tensor([0] * 35 + [1] * 5 + [2] * 50)
 DOUBLES_RISING = DOUBLES.sort().values
+SMALL = torch.rand(LONGEST, generator=_random, dtype=torch.float64)
 NUMBER = torch.tensor(7)
 STEPS = torch.arange(LONGEST) // 15 / 10
 TIMES = STAMPS.sort().values
@@ -64,6 +65,7 @@ MASKS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
     "rational steps": lambda b, h, q, k: torch.floor(q / 3.0) >= torch.ceil(k * 0.25),
     "fraction of a head": lambda b, h, q, k: h <= 0.3,
     "fractions between positions": lambda b, h, q, k: (k < q + 0.5 - h) & (q - k <= 30.5),
+    "bits of both signs": lambda b, h, q, k: 3 + ((k - q) ^ q) >= 2,
     # More than 32 bits.
     "hash": lambda b, h, q, k: ((q * 73856093 + k * 19349663) % 1000003) % 10 < 5,
     "wide product": lambda b, h, q, k: q * 1000000 * k <= 5e9,
@@ -146,6 +148,7 @@ SCORES: dict[str, Callable[[Any, Any, Any, Any, Any], Any]] = {
     "bits": lambda s, b, h, q, k: s + 0.25 * ((q ^ k) & 7),
     "quotient": lambda s, b, h, q, k: s + (q - k) / (h + 1),
     "doubles": lambda s, b, h, q, k: s + torch.where(DOUBLES[q] < DOUBLES[k], 1.0, 0.0),
+    "a function of doubles": lambda s, b, h, q, k: s - torch.log1p((SMALL[q] - SMALL[k]).abs()),
     "stamps": lambda s, b, h, q, k: s - torch.where(STAMPS[q] < STAMPS[k], 1, 0),
 }
 

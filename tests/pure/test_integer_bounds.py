@@ -13,7 +13,7 @@ import torch
 from tests.expression_trees import integer
 from tilegen.masks.evaluation import Points
 from tilegen.masks.integer_bounds import bounds
-from tilegen.masks.integers import prepared
+from tilegen.masks.integers import FloorDiv, prepared
 from tilegen.masks.nodes import BITS, Bits
 from tilegen.masks.symbols import SEQLEN_KV, B, H, K, Q
 from tilegen.masks.value_bounds import Interval, TileBounds
@@ -44,6 +44,29 @@ def _all(operation: type[Bits], left: list[int], right: list[int]) -> list[int]:
     return [operation.of(a, b) for a, b in every]
 
 
+def test_what_is_not_bounded_stays_so() -> None:
+    """Bits of numbers of both signs can be any, and so can what is computed with them."""
+    unbounded = BITS["bitxor"](K - Q, Q)
+    tile = {Q: Interval(torch.tensor([0]), torch.tensor([1])), K: _single(0)}
+    given = {Q: torch.tensor([0, 1]), K: torch.tensor([0])}
+    for expr in (
+        unbounded + 3,
+        2 * unbounded,
+        unbounded - K,
+        BITS["shl"](unbounded, 2 * Q),
+        FloorDiv(unbounded, Q + 1) - 5,
+        sympy.Abs(unbounded) + Q,
+    ):
+        values = Points([], given, CPU)(expr)
+        found = TileBounds([], tile, CPU, {})(expr)
+        assert int(found.lo) <= int(values.min()) <= int(values.max()) <= int(found.hi), expr
+
+
+def _single(value: int) -> Interval:
+    number = torch.tensor([value])
+    return Interval(number, number)
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_integer_formulas(seed: int) -> None:
     """Positions are below 12, so that few of the bounds are reached, and none is passed."""
@@ -58,6 +81,13 @@ def test_integer_formulas(seed: int) -> None:
     known |= {SEQLEN_KV: (12, 12), sympy.Symbol("t1", integer=True): (-2, 2)}
     low, high = bounds(expr, known)
     assert low <= int(values.min()) <= int(values.max()) <= high
+    tile = {
+        symbol: Interval(torch.tensor([low]), torch.tensor([high]))
+        for symbol, (low, high) in known.items()
+        if symbol in given
+    }
+    found = TileBounds(captured, tile, CPU, {})(expr)
+    assert int(found.lo) <= int(values.min()) <= int(values.max()) <= int(found.hi)
 
 
 def _with_bits(random: Random, expr: Any) -> Any:

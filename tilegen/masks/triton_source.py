@@ -107,7 +107,11 @@ class Writer:
         uses: Counter[sympy.Basic] = Counter()
         for expr in whole.values():
             _count(expr, uses)
-        self._shared = {expr for expr, times in uses.items() if times > 1 and expr.args}
+        self._shared = {  # what is loaded has a name
+            expr
+            for expr, times in uses.items()
+            if times > 1 and expr.args and not isinstance(expr, Lookup)
+        }
         return {
             name: self._inside(expr, LOWEST) if is_condition(expr) else self._float(expr)
             for name, expr in whole.items()
@@ -178,7 +182,7 @@ class Writer:
         if isinstance(expr, sympy.Number):
             text = self._literal(expr)
             return f"({text})" if expr < 0 and binding > UNARY else text
-        if is_int(expr) or (isinstance(expr, Lookup) and self.loads.is_double(expr)):
+        if is_int(expr):
             return f"{self._inside(expr, ATOM)}.to({self._dtype})"
         return self._inside(expr, binding)
 
@@ -217,7 +221,9 @@ class Writer:
             case sympy.Number():
                 return self._literal(expr), UNARY if expr < 0 else ATOM
             case Lookup():
-                return self._load(expr), ATOM
+                name = self._load(expr)
+                is_float = not self._double and self.loads.is_double(expr)
+                return f"{name}.to(tl.float32)" if is_float else name, ATOM
             case sympy.Add():
                 return self._sum(expr, integers), SUM
             case sympy.Mul():

@@ -84,12 +84,15 @@ class TileBounds(Evaluation[Interval, Verdict]):
         return _increasing(lambda end: end.clamp(-LARGEST, LARGEST).long(), value)
 
     def add(self, left: Interval, right: Interval) -> Interval:
-        return _increasing(torch.add, left, right)
+        found = _increasing(torch.add, left, right)
+        if found.lo.is_floating_point():
+            return found
+        return _unless_wrapped(found, _size(left) + _size(right))
 
     def multiply(self, left: Interval, right: Interval) -> Interval:
         return _unless_wrapped(
             _hull([a * b for a in left.ends for b in right.ends]),
-            _size(left).double() * _size(right).double(),
+            _size(left) * _size(right),
         )
 
     def divide(self, left: Interval, right: Interval) -> Interval:
@@ -103,7 +106,7 @@ class TileBounds(Evaluation[Interval, Verdict]):
         if right.is_single:
             return quotient
         # A divisor that is not 0 is at least 1 in magnitude.
-        largest = _size(left)
+        largest = torch.maximum(left.lo.abs(), left.hi.abs())
         return _where(_has_one_sign(right), quotient, Interval(-largest, largest))
 
     def remainder(self, left: Interval, right: Interval) -> Interval:
@@ -125,7 +128,7 @@ class TileBounds(Evaluation[Interval, Verdict]):
             found = _hull([compute(a, b) for a in left.ends for b in right.ends])
             if operation is not ShiftLeft:
                 return found
-            return _unless_wrapped(found, _size(left) * 2.0 ** _size(right).double())
+            return _unless_wrapped(found, _size(left) * 2.0 ** _size(right))
         # Above the highest bit in which its ends differ, all values of an interval are the same.
         open_left, open_right = (_ones(end.lo ^ end.hi) for end in (left, right))
         least = compute(left.lo & ~open_left, right.lo & ~open_right)
@@ -134,15 +137,13 @@ class TileBounds(Evaluation[Interval, Verdict]):
             unknown = open_left | open_right
             least = compute(left.lo, right.lo) & ~unknown
             most = least | unknown
-        anything = torch.iinfo(torch.int64)
-        lowest, highest = (torch.full_like(least, end) for end in (anything.min, anything.max))
         mixed = (open_left < 0) | (open_right < 0)  # of both signs
-        return _where(mixed, Interval(lowest, highest), Interval(least, most))
+        return _where(mixed, _any_integer(least), Interval(least, most))
 
     def power(self, base: Interval, exponent: int) -> Interval:
         base = base if exponent % 2 else self.absolute(base)
         found = _increasing(lambda value: power(value, exponent), base)
-        return _unless_wrapped(found, _size(base).double() ** exponent)
+        return _unless_wrapped(found, _size(base) ** exponent)
 
     def general_power(self, base: Interval, exponent: Interval) -> Interval:
         return _anything(base.lo + exponent.lo)
@@ -249,8 +250,8 @@ def _hull(values: Sequence[torch.Tensor]) -> Interval:
 
 
 def _size(value: Interval) -> torch.Tensor:
-    """Return the largest magnitude in an interval."""
-    return torch.maximum(value.lo.abs(), value.hi.abs())
+    """Return the largest magnitude in an interval, in double, which no sum or product leaves."""
+    return torch.maximum(value.lo.double().abs(), value.hi.double().abs())
 
 
 def _ones(value: torch.Tensor) -> torch.Tensor:
@@ -267,9 +268,13 @@ def _unless_wrapped(found: Interval, size: torch.Tensor) -> Interval:
     wraps = size >= LARGEST
     if not bool(wraps.any()):
         return found
-    limits = torch.iinfo(torch.int64)
-    lowest, highest = (torch.full_like(found.lo, end) for end in (limits.min, limits.max))
-    return _where(wraps, Interval(lowest, highest), found)
+    return _where(wraps, _any_integer(found.lo), found)
+
+
+def _any_integer(like: torch.Tensor) -> Interval:
+    """Return all integers but the least, which has no absolute value."""
+    largest = torch.full_like(like, torch.iinfo(torch.int64).max)
+    return Interval(-largest, largest)
 
 
 def _anything(like: torch.Tensor) -> Interval:
