@@ -33,7 +33,8 @@ from tilegen.tuning.trials import append_line
 
 JOB = Job(gpu=H200, kernel="fwd", problem=PROBLEM)
 SPACE = [config for config in Replay().space if config.block_m in (64, 128)]
-STALE_SECONDS = 2.0
+STALE_SECONDS = 6.0
+"""More than a busy machine keeps a worker from running."""
 
 
 class Machine:

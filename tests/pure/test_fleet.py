@@ -47,7 +47,7 @@ def start(storage: str, folder: Path, workers: int, victims: int, seconds: float
 class Fleet(subprocess.Popen[str]):
     def codes(self) -> dict[int, int]:
         """Return how each worker, by its process, has ended; once all have."""
-        out, err = self.communicate(timeout=120)
+        out, err = self.communicate(timeout=300)
         assert self.returncode == 0, err
         assert "Traceback" not in err, err
         return {int(process): code for process, code in json.loads(out).items()}
