@@ -133,6 +133,7 @@ SCORES: dict[str, Callable[[Any, Any, Any, Any, Any], Any]] = {
     "gelu by tanh": lambda s, b, h, q, k: functional.gelu(s, approximate="tanh"),
     "log sigmoid": lambda s, b, h, q, k: functional.logsigmoid(s),
     "leaky": lambda s, b, h, q, k: functional.leaky_relu(s, 0.2),
+    "elu": lambda s, b, h, q, k: functional.elu(s, 0.7),
     "softplus": lambda s, b, h, q, k: functional.softplus(s),
     "log1p": lambda s, b, h, q, k: torch.log1p(s * s),
     "erf": lambda s, b, h, q, k: torch.erf(s),

@@ -200,10 +200,12 @@ def leaky_relu(input: Any, negative_slope: float = 0.01, inplace: bool = False) 
     return Where(sympy.Gt(x, 0), x, negative_slope * x)
 
 
-def elu(input: Any, alpha: float = 1.0, scale: Any = 1, input_scale: Any = 1) -> Any:
-    """Return x, or alpha (exp(x) - 1) where it is negative."""
+def elu(
+    input: Any, alpha: float = 1.0, scale: Any = 1, input_scale: Any = 1, inplace: bool = False
+) -> Any:
+    """Return x, or alpha (exp(x * input_scale) - 1) where it is negative, times the scale."""
     x = number(input)
-    return Where(sympy.Gt(x, 0), x, alpha * (sympy.exp(x) - 1))
+    return scale * Where(sympy.Gt(x, 0), x, alpha * (sympy.exp(input_scale * x) - 1))
 
 
 def _scalar(size: Any, value: Any) -> Any:

@@ -203,7 +203,7 @@ class Tracer:
         try:
             bound = inspect.signature(function).bind(*args, **kwargs)
         except TypeError as error:
-            raise Unsupported(f"expected torch's elementwise {name}, got {error}") from None
+            raise Unsupported(f"expected torch's elementwise {name}: {error}") from None
         for key, value in bound.arguments.items():
             if isinstance(value, (Term, Rows, torch.Tensor, bool, int, float, np.generic)):
                 bound.arguments[key] = self.expression(value)
