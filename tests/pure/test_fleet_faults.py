@@ -37,10 +37,13 @@ def opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 @pytest.fixture
 def _terminated_as_interrupted() -> Iterator[None]:
-    """Take SIGTERM as `tilegen worker` does."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    """Take SIGTERM as `tilegen worker` does, and SIGINT although a shell may have it ignored, as
+    for what runs in the background."""
+    both = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(one, signal.default_int_handler) for one in both]
     yield
-    signal.signal(signal.SIGTERM, before)
+    for one, handler in zip(both, before, strict=True):
+        signal.signal(one, handler)
 
 
 @pytest.mark.usefixtures("_terminated_as_interrupted")
