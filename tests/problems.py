@@ -19,7 +19,7 @@ PROBLEMS: tuple[AttentionProblem, ...] = tuple(
         "b1 hq8 hkv2 q64 kv256 d100 fp16 causal(bottom_right)",  # groups of four
         "b1 hq2 hkv2 q256 kv64 d64 fp32 causal(bottom_right)",  # rows 0..191 keep nothing
         "b1 hq2 hkv2 q64 kv200 d32 fp16 causal",  # columns 64..199 are kept by no row
-        "b1 hq2 hkv2 q1023 kv1023 d128 bf16 window(127,0)",
+        "b1 hq1 hkv1 q1023 kv1023 d128 bf16 window(127,0)",
         "b1 hq2 hkv2 q200 kv200 d80 fp16 window(0,0)",  # every row sees itself alone
         "b1 hq3 hkv1 q127 kv65 d72 fp32 window(16,16)",
         "b1 hq2 hkv2 q96 kv200 d96 bf16 window(40,-1)",
