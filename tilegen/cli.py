@@ -37,6 +37,7 @@ from tilegen.cli_options import (
 )
 from tilegen.cli_plans import plan_of, print_plans
 from tilegen.config import TileConfig
+from tilegen.disk import printable
 from tilegen.errors import TilegenError, Unsupported
 from tilegen.problem import AttentionProblem
 
@@ -325,7 +326,5 @@ def doctor(json_: Json = False) -> None:
 
 def _fail(message: str) -> None:
     """Print a message as one line, whatever was typed, and exit with 1."""
-    line = " ".join(message.split())
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
-    print(f"error: {shown}", file=sys.stderr)
+    print(f"error: {printable(' '.join(message.split()))}", file=sys.stderr)
     sys.exit(1)

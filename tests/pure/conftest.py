@@ -1,4 +1,4 @@
-"""What several tests of the tuner share."""
+"""What several tests of the tuner, and of remote stores, share."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import logging
 from pathlib import Path
 
 import pytest
+
+from tilegen.disk import say_once
+from tilegen.store import reach
 
 
 @pytest.fixture
@@ -16,3 +19,14 @@ def own_cache(
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path / "cache"))
     caplog.set_level(logging.INFO, logger="tilegen")
     return tmp_path / "cache"
+
+
+@pytest.fixture
+def first_contact(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An own directory without copies; nothing is down, and everything is said again."""
+    monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path / "mine"))
+    monkeypatch.setattr(reach, "_down", {})
+    say_once.cache_clear()
+    caplog.set_level(logging.INFO, logger="tilegen")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
-import logging
 import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -14,7 +13,6 @@ import pytest
 
 from tests.records import H200, PROBLEM, RECORD, record
 from tests.servers import pieces, raw_server
-from tilegen.disk import say_once
 from tilegen.store import Location, TuningRecord, look_up, places, reach, remote
 from tilegen.store.election import join
 from tilegen.store.trials import Conditions, Trial, trial_line
@@ -31,15 +29,7 @@ LINE = json.dumps(
 TRIALS = (LINE + b"\n") * (69_600 // len(LINE))
 
 
-@pytest.fixture(autouse=True)
-def _alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """An own directory without copies; nothing is down, and everything is said again."""
-    monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path / "mine"))
-    monkeypatch.setattr(reach, "_down", {})
-    say_once.cache_clear()
-    caplog.set_level(logging.INFO, logger="tilegen")
+pytestmark = pytest.mark.usefixtures("first_contact")
 
 
 def found_at(address: str) -> TuningRecord | None:

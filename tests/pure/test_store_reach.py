@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
@@ -13,7 +12,6 @@ import pytest
 
 from tests.records import H200, PROBLEM, RECORD, VERSIONS, own, place, record
 from tests.servers import http_server, silent_server
-from tilegen.disk import say_once
 from tilegen.errors import Unsupported
 from tilegen.store import Location, Unreachable, list_records, look_up, reach, save
 from tilegen.store.transfer import merge
@@ -21,15 +19,7 @@ from tilegen.store.transfer import merge
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(autouse=True)
-def _alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """An own directory without copies; nothing is down, and everything is said again."""
-    monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path / "mine"))
-    monkeypatch.setattr(reach, "_down", {})
-    say_once.cache_clear()
-    caplog.set_level(logging.INFO, logger="tilegen")
+pytestmark = pytest.mark.usefixtures("first_contact")
 
 
 def shared(url: str) -> Location:

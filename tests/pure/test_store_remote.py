@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import time
@@ -17,7 +16,6 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from tests.records import H200, PROBLEM, RECORD, own, place, record
 from tests.servers import s3_server
-from tilegen.disk import say_once
 from tilegen.errors import Unsupported
 from tilegen.store import (
     Location,
@@ -34,20 +32,9 @@ from tilegen.store.election import join
 from tilegen.store.files import BROKEN
 from tilegen.store.transfer import merge
 
-pytestmark = pytest.mark.oldest
+pytestmark = [pytest.mark.oldest, pytest.mark.usefixtures("first_contact")]
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(autouse=True)
-def _alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """An own directory without copies; nothing is down, and everything is said again."""
-    monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path / "mine"))
-    monkeypatch.setattr(reach, "_down", {})
-    say_once.cache_clear()
-    caplog.set_level(logging.INFO, logger="tilegen")
 
 
 @pytest.fixture(scope="module")
