@@ -8,8 +8,8 @@ recomputed scores. Whole tiles that a kernel computes beyond that are its own lo
 from __future__ import annotations
 
 from benchmarks.workloads import Direction
-from tilegen.device import GpuSpec
-from tilegen.masks.tiles import tile_ranges
+from tilegen.gpus.spec import GpuSpec
+from tilegen.masks.tiles.tile_ranges import tile_ranges
 from tilegen.problem import AttentionProblem
 
 

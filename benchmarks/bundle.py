@@ -28,12 +28,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.cpu import Number, microseconds_per_call, write
 from benchmarks.environment import ROOT
 from benchmarks.workloads import CATALOGUE, MASKED, SHAPES
-from tilegen import attention, bundles, dispatch
+from tilegen import attention, bundles
+from tilegen.bounded_cache import BoundedCache
 from tilegen.bundles.served import Bundle
-from tilegen.device import gpu_for
-from tilegen.kept import Kept
+from tilegen.check.reference import TORCH_DTYPES
+from tilegen.gpus.spec import gpu_for
 from tilegen.problem import AttentionProblem
-from tilegen.reference import TORCH_DTYPES
+from tilegen.runtime import dispatch
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 PROBLEMS: dict[str, AttentionProblem] = {
@@ -92,7 +93,7 @@ def calling(bundle: Bundle, problem: AttentionProblem) -> Number:
     with (
         # As in the interpreter, where CPU tensors take the path of GPU tensors.
         mock.patch.multiple(dispatch.interpreter, is_active=lambda: True, prepare=lambda: None),
-        mock.patch.object(dispatch, "_plans", Kept(9)),
+        mock.patch.object(dispatch, "_plans", BoundedCache(9)),
         mock.patch.object(bundles, "loaded", [bundle]),
         mock.patch.object(Bundle, "function", return_value=idle),
         # What compiles is not to be timed here.
@@ -111,7 +112,7 @@ def calling(bundle: Bundle, problem: AttentionProblem) -> Number:
 
 def generate(catalogue: Path, archs: tuple[str, ...], out: Path, *, caches: Path) -> dict[str, Any]:
     """Run `tilegen generate` and return what it says of itself."""
-    command = "from tilegen.cli import main; main()"
+    command = "from tilegen.cli.main import main; main()"
     arguments = ["generate", "--catalog", str(catalogue), "--arch", *archs, "--out", str(out)]
     environment = {
         "TILEGEN_CACHE_DIR": str(caches / "tilegen"),

@@ -27,15 +27,15 @@ import numpy as np
 import tilegen.model.footprint as model
 from benchmarks.quantile_fit import quantile_fit
 from benchmarks.workloads import CATALOGUE, LARGE_FP32_DIMS, LARGE_HEAD_DIMS, SHAPES
-from tilegen.build import CompiledKernel, compile_many
-from tilegen.config import KERNELS, SLICED, Kernel, TileConfig
-from tilegen.device import GpuSpec, gpu
-from tilegen.emitted import RenderedKernel
+from tilegen.build.compiler import CompiledKernel, compile_many
+from tilegen.choose.ranking import all_configs, estimate, search_space
+from tilegen.emit.kernel_files import RenderedKernel
+from tilegen.emit.render import render, representative
+from tilegen.gpus.spec import GpuSpec, gpu
+from tilegen.kernels.config import KERNELS, SLICED, Kernel, TileConfig
 from tilegen.model import known, sliced
 from tilegen.model.roofline import padded_widths, tile
 from tilegen.problem import AttentionProblem
-from tilegen.propose import all_configs, estimate, search_space
-from tilegen.render import render, representative
 
 SAMPLES = Path(__file__).parent / "results" / "footprint.csv"
 FITS = Path(model.__file__).parent / "registers.toml"

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tilegen.check.reference import TORCH_DTYPES, Inputs, attention_reference, torch_attention
+from tilegen.check.verification import Check, judge  # the rule; there is one
 from tilegen.masks.mask import Mask
 from tilegen.problem import AttentionProblem
-from tilegen.reference import TORCH_DTYPES, Inputs, attention_reference, torch_attention
-from tilegen.verify import Check, judge  # the rule; there is one
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,13 +25,13 @@ import typer
 from benchmarks.environment import ROOT, Environment, environment, has_gpu
 from benchmarks.rows import append, with_environment
 from benchmarks.workloads import Workload, head
-from tilegen import families
-from tilegen.config import Kernel, TileConfig
-from tilegen.device import GpuSpec, detect
-from tilegen.dispatch import choose
+from tilegen.choose import families
+from tilegen.choose.ranking import estimate
+from tilegen.emit.render import render
+from tilegen.gpus.spec import GpuSpec, detect
+from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.model.estimate import CostEstimate
-from tilegen.propose import estimate
-from tilegen.render import render
+from tilegen.runtime.dispatch import choose
 
 READ = "l1tex__m_xbar2l1tex_read_bytes.sum"
 WRITE = "l1tex__m_l1tex2xbar_write_bytes.sum"
@@ -87,7 +87,7 @@ def kernels_of(workload: Workload, spec: GpuSpec) -> dict[Kernel, TileConfig]:
 def launch(workload: Workload, spec: GpuSpec) -> None:
     """Run every kernel of the workload once; this is what the profiler watches."""
     from benchmarks.check import make_inputs
-    from tilegen.verify import run
+    from tilegen.check.verification import run
 
     problem = workload.problem
     kernels = {k: render(problem, config, k) for k, config in kernels_of(workload, spec).items()}

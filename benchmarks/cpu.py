@@ -28,12 +28,12 @@ import typer
 from benchmarks.environment import ROOT, environment
 from benchmarks.rows import CpuRow, append, with_environment
 from benchmarks.workloads import catalogue, head
-from tilegen.build import compile_many
-from tilegen.config import Kernel, TileConfig
-from tilegen.device import gpu
+from tilegen.build.compiler import compile_many
+from tilegen.choose.ranking import propose
+from tilegen.emit.render import RenderedKernel, render
+from tilegen.gpus.spec import gpu
+from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.problem import AttentionProblem
-from tilegen.propose import propose
-from tilegen.render import RenderedKernel, render
 
 REPEATS = 7
 CALLS = 2000
@@ -87,8 +87,9 @@ def calling() -> Iterator[Number]:
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
-    from tilegen import attention, causal, dispatch
-    from tilegen.kept import Kept
+    from tilegen import attention, causal
+    from tilegen.bounded_cache import BoundedCache
+    from tilegen.runtime import dispatch
 
     q, k, v = (torch.zeros(1, 8, 128, 64) for _ in "qkv")
     out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3])
@@ -100,7 +101,7 @@ def calling() -> Iterator[Number]:
         mock.patch.multiple(dispatch.interpreter, is_active=lambda: True, prepare=lambda: None),
         mock.patch.multiple(
             dispatch,
-            _plans=Kept(9),
+            _plans=BoundedCache(9),
             choose=lambda *_, **__: (TileConfig(block_m=64, block_n=64), "benchmark"),
             load_kernel=lambda *_, **__: idle,
         ),

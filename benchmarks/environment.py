@@ -65,7 +65,7 @@ def environment() -> Environment:
 
 def gpu_folder() -> str:
     """Return the name of the results folder: the GPU's catalogue key, or its name in short."""
-    from tilegen.device import detect
+    from tilegen.gpus.spec import detect
 
     if not has_gpu():
         return "cpu"

@@ -23,17 +23,17 @@ import typer
 from benchmarks.environment import has_gpu
 from benchmarks.recordings import RESULTS, Recorder, file_of, new_session
 from benchmarks.workloads import catalogue
-from tilegen.acceptable import Usage, spills_much
-from tilegen.config import KERNELS, Kernel, TileConfig
-from tilegen.device import GpuSpec, detect
+from tilegen.build.acceptable import Usage, spills_much
+from tilegen.build.workers import Pool
+from tilegen.choose.ranking import search_space
 from tilegen.errors import BuildFailed, TilegenError
+from tilegen.gpus.spec import GpuSpec, detect
+from tilegen.kernels.config import KERNELS, Kernel, TileConfig
 from tilegen.measure import DeviceLost
 from tilegen.problem import AttentionProblem
-from tilegen.propose import search_space
-from tilegen.tune import pick
 from tilegen.tuning.bench import Ahead, Bench, real_bench, refused
 from tilegen.tuning.trials import Trial
-from tilegen.workers import Pool
+from tilegen.tuning.tuner import pick
 
 
 def record(

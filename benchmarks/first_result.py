@@ -25,9 +25,9 @@ import typer
 from benchmarks.environment import ROOT, Environment, environment, gpu_folder, has_gpu
 from benchmarks.rows import append, with_environment
 from benchmarks.workloads import CATALOGUE
+from tilegen.check.reference import TORCH_DTYPES
 from tilegen.masks import causal
 from tilegen.problem import AttentionProblem
-from tilegen.reference import TORCH_DTYPES
 
 REPEATS = 3
 SIZES = (
@@ -146,8 +146,8 @@ def arguments(problem: AttentionProblem, bundle: Path, *, backward: bool) -> str
 
 def make_bundle(problem: AttentionProblem, out: Path) -> Path:
     """Generate for the GPU here, and return the folder."""
-    from tilegen.bundles.generate import generate
-    from tilegen.device import detect
+    from tilegen.bundles.building import generate
+    from tilegen.gpus.spec import detect
 
     spec = detect()
     assert spec

@@ -37,12 +37,12 @@ from benchmarks.cpu import Number, write
 from benchmarks.environment import ROOT
 from benchmarks.recordings import Recorder, new_session
 from benchmarks.synthetic import make
-from tilegen.device import gpu
 from tilegen.fleet.bench import ReplayMachine
 from tilegen.fleet.jobs import Job
 from tilegen.fleet.queue import Claim, Queue
 from tilegen.fleet.storage import open_storage
 from tilegen.fleet.worker import Worker
+from tilegen.gpus.spec import gpu
 from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.store import now
@@ -171,7 +171,7 @@ def _proxy(storage: str) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = int(free.getsockname()[1])
-    program = "from tilegen.cli import main; main()"
+    program = "from tilegen.cli.main import main; main()"
     command = [sys.executable, "-c", program, "fleet", "proxy", "--storage", storage]
     process = subprocess.Popen([*command, "--host", "127.0.0.1", "--port", str(port)])
     try:

@@ -33,7 +33,7 @@ from benchmarks.study.verdicts import (
     rows_of,
     verdicts,
 )
-from tilegen.device import GpuSpec, detect
+from tilegen.gpus.spec import GpuSpec, detect
 
 ONE_CASE = 180.0
 """Seconds that a case may take at most."""
@@ -83,12 +83,12 @@ def _runner(case: Case) -> Any:
         return partial(add, case.provider, int(case.problem), "cuda")
     from benchmarks.providers import providers
     from benchmarks.study.counting import run_pass
-    from tilegen.config import Kernel
-    from tilegen.emitted import load
-    from tilegen.passes import Launch
+    from tilegen.check.reference import make_inputs
+    from tilegen.emit.kernel_files import load
+    from tilegen.emit.render import render
+    from tilegen.kernels.config import Kernel
+    from tilegen.kernels.passes import Launch
     from tilegen.problem import AttentionProblem
-    from tilegen.reference import make_inputs
-    from tilegen.render import render
 
     problem = AttentionProblem.parse(case.problem)
     inputs = make_inputs(problem, device="cuda")

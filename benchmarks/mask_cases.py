@@ -36,7 +36,7 @@ def cases() -> dict[str, Case]:
     import sympy
     import torch
 
-    from tilegen.masks.symbols import K, Lookup, Q, captured_name
+    from tilegen.masks.language.symbols import K, Lookup, Q, captured_name
 
     def documents(seqlen: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)

@@ -92,15 +92,16 @@ def form(case: Case, provider: Provider) -> str:
 
 
 def _closed_form() -> Callable[[], Made]:
-    from tilegen.masks import compiler, sliding_window
+    from tilegen.masks import sliding_window
+    from tilegen.masks.tiles import closed_form
 
-    kept = [one for one in vars(compiler).values() if hasattr(one, "cache_clear")]
+    kept = [one for one in vars(closed_form).values() if hasattr(one, "cache_clear")]
 
     def make() -> Made:
         for one in kept:
             one.cache_clear()
         for side in ("rows", "columns"):
-            compiler.stream_bounds(sliding_window(WINDOW - 1, 0), side)
+            closed_form.stream_bounds(sliding_window(WINDOW - 1, 0), side)
         return Made(bytes=0, live_tiles=None)  # expressions, compiled into the kernel
 
     return make
@@ -108,7 +109,7 @@ def _closed_form() -> Callable[[], Made]:
 
 def _lists(case: Case, captured: Any, seqlen: int, device: str) -> Callable[[], Made]:
     from tilegen.masks.shapes import Shape
-    from tilegen.masks.tile_lists import build
+    from tilegen.masks.tiles.tile_lists import build
 
     shape = Shape(1, 1, seqlen, seqlen).tiled(TILE, TILE)
 

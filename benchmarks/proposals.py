@@ -21,17 +21,17 @@ import typer
 from benchmarks.environment import ROOT, Environment, environment
 from benchmarks.rows import append, with_environment
 from benchmarks.workloads import CATALOGUE, SHAPES
-from tilegen.acceptable import acceptable
-from tilegen.build import CompiledKernel, compile_many
-from tilegen.config import SMALL_CACHE, Kernel
-from tilegen.device import GpuSpec, gpu_for
-from tilegen.emitted import RenderedKernel
+from tilegen.build.acceptable import acceptable
+from tilegen.build.compiler import CompiledKernel, compile_many
+from tilegen.choose.families import kernels_of
+from tilegen.choose.ranking import propose
+from tilegen.emit.kernel_files import RenderedKernel
+from tilegen.emit.render import render
 from tilegen.errors import BuildFailed
-from tilegen.families import kernels_of
+from tilegen.gpus.spec import GpuSpec, gpu_for
+from tilegen.kernels.config import SMALL_CACHE, Kernel
 from tilegen.model.estimate import Candidate
 from tilegen.problem import AttentionProblem
-from tilegen.propose import propose
-from tilegen.render import render
 
 LARGE = "large head dims"
 """Name of the rows of problems that are no model's."""

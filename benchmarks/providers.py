@@ -13,10 +13,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.workloads import Direction
+from tilegen.check.peers import Attention, flex, sdpa
+from tilegen.choose.families import kernels_of
 from tilegen.errors import Unsupported
-from tilegen.families import kernels_of
 from tilegen.masks.mask import Causal, Full, SlidingWindow
-from tilegen.peers import Attention, flex, sdpa
 from tilegen.problem import AttentionProblem
 
 if TYPE_CHECKING:
@@ -64,8 +64,8 @@ def _tilegen(problem: AttentionProblem, device: str) -> Attention:
 
 def _tilegen_configs(problem: AttentionProblem, direction: Direction) -> str:
     """Return the configs that `attention` uses, and whether somebody measured them."""
-    from tilegen.device import detect
-    from tilegen.dispatch import choose
+    from tilegen.gpus.spec import detect
+    from tilegen.runtime.dispatch import choose
 
     spec = detect()
     if spec is None:

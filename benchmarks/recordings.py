@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from benchmarks.environment import ROOT, Environment, environment
-from tilegen.config import KERNELS, Kernel, TileConfig
-from tilegen.device import GpuSpec
-from tilegen.emitted import template_digest
+from tilegen.emit.kernel_files import template_digest
 from tilegen.errors import InvalidRecord, TilegenError
+from tilegen.gpus.spec import GpuSpec
+from tilegen.kernels.config import KERNELS, Kernel, TileConfig
 from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.store.fields import Fields, parse_json

@@ -26,8 +26,8 @@ from benchmarks.environment import environment, gpu_folder, has_gpu
 from benchmarks.providers import Provider, providers
 from benchmarks.rows import Row, Status, append, read, same_values, with_environment
 from benchmarks.workloads import MASKED, Direction, Workload, catalogue, head
-from tilegen.device import GpuSpec, detect
 from tilegen.errors import Unsupported
+from tilegen.gpus.spec import GpuSpec, detect
 from tilegen.measure import DeviceLost, Measurement, measure, survived
 from tilegen.problem import AttentionProblem
 
@@ -151,7 +151,7 @@ def check_and_time(case: Case, seconds: float) -> tuple[Verdict, Measurement]:
 def with_tensors(problem: AttentionProblem, device: str) -> AttentionProblem:
     """Return the problem with typical tensors in its mask, where it has any. Raises Unsupported for
     one with a score, since results are checked head by head, with no score applied."""
-    from tilegen.masks.binding import realized
+    from tilegen.masks.tensors import realized
 
     if problem.score:
         raise Unsupported(f"workloads are of masks only, got {problem.score.notation}")

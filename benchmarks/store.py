@@ -24,8 +24,8 @@ import typer
 
 from benchmarks.cpu import Number, write
 from benchmarks.environment import ROOT
-from tilegen.config import TileConfig
-from tilegen.device import gpu
+from tilegen.gpus.spec import gpu
+from tilegen.kernels.config import TileConfig
 from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.store import Location, TuningRecord, Versions, look_up, save

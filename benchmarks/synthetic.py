@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 
 from benchmarks.recordings import Recording, new_session
 from benchmarks.workloads import head
-from tilegen.config import Kernel, TileConfig
-from tilegen.device import GpuSpec, gpu
+from tilegen.choose.ranking import estimate, search_space
+from tilegen.gpus.spec import GpuSpec, gpu
+from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.measure import Measurement
 from tilegen.model.footprint import footprint
 from tilegen.problem import AttentionProblem
-from tilegen.propose import estimate, search_space
 from tilegen.tuning.trials import Trial
 
 SPREAD = 0.005

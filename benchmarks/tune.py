@@ -20,15 +20,15 @@ import typer
 
 from benchmarks.environment import has_gpu
 from benchmarks.workloads import Workload, catalogue, head
-from tilegen.config import Kernel
-from tilegen.device import GpuSpec, detect
+from tilegen.choose.families import kernels_of
 from tilegen.errors import TilegenError
-from tilegen.families import kernels_of
+from tilegen.gpus.spec import GpuSpec, detect
+from tilegen.kernels.config import Kernel
 from tilegen.measure import DeviceLost
 from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
 from tilegen.store import list_records, locations, look_up
-from tilegen.tune import tune
+from tilegen.tuning.tuner import tune
 
 Job = tuple[AttentionProblem, Kernel]
 

@@ -34,15 +34,15 @@ from benchmarks import synthetic
 from benchmarks.environment import Environment, environment
 from benchmarks.recordings import RESULTS, Recording, Replayed, committed, read
 from benchmarks.rows import append, with_environment
-from tilegen import tune as tune_module
-from tilegen.config import TileConfig
-from tilegen.device import gpu
+from tilegen.choose.ranking import propose
 from tilegen.errors import NoRecord, TilegenError
+from tilegen.gpus.spec import gpu
+from tilegen.kernels.config import TileConfig
 from tilegen.measure import Measurement
 from tilegen.model.estimate import Candidate
-from tilegen.propose import propose
-from tilegen.tune import pick, tune
+from tilegen.tuning import tuner as tune_module
 from tilegen.tuning.trials import Trial
+from tilegen.tuning.tuner import pick, tune
 
 Strategy = Literal["model", "prior", "no prior", "random"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)

@@ -11,20 +11,20 @@ from typing import Any
 
 import pytest
 
-from tilegen.build import CompiledKernel
+from tilegen.build.compiler import CompiledKernel
+from tilegen.build.workers import Pool
 from tilegen.bundles.manifest import Binary
-from tilegen.device import GpuSpec
-from tilegen.emitted import RenderedKernel
-from tilegen.families import Direction
+from tilegen.choose.families import Direction
+from tilegen.emit.kernel_files import RenderedKernel
+from tilegen.gpus.spec import GpuSpec
 from tilegen.problem import AttentionProblem
-from tilegen.workers import Pool
 
 FORMATS = {"i32": "i", "fp32": "f"}
 
 
 def not_compiled(rendered: RenderedKernel, arch: str = "sm_90") -> Binary:
     """Return what the manifest would say of a kernel."""
-    from tilegen.bundles.generate import binary_of
+    from tilegen.bundles.building import binary_of
 
     return binary_of(as_if_compiled(rendered, arch))
 
@@ -50,7 +50,7 @@ def write_bundle(
     directions: Sequence[Direction] = ("forward", "backward"),
 ) -> Path:
     """Write a bundle as `generate` does, but for the compiler: its binaries are empty."""
-    from tilegen.bundles.generate import generate
+    from tilegen.bundles.building import generate
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(

@@ -6,9 +6,9 @@ from typing import Any
 import sympy
 import torch
 
-from tilegen.masks.evaluation import evaluate
-from tilegen.masks.nodes import Sigmoid, Where
-from tilegen.masks.symbols import SEQLEN_KV, B, H, K, Lookup, Q, S, captured_name
+from tilegen.masks.language.evaluation import evaluate
+from tilegen.masks.language.nodes import Sigmoid, Where
+from tilegen.masks.language.symbols import SEQLEN_KV, B, H, K, Lookup, Q, S, captured_name
 
 BATCH, HEADS, SEQLEN = 2, 3, 5
 B_IDX, H_IDX, Q_IDX, K_IDX = (

@@ -22,10 +22,10 @@ from pathlib import Path
 
 from tests.records import H200, PROBLEM
 from tests.replay import Replay
-from tilegen.config import TileConfig
 from tilegen.fleet.jobs import Job
 from tilegen.fleet.storage import open_storage
 from tilegen.fleet.worker import Worker
+from tilegen.kernels.config import TileConfig
 from tilegen.measure import Measurement
 from tilegen.store import Location
 from tilegen.tuning.bench import Bench

@@ -12,12 +12,12 @@ import sympy
 import torch
 from numpy.typing import NDArray
 
-from tilegen.masks import tile_classes
-from tilegen.masks.nodes import Sigmoid, Where
+from tilegen.masks.language.nodes import Sigmoid, Where
+from tilegen.masks.language.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, captured_name
 from tilegen.masks.shapes import Shape, TiledShape
-from tilegen.masks.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, captured_name
-from tilegen.masks.tile_classes import TileClasses
-from tilegen.masks.tile_lists import TileLists, lists_of
+from tilegen.masks.tiles import tile_classes
+from tilegen.masks.tiles.tile_classes import TileClasses
+from tilegen.masks.tiles.tile_lists import TileLists, lists_of
 
 CPU = torch.device("cpu")
 EMPTY, FULL, PARTIAL = 0, 1, 2

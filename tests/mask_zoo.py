@@ -34,14 +34,14 @@ from tilegen.masks import (
     streaming,
     values,
 )
-from tilegen.masks.binding import tensors_of
-from tilegen.masks.compiler import predicate as compiled_predicate
 from tilegen.masks.constructors import KvPrefix
 from tilegen.masks.mask import Side
 from tilegen.masks.packed import packed
 from tilegen.masks.shapes import Shape
-from tilegen.masks.tile_lists import build
-from tilegen.masks.tiles import tile_ranges
+from tilegen.masks.tensors import tensors_of
+from tilegen.masks.tiles.closed_form import predicate as compiled_predicate
+from tilegen.masks.tiles.tile_lists import build
+from tilegen.masks.tiles.tile_ranges import tile_ranges
 from tilegen.masks.values import is_symbolic
 
 BATCH, HEADS = 2, 2

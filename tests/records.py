@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tilegen.config import TileConfig
-from tilegen.device import gpu
+from tilegen.gpus.spec import gpu
+from tilegen.kernels.config import TileConfig
 from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.store import EstimateSummary, Location, TuningRecord, Versions, save

@@ -17,11 +17,11 @@ from typing import Any, cast
 
 from benchmarks.recordings import Replayed
 from tests.records import H200, PROBLEM, timed
-from tilegen.config import TileConfig
+from tilegen.kernels.config import TileConfig
 from tilegen.measure import Measurement, Status
 from tilegen.model.estimate import Candidate, CostEstimate
 from tilegen.store import TuningRecord
-from tilegen.tune import tune
+from tilegen.tuning.tuner import tune
 
 TABLE: dict[str, float | str] = json.loads(
     (Path(__file__).parent / "pure" / "replay_fwd.json").read_text(encoding="utf-8")

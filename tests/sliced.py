@@ -3,7 +3,7 @@ nothing but the panel connects them."""
 
 from __future__ import annotations
 
-from tilegen.config import Kernel, TileConfig
+from tilegen.kernels.config import Kernel, TileConfig
 
 PREPROCESS: dict[Kernel, TileConfig] = {"bwd_preprocess": TileConfig(block_m=64, block_n=16)}
 FORWARD: dict[Kernel, TileConfig] = {

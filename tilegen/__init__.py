@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tilegen.bundles.served import Bundle, load_bundle
-    from tilegen.config import TileConfig
-    from tilegen.device import GpuSpec, detect, gpu
-    from tilegen.dispatch import attention
-    from tilegen.flex import flex_attention, from_block_mask
+    from tilegen.choose.agreement import agree
+    from tilegen.gpus.spec import GpuSpec, detect, gpu
+    from tilegen.kernels.config import TileConfig
     from tilegen.masks import (
         Mask,
         bigbird,
@@ -44,36 +43,37 @@ if TYPE_CHECKING:
         temperature,
     )
     from tilegen.problem import AttentionProblem
-    from tilegen.ranks import agree
-    from tilegen.varlen import attention_jagged, attention_varlen
+    from tilegen.runtime.dispatch import attention
+    from tilegen.runtime.flex import flex_attention, from_block_mask
+    from tilegen.runtime.varlen import attention_jagged, attention_varlen
 
 __version__ = "0.1.0"
 
 _HOME = {
     "AttentionProblem": "tilegen.problem",
     "Bundle": "tilegen.bundles.served",
-    "GpuSpec": "tilegen.device",
+    "GpuSpec": "tilegen.gpus.spec",
     "Mask": "tilegen.masks",
     "Score": "tilegen.masks.score",
-    "TileConfig": "tilegen.config",
-    "agree": "tilegen.ranks",
+    "TileConfig": "tilegen.kernels.config",
+    "agree": "tilegen.choose.agreement",
     "alibi": "tilegen.masks.score",
-    "attention": "tilegen.dispatch",
-    "attention_jagged": "tilegen.varlen",
-    "attention_varlen": "tilegen.varlen",
+    "attention": "tilegen.runtime.dispatch",
+    "attention_jagged": "tilegen.runtime.varlen",
+    "attention_varlen": "tilegen.runtime.varlen",
     "bias": "tilegen.masks.score",
     "bigbird": "tilegen.masks",
     "block_sparse": "tilegen.masks",
     "causal": "tilegen.masks",
-    "detect": "tilegen.device",
+    "detect": "tilegen.gpus.spec",
     "dilated": "tilegen.masks",
     "documents": "tilegen.masks",
-    "flex_attention": "tilegen.flex",
-    "from_block_mask": "tilegen.flex",
+    "flex_attention": "tilegen.runtime.flex",
+    "from_block_mask": "tilegen.runtime.flex",
     "from_bool": "tilegen.masks",
     "full": "tilegen.masks",
     "global_tokens": "tilegen.masks",
-    "gpu": "tilegen.device",
+    "gpu": "tilegen.gpus.spec",
     "kv_lengths": "tilegen.masks",
     "load_bundle": "tilegen.bundles.served",
     "neighborhood": "tilegen.masks",

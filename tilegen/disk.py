@@ -8,8 +8,8 @@ import os
 import secrets
 from pathlib import Path
 
+from tilegen.bounded_cache import BoundedCache
 from tilegen.errors import Unsupported
-from tilegen.kept import Kept
 
 log = logging.getLogger("tilegen")
 MAX_SAID = 1024
@@ -58,7 +58,7 @@ class _SayOnce:
     """Logs a warning, the first time only; of many messages, those said last are remembered."""
 
     def __init__(self) -> None:
-        self._said: Kept[str, None] = Kept(MAX_SAID)
+        self._said: BoundedCache[str, None] = BoundedCache(MAX_SAID)
 
     def __call__(self, message: str) -> None:
         self._said.get(message, lambda: log.warning(message))

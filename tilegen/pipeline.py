@@ -6,22 +6,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from tilegen.build import CompiledKernel, compile_many, first_that_fits
-from tilegen.config import Kernel, TileConfig
+from tilegen.build.compiler import CompiledKernel, compile_many, first_that_fits
+from tilegen.check.verification import Check, reduced, require, verify_anywhere
+from tilegen.choose.families import kernels_of
+from tilegen.choose.ranking import propose
 from tilegen.disk import log
-from tilegen.emitted import RenderedKernel
+from tilegen.emit.kernel_files import RenderedKernel
+from tilegen.emit.render import render
 from tilegen.errors import BuildFailed
-from tilegen.families import kernels_of
+from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.model.estimate import Candidate
 from tilegen.problem import AttentionProblem
-from tilegen.propose import propose
-from tilegen.render import render
 from tilegen.store import TuningRecord
-from tilegen.tune import tune
-from tilegen.verify import Check, reduced, require, verify_anywhere
+from tilegen.tuning.tuner import tune
 
 if TYPE_CHECKING:
-    from tilegen.device import GpuSpec
+    from tilegen.gpus.spec import GpuSpec
 
 Built = Sequence[tuple[Candidate, CompiledKernel | BuildFailed]]
 

@@ -13,10 +13,8 @@ from typing import Any
 
 import sympy as sp
 
-from tilegen.families import Direction
+from tilegen.choose.families import Direction
 from tilegen.model import bounds
-from tilegen.model.optimum import exact_tiles, leading_words, narrow_words
-from tilegen.model.schedules import SCHEDULES
 from tilegen.model.symbols import (
     B_c,
     B_r,
@@ -41,6 +39,8 @@ from tilegen.model.symbols import (
     x,
 )
 from tilegen.model.traffic import ACCUMULATOR_BYTES, total_bytes
+from tilegen.theory.optimum import exact_tiles, leading_words, narrow_words
+from tilegen.theory.schedules import SCHEDULES
 
 LARGE: dict[Direction, str] = {"forward": "fwd_q_stationary", "backward": "bwd_two_pass"}
 SMALL: dict[Direction, str] = {"forward": "fwd_small_cache", "backward": "bwd_small_cache"}

@@ -18,13 +18,13 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.environment import ROOT
-from tilegen import workers
-from tilegen.config import Kernel, TileConfig
+from tilegen.build import workers
+from tilegen.kernels.config import Kernel, TileConfig
 
 if TYPE_CHECKING:
-    from tilegen.passes import Launch
+    from tilegen.check.reference import Inputs
+    from tilegen.kernels.passes import Launch
     from tilegen.problem import AttentionProblem
-    from tilegen.reference import Inputs
 
 Moved = dict[Kernel, tuple[int, int]]
 """Read and written bytes of each kernel, all its launches together."""
@@ -102,8 +102,8 @@ def serve() -> None:
 
 def count(problem: AttentionProblem, configs: Mapping[Kernel, TileConfig]) -> Moved:
     """Return what every kernel of a pass moves; needs the interpreter to be on."""
-    from tilegen import interpreter
-    from tilegen.reference import make_inputs
+    from tilegen.check import interpreter
+    from tilegen.check.reference import make_inputs
 
     interpreter.prepare()
     inputs = make_inputs(problem)
@@ -122,7 +122,7 @@ def run_pass(launch: Mapping[Kernel, Launch], inputs: Inputs, *, panel_rows: int
     """
     import torch
 
-    from tilegen import passes
+    from tilegen.kernels import passes
 
     q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout
     if any(kernel.startswith("fwd") for kernel in launch):
@@ -135,14 +135,14 @@ def run_pass(launch: Mapping[Kernel, Launch], inputs: Inputs, *, panel_rows: int
 
 def _watched(problem: AttentionProblem, kernel: Kernel, config: TileConfig, moved: Moved) -> Any:
     """Return the kernel's launch function; each call adds to `moved`."""
-    from tilegen.emitted import load
-    from tilegen.render import render
+    from tilegen.emit.kernel_files import load
+    from tilegen.emit.render import render
 
     return partial(_counted, load(render(problem, config, kernel)).launch, kernel, moved)
 
 
 def _counted(launch: Any, kernel: Kernel, moved: Moved, *arguments: Any) -> Any:
-    from tilegen import interpreter
+    from tilegen.check import interpreter
 
     with interpreter.count_traffic() as found:
         result = launch(*arguments)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from benchmarks.environment import Environment, environment
 from benchmarks.rows import with_environment
-from tilegen.device import gpu
-from tilegen.model.regimes import device_regimes
+from tilegen.gpus.spec import gpu
+from tilegen.theory.regimes import device_regimes
 
 SIZES = {4: "fp32", 2: "bf16, fp16", 1: "fp8"}
 

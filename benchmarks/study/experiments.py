@@ -12,15 +12,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, zip_longest
 
-from tilegen.config import BACKWARD, FORWARD, Family, Kernel, TileConfig
-from tilegen.device import GpuSpec, with_fast_memory
+from tilegen.choose.families import Direction
+from tilegen.choose.ranking import propose
 from tilegen.errors import Unsupported
-from tilegen.families import Direction
+from tilegen.gpus.spec import GpuSpec, with_fast_memory
+from tilegen.kernels.config import BACKWARD, FORWARD, Family, Kernel, TileConfig
+from tilegen.kernels.passes import SCORE_WIDTH, rows_for
 from tilegen.model.hierarchy import levels
 from tilegen.model.traffic import Traffic, traffic
-from tilegen.passes import SCORE_WIDTH, rows_for
 from tilegen.problem import AttentionProblem
-from tilegen.propose import propose
 
 EXPERIMENTS = {
     "E1": "wire bytes of every kernel equal the formula within 3 % (N of 4096 and more)",

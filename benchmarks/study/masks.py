@@ -12,11 +12,11 @@ from benchmarks.environment import Environment, environment
 from benchmarks.rows import with_environment
 from benchmarks.study.counting import Counters
 from benchmarks.study.tiles import DTYPES, held_words, moved_words
-from tilegen.config import Kernel, TileConfig
-from tilegen.model.patterns import Pattern, bound_of, pattern_bound, spanned, unstructured_limit
-from tilegen.model.regimes import worst_case_over_instances
+from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.model.symbols import Z_S, H_kv, M, N, P, Z, b, d_qk, g, nnz, s, w
 from tilegen.problem import AttentionProblem
+from tilegen.theory.patterns import Pattern, bound_of, pattern_bound, spanned, unstructured_limit
+from tilegen.theory.regimes import worst_case_over_instances
 
 ELEMENT_BYTES = 4
 HEAD_DIM, BLOCK = 64, 64

@@ -14,7 +14,8 @@ from typing import Any
 
 import sympy as sp
 
-from tilegen.config import (
+from tilegen.choose.families import Direction
+from tilegen.kernels.config import (
     BACKWARD,
     BLOCK_SIZES,
     FORWARD,
@@ -24,13 +25,12 @@ from tilegen.config import (
     Kernel,
     TileConfig,
 )
-from tilegen.families import Direction
-from tilegen.model.schedules import SCHEDULES, Held
-from tilegen.model.schedules.record import weight
+from tilegen.kernels.passes import SCORE_WIDTH
 from tilegen.model.symbols import B_c, B_d, B_e, B_k, B_p, B_r, alpha, d_qk, d_v, n
 from tilegen.model.traffic import ACCUMULATOR_BYTES, traffic
-from tilegen.passes import SCORE_WIDTH
 from tilegen.problem import AttentionProblem
+from tilegen.theory.schedules import SCHEDULES, Held
+from tilegen.theory.schedules.record import weight
 
 FAMILIES: dict[Direction, dict[Family, tuple[Kernel, ...]]] = {
     "forward": FORWARD,

@@ -19,10 +19,10 @@ from benchmarks.study.experiments import (
     predicted,
     predicted_dram,
 )
-from tilegen.config import Kernel
-from tilegen.device import GpuSpec
+from tilegen.emit.render import render
+from tilegen.gpus.spec import GpuSpec
+from tilegen.kernels.config import Kernel
 from tilegen.problem import AttentionProblem
-from tilegen.render import render
 
 Verdict = Literal["pass", "fail", "measured", "failed to run"]
 """`measured`: nothing was predicted, or too short a sequence to judge."""

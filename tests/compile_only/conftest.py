@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from triton.backends.compiler import GPUTarget
 
-from tilegen.workers import Pool
+from tilegen.build.workers import Pool
 
 
 class FakeDriver:
@@ -50,4 +50,4 @@ def compiler() -> Iterator[Pool]:
 @pytest.fixture
 def shared_compiler(compiler: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have `generate` compile there, and leave it running."""
-    monkeypatch.setattr("tilegen.bundles.generate.Pool", lambda: contextlib.nullcontext(compiler))
+    monkeypatch.setattr("tilegen.bundles.building.Pool", lambda: contextlib.nullcontext(compiler))

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from tilegen.build import nvidia_tool
-from tilegen.bundles.generate import generate
+from tilegen.build.compiler import nvidia_tool
+from tilegen.bundles.building import generate
 from tilegen.bundles.manifest import Manifest
-from tilegen.device import gpu_for
+from tilegen.gpus.spec import gpu_for
 from tilegen.problem import AttentionProblem
 
 PROBLEM = AttentionProblem.parse("hq8 hkv2 q256 d32 fp16 causal")

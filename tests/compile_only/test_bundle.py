@@ -12,21 +12,22 @@ from typing import Any
 
 import pytest
 
-from tilegen import emitted, workers
-from tilegen.acceptable import acceptable
-from tilegen.build import CompiledKernel, compile_many, first_that_fits
+from tilegen.build import workers
+from tilegen.build.acceptable import acceptable
+from tilegen.build.compiler import CompiledKernel, compile_many, first_that_fits
+from tilegen.bundles.building import Made, generate
 from tilegen.bundles.folder import NOTES
-from tilegen.bundles.generate import Made, generate
 from tilegen.bundles.manifest import Manifest
 from tilegen.bundles.served import Bundle
-from tilegen.cli import main
-from tilegen.config import LARGE_CACHE, TileConfig
-from tilegen.device import gpu
-from tilegen.emitted import RenderedKernel
+from tilegen.choose.families import Direction, kernels_of
+from tilegen.cli.main import main
+from tilegen.emit import kernel_files
+from tilegen.emit.kernel_files import RenderedKernel
+from tilegen.emit.render import render
 from tilegen.errors import BuildFailed
-from tilegen.families import Direction, kernels_of
+from tilegen.gpus.spec import gpu
+from tilegen.kernels.config import LARGE_CACHE, TileConfig
 from tilegen.problem import AttentionProblem
-from tilegen.render import render
 
 PROBLEM = AttentionProblem.parse("hq8 hkv2 q256 d32 fp16 causal")
 
@@ -77,7 +78,7 @@ def test_the_same_request_gives_the_same_bytes_anywhere(
     for name in ("a", "b"):
         monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path / f"cache of {name}"))
         monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / f"Triton's of {name}"))
-        emitted._modules.clear()
+        kernel_files._modules.clear()
         generate([PROBLEM], [gpu("a100")], tmp_path / name, directions=["forward"])
     assert digests(tmp_path / "a") == digests(tmp_path / "b")
 
@@ -245,4 +246,4 @@ def compilers() -> set[Path]:
     """Return the processes that compile for this one, whichever of its threads started them."""
     threads = Path("/proc/self/task").glob("*/children")
     children = [Path("/proc") / pid for one in threads for pid in one.read_text().split()]
-    return {one for one in children if b"tilegen.workers" in (one / "cmdline").read_bytes()}
+    return {one for one in children if b"tilegen.build.workers" in (one / "cmdline").read_bytes()}

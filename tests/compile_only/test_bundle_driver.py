@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 
-from tilegen.bundles.generate import generate
+from tilegen.bundles.building import generate
 from tilegen.bundles.manifest import Binary, Manifest
-from tilegen.device import gpu_for
+from tilegen.gpus.spec import gpu_for
 from tilegen.problem import AttentionProblem
 
 ROOT = Path(__file__).parents[2]

@@ -8,14 +8,14 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from tilegen.acceptable import acceptable
-from tilegen.build import CompiledKernel, compile_for, compile_many
-from tilegen.config import LARGE_CACHE, Kernel, TileConfig
-from tilegen.device import gpu_for
-from tilegen.emitted import load
+from tilegen.build.acceptable import acceptable
+from tilegen.build.compiler import CompiledKernel, compile_for, compile_many
+from tilegen.emit.kernel_files import load
+from tilegen.emit.render import render
 from tilegen.errors import BuildFailed, Unsupported
+from tilegen.gpus.spec import gpu_for
+from tilegen.kernels.config import LARGE_CACHE, Kernel, TileConfig
 from tilegen.problem import AttentionProblem
-from tilegen.render import render
 
 CONFIG = TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=2)
 PROBLEM = AttentionProblem.parse("hq4 hkv1 q1024 d64 bf16 causal&window(255,0)")

@@ -12,10 +12,12 @@ import pytest
 import benchmarks.calibrate_footprint as calibrate
 import tilegen.model.footprint as model
 from benchmarks import quantile_fit
-from tilegen.acceptable import acceptable
-from tilegen.build import CompiledKernel, compile_many
-from tilegen.config import KERNELS, LARGE_CACHE, SLICED, Kernel, TileConfig
-from tilegen.device import catalogue, gpu
+from tilegen.build.acceptable import acceptable
+from tilegen.build.compiler import CompiledKernel, compile_many
+from tilegen.choose.ranking import propose
+from tilegen.emit.render import render
+from tilegen.gpus.spec import catalogue, gpu
+from tilegen.kernels.config import KERNELS, LARGE_CACHE, SLICED, Kernel, TileConfig
 from tilegen.model import known, sliced
 from tilegen.model.footprint import (
     REGISTER_FEATURES,
@@ -26,8 +28,6 @@ from tilegen.model.footprint import (
     residents,
 )
 from tilegen.problem import AttentionProblem
-from tilegen.propose import propose
-from tilegen.render import render
 
 CALIBRATED = "3.7.1"
 pytestmark = pytest.mark.skipif(

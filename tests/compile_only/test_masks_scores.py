@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from tests import sliced
-from tilegen.build import CompiledKernel, compile_many
-from tilegen.config import LARGE_CACHE, Kernel, TileConfig
-from tilegen.device import gpu
-from tilegen.emitted import RenderedKernel, load
+from tilegen.build.compiler import CompiledKernel, compile_many
+from tilegen.emit.kernel_files import RenderedKernel, load
+from tilegen.emit.render import render
+from tilegen.gpus.spec import gpu
+from tilegen.kernels.config import LARGE_CACHE, Kernel, TileConfig
+from tilegen.kernels.passes import forward, gradients
 from tilegen.masks import (
     Mask,
     block_sparse,
@@ -25,12 +27,11 @@ from tilegen.masks import (
     sliding_window,
     values,
 )
-from tilegen.masks.binding import BoundKernel, score_tensors
 from tilegen.masks.score import Score, alibi, relative_bias, sinks, softcap
 from tilegen.masks.shapes import Shape
-from tilegen.passes import forward, gradients
+from tilegen.masks.tensors import score_tensors
 from tilegen.problem import AttentionProblem
-from tilegen.render import render
+from tilegen.runtime.binding import BoundKernel
 
 GPUS = {"sm_80": "a100", "sm_90": "h200", "sm_100": "b200", "sm_120": "rtx5090"}
 CONFIG = TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=2)

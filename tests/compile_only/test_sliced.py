@@ -13,15 +13,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from tests import sliced
-from tilegen.acceptable import acceptable
-from tilegen.build import CompiledKernel, compile_many
-from tilegen.config import Kernel
-from tilegen.device import gpu
-from tilegen.emitted import RenderedKernel, load
-from tilegen.passes import Launch, forward, gradients
+from tilegen.build.acceptable import acceptable
+from tilegen.build.compiler import CompiledKernel, compile_many
+from tilegen.choose.ranking import propose
+from tilegen.emit.kernel_files import RenderedKernel, load
+from tilegen.emit.render import render
+from tilegen.gpus.spec import gpu
+from tilegen.kernels.config import Kernel
+from tilegen.kernels.passes import Launch, forward, gradients
 from tilegen.problem import AttentionProblem
-from tilegen.propose import propose
-from tilegen.render import render
 
 CALIBRATED = "3.7.1"
 PROBLEM = AttentionProblem.parse("hq4 hkv1 q1024 d320 bf16 causal&window(255,0)")

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 
 from tests.records import H200, timed
-from tilegen.build import compile_for
-from tilegen.config import LARGE_CACHE, TileConfig
-from tilegen.device import catalogue
+from tilegen.build.compiler import compile_for
+from tilegen.build.workers import Pool
+from tilegen.choose.ranking import propose
+from tilegen.emit.render import render
+from tilegen.gpus.spec import catalogue
+from tilegen.kernels.config import LARGE_CACHE, TileConfig
 from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
-from tilegen.propose import propose
-from tilegen.render import render
 from tilegen.store import look_up
-from tilegen.tune import tune
 from tilegen.tuning import bench
-from tilegen.workers import Pool
+from tilegen.tuning.tuner import tune
 
 
 def test_the_models_choice_is_compiled_then_measured_first(

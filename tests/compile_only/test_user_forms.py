@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.user_forms import MASKS, SCORES
-from tilegen.build import compile_many
-from tilegen.config import Kernel, TileConfig
-from tilegen.emitted import RenderedKernel
+from tilegen.build.compiler import compile_many
+from tilegen.emit.kernel_files import RenderedKernel
+from tilegen.emit.render import render
 from tilegen.errors import BuildFailed
+from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.masks import predicate
 from tilegen.masks.score import score
 from tilegen.problem import AttentionProblem
-from tilegen.render import render
 
 PROBLEM = AttentionProblem.parse("hq2 hkv1 q1024 d16 fp16 full")
 CONFIG = TileConfig(block_m=32, block_n=32, num_warps=4, num_stages=1)

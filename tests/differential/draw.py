@@ -8,7 +8,7 @@ from typing import Any
 from tests.differential import trial
 from tests.differential.language import Writer
 from tests.differential.problems import DENSE, Layout, Problem, reads
-from tilegen.config import SLICED_BLOCKS, Kernel, TileConfig
+from tilegen.kernels.config import SLICED_BLOCKS, Kernel, TileConfig
 
 LAYOUTS: tuple[Layout, ...] = ("dense", "inside", "padded", "sliced", "expanded", "transposed")
 HEAD_DIMS = (8, 12, 16, 16, 16, 24, 32, 32, 40, 64, 72)

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from tests.differential import meaning
 from tests.differential.meaning import Changed, Kept, Pairs
 from tests.differential.problems import Problem
-from tilegen.reference import Inputs
+from tilegen.check.reference import Inputs
 
 INF = float("inf")
 Results = dict[str, torch.Tensor]

@@ -17,16 +17,17 @@ import torch
 import tilegen
 from tests.differential import oracle
 from tests.differential.problems import Layout, Problem
-from tilegen import dispatch, emitted
-from tilegen.config import BACKWARD, FORWARD, Kernel, TileConfig
-from tilegen.emitted import RenderedKernel
+from tilegen.build.workers import Pool
+from tilegen.check.reference import TORCH_DTYPES, Inputs, make_inputs
+from tilegen.check.verification import judge
+from tilegen.emit import kernel_files
+from tilegen.emit.kernel_files import RenderedKernel
+from tilegen.emit.render import render
 from tilegen.errors import BuildFailed, InvalidProblem, Unsupported
+from tilegen.kernels.config import BACKWARD, FORWARD, Kernel, TileConfig
 from tilegen.masks import values
 from tilegen.problem import AttentionProblem
-from tilegen.reference import TORCH_DTYPES, Inputs, make_inputs
-from tilegen.render import render
-from tilegen.verify import judge
-from tilegen.workers import Pool
+from tilegen.runtime import dispatch
 
 SECONDS = 60
 """That a problem may take, and COMPILING to build its kernels."""
@@ -137,7 +138,7 @@ def _kernels(problem: Problem, asked: list[Callable[[], RenderedKernel]]) -> Gen
         one: AttentionProblem, config: TileConfig, kernel: Kernel, *, aligned: bool
     ) -> ModuleType:
         asked.append(partial(render, one, config, kernel, aligned=aligned))
-        return emitted.load_kernel(one, config, kernel, aligned=aligned)
+        return kernel_files.load_kernel(one, config, kernel, aligned=aligned)
 
     dispatch.forget()
     with contextlib.ExitStack() as stack:

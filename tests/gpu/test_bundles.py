@@ -14,14 +14,15 @@ import torch
 import tilegen
 from benchmarks.check import check, make_inputs
 from tests.problems import PROBLEMS
-from tilegen import bundles, dispatch
-from tilegen.bundles.generate import generate
+from tilegen import bundles
+from tilegen.bundles.building import generate
 from tilegen.bundles.served import Bundle
-from tilegen.device import detect
-from tilegen.emitted import rows_are_aligned
+from tilegen.check.reference import attention_reference
+from tilegen.emit.kernel_files import rows_are_aligned
 from tilegen.errors import Unsupported
+from tilegen.gpus.spec import detect
 from tilegen.problem import AttentionProblem
-from tilegen.reference import attention_reference
+from tilegen.runtime import dispatch
 
 pytest.importorskip("cuda.bindings.driver", reason="needs NVIDIA's package cuda-bindings")
 

@@ -14,20 +14,20 @@ from benchmarks.check import check, make_inputs
 from benchmarks.providers import providers
 from benchmarks.workloads import Workload
 from tests.problems import PROBLEMS
-from tilegen import verify
-from tilegen.config import LARGE_CACHE, Kernel, TileConfig
-from tilegen.device import GpuSpec, detect
-from tilegen.dispatch import choose
-from tilegen.emitted import is_aligned
+from tilegen.check import verification
+from tilegen.check.reference import Inputs
+from tilegen.check.reference import make_inputs as make_strided_inputs
+from tilegen.choose.ranking import propose
+from tilegen.emit.kernel_files import is_aligned
+from tilegen.emit.render import render
 from tilegen.errors import NoRecord
+from tilegen.gpus.spec import GpuSpec, detect
+from tilegen.kernels.config import LARGE_CACHE, Kernel, TileConfig
 from tilegen.problem import AttentionProblem
-from tilegen.propose import propose
-from tilegen.reference import Inputs
-from tilegen.reference import make_inputs as make_strided_inputs
-from tilegen.render import render
+from tilegen.runtime.dispatch import choose
 from tilegen.store import look_up
-from tilegen.tune import tune
 from tilegen.tuning.bench import SAFE
+from tilegen.tuning.tuner import tune
 
 TUNING_SECONDS = 30.0
 DENSE = AttentionProblem.parse("b2 hq8 hkv2 q1000 kv1000 d128 bf16 causal")
@@ -79,12 +79,12 @@ def unaligned(inputs: Inputs) -> Inputs:
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_all_kernels_agree_with_the_reference(problem: AttentionProblem, spec: GpuSpec) -> None:
-    verify.require(verify.verify(problem, best(problem, spec), device="cuda"))
+    verification.require(verification.verify(problem, best(problem, spec), device="cuda"))
 
 
 @pytest.mark.parametrize("rank", range(1, 6))
 def test_lower_ranked_configs_agree_with_the_reference(rank: int, spec: GpuSpec) -> None:
-    verify.require(verify.verify(DENSE, best(DENSE, spec, rank), device="cuda"))
+    verification.require(verification.verify(DENSE, best(DENSE, spec, rank), device="cuda"))
 
 
 @pytest.mark.parametrize("layout", ["transposed", "unaligned"])
@@ -96,7 +96,7 @@ def test_any_strides(layout: str, dtype: str, spec: GpuSpec) -> None:
         inputs = unaligned(inputs)
     aligned = layout != "unaligned"
     kernels = {k: render(problem, c, k, aligned=aligned) for k, c in best(problem, spec).items()}
-    verify.require(verify.check(kernels, inputs, mask=problem.mask))
+    verification.require(verification.check(kernels, inputs, mask=problem.mask))
 
 
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
@@ -135,7 +135,7 @@ def test_unaligned_tensors_right_after_aligned_ones(dtype: str) -> None:
 def test_the_safe_tiles_agree_with_the_reference(problem: AttentionProblem) -> None:
     """What the tuner checks backward kernels with."""
     configs: dict[Kernel, TileConfig] = {kernel: SAFE for kernel in LARGE_CACHE}
-    verify.require(verify.verify(problem, configs, device="cuda"))
+    verification.require(verification.verify(problem, configs, device="cuda"))
 
 
 def test_offsets_past_two_to_the_31(spec: GpuSpec) -> None:
@@ -156,7 +156,7 @@ def test_backward_is_deterministic(spec: GpuSpec) -> None:
     kernels = {
         kernel: render(DENSE, config, kernel) for kernel, config in best(DENSE, spec).items()
     }
-    first, *others = (verify.run(kernels, inputs, DENSE.head_dim_qk**-0.5) for _ in range(5))
+    first, *others = (verification.run(kernels, inputs, DENSE.head_dim_qk**-0.5) for _ in range(5))
     for other in others:
         for name, tensor in first.items():
             assert torch.equal(tensor, other[name]), name
@@ -194,7 +194,7 @@ def test_lengths_never_recompile(aligned: bool, spec: GpuSpec, compiled: list[st
         )
         inputs = make_inputs(sized)
         inputs = inputs if aligned else unaligned(inputs)
-        verify.require(verify.check(kernels, inputs, mask=sized.mask))
+        verification.require(verification.check(kernels, inputs, mask=sized.mask))
     ours = [text for text in compiled if text.startswith("attention_")]
     assert len(ours) == len(set(ours)) == len(LARGE_CACHE), ours
 

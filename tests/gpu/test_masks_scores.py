@@ -10,16 +10,16 @@ import torch
 
 import tilegen
 from tests.mask_zoo import BATCH, HEADS, ZOO, Case
-from tilegen.config import BACKWARD, FORWARD, LARGE_CACHE, Kernel
-from tilegen.device import detect
+from tilegen.check.reference import attention_reference, make_inputs
+from tilegen.check.rounding import rounding_floors
+from tilegen.check.verification import check, judge, require
+from tilegen.choose.ranking import propose
+from tilegen.emit.render import render
+from tilegen.gpus.spec import detect
+from tilegen.kernels.config import BACKWARD, FORWARD, LARGE_CACHE, Kernel
 from tilegen.masks import Mask, block_sparse, causal, documents, global_tokens, sliding_window
 from tilegen.masks.score import Score, alibi, bias, relative_bias, sinks, softcap, temperature
 from tilegen.problem import AttentionProblem
-from tilegen.propose import propose
-from tilegen.reference import attention_reference, make_inputs
-from tilegen.render import render
-from tilegen.rounding import rounding_floors
-from tilegen.verify import check, judge, require
 
 SMALL_CACHE = (*FORWARD["small_cache"], *BACKWARD["small_cache"])
 LENGTH = 700

@@ -9,15 +9,16 @@ import pytest
 import torch
 
 import tilegen
-from tilegen import passes, verify
-from tilegen.config import BACKWARD, FORWARD, Kernel, TileConfig
-from tilegen.device import GpuSpec, detect
+from tilegen.check import verification
+from tilegen.check.verification import run_device
+from tilegen.choose.families import kernels_of
+from tilegen.choose.ranking import propose
 from tilegen.errors import NoRecord
-from tilegen.families import kernels_of
+from tilegen.gpus.spec import GpuSpec, detect
+from tilegen.kernels import passes
+from tilegen.kernels.config import BACKWARD, FORWARD, Kernel, TileConfig
 from tilegen.problem import AttentionProblem
-from tilegen.propose import propose
-from tilegen.tune import tune
-from tilegen.verify import run_device
+from tilegen.tuning.tuner import tune
 
 SMALL_CACHE = (*FORWARD["small_cache"], *BACKWARD["small_cache"])
 STREAMED = (*FORWARD["q_streamed"], *BACKWARD["small_cache"])
@@ -43,19 +44,21 @@ def best(
 @pytest.mark.parametrize("dims", DIMS)
 def test_small_cache_agrees_with_the_reference(dims: str, mask: str, spec: GpuSpec) -> None:
     problem = AttentionProblem.parse(f"b1 hq4 hkv2 q700 kv1000 d{dims} {mask}")
-    verify.require(verify.verify(problem, best(problem, spec, SMALL_CACHE), device="cuda"))
+    verification.require(
+        verification.verify(problem, best(problem, spec, SMALL_CACHE), device="cuda")
+    )
 
 
 @pytest.mark.parametrize("dims", ["256 bf16", "320 bf16", "512 fp16"])
 def test_the_streamed_forward_agrees_with_the_reference(dims: str, spec: GpuSpec) -> None:
     problem = AttentionProblem.parse(f"b1 hq4 hkv2 q700 kv1000 d{dims} causal")
-    verify.require(verify.verify(problem, best(problem, spec, STREAMED), device="cuda"))
+    verification.require(verification.verify(problem, best(problem, spec, STREAMED), device="cuda"))
 
 
 def test_the_choice_for_a_large_head_dim_is_right(spec: GpuSpec) -> None:
     problem = AttentionProblem.parse("b1 hq2 hkv2 q2048 kv2048 d512 bf16 causal")
-    verify.require(
-        verify.verify(problem, best(problem, spec, kernels_of(problem, spec)), device="cuda")
+    verification.require(
+        verification.verify(problem, best(problem, spec, kernels_of(problem, spec)), device="cuda")
     )
 
 

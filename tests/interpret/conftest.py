@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tilegen import interpreter
+from tilegen.check import interpreter
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -6,7 +6,7 @@ the checks every kernel test goes through notice every one of them.
 
 from dataclasses import dataclass
 
-from tilegen.config import Kernel
+from tilegen.kernels.config import Kernel
 
 
 @dataclass(frozen=True)

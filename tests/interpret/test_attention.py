@@ -8,13 +8,14 @@ import pytest
 import torch
 
 import tilegen
-from tilegen import disk, dispatch
-from tilegen.config import BACKWARD, FORWARD, Kernel, TileConfig
+from tilegen import disk
+from tilegen.bounded_cache import BoundedCache
+from tilegen.check.reference import attention_reference, make_inputs
+from tilegen.choose.families import FAMILIES, Direction
 from tilegen.errors import Unsupported
-from tilegen.families import FAMILIES, Direction
-from tilegen.kept import Kept
+from tilegen.kernels.config import BACKWARD, FORWARD, Kernel, TileConfig
 from tilegen.problem import AttentionProblem
-from tilegen.reference import attention_reference, make_inputs
+from tilegen.runtime import dispatch
 
 
 def _inputs(text: str, **options: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -142,7 +143,7 @@ def test_more_programs_than_a_grid_holds() -> None:
 
 
 def test_plans_do_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_plans", Kept(3))
+    monkeypatch.setattr(dispatch, "_plans", BoundedCache(3))
     for length in range(1, 8):
         q, k, v = _inputs(f"b1 hq1 hkv1 q{length} kv{length} d16 fp32 full")
         tilegen.attention(q, k, v)

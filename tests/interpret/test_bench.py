@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from tilegen.config import LARGE_CACHE, Kernel, TileConfig
-from tilegen.device import gpu
-from tilegen.emitted import load
+from tilegen.check.reference import attention_reference, make_inputs
+from tilegen.emit.kernel_files import load
+from tilegen.emit.render import render
+from tilegen.gpus.spec import gpu
+from tilegen.kernels.config import LARGE_CACHE, Kernel, TileConfig
 from tilegen.problem import AttentionProblem
-from tilegen.reference import attention_reference, make_inputs
-from tilegen.render import render
 from tilegen.tuning.bench import check_config, make_launches
 
 

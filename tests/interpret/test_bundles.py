@@ -16,17 +16,18 @@ import torch
 
 import tilegen
 from tests.bundles import StandIn, write_bundle
-from tilegen import bundles, dispatch
+from tilegen import bundles
 from tilegen.bundles import launch
 from tilegen.bundles.manifest import Binary
 from tilegen.bundles.served import Bundle
-from tilegen.calls import problem_of
-from tilegen.device import gpu
-from tilegen.execution import Changes
+from tilegen.check.reference import TORCH_DTYPES, attention_reference
+from tilegen.gpus.spec import gpu
 from tilegen.masks import Mask
 from tilegen.masks.score import Score
 from tilegen.problem import AttentionProblem
-from tilegen.reference import TORCH_DTYPES, attention_reference
+from tilegen.runtime import dispatch
+from tilegen.runtime.autograd import Changes
+from tilegen.runtime.call import problem_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

@@ -10,11 +10,11 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 import tilegen
 from tests.misfits import BIASES, MASKS, SCORES, refused_by_attention
-from tilegen import dispatch
+from tilegen.check.reference import attention_reference
 from tilegen.errors import InvalidProblem
 from tilegen.masks import Mask
 from tilegen.masks.score import Score
-from tilegen.reference import attention_reference
+from tilegen.runtime import dispatch
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from tests.problems import PROBLEMS
-from tilegen import interpreter
-from tilegen.config import LARGE_CACHE, Kernel, TileConfig
-from tilegen.emitted import load
+from tilegen.check import interpreter
+from tilegen.check.reference import make_inputs
+from tilegen.emit.kernel_files import load
+from tilegen.emit.render import render
+from tilegen.kernels.config import LARGE_CACHE, Kernel, TileConfig
 from tilegen.model.traffic import traffic
 from tilegen.problem import AttentionProblem
-from tilegen.reference import make_inputs
-from tilegen.render import render
 
 MASKS = [
     "full",

@@ -15,10 +15,10 @@ from tests.differential.draw import draw
 from tests.differential.problems import PLAIN, Problem, parse
 from tests.differential.report import Line, append, read, summary
 from tests.differential.trial import attempt
-from tilegen.config import Kernel, TileConfig
-from tilegen.emitted import load
+from tilegen.emit.kernel_files import load
+from tilegen.emit.render import render
+from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.problem import AttentionProblem
-from tilegen.render import render
 
 SEED = 20
 

@@ -9,7 +9,7 @@ import torch
 
 import tilegen
 from tests.in_place import CASES, WAYS, given, inputs
-from tilegen.reference import attention_reference
+from tilegen.check.reference import attention_reference
 
 LISTED = "scattered documents"
 """Whose lists of tiles are kept from call to call."""

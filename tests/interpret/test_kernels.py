@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from tests.problems import PROBLEMS
-from tilegen.config import LARGE_CACHE, Kernel, TileConfig
-from tilegen.emitted import RenderedKernel
+from tilegen.check.reference import make_inputs
+from tilegen.check.verification import check, require, run, verify
+from tilegen.emit.kernel_files import RenderedKernel
+from tilegen.emit.render import render
+from tilegen.kernels.config import LARGE_CACHE, Kernel, TileConfig
 from tilegen.masks import parse_mask
 from tilegen.problem import AttentionProblem
-from tilegen.reference import make_inputs
-from tilegen.render import render
-from tilegen.verify import check, require, run, verify
 
 SQUARE = TileConfig(block_m=32, block_n=32)
 WIDE = TileConfig(block_m=16, block_n=64)

@@ -10,12 +10,12 @@ import pytest
 
 from tests import sliced
 from tests.mask_zoo import BATCH, HEADS, ZOO, Case, brute_force, found_classes
-from tilegen.config import Kernel, TileConfig
+from tilegen.check.reference import dense_mask, make_inputs
+from tilegen.check.verification import check, require
+from tilegen.emit.render import render
+from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.masks.mask import Side
 from tilegen.problem import AttentionProblem, DType
-from tilegen.reference import dense_mask, make_inputs
-from tilegen.render import render
-from tilegen.verify import check, require
 
 TILES = [(16, 32), (64, 8)]
 WHOLE_HEADS: dict[Kernel, TileConfig] = {

@@ -10,14 +10,14 @@ import torch
 
 from tests import sliced
 from tests.interpret.mutations import CHANGED, MUTATIONS, Mutation
-from tilegen.config import LARGE_CACHE, SLICED, Kernel, TileConfig
-from tilegen.emitted import RenderedKernel
+from tilegen.check.reference import Inputs, make_inputs
+from tilegen.check.verification import check, require
+from tilegen.emit.kernel_files import RenderedKernel
+from tilegen.emit.render import render
+from tilegen.kernels.config import LARGE_CACHE, SLICED, Kernel, TileConfig
 from tilegen.masks import Mask, block_sparse, causal, documents, global_tokens, sliding_window
 from tilegen.masks.score import Score, relative_bias, sinks, softcap
 from tilegen.problem import AttentionProblem
-from tilegen.reference import Inputs, make_inputs
-from tilegen.render import render
-from tilegen.verify import check, require
 
 # Three problems of the kind every kernel test runs: a ragged causal window in groups, the same with
 # rows that keep nothing, and logits wide enough for roundings to show.

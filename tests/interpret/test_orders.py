@@ -14,16 +14,16 @@ import triton.runtime.interpreter
 
 from tests import sliced
 from tests.score_inputs import HEADS, SINKS, random
-from tilegen import interpreter
-from tilegen.config import LARGE_CACHE, Kernel, TileConfig
-from tilegen.emitted import RenderedKernel
+from tilegen.check import interpreter
+from tilegen.check.reference import make_inputs
+from tilegen.check.verification import check, require, run
+from tilegen.emit.kernel_files import RenderedKernel
+from tilegen.emit.render import render
+from tilegen.kernels.config import LARGE_CACHE, Kernel, TileConfig
 from tilegen.masks import Mask, causal, dilated, full, kv_lengths, sliding_window
 from tilegen.masks.constructors import KvPrefix
 from tilegen.masks.score import Score, relative_bias, sinks
 from tilegen.problem import AttentionProblem
-from tilegen.reference import make_inputs
-from tilegen.render import render
-from tilegen.verify import check, require, run
 
 pytestmark = pytest.mark.portable
 

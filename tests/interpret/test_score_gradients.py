@@ -11,11 +11,12 @@ import torch
 import tilegen
 from tests import sliced
 from tests.score_inputs import BATCH, HEADS, INF, MASKS, SINKS, SLOPES, random
-from tilegen import dispatch
-from tilegen.config import BACKWARD, FORWARD
-from tilegen.device import gpu
-from tilegen.dispatch import INTERPRETED_GPU
-from tilegen.families import kernels_of
+from tilegen.check.reference import attention_reference, make_inputs
+from tilegen.check.rounding import rounding_floors
+from tilegen.check.verification import judge, require
+from tilegen.choose.families import kernels_of
+from tilegen.gpus.spec import gpu
+from tilegen.kernels.config import BACKWARD, FORWARD
 from tilegen.masks import Mask, causal, sliding_window
 from tilegen.masks.score import (
     Score,
@@ -28,9 +29,8 @@ from tilegen.masks.score import (
     temperature,
 )
 from tilegen.problem import AttentionProblem
-from tilegen.reference import attention_reference, make_inputs
-from tilegen.rounding import rounding_floors
-from tilegen.verify import judge, require
+from tilegen.runtime import dispatch
+from tilegen.runtime.dispatch import INTERPRETED_GPU
 
 
 def gradients_agree(

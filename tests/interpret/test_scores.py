@@ -16,9 +16,12 @@ import torch
 import tilegen
 from tests import expression_trees, sliced
 from tests.score_inputs import BATCH, HEADS, INF, MASKS, SINKS, SLOPES, random
-from tilegen.config import LARGE_CACHE, Kernel, TileConfig
+from tilegen.check.reference import attention_reference, make_inputs
+from tilegen.check.verification import check, require
+from tilegen.emit.render import render
+from tilegen.kernels.config import LARGE_CACHE, Kernel, TileConfig
 from tilegen.masks import Mask, causal, documents
-from tilegen.masks.expression import to_text
+from tilegen.masks.language.texts import to_text
 from tilegen.masks.score import (
     Score,
     alibi,
@@ -30,9 +33,6 @@ from tilegen.masks.score import (
     temperature,
 )
 from tilegen.problem import AttentionProblem, DType
-from tilegen.reference import attention_reference, make_inputs
-from tilegen.render import render
-from tilegen.verify import check, require
 
 WHOLE_HEADS: dict[Kernel, TileConfig] = dict(
     zip(

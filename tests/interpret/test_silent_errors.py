@@ -14,7 +14,10 @@ import torch
 
 import tilegen
 from tests.mask_zoo import Judged
-from tilegen.config import Kernel, TileConfig
+from tilegen.check.reference import attention_reference, dense_mask, make_inputs
+from tilegen.check.verification import check, require, run
+from tilegen.emit.render import render
+from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.masks import (
     Mask,
     block_sparse,
@@ -32,9 +35,6 @@ from tilegen.masks import (
 )
 from tilegen.masks.constructors import KvPrefix
 from tilegen.problem import AttentionProblem
-from tilegen.reference import attention_reference, dense_mask, make_inputs
-from tilegen.render import render
-from tilegen.verify import check, require, run
 
 pytestmark = pytest.mark.portable
 

@@ -12,15 +12,16 @@ import torch
 
 from tests import sliced
 from tests.problems import PROBLEMS
-from tilegen import interpreter, passes
-from tilegen.config import Kernel, TileConfig
-from tilegen.emitted import load
+from tilegen.check import interpreter
+from tilegen.check.reference import make_inputs
+from tilegen.check.verification import check, require, run, verify
+from tilegen.emit.kernel_files import load
+from tilegen.emit.render import render
+from tilegen.kernels import passes
+from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.masks import parse_mask
 from tilegen.model.traffic import traffic
 from tilegen.problem import AttentionProblem
-from tilegen.reference import make_inputs
-from tilegen.render import render
-from tilegen.verify import check, require, run, verify
 
 FAMILIES = {"small_cache": sliced.SMALL_CACHE, "streamed": sliced.STREAMED}
 MASKS = [

@@ -14,17 +14,18 @@ import torch
 import tilegen
 from tests.interpret.test_scores import FAMILIES, SCORES, made_from
 from tests.score_inputs import HEADS, SLOPES, random
-from tilegen import device, dispatch, passes
-from tilegen.config import Kernel, TileConfig
-from tilegen.device import gpu
+from tilegen.check.reference import make_inputs
+from tilegen.check.verification import require, verify
 from tilegen.errors import WrongResult
+from tilegen.gpus.spec import gpu
+from tilegen.kernels import passes
+from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.masks.score import Score, alibi, bias, relative_bias, sinks, temperature
 from tilegen.measure import Measurement, summarise
 from tilegen.problem import AttentionProblem
-from tilegen.reference import make_inputs
+from tilegen.runtime import dispatch
 from tilegen.tuning import bench
 from tilegen.tuning.bench import Timed, check_config
-from tilegen.verify import require, verify
 
 TRAINED: dict[str, Score] = {
     "heads": alibi(SLOPES.clone().requires_grad_()),
@@ -136,7 +137,7 @@ def test_a_call_that_tunes_takes_any_score(
 
     monkeypatch.setenv("TILEGEN_TUNE", "1")
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(device, "detect", lambda *_: spec)
+    monkeypatch.setattr(spec, "detect", lambda *_: spec)
     monkeypatch.setattr(dispatch, "TUNE_SECONDS", 1e-6)
     monkeypatch.setattr(dispatch, "choose", lambda *a, **_: choose(*a, may_tune=True))
     monkeypatch.setattr(bench, "DEVICE", "cpu")

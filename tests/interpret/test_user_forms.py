@@ -10,13 +10,13 @@ import torch
 import tilegen
 from tests.mask_zoo import Judged
 from tests.user_forms import BATCH, HEADS, MASKS, SCORES, SEQLEN_KV, SEQLEN_Q, pairs
-from tilegen.config import Kernel, TileConfig
+from tilegen.check.reference import dense_mask, make_inputs
+from tilegen.check.verification import check, require
+from tilegen.emit.render import render
+from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.masks import causal, predicate
 from tilegen.masks.score import score
 from tilegen.problem import AttentionProblem
-from tilegen.reference import dense_mask, make_inputs
-from tilegen.render import render
-from tilegen.verify import check, require
 
 CONFIGS: dict[Kernel, TileConfig] = {
     "fwd": TileConfig(block_m=32, block_n=16),

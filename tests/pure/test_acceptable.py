@@ -6,15 +6,16 @@ from dataclasses import dataclass
 
 import pytest
 
-from tilegen import build, dispatch
-from tilegen.acceptable import TRIED, acceptable, objection
-from tilegen.config import TileConfig
-from tilegen.device import gpu
-from tilegen.emitted import RenderedKernel
+from tilegen.build import compiler
+from tilegen.build.acceptable import TRIED, acceptable, objection
+from tilegen.choose.ranking import estimate, propose
+from tilegen.emit.kernel_files import RenderedKernel
 from tilegen.errors import BuildFailed
+from tilegen.gpus.spec import gpu
+from tilegen.kernels.config import TileConfig
 from tilegen.model.footprint import MOST_SPILLED, Footprint, footprint
 from tilegen.problem import AttentionProblem
-from tilegen.propose import estimate, propose
+from tilegen.runtime import dispatch
 from tilegen.tuning import bench
 
 H200 = gpu("h200")
@@ -47,9 +48,9 @@ def test_a_binary_that_waits_for_each_product_is_refused_whatever_it_spills() ->
         "HGMMA.64x64x16.F32 R24, gdesc[UR4], R24 ;\n",
         "WARPGROUP.DEPBAR.LE gsb0, 0x0 ;\n",
     )
-    assert build.is_serialized(3 * (product + wait))
-    assert not build.is_serialized(3 * product + 2 * wait)
-    assert not build.is_serialized(wait)
+    assert compiler.is_serialized(3 * (product + wait))
+    assert not compiler.is_serialized(3 * product + 2 * wait)
+    assert not compiler.is_serialized(wait)
 
 
 def test_a_binary_has_to_exist_and_fit() -> None:
@@ -105,10 +106,10 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> dict[TileConfig, int | None]:
     """What compiling gives: bytes spilled by config, None for a failure; no spill by default."""
     spilled: dict[TileConfig, int | None] = {}
 
-    def compile_(rendered: RenderedKernel, arch: str) -> build.CompiledKernel | BuildFailed:
+    def compile_(rendered: RenderedKernel, arch: str) -> compiler.CompiledKernel | BuildFailed:
         if (size := spilled.setdefault(rendered.config, 0)) is None:
             return BuildFailed("no")
-        return build.CompiledKernel(
+        return compiler.CompiledKernel(
             rendered=rendered,
             arch=arch,
             binary=b"",
@@ -119,7 +120,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> dict[TileConfig, int | None]:
             seconds=0.0,
         )
 
-    monkeypatch.setattr(build, "_compile_or_fail", compile_)
+    monkeypatch.setattr(compiler, "_compile_or_fail", compile_)
     return spilled
 
 

@@ -10,12 +10,14 @@ import pytest
 import torch
 
 import tilegen
-from tilegen import disk, dispatch, interpreter, store
-from tilegen.config import TileConfig
+from tilegen import disk, store
+from tilegen.check import interpreter
+from tilegen.check.reference import attention_reference, make_inputs
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
+from tilegen.kernels.config import TileConfig
 from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
-from tilegen.reference import attention_reference, make_inputs
+from tilegen.runtime import dispatch
 
 pytestmark = pytest.mark.oldest
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from tests.records import H200, PROBLEM
-from tilegen import verify
-from tilegen.config import LARGE_CACHE, Kernel, TileConfig
+from tilegen.check import verification
+from tilegen.check.verification import Check
 from tilegen.errors import Unsupported, WrongResult
+from tilegen.kernels.config import LARGE_CACHE, Kernel, TileConfig
 from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.tuning import bench as bench_module
 from tilegen.tuning.bench import check_config
-from tilegen.verify import Check
 
 
 def checks_with(*wrong: str) -> tuple[Check, ...]:
@@ -45,7 +45,7 @@ def test_real_check_judges_the_outputs_of_the_kernel(
         asked.append((problem, configs))
         return checks_with(tensor) if TRIED in configs.values() else checks_with()
 
-    monkeypatch.setattr(verify, "verify", verified)
+    monkeypatch.setattr(verification, "verify", verified)
     found = check_config(PROBLEM, kernel, TRIED)
     if tensor in OUTPUTS[kernel]:
         assert found is not None
@@ -54,7 +54,7 @@ def test_real_check_judges_the_outputs_of_the_kernel(
     else:
         assert found is None
     problem, configs = asked[0]
-    assert problem == verify.reduced(PROBLEM)
+    assert problem == verification.reduced(PROBLEM)
     others = {k: bench_module.safe(k) for k in bench_module.partners(kernel) if k != kernel}
     assert configs == {kernel: TRIED, **others}
 
@@ -69,7 +69,7 @@ def test_other_kernels_that_fail_are_not_held_against_a_config(
             raise RuntimeError("CUDA error: out of memory")
         return checks_with("dq", "dk", "dv")
 
-    monkeypatch.setattr(verify, "verify", verified)
+    monkeypatch.setattr(verification, "verify", verified)
     with pytest.raises(WrongResult, match=r"smallest tiles \(m16n16w4s1\), to check bwd_"):
         check_config(PROBLEM, kernel, TRIED)
 
@@ -83,7 +83,7 @@ def test_real_check_maps_what_a_kernel_raises(
             raise RuntimeError("CUDA error: invalid argument\n  more")
         return checks_with()
 
-    monkeypatch.setattr(verify, "verify", explode)
+    monkeypatch.setattr(verification, "verify", explode)
     found = check_config(PROBLEM, kernel, TRIED)
     expected = Measurement(status="launch_failed", message="CUDA error: invalid argument more")
     assert expected == found

@@ -22,13 +22,13 @@ from benchmarks.run import with_tensors
 from benchmarks.workloads import HEAD, MASKED, Workload, catalogue, head
 from tests.cases import PROBLEM, a_provider, a_row, a_workload
 from tests.problems import PROBLEMS
-from tilegen.device import gpu
+from tilegen.check.peers import flex, sdpa
+from tilegen.check.reference import dense_mask
 from tilegen.errors import Unsupported
+from tilegen.gpus.spec import gpu
 from tilegen.masks import parse_mask
 from tilegen.measure import DeviceLost, Measurement
-from tilegen.peers import flex, sdpa
 from tilegen.problem import AttentionProblem
-from tilegen.reference import dense_mask
 
 H200 = gpu("h200")
 TIMED = Measurement(status="ok", median_us=10.0, p20_us=9.0, p80_us=11.0, repeats=10)

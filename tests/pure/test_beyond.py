@@ -2,7 +2,7 @@
 
 import pytest
 
-from tilegen.config import Kernel, TileConfig
+from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.model.beyond import beyond
 from tilegen.model.footprint import footprint
 from tilegen.problem import AttentionProblem

@@ -8,8 +8,8 @@ import pytest
 import sympy as sp
 
 from tests.problems import PROBLEMS
-from tilegen.config import LARGE_CACHE, Kernel, TileConfig
-from tilegen.device import catalogue, gpu
+from tilegen.gpus.spec import catalogue, gpu
+from tilegen.kernels.config import LARGE_CACHE, Kernel, TileConfig
 from tilegen.model import bounds
 from tilegen.model.bounds import (
     SCHEDULES,

@@ -9,16 +9,17 @@ import torch
 import tilegen
 from tests.bundles import StandIn, not_compiled
 from tests.sliced import ALL
-from tilegen import emitted
 from tilegen.bundles.launch import extra_names, launch_of
-from tilegen.config import KERNELS, Kernel, TileConfig
+from tilegen.emit import kernel_files
+from tilegen.emit.render import render
 from tilegen.errors import Unsupported
+from tilegen.kernels.config import KERNELS, Kernel, TileConfig
 from tilegen.masks import Mask
-from tilegen.masks.binding import BoundKernel, score_tensors
 from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
+from tilegen.masks.tensors import score_tensors
 from tilegen.problem import AttentionProblem
-from tilegen.render import render
+from tilegen.runtime.binding import BoundKernel
 
 CONFIGS: dict[Kernel, TileConfig] = {
     "fwd": TileConfig(block_m=64, block_n=32),
@@ -110,7 +111,7 @@ def test_the_driver_reads_what_the_emitted_launch_passes(
     )
     rendered = render(problem, CONFIGS[kernel], kernel)
     binary = not_compiled(rendered)
-    module, recorder = emitted.load(rendered), Recorder()
+    module, recorder = kernel_files.load(rendered), Recorder()
     monkeypatch.setattr(module, rendered.function, recorder)
     from_driver: list[tuple[int, list[Any]]] = []
     stand_in = StandIn(binary, lambda grid, values: from_driver.append((grid, values)))

@@ -20,10 +20,10 @@ from tilegen import bundles
 from tilegen.bundles.folder import NOTES
 from tilegen.bundles.manifest import MANIFEST, Manifest
 from tilegen.bundles.served import Bundle, load_bundle, runs_on
-from tilegen.cli import app
-from tilegen.device import GpuSpec, gpu
+from tilegen.choose.families import Direction
+from tilegen.cli.main import app
 from tilegen.errors import Unsupported
-from tilegen.families import Direction
+from tilegen.gpus.spec import GpuSpec, gpu
 from tilegen.problem import AttentionProblem
 
 H200 = gpu("h200")
@@ -156,7 +156,7 @@ def test_where_binaries_run(arch: str, on: str, runs: bool) -> None:
 def seeing(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     """Have PyTorch see these GPUs."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(names))
-    monkeypatch.setattr("tilegen.device.detect", lambda index: gpu(names[index]))
+    monkeypatch.setattr("tilegen.gpus.spec.detect", lambda index: gpu(names[index]))
 
 
 def test_loading_asks_for_a_gpu_that_it_has_binaries_for(
@@ -450,7 +450,7 @@ def test_serving_loads_no_compiler_no_templates_and_no_algebra(folder: Path) -> 
 
 
 def test_calls_go_back_to_the_usual_way_when_it_is_unloaded(folder: Path) -> None:
-    from tilegen import dispatch
+    from tilegen.runtime import dispatch
 
     dispatch._plans.get("a call", lambda: None)  # type: ignore[arg-type, return-value]
     bundle = tilegen.load_bundle(folder)

@@ -12,14 +12,15 @@ import pytest
 from typer.testing import CliRunner
 
 import tilegen
-from tilegen import cli, interpreter
-from tilegen.cli import app
-from tilegen.demo import Demo
-from tilegen.device import gpu
+from tilegen.check import interpreter
+from tilegen.choose.ranking import search_space
+from tilegen.cli import main
+from tilegen.cli.demo import Demo
+from tilegen.cli.main import app
 from tilegen.fleet.jobs import jobs_of
+from tilegen.gpus.spec import gpu
 from tilegen.measure import Measurement, summarise
 from tilegen.problem import AttentionProblem
-from tilegen.propose import search_space
 from tilegen.tuning.trials import Trial, TrialLog
 
 pytestmark = pytest.mark.oldest
@@ -65,7 +66,7 @@ def failing(
     """Run `main` on a command line that must fail; return its one line."""
     monkeypatch.setattr(sys, "argv", ["tilegen", *arguments])
     with pytest.raises(SystemExit) as caught:
-        cli.main()
+        main.main()
     assert caught.value.code == 1
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -76,8 +77,8 @@ def failing(
 
 def test_every_command_is_known_here() -> None:
     names = {c.name or c.callback.__name__ for c in app.registered_commands if c.callback}
-    names |= {f"cache {c.name}" for c in cli.cache_app.registered_commands}
-    names |= {f"fleet {c.name}" for c in cli.fleet_app.registered_commands}
+    names |= {f"cache {c.name}" for c in main.cache_app.registered_commands}
+    names |= {f"fleet {c.name}" for c in main.fleet_app.registered_commands}
     assert names == COMMANDS
 
 
@@ -237,7 +238,7 @@ def test_tuning_can_be_planned_without_a_gpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("tilegen.device.detect", lambda: None)
+    monkeypatch.setattr("tilegen.gpus.spec.detect", lambda: None)
     spec, problem = gpu("h200"), AttentionProblem.parse(PROBLEM).bucket
     (job,) = jobs_of([problem], spec, ["fwd"])
     space = search_space(problem, spec, "fwd")
@@ -262,7 +263,7 @@ def test_tuning_can_be_planned_without_a_gpu(
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
-    code = "from tilegen.cli import main; main()"
+    code = "from tilegen.cli.main import main; main()"
     command = [sys.executable, "-c", code, "bundle", "--help"]
     reader, writer = os.pipe()
     os.close(reader)
@@ -279,7 +280,7 @@ def test_what_the_system_refuses_is_one_line(
     def full() -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/mnt/a\n\x1b[31m")
 
-    monkeypatch.setattr("tilegen.doctor.examine", full)
+    monkeypatch.setattr("tilegen.cli.doctor.examine", full)
     line = failing(monkeypatch, capsys, "doctor")
     assert line == r"error: '/mnt/a\n\x1b[31m': No space left on device"
 
@@ -287,13 +288,13 @@ def test_what_the_system_refuses_is_one_line(
 def test_tune_without_a_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("tilegen.device.detect", lambda: None)
+    monkeypatch.setattr("tilegen.gpus.spec.detect", lambda: None)
     assert "PyTorch sees none" in failing(monkeypatch, capsys, "tune", PROBLEM)
 
 
 def test_the_installed_command_runs() -> None:
     result = subprocess.run(
-        [sys.executable, "-c", "from tilegen.cli import main; main()", "propose", "nonsense"],
+        [sys.executable, "-c", "from tilegen.cli.main import main; main()", "propose", "nonsense"],
         capture_output=True,
         text=True,
         check=False,

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.records import PROBLEM, RECORD, own, place, record
-from tilegen import cli
+from tilegen.cli import main
 from tilegen.store import save
 
 KEY = PROBLEM.key
@@ -27,7 +27,7 @@ def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(*arguments: str, code: int = 0) -> str:
-    result = CliRunner().invoke(cli.app, ["cache", *arguments], catch_exceptions=False)
+    result = CliRunner().invoke(main.app, ["cache", *arguments], catch_exceptions=False)
     assert result.exit_code == code, result.output
     return result.stdout
 
@@ -98,7 +98,7 @@ def test_push_without_a_shared_location_says_so(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["tilegen", "cache", "push"])
     with pytest.raises(SystemExit) as caught:
-        cli.main()
+        main.main()
     assert caught.value.code == 1
     assert "error: expected a location, or one in TILEGEN_CACHE_PATH" in capsys.readouterr().err
 
@@ -113,7 +113,7 @@ def test_verify_exits_with_1_if_something_is_wrong(
     assert [bool(one["trouble"]) for one in told("verify", "own", code=1)] == [False, True]
     monkeypatch.setattr("sys.argv", ["tilegen", "cache", "verify"])
     with pytest.raises(SystemExit) as caught:
-        cli.main()
+        main.main()
     assert caught.value.code == 1
 
 
@@ -155,7 +155,7 @@ def refused(
     """Run a command that must fail; return its one line."""
     monkeypatch.setattr("sys.argv", ["tilegen", "cache", *arguments])
     with pytest.raises(SystemExit) as caught:
-        cli.main()
+        main.main()
     assert caught.value.code == 1
     (line,) = capsys.readouterr().err.splitlines()
     return line.removeprefix("error: ")

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import typer
 
-from tilegen import cli
-from tilegen.config import KERNELS
+from tilegen.cli import main
+from tilegen.kernels.config import KERNELS
 
 SEED = 20_261_122
 LINES = 500
@@ -69,7 +69,7 @@ def commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str
             yield (*path, name), one
 
 
-COMMAND = typer.main.get_command(cli.app)
+COMMAND = typer.main.get_command(main.app)
 ALL = list(commands(COMMAND))
 
 
@@ -119,13 +119,13 @@ def a_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "link").symlink_to("nowhere")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(cli, "app", COMMAND)
-    monkeypatch.setattr("tilegen.device.detect", lambda *_: None)
-    monkeypatch.setattr("tilegen.demo.demonstrate", lambda *_: {})
-    monkeypatch.setattr("tilegen.verify.verify_anywhere", lambda *_: [])
-    monkeypatch.setattr("tilegen.bundles.generate.generate", lambda *_, **__: tmp_path / "x")
-    monkeypatch.setattr("tilegen.explain_plot.draw", lambda *_: None)
-    monkeypatch.setattr("tilegen.cli_fleet._one_each", lambda *_: 1)
+    monkeypatch.setattr(main, "app", COMMAND)
+    monkeypatch.setattr("tilegen.gpus.spec.detect", lambda *_: None)
+    monkeypatch.setattr("tilegen.cli.demo.demonstrate", lambda *_: {})
+    monkeypatch.setattr("tilegen.check.verification.verify_anywhere", lambda *_: [])
+    monkeypatch.setattr("tilegen.bundles.building.generate", lambda *_, **__: tmp_path / "x")
+    monkeypatch.setattr("tilegen.explaining.plot.draw", lambda *_: None)
+    monkeypatch.setattr("tilegen.cli.fleet._one_each", lambda *_: 1)
     return tmp_path
 
 
@@ -138,7 +138,7 @@ def test_any_command_line_ends_in_order(
         monkeypatch.setattr(sys, "argv", ["tilegen", *words])
         code: Any = 0
         try:
-            cli.main()
+            main.main()
         except SystemExit as end:
             code = end.code
         except BaseException as error:  # Python would print it with a traceback
@@ -165,6 +165,6 @@ def test_no_device_is_replaced_by_a_file(
     before = device.read_bytes()
     monkeypatch.setattr(sys, "argv", ["tilegen", "cache", "export", str(device), "shipped"])
     with pytest.raises(SystemExit):
-        cli.main()
+        main.main()
     assert f"cannot write '{device}': expected a file, found a device" in capsys.readouterr().err
     assert device.read_bytes() == before

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import user_forms
+from tilegen.check.reference import dense_mask
 from tilegen.masks import parse_mask, predicate
-from tilegen.masks.binding import tensors_of
 from tilegen.masks.comparison import Comparison
 from tilegen.masks.mask import Mask
 from tilegen.masks.shapes import Shape
 from tilegen.masks.source import closed_form
-from tilegen.masks.tiles import tile_ranges
-from tilegen.reference import dense_mask
+from tilegen.masks.tensors import tensors_of
+from tilegen.masks.tiles.tile_ranges import tile_ranges
 
 LENGTH = 90
 SOLVED = ("packed", "padding", "two tables of ids", "times", "window of time", "rising floats",

@@ -10,9 +10,9 @@ from benchmarks import counters, rows
 from benchmarks.summary import summarise
 from tests.cases import PROBLEM, a_workload
 from tests.records import H200
-from tilegen.config import TileConfig
+from tilegen.choose.ranking import estimate
+from tilegen.kernels.config import TileConfig
 from tilegen.model.estimate import CostEstimate
-from tilegen.propose import estimate
 
 NCU = """\
 ==PROF== Connected to process 4242 (/usr/bin/python3.12)

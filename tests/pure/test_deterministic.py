@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 
 from tests.records import A100, H200, PROBLEM, RECORD, UNMEASURED, own, place, record, timed
-from tilegen import dispatch, ranks
-from tilegen import tune as tune_module
-from tilegen.config import TileConfig
+from tilegen.choose import agreement
 from tilegen.errors import Unsupported
+from tilegen.kernels.config import TileConfig
+from tilegen.runtime import dispatch
 from tilegen.store import Unreachable, save
+from tilegen.tuning import tuner as tune_module
 
 ROOT = Path(__file__).parents[2]
 KEY = PROBLEM.key
@@ -206,12 +207,12 @@ def test_what_stops_rank_0_stops_all(tmp_path: Path) -> None:
 
 def test_without_a_process_group_it_says_what_to_do() -> None:
     with pytest.raises(Unsupported, match=r"call torch\.distributed\.init_process_group first"):
-        ranks.agree([PROBLEM])
+        agreement.agree([PROBLEM])
 
 
 def test_agreement_is_about_one_gpu_and_one_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     config = TileConfig.parse("m16n16w4s1")
-    monkeypatch.setattr(ranks, "_agreed", {("h200", "fwd", KEY): config})
+    monkeypatch.setattr(agreement, "_agreed", {("h200", "fwd", KEY): config})
     assert dispatch.choose(PROBLEM, H200, "fwd") == (config, "all ranks agreed")
-    assert ranks.agreed(PROBLEM, A100, "fwd") is None
-    assert ranks.agreed(PROBLEM, H200, "bwd_dq") is None
+    assert agreement.agreed(PROBLEM, A100, "fwd") is None
+    assert agreement.agreed(PROBLEM, H200, "bwd_dq") is None

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tilegen.device import GpuSpec, catalogue, detect, from_driver, gpu, gpu_for
 from tilegen.errors import Unsupported
+from tilegen.gpus.spec import GpuSpec, catalogue, detect, from_driver, gpu, gpu_for
 
 FLOPS_PER_CLOCK_AND_SM = {
     "v100": 1024,

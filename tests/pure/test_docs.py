@@ -13,9 +13,9 @@ from tests.pure.test_bundle_launch import CONFIGS
 from tests.pure.test_cli import COMMANDS
 from tilegen import resources, settings
 from tilegen.bundles.manifest import Binary, Served
-from tilegen.config import KERNELS, TileConfig
+from tilegen.emit.render import _context, render
+from tilegen.kernels.config import KERNELS, TileConfig
 from tilegen.problem import AttentionProblem
-from tilegen.render import _context, render
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -56,9 +56,9 @@ def test_every_setting_is_in_the_readme_and_there_are_few() -> None:
 
 
 def test_shown_output_of_explain_is_real() -> None:
-    from tilegen.device import gpu
-    from tilegen.explain import explain
-    from tilegen.explain_text import explain_lines
+    from tilegen.explaining.explanation import explain
+    from tilegen.explaining.text import explain_lines
+    from tilegen.gpus.spec import gpu
 
     problem = AttentionProblem.parse("b4 hq32 hkv8 q4096 d128 bf16 causal")
     lines = explain_lines(explain(problem, gpu("h200"), "fwd"))

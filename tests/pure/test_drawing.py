@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import tilegen
-from tilegen.config import TileConfig
 from tilegen.errors import InvalidProblem
-from tilegen.explain_plot import mask_picture
+from tilegen.explaining.plot import mask_picture
+from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem
 
 

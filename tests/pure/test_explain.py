@@ -8,20 +8,20 @@ import pytest
 import sympy
 from typer.testing import CliRunner
 
-from tilegen.cli import app
-from tilegen.config import KERNELS, SLICED, Kernel, TileConfig
-from tilegen.device import GpuSpec, gpu
+from tilegen.choose.families import Direction, family, kernels_of, ranked_families
+from tilegen.choose.ranking import propose
+from tilegen.cli.main import app
 from tilegen.errors import Unsupported
-from tilegen.explain import direction_of, explain, explain_all
-from tilegen.explain_pass import OTHER_FAST_MEMORY, explain_pass, limited
-from tilegen.explain_text import latex_of_all, lines_of_all
-from tilegen.families import Direction, family, kernels_of, ranked_families
+from tilegen.explaining.explanation import direction_of, explain, explain_all
+from tilegen.explaining.pass_choice import OTHER_FAST_MEMORY, explain_pass, limited
+from tilegen.explaining.text import latex_of_all, lines_of_all
+from tilegen.gpus.spec import GpuSpec, gpu
+from tilegen.kernels.config import KERNELS, SLICED, Kernel, TileConfig
+from tilegen.kernels.passes import rows_for
 from tilegen.model import hierarchy
 from tilegen.model.bounds import lower_bound_bytes
 from tilegen.model.traffic import TERMS
-from tilegen.passes import rows_for
 from tilegen.problem import AttentionProblem
-from tilegen.propose import propose
 
 LARGE = "b2 hq8 hkv2 q1000 d128/64 bf16 causal"
 SMALL = "hq6 hkv2 q3000 kv5000 d576/512 bf16 causal"  # several panels a head group

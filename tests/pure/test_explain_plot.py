@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from tests.pure.test_explain import DIRECTIONS, H200, LARGE, SMALL, parse, run
-from tilegen.config import Kernel
+from tilegen.choose.families import Direction, kernels_of
+from tilegen.choose.ranking import propose
 from tilegen.errors import Unsupported
-from tilegen.explain import explain_all
-from tilegen.explain_pass import explain_pass
-from tilegen.explain_plot import curves, draw
-from tilegen.families import Direction, kernels_of
+from tilegen.explaining.explanation import explain_all
+from tilegen.explaining.pass_choice import explain_pass
+from tilegen.explaining.plot import curves, draw
+from tilegen.kernels.config import Kernel
 from tilegen.model.traffic import visits
-from tilegen.propose import propose
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -140,7 +140,7 @@ def test_nothing_but_plots_needs_matplotlib() -> None:
     code = (
         "import sys; sys.modules['matplotlib'] = None\n"
         "import tilegen\n"
-        "from tilegen.cli import main\n"
+        "from tilegen.cli.main import main\n"
         f"sys.argv = ['tilegen', 'explain', '{LARGE}', '--gpu', 'h200', '--kernel', 'fwd']\n"
         "main()\n"
     )

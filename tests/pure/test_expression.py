@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from tests.expression_trees import KINDS, T0, T1, T2, condition, score
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
-from tilegen.masks.expression import (
+from tilegen.masks.language.nodes import Where, normalise
+from tilegen.masks.language.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, S, captured_name
+from tilegen.masks.language.texts import (
     MAX_DEPTH,
     MAX_TEXT,
     captured_slots,
@@ -24,8 +26,6 @@ from tilegen.masks.expression import (
     rename,
     to_text,
 )
-from tilegen.masks.nodes import Where, normalise
-from tilegen.masks.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, S, captured_name
 
 pytestmark = pytest.mark.oldest
 
@@ -176,10 +176,10 @@ def test_piecewise_and_logic_have_plain_texts() -> None:
 
 def test_texts_do_not_depend_on_the_hash_seed() -> None:
     program = (
-        "from tilegen.masks.expression import from_text, to_text\n"
-        "from tilegen.masks.loads import Loads\n"
-        "from tilegen.masks.triton_source import Writer\n"
-        "from tilegen.masks.symbols import *\n"
+        "from tilegen.masks.language.texts import from_text, to_text\n"
+        "from tilegen.masks.language.loads import Loads\n"
+        "from tilegen.masks.language.triton_source import Writer\n"
+        "from tilegen.masks.language.symbols import *\n"
         "e = from_text('max(s,exp(t0[h]),3*q)*min(s,k,abs(q-k))+max(k,tanh(s),t0[q]*t0[k])'\n"
         "  '+where((q<k)&(h<2)|(b<3)&(k<5)|(t0[h]<s),max(s,q),min(t0[h],s))', ['float'])\n"
         "print(to_text(e))\n"

@@ -6,12 +6,19 @@ from itertools import pairwise
 
 import pytest
 
-from tilegen.config import BACKWARD, FORWARD, KERNELS, SLICED_BLOCKS, TileConfig, check_config
-from tilegen.device import gpu, with_fast_memory
+from tilegen.choose.families import family, kernels_of, ranked_families
 from tilegen.errors import Unsupported
-from tilegen.families import family, kernels_of, ranked_families
+from tilegen.gpus.spec import gpu, with_fast_memory
+from tilegen.kernels.config import (
+    BACKWARD,
+    FORWARD,
+    KERNELS,
+    SLICED_BLOCKS,
+    TileConfig,
+    check_config,
+)
+from tilegen.kernels.passes import PANEL_STEP, panels, panels_per_group, rows_for
 from tilegen.model.bounds import critical_head_dim
-from tilegen.passes import PANEL_STEP, panels, panels_per_group, rows_for
 from tilegen.problem import AttentionProblem
 
 H200 = gpu("h200")

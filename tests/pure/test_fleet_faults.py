@@ -17,13 +17,14 @@ from typer.testing import CliRunner
 
 from tests.fleet_workers import JOB, Machine
 from tests.records import PROBLEM
-from tilegen import cli_fleet, workers
-from tilegen.cli import app
-from tilegen.config import TileConfig
+from tilegen.build import workers
+from tilegen.cli import fleet
+from tilegen.cli.main import app
 from tilegen.fleet import bench, storage, worker
 from tilegen.fleet.queue import RESULT, Queue
 from tilegen.fleet.status import progress
 from tilegen.fleet.worker import Worker
+from tilegen.kernels.config import TileConfig
 from tilegen.measure import DeviceLost, Measurement
 from tilegen.store.trials import Trial, trial_line
 from tilegen.store.versions import now
@@ -81,7 +82,7 @@ def test_a_worker_whose_gpu_is_lost_starts_itself_again(
     monkeypatch.setattr(bench, "ReplayMachine", lambda _: machine)
     monkeypatch.setattr(worker.Worker, "run", run)
     monkeypatch.setattr(workers, "Pool", lambda: closing(SimpleNamespace(close=lambda: None)))
-    monkeypatch.setattr(cli_fleet.os, "execv", execv)
+    monkeypatch.setattr(fleet.os, "execv", execv)
     url = f"journal:{tmp_path}/trials.journal"
     before = signal.getsignal(signal.SIGTERM)
     command = ["worker", "--storage", url, "--catalog", PROBLEM.key, "--replay", str(tmp_path)]

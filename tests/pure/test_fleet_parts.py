@@ -20,9 +20,8 @@ from tests.clock import Clock
 from tests.fleet_workers import JOB, SPACE, Machine
 from tests.records import H200, PROBLEM
 from tests.replay import Replay
-from tilegen import cli_fleet
-from tilegen.cli import app
-from tilegen.config import TileConfig
+from tilegen.cli import fleet
+from tilegen.cli.main import app
 from tilegen.errors import Unsupported
 from tilegen.fleet import storage as storages
 from tilegen.fleet.bench import ReplayMachine
@@ -31,13 +30,14 @@ from tilegen.fleet.queue import Claim, Queue
 from tilegen.fleet.status import progress
 from tilegen.fleet.storage import StorageAway, open_storage, patiently, shown
 from tilegen.fleet.worker import Worker
+from tilegen.kernels.config import TileConfig
 from tilegen.measure import DeviceLost, Measurement
 from tilegen.store import Location
 from tilegen.store.trials import Trial
 from tilegen.tuning.bench import Bench
 
 FEW = SPACE[:4]
-PROGRAM = "from tilegen.cli import main; main()"
+PROGRAM = "from tilegen.cli.main import main; main()"
 STALE = 0.4
 
 
@@ -345,18 +345,18 @@ def test_workers_over_the_proxy(tmp_path: Path) -> None:
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    assert cli_fleet._devices("2", False) == ["0", "1"]
-    assert cli_fleet._devices("1,3", False) == ["1", "3"]
-    assert cli_fleet._devices("all", False) == ["0", "1", "2", "3"]
-    assert cli_fleet._devices("GPU-1a, MIG-2b", False) == ["GPU-1a", "MIG-2b"]
+    assert fleet._devices("2", False) == ["0", "1"]
+    assert fleet._devices("1,3", False) == ["1", "3"]
+    assert fleet._devices("all", False) == ["0", "1", "2", "3"]
+    assert fleet._devices("GPU-1a, MIG-2b", False) == ["GPU-1a", "MIG-2b"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    assert cli_fleet._devices("all", False) == ["4", "5"]
-    assert cli_fleet._devices("1", False) == ["4"]
+    assert fleet._devices("all", False) == ["4", "5"]
+    assert fleet._devices("1", False) == ["4"]
     for wrong in ("0", "1,,2", "-1", "some", "65", "1" * 5000, "²", "3,3"):
         with pytest.raises(Unsupported, match="--gpus must be"):
-            cli_fleet._devices(wrong, False)
-    assert cli_fleet._without_gpus(["a", "--gpus", "2", "b", "--gpus=3"]) == ["a", "b"]
+            fleet._devices(wrong, False)
+    assert fleet._without_gpus(["a", "--gpus", "2", "b", "--gpus=3"]) == ["a", "b"]
 
 
 def test_a_worker_is_started_for_gpus_that_are_here_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,17 +364,17 @@ def test_a_worker_is_started_for_gpus_that_are_here_alone(monkeypatch: pytest.Mo
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)  # there is no sixth
     for wrong in ("3", "64", "4,6", "0,1"):
         with pytest.raises(Unsupported, match=r"among the 2 that PyTorch can use \(4, 5\), got"):
-            cli_fleet._devices(wrong, False)
+            fleet._devices(wrong, False)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     for wrong in ("all", "1"):
         with pytest.raises(Unsupported, match=r"among the 0 that PyTorch can use \(none\)"):
-            cli_fleet._devices(wrong, False)
-    assert len(cli_fleet._devices("9", True)) == 9
+            fleet._devices(wrong, False)
+    assert len(fleet._devices("9", True)) == 9
 
 
 def test_a_worker_needs_a_gpu_or_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
-    import tilegen.device
+    import tilegen.gpus.spec
 
     monkeypatch.setattr(tilegen.device, "detect", lambda: None)
     with pytest.raises(Unsupported, match="PyTorch sees none"):
-        cli_fleet.tune_with("journal:/nowhere", PROBLEM, "fwd", None)
+        fleet.tune_with("journal:/nowhere", PROBLEM, "fwd", None)

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.fleet_workers import JOB, SPACE
-from tilegen.cli import app
+from tilegen.cli.main import app
 from tilegen.errors import Unsupported
 from tilegen.fleet.queue import Queue
 from tilegen.fleet.status import progress

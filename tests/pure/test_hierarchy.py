@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import sympy as sp
 
-from tilegen.config import TileConfig
-from tilegen.device import gpu
 from tilegen.errors import Unsupported
-from tilegen.masks.tiles import tile_ranges
+from tilegen.gpus.spec import gpu
+from tilegen.kernels.config import TileConfig
+from tilegen.masks.tiles.tile_ranges import tile_ranges
 from tilegen.model.hierarchy import (
     Order,
     dram_bytes,
@@ -26,10 +26,10 @@ from tilegen.model.hierarchy import (
     sweeps,
     touches,
 )
-from tilegen.model.patterns import Gcd
 from tilegen.model.symbols import C, F, H_kv, N_kv, T_h, d_qk, d_v, n_w
 from tilegen.model.traffic import traffic, visits
 from tilegen.problem import AttentionProblem
+from tilegen.theory.patterns import Gcd
 
 ORDERS: tuple[Order, ...] = ("head_major", "interleaved")
 ARGUMENTS = (H_kv, T_h, n_w, C, F)

@@ -11,12 +11,12 @@ import torch
 import tilegen
 from tests.in_place import CASES, WAYS, given, inputs
 from tests.listed_masks import SAME_DOCUMENT, shape_of
+from tilegen.check.reference import attention_reference, dense_mask
 from tilegen.errors import InvalidProblem
 from tilegen.masks import predicate
-from tilegen.masks.list_cache import ListCache
 from tilegen.masks.packed import packed
+from tilegen.masks.tiles.list_cache import ListCache
 from tilegen.masks.values import is_checked
-from tilegen.reference import attention_reference, dense_mask
 
 
 @pytest.mark.parametrize("way", WAYS)

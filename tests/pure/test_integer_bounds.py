@@ -11,12 +11,12 @@ import sympy
 import torch
 
 from tests.expression_trees import integer
-from tilegen.masks.evaluation import Points
-from tilegen.masks.integer_bounds import bounds
-from tilegen.masks.integers import FloorDiv, prepared
-from tilegen.masks.nodes import BITS, Bits
-from tilegen.masks.symbols import SEQLEN_KV, B, H, K, Q
-from tilegen.masks.value_bounds import Interval, TileBounds
+from tilegen.masks.language.evaluation import Points
+from tilegen.masks.language.integer_bounds import bounds
+from tilegen.masks.language.integers import FloorDiv, prepared
+from tilegen.masks.language.nodes import BITS, Bits
+from tilegen.masks.language.symbols import SEQLEN_KV, B, H, K, Q
+from tilegen.masks.language.value_bounds import Interval, TileBounds
 
 CPU = torch.device("cpu")
 

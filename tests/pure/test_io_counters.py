@@ -18,11 +18,11 @@ from benchmarks.study import experiments, verdicts
 from benchmarks.study.experiments import EXPERIMENTS, Case
 from benchmarks.summary import summarise
 from tests.clock import Clock
-from tilegen.config import SLICED
-from tilegen.device import gpu
+from tilegen.gpus.spec import gpu
+from tilegen.kernels.config import SLICED
+from tilegen.kernels.passes import rows_for
 from tilegen.model.hierarchy import levels
 from tilegen.model.traffic import traffic
-from tilegen.passes import rows_for
 from tilegen.problem import AttentionProblem
 
 H200 = gpu("h200")

@@ -14,10 +14,10 @@ from benchmarks.study import closed, masks, page, sweep
 from benchmarks.study.counting import Counters
 from benchmarks.study.masks import Case
 from benchmarks.study.tiles import best_at, frontier, held_words, moved_words, problem_of
-from tilegen.config import Kernel, TileConfig
-from tilegen.model.optimum import product_tiles
+from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.model.symbols import B_r, M, c
 from tilegen.model.traffic import traffic
+from tilegen.theory.optimum import product_tiles
 
 RESULTS = io_study.RESULTS
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from tests.listed_masks import SAME_DOCUMENT, shape_of
-from tilegen.masks import list_cache
-from tilegen.masks.list_cache import ListCache
 from tilegen.masks.shapes import TiledShape
-from tilegen.masks.tile_lists import TileLists, build
+from tilegen.masks.tiles import list_cache
+from tilegen.masks.tiles.list_cache import ListCache
+from tilegen.masks.tiles.tile_lists import TileLists, build
 
 SHAPE = shape_of(64, 16, batch=2, heads=4)
 

@@ -8,14 +8,15 @@ import torch
 
 import tilegen
 from tests.mask_zoo import ZOO, Case
-from tilegen.masks import Mask, listed
-from tilegen.masks.binding import realized, tensors_of
-from tilegen.masks.compiler import predicate
+from tilegen.masks import Mask
+from tilegen.masks.expression_mask import typical
 from tilegen.masks.mask import Side
 from tilegen.masks.shapes import Shape, TiledShape
-from tilegen.masks.tile_lists import build
-from tilegen.masks.tiles import TileRanges, is_solved
-from tilegen.masks.traced import typical
+from tilegen.masks.tensors import realized, tensors_of
+from tilegen.masks.tiles import tile_counts
+from tilegen.masks.tiles.closed_form import predicate
+from tilegen.masks.tiles.tile_lists import build
+from tilegen.masks.tiles.tile_ranges import TileRanges, is_solved
 
 BLOCKS = [(16, 16), (64, 32), (16, 64), (128, 64), (48, 16), (40, 24), (256, 256)]
 
@@ -46,7 +47,7 @@ def said(ranges: TileRanges) -> list[list[int]]:
 def test_tiles_put_together_are_those_of_lists(case: Case, side: Side) -> None:
     for blocks in BLOCKS:
         shape = Shape(2, 2, case.seqlen_q, case.seqlen_kv).tiled(*blocks)
-        assert said(listed.listed_ranges(case.mask, side, shape)) == counted(
+        assert said(tile_counts.listed_ranges(case.mask, side, shape)) == counted(
             case.mask, side, shape
         ), blocks
 
@@ -60,9 +61,9 @@ def test_large_neighborhoods_are_counted_on_fewer_rows(
     points = int(np.prod(grid))
     for blocks in ((64, 64), (128, 32), (32, 16)):
         shape = Shape(1, 1, points, points).tiled(*blocks)
-        ours = listed.listed_ranges(mask, side, shape)
+        ours = tile_counts.listed_ranges(mask, side, shape)
         exact = np.array(counted(mask, side, shape))
-        assert listed._lower(mask) != mask
+        assert tile_counts._lower(mask) != mask
         assert ours.visited.size == len(exact)
         assert ours.visited_tiles == pytest.approx(exact[:, 0].sum(), rel=0.05)
         assert ours.full_tiles == pytest.approx(exact[:, 1].sum(), rel=0.1, abs=8)
@@ -70,17 +71,17 @@ def test_large_neighborhoods_are_counted_on_fewer_rows(
 
 def test_a_long_neighborhood_is_never_classified_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    built = listed._built
+    built = tile_counts._built
 
-    def note(mask: Mask, shape: TiledShape) -> tuple[listed.Flags, listed.Flags]:
+    def note(mask: Mask, shape: TiledShape) -> tuple[tile_counts.Flags, tile_counts.Flags]:
         seen.append(shape.seqlen_q)
         return built(mask, shape)
 
-    monkeypatch.setattr(listed, "_built", note)
+    monkeypatch.setattr(tile_counts, "_built", note)
     mask = tilegen.neighborhood((4096, 64), (5, 5))
     for blocks in ((64, 64), (16, 32)):
         shape = Shape(1, 1, 4096 * 64, 4096 * 64).tiled(*blocks)
-        listed.listed_ranges(mask, "rows", shape)
+        tile_counts.listed_ranges(mask, "rows", shape)
     assert seen == [2048, 2048]
 
 
@@ -108,8 +109,10 @@ def test_tiles_beyond_what_is_counted_grow_as_they_did_before(name: str, side: S
     function, growth = GROWING[name]
     mask = tilegen.predicate(function)
     assert not is_solved(mask, side)
-    long, short = (Shape(1, 1, n, n).tiled(64, 64) for n in (4 * listed.LONGEST, listed.LONGEST))
-    ours, before = (listed.listed_ranges(mask, side, shape) for shape in (long, short))
+    long, short = (
+        Shape(1, 1, n, n).tiled(64, 64) for n in (4 * tile_counts.LONGEST, tile_counts.LONGEST)
+    )
+    ours, before = (tile_counts.listed_ranges(mask, side, shape) for shape in (long, short))
     assert ours.visited.mean() / before.visited.mean() == pytest.approx(growth, rel=0.08)
     exact = np.array(counted(mask, side, long))
     assert ours.visited_tiles == pytest.approx(exact[:, 0].sum(), rel=0.08)

@@ -12,7 +12,7 @@ import sympy
 from benchmarks import mask_creation
 from benchmarks.mask_cases import cases
 from benchmarks.mask_creation import Creation, creations, measure
-from tilegen.masks import tile_lists
+from tilegen.masks.tiles import tile_lists
 
 
 @pytest.mark.parametrize("name", cases())

@@ -29,7 +29,7 @@ from tilegen.masks import (
 )
 from tilegen.masks.constructors import KvPrefix
 from tilegen.masks.mask import Side
-from tilegen.masks.tiles import tile_ranges
+from tilegen.masks.tiles.tile_ranges import tile_ranges
 
 BATCH, HEADS = 2, 3
 BLOCKS = (4, 8, 16)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks import parse_mask
-from tilegen.masks.tiles import tile_ranges
+from tilegen.masks.tiles.tile_ranges import tile_ranges
 
 HOSTILE = [
     "", " ", "()", "((", "))", "~", "~~~", "&", "|", "causal&&causal", "causal|", "(causal",

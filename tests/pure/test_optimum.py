@@ -6,18 +6,6 @@ import pytest
 import sympy as sp
 
 from tilegen.model import bounds
-from tilegen.model.optimum import (
-    PRINTED_TILES,
-    crossover,
-    exact_tiles,
-    leading_tiles,
-    leading_words,
-    narrow_words,
-    optimal_tiles,
-    product_tiles,
-    words_at,
-)
-from tilegen.model.schedules import SCHEDULES, smooth
 from tilegen.model.symbols import (
     B_c,
     B_e,
@@ -38,6 +26,18 @@ from tilegen.model.symbols import (
     x,
 )
 from tilegen.model.traffic import UNMASKED
+from tilegen.theory.optimum import (
+    PRINTED_TILES,
+    crossover,
+    exact_tiles,
+    leading_tiles,
+    leading_words,
+    narrow_words,
+    optimal_tiles,
+    product_tiles,
+    words_at,
+)
+from tilegen.theory.schedules import SCHEDULES, smooth
 
 SQRT_S, ROOT = sp.sqrt(s), sp.sqrt(alpha)
 

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from tilegen.config import KERNELS, SLICED, Kernel, TileConfig
-from tilegen.emitted import kernel_digest
+from tilegen.check.reference import dense_mask
+from tilegen.emit.kernel_files import kernel_digest
+from tilegen.emit.render import render
 from tilegen.errors import InvalidProblem
+from tilegen.kernels.config import KERNELS, SLICED, Kernel, TileConfig
 from tilegen.masks import (
     Mask,
     block_sparse,
@@ -23,10 +25,8 @@ from tilegen.masks import (
     values,
 )
 from tilegen.masks.packed import packed
-from tilegen.masks.tiles import tile_ranges
+from tilegen.masks.tiles.tile_ranges import tile_ranges
 from tilegen.problem import AttentionProblem
-from tilegen.reference import dense_mask
-from tilegen.render import render
 
 CONFIGS: dict[Kernel, TileConfig] = {
     kernel: TileConfig(block_m=64, block_n=64, block_d=32 if kernel in SLICED else 0)
@@ -167,7 +167,7 @@ def test_other_kinds_of_masks_emit_other_kernels() -> None:
 @pytest.mark.parametrize("kernel", CONFIGS)
 def test_compiled_code_depends_on_no_number_that_changes(kernel: Kernel) -> None:
     """Lengths, strides, sizes and counts of tiles must not make Triton compile again."""
-    from tilegen.emitted import load
+    from tilegen.emit.kernel_files import load
 
     for mask in (documents(cu_seqlens=[0, 9]), documents([0, 1, 0]), causal()):
         rendered = render(problem(mask), CONFIGS[kernel], kernel)

@@ -11,9 +11,11 @@ import pytest
 import sympy as sp
 from numpy.typing import NDArray
 
-from tilegen.masks.tiles import tile_ranges
+from tilegen.masks.tiles.tile_ranges import tile_ranges
 from tilegen.model.bounds import mask_size, partition_bound
-from tilegen.model.patterns import (
+from tilegen.model.symbols import B_c, B_r, H_kv, M, N, P, b, d_qk, g, k, nnz, s, w
+from tilegen.problem import AttentionProblem
+from tilegen.theory.patterns import (
     Pattern,
     bound_of,
     causal_tiles,
@@ -23,8 +25,6 @@ from tilegen.model.patterns import (
     unstructured_limit,
     window_tiles,
 )
-from tilegen.model.symbols import B_c, B_r, H_kv, M, N, P, b, d_qk, g, k, nnz, s, w
-from tilegen.problem import AttentionProblem
 
 SIDE = 12
 

@@ -12,12 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from tilegen import disk, doctor, emitted, private_files
-from tilegen.config import TileConfig
-from tilegen.kept import Kept
+from tilegen import disk, private_files
+from tilegen.bounded_cache import BoundedCache
+from tilegen.cli import doctor
+from tilegen.emit import kernel_files
+from tilegen.emit.render import render
+from tilegen.kernels.config import TileConfig
 from tilegen.private_files import NotPrivate, check_private, read_private
 from tilegen.problem import AttentionProblem
-from tilegen.render import render
 
 PROBLEM = AttentionProblem.parse("hq2 hkv2 q64 d16 fp32 causal")
 CONFIG = TileConfig(block_m=32, block_n=16)
@@ -37,16 +39,16 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
     monkeypatch.setattr(Path, "lstat", open_above)
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr(emitted, "_modules", Kept(9))
+    monkeypatch.setattr(kernel_files, "_modules", BoundedCache(9))
     disk.say_once.cache_clear()
-    path = emitted.write(render(PROBLEM, CONFIG))
+    path = kernel_files.write(render(PROBLEM, CONFIG))
     path.write_text(PLANTED)
     return path
 
 
 def imports_the_file() -> bool:
-    emitted._modules.clear()
-    module = emitted.load_kernel(PROBLEM, CONFIG, "fwd", aligned=True)
+    kernel_files._modules.clear()
+    module = kernel_files.load_kernel(PROBLEM, CONFIG, "fwd", aligned=True)
     if module.launch is print:
         return True
     rendered = render(PROBLEM, CONFIG)

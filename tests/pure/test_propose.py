@@ -8,16 +8,16 @@ from dataclasses import replace
 
 import pytest
 
-from tilegen.config import BLOCK_SIZES, LARGE_CACHE, Kernel, TileConfig
-from tilegen.device import GpuSpec, catalogue, gpu
+from tilegen.choose.ranking import all_configs, estimate, propose, search_space
 from tilegen.disk import say_once
 from tilegen.errors import Unsupported
-from tilegen.masks import compiler
+from tilegen.gpus.spec import GpuSpec, catalogue, gpu
+from tilegen.kernels.config import BLOCK_SIZES, LARGE_CACHE, Kernel, TileConfig
+from tilegen.masks.tiles import closed_form
 from tilegen.model import roofline
 from tilegen.model.footprint import footprint
 from tilegen.model.traffic import traffic, visits
 from tilegen.problem import AttentionProblem
-from tilegen.propose import all_configs, estimate, propose, search_space
 
 PARSE = AttentionProblem.parse
 LLAMA = PARSE("b1 hq32 hkv8 q8192 kv8192 d128 bf16 causal")
@@ -80,9 +80,9 @@ def test_reasons_are_one_sentence_with_numbers(kernel: Kernel) -> None:
 
 def test_order_is_the_same_each_time() -> None:
     code = (
-        "from tilegen.device import gpu\n"
+        "from tilegen.gpus.spec import gpu\n"
         "from tilegen.problem import AttentionProblem\n"
-        "from tilegen.propose import propose\n"
+        "from tilegen.choose.ranking import propose\n"
         f"problem = AttentionProblem.parse({LLAMA.key!r})\n"
         "for kernel in ('fwd', 'bwd_dkdv', 'bwd_dq', 'bwd_preprocess'):\n"
         "    print([c.config.key for c in propose(problem, gpu('h200'), kernel=kernel)])\n"
@@ -201,9 +201,9 @@ def test_what_is_shared_between_configs_changes_no_ranking(
 def test_windows_of_other_widths_are_solved_once() -> None:
     """Which saves 30 ms each; `test_masks` has their tiles."""
     propose(PARSE("hq8 q4000 d64 bf16 causal&window(100,7)"), gpu("h200"))
-    before = compiler.stream_bounds.cache_info().misses
+    before = closed_form.stream_bounds.cache_info().misses
     propose(PARSE("hq8 q4000 d64 bf16 causal&window(333,12)"), gpu("h200"))
-    assert compiler.stream_bounds.cache_info().misses == before
+    assert closed_form.stream_bounds.cache_info().misses == before
 
 
 def test_a_new_length_is_proposed_for_with_little_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,26 +7,13 @@ import math
 import pytest
 import sympy as sp
 
-from tilegen.device import catalogue, gpu
+from tilegen.gpus.spec import catalogue, gpu
 from tilegen.model.bounds import (
     Direction,
     critical_head_dim,
     large_cache_complexity,
     small_cache_complexity,
 )
-from tilegen.model.patterns import causal_tiles, kept_entries, window_tiles
-from tilegen.model.regimes import (
-    any_product_complexity,
-    block_sparse_complexity,
-    device_regimes,
-    dividing_bytes,
-    dividing_memory,
-    sparse_product_complexity,
-    standard_complexity,
-    worst_case_dividing_point,
-    worst_case_over_instances,
-)
-from tilegen.model.schedules import SCHEDULES
 from tilegen.model.symbols import (
     Z_A,
     Z_AX,
@@ -50,6 +37,19 @@ from tilegen.model.symbols import (
     s,
     w,
 )
+from tilegen.theory.patterns import causal_tiles, kept_entries, window_tiles
+from tilegen.theory.regimes import (
+    any_product_complexity,
+    block_sparse_complexity,
+    device_regimes,
+    dividing_bytes,
+    dividing_memory,
+    sparse_product_complexity,
+    standard_complexity,
+    worst_case_dividing_point,
+    worst_case_over_instances,
+)
+from tilegen.theory.schedules import SCHEDULES
 
 
 def test_block_sparsity_scales_the_square_term() -> None:

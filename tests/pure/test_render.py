@@ -14,13 +14,14 @@ import pytest
 from tests import sliced
 from tests.conftest import CheckGolden
 from tests.problems import PROBLEMS
-from tilegen import emitted, resources
-from tilegen.config import LARGE_CACHE, Kernel, TileConfig, head_dim_chunks
+from tilegen import resources
+from tilegen.bounded_cache import BoundedCache
+from tilegen.emit import kernel_files
+from tilegen.emit.render import environment, render
 from tilegen.errors import Unsupported
-from tilegen.kept import Kept
+from tilegen.kernels.config import LARGE_CACHE, Kernel, TileConfig, head_dim_chunks
 from tilegen.masks import parse_mask
 from tilegen.problem import AttentionProblem
-from tilegen.render import environment, render
 
 CONFIG = TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)
 LLAMA = AttentionProblem.parse("b4 hq32 hkv8 q4096 d128 bf16 causal")
@@ -49,7 +50,7 @@ def test_split_head_dim_without_alignment(kernel: Kernel, golden: CheckGolden) -
     golden(render(problem, CONFIG, kernel, aligned=False).source)
 
 
-def all_rendered() -> list[emitted.RenderedKernel]:
+def all_rendered() -> list[kernel_files.RenderedKernel]:
     problems = [*PROBLEMS, replace(LLAMA, mask=parse_mask("causal&window(4095,0,bottom_right)"))]
     return [
         render(problem, config, kernel, aligned=aligned)
@@ -164,7 +165,7 @@ def test_template_digest_covers_what_jinja_reaches() -> None:
         reached = set(jinja2.meta.find_referenced_templates(env.parse(text)))
         found = set(re.findall(r'{%-?\s*(?:import|from|include|extends)\s+"([^"]+)"', text))
         assert found == reached >= {"_partials.jinja"}
-        assert emitted.template_digest(kernel) in render(LLAMA, CONFIG, kernel).source
+        assert kernel_files.template_digest(kernel) in render(LLAMA, CONFIG, kernel).source
 
 
 def test_templates_follow_their_rules() -> None:
@@ -206,11 +207,11 @@ def test_head_dims_are_split_where_that_wastes_less(head_dim: int, chunks: tuple
 def test_emitted_files_are_written_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
     rendered = render(LLAMA, CONFIG)
-    path = emitted.write(rendered)
+    path = kernel_files.write(rendered)
     assert path == tmp_path / "kernels" / rendered.digest / "fwd.py"
     assert path.read_text() == rendered.source
     path.write_text("half")
-    assert emitted.write(rendered).read_text() == rendered.source
+    assert kernel_files.write(rendered).read_text() == rendered.source
     assert [p.name for p in path.parent.iterdir()] == ["fwd.py"]
 
 
@@ -218,12 +219,14 @@ def test_a_damaged_file_is_written_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(emitted, "_modules", Kept(9))  # what other tests loaded is not read again
+    monkeypatch.setattr(
+        kernel_files, "_modules", BoundedCache(9)
+    )  # what other tests loaded is not read again
     for i, damage in enumerate(("", "x = 1\n", "def launch(", "raise RuntimeError('no')\n")):
         config = replace(CONFIG, num_stages=1 + i)
-        path = emitted.write(render(LLAMA, config))
+        path = kernel_files.write(render(LLAMA, config))
         path.write_text(damage)
-        module = emitted.load_kernel(LLAMA, config, "fwd", aligned=True)
+        module = kernel_files.load_kernel(LLAMA, config, "fwd", aligned=True)
         assert callable(module.launch)
         assert path.read_text() == render(LLAMA, config).source
     assert len([r for r in caplog.records if "damaged" in r.message]) == 4
@@ -235,12 +238,12 @@ def test_a_cache_that_cannot_be_written_says_so(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path / "file" / "below"))
     with pytest.raises(Unsupported, match=r"cannot write .*TILEGEN_CACHE_DIR"):
-        emitted.write(render(LLAMA, CONFIG))
+        kernel_files.write(render(LLAMA, CONFIG))
 
 
 def test_a_digest_tells_kernels_apart() -> None:
     requests = {
-        emitted.kernel_digest(problem, config, kernel, aligned)
+        kernel_files.kernel_digest(problem, config, kernel, aligned)
         for problem in (LLAMA, replace(LLAMA, dtype="fp16"), replace(LLAMA, head_dim_v=64))
         for config in (CONFIG, replace(CONFIG, num_stages=2))
         for kernel in LARGE_CACHE

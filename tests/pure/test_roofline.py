@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from tilegen.config import Kernel, TileConfig
-from tilegen.device import GpuSpec, catalogue, gpu
+from tilegen.choose.ranking import estimate, propose
+from tilegen.gpus.nearest import nearest
+from tilegen.gpus.spec import GpuSpec, catalogue, gpu
+from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.model import roofline
-from tilegen.model.architecture import nearest
 from tilegen.model.estimate import CostEstimate
 from tilegen.model.footprint import footprint, residents
 from tilegen.model.roofline import dram_bytes, family, step_clocks, tile
 from tilegen.model.traffic import traffic, visits
 from tilegen.problem import AttentionProblem
-from tilegen.propose import estimate, propose
 
 PARSE = AttentionProblem.parse
 LLAMA = PARSE("b4 hq32 hkv8 q4096 kv4096 d128 bf16 causal")

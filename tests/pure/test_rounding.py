@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
+from tilegen.check.reference import Inputs, attention_reference, make_inputs
+from tilegen.check.rounding import UNIT, UNITS, rounding_floors
 from tilegen.masks import causal
 from tilegen.masks.score import Score, score, sinks
 from tilegen.problem import AttentionProblem
-from tilegen.reference import Inputs, attention_reference, make_inputs
-from tilegen.rounding import UNIT, UNITS, rounding_floors
 
 pytestmark = pytest.mark.oldest
 

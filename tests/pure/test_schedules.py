@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 from tests.backward_simulations import BACKWARD
 from tests.forward_simulations import FORWARD
 from tests.slow_memory import WORK, Key, Shape, SlowMemory, reference, spans
-from tilegen.config import Kernel
+from tilegen.kernels.config import Kernel
 from tilegen.model import symbols
 from tilegen.model.bounds import lower_bound, partition_bound, product_bound
-from tilegen.model.schedules import PACKED_UNMASKED, SCHEDULES, Schedule, packed
 from tilegen.model.symbols import V_kv, V_q
 from tilegen.model.traffic import TERMS, UNMASKED
+from tilegen.theory.schedules import PACKED_UNMASKED, SCHEDULES, Schedule, packed
 
 SIMULATED = FORWARD | BACKWARD
 

@@ -10,7 +10,8 @@ import torch
 
 from tests import sliced
 from tests.conftest import CheckGolden
-from tilegen.config import COLUMN_KERNELS, LARGE_CACHE, Kernel, TileConfig
+from tilegen.emit.render import SCORED, RenderedKernel, render
+from tilegen.kernels.config import COLUMN_KERNELS, LARGE_CACHE, Kernel, TileConfig
 from tilegen.masks import (
     Mask,
     block_sparse,
@@ -22,7 +23,6 @@ from tilegen.masks import (
 )
 from tilegen.masks.score import Score, alibi, bias, relative_bias, sinks, softcap
 from tilegen.problem import AttentionProblem
-from tilegen.render import SCORED, RenderedKernel, render
 
 WHOLE = TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)
 SLICES = TileConfig(block_m=64, block_n=64, block_d=64)

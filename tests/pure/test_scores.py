@@ -26,10 +26,11 @@ from tests.expression_trees import (
     value_of,
 )
 from tilegen.errors import InvalidProblem, Unsupported
-from tilegen.masks.derivatives import derivative
-from tilegen.masks.evaluation import evaluate
-from tilegen.masks.expression import from_text, to_text
-from tilegen.masks.nodes import normalise
+from tilegen.masks.language.derivatives import derivative
+from tilegen.masks.language.evaluation import evaluate
+from tilegen.masks.language.nodes import normalise
+from tilegen.masks.language.symbols import Lookup, S
+from tilegen.masks.language.texts import from_text, to_text
 from tilegen.masks.score import (
     Score,
     alibi,
@@ -41,7 +42,6 @@ from tilegen.masks.score import (
     temperature,
 )
 from tilegen.masks.score_source import ScoreSource, score_source
-from tilegen.masks.symbols import Lookup, S
 
 pytestmark = pytest.mark.oldest
 

@@ -8,7 +8,7 @@ import optuna
 import pytest
 
 from tests.replay import Replay
-from tilegen.config import TileConfig
+from tilegen.kernels.config import TileConfig
 from tilegen.tuning.search import MAX_MISSES, Search
 
 pytestmark = pytest.mark.oldest

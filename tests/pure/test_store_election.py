@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.records import RECORD, UNMEASURED, VERSIONS, record, timed
-from tilegen.config import TileConfig
 from tilegen.errors import InvalidRecord
+from tilegen.kernels.config import TileConfig
 from tilegen.store import TuningRecord
 from tilegen.store.election import join, verdict
 from tilegen.store.record import MAX_RIVALS

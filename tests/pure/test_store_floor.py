@@ -11,12 +11,12 @@ import pytest
 
 from tests.problems import PROBLEMS
 from tests.records import H200, RECORD, own, place, record, timed
-from tilegen.device import gpu
+from tilegen.choose.families import kernels_of
+from tilegen.choose.ranking import propose
 from tilegen.disk import say_once
 from tilegen.errors import InvalidRecord
-from tilegen.families import kernels_of
+from tilegen.gpus.spec import gpu
 from tilegen.problem import AttentionProblem
-from tilegen.propose import propose
 from tilegen.store import TuningRecord, look_up, save
 from tilegen.store.floor import ALLOWED, too_fast
 from tilegen.store.transfer import merge

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.records import H200, PROBLEM, RECORD, UNMEASURED, own, place, record, written
-from tilegen import cli
+from tilegen.cli import main
 from tilegen.disk import printable
 from tilegen.errors import Unsupported
 from tilegen.store import Location, look_up, save
@@ -115,7 +115,7 @@ def test_names_are_spelt_out_for_terminals(
     broken = ".broken" if command == "prune" else ""
     (folder / (EVIL[name] + broken)).write_text("{")
     arguments = ["cache", command, *(["own"] if command != "merge" else ["own", "--into", "own"])]
-    result = CliRunner().invoke(cli.app, arguments)
+    result = CliRunner().invoke(main.app, arguments)
     assert printable(EVIL[name]) in result.output
     assert EVIL[name] not in result.output
     assert "\x1b" not in result.output

@@ -22,10 +22,10 @@ from tests.records import (
     place,
     record,
 )
-from tilegen.config import TileConfig
-from tilegen.device import gpu
 from tilegen.disk import say_once
 from tilegen.errors import Unsupported
+from tilegen.gpus.spec import gpu
+from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem
 from tilegen.store import Location, Versions, locations, look_up, places
 from tilegen.store.election import join
@@ -213,7 +213,7 @@ def test_same_versions_and_unknown_ones_are_no_mismatch(
 def test_a_look_up_loads_nothing_heavy() -> None:
     code = (
         "import sys\n"
-        "from tilegen.device import gpu\n"
+        "from tilegen.gpus.spec import gpu\n"
         "from tilegen.problem import AttentionProblem\n"
         "from tilegen.store import look_up\n"
         "look_up(AttentionProblem.parse('hq1 q64 d64 bf16'), gpu('h200'), 'fwd')\n"

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.records import PROBLEM, RECORD, UNMEASURED, folder_of, own, place, record, written
-from tilegen.config import TileConfig
 from tilegen.errors import Unsupported
+from tilegen.kernels.config import TileConfig
 from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.store import Location, TuningRecord, list_records, save

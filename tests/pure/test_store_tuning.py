@@ -11,7 +11,7 @@ from benchmarks import rows, store
 from tests.records import H200, PROBLEM, own, timed
 from tests.replay import TABLE, Replay, ranking, run
 from tilegen import pipeline
-from tilegen.config import TileConfig
+from tilegen.kernels.config import TileConfig
 from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.store import Location, TuningRecord, look_up
@@ -25,7 +25,7 @@ def machine(folder: Path, name: str, shared: Path, monkeypatch: pytest.MonkeyPat
     """Be another machine, with an own directory and the shared location."""
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(folder / name))
     monkeypatch.setenv("TILEGEN_CACHE_PATH", str(shared))
-    monkeypatch.setattr("tilegen.tune.this_machine", lambda: name)
+    monkeypatch.setattr("tilegen.tuning.tuner.this_machine", lambda: name)
     return own(folder / name)
 
 
@@ -67,9 +67,9 @@ def test_a_clock_that_is_set_back_does_not_make_the_later_finding_the_earlier(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine = machine(tmp_path, "aa", tmp_path, monkeypatch)
-    monkeypatch.setattr("tilegen.tune.now", lambda: "2026-11-21T09:30:00Z")
+    monkeypatch.setattr("tilegen.tuning.tuner.now", lambda: "2026-11-21T09:30:00Z")
     run(Replay(dict(list(SMALL.items())[:3])))
-    monkeypatch.setattr("tilegen.tune.now", lambda: "2026-11-21T01:00:00Z")
+    monkeypatch.setattr("tilegen.tuning.tuner.now", lambda: "2026-11-21T01:00:00Z")
     record = run(Replay(SMALL))
     assert record.date == "2026-11-21T09:30:01Z"
     found = look_up(PROBLEM, H200, "fwd", where=[mine])

@@ -14,16 +14,18 @@ import pytest
 import torch
 
 import tilegen
-from tilegen import disk, dispatch, emitted, symbolic, varlen
-from tilegen.config import TileConfig
-from tilegen.device import gpu
-from tilegen.families import kernels_of
-from tilegen.kept import Kept
+from tilegen import disk, sympy_lock
+from tilegen.bounded_cache import BoundedCache
+from tilegen.check.reference import attention_reference
+from tilegen.choose.families import kernels_of
+from tilegen.choose.ranking import propose
+from tilegen.emit import kernel_files
+from tilegen.emit.render import render
+from tilegen.gpus.spec import gpu
+from tilegen.kernels.config import TileConfig
 from tilegen.masks import parse_mask
 from tilegen.problem import AttentionProblem
-from tilegen.propose import propose
-from tilegen.reference import attention_reference
-from tilegen.render import render
+from tilegen.runtime import dispatch, varlen
 
 THREADS = 16
 
@@ -42,7 +44,7 @@ def together(work: Callable[[int], Any]) -> list[Any]:
 
 def test_the_least_recently_used_goes_first() -> None:
     dropped: list[int] = []
-    kept: Kept[int, int] = Kept(3, dropped.append)
+    kept: BoundedCache[int, int] = BoundedCache(3, dropped.append)
     for key in (1, 2, 3, 1, 4, 5):
         assert kept.get(key, lambda key=key: -key) == -key
     assert dropped == [-2, -3]
@@ -52,7 +54,7 @@ def test_the_least_recently_used_goes_first() -> None:
 
 
 def test_a_value_is_made_once_and_its_error_is_not_kept() -> None:
-    kept: Kept[str, object] = Kept(3)
+    kept: BoundedCache[str, object] = BoundedCache(3)
     made: list[int] = []
 
     def make() -> object:
@@ -69,7 +71,7 @@ def test_a_value_is_made_once_and_its_error_is_not_kept() -> None:
 
 
 def test_threads_wait_for_no_other_key() -> None:
-    kept: Kept[str, int] = Kept(3)
+    kept: BoundedCache[str, int] = BoundedCache(3)
     inside, go_on = threading.Event(), threading.Event()
 
     def slow() -> int:
@@ -99,7 +101,7 @@ def test_a_message_is_said_once_and_messages_are_few(caplog: pytest.LogCaptureFi
 def test_symbolic_work_is_done_by_one_thread_at_a_time() -> None:
     inside: list[int] = []
 
-    @symbolic.one_at_a_time
+    @sympy_lock.one_at_a_time
     def work(number: int) -> bool:
         inside.append(number)
         alone = inside == [number]
@@ -119,7 +121,7 @@ def test_tracing_proposing_and_rendering_share_one_lock(monkeypatch: pytest.Monk
         def __exit__(self, *_: object) -> None:
             pass
 
-    monkeypatch.setattr(symbolic, "lock", Counted())
+    monkeypatch.setattr(sympy_lock, "lock", Counted())
     problem = AttentionProblem.parse("hq2 hkv2 q64 d16 fp32 causal")
     h200 = gpu("h200")
     assert h200 is not None
@@ -170,25 +172,27 @@ def test_modules_are_imported_once_and_evicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(emitted, "_modules", Kept(2, emitted._forget))
+    monkeypatch.setattr(kernel_files, "_modules", BoundedCache(2, kernel_files._forget))
     imported: list[str] = []
-    original = emitted._import
+    original = kernel_files._import
 
     def counted(source: bytes, file: str, digest: str) -> Any:
         imported.append(file)
         return original(source, file, digest)
 
-    monkeypatch.setattr(emitted, "_import", counted)
+    monkeypatch.setattr(kernel_files, "_import", counted)
     problem = AttentionProblem.parse("hq2 hkv2 q64 d16 fp32 causal")
 
     def load(number: int) -> Any:
         config = TileConfig(block_m=16 << number % 2, block_n=16)
-        return emitted.load_kernel(problem, config, "fwd", aligned=True)
+        return kernel_files.load_kernel(problem, config, "fwd", aligned=True)
 
     modules = together(load)
     assert len(imported) == len(set(map(id, modules))) == 2
-    last = emitted.load_kernel(problem, TileConfig(block_m=64, block_n=16), "fwd", aligned=True)
-    assert len(emitted._modules) == 2
+    last = kernel_files.load_kernel(
+        problem, TileConfig(block_m=64, block_n=16), "fwd", aligned=True
+    )
+    assert len(kernel_files._modules) == 2
     assert sys.modules[last.__name__] is last
     gone = [one for one in modules[:2] if one.__name__ not in sys.modules]
     assert len(gone) == 1
@@ -196,7 +200,7 @@ def test_modules_are_imported_once_and_evicted(
 
 
 def test_plans_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_plans", Kept(3))
+    monkeypatch.setattr(dispatch, "_plans", BoundedCache(3))
     made: list[int] = []
     new_plan = dispatch._new_plan
 

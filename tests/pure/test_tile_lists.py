@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from tests.listed_masks import CPU, SAME_DOCUMENT, block_layout, check, neighbourhood, shape_of
 from tilegen.errors import Unsupported
-from tilegen.masks import tile_classes
-from tilegen.masks.nodes import Sigmoid, Where
+from tilegen.masks.language.nodes import Sigmoid, Where
+from tilegen.masks.language.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, captured_name
 from tilegen.masks.shapes import TiledShape
-from tilegen.masks.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, captured_name
-from tilegen.masks.tile_lists import build
+from tilegen.masks.tiles import tile_classes
+from tilegen.masks.tiles.tile_lists import build
 
 # --------------------------------------------------------------------------------------------------
 # Random predicates

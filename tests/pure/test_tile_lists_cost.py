@@ -10,9 +10,10 @@ import sympy
 import torch
 
 from tests.listed_masks import CPU, SAME_DOCUMENT, block_layout, neighbourhood, shape_of
-from tilegen.masks import evaluation, tile_classes
-from tilegen.masks.symbols import K, Q
-from tilegen.masks.tile_lists import lists_of
+from tilegen.masks.language import evaluation
+from tilegen.masks.language.symbols import K, Q
+from tilegen.masks.tiles import tile_classes
+from tilegen.masks.tiles.tile_lists import lists_of
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from tests.conftest import CheckGolden
 from tilegen.masks import (
     Mask,
     causal,
-    compiler,
     dilated,
     global_tokens,
     neighborhood,
@@ -27,10 +26,10 @@ from tilegen.masks import (
     prefix_lm,
     sliding_window,
     streaming,
-    tiles,
 )
 from tilegen.masks.shapes import TiledShape
-from tilegen.masks.tile_lists import TileLists, build
+from tilegen.masks.tiles import closed_form, tile_ranges
+from tilegen.masks.tiles.tile_lists import TileLists, build
 
 isl = pytest.importorskip("islpy", reason="needs islpy")
 Tiles = frozenset[tuple[int, int]]
@@ -77,7 +76,7 @@ def points(tiles: Any) -> Tiles:
         i, j = (point.get_coordinate_val(isl.dim_type.set, at).to_python() for at in (0, 1))
         found.append((i, j))
 
-    tiles.foreach_point(add)
+    tile_ranges.foreach_point(add)
     return frozenset(found)
 
 
@@ -88,7 +87,9 @@ def points(tiles: Any) -> Tiles:
 def ranges(mask: Mask, shape: TiledShape, side: Literal["rows", "columns"]) -> Found:
     """Return what the closed form gives; masks without one raise Unsupported elsewhere."""
     sizes = dict(seqlen_q=shape.seqlen_q, seqlen_kv=shape.seqlen_kv)
-    found = tiles.tile_ranges(mask, side, **sizes, block_m=shape.block_m, block_n=shape.block_n)
+    found = tile_ranges.tile_ranges(
+        mask, side, **sizes, block_m=shape.block_m, block_n=shape.block_n
+    )
     partial, full = (
         [
             (stationary, streamed)
@@ -104,7 +105,7 @@ def ranges(mask: Mask, shape: TiledShape, side: Literal["rows", "columns"]) -> F
 
 def lists(mask: Mask, shape: TiledShape, side: Literal["rows", "columns"]) -> Found:
     """Return what the exact lists hold."""
-    keep = compiler.predicate(mask, side)
+    keep = closed_form.predicate(mask, side)
     found: TileLists = build(keep, (), shape, device="cpu", side=side)
     starts, streamed = found.starts.tolist(), found.tiles.tolist()
     live = [
@@ -121,7 +122,7 @@ def lists(mask: Mask, shape: TiledShape, side: Literal["rows", "columns"]) -> Fo
 
 
 def _turned(live: list[tuple[int, int]], full: list[tuple[int, int]], side: str) -> Found:
-    """Return pairs of stationary and streamed tiles as rows and columns of tiles."""
+    """Return pairs of stationary and streamed tiles as rows and columns of tile_ranges."""
     if side == "columns":
         live, full = ([(i, j) for j, i in pairs] for pairs in (live, full))
     return Found(frozenset(live), frozenset(full))
@@ -205,7 +206,7 @@ def test_no_tile_too_few(name: str, shape: TiledShape) -> None:
         expected = exact(keep, shape, side)
         assert lists(mask, shape, side).live == expected.live
         never_too_few(lists(mask, shape, side), expected)
-        if tiles.is_solved(mask, side):
+        if tile_ranges.is_solved(mask, side):
             never_too_few(ranges(mask, shape, side), expected)
 
 
@@ -218,7 +219,7 @@ def test_tiles_too_many(golden: CheckGolden) -> None:
         for shape in SHAPES:
             for side in SIDES:
                 expected = exact(keep, shape, side)
-                solved = tiles.is_solved(mask, side)
+                solved = tile_ranges.is_solved(mask, side)
                 found = (ranges if solved else lists)(mask, shape, side)
                 counts = [
                     (len(expected.live), len(found.live) - len(expected.live)),
@@ -315,7 +316,7 @@ def test_no_tile_too_few_of_random_masks(condition: Condition, shape: TiledShape
         expected = exact(condition.text, shape, side)
         assert lists(mask, shape, side).live == expected.live
         never_too_few(lists(mask, shape, side), expected)
-        if tiles.is_solved(mask, side):
+        if tile_ranges.is_solved(mask, side):
             never_too_few(ranges(mask, shape, side), expected)
 
 

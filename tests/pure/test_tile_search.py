@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import sympy as sp
 
-from tilegen.model.optimum import crossover, exact_tiles, leading_words, narrow_words
-from tilegen.model.schedules import SCHEDULES
 from tilegen.model.symbols import (
     B_c,
     B_d,
@@ -32,6 +30,8 @@ from tilegen.model.symbols import (
     x,
 )
 from tilegen.model.traffic import UNMASKED
+from tilegen.theory.optimum import crossover, exact_tiles, leading_words, narrow_words
+from tilegen.theory.schedules import SCHEDULES
 
 LENGTH, WIDTH = 65536, 128
 

@@ -12,10 +12,10 @@ from torch.nn.attention.flex_attention import and_masks, noop_mask, or_masks
 from tests import user_forms
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks import predicate
-from tilegen.masks.evaluation import evaluate
-from tilegen.masks.expression import from_text, kinds_of, to_text
-from tilegen.masks.tiles import is_solved
-from tilegen.masks.trace import trace_mask, trace_score
+from tilegen.masks.language.evaluation import evaluate
+from tilegen.masks.language.texts import from_text, kinds_of, to_text
+from tilegen.masks.tiles.tile_ranges import is_solved
+from tilegen.masks.tracing.trace import trace_mask, trace_score
 
 BATCH, HEADS, SEQLEN_Q, SEQLEN_KV = 2, 3, 11, 13
 GRID = [

@@ -14,10 +14,10 @@ import torch
 from torch.nn.attention.flex_attention import and_masks, create_block_mask
 
 import tilegen
-from tilegen.calls import score_of
-from tilegen.flex import from_block_mask
-from tilegen.masks.fingerprint import Traces, fingerprint
-from tilegen.reference import dense_mask
+from tilegen.check.reference import dense_mask
+from tilegen.masks.tracing.fingerprint import Traces, fingerprint
+from tilegen.runtime.call import score_of
+from tilegen.runtime.flex import from_block_mask
 
 FACTOR = 2
 SETTINGS = SimpleNamespace(factor=2)

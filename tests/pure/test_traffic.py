@@ -8,7 +8,7 @@ import pytest
 import sympy as sp
 
 from tests.problems import PROBLEMS
-from tilegen.config import LARGE_CACHE, Kernel, TileConfig
+from tilegen.kernels.config import LARGE_CACHE, Kernel, TileConfig
 from tilegen.model.bounds import best_block_m
 from tilegen.model.symbols import B_c, B_r, M, N, N_kv, N_q, V_kv, V_q, d, d_qk, d_v, g
 from tilegen.model.traffic import (

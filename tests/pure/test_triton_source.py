@@ -27,14 +27,14 @@ from tests.expression_trees import (
     tensor,
     value_of,
 )
-from tilegen.masks.derivatives import derivative
-from tilegen.masks.evaluation import evaluate
-from tilegen.masks.expression import from_text, to_text
-from tilegen.masks.loads import Loads
-from tilegen.masks.nodes import Where
+from tilegen.masks.language.derivatives import derivative
+from tilegen.masks.language.evaluation import evaluate
+from tilegen.masks.language.loads import Loads
+from tilegen.masks.language.nodes import Where
+from tilegen.masks.language.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Q, S
+from tilegen.masks.language.texts import from_text, to_text
+from tilegen.masks.language.triton_source import Writer
 from tilegen.masks.score import score
-from tilegen.masks.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Q, S
-from tilegen.masks.triton_source import Writer
 
 
 class Tile:

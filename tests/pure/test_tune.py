@@ -13,16 +13,16 @@ import pytest
 
 from tests.records import H200, PROBLEM, VERSIONS, record, timed
 from tests.replay import SMALL, TABLE, Replay, ranking, run, slowness, stored
-from tilegen import tune as tune_module
-from tilegen.config import TileConfig
-from tilegen.emitted import template_digest
+from tilegen.emit.kernel_files import template_digest
 from tilegen.errors import Unsupported
+from tilegen.kernels.config import TileConfig
 from tilegen.measure import TIE_LIMIT, Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.store import look_up, save
-from tilegen.tune import SEEDS, pick, tune
+from tilegen.tuning import tuner as tune_module
 from tilegen.tuning.report import Report
 from tilegen.tuning.trials import Trial
+from tilegen.tuning.tuner import SEEDS, pick, tune
 
 pytestmark = [pytest.mark.oldest, pytest.mark.usefixtures("own_cache")]
 
@@ -270,9 +270,9 @@ def test_own_record_follows_the_ties_that_more_trials_bring(own_cache: Path) -> 
 def test_without_that_gpu_it_says_so_and_leaves_nothing(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch, here: str | None
 ) -> None:
-    from tilegen import device
+    from tilegen.gpus import spec
 
-    monkeypatch.setattr(device, "detect", lambda: here and device.gpu(here))
+    monkeypatch.setattr(spec, "detect", lambda: here and spec.gpu(here))
     found = "found a100 (sm_80)" if here else "found no GPU"
     with pytest.raises(Unsupported, match=re.escape(f"needs that GPU at hand, {found}; ")):
         tune(PROBLEM, H200)

@@ -14,11 +14,11 @@ import pytest
 from tests.clock import Clock
 from tests.records import H200, PROBLEM
 from tests.replay import SMALL, Replay, ranking, run, slowness, trial_file, trials_on_disk
-from tilegen.config import TileConfig
 from tilegen.errors import BuildFailed
+from tilegen.kernels.config import TileConfig
 from tilegen.measure import Measurement
 from tilegen.model.footprint import MOST_SPILLED
-from tilegen.tune import SEEDS, tune
+from tilegen.tuning.tuner import SEEDS, tune
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 
@@ -106,7 +106,7 @@ def test_seconds_are_not_all_spent_on_compiling_what_spills(
             clock.sleep(0.1)
             yield config, Used(spill_bytes=MOST_SPILLED + 8)
 
-    clock.replaces_time_of("tilegen.tune", monkeypatch)
+    clock.replaces_time_of("tilegen.tuning.tuner", monkeypatch)
     found = run(replay, seconds=0.05, compile=compile_all)
     assert [found.config] == replay.measured
 

@@ -20,11 +20,11 @@ from tests.replay import (
     trial_file,
     trials_on_disk,
 )
-from tilegen.config import TileConfig
 from tilegen.errors import NoRecord
+from tilegen.kernels.config import TileConfig
 from tilegen.measure import DeviceLost, Measurement
 from tilegen.store import TuningRecord
-from tilegen.tune import tune
+from tilegen.tuning.tuner import tune
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

@@ -24,11 +24,11 @@ from tests.replay import (
     trial_file,
     trials_on_disk,
 )
-from tilegen import tune as tune_module
-from tilegen.config import TileConfig
+from tilegen.kernels.config import TileConfig
 from tilegen.measure import Measurement
 from tilegen.store import look_up
-from tilegen.tune import tune
+from tilegen.tuning import tuner as tune_module
+from tilegen.tuning.tuner import tune
 
 pytestmark = [pytest.mark.oldest, pytest.mark.usefixtures("own_cache")]
 ROOT = Path(__file__).parents[2]
@@ -191,7 +191,7 @@ def test_seconds_stop_the_search_but_not_before_one_config_ran(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     replay, clock = Replay(), Clock()
-    clock.replaces_time_of("tilegen.tune", monkeypatch)
+    clock.replaces_time_of("tilegen.tuning.tuner", monkeypatch)
 
     def slowly(config: TileConfig) -> Measurement:
         clock.sleep(0.02)

@@ -15,12 +15,12 @@ import pytest
 
 from tests.records import H200, PROBLEM, RECORD, own, record, written
 from tests.replay import SMALL, Replay, run
-from tilegen import dispatch
-from tilegen import tune as tune_module
-from tilegen.config import TileConfig
 from tilegen.errors import Unsupported
+from tilegen.kernels.config import TileConfig
 from tilegen.measure import Measurement
+from tilegen.runtime import dispatch
 from tilegen.store import save
+from tilegen.tuning import tuner as tune_module
 from tilegen.tuning.trials import alone
 
 SECONDS = 30

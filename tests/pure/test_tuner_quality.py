@@ -20,14 +20,14 @@ from benchmarks.rows import columns
 from benchmarks.rows import read as read_rows
 from benchmarks.tuner_quality import BUDGETS, QualityRow, order, quantile, regrets, spearman
 from tests.records import H200, timed
-from tilegen.acceptable import Usage
-from tilegen.config import TileConfig
+from tilegen.build.acceptable import Usage
 from tilegen.errors import BuildFailed, InvalidRecord
+from tilegen.kernels.config import TileConfig
 from tilegen.measure import DeviceLost, Measurement
 from tilegen.problem import AttentionProblem
-from tilegen.tune import SEEDS
 from tilegen.tuning.bench import Bench
 from tilegen.tuning.trials import Trial
+from tilegen.tuning.tuner import SEEDS
 
 SMALL = AttentionProblem.parse("hq2 q64 kv64 d64 bf16 causal")
 FIRST, SECOND, THIRD, FOURTH = (

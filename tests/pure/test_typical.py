@@ -10,7 +10,6 @@ import torch
 
 from tests.score_inputs import random
 from tilegen.errors import InvalidProblem
-from tilegen.masks.binding import check_sizes
 from tilegen.masks.packed_score import within_documents
 from tilegen.masks.score import (
     Score,
@@ -24,6 +23,7 @@ from tilegen.masks.score import (
     temperature,
 )
 from tilegen.masks.shapes import Shape
+from tilegen.masks.tensors import check_sizes
 from tilegen.masks.typical import INTEGERS, LEAST, typical_score
 
 HEADS, ROWS, COLUMNS = 4, 50, 83

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tilegen
+from tilegen.check.reference import dense_mask
 from tilegen.errors import InvalidProblem
 from tilegen.masks import (
     Mask,
@@ -24,10 +25,9 @@ from tilegen.masks import (
     sliding_window,
     values,
 )
-from tilegen.masks.binding import realized, tensors_of
 from tilegen.masks.shapes import Shape
+from tilegen.masks.tensors import realized, tensors_of
 from tilegen.problem import AttentionProblem
-from tilegen.reference import dense_mask
 
 SHAPE = Shape(batch=2, heads=4, seqlen_q=20, seqlen_kv=30)
 CPU = torch.device("cpu")

@@ -3,11 +3,12 @@
 import pytest
 import torch
 
-from tilegen import doctor, interpreter
-from tilegen.config import TileConfig
+from tilegen.check import interpreter
+from tilegen.check.verification import judge, reduced, require, run_device, verify_anywhere
+from tilegen.cli import doctor
 from tilegen.errors import Unsupported, WrongResult
+from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem
-from tilegen.verify import judge, reduced, require, run_device, verify_anywhere
 
 pytestmark = pytest.mark.oldest
 

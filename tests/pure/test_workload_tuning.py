@@ -14,8 +14,8 @@ from benchmarks import tune
 from benchmarks.summary import summarise
 from tests.cases import PROBLEM, a_workload
 from tests.records import H200, record
-from tilegen.device import GpuSpec
 from tilegen.errors import NoRecord
+from tilegen.gpus.spec import GpuSpec
 from tilegen.problem import AttentionProblem
 from tilegen.store import record_path, save
 

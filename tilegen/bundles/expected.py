@@ -14,14 +14,14 @@ from pathlib import Path
 import tilegen
 from tilegen.bundles.folder import read
 from tilegen.bundles.manifest import TYPES, Binary, Manifest, Served
-from tilegen.config import Kernel, TileConfig, threads_of
-from tilegen.emitted import (
+from tilegen.emit.kernel_files import (
     VECTOR_BYTES,
     argument_names,
     argument_type,
     digest_of_kind,
     template_digest,
 )
+from tilegen.kernels.config import Kernel, TileConfig, threads_of
 from tilegen.problem import DTYPE_BYTES
 
 SCRATCH_POINTERS = 2

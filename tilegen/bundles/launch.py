@@ -17,9 +17,9 @@ from typing import Any, Protocol
 import torch
 
 from tilegen.bundles.manifest import Binary
-from tilegen.config import Kernel
 from tilegen.errors import Unsupported
-from tilegen.passes import Launch, empty_like
+from tilegen.kernels.config import Kernel
+from tilegen.kernels.passes import Launch, empty_like
 
 Values = Mapping[str, Any]
 """Tensors and numbers of one launch, by name."""

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, cast, get_args
 
-from tilegen.config import KERNELS, Kernel, TileConfig
+from tilegen.choose.families import FAMILIES, Direction
 from tilegen.errors import InvalidRecord
-from tilegen.families import FAMILIES, Direction
+from tilegen.kernels.config import KERNELS, Kernel, TileConfig
 from tilegen.store.fields import MAX_TEXT, Fields, parse_json
 from tilegen.store.record import ARCH, arch_of, config_from, gpu_of, kernel_of
 

@@ -17,17 +17,17 @@ from tilegen.bundles.expected import why_not_ours
 from tilegen.bundles.folder import MAX_MANIFEST, read, sha256_of
 from tilegen.bundles.manifest import MANIFEST, Binary, Manifest, Served
 from tilegen.disk import log
-from tilegen.emitted import representative
+from tilegen.emit.kernel_files import representative
 from tilegen.errors import InvalidRecord, Unsupported
 from tilegen.store.files import read_bytes, text_of
 
 if TYPE_CHECKING:
     from tilegen.bundles.driver import Function
-    from tilegen.config import Kernel
-    from tilegen.device import GpuSpec
-    from tilegen.families import Direction
-    from tilegen.masks.binding import BoundKernel
+    from tilegen.choose.families import Direction
+    from tilegen.gpus.spec import GpuSpec
+    from tilegen.kernels.config import Kernel
     from tilegen.problem import AttentionProblem
+    from tilegen.runtime.binding import BoundKernel
 
 
 class Bundle:
@@ -89,7 +89,7 @@ class Bundle:
     ) -> dict[Kernel, BoundKernel] | None:
         """Return the kernels of a pass, ready to be launched; None where there are none."""
         from tilegen.bundles.launch import extra_names, launch_of
-        from tilegen.masks.binding import BoundKernel
+        from tilegen.runtime.binding import BoundKernel
 
         if (found := self.find(problem, gpu, direction, aligned=aligned)) is None:
             return None
@@ -157,7 +157,7 @@ def _check_gpus(bundle: Bundle) -> None:
     import torch
 
     from tilegen.bundles.driver import driver
-    from tilegen.device import detect
+    from tilegen.gpus.spec import detect
 
     here = [detect(index) for index in range(torch.cuda.device_count())]
     found = [spec for spec in here if spec]
@@ -213,6 +213,6 @@ def _distance(problem: AttentionProblem, served: Served) -> float:
 
 
 def _plan_anew() -> None:
-    from tilegen.dispatch import forget
+    from tilegen.runtime.dispatch import forget
 
     forget()

@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from tilegen.config import Kernel, TileConfig
-from tilegen.device import gpu as gpu_named
+from tilegen.build.workers import Pool
+from tilegen.choose.ranking import propose, search_space
 from tilegen.errors import InvalidRecord, TilegenError, Unsupported
 from tilegen.fleet.jobs import Job
+from tilegen.gpus.spec import gpu as gpu_named
+from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.measure import Measurement
 from tilegen.model.estimate import Candidate
 from tilegen.problem import AttentionProblem
-from tilegen.propose import propose, search_space
 from tilegen.store.fields import parse_json
 from tilegen.store.record import MAX_SECONDS, kernel_of, measurement_from
 from tilegen.tuning.bench import Bench, as_tuned, real_bench
-from tilegen.workers import Pool
 
 Key = tuple[str, Kernel, str]
 

@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
-from tilegen.config import Kernel
-from tilegen.device import GpuSpec
-from tilegen.emitted import template_digest
-from tilegen.families import kernels_of
+from tilegen.choose.families import kernels_of
+from tilegen.emit.kernel_files import template_digest
+from tilegen.gpus.spec import GpuSpec
+from tilegen.kernels.config import Kernel
 from tilegen.problem import AttentionProblem
 from tilegen.store.record import slug
 from tilegen.store.trials import Conditions

@@ -19,8 +19,8 @@ import optuna
 from optuna.exceptions import DuplicatedStudyError, UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from tilegen.config import TileConfig
 from tilegen.fleet.storage import last_failure
+from tilegen.kernels.config import TileConfig
 from tilegen.store.trials import Conditions, Trial, trial_line
 
 if TYPE_CHECKING:

@@ -14,22 +14,22 @@ from collections.abc import Generator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from tilegen.config import TileConfig
 from tilegen.errors import NoRecord, TilegenError
 from tilegen.fleet.bench import Machine, ranked
 from tilegen.fleet.jobs import Job
 from tilegen.fleet.queue import PUBLISHED, STALE_SECONDS, Claim, Queue
 from tilegen.fleet.storage import StorageAway
+from tilegen.kernels.config import TileConfig
 from tilegen.measure import DeviceLost, one_line
 from tilegen.model.estimate import Candidate
 from tilegen.settings import settings
 from tilegen.store import Location, TuningRecord, locations, now
 from tilegen.store.transfer import put, put_trials
 from tilegen.store.trials import Trial, trial_line, trials_path
-from tilegen.tune import tune
 from tilegen.tuning.bench import Ahead, Bench, refused
 from tilegen.tuning.report import us
 from tilegen.tuning.trials import TrialLog
+from tilegen.tuning.tuner import tune
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage

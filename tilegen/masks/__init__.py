@@ -1,5 +1,6 @@
-"""Masks: predicates (`mask`, `constructors`), their tile ranges (`compiler`, `tile_lists`), and how
-both are printed (`triton_source`)."""
+"""Masks and scores: what they are (`mask`, `constructors`, `score`), the language that they are
+written in (`language`), how functions become expressions (`tracing`), and which tiles a mask leaves
+(`tiles`)."""
 
 from tilegen.masks.constructors import (
     bigbird,

@@ -19,15 +19,15 @@ from typing import Any, Literal, NamedTuple
 import sympy
 import torch
 
-from tilegen import symbolic
+from tilegen import sympy_lock
 from tilegen.masks.constructors import equal
-from tilegen.masks.evaluation import Points
-from tilegen.masks.expression import merge
-from tilegen.masks.integers import is_int, prepared
+from tilegen.masks.language.evaluation import Points
+from tilegen.masks.language.integers import is_int, prepared
+from tilegen.masks.language.operations import is_condition
+from tilegen.masks.language.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q
+from tilegen.masks.language.texts import merge
 from tilegen.masks.mask import Mask, Side
-from tilegen.masks.operations import is_condition
-from tilegen.masks.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q
-from tilegen.masks.trace import Traced
+from tilegen.masks.tracing.trace import Traced
 from tilegen.masks.values import Lengths, Recipe, Values, power_of_two_near, table
 
 Relation = Literal["<=", "<", ">=", ">", "=="]
@@ -209,7 +209,7 @@ def _numbers(
         index = torch.arange(length, device=device)
         symbols = {symbol: index, B: torch.arange(batch, device=device)[:, None]}
         symbols |= {SEQLEN_Q: torch.tensor(lengths[0]), SEQLEN_KV: torch.tensor(lengths[1])}
-        with symbolic.lock:
+        with sympy_lock.lock:
             number = torch.as_tensor(Points(captured, symbols, device, dtype)(prepared(expr)))
         number = number.long() if number.dtype == torch.bool else number
         found.append(number.expand(*shape, length))

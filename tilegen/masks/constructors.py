@@ -20,7 +20,7 @@ from tilegen.masks.mask import (
     sliding_window,
 )
 from tilegen.masks.values import Values, as_tensor, is_symbolic, values
-from tilegen.symbolic import tracing
+from tilegen.sympy_lock import tracing
 
 
 @dataclass(frozen=True)
@@ -345,7 +345,7 @@ def predicate(fn: Callable[[Any, Any, Any, Any], Any]) -> Mask:
     It is traced once with symbols: operators, comparisons, `& | ~`, torch functions and captured
     tensors; `if`, `and` and `or` cannot be. Raises Unsupported, naming what it cannot trace.
     """
-    from tilegen.masks.traced import mask_of  # loads SymPy
+    from tilegen.masks.expression_mask import mask_of  # loads SymPy
 
     with tracing():
         return mask_of(fn)

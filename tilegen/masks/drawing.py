@@ -54,8 +54,8 @@ def kept(mask: Mask, seqlen_q: int, seqlen_kv: int, b: int = 0, h: int = 0) -> N
     """Return which pairs of a head are kept; typical tensors stand for missing ones."""
     import torch
 
-    from tilegen.masks.binding import realized
     from tilegen.masks.shapes import Shape
+    from tilegen.masks.tensors import realized
 
     real = realized(mask, Shape(b + 1, h + 1, seqlen_q, seqlen_kv))
     q, k = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_kv)[None]

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tilegen.masks.compiler import predicate
+from tilegen.masks.language.symbols import Lookup
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.source import closed_form
-from tilegen.masks.symbols import Lookup
+from tilegen.masks.tiles.closed_form import predicate
 
 
 @dataclass(frozen=True)

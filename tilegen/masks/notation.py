@@ -183,7 +183,7 @@ def _block_sparse(layout: str, block: str) -> Mask:
 
 
 def _keep(text: str, *tables: str) -> Mask:
-    from tilegen.masks.traced import Expression, canonical  # loads SymPy
+    from tilegen.masks.expression_mask import Expression, canonical  # loads SymPy
 
     captured: list[Values] = []
     for table in tables:

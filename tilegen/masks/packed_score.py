@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from tilegen.errors import InvalidProblem
-from tilegen.masks.expression import free_parts, from_text, to_text
+from tilegen.masks.language.symbols import SEQLEN_KV, SEQLEN_Q, B, K, Lookup, Q, captured_name
+from tilegen.masks.language.texts import free_parts, from_text, to_text
 from tilegen.masks.packed import Documents
 from tilegen.masks.score import Score
-from tilegen.masks.symbols import SEQLEN_KV, SEQLEN_Q, B, K, Lookup, Q, captured_name
 from tilegen.masks.values import Lengths, is_checked
-from tilegen.symbolic import one_at_a_time
+from tilegen.sympy_lock import one_at_a_time
 
 
 def within_documents(

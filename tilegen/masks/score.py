@@ -13,13 +13,13 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from tilegen.errors import InvalidProblem
-from tilegen.symbolic import one_at_a_time, tracing
+from tilegen.sympy_lock import one_at_a_time, tracing
 
 if TYPE_CHECKING:
     import sympy
     import torch
 
-    from tilegen.masks.derived import Derived
+    from tilegen.masks.tracing.derived import Derived
 
 
 ELEMENTS = {
@@ -77,7 +77,7 @@ class ScoreForm:
 
     def expression(self) -> sympy.Expr:
         """Return the text as a SymPy expression."""
-        from tilegen.masks.expression import from_text
+        from tilegen.masks.language.texts import from_text
 
         expr: Any = from_text(self.text, self.kinds)
         return expr
@@ -147,13 +147,13 @@ class Score:
     @property
     def kinds(self) -> tuple[str, ...]:
         """What each captured tensor holds: bool, int or float."""
-        from tilegen.masks.expression import kinds_of
+        from tilegen.masks.language.texts import kinds_of
 
         return kinds_of(self.captured)
 
     def expression(self) -> sympy.Expr:
         """Return the text as a SymPy expression."""
-        from tilegen.masks.expression import from_text
+        from tilegen.masks.language.texts import from_text
 
         expr: Any = from_text(self.text, self.kinds)
         return expr
@@ -171,8 +171,8 @@ class Score:
     @one_at_a_time
     def then(self, other: Score) -> Score:
         """Return the score that applies `other` to this one's result; sinks stay as they are."""
-        from tilegen.masks.expression import merge, to_text
-        from tilegen.masks.symbols import S
+        from tilegen.masks.language.symbols import S
+        from tilegen.masks.language.texts import merge, to_text
 
         if self.sink_logits is not None and other.sink_logits is not None:
             raise InvalidProblem("expected at most one score with sinks, got two")
@@ -267,8 +267,8 @@ def score(function: Callable[..., Any]) -> Score:
     Tensors that it makes of those it captures are made again at each call. Raises Unsupported,
     naming the term, for what has no expression.
     """
-    from tilegen.masks.expression import to_text
-    from tilegen.masks.trace import trace_score
+    from tilegen.masks.language.texts import to_text
+    from tilegen.masks.tracing.trace import trace_score
 
     with tracing():
         traced = trace_score(function)

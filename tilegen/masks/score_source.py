@@ -12,14 +12,14 @@ from typing import Any
 import sympy
 
 from tilegen.errors import Unsupported
-from tilegen.masks.derivatives import derivative
-from tilegen.masks.expression import captured_slots, free_parts, to_text
 from tilegen.masks.extras import Extras
-from tilegen.masks.loads import Loads
-from tilegen.masks.nodes import normalise
+from tilegen.masks.language.derivatives import derivative
+from tilegen.masks.language.loads import Loads
+from tilegen.masks.language.nodes import normalise
+from tilegen.masks.language.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, S
+from tilegen.masks.language.texts import captured_slots, free_parts, to_text
+from tilegen.masks.language.triton_source import Writer
 from tilegen.masks.score import ELEMENTS, ScoreForm
-from tilegen.masks.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, S
-from tilegen.masks.triton_source import Writer
 
 NAMES: dict[Any, str] = {
     B: "batch",

@@ -17,7 +17,12 @@ from typing import Any, Literal
 import sympy
 
 from tilegen.errors import Unsupported
-from tilegen.masks.compiler import (
+from tilegen.masks.language.loads import Loads
+from tilegen.masks.language.nodes import normalise
+from tilegen.masks.language.symbols import FIRST, LAST, SEQLEN_KV, SEQLEN_Q, B, H, K, Q
+from tilegen.masks.language.triton_source import Writer
+from tilegen.masks.mask import Mask, Side
+from tilegen.masks.tiles.closed_form import (
     Interval,
     StreamBounds,
     StreamSets,
@@ -26,13 +31,8 @@ from tilegen.masks.compiler import (
     stream_bounds,
     stream_sets,
 )
-from tilegen.masks.loads import Loads
-from tilegen.masks.mask import Mask, Side
-from tilegen.masks.nodes import normalise
-from tilegen.masks.symbols import FIRST, LAST, SEQLEN_KV, SEQLEN_Q, B, H, K, Q
-from tilegen.masks.triton_source import Writer
+from tilegen.masks.tiles.intervals import Edges, Range, merge
 from tilegen.masks.values import LIMIT
-from tilegen.masks.visits import Edges, Range, merge
 
 MAX_RANGES = 3
 """Live or dropped intervals, none of them at an end of the sequence, that a kernel merges; masks

@@ -15,13 +15,13 @@ import sympy
 import torch
 
 from tilegen.errors import InvalidProblem
-from tilegen.masks.expression import captured_slots
-from tilegen.masks.integer_bounds import ANYTHING, MAX_LENGTH, Bounds, bounds
-from tilegen.masks.integers import prepared
-from tilegen.masks.nodes import Log1p
+from tilegen.masks.language.integer_bounds import ANYTHING, MAX_LENGTH, Bounds, bounds
+from tilegen.masks.language.integers import prepared
+from tilegen.masks.language.nodes import Log1p
+from tilegen.masks.language.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, captured_name
+from tilegen.masks.language.texts import captured_slots
 from tilegen.masks.score import Score
-from tilegen.masks.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, captured_name
-from tilegen.symbolic import one_at_a_time
+from tilegen.sympy_lock import one_at_a_time
 
 if TYPE_CHECKING:
     from tilegen.masks.score import ScoreForm

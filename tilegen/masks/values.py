@@ -162,7 +162,7 @@ class Values:
     def at(self, b: Any, h: Any, q: Any, k: Any, lengths: Any = None) -> Any:
         """Return the element for a pair: a number, a tensor, or a SymPy look-up."""
         if is_symbolic(b, h, q, k):
-            from tilegen.masks.symbols import Lookup
+            from tilegen.masks.language.symbols import Lookup
 
             chosen = {"b": b, "h": h, "q": q, "k": k}
             return Lookup(self.symbol, *(chosen[axis] for axis in self.axes or ""))
@@ -178,7 +178,7 @@ class Values:
         if is_symbolic(*chosen):
             import sympy
 
-            from tilegen.masks.symbols import Lookup
+            from tilegen.masks.language.symbols import Lookup
 
             found = Lookup(self.symbol, *chosen)
             return sympy.Ne(found, 0) if self.kind == "bool" else found

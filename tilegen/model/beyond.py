@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from tilegen.config import COLUMN_KERNELS, TRAINING_KERNELS, Kernel, TileConfig
+from tilegen.kernels.config import COLUMN_KERNELS, TRAINING_KERNELS, Kernel, TileConfig
 from tilegen.masks.constructors import Intervals
 from tilegen.masks.mask import And, Causal, Full, Mask, Side, SlidingWindow
 from tilegen.masks.score import ELEMENTS, ScoreForm
@@ -45,7 +45,7 @@ def _is_listed(mask: Mask, side: Side) -> bool:
     parts = mask.parts if isinstance(mask, And) else (mask,)
     if all(isinstance(part, Full | Causal | SlidingWindow | Intervals) for part in parts):
         return False  # known without SymPy, which a call that finds its kernels does not load
-    from tilegen.masks.tiles import is_solved
+    from tilegen.masks.tiles.tile_ranges import is_solved
 
     return not is_solved(mask, side)
 

@@ -17,10 +17,10 @@ from typing import Any, Literal
 import numpy as np
 import sympy as sp
 
-from tilegen.config import SLICED, Kernel
-from tilegen.device import GpuSpec
+from tilegen.gpus.spec import GpuSpec
+from tilegen.kernels.config import SLICED, Kernel
 from tilegen.masks.mask import Mask, Side
-from tilegen.masks.tiles import is_solved, tile_ranges
+from tilegen.masks.tiles.tile_ranges import is_solved, tile_ranges
 from tilegen.model.symbols import (
     H_kv,
     M,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tilegen.config import Kernel, TileConfig
+from tilegen.kernels.config import Kernel, TileConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,9 +15,9 @@ from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Any
 
-from tilegen.config import SLICED, Kernel, TileConfig, head_dim_chunks
-from tilegen.device import SMEM_RESERVED_PER_PROGRAM, GpuSpec
-from tilegen.model.architecture import nearest
+from tilegen.gpus.nearest import nearest
+from tilegen.gpus.spec import SMEM_RESERVED_PER_PROGRAM, GpuSpec
+from tilegen.kernels.config import SLICED, Kernel, TileConfig, head_dim_chunks
 from tilegen.model.beyond import beyond
 from tilegen.model.known import reported_spill, spilled_bytes
 from tilegen.problem import AttentionProblem

@@ -20,17 +20,17 @@ from typing import Any, Literal
 
 import sympy as sp
 
-from tilegen.config import Kernel, TileConfig
-from tilegen.device import GpuSpec
 from tilegen.errors import Unsupported
+from tilegen.gpus.spec import GpuSpec
+from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.masks.mask import Mask, Side
-from tilegen.masks.tiles import is_solved, tile_ranges
+from tilegen.masks.tiles.tile_ranges import is_solved, tile_ranges
 from tilegen.model.bounds import lower_bound_bytes, mask_size
 from tilegen.model.footprint import footprint, residents
-from tilegen.model.patterns import Gcd
 from tilegen.model.symbols import C, F, H_kv, N_kv, T_h, d_qk, d_v, n_w
 from tilegen.model.traffic import Traffic, Visits, traffic, visits
 from tilegen.problem import AttentionProblem
+from tilegen.theory.patterns import Gcd
 
 Order = Literal["head_major", "interleaved"]
 """Consecutive programs work on the same key-value head, or on different ones."""
@@ -303,7 +303,7 @@ def _part(
     block = together * -(-stays // programs)
     fine = 1
     if not is_solved(mask, side):  # counted from lists, which are put together from smaller tiles
-        from tilegen.masks.listed import FINE
+        from tilegen.masks.tiles.tile_counts import FINE
 
         fine = FINE[0]
         block = fine * max(1, round(block / fine))

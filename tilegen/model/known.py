@@ -12,8 +12,8 @@ import tomllib
 from functools import cache, lru_cache
 from importlib.resources import files
 
-from tilegen.config import Kernel, TileConfig
-from tilegen.model.architecture import nearest
+from tilegen.gpus.nearest import nearest
+from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.problem import AttentionProblem
 
 UNUSABLE = 10**6

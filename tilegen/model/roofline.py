@@ -13,9 +13,9 @@ from functools import cache, lru_cache
 from importlib.resources import files
 from typing import Any
 
-from tilegen.config import Kernel, TileConfig
-from tilegen.device import GpuSpec
-from tilegen.model.architecture import nearest, on_tensor_cores
+from tilegen.gpus.nearest import nearest, on_tensor_cores
+from tilegen.gpus.spec import GpuSpec
+from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.model.footprint import Footprint, chunks, repetition, residents
 from tilegen.model.hierarchy import dram_bytes, streamed_bytes
 from tilegen.model.traffic import Traffic, Visits

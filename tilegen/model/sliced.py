@@ -10,10 +10,11 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-from tilegen.config import COLUMN_KERNELS, Kernel, TileConfig
-from tilegen.device import GpuSpec
+from tilegen.gpus.nearest import on_tensor_cores
+from tilegen.gpus.spec import GpuSpec
+from tilegen.kernels.config import COLUMN_KERNELS, Kernel, TileConfig
+from tilegen.kernels.passes import panels, rows_for
 from tilegen.model import roofline
-from tilegen.model.architecture import on_tensor_cores
 from tilegen.model.bounds import mask_size
 from tilegen.model.footprint import (
     MAX_UNROLLED,
@@ -29,7 +30,6 @@ from tilegen.model.footprint import (
 from tilegen.model.hierarchy import L2_SHARE
 from tilegen.model.known import reported_spill, spilled_bytes
 from tilegen.model.traffic import Traffic, Visits
-from tilegen.passes import panels, rows_for
 from tilegen.problem import AttentionProblem
 
 

@@ -15,10 +15,11 @@ from typing import Any, Literal
 import numpy as np
 import sympy as sp
 
-from tilegen.config import COLUMN_KERNELS, Kernel, TileConfig
-from tilegen.emitted import rows_are_aligned, stride_unit
+from tilegen.emit.kernel_files import rows_are_aligned, stride_unit
+from tilegen.kernels.config import COLUMN_KERNELS, Kernel, TileConfig
+from tilegen.kernels.passes import SCORE_WIDTH, panels_per_group
 from tilegen.masks.mask import Mask, Side
-from tilegen.masks.tiles import TileRanges, counted_over, tile_ranges
+from tilegen.masks.tiles.tile_ranges import TileRanges, counted_over, tile_ranges
 from tilegen.model.symbols import (
     A_w,
     B_c,
@@ -37,7 +38,6 @@ from tilegen.model.symbols import (
     g,
     n_p,
 )
-from tilegen.passes import SCORE_WIDTH, panels_per_group
 from tilegen.problem import AttentionProblem
 
 ACCUMULATOR_BYTES = 4

@@ -5,12 +5,12 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from tilegen.config import Kernel
+from tilegen.kernels.config import Kernel
 from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
 
 if TYPE_CHECKING:
-    from tilegen.device import GpuSpec
+    from tilegen.gpus.spec import GpuSpec
 
 ALLOWED = 0.75
 """Part of the floor that a median may have: some boards run faster than the catalogue says."""
@@ -88,6 +88,6 @@ def _width(problem: AttentionProblem, times: tuple[int, int]) -> int:
 
 
 def _catalogued(name: str) -> GpuSpec | None:
-    from tilegen.device import catalogue
+    from tilegen.gpus.spec import catalogue
 
     return next((spec for spec in catalogue() if spec.name == name), None)

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tilegen.config import Kernel
 from tilegen.errors import InvalidRecord, TilegenError
+from tilegen.kernels.config import Kernel
 from tilegen.measure import one_line
 from tilegen.problem import AttentionProblem
 from tilegen.store.files import text_of
@@ -19,7 +19,7 @@ from tilegen.store.record import TuningRecord
 from tilegen.store.versions import Versions
 
 if TYPE_CHECKING:
-    from tilegen.device import GpuSpec
+    from tilegen.gpus.spec import GpuSpec
 
 
 @dataclass(frozen=True, kw_only=True)

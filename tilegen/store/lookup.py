@@ -10,9 +10,9 @@ from functools import lru_cache
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING
 
-from tilegen.config import Kernel, TileConfig
 from tilegen.disk import say_once
 from tilegen.errors import InvalidRecord, Unsupported
+from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.measure import POLICY, one_line
 from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
@@ -25,7 +25,7 @@ from tilegen.store.record import OtherSchema, TuningRecord, bucket_of, record_pa
 from tilegen.store.versions import Versions, is_credible, second_after
 
 if TYPE_CHECKING:
-    from tilegen.device import GpuSpec
+    from tilegen.gpus.spec import GpuSpec
 
 SMEM_DOUBT = 1.1
 """How far past the limit the predicted shared memory of a record's config may lie, as for the
@@ -193,7 +193,7 @@ class _Asked:
 def like(gpu: GpuSpec) -> list[GpuSpec]:
     """Return the other GPUs of the catalogue with the same architecture, nearest first: in SMs,
     bandwidth and fast memory."""
-    from tilegen.device import catalogue
+    from tilegen.gpus.spec import catalogue
 
     others = [spec for spec in catalogue() if spec.arch == gpu.arch and spec.name != gpu.name]
     return sorted(others, key=lambda spec: (_far(gpu, spec), spec.name))

@@ -12,9 +12,9 @@ from importlib.metadata import entry_points
 from pathlib import Path, PurePath
 from typing import Literal
 
-from tilegen.config import KERNELS
 from tilegen.disk import printable, say_once
 from tilegen.errors import InvalidRecord, TilegenError, Unsupported
+from tilegen.kernels.config import KERNELS
 from tilegen.measure import one_line
 from tilegen.resources import data_dir
 from tilegen.settings import Settings, place, settings

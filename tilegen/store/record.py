@@ -13,8 +13,8 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, cast, get_args
 
 import tilegen
-from tilegen.config import KERNELS, Kernel, TileConfig, check_config
 from tilegen.errors import InvalidRecord, TilegenError
+from tilegen.kernels.config import KERNELS, Kernel, TileConfig, check_config
 from tilegen.measure import MAX_REPEATS, POLICY, Measurement, Status
 from tilegen.problem import AttentionProblem
 from tilegen.store.fields import MAX_TEXT, Fields, parse_json

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from tilegen.config import Kernel
 from tilegen.disk import write_whole
 from tilegen.errors import InvalidRecord, TilegenError, Unsupported
+from tilegen.kernels.config import Kernel
 from tilegen.measure import one_line
 from tilegen.store import places
 from tilegen.store.election import join, no_finding

@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from pathlib import PurePosixPath
 from typing import Any
 
-from tilegen.config import Kernel, TileConfig
 from tilegen.errors import InvalidRecord
+from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.measure import POLICY, Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.store.fields import MAX_TEXT, parse_json

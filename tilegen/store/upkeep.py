@@ -9,10 +9,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
-from tilegen.config import KERNELS
-from tilegen.device import catalogue
 from tilegen.disk import printable
 from tilegen.errors import InvalidRecord, TilegenError, Unsupported
+from tilegen.gpus.spec import catalogue
+from tilegen.kernels.config import KERNELS
 from tilegen.measure import one_line
 from tilegen.store import places
 from tilegen.store.election import join, no_finding

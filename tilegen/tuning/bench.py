@@ -11,9 +11,10 @@ from dataclasses import dataclass, replace
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from tilegen import passes
-from tilegen.acceptable import Usage, objection, spills_much
-from tilegen.config import (
+from tilegen.build.acceptable import Usage, objection, spills_much
+from tilegen.errors import BuildFailed, TilegenError, Unsupported, WrongResult
+from tilegen.kernels import passes
+from tilegen.kernels.config import (
     BACKWARD,
     FORWARD,
     SLICED,
@@ -22,17 +23,16 @@ from tilegen.config import (
     Kernel,
     TileConfig,
 )
-from tilegen.errors import BuildFailed, TilegenError, Unsupported, WrongResult
+from tilegen.kernels.passes import SCORE_WIDTH
 from tilegen.measure import Measurement, failed, measure, one_line, survived
-from tilegen.passes import SCORE_WIDTH
 from tilegen.problem import AttentionProblem
 
 if TYPE_CHECKING:
     import torch
 
-    from tilegen.device import GpuSpec
+    from tilegen.build.workers import Pool
+    from tilegen.gpus.spec import GpuSpec
     from tilegen.masks.mask import Mask
-    from tilegen.workers import Pool
 
 
 Measure = Callable[[TileConfig], Measurement]
@@ -83,7 +83,7 @@ class Bench:
 def real_bench(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, pool: Pool) -> Bench:
     """Return the bench of the GPU at hand, which compiles in `pool`: never in the process that
     measures. Raises Unsupported if that GPU is not `gpu`."""
-    from tilegen.device import detect
+    from tilegen.gpus.spec import detect
 
     here = detect()
     if here is None or (here.name, here.arch) != (gpu.name, gpu.arch):
@@ -166,8 +166,8 @@ def compile_ahead(
     pool: Pool,
 ) -> Iterable[tuple[TileConfig, Usage | BuildFailed]]:
     """Yield each config as its compilation for `gpu` finishes; a failure is a value."""
-    from tilegen.build import compile_many
-    from tilegen.render import render
+    from tilegen.build.compiler import compile_many
+    from tilegen.emit.render import render
 
     wanted = [render(problem, config, kernel) for config in configs]
     for rendered, built in compile_many(wanted, gpu.arch, pool=pool):
@@ -211,7 +211,7 @@ class Timed:
         """Make the inputs. Raises RuntimeError where memory does not suffice."""
         import torch
 
-        from tilegen.masks.binding import realized, score_tensors
+        from tilegen.masks.tensors import realized, score_tensors
         from tilegen.masks.typical import typical_score
 
         launches = make_launches(problem, kernel, device, gpu)
@@ -233,9 +233,9 @@ class Timed:
 
     def runs(self, config: TileConfig) -> Callable[[], None]:
         """Return what runs the kernel with a config once. Raises TilegenError."""
-        from tilegen.emitted import load
-        from tilegen.masks.binding import BoundKernel
-        from tilegen.render import render
+        from tilegen.emit.kernel_files import load
+        from tilegen.emit.render import render
+        from tilegen.runtime.binding import BoundKernel
 
         module = load(render(self.problem, config, self.kernel))
         bound = BoundKernel(module.launch, self.problem.mask, self.kernel, config)
@@ -257,7 +257,7 @@ def make_launches(
     """
     import torch
 
-    from tilegen.reference import TORCH_DTYPES
+    from tilegen.check.reference import TORCH_DTYPES
 
     generator = torch.Generator(device).manual_seed(0)
     dtype = TORCH_DTYPES[problem.dtype]
@@ -322,7 +322,7 @@ def check_config(
     A kernel runs together with its partners, which take the smallest tiles. Raises WrongResult
     where they fail by themselves, which says nothing about the config; DeviceLost.
     """
-    from tilegen.verify import reduced
+    from tilegen.check.verification import reduced
 
     small = reduced(problem)
     others: dict[Kernel, TileConfig] = {name: safe(name) for name in partners(kernel)}
@@ -352,7 +352,7 @@ def _trouble(
     problem: AttentionProblem, configs: dict[Kernel, TileConfig], kernel: Kernel
 ) -> Measurement | None:
     """Return what is wrong with the tensors that `kernel` makes, None if nothing is."""
-    from tilegen.verify import verify
+    from tilegen.check.verification import verify
 
     try:
         checks = verify(problem, configs)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tilegen.config import Kernel, TileConfig
+from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.tuning.trials import Trial
 
 if TYPE_CHECKING:

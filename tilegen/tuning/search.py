@@ -11,8 +11,8 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.trial import Trial, TrialState, create_trial
 
-from tilegen.config import TileConfig
 from tilegen.errors import Unsupported
+from tilegen.kernels.config import TileConfig
 
 MAX_MISSES = 30
 """Proposals in a row that are illegal or tried before the next config is taken by rank instead."""

@@ -11,9 +11,9 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tilegen.config import Kernel, TileConfig
 from tilegen.disk import cannot_write
 from tilegen.errors import InvalidRecord, Unsupported
+from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.measure import one_line
 from tilegen.problem import AttentionProblem
 from tilegen.settings import settings

@@ -1,0 +1,60 @@
+"""What is kept in a process: bounded, the least recently used goes first, made once by whichever of
+many threads asks first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from threading import Lock, RLock
+from typing import Any, Generic, TypeVar
+
+from cachetools import LRUCache
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class BoundedCache(Generic[K, V]):
+    """Values by key. May be used from many threads; none waits for a value of another key."""
+
+    def __init__(self, size: int, on_drop: Callable[[V], Any] | None = None) -> None:
+        """`on_drop` gets the values that make room for others."""
+        self._values: LRUCache[K, V] = LRUCache(size)
+        self._making: dict[K, RLock] = {}
+        self._lock = Lock()
+        self._on_drop = on_drop
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def get(self, key: K, make: Callable[[], V]) -> V:
+        """Return the value of a key, which `make` makes where there is none. What it raises is
+        passed on, and nothing kept."""
+        with self._lock:
+            try:
+                return self._values[key]
+            except KeyError:
+                making = self._making.setdefault(key, RLock())
+        with making:
+            with self._lock:
+                if key in self._values:  # another thread has made it meanwhile
+                    return self._values[key]
+            try:
+                value = make()
+                with self._lock:
+                    self._put(key, value)
+            finally:
+                with self._lock:
+                    self._making.pop(key, None)
+        return value
+
+    def clear(self) -> None:
+        """Forget all values."""
+        with self._lock:
+            self._values.clear()
+
+    def _put(self, key: K, value: V) -> None:
+        while len(self._values) >= self._values.maxsize:
+            _, dropped = self._values.popitem()
+            if self._on_drop is not None:
+                self._on_drop(dropped)
+        self._values[key] = value

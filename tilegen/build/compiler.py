@@ -1,0 +1,270 @@
+"""From emitted text to a binary for a named architecture, on a machine with or without a GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tilegen.build.acceptable import TRIED, acceptable
+from tilegen.build.workers import Pool
+from tilegen.check import interpreter
+from tilegen.emit.kernel_files import RenderedKernel, load
+from tilegen.errors import BuildFailed, Unsupported
+from tilegen.kernels.config import threads_of
+
+if TYPE_CHECKING:
+    from tilegen.gpus.spec import GpuSpec
+    from tilegen.kernels.config import Kernel, TileConfig
+    from tilegen.problem import AttentionProblem
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledKernel:
+    """A binary for one architecture, and what the compiler says it uses."""
+
+    rendered: RenderedKernel
+    arch: str
+    binary: bytes
+    """cubin, or hsaco for AMD."""
+    shared_bytes: int
+    """Shared memory of one program."""
+    registers: int
+    """Of one thread."""
+    spill_bytes: int
+    """Local memory of one thread; 0 means that nothing spilled."""
+    serialized: bool = False
+    """Whether it waits for each matrix product before it issues the next, which a compiler does
+    when it lacks registers: products no longer overlap with anything."""
+    scratch_pointers: int
+    """Pointers that the binary takes after the arguments of its signature; all may be null."""
+    seconds: float
+
+    @property
+    def extension(self) -> str:
+        """File name extension of the binary."""
+        return "hsaco" if self.arch.startswith("gfx") else "cubin"
+
+    @property
+    def threads(self) -> int:
+        """Of one program."""
+        return threads_of(self.arch, self.rendered.config)
+
+
+def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) -> CompiledKernel:
+    """Return the binary for `arch` (`sm_90`, `gfx942`); needs no GPU. Raises BuildFailed or
+    Unsupported.
+
+    Without `line_info` the binary does not name the emitted file, so it is the same everywhere.
+    """
+    if interpreter.is_active():
+        raise Unsupported("expected a process without TRITON_INTERPRET=1 to compile in; unset it")
+    import triton
+    from triton import knobs
+    from triton.compiler import ASTSource
+
+    target = _target(arch)
+    function = getattr(load(rendered), rendered.function)
+    # As the launcher specialises pointers, so that what is compiled here is found in Triton's
+    # cache.
+    divisible = [["tt.divisibility", 16]] if rendered.aligned else []
+    # They come first; what a mask reads comes last and is not specialised.
+    pointers = [
+        i for i, _ in enumerate(takewhile(lambda one: one[1].startswith("*"), rendered.signature))
+    ]
+    source = ASTSource(
+        fn=function,
+        signature=dict(rendered.signature),
+        constexprs={},
+        attrs={(i,): divisible for i in pointers},
+    )
+    # As `launch` passes them; fusion is spelt out since Triton 3.10 changes its default.
+    options = {
+        "num_warps": rendered.config.num_warps,
+        "num_stages": rendered.config.num_stages,
+        "enable_fp_fusion": True,
+    }
+    started = time.perf_counter()
+    try:
+        with knobs.compilation.scope():
+            if not line_info:
+                knobs.compilation.disable_line_info = True
+            compiled = triton.compile(source, target=target, options=options)
+    except Exception as error:  # Triton raises many types, down to RuntimeError from its passes
+        raise BuildFailed(f"{rendered.function} for {arch}: {_one_line(error)}") from error
+    seconds = time.perf_counter() - started
+    used = _resources(compiled, arch)
+    return CompiledKernel(
+        rendered=rendered,
+        arch=arch,
+        binary=used.binary,
+        shared_bytes=int(compiled.metadata.shared),
+        registers=used.registers,
+        spill_bytes=used.spill_bytes,
+        serialized=used.serialized,
+        scratch_pointers=_num_parameters(compiled, arch) - len(rendered.signature),
+        seconds=seconds,
+    )
+
+
+def compile_many(
+    rendered: Sequence[RenderedKernel],
+    arch: str,
+    *,
+    workers: int | None = None,
+    pool: Pool | None = None,
+) -> Iterator[tuple[RenderedKernel, CompiledKernel | BuildFailed]]:
+    """Compile on all cores and yield each kernel as it finishes, a failure as a value.
+
+    `pool` lends workers that go on living; without it, `workers` are started and ended here.
+    """
+    if not rendered:
+        return
+    if pool is None:
+        size = min(workers or len(os.sched_getaffinity(0)), len(rendered))
+        if size == 1 and not interpreter.is_active():
+            for one in rendered:
+                yield one, _compile_or_fail(one, arch)
+            return
+        with Pool(size) as own:
+            yield from compile_many(rendered, arch, pool=own)
+        return
+    with ThreadPoolExecutor(pool.size) as threads:
+        futures = {threads.submit(pool.compile, one, arch): one for one in rendered}
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        finally:  # the consumer may stop early
+            threads.shutdown(wait=False, cancel_futures=True)
+
+
+def first_that_fits(built: Sequence[CompiledKernel | BuildFailed], gpu: GpuSpec) -> CompiledKernel:
+    """Return the first kernel that is acceptable on this GPU.
+
+    Where all spill much, the one that spills least. Raises BuildFailed where none compiled and
+    fits.
+    """
+    fitting = [
+        (0 if acceptable(result, gpu) else result.spill_bytes, i, result)
+        for i, result in enumerate(built)
+        if isinstance(result, CompiledKernel) and result.shared_bytes <= gpu.smem_per_block
+    ]
+    if not fitting:
+        raise BuildFailed(
+            f"expected one of {len(built)} configs to compile for {gpu.name} within "
+            f"{gpu.smem_per_block} bytes of shared memory, none did; the first: {built[0]}"
+        )
+    return min(fitting)[2]
+
+
+def first_acceptable(
+    problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, *, aligned: bool = True
+) -> TileConfig:
+    """Return the first of the model's proposals that compiles to what may be used on a GPU.
+
+    They are compiled one after another, in this process; Triton's cache keeps what was. Raises
+    BuildFailed where none compiles and fits, Unsupported where none is proposed.
+    """
+    from tilegen.choose.ranking import propose  # loads SymPy
+    from tilegen.emit.render import render
+
+    tried: list[CompiledKernel | BuildFailed] = []
+    for candidate in propose(problem, gpu, kernel=kernel, top=TRIED):
+        rendered = render(problem, candidate.config, kernel, aligned=aligned)
+        tried.append(_compile_or_fail(rendered, gpu.arch))
+        if acceptable(tried[-1], gpu):
+            break
+    return first_that_fits(tried, gpu).rendered.config
+
+
+def _compile_or_fail(rendered: RenderedKernel, arch: str) -> CompiledKernel | BuildFailed:
+    try:
+        return compile_for(rendered, arch)
+    except BuildFailed as error:
+        return BuildFailed(str(error))  # without its cause, which may not pickle
+
+
+def _target(arch: str) -> Any:
+    from triton.backends.compiler import GPUTarget
+
+    if match := re.fullmatch(r"sm_(\d{2,3})", arch):
+        return GPUTarget("cuda", int(match[1]), 32)
+    if re.fullmatch(r"gfx9[0-9a-f]{2}", arch):
+        return GPUTarget("hip", arch, 64)
+    raise Unsupported(f"arch must look like sm_90 or gfx942, got {arch!r}")
+
+
+@dataclass(frozen=True)
+class _Used:
+    binary: bytes
+    registers: int
+    spill_bytes: int
+    serialized: bool = False
+
+
+def _resources(compiled: Any, arch: str) -> _Used:
+    """Return the binary of a compiled kernel, and what it says of itself."""
+    if arch.startswith("gfx"):
+        text = compiled.asm["amdgcn"]
+        registers = int(re.findall(r"\.vgpr_count:\s+(\d+)", text)[-1])
+        spilled = 4 * int(re.findall(r"\.vgpr_spill_count:\s+(\d+)", text)[-1])
+        return _Used(bytes(compiled.asm["hsaco"]), registers, spilled)
+    binary = bytes(compiled.asm["cubin"])
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        usage = _cuobjdump("-res-usage", file.name)
+        match = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+        if not match:
+            raise BuildFailed(
+                f"expected REG and STACK from cuobjdump -res-usage, got {usage[:200]!r}"
+            )
+        registers, spilled = int(match[1]), int(match[2])
+        # Only those that lack registers are, so that others need not be disassembled.
+        serialized = bool(spilled) and is_serialized(_cuobjdump("-sass", file.name))
+    return _Used(binary, registers, spilled, serialized)
+
+
+def is_serialized(sass: str) -> bool:
+    """Whether machine code for sm_90 waits as often for matrix products as it has them."""
+    products = len(re.findall(r"\bHGMMA\.", sass))
+    return 0 < products <= len(re.findall(r"\bWARPGROUP\.DEPBAR\b", sass))
+
+
+def _cuobjdump(what: str, file: str) -> str:
+    return subprocess.run(
+        [nvidia_tool("cuobjdump"), what, file], capture_output=True, text=True, check=True
+    ).stdout
+
+
+def _num_parameters(compiled: Any, arch: str) -> int:
+    """Return how many parameters the binary takes, its scratch pointers included."""
+    metadata = compiled.metadata
+    for name in ("global_scratch_size", "profile_scratch_size"):
+        if getattr(metadata, name, 0):
+            raise BuildFailed(f"expected a kernel without scratch memory, {name} is not 0")
+    if arch.startswith("gfx"):
+        return len(re.findall(r"\.value_kind:\s+(?!hidden)", compiled.asm["amdgcn"]))
+    entry = re.search(r"\.entry\s+\w+\((.*?)\)", compiled.asm["ptx"], re.DOTALL)
+    assert entry
+    return entry[1].count(".param")
+
+
+def nvidia_tool(name: str) -> str:
+    """Return the path of a program that Triton's wheel brings, such as cuobjdump."""
+    import triton.backends.nvidia as backend
+
+    return str(Path(next(iter(backend.__path__))) / "bin" / name)
+
+
+def _one_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip(" ^")]
+    return f"{type(error).__name__}: {lines[-1][:400] if lines else 'no message'}"

@@ -1,0 +1,128 @@
+"""Other Python processes: one that compiles kernels on request, one that answers a question.
+
+Not `multiprocessing`: its children import the caller's main script again, which a training script
+without a main guard does not survive, and one crash of the compiler breaks the whole pool.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import subprocess
+import sys
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from tilegen.errors import BuildFailed, TilegenError
+
+if TYPE_CHECKING:
+    from tilegen.build.compiler import CompiledKernel
+    from tilegen.emit.kernel_files import RenderedKernel
+
+
+def python(code: str) -> list[str]:
+    """Return the command that runs `code` in a new interpreter like this one."""
+    return [sys.executable, "-c", code]
+
+
+def environment(**changes: str) -> dict[str, str]:
+    """Return the environment for a child that finds the same modules as this process."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **changes}
+
+
+class Worker:
+    """A process that compiles one kernel after another; started when first needed, again after a
+    crash."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def compile(
+        self, rendered: RenderedKernel, arch: str, *, line_info: bool = True
+    ) -> CompiledKernel | BuildFailed:
+        """Return what `compile_for` returns or raises; BuildFailed, too, if the compiler
+        crashes."""
+        process = self._process or self._start()
+        assert process.stdin
+        assert process.stdout
+        try:
+            pickle.dump((rendered, arch, line_info), process.stdin)
+            process.stdin.flush()
+            answer = pickle.load(process.stdout)
+        except (EOFError, BrokenPipeError):
+            code = process.wait()
+            self._process = None
+            return BuildFailed(f"{rendered.function} for {arch}: the compiler died (exit {code})")
+        if isinstance(answer, Exception) and not isinstance(answer, BuildFailed):
+            raise answer
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._process = subprocess.Popen(
+            python("from tilegen.build.workers import serve; serve()"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment(TRITON_INTERPRET="0"),  # the interpreter cannot compile
+        )
+        return self._process
+
+
+class Pool:
+    """Workers that outlive one list of kernels; close it, or use it in a `with`."""
+
+    def __init__(self, size: int | None = None) -> None:
+        """`size` defaults to the cores this process may use."""
+        self.size = size or len(os.sched_getaffinity(0))
+        self._idle: SimpleQueue[Worker] = SimpleQueue()
+        for _ in range(self.size):
+            self._idle.put(Worker())
+
+    def compile(
+        self, rendered: RenderedKernel, arch: str, *, line_info: bool = True
+    ) -> CompiledKernel | BuildFailed:
+        """Compile in the next idle worker; callable from several threads."""
+        worker = self._idle.get()
+        try:
+            return worker.compile(rendered, arch, line_info=line_info)
+        finally:
+            self._idle.put(worker)
+
+    def close(self) -> None:
+        """End all workers, once what they compile now is done."""
+        for _ in range(self.size):
+            self._idle.get().close()
+
+    def __enter__(self) -> Pool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def serve() -> None:
+    """Compile what arrives on standard input until it ends."""
+    from tilegen.build.compiler import compile_for
+
+    requests = sys.stdin.buffer
+    with os.fdopen(os.dup(1), "wb") as answers:
+        os.dup2(2, 1)  # what a compiler prints must not end up between the answers
+        with contextlib.suppress(EOFError, KeyboardInterrupt):
+            while True:
+                rendered, arch, line_info = pickle.load(requests)
+                answer: Any
+                try:
+                    answer = compile_for(rendered, arch, line_info=line_info)
+                except TilegenError as error:
+                    answer = type(error)(str(error))  # without its cause, which may not pickle
+                except Exception as error:
+                    answer = RuntimeError(f"{type(error).__name__}: {error}")
+                pickle.dump(answer, answers)
+                answers.flush()

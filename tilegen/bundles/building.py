@@ -1,0 +1,238 @@
+"""Ahead of time: emitted kernels and binaries for a list of problems, with one manifest. No GPU
+needed."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import subprocess
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tilegen.build.acceptable import TRIED, acceptable
+from tilegen.build.compiler import CompiledKernel, first_that_fits, nvidia_tool
+from tilegen.build.workers import Pool
+from tilegen.bundles.expected import grid_of
+from tilegen.bundles.folder import Folder
+from tilegen.bundles.manifest import Binary, Manifest, Origin, Pass, Served
+from tilegen.choose.families import FAMILIES, Direction, kernels_of
+from tilegen.choose.ranking import propose
+from tilegen.emit.kernel_files import (
+    RenderedKernel,
+    representative,
+    rows_are_aligned,
+    stride_unit,
+    template_digest,
+)
+from tilegen.emit.render import render
+from tilegen.errors import BuildFailed
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.problem import AttentionProblem
+from tilegen.store import look_up
+
+if TYPE_CHECKING:
+    from tilegen.gpus.spec import GpuSpec
+
+BOTH: tuple[Direction, ...] = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class Made:
+    """One kernel of one problem is there."""
+
+    problem: AttentionProblem
+    binary: Binary
+    problems_done: int
+    """Counted for each architecture."""
+
+
+@dataclass(frozen=True)
+class _Choice:
+    """A kernel of a problem, and the binary that it will have."""
+
+    direction: Direction
+    kernel: Kernel
+    origin: Origin
+    binary: Future[Binary]
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """All kernels of a problem on a GPU."""
+
+    problem: AttentionProblem
+    gpu: GpuSpec
+    choices: list[_Choice]
+
+
+def generate(
+    problems: Sequence[AttentionProblem],
+    gpus: Sequence[GpuSpec],
+    out: Path,
+    *,
+    directions: Sequence[Direction] = BOTH,
+    on_kernel: Callable[[Made], None] = lambda made: None,
+) -> Path:
+    """Write kernels, binaries and manifest under `out` and return the manifest's path.
+
+    The config of each kernel is that of its record, else the model's best that compiles without
+    spilling. All cores compile. The same inputs and versions give the same bytes, and a run that
+    was stopped goes on where it was. Raises BuildFailed once all else is built.
+    """
+    folder = Folder(out, _versions())
+    chosen: list[_Chosen] = []
+    failures: list[str] = []
+    with (
+        Pool() as pool,
+        ThreadPoolExecutor(pool.size) as compiling,
+        ThreadPoolExecutor(1) as choosing,  # one: it is SymPy's
+    ):
+        builder = _Builder(folder, pool, compiling)
+        asked = [(problem, gpu) for gpu in gpus for problem in dict.fromkeys(problems)]
+        begun = [choosing.submit(builder.begin, *one, directions) for one in asked]
+        try:
+            for done, future in enumerate(begun, 1):
+                chosen.append(one := future.result())
+                for choice in one.choices:
+                    try:
+                        binary = choice.binary.result()
+                    except BuildFailed as error:
+                        failures.append(f"{choice.kernel} of '{one.problem}': {error}")
+                        continue
+                    on_kernel(Made(one.problem, binary, done - (choice is not one.choices[-1])))
+        finally:  # on an error, or Ctrl-C: what is being compiled is finished, nothing else begun
+            for threads in (choosing, compiling):
+                threads.shutdown(wait=False, cancel_futures=True)
+    if failures:
+        raise BuildFailed(
+            f"{len(failures)} of {sum(len(one.choices) for one in chosen)} kernels could not be "
+            f"built: {failures[0]}; what was built is kept in {out}, without a manifest"
+        )
+    return folder.finish(_manifest(chosen, folder.versions))
+
+
+class _Builder:
+    """Chooses and compiles kernels, each binary once."""
+
+    def __init__(self, folder: Folder, pool: Pool, threads: ThreadPoolExecutor) -> None:
+        self._folder, self._pool, self._threads = folder, pool, threads
+        self._started: dict[tuple[str, GpuSpec], Future[Binary]] = {}
+
+    def begin(
+        self, problem: AttentionProblem, gpu: GpuSpec, directions: Sequence[Direction]
+    ) -> _Chosen:
+        """Start to build the kernels of a problem."""
+        choices: list[_Choice] = []
+        for direction in directions:
+            for kernel in kernels_of(problem, gpu, direction):
+                configs, origin = _configs(problem, gpu, kernel)
+                first = render(problem, configs[0], kernel)
+                key = first.digest, gpu
+                if key not in self._started:
+                    self._started[key] = self._threads.submit(self._build, first, configs[1:], gpu)
+                choices.append(_Choice(direction, kernel, origin, self._started[key]))
+        return _Chosen(problem, gpu, choices)
+
+    def _build(self, first: RenderedKernel, others: list[TileConfig], gpu: GpuSpec) -> Binary:
+        """Return the first that is acceptable, else the one that spills least."""
+        tried: list[CompiledKernel | BuildFailed] = []
+        for config in (first.config, *others):
+            rendered = first
+            if config != first.config:
+                rendered = render(first.problem, config, first.kernel)
+            known = self._folder.known(rendered, gpu.arch)
+            if known and acceptable(known, gpu):
+                return known
+            tried.append(built := self._pool.compile(rendered, gpu.arch, line_info=False))
+            if acceptable(built, gpu):
+                break
+        compiled = first_that_fits(tried, gpu)
+        source = compiled.rendered.source.encode()
+        return self._folder.add(binary_of(compiled), compiled.binary, source)
+
+
+def _configs(
+    problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel
+) -> tuple[list[TileConfig], Origin]:
+    """Return the configs to try, best first, and where they come from."""
+    if found := look_up(problem, gpu, kernel, template_digest=template_digest(kernel)):
+        return [found.record.config], "record"
+    return [c.config for c in propose(problem, gpu, kernel=kernel, top=TRIED)], "model"
+
+
+def binary_of(compiled: CompiledKernel) -> Binary:
+    """Return what the manifest says of a kernel."""
+    rendered = compiled.rendered
+    problem = rendered.problem
+    stem = f"{rendered.function}_{problem.dtype}_g{problem.group_size}"
+    sha256 = hashlib.sha256(compiled.binary).hexdigest()
+    scratch = ((f"scratch_{i}", "*u8") for i in range(compiled.scratch_pointers))
+    return Binary(
+        # Two kernels may have the same code; each has a binary of its own, with its own digest.
+        file=f"{compiled.arch}/{stem}_{rendered.digest[:8]}_{sha256[:8]}.{compiled.extension}",
+        sha256=sha256,
+        source=f"kernels/{stem}_{rendered.digest[:8]}.py",
+        source_sha256=hashlib.sha256(rendered.source.encode()).hexdigest(),
+        kernel=rendered.kernel,
+        arch=compiled.arch,
+        function=rendered.function,
+        config=rendered.config,
+        arguments=(*rendered.signature, *scratch),
+        stride_unit=stride_unit(problem, rendered.aligned),
+        grid=grid_of(rendered.kernel, rendered.config, problem.group_size),
+        threads=compiled.threads,
+        shared_bytes=compiled.shared_bytes,
+        registers=compiled.registers,
+        spill_bytes=compiled.spill_bytes,
+        digest=rendered.digest,
+        template_digest=template_digest(rendered.kernel),
+    )
+
+
+def _manifest(chosen: Sequence[_Chosen], versions: dict[str, str]) -> Manifest:
+    served: list[Served] = []
+    binaries: dict[str, Binary] = {}
+    for one in chosen:
+        passes: dict[Direction, Pass] = {}
+        for direction in FAMILIES:
+            its = [choice for choice in one.choices if choice.direction == direction]
+            if its:
+                passes[direction] = Pass(
+                    binaries={choice.kernel: choice.binary.result().file for choice in its},
+                    config_from={choice.kernel: choice.origin for choice in its},
+                )
+        binaries |= {made.file: made for made in (choice.binary.result() for choice in one.choices)}
+        served.append(
+            Served(
+                problem=one.problem.key,
+                serves=representative(one.problem).key,
+                gpu=one.gpu.name,
+                arch=one.gpu.arch,
+                aligned=rows_are_aligned(one.problem),
+                passes=passes,
+            )
+        )
+    return Manifest(versions=versions, problems=tuple(served), binaries=tuple(binaries.values()))
+
+
+def _versions() -> dict[str, str]:
+    import triton
+
+    import tilegen
+
+    def release(tool: str) -> str:
+        said = subprocess.run(
+            [nvidia_tool(tool), "--version"], capture_output=True, text=True, check=True
+        ).stdout
+        found = re.search(r"\bV(\d+\.\d+\.\d+)", said)
+        return found[1] if found else ""
+
+    return {
+        "tilegen": tilegen.__version__,
+        "triton": triton.__version__,
+        "ptxas": release("ptxas"),  # up to sm_90
+        "ptxas_blackwell": release("ptxas-blackwell"),  # from sm_100 on
+    }

@@ -1,0 +1,103 @@
+"""What PyTorch itself offers for a problem: SDPA, with a back end pinned or not, and FlexAttention.
+
+`sdpa` and `flex` return the function to time, or raise Unsupported with why not. It takes and
+returns (batch, heads, seqlen, head_dim), and autograd goes through.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from tilegen.errors import Unsupported
+from tilegen.masks.mask import Causal, Full
+from tilegen.masks.tiles.tile_ranges import counted_over
+from tilegen.problem import AttentionProblem
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Attention = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
+
+MAX_DENSE_MASK = 2**28
+"""Elements of a mask tensor that a comparison is willing to make for a library that needs one."""
+MAX_SCORES_BYTES = 16 * 2**30
+"""Of the score matrix that the math back end writes to memory."""
+
+
+def sdpa(problem: AttentionProblem, device: str, *, backend: str | None = None) -> Attention:
+    """Return SDPA for a problem; `backend` names the torch.nn.attention.SDPBackend to pin."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.nn.functional import scaled_dot_product_attention
+
+    _refuse_score(problem, "SDPA")
+    if backend == "MATH":
+        _refuse_large_scores(problem)
+    pinned = None if backend is None else getattr(SDPBackend, backend)
+    mask = _sdpa_mask(problem, device, has_causal_bias=backend not in ("CUDNN_ATTENTION", "MATH"))
+    enable_gqa = problem.group_size > 1
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with contextlib.nullcontext() if pinned is None else sdpa_kernel(pinned):
+            return scaled_dot_product_attention(q, k, v, enable_gqa=enable_gqa, **mask)
+
+    return attention
+
+
+def _sdpa_mask(problem: AttentionProblem, device: str, *, has_causal_bias: bool) -> dict[str, Any]:
+    """Return SDPA's arguments for the mask: its own causal forms, else a dense tensor."""
+    from tilegen.check.reference import dense_mask
+
+    mask = problem.mask
+    if isinstance(mask, Full):
+        return {}
+    if isinstance(mask, Causal):
+        if mask.alignment == "top_left" or problem.seqlen_q == problem.seqlen_kv:
+            return {"is_causal": True}
+        if has_causal_bias:
+            from torch.nn.attention.bias import causal_lower_right
+
+            return {"attn_mask": causal_lower_right(problem.seqlen_q, problem.seqlen_kv)}
+    elements = problem.seqlen_q * problem.seqlen_kv
+    if elements > MAX_DENSE_MASK:
+        raise Unsupported(f"needs a dense mask of {elements / 2**30:.2g} GiB; not tried")
+    over = {"batch": problem.batch, "heads": problem.num_heads_q}
+    return {"attn_mask": dense_mask(mask, problem.seqlen_q, problem.seqlen_kv, device, **over)}
+
+
+def _refuse_score(problem: AttentionProblem, name: str) -> None:
+    if problem.score:
+        raise Unsupported(f"{name} is compared on masks only; not with {problem.score.notation}")
+
+
+def _refuse_large_scores(problem: AttentionProblem) -> None:
+    scores = problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_kv
+    size = scores * problem.element_bytes
+    if size > MAX_SCORES_BYTES:
+        raise Unsupported(f"writes {size / 2**30:.0f} GiB of scores to memory; not tried")
+
+
+def flex(problem: AttentionProblem, device: str, *, mode: str = "default") -> Attention:
+    """Return compiled FlexAttention for a problem, its mask given as FlexAttention wants it."""
+    import torch
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    _refuse_score(problem, "FlexAttention")
+    mask, seqlen_q, seqlen_kv = problem.mask, problem.seqlen_q, problem.seqlen_kv
+    batch, heads = counted_over(mask, problem.batch, problem.num_heads_q)
+
+    def keep(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        return mask.keep(q, k, seqlen_q, seqlen_kv, b, h)
+
+    block_mask = (
+        None
+        if isinstance(mask, Full)
+        else create_block_mask(keep, batch, heads, seqlen_q, seqlen_kv, device=device)
+    )
+    return partial(
+        torch.compile(flex_attention, mode=mode, dynamic=False),
+        block_mask=block_mask,
+        enable_gqa=problem.group_size > 1,
+    )

@@ -1,0 +1,175 @@
+"""Attention in plain PyTorch: the meaning of every kernel. Tests, `verify` and benchmarks compare
+with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tilegen.masks.mask import Full, Mask, full
+from tilegen.masks.score import Score
+from tilegen.problem import AttentionProblem
+
+TORCH_DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """q (b, hq, nq, d_qk), k (b, hkv, nkv, d_qk), v (b, hkv, nkv, d_v), dout (b, hq, nq, d_v)."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    dout: torch.Tensor
+
+    def to(self, dtype: torch.dtype) -> Inputs:
+        """Return the same values in another dtype."""
+        return Inputs(*(t.detach().to(dtype) for t in (self.q, self.k, self.v, self.dout)))
+
+
+def make_inputs(
+    problem: AttentionProblem,
+    *,
+    device: str | torch.device = "cpu",
+    seed: int = 0,
+    heads_inside: bool = False,
+    sigma: float = 1.0,
+) -> Inputs:
+    """Return random normal inputs; `heads_inside` lays them out (batch, seqlen, heads, dim) behind
+    a transpose.
+
+    `sigma` widens q, and with it the logits.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    dtype = TORCH_DTYPES[problem.dtype]
+
+    def tensor(heads: int, seqlen: int, dim: int, scale: float = 1.0) -> torch.Tensor:
+        shape = (
+            (problem.batch, seqlen, heads, dim)
+            if heads_inside
+            else (problem.batch, heads, seqlen, dim)
+        )
+        values = (torch.randn(shape, generator=generator) * scale).to(device=device, dtype=dtype)
+        return values.transpose(1, 2) if heads_inside else values
+
+    return Inputs(
+        q=tensor(problem.num_heads_q, problem.seqlen_q, problem.head_dim_qk, sigma),
+        k=tensor(problem.num_heads_kv, problem.seqlen_kv, problem.head_dim_qk),
+        v=tensor(problem.num_heads_kv, problem.seqlen_kv, problem.head_dim_v),
+        dout=tensor(problem.num_heads_q, problem.seqlen_q, problem.head_dim_v),
+    )
+
+
+def dense_mask(
+    mask: Mask,
+    seqlen_q: int,
+    seqlen_kv: int,
+    device: str | torch.device = "cpu",
+    *,
+    batch: int = 1,
+    heads: int = 1,
+) -> torch.Tensor:
+    """Return the mask as a bool tensor: True where a pair is kept.
+
+    Its shape is (seqlen_q, seqlen_kv) where that says all, else (1 or batch, 1 or heads, seqlen_q,
+    seqlen_kv).
+    """
+    b = torch.arange(batch, device=device)[:, None, None, None]
+    h = torch.arange(heads, device=device)[:, None, None]
+    q = torch.arange(seqlen_q, device=device)[:, None]
+    k = torch.arange(seqlen_kv, device=device)[None, :]
+    keep = torch.as_tensor(mask.keep(q, k, seqlen_q, seqlen_kv, b, h), device=device)
+    return keep.expand(*keep.shape[:-2], seqlen_q, seqlen_kv)
+
+
+def attention_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: Mask | None = None,
+    score: Score | None = None,
+    scale: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) in the dtype of the inputs, differentiable; N² memory.
+
+    A row with nothing kept gives out 0, lse -inf and zero gradients. The default scale is
+    head_dim_qk ** -0.5.
+    """
+    factor: float = q.shape[-1] ** -0.5 if scale is None else scale
+    softmax = softmax_of(q, k, mask, score, factor)
+    return softmax.weights @ for_each_query_head(v, q), softmax.lse
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """What attention computes before it looks at v."""
+
+    scores: torch.Tensor
+    """q k^T, scaled: (batch, heads, seqlen_q, seqlen_kv), as the next two."""
+    changed: torch.Tensor
+    """What a score makes of them; -inf where the mask drops a pair."""
+    weights: torch.Tensor
+    lse: torch.Tensor
+    """(batch, heads, seqlen_q)."""
+
+
+def softmax_of(
+    q: torch.Tensor, k: torch.Tensor, mask: Mask | None, score: Score | None, scale: float
+) -> Softmax:
+    """Return the weights of all pairs and what they came from, differentiable."""
+    k = for_each_query_head(k, q)
+    keep = _dense(full() if mask is None else mask, q, k)
+    changed = scores = q @ k.mT * scale
+    if score is not None and score.form.changes:
+        changed = _changed(score, scores)
+    changed = changed.masked_fill(~keep, float("-inf"))
+    lse = changed.logsumexp(-1)
+    if score is not None and score.sink_logits is not None:
+        lse = torch.logaddexp(lse, score.sink_logits.to(lse)[:, None])
+    weights = (changed - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp()
+    return Softmax(scores, changed, weights, lse)
+
+
+def for_each_query_head(rows: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Return keys or values (batch, heads_kv, seqlen_kv, dim) repeated for the heads of q."""
+    return rows.repeat_interleave(q.shape[1] // rows.shape[1], 1)
+
+
+def _changed(score: Score, scores: torch.Tensor) -> torch.Tensor:
+    from tilegen.masks.language.evaluation import evaluate
+
+    batch, heads, seqlen_q, seqlen_kv = scores.shape
+    b, h, q, k = (
+        torch.arange(size, device=scores.device).view(-1, *[1] * (3 - axis))
+        for axis, size in enumerate(scores.shape)
+    )
+    captured = [one.to(scores.device) for one in score.captured]
+    return evaluate(
+        score.expression(),
+        captured,
+        **{"b": b, "h": h, "q": q, "k": k, "s": scores},
+        seqlen_q=seqlen_q,
+        seqlen_kv=seqlen_kv,
+    ).expand(batch, heads, seqlen_q, seqlen_kv)
+
+
+def torch_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: Mask | None = None,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Return PyTorch's own out in the inputs' dtype; rows with nothing kept are 0."""
+    keep = None if mask is None or isinstance(mask, Full) else _dense(mask, q, k)
+    out = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=keep, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+    return out if keep is None else out.masked_fill(~keep.any(-1)[..., None], 0.0)
+
+
+def _dense(mask: Mask, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return dense_mask(mask, q.shape[2], k.shape[2], q.device, batch=q.shape[0], heads=q.shape[1])

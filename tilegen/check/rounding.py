@@ -1,0 +1,137 @@
+"""What roundings in fp32 may cost each result of attention, from the sizes of all terms.
+
+Terms that cancel still leave their roundings, and in which order they are added up is nobody's
+promise: a processor, a GPU and a tile size each have their own. So the error that a right kernel
+may make follows from the sum of the absolute values of the fully expanded terms, which the
+reference knows, and from how often each of them is rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tilegen.check.reference import Inputs, for_each_query_head, softmax_of
+from tilegen.masks.mask import Mask
+from tilegen.masks.score import Score
+
+UNIT = 2.0**-24
+"""Half a unit in the last place of 1 in fp32, whatever the inputs are: kernels compute in fp32."""
+UNITS = 4
+"""How many units of its size the roundings of a term may add up to.
+
+A weight is exp2(s * scale_log2 - lse_log2). What rounds in its exponent is an absolute error there,
+hence a relative one of the weight: the sum q k^T (twice a term: product and sum), the scale (as a
+number, and times log2(e)) and the product of both; the logarithm in lse (2), lse when it is stored,
+the factor between the bases (2) and the product with it; the difference. Besides, exp2 errs by two
+units in the last place on NVIDIA GPUs (4), and what is weighed rounds as a product and in its sum
+(2), and where it is scaled (2). So no part of a term is rounded more than 8 times by up to a unit,
+as often up as down: a standard deviation of sqrt(8 / 3) = 1.6 units, of which 4 are two and a half.
+Longer sums err more, but PyTorch's do as well.
+"""
+
+
+def rounding_floors(
+    inputs: Inputs,
+    *,
+    mask: Mask | None = None,
+    score: Score | None = None,
+    scale: float,
+    lse_grad: torch.Tensor | None = None,
+    leaves: Sequence[torch.Tensor] = (),
+) -> dict[str, torch.Tensor]:
+    """Return by how much roundings in fp32 may change each element of out, lse, dq, dk and dv.
+
+    `inputs` are in fp64. `lse_grad` is the gradient of the loss by lse, (batch, heads, seqlen_q).
+    What a score was made from, `leaves`, is answered as "leaf 0", "leaf 1" and so on.
+    """
+    sizes = _sizes(inputs, mask, score, scale, lse_grad, leaves)
+    return {name: UNITS * UNIT * size for name, size in sizes.items()}
+
+
+def _sizes(
+    inputs: Inputs,
+    mask: Mask | None,
+    score: Score | None,
+    scale: float,
+    lse_grad: torch.Tensor | None,
+    leaves: Sequence[torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """Return the sums of absolute values that a unit of rounding multiplies."""
+    q, dout = inputs.q.detach(), inputs.dout.detach()
+    k, v = (for_each_query_head(t.detach(), q) for t in (inputs.k, inputs.v))
+    found = softmax_of(q.clone().requires_grad_(), k, mask, score, scale)
+    scores, changed = found.scores, found.changed
+    p, lse = found.weights.detach(), found.lse.detach()
+    kept = p > 0.0
+
+    # Scores, and what a change of them makes of their errors.
+    # A change may be a constant, which no gradient leads to.
+    (slope,) = torch.autograd.grad((changed + 0 * scores).sum(), scores, retain_graph=True)
+    slope = slope.abs().where(kept, 0.0)
+    products = slope * (q.abs() @ k.mT.abs()) * abs(scale)
+    exponents = (products + changed.detach().abs()).where(kept, 0.0)
+    rows = (p * exponents).sum(-1) + lse.abs().where(lse.isfinite(), 0.0)
+    if score is not None and score.sink_logits is not None:
+        sinks = score.sink_logits.detach().to(lse)[:, None]
+        rows += (sinks - lse).exp() * sinks.abs()
+
+    # Weights, and what they weigh.
+    weights = p * (1 + exponents + rows[..., None])
+    out = weights @ v.abs()
+    deltas = (dout.abs() * out).sum(-1)
+    if lse_grad is not None:
+        deltas = deltas + lse_grad.abs()
+
+    # Their gradient p (dp - delta): its difference may cancel, its parts have errors of their own.
+    delta = (dout * (p @ v)).sum(-1) - (0.0 if lse_grad is None else lse_grad)
+    difference = (dout @ v.mT - delta[..., None]).abs()
+    ds = weights * difference + p * (dout.abs() @ v.mT.abs() + deltas[..., None])
+    by_scores = ds * slope * abs(scale)
+    sizes = {
+        "out": out,
+        "lse": 1 + rows,
+        "dq": by_scores @ k.abs(),
+        "dk": _of_each_group(by_scores.mT @ q.abs(), inputs.k),
+        "dv": _of_each_group(weights.mT @ dout.abs(), inputs.v),
+    }
+    if not leaves:
+        return sizes
+    made: list[tuple[torch.Tensor, torch.Tensor]] = [(changed, ds)]
+    if score is not None and score.sink_logits is not None:
+        sinks = score.sink_logits.detach().to(lse)[:, None]
+        weight = (sinks - lse).exp()
+        by_sinks = weight * ((1 + sinks.abs() + rows) * delta.abs() + deltas)
+        made.append((score.sink_logits, by_sinks.sum((0, 2))))
+    made = [(tensor, size) for tensor, size in made if tensor.requires_grad]
+    with _Absolute():
+        parts = torch.autograd.grad(
+            [tensor for tensor, _ in made],
+            leaves,
+            [size.to(tensor) for tensor, size in made],
+            materialize_grads=True,
+        )
+    return sizes | {f"leaf {i}": part.abs() for i, part in enumerate(parts)}
+
+
+def _of_each_group(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Add up the query heads of each key-value head."""
+    return rows.unflatten(1, (like.shape[1], -1)).sum(2)
+
+
+class _Absolute(TorchDispatchMode):
+    """Makes a backward pass add up absolute values: nothing cancels."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        is_float = isinstance(result, torch.Tensor) and result.is_floating_point()
+        return result.abs() if is_float else result

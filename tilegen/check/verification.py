@@ -1,0 +1,341 @@
+"""The correctness rule: a kernel may err at most twice as much as PyTorch does in the same
+precision, and by what roundings in fp32 may cost.
+
+PyTorch's error is held against a reference in fp64; as in FlashAttention's tests, the change of
+that reference when 0.3 is added and removed in the working precision counts as a part of it. What
+roundings may cost is known for each element: see rounding.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tilegen.build import workers
+from tilegen.check import interpreter
+from tilegen.check.reference import Inputs, attention_reference, make_inputs, torch_attention
+from tilegen.check.rounding import rounding_floors
+from tilegen.emit.kernel_files import RenderedKernel, load
+from tilegen.emit.render import render
+from tilegen.errors import Unsupported, WrongResult
+from tilegen.kernels import passes
+from tilegen.kernels.config import BACKWARD, Kernel, TileConfig
+from tilegen.masks.mask import Mask
+from tilegen.masks.score import Score
+from tilegen.masks.shapes import Shape
+from tilegen.masks.tensors import realized, score_tensors
+from tilegen.masks.typical import typical_score
+from tilegen.problem import AttentionProblem
+from tilegen.runtime.binding import BoundKernel
+
+REDUCED_LENGTH = 300
+"""Ragged for every tile, several tiles of most sizes, and quick in the interpreter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Check:
+    """One output tensor judged, by its element furthest beyond, or nearest to, what is allowed."""
+
+    tensor: str
+    ok: bool
+    error: float
+    allowed: float
+    index: tuple[int, ...]
+    found: float
+    expected: float
+
+    def __str__(self) -> str:
+        verdict = "ok" if self.ok else "WRONG"
+        return (
+            f"{self.tensor:5} {verdict}  error {self.error:.3g}, allowed {self.allowed:.3g}"
+            f"  (worst at {self.index}: {self.found:.6g}, expected {self.expected:.6g})"
+        )
+
+
+def verify(
+    problem: AttentionProblem,
+    configs: Mapping[Kernel, TileConfig],
+    *,
+    device: str | torch.device | None = None,
+    seed: int = 0,
+) -> tuple[Check, ...]:
+    """Run the kernels of `configs` on random inputs of the problem's shape and judge every output.
+
+    The kernels of a forward alone judge out and lse; those of a backward dq, dk and dv too, and
+    dt0, dt1, ... of the tensors that a score trains. Mask and score read typical tensors.
+    `device` defaults to the GPU, or to the CPU where Triton's interpreter is on. Raises Unsupported
+    where emitted kernels cannot run.
+    """
+    device = torch.device(device or run_device())
+    with _own_modes(device):
+        inputs = make_inputs(problem, device=device, seed=seed)
+        problem = replace(problem, mask=realized(problem.mask, problem.shape, device))
+        kernels: dict[Kernel, RenderedKernel] = {
+            kernel: render(problem, config, kernel) for kernel, config in configs.items()
+        }
+        score = typical_score(problem.score, problem.shape, device, seed=seed)
+        return check(kernels, inputs, mask=problem.mask, score=score)
+
+
+@contextlib.contextmanager
+def _own_modes(device: torch.device) -> Generator[None]:
+    """Turn gradients on and autocast off: a call that tunes may have them otherwise."""
+    with (
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+    ):
+        yield
+
+
+def verify_anywhere(
+    problem: AttentionProblem, configs: Mapping[Kernel, TileConfig]
+) -> tuple[Check, ...]:
+    """Return what `verify` does; without a GPU, from a new process with the interpreter on.
+
+    Raises Unsupported where the interpreter cannot work either.
+    """
+    if interpreter.is_active() or torch.cuda.is_available():
+        return verify(problem, configs)
+    if reason := interpreter.trouble():
+        raise Unsupported(reason)
+    request = {"problem": problem.key, "configs": {k: c.key for k, c in configs.items()}}
+    result = subprocess.run(
+        workers.python("from tilegen.check.verification import answer; answer()"),
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        env=workers.environment(TRITON_INTERPRET="1"),
+        check=False,
+    )
+    if result.returncode:
+        last = (result.stderr.strip().splitlines() or ["no message"])[-1]
+        raise WrongResult(f"the interpreter failed on '{problem}': {last}")
+    checks: Any = json.loads(result.stdout)
+    return tuple(Check(**(check | {"index": tuple(check["index"])})) for check in checks)
+
+
+def reduced(problem: AttentionProblem, length: int = REDUCED_LENGTH) -> AttentionProblem:
+    """Return the smallest problem with the same emitted kernels that is still worth checking.
+
+    One batch, one group of heads, lengths of at most `length`.
+    """
+    return replace(
+        problem,
+        batch=1,
+        num_heads_q=problem.group_size,
+        num_heads_kv=1,
+        seqlen_q=min(problem.seqlen_q, length),
+        seqlen_kv=min(problem.seqlen_kv, length),
+    )
+
+
+def check(
+    kernels: Mapping[Kernel, RenderedKernel],
+    inputs: Inputs,
+    *,
+    mask: Mask | None = None,
+    score: Score | None = None,
+    scale: float | None = None,
+) -> tuple[Check, ...]:
+    """Run rendered kernels on given inputs and judge every output."""
+    factor: float = inputs.q.shape[-1] ** -0.5 if scale is None else scale
+    found = run(kernels, inputs, factor, mask=mask, score=score)
+    wide, wide_score = inputs.to(torch.float64), _widened(score)
+    expected = _reference(wide, mask, wide_score, factor)
+    ways = (True,) if score else (False, True)
+    own = [_torch_result(inputs, mask, score, factor, plain=plain) for plain in ways]
+    trained = _trained(wide_score)
+    floors = rounding_floors(
+        wide, mask=mask, score=wide_score, scale=factor, leaves=list(trained.values())
+    )
+    floors |= {name: floors[f"leaf {i}"] for i, name in enumerate(trained)}
+    return tuple(
+        judge(name, found[name], expected[name], [result[name] for result in own], floors[name])
+        for name in found
+    )
+
+
+def require(checks: tuple[Check, ...]) -> None:
+    """Raise WrongResult, with every failed check on a line, unless all are ok."""
+    failed = [str(check) for check in checks if not check.ok]
+    if failed:
+        raise WrongResult("\n".join(failed))
+
+
+def run(
+    kernels: Mapping[Kernel, RenderedKernel],
+    inputs: Inputs,
+    scale: float,
+    *,
+    mask: Mask | None = None,
+    score: Score | None = None,
+    panel_rows: int = passes.PANEL_STEP,
+) -> dict[str, torch.Tensor]:
+    """Return out and lse, and with all kernels of a backward the gradients, as the emitted kernels
+    compute them. `mask` defaults to that of their problem; panels are small by default, so that
+    short sequences need several."""
+    if inputs.q.device.type == "cpu":
+        run_device()
+        interpreter.prepare()
+    q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout
+    trained = _trained(score)
+    sums = [q.new_zeros(one.shape, dtype=torch.float32) for one in trained.values()]
+    reads: dict[str, torch.Tensor] = {}
+    if score:
+        gradients = dict(zip(score.form.trained, sums, strict=True))
+        reads = score_tensors(score.captured, score.sink_logits, gradients)
+    launch: dict[Kernel, passes.Launch] = {
+        kernel: _launch(rendered, rendered.problem.mask if mask is None else mask, reads, q, k)
+        for kernel, rendered in kernels.items()
+    }
+    out, lse = passes.forward(launch, q, k, v, scale, panel_rows=panel_rows)
+    results: dict[str, Any] = {"out": out, "lse": lse}
+    if any(set(backward) <= set(kernels) for backward in BACKWARD.values()):
+        delta = launch["bwd_preprocess"](out, dout)
+        dq, dk, dv = passes.gradients(
+            launch, q, k, v, dout, lse, delta, scale, panel_rows=panel_rows
+        )
+        results |= {"dq": dq, "dk": dk, "dv": dv}
+        results |= {
+            name: one.to(tensor.dtype)
+            for (name, tensor), one in zip(trained.items(), sums, strict=True)
+        }
+    return results
+
+
+def _launch(
+    rendered: RenderedKernel,
+    mask: Mask,
+    reads: Mapping[str, torch.Tensor],
+    q: torch.Tensor,
+    k: torch.Tensor,
+) -> passes.Launch:
+    bound = BoundKernel(load(rendered).launch, mask, rendered.kernel, rendered.config)
+    return bound.given(mask, Shape.of(q, k), q.device, reads)
+
+
+def run_device() -> torch.device:
+    """Return where emitted kernels run in this process. Raises Unsupported where they cannot."""
+    if interpreter.is_active():
+        return torch.device("cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    raise Unsupported(
+        "running an emitted kernel needs a GPU or Triton's interpreter, found neither;"
+        " set TRITON_INTERPRET=1 before Python starts"
+    )
+
+
+def answer() -> None:
+    """The other end of `verify_anywhere`."""
+    request = json.load(sys.stdin)
+    configs = {kernel: TileConfig.parse(key) for kernel, key in request["configs"].items()}
+    checks = verify(AttentionProblem.parse(request["problem"]), configs)
+    json.dump([asdict(check) for check in checks], sys.stdout)
+
+
+def _trained(score: Score | None) -> dict[str, torch.Tensor]:
+    """Return the tensors that a score trains, by the names of their gradients."""
+    return {f"dt{slot}": score.captured[slot] for slot in score.form.trained} if score else {}
+
+
+def _widened(score: Score | None) -> Score | None:
+    """Return a score whose trained tensors are leaves in fp64."""
+    if score is None:
+        return None
+    captured = tuple(
+        one.detach().to(torch.float64).requires_grad_() if one.requires_grad else one
+        for one in score.captured
+    )
+    return replace(score, captured=captured)
+
+
+def _reference(
+    inputs: Inputs, mask: Mask | None, score: Score | None, scale: float
+) -> dict[str, torch.Tensor]:
+    leaves = [t.requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
+    out, lse = attention_reference(*leaves, mask=mask, score=score, scale=scale)
+    gradients = _gradients(out, leaves, inputs.dout, score)
+    return {"out": out.detach(), "lse": lse.detach()} | gradients
+
+
+def _gradients(
+    out: torch.Tensor, leaves: Sequence[torch.Tensor], dout: torch.Tensor, score: Score | None
+) -> dict[str, torch.Tensor]:
+    wanted = dict(zip(("dq", "dk", "dv"), leaves, strict=True)) | _trained(score)
+    found = torch.autograd.grad(out, list(wanted.values()), dout, materialize_grads=True)
+    return dict(zip(wanted, found, strict=True))
+
+
+def _torch_result(
+    inputs: Inputs, mask: Mask | None, score: Score | None, scale: float, *, plain: bool
+) -> dict[str, torch.Tensor]:
+    """PyTorch's own results at the inputs' precision: from its choice of kernels, or its plain
+    ones.
+
+    lse, which it keeps to itself, is computed in fp32 from those inputs.
+    """
+    leaves = [t.detach().clone().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
+    if score:
+        out, _ = attention_reference(*leaves, mask=mask, score=score, scale=scale)
+    else:
+        with sdpa_kernel(SDPBackend.MATH) if plain else contextlib.nullcontext():
+            out = torch_attention(*leaves, mask=mask, scale=scale)
+    gradients = _gradients(out, leaves, inputs.dout, score)
+    with torch.no_grad():
+        single = inputs.to(torch.float32)
+        _, lse = attention_reference(
+            single.q, single.k, single.v, mask=mask, score=score, scale=scale
+        )
+    return {"out": out.detach(), "lse": lse} | gradients
+
+
+def judge(
+    name: str,
+    found: torch.Tensor,
+    expected: torch.Tensor,
+    own: Sequence[torch.Tensor],
+    floor: torch.Tensor | float = 0.0,
+) -> Check:
+    """Judge one output. `own` is PyTorch's, computed its different ways: the larger error counts.
+
+    In fp32 they differ by more than twice each other's error, by nothing but summation order. One
+    that is not finite where the reference is says nothing. `floor` is what roundings in fp32 may
+    cost each element, from `rounding_floors`.
+    """
+    if found.shape != expected.shape:
+        raise WrongResult(f"{name} must have shape {expected.shape}, got {found.shape}")
+    wide, dtype = torch.float64, own[0].dtype
+    target, rounded = expected.to(wide), expected.to(dtype)
+    distances = [float(_distance(one.to(wide), target).max()) for one in own]
+    once = max(filter(math.isfinite, distances), default=0.0)
+    once += float(_distance((rounded + 0.3) - 0.3, rounded).max())
+    allowed = (torch.as_tensor(floor, dtype=wide).nan_to_num(0.0) + 2 * once).expand_as(target)
+    errors = _distance(found.to(wide), target)
+    worst = int((errors - allowed.to(errors)).argmax())
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), errors.shape))
+    error, limit = float(errors[index]), float(allowed[index])
+    return Check(
+        tensor=name,
+        ok=math.isfinite(error) and error <= limit,
+        error=error,
+        allowed=limit,
+        index=index,
+        found=float(found[index]),
+        expected=float(expected[index]),
+    )
+
+
+def _distance(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """|a - b|, where equal infinities are 0 apart and NaN is infinitely far from everything."""
+    return torch.where(a == b, 0.0, (a - b).abs()).nan_to_num(nan=float("inf"))

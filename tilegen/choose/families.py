@@ -1,0 +1,71 @@
+"""Which kernels compute a pass: keep queries (or keys) on chip whole, stream their head dims, or
+write scores to a panel as the small-cache algorithms do. The model decides; nobody has to know."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Literal
+
+from tilegen.errors import Unsupported
+from tilegen.kernels.config import BACKWARD, FORWARD, Family, Kernel
+from tilegen.problem import AttentionProblem
+from tilegen.sympy_lock import one_at_a_time
+
+if TYPE_CHECKING:
+    from tilegen.gpus.spec import GpuSpec
+    from tilegen.model.estimate import Candidate
+
+Direction = Literal["forward", "backward"]
+FAMILIES: dict[Direction, dict[Family, tuple[Kernel, ...]]] = {
+    "forward": FORWARD,
+    "backward": BACKWARD,
+}
+CLEARLY_LARGE = 2.0
+"""M / d^2 from which FlashAttention's schedules move least by a margin: the schedules cross between
+0.7 and 1.8 (theory/optimum.py), forward and backward."""
+
+
+@one_at_a_time
+def kernels_of(
+    problem: AttentionProblem, gpu: GpuSpec, direction: Direction | None = None
+) -> tuple[Kernel, ...]:
+    """Return the kernels that compute a problem, or one of its passes, on a GPU."""
+    if direction is not None:
+        return FAMILIES[direction][family(problem, gpu, direction)]
+    return (*kernels_of(problem, gpu, "forward"), *kernels_of(problem, gpu, "backward"))
+
+
+def family(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> Family:
+    """Return the family predicted to be fastest. Raises Unsupported where none fits."""
+    head_dim = max(problem.head_dim_qk, problem.head_dim_v)
+    if gpu.on_chip_bytes / problem.element_bytes >= CLEARLY_LARGE * head_dim**2:
+        return "q_stationary" if direction == "forward" else "two_pass"
+    return ranked_families(problem.bucket, gpu, direction)[0][0]
+
+
+@lru_cache(maxsize=1024)
+def ranked_families(
+    problem: AttentionProblem, gpu: GpuSpec, direction: Direction
+) -> tuple[tuple[Family, float], ...]:
+    """Return (family, predicted seconds), the fastest first.
+
+    Those whose kernels spill more than a usable kernel may come last. Raises Unsupported where none
+    fits.
+    """
+    from tilegen.choose.ranking import propose, spills_much  # which load SymPy
+
+    found: list[tuple[bool, float, Family]] = []
+    trouble: list[str] = []
+    for name, kernels in FAMILIES[direction].items():
+        try:
+            best: list[Candidate] = [
+                propose(problem, gpu, kernel=kernel, top=1)[0] for kernel in kernels
+            ]
+        except Unsupported as error:
+            trouble.append(str(error))
+            continue
+        seconds = sum(candidate.estimate.seconds for candidate in best)
+        found.append((any(spills_much(problem, gpu, one) for one in best), seconds, name))
+    if not found:
+        raise Unsupported("; ".join(trouble))
+    return tuple((name, seconds) for _, seconds, name in sorted(found))

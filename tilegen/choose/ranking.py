@@ -1,0 +1,293 @@
+"""From problem and GPU to ranked configs, with the reason for each. Needs no GPU."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import replace
+from functools import lru_cache
+
+from tilegen.disk import say_once
+from tilegen.errors import Unsupported
+from tilegen.gpus.nearest import on_tensor_cores
+from tilegen.gpus.spec import GpuSpec
+from tilegen.kernels.config import (
+    BLOCK_SIZES,
+    NUM_STAGES,
+    NUM_WARPS,
+    SLICED,
+    SLICED_BLOCKS,
+    Kernel,
+    TileConfig,
+)
+from tilegen.model import roofline, sliced
+from tilegen.model.bounds import lower_bound_bytes
+from tilegen.model.estimate import Candidate, CostEstimate
+from tilegen.model.footprint import Footprint, footprint, residents
+from tilegen.model.traffic import Traffic, Visits, traffic, visits
+from tilegen.problem import AttentionProblem
+from tilegen.sympy_lock import one_at_a_time
+
+SMEM_DOUBT, REGISTER_DOUBT = 1.1, 1.6
+"""How far past a limit the prediction may lie for a tuner to compile the config and see."""
+
+
+@one_at_a_time
+def propose(
+    problem: AttentionProblem, gpu: GpuSpec, *, kernel: Kernel = "fwd", top: int = 10
+) -> list[Candidate]:
+    """Return up to `top` candidates, best first, all predicted to fit. Raises Unsupported.
+
+    A dtype that the tensor cores of the GPU do not take is ranked by its multiply-adds, which is
+    said once. A config that is known to spill a little ranks by its time and the traffic of what it
+    spills; those that may spill more than a usable kernel come where there is nothing else.
+    """
+    if isinstance(top, bool) or not isinstance(top, int) or top < 1:
+        raise Unsupported(f"top must be an int of at least 1, got {top!r}")
+    if problem.dtype == "bf16" and not on_tensor_cores("bf16", gpu.arch):
+        say_once(
+            f"{gpu.title} ({gpu.arch}) has no tensor cores for bf16: products run as fp32 "
+            f"multiply-adds, at {gpu.vector_flops_32 / gpu.tensor_flops_16:.0%} of the speed of "
+            "fp16; use fp16, or a GPU from sm_80 on"
+        )
+    model = _Model(problem, gpu, kernel)
+    best = model.fastest(top) or model.last_resort(top)
+    if not best:
+        raise Unsupported(_nothing_fits(problem, gpu, kernel))
+    return [_candidate(problem, gpu, model.cost(*one)) for one in best]
+
+
+def search_space(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> list[TileConfig]:
+    """Return everything a tuner may try: what fits, and what only compiling can tell."""
+    return [
+        config
+        for config, needs in _footprints(problem, gpu, kernel)
+        if needs.fits(gpu, doubt=SMEM_DOUBT)
+        and needs.registers <= REGISTER_DOUBT * needs.max_registers
+    ]
+
+
+def estimate(
+    problem: AttentionProblem, gpu: GpuSpec, config: TileConfig, kernel: Kernel = "fwd"
+) -> CostEstimate:
+    """Return what the model predicts for one config, legal or not."""
+    model = _Model(problem, gpu, kernel)
+    needs = model.needs(config)
+    return model.cost(model.time(config, needs), config, needs)
+
+
+Timed = tuple[roofline.Time, TileConfig, Footprint]
+
+
+class _Model:
+    """What the model says about one kernel of a problem; remembers what configs have in common."""
+
+    def __init__(self, problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> None:
+        self._problem, self._gpu = problem, gpu
+        self._kernel: Kernel = kernel
+        self._alike = _without_lengths(problem)
+        self._by_tile: dict[str, tuple[Traffic, Visits, float]] = {}
+
+    def fastest(self, top: int) -> list[Timed]:
+        """Return the `top` fastest configs that fit and spill little or nothing.
+
+        Those that L2 alone makes slower than what is found already are not looked at.
+        """
+        found: list[Timed] = []
+        best: list[float] = []  # a heap of the `top` shortest times, negated
+        configs = all_configs(self._problem, self._kernel)
+        for least, config in sorted((self._tile(config)[2], config) for config in configs):
+            if len(best) == top and least > -best[0]:
+                break
+            needs = self.needs(config)
+            if needs.spills_much or not needs.fits(self._gpu):
+                continue
+            found.append((time := self.time(config, needs), config, needs))
+            heapq.heappush(best, -time.seconds)
+            if len(best) > top:
+                heapq.heappop(best)
+        return _ranked(found)[:top]
+
+    def last_resort(self, top: int) -> list[Timed]:
+        """Return the `top` fastest of what spills much, or of what predictions do not quite fit."""
+        needed = _footprints(self._problem, self._gpu, self._kernel)
+        fitting = [pair for pair in needed if pair[1].fits(self._gpu)]
+        if not fitting:  # predictions err on the large side
+            fitting = [pair for pair in needed if pair[1].fits(self._gpu, doubt=SMEM_DOUBT)]
+        legal = [pair for pair in fitting if not pair[1].spills_much]
+        # Where every config spills, those that spill least.
+        least = sorted(fitting, key=lambda pair: (pair[1].registers, pair[0]))[: max(top, 20)]
+        return _ranked(
+            [(self.time(config, needs), config, needs) for config, needs in legal or least]
+        )[:top]
+
+    def needs(self, config: TileConfig) -> Footprint:
+        """Return what a program holds on chip."""
+        return footprint(self._alike, config, self._kernel, self._gpu.arch)
+
+    def time(self, config: TileConfig, needs: Footprint) -> roofline.Time:
+        """Return the predicted time: all that ranking needs."""
+        moved, counts, _ = self._tile(config)
+        time = sliced.time if self._kernel in SLICED else roofline.time
+        return time(
+            self._problem, self._gpu, config, self._kernel, moved=moved, counts=counts, needs=needs
+        )
+
+    def cost(self, time: roofline.Time, config: TileConfig, needs: Footprint) -> CostEstimate:
+        """Return the estimate that a time belongs to."""
+        moved, counts, _ = self._tile(config)
+        if self._kernel in SLICED:
+            flops = sliced.flops(self._problem, self._gpu, config, self._kernel, counts)
+        else:
+            steps = int(self._problem.batch * self._problem.num_heads_q * counts.tiles)
+            flops = steps * roofline.tile(self._problem, config, self._kernel).flops
+        return CostEstimate(
+            kernel=self._kernel,
+            config=config,
+            read_bytes=moved.read_bytes,
+            write_bytes=moved.write_bytes,
+            dram_bytes=time.dram_bytes,
+            lower_bound_bytes=lower_bound_bytes(self._problem, self._gpu, self._kernel),
+            smem_bytes=needs.smem_bytes,
+            registers=needs.registers,
+            flops=flops,
+            seconds=time.seconds,
+            limit=time.terms[0][0],
+            terms=time.terms,
+            waves=time.waves,
+        )
+
+    def _tile(self, config: TileConfig) -> tuple[Traffic, Visits, float]:
+        """Return what is moved and visited, and the least time: warps and stages do not matter."""
+        tile = config.key.partition("w")[0]
+        if (found := self._by_tile.get(tile)) is None:
+            rows = None
+            if self._kernel in SLICED:
+                rows = sliced.rows_of_panels(self._problem, self._gpu, self._kernel)
+            moved = traffic(self._problem, config, self._kernel, panel_rows=rows)
+            counts = visits(self._problem, config.block_m, config.block_n, self._kernel)
+            least = roofline.least_seconds(self._gpu, moved)
+            found = self._by_tile[tile] = moved, counts, least
+        return found
+
+
+def _ranked(times: list[Timed]) -> list[Timed]:
+    return sorted(times, key=lambda one: (one[0].seconds, one[1]))
+
+
+def spills_much(problem: AttentionProblem, gpu: GpuSpec, candidate: Candidate) -> bool:
+    """Whether a candidate is predicted to spill more registers than a usable kernel may."""
+    return footprint(problem, candidate.config, candidate.kernel, gpu.arch).spills_much
+
+
+def all_configs(problem: AttentionProblem, kernel: Kernel) -> list[TileConfig]:
+    """Return every tile shape that is not larger than the problem, in a fixed order."""
+    return list(_configs(_rounded(problem.seqlen_q), _rounded(problem.seqlen_kv), kernel))
+
+
+@lru_cache(maxsize=256)
+def _configs(max_rows: int, max_columns: int, kernel: Kernel) -> tuple[TileConfig, ...]:
+    rows = [block for block in BLOCK_SIZES if block <= max_rows]
+    if kernel == "bwd_preprocess":  # one tile a program: no loop to pipeline, no second side
+        return tuple(
+            TileConfig(block_m=block_m, block_n=BLOCK_SIZES[0], num_warps=num_warps, num_stages=1)
+            for block_m in rows
+            for num_warps in NUM_WARPS
+        )
+    columns = [block for block in BLOCK_SIZES if block <= max_columns]
+    slices: tuple[int, ...] = (0,)
+    if kernel in SLICED:
+        blocks_m, blocks_n, slices = SLICED_BLOCKS[kernel]
+        # A tile larger than the problem is better than none.
+        rows = [block for block in blocks_m if block <= max(max_rows, blocks_m[0])]
+        columns = [block for block in blocks_n if block <= max(max_columns, blocks_n[0])]
+    return tuple(
+        TileConfig(
+            block_m=block_m,
+            block_n=block_n,
+            block_d=block_d,
+            num_warps=num_warps,
+            num_stages=num_stages,
+        )
+        for block_m in rows
+        for block_n in columns
+        for block_d in slices
+        for num_warps in NUM_WARPS
+        for num_stages in NUM_STAGES
+    )
+
+
+def _rounded(length: int) -> int:
+    """Return the largest block that a length can use; the same for all long ones."""
+    return min(max(BLOCK_SIZES[0], 1 << (length - 1).bit_length()), BLOCK_SIZES[-1])
+
+
+def _footprints(
+    problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel
+) -> list[tuple[TileConfig, Footprint]]:
+    """Return every config and what it needs on chip."""
+    alike = _without_lengths(problem)
+    return [
+        (config, footprint(alike, config, kernel, gpu.arch))
+        for config in all_configs(problem, kernel)
+    ]
+
+
+def _without_lengths(problem: AttentionProblem) -> AttentionProblem:
+    """Return a problem with the same footprints, which are remembered for the next length too."""
+    return replace(problem, batch=1, seqlen_q=1, seqlen_kv=1)
+
+
+def _candidate(problem: AttentionProblem, gpu: GpuSpec, cost: CostEstimate) -> Candidate:
+    return Candidate(
+        kernel=cost.kernel, config=cost.config, estimate=cost, reason=_reason(problem, gpu, cost)
+    )
+
+
+_WAITS_FOR = {
+    "tensor": "the tensor cores",
+    "exp": "exponentials",
+    "issue": "instruction issue",
+    "smem": "shared memory",
+    "l2": "L2 bandwidth",
+    "dram": "DRAM bandwidth",
+    "latency": "memory latency",
+}
+
+
+def _reason(problem: AttentionProblem, gpu: GpuSpec, cost: CostEstimate) -> str:
+    config, moved = cost.config, cost.read_bytes + cost.write_bytes
+    match cost.kernel:
+        case "bwd_preprocess":
+            tile = f"{config.block_m} rows per program"
+        case "bwd_dkdv":
+            tile = (
+                f"{config.block_n} key-value rows stay while tiles of {config.block_m} queries pass"
+            )
+        case _:
+            tile = f"{config.block_m} query rows stay, {config.block_n} keys pass at a time"
+    needs = footprint(problem, config, cost.kernel, gpu.arch)
+    together = residents(needs, gpu, config)
+    waits_for = _WAITS_FOR[cost.limit]
+    if cost.limit == "tensor" and not on_tensor_cores(problem.dtype, gpu.arch):
+        waits_for = "fp32 multiply-adds"
+    spills = f"; spills {needs.spill_bytes} bytes a thread" if needs.spills else ""
+    return (
+        f"{tile}: {_size(moved)} to and from L2, {moved / cost.lower_bound_bytes:.1f} times the "
+        f"lower bound; waits for {waits_for}, {together} program{'s' * (together > 1)} per SM with "
+        f"{_size(cost.smem_bytes)} and {cost.registers} registers{spills}"
+    )
+
+
+def _size(count: int) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count / 1024:.0f} KiB"
+
+
+def _nothing_fits(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> str:
+    smallest = min(needs.smem_bytes for _, needs in _footprints(problem, gpu, kernel))
+    return (
+        f"expected a {kernel} tile within {gpu.smem_per_block} bytes of shared memory on "
+        f"{gpu.name}, found none for {problem.key}: the smallest needs {smallest}"
+    )

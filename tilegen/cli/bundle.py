@@ -1,0 +1,144 @@
+"""The commands of bundles: `tilegen generate` and `tilegen bundle`."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tilegen.cli.options import Json, console, gpu_of, print_json, say_unless
+from tilegen.errors import TilegenError, Unsupported
+from tilegen.problem import AttentionProblem
+
+if TYPE_CHECKING:
+    from tilegen.bundles.building import Made
+    from tilegen.bundles.served import Bundle
+
+ARCH = r"sm_\d+|gfx[0-9a-f]+"
+
+
+def generate(
+    problem: Annotated[list[str] | None, typer.Argument(help="notation; repeatable")] = None,
+    catalog: Annotated[Path | None, typer.Option(help="file of problems: text or .yaml")] = None,
+    arch: Annotated[list[str] | None, typer.Option(help="sm_90, gfx942; one or several")] = None,
+    gpu: Annotated[list[str] | None, typer.Option(help="catalogue name; repeatable")] = None,
+    forward_only: Annotated[bool, typer.Option(help="no backward, for serving")] = False,
+    out: Annotated[Path, typer.Option(help="folder to write")] = Path("dist"),
+    json_: Json = False,
+) -> None:
+    """Write a bundle: kernels, binaries and a manifest. Needs no GPU. A stopped run goes on when
+    started again.
+
+    Example: tilegen generate --catalog models.yaml --arch sm_80 sm_90 sm_100 --out dist
+    """
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from tilegen.bundles.building import BOTH
+    from tilegen.bundles.building import generate as write_bundle
+    from tilegen.bundles.served import Bundle
+    from tilegen.catalog import read_catalogue
+    from tilegen.gpus.spec import gpu_for
+
+    # `--arch sm_80 sm_90`: all but the first arrive among the problems, and look like none.
+    words = problem or []
+    archs = [*(arch or []), *(word for word in words if re.fullmatch(ARCH, word))]
+    notations = [word for word in words if not re.fullmatch(ARCH, word)]
+    if bool(notations) == bool(catalog):
+        raise Unsupported("expected problems or --catalog FILE, got both or neither")
+    if bool(archs) == bool(gpu):
+        raise Unsupported("expected --arch or --gpu, got both or neither; such as --arch sm_90")
+    if catalog:
+        problems = read_catalogue(catalog)
+    else:
+        problems = [AttentionProblem.parse(one) for one in notations]
+    gpus = [gpu_for(one) for one in archs] or [gpu_of(one) for one in gpu or []]
+    say = say_unless(json_)
+    started = time.perf_counter()
+    columns = TextColumn("problems"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    quiet = json_ or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=quiet) as bar:
+        task = bar.add_task("", total=len(set(problems)) * len(gpus))
+
+        def on_kernel(made: Made) -> None:
+            bar.update(task, completed=made.problems_done)
+            say(_line(made))
+
+        try:
+            path = write_bundle(
+                problems,
+                gpus,
+                out,
+                directions=("forward",) if forward_only else BOTH,
+                on_kernel=on_kernel,
+            )
+        except KeyboardInterrupt:
+            raise TilegenError(
+                f"interrupted; what is built is kept in {out}, and the same command goes on"
+            ) from None
+    made = Bundle(path.parent)
+    seconds = time.perf_counter() - started
+    if json_:
+        print_json({**_summary(made), "manifest": str(path), "seconds": round(seconds, 3)})
+    else:
+        say(f"{_in_words(made)}, {seconds:.1f} s")
+        say(f"manifest: {path}")
+
+
+def bundle(
+    path: Annotated[Path, typer.Argument(help="folder with a manifest.json")],
+    json_: Json = False,
+) -> None:
+    """Say what a bundle holds and check every file; exit code 1 if one is not what it should be, or
+    if another tilegen made them.
+
+    Example: tilegen bundle dist
+    """
+    from tilegen.bundles.served import Bundle
+
+    found = Bundle(path)
+    damaged = found.damaged()
+    why = "" if damaged else found.why_not_ours()
+    if json_:
+        print_json({**_summary(found), "damaged": damaged, "not_served": why})
+    else:
+        for served in found.manifest.problems:
+            kernels = [kernel for its in served.passes.values() for kernel in its.binaries]
+            console.print(f"{served.arch:8}'{served.problem}'  {', '.join(kernels)}")
+        for name in damaged:
+            console.print(f"missing or not what the manifest says: {name}")
+        if why:
+            console.print(f"cannot be served: {why}; generate the bundle again")
+        console.print(_in_words(found))
+    if damaged or why:
+        raise typer.Exit(1)
+
+
+def _line(made: Made) -> str:
+    one = made.binary
+    spills = f", {one.spill_bytes} bytes spilled" if one.spill_bytes else ""
+    return (
+        f"{one.arch:8}{one.kernel:15}{one.config.key:14}{one.registers:4} registers "
+        f"{one.shared_bytes:7} bytes shared{spills}  '{made.problem}'"
+    )
+
+
+def _summary(found: Bundle) -> dict[str, Any]:
+    manifest = found.manifest
+    return {
+        "versions": dict(manifest.versions),
+        "problems": len(manifest.problems),
+        "binaries": dict(Counter(one.arch for one in manifest.binaries)),
+        "bytes": sum(path.stat().st_size for path in found.path.rglob("*") if path.is_file()),
+    }
+
+
+def _in_words(found: Bundle) -> str:
+    values = _summary(found)
+    binaries = ", ".join(f"{count} for {arch}" for arch, count in values["binaries"].items())
+    problems = dict.fromkeys(one.problem for one in found.manifest.problems)
+    plural = "" if len(problems) == 1 else "s"
+    return f"{len(problems)} problem{plural}; binaries: {binaries}; {values['bytes'] / 1e6:.1f} MB"

@@ -1,0 +1,363 @@
+"""`tilegen cache`: look into stores of records, and move records between them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from tilegen.cli.options import (
+    EXAMPLE,
+    DryRun,
+    Gpu,
+    Json,
+    Kernels,
+    Problem,
+    console,
+    gpu_of,
+    kernel_named,
+    kernels_named,
+    print_json,
+)
+from tilegen.cli.places import PLACE, answering, check_file, location, shared, source, sources
+from tilegen.errors import NoRecord
+from tilegen.problem import AttentionProblem
+
+if TYPE_CHECKING:
+    from tilegen.store.lookup import Found
+    from tilegen.store.record import TuningRecord
+    from tilegen.store.transfer import Moved, Wanted
+
+cache_app = typer.Typer(
+    no_args_is_help=True, help="Look into stores of tuned winners, and move records between them."
+)
+
+Places = Annotated[list[str] | None, typer.Argument(help=f"{PLACE}; default: all")]
+OwnPlaces = Annotated[list[str] | None, typer.Argument(help=f"{PLACE}; default: own")]
+OfGpu = Annotated[str | None, typer.Option("--gpu", help="only records of this GPU")]
+OfKernel = Annotated[str | None, typer.Option("--kernel", help="only records of this kernel")]
+
+
+@cache_app.command("list")
+def cache_list(where: Places = None, json_: Json = False) -> None:
+    """List all records: own, shared, shipped.
+
+    Example: tilegen cache list
+    """
+    from tilegen.store import list_records
+
+    listed = list(list_records(answering(where)))
+    if json_:
+        print_json(
+            [
+                {
+                    "file": one.file,
+                    "origin": one.origin,
+                    "trouble": one.trouble,
+                    "record": _values(one.record) if one.record else None,
+                }
+                for one in listed
+            ]
+        )
+        return
+    for one in listed:
+        if record := one.record:
+            what = f"{record.gpu:10}{_line(record)}  '{record.problem}'"
+            console.print(f"{one.origin:8}{what}" + (f"  {one.trouble}" if one.trouble else ""))
+        else:
+            console.print(f"{one.origin:8}{one.file}: {one.trouble}")
+    if not listed:
+        console.print(f'no records yet; to make one: tilegen tune "{EXAMPLE}"')
+
+
+@cache_app.command("show")
+def cache_show(
+    problem: Problem, gpu: Gpu = None, kernel: Kernels = "all", json_: Json = False
+) -> None:
+    """Print the record a call would use, and what others found and why it stands before them.
+
+    Example: tilegen cache show "b4 hq32 hkv8 q4096 d128 bf16 causal" --gpu h200 --kernel fwd
+    """
+    from tilegen.store import locations
+    from tilegen.store.election import verdict
+    from tilegen.store.places import read_trials
+    from tilegen.store.trials import trials_path
+
+    parsed, spec = AttentionProblem.parse(problem), gpu_of(gpu)
+    shown: list[dict[str, Any]] = []
+    for one in kernels_named(kernel, parsed, spec):
+        if (found := _found(parsed, spec, one)) is None:
+            continue
+        path = trials_path(found.record.gpu, one, parsed)
+        trials = sum(len(read_trials(where, path).splitlines()) for where in locations())
+        shown.append(
+            {
+                "file": found.file,
+                "origin": found.origin,
+                "borrowed": found.borrowed,
+                "differences": [asdict(difference) for difference in found.differences],
+                "record": _values(found.record),
+                "others": [_values(other) for other in found.others],
+                "trials": trials,
+            }
+        )
+        if json_:
+            continue
+        console.print(f"{found} ({found.origin}), {trials} trials")
+        for other in found.others:
+            reason = verdict(found.record, other)
+            console.print(f"  stands before {_line(other)}  {other.date}: {reason}")
+        console.print(found.record.to_json(), end="")
+    if not shown:
+        raise NoRecord(f"no record for '{parsed.bucket}' on {spec.name}; see tilegen cache why")
+    if json_:
+        print_json(shown)
+
+
+@cache_app.command("why")
+def cache_why(
+    problem: Problem, gpu: Gpu = None, kernel: Kernels = "all", json_: Json = False
+) -> None:
+    """Say which record a call would use, and how the nearest ones differ from what is asked.
+
+    Example: tilegen cache why "b4 hq32 hkv8 q4096 d128 bf16 causal" --gpu h200
+    """
+    from tilegen.emit.kernel_files import template_digest
+    from tilegen.store import current_versions, why, why_lines
+
+    parsed, spec = AttentionProblem.parse(problem), gpu_of(gpu)
+    told: list[dict[str, Any]] = []
+    for one in kernels_named(kernel, parsed, spec):
+        digest = template_digest(one)
+        nearest = why(parsed, spec, one, versions=current_versions(), template_digest=digest)
+        found = _found(parsed, spec, one)
+        told.append(
+            {
+                "kernel": one,
+                "used": None if found is None else str(found),
+                "nearest": [
+                    {
+                        "file": entry.file,
+                        "origin": entry.origin,
+                        "differences": [asdict(difference) for difference in entry.differences],
+                    }
+                    for entry in nearest
+                ],
+            }
+        )
+        if not json_:
+            for line in why_lines(parsed, spec, one, nearest):
+                console.print(line)
+            console.print(f"  used: {found or 'none of them; the model chooses'}")
+    if json_:
+        print_json(told)
+
+
+@cache_app.command("export")
+def cache_export(
+    file: Annotated[Path, typer.Argument(help="file to write")],
+    where: OwnPlaces = None,
+    gpu: OfGpu = None,
+    kernel: OfKernel = None,
+    dry_run: DryRun = False,
+    json_: Json = False,
+) -> None:
+    """Write records and trials, by default the own ones, into one file to carry elsewhere.
+
+    Example: tilegen cache export winners.jsonl --gpu h200
+    """
+    from tilegen.store.transfer import export
+
+    check_file(file)
+    stores = sources(where or ["own"])
+    _report(export(stores, file, wanted=_wanted(gpu, kernel), dry_run=dry_run), json_)
+
+
+@cache_app.command("import")
+def cache_import(
+    file: Annotated[Path, typer.Argument(help="what tilegen cache export wrote")],
+    into: Annotated[str, typer.Option(help=PLACE)] = "own",
+    dry_run: DryRun = False,
+    json_: Json = False,
+) -> None:
+    """Join what an export holds with the own records.
+
+    Example: tilegen cache import winners.jsonl --dry-run
+    """
+    from tilegen.store.transfer import import_
+
+    _report(import_(file, location(into), dry_run=dry_run), json_)
+
+
+@cache_app.command("merge")
+def cache_merge(
+    stores: Annotated[list[str], typer.Argument(help=f"any number, each {PLACE}")],
+    into: Annotated[str, typer.Option(help=PLACE)] = "own",
+    gpu: OfGpu = None,
+    kernel: OfKernel = None,
+    dry_run: DryRun = False,
+    json_: Json = False,
+) -> None:
+    """Join stores, in any order to the same result, and explain every clash.
+
+    What was measured stands before what was not. Of one machine the later finding counts. Findings
+    with the versions and template of the latest one stand before others; of those the fastest
+    wins, and among equal measurements the config that most machines chose, then the first in order.
+
+    Example: tilegen cache merge /mnt/a/tilegen /mnt/b/tilegen --into /mnt/all/tilegen
+    """
+    from tilegen.store.transfer import merge
+
+    target = location(into)
+    # The target among them brings its own files into the form that all others get.
+    everything = [*map(source, stores), target]
+    moved = merge(everything, target, wanted=_wanted(gpu, kernel), dry_run=dry_run)
+    _report(moved, json_)
+
+
+@cache_app.command("verify")
+def cache_verify(where: Places = None, json_: Json = False) -> None:
+    """Check every record and trial; exit with 1 if one is not in order. Changes nothing.
+
+    Example: tilegen cache verify own
+    """
+    from tilegen.store.upkeep import check
+
+    checked = list(check(sources(where)))
+    bad = [one for one in checked if one.trouble]
+    if json_:
+        print_json([asdict(one) for one in checked])
+    else:
+        for one in bad:
+            console.print(f"{one.file}: {one.trouble}")
+        console.print(f"{len(checked)} files, {len(bad)} of them not in order")
+    if bad:
+        raise typer.Exit(1)
+
+
+@cache_app.command("push")
+def cache_push(
+    to: Annotated[str, typer.Argument(help="folder or URL; default: the first shared one")] = "",
+    gpu: OfGpu = None,
+    kernel: OfKernel = None,
+    dry_run: DryRun = False,
+    json_: Json = False,
+) -> None:
+    """Join own records and trials with those of a shared location.
+
+    Example: tilegen cache push s3://team/tilegen
+    """
+    from tilegen.store.transfer import merge
+
+    target = location(to) if to else shared()[0]
+    moved = merge([location("own")], target, wanted=_wanted(gpu, kernel), dry_run=dry_run)
+    _report(moved, json_)
+
+
+@cache_app.command("pull")
+def cache_pull(
+    where: Annotated[str, typer.Argument(help="folder or URL; default: all shared ones")] = "",
+    gpu: OfGpu = None,
+    kernel: OfKernel = None,
+    dry_run: DryRun = False,
+    json_: Json = False,
+) -> None:
+    """Join shared records and trials with the own ones, for work without a network.
+
+    Example: tilegen cache pull s3://team/tilegen --gpu h200
+    """
+    from tilegen.store.transfer import merge
+
+    stores = [source(where)] if where else shared()
+    moved = merge(stores, location("own"), wanted=_wanted(gpu, kernel), dry_run=dry_run)
+    _report(moved, json_)
+
+
+@cache_app.command("promote")
+def cache_promote(
+    where: OwnPlaces = None,
+    into: Annotated[str, typer.Option(help=PLACE)] = "shipped",
+    gpu: OfGpu = None,
+    kernel: OfKernel = None,
+    dry_run: DryRun = False,
+    json_: Json = False,
+) -> None:
+    """Put measured winners, by default the own ones, into the cache that ships with the package.
+
+    Example: tilegen cache promote --gpu h200 --dry-run
+    """
+    from tilegen.store.transfer import promote
+
+    stores = sources(where or ["own"])
+    moved = promote(stores, location(into), wanted=_wanted(gpu, kernel), dry_run=dry_run)
+    _report(moved, json_)
+
+
+@cache_app.command("prune")
+def cache_prune(
+    where: Annotated[str, typer.Argument(help="folder, or own")] = "own",
+    older_than: Annotated[float | None, typer.Option(help="days; records of older ones")] = None,
+    unmeasured: Annotated[bool, typer.Option("--unmeasured", help="the model's choices")] = False,
+    dry_run: DryRun = False,
+    json_: Json = False,
+) -> None:
+    """Remove what is of no more use from a folder: leftovers, broken files, old copies.
+
+    Example: tilegen cache prune --older-than 365 --dry-run
+    """
+    from tilegen.store.upkeep import prune
+
+    pruned = prune(
+        source(where), older_than_days=older_than, unmeasured=unmeasured, dry_run=dry_run
+    )
+    if json_:
+        print_json([asdict(one) for one in pruned])
+        return
+    for one in pruned:
+        console.print(f"{one.file}: {one.reason}")
+    console.print(f"{len(pruned)} files {'would be ' if dry_run else ''}removed")
+
+
+def _report(moved: Iterable[Moved], as_json: bool) -> None:
+    from tilegen.store.transfer import summary
+
+    def printed() -> Iterator[Moved]:
+        for one in moved:
+            if not as_json and one.action != "same":
+                console.print(str(one))
+            yield one
+
+    done = list(printed())
+    if as_json:
+        print_json([asdict(one) for one in done])
+    else:
+        console.print(summary(done))
+
+
+def _wanted(gpu: str | None, kernel: str | None) -> Wanted:
+    from tilegen.store.transfer import Wanted
+
+    return Wanted(gpu=gpu, kernel=None if kernel is None else kernel_named(kernel))
+
+
+def _found(problem: AttentionProblem, spec: Any, kernel: Any) -> Found | None:
+    from tilegen.emit.kernel_files import template_digest
+    from tilegen.store import current_versions, look_up
+
+    return look_up(
+        problem, spec, kernel, versions=current_versions(), template_digest=template_digest(kernel)
+    )
+
+
+def _line(record: TuningRecord) -> str:
+    median = record.measurement.median_us
+    time = f"{median:9.1f} us" if median else "  unmeasured"
+    return f"{record.kernel:15}{record.config.key:14}{time}"
+
+
+def _values(record: TuningRecord) -> Any:
+    return json.loads(record.to_json())

@@ -1,0 +1,92 @@
+"""What this machine has, as far as tilegen cares."""
+
+from __future__ import annotations
+
+import os
+import platform
+import tempfile
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import tilegen
+from tilegen import resources
+from tilegen.check import interpreter
+from tilegen.errors import TilegenError
+from tilegen.gpus.spec import detect
+from tilegen.private_files import NotPrivate, check_private
+from tilegen.settings import settings
+from tilegen.store import Location, list_records, locations
+
+PACKAGES = ("torch", "triton", "numpy", "sympy", "jinja2", "optuna")
+OPTIONAL = {
+    "cuda-bindings": "bundle",
+    "s3fs": "s3",
+    "aiohttp": "http",
+    "psycopg": "postgres",
+    "grpcio": "grpc",
+    "matplotlib": "plot",
+}
+"""Packages by the extra that installs them."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    name: str
+    value: str
+
+
+def examine() -> list[Finding]:
+    """Return what was found; a problem is a finding, not an error."""
+    found = [Finding("tilegen", tilegen.__version__), Finding("python", platform.python_version())]
+    found += [
+        Finding(name, _version(name) or "missing; install tilegen again") for name in PACKAGES
+    ]
+    found += [
+        Finding(name, _version(name) or f"not installed; pip install 'tilegen[{extra}]'")
+        for name, extra in OPTIONAL.items()
+    ]
+    if gpu := detect():
+        sizes = f"{gpu.num_sms} SMs, {gpu.smem_per_block} bytes of shared memory per program"
+        found.append(Finding("gpu", f"{gpu.title}: {gpu.arch}, {sizes}"))
+    else:
+        found.append(Finding("gpu", "none that PyTorch sees: kernels compile, nothing is timed"))
+    interpreting = "on" if interpreter.is_active() else "off; TRITON_INTERPRET=1 turns it on"
+    found.append(Finding("interpreter", interpreter.trouble() or interpreting))
+    found.append(Finding("cores", str(len(os.sched_getaffinity(0)))))
+    try:
+        found.append(Finding("templates", str(resources.data_dir("templates"))))
+        found.append(Finding("own directory", _writable(settings().cache_dir)))
+        found += [Finding(f"{place.origin} records", _count(place)) for place in locations()]
+    except TilegenError as error:
+        found.append(Finding("trouble", str(error)))
+    return found
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _count(location: Location) -> str:
+    listed = list(list_records([location]))
+    broken = sum(one.record is None for one in listed)
+    return f"{len(listed)} in {location.address()}" + (
+        f", {broken} of them broken" if broken else ""
+    )
+
+
+def _writable(folder: Path) -> str:
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            check_private(folder / "kernels")
+            return str(folder)
+    except OSError as error:
+        return f"{folder} cannot be written ({error.strerror}); set TILEGEN_CACHE_DIR"
+    except NotPrivate as doubt:
+        return f"{folder}; {doubt}, so no kernel is imported from there"

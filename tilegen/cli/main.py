@@ -1,0 +1,330 @@
+"""The command line: one line per thing, `--json` everywhere, exit code 1 with one line on user
+error."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.logging import RichHandler
+
+from tilegen.cli.bundle import bundle, generate
+from tilegen.cli.cache import cache_app
+from tilegen.cli.fleet import fleet_app, tune_with, worker
+from tilegen.cli.options import (
+    DryRun,
+    FastMemory,
+    Gpu,
+    Json,
+    Kernels,
+    OneKernel,
+    Problem,
+    console,
+    gpu_of,
+    kernel_named,
+    kernels_named,
+    positive,
+    print_json,
+    say_unless,
+)
+from tilegen.cli.plans import plan_of, print_plans
+from tilegen.disk import printable
+from tilegen.errors import TilegenError, Unsupported
+from tilegen.kernels.config import TileConfig
+from tilegen.problem import AttentionProblem
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="tilegen: an autotuning compiler for attention. Start with: tilegen demo",
+)
+app.add_typer(cache_app, name="cache")
+app.add_typer(fleet_app, name="fleet")
+
+CommandLineError: Any = next(
+    one for one in typer.BadParameter.__mro__ if one.__name__ == "ClickException"
+)
+"""click's own, from whichever click this typer brings."""
+
+
+def main() -> None:
+    """Run the command line; errors of the user's become one line and exit code 1."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # names of files may be anything
+        sys.stdout.reconfigure(errors="backslashreplace")
+    handler = RichHandler(
+        console=Console(stderr=True, soft_wrap=True),
+        show_time=False,
+        show_path=False,
+        show_level=False,
+    )
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], format="%(message)s")
+    logging.getLogger("tilegen").setLevel(logging.INFO)
+    try:
+        code = app(prog_name="tilegen", standalone_mode=False)
+        sys.stdout.flush()  # here, where a reader that is gone is no error
+        if code:  # of a command that found something wrong
+            sys.exit(int(code))
+    except CommandLineError as error:
+        if type(error).__name__ == "NoArgsIsHelpError":
+            print(error.format_message())
+        else:
+            context = getattr(error, "ctx", None)
+            command = context.command_path if context else "tilegen"
+            _fail(f"{error.format_message().rstrip('.')}; see {command} --help")
+    except TilegenError as error:
+        _fail(str(error))
+    except (typer.Abort, KeyboardInterrupt):
+        _fail("interrupted")
+    except BrokenPipeError:  # who read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(1)
+    except OSError as error:  # a full disk, a name that is too long
+        named = f"{str(error.filename)!r}: " if error.filename else ""
+        _fail(f"{named}{error.strerror or type(error).__name__}")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from tilegen import __version__
+
+        console.print(f"tilegen {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="print the version", callback=_print_version)
+    ] = False,
+) -> None:
+    """Take the options that belong to no command."""
+
+
+@app.command()
+def demo(
+    problem: Annotated[str, typer.Argument(help="notation")] = "",
+    seconds: Annotated[
+        float, typer.Option(help="to spend on tuning, where there is a GPU", callback=positive)
+    ] = 40.0,
+    json_: Json = False,
+) -> None:
+    """Run the whole pipeline on one attention layer and tell what happens.
+
+    Without a GPU everything but the timing runs. Example: tilegen demo
+    """
+    from tilegen.cli.demo import LLAMA, demonstrate
+
+    results = demonstrate(problem or LLAMA, seconds, say_unless(json_))
+    if json_:
+        print_json(results)
+
+
+@app.command()
+def propose(
+    problem: Problem,
+    gpu: Gpu = None,
+    kernel: OneKernel = "fwd",
+    top: Annotated[int, typer.Option(help="how many")] = 10,
+    fast_memory: FastMemory = None,
+    json_: Json = False,
+) -> None:
+    """Rank tiles by the cost model, best first, with the reason for each.
+
+    Example: tilegen propose "b4 hq32 hkv8 q4096 d128 bf16 causal" --gpu h200
+    """
+    from tilegen.choose.ranking import propose as ranked
+
+    spec = gpu_of(gpu, fast_memory)
+    found = ranked(AttentionProblem.parse(problem), spec, kernel=kernel_named(kernel), top=top)
+    if json_:
+        print_json([asdict(candidate) for candidate in found])
+        return
+    for candidate in found:
+        cost = candidate.estimate
+        console.print(
+            f"{candidate.config.key:14}{1e6 * cost.seconds:9.1f} us  {cost.limit:8}"
+            f"{candidate.reason}"
+        )
+
+
+@app.command()
+def explain(
+    problem: Problem,
+    gpu: Gpu = None,
+    kernel: Kernels = "all",
+    config: Annotated[str | None, typer.Option(help="this config instead of the choice")] = None,
+    fast_memory: FastMemory = None,
+    latex: Annotated[bool, typer.Option("--latex", help="print the formulas as LaTeX")] = False,
+    plot: Annotated[Path | None, typer.Option(help="draw to this .png, .svg or .pdf")] = None,
+    json_: Json = False,
+) -> None:
+    """Say why: formulas, numbers, lower bound, what limits the kernel, what would change the
+    choice.
+
+    Example: tilegen explain "b4 hq32 hkv8 q4096 d128 bf16 causal" --gpu a100 --kernel fwd
+    """
+    from tilegen.explaining.explanation import explain_all
+    from tilegen.explaining.plot import draw
+    from tilegen.explaining.text import latex_of_all, lines_of_all
+
+    spec, parsed = gpu_of(gpu, fast_memory), AttentionProblem.parse(problem)
+    tile = TileConfig.parse(config) if config else None
+    told = explain_all(parsed, spec, kernels_named(kernel, parsed, spec), tile)
+    if plot is not None:
+        draw(parsed, spec, told, plot)
+    if json_:
+        print_json(told)
+        return
+    of_all = latex_of_all if latex else lines_of_all
+    console.print("\n".join(of_all(told, with_passes=kernel == "all")))
+
+
+@app.command()
+def show(
+    problem: Problem,
+    gpu: Gpu = None,
+    kernel: OneKernel = "fwd",
+    config: Annotated[str | None, typer.Option(help="m128n64w8s3; default: the choice")] = None,
+    unaligned: Annotated[bool, typer.Option(help="for strides of any number of elements")] = False,
+    json_: Json = False,
+) -> None:
+    """Print an emitted kernel: a Python file that needs torch and triton only.
+
+    Example: tilegen show "hq32 hkv8 q4096 d128 bf16 causal" --kernel bwd_dq
+    """
+    from tilegen.emit.render import render
+    from tilegen.runtime.dispatch import choose
+
+    parsed, which = AttentionProblem.parse(problem), kernel_named(kernel)
+    tile = TileConfig.parse(config) if config else choose(parsed, gpu_of(gpu), which)[0]
+    rendered = render(parsed, tile, which, aligned=False if unaligned else None)
+    if json_:
+        print_json(
+            {
+                "kernel": which,
+                "problem": parsed.key,
+                "config": asdict(tile),
+                "function": rendered.function,
+                "digest": rendered.digest,
+                "source": rendered.source,
+            }
+        )
+    else:
+        sys.stdout.write(rendered.source)
+
+
+app.command()(generate)
+app.command()(bundle)
+
+
+@app.command()
+def tune(
+    problem: Problem,
+    kernel: Kernels = "all",
+    seconds: Annotated[
+        float | None, typer.Option(help="budget per kernel", callback=positive)
+    ] = None,
+    trials: Annotated[
+        int | None, typer.Option(help="budget per kernel, all runs together", min=1)
+    ] = None,
+    storage: Annotated[str, typer.Option(help="tune with others: as of tilegen worker")] = "",
+    dry_run: DryRun = False,
+    json_: Json = False,
+) -> None:
+    """Find the best configs on the GPU here and record them. Ctrl-C keeps what was found.
+
+    Example: tilegen tune "b4 hq32 hkv8 q4096 d128 bf16 causal" --seconds 60
+    """
+    from tilegen.gpus.spec import detect
+    from tilegen.tuning.tuner import tune as tuned
+
+    if dry_run:
+        from tilegen.choose.ranking import search_space
+        from tilegen.fleet.jobs import jobs_of
+
+        parsed, spec = AttentionProblem.parse(problem), gpu_of(None)
+        jobs = jobs_of([parsed], spec, kernels_named(kernel, parsed, spec))
+        plans = [plan_of(job, search_space(job.problem, spec, job.kernel)) for job in jobs]
+        print_plans(plans, json_)
+        return
+    if storage:
+        if seconds is not None:
+            raise Unsupported("with --storage the budget is --trials, not --seconds: all share it")
+        values = tune_with(storage, AttentionProblem.parse(problem), kernel, trials)
+        if json_:
+            print_json(values)
+        return
+    spec, parsed = detect(), AttentionProblem.parse(problem)
+    if spec is None:
+        raise Unsupported(
+            "tuning measures on a GPU and PyTorch sees none; without it, take the model's choice: "
+            "tilegen propose"
+        )
+    records = [
+        tuned(parsed, spec, kernel=one, seconds=seconds, trials=trials)
+        for one in kernels_named(kernel, parsed, spec)
+    ]
+    if json_:
+        print_json([json.loads(record.to_json()) for record in records])
+
+
+app.command()(worker)
+
+
+@app.command()
+def verify(
+    problem: Problem,
+    config: Annotated[str | None, typer.Option(help="for all kernels; default: the choice")] = None,
+    gpu: Gpu = None,
+    json_: Json = False,
+) -> None:
+    """Run forward and backward against the reference; without a GPU in Triton's interpreter.
+
+    Example: tilegen verify "b1 hq4 hkv1 q200 d64 bf16 causal"
+    """
+    from tilegen.check.verification import require, verify_anywhere
+    from tilegen.choose.families import kernels_of
+    from tilegen.runtime.dispatch import choose
+
+    parsed, spec = AttentionProblem.parse(problem), gpu_of(gpu)
+    tile = TileConfig.parse(config) if config else None
+    kernels = kernels_of(parsed, spec)
+    checks = verify_anywhere(parsed, {k: tile or choose(parsed, spec, k)[0] for k in kernels})
+    if json_:
+        print_json([asdict(check) for check in checks])
+    else:
+        for check in checks:
+            console.print(str(check))
+    require(checks)
+
+
+@app.command()
+def doctor(json_: Json = False) -> None:
+    """Say what this machine has and where tilegen looks.
+
+    Example: tilegen doctor
+    """
+    from tilegen.cli.doctor import examine
+
+    findings = examine()
+    if json_:
+        print_json({finding.name: finding.value for finding in findings})
+        return
+    for finding in findings:
+        console.print(f"{finding.name:20}{finding.value}")
+
+
+def _fail(message: str) -> None:
+    """Print a message as one line, whatever was typed, and exit with 1."""
+    print(f"error: {printable(' '.join(message.split()))}", file=sys.stderr)
+    sys.exit(1)

@@ -1,0 +1,293 @@
+"""Text from template: `render` emits one specialised kernel as a readable Python file.
+
+This module computes, the templates spell: every name a template uses is a field of the context
+built in `_context`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import jinja2
+
+from tilegen import resources
+from tilegen.emit.kernel_files import (
+    RenderedKernel,
+    argument_names,
+    argument_type,
+    kernel_digest,
+    representative,
+    rows_are_aligned,
+    stride_unit,
+    template_digest,
+)
+from tilegen.kernels.config import (
+    COLUMN_KERNELS,
+    TRAINING_KERNELS,
+    Kernel,
+    TileConfig,
+    check_config,
+    head_dim_chunks,
+)
+from tilegen.masks.extras import Extras, extras
+from tilegen.masks.mask import Mask, Side
+from tilegen.masks.score import ELEMENTS
+from tilegen.masks.score_source import ScoreSource, argument_types, score_source
+from tilegen.masks.source import keep_source, ranges_source
+from tilegen.masks.tiles.tile_ranges import tile_ranges
+from tilegen.problem import AttentionProblem
+from tilegen.sympy_lock import one_at_a_time
+
+_TITLES: dict[Kernel, str] = {
+    "fwd": "Attention forward: out and lse.",
+    "fwd_streamed": "Attention forward, head dim streamed: out and lse.",
+    "fwd_scores": "Attention forward, small cache: the weights of a panel of query rows.",
+    "fwd_values": "Attention forward, small cache: out and lse of a panel of query rows.",
+    "bwd_preprocess": "Attention backward, preprocess: delta = rowsum(out * dout).",
+    "bwd_dkdv": "Attention backward: dk and dv.",
+    "bwd_dq": "Attention backward: dq.",
+    "bwd_scores": "Attention backward, small cache: weights and score gradients of a panel.",
+    "bwd_columns": "Attention backward, small cache: what a panel adds to dk or dv.",
+    "bwd_rows": "Attention backward, small cache: dq of a panel of query rows.",
+}
+SCORED: tuple[Kernel, ...] = (
+    *("fwd", "fwd_streamed", "fwd_scores"),
+    *("bwd_dkdv", "bwd_dq", "bwd_scores"),
+)
+"""Kernels that compute scores."""
+MAX_NAME = 60
+"""Letters that a mask may add to the name of a function."""
+_TRITON_DTYPES = {"fp16": "tl.float16", "bf16": "tl.bfloat16", "fp32": "tl.float32"}
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A power-of-two slice of a head dim, as the templates see it."""
+
+    suffix: str  # "" for a single chunk, else "_0", "_1"
+    start: str  # "" or "64 + "
+    width: int
+    offs: str  # name of its offsets vector
+    exists: str  # name of its bounds vector, where padded
+    limit: str  # constant the offsets stay below
+    padded: bool
+
+
+@dataclass(frozen=True)
+class Slices:
+    """A head dim in slices of BLOCK_D columns, as the templates see it."""
+
+    limit: str  # constant that is its width
+    padded: bool  # whether the last slice reaches beyond it
+    and_exists: str  # "" or " & d_exists[None, :]"
+    only_exists: str  # "" or ", mask=d_exists[None, :], other=0.0"
+
+
+@one_at_a_time
+def render(
+    problem: AttentionProblem,
+    config: TileConfig,
+    kernel: Kernel = "fwd",
+    *,
+    aligned: bool | None = None,
+) -> RenderedKernel:
+    """Return the emitted kernel for a problem's class: any batch, heads and lengths share one text.
+
+    `aligned=False` gives the kernel for addresses or strides that are not multiples of 16 bytes; by
+    default the head dims decide, as they do for dense tensors. Raises Unsupported for a config of
+    another kind of kernel, and for a mask that the compiler cannot solve.
+    """
+    check_config(config, kernel)
+    if aligned is None:
+        aligned = rows_are_aligned(problem)
+    template = environment().get_template(f"attention_{kernel}.py.jinja")
+    whole, problem = problem, replace(problem, mask=problem.mask.general)
+    context = _context(problem, config, kernel, aligned)
+    source = re.sub(r"\n{4,}", "\n\n\n", template.render(context)).strip() + "\n"
+    return RenderedKernel(
+        kernel=kernel,
+        problem=whole,
+        config=config,
+        aligned=aligned,
+        digest=kernel_digest(problem, config, kernel, aligned),
+        function=context["function"],
+        source=source,
+        signature=_signature(source, context["function"], problem),
+    )
+
+
+@lru_cache(maxsize=1)
+def environment() -> jinja2.Environment:
+    """Return the Jinja environment of the templates; a misspelt name raises when rendered."""
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(str(resources.data_dir("templates"))),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
+    )
+
+
+def _context(
+    problem: AttentionProblem, config: TileConfig, kernel: Kernel, aligned: bool
+) -> dict[str, Any]:
+    side: Side = "columns" if kernel in COLUMN_KERNELS else "rows"
+    unit = stride_unit(problem, aligned)
+    function = _function_name(problem, config, kernel)
+    ranges = ranges_source(problem.mask, side, in_panel=kernel == "bwd_columns")
+    keep = keep_source(problem.mask, side)
+    change = ScoreSource()
+    if kernel in SCORED:
+        trains = kernel in TRAINING_KERNELS
+        change = score_source(problem.score, trains=trains, precise=problem.dtype == "fp32")
+    sinks = Extras()
+    if problem.score and problem.score.sinks and kernel in ("fwd", "fwd_streamed", "fwd_values"):
+        sinks = Extras.of(["sinks_ptr"], ["sinks"], ["sinks"], "a logit per query head")
+    return {
+        "header": _header(problem, config, kernel, aligned, unit),
+        "function": function,
+        "problem": problem,
+        "config": config,
+        "dtype": _TRITON_DTYPES[problem.dtype],
+        # Triton's default for fp32 operands is TF32, with 10 bits of mantissa.
+        "precision": ', input_precision="ieee"' if problem.dtype == "fp32" else "",
+        "log2_e": repr(math.log2(math.e)),
+        "ln_2": repr(math.log(2.0)),
+        "stride_unit": unit,
+        "stride_why": ", so that the compiler sees 16-byte alignment" if aligned else "",
+        "aligned": aligned,
+        "qk_chunks": _chunks(problem.head_dim_qk, "qk"),
+        "v_chunks": _chunks(problem.head_dim_v, "v"),
+        "qk_dim": _slices("HEAD_DIM_QK", problem.head_dim_qk, config),
+        "v_dim": _slices("HEAD_DIM_V", problem.head_dim_v, config),
+        "ranges": ranges,
+        "heavy_last": ranges.form != "lists"
+        and kernel != "bwd_preprocess"
+        and _heavy_last(problem.mask, side),
+        "keep": keep.atoms,
+        "keep_reads": keep.reads,
+        "per_head": side == "columns" and ranges.per_head,
+        "needs_head": keep.per_head,
+        "extras": Extras()
+        if kernel == "bwd_preprocess"
+        else extras(problem.mask, side) + change.extras + sinks,
+        "score": change,
+        "scale": _scale(bool(change.forward)),
+        "sinks": bool(sinks.names),
+        "needs_log2_e": bool(change.forward) or bool(sinks.names),
+        "tests_tile": kernel.endswith("_scores"),
+        "in_panel": kernel == "bwd_columns",
+    }
+
+
+def _header(
+    problem: AttentionProblem, config: TileConfig, kernel: Kernel, aligned: bool, unit: int
+) -> str:
+    strides = f"strides multiples of {unit} elements" if aligned else "any strides"
+    one = representative(problem)
+    dims = f"{problem.head_dim_qk}/{problem.head_dim_v}"
+    flag = "" if aligned else " --unaligned"
+    score = f"{problem.score.notation},\n          " if problem.score else ""
+    key = one.key.replace(" score(", "\n          score(")
+    tile = f"block_m={config.block_m} block_n={config.block_n}"
+    tile += f" block_d={config.block_d}" if config.block_d else ""
+    options = f"num_warps={config.num_warps} num_stages={config.num_stages}"
+    return f'''"""{_TITLES[kernel]}
+
+Generated by tilegen. Do not edit: change the template or the config and render again.
+
+problem   head_dim {dims}, {problem.dtype}, group size {problem.group_size}, mask {problem.mask},
+          {score}{strides}; any batch, heads and lengths
+config    {tile} {options}
+template  attention_{kernel}.py.jinja @ {template_digest(kernel)}
+rerender  tilegen show "{key}"
+          --kernel {kernel} --config {config.key}{flag}
+"""'''
+
+
+def _function_name(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> str:
+    dims = f"d{problem.head_dim_qk}" + (
+        "" if problem.head_dim_qk == problem.head_dim_v else f"v{problem.head_dim_v}"
+    )
+    if kernel == "bwd_preprocess":
+        return f"attention_{kernel}_d{problem.head_dim_v}_m{config.block_m}"
+    mask = re.sub(r"[^a-z0-9]+", "_", problem.mask.notation.replace("-1", "inf")).strip("_")
+    mask = mask[:MAX_NAME].rstrip("_")
+    slice_ = f"d{config.block_d}" if config.block_d else ""
+    return f"attention_{kernel}_{dims}_{mask}_m{config.block_m}n{config.block_n}{slice_}"
+
+
+def _signature(
+    source: str, function: str, problem: AttentionProblem
+) -> tuple[tuple[str, str], ...]:
+    """Read the arguments back from the emitted text: the template is the one place that lists
+    them."""
+    names = argument_names(source, function)
+    assert names is not None, function
+    captured = argument_types(problem.score) if problem.score else {}
+    for i, one in enumerate(problem.mask.values):
+        captured[f"t{i}_ptr"] = f"*{ELEMENTS[one.elements]}"
+    return tuple((n, captured.get(n) or argument_type(n, problem.dtype) or "") for n in names)
+
+
+def _chunks(head_dim: int, kind: str) -> tuple[Chunk, ...]:
+    widths = head_dim_chunks(head_dim)
+    chunks: list[Chunk] = []
+    start = 0
+    for i, width in enumerate(widths):
+        suffix = f"_{i}" if len(widths) > 1 else ""
+        chunks.append(
+            Chunk(
+                suffix=suffix,
+                start=f"{start} + " if start else "",
+                width=width,
+                offs=f"offs_{kind}{suffix}",
+                exists=f"{kind}_exists{suffix}",
+                limit=f"HEAD_DIM_{kind.upper()}",
+                padded=start + width > head_dim,
+            )
+        )
+        start += width
+    return tuple(chunks)
+
+
+def _slices(limit: str, head_dim: int, config: TileConfig) -> Slices:
+    padded = config.block_d > 0 and head_dim % config.block_d > 0
+    return Slices(
+        limit=limit,
+        padded=padded,
+        and_exists=" & d_exists[None, :]" if padded else "",
+        only_exists=", mask=d_exists[None, :], other=0.0" if padded else "",
+    )
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How a forward kernel gets its scale, and what brings its scores to base 2."""
+
+    parameter: str
+    argument: str
+    to_base_2: str
+
+
+def _scale(changes: bool) -> Scale:
+    if changes:
+        return Scale("softmax_scale,  # not negative", "softmax_scale", "LOG2_E")
+    return Scale(
+        "softmax_scale_log2,  # softmax scale * log2(e), not negative",
+        "softmax_scale * math.log2(math.e)",
+        "softmax_scale_log2",
+    )
+
+
+def _heavy_last(mask: Mask, side: Side) -> bool:
+    """Whether later tiles have more work; they should then start first, so that the tail is made of
+    light ones."""
+    ranges = tile_ranges(mask, side, seqlen_q=4096, seqlen_kv=4096, block_m=64, block_n=64)
+    work = ranges.visited[0, 0]
+    return bool(work[-1] > work[0])

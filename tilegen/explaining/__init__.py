@@ -1,0 +1,1 @@
+"""An explanation of kernels and tiles: as values (`explanation`), as text and as pictures."""

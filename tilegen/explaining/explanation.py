@@ -1,0 +1,322 @@
+"""Why these tiles: the formulas, the numbers, the bound, the runner-up, and what would change the
+choice. Plain values, which `explain_text` writes and `explain_plot` draws."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from fractions import Fraction
+from typing import Any
+
+from tilegen.choose.families import Direction
+from tilegen.choose.ranking import SMEM_DOUBT, estimate, propose
+from tilegen.errors import Unsupported
+from tilegen.explaining.formulas import (
+    Values,
+    dram_bytes,
+    dram_formulas,
+    formula,
+    kernel_values,
+    level_values,
+    named,
+)
+from tilegen.explaining.mask_effect import explain_mask
+from tilegen.explaining.pass_choice import (
+    OTHER_FAST_MEMORY,
+    bound_of,
+    explain_pass,
+    limited,
+    other_masks,
+)
+from tilegen.gpus.spec import GpuSpec
+from tilegen.kernels.config import BACKWARD, SLICED, Kernel, TileConfig, check_config
+from tilegen.kernels.passes import panels
+from tilegen.model import hierarchy, roofline, sliced
+from tilegen.model.bounds import complexity, critical_head_dim, lower_bound
+from tilegen.model.estimate import Candidate, CostEstimate
+from tilegen.model.footprint import TENSOR_MEMORY_COLUMNS, footprint, residents
+from tilegen.model.symbols import H_kv
+from tilegen.model.traffic import TERMS, Traffic, Visits, total_bytes, visits
+from tilegen.problem import AttentionProblem
+
+
+def explain_all(
+    problem: AttentionProblem,
+    gpu: GpuSpec,
+    kernels: Sequence[Kernel],
+    config: TileConfig | None = None,
+) -> list[dict[str, Any]]:
+    """Return the explanation of each kernel, with that of its pass under `pass`.
+
+    Raises Unsupported.
+    """
+    ways: set[Direction] = {direction_of(kernel) for kernel in kernels}
+    passes = {way: explain_pass(problem, gpu, way) for way in ways}
+    return [
+        explain(problem, gpu, kernel, config) | {"pass": passes[direction_of(kernel)]}
+        for kernel in kernels
+    ]
+
+
+def direction_of(kernel: Kernel) -> Direction:
+    """Return the pass that a kernel belongs to."""
+    return "backward" if any(kernel in names for names in BACKWARD.values()) else "forward"
+
+
+def explain(
+    problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, config: TileConfig | None = None
+) -> dict[str, Any]:
+    """Return the explanation of one kernel as plain values. Raises Unsupported.
+
+    `config` defaults to the model's choice.
+    """
+    if config is not None:
+        check_config(config, kernel)
+    ranked = propose(problem, gpu, kernel=kernel, top=4)
+    chosen = ranked[0] if config is None else _candidate(problem, gpu, kernel, config, ranked)
+    others = [c for c in ranked if c.config != chosen.config][:3]
+    cost = chosen.estimate
+    counts = visits(problem, chosen.config.block_m, chosen.config.block_n, kernel)
+    direction = direction_of(kernel)
+    values = kernel_values(problem, gpu, kernel, chosen.config, counts)
+    both_ways = H_kv * total_bytes(TERMS[kernel])
+    bound = bound_of(problem, gpu, kernel)
+    return {
+        "problem": problem.key,
+        "gpu": gpu.name,
+        "fast_memory": gpu.smem_per_block,
+        "kernel": kernel,
+        "config": asdict(chosen.config),
+        "reason": chosen.reason,
+        "mask": explain_mask(problem, gpu, kernel, chosen),
+        "tiles": {
+            name: float(n) if isinstance(n, Fraction) else n for name, n in asdict(counts).items()
+        },
+        "traffic": {
+            "formula": [
+                {
+                    "tensor": term.tensor,
+                    "direction": term.direction,
+                    "words": str(term.words),
+                    "latex": formula(term.tensor, term.words)["latex"],
+                    "size": term.size,
+                }
+                for term in TERMS[kernel]
+            ],
+            "bytes": formula("bytes", both_ways),
+            "values": named(values, [both_ways]),
+            "read_bytes": cost.read_bytes,
+            "write_bytes": cost.write_bytes,
+            "dram_bytes": cost.dram_bytes,
+        },
+        "dram": _dram(problem, gpu, chosen, counts, values),
+        "bound": bound
+        | {
+            "complexity": str(complexity(direction)),
+            "complexity_latex": formula("optimum", complexity(direction))["latex"],
+            "formula": str(lower_bound(kernel)),
+            "ratio": (cost.read_bytes + cost.write_bytes) / cost.lower_bound_bytes,
+            "critical_head_dim": critical_head_dim(
+                gpu, direction, element_bytes=problem.element_bytes
+            ),
+        },
+        "footprint": {
+            "smem_bytes": cost.smem_bytes,
+            "registers": cost.registers,
+            "programs_per_sm": _residents(problem, gpu, chosen),
+        },
+        "time": _time(problem, gpu, cost, counts),
+        "next_best": [_short(other) | _versus(problem, gpu, chosen, other) for other in others],
+        "other_fast_memory": [
+            {"fast_memory": size} | _other(problem, limited(gpu, size), kernel)
+            for size in OTHER_FAST_MEMORY
+        ],
+        "other_masks": [
+            {"mask": mask.notation} | _other(replace(problem, mask=mask), gpu, kernel)
+            for mask in other_masks(problem)
+        ],
+    }
+
+
+def _candidate(
+    problem: AttentionProblem,
+    gpu: GpuSpec,
+    kernel: Kernel,
+    config: TileConfig,
+    ranked: Sequence[Candidate],
+) -> Candidate:
+    for candidate in ranked:
+        if candidate.config == config:
+            return candidate
+    _check_fits(problem, gpu, kernel, config)
+    cost = estimate(problem, gpu, config, kernel)
+    ratio = cost.seconds / ranked[0].estimate.seconds
+    reason = f"asked for; predicted to take {ratio:.2f} times as long as the model's choice"
+    return Candidate(kernel=kernel, config=config, estimate=cost, reason=reason)
+
+
+def _check_fits(
+    problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, config: TileConfig
+) -> None:
+    """Raise Unsupported for a config that no tuner would try: there is no time to predict."""
+    needs = footprint(problem, config, kernel, gpu.arch)
+    if needs.fits(gpu, doubt=SMEM_DOUBT):
+        return
+    columns = f" and {needs.columns} columns of tensor memory" if needs.columns else ""
+    limits = f" and {TENSOR_MEMORY_COLUMNS}" if needs.columns else ""
+    raise Unsupported(
+        f"expected a config that fits on {gpu.name}, got {config.key}: {kernel} would need "
+        f"{needs.smem_bytes} bytes of shared memory{columns}, of {gpu.smem_per_block}{limits}; "
+        "choose smaller tiles or fewer stages"
+    )
+
+
+# --------------------------------------------------------------------------------------------------
+# The second level, and time
+
+
+def _dram(
+    problem: AttentionProblem, gpu: GpuSpec, chosen: Candidate, counts: Visits, values: Values
+) -> dict[str, Any]:
+    """Return what moves between L2 and DRAM and why; sliced kernels have a number only."""
+    kernel, cost = chosen.kernel, chosen.estimate
+    # Panels stay in L2 between kernels, so a bound that reads them from DRAM says nothing.
+    bound = None if _through_panels(kernel) else hierarchy.dram_bound_bytes(problem, gpu, kernel)
+    told: dict[str, Any] = {
+        "bytes": cost.dram_bytes,
+        "bound_bytes": bound,
+        "ratio": cost.dram_bytes / bound if bound else None,
+        "formulas": dram_formulas(kernel),
+        "values": {},
+        "wave": None,
+    }
+    if kernel in hierarchy.KERNELS:
+        found = hierarchy.levels(problem, gpu, chosen.config, kernel)
+        values = values | level_values(problem, kernel, counts, found)
+        used = [dram_bytes(kernel), hierarchy.sweeps("head_major")]
+        told["values"] = named(values, used[: len(told["formulas"])])
+        told["wave"] = {
+            "programs": found.in_flight,
+            "heads": found.live_heads,
+            "heads_in_l2": found.heads_in_l2 if math.isfinite(found.heads_in_l2) else None,
+            "part_of_head": found.part_of_head,
+            "sweeps": found.sweeps,
+        }
+    return told
+
+
+def _time(
+    problem: AttentionProblem, gpu: GpuSpec, cost: CostEstimate, counts: Visits
+) -> dict[str, Any]:
+    """Return the predicted time and what it is composed of: see `roofline.time`."""
+    launch = roofline.family(gpu.arch).launch_seconds
+    launches = _launches(problem, gpu, cost.kernel)
+    moved = Traffic(read_bytes=cost.read_bytes, write_bytes=cost.write_bytes)
+    shares = {
+        "l2": roofline.least_seconds(gpu, moved) - launch,
+        "dram": dict(cost.terms)["dram"],
+    }
+    running = cost.seconds - launches * launch
+    largest = max(shares, key=lambda name: shares[name])
+    # Programs take as long as the launch does, or less where all of L2's or DRAM's traffic is more.
+    by_programs = running > shares[largest] * (1 + 1e-9)
+    return {
+        "seconds": cost.seconds,
+        "limit": cost.limit,
+        "flops": cost.flops,
+        "waves": cost.waves,
+        "terms": dict(cost.terms),
+        "composition": {
+            "largest": "programs" if by_programs else largest,
+            "programs": running if by_programs else None,
+            **shares,
+            "launch": launches * launch,
+            "launches": launches,
+            # What `roofline.time` assumes: unequal programs fill the last wave, but for a tail.
+            "whole_waves": cost.kernel in SLICED
+            or counts.longest * counts.programs == counts.tiles,
+            "overlap_norm": roofline.OVERLAP_NORM,
+        },
+    }
+
+
+def _launches(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> int:
+    if not _through_panels(kernel):
+        return 1
+    heads = problem.batch * problem.num_heads_q
+    rows = sliced.rows_of_panels(problem, gpu, kernel)
+    each = 2 if kernel == "bwd_columns" else 1
+    return each * sum(1 for _ in panels(heads, problem.group_size, problem.seqlen_q, rows))
+
+
+def _through_panels(kernel: Kernel) -> bool:
+    """Whether a kernel is launched panel by panel: those of the small-cache family."""
+    return kernel in SLICED and kernel != "fwd_streamed"
+
+
+# --------------------------------------------------------------------------------------------------
+# Other configs
+
+
+def _short(candidate: Candidate) -> dict[str, Any]:
+    cost = candidate.estimate
+    return {
+        "config": candidate.config.key,
+        "seconds": cost.seconds,
+        "limit": cost.limit,
+        "reason": candidate.reason,
+    }
+
+
+def _versus(
+    problem: AttentionProblem, gpu: GpuSpec, chosen: Candidate, other: Candidate
+) -> dict[str, Any]:
+    """Return in what a candidate differs from the chosen one, and a line that says it."""
+    mine, its = chosen.estimate, other.estimate
+    own = dict(mine.terms)
+    grown = {name: seconds - own[name] for name, seconds in its.terms}
+    slower = its.seconds >= mine.seconds
+    term = (max if slower else min)(grown, key=lambda name: grown[name])
+    traffic = (its.read_bytes + its.write_bytes) / (mine.read_bytes + mine.write_bytes)
+    together = _residents(problem, gpu, chosen), _residents(problem, gpu, other)
+    steps = _steps(problem, chosen), _steps(problem, other)
+    said = ["the same traffic" if traffic == 1 else f"{traffic:.2f} times the traffic"]
+    if steps[0] != steps[1]:
+        said.append(f"{steps[1]} steps a head, not {steps[0]}")
+    if together[0] != together[1]:
+        said.append(f"{together[1]} program{'s' * (together[1] > 1)} per SM, not {together[0]}")
+    waves = [f"{one.waves:.1f}" for one in (its, mine)]
+    if waves[0] != waves[1]:
+        said.append(f"{waves[0]} waves, not {waves[1]}")
+    if abs(grown[term]) >= 0.001 * mine.seconds:
+        said.append(f"{term} {1e6 * grown[term]:+.1f} us")
+    if its.limit != mine.limit:
+        said.append(f"limited by {its.limit}")
+    return {
+        "slowdown": its.seconds / mine.seconds,
+        "traffic_ratio": traffic,
+        "steps": steps[1],
+        "programs_per_sm": together[1],
+        "waves": its.waves,
+        "term": term,
+        "term_seconds": grown[term],
+        "differs": ", ".join(said),
+    }
+
+
+def _residents(problem: AttentionProblem, gpu: GpuSpec, candidate: Candidate) -> int:
+    needs = footprint(problem, candidate.config, candidate.kernel, gpu.arch)
+    return residents(needs, gpu, candidate.config)
+
+
+def _steps(problem: AttentionProblem, candidate: Candidate) -> int:
+    config = candidate.config
+    return round(visits(problem, config.block_m, config.block_n, candidate.kernel).tiles)
+
+
+def _other(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> dict[str, Any]:
+    try:
+        return _short(propose(problem, gpu, kernel=kernel, top=1)[0])
+    except Unsupported as error:
+        return {"config": None, "seconds": None, "limit": None, "reason": str(error)}

@@ -1,0 +1,137 @@
+"""The formulas of an explanation, as text and as LaTeX, and what their symbols are for one problem
+and config."""
+
+# SymPy is typed only in part, and where it is, too narrowly:
+# pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TypedDict
+
+import sympy as sp
+
+from tilegen.gpus.spec import GpuSpec
+from tilegen.kernels.config import SLICED, Kernel, TileConfig
+from tilegen.kernels.passes import SCORE_WIDTH, panels_per_group
+from tilegen.model import hierarchy, sliced
+from tilegen.model.bounds import bound_values
+from tilegen.model.hierarchy import Levels
+from tilegen.model.symbols import (
+    A_w,
+    B_e,
+    C,
+    F,
+    H_kv,
+    T_h,
+    T_s,
+    V_kv,
+    V_q,
+    W_q,
+    g,
+    n_kv,
+    n_p,
+    n_q,
+    n_w,
+    nnz,
+)
+from tilegen.model.traffic import TERMS, Visits, total_bytes
+from tilegen.problem import AttentionProblem
+
+rho = sp.Symbol("rho", positive=True)
+"""How often DRAM delivers the rows that stream: `hierarchy.sweeps`."""
+
+Values = dict[sp.Symbol, float]
+
+
+class Formula(TypedDict):
+    """One equation: what it gives, and its right side in two notations."""
+
+    name: str
+    text: str
+    latex: str
+
+
+def formula(name: str, expression: sp.Expr) -> Formula:
+    """Return an equation in both notations."""
+    return {
+        "name": name,
+        "text": str(expression),
+        "latex": latex(expression),
+    }
+
+
+def latex(expression: sp.Expr) -> str:
+    """Return an expression as LaTeX."""
+    words = {one: rf"\mathrm{{{one}}}" for one in expression.free_symbols if one.name == nnz.name}
+    return sp.latex(expression, symbol_names=words)
+
+
+def dram_formulas(kernel: Kernel) -> list[Formula]:
+    """Return the bytes between L2 and DRAM, and rho; nothing for sliced kernels, which have no
+    closed form."""
+    if kernel not in hierarchy.KERNELS:
+        return []
+    found = [formula("DRAM bytes", dram_bytes(kernel))]
+    if rho in dram_bytes(kernel).free_symbols:
+        found.append(formula("rho", hierarchy.sweeps("head_major")))
+    return found
+
+
+def dram_bytes(kernel: Kernel) -> sp.Expr:
+    """Return the bytes between L2 and DRAM of a whole launch.
+
+    What a program keeps moves once. What streams moves rho times, or as often as it crosses from L2
+    to the SMs where that is less.
+    """
+    kept = H_kv * total_bytes(term for term in TERMS[kernel] if not term.words.has(V_kv, V_q))
+    crossing = H_kv * total_bytes(term for term in TERMS[kernel] if term.words.has(V_kv, V_q))
+    if not crossing:
+        return sp.factor(kept)
+    once = crossing.subs({V_kv: n_kv / g, V_q: n_q})
+    return sp.factor(kept) + sp.Min(sp.factor(crossing), rho * sp.factor(once))
+
+
+def kernel_values(
+    problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, config: TileConfig, counts: Visits
+) -> Values:
+    """Return what the symbols of a kernel's traffic and bounds are."""
+    rows = problem.batch * problem.num_heads_q * problem.seqlen_q
+    if kernel in SLICED:
+        rows = sliced.rows_of_panels(problem, gpu, kernel)
+    width = config.block_n if kernel == "fwd_scores" else SCORE_WIDTH
+    return bound_values(problem, gpu) | {
+        V_kv: counts.rows,
+        V_q: counts.rows,
+        W_q: counts.row_steps,
+        A_w: counts.cells,
+        T_s: -(-problem.seqlen_kv // width),
+        n_p: panels_per_group(problem.group_size, problem.seqlen_q, rows),
+        B_e: config.block_d or 1,
+    }
+
+
+def level_values(
+    problem: AttentionProblem, kernel: Kernel, counts: Visits, found: Levels
+) -> Values:
+    """Return what the symbols of `dram_formulas` are, beside those of the traffic."""
+    group = 1 if kernel == "bwd_dkdv" else problem.group_size
+    return {
+        T_h: group * counts.programs,
+        n_w: found.in_flight,
+        C: found.heads_in_l2,
+        F: found.part_of_head,
+        rho: found.sweeps,
+    }
+
+
+def named(values: Values, used: Iterable[sp.Expr]) -> dict[str, float]:
+    """Return the values of the symbols that expressions use, by name; infinite ones left out."""
+    symbols = {symbol for one in used for symbol in one.free_symbols if symbol in values}
+    return {
+        symbol.name: values[symbol]
+        for symbol in sorted(symbols, key=lambda symbol: symbol.name)
+        if math.isfinite(values[symbol])
+    }

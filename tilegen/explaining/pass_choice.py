@@ -1,0 +1,181 @@
+"""Why these kernels: the families that could compute a pass, its lower bound, its regime, and what
+another fast memory or another mask would choose."""
+
+# SymPy is typed only in part, and where it is, too narrowly:
+# pyright: reportArgumentType=false, reportCallIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import Any
+
+from tilegen.choose.families import CLEARLY_LARGE, FAMILIES, Direction, family, ranked_families
+from tilegen.choose.ranking import propose, spills_much
+from tilegen.errors import Unsupported
+from tilegen.explaining.formulas import formula, named
+from tilegen.gpus.spec import GpuSpec
+from tilegen.kernels.config import Family, Kernel
+from tilegen.kernels.passes import panels, rows_for
+from tilegen.masks.mask import Mask, causal, full
+from tilegen.model.bounds import (
+    bound_values,
+    bounds_of,
+    complexity,
+    critical_head_dim,
+    lower_bound_bytes,
+)
+from tilegen.problem import AttentionProblem
+from tilegen.theory import regimes
+
+OTHER_FAST_MEMORY = tuple(kib * 1024 for kib in (48, 64, 99, 163, 227))
+"""Bytes of shared memory per program of GPUs from the GTX 1060 to the H200."""
+
+
+def explain_pass(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> dict[str, Any]:
+    """Return why a pass is computed by the kernels it is, as plain values. Raises Unsupported."""
+    chosen = family(problem, gpu, direction)
+    fitting = dict(ranked_families(problem, gpu, direction))
+    found = [_family(problem, gpu, direction, name) for name in fitting]
+    mine = next(one for one in found if one["family"] == chosen)
+    bound = bound_of(problem, gpu, direction)
+    moved = mine["read_bytes"] + mine["write_bytes"]
+    regime = _regime(problem, gpu, direction)
+    return {
+        "direction": direction,
+        "family": chosen,
+        "because": _because(problem, regime, chosen, found),
+        "kernels": [one["kernel"] for one in mine["kernels"]],
+        "seconds": mine["seconds"],
+        "read_bytes": mine["read_bytes"],
+        "write_bytes": mine["write_bytes"],
+        "families": found,
+        "unfit": [name for name in FAMILIES[direction] if name not in fitting],
+        "optimum": formula("optimum", complexity(direction)),
+        "bound": bound | {"ratio": moved / bound["bytes"]},
+        "regime": regime,
+        "panel": _panel(problem, gpu, direction) if chosen == "small_cache" else None,
+        "other_fast_memory": [
+            {"fast_memory": size} | _choice(problem, limited(gpu, size), direction)
+            for size in OTHER_FAST_MEMORY
+        ],
+        "other_masks": [
+            {"mask": mask.notation} | _choice(replace(problem, mask=mask), gpu, direction)
+            for mask in other_masks(problem)
+        ],
+    }
+
+
+def limited(gpu: GpuSpec, fast_memory: int) -> GpuSpec:
+    """Return a GPU with other shared memory per program."""
+    shared = max(fast_memory + 1024, gpu.smem_per_sm)
+    return replace(gpu, smem_per_block=fast_memory, smem_per_sm=shared)
+
+
+def other_masks(problem: AttentionProblem) -> Iterator[Mask]:
+    """Yield the plain masks that a problem does not have."""
+    return (mask for mask in (full(), causal()) if mask != problem.mask)
+
+
+def bound_of(problem: AttentionProblem, gpu: GpuSpec, what: Kernel | Direction) -> dict[str, Any]:
+    """Return the lower bounds of a kernel or pass in bytes, and which of them is the largest."""
+    expressions, values = bounds_of(what), bound_values(problem, gpu)
+    sizes = {name: float(one.subs(values)) for name, one in expressions.items()}
+    return {
+        "bytes": lower_bound_bytes(problem, gpu, what),
+        "applies": max(sizes, key=lambda name: sizes[name]),
+        "each": sizes,
+        "formulas": [formula(name, one) for name, one in expressions.items()],
+        "values": named(values, expressions.values()),
+        "on_chip_bytes": gpu.on_chip_bytes,
+    }
+
+
+def _family(
+    problem: AttentionProblem, gpu: GpuSpec, direction: Direction, name: Family
+) -> dict[str, Any]:
+    best = [propose(problem, gpu, kernel=kernel, top=1)[0] for kernel in FAMILIES[direction][name]]
+    return {
+        "family": name,
+        "seconds": sum(one.estimate.seconds for one in best),
+        "read_bytes": sum(one.estimate.read_bytes for one in best),
+        "write_bytes": sum(one.estimate.write_bytes for one in best),
+        "dram_bytes": sum(one.estimate.dram_bytes for one in best),
+        "spills": any(spills_much(problem, gpu, one) for one in best),
+        "kernels": [
+            {
+                "kernel": one.kernel,
+                "config": asdict(one.config),
+                "key": one.config.key,
+                "seconds": one.estimate.seconds,
+            }
+            for one in best
+        ],
+    }
+
+
+def _because(
+    problem: AttentionProblem,
+    regime: dict[str, Any],
+    chosen: Family,
+    found: list[dict[str, Any]],
+) -> str:
+    if regime["m_over_d2"] >= CLEARLY_LARGE:
+        beyond = f"M is {regime['m_over_d2']:.1f} d^2, and from {CLEARLY_LARGE:g} d^2 on "
+        beyond += "FlashAttention's schedules move least by a margin"
+        faster = found[0]["family"]
+        return beyond + (f"; yet {faster} is predicted to be faster" if faster != chosen else "")
+    if found[0]["family"] != chosen:
+        return f"predicted to be the fastest for '{problem.bucket.key}', which stands for this one"
+    why = (
+        f"predicted to be the fastest of {len(found)}" if len(found) > 1 else "the only one to fit"
+    )
+    return why + (
+        ", those that spill many registers last" if any(f["spills"] for f in found) else ""
+    )
+
+
+def _regime(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> dict[str, Any]:
+    """Return where M lies beside d^2, in words and in bytes: theorems count words."""
+    size, head_dim = problem.element_bytes, max(problem.head_dim_qk, problem.head_dim_v)
+    names = regimes.LARGE_CACHE[direction], regimes.SMALL_CACHE[direction]
+    dividing = regimes.dividing_bytes(*names, head_dim=head_dim, element_bytes=size)
+    return {
+        "regime": "large cache" if gpu.on_chip_bytes >= dividing else "small cache",
+        "dtype": problem.dtype,
+        "head_dim": head_dim,
+        "m_bytes": gpu.on_chip_bytes,
+        "m_words": gpu.on_chip_bytes / size,
+        "m_over_d2": gpu.on_chip_bytes / size / head_dim**2,
+        "theorem_words": head_dim**2,
+        "theorem_bytes": head_dim**2 * size,
+        "dividing": formula("M", regimes.dividing_memory(*names)),
+        "values": {"d": head_dim, "alpha": regimes.ACCUMULATOR_BYTES / size},
+        "dividing_words": dividing / size,
+        "dividing_bytes": dividing,
+        "critical_head_dim": critical_head_dim(gpu, direction, element_bytes=size),
+    }
+
+
+def _panel(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> dict[str, Any]:
+    """Return what goes through L2 between the kernels of a small-cache pass at once."""
+    limit = rows_for(problem, gpu, direction)
+    heads = problem.batch * problem.num_heads_q
+    parts = list(panels(heads, problem.group_size, problem.seqlen_q, limit))
+    rows = max(part.num_heads * part.num_rows for part in parts)
+    copies = 1 if direction == "forward" else 2  # weights, and in the backward their gradients
+    return {
+        "panels": len(parts),
+        "rows": rows,
+        "bytes": rows * problem.seqlen_kv * problem.element_bytes * copies,
+        "l2_bytes": gpu.l2_bytes,
+    }
+
+
+def _choice(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> dict[str, Any]:
+    try:
+        chosen = family(problem, gpu, direction)
+        seconds = dict(ranked_families(problem, gpu, direction))[chosen]
+    except Unsupported as error:
+        return {"family": None, "seconds": None, "reason": str(error)}
+    return {"family": chosen, "seconds": seconds, "reason": None}

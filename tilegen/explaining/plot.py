@@ -1,0 +1,339 @@
+"""Two pictures of each pass: traffic against fast memory, and the roofline. Drawn by matplotlib,
+which only `tilegen explain --plot` needs (the extra `plot`)."""
+
+# SymPy is typed only in part, and where it is, too narrowly:
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import sympy as sp
+
+from tilegen.choose.families import Direction
+from tilegen.choose.ranking import propose
+from tilegen.errors import Unsupported
+from tilegen.gpus.nearest import on_tensor_cores
+from tilegen.gpus.spec import GpuSpec
+from tilegen.kernels.config import TileConfig
+from tilegen.masks.drawing import kept
+from tilegen.masks.mask import Full
+from tilegen.model.bounds import bound_values, bounds_of
+from tilegen.model.symbols import (
+    B_c,
+    B_e,
+    B_p,
+    B_r,
+    H_kv,
+    M,
+    N_kv,
+    N_q,
+    alpha,
+    c,
+    n,
+    nnz,
+)
+from tilegen.model.traffic import ACCUMULATOR_BYTES, UNMASKED, visits
+from tilegen.problem import AttentionProblem
+from tilegen.theory.optimum import exact_tiles, leading_tiles
+from tilegen.theory.regimes import SMALL_CACHE
+from tilegen.theory.schedules import SCHEDULES, smooth
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Array = np.ndarray[Any, np.dtype[np.float64]]
+FORMATS = (".png", ".svg", ".pdf")
+POINTS = 120
+CANDIDATES = 8
+"""Configs of each kernel on the roofline."""
+LARGE_CACHE: dict[Direction, tuple[str, ...]] = {
+    "forward": ("fwd_q_stationary",),
+    "backward": ("bwd_preprocess", "bwd_dkdv", "bwd_dq"),
+}
+"""Schedules that make up FlashAttention's passes."""
+
+
+def draw(
+    problem: AttentionProblem, gpu: GpuSpec, explained: Sequence[dict[str, Any]], file: Path
+) -> None:
+    """Draw the passes of explanations (`explain_all`) to a file. Raises Unsupported."""
+    if file.suffix not in FORMATS:
+        raise Unsupported(f"expected a plot to end in {', '.join(FORMATS)}, got {str(file)!r}")
+    if not file.absolute().parent.is_dir():
+        raise Unsupported(f"no folder {str(file.absolute().parent)!r} to write the plot to")
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise Unsupported("--plot needs matplotlib: pip install 'tilegen[plot]'") from error
+    passes: dict[Direction, dict[str, Any]] = {
+        told["pass"]["direction"]: told["pass"] for told in explained
+    }
+    columns = 2 if isinstance(problem.mask, Full) else 3
+    figure = Figure(figsize=(7 * columns, 0.6 + 6.2 * len(passes)), layout="constrained")
+    figure.suptitle(f"{problem.key} on {gpu.title}")
+    rows = figure.subplots(len(passes), columns, squeeze=False)
+    for (traffic, roofline, *rest), way in zip(rows, passes.values(), strict=True):
+        shown = [one for one in explained if one["pass"] is way]
+        for axes in rest:
+            _draw_mask(axes, problem, shown)
+        _draw_traffic(traffic, problem, gpu, way)
+        _draw_roofline(roofline, problem, gpu, shown)
+    figure.savefig(file)
+
+
+# --------------------------------------------------------------------------------------------------
+# The mask
+
+
+MASK_SIDE = 512
+"""Rows and columns of a mask that are drawn: its first."""
+
+
+def _draw_mask(axes: Axes, problem: AttentionProblem, shown: Sequence[dict[str, Any]]) -> None:
+    """Draw the classes of tiles of the first kernel that visits any, and in partial tiles the pairs
+    that are kept."""
+    visiting = [one for one in shown if one["kernel"] != "bwd_preprocess"]
+    if not visiting:
+        axes.set_axis_off()
+        axes.text(0.5, 0.5, "bwd_preprocess visits no tile of the mask", ha="center", wrap=True)
+        return
+    config = TileConfig(**visiting[0]["config"])
+    rows, columns = (min(n, MASK_SIDE) for n in (problem.seqlen_q, problem.seqlen_kv))
+    try:
+        picture = mask_picture(problem, config, rows, columns)
+    except Unsupported as error:
+        axes.set_axis_off()
+        axes.text(0.5, 0.5, str(error), ha="center", wrap=True)
+        return
+    axes.imshow(picture, cmap="Blues", vmin=0, vmax=3, interpolation="nearest", aspect="auto")
+    axes.set_xticks(range(0, columns + 1, config.block_n), minor=False)
+    axes.set_yticks(range(0, rows + 1, config.block_m), minor=False)
+    axes.tick_params(labelsize=7, axis="x", rotation=90)
+    axes.grid(visible=True, linewidth=0.3)
+    axes.set(xlabel="keys", ylabel="queries")
+    axes.set_title(
+        f"first {rows} x {columns} of {problem.mask}, "
+        f"tiles {config.block_m} x {config.block_n} of {visiting[0]['kernel']}\n"
+        "dark: full, middle: kept in a partial tile, light: computed and dropped, white: skipped",
+        fontsize=9,
+    )
+
+
+def mask_picture(problem: AttentionProblem, config: TileConfig, rows: int, columns: int) -> Array:
+    """Return 3 for pairs in full tiles, 2 and 1 for kept and dropped ones in partial tiles, 0 for
+    those that are not visited."""
+    keep = kept(problem.mask, rows, columns)
+    picture = np.zeros(keep.shape)
+    for q in range(0, rows, config.block_m):
+        for k in range(0, columns, config.block_n):
+            tile = keep[q : q + config.block_m, k : k + config.block_n]
+            if tile.any():
+                shade = 3 if tile.all() else 1 + tile
+                picture[q : q + config.block_m, k : k + config.block_n] = shade
+    return picture
+
+
+# --------------------------------------------------------------------------------------------------
+# Traffic against fast memory
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curves:
+    """Bytes of a pass against bytes of fast memory."""
+
+    memory: Array
+    large_cache: Array
+    """FlashAttention's schedule at its best tiles; not a number where none fits."""
+    small_cache: Array
+    bounds: Mapping[str, Array]
+    """LB1, LB2 and floor."""
+
+
+def curves(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> Curves:
+    """Return what both schedules move at their best tiles, and the bounds, over a range of M.
+
+    The small-cache backward is the one of five products; the emitted one forms P and dS at once,
+    which saves reading P where lengths are short.
+    """
+    size, head_dim = problem.element_bytes, max(problem.head_dim_qk, problem.head_dim_v)
+    device = gpu.on_chip_bytes / size
+    words = np.geomspace(min(head_dim**2, device) / 32, 32 * max(head_dim**2, device), POINTS)
+    values = bound_values(problem, gpu)
+    del values[M]
+    bounds = {
+        name: np.broadcast_to(_evaluated(one, values, {M: words}), words.shape)
+        for name, one in bounds_of(direction).items()
+    }
+    large = sum(_large_cache(name, problem, values, words) for name in LARGE_CACHE[direction])
+    small = _small_cache(SMALL_CACHE[direction], problem, values, words)
+    if direction == "backward":  # both need delta
+        small = small + _large_cache("bwd_preprocess", problem, values, words)
+    floor = bounds["floor"]
+    return Curves(
+        memory=words * size,
+        large_cache=np.maximum(large, floor),
+        small_cache=np.maximum(small, floor),
+        bounds=bounds,
+    )
+
+
+def _large_cache(
+    name: str, problem: AttentionProblem, values: dict[sp.Symbol, float], words: Array
+) -> Array:
+    moved = _moved(name)
+    if name == "bwd_preprocess":
+        return np.full_like(words, _evaluated(moved, values, {}))
+    memory = {alpha: ACCUMULATOR_BYTES / problem.element_bytes, c: 1.0, n: 1.0}
+    tiles = {
+        side: np.broadcast_to(_evaluated(one, values | memory, {M: words}), words.shape)
+        for side, one in exact_tiles(name).items()
+    }
+    fits = np.all([tile >= 1 for tile in tiles.values()], axis=0)
+    return np.where(fits, _evaluated(moved, values, _cut(tiles, problem)), np.nan)
+
+
+def _small_cache(
+    name: str, problem: AttentionProblem, values: dict[sp.Symbol, float], words: Array
+) -> Array:
+    weight = ACCUMULATOR_BYTES / problem.element_bytes
+    tiles = {
+        side: _evaluated(one, {alpha: weight}, {}) * np.sqrt(words)
+        for side, one in leading_tiles(name).items()
+    }
+    # An output tile no wider than the head dim leaves its room to rows.
+    tiles[B_e] = np.minimum(tiles[B_e], min(problem.head_dim_qk, problem.head_dim_v))
+    tiles[B_p] = words / (weight * tiles[B_e])
+    return _evaluated(_moved(name), values, _cut(tiles, problem))
+
+
+def _cut(tiles: Mapping[sp.Symbol, Array], problem: AttentionProblem) -> dict[sp.Symbol, Array]:
+    """Return tiles of at least one row that are not longer than the sequence, and as `nnz` the
+    score entries that a head visits with them: more than the mask keeps."""
+    longest = {B_r: problem.seqlen_q, B_c: problem.seqlen_kv, B_p: problem.seqlen_q}
+    cut = {side: np.clip(tile, 1.0, longest.get(side, np.inf)) for side, tile in tiles.items()}
+    cut[nnz] = np.array(
+        [
+            visits(problem, int(rows), int(columns), "fwd", aligned=False).cells
+            for rows, columns in zip(cut[B_r], cut[B_c], strict=True)
+        ]
+    )
+    return cut
+
+
+def _moved(name: str) -> sp.Expr:
+    """Return the bytes of a launch for tiles that divide everything; a mask leaves nnz of
+    N_q N_kv scores."""
+    whole = sp.expand(smooth(SCHEDULES[name].bytes().subs(UNMASKED)))
+    each = whole.coeff(N_q, 1).coeff(N_kv, 1)
+    return H_kv * (sp.expand(whole - each * N_q * N_kv) + each * nnz)
+
+
+def _evaluated(
+    expression: sp.Expr, values: Mapping[sp.Symbol, float], arrays: Mapping[sp.Symbol, Array]
+) -> Any:
+    known = {**values, **arrays}
+    symbols = sorted(expression.free_symbols, key=str)
+    return sp.lambdify(symbols, expression, modules="numpy")(*(known[one] for one in symbols))
+
+
+def _draw_traffic(axes: Axes, problem: AttentionProblem, gpu: GpuSpec, way: dict[str, Any]) -> None:
+    found, regime = curves(problem, gpu, way["direction"]), way["regime"]
+    axes.set_title(f"{way['direction']}: traffic between SMs and L2")
+    large = "FlashAttention-2" + (", two passes" if way["direction"] == "backward" else "")
+    axes.loglog(found.memory, found.large_cache, color="C0", label=f"{large}, best tiles")
+    axes.loglog(
+        found.memory, found.small_cache, color="C1", label="small-cache schedule, best tiles"
+    )
+    styles = {"LB1": (":", "0.3"), "LB2": ("--", "0.3"), "floor": ("-", "0.6")}
+    for name, bound in found.bounds.items():
+        style, color = styles[name]
+        shown = np.where(bound > 0, bound, np.nan)
+        label = "floor: inputs and outputs once" if name == "floor" else f"lower bound {name}"
+        axes.loglog(found.memory, shown, style, color=color, lw=1.2, label=label)
+    marks = {
+        f"M of {gpu.name}, {regime['m_bytes'] / 1024:.0f} KiB": ("C2", regime["m_bytes"]),
+        f"schedules cross if unmasked, {regime['dividing_bytes'] / 1024:.0f} KiB": (
+            "C3",
+            regime["dividing_bytes"],
+        ),
+    }
+    for label, (color, at) in marks.items():
+        axes.axvline(at, color=color, lw=1, ls="-.", label=label)
+    for one, marker in zip(way["families"], "osD^", strict=False):
+        name = one["family"] + (", chosen" if one["family"] == way["family"] else "")
+        moved = one["read_bytes"] + one["write_bytes"]
+        filled = "C2" if one["family"] == way["family"] else "none"
+        axes.plot(
+            [regime["m_bytes"]], [moved], marker, mfc=filled, color="C2", label=f"tiles of {name}"
+        )
+    bottom = found.bounds["floor"][0] / 4
+    top = np.nanmax([found.large_cache[0], found.small_cache[0], *found.small_cache]) * 2
+    axes.set_ylim(bottom, top)
+    axes.set_xlabel("fast memory M, bytes per SM")
+    axes.set_ylabel("bytes")
+    axes.grid(alpha=0.3)
+    axes.set_xlim(found.memory[0], found.memory[-1])
+    _legend(axes)
+
+
+# --------------------------------------------------------------------------------------------------
+# Roofline
+
+
+def _draw_roofline(
+    axes: Axes,
+    problem: AttentionProblem,
+    gpu: GpuSpec,
+    explained: Sequence[dict[str, Any]],
+) -> None:
+    from matplotlib.ticker import NullFormatter
+
+    fast = on_tensor_cores(problem.dtype, gpu.arch)
+    peak = gpu.tensor_flops_16 if fast else gpu.vector_flops_32
+    direction = explained[0]["pass"]["direction"]
+    axes.set_title(f"{direction}: roofline, the model's best {CANDIDATES} of each kernel")
+    intensities: list[float] = []
+    speeds: list[float] = []
+    for i, told in enumerate(explained):
+        kernel, seconds = told["kernel"], told["time"]["seconds"]
+        best = [one.estimate for one in propose(problem, gpu, kernel=kernel, top=CANDIDATES)]
+        if not best[0].flops:
+            continue  # the preprocess has no matrix products
+        speed = [one.flops / one.seconds for one in best]
+        levels = {
+            "L2": [one.flops / (one.read_bytes + one.write_bytes) for one in best],
+            "DRAM": [one.flops / one.dram_bytes for one in best],
+        }
+        for (level, at), filled in zip(levels.items(), (f"C{i}", "none"), strict=True):
+            axes.loglog(at, speed, "o", color=f"C{i}", mfc=filled, label=f"{kernel}, {level}")
+            intensities += at
+        traffic, flops = told["traffic"], told["time"]["flops"]
+        at = [flops / (traffic["read_bytes"] + traffic["write_bytes"])]
+        label = f"{kernel} {TileConfig(**told['config']).key}"
+        axes.loglog(at, [flops / seconds], "*", ms=12, color=f"C{i}", mec="0.2", label=label)
+        intensities += at
+        speeds += [*speed, flops / seconds]
+    if not intensities:
+        axes.text(0.5, 0.5, "no matrix products", ha="center", transform=axes.transAxes)
+        return
+    span = np.geomspace(min(intensities) / 4, max(*intensities, peak / gpu.dram_bandwidth) * 2, 50)
+    roofs = {"L2": (gpu.l2_bandwidth, "-"), "DRAM": (gpu.dram_bandwidth, "--")}
+    for level, (bandwidth, style) in roofs.items():
+        label = f"{level} {bandwidth / 1e12:.1f} TB/s, peak {peak / 1e12:.0f} Tflop/s"
+        roof = np.minimum(peak, bandwidth * span)
+        axes.loglog(span, roof, style, color="0.4", lw=1.2, label=label)
+    axes.set_ylim(min(*speeds, peak) / 4, peak * 2)
+    axes.xaxis.set_minor_formatter(NullFormatter())  # labels would run into each other
+    axes.set_xlabel("flop per byte at L2 (filled) or DRAM (hollow)")
+    axes.set_ylabel("flop/s, predicted")
+    axes.grid(alpha=0.3)
+    _legend(axes)
+
+
+def _legend(axes: Axes) -> None:
+    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2)

@@ -1,0 +1,319 @@
+"""An explanation as lines of text, or as LaTeX to paste."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from sympy import Symbol
+
+from tilegen.explaining.formulas import latex
+from tilegen.explaining.mask_effect import mask_lines
+from tilegen.kernels.config import TileConfig
+
+
+def lines_of_all(explained: Sequence[dict[str, Any]], *, with_passes: bool) -> list[str]:
+    """Return explanations of kernels as text, each pass before the first of its kernels."""
+    return _joined(explained, with_passes, pass_lines, explain_lines)
+
+
+def latex_of_all(explained: Sequence[dict[str, Any]], *, with_passes: bool) -> list[str]:
+    """Return the formulas of explanations as LaTeX; needs amsmath."""
+    return _joined(explained, with_passes, pass_latex, kernel_latex)
+
+
+def _joined(
+    explained: Sequence[dict[str, Any]], with_passes: bool, of_pass: Any, of_kernel: Any
+) -> list[str]:
+    blocks: list[list[str]] = []
+    seen: set[str] = set()
+    for told in explained:
+        if with_passes and told["pass"]["direction"] not in seen:
+            seen.add(told["pass"]["direction"])
+            blocks.append(of_pass(told))
+        blocks.append(of_kernel(told))
+    return [line for i, block in enumerate(blocks) for line in ([""] if i else []) + block]
+
+
+# --------------------------------------------------------------------------------------------------
+# Text
+
+
+def pass_lines(told: dict[str, Any]) -> list[str]:
+    """Return the explanation of the pass that a kernel belongs to."""
+    way, bound, regime = told["pass"], told["pass"]["bound"], told["pass"]["regime"]
+    moved = way["read_bytes"] + way["write_bytes"]
+    lines = [
+        f"{way['direction']} for {_subject(told)}: {way['family']}",
+        f"  because    {way['because']}",
+        *_table("families", map(_family, way["families"])),
+    ]
+    if way["unfit"]:
+        lines.append(f"             nothing fits of {', '.join(way['unfit'])}")
+    lines += [
+        f"  traffic    {_bytes(moved)} between SMs and L2, {bound['ratio']:.1f} times the lower "
+        f"bound of the pass: {_bound(bound)}",
+        f"  regime     {regime['regime']}: M = {_bytes(regime['m_bytes'])} = "
+        f"{regime['m_words']:.0f} words of {regime['dtype']}, {regime['m_over_d2']:.2f} d^2",
+        f"             the theorems divide at d^2 = {regime['theorem_words']} words "
+        f"({_bytes(regime['theorem_bytes'])}), these schedules at "
+        f"{regime['dividing_words']:.0f} words ({_bytes(regime['dividing_bytes'])}); "
+        f"with this M at head dim {regime['critical_head_dim']:.0f}",
+    ]
+    if panel := way["panel"]:
+        lines.append(
+            f"  panel      {panel['rows']} query rows, {_bytes(panel['bytes'])} of scores in "
+            f"{_bytes(panel['l2_bytes'])} of L2; {panel['panels']} of them"
+        )
+    others = [*map(_memory, way["other_fast_memory"]), *map(_other_mask, way["other_masks"])]
+    choices = [f"{name:10} {_choice(one)}" for name, one in others]
+    return [*lines, *_table("would be", choices)]
+
+
+def _subject(told: dict[str, Any]) -> str:
+    memory = f"{told['fast_memory'] // 1024} KiB of shared memory"
+    return f"'{told['problem']}' on {told['gpu']} with {memory}"
+
+
+def _family(one: dict[str, Any]) -> str:
+    kernels = ", ".join(f"{kernel['kernel']} {kernel['key']}" for kernel in one["kernels"])
+    moved = _bytes(one["read_bytes"] + one["write_bytes"])
+    spills = "; spills much" if one["spills"] else ""
+    return f"{one['family']:12} {1e6 * one['seconds']:9.1f} us {moved:>8}  {kernels}{spills}"
+
+
+def _choice(one: dict[str, Any]) -> str:
+    if one["family"] is None:
+        return "nothing fits"
+    return f"{one['family']:12} {1e6 * one['seconds']:9.1f} us"
+
+
+def explain_lines(told: dict[str, Any]) -> list[str]:
+    """Return the explanation of one kernel."""
+    traffic, bound, time, mask = told["traffic"], told["bound"], told["time"], told["mask"]
+    tiles, moved = told["tiles"], (traffic["read_bytes"], traffic["write_bytes"])
+    return [
+        f"{told['kernel']} for {_subject(told)}",
+        f"  tile       {TileConfig(**told['config'])!r}",
+        f"  because    {told['reason']}",
+        "",
+        *mask_lines(mask),
+        f"  tiles      {tiles['tiles']} visited per head by {tiles['programs']} programs, "
+        f"{tiles['partial_tiles']} of them with mask code",
+        "",
+        "  traffic between SMs and L2, words per key-value head:",
+        *(
+            f"    {term['direction']:5} {term['tensor']:6} {term['words']}"
+            + (" (fp32)" if term["size"] == "fp32" else "")
+            for term in traffic["formula"]
+        ),
+        f"    in all {_bytes(moved[0])} read, {_bytes(moved[1])} written, with "
+        f"{_values(traffic['values'])}",
+        *_dram_lines(told["dram"]),
+        "",
+        f"  optimum    Theta({bound['complexity']})",
+        f"  bound      {_bound(bound)} with {_bytes(bound['on_chip_bytes'])} on chip: "
+        f"these tiles move {bound['ratio']:.1f} times that",
+        *(
+            f"    {one['name']:5} {one['text']}"
+            for one in bound["formulas"]
+            if one["name"] == bound["applies"]
+        ),
+        f"  crossover  head dim {bound['critical_head_dim']:.0f}: "
+        "beyond it the small-cache algorithms move less",
+        "",
+        *_time_lines(time),
+        "",
+        "  next best, and in what they differ",
+        *(
+            f"    {other['config']:14} {1e6 * other['seconds']:8.1f} us, "
+            f"{other['slowdown']:.2f} times: {other['differs']}"
+            for other in told["next_best"]
+        ),
+        "",
+        "  with other fast memory, or another mask",
+        *(
+            f"    {other['fast_memory'] // 1024:3} KiB        {_config(other)}"
+            for other in told["other_fast_memory"]
+        ),
+        *(f"    {other['mask']:14} {_config(other)}" for other in told["other_masks"]),
+    ]
+
+
+def _config(other: dict[str, Any]) -> str:
+    if other["config"] is None:
+        return "nothing fits"
+    return f"{other['config']:14} {1e6 * other['seconds']:8.1f} us"
+
+
+def _dram_lines(dram: dict[str, Any]) -> Iterator[str]:
+    bound = ""
+    if dram["ratio"] is not None:
+        bound = f", {dram['ratio']:.1f} times the lower bound with L2 and all SMs as fast memory"
+    yield f"  traffic between L2 and DRAM: {_bytes(dram['bytes'])}{bound}"
+    if dram["formulas"]:
+        yield f"    {dram['formulas'][0]['text']}"
+    else:
+        yield "    inputs and outputs once; what streams again with each panel, unless L2 holds it"
+    if (wave := dram["wave"]) and len(dram["formulas"]) > 1:
+        yield (
+            f"    rho = {wave['sweeps']:.2f}: {wave['programs']} programs in flight read at most "
+            f"{wave['heads']} key-value heads, and L2 holds {wave['heads_in_l2']:.1f}"
+        )
+
+
+def _time_lines(time: dict[str, Any]) -> Iterator[str]:
+    parts = time["composition"]
+    programs, largest = parts["programs"], parts["largest"]
+    yield (
+        f"  time       {1e6 * time['seconds']:.1f} us predicted, limited by {time['limit']}; "
+        f"{time['waves']:.1f} waves"
+    )
+    took = f"{1e6 * programs:.1f}" if programs is not None else "less"
+    waves = "in whole waves" if parts["whole_waves"] else "the longest first"
+    if time["waves"] > 1 and not parts["whole_waves"]:
+        waves += ", half of one as tail"
+    named = {"programs": "programs", "l2": "L2", "dram": "DRAM"}[largest]
+    yield (
+        f"    = max(programs {took}, L2 {1e6 * parts['l2']:.1f}, DRAM {1e6 * parts['dram']:.1f}), "
+        f"here {named}, + {1e6 * parts['launch']:.1f} for {parts['launches']} "
+        f"launch{'es' * (parts['launches'] > 1)}"
+    )
+    yield (
+        f"    programs run {waves}; a step takes the {parts['overlap_norm']}-norm of its units, a "
+        "little more than the busiest"
+    )
+    for name, seconds in time["terms"].items():
+        yield f"    {name:8} {1e6 * seconds:10.1f} us"
+
+
+def _bound(bound: dict[str, Any]) -> str:
+    others = [
+        f"{name} {_bytes(max(0, size))}"
+        for name, size in bound["each"].items()
+        if name != bound["applies"]
+    ]
+    each = f"; {', '.join(others)}" if others else ""
+    return f"{_bytes(bound['bytes'])} ({bound['applies']}{each})"
+
+
+def _memory(other: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    return f"{other['fast_memory'] // 1024:3} KiB", other
+
+
+def _other_mask(other: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    return other["mask"], other
+
+
+def _table(name: str, rows: Iterable[str]) -> Iterator[str]:
+    for i, row in enumerate(rows):
+        yield f"  {'' if i else name:10} {row}"
+
+
+def _values(values: dict[str, float]) -> str:
+    return ", ".join(
+        f"{name}={value:g}" if value != int(value) else f"{name}={int(value)}"
+        for name, value in values.items()
+    )
+
+
+def _bytes(count: float) -> str:
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f} B"
+
+
+# --------------------------------------------------------------------------------------------------
+# LaTeX
+
+
+def pass_latex(told: dict[str, Any]) -> list[str]:
+    """Return what is proved about a pass: complexity, bounds in bytes, dividing point in words."""
+    way = told["pass"]
+    rows = [
+        (r"Q_{\mathrm{optimum}}", rf"\Theta\left({way['optimum']['latex']}\right)", None),
+        *_bound_rows(way["bound"]),
+        (
+            r"M_{\mathrm{dividing}}",
+            way["regime"]["dividing"]["latex"],
+            way["regime"]["dividing_words"],
+        ),
+    ]
+    title = f"{way['direction']} of {told['problem']} on {told['gpu']}: {way['family']}"
+    return [f"% {title}", *_aligned(rows), _where(way["bound"]["values"] | way["regime"]["values"])]
+
+
+def kernel_latex(told: dict[str, Any]) -> list[str]:
+    """Return the formulas of one kernel: both levels, its bound, and how its time is composed."""
+    traffic, dram, parts = told["traffic"], told["dram"], told["time"]["composition"]
+    config = TileConfig(**told["config"]).key
+    head = f"% {told['kernel']} {config} of {told['problem']} on {told['gpu']}"
+    moved: list[tuple[str, str, float | None]] = [
+        (
+            rf"\operatorname{{{term['direction']}}}(\text{{{term['tensor']}}})",
+            term["latex"] + (r"\quad\text{(fp32)}" if term["size"] == "fp32" else ""),
+            None,
+        )
+        for term in traffic["formula"]
+    ]
+    in_all = traffic["read_bytes"] + traffic["write_bytes"]
+    moved.append((r"Q_{\mathrm{L2}}", traffic["bytes"]["latex"], in_all))
+    names = {"DRAM bytes": r"Q_{\mathrm{DRAM}}", "rho": r"\rho"}
+    numbers = {"DRAM bytes": dram["bytes"], "rho": (dram["wave"] or {}).get("sweeps")}
+    second = [
+        (names[one["name"]], one["latex"], numbers[one["name"]]) for one in dram["formulas"]
+    ] or [(names["DRAM bytes"], rf"{dram['bytes']}\ \text{{bytes}}", None)]
+    time = (
+        r"\max\left(T_{\mathrm{programs}},\ \frac{Q_{\mathrm{L2}}}{\beta_{\mathrm{L2}}},\ "
+        r"\frac{Q_{\mathrm{DRAM}}}{\beta_{\mathrm{DRAM}}}\right) + T_{\mathrm{launch}}"
+    )
+    norm = parts["overlap_norm"]
+    step = rf"\left(\sum_{{\mathrm{{units}}}} t_{{\mathrm{{unit}}}}^{{{norm}}}\right)^{{1/{norm}}}"
+    return [
+        head,
+        "% words between SMs and L2, per key-value head; Q in bytes, whole launch",
+        *_aligned(moved),
+        _where(traffic["values"]),
+        "% bytes between L2 and DRAM, whole launch",
+        *_aligned(second),
+        *([_where(dram["values"])] if dram["values"] else []),
+        "% lower bound in bytes",
+        *_aligned(_bound_rows(told["bound"])),
+        _where(told["bound"]["values"]),
+        "% seconds",
+        *_aligned([("T", time, told["time"]["seconds"]), (r"T_{\mathrm{step}}", step, None)]),
+    ]
+
+
+def _bound_rows(bound: dict[str, Any]) -> list[tuple[str, str, float | None]]:
+    names = {"LB1": r"\mathrm{LB}_1", "LB2": r"\mathrm{LB}_2", "floor": r"\mathrm{floor}"}
+    rows = [
+        (names[one["name"]], one["latex"], bound["each"][one["name"]]) for one in bound["formulas"]
+    ]
+    largest = ", ".join(names[one["name"]] for one in bound["formulas"])
+    if len(rows) > 1:
+        largest = rf"\max\left({largest}\right)"
+    return [*rows, (r"Q_{\mathrm{L2}}", rf"\geq {largest}", bound["bytes"])]
+
+
+def _aligned(rows: Sequence[tuple[str, str, float | None]]) -> list[str]:
+    """Return an align* environment; a right side that begins with a relation keeps it."""
+    lines: list[str] = []
+    for left, right, number in rows:
+        relation = "" if right.startswith(r"\geq") else "= "
+        shown = "" if number is None else f" = {_number(number)}"
+        lines.append(rf"{left} &{relation}{right}{shown}")
+    return [r"\begin{align*}", *(line + r" \\" for line in lines[:-1]), lines[-1], r"\end{align*}"]
+
+
+def _where(values: dict[str, float]) -> str:
+    shown = (f"${latex(Symbol(name))} = {_number(value)}$" for name, value in values.items())
+    return "where " + ", ".join(shown)
+
+
+def _number(value: float) -> str:
+    if value == int(value):
+        return str(int(value))
+    mantissa, _, exponent = f"{value:.4g}".partition("e")
+    return mantissa + (rf" \cdot 10^{{{int(exponent)}}}" if exponent else "")

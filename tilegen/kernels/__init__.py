@@ -1,0 +1,1 @@
+"""The emitted kernels: what there is, and the knobs of each."""

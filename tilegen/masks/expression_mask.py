@@ -1,0 +1,236 @@
+"""Masks written as an expression: traced from a Python function, or read from a notation."""
+
+# SymPy is typed only in part:
+# pyright: reportArgumentType=false, reportOperatorIssue=false
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any
+
+import sympy
+from sympy.core.relational import Relational
+
+from tilegen.errors import InvalidProblem, Unsupported
+from tilegen.masks.comparison import Comparison, comparison_of
+from tilegen.masks.constructors import BlockSparse, Dilated, dilated
+from tilegen.masks.language.operations import is_condition
+from tilegen.masks.language.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, S
+from tilegen.masks.language.texts import from_text, merge, to_text
+from tilegen.masks.mask import MAX_WINDOW, Mask, Side, causal, full, intersect, sliding_window
+from tilegen.masks.packed import from_ids
+from tilegen.masks.tracing.derived import Derived
+from tilegen.masks.tracing.trace import Traced, trace_mask
+from tilegen.masks.values import Values, is_symbolic, table
+
+
+@dataclass(frozen=True)
+class Expression(Mask):
+    """The mask that the canonical text of a predicate describes; t<i> in it are `captured[i]`."""
+
+    text: str
+    captured: tuple[Values, ...] = ()
+
+    @property
+    def notation(self) -> str:
+        tensors = "".join(f",{one.notation}{one.kind}" for one in self.captured)
+        return f"keep({self.text}{tensors})"
+
+    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
+        kinds = tuple(one.kind for one in self.captured)
+        if is_symbolic(b, h, q, k):
+            keep = predicate_of(self.text, kinds)
+            names = {
+                symbol: self.captured[int(str(symbol)[1:])].symbol
+                for symbol in keep.free_symbols
+                if str(symbol)[0] == "t"
+            }
+            renamed = keep.xreplace(names)
+            given = {B: b, H: h, Q: q, K: k, SEQLEN_Q: seqlen_q, SEQLEN_KV: seqlen_kv}
+            return renamed.xreplace({s: sympy.sympify(to) for s, to in given.items() if s != to})
+        import torch
+
+        from tilegen.masks.language.evaluation import evaluate
+
+        if self.is_stand_in:
+            raise InvalidProblem(f"expected a mask with its tensors, got {self}")
+        device = next((x.device for x in (q, k) if isinstance(x, torch.Tensor)), None)
+        tensors = tuple(one.on(device or "cpu", (seqlen_q, seqlen_kv)) for one in self.captured)
+        b, h, q, k = (torch.as_tensor(x, device=device) for x in (b, h, q, k))
+        return evaluate(
+            predicate_of(self.text, kinds),
+            tensors,
+            **{"b": b, "h": h, "q": q, "k": k, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv},
+        )
+
+
+@lru_cache(maxsize=512)
+def predicate_of(text: str, kinds: tuple[str, ...]) -> Any:
+    """Return the predicate of a text. Raises InvalidProblem for texts that are none."""
+    expr = from_text(text, kinds)
+    if not is_condition(expr) or S in expr.free_symbols:
+        raise InvalidProblem(
+            f"expected a condition on b, h, q and k in keep(...), got {text[:200]!r}"
+        )
+    return expr
+
+
+def canonical(text: str, kinds: tuple[str, ...]) -> str:
+    """Return the one text of a predicate. Raises InvalidProblem for texts that are none."""
+    try:
+        return to_text(predicate_of(text, kinds))
+    except Unsupported as error:
+        raise InvalidProblem(str(error)) from None
+
+
+def mask_of(fn: Callable[..., Any]) -> Mask:
+    """Return the mask that `fn(b, h, q_idx, kv_idx)` computes. Raises Unsupported."""
+    traced = trace_mask(fn)
+    if traced.expr == True:  # noqa: E712 - SymPy's true
+        return full()
+    written = sympy.And.make_args(_within_documents(traced.expr))
+    near = [_by_distance(part) for part in written]
+    if any(isinstance(one, Dilated) for one in near) and None not in near:
+        return intersect(*(one for one in near if one is not None))  # rows can be regrouped
+    parts = [part if (found := _same_document(part, traced)) is None else found for part in written]
+    compared = _compared(parts, traced)
+    return _joined(parts, traced) if compared is None else compared
+
+
+def _joined(parts: list[Any], traced: Traced) -> Mask:
+    """Return the `&` of masks and conditions."""
+    known = [part for part in parts if isinstance(part, Mask)]
+    (rest,), captured = merge(
+        [(sympy.And(*(p for p in parts if not isinstance(p, Mask))), traced.captured)]
+    )
+    if rest == True:  # noqa: E712 - SymPy's true
+        return intersect(*known)
+    percent = _percent_live(rest, captured) if captured else 100
+    values = tuple(_table(tensor, percent, traced.derived) for tensor in captured)
+    return intersect(Expression(to_text(rest), values), *known)
+
+
+def _compared(parts: list[Any], traced: Traced) -> Mask | None:
+    """Return the mask with comparisons in the place of conditions that read tensors; None where it
+    has no closed form then."""
+    from tilegen.masks.source import closed_form
+
+    found = [
+        part if isinstance(part, Mask) or not part.has(Lookup) else comparison_of(part, traced)
+        for part in parts
+    ]
+    if not any(isinstance(one, Comparison) for one in found) or None in found:
+        return None
+    mask = _joined(found, traced)
+    sides: tuple[Side, Side] = ("rows", "columns")
+    return mask if all(closed_form(mask.general, side) for side in sides) else None
+
+
+def _within_documents(expr: Any) -> Any:
+    """Return an equal predicate without what is the same for both: where `ids[q] == ids[k]`, the
+    document of k is that of q, and `q - starts[ids[q]] >= k - starts[ids[k]]` says `q >= k`."""
+    parts = sympy.And.make_args(expr)
+    same: dict[Any, Any] = {}
+    for part in parts:
+        if isinstance(part, sympy.Eq) and all(isinstance(side, Lookup) for side in part.args):
+            of_q, of_k = sorted(part.args, key=lambda side: side.has(K))
+            if of_q.xreplace({Q: K}) == of_k and not of_k.has(Q):
+                same[of_k] = of_q
+    if not same:
+        return expr
+    others = [part for part in parts if part not in {sympy.Eq(*pair) for pair in same.items()}]
+    simpler = [_cancelled(part.xreplace(same)) for part in others]
+    return sympy.And(*(sympy.Eq(*pair) for pair in same.items()), *simpler)
+
+
+def _cancelled(expr: Any) -> Any:
+    """Return a predicate whose comparisons have no term on both sides."""
+    changed: dict[Any, Any] = {}
+    for atom in expr.atoms(Relational):
+        left, right = atom.args
+        common = set(sympy.Add.make_args(left)) & set(sympy.Add.make_args(right))
+        if common and all(term.is_integer for term in common):
+            whole = sympy.Add(*common)
+            changed[atom] = atom.func(left - whole, right - whole)
+    return expr.xreplace(changed)
+
+
+def _by_distance(part: Any) -> Mask | None:
+    """Return a condition on the distance of q and k alone as the mask that it is."""
+    match part:
+        case sympy.Eq(args=(sympy.Mod(args=(distance, sympy.Integer(p=step))), sympy.Integer(p=0))):
+            return dilated(step) if distance in (Q - K, K - Q, sympy.Abs(Q - K)) else None
+        case sympy.Le(args=(low, high)) | sympy.Lt(args=(low, high)):
+            room = high - low - int(isinstance(part, sympy.Lt))
+        case _:
+            return None
+    ahead, behind, around = room - (Q - K), room + (Q - K), room + sympy.Abs(Q - K)
+    if ahead == 0:
+        return causal()
+    for limit, sides in ((ahead, (False, True)), (behind, (True, False)), (around, (True, True))):
+        if limit.is_Integer and 0 <= limit <= MAX_WINDOW:
+            return sliding_window(*(int(limit) if side else None for side in sides))
+    return None
+
+
+def _same_document(part: Any, traced: Traced) -> Mask | None:
+    """Return the mask of `ids[q] == ids[k]`, which has a closed form where documents are whole."""
+    match part:
+        case sympy.Eq(
+            args=(Lookup(args=(left, *at, first)), Lookup(args=(right, *same, second)))
+        ) if left == right and at == same and {first, second} == {Q, K} and at in ([], [B]):
+            ids = traced.captured[int(str(left)[1:])]
+            is_made = id(ids) in traced.derived.made
+            return None if ids.dtype.is_floating_point or is_made else from_ids(ids)
+        case _:
+            return None
+
+
+def _table(tensor: Any, percent: int, derived: Derived) -> Values:
+    """Return a tensor that is looked up, one that the function made itself by how it was made."""
+    import torch
+
+    found = table(tensor, percent)
+    recipe = derived.recipe(tensor, getattr(torch, found.elements))
+    return found if recipe is None else replace(found, tensor=None, recipe=recipe)
+
+
+def typical(mask: Mask) -> Mask:
+    """Return a mask to reason about instead of one whose tables are missing: blocks at random, as
+    many as it keeps."""
+    if isinstance(mask, Expression | Comparison) and mask.is_stand_in:
+        percent = mask.values[0].typical
+        layout = Values(axes="", typical=percent, kind="bool", pattern="layout", block=BLOCK)
+        return BlockSparse(layout, BLOCK)
+    changed = {
+        f.name: tuple(map(typical, part)) if isinstance(part, tuple) else typical(part)
+        for f in fields(mask)  # type: ignore[arg-type]
+        for part in (getattr(mask, f.name),)
+        if part in (mask.parts, *mask.parts)
+    }
+    return replace(mask, **changed) if changed else mask  # type: ignore[type-var]
+
+
+BLOCK = 64
+"""Side of the tiles by which the density of a traced mask is judged."""
+LONGEST = 4096
+"""Sequence for which it is judged at most."""
+
+
+def _percent_live(keep: Any, captured: tuple[Any, ...]) -> int:
+    """Return how many percent of the tiles a mask leaves, rounded up to a power of two.
+
+    Its length is not known yet; the longest dimension of what it reads is a good guess.
+    """
+    from tilegen.masks.shapes import Shape
+    from tilegen.masks.tiles.tile_lists import build
+
+    sizes = [size for tensor in captured for size in tensor.shape]
+    length = min(max(sizes, default=BLOCK), LONGEST)
+    shape = Shape(1, 1, length, length).tiled(BLOCK, BLOCK)
+    lists = build(keep, captured, shape, device="cpu", side="rows")
+    live = lists.visited_tiles / (shape.rows * shape.columns)
+    return min(100, 2 ** math.ceil(math.log2(max(1.0, 100 * live))))

@@ -1,0 +1,174 @@
+"""How kernels load an element of a captured tensor: one text for masks and for scores.
+
+An index that is negative counts from the end, and beyond the end lies 0; what surely is inside, or
+was checked before the launch, is loaded without a guard.
+"""
+
+# SymPy is typed only in part:
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+
+from tilegen.masks.language.integer_bounds import INT32, Bounds
+from tilegen.masks.language.nodes import is_captured
+from tilegen.masks.language.symbols import Lookup, captured_name
+
+_AS_THEY_ARE = ("int32", "int64", "float32", "float64")
+_SMALL: dict[str, Bounds] = {
+    "bool": (0, 1),
+    "int8": (-(2**7), 2**7 - 1),
+    "uint8": (0, 2**8 - 1),
+    "int16": (-(2**15), 2**15 - 1),
+    "int32": INT32,
+}
+_NAMED = re.compile(r"[qk]_(?:idx|first|last)|batch|head")
+_WIDE = ("batch", "head")
+"""Names of indices that have 64 bits."""
+
+
+def kind_of(element: str) -> str:
+    """Return what `captured_name` calls elements, by PyTorch's name for them."""
+    if element == "bool":
+        return "bool"
+    return "float" if element.startswith(("float", "bfloat")) else "int"
+
+
+@dataclass(frozen=True)
+class Load:
+    """One load from a captured tensor, by the name of what is loaded."""
+
+    name: str
+    tensor: str
+    wrapped: tuple[str, ...]
+    """Statements that count negative indices from the end."""
+    offset: str
+    """Empty for the first element."""
+    conditions: tuple[str, ...]
+    """Under which indices are within the tensor; none where they must be."""
+    cast: str
+
+    @property
+    def statements(self) -> list[str]:
+        """The load, and what it needs before."""
+        lines = list(self.wrapped)
+        if self.offset and not self.offset.isidentifier():
+            lines.append(f"{self.name}_at = {self.offset}")
+        if len(self.conditions) > 1:
+            lines.append(f"{self.name}_in = {' & '.join(self.conditions)}")
+        other = ", other=0" if self.conditions else ""
+        return [*lines, f"{self.name} = tl.load({self.where}{self.guard}{other}){self.cast}"]
+
+    @property
+    def where(self) -> str:
+        """The pointer that is loaded from."""
+        at = self.offset if self.offset.isidentifier() else f"{self.name}_at"
+        return f"{self.tensor}_ptr" + (f" + {at}" if self.offset else "")
+
+    @property
+    def guard(self) -> str:
+        """The argument that leaves out elements which do not exist."""
+        if len(self.conditions) > 1:
+            return f", mask={self.name}_in"
+        return "".join(f", mask={condition}" for condition in self.conditions)
+
+
+class Loads:
+    """The captured tensors of a mask or a score, and what was loaded from them."""
+
+    def __init__(
+        self,
+        elements: Sequence[str],
+        *,
+        letter: str,
+        inside: Collection[tuple[int, str]] = (),
+        limits: dict[int, Bounds] | None = None,
+    ) -> None:
+        """`elements` are PyTorch's names by slot; a kernel calls the tensors `letter` and a number.
+        Indices `inside`, as (slot, source), are surely within their tensor; `limits` bound the
+        integers of a slot more closely than their type."""
+        self._elements = tuple(elements)
+        self._letter = letter
+        self._inside = set(inside)
+        self.found: dict[str, Load] = {}
+        """By the name of what is loaded."""
+        self._names: dict[tuple[str, ...], str] = {}
+        names = [captured_name(slot, kind_of(one)) for slot, one in enumerate(elements)]
+        self.bounds: dict[sympy.Basic, Bounds] = {
+            names[slot]: (limits or {}).get(slot, _SMALL[one])
+            for slot, one in enumerate(elements)
+            if one in _SMALL
+        }
+        """Bounds of integer elements, by the tensor's name."""
+        self.doubles = tuple(names[slot] for slot, e in enumerate(elements) if e == "float64")
+        """Names of tensors of doubles."""
+
+    def is_wide(self, lookup: Lookup) -> bool:
+        """Whether what is loaded are integers of 64 bits."""
+        return self._element(lookup) == "int64"
+
+    def is_double(self, lookup: Lookup) -> bool:
+        """Whether what is loaded are doubles."""
+        return self._element(lookup) == "float64"
+
+    def reads_double(self, expr: sympy.Basic) -> bool:
+        """Whether an expression reads doubles."""
+        return bool(self.doubles) and bool(expr.free_symbols & set(self.doubles))
+
+    def load(
+        self, lookup: Lookup, indices: Sequence[str], natural: Sequence[bool]
+    ) -> tuple[str, list[str]]:
+        """Return the name of an element, and the statements that load it, none for one loaded
+        before. `natural` says which indices are surely not negative."""
+        slot = _slot(lookup)
+        tensor = f"{self._letter}{slot}"
+        key = (tensor, *indices)
+        if key in self._names:
+            return self._names[key], []
+        name = f"{tensor}_{len(self._names)}"
+        if 0 < len(indices) <= 2 and all(map(_NAMED.fullmatch, indices)):
+            name = "_".join(key)
+        self._names[key] = name
+        self.found[name] = load = self._made(name, tensor, slot, indices, natural)
+        return name, load.statements
+
+    def _made(
+        self, name: str, tensor: str, slot: int, indices: Sequence[str], natural: Sequence[bool]
+    ) -> Load:
+        flat, conditions, wrapped = "", list[str](), list[str]()
+        for axis, (index, is_natural) in enumerate(zip(indices, natural, strict=True)):
+            size = f"{tensor}_n{axis}"
+            if index == "0" and not flat:
+                continue
+            if not is_natural:
+                wrapped.append(f"{name}_i{axis} = tl.where({index} < 0, {index} + {size}, {index})")
+                index = f"{name}_i{axis}"
+                conditions.append(f"({index} >= 0)")
+            if index != "0" and (slot, index) not in self._inside:
+                conditions.append(f"({index} < {size})")
+            if flat:
+                inner = flat if re.fullmatch(r"\w+|\w+\.to\(tl\.int64\)", flat) else f"({flat})"
+                flat = f"{inner} * {size} + {index}"
+            elif axis < len(indices) - 1 and not index.isdigit() and index not in _WIDE:
+                flat = f"{index}.to(tl.int64)"
+            else:
+                flat = index
+        element = self._elements[slot]
+        to = "tl.float32" if kind_of(element) == "float" else "tl.int32"
+        cast = "" if element in _AS_THEY_ARE else f".to({to})"
+        return Load(name, tensor, tuple(wrapped), flat, tuple(conditions), cast)
+
+    def _element(self, lookup: Lookup) -> str:
+        return self._elements[_slot(lookup)]
+
+
+def _slot(lookup: Any) -> int:
+    name = lookup.args[0]
+    assert is_captured(name), name
+    return int(name.name[1:])

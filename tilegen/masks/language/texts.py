@@ -1,0 +1,344 @@
+"""Texts of masks and scores: `to_text` writes the canonical one, `from_text` reads it back.
+
+A text looks like Python without white space: `(k<=q)&(q-k<16)`, `20.0*tanh(0.05*s)`,
+`s+t0[h]*(k-q)`. `t0` is the first captured tensor, `t0[()]` a captured scalar, `a//b` rounds down.
+"""
+
+# SymPy is typed only in part, and where it is, too narrowly:
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportReturnType=false, reportCallIssue=false, reportAssignmentType=false
+# pyright: reportMatchNotExhaustive=false, reportIncompatibleMethodOverride=false
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import sympy
+from sympy.logic.boolalg import Boolean
+
+from tilegen.errors import InvalidProblem, TilegenError
+from tilegen.masks.language.integers import quotient
+from tilegen.masks.language.nodes import BITS, FUNCTIONS, SYMBOLS, Where, is_captured, normalise
+from tilegen.masks.language.spelling import (
+    AND,
+    ATOM,
+    COMPARISON,
+    OR,
+    POWER,
+    PRODUCT,
+    RELATIONS,
+    SUM,
+    UNARY,
+    factors,
+    spelt_sum,
+)
+from tilegen.masks.language.symbols import B, H, K, Lookup, Q, captured_name
+
+if TYPE_CHECKING:
+    import torch
+
+MAX_TEXT = 2**15
+"""Longest text read, in characters."""
+MAX_DEPTH = 64
+"""Deepest nesting read, in brackets and operators that are not chains."""
+MAX_INTEGER = 2**62
+
+
+def to_text(expr: Any) -> str:
+    """Return the canonical text of a mask predicate or score: one for equal expressions, without
+    white space.
+
+    Raises Unsupported for what masks and scores cannot hold.
+    """
+    return _text(normalise(expr))[0]
+
+
+_NAMES = {
+    function: name
+    for name, function in FUNCTIONS.items()
+    if isinstance(function, type)  # sqrt is a power
+}
+
+
+def _inside(expr: sympy.Basic, binding: int) -> str:
+    """Return the text of a part, in brackets unless it binds at least as tightly as asked."""
+    text, own = _text(expr)
+    return text if own >= binding else f"({text})"
+
+
+def _text(expr: sympy.Basic) -> tuple[str, int]:
+    match expr:
+        case sympy.Symbol():
+            return expr.name, ATOM
+        case sympy.Number():
+            return _number(expr)
+        case Lookup():
+            index = ",".join(_inside(arg, COMPARISON) for arg in expr.args[1:])
+            return f"{expr.args[0]}[{index or '()'}]", ATOM
+        case sympy.Add():
+            return spelt_sum(expr.args, _inside, ""), SUM
+        case sympy.Mul():
+            return _product(expr)
+        case sympy.Pow():
+            return _power(expr)
+        case sympy.floor():
+            numerator, denominator = quotient(expr.args[0])
+            return f"{_inside(numerator, UNARY)}//{_inside(denominator, UNARY)}", PRODUCT
+        case sympy.Mod():
+            return "%".join(_inside(arg, UNARY) for arg in expr.args), PRODUCT
+        case sympy.And():
+            return "&".join(sorted(_inside(arg, SUM) for arg in expr.args)), AND
+        case sympy.Or():
+            return "|".join(sorted(_inside(arg, SUM) for arg in expr.args)), OR
+        case sympy.Not():
+            return f"~{_inside(expr.args[0], ATOM)}", UNARY
+        case _ if expr in (sympy.true, sympy.false):
+            return str(expr), ATOM
+        case _ if type(expr) in RELATIONS:
+            return RELATIONS[type(expr)].join(_inside(arg, OR) for arg in expr.args), COMPARISON
+    arguments = [_text(arg)[0] for arg in expr.args]
+    if isinstance(expr, (sympy.Min, sympy.Max)):
+        arguments.sort()
+    return f"{_NAMES[type(expr)]}({','.join(arguments)})", ATOM
+
+
+def _number(value: sympy.Number) -> tuple[str, int]:
+    if value.is_infinite:
+        text = "inf" if value > 0 else "-inf"
+    else:
+        text = repr(float(value)) if value.is_Float else str(value)
+    if "/" in text:
+        return text, PRODUCT
+    return text, UNARY if value < 0 else ATOM
+
+
+def _product(expr: sympy.Mul) -> tuple[str, int]:
+    coefficient, times, over = factors(expr)
+    above = sorted(_inside(factor, UNARY) for factor in times)
+    below = sorted(_inside(factor, UNARY) for factor in over)
+    size = abs(coefficient)
+    numerator, denominator = (size.p, size.q) if size.is_Rational else (size, 1)
+    if numerator != 1 or not above or size.is_Float:
+        above.insert(0, _number(sympy.sympify(numerator))[0])
+    if denominator != 1:
+        below.append(str(denominator))
+    sign = "-" if coefficient < 0 else ""
+    return sign + "*".join(above) + "".join(f"/{part}" for part in below), PRODUCT
+
+
+def _power(expr: sympy.Pow) -> tuple[str, int]:
+    base, exponent = expr.args
+    if exponent.is_Rational and exponent < 0:
+        return f"1/{_inside(sympy.Pow(base, -exponent), UNARY)}", PRODUCT
+    if exponent == sympy.Rational(1, 2):
+        return f"sqrt({_text(base)[0]})", ATOM
+    return f"{_inside(base, ATOM)}**{_inside(exponent, ATOM)}", POWER
+
+
+def from_text(text: str, kinds: Sequence[str] = ()) -> sympy.Basic:
+    """Return the expression of a text; `kinds[i]` says what t<i> holds: bool, int or float.
+
+    Raises InvalidProblem for anything that is not a mask predicate or a score, without running it.
+    """
+    if len(text) > MAX_TEXT:
+        raise InvalidProblem(
+            f"expected at most {MAX_TEXT} characters in an expression, got {len(text)}"
+        )
+    try:
+        return normalise(_Reader(kinds).read(ast.parse(text, mode="eval").body, 0))
+    except (SyntaxError, ValueError, TypeError, ArithmeticError, RecursionError, MemoryError) as e:
+        reason = str(e) if isinstance(e, InvalidProblem) else f"{type(e).__name__}: {e}"
+    except TilegenError as e:
+        reason = str(e)
+    raise InvalidProblem(f"expected the text of a mask or score, got {text[:200]!r}: {reason}")
+
+
+_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.FloorDiv: lambda left, right: sympy.floor(left / right),
+    ast.Mod: sympy.Mod,
+}
+_COMPARE = {
+    ast.Eq: sympy.Eq,
+    ast.NotEq: sympy.Ne,
+    ast.Lt: sympy.Lt,
+    ast.LtE: sympy.Le,
+    ast.Gt: sympy.Gt,
+    ast.GtE: sympy.Ge,
+}
+_SUMS, _PRODUCTS = (ast.Add, ast.Sub), (ast.Mult, ast.Div)
+
+
+class _Reader:
+    """Builds SymPy expressions from Python's syntax trees, node by node from a white list."""
+
+    def __init__(self, kinds: Sequence[str]) -> None:
+        self._kinds = kinds
+
+    def read(self, node: ast.expr, depth: int) -> Any:
+        if depth > MAX_DEPTH:
+            raise InvalidProblem(f"expected at most {MAX_DEPTH} levels of nesting")
+        depth += 1
+        match node:
+            case ast.Constant(value=bool() | int() | float() as value):
+                return self._constant(value)
+            case ast.Name(id=name):
+                return self._name(name)
+            case ast.Subscript(value=ast.Name(id=name), slice=index):
+                parts = index.elts if isinstance(index, ast.Tuple) else [index]
+                return Lookup(self._captured(name), *(self._value(part, depth) for part in parts))
+            case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in FUNCTIONS:
+                return self._call(name, args, depth)
+            case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _COMPARE:
+                return _COMPARE[type(op)](self._value(left, depth), self._value(right, depth))
+            case ast.UnaryOp(op=ast.Invert(), operand=operand):
+                return sympy.Not(self._condition(operand, depth))
+            case ast.UnaryOp(op=ast.USub()) | ast.BinOp(op=ast.Mult() | ast.Div()):
+                return sympy.Mul(*self._factors(node, depth))
+            case ast.BinOp(op=ast.Add() | ast.Sub()):
+                return sympy.Add(*self._terms(node, depth))
+            case ast.BinOp(op=ast.BitAnd() | ast.BitOr() as op):
+                parts = self._chain(node, type(op))
+                join = sympy.And if isinstance(op, ast.BitAnd) else sympy.Or
+                return join(*(self._condition(part, depth) for part in parts))
+            case ast.BinOp(left=left, op=ast.Pow(), right=right):
+                return self._power(self._value(left, depth), self._value(right, depth))
+            case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+                return _BINARY[type(op)](self._value(left, depth), self._value(right, depth))
+        raise InvalidProblem(f"{ast.unparse(node)[:80]!r} is not part of an expression")
+
+    def _value(self, node: ast.expr, depth: int) -> Any:
+        value = self.read(node, depth)
+        if isinstance(value, Boolean) and not isinstance(value, sympy.Symbol):
+            raise InvalidProblem(f"expected a number, got the condition {ast.unparse(node)!r}")
+        return value
+
+    def _condition(self, node: ast.expr, depth: int) -> Any:
+        value = self.read(node, depth)
+        if not isinstance(value, Boolean) or isinstance(value, sympy.Symbol):
+            raise InvalidProblem(f"expected a condition, got the number {ast.unparse(node)!r}")
+        return value
+
+    def _constant(self, value: float) -> Any:
+        if abs(value) > MAX_INTEGER and isinstance(value, int):
+            raise InvalidProblem(f"expected integers up to {MAX_INTEGER}")
+        return sympy.sympify(value)
+
+    def _name(self, name: str) -> Any:
+        if name == "inf":
+            return sympy.oo
+        if name not in SYMBOLS:
+            raise InvalidProblem(f"expected {', '.join(SYMBOLS)} or inf, got {name!r}")
+        return SYMBOLS[name]
+
+    def _captured(self, name: str) -> sympy.Symbol:
+        digits = name[1:]
+        if name[0] != "t" or not digits.isdecimal() or name != f"t{int(digits)}":
+            raise InvalidProblem(f"expected a captured tensor (t0, t1, ...), got {name!r}")
+        if int(digits) >= len(self._kinds):
+            raise InvalidProblem(f"{name} was asked for, and {len(self._kinds)} tensors given")
+        return captured_name(int(digits), self._kinds[int(digits)])
+
+    def _call(self, name: str, args: list[ast.expr], depth: int) -> Any:
+        if name == "where" and len(args) == 3:
+            condition = self._condition(args[0], depth)
+            return Where(condition, *(self._value(arg, depth) for arg in args[1:]))
+        arity = len(args) if name in ("min", "max") and args else 2 if name in BITS else 1
+        if name == "where" or len(args) != arity:
+            raise InvalidProblem(f"{name} does not take {len(args)} arguments")
+        values = [self._value(arg, depth) for arg in args]
+        if name not in ("min", "max", "abs", "sign", *BITS) and values[0].is_number:
+            # Of an exact number, SymPy might compute billions of digits.
+            values[0] = sympy.Float(float(normalise(values[0])))
+        return FUNCTIONS[name](*values)
+
+    def _power(self, base: Any, exponent: Any) -> Any:
+        if base.is_number and exponent.is_number:
+            return sympy.Float(float(base) ** float(exponent))
+        return base**exponent
+
+    def _chain(self, node: ast.expr, op: type[ast.operator]) -> list[ast.expr]:
+        """Return the operands of `a & b & c`, however long."""
+        parts: list[ast.expr] = []
+        while isinstance(node, ast.BinOp) and isinstance(node.op, op):
+            parts.append(node.right)
+            node = node.left
+        return [node, *reversed(parts)]
+
+    def _terms(self, node: ast.expr, depth: int) -> list[Any]:
+        """Return the terms of a sum, added up at once as `to_text` took them apart."""
+        terms: list[Any] = []
+        while isinstance(node, ast.BinOp) and isinstance(node.op, _SUMS):
+            if isinstance(node.op, ast.Sub):
+                terms.append(sympy.Mul(-1, *self._factors(node.right, depth)))
+            else:
+                terms.append(self._value(node.right, depth))
+            node = node.left
+        return [*terms, self._value(node, depth)]
+
+    def _factors(self, node: ast.expr, depth: int) -> list[Any]:
+        """Return the factors of a product, multiplied at once as `to_text` took them apart."""
+        factors: list[Any] = []
+        while True:
+            match node:
+                case ast.BinOp(left=left, op=ast.Mult() | ast.Div() as op, right=right):
+                    value = self._value(right, depth)
+                    factors.append(1 / value if isinstance(op, ast.Div) else value)
+                    node = left
+                case ast.UnaryOp(op=ast.USub(), operand=operand):
+                    factors.append(sympy.Integer(-1))
+                    node = operand
+                case _:
+                    return [*factors, self._value(node, depth)]
+
+
+def free_parts(expr: sympy.Basic) -> frozenset[str]:
+    """Return which of b, h, q and k an expression depends on."""
+    return frozenset(str(symbol) for symbol in expr.free_symbols & {B, H, Q, K})
+
+
+def kinds_of(captured: Sequence[torch.Tensor]) -> tuple[str, ...]:
+    """Return what each captured tensor holds: bool, int or float. Raises InvalidProblem."""
+    return tuple(_kind(tensor) for tensor in captured)
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    if tensor.dtype.is_floating_point:
+        return "float"
+    if tensor.dtype.is_complex:
+        raise InvalidProblem(f"expected captured tensors of real numbers, got {tensor.dtype}")
+    return "bool" if str(tensor.dtype) == "torch.bool" else "int"
+
+
+def captured_slots(expr: sympy.Basic) -> list[int]:
+    """Return the slots of the captured tensors an expression reads, in order."""
+    return sorted(int(symbol.name[1:]) for symbol in expr.free_symbols if is_captured(symbol))
+
+
+def rename(expr: sympy.Basic, slots: Sequence[int]) -> sympy.Basic:
+    """Return the expression with captured tensor i in slot slots[i]."""
+    names = {
+        symbol: sympy.Symbol(f"t{slots[int(symbol.name[1:])]}", **symbol.assumptions0)
+        for symbol in expr.free_symbols
+        if is_captured(symbol)
+    }
+    return normalise(expr.xreplace(names)) if names else expr
+
+
+def merge(
+    parts: Sequence[tuple[sympy.Basic, Sequence[torch.Tensor]]],
+) -> tuple[list[sympy.Basic], tuple[torch.Tensor, ...]]:
+    """Return expressions over one tuple of captured tensors: the same tensor has one slot, unread
+    ones none."""
+    merged: list[torch.Tensor] = []
+    renamed: list[sympy.Basic] = []
+    for expr, captured in parts:
+        slots = [-1] * len(captured)
+        for slot in captured_slots(expr):
+            same = [i for i, tensor in enumerate(merged) if tensor is captured[slot]]
+            slots[slot] = same[0] if same else len(merged)
+            if not same:
+                merged.append(captured[slot])
+        renamed.append(rename(expr, slots))
+    return renamed, tuple(merged)

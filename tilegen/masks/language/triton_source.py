@@ -1,0 +1,423 @@
+"""Prints masks and scores as Triton statements, in fp32 and in integers of 32 bits, or of 64 where
+32 might not do.
+
+Common subexpressions and look-ups become statements of their own. Beyond what Triton has:
+integer division and remainder round down as Python's do, powers are products, and tanh is right
+for small and for large arguments.
+"""
+
+# SymPy is typed only in part, and where it is, too narrowly:
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportReturnType=false, reportCallIssue=false, reportMatchNotExhaustive=false
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from functools import reduce
+from typing import Any
+
+import sympy
+from sympy.core.relational import Relational
+
+from tilegen.errors import Unsupported
+from tilegen.masks.language.integer_bounds import INT32, MAX_LENGTH, Bounds, bounds
+from tilegen.masks.language.integers import Exact, FloorDiv, exact, is_int, prepared
+from tilegen.masks.language.loads import Loads
+from tilegen.masks.language.nodes import (
+    MAX_SHIFT,
+    BitAnd,
+    BitOr,
+    Bits,
+    BitXor,
+    Log1p,
+    ShiftLeft,
+    Sigmoid,
+    Where,
+)
+from tilegen.masks.language.operations import is_condition
+from tilegen.masks.language.spelling import (
+    AND,
+    ATOM,
+    COMPARISON,
+    LOWEST,
+    OR,
+    PRODUCT,
+    RELATIONS,
+    SUM,
+    UNARY,
+    factors,
+    spelt_sum,
+)
+from tilegen.masks.language.symbols import FIRST, LAST, SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q
+from tilegen.masks.language.triton_functions import log1p, tanh
+
+FP32_TINY, FP32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
+
+POSITION: Bounds = (0, MAX_LENGTH - 1)
+LENGTH: Bounds = (1, MAX_LENGTH)
+KNOWN: dict[sympy.Basic, Bounds] = {
+    **{symbol: POSITION for symbol in (Q, K, FIRST, LAST)},
+    **{symbol: LENGTH for symbol in (SEQLEN_Q, SEQLEN_KV)},
+    **{symbol: (0, 2**31 - 1) for symbol in (B, H)},
+}
+"""Bounds of symbols."""
+_BITWISE = {BitAnd: "&", BitOr: "|", BitXor: "^"}
+_RELATIONS = RELATIONS | {sympy.Ge: ">=", sympy.Gt: ">"}
+
+
+def _count(expr: sympy.Basic, uses: Counter[sympy.Basic]) -> None:
+    """Count in how many places of expressions each part stands."""
+    uses[expr] += 1
+    if uses[expr] == 1:
+        for part in expr.args[1:] if isinstance(expr, Lookup) else expr.args:
+            _count(part, uses)
+
+
+class Writer:
+    """Writes expressions; whatever needs a name becomes a statement first."""
+
+    def __init__(
+        self,
+        names: Mapping[sympy.Basic, str],
+        loads: Loads,
+        *,
+        stem: str = "x",
+        precise: bool = True,
+    ) -> None:
+        """`names` spells the symbols, `loads` says where captured tensors lie, and shared values
+        are called `stem` and a number. Unless `precise`, tanh errs by up to 1e-7, also where it is
+        smaller than that, and roots and quotients by two units in the last place."""
+        self.statements: list[str] = []
+        self._names = dict(names)
+        self.loads = loads
+        self._stem = stem
+        self._precise = precise
+        self._known: dict[sympy.Basic, Bounds] = KNOWN | loads.bounds
+        self._shared: set[sympy.Basic] = set()
+        self._named: dict[tuple[sympy.Basic, bool], str] = {}
+        self._written: dict[str, str] = {}
+        self._double = False
+
+    def sources(self, exprs: Mapping[str, sympy.Basic]) -> dict[str, str]:
+        """Write what expressions of `prepared`'s kind share, and return their sources: conditions
+        or fp32 values. Raises Unsupported."""
+        whole = {name: prepared(expr) for name, expr in exprs.items()}
+        uses: Counter[sympy.Basic] = Counter()
+        for expr in whole.values():
+            _count(expr, uses)
+        self._shared = {  # what is loaded has a name
+            expr
+            for expr, times in uses.items()
+            if times > 1 and expr.args and not isinstance(expr, Lookup)
+        }
+        return {
+            name: self._inside(expr, LOWEST) if is_condition(expr) else self._float(expr)
+            for name, expr in whole.items()
+        }
+
+    def inline(self, expr: sympy.Basic) -> str:
+        """Return the source of a condition, or of an integer as one."""
+        return self._inside(exact(expr), LOWEST)
+
+    def name(self, source: str) -> str:
+        """Return the name of a statement with this source, written once."""
+        if source.isidentifier():
+            return source
+        if source not in self._written:
+            name = f"{self._stem}{len(self._written)}"
+            self._written[source] = name
+            self.statements.append(f"{name} = {source}")
+        return self._written[source]
+
+    def _is_natural(self, expr: sympy.Basic) -> bool:
+        """Whether a value is surely not negative, as clipped indices are."""
+        return bool(expr.is_nonnegative) or (is_int(expr) and bounds(expr, self._known)[0] >= 0)
+
+    def _is_positive(self, expr: sympy.Basic) -> bool:
+        return bool(expr.is_positive) or bounds(expr, self._known)[0] > 0
+
+    def _fits(self, expr: sympy.Basic) -> bool:
+        low, high = bounds(expr, self._known)
+        return INT32[0] <= low and high <= INT32[1]
+
+    def _is_wide(self, expr: sympy.Basic) -> bool:
+        """Whether the source of an integer has 64 bits."""
+        match expr:
+            case sympy.Number():
+                return not self._fits(expr)
+            case sympy.Symbol():
+                return expr in (B, H)
+            case Lookup():
+                return self.loads.is_wide(expr)
+            case sympy.Add() | sympy.Mul() | sympy.Pow() if not self._fits(expr):
+                return True
+            case ShiftLeft() if not self._fits(expr):
+                return True
+            case Where():
+                return any(map(self._is_wide, expr.args[1:]))
+            case _ if not is_int(expr):
+                return True
+            case _:
+                return any(map(self._is_wide, expr.args))
+
+    def _inside(self, expr: sympy.Basic, binding: int) -> str:
+        """Return the source of an expression, in brackets unless it binds as tightly as asked; the
+        name of one that occurs again."""
+        if expr in self._shared:
+            key = (expr, self._double)
+            if key not in self._named:
+                self._named[key] = self.name(self._write(expr)[0])
+            return self._named[key]
+        text, own = self._write(expr)
+        return text if own >= binding else f"({text})"
+
+    @property
+    def _dtype(self) -> str:
+        return "tl.float64" if self._double else "tl.float32"
+
+    def _float(self, expr: sympy.Basic, binding: int = LOWEST) -> str:
+        """Return the source of a value that must be floating."""
+        if isinstance(expr, sympy.Number):
+            text = self._literal(expr)
+            return f"({text})" if expr < 0 and binding > UNARY else text
+        if is_int(expr):
+            return f"{self._inside(expr, ATOM)}.to({self._dtype})"
+        return self._inside(expr, binding)
+
+    def _int(self, expr: sympy.Basic, binding: int) -> str:
+        """Return the source of a value that must be an integer."""
+        if is_int(expr):
+            return self._inside(expr, binding)
+        return f"{self._inside(expr, ATOM)}.to(tl.int64)"
+
+    def _operand(self, expr: sympy.Basic, as_int: bool, binding: int) -> str:
+        """Return the source of an operand; Triton itself makes integers floats beside floats."""
+        if as_int:
+            return self._int(expr, binding)
+        if isinstance(expr, sympy.Number) or (isinstance(expr, Lookup) and not is_int(expr)):
+            return self._float(expr, binding)
+        return self._inside(expr, binding)
+
+    def _widened(self, expr: sympy.Basic) -> Callable[[sympy.Basic, int], str]:
+        """Return how operands of an integer operation are written: in 64 bits where its result, or
+        a part of it, may not fit into 32."""
+
+        def write(arg: sympy.Basic, binding: int) -> str:
+            if isinstance(arg, sympy.Number) or self._is_wide(arg):
+                return self._inside(arg, binding)
+            return f"{self._inside(arg, ATOM)}.to(tl.int64)"
+
+        return self._inside if self._fits(expr) else write
+
+    def _write(self, expr: Any) -> tuple[str, int]:
+        integers = is_int(expr)
+        match expr:
+            case sympy.Symbol():
+                return self._names[expr], ATOM
+            case sympy.Integer():
+                return str(expr), UNARY if expr < 0 else ATOM
+            case sympy.Number():
+                return self._literal(expr), UNARY if expr < 0 else ATOM
+            case Lookup():
+                name = self._load(expr)
+                is_float = not self._double and self.loads.is_double(expr)
+                return f"{name}.to(tl.float32)" if is_float else name, ATOM
+            case sympy.Add():
+                return self._sum(expr, integers), SUM
+            case sympy.Mul():
+                return self._product(expr, integers)
+            case sympy.Pow():
+                return self._power(expr)
+            case FloorDiv():
+                return self._floor_divide(*expr.args), PRODUCT
+            case sympy.Mod():
+                return self._remainder(*expr.args)
+            case Bits():
+                return self._bits(expr)
+            case Exact():
+                return f"{self._inside(expr.args[0], ATOM)}.to({self._dtype})", ATOM
+            case sympy.Max() | sympy.Min():
+                return self._extreme(expr, integers), ATOM
+            case sympy.Abs():
+                return f"tl.abs({self._inside(expr.args[0], LOWEST)})", ATOM
+            case sympy.sign():
+                return self._sign(expr.args[0], integers), ATOM
+            case Where():
+                keep = self._inside(expr.args[0], LOWEST)
+                values = [self._operand(arg, integers, LOWEST) for arg in expr.args[1:]]
+                return f"tl.where({keep}, {', '.join(values)})", ATOM
+            case sympy.And():
+                return " & ".join(sorted(self._inside(arg, SUM) for arg in expr.args)), AND
+            case sympy.Or():
+                return " | ".join(sorted(self._inside(arg, SUM) for arg in expr.args)), OR
+            case sympy.Not():
+                return f"~{self._inside(expr.args[0], ATOM)}", UNARY
+            case _ if expr in (sympy.true, sympy.false):
+                return str(expr), ATOM
+            case Relational():
+                return self._relation(expr), COMPARISON
+        return self._function(expr)
+
+    def _relation(self, expr: Relational) -> str:
+        both = all(map(is_int, expr.args))
+        outer = self._double
+        self._double = outer or self.loads.reads_double(expr)
+        sides = [self._operand(arg, both, OR) for arg in expr.args]
+        self._double = outer
+        return f" {_RELATIONS[type(expr)]} ".join(sides)
+
+    def _load(self, expr: Lookup) -> str:
+        indices: list[str] = []
+        for arg in expr.args[1:]:
+            source = self._int(arg, LOWEST)
+            indices.append(source if source.isdigit() else self.name(source))
+        natural = [self._is_natural(arg) for arg in expr.args[1:]]
+        name, statements = self.loads.load(expr, indices, natural)
+        self.statements += statements
+        return name
+
+    def _sum(self, expr: sympy.Add, integers: bool) -> str:
+        spell = self._widened(expr) if integers else self._in_floats
+        return spelt_sum(expr.args, spell, " ")
+
+    def _in_floats(self, expr: sympy.Basic, binding: int) -> str:
+        return self._operand(expr, False, binding)
+
+    def _product(self, expr: sympy.Mul, integers: bool) -> tuple[str, int]:
+        coefficient, times, over = factors(expr)
+        spell = self._widened(expr) if integers else self._in_floats
+        if over and all(map(is_int, times)):  # `div_rn` takes floats alone
+            spell = self._float
+        above = sorted(spell(factor, UNARY) for factor in times)
+        below = sorted(self._float(factor, UNARY) for factor in over)
+        size = abs(coefficient)
+        if size != 1 or not above:
+            above.insert(0, str(size) if integers else self._literal(size))
+        text = ("-" if coefficient < 0 else "") + " * ".join(above)
+        if not below:
+            return text, PRODUCT
+        return self._quotient(text, " * ".join(below))
+
+    def _quotient(self, above: str, below: str) -> tuple[str, int]:
+        """Return a quotient of floats, which Triton's `/` may round wrongly."""
+        if self._precise and not self._double:
+            return f"tl.div_rn({above}, {below})", ATOM
+        return f"{above} / {below if below.isidentifier() else f'({below})'}", PRODUCT
+
+    def _root(self, source: str) -> str:
+        exactly = self._precise and not self._double
+        return f"tl.sqrt_rn({source})" if exactly else f"tl.sqrt({source})"
+
+    def _power(self, expr: sympy.Pow) -> tuple[str, int]:
+        base, exponent = expr.args
+        if exponent.is_Rational and exponent < 0:
+            return self._quotient("1.0", self._float(sympy.Pow(base, -exponent)))
+        if exponent.is_Integer:
+            spell = self._widened(expr) if is_int(expr) else self._in_floats
+            return self._repeated(self.name(spell(base, LOWEST)), int(exponent)), PRODUCT
+        if exponent == sympy.Rational(1, 2):
+            return self._root(self._float(base)), ATOM
+        if exponent.is_Rational and exponent.q == 2:
+            value = self.name(self._float(base))
+            root = self.name(self._root(value))
+            return f"{self._repeated(value, int(exponent))} * {root}", PRODUCT
+        if base.is_Number:
+            scale = sympy.Float(float(sympy.log(base, 2)))
+            scaled = exponent if scale == 1 else scale * exponent
+            return f"tl.exp2({self._float(scaled)})", ATOM
+        return f"tl.exp({self._float(exponent, UNARY)} * tl.log({self._float(base)}))", ATOM
+
+    def _repeated(self, value: str, times: int) -> str:
+        """Return the product of a named value with itself, by squaring."""
+        parts: list[str] = []
+        while True:
+            if times % 2:
+                parts.append(value)
+            times //= 2
+            if not times:
+                return " * ".join(parts)
+            if times == 1 and not parts:
+                return f"{value} * {value}"
+            value = self.name(f"{value} * {value}")
+
+    def _divisor(self, expr: sympy.Expr) -> str:
+        """Return a divisor, with 1 for 0, by which nothing can be divided."""
+        low, high = bounds(expr, self._known)
+        source = self._int(expr, UNARY)
+        if low > 0 or high < 0 or expr.is_positive:
+            return source
+        value = self.name(source)
+        return self.name(f"tl.where({value} == 0, 1, {value})")
+
+    def _remainder(self, left: sympy.Expr, right: sympy.Expr) -> tuple[str, int]:
+        """Triton's `%` has the sign of the left operand, ours that of the right one."""
+        divisor = self._divisor(right)
+        whole = f"{self._int(left, UNARY)} % {divisor}"
+        if self._is_natural(left) and self._is_positive(right):
+            return whole, PRODUCT
+        rest = self.name(whole)
+        if self._is_positive(right):
+            return f"tl.where({rest} < 0, {rest} + {divisor}, {rest})", ATOM
+        wrong = f"({rest} != 0) & (({rest} < 0) != ({divisor} < 0))"
+        return f"tl.where({wrong}, {rest} + {divisor}, {rest})", ATOM
+
+    def _floor_divide(self, left: sympy.Expr, right: sympy.Expr) -> str:
+        """Triton's `//` rounds towards zero, ours down."""
+        divisor = self._divisor(right)
+        if self._is_natural(left) and self._is_positive(right):
+            return f"{self._int(left, UNARY)} // {divisor}"
+        rest = self.name(self._remainder(left, right)[0])
+        return f"({self._int(left, SUM)} - {rest}) // {divisor}"
+
+    def _bits(self, expr: Bits) -> tuple[str, int]:
+        spell = self._widened(expr)
+        if type(expr) in _BITWISE:
+            left, right = (spell(arg, ATOM) for arg in expr.args)
+            return f"{left} {_BITWISE[type(expr)]} {right}", OR
+        sign = "<<" if isinstance(expr, ShiftLeft) else ">>"
+        value, shift = expr.args
+        most = 31 if not self._is_wide(expr) else MAX_SHIFT
+        low, high = bounds(shift, self._known)
+        amount = spell(shift, ATOM)
+        if low < 0 or high > most:
+            amount = f"tl.minimum(tl.maximum({amount}, 0), {most})"
+        return f"{spell(value, ATOM)} {sign} {amount}", OR
+
+    def _extreme(self, expr: sympy.Max | sympy.Min, integers: bool) -> str:
+        name = "tl.maximum" if isinstance(expr, sympy.Max) else "tl.minimum"
+        values = sorted(self._operand(arg, integers, LOWEST) for arg in expr.args)
+        # As in PyTorch, what is not a number wins.
+        nan = "" if integers else ", tl.PropagateNan.ALL"
+        return reduce(lambda left, right: f"{name}({left}, {right}{nan})", values)
+
+    def _sign(self, arg: sympy.Expr, integers: bool) -> str:
+        value = self.name(self._inside(arg, LOWEST))
+        one, zero = ("1", "0") if integers else ("1.0", "0.0")
+        return f"tl.where({value} > 0, {one}, tl.where({value} < 0, -{one}, {zero}))"
+
+    def _function(self, expr: Any) -> tuple[str, int]:
+        source = self._float(expr.args[0])
+        match expr:
+            case sympy.tanh():
+                return tanh(self.name, source, precise=self._precise), ATOM
+            case Sigmoid():
+                below = f"1.0 + tl.exp({self._float(-expr.args[0])})"
+                return self._quotient("1.0", below)
+            case Log1p():
+                return log1p(self.name, source, self._quotient, precise=self._precise), ATOM
+            case sympy.exp() | sympy.log() | sympy.sin() | sympy.cos() | sympy.erf():
+                return f"tl.{type(expr).__name__}({source})", ATOM
+            case sympy.floor():
+                return f"tl.floor({source})", ATOM
+        raise Unsupported(f"expected a function that kernels compute, got the term {expr}")
+
+    def _literal(self, value: sympy.Number) -> str:
+        """Return a number as a literal; Triton makes a double of one that fp32 cannot hold."""
+        number = float(value)
+        if self._double:
+            return repr(number) if math.isfinite(number) else f'float("{number}")'
+        if abs(number) > FP32_MAX:
+            return 'float("inf")' if number > 0 else '-float("inf")'
+        return repr(number if abs(number) >= FP32_TINY else 0.0)

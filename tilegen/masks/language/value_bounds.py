@@ -1,0 +1,299 @@
+"""Interval arithmetic over whole tiles: what a mask expression can be anywhere inside a tile.
+
+An interval holds every value that `evaluation.Points` gives for a pair of the tile: both take the
+same operations in the same order, and rounding is monotone. Not-a-number inside a tile leaves the
+truth of what depends on it open.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+
+import sympy
+import torch
+
+from tilegen.masks.language.evaluation import BITS, Evaluation, floor_divide, nonzero, power, read
+from tilegen.masks.language.extremes import BoxExtremes
+from tilegen.masks.language.nodes import Bits, BitXor, ShiftLeft, ShiftRight
+
+LARGEST = 2**62
+"""Integers beyond it, which may wrap around, are not bounded."""
+
+Tables = dict[tuple[int, tuple[int, ...]], BoxExtremes]
+"""Extremes of captured tensors, shared by all evaluations of one mask: by identity of the tensor
+and dimensions."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """lo <= value <= hi, one element per tile. A value that is the same all over a tile has lo and
+    hi the same object."""
+
+    lo: torch.Tensor
+    hi: torch.Tensor
+
+    @property
+    def is_single(self) -> bool:
+        """Whether every tile has one value."""
+        return self.lo is self.hi
+
+    @property
+    def ends(self) -> tuple[torch.Tensor, ...]:
+        """Both bounds, or the one value."""
+        return (self.lo,) if self.is_single else (self.lo, self.hi)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a condition surely holds, or surely fails, for all pairs of a tile."""
+
+    always: torch.Tensor
+    never: torch.Tensor
+
+
+class TileBounds(Evaluation[Interval, Verdict]):
+    """Intervals and verdicts, one per tile."""
+
+    def __init__(
+        self,
+        captured: Sequence[torch.Tensor],
+        values: Mapping[sympy.Symbol, Interval],
+        device: torch.device,
+        tables: Tables,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(captured, values, device, dtype)
+        self._tables = tables
+
+    def twin(self, dtype: torch.dtype) -> TileBounds:
+        return TileBounds(self._captured, self._values, self._device, self._tables, dtype)
+
+    def number(self, value: float) -> Interval:
+        return _single(self._constant(value))
+
+    def truth(self, value: bool) -> Verdict:
+        always = torch.tensor(value, device=self._device)
+        return Verdict(always, ~always)
+
+    def to_float(self, value: Interval) -> Interval:
+        return _increasing(lambda end: end.to(self._dtype), value)
+
+    def to_integer(self, value: Interval) -> Interval:
+        return _increasing(lambda end: end.clamp(-LARGEST, LARGEST).long(), value)
+
+    def add(self, left: Interval, right: Interval) -> Interval:
+        found = _increasing(torch.add, left, right)
+        if found.lo.is_floating_point():
+            return found
+        return _unless_wrapped(found, _size(left) + _size(right))
+
+    def multiply(self, left: Interval, right: Interval) -> Interval:
+        return _unless_wrapped(
+            _hull([a * b for a in left.ends for b in right.ends]),
+            _size(left) * _size(right),
+        )
+
+    def divide(self, left: Interval, right: Interval) -> Interval:
+        quotient = _hull([a / b for a in left.ends for b in right.ends])
+        if right.is_single:
+            return quotient
+        return _where(_has_one_sign(right), quotient, _anything(quotient.lo))
+
+    def floor_divide(self, left: Interval, right: Interval) -> Interval:
+        quotient = _hull([floor_divide(a, b) for a in left.ends for b in right.ends])
+        if right.is_single:
+            return quotient
+        # A divisor that is not 0 is at least 1 in magnitude.
+        largest = torch.maximum(left.lo.abs(), left.hi.abs())
+        return _where(_has_one_sign(right), quotient, Interval(-largest, largest))
+
+    def remainder(self, left: Interval, right: Interval) -> Interval:
+        zero = torch.zeros_like(right.lo)
+        anything = Interval(torch.minimum(right.lo + 1, zero), torch.maximum(right.hi - 1, zero))
+        if not right.is_single:
+            return anything
+        # Between two multiples of the divisor the remainder only increases.
+        divisor = nonzero(right.lo)
+        multiples = [floor_divide(end, divisor) * divisor for end in (left.lo, left.hi)]
+        between = Interval(left.lo - multiples[0], left.hi - multiples[1])
+        if left.is_single:
+            return _single(between.lo)
+        return _where(multiples[0] == multiples[1], between, anything)
+
+    def bits(self, operation: type[Bits], left: Interval, right: Interval) -> Interval:
+        compute = BITS[operation]
+        if operation in (ShiftLeft, ShiftRight) or (left.is_single and right.is_single):
+            found = _hull([compute(a, b) for a in left.ends for b in right.ends])
+            if operation is not ShiftLeft:
+                return found
+            return _unless_wrapped(found, _size(left) * 2.0 ** _size(right))
+        # Above the highest bit in which its ends differ, all values of an interval are the same.
+        open_left, open_right = (_ones(end.lo ^ end.hi) for end in (left, right))
+        least = compute(left.lo & ~open_left, right.lo & ~open_right)
+        most = compute(left.lo | open_left, right.lo | open_right)
+        if operation is BitXor:
+            unknown = open_left | open_right
+            least = compute(left.lo, right.lo) & ~unknown
+            most = least | unknown
+        mixed = (open_left < 0) | (open_right < 0)  # of both signs
+        return _where(mixed, _any_integer(least), Interval(least, most))
+
+    def power(self, base: Interval, exponent: int) -> Interval:
+        base = base if exponent % 2 else self.absolute(base)
+        found = _increasing(lambda value: power(value, exponent), base)
+        return _unless_wrapped(found, _size(base) ** exponent)
+
+    def general_power(self, base: Interval, exponent: Interval) -> Interval:
+        return _anything(base.lo + exponent.lo)
+
+    def function(
+        self, function: Callable[[torch.Tensor], torch.Tensor], value: Interval
+    ) -> Interval:
+        if function is torch.sqrt:  # which rounds exactly
+            negative = value.lo < 0
+            root = _increasing(lambda end: end.clamp(min=0).sqrt(), value)
+            return _where(negative, _anything(value.lo), root)
+        # How another function is rounded may depend on where in a tensor its argument stands.
+        return _anything(value.lo)
+
+    def floor(self, value: Interval) -> Interval:
+        return _increasing(torch.floor, value)
+
+    def sign(self, value: Interval) -> Interval:
+        return _increasing(torch.sign, value)
+
+    def absolute(self, value: Interval) -> Interval:
+        if value.is_single:
+            return _single(value.lo.abs())
+        outside = torch.maximum(value.lo, -value.hi)
+        return Interval(outside.clamp(min=0), torch.maximum(-value.lo, value.hi))
+
+    def minimum(self, left: Interval, right: Interval) -> Interval:
+        return _increasing(torch.minimum, left, right)
+
+    def maximum(self, left: Interval, right: Interval) -> Interval:
+        return _increasing(torch.maximum, left, right)
+
+    def less(self, left: Interval, right: Interval) -> Verdict:
+        return Verdict(left.hi < right.lo, left.lo >= right.hi)
+
+    def less_or_equal(self, left: Interval, right: Interval) -> Verdict:
+        return Verdict(left.hi <= right.lo, left.lo > right.hi)
+
+    def equal(self, left: Interval, right: Interval) -> Verdict:
+        return Verdict(
+            (left.lo == right.hi) & (left.hi == right.lo),
+            (left.hi < right.lo) | (left.lo > right.hi),
+        )
+
+    def both(self, left: Verdict, right: Verdict) -> Verdict:
+        return Verdict(left.always & right.always, left.never | right.never)
+
+    def either(self, left: Verdict, right: Verdict) -> Verdict:
+        return Verdict(left.always | right.always, left.never & right.never)
+
+    def inverse(self, truth: Verdict) -> Verdict:
+        return Verdict(truth.never, truth.always)
+
+    def choose(self, condition: Verdict, left: Interval, right: Interval) -> Interval:
+        undecided = _hull([*left.ends, *right.ends])
+        return _where(condition.always, left, _where(condition.never, right, undecided))
+
+    def lookup(self, tensor: torch.Tensor, indices: list[Interval]) -> Interval:
+        boxed = tuple(dim for dim, index in enumerate(indices) if not index.is_single)
+        if not boxed or not tensor.numel():
+            return _single(read(tensor, [index.lo for index in indices]))
+        first: list[torch.Tensor] = []
+        last: list[torch.Tensor] = []
+        everywhere = beyond = torch.zeros((), dtype=torch.bool, device=self._device)
+        for index, size in zip(indices, tensor.shape, strict=True):
+            wraps = index.hi < 0
+            lo, hi = (torch.where(wraps, end + size, end) for end in (index.lo, index.hi))
+            # Both ends of a range around 0 are inside the tensor, at its two ends.
+            everywhere = everywhere | ((lo < 0) & (hi >= 0))
+            beyond = beyond | (lo < 0) | (hi >= size)
+            first.append(lo.clamp(0, size - 1))
+            last.append(hi.clamp(0, size - 1))
+        table = self._table(tensor, boxed)
+        # Ranges that are not used must not make the others' blocks large.
+        last = [torch.where(everywhere, lo, hi) for lo, hi in zip(first, last, strict=True)]
+        low, high = table.of(
+            [first[dim] for dim in range(tensor.dim()) if dim not in boxed],
+            [first[dim] for dim in boxed],
+            [last[dim] for dim in boxed],
+        )
+        smallest, largest = table.everywhere
+        low, high = torch.where(everywhere, smallest, low), torch.where(everywhere, largest, high)
+        if not low.is_floating_point():
+            low, high = low.long(), high.long()
+        return Interval(
+            torch.where(beyond, low.clamp(max=0), low), torch.where(beyond, high.clamp(min=0), high)
+        )
+
+    def _table(self, tensor: torch.Tensor, boxed: tuple[int, ...]) -> BoxExtremes:
+        key = (id(tensor), boxed)
+        if key not in self._tables:
+            self._tables[key] = BoxExtremes(tensor, boxed)
+        return self._tables[key]
+
+
+def _single(value: torch.Tensor) -> Interval:
+    return Interval(value, value)
+
+
+def _hull(values: Sequence[torch.Tensor]) -> Interval:
+    if len(values) == 1:
+        return _single(values[0])
+    return Interval(reduce(torch.minimum, values), reduce(torch.maximum, values))
+
+
+def _size(value: Interval) -> torch.Tensor:
+    """Return the largest magnitude in an interval, in double, which no sum or product leaves."""
+    return torch.maximum(value.lo.double().abs(), value.hi.double().abs())
+
+
+def _ones(value: torch.Tensor) -> torch.Tensor:
+    """Return a value with all bits set below its highest; -1 for a negative one."""
+    for shift in (1, 2, 4, 8, 16, 32):
+        value = value | (value >> shift)
+    return value
+
+
+def _unless_wrapped(found: Interval, size: torch.Tensor) -> Interval:
+    """Return an interval of integers, or all of them where their `size` may leave 64 bits."""
+    if found.lo.is_floating_point():
+        return found
+    wraps = size >= LARGEST
+    if not bool(wraps.any()):
+        return found
+    return _where(wraps, _any_integer(found.lo), found)
+
+
+def _any_integer(like: torch.Tensor) -> Interval:
+    """Return all integers but the least, which has no absolute value."""
+    largest = torch.full_like(like, torch.iinfo(torch.int64).max)
+    return Interval(-largest, largest)
+
+
+def _anything(like: torch.Tensor) -> Interval:
+    infinite = torch.full_like(like, torch.inf)
+    return Interval(-infinite, infinite)
+
+
+def _increasing(function: Callable[..., torch.Tensor], *arguments: Interval) -> Interval:
+    lo = function(*(argument.lo for argument in arguments))
+    if all(argument.is_single for argument in arguments):
+        return _single(lo)
+    return Interval(lo, function(*(argument.hi for argument in arguments)))
+
+
+def _where(condition: torch.Tensor, left: Interval, right: Interval) -> Interval:
+    return Interval(
+        torch.where(condition, left.lo, right.lo), torch.where(condition, left.hi, right.hi)
+    )
+
+
+def _has_one_sign(divisor: Interval) -> torch.Tensor:
+    return (divisor.lo > 0) | (divisor.hi < 0)

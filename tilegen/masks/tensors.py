@@ -1,0 +1,115 @@
+"""The tensors that masks and scores read: whether they fit a call, and as kernels take them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from tilegen.errors import InvalidProblem
+from tilegen.masks.mask import Mask
+from tilegen.masks.notation import split_arguments
+from tilegen.masks.score import Score
+from tilegen.masks.shapes import Shape
+from tilegen.masks.values import Made, Values
+
+
+def tensors_of(
+    mask: Mask, shape: Shape, device: torch.device, made: Made | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Return the tables that a mask reads, on a device. Raises InvalidProblem where sizes do not
+    fit."""
+    if mask.is_stand_in:
+        raise InvalidProblem(f"expected a mask with its tensors, got {mask}")
+    made = {} if made is None else made
+    return tuple(_fitting(value, shape, device, made) for value in mask.values)
+
+
+def _fitting(value: Values, shape: Shape, device: torch.device, made: Made) -> torch.Tensor:
+    table = value.on(device, (shape.seqlen_q, shape.seqlen_kv), made)
+    if value.recipe is not None and (value.axes or "").startswith("b"):
+        table = table[: shape.by_axis["b"]]  # what a function reads may be for more batches
+    for axis, size in zip(value.axes or "", table.shape, strict=False):
+        if size != shape.by_axis[axis]:
+            raise _wrong_size("the mask's values", axis, shape, size)
+    return table
+
+
+def check_fit(mask: Mask, score: Score | None, shape: Shape) -> None:
+    """Raise InvalidProblem where a mask or a score is for other sizes than those of a call."""
+    mask.check_lengths(shape.seqlen_q, shape.seqlen_kv)
+    if score is not None:
+        check_sizes(score, shape)
+
+
+def check_sizes(score: Score, shape: Shape) -> None:
+    """Raise InvalidProblem where a tensor that a score reads is empty or of another size."""
+    if not all(tensor.numel() for tensor in score.captured):
+        raise InvalidProblem("tensors that a score reads must not be empty")
+    for slot, axes in score.sizes:
+        for name, size in zip(axes, score.captured[slot].shape, strict=True):
+            if name != "." and size != shape.by_axis[name]:
+                raise _wrong_size("a tensor that the score reads", name, shape, size)
+    for slot, axis, name in _whole_axes(score.text):
+        size = score.captured[slot].shape[axis]
+        if size < shape.by_axis[name]:
+            raise _wrong_size("a tensor that the score reads", name, shape, size)
+    if score.sink_logits is not None and len(score.sink_logits) != shape.heads:
+        raise _wrong_size("sinks", "h", shape, len(score.sink_logits))
+
+
+def _wrong_size(what: str, axis: str, shape: Shape, size: int) -> InvalidProblem:
+    return InvalidProblem(
+        f"{what} must have size {shape.by_axis[axis]} along {_AXIS_NAMES[axis]}, got {size}"
+    )
+
+
+@lru_cache(maxsize=256)
+def _whole_axes(text: str) -> tuple[tuple[int, int, str], ...]:
+    """Return (slot, axis, name) of what a score looks up by h or b alone."""
+    return tuple(
+        (int(slot), axis, index)
+        for slot, indices in re.findall(r"t(\d+)\[([^\[\]]*)\]", text)
+        for axis, index in enumerate(split_arguments(indices, text))
+        if index in ("b", "h")
+    )
+
+
+def score_tensors(
+    captured: Sequence[torch.Tensor],
+    sinks: torch.Tensor | None,
+    gradients: Mapping[int, torch.Tensor] | None = None,
+) -> dict[str, torch.Tensor]:
+    """Return what a score reads, by the names of the launches' parameters; `gradients` by slot."""
+    reads = {
+        f"c{slot}": (one.view(torch.uint8) if one.dtype == torch.bool else one).contiguous()
+        for slot, one in enumerate(captured)
+    }
+    if sinks is not None:
+        reads["sinks"] = sinks.to(torch.float32).contiguous()
+    return reads | {f"dc{slot}": one for slot, one in (gradients or {}).items()}
+
+
+def realized(mask: Mask, shape: Shape, device: torch.device | str = "cpu") -> Mask:
+    """Return a mask with typical tensors in the place of stand-ins: what kernels are tuned and
+    checked with."""
+
+    def real(item: Any) -> Any:
+        if isinstance(item, Values) and item.is_stand_in:
+            tensor = torch.as_tensor(item.sample(shape.by_axis).copy())
+            tensor = tensor if item.kind != "int" else tensor.to(torch.int32)
+            return replace(item, tensor=tensor.to(device))
+        if isinstance(item, tuple):
+            return tuple(real(one) for one in item)  # pyright: ignore[reportUnknownVariableType]
+        if not isinstance(item, Mask) or not item.is_stand_in:
+            return item
+        return replace(item, **{f.name: real(getattr(item, f.name)) for f in fields(item)})  # type: ignore
+
+    return real(mask)
+
+
+_AXIS_NAMES = {"b": "batch", "h": "query heads", "q": "query rows", "k": "key-value columns"}

@@ -1,0 +1,1 @@
+"""The tiles that a mask leaves: in closed form, or as lists."""

@@ -1,0 +1,406 @@
+"""The mask compiler: from a predicate to the tiles it leaves, in closed form.
+
+A kernel keeps one tile of rows (or columns) on chip and streams tiles of the other axis past it.
+For a stationary tile
+[first, last], a streamed index is *live* if some stationary index is kept with it, *dropped* if
+some is not. A streamed tile that misses the live set is empty, one that misses the dropped set
+is full, all others are partial.
+
+Both sets are unions of intervals and come from the predicate by Fourier-Motzkin elimination of the
+stationary index: the live set from the predicate, the dropped set from its negation. With unit
+coefficients the result is exact over the integers; otherwise both sets may come out too large,
+which costs time but never correctness. Numbers looked up per row or column can be eliminated where
+they never fall.
+"""
+
+# SymPy is typed only in part, and where it is, too narrowly:
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportReturnType=false, reportCallIssue=false, reportAssignmentType=false
+# pyright: reportMatchNotExhaustive=false, reportOptionalMemberAccess=false
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import sympy
+from sympy.core.relational import Relational
+from sympy.logic.boolalg import Boolean, to_dnf
+
+from tilegen.errors import Unsupported
+from tilegen.masks.language.symbols import (
+    FIRST,
+    LAST,
+    SEQLEN_KV,
+    SEQLEN_Q,
+    B,
+    H,
+    K,
+    Lookup,
+    Q,
+    captured_name,
+)
+from tilegen.masks.mask import Mask, Side
+
+MAX_CONJUNCTIONS = 16
+"""Of a predicate in disjunctive normal form; one with more goes to tile lists."""
+MAX_EXPANDED = 256
+"""Conjunctions before equal ones are joined: more are not even written down."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Half-open range [lo, hi) of a streamed index; expressions in FIRST, LAST and the lengths, or
+    infinite."""
+
+    lo: sympy.Expr
+    hi: sympy.Expr
+    guards: tuple[sympy.Expr, ...] = ()
+    """The interval is empty unless all of these are >= 0 (two bottom-right masks may never
+    meet)."""
+
+    @property
+    def nonempty(self) -> Boolean:
+        """The condition under which the interval holds anything."""
+        return sympy.And(sympy.Lt(self.lo, self.hi), *(sympy.Ge(guard, 0) for guard in self.guards))
+
+
+@dataclass(frozen=True)
+class StreamSets:
+    """What one stationary tile sees: streamed indices in no `live` interval are all dropped, those
+    in no `dropped` one all kept. The end of the sequence bounds `live`, and is not in `dropped`."""
+
+    live: tuple[Interval, ...]
+    dropped: tuple[Interval, ...]
+
+
+def edges(interval: Interval, length: sympy.Expr | None = None) -> tuple[Any, Any, Any]:
+    """Return (lo, hi, condition under which it holds anything), with None for what is unbounded or
+    always true. A live interval is unbounded where it touches an end of the `length` indices."""
+    live = length is not None
+    lo = None if interval.lo.is_infinite or (live and interval.lo == 0) else interval.lo
+    hi = None if interval.hi.is_infinite or (live and interval.hi == length) else interval.hi
+    nonempty = interval.nonempty
+    return lo, hi, None if nonempty == True else nonempty  # noqa: E712 - SymPy's true
+
+
+@dataclass(frozen=True)
+class StreamBounds:
+    """What one stationary tile sees where that is one interval: streamed indices outside `live` are
+    all dropped, those inside `full` all kept."""
+
+    live: Interval
+    full: Interval
+
+
+def predicate(mask: Mask, side: Side = "rows") -> Boolean:
+    """Return the mask as a SymPy Boolean in B, H, Q, K, SEQLEN_Q, SEQLEN_KV and look-ups in its
+    values, whose names are t0, t1, ... in the order of `mask.values`."""
+    return _named(mask, mask.for_side(side).keep(*_AT))
+
+
+_AT = (Q, K, SEQLEN_Q, SEQLEN_KV, B, H)
+
+
+def _named(mask: Mask, condition: Any) -> Boolean:
+    """Return a condition with its values named by their slots."""
+    names = {
+        value.symbol: captured_name(slot, "bool" if value.rising else value.kind)
+        for slot, value in enumerate(mask.values)
+    }
+    return sympy.sympify(condition).xreplace(names)
+
+
+@lru_cache(maxsize=256)
+def depends_on(mask: Mask) -> frozenset[sympy.Symbol]:
+    """Return which of B and H the predicate depends on."""
+    return frozenset(predicate(mask).free_symbols & {B, H})
+
+
+def stream_sets(mask: Mask, side: Side) -> StreamSets:
+    """Return the live and the dropped intervals of a stationary tile [FIRST, LAST], in closed form.
+
+    Raises Unsupported for what is not a combination of affine comparisons, naming the term.
+    """
+    found = _solved(mask, side)
+    if isinstance(found, str):
+        raise Unsupported(found)
+    return found
+
+
+@lru_cache(maxsize=512)
+def _solved(mask: Mask, side: Side) -> StreamSets | str:
+    """Return the sets, or why there are none: asked for every tile, found out once."""
+    try:
+        return _solve_sets(mask, side)
+    except Unsupported as refusal:
+        return str(refusal)
+
+
+def _solve_sets(mask: Mask, side: Side) -> StreamSets:
+    stationary, streamed, length = (Q, K, SEQLEN_KV) if side == "rows" else (K, Q, SEQLEN_Q)
+    most, sure = (_named(mask, one) for one in mask.for_side(side).enclosing(*_AT))
+    rising = {captured_name(slot, "bool") for slot, value in enumerate(mask.values) if value.rising}
+    inside = [streamed, length - 1 - streamed]
+
+    def solved(conjunction: list[sympy.Expr]) -> Interval:
+        return _solve(_eliminate(conjunction, stationary, rising), streamed)
+
+    live = [solved([*one, *inside]) for one in _disjunctive_normal_form(most)]
+    dropped = [solved(one) for one in _disjunctive_normal_form(sympy.Not(sure))]
+    return StreamSets(_some(live), _some(dropped))
+
+
+def _some(intervals: list[Interval]) -> tuple[Interval, ...]:
+    """Return those that can hold anything, in an order that SymPy's hashes do not change."""
+    found = [one for one in intervals if one.nonempty != False]  # noqa: E712 - SymPy's false
+    return tuple(sorted(found, key=str))
+
+
+@lru_cache(maxsize=256)
+def stream_bounds(mask: Mask, side: Side) -> StreamBounds:
+    """Return the live and the full interval of a stationary tile [FIRST, LAST], in closed form.
+
+    Raises Unsupported where they are not one interval each.
+    """
+    sets = stream_sets(mask, side)
+    length = SEQLEN_KV if side == "rows" else SEQLEN_Q
+    if len(sets.live) != 1:
+        raise Unsupported(f"expected a mask that keeps one interval per row and column, got {mask}")
+    past_the_end = Interval(length, sympy.S.Infinity)
+    return StreamBounds(live=sets.live[0], full=_complement([*sets.dropped, past_the_end]))
+
+
+def _disjunctive_normal_form(keep: Boolean) -> list[list[sympy.Expr]]:
+    """Return conjunctions of integer expressions, each meaning `expression >= 0`."""
+    _check_terms(keep)
+    keep = keep.replace(
+        lambda node: isinstance(node, sympy.Ne),
+        # Not by operators, which take floors off.
+        lambda node: sympy.Or(sympy.Lt(node.lhs, node.rhs), sympy.Lt(node.rhs, node.lhs)),
+    )
+    keep = keep.replace(lambda node: isinstance(node, Relational), _without_choices)
+    for atom in keep.atoms(Relational):  # before anything is expanded
+        for expression in _at_least_zero(atom):
+            for symbol in (Q, K):
+                _check_linear(expression, symbol)
+    too_many = f"expected a mask of at most {MAX_CONJUNCTIONS} conjunctions, got {keep}"
+    if _conjunctions(keep, True) > MAX_EXPANDED:
+        raise Unsupported(too_many)
+    normal = to_dnf(keep, simplify=False)
+    if normal == sympy.false:
+        return []
+    if len(sympy.Or.make_args(normal)) > MAX_CONJUNCTIONS:
+        raise Unsupported(too_many)
+    return [
+        [
+            expression
+            for atom in sympy.And.make_args(conjunction)
+            for expression in _at_least_zero(atom)
+        ]
+        for conjunction in sympy.Or.make_args(normal)
+    ]
+
+
+def _conjunctions(keep: Boolean, holds: bool) -> int:
+    """Return how many conjunctions a predicate, or its negation, is expanded to."""
+    match keep:
+        case sympy.Not():
+            return _conjunctions(keep.args[0], not holds)
+        case sympy.And() | sympy.Or():
+            counts = [_conjunctions(part, holds) for part in keep.args]
+            return sum(counts) if isinstance(keep, sympy.Or) == holds else math.prod(counts)
+        case _:
+            return 1
+
+
+def _check_terms(expression: Any) -> None:
+    """Raise Unsupported, before anything is expanded, for a position in a term that is not
+    linear."""
+    if isinstance(expression, Lookup):
+        return
+    if isinstance(expression, sympy.floor) and any(_step(expression, one) for one in (Q, K)):
+        return
+    if not isinstance(expression, _LINEAR) and expression.args and expression.has(Q, K):
+        raise Unsupported(f"expected sums of positions in a mask, got the term {expression}")
+    for part in expression.args:
+        _check_terms(part)
+
+
+_LINEAR = (sympy.Add, sympy.Mul, sympy.Abs, sympy.Min, sympy.Max, sympy.logic.boolalg.Boolean)
+
+
+def _check_linear(expression: sympy.Expr, symbol: sympy.Symbol) -> None:
+    """Raise Unsupported unless the symbol stands in integer multiples and look-ups alone."""
+    known = [*expression.atoms(Lookup), *_steps(expression, symbol)]
+    others = {found: sympy.Dummy() for found in known}
+    _coefficient(expression.xreplace(others), symbol)
+
+
+def _without_choices(atom: Boolean) -> Boolean:
+    """Return a comparison without absolute values, minima and maxima, as several without."""
+    if isinstance(atom, sympy.Eq):
+        if not atom.has(sympy.Abs, sympy.Min, sympy.Max):
+            return atom
+        return sympy.And(
+            _without_choices(sympy.Le(atom.lhs, atom.rhs)),
+            _without_choices(sympy.Le(atom.rhs, atom.lhs)),
+        )
+    if isinstance(atom, sympy.Ne) or not isinstance(atom, Relational):  # true and false are none
+        return atom
+    [expression] = _at_least_zero(atom)
+    for choice in sympy.expand(expression).atoms(sympy.Abs, sympy.Min, sympy.Max):
+        factor = sympy.expand(expression).coeff(choice)
+        rest = sympy.expand(expression - factor * choice)
+        if not factor.is_Integer or rest.has(choice):
+            continue
+        of = choice.args
+        if isinstance(choice, sympy.Abs):
+            of = (choice.args[0], -choice.args[0])
+        largest = isinstance(choice, sympy.Abs | sympy.Max)
+        join = sympy.Or if largest == bool(factor > 0) else sympy.And
+        return join(*(_without_choices(rest + factor * one >= 0) for one in of))
+    return atom
+
+
+def _at_least_zero(atom: Boolean) -> list[sympy.Expr]:
+    match atom:
+        case sympy.logic.boolalg.BooleanTrue():
+            return []
+        case sympy.Le(args=(low, high)) | sympy.Ge(args=(high, low)):
+            return [_whole(high - low, sympy.floor)]
+        case sympy.Lt(args=(low, high)) | sympy.Gt(args=(high, low)):
+            return [_whole(high - low, sympy.ceiling) - 1]
+        case sympy.Eq(args=(left, right)) if not (left - right).atoms(sympy.Float):
+            return [_whole(left - right, sympy.floor), _whole(right - left, sympy.floor)]
+    raise Unsupported(f"expected a comparison of affine expressions in a mask, got {atom}")
+
+
+def _whole(expression: sympy.Expr, rounded: Callable[[sympy.Expr], sympy.Expr]) -> sympy.Expr:
+    """Return a sum of integers with its constant term rounded to one."""
+    constant, rest = expression.as_coeff_Add()
+    if not rest.is_integer:
+        raise Unsupported(f"expected integers in a mask's comparison, got {expression}")
+    return rest + rounded(constant)
+
+
+def _split(expression: sympy.Expr, term: sympy.Expr) -> tuple[int, sympy.Expr]:
+    """Split a sum into (integer coefficient of a term, rest)."""
+    coefficient = expression.coeff(term)
+    return int(coefficient), expression - coefficient * term
+
+
+def _coefficient(expression: sympy.Expr, symbol: sympy.Symbol) -> tuple[int, sympy.Expr]:
+    """Split `expression` into (integer coefficient of symbol, rest)."""
+    expression = sympy.expand(expression)
+    coefficient = expression.coeff(symbol)
+    rest = expression - coefficient * symbol
+    if not coefficient.is_Integer or symbol in rest.free_symbols:
+        raise Unsupported(
+            f"expected an integer multiple of {symbol} in a mask, got the term {expression}"
+        )
+    return int(coefficient), rest
+
+
+def _eliminate(
+    inequalities: Iterable[sympy.Expr], symbol: sympy.Symbol, rising: set[sympy.Symbol]
+) -> list[sympy.Expr]:
+    """Return what `inequalities` (each >= 0) say once some FIRST <= symbol <= LAST satisfies them
+    all.
+
+    Fourier-Motzkin: every lower bound on the symbol must not exceed any upper bound. Look-ups in
+    `rising` values count with the largest value that they can add.
+    """
+    free: list[sympy.Expr] = []
+    lower: list[tuple[int, sympy.Expr]] = []
+    upper: list[tuple[int, sympy.Expr]] = []
+    for inequality in inequalities:
+        largest = _largest(sympy.expand(inequality), symbol, rising)
+        coefficient, rest = _coefficient(largest, symbol)
+        if coefficient == 0:
+            free.append(rest)
+        else:
+            (lower if coefficient > 0 else upper).append((abs(coefficient), rest))
+    pairs = [(a, low, b, high) for a, low in lower for b, high in [*upper, (1, LAST)]]
+    pairs += [(1, -FIRST, b, high) for b, high in upper]  # FIRST <= LAST holds anyway
+    return free + [sympy.expand(b * low + a * high) for a, low, b, high in pairs]
+
+
+def _steps(expression: sympy.Expr, symbol: sympy.Symbol) -> list[sympy.floor]:
+    """Return the terms `floor(symbol / n)` of a sum."""
+    found = (term.as_coeff_Mul()[1] for term in sympy.Add.make_args(expression))
+    return [one for one in found if isinstance(one, sympy.floor) and _step(one, symbol)]
+
+
+def _step(found: sympy.floor, symbol: sympy.Symbol) -> int:
+    """Return n of `floor(symbol / n)`, 0 for any other."""
+    factor = found.args[0] / symbol
+    return int(1 / factor) if factor.is_Rational and factor > 0 and (1 / factor).is_Integer else 0
+
+
+def _largest(expression: sympy.Expr, symbol: sympy.Symbol, rising: set[sympy.Symbol]) -> sympy.Expr:
+    """Return `expression` with what rises with `symbol`, look-ups and quotients, replaced by its
+    values at the ends of the stationary tile."""
+    for found in [*expression.atoms(Lookup), *_steps(expression, symbol)]:
+        name, *indices = found.args
+        rises = isinstance(found, sympy.floor) or (name in rising and indices[-1] == symbol)
+        if rises:
+            low, high = (found.xreplace({symbol: end}) for end in (FIRST, LAST))
+            negative = expression.coeff(found).is_negative
+            expression = expression.xreplace({found: low if negative else high})
+    return expression
+
+
+def _solve(inequalities: Iterable[sympy.Expr], symbol: sympy.Symbol) -> Interval:
+    """Return the interval of integers `symbol` that satisfies all inequalities (each >= 0)."""
+    lo: list[sympy.Expr] = []
+    hi: list[sympy.Expr] = []
+    guards: list[sympy.Expr] = []
+    for inequality in inequalities:
+        steps = _steps(inequality, symbol)
+        if steps and not inequality.xreplace({steps[0]: sympy.S.Zero}).has(symbol):
+            n, (coefficient, rest) = _step(steps[0], symbol), _split(inequality, steps[0])
+            if coefficient > 0:
+                lo.append(-n * sympy.floor(rest / coefficient))
+            else:
+                hi.append(n * (sympy.floor(rest / -coefficient) + 1))
+            continue
+        coefficient, rest = _coefficient(inequality, symbol)
+        if coefficient > 0:
+            lo.append(-sympy.floor(rest / coefficient))
+        elif coefficient < 0:
+            hi.append(sympy.floor(rest / -coefficient) + 1)
+        elif not rest.is_nonnegative:
+            guards.append(rest)
+    return Interval(
+        lo=sympy.Max(*lo) if lo else sympy.S.NegativeInfinity,
+        hi=sympy.Min(*hi) if hi else sympy.S.Infinity,
+        guards=tuple(sorted(guards, key=str)),
+    )
+
+
+def _complement(spoiled: list[Interval]) -> Interval:
+    """Return the indices that no spoiled interval contains, all of which must be unbounded on one
+    side."""
+    lo: list[sympy.Expr] = []
+    hi: list[sympy.Expr] = []
+    for interval in spoiled:
+        if interval.guards:
+            raise Unsupported(
+                f"expected mask conditions that involve both q and k, got {interval.guards[0]} >= 0"
+            )
+        if interval.lo == sympy.S.NegativeInfinity:
+            lo.append(interval.hi)
+        elif interval.hi == sympy.S.Infinity:
+            hi.append(interval.lo)
+        else:
+            raise Unsupported(
+                "expected a mask that keeps one interval per row and column; combine with & only"
+            )
+    return Interval(
+        lo=sympy.Max(*lo) if lo else sympy.S.NegativeInfinity,
+        hi=sympy.Min(*hi) if hi else sympy.S.Infinity,
+    )

@@ -1,0 +1,1 @@
+"""From Python functions, as FlexAttention takes them, to expressions."""

@@ -1,0 +1,253 @@
+"""Values that remember how they were computed: what traced functions are called with.
+
+They stand for tensors: of no dimension (`Term`), or of a few small ones (`Rows`, `Several`).
+"""
+
+# SymPy is typed only in part, and where it is, too narrowly:
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportReturnType=false
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+import sympy
+import torch
+
+from tilegen.errors import Unsupported
+from tilegen.masks.language.operations import is_condition
+
+if TYPE_CHECKING:
+    from tilegen.masks.tracing.trace import Tracer
+
+MAX_ELEMENTS = 256
+"""Most elements of a row that a function computes with: each is a look-up of its own."""
+Elements = np.ndarray[Any, np.dtype[np.object_]]
+
+
+def _operator(name: str) -> Callable[..., Any]:
+    def apply(self: Term, *args: Any) -> Any:
+        if any(isinstance(arg, (str, list, tuple, dict)) for arg in args):
+            return NotImplemented
+        return self.tracer.apply(name, [self, *args], {})
+
+    return apply
+
+
+class Term:
+    """A value that remembers how it was computed; stands for a 0-dimensional tensor."""
+
+    __array_ufunc__ = None  # numpy's numbers leave arithmetic to this class
+    __hash__ = object.__hash__
+
+    def __init__(self, tracer: Tracer, expr: Any) -> None:
+        """Operations on the value collect tensors in `tracer`."""
+        self.tracer = tracer
+        self.expr = expr
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        tracer = _find_tracer([*args, *(kwargs or {}).values()])
+        return tracer.apply(func.__name__, args, kwargs or {})
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: self.tracer.apply(name, [self, *args], kwargs)
+
+    def __repr__(self) -> str:
+        return str(self.expr)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """bool, int64 or float32, by what the value is."""
+        if is_condition(self.expr):
+            return torch.bool
+        return torch.int64 if self.expr.is_integer else torch.float32
+
+    @property
+    def device(self) -> torch.device:
+        """The CPU: a traced value is nowhere yet."""
+        return torch.device("cpu")
+
+    @property
+    def shape(self) -> torch.Size:
+        """Of one element."""
+        return torch.Size()
+
+    ndim = 0
+
+    def dim(self) -> int:
+        """Return 0."""
+        return 0
+
+    def size(self) -> torch.Size:
+        """Return the empty shape."""
+        return torch.Size()
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.tracer.apply("getitem", [self, index], {})
+
+    def __bool__(self) -> NoReturn:
+        self._decide("if, and, or, not, min(), max() or chained comparisons on", "bool")
+
+    def __index__(self) -> NoReturn:
+        self._decide("range(), list indices or int() of", "int")
+
+    def __int__(self) -> NoReturn:
+        self._decide("int() of", "int")
+
+    def __float__(self) -> NoReturn:
+        self._decide("float() or math functions of", "float")
+
+    def __iter__(self) -> NoReturn:
+        self._decide("loops over", "iter")
+
+    def __len__(self) -> NoReturn:
+        self._decide("len() of", "len")
+
+    def _decide(self, what: str, function: str) -> NoReturn:
+        raise Unsupported(
+            f"expected a function without {what} traced values, got {function}({self.expr}); "
+            "write torch.where, &, |, ~, torch.minimum, torch.maximum, .to(dtype)"
+        )
+
+    __add__, __radd__ = _operator("add"), _operator("add")
+    __sub__, __rsub__ = _operator("sub"), _operator("rsub")
+    __mul__, __rmul__ = _operator("mul"), _operator("mul")
+    __truediv__, __rtruediv__ = _operator("truediv"), _operator("rtruediv")
+    __floordiv__, __rfloordiv__ = _operator("floordiv"), _operator("rfloordiv")
+    __mod__, __rmod__ = _operator("mod"), _operator("rmod")
+    __pow__, __rpow__ = _operator("pow"), _operator("rpow")
+    __and__, __rand__ = _operator("and"), _operator("and")
+    __or__, __ror__ = _operator("or"), _operator("or")
+    __xor__, __rxor__ = _operator("xor"), _operator("xor")
+    __lt__, __le__ = _operator("lt"), _operator("le")
+    __gt__, __ge__ = _operator("gt"), _operator("ge")
+    __eq__, __ne__ = _operator("eq"), _operator("ne")
+    __neg__, __pos__ = _operator("neg"), _operator("pos")
+    __abs__, __invert__ = _operator("abs"), _operator("invert")
+    __lshift__, __rlshift__ = _operator("lshift"), _operator("rlshift")
+    __rshift__, __rrshift__ = _operator("rshift"), _operator("rrshift")
+    __matmul__, __rmatmul__ = _operator("matmul"), _operator("matmul")
+
+
+class Rows:
+    """A real tensor with some of its indices given: `bias[h]` before `[q_idx - kv_idx]`, or a few
+    elements to compute with: `(table[q_idx] == kv_idx).any(-1)`."""
+
+    __array_ufunc__ = None
+    __hash__ = object.__hash__
+
+    def __init__(self, tracer: Tracer, tensor: torch.Tensor, index: tuple[Any, ...]) -> None:
+        """`index` holds the expressions given so far."""
+        self.tracer = tracer
+        self._tensor = tensor
+        self._index = index
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return Term.__torch_function__(func, types, args, kwargs)
+
+    @property
+    def elements(self) -> Elements:
+        """The elements, each an expression. Raises Unsupported where there are many."""
+        sizes = self._tensor.shape[len(self._index) :]
+        if sizes.numel() > MAX_ELEMENTS:
+            self.incomplete()
+        found = np.empty(sizes, dtype=object)
+        for place in np.ndindex(*sizes):
+            index = (*self._index, *map(sympy.Integer, place))
+            found[place] = self.tracer.element(self._tensor, index)
+        return found
+
+    def __getitem__(self, index: Any) -> Any:
+        parts = index if isinstance(index, tuple) else (index,)
+        given = (Term(self.tracer, part) for part in self._index)
+        if any(part is None or part is Ellipsis or isinstance(part, slice) for part in parts):
+            return Several(self.tracer, self.elements)[index]
+        return self.tracer.index(self._tensor, (*given, *parts))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(Several(self.tracer, self.elements), name)
+
+    def incomplete(self) -> NoReturn:
+        """Raise Unsupported: too many rows to compute with."""
+        raise Unsupported(
+            f"expected {self._tensor.ndim} indices of a tensor of shape "
+            f"{tuple(self._tensor.shape)}, or at most {MAX_ELEMENTS} elements left, got "
+            f"{len(self._index)}: {self._index}"
+        )
+
+
+class Several:
+    """A small tensor of traced values."""
+
+    __array_ufunc__ = None
+    __hash__ = object.__hash__
+
+    def __init__(self, tracer: Tracer, elements: Elements) -> None:
+        """`elements` holds an expression for each."""
+        self.tracer = tracer
+        self.elements = elements
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return Term.__torch_function__(func, types, args, kwargs)
+
+    @property
+    def shape(self) -> torch.Size:
+        """Its shape."""
+        return torch.Size(self.elements.shape)
+
+    @property
+    def ndim(self) -> int:
+        """Its number of dimensions."""
+        return self.elements.ndim
+
+    def dim(self) -> int:
+        """Return its number of dimensions."""
+        return self.elements.ndim
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.tracer.several(self.elements[index])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return lambda *args, **kwargs: self.tracer.apply(name, [self, *args], kwargs)
+
+    def __bool__(self) -> NoReturn:
+        raise Unsupported("expected a function without if, and, or, not on traced values")
+
+
+def _share_operators() -> None:
+    """Give rows and small tensors the operators of a value."""
+    for name, function in list(vars(Term).items()):
+        if name.startswith("__") and getattr(function, "__qualname__", "").startswith("_operator"):
+            setattr(Rows, name, function)
+            setattr(Several, name, function)
+
+
+_share_operators()
+
+
+def _find_tracer(values: Sequence[Any]) -> Tracer:
+    """Return the tracer of the first traced value among arguments, inside tuples and lists too."""
+    queue = list(values)
+    while queue:
+        value = queue.pop(0)
+        if isinstance(value, (Term, Rows, Several)):
+            return value.tracer
+        if isinstance(value, (tuple, list)):
+            queue.extend(value)
+    raise Unsupported("expected a traced value among the arguments of a torch function")

@@ -1,0 +1,275 @@
+"""Traces Python functions of (b, h, q_idx, kv_idx) into expressions.
+
+FlexAttention's mask_mod and score_mod functions work unchanged: each is called once, with values
+that remember what is done to them, be it by Python's operators, by torch's functions or by
+indexing a real tensor.
+"""
+
+# SymPy is typed only in part, and where it is, too narrowly:
+# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
+# pyright: reportReturnType=false, reportCallIssue=false, reportAssignmentType=false
+# pyright: reportMatchNotExhaustive=false
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import sympy
+import torch
+from sympy.core.relational import Relational
+
+from tilegen.errors import InvalidProblem, Unsupported
+from tilegen.masks.language.nodes import Where, normalise
+from tilegen.masks.language.operations import OPERATIONS, cast, is_condition
+from tilegen.masks.language.symbols import B, H, K, Lookup, Q, S, captured_name
+from tilegen.masks.language.texts import kinds_of, merge
+from tilegen.masks.tracing.derived import Derived
+from tilegen.masks.tracing.reductions import REDUCTIONS, RESHAPES, reduced
+from tilegen.masks.tracing.terms import MAX_ELEMENTS, Elements, Rows, Several, Term
+
+MAX_CHOICES = 8
+"""Most choices between numbers (`torch.where`) that a mask's comparisons are split by: each may
+double them."""
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """What a function computes: t<i> in `expr` is `captured[i]`."""
+
+    expr: sympy.Basic
+    captured: tuple[torch.Tensor, ...]
+    derived: Derived
+    """How the function made those of them that it made itself."""
+
+    @property
+    def makes_tensors(self) -> bool:
+        """Whether it reads tensors that it made itself."""
+        return any(id(tensor) in self.derived.made for tensor in self.captured)
+
+
+def trace_mask(fn: Callable[..., Any]) -> Traced:
+    """Return the predicate that `fn(b, h, q_idx, kv_idx)` computes, FlexAttention's `mask_mod`.
+
+    Raises Unsupported, naming the term, for what has no expression.
+    """
+    traced = _trace(fn, "(b, h, q_idx, kv_idx)", (B, H, Q, K))
+    if not is_condition(traced.expr):
+        raise Unsupported(f"expected a mask function that returns a bool, got {traced.expr}")
+    return replace(traced, expr=_without_where(traced.expr))
+
+
+def trace_score(fn: Callable[..., Any]) -> Traced:
+    """Return the score that `fn(score, b, h, q_idx, kv_idx)` computes, FlexAttention's `score_mod`.
+
+    Raises Unsupported, naming the term, for what has no expression.
+    """
+    traced = _trace(fn, "(score, b, h, q_idx, kv_idx)", (S, B, H, Q, K))
+    if is_condition(traced.expr):
+        raise Unsupported(f"expected a score function that returns a number, got {traced.expr}")
+    return traced
+
+
+def _trace(fn: Callable[..., Any], arguments: str, symbols: Sequence[sympy.Symbol]) -> Traced:
+    tracer = Tracer()
+    terms = [Term(tracer, symbol) for symbol in symbols]
+    try:
+        inspect.signature(fn).bind(*terms)
+    except ValueError:
+        pass  # a built-in function: calling it will tell
+    except TypeError:
+        raise InvalidProblem(f"expected a function of {arguments}, got {fn}") from None
+    with Derived() as derived:
+        value = fn(*terms)
+    result = normalise(tracer.expression(value))
+    # Only tensors that still matter keep a slot: `0 * bias[q]` needs none.
+    (expr,), captured = merge([(result, tracer.captured)])
+    return Traced(expr, captured, derived)
+
+
+def _without_where(expr: sympy.Basic) -> sympy.Basic:
+    """Return an equal predicate of comparisons alone, which tiles are solved from: `where(c, a, b)
+    < x` is a choice of two."""
+    choices = sorted(expr.atoms(Where), key=lambda choice: (choice.count(Where), str(choice)))
+    if not 0 < len(choices) <= MAX_CHOICES:
+        return expr
+    choice = choices[0]  # holds no other
+    condition, then, otherwise = choice.args
+    comparisons = {
+        atom: (condition & atom.xreplace({choice: then}))
+        | (~condition & atom.xreplace({choice: otherwise}))
+        for atom in expr.atoms(Relational)
+        if atom.has(choice)
+    }
+    return _without_where(normalise(expr.xreplace(comparisons)))
+
+
+_PLACEMENT = ("device", "layout", "memory_format", "non_blocking", "copy", "pin_memory")
+"""Arguments of torch's functions that do not change a value."""
+
+
+@dataclass(eq=False)
+class Tracer:
+    """Collects the tensors one function captures."""
+
+    captured: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+
+    def expression(self, value: Any) -> Any:
+        """Return the expression of an operand: a traced value, a number, a 0-dimensional
+        tensor."""
+        match value:
+            case Term():
+                return value.expr
+            case Rows():
+                value.incomplete()
+            case Several():
+                raise Unsupported(
+                    f"expected one value, got {tuple(value.shape)}; sum it, or ask for any or all"
+                )
+            case torch.Tensor():
+                if value.ndim:
+                    raise Unsupported(
+                        f"expected a tensor of shape {tuple(value.shape)} to be indexed, by b, h, "
+                        "q_idx or kv_idx, before it is computed with"
+                    )
+                return self.element(value, ())
+            case bool() | int() | float():
+                return sympy.sympify(value)
+            case np.generic():
+                return self.expression(value.item())
+        raise Unsupported(f"expected a traced value, a number or a tensor, got {value!r}")
+
+    def element(self, tensor: torch.Tensor, index: Sequence[Any]) -> Any:
+        """Return one element of a real tensor, which takes a slot."""
+        (kind,) = kinds_of([tensor])
+        slots = [i for i, known in enumerate(self.captured) if known is tensor]
+        if not slots:
+            slots = [len(self.captured)]
+            self.captured.append(tensor)
+        found = Lookup(captured_name(slots[0], kind), *index)
+        return sympy.Ne(found, 0) if kind == "bool" else found
+
+    def index(self, tensor: torch.Tensor, index: tuple[Any, ...]) -> Term | Rows:
+        """Return `tensor[index]`: an element, or rows that still lack an index."""
+        parts: list[Any] = []
+        for part in index:
+            if isinstance(part, (slice, list)) or part is None or part is Ellipsis:
+                raise Unsupported(
+                    f"expected one index per dimension of a tensor of shape "
+                    f"{tuple(tensor.shape)}, got {part!r}"
+                )
+            expr = self.expression(part)
+            if is_condition(expr) or not expr.is_integer:
+                raise Unsupported(
+                    f"expected an integer index, got {expr}; use //, or `.to(torch.int32)`"
+                )
+            parts.append(expr)
+        if len(parts) > tensor.ndim:
+            raise Unsupported(
+                f"expected {tensor.ndim} indices of a tensor of shape {tuple(tensor.shape)}, "
+                f"got {len(parts)}"
+            )
+        if len(parts) < tensor.ndim:
+            return Rows(self, tensor, tuple(parts))
+        return Term(self, self.element(tensor, parts))
+
+    def apply(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Return what one of torch's functions or methods makes of its arguments."""
+        name = name.strip("_") if name.startswith("__") else name
+        if name == "getitem":
+            tensor, index = args
+            if not isinstance(tensor, torch.Tensor):
+                raise Unsupported(f"expected only real tensors to be indexed, got {tensor}")
+            return self.index(tensor, index if isinstance(index, tuple) else (index,))
+        kwargs = {key: value for key, value in kwargs.items() if key not in _PLACEMENT}
+        dtype = kwargs.pop("dtype", None)
+        if name in ("to", "type"):
+            dtypes = [a for a in (*args[1:], dtype) if isinstance(a, torch.dtype)]
+            value = self.expression(args[0])
+            return Term(self, cast(value, dtypes[0]) if dtypes else value)
+        if any(isinstance(arg, (Rows, Several)) for arg in args):
+            return self._on_several(name, args, kwargs)
+        if name == "unsqueeze":
+            return self.several(np.array([self.expression(args[0])], dtype=object))
+        if name not in OPERATIONS:
+            raise Unsupported(
+                f"expected arithmetic, comparisons, torch.where and torch's elementary functions, "
+                f"got {name}; {_ADVICE.get(name, 'write it with those')}"
+            )
+        function = OPERATIONS[name]
+        try:
+            bound = inspect.signature(function).bind(*args, **kwargs)
+        except TypeError as error:
+            raise Unsupported(f"expected torch's elementwise {name}: {error}") from None
+        for key, value in bound.arguments.items():
+            if isinstance(value, (Term, Rows, torch.Tensor, bool, int, float, np.generic)):
+                bound.arguments[key] = self.expression(value)
+        result = self.expression_of_result(function(*bound.args, **bound.kwargs))
+        return Term(self, result if dtype is None else cast(result, dtype))
+
+    def several(self, elements: Any) -> Term | Several:
+        """Return a small tensor, or the one value of one without dimensions."""
+        if isinstance(elements, np.ndarray) and elements.ndim:
+            if elements.size > MAX_ELEMENTS:
+                raise Unsupported(
+                    f"expected at most {MAX_ELEMENTS} elements to compute with, got {elements.size}"
+                )
+            return Several(self, elements)
+        return Term(self, elements.item() if isinstance(elements, np.ndarray) else elements)
+
+    def _on_several(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Return what a function makes of small tensors, element by element or along
+        dimensions."""
+        if name in REDUCTIONS:
+            return self.several(reduced(name, self._elements(args[0]), *args[1:], **kwargs))
+        if name in ("dot", "vdot", "inner", "matmul"):
+            left, right = map(self._elements, args)
+            if left.ndim != 1 or right.shape != left.shape:
+                raise Unsupported(
+                    f"expected two vectors in {name}, got {left.shape}, {right.shape}"
+                )
+            return self.several(reduced("sum", left * right))
+        if name in RESHAPES:
+            return self.several(RESHAPES[name](self._elements(args[0]), *args[1:], **kwargs))
+        arrays = np.broadcast_arrays(*(self._elements(arg) for arg in args if _is_value(arg)))
+        found = np.empty(arrays[0].shape, dtype=object)
+        for place in np.ndindex(found.shape):
+            each = iter(arrays)
+            parts = [Term(self, next(each)[place]) if _is_value(arg) else arg for arg in args]
+            found[place] = self.apply(name, parts, dict(kwargs)).expr
+        return self.several(found)
+
+    def _elements(self, value: Any) -> Elements:
+        if isinstance(value, (Rows, Several)):
+            return value.elements
+        if isinstance(value, torch.Tensor) and value.ndim:
+            return Rows(self, value, ()).elements
+        found = np.empty((), dtype=object)
+        found[()] = self.expression(value)
+        return found
+
+    def expression_of_result(self, value: Any) -> Any:
+        """Return a result, which must be a real number. Raises Unsupported."""
+        expr = sympy.sympify(value)
+        if expr.has(sympy.nan, sympy.zoo, sympy.I):
+            raise Unsupported(f"expected a real number, got {expr}")
+        return expr
+
+
+def _is_value(argument: Any) -> bool:
+    kinds = (Term, Rows, Several, torch.Tensor, bool, int, float, np.generic)
+    return isinstance(argument, kinds)
+
+
+_ADVICE = {
+    "item": "a captured 0-dimensional tensor can be used as it is",
+    "detach": "a score is differentiated as written; detach captured tensors outside the function",
+    "sum": "a function sees one score at a time; only rows of a captured tensor can be summed",
+    "stack": "write torch.where or torch.minimum",
+    "index_select": "index the tensor: table[i]",
+    "take": "index the tensor: table[i]",
+    "gather": "index the tensor: table[i]",
+}

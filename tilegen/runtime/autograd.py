@@ -1,0 +1,185 @@
+"""How a call runs once its kernels are known: forward and backward as one differentiable step."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+import torch
+
+from tilegen.emit.kernel_files import is_aligned
+from tilegen.masks.mask import Mask
+from tilegen.masks.score import Score
+from tilegen.masks.shapes import Shape
+from tilegen.masks.tensors import tensors_of
+
+MAX_ROW_STRIDE = 2**22  # elements; emitted kernels address a tile of rows with 32 bits
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What a call does to the scores: a mask, and perhaps a score change."""
+
+    mask: Mask
+    score: Score | None = None
+
+    @property
+    def captured(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that the score reads."""
+        return self.score.captured if self.score else ()
+
+    @property
+    def sinks(self) -> torch.Tensor | None:
+        """The logits of the sinks, (heads,)."""
+        return self.score.sink_logits if self.score else None
+
+    def on(self, device: torch.device) -> Changes:
+        """Return the same with the score's tensors on a device, differentiably."""
+        tensors = (*self.captured, *(() if self.sinks is None else (self.sinks,)))
+        if self.score is None or all(one.device == device for one in tensors):
+            return self
+        sinks = None if self.sinks is None else self.sinks.to(device)
+        captured = tuple(one.to(device) for one in self.captured)
+        return Changes(self.mask, replace(self.score, captured=captured, sink_logits=sinks))
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """What a backward gives; None for what was not wanted."""
+
+    dq: torch.Tensor | None
+    dk: torch.Tensor | None
+    dv: torch.Tensor | None
+    sinks: torch.Tensor | None
+    captured: dict[int, torch.Tensor]
+    """By slot, fp32."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which gradients a backward must give."""
+
+    dq: bool
+    dkdv: bool
+    sinks: bool
+    captured: tuple[int, ...]
+
+
+class Kernels(Protocol):
+    """The kernels of a problem, as `dispatch` chooses them."""
+
+    aligned: bool
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, changes: Changes
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (out, lse)."""
+        ...
+
+    def backward(
+        self,
+        saved: tuple[torch.Tensor, ...],
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        scale: float,
+        changes: Changes,
+        wanted: Wanted,
+    ) -> Gradients:
+        """Return the gradients; `saved` are q, k, v, out and lse."""
+        ...
+
+    def on_device(self) -> contextlib.AbstractContextManager[Any]:
+        """Make the device of the kernels the current one."""
+        ...
+
+
+def run(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    changes: Changes,
+    kernels: Kernels,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse), differentiable where anything needs a gradient."""
+    changes = changes.on(q.device)
+    leaves = (q, k, v, changes.sinks, *changes.captured)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves):
+        return _Attention.apply(*leaves[:3], scale, changes, kernels, *leaves[3:])  # type: ignore
+    with kernels.on_device():
+        return kernels.forward(q, k, v, scale, changes)
+
+
+class _Attention(torch.autograd.Function):
+    """Forward keeps out and lse. The backward has no atomics, but for tensors that a score
+    reads."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        changes: Changes,
+        kernels: Kernels,
+        *_: torch.Tensor | None,  # sinks and captured tensors, for autograd to see
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        with kernels.on_device():
+            out, lse = kernels.forward(q, k, v, scale, changes)
+        # What mask and score read is saved too, for autograd to refuse what has changed since.
+        sources = (one for value in changes.mask.values for one in value.sources)
+        sinks = () if changes.sinks is None else (changes.sinks,)
+        read = (*sources, *changes.captured, *sinks)
+        ctx.save_for_backward(q, k, v, out, lse, *(x for x in read if not x.is_inference()))
+        ctx.set_materialize_grads(False)
+        ctx.scale, ctx.changes, ctx.kernels = scale, changes, kernels
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
+    ) -> tuple[Any, ...]:
+        kernels: Kernels = ctx.kernels
+        changes: Changes = ctx.changes
+        saved = ctx.saved_tensors[:5]
+        dout = torch.zeros_like(saved[3]) if dout is None else dout
+        if not addressable(dout) or (kernels.aligned and not is_aligned(dout)):
+            # Not `contiguous`, which leaves a dense tensor at an odd address where it is.
+            dout = dout.clone(memory_format=torch.contiguous_format)
+        needs = ctx.needs_input_grad
+        wanted = Wanted(
+            dq=needs[0],
+            dkdv=needs[1] or needs[2],
+            sinks=needs[6],
+            captured=tuple(slot for slot, need in enumerate(needs[7:]) if need),
+        )
+        with kernels.on_device():
+            found = kernels.backward(saved, dout, dlse, ctx.scale, changes, wanted)
+        captured = (
+            found.captured[slot].to(one.dtype) if slot in found.captured else None
+            for slot, one in enumerate(changes.captured)
+        )
+        return found.dq, found.dk, found.dv, None, None, None, found.sinks, *captured
+
+
+def torch_run(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, changes: Changes
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) as PyTorch computes them, in fp32 as the kernels' accumulators are."""
+    from tilegen.check.reference import attention_reference
+
+    mask, score = changes.mask, changes.score
+    tensors_of(mask, Shape.of(q, k), q.device)  # which checks their sizes
+    out, lse = attention_reference(
+        q.float(), k.float(), v.float(), mask=mask, score=score, scale=scale
+    )
+    return out.to(q.dtype), lse
+
+
+def addressable(tensor: torch.Tensor) -> bool:
+    """Whether kernels can address a tensor (batch, heads, seqlen, head_dim) as it is."""
+    *_, row, dense = tensor.stride()
+    return (dense == 1 or tensor.shape[3] == 1) and row < MAX_ROW_STRIDE

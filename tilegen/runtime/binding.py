@@ -1,0 +1,93 @@
+"""What a mask hands to an emitted kernel when it is launched: its tensors, and lists of tiles."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Collection, Mapping
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tilegen import sympy_lock
+from tilegen.kernels.config import COLUMN_KERNELS, Kernel, TileConfig
+from tilegen.masks.mask import Mask, Side
+from tilegen.masks.shapes import Shape
+from tilegen.masks.tensors import tensors_of
+from tilegen.masks.values import Made
+
+if TYPE_CHECKING:
+    from tilegen.masks.tiles.list_cache import ListCache
+
+Launch = Callable[..., Any]
+NOTHING: Mapping[str, torch.Tensor] = {}
+
+
+class BoundKernel:
+    """The launch of an emitted kernel; calling `given` completes it with what a mask reads."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        mask: Mask,
+        kernel: Kernel,
+        config: TileConfig,
+        names: Collection[str] | None = None,
+    ) -> None:
+        """`names` are those of the launch's parameters, where its signature does not say them."""
+        names = inspect.signature(launch).parameters if names is None else names
+        self._launch = launch
+        self._slots = [int(name[1:]) for name in names if re.fullmatch(r"t\d+", name)]
+        self._reads = [name for name in names if re.fullmatch(r"d?c\d+|sinks", name)]
+        self._side: Side = "columns" if kernel in COLUMN_KERNELS else "rows"
+        self._blocks = {"block_m": config.block_m, "block_n": config.block_n}
+        self._keep: Any = None
+        if "tiles" in names:
+            from tilegen.masks.tiles.closed_form import predicate  # loads SymPy
+
+            with sympy_lock.lock:
+                self._keep = predicate(mask.general, self._side)
+
+    def given(
+        self,
+        mask: Mask,
+        shape: Shape,
+        device: torch.device,
+        reads: Mapping[str, torch.Tensor] = NOTHING,
+        made: Made | None = None,
+    ) -> Launch:
+        """Return the launch for one call with this mask, and with what a score `reads` (see
+        `score_tensors`); what is `made` of the mask's tensors is made once for all kernels of a
+        pass. Raises InvalidProblem for values that do not fit the shape."""
+        extras: dict[str, Any] = {name: reads[name] for name in self._reads}
+        if not self._slots and self._keep is None:
+            return partial(self._launch, **extras) if extras else self._launch
+        tensors = tensors_of(mask, shape, device, made)
+        extras |= {
+            f"t{slot}": one.view(torch.uint8) if one.dtype == torch.bool else one
+            for slot, one in enumerate(tensors)
+            if slot in self._slots
+        }
+        if self._keep is not None:
+            lists = _list_cache().get(
+                self._keep,
+                tensors,
+                shape.tiled(**self._blocks),
+                device=device,
+                side=self._side,
+                sources=tuple(source for value in mask.values for source in value.sources),
+                origin=tuple(value.origin for value in mask.values),
+            )
+            each = lists.num_stationary
+            extras["tiles"], extras["starts"] = lists.tiles, lists.starts
+            extras["tiles_sb"] = lists.heads * each if lists.batch > 1 else 0
+            extras["tiles_sh"] = each if lists.heads > 1 else 0
+        return partial(self._launch, **extras)
+
+
+@cache
+def _list_cache() -> ListCache:
+    from tilegen.masks.tiles.list_cache import ListCache  # loads SymPy
+
+    return ListCache()

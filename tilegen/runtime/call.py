@@ -1,0 +1,179 @@
+"""What a call asks for: its score, its problem, the key of its plan, and how errors describe it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from numbers import Real
+from typing import Any
+
+import torch
+from cachetools.keys import hashkey
+
+from tilegen.errors import InvalidProblem
+from tilegen.masks import score as scores
+from tilegen.masks.constructors import KvPrefix
+from tilegen.masks.mask import MAX_WINDOW, Mask
+from tilegen.masks.score import Score, ScoreForm
+from tilegen.masks.tracing.fingerprint import Traces
+from tilegen.masks.values import Values
+from tilegen.problem import MIN_HEAD_DIM, AttentionProblem, DType
+from tilegen.runtime.autograd import Changes
+
+_DTYPES: dict[torch.dtype, DType] = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+}
+TYPICAL_LENGTH = MAX_WINDOW
+"""What tiles are chosen for where lengths are not known: no padding."""
+MAX_SCALE = torch.finfo(torch.float32).max / math.log2(math.e)
+"""Kernels multiply a scale by log2(e)."""
+ScoreFunction = Callable[..., Any]
+"""Of (score, b, h, q_idx, kv_idx), as FlexAttention's score_mod."""
+
+
+def score_of(score: Score | ScoreFunction | None) -> Score | None:
+    """Return a score as given, or traced from a function, once while what it reads is the same."""
+    if score is None or isinstance(score, Score):
+        return score and score.anew()
+    if not callable(score):
+        raise InvalidProblem(
+            "score must be a tilegen score such as tilegen.softcap(20.0), or a function of "
+            f"(score, b, h, q_idx, kv_idx); got {type(score).__name__}"
+        )
+    return _traces(score).anew()
+
+
+_traces = Traces(scores.score)
+
+
+def padded(kv_lengths: torch.Tensor) -> Mask:
+    """Return `k < kv_lengths[b]`, without waiting for the device. Raises InvalidProblem."""
+    if not isinstance(kv_lengths, torch.Tensor) or kv_lengths.ndim != 1:
+        raise InvalidProblem("kv_lengths must be a tensor of shape (batch,)")
+    if kv_lengths.is_floating_point() or kv_lengths.dtype == torch.bool:
+        raise InvalidProblem(f"kv_lengths must be integers, got {kv_lengths.dtype}")
+    return KvPrefix(Values(axes="b", typical=TYPICAL_LENGTH, tensor=kv_lengths))
+
+
+def call_key(q: Any, k: Any, v: Any, changes: Changes) -> Any:
+    """Return what calls of one kind have in common. Raises InvalidProblem for what is no tensor."""
+    mask: Any = changes.mask
+    if not isinstance(mask, Mask):
+        raise InvalidProblem(
+            f"mask must be a tilegen mask such as tilegen.causal(), got {type(mask).__name__}"
+        )
+    try:
+        return hashkey(  # which is hashed once
+            *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
+            *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
+            (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16,
+            mask.stand_in,
+            form_of(changes),
+        )
+    except (AttributeError, RuntimeError):  # RuntimeError: sparse, nested and such
+        names = ", ".join(_kind(x) for x in (q, k, v))
+        raise InvalidProblem(f"q, k and v must be dense torch tensors, got {names}") from None
+
+
+def form_of(changes: Changes) -> ScoreForm | None:
+    """Return what kernels are specialised on; nothing is trained where gradients are off."""
+    if changes.score is None:
+        return None
+    form = changes.score.form
+    if torch.is_grad_enabled() or not form.trained:
+        return form
+    return ScoreForm(form.text, form.elements, form.sinks)
+
+
+def problem_of(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes
+) -> AttentionProblem:
+    """Return the problem of a call. Raises InvalidProblem and Unsupported."""
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != 4:
+            raise InvalidProblem(
+                f"{name} must have 4 dimensions (batch, heads, seqlen, head_dim), got {tensor.ndim}"
+            )
+        if tensor.numel() == 0:
+            raise InvalidProblem(f"{name} must not be empty, got shape {tuple(tensor.shape)}")
+        if tensor.dtype not in _DTYPES:
+            raise InvalidProblem(f"{name} must be fp16, bf16 or fp32, got {tensor.dtype}")
+        if tensor.dtype != q.dtype or tensor.device != q.device:
+            raise InvalidProblem(
+                f"q, k and v must have one dtype and device, got {q.dtype} on {q.device} for q "
+                f"and {tensor.dtype} on {tensor.device} for {name}"
+            )
+    expected_k = (q.shape[0], k.shape[1], k.shape[2], q.shape[3])
+    if k.shape != expected_k:
+        raise InvalidProblem(f"k must have q's batch and head_dim, got {tuple(k.shape)}")
+    if v.shape[:3] != k.shape[:3]:
+        raise InvalidProblem(f"v must have k's batch, heads and seqlen, got {tuple(v.shape)}")
+    return AttentionProblem(
+        batch=q.shape[0],
+        num_heads_q=q.shape[1],
+        num_heads_kv=k.shape[1],
+        seqlen_q=q.shape[2],
+        seqlen_kv=k.shape[2],
+        head_dim_qk=q.shape[3],
+        head_dim_v=v.shape[3],
+        dtype=_DTYPES[q.dtype],
+        mask=changes.mask.stand_in,
+        score=form_of(changes),
+    )
+
+
+def checked_scale(scale: float) -> float:
+    """Return the scale as a float. Raises InvalidProblem unless it is a number that fp32 holds, in
+    base 2 as well."""
+    if isinstance(scale, bool) or not isinstance(scale, Real) or not math.isfinite(scale):
+        raise InvalidProblem(f"scale must be a finite number, got {scale!r}")
+    if abs(scale) > MAX_SCALE:
+        raise InvalidProblem(f"scale must be at most {MAX_SCALE:.3g} in size, got {scale!r}")
+    return float(scale)
+
+
+def autocast_dtype(q: Any) -> torch.dtype | None:
+    """Return what torch.autocast asks for on the device of a call; None where it is off."""
+    kind = q.device.type if isinstance(q, torch.Tensor) else ""
+    on = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if on else None
+
+
+def autocast(x: Any, dtype: torch.dtype) -> Any:
+    """Return a tensor as torch.autocast casts those of PyTorch's attention: floats, but for
+    fp64."""
+    return x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in _DTYPES else x
+
+
+def is_narrow(q: Any, k: Any, v: Any) -> bool:
+    """Whether head dims that fit together are less than kernels need."""
+    try:
+        width, values = q.shape[3], v.shape[3]
+        return 0 < min(width, values) < MIN_HEAD_DIM and width == k.shape[3]
+    except (AttributeError, IndexError):  # no tensors of four dimensions, which others refuse
+        return False
+
+
+def widened(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with zeros up to the least head dim of kernels."""
+    return torch.nn.functional.pad(x, (0, max(0, MIN_HEAD_DIM - x.shape[3])))
+
+
+def _kind(value: Any) -> str:
+    name = type(value).__name__
+    return f"{name} ({value.layout})" if isinstance(value, torch.Tensor) else name
+
+
+def describe(q: Any, k: Any, v: Any, mask: Any, score: Any, scale: Any) -> str:
+    """Return the call in a line, for errors."""
+    shapes = (
+        f"{name} {tuple(x.shape)} {x.dtype} on {x.device}"
+        if isinstance(x, torch.Tensor)
+        else f"{name} {type(x).__name__}"
+        for name, x in (("q", q), ("k", k), ("v", v))
+    )
+    shown = mask if mask is None or isinstance(mask, Mask) else type(mask).__name__
+    changed = "" if score is None else f", score {getattr(score, '__name__', score)}"
+    return f"{', '.join(shapes)}, mask {shown}{changed}, scale {scale}"

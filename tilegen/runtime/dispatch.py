@@ -1,0 +1,429 @@
+"""`attention`: the best known kernel for this GPU and problem, selected at run time.
+
+The first call of a kind picks configs (records, then the model) and loads the emitted kernels;
+every further one is a dictionary look-up and a launch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache, partial
+from subprocess import SubprocessError
+from threading import RLock
+from typing import Any, Literal, overload
+
+import torch
+
+from tilegen import bundles
+from tilegen.bounded_cache import BoundedCache
+from tilegen.check import interpreter
+from tilegen.choose.agreement import agreed
+from tilegen.choose.families import Direction, kernels_of
+from tilegen.disk import log, say_once
+from tilegen.emit.kernel_files import is_aligned, load_kernel, template_digest
+from tilegen.errors import InvalidProblem, TilegenError, Unsupported
+from tilegen.gpus.spec import GpuSpec, detect, gpu
+from tilegen.kernels import passes
+from tilegen.kernels.config import BLOCK_SIZES, Kernel, TileConfig
+from tilegen.masks.mask import Mask, full
+from tilegen.masks.score import Score
+from tilegen.masks.shapes import Shape
+from tilegen.masks.tensors import check_fit, score_tensors
+from tilegen.masks.values import Made
+from tilegen.measure import DeviceLost
+from tilegen.problem import AttentionProblem
+from tilegen.runtime import autograd
+from tilegen.runtime.autograd import Changes, Gradients, Wanted, addressable, torch_run
+from tilegen.runtime.binding import BoundKernel
+from tilegen.runtime.call import (
+    ScoreFunction,
+    autocast,
+    autocast_dtype,
+    call_key,
+    checked_scale,
+    describe,
+    is_narrow,
+    padded,
+    problem_of,
+    score_of,
+    widened,
+)
+from tilegen.runtime.dilation import group, grouped_mask, step_of, ungroup
+from tilegen.settings import settings
+from tilegen.store import TuningRecord, current_versions, look_up
+
+_FULL = full()
+MAX_PLANS = 4096
+MAX_LOADED = 1024
+MAX_PROGRAMS = 2**31 - 1  # CUDA's limit on a one-dimensional grid
+TUNE_SECONDS = 30.0  # per kernel, where TILEGEN_TUNE=1 lets a call tune
+INTERPRETED_GPU = "h200"  # whose tiles the interpreter runs, having no GPU of its own
+
+
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: Mask | None = None,
+    score: Score | ScoreFunction | None = None,
+    kv_lengths: torch.Tensor | None = None,
+    scale: float | None = None,
+    return_lse: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: Mask | None = None,
+    score: Score | ScoreFunction | None = None,
+    kv_lengths: torch.Tensor | None = None,
+    scale: float | None = None,
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: Mask | None = None,
+    score: Score | ScoreFunction | None = None,
+    kv_lengths: torch.Tensor | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Return `softmax(q k^T * scale + mask) v`, differentiable; with `return_lse` also its lse.
+
+    Shapes: q (batch, heads_q, seqlen_q, d_qk), k (batch, heads_kv, seqlen_kv, d_qk), v (batch,
+    heads_kv, seqlen_kv, d_v), out (batch, heads_q, seqlen_q, d_v). heads_q is a multiple of
+    heads_kv; one dtype (fp16, bf16, fp32) and one device for all. `mask` is a tilegen mask such as
+    `tilegen.causal()`; `score` changes scaled logits before the mask: a tilegen score such as
+    `tilegen.softcap(20.0)`, or a function of (score, b, h, q_idx, kv_idx), whose tensors get
+    gradients too. `kv_lengths` (batch,), integers, leaves each batch entry its first columns, for
+    padded keys and values. `scale` defaults to d_qk ** -0.5. lse is each row's natural
+    log-sum-exp, fp32, (batch, heads_q, seqlen_q). A row that the mask leaves nothing gives out 0,
+    lse -inf and zero gradients. torch.autocast is followed as PyTorch's own attention does.
+
+    Never tunes unless TILEGEN_TUNE=1. CPU tensors run the emitted kernels where TRITON_INTERPRET=1
+    is set, otherwise PyTorch. Raises InvalidProblem or Unsupported, naming the call.
+    """
+    if getattr(q, "is_nested", False):
+        from tilegen.runtime.varlen import attention_jagged
+
+        if kv_lengths is not None:
+            raise InvalidProblem("jagged tensors have lengths of their own: expected no kv_lengths")
+        return attention_jagged(q, k, v, mask=mask, score=score, scale=scale, return_lse=return_lse)
+    try:
+        if kv_lengths is not None:
+            mask = (_FULL if mask is None else mask) & padded(kv_lengths)
+        changes = Changes(_FULL if mask is None else mask, score_of(score))
+        out, lse = _attention(q, k, v, changes, scale)
+    except TilegenError as error:
+        raise type(error)(
+            f"{error}; the call was {describe(q, k, v, mask, score, scale)}"
+        ) from None
+    return (out, lse) if return_lse else out
+
+
+def _attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes, scale: float | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse), of a call that is first brought into the form that kernels are for."""
+    if (dtype := autocast_dtype(q)) is not None:
+        with torch.autocast(q.device.type, enabled=False):
+            q, k, v = (autocast(one, dtype) for one in (q, k, v))
+            return _attention(q, k, v, changes, scale)
+    if is_narrow(q, k, v):
+        scale = q.shape[3] ** -0.5 if scale is None else scale
+        out, lse = _attention(widened(q), widened(k), widened(v), changes, scale)
+        return out[..., : v.shape[3]], lse
+    if isinstance(changes.mask, Mask) and (step := step_of(changes.mask, changes.score)) > 1:
+        return _regrouped(q, k, v, changes, step, scale)
+    key = call_key(q, k, v, changes)
+    plan = _plans.get(key, lambda: _new_plan(q, k, v, changes))
+    check_fit(changes.mask, changes.score, Shape.of(q, k))
+    factor = plan.default_scale if scale is None else checked_scale(scale)
+    if factor < 0:  # kernels take a row's maximum before scaling: the scale must keep the order
+        q, factor = -q, -factor
+    return plan.run(q, k, v, factor, changes)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How calls of one kind are computed."""
+
+    run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, Changes], tuple[Any, Any]]
+    default_scale: float
+
+
+_plans: BoundedCache[Any, Plan] = BoundedCache(MAX_PLANS)  # a server sees ever new lengths
+
+
+def choose(
+    problem: AttentionProblem,
+    spec: GpuSpec,
+    kernel: Kernel,
+    *,
+    may_tune: bool = False,
+    may_compile: bool = False,
+    aligned: bool = True,
+    deterministic: bool | None = None,
+) -> tuple[TileConfig, str]:
+    """Return the config to use and where it comes from: a record's file, or the model.
+
+    With `may_compile`, the model's choice is the first of its proposals that compiles to what may
+    be used, for tensors that are `aligned` or not. With `may_tune`, tunes first if TILEGEN_TUNE=1
+    is set and there is no measured record. Never so if `deterministic` (default:
+    TILEGEN_DETERMINISTIC): then all who see the same records choose alike, and a shared location
+    that does not answer raises Unreachable.
+    """
+    if (config := agreed(problem, spec, kernel)) is not None:
+        return config, "all ranks agreed"
+    deterministic = settings().deterministic if deterministic is None else deterministic
+
+    look = partial(
+        look_up,
+        problem,
+        spec,
+        kernel,
+        versions=current_versions(),
+        template_digest=template_digest(kernel),
+        strict=deterministic,
+    )
+    found = look()
+    may_tune = may_tune and settings().tune and not deterministic
+    if may_tune and (found is None or found.borrowed):
+        from tilegen.tuning.tuner import tune_once
+
+        def known() -> TuningRecord | None:
+            return (one := look(borrow=False)) and one.record
+
+        seconds = TUNE_SECONDS
+        try:
+            record = tune_once(problem.bucket, spec, kernel=kernel, seconds=seconds, known=known)
+            return record.config, "tuned now"
+        except DeviceLost:
+            raise
+        except TilegenError as error:  # a call that cannot be tuned for can still be computed
+            say_once(f"not tuned, taking the best known: {error}")
+    if found:
+        return found.record.config, str(found)
+    if may_compile:
+        from tilegen.build.compiler import first_acceptable
+
+        try:
+            return first_acceptable(problem, spec, kernel, aligned=aligned), "the model"
+        except (TilegenError, OSError, SubprocessError) as error:  # the launch says what is wrong
+            say_once(f"compiled nothing ahead: {error}")
+    from tilegen.choose.ranking import propose  # loads SymPy
+
+    return propose(problem, spec, kernel=kernel, top=1)[0].config, "the model"
+
+
+def forget() -> None:
+    """Have every kind of call choose its kernels again."""
+    _plans.clear()
+    _loaded.clear()
+
+
+def current_gpu() -> GpuSpec:
+    """Return the GPU that calls on the current device choose for; the interpreter's without one."""
+    return detect() or gpu(INTERPRETED_GPU)
+
+
+def _regrouped(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    changes: Changes,
+    step: int,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) of a dilated mask, rows and columns regrouped by their remainder."""
+    call_key(q, k, v, changes)  # which refuses what is no tensor
+    problem_of(q, k, v, changes)  # and this what does not fit together
+    groups = q.shape[0] * step
+    mask = grouped_mask(changes.mask, step, k.shape[2], groups, q.device)
+    rows = q.shape[2]
+    q, k, v = (group(x, step) for x in (q, k, v))
+    out, lse = _attention(q, k, v, Changes(mask, changes.score), scale)
+    return ungroup(out, step, rows), ungroup(lse, step, rows)
+
+
+def _new_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes) -> Plan:
+    problem = problem_of(q, k, v, changes)
+    scale = problem.head_dim_qk**-0.5
+    if q.device.type == "cpu" and not interpreter.is_active():
+        say_once(
+            "CPU tensors: computing with PyTorch; "
+            "set TRITON_INTERPRET=1 before Python starts to run the emitted kernels"
+        )
+        return Plan(torch_run, scale)
+    if q.device.type in ("cpu", "cuda"):
+        if q.device.type == "cpu":
+            interpreter.prepare()
+        return Plan(_kernel_run(problem, q, k, v), scale)
+    raise Unsupported(f"q must be on a CUDA or CPU device, got {q.device}")
+
+
+def _kernel_run(
+    problem: AttentionProblem, *tensors: torch.Tensor
+) -> Callable[..., tuple[Any, Any]]:
+    """Return how a problem runs with emitted kernels, copying first what kernels cannot address."""
+    tiles = -(-max(problem.seqlen_q, problem.seqlen_kv) // min(BLOCK_SIZES))
+    if problem.batch * problem.num_heads_q * tiles > MAX_PROGRAMS:
+        raise Unsupported(
+            f"batch * heads * tiles must be at most {MAX_PROGRAMS}, got {problem.batch} * "
+            f"{problem.num_heads_q} * {tiles}; split the batch"
+        )
+    copied = [not addressable(tensor) for tensor in tensors]
+    if any(copied):
+        names = ", ".join(name for name, copy in zip("qkv", copied, strict=True) if copy)
+        say_once(
+            f"{names}: copied on every call, since kernels need a dense last dimension; "
+            "pass a contiguous tensor"
+        )
+    tensors = tuple(t.contiguous() if copy else t for t, copy in zip(tensors, copied, strict=True))
+    kernels = _kernels(problem.bucket, tensors[0].device, all(map(is_aligned, tensors)))
+
+    def run(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, changes: Changes
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if any(copied):
+            q, k, v = (
+                t.contiguous() if copy else t for t, copy in zip((q, k, v), copied, strict=True)
+            )
+        return autograd.run(q, k, v, scale, changes, kernels)
+
+    return run
+
+
+class _Kernels:
+    """The emitted kernels of one problem bucket on one device; those of a pass are chosen and
+    loaded when it first runs."""
+
+    def __init__(self, problem: AttentionProblem, device: torch.device, aligned: bool) -> None:
+        self._problem = problem
+        self._device = device
+        self.aligned = aligned
+        self._passes: dict[Direction, tuple[dict[Kernel, BoundKernel], int]] = {}
+        self._lock = RLock()
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, changes: Changes
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (out, lse)."""
+        reads = score_tensors(changes.captured, changes.sinks)
+        launches, panel_rows = self._launches("forward", changes, reads, q, k)
+        return passes.forward(launches, q, k, v, scale, panel_rows=panel_rows)
+
+    def backward(
+        self,
+        saved: tuple[torch.Tensor, ...],
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        scale: float,
+        changes: Changes,
+        wanted: Wanted,
+    ) -> Gradients:
+        """Return the gradients; `saved` are q, k, v, out and lse."""
+        q, k, v, out, lse = saved
+        trained = self._problem.score.trained if self._problem.score else ()
+        # Dense, as kernels need them, whatever the strides of what is trained.
+        sizes = {slot: changes.captured[slot].shape for slot in trained}
+        gradients = {slot: q.new_zeros(size, dtype=torch.float32) for slot, size in sizes.items()}
+        captured = {slot: gradients[slot] for slot in wanted.captured}
+        reads = score_tensors(changes.captured, None, gradients)
+        launches, panel_rows = self._launches("backward", changes, reads, q, k)
+        delta = launches["bwd_preprocess"](out, dout)
+        if dlse is not None:  # d lse / d s = p, as if delta were smaller by dlse
+            delta -= dlse
+        dq, dk, dv = passes.gradients(
+            launches,
+            *(q, k, v, dout, lse, delta, scale),
+            panel_rows=panel_rows,
+            wants_dq=wanted.dq or bool(captured),
+            wants_dkdv=wanted.dkdv,
+        )
+        sinks = None
+        if wanted.sinks and changes.sinks is not None:  # a key that weighs exp(sink - lse), value 0
+            weights = (changes.sinks.float()[:, None] - lse).exp()
+            weights = weights.masked_fill(lse == float("-inf"), 0.0)  # nothing kept, and no sink
+            sinks = -(weights * delta).sum((0, 2)).to(changes.sinks.dtype)
+        return Gradients(dq, dk, dv, sinks, captured)
+
+    def _launches(
+        self,
+        direction: Direction,
+        changes: Changes,
+        reads: Mapping[str, torch.Tensor],
+        q: torch.Tensor,
+        k: torch.Tensor,
+    ) -> tuple[dict[Kernel, passes.Launch], int]:
+        """Return the launches of a pass, given what mask and score read, and the rows of its
+        panels."""
+        kernels, panel_rows = self._passes.get(direction) or self._load(direction)
+        shape = Shape.of(q, k)
+        made: Made = {}
+        read = (changes.mask, shape, self._device, reads, made)
+        return {name: one.given(*read) for name, one in kernels.items()}, panel_rows
+
+    def _load(self, direction: Direction) -> tuple[dict[Kernel, BoundKernel], int]:
+        """Choose and load the kernels of a pass; return them and the rows of its panels."""
+        spec = _spec(self._device)
+        with self._lock:
+            if direction not in self._passes:
+                found = self._from_bundle(spec, direction) or self._compiled_here(spec, direction)
+                rows = passes.rows_for(self._problem, spec, direction)
+                self._passes[direction] = found, rows
+            return self._passes[direction]
+
+    def _compiled_here(self, spec: GpuSpec, direction: Direction) -> dict[Kernel, BoundKernel]:
+        on_gpu = self._device.type == "cuda"
+        found: dict[Kernel, BoundKernel] = {}
+        for kernel in kernels_of(self._problem, spec, direction):
+            config, origin = choose(
+                self._problem,
+                spec,
+                kernel,
+                may_tune=on_gpu,
+                may_compile=on_gpu,
+                aligned=self.aligned,
+            )
+            log.debug("%s for '%s': %s, from %s", kernel, self._problem, config, origin)
+            module = load_kernel(self._problem, config, kernel, aligned=self.aligned)
+            found[kernel] = BoundKernel(module.launch, self._problem.mask, kernel, config)
+        return found
+
+    def _from_bundle(self, spec: GpuSpec, direction: Direction) -> dict[Kernel, BoundKernel] | None:
+        """Return the kernels of a pass from the first bundle that has them."""
+        for bundle in bundles.loaded:
+            if found := bundle.launches(self._problem, spec, direction, aligned=self.aligned):
+                return found
+        return None
+
+    def on_device(self) -> contextlib.AbstractContextManager[Any]:
+        """Triton launches on the current device; make it that of the tensors."""
+        if self._device.type == "cpu" or self._device.index == torch.cuda.current_device():
+            return contextlib.nullcontext()
+        return torch.cuda.device(self._device)
+
+
+def _kernels(problem: AttentionProblem, device: torch.device, aligned: bool) -> _Kernels:
+    return _loaded.get((problem, device, aligned), lambda: _Kernels(problem, device, aligned))
+
+
+_loaded: BoundedCache[Any, _Kernels] = BoundedCache(MAX_LOADED)
+
+
+@cache
+def _spec(device: torch.device) -> GpuSpec:
+    spec = detect(device.index) if device.type == "cuda" else gpu(INTERPRETED_GPU)
+    if spec is None:
+        raise Unsupported(f"expected a GPU that PyTorch sees, got {device}")
+    return spec

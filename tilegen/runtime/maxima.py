@@ -1,0 +1,53 @@
+"""The largest score of each row, which no kernel keeps: a pass of its own, with PyTorch."""
+
+from __future__ import annotations
+
+import torch
+
+from tilegen.runtime.autograd import Changes
+
+PAIRS = 2**24
+"""Scores that are held at once, about."""
+
+
+@torch.no_grad()
+def row_maxima(
+    q: torch.Tensor, k: torch.Tensor, changes: Changes, scale: float | None = None
+) -> torch.Tensor:
+    """Return the largest score of each row after scale, change and mask: fp32, (batch, heads_q,
+    seqlen_q), -inf where nothing is kept.
+
+    As much work as a forward's first product, in panels of rows; no gradients.
+    """
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
+    rows = max(1, PAIRS // max(1, q.shape[0] * q.shape[1] * k.shape[2]))
+    with torch.autocast(q.device.type, enabled=False):
+        heads = k.float().repeat_interleave(q.shape[1] // k.shape[1], 1).mT
+        parts = [
+            _panel(panel.float() @ heads * factor, first * rows, q.shape[2], changes)
+            for first, panel in enumerate(q.split(rows, 2))
+        ]
+    return torch.cat(parts, 2)
+
+
+def _panel(scores: torch.Tensor, first: int, seqlen_q: int, changes: Changes) -> torch.Tensor:
+    """Return the maxima of the rows from `first` on."""
+    seqlen_kv = scores.shape[3]
+    b, h, q, k = (
+        torch.arange(size, device=scores.device).view(-1, *[1] * (3 - axis))
+        for axis, size in enumerate(scores.shape)
+    )
+    q = q + first
+    if changes.score is not None:
+        from tilegen.masks.language.evaluation import evaluate
+
+        captured = [one.to(scores.device) for one in changes.captured]
+        scores = evaluate(
+            changes.score.expression(),
+            captured,
+            **{"b": b, "h": h, "q": q, "k": k, "s": scores},
+            seqlen_q=seqlen_q,
+            seqlen_kv=seqlen_kv,
+        )
+    keep = torch.as_tensor(changes.mask.keep(q, k, seqlen_q, seqlen_kv, b, h), device=scores.device)
+    return scores.masked_fill(~keep, float("-inf")).amax(3)

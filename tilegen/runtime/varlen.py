@@ -1,0 +1,112 @@
+"""Attention over packed sequences: documents of different lengths, one after the other."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from tilegen.bounded_cache import BoundedCache
+from tilegen.errors import InvalidProblem
+from tilegen.masks.mask import Mask
+from tilegen.masks.packed import packed
+from tilegen.masks.score import Score
+from tilegen.runtime.call import ScoreFunction, score_of
+from tilegen.runtime.dispatch import attention
+
+MAX_MASKS = 64
+"""Packed masks kept for further layers and steps with the same tensors as cu_seqlens."""
+
+
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor | None = None,
+    *,
+    mask: Mask | None = None,
+    score: Score | ScoreFunction | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Return attention within each document of packed sequences, differentiable.
+
+    Shapes: q (total_q, heads_q, d_qk), k (total_kv, heads_kv, d_qk), v (total_kv, heads_kv, d_v),
+    out (total_q, heads_q, d_v); lse (heads_q, total_q) with `return_lse`. cu_seqlens are integers
+    (documents + 1,), from 0 to the total; those of keys default to those of queries, and documents
+    are known to be the same only then, or where both are one object. They may be changed in place:
+    tables are made of them at each call. Positions and lengths that `mask` and `score` see are
+    those within a document, and b is the document. Nothing is padded, and other lengths need no
+    other kernels. Raises InvalidProblem or Unsupported.
+    """
+    cu_kv = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_kv)):
+        if not isinstance(x, torch.Tensor):  # what is changed in place must be seen
+            raise InvalidProblem(f"{name} must be a tensor of integers, got {type(x).__name__}")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor) or x.ndim != 3:
+            got = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+            raise InvalidProblem(
+                f"{name} must have 3 dimensions (tokens, heads, head_dim), got {got}"
+            )
+    lengths = q.shape[0], k.shape[0]
+    whole = _packed_mask(cu_seqlens_q, cu_kv, mask, lengths[1])
+    inside = score_of(score)
+    if inside is not None:
+        from tilegen.masks.packed_score import within_documents
+
+        inside = within_documents(inside, cu_seqlens_q, cu_kv, lengths)
+    out, lse = attention(
+        *(x.transpose(0, 1)[None] for x in (q, k, v)),
+        mask=whole,
+        score=inside,
+        scale=scale,
+        return_lse=True,
+    )
+    out = out[0].transpose(0, 1)
+    return (out, lse[0]) if return_lse else out
+
+
+def attention_jagged(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: Mask | None = None,
+    score: Score | ScoreFunction | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Return attention of jagged nested tensors (batch, heads, ragged, dim), as PyTorch lays them
+    out: each sequence of the batch is a document. lse is nested too, (batch, heads, ragged)."""
+    parts: list[torch.Tensor] = []
+    offsets: list[torch.Tensor] = []
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not x.is_nested or x.layout != torch.jagged or x.dim() != 4:
+            raise InvalidProblem(f"{name} must be a jagged nested tensor of 4 dimensions")
+        rows = x.transpose(1, 2)  # (batch, ragged, heads, dim)
+        parts.append(rows.values())
+        offsets.append(cast("Any", rows).offsets())
+    out, lse = attention_varlen(
+        *(parts[0], parts[1], parts[2], offsets[0], offsets[1]),
+        mask=mask,
+        score=score,
+        scale=scale,
+        return_lse=True,
+    )
+    out, lse = (
+        torch.nested.nested_tensor_from_jagged(rows, offsets[0]).transpose(1, 2)
+        for rows in (out, lse.transpose(0, 1).contiguous())
+    )
+    return (out, lse) if return_lse else out
+
+
+def _packed_mask(cu_q: torch.Tensor, cu_kv: torch.Tensor, mask: Mask | None, tokens: int) -> Mask:
+    """Return the packed mask, made once for the same tensors."""
+    key = (id(cu_q), id(cu_kv), mask, tokens.bit_length())
+    # The tensors are kept too, so that nothing else gets their ids.
+    return _masks.get(key, lambda: (packed(cu_q, cu_kv, mask, tokens=tokens), cu_q, cu_kv))[0]
+
+
+_masks: BoundedCache[Any, tuple[Mask, torch.Tensor, torch.Tensor]] = BoundedCache(MAX_MASKS)

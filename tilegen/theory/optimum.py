@@ -1,0 +1,265 @@
+"""The best tiles of every schedule, derived, and what it moves with them.
+
+A schedule moves words(tiles) and must hold held(tiles) <= M. The Karush-Kuhn-Tucker conditions
+decide: a tile side that costs room and saves no words sits at its lower bound `c`; the others make
+the Lagrangian stationary with all of M in use. Nothing here is typed in but the conditions: words
+and footprints come from `schedules`, SymPy solves. Words are words of the inputs; an fp32 word
+weighs `alpha` of them.
+"""
+
+# SymPy is typed only in part, and where it is, too narrowly:
+# pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
+# pyright: reportAttributeAccessIssue=false
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import sympy as sp
+
+from tilegen.model.symbols import (
+    B,
+    B_c,
+    B_d,
+    B_e,
+    B_k,
+    B_p,
+    B_r,
+    M,
+    N_kv,
+    N_q,
+    alpha,
+    c,
+    d,
+    d_qk,
+    d_v,
+    s,
+    x,
+)
+from tilegen.model.traffic import UNMASKED
+from tilegen.theory.schedules import SCHEDULES, Schedule, smooth
+
+SIDES = (B_r, B_c, B_p, B_e, B_d, B_k, B)
+"""Every side that a tile may have."""
+
+PASSES: dict[str, tuple[str, ...]] = {"bwd_two_pass": ("bwd_dkdv", "bwd_dq")}
+"""Schedules made of several kernels, each with tiles of its own. The preprocess, and the kernel
+that rounds dQ, move O(N d) words and do not count in leading terms."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimum:
+    """The solution of one tile problem."""
+
+    tiles: Mapping[sp.Symbol, sp.Expr]
+    prices: tuple[sp.Expr, ...]
+    """Words that one more word of memory would save, for each phase; positive."""
+
+
+def optimal_tiles(
+    words: sp.Expr, held: Sequence[sp.Expr], sides: Sequence[sp.Symbol], memory: sp.Expr = M
+) -> Optimum:
+    """Return the tiles that minimise `words` subject to every `held` <= `memory` and sides >= `c`.
+
+    Both are polynomials in the sides and their inverses, and all other symbols positive. Raises
+    ValueError where no solution, or more than one, is positive.
+    """
+    lowest, free = _split_sides(words, sides)
+    limits = [limit.subs(lowest) for limit in held]
+    limits = [limit for limit in limits if limit.free_symbols & set(free)]
+    multipliers = [sp.Dummy("lambda", positive=True) for _ in limits]
+    saved = sp.Add(*(price * limit for price, limit in zip(multipliers, limits, strict=True)))
+    stationary = [sp.diff(words.subs(lowest) + saved, side) for side in free]
+    tight = [limit - memory for limit in limits]
+    tiles, prices = _solve(stationary, tight, free, multipliers)
+    return Optimum(tiles={**lowest, **tiles}, prices=prices)
+
+
+# --------------------------------------------------------------------------------------------------
+# Exact tiles, and the constants of section "leading terms"
+
+
+@cache
+def exact_tiles(schedule: str) -> Mapping[sp.Symbol, sp.Expr]:
+    """Return the best tiles of a schedule that streams along one side, all small terms kept.
+
+    For the Q-stationary forward B_c = c and B_r = (M - n c (d_qk + d_v)) / (...): memory belongs to
+    B_r, and B_c is as large as latency and matrix instructions ask. Tiles are real numbers, and
+    need not divide anything. Raises ValueError for schedules with more free sides.
+    """
+    record = SCHEDULES[schedule]
+    if len(record.phases) != 1:
+        raise ValueError(f"expected a schedule of one phase, got {schedule}")
+    words = smooth(record.weighted_words().subs(UNMASKED))
+    return optimal_tiles(words, record.weighted_phases(), _sides(record)).tiles
+
+
+@cache
+def product_tiles() -> Mapping[sp.Symbol, sp.Expr]:
+    """Return the tiles of a matrix product that sums over chunks of c: sqrt(M + c^2) - c each.
+
+    They minimise N_q N_kv d (1 / B_r + 1 / B_c) with B_r B_c + c (B_r + B_c) words on chip.
+    """
+    words = N_q * N_kv * d_qk * (1 / B_r + 1 / B_c)
+    return optimal_tiles(words, [B_r * B_c + c * (B_r + B_c)], (B_r, B_c)).tiles
+
+
+@cache
+def leading_tiles(schedule: str) -> Mapping[sp.Symbol, sp.Expr]:
+    """Return the best tiles for M to infinity at a fixed x = d / sqrt(M), in units of sqrt(M).
+
+    Sides at their lower bound vanish in these units and are left out.
+    """
+    return _leading_tiles(SCHEDULES[schedule])
+
+
+@cache
+def leading_words(schedule: str) -> sp.Expr:
+    """Return words / N^2 of a schedule at its best tiles, in x = d / sqrt(M), alpha and kappa.
+
+    The limit for N and M to infinity, where chunks and streamed rows take no room. The papers count
+    with alpha = 1. Where M > d^2 / alpha, B_e may come out wider than d: see `narrow_words`.
+    """
+    if schedule in PASSES:
+        return sp.factor(sp.Add(*(leading_words(one) for one in PASSES[schedule])))
+    return words_at(schedule, leading_tiles(schedule))
+
+
+@cache
+def narrow_words(schedule: str) -> tuple[sp.Expr, sp.Expr]:
+    """Return (words / N^2 with B_e = d, the x below which the best B_e is wider than that).
+
+    Only schedules with a free B_e have a narrow form. Raises ValueError for the others.
+    """
+    wide = leading_tiles(schedule).get(B_e)
+    if wide is None:
+        raise ValueError(f"{schedule} has no free B_e")
+    (below,) = sp.solve(wide - x, x)
+    tiles = _leading_tiles(SCHEDULES[schedule], {B_e: x})
+    return words_at(schedule, tiles), below
+
+
+PRINTED_TILES: dict[str, dict[sp.Symbol, sp.Expr]] = {
+    "fwd_kv_stationary_fa1": {B_c: 1 / (4 * x)},
+    "bwd_fa1": {B_c: 1 / (4 * x)},
+    "fwd_saha_ye": {B: sp.Rational(1, 2)},
+}
+"""Tiles as printed, in units of sqrt(M): B_c = M / 4d (FlashAttention, Algorithms 1 and 4; B_r does
+not matter) and B = sqrt(M / 4) (Saha and Ye, Algorithm 1)."""
+
+
+def words_at(schedule: str, tiles: Mapping[sp.Symbol, sp.Expr]) -> sp.Expr:
+    """Return words / N^2 for tiles in units of sqrt(M)."""
+    return _tidy(_scaled_words(SCHEDULES[schedule]).subs(tiles))
+
+
+@cache
+def crossover(large_cache: str, small_cache: str, *, narrow: bool = False) -> sp.Expr:
+    """Return the x = d / sqrt(M) above which the small-cache schedule moves fewer words.
+
+    The theorems (Saha and Ye, 3.1; Li et al., 1.1) place it at M = Theta(d^2). `narrow` keeps B_e
+    within d (see `narrow_words`), which matters where the result is below 1 / sqrt(alpha): the
+    backward with equal words then crosses at M = 1.126 d^2 instead of 1.127.
+    """
+    small = narrow_words(small_cache)[0] if narrow else leading_words(small_cache)
+    difference = leading_words(large_cache) - small
+    (at,) = (root for root in sp.solve(difference, x) if _positive(root))
+    return at
+
+
+def _leading_tiles(
+    schedule: Schedule, fixed: Mapping[sp.Symbol, sp.Expr] | None = None
+) -> Mapping[sp.Symbol, sp.Expr]:
+    fixed = fixed or {}
+    words = _scaled_words(schedule)
+    scaled = [side for side in _sides(schedule) if not sp.diff(words, side).is_nonnegative]
+    limits = [limit.subs(fixed) for limit in _scaled_held(schedule, scaled)]
+    free = [side for side in scaled if side not in fixed]
+    best = optimal_tiles(words.subs(fixed), list(dict.fromkeys(limits)), free, memory=sp.Integer(1))
+    return {side: _tidy(value) for side, value in best.tiles.items()} | dict(fixed)
+
+
+def _sides(schedule: Schedule) -> list[sp.Symbol]:
+    held = sp.Tuple(*schedule.weighted_phases()).free_symbols
+    return [side for side in SIDES if side in held]
+
+
+_m = sp.Symbol("m", positive=True)  # sqrt(M)
+
+
+def _scaled_words(schedule: Schedule) -> sp.Expr:
+    """Return words / N^2 with d = x and all sides in units of sqrt(M), for M to infinity."""
+    words = schedule.per_score()
+    scale = {side: _m * side for side in _sides(schedule)} | {d: _m * x}
+    return sp.expand(words.subs(scale, simultaneous=True)).coeff(_m, 0)
+
+
+def _scaled_held(schedule: Schedule, sides: Sequence[sp.Symbol]) -> list[sp.Expr]:
+    """Return what is held / M, in the same units; sides not in `sides` stay finite, so vanish."""
+    scale = {side: _m * side for side in sides} | {d_qk: _m * x, d_v: _m * x}
+    return [
+        sp.expand(phase.subs(scale, simultaneous=True)).coeff(_m, 2)
+        for phase in schedule.weighted_phases()
+    ]
+
+
+def _tidy(value: sp.Expr) -> sp.Expr:
+    """Return an expression without roots in denominators that cancel."""
+    roots = {symbol: sp.Dummy(symbol.name, positive=True) ** 2 for symbol in (alpha, s)}
+    back = {square.base: sp.sqrt(symbol) for symbol, square in roots.items()}
+    plain = sp.factor(sp.simplify(value.subs(roots)), deep=True)
+    plain = sp.simplify(sp.cancel(plain, extension=True))
+    return sp.collect(sp.expand(plain), x, sp.factor).subs(back)
+
+
+# --------------------------------------------------------------------------------------------------
+# Conditions of Karush, Kuhn and Tucker
+
+
+def _split_sides(
+    words: sp.Expr, sides: Sequence[sp.Symbol]
+) -> tuple[dict[sp.Symbol, sp.Expr], list[sp.Symbol]]:
+    """Return the sides at their lower bound, and those that are free.
+
+    Every footprint grows with every side. Where words do not fall, the multiplier of `side >= c` is
+    positive, so by complementary slackness the side is c.
+    """
+    lowest: dict[sp.Symbol, sp.Expr] = {}
+    free: list[sp.Symbol] = []
+    for side in sides:
+        if sp.diff(words, side).is_nonnegative:
+            lowest[side] = c
+        else:
+            free.append(side)
+    return lowest, free
+
+
+def _solve(
+    stationary: Sequence[sp.Expr],
+    tight: Sequence[sp.Expr],
+    free: Sequence[sp.Symbol],
+    multipliers: Sequence[sp.Dummy],
+) -> tuple[dict[sp.Symbol, sp.Expr], tuple[sp.Expr, ...]]:
+    """Return sides and multipliers that satisfy all equations and are positive."""
+    real = {side: sp.Dummy(side.name, positive=True) for side in free}  # not integers
+    back = {dummy: side for side, dummy in real.items()}
+    equations = [equation.subs(real) for equation in (*stationary, *tight)]
+    unknowns = [*back, *multipliers]
+    found = [
+        {key: sp.simplify(value) for key, value in solution.items()}
+        for solution in sp.solve(equations, unknowns, dict=True)
+    ]
+    found = [one for one in found if all(_positive(one[key]) for key in unknowns)]
+    if len(found) != 1:
+        raise ValueError(f"expected one positive solution of {equations}, found {found}")
+    tiles = {back[dummy]: found[0][dummy] for dummy in back}
+    return tiles, tuple(found[0][price] for price in multipliers)
+
+
+def _positive(value: sp.Expr) -> bool:
+    """Whether a solution is positive where memory is plenty (M beside the head dims squared)."""
+    sample = {symbol: sp.Integer(3) for symbol in value.free_symbols} | {M: sp.Integer(10) ** 6}
+    at = sp.N(value.subs(sample))
+    return bool(at.is_real and at > 0)

@@ -1,0 +1,169 @@
+"""Which regime a problem is in: what the papers prove for sparse masks, and dividing points.
+
+Words are elements. FA1: Dao et al., arXiv 2205.14135. Li: Li et al., arXiv 2410.09397.
+Saha and Ye: arXiv 2402.07443.
+"""
+
+# SymPy is typed only in part, and where it is, too narrowly:
+# pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+from typing import Literal
+
+import sympy as sp
+
+from tilegen.gpus.spec import GpuSpec, catalogue
+from tilegen.model.bounds import Direction
+from tilegen.model.symbols import Z_A, Z_AX, Z_S, Z_X, M, N, Z, alpha, d, kappa, s
+from tilegen.theory.optimum import crossover
+
+ACCUMULATOR_BYTES = 4
+
+
+def standard_complexity() -> sp.Expr:
+    """Return N d + N^2: attention that stores S, forward or backward (FA1, Theorems 2 and 5)."""
+    return N * d + N**2
+
+
+def any_product_complexity(entries: Literal["large", "binary"] = "large") -> sp.Expr:
+    """Return what attention must move, up to a constant, with any matrix multiplication algorithm.
+
+    Saha and Ye, Theorem 4.8 (entries of a field of more than N elements) and Theorem 4.14 (binary
+    entries). Strassen-like algorithms too, which the bounds elsewhere exclude for M < d^2.
+    """
+    square = N**2 * d**2 / M
+    return sp.Min(square if entries == "large" else square / sp.log(N, 2) ** 2, N**2)
+
+
+def sparse_product_complexity() -> sp.Expr:
+    """Return the words that a sparse matrix product moves, up to polylogarithmic factors.
+
+    Pagh and Stoeckel, arXiv 1403.3551, with blocks of one word: Z nonzeros in the factors, Z_S in
+    the product. Li's sparse theorem builds on it.
+    """
+    return Z * sp.Min(sp.sqrt(Z_S / M), Z / M)
+
+
+def block_sparse_complexity() -> sp.Expr:
+    """Return N d + s N^2 d^2 / M, up to a constant, for d <= M <= N d (FA1, Proposition 4).
+
+    `s` is the density of blocks of the kernel's own tile shape, not of entries.
+    """
+    return N * d + s * N**2 * d**2 / M
+
+
+def worst_case_over_instances(direction: Direction) -> sp.Expr:
+    """Return Li, Theorem 4.5, without its constant. For reports only: NOT a bound for one mask.
+
+    It is a worst case over all instances with these counts of nonzeros, and it counts nonzeros of
+    the factors; a mask has dense factors. Windows and blocks of fixed size move Theta(N d) words,
+    of which the formula asks N^1.5. The backward's subscripts are quoted from memory. Use
+    `patterns.pattern_bound` for a mask.
+    """
+    if direction == "forward":
+        return sp.Min(Z**2 / M, Z * sp.sqrt(Z_S / M))
+    return sp.Min(
+        (Z_A**2 + Z_A * Z_X) / M,
+        (Z_A * sp.sqrt(Z_S) + sp.sqrt(Z_A * Z_X * Z_AX)) / sp.sqrt(M),
+    )
+
+
+def worst_case_dividing_point() -> sp.Expr:
+    """Return the M where both terms of the forward meet: Z_input^2 / Z_QK (Li, Theorem 4.5)."""
+    return Z**2 / Z_S
+
+
+LARGE_CACHE: dict[Direction, str] = {"forward": "fwd_q_stationary", "backward": "bwd_two_pass"}
+SMALL_CACHE: dict[Direction, str] = {"forward": "fwd_small_cache", "backward": "bwd_small_cache"}
+
+
+@cache
+def dividing_memory(large_cache: str, small_cache: str) -> sp.Expr:
+    """Return the M in words below which the small-cache schedule moves less: d^2 / x^2.
+
+    The x is where leading terms meet (`optimum.crossover`); in alpha, and kappa where the schedules
+    have it. 0.686 d^2 for the forward with equal words, 0.686 d^2 / s for a mask without structure
+    (`fwd_sparse_small_cache`).
+    """
+    return d**2 / crossover(large_cache, small_cache) ** 2
+
+
+def dividing_bytes(
+    large_cache: str,
+    small_cache: str,
+    *,
+    head_dim: int,
+    element_bytes: int,
+    density: float = 1.0,
+    kappa_cost: float = 1.0,
+) -> float:
+    """Return the bytes of fast memory below which the small-cache schedule moves fewer bytes."""
+    values = {
+        d: head_dim,
+        s: density,
+        kappa: kappa_cost,
+        alpha: sp.Rational(ACCUMULATOR_BYTES, element_bytes),
+    }
+    return element_bytes * float(dividing_memory(large_cache, small_cache).subs(values))
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceRegime:
+    """One GPU and one size of inputs: fast memory in words, and head dims where regimes change.
+
+    Optimistic: a whole SM for one program, and no second buffer; buffers make M smaller.
+    """
+
+    gpu: str
+    element_bytes: int
+    smem_words: float
+    """Shared memory of one program, in words of the inputs."""
+    on_chip_words: float
+    """With all registers and tensor memory, in words of the inputs: the M of the bounds."""
+    head_dim_smem: float
+    """sqrt(M) with shared memory alone."""
+    head_dim_on_chip: float
+    """sqrt(M) with registers and tensor memory too, which hold one 32-bit word each."""
+    dividing_head_dims: Mapping[Direction, float]
+    """Above these, the small-cache schedules move fewer bytes; backward in two passes."""
+
+
+@cache
+def device_regimes(
+    element_bytes: tuple[int, ...] = (2, 4), gpus: tuple[GpuSpec, ...] | None = None
+) -> tuple[DeviceRegime, ...]:
+    """Return a row for each GPU (the catalogue, or `gpus`) and each size of inputs."""
+    return tuple(
+        _device_regime(spec, size)
+        for spec in (catalogue() if gpus is None else gpus)
+        for size in element_bytes
+    )
+
+
+def _device_regime(spec: GpuSpec, element_bytes: int) -> DeviceRegime:
+    smem = spec.smem_per_block / element_bytes
+    words_32 = spec.registers_per_sm + spec.tensor_memory_per_sm / 4
+    on_chip = spec.on_chip_bytes / element_bytes
+    directions: tuple[Direction, ...] = ("forward", "backward")
+    return DeviceRegime(
+        gpu=spec.name,
+        element_bytes=element_bytes,
+        smem_words=smem,
+        on_chip_words=on_chip,
+        head_dim_smem=smem**0.5,
+        head_dim_on_chip=(smem + words_32) ** 0.5,
+        dividing_head_dims=MappingProxyType(
+            {way: _dividing_x(way, element_bytes) * on_chip**0.5 for way in directions}
+        ),
+    )
+
+
+@cache
+def _dividing_x(direction: Direction, element_bytes: int) -> float:
+    at = crossover(LARGE_CACHE[direction], SMALL_CACHE[direction])
+    return float(at.subs(alpha, sp.Rational(ACCUMULATOR_BYTES, element_bytes)))

@@ -1,0 +1,367 @@
+"""Find the best config of one kernel on the GPU at hand: `tune`."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from tilegen.build.acceptable import spills_much
+from tilegen.build.workers import Pool
+from tilegen.emit.kernel_files import template_digest
+from tilegen.errors import BuildFailed, NoRecord, Unsupported
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.measure import DeviceLost, Measurement, tie_limit
+from tilegen.problem import AttentionProblem
+from tilegen.settings import settings
+from tilegen.store import (
+    EstimateSummary,
+    TuningRecord,
+    Versions,
+    current_versions,
+    dated,
+    locations,
+    now,
+    save,
+    this_machine,
+)
+from tilegen.tuning.bench import Ahead, Bench, Check, Compile, Measure, real_bench, refused
+from tilegen.tuning.report import Report, describe
+from tilegen.tuning.search import Search
+from tilegen.tuning.trials import Conditions, Trial, TrialLog, alone
+
+if TYPE_CHECKING:
+    from tilegen.gpus.spec import GpuSpec
+    from tilegen.model.estimate import Candidate
+
+SEEDS = 10
+"""Proposals of the model that are tried before Optuna is asked."""
+BATCH = 4
+"""Configs compiled together after the seeds; the next are asked for when half of them are left.
+
+More would keep more cores busy, but they are chosen before the measurements of those ahead are
+known: on recorded timings, batches of 16 searched no better than chance.
+"""
+SAMPLER_SEED = 0
+PATIENCE = 4.0
+"""How many times its budget another process may take, which compiles and checks besides."""
+
+
+def tune(
+    problem: AttentionProblem,
+    gpu: GpuSpec,
+    *,
+    kernel: Kernel = "fwd",
+    trials: int | None = None,
+    seconds: float | None = None,
+    measure: Measure | None = None,
+    compile: Compile | None = None,
+    check: Check | None = None,
+    candidates: Sequence[Candidate] | None = None,
+    space: Sequence[TileConfig] | None = None,
+    progress: bool | None = None,
+    command: str | None = None,
+) -> TuningRecord:
+    """Return the record of the best config found, after writing it into the own directory.
+
+    The problem measured is the bucket's. The budget is `trials` in all runs together, or `seconds`
+    in this one, or both; without either the whole space is tried. Every trial is on disk when it is
+    known, and is not repeated by a later run unless its launch failed without breaking the CUDA
+    context. `candidates` (ranked) and `space` default to the
+    model's; `measure`, `compile` and `check` to the GPU at hand, and given `measure` alone the
+    others are left out. `progress` defaults to a bar where there is a terminal.
+
+    Raises Unsupported without that GPU, NoRecord if no config runs, WrongResult if none can be
+    checked, DeviceLost if one breaks the CUDA context. After KeyboardInterrupt or DeviceLost, too,
+    the best so far is on disk.
+    """
+    if trials is not None and trials < 1:
+        raise Unsupported(f"trials must be at least 1, got {trials}")
+    if seconds is not None and not seconds > 0:
+        raise Unsupported(f"seconds must be above 0, got {seconds}")
+    problem = problem.bucket
+    pool = Pool()  # starts a worker when one is needed
+    if measure is None:
+        real = real_bench(problem, gpu, kernel, pool)
+        bench = Bench(
+            measure=real.measure, compile=compile or real.compile, check=check or real.check
+        )
+    else:
+        bench = Bench(measure=measure, compile=compile, check=check)
+    space, candidates = _ranked(problem, gpu, kernel, space, candidates)
+    total = len(space) if trials is None else min(trials, len(space))
+    command = command or _command(problem, kernel, trials, seconds)
+    # Another process that tunes the same is waited for, and its trials are taken over.
+    with alone(gpu.name, kernel, problem), pool, Report(kernel, total, enabled=progress) as report:
+        run = _Run(problem, gpu, kernel, bench, space, candidates, report)
+        try:
+            run.go(total, math.inf if seconds is None else seconds)
+        except (KeyboardInterrupt, DeviceLost) as stop:
+            why = "interrupted" if isinstance(stop, KeyboardInterrupt) else str(stop)
+            kept = "none of them ran"
+            if run.winner is not None:
+                kept = f"the best so far is in {save(run.record(run.winner, command)).file}"
+            report.say(
+                f"{why}; {len(run.trials)} trials are kept, {kept}; to go on from here: {command}"
+            )
+            raise
+        if run.winner is None:
+            raise NoRecord(run.nothing_ran())
+        record = run.record(run.winner, command)
+        saved = save(record)
+        report.say(f"{saved.file} {'written' if saved.wins else 'not won'}: {saved.reason}")
+        report.say(f"{record.config!r}  # {describe(record)}")
+    return record
+
+
+def tune_once(
+    problem: AttentionProblem,
+    gpu: GpuSpec,
+    *,
+    kernel: Kernel,
+    seconds: float,
+    known: Callable[[], TuningRecord | None],
+) -> TuningRecord:
+    """Return what `known` finds once no other process tunes the same; without that, what `tune`
+    does. Raises what `tune` raises, and Unsupported if another is at it for far too long."""
+    with alone(gpu.name, kernel, problem.bucket, seconds=PATIENCE * seconds):
+        return known() or tune(problem, gpu, kernel=kernel, seconds=seconds)
+
+
+class _Run:
+    """One call of `tune`: the trials so far, and the config that wins by them."""
+
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        gpu: GpuSpec,
+        kernel: Kernel,
+        bench: Bench,
+        space: Sequence[TileConfig],
+        candidates: Sequence[Candidate],
+        report: Report,
+    ) -> None:
+        self.problem = problem
+        self.gpu = gpu
+        self.kernel: Kernel = kernel
+        self.bench = bench
+        self.report = report
+        self.estimates = {c.config: c.estimate for c in candidates}
+        self.versions: Versions = current_versions()
+        self.template_digest = template_digest(kernel)
+        conditions = Conditions(
+            problem=problem.key,
+            arch=gpu.arch,
+            triton=self.versions.triton,
+            driver=self.versions.driver,
+            template_digest=self.template_digest,
+        )
+        others = [location for location in locations() if location.origin != "own"]
+        self.log = TrialLog(
+            settings().cache_dir, gpu.name, kernel, problem, conditions, others=others
+        )
+        # What an earlier version's space had besides this one's is left out of account.
+        legal = set(space)
+        known = {c: trial for c, trial in self.log.read().items() if c in legal}
+        self.trials = {c: trial for c, trial in known.items() if trial.is_final}
+        again = [c for c in known if c not in self.trials]
+        self.winner: TileConfig | None = None
+        self._right: set[TileConfig] = set()
+        seeds = [c.config for c in candidates[:SEEDS]]
+        self.search = Search(space, first=[*again, *seeds], seed=SAMPLER_SEED)
+
+    def go(self, total: int, seconds: float) -> None:
+        """Try configs until there are `total` trials, `seconds` have passed, or none is left."""
+        deadline = time.monotonic() + seconds
+        self.report.resumed(list(self.trials.values()))
+        self._settle()
+        for trial in self.trials.values():
+            self.search.replay(trial.config, trial.measurement.median_us)
+        ahead = Ahead(self.bench.compile) if self.bench.compile else None
+        with contextlib.closing(ahead) if ahead else contextlib.nullcontext():
+            self._search(total, deadline, ahead)
+        # Where every config spills much, those that spill least are still worth their time.
+        spilling = sorted((t.spill_bytes, c) for c, t in self.trials.items() if _spills_much(t))
+        if self.winner is None:
+            for spill_bytes, config in spilling[:SEEDS]:
+                if self.winner is None or time.monotonic() < deadline:
+                    self._measure(config, time.monotonic(), spill_bytes)
+
+    def _search(self, total: int, deadline: float, ahead: Ahead | None) -> None:
+        waiting: deque[TileConfig] = deque()
+        batch_size = max(SEEDS, BATCH)
+        while True:
+            if len(waiting) <= BATCH // 2:
+                room = total - len(self.trials) - len(waiting)
+                batch = list(itertools.islice(iter(self.search.ask, None), min(batch_size, room)))
+                batch_size = BATCH
+                waiting += batch
+                if ahead and batch:
+                    ahead.submit(batch)
+            # A budget too short for anything still buys one config that runs.
+            left = deadline - time.monotonic() if self._has_something() else math.inf
+            if not waiting or left <= 0:
+                return
+            try:
+                self._try(waiting.popleft(), ahead, None if left == math.inf else left)
+            except TimeoutError:  # the time is up before the compiler is done
+                return
+
+    def _has_something(self) -> bool:
+        return self.winner is not None or any(map(_spills_much, self.trials.values()))
+
+    def record(self, winner: TileConfig, command: str) -> TuningRecord:
+        """Return the record of these trials."""
+        estimate = self.estimates.get(winner)
+        return dated(
+            TuningRecord(
+                gpu=self.gpu.name,
+                arch=self.gpu.arch,
+                kernel=self.kernel,
+                problem=self.problem,
+                config=winner,
+                measurement=self.trials[winner].measurement,
+                estimate=None if estimate is None else EstimateSummary.of(estimate),
+                versions=self.versions,
+                template_digest=self.template_digest,
+                trials=len(self.trials),
+                seconds_spent=round(sum(trial.seconds for trial in self.trials.values()), 3),
+                source=this_machine(),
+                date=now(),
+                command=command,
+            )
+        )
+
+    def nothing_ran(self) -> str:
+        """Return the message for a search in which every config failed."""
+        reasons = [
+            f"{trial.config.key} {trial.measurement.status}: {trial.measurement.message}"
+            for trial in list(self.trials.values())[:3]
+        ]
+        return (
+            f"expected a config of {self.kernel} that runs on {self.gpu.name} for "
+            f"'{self.problem}', none of {len(self.trials)} tried did"
+            + (f" ({'; '.join(reasons)})" if reasons else "")
+            + f"; look at what the model proposes: tilegen explain '{self.problem}'"
+        )
+
+    def _try(self, config: TileConfig, ahead: Ahead | None, timeout: float | None) -> None:
+        """Compile, measure and write down one config. Raises TimeoutError, DeviceLost."""
+        started = time.monotonic()
+        built = ahead.result(config, timeout) if ahead else None
+        spill_bytes = 0 if built is None or isinstance(built, BuildFailed) else built.spill_bytes
+        measurement = None if built is None else refused(built, self.gpu)
+        if measurement is None:
+            self._measure(config, started, spill_bytes)
+        else:
+            self._keep(config, measurement, started, spill_bytes)
+            self.report.trial(self.trials, config, self.estimates.get(config), self.winner)
+        self.search.tell(config, self.trials[config].measurement.median_us)
+
+    def _measure(self, config: TileConfig, started: float, spill_bytes: int = 0) -> None:
+        """Measure and write down one config. Raises DeviceLost."""
+        try:
+            measurement = self.bench.measure(config)
+        except DeviceLost as lost:
+            self._keep(config, lost.measurement, started, spill_bytes, device_lost=True)
+            raise
+        self._keep(config, measurement, started, spill_bytes)
+        self._settle()
+        self.report.trial(self.trials, config, self.estimates.get(config), self.winner)
+
+    def _keep(
+        self,
+        config: TileConfig,
+        measurement: Measurement,
+        started: float,
+        spill_bytes: int = 0,
+        *,
+        device_lost: bool = False,
+    ) -> None:
+        """Write down what is known of a config; its time runs since `started`."""
+        spent = time.monotonic() - started
+        if (before := self.trials.get(config)) is not None:
+            spent += before.seconds
+        trial = Trial(
+            config=config,
+            measurement=measurement,
+            seconds=round(spent, 3),
+            spill_bytes=spill_bytes,
+            device_lost=device_lost,
+        )
+        self.log.append(trial)  # first of all: from here on it survives whatever happens
+        self.trials[config] = trial
+
+    def _settle(self) -> None:
+        """Find the winner of the trials so far; one that computes wrong results loses its time."""
+        while (best := pick(self.trials)) is not None and best not in self._right:
+            started = time.monotonic()
+            try:
+                trouble = self.bench.check(best) if self.bench.check else None
+            except DeviceLost as lost:
+                self._keep(best, lost.measurement, started, device_lost=True)
+                self.winner = pick({c: t for c, t in self.trials.items() if c in self._right})
+                raise
+            if trouble is None:
+                self._right.add(best)
+            else:
+                self._keep(best, trouble, started)
+                status = trouble.status.replace("_", " ")
+                self.report.say(f"{best!r} is fastest but {status}: {trouble.message}")
+        self.winner = best
+
+
+def _spills_much(trial: Trial) -> bool:
+    return bool(spills_much(trial.spill_bytes))
+
+
+def pick(trials: dict[TileConfig, Trial]) -> TileConfig | None:
+    """Return the winner: the first in the order of configs among those no slower than the fastest.
+
+    No slower means a median within the fastest one's spread and within `TIE_LIMIT`, so that
+    machines whose timings differ by noise agree.
+    """
+    times = {
+        config: trial.measurement
+        for config, trial in trials.items()
+        if trial.measurement.median_us is not None
+    }
+    if not times:
+        return None
+    fastest = min(times.values(), key=_median)
+    return min(c for c, m in times.items() if _median(m) <= tie_limit(fastest))
+
+
+def _median(measurement: Measurement) -> float:
+    return math.inf if measurement.median_us is None else measurement.median_us
+
+
+def _ranked(
+    problem: AttentionProblem,
+    gpu: GpuSpec,
+    kernel: Kernel,
+    space: Sequence[TileConfig] | None,
+    candidates: Sequence[Candidate] | None,
+) -> tuple[list[TileConfig], Sequence[Candidate]]:
+    """Return all configs to choose from, the model's ranking first; and that ranking."""
+    if space is None:
+        from tilegen.choose.ranking import search_space
+
+        space = search_space(problem, gpu, kernel)
+    if candidates is None:
+        from tilegen.choose.ranking import propose
+
+        candidates = propose(problem, gpu, kernel=kernel, top=max(1, len(space)))
+    return list(dict.fromkeys([*(c.config for c in candidates), *space])), candidates
+
+
+def _command(
+    problem: AttentionProblem, kernel: Kernel, trials: int | None, seconds: float | None
+) -> str:
+    budget = "" if trials is None else f" --trials {trials}"
+    budget += "" if seconds is None else f" --seconds {seconds:g}"
+    return f"tilegen tune '{problem}' --kernel {kernel}{budget}"
