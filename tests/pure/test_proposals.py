@@ -1,0 +1,29 @@
+"""The first proposal for every workload of the catalogue on four GPUs, frozen: who changes the model
+sees what that changes."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.workloads import catalogue
+from tests.conftest import CheckGolden
+from tilegen import gpu
+from tilegen.choose.families import FAMILIES, kernels_of
+from tilegen.choose.ranking import propose
+
+GPUS = ("a100", "h100", "h200", "b200")
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_first_proposals(name: str, golden: CheckGolden) -> None:
+    spec = gpu(name)
+    lines: list[str] = []
+    for problem in dict.fromkeys(one.problem for one in catalogue()):
+        lines.append(problem.key)
+        for direction in FAMILIES:
+            best = [
+                propose(problem, spec, kernel=kernel, top=1)[0]
+                for kernel in kernels_of(problem, spec, direction)
+            ]
+            lines.append("  " + "  ".join(f"{one.kernel} {one.config.key}" for one in best))
+    golden("\n".join(lines) + "\n")
