@@ -32,7 +32,8 @@ from tilegen.choose.ranking import all_configs, estimate, search_space
 from tilegen.emit.kernel_files import RenderedKernel
 from tilegen.emit.render import render, representative
 from tilegen.gpus.spec import GpuSpec, gpu
-from tilegen.kernels.config import KERNELS, SLICED, Kernel, TileConfig
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import KERNELS
 from tilegen.model import known, sliced
 from tilegen.model.roofline import padded_widths, tile
 from tilegen.problem import AttentionProblem
@@ -98,9 +99,9 @@ def random_kernels(kernel: Kernel, count: int) -> Iterator[RenderedKernel]:
     choice = random.Random(f"{SEED} {kernel}").choice
     first: list[str] = [DTYPES[0], "fp32"]
     while count:
-        widths = LARGE_HEAD_DIMS if kernel in SLICED else HEAD_DIMS
+        widths = LARGE_HEAD_DIMS if KERNELS[kernel].sliced else HEAD_DIMS
         dims, dtype, mask, heads = map(choice, (widths, first or DTYPES, MASKS, GROUPS))
-        if dtype == "fp32" and kernel in SLICED and dims not in LARGE_FP32_DIMS:
+        if dtype == "fp32" and KERNELS[kernel].sliced and dims not in LARGE_FP32_DIMS:
             continue
         problem = AttentionProblem.parse(f"b1 {heads} q1024 kv1024 d{dims} {dtype} {mask}")
         config = choice(all_configs(problem, kernel))
@@ -113,7 +114,7 @@ def random_kernels(kernel: Kernel, count: int) -> Iterator[RenderedKernel]:
 
 def is_sensible(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> bool:
     """Whether a config comes near fitting the registers and the shared memory of some GPU."""
-    if kernel in SLICED:
+    if KERNELS[kernel].sliced:
         step, threads = sliced.step(problem, config, kernel), 32 * config.num_warps
         stored = step.loaded * max(1, config.num_stages - 1) * problem.element_bytes
         exact = problem.element_bytes == 4
@@ -145,7 +146,7 @@ def promising_kernels(
     ]
     seen: set[tuple[str, TileConfig]] = set()
     for kernel in kernels:
-        for problem in large if kernel in SLICED else problems:
+        for problem in large if KERNELS[kernel].sliced else problems:
             for config in fastest(problem, spec, kernel)[:top]:
                 alike = known.compile_class(problem, config, kernel), config
                 if alike not in seen and not known.is_compiled(problem, config, kernel, arch):
@@ -159,7 +160,7 @@ def fastest(problem: AttentionProblem, spec: GpuSpec, kernel: Kernel) -> list[Ti
         (estimate(problem, spec, config, kernel).seconds, config)
         for config in search_space(problem, spec, kernel)
         if (needs := model.footprint(problem, config, kernel, spec.arch)).fits(spec)
-        and (kernel not in SLICED or needs.registers <= SLICED_DOUBT * needs.max_registers)
+        and (not KERNELS[kernel].sliced or needs.registers <= SLICED_DOUBT * needs.max_registers)
     )
     return [
         config
@@ -312,7 +313,7 @@ def register_features(
     problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: str
 ) -> tuple[float, ...]:
     """Return what the fit of a kernel multiplies."""
-    of = sliced if kernel in SLICED else model
+    of = sliced if KERNELS[kernel].sliced else model
     return of.register_features(problem, config, kernel, arch)
 
 

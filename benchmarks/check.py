@@ -1,4 +1,5 @@
-"""Whether a provider's results are right at the full size: `tilegen.verify`'s rule on some heads.
+"""Whether a provider's results are right at the full size: the rule of `tilegen verify` on some
+heads.
 
 The first and the last key-value head are judged, with all their query heads. The reference runs one
 query head at a time, because its score matrix has 8 GiB at a length of 32k.

@@ -28,7 +28,8 @@ from tilegen.build.workers import Pool
 from tilegen.choose.ranking import search_space
 from tilegen.errors import BuildFailed, TilegenError
 from tilegen.gpus.spec import GpuSpec, detect
-from tilegen.kernels.config import KERNELS, Kernel, TileConfig
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import KERNELS
 from tilegen.measure import DeviceLost
 from tilegen.problem import AttentionProblem
 from tilegen.tuning.bench import Ahead, Bench, real_bench, refused

@@ -87,7 +87,7 @@ def _runner(case: Case) -> Any:
     from tilegen.emit.kernel_files import load
     from tilegen.emit.render import render
     from tilegen.kernels.config import Kernel
-    from tilegen.kernels.passes import Launch
+    from tilegen.kernels.panels import Launch
     from tilegen.problem import AttentionProblem
 
     problem = AttentionProblem.parse(case.problem)

@@ -29,7 +29,8 @@ from tilegen.emit.kernel_files import RenderedKernel
 from tilegen.emit.render import render
 from tilegen.errors import BuildFailed
 from tilegen.gpus.spec import GpuSpec, gpu_for
-from tilegen.kernels.config import SMALL_CACHE, Kernel
+from tilegen.kernels.config import Kernel
+from tilegen.kernels.registry import SMALL_CACHE
 from tilegen.model.estimate import Candidate
 from tilegen.problem import AttentionProblem
 

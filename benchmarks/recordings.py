@@ -20,7 +20,8 @@ from benchmarks.environment import ROOT, Environment, environment
 from tilegen.emit.kernel_files import template_digest
 from tilegen.errors import InvalidRecord, TilegenError
 from tilegen.gpus.spec import GpuSpec
-from tilegen.kernels.config import KERNELS, Kernel, TileConfig
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import KERNELS
 from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.store.fields import Fields, parse_json

@@ -14,9 +14,9 @@ import pytest
 from tilegen.build.compiler import CompiledKernel
 from tilegen.build.workers import Pool
 from tilegen.bundles.manifest import Binary
-from tilegen.choose.families import Direction
 from tilegen.emit.kernel_files import RenderedKernel
 from tilegen.gpus.spec import GpuSpec
+from tilegen.kernels.spec import Direction
 from tilegen.problem import AttentionProblem
 
 FORMATS = {"i32": "i", "fp32": "f"}

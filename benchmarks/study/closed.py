@@ -13,7 +13,7 @@ from typing import Any
 
 import sympy as sp
 
-from tilegen.choose.families import Direction
+from tilegen.kernels.spec import Direction
 from tilegen.model import bounds
 from tilegen.model.symbols import (
     B_c,

@@ -23,7 +23,7 @@ from tilegen.kernels.config import Kernel, TileConfig
 
 if TYPE_CHECKING:
     from tilegen.check.reference import Inputs
-    from tilegen.kernels.passes import Launch
+    from tilegen.kernels.panels import Launch
     from tilegen.problem import AttentionProblem
 
 Moved = dict[Kernel, tuple[int, int]]

@@ -12,12 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, zip_longest
 
-from tilegen.choose.families import Direction
 from tilegen.choose.ranking import propose
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import GpuSpec, with_fast_memory
-from tilegen.kernels.config import BACKWARD, FORWARD, Family, Kernel, TileConfig
-from tilegen.kernels.passes import SCORE_WIDTH, rows_for
+from tilegen.kernels.config import Family, Kernel, TileConfig
+from tilegen.kernels.panels import SCORE_WIDTH, rows_for
+from tilegen.kernels.registry import BACKWARD, FORWARD
+from tilegen.kernels.spec import Direction
 from tilegen.model.hierarchy import levels
 from tilegen.model.traffic import Traffic, traffic
 from tilegen.problem import AttentionProblem

@@ -18,7 +18,7 @@ import typer
 from benchmarks.rows import read
 from benchmarks.study import closed, sweep
 from benchmarks.study.tiles import LARGE_CACHE
-from tilegen.choose.families import Direction
+from tilegen.kernels.spec import Direction
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

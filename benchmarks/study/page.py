@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.rows import read
 from benchmarks.study import closed, sweep
 from benchmarks.study.tiles import LARGE_CACHE
-from tilegen.choose.families import Direction
+from tilegen.kernels.spec import Direction
 
 Rows = list[dict[str, str]]
 SHOWN_KB = ("8.0", "32.0", "128.0", "512.0")

@@ -23,7 +23,7 @@ from benchmarks.study.tiles import (
     moved_words,
     problem_of,
 )
-from tilegen.choose.families import Direction
+from tilegen.kernels.spec import Direction
 
 HEAD_DIMS = (64, 128, 256, 512)
 MEMORY_KB = tuple(2.0 ** (step / 2) for step in range(2, 19))

@@ -14,18 +14,10 @@ from typing import Any
 
 import sympy as sp
 
-from tilegen.choose.families import Direction
-from tilegen.kernels.config import (
-    BACKWARD,
-    BLOCK_SIZES,
-    FORWARD,
-    SLICED,
-    SLICED_BLOCKS,
-    Family,
-    Kernel,
-    TileConfig,
-)
-from tilegen.kernels.passes import SCORE_WIDTH
+from tilegen.kernels.config import BLOCK_SIZES, Family, Kernel, TileConfig
+from tilegen.kernels.panels import SCORE_WIDTH
+from tilegen.kernels.registry import BACKWARD, FORWARD, KERNELS
+from tilegen.kernels.spec import Direction
 from tilegen.model.symbols import B_c, B_d, B_e, B_k, B_p, B_r, alpha, d_qk, d_v, n
 from tilegen.model.traffic import ACCUMULATOR_BYTES, traffic
 from tilegen.problem import AttentionProblem
@@ -150,8 +142,9 @@ def moved_words(problem: AttentionProblem, configs: Mapping[Kernel, TileConfig])
 
 def configs_of(kernel: Kernel) -> list[TileConfig]:
     """Return the tiles that a kernel can be emitted with."""
-    if kernel in SLICED:
-        sides = product(*SLICED_BLOCKS[kernel])
+    if KERNELS[kernel].sliced:
+        knobs = KERNELS[kernel].knobs
+        sides = product(knobs.block_m, knobs.block_n, knobs.block_d)
         return [TileConfig(block_m=m, block_n=w, block_d=s) for m, w, s in sides]
     if kernel == "bwd_preprocess":
         return [TileConfig(block_m=64, block_n=16)]  # O(N d) words whatever its tile

@@ -19,14 +19,16 @@ from tilegen.bundles.building import Made, generate
 from tilegen.bundles.folder import NOTES
 from tilegen.bundles.manifest import Manifest
 from tilegen.bundles.served import Bundle
-from tilegen.choose.families import Direction, kernels_of
+from tilegen.choose.families import kernels_of
 from tilegen.cli.main import main
 from tilegen.emit import kernel_files
 from tilegen.emit.kernel_files import RenderedKernel
 from tilegen.emit.render import render
 from tilegen.errors import BuildFailed
 from tilegen.gpus.spec import gpu
-from tilegen.kernels.config import LARGE_CACHE, TileConfig
+from tilegen.kernels.config import TileConfig
+from tilegen.kernels.registry import LARGE_CACHE
+from tilegen.kernels.spec import Direction
 from tilegen.problem import AttentionProblem
 
 PROBLEM = AttentionProblem.parse("hq8 hkv2 q256 d32 fp16 causal")
@@ -88,8 +90,8 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
     script = """
 import os, signal, sys
 from pathlib import Path
-from tilegen.bundles.generate import generate
-from tilegen.device import gpu
+from tilegen.bundles.building import generate
+from tilegen.gpus.spec import gpu
 from tilegen.problem import AttentionProblem
 def on_kernel(made):
     if made.binary.kernel == "bwd_dkdv":

@@ -14,7 +14,8 @@ from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
 from tilegen.errors import BuildFailed, Unsupported
 from tilegen.gpus.spec import gpu_for
-from tilegen.kernels.config import LARGE_CACHE, Kernel, TileConfig
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import LARGE_CACHE
 from tilegen.problem import AttentionProblem
 
 CONFIG = TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=2)

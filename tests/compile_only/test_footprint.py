@@ -17,7 +17,8 @@ from tilegen.build.compiler import CompiledKernel, compile_many
 from tilegen.choose.ranking import propose
 from tilegen.emit.render import render
 from tilegen.gpus.spec import catalogue, gpu
-from tilegen.kernels.config import KERNELS, LARGE_CACHE, SLICED, Kernel, TileConfig
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import KERNELS, LARGE_CACHE
 from tilegen.model import known, sliced
 from tilegen.model.footprint import (
     REGISTER_FEATURES,
@@ -49,7 +50,7 @@ PROBLEMS = (
 )
 
 
-SLICES = [kernel for kernel in KERNELS if kernel in SLICED]
+SLICES = [kernel for kernel in KERNELS if KERNELS[kernel].sliced]
 MUCH = 128  # bytes spilled by a thread
 
 
@@ -147,10 +148,10 @@ def test_register_fit_separates_without_being_told(
         predict = model.footprint.__wrapped__
         return float(np.mean([predict(*s.parsed, s.kernel, arch).spills for s in samples]))
 
-    of_slices = [s for s in fine if s.kernel in SLICED]
+    of_slices = [s for s in fine if KERNELS[s.kernel].sliced]
     assert len(spilling) > 30
     assert share(spilling) > 0.85
-    assert share([s for s in spilling if s.kernel in SLICED]) > 0.85
+    assert share([s for s in spilling if KERNELS[s.kernel].sliced]) > 0.85
     assert share(fine) < 0.3
     assert share(of_slices) < 0.3
 

@@ -15,8 +15,9 @@ from tilegen.build.compiler import CompiledKernel, compile_many
 from tilegen.emit.kernel_files import RenderedKernel, load
 from tilegen.emit.render import render
 from tilegen.gpus.spec import gpu
-from tilegen.kernels.config import LARGE_CACHE, Kernel, TileConfig
+from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.passes import forward, gradients
+from tilegen.kernels.registry import LARGE_CACHE
 from tilegen.masks import (
     Mask,
     block_sparse,

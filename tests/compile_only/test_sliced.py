@@ -20,7 +20,8 @@ from tilegen.emit.kernel_files import RenderedKernel, load
 from tilegen.emit.render import render
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import Kernel
-from tilegen.kernels.passes import Launch, forward, gradients
+from tilegen.kernels.panels import Launch
+from tilegen.kernels.passes import forward, gradients
 from tilegen.problem import AttentionProblem
 
 CALIBRATED = "3.7.1"

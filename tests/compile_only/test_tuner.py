@@ -12,7 +12,8 @@ from tilegen.build.workers import Pool
 from tilegen.choose.ranking import propose
 from tilegen.emit.render import render
 from tilegen.gpus.spec import catalogue
-from tilegen.kernels.config import LARGE_CACHE, TileConfig
+from tilegen.kernels.config import TileConfig
+from tilegen.kernels.registry import LARGE_CACHE
 from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.store import look_up

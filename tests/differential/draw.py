@@ -8,7 +8,8 @@ from typing import Any
 from tests.differential import trial
 from tests.differential.language import Writer
 from tests.differential.problems import DENSE, Layout, Problem, reads
-from tilegen.kernels.config import SLICED_BLOCKS, Kernel, TileConfig
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import KERNELS
 
 LAYOUTS: tuple[Layout, ...] = ("dense", "inside", "padded", "sliced", "expanded", "transposed")
 HEAD_DIMS = (8, 12, 16, 16, 16, 24, 32, 32, 40, 64, 72)
@@ -112,7 +113,8 @@ def _configs(random: Random) -> dict[str, str]:
     """Return kernels of one forward and one backward, each with tiles of its own."""
 
     def tiles(kernel: Kernel) -> str:
-        sizes = SLICED_BLOCKS.get(kernel, ((16, 32, 64), (16, 32, 64), (0,)))
+        knobs = KERNELS[kernel].knobs
+        sizes = (knobs.block_m, knobs.block_n, knobs.block_d)
         m, n, d = (random.choice([s for s in each if s <= 64] or each[:1]) for each in sizes)
         return TileConfig(block_m=m, block_n=n, block_d=d).key
 

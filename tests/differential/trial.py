@@ -24,7 +24,8 @@ from tilegen.emit import kernel_files
 from tilegen.emit.kernel_files import RenderedKernel
 from tilegen.emit.render import render
 from tilegen.errors import BuildFailed, InvalidProblem, Unsupported
-from tilegen.kernels.config import BACKWARD, FORWARD, Kernel, TileConfig
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import BACKWARD, FORWARD
 from tilegen.masks import values
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import dispatch
@@ -34,7 +35,7 @@ SECONDS = 60
 COMPILING = 600
 ARCH = "sm_90"
 Load = Callable[..., ModuleType]
-"""As `tilegen.emitted.load_kernel`."""
+"""As `load_kernel` of tilegen."""
 TILEGEN_NAMES: dict[str, Any] = {
     name: getattr(tilegen, name)
     for name in (

@@ -22,7 +22,8 @@ from tilegen.emit.kernel_files import is_aligned
 from tilegen.emit.render import render
 from tilegen.errors import NoRecord
 from tilegen.gpus.spec import GpuSpec, detect
-from tilegen.kernels.config import LARGE_CACHE, Kernel, TileConfig
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import LARGE_CACHE
 from tilegen.problem import AttentionProblem
 from tilegen.runtime.dispatch import choose
 from tilegen.store import look_up

@@ -16,7 +16,8 @@ from tilegen.check.verification import check, judge, require
 from tilegen.choose.ranking import propose
 from tilegen.emit.render import render
 from tilegen.gpus.spec import detect
-from tilegen.kernels.config import BACKWARD, FORWARD, LARGE_CACHE, Kernel
+from tilegen.kernels.config import Kernel
+from tilegen.kernels.registry import BACKWARD, FORWARD, LARGE_CACHE
 from tilegen.masks import Mask, block_sparse, causal, documents, global_tokens, sliding_window
 from tilegen.masks.score import Score, alibi, bias, relative_bias, sinks, softcap, temperature
 from tilegen.problem import AttentionProblem

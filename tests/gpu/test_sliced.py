@@ -16,7 +16,8 @@ from tilegen.choose.ranking import propose
 from tilegen.errors import NoRecord
 from tilegen.gpus.spec import GpuSpec, detect
 from tilegen.kernels import passes
-from tilegen.kernels.config import BACKWARD, FORWARD, Kernel, TileConfig
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import BACKWARD, FORWARD
 from tilegen.problem import AttentionProblem
 from tilegen.tuning.tuner import tune
 

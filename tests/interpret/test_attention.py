@@ -11,9 +11,10 @@ import tilegen
 from tilegen import disk
 from tilegen.bounded_cache import BoundedCache
 from tilegen.check.reference import attention_reference, make_inputs
-from tilegen.choose.families import FAMILIES, Direction
 from tilegen.errors import Unsupported
-from tilegen.kernels.config import BACKWARD, FORWARD, Kernel, TileConfig
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import BACKWARD, FAMILIES, FORWARD
+from tilegen.kernels.spec import Direction
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import dispatch
 

@@ -12,7 +12,8 @@ from tilegen.check.reference import attention_reference, make_inputs
 from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
 from tilegen.gpus.spec import gpu
-from tilegen.kernels.config import LARGE_CACHE, Kernel, TileConfig
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import LARGE_CACHE
 from tilegen.problem import AttentionProblem
 from tilegen.tuning.bench import check_config, make_launches
 

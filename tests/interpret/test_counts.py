@@ -8,7 +8,8 @@ from tilegen.check import interpreter
 from tilegen.check.reference import make_inputs
 from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
-from tilegen.kernels.config import LARGE_CACHE, Kernel, TileConfig
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import LARGE_CACHE
 from tilegen.model.traffic import traffic
 from tilegen.problem import AttentionProblem
 

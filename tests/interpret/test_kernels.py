@@ -10,7 +10,8 @@ from tilegen.check.reference import make_inputs
 from tilegen.check.verification import check, require, run, verify
 from tilegen.emit.kernel_files import RenderedKernel
 from tilegen.emit.render import render
-from tilegen.kernels.config import LARGE_CACHE, Kernel, TileConfig
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import LARGE_CACHE
 from tilegen.masks import parse_mask
 from tilegen.problem import AttentionProblem
 

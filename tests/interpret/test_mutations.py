@@ -14,7 +14,8 @@ from tilegen.check.reference import Inputs, make_inputs
 from tilegen.check.verification import check, require
 from tilegen.emit.kernel_files import RenderedKernel
 from tilegen.emit.render import render
-from tilegen.kernels.config import LARGE_CACHE, SLICED, Kernel, TileConfig
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import KERNELS, LARGE_CACHE
 from tilegen.masks import Mask, block_sparse, causal, documents, global_tokens, sliding_window
 from tilegen.masks.score import Score, relative_bias, sinks, softcap
 from tilegen.problem import AttentionProblem
@@ -56,13 +57,13 @@ CHANGES: list[tuple[Mask, Score | None]] = [
 
 
 def _cases(kernel: Kernel) -> list[tuple[AttentionProblem, float]]:
-    return SLICED_CASES if kernel in SLICED else CASES
+    return SLICED_CASES if KERNELS[kernel].sliced else CASES
 
 
 def _kernels(problem: AttentionProblem, broken: Kernel) -> dict[Kernel, RenderedKernel]:
     if broken == "fwd_streamed":
         configs = sliced.STREAMED
-    elif broken in SLICED:
+    elif KERNELS[broken].sliced:
         configs = sliced.SMALL_CACHE
     else:
         configs: Mapping[Kernel, TileConfig] = dict.fromkeys(LARGE_CACHE, CONFIG)

@@ -19,7 +19,8 @@ from tilegen.check.reference import make_inputs
 from tilegen.check.verification import check, require, run
 from tilegen.emit.kernel_files import RenderedKernel
 from tilegen.emit.render import render
-from tilegen.kernels.config import LARGE_CACHE, Kernel, TileConfig
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import LARGE_CACHE
 from tilegen.masks import Mask, causal, dilated, full, kv_lengths, sliding_window
 from tilegen.masks.constructors import KvPrefix
 from tilegen.masks.score import Score, relative_bias, sinks

@@ -16,7 +16,7 @@ from tilegen.check.rounding import rounding_floors
 from tilegen.check.verification import judge, require
 from tilegen.choose.families import kernels_of
 from tilegen.gpus.spec import gpu
-from tilegen.kernels.config import BACKWARD, FORWARD
+from tilegen.kernels.registry import BACKWARD, FORWARD
 from tilegen.masks import Mask, causal, sliding_window
 from tilegen.masks.score import (
     Score,

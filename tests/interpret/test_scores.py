@@ -19,7 +19,8 @@ from tests.score_inputs import BATCH, HEADS, INF, MASKS, SINKS, SLOPES, random
 from tilegen.check.reference import attention_reference, make_inputs
 from tilegen.check.verification import check, require
 from tilegen.emit.render import render
-from tilegen.kernels.config import LARGE_CACHE, Kernel, TileConfig
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import LARGE_CACHE
 from tilegen.masks import Mask, causal, documents
 from tilegen.masks.language.texts import to_text
 from tilegen.masks.score import (

@@ -11,7 +11,8 @@ from tests.records import H200, PROBLEM
 from tilegen.check import verification
 from tilegen.check.verification import Check
 from tilegen.errors import Unsupported, WrongResult
-from tilegen.kernels.config import LARGE_CACHE, Kernel, TileConfig
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import LARGE_CACHE
 from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.tuning import bench as bench_module

@@ -9,7 +9,8 @@ import sympy as sp
 
 from tests.problems import PROBLEMS
 from tilegen.gpus.spec import catalogue, gpu
-from tilegen.kernels.config import LARGE_CACHE, Kernel, TileConfig
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import LARGE_CACHE
 from tilegen.model import bounds
 from tilegen.model.bounds import (
     SCHEDULES,

@@ -20,10 +20,10 @@ from tilegen import bundles
 from tilegen.bundles.folder import NOTES
 from tilegen.bundles.manifest import MANIFEST, Manifest
 from tilegen.bundles.served import Bundle, load_bundle, runs_on
-from tilegen.choose.families import Direction
 from tilegen.cli.main import app
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import GpuSpec, gpu
+from tilegen.kernels.spec import Direction
 from tilegen.problem import AttentionProblem
 
 H200 = gpu("h200")
@@ -425,9 +425,9 @@ from pathlib import Path
 import torch
 import tilegen
 from tests.bundles import StandIn
-from tilegen import dispatch
+from tilegen.runtime import dispatch
 from tilegen.bundles.served import Bundle
-from tilegen.device import gpu
+from tilegen.gpus.spec import gpu
 
 launched = []
 Bundle.function = lambda self, one: StandIn(one, lambda *_: launched.append(one.kernel))

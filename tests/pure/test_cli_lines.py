@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from tilegen.cli import main
-from tilegen.kernels.config import KERNELS
+from tilegen.kernels.registry import KERNELS
 
 SEED = 20_261_122
 LINES = 500

@@ -14,7 +14,8 @@ from tests.pure.test_cli import COMMANDS
 from tilegen import resources, settings
 from tilegen.bundles.manifest import Binary, Served
 from tilegen.emit.render import _context, render
-from tilegen.kernels.config import KERNELS, TileConfig
+from tilegen.kernels.config import TileConfig
+from tilegen.kernels.registry import KERNELS
 from tilegen.problem import AttentionProblem
 
 ROOT = Path(__file__).parents[2]

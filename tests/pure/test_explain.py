@@ -8,7 +8,7 @@ import pytest
 import sympy
 from typer.testing import CliRunner
 
-from tilegen.choose.families import Direction, family, kernels_of, ranked_families
+from tilegen.choose.families import family, kernels_of, ranked_families
 from tilegen.choose.ranking import propose
 from tilegen.cli.main import app
 from tilegen.errors import Unsupported
@@ -16,11 +16,12 @@ from tilegen.explaining.explanation import direction_of, explain, explain_all
 from tilegen.explaining.pass_choice import OTHER_FAST_MEMORY, explain_pass, limited
 from tilegen.explaining.text import latex_of_all, lines_of_all
 from tilegen.gpus.spec import GpuSpec, gpu
-from tilegen.kernels.config import KERNELS, SLICED, Kernel, TileConfig
-from tilegen.kernels.passes import rows_for
-from tilegen.model import hierarchy
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.panels import rows_for
+from tilegen.kernels.registry import KERNELS, LARGE_CACHE
+from tilegen.kernels.spec import Direction
 from tilegen.model.bounds import lower_bound_bytes
-from tilegen.model.traffic import TERMS
+from tilegen.model.traffic import terms_of
 from tilegen.problem import AttentionProblem
 
 LARGE = "b2 hq8 hkv2 q1000 d128/64 bf16 causal"
@@ -70,7 +71,7 @@ def test_traffic_follows_from_its_formula(kernel: Kernel, text: str) -> None:
 
 
 @pytest.mark.parametrize("text", [LARGE, WINDOW, "b8 hq64 hkv8 q8192 d128 bf16"])
-@pytest.mark.parametrize("kernel", hierarchy.KERNELS)
+@pytest.mark.parametrize("kernel", LARGE_CACHE)
 def test_dram_follows_from_its_formula(kernel: Kernel, text: str) -> None:
     for spec in (H200, gpu("t4")):
         dram = told(text, kernel, spec)["dram"]
@@ -92,7 +93,7 @@ def test_rows_that_stream_more_than_once_are_said() -> None:
 
 
 def test_small_cache_kernels_have_a_number_for_dram_and_no_formula() -> None:
-    for kernel in sorted(SLICED):
+    for kernel in sorted(name for name, one in KERNELS.items() if one.sliced):
         dram = told(SMALL, kernel)["dram"]
         cost = propose(parse(SMALL), H200, kernel=kernel, top=1)[0].estimate
         assert (dram["bytes"], dram["formulas"], dram["wave"]) == (cost.dram_bytes, [], None)
@@ -319,7 +320,7 @@ def test_latex_has_every_formula_and_is_balanced() -> None:
     shown = "\n".join(latex_of_all(explained, with_passes=True))
     assert run(LARGE, "--gpu", "h200", "--kernel", "fwd", "--latex").count("align*") == 8
     for one in explained:
-        for term in TERMS[one["kernel"]]:
+        for term in terms_of(one["kernel"]):
             assert sympy.latex(term.words) in shown
         assert str(one["traffic"]["read_bytes"] + one["traffic"]["write_bytes"]) in shown
     for what in (

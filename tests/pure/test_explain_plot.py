@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from tests.pure.test_explain import DIRECTIONS, H200, LARGE, SMALL, parse, run
-from tilegen.choose.families import Direction, kernels_of
+from tilegen.choose.families import kernels_of
 from tilegen.choose.ranking import propose
 from tilegen.errors import Unsupported
 from tilegen.explaining.explanation import explain_all
 from tilegen.explaining.pass_choice import explain_pass
 from tilegen.explaining.plot import curves, draw
 from tilegen.kernels.config import Kernel
+from tilegen.kernels.spec import Direction
 from tilegen.model.traffic import visits
 
 

@@ -9,15 +9,9 @@ import pytest
 from tilegen.choose.families import family, kernels_of, ranked_families
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import gpu, with_fast_memory
-from tilegen.kernels.config import (
-    BACKWARD,
-    FORWARD,
-    KERNELS,
-    SLICED_BLOCKS,
-    TileConfig,
-    check_config,
-)
-from tilegen.kernels.passes import PANEL_STEP, panels, panels_per_group, rows_for
+from tilegen.kernels.config import TileConfig
+from tilegen.kernels.panels import PANEL_STEP, panels, panels_per_group, rows_for
+from tilegen.kernels.registry import KERNELS, SMALL_CACHE, check_config
 from tilegen.model.bounds import critical_head_dim
 from tilegen.problem import AttentionProblem
 
@@ -39,7 +33,7 @@ def test_ordinary_head_dims_keep_queries_on_chip() -> None:
 
 def test_large_head_dims_go_through_panels() -> None:
     """At the theorem's crossovers on an H200, 545 forward and 437 backward, and beyond."""
-    assert kernels_of(layer(576), H200) == (*FORWARD["small_cache"], *BACKWARD["small_cache"])
+    assert kernels_of(layer(576), H200) == SMALL_CACHE
     assert family(layer(448), H200, "backward") == "small_cache"
 
 
@@ -130,7 +124,7 @@ def test_memory_of_panels_is_linear_in_the_length() -> None:
 def test_configs_belong_to_a_kind_of_kernel() -> None:
     whole = TileConfig(block_m=64, block_n=64)
     for kernel in KERNELS:
-        if kernel in SLICED_BLOCKS:
+        if KERNELS[kernel].sliced:
             with pytest.raises(Unsupported, match=f"block_d of {kernel} must be one of"):
                 check_config(whole, kernel)
         else:
@@ -140,8 +134,8 @@ def test_configs_belong_to_a_kind_of_kernel() -> None:
 
 
 def test_score_tiles_hold_whole_steps_of_values() -> None:
-    _, widths, _ = SLICED_BLOCKS["fwd_scores"]
-    _, steps, _ = SLICED_BLOCKS["fwd_values"]
+    widths = KERNELS["fwd_scores"].knobs.block_n
+    steps = KERNELS["fwd_values"].knobs.block_n
     assert all(width % step == 0 for width in widths for step in steps)
 
 

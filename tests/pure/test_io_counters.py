@@ -19,8 +19,8 @@ from benchmarks.study.experiments import EXPERIMENTS, Case
 from benchmarks.summary import summarise
 from tests.clock import Clock
 from tilegen.gpus.spec import gpu
-from tilegen.kernels.config import SLICED
-from tilegen.kernels.passes import rows_for
+from tilegen.kernels.panels import rows_for
+from tilegen.kernels.registry import KERNELS
 from tilegen.model.hierarchy import levels
 from tilegen.model.traffic import traffic
 from tilegen.problem import AttentionProblem
@@ -44,7 +44,7 @@ def recorded(case: Case, *, wire: float = 1.0, dram: float = 1.0, extra: str = "
     moved = experiments.predicted(case)
     for number, (kernel, function) in enumerate(verdicts.function_names(case).items()):
         expected = 0
-        if kernel not in SLICED:
+        if not KERNELS[kernel].sliced:
             problem = AttentionProblem.parse(case.problem)
             expected = levels(problem, H200, case.tiles[kernel], kernel).dram_bytes
         for metric, value in (

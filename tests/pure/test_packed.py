@@ -11,7 +11,8 @@ from tilegen.check.reference import dense_mask
 from tilegen.emit.kernel_files import kernel_digest
 from tilegen.emit.render import render
 from tilegen.errors import InvalidProblem
-from tilegen.kernels.config import KERNELS, SLICED, Kernel, TileConfig
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import KERNELS
 from tilegen.masks import (
     Mask,
     block_sparse,
@@ -29,7 +30,7 @@ from tilegen.masks.tiles.tile_ranges import tile_ranges
 from tilegen.problem import AttentionProblem
 
 CONFIGS: dict[Kernel, TileConfig] = {
-    kernel: TileConfig(block_m=64, block_n=64, block_d=32 if kernel in SLICED else 0)
+    kernel: TileConfig(block_m=64, block_n=64, block_d=32 if KERNELS[kernel].sliced else 0)
     for kernel in KERNELS
 }
 LONG = 1_048_576

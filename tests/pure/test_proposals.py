@@ -1,4 +1,4 @@
-"""The first proposal for every workload of the catalogue on four GPUs, frozen: who changes the model
+"""First proposals for every workload of the catalogue on four GPUs, frozen: who changes the model
 sees what that changes."""
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ import pytest
 from benchmarks.workloads import catalogue
 from tests.conftest import CheckGolden
 from tilegen import gpu
-from tilegen.choose.families import FAMILIES, kernels_of
+from tilegen.choose.families import kernels_of
 from tilegen.choose.ranking import propose
+from tilegen.kernels.registry import FAMILIES
 
 GPUS = ("a100", "h100", "h200", "b200")
 

@@ -12,7 +12,8 @@ from tilegen.choose.ranking import all_configs, estimate, propose, search_space
 from tilegen.disk import say_once
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import GpuSpec, catalogue, gpu
-from tilegen.kernels.config import BLOCK_SIZES, LARGE_CACHE, Kernel, TileConfig
+from tilegen.kernels.config import BLOCK_SIZES, Kernel, TileConfig
+from tilegen.kernels.registry import LARGE_CACHE
 from tilegen.masks.tiles import closed_form
 from tilegen.model import roofline
 from tilegen.model.footprint import footprint
@@ -223,7 +224,7 @@ def test_a_new_length_is_proposed_for_with_little_work(monkeypatch: pytest.Monke
 
 
 def test_records_load_no_sympy() -> None:
-    code = "import sys, tilegen.device, tilegen.model.estimate; print('sympy' in sys.modules)"
+    code = "import sys, tilegen.gpus.spec, tilegen.model.estimate; print('sympy' in sys.modules)"
     run = subprocess.run(
         [sys.executable, "-c", code],
         env={"PYTHONPATH": ":".join(sys.path)},

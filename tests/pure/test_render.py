@@ -19,7 +19,8 @@ from tilegen.bounded_cache import BoundedCache
 from tilegen.emit import kernel_files
 from tilegen.emit.render import environment, render
 from tilegen.errors import Unsupported
-from tilegen.kernels.config import LARGE_CACHE, Kernel, TileConfig, head_dim_chunks
+from tilegen.kernels.config import Kernel, TileConfig, head_dim_chunks
+from tilegen.kernels.registry import LARGE_CACHE
 from tilegen.masks import parse_mask
 from tilegen.problem import AttentionProblem
 
@@ -254,9 +255,10 @@ def test_a_digest_tells_kernels_apart() -> None:
 
 SEEDED = """
 import hashlib
-from tilegen.config import COLUMN_KERNELS, LARGE_CACHE, TileConfig
+from tilegen.kernels.config import TileConfig
+from tilegen.kernels.registry import LARGE_CACHE
 from tilegen.problem import AttentionProblem
-from tilegen.render import render
+from tilegen.emit.render import render
 for mask in ("causal&(global(20)|window(7,0))", "documents(@bq:64)&prefix_lm(@b:9)",
              "window(@h:5,3)|~kv_prefix(@:7)", "neighborhood(70,13)", "dilated(3)&global(4)",
              "keep((t0[q,h]<k)&(k<=q+t1[k]),@:9int,@:9int)"):

@@ -17,7 +17,7 @@ from tilegen.kernels.config import Kernel
 from tilegen.model import symbols
 from tilegen.model.bounds import lower_bound, partition_bound, product_bound
 from tilegen.model.symbols import V_kv, V_q
-from tilegen.model.traffic import TERMS, UNMASKED
+from tilegen.model.traffic import UNMASKED, terms_of
 from tilegen.theory.schedules import PACKED_UNMASKED, SCHEDULES, Schedule, packed
 
 SIMULATED = FORWARD | BACKWARD
@@ -232,7 +232,7 @@ def test_packing_divides_decoding_traffic_by_the_group() -> None:
 @pytest.mark.parametrize("kernel", ["fwd", "bwd_preprocess", "bwd_dkdv", "bwd_dq"])
 def test_emitted_kernels_are_among_the_schedules(kernel: Kernel) -> None:
     name = {"fwd": "fwd_q_stationary"}.get(kernel, kernel)
-    assert SCHEDULES[name].terms == TERMS[kernel]
+    assert SCHEDULES[name].terms == terms_of(kernel)
 
 
 def test_bytes_count_each_tensor_in_its_own_size() -> None:

@@ -10,8 +10,9 @@ import torch
 
 from tests import sliced
 from tests.conftest import CheckGolden
-from tilegen.emit.render import SCORED, RenderedKernel, render
-from tilegen.kernels.config import COLUMN_KERNELS, LARGE_CACHE, Kernel, TileConfig
+from tilegen.emit.render import RenderedKernel, render
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import KERNELS, LARGE_CACHE
 from tilegen.masks import (
     Mask,
     block_sparse,
@@ -120,7 +121,7 @@ def test_each_mask_brings_only_its_own_code() -> None:
 
 def test_each_score_brings_only_its_own_code() -> None:
     for score in ("softcap", "relative_bias", "alibi", "bias"):
-        for kernel in SCORED:
+        for kernel in [name for name, one in KERNELS.items() if one.computes_scores]:
             source = rendered(kernel, "causal", score).source
             trains = kernel in ("bwd_dq", "bwd_scores") and score in ("relative_bias", "alibi")
             assert ("atomic_add" in source) == trains
@@ -128,7 +129,7 @@ def test_each_score_brings_only_its_own_code() -> None:
             assert ("slope = " in source) == (kernel.startswith("bwd") and not adds_only)
             in_full_tiles = source.split("# Full tiles")[-1].split("# Partial tiles")[0]
             assert ("k_idx" in in_full_tiles) or score == "softcap"
-    for kernel in (*COLUMN_KERNELS, "bwd_dq"):
+    for kernel in ("bwd_dkdv", "bwd_columns", "bwd_dq"):
         assert "sink" not in rendered(kernel, "causal", "sinks").source.split('"""')[2]
 
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from tests.problems import PROBLEMS
 from tests.records import PROBLEM, RECORD, UNMEASURED, record, timed
 from tilegen.errors import InvalidRecord
-from tilegen.kernels.config import LARGE_CACHE, TileConfig
+from tilegen.kernels.config import TileConfig
+from tilegen.kernels.registry import LARGE_CACHE
 from tilegen.measure import TIE_LIMIT, Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import dispatch

@@ -8,13 +8,14 @@ import pytest
 import sympy as sp
 
 from tests.problems import PROBLEMS
-from tilegen.kernels.config import LARGE_CACHE, Kernel, TileConfig
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import LARGE_CACHE
 from tilegen.model.bounds import best_block_m
 from tilegen.model.symbols import B_c, B_r, M, N, N_kv, N_q, V_kv, V_q, d, d_qk, d_v, g
 from tilegen.model.traffic import (
-    TERMS,
     UNMASKED,
     Traffic,
+    terms_of,
     total_bytes,
     total_words,
     traffic,
@@ -143,7 +144,7 @@ def elasticity(expression: sp.Expr, symbol: sp.Symbol) -> sp.Expr:
 def leading(kernel: Kernel, block: sp.Expr) -> sp.Expr:
     """Words of the streamed tensors, one head, equal lengths and head dims, without rounding up."""
     smooth = {V_kv: N_q * N_kv / block, V_q: N_q * N_kv / block}
-    words = total_words(term for term in TERMS[kernel] if term.words.has(V_kv, V_q))
+    words = total_words(term for term in terms_of(kernel) if term.words.has(V_kv, V_q))
     return sp.simplify(words.subs(smooth).subs({N_q: N, N_kv: N, d_qk: d, d_v: d}))
 
 
@@ -175,7 +176,7 @@ def test_best_tiles_give_all_of_m_to_the_queries() -> None:
 
 
 def test_forward_traffic_does_not_depend_on_the_streamed_tile() -> None:
-    words = total_words(TERMS["fwd"]).subs(UNMASKED)
+    words = total_words(terms_of("fwd")).subs(UNMASKED)
     assert sp.diff(words, B_c) == 0
     assert words.has(B_r)
 
@@ -183,8 +184,8 @@ def test_forward_traffic_does_not_depend_on_the_streamed_tile() -> None:
 def test_unmasked_terms_are_those_of_the_papers() -> None:
     """R d_qk + T_r N_kv (d_qk + d_v) read, R (d_v + 1) written, per KV head."""
     tiles = g * sp.ceiling(N_q / B_r)
-    read = sum(t.words for t in TERMS["fwd"] if t.direction == "read").subs(UNMASKED)
-    written = sum(t.words for t in TERMS["fwd"] if t.direction == "write")
+    read = sum(t.words for t in terms_of("fwd") if t.direction == "read").subs(UNMASKED)
+    written = sum(t.words for t in terms_of("fwd") if t.direction == "write")
     assert sp.expand(read - (g * N_q * d_qk + tiles * N_kv * (d_qk + d_v))) == 0
     assert sp.expand(written - g * N_q * (d_v + 1)) == 0
 
@@ -198,7 +199,7 @@ def test_symbols_and_numbers_agree(kernel: Kernel) -> None:
         **{g: 3, N_q: 200, N_kv: 333, d_qk: 96, d_v: 40, B_r: 64, B_c: 32},
         sp.Symbol("e", positive=True): 2,
     }
-    total = total_bytes(TERMS[kernel]).subs(UNMASKED).subs(values) * 4
+    total = total_bytes(terms_of(kernel)).subs(UNMASKED).subs(values) * 4
     moved = traffic(problem, config, kernel)
     assert total == moved.read_bytes + moved.write_bytes
     assert math.gcd(moved.read_bytes, 2) == 2

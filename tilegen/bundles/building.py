@@ -18,7 +18,7 @@ from tilegen.build.workers import Pool
 from tilegen.bundles.expected import grid_of
 from tilegen.bundles.folder import Folder
 from tilegen.bundles.manifest import Binary, Manifest, Origin, Pass, Served
-from tilegen.choose.families import FAMILIES, Direction, kernels_of
+from tilegen.choose.families import kernels_of
 from tilegen.choose.ranking import propose
 from tilegen.emit.kernel_files import (
     RenderedKernel,
@@ -30,6 +30,8 @@ from tilegen.emit.kernel_files import (
 from tilegen.emit.render import render
 from tilegen.errors import BuildFailed
 from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import FAMILIES
+from tilegen.kernels.spec import Direction
 from tilegen.problem import AttentionProblem
 from tilegen.store import look_up
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import asdict
 from pathlib import Path
 
 import tilegen
@@ -17,11 +18,12 @@ from tilegen.bundles.manifest import TYPES, Binary, Manifest, Served
 from tilegen.emit.kernel_files import (
     VECTOR_BYTES,
     argument_names,
-    argument_type,
     digest_of_kind,
     template_digest,
 )
+from tilegen.kernels.arguments import extra
 from tilegen.kernels.config import Kernel, TileConfig, threads_of
+from tilegen.kernels.registry import KERNELS
 from tilegen.problem import DTYPE_BYTES
 
 SCRATCH_POINTERS = 2
@@ -56,21 +58,9 @@ def why_not_ours(path: Path, manifest: Manifest) -> str:
 
 
 def grid_of(kernel: Kernel, config: TileConfig, group_size: int) -> tuple[tuple[str, int], ...]:
-    """Return the grid of one launch, as each template's `launch` computes it."""
-    rows, columns = ("num_rows", config.block_m), ("seqlen_kv", config.block_n)
-    match kernel:
-        case "bwd_dkdv":
-            return columns, ("num_heads_kv", 1), ("batch", 1)
-        case "fwd_scores" | "bwd_scores":
-            return rows, columns, ("num_heads", 1)
-        case "fwd_values":
-            return rows, ("head_dim_v", config.block_d), ("num_heads", 1)
-        case "bwd_rows":
-            return rows, ("head_dim_qk", config.block_d), ("num_heads", 1)
-        case "bwd_columns":
-            return ("head_dim", config.block_d), columns, ("num_heads", group_size)
-        case _:
-            return ("seqlen_q", config.block_m), ("num_heads_q", 1), ("batch", 1)
+    """Return the grid of one launch: sizes, and what each is divided by."""
+    knobs = {"group_size": group_size, **asdict(config)}
+    return tuple((name, knobs.get(by, by)) for name, by in KERNELS[kernel].grid)  # type: ignore
 
 
 def _difference(path: Path, served: Served, one: Binary) -> str:
@@ -97,16 +87,18 @@ def _difference(path: Path, served: Served, one: Binary) -> str:
 
 def _of_arguments(one: Binary, names: Iterable[str], dtype: str) -> str:
     """Return what is other than expected in the arguments of a binary."""
-    expected = [(name, argument_type(name, dtype)) for name in names]
+    known = KERNELS[one.kernel].by_name
+    arguments = [(name, known.get(name) or extra(name)) for name in names]
     found = list(one.arguments)
     scratch = SCRATCH_POINTERS
     if one.arch.startswith("gfx"):  # as many as that Triton appended
-        scratch = len(found) - len(expected)
-    expected += [(f"scratch_{i}", "*u8") for i in range(scratch)]
-    if len(found) != len(expected):
-        return f"expected {len(expected)} arguments, got {len(found)}"
-    for i, ((name, type_), (its, its_type)) in enumerate(zip(expected, found, strict=True)):
-        pointers = [a for a in TYPES if a.startswith("*")]  # a mask or a score reads any of them
+        scratch = len(found) - len(arguments)
+    arguments += [(name, extra(name)) for name in (f"scratch_{i}" for i in range(scratch))]
+    if len(found) != len(arguments):
+        return f"expected {len(arguments)} arguments, got {len(found)}"
+    for i, ((name, expected), (its, its_type)) in enumerate(zip(arguments, found, strict=True)):
+        type_ = expected.type_for(dtype) if expected else ""
+        pointers = [a for a in TYPES if a.startswith("*")]
         if name != its or its_type not in ([type_] if type_ else pointers):
             return f"argument {i} must be {name} of {type_ or 'a pointer'}, got {its} of {its_type}"
     return ""

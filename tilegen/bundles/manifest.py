@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, cast, get_args
 
-from tilegen.choose.families import FAMILIES, Direction
 from tilegen.errors import InvalidRecord
-from tilegen.kernels.config import KERNELS, Kernel, TileConfig
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import FAMILIES, KERNELS
+from tilegen.kernels.spec import Direction
 from tilegen.store.fields import MAX_TEXT, Fields, parse_json
 from tilegen.store.record import ARCH, arch_of, config_from, gpu_of, kernel_of
 
@@ -189,8 +190,9 @@ def _served(fields: Fields) -> Served:
 def _pass(fields: Fields, direction: Direction) -> Pass:
     entries = fields.groups(direction, len(KERNELS))
     kernels: list[Kernel] = [kernel_of(one) for one in entries]
-    if tuple(kernels) not in FAMILIES[direction].values():
-        known = "; ".join(", ".join(kernels) for kernels in FAMILIES[direction].values())
+    families = [one.names for one in FAMILIES[direction].values()]
+    if tuple(kernels) not in families:
+        known = "; ".join(", ".join(names) for names in families)
         raise InvalidRecord(f"{direction} must be one of {known}; got {', '.join(kernels)}")
     binaries: dict[Kernel, str] = {}
     config_from: dict[Kernel, Origin] = {}

@@ -23,9 +23,9 @@ from tilegen.store.files import read_bytes, text_of
 
 if TYPE_CHECKING:
     from tilegen.bundles.driver import Function
-    from tilegen.choose.families import Direction
     from tilegen.gpus.spec import GpuSpec
     from tilegen.kernels.config import Kernel
+    from tilegen.kernels.spec import Direction
     from tilegen.problem import AttentionProblem
     from tilegen.runtime.binding import BoundKernel
 

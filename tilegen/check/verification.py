@@ -28,7 +28,10 @@ from tilegen.emit.kernel_files import RenderedKernel, load
 from tilegen.emit.render import render
 from tilegen.errors import Unsupported, WrongResult
 from tilegen.kernels import passes
-from tilegen.kernels.config import BACKWARD, Kernel, TileConfig
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.panels import PANEL_STEP, Launch
+from tilegen.kernels.registry import family_among
+from tilegen.kernels.two_pass import BWD_PREPROCESS
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
@@ -179,7 +182,7 @@ def run(
     *,
     mask: Mask | None = None,
     score: Score | None = None,
-    panel_rows: int = passes.PANEL_STEP,
+    panel_rows: int = PANEL_STEP,
 ) -> dict[str, torch.Tensor]:
     """Return out and lse, and with all kernels of a backward the gradients, as the emitted kernels
     compute them. `mask` defaults to that of their problem; panels are small by default, so that
@@ -194,14 +197,14 @@ def run(
     if score:
         gradients = dict(zip(score.form.trained, sums, strict=True))
         reads = score_tensors(score.captured, score.sink_logits, gradients)
-    launch: dict[Kernel, passes.Launch] = {
+    launch: dict[Kernel, Launch] = {
         kernel: _launch(rendered, rendered.problem.mask if mask is None else mask, reads, q, k)
         for kernel, rendered in kernels.items()
     }
     out, lse = passes.forward(launch, q, k, v, scale, panel_rows=panel_rows)
     results: dict[str, Any] = {"out": out, "lse": lse}
-    if any(set(backward) <= set(kernels) for backward in BACKWARD.values()):
-        delta = launch["bwd_preprocess"](out, dout)
+    if family_among(kernels, "backward"):
+        delta = launch[BWD_PREPROCESS.name](out, dout)
         dq, dk, dv = passes.gradients(
             launch, q, k, v, dout, lse, delta, scale, panel_rows=panel_rows
         )
@@ -219,7 +222,7 @@ def _launch(
     reads: Mapping[str, torch.Tensor],
     q: torch.Tensor,
     k: torch.Tensor,
-) -> passes.Launch:
+) -> Launch:
     bound = BoundKernel(load(rendered).launch, mask, rendered.kernel, rendered.config)
     return bound.given(mask, Shape.of(q, k), q.device, reads)
 

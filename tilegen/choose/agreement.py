@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import tilegen
 from tilegen.errors import TilegenError, Unsupported
-from tilegen.kernels.config import KERNELS, Kernel, TileConfig, check_config
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import KERNELS, check_config
 from tilegen.problem import AttentionProblem
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ def agree(
         raise Unsupported(f"rank 0 could not choose: {values}")
     chosen: dict[tuple[str, str], TileConfig] = {}
     for name, key, text in values:
-        kernel = KERNELS[KERNELS.index(name)]
+        kernel = KERNELS[name].name
         config = TileConfig.parse(text)
         check_config(config, kernel)
         chosen[name, key] = _agreed[spec.name, kernel, key] = config

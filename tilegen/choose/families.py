@@ -4,10 +4,12 @@ write scores to a panel as the small-cache algorithms do. The model decides; nob
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from tilegen.errors import Unsupported
-from tilegen.kernels.config import BACKWARD, FORWARD, Family, Kernel
+from tilegen.kernels.config import Family, Kernel
+from tilegen.kernels.registry import FAMILIES
+from tilegen.kernels.spec import Direction
 from tilegen.problem import AttentionProblem
 from tilegen.sympy_lock import one_at_a_time
 
@@ -15,11 +17,6 @@ if TYPE_CHECKING:
     from tilegen.gpus.spec import GpuSpec
     from tilegen.model.estimate import Candidate
 
-Direction = Literal["forward", "backward"]
-FAMILIES: dict[Direction, dict[Family, tuple[Kernel, ...]]] = {
-    "forward": FORWARD,
-    "backward": BACKWARD,
-}
 CLEARLY_LARGE = 2.0
 """M / d^2 from which FlashAttention's schedules move least by a margin: the schedules cross between
 0.7 and 1.8 (theory/optimum.py), forward and backward."""
@@ -31,7 +28,7 @@ def kernels_of(
 ) -> tuple[Kernel, ...]:
     """Return the kernels that compute a problem, or one of its passes, on a GPU."""
     if direction is not None:
-        return FAMILIES[direction][family(problem, gpu, direction)]
+        return FAMILIES[direction][family(problem, gpu, direction)].names
     return (*kernels_of(problem, gpu, "forward"), *kernels_of(problem, gpu, "backward"))
 
 
@@ -56,10 +53,13 @@ def ranked_families(
 
     found: list[tuple[bool, float, Family]] = []
     trouble: list[str] = []
-    for name, kernels in FAMILIES[direction].items():
+    for name, spec in FAMILIES[direction].items():
+        if not spec.runs_on(gpu.arch):
+            trouble.append(f"{name} needs another GPU than {gpu.name} ({gpu.arch})")
+            continue
         try:
             best: list[Candidate] = [
-                propose(problem, gpu, kernel=kernel, top=1)[0] for kernel in kernels
+                propose(problem, gpu, kernel=kernel, top=1)[0] for kernel in spec.names
             ]
         except Unsupported as error:
             trouble.append(str(error))

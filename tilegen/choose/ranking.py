@@ -10,15 +10,8 @@ from tilegen.disk import say_once
 from tilegen.errors import Unsupported
 from tilegen.gpus.nearest import on_tensor_cores
 from tilegen.gpus.spec import GpuSpec
-from tilegen.kernels.config import (
-    BLOCK_SIZES,
-    NUM_STAGES,
-    NUM_WARPS,
-    SLICED,
-    SLICED_BLOCKS,
-    Kernel,
-    TileConfig,
-)
+from tilegen.kernels.config import BLOCK_SIZES, Kernel, TileConfig
+from tilegen.kernels.registry import KERNELS
 from tilegen.model import roofline, sliced
 from tilegen.model.bounds import lower_bound_bytes
 from tilegen.model.estimate import Candidate, CostEstimate
@@ -127,7 +120,7 @@ class _Model:
     def time(self, config: TileConfig, needs: Footprint) -> roofline.Time:
         """Return the predicted time: all that ranking needs."""
         moved, counts, _ = self._tile(config)
-        time = sliced.time if self._kernel in SLICED else roofline.time
+        time = sliced.time if KERNELS[self._kernel].sliced else roofline.time
         return time(
             self._problem, self._gpu, config, self._kernel, moved=moved, counts=counts, needs=needs
         )
@@ -135,7 +128,7 @@ class _Model:
     def cost(self, time: roofline.Time, config: TileConfig, needs: Footprint) -> CostEstimate:
         """Return the estimate that a time belongs to."""
         moved, counts, _ = self._tile(config)
-        if self._kernel in SLICED:
+        if KERNELS[self._kernel].sliced:
             flops = sliced.flops(self._problem, self._gpu, config, self._kernel, counts)
         else:
             steps = int(self._problem.batch * self._problem.num_heads_q * counts.tiles)
@@ -161,7 +154,7 @@ class _Model:
         tile = config.key.partition("w")[0]
         if (found := self._by_tile.get(tile)) is None:
             rows = None
-            if self._kernel in SLICED:
+            if KERNELS[self._kernel].sliced:
                 rows = sliced.rows_of_panels(self._problem, self._gpu, self._kernel)
             moved = traffic(self._problem, config, self._kernel, panel_rows=rows)
             counts = visits(self._problem, config.block_m, config.block_n, self._kernel)
@@ -186,20 +179,10 @@ def all_configs(problem: AttentionProblem, kernel: Kernel) -> list[TileConfig]:
 
 @lru_cache(maxsize=256)
 def _configs(max_rows: int, max_columns: int, kernel: Kernel) -> tuple[TileConfig, ...]:
-    rows = [block for block in BLOCK_SIZES if block <= max_rows]
-    if kernel == "bwd_preprocess":  # one tile a program: no loop to pipeline, no second side
-        return tuple(
-            TileConfig(block_m=block_m, block_n=BLOCK_SIZES[0], num_warps=num_warps, num_stages=1)
-            for block_m in rows
-            for num_warps in NUM_WARPS
-        )
-    columns = [block for block in BLOCK_SIZES if block <= max_columns]
-    slices: tuple[int, ...] = (0,)
-    if kernel in SLICED:
-        blocks_m, blocks_n, slices = SLICED_BLOCKS[kernel]
-        # A tile larger than the problem is better than none.
-        rows = [block for block in blocks_m if block <= max(max_rows, blocks_m[0])]
-        columns = [block for block in blocks_n if block <= max(max_columns, blocks_n[0])]
+    knobs = KERNELS[kernel].knobs
+    # A tile larger than the problem is better than none.
+    rows = [block for block in knobs.block_m if block <= max(max_rows, knobs.block_m[0])]
+    columns = [block for block in knobs.block_n if block <= max(max_columns, knobs.block_n[0])]
     return tuple(
         TileConfig(
             block_m=block_m,
@@ -210,9 +193,9 @@ def _configs(max_rows: int, max_columns: int, kernel: Kernel) -> tuple[TileConfi
         )
         for block_m in rows
         for block_n in columns
-        for block_d in slices
-        for num_warps in NUM_WARPS
-        for num_stages in NUM_STAGES
+        for block_d in knobs.block_d
+        for num_warps in knobs.num_warps
+        for num_stages in knobs.num_stages
     )
 
 
@@ -256,15 +239,13 @@ _WAITS_FOR = {
 
 def _reason(problem: AttentionProblem, gpu: GpuSpec, cost: CostEstimate) -> str:
     config, moved = cost.config, cost.read_bytes + cost.write_bytes
-    match cost.kernel:
-        case "bwd_preprocess":
-            tile = f"{config.block_m} rows per program"
-        case "bwd_dkdv":
-            tile = (
-                f"{config.block_n} key-value rows stay while tiles of {config.block_m} queries pass"
-            )
-        case _:
-            tile = f"{config.block_m} query rows stay, {config.block_n} keys pass at a time"
+    spec = KERNELS[cost.kernel]
+    if not spec.masked:
+        tile = f"{config.block_m} rows per program"
+    elif spec.whole and spec.stays == "columns":
+        tile = f"{config.block_n} key-value rows stay while tiles of {config.block_m} queries pass"
+    else:
+        tile = f"{config.block_m} query rows stay, {config.block_n} keys pass at a time"
     needs = footprint(problem, config, cost.kernel, gpu.arch)
     together = residents(needs, gpu, config)
     waits_for = _WAITS_FOR[cost.limit]

@@ -10,7 +10,8 @@ import typer
 from rich.console import Console
 
 from tilegen.errors import Unsupported
-from tilegen.kernels.config import KERNELS, Kernel
+from tilegen.kernels.config import Kernel
+from tilegen.kernels.registry import KERNELS
 from tilegen.problem import AttentionProblem
 
 if TYPE_CHECKING:

@@ -23,6 +23,7 @@ from tilegen import resources
 from tilegen.bounded_cache import BoundedCache
 from tilegen.disk import log, say_once, write_whole
 from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import KERNELS
 from tilegen.private_files import NotPrivate, check_private, read_private
 from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
@@ -35,8 +36,6 @@ VECTOR_BYTES = 16
 
 ENVIRONMENT = "trim_blocks lstrip_blocks keep_trailing_newline StrictUndefined"
 """What `render.environment` sets; part of every digest."""
-
-FP32_POINTERS = {"lse_ptr", "delta_ptr", "maxima_ptr", "sums_ptr", "acc_ptr", "sinks_ptr"}
 
 MAX_MODULES = 2048
 """Emitted modules that stay imported."""
@@ -93,7 +92,7 @@ def template_digest(kernel: Kernel) -> str:
     """Return the hex digest of a kernel's template, all templates it reaches, and the environment's
     options."""
     folder = resources.data_dir("templates")
-    names, reached = [f"attention_{kernel}.py.jinja"], dict[str, str]()
+    names, reached = [KERNELS[kernel].template], dict[str, str]()
     while names:
         name = names.pop()
         if name not in reached:
@@ -111,20 +110,6 @@ def argument_names(source: str, function: str) -> list[str] | None:
     there is no such function."""
     match = re.search(rf"^def {function}\((.*?)\):", source, re.DOTALL | re.MULTILINE)
     return re.findall(r"\w+", re.sub(r"#.*", "", match[1])) if match else None
-
-
-def argument_type(name: str, dtype: str) -> str | None:
-    """Return the Triton type of an argument; None for a tensor that a mask or a score captures,
-    whose elements may be any."""
-    if re.fullmatch(r"[tc]\d+_ptr", name):
-        return None
-    if name in ("tiles_ptr", "starts_ptr"):
-        return "*i32" if name == "tiles_ptr" else "*i64"
-    if name in FP32_POINTERS or re.fullmatch(r"dc\d+_ptr", name):
-        return "*fp32"
-    if name.endswith("_ptr"):
-        return f"*{dtype}"
-    return "fp32" if name.startswith(("softmax_scale", "factor")) else "i32"
 
 
 def write(rendered: RenderedKernel) -> Path:

@@ -15,50 +15,27 @@ from typing import Any
 import jinja2
 
 from tilegen import resources
+from tilegen.emit.arguments import Arguments
 from tilegen.emit.kernel_files import (
     RenderedKernel,
-    argument_names,
-    argument_type,
     kernel_digest,
     representative,
     rows_are_aligned,
     stride_unit,
     template_digest,
 )
-from tilegen.kernels.config import (
-    COLUMN_KERNELS,
-    TRAINING_KERNELS,
-    Kernel,
-    TileConfig,
-    check_config,
-    head_dim_chunks,
-)
-from tilegen.masks.extras import Extras, extras
+from tilegen.kernels.arguments import SINKS
+from tilegen.kernels.config import Kernel, TileConfig, head_dim_chunks
+from tilegen.kernels.registry import KERNELS, check_config
+from tilegen.kernels.spec import KernelSpec
+from tilegen.masks.extras import extras
 from tilegen.masks.mask import Mask, Side
-from tilegen.masks.score import ELEMENTS
-from tilegen.masks.score_source import ScoreSource, argument_types, score_source
+from tilegen.masks.score_source import ScoreSource, score_source
 from tilegen.masks.source import keep_source, ranges_source
 from tilegen.masks.tiles.tile_ranges import tile_ranges
 from tilegen.problem import AttentionProblem
 from tilegen.sympy_lock import one_at_a_time
 
-_TITLES: dict[Kernel, str] = {
-    "fwd": "Attention forward: out and lse.",
-    "fwd_streamed": "Attention forward, head dim streamed: out and lse.",
-    "fwd_scores": "Attention forward, small cache: the weights of a panel of query rows.",
-    "fwd_values": "Attention forward, small cache: out and lse of a panel of query rows.",
-    "bwd_preprocess": "Attention backward, preprocess: delta = rowsum(out * dout).",
-    "bwd_dkdv": "Attention backward: dk and dv.",
-    "bwd_dq": "Attention backward: dq.",
-    "bwd_scores": "Attention backward, small cache: weights and score gradients of a panel.",
-    "bwd_columns": "Attention backward, small cache: what a panel adds to dk or dv.",
-    "bwd_rows": "Attention backward, small cache: dq of a panel of query rows.",
-}
-SCORED: tuple[Kernel, ...] = (
-    *("fwd", "fwd_streamed", "fwd_scores"),
-    *("bwd_dkdv", "bwd_dq", "bwd_scores"),
-)
-"""Kernels that compute scores."""
 MAX_NAME = 60
 """Letters that a mask may add to the name of a function."""
 _TRITON_DTYPES = {"fp16": "tl.float16", "bf16": "tl.bfloat16", "fp32": "tl.float32"}
@@ -104,7 +81,7 @@ def render(
     check_config(config, kernel)
     if aligned is None:
         aligned = rows_are_aligned(problem)
-    template = environment().get_template(f"attention_{kernel}.py.jinja")
+    template = environment().get_template(KERNELS[kernel].template)
     whole, problem = problem, replace(problem, mask=problem.mask.general)
     context = _context(problem, config, kernel, aligned)
     source = re.sub(r"\n{4,}", "\n\n\n", template.render(context)).strip() + "\n"
@@ -116,7 +93,7 @@ def render(
         digest=kernel_digest(problem, config, kernel, aligned),
         function=context["function"],
         source=source,
-        signature=_signature(source, context["function"], problem),
+        signature=context["arguments"].types(problem.dtype),
     )
 
 
@@ -136,18 +113,18 @@ def environment() -> jinja2.Environment:
 def _context(
     problem: AttentionProblem, config: TileConfig, kernel: Kernel, aligned: bool
 ) -> dict[str, Any]:
-    side: Side = "columns" if kernel in COLUMN_KERNELS else "rows"
+    spec = KERNELS[kernel]
+    side = spec.stays
     unit = stride_unit(problem, aligned)
     function = _function_name(problem, config, kernel)
-    ranges = ranges_source(problem.mask, side, in_panel=kernel == "bwd_columns")
+    ranges = ranges_source(problem.mask, side, in_panel=_in_panel(spec))
     keep = keep_source(problem.mask, side)
     change = ScoreSource()
-    if kernel in SCORED:
-        trains = kernel in TRAINING_KERNELS
-        change = score_source(problem.score, trains=trains, precise=problem.dtype == "fp32")
-    sinks = Extras()
-    if problem.score and problem.score.sinks and kernel in ("fwd", "fwd_streamed", "fwd_values"):
-        sinks = Extras.of(["sinks_ptr"], ["sinks"], ["sinks"], "a logit per query head")
+    if spec.computes_scores:
+        change = score_source(problem.score, trains=spec.trains, precise=problem.dtype == "fp32")
+    sinks = spec.has_sinks and problem.score is not None and problem.score.sinks
+    added = (*extras(problem.mask, side), *change.extras) if spec.masked else ()
+    arguments = Arguments.of(spec, added + ((SINKS,) if sinks else ()), bool(change.forward))
     return {
         "header": _header(problem, config, kernel, aligned, unit),
         "function": function,
@@ -166,22 +143,17 @@ def _context(
         "qk_dim": _slices("HEAD_DIM_QK", problem.head_dim_qk, config),
         "v_dim": _slices("HEAD_DIM_V", problem.head_dim_v, config),
         "ranges": ranges,
-        "heavy_last": ranges.form != "lists"
-        and kernel != "bwd_preprocess"
-        and _heavy_last(problem.mask, side),
+        "heavy_last": ranges.form != "lists" and spec.masked and _heavy_last(problem.mask, side),
         "keep": keep.atoms,
         "keep_reads": keep.reads,
         "per_head": side == "columns" and ranges.per_head,
         "needs_head": keep.per_head,
-        "extras": Extras()
-        if kernel == "bwd_preprocess"
-        else extras(problem.mask, side) + change.extras + sinks,
+        "arguments": arguments,
         "score": change,
-        "scale": _scale(bool(change.forward)),
-        "sinks": bool(sinks.names),
-        "needs_log2_e": bool(change.forward) or bool(sinks.names),
-        "tests_tile": kernel.endswith("_scores"),
-        "in_panel": kernel == "bwd_columns",
+        "sinks": sinks,
+        "needs_log2_e": bool(change.forward) or sinks,
+        "tests_tile": spec.panel == "writes",
+        "in_panel": _in_panel(spec),
     }
 
 
@@ -197,14 +169,14 @@ def _header(
     tile = f"block_m={config.block_m} block_n={config.block_n}"
     tile += f" block_d={config.block_d}" if config.block_d else ""
     options = f"num_warps={config.num_warps} num_stages={config.num_stages}"
-    return f'''"""{_TITLES[kernel]}
+    return f'''"""{KERNELS[kernel].title}
 
 Generated by tilegen. Do not edit: change the template or the config and render again.
 
 problem   head_dim {dims}, {problem.dtype}, group size {problem.group_size}, mask {problem.mask},
           {score}{strides}; any batch, heads and lengths
 config    {tile} {options}
-template  attention_{kernel}.py.jinja @ {template_digest(kernel)}
+template  {KERNELS[kernel].template} @ {template_digest(kernel)}
 rerender  tilegen show "{key}"
           --kernel {kernel} --config {config.key}{flag}
 """'''
@@ -214,25 +186,12 @@ def _function_name(problem: AttentionProblem, config: TileConfig, kernel: Kernel
     dims = f"d{problem.head_dim_qk}" + (
         "" if problem.head_dim_qk == problem.head_dim_v else f"v{problem.head_dim_v}"
     )
-    if kernel == "bwd_preprocess":
+    if not KERNELS[kernel].masked:
         return f"attention_{kernel}_d{problem.head_dim_v}_m{config.block_m}"
     mask = re.sub(r"[^a-z0-9]+", "_", problem.mask.notation.replace("-1", "inf")).strip("_")
     mask = mask[:MAX_NAME].rstrip("_")
     slice_ = f"d{config.block_d}" if config.block_d else ""
     return f"attention_{kernel}_{dims}_{mask}_m{config.block_m}n{config.block_n}{slice_}"
-
-
-def _signature(
-    source: str, function: str, problem: AttentionProblem
-) -> tuple[tuple[str, str], ...]:
-    """Read the arguments back from the emitted text: the template is the one place that lists
-    them."""
-    names = argument_names(source, function)
-    assert names is not None, function
-    captured = argument_types(problem.score) if problem.score else {}
-    for i, one in enumerate(problem.mask.values):
-        captured[f"t{i}_ptr"] = f"*{ELEMENTS[one.elements]}"
-    return tuple((n, captured.get(n) or argument_type(n, problem.dtype) or "") for n in names)
 
 
 def _chunks(head_dim: int, kind: str) -> tuple[Chunk, ...]:
@@ -266,23 +225,9 @@ def _slices(limit: str, head_dim: int, config: TileConfig) -> Slices:
     )
 
 
-@dataclass(frozen=True)
-class Scale:
-    """How a forward kernel gets its scale, and what brings its scores to base 2."""
-
-    parameter: str
-    argument: str
-    to_base_2: str
-
-
-def _scale(changes: bool) -> Scale:
-    if changes:
-        return Scale("softmax_scale,  # not negative", "softmax_scale", "LOG2_E")
-    return Scale(
-        "softmax_scale_log2,  # softmax scale * log2(e), not negative",
-        "softmax_scale * math.log2(math.e)",
-        "softmax_scale_log2",
-    )
+def _in_panel(spec: KernelSpec) -> bool:
+    """Whether the tiles that pass are those of a panel."""
+    return spec.panel == "reads" and spec.stays == "columns"
 
 
 def _heavy_last(mask: Mask, side: Side) -> bool:

@@ -9,7 +9,6 @@ from dataclasses import asdict, replace
 from fractions import Fraction
 from typing import Any
 
-from tilegen.choose.families import Direction
 from tilegen.choose.ranking import SMEM_DOUBT, estimate, propose
 from tilegen.errors import Unsupported
 from tilegen.explaining.formulas import (
@@ -30,14 +29,16 @@ from tilegen.explaining.pass_choice import (
     other_masks,
 )
 from tilegen.gpus.spec import GpuSpec
-from tilegen.kernels.config import BACKWARD, SLICED, Kernel, TileConfig, check_config
-from tilegen.kernels.passes import panels
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.panels import panels
+from tilegen.kernels.registry import KERNELS, check_config, direction_of
+from tilegen.kernels.spec import Direction
 from tilegen.model import hierarchy, roofline, sliced
 from tilegen.model.bounds import complexity, critical_head_dim, lower_bound
 from tilegen.model.estimate import Candidate, CostEstimate
 from tilegen.model.footprint import TENSOR_MEMORY_COLUMNS, footprint, residents
 from tilegen.model.symbols import H_kv
-from tilegen.model.traffic import TERMS, Traffic, Visits, total_bytes, visits
+from tilegen.model.traffic import Traffic, Visits, terms_of, total_bytes, visits
 from tilegen.problem import AttentionProblem
 
 
@@ -59,11 +60,6 @@ def explain_all(
     ]
 
 
-def direction_of(kernel: Kernel) -> Direction:
-    """Return the pass that a kernel belongs to."""
-    return "backward" if any(kernel in names for names in BACKWARD.values()) else "forward"
-
-
 def explain(
     problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, config: TileConfig | None = None
 ) -> dict[str, Any]:
@@ -80,7 +76,7 @@ def explain(
     counts = visits(problem, chosen.config.block_m, chosen.config.block_n, kernel)
     direction = direction_of(kernel)
     values = kernel_values(problem, gpu, kernel, chosen.config, counts)
-    both_ways = H_kv * total_bytes(TERMS[kernel])
+    both_ways = H_kv * total_bytes(terms_of(kernel))
     bound = bound_of(problem, gpu, kernel)
     return {
         "problem": problem.key,
@@ -102,7 +98,7 @@ def explain(
                     "latex": formula(term.tensor, term.words)["latex"],
                     "size": term.size,
                 }
-                for term in TERMS[kernel]
+                for term in terms_of(kernel)
             ],
             "bytes": formula("bytes", both_ways),
             "values": named(values, [both_ways]),
@@ -191,7 +187,7 @@ def _dram(
         "values": {},
         "wave": None,
     }
-    if kernel in hierarchy.KERNELS:
+    if not KERNELS[kernel].sliced:
         found = hierarchy.levels(problem, gpu, chosen.config, kernel)
         values = values | level_values(problem, kernel, counts, found)
         used = [dram_bytes(kernel), hierarchy.sweeps("head_major")]
@@ -234,7 +230,7 @@ def _time(
             "launch": launches * launch,
             "launches": launches,
             # What `roofline.time` assumes: unequal programs fill the last wave, but for a tail.
-            "whole_waves": cost.kernel in SLICED
+            "whole_waves": KERNELS[cost.kernel].sliced is not None
             or counts.longest * counts.programs == counts.tiles,
             "overlap_norm": roofline.OVERLAP_NORM,
         },
@@ -246,13 +242,13 @@ def _launches(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> int:
         return 1
     heads = problem.batch * problem.num_heads_q
     rows = sliced.rows_of_panels(problem, gpu, kernel)
-    each = 2 if kernel == "bwd_columns" else 1
+    each = KERNELS[kernel].launches_per_panel
     return each * sum(1 for _ in panels(heads, problem.group_size, problem.seqlen_q, rows))
 
 
 def _through_panels(kernel: Kernel) -> bool:
     """Whether a kernel is launched panel by panel: those of the small-cache family."""
-    return kernel in SLICED and kernel != "fwd_streamed"
+    return bool(KERNELS[kernel].panel)
 
 
 # --------------------------------------------------------------------------------------------------

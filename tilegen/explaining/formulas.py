@@ -14,8 +14,9 @@ from typing import TypedDict
 import sympy as sp
 
 from tilegen.gpus.spec import GpuSpec
-from tilegen.kernels.config import SLICED, Kernel, TileConfig
-from tilegen.kernels.passes import SCORE_WIDTH, panels_per_group
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.panels import SCORE_WIDTH, panels_per_group
+from tilegen.kernels.registry import KERNELS
 from tilegen.model import hierarchy, sliced
 from tilegen.model.bounds import bound_values
 from tilegen.model.hierarchy import Levels
@@ -37,7 +38,7 @@ from tilegen.model.symbols import (
     n_w,
     nnz,
 )
-from tilegen.model.traffic import TERMS, Visits, total_bytes
+from tilegen.model.traffic import Visits, terms_of, total_bytes
 from tilegen.problem import AttentionProblem
 
 rho = sp.Symbol("rho", positive=True)
@@ -72,7 +73,7 @@ def latex(expression: sp.Expr) -> str:
 def dram_formulas(kernel: Kernel) -> list[Formula]:
     """Return the bytes between L2 and DRAM, and rho; nothing for sliced kernels, which have no
     closed form."""
-    if kernel not in hierarchy.KERNELS:
+    if KERNELS[kernel].sliced:
         return []
     found = [formula("DRAM bytes", dram_bytes(kernel))]
     if rho in dram_bytes(kernel).free_symbols:
@@ -86,8 +87,8 @@ def dram_bytes(kernel: Kernel) -> sp.Expr:
     What a program keeps moves once. What streams moves rho times, or as often as it crosses from L2
     to the SMs where that is less.
     """
-    kept = H_kv * total_bytes(term for term in TERMS[kernel] if not term.words.has(V_kv, V_q))
-    crossing = H_kv * total_bytes(term for term in TERMS[kernel] if term.words.has(V_kv, V_q))
+    kept = H_kv * total_bytes(term for term in terms_of(kernel) if not term.words.has(V_kv, V_q))
+    crossing = H_kv * total_bytes(term for term in terms_of(kernel) if term.words.has(V_kv, V_q))
     if not crossing:
         return sp.factor(kept)
     once = crossing.subs({V_kv: n_kv / g, V_q: n_q})
@@ -99,9 +100,9 @@ def kernel_values(
 ) -> Values:
     """Return what the symbols of a kernel's traffic and bounds are."""
     rows = problem.batch * problem.num_heads_q * problem.seqlen_q
-    if kernel in SLICED:
+    if KERNELS[kernel].sliced:
         rows = sliced.rows_of_panels(problem, gpu, kernel)
-    width = config.block_n if kernel == "fwd_scores" else SCORE_WIDTH
+    width = config.block_n if "maxima" in KERNELS[kernel].made else SCORE_WIDTH
     return bound_values(problem, gpu) | {
         V_kv: counts.rows,
         V_q: counts.rows,
@@ -117,7 +118,7 @@ def level_values(
     problem: AttentionProblem, kernel: Kernel, counts: Visits, found: Levels
 ) -> Values:
     """Return what the symbols of `dram_formulas` are, beside those of the traffic."""
-    group = 1 if kernel == "bwd_dkdv" else problem.group_size
+    group = 1 if KERNELS[kernel].stays == "columns" else problem.group_size
     return {
         T_h: group * counts.programs,
         n_w: found.in_flight,

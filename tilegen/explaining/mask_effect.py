@@ -10,7 +10,8 @@ import sympy
 from tilegen.choose.ranking import estimate, propose
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import GpuSpec
-from tilegen.kernels.config import COLUMN_KERNELS, Kernel
+from tilegen.kernels.config import Kernel
+from tilegen.kernels.registry import KERNELS
 from tilegen.masks.language.symbols import FIRST, LAST
 from tilegen.masks.mask import Full, Side, full
 from tilegen.masks.tiles.closed_form import Interval, stream_bounds, stream_sets
@@ -29,7 +30,7 @@ def explain_mask(
     for each that is kept; `dense_choice` how the config that suits no mask would do, None where it
     is the chosen one.
     """
-    side: Side = "columns" if kernel in COLUMN_KERNELS else "rows"
+    side: Side = KERNELS[kernel].stays
     return {
         "keep": problem.mask.notation,
         "stays": "queries" if side == "rows" else "keys",
@@ -97,7 +98,7 @@ def _scores(problem: AttentionProblem, candidate: Candidate) -> float:
 
 
 def _waste(problem: AttentionProblem, chosen: Candidate) -> float | None:
-    if chosen.kernel == "bwd_preprocess":
+    if not KERNELS[chosen.kernel].masked:
         return None
     kept = mask_size(problem.mask, problem.seqlen_q, problem.seqlen_kv).entries
     return _scores(problem, chosen) / kept if kept else None
@@ -107,7 +108,7 @@ def _dense_choice(
     problem: AttentionProblem, gpu: GpuSpec, chosen: Candidate
 ) -> dict[str, Any] | None:
     """Return how the config for no mask does under this one."""
-    if isinstance(problem.mask, Full) or chosen.kernel == "bwd_preprocess":
+    if isinstance(problem.mask, Full) or not KERNELS[chosen.kernel].masked:
         return None
     kernel = chosen.kernel
     dense = propose(replace(problem, mask=full()), gpu, kernel=kernel, top=1)[0].config

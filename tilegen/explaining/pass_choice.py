@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
-from tilegen.choose.families import CLEARLY_LARGE, FAMILIES, Direction, family, ranked_families
+from tilegen.choose.families import CLEARLY_LARGE, family, ranked_families
 from tilegen.choose.ranking import propose, spills_much
 from tilegen.errors import Unsupported
 from tilegen.explaining.formulas import formula, named
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Family, Kernel
-from tilegen.kernels.passes import panels, rows_for
+from tilegen.kernels.panels import panels, rows_for
+from tilegen.kernels.registry import FAMILIES
+from tilegen.kernels.spec import Direction
 from tilegen.masks.mask import Mask, causal, full
 from tilegen.model.bounds import (
     bound_values,
@@ -94,7 +96,9 @@ def bound_of(problem: AttentionProblem, gpu: GpuSpec, what: Kernel | Direction) 
 def _family(
     problem: AttentionProblem, gpu: GpuSpec, direction: Direction, name: Family
 ) -> dict[str, Any]:
-    best = [propose(problem, gpu, kernel=kernel, top=1)[0] for kernel in FAMILIES[direction][name]]
+    best = [
+        propose(problem, gpu, kernel=kernel, top=1)[0] for kernel in FAMILIES[direction][name].names
+    ]
     return {
         "family": name,
         "seconds": sum(one.estimate.seconds for one in best),

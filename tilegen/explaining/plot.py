@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import sympy as sp
 
-from tilegen.choose.families import Direction
 from tilegen.choose.ranking import propose
 from tilegen.errors import Unsupported
 from tilegen.gpus.nearest import on_tensor_cores
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import TileConfig
+from tilegen.kernels.registry import KERNELS
+from tilegen.kernels.spec import Direction
 from tilegen.masks.drawing import kept
 from tilegen.masks.mask import Full
 from tilegen.model.bounds import bound_values, bounds_of
@@ -97,10 +98,12 @@ MASK_SIDE = 512
 def _draw_mask(axes: Axes, problem: AttentionProblem, shown: Sequence[dict[str, Any]]) -> None:
     """Draw the classes of tiles of the first kernel that visits any, and in partial tiles the pairs
     that are kept."""
-    visiting = [one for one in shown if one["kernel"] != "bwd_preprocess"]
+    visiting = [one for one in shown if KERNELS[one["kernel"]].masked]
     if not visiting:
         axes.set_axis_off()
-        axes.text(0.5, 0.5, "bwd_preprocess visits no tile of the mask", ha="center", wrap=True)
+        axes.text(
+            0.5, 0.5, f"{shown[0]['kernel']} visits no tile of the mask", ha="center", wrap=True
+        )
         return
     config = TileConfig(**visiting[0]["config"])
     rows, columns = (min(n, MASK_SIDE) for n in (problem.seqlen_q, problem.seqlen_kv))

@@ -1,62 +1,18 @@
-"""What a kernel may be tuned over: `TileConfig`, the names of the kernels, and what makes a config
-legal."""
+"""The knobs of a kernel: `TileConfig`; and how head dims are covered by tiles."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal, get_args
 
 from tilegen.errors import Unsupported
 
-Kernel = Literal[
-    "fwd",
-    "fwd_streamed",
-    "fwd_scores",
-    "fwd_values",
-    "bwd_preprocess",
-    "bwd_dkdv",
-    "bwd_dq",
-    "bwd_scores",
-    "bwd_columns",
-    "bwd_rows",
-]
-"""One emitted kernel; templates/README.md says what each computes."""
-KERNELS: tuple[Kernel, ...] = get_args(Kernel)
-
-Family = Literal["q_stationary", "q_streamed", "small_cache", "two_pass"]
-"""How a pass is computed: the kernels that make it up."""
-FORWARD: dict[Family, tuple[Kernel, ...]] = {
-    "q_stationary": ("fwd",),
-    "q_streamed": ("fwd_streamed",),
-    "small_cache": ("fwd_scores", "fwd_values"),
-}
-BACKWARD: dict[Family, tuple[Kernel, ...]] = {
-    "two_pass": ("bwd_preprocess", "bwd_dkdv", "bwd_dq"),
-    "small_cache": ("bwd_preprocess", "bwd_scores", "bwd_columns", "bwd_rows"),
-}
-LARGE_CACHE: tuple[Kernel, ...] = (*FORWARD["q_stationary"], *BACKWARD["two_pass"])
-SMALL_CACHE: tuple[Kernel, ...] = (*FORWARD["small_cache"], *BACKWARD["small_cache"])
-SLICED: frozenset[Kernel] = frozenset(
-    ("fwd_streamed", "fwd_scores", "fwd_values", "bwd_scores", "bwd_columns", "bwd_rows")
-)
-"""Kernels that take head dims in slices of `block_d` columns."""
-COLUMN_KERNELS: frozenset[Kernel] = frozenset(("bwd_dkdv", "bwd_columns"))
-"""Kernels whose key-value rows stay while query rows stream past."""
-TRAINING_KERNELS: frozenset[Kernel] = frozenset(("bwd_dq", "bwd_scores"))
-"""Kernels that add up the gradients of what a score reads."""
+Kernel = str
+"""The name of an emitted kernel; templates/README.md says what each computes."""
+Family = str
+"""The name of a family: how a pass is computed."""
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
-SLICED_BLOCKS: dict[Kernel, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]] = {
-    "fwd_streamed": ((16, 32, 64, 128), (16, 32, 64), (32, 64, 128)),
-    "fwd_scores": ((16, 32, 64, 128), (64, 128, 256), (32, 64, 128)),
-    "fwd_values": ((16, 32, 64, 128), (16, 32, 64), (32, 64, 128, 256)),
-    "bwd_scores": ((16, 32, 64, 128), (32, 64, 128), (32, 64)),
-    "bwd_columns": ((16, 32, 64), (32, 64, 128), (32, 64, 128)),
-    "bwd_rows": ((16, 32, 64, 128), (16, 32, 64), (32, 64, 128, 256)),
-}
-"""Sizes of block_m, block_n and block_d that each sliced kernel is tuned over. A score tile of the
-small-cache forward is as wide as any step of its kernel of values, or wider."""
 NUM_WARPS = (4, 8)
 NUM_STAGES = (1, 2, 3, 4)
 
@@ -118,19 +74,6 @@ class TileConfig:
             num_stages=num_stages,
             block_d=block_d,
         )
-
-
-def check_config(config: TileConfig, kernel: Kernel) -> None:
-    """Raise Unsupported for a config of another kind of kernel."""
-    if kernel not in SLICED:
-        if config.block_d:
-            raise Unsupported(f"{kernel} holds head dims whole, expected no d in {config.key}")
-        return
-    for name, allowed in zip(("block_m", "block_n", "block_d"), SLICED_BLOCKS[kernel], strict=True):
-        if (value := getattr(config, name)) not in allowed:
-            raise Unsupported(
-                f"{name} of {kernel} must be one of {allowed}, got {value} in {config.key}"
-            )
 
 
 def head_dim_chunks(head_dim: int) -> tuple[int, ...]:

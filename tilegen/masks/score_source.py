@@ -6,13 +6,13 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import sympy
 
 from tilegen.errors import Unsupported
-from tilegen.masks.extras import Extras
+from tilegen.kernels.arguments import Argument, Line, tensor
 from tilegen.masks.language.derivatives import derivative
 from tilegen.masks.language.loads import Loads
 from tilegen.masks.language.nodes import normalise
@@ -58,7 +58,7 @@ class ScoreSource:
     name."""
     has_slope: bool = False
     gradients: tuple[CapturedGradient, ...] = ()
-    extras: Extras = field(default_factory=Extras)
+    extras: tuple[Line, ...] = ()
 
     @property
     def uses_indices(self) -> bool:
@@ -144,20 +144,12 @@ def _check_indices(form: ScoreForm, value: sympy.Expr) -> None:
                     )
 
 
-def argument_types(form: ScoreForm) -> dict[str, str]:
-    """Return the Triton types of the pointers to captured tensors and their gradients."""
-    types = {f"c{i}_ptr": f"*{ELEMENTS[name]}" for i, name in enumerate(form.elements)}
-    return types | {f"dc{i}_ptr": "*fp32" for i in form.trained} | {"sinks_ptr": "*fp32"}
-
-
-def _extras(form: ScoreForm, value: Any, trained: list[Any]) -> Extras:
+def _extras(form: ScoreForm, value: Any, trained: list[Any]) -> tuple[Line, ...]:
     dimensions = {int(one.args[0].name[1:]): len(one.args) - 1 for one in value.atoms(Lookup)}
-    slots = captured_slots(value)
     gradients = sorted({int(one.args[0].name[1:]) for one in trained})
-    parameters = [
-        ", ".join([f"c{slot}_ptr", *(f"c{slot}_n{axis}" for axis in range(dimensions[slot]))])
-        for slot in slots
-    ] + [f"dc{slot}_ptr" for slot in gradients]
-    names = [f"c{slot}" for slot in slots] + [f"dc{slot}" for slot in gradients]
-    arguments = [f"c{slot}, *c{slot}.shape" for slot in slots] + [f"dc{slot}" for slot in gradients]
-    return Extras.of(parameters, names, arguments, "what the score reads")
+    read: list[Argument] = []
+    for slot in captured_slots(value):
+        read += tensor(f"c{slot}", f"*{ELEMENTS[form.elements[slot]]}", dimensions[slot])
+    for slot in gradients:
+        read += tensor(f"dc{slot}", "*fp32", 0)
+    return (Line(tuple(read), "what the score reads"),) if read else ()

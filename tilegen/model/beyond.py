@@ -9,7 +9,8 @@ from __future__ import annotations
 import re
 from functools import lru_cache
 
-from tilegen.kernels.config import COLUMN_KERNELS, TRAINING_KERNELS, Kernel, TileConfig
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import KERNELS
 from tilegen.masks.constructors import Intervals
 from tilegen.masks.mask import And, Causal, Full, Mask, Side, SlidingWindow
 from tilegen.masks.score import ELEMENTS, ScoreForm
@@ -23,7 +24,7 @@ TILES: dict[Kernel, int] = {"bwd_dkdv": 2, "bwd_dq": 2, "bwd_scores": 2}
 
 def beyond(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> tuple[int, int]:
     """Return bytes of shared memory and registers of a thread on top of those of a plain mask."""
-    side: Side = "columns" if kernel in COLUMN_KERNELS else "rows"
+    side: Side = KERNELS[kernel].stays
     smem = registers = 0
     if _is_listed(problem.mask, side):
         streamed = config.block_m if side == "columns" else config.block_n
@@ -34,7 +35,7 @@ def beyond(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> tup
         scores = config.block_m * config.block_n
         tables = _tables(problem.score)
         smem += config.num_stages * scores * sum(tables)
-        trained = kernel in TRAINING_KERNELS and bool(problem.score.trained)
+        trained = KERNELS[kernel].trains and bool(problem.score.trained)
         alive = len(tables) * (TILES.get(kernel, 1) + trained)
         registers += alive * scores // (32 * config.num_warps)
     return smem, registers

@@ -18,7 +18,9 @@ import numpy as np
 import sympy as sp
 
 from tilegen.gpus.spec import GpuSpec
-from tilegen.kernels.config import SLICED, Kernel
+from tilegen.kernels.config import Kernel
+from tilegen.kernels.q_stationary import FWD
+from tilegen.kernels.registry import KERNELS
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.tiles.tile_ranges import is_solved, tile_ranges
 from tilegen.model.symbols import (
@@ -41,7 +43,7 @@ from tilegen.model.symbols import (
     w,
     x,
 )
-from tilegen.model.traffic import Term, total_bytes, total_words
+from tilegen.model.traffic import Term, terms, total_bytes, total_words
 from tilegen.problem import AttentionProblem
 
 Direction = Literal["forward", "backward"]
@@ -113,50 +115,34 @@ def product_bound() -> sp.Expr:
 
 def floor_terms(what: Kernel | Direction) -> tuple[Term, ...]:
     """Return what must move anyway, per key-value head: inputs that matter, and all outputs."""
+    if what == "forward":
+        return terms(FWD.floor)
+    if what != "backward":
+        return terms(KERNELS[what].floor)
     rows, live = g * N_q, g * n_q
-    q, k, v, dout = (
+    return (
         Term("q", "read", live * d_qk),
         Term("k", "read", n_kv * d_qk),
         Term("v", "read", n_kv * d_v),
+        Term("out", "read", live * d_v),
         Term("dout", "read", live * d_v),
+        Term("lse", "read", live, "fp32"),
+        Term("dq", "write", rows * d_qk),
+        Term("dk", "write", N_kv * d_qk),
+        Term("dv", "write", N_kv * d_v),
     )
-    lse, delta = Term("lse", "read", live, "fp32"), Term("delta", "read", live, "fp32")
-    dq = Term("dq", "write", rows * d_qk)
-    dkdv = Term("dk", "write", N_kv * d_qk), Term("dv", "write", N_kv * d_v)
-    weights, ds = Term("weights", "read", g * nnz), Term("ds", "read", g * nnz)
-    stored = Term("weights", "write", g * nnz), Term("ds", "write", g * nnz)
-    match what:
-        case "fwd_scores":
-            return q, k, stored[0]
-        case "fwd_values":
-            return weights, v, Term("out", "write", rows * d_v)
-        case "bwd_scores":
-            return q, k, v, dout, lse, delta, *stored
-        case "bwd_columns":
-            return weights, ds, q, dout, *dkdv
-        case "bwd_rows":
-            return ds, k, dq
-        case "fwd" | "fwd_streamed" | "forward":
-            return q, k, v, Term("out", "write", rows * d_v), Term("lse", "write", rows, "fp32")
-        case "bwd_preprocess":
-            both = Term("out", "read", rows * d_v), Term("dout", "read", rows * d_v)
-            return *both, Term("delta", "write", rows, "fp32")
-        case "bwd_dkdv":
-            return q, k, v, dout, lse, delta, *dkdv
-        case "bwd_dq":
-            return q, k, v, dout, lse, delta, dq
-        case "backward":
-            return q, k, v, Term("out", "read", live * d_v), dout, lse, dq, *dkdv
 
 
 def lower_bound(what: Kernel | Direction) -> sp.Expr:
     """Return max(LB1, LB2, floor) in words; for a kernel that reads or writes scores, or forms
     none, the floor alone."""
     floor = H_kv * total_words(floor_terms(what))
-    return floor if what in _FLOOR_ALONE else sp.Max(partition_bound(), product_bound(), floor)
+    return floor if _floor_alone(what) else sp.Max(partition_bound(), product_bound(), floor)
 
 
-_FLOOR_ALONE = ("bwd_preprocess", *(name for name in SLICED if name != "fwd_streamed"))
+def _floor_alone(what: Kernel | Direction) -> bool:
+    spec = KERNELS.get(what)
+    return spec is not None and (not spec.masked or bool(spec.panel))
 
 
 @lru_cache(maxsize=1024)
@@ -193,7 +179,7 @@ def bound_values(problem: AttentionProblem, gpu: GpuSpec) -> dict[sp.Symbol, flo
 def bounds_of(what: Kernel | Direction) -> dict[str, sp.Expr]:
     """Return LB1, LB2 and the floor in bytes of a whole launch; the largest holds."""
     floor = {"floor": H_kv * total_bytes(floor_terms(what))}
-    if what in _FLOOR_ALONE:
+    if _floor_alone(what):
         return floor
     return {"LB1": e * partition_bound(), "LB2": e * product_bound()} | floor
 

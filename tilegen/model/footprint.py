@@ -17,7 +17,9 @@ from typing import Any
 
 from tilegen.gpus.nearest import nearest
 from tilegen.gpus.spec import SMEM_RESERVED_PER_PROGRAM, GpuSpec
-from tilegen.kernels.config import SLICED, Kernel, TileConfig, head_dim_chunks
+from tilegen.kernels.config import Kernel, TileConfig, head_dim_chunks
+from tilegen.kernels.registry import KERNELS
+from tilegen.kernels.spec import WIDTHS
 from tilegen.model.beyond import beyond
 from tilegen.model.known import reported_spill, spilled_bytes
 from tilegen.problem import AttentionProblem
@@ -115,17 +117,17 @@ def footprint(
 
 def _plain(problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: str) -> Footprint:
     """Return what a program needs whose mask is closed-form, and whose scores stay as they are."""
-    if kernel in SLICED:
+    if KERNELS[kernel].sliced:
         from tilegen.model import sliced  # which builds on this module
 
         return sliced.footprint(problem, config, kernel, arch)
     rules, shape = family(arch), _shape(problem, config, kernel)
     features = register_features(problem, config, kernel, arch)
-    fit = rules.registers[f"{kernel}_{'fp32' if shape.exact else '16'}"]
+    fit = rules.registers[f"{KERNELS[kernel].fitted_as}_{'fp32' if shape.exact else '16'}"]
     registers = sum(a * b for a, b in zip(fit, features, strict=True))
     if shape.exact and features[REGISTER_FEATURES.index("probabilities")] > MAX_UNROLLED:
         registers = max(registers, 2.0 * rules.max_registers)
-    if kernel == "bwd_preprocess":  # holds its rows of out and dout whole
+    if KERNELS[kernel].whole is None:  # holds its rows of out and dout whole
         rows = 2 * shape.rows * sum(shape.accumulators) * problem.element_bytes / 4
         registers = max(registers, 32 + rows / (rules.warp_threads * config.num_warps))
     limit = max_registers(arch, config.num_warps)
@@ -133,7 +135,7 @@ def _plain(problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: 
     return Footprint(
         smem_bytes=_shared(rules, shape, config, kernel),
         registers=corrected(math.ceil(registers), limit, spilled),
-        columns=_columns(shape, kernel) if rules.tensor_memory and not shape.exact else 0,
+        columns=_columns(shape) if rules.tensor_memory and not shape.exact else 0,
         max_registers=limit,
         reported_spill=reported_spill(problem, config, kernel, arch),
     )
@@ -214,20 +216,20 @@ def _shape_of(
 ) -> _Shape:
     """Return the shape of one tile size; configs that differ in warps and stages share it."""
     qk, v = chunks(head_dim_qk), chunks(head_dim_v)
-    both = sum(qk) + sum(v)
-    by_kernel: dict[Kernel, tuple[int, int, int, tuple[int, ...], int]] = {
-        "fwd": (m, n, sum(qk), v, 1),
-        "bwd_dkdv": (n, m, both, qk + v, 2),
-        "bwd_dq": (m, n, both, qk, 2),
-        "bwd_preprocess": (m, 0, 0, v, 0),
-    }
-    rows, streamed, kept, accumulators, scores = by_kernel[kernel]
+    spec, widths = KERNELS[kernel], {"qk": qk, "v": v}
+    loop = spec.whole
+    if loop is None:
+        rows, streamed, kept, accumulators = m, 0, (), widths[WIDTHS[spec.given[0]]]
+    else:
+        rows, streamed = (n, m) if spec.stays == "columns" else (m, n)
+        kept = tuple(width for one in loop.keeps for width in widths[WIDTHS[one]])
+        accumulators = tuple(width for one in loop.accumulates for width in widths[WIDTHS[one]])
     return _Shape(
         rows=rows,
         streamed=streamed,
-        kept_width=kept,
+        kept_width=sum(kept),
         accumulators=accumulators,
-        scores=scores,
+        scores=loop.score_tiles if loop else 0,
         streamed_chunks=qk + v,
         widest=max(sum(qk), sum(v)),
         element_bytes=element_bytes,
@@ -241,7 +243,8 @@ def _shared(rules: Family, shape: _Shape, config: TileConfig, kernel: Kernel) ->
     pipeline keeps whole streamed tiles. Otherwise operands live in registers, and the score tile
     goes through shared memory only where its layout does not suit the second product.
     """
-    if kernel == "bwd_preprocess":
+    spec = KERNELS[kernel]
+    if spec.whole is None:
         return 4 * shape.rows * config.num_warps
     in_place = _in_place(rules, shape)
     if rules.kept_leave:
@@ -251,17 +254,19 @@ def _shared(rules: Family, shape: _Shape, config: TileConfig, kernel: Kernel) ->
         return words * shape.element_bytes
     if config.num_stages == 1 or not rules.pipelines:
         # One tile at a time; the backward needs each twice, the second time in another layout.
-        again = 1.5 if kernel == "bwd_dkdv" and not (in_place or shape.exact) else 1.0
-        buffered = shape.widest if kernel == "fwd" else shape.streamed_width * again
+        reads = len(spec.whole.products) / sum(one in WIDTHS for one in spec.whole.streams)
+        again = 1.5 if reads == 2 and not (in_place or shape.exact) else 1.0
+        buffered = shape.widest if reads == 1 else shape.streamed_width * again
         vectors = 0
     else:
         buffers = config.num_stages if in_place else config.num_stages - 1
         buffered = buffers * shape.streamed_width
-        vectors = 8 * buffers * shape.streamed if kernel == "bwd_dkdv" else 0  # lse and delta
+        numbers = sum(one not in WIDTHS for one in spec.whole.streams)  # of a row: lse, delta
+        vectors = 4 * numbers * buffers * shape.streamed
         if in_place:
             split = len(shape.streamed_chunks) > 2  # then the wider chunks are kept once more again
             copied = shape.streamed_width + 2 * max(shape.streamed_chunks) * split
-            buffered += rules.once_more.get(kernel, 0.0) * copied
+            buffered += rules.once_more.get(spec.fitted_as, 0.0) * copied
     staged = shape.exact or (not in_place and shape.rows < min(shape.accumulators))
     words = shape.rows * shape.kept_width + shape.streamed * buffered
     words += shape.rows * shape.streamed * staged
@@ -269,9 +274,9 @@ def _shared(rules: Family, shape: _Shape, config: TileConfig, kernel: Kernel) ->
     return math.ceil(words * shape.element_bytes) + vectors + overhead
 
 
-def _columns(shape: _Shape, kernel: Kernel) -> int:
+def _columns(shape: _Shape) -> int:
     """Return columns of tensor memory: accumulators and scores, and one score tile in 16 bits."""
-    if kernel == "bwd_preprocess" or shape.rows < 64:
+    if not shape.scores or shape.rows < 64:
         return 0
     scores = (shape.scores + 0.5) * shape.streamed
     lanes = shape.rows / TENSOR_MEMORY_LANES

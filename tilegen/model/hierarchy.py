@@ -23,6 +23,8 @@ import sympy as sp
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import KERNELS
+from tilegen.kernels.spec import WIDTHS
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.tiles.tile_ranges import is_solved, tile_ranges
 from tilegen.model.bounds import lower_bound_bytes, mask_size
@@ -34,9 +36,6 @@ from tilegen.theory.patterns import Gcd
 
 Order = Literal["head_major", "interleaved"]
 """Consecutive programs work on the same key-value head, or on different ones."""
-
-KERNELS: tuple[Kernel, ...] = ("fwd", "bwd_preprocess", "bwd_dkdv", "bwd_dq")
-"""Kernels of which this model knows what streams."""
 
 L2_SHARE = 0.8
 """Part of L2 that streamed tiles may fill before they push each other out."""
@@ -183,10 +182,11 @@ def levels(
     """Return what one launch of `kernel` moves at both levels.
 
     Emitted kernels launch head after head; `interleaved` says what another order would cost. Raises
-    Unsupported for kernels other than KERNELS.
+    Unsupported for kernels that take head dims in slices.
     """
-    if kernel not in KERNELS:
-        raise Unsupported(f"expected a kernel out of {', '.join(KERNELS)}, got {kernel!r}")
+    if KERNELS[kernel].sliced:
+        whole = ", ".join(name for name, one in KERNELS.items() if not one.sliced)
+        raise Unsupported(f"expected a kernel out of {whole}, got {kernel!r}")
     moved = traffic(problem, config, kernel)
     counts = visits(problem, config.block_m, config.block_n, kernel)
     in_flight = gpu.num_sms * residents(footprint(problem, config, kernel, gpu.arch), gpu, config)
@@ -207,10 +207,12 @@ def levels(
 
 def streamed_bytes(problem: AttentionProblem, kernel: Kernel) -> int:
     """Return the bytes of one streamed row: K and V, or Q, dO, lse and delta."""
-    if kernel == "bwd_preprocess":
+    loop = KERNELS[kernel].whole
+    if loop is None:
         return 0
-    width = (problem.head_dim_qk + problem.head_dim_v) * problem.element_bytes
-    return width + 8 if kernel == "bwd_dkdv" else width
+    width = {"qk": problem.head_dim_qk, "v": problem.head_dim_v}
+    size = problem.element_bytes
+    return sum(size * width[WIDTHS[one]] if one in WIDTHS else 4 for one in loop.streams)
 
 
 def dram_bytes(
@@ -228,7 +230,7 @@ def dram_bytes(
     What a program keeps moves once, what streams `sweeps` times, but never more often than it
     crosses from L2 to the SMs (which is less where a mask leaves each program a part of the rows).
     """
-    if kernel == "bwd_preprocess":
+    if not KERNELS[kernel].masked:
         return moved.read_bytes + moved.write_bytes
     streams = _streams(problem, gpu, kernel, counts, in_flight, order)
     row = streamed_bytes(problem, kernel)
@@ -273,7 +275,7 @@ def _streams(
 ) -> _Streams:
     size = mask_size(problem.mask, problem.seqlen_q, problem.seqlen_kv)
     heads, group = problem.batch * problem.num_heads_kv, problem.group_size
-    if kernel == "bwd_dkdv":  # one program works through the queries of the whole group
+    if KERNELS[kernel].stays == "columns":  # a program takes the queries of a whole group
         side, programs, rows = "columns", counts.programs, size.rows
         once = streamed_bytes(problem, kernel) * group * rows
     else:

@@ -16,6 +16,8 @@ from typing import Any
 from tilegen.gpus.nearest import nearest, on_tensor_cores
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import KERNELS
+from tilegen.kernels.spec import WIDTHS
 from tilegen.model.footprint import Footprint, chunks, repetition, residents
 from tilegen.model.hierarchy import dram_bytes, streamed_bytes
 from tilegen.model.traffic import Traffic, Visits
@@ -69,12 +71,11 @@ class Tile:
     """Rows that pass by."""
     kept_width: int
     """Words of one stationary row that matrix products read."""
-    streamed_width: int
-    """Words of one streamed row, as often as matrix products read them."""
     accumulator_width: int
     """Accumulated words of one stationary row."""
     product_width: int
-    """Widths of all matrix products of a step, added up; each is stationary x streamed x width."""
+    """Widths of all matrix products of a step, added up: each is stationary x streamed x width, and
+    reads as many words of each streamed row."""
 
     @property
     def scores(self) -> int:
@@ -100,21 +101,17 @@ def tile(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> Tile:
 
 @lru_cache(maxsize=4096)
 def _tile(qk: int, v: int, m: int, n: int, kernel: Kernel) -> Tile:
-    # rows that stay and that pass; widths of what stays, passes and accumulates; of the products
-    rows, streamed, kept, reads, accumulated, products = {
-        "fwd": (m, n, qk, qk + v, v, qk + v),  # S = Q K^T; O += P V
-        # S, dP; dV += P^T dO, dK += dS^T Q: Q and dO are each read twice
-        "bwd_dkdv": (n, m, qk + v, 2 * (qk + v), qk + v, 2 * (qk + v)),
-        "bwd_dq": (m, n, qk + v, 2 * qk + v, qk, 2 * qk + v),  # S, dP; dQ += dS K
-        "bwd_preprocess": (m, 0, 0, 0, 2 * v, 0),
-    }[kernel]
+    spec, width = KERNELS[kernel], {"qk": qk, "v": v}
+    if spec.whole is None:  # one step: what is read is worked on once
+        read = sum(width[WIDTHS[one]] for one in spec.given if one in WIDTHS)
+        return Tile(stationary=m, streamed=0, kept_width=0, accumulator_width=read, product_width=0)
+    stays, passes = (n, m) if spec.stays == "columns" else (m, n)
     return Tile(
-        stationary=rows,
-        streamed=streamed,
-        kept_width=kept,
-        streamed_width=reads,
-        accumulator_width=accumulated,
-        product_width=products,
+        stationary=stays,
+        streamed=passes,
+        kept_width=sum(width[WIDTHS[one]] for one in spec.whole.keeps),
+        accumulator_width=sum(width[WIDTHS[one]] for one in spec.whole.accumulates),
+        product_width=sum(width[one] for one in spec.whole.products),
     )
 
 
@@ -147,7 +144,7 @@ def step_clocks(
         reads, kept = work.stationary / rates.operand_rows, work.stationary * work.kept_width
     else:  # each warp reads the streamed tile for its own rows, and keeps those in registers
         reads, kept = min(config.num_warps, work.stationary / 16), 0
-    operands = max(1.0, reads) * work.streamed * work.streamed_width + kept
+    operands = max(1.0, reads) * work.streamed * work.product_width + kept
     return StepClocks(
         tensor=repeated * work.flops / peak,
         exp=repeated * work.scores / gpu.exp_per_clk_per_sm,
@@ -211,7 +208,8 @@ def time(
     """Return the predicted time of one launch."""
     rates = family(gpu.arch)
     heads = problem.batch * problem.num_heads_q
-    group = problem.group_size if kernel == "bwd_dkdv" else 1
+    spec = KERNELS[kernel]
+    group = problem.group_size if spec.stays == "columns" else 1
     programs = heads // group * counts.programs
     steps, partial = heads * counts.tiles, heads * counts.partial_tiles
     longest = group * counts.longest
@@ -223,7 +221,7 @@ def time(
     clk = step_clocks(problem, gpu, config, kernel)
     masked = partial / steps if steps else 0.0
     softmax = max(clk.issue + masked * clk.masking, clk.exp)
-    ahead = 0 if kernel == "bwd_preprocess" else config.num_stages - 1
+    ahead = config.num_stages - 1 if spec.masked else 0
     work = clk.tensor + rates.exposed * softmax + rates.step_clk / together
     wait = latency / (together * max(ahead, 1))
     local = local_clocks(needs, gpu, config)
@@ -288,7 +286,7 @@ def family(arch: str) -> Rates:
 @cache
 def instructions(kernel: Kernel) -> Instructions:
     """Return the instruction counts of a kernel's inner loop."""
-    return Instructions(**_table()["instructions"][kernel])
+    return Instructions(**_table()["instructions"][KERNELS[kernel].fitted_as])
 
 
 @cache

@@ -12,8 +12,10 @@ from functools import lru_cache
 
 from tilegen.gpus.nearest import on_tensor_cores
 from tilegen.gpus.spec import GpuSpec
-from tilegen.kernels.config import COLUMN_KERNELS, Kernel, TileConfig
-from tilegen.kernels.passes import panels, rows_for
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.panels import panels, rows_for
+from tilegen.kernels.registry import KERNELS, direction_of
+from tilegen.kernels.spec import Sliced
 from tilegen.model import roofline
 from tilegen.model.bounds import mask_size
 from tilegen.model.footprint import (
@@ -50,26 +52,25 @@ class Step:
 
 def step(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> Step:
     """Return what one step of a sliced kernel works on."""
-    m, n, d = config.block_m, config.block_n, config.block_d
-    match kernel:
-        case "fwd_scores" | "bwd_scores":
-            tiles = 2 if kernel == "bwd_scores" else 1
-            return Step(
-                rows=m, columns=n, depth=d, loaded=(m + n) * d, staged=0, accumulators=tiles * m * n
-            )
-        case "fwd_values" | "bwd_rows":
-            return Step(
-                rows=m, columns=d, depth=n, loaded=n * (m + d), staged=m * n, accumulators=m * d
-            )
-        case "bwd_columns":
-            return Step(
-                rows=n, columns=d, depth=m, loaded=m * (n + d), staged=m * n, accumulators=n * d
-            )
-        case _:  # fwd_streamed: a step is all slices of one key tile, and the product with V
-            v = sum(chunks(problem.head_dim_v))
-            return Step(
-                rows=m, columns=n, depth=d, loaded=(m + n) * d, staged=0, accumulators=m * (v + n)
-            )
+    loop = _loop(kernel)
+    rows, columns, depth = (getattr(config, one) for one in (loop.rows, loop.columns, loop.depth))
+    accumulators = loop.results * rows * columns
+    if not loop.panel:  # a step is all slices of one key tile, and the product with V
+        accumulators += rows * sum(chunks(problem.head_dim_v))
+    return Step(
+        rows=rows,
+        columns=columns,
+        depth=depth,
+        loaded=(rows + columns) * depth,
+        staged=rows * depth if loop.panel == "reads" else 0,
+        accumulators=accumulators,
+    )
+
+
+def _loop(kernel: Kernel) -> Sliced:
+    loop = KERNELS[kernel].sliced
+    assert loop is not None, kernel
+    return loop
 
 
 # --------------------------------------------------------------------------------------------------
@@ -80,23 +81,23 @@ def footprint(
     problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: str
 ) -> Footprint:
     """Return what one program of a sliced kernel needs on `arch`."""
-    rules, work = family(arch), step(problem, config, kernel)
+    rules, work, loop = family(arch), step(problem, config, kernel), _loop(kernel)
     exact, size = problem.element_bytes == 4, problem.element_bytes
     in_place = _in_place(rules, work, size)
     pipelined = config.num_stages > 1 and rules.pipelines
     buffers = (config.num_stages if in_place else config.num_stages - 1) if pipelined else 1
     smem = buffers * work.loaded * size
-    if kernel == "fwd_streamed":
+    if not loop.panel:
         tile = config.block_n * sum(chunks(problem.head_dim_v)) + config.block_m * config.block_n
         smem = max(smem, tile * size)
     elif work.staged and not in_place:
         smem += work.staged * size
-    elif kernel == "fwd_values" and pipelined and rules.tensor_memory:
+    elif "maxima" in KERNELS[kernel].given and pipelined and rules.tensor_memory:
         smem -= work.staged * size  # weights go on to tensor memory: one buffer less
     smem += 8 * config.block_m  # maxima in flight, and the scratch of reductions over rows
     smem = max(smem, _leaving(work, kernel, size))
     limit = max_registers(arch, config.num_warps)
-    fit = rules.registers[f"{kernel}_{'fp32' if exact else '16'}"]
+    fit = rules.registers[f"{KERNELS[kernel].fitted_as}_{'fp32' if exact else '16'}"]
     features = register_features(problem, config, kernel, arch)
     registers = math.ceil(sum(a * b for a, b in zip(fit, features, strict=True)))
     if exact and unrolled(problem, config, kernel, arch) > MAX_UNROLLED:
@@ -113,9 +114,9 @@ def footprint(
 
 def _leaving(work: Step, kernel: Kernel, element_bytes: int) -> int:
     """Return the bytes that a result needs to be laid out for its stores."""
-    if kernel.endswith("_scores"):
+    if _loop(kernel).panel == "writes":
         return work.rows * work.columns * element_bytes
-    return 4 * work.accumulators if kernel == "bwd_columns" else 0
+    return 4 * work.accumulators if KERNELS[kernel].stays == "columns" else 0
 
 
 REGISTER_FEATURES = (
@@ -139,7 +140,7 @@ def register_features(
     """Return what the register fit multiplies, in the order of REGISTER_FEATURES."""
     rules, work = family(arch), step(problem, config, kernel)
     threads, size = rules.warp_threads * config.num_warps, problem.element_bytes
-    scores = config.block_m * config.block_n if kernel == "fwd_streamed" else 0
+    scores = 0 if _loop(kernel).panel else config.block_m * config.block_n
     if size == 4:
         operands = 2 * work.depth * math.sqrt(work.rows * work.columns / threads)
     else:
@@ -162,7 +163,7 @@ def unrolled(problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch
     """Return the multiply-adds of the largest product in a thread, if in IEEE fp32."""
     work, threads = step(problem, config, kernel), family(arch).warp_threads * config.num_warps
     values = 0
-    if kernel == "fwd_streamed":
+    if not _loop(kernel).panel:
         values = work.rows * sum(chunks(problem.head_dim_v)) * config.block_n
     return max(work.rows * work.columns * work.depth, values) / threads
 
@@ -204,6 +205,7 @@ def time(
 ) -> roofline.Time:
     """Return the predicted time of a kernel over all panels of a problem."""
     rates, work = roofline.family(gpu.arch), step(problem, config, kernel)
+    panel = _loop(kernel).panel
     programs, steps, launches = _grid(problem, gpu, config, kernel, counts)
     vector = not on_tensor_cores(problem.dtype, gpu.arch)
     peak = roofline.peak_flops_per_clk(gpu, vector)
@@ -216,7 +218,7 @@ def time(
     products = [(work.rows, work.columns, work.depth)]
     loaded = work.loaded
     slices = 1
-    if kernel == "fwd_streamed":
+    if not panel:
         slices = -(-problem.head_dim_qk // config.block_d)
         v = sum(chunks(problem.head_dim_v))
         products = products * slices + [(work.rows, v, config.block_n)]
@@ -240,8 +242,8 @@ def time(
     if not ahead:
         busy += wait
     scores = config.block_m * config.block_n
-    exp = scores / gpu.exp_per_clk_per_sm if kernel.endswith("_scores") else 0.0
-    if kernel == "fwd_streamed":  # every key tile starts the pipeline of slices again
+    exp = scores / gpu.exp_per_clk_per_sm if panel == "writes" else 0.0
+    if not panel:  # every key tile starts the pipeline of slices again
         softmax = roofline.instructions("fwd")
         exp = scores / gpu.exp_per_clk_per_sm
         issue = softmax.score * scores + softmax.accumulator * work.accumulators
@@ -250,7 +252,7 @@ def time(
         step_clk, tail = roofline.overlapped(busy, smem, port, wait * slices) + local, 0.0
     else:
         per = roofline.instructions("fwd")
-        entries = work.accumulators if kernel.endswith("_scores") else 0
+        entries = work.accumulators if panel == "writes" else 0
         tail = max(per.score * entries / roofline.ISSUE_PER_CLK, exp)
         step_clk = roofline.overlapped(busy, smem, port, wait) + local
 
@@ -263,7 +265,7 @@ def time(
     l2_seconds = (moved.read_bytes + moved.write_bytes) / (gpu.l2_bandwidth * rates.l2_efficiency)
     dram_seconds = dram / (gpu.dram_bandwidth * rates.dram_efficiency)
     per_sm = 1 / (gpu.num_sms * gpu.clock_hz)
-    exps = exp * (steps if kernel == "fwd_streamed" else programs)
+    exps = exp * (programs if panel else steps)
     terms = {
         "tensor": tensor * steps * per_sm,
         "exp": exps * per_sm,
@@ -288,7 +290,7 @@ def flops(
     """Return the tensor flops executed: whole tiles and slices."""
     work = step(problem, config, kernel)
     _, steps, _ = _grid(problem, gpu, config, kernel, counts)
-    if kernel == "fwd_streamed":
+    if not _loop(kernel).panel:
         slices = -(-problem.head_dim_qk // config.block_d)
         width = slices * config.block_d + sum(chunks(problem.head_dim_v))
         return 2 * steps * config.block_m * config.block_n * width
@@ -301,25 +303,22 @@ def _grid(
     """Return (programs, steps, launches) of all panels."""
     heads = problem.batch * problem.num_heads_q
     tiles = int(heads * counts.tiles)
-    if kernel == "fwd_streamed":
+    loop = _loop(kernel)
+    if not loop.panel:
         return heads * counts.programs, tiles, 1
     rows = rows_of_panels(problem, gpu, kernel)
-    launches, groups = _panels(heads, problem.group_size, problem.seqlen_q, rows)
-    qk, v = (-(-width // config.block_d) for width in (problem.head_dim_qk, problem.head_dim_v))
-    match kernel:
-        case "fwd_scores":
-            return max(1, tiles), tiles * qk, launches
-        case "bwd_scores":
-            return max(1, tiles), tiles * (qk + v), launches
-        case "bwd_columns":
-            return (
-                groups * counts.programs * (qk + v),
-                tiles * (qk + v),
-                2 * launches,
-            )
-        case _:
-            slices = v if kernel == "fwd_values" else qk
-            return heads * counts.programs * slices, tiles * slices, launches
+    panels, groups = _panels(heads, problem.group_size, problem.seqlen_q, rows)
+    launches = KERNELS[kernel].launches_per_panel * panels
+    slices = sum(-(-width // config.block_d) for width in _widths(problem, loop))
+    if loop.panel == "writes":
+        return max(1, tiles), tiles * slices, launches
+    each = groups if KERNELS[kernel].stays == "columns" else heads
+    return each * counts.programs * slices, tiles * slices, launches
+
+
+def _widths(problem: AttentionProblem, loop: Sliced) -> list[int]:
+    """Return the head dims that are taken in slices."""
+    return [{"qk": problem.head_dim_qk, "v": problem.head_dim_v}[one] for one in loop.slices]
 
 
 @lru_cache(maxsize=1024)
@@ -336,7 +335,7 @@ def _panels(heads: int, group_size: int, seqlen_q: int, rows: int) -> tuple[int,
 @lru_cache(maxsize=256)
 def rows_of_panels(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> int:
     """Return the query rows that a panel of this kernel's pass holds on this GPU."""
-    return rows_for(problem, gpu, "forward" if kernel.startswith("fwd") else "backward")
+    return rows_for(problem, gpu, direction_of(kernel))
 
 
 def dram_bytes(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, moved: Traffic) -> int:
@@ -346,7 +345,7 @@ def dram_bytes(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, moved: T
     panel. A panel that L2 does not hold is written and read back once.
     """
     most = _dram_bytes(problem, gpu, kernel)
-    if kernel == "fwd_streamed" or kernel in COLUMN_KERNELS:
+    if not _loop(kernel).panel or KERNELS[kernel].stays == "columns":
         return most
     return min(most, moved.read_bytes + moved.write_bytes)
 
@@ -358,19 +357,20 @@ def _dram_bytes(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> int:
     heads, kv_heads = problem.batch * problem.num_heads_q, problem.batch * problem.num_heads_kv
     qk, v = problem.head_dim_qk, problem.head_dim_v
     rows, columns = heads * mask.rows * size, kv_heads * mask.columns * size
-    if kernel == "fwd_streamed":
+    loop = _loop(kernel)
+    if not loop.panel:
         return rows * (qk + v) + columns * (qk + v) + 4 * heads * problem.seqlen_q
     held = rows_of_panels(problem, gpu, kernel) * problem.seqlen_kv * size
-    held *= 1 if kernel.startswith("fwd") else 2
+    held *= 1 if direction_of(kernel) == "forward" else 2
     kept = held <= L2_SHARE * gpu.l2_bytes
     panel = 0 if kept else heads * mask.entries * size
-    width = {"fwd_scores": qk, "fwd_values": v, "bwd_scores": qk + v, "bwd_rows": qk}
-    if kernel in COLUMN_KERNELS:
+    width = sum(_widths(problem, loop))
+    if KERNELS[kernel].stays == "columns":
         return 2 * panel + (rows + columns) * (qk + v)
-    stream = problem.seqlen_kv * width[kernel] * size
+    stream = problem.seqlen_kv * width * size
     group = problem.group_size * problem.seqlen_q
     sweeps = max(1, -(-group // rows_of_panels(problem, gpu, kernel)))
     if held + stream <= L2_SHARE * gpu.l2_bytes:
         sweeps = 1
-    panels_moved = panel * (2 if kernel == "bwd_scores" else 1)
-    return panels_moved + rows * width[kernel] + sweeps * columns * width[kernel]
+    panels_moved = panel * loop.results
+    return panels_moved + rows * width + sweeps * columns * width

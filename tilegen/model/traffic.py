@@ -16,10 +16,13 @@ import numpy as np
 import sympy as sp
 
 from tilegen.emit.kernel_files import rows_are_aligned, stride_unit
-from tilegen.kernels.config import COLUMN_KERNELS, Kernel, TileConfig
-from tilegen.kernels.passes import SCORE_WIDTH, panels_per_group
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.panels import SCORE_WIDTH, panels_per_group
+from tilegen.kernels.registry import KERNELS
+from tilegen.kernels.spec import Moved
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.tiles.tile_ranges import TileRanges, counted_over, tile_ranges
+from tilegen.model import symbols
 from tilegen.model.symbols import (
     A_w,
     B_c,
@@ -67,101 +70,28 @@ class Traffic:
     write_bytes: int
 
 
-_ROWS = g * N_q  # query rows that share one key-value head
-_SLICES_QK, _SLICES_V = sp.ceiling(d_qk / B_e), sp.ceiling(d_v / B_e)
+parse: Any = sp.sympify
+_SYMBOLS = {name: one for name, one in vars(symbols).items() if isinstance(one, sp.Symbol)}
 
-TERMS: dict[Kernel, tuple[Term, ...]] = {
-    # One program per query tile: Q stays, the KV tiles that the mask leaves stream past.
-    "fwd": (
-        Term("q", "read", _ROWS * d_qk),
-        Term("k", "read", g * V_kv * d_qk),
-        Term("v", "read", g * V_kv * d_v),
-        Term("out", "write", _ROWS * d_v),
-        Term("lse", "write", _ROWS, "fp32"),
-    ),
-    "bwd_preprocess": (
-        Term("out", "read", _ROWS * d_v),
-        Term("dout", "read", _ROWS * d_v),
-        Term("delta", "write", _ROWS, "fp32"),
-    ),
-    # One program per KV tile: K and V stay, the query tiles of all g heads stream past.
-    "bwd_dkdv": (
-        Term("k", "read", N_kv * d_qk),
-        Term("v", "read", N_kv * d_v),
-        Term("q", "read", g * V_q * d_qk),
-        Term("dout", "read", g * V_q * d_v),
-        Term("lse", "read", g * V_q, "fp32"),
-        Term("delta", "read", g * V_q, "fp32"),
-        Term("dk", "write", N_kv * d_qk),
-        Term("dv", "write", N_kv * d_v),
-    ),
-    # One program per query tile: Q, dO and dQ stay, KV tiles stream past.
-    "bwd_dq": (
-        Term("q", "read", _ROWS * d_qk),
-        Term("dout", "read", _ROWS * d_v),
-        Term("lse", "read", _ROWS, "fp32"),
-        Term("delta", "read", _ROWS, "fp32"),
-        Term("k", "read", g * V_kv * d_qk),
-        Term("v", "read", g * V_kv * d_v),
-        Term("dq", "write", _ROWS * d_qk),
-    ),
-    # One program per query tile: outputs stay, KV tiles stream past, and with each of them Q again.
-    "fwd_streamed": (
-        Term("q", "read", g * W_q * d_qk),
-        Term("k", "read", g * V_kv * d_qk),
-        Term("v", "read", g * V_kv * d_v),
-        Term("out", "write", _ROWS * d_v),
-        Term("lse", "write", _ROWS, "fp32"),
-    ),
-    # One program per score tile: the head dim streams past.
-    "fwd_scores": (
-        Term("q", "read", g * W_q * d_qk),
-        Term("k", "read", g * V_kv * d_qk),
-        Term("weights", "write", g * A_w),
-        Term("maxima", "write", T_s * _ROWS, "fp32"),
-        Term("sums", "write", T_s * _ROWS, "fp32"),
-    ),
-    # One program per query tile and slice of d_v: weights and values stream past.
-    "fwd_values": (
-        Term("maxima", "read", _SLICES_V * (T_s * _ROWS + g * W_q), "fp32"),
-        Term("sums", "read", _SLICES_V * T_s * _ROWS, "fp32"),
-        Term("weights", "read", _SLICES_V * g * A_w),
-        Term("v", "read", g * V_kv * d_v),
-        Term("out", "write", _ROWS * d_v),
-        Term("lse", "write", _ROWS, "fp32"),
-    ),
-    # One program per score tile: both head dims stream past.
-    "bwd_scores": (
-        Term("q", "read", g * W_q * d_qk),
-        Term("k", "read", g * V_kv * d_qk),
-        Term("dout", "read", g * W_q * d_v),
-        Term("v", "read", g * V_kv * d_v),
-        Term("lse", "read", g * W_q, "fp32"),
-        Term("delta", "read", g * W_q, "fp32"),
-        Term("weights", "write", g * A_w),
-        Term("ds", "write", g * A_w),
-    ),
-    # One program per KV tile and slice, launched for dV (d_v) and for dK (d_qk).
-    "bwd_columns": (
-        Term("weights", "read", _SLICES_V * g * A_w),
-        Term("dout", "read", g * V_q * d_v),
-        Term("ds", "read", _SLICES_QK * g * A_w),
-        Term("q", "read", g * V_q * d_qk),
-        Term("dk, dv so far", "read", (n_p - 1) * N_kv * (d_qk + d_v), "fp32"),
-        Term("dk, dv so far", "write", (n_p - 1) * N_kv * (d_qk + d_v), "fp32"),
-        Term("dv", "write", N_kv * d_v),
-        Term("dk", "write", N_kv * d_qk),
-    ),
-    # One program per query tile and slice of d_qk: score gradients and keys stream past.
-    "bwd_rows": (
-        Term("ds", "read", _SLICES_QK * g * A_w),
-        Term("k", "read", g * V_kv * d_qk),
-        Term("dq", "write", _ROWS * d_qk),
-    ),
-}
-"""FlashAttention-2 (Dao, arXiv 2307.08691): forward as Algorithm 1, backward in two passes. Small
-cache: Saha and Ye's Algorithm 1 (arXiv 2402.07443), with each tile's maximum kept so that it is
-numerically safe, and a backward of five matrix products in the same spirit."""
+
+def terms(moved: Iterable[Moved]) -> tuple[Term, ...]:
+    """Return what a kernel's record says that it moves, as SymPy terms."""
+    return tuple(
+        Term(
+            one.tensor,
+            one.direction,
+            parse(one.words, locals=_SYMBOLS),
+            "fp32" if one.fp32 else "element",
+        )
+        for one in moved
+    )
+
+
+@cache
+def terms_of(kernel: Kernel) -> tuple[Term, ...]:
+    """Return what a kernel moves; where nothing is masked, see UNMASKED."""
+    return terms(KERNELS[kernel].traffic)
+
 
 UNMASKED = {V_kv: sp.ceiling(N_q / B_r) * N_kv, V_q: sp.ceiling(N_kv / B_c) * N_q}
 """Substitute these for the visited rows when nothing is masked."""
@@ -193,7 +123,7 @@ def traffic(
     a panel, and score tiles are `score_width` keys wide.
     """
     counts = visits(problem, config.block_m, config.block_n, kernel, aligned=aligned)
-    width = config.block_n if kernel == "fwd_scores" else score_width
+    width = config.block_n if "maxima" in KERNELS[kernel].made else score_width
     rows = problem.batch * problem.num_heads_q * problem.seqlen_q
     arguments = (
         problem.batch * problem.num_heads_kv,
@@ -247,10 +177,10 @@ def visits(
 
     `aligned` kernels pad the rows of a panel to 16 bytes; by default the head dims decide.
     """
-    if kernel == "bwd_preprocess":
+    if not KERNELS[kernel].masked:
         tiles = -(-problem.seqlen_q // block_m)
         return Visits(programs=tiles, tiles=tiles, partial_tiles=0, rows=0, longest=1)
-    side: Side = "columns" if kernel in COLUMN_KERNELS else "rows"
+    side: Side = KERNELS[kernel].stays
     aligned = rows_are_aligned(problem) if aligned is None else aligned
     unit = stride_unit(problem, aligned)
     lengths = problem.seqlen_q, problem.seqlen_kv
@@ -308,7 +238,7 @@ def _evaluators(kernel: Kernel) -> tuple[Callable[..., int], Callable[..., int]]
     arguments = [H_kv, g, N_q, N_kv, d_qk, d_v, V_kv, V_q, W_q, A_w, T_s, n_p, B_e, e]
 
     def evaluator(direction: str) -> Any:
-        moved = [term for term in TERMS[kernel] if term.direction == direction]
+        moved = [term for term in terms_of(kernel) if term.direction == direction]
         return sp.lambdify(arguments, H_kv * total_bytes(moved), modules="math")
 
     return evaluator("read"), evaluator("write")

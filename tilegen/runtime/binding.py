@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilegen import sympy_lock
-from tilegen.kernels.config import COLUMN_KERNELS, Kernel, TileConfig
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import KERNELS
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import tensors_of
@@ -40,7 +41,7 @@ class BoundKernel:
         self._launch = launch
         self._slots = [int(name[1:]) for name in names if re.fullmatch(r"t\d+", name)]
         self._reads = [name for name in names if re.fullmatch(r"d?c\d+|sinks", name)]
-        self._side: Side = "columns" if kernel in COLUMN_KERNELS else "rows"
+        self._side: Side = KERNELS[kernel].stays
         self._blocks = {"block_m": config.block_m, "block_n": config.block_n}
         self._keep: Any = None
         if "tiles" in names:

@@ -20,13 +20,16 @@ from tilegen import bundles
 from tilegen.bounded_cache import BoundedCache
 from tilegen.check import interpreter
 from tilegen.choose.agreement import agreed
-from tilegen.choose.families import Direction, kernels_of
+from tilegen.choose.families import kernels_of
 from tilegen.disk import log, say_once
 from tilegen.emit.kernel_files import is_aligned, load_kernel, template_digest
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.gpus.spec import GpuSpec, detect, gpu
 from tilegen.kernels import passes
 from tilegen.kernels.config import BLOCK_SIZES, Kernel, TileConfig
+from tilegen.kernels.panels import Launch, rows_for
+from tilegen.kernels.spec import Direction
+from tilegen.kernels.two_pass import BWD_PREPROCESS
 from tilegen.masks.mask import Mask, full
 from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
@@ -340,7 +343,7 @@ class _Kernels:
         captured = {slot: gradients[slot] for slot in wanted.captured}
         reads = score_tensors(changes.captured, None, gradients)
         launches, panel_rows = self._launches("backward", changes, reads, q, k)
-        delta = launches["bwd_preprocess"](out, dout)
+        delta = launches[BWD_PREPROCESS.name](out, dout)
         if dlse is not None:  # d lse / d s = p, as if delta were smaller by dlse
             delta -= dlse
         dq, dk, dv = passes.gradients(
@@ -364,7 +367,7 @@ class _Kernels:
         reads: Mapping[str, torch.Tensor],
         q: torch.Tensor,
         k: torch.Tensor,
-    ) -> tuple[dict[Kernel, passes.Launch], int]:
+    ) -> tuple[dict[Kernel, Launch], int]:
         """Return the launches of a pass, given what mask and score read, and the rows of its
         panels."""
         kernels, panel_rows = self._passes.get(direction) or self._load(direction)
@@ -379,7 +382,7 @@ class _Kernels:
         with self._lock:
             if direction not in self._passes:
                 found = self._from_bundle(spec, direction) or self._compiled_here(spec, direction)
-                rows = passes.rows_for(self._problem, spec, direction)
+                rows = rows_for(self._problem, spec, direction)
                 self._passes[direction] = found, rows
             return self._passes[direction]
 

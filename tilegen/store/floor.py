@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from tilegen.kernels.config import Kernel
+from tilegen.kernels.registry import KERNELS
+from tilegen.kernels.spec import WIDTHS, Dim
 from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
 
@@ -14,32 +17,7 @@ if TYPE_CHECKING:
 
 ALLOWED = 0.75
 """Part of the floor that a median may have: some boards run faster than the catalogue says."""
-
-
-class _Work(NamedTuple):
-    """What a kernel cannot do without, in widths of head dims (d_qk, d_v)."""
-
-    rows: tuple[int, int]
-    """Words that it reads of each query row which keeps anything."""
-    columns: tuple[int, int]
-    """Words that it reads of each key-value row which anybody keeps."""
-    products: tuple[int, int]
-    """Multiply-adds for each entry of the scores that is kept."""
-
-
-_FORWARD = _Work((1, 0), (1, 1), (1, 1))
-_WORK: dict[Kernel, _Work] = {
-    "fwd": _FORWARD,
-    "fwd_streamed": _FORWARD,
-    "fwd_scores": _Work((1, 0), (1, 0), (1, 0)),
-    "fwd_values": _Work((0, 0), (0, 1), (0, 1)),
-    "bwd_preprocess": _Work((0, 2), (0, 0), (0, 0)),
-    "bwd_dkdv": _Work((1, 1), (1, 1), (2, 2)),
-    "bwd_dq": _Work((1, 1), (1, 1), (2, 1)),
-    "bwd_scores": _Work((1, 1), (1, 1), (1, 1)),
-    "bwd_columns": _Work((1, 1), (0, 0), (1, 1)),
-    "bwd_rows": _Work((0, 0), (1, 0), (1, 0)),
-}
+_OF_ROWS = ("q", "out", "dout")
 
 
 def too_fast(measurement: Measurement, problem: AttentionProblem, gpu: str, kernel: Kernel) -> str:
@@ -62,7 +40,7 @@ def _floor_us(problem: AttentionProblem, gpu: str, kernel: Kernel, *, masked: bo
     """Return the microseconds that a launch takes at least; 0 for a GPU of no catalogue."""
     if (spec := _catalogued(gpu)) is None:
         return 0.0
-    work, e = _WORK[kernel], problem.element_bytes
+    kind, e = KERNELS[kernel], problem.element_bytes
     rows, columns = problem.seqlen_q, problem.seqlen_kv
     entries = rows * columns
     if masked:
@@ -72,9 +50,10 @@ def _floor_us(problem: AttentionProblem, gpu: str, kernel: Kernel, *, masked: bo
         rows, columns, entries = size.rows, size.columns, size.entries
     heads, groups = problem.batch * problem.num_heads_q, problem.batch * problem.num_heads_kv
     # What is written may stay in L2; what is read was cleared from it.
-    words = heads * rows * _width(problem, work.rows)
-    words += groups * columns * _width(problem, work.columns)
-    flops = 2 * heads * entries * _width(problem, work.products)
+    read = [one.tensor for one in kind.floor if one.direction == "read"]
+    words = heads * rows * _width(problem, [WIDTHS[one] for one in read if one in _OF_ROWS])
+    words += groups * columns * _width(problem, [WIDTHS[one] for one in read if one in ("k", "v")])
+    flops = 2 * heads * entries * _width(problem, kind.products)
     peak = spec.vector_flops_32 if problem.dtype == "fp32" else spec.tensor_flops_16
     return 1e6 * max(words * e / spec.dram_bandwidth, flops / peak)
 
@@ -83,8 +62,8 @@ def _us(value: float) -> str:
     return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _width(problem: AttentionProblem, times: tuple[int, int]) -> int:
-    return times[0] * problem.head_dim_qk + times[1] * problem.head_dim_v
+def _width(problem: AttentionProblem, dims: Iterable[Dim]) -> int:
+    return sum({"qk": problem.head_dim_qk, "v": problem.head_dim_v}[one] for one in dims)
 
 
 def _catalogued(name: str) -> GpuSpec | None:

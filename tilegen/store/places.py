@@ -14,7 +14,7 @@ from typing import Literal
 
 from tilegen.disk import printable, say_once
 from tilegen.errors import InvalidRecord, TilegenError, Unsupported
-from tilegen.kernels.config import KERNELS
+from tilegen.kernels.registry import KERNELS
 from tilegen.measure import one_line
 from tilegen.resources import data_dir
 from tilegen.settings import Settings, place, settings

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 
 import tilegen
 from tilegen.errors import InvalidRecord, TilegenError
-from tilegen.kernels.config import KERNELS, Kernel, TileConfig, check_config
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import KERNELS, check_config
 from tilegen.measure import MAX_REPEATS, POLICY, Measurement, Status
 from tilegen.problem import AttentionProblem
 from tilegen.store.fields import MAX_TEXT, Fields, parse_json
@@ -282,7 +283,7 @@ def arch_of(fields: Fields) -> str:
 
 def kernel_of(fields: Fields) -> Kernel:
     """Return the field `kernel`. Raises InvalidRecord."""
-    return cast("Kernel", fields.choice("kernel", KERNELS))
+    return fields.choice("kernel", tuple(KERNELS))
 
 
 def problem_of(fields: Fields) -> AttentionProblem:

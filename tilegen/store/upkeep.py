@@ -12,7 +12,7 @@ from typing import Any
 from tilegen.disk import printable
 from tilegen.errors import InvalidRecord, TilegenError, Unsupported
 from tilegen.gpus.spec import catalogue
-from tilegen.kernels.config import KERNELS
+from tilegen.kernels.registry import KERNELS
 from tilegen.measure import one_line
 from tilegen.store import places
 from tilegen.store.election import join, no_finding

@@ -1,1 +1,1 @@
-"""Parts of `tilegen.tune`: what to try, what was tried, the machine, what is said."""
+"""Tuning one kernel (`tuner`): what to try, what was tried, the machine, what is said."""

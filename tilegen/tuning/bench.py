@@ -7,23 +7,19 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from tilegen.build.acceptable import Usage, objection, spills_much
 from tilegen.errors import BuildFailed, TilegenError, Unsupported, WrongResult
-from tilegen.kernels import passes
-from tilegen.kernels.config import (
-    BACKWARD,
-    FORWARD,
-    SLICED,
-    SLICED_BLOCKS,
-    TRAINING_KERNELS,
-    Kernel,
-    TileConfig,
-)
-from tilegen.kernels.passes import SCORE_WIDTH
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.layout import allocate
+from tilegen.kernels.panels import SCORE_WIDTH, Launch, rows_for
+from tilegen.kernels.q_stationary import Q_STATIONARY
+from tilegen.kernels.registry import FAMILIES, KERNELS, direction_of
+from tilegen.kernels.spec import KernelSpec
+from tilegen.kernels.two_pass import BWD_PREPROCESS
 from tilegen.measure import Measurement, failed, measure, one_line, survived
 from tilegen.problem import AttentionProblem
 
@@ -43,32 +39,18 @@ Check = Callable[[TileConfig], Measurement | None]
 
 DEVICE = "cuda:0"
 """Where configs are timed."""
-SAFE = TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)
-"""Needs the least of everything: runs on every GPU, whatever the problem."""
 
 
 def safe(kernel: Kernel) -> TileConfig:
-    """Return the config of a kernel that needs least."""
-    if kernel not in SLICED:
-        return SAFE
-    block_m, block_n, block_d = (sizes[0] for sizes in SLICED_BLOCKS[kernel])
-    return replace(SAFE, block_m=block_m, block_n=block_n, block_d=block_d)
-
-
-MAKES: dict[Kernel, tuple[str, ...]] = {
-    "fwd": ("out", "lse"),
-    "fwd_streamed": ("out", "lse"),
-    "fwd_scores": ("out", "lse"),
-    "fwd_values": ("out", "lse"),
-    "bwd_scores": ("dq", "dk", "dv", "dt"),
-    "bwd_columns": ("dk", "dv"),
-    "bwd_rows": ("dq",),
-    "bwd_preprocess": ("dq", "dk", "dv", "dt"),  # its delta is seen in all of them
-    "bwd_dkdv": ("dk", "dv"),
-    "bwd_dq": ("dq", "dt"),
-}
-"""The tensors that are right only if a kernel is; `dt` stands for the gradients of all that a score
-reads and trains, dt0, dt1, ..."""
+    """Return the config of a kernel that needs least: every GPU runs it, whatever the problem."""
+    knobs = KERNELS[kernel].knobs
+    return TileConfig(
+        block_m=knobs.block_m[0],
+        block_n=knobs.block_n[0],
+        block_d=knobs.block_d[0],
+        num_warps=4,
+        num_stages=1,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,7 +182,7 @@ class Timed:
     problem: AttentionProblem
     kernel: Kernel
     device: torch.device
-    launches: list[list[Any]]
+    launches: list[tuple[Any, ...]]
     mask: Mask
     """With typical tensors, where it reads any."""
     reads: dict[str, torch.Tensor]
@@ -218,7 +200,7 @@ class Timed:
         score = typical_score(problem.score, problem.shape, device)
         reads: dict[str, torch.Tensor] = {}
         if score:
-            trained = score.form.trained if kernel in TRAINING_KERNELS else ()
+            trained = score.form.trained if KERNELS[kernel].trains else ()
             sizes = {slot: score.captured[slot].shape for slot in trained}
             sums = {slot: torch.zeros(size, device=device) for slot, size in sizes.items()}
             reads = score_tensors(score.captured, score.sink_logits, sums)
@@ -250,10 +232,11 @@ class Timed:
 
 def make_launches(
     problem: AttentionProblem, kernel: Kernel, device: str, gpu: GpuSpec
-) -> list[list[Any]]:
+) -> list[tuple[Any, ...]]:
     """Return random arguments for every `launch` that the problem takes: one, or one a panel.
 
-    Times depend little on the values.
+    The kernel's family runs with launches that note what they are given. Times depend little on
+    the values.
     """
     import torch
 
@@ -265,53 +248,44 @@ def make_launches(
     columns = (problem.batch, problem.num_heads_kv, problem.seqlen_kv)
     qk, v_dim = problem.head_dim_qk, problem.head_dim_v
 
-    def random(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    def random(shape: Sequence[int], dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
-    if kernel == "bwd_preprocess":
-        return [[random((*rows, v_dim), dtype) for _ in ("out", "dout")]]
-    q, k = random((*rows, qk), dtype), random((*columns, qk), dtype)
-    v = random((*columns, v_dim), dtype)
-    scale = qk**-0.5
-    if kernel in ("fwd", "fwd_streamed"):
-        return [[q, k, v, scale]]
-    dout = random((*rows, v_dim), dtype)
-    # What a dense forward would give on such inputs: logits are normal with variance 1.
-    lse = torch.full(rows, math.log(problem.seqlen_kv) + 0.5, device=device)
-    delta = random(rows, torch.float32)
-    if kernel in ("bwd_dkdv", "bwd_dq"):
-        return [[q, k, v, dout, lse, delta, scale]]
+    found: list[tuple[Any, ...]] = []
+    made: dict[tuple[str, torch.Size], torch.Tensor] = {}
 
-    direction = "forward" if kernel.startswith("fwd") else "backward"
-    panel_rows = passes.rows_for(problem, gpu, direction)
-    all_panels = list(passes.panels(rows[0] * rows[1], problem.group_size, rows[2], panel_rows))
-    first = all_panels[0]
-    # One panel serves all: each is as large as the first, or a part of it.
-    width = -(-problem.seqlen_kv // 8) * 8
-    weights = random((first.num_heads, first.num_rows, width), dtype)
-    tiles = -(-problem.seqlen_kv // SCORE_WIDTH)
-    notes = random((first.num_heads, tiles, first.num_rows), torch.float32)
-    acc = random((problem.seqlen_kv, max(qk, v_dim)), torch.float32)
-    launches: list[list[Any]] = []
-    for p in all_panels:
-        where = [p.head_first, p.num_heads, p.row_first, p.num_rows]
-        panel = weights[: p.num_heads, : p.num_rows]
-        part = notes[: p.num_heads, :, : p.num_rows].contiguous()
-        match kernel:
-            case "fwd_scores":
-                launches.append([q, k, *where, scale])
-            case "fwd_values":
-                out, starts = dout, [p.head_first, p.row_first]
-                launches.append([panel, part, part.exp(), SCORE_WIDTH, v, out, lse, *starts])
-            case "bwd_scores":
-                launches.append([q, k, v, dout, lse, delta, *where, scale])
-            case "bwd_columns":
-                ends = [p.head_first, p.row_first, p.begins, p.ends]
-                launches.append([panel, dout, acc[:, :v_dim], v, *ends, 1.0])
-                launches.append([panel, q, acc[:, :qk], k, *ends, scale])
-            case _:
-                launches.append([panel, k, q, p.head_first, p.row_first, scale])
-    return launches
+    def noted(spec: KernelSpec) -> Launch:
+        def launch(*given: Any) -> Any:
+            if spec.name == kernel:
+                found.append(given)
+            named = dict(zip(spec.given, given, strict=True))
+            results: list[Any] = []
+            for name in spec.made:
+                like = allocate(name, named, 8, SCORE_WIDTH)
+                # One tensor serves all panels of its size.
+                if (key := (name, like.shape)) not in made:
+                    made[key] = random(like.shape, like.dtype)
+                results.append(made[key])
+            results += [SCORE_WIDTH] if spec.tells else []
+            return results[0] if len(results) == 1 else tuple(results)
+
+        return launch
+
+    direction = direction_of(kernel)
+    family = next(one for one in FAMILIES[direction].values() if kernel in one.names)
+    launches = {spec.name: noted(spec) for spec in family.kernels}
+    q, k, v = random((*rows, qk)), random((*columns, qk)), random((*columns, v_dim))
+    panel_rows = rows_for(problem, gpu, direction)
+    if direction == "forward":
+        family.run(launches, q, k, v, qk**-0.5, panel_rows=panel_rows)
+        return found
+    out, dout = random((*rows, v_dim)), random((*rows, v_dim))
+    delta = launches[BWD_PREPROCESS.name](out, dout)
+    if kernel != BWD_PREPROCESS.name:
+        # What a dense forward would give on such inputs: logits are normal with variance 1.
+        lse = torch.full(rows, math.log(problem.seqlen_kv) + 0.5, device=device)
+        family.run(launches, q, k, v, dout, lse, delta, qk**-0.5, panel_rows=panel_rows)
+    return found
 
 
 def check_config(
@@ -341,11 +315,9 @@ def check_config(
 def partners(kernel: Kernel) -> tuple[Kernel, ...]:
     """Return the kernels that have to run for the results of this one to be seen, itself among
     them."""
-    forward = next((all_ for all_ in FORWARD.values() if kernel in all_), None)
-    if forward is not None:
-        return forward
-    backward = next(all_ for all_ in BACKWARD.values() if kernel in all_)
-    return (*FORWARD["q_stationary"], *backward)
+    direction = direction_of(kernel)
+    family = next(one.names for one in FAMILIES[direction].values() if kernel in one.names)
+    return family if direction == "forward" else (*Q_STATIONARY.names, *family)
 
 
 def _trouble(
@@ -358,6 +330,6 @@ def _trouble(
         checks = verify(problem, configs)
     except Exception as error:  # as in `measure`: what a kernel raises is a result
         return survived(error)
-    made = (check for check in checks if check.tensor.rstrip("0123456789") in MAKES[kernel])
+    made = (check for check in checks if check.tensor.rstrip("0123456789") in KERNELS[kernel].shows)
     wrong = [str(check) for check in made if not check.ok]
     return Measurement(status="wrong", message=one_line(wrong[0])) if wrong else None

@@ -22,7 +22,7 @@ from tilegen.model.symbols import (
     kappa,
     n,
 )
-from tilegen.model.traffic import TERMS, Term
+from tilegen.model.traffic import Term, terms_of
 from tilegen.theory.schedules.record import Held, Schedule
 
 _ROWS, _WIDTH = g * N_q, d_qk + d_v
@@ -43,7 +43,7 @@ BWD_PREPROCESS = Schedule(
     name="bwd_preprocess",
     citation="FA2, Algorithm 2, line 4",
     direction="backward",
-    terms=TERMS["bwd_preprocess"],
+    terms=terms_of("bwd_preprocess"),
     phases=((Held("out, dout", 2 * B_r * d_v), Held("delta", B_r, "fp32")),),
     flops=_NONE,
     exps=_NONE,
@@ -55,7 +55,7 @@ BWD_DKDV = Schedule(
     name="bwd_dkdv",
     citation="FA2, Algorithm 2, without the lines for dQ",
     direction="backward",
-    terms=TERMS["bwd_dkdv"],
+    terms=terms_of("bwd_dkdv"),
     phases=((*_KV_TILE, *_STREAMED_Q),),
     flops=4 * _SQUARE * _WIDTH,
     exps=_SQUARE,
@@ -70,7 +70,7 @@ BWD_DKDV_PER_HEAD = Schedule(
     terms=(
         Term("k", "read", g * N_kv * d_qk),
         Term("v", "read", g * N_kv * d_v),
-        *(term for term in TERMS["bwd_dkdv"] if term.tensor in ("q", "dout", "lse", "delta")),
+        *(term for term in terms_of("bwd_dkdv") if term.tensor in ("q", "dout", "lse", "delta")),
         Term("partial_dk", "write", g * N_kv * d_qk, "fp32"),
         Term("partial_dv", "write", g * N_kv * d_v, "fp32"),
         Term("partial_dk", "read", g * N_kv * d_qk, "fp32"),
@@ -89,7 +89,7 @@ BWD_DQ = Schedule(
     name="bwd_dq",
     citation="FA2, Algorithm 2, with the loops exchanged",
     direction="backward",
-    terms=TERMS["bwd_dq"],
+    terms=terms_of("bwd_dq"),
     phases=((*_Q_TILE, _STREAMED_KV),),
     flops=2 * _SQUARE * (2 * d_qk + d_v),
     exps=_SQUARE,
@@ -107,7 +107,7 @@ def _accumulated(tensor: str, additions: sp.Expr) -> tuple[Term, Term]:
 
 
 _FUSED_TERMS = (
-    *TERMS["bwd_dkdv"],
+    *terms_of("bwd_dkdv"),
     Term("dq_accum", "write", _ROWS * d_qk, "fp32"),  # zeros
     *_accumulated("dq_accum", g * V_q * d_qk),
 )
@@ -155,7 +155,7 @@ BWD_FUSED_Q_STATIONARY = Schedule(
     citation="FA2, Algorithm 2, with the loops exchanged: dK and dV are added up in slow memory",
     direction="backward",
     terms=(
-        *TERMS["bwd_dq"],
+        *terms_of("bwd_dq"),
         Term("dk_accum", "write", N_kv * d_qk, "fp32"),  # zeros
         Term("dv_accum", "write", N_kv * d_v, "fp32"),
         *_accumulated("dk_accum", g * V_kv * d_qk),

@@ -25,7 +25,7 @@ from tilegen.model.symbols import (
     nnz,
     s,
 )
-from tilegen.model.traffic import TERMS, Term
+from tilegen.model.traffic import Term, terms_of
 from tilegen.theory.schedules.record import Held, Schedule, Size
 
 _ROWS = g * N_q
@@ -46,7 +46,7 @@ FWD_Q_STATIONARY = Schedule(
     name="fwd_q_stationary",
     citation="FA2, Algorithm 1",
     direction="forward",
-    terms=TERMS["fwd"],
+    terms=terms_of("fwd"),
     phases=((*_Q_TILE, Held("k, v", n * B_c * (d_qk + d_v))),),
     flops=_FLOPS,
     exps=_SQUARE,
@@ -59,7 +59,7 @@ FWD_Q_STATIONARY_MLA = Schedule(
     citation="FA2, Algorithm 1, where V is the first d_v columns of K (multi-head latent "
     "attention, DeepSeek-V2, arXiv 2405.04434)",
     direction="forward",
-    terms=tuple(term for term in TERMS["fwd"] if term.tensor != "v"),
+    terms=tuple(term for term in terms_of("fwd") if term.tensor != "v"),
     phases=((*_Q_TILE, Held("k", n * B_c * d_qk)),),
     flops=_FLOPS,
     exps=_SQUARE,

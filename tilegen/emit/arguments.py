@@ -1,0 +1,108 @@
+"""The arguments of a kernel as its template prints them: parameters, and what `launch` passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tilegen.kernels.arguments import SCALE, SCALE_IN_BASE_2, Line
+from tilegen.kernels.spec import KernelSpec
+
+WIDTH = 115
+"""Columns that a line of arguments may fill."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """All arguments of one kernel of a problem."""
+
+    spec: KernelSpec
+    lines: tuple[Line, ...]
+    extras: tuple[Line, ...]
+    """What masks and scores add."""
+
+    @classmethod
+    def of(cls, spec: KernelSpec, extras: Sequence[Line], changes_scores: bool) -> Arguments:
+        """Return a kernel's arguments; where scores are changed, their scale comes as it is."""
+        lines = (
+            SCALE if changes_scores and line is SCALE_IN_BASE_2 else line for line in spec.lines
+        )
+        return cls(spec=spec, lines=tuple(lines), extras=tuple(extras))
+
+    def types(self, dtype: str) -> tuple[tuple[str, str], ...]:
+        """Return (argument, Triton type) of the function, for inputs of a dtype."""
+        return tuple(
+            (one.name, one.type_for(dtype)) for line in self._all for one in line.arguments
+        )
+
+    @property
+    def parameters(self) -> list[str]:
+        """The lines of the function's parameters."""
+        return [line.parameters for line in self._all]
+
+    @property
+    def pointers(self) -> int:
+        """How many arguments come first that are addresses."""
+        return len(self.lines[0].arguments)
+
+    @property
+    def unspecialised(self) -> int:
+        """Where the arguments end that must not trigger a compilation for their values: integers,
+        and all that masks and scores add."""
+        every = [
+            one for line in (self._all if self.extras else self.lines) for one in line.arguments
+        ]
+        return len(every) - (0 if self.extras else sum(one.type == "fp32" for one in every))
+
+    @property
+    def scale_in_base_2(self) -> bool:
+        """Whether the scale comes multiplied by log2(e)."""
+        return SCALE_IN_BASE_2 in self.lines
+
+    @property
+    def given(self) -> str:
+        """The parameters of `launch`."""
+        names = [*self.spec.given, *(one.of for line in self.extras for one in line.arguments)]
+        names = list(dict.fromkeys(names))
+        if len(text := ", ".join(names)) + len("def launch():") <= WIDTH:
+            return text
+        return "\n    " + "\n    ".join(_packed([[name] for name in names], WIDTH - 4)) + "\n"
+
+    def passed(self, known: str) -> list[str]:
+        """Return the lines that `launch` passes, where it has variables of the names `known`."""
+        names = frozenset(known.split())
+        first, *others = self.lines
+        strides = [line for line in others if line.arguments[0].taken == "stride"]
+        numbers = [line for line in others if line.arguments[0].taken != "stride"]
+        found = [first.expressions(names) + ","]
+        for lines in (strides, numbers):
+            found += _packed([[line.expressions(names)] for line in lines], WIDTH - 8)
+        return found + [line.expressions(names) + "," for line in self.extras]
+
+    def grid(self, known: str) -> str:
+        """Return the size of the grid, where `launch` has variables of the names `known`."""
+        factors: list[str] = []
+        for name, divisor in self.spec.grid:
+            size = name if name in known.split() else f"{name.upper()}.value"
+            by = f"{str(divisor).upper()}.value"
+            factors.append(size if divisor == 1 else f"triton.cdiv({size}, {by})")
+        if len(line := f"({' * '.join(factors)},)") <= WIDTH - len("    grid = "):
+            return line
+        return "(\n    " + "\n    * ".join(factors) + ",\n)"
+
+    @property
+    def _all(self) -> tuple[Line, ...]:
+        return (*self.lines, *self.extras)
+
+
+def _packed(groups: Sequence[Sequence[str]], width: int) -> Iterator[str]:
+    """Yield lines of groups that stay together, each line as long as it may be."""
+    line = ""
+    for group in groups:
+        text = ", ".join(group) + ","
+        if line and len(line) + 1 + len(text) > width:
+            yield line
+            line = ""
+        line = f"{line} {text}" if line else text
+    if line:
+        yield line

@@ -1,0 +1,211 @@
+"""Arguments of emitted kernels, as records: a template prints them, a launch fills them in.
+
+A kernel's list is a few `Line`s, each a line of its parameters. What an argument holds is said
+once, by the tensor (or number) that it is taken from and by what is taken of it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import Literal
+
+Taken = Literal["address", "stride", "size", "units", "number", "base 2", "flag", "nothing"]
+"""What an argument holds of the tensor or number it is taken from: its address; a stride, in the
+kernel's unit; a size; a size in that unit; the number itself; a scale times log2(e); a truth value
+as an int. Scratch pointers, which kernels here do not use, hold nothing."""
+
+FP32_TENSORS = frozenset(("lse", "delta", "maxima", "sums", "acc", "sinks"))
+"""Tensors of fp32, whatever the dtype of a problem."""
+PANELS = frozenset(("weights", "ds", "panel"))
+"""Tensors (heads, rows, columns) that kernels of a panel share, all of the same strides."""
+COLUMN_TENSORS = frozenset(("k", "v", "dk", "dv", "grad"))
+"""Tensors whose rows are key-value rows."""
+_STRIDE_NAMES = {"out": "o", "dout": "do", "grad": "g", **dict.fromkeys(PANELS, "w")}
+"""Names in strides, where they are not those of the tensors."""
+_SIZES: dict[str, tuple[str, int]] = {
+    "batch": ("q out dq y", 0),
+    "num_heads_q": ("q out dq y", 1),
+    "seqlen_q": ("q out dq y", 2),
+    "num_heads_kv": ("k v grad", 1),
+    "seqlen_kv": ("k v grad", 2),
+    "head_dim": ("grad", 3),
+    "head_dim_qk": ("k", 3),
+    "head_dim_v": ("v", 3),
+    "num_heads": ("weights ds panel", 0),
+    "num_rows": ("weights ds panel", 1),
+    "score_tiles": ("maxima", 1),
+}
+"""Where a size is read: the first of these tensors that a kernel has, and the dimension."""
+
+
+@dataclass(frozen=True)
+class Argument:
+    """One argument of an emitted kernel."""
+
+    name: str
+    type: str
+    """As Triton names it; `*element` points to elements of the problem's dtype. Empty where it is a
+    pointer to elements that only masks and scores know."""
+    of: str
+    """The tensor or number that it is taken from, as `launch` names it."""
+    taken: Taken
+    axis: int = 0
+
+    def type_for(self, dtype: str) -> str:
+        """Return the type in a kernel for a dtype."""
+        return f"*{dtype}" if self.type == "*element" else self.type
+
+    def expression(self, known: frozenset[str] = frozenset()) -> str:
+        """Return what the emitted `launch` passes, which has variables of the names `known`."""
+        match self.taken:
+            case "size" if self.name not in known:
+                return f"{self.of}.shape[{self.axis}]"
+            case "units":
+                size = "head_dim" if "head_dim" in known else f"{self.of}.shape[{self.axis}]"
+                return f"{size} // STRIDE_UNIT.value"
+            case "base 2":
+                return f"{self.of} * math.log2(math.e)"
+            case "flag":
+                return f"int({self.of})"
+            case "address" | "number":
+                return self.of
+            case _:
+                return self.name
+
+
+@dataclass(frozen=True)
+class Line:
+    """Some arguments that stand together, and a comment on them."""
+
+    arguments: tuple[Argument, ...]
+    why: str = ""
+
+    @property
+    def names(self) -> str:
+        """The arguments' names, separated by commas."""
+        return ", ".join(one.name for one in self.arguments)
+
+    @property
+    def parameters(self) -> str:
+        """The line in the kernel's list of parameters."""
+        return f"{self.names}," + (f"  # {self.why}" if self.why else "")
+
+    def expressions(self, known: frozenset[str]) -> str:
+        """Return what the emitted `launch` passes for the line."""
+        first = self.arguments[0]
+        if first.taken == "stride":
+            if first.of in PANELS:
+                return f"*(stride // STRIDE_UNIT.value for stride in {first.of}.stride()[:2])"
+            return f"*_strides({first.of})"
+        passed = (
+            f"*{one.of}.shape" if one.name == f"{one.of}_n{one.axis}" else one.expression(known)
+            for one in self.arguments
+        )
+        return ", ".join(dict.fromkeys(passed))
+
+
+def pointers(*tensors: str) -> Line:
+    """Return the addresses of tensors."""
+    return Line(
+        tuple(
+            Argument(f"{one}_ptr", "*fp32" if one in FP32_TENSORS else "*element", one, "address")
+            for one in tensors
+        )
+    )
+
+
+def strides(tensor: str, why: str = "") -> Line:
+    """Return the strides of a tensor: batch, head and row, or head and row of a panel."""
+    name = _STRIDE_NAMES.get(tensor, tensor)
+    axes = "hm" if tensor in PANELS else "bhn" if tensor in COLUMN_TENSORS else "bhm"
+    return Line(
+        tuple(
+            Argument(f"stride_{name}{axis}", "i32", tensor, "stride", i)
+            for i, axis in enumerate(axes)
+        ),
+        why,
+    )
+
+
+def sizes(names: str, tensors: str, why: str = "") -> Line:
+    """Return sizes by their names; each is read from one of `tensors`, or given as a number."""
+    return Line(tuple(size(name, tensors.split()) for name in names.split()), why)
+
+
+def size(name: str, tensors: list[str] | tuple[str, ...]) -> Argument:
+    """Return the size of a name, read from one of `tensors`; a number where none of them has it."""
+    if name.endswith("_units"):
+        return replace(size(name.removesuffix("_units"), tensors), name=name, taken="units")
+    candidates, axis = _SIZES.get(name, ("", 0))
+    of = next((one for one in candidates.split() if one in tensors), None)
+    if of is None:
+        return Argument(name, "i32", name, "number")
+    return Argument(name, "i32", of, "size", axis)
+
+
+def numbers(*names: str, why: str = "") -> Line:
+    """Return integers that `launch` is given under the same names."""
+    return Line(tuple(Argument(name, "i32", name, "number") for name in names), why)
+
+
+def flags(*names: str, why: str = "") -> Line:
+    """Return truth values that `launch` is given under the same names."""
+    return Line(tuple(Argument(name, "i32", name, "flag") for name in names), why)
+
+
+def factor(name: str, why: str = "") -> Line:
+    """Return an fp32 number that `launch` is given under the same name."""
+    return Line((Argument(name, "fp32", name, "number"),), why)
+
+
+SCALE_IN_BASE_2 = Line(
+    (Argument("softmax_scale_log2", "fp32", "softmax_scale", "base 2"),),
+    "softmax scale * log2(e), not negative",
+)
+"""The scale of kernels that take scores to base 2 with it."""
+SCALE = factor("softmax_scale", "not negative")
+"""The scale of the same kernels where scores are changed before."""
+
+
+def tensor(name: str, type_: str, dimensions: int) -> tuple[Argument, ...]:
+    """Return the address of a tensor that a mask or a score reads, and its sizes."""
+    shape = (Argument(f"{name}_n{i}", "i32", name, "size", i) for i in range(dimensions))
+    return Argument(f"{name}_ptr", type_, name, "address"), *shape
+
+
+LISTS = Line(
+    (
+        Argument("tiles_ptr", "*i32", "tiles", "address"),
+        Argument("starts_ptr", "*i64", "starts", "address"),
+        Argument("tiles_sb", "i32", "tiles_sb", "number"),
+        Argument("tiles_sh", "i32", "tiles_sh", "number"),
+    ),
+    "lists of tiles; strides in lists",
+)
+"""Lists of tiles, of masks without a closed form."""
+SINKS = Line((Argument("sinks_ptr", "*fp32", "sinks", "address"),), "a logit per query head")
+
+_BY_NAME = {one.name: one for line in (LISTS, SINKS, SCALE) for one in line.arguments}
+
+_TENSOR = re.compile(r"([tc]\d+)_ptr")
+_SIZE = re.compile(r"([tc]\d+)_n(\d)")
+_GRADIENT = re.compile(r"(dc\d+)_ptr")
+_SCRATCH = re.compile(r"scratch_\d+")
+
+
+def extra(name: str) -> Argument | None:
+    """Return the argument of a name that a mask or a score adds, or that Triton appends; None for
+    other names.
+
+    `t0` and `c0` are tensors of a mask and of a score, `dc0` the gradient of such a one.
+    """
+    if match := _TENSOR.fullmatch(name):
+        return Argument(name, "", match[1], "address")
+    if match := _SIZE.fullmatch(name):
+        return Argument(name, "i32", match[1], "size", int(match[2]))
+    if match := _GRADIENT.fullmatch(name):
+        return Argument(name, "*fp32", match[1], "address")
+    if _SCRATCH.fullmatch(name):
+        return Argument(name, "*u8", name, "nothing")
+    return _BY_NAME.get(name)

@@ -1,0 +1,43 @@
+"""The tensors that launches allocate: what they hold, and how they are laid out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from tilegen.kernels.arguments import PANELS
+
+if TYPE_CHECKING:
+    import torch
+
+
+def empty_like(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
+    """Return an uninitialised tensor laid out like `tensor` (heads inside or outside of rows)."""
+    batch, heads, seqlen, _ = tensor.shape
+    if tensor.stride(1) < tensor.stride(2):
+        return tensor.new_empty((batch, seqlen, heads, head_dim)).transpose(1, 2)
+    return tensor.new_empty((batch, heads, seqlen, head_dim))
+
+
+def allocate(name: str, given: Mapping[str, Any], unit: int, block_n: int) -> torch.Tensor:
+    """Return an uninitialised tensor for a result of a launch.
+
+    `given` is what the launch takes, by name; `unit` the elements that strides are counted by, to
+    which rows of a panel are padded; `block_n` the keys of a score tile.
+    """
+    import torch
+
+    if name == "out":
+        return empty_like(given["q"], given["v"].shape[3])
+    if name in ("dq", "dk", "dv"):
+        like = given[name[1:]]
+        return empty_like(like, like.shape[3])
+    if name in ("lse", "delta"):
+        like = given["q" if name == "lse" else "out"]
+        return torch.empty(like.shape[:3], device=like.device, dtype=torch.float32)
+    q, seqlen_kv = given["q"], given["k"].shape[2]
+    heads, rows = given["num_heads"], given["num_rows"]
+    if name in PANELS:
+        return q.new_empty((heads, rows, -(-seqlen_kv // unit) * unit))
+    shape = heads, -(-seqlen_kv // block_n), rows
+    return torch.empty(shape, device=q.device, dtype=torch.float32)  # maxima and sums

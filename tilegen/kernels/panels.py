@@ -1,0 +1,97 @@
+"""Panels: what the small-cache kernels share through L2, the scores of some query rows of one head,
+or of several whole heads. Kernels of one pass agree on nothing else, so each has its own config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal
+
+from tilegen.kernels.config import BLOCK_SIZES
+
+if TYPE_CHECKING:
+    from tilegen.gpus.spec import GpuSpec
+    from tilegen.problem import AttentionProblem
+
+Launch = Callable[..., Any]
+"""Launches one kernel."""
+SCORE_WIDTH = 128
+"""Keys of one score tile of the small-cache forward where nobody says otherwise."""
+PANEL_STEP = BLOCK_SIZES[-1]
+"""Panels start at multiples of it, so that their tiles are tiles of the whole, whatever its
+size."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Some query rows of one head, or all of several; heads are numbered through all batches."""
+
+    head_first: int
+    num_heads: int
+    row_first: int
+    num_rows: int
+    begins: bool
+    """Whether no earlier panel has rows of the same key-value heads."""
+    ends: bool
+    """Whether no later one has."""
+
+
+def panels(num_heads: int, group_size: int, seqlen_q: int, rows: int) -> Iterator[Panel]:
+    """Yield panels of at most `rows` query rows (but at least PANEL_STEP), in the order of their
+    heads."""
+    if rows < 2 * seqlen_q:  # of one head each
+        step = max(PANEL_STEP, rows // PANEL_STEP * PANEL_STEP)
+        for head in range(num_heads):
+            for first in range(0, seqlen_q, step):
+                num_rows = min(step, seqlen_q - first)
+                begins = head % group_size == 0 and first == 0
+                ends = head % group_size == group_size - 1 and first + num_rows == seqlen_q
+                yield Panel(head, 1, first, num_rows, begins, ends)
+        return
+    heads = rows // seqlen_q
+    # Whole groups, or parts of one.
+    heads = heads // group_size * group_size or heads
+    limit = num_heads if heads >= group_size else group_size
+    for start in range(0, num_heads, limit):
+        for first in range(start, start + limit, heads):
+            count = min(heads, start + limit - first)
+            begins, ends = first % group_size == 0, (first + count) % group_size == 0
+            yield Panel(first, count, 0, seqlen_q, begins, ends)
+
+
+L2_PART = 0.5
+"""Of L2 that a panel may fill; the tiles that stream past it need the rest."""
+TILE = 128
+"""Side of the tile by which programs of a small-cache kernel are counted."""
+
+
+def panel_rows(
+    *, seqlen_kv: int, head_dim: int, score_bytes: int, l2_bytes: int, num_sms: int
+) -> int:
+    """Return how many query rows go into a panel: as many as L2 holds, but enough to give every SM
+    a program. Memory is that many rows of seqlen_kv scores, linear in the length."""
+    in_l2 = int(L2_PART * l2_bytes) // (seqlen_kv * score_bytes)
+    one_wave = -(-num_sms // -(-head_dim // TILE)) * TILE
+    return max(in_l2, one_wave)
+
+
+def rows_for(
+    problem: AttentionProblem, gpu: GpuSpec, direction: Literal["forward", "backward"]
+) -> int:
+    """Return the query rows that a panel of a pass holds on a GPU."""
+    panels_at_once = 1 if direction == "forward" else 2  # weights, and in the backward gradients
+    return panel_rows(
+        seqlen_kv=problem.seqlen_kv,
+        head_dim=min(problem.head_dim_qk, problem.head_dim_v),
+        score_bytes=problem.element_bytes * panels_at_once,
+        l2_bytes=gpu.l2_bytes,
+        num_sms=gpu.num_sms,
+    )
+
+
+@lru_cache(maxsize=1024)
+def panels_per_group(group_size: int, seqlen_q: int, rows: int) -> int:
+    """Return how many panels of `rows` the query heads of one key-value head are computed in; whole
+    heads of other groups may share the only one."""
+    return sum(1 for _ in panels(group_size, group_size, seqlen_q, rows))

@@ -1,0 +1,52 @@
+"""Forward for head dims that no tile holds: outputs stay on chip, slices of the queries stream past
+again with every tile of keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from tilegen.kernels.panels import Launch
+from tilegen.kernels.q_stationary import ARGUMENTS, FLOOR
+from tilegen.kernels.spec import FamilySpec, KernelSpec, Knobs, Sliced, read, write
+
+if TYPE_CHECKING:
+    import torch
+
+FWD_STREAMED = KernelSpec(
+    name="fwd_streamed",
+    title="Attention forward, head dim streamed: out and lse.",
+    given=("q", "k", "v", "softmax_scale"),
+    made=("out", "lse"),
+    lines=ARGUMENTS,
+    grid=(("seqlen_q", "block_m"), ("num_heads_q", 1), ("batch", 1)),
+    loop=Sliced(rows="block_m", columns="block_n", depth="block_d", slices=("qk",), loops=True),
+    traffic=(
+        read("q", "g*W_q*d_qk"),
+        read("k", "g*V_kv*d_qk"),
+        read("v", "g*V_kv*d_v"),
+        write("out", "g*N_q*d_v"),
+        write("lse", "g*N_q", fp32=True),
+    ),
+    floor=FLOOR,
+    shows=("out", "lse"),
+    knobs=Knobs(block_m=(16, 32, 64, 128), block_n=(16, 32, 64), block_d=(32, 64, 128)),
+    computes_scores=True,
+    has_sinks=True,
+)
+
+
+def run(
+    launch: Mapping[str, Launch],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    *,
+    panel_rows: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse)."""
+    return launch[FWD_STREAMED.name](q, k, v, scale)
+
+
+Q_STREAMED = FamilySpec(name="q_streamed", direction="forward", kernels=(FWD_STREAMED,), run=run)

@@ -1,0 +1,62 @@
+"""The families of kernels that there are. A new one is a module like `q_stationary`, its templates,
+and its name in `_ALL`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from tilegen.errors import Unsupported
+from tilegen.kernels.config import Family, Kernel, TileConfig
+from tilegen.kernels.q_stationary import Q_STATIONARY
+from tilegen.kernels.q_streamed import Q_STREAMED
+from tilegen.kernels.small_cache import SMALL_CACHE_BACKWARD, SMALL_CACHE_FORWARD
+from tilegen.kernels.spec import Direction, FamilySpec, KernelSpec
+from tilegen.kernels.two_pass import TWO_PASS
+
+FORWARD: dict[Family, FamilySpec] = {}
+BACKWARD: dict[Family, FamilySpec] = {}
+FAMILIES: dict[Direction, dict[Family, FamilySpec]] = {"forward": FORWARD, "backward": BACKWARD}
+KERNELS: dict[Kernel, KernelSpec] = {}
+"""Every kernel by its name, forward first."""
+
+_ALL = (Q_STATIONARY, Q_STREAMED, SMALL_CACHE_FORWARD, TWO_PASS, SMALL_CACHE_BACKWARD)
+
+
+def register(family: FamilySpec) -> None:
+    """Make a family known to the whole compiler."""
+    FAMILIES[family.direction][family.name] = family
+    KERNELS.update({one.name: one for one in family.kernels})
+
+
+for _one in _ALL:
+    register(_one)
+
+LARGE_CACHE: tuple[Kernel, ...] = (*Q_STATIONARY.names, *TWO_PASS.names)
+SMALL_CACHE: tuple[Kernel, ...] = (*SMALL_CACHE_FORWARD.names, *SMALL_CACHE_BACKWARD.names)
+
+
+def family_among(kernels: Collection[Kernel], direction: Direction) -> FamilySpec | None:
+    """Return the family of a pass all of whose kernels are among `kernels`; None if there is
+    none."""
+    found = (one for one in FAMILIES[direction].values() if set(one.names) <= set(kernels))
+    return next(found, None)
+
+
+def direction_of(kernel: Kernel) -> Direction:
+    """Return the pass that a kernel belongs to."""
+    return "forward" if any(kernel in one.names for one in FORWARD.values()) else "backward"
+
+
+def check_config(config: TileConfig, kernel: Kernel) -> None:
+    """Raise Unsupported for a config of another kind of kernel."""
+    spec = KERNELS[kernel]
+    if not spec.sliced:
+        if config.block_d:
+            raise Unsupported(f"{kernel} holds head dims whole, expected no d in {config.key}")
+        return
+    for name in ("block_m", "block_n", "block_d"):
+        allowed = getattr(spec.knobs, name)
+        if (value := getattr(config, name)) not in allowed:
+            raise Unsupported(
+                f"{name} of {kernel} must be one of {allowed}, got {value} in {config.key}"
+            )

@@ -1,0 +1,202 @@
+"""What a kernel is: `KernelSpec`; and what a pass is made of: `FamilySpec`.
+
+Everything that the compiler has to know of a kernel stands in its record: the names and sizes that
+the template prints, the knobs that the tuner may turn, the traffic that the model counts. Templates
+hold the rest: the arithmetic. Records need neither PyTorch nor SymPy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from tilegen.kernels.arguments import Argument, Line
+from tilegen.kernels.config import BLOCK_SIZES, NUM_STAGES, NUM_WARPS
+
+Direction = Literal["forward", "backward"]
+Side = Literal["rows", "columns"]
+Dim = Literal["qk", "v"]
+"""A head dim: that of q and k, or that of v."""
+WIDTHS: dict[str, Dim] = {
+    **dict.fromkeys(("q", "k", "dq", "dk"), "qk"),
+    **dict.fromkeys(("v", "out", "dout", "dv"), "v"),
+}
+"""The head dim of a tensor's rows; lse and delta have one fp32 number a row."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Words of one tensor that a kernel moves one way, for one key-value head."""
+
+    tensor: str
+    direction: Literal["read", "write"]
+    words: str
+    """A formula in the symbols of model/symbols.py."""
+    fp32: bool = False
+    """Whether words are fp32, whatever the dtype of the problem."""
+
+
+def read(tensor: str, words: str, *, fp32: bool = False) -> Moved:
+    """Return words that are loaded."""
+    return Moved(tensor, "read", words, fp32)
+
+
+def write(tensor: str, words: str, *, fp32: bool = False) -> Moved:
+    """Return words that are stored."""
+    return Moved(tensor, "write", words, fp32)
+
+
+Knob = Literal["block_m", "block_n", "block_d"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Knobs:
+    """What a kernel may be tuned over."""
+
+    block_m: tuple[int, ...] = BLOCK_SIZES
+    block_n: tuple[int, ...] = BLOCK_SIZES
+    block_d: tuple[int, ...] = (0,)
+    num_warps: tuple[int, ...] = NUM_WARPS
+    num_stages: tuple[int, ...] = NUM_STAGES
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole:
+    """The inner loop of a kernel that holds head dims whole: a tile stays, tiles of rows pass."""
+
+    keeps: tuple[str, ...]
+    """Tensors of which a tile stays on chip."""
+    streams: tuple[str, ...]
+    """Tensors of which tiles pass by."""
+    accumulates: tuple[str, ...]
+    """Tensors that a program adds up on chip."""
+    products: tuple[Dim, ...]
+    """Matrix products of a step, each stationary rows x streamed rows x a head dim."""
+    score_tiles: int
+    """Score tiles that are alive together."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sliced:
+    """The inner loop of a kernel that takes head dims in slices of `block_d` columns."""
+
+    rows: Knob
+    columns: Knob
+    depth: Knob
+    """One step is a matrix product of rows x depth and depth x columns."""
+    results: int = 1
+    """Tiles of rows x columns that are accumulated."""
+    slices: tuple[Dim, ...]
+    """Head dims that are taken in slices."""
+    loops: bool
+    """Whether a program goes through all slices; otherwise each slice has programs of its own."""
+    panel: Literal["", "writes", "reads"] = ""
+    """What it does with the panel that the kernels of a pass share."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelSpec:
+    """One emitted kernel. templates/README.md is the legend of the names."""
+
+    name: str
+    title: str
+    """First line of the emitted file."""
+    given: tuple[str, ...]
+    """What `launch` takes, in order; what masks and scores read follows by name."""
+    made: tuple[str, ...]
+    """Tensors that a launch allocates and returns."""
+    tells: Knob | None = None
+    """What a launch returns after them: a knob that the next kernel has to know."""
+    lines: tuple[Line, ...]
+    """The function's arguments but for those that masks and scores add."""
+    grid: tuple[tuple[str, Knob | Literal["group_size"] | int], ...]
+    """One-dimensional: the product of ceil(size / divisor) over these pairs."""
+    loop: Whole | Sliced | None
+    """The inner loop; None for kernels that go over their rows once."""
+    traffic: tuple[Moved, ...]
+    """Exact: counted in the interpreter, loads and stores equal it to the byte."""
+    floor: tuple[Moved, ...]
+    """What must move anyway: inputs that matter, and all outputs."""
+    shows: tuple[str, ...]
+    """Results of the pass that are right only if this kernel is; `dt` stands for the gradients of
+    all that a score reads."""
+    stays: Side = "rows"
+    """The side of the scores whose tiles stay; tiles of the other side pass."""
+    knobs: Knobs = Knobs()
+    masked: bool = True
+    """Whether it visits the tiles that a mask leaves."""
+    computes_scores: bool = False
+    """Whether it changes scores as a problem asks."""
+    trains: bool = False
+    """Whether it adds up the gradients of what a score reads."""
+    has_sinks: bool = False
+    """Whether a row starts from the logit of its head's sink."""
+    launches_per_panel: int = 1
+    like: str = ""
+    """The kernel whose fitted numbers it takes: registers and instructions; empty: its own."""
+    requires: tuple[str, ...] = ()
+    """Architectures that it needs, such as sm_90; empty: any."""
+    folder: Path | None = None
+    """Where its template lies; None: with the templates of tilegen."""
+
+    @property
+    def template(self) -> str:
+        """The file name of its template."""
+        return f"attention_{self.name}.py.jinja"
+
+    @property
+    def fitted_as(self) -> str:
+        """The kernel whose fitted numbers it takes."""
+        return self.like or self.name
+
+    @property
+    def sliced(self) -> Sliced | None:
+        """Its inner loop, where head dims are taken in slices."""
+        return self.loop if isinstance(self.loop, Sliced) else None
+
+    @property
+    def whole(self) -> Whole | None:
+        """Its inner loop, where head dims are held whole."""
+        return self.loop if isinstance(self.loop, Whole) else None
+
+    @property
+    def panel(self) -> str:
+        """What it does with a panel of scores: `writes`, `reads`, or nothing."""
+        return self.loop.panel if isinstance(self.loop, Sliced) else ""
+
+    @property
+    def products(self) -> tuple[Dim, ...]:
+        """Its matrix products, each of query rows, key-value rows and a head dim."""
+        if isinstance(self.loop, Sliced):
+            return self.loop.slices if self.loop.panel else (*self.loop.slices, "v")
+        return self.loop.products if self.loop else ()
+
+    @cached_property
+    def by_name(self) -> dict[str, Argument]:
+        """Its arguments by their names, but for those that masks and scores add."""
+        return {one.name: one for line in self.lines for one in line.arguments}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FamilySpec:
+    """One way to compute a pass: its kernels, and how they follow each other."""
+
+    name: str
+    direction: Direction
+    kernels: tuple[KernelSpec, ...]
+    run: Callable[..., Any]
+    """Launches the kernels. Forward: `run(launch, q, k, v, scale, panel_rows=)` returns (out, lse).
+    Backward: `run(launch, q, k, v, dout, lse, delta, scale, panel_rows=, wants_dq=, wants_dkdv=)`
+    returns (dq, dk, dv), None for what is not wanted."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of its kernels, in the order of their launches."""
+        return tuple(kernel.name for kernel in self.kernels)
+
+    def runs_on(self, arch: str) -> bool:
+        """Whether an architecture has all that its kernels need."""
+        return all(not one.requires or arch in one.requires for one in self.kernels)
