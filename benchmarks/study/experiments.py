@@ -15,9 +15,9 @@ from itertools import chain, zip_longest
 from tilegen.choose.ranking import propose
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import GpuSpec, with_fast_memory
-from tilegen.kernels.config import Family, Kernel, TileConfig
+from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import SCORE_WIDTH, rows_for
-from tilegen.kernels.registry import BACKWARD, FORWARD
+from tilegen.kernels.registry import BACKWARD, FAMILIES, FORWARD
 from tilegen.kernels.spec import Direction
 from tilegen.model.hierarchy import levels
 from tilegen.model.traffic import Traffic, traffic
@@ -110,7 +110,7 @@ def cases(gpu: GpuSpec, only: Sequence[str] = ()) -> list[Case]:
 def _e1(gpu: GpuSpec) -> Iterator[Case]:
     for seqlen, head_dim in ((8192, 128), (4096, 64), (4096, 256), (1024, 128), (32768, 128)):
         problem = _dense(seqlen, head_dim)
-        for kernels, side in ((FORWARD["q_stationary"], 0), (BACKWARD["two_pass"], 1)):
+        for kernels, side in ((FORWARD["q_stationary"].names, 0), (BACKWARD["two_pass"].names, 1)):
             for rank, configs in enumerate(_different(problem, gpu, kernels)):
                 group = f"N={seqlen} d={head_dim} {'bwd' if side else 'fwd'} {rank}"
                 yield _ours("E1", group, problem, configs, "", gpu)
@@ -145,7 +145,9 @@ def _e5(gpu: GpuSpec) -> Iterator[Case]:
 def _e6(gpu: GpuSpec) -> Iterator[Case]:
     for seqlen_kv in (8192, 65536, 2048, 131072, 32768, 262144):
         problem = AttentionProblem.parse(f"b1 hq8 hkv8 q4096 kv{seqlen_kv} d128 bf16 full")
-        for rank, configs in enumerate(_different(problem, gpu, FORWARD["q_stationary"], most=2)):
+        for rank, configs in enumerate(
+            _different(problem, gpu, FORWARD["q_stationary"].names, most=2)
+        ):
             yield _ours("E6", f"N_kv={seqlen_kv} {rank}", problem, configs, "", gpu)
 
 
@@ -168,11 +170,10 @@ def _families(
     note: str = "",
 ) -> Iterator[Case]:
     """Yield a case for each family that fits, with the tiles that move least."""
-    families: dict[Family, tuple[Kernel, ...]] = FORWARD if direction == "forward" else BACKWARD
-    for family, kernels in families.items():
+    for family, spec in FAMILIES[direction].items():
         try:
             configs: dict[Kernel, TileConfig] = {
-                kernel: _thriftiest(problem, gpu, kernel) for kernel in kernels
+                kernel: _thriftiest(problem, gpu, kernel) for kernel in spec.names
             }
         except Unsupported:
             continue

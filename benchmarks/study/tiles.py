@@ -160,7 +160,7 @@ def frontier(
     Every kernel takes the tiles that move least among those that fit, and of equals the largest.
     """
     problem = problem_of(seqlen, head_dim, element_bytes)
-    kernels = FAMILIES[direction][family]
+    kernels = FAMILIES[direction][family].names
     needs = {
         kernel: {
             config: held_words(kernel, config, head_dim, element_bytes)

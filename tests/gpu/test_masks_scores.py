@@ -22,7 +22,7 @@ from tilegen.masks import Mask, block_sparse, causal, documents, global_tokens, 
 from tilegen.masks.score import Score, alibi, bias, relative_bias, sinks, softcap, temperature
 from tilegen.problem import AttentionProblem
 
-SMALL_CACHE = (*FORWARD["small_cache"], *BACKWARD["small_cache"])
+SMALL_CACHE = (*FORWARD["small_cache"].names, *BACKWARD["small_cache"].names)
 LENGTH = 700
 IDS = torch.arange(LENGTH) // 190
 LAYOUT = torch.rand(4, 6, 6, generator=torch.Generator().manual_seed(0)) < 0.5

@@ -15,14 +15,14 @@ from tilegen.choose.families import kernels_of
 from tilegen.choose.ranking import propose
 from tilegen.errors import NoRecord
 from tilegen.gpus.spec import GpuSpec, detect
-from tilegen.kernels import passes
 from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.panels import rows_for
 from tilegen.kernels.registry import BACKWARD, FORWARD
 from tilegen.problem import AttentionProblem
 from tilegen.tuning.tuner import tune
 
-SMALL_CACHE = (*FORWARD["small_cache"], *BACKWARD["small_cache"])
-STREAMED = (*FORWARD["q_streamed"], *BACKWARD["small_cache"])
+SMALL_CACHE = (*FORWARD["small_cache"].names, *BACKWARD["small_cache"].names)
+STREAMED = (*FORWARD["q_streamed"].names, *BACKWARD["small_cache"].names)
 MASKS = ["full", "causal(bottom_right)", "causal&window(200,0)"]
 DIMS = ["256 fp32", "320 bf16", "512 bf16", "512 fp32", "576/512 fp16", "768 bf16", "1024 bf16"]
 
@@ -74,7 +74,7 @@ def test_memory_is_linear_in_the_length(length: int, spec: GpuSpec) -> None:
     tensor, rows = q.numel() * 2, 4 * 4 * length
 
     def panels(direction: str) -> int:
-        rows_at_once = passes.rows_for(problem.bucket, spec, direction)  # type: ignore[arg-type]
+        rows_at_once = rows_for(problem.bucket, spec, direction)  # type: ignore[arg-type]
         return min(rows_at_once, 4 * length) * length * 2
 
     for _ in range(2):  # the first call compiles

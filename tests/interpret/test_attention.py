@@ -158,7 +158,7 @@ def small_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     load_kernel = dispatch.load_kernel
 
     def chosen(problem: object, spec: object, direction: Direction) -> tuple[Kernel, ...]:
-        return FAMILIES[direction]["small_cache"]
+        return FAMILIES[direction]["small_cache"].names
 
     def watched(
         problem: AttentionProblem, config: TileConfig, kernel: Kernel, *, aligned: bool
@@ -186,7 +186,7 @@ def test_small_cache_forward_backward_and_lse(small_cache: list[str]) -> None:
     expected = torch.autograd.grad(loss(*attention_reference(q, k, v, mask=mask)), (q, k, v))
     for a, b in zip(found, expected, strict=True):
         _close(a, b)
-    assert set(small_cache) == {*FORWARD["small_cache"], *BACKWARD["small_cache"]}
+    assert set(small_cache) == {*FORWARD["small_cache"].names, *BACKWARD["small_cache"].names}
 
 
 def test_small_cache_gives_only_the_gradients_asked_for(small_cache: list[str]) -> None:

@@ -165,7 +165,7 @@ def test_one_of_two_tables_is_wanted() -> None:
 @pytest.fixture
 def small_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Have calls take the small-cache kernels, whatever the head dim."""
-    families = {"forward": FORWARD["small_cache"], "backward": BACKWARD["small_cache"]}
+    families = {"forward": FORWARD["small_cache"].names, "backward": BACKWARD["small_cache"].names}
     monkeypatch.setattr(dispatch, "kernels_of", lambda problem, spec, pass_: families[pass_])
     monkeypatch.setattr(
         dispatch, "choose", lambda problem, spec, kernel, **_: (sliced.SMALL_CACHE[kernel], "test")

@@ -19,6 +19,7 @@ from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
 from tilegen.kernels import passes
 from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.panels import Launch
 from tilegen.masks import parse_mask
 from tilegen.model.traffic import traffic
 from tilegen.problem import AttentionProblem
@@ -151,7 +152,7 @@ def counted(
     x = make_inputs(problem)
     moved: dict[Kernel, tuple[int, int]] = dict.fromkeys(configs, (0, 0))
 
-    def watched(kernel: Kernel) -> passes.Launch:
+    def watched(kernel: Kernel) -> Launch:
         launch = load(render(problem, configs[kernel], kernel, aligned=aligned)).launch
 
         def counting(*arguments: Any) -> Any:
@@ -163,7 +164,7 @@ def counted(
 
         return counting
 
-    launch: dict[Kernel, passes.Launch] = {kernel: watched(kernel) for kernel in configs}
+    launch: dict[Kernel, Launch] = {kernel: watched(kernel) for kernel in configs}
     _, lse = passes.forward(launch, x.q, x.k, x.v, 0.1, panel_rows=panel_rows)
     if "bwd_scores" in configs:
         passes.gradients(launch, x.q, x.k, x.v, x.dout, lse, lse, 0.1, panel_rows=panel_rows)

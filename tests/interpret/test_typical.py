@@ -17,9 +17,11 @@ from tests.score_inputs import HEADS, SLOPES, random
 from tilegen.check.reference import make_inputs
 from tilegen.check.verification import require, verify
 from tilegen.errors import WrongResult
+from tilegen.gpus import spec as gpus
 from tilegen.gpus.spec import gpu
 from tilegen.kernels import passes
 from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.panels import Launch
 from tilegen.masks.score import Score, alibi, bias, relative_bias, sinks, temperature
 from tilegen.measure import Measurement, summarise
 from tilegen.problem import AttentionProblem
@@ -85,7 +87,7 @@ def test_wrong_gradients_of_what_is_trained_are_found(monkeypatch: pytest.Monkey
     problem = problem_with(TRAINED["distances_and_sinks"], "q40 kv50 d16 fp32 full")
     gradients = passes.gradients
 
-    def twice(launches: Mapping[Kernel, passes.Launch], *given: Any, **options: Any) -> Any:
+    def twice(launches: Mapping[Kernel, Launch], *given: Any, **options: Any) -> Any:
         launches["bwd_dq"](*given)  # which adds to what is there
         return gradients(launches, *given, **options)
 
@@ -137,7 +139,7 @@ def test_a_call_that_tunes_takes_any_score(
 
     monkeypatch.setenv("TILEGEN_TUNE", "1")
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(spec, "detect", lambda *_: spec)
+    monkeypatch.setattr(gpus, "detect", lambda *_: spec)
     monkeypatch.setattr(dispatch, "TUNE_SECONDS", 1e-6)
     monkeypatch.setattr(dispatch, "choose", lambda *a, **_: choose(*a, may_tune=True))
     monkeypatch.setattr(bench, "DEVICE", "cpu")

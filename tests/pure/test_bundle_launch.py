@@ -10,6 +10,7 @@ import tilegen
 from tests.bundles import StandIn, not_compiled
 from tests.sliced import ALL
 from tilegen.bundles.launch import extra_names, launch_of
+from tilegen.bundles.manifest import Binary
 from tilegen.emit import kernel_files
 from tilegen.emit.render import render
 from tilegen.errors import Unsupported
