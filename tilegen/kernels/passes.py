@@ -9,6 +9,7 @@ from tilegen.kernels.config import Kernel
 from tilegen.kernels.panels import Launch
 from tilegen.kernels.registry import family_among
 from tilegen.kernels.spec import Direction, FamilySpec
+from tilegen.kernels.two_pass import BWD_PREPROCESS
 
 if TYPE_CHECKING:
     import torch
@@ -40,6 +41,7 @@ def gradients(
 
 
 def _family(launch: Mapping[Kernel, Launch], direction: Direction) -> FamilySpec:
-    found = family_among(launch, direction)
-    assert found is not None, f"no {direction} family has no other kernels than {', '.join(launch)}"
+    given = {*launch, BWD_PREPROCESS.name}  # whose result, delta, is there already
+    found = family_among(given, direction)
+    assert found is not None, f"expected the launches of a {direction} family, got {list(launch)}"
     return found
