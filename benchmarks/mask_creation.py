@@ -101,7 +101,7 @@ def _closed_form() -> Callable[[], Made]:
         for one in kept:
             one.cache_clear()
         for side in ("rows", "columns"):
-            closed_form.stream_bounds(sliding_window(WINDOW - 1, 0), side)
+            closed_form.stream_sets(sliding_window(WINDOW - 1, 0), side)
         return Made(bytes=0, live_tiles=None)  # expressions, compiled into the kernel
 
     return make

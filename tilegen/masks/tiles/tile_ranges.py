@@ -209,8 +209,8 @@ Evaluator = Callable[[Mapping[sympy.Symbol, Any], Sequence[Any]], tuple[list[Edg
 @lru_cache(maxsize=512)
 def _evaluator_of(mask: Mask, side: Side) -> tuple[frozenset[Any], Evaluator]:
     sets = stream_sets(mask, side)
-    length = SEQLEN_KV if side == "rows" else SEQLEN_Q
-    intervals = [edges(one, length) for one in sets.live] + [edges(one) for one in sets.dropped]
+    intervals = [edges(one, sets.length) for one in sets.live]
+    intervals += [edges(one) for one in sets.dropped]
     prepared = [tuple(e if e is None else exact(e) for e in one) for one in intervals]
 
     def evaluate(
