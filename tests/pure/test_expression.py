@@ -14,11 +14,21 @@ from hypothesis import strategies as st
 from tests.expression_trees import KINDS, T0, T1, T2, condition, score
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.masks.language.nodes import Where, normalise
-from tilegen.masks.language.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, S, captured_name
+from tilegen.masks.language.symbols import (
+    SEQLEN_KV,
+    SEQLEN_Q,
+    B,
+    H,
+    K,
+    Lookup,
+    Q,
+    S,
+    captured_name,
+    captured_slots,
+)
 from tilegen.masks.language.texts import (
     MAX_DEPTH,
     MAX_TEXT,
-    captured_slots,
     free_parts,
     from_text,
     kinds_of,

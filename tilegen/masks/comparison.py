@@ -24,7 +24,7 @@ from tilegen.masks.constructors import equal
 from tilegen.masks.language.evaluation import Points
 from tilegen.masks.language.integers import is_int, prepared
 from tilegen.masks.language.operations import is_condition
-from tilegen.masks.language.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q
+from tilegen.masks.language.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, slot_of
 from tilegen.masks.language.texts import merge
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.tracing.trace import Traced
@@ -202,7 +202,7 @@ def _numbers(
     by_batch = [
         one for side in (sides.column, sides.row) for one in side.atoms(Lookup) if one.has(B)
     ]
-    batch = min((len(captured[int(str(one.args[0])[1:])]) for one in by_batch), default=1)
+    batch = min((len(captured[slot_of(one)]) for one in by_batch), default=1)
     shape = (batch,) if is_batched else ()
     found: list[torch.Tensor] = []
     for expr, symbol, length in ((sides.column, K, lengths[1]), (sides.row, Q, lengths[0])):

@@ -16,8 +16,19 @@ from tilegen.masks.extras import Extras
 from tilegen.masks.language.derivatives import derivative
 from tilegen.masks.language.loads import Loads
 from tilegen.masks.language.nodes import normalise
-from tilegen.masks.language.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, S
-from tilegen.masks.language.texts import captured_slots, free_parts, to_text
+from tilegen.masks.language.symbols import (
+    SEQLEN_KV,
+    SEQLEN_Q,
+    B,
+    H,
+    K,
+    Lookup,
+    Q,
+    S,
+    captured_slots,
+    slot_of,
+)
+from tilegen.masks.language.texts import free_parts, to_text
 from tilegen.masks.language.triton_source import Writer
 from tilegen.masks.score import ELEMENTS, ScoreForm
 
@@ -83,7 +94,7 @@ def score_source(form: ScoreForm | None, *, trains: bool, precise: bool) -> Scor
     trained: list[Any] = []
     if trains:
         found = sorted(value.atoms(Lookup), key=to_text)
-        trained = [one for one in found if int(str(one.args[0])[1:]) in form.trained]
+        trained = [one for one in found if slot_of(one) in form.trained]
     for i, one in enumerate(trained):
         factor = derivative(value, one)
         if factor != 1:
@@ -137,7 +148,7 @@ def _check_indices(form: ScoreForm, value: sympy.Expr) -> None:
                     f"{to_text(found)}"
                 )
             for inner in index.atoms(Lookup):
-                if int(inner.args[0].name[1:]) in form.trained:
+                if slot_of(inner) in form.trained:
                     raise Unsupported(
                         "expected no gradient for a tensor that is used as an index, got "
                         f"{to_text(inner)} in {to_text(found)}; pass it detached"
@@ -151,9 +162,9 @@ def argument_types(form: ScoreForm) -> dict[str, str]:
 
 
 def _extras(form: ScoreForm, value: Any, trained: list[Any]) -> Extras:
-    dimensions = {int(one.args[0].name[1:]): len(one.args) - 1 for one in value.atoms(Lookup)}
+    dimensions = {slot_of(one): len(one.args) - 1 for one in value.atoms(Lookup)}
     slots = captured_slots(value)
-    gradients = sorted({int(one.args[0].name[1:]) for one in trained})
+    gradients = sorted({slot_of(one) for one in trained})
     parameters = [
         ", ".join([f"c{slot}_ptr", *(f"c{slot}_n{axis}" for axis in range(dimensions[slot]))])
         for slot in slots

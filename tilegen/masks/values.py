@@ -161,42 +161,34 @@ class Values:
 
     def at(self, b: Any, h: Any, q: Any, k: Any, lengths: Any = None) -> Any:
         """Return the element for a pair: a number, a tensor, or a SymPy look-up."""
-        if is_symbolic(b, h, q, k):
-            from tilegen.masks.language.symbols import Lookup
-
-            chosen = {"b": b, "h": h, "q": q, "k": k}
-            return Lookup(self.symbol, *(chosen[axis] for axis in self.axes or ""))
-        indices = tuple({"b": b, "h": h, "q": q, "k": k}[axis] for axis in self.axes or "")
-        table = self._beside((b, h, q, k), lengths)
-        return table[indices] if indices else table
+        chosen = {"b": b, "h": h, "q": q, "k": k}
+        indices = [chosen[axis] for axis in self.axes or ""]
+        return self._element(indices, tuple(chosen.values()), lengths)
 
     def look_up(self, leading: tuple[Any, Any], *indices: Any) -> Any:
         """Return the element at `indices`, after those of b and h in `leading` that `axes` names;
         0 beyond the end."""
         b, h = leading
-        chosen = [{"b": b, "h": h}[axis] for axis in self.axes or ""] + list(indices)
-        if is_symbolic(*chosen):
+        chosen = [{"b": b, "h": h}[axis] for axis in self.axes or ""]
+        return self._element([*chosen, *indices], (*leading, *indices))
+
+    def _element(self, indices: Sequence[Any], pair: Sequence[Any], lengths: Any = None) -> Any:
+        """Return an element of the table beside the numbers of a pair; 0 beyond the end."""
+        if is_symbolic(*pair):
             import sympy
 
             from tilegen.masks.language.symbols import Lookup
 
-            found = Lookup(self.symbol, *chosen)
+            found = Lookup(self.symbol, *indices)
             return sympy.Ne(found, 0) if self.kind == "bool" else found
         import torch
 
-        tensor = self._beside(chosen)
-        chosen = [torch.as_tensor(index, device=tensor.device) for index in chosen]
-        sizes = list(zip(chosen, tensor.shape, strict=True))
-        inside = [(index >= 0) & (index < size) for index, size in sizes]
-        found = tensor[tuple(index.clamp(0, size - 1).long() for index, size in sizes)]
-        for one in inside:
-            found = torch.where(one, found, torch.zeros_like(found))
-        return found
+        from tilegen.masks.language.evaluation import read
 
-    def _beside(self, indices: Sequence[Any], lengths: Any = None) -> Any:
-        """Return the table on the device of the indices, where those are tensors."""
-        device = next((index.device for index in indices if hasattr(index, "device")), "cpu")
-        return self.on(device, lengths)
+        device = next((index.device for index in pair if hasattr(index, "device")), "cpu")
+        chosen = [torch.as_tensor(index, device=device) for index in indices]
+        found = read(self.on(device, lengths), chosen)
+        return found != 0 if self.kind == "bool" else found
 
     def sample(self, shape: dict[str, int]) -> np.ndarray[Any, Any]:
         """Return the elements on the host, or typical ones for a `shape` in b, h, q and k."""

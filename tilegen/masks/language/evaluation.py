@@ -35,11 +35,21 @@ from tilegen.masks.language.nodes import (
     ShiftRight,
     Sigmoid,
     Where,
-    is_captured,
     ties,
 )
 from tilegen.masks.language.operations import is_condition
-from tilegen.masks.language.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, S
+from tilegen.masks.language.symbols import (
+    SEQLEN_KV,
+    SEQLEN_Q,
+    B,
+    H,
+    K,
+    Lookup,
+    Q,
+    S,
+    reads,
+    slot_of,
+)
 
 _HALF = sympy.Rational(1, 2)
 ELEMENTARY: dict[type, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -114,9 +124,7 @@ class Evaluation(ABC, Generic[Number, Truth]):
         self._dtype = dtype
         self._done: dict[sympy.Basic, Any] = dict(values)
         self._in_double: Any = None
-        self._doubles = {
-            f"t{slot}" for slot, one in enumerate(captured) if one.dtype == torch.float64
-        }
+        self._doubles = {i for i, one in enumerate(captured) if one.dtype == torch.float64}
 
     def __call__(self, expr: sympy.Basic) -> Any:
         """Return the value of a prepared expression. Raises Unsupported, naming the term."""
@@ -200,7 +208,7 @@ class Evaluation(ABC, Generic[Number, Truth]):
         return self.general_power(self._float(base), self._float(exponent))
 
     def _comparison(self, expr: Relational) -> Any:
-        if self._dtype != torch.float64 and self._reads_double(expr):
+        if self._dtype != torch.float64 and reads(expr, self._doubles):
             if self._in_double is None:
                 self._in_double = self.twin(torch.float64)
             return self._in_double(expr)
@@ -219,13 +227,8 @@ class Evaluation(ABC, Generic[Number, Truth]):
             case _:
                 return self.inverse(self.equal(left, right))
 
-    def _reads_double(self, expr: sympy.Basic) -> bool:
-        return bool(self._doubles) and any(
-            is_captured(symbol) and symbol.name in self._doubles for symbol in expr.free_symbols
-        )
-
     def _tensor(self, expr: Lookup) -> torch.Tensor:
-        tensor = self._captured[int(expr.args[0].name[1:])]
+        tensor = self._captured[slot_of(expr)]
         if tensor.dim() != len(expr.args) - 1:
             raise Unsupported(
                 f"expected one index for each of the {tensor.dim()} dimensions of a captured "

@@ -12,13 +12,11 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import sympy
 
 from tilegen.masks.language.integer_bounds import INT32, Bounds
-from tilegen.masks.language.nodes import is_captured
-from tilegen.masks.language.symbols import Lookup, captured_name
+from tilegen.masks.language.symbols import Lookup, captured_name, slot_of
 
 _AS_THEY_ARE = ("int32", "int64", "float32", "float64")
 _SMALL: dict[str, Bounds] = {
@@ -106,27 +104,19 @@ class Loads:
             if one in _SMALL
         }
         """Bounds of integer elements, by the tensor's name."""
-        self.doubles = tuple(names[slot] for slot, e in enumerate(elements) if e == "float64")
-        """Names of tensors of doubles."""
+        self.doubles = {slot for slot, one in enumerate(elements) if one == "float64"}
+        """Slots of tensors of doubles."""
 
     def is_wide(self, lookup: Lookup) -> bool:
         """Whether what is loaded are integers of 64 bits."""
-        return self._element(lookup) == "int64"
-
-    def is_double(self, lookup: Lookup) -> bool:
-        """Whether what is loaded are doubles."""
-        return self._element(lookup) == "float64"
-
-    def reads_double(self, expr: sympy.Basic) -> bool:
-        """Whether an expression reads doubles."""
-        return bool(self.doubles) and bool(expr.free_symbols & set(self.doubles))
+        return self._elements[slot_of(lookup)] == "int64"
 
     def load(
         self, lookup: Lookup, indices: Sequence[str], natural: Sequence[bool]
     ) -> tuple[str, list[str]]:
         """Return the name of an element, and the statements that load it, none for one loaded
         before. `natural` says which indices are surely not negative."""
-        slot = _slot(lookup)
+        slot = slot_of(lookup)
         tensor = f"{self._letter}{slot}"
         key = (tensor, *indices)
         if key in self._names:
@@ -163,12 +153,3 @@ class Loads:
         to = "tl.float32" if kind_of(element) == "float" else "tl.int32"
         cast = "" if element in _AS_THEY_ARE else f".to({to})"
         return Load(name, tensor, tuple(wrapped), flat, tuple(conditions), cast)
-
-    def _element(self, lookup: Lookup) -> str:
-        return self._elements[_slot(lookup)]
-
-
-def _slot(lookup: Any) -> int:
-    name = lookup.args[0]
-    assert is_captured(name), name
-    return int(name.name[1:])

@@ -20,7 +20,7 @@ from sympy.core.sorting import default_sort_key
 from sympy.logic.boolalg import Boolean, BooleanAtom
 
 from tilegen.errors import Unsupported
-from tilegen.masks.language.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, S
+from tilegen.masks.language.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, S, is_captured
 
 MAX_EXPONENT = 64
 """Largest integer exponent: powers are printed as products."""
@@ -228,11 +228,6 @@ _KNOWN = (
     *(sympy.Eq, sympy.Ne, sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt, sympy.And, sympy.Or, sympy.Not),
     *(sympy.Xor, sympy.Equivalent, sympy.ITE, sympy.Implies, Where),
 )
-
-
-def is_captured(symbol: sympy.Basic) -> bool:
-    """Whether a symbol names a captured tensor (`t0`, `t1`, ...)."""
-    return isinstance(symbol, sympy.Symbol) and symbol.name[:1] == "t" and symbol.name[1:].isdigit()
 
 
 def ties(args: Sequence[sympy.Expr]) -> list[sympy.Expr]:

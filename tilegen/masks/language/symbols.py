@@ -39,6 +39,26 @@ class Lookup(sympy.Function):
         raise Unsupported(f"expected an index that does not depend on the score, got {self}")
 
 
+def is_captured(symbol: sympy.Basic) -> bool:
+    """Whether a symbol names a captured tensor (`t0`, `t1`, ...)."""
+    return isinstance(symbol, sympy.Symbol) and symbol.name[:1] == "t" and symbol.name[1:].isdigit()
+
+
+def captured_slots(expr: sympy.Basic) -> list[int]:
+    """Return the slots of the captured tensors an expression reads, in order."""
+    return sorted(int(symbol.name[1:]) for symbol in expr.free_symbols if is_captured(symbol))
+
+
+def reads(expr: sympy.Basic, slots: set[int]) -> bool:
+    """Whether an expression reads a captured tensor in one of these slots."""
+    return bool(slots) and not slots.isdisjoint(captured_slots(expr))
+
+
+def slot_of(lookup: Any) -> int:
+    """Return the slot of the captured tensor that a look-up reads, but for its indices."""
+    return int(lookup.args[0].name[1:])
+
+
 def captured_name(slot: int, kind: str) -> sympy.Symbol:
     """Return the name of the captured tensor in a slot; `kind` is its elements': bool, int,
     int64, float or float64."""

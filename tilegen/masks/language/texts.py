@@ -20,7 +20,7 @@ from sympy.logic.boolalg import Boolean
 
 from tilegen.errors import InvalidProblem, TilegenError
 from tilegen.masks.language.integers import quotient
-from tilegen.masks.language.nodes import BITS, FUNCTIONS, SYMBOLS, Where, is_captured, normalise
+from tilegen.masks.language.nodes import BITS, FUNCTIONS, SYMBOLS, Where, normalise
 from tilegen.masks.language.spelling import (
     AND,
     ATOM,
@@ -34,7 +34,16 @@ from tilegen.masks.language.spelling import (
     factors,
     spelt_sum,
 )
-from tilegen.masks.language.symbols import B, H, K, Lookup, Q, captured_name
+from tilegen.masks.language.symbols import (
+    B,
+    H,
+    K,
+    Lookup,
+    Q,
+    captured_name,
+    captured_slots,
+    is_captured,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -309,11 +318,6 @@ def _kind(tensor: torch.Tensor) -> str:
     if tensor.dtype.is_complex:
         raise InvalidProblem(f"expected captured tensors of real numbers, got {tensor.dtype}")
     return "bool" if str(tensor.dtype) == "torch.bool" else "int"
-
-
-def captured_slots(expr: sympy.Basic) -> list[int]:
-    """Return the slots of the captured tensors an expression reads, in order."""
-    return sorted(int(symbol.name[1:]) for symbol in expr.free_symbols if is_captured(symbol))
 
 
 def rename(expr: sympy.Basic, slots: Sequence[int]) -> sympy.Basic:

@@ -50,7 +50,19 @@ from tilegen.masks.language.spelling import (
     factors,
     spelt_sum,
 )
-from tilegen.masks.language.symbols import FIRST, LAST, SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q
+from tilegen.masks.language.symbols import (
+    FIRST,
+    LAST,
+    SEQLEN_KV,
+    SEQLEN_Q,
+    B,
+    H,
+    K,
+    Lookup,
+    Q,
+    reads,
+    slot_of,
+)
 from tilegen.masks.language.triton_functions import log1p, tanh
 
 FP32_TINY, FP32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
@@ -222,7 +234,7 @@ class Writer:
                 return self._literal(expr), UNARY if expr < 0 else ATOM
             case Lookup():
                 name = self._load(expr)
-                is_float = not self._double and self.loads.is_double(expr)
+                is_float = not self._double and slot_of(expr) in self.loads.doubles
                 return f"{name}.to(tl.float32)" if is_float else name, ATOM
             case sympy.Add():
                 return self._sum(expr, integers), SUM
@@ -263,7 +275,7 @@ class Writer:
     def _relation(self, expr: Relational) -> str:
         both = all(map(is_int, expr.args))
         outer = self._double
-        self._double = outer or self.loads.reads_double(expr)
+        self._double = outer or reads(expr, self.loads.doubles)
         sides = [self._operand(arg, both, OR) for arg in expr.args]
         self._double = outer
         return f" {_RELATIONS[type(expr)]} ".join(sides)
