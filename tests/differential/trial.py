@@ -236,10 +236,7 @@ def _calls(question: Question) -> Iterator[list[str]]:
             if question.dlse is not None:
                 outputs.append((finite, question.dlse))
             gradients = torch.autograd.grad(
-                [y for y, _ in outputs],
-                wanted,
-                [dy for _, dy in outputs],
-                materialize_grads=True,  # of `0 * t[q]`, which SymPy leaves out
+                [y for y, _ in outputs], wanted, [dy for _, dy in outputs]
             )
             names = ["dq", "dk", "dv", *(f"d{name}" for name in problem.trained)]
             found |= dict(zip(names, gradients, strict=True))

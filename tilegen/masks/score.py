@@ -120,9 +120,11 @@ class Score:
     k for each dimension, or `.` where any size will do. Others read 0 beyond their end."""
     derived: tuple[Derived, ...] = field(default=(), repr=False)
     """How a function made those of the captured tensors that it made itself."""
+    unused: tuple[torch.Tensor, ...] = field(default=(), repr=False)
+    """What a function reads besides, whose gradient is 0."""
 
     def _identity(self) -> tuple[object, ...]:
-        return (self.text, *map(id, self.captured), id(self.sink_logits))
+        return (self.text, *map(id, (*self.captured, self.sink_logits, *self.unused)))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Score):
@@ -163,16 +165,17 @@ class Score:
         were changed in place are seen, and gradients reach what it was made of."""
         if not self.derived:
             return self
-        captured = tuple(
-            reduce(lambda one, how: how.anew(one), self.derived, one) for one in self.captured
+        captured, unused = (
+            tuple(reduce(lambda one, how: how.anew(one), self.derived, one) for one in tensors)
+            for tensors in (self.captured, self.unused)
         )
-        return replace(self, captured=captured, derived=())
+        return replace(self, captured=captured, unused=unused, derived=())
 
     @one_at_a_time
     def then(self, other: Score) -> Score:
         """Return the score that applies `other` to this one's result; sinks stay as they are."""
         from tilegen.masks.language.symbols import S
-        from tilegen.masks.language.texts import merge, to_text
+        from tilegen.masks.language.texts import merge, to_text, without
 
         if self.sink_logits is not None and other.sink_logits is not None:
             raise InvalidProblem("expected at most one score with sinks, got two")
@@ -192,7 +195,9 @@ class Score:
             if id(part.captured[slot]) in slots
         }
         derived = (*self.derived, *other.derived)
-        return Score(to_text(composed), captured, sinks, tuple(sorted(sizes)), derived)
+        read = (*self.captured, *other.captured, *self.unused, *other.unused)
+        unused = without(read, captured)
+        return Score(to_text(composed), captured, sinks, tuple(sorted(sizes)), derived, unused)
 
 
 def softcap(cap: float) -> Score:
@@ -274,7 +279,7 @@ def score(function: Callable[..., Any]) -> Score:
         traced = trace_score(function)
         text = to_text(traced.expr)
     derived = (traced.derived,) if traced.makes_tensors else ()
-    return Score(text, traced.captured, derived=derived)
+    return Score(text, traced.captured, derived=derived, unused=traced.unused)
 
 
 def _check(name: str, tensor: torch.Tensor, dimensions: tuple[int, ...]) -> None:

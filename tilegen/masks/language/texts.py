@@ -330,6 +330,14 @@ def rename(expr: sympy.Basic, slots: Sequence[int]) -> sympy.Basic:
     return normalise(expr.xreplace(names)) if names else expr
 
 
+def without(
+    tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Return the tensors, each once, that are none of the others."""
+    known = {id(one) for one in others}
+    return tuple({id(one): one for one in tensors if id(one) not in known}.values())
+
+
 def merge(
     parts: Sequence[tuple[sympy.Basic, Sequence[torch.Tensor]]],
 ) -> tuple[list[sympy.Basic], tuple[torch.Tensor, ...]]:
