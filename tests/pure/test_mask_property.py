@@ -28,13 +28,13 @@ from tilegen.masks import (
     sliding_window,
     values,
 )
-from tilegen.masks.constructors import KvPrefix
 from tilegen.masks.language.evaluation import Points
 from tilegen.masks.language.integers import exact
 from tilegen.masks.language.symbols import FIRST, LAST, SEQLEN_KV, SEQLEN_Q, B, H
 from tilegen.masks.mask import Side
 from tilegen.masks.tiles.closed_form import stream_sets
 from tilegen.masks.tiles.tile_ranges import tile_ranges
+from tilegen.masks.usual import KvPrefix
 
 BATCH, HEADS = 2, 3
 BLOCKS = (4, 8, 16)

@@ -20,7 +20,6 @@ import sympy
 import torch
 
 from tilegen import sympy_lock
-from tilegen.masks.constructors import equal
 from tilegen.masks.language.evaluation import Points
 from tilegen.masks.language.integers import is_int, prepared
 from tilegen.masks.language.operations import is_condition
@@ -28,6 +27,7 @@ from tilegen.masks.language.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup,
 from tilegen.masks.language.texts import merge
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.tracing.trace import Traced
+from tilegen.masks.usual import equal
 from tilegen.masks.values import Lengths, Recipe, Values, power_of_two_near, table
 
 Relation = Literal["<=", "<", ">=", ">", "=="]

@@ -8,16 +8,6 @@ from dataclasses import replace
 from typing import Literal, cast, get_args
 
 from tilegen.errors import InvalidProblem
-from tilegen.masks.constructors import (
-    BlockSparse,
-    Dilated,
-    GlobalTokens,
-    Intervals,
-    KvPrefix,
-    Neighborhood,
-    PrefixLM,
-    SameDocument,
-)
 from tilegen.masks.mask import (
     Alignment,
     Causal,
@@ -28,6 +18,16 @@ from tilegen.masks.mask import (
     intersect,
     sliding_window,
     unite,
+)
+from tilegen.masks.usual import (
+    BlockSparse,
+    Dilated,
+    GlobalTokens,
+    Intervals,
+    KvPrefix,
+    Neighborhood,
+    PrefixLM,
+    SameDocument,
 )
 from tilegen.masks.values import AXES, Kind, Pattern, Values
 

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from tilegen.errors import InvalidProblem
-from tilegen.masks.constructors import Intervals, SameDocument
 from tilegen.masks.mask import And, Causal, Full, Mask, SlidingWindow, full, intersect
+from tilegen.masks.usual import Intervals, SameDocument
 from tilegen.masks.values import (
     UNKNOWN,
     Lengths,

@@ -19,7 +19,8 @@ from tilegen.emit.kernel_files import rows_are_aligned, stride_unit
 from tilegen.kernels.config import COLUMN_KERNELS, Kernel, TileConfig
 from tilegen.kernels.passes import SCORE_WIDTH, panels_per_group
 from tilegen.masks.mask import Mask, Side
-from tilegen.masks.tiles.tile_ranges import TileRanges, counted_over, tile_ranges
+from tilegen.masks.tiles.tile_ranges import counted_over, tile_ranges
+from tilegen.masks.tiles.visits import TileRanges
 from tilegen.model.symbols import (
     A_w,
     B_c,

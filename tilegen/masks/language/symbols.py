@@ -46,7 +46,7 @@ def is_captured(symbol: sympy.Basic) -> bool:
 
 def captured_slots(expr: sympy.Basic) -> list[int]:
     """Return the slots of the captured tensors an expression reads, in order."""
-    return sorted(int(symbol.name[1:]) for symbol in expr.free_symbols if is_captured(symbol))
+    return sorted(int(str(symbol)[1:]) for symbol in expr.free_symbols if is_captured(symbol))
 
 
 def reads(expr: sympy.Basic, slots: set[int]) -> bool:

@@ -9,7 +9,7 @@ They stand for tensors: of no dimension (`Term`), or of a few small ones (`Rows`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import sympy
@@ -18,12 +18,29 @@ import torch
 from tilegen.errors import Unsupported
 from tilegen.masks.language.operations import is_condition
 
-if TYPE_CHECKING:
-    from tilegen.masks.tracing.trace import Tracer
-
 MAX_ELEMENTS = 256
 """Most elements of a row that a function computes with: each is a look-up of its own."""
 Elements = np.ndarray[Any, np.dtype[np.object_]]
+
+
+class Tracer(Protocol):
+    """What is told of everything that happens to values; `trace` has the one there is."""
+
+    def apply(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Return what one of torch's functions or methods makes of its arguments."""
+        ...
+
+    def element(self, tensor: torch.Tensor, index: Sequence[Any]) -> Any:
+        """Return one element of a real tensor."""
+        ...
+
+    def index(self, tensor: torch.Tensor, index: tuple[Any, ...]) -> Term | Rows:
+        """Return `tensor[index]`: an element, or rows that still lack an index."""
+        ...
+
+    def several(self, elements: Any) -> Term | Several:
+        """Return a small tensor, or the one value of one without dimensions."""
+        ...
 
 
 def _operator(name: str) -> Callable[..., Any]:
