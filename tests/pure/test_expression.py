@@ -31,7 +31,7 @@ from tilegen.masks.language.texts import (
     MAX_TEXT,
     free_parts,
     from_text,
-    kinds_of,
+    kind_of_tensor,
     merge,
     rename,
     to_text,
@@ -222,7 +222,7 @@ def test_captured_tensors_are_renumbered_and_merged() -> None:
     merged, captured = merge([(first, (one, two)), (second, (two, three))])
     assert [id(tensor) for tensor in captured] == [id(one), id(two), id(three)]
     assert [to_text(expr) for expr in merged] == ["t0[h]+t1[q]", "t1[k]*t2[h]"]
-    assert kinds_of(captured) == ("float", "float", "int")
+    assert [kind_of_tensor(one) for one in captured] == ["float", "float", "int"]
     assert captured_slots(merged[1]) == [1, 2]
     unread, kept = merge([(S + Lookup(captured_name(1, "float"), H), (one, two))])
     assert [to_text(expr) for expr in unread] == ["s+t0[h]"]
@@ -242,4 +242,4 @@ def test_renaming_keeps_what_a_tensor_holds() -> None:
 
 def test_complex_tensors_are_refused() -> None:
     with pytest.raises(TilegenError, match="complex64"):
-        kinds_of([torch.zeros(2, dtype=torch.complex64)])
+        kind_of_tensor(torch.zeros(2, dtype=torch.complex64))

@@ -34,8 +34,8 @@ from tilegen.kernels.config import (
     head_dim_chunks,
 )
 from tilegen.masks.extras import Extras, extras
+from tilegen.masks.language.elements import ELEMENTS
 from tilegen.masks.mask import Mask, Side
-from tilegen.masks.score import ELEMENTS
 from tilegen.masks.score_source import ScoreSource, argument_types, score_source
 from tilegen.masks.source import keep_source, ranges_source
 from tilegen.masks.tiles.tile_ranges import tile_ranges

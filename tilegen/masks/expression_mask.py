@@ -18,8 +18,17 @@ from sympy.core.relational import Relational
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.comparison import Comparison, comparison_of
 from tilegen.masks.language.evaluation import evaluate
-from tilegen.masks.language.operations import is_condition
-from tilegen.masks.language.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, S
+from tilegen.masks.language.symbols import (
+    SEQLEN_KV,
+    SEQLEN_Q,
+    B,
+    H,
+    K,
+    Lookup,
+    Q,
+    S,
+    is_condition,
+)
 from tilegen.masks.language.texts import from_text, merge, to_text
 from tilegen.masks.mask import MAX_WINDOW, Mask, Side, causal, full, intersect, sliding_window
 from tilegen.masks.packed import from_ids

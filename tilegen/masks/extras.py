@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tilegen.masks.language.symbols import Lookup
+from tilegen.masks.language.symbols import Lookup, slot_of
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.source import closed_form
 from tilegen.masks.tiles.closed_form import predicate
@@ -42,6 +42,25 @@ class Extras:
             arguments=(f"{', '.join(arguments)},",),
         )
 
+    @classmethod
+    def reading(
+        cls, expressions: Iterable[Any], letter: str, why: str, others: Sequence[str] = ()
+    ) -> Extras:
+        """Return what it takes to read the captured tensors of expressions, called `letter` and a
+        number, with their sizes; and pointers to `others`."""
+        looked_up = {one for expression in expressions for one in expression.atoms(Lookup)}
+        dimensions = {slot_of(one): len(one.args) - 1 for one in looked_up}
+        names = {f"{letter}{slot}": dimensions[slot] for slot in sorted(dimensions)}
+        sizes = [
+            ", ".join([f"{one}_ptr", *(f"{one}_n{i}" for i in range(names[one]))]) for one in names
+        ]
+        return cls.of(
+            [*sizes, *(f"{one}_ptr" for one in others)],
+            [*names, *others],
+            [*(f"{one}, *{one}.shape" for one in names), *others],
+            why,
+        )
+
     def __add__(self, other: Extras) -> Extras:
         return Extras(
             self.parameters + other.parameters,
@@ -57,21 +76,7 @@ def extras(mask: Mask, side: Side) -> Extras:
     expressions: list[Any] = [predicate(mask, side)]
     for one in (*ranges.live, *ranges.dropped) if ranges else ():
         expressions += [one.lo, one.hi, *one.guards]
-    dimensions = {
-        found.args[0].name: len(found.args) - 1
-        for expression in expressions
-        for found in expression.atoms(Lookup)
-    }
-    names = [f"t{slot}" for slot in range(len(mask.values)) if f"t{slot}" in dimensions]
-    found = Extras.of(
-        [
-            ", ".join([f"{name}_ptr", *(f"{name}_n{i}" for i in range(dimensions[name]))])
-            for name in names
-        ],
-        names,
-        [f"{name}, *{name}.shape" for name in names],
-        "what the mask reads, with its sizes",
-    )
+    found = Extras.reading(expressions, "t", "what the mask reads, with its sizes")
     if ranges is None:
         lists = ["tiles", "starts", "tiles_sb", "tiles_sh"]
         parameters = ["tiles_ptr", "starts_ptr", *lists[2:]]

@@ -26,7 +26,7 @@ def within_documents(
 ) -> Score:
     """Return the score with b, q, k and lengths replaced by those of the document, for sequences of
     such lengths."""
-    text, wanted = _rewritten(score.text, score.kinds)
+    text, wanted = _rewritten(score.text, score.form.kinds)
     if not wanted:
         return score
     _check_sizes(score, cu_seqlens_q, cu_seqlens_kv)

@@ -13,6 +13,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from tilegen.errors import InvalidProblem
+from tilegen.masks.language.elements import ELEMENTS, kind_of
 from tilegen.sympy_lock import one_at_a_time, tracing
 
 if TYPE_CHECKING:
@@ -20,21 +21,6 @@ if TYPE_CHECKING:
     import torch
 
     from tilegen.masks.tracing.derived import Derived
-
-
-ELEMENTS = {
-    "bool": "u8",
-    "int8": "i8",
-    "uint8": "u8",
-    "int16": "i16",
-    "int32": "i32",
-    "int64": "i64",
-    "float16": "fp16",
-    "bfloat16": "bf16",
-    "float32": "fp32",
-    "float64": "fp64",
-}
-"""Triton's name for elements of captured tensors, by PyTorch's."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +41,7 @@ class ScoreForm:
     @property
     def kinds(self) -> tuple[str, ...]:
         """What each captured tensor holds: bool, int or float."""
-        return tuple(
-            "bool" if name == "bool" else "float" if name[0] in "fb" else "int"
-            for name in self.elements
-        )
+        return tuple(map(kind_of, self.elements))
 
     @property
     def elements(self) -> tuple[str, ...]:
@@ -146,19 +129,9 @@ class Score:
         )
         return ScoreForm(self.text, tuple(names), self.sink_logits is not None)
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """What each captured tensor holds: bool, int or float."""
-        from tilegen.masks.language.texts import kinds_of
-
-        return kinds_of(self.captured)
-
     def expression(self) -> sympy.Expr:
         """Return the text as a SymPy expression."""
-        from tilegen.masks.language.texts import from_text
-
-        expr: Any = from_text(self.text, self.kinds)
-        return expr
+        return self.form.expression()
 
     def anew(self) -> Score:
         """Return the score with what its function made of other tensors made again: values that

@@ -14,6 +14,7 @@ import sympy
 from tilegen.errors import Unsupported
 from tilegen.masks.extras import Extras
 from tilegen.masks.language.derivatives import derivative
+from tilegen.masks.language.elements import ELEMENTS
 from tilegen.masks.language.loads import Loads
 from tilegen.masks.language.nodes import normalise
 from tilegen.masks.language.symbols import (
@@ -25,12 +26,11 @@ from tilegen.masks.language.symbols import (
     Lookup,
     Q,
     S,
-    captured_slots,
     slot_of,
 )
 from tilegen.masks.language.texts import free_parts, to_text
 from tilegen.masks.language.triton_source import Writer
-from tilegen.masks.score import ELEMENTS, ScoreForm
+from tilegen.masks.score import ScoreForm
 
 NAMES: dict[Any, str] = {
     B: "batch",
@@ -123,7 +123,12 @@ def score_source(form: ScoreForm | None, *, trains: bool, precise: bool) -> Scor
         backward=(*backward.statements, *(f"{name} = {one}" for name, one in sources.items())),
         has_slope=has_slope,
         gradients=tuple(gradients),
-        extras=_extras(form, value, trained),
+        extras=Extras.reading(
+            [value],
+            "c",
+            "what the score reads",
+            [f"dc{slot}" for slot in sorted({*map(slot_of, trained)})],
+        ),
     )
 
 
@@ -159,16 +164,3 @@ def argument_types(form: ScoreForm) -> dict[str, str]:
     """Return the Triton types of the pointers to captured tensors and their gradients."""
     types = {f"c{i}_ptr": f"*{ELEMENTS[name]}" for i, name in enumerate(form.elements)}
     return types | {f"dc{i}_ptr": "*fp32" for i in form.trained} | {"sinks_ptr": "*fp32"}
-
-
-def _extras(form: ScoreForm, value: Any, trained: list[Any]) -> Extras:
-    dimensions = {slot_of(one): len(one.args) - 1 for one in value.atoms(Lookup)}
-    slots = captured_slots(value)
-    gradients = sorted({slot_of(one) for one in trained})
-    parameters = [
-        ", ".join([f"c{slot}_ptr", *(f"c{slot}_n{axis}" for axis in range(dimensions[slot]))])
-        for slot in slots
-    ] + [f"dc{slot}_ptr" for slot in gradients]
-    names = [f"c{slot}" for slot in slots] + [f"dc{slot}" for slot in gradients]
-    arguments = [f"c{slot}, *c{slot}.shape" for slot in slots] + [f"dc{slot}" for slot in gradients]
-    return Extras.of(parameters, names, arguments, "what the score reads")

@@ -4,12 +4,12 @@ definition."""
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tilegen.errors import InvalidProblem
 from tilegen.masks.mask import Mask, Side, check_number, number, shown
-from tilegen.masks.values import Values, is_symbolic
+from tilegen.masks.values import Pattern, Values, is_symbolic
 
 
 @dataclass(frozen=True)
@@ -92,30 +92,31 @@ class Intervals(Mask):
     end: Values
     first_row: Values
     end_row: Values
+    by: Side = "rows"
+    """How the predicate is written."""
+
+    @classmethod
+    def of(cls, first: Values) -> Intervals:
+        """Return the intervals of the four tables of a recipe, or of stand-ins, by the first."""
+        sides: tuple[tuple[str, Pattern], ...]
+        sides = ("q", "firsts"), ("q", "ends"), ("k", "firsts"), ("k", "ends")
+        axes = (first.axes or "")[:-1]
+        parts = (first.beside(i, how, axes + axis) for i, (axis, how) in enumerate(sides))
+        first, end, first_row, end_row = parts
+        return cls(first, end, first_row, end_row)
 
     @property
     def notation(self) -> str:
         return f"documents({self.first.notation})"
 
     def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        first, end = (one.at(b, h, q, k, (seqlen_q, seqlen_kv)) for one in (self.first, self.end))
-        return (first <= k) & (k < end)
+        by_row, by_column = (self.first, self.end), (self.first_row, self.end_row)
+        ends, index = (by_row, k) if self.by == "rows" else (by_column, q)
+        first, end = (one.at(b, h, q, k, (seqlen_q, seqlen_kv)) for one in ends)
+        return (first <= index) & (index < end)
 
     def for_side(self, side: Side) -> Mask:
-        return self if side == "rows" else _ByColumn(*self._fields)
-
-    @property
-    def _fields(self) -> tuple[Values, Values, Values, Values]:
-        return self.first, self.end, self.first_row, self.end_row
-
-
-class _ByColumn(Intervals):
-    """Intervals, written by column."""
-
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        rows = (self.first_row, self.end_row)
-        first, end = (one.at(b, h, q, k, (seqlen_q, seqlen_kv)) for one in rows)
-        return (first <= q) & (q < end)
+        return replace(self, by=side)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -36,18 +36,18 @@ class Recipe:
 
     make: Callable[..., tuple[Any, ...]]
     """Tables from the tensors on a device, the lengths of a call, and `given`."""
-    check: Callable[..., None]
-    """Raises InvalidProblem for values that are none, from the tensors, lengths and `given`."""
     sources: tuple[Any, ...]
     """The user's tensors."""
     given: tuple[Hashable, ...] = ()
+    check: Callable[..., None] | None = None
+    """Raises InvalidProblem for values that are none, from the tensors, lengths and `given`."""
 
     def tables(self, device: Any, lengths: Lengths, made: Made | None = None) -> tuple[Any, ...]:
         """Return the tables; those in `made` are not made again. Raises InvalidProblem."""
         made = {} if made is None else made
         key = (self.make, self.given, *map(id, self.sources))
         if key not in made:
-            if all(map(is_checked, self.sources)):
+            if self.check is not None and all(map(is_checked, self.sources)):
                 self.check(*self.sources, lengths, *self.given)
             sources = (one.detach().to(device) for one in self.sources)
             made[key] = self.make(*sources, lengths, *self.given)
@@ -138,6 +138,10 @@ class Values:
         if self.rising or self.kind == "bool":
             facts["nonnegative"] = True
         return sympy.Dummy("values", **facts)
+
+    def beside(self, part: int, pattern: Pattern, axes: str) -> Values:
+        """Return another table of the same recipe, or a stand-in for one."""
+        return replace(self, axes=axes, pattern=pattern, part=part if self.recipe else 0)
 
     def on(self, device: Any, lengths: Lengths | None = None, made: Made | None = None) -> Any:
         """Return the table on a device, as kernels read it: contiguous, of `elements`.

@@ -10,8 +10,9 @@ import re
 from functools import lru_cache
 
 from tilegen.kernels.config import COLUMN_KERNELS, TRAINING_KERNELS, Kernel, TileConfig
+from tilegen.masks.language.elements import ELEMENTS
 from tilegen.masks.mask import And, Causal, Full, Mask, Side, SlidingWindow
-from tilegen.masks.score import ELEMENTS, ScoreForm
+from tilegen.masks.score import ScoreForm
 from tilegen.masks.usual import Intervals
 from tilegen.problem import AttentionProblem
 

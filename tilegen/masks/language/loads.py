@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import sympy
 
+from tilegen.masks.language.elements import kind_of
 from tilegen.masks.language.integer_bounds import INT32, Bounds
 from tilegen.masks.language.symbols import Lookup, captured_name, slot_of
 
@@ -29,13 +30,6 @@ _SMALL: dict[str, Bounds] = {
 _NAMED = re.compile(r"[qk]_(?:idx|first|last)|batch|head")
 _WIDE = ("batch", "head")
 """Names of indices that have 64 bits."""
-
-
-def kind_of(element: str) -> str:
-    """Return what `captured_name` calls elements, by PyTorch's name for them."""
-    if element == "bool":
-        return "bool"
-    return "float" if element.startswith(("float", "bfloat")) else "int"
 
 
 @dataclass(frozen=True)
@@ -106,10 +100,8 @@ class Loads:
         """Bounds of integer elements, by the tensor's name."""
         self.doubles = {slot for slot, one in enumerate(elements) if one == "float64"}
         """Slots of tensors of doubles."""
-
-    def is_wide(self, lookup: Lookup) -> bool:
-        """Whether what is loaded are integers of 64 bits."""
-        return self._elements[slot_of(lookup)] == "int64"
+        self.wide = {slot for slot, one in enumerate(elements) if one == "int64"}
+        """Slots of tensors of integers of 64 bits."""
 
     def load(
         self, lookup: Lookup, indices: Sequence[str], natural: Sequence[bool]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import sympy
+from sympy.logic.boolalg import Boolean
 
 from tilegen.errors import Unsupported
 
@@ -37,6 +38,11 @@ class Lookup(sympy.Function):
     def fdiff(self, argindex: int = 1) -> Any:
         """An index has no derivative."""
         raise Unsupported(f"expected an index that does not depend on the score, got {self}")
+
+
+def is_condition(expr: Any) -> bool:
+    """Whether an expression is true or false rather than a number."""
+    return isinstance(expr, Boolean) and not isinstance(expr, sympy.Symbol)
 
 
 def is_captured(symbol: sympy.Basic) -> bool:

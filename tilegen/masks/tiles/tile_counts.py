@@ -75,14 +75,8 @@ def _built(mask: Mask, shape: TiledShape) -> tuple[Flags, Flags]:
     mask = typical(mask).realized(shape)
     tensors = tensors_of(mask, shape, torch.device("cpu"))
     lists = build(predicate(mask, "rows"), tensors, shape, device="cpu", side="rows")
-    # Every query tile has a list of full tiles, then one of partial ones.
-    starts, tiles = lists.starts.numpy(), lists.tiles.numpy()
-    which = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
-    sizes = (lists.batch, lists.heads, lists.num_stationary, shape.columns)
-    live, full = (np.zeros((math.prod(sizes[:3]), sizes[3]), dtype=np.bool_) for _ in range(2))
-    live[which // 2, tiles] = True
-    full[which // 2, tiles] = which % 2 == 0
-    return live.reshape(sizes), full.reshape(sizes)
+    live, full = lists.flags(shape.columns)
+    return live.numpy(), full.numpy()
 
 
 def _joined(flags: Flags, by: tuple[int, int], how: Callable[..., Any]) -> Flags:
