@@ -101,26 +101,27 @@ def _closed_form() -> Callable[[], Made]:
         for one in kept:
             one.cache_clear()
         for side in ("rows", "columns"):
-            closed_form.stream_bounds(sliding_window(WINDOW - 1, 0), side)
+            closed_form.stream_sets(sliding_window(WINDOW - 1, 0), side)
         return Made(bytes=0, live_tiles=None)  # expressions, compiled into the kernel
 
     return make
 
 
 def _lists(case: Case, captured: Any, seqlen: int, device: str) -> Callable[[], Made]:
+    import torch
+
     from tilegen.masks.shapes import Shape
-    from tilegen.masks.tiles.tile_lists import build
+    from tilegen.masks.tiles.tile_classes import classify
+    from tilegen.masks.tiles.tile_lists import lists_of
 
     shape = Shape(1, 1, seqlen, seqlen).tiled(TILE, TILE)
 
     def make() -> Made:
-        rows, columns = build(
-            case.expression(),
-            [] if captured is None else [captured],
-            shape,
-            device=device,
-        )
-        return Made(bytes=rows.bytes + columns.bytes, live_tiles=rows.visited_tiles)
+        read = [] if captured is None else [captured]
+        classes = classify(case.expression(), read, shape, torch.device(device))
+        lists = [lists_of(classes, "rows"), lists_of(classes, "columns")]
+        bytes_ = sum(one.tiles.nbytes + one.starts.nbytes for one in lists)
+        return Made(bytes=bytes_, live_tiles=lists[0].visited_tiles)
 
     return make
 

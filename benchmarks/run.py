@@ -151,11 +151,9 @@ def check_and_time(case: Case, seconds: float) -> tuple[Verdict, Measurement]:
 def with_tensors(problem: AttentionProblem, device: str) -> AttentionProblem:
     """Return the problem with typical tensors in its mask, where it has any. Raises Unsupported for
     one with a score, since results are checked head by head, with no score applied."""
-    from tilegen.masks.tensors import realized
-
     if problem.score:
         raise Unsupported(f"workloads are of masks only, got {problem.score.notation}")
-    return replace(problem, mask=realized(problem.mask, problem.shape, device))
+    return replace(problem, mask=problem.mask.realized(problem.shape, device))
 
 
 def run(

@@ -142,9 +142,11 @@ def listed(lists: TileLists, streamed: int) -> NDArray[np.int64]:
         classes[segment, tiles] = PARTIAL if segment % 2 else FULL
     full, partial = classes[::2], classes[1::2]
     assert not (full * partial).any()
-    assert lists.full_tiles == (full > 0).sum()
-    assert lists.partial_tiles == (partial > 0).sum()
-    return (full + partial).reshape(*sizes, streamed)
+    classes = (full + partial).reshape(*sizes, streamed)
+    live, whole = lists.flags(streamed)
+    assert (live.numpy() == (classes > 0)).all()
+    assert (whole.numpy() == (classes == FULL)).all()
+    return classes
 
 
 def check(keep: Any, captured: list[torch.Tensor], shape: TiledShape) -> TileClasses:

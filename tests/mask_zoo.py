@@ -34,7 +34,6 @@ from tilegen.masks import (
     streaming,
     values,
 )
-from tilegen.masks.constructors import KvPrefix
 from tilegen.masks.mask import Side
 from tilegen.masks.packed import packed
 from tilegen.masks.shapes import Shape
@@ -42,6 +41,7 @@ from tilegen.masks.tensors import tensors_of
 from tilegen.masks.tiles.closed_form import predicate as compiled_predicate
 from tilegen.masks.tiles.tile_lists import build
 from tilegen.masks.tiles.tile_ranges import tile_ranges
+from tilegen.masks.usual import KvPrefix
 from tilegen.masks.values import is_symbolic
 
 BATCH, HEADS = 2, 2

@@ -191,6 +191,46 @@ class Noise:
 
 
 NONE = Noise(0.0, torch.Generator(), 0.0)
+
+
+class Roundings(TorchFunctionMode):
+    """Gives what a score's function computes the rounding errors that other arithmetic would make.
+
+    What follows multiplies them as its slope says: a cosine of a large argument, by as much as the
+    argument is rounded. An operation whose result is exact has no error; one with a constant has an
+    error that all elements share, as `x / 7` may be `x` times a seventh that is rounded once.
+    """
+
+    CONSTANT = frozenset(("div", "true_divide", "__truediv__", "__rtruediv__", "mul", "multiply",
+                          "__mul__", "__rmul__", "pow", "__pow__", "__rpow__"))  # fmt: skip
+
+    def __init__(self, noise: Noise) -> None:
+        """`noise` says how large an error is."""
+        super().__init__()
+        self._noise = noise
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        found = func(*args, **kwargs)
+        if not is_float(found):
+            return found
+        with torch.no_grad(), default_dtype(torch.float64):
+            exact = func(*map(_widened, args), **{k: _widened(v) for k, v in kwargs.items()})
+            rounded = found != exact
+            size = found.abs().nan_to_num(posinf=0.0) * rounded
+            shared = torch.zeros(())
+            if func.__name__ in self.CONSTANT and any(isinstance(v, int | float) for v in args):
+                shared = self._noise.of(shared, torch.ones(()))
+            error = self._noise.of(torch.zeros_like(size), size) + shared * size
+        return found + error.to(found.dtype)
+
+
+def _widened(value: Any) -> Any:
+    return value.detach().double() if is_float(value) else value
+
+
 NARROW = {"fp16": 2.0**-11, "bf16": 2.0**-8, "fp32": 0.0}
 SAMPLES = 4
 ROOM = 4.0
@@ -208,7 +248,7 @@ def reference(
 ) -> Results:
     """Return out, lse and all gradients: dq, dk, dv and `d<name>` of trained tables.
 
-    Computes in `dtype`; with noise, the score's own function in fp32.
+    Computes in `dtype`; with noise, the score's own function in fp32, with its Roundings.
     """
     x, group = x.to(dtype), problem.heads // problem.heads_kv
     k, v = (one.repeat_interleave(group, 1) for one in (x.k, x.v))
@@ -220,7 +260,8 @@ def reference(
     changed, sink = raw, None
     if problem.score:
         sink = made.sink
-        with default_dtype(torch.promote_types(inner, torch.float32)):
+        errors = Roundings(noise) if noise.scale else contextlib.nullcontext()
+        with default_dtype(torch.promote_types(inner, torch.float32)), errors:
             changed = torch.as_tensor(made.change(raw, pairs(problem))).expand(raw.shape)
     logits = changed.detach().to(dtype).masked_fill(~keep, -INF)
     logits = noise.of(logits, logits.abs().nan_to_num(posinf=0.0))

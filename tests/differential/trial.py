@@ -35,7 +35,7 @@ SECONDS = 60
 COMPILING = 600
 ARCH = "sm_90"
 Load = Callable[..., ModuleType]
-"""As `load_kernel` of tilegen."""
+"""As `tilegen.emit.kernel_files.load_kernel`."""
 TILEGEN_NAMES: dict[str, Any] = {
     name: getattr(tilegen, name)
     for name in (
@@ -237,10 +237,7 @@ def _calls(question: Question) -> Iterator[list[str]]:
             if question.dlse is not None:
                 outputs.append((finite, question.dlse))
             gradients = torch.autograd.grad(
-                [y for y, _ in outputs],
-                wanted,
-                [dy for _, dy in outputs],
-                materialize_grads=True,  # of `0 * t[q]`, which SymPy leaves out
+                [y for y, _ in outputs], wanted, [dy for _, dy in outputs]
             )
             names = ["dq", "dk", "dv", *(f"d{name}" for name in problem.trained)]
             found |= dict(zip(names, gradients, strict=True))

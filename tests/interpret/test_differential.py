@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -80,7 +81,7 @@ def test_a_rich_problem_is_right() -> None:
 
 def test_a_broken_mask_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     load_broken = broken("k_idx <= q_idx", "k_idx < q_idx", ("fwd",))
-    monkeypatch.setattr(trial.emitted, "load_kernel", load_broken)
+    monkeypatch.setattr(trial.kernel_files, "load_kernel", load_broken)
     outcome, small, why = examine(RICH)
     assert (outcome.what, why.what) == ("wrong", "wrong")
     expected = Problem(rows=1, columns=1, mask="causal()", configs=PLAIN, backward=False)
@@ -89,7 +90,7 @@ def test_a_broken_mask_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_broken_gradient_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     load_broken = broken("head // GROUP_SIZE", "head % (num_heads_q // GROUP_SIZE)", ("bwd_dq",))
-    monkeypatch.setattr(trial.emitted, "load_kernel", load_broken)
+    monkeypatch.setattr(trial.kernel_files, "load_kernel", load_broken)
     outcome, small, why = examine(RICH)
     assert outcome.what == "wrong"
     assert "dq" in why.detail
@@ -120,6 +121,39 @@ def test_a_stale_table_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(oracle, "evaluate", stale)
     outcome = attempt(replace(problem, trained=()))
     assert outcome.what == "wrong", outcome
+
+
+STEEP = Problem(
+    rows=1,
+    columns=54,
+    score="score(lambda s, b, h, q, k: s - torch.cos(torch.exp2(k / 7)))",
+    configs=PLAIN,
+    backward=False,
+    seed=540,
+)
+
+
+def test_a_steep_score_may_round_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel multiplies by a seventh that is rounded once, and the cosine's argument is large."""
+    assert attempt(STEEP).what == "right", attempt(STEEP)
+    load_broken = broken("0.14285714285714285", "0.142857", ("fwd",))
+    monkeypatch.setattr(trial.kernel_files, "load_kernel", load_broken)
+    assert attempt(STEEP).what == "wrong"  # a seventh that is off by a millionth is no rounding
+
+
+def test_roundings_follow_the_slope_and_spare_what_is_exact() -> None:
+    noise = oracle.Noise(0.0, torch.Generator().manual_seed(0))
+    k = torch.arange(1, 4097)
+    for exact in (lambda: k / 4, lambda: torch.floor(k / 3), lambda: torch.exp2(-(k % 9) + 0.0)):
+        before = exact()
+        with oracle.Roundings(noise):
+            assert torch.equal(exact(), before)
+    ones = torch.full((4096,), 1.1)
+    with oracle.Roundings(noise):
+        moved = torch.cos(1000 * torch.sqrt(ones)).double()
+    slope = abs(math.sin(1000 * math.sqrt(1.1))) * 1000 * math.sqrt(1.1)
+    spread = float(moved.std()) / (slope * 2.0**-24)
+    assert 1.4 < spread < 2.0  # sqrt(2) for the root and the product, and their sums round too
 
 
 def test_what_hangs_on_rounding_is_no_problem() -> None:

@@ -22,8 +22,8 @@ from tilegen.emit.render import render
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import LARGE_CACHE
 from tilegen.masks import Mask, causal, dilated, full, kv_lengths, sliding_window
-from tilegen.masks.constructors import KvPrefix
 from tilegen.masks.score import Score, relative_bias, sinks
+from tilegen.masks.usual import KvPrefix
 from tilegen.problem import AttentionProblem
 
 pytestmark = pytest.mark.portable

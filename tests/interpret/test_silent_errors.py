@@ -33,7 +33,7 @@ from tilegen.masks import (
     sliding_window,
     values,
 )
-from tilegen.masks.constructors import KvPrefix
+from tilegen.masks.usual import KvPrefix
 from tilegen.problem import AttentionProblem
 
 pytestmark = pytest.mark.portable

@@ -189,3 +189,25 @@ def test_configs_and_names_of_the_package() -> None:
         TileConfig.parse("m64")
     assert TileConfig.parse("m64n32w4s2") == TileConfig(block_m=64, block_n=32)
     assert isinstance(InvalidProblem("x"), ValueError)
+
+
+def test_what_a_score_reads_in_vain_gets_gradients_of_zero() -> None:
+    """As PyTorch gives it: `0 * t[q]` is part of the function, though no kernel computes it."""
+    q, k, v = (torch.randn(1, 1, 8, 16) for _ in range(3))
+    made, gone, kept = (torch.randn(8, requires_grad=True) for _ in range(3))
+    in_vain = tilegen.score(lambda s, b, h, q, k: s + 0 * (2 * made)[q] + gone[k] - gone[k])
+    constant = tilegen.score(lambda s, b, h, q, k: kept[k])
+    for score in (
+        in_vain.then(tilegen.softcap(5.0)),
+        tilegen.alibi(kept[:1]).then(in_vain),
+        in_vain.then(constant),
+        constant.then(in_vain),
+    ):
+        out, lse = tilegen.attention(q, k, v, score=score, return_lse=True)
+        for result in (out, lse):
+            zeros = torch.autograd.grad(result.sum(), [made, gone], retain_graph=True)
+            assert all(torch.equal(one, torch.zeros(8)) for one in zeros)
+    (gradient,) = torch.autograd.grad((out**2).sum(), [kept])
+    assert gradient.abs().max() > 0
+    with torch.no_grad():
+        assert not tilegen.attention(q, k, v, score=in_vain).requires_grad

@@ -14,14 +14,24 @@ from hypothesis import strategies as st
 from tests.expression_trees import KINDS, T0, T1, T2, condition, score
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.masks.language.nodes import Where, normalise
-from tilegen.masks.language.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, S, captured_name
+from tilegen.masks.language.symbols import (
+    SEQLEN_KV,
+    SEQLEN_Q,
+    B,
+    H,
+    K,
+    Lookup,
+    Q,
+    S,
+    captured_name,
+    captured_slots,
+)
 from tilegen.masks.language.texts import (
     MAX_DEPTH,
     MAX_TEXT,
-    captured_slots,
     free_parts,
     from_text,
-    kinds_of,
+    kind_of_tensor,
     merge,
     rename,
     to_text,
@@ -212,7 +222,7 @@ def test_captured_tensors_are_renumbered_and_merged() -> None:
     merged, captured = merge([(first, (one, two)), (second, (two, three))])
     assert [id(tensor) for tensor in captured] == [id(one), id(two), id(three)]
     assert [to_text(expr) for expr in merged] == ["t0[h]+t1[q]", "t1[k]*t2[h]"]
-    assert kinds_of(captured) == ("float", "float", "int")
+    assert [kind_of_tensor(one) for one in captured] == ["float", "float", "int"]
     assert captured_slots(merged[1]) == [1, 2]
     unread, kept = merge([(S + Lookup(captured_name(1, "float"), H), (one, two))])
     assert [to_text(expr) for expr in unread] == ["s+t0[h]"]
@@ -232,4 +242,4 @@ def test_renaming_keeps_what_a_tensor_holds() -> None:
 
 def test_complex_tensors_are_refused() -> None:
     with pytest.raises(TilegenError, match="complex64"):
-        kinds_of([torch.zeros(2, dtype=torch.complex64)])
+        kind_of_tensor(torch.zeros(2, dtype=torch.complex64))

@@ -12,11 +12,12 @@ from tilegen.masks import Mask
 from tilegen.masks.expression_mask import typical
 from tilegen.masks.mask import Side
 from tilegen.masks.shapes import Shape, TiledShape
-from tilegen.masks.tensors import realized, tensors_of
+from tilegen.masks.tensors import tensors_of
 from tilegen.masks.tiles import tile_counts
 from tilegen.masks.tiles.closed_form import predicate
 from tilegen.masks.tiles.tile_lists import build
-from tilegen.masks.tiles.tile_ranges import TileRanges, is_solved
+from tilegen.masks.tiles.tile_ranges import is_solved
+from tilegen.masks.tiles.visits import TileRanges
 
 BLOCKS = [(16, 16), (64, 32), (16, 64), (128, 64), (48, 16), (40, 24), (256, 256)]
 
@@ -24,7 +25,7 @@ BLOCKS = [(16, 16), (64, 32), (16, 64), (128, 64), (48, 16), (40, 24), (256, 256
 def counted(mask: Mask, side: Side, shape: TiledShape) -> list[list[int]]:
     """Return tiles visited and full, and visited last ones, of each stationary tile, from lists of
     just these tiles."""
-    mask = realized(typical(mask), shape)
+    mask = typical(mask).realized(shape)
     tensors = tensors_of(mask, shape, torch.device("cpu"))
     lists = build(predicate(mask, side), tensors, shape, device="cpu", side=side)
     starts, tiles = lists.starts.tolist(), lists.tiles.tolist()

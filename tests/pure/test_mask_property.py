@@ -21,15 +21,20 @@ from tilegen.masks import (
     documents,
     full,
     global_tokens,
+    intersect,
     kv_lengths,
     predicate,
     prefix_lm,
     sliding_window,
     values,
 )
-from tilegen.masks.constructors import KvPrefix
+from tilegen.masks.language.evaluation import Points
+from tilegen.masks.language.integers import exact
+from tilegen.masks.language.symbols import FIRST, LAST, SEQLEN_KV, SEQLEN_Q, B, H
 from tilegen.masks.mask import Side
+from tilegen.masks.tiles.closed_form import stream_sets
 from tilegen.masks.tiles.tile_ranges import tile_ranges
+from tilegen.masks.usual import KvPrefix
 
 BATCH, HEADS = 2, 3
 BLOCKS = (4, 8, 16)
@@ -311,6 +316,43 @@ def test_functions_mean_what_they_compute(
     sizes = (BATCH, HEADS, seqlen_q, seqlen_kv)
     expected = np.array([bool(keep(*index)) for index in np.ndindex(*sizes)]).reshape(sizes)
     assert (pairs(mask, seqlen_q, seqlen_kv) == expected).all()
+
+
+@settings(EVERY_TIME, max_examples=15)
+@given(mask=st.lists(USUAL, min_size=1, max_size=2).map(lambda parts: intersect(*parts)), **WHERE)
+@example(sliding_window(7, 2), 40, 45, 8, 4, "rows")
+@example(causal("bottom_right"), 9, 40, 4, 8, "columns")
+def test_one_interval_leaves_the_tiles_that_several_merged_do(
+    mask: Mask, seqlen_q: int, seqlen_kv: int, block_m: int, block_n: int, side: Side
+) -> None:
+    """Kernels of one interval compute with its ends, as `_mask.jinja` has it; the model merges."""
+    sizes = {"seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv, "block_m": block_m, "block_n": block_n}
+    sets = stream_sets(mask, side)
+    if sets.full is None:
+        return
+    stays, step, block = (
+        (seqlen_q, block_m, block_n) if side == "rows" else (seqlen_kv, block_n, block_m)
+    )
+    first = torch.arange(0, stays, step)
+    ends = {FIRST: first, LAST: (first + step).clamp(max=stays) - 1}
+    lengths = {SEQLEN_Q: torch.tensor(seqlen_q), SEQLEN_KV: torch.tensor(seqlen_kv)}
+    heads = {B: torch.arange(BATCH)[:, None, None], H: torch.arange(HEADS)[:, None]}
+    tables = [value.on("cpu") for value in mask.values]
+    points = Points(tables, ends | lengths | heads, torch.device("cpu"))
+
+    def number(expr: sympy.Expr) -> torch.Tensor:
+        shape = (BATCH, HEADS, len(first))
+        return points(exact(sympy.sympify(expr))).expand(shape).clone()
+
+    live, full = sets.live[0], sets.full
+    tile_lo = number(live.lo) // block
+    tile_hi = torch.where(number(live.nonempty), -(-number(live.hi) // block), tile_lo)
+    kept_lo = number(sympy.S.Zero if full.lo.is_infinite else full.lo)
+    full_lo = (-(-kept_lo // block)).maximum(tile_lo).minimum(tile_hi)
+    full_hi = (number(full.hi) // block).minimum(tile_hi).maximum(full_lo)
+    merged = tile_ranges(mask, side, **sizes, batch=BATCH, heads=HEADS)
+    assert (np.broadcast_to(merged.visited, tile_lo.shape) == (tile_hi - tile_lo).numpy()).all()
+    assert (np.broadcast_to(merged.full, tile_lo.shape) == (full_hi - full_lo).numpy()).all()
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(0, 70), st.integers(0, 70))

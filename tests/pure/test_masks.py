@@ -11,8 +11,9 @@ import sympy
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks import Mask, causal, full, parse_mask, sliding_window
 from tilegen.masks.mask import Full, Side
-from tilegen.masks.tiles.closed_form import FIRST, LAST, SEQLEN_KV, stream_bounds, stream_sets
-from tilegen.masks.tiles.tile_ranges import TileRanges, tile_ranges
+from tilegen.masks.tiles.closed_form import FIRST, LAST, SEQLEN_KV, stream_sets
+from tilegen.masks.tiles.tile_ranges import tile_ranges
+from tilegen.masks.tiles.visits import TileRanges
 
 MASKS = [
     "full",
@@ -112,10 +113,11 @@ def test_tile_classes_equal_brute_force(text: str, side: Side) -> None:
 
 
 def test_causal_bounds_are_the_textbook_ones() -> None:
-    bounds = stream_bounds(causal(), "rows")
-    assert bounds.live.lo == 0
-    assert bounds.live.hi == sympy.Min(LAST + 1, SEQLEN_KV)
-    assert bounds.full.hi == sympy.Min(FIRST + 1, SEQLEN_KV)
+    sets = stream_sets(causal(), "rows")
+    assert sets.full is not None
+    assert [one.lo for one in sets.live] == [0]
+    assert [one.hi for one in sets.live] == [sympy.Min(LAST + 1, SEQLEN_KV)]
+    assert sets.full.hi == sympy.Min(FIRST + 1, SEQLEN_KV)
 
 
 @pytest.mark.parametrize("text", MASKS)

@@ -14,7 +14,7 @@ from tilegen.errors import Unsupported
 from tilegen.gpus.spec import GpuSpec, catalogue, gpu
 from tilegen.kernels.config import BLOCK_SIZES, Kernel, TileConfig
 from tilegen.kernels.registry import LARGE_CACHE
-from tilegen.masks.tiles import closed_form
+from tilegen.masks.tiles import tile_ranges
 from tilegen.model import roofline
 from tilegen.model.footprint import footprint
 from tilegen.model.traffic import traffic, visits
@@ -202,9 +202,9 @@ def test_what_is_shared_between_configs_changes_no_ranking(
 def test_windows_of_other_widths_are_solved_once() -> None:
     """Which saves 30 ms each; `test_masks` has their tiles."""
     propose(PARSE("hq8 q4000 d64 bf16 causal&window(100,7)"), gpu("h200"))
-    before = closed_form.stream_bounds.cache_info().misses
+    before = tile_ranges._evaluator_of.cache_info().misses
     propose(PARSE("hq8 q4000 d64 bf16 causal&window(333,12)"), gpu("h200"))
-    assert closed_form.stream_bounds.cache_info().misses == before
+    assert tile_ranges._evaluator_of.cache_info().misses == before
 
 
 def test_a_new_length_is_proposed_for_with_little_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,7 +110,7 @@ def test_scores_are_values() -> None:
 def test_equal_tensors_of_composed_scores_take_one_slot() -> None:
     composed = alibi(SLOPES).then(temperature(SLOPES))
     assert composed.captured == (SLOPES,)
-    assert composed.kinds == ("float",)
+    assert composed.form.kinds == ("float",)
     assert [id(t) for t in alibi(TABLE[0]).then(alibi(SLOPES)).captured][1:] == [id(SLOPES)]
 
 

@@ -173,7 +173,9 @@ def test_tiles_beyond_the_sequence_are_partial(seqlen: tuple[int, int]) -> None:
 def test_rows_without_columns_have_empty_lists() -> None:
     kept = sympy.Ge(Q, 24) & sympy.Lt(K, 8)
     check(kept, [], shape_of(64, 8))
-    rows, columns = build(kept, [], shape_of(64, 8), device="cpu")
+    rows, columns = (
+        build(kept, [], shape_of(64, 8), device="cpu", side=side) for side in ("rows", "columns")
+    )
     assert rows.tiles.tolist() == [0] * 5
     assert rows.starts.tolist() == [0] * 7 + [1, 1, 2, 2, 3, 3, 4, 4, 5, 5]
     assert columns.tiles.tolist() == [3, 4, 5, 6, 7]
@@ -182,7 +184,9 @@ def test_rows_without_columns_have_empty_lists() -> None:
 
 @pytest.mark.parametrize("lengths", [(0, 5), (5, 0), (0, 0)])
 def test_empty_sequences(lengths: tuple[int, int]) -> None:
-    for lists in build(sympy.sympify(K <= Q), [], shape_of(lengths, 4), device="cpu"):
+    for side in ("rows", "columns"):
+        keep = sympy.sympify(K <= Q)
+        lists = build(keep, [], shape_of(lengths, 4), device="cpu", side=side)
         assert lists.visited_tiles == 0
         assert len(lists.starts) == 2 * lists.num_stationary + 1
 

@@ -76,7 +76,7 @@ def points(tiles: Any) -> Tiles:
         i, j = (point.get_coordinate_val(isl.dim_type.set, at).to_python() for at in (0, 1))
         found.append((i, j))
 
-    tile_ranges.foreach_point(add)
+    tiles.foreach_point(add)
     return frozenset(found)
 
 
@@ -122,7 +122,7 @@ def lists(mask: Mask, shape: TiledShape, side: Literal["rows", "columns"]) -> Fo
 
 
 def _turned(live: list[tuple[int, int]], full: list[tuple[int, int]], side: str) -> Found:
-    """Return pairs of stationary and streamed tiles as rows and columns of tile_ranges."""
+    """Return pairs of stationary and streamed tiles as rows and columns of tiles."""
     if side == "columns":
         live, full = ([(i, j) for j, i in pairs] for pairs in (live, full))
     return Found(frozenset(live), frozenset(full))

@@ -13,7 +13,7 @@ from tests import user_forms
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks import predicate
 from tilegen.masks.language.evaluation import evaluate
-from tilegen.masks.language.texts import from_text, kinds_of, to_text
+from tilegen.masks.language.texts import from_text, kind_of_tensor, to_text
 from tilegen.masks.tiles.tile_ranges import is_solved
 from tilegen.masks.tracing.trace import trace_mask, trace_score
 
@@ -133,7 +133,10 @@ def test_traced_masks_equal_the_functions(name: str) -> None:
     function = MASKS[name]
     traced = trace_mask(function)
     expected = torch.as_tensor(function(*GRID)).expand(SHAPE)
-    for expr in (traced.expr, from_text(to_text(traced.expr), kinds_of(traced.captured))):
+    for expr in (
+        traced.expr,
+        from_text(to_text(traced.expr), tuple(map(kind_of_tensor, traced.captured))),
+    ):
         b, h, q, k = GRID
         found = evaluate(
             expr, traced.captured, b=b, h=h, q=q, k=k, seqlen_q=SEQLEN_Q, seqlen_kv=SEQLEN_KV
@@ -209,7 +212,10 @@ def test_traced_scores_equal_the_functions(name: str) -> None:
     function = SCORE_MODS[name]
     traced = trace_score(function)
     expected = torch.as_tensor(function(SCORES, *GRID)).double().expand(SHAPE)
-    for expr in (traced.expr, from_text(to_text(traced.expr), kinds_of(traced.captured))):
+    for expr in (
+        traced.expr,
+        from_text(to_text(traced.expr), tuple(map(kind_of_tensor, traced.captured))),
+    ):
         b, h, q, k = GRID
         found = evaluate(
             expr,

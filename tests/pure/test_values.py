@@ -26,7 +26,7 @@ from tilegen.masks import (
     values,
 )
 from tilegen.masks.shapes import Shape
-from tilegen.masks.tensors import realized, tensors_of
+from tilegen.masks.tensors import tensors_of
 from tilegen.problem import AttentionProblem
 
 SHAPE = Shape(batch=2, heads=4, seqlen_q=20, seqlen_kv=30)
@@ -189,7 +189,7 @@ def test_keys_of_problems_with_values_are_read_back() -> None:
 def test_typical_tensors_fit_where_the_real_ones_did() -> None:
     for text in ("window(@h:8,0)", "documents(@bq:8)", "same_id(@q:8,@k:8)", "kv_prefix(@b:9)",
                  "block_sparse(@bh:50,7)", "within(same_id(@q:8,@k:8),prefix_lm(3))"):  # fmt: skip
-        mask = realized(parse_mask(text), SHAPE)
+        mask = parse_mask(text).realized(SHAPE)
         assert not mask.is_stand_in
         assert mask.stand_in == parse_mask(text)
         tensors_of(mask, SHAPE, CPU)

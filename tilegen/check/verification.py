@@ -35,7 +35,7 @@ from tilegen.kernels.two_pass import BWD_PREPROCESS
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
-from tilegen.masks.tensors import realized, score_tensors
+from tilegen.masks.tensors import score_tensors
 from tilegen.masks.typical import typical_score
 from tilegen.problem import AttentionProblem
 from tilegen.runtime.binding import BoundKernel
@@ -81,7 +81,7 @@ def verify(
     device = torch.device(device or run_device())
     with _own_modes(device):
         inputs = make_inputs(problem, device=device, seed=seed)
-        problem = replace(problem, mask=realized(problem.mask, problem.shape, device))
+        problem = replace(problem, mask=problem.mask.realized(problem.shape, device))
         kernels: dict[Kernel, RenderedKernel] = {
             kernel: render(problem, config, kernel) for kernel, config in configs.items()
         }

@@ -127,12 +127,11 @@ class Demo:
         import tilegen
         from tilegen.check.peers import flex, sdpa
         from tilegen.check.reference import make_inputs
-        from tilegen.masks.tensors import realized
         from tilegen.masks.typical import typical_score
         from tilegen.measure import measure, one_line
 
         x = make_inputs(problem, device=device)
-        problem = replace(problem, mask=realized(problem.mask, problem.shape, device))
+        problem = replace(problem, mask=problem.mask.realized(problem.shape, device))
         score = typical_score(problem.score, problem.shape, device)
         prepare: dict[str, Callable[[], Callable[..., Any]]] = {
             "tilegen": lambda: partial(tilegen.attention, mask=problem.mask, score=score),

@@ -14,7 +14,7 @@ from tilegen.kernels.config import Kernel
 from tilegen.kernels.registry import KERNELS
 from tilegen.masks.language.symbols import FIRST, LAST
 from tilegen.masks.mask import Full, Side, full
-from tilegen.masks.tiles.closed_form import Interval, stream_bounds, stream_sets
+from tilegen.masks.tiles.closed_form import Interval, stream_sets
 from tilegen.model.bounds import mask_size
 from tilegen.model.estimate import Candidate
 from tilegen.model.traffic import visits
@@ -73,11 +73,9 @@ def _form(problem: AttentionProblem, side: Side) -> dict[str, Any]:
         return {"form": "lists", "live": [], "full": [], "dropped": []}
     live = [_edges(one) for one in sets.live]
     dropped = [_edges(one) for one in sets.dropped]
-    try:
-        whole = [_edges(stream_bounds(problem.mask, side).full)]
-    except Unsupported:
-        return {"form": "several", "live": live, "full": [], "dropped": dropped}
-    return {"form": "interval", "live": live, "full": whole, "dropped": dropped}
+    whole = [] if sets.full is None else [_edges(sets.full)]
+    form = "interval" if whole else "several"
+    return {"form": form, "live": live, "full": whole, "dropped": dropped}
 
 
 def _edges(interval: Interval) -> list[str]:

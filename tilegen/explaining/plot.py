@@ -21,7 +21,6 @@ from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.registry import KERNELS
 from tilegen.kernels.spec import Direction
-from tilegen.masks.drawing import kept
 from tilegen.masks.mask import Full
 from tilegen.model.bounds import bound_values, bounds_of
 from tilegen.model.symbols import (
@@ -130,7 +129,7 @@ def _draw_mask(axes: Axes, problem: AttentionProblem, shown: Sequence[dict[str, 
 def mask_picture(problem: AttentionProblem, config: TileConfig, rows: int, columns: int) -> Array:
     """Return 3 for pairs in full tiles, 2 and 1 for kept and dropped ones in partial tiles, 0 for
     those that are not visited."""
-    keep = kept(problem.mask, rows, columns)
+    keep = problem.mask.pairs(rows, columns)
     picture = np.zeros(keep.shape)
     for q in range(0, rows, config.block_m):
         for k in range(0, columns, config.block_n):

@@ -20,14 +20,23 @@ import sympy
 import torch
 
 from tilegen import sympy_lock
-from tilegen.masks.constructors import equal
 from tilegen.masks.language.evaluation import Points
 from tilegen.masks.language.integers import is_int, prepared
-from tilegen.masks.language.operations import is_condition
-from tilegen.masks.language.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q
+from tilegen.masks.language.symbols import (
+    SEQLEN_KV,
+    SEQLEN_Q,
+    B,
+    H,
+    K,
+    Lookup,
+    Q,
+    is_condition,
+    slot_of,
+)
 from tilegen.masks.language.texts import merge
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.tracing.trace import Traced
+from tilegen.masks.usual import equal
 from tilegen.masks.values import Lengths, Recipe, Values, power_of_two_near, table
 
 Relation = Literal["<=", "<", ">=", ">", "=="]
@@ -50,6 +59,8 @@ class Comparison(Mask):
     row: Values
     by_row: Bounds
     by_column: Bounds
+    by: Side = "rows"
+    """How tiles are found."""
 
     @property
     def notation(self) -> str:
@@ -63,43 +74,26 @@ class Comparison(Mask):
 
     def enclosing(self, *at: Any) -> tuple[Any, Any]:
         q, k, _, _, b, h = at
-        bounds, index = self._bounds(q, k)
+        bounds, index = (self.by_row, k) if self.by == "rows" else (self.by_column, q)
         first, end, sure_first, sure_end = (one.at(b, h, q, k) for one in bounds)
         return (first <= index) & (index < end), (sure_first <= index) & (index < sure_end)
 
     def for_side(self, side: Side) -> Mask:
-        return self if side == "rows" else _ByColumn(*self._fields)
-
-    @property
-    def _fields(self) -> tuple[Any, ...]:
-        return self.relation, self.column, self.row, self.by_row, self.by_column
-
-    def _bounds(self, q: Any, k: Any) -> tuple[Bounds, Any]:
-        return self.by_row, k
+        return replace(self, by=side)
 
 
-class _ByColumn(Comparison):
-    """A comparison whose tiles are found by column."""
-
-    def _bounds(self, q: Any, k: Any) -> tuple[Bounds, Any]:
-        return self.by_column, q
-
-
-def compared(relation: Literal["<", "=="], column: Values, **changes: Any) -> Comparison:
-    """Return the comparison whose values are as those of the columns, but for the changes."""
+def compared(relation: Literal["<", "=="], column: Values) -> Comparison:
+    """Return the comparison whose values are as those of the columns, a recipe's first."""
     axes = (column.axes or "")[:-1]
 
-    def value(axis: str, part: int, pattern: Literal["table", "rising"]) -> Values:
-        one = replace(column, axes=axes + axis, pattern=pattern, **changes)
-        return replace(one, part=part if one.recipe else 0)
-
     def bounds(axis: str, part: int) -> Bounds:
-        first, end, sure_first, sure_end = (value(axis, part + i, "rising") for i in range(4))
+        first, end, sure_first, sure_end = (
+            column.beside(part + i, "rising", axes + axis) for i in range(4)
+        )
         return first, end, sure_first, sure_end
 
-    return Comparison(
-        relation, value("k", 0, "table"), value("q", 1, "table"), bounds("q", 2), bounds("k", 6)
-    )
+    row = column.beside(1, "table", f"{axes}q")
+    return Comparison(relation, column, row, bounds("q", 2), bounds("k", 6))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -132,7 +126,8 @@ def comparison_of(part: Any, traced: Traced) -> Comparison | None:
     like = Values(
         axes="bk" if is_batched else "k",
         typical=min(100, power_of_two_near(max(1, round(100 * kept / length)))),
-        recipe=Recipe(_tables, _check_nothing, sources, given),
+        pattern="table",
+        recipe=Recipe(_tables, sources, given),
     )
     return compared("==" if sides.relation == "==" else "<", like)
 
@@ -202,7 +197,7 @@ def _numbers(
     by_batch = [
         one for side in (sides.column, sides.row) for one in side.atoms(Lookup) if one.has(B)
     ]
-    batch = min((len(captured[int(str(one.args[0])[1:])]) for one in by_batch), default=1)
+    batch = min((len(captured[slot_of(one)]) for one in by_batch), default=1)
     shape = (batch,) if is_batched else ()
     found: list[torch.Tensor] = []
     for expr, symbol, length in ((sides.column, K, lengths[1]), (sides.row, Q, lengths[0])):
@@ -311,7 +306,3 @@ def _counts(column: torch.Tensor, row: torch.Tensor, relation: Relation) -> torc
     if relation != "==":
         return below
     return torch.searchsorted(ordered, row.contiguous(), right=True) - below
-
-
-def _check_nothing(*_: Any) -> None:
-    """Numbers may be any."""

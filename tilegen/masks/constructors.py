@@ -1,231 +1,22 @@
-"""The usual masks beyond causal and windows. Each says its predicate, which is its only
-definition."""
+"""The usual masks beyond causal and windows, and any other as a Python function."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from tilegen.errors import InvalidProblem
-from tilegen.masks.mask import (
-    Mask,
-    Side,
-    causal,
-    check_number,
-    full,
-    number,
-    shown,
-    sliding_window,
+from tilegen.masks.mask import Mask, causal, check_number, full, sliding_window
+from tilegen.masks.usual import (
+    BlockSparse,
+    Dilated,
+    GlobalTokens,
+    KvPrefix,
+    Neighborhood,
+    PrefixLM,
 )
-from tilegen.masks.values import Values, as_tensor, is_symbolic, values
+from tilegen.masks.values import Values, as_tensor, values
 from tilegen.sympy_lock import tracing
-
-
-@dataclass(frozen=True)
-class PrefixLM(Mask):
-    """`k <= q or k < prefix`: the prefix sees all of itself, what follows is causal."""
-
-    prefix: int | Values
-
-    def __post_init__(self) -> None:
-        _check("prefix", self.prefix)
-
-    @property
-    def notation(self) -> str:
-        return f"prefix_lm({shown(self.prefix)})"
-
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        return (k <= q) | (k < number(self.prefix, b, h, q, k))
-
-
-@dataclass(frozen=True)
-class GlobalTokens(Mask):
-    """`q < tokens or k < tokens`: the first tokens see everything and are seen by all."""
-
-    tokens: int | Values
-
-    def __post_init__(self) -> None:
-        _check("tokens", self.tokens)
-
-    @property
-    def notation(self) -> str:
-        return f"global({shown(self.tokens)})"
-
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        tokens = number(self.tokens, b, h, q, k)
-        return (q < tokens) | (k < tokens)
-
-
-@dataclass(frozen=True)
-class KvPrefix(Mask):
-    """`k < length`: only the first columns, by batch for padded batches."""
-
-    length: int | Values
-
-    def __post_init__(self) -> None:
-        _check("length", self.length)
-
-    @property
-    def notation(self) -> str:
-        return f"kv_prefix({shown(self.length)})"
-
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        return k < number(self.length, b, h, q, k)
-
-
-@dataclass(frozen=True)
-class Dilated(Mask):
-    """`(q - k) % step == 0`: every step-th column, counted from the row's own."""
-
-    step: int
-
-    def __post_init__(self) -> None:
-        check_number("step", self.step, low=1)
-
-    @property
-    def notation(self) -> str:
-        return f"dilated({self.step})"
-
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        return equal((q - k) % self.step, 0)
-
-
-@dataclass(frozen=True)
-class Intervals(Mask):
-    """`first[q] <= k < end[q]`, where neither falls as q rises: documents of a packed sequence.
-
-    The same pairs by column: `first_row[k] <= q < end_row[k]`.
-    """
-
-    first: Values
-    end: Values
-    first_row: Values
-    end_row: Values
-
-    @property
-    def notation(self) -> str:
-        return f"documents({self.first.notation})"
-
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        first, end = (one.at(b, h, q, k, (seqlen_q, seqlen_kv)) for one in (self.first, self.end))
-        return (first <= k) & (k < end)
-
-    def for_side(self, side: Side) -> Mask:
-        return self if side == "rows" else _ByColumn(*self._fields)
-
-    @property
-    def _fields(self) -> tuple[Values, Values, Values, Values]:
-        return self.first, self.end, self.first_row, self.end_row
-
-
-class _ByColumn(Intervals):
-    """Intervals, written by column."""
-
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        rows = (self.first_row, self.end_row)
-        first, end = (one.at(b, h, q, k, (seqlen_q, seqlen_kv)) for one in rows)
-        return (first <= q) & (q < end)
-
-
-@dataclass(frozen=True)
-class SameDocument(Mask):
-    """`ids_q[q] == ids_kv[k]`, ids in any order."""
-
-    ids_q: Values
-    ids_kv: Values
-
-    @property
-    def notation(self) -> str:
-        return f"same_id({self.ids_q.notation},{self.ids_kv.notation})"
-
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        lengths = (seqlen_q, seqlen_kv)
-        return equal(*(one.at(b, h, q, k, lengths) for one in (self.ids_q, self.ids_kv)))
-
-
-@dataclass(frozen=True)
-class BlockSparse(Mask):
-    """`layout[(b,) (h,) q // block, k // block]`; pairs beyond the layout are dropped."""
-
-    layout: Values
-    block: int
-
-    def check_lengths(self, seqlen_q: int, seqlen_kv: int) -> None:
-        if self.layout.is_stand_in:
-            return
-        found = tuple(self.layout.tensor.shape[-2:])
-        needed = tuple(-(-length // self.block) for length in (seqlen_q, seqlen_kv))
-        if self.block == 1 and found != needed:
-            raise InvalidProblem(
-                f"a bool tensor as mask must have the lengths of the call, {needed}, got {found}"
-            )
-        if found[0] < needed[0] or found[1] < needed[1]:
-            raise InvalidProblem(
-                f"a layout of blocks of {self.block} must cover lengths {seqlen_q} and {seqlen_kv} "
-                f"with {needed[0]} x {needed[1]} blocks, got {found[0]} x {found[1]}"
-            )
-
-    @property
-    def notation(self) -> str:
-        return f"block_sparse({self.layout.notation},{self.block})"
-
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        return self.layout.look_up((b, h), q // self.block, k // self.block)
-
-
-@dataclass(frozen=True)
-class Neighborhood(Mask):
-    """Every dimension's window around a point, moved inwards at the borders, as NATTEN defines it.
-
-    Points of a grid are numbered row by row; both sequences are the same grid.
-    """
-
-    grid: tuple[int, ...]
-    window: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if not 1 <= len(self.grid) <= 3 or len(self.grid) != len(self.window):
-            raise InvalidProblem(
-                "neighborhood needs one to three dimensions and a window for each, "
-                f"got grid {self.grid} and window {self.window}"
-            )
-        for size in self.grid:
-            check_number("grid", size, low=1)
-        for size in self.window:
-            check_number("window", size, low=1)
-            if size % 2 == 0:
-                raise InvalidProblem(f"window must be odd, got {size}")
-
-    def check_lengths(self, seqlen_q: int, seqlen_kv: int) -> None:
-        points = math.prod(self.grid)
-        if (seqlen_q, seqlen_kv) != (points, points):
-            raise InvalidProblem(
-                f"{self.notation} needs sequences of {points} points, "
-                f"got {seqlen_q} and {seqlen_kv}"
-            )
-
-    @property
-    def notation(self) -> str:
-        grid, window = ("x".join(map(str, sizes)) for sizes in (self.grid, self.window))
-        return f"neighborhood({grid},{window})"
-
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        keep: Any = True
-        stride = 1
-        for axis in reversed(range(len(self.grid))):
-            size, window = self.grid[axis], min(self.window[axis], self.grid[axis])
-            at, seen = q // stride, k // stride
-            if axis:
-                at, seen = at % size, seen % size
-            first = at - self.window[axis] // 2
-            above = (seen >= first) | (seen >= size - window)
-            below = (seen < first + self.window[axis]) | (seen < window)
-            inside = above & below & (seen < size) if not axis else above & below
-            keep = inside & keep
-            stride *= size
-        return keep
 
 
 def prefix_lm(prefix: int | Values) -> Mask:
@@ -367,16 +158,3 @@ def _table(tensor: Any, block: int) -> Values:
         pattern="layout",
         block=block,
     )
-
-
-def equal(left: Any, right: Any) -> Any:
-    if is_symbolic(left, right):
-        import sympy
-
-        return sympy.Eq(left, right)
-    return left == right
-
-
-def _check(name: str, value: object) -> None:
-    if not isinstance(value, Values):
-        check_number(name, value)

@@ -10,25 +10,23 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from tilegen.masks.mask import Mask
-
 MAX_SIDE = 128
 """Most rows and columns that are drawn."""
 LEGEND = "# in a full tile, + kept in a partial tile, . dropped in one, blank: tiles not visited"
 
 
-def draw(
-    mask: Mask, seqlen_q: int, seqlen_kv: int, *, block_m: int, block_n: int, b: int = 0, h: int = 0
-) -> str:
-    """Return a picture of the pairs of one head, a character each, tiles ruled off; then counts.
-
-    Raises InvalidProblem for more than MAX_SIDE rows or columns.
-    """
+def check_sides(seqlen_q: int, seqlen_kv: int) -> None:
+    """Raise InvalidProblem for more rows or columns than are drawn."""
     if not (0 < seqlen_q <= MAX_SIDE and 0 < seqlen_kv <= MAX_SIDE):
         raise InvalidProblem(
             f"a drawn mask has 1 to {MAX_SIDE} rows and columns, got {seqlen_q} x {seqlen_kv}"
         )
-    keep = kept(mask, seqlen_q, seqlen_kv, b, h)
+
+
+def draw(keep: NDArray[np.bool_], name: str, *, block_m: int, block_n: int) -> str:
+    """Return a picture of pairs, a character each, tiles ruled off; then counts, with the name of
+    the mask."""
+    seqlen_q, seqlen_kv = keep.shape
     rule = "+".join(
         ["", *("-" * min(block_n, seqlen_kv - k) for k in range(0, seqlen_kv, block_n)), ""]
     )
@@ -47,17 +45,4 @@ def draw(
             pieces.append(["".join(marks[int(pair)] for pair in row) for row in tile])
         lines += ["|".join(["", *row, ""]) for row in zip(*pieces, strict=True)]
     told = ", ".join(f"{count} {kind}" for kind, count in counts.items())
-    return "\n".join([*lines, rule, f"{mask}: {told} tiles; {LEGEND}"])
-
-
-def kept(mask: Mask, seqlen_q: int, seqlen_kv: int, b: int = 0, h: int = 0) -> NDArray[np.bool_]:
-    """Return which pairs of a head are kept; typical tensors stand for missing ones."""
-    import torch
-
-    from tilegen.masks.shapes import Shape
-    from tilegen.masks.tensors import realized
-
-    real = realized(mask, Shape(b + 1, h + 1, seqlen_q, seqlen_kv))
-    q, k = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_kv)[None]
-    one = torch.as_tensor(real.keep(q, k, seqlen_q, seqlen_kv, torch.tensor(b), torch.tensor(h)))
-    return one.expand(seqlen_q, seqlen_kv).numpy()
+    return "\n".join([*lines, rule, f"{name}: {told} tiles; {LEGEND}"])

@@ -12,18 +12,32 @@ from functools import lru_cache
 from typing import Any
 
 import sympy
+import torch
 from sympy.core.relational import Relational
 
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.comparison import Comparison, comparison_of
-from tilegen.masks.constructors import BlockSparse, Dilated, dilated
-from tilegen.masks.language.operations import is_condition
-from tilegen.masks.language.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, S
+from tilegen.masks.language.evaluation import evaluate
+from tilegen.masks.language.symbols import (
+    SEQLEN_KV,
+    SEQLEN_Q,
+    B,
+    H,
+    K,
+    Lookup,
+    Q,
+    S,
+    is_condition,
+)
 from tilegen.masks.language.texts import from_text, merge, to_text
 from tilegen.masks.mask import MAX_WINDOW, Mask, Side, causal, full, intersect, sliding_window
 from tilegen.masks.packed import from_ids
+from tilegen.masks.shapes import Shape
+from tilegen.masks.source import closed_form
+from tilegen.masks.tiles.tile_lists import build
 from tilegen.masks.tracing.derived import Derived
 from tilegen.masks.tracing.trace import Traced, trace_mask
+from tilegen.masks.usual import BlockSparse, Dilated
 from tilegen.masks.values import Values, is_symbolic, table
 
 
@@ -51,10 +65,6 @@ class Expression(Mask):
             renamed = keep.xreplace(names)
             given = {B: b, H: h, Q: q, K: k, SEQLEN_Q: seqlen_q, SEQLEN_KV: seqlen_kv}
             return renamed.xreplace({s: sympy.sympify(to) for s, to in given.items() if s != to})
-        import torch
-
-        from tilegen.masks.language.evaluation import evaluate
-
         if self.is_stand_in:
             raise InvalidProblem(f"expected a mask with its tensors, got {self}")
         device = next((x.device for x in (q, k) if isinstance(x, torch.Tensor)), None)
@@ -116,8 +126,6 @@ def _joined(parts: list[Any], traced: Traced) -> Mask:
 def _compared(parts: list[Any], traced: Traced) -> Mask | None:
     """Return the mask with comparisons in the place of conditions that read tensors; None where it
     has no closed form then."""
-    from tilegen.masks.source import closed_form
-
     found = [
         part if isinstance(part, Mask) or not part.has(Lookup) else comparison_of(part, traced)
         for part in parts
@@ -162,7 +170,7 @@ def _by_distance(part: Any) -> Mask | None:
     """Return a condition on the distance of q and k alone as the mask that it is."""
     match part:
         case sympy.Eq(args=(sympy.Mod(args=(distance, sympy.Integer(p=step))), sympy.Integer(p=0))):
-            return dilated(step) if distance in (Q - K, K - Q, sympy.Abs(Q - K)) else None
+            return Dilated(step) if distance in (Q - K, K - Q, sympy.Abs(Q - K)) else None
         case sympy.Le(args=(low, high)) | sympy.Lt(args=(low, high)):
             room = high - low - int(isinstance(part, sympy.Lt))
         case _:
@@ -191,8 +199,6 @@ def _same_document(part: Any, traced: Traced) -> Mask | None:
 
 def _table(tensor: Any, percent: int, derived: Derived) -> Values:
     """Return a tensor that is looked up, one that the function made itself by how it was made."""
-    import torch
-
     found = table(tensor, percent)
     recipe = derived.recipe(tensor, getattr(torch, found.elements))
     return found if recipe is None else replace(found, tensor=None, recipe=recipe)
@@ -225,9 +231,6 @@ def _percent_live(keep: Any, captured: tuple[Any, ...]) -> int:
 
     Its length is not known yet; the longest dimension of what it reads is a good guess.
     """
-    from tilegen.masks.shapes import Shape
-    from tilegen.masks.tiles.tile_lists import build
-
     sizes = [size for tensor in captured for size in tensor.shape]
     length = min(max(sizes, default=BLOCK), LONGEST)
     shape = Shape(1, 1, length, length).tiled(BLOCK, BLOCK)

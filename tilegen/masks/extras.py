@@ -1,18 +1,40 @@
-"""The arguments that a mask adds to an emitted kernel: what it reads."""
+"""The arguments that a mask or a score adds to an emitted kernel: what it reads."""
 
 # SymPy is typed only in part:
 # pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tilegen.kernels.arguments import LISTS, Line, tensor
-from tilegen.masks.language.symbols import Lookup
+from tilegen.masks.language.elements import ELEMENTS
+from tilegen.masks.language.symbols import Lookup, slot_of
 from tilegen.masks.mask import Mask, Side
-from tilegen.masks.score import ELEMENTS
 from tilegen.masks.source import closed_form
 from tilegen.masks.tiles.closed_form import predicate
+
+
+def reading(
+    expressions: Iterable[Any],
+    letter: str,
+    elements: Sequence[str],
+    why: str,
+    gradients: Sequence[int] = (),
+) -> tuple[Line, ...]:
+    """Return what it takes to read the captured tensors of expressions, called `letter` and a
+    number, with their sizes, and to add to the gradients of some of them; `elements` by slot."""
+    looked_up = {one for expression in expressions for one in expression.atoms(Lookup)}
+    dimensions = {slot_of(one): len(one.args) - 1 for one in looked_up}
+    read = [
+        one
+        for slot in sorted(dimensions)
+        for one in tensor(f"{letter}{slot}", f"*{ELEMENTS[elements[slot]]}", dimensions[slot])
+    ]
+    for slot in gradients:
+        read += tensor(f"d{letter}{slot}", "*fp32", 0)
+    return (Line(tuple(read), why),) if read else ()
 
 
 def extras(mask: Mask, side: Side) -> tuple[Line, ...]:
@@ -21,16 +43,6 @@ def extras(mask: Mask, side: Side) -> tuple[Line, ...]:
     expressions: list[Any] = [predicate(mask, side)]
     for one in (*ranges.live, *ranges.dropped) if ranges else ():
         expressions += [one.lo, one.hi, *one.guards]
-    dimensions = {
-        found.args[0].name: len(found.args) - 1
-        for expression in expressions
-        for found in expression.atoms(Lookup)
-    }
-    read = [
-        one
-        for slot, value in enumerate(mask.values)
-        if (name := f"t{slot}") in dimensions
-        for one in tensor(name, f"*{ELEMENTS[value.elements]}", dimensions[name])
-    ]
-    lines = [Line(tuple(read), "what the mask reads, with its sizes")] if read else []
-    return (*lines, LISTS) if ranges is None else tuple(lines)
+    elements = [value.elements for value in mask.values]
+    found = reading(expressions, "t", elements, "what the mask reads, with its sizes")
+    return found if ranges else (*found, LISTS)

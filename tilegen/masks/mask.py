@@ -8,14 +8,22 @@ Nothing here imports SymPy: a cached call only hashes masks.
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
-from functools import cached_property
-from typing import Any, Literal, get_args
+from functools import cached_property, reduce
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from tilegen.errors import InvalidProblem
+from tilegen.masks.drawing import check_sides, draw
+from tilegen.masks.shapes import Shape
 from tilegen.masks.values import Values
+
+if TYPE_CHECKING:
+    import numpy as np
+    import torch
+    from numpy.typing import NDArray
 
 Alignment = Literal["top_left", "bottom_right"]
 """Where the diagonal starts when seqlen_q != seqlen_kv: at (0, 0) as SDPA's `is_causal`, or ending
@@ -79,12 +87,18 @@ class Mask(ABC):
     @cached_property
     def stand_in(self) -> Mask:
         """The mask without its tensors: what records and the model's choice go by."""
-        return _described(self)
+        return self._described()
 
     @cached_property
     def general(self) -> Mask:
         """What of the mask a kernel is specialised on: a stand-in with nothing typical."""
-        return _described(self, typical=TYPICAL)
+        return self._described(typical=TYPICAL)
+
+    def _described(self, **changes: Any) -> Mask:
+        """Return the mask with stand-ins in the place of its values."""
+        return _with_values(
+            self, lambda one: replace(one, tensor=None, recipe=None, part=0, **changes)
+        )
 
     def show(
         self, seqlen_q: int, seqlen_kv: int | None = None, *, block_m: int = 16, block_n: int = 16
@@ -93,12 +107,34 @@ class Mask(ABC):
 
         `print(tilegen.causal().show(32))`
         """
-        from tilegen.masks.drawing import draw
+        seqlen_kv = seqlen_q if seqlen_kv is None else seqlen_kv
+        check_sides(seqlen_q, seqlen_kv)
+        keep = self.pairs(seqlen_q, seqlen_kv)
+        return draw(keep, str(self), block_m=block_m, block_n=block_n)
 
-        return draw(
-            self, seqlen_q, seqlen_q if seqlen_kv is None else seqlen_kv,
-            block_m=block_m, block_n=block_n,
-        )  # fmt: skip
+    def pairs(self, seqlen_q: int, seqlen_kv: int) -> NDArray[np.bool_]:
+        """Return which pairs of the first head are kept; typical tensors stand for missing ones."""
+        import torch
+
+        real = self.realized(Shape(1, 1, seqlen_q, seqlen_kv))
+        q, k = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_kv)[None]
+        first = torch.tensor(0)
+        keep = torch.as_tensor(real.keep(q, k, seqlen_q, seqlen_kv, first, first))
+        return keep.expand(seqlen_q, seqlen_kv).numpy()
+
+    def realized(self, shape: Shape, device: torch.device | str = "cpu") -> Mask:
+        """Return the mask with typical tensors in the place of stand-ins: what kernels are tuned
+        and checked with."""
+        import torch
+
+        def real(value: Values) -> Values:
+            if not value.is_stand_in:
+                return value
+            tensor = torch.as_tensor(value.sample(shape.by_axis).copy())
+            tensor = tensor.to(torch.int32) if value.kind == "int" else tensor
+            return replace(value, tensor=tensor.to(device))
+
+        return _with_values(self, real) if self.is_stand_in else self
 
     def __and__(self, other: Mask) -> Mask:
         """Return the mask that keeps what both keep."""
@@ -185,15 +221,36 @@ class SlidingWindow(Mask):
         return keep
 
 
-@dataclass(frozen=True)
-class And(Mask):
-    """Keeps what all parts keep. Build with `&`, which puts the parts in canonical order."""
+class _Joined(Mask):
+    """Several masks as one: `join` says of conditions what it is of masks."""
 
     of: tuple[Mask, ...]
+    join: Callable[[Any, Any], Any]
 
     @property
     def parts(self) -> tuple[Mask, ...]:
         return self.of
+
+    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
+        return self._joined(part.keep(q, k, seqlen_q, seqlen_kv, b, h) for part in self.of)
+
+    def enclosing(self, *at: Any) -> tuple[Any, Any]:
+        most, sure = zip(*(part.enclosing(*at) for part in self.of), strict=True)
+        return self._joined(most), self._joined(sure)
+
+    def for_side(self, side: Side) -> Mask:
+        return replace(self, of=tuple(part.for_side(side) for part in self.of))  # type: ignore[type-var]
+
+    def _joined(self, conditions: Iterable[Any]) -> Any:
+        return reduce(lambda joined, one: self.join(one, joined), conditions)
+
+
+@dataclass(frozen=True)
+class And(_Joined):
+    """Keeps what all parts keep. Build with `&`, which puts the parts in canonical order."""
+
+    of: tuple[Mask, ...]
+    join = staticmethod(operator.and_)
 
     @property
     def notation(self) -> str:
@@ -201,54 +258,17 @@ class And(Mask):
             f"({part.notation})" if isinstance(part, Or) else part.notation for part in self.of
         )
 
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        keep: Any = True
-        for part in self.of:
-            keep = part.keep(q, k, seqlen_q, seqlen_kv, b, h) & keep
-        return keep
-
-    def enclosing(self, *at: Any) -> tuple[Any, Any]:
-        most: Any = True
-        sure: Any = True
-        for part in self.of:
-            of_part = part.enclosing(*at)
-            most, sure = of_part[0] & most, of_part[1] & sure
-        return most, sure
-
-    def for_side(self, side: Side) -> Mask:
-        return And(tuple(part.for_side(side) for part in self.of))
-
 
 @dataclass(frozen=True)
-class Or(Mask):
+class Or(_Joined):
     """Keeps what any part keeps. Build with `|`, which puts the parts in canonical order."""
 
     of: tuple[Mask, ...]
-
-    @property
-    def parts(self) -> tuple[Mask, ...]:
-        return self.of
+    join = staticmethod(operator.or_)
 
     @property
     def notation(self) -> str:
         return "|".join(part.notation for part in self.of)
-
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        keep: Any = False
-        for part in self.of:
-            keep = part.keep(q, k, seqlen_q, seqlen_kv, b, h) | keep
-        return keep
-
-    def enclosing(self, *at: Any) -> tuple[Any, Any]:
-        most: Any = False
-        sure: Any = False
-        for part in self.of:
-            of_part = part.enclosing(*at)
-            most, sure = of_part[0] | most, of_part[1] | sure
-        return most, sure
-
-    def for_side(self, side: Side) -> Mask:
-        return Or(tuple(part.for_side(side) for part in self.of))
 
 
 @dataclass(frozen=True)
@@ -359,15 +379,15 @@ def _values_of(mask: Mask) -> Iterator[Values]:
                 yield from _values_of(item)
 
 
-def _described(item: Any, **changes: Any) -> Any:
-    """Return a mask, or a part of one, with stand-ins in the place of its values."""
+def _with_values(item: Any, changed: Callable[[Values], Values]) -> Any:
+    """Return a mask, or a part of one, with its values changed."""
     if isinstance(item, Values):
-        return replace(item, tensor=None, recipe=None, part=0, **changes)
+        return changed(item)
     if isinstance(item, tuple):
-        return tuple(_described(one, **changes) for one in item)  # pyright: ignore[reportUnknownVariableType]
+        return tuple(_with_values(one, changed) for one in item)  # pyright: ignore[reportUnknownVariableType]
     if not isinstance(item, Mask) or not item.values:
         return item
-    kept = {f.name: _described(getattr(item, f.name), **changes) for f in fields(item)}  # type: ignore[arg-type]
+    kept = {f.name: _with_values(getattr(item, f.name), changed) for f in fields(item)}  # type: ignore[arg-type]
     return replace(item, **kept)  # type: ignore[type-var]
 
 

@@ -8,16 +8,6 @@ from dataclasses import replace
 from typing import Literal, cast, get_args
 
 from tilegen.errors import InvalidProblem
-from tilegen.masks.constructors import (
-    BlockSparse,
-    Dilated,
-    GlobalTokens,
-    Intervals,
-    KvPrefix,
-    Neighborhood,
-    PrefixLM,
-    SameDocument,
-)
 from tilegen.masks.mask import (
     Alignment,
     Causal,
@@ -28,6 +18,16 @@ from tilegen.masks.mask import (
     intersect,
     sliding_window,
     unite,
+)
+from tilegen.masks.usual import (
+    BlockSparse,
+    Dilated,
+    GlobalTokens,
+    Intervals,
+    KvPrefix,
+    Neighborhood,
+    PrefixLM,
+    SameDocument,
 )
 from tilegen.masks.values import AXES, Kind, Pattern, Values
 
@@ -143,11 +143,7 @@ ROWS, COLUMNS = (tuple(axes for axes in AXES if axes.endswith(end)) for end in "
 
 
 def _documents(firsts: str) -> Mask:
-    first = _stand_in(firsts, "firsts", axes=ROWS)
-    rows, columns = first.notation, firsts.replace("q", "k")
-    return Intervals(
-        first, _stand_in(rows, "ends"), _stand_in(columns, "firsts"), _stand_in(columns, "ends")
-    )
+    return Intervals.of(_stand_in(firsts, axes=ROWS))
 
 
 def _same_id(q: str, k: str) -> SameDocument:
@@ -162,15 +158,7 @@ def _within(same: str, mask: str) -> Mask:
         raise InvalidProblem(
             f"expected within(same_id(...),MASK), got {same[:200]!r} and {mask[:200]!r}"
         )
-    rows, columns = documents.ids_q, documents.ids_kv
-    return Within(
-        documents,
-        parse_mask(mask),
-        replace(rows, pattern="firsts"),
-        replace(columns, pattern="firsts"),
-        replace(rows, pattern="constant"),
-        replace(rows, pattern="constant"),
-    )
+    return Within.of(documents, parse_mask(mask))
 
 
 def _block_sparse(layout: str, block: str) -> Mask:

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 
 from tilegen.errors import InvalidProblem
-from tilegen.masks.constructors import Intervals, SameDocument
 from tilegen.masks.mask import And, Causal, Full, Mask, SlidingWindow, full, intersect
+from tilegen.masks.usual import Intervals, SameDocument
 from tilegen.masks.values import (
     UNKNOWN,
     Lengths,
-    Pattern,
     Recipe,
     Values,
     as_tensor,
@@ -62,12 +61,13 @@ def packed(
     if not all(isinstance(part, Full | Causal | SlidingWindow) for part in parts) or any(
         part.values for part in parts
     ):
-        return _within(Recipe(_places, check_cu_seqlens, (cu_q, cu_kv)), mask, typical)
+        places = Recipe(_places, (cu_q, cu_kv), check=check_cu_seqlens)
+        return Within.of(_same(places, typical), mask)
     if same:  # positions in the sequence differ as those in a document do
         aligned = [replace(p, alignment="top_left") for p in parts if not isinstance(p, Full)]  # type: ignore[arg-type]
-        recipe = Recipe(_own, check_cu_seqlens, (cu_q, cu_q))
-        return _both_ways(recipe, typical, "") & intersect(*aligned)
-    return _both_ways(Recipe(_crossed, check_cu_seqlens, (cu_q, cu_kv), parts), typical, "")
+        recipe = Recipe(_own, (cu_q, cu_q), check=check_cu_seqlens)
+        return _both_ways(recipe, typical) & intersect(*aligned)
+    return _both_ways(Recipe(_crossed, (cu_q, cu_kv), parts, check_cu_seqlens), typical)
 
 
 def from_ids(ids: Any) -> Mask:
@@ -86,13 +86,8 @@ def from_ids(ids: Any) -> Mask:
     runs, distinct = _counted(ids)
     typical = power_of_two_near(max(1, ids.numel() // runs))
     if runs == distinct:
-        return _both_ways(Recipe(_runs, _check_whole, (ids,)), typical, axes)
-    recipe = Recipe(_numbered, _check_nothing, (ids,))
-    q, k = (
-        Values(axes=axes + axis, typical=typical, pattern="ids", recipe=recipe, part=part)
-        for part, axis in enumerate("qk")
-    )
-    return SameDocument(q, k)
+        return _both_ways(Recipe(_runs, (ids,), check=_check_whole), typical, axes)
+    return _same(Recipe(_numbered, (ids,)), typical, axes)
 
 
 @dataclass(frozen=True)
@@ -141,6 +136,14 @@ class Within(Mask):
     length_q: Values
     length_kv: Values
 
+    @classmethod
+    def of(cls, same: SameDocument, mask: Mask) -> Within:
+        """Return the mask within documents, whose ids are stand-ins or a recipe's first tables."""
+        q, k = same.ids_q, same.ids_kv
+        rows, columns = q.axes or "", k.axes or ""
+        starts = q.beside(2, "firsts", rows), k.beside(3, "firsts", columns)
+        return cls(same, mask, *starts, *(q.beside(i, "constant", rows) for i in (4, 5)))
+
     @property
     def notation(self) -> str:
         return f"within({self.same.notation},{self.mask.notation})"
@@ -160,30 +163,15 @@ class Within(Mask):
         return self.same.keep(q, k, seqlen_q, seqlen_kv, b, h) & inside
 
 
-def _within(places: Recipe, mask: Mask, typical: int) -> Mask:
-    def value(part: int, axes: str, pattern: Any) -> Values:
-        return Values(axes=axes, typical=typical, pattern=pattern, recipe=places, part=part)
-
-    return Within(
-        SameDocument(value(0, "q", "ids"), value(1, "k", "ids")),
-        mask,
-        value(2, "q", "firsts"),
-        value(3, "k", "firsts"),
-        value(4, "q", "constant"),
-        value(5, "q", "constant"),
-    )
+def _same(recipe: Recipe, typical: int, axes: str = "") -> SameDocument:
+    """Return the mask of a recipe for the ids of rows and of columns."""
+    q = Values(axes=f"{axes}q", typical=typical, pattern="ids", recipe=recipe)
+    return SameDocument(q, q.beside(1, "ids", f"{axes}k"))
 
 
-def _both_ways(recipe: Recipe, typical: int, axes: str) -> Mask:
+def _both_ways(recipe: Recipe, typical: int, axes: str = "") -> Mask:
     """Return the mask of a recipe for `first[q] <= k < end[q]` and the same by column."""
-    sides: tuple[tuple[str, Pattern], ...]
-    sides = ("q", "firsts"), ("q", "ends"), ("k", "firsts"), ("k", "ends")
-    return Intervals(
-        *(
-            Values(axes=axes + axis, typical=typical, pattern=pattern, recipe=recipe, part=part)
-            for part, (axis, pattern) in enumerate(sides)
-        )
-    )
+    return Intervals.of(Values(axes=f"{axes}q", typical=typical, recipe=recipe))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -277,10 +265,6 @@ def _check_whole(ids: torch.Tensor, lengths: Lengths) -> None:
             f"documents were whole when the mask was made, and {distinct} of them now lie in "
             f"{runs} places; make a mask for ids like these"
         )
-
-
-def _check_nothing(*_: Any) -> None:
-    """Ids may be any."""
 
 
 def _checked(cu_seqlens: Any, name: str) -> torch.Tensor:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -25,7 +26,7 @@ def within_documents(
 ) -> Score:
     """Return the score with b, q, k and lengths replaced by those of the document, for sequences of
     such lengths."""
-    text, wanted = _rewritten(score.text, score.kinds)
+    text, wanted = _rewritten(score.text, score.form.kinds)
     if not wanted:
         return score
     _check_sizes(score, cu_seqlens_q, cu_seqlens_kv)
@@ -40,7 +41,7 @@ def within_documents(
     }
     captured = (*score.captured, *(tables[name].int() for name in wanted))
     sizes = tuple((slot, re.sub("[bqk]", ".", axes)) for slot, axes in score.sizes)
-    return Score(text, captured, score.sink_logits, sizes)
+    return replace(score, text=text, captured=captured, sizes=sizes)
 
 
 def _check_sizes(score: Score, cu_q: torch.Tensor, cu_kv: torch.Tensor) -> None:

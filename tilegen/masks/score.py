@@ -13,6 +13,7 @@ from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from tilegen.errors import InvalidProblem
+from tilegen.masks.language.elements import ELEMENTS, kind_of
 from tilegen.sympy_lock import one_at_a_time, tracing
 
 if TYPE_CHECKING:
@@ -20,21 +21,6 @@ if TYPE_CHECKING:
     import torch
 
     from tilegen.masks.tracing.derived import Derived
-
-
-ELEMENTS = {
-    "bool": "u8",
-    "int8": "i8",
-    "uint8": "u8",
-    "int16": "i16",
-    "int32": "i32",
-    "int64": "i64",
-    "float16": "fp16",
-    "bfloat16": "bf16",
-    "float32": "fp32",
-    "float64": "fp64",
-}
-"""Triton's name for elements of captured tensors, by PyTorch's."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +41,7 @@ class ScoreForm:
     @property
     def kinds(self) -> tuple[str, ...]:
         """What each captured tensor holds: bool, int or float."""
-        return tuple(
-            "bool" if name == "bool" else "float" if name[0] in "fb" else "int"
-            for name in self.elements
-        )
+        return tuple(map(kind_of, self.elements))
 
     @property
     def elements(self) -> tuple[str, ...]:
@@ -120,9 +103,11 @@ class Score:
     k for each dimension, or `.` where any size will do. Others read 0 beyond their end."""
     derived: tuple[Derived, ...] = field(default=(), repr=False)
     """How a function made those of the captured tensors that it made itself."""
+    unused: tuple[torch.Tensor, ...] = field(default=(), repr=False)
+    """What a function reads besides, whose gradient is 0."""
 
     def _identity(self) -> tuple[object, ...]:
-        return (self.text, *map(id, self.captured), id(self.sink_logits))
+        return (self.text, *map(id, (*self.captured, self.sink_logits, *self.unused)))
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Score):
@@ -144,35 +129,26 @@ class Score:
         )
         return ScoreForm(self.text, tuple(names), self.sink_logits is not None)
 
-    @property
-    def kinds(self) -> tuple[str, ...]:
-        """What each captured tensor holds: bool, int or float."""
-        from tilegen.masks.language.texts import kinds_of
-
-        return kinds_of(self.captured)
-
     def expression(self) -> sympy.Expr:
         """Return the text as a SymPy expression."""
-        from tilegen.masks.language.texts import from_text
-
-        expr: Any = from_text(self.text, self.kinds)
-        return expr
+        return self.form.expression()
 
     def anew(self) -> Score:
         """Return the score with what its function made of other tensors made again: values that
         were changed in place are seen, and gradients reach what it was made of."""
         if not self.derived:
             return self
-        captured = tuple(
-            reduce(lambda one, how: how.anew(one), self.derived, one) for one in self.captured
+        captured, unused = (
+            tuple(reduce(lambda one, how: how.anew(one), self.derived, one) for one in tensors)
+            for tensors in (self.captured, self.unused)
         )
-        return replace(self, captured=captured, derived=())
+        return replace(self, captured=captured, unused=unused, derived=())
 
     @one_at_a_time
     def then(self, other: Score) -> Score:
         """Return the score that applies `other` to this one's result; sinks stay as they are."""
         from tilegen.masks.language.symbols import S
-        from tilegen.masks.language.texts import merge, to_text
+        from tilegen.masks.language.texts import merge, to_text, without
 
         if self.sink_logits is not None and other.sink_logits is not None:
             raise InvalidProblem("expected at most one score with sinks, got two")
@@ -192,7 +168,9 @@ class Score:
             if id(part.captured[slot]) in slots
         }
         derived = (*self.derived, *other.derived)
-        return Score(to_text(composed), captured, sinks, tuple(sorted(sizes)), derived)
+        read = (*self.captured, *other.captured, *self.unused, *other.unused)
+        unused = without(read, captured)
+        return Score(to_text(composed), captured, sinks, tuple(sorted(sizes)), derived, unused)
 
 
 def softcap(cap: float) -> Score:
@@ -274,7 +252,7 @@ def score(function: Callable[..., Any]) -> Score:
         traced = trace_score(function)
         text = to_text(traced.expr)
     derived = (traced.derived,) if traced.makes_tensors else ()
-    return Score(text, traced.captured, derived=derived)
+    return Score(text, traced.captured, derived=derived, unused=traced.unused)
 
 
 def _check(name: str, tensor: torch.Tensor, dimensions: tuple[int, ...]) -> None:

@@ -12,14 +12,25 @@ from typing import Any
 import sympy
 
 from tilegen.errors import Unsupported
-from tilegen.kernels.arguments import Argument, Line, tensor
+from tilegen.kernels.arguments import Line
+from tilegen.masks.extras import reading
 from tilegen.masks.language.derivatives import derivative
 from tilegen.masks.language.loads import Loads
 from tilegen.masks.language.nodes import normalise
-from tilegen.masks.language.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, S
-from tilegen.masks.language.texts import captured_slots, free_parts, to_text
+from tilegen.masks.language.symbols import (
+    SEQLEN_KV,
+    SEQLEN_Q,
+    B,
+    H,
+    K,
+    Lookup,
+    Q,
+    S,
+    slot_of,
+)
+from tilegen.masks.language.texts import free_parts, to_text
 from tilegen.masks.language.triton_source import Writer
-from tilegen.masks.score import ELEMENTS, ScoreForm
+from tilegen.masks.score import ScoreForm
 
 NAMES: dict[Any, str] = {
     B: "batch",
@@ -83,7 +94,7 @@ def score_source(form: ScoreForm | None, *, trains: bool, precise: bool) -> Scor
     trained: list[Any] = []
     if trains:
         found = sorted(value.atoms(Lookup), key=to_text)
-        trained = [one for one in found if int(str(one.args[0])[1:]) in form.trained]
+        trained = [one for one in found if slot_of(one) in form.trained]
     for i, one in enumerate(trained):
         factor = derivative(value, one)
         if factor != 1:
@@ -112,7 +123,13 @@ def score_source(form: ScoreForm | None, *, trains: bool, precise: bool) -> Scor
         backward=(*backward.statements, *(f"{name} = {one}" for name, one in sources.items())),
         has_slope=has_slope,
         gradients=tuple(gradients),
-        extras=_extras(form, value, trained),
+        extras=reading(
+            [value],
+            "c",
+            form.elements,
+            "what the score reads",
+            sorted({*map(slot_of, trained)}),
+        ),
     )
 
 
@@ -137,19 +154,8 @@ def _check_indices(form: ScoreForm, value: sympy.Expr) -> None:
                     f"{to_text(found)}"
                 )
             for inner in index.atoms(Lookup):
-                if int(inner.args[0].name[1:]) in form.trained:
+                if slot_of(inner) in form.trained:
                     raise Unsupported(
                         "expected no gradient for a tensor that is used as an index, got "
                         f"{to_text(inner)} in {to_text(found)}; pass it detached"
                     )
-
-
-def _extras(form: ScoreForm, value: Any, trained: list[Any]) -> tuple[Line, ...]:
-    dimensions = {int(one.args[0].name[1:]): len(one.args) - 1 for one in value.atoms(Lookup)}
-    gradients = sorted({int(one.args[0].name[1:]) for one in trained})
-    read: list[Argument] = []
-    for slot in captured_slots(value):
-        read += tensor(f"c{slot}", f"*{ELEMENTS[form.elements[slot]]}", dimensions[slot])
-    for slot in gradients:
-        read += tensor(f"dc{slot}", "*fp32", 0)
-    return (Line(tuple(read), "what the score reads"),) if read else ()

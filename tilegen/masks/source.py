@@ -24,11 +24,9 @@ from tilegen.masks.language.triton_source import Writer
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.tiles.closed_form import (
     Interval,
-    StreamBounds,
     StreamSets,
     edges,
     predicate,
-    stream_bounds,
     stream_sets,
 )
 from tilegen.masks.tiles.intervals import Edges, Range, merge
@@ -121,11 +119,10 @@ def ranges_source(mask: Mask, side: Side, *, in_panel: bool = False) -> Ranges:
     sets = closed_form(mask, side)
     if sets is None:
         return _lists(mask, side, in_panel)
-    try:
-        return _single(stream_bounds(mask, side), Writer(names, _loads(mask), stem="r"))
-    except Unsupported:
-        writer = Writer(names, _loads(mask), stem="r")
-        return _several(sets, writer, side, in_panel)
+    writer = Writer(names, _loads(mask), stem="r")
+    if sets.full is not None:
+        return _single(sets.live[0], sets.full, writer)
+    return _several(sets, writer, side, in_panel)
 
 
 def closed_form(mask: Mask, side: Side) -> StreamSets | None:
@@ -141,8 +138,7 @@ def closed_form(mask: Mask, side: Side) -> StreamSets | None:
     return None if any(len(part) > MAX_RANGES for part in middle) else sets
 
 
-def _single(bounds: StreamBounds, writer: Writer) -> Ranges:
-    live, full = bounds.live, bounds.full
+def _single(live: Interval, full: Interval, writer: Writer) -> Ranges:
     emitted = [live.lo, live.hi, full.lo, full.hi, *live.guards]
     uses_last = any(expression.has(LAST) for expression in emitted)
     per_head = any(expression.has(H) for expression in emitted)
@@ -166,10 +162,7 @@ def _single(bounds: StreamBounds, writer: Writer) -> Ranges:
 def _several(sets: StreamSets, writer: Writer, side: Side, in_panel: bool) -> Ranges:
     intervals = [*sets.live, *sets.dropped]
     emitted = [e for one in intervals for e in (one.lo, one.hi, *one.guards)]
-    block, length, length_symbol = (
-        ("BLOCK_N", "seqlen_kv", SEQLEN_KV) if side == "rows" else ("BLOCK_M", "seqlen_q", SEQLEN_Q)
-    )
-    do = _AsSource(block)
+    do = _AsSource("BLOCK_N" if side == "rows" else "BLOCK_M")
 
     def numbers(name: str, one: Interval, end: Any = None) -> Edges:
         sources: list[Any] = []
@@ -179,9 +172,9 @@ def _several(sets: StreamSets, writer: Writer, side: Side, in_panel: bool) -> Ra
             sources.append(edge)
         return Edges(*sources)
 
-    live = [numbers(f"live{i}", one, length_symbol) for i, one in enumerate(sets.live)]
+    live = [numbers(f"live{i}", one, sets.length) for i, one in enumerate(sets.live)]
     dropped = [numbers(f"dropped{i}", one) for i, one in enumerate(sets.dropped)]
-    found = merge(do, live, dropped, length)
+    found = merge(do, live, dropped, str(sets.length))
     return Ranges(
         form="several",
         uses_last=any(expression.has(LAST) for expression in emitted),

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 
@@ -92,24 +90,6 @@ def score_tensors(
     if sinks is not None:
         reads["sinks"] = sinks.to(torch.float32).contiguous()
     return reads | {f"dc{slot}": one for slot, one in (gradients or {}).items()}
-
-
-def realized(mask: Mask, shape: Shape, device: torch.device | str = "cpu") -> Mask:
-    """Return a mask with typical tensors in the place of stand-ins: what kernels are tuned and
-    checked with."""
-
-    def real(item: Any) -> Any:
-        if isinstance(item, Values) and item.is_stand_in:
-            tensor = torch.as_tensor(item.sample(shape.by_axis).copy())
-            tensor = tensor if item.kind != "int" else tensor.to(torch.int32)
-            return replace(item, tensor=tensor.to(device))
-        if isinstance(item, tuple):
-            return tuple(real(one) for one in item)  # pyright: ignore[reportUnknownVariableType]
-        if not isinstance(item, Mask) or not item.is_stand_in:
-            return item
-        return replace(item, **{f.name: real(getattr(item, f.name)) for f in fields(item)})  # type: ignore
-
-    return real(mask)
 
 
 _AXIS_NAMES = {"b": "batch", "h": "query heads", "q": "query rows", "k": "key-value columns"}

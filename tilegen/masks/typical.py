@@ -18,8 +18,18 @@ from tilegen.errors import InvalidProblem
 from tilegen.masks.language.integer_bounds import ANYTHING, MAX_LENGTH, Bounds, bounds
 from tilegen.masks.language.integers import prepared
 from tilegen.masks.language.nodes import Log1p
-from tilegen.masks.language.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, captured_name
-from tilegen.masks.language.texts import captured_slots
+from tilegen.masks.language.symbols import (
+    SEQLEN_KV,
+    SEQLEN_Q,
+    B,
+    H,
+    K,
+    Lookup,
+    Q,
+    captured_name,
+    captured_slots,
+    slot_of,
+)
 from tilegen.masks.score import Score
 from tilegen.sympy_lock import one_at_a_time
 
@@ -88,7 +98,7 @@ def _extents(form: ScoreForm, shape: Shape) -> tuple[dict[int, tuple[int, ...]],
     known |= {SEQLEN_Q: (shape.seqlen_q,) * 2, SEQLEN_KV: (shape.seqlen_kv,) * 2}
     sizes: dict[int, tuple[int, ...]] = {}
     for found in expr.atoms(Lookup):
-        (slot, *_), indices = captured_slots(found.args[0]), found.args[1:]
+        slot, indices = slot_of(found), found.args[1:]
         needed = tuple(_size(bounds(index, known), shape) for index in indices)
         if len(before := sizes.get(slot, needed)) != len(needed):
             raise InvalidProblem(

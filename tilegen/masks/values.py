@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -36,18 +36,18 @@ class Recipe:
 
     make: Callable[..., tuple[Any, ...]]
     """Tables from the tensors on a device, the lengths of a call, and `given`."""
-    check: Callable[..., None]
-    """Raises InvalidProblem for values that are none, from the tensors, lengths and `given`."""
     sources: tuple[Any, ...]
     """The user's tensors."""
     given: tuple[Hashable, ...] = ()
+    check: Callable[..., None] | None = None
+    """Raises InvalidProblem for values that are none, from the tensors, lengths and `given`."""
 
     def tables(self, device: Any, lengths: Lengths, made: Made | None = None) -> tuple[Any, ...]:
         """Return the tables; those in `made` are not made again. Raises InvalidProblem."""
         made = {} if made is None else made
         key = (self.make, self.given, *map(id, self.sources))
         if key not in made:
-            if all(map(is_checked, self.sources)):
+            if self.check is not None and all(map(is_checked, self.sources)):
                 self.check(*self.sources, lengths, *self.given)
             sources = (one.detach().to(device) for one in self.sources)
             made[key] = self.make(*sources, lengths, *self.given)
@@ -139,6 +139,10 @@ class Values:
             facts["nonnegative"] = True
         return sympy.Dummy("values", **facts)
 
+    def beside(self, part: int, pattern: Pattern, axes: str) -> Values:
+        """Return another table of the same recipe, or a stand-in for one."""
+        return replace(self, axes=axes, pattern=pattern, part=part if self.recipe else 0)
+
     def on(self, device: Any, lengths: Lengths | None = None, made: Made | None = None) -> Any:
         """Return the table on a device, as kernels read it: contiguous, of `elements`.
 
@@ -161,42 +165,34 @@ class Values:
 
     def at(self, b: Any, h: Any, q: Any, k: Any, lengths: Any = None) -> Any:
         """Return the element for a pair: a number, a tensor, or a SymPy look-up."""
-        if is_symbolic(b, h, q, k):
-            from tilegen.masks.language.symbols import Lookup
-
-            chosen = {"b": b, "h": h, "q": q, "k": k}
-            return Lookup(self.symbol, *(chosen[axis] for axis in self.axes or ""))
-        indices = tuple({"b": b, "h": h, "q": q, "k": k}[axis] for axis in self.axes or "")
-        table = self._beside((b, h, q, k), lengths)
-        return table[indices] if indices else table
+        chosen = {"b": b, "h": h, "q": q, "k": k}
+        indices = [chosen[axis] for axis in self.axes or ""]
+        return self._element(indices, tuple(chosen.values()), lengths)
 
     def look_up(self, leading: tuple[Any, Any], *indices: Any) -> Any:
         """Return the element at `indices`, after those of b and h in `leading` that `axes` names;
         0 beyond the end."""
         b, h = leading
-        chosen = [{"b": b, "h": h}[axis] for axis in self.axes or ""] + list(indices)
-        if is_symbolic(*chosen):
+        chosen = [{"b": b, "h": h}[axis] for axis in self.axes or ""]
+        return self._element([*chosen, *indices], (*leading, *indices))
+
+    def _element(self, indices: Sequence[Any], pair: Sequence[Any], lengths: Any = None) -> Any:
+        """Return an element of the table beside the numbers of a pair; 0 beyond the end."""
+        if is_symbolic(*pair):
             import sympy
 
             from tilegen.masks.language.symbols import Lookup
 
-            found = Lookup(self.symbol, *chosen)
+            found = Lookup(self.symbol, *indices)
             return sympy.Ne(found, 0) if self.kind == "bool" else found
         import torch
 
-        tensor = self._beside(chosen)
-        chosen = [torch.as_tensor(index, device=tensor.device) for index in chosen]
-        sizes = list(zip(chosen, tensor.shape, strict=True))
-        inside = [(index >= 0) & (index < size) for index, size in sizes]
-        found = tensor[tuple(index.clamp(0, size - 1).long() for index, size in sizes)]
-        for one in inside:
-            found = torch.where(one, found, torch.zeros_like(found))
-        return found
+        from tilegen.masks.language.evaluation import read
 
-    def _beside(self, indices: Sequence[Any], lengths: Any = None) -> Any:
-        """Return the table on the device of the indices, where those are tensors."""
-        device = next((index.device for index in indices if hasattr(index, "device")), "cpu")
-        return self.on(device, lengths)
+        device = next((index.device for index in pair if hasattr(index, "device")), "cpu")
+        chosen = [torch.as_tensor(index, device=device) for index in indices]
+        found = read(self.on(device, lengths), chosen)
+        return found != 0 if self.kind == "bool" else found
 
     def sample(self, shape: dict[str, int]) -> np.ndarray[Any, Any]:
         """Return the elements on the host, or typical ones for a `shape` in b, h, q and k."""

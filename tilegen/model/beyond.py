@@ -11,9 +11,10 @@ from functools import lru_cache
 
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS
-from tilegen.masks.constructors import Intervals
+from tilegen.masks.language.elements import ELEMENTS
 from tilegen.masks.mask import And, Causal, Full, Mask, Side, SlidingWindow
-from tilegen.masks.score import ELEMENTS, ScoreForm
+from tilegen.masks.score import ScoreForm
+from tilegen.masks.usual import Intervals
 from tilegen.problem import AttentionProblem
 
 FEW_REGISTERS = 8

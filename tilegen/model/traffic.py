@@ -21,7 +21,8 @@ from tilegen.kernels.panels import SCORE_WIDTH, panels_per_group
 from tilegen.kernels.registry import KERNELS
 from tilegen.kernels.spec import Moved
 from tilegen.masks.mask import Mask, Side
-from tilegen.masks.tiles.tile_ranges import TileRanges, counted_over, tile_ranges
+from tilegen.masks.tiles.tile_ranges import counted_over, tile_ranges
+from tilegen.masks.tiles.visits import TileRanges
 from tilegen.model import symbols
 from tilegen.model.symbols import (
     A_w,

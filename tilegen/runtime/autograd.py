@@ -165,6 +165,37 @@ class _Attention(torch.autograd.Function):
         return found.dq, found.dk, found.dv, None, None, None, found.sinks, *captured
 
 
+def reaching(
+    out: torch.Tensor, lse: torch.Tensor, changes: Changes
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return out and lse, from which gradients of 0 reach what the score reads in vain."""
+    unused = [one for one in changes.score.unused if one.requires_grad] if changes.score else []
+    if not unused or not torch.is_grad_enabled():
+        return out, lse
+    return _Reaching.apply(out, lse, *unused)  # type: ignore
+
+
+class _Reaching(torch.autograd.Function):
+    """Passes out and lse on; what else is given gets zeros, as of `0 * bias[q]` in PyTorch."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, out: torch.Tensor, lse: torch.Tensor, *unused: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.unused = [(one.shape, one.dtype, one.device) for one in unused]
+        return out.view_as(out), lse.view_as(lse)
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
+    ) -> tuple[Any, ...]:
+        zeros = (
+            torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.unused
+        )
+        return dout, dlse, *zeros
+
+
 def torch_run(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, changes: Changes
 ) -> tuple[torch.Tensor, torch.Tensor]:

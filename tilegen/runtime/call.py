@@ -12,10 +12,10 @@ from cachetools.keys import hashkey
 
 from tilegen.errors import InvalidProblem
 from tilegen.masks import score as scores
-from tilegen.masks.constructors import KvPrefix
 from tilegen.masks.mask import MAX_WINDOW, Mask
 from tilegen.masks.score import Score, ScoreForm
 from tilegen.masks.tracing.fingerprint import Traces
+from tilegen.masks.usual import KvPrefix
 from tilegen.masks.values import Values
 from tilegen.problem import MIN_HEAD_DIM, AttentionProblem, DType
 from tilegen.runtime.autograd import Changes

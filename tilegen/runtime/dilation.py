@@ -11,8 +11,8 @@ import re
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from tilegen.masks.constructors import Dilated, KvPrefix
 from tilegen.masks.mask import And, Causal, Full, Mask, SlidingWindow, intersect
+from tilegen.masks.usual import Dilated, KvPrefix
 from tilegen.masks.values import Values
 
 if TYPE_CHECKING:

@@ -38,7 +38,7 @@ from tilegen.masks.values import Made
 from tilegen.measure import DeviceLost
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import autograd
-from tilegen.runtime.autograd import Changes, Gradients, Wanted, addressable, torch_run
+from tilegen.runtime.autograd import Changes, Gradients, Wanted, addressable, reaching, torch_run
 from tilegen.runtime.binding import BoundKernel
 from tilegen.runtime.call import (
     ScoreFunction,
@@ -153,7 +153,7 @@ def _attention(
     factor = plan.default_scale if scale is None else checked_scale(scale)
     if factor < 0:  # kernels take a row's maximum before scaling: the scale must keep the order
         q, factor = -q, -factor
-    return plan.run(q, k, v, factor, changes)
+    return reaching(*plan.run(q, k, v, factor, changes), changes)
 
 
 @dataclass(frozen=True)

@@ -149,14 +149,7 @@ def _same_blocks(inside: Mask, block_mask: Any, visited: torch.Tensor, whole: to
         device=visited.device,
         side="rows",
     )
-    each = (lists.batch, lists.heads, rows)
-    counts = lists.starts.diff()  # of every row its full tiles, then its partial ones
-    segment = torch.repeat_interleave(torch.arange(len(counts), device=visited.device), counts)
-    live, full = (
-        torch.zeros((*each, columns), dtype=torch.bool, device=visited.device) for _ in range(2)
-    )
-    live.view(-1, columns)[segment // 2, lists.tiles.long()] = True
-    full.view(-1, columns)[segment // 2, lists.tiles.long()] = segment % 2 == 0
+    live, full = lists.flags(columns)
     return torch.equal(live.expand_as(visited), visited) and bool((whole <= full).all())
 
 

@@ -193,7 +193,7 @@ class Timed:
         """Make the inputs. Raises RuntimeError where memory does not suffice."""
         import torch
 
-        from tilegen.masks.tensors import realized, score_tensors
+        from tilegen.masks.tensors import score_tensors
         from tilegen.masks.typical import typical_score
 
         launches = make_launches(problem, kernel, device, gpu)
@@ -209,7 +209,7 @@ class Timed:
             kernel=kernel,
             device=torch.device(device),
             launches=launches,
-            mask=realized(problem.mask, problem.shape, device),
+            mask=problem.mask.realized(problem.shape, device),
             reads=reads,
         )
 

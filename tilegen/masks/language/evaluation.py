@@ -13,10 +13,9 @@ remainders are Python's; an integer divided by 0 is left as it is, with remainde
 from __future__ import annotations
 
 import operator
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from functools import reduce
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial, reduce
+from typing import Any
 
 import sympy
 import torch
@@ -35,11 +34,21 @@ from tilegen.masks.language.nodes import (
     ShiftRight,
     Sigmoid,
     Where,
-    is_captured,
     ties,
 )
-from tilegen.masks.language.operations import is_condition
-from tilegen.masks.language.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, S
+from tilegen.masks.language.symbols import (
+    SEQLEN_KV,
+    SEQLEN_Q,
+    B,
+    H,
+    K,
+    Lookup,
+    Q,
+    S,
+    is_condition,
+    reads,
+    slot_of,
+)
 
 _HALF = sympy.Rational(1, 2)
 ELEMENTARY: dict[type, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -59,9 +68,6 @@ BITS: dict[type, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     ShiftLeft: lambda left, right: left << right.clamp(0, MAX_SHIFT),
     ShiftRight: lambda left, right: left >> right.clamp(0, MAX_SHIFT),
 }
-
-Number = TypeVar("Number")
-Truth = TypeVar("Truth")
 
 
 def evaluate(
@@ -93,11 +99,9 @@ def evaluate(
     return found if is_condition(expr) else found.to(dtype)
 
 
-class Evaluation(ABC, Generic[Number, Truth]):
-    """Walks a prepared expression; every distinct subexpression is computed once and kept.
-
-    What stands for a number and for a truth value, the subclass decides.
-    """
+class Points:
+    """Walks a prepared expression for pairs (b, h, q, k): numbers and truths are tensors that
+    broadcast. Every distinct subexpression is computed once and kept."""
 
     def __init__(
         self,
@@ -114,9 +118,7 @@ class Evaluation(ABC, Generic[Number, Truth]):
         self._dtype = dtype
         self._done: dict[sympy.Basic, Any] = dict(values)
         self._in_double: Any = None
-        self._doubles = {
-            f"t{slot}" for slot, one in enumerate(captured) if one.dtype == torch.float64
-        }
+        self._doubles = {i for i, one in enumerate(captured) if one.dtype == torch.float64}
 
     def __call__(self, expr: sympy.Basic) -> Any:
         """Return the value of a prepared expression. Raises Unsupported, naming the term."""
@@ -130,102 +132,102 @@ class Evaluation(ABC, Generic[Number, Truth]):
             case sympy.Symbol():
                 raise InvalidProblem(f"expected an expression without {expr}, which has no value")
             case sympy.Integer():
-                return self.number(int(expr))
+                return self._number(int(expr))
             case sympy.Number():
-                return self.number(float(expr))
+                return self._number(float(expr))
             case sympy.Add():
-                return reduce(self.add, map(number, expr.args))
+                return self._all(torch.add, map(number, expr.args))
             case sympy.Mul():
-                return reduce(self.multiply, map(number, expr.args))
+                return self._all(torch.mul, map(number, expr.args))
             case sympy.Pow():
                 return self._power(*expr.args, number)
             case FloorDiv():
-                return self.floor_divide(*map(self._integer, expr.args))
+                return self.apply(floor_divide, *map(self._integer, expr.args))
             case sympy.Mod():
-                return self.remainder(*map(self._integer, expr.args))
+                return self.apply(remainder, *map(self._integer, expr.args))
             case Bits():
-                return self.bits(type(expr), *map(self._integer, expr.args))
+                return self.apply(bits, type(expr), *map(self._integer, expr.args))
             case Exact():
                 return self._float(expr.args[0])
             case sympy.Max():
-                return reduce(self.maximum, map(number, ties(expr.args)))
+                return self._all(maximum, map(number, ties(expr.args)))
             case sympy.Min():
-                return reduce(self.minimum, map(number, ties(expr.args)))
+                return self._all(minimum, map(number, ties(expr.args)))
             case sympy.Abs():
-                return self.absolute(number(expr.args[0]))
+                return self.apply(torch.abs, number(expr.args[0]))
             case sympy.sign():
-                return self.sign(number(expr.args[0]))
+                return self.apply(torch.sign, number(expr.args[0]))
             case sympy.floor():
-                return self.floor(self._float(expr.args[0]))
+                return self.apply(torch.floor, self._float(expr.args[0]))
             case Where():
-                return self.choose(self(expr.args[0]), *map(number, expr.args[1:]))
+                return self.apply(torch.where, self(expr.args[0]), *map(number, expr.args[1:]))
             case sympy.And():
-                return reduce(self.both, map(self, expr.args))
+                return self._all(torch.logical_and, map(self, expr.args))
             case sympy.Or():
-                return reduce(self.either, map(self, expr.args))
+                return self._all(torch.logical_or, map(self, expr.args))
             case sympy.Not():
-                return self.inverse(self(expr.args[0]))
+                return self.apply(torch.logical_not, self(expr.args[0]))
             case _ if expr in (sympy.true, sympy.false):
-                return self.truth(bool(expr))
+                return self.constant(torch.tensor(bool(expr), device=self._device))
             case Relational():
                 return self._comparison(expr)
             case Lookup():
-                return self.lookup(self._tensor(expr), list(map(self._integer, expr.args[1:])))
+                return self.apply(read, self._tensor(expr), list(map(self._integer, expr.args[1:])))
             case _ if expr.func in ELEMENTARY:
-                return self.function(ELEMENTARY[expr.func], self._float(expr.args[0]))
+                return self.apply(ELEMENTARY[expr.func], self._float(expr.args[0]))
             case _:
                 raise Unsupported(
                     "expected arithmetic, comparisons and the functions of masks, of b, h, q, k, "
                     f"the lengths and captured tensors; got the term {expr}"
                 )
 
+    def _all(self, function: Callable[..., torch.Tensor], values: Iterable[Any]) -> Any:
+        return reduce(partial(self.apply, function), values)
+
     def _float(self, expr: sympy.Basic) -> Any:
-        return self.to_float(self(expr))
+        return self.apply(torch.Tensor.to, self(expr), self._dtype)
 
     def _integer(self, expr: sympy.Basic) -> Any:
         value = self(expr)
-        return value if is_int(expr) else self.to_integer(value)  # of a float that was rounded
+        # Others are floats that were rounded.
+        return value if is_int(expr) else self.apply(torch.Tensor.long, value)
 
     def _power(self, base: sympy.Expr, exponent: sympy.Expr, number: Callable[..., Any]) -> Any:
         if exponent.is_Integer and exponent > 0:
-            return self.power(number(base), int(exponent))
+            return self.apply(power, number(base), int(exponent))
         if exponent.is_Rational and exponent < 0:
             below = self._power(base, -exponent, self._float) if exponent != -1 else None
-            return self.divide(self.number(1.0), self._float(base) if below is None else below)
+            below = self._float(base) if below is None else below
+            return self.apply(torch.div, self._number(1.0), below)
         if exponent == _HALF:
-            return self.function(torch.sqrt, self._float(base))
+            return self.apply(torch.sqrt, self._float(base))
         if exponent.is_Number:
             fixed = float(exponent)
-            return self.function(lambda value: value**fixed, self._float(base))
-        return self.general_power(self._float(base), self._float(exponent))
+            return self.apply(lambda value: value**fixed, self._float(base))
+        return self.apply(torch.pow, self._float(base), self._float(exponent))
 
     def _comparison(self, expr: Relational) -> Any:
-        if self._dtype != torch.float64 and self._reads_double(expr):
+        if self._dtype != torch.float64 and reads(expr, self._doubles):
             if self._in_double is None:
                 self._in_double = self.twin(torch.float64)
             return self._in_double(expr)
         left, right = map(self if all(map(is_int, expr.args)) else self._float, expr.args)
         match expr:
             case sympy.Lt():
-                return self.less(left, right)
+                return self.apply(torch.lt, left, right)
             case sympy.Le():
-                return self.less_or_equal(left, right)
+                return self.apply(torch.le, left, right)
             case sympy.Gt():
-                return self.less(right, left)
+                return self.apply(torch.lt, right, left)
             case sympy.Ge():
-                return self.less_or_equal(right, left)
+                return self.apply(torch.le, right, left)
             case sympy.Eq():
-                return self.equal(left, right)
+                return self.apply(torch.eq, left, right)
             case _:
-                return self.inverse(self.equal(left, right))
-
-    def _reads_double(self, expr: sympy.Basic) -> bool:
-        return bool(self._doubles) and any(
-            is_captured(symbol) and symbol.name in self._doubles for symbol in expr.free_symbols
-        )
+                return self.apply(torch.logical_not, self.apply(torch.eq, left, right))
 
     def _tensor(self, expr: Lookup) -> torch.Tensor:
-        tensor = self._captured[int(expr.args[0].name[1:])]
+        tensor = self._captured[slot_of(expr)]
         if tensor.dim() != len(expr.args) - 1:
             raise Unsupported(
                 f"expected one index for each of the {tensor.dim()} dimensions of a captured "
@@ -233,127 +235,43 @@ class Evaluation(ABC, Generic[Number, Truth]):
             )
         return tensor
 
-    def _constant(self, value: float) -> torch.Tensor:
+    def _number(self, value: float) -> Any:
         dtype = torch.int64 if isinstance(value, int) else self._dtype
-        return torch.tensor(value, dtype=dtype, device=self._device)
+        return self.constant(torch.tensor(value, dtype=dtype, device=self._device))
 
-    def twin(self, dtype: torch.dtype) -> Evaluation[Number, Truth]:
+    def twin(self, dtype: torch.dtype) -> Points:
         """Return an evaluation of the same symbols that computes floats in another dtype."""
         return type(self)(self._captured, self._values, self._device, dtype)
 
-    @abstractmethod
-    def number(self, value: float) -> Number: ...
-    @abstractmethod
-    def truth(self, value: bool) -> Truth: ...
-    @abstractmethod
-    def to_float(self, value: Number) -> Number: ...
-    @abstractmethod
-    def to_integer(self, value: Number) -> Number: ...
-    @abstractmethod
-    def add(self, left: Number, right: Number) -> Number: ...
-    @abstractmethod
-    def multiply(self, left: Number, right: Number) -> Number: ...
-    @abstractmethod
-    def divide(self, left: Number, right: Number) -> Number: ...
-    @abstractmethod
-    def floor_divide(self, left: Number, right: Number) -> Number: ...
-    @abstractmethod
-    def remainder(self, left: Number, right: Number) -> Number: ...
-    @abstractmethod
-    def bits(self, operation: type[Bits], left: Number, right: Number) -> Number: ...
-    @abstractmethod
-    def power(self, base: Number, exponent: int) -> Number: ...
-    @abstractmethod
-    def general_power(self, base: Number, exponent: Number) -> Number: ...
-    @abstractmethod
-    def function(
-        self, function: Callable[[torch.Tensor], torch.Tensor], value: Number
-    ) -> Number: ...
-    @abstractmethod
-    def floor(self, value: Number) -> Number: ...
-    @abstractmethod
-    def absolute(self, value: Number) -> Number: ...
-    @abstractmethod
-    def sign(self, value: Number) -> Number: ...
-    @abstractmethod
-    def minimum(self, left: Number, right: Number) -> Number: ...
-    @abstractmethod
-    def maximum(self, left: Number, right: Number) -> Number: ...
-    @abstractmethod
-    def less(self, left: Number, right: Number) -> Truth: ...
-    @abstractmethod
-    def less_or_equal(self, left: Number, right: Number) -> Truth: ...
-    @abstractmethod
-    def equal(self, left: Number, right: Number) -> Truth: ...
-    @abstractmethod
-    def both(self, left: Truth, right: Truth) -> Truth: ...
-    @abstractmethod
-    def either(self, left: Truth, right: Truth) -> Truth: ...
-    @abstractmethod
-    def inverse(self, truth: Truth) -> Truth: ...
-    @abstractmethod
-    def choose(self, condition: Truth, left: Number, right: Number) -> Number: ...
-    @abstractmethod
-    def lookup(self, tensor: torch.Tensor, indices: list[Number]) -> Number: ...
+    def constant(self, value: torch.Tensor) -> Any:
+        """Return what stands for a number or a truth that is the same everywhere."""
+        return value
+
+    def apply(self, function: Callable[..., torch.Tensor], *args: Any) -> Any:
+        """Return what a function of tensors makes of what stands for them."""
+        return function(*args)
 
 
-class Points(Evaluation[torch.Tensor, torch.Tensor]):
-    """Values of single pairs (b, h, q, k): numbers and truths are tensors that broadcast."""
+# The first of equal arguments takes the gradient, which torch's own share; as with torch's own
+# what is not a number wins.
+def minimum(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return the smaller of two values."""
+    return torch.where((left <= right) | left.isnan(), left, right)
 
-    def number(self, value: float) -> torch.Tensor:
-        return self._constant(value)
 
-    def truth(self, value: bool) -> torch.Tensor:
-        return torch.tensor(value, device=self._device)
+def maximum(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return the larger of two values."""
+    return torch.where((left >= right) | left.isnan(), left, right)
 
-    def to_float(self, value: torch.Tensor) -> torch.Tensor:
-        return value.to(self._dtype)
 
-    def to_integer(self, value: torch.Tensor) -> torch.Tensor:
-        return value.long()
+def bits(operation: type[Bits], left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return what an operation makes of the bits of two integers."""
+    return BITS[operation](left, right)
 
-    add = staticmethod(torch.add)
-    multiply = staticmethod(torch.mul)
-    divide = staticmethod(torch.div)
-    general_power = staticmethod(torch.pow)
-    floor = staticmethod(torch.floor)
-    absolute = staticmethod(torch.abs)
-    sign = staticmethod(torch.sign)
-    less = staticmethod(torch.lt)
-    less_or_equal = staticmethod(torch.le)
-    equal = staticmethod(torch.eq)
-    both = staticmethod(torch.logical_and)
-    either = staticmethod(torch.logical_or)
-    inverse = staticmethod(torch.logical_not)
-    choose = staticmethod(torch.where)
 
-    def floor_divide(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        return floor_divide(left, right)
-
-    def remainder(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        return torch.remainder(left, nonzero(right))
-
-    def bits(self, operation: type[Bits], left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        return BITS[operation](left, right)
-
-    def power(self, base: torch.Tensor, exponent: int) -> torch.Tensor:
-        return power(base, exponent)
-
-    def function(
-        self, function: Callable[[torch.Tensor], torch.Tensor], value: torch.Tensor
-    ) -> torch.Tensor:
-        return function(value)
-
-    # The first of equal arguments takes the gradient, which torch's own share; as with torch's own
-    # what is not a number wins.
-    def minimum(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        return torch.where((left <= right) | left.isnan(), left, right)
-
-    def maximum(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        return torch.where((left >= right) | left.isnan(), left, right)
-
-    def lookup(self, tensor: torch.Tensor, indices: list[torch.Tensor]) -> torch.Tensor:
-        return read(tensor, indices)
+def remainder(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Return what floor division leaves, 0 where the divisor is 0."""
+    return torch.remainder(left, nonzero(right))
 
 
 def read(tensor: torch.Tensor, indices: Sequence[torch.Tensor]) -> torch.Tensor:

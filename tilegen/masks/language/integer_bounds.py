@@ -11,9 +11,20 @@ from typing import Any
 
 import sympy
 
-from tilegen.masks.language.integers import FloorDiv
+from tilegen.masks.language.integers import FloorDiv, is_int
 from tilegen.masks.language.nodes import MAX_SHIFT, BitAnd, Bits, ShiftLeft, ShiftRight, Where
-from tilegen.masks.language.symbols import Lookup
+from tilegen.masks.language.symbols import (
+    FIRST,
+    LAST,
+    SEQLEN_KV,
+    SEQLEN_Q,
+    B,
+    H,
+    K,
+    Lookup,
+    Q,
+    slot_of,
+)  # fmt: skip
 
 Bounds = tuple[int, int]
 """Smallest and largest value, both inclusive."""
@@ -22,6 +33,57 @@ MAX_LENGTH = 2**28
 """Longest sequence of a call with a mask or score that computes with positions."""
 INT32: Bounds = (-(2**31), 2**31 - 1)
 ANYTHING: Bounds = (-(2**63), 2**63 - 1)
+KNOWN: dict[sympy.Basic, Bounds] = {
+    **{symbol: (0, MAX_LENGTH - 1) for symbol in (Q, K, FIRST, LAST)},
+    **{symbol: (1, MAX_LENGTH) for symbol in (SEQLEN_Q, SEQLEN_KV)},
+    **{symbol: (0, 2**31 - 1) for symbol in (B, H)},
+}
+"""Bounds of symbols."""
+
+
+class Sizes:
+    """What is known of the integers that a kernel computes with."""
+
+    def __init__(self, elements: dict[sympy.Basic, Bounds], wide: set[int]) -> None:
+        """`elements` bounds those of captured tensors, by name; those in `wide` slots have 64
+        bits."""
+        self._known: dict[sympy.Basic, Bounds] = KNOWN | elements
+        self._wide = wide
+
+    def bounds(self, expr: sympy.Basic) -> Bounds:
+        """Return the bounds of an integer expression."""
+        return bounds(expr, self._known)
+
+    def is_natural(self, expr: sympy.Basic) -> bool:
+        """Whether a value is surely not negative, as clipped indices are."""
+        return bool(expr.is_nonnegative) or (is_int(expr) and self.bounds(expr)[0] >= 0)
+
+    def is_positive(self, expr: sympy.Basic) -> bool:
+        """Whether an integer is surely above 0."""
+        return bool(expr.is_positive) or self.bounds(expr)[0] > 0
+
+    def fits(self, expr: sympy.Basic) -> bool:
+        """Whether an integer surely fits into 32 bits."""
+        low, high = self.bounds(expr)
+        return INT32[0] <= low and high <= INT32[1]
+
+    def is_wide(self, expr: sympy.Basic) -> bool:
+        """Whether the source of an integer has 64 bits."""
+        match expr:
+            case sympy.Number():
+                return not self.fits(expr)
+            case sympy.Symbol():
+                return expr in (B, H)
+            case Lookup():
+                return slot_of(expr) in self._wide
+            case sympy.Add() | sympy.Mul() | sympy.Pow() | ShiftLeft() if not self.fits(expr):
+                return True
+            case Where():
+                return any(map(self.is_wide, expr.args[1:]))
+            case _ if not is_int(expr):
+                return True
+            case _:
+                return any(map(self.is_wide, expr.args))
 
 
 def bounds(expr: Any, known: dict[Any, Bounds]) -> Bounds:

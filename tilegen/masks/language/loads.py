@@ -12,13 +12,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import sympy
 
+from tilegen.masks.language.elements import kind_of
 from tilegen.masks.language.integer_bounds import INT32, Bounds
-from tilegen.masks.language.nodes import is_captured
-from tilegen.masks.language.symbols import Lookup, captured_name
+from tilegen.masks.language.symbols import Lookup, captured_name, slot_of
 
 _AS_THEY_ARE = ("int32", "int64", "float32", "float64")
 _SMALL: dict[str, Bounds] = {
@@ -31,13 +30,6 @@ _SMALL: dict[str, Bounds] = {
 _NAMED = re.compile(r"[qk]_(?:idx|first|last)|batch|head")
 _WIDE = ("batch", "head")
 """Names of indices that have 64 bits."""
-
-
-def kind_of(element: str) -> str:
-    """Return what `captured_name` calls elements, by PyTorch's name for them."""
-    if element == "bool":
-        return "bool"
-    return "float" if element.startswith(("float", "bfloat")) else "int"
 
 
 @dataclass(frozen=True)
@@ -106,27 +98,17 @@ class Loads:
             if one in _SMALL
         }
         """Bounds of integer elements, by the tensor's name."""
-        self.doubles = tuple(names[slot] for slot, e in enumerate(elements) if e == "float64")
-        """Names of tensors of doubles."""
-
-    def is_wide(self, lookup: Lookup) -> bool:
-        """Whether what is loaded are integers of 64 bits."""
-        return self._element(lookup) == "int64"
-
-    def is_double(self, lookup: Lookup) -> bool:
-        """Whether what is loaded are doubles."""
-        return self._element(lookup) == "float64"
-
-    def reads_double(self, expr: sympy.Basic) -> bool:
-        """Whether an expression reads doubles."""
-        return bool(self.doubles) and bool(expr.free_symbols & set(self.doubles))
+        self.doubles = {slot for slot, one in enumerate(elements) if one == "float64"}
+        """Slots of tensors of doubles."""
+        self.wide = {slot for slot, one in enumerate(elements) if one == "int64"}
+        """Slots of tensors of integers of 64 bits."""
 
     def load(
         self, lookup: Lookup, indices: Sequence[str], natural: Sequence[bool]
     ) -> tuple[str, list[str]]:
         """Return the name of an element, and the statements that load it, none for one loaded
         before. `natural` says which indices are surely not negative."""
-        slot = _slot(lookup)
+        slot = slot_of(lookup)
         tensor = f"{self._letter}{slot}"
         key = (tensor, *indices)
         if key in self._names:
@@ -163,12 +145,3 @@ class Loads:
         to = "tl.float32" if kind_of(element) == "float" else "tl.int32"
         cast = "" if element in _AS_THEY_ARE else f".to({to})"
         return Load(name, tensor, tuple(wrapped), flat, tuple(conditions), cast)
-
-    def _element(self, lookup: Lookup) -> str:
-        return self._elements[_slot(lookup)]
-
-
-def _slot(lookup: Any) -> int:
-    name = lookup.args[0]
-    assert is_captured(name), name
-    return int(name.name[1:])

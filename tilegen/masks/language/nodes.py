@@ -12,15 +12,27 @@ those.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
 from sympy.core.sorting import default_sort_key
-from sympy.logic.boolalg import Boolean, BooleanAtom
+from sympy.logic.boolalg import BooleanAtom
 
 from tilegen.errors import Unsupported
-from tilegen.masks.language.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q, S
+from tilegen.masks.language.symbols import (
+    SEQLEN_KV,
+    SEQLEN_Q,
+    B,
+    H,
+    K,
+    Lookup,
+    Q,
+    S,
+    is_captured,
+    is_condition,
+)
 
 MAX_EXPONENT = 64
 """Largest integer exponent: powers are printed as products."""
@@ -121,10 +133,8 @@ class Bits(sympy.Function):
     nargs = 2
     is_commutative = True
 
-    @classmethod
-    def of(cls, left: int, right: int) -> int:
-        """Return the value of two numbers."""
-        raise NotImplementedError
+    of: Callable[[int, int], int]
+    """The value of two numbers."""
 
     @classmethod
     def eval(cls, left: Any, right: Any) -> Any:
@@ -151,40 +161,34 @@ class Bits(sympy.Function):
 class BitAnd(Bits):
     """`left & right`."""
 
-    @classmethod
-    def of(cls, left: int, right: int) -> int:
-        return left & right
+    of = staticmethod(operator.and_)
 
 
 class BitOr(Bits):
     """`left | right`."""
 
-    @classmethod
-    def of(cls, left: int, right: int) -> int:
-        return left | right
+    of = staticmethod(operator.or_)
 
 
 class BitXor(Bits):
     """`left ^ right`."""
 
-    @classmethod
-    def of(cls, left: int, right: int) -> int:
-        return left ^ right
+    of = staticmethod(operator.xor)
 
 
 class ShiftLeft(Bits):
     """`left << right`; right is in 0..MAX_SHIFT."""
 
-    @classmethod
-    def of(cls, left: int, right: int) -> int:
+    @staticmethod
+    def of(left: int, right: int) -> int:
         return left << max(0, min(right, MAX_SHIFT))
 
 
 class ShiftRight(Bits):
     """`left >> right`, rounded down; right is in 0..MAX_SHIFT."""
 
-    @classmethod
-    def of(cls, left: int, right: int) -> int:
+    @staticmethod
+    def of(left: int, right: int) -> int:
         return left >> max(0, min(right, MAX_SHIFT))
 
 
@@ -228,11 +232,6 @@ _KNOWN = (
     *(sympy.Eq, sympy.Ne, sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt, sympy.And, sympy.Or, sympy.Not),
     *(sympy.Xor, sympy.Equivalent, sympy.ITE, sympy.Implies, Where),
 )
-
-
-def is_captured(symbol: sympy.Basic) -> bool:
-    """Whether a symbol names a captured tensor (`t0`, `t1`, ...)."""
-    return isinstance(symbol, sympy.Symbol) and symbol.name[:1] == "t" and symbol.name[1:].isdigit()
 
 
 def ties(args: Sequence[sympy.Expr]) -> list[sympy.Expr]:
@@ -338,7 +337,7 @@ def _lookup(expr: Lookup, known: dict[sympy.Basic, sympy.Basic]) -> sympy.Basic:
         raise Unsupported(f"expected the name of a captured tensor, got {expr.args[0]} in {expr}")
     index = [_normalise(arg, known) for arg in expr.args[1:]]
     for part in index:
-        if isinstance(part, Boolean) and not isinstance(part, sympy.Symbol):
+        if is_condition(part):
             raise Unsupported(f"expected an integer index, got the condition {part} in {expr}")
         if not part.is_integer:
             raise Unsupported(

@@ -31,12 +31,7 @@ from tilegen.masks.language.nodes import (
     Where,
     normalise,
 )
-from tilegen.masks.language.symbols import Lookup
-
-
-def is_condition(expr: Any) -> bool:
-    """Whether an expression is true or false rather than a number."""
-    return isinstance(expr, Boolean) and not isinstance(expr, sympy.Symbol)
+from tilegen.masks.language.symbols import Lookup, is_condition
 
 
 def number(expr: Any) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import sympy
+from sympy.logic.boolalg import Boolean
 
 from tilegen.errors import Unsupported
 
@@ -37,6 +38,31 @@ class Lookup(sympy.Function):
     def fdiff(self, argindex: int = 1) -> Any:
         """An index has no derivative."""
         raise Unsupported(f"expected an index that does not depend on the score, got {self}")
+
+
+def is_condition(expr: Any) -> bool:
+    """Whether an expression is true or false rather than a number."""
+    return isinstance(expr, Boolean) and not isinstance(expr, sympy.Symbol)
+
+
+def is_captured(symbol: sympy.Basic) -> bool:
+    """Whether a symbol names a captured tensor (`t0`, `t1`, ...)."""
+    return isinstance(symbol, sympy.Symbol) and symbol.name[:1] == "t" and symbol.name[1:].isdigit()
+
+
+def captured_slots(expr: sympy.Basic) -> list[int]:
+    """Return the slots of the captured tensors an expression reads, in order."""
+    return sorted(int(str(symbol)[1:]) for symbol in expr.free_symbols if is_captured(symbol))
+
+
+def reads(expr: sympy.Basic, slots: set[int]) -> bool:
+    """Whether an expression reads a captured tensor in one of these slots."""
+    return bool(slots) and not slots.isdisjoint(captured_slots(expr))
+
+
+def slot_of(lookup: Any) -> int:
+    """Return the slot of the captured tensor that a look-up reads, but for its indices."""
+    return int(lookup.args[0].name[1:])
 
 
 def captured_name(slot: int, kind: str) -> sympy.Symbol:

@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import sympy
-from sympy.logic.boolalg import Boolean
 
 from tilegen.errors import InvalidProblem, TilegenError
+from tilegen.masks.language.elements import kind_of
 from tilegen.masks.language.integers import quotient
-from tilegen.masks.language.nodes import BITS, FUNCTIONS, SYMBOLS, Where, is_captured, normalise
+from tilegen.masks.language.nodes import BITS, FUNCTIONS, SYMBOLS, Where, normalise
 from tilegen.masks.language.spelling import (
     AND,
     ATOM,
@@ -34,7 +34,17 @@ from tilegen.masks.language.spelling import (
     factors,
     spelt_sum,
 )
-from tilegen.masks.language.symbols import B, H, K, Lookup, Q, captured_name
+from tilegen.masks.language.symbols import (
+    B,
+    H,
+    K,
+    Lookup,
+    Q,
+    captured_name,
+    captured_slots,
+    is_captured,
+    is_condition,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -210,13 +220,13 @@ class _Reader:
 
     def _value(self, node: ast.expr, depth: int) -> Any:
         value = self.read(node, depth)
-        if isinstance(value, Boolean) and not isinstance(value, sympy.Symbol):
+        if is_condition(value):
             raise InvalidProblem(f"expected a number, got the condition {ast.unparse(node)!r}")
         return value
 
     def _condition(self, node: ast.expr, depth: int) -> Any:
         value = self.read(node, depth)
-        if not isinstance(value, Boolean) or isinstance(value, sympy.Symbol):
+        if not is_condition(value):
             raise InvalidProblem(f"expected a condition, got the number {ast.unparse(node)!r}")
         return value
 
@@ -298,22 +308,11 @@ def free_parts(expr: sympy.Basic) -> frozenset[str]:
     return frozenset(str(symbol) for symbol in expr.free_symbols & {B, H, Q, K})
 
 
-def kinds_of(captured: Sequence[torch.Tensor]) -> tuple[str, ...]:
-    """Return what each captured tensor holds: bool, int or float. Raises InvalidProblem."""
-    return tuple(_kind(tensor) for tensor in captured)
-
-
-def _kind(tensor: torch.Tensor) -> str:
-    if tensor.dtype.is_floating_point:
-        return "float"
+def kind_of_tensor(tensor: torch.Tensor) -> str:
+    """Return what a captured tensor holds: bool, int or float. Raises InvalidProblem."""
     if tensor.dtype.is_complex:
         raise InvalidProblem(f"expected captured tensors of real numbers, got {tensor.dtype}")
-    return "bool" if str(tensor.dtype) == "torch.bool" else "int"
-
-
-def captured_slots(expr: sympy.Basic) -> list[int]:
-    """Return the slots of the captured tensors an expression reads, in order."""
-    return sorted(int(symbol.name[1:]) for symbol in expr.free_symbols if is_captured(symbol))
+    return kind_of(str(tensor.dtype).removeprefix("torch."))
 
 
 def rename(expr: sympy.Basic, slots: Sequence[int]) -> sympy.Basic:
@@ -324,6 +323,14 @@ def rename(expr: sympy.Basic, slots: Sequence[int]) -> sympy.Basic:
         if is_captured(symbol)
     }
     return normalise(expr.xreplace(names)) if names else expr
+
+
+def without(
+    tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Return the tensors, each once, that are none of the others."""
+    known = {id(one) for one in others}
+    return tuple({id(one): one for one in tensors if id(one) not in known}.values())
 
 
 def merge(

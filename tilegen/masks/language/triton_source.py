@@ -22,7 +22,7 @@ import sympy
 from sympy.core.relational import Relational
 
 from tilegen.errors import Unsupported
-from tilegen.masks.language.integer_bounds import INT32, MAX_LENGTH, Bounds, bounds
+from tilegen.masks.language.integer_bounds import Sizes
 from tilegen.masks.language.integers import Exact, FloorDiv, exact, is_int, prepared
 from tilegen.masks.language.loads import Loads
 from tilegen.masks.language.nodes import (
@@ -36,7 +36,6 @@ from tilegen.masks.language.nodes import (
     Sigmoid,
     Where,
 )
-from tilegen.masks.language.operations import is_condition
 from tilegen.masks.language.spelling import (
     AND,
     ATOM,
@@ -50,19 +49,11 @@ from tilegen.masks.language.spelling import (
     factors,
     spelt_sum,
 )
-from tilegen.masks.language.symbols import FIRST, LAST, SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q
+from tilegen.masks.language.symbols import Lookup, is_condition, reads, slot_of
 from tilegen.masks.language.triton_functions import log1p, tanh
 
 FP32_TINY, FP32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
-POSITION: Bounds = (0, MAX_LENGTH - 1)
-LENGTH: Bounds = (1, MAX_LENGTH)
-KNOWN: dict[sympy.Basic, Bounds] = {
-    **{symbol: POSITION for symbol in (Q, K, FIRST, LAST)},
-    **{symbol: LENGTH for symbol in (SEQLEN_Q, SEQLEN_KV)},
-    **{symbol: (0, 2**31 - 1) for symbol in (B, H)},
-}
-"""Bounds of symbols."""
 _BITWISE = {BitAnd: "&", BitOr: "|", BitXor: "^"}
 _RELATIONS = RELATIONS | {sympy.Ge: ">=", sympy.Gt: ">"}
 
@@ -94,7 +85,7 @@ class Writer:
         self.loads = loads
         self._stem = stem
         self._precise = precise
-        self._known: dict[sympy.Basic, Bounds] = KNOWN | loads.bounds
+        self._sizes = Sizes(loads.bounds, loads.wide)
         self._shared: set[sympy.Basic] = set()
         self._named: dict[tuple[sympy.Basic, bool], str] = {}
         self._written: dict[str, str] = {}
@@ -130,37 +121,6 @@ class Writer:
             self._written[source] = name
             self.statements.append(f"{name} = {source}")
         return self._written[source]
-
-    def _is_natural(self, expr: sympy.Basic) -> bool:
-        """Whether a value is surely not negative, as clipped indices are."""
-        return bool(expr.is_nonnegative) or (is_int(expr) and bounds(expr, self._known)[0] >= 0)
-
-    def _is_positive(self, expr: sympy.Basic) -> bool:
-        return bool(expr.is_positive) or bounds(expr, self._known)[0] > 0
-
-    def _fits(self, expr: sympy.Basic) -> bool:
-        low, high = bounds(expr, self._known)
-        return INT32[0] <= low and high <= INT32[1]
-
-    def _is_wide(self, expr: sympy.Basic) -> bool:
-        """Whether the source of an integer has 64 bits."""
-        match expr:
-            case sympy.Number():
-                return not self._fits(expr)
-            case sympy.Symbol():
-                return expr in (B, H)
-            case Lookup():
-                return self.loads.is_wide(expr)
-            case sympy.Add() | sympy.Mul() | sympy.Pow() if not self._fits(expr):
-                return True
-            case ShiftLeft() if not self._fits(expr):
-                return True
-            case Where():
-                return any(map(self._is_wide, expr.args[1:]))
-            case _ if not is_int(expr):
-                return True
-            case _:
-                return any(map(self._is_wide, expr.args))
 
     def _inside(self, expr: sympy.Basic, binding: int) -> str:
         """Return the source of an expression, in brackets unless it binds as tightly as asked; the
@@ -205,11 +165,11 @@ class Writer:
         a part of it, may not fit into 32."""
 
         def write(arg: sympy.Basic, binding: int) -> str:
-            if isinstance(arg, sympy.Number) or self._is_wide(arg):
+            if isinstance(arg, sympy.Number) or self._sizes.is_wide(arg):
                 return self._inside(arg, binding)
             return f"{self._inside(arg, ATOM)}.to(tl.int64)"
 
-        return self._inside if self._fits(expr) else write
+        return self._inside if self._sizes.fits(expr) else write
 
     def _write(self, expr: Any) -> tuple[str, int]:
         integers = is_int(expr)
@@ -222,7 +182,7 @@ class Writer:
                 return self._literal(expr), UNARY if expr < 0 else ATOM
             case Lookup():
                 name = self._load(expr)
-                is_float = not self._double and self.loads.is_double(expr)
+                is_float = not self._double and slot_of(expr) in self.loads.doubles
                 return f"{name}.to(tl.float32)" if is_float else name, ATOM
             case sympy.Add():
                 return self._sum(expr, integers), SUM
@@ -263,7 +223,7 @@ class Writer:
     def _relation(self, expr: Relational) -> str:
         both = all(map(is_int, expr.args))
         outer = self._double
-        self._double = outer or self.loads.reads_double(expr)
+        self._double = outer or reads(expr, self.loads.doubles)
         sides = [self._operand(arg, both, OR) for arg in expr.args]
         self._double = outer
         return f" {_RELATIONS[type(expr)]} ".join(sides)
@@ -273,7 +233,7 @@ class Writer:
         for arg in expr.args[1:]:
             source = self._int(arg, LOWEST)
             indices.append(source if source.isdigit() else self.name(source))
-        natural = [self._is_natural(arg) for arg in expr.args[1:]]
+        natural = [self._sizes.is_natural(arg) for arg in expr.args[1:]]
         name, statements = self.loads.load(expr, indices, natural)
         self.statements += statements
         return name
@@ -344,7 +304,7 @@ class Writer:
 
     def _divisor(self, expr: sympy.Expr) -> str:
         """Return a divisor, with 1 for 0, by which nothing can be divided."""
-        low, high = bounds(expr, self._known)
+        low, high = self._sizes.bounds(expr)
         source = self._int(expr, UNARY)
         if low > 0 or high < 0 or expr.is_positive:
             return source
@@ -355,10 +315,10 @@ class Writer:
         """Triton's `%` has the sign of the left operand, ours that of the right one."""
         divisor = self._divisor(right)
         whole = f"{self._int(left, UNARY)} % {divisor}"
-        if self._is_natural(left) and self._is_positive(right):
+        if self._sizes.is_natural(left) and self._sizes.is_positive(right):
             return whole, PRODUCT
         rest = self.name(whole)
-        if self._is_positive(right):
+        if self._sizes.is_positive(right):
             return f"tl.where({rest} < 0, {rest} + {divisor}, {rest})", ATOM
         wrong = f"({rest} != 0) & (({rest} < 0) != ({divisor} < 0))"
         return f"tl.where({wrong}, {rest} + {divisor}, {rest})", ATOM
@@ -366,7 +326,7 @@ class Writer:
     def _floor_divide(self, left: sympy.Expr, right: sympy.Expr) -> str:
         """Triton's `//` rounds towards zero, ours down."""
         divisor = self._divisor(right)
-        if self._is_natural(left) and self._is_positive(right):
+        if self._sizes.is_natural(left) and self._sizes.is_positive(right):
             return f"{self._int(left, UNARY)} // {divisor}"
         rest = self.name(self._remainder(left, right)[0])
         return f"({self._int(left, SUM)} - {rest}) // {divisor}"
@@ -378,8 +338,8 @@ class Writer:
             return f"{left} {_BITWISE[type(expr)]} {right}", OR
         sign = "<<" if isinstance(expr, ShiftLeft) else ">>"
         value, shift = expr.args
-        most = 31 if not self._is_wide(expr) else MAX_SHIFT
-        low, high = bounds(shift, self._known)
+        most = 31 if not self._sizes.is_wide(expr) else MAX_SHIFT
+        low, high = self._sizes.bounds(shift)
         amount = spell(shift, ATOM)
         if low < 0 or high > most:
             amount = f"tl.minimum(tl.maximum({amount}, 0), {most})"

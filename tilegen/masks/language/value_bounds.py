@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from typing import Any
 
 import sympy
 import torch
 
-from tilegen.masks.language.evaluation import BITS, Evaluation, floor_divide, nonzero, power, read
+from tilegen.masks.language.evaluation import BITS, Points, floor_divide, nonzero, power, read
 from tilegen.masks.language.extremes import BoxExtremes
 from tilegen.masks.language.nodes import Bits, BitXor, ShiftLeft, ShiftRight
 
@@ -53,8 +54,9 @@ class Verdict:
     never: torch.Tensor
 
 
-class TileBounds(Evaluation[Interval, Verdict]):
-    """Intervals and verdicts, one per tile."""
+class TileBounds(Points):
+    """The same walk with intervals and verdicts, one per tile: a method here says what the function
+    of its name makes of them."""
 
     def __init__(
         self,
@@ -70,17 +72,20 @@ class TileBounds(Evaluation[Interval, Verdict]):
     def twin(self, dtype: torch.dtype) -> TileBounds:
         return TileBounds(self._captured, self._values, self._device, self._tables, dtype)
 
-    def number(self, value: float) -> Interval:
-        return _single(self._constant(value))
+    def constant(self, value: torch.Tensor) -> Interval | Verdict:
+        return Verdict(value, ~value) if value.dtype == torch.bool else _single(value)
 
-    def truth(self, value: bool) -> Verdict:
-        always = torch.tensor(value, device=self._device)
-        return Verdict(always, ~always)
+    def apply(self, function: Callable[..., torch.Tensor], *args: Any) -> Any:
+        own = getattr(self, function.__name__, None)
+        if own is None:
+            # How another function is rounded may depend on where in a tensor its argument stands.
+            return _anything(reduce(torch.add, (value.lo for value in args)))
+        return own(*args)
 
-    def to_float(self, value: Interval) -> Interval:
-        return _increasing(lambda end: end.to(self._dtype), value)
+    def to(self, value: Interval, dtype: torch.dtype) -> Interval:
+        return _increasing(lambda end: end.to(dtype), value)
 
-    def to_integer(self, value: Interval) -> Interval:
+    def long(self, value: Interval) -> Interval:
         return _increasing(lambda end: end.clamp(-LARGEST, LARGEST).long(), value)
 
     def add(self, left: Interval, right: Interval) -> Interval:
@@ -89,13 +94,13 @@ class TileBounds(Evaluation[Interval, Verdict]):
             return found
         return _unless_wrapped(found, _size(left) + _size(right))
 
-    def multiply(self, left: Interval, right: Interval) -> Interval:
+    def mul(self, left: Interval, right: Interval) -> Interval:
         return _unless_wrapped(
             _hull([a * b for a in left.ends for b in right.ends]),
             _size(left) * _size(right),
         )
 
-    def divide(self, left: Interval, right: Interval) -> Interval:
+    def div(self, left: Interval, right: Interval) -> Interval:
         quotient = _hull([a / b for a in left.ends for b in right.ends])
         if right.is_single:
             return quotient
@@ -141,22 +146,14 @@ class TileBounds(Evaluation[Interval, Verdict]):
         return _where(mixed, _any_integer(least), Interval(least, most))
 
     def power(self, base: Interval, exponent: int) -> Interval:
-        base = base if exponent % 2 else self.absolute(base)
+        base = base if exponent % 2 else self.abs(base)
         found = _increasing(lambda value: power(value, exponent), base)
         return _unless_wrapped(found, _size(base) ** exponent)
 
-    def general_power(self, base: Interval, exponent: Interval) -> Interval:
-        return _anything(base.lo + exponent.lo)
-
-    def function(
-        self, function: Callable[[torch.Tensor], torch.Tensor], value: Interval
-    ) -> Interval:
-        if function is torch.sqrt:  # which rounds exactly
-            negative = value.lo < 0
-            root = _increasing(lambda end: end.clamp(min=0).sqrt(), value)
-            return _where(negative, _anything(value.lo), root)
-        # How another function is rounded may depend on where in a tensor its argument stands.
-        return _anything(value.lo)
+    def sqrt(self, value: Interval) -> Interval:  # which rounds exactly
+        negative = value.lo < 0
+        root = _increasing(lambda end: end.clamp(min=0).sqrt(), value)
+        return _where(negative, _anything(value.lo), root)
 
     def floor(self, value: Interval) -> Interval:
         return _increasing(torch.floor, value)
@@ -164,7 +161,7 @@ class TileBounds(Evaluation[Interval, Verdict]):
     def sign(self, value: Interval) -> Interval:
         return _increasing(torch.sign, value)
 
-    def absolute(self, value: Interval) -> Interval:
+    def abs(self, value: Interval) -> Interval:
         if value.is_single:
             return _single(value.lo.abs())
         outside = torch.maximum(value.lo, -value.hi)
@@ -176,32 +173,32 @@ class TileBounds(Evaluation[Interval, Verdict]):
     def maximum(self, left: Interval, right: Interval) -> Interval:
         return _increasing(torch.maximum, left, right)
 
-    def less(self, left: Interval, right: Interval) -> Verdict:
+    def lt(self, left: Interval, right: Interval) -> Verdict:
         return Verdict(left.hi < right.lo, left.lo >= right.hi)
 
-    def less_or_equal(self, left: Interval, right: Interval) -> Verdict:
+    def le(self, left: Interval, right: Interval) -> Verdict:
         return Verdict(left.hi <= right.lo, left.lo > right.hi)
 
-    def equal(self, left: Interval, right: Interval) -> Verdict:
+    def eq(self, left: Interval, right: Interval) -> Verdict:
         return Verdict(
             (left.lo == right.hi) & (left.hi == right.lo),
             (left.hi < right.lo) | (left.lo > right.hi),
         )
 
-    def both(self, left: Verdict, right: Verdict) -> Verdict:
+    def logical_and(self, left: Verdict, right: Verdict) -> Verdict:
         return Verdict(left.always & right.always, left.never | right.never)
 
-    def either(self, left: Verdict, right: Verdict) -> Verdict:
+    def logical_or(self, left: Verdict, right: Verdict) -> Verdict:
         return Verdict(left.always | right.always, left.never & right.never)
 
-    def inverse(self, truth: Verdict) -> Verdict:
+    def logical_not(self, truth: Verdict) -> Verdict:
         return Verdict(truth.never, truth.always)
 
-    def choose(self, condition: Verdict, left: Interval, right: Interval) -> Interval:
+    def where(self, condition: Verdict, left: Interval, right: Interval) -> Interval:
         undecided = _hull([*left.ends, *right.ends])
         return _where(condition.always, left, _where(condition.never, right, undecided))
 
-    def lookup(self, tensor: torch.Tensor, indices: list[Interval]) -> Interval:
+    def read(self, tensor: torch.Tensor, indices: list[Interval]) -> Interval:
         boxed = tuple(dim for dim, index in enumerate(indices) if not index.is_single)
         if not boxed or not tensor.numel():
             return _single(read(tensor, [index.lo for index in indices]))

@@ -23,7 +23,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import sympy
@@ -75,6 +75,21 @@ class StreamSets:
 
     live: tuple[Interval, ...]
     dropped: tuple[Interval, ...]
+    length: sympy.Symbol
+    """Streamed indices there are."""
+
+    @cached_property
+    def full(self) -> Interval | None:
+        """The indices that all are kept, where these and the live ones are one interval each."""
+        lo: list[sympy.Expr] = []
+        hi: list[sympy.Expr] = [self.length]
+        for one in self.dropped:
+            (lo if one.lo.is_infinite else hi).append(one.hi if one.lo.is_infinite else one.lo)
+            if one.guards or not (one.lo.is_infinite or one.hi.is_infinite):
+                return None
+        if len(self.live) != 1:
+            return None
+        return Interval(sympy.Max(*lo) if lo else sympy.S.NegativeInfinity, sympy.Min(*hi))
 
 
 def edges(interval: Interval, length: sympy.Expr | None = None) -> tuple[Any, Any, Any]:
@@ -85,15 +100,6 @@ def edges(interval: Interval, length: sympy.Expr | None = None) -> tuple[Any, An
     hi = None if interval.hi.is_infinite or (live and interval.hi == length) else interval.hi
     nonempty = interval.nonempty
     return lo, hi, None if nonempty == True else nonempty  # noqa: E712 - SymPy's true
-
-
-@dataclass(frozen=True)
-class StreamBounds:
-    """What one stationary tile sees where that is one interval: streamed indices outside `live` are
-    all dropped, those inside `full` all kept."""
-
-    live: Interval
-    full: Interval
 
 
 def predicate(mask: Mask, side: Side = "rows") -> Boolean:
@@ -151,27 +157,13 @@ def _solve_sets(mask: Mask, side: Side) -> StreamSets:
 
     live = [solved([*one, *inside]) for one in _disjunctive_normal_form(most)]
     dropped = [solved(one) for one in _disjunctive_normal_form(sympy.Not(sure))]
-    return StreamSets(_some(live), _some(dropped))
+    return StreamSets(_some(live), _some(dropped), length)
 
 
 def _some(intervals: list[Interval]) -> tuple[Interval, ...]:
     """Return those that can hold anything, in an order that SymPy's hashes do not change."""
     found = [one for one in intervals if one.nonempty != False]  # noqa: E712 - SymPy's false
     return tuple(sorted(found, key=str))
-
-
-@lru_cache(maxsize=256)
-def stream_bounds(mask: Mask, side: Side) -> StreamBounds:
-    """Return the live and the full interval of a stationary tile [FIRST, LAST], in closed form.
-
-    Raises Unsupported where they are not one interval each.
-    """
-    sets = stream_sets(mask, side)
-    length = SEQLEN_KV if side == "rows" else SEQLEN_Q
-    if len(sets.live) != 1:
-        raise Unsupported(f"expected a mask that keeps one interval per row and column, got {mask}")
-    past_the_end = Interval(length, sympy.S.Infinity)
-    return StreamBounds(live=sets.live[0], full=_complement([*sets.dropped, past_the_end]))
 
 
 def _disjunctive_normal_form(keep: Boolean) -> list[list[sympy.Expr]]:
@@ -379,28 +371,4 @@ def _solve(inequalities: Iterable[sympy.Expr], symbol: sympy.Symbol) -> Interval
         lo=sympy.Max(*lo) if lo else sympy.S.NegativeInfinity,
         hi=sympy.Min(*hi) if hi else sympy.S.Infinity,
         guards=tuple(sorted(guards, key=str)),
-    )
-
-
-def _complement(spoiled: list[Interval]) -> Interval:
-    """Return the indices that no spoiled interval contains, all of which must be unbounded on one
-    side."""
-    lo: list[sympy.Expr] = []
-    hi: list[sympy.Expr] = []
-    for interval in spoiled:
-        if interval.guards:
-            raise Unsupported(
-                f"expected mask conditions that involve both q and k, got {interval.guards[0]} >= 0"
-            )
-        if interval.lo == sympy.S.NegativeInfinity:
-            lo.append(interval.hi)
-        elif interval.hi == sympy.S.Infinity:
-            hi.append(interval.lo)
-        else:
-            raise Unsupported(
-                "expected a mask that keeps one interval per row and column; combine with & only"
-            )
-    return Interval(
-        lo=sympy.Max(*lo) if lo else sympy.S.NegativeInfinity,
-        hi=sympy.Min(*hi) if hi else sympy.S.Infinity,
     )

@@ -12,9 +12,10 @@ import torch
 from sympy.logic.boolalg import Boolean
 
 from tilegen import sympy_lock
+from tilegen.masks.mask import Side
 from tilegen.masks.shapes import TiledShape
 from tilegen.masks.tiles.tile_classes import distinguished
-from tilegen.masks.tiles.tile_lists import Side, TileLists, build
+from tilegen.masks.tiles.tile_lists import TileLists, build
 from tilegen.masks.values import is_checked
 
 

@@ -12,14 +12,14 @@ import torch
 from numpy.typing import NDArray
 
 from tilegen.kernels.config import BLOCK_SIZES
-from tilegen.masks.constructors import Neighborhood
 from tilegen.masks.expression_mask import typical
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.shapes import Shape, TiledShape
-from tilegen.masks.tensors import realized, tensors_of
+from tilegen.masks.tensors import tensors_of
 from tilegen.masks.tiles.closed_form import predicate
 from tilegen.masks.tiles.tile_lists import build
-from tilegen.masks.tiles.tile_ranges import TileRanges
+from tilegen.masks.tiles.visits import TileRanges
+from tilegen.masks.usual import Neighborhood
 
 LONGEST = 2048
 """Rows or columns up to which tiles are counted where nothing ties a mask to its lengths."""
@@ -72,17 +72,11 @@ def _tiles(mask: Mask, shape: TiledShape) -> tuple[Flags, Flags]:
 @lru_cache(maxsize=12)
 def _built(mask: Mask, shape: TiledShape) -> tuple[Flags, Flags]:
     """Return the same as `_tiles`, from lists."""
-    mask = realized(typical(mask), shape)
+    mask = typical(mask).realized(shape)
     tensors = tensors_of(mask, shape, torch.device("cpu"))
     lists = build(predicate(mask, "rows"), tensors, shape, device="cpu", side="rows")
-    # Every query tile has a list of full tiles, then one of partial ones.
-    starts, tiles = lists.starts.numpy(), lists.tiles.numpy()
-    which = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
-    sizes = (lists.batch, lists.heads, lists.num_stationary, shape.columns)
-    live, full = (np.zeros((math.prod(sizes[:3]), sizes[3]), dtype=np.bool_) for _ in range(2))
-    live[which // 2, tiles] = True
-    full[which // 2, tiles] = which % 2 == 0
-    return live.reshape(sizes), full.reshape(sizes)
+    live, full = lists.flags(shape.columns)
+    return live.numpy(), full.numpy()
 
 
 def _joined(flags: Flags, by: tuple[int, int], how: Callable[..., Any]) -> Flags:

@@ -8,17 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, overload
 
 import torch
 from sympy.logic.boolalg import Boolean
 
+from tilegen.masks.mask import Side
 from tilegen.masks.shapes import TiledShape
 from tilegen.masks.tiles.tile_classes import TileClasses, classify
-
-Side = Literal["rows", "columns"]
-"""What stays on chip: a tile of query rows (KV tiles stream), or a tile of KV columns (query tiles
-stream)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,23 +42,20 @@ class TileLists:
         """Non-empty tiles, over all batches and heads that have lists."""
         return self.tiles.numel()
 
-    @property
-    def full_tiles(self) -> int:
-        """Tiles that run without mask code."""
-        return int((self.starts[1::2] - self.starts[:-1:2]).sum())
-
-    @property
-    def partial_tiles(self) -> int:
-        """Tiles crossed by the mask's edge or by the end of a sequence."""
-        return self.visited_tiles - self.full_tiles
-
-    @property
-    def bytes(self) -> int:
-        """Memory of the lists."""
-        return self.tiles.nbytes + self.starts.nbytes
+    def flags(self, streamed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (batch, heads, stationary, streamed) which of so many tiles are visited, and which
+        of those are full."""
+        sizes = (self.batch, self.heads, self.num_stationary, streamed)
+        live, full = (
+            torch.zeros(sizes, dtype=torch.bool, device=self.tiles.device) for _ in range(2)
+        )
+        counts = self.starts.diff()
+        which = torch.repeat_interleave(torch.arange(len(counts), device=counts.device), counts)
+        live.flatten(0, 2)[which // 2, self.tiles.long()] = True
+        full.flatten(0, 2)[which // 2, self.tiles.long()] = which % 2 == 0
+        return live, full
 
 
-@overload
 def build(
     keep: Boolean,
     captured: Sequence[torch.Tensor],
@@ -70,33 +63,13 @@ def build(
     *,
     device: torch.device | str,
     side: Side,
-) -> TileLists: ...
-@overload
-def build(
-    keep: Boolean,
-    captured: Sequence[torch.Tensor],
-    shape: TiledShape,
-    *,
-    device: torch.device | str,
-    side: None = None,
-) -> tuple[TileLists, TileLists]: ...
-def build(
-    keep: Boolean,
-    captured: Sequence[torch.Tensor],
-    shape: TiledShape,
-    *,
-    device: torch.device | str,
-    side: Side | None = None,
-) -> TileLists | tuple[TileLists, TileLists]:
-    """Return the lists of one side, or those of rows and of columns, from one classification.
+) -> TileLists:
+    """Return the lists of one side.
 
     `keep` is a predicate in the symbols of `symbols`; `captured[i]` is what `Lookup(t<i>, ...)`
     reads. Raises Unsupported for a term that has no meaning here, naming it.
     """
-    classes = classify(keep, captured, shape, torch.device(device))
-    if side is not None:
-        return lists_of(classes, side)
-    return lists_of(classes, "rows"), lists_of(classes, "columns")
+    return lists_of(classify(keep, captured, shape, torch.device(device)), side)
 
 
 def lists_of(classes: TileClasses, side: Side) -> TileLists:

@@ -6,83 +6,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import sympy
 import torch
-from numpy.typing import NDArray
 
 from tilegen.errors import Unsupported
 from tilegen.masks.language.evaluation import Points
 from tilegen.masks.language.integers import exact
 from tilegen.masks.language.symbols import FIRST, LAST, SEQLEN_KV, SEQLEN_Q, B, H
 from tilegen.masks.mask import And, Mask, Not, Or, Side, SlidingWindow
+from tilegen.masks.shapes import Shape
 from tilegen.masks.tiles.closed_form import depends_on, edges, stream_sets
 from tilegen.masks.tiles.intervals import Edges, Range, merge
+from tilegen.masks.tiles.tile_counts import listed_ranges
+from tilegen.masks.tiles.visits import TileRanges
 from tilegen.masks.values import Values
-
-Counts = NDArray[np.int64]
-
-
-@dataclass(frozen=True)
-class TileRanges:
-    """The streamed tiles of stationary tiles: arrays (batches, heads, stationary tiles), with 1
-    where the mask is the same for all."""
-
-    visited: Counts
-    """Non-empty tiles."""
-    full: Counts
-    """Those of them that run without mask code."""
-    ends: Counts
-    """1 where the last streamed tile, which may be cut off, is among the visited."""
-    block: int
-    length: int
-    """Streamed rows of a tile, and of the sequence."""
-    ranges: tuple[tuple[Range, ...], tuple[Range, ...]] = ((), ())
-    """Partial and full tiles, where the mask is solved in closed form; `pieces` in full shape."""
-
-    @property
-    def pieces(self) -> tuple[tuple[Range, ...], ...]:
-        """Partial and full tiles as ranges of tiles: arrays shaped like `visited`."""
-        shape = self.visited.shape
-        return tuple(
-            tuple((np.broadcast_to(lo, shape), np.broadcast_to(hi, shape)) for lo, hi in part)
-            for part in self.ranges
-        )
-
-    @property
-    def heads(self) -> int:
-        """Over how many heads, in how many batches, tiles are counted."""
-        return self.visited.shape[0] * self.visited.shape[1]
-
-    @property
-    def visited_tiles(self) -> int:
-        """`A(block_m, block_n)`, of all heads that differ."""
-        return int(self.visited.sum())
-
-    @property
-    def full_tiles(self) -> int:
-        """Tiles that run without mask code."""
-        return int(self.full.sum())
-
-    @property
-    def partial_tiles(self) -> int:
-        """Tiles crossed by the mask's edge or by the end of the sequence."""
-        return self.visited_tiles - self.full_tiles
-
-    @property
-    def visited_rows(self) -> int:
-        """Streamed rows inside the sequence of all visited tiles: what the loads of a kernel
-        read."""
-        return int(self.rows(self.length).sum())
-
-    def rows(self, length: int) -> Counts:
-        """Return the streamed rows of the visited tiles, cut off at `length`."""
-        beyond = -(-self.length // self.block) * self.block - length
-        return self.visited * self.block - self.ends * beyond
 
 
 def tile_ranges(
@@ -110,9 +52,6 @@ def tile_ranges(
     try:
         depends, evaluate, values = _evaluator(mask, side)
     except Unsupported:
-        from tilegen.masks.shapes import Shape
-        from tilegen.masks.tiles.tile_counts import listed_ranges
-
         tiled = Shape(batch, heads, seqlen_q, seqlen_kv).tiled(block_m, block_n)
         return listed_ranges(mask, side, tiled)
     first = np.arange(0, stays, stays_block, dtype=np.int64)[None, None]
@@ -209,8 +148,8 @@ Evaluator = Callable[[Mapping[sympy.Symbol, Any], Sequence[Any]], tuple[list[Edg
 @lru_cache(maxsize=512)
 def _evaluator_of(mask: Mask, side: Side) -> tuple[frozenset[Any], Evaluator]:
     sets = stream_sets(mask, side)
-    length = SEQLEN_KV if side == "rows" else SEQLEN_Q
-    intervals = [edges(one, length) for one in sets.live] + [edges(one) for one in sets.dropped]
+    intervals = [edges(one, sets.length) for one in sets.live]
+    intervals += [edges(one) for one in sets.dropped]
     prepared = [tuple(e if e is None else exact(e) for e in one) for one in intervals]
 
     def evaluate(

@@ -56,7 +56,7 @@ class Derived(TorchFunctionMode):
             known = {id(source): table for source, table in zip(sources, tables, strict=True)}
             return (self._made(tensor, known).to(dtype).contiguous(),)
 
-        return Recipe(make=make, check=_anything, sources=tuple(sources))
+        return Recipe(make, tuple(sources))
 
     def anew(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor made again of what it was made of, differentiably."""
@@ -108,7 +108,3 @@ def _tensors(value: Any) -> list[torch.Tensor]:
             return [tensor for one in value.values() for tensor in _tensors(one)]
         case _:
             return []
-
-
-def _anything(*_: Any) -> None:
-    """Any values will do."""

@@ -9,25 +9,42 @@ They stand for tensors: of no dimension (`Term`), or of a few small ones (`Rows`
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import sympy
 import torch
 
 from tilegen.errors import Unsupported
-from tilegen.masks.language.operations import is_condition
-
-if TYPE_CHECKING:
-    from tilegen.masks.tracing.trace import Tracer
+from tilegen.masks.language.symbols import is_condition
 
 MAX_ELEMENTS = 256
 """Most elements of a row that a function computes with: each is a look-up of its own."""
 Elements = np.ndarray[Any, np.dtype[np.object_]]
 
 
+class Tracer(Protocol):
+    """What is told of everything that happens to values; `trace` has the one there is."""
+
+    def apply(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """Return what one of torch's functions or methods makes of its arguments."""
+        ...
+
+    def element(self, tensor: torch.Tensor, index: Sequence[Any]) -> Any:
+        """Return one element of a real tensor."""
+        ...
+
+    def index(self, tensor: torch.Tensor, index: tuple[Any, ...]) -> Term | Rows:
+        """Return `tensor[index]`: an element, or rows that still lack an index."""
+        ...
+
+    def several(self, elements: Any) -> Term | Several:
+        """Return a small tensor, or the one value of one without dimensions."""
+        ...
+
+
 def _operator(name: str) -> Callable[..., Any]:
-    def apply(self: Term, *args: Any) -> Any:
+    def apply(self: Value, *args: Any) -> Any:
         if any(isinstance(arg, (str, list, tuple, dict)) for arg in args):
             return NotImplemented
         return self.tracer.apply(name, [self, *args], {})
@@ -35,16 +52,12 @@ def _operator(name: str) -> Callable[..., Any]:
     return apply
 
 
-class Term:
-    """A value that remembers how it was computed; stands for a 0-dimensional tensor."""
+class Value:
+    """What Python's operators and torch's functions are done to, as they are told to a tracer."""
 
     __array_ufunc__ = None  # numpy's numbers leave arithmetic to this class
     __hash__ = object.__hash__
-
-    def __init__(self, tracer: Tracer, expr: Any) -> None:
-        """Operations on the value collect tensors in `tracer`."""
-        self.tracer = tracer
-        self.expr = expr
+    tracer: Tracer
 
     @classmethod
     def __torch_function__(
@@ -61,6 +74,34 @@ class Term:
         if name.startswith("_"):
             raise AttributeError(name)
         return lambda *args, **kwargs: self.tracer.apply(name, [self, *args], kwargs)
+
+    __add__, __radd__ = _operator("add"), _operator("add")
+    __sub__, __rsub__ = _operator("sub"), _operator("rsub")
+    __mul__, __rmul__ = _operator("mul"), _operator("mul")
+    __truediv__, __rtruediv__ = _operator("truediv"), _operator("rtruediv")
+    __floordiv__, __rfloordiv__ = _operator("floordiv"), _operator("rfloordiv")
+    __mod__, __rmod__ = _operator("mod"), _operator("rmod")
+    __pow__, __rpow__ = _operator("pow"), _operator("rpow")
+    __and__, __rand__ = _operator("and"), _operator("and")
+    __or__, __ror__ = _operator("or"), _operator("or")
+    __xor__, __rxor__ = _operator("xor"), _operator("xor")
+    __lt__, __le__ = _operator("lt"), _operator("le")
+    __gt__, __ge__ = _operator("gt"), _operator("ge")
+    __eq__, __ne__ = _operator("eq"), _operator("ne")
+    __neg__, __pos__ = _operator("neg"), _operator("pos")
+    __abs__, __invert__ = _operator("abs"), _operator("invert")
+    __lshift__, __rlshift__ = _operator("lshift"), _operator("rlshift")
+    __rshift__, __rrshift__ = _operator("rshift"), _operator("rrshift")
+    __matmul__, __rmatmul__ = _operator("matmul"), _operator("matmul")
+
+
+class Term(Value):
+    """A value that remembers how it was computed; stands for a 0-dimensional tensor."""
+
+    def __init__(self, tracer: Tracer, expr: Any) -> None:
+        """Operations on the value collect tensors in `tracer`."""
+        self.tracer = tracer
+        self.expr = expr
 
     def __repr__(self) -> str:
         return str(self.expr)
@@ -119,42 +160,16 @@ class Term:
             "write torch.where, &, |, ~, torch.minimum, torch.maximum, .to(dtype)"
         )
 
-    __add__, __radd__ = _operator("add"), _operator("add")
-    __sub__, __rsub__ = _operator("sub"), _operator("rsub")
-    __mul__, __rmul__ = _operator("mul"), _operator("mul")
-    __truediv__, __rtruediv__ = _operator("truediv"), _operator("rtruediv")
-    __floordiv__, __rfloordiv__ = _operator("floordiv"), _operator("rfloordiv")
-    __mod__, __rmod__ = _operator("mod"), _operator("rmod")
-    __pow__, __rpow__ = _operator("pow"), _operator("rpow")
-    __and__, __rand__ = _operator("and"), _operator("and")
-    __or__, __ror__ = _operator("or"), _operator("or")
-    __xor__, __rxor__ = _operator("xor"), _operator("xor")
-    __lt__, __le__ = _operator("lt"), _operator("le")
-    __gt__, __ge__ = _operator("gt"), _operator("ge")
-    __eq__, __ne__ = _operator("eq"), _operator("ne")
-    __neg__, __pos__ = _operator("neg"), _operator("pos")
-    __abs__, __invert__ = _operator("abs"), _operator("invert")
-    __lshift__, __rlshift__ = _operator("lshift"), _operator("rlshift")
-    __rshift__, __rrshift__ = _operator("rshift"), _operator("rrshift")
-    __matmul__, __rmatmul__ = _operator("matmul"), _operator("matmul")
 
-
-class Rows:
+class Rows(Value):
     """A real tensor with some of its indices given: `bias[h]` before `[q_idx - kv_idx]`, or a few
     elements to compute with: `(table[q_idx] == kv_idx).any(-1)`."""
-
-    __array_ufunc__ = None
-    __hash__ = object.__hash__
 
     def __init__(self, tracer: Tracer, tensor: torch.Tensor, index: tuple[Any, ...]) -> None:
         """`index` holds the expressions given so far."""
         self.tracer = tracer
         self._tensor = tensor
         self._index = index
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return Term.__torch_function__(func, types, args, kwargs)
 
     @property
     def elements(self) -> Elements:
@@ -189,20 +204,13 @@ class Rows:
         )
 
 
-class Several:
+class Several(Value):
     """A small tensor of traced values."""
-
-    __array_ufunc__ = None
-    __hash__ = object.__hash__
 
     def __init__(self, tracer: Tracer, elements: Elements) -> None:
         """`elements` holds an expression for each."""
         self.tracer = tracer
         self.elements = elements
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return Term.__torch_function__(func, types, args, kwargs)
 
     @property
     def shape(self) -> torch.Size:
@@ -221,24 +229,8 @@ class Several:
     def __getitem__(self, index: Any) -> Any:
         return self.tracer.several(self.elements[index])
 
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return lambda *args, **kwargs: self.tracer.apply(name, [self, *args], kwargs)
-
     def __bool__(self) -> NoReturn:
         raise Unsupported("expected a function without if, and, or, not on traced values")
-
-
-def _share_operators() -> None:
-    """Give rows and small tensors the operators of a value."""
-    for name, function in list(vars(Term).items()):
-        if name.startswith("__") and getattr(function, "__qualname__", "").startswith("_operator"):
-            setattr(Rows, name, function)
-            setattr(Several, name, function)
-
-
-_share_operators()
 
 
 def _find_tracer(values: Sequence[Any]) -> Tracer:
@@ -246,7 +238,7 @@ def _find_tracer(values: Sequence[Any]) -> Tracer:
     queue = list(values)
     while queue:
         value = queue.pop(0)
-        if isinstance(value, (Term, Rows, Several)):
+        if isinstance(value, Value):
             return value.tracer
         if isinstance(value, (tuple, list)):
             queue.extend(value)

@@ -24,12 +24,12 @@ from sympy.core.relational import Relational
 
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.language.nodes import Where, normalise
-from tilegen.masks.language.operations import OPERATIONS, cast, is_condition
-from tilegen.masks.language.symbols import B, H, K, Lookup, Q, S, captured_name
-from tilegen.masks.language.texts import kinds_of, merge
+from tilegen.masks.language.operations import OPERATIONS, cast
+from tilegen.masks.language.symbols import B, H, K, Lookup, Q, S, captured_name, is_condition
+from tilegen.masks.language.texts import kind_of_tensor, merge, without
 from tilegen.masks.tracing.derived import Derived
 from tilegen.masks.tracing.reductions import REDUCTIONS, RESHAPES, reduced
-from tilegen.masks.tracing.terms import MAX_ELEMENTS, Elements, Rows, Several, Term
+from tilegen.masks.tracing.terms import MAX_ELEMENTS, Elements, Rows, Several, Term, Value
 
 MAX_CHOICES = 8
 """Most choices between numbers (`torch.where`) that a mask's comparisons are split by: each may
@@ -42,13 +42,15 @@ class Traced:
 
     expr: sympy.Basic
     captured: tuple[torch.Tensor, ...]
+    unused: tuple[torch.Tensor, ...]
+    """What it reads besides, and does not depend on: `bias` in `s + 0 * bias[q]`."""
     derived: Derived
     """How the function made those of them that it made itself."""
 
     @property
     def makes_tensors(self) -> bool:
         """Whether it reads tensors that it made itself."""
-        return any(id(tensor) in self.derived.made for tensor in self.captured)
+        return any(id(tensor) in self.derived.made for tensor in (*self.captured, *self.unused))
 
 
 def trace_mask(fn: Callable[..., Any]) -> Traced:
@@ -87,7 +89,7 @@ def _trace(fn: Callable[..., Any], arguments: str, symbols: Sequence[sympy.Symbo
     result = normalise(tracer.expression(value))
     # Only tensors that still matter keep a slot: `0 * bias[q]` needs none.
     (expr,), captured = merge([(result, tracer.captured)])
-    return Traced(expr, captured, derived)
+    return Traced(expr, captured, without(tracer.captured, captured), derived)
 
 
 def _without_where(expr: sympy.Basic) -> sympy.Basic:
@@ -144,7 +146,7 @@ class Tracer:
 
     def element(self, tensor: torch.Tensor, index: Sequence[Any]) -> Any:
         """Return one element of a real tensor, which takes a slot."""
-        (kind,) = kinds_of([tensor])
+        kind = kind_of_tensor(tensor)
         slots = [i for i, known in enumerate(self.captured) if known is tensor]
         if not slots:
             slots = [len(self.captured)]
@@ -260,7 +262,7 @@ class Tracer:
 
 
 def _is_value(argument: Any) -> bool:
-    kinds = (Term, Rows, Several, torch.Tensor, bool, int, float, np.generic)
+    kinds = (Value, torch.Tensor, bool, int, float, np.generic)
     return isinstance(argument, kinds)
 
 

@@ -1,0 +1,70 @@
+"""The streamed tiles that stationary tiles visit, as numbers: what the model reasons about."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tilegen.masks.tiles.intervals import Range
+
+Counts = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class TileRanges:
+    """The streamed tiles of stationary tiles: arrays (batches, heads, stationary tiles), with 1
+    where the mask is the same for all."""
+
+    visited: Counts
+    """Non-empty tiles."""
+    full: Counts
+    """Those of them that run without mask code."""
+    ends: Counts
+    """1 where the last streamed tile, which may be cut off, is among the visited."""
+    block: int
+    length: int
+    """Streamed rows of a tile, and of the sequence."""
+    ranges: tuple[tuple[Range, ...], tuple[Range, ...]] = ((), ())
+    """Partial and full tiles, where the mask is solved in closed form; `pieces` in full shape."""
+
+    @property
+    def pieces(self) -> tuple[tuple[Range, ...], ...]:
+        """Partial and full tiles as ranges of tiles: arrays shaped like `visited`."""
+        shape = self.visited.shape
+        return tuple(
+            tuple((np.broadcast_to(lo, shape), np.broadcast_to(hi, shape)) for lo, hi in part)
+            for part in self.ranges
+        )
+
+    @property
+    def heads(self) -> int:
+        """Over how many heads, in how many batches, tiles are counted."""
+        return self.visited.shape[0] * self.visited.shape[1]
+
+    @property
+    def visited_tiles(self) -> int:
+        """`A(block_m, block_n)`, of all heads that differ."""
+        return int(self.visited.sum())
+
+    @property
+    def full_tiles(self) -> int:
+        """Tiles that run without mask code."""
+        return int(self.full.sum())
+
+    @property
+    def partial_tiles(self) -> int:
+        """Tiles crossed by the mask's edge or by the end of the sequence."""
+        return self.visited_tiles - self.full_tiles
+
+    @property
+    def visited_rows(self) -> int:
+        """Streamed rows inside the sequence of all visited tiles: what the loads of a kernel
+        read."""
+        return int(self.rows(self.length).sum())
+
+    def rows(self, length: int) -> Counts:
+        """Return the streamed rows of the visited tiles, cut off at `length`."""
+        beyond = -(-self.length // self.block) * self.block - length
+        return self.visited * self.block - self.ends * beyond
