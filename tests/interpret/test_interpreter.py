@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
 
+from tilegen.check import interpreter
+
 # In a process of its own: the tests of this folder have it left out from the start.
 COMPARE = """
 import torch
@@ -43,6 +45,53 @@ def test_results_are_the_same_to_the_bit() -> None:
 
 
 @triton.jit
+def _operators(x_ptr, i_ptr, out_ptr, n: tl.constexpr):  # noqa: ANN001, ANN202
+    row = tl.program_id(0)
+    at = row * n + tl.arange(0, n)
+    x, i, one = tl.load(x_ptr + at), tl.load(i_ptr + at), tl.load(x_ptr + row)
+    wide = i.to(tl.int64)
+    out = out_ptr + row * 15 * n + tl.arange(0, n)
+    tl.store(out + 0 * n, x + i)
+    tl.store(out + 1 * n, i * 2.5 - x)
+    tl.store(out + 2 * n, (i > 16777216.0) | (x < -1))
+    tl.store(out + 3 * n, (i == x) & (wide >= 3))
+    tl.store(out + 4 * n, (wide * wide) // 8 + i)
+    tl.store(out + 5 * n, 3 - x * x)
+    tl.store(out + 6 * n, 1 / x + x / 3)
+    tl.store(out + 7 * n, one + x)
+    tl.store(out + 8 * n, tl.sum(x[:, None] * x[None, :], 1))
+    tl.store(out + 9 * n, tl.where(x != x, 1.0, i + 7))
+    tl.store(out + 10 * n, i & 5 | (i + n))
+    tl.store(out + 11 * n, x * 1e-40 + (x > 1e-40))
+    tl.store(out + 12 * n, -x >= one)
+    tl.store(out + 13 * n, x.to(tl.bfloat16) + x.to(tl.bfloat16))
+    tl.store(out + 14 * n, tl.load(x_ptr + row + 1))
+
+
+def test_operators_give_what_triton_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is remembered from the first program, where nothing is awkward, serves the second."""
+    inf = float("inf")
+    x = torch.tensor([[1.0] * 8, [0.0, -0.0, 1.5, -2.0, inf, -inf, inf - inf, 16777216.0]])
+    i = torch.tensor([[1] * 8, [0, 1, -1, 5, -7, 2**31 - 1, -(2**31), 16777217]])
+    i, (remembered, tritons) = i.int(), torch.zeros(2, 2, 15, 8)
+    monkeypatch.setattr(interpreter, "_operations", {})
+    _operators[(2,)](x, i, remembered, 8)
+    assert any(interpreter._operations.values())
+
+    class Nothing(dict[object, None]):
+        def __contains__(self, key: object) -> bool:
+            return True
+
+        def __missing__(self, key: object) -> None:
+            return None
+
+    monkeypatch.setattr(interpreter, "_operations", Nothing())
+    _operators[(2,)](x, i, tritons, 8)
+    assert tritons.abs().nan_to_num(0, 0).sum() > 0
+    assert torch.equal(remembered.view(torch.int32), tritons.view(torch.int32))
+
+
+@triton.jit
 def _row_sums(x_ptr, out_ptr, n: tl.constexpr):  # noqa: ANN001, ANN202
     x = tl.load(x_ptr + tl.program_id(0) * n + tl.arange(0, n))
     tl.store(out_ptr + tl.program_id(0), tl.sum(x, 0) + tl.max(x, 0))
@@ -71,3 +120,11 @@ def test_language_is_patched_for_each_launch_and_as_it_was_after(
     assert dict(vars(tl)) == before
     _row_sums[(3,)](x, out.zero_(), 16)
     assert torch.equal(out, x.sum(1) + x.max(1).values)
+
+
+def test_an_unknown_triton_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = dict(vars(triton_interpreter))
+    for unknown in ("3.5.1", "3.10.0"):
+        monkeypatch.setattr(interpreter, "version", {"triton": unknown}.__getitem__)
+        interpreter.skip_idle_work.__wrapped__()
+        assert dict(vars(triton_interpreter)) == before

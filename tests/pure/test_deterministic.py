@@ -138,7 +138,8 @@ def test_a_location_that_does_not_answer_is_an_error(
 AGREES = """
 import json, sys
 import torch.distributed as dist
-from tilegen import agree, dispatch
+from tilegen import agree
+from tilegen.runtime import dispatch
 from tilegen.gpus.spec import gpu
 from tilegen.errors import TilegenError
 rank, world, port, which, *problems = sys.argv[1:]

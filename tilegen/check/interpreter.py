@@ -20,6 +20,9 @@ from numpy.typing import NDArray
 
 from tilegen.errors import Unsupported
 
+_KNOWN = ((3, 6), (3, 9))
+"""Oldest and newest version of Triton whose interpreter is made quicker."""
+
 
 @dataclass
 class Traffic:
@@ -117,8 +120,11 @@ def skip_idle_work() -> None:
     It patches `triton.language` again whenever a kernel calls a function, such as `tl.sum`, and
     finds all of it patched by the launch. It computes every sum and product of integers a second
     time, to look for overflow, but reports what it finds in debug mode alone. And it works out
-    anew, for each value, what follows from the value's type.
+    anew, for each value and each operator, what follows from the types of the values alone.
+    Versions of Triton that nobody has tried this with are left as they are.
     """
+    if not _KNOWN[0] <= _release(version("triton")) <= _KNOWN[1]:
+        return
     import triton.language as tl
     import triton.runtime.interpreter
 
@@ -133,10 +139,14 @@ def skip_idle_work() -> None:
             return module._LangPatchScope()
         scope = patch(fn)
         if not patched:  # a launch, whose end undoes it
+            _remember_operators(scope)
+            # Infinities and what comes of them are part of kernels; a GPU does not warn of them.
+            settings = np.seterr(all="ignore")
 
             def restore(undo: Callable[[], None] = scope.restore) -> None:
                 patched.clear()
                 undo()
+                np.seterr(**settings)
 
             scope.restore = restore
         patched.update(names)
@@ -148,7 +158,8 @@ def skip_idle_work() -> None:
 
 def _remember_types(module: Any) -> None:
     """Keep what the interpreter finds out about a type: its dtype in numpy, and what a value or a
-    block of it is made with, but for the handle and the types themselves."""
+    block of it is made with, but for the handle and the types themselves. Values of one `kind` have
+    equal types."""
     import triton.language as tl
 
     core = cast("Any", tl.core)
@@ -160,6 +171,7 @@ def _remember_types(module: Any) -> None:
         key = (type.scalar.name, type.shape if type.is_block() else ())
         if (known := values.get(key)) is None:
             make_value(self, handle, type)
+            self.kind = len(values)
             values[key] = dict(self.__dict__)
             return
         self.__dict__.update(known)
@@ -182,6 +194,114 @@ def _remember_types(module: Any) -> None:
 
     core.tensor.__init__, core.block_type.__init__ = value, block
     module._get_np_dtype = dtype
+
+
+_OPERATORS: dict[str, Any] = {
+    "__add__": np.add,
+    "__sub__": np.subtract,
+    "__mul__": np.multiply,
+    "__truediv__": np.divide,
+    "__lt__": np.less,
+    "__le__": np.less_equal,
+    "__gt__": np.greater,
+    "__ge__": np.greater_equal,
+    "__eq__": np.equal,
+    "__ne__": np.not_equal,
+    "__and__": np.bitwise_and,
+    "__or__": np.bitwise_or,
+}
+_NUMBERS = {int: "int", float: "fp32"}
+_REFLECTED = {name.replace("__", "__r", 1): name for name in _OPERATORS}
+
+
+@dataclass
+class _Operation:
+    """What an operator does with operands of certain types: how numpy computes it, and the result's
+    attributes but for its handle."""
+
+    compute: Callable[[Any, Any], Any]
+    dtype: Any
+    attributes: dict[str, Any]
+
+
+_operations = dict[Any, _Operation | None]()
+"""By the operator and the operands' types; None where numpy does not compute it alone."""
+
+
+def _remember_operators(scope: Any) -> None:
+    """Have numpy alone compute operators, which broadcasts, as long as the launch of `scope` lasts.
+
+    Triton's way of converting and broadcasting operands costs far more than what it computes. An
+    operation of certain types goes Triton's way once, and by numpy if that gave the same bits.
+    """
+    import triton.language as tl
+
+    tensor, constexpr, handle_of = tl.core.tensor, tl.core.constexpr, _handle_type()
+
+    def quick(name: str, slow: Callable[..., Any]) -> Callable[..., Any]:
+        def operator(self: Any, other: Any, **_: Any) -> Any:
+            if type(other) is constexpr:
+                other = other.value
+            if (kind := type(other)) is tensor:
+                key, right = (name, self.kind, other.kind), other.handle.data
+            elif _is_plain(other):
+                key, right = (name, self.kind, kind), other
+            else:
+                return slow(self, other)
+            if key not in _operations:
+                found = slow(self, other)
+                _operations[key] = _operation(name, self, other, right, found)
+                return found
+            if (operation := _operations[key]) is None:
+                return slow(self, other)
+            result = object.__new__(tensor)
+            result.__dict__.update(operation.attributes)
+            data = operation.compute(self.handle.data, right)
+            result.handle = handle_of(data, operation.dtype)
+            return result
+
+        return operator
+
+    for name in (*_OPERATORS, *_REFLECTED):
+        if (slow := getattr(tensor, name, None)) is not None:
+            scope.set_attr(tensor, name, quick(name, slow))
+
+
+def _is_plain(number: Any) -> bool:
+    """Whether a number of Python's is an int32, or an fp32 that is not subnormal."""
+    if type(number) is int:
+        return -(2**31) <= number < 2**31
+    return type(number) is float and (number == 0 or 1e-37 < abs(number) < 1e38)
+
+
+def _operation(name: str, self: Any, other: Any, right: Any, found: Any) -> _Operation | None:
+    """Return how numpy computes what Triton has found, or nothing if that is not the same."""
+    import triton.language as tl
+
+    ufunc = _OPERATORS[_REFLECTED.get(name, name)]
+    compute = (lambda one, two: ufunc(two, one)) if name in _REFLECTED else ufunc
+    mine, whole = self.dtype.name, {"int32", "int64"}
+    theirs = other.dtype.name if isinstance(other, tl.tensor) else _NUMBERS[type(other)]
+    if self.dtype.is_ptr() and name == "__add__" and theirs in whole:
+        width = max(1, self.dtype.element_ty.primitive_bitwidth // 8)
+        compute = lambda one, two: one + width * two.astype(np.uint64)  # noqa: E731
+    elif not (
+        (mine in whole and theirs in {*whole, "int"})
+        or (mine == "fp32" and theirs in {"fp32", "int"})
+        or mine == theirs == "int1"
+    ):
+        return None
+    try:
+        data = compute(self.handle.data, right)
+    except TypeError:
+        return None
+    expected = found.handle.data
+    same = (data.dtype, data.shape) == (expected.dtype, expected.shape)
+    if not same or data.tobytes() != expected.tobytes():
+        return None
+    attributes = {name: value for name, value in vars(found).items() if name != "handle"}
+    dtype = tl.int1 if data.dtype == bool else found.handle.dtype
+    return _Operation(compute, dtype, attributes)
 
 
 @contextmanager
