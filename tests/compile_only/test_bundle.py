@@ -89,7 +89,7 @@ def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
 import os, signal, sys
 from pathlib import Path
 from tilegen.bundles.generate import generate
-from tilegen.device import gpu
+from tilegen.gpus.spec import gpu
 from tilegen.problem import AttentionProblem
 def on_kernel(made):
     if made.binary.kernel == "bwd_dkdv":

@@ -245,7 +245,7 @@ import sys, threading
 from pathlib import Path
 import torch
 from tilegen.bundles.served import Bundle
-from tilegen.device import gpu
+from tilegen.gpus.spec import gpu
 from tilegen.errors import TilegenError
 from tilegen.masks.shapes import Shape
 from tilegen.problem import AttentionProblem

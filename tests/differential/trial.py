@@ -34,7 +34,7 @@ SECONDS = 60
 COMPILING = 600
 ARCH = "sm_90"
 Load = Callable[..., ModuleType]
-"""As `tilegen.emitted.load_kernel`."""
+"""As `tilegen.emit.kernel_files.load_kernel`."""
 TILEGEN_NAMES: dict[str, Any] = {
     name: getattr(tilegen, name)
     for name in (

@@ -16,11 +16,11 @@ import triton.runtime.interpreter as triton_interpreter
 COMPARE = """
 import torch
 from tests.problems import PROBLEMS
-from tilegen import interpreter
-from tilegen.config import LARGE_CACHE, TileConfig
-from tilegen.reference import make_inputs
-from tilegen.render import render
-from tilegen.verify import run
+from tilegen.check import interpreter
+from tilegen.kernels.config import LARGE_CACHE, TileConfig
+from tilegen.check.reference import make_inputs
+from tilegen.emit.render import render
+from tilegen.check.verification import run
 
 interpreter.repair_bfloat16()
 skip, interpreter.skip_idle_work = interpreter.skip_idle_work, lambda: None

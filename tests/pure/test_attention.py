@@ -143,7 +143,8 @@ def test_a_kernel_on_disk_is_used_without_rendering(tmp_path: Path) -> None:
     """With a record and the emitted file there, a new process computes without SymPy and Jinja."""
     code = """
 import sys, torch, tilegen
-from tilegen import disk, dispatch, store
+from tilegen import disk, store
+from tilegen.runtime import dispatch
 from tilegen.measure import Measurement
 q = torch.randn(1, 1, 16, 16)
 def record():

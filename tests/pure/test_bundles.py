@@ -425,9 +425,9 @@ from pathlib import Path
 import torch
 import tilegen
 from tests.bundles import StandIn
-from tilegen import dispatch
+from tilegen.runtime import dispatch
 from tilegen.bundles.served import Bundle
-from tilegen.device import gpu
+from tilegen.gpus.spec import gpu
 
 launched = []
 Bundle.function = lambda self, one: StandIn(one, lambda *_: launched.append(one.kernel))

@@ -29,8 +29,8 @@ seed = int(sys.argv[1])
 wild, offset = random.Random(seed), 1e6 * seed
 for name in ("time", "monotonic", "perf_counter"):
     setattr(time, name, lambda real=getattr(time, name): real() + offset + wild.uniform(-9, 9))
-from tilegen.device import gpu
-from tilegen.dispatch import choose
+from tilegen.gpus.spec import gpu
+from tilegen.runtime.dispatch import choose
 from tilegen.problem import AttentionProblem
 for text, kernel in (("{key}", "fwd"), ("{key}", "bwd_dq"), ("hq8 q512 d64 bf16 causal", "fwd")):
     print(choose(AttentionProblem.parse(text), gpu("h200"), kernel, may_tune=True)[0].key)
@@ -138,8 +138,9 @@ def test_a_location_that_does_not_answer_is_an_error(
 AGREES = """
 import json, sys
 import torch.distributed as dist
-from tilegen import agree, dispatch
-from tilegen.device import gpu
+from tilegen import agree
+from tilegen.runtime import dispatch
+from tilegen.gpus.spec import gpu
 from tilegen.errors import TilegenError
 rank, world, port, which, *problems = sys.argv[1:]
 dispatch.current_gpu = lambda: gpu(which)

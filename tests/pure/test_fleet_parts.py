@@ -375,6 +375,6 @@ def test_a_worker_is_started_for_gpus_that_are_here_alone(monkeypatch: pytest.Mo
 def test_a_worker_needs_a_gpu_or_recordings(monkeypatch: pytest.MonkeyPatch) -> None:
     import tilegen.gpus.spec
 
-    monkeypatch.setattr(tilegen.device, "detect", lambda: None)
+    monkeypatch.setattr(tilegen.gpus.spec, "detect", lambda: None)
     with pytest.raises(Unsupported, match="PyTorch sees none"):
         fleet.tune_with("journal:/nowhere", PROBLEM, "fwd", None)

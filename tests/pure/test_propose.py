@@ -223,7 +223,7 @@ def test_a_new_length_is_proposed_for_with_little_work(monkeypatch: pytest.Monke
 
 
 def test_records_load_no_sympy() -> None:
-    code = "import sys, tilegen.device, tilegen.model.estimate; print('sympy' in sys.modules)"
+    code = "import sys, tilegen.gpus.spec, tilegen.model.estimate; print('sympy' in sys.modules)"
     run = subprocess.run(
         [sys.executable, "-c", code],
         env={"PYTHONPATH": ":".join(sys.path)},

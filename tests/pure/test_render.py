@@ -254,9 +254,9 @@ def test_a_digest_tells_kernels_apart() -> None:
 
 SEEDED = """
 import hashlib
-from tilegen.config import COLUMN_KERNELS, LARGE_CACHE, TileConfig
+from tilegen.kernels.config import COLUMN_KERNELS, LARGE_CACHE, TileConfig
 from tilegen.problem import AttentionProblem
-from tilegen.render import render
+from tilegen.emit.render import render
 for mask in ("causal&(global(20)|window(7,0))", "documents(@bq:64)&prefix_lm(@b:9)",
              "window(@h:5,3)|~kv_prefix(@:7)", "neighborhood(70,13)", "dilated(3)&global(4)",
              "keep((t0[q,h]<k)&(k<=q+t1[k]),@:9int,@:9int)"):
