@@ -137,7 +137,7 @@ def test_metadata_states_what_is_required(wheel: Path) -> None:
         (name,) = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
         metadata = HeaderParser().parsestr(archive.read(name).decode())
         (scripts,) = [n for n in archive.namelist() if n.endswith("entry_points.txt")]
-        assert "tilegen = tilegen.cli:main" in archive.read(scripts).decode()
+        assert "tilegen = tilegen.cli.main:main" in archive.read(scripts).decode()
     requirements = metadata.get_all("Requires-Dist") or []
     assert metadata["Requires-Python"] == ">=3.11"
     assert "torch>=2.11" in requirements

@@ -91,7 +91,8 @@ def generate(
         ThreadPoolExecutor(1) as choosing,  # one: it is SymPy's
     ):
         builder = _Builder(folder, pool, compiling)
-        asked = [(problem, gpu) for gpu in gpus for problem in dict.fromkeys(problems)]
+        wanted = dict.fromkeys(problem.normal() for problem in problems)
+        asked = [(problem, gpu) for gpu in gpus for problem in wanted]
         begun = [choosing.submit(builder.begin, *one, directions) for one in asked]
         try:
             for done, future in enumerate(begun, 1):

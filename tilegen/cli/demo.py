@@ -36,6 +36,9 @@ class Demo:
         here = detect()
         spec = here or gpu(WITHOUT_GPU)
         self.say(f"problem  {problem}")
+        if problem.rewriting:
+            self.say(f"         {problem.rewriting}")
+        problem = problem.normal()
         self.say(f"GPU      {spec.title}" + ("" if here else " (none here: nothing will be timed)"))
         told = {
             "propose": self._propose,

@@ -145,10 +145,13 @@ def propose(
     from tilegen.choose.ranking import propose as ranked
 
     spec = gpu_of(gpu, fast_memory)
-    found = ranked(AttentionProblem.parse(problem), spec, kernel=kernel_named(kernel), top=top)
+    parsed = AttentionProblem.parse(problem)
+    found = ranked(parsed, spec, kernel=kernel_named(kernel), top=top)
     if json_:
         print_json([asdict(candidate) for candidate in found])
         return
+    if parsed.rewriting:
+        console.print(parsed.rewriting)
     for candidate in found:
         cost = candidate.estimate
         console.print(
@@ -181,7 +184,7 @@ def explain(
     tile = TileConfig.parse(config) if config else None
     told = explain_all(parsed, spec, kernels_named(kernel, parsed, spec), tile)
     if plot is not None:
-        draw(parsed, spec, told, plot)
+        draw(parsed.normal(), spec, told, plot)
     if json_:
         print_json(told)
         return
@@ -205,7 +208,7 @@ def show(
     from tilegen.emit.render import render
     from tilegen.runtime.dispatch import choose
 
-    parsed, which = AttentionProblem.parse(problem), kernel_named(kernel)
+    parsed, which = AttentionProblem.parse(problem).normal(), kernel_named(kernel)
     tile = TileConfig.parse(config) if config else choose(parsed, gpu_of(gpu), which)[0]
     rendered = render(parsed, tile, which, aligned=False if unaligned else None)
     if json_:
@@ -296,7 +299,7 @@ def verify(
     from tilegen.choose.families import kernels_of
     from tilegen.runtime.dispatch import choose
 
-    parsed, spec = AttentionProblem.parse(problem), gpu_of(gpu)
+    parsed, spec = AttentionProblem.parse(problem).normal(), gpu_of(gpu)
     tile = TileConfig.parse(config) if config else None
     kernels = kernels_of(parsed, spec)
     checks = verify_anywhere(parsed, {k: tile or choose(parsed, spec, k)[0] for k in kernels})

@@ -107,7 +107,7 @@ class ReplayMachine:
                 fields = parse_json(line.decode("utf-8"))
                 if "recording" in fields.values:
                     problem = AttentionProblem.parse(fields.text("problem", longest=1000))
-                    key = (fields.text("gpu"), kernel_of(fields), problem.bucket.key)
+                    key = (fields.text("gpu"), kernel_of(fields), problem.rounded.key)
                     found = self._recorded.setdefault(key, {})
                 elif found is not None:
                     config = TileConfig.parse(fields.text("config"))

@@ -27,6 +27,7 @@ from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.gpus.spec import GpuSpec, detect, gpu
 from tilegen.kernels import passes
 from tilegen.kernels.config import BLOCK_SIZES, Kernel, TileConfig
+from tilegen.masks.dilation import grouped_mask, step_of
 from tilegen.masks.mask import Mask, full
 from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
@@ -50,7 +51,7 @@ from tilegen.runtime.call import (
     score_of,
     widened,
 )
-from tilegen.runtime.dilation import group, grouped_mask, step_of, ungroup
+from tilegen.runtime.dilation import group, ungroup
 from tilegen.settings import settings
 from tilegen.store import TuningRecord, current_versions, look_up
 
@@ -142,7 +143,7 @@ def _attention(
         scale = q.shape[3] ** -0.5 if scale is None else scale
         out, lse = _attention(widened(q), widened(k), widened(v), changes, scale)
         return out[..., : v.shape[3]], lse
-    if isinstance(changes.mask, Mask) and (step := step_of(changes.mask, changes.score)) > 1:
+    if (step := _step_of(q, changes)) > 1:
         return _regrouped(q, k, v, changes, step, scale)
     key = call_key(q, k, v, changes)
     plan = _plans.get(key, lambda: _new_plan(q, k, v, changes))
@@ -236,6 +237,13 @@ def current_gpu() -> GpuSpec:
     return detect() or gpu(INTERPRETED_GPU)
 
 
+def _step_of(q: torch.Tensor, changes: Changes) -> int:
+    """Return the step by which a call is regrouped, 1 where it is in normal form already."""
+    if not isinstance(changes.mask, Mask) or not isinstance(q, torch.Tensor) or not q.ndim:
+        return 1
+    return step_of(changes.mask, changes.score.text if changes.score else "", q.shape[0])
+
+
 def _regrouped(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -244,7 +252,8 @@ def _regrouped(
     step: int,
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) of a dilated mask, rows and columns regrouped by their remainder."""
+    """Return (out, lse) of a dilated mask, rows and columns regrouped by their remainder: the call
+    is brought into the form that `AttentionProblem.normal` gives its problem."""
     call_key(q, k, v, changes)  # which refuses what is no tensor
     problem_of(q, k, v, changes)  # and this what does not fit together
     groups = q.shape[0] * step

@@ -124,7 +124,7 @@ class _Asked:
 
     def all(self, gpu: GpuSpec, runs_on: GpuSpec, where: Sequence[Location]) -> Iterator[Found]:
         """Yield the usable records of `gpu` in the order of locations, for running on `runs_on`."""
-        path = record_path(gpu.name, self.kernel, self.problem)
+        path = record_path(gpu.name, self.kernel, bucket_of(self.problem))
         for location in where:
             if (record := self._usable(path, location)) is None:
                 continue
