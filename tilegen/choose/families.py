@@ -3,6 +3,7 @@ write scores to a panel as the small-cache algorithms do. The model decides; nob
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import TYPE_CHECKING, Literal
 
@@ -12,6 +13,7 @@ from tilegen.problem import AttentionProblem
 from tilegen.sympy_lock import one_at_a_time
 
 if TYPE_CHECKING:
+    from tilegen.choose.known import Known
     from tilegen.gpus.spec import GpuSpec
     from tilegen.model.estimate import Candidate
 
@@ -33,6 +35,44 @@ def kernels_of(
     if direction is not None:
         return FAMILIES[direction][family(problem, gpu, direction)]
     return (*kernels_of(problem, gpu, "forward"), *kernels_of(problem, gpu, "backward"))
+
+
+def kernels_used(known: Known, direction: Direction | None = None) -> tuple[Kernel, ...]:
+    """Return the kernels that a call uses: those of the agreed family, of the fastest measured one,
+    or of the model's."""
+    if direction is not None:
+        return FAMILIES[direction][_family_used(known, direction)]
+    return (*kernels_used(known, "forward"), *kernels_used(known, "backward"))
+
+
+def _family_used(known: Known, direction: Direction) -> Family:
+    """Return the family to use.
+
+    Times that were measured are compared with each other only: kernels are slower than the model
+    says, so that a family nobody has timed would win by not having been timed.
+    """
+    families = FAMILIES[direction]
+    for name, kernels in families.items():
+        if all(known.agreed(kernel) for kernel in kernels):
+            return name
+    mine = family(known.problem, known.gpu, direction)
+    if _measured(known, families[mine]) is None:
+        return mine
+    best, shortest = mine, math.inf
+    for name, kernels in families.items():
+        if (seconds := _measured(known, kernels)) is not None and seconds < shortest:
+            best, shortest = name, seconds
+    return best
+
+
+def _measured(known: Known, kernels: tuple[Kernel, ...]) -> float | None:
+    """Return the time of a family's kernels together, None if one of them was not measured."""
+    total = 0.0
+    for kernel in kernels:
+        if (seconds := known.seconds(kernel)) is None:
+            return None
+        total += seconds
+    return total
 
 
 def family(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> Family:
