@@ -23,8 +23,15 @@ FAMILIES: dict[Direction, dict[Family, tuple[Kernel, ...]]] = {
     "backward": BACKWARD,
 }
 CLEARLY_LARGE = 2.0
-"""M / d^2 from which FlashAttention's schedules move least by a margin: the schedules cross between
-0.7 and 1.8 (theory/optimum.py), forward and backward."""
+"""M / d^2 from which FlashAttention's schedules move least by a margin, so that the other families
+are not ranked: the traffic of the schedules crosses between 0.7 and 1.8 (theory/optimum.py),
+forward and backward.
+
+Ranking them all the same would take four to five times as long (14 ms, not 3, for a forward never
+seen before), and load SymPy where there is a record. It would also turn many a backward pass to
+small-cache kernels by differences in predicted time that are within what the model may err. What
+was measured counts more: see `kernels_used`.
+"""
 
 
 @one_at_a_time

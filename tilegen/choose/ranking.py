@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -66,6 +67,25 @@ def search_space(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> lis
         if needs.fits(gpu, doubt=SMEM_DOUBT)
         and needs.registers <= REGISTER_DOUBT * needs.max_registers
     ]
+
+
+def ranked_space(
+    problem: AttentionProblem,
+    gpu: GpuSpec,
+    kernel: Kernel,
+    space: Sequence[TileConfig] | None = None,
+) -> tuple[list[TileConfig], list[Candidate]]:
+    """Return what a tuner tries, in the model's order, and the model's candidates among it.
+
+    `space` defaults to all that fits, and to what the model proposes where nothing fits well.
+    """
+    candidates = propose(problem, gpu, kernel=kernel, top=2**16)
+    if space is None:
+        space = search_space(problem, gpu, kernel)
+    else:
+        legal = set(space)
+        candidates = [one for one in candidates if one.config in legal]
+    return list(dict.fromkeys([*(one.config for one in candidates), *space])), candidates
 
 
 def estimate(
