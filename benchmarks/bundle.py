@@ -28,7 +28,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.cpu import Number, microseconds_per_call, write
 from benchmarks.environment import ROOT
 from benchmarks.workloads import CATALOGUE, MASKED, SHAPES
-from tilegen import attention, bundles
+from tilegen import attention, bundles, pipeline
 from tilegen.bounded_cache import BoundedCache
 from tilegen.bundles.served import Bundle
 from tilegen.check.reference import TORCH_DTYPES
@@ -97,7 +97,7 @@ def calling(bundle: Bundle, problem: AttentionProblem) -> Number:
         mock.patch.object(bundles, "loaded", [bundle]),
         mock.patch.object(Bundle, "function", return_value=idle),
         # What compiles is not to be timed here.
-        mock.patch.object(dispatch, "choose", side_effect=AssertionError("not from the bundle")),
+        mock.patch.object(pipeline, "choose", side_effect=AssertionError("not from the bundle")),
     ):
         return Number(
             benchmark="attention() from a bundle, up to the driver",

@@ -25,13 +25,12 @@ import typer
 from benchmarks.environment import ROOT, Environment, environment, has_gpu
 from benchmarks.rows import append, with_environment
 from benchmarks.workloads import Workload, head
-from tilegen.choose import families
 from tilegen.choose.ranking import estimate
 from tilegen.emit.render import render
 from tilegen.gpus.spec import GpuSpec, detect
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.model.estimate import CostEstimate
-from tilegen.runtime.dispatch import choose
+from tilegen.pipeline import choose
 
 READ = "l1tex__m_xbar2l1tex_read_bytes.sum"
 WRITE = "l1tex__m_l1tex2xbar_write_bytes.sum"
@@ -79,9 +78,8 @@ class Counted:
 def kernels_of(workload: Workload, spec: GpuSpec) -> dict[Kernel, TileConfig]:
     """Return the configs that a call of the workload would use."""
     direction = None if "backward" in workload.directions else "forward"
-    kernels = families.kernels_of(workload.problem, spec, direction)
-    problem = workload.problem.bucket
-    return {kernel: choose(problem, spec, kernel, may_compile=True)[0] for kernel in kernels}
+    chosen = choose(workload.problem.bucket, spec, direction, may_compile=True)
+    return {kernel: one.config for kernel, one in chosen.items()}
 
 
 def launch(workload: Workload, spec: GpuSpec) -> None:
@@ -89,7 +87,7 @@ def launch(workload: Workload, spec: GpuSpec) -> None:
     from benchmarks.check import make_inputs
     from tilegen.check.verification import run
 
-    problem = workload.problem
+    problem = workload.problem.normal()
     kernels = {k: render(problem, config, k) for k, config in kernels_of(workload, spec).items()}
     run(kernels, make_inputs(problem), problem.head_dim_qk**-0.5)
 

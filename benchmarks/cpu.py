@@ -87,23 +87,26 @@ def calling() -> Iterator[Number]:
     import torch
     from torch.nn.functional import scaled_dot_product_attention
 
-    from tilegen import attention, causal
+    from tilegen import attention, causal, pipeline
     from tilegen.bounded_cache import BoundedCache
+    from tilegen.choose.chosen import Ranked
     from tilegen.runtime import dispatch
 
     q, k, v = (torch.zeros(1, 8, 128, 64) for _ in "qkv")
     out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3])
     idle = SimpleNamespace(launch=lambda *_, **__: (out, lse))
+    tile = TileConfig(block_m=64, block_n=64)
     row, mask = torch.zeros(1, 1, 1, 8), causal()
     baseline = microseconds_per_call(lambda: scaled_dot_product_attention(row, row, row))
     with (
         # As in the interpreter, where CPU tensors take the path of GPU tensors.
         mock.patch.multiple(dispatch.interpreter, is_active=lambda: True, prepare=lambda: None),
-        mock.patch.multiple(
-            dispatch,
-            _plans=BoundedCache(9),
-            choose=lambda *_, **__: (TileConfig(block_m=64, block_n=64), "benchmark"),
-            load_kernel=lambda *_, **__: idle,
+        mock.patch.object(dispatch, "_plans", BoundedCache(9)),
+        mock.patch.object(pipeline, "load_kernel", return_value=idle),
+        mock.patch.object(
+            pipeline,
+            "rank",
+            lambda _, kernel, **__: Ranked(kernel, (tile,), "agreement", "the benchmark"),
         ),
     ):
         for name, wants_gradients in (("no gradients", False), ("with gradients", True)):

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from benchmarks.workloads import Direction
 from tilegen.check.peers import Attention, flex, sdpa
-from tilegen.choose.families import kernels_of
 from tilegen.errors import Unsupported
 from tilegen.masks.mask import Causal, Full, SlidingWindow
 from tilegen.problem import AttentionProblem
@@ -65,18 +64,16 @@ def _tilegen(problem: AttentionProblem, device: str) -> Attention:
 def _tilegen_configs(problem: AttentionProblem, direction: Direction) -> str:
     """Return the configs that `attention` uses, and whether somebody measured them."""
     from tilegen.gpus.spec import detect
-    from tilegen.runtime.dispatch import choose
+    from tilegen.pipeline import choose
 
     spec = detect()
     if spec is None:
         return ""
-    used = {
-        kernel: choose(problem.bucket, spec, kernel, may_compile=True)
-        for kernel in kernels_of(problem, spec, direction)
-    }
+    used = choose(problem.bucket, spec, direction, may_compile=True)
     return ", ".join(
-        f"{kernel} {config.key} from {'the model' if origin == 'the model' else 'a record'}"
-        for kernel, (config, origin) in used.items()
+        f"{kernel} {one.config.key} from "
+        f"{'the model' if one.ranked.origin == 'model' else 'a record'}"
+        for kernel, one in used.items()
     )
 
 

@@ -1,117 +1,142 @@
-"""The whole compiler on one screen: from a problem and a GPU to right kernels and their records."""
+"""The whole compiler on one screen: from a problem and a GPU to the kernels that compute it.
+
+    AttentionProblem -> normal form -> families -> ranked configs
+    -> agreed, or recorded, or tuned, or the first that compiles to what may be used -> modules
+
+Calls, bundles, ranks and every command go this way; they differ in where they stop, and bundles in
+how they compile: not in this process, but in a pool of others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from subprocess import SubprocessError
+from types import ModuleType
+from typing import TYPE_CHECKING
 
-from tilegen.build.compiler import CompiledKernel, compile_many, first_that_fits
-from tilegen.check.verification import Check, reduced, require, verify_anywhere
-from tilegen.choose.families import kernels_of
-from tilegen.choose.ranking import propose
-from tilegen.disk import log
-from tilegen.emit.kernel_files import RenderedKernel
-from tilegen.emit.render import render
-from tilegen.errors import BuildFailed
+from tilegen.choose.chosen import Chosen, Ranked
+from tilegen.choose.families import kernels_used
+from tilegen.choose.known import Known
+from tilegen.disk import log, say_once
+from tilegen.emit.kernel_files import load_kernel
+from tilegen.errors import BuildFailed, TilegenError
 from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.model.estimate import Candidate
+from tilegen.kernels.spec import Direction
 from tilegen.problem import AttentionProblem
-from tilegen.store import TuningRecord
-from tilegen.tuning.tuner import tune
 
 if TYPE_CHECKING:
+    from tilegen.build.acceptable import Usage
     from tilegen.gpus.spec import GpuSpec
 
-Built = Sequence[tuple[Candidate, CompiledKernel | BuildFailed]]
+TRIED = 5
+"""How many of the model's candidates are compiled, at most, for one that may be used."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What the pipeline leaves for one kernel."""
-
-    candidates: Sequence[Candidate]
-    built: Built
-    chosen: Candidate
-    record: TuningRecord | None
-    """None where nobody has measured: the model's choice is no finding, and is not kept."""
-
-
-def run(
+def choose(
     problem: AttentionProblem,
     gpu: GpuSpec,
+    direction: Direction | None = None,
     *,
-    top: int = 5,
-    tune_seconds: float | None = None,
-    on_stage: Callable[[str, Any], None] = lambda name, value: None,
-) -> dict[Kernel, Outcome]:
-    """Return, for forward and backward, the kernels to use; each has been compiled and verified.
+    aligned: bool = True,
+    may_tune: bool = False,
+    may_compile: bool = False,
+    deterministic: bool | None = None,
+) -> dict[Kernel, Chosen]:
+    """Return the kernels that compute a problem, or one of its passes, and a config for each.
 
-    `tune_seconds` per kernel are spent on the GPU at hand; with None the model's choice is a line
-    of the log. `on_stage(name, value)` is told what each stage made.
+    With `may_compile` the model's configs are compiled in this process, for tensors that are
+    `aligned` or not, until one may be used. With `may_tune` a kernel without a record is tuned
+    first if TILEGEN_TUNE=1 is set. See `Known` for `deterministic`. Raises Unsupported.
     """
-    # AttentionProblem, GpuSpec -> [Kernel]
-    kernels: tuple[Kernel, ...] = kernels_of(problem, gpu)
-    on_stage("families", kernels)
-
-    # AttentionProblem, GpuSpec -> {Kernel: [Candidate]}
-    candidates: dict[Kernel, list[Candidate]] = {
-        kernel: propose(problem, gpu, kernel=kernel, top=top) for kernel in kernels
+    # AttentionProblem -> Known: the problem in normal form, with its records
+    known = Known(problem, gpu, deterministic=deterministic)
+    # Known -> [Kernel]
+    kernels: tuple[Kernel, ...] = kernels_used(known, direction)
+    # [Kernel] -> {Kernel: Ranked}
+    top = TRIED if may_compile else 1
+    ranked: dict[Kernel, Ranked] = {
+        kernel: rank(known, kernel, may_tune=may_tune, top=top) for kernel in kernels
     }
-    on_stage("propose", candidates)
-
-    # [Candidate] -> [RenderedKernel]
-    rendered: dict[Kernel, list[RenderedKernel]] = {
-        k: [render(problem, c.config, k) for c in ranked] for k, ranked in candidates.items()
+    # {Kernel: Ranked} -> {Kernel: Chosen}
+    chosen: dict[Kernel, Chosen] = {
+        kernel: settle(known, one, aligned=aligned, may_compile=may_compile)
+        for kernel, one in ranked.items()
     }
-    on_stage("render", rendered)
-
-    # [RenderedKernel] -> [CompiledKernel | BuildFailed]
-    everything = [one for ranked in rendered.values() for one in ranked]
-    outcome = {one.digest: result for one, result in compile_many(everything, gpu.arch)}
-    built: dict[Kernel, Built] = {
-        k: [(c, outcome[one.digest]) for c, one in zip(candidates[k], ranked, strict=True)]
-        for k, ranked in rendered.items()
-    }
-    on_stage("build", built)
-
-    # [CompiledKernel | BuildFailed] -> Candidate
-    chosen: dict[Kernel, Candidate] = {
-        kernel: choose(results, gpu) for kernel, results in built.items()
-    }
-    on_stage("choose", chosen)
-
-    # {Kernel: TileConfig} -> [Check]
-    checks: tuple[Check, ...] = verify_anywhere(reduced(problem), configs(chosen))
-    on_stage("verify", checks)
-    require(checks)
-
-    # Candidate -> TuningRecord -> JSON
-    records: dict[Kernel, TuningRecord] = {}
-    for kernel, candidate in chosen.items():
-        if tune_seconds:
-            records[kernel] = tune(problem, gpu, kernel=kernel, seconds=tune_seconds)
-        else:
-            log.info("%s for '%s': %s, the model's choice", kernel, problem, candidate.config.key)
-    on_stage("tune", records)
-
-    return {
-        kernel: Outcome(
-            candidates=candidates[kernel],
-            built=built[kernel],
-            chosen=chosen[kernel],
-            record=records.get(kernel),
-        )
-        for kernel in kernels
-    }
+    return chosen
 
 
-def choose(built: Built, gpu: GpuSpec) -> Candidate:
-    """Return the best-ranked candidate that compiled to what may be used. Raises BuildFailed."""
-    best = first_that_fits([result for _, result in built], gpu)
-    return next(candidate for candidate, result in built if result is best)
+def choose_kernel(
+    problem: AttentionProblem,
+    gpu: GpuSpec,
+    kernel: Kernel,
+    *,
+    may_tune: bool = False,
+    may_compile: bool = False,
+    deterministic: bool | None = None,
+) -> Chosen:
+    """Return the config to use for one kernel, as `choose` does for those of a pass."""
+    known = Known(problem, gpu, deterministic=deterministic)
+    ranked = rank(known, kernel, may_tune=may_tune, top=TRIED if may_compile else 1)
+    return settle(known, ranked, aligned=True, may_compile=may_compile)
 
 
-def configs(chosen: dict[Kernel, Candidate]) -> dict[Kernel, TileConfig]:
-    """Return the config of each kernel's candidate."""
-    return {kernel: candidate.config for kernel, candidate in chosen.items()}
+def rank(known: Known, kernel: Kernel, *, may_tune: bool = False, top: int = TRIED) -> Ranked:
+    """Return the configs to use, best first: one that is known, else the model's `top`. Raises
+    Unsupported."""
+    if config := known.agreed(kernel):
+        return Ranked(kernel, (config,), "agreement", "all ranks agreed")
+    found = known.own(kernel)
+    if found is None and may_tune and (config := known.tuned(kernel)):
+        return Ranked(kernel, (config,), "tuning", "tuned now")
+    if found := found or known.borrowed(kernel):
+        return Ranked(kernel, (found.record.config,), "record", str(found))
+    from tilegen.choose.ranking import propose  # loads SymPy
+
+    candidates = propose(known.problem, known.gpu, kernel=kernel, top=top)
+    configs = tuple(one.config for one in candidates)
+    return Ranked(kernel, configs, "model", "the model", tuple(candidates))
+
+
+def settle(known: Known, ranked: Ranked, *, aligned: bool, may_compile: bool) -> Chosen:
+    """Return the first of the model's configs that compiles here to what may be used, if anything
+    may be compiled; what is known is taken as it is."""
+    if may_compile and ranked.origin == "model":
+        from tilegen.build.verdicts import verdict
+
+        def compile(config: TileConfig) -> Usage | BuildFailed:
+            asked = known.problem, config, ranked.kernel, known.gpu.arch
+            return verdict(*asked, aligned=aligned)
+
+        try:
+            return first_acceptable(ranked, compile, known.gpu)
+        except (TilegenError, OSError, SubprocessError) as error:  # the launch says what is wrong
+            say_once(f"compiled nothing ahead: {error}")
+    return Chosen(config=ranked.configs[0], ranked=ranked)
+
+
+def first_acceptable(
+    ranked: Ranked, compile: Callable[[TileConfig], Usage | BuildFailed], gpu: GpuSpec
+) -> Chosen:
+    """Return the first config that compiles to what may be used on a GPU; where all spill much,
+    the one that spills least. Raises BuildFailed where none compiles and fits."""
+    from tilegen.build.acceptable import acceptable, first_that_fits
+
+    tried: dict[TileConfig, Usage | BuildFailed] = {}
+    for config in ranked.configs:
+        tried[config] = compile(config)
+        if acceptable(tried[config], gpu):
+            break
+    best = first_that_fits(list(tried.values()), gpu)
+    config = next(config for config, built in tried.items() if built is best)
+    return Chosen(config=config, ranked=ranked, tried=tried)
+
+
+def load(
+    problem: AttentionProblem, chosen: Mapping[Kernel, Chosen], *, aligned: bool
+) -> dict[Kernel, ModuleType]:
+    """Return the emitted module of each kernel, rendered where it is not on disk."""
+    modules: dict[Kernel, ModuleType] = {}
+    for kernel, one in chosen.items():
+        log.debug("%s for '%s': %s, from %s", kernel, problem, one.config, one.source)
+        modules[kernel] = load_kernel(problem.normal(), one.config, kernel, aligned=aligned)
+    return modules

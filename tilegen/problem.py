@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, cast
 
 from tilegen.errors import InvalidProblem, Unsupported
+from tilegen.masks.dilation import grouped_length, grouped_mask, step_of
 from tilegen.masks.mask import Mask, full
 from tilegen.masks.notation import parse_mask
 from tilegen.masks.score import ScoreForm, parse_score
@@ -105,14 +106,43 @@ class AttentionProblem:
     def __str__(self) -> str:
         return self.key
 
+    def normal(self) -> AttentionProblem:
+        """Return the problem that a call computes in the place of this one: mostly the same.
+
+        A dilated mask is computed in groups of rows and columns with one remainder, each a batch
+        entry of its own under the rest of the mask (see masks/dilation.py).
+        """
+        step = step_of(self.mask, self.score.text if self.score else "", self.batch)
+        if step == 1:
+            return self
+        groups = self.batch * step
+        return replace(
+            self,
+            batch=groups,
+            seqlen_q=grouped_length(self.seqlen_q, step),
+            seqlen_kv=grouped_length(self.seqlen_kv, step),
+            mask=grouped_mask(self.mask, step, self.seqlen_kv, groups),
+        )
+
+    @property
+    def rewriting(self) -> str:
+        """A line that says what the problem is rewritten to; empty where it is in normal form."""
+        if (normal := self.normal()) is self:
+            return ""
+        return f"mask {self.mask} rewritten: what is computed is '{normal}'"
+
     @property
     def bucket(self) -> AttentionProblem:
-        """The problem that stands for this one in records: batch and lengths rounded up to powers
-        of two.
+        """The problem that stands for this one in records: in normal form, and rounded.
 
         Lengths are run-time arguments of a kernel, so a choice made for a bucket is correct for all
         of it.
         """
+        return self.normal().rounded
+
+    @property
+    def rounded(self) -> AttentionProblem:
+        """The same problem with batch and lengths rounded up to powers of two."""
         return replace(
             self,
             batch=_power_of_two_at_least(self.batch),

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from tilegen.build import workers
-from tilegen.build.acceptable import acceptable
-from tilegen.build.compiler import CompiledKernel, compile_many, first_that_fits
+from tilegen.build.acceptable import acceptable, first_that_fits
+from tilegen.build.compiler import CompiledKernel, compile_many
 from tilegen.bundles.building import Made, generate
 from tilegen.bundles.folder import NOTES
 from tilegen.bundles.manifest import Manifest

@@ -17,9 +17,11 @@ import torch
 import tilegen
 from tests.differential import oracle
 from tests.differential.problems import Layout, Problem
+from tilegen import pipeline
 from tilegen.build.workers import Pool
 from tilegen.check.reference import TORCH_DTYPES, Inputs, make_inputs
 from tilegen.check.verification import judge
+from tilegen.choose.chosen import Ranked
 from tilegen.emit import kernel_files
 from tilegen.emit.kernel_files import RenderedKernel
 from tilegen.emit.render import render
@@ -128,12 +130,12 @@ def _kernels(problem: Problem, asked: list[Callable[[], RenderedKernel]]) -> Gen
     """Have calls take the problem's kernels and tiles; collect what is loaded."""
     names = set(problem.configs)
 
-    def kernels_of(_: Any, __: Any, direction: str) -> tuple[Kernel, ...]:
+    def kernels_used(_: Any, direction: str) -> tuple[Kernel, ...]:
         families = FORWARD if direction == "forward" else BACKWARD
         return next(kernels for kernels in families.values() if names.issuperset(kernels))
 
-    def choose(_: Any, __: Any, kernel: Kernel, **___: Any) -> tuple[TileConfig, str]:
-        return TileConfig.parse(problem.configs[kernel]), "the net"
+    def rank(_: Any, kernel: Kernel, **__: Any) -> Ranked:
+        return Ranked(kernel, (TileConfig.parse(problem.configs[kernel]),), "agreement", "the net")
 
     def load_kernel(
         one: AttentionProblem, config: TileConfig, kernel: Kernel, *, aligned: bool
@@ -143,10 +145,10 @@ def _kernels(problem: Problem, asked: list[Callable[[], RenderedKernel]]) -> Gen
 
     dispatch.forget()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(dispatch, "load_kernel", load_kernel))
+        stack.enter_context(mock.patch.object(pipeline, "load_kernel", load_kernel))
         if names:
-            stack.enter_context(mock.patch.object(dispatch, "kernels_of", kernels_of))
-            stack.enter_context(mock.patch.object(dispatch, "choose", choose))
+            stack.enter_context(mock.patch.object(pipeline, "kernels_used", kernels_used))
+            stack.enter_context(mock.patch.object(pipeline, "rank", rank))
         yield
     dispatch.forget()
 

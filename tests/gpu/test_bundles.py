@@ -14,7 +14,8 @@ import torch
 import tilegen
 from benchmarks.check import check, make_inputs
 from tests.problems import PROBLEMS
-from tilegen import bundles
+from tests.taken import taking
+from tilegen import bundles, pipeline
 from tilegen.bundles.building import generate
 from tilegen.bundles.served import Bundle
 from tilegen.check.reference import attention_reference
@@ -43,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bundle(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bundle]:
     """Load the bundle, and have every other way fail."""
     loaded = tilegen.load_bundle(folder)
-    monkeypatch.setattr(dispatch, "choose", lambda *_, **__: pytest.fail("not from the bundle"))
+    monkeypatch.setattr(pipeline, "choose", lambda *_, **__: pytest.fail("not from the bundle"))
     yield loaded
     bundles.loaded.clear()
     dispatch.forget()
@@ -68,7 +69,11 @@ def test_the_cubins_compute_what_triton_compiles(bundle: Bundle) -> None:
     bundle.unload()
     with pytest.MonkeyPatch.context() as patch:
         (binary,) = bundle.find(CAUSAL, detect(), "forward", aligned=True)  # type: ignore
-        patch.setattr(dispatch, "choose", lambda *_, **__: (binary.config, "the bundle's"))
+        patch.setattr(
+            pipeline,
+            "rank",
+            taking(binary.config),
+        )
         compiled, compiled_lse = tilegen.attention(q, k, v, mask=CAUSAL.mask, return_lse=True)
     assert torch.equal(served, compiled)
     assert torch.equal(lse, compiled_lse)
@@ -113,8 +118,8 @@ def test_addresses_that_are_not_aligned_go_the_usual_way(
     assert rows_are_aligned(CAUSAL)
     asked: list[object] = []
     monkeypatch.undo()
-    choose = dispatch.choose
-    monkeypatch.setattr(dispatch, "choose", lambda *a, **b: asked.append(a) or choose(*a, **b))
+    choose = pipeline.choose
+    monkeypatch.setattr(pipeline, "choose", lambda *a, **b: asked.append(a) or choose(*a, **b))
     q = torch.randn(1, 8, 100, 129, device="cuda", dtype=torch.bfloat16)[..., 1:]
     k = torch.randn(1, 2, 100, 128, device="cuda", dtype=torch.bfloat16)
     out = tilegen.attention(q, k, k, mask=CAUSAL.mask)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tilegen
-from tilegen import disk
+from tilegen import disk, pipeline
 from tilegen.bounded_cache import BoundedCache
 from tilegen.check.reference import attention_reference, make_inputs
 from tilegen.errors import Unsupported
@@ -133,7 +133,7 @@ def test_a_repeated_call_is_a_look_up(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("a second call must not choose again")
 
     monkeypatch.setattr(dispatch, "_new_plan", never)
-    monkeypatch.setattr(dispatch, "choose", never)
+    monkeypatch.setattr(pipeline, "choose", never)
     tilegen.attention(q + 1, k, v)
 
 
@@ -155,9 +155,9 @@ def test_plans_do_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 def small_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Have every call computed by the small-cache kernels; returns which of them were loaded."""
     loaded: list[str] = []
-    load_kernel = dispatch.load_kernel
+    load_kernel = pipeline.load_kernel
 
-    def chosen(problem: object, spec: object, direction: Direction) -> tuple[Kernel, ...]:
+    def chosen(known: object, direction: Direction) -> tuple[Kernel, ...]:
         return FAMILIES[direction]["small_cache"].names
 
     def watched(
@@ -166,8 +166,8 @@ def small_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         loaded.append(kernel)
         return load_kernel(problem, config, kernel, aligned=aligned)
 
-    monkeypatch.setattr(dispatch, "kernels_of", chosen)
-    monkeypatch.setattr(dispatch, "load_kernel", watched)
+    monkeypatch.setattr(pipeline, "kernels_used", chosen)
+    monkeypatch.setattr(pipeline, "load_kernel", watched)
     dispatch.forget()
     yield loaded
     dispatch.forget()

@@ -11,11 +11,13 @@ import torch
 import tilegen
 from tests import sliced
 from tests.score_inputs import BATCH, HEADS, INF, MASKS, SINKS, SLOPES, random
+from tests.taken import taking
+from tilegen import pipeline
 from tilegen.check.reference import attention_reference, make_inputs
 from tilegen.check.rounding import rounding_floors
 from tilegen.check.verification import judge, require
 from tilegen.choose.families import kernels_of
-from tilegen.gpus.spec import gpu
+from tilegen.gpus.spec import ASSUMED, gpu
 from tilegen.kernels.registry import BACKWARD, FORWARD
 from tilegen.masks import Mask, causal, sliding_window
 from tilegen.masks.score import (
@@ -30,7 +32,6 @@ from tilegen.masks.score import (
 )
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import dispatch
-from tilegen.runtime.dispatch import INTERPRETED_GPU
 
 
 def gradients_agree(
@@ -166,10 +167,8 @@ def test_one_of_two_tables_is_wanted() -> None:
 def small_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Have calls take the small-cache kernels, whatever the head dim."""
     families = {"forward": FORWARD["small_cache"].names, "backward": BACKWARD["small_cache"].names}
-    monkeypatch.setattr(dispatch, "kernels_of", lambda problem, spec, pass_: families[pass_])
-    monkeypatch.setattr(
-        dispatch, "choose", lambda problem, spec, kernel, **_: (sliced.SMALL_CACHE[kernel], "test")
-    )
+    monkeypatch.setattr(pipeline, "kernels_used", lambda known, pass_: families[pass_])
+    monkeypatch.setattr(pipeline, "rank", taking(sliced.SMALL_CACHE))
     dispatch.forget()
     yield
     dispatch.forget()
@@ -184,7 +183,7 @@ def test_small_cache_trains_tables(name: str) -> None:
 
 def test_tables_are_trained_at_large_head_dims() -> None:
     text = "b1 hq2 hkv1 q20 kv40 d512 fp32 causal"
-    chosen = kernels_of(AttentionProblem.parse(text), gpu(INTERPRETED_GPU), "backward")
+    chosen = kernels_of(AttentionProblem.parse(text), gpu(ASSUMED), "backward")
     assert "bwd_scores" in chosen
     gradients_agree([random(HEADS, 21)], lambda t: relative_bias(t[0]), text, causal())
 

@@ -14,10 +14,12 @@ import torch
 import tilegen
 from tests.interpret.test_scores import FAMILIES, SCORES, made_from
 from tests.score_inputs import HEADS, SLOPES, random
+from tilegen import pipeline
 from tilegen.check.reference import make_inputs
 from tilegen.check.verification import require, verify
+from tilegen.choose import known
 from tilegen.errors import WrongResult
-from tilegen.gpus import spec as gpus
+from tilegen.gpus import spec
 from tilegen.gpus.spec import gpu
 from tilegen.kernels import passes
 from tilegen.kernels.config import Kernel, TileConfig
@@ -125,8 +127,8 @@ def test_a_call_that_tunes_takes_any_score(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """TILEGEN_TUNE=1 on a GPU, but for the clock and the compiler: as far as a CPU goes."""
-    spec, tuned = gpu("h200"), list[Kernel]()
-    choose = dispatch.choose
+    h200, tuned = gpu("h200"), list[Kernel]()
+    choose = pipeline.choose
 
     def measure(run: Callable[[], None]) -> Measurement:
         run()
@@ -139,9 +141,9 @@ def test_a_call_that_tunes_takes_any_score(
 
     monkeypatch.setenv("TILEGEN_TUNE", "1")
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(gpus, "detect", lambda *_: spec)
-    monkeypatch.setattr(dispatch, "TUNE_SECONDS", 1e-6)
-    monkeypatch.setattr(dispatch, "choose", lambda *a, **_: choose(*a, may_tune=True))
+    monkeypatch.setattr(spec, "detect", lambda *_: h200)
+    monkeypatch.setattr(known, "TUNE_SECONDS", 1e-6)
+    monkeypatch.setattr(pipeline, "choose", lambda *a, **_: choose(*a, may_tune=True))
     monkeypatch.setattr(bench, "DEVICE", "cpu")
     monkeypatch.setattr(bench, "measure", measure)
     monkeypatch.setattr(bench, "compile_ahead", compiled)

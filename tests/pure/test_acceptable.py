@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
+from tilegen import pipeline
 from tilegen.build import compiler
-from tilegen.build.acceptable import TRIED, acceptable, objection
+from tilegen.build.acceptable import acceptable, objection
 from tilegen.choose.ranking import estimate, propose
 from tilegen.emit.kernel_files import RenderedKernel
 from tilegen.errors import BuildFailed
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
 from tilegen.model.footprint import MOST_SPILLED, Footprint, footprint
+from tilegen.pipeline import TRIED
 from tilegen.problem import AttentionProblem
-from tilegen.runtime import dispatch
 from tilegen.tuning import bench
 
 H200 = gpu("h200")
@@ -25,6 +27,7 @@ PROBLEM = AttentionProblem.parse("b1 hq32 hkv8 q8192 d128 bf16 causal")
 @dataclass(frozen=True, kw_only=True)
 class Used:
     shared_bytes: int = 1000
+    registers: int = 255
     spill_bytes: int = 0
     serialized: bool = False
 
@@ -102,13 +105,13 @@ def test_what_spills_more_takes_longer(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> dict[TileConfig, int | None]:
+def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[TileConfig, int | None]:
     """What compiling gives: bytes spilled by config, None for a failure; no spill by default."""
     spilled: dict[TileConfig, int | None] = {}
 
-    def compile_(rendered: RenderedKernel, arch: str) -> compiler.CompiledKernel | BuildFailed:
+    def compile_(rendered: RenderedKernel, arch: str) -> compiler.CompiledKernel:
         if (size := spilled.setdefault(rendered.config, 0)) is None:
-            return BuildFailed("no")
+            raise BuildFailed("no")
         return compiler.CompiledKernel(
             rendered=rendered,
             arch=arch,
@@ -120,7 +123,8 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> dict[TileConfig, int | None]:
             seconds=0.0,
         )
 
-    monkeypatch.setattr(compiler, "_compile_or_fail", compile_)
+    monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compiler, "compile_for", compile_)
     return spilled
 
 
@@ -128,11 +132,11 @@ def test_a_call_takes_the_first_proposal_that_compiles_to_what_may_be_used(
     compiled: dict[TileConfig, int | None],
 ) -> None:
     proposals = [one.config for one in propose(PROBLEM, H200, kernel="bwd_dq", top=TRIED)]
-    assert dispatch.choose(PROBLEM, H200, "bwd_dq") == (proposals[0], "the model")
+    assert pipeline.choose_kernel(PROBLEM, H200, "bwd_dq").config == proposals[0]
     assert not compiled, "nothing is compiled unless it may be"
     compiled |= {proposals[0]: 400, proposals[1]: None, proposals[2]: 120}
-    found = dispatch.choose(PROBLEM, H200, "bwd_dq", may_compile=True)
-    assert found == (proposals[2], "the model")
+    found = pipeline.choose_kernel(PROBLEM, H200, "bwd_dq", may_compile=True)
+    assert (found.config, found.source) == (proposals[2], "the model")
     assert list(compiled) == proposals[:3]
 
 
@@ -141,6 +145,6 @@ def test_where_nothing_compiles_the_launch_says_why(
 ) -> None:
     proposals = [one.config for one in propose(PROBLEM, H200, kernel="bwd_dq", top=TRIED)]
     compiled |= dict.fromkeys(proposals)
-    found = dispatch.choose(PROBLEM, H200, "bwd_dq", may_compile=True)
-    assert found == (proposals[0], "the model")
+    found = pipeline.choose_kernel(PROBLEM, H200, "bwd_dq", may_compile=True)
+    assert (found.config, found.source) == (proposals[0], "the model")
     assert "compiled nothing ahead" in caplog.text

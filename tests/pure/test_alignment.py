@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import tilegen
+from tests.taken import taking
+from tilegen import pipeline
 from tilegen.check import interpreter
 from tilegen.emit.kernel_files import is_aligned
 from tilegen.kernels.config import TileConfig
@@ -49,9 +51,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
 
     monkeypatch.setattr(interpreter, "is_active", lambda: True)
     monkeypatch.setattr(interpreter, "prepare", lambda: None)
-    monkeypatch.setattr(dispatch, "load_kernel", load_kernel)
+    monkeypatch.setattr(pipeline, "load_kernel", load_kernel)
     config = TileConfig(block_m=16, block_n=16)
-    monkeypatch.setattr(dispatch, "choose", lambda *_, **__: (config, "a test"))
+    monkeypatch.setattr(pipeline, "rank", taking(config))
     dispatch.forget()
     yield asked
     dispatch.forget()

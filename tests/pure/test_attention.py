@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import tilegen
-from tilegen import disk, store
+from tilegen import disk, pipeline, store
 from tilegen.check import interpreter
 from tilegen.check.reference import attention_reference, make_inputs
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
@@ -98,9 +98,9 @@ def test_choice_takes_the_record_before_the_model(
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
     problem = AttentionProblem.parse("b3 hq8 hkv2 q1000 d64 bf16 causal")
     gpu = tilegen.gpu("h200")
-    config, origin = dispatch.choose(problem, gpu, "fwd")
-    assert origin == "the model"
-    other = replace(config, num_warps=4 if config.num_warps == 8 else 8)
+    chosen = pipeline.choose_kernel(problem, gpu, "fwd")
+    assert chosen.source == "the model"
+    other = replace(chosen.config, num_warps=4 if chosen.config.num_warps == 8 else 8)
     store.save(
         store.TuningRecord(
             gpu="h200",
@@ -115,10 +115,10 @@ def test_choice_takes_the_record_before_the_model(
             date=store.now(),
         )
     )
-    config, origin = dispatch.choose(problem, gpu, "fwd")
-    assert config == other
-    assert origin.startswith(str(tmp_path))
-    assert dispatch.choose(problem, gpu, "bwd_dq")[1] == "the model"
+    chosen = pipeline.choose_kernel(problem, gpu, "fwd")
+    assert chosen.config == other
+    assert chosen.source.startswith(str(tmp_path))
+    assert pipeline.choose_kernel(problem, gpu, "bwd_dq").source == "the model"
 
 
 def test_import_loads_nothing_heavy() -> None:

@@ -10,6 +10,7 @@ from benchmarks import counters, rows
 from benchmarks.summary import summarise
 from tests.cases import PROBLEM, a_workload
 from tests.records import H200
+from tilegen.choose.chosen import Chosen, Ranked
 from tilegen.choose.ranking import estimate
 from tilegen.kernels.config import TileConfig
 from tilegen.model.estimate import CostEstimate
@@ -61,10 +62,14 @@ def fake_ncu(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
 
 
+def chosen(config: TileConfig) -> Chosen:
+    return Chosen(config=config, ranked=Ranked("fwd", (config,), "agreement", "a test"))
+
+
 def test_profiled_kernels_become_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = TileConfig(block_m=64, block_n=32)
     fake_ncu(tmp_path, NCU, monkeypatch)
-    monkeypatch.setattr(counters, "choose", lambda *_, **__: (config, "test"))
+    monkeypatch.setattr(counters, "choose", lambda *_, **__: {"fwd": chosen(config)})
     (row,) = counters.measure(a_workload("w"), H200, timeout=30)
     assert (row.kernel, row.config, row.counted_registers) == ("fwd", config.key, 100)
     assert row.predicted_read_bytes == estimate(PROBLEM, H200, config).read_bytes
@@ -82,9 +87,8 @@ def test_a_profiler_that_cannot_count_is_an_error(
     text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_ncu(tmp_path, text, monkeypatch)
-    monkeypatch.setattr(
-        counters, "choose", lambda *_, **__: (TileConfig(block_m=64, block_n=32), "test")
-    )
+    config = TileConfig(block_m=64, block_n=32)
+    monkeypatch.setattr(counters, "choose", lambda *_, **__: {"fwd": chosen(config)})
     with pytest.raises(RuntimeError, match=message):
         list(counters.measure(a_workload("w"), H200, timeout=30))
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.records import A100, H200, PROBLEM, RECORD, UNMEASURED, own, place, record, timed
+from tilegen import pipeline
 from tilegen.choose import agreement
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import TileConfig
-from tilegen.runtime import dispatch
 from tilegen.store import Unreachable, save
 from tilegen.tuning import tuner as tune_module
 
@@ -30,10 +30,11 @@ wild, offset = random.Random(seed), 1e6 * seed
 for name in ("time", "monotonic", "perf_counter"):
     setattr(time, name, lambda real=getattr(time, name): real() + offset + wild.uniform(-9, 9))
 from tilegen.gpus.spec import gpu
-from tilegen.runtime.dispatch import choose
+from tilegen.pipeline import choose_kernel
 from tilegen.problem import AttentionProblem
 for text, kernel in (("{key}", "fwd"), ("{key}", "bwd_dq"), ("hq8 q512 d64 bf16 causal", "fwd")):
-    print(choose(AttentionProblem.parse(text), gpu("h200"), kernel, may_tune=True)[0].key)
+    problem = AttentionProblem.parse(text)
+    print(choose_kernel(problem, gpu("h200"), kernel, may_tune=True).config.key)
 """
 
 
@@ -91,11 +92,11 @@ def test_it_never_tunes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         raise Unsupported("no GPU")
 
     monkeypatch.setattr(tune_module, "tune", tune)
-    dispatch.choose(PROBLEM, H200, "fwd", may_tune=True, deterministic=True)
+    pipeline.choose_kernel(PROBLEM, H200, "fwd", may_tune=True, deterministic=True)
     monkeypatch.setenv("TILEGEN_DETERMINISTIC", "1")
-    dispatch.choose(PROBLEM, H200, "fwd", may_tune=True)
+    pipeline.choose_kernel(PROBLEM, H200, "fwd", may_tune=True)
     assert asked == []
-    dispatch.choose(PROBLEM, H200, "fwd", may_tune=True, deterministic=False)
+    pipeline.choose_kernel(PROBLEM, H200, "fwd", may_tune=True, deterministic=False)
     assert asked == ["tune"], "the argument counts more than the environment"
 
 
@@ -113,10 +114,10 @@ def test_a_borrowed_record_or_a_guess_does_not_keep_a_call_from_tuning(
         raise Unsupported("no GPU")
 
     monkeypatch.setattr(tune_module, "tune", tune)
-    config, where = dispatch.choose(PROBLEM, H200, "fwd", may_tune=True)
-    assert (config, asked) == (RECORD.config, ["fwd"])
-    assert where.endswith(", borrowed from h100")
-    dispatch.choose(PROBLEM, H200, "bwd_dq", may_tune=True)
+    chosen = pipeline.choose_kernel(PROBLEM, H200, "fwd", may_tune=True)
+    assert (chosen.config, asked) == (RECORD.config, ["fwd"])
+    assert chosen.source.endswith(", borrowed from h100")
+    pipeline.choose_kernel(PROBLEM, H200, "bwd_dq", may_tune=True)
     assert asked == ["fwd", "bwd_dq"]
 
 
@@ -125,11 +126,11 @@ def test_a_location_that_does_not_answer_is_an_error(
 ) -> None:
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TILEGEN_CACHE_PATH", str(tmp_path / "not-mounted"))
-    assert dispatch.choose(PROBLEM, H200, "fwd", deterministic=False)
+    assert pipeline.choose_kernel(PROBLEM, H200, "fwd", deterministic=False)
     with pytest.raises(
         Unreachable, match=r"not-mounted' to answer, since all ranks .* not a folder"
     ):
-        dispatch.choose(PROBLEM, H200, "fwd", deterministic=True)
+        pipeline.choose_kernel(PROBLEM, H200, "fwd", deterministic=True)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -138,12 +139,12 @@ def test_a_location_that_does_not_answer_is_an_error(
 AGREES = """
 import json, sys
 import torch.distributed as dist
-from tilegen import agree
-from tilegen.runtime import dispatch
+from tilegen import agree, pipeline
+from tilegen.gpus import spec
 from tilegen.gpus.spec import gpu
 from tilegen.errors import TilegenError
 rank, world, port, which, *problems = sys.argv[1:]
-dispatch.current_gpu = lambda: gpu(which)
+spec.current_gpu = lambda: gpu(which)
 dist.init_process_group(
     "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=int(rank), world_size=int(world)
 )
@@ -152,8 +153,8 @@ try:
     told = {f"{kernel} {key}": config.key for (kernel, key), config in chosen.items()}
     for (kernel, key), config in chosen.items():
         from tilegen.problem import AttentionProblem
-        used = dispatch.choose(AttentionProblem.parse(key), gpu(which), kernel)
-        assert used == (config, "all ranks agreed"), used
+        used = pipeline.choose_kernel(AttentionProblem.parse(key), gpu(which), kernel)
+        assert (used.config, used.source) == (config, "all ranks agreed"), used
 except TilegenError as error:
     told = str(error)
 print(json.dumps(told))
@@ -214,6 +215,7 @@ def test_without_a_process_group_it_says_what_to_do() -> None:
 def test_agreement_is_about_one_gpu_and_one_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     config = TileConfig.parse("m16n16w4s1")
     monkeypatch.setattr(agreement, "_agreed", {("h200", "fwd", KEY): config})
-    assert dispatch.choose(PROBLEM, H200, "fwd") == (config, "all ranks agreed")
+    chosen = pipeline.choose_kernel(PROBLEM, H200, "fwd")
+    assert (chosen.config, chosen.source) == (config, "all ranks agreed")
     assert agreement.agreed(PROBLEM, A100, "fwd") is None
     assert agreement.agreed(PROBLEM, H200, "bwd_dq") is None

@@ -16,7 +16,7 @@ import pytest
 from tests.fleet_workers import JOB, SPACE, measured
 from tests.postgres import Server, postgres
 from tests.replay import Replay, run
-from tilegen.fleet.bench import ranked
+from tilegen.choose.ranking import ranked_space
 from tilegen.fleet.status import progress
 from tilegen.fleet.storage import open_storage
 from tilegen.store import Location, TuningRecord, look_up
@@ -55,7 +55,8 @@ class Fleet(subprocess.Popen[str]):
 
 def alone() -> TuningRecord:
     """Return what `tune` finds by itself."""
-    return run(Replay(), candidates=ranked(JOB, SPACE), space=SPACE)
+    _, candidates = ranked_space(JOB.problem, JOB.gpu, JOB.kernel, SPACE)
+    return run(Replay(), candidates=candidates, space=SPACE)
 
 
 def check(storage: str, folder: Path, codes: dict[int, int], put_back: range) -> None:

@@ -11,6 +11,8 @@ from benchmarks import rows, store
 from tests.records import H200, PROBLEM, own, timed
 from tests.replay import TABLE, Replay, ranking, run
 from tilegen import pipeline
+from tilegen.build import verdicts
+from tilegen.build.verdicts import Verdict
 from tilegen.kernels.config import TileConfig
 from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
@@ -160,12 +162,12 @@ def test_benchmark_gives_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_choice_of_the_model_is_a_line_of_the_log_and_no_record(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(pipeline, "compile_many", lambda kernels, _: [(k, None) for k in kernels])
-    monkeypatch.setattr(pipeline, "choose", lambda built, _: built[0][0])
-    monkeypatch.setattr(pipeline, "verify_anywhere", lambda *_: ())
+    built = Verdict(shared_bytes=1000, registers=64, spill_bytes=0, serialized=False)
+    monkeypatch.setattr(verdicts, "verdict", lambda *_, **__: built)
     problem = AttentionProblem.parse("hq1 q64 d64 bf16")
-    results = pipeline.run(problem, H200, top=1)
-    assert {outcome.record for outcome in results.values()} == {None}
-    assert not own_cache.exists()
-    for kernel, outcome in results.items():
-        assert f"{kernel} for '{problem}': {outcome.chosen.config.key}, the model's" in caplog.text
+    with caplog.at_level("DEBUG", logger="tilegen"):
+        chosen = pipeline.choose(problem, H200, may_compile=True)
+        pipeline.load(problem, chosen, aligned=True)
+    assert not list(own_cache.rglob("*.json"))
+    for kernel, one in chosen.items():
+        assert f"{kernel} for '{problem}': {one.config}, from the model" in caplog.text

@@ -15,10 +15,11 @@ import pytest
 
 from tests.records import H200, PROBLEM, RECORD, own, record, written
 from tests.replay import SMALL, Replay, run
+from tilegen import pipeline
+from tilegen.choose import known
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import TileConfig
 from tilegen.measure import Measurement
-from tilegen.runtime import dispatch
 from tilegen.store import save
 from tilegen.tuning import tuner as tune_module
 from tilegen.tuning.trials import alone
@@ -67,12 +68,13 @@ def test_calls_at_the_same_moment_tune_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tuned: list[str] = []
-    looked = threading.Barrier(3)
-    look_up = dispatch.look_up
+    looked, here = threading.Barrier(3), threading.local()
+    look_up = known.look_up
 
     def look(*arguments: Any, **options: Any) -> Any:
         found = look_up(*arguments, **options)
-        if options.get("borrow", True):
+        if not getattr(here, "has_looked", False):
+            here.has_looked = True
             looked.wait(SECONDS)  # all see that there is none, before one has tuned
         return found
 
@@ -81,10 +83,10 @@ def test_calls_at_the_same_moment_tune_once(
         save(RECORD, location=own(tmp_path))
         return RECORD
 
-    monkeypatch.setattr(dispatch, "look_up", look)
+    monkeypatch.setattr(known, "look_up", look)
     monkeypatch.setattr(tune_module, "tune", tune)
-    chosen = at_once(3, lambda: dispatch.choose(PROBLEM, H200, "fwd", may_tune=True))
-    assert chosen == [(RECORD.config, "tuned now")] * 3
+    chosen = at_once(3, lambda: pipeline.choose_kernel(PROBLEM, H200, "fwd", may_tune=True))
+    assert [(one.config, one.source) for one in chosen] == [(RECORD.config, "tuned now")] * 3
     assert tuned == ["fwd"]
 
 
@@ -92,14 +94,14 @@ def test_who_has_waited_too_long_takes_the_best_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(record(gpu="h100"), location=own(tmp_path))
-    monkeypatch.setattr(dispatch, "TUNE_SECONDS", 0.01)
+    monkeypatch.setattr(known, "TUNE_SECONDS", 0.01)
     caplog.set_level(logging.INFO, logger="tilegen")
     chosen: list[Any] = []
     with alone("h200", "fwd", PROBLEM):
-        chosen += at_once(1, lambda: dispatch.choose(PROBLEM, H200, "fwd", may_tune=True))
-    ((config, where),) = chosen
-    assert config == RECORD.config
-    assert where.endswith("borrowed from h100")
+        chosen += at_once(1, lambda: pipeline.choose_kernel(PROBLEM, H200, "fwd", may_tune=True))
+    (one,) = chosen
+    assert one.config == RECORD.config
+    assert one.source.endswith("borrowed from h100")
     said = "\n".join(caplog.messages)
     assert f"another process tunes fwd for '{PROBLEM}'; waiting for what it finds" in said
     assert f"not tuned, taking the best known: expected to tune fwd for '{PROBLEM}', found" in said

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from tilegen.errors import BuildFailed
 from tilegen.model.footprint import MOST_SPILLED
 
 if TYPE_CHECKING:
     from tilegen.gpus.spec import GpuSpec
-
-TRIED = 5
-"""How many of the model's proposals are compiled, at most, for one that may be used."""
 
 
 class Usage(Protocol):
@@ -20,7 +18,12 @@ class Usage(Protocol):
     @property
     def shared_bytes(self) -> int: ...
     @property
+    def registers(self) -> int: ...
+    @property
     def spill_bytes(self) -> int: ...
+
+
+U = TypeVar("U", bound=Usage)
 
 
 def acceptable(built: Usage | BuildFailed, gpu: GpuSpec) -> bool:
@@ -42,6 +45,25 @@ def objection(built: Usage | BuildFailed, gpu: GpuSpec) -> str:
     if getattr(built, "serialized", False):  # which a bundle's binaries were asked when compiled
         return f"{built.spill_bytes} bytes spilled, and each matrix product is waited for"
     return spills_much(built.spill_bytes)
+
+
+def first_that_fits(built: Sequence[U | BuildFailed], gpu: GpuSpec) -> U:
+    """Return the first kernel that is acceptable on this GPU.
+
+    Where all spill much, the one that spills least. Raises BuildFailed where none compiled and
+    fits.
+    """
+    fitting = [
+        (0 if acceptable(result, gpu) else result.spill_bytes, i, result)
+        for i, result in enumerate(built)
+        if not isinstance(result, BuildFailed) and result.shared_bytes <= gpu.smem_per_block
+    ]
+    if not fitting:
+        raise BuildFailed(
+            f"expected one of {len(built)} configs to compile for {gpu.name} within "
+            f"{gpu.smem_per_block} bytes of shared memory, none did; the first: {built[0]}"
+        )
+    return min(fitting, key=lambda one: one[:2])[2]
 
 
 def spills_much(spill_bytes: int) -> str:

@@ -12,19 +12,13 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from tilegen.build.acceptable import TRIED, acceptable
 from tilegen.build.workers import Pool
 from tilegen.check import interpreter
 from tilegen.emit.kernel_files import RenderedKernel, load
 from tilegen.errors import BuildFailed, Unsupported
 from tilegen.kernels.config import threads_of
-
-if TYPE_CHECKING:
-    from tilegen.gpus.spec import GpuSpec
-    from tilegen.kernels.config import Kernel, TileConfig
-    from tilegen.problem import AttentionProblem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,45 +138,6 @@ def compile_many(
                 yield futures[future], future.result()
         finally:  # the consumer may stop early
             threads.shutdown(wait=False, cancel_futures=True)
-
-
-def first_that_fits(built: Sequence[CompiledKernel | BuildFailed], gpu: GpuSpec) -> CompiledKernel:
-    """Return the first kernel that is acceptable on this GPU.
-
-    Where all spill much, the one that spills least. Raises BuildFailed where none compiled and
-    fits.
-    """
-    fitting = [
-        (0 if acceptable(result, gpu) else result.spill_bytes, i, result)
-        for i, result in enumerate(built)
-        if isinstance(result, CompiledKernel) and result.shared_bytes <= gpu.smem_per_block
-    ]
-    if not fitting:
-        raise BuildFailed(
-            f"expected one of {len(built)} configs to compile for {gpu.name} within "
-            f"{gpu.smem_per_block} bytes of shared memory, none did; the first: {built[0]}"
-        )
-    return min(fitting)[2]
-
-
-def first_acceptable(
-    problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, *, aligned: bool = True
-) -> TileConfig:
-    """Return the first of the model's proposals that compiles to what may be used on a GPU.
-
-    They are compiled one after another, in this process; Triton's cache keeps what was. Raises
-    BuildFailed where none compiles and fits, Unsupported where none is proposed.
-    """
-    from tilegen.choose.ranking import propose  # loads SymPy
-    from tilegen.emit.render import render
-
-    tried: list[CompiledKernel | BuildFailed] = []
-    for candidate in propose(problem, gpu, kernel=kernel, top=TRIED):
-        rendered = render(problem, candidate.config, kernel, aligned=aligned)
-        tried.append(_compile_or_fail(rendered, gpu.arch))
-        if acceptable(tried[-1], gpu):
-            break
-    return first_that_fits(tried, gpu).rendered.config
 
 
 def _compile_or_fail(rendered: RenderedKernel, arch: str) -> CompiledKernel | BuildFailed:

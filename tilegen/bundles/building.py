@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tilegen.build.acceptable import TRIED, acceptable
-from tilegen.build.compiler import CompiledKernel, first_that_fits, nvidia_tool
+from tilegen.build.acceptable import acceptable
+from tilegen.build.compiler import CompiledKernel, nvidia_tool
 from tilegen.build.workers import Pool
 from tilegen.bundles.expected import grid_of
 from tilegen.bundles.folder import Folder
 from tilegen.bundles.manifest import Binary, Manifest, Origin, Pass, Served
-from tilegen.choose.families import kernels_of
-from tilegen.choose.ranking import propose
+from tilegen.choose.families import kernels_used
+from tilegen.choose.known import Known
 from tilegen.emit.kernel_files import (
-    RenderedKernel,
+    kernel_digest,
     representative,
     rows_are_aligned,
     stride_unit,
@@ -32,8 +32,8 @@ from tilegen.errors import BuildFailed
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import FAMILIES
 from tilegen.kernels.spec import Direction
+from tilegen.pipeline import Ranked, first_acceptable, rank
 from tilegen.problem import AttentionProblem
-from tilegen.store import look_up
 
 if TYPE_CHECKING:
     from tilegen.gpus.spec import GpuSpec
@@ -93,7 +93,8 @@ def generate(
         ThreadPoolExecutor(1) as choosing,  # one: it is SymPy's
     ):
         builder = _Builder(folder, pool, compiling)
-        asked = [(problem, gpu) for gpu in gpus for problem in dict.fromkeys(problems)]
+        wanted = dict.fromkeys(problem.normal() for problem in problems)
+        asked = [(problem, gpu) for gpu in gpus for problem in wanted]
         begun = [choosing.submit(builder.begin, *one, directions) for one in asked]
         try:
             for done, future in enumerate(begun, 1):
@@ -128,41 +129,36 @@ class _Builder:
     ) -> _Chosen:
         """Start to build the kernels of a problem."""
         choices: list[_Choice] = []
+        known = Known(problem, gpu)
         for direction in directions:
-            for kernel in kernels_of(problem, gpu, direction):
-                configs, origin = _configs(problem, gpu, kernel)
-                first = render(problem, configs[0], kernel)
-                key = first.digest, gpu
+            for kernel in kernels_used(known, direction):
+                ranked = rank(known, kernel)
+                key = (
+                    kernel_digest(problem, ranked.configs[0], kernel, rows_are_aligned(problem)),
+                    gpu,
+                )
                 if key not in self._started:
-                    self._started[key] = self._threads.submit(self._build, first, configs[1:], gpu)
+                    self._started[key] = self._threads.submit(self._build, problem, ranked, gpu)
+                origin: Origin = "model" if ranked.origin == "model" else "record"
                 choices.append(_Choice(direction, kernel, origin, self._started[key]))
         return _Chosen(problem, gpu, choices)
 
-    def _build(self, first: RenderedKernel, others: list[TileConfig], gpu: GpuSpec) -> Binary:
+    def _build(self, problem: AttentionProblem, ranked: Ranked, gpu: GpuSpec) -> Binary:
         """Return the first that is acceptable, else the one that spills least."""
-        tried: list[CompiledKernel | BuildFailed] = []
-        for config in (first.config, *others):
-            rendered = first
-            if config != first.config:
-                rendered = render(first.problem, config, first.kernel)
+
+        def compile(config: TileConfig) -> CompiledKernel | Binary | BuildFailed:
+            rendered = render(problem, config, ranked.kernel)
             known = self._folder.known(rendered, gpu.arch)
             if known and acceptable(known, gpu):
                 return known
-            tried.append(built := self._pool.compile(rendered, gpu.arch, line_info=False))
-            if acceptable(built, gpu):
-                break
-        compiled = first_that_fits(tried, gpu)
-        source = compiled.rendered.source.encode()
-        return self._folder.add(binary_of(compiled), compiled.binary, source)
+            return self._pool.compile(rendered, gpu.arch, line_info=False)
 
-
-def _configs(
-    problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel
-) -> tuple[list[TileConfig], Origin]:
-    """Return the configs to try, best first, and where they come from."""
-    if found := look_up(problem, gpu, kernel, template_digest=template_digest(kernel)):
-        return [found.record.config], "record"
-    return [c.config for c in propose(problem, gpu, kernel=kernel, top=TRIED)], "model"
+        chosen = first_acceptable(ranked, compile, gpu)
+        built = chosen.tried[chosen.config]
+        if isinstance(built, Binary):
+            return built
+        assert isinstance(built, CompiledKernel)
+        return self._folder.add(binary_of(built), built.binary, built.rendered.source.encode())
 
 
 def binary_of(compiled: CompiledKernel) -> Binary:

@@ -37,6 +37,7 @@ def agree(
     """
     import torch.distributed as dist
 
+    from tilegen.gpus.spec import current_gpu
     from tilegen.runtime import dispatch
 
     if not dist.is_initialized():
@@ -46,7 +47,7 @@ def agree(
         )
     parsed = [AttentionProblem.parse(one) if isinstance(one, str) else one for one in problems]
     buckets = list(dict.fromkeys(one.bucket for one in parsed))
-    spec = dispatch.current_gpu()
+    spec = current_gpu()
     _require_alike([tilegen.__version__, repr(spec), *(one.key for one in buckets)], group)
     told = _broadcast(_choices(buckets, spec) if dist.get_rank(group) == 0 else "", group)
     values = json.loads(told)
@@ -67,16 +68,17 @@ def _choices(buckets: Sequence[AttentionProblem], spec: GpuSpec) -> str:
     that no rank waits for ever."""
     import torch
 
-    from tilegen.choose.families import kernels_of
-    from tilegen.runtime.dispatch import choose
+    from tilegen import pipeline
 
-    how: dict[str, bool] = {"deterministic": True, "may_compile": torch.cuda.is_available()}
+    has_gpu = torch.cuda.is_available()
     try:
         return json.dumps(
             [
-                (kernel, problem.key, choose(problem, spec, kernel, **how)[0].key)
+                (kernel, problem.key, chosen.config.key)
                 for problem in buckets
-                for kernel in kernels_of(problem, spec)
+                for kernel, chosen in pipeline.choose(
+                    problem, spec, deterministic=True, may_compile=has_gpu
+                ).items()
             ]
         )
     except TilegenError as error:

@@ -3,6 +3,7 @@ write scores to a panel as the small-cache algorithms do. The model decides; nob
 
 from __future__ import annotations
 
+import math
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -14,12 +15,20 @@ from tilegen.problem import AttentionProblem
 from tilegen.sympy_lock import one_at_a_time
 
 if TYPE_CHECKING:
+    from tilegen.choose.known import Known
     from tilegen.gpus.spec import GpuSpec
     from tilegen.model.estimate import Candidate
 
 CLEARLY_LARGE = 2.0
-"""M / d^2 from which FlashAttention's schedules move least by a margin: the schedules cross between
-0.7 and 1.8 (theory/optimum.py), forward and backward."""
+"""M / d^2 from which FlashAttention's schedules move least by a margin, so that the other families
+are not ranked: the traffic of the schedules crosses between 0.7 and 1.8 (theory/optimum.py),
+forward and backward.
+
+Ranking them all the same would take four to five times as long (14 ms, not 3, for a forward never
+seen before), and load SymPy where there is a record. It would also turn many a backward pass to
+small-cache kernels by differences in predicted time that are within what the model may err. What
+was measured counts more: see `kernels_used`.
+"""
 
 
 @one_at_a_time
@@ -32,11 +41,51 @@ def kernels_of(
     return (*kernels_of(problem, gpu, "forward"), *kernels_of(problem, gpu, "backward"))
 
 
+def kernels_used(known: Known, direction: Direction | None = None) -> tuple[Kernel, ...]:
+    """Return the kernels that a call uses: those of the agreed family, of the fastest measured one,
+    or of the model's."""
+    if direction is not None:
+        return FAMILIES[direction][_family_used(known, direction)].names
+    return (*kernels_used(known, "forward"), *kernels_used(known, "backward"))
+
+
+def _family_used(known: Known, direction: Direction) -> Family:
+    """Return the family to use.
+
+    Times that were measured are compared with each other only: kernels are slower than the model
+    says, so that a family nobody has timed would win by not having been timed.
+    """
+    families = FAMILIES[direction]
+    for name, spec in families.items():
+        if all(known.agreed(kernel) for kernel in spec.names):
+            return name
+    mine = family(known.problem, known.gpu, direction)
+    if _measured(known, families[mine].names) is None:
+        return mine
+    best, shortest = mine, math.inf
+    for name, spec in families.items():
+        if (seconds := _measured(known, spec.names)) is not None and seconds < shortest:
+            best, shortest = name, seconds
+    return best
+
+
+def _measured(known: Known, kernels: tuple[Kernel, ...]) -> float | None:
+    """Return the time of a family's kernels together, None if one of them was not measured."""
+    total = 0.0
+    for kernel in kernels:
+        if (seconds := known.seconds(kernel)) is None:
+            return None
+        total += seconds
+    return total
+
+
 def family(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> Family:
     """Return the family predicted to be fastest. Raises Unsupported where none fits."""
     head_dim = max(problem.head_dim_qk, problem.head_dim_v)
     if gpu.on_chip_bytes / problem.element_bytes >= CLEARLY_LARGE * head_dim**2:
-        return "q_stationary" if direction == "forward" else "two_pass"
+        small = [name for name, one in FAMILIES[direction].items() if not one.large_heads_only]
+        if len(small) == 1:
+            return small[0]
     return ranked_families(problem.bucket, gpu, direction)[0][0]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -28,7 +29,8 @@ SMEM_DOUBT, REGISTER_DOUBT = 1.1, 1.6
 def propose(
     problem: AttentionProblem, gpu: GpuSpec, *, kernel: Kernel = "fwd", top: int = 10
 ) -> list[Candidate]:
-    """Return up to `top` candidates, best first, all predicted to fit. Raises Unsupported.
+    """Return up to `top` candidates for a problem's normal form, best first, all predicted to fit.
+    Raises Unsupported.
 
     A dtype that the tensor cores of the GPU do not take is ranked by its multiply-adds, which is
     said once. A config that is known to spill a little ranks by its time and the traffic of what it
@@ -42,6 +44,7 @@ def propose(
             f"multiply-adds, at {gpu.vector_flops_32 / gpu.tensor_flops_16:.0%} of the speed of "
             "fp16; use fp16, or a GPU from sm_80 on"
         )
+    problem = problem.normal()
     model = _Model(problem, gpu, kernel)
     best = model.fastest(top) or model.last_resort(top)
     if not best:
@@ -53,17 +56,36 @@ def search_space(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> lis
     """Return everything a tuner may try: what fits, and what only compiling can tell."""
     return [
         config
-        for config, needs in _footprints(problem, gpu, kernel)
+        for config, needs in _footprints(problem.normal(), gpu, kernel)
         if needs.fits(gpu, doubt=SMEM_DOUBT)
         and needs.registers <= REGISTER_DOUBT * needs.max_registers
     ]
+
+
+def ranked_space(
+    problem: AttentionProblem,
+    gpu: GpuSpec,
+    kernel: Kernel,
+    space: Sequence[TileConfig] | None = None,
+) -> tuple[list[TileConfig], list[Candidate]]:
+    """Return what a tuner tries, in the model's order, and the model's candidates among it.
+
+    `space` defaults to all that fits, and to what the model proposes where nothing fits well.
+    """
+    candidates = propose(problem, gpu, kernel=kernel, top=2**16)
+    if space is None:
+        space = search_space(problem, gpu, kernel)
+    else:
+        legal = set(space)
+        candidates = [one for one in candidates if one.config in legal]
+    return list(dict.fromkeys([*(one.config for one in candidates), *space])), candidates
 
 
 def estimate(
     problem: AttentionProblem, gpu: GpuSpec, config: TileConfig, kernel: Kernel = "fwd"
 ) -> CostEstimate:
     """Return what the model predicts for one config, legal or not."""
-    model = _Model(problem, gpu, kernel)
+    model = _Model(problem.normal(), gpu, kernel)
     needs = model.needs(config)
     return model.cost(model.time(config, needs), config, needs)
 

@@ -61,7 +61,7 @@ def generate(
     columns = TextColumn("problems"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     quiet = json_ or not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=quiet) as bar:
-        task = bar.add_task("", total=len(set(problems)) * len(gpus))
+        task = bar.add_task("", total=len({one.normal() for one in problems}) * len(gpus))
 
         def on_kernel(made: Made) -> None:
             bar.update(task, completed=made.problems_done)

@@ -92,7 +92,7 @@ def cache_show(
     for one in kernels_named(kernel, parsed, spec):
         if (found := _found(parsed, spec, one)) is None:
             continue
-        path = trials_path(found.record.gpu, one, parsed)
+        path = trials_path(found.record.gpu, one, found.record.problem)
         trials = sum(len(read_trials(where, path).splitlines()) for where in locations())
         shown.append(
             {

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tilegen import pipeline
-from tilegen.build.compiler import CompiledKernel
-from tilegen.choose.families import kernels_of
+from tilegen.check.verification import Check, reduced, require, verify_anywhere
 from tilegen.emit.kernel_files import write
-from tilegen.gpus.spec import detect, gpu
-from tilegen.kernels.config import Kernel
+from tilegen.emit.render import render
+from tilegen.errors import BuildFailed
+from tilegen.gpus.spec import current_gpu, detect
+from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
+from tilegen.store import TuningRecord
+from tilegen.tuning.tuner import tune
 
 if TYPE_CHECKING:
     from tilegen.gpus.spec import GpuSpec
 
 LLAMA = "b1 hq32 hkv8 q8192 kv8192 d128 bf16 causal"
-WITHOUT_GPU = "h200"
 SHOWN = 3  # candidates per kernel
 
 
@@ -31,41 +33,33 @@ class Demo:
     say: Callable[[str], None]
 
     def run(self, problem: AttentionProblem, seconds: float) -> dict[str, Any]:
-        """Run the pipeline and return its results as plain values; `seconds` are spent on
+        """Go through the pipeline and return its results as plain values; `seconds` are spent on
         tuning."""
         here = detect()
-        spec = here or gpu(WITHOUT_GPU)
+        spec = current_gpu()
         self.say(f"problem  {problem}")
+        if problem.rewriting:
+            self.say(f"         {problem.rewriting}")
+        problem = problem.normal()
         self.say(f"GPU      {spec.title}" + ("" if here else " (none here: nothing will be timed)"))
-        told = {
-            "propose": self._propose,
-            "render": self._render,
-            "build": self._build,
-            "verify": self._verify,
-        }
-
-        def on_stage(name: str, value: Any) -> None:
-            if name in told:
-                told[name](value)
-
-        results = pipeline.run(
-            problem,
-            spec,
-            tune_seconds=seconds / len(kernels_of(problem, spec)) if here else None,
-            on_stage=on_stage,
-        )
+        chosen = pipeline.choose(problem, spec, may_compile=True)
+        self._propose(chosen)
+        self._render(problem, chosen)
+        self._build(chosen, spec)
+        configs: dict[Kernel, TileConfig] = {kernel: one.config for kernel, one in chosen.items()}
+        self._verify(verify_anywhere(reduced(problem), configs))
+        records: dict[Kernel, TuningRecord] = {}
+        if here:
+            budget = seconds / len(chosen)
+            records = {k: tune(problem, spec, kernel=k, seconds=budget) for k in chosen}
         summary: dict[str, Any] = {
             "problem": problem.key,
             "gpu": spec.name,
             "measured": here is not None,
-            "records": {
-                kernel: str(settings().cache_dir / outcome.record.path)
-                for kernel, outcome in results.items()
-                if outcome.record is not None
-            },
+            "records": {k: str(settings().cache_dir / one.path) for k, one in records.items()},
             "configs": {
-                kernel: (outcome.record or outcome.chosen).config.key
-                for kernel, outcome in results.items()
+                kernel: (records[kernel].config if kernel in records else config).key
+                for kernel, config in configs.items()
             },
         }
         if here:
@@ -83,42 +77,47 @@ class Demo:
         self.say("")
         self.say(f"-- {text}")
 
-    def _propose(self, candidates: dict[Kernel, list[Any]]) -> None:
+    def _propose(self, chosen: Mapping[Kernel, pipeline.Chosen]) -> None:
         self._heading("propose: tiles that the cost model ranks first, and why")
-        for kernel, ranked in candidates.items():
-            for i, candidate in enumerate(ranked[:SHOWN]):
+        for kernel, one in chosen.items():
+            if not one.ranked.candidates:
+                self.say(f"{kernel:15}{one.config.key:14}from {one.source}")
+                continue
+            for i, candidate in enumerate(one.ranked.candidates[:SHOWN]):
                 cost = candidate.estimate
                 self.say(
                     f"{kernel if i == 0 else '':15}{candidate.config.key:14}"
                     f"{1e6 * cost.seconds:8.0f} us predicted, limited by {cost.limit}"
                 )
-            self.say(f"{'':15}{ranked[0].config.key}: {ranked[0].reason}")
+            first = one.ranked.candidates[0]
+            self.say(f"{'':15}{first.config.key}: {first.reason}")
 
-    def _render(self, rendered: dict[Kernel, list[Any]]) -> None:
-        self._heading("render: readable Triton files, the first of each kernel")
-        for kernel, ranked in rendered.items():
-            self.say(f"{kernel:15}{write(ranked[0])}")
+    def _render(self, problem: AttentionProblem, chosen: Mapping[Kernel, pipeline.Chosen]) -> None:
+        self._heading("render: readable Triton files, one for each kernel")
+        for kernel, one in chosen.items():
+            self.say(f"{kernel:15}{write(render(problem, one.config, kernel))}")
 
-    def _build(self, built: dict[Kernel, pipeline.Built]) -> None:
-        self._heading("build: compiled to binaries, no GPU needed")
-        for kernel, results in built.items():
-            for i, (candidate, result) in enumerate(results[:SHOWN]):
+    def _build(self, chosen: Mapping[Kernel, pipeline.Chosen], spec: GpuSpec) -> None:
+        self._heading("build: the first that compiles to what may be used, no GPU needed")
+        for kernel, one in chosen.items():
+            predicted = {c.config: c.estimate.smem_bytes for c in one.ranked.candidates}
+            for i, (config, used) in enumerate(one.tried.items()):
                 name = kernel if i == 0 else ""
-                if isinstance(result, CompiledKernel):
-                    spills = f", {result.spill_bytes} bytes spilled" if result.spill_bytes else ""
-                    self.say(
-                        f"{name:15}{candidate.config.key:14}{result.arch}  "
-                        f"{result.registers:3} registers  "
-                        f"{result.shared_bytes / 1024:6.1f} KiB shared"
-                        f" (predicted {candidate.estimate.smem_bytes / 1024:.1f}){spills}"
-                    )
-                else:
-                    self.say(f"{name:15}{candidate.config.key:14}{result}")
+                if isinstance(used, BuildFailed):
+                    self.say(f"{name:15}{config.key:14}{used}")
+                    continue
+                spills = f", {used.spill_bytes} bytes spilled" if used.spill_bytes else ""
+                self.say(
+                    f"{name:15}{config.key:14}{spec.arch}  {used.registers:3} registers  "
+                    f"{used.shared_bytes / 1024:6.1f} KiB shared"
+                    f" (predicted {predicted[config] / 1024:.1f}){spills}"
+                )
 
-    def _verify(self, checks: Any) -> None:
+    def _verify(self, checks: tuple[Check, ...]) -> None:
         self._heading("verify: against an fp64 reference, at most twice PyTorch's own error")
         for check in checks:
             self.say(str(check))
+        require(checks)
 
     def compare(self, problem: AttentionProblem, device: str = "cuda") -> dict[str, float | None]:
         """Return the median of each of tilegen, SDPA and FlexAttention in us; None where it was not
@@ -158,8 +157,3 @@ class Demo:
 def demonstrate(problem: str, seconds: float, say: Callable[[str], None]) -> dict[str, Any]:
     """Run the demonstration on a problem's notation and return its results as plain values."""
     return Demo(say).run(AttentionProblem.parse(problem), seconds)
-
-
-def used_gpu() -> GpuSpec:
-    """Return the GPU at hand, or the one that commands assume where there is none."""
-    return detect() or gpu(WITHOUT_GPU)

@@ -145,10 +145,13 @@ def propose(
     from tilegen.choose.ranking import propose as ranked
 
     spec = gpu_of(gpu, fast_memory)
-    found = ranked(AttentionProblem.parse(problem), spec, kernel=kernel_named(kernel), top=top)
+    parsed = AttentionProblem.parse(problem)
+    found = ranked(parsed, spec, kernel=kernel_named(kernel), top=top)
     if json_:
         print_json([asdict(candidate) for candidate in found])
         return
+    if parsed.rewriting:
+        console.print(parsed.rewriting)
     for candidate in found:
         cost = candidate.estimate
         console.print(
@@ -181,7 +184,7 @@ def explain(
     tile = TileConfig.parse(config) if config else None
     told = explain_all(parsed, spec, kernels_named(kernel, parsed, spec), tile)
     if plot is not None:
-        draw(parsed, spec, told, plot)
+        draw(parsed.normal(), spec, told, plot)
     if json_:
         print_json(told)
         return
@@ -203,10 +206,10 @@ def show(
     Example: tilegen show "hq32 hkv8 q4096 d128 bf16 causal" --kernel bwd_dq
     """
     from tilegen.emit.render import render
-    from tilegen.runtime.dispatch import choose
+    from tilegen.pipeline import choose_kernel
 
-    parsed, which = AttentionProblem.parse(problem), kernel_named(kernel)
-    tile = TileConfig.parse(config) if config else choose(parsed, gpu_of(gpu), which)[0]
+    parsed, which = AttentionProblem.parse(problem).normal(), kernel_named(kernel)
+    tile = TileConfig.parse(config) if config else choose_kernel(parsed, gpu_of(gpu), which).config
     rendered = render(parsed, tile, which, aligned=False if unaligned else None)
     if json_:
         print_json(
@@ -293,13 +296,12 @@ def verify(
     Example: tilegen verify "b1 hq4 hkv1 q200 d64 bf16 causal"
     """
     from tilegen.check.verification import require, verify_anywhere
-    from tilegen.choose.families import kernels_of
-    from tilegen.runtime.dispatch import choose
+    from tilegen.pipeline import choose
 
-    parsed, spec = AttentionProblem.parse(problem), gpu_of(gpu)
+    parsed, spec = AttentionProblem.parse(problem).normal(), gpu_of(gpu)
     tile = TileConfig.parse(config) if config else None
-    kernels = kernels_of(parsed, spec)
-    checks = verify_anywhere(parsed, {k: tile or choose(parsed, spec, k)[0] for k in kernels})
+    chosen = choose(parsed, spec)
+    checks = verify_anywhere(parsed, {k: tile or one.config for k, one in chosen.items()})
     if json_:
         print_json([asdict(check) for check in checks])
     else:

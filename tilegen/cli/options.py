@@ -51,10 +51,9 @@ def say_unless(quiet: bool) -> Any:
 
 def gpu_of(name: str | None, fast_memory: str | None = None) -> GpuSpec:
     """Return the GPU of a catalogue name, or the one to use without. Raises Unsupported."""
-    from tilegen.cli.demo import used_gpu
-    from tilegen.gpus.spec import gpu, parse_size, with_fast_memory
+    from tilegen.gpus.spec import current_gpu, gpu, parse_size, with_fast_memory
 
-    spec = gpu(name) if name is not None else used_gpu()
+    spec = gpu(name) if name is not None else current_gpu()
     return spec if fast_memory is None else with_fast_memory(spec, parse_size(fast_memory))
 
 

@@ -120,9 +120,15 @@ def write(rendered: RenderedKernel) -> Path:
     path = _path(rendered.digest, rendered.kernel)
     source = rendered.source.encode("utf-8")
     if not path.is_file() or path.read_bytes() != source:
-        _make_private(path.parent.parent)
-        write_whole(path, source)
+        write_beside(path, source)
     return path
+
+
+def write_beside(path: Path, data: bytes) -> None:
+    """Write a file into the folder of an emitted kernel, whole, and into folders that nobody else
+    gets into where they are new. Raises Unsupported where it cannot be written."""
+    _make_private(path.parent.parent)
+    write_whole(path, data)
 
 
 def load(rendered: RenderedKernel) -> ModuleType:
@@ -193,8 +199,13 @@ def _make_private(folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
+def folder_of(digest: str) -> Path:
+    """Return where an emitted kernel lies, and what is remembered of it."""
+    return settings().cache_dir / "kernels" / digest
+
+
 def _path(digest: str, kernel: Kernel) -> Path:
-    return settings().cache_dir / "kernels" / digest / f"{kernel}.py"
+    return folder_of(digest) / f"{kernel}.py"
 
 
 def _import_rendered(rendered: RenderedKernel) -> ModuleType:

@@ -50,12 +50,16 @@ def explain_all(
 ) -> list[dict[str, Any]]:
     """Return the explanation of each kernel, with that of its pass under `pass`.
 
+    A problem is explained in its normal form; `rewriting` says so in a line.
+
     Raises Unsupported.
     """
+    rewriting, problem = problem.rewriting, problem.normal()
     ways: set[Direction] = {direction_of(kernel) for kernel in kernels}
     passes = {way: explain_pass(problem, gpu, way) for way in ways}
     return [
-        explain(problem, gpu, kernel, config) | {"pass": passes[direction_of(kernel)]}
+        explain(problem, gpu, kernel, config)
+        | {"rewriting": rewriting, "pass": passes[direction_of(kernel)]}
         for kernel in kernels
     ]
 
@@ -69,6 +73,7 @@ def explain(
     """
     if config is not None:
         check_config(config, kernel)
+    problem = problem.normal()
     ranked = propose(problem, gpu, kernel=kernel, top=4)
     chosen = ranked[0] if config is None else _candidate(problem, gpu, kernel, config, ranked)
     others = [c for c in ranked if c.config != chosen.config][:3]

@@ -36,6 +36,7 @@ OTHER_FAST_MEMORY = tuple(kib * 1024 for kib in (48, 64, 99, 163, 227))
 
 def explain_pass(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> dict[str, Any]:
     """Return why a pass is computed by the kernels it is, as plain values. Raises Unsupported."""
+    problem = problem.normal()
     chosen = family(problem, gpu, direction)
     fitting = dict(ranked_families(problem, gpu, direction))
     found = [_family(problem, gpu, direction, name) for name in fitting]

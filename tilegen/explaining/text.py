@@ -25,7 +25,7 @@ def latex_of_all(explained: Sequence[dict[str, Any]], *, with_passes: bool) -> l
 def _joined(
     explained: Sequence[dict[str, Any]], with_passes: bool, of_pass: Any, of_kernel: Any
 ) -> list[str]:
-    blocks: list[list[str]] = []
+    blocks: list[list[str]] = [[line] for line in {told["rewriting"] for told in explained} if line]
     seen: set[str] = set()
     for told in explained:
         if with_passes and told["pass"]["direction"] not in seen:

@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Protocol
 
 from tilegen.build.workers import Pool
-from tilegen.choose.ranking import propose, search_space
+from tilegen.choose.ranking import search_space
 from tilegen.errors import InvalidRecord, TilegenError, Unsupported
 from tilegen.fleet.jobs import Job
 from tilegen.gpus.spec import gpu as gpu_named
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.measure import Measurement
-from tilegen.model.estimate import Candidate
 from tilegen.problem import AttentionProblem
 from tilegen.store.fields import parse_json
 from tilegen.store.record import MAX_SECONDS, kernel_of, measurement_from
@@ -107,7 +106,7 @@ class ReplayMachine:
                 fields = parse_json(line.decode("utf-8"))
                 if "recording" in fields.values:
                     problem = AttentionProblem.parse(fields.text("problem", longest=1000))
-                    key = (fields.text("gpu"), kernel_of(fields), problem.bucket.key)
+                    key = (fields.text("gpu"), kernel_of(fields), problem.rounded.key)
                     found = self._recorded.setdefault(key, {})
                 elif found is not None:
                     config = TileConfig.parse(fields.text("config"))
@@ -119,13 +118,6 @@ class ReplayMachine:
                 continue  # torn by a kill
         if found is None:
             raise InvalidRecord(f"expected a recording in {str(file)!r}, no line of it opens one")
-
-
-def ranked(job: Job, space: Sequence[TileConfig]) -> list[Candidate]:
-    """Return the model's proposals among the configs there are, best first."""
-    legal = set(space)
-    found = propose(job.problem, job.gpu, kernel=job.kernel, top=2**16)
-    return [candidate for candidate in found if candidate.config in legal]
 
 
 def _key(job: Job) -> Key:

@@ -14,8 +14,9 @@ from collections.abc import Generator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
+from tilegen.choose.ranking import ranked_space
 from tilegen.errors import NoRecord, TilegenError
-from tilegen.fleet.bench import Machine, ranked
+from tilegen.fleet.bench import Machine
 from tilegen.fleet.jobs import Job
 from tilegen.fleet.queue import PUBLISHED, STALE_SECONDS, Claim, Queue
 from tilegen.fleet.storage import StorageAway
@@ -212,10 +213,10 @@ class Worker:
         """Return the configs to measure, in the model's order, and its proposals among them."""
         if job not in self._plans:
             space = self._machine.space(job)
-            candidates = ranked(job, space)
-            order = list(dict.fromkeys([*(c.config for c in candidates), *space]))[: self._most]
-            chosen = set(order)
-            self._plans[job] = (order, [c for c in candidates if c.config in chosen])
+            order, candidates = ranked_space(job.problem, job.gpu, job.kernel, space)
+            chosen = set(order[: self._most])
+            proposed = [one for one in candidates if one.config in chosen]
+            self._plans[job] = (order[: self._most], proposed)
         return self._plans[job]
 
     def _known(self, job: Job) -> list[dict[str, Any]]:

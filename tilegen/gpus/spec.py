@@ -132,6 +132,15 @@ def catalogue() -> tuple[GpuSpec, ...]:
     return tuple(spec for spec, _ in _rows())
 
 
+ASSUMED = "h200"
+"""The GPU that commands assume, and whose tiles the interpreter runs, where there is none."""
+
+
+def current_gpu() -> GpuSpec:
+    """Return the GPU that calls on the current device choose for, the assumed one without any."""
+    return detect() or gpu(ASSUMED)
+
+
 def detect(index: int | None = None) -> GpuSpec | None:
     """Return the GPU at hand (the current one, or number `index`), or None where PyTorch sees none.
 

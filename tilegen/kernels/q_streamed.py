@@ -49,4 +49,10 @@ def run(
     return launch[FWD_STREAMED.name](q, k, v, scale)
 
 
-Q_STREAMED = FamilySpec(name="q_streamed", direction="forward", kernels=(FWD_STREAMED,), run=run)
+Q_STREAMED = FamilySpec(
+    name="q_streamed",
+    direction="forward",
+    kernels=(FWD_STREAMED,),
+    run=run,
+    large_heads_only=True,
+)

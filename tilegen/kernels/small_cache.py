@@ -323,10 +323,12 @@ SMALL_CACHE_FORWARD = FamilySpec(
     direction="forward",
     kernels=(FWD_SCORES, FWD_VALUES),
     run=forward,
+    large_heads_only=True,
 )
 SMALL_CACHE_BACKWARD = FamilySpec(
     name="small_cache",
     direction="backward",
     kernels=(BWD_PREPROCESS, BWD_SCORES, BWD_COLUMNS, BWD_ROWS),
     run=backward,
+    large_heads_only=True,
 )

@@ -192,6 +192,9 @@ class FamilySpec:
     Backward: `run(launch, q, k, v, dout, lse, delta, scale, panel_rows=, wants_dq=, wants_dkdv=)`
     returns (dq, dk, dv), None for what is not wanted."""
 
+    large_heads_only: bool = False
+    """Whether it can be the fastest only where on-chip memory holds few rows of a head dim."""
+
     @property
     def names(self) -> tuple[str, ...]:
         """The names of its kernels, in the order of their launches."""

@@ -9,33 +9,30 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache, partial
-from subprocess import SubprocessError
+from functools import cache
 from threading import RLock
 from typing import Any, Literal, overload
 
 import torch
 
-from tilegen import bundles
+from tilegen import bundles, pipeline
 from tilegen.bounded_cache import BoundedCache
 from tilegen.check import interpreter
-from tilegen.choose.agreement import agreed
-from tilegen.choose.families import kernels_of
-from tilegen.disk import log, say_once
-from tilegen.emit.kernel_files import is_aligned, load_kernel, template_digest
+from tilegen.disk import say_once
+from tilegen.emit.kernel_files import is_aligned
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
-from tilegen.gpus.spec import GpuSpec, detect, gpu
+from tilegen.gpus.spec import ASSUMED, GpuSpec, detect, gpu
 from tilegen.kernels import passes
-from tilegen.kernels.config import BLOCK_SIZES, Kernel, TileConfig
+from tilegen.kernels.config import BLOCK_SIZES, Kernel
 from tilegen.kernels.panels import Launch, rows_for
 from tilegen.kernels.spec import Direction
 from tilegen.kernels.two_pass import BWD_PREPROCESS
+from tilegen.masks.dilation import grouped_mask, step_of
 from tilegen.masks.mask import Mask, full
 from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import check_fit, score_tensors
 from tilegen.masks.values import Made
-from tilegen.measure import DeviceLost
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import autograd
 from tilegen.runtime.autograd import Changes, Gradients, Wanted, addressable, reaching, torch_run
@@ -53,16 +50,12 @@ from tilegen.runtime.call import (
     score_of,
     widened,
 )
-from tilegen.runtime.dilation import group, grouped_mask, step_of, ungroup
-from tilegen.settings import settings
-from tilegen.store import TuningRecord, current_versions, look_up
+from tilegen.runtime.dilation import group, ungroup
 
 _FULL = full()
 MAX_PLANS = 4096
 MAX_LOADED = 1024
 MAX_PROGRAMS = 2**31 - 1  # CUDA's limit on a one-dimensional grid
-TUNE_SECONDS = 30.0  # per kernel, where TILEGEN_TUNE=1 lets a call tune
-INTERPRETED_GPU = "h200"  # whose tiles the interpreter runs, having no GPU of its own
 
 
 @overload
@@ -145,7 +138,7 @@ def _attention(
         scale = q.shape[3] ** -0.5 if scale is None else scale
         out, lse = _attention(widened(q), widened(k), widened(v), changes, scale)
         return out[..., : v.shape[3]], lse
-    if isinstance(changes.mask, Mask) and (step := step_of(changes.mask, changes.score)) > 1:
+    if (step := _step_of(q, changes)) > 1:
         return _regrouped(q, k, v, changes, step, scale)
     key = call_key(q, k, v, changes)
     plan = _plans.get(key, lambda: _new_plan(q, k, v, changes))
@@ -167,76 +160,17 @@ class Plan:
 _plans: BoundedCache[Any, Plan] = BoundedCache(MAX_PLANS)  # a server sees ever new lengths
 
 
-def choose(
-    problem: AttentionProblem,
-    spec: GpuSpec,
-    kernel: Kernel,
-    *,
-    may_tune: bool = False,
-    may_compile: bool = False,
-    aligned: bool = True,
-    deterministic: bool | None = None,
-) -> tuple[TileConfig, str]:
-    """Return the config to use and where it comes from: a record's file, or the model.
-
-    With `may_compile`, the model's choice is the first of its proposals that compiles to what may
-    be used, for tensors that are `aligned` or not. With `may_tune`, tunes first if TILEGEN_TUNE=1
-    is set and there is no measured record. Never so if `deterministic` (default:
-    TILEGEN_DETERMINISTIC): then all who see the same records choose alike, and a shared location
-    that does not answer raises Unreachable.
-    """
-    if (config := agreed(problem, spec, kernel)) is not None:
-        return config, "all ranks agreed"
-    deterministic = settings().deterministic if deterministic is None else deterministic
-
-    look = partial(
-        look_up,
-        problem,
-        spec,
-        kernel,
-        versions=current_versions(),
-        template_digest=template_digest(kernel),
-        strict=deterministic,
-    )
-    found = look()
-    may_tune = may_tune and settings().tune and not deterministic
-    if may_tune and (found is None or found.borrowed):
-        from tilegen.tuning.tuner import tune_once
-
-        def known() -> TuningRecord | None:
-            return (one := look(borrow=False)) and one.record
-
-        seconds = TUNE_SECONDS
-        try:
-            record = tune_once(problem.bucket, spec, kernel=kernel, seconds=seconds, known=known)
-            return record.config, "tuned now"
-        except DeviceLost:
-            raise
-        except TilegenError as error:  # a call that cannot be tuned for can still be computed
-            say_once(f"not tuned, taking the best known: {error}")
-    if found:
-        return found.record.config, str(found)
-    if may_compile:
-        from tilegen.build.compiler import first_acceptable
-
-        try:
-            return first_acceptable(problem, spec, kernel, aligned=aligned), "the model"
-        except (TilegenError, OSError, SubprocessError) as error:  # the launch says what is wrong
-            say_once(f"compiled nothing ahead: {error}")
-    from tilegen.choose.ranking import propose  # loads SymPy
-
-    return propose(problem, spec, kernel=kernel, top=1)[0].config, "the model"
-
-
 def forget() -> None:
     """Have every kind of call choose its kernels again."""
     _plans.clear()
     _loaded.clear()
 
 
-def current_gpu() -> GpuSpec:
-    """Return the GPU that calls on the current device choose for; the interpreter's without one."""
-    return detect() or gpu(INTERPRETED_GPU)
+def _step_of(q: torch.Tensor, changes: Changes) -> int:
+    """Return the step by which a call is regrouped, 1 where it is in normal form already."""
+    if not isinstance(changes.mask, Mask) or not isinstance(q, torch.Tensor) or not q.ndim:
+        return 1
+    return step_of(changes.mask, changes.score.text if changes.score else "", q.shape[0])
 
 
 def _regrouped(
@@ -247,7 +181,8 @@ def _regrouped(
     step: int,
     scale: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) of a dilated mask, rows and columns regrouped by their remainder."""
+    """Return (out, lse) of a dilated mask, rows and columns regrouped by their remainder: the call
+    is brought into the form that `AttentionProblem.normal` gives its problem."""
     call_key(q, k, v, changes)  # which refuses what is no tensor
     problem_of(q, k, v, changes)  # and this what does not fit together
     groups = q.shape[0] * step
@@ -388,20 +323,19 @@ class _Kernels:
 
     def _compiled_here(self, spec: GpuSpec, direction: Direction) -> dict[Kernel, BoundKernel]:
         on_gpu = self._device.type == "cuda"
-        found: dict[Kernel, BoundKernel] = {}
-        for kernel in kernels_of(self._problem, spec, direction):
-            config, origin = choose(
-                self._problem,
-                spec,
-                kernel,
-                may_tune=on_gpu,
-                may_compile=on_gpu,
-                aligned=self.aligned,
-            )
-            log.debug("%s for '%s': %s, from %s", kernel, self._problem, config, origin)
-            module = load_kernel(self._problem, config, kernel, aligned=self.aligned)
-            found[kernel] = BoundKernel(module.launch, self._problem.mask, kernel, config)
-        return found
+        chosen = pipeline.choose(
+            self._problem,
+            spec,
+            direction,
+            aligned=self.aligned,
+            may_tune=on_gpu,
+            may_compile=on_gpu,
+        )
+        modules = pipeline.load(self._problem, chosen, aligned=self.aligned)
+        return {
+            kernel: BoundKernel(module.launch, self._problem.mask, kernel, chosen[kernel].config)
+            for kernel, module in modules.items()
+        }
 
     def _from_bundle(self, spec: GpuSpec, direction: Direction) -> dict[Kernel, BoundKernel] | None:
         """Return the kernels of a pass from the first bundle that has them."""
@@ -426,7 +360,7 @@ _loaded: BoundedCache[Any, _Kernels] = BoundedCache(MAX_LOADED)
 
 @cache
 def _spec(device: torch.device) -> GpuSpec:
-    spec = detect(device.index) if device.type == "cuda" else gpu(INTERPRETED_GPU)
+    spec = detect(device.index) if device.type == "cuda" else gpu(ASSUMED)
     if spec is None:
         raise Unsupported(f"expected a GPU that PyTorch sees, got {device}")
     return spec

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from tilegen.disk import say_once
 from tilegen.errors import InvalidRecord, Unsupported
@@ -86,19 +86,19 @@ def look_up(
     versions: Versions | None = None,
     template_digest: str = "",
     where: Sequence[Location] | None = None,
-    borrow: bool = True,
+    borrow: bool | Literal["only"] = True,
     strict: bool = False,
 ) -> Found | None:
     """Return the record to use for a problem, or None: then ask the model.
 
     The first location with a measured record wins. Without one, unless `borrow` is false, that of
-    the nearest GPU of the same architecture does. What cannot be used is passed over with one
-    warning each. With `strict` shared locations are read
+    the nearest GPU of the same architecture does; with `borrow="only"` no other is looked for. What
+    cannot be used is passed over with one warning each. With `strict` shared locations are read
     anew, and one that does not answer raises Unreachable.
     """
     asked = _Asked(problem, kernel, versions or Versions(), template_digest, strict)
     where = locations() if where is None else where
-    best = next(asked.all(gpu, gpu, where), None)
+    best = None if borrow == "only" else next(asked.all(gpu, gpu, where), None)
     if best is None and borrow:
         others = (found for other in like(gpu) for found in asked.all(other, gpu, where))
         best = next(others, None)
@@ -124,7 +124,7 @@ class _Asked:
 
     def all(self, gpu: GpuSpec, runs_on: GpuSpec, where: Sequence[Location]) -> Iterator[Found]:
         """Yield the usable records of `gpu` in the order of locations, for running on `runs_on`."""
-        path = record_path(gpu.name, self.kernel, self.problem)
+        path = record_path(gpu.name, self.kernel, bucket_of(self.problem))
         for location in where:
             if (record := self._usable(path, location)) is None:
                 continue

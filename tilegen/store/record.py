@@ -92,7 +92,7 @@ class TuningRecord:
     """What other machines found for the same key, without rivals of their own."""
 
     def __post_init__(self) -> None:
-        if self.problem != (bucket := bucket_of(self.problem)):
+        if self.problem != (bucket := self.problem.rounded):
             raise InvalidRecord(
                 f"problem must be that of a bucket, got '{self.problem}'; its bucket is '{bucket}'"
             )
@@ -251,9 +251,10 @@ def bucket_of(problem: AttentionProblem) -> AttentionProblem:
 def record_path(
     gpu: str, kernel: Kernel, problem: AttentionProblem, policy: str = POLICY
 ) -> PurePosixPath:
-    """Return where the record of a problem's bucket lies, relative to a location."""
+    """Return where the record of a problem lies, relative to a location. Records of problems that
+    are not in normal form, which an earlier tilegen wrote, stay where they are."""
     suffix = "" if policy == POLICY else f".{policy}"
-    return PurePosixPath(slug(gpu), kernel, f"{slug(problem.bucket.key)}{suffix}.json")
+    return PurePosixPath(slug(gpu), kernel, f"{slug(problem.rounded.key)}{suffix}.json")
 
 
 def slug(text: str) -> str:

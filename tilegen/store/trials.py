@@ -59,8 +59,8 @@ class Conditions:
 
 
 def trials_path(gpu: str, kernel: Kernel, problem: AttentionProblem) -> PurePosixPath:
-    """Return where the trials of a problem's bucket lie, relative to a location."""
-    return PurePosixPath("trials", slug(gpu), kernel, f"{slug(problem.bucket.key)}.jsonl")
+    """Return where the trials of a problem lie, relative to a location."""
+    return PurePosixPath("trials", slug(gpu), kernel, f"{slug(problem.rounded.key)}.jsonl")
 
 
 def trial_line(trial: Trial, conditions: Conditions, date: str) -> dict[str, Any]:

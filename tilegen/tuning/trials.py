@@ -47,7 +47,7 @@ class TrialLog:
         *,
         others: Sequence[Location] = (),
     ) -> None:
-        self._path = trials_path(gpu, kernel, problem)
+        self._path = trials_path(gpu, kernel, problem.bucket)
         self.file = cache_dir / self._path
         self._others = others
         self._own = Location(str(cache_dir), "own")

@@ -92,7 +92,12 @@ def tune(
         )
     else:
         bench = Bench(measure=measure, compile=compile, check=check)
-    space, candidates = _ranked(problem, gpu, kernel, space, candidates)
+    if space is None or candidates is None:
+        from tilegen.choose.ranking import ranked_space  # loads SymPy
+
+        space, proposed = ranked_space(problem, gpu, kernel, space)
+        candidates = proposed if candidates is None else candidates
+    space = list(dict.fromkeys([*(one.config for one in candidates), *space]))
     total = len(space) if trials is None else min(trials, len(space))
     command = command or _command(problem, kernel, trials, seconds)
     # Another process that tunes the same is waited for, and its trials are taken over.
@@ -338,25 +343,6 @@ def pick(trials: dict[TileConfig, Trial]) -> TileConfig | None:
 
 def _median(measurement: Measurement) -> float:
     return math.inf if measurement.median_us is None else measurement.median_us
-
-
-def _ranked(
-    problem: AttentionProblem,
-    gpu: GpuSpec,
-    kernel: Kernel,
-    space: Sequence[TileConfig] | None,
-    candidates: Sequence[Candidate] | None,
-) -> tuple[list[TileConfig], Sequence[Candidate]]:
-    """Return all configs to choose from, the model's ranking first; and that ranking."""
-    if space is None:
-        from tilegen.choose.ranking import search_space
-
-        space = search_space(problem, gpu, kernel)
-    if candidates is None:
-        from tilegen.choose.ranking import propose
-
-        candidates = propose(problem, gpu, kernel=kernel, top=max(1, len(space)))
-    return list(dict.fromkeys([*(c.config for c in candidates), *space])), candidates
 
 
 def _command(

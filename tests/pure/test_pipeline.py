@@ -1,0 +1,169 @@
+"""One way to kernels: families by measured time, and every caller asks the same chooser."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.bundles import write_bundle
+from tests.records import RECORD, timed
+from tilegen import pipeline
+from tilegen.bundles.manifest import MANIFEST, Manifest
+from tilegen.choose import agreement, known
+from tilegen.choose.families import family
+from tilegen.gpus.spec import gpu
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import FAMILIES
+from tilegen.problem import AttentionProblem
+from tilegen.runtime import dispatch
+from tilegen.store import save
+
+H200 = gpu("h200")
+LARGE = AttentionProblem.parse("b1 hq8 hkv2 q512 kv512 d64 bf16 causal")
+SMALL = AttentionProblem.parse("b1 hq8 hkv2 q512 kv512 d512 bf16 causal")
+
+
+@pytest.fixture(autouse=True)
+def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
+
+
+def config_of(kernel: Kernel) -> TileConfig:
+    knobs = KERNELS[kernel].knobs
+    return TileConfig(block_m=knobs.block_m[0], block_n=knobs.block_n[0], block_d=knobs.block_d[0])
+
+
+def measured(problem: AttentionProblem, kernel: Kernel, us: float, name: str = "h200") -> None:
+    one = replace(RECORD, problem=problem.bucket, kernel=kernel, gpu=name, arch="sm_90")
+    save(replace(one, config=config_of(kernel), measurement=timed(us), estimate=None))
+
+
+def used(problem: AttentionProblem, direction: Any = "forward") -> tuple[Kernel, ...]:
+    return tuple(pipeline.choose(problem, H200, direction))
+
+
+# --------------------------------------------------------------------------------------------------
+# Families
+
+
+def test_without_records_the_model_decides() -> None:
+    for problem in (LARGE, SMALL):
+        for direction in FAMILIES:
+            mine = family(problem, H200, direction)
+            assert used(problem, direction) == FAMILIES[direction][mine].names
+
+
+def test_of_measured_families_the_fastest_is_used() -> None:
+    assert used(LARGE) == ("fwd",)
+    measured(LARGE, "fwd", 1000.0)
+    measured(LARGE, "fwd_scores", 300.0)
+    assert used(LARGE) == ("fwd",), "half a family has no time"
+    measured(LARGE, "fwd_values", 500.0)
+    assert used(LARGE) == ("fwd_scores", "fwd_values")
+    measured(LARGE, "fwd_streamed", 799.0)
+    assert used(LARGE) == ("fwd_streamed",)
+    chosen = pipeline.choose(LARGE, H200, "forward")["fwd_streamed"]
+    assert (chosen.config, chosen.ranked.origin) == (config_of("fwd_streamed"), "record")
+
+
+def test_a_family_is_not_left_for_one_that_the_model_ranks_behind_it() -> None:
+    """Only because somebody has timed that, or timed it on another GPU."""
+    for kernel in ("fwd_scores", "fwd_values", "fwd_streamed"):
+        measured(LARGE, kernel, 900.0)
+    assert used(LARGE) == ("fwd",)
+    measured(LARGE, "fwd", 1000.0, name="h100")
+    assert used(LARGE) == ("fwd",)
+    assert pipeline.choose(LARGE, H200, "forward")["fwd"].source.endswith("borrowed from h100")
+
+
+def test_what_all_ranks_agreed_on_is_a_family_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = {
+        ("h200", kernel, LARGE.bucket.key): config_of(kernel)
+        for kernel in FAMILIES["forward"]["small_cache"].names
+    }
+    monkeypatch.setattr(agreement, "_agreed", table)
+    measured(LARGE, "fwd", 1.0)
+    chosen = pipeline.choose(LARGE, H200, "forward")
+    assert tuple(chosen) == ("fwd_scores", "fwd_values")
+    assert {one.source for one in chosen.values()} == {"all ranks agreed"}
+    assert used(SMALL) == FAMILIES["forward"][family(SMALL, H200, "forward")].names
+
+
+def test_records_are_read_once_and_of_other_families_only_if_they_can_win(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[str, object]] = []
+    look_up = known.look_up
+
+    def counted(problem: Any, spec: Any, kernel: str, **options: Any) -> Any:
+        asked.append((kernel, options["borrow"]))
+        return look_up(problem, spec, kernel, **options)
+
+    monkeypatch.setattr(known, "look_up", counted)
+    used(LARGE)
+    assert asked == [("fwd", False), ("fwd", "only")]
+    asked.clear()
+    measured(LARGE, "fwd", 1000.0)
+    used(LARGE)
+    assert asked == [("fwd", False), ("fwd_streamed", False), ("fwd_scores", False)]
+
+
+def test_a_record_of_a_large_cache_problem_is_found_without_the_model(tmp_path: Path) -> None:
+    for kernel in ("fwd", "bwd_preprocess", "bwd_dkdv", "bwd_dq"):
+        measured(LARGE, kernel, 100.0)
+    code = (
+        "import sys\n"
+        "from tilegen import pipeline\n"
+        "from tilegen.gpus.spec import gpu\n"
+        "from tilegen.problem import AttentionProblem\n"
+        f"chosen = pipeline.choose(AttentionProblem.parse({LARGE.key!r}), gpu('h200'))\n"
+        "print({one.ranked.origin for one in chosen.values()})\n"
+        "print(sorted({'sympy', 'optuna', 'jinja2', 'triton'} & set(sys.modules)))\n"
+    )
+    environment = {"PYTHONPATH": ":".join(sys.path), "TILEGEN_CACHE_DIR": str(tmp_path)}
+    run = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.splitlines() == ["{'record'}", "[]"]
+
+
+# --------------------------------------------------------------------------------------------------
+# Callers
+
+
+def test_every_caller_takes_what_the_one_chooser_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls, bundles, ranks and commands: the fastest measured family, its recorded configs."""
+    for kernel, us in (("fwd", 900.0), ("fwd_scores", 100.0), ("fwd_values", 100.0)):
+        measured(LARGE, kernel, us)
+    expected = {kernel: config_of(kernel).key for kernel in ("fwd_scores", "fwd_values")}
+    chosen = pipeline.choose(LARGE, H200, "forward")
+    assert {kernel: one.config.key for kernel, one in chosen.items()} == expected
+
+    write_bundle([LARGE], [H200], tmp_path / "bundle", ("forward",))
+    manifest = Manifest.from_json((tmp_path / "bundle" / MANIFEST).read_text())
+    (served,) = manifest.problems
+    assert served.passes["forward"].config_from == dict.fromkeys(expected, "record")
+    assert {one.kernel: one.config.key for one in manifest.binaries} == expected
+
+    agreed = json.loads(agreement._choices([LARGE.bucket], H200))
+    assert expected.items() <= {kernel: config for kernel, _, config in agreed}.items()
+
+    loaded: dict[str, str] = {}
+
+    def load_kernel(_: Any, config: TileConfig, kernel: str, **__: Any) -> Any:
+        loaded[kernel] = config.key
+        return SimpleNamespace(launch=lambda: None)
+
+    monkeypatch.setattr(pipeline, "load_kernel", load_kernel)
+    dispatch._Kernels(LARGE, torch.device("cpu"), True)._load("forward")
+    assert loaded == expected

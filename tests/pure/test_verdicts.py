@@ -1,0 +1,173 @@
+"""What the compiler said of kernels is remembered: who chooses later compiles nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tilegen import pipeline
+from tilegen.build import compiler, verdicts
+from tilegen.build.verdicts import MAX_BYTES, Verdict, verdict
+from tilegen.emit.kernel_files import RenderedKernel
+from tilegen.errors import BuildFailed
+from tilegen.gpus.spec import gpu
+from tilegen.kernels.config import TileConfig
+from tilegen.problem import AttentionProblem
+
+H200 = gpu("h200")
+PROBLEM = AttentionProblem.parse("hq8 hkv2 q512 d64 bf16 causal")
+CONFIG = TileConfig(block_m=64, block_n=64)
+GOOD = Verdict(shared_bytes=1000, registers=255, spill_bytes=16, serialized=False)
+
+
+class Compiler:
+    """`compile_for` without a compiler: counts, and fails as it is told."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[TileConfig, str, bool]] = []
+        self.failure: str | None = None
+        self.cause: Exception | None = None
+
+    def __call__(self, rendered: RenderedKernel, arch: str) -> compiler.CompiledKernel:
+        self.asked.append((rendered.config, arch, rendered.aligned))
+        if self.failure is not None:
+            raise BuildFailed(self.failure) from self.cause
+        return compiler.CompiledKernel(
+            rendered=rendered,
+            arch=arch,
+            binary=b"",
+            shared_bytes=GOOD.shared_bytes,
+            registers=GOOD.registers,
+            spill_bytes=GOOD.spill_bytes,
+            scratch_pointers=0,
+            seconds=0.0,
+        )
+
+
+@pytest.fixture
+def compile_(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
+    one = Compiler()
+    monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(compiler, "compile_for", one)
+    return one
+
+
+def asked(arch: str = "sm_90", aligned: bool = True) -> Verdict | BuildFailed:
+    return verdict(PROBLEM, CONFIG, "fwd", arch, aligned=aligned)
+
+
+def files(tmp_path: Path) -> list[Path]:
+    return sorted((tmp_path / "cache").rglob("*.json"))
+
+
+def test_a_second_choice_compiles_nothing(compile_: Compiler) -> None:
+    first = pipeline.choose(PROBLEM, H200, "forward", may_compile=True)
+    assert [one[0] for one in compile_.asked] == [one.config for one in first.values()]
+    compile_.asked.clear()
+    again = pipeline.choose(PROBLEM, H200, "forward", may_compile=True)
+    assert again == first
+    assert not compile_.asked
+    assert all(used == GOOD for one in again.values() for used in one.tried.values())
+
+
+def test_one_verdict_is_about_one_kernel(compile_: Compiler, tmp_path: Path) -> None:
+    for _ in range(2):
+        assert [asked(), asked("sm_80"), asked(aligned=False)] == [GOOD] * 3
+    assert compile_.asked == [
+        (CONFIG, "sm_90", True),
+        (CONFIG, "sm_80", True),
+        (CONFIG, "sm_90", False),
+    ]
+    longer = AttentionProblem.parse("hq16 hkv4 q1000 d64 bf16 causal")
+    assert verdict(longer, CONFIG, "fwd", "sm_90", aligned=True) == GOOD
+    assert len(compile_.asked) == 3, "any batch, heads and lengths have the same kernel"
+    names = sorted(file.name for file in files(tmp_path))
+    assert names == ["fwd.sm_80.json", "fwd.sm_90.json", "fwd.sm_90.json"]
+
+
+def test_failures_are_remembered_if_the_compiler_would_fail_again(compile_: Compiler) -> None:
+    compile_.failure, compile_.cause = "no " * 400, OSError("no space left on device")
+    assert isinstance(asked(), BuildFailed)
+    compile_.cause = RuntimeError("PassManager::run failed")
+    first, again = asked(), asked()
+    assert len(compile_.asked) == 2, "what the machine lacked is asked again, and no more"
+    assert isinstance(first, BuildFailed)
+    assert isinstance(again, BuildFailed)
+    assert str(first).startswith(str(again))
+
+
+def test_another_triton_is_asked_again(
+    compile_: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked()
+    monkeypatch.setattr(verdicts, "installed", lambda package: "99.0")
+    asked()
+    asked()
+    assert len(compile_.asked) == 2
+    (file,) = files(tmp_path)
+    assert json.loads(file.read_text())["triton"] == "99.0"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"",
+        b"{",
+        b"[1]",
+        b'{"triton": 3}',
+        b"\xff\xfe",
+        b" " * (MAX_BYTES + 1),
+        b'{"spill_bytes": -1}',
+        b'{"spill_bytes": true}',
+        b'{"serialized": "no"}',
+        b'{"registers": 1e99}',
+        b'{"failed": 1}',
+    ],
+)
+def test_a_damaged_file_is_ignored_and_replaced(
+    damage: bytes, compile_: Compiler, tmp_path: Path
+) -> None:
+    asked()
+    (file,) = files(tmp_path)
+    whole = file.read_bytes()
+    if damage.startswith(b'{"') and damage.endswith(b"}") and b"triton" not in damage:
+        damage = json.dumps({**json.loads(whole), **json.loads(damage)}).encode()
+    file.write_bytes(damage)
+    assert asked() == GOOD
+    assert len(compile_.asked) == 2
+    assert file.read_bytes() == whole
+
+
+def test_a_pipe_in_the_place_of_a_file_holds_nobody_up(compile_: Compiler, tmp_path: Path) -> None:
+    asked()
+    (file,) = files(tmp_path)
+    file.unlink()
+    os.mkfifo(file)
+    assert asked() == GOOD
+
+
+def test_a_cache_for_reading_only_works(
+    compile_: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cache").write_bytes(b"no folder can be made here, whoever asks")
+    assert asked() == asked() == GOOD
+    assert len(compile_.asked) == 2
+    chosen = pipeline.choose(PROBLEM, H200, "forward", may_compile=True)
+    assert set(chosen) == {"fwd"}
+
+
+def test_verdicts_lie_in_folders_that_nobody_else_gets_into(
+    compile_: Compiler, tmp_path: Path
+) -> None:
+    before = os.umask(0)
+    try:
+        asked()
+    finally:
+        os.umask(before)
+    (file,) = files(tmp_path)
+    kernels = file.parent.parent
+    assert kernels == tmp_path / "cache" / "kernels"
+    assert kernels.stat().st_mode & 0o077 == 0

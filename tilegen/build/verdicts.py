@@ -1,0 +1,96 @@
+"""What the compiler says of kernels, remembered beside them: a later process that has to choose
+compiles nothing again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from subprocess import SubprocessError
+from typing import TYPE_CHECKING, Any
+
+from tilegen.disk import log
+from tilegen.emit.kernel_files import folder_of, kernel_digest, write_beside
+from tilegen.errors import BuildFailed, InvalidRecord, Unsupported
+from tilegen.store.fields import parse_json
+from tilegen.store.files import read_bytes, text_of
+from tilegen.store.versions import installed
+
+if TYPE_CHECKING:
+    from tilegen.emit.kernel_files import RenderedKernel
+    from tilegen.kernels.config import Kernel, TileConfig
+    from tilegen.problem import AttentionProblem
+
+MAX_BYTES = 4096
+"""A file has about 150 bytes, and the message of a failure at most 500."""
+MAX_MESSAGE = 500
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """What the compiler says a kernel uses; as much of a `CompiledKernel` as choosing needs."""
+
+    shared_bytes: int
+    registers: int
+    spill_bytes: int
+    serialized: bool
+
+
+def verdict(
+    problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: str, *, aligned: bool
+) -> Verdict | BuildFailed:
+    """Return what compiling a kernel in this process gives, or gave in an earlier one with the same
+    version of Triton. Raises Unsupported where nothing can be compiled."""
+    digest = kernel_digest(problem, config, kernel, aligned)
+    path = folder_of(digest) / f"{kernel}.{arch}.json"
+    triton = installed("triton")
+    if (known := _read(path, triton)) is not None:
+        return known
+    from tilegen.emit.render import render  # loads Jinja and SymPy
+
+    found, lasts = _compiled(render(problem, config, kernel, aligned=aligned), arch)
+    if lasts:
+        failed = str(found)[:MAX_MESSAGE] if isinstance(found, BuildFailed) else ""
+        used = {} if isinstance(found, BuildFailed) else asdict(found)
+        values = {"triton": triton, "failed": failed, **used}
+        with contextlib.suppress(Unsupported):  # the folder may be for reading only
+            write_beside(path, f"{json.dumps(values)}\n".encode())
+    return found
+
+
+def _compiled(rendered: RenderedKernel, arch: str) -> tuple[Verdict | BuildFailed, bool]:
+    """Return what compiling gives, and whether it would give the same again."""
+    from tilegen.build.compiler import compile_for
+
+    try:
+        built = compile_for(rendered, arch)
+    except BuildFailed as error:
+        passing = isinstance(error.__cause__, OSError | MemoryError | SubprocessError)
+        return BuildFailed(str(error)), not passing
+    return Verdict(
+        shared_bytes=built.shared_bytes,
+        registers=built.registers,
+        spill_bytes=built.spill_bytes,
+        serialized=built.serialized,
+    ), True
+
+
+def _read(path: Path, triton: str) -> Verdict | BuildFailed | None:
+    """Return what a file says; None if there is none, for another Triton, or if it is damaged."""
+    try:
+        if (data := read_bytes(path, MAX_BYTES)) is None:
+            return None
+        fields = parse_json(text_of(data))
+        if fields.text("triton", longest=80) != triton:
+            return None
+        if failed := fields.text("failed", longest=MAX_MESSAGE):
+            return BuildFailed(failed)
+        sizes: dict[str, Any] = {
+            name: fields.integer(name, 0, 2**31)
+            for name in ("shared_bytes", "registers", "spill_bytes")
+        }
+        return Verdict(**sizes, serialized=fields.flag("serialized"))
+    except InvalidRecord as error:
+        log.debug("verdict %s is damaged (%s); asked again", path, error)
+        return None

@@ -1,0 +1,42 @@
+"""What passes between the steps of the pipeline: configs that are ranked, and the one chosen."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from tilegen.errors import BuildFailed
+from tilegen.kernels.config import Kernel, TileConfig
+
+if TYPE_CHECKING:
+    from tilegen.build.acceptable import Usage
+    from tilegen.model.estimate import Candidate
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """The configs to use for one kernel, best first, and where they come from."""
+
+    kernel: Kernel
+    configs: tuple[TileConfig, ...]
+    origin: Literal["agreement", "record", "tuning", "model"]
+    source: str
+    """For people: the file of a record, or how else the configs are known."""
+    candidates: tuple[Candidate, ...] = ()
+    """The model's reasons, where the configs are its own."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chosen:
+    """The config to use for one kernel."""
+
+    config: TileConfig
+    ranked: Ranked
+    tried: Mapping[TileConfig, Usage | BuildFailed] = field(default_factory=dict)
+    """What compiling gave, for the configs that were compiled."""
+
+    @property
+    def source(self) -> str:
+        """Where the config comes from, for people."""
+        return self.ranked.source

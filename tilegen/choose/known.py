@@ -1,0 +1,90 @@
+"""What is known of a problem's kernels without the model: what all ranks agreed on, what records
+say, and what a call may tune."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Literal
+
+from tilegen.choose.agreement import agreed
+from tilegen.disk import say_once
+from tilegen.emit.kernel_files import template_digest
+from tilegen.errors import TilegenError
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.measure import DeviceLost
+from tilegen.problem import AttentionProblem
+from tilegen.settings import settings
+from tilegen.store import TuningRecord, current_versions, look_up
+
+if TYPE_CHECKING:
+    from tilegen.gpus.spec import GpuSpec
+    from tilegen.store import Found
+
+TUNE_SECONDS = 30.0
+"""Seconds per kernel, where TILEGEN_TUNE=1 lets a call tune."""
+
+
+class Known:
+    """What is known of one problem on one GPU; each record is read once.
+
+    With `deterministic` (default: TILEGEN_DETERMINISTIC) nothing is tuned, and a shared location
+    that does not answer raises Unreachable: then all who see the same records choose alike.
+    """
+
+    def __init__(
+        self, problem: AttentionProblem, gpu: GpuSpec, *, deterministic: bool | None = None
+    ) -> None:
+        self.problem, self.gpu = problem.normal(), gpu
+        self._deterministic = settings().deterministic if deterministic is None else deterministic
+        self._own: dict[Kernel, Found | None] = {}
+
+    def agreed(self, kernel: Kernel) -> TileConfig | None:
+        """Return the config that all ranks have agreed on, None if they have not."""
+        return agreed(self.problem, self.gpu, kernel)
+
+    def own(self, kernel: Kernel) -> Found | None:
+        """Return the record of this very GPU model."""
+        if kernel not in self._own:
+            self._own[kernel] = self._look(kernel, borrow=False)
+        return self._own[kernel]
+
+    def borrowed(self, kernel: Kernel) -> Found | None:
+        """Return the record of the nearest other GPU model of the same architecture."""
+        return self._look(kernel, borrow="only")
+
+    def seconds(self, kernel: Kernel) -> float | None:
+        """Return the time that was measured on this GPU model, None where there is none."""
+        found = self.own(kernel)
+        median = found and found.record.measurement.median_us
+        return None if median is None else 1e-6 * median
+
+    def tuned(self, kernel: Kernel) -> TileConfig | None:
+        """Return what tuning finds now, None where TILEGEN_TUNE=1 is not set or it cannot be
+        done."""
+        if self._deterministic or not settings().tune:
+            return None
+        from tilegen.tuning.tuner import tune_once
+
+        def known() -> TuningRecord | None:
+            return (found := self._look(kernel, borrow=False)) and found.record
+
+        tune: Callable[..., TuningRecord] = partial(tune_once, self.problem.bucket, self.gpu)
+        try:
+            return tune(kernel=kernel, seconds=TUNE_SECONDS, known=known).config
+        except DeviceLost:
+            raise
+        except TilegenError as error:  # a call that cannot be tuned for can still be computed
+            say_once(f"not tuned, taking the best known: {error}")
+            return None
+
+    def _look(self, kernel: Kernel, *, borrow: bool | Literal["only"]) -> Found | None:
+        return look_up(
+            self.problem,
+            self.gpu,
+            kernel,
+            versions=current_versions(),
+            template_digest=template_digest(kernel),
+            borrow=borrow,
+            strict=self._deterministic,
+        )

@@ -1,0 +1,84 @@
+"""Dilated masks in normal form: rows and columns regrouped by their remainder.
+
+`(q - k) % step == 0` keeps one pair in `step`, spread over every tile. Put those with the same
+remainder side by side, and each group attends within itself, under the rest of the mask at a
+step-th of its distances: `step` times fewer tiles, all as full as the rest of the mask leaves them.
+The groups are batch entries. `AttentionProblem.normal` rewrites problems so, and calls do the same
+to their tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import Any
+
+from tilegen.masks.mask import And, Causal, Full, Mask, SlidingWindow, intersect
+from tilegen.masks.usual import Dilated, KvPrefix
+from tilegen.masks.values import Values, power_of_two_near
+
+MAX_GROUPS = 2**20
+"""Groups of all batch entries together: as many as a batch may have entries."""
+
+
+def step_of(mask: Mask, score: str, batch: int) -> int:
+    """Return the step by which a call can be regrouped; 1 where it cannot.
+
+    The rest of the mask must be causal and windows from the top left, and the score's text must not
+    know where in the sequence it is.
+    """
+    parts = mask.parts if isinstance(mask, And) else (mask,)
+    steps = [part.step for part in parts if isinstance(part, Dilated)]
+    if len(steps) != 1 or batch * steps[0] > MAX_GROUPS:
+        return 1
+    if re.search(r"\b(b|q|k|seqlen_q|seqlen_kv)\b", score):
+        return 1
+    within = (_within_group(part, steps[0]) for part in parts)
+    return 1 if any(part is None for part in within) else steps[0]
+
+
+def grouped_mask(mask: Mask, step: int, seqlen_kv: int, groups: int, device: Any = None) -> Mask:
+    """Return the mask within a group, `groups` of which (a multiple of step) are a batch.
+
+    Without a device the mask is a stand-in where it reads how many columns each group has.
+    """
+    parts = mask.parts if isinstance(mask, And) else (mask,)
+    within = [one for part in parts if (one := _within_group(part, step)) is not None]
+    if seqlen_kv % step:  # later groups have a column less
+        within.append(_columns(seqlen_kv, step, groups, device))
+    return intersect(*within)
+
+
+def grouped_length(length: int, step: int) -> int:
+    """Return the rows or columns of the longest group."""
+    return -(-length // step)
+
+
+def _within_group(part: Mask, step: int) -> Mask | None:
+    """Return a part of a mask at the distances within a group; None if it has no such."""
+    match part:
+        case Full() | Dilated():
+            return Full()
+        case Causal(alignment="top_left"):
+            return part
+        case SlidingWindow(left=int() | None as left, right=int() | None as right):
+            if part.alignment != "top_left":
+                return None
+            left, right = (None if side is None else side // step for side in (left, right))
+            return SlidingWindow(left, right)
+        case _:
+            return None
+
+
+@lru_cache(maxsize=64)
+def _columns(seqlen_kv: int, step: int, groups: int, device: Any) -> Mask:
+    """Return `k < columns of the group`."""
+    each = [grouped_length(seqlen_kv - remainder, step) for remainder in range(step)]
+    # All lengths of a bucket have one stand-in: groups as long as the bucket's.
+    values = Values(axes="b", typical=power_of_two_near(max(each)))
+    if device is not None:
+        import torch
+
+        lengths = torch.tensor(each * (groups // step), dtype=torch.int32, device=device)
+        values = Values(axes="b", typical=values.typical, tensor=lengths)
+    return KvPrefix(values)
