@@ -21,7 +21,7 @@ from tilegen.choose import agreement, known
 from tilegen.choose.families import family
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.kernels.registry import FAMILIES
+from tilegen.kernels.registry import FAMILIES, KERNELS
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import dispatch
 from tilegen.store import save
