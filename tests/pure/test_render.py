@@ -160,7 +160,7 @@ def test_integers_are_not_specialised_on() -> None:
 
 
 def test_template_digest_covers_what_jinja_reaches() -> None:
-    env = environment()
+    env = environment(resources.data_dir("templates"))
     for kernel in LARGE_CACHE:
         text = (resources.data_dir("templates") / f"attention_{kernel}.py.jinja").read_text()
         reached = set(jinja2.meta.find_referenced_templates(env.parse(text)))
@@ -180,7 +180,7 @@ def test_templates_follow_their_rules() -> None:
 
 def test_a_misspelt_name_raises() -> None:
     with pytest.raises(jinja2.UndefinedError):
-        environment().from_string("{{ no_such_name }}").render()
+        environment(resources.data_dir("templates")).from_string("{{ no_such_name }}").render()
 
 
 @pytest.mark.parametrize(

@@ -83,7 +83,11 @@ def family(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> Fam
     """Return the family predicted to be fastest. Raises Unsupported where none fits."""
     head_dim = max(problem.head_dim_qk, problem.head_dim_v)
     if gpu.on_chip_bytes / problem.element_bytes >= CLEARLY_LARGE * head_dim**2:
-        small = [name for name, one in FAMILIES[direction].items() if not one.large_heads_only]
+        small = [
+            name
+            for name, one in FAMILIES[direction].items()
+            if not one.large_heads_only and not one.why_not(problem, gpu.arch)
+        ]
         if len(small) == 1:
             return small[0]
     return ranked_families(problem.bucket, gpu, direction)[0][0]
@@ -103,8 +107,8 @@ def ranked_families(
     found: list[tuple[bool, float, Family]] = []
     trouble: list[str] = []
     for name, spec in FAMILIES[direction].items():
-        if not spec.runs_on(gpu.arch):
-            trouble.append(f"{name} needs another GPU than {gpu.name} ({gpu.arch})")
+        if reason := spec.why_not(problem, gpu.arch):
+            trouble.append(reason)
             continue
         try:
             best: list[Candidate] = [

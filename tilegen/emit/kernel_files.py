@@ -84,19 +84,28 @@ def kernel_digest(
 def digest_of_kind(kind: str, config: TileConfig, kernel: Kernel, aligned: bool) -> str:
     """Return the digest of a kernel for all problems that a notation is the representative of."""
     request = [kind, config.key, kernel, aligned, _generator_digest()]
+    if KERNELS[kernel].folder:  # with templates that are not among those of tilegen
+        request.append(template_digest(kernel))
     return hashlib.sha256(json.dumps(request).encode()).hexdigest()[:16]
+
+
+def template_folders(kernel: Kernel) -> list[Path]:
+    """Return where a kernel's template is looked for, and those that it imports."""
+    own = KERNELS[kernel].folder
+    return [*([own] if own else []), resources.data_dir("templates")]
 
 
 @lru_cache(maxsize=16)
 def template_digest(kernel: Kernel) -> str:
     """Return the hex digest of a kernel's template, all templates it reaches, and the environment's
     options."""
-    folder = resources.data_dir("templates")
+    folders = template_folders(kernel)
     names, reached = [KERNELS[kernel].template], dict[str, str]()
     while names:
         name = names.pop()
         if name not in reached:
-            reached[name] = (folder / name).read_text(encoding="utf-8")
+            file = next(one / name for one in folders if (one / name).is_file())
+            reached[name] = file.read_text(encoding="utf-8")
             names += re.findall(
                 r'{%-?\s*(?:import|from|include|extends)\s+"([^"]+)"', reached[name]
             )

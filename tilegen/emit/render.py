@@ -10,11 +10,11 @@ import math
 import re
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import jinja2
 
-from tilegen import resources
 from tilegen.emit.arguments import Arguments
 from tilegen.emit.kernel_files import (
     RenderedKernel,
@@ -23,6 +23,7 @@ from tilegen.emit.kernel_files import (
     rows_are_aligned,
     stride_unit,
     template_digest,
+    template_folders,
 )
 from tilegen.kernels.arguments import SINKS
 from tilegen.kernels.config import Kernel, TileConfig, head_dim_chunks
@@ -81,7 +82,7 @@ def render(
     check_config(config, kernel)
     if aligned is None:
         aligned = rows_are_aligned(problem)
-    template = environment().get_template(KERNELS[kernel].template)
+    template = environment(*template_folders(kernel)).get_template(KERNELS[kernel].template)
     whole, problem = problem, replace(problem, mask=problem.mask.general)
     context = _context(problem, config, kernel, aligned)
     source = re.sub(r"\n{4,}", "\n\n\n", template.render(context)).strip() + "\n"
@@ -97,11 +98,12 @@ def render(
     )
 
 
-@lru_cache(maxsize=1)
-def environment() -> jinja2.Environment:
-    """Return the Jinja environment of the templates; a misspelt name raises when rendered."""
+@lru_cache(maxsize=8)
+def environment(*folders: Path) -> jinja2.Environment:
+    """Return the Jinja environment of templates in some folders; a misspelt name raises when
+    rendered."""
     return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(str(resources.data_dir("templates"))),
+        loader=jinja2.FileSystemLoader([str(one) for one in folders]),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

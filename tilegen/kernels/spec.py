@@ -11,10 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from tilegen.kernels.arguments import Argument, Line
 from tilegen.kernels.config import BLOCK_SIZES, NUM_STAGES, NUM_WARPS
+
+if TYPE_CHECKING:
+    from tilegen.problem import AttentionProblem
 
 Direction = Literal["forward", "backward"]
 Side = Literal["rows", "columns"]
@@ -200,6 +203,15 @@ class FamilySpec:
         """The names of its kernels, in the order of their launches."""
         return tuple(kernel.name for kernel in self.kernels)
 
-    def runs_on(self, arch: str) -> bool:
-        """Whether an architecture has all that its kernels need."""
-        return all(not one.requires or arch in one.requires for one in self.kernels)
+    def why_not(self, problem: AttentionProblem, arch: str) -> str:
+        """Return why the family cannot compute a problem on an architecture; empty if it can."""
+        for one in self.kernels:
+            if one.requires and arch not in one.requires:
+                return f"{one.name} needs {' or '.join(one.requires)}, not {arch}"
+        score = problem.score
+        if score and score.changes and not any(one.computes_scores for one in self.kernels):
+            return f"{self.name} does not change scores"
+        sinks = score and score.sinks and self.direction == "forward"
+        if sinks and not any(one.has_sinks for one in self.kernels):
+            return f"{self.name} has no sinks"
+        return ""

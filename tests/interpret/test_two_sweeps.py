@@ -1,0 +1,51 @@
+"""A family that only tests know computes attention, and moves what its record says."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.two_sweeps import FWD_TWO_SWEEPS, registered
+from tilegen import gpu
+from tilegen.check import interpreter
+from tilegen.check.reference import make_inputs
+from tilegen.check.verification import require, verify
+from tilegen.emit.kernel_files import load
+from tilegen.emit.render import render
+from tilegen.kernels.config import TileConfig
+from tilegen.model.traffic import traffic
+from tilegen.problem import AttentionProblem
+from tilegen.tuning.bench import Timed, check_config
+
+NAME = FWD_TWO_SWEEPS.name
+CONFIG = TileConfig(block_m=32, block_n=32)
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    with registered(alone=True):
+        yield
+
+
+@pytest.mark.parametrize("mask", ["causal", "window(9,30)", "prefix_lm(20)"])
+def test_it_is_right_and_moves_what_its_record_says(mask: str) -> None:
+    problem = AttentionProblem.parse(f"b1 hq2 hkv1 q100 kv77 d40/24 fp16 {mask}")
+    require(verify(problem, {NAME: CONFIG}))
+    assert check_config(problem, NAME, CONFIG) is None
+    x = make_inputs(problem)
+    launch = load(render(problem, CONFIG, NAME, aligned=False)).launch
+    with interpreter.count_traffic() as found:
+        launch(x.q, x.k, x.v, 0.1)
+    expected = traffic(problem, CONFIG, NAME)
+    assert (found.read_bytes, found.write_bytes) == (expected.read_bytes, expected.write_bytes)
+
+
+def test_it_is_right_where_tiles_are_listed() -> None:
+    problem = AttentionProblem.parse("b1 hq2 hkv1 q100 kv77 d40/24 fp16 dilated(3)")
+    require(verify(problem, {NAME: CONFIG}))
+
+
+def test_the_tuner_runs_it() -> None:
+    problem = AttentionProblem.parse("b1 hq2 hkv1 q40 kv50 d16 fp16 causal")
+    Timed.of(problem, NAME, "cpu", gpu("h200")).runs(CONFIG)()

@@ -1,0 +1,103 @@
+"""A family of kernels is a module, its template and a line that registers it: one that tilegen does
+not have is proposed, rendered, explained, tuned, bundled and launched like its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.bundles import StandIn, not_compiled
+from tests.conftest import CheckGolden
+from tests.records import H200, PROBLEM
+from tests.replay import Replay, stored
+from tests.two_sweeps import FWD_TWO_SWEEPS, registered
+from tilegen.bundles.launch import launch_of
+from tilegen.choose.families import kernels_of, ranked_families
+from tilegen.choose.ranking import propose, search_space
+from tilegen.emit.render import render
+from tilegen.errors import Unsupported
+from tilegen.explaining.explanation import explain_all
+from tilegen.explaining.text import lines_of_all
+from tilegen.kernels.config import TileConfig
+from tilegen.kernels.registry import KERNELS
+from tilegen.masks.score import softcap
+from tilegen.model.traffic import traffic
+from tilegen.tuning.tuner import tune
+
+NAME = FWD_TWO_SWEEPS.name
+CONFIG = TileConfig(block_m=64, block_n=32)
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> Iterator[None]:
+    with registered():
+        yield
+    assert NAME not in KERNELS
+
+
+def test_it_is_proposed_within_its_knobs_and_ranked_with_the_others() -> None:
+    ranked = propose(PROBLEM, H200, kernel=NAME, top=5)
+    assert len(ranked) == 5
+    for one in (*(each.config for each in ranked), *search_space(PROBLEM, H200, NAME)):
+        assert one.block_n in (32, 64)
+        assert one.num_stages <= 2
+    seconds = dict(ranked_families(PROBLEM, H200, "forward"))
+    assert seconds["two_sweeps"] > seconds["q_stationary"], "it reads and multiplies more"
+    assert kernels_of(PROBLEM, H200, "forward") == ("fwd",)
+    with registered(alone=True):
+        assert kernels_of(PROBLEM, H200, "forward") == (NAME,)
+
+
+def test_it_is_not_asked_for_what_it_cannot_do() -> None:
+    capped = replace(PROBLEM, score=softcap(20.0).form)
+    assert "two_sweeps" not in dict(ranked_families(capped, H200, "forward"))
+    with registered(alone=True), pytest.raises(Unsupported, match="two_sweeps does not change"):
+        kernels_of(capped, H200, "forward")
+
+
+def test_it_is_rendered(golden: CheckGolden) -> None:
+    rendered = render(PROBLEM, CONFIG, NAME)
+    golden(rendered.source)
+    names = [name for name, _ in rendered.signature]
+    assert names == [name for name, _ in render(PROBLEM, CONFIG, "fwd").signature]
+
+
+def test_its_traffic_and_its_choice_are_explained() -> None:
+    two, one = (traffic(PROBLEM, CONFIG, name) for name in (NAME, "fwd"))
+    rows = PROBLEM.batch * PROBLEM.num_heads_q * PROBLEM.seqlen_q
+    assert two.write_bytes == one.write_bytes
+    assert one.read_bytes < two.read_bytes < 2 * one.read_bytes + rows
+    with registered(alone=True):
+        (told,) = explain_all(PROBLEM, H200, [NAME])
+    text = "\n".join(lines_of_all([told], with_passes=True))
+    assert NAME in text
+    assert "2*H_kv*V_kv*d_qk" in text.replace(" ", "") or "2*V_kv" in text.replace(" ", "")
+
+
+def test_it_is_tuned_from_a_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
+    space = search_space(PROBLEM, H200, NAME)
+    table: dict[str, float | str] = {c.key: 900.0 + 90 * i for i, c in enumerate(reversed(space))}
+    tune(PROBLEM, H200, kernel=NAME, measure=Replay(table), progress=False)
+    found = stored(tmp_path)
+    assert (found.kernel, found.config) == (NAME, space[-1])
+
+
+def test_its_binary_is_launched_as_its_record_says() -> None:
+    rendered = render(PROBLEM, CONFIG, NAME)
+    binary = not_compiled(rendered)
+    seen: list[tuple[int, list[Any]]] = []
+    launch = launch_of(binary, lambda: StandIn(binary, lambda *one: seen.append(one)))
+    q, k = (torch.zeros(1, h, 300, 128, dtype=torch.bfloat16) for h in (8, 2))
+    out, lse = launch(q, k, k, 0.5)
+    ((grid, values),) = seen
+    assert grid == 5 * 8
+    named = dict(zip((name for name, _ in binary.arguments), values, strict=True))
+    assert named["out_ptr"] == out.data_ptr()
+    assert named["lse_ptr"] == lse.data_ptr()
+    assert (named["seqlen_q"], named["num_heads_q"]) == (300, 8)

@@ -1,0 +1,74 @@
+"""A family of kernels that nothing but tests knows: this module, its template beside it, a golden,
+and one line that registers it.
+
+It computes a forward in two sweeps over the keys: maxima and sums first, then the output.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tilegen.choose.families import ranked_families
+from tilegen.kernels.panels import Launch
+from tilegen.kernels.q_stationary import ARGUMENTS, FLOOR
+from tilegen.kernels.registry import FORWARD, KERNELS, register
+from tilegen.kernels.spec import FamilySpec, KernelSpec, Knobs, Whole, read, write
+
+FWD_TWO_SWEEPS = KernelSpec(
+    name="fwd_two_sweeps",
+    title="Attention forward in two sweeps: out and lse.",
+    given=("q", "k", "v", "softmax_scale"),
+    made=("out", "lse"),
+    lines=ARGUMENTS,
+    grid=(("seqlen_q", "block_m"), ("num_heads_q", 1), ("batch", 1)),
+    loop=Whole(
+        keeps=("q",),
+        streams=("k", "v"),
+        accumulates=("out",),
+        products=("qk", "qk", "v"),  # S in either sweep; O += P V
+        score_tiles=1,
+    ),
+    traffic=(
+        read("q", "g*N_q*d_qk"),
+        read("k", "2*g*V_kv*d_qk"),
+        read("v", "g*V_kv*d_v"),
+        write("out", "g*N_q*d_v"),
+        write("lse", "g*N_q", fp32=True),
+    ),
+    floor=FLOOR,
+    shows=("out", "lse"),
+    knobs=Knobs(block_m=(16, 32, 64, 128), block_n=(32, 64), num_stages=(1, 2)),
+    like="fwd",
+    folder=Path(__file__).parent,
+)
+
+
+def run(
+    launch: Mapping[str, Launch], q: Any, k: Any, v: Any, scale: float, *, panel_rows: int
+) -> Any:
+    """Return (out, lse)."""
+    return launch[FWD_TWO_SWEEPS.name](q, k, v, scale)
+
+
+TWO_SWEEPS = FamilySpec(name="two_sweeps", direction="forward", kernels=(FWD_TWO_SWEEPS,), run=run)
+
+
+@contextmanager
+def registered(*, alone: bool = False) -> Iterator[None]:
+    """Have tilegen know the family while the context lasts; with `alone` no other forward."""
+    families, kernels = dict(FORWARD), dict(KERNELS)
+    if alone:
+        FORWARD.clear()
+    register(TWO_SWEEPS)
+    ranked_families.cache_clear()
+    try:
+        yield
+    finally:
+        FORWARD.clear()
+        FORWARD.update(families)
+        KERNELS.clear()
+        KERNELS.update(kernels)
+        ranked_families.cache_clear()
