@@ -229,8 +229,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 _KNOWN = (
     *(sympy.Add, sympy.Mul, sympy.Pow, sympy.Mod, sympy.floor, sympy.ceiling, sympy.sign),
     *(sympy.Abs, sympy.Max, sympy.Min, *ELEMENTARY.values(), *BITS.values()),
-    *(sympy.Eq, sympy.Ne, sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt, sympy.And, sympy.Or, sympy.Not),
-    *(sympy.Xor, sympy.Equivalent, sympy.ITE, sympy.Implies, Where),
+    *(sympy.Eq, sympy.Ne, sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt),
+    *(sympy.And, sympy.Or, sympy.Not, Where),
 )
 
 
@@ -272,8 +272,6 @@ def _one(expr: sympy.Basic, known: dict[sympy.Basic, sympy.Basic]) -> sympy.Basi
         return expr
     if isinstance(expr, Lookup):
         return _lookup(expr, known)
-    if isinstance(expr, sympy.Piecewise):
-        return _piecewise(expr, known)
     if isinstance(expr, sympy.Expr) and expr.is_number:
         return _constant(expr)
     if not isinstance(expr, _KNOWN):
@@ -309,8 +307,6 @@ def _one(expr: sympy.Basic, known: dict[sympy.Basic, sympy.Basic]) -> sympy.Basi
             if left.is_integer and right.is_integer:
                 return sympy.Mod(left, right)
             return left - right * sympy.floor(left / right)
-        case sympy.Xor() | sympy.Equivalent() | sympy.ITE() | sympy.Implies():
-            return _normalise(expr.func(*args).to_nnf(simplify=False), known)
         case _:
             return expr.func(*args)
 
@@ -344,15 +340,6 @@ def _lookup(expr: Lookup, known: dict[sympy.Basic, sympy.Basic]) -> sympy.Basic:
                 f"expected an integer index, got {part} in {expr}; use // or `.to(torch.int32)`"
             )
     return Lookup(expr.args[0], *index)
-
-
-def _piecewise(expr: sympy.Piecewise, known: dict[sympy.Basic, sympy.Basic]) -> sympy.Basic:
-    if expr.args[-1].cond != sympy.true:
-        raise Unsupported(f"expected a value in every case, got {expr}")
-    result = _normalise(expr.args[-1].expr, known)
-    for case in reversed(expr.args[:-1]):
-        result = Where(_normalise(case.cond, known), _normalise(case.expr, known), result)
-    return result
 
 
 def _constant(expr: sympy.Expr) -> sympy.Expr:

@@ -49,11 +49,28 @@ from tilegen.masks.language.spelling import (
     factors,
     spelt_sum,
 )
-from tilegen.masks.language.symbols import Lookup, is_condition, reads, slot_of
+from tilegen.masks.language.symbols import (
+    SEQLEN_KV,
+    SEQLEN_Q,
+    B,
+    H,
+    K,
+    Lookup,
+    Q,
+    S,
+    is_condition,
+    reads,
+    slot_of,
+)
 from tilegen.masks.language.triton_functions import log1p, tanh
 
 FP32_TINY, FP32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
+NAMES: dict[sympy.Basic, str] = {
+    **{B: "batch", H: "head", Q: "q_idx", K: "k_idx", S: "s"},
+    **{SEQLEN_Q: "seqlen_q", SEQLEN_KV: "seqlen_kv"},
+}
+"""What kernels call the symbols of a pair."""
 _BITWISE = {BitAnd: "&", BitOr: "|", BitXor: "^"}
 _RELATIONS = RELATIONS | {sympy.Ge: ">=", sympy.Gt: ">"}
 
