@@ -40,6 +40,11 @@ MAX_SHIFT = 62
 """Largest shift; integers have 64 bits."""
 
 
+def _of_both(fact: str) -> Callable[[sympy.Basic], bool | None]:
+    """Return what SymPy asks of a choice: a fact that holds where it does for both branches."""
+    return lambda choice: all(getattr(branch, fact) for branch in choice.args[1:]) or None
+
+
 class Where(sympy.Expr):
     """`Where(c, a, b)`: a where c holds, b elsewhere.
 
@@ -58,24 +63,11 @@ class Where(sympy.Expr):
             return otherwise
         return super().__new__(cls, condition, then, otherwise)
 
-    def _both(self, fact: str) -> bool | None:
-        values = {getattr(branch, fact) for branch in self.args[1:]}
-        return True if values == {True} else None
-
-    def _eval_is_integer(self) -> bool | None:
-        return self._both("is_integer")
-
-    def _eval_is_real(self) -> bool | None:
-        return self._both("is_real")
-
-    def _eval_is_extended_real(self) -> bool | None:
-        return self._both("is_extended_real")
-
-    def _eval_is_nonnegative(self) -> bool | None:
-        return self._both("is_nonnegative")
-
-    def _eval_is_positive(self) -> bool | None:
-        return self._both("is_positive")
+    _eval_is_integer = _of_both("is_integer")
+    _eval_is_real = _of_both("is_real")
+    _eval_is_extended_real = _of_both("is_extended_real")
+    _eval_is_nonnegative = _of_both("is_nonnegative")
+    _eval_is_positive = _of_both("is_positive")
 
     def _eval_derivative(self, symbol: sympy.Symbol) -> sympy.Expr:
         condition, then, otherwise = self.args
