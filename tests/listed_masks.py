@@ -60,8 +60,6 @@ MEANING: dict[Any, Callable[..., Any]] = {
     sympy.And: lambda *x: reduce(np.logical_and, x),
     sympy.Or: lambda *x: reduce(np.logical_or, x),
     sympy.Not: np.logical_not,
-    sympy.Xor: lambda *x: reduce(np.logical_xor, x),
-    sympy.ITE: np.where,
     Where: np.where,
     sympy.sign: np.sign,
     sympy.exp: np.exp,
@@ -94,9 +92,6 @@ def dense(keep: Any, captured: list[torch.Tensor], shape: TiledShape) -> NDArray
             return values[expr]
         if isinstance(expr, Lookup):
             return look_up(expr.args[0], *map(value, expr.args[1:]))
-        if isinstance(expr, sympy.Piecewise):
-            (one, condition), (other, _) = expr.args
-            return np.where(value(condition), value(one), value(other))
         if expr.is_Mul:  # a third of 3 is 1, whatever the order
             numerator, denominator = expr.as_numer_denom()
             factors = numerator.args if numerator.is_Mul else [numerator]

@@ -170,18 +170,13 @@ def test_long_chains_are_no_nesting() -> None:
         (sympy.Integral(S, (S, 0, Q)) + S, "Integral"),
         (Lookup(T0, S), "t0"),
         (S**200, "200"),
-        (sympy.Piecewise((S, K < Q)), "Piecewise"),
+        (sympy.Piecewise((S, K < Q), (0, True)), "Piecewise"),
     ],
     ids=str,
 )
 def test_what_has_no_text_is_named(expr: Any, term: str) -> None:
     with pytest.raises(Unsupported, match=term):
         to_text(expr)
-
-
-def test_piecewise_and_logic_have_plain_texts() -> None:
-    assert to_text(sympy.Piecewise((S, K < Q), (0, True))) == "where(k<q,s,0)"
-    assert to_text(sympy.Xor(K < Q, H < 3)) == "((3<=h)|(q<=k))&((h<3)|(k<q))"
 
 
 def test_texts_do_not_depend_on_the_hash_seed() -> None:

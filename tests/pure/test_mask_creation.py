@@ -44,7 +44,7 @@ def test_failures_are_rows(error: Exception, status: str, monkeypatch: pytest.Mo
     def fail(*_: Any, **__: Any) -> None:
         raise error
 
-    monkeypatch.setattr(tile_lists, "build", fail)
+    monkeypatch.setattr(tile_lists, "lists_of", fail)
     creation = measure(cases()["documents"], "tilegen", 128, "cpu")
     assert creation.status == status
     assert type(error).__name__ in creation.detail

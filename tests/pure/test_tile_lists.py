@@ -46,7 +46,7 @@ OPERATIONS: list[Callable[[Any, Any, Any], Any]] = [
     lambda a, b, c: sympy.Mod(a, c),
     lambda a, b, c: Lookup(IDS, a),
     lambda a, b, c: Lookup(LAYOUT, a, b),
-    lambda a, b, c: sympy.Piecewise((a, a < c), (b, True)),
+    lambda a, b, c: Where(a < c, a, b),
 ]
 COMPARISONS = [sympy.Lt, sympy.Le, sympy.Gt, sympy.Ge, sympy.Eq, sympy.Ne]
 SPECIAL = [
@@ -83,9 +83,11 @@ def predicates(draw: st.DrawFn, depth: int = 2) -> Any:
         case 7:
             return sympy.Or(*map(draw, parts[:2]))
         case 8:
-            return sympy.Not(sympy.Xor(*map(draw, parts[:2])))
+            left, right = map(draw, parts[:2])
+            return (left & right) | (~left & ~right)
         case _:
-            return sympy.ITE(*map(draw, parts))
+            condition, then, otherwise = map(draw, parts)
+            return (condition & then) | (~condition & otherwise)
 
 
 SHAPES = st.builds(

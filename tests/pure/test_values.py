@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import sympy
 import torch
 
 import tilegen
@@ -25,6 +26,8 @@ from tilegen.masks import (
     sliding_window,
     values,
 )
+from tilegen.masks.language.evaluation import evaluate
+from tilegen.masks.language.symbols import K, Q, captured_name
 from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import tensors_of
 from tilegen.problem import AttentionProblem
@@ -194,3 +197,28 @@ def test_typical_tensors_fit_where_the_real_ones_did() -> None:
         assert mask.stand_in == parse_mask(text)
         tensors_of(mask, SHAPE, CPU)
         assert dense_mask(mask, 20, 30, batch=2, heads=4).any()
+
+
+# --------------------------------------------------------------------------------------------------
+# As expressions read them
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_values_are_read_beside_tensors_as_expressions_read_them(seed: int) -> None:
+    """What is negative counts from the end, and 0 lies beyond: in the reference as in kernels."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, columns, count = torch.randint(1, 9, (3,), generator=generator).tolist()
+    sparse: Any = block_sparse(torch.rand(rows, columns, generator=generator) < 0.5, 4)
+    numbers = values(torch.randint(-9, 9, (count,), generator=generator), "k")
+    q, k = torch.arange(24)[:, None], torch.arange(24)
+    zero = torch.tensor(0)
+    for value, read in (
+        (sparse.layout, lambda q, k: sparse.layout.look_up((0, 0), q - 12, k - 12)),
+        (numbers, lambda q, k: numbers.at(0, 0, q, k - 12)),
+    ):
+        named = sympy.sympify(read(Q, K)).xreplace({value.symbol: captured_name(0, value.kind)})
+        at = {"b": zero, "h": zero, "q": q, "k": k, "seqlen_q": 24, "seqlen_kv": 24}
+        expected = evaluate(named, [value.tensor], **at)
+        assert torch.equal(read(q, k).to(expected.dtype).expand_as(expected), expected)
+        assert (expected != 0).any()
+        assert (expected[..., 0] == 0).all(), "beyond the end"

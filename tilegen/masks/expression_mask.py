@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -18,17 +18,7 @@ from sympy.core.relational import Relational
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.comparison import Comparison, comparison_of
 from tilegen.masks.language.evaluation import evaluate
-from tilegen.masks.language.symbols import (
-    SEQLEN_KV,
-    SEQLEN_Q,
-    B,
-    H,
-    K,
-    Lookup,
-    Q,
-    S,
-    is_condition,
-)
+from tilegen.masks.language.symbols import PAIR, B, K, Lookup, Q, S, is_condition
 from tilegen.masks.language.texts import from_text, merge, to_text
 from tilegen.masks.mask import MAX_WINDOW, Mask, Side, causal, full, intersect, sliding_window
 from tilegen.masks.packed import from_ids
@@ -63,8 +53,8 @@ class Expression(Mask):
                 if str(symbol)[0] == "t"
             }
             renamed = keep.xreplace(names)
-            given = {B: b, H: h, Q: q, K: k, SEQLEN_Q: seqlen_q, SEQLEN_KV: seqlen_kv}
-            return renamed.xreplace({s: sympy.sympify(to) for s, to in given.items() if s != to})
+            given = zip(PAIR, (b, h, q, k, seqlen_q, seqlen_kv), strict=True)
+            return renamed.xreplace({s: sympy.sympify(to) for s, to in given if s != to})
         if self.is_stand_in:
             raise InvalidProblem(f"expected a mask with its tensors, got {self}")
         device = next((x.device for x in (q, k) if isinstance(x, torch.Tensor)), None)
@@ -211,13 +201,7 @@ def typical(mask: Mask) -> Mask:
         percent = mask.values[0].typical
         layout = Values(axes="", typical=percent, kind="bool", pattern="layout", block=BLOCK)
         return BlockSparse(layout, BLOCK)
-    changed = {
-        f.name: tuple(map(typical, part)) if isinstance(part, tuple) else typical(part)
-        for f in fields(mask)  # type: ignore[arg-type]
-        for part in (getattr(mask, f.name),)
-        if part in (mask.parts, *mask.parts)
-    }
-    return replace(mask, **changed) if changed else mask  # type: ignore[type-var]
+    return mask.with_parts(typical)
 
 
 BLOCK = 64

@@ -62,6 +62,10 @@ class Mask(ABC):
     def for_side(self, side: Side) -> Mask:
         """Return the same mask, as it is solved best for tiles that keep rows, or columns, on
         chip."""
+        return self.with_parts(lambda part: part.for_side(side))
+
+    def with_parts(self, changed: Callable[[Mask], Mask]) -> Mask:
+        """Return the mask that combines changed parts in the same way."""
         return self
 
     @property
@@ -125,16 +129,9 @@ class Mask(ABC):
     def realized(self, shape: Shape, device: torch.device | str = "cpu") -> Mask:
         """Return the mask with typical tensors in the place of stand-ins: what kernels are tuned
         and checked with."""
-        import torch
-
-        def real(value: Values) -> Values:
-            if not value.is_stand_in:
-                return value
-            tensor = torch.as_tensor(value.sample(shape.by_axis).copy())
-            tensor = tensor.to(torch.int32) if value.kind == "int" else tensor
-            return replace(value, tensor=tensor.to(device))
-
-        return _with_values(self, real) if self.is_stand_in else self
+        if not self.is_stand_in:
+            return self
+        return _with_values(self, lambda one: one.realized(shape.by_axis, device))
 
     def __and__(self, other: Mask) -> Mask:
         """Return the mask that keeps what both keep."""
@@ -238,8 +235,8 @@ class _Joined(Mask):
         most, sure = zip(*(part.enclosing(*at) for part in self.of), strict=True)
         return self._joined(most), self._joined(sure)
 
-    def for_side(self, side: Side) -> Mask:
-        return replace(self, of=tuple(part.for_side(side) for part in self.of))  # type: ignore[type-var]
+    def with_parts(self, changed: Callable[[Mask], Mask]) -> Mask:
+        return replace(self, of=tuple(map(changed, self.of)))  # type: ignore[type-var]
 
     def _joined(self, conditions: Iterable[Any]) -> Any:
         return reduce(lambda joined, one: self.join(one, joined), conditions)
@@ -293,8 +290,8 @@ class Not(Mask):
         most, sure = self.part.enclosing(*at)
         return _inverted(sure), _inverted(most)
 
-    def for_side(self, side: Side) -> Mask:
-        return Not(self.part.for_side(side))
+    def with_parts(self, changed: Callable[[Mask], Mask]) -> Mask:
+        return Not(changed(self.part))
 
 
 def full() -> Mask:

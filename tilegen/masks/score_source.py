@@ -18,29 +18,13 @@ from tilegen.masks.language.derivatives import derivative
 from tilegen.masks.language.loads import Loads
 from tilegen.masks.language.nodes import normalise
 from tilegen.masks.language.symbols import (
-    SEQLEN_KV,
-    SEQLEN_Q,
-    B,
-    H,
-    K,
     Lookup,
-    Q,
     S,
     slot_of,
 )
 from tilegen.masks.language.texts import free_parts, to_text
-from tilegen.masks.language.triton_source import Writer
+from tilegen.masks.language.triton_source import NAMES, Writer
 from tilegen.masks.score import ScoreForm
-
-NAMES: dict[Any, str] = {
-    B: "batch",
-    H: "head",
-    Q: "q_idx",
-    K: "k_idx",
-    S: "s",
-    SEQLEN_Q: "seqlen_q",
-    SEQLEN_KV: "seqlen_kv",
-}
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ import sympy
 from tilegen.errors import Unsupported
 from tilegen.masks.language.loads import Loads
 from tilegen.masks.language.nodes import normalise
-from tilegen.masks.language.symbols import FIRST, LAST, SEQLEN_KV, SEQLEN_Q, B, H, K, Q
-from tilegen.masks.language.triton_source import Writer
+from tilegen.masks.language.symbols import FIRST, LAST, B, H
+from tilegen.masks.language.triton_source import NAMES, Writer
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.tiles.closed_form import (
     Interval,
@@ -85,16 +85,12 @@ def keep_source(mask: Mask, side: Side) -> Keep:
     keep = predicate(mask, side)
     if keep == True:  # noqa: E712 - SymPy's true
         return Keep((), (), False)
-    names = {Q: "q_idx", K: "k_idx"} | _NAMES
-    writer = Writer(names, _loads(mask), stem="m")
+    writer = Writer(NAMES, _loads(mask), stem="m")
     # In an order that SymPy's hashes do not change.
     conditions = sorted(sympy.And.make_args(normalise(keep)), key=str)
     atoms = writer.sources({str(i): one for i, one in enumerate(conditions)})
     per_head = bool(keep.free_symbols & {B, H})
     return Keep(tuple(writer.statements), tuple(sorted(atoms.values())), per_head)
-
-
-_NAMES: dict[Any, str] = {B: "batch", H: "head", SEQLEN_Q: "seqlen_q", SEQLEN_KV: "seqlen_kv"}
 
 
 def _loads(mask: Mask) -> Loads:
@@ -115,7 +111,7 @@ def ranges_source(mask: Mask, side: Side, *, in_panel: bool = False) -> Ranges:
     """Return the tiles to visit, in the simplest form that can say them; `in_panel` leaves out
     those outside of [panel_lo, panel_hi)."""
     axis = "q" if side == "rows" else "k"
-    names = {FIRST: f"{axis}_first", LAST: f"{axis}_last"} | _NAMES
+    names = {FIRST: f"{axis}_first", LAST: f"{axis}_last"} | NAMES
     sets = closed_form(mask, side)
     if sets is None:
         return _lists(mask, side, in_panel)

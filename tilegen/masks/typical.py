@@ -18,18 +18,7 @@ from tilegen.errors import InvalidProblem
 from tilegen.masks.language.integer_bounds import ANYTHING, MAX_LENGTH, Bounds, bounds
 from tilegen.masks.language.integers import prepared
 from tilegen.masks.language.nodes import Log1p
-from tilegen.masks.language.symbols import (
-    SEQLEN_KV,
-    SEQLEN_Q,
-    B,
-    H,
-    K,
-    Lookup,
-    Q,
-    captured_name,
-    captured_slots,
-    slot_of,
-)
+from tilegen.masks.language.symbols import PAIR, Lookup, captured_name, captured_slots, slot_of
 from tilegen.masks.score import Score
 from tilegen.sympy_lock import one_at_a_time
 
@@ -91,11 +80,9 @@ def _extents(form: ScoreForm, shape: Shape) -> tuple[dict[int, tuple[int, ...]],
     known: dict[Any, Bounds] = {
         captured_name(slot, kind): ranges[slot] for slot, kind in enumerate(form.kinds)
     }
-    known |= {
-        symbol: (0, size - 1)
-        for symbol, size in zip((B, H, Q, K), shape.by_axis.values(), strict=True)
-    }
-    known |= {SEQLEN_Q: (shape.seqlen_q,) * 2, SEQLEN_KV: (shape.seqlen_kv,) * 2}
+    last = [(0, size - 1) for size in shape.by_axis.values()]
+    lengths = [(length, length) for length in (shape.seqlen_q, shape.seqlen_kv)]
+    known |= dict(zip(PAIR, (*last, *lengths), strict=True))
     sizes: dict[int, tuple[int, ...]] = {}
     for found in expr.atoms(Lookup):
         slot, indices = slot_of(found), found.args[1:]

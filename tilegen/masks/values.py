@@ -216,6 +216,16 @@ class Values:
         first = np.arange(length) // width * width
         return np.broadcast_to(first + width if self.pattern == "ends" else first, size)
 
+    def realized(self, shape: dict[str, int], device: torch.device | str) -> Values:
+        """Return a stand-in with a typical tensor, anything else as it is."""
+        import torch
+
+        if not self.is_stand_in:
+            return self
+        tensor = torch.as_tensor(self.sample(shape).copy())
+        tensor = tensor.to(torch.int32) if self.kind == "int" else tensor
+        return replace(self, tensor=tensor.to(device))
+
 
 def is_symbolic(*indices: Any) -> bool:
     """Whether any index is a SymPy expression; loads nothing."""

@@ -36,19 +36,7 @@ from tilegen.masks.language.nodes import (
     Where,
     ties,
 )
-from tilegen.masks.language.symbols import (
-    SEQLEN_KV,
-    SEQLEN_Q,
-    B,
-    H,
-    K,
-    Lookup,
-    Q,
-    S,
-    is_condition,
-    reads,
-    slot_of,
-)
+from tilegen.masks.language.symbols import PAIR, Lookup, S, is_condition, reads, slot_of
 
 _HALF = sympy.Rational(1, 2)
 ELEMENTARY: dict[type, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -61,6 +49,11 @@ ELEMENTARY: dict[type, Callable[[torch.Tensor], torch.Tensor]] = {
     sympy.erf: torch.erf,
     Sigmoid: torch.sigmoid,
 }
+_COMPARE: dict[type, Callable[..., torch.Tensor]] = {
+    **{sympy.Lt: torch.lt, sympy.Gt: torch.lt, sympy.Le: torch.le, sympy.Ge: torch.le},
+    **{sympy.Eq: torch.eq, sympy.Ne: torch.eq},
+}
+"""Of what is greater, the other way round; of what differs, the opposite."""
 BITS: dict[type, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     BitAnd: operator.and_,
     BitOr: operator.or_,
@@ -88,11 +81,11 @@ def evaluate(
     still out of range reads 0. Raises Unsupported for a look-up of other dimensions than its
     tensor's, InvalidProblem for a score where `s` is missing.
     """
-    given: dict[sympy.Symbol, Any] = {B: b.long(), H: h.long(), Q: q.long(), K: k.long()}
+    lengths = (torch.as_tensor(length, device=q.device) for length in (seqlen_q, seqlen_kv))
+    pair = (b.long(), h.long(), q.long(), k.long(), *lengths)
+    given: dict[sympy.Symbol, Any] = dict(zip(PAIR, pair, strict=True))
     if s is not None:
         given[S] = s
-    for symbol, length in ((SEQLEN_Q, seqlen_q), (SEQLEN_KV, seqlen_kv)):
-        given[symbol] = torch.as_tensor(length, device=q.device)
     dtype = torch.float32 if s is None else s.dtype
     points = Points(captured, given, q.device, dtype)
     found = points(prepared(expr))
@@ -212,19 +205,10 @@ class Points:
                 self._in_double = self.twin(torch.float64)
             return self._in_double(expr)
         left, right = map(self if all(map(is_int, expr.args)) else self._float, expr.args)
-        match expr:
-            case sympy.Lt():
-                return self.apply(torch.lt, left, right)
-            case sympy.Le():
-                return self.apply(torch.le, left, right)
-            case sympy.Gt():
-                return self.apply(torch.lt, right, left)
-            case sympy.Ge():
-                return self.apply(torch.le, right, left)
-            case sympy.Eq():
-                return self.apply(torch.eq, left, right)
-            case _:
-                return self.apply(torch.logical_not, self.apply(torch.eq, left, right))
+        if isinstance(expr, sympy.Gt | sympy.Ge):
+            left, right = right, left
+        found = self.apply(_COMPARE[type(expr)], left, right)
+        return self.apply(torch.logical_not, found) if isinstance(expr, sympy.Ne) else found
 
     def _tensor(self, expr: Lookup) -> torch.Tensor:
         tensor = self._captured[slot_of(expr)]

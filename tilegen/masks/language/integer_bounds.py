@@ -24,7 +24,7 @@ from tilegen.masks.language.symbols import (
     Lookup,
     Q,
     slot_of,
-)  # fmt: skip
+)
 
 Bounds = tuple[int, int]
 """Smallest and largest value, both inclusive."""

@@ -40,6 +40,11 @@ MAX_SHIFT = 62
 """Largest shift; integers have 64 bits."""
 
 
+def _of_both(fact: str) -> Callable[[sympy.Basic], bool | None]:
+    """Return what SymPy asks of a choice: a fact that holds where it does for both branches."""
+    return lambda choice: all(getattr(branch, fact) for branch in choice.args[1:]) or None
+
+
 class Where(sympy.Expr):
     """`Where(c, a, b)`: a where c holds, b elsewhere.
 
@@ -58,24 +63,11 @@ class Where(sympy.Expr):
             return otherwise
         return super().__new__(cls, condition, then, otherwise)
 
-    def _both(self, fact: str) -> bool | None:
-        values = {getattr(branch, fact) for branch in self.args[1:]}
-        return True if values == {True} else None
-
-    def _eval_is_integer(self) -> bool | None:
-        return self._both("is_integer")
-
-    def _eval_is_real(self) -> bool | None:
-        return self._both("is_real")
-
-    def _eval_is_extended_real(self) -> bool | None:
-        return self._both("is_extended_real")
-
-    def _eval_is_nonnegative(self) -> bool | None:
-        return self._both("is_nonnegative")
-
-    def _eval_is_positive(self) -> bool | None:
-        return self._both("is_positive")
+    _eval_is_integer = _of_both("is_integer")
+    _eval_is_real = _of_both("is_real")
+    _eval_is_extended_real = _of_both("is_extended_real")
+    _eval_is_nonnegative = _of_both("is_nonnegative")
+    _eval_is_positive = _of_both("is_positive")
 
     def _eval_derivative(self, symbol: sympy.Symbol) -> sympy.Expr:
         condition, then, otherwise = self.args
@@ -229,8 +221,8 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 _KNOWN = (
     *(sympy.Add, sympy.Mul, sympy.Pow, sympy.Mod, sympy.floor, sympy.ceiling, sympy.sign),
     *(sympy.Abs, sympy.Max, sympy.Min, *ELEMENTARY.values(), *BITS.values()),
-    *(sympy.Eq, sympy.Ne, sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt, sympy.And, sympy.Or, sympy.Not),
-    *(sympy.Xor, sympy.Equivalent, sympy.ITE, sympy.Implies, Where),
+    *(sympy.Eq, sympy.Ne, sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt),
+    *(sympy.And, sympy.Or, sympy.Not, Where),
 )
 
 
@@ -272,8 +264,6 @@ def _one(expr: sympy.Basic, known: dict[sympy.Basic, sympy.Basic]) -> sympy.Basi
         return expr
     if isinstance(expr, Lookup):
         return _lookup(expr, known)
-    if isinstance(expr, sympy.Piecewise):
-        return _piecewise(expr, known)
     if isinstance(expr, sympy.Expr) and expr.is_number:
         return _constant(expr)
     if not isinstance(expr, _KNOWN):
@@ -309,8 +299,6 @@ def _one(expr: sympy.Basic, known: dict[sympy.Basic, sympy.Basic]) -> sympy.Basi
             if left.is_integer and right.is_integer:
                 return sympy.Mod(left, right)
             return left - right * sympy.floor(left / right)
-        case sympy.Xor() | sympy.Equivalent() | sympy.ITE() | sympy.Implies():
-            return _normalise(expr.func(*args).to_nnf(simplify=False), known)
         case _:
             return expr.func(*args)
 
@@ -344,15 +332,6 @@ def _lookup(expr: Lookup, known: dict[sympy.Basic, sympy.Basic]) -> sympy.Basic:
                 f"expected an integer index, got {part} in {expr}; use // or `.to(torch.int32)`"
             )
     return Lookup(expr.args[0], *index)
-
-
-def _piecewise(expr: sympy.Piecewise, known: dict[sympy.Basic, sympy.Basic]) -> sympy.Basic:
-    if expr.args[-1].cond != sympy.true:
-        raise Unsupported(f"expected a value in every case, got {expr}")
-    result = _normalise(expr.args[-1].expr, known)
-    for case in reversed(expr.args[:-1]):
-        result = Where(_normalise(case.cond, known), _normalise(case.expr, known), result)
-    return result
 
 
 def _constant(expr: sympy.Expr) -> sympy.Expr:

@@ -49,11 +49,14 @@ from tilegen.masks.language.spelling import (
     factors,
     spelt_sum,
 )
-from tilegen.masks.language.symbols import Lookup, is_condition, reads, slot_of
+from tilegen.masks.language.symbols import PAIR, Lookup, S, is_condition, reads, slot_of
 from tilegen.masks.language.triton_functions import log1p, tanh
 
 FP32_TINY, FP32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
+_SPELT = ("batch", "head", "q_idx", "k_idx", "seqlen_q", "seqlen_kv", "s")
+NAMES: dict[sympy.Basic, str] = dict(zip((*PAIR, S), _SPELT, strict=True))
+"""What kernels call the symbols of a pair."""
 _BITWISE = {BitAnd: "&", BitOr: "|", BitXor: "^"}
 _RELATIONS = RELATIONS | {sympy.Ge: ">=", sympy.Gt: ">"}
 

@@ -15,7 +15,16 @@ from typing import Any
 import sympy
 import torch
 
-from tilegen.masks.language.evaluation import BITS, Points, floor_divide, nonzero, power, read
+from tilegen.masks.language.evaluation import (
+    BITS,
+    Points,
+    floor_divide,
+    maximum,
+    minimum,
+    nonzero,
+    power,
+    read,
+)
 from tilegen.masks.language.extremes import BoxExtremes
 from tilegen.masks.language.nodes import Bits, BitXor, ShiftLeft, ShiftRight
 
@@ -25,6 +34,10 @@ LARGEST = 2**62
 Tables = dict[tuple[int, tuple[int, ...]], BoxExtremes]
 """Extremes of captured tensors, shared by all evaluations of one mask: by identity of the tensor
 and dimensions."""
+
+
+_INCREASING = (torch.floor, torch.sign, minimum, maximum)
+"""Functions that never fall as an argument rises."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +89,8 @@ class TileBounds(Points):
         return Verdict(value, ~value) if value.dtype == torch.bool else _single(value)
 
     def apply(self, function: Callable[..., torch.Tensor], *args: Any) -> Any:
+        if function in _INCREASING:
+            return _increasing(function, *args)
         own = getattr(self, function.__name__, None)
         if own is None:
             # How another function is rounded may depend on where in a tensor its argument stands.
@@ -155,23 +170,11 @@ class TileBounds(Points):
         root = _increasing(lambda end: end.clamp(min=0).sqrt(), value)
         return _where(negative, _anything(value.lo), root)
 
-    def floor(self, value: Interval) -> Interval:
-        return _increasing(torch.floor, value)
-
-    def sign(self, value: Interval) -> Interval:
-        return _increasing(torch.sign, value)
-
     def abs(self, value: Interval) -> Interval:
         if value.is_single:
             return _single(value.lo.abs())
         outside = torch.maximum(value.lo, -value.hi)
         return Interval(outside.clamp(min=0), torch.maximum(-value.lo, value.hi))
-
-    def minimum(self, left: Interval, right: Interval) -> Interval:
-        return _increasing(torch.minimum, left, right)
-
-    def maximum(self, left: Interval, right: Interval) -> Interval:
-        return _increasing(torch.maximum, left, right)
 
     def lt(self, left: Interval, right: Interval) -> Verdict:
         return Verdict(left.hi < right.lo, left.lo >= right.hi)

@@ -279,12 +279,6 @@ def _whole(expression: sympy.Expr, rounded: Callable[[sympy.Expr], sympy.Expr]) 
     return rest + rounded(constant)
 
 
-def _split(expression: sympy.Expr, term: sympy.Expr) -> tuple[int, sympy.Expr]:
-    """Split a sum into (integer coefficient of a term, rest)."""
-    coefficient = expression.coeff(term)
-    return int(coefficient), expression - coefficient * term
-
-
 def _coefficient(expression: sympy.Expr, symbol: sympy.Symbol) -> tuple[int, sympy.Expr]:
     """Split `expression` into (integer coefficient of symbol, rest)."""
     expression = sympy.expand(expression)
@@ -354,7 +348,8 @@ def _solve(inequalities: Iterable[sympy.Expr], symbol: sympy.Symbol) -> Interval
     for inequality in inequalities:
         steps = _steps(inequality, symbol)
         if steps and not inequality.xreplace({steps[0]: sympy.S.Zero}).has(symbol):
-            n, (coefficient, rest) = _step(steps[0], symbol), _split(inequality, steps[0])
+            n, coefficient = _step(steps[0], symbol), int(inequality.coeff(steps[0]))
+            rest = inequality - coefficient * steps[0]
             if coefficient > 0:
                 lo.append(-n * sympy.floor(rest / coefficient))
             else:

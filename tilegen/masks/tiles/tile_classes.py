@@ -20,7 +20,7 @@ from sympy.logic.boolalg import Boolean
 
 from tilegen.masks.language.evaluation import Points
 from tilegen.masks.language.integers import prepared
-from tilegen.masks.language.symbols import SEQLEN_KV, SEQLEN_Q, B, H, K, Q
+from tilegen.masks.language.symbols import PAIR, B, H
 from tilegen.masks.language.value_bounds import Interval, Tables, TileBounds, Verdict
 from tilegen.masks.shapes import TiledShape
 
@@ -59,8 +59,7 @@ def classify(
     """Return the tiles in which `keep` holds for some pair inside both sequences; full are those
     wholly inside in which it holds for all. Raises Unsupported, naming the term."""
     classifier = _Classifier(keep, captured, distinguished(keep, shape), device)
-    classifier.run()
-    return classifier.classes()
+    return classifier.run()
 
 
 def distinguished(keep: Boolean, shape: TiledShape) -> TiledShape:
@@ -92,17 +91,14 @@ class _Classifier:
         # All subexpressions are held at once, as 64-bit numbers.
         self._element_bytes = 8 * len(set(sympy.preorder_traversal(self._keep)))
 
-    def run(self) -> None:
-        """Find the live tiles."""
+    def run(self) -> TileClasses:
+        """Return the live tiles."""
         shape = self._shape
         level, sizes = 0, (shape.batch * shape.heads, shape.rows, shape.columns)
         while prod(sizes) > FIRST_SQUARES and max(sizes[1:]) > 1:
             level, sizes = level + 1, (sizes[0], -(-sizes[1] // FAN), -(-sizes[2] // FAN))
         axes = [torch.arange(size, device=self._device) for size in sizes]
         self._divide(torch.cartesian_prod(*axes).T, level)
-
-    def classes(self) -> TileClasses:
-        """Return what was found."""
         codes = torch.cat([torch.empty(0, dtype=torch.int64, device=self._device), *self._codes])
         return TileClasses(codes, self._shape, self._open_tiles, self._evaluated_tiles)
 
@@ -243,14 +239,10 @@ class _Classifier:
 
     def _values(self, batch_head: torch.Tensor, q: Any, k: Any) -> dict[sympy.Symbol, Any]:
         """Return what the symbols of a mask stand for."""
-        return {
-            B: batch_head // self._shape.heads,
-            H: batch_head % self._shape.heads,
-            Q: q,
-            K: k,
-            SEQLEN_Q: torch.tensor(self._shape.seqlen_q, device=self._device),
-            SEQLEN_KV: torch.tensor(self._shape.seqlen_kv, device=self._device),
-        }
+        shape = self._shape
+        lengths = torch.tensor((shape.seqlen_q, shape.seqlen_kv), device=self._device)
+        pair = (batch_head // shape.heads, batch_head % shape.heads, q, k, *lengths)
+        return dict(zip(PAIR, pair, strict=True))
 
     def _ranges(self, squares: torch.Tensor, level: int) -> tuple[Range, Range]:
         """Return the first and the last query row, and KV column, of squares of tiles."""

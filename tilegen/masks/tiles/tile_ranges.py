@@ -18,7 +18,7 @@ from tilegen.errors import Unsupported
 from tilegen.masks.language.evaluation import Points
 from tilegen.masks.language.integers import exact
 from tilegen.masks.language.symbols import FIRST, LAST, SEQLEN_KV, SEQLEN_Q, B, H
-from tilegen.masks.mask import And, Mask, Not, Or, Side, SlidingWindow
+from tilegen.masks.mask import Mask, Side, SlidingWindow
 from tilegen.masks.shapes import Shape
 from tilegen.masks.tiles.closed_form import depends_on, edges, stream_sets
 from tilegen.masks.tiles.intervals import Edges, Range, merge
@@ -129,12 +129,8 @@ def _evaluator(mask: Mask, side: Side) -> tuple[frozenset[Any], Evaluator, tuple
 
 def _with_scalars(mask: Mask) -> Mask:
     """Return a mask that reads the sides of its windows: SymPy solves it once for all widths."""
-    if isinstance(mask, And | Or):
-        return type(mask)(tuple(map(_with_scalars, mask.of)))
-    if isinstance(mask, Not):
-        return Not(_with_scalars(mask.part))
     if not isinstance(mask, SlidingWindow):
-        return mask
+        return mask.with_parts(_with_scalars)
 
     def scalar(side: int | Values | None) -> Values | None:
         return Values(axes="", typical=side) if isinstance(side, int) else side

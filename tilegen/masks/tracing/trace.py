@@ -207,7 +207,7 @@ class Tracer:
         except TypeError as error:
             raise Unsupported(f"expected torch's elementwise {name}: {error}") from None
         for key, value in bound.arguments.items():
-            if isinstance(value, (Term, Rows, torch.Tensor, bool, int, float, np.generic)):
+            if _is_value(value):
                 bound.arguments[key] = self.expression(value)
         result = self.expression_of_result(function(*bound.args, **bound.kwargs))
         return Term(self, result if dtype is None else cast(result, dtype))
