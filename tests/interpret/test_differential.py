@@ -80,7 +80,7 @@ def test_a_rich_problem_is_right() -> None:
 
 def test_a_broken_mask_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     load_broken = broken("k_idx <= q_idx", "k_idx < q_idx", ("fwd",))
-    monkeypatch.setattr(trial.emitted, "load_kernel", load_broken)
+    monkeypatch.setattr(trial.kernel_files, "load_kernel", load_broken)
     outcome, small, why = examine(RICH)
     assert (outcome.what, why.what) == ("wrong", "wrong")
     expected = Problem(rows=1, columns=1, mask="causal()", configs=PLAIN, backward=False)
@@ -89,7 +89,7 @@ def test_a_broken_mask_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_broken_gradient_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     load_broken = broken("head // GROUP_SIZE", "head % (num_heads_q // GROUP_SIZE)", ("bwd_dq",))
-    monkeypatch.setattr(trial.emitted, "load_kernel", load_broken)
+    monkeypatch.setattr(trial.kernel_files, "load_kernel", load_broken)
     outcome, small, why = examine(RICH)
     assert outcome.what == "wrong"
     assert "dq" in why.detail
