@@ -21,7 +21,8 @@ class Settings:
     """What the environment asks for."""
 
     cache_dir: Path
-    """TILEGEN_CACHE_DIR: the own directory, with records, trials and emitted kernels."""
+    """TILEGEN_CACHE_DIR: the own directory, with records, trials, emitted kernels and what the
+    compiler said of them."""
     cache_path: tuple[str, ...]
     """TILEGEN_CACHE_PATH: more locations of records, folders or URLs, in search order."""
     tune: bool

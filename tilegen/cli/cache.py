@@ -20,7 +20,7 @@ from tilegen.cli.options import (
     console,
     gpu_of,
     kernel_named,
-    kernels_named,
+    kernels_in_use,
     print_json,
 )
 from tilegen.cli.places import PLACE, answering, check_file, location, shared, source, sources
@@ -89,7 +89,7 @@ def cache_show(
 
     parsed, spec = AttentionProblem.parse(problem), gpu_of(gpu)
     shown: list[dict[str, Any]] = []
-    for one in kernels_named(kernel, parsed, spec):
+    for one in kernels_in_use(kernel, parsed, spec):
         if (found := _found(parsed, spec, one)) is None:
             continue
         path = trials_path(found.record.gpu, one, found.record.problem)
@@ -131,7 +131,7 @@ def cache_why(
 
     parsed, spec = AttentionProblem.parse(problem), gpu_of(gpu)
     told: list[dict[str, Any]] = []
-    for one in kernels_named(kernel, parsed, spec):
+    for one in kernels_in_use(kernel, parsed, spec):
         digest = template_digest(one)
         nearest = why(parsed, spec, one, versions=current_versions(), template_digest=digest)
         found = _found(parsed, spec, one)

@@ -65,6 +65,15 @@ def kernel_named(name: str) -> Kernel:
     raise Unsupported(f"kernel must be one of {', '.join(KERNELS)}, got {name!r}")
 
 
+def kernels_in_use(name: str, problem: AttentionProblem, gpu: GpuSpec) -> tuple[Kernel, ...]:
+    """Return one kernel, or for `all` those that a call uses: records have a say. Raises
+    Unsupported."""
+    from tilegen.choose.families import kernels_used
+    from tilegen.choose.known import Known
+
+    return kernels_used(Known(problem, gpu)) if name == "all" else (kernel_named(name),)
+
+
 def kernels_named(name: str, problem: AttentionProblem, gpu: GpuSpec) -> tuple[Kernel, ...]:
     """Return one kernel, or for `all` those that the problem needs. Raises Unsupported."""
     from tilegen.choose.families import kernels_of
