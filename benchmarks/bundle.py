@@ -34,7 +34,7 @@ from tilegen.bundles.served import Bundle
 from tilegen.check.reference import TORCH_DTYPES
 from tilegen.gpus.spec import gpu_for
 from tilegen.problem import AttentionProblem
-from tilegen.runtime import dispatch
+from tilegen.runtime import dispatch, plans
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 PROBLEMS: dict[str, AttentionProblem] = {
@@ -93,7 +93,7 @@ def calling(bundle: Bundle, problem: AttentionProblem) -> Number:
     with (
         # As in the interpreter, where CPU tensors take the path of GPU tensors.
         mock.patch.multiple(dispatch.interpreter, is_active=lambda: True, prepare=lambda: None),
-        mock.patch.object(dispatch, "_plans", BoundedCache(9)),
+        mock.patch.object(plans, "by_call", BoundedCache(9)),
         mock.patch.object(bundles, "loaded", [bundle]),
         mock.patch.object(Bundle, "function", return_value=idle),
         # What compiles is not to be timed here.

@@ -27,9 +27,10 @@ import numpy as np
 import tilegen.model.footprint as model
 from benchmarks.quantile_fit import quantile_fit
 from benchmarks.workloads import CATALOGUE, LARGE_FP32_DIMS, LARGE_HEAD_DIMS, SHAPES
-from tilegen.build.compiler import CompiledKernel, compile_many
+from tilegen.build.compiler import CompiledKernel
+from tilegen.build.workers import compile_many
 from tilegen.choose.ranking import all_configs, estimate, search_space
-from tilegen.emit.kernel_files import RenderedKernel
+from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.render import render, representative
 from tilegen.gpus.spec import GpuSpec, gpu
 from tilegen.kernels.config import Kernel, TileConfig

@@ -28,7 +28,7 @@ import typer
 from benchmarks.environment import ROOT, environment
 from benchmarks.rows import CpuRow, append, with_environment
 from benchmarks.workloads import catalogue, head
-from tilegen.build.compiler import compile_many
+from tilegen.build.workers import compile_many
 from tilegen.choose.ranking import propose
 from tilegen.emit.render import RenderedKernel, render
 from tilegen.gpus.spec import gpu
@@ -90,7 +90,7 @@ def calling() -> Iterator[Number]:
     from tilegen import attention, causal, pipeline
     from tilegen.bounded_cache import BoundedCache
     from tilegen.choose.chosen import Ranked
-    from tilegen.runtime import dispatch
+    from tilegen.runtime import dispatch, plans
 
     q, k, v = (torch.zeros(1, 8, 128, 64) for _ in "qkv")
     out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3])
@@ -101,7 +101,7 @@ def calling() -> Iterator[Number]:
     with (
         # As in the interpreter, where CPU tensors take the path of GPU tensors.
         mock.patch.multiple(dispatch.interpreter, is_active=lambda: True, prepare=lambda: None),
-        mock.patch.object(dispatch, "_plans", BoundedCache(9)),
+        mock.patch.object(plans, "by_call", BoundedCache(9)),
         mock.patch.object(pipeline, "load_kernel", return_value=idle),
         mock.patch.object(
             pipeline,

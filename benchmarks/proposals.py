@@ -22,10 +22,11 @@ from benchmarks.environment import ROOT, Environment, environment
 from benchmarks.rows import append, with_environment
 from benchmarks.workloads import CATALOGUE, SHAPES
 from tilegen.build.acceptable import acceptable
-from tilegen.build.compiler import CompiledKernel, compile_many
+from tilegen.build.compiler import CompiledKernel
+from tilegen.build.workers import compile_many
 from tilegen.choose.families import kernels_of
 from tilegen.choose.ranking import propose
-from tilegen.emit.kernel_files import RenderedKernel
+from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.render import render
 from tilegen.errors import BuildFailed
 from tilegen.gpus.spec import GpuSpec, gpu_for

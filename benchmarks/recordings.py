@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from benchmarks.environment import ROOT, Environment, environment
-from tilegen.emit.kernel_files import template_digest
+from tilegen.emit.identity import template_digest
 from tilegen.errors import InvalidRecord, TilegenError
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig

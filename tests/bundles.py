@@ -14,7 +14,7 @@ import pytest
 from tilegen.build.compiler import CompiledKernel
 from tilegen.build.workers import Pool
 from tilegen.bundles.manifest import Binary
-from tilegen.emit.kernel_files import RenderedKernel
+from tilegen.emit.identity import RenderedKernel
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.spec import Direction
 from tilegen.problem import AttentionProblem

@@ -8,9 +8,10 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from tilegen.version import __version__ as __version__
+
 if TYPE_CHECKING:
     from tilegen.bundles.served import Bundle, load_bundle
-    from tilegen.choose.agreement import agree
     from tilegen.gpus.spec import GpuSpec, detect, gpu
     from tilegen.kernels.config import TileConfig
     from tilegen.masks import (
@@ -43,11 +44,11 @@ if TYPE_CHECKING:
         temperature,
     )
     from tilegen.problem import AttentionProblem
-    from tilegen.runtime.dispatch import attention
+    from tilegen.runtime.attention import attention
     from tilegen.runtime.flex import flex_attention, from_block_mask
+    from tilegen.runtime.ranks import agree
     from tilegen.runtime.varlen import attention_jagged, attention_varlen
 
-__version__ = "0.1.0"
 
 _HOME = {
     "AttentionProblem": "tilegen.problem",
@@ -56,9 +57,9 @@ _HOME = {
     "Mask": "tilegen.masks",
     "Score": "tilegen.masks.score",
     "TileConfig": "tilegen.kernels.config",
-    "agree": "tilegen.choose.agreement",
+    "agree": "tilegen.runtime.ranks",
     "alibi": "tilegen.masks.score",
-    "attention": "tilegen.runtime.dispatch",
+    "attention": "tilegen.runtime.attention",
     "attention_jagged": "tilegen.runtime.varlen",
     "attention_varlen": "tilegen.runtime.varlen",
     "bias": "tilegen.masks.score",

@@ -14,7 +14,8 @@ import pytest
 
 from tilegen.build import workers
 from tilegen.build.acceptable import acceptable, first_that_fits
-from tilegen.build.compiler import CompiledKernel, compile_many
+from tilegen.build.compiler import CompiledKernel
+from tilegen.build.workers import compile_many
 from tilegen.bundles.building import Made, generate
 from tilegen.bundles.folder import NOTES
 from tilegen.bundles.manifest import Manifest
@@ -22,7 +23,7 @@ from tilegen.bundles.served import Bundle
 from tilegen.choose.families import kernels_of
 from tilegen.cli.main import main
 from tilegen.emit import kernel_files
-from tilegen.emit.kernel_files import RenderedKernel
+from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.render import render
 from tilegen.errors import BuildFailed
 from tilegen.gpus.spec import gpu

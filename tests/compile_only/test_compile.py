@@ -9,7 +9,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from tilegen.build.acceptable import acceptable
-from tilegen.build.compiler import CompiledKernel, compile_for, compile_many
+from tilegen.build.compiler import CompiledKernel, compile_for
+from tilegen.build.workers import compile_many
 from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
 from tilegen.errors import BuildFailed, Unsupported

@@ -13,7 +13,8 @@ import benchmarks.calibrate_footprint as calibrate
 import tilegen.model.footprint as model
 from benchmarks import quantile_fit
 from tilegen.build.acceptable import acceptable
-from tilegen.build.compiler import CompiledKernel, compile_many
+from tilegen.build.compiler import CompiledKernel
+from tilegen.build.workers import compile_many
 from tilegen.choose.ranking import propose
 from tilegen.emit.render import render
 from tilegen.gpus.spec import catalogue, gpu

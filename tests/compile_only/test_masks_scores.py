@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from tests import sliced
-from tilegen.build.compiler import CompiledKernel, compile_many
-from tilegen.emit.kernel_files import RenderedKernel, load
+from tilegen.build.compiler import CompiledKernel
+from tilegen.build.workers import compile_many
+from tilegen.emit.identity import RenderedKernel
+from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import Kernel, TileConfig

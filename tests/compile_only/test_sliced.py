@@ -14,9 +14,11 @@ from triton.backends.compiler import GPUTarget
 
 from tests import sliced
 from tilegen.build.acceptable import acceptable
-from tilegen.build.compiler import CompiledKernel, compile_many
+from tilegen.build.compiler import CompiledKernel
+from tilegen.build.workers import compile_many
 from tilegen.choose.ranking import propose
-from tilegen.emit.kernel_files import RenderedKernel, load
+from tilegen.emit.identity import RenderedKernel
+from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import Kernel

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.user_forms import MASKS, SCORES
-from tilegen.build.compiler import compile_many
-from tilegen.emit.kernel_files import RenderedKernel
+from tilegen.build.workers import compile_many
+from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.render import render
 from tilegen.errors import BuildFailed
 from tilegen.kernels.config import Kernel, TileConfig

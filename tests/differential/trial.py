@@ -23,14 +23,14 @@ from tilegen.check.reference import TORCH_DTYPES, Inputs, make_inputs
 from tilegen.check.verification import judge
 from tilegen.choose.chosen import Ranked
 from tilegen.emit import kernel_files
-from tilegen.emit.kernel_files import RenderedKernel
+from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.render import render
 from tilegen.errors import BuildFailed, InvalidProblem, Unsupported
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import BACKWARD, FORWARD
 from tilegen.masks import values
 from tilegen.problem import AttentionProblem
-from tilegen.runtime import dispatch
+from tilegen.runtime import plans
 
 SECONDS = 60
 """That a problem may take, and COMPILING to build its kernels."""
@@ -143,14 +143,14 @@ def _kernels(problem: Problem, asked: list[Callable[[], RenderedKernel]]) -> Gen
         asked.append(partial(render, one, config, kernel, aligned=aligned))
         return kernel_files.load_kernel(one, config, kernel, aligned=aligned)
 
-    dispatch.forget()
+    plans.forget()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(pipeline, "load_kernel", load_kernel))
         if names:
             stack.enter_context(mock.patch.object(pipeline, "kernels_used", kernels_used))
             stack.enter_context(mock.patch.object(pipeline, "rank", rank))
         yield
-    dispatch.forget()
+    plans.forget()
 
 
 # --------------------------------------------------------------------------------------------------

@@ -19,11 +19,11 @@ from tilegen import bundles, pipeline
 from tilegen.bundles.building import generate
 from tilegen.bundles.served import Bundle
 from tilegen.check.reference import attention_reference
-from tilegen.emit.kernel_files import rows_are_aligned
+from tilegen.emit.identity import rows_are_aligned
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import detect
 from tilegen.problem import AttentionProblem
-from tilegen.runtime import dispatch
+from tilegen.runtime import plans
 
 pytest.importorskip("cuda.bindings.driver", reason="needs NVIDIA's package cuda-bindings")
 
@@ -47,7 +47,7 @@ def bundle(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bundle]:
     monkeypatch.setattr(pipeline, "choose", lambda *_, **__: pytest.fail("not from the bundle"))
     yield loaded
     bundles.loaded.clear()
-    dispatch.forget()
+    plans.forget()
 
 
 @pytest.mark.parametrize("problem", [CAUSAL, SMALL_CACHE, *PROBLEMS], ids=str)

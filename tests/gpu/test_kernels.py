@@ -18,7 +18,7 @@ from tilegen.check import verification
 from tilegen.check.reference import Inputs
 from tilegen.check.reference import make_inputs as make_strided_inputs
 from tilegen.choose.ranking import propose
-from tilegen.emit.kernel_files import is_aligned
+from tilegen.emit.identity import is_aligned
 from tilegen.emit.render import render
 from tilegen.errors import NoRecord
 from tilegen.gpus.spec import GpuSpec, detect

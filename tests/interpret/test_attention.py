@@ -16,7 +16,7 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import BACKWARD, FAMILIES, FORWARD
 from tilegen.kernels.spec import Direction
 from tilegen.problem import AttentionProblem
-from tilegen.runtime import dispatch
+from tilegen.runtime import dispatch, plans
 
 
 def _inputs(text: str, **options: object) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -144,11 +144,11 @@ def test_more_programs_than_a_grid_holds() -> None:
 
 
 def test_plans_do_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_plans", BoundedCache(3))
+    monkeypatch.setattr(plans, "by_call", BoundedCache(3))
     for length in range(1, 8):
         q, k, v = _inputs(f"b1 hq1 hkv1 q{length} kv{length} d16 fp32 full")
         tilegen.attention(q, k, v)
-        assert len(dispatch._plans) <= 3
+        assert len(plans.by_call) <= 3
 
 
 @pytest.fixture
@@ -168,9 +168,9 @@ def small_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     monkeypatch.setattr(pipeline, "kernels_used", chosen)
     monkeypatch.setattr(pipeline, "load_kernel", watched)
-    dispatch.forget()
+    plans.forget()
     yield loaded
-    dispatch.forget()
+    plans.forget()
 
 
 def test_small_cache_forward_backward_and_lse(small_cache: list[str]) -> None:

@@ -25,7 +25,7 @@ from tilegen.gpus.spec import gpu
 from tilegen.masks import Mask
 from tilegen.masks.score import Score
 from tilegen.problem import AttentionProblem
-from tilegen.runtime import dispatch
+from tilegen.runtime import plans
 from tilegen.runtime.autograd import Changes
 from tilegen.runtime.call import problem_of
 
@@ -108,7 +108,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interpreted]:
     monkeypatch.setattr(Bundle, "function", lambda bundle, one: made.function(bundle, one))
     yield made
     bundles.loaded.clear()
-    dispatch.forget()
+    plans.forget()
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -14,7 +14,7 @@ from tilegen.check.reference import attention_reference
 from tilegen.errors import InvalidProblem
 from tilegen.masks import Mask
 from tilegen.masks.score import Score
-from tilegen.runtime import dispatch
+from tilegen.runtime import dispatch, plans
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -54,7 +54,7 @@ def test_dilated_masks_regroup_rows_and_columns(
         "_kernels",
         lambda problem, *rest: problems.append(problem) or kernels(problem, *rest),
     )
-    dispatch.forget()
+    plans.forget()
     seqlen_q, seqlen_kv = lengths
     q, k, v = leaf(2, 4, seqlen_q, 16), leaf(2, 2, seqlen_kv, 16), leaf(2, 2, seqlen_kv, 16, seed=1)
     out, lse = tilegen.attention(q, k, v, mask=mask, return_lse=True)

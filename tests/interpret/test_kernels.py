@@ -8,7 +8,7 @@ import torch
 from tests.problems import PROBLEMS
 from tilegen.check.reference import make_inputs
 from tilegen.check.verification import check, require, run, verify
-from tilegen.emit.kernel_files import RenderedKernel
+from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.render import render
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import LARGE_CACHE

@@ -12,7 +12,7 @@ from tests import sliced
 from tests.interpret.mutations import CHANGED, MUTATIONS, Mutation
 from tilegen.check.reference import Inputs, make_inputs
 from tilegen.check.verification import check, require
-from tilegen.emit.kernel_files import RenderedKernel
+from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.render import render
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS, LARGE_CACHE

@@ -17,7 +17,7 @@ from tests.score_inputs import HEADS, SINKS, random
 from tilegen.check import interpreter
 from tilegen.check.reference import make_inputs
 from tilegen.check.verification import check, require, run
-from tilegen.emit.kernel_files import RenderedKernel
+from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.render import render
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import LARGE_CACHE

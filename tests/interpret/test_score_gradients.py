@@ -31,7 +31,7 @@ from tilegen.masks.score import (
     temperature,
 )
 from tilegen.problem import AttentionProblem
-from tilegen.runtime import dispatch
+from tilegen.runtime import plans
 
 
 def gradients_agree(
@@ -169,9 +169,9 @@ def small_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     families = {"forward": FORWARD["small_cache"].names, "backward": BACKWARD["small_cache"].names}
     monkeypatch.setattr(pipeline, "kernels_used", lambda known, pass_: families[pass_])
     monkeypatch.setattr(pipeline, "rank", taking(sliced.SMALL_CACHE))
-    dispatch.forget()
+    plans.forget()
     yield
-    dispatch.forget()
+    plans.forget()
 
 
 @pytest.mark.usefixtures("small_cache")

@@ -27,7 +27,7 @@ from tilegen.kernels.panels import Launch
 from tilegen.masks.score import Score, alibi, bias, relative_bias, sinks, temperature
 from tilegen.measure import Measurement, summarise
 from tilegen.problem import AttentionProblem
-from tilegen.runtime import dispatch
+from tilegen.runtime import plans
 from tilegen.tuning import bench
 from tilegen.tuning.bench import Timed, check_config
 
@@ -147,9 +147,9 @@ def test_a_call_that_tunes_takes_any_score(
     monkeypatch.setattr(bench, "DEVICE", "cpu")
     monkeypatch.setattr(bench, "measure", measure)
     monkeypatch.setattr(bench, "compile_ahead", compiled)
-    dispatch.forget()
+    plans.forget()
     x = make_inputs(AttentionProblem.parse(f"b2 hq{HEADS} hkv1 q40 kv50 d16 fp32 full"))
     q, k, v = (one.requires_grad_() for one in (x.q, x.k, x.v))
     tilegen.attention(q, k, v, score=TRAINED[name]).sum().backward()
-    dispatch.forget()
+    plans.forget()
     assert tuned == ["fwd", "bwd_preprocess", "bwd_dkdv", "bwd_dq"]

@@ -11,7 +11,7 @@ from tilegen import pipeline
 from tilegen.build import compiler
 from tilegen.build.acceptable import acceptable, objection
 from tilegen.choose.ranking import estimate, propose
-from tilegen.emit.kernel_files import RenderedKernel
+from tilegen.emit.identity import RenderedKernel
 from tilegen.errors import BuildFailed
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig

@@ -13,9 +13,9 @@ import tilegen
 from tests.taken import taking
 from tilegen import pipeline
 from tilegen.check import interpreter
-from tilegen.emit.kernel_files import is_aligned
+from tilegen.emit.identity import is_aligned
 from tilegen.kernels.config import TileConfig
-from tilegen.runtime import autograd, dispatch
+from tilegen.runtime import autograd, plans
 
 
 @dataclass
@@ -54,9 +54,9 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
     monkeypatch.setattr(pipeline, "load_kernel", load_kernel)
     config = TileConfig(block_m=16, block_n=16)
     monkeypatch.setattr(pipeline, "rank", taking(config))
-    dispatch.forget()
+    plans.forget()
     yield asked
-    dispatch.forget()
+    plans.forget()
 
 
 def dense(width: int = 32, offset: int = 0, dtype: torch.dtype = torch.float16) -> torch.Tensor:

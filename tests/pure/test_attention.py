@@ -17,7 +17,7 @@ from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.kernels.config import TileConfig
 from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
-from tilegen.runtime import dispatch
+from tilegen.runtime import plans
 
 pytestmark = pytest.mark.oldest
 
@@ -69,7 +69,7 @@ def test_bad_input_gets_one_clear_error(name: str) -> None:
 def test_cpu_tensors_run_in_pytorch_with_one_notice(caplog: pytest.LogCaptureFixture) -> None:
     x = make_inputs(AttentionProblem.parse("b2 hq4 hkv2 q30 kv40 d16 bf16 full"))
     disk.say_once.cache_clear()
-    dispatch._plans.clear()
+    plans.by_call.clear()
     with caplog.at_level(logging.WARNING, logger="tilegen"):
         for mask in (None, tilegen.causal(), tilegen.causal("bottom_right")):
             out, lse = tilegen.attention(x.q, x.k, x.v, mask=mask, return_lse=True)
@@ -144,7 +144,7 @@ def test_a_kernel_on_disk_is_used_without_rendering(tmp_path: Path) -> None:
     code = """
 import sys, torch, tilegen
 from tilegen import disk, store
-from tilegen.runtime import dispatch
+from tilegen.runtime import dispatch, plans
 from tilegen.measure import Measurement
 q = torch.randn(1, 1, 16, 16)
 def record():

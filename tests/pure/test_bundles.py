@@ -425,7 +425,7 @@ from pathlib import Path
 import torch
 import tilegen
 from tests.bundles import StandIn
-from tilegen.runtime import dispatch
+from tilegen.runtime import dispatch, plans
 from tilegen.bundles.served import Bundle
 from tilegen.gpus.spec import gpu
 
@@ -450,11 +450,11 @@ def test_serving_loads_no_compiler_no_templates_and_no_algebra(folder: Path) -> 
 
 
 def test_calls_go_back_to_the_usual_way_when_it_is_unloaded(folder: Path) -> None:
-    from tilegen.runtime import dispatch
+    from tilegen.runtime import plans
 
-    dispatch._plans.get("a call", lambda: None)  # type: ignore[arg-type, return-value]
+    plans.by_call.get("a call", lambda: None)  # type: ignore[arg-type, return-value]
     bundle = tilegen.load_bundle(folder)
-    assert not len(dispatch._plans)
-    dispatch._plans.get("a call", lambda: None)  # type: ignore[arg-type, return-value]
+    assert not len(plans.by_call)
+    plans.by_call.get("a call", lambda: None)  # type: ignore[arg-type, return-value]
     bundle.unload()
-    assert not len(dispatch._plans)
+    assert not len(plans.by_call)

@@ -16,6 +16,7 @@ from tilegen import pipeline
 from tilegen.choose import agreement
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import TileConfig
+from tilegen.runtime import ranks
 from tilegen.store import Unreachable, save
 from tilegen.tuning import tuner as tune_module
 
@@ -209,7 +210,7 @@ def test_what_stops_rank_0_stops_all(tmp_path: Path) -> None:
 
 def test_without_a_process_group_it_says_what_to_do() -> None:
     with pytest.raises(Unsupported, match=r"call torch\.distributed\.init_process_group first"):
-        agreement.agree([PROBLEM])
+        ranks.agree([PROBLEM])
 
 
 def test_agreement_is_about_one_gpu_and_one_bucket(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from tilegen.fleet.jobs import jobs_of
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem
-from tilegen.runtime import dispatch
+from tilegen.runtime import dispatch, plans
 from tilegen.store import TuningRecord, look_up, record_path, save
 from tilegen.tuning.tuner import tune
 
@@ -53,7 +53,7 @@ def looked_up(problem: AttentionProblem, monkeypatch: pytest.MonkeyPatch) -> Att
     problem_of = dispatch.problem_of
     with monkeypatch.context() as patch:
         patch.setattr(dispatch, "problem_of", lambda *a: asked.append(problem_of(*a)) or asked[-1])
-        dispatch.forget()
+        plans.forget()
         q = torch.zeros(problem.batch, problem.num_heads_q, problem.seqlen_q, problem.head_dim_qk)
         k = torch.zeros(problem.batch, problem.num_heads_kv, problem.seqlen_kv, problem.head_dim_qk)
         tilegen.attention(q, k, k, mask=problem.mask)

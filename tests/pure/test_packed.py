@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tilegen.check.reference import dense_mask
-from tilegen.emit.kernel_files import kernel_digest
+from tilegen.emit.identity import kernel_digest
 from tilegen.emit.render import render
 from tilegen.errors import InvalidProblem
 from tilegen.kernels.config import Kernel, TileConfig

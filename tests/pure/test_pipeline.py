@@ -23,7 +23,7 @@ from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import FAMILIES, KERNELS
 from tilegen.problem import AttentionProblem
-from tilegen.runtime import dispatch
+from tilegen.runtime import dispatch, ranks
 from tilegen.store import save
 
 H200 = gpu("h200")
@@ -155,7 +155,7 @@ def test_every_caller_takes_what_the_one_chooser_says(
     assert served.passes["forward"].config_from == dict.fromkeys(expected, "record")
     assert {one.kernel: one.config.key for one in manifest.binaries} == expected
 
-    agreed = json.loads(agreement._choices([LARGE.bucket], H200))
+    agreed = json.loads(ranks._choices([LARGE.bucket], H200))
     assert expected.items() <= {kernel: config for kernel, _, config in agreed}.items()
 
     loaded: dict[str, str] = {}

@@ -16,7 +16,7 @@ from tests.conftest import CheckGolden
 from tests.problems import PROBLEMS
 from tilegen import resources
 from tilegen.bounded_cache import BoundedCache
-from tilegen.emit import kernel_files
+from tilegen.emit import identity, kernel_files
 from tilegen.emit.render import environment, render
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import Kernel, TileConfig, head_dim_chunks
@@ -51,7 +51,7 @@ def test_split_head_dim_without_alignment(kernel: Kernel, golden: CheckGolden) -
     golden(render(problem, CONFIG, kernel, aligned=False).source)
 
 
-def all_rendered() -> list[kernel_files.RenderedKernel]:
+def all_rendered() -> list[identity.RenderedKernel]:
     problems = [*PROBLEMS, replace(LLAMA, mask=parse_mask("causal&window(4095,0,bottom_right)"))]
     return [
         render(problem, config, kernel, aligned=aligned)
@@ -166,7 +166,7 @@ def test_template_digest_covers_what_jinja_reaches() -> None:
         reached = set(jinja2.meta.find_referenced_templates(env.parse(text)))
         found = set(re.findall(r'{%-?\s*(?:import|from|include|extends)\s+"([^"]+)"', text))
         assert found == reached >= {"_partials.jinja"}
-        assert kernel_files.template_digest(kernel) in render(LLAMA, CONFIG, kernel).source
+        assert identity.template_digest(kernel) in render(LLAMA, CONFIG, kernel).source
 
 
 def test_templates_follow_their_rules() -> None:
@@ -244,7 +244,7 @@ def test_a_cache_that_cannot_be_written_says_so(
 
 def test_a_digest_tells_kernels_apart() -> None:
     requests = {
-        kernel_files.kernel_digest(problem, config, kernel, aligned)
+        identity.kernel_digest(problem, config, kernel, aligned)
         for problem in (LLAMA, replace(LLAMA, dtype="fp16"), replace(LLAMA, head_dim_v=64))
         for config in (CONFIG, replace(CONFIG, num_stages=2))
         for kernel in LARGE_CACHE

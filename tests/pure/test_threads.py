@@ -25,7 +25,7 @@ from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
 from tilegen.masks import parse_mask
 from tilegen.problem import AttentionProblem
-from tilegen.runtime import dispatch, varlen
+from tilegen.runtime import dispatch, plans, varlen
 
 THREADS = 16
 
@@ -139,7 +139,7 @@ def test_tracing_proposing_and_rendering_share_one_lock(monkeypatch: pytest.Monk
 
 
 def test_threads_trace_call_and_pack_alike() -> None:
-    dispatch.forget()
+    plans.forget()
     varlen._masks.clear()
     table = torch.rand(2)
     q, cu = torch.randn(1, 2, 40, 16), torch.tensor([0, 13, 40])
@@ -200,7 +200,7 @@ def test_modules_are_imported_once_and_evicted(
 
 
 def test_plans_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dispatch, "_plans", BoundedCache(3))
+    monkeypatch.setattr(plans, "by_call", BoundedCache(3))
     made: list[int] = []
     new_plan = dispatch._new_plan
 
@@ -213,4 +213,4 @@ def test_plans_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
         q = torch.zeros(1, 1, length, 16)
         tilegen.attention(q, q, q)
     assert made == [1, 2, 3, 4, 2]
-    assert len(dispatch._plans) == 3
+    assert len(plans.by_call) == 3

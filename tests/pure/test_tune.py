@@ -13,7 +13,7 @@ import pytest
 
 from tests.records import H200, PROBLEM, VERSIONS, record, timed
 from tests.replay import SMALL, TABLE, Replay, ranking, run, slowness, stored
-from tilegen.emit.kernel_files import template_digest
+from tilegen.emit.identity import template_digest
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import TileConfig
 from tilegen.measure import TIE_LIMIT, Measurement

@@ -11,7 +11,7 @@ import pytest
 from tilegen import pipeline
 from tilegen.build import compiler, verdicts
 from tilegen.build.verdicts import MAX_BYTES, Verdict, verdict
-from tilegen.emit.kernel_files import RenderedKernel
+from tilegen.emit.identity import RenderedKernel
 from tilegen.errors import BuildFailed
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from tilegen.build.workers import Pool
 from tilegen.check import interpreter
-from tilegen.emit.kernel_files import RenderedKernel, load
+from tilegen.emit.identity import RenderedKernel
+from tilegen.emit.kernel_files import load
 from tilegen.errors import BuildFailed, Unsupported
 from tilegen.kernels.config import threads_of
 
@@ -107,44 +104,6 @@ def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) 
         scratch_pointers=_num_parameters(compiled, arch) - len(rendered.signature),
         seconds=seconds,
     )
-
-
-def compile_many(
-    rendered: Sequence[RenderedKernel],
-    arch: str,
-    *,
-    workers: int | None = None,
-    pool: Pool | None = None,
-) -> Iterator[tuple[RenderedKernel, CompiledKernel | BuildFailed]]:
-    """Compile on all cores and yield each kernel as it finishes, a failure as a value.
-
-    `pool` lends workers that go on living; without it, `workers` are started and ended here.
-    """
-    if not rendered:
-        return
-    if pool is None:
-        size = min(workers or len(os.sched_getaffinity(0)), len(rendered))
-        if size == 1 and not interpreter.is_active():
-            for one in rendered:
-                yield one, _compile_or_fail(one, arch)
-            return
-        with Pool(size) as own:
-            yield from compile_many(rendered, arch, pool=own)
-        return
-    with ThreadPoolExecutor(pool.size) as threads:
-        futures = {threads.submit(pool.compile, one, arch): one for one in rendered}
-        try:
-            for future in as_completed(futures):
-                yield futures[future], future.result()
-        finally:  # the consumer may stop early
-            threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _compile_or_fail(rendered: RenderedKernel, arch: str) -> CompiledKernel | BuildFailed:
-    try:
-        return compile_for(rendered, arch)
-    except BuildFailed as error:
-        return BuildFailed(str(error))  # without its cause, which may not pickle
 
 
 def _target(arch: str) -> Any:

@@ -11,14 +11,15 @@ from subprocess import SubprocessError
 from typing import TYPE_CHECKING, Any
 
 from tilegen.disk import log
-from tilegen.emit.kernel_files import folder_of, kernel_digest, write_beside
+from tilegen.emit.identity import kernel_digest
+from tilegen.emit.kernel_files import folder_of, write_beside
 from tilegen.errors import BuildFailed, InvalidRecord, Unsupported
 from tilegen.store.fields import parse_json
 from tilegen.store.files import read_bytes, text_of
 from tilegen.store.versions import installed
 
 if TYPE_CHECKING:
-    from tilegen.emit.kernel_files import RenderedKernel
+    from tilegen.emit.identity import RenderedKernel
     from tilegen.kernels.config import Kernel, TileConfig
     from tilegen.problem import AttentionProblem
 

@@ -11,14 +11,15 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tilegen.build.compiler import CompiledKernel, compile_for
+from tilegen.check import interpreter
+from tilegen.emit.identity import RenderedKernel
 from tilegen.errors import BuildFailed, TilegenError
-
-if TYPE_CHECKING:
-    from tilegen.build.compiler import CompiledKernel
-    from tilegen.emit.kernel_files import RenderedKernel
 
 
 def python(code: str) -> list[str]:
@@ -109,8 +110,6 @@ class Pool:
 
 def serve() -> None:
     """Compile what arrives on standard input until it ends."""
-    from tilegen.build.compiler import compile_for
-
     requests = sys.stdin.buffer
     with os.fdopen(os.dup(1), "wb") as answers:
         os.dup2(2, 1)  # what a compiler prints must not end up between the answers
@@ -126,3 +125,41 @@ def serve() -> None:
                     answer = RuntimeError(f"{type(error).__name__}: {error}")
                 pickle.dump(answer, answers)
                 answers.flush()
+
+
+def compile_many(
+    rendered: Sequence[RenderedKernel],
+    arch: str,
+    *,
+    workers: int | None = None,
+    pool: Pool | None = None,
+) -> Iterator[tuple[RenderedKernel, CompiledKernel | BuildFailed]]:
+    """Compile on all cores and yield each kernel as it finishes, a failure as a value.
+
+    `pool` lends workers that go on living; without it, `workers` are started and ended here.
+    """
+    if not rendered:
+        return
+    if pool is None:
+        size = min(workers or len(os.sched_getaffinity(0)), len(rendered))
+        if size == 1 and not interpreter.is_active():
+            for one in rendered:
+                yield one, _compile_or_fail(one, arch)
+            return
+        with Pool(size) as own:
+            yield from compile_many(rendered, arch, pool=own)
+        return
+    with ThreadPoolExecutor(pool.size) as threads:
+        futures = {threads.submit(pool.compile, one, arch): one for one in rendered}
+        try:
+            for future in as_completed(futures):
+                yield futures[future], future.result()
+        finally:  # the consumer may stop early
+            threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _compile_or_fail(rendered: RenderedKernel, arch: str) -> CompiledKernel | BuildFailed:
+    try:
+        return compile_for(rendered, arch)
+    except BuildFailed as error:
+        return BuildFailed(str(error))  # without its cause, which may not pickle

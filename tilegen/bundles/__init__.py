@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
-if TYPE_CHECKING:
-    from tilegen.bundles.served import Bundle
-
-loaded: list[Bundle] = []
-"""What `attention` asks for its kernels, in this order, before it chooses and compiles its own."""
+loaded: list[Any] = []
+"""Bundles (`served.Bundle`) that `attention` asks for its kernels, in this order, before it chooses
+and compiles its own."""

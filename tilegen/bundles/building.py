@@ -20,7 +20,7 @@ from tilegen.bundles.folder import Folder
 from tilegen.bundles.manifest import Binary, Manifest, Origin, Pass, Served
 from tilegen.choose.families import kernels_used
 from tilegen.choose.known import Known
-from tilegen.emit.kernel_files import (
+from tilegen.emit.identity import (
     kernel_digest,
     representative,
     rows_are_aligned,
@@ -219,7 +219,7 @@ def _manifest(chosen: Sequence[_Chosen], versions: dict[str, str]) -> Manifest:
 def _versions() -> dict[str, str]:
     import triton
 
-    import tilegen
+    from tilegen.version import __version__
 
     def release(tool: str) -> str:
         said = subprocess.run(
@@ -229,7 +229,7 @@ def _versions() -> dict[str, str]:
         return found[1] if found else ""
 
     return {
-        "tilegen": tilegen.__version__,
+        "tilegen": __version__,
         "triton": triton.__version__,
         "ptxas": release("ptxas"),  # up to sm_90
         "ptxas_blackwell": release("ptxas-blackwell"),  # from sm_100 on

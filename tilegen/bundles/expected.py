@@ -12,19 +12,14 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
 
-import tilegen
 from tilegen.bundles.folder import read
 from tilegen.bundles.manifest import TYPES, Binary, Manifest, Served
-from tilegen.emit.kernel_files import (
-    VECTOR_BYTES,
-    argument_names,
-    digest_of_kind,
-    template_digest,
-)
+from tilegen.emit.identity import VECTOR_BYTES, argument_names, digest_of_kind, template_digest
 from tilegen.kernels.arguments import extra
 from tilegen.kernels.config import Kernel, TileConfig, threads_of
 from tilegen.kernels.registry import KERNELS
 from tilegen.problem import DTYPE_BYTES
+from tilegen.version import __version__
 
 SCRATCH_POINTERS = 2
 """Pointers that Triton appends for NVIDIA GPUs; kernels here use none of that memory."""
@@ -36,7 +31,7 @@ KIND = re.compile(r"b1 hq(\d{1,9}) hkv1 q1024 kv1024 d\S+ (fp16|bf16|fp32) \S.*"
 def why_not_ours(path: Path, manifest: Manifest) -> str:
     """Return in a line why this tilegen cannot launch what a folder holds, and an empty text if it
     can."""
-    theirs, ours = manifest.versions.get("tilegen", ""), tilegen.__version__
+    theirs, ours = manifest.versions.get("tilegen", ""), __version__
     if theirs != ours:
         return f"it was made by tilegen {theirs or 'of no known version'}, and this is {ours}"
     for one in manifest.binaries:

@@ -16,7 +16,7 @@ from tilegen.store.fields import Fields, parse_json
 from tilegen.store.files import read_bytes, text_of
 
 if TYPE_CHECKING:
-    from tilegen.emit.kernel_files import RenderedKernel
+    from tilegen.emit.identity import RenderedKernel
 
 NOTES = ".unfinished.jsonl"
 """Binaries that no manifest names yet: the versions, then one binary a line."""

@@ -17,7 +17,7 @@ from tilegen.bundles.expected import why_not_ours
 from tilegen.bundles.folder import MAX_MANIFEST, read, sha256_of
 from tilegen.bundles.manifest import MANIFEST, Binary, Manifest, Served
 from tilegen.disk import log
-from tilegen.emit.kernel_files import representative
+from tilegen.emit.identity import representative
 from tilegen.errors import InvalidRecord, Unsupported
 from tilegen.store.files import read_bytes, text_of
 
@@ -213,6 +213,6 @@ def _distance(problem: AttentionProblem, served: Served) -> float:
 
 
 def _plan_anew() -> None:
-    from tilegen.runtime.dispatch import forget
+    from tilegen.runtime import plans
 
-    forget()
+    plans.forget()

@@ -24,7 +24,8 @@ from tilegen.build import workers
 from tilegen.check import interpreter
 from tilegen.check.reference import Inputs, attention_reference, make_inputs, torch_attention
 from tilegen.check.rounding import rounding_floors
-from tilegen.emit.kernel_files import RenderedKernel, load
+from tilegen.emit.identity import RenderedKernel
+from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
 from tilegen.errors import Unsupported, WrongResult
 from tilegen.kernels import passes

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tilegen.choose.agreement import agreed
 from tilegen.disk import say_once
-from tilegen.emit.kernel_files import template_digest
+from tilegen.emit.identity import template_digest
 from tilegen.errors import TilegenError
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.measure import DeviceLost

@@ -126,7 +126,7 @@ def cache_why(
 
     Example: tilegen cache why "b4 hq32 hkv8 q4096 d128 bf16 causal" --gpu h200
     """
-    from tilegen.emit.kernel_files import template_digest
+    from tilegen.emit.identity import template_digest
     from tilegen.store import current_versions, why, why_lines
 
     parsed, spec = AttentionProblem.parse(problem), gpu_of(gpu)
@@ -345,7 +345,7 @@ def _wanted(gpu: str | None, kernel: str | None) -> Wanted:
 
 
 def _found(problem: AttentionProblem, spec: Any, kernel: Any) -> Found | None:
-    from tilegen.emit.kernel_files import template_digest
+    from tilegen.emit.identity import template_digest
     from tilegen.store import current_versions, look_up
 
     return look_up(

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import tilegen
 from tilegen import resources
 from tilegen.check import interpreter
 from tilegen.errors import TilegenError
@@ -17,6 +16,7 @@ from tilegen.gpus.spec import detect
 from tilegen.private_files import NotPrivate, check_private
 from tilegen.settings import settings
 from tilegen.store import Location, list_records, locations
+from tilegen.version import __version__
 
 PACKAGES = ("torch", "triton", "numpy", "sympy", "jinja2", "optuna")
 OPTIONAL = {
@@ -40,7 +40,7 @@ class Finding:
 
 def examine() -> list[Finding]:
     """Return what was found; a problem is a finding, not an error."""
-    found = [Finding("tilegen", tilegen.__version__), Finding("python", platform.python_version())]
+    found = [Finding("tilegen", __version__), Finding("python", platform.python_version())]
     found += [
         Finding(name, _version(name) or "missing; install tilegen again") for name in PACKAGES
     ]

@@ -95,7 +95,7 @@ def main() -> None:
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from tilegen import __version__
+        from tilegen.version import __version__
 
         console.print(f"tilegen {__version__}")
         raise typer.Exit

@@ -1,4 +1,4 @@
-"""Emitted kernels as files: what identifies one, where it lies, how it is imported.
+"""Emitted kernels as files: where one lies, how it is written and imported.
 
 A kernel's digest covers everything that determines its text, so a file that is there need not be
 rendered again: a call whose kernels are on disk loads neither the templates nor SymPy. Only files
@@ -8,117 +8,21 @@ that nobody else can have written are imported; elsewhere kernels are rendered i
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import json
 import linecache
-import re
 import sys
-from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
 
-from tilegen import resources
 from tilegen.bounded_cache import BoundedCache
 from tilegen.disk import log, say_once, write_whole
+from tilegen.emit.identity import RenderedKernel, kernel_digest
 from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.kernels.registry import KERNELS
 from tilegen.private_files import NotPrivate, check_private, read_private
 from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
 
-if TYPE_CHECKING:
-    import torch
-
-VECTOR_BYTES = 16
-"""Widest load of one thread; an aligned kernel gets addresses and strides in multiples of it."""
-
-ENVIRONMENT = "trim_blocks lstrip_blocks keep_trailing_newline StrictUndefined"
-"""What `render.environment` sets; part of every digest."""
-
 MAX_MODULES = 2048
 """Emitted modules that stay imported."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RenderedKernel:
-    """An emitted kernel, before anything is compiled."""
-
-    kernel: Kernel
-    problem: AttentionProblem
-    config: TileConfig
-    aligned: bool
-    """Whether addresses and strides must be multiples of 16 bytes."""
-    digest: str
-    """Hex digest of everything that determines the text."""
-    function: str
-    """Name of the `@triton.jit` function, which profilers show."""
-    source: str
-    """The whole module: imports torch and triton only; `launch(...)` is its entry point."""
-    signature: tuple[tuple[str, str], ...]
-    """(argument, Triton type) of the function, for compiling without a GPU."""
-
-
-def representative(problem: AttentionProblem) -> AttentionProblem:
-    """Return the problem that stands for all with the same emitted kernels: any batch, heads and
-    lengths."""
-    return replace(
-        problem,
-        batch=1,
-        num_heads_q=problem.group_size,
-        num_heads_kv=1,
-        seqlen_q=1024,
-        seqlen_kv=1024,
-        mask=problem.mask.general,
-    )
-
-
-def kernel_digest(
-    problem: AttentionProblem, config: TileConfig, kernel: Kernel, aligned: bool
-) -> str:
-    """Return the hex digest of everything that determines an emitted kernel's text."""
-    return digest_of_kind(representative(problem).key, config, kernel, aligned)
-
-
-def digest_of_kind(kind: str, config: TileConfig, kernel: Kernel, aligned: bool) -> str:
-    """Return the digest of a kernel for all problems that a notation is the representative of."""
-    request = [kind, config.key, kernel, aligned, _generator_digest()]
-    if KERNELS[kernel].folder:  # with templates that are not among those of tilegen
-        request.append(template_digest(kernel))
-    return hashlib.sha256(json.dumps(request).encode()).hexdigest()[:16]
-
-
-def template_folders(kernel: Kernel) -> list[Path]:
-    """Return where a kernel's template is looked for, and those that it imports."""
-    own = KERNELS[kernel].folder
-    return [*([own] if own else []), resources.data_dir("templates")]
-
-
-@lru_cache(maxsize=16)
-def template_digest(kernel: Kernel) -> str:
-    """Return the hex digest of a kernel's template, all templates it reaches, and the environment's
-    options."""
-    folders = template_folders(kernel)
-    names, reached = [KERNELS[kernel].template], dict[str, str]()
-    while names:
-        name = names.pop()
-        if name not in reached:
-            file = next(one / name for one in folders if (one / name).is_file())
-            reached[name] = file.read_text(encoding="utf-8")
-            names += re.findall(
-                r'{%-?\s*(?:import|from|include|extends)\s+"([^"]+)"', reached[name]
-            )
-    return hashlib.sha256(json.dumps([sorted(reached.items()), ENVIRONMENT]).encode()).hexdigest()[
-        :12
-    ]
-
-
-def argument_names(source: str, function: str) -> list[str] | None:
-    """Return the arguments of a function in an emitted text, which alone lists them; None where
-    there is no such function."""
-    match = re.search(rf"^def {function}\((.*?)\):", source, re.DOTALL | re.MULTILINE)
-    return re.findall(r"\w+", re.sub(r"#.*", "", match[1])) if match else None
 
 
 def write(rendered: RenderedKernel) -> Path:
@@ -180,28 +84,6 @@ def _forget(module: ModuleType) -> None:
 _modules: BoundedCache[str, ModuleType] = BoundedCache(MAX_MODULES, _forget)
 
 
-def rows_are_aligned(problem: AttentionProblem) -> bool:
-    """Whether dense rows of q, k, v and out are multiples of 16 bytes."""
-    unit = stride_unit(problem, True)
-    return problem.head_dim_qk % unit == 0 and problem.head_dim_v % unit == 0
-
-
-def stride_unit(problem: AttentionProblem, aligned: bool) -> int:
-    """Return the elements by which a kernel's strides are counted."""
-    return VECTOR_BYTES // problem.element_bytes if aligned else 1
-
-
-def is_aligned(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's address, strides (batch, head, row) and rows are multiples of 16 bytes."""
-    unit = VECTOR_BYTES // tensor.element_size()
-    strides = zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
-    return (
-        tensor.data_ptr() % VECTOR_BYTES == 0
-        and tensor.shape[3] % unit == 0
-        and all(n == 1 or s % unit == 0 for n, s in strides)
-    )
-
-
 def _make_private(folder: Path) -> None:
     """Make a folder that is missing, so that nobody else gets into it."""
     with contextlib.suppress(OSError):  # who writes into it says what is wrong
@@ -244,16 +126,3 @@ def _import(source: bytes, file: str, digest: str) -> ModuleType:
     if not hasattr(module, "launch"):
         raise ImportError(f"expected a function `launch` in {file}")
     return module
-
-
-@lru_cache(maxsize=1)
-def _generator_digest() -> str:
-    """Digest of the templates and of the modules that fill them in."""
-    package = Path(__file__).parents[1]
-    sources = list(resources.data_dir("templates").rglob("*.jinja"))
-    for folder in ("emit", "kernels", "masks"):
-        sources += (package / folder).rglob("*.py")
-    digest = hashlib.sha256()
-    for path in sorted(sources, key=lambda path: path.parts[-3:]):
-        digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()

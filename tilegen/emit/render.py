@@ -16,7 +16,7 @@ from typing import Any
 import jinja2
 
 from tilegen.emit.arguments import Arguments
-from tilegen.emit.kernel_files import (
+from tilegen.emit.identity import (
     RenderedKernel,
     kernel_digest,
     representative,

@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 from tilegen.choose.families import kernels_of
-from tilegen.emit.kernel_files import template_digest
+from tilegen.emit.identity import template_digest
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel
 from tilegen.problem import AttentionProblem

@@ -15,7 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import sympy as sp
 
-from tilegen.emit.kernel_files import rows_are_aligned, stride_unit
+from tilegen.emit.identity import rows_are_aligned, stride_unit
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import SCORE_WIDTH, panels_per_group
 from tilegen.kernels.registry import KERNELS

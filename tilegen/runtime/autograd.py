@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from tilegen.emit.kernel_files import is_aligned
+from tilegen.emit.identity import is_aligned
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape

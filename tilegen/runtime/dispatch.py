@@ -1,4 +1,4 @@
-"""`attention`: the best known kernel for this GPU and problem, selected at run time.
+"""A call of `attention`: its kernels, chosen when a call of its kind is first made.
 
 The first call of a kind picks configs (records, then the model) and loads the emitted kernels;
 every further one is a dictionary look-up and a launch.
@@ -11,16 +11,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from threading import RLock
-from typing import Any, Literal, overload
+from typing import Any
 
 import torch
 
 from tilegen import bundles, pipeline
-from tilegen.bounded_cache import BoundedCache
 from tilegen.check import interpreter
 from tilegen.disk import say_once
-from tilegen.emit.kernel_files import is_aligned
-from tilegen.errors import InvalidProblem, TilegenError, Unsupported
+from tilegen.emit.identity import is_aligned
+from tilegen.errors import TilegenError, Unsupported
 from tilegen.gpus.spec import ASSUMED, GpuSpec, detect, gpu
 from tilegen.kernels import passes
 from tilegen.kernels.config import BLOCK_SIZES, Kernel
@@ -34,7 +33,7 @@ from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import check_fit, score_tensors
 from tilegen.masks.values import Made
 from tilegen.problem import AttentionProblem
-from tilegen.runtime import autograd
+from tilegen.runtime import autograd, plans
 from tilegen.runtime.autograd import Changes, Gradients, Wanted, addressable, reaching, torch_run
 from tilegen.runtime.binding import BoundKernel
 from tilegen.runtime.call import (
@@ -53,13 +52,10 @@ from tilegen.runtime.call import (
 from tilegen.runtime.dilation import group, ungroup
 
 _FULL = full()
-MAX_PLANS = 4096
-MAX_LOADED = 1024
 MAX_PROGRAMS = 2**31 - 1  # CUDA's limit on a one-dimensional grid
 
 
-@overload
-def attention(
+def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -68,62 +64,18 @@ def attention(
     score: Score | ScoreFunction | None = None,
     kv_lengths: torch.Tensor | None = None,
     scale: float | None = None,
-    return_lse: Literal[False] = False,
-) -> torch.Tensor: ...
-@overload
-def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    mask: Mask | None = None,
-    score: Score | ScoreFunction | None = None,
-    kv_lengths: torch.Tensor | None = None,
-    scale: float | None = None,
-    return_lse: Literal[True],
-) -> tuple[torch.Tensor, torch.Tensor]: ...
-def attention(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    mask: Mask | None = None,
-    score: Score | ScoreFunction | None = None,
-    kv_lengths: torch.Tensor | None = None,
-    scale: float | None = None,
-    return_lse: bool = False,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Return `softmax(q k^T * scale + mask) v`, differentiable; with `return_lse` also its lse.
-
-    Shapes: q (batch, heads_q, seqlen_q, d_qk), k (batch, heads_kv, seqlen_kv, d_qk), v (batch,
-    heads_kv, seqlen_kv, d_v), out (batch, heads_q, seqlen_q, d_v). heads_q is a multiple of
-    heads_kv; one dtype (fp16, bf16, fp32) and one device for all. `mask` is a tilegen mask such as
-    `tilegen.causal()`; `score` changes scaled logits before the mask: a tilegen score such as
-    `tilegen.softcap(20.0)`, or a function of (score, b, h, q_idx, kv_idx), whose tensors get
-    gradients too. `kv_lengths` (batch,), integers, leaves each batch entry its first columns, for
-    padded keys and values. `scale` defaults to d_qk ** -0.5. lse is each row's natural
-    log-sum-exp, fp32, (batch, heads_q, seqlen_q). A row that the mask leaves nothing gives out 0,
-    lse -inf and zero gradients. torch.autocast is followed as PyTorch's own attention does.
-
-    Never tunes unless TILEGEN_TUNE=1. CPU tensors run the emitted kernels where TRITON_INTERPRET=1
-    is set, otherwise PyTorch. Raises InvalidProblem or Unsupported, naming the call.
-    """
-    if getattr(q, "is_nested", False):
-        from tilegen.runtime.varlen import attention_jagged
-
-        if kv_lengths is not None:
-            raise InvalidProblem("jagged tensors have lengths of their own: expected no kv_lengths")
-        return attention_jagged(q, k, v, mask=mask, score=score, scale=scale, return_lse=return_lse)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) of a call of `attention`. Raises InvalidProblem or Unsupported, naming the
+    call."""
     try:
         if kv_lengths is not None:
             mask = (_FULL if mask is None else mask) & padded(kv_lengths)
         changes = Changes(_FULL if mask is None else mask, score_of(score))
-        out, lse = _attention(q, k, v, changes, scale)
+        return _attention(q, k, v, changes, scale)
     except TilegenError as error:
         raise type(error)(
             f"{error}; the call was {describe(q, k, v, mask, score, scale)}"
         ) from None
-    return (out, lse) if return_lse else out
 
 
 def _attention(
@@ -141,7 +93,7 @@ def _attention(
     if (step := _step_of(q, changes)) > 1:
         return _regrouped(q, k, v, changes, step, scale)
     key = call_key(q, k, v, changes)
-    plan = _plans.get(key, lambda: _new_plan(q, k, v, changes))
+    plan: Plan = plans.by_call.get(key, lambda: _new_plan(q, k, v, changes))
     check_fit(changes.mask, changes.score, Shape.of(q, k))
     factor = plan.default_scale if scale is None else checked_scale(scale)
     if factor < 0:  # kernels take a row's maximum before scaling: the scale must keep the order
@@ -155,15 +107,6 @@ class Plan:
 
     run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, Changes], tuple[Any, Any]]
     default_scale: float
-
-
-_plans: BoundedCache[Any, Plan] = BoundedCache(MAX_PLANS)  # a server sees ever new lengths
-
-
-def forget() -> None:
-    """Have every kind of call choose its kernels again."""
-    _plans.clear()
-    _loaded.clear()
 
 
 def _step_of(q: torch.Tensor, changes: Changes) -> int:
@@ -352,10 +295,9 @@ class _Kernels:
 
 
 def _kernels(problem: AttentionProblem, device: torch.device, aligned: bool) -> _Kernels:
-    return _loaded.get((problem, device, aligned), lambda: _Kernels(problem, device, aligned))
-
-
-_loaded: BoundedCache[Any, _Kernels] = BoundedCache(MAX_LOADED)
+    return plans.by_problem.get(
+        (problem, device, aligned), lambda: _Kernels(problem, device, aligned)
+    )
 
 
 @cache

@@ -13,9 +13,9 @@ from tilegen.masks.constructors import block_sparse, predicate
 from tilegen.masks.mask import Mask, full
 from tilegen.masks.score import Score
 from tilegen.masks.tracing.fingerprint import Traces
+from tilegen.runtime.attention import attention
 from tilegen.runtime.autograd import Changes
 from tilegen.runtime.call import ScoreFunction, score_of
-from tilegen.runtime.dispatch import attention
 from tilegen.runtime.maxima import row_maxima
 
 

@@ -12,7 +12,7 @@ from tilegen.masks.mask import Mask
 from tilegen.masks.packed import packed
 from tilegen.masks.score import Score
 from tilegen.runtime.call import ScoreFunction, score_of
-from tilegen.runtime.dispatch import attention
+from tilegen.runtime.dispatch import attend
 
 MAX_MASKS = 64
 """Packed masks kept for further layers and steps with the same tensors as cu_seqlens."""
@@ -57,12 +57,11 @@ def attention_varlen(
         from tilegen.masks.packed_score import within_documents
 
         inside = within_documents(inside, cu_seqlens_q, cu_kv, lengths)
-    out, lse = attention(
+    out, lse = attend(
         *(x.transpose(0, 1)[None] for x in (q, k, v)),
         mask=whole,
         score=inside,
         scale=scale,
-        return_lse=True,
     )
     out = out[0].transpose(0, 1)
     return (out, lse[0]) if return_lse else out

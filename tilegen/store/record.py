@@ -12,7 +12,6 @@ from functools import lru_cache
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, cast, get_args
 
-import tilegen
 from tilegen.errors import InvalidRecord, TilegenError
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS, check_config
@@ -20,6 +19,7 @@ from tilegen.measure import MAX_REPEATS, POLICY, Measurement, Status
 from tilegen.problem import AttentionProblem
 from tilegen.store.fields import MAX_TEXT, Fields, parse_json
 from tilegen.store.versions import Versions, installed, numbers
+from tilegen.version import __version__
 
 if TYPE_CHECKING:
     from tilegen.model.estimate import CostEstimate
@@ -325,7 +325,7 @@ def _other_writer(fields: Fields) -> str:
         findings += rivals[: MAX_RIVALS + 1]
     for one in findings:
         versions: Any = one.get("versions") if isinstance(one, dict) else None
-        for name, here in (("tilegen", tilegen.__version__), ("sympy", installed("sympy"))):
+        for name, here in (("tilegen", __version__), ("sympy", installed("sympy"))):
             there = versions.get(name) if isinstance(versions, dict) else None
             if not isinstance(there, str) or not re.fullmatch(r"\d{1,6}(\.\w{1,12}){0,6}", there):
                 continue

@@ -11,7 +11,7 @@ from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import tilegen
+from tilegen.version import __version__
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ def current_versions() -> Versions:
     import torch
 
     return Versions(
-        tilegen=tilegen.__version__,
+        tilegen=__version__,
         torch=str(torch.__version__),
         triton=installed("triton") or installed("pytorch-triton-rocm"),
         cuda=str(torch.version.cuda or torch.version.hip or ""),

@@ -148,7 +148,7 @@ def compile_ahead(
     pool: Pool,
 ) -> Iterable[tuple[TileConfig, Usage | BuildFailed]]:
     """Yield each config as its compilation for `gpu` finishes; a failure is a value."""
-    from tilegen.build.compiler import compile_many
+    from tilegen.build.workers import compile_many
     from tilegen.emit.render import render
 
     wanted = [render(problem, config, kernel) for config in configs]

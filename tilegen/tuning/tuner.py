@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from tilegen.build.acceptable import spills_much
 from tilegen.build.workers import Pool
-from tilegen.emit.kernel_files import template_digest
+from tilegen.emit.identity import template_digest
 from tilegen.errors import BuildFailed, NoRecord, Unsupported
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.measure import DeviceLost, Measurement, tie_limit

@@ -1,0 +1,72 @@
+"""`attention`: the best known kernel for this GPU and problem, selected at run time."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+
+from tilegen.errors import InvalidProblem
+from tilegen.masks.mask import Mask
+from tilegen.masks.score import Score
+from tilegen.runtime.call import ScoreFunction
+from tilegen.runtime.dispatch import attend
+from tilegen.runtime.varlen import attention_jagged
+
+
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: Mask | None = None,
+    score: Score | ScoreFunction | None = None,
+    kv_lengths: torch.Tensor | None = None,
+    scale: float | None = None,
+    return_lse: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: Mask | None = None,
+    score: Score | ScoreFunction | None = None,
+    kv_lengths: torch.Tensor | None = None,
+    scale: float | None = None,
+    return_lse: Literal[True],
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: Mask | None = None,
+    score: Score | ScoreFunction | None = None,
+    kv_lengths: torch.Tensor | None = None,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Return `softmax(q k^T * scale + mask) v`, differentiable; with `return_lse` also its lse.
+
+    Shapes: q (batch, heads_q, seqlen_q, d_qk), k (batch, heads_kv, seqlen_kv, d_qk), v (batch,
+    heads_kv, seqlen_kv, d_v), out (batch, heads_q, seqlen_q, d_v). heads_q is a multiple of
+    heads_kv; one dtype (fp16, bf16, fp32) and one device for all. `mask` is a tilegen mask such as
+    `tilegen.causal()`; `score` changes scaled logits before the mask: a tilegen score such as
+    `tilegen.softcap(20.0)`, or a function of (score, b, h, q_idx, kv_idx), whose tensors get
+    gradients too. `kv_lengths` (batch,), integers, leaves each batch entry its first columns, for
+    padded keys and values. `scale` defaults to d_qk ** -0.5. lse is each row's natural
+    log-sum-exp, fp32, (batch, heads_q, seqlen_q). A row that the mask leaves nothing gives out 0,
+    lse -inf and zero gradients. torch.autocast is followed as PyTorch's own attention does.
+
+    Never tunes unless TILEGEN_TUNE=1. CPU tensors run the emitted kernels where TRITON_INTERPRET=1
+    is set, otherwise PyTorch. Raises InvalidProblem or Unsupported, naming the call.
+    """
+    if getattr(q, "is_nested", False):
+        if kv_lengths is not None:
+            raise InvalidProblem("jagged tensors have lengths of their own: expected no kv_lengths")
+        return attention_jagged(q, k, v, mask=mask, score=score, scale=scale, return_lse=return_lse)
+    out, lse = attend(q, k, v, mask=mask, score=score, kv_lengths=kv_lengths, scale=scale)
+    return (out, lse) if return_lse else out

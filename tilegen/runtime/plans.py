@@ -1,0 +1,21 @@
+"""What a process keeps of its calls. Who changes what calls choose has them choose again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tilegen.bounded_cache import BoundedCache
+
+MAX_PLANS = 4096
+MAX_LOADED = 1024
+
+by_call: BoundedCache[Any, Any] = BoundedCache(MAX_PLANS)  # a server sees ever new lengths
+"""How calls of one kind are computed, by the key of a call."""
+by_problem: BoundedCache[Any, Any] = BoundedCache(MAX_LOADED)
+"""The kernels of one problem bucket on one device."""
+
+
+def forget() -> None:
+    """Have every kind of call choose its kernels again."""
+    by_call.clear()
+    by_problem.clear()
