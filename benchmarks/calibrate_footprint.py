@@ -35,7 +35,7 @@ from tilegen.emit.render import render, representative
 from tilegen.gpus.spec import GpuSpec, gpu
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS
-from tilegen.model import known, sliced
+from tilegen.model import known, on_chip, sliced, sliced_footprint
 from tilegen.model.roofline import padded_widths, tile
 from tilegen.problem import AttentionProblem
 
@@ -116,10 +116,13 @@ def random_kernels(kernel: Kernel, count: int) -> Iterator[RenderedKernel]:
 def is_sensible(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> bool:
     """Whether a config comes near fitting the registers and the shared memory of some GPU."""
     if KERNELS[kernel].sliced:
-        step, threads = sliced.step(problem, config, kernel), 32 * config.num_warps
+        step, threads = sliced_footprint.step(problem, config, kernel), 32 * config.num_warps
         stored = step.loaded * max(1, config.num_stages - 1) * problem.element_bytes
         exact = problem.element_bytes == 4
-        if exact and sliced.unrolled(problem, config, kernel, "sm_80") > model.MAX_UNROLLED:
+        if (
+            exact
+            and sliced_footprint.unrolled(problem, config, kernel, "sm_80") > on_chip.MAX_UNROLLED
+        ):
             return False  # the compiler takes minutes, and spills thousands of bytes
         return 8 <= step.accumulators / threads <= 256 and stored <= 240_000
     work = tile(problem, config, kernel)
@@ -278,7 +281,7 @@ def spills(sample: Sample) -> bool:
 
 def register_limit(sample: Sample) -> int:
     """Return the most registers that one thread may have."""
-    return model.max_registers(sample.arch, TileConfig.parse(sample.config).num_warps)
+    return on_chip.max_registers(sample.arch, TileConfig.parse(sample.config).num_warps)
 
 
 def demand(sample: Sample) -> tuple[float, bool]:
@@ -349,7 +352,7 @@ def write_fits(samples: list[Sample]) -> None:
     ]
     lines = ["# Registers of one thread: coefficients of footprint.register_features, from what"]
     lines += [*source, f"# Order of the coefficients: {', '.join(model.REGISTER_FEATURES)};"]
-    lines += [f"# of kernels that slice head dims: {', '.join(sliced.REGISTER_FEATURES)}"]
+    lines += [f"# of kernels that slice head dims: {', '.join(sliced_footprint.REGISTER_FEATURES)}"]
     for arch, rows in fit_registers(samples).items():
         lines += ["", f"[architecture.{arch}]", *(f"{name} = {row}" for name, row in rows.items())]
     FITS.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -364,13 +367,13 @@ def write_fits(samples: list[Sample]) -> None:
             fit, spill = (" ".join(row[said]) for said in ("fit", "spill"))
             lines.append(f'"{name}" = {{ fit = "{fit}", spill = "{spill}" }}')
     COMPILED.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    for cached in (model.family, model.footprint, known.table, known.reports_on):
+    for cached in (on_chip.family, model.footprint, known.table, known.reports_on):
         cached.cache_clear()
 
 
 def report(samples: Iterable[Sample]) -> None:
     """Print how the predictions compare with the samples, per architecture and kernel."""
-    cells: dict[tuple[str, str], list[tuple[Sample, model.Footprint]]] = {}
+    cells: dict[tuple[str, str], list[tuple[Sample, on_chip.Footprint]]] = {}
     for sample in samples:
         if sample.registers > MIN_REGISTERS:
             needs = model.footprint(*sample.parsed, sample.kernel, sample.arch)

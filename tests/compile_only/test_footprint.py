@@ -21,14 +21,8 @@ from tilegen.gpus.spec import catalogue, gpu
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS, LARGE_CACHE
 from tilegen.model import known, sliced
-from tilegen.model.footprint import (
-    REGISTER_FEATURES,
-    Footprint,
-    footprint,
-    max_registers,
-    register_features,
-    residents,
-)
+from tilegen.model.footprint import REGISTER_FEATURES, footprint, register_features
+from tilegen.model.on_chip import Footprint, max_registers, residents
 from tilegen.problem import AttentionProblem
 
 CALIBRATED = "3.7.1"

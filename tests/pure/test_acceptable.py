@@ -15,7 +15,8 @@ from tilegen.emit.identity import RenderedKernel
 from tilegen.errors import BuildFailed
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
-from tilegen.model.footprint import MOST_SPILLED, Footprint, footprint
+from tilegen.model.footprint import footprint
+from tilegen.model.on_chip import MOST_SPILLED, Footprint
 from tilegen.pipeline import TRIED
 from tilegen.problem import AttentionProblem
 from tilegen.tuning import bench

@@ -12,7 +12,8 @@ from tilegen.gpus.spec import GpuSpec, catalogue, gpu
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.model import roofline
 from tilegen.model.estimate import CostEstimate
-from tilegen.model.footprint import footprint, residents
+from tilegen.model.footprint import footprint
+from tilegen.model.on_chip import residents
 from tilegen.model.roofline import dram_bytes, family, step_clocks, tile
 from tilegen.model.traffic import traffic, visits
 from tilegen.problem import AttentionProblem

@@ -17,7 +17,7 @@ from tests.replay import SMALL, Replay, ranking, run, slowness, trial_file, tria
 from tilegen.errors import BuildFailed
 from tilegen.kernels.config import TileConfig
 from tilegen.measure import Measurement
-from tilegen.model.footprint import MOST_SPILLED
+from tilegen.model.on_chip import MOST_SPILLED
 from tilegen.tuning.tuner import SEEDS, tune
 
 pytestmark = pytest.mark.usefixtures("own_cache")

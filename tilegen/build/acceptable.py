@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from tilegen.errors import BuildFailed
-from tilegen.model.footprint import MOST_SPILLED
+from tilegen.model.on_chip import MOST_SPILLED
 
 if TYPE_CHECKING:
     from tilegen.gpus.spec import GpuSpec

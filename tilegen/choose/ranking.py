@@ -16,7 +16,8 @@ from tilegen.kernels.registry import KERNELS
 from tilegen.model import roofline, sliced
 from tilegen.model.bounds import lower_bound_bytes
 from tilegen.model.estimate import Candidate, CostEstimate
-from tilegen.model.footprint import Footprint, footprint, residents
+from tilegen.model.footprint import footprint
+from tilegen.model.on_chip import Footprint, residents
 from tilegen.model.traffic import Traffic, Visits, traffic, visits
 from tilegen.problem import AttentionProblem
 from tilegen.sympy_lock import one_at_a_time

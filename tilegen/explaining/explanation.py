@@ -36,7 +36,8 @@ from tilegen.kernels.spec import Direction
 from tilegen.model import hierarchy, roofline, sliced
 from tilegen.model.bounds import complexity, critical_head_dim, lower_bound
 from tilegen.model.estimate import Candidate, CostEstimate
-from tilegen.model.footprint import TENSOR_MEMORY_COLUMNS, footprint, residents
+from tilegen.model.footprint import footprint
+from tilegen.model.on_chip import TENSOR_MEMORY_COLUMNS, residents
 from tilegen.model.symbols import H_kv
 from tilegen.model.traffic import Traffic, Visits, terms_of, total_bytes, visits
 from tilegen.problem import AttentionProblem

@@ -28,7 +28,8 @@ from tilegen.kernels.spec import WIDTHS
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.tiles.tile_ranges import is_solved, tile_ranges
 from tilegen.model.bounds import lower_bound_bytes, mask_size
-from tilegen.model.footprint import footprint, residents
+from tilegen.model.footprint import footprint
+from tilegen.model.on_chip import residents
 from tilegen.model.symbols import C, F, H_kv, N_kv, T_h, d_qk, d_v, n_w
 from tilegen.model.traffic import Traffic, Visits, traffic, visits
 from tilegen.problem import AttentionProblem

@@ -18,8 +18,9 @@ from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS
 from tilegen.kernels.spec import WIDTHS
-from tilegen.model.footprint import Footprint, chunks, repetition, residents
+from tilegen.model.footprint import repetition
 from tilegen.model.hierarchy import dram_bytes, streamed_bytes
+from tilegen.model.on_chip import Footprint, chunks, residents
 from tilegen.model.traffic import Traffic, Visits
 from tilegen.problem import AttentionProblem
 

@@ -7,7 +7,6 @@ the forward that streams Q again with every key tile. Rates and sources as in ro
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import lru_cache
 
 from tilegen.gpus.nearest import on_tensor_cores
@@ -18,177 +17,21 @@ from tilegen.kernels.registry import KERNELS, direction_of
 from tilegen.kernels.spec import Sliced
 from tilegen.model import roofline
 from tilegen.model.bounds import mask_size
-from tilegen.model.footprint import (
-    MAX_UNROLLED,
-    ROWS_PER_WARP,
-    Family,
+from tilegen.model.hierarchy import L2_SHARE
+from tilegen.model.on_chip import (
     Footprint,
     chunks,
-    corrected,
     family,
-    max_registers,
     residents,
 )
-from tilegen.model.hierarchy import L2_SHARE
-from tilegen.model.known import reported_spill, spilled_bytes
+from tilegen.model.sliced_footprint import loop_of, step
 from tilegen.model.traffic import Traffic, Visits
 from tilegen.problem import AttentionProblem
 
-
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """One step of a kernel's inner loop: rows x depth times depth x columns."""
-
-    rows: int
-    columns: int
-    depth: int
-    loaded: int
-    """Words that come in."""
-    staged: int
-    """Words of an operand that changes in registers before the product."""
-    accumulators: int
-    """fp32 words that the program keeps, results and score tiles."""
-
-
-def step(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> Step:
-    """Return what one step of a sliced kernel works on."""
-    loop = _loop(kernel)
-    rows, columns, depth = (getattr(config, one) for one in (loop.rows, loop.columns, loop.depth))
-    accumulators = loop.results * rows * columns
-    if not loop.panel:  # a step is all slices of one key tile, and the product with V
-        accumulators += rows * sum(chunks(problem.head_dim_v))
-    return Step(
-        rows=rows,
-        columns=columns,
-        depth=depth,
-        loaded=(rows + columns) * depth,
-        staged=rows * depth if loop.panel == "reads" else 0,
-        accumulators=accumulators,
-    )
-
-
-def _loop(kernel: Kernel) -> Sliced:
-    loop = KERNELS[kernel].sliced
-    assert loop is not None, kernel
-    return loop
-
-
-# --------------------------------------------------------------------------------------------------
-# On chip
-
-
-def footprint(
-    problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: str
-) -> Footprint:
-    """Return what one program of a sliced kernel needs on `arch`."""
-    rules, work, loop = family(arch), step(problem, config, kernel), _loop(kernel)
-    exact, size = problem.element_bytes == 4, problem.element_bytes
-    in_place = _in_place(rules, work, size)
-    pipelined = config.num_stages > 1 and rules.pipelines
-    buffers = (config.num_stages if in_place else config.num_stages - 1) if pipelined else 1
-    smem = buffers * work.loaded * size
-    if not loop.panel:
-        tile = config.block_n * sum(chunks(problem.head_dim_v)) + config.block_m * config.block_n
-        smem = max(smem, tile * size)
-    elif work.staged and not in_place:
-        smem += work.staged * size
-    elif "maxima" in KERNELS[kernel].given and pipelined and rules.tensor_memory:
-        smem -= work.staged * size  # weights go on to tensor memory: one buffer less
-    smem += 8 * config.block_m  # maxima in flight, and the scratch of reductions over rows
-    smem = max(smem, _leaving(work, kernel, size))
-    limit = max_registers(arch, config.num_warps)
-    fit = rules.registers[f"{KERNELS[kernel].fitted_as}_{'fp32' if exact else '16'}"]
-    features = register_features(problem, config, kernel, arch)
-    registers = math.ceil(sum(a * b for a, b in zip(fit, features, strict=True)))
-    if exact and unrolled(problem, config, kernel, arch) > MAX_UNROLLED:
-        registers = max(registers, 2 * limit)
-    spilled = spilled_bytes(problem, config, kernel, arch)
-    return Footprint(
-        smem_bytes=smem,
-        registers=corrected(registers, limit, spilled),
-        columns=_columns(rules, work, exact),
-        max_registers=limit,
-        reported_spill=reported_spill(problem, config, kernel, arch),
-    )
-
-
-def _leaving(work: Step, kernel: Kernel, element_bytes: int) -> int:
-    """Return the bytes that a result needs to be laid out for its stores."""
-    if _loop(kernel).panel == "writes":
-        return work.rows * work.columns * element_bytes
-    return 4 * work.accumulators if KERNELS[kernel].stays == "columns" else 0
-
-
-REGISTER_FEATURES = (
-    "constant",
-    "results",
-    "scores",
-    "changed",
-    "operands",
-    "vectors",
-    "rows",
-)
-"""What registers of one thread hold, in this order: addresses and counters; fp32 results; fp32
-score tiles beside them; an operand that changes before its product; operands of one matrix
-instruction (in IEEE fp32: of a step's multiply-adds, all unrolled); 16-byte vectors of what a step
-loads; rows, whose maxima and sums are kept by each thread."""
-
-
-def register_features(
-    problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: str
-) -> tuple[float, ...]:
-    """Return what the register fit multiplies, in the order of REGISTER_FEATURES."""
-    rules, work = family(arch), step(problem, config, kernel)
-    threads, size = rules.warp_threads * config.num_warps, problem.element_bytes
-    scores = 0 if _loop(kernel).panel else config.block_m * config.block_n
-    if size == 4:
-        operands = 2 * work.depth * math.sqrt(work.rows * work.columns / threads)
-    else:
-        along = min(config.num_warps, max(1, work.rows // ROWS_PER_WARP))
-        held = 0 if _in_place(rules, work, size) else work.rows / along
-        held += work.columns * along / config.num_warps
-        operands = held * MATRIX_DEPTH * size / 4 / rules.warp_threads
-    return (
-        1.0,
-        (work.accumulators - scores) / threads,
-        scores / threads,
-        work.staged * size / 4 / threads,
-        operands,
-        work.loaded * size / 16 / threads,
-        work.rows / threads,
-    )
-
-
-def unrolled(problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: str) -> float:
-    """Return the multiply-adds of the largest product in a thread, if in IEEE fp32."""
-    work, threads = step(problem, config, kernel), family(arch).warp_threads * config.num_warps
-    values = 0
-    if not _loop(kernel).panel:
-        values = work.rows * sum(chunks(problem.head_dim_v)) * config.block_n
-    return max(work.rows * work.columns * work.depth, values) / threads
-
-
-def _in_place(rules: Family, work: Step, element_bytes: int) -> bool:
-    """Whether matrix instructions read both operands in shared memory."""
-    return 0 < rules.rows_in_place <= work.rows and element_bytes < 4
-
-
-MATRIX_DEPTH = 16
-"""Words of a row that one matrix instruction takes."""
-
-
-def _columns(rules: Family, work: Step, exact: bool) -> int:
-    """Return columns of tensor memory."""
-    if not rules.tensor_memory or exact or work.rows < rules.rows_in_place:
-        return 0
-    return math.ceil(work.accumulators / 128)
-
-
-# --------------------------------------------------------------------------------------------------
-# Time
-
 STAGED_INSTRUCTIONS = 2.5
 """Of one thread, for each staged word: scale or mask it, and round it again."""
+
+
 SHARED_READS = 2
 """Threads of a warp that one read of an operand serves, in IEEE fp32; an estimate."""
 
@@ -205,7 +48,7 @@ def time(
 ) -> roofline.Time:
     """Return the predicted time of a kernel over all panels of a problem."""
     rates, work = roofline.family(gpu.arch), step(problem, config, kernel)
-    panel = _loop(kernel).panel
+    panel = loop_of(kernel).panel
     programs, steps, launches = _grid(problem, gpu, config, kernel, counts)
     vector = not on_tensor_cores(problem.dtype, gpu.arch)
     peak = roofline.peak_flops_per_clk(gpu, vector)
@@ -290,7 +133,7 @@ def flops(
     """Return the tensor flops executed: whole tiles and slices."""
     work = step(problem, config, kernel)
     _, steps, _ = _grid(problem, gpu, config, kernel, counts)
-    if not _loop(kernel).panel:
+    if not loop_of(kernel).panel:
         slices = -(-problem.head_dim_qk // config.block_d)
         width = slices * config.block_d + sum(chunks(problem.head_dim_v))
         return 2 * steps * config.block_m * config.block_n * width
@@ -303,7 +146,7 @@ def _grid(
     """Return (programs, steps, launches) of all panels."""
     heads = problem.batch * problem.num_heads_q
     tiles = int(heads * counts.tiles)
-    loop = _loop(kernel)
+    loop = loop_of(kernel)
     if not loop.panel:
         return heads * counts.programs, tiles, 1
     rows = rows_of_panels(problem, gpu, kernel)
@@ -345,7 +188,7 @@ def dram_bytes(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, moved: T
     panel. A panel that L2 does not hold is written and read back once.
     """
     most = _dram_bytes(problem, gpu, kernel)
-    if not _loop(kernel).panel or KERNELS[kernel].stays == "columns":
+    if not loop_of(kernel).panel or KERNELS[kernel].stays == "columns":
         return most
     return min(most, moved.read_bytes + moved.write_bytes)
 
@@ -357,7 +200,7 @@ def _dram_bytes(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> int:
     heads, kv_heads = problem.batch * problem.num_heads_q, problem.batch * problem.num_heads_kv
     qk, v = problem.head_dim_qk, problem.head_dim_v
     rows, columns = heads * mask.rows * size, kv_heads * mask.columns * size
-    loop = _loop(kernel)
+    loop = loop_of(kernel)
     if not loop.panel:
         return rows * (qk + v) + columns * (qk + v) + 4 * heads * problem.seqlen_q
     held = rows_of_panels(problem, gpu, kernel) * problem.seqlen_kv * size

@@ -1,0 +1,159 @@
+"""What an SM has for its programs, and what a program may have: rules by family of architectures.
+
+They are calibrated against what the compiler reports: footprint.toml holds rules about shared
+memory, registers.toml a fit of registers and compiled.toml what has been compiled;
+`python -m benchmarks.calibrate_footprint` makes the latter two again.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from tilegen.gpus.nearest import nearest
+from tilegen.gpus.spec import SMEM_RESERVED_PER_PROGRAM, GpuSpec
+from tilegen.kernels.config import TileConfig, head_dim_chunks
+
+chunks = cache(head_dim_chunks)
+"""Widths of the tiles that hold a head dim."""
+
+
+TENSOR_MEMORY_COLUMNS = 512
+
+
+TENSOR_MEMORY_LANES = 128
+
+
+ROWS_PER_WARP, COLUMNS_PER_WARP = 16, 8
+"""Smallest tile that one warp's matrix instructions make."""
+
+
+MAX_PROGRAMS_PER_SM = 32
+
+
+MOST_SPILLED = 128
+"""Bytes of registers that a thread of a usable kernel may spill: 32 of 255.
+
+Of kernels compiled for sm_90 that spill 120, inner loops have about 5 loads and stores of local
+memory in 100 instructions, at 136 as many as 7; at 160 ptxas was seen to wait for each matrix
+product before it issues the next.
+"""
+
+
+MAX_WARPS_PER_SM = {"sm_": 48, "gfx": 32}
+"""Of 64 or 32 threads; some parts hold 64 warps, but registers end sooner."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """What one program needs, and what it may have."""
+
+    smem_bytes: int
+    registers: int
+    """Of one thread, had it no limit."""
+    columns: int
+    """Of tensor memory; 0 where there is none."""
+    max_registers: int
+    reported_spill: int = 0
+    """Bytes that the compiler spilled, where it was asked."""
+
+    @property
+    def spills(self) -> bool:
+        """Whether registers are predicted to overflow into local memory."""
+        return self.registers > self.max_registers
+
+    @property
+    def spill_bytes(self) -> int:
+        """Bytes of local memory that a thread is predicted to spill into."""
+        if not self.spills:
+            return 0
+        return self.reported_spill or 4 * (self.registers - self.max_registers)
+
+    @property
+    def spills_much(self) -> bool:
+        """Whether it spills more than a usable kernel may, as far as is known.
+
+        A fit cannot tell a few bytes from hundreds, so only the compiler's report clears a config.
+        """
+        return self.spills and not 0 < self.reported_spill <= MOST_SPILLED
+
+    def fits(self, gpu: GpuSpec, *, doubt: float = 1.0) -> bool:
+        """Whether a program can run at all, with shared memory up to `doubt` times the limit."""
+        columns = self.columns <= TENSOR_MEMORY_COLUMNS
+        return columns and self.smem_bytes <= doubt * gpu.smem_per_block
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One family of footprint.toml; the fields are described there."""
+
+    warp_threads: int
+    max_registers: int
+    registers_per_sm: int
+    rows_in_place: int
+    kept_leave: bool
+    tensor_memory: bool
+    pipelines: bool
+    smem_overhead: int
+    once_more: dict[str, float]
+    registers: dict[str, tuple[float, ...]]
+
+
+def corrected(registers: int, limit: int, spilled: int | None) -> int:
+    """Return predicted registers, as far as what the compiler `spilled` leaves them."""
+    if spilled is None:
+        return registers
+    return max(registers, limit + 1) if spilled else min(registers, limit)
+
+
+def max_registers(arch: str, num_warps: int) -> int:
+    """Return the most registers that one thread of a program may have."""
+    rules = family(arch)
+    return min(rules.max_registers, rules.registers_per_sm // (rules.warp_threads * num_warps))
+
+
+def residents(needs: Footprint, gpu: GpuSpec, config: TileConfig) -> int:
+    """Return how many programs share an SM; at least 1."""
+    rules = family(gpu.arch)
+    registers = min(needs.registers, rules.max_registers) * rules.warp_threads * config.num_warps
+    limits = [
+        gpu.smem_per_sm // (needs.smem_bytes + SMEM_RESERVED_PER_PROGRAM),
+        gpu.registers_per_sm // max(registers, 1),
+        MAX_WARPS_PER_SM[gpu.arch[:3]] // config.num_warps,
+        MAX_PROGRAMS_PER_SM,
+    ]
+    if needs.columns:  # allocated in powers of two, at least 32
+        limits.append(TENSOR_MEMORY_COLUMNS // max(32, _power_of_two(needs.columns)))
+    return max(1, min(limits))
+
+
+MAX_UNROLLED = 1800
+"""Multiply-adds of one fp32 product in a thread; beyond, the compiler spills thousands of bytes."""
+
+
+@cache
+def family(arch: str) -> Family:
+    """Return the rules of an architecture; an unknown one takes those of the nearest older one."""
+    rules: dict[str, dict[str, Any]] = {
+        name: row for row in _table("footprint.toml")["family"] for name in row["architectures"]
+    }
+    row = rules[nearest(arch, rules)]
+    fits: dict[str, dict[str, list[float]]] = _table("registers.toml")["architecture"]
+    registers = {  # a kernel that was never compiled for an architecture takes another one's fit
+        name: tuple(values)
+        for fit in (*fits.values(), fits[nearest(arch, fits)])
+        for name, values in fit.items()
+    }
+    fields = {name: row[name] for name in Family.__dataclass_fields__ if name != "registers"}
+    return Family(**fields, registers=registers)
+
+
+def _table(name: str) -> dict[str, Any]:
+    return tomllib.loads((files("tilegen.model") / name).read_text(encoding="utf-8"))
+
+
+def _power_of_two(value: int) -> int:
+    return 1 << (value - 1).bit_length()
