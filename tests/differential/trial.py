@@ -27,7 +27,8 @@ from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.render import render
 from tilegen.errors import BuildFailed, InvalidProblem, Unsupported
 from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.kernels.registry import BACKWARD, FORWARD
+from tilegen.kernels.registry import family_among
+from tilegen.kernels.spec import Direction
 from tilegen.masks import values
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import plans
@@ -130,9 +131,10 @@ def _kernels(problem: Problem, asked: list[Callable[[], RenderedKernel]]) -> Gen
     """Have calls take the problem's kernels and tiles; collect what is loaded."""
     names = set(problem.configs)
 
-    def kernels_used(_: Any, direction: str) -> tuple[Kernel, ...]:
-        families = FORWARD if direction == "forward" else BACKWARD
-        return next(kernels for kernels in families.values() if names.issuperset(kernels))
+    def kernels_used(_: Any, direction: Direction) -> tuple[Kernel, ...]:
+        family = family_among(names, direction)
+        assert family is not None, f"no {direction} among {names}"
+        return family.names
 
     def rank(_: Any, kernel: Kernel, **__: Any) -> Ranked:
         return Ranked(kernel, (TileConfig.parse(problem.configs[kernel]),), "agreement", "the net")
