@@ -1,4 +1,5 @@
-"""Many processes on one store, a third of them killed: `python -m tests.store_stress URL FOLDER`.
+"""Many processes on one store, a third of them killed: `python -m tests.store_stress URL FOLDER
+STEPS PROCESSES`.
 
 A process of its own, because it forks: the children share what is imported, and start at once.
 Every child saves ever later findings about two keys, reads others' records in between, and writes
@@ -24,13 +25,12 @@ from tilegen.store import Location, look_up, reach, remote, save
 from tilegen.store.transfer import put_trials
 from tilegen.store.trials import Conditions, Trial, trial_line, trials_path
 
-PROCESSES = 64
 KEYS = [
     AttentionProblem.parse(f"b{1 << n} hq8 q{length} d64 bf16")
     for n in range(8)
     for length in (64, 128)
 ]
-"""Of two keys a process; so each has eight writers, and no finding is one too many."""
+"""Of two keys a process: 64 processes are eight writers of each, and no finding is one too many."""
 SEED = 20261121
 
 
@@ -91,15 +91,15 @@ def child(where: Location, process: int, steps: int, log: Path) -> None:
         os.write(told, json.dumps(["trouble", *trouble]).encode() + b"\n")
 
 
-def main(url: str, folder: Path, steps: int) -> None:
+def main(url: str, folder: Path, steps: int, processes: int) -> None:
     if url.startswith("s3"):
         import s3fs  # noqa: F401 (before the forks, so that it is done once)
-    # Every read goes to the store, and 64 processes on two cores may wait for one server.
+    # Every read goes to the store, and all processes on two cores may wait for one server.
     remote.FRESH_SECONDS = 0.0
     reach.ANSWER_SECONDS = remote.WRITE_SECONDS = 300.0
     where = Location(url, "shared" if "://" in url else "own")
-    victims = set(random.Random(SEED).sample(range(PROCESSES), PROCESSES // 3))
-    logs = [folder / f"{process}.log" for process in range(PROCESSES)]
+    victims = set(random.Random(SEED).sample(range(processes), processes // 3))
+    logs = [folder / f"{process}.log" for process in range(processes)]
     children: dict[int, int] = {}
     for process, log in enumerate(logs):
         if (pid := os.fork()) == 0:
@@ -134,4 +134,4 @@ def main(url: str, folder: Path, steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

@@ -22,9 +22,9 @@ from tilegen.problem import AttentionProblem
 
 # Three problems of the kind every kernel test runs: a ragged causal window in groups, the same with
 # rows that keep nothing, and logits wide enough for roundings to show.
-_RAGGED = AttentionProblem.parse("b1 hq4 hkv2 q100 kv100 d32/16 fp16 causal&window(20,5)")
-_CAUSAL = AttentionProblem.parse("b1 hq4 hkv2 q70 kv90 d32/16 fp16 causal")
-_EMPTY = AttentionProblem.parse("b1 hq2 hkv1 q90 kv40 d32/16 fp16 window(20,3)")
+_RAGGED = AttentionProblem.parse("b1 hq4 hkv2 q52 kv52 d32/16 fp16 causal&window(20,5)")
+_CAUSAL = AttentionProblem.parse("b1 hq4 hkv2 q40 kv50 d32/16 fp16 causal")
+_EMPTY = AttentionProblem.parse("b1 hq2 hkv1 q60 kv20 d32/16 fp16 window(20,3)")
 CASES: list[tuple[AttentionProblem, float]] = [
     (_CAUSAL, 1.0),
     (_RAGGED, 1.0),
@@ -61,12 +61,14 @@ def _cases(kernel: Kernel) -> list[tuple[AttentionProblem, float]]:
 
 
 def _kernels(problem: AttentionProblem, broken: Kernel) -> dict[Kernel, RenderedKernel]:
+    """Return the kernels of a forward, and of a backward if one of its kernels is broken."""
     if broken == "fwd_streamed":
         configs = sliced.STREAMED
     elif KERNELS[broken].sliced:
-        configs = sliced.SMALL_CACHE
+        configs = sliced.FORWARD if broken in sliced.FORWARD else sliced.SMALL_CACHE
     else:
         configs: Mapping[Kernel, TileConfig] = dict.fromkeys(LARGE_CACHE, CONFIG)
+        configs = {"fwd": CONFIG} if broken == "fwd" else configs
     return {
         kernel: render(problem, config, kernel, aligned=True) for kernel, config in configs.items()
     }
@@ -76,7 +78,7 @@ def _inputs(problem: AttentionProblem, sigma: float) -> Inputs:
     return make_inputs(problem, sigma=sigma, heads_inside=True)
 
 
-@pytest.mark.parametrize("kernel", ["fwd", "fwd_scores", "fwd_streamed"])
+@pytest.mark.parametrize("kernel", ["bwd_dq", "bwd_rows", "fwd_streamed"])
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_unbroken_kernels_pass(case: int, kernel: Kernel) -> None:
     problem, sigma = _cases(kernel)[case]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import typer
 
 from benchmarks import io_counters
 from benchmarks.counters import DRAM_READ, DRAM_WRITE, READ, WRITE, Counted, ncu, parse
-from benchmarks.environment import ROOT
 from benchmarks.rows import append, read
 from benchmarks.study import experiments, verdicts
 from benchmarks.study.experiments import EXPERIMENTS, Case
@@ -249,17 +247,14 @@ def test_failing_cases_and_the_end_of_time_keep_what_was_found(
     assert found == dict.fromkeys(EXPERIMENTS, "not run") | {"E1": "pass"}
 
 
-def test_without_a_gpu_it_says_so_in_one_line(tmp_path: Path) -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "benchmarks.io_counters", "--out", str(tmp_path / "out")],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": "-1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 1, result.stderr
-    (line,) = result.stdout.splitlines()
+def test_without_a_gpu_it_says_so_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(io_counters, "has_gpu", lambda: False)
+    with pytest.raises(typer.Exit) as ended:
+        io_counters.main(out=tmp_path / "out")
+    assert ended.value.exit_code == 1
+    (line,) = capsys.readouterr().out.splitlines()
     assert "no GPU" in line
     assert not (tmp_path / "out").exists()
 

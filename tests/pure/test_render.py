@@ -268,6 +268,16 @@ for mask in ("causal&(global(20)|window(7,0))", "documents(@bq:64)&prefix_lm(@b:
     for kernel in LARGE_CACHE:
         source = render(problem, TileConfig(block_m=32, block_n=32), kernel).source
         print(mask, kernel, hashlib.sha256(source.encode()).hexdigest())
+
+from tilegen.masks.language.texts import from_text, to_text
+from tilegen.masks.language.loads import Loads
+from tilegen.masks.language.triton_source import Writer
+from tilegen.masks.language.symbols import *
+e = from_text("max(s,exp(t0[h]),3*q)*min(s,k,abs(q-k))+max(k,tanh(s),t0[q]*t0[k])"
+    "+where((q<k)&(h<2)|(b<3)&(k<5)|(t0[h]<s),max(s,q),min(t0[h],s))", ["float"])
+print(to_text(e))
+writer = Writer({B: "b", H: "h", Q: "q", K: "k", S: "s"}, Loads(["float32"], letter="t"))
+print(writer.sources({"out": e, "again": e * e}), writer.statements)
 """
 
 
@@ -284,4 +294,4 @@ def test_hash_seeds_change_no_byte() -> None:
         for seed in ("1", "2", "3")
     }
     assert len(outputs) == 1
-    assert len(outputs.pop().splitlines()) == 24
+    assert len(outputs.pop().splitlines()) == 24 + 2

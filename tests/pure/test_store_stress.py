@@ -1,4 +1,4 @@
-"""64 processes write and read one store, a third of them is killed: nothing is lost or torn."""
+"""Up to 64 processes write and read one store, a third is killed: nothing is lost or torn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.servers import s3_server
-from tests.store_stress import KEYS, PROCESSES, finding
+from tests.store_stress import KEYS, finding
 from tilegen.store import Location, list_records, places, record_path
 from tilegen.store.election import join
 from tilegen.store.trials import trials_path
@@ -43,9 +43,13 @@ def test_killed_writers_lose_nothing(
         kind
     ) or request.getfixturevalue("s3")
     (tmp_path / "logs").mkdir()
-    steps = 4 if kind == "s3" else 8
+    # One Python process plays the server of s3://, and all others wait for it.
+    steps, processes = (4, 32) if kind == "s3" else (8, 64)
     result = subprocess.run(
-        [sys.executable, "-m", "tests.store_stress", url, str(tmp_path / "logs"), str(steps)],
+        [
+            *(sys.executable, "-m", "tests.store_stress", url, str(tmp_path / "logs")),
+            *(str(steps), str(processes)),
+        ],
         cwd=ROOT,
         env=dict(os.environ),
         capture_output=True,
@@ -56,7 +60,7 @@ def test_killed_writers_lose_nothing(
     assert result.returncode == 0, result.stderr
     told: dict[str, Any] = json.loads(result.stdout)
     assert told["trouble"] == []
-    assert told["saves"] > steps * (PROCESSES - PROCESSES // 3)
+    assert told["saves"] > steps * (processes - processes // 3)
 
     where = Location(url, "own" if kind == "folder" else "shared")
     listed = {one.name: one for one in list_records([where])}
