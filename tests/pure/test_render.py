@@ -20,7 +20,7 @@ from tilegen.emit import identity, kernel_files
 from tilegen.emit.render import environment, render
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import Kernel, TileConfig, head_dim_chunks
-from tilegen.kernels.registry import LARGE_CACHE
+from tilegen.kernels.registry import KERNELS, LARGE_CACHE
 from tilegen.masks import parse_mask
 from tilegen.problem import AttentionProblem
 
@@ -162,7 +162,7 @@ def test_integers_are_not_specialised_on() -> None:
 def test_template_digest_covers_what_jinja_reaches() -> None:
     env = environment(resources.data_dir("templates"))
     for kernel in LARGE_CACHE:
-        text = (resources.data_dir("templates") / f"attention_{kernel}.py.jinja").read_text()
+        text = (resources.data_dir("templates") / KERNELS[kernel].template).read_text()
         reached = set(jinja2.meta.find_referenced_templates(env.parse(text)))
         found = set(re.findall(r'{%-?\s*(?:import|from|include|extends)\s+"([^"]+)"', text))
         assert found == reached >= {"_partials.jinja"}
@@ -170,7 +170,7 @@ def test_template_digest_covers_what_jinja_reaches() -> None:
 
 
 def test_templates_follow_their_rules() -> None:
-    for path in resources.data_dir("templates").glob("*.jinja"):
+    for path in resources.data_dir("templates").rglob("*.jinja"):
         lines = path.read_text().splitlines()
         assert len(lines) <= 200, path.name
         for line in lines:

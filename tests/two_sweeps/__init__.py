@@ -19,6 +19,7 @@ from tilegen.kernels.spec import FamilySpec, KernelSpec, Knobs, Whole, read, wri
 
 FWD_TWO_SWEEPS = KernelSpec(
     name="fwd_two_sweeps",
+    template="attention_fwd_two_sweeps.py.jinja",
     title="Attention forward in two sweeps: out and lse.",
     given=("q", "k", "v", "softmax_scale"),
     made=("out", "lse"),

@@ -32,6 +32,7 @@ ARGUMENTS = (
 
 FWD = KernelSpec(
     name="fwd",
+    template="q_stationary/attention_fwd.py.jinja",
     title="Attention forward: out and lse.",
     given=("q", "k", "v", "softmax_scale"),
     made=("out", "lse"),

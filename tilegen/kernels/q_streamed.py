@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 FWD_STREAMED = KernelSpec(
     name="fwd_streamed",
+    template="q_streamed/attention_fwd_streamed.py.jinja",
     title="Attention forward, head dim streamed: out and lse.",
     given=("q", "k", "v", "softmax_scale"),
     made=("out", "lse"),

@@ -30,6 +30,7 @@ _SLICES_QK, _SLICES_V = "ceiling(d_qk/B_e)", "ceiling(d_v/B_e)"
 
 FWD_SCORES = KernelSpec(
     name="fwd_scores",
+    template="small_cache/attention_fwd_scores.py.jinja",
     title="Attention forward, small cache: the weights of a panel of query rows.",
     given=("q", "k", "head_first", "num_heads", "row_first", "num_rows", "softmax_scale"),
     made=("weights", "maxima", "sums"),
@@ -68,6 +69,7 @@ FWD_SCORES = KernelSpec(
 
 FWD_VALUES = KernelSpec(
     name="fwd_values",
+    template="small_cache/attention_fwd_values.py.jinja",
     title="Attention forward, small cache: out and lse of a panel of query rows.",
     given=(
         *("weights", "maxima", "sums", "score_width", "v", "out", "lse"),
@@ -112,6 +114,7 @@ FWD_VALUES = KernelSpec(
 
 BWD_SCORES = KernelSpec(
     name="bwd_scores",
+    template="small_cache/attention_bwd_scores.py.jinja",
     title="Attention backward, small cache: weights and score gradients of a panel.",
     given=(
         *("q", "k", "v", "dout", "lse", "delta"),
@@ -158,6 +161,7 @@ BWD_SCORES = KernelSpec(
 
 BWD_COLUMNS = KernelSpec(
     name="bwd_columns",
+    template="small_cache/attention_bwd_columns.py.jinja",
     title="Attention backward, small cache: what a panel adds to dk or dv.",
     given=("panel", "y", "acc", "grad", "head_first", "row_first", "begins", "ends", "factor"),
     made=(),
@@ -214,6 +218,7 @@ BWD_COLUMNS = KernelSpec(
 
 BWD_ROWS = KernelSpec(
     name="bwd_rows",
+    template="small_cache/attention_bwd_rows.py.jinja",
     title="Attention backward, small cache: dq of a panel of query rows.",
     given=("ds", "k", "dq", "head_first", "row_first", "softmax_scale"),
     made=(),

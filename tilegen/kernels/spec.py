@@ -105,6 +105,8 @@ class KernelSpec:
     """One emitted kernel. templates/README.md is the legend of the names."""
 
     name: str
+    template: str
+    """The file of its template, relative to `folder`."""
     title: str
     """First line of the emitted file."""
     given: tuple[str, ...]
@@ -143,12 +145,7 @@ class KernelSpec:
     requires: tuple[str, ...] = ()
     """Architectures that it needs, such as sm_90; empty: any."""
     folder: Path | None = None
-    """Where its template lies; None: with the templates of tilegen."""
-
-    @property
-    def template(self) -> str:
-        """The file name of its template."""
-        return f"attention_{self.name}.py.jinja"
+    """Where templates lie; None: those of tilegen."""
 
     @property
     def fitted_as(self) -> str:

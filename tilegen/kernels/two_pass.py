@@ -34,6 +34,7 @@ _STRIDES = (
 
 BWD_PREPROCESS = KernelSpec(
     name="bwd_preprocess",
+    template="two_pass/attention_bwd_preprocess.py.jinja",
     title="Attention backward, preprocess: delta = rowsum(out * dout).",
     given=("out", "dout"),
     made=("delta",),
@@ -62,6 +63,7 @@ BWD_PREPROCESS = KernelSpec(
 
 BWD_DKDV = KernelSpec(
     name="bwd_dkdv",
+    template="two_pass/attention_bwd_dkdv.py.jinja",
     title="Attention backward: dk and dv.",
     given=GIVEN,
     made=("dk", "dv"),
@@ -99,6 +101,7 @@ BWD_DKDV = KernelSpec(
 
 BWD_DQ = KernelSpec(
     name="bwd_dq",
+    template="two_pass/attention_bwd_dq.py.jinja",
     title="Attention backward: dq.",
     given=GIVEN,
     made=("dq",),
