@@ -9,8 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from tilegen.api import explain, generate, propose, show, tune, verify
+    from tilegen.bundles.manifest import Manifest
     from tilegen.bundles.served import Bundle, load_bundle
+    from tilegen.check.verification import Check
     from tilegen.choose.agreement import agree
+    from tilegen.emit.kernel_files import RenderedKernel
+    from tilegen.explaining.text import Explanation
     from tilegen.gpus.spec import GpuSpec, detect, gpu
     from tilegen.kernels.config import TileConfig
     from tilegen.masks import (
@@ -42,20 +47,28 @@ if TYPE_CHECKING:
         softcap,
         temperature,
     )
+    from tilegen.model.estimate import Candidate
     from tilegen.problem import AttentionProblem
     from tilegen.runtime.dispatch import attention
     from tilegen.runtime.flex import flex_attention, from_block_mask
     from tilegen.runtime.varlen import attention_jagged, attention_varlen
+    from tilegen.store import TuningRecord
 
 __version__ = "0.1.0"
 
 _HOME = {
     "AttentionProblem": "tilegen.problem",
     "Bundle": "tilegen.bundles.served",
+    "Candidate": "tilegen.model.estimate",
+    "Check": "tilegen.check.verification",
+    "Explanation": "tilegen.explaining.text",
     "GpuSpec": "tilegen.gpus.spec",
+    "Manifest": "tilegen.bundles.manifest",
     "Mask": "tilegen.masks",
+    "RenderedKernel": "tilegen.emit.kernel_files",
     "Score": "tilegen.masks.score",
     "TileConfig": "tilegen.kernels.config",
+    "TuningRecord": "tilegen.store",
     "agree": "tilegen.choose.agreement",
     "alibi": "tilegen.masks.score",
     "attention": "tilegen.runtime.dispatch",
@@ -68,10 +81,12 @@ _HOME = {
     "detect": "tilegen.gpus.spec",
     "dilated": "tilegen.masks",
     "documents": "tilegen.masks",
+    "explain": "tilegen.api",
     "flex_attention": "tilegen.runtime.flex",
     "from_block_mask": "tilegen.runtime.flex",
     "from_bool": "tilegen.masks",
     "full": "tilegen.masks",
+    "generate": "tilegen.api",
     "global_tokens": "tilegen.masks",
     "gpu": "tilegen.gpus.spec",
     "kv_lengths": "tilegen.masks",
@@ -79,24 +94,34 @@ _HOME = {
     "neighborhood": "tilegen.masks",
     "predicate": "tilegen.masks",
     "prefix_lm": "tilegen.masks",
+    "propose": "tilegen.api",
     "random_blocks": "tilegen.masks",
     "relative_bias": "tilegen.masks.score",
     "score": "tilegen.masks.score",
+    "show": "tilegen.api",
     "sinks": "tilegen.masks.score",
     "sliding_window": "tilegen.masks",
     "softcap": "tilegen.masks.score",
     "streaming": "tilegen.masks",
     "temperature": "tilegen.masks.score",
+    "tune": "tilegen.api",
     "values": "tilegen.masks",
+    "verify": "tilegen.api",
 }
 
 __all__ = [
     "AttentionProblem",
     "Bundle",
+    "Candidate",
+    "Check",
+    "Explanation",
     "GpuSpec",
+    "Manifest",
     "Mask",
+    "RenderedKernel",
     "Score",
     "TileConfig",
+    "TuningRecord",
     "agree",
     "alibi",
     "attention",
@@ -109,10 +134,12 @@ __all__ = [
     "detect",
     "dilated",
     "documents",
+    "explain",
     "flex_attention",
     "from_block_mask",
     "from_bool",
     "full",
+    "generate",
     "global_tokens",
     "gpu",
     "kv_lengths",
@@ -120,15 +147,19 @@ __all__ = [
     "neighborhood",
     "predicate",
     "prefix_lm",
+    "propose",
     "random_blocks",
     "relative_bias",
     "score",
+    "show",
     "sinks",
     "sliding_window",
     "softcap",
     "streaming",
     "temperature",
+    "tune",
     "values",
+    "verify",
 ]
 
 
