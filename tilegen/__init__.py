@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 from tilegen.version import __version__ as __version__
 
 if TYPE_CHECKING:
+    from tilegen.api import explain, generate, propose, show, tune, verify
+    from tilegen.bundles.manifest import Manifest
     from tilegen.bundles.served import Bundle, load_bundle
+    from tilegen.check.verification import Check
+    from tilegen.emit.identity import RenderedKernel
+    from tilegen.explaining.text import Explanation
     from tilegen.gpus.spec import GpuSpec, detect, gpu
     from tilegen.kernels.config import TileConfig
     from tilegen.masks import (
@@ -43,20 +48,28 @@ if TYPE_CHECKING:
         softcap,
         temperature,
     )
+    from tilegen.model.estimate import Candidate
     from tilegen.problem import AttentionProblem
     from tilegen.runtime.attention import attention
     from tilegen.runtime.flex import flex_attention, from_block_mask
     from tilegen.runtime.ranks import agree
     from tilegen.runtime.varlen import attention_jagged, attention_varlen
+    from tilegen.store import TuningRecord
 
 
 _HOME = {
     "AttentionProblem": "tilegen.problem",
     "Bundle": "tilegen.bundles.served",
+    "Candidate": "tilegen.model.estimate",
+    "Check": "tilegen.check.verification",
+    "Explanation": "tilegen.explaining.text",
     "GpuSpec": "tilegen.gpus.spec",
+    "Manifest": "tilegen.bundles.manifest",
     "Mask": "tilegen.masks",
+    "RenderedKernel": "tilegen.emit.identity",
     "Score": "tilegen.masks.score",
     "TileConfig": "tilegen.kernels.config",
+    "TuningRecord": "tilegen.store",
     "agree": "tilegen.runtime.ranks",
     "alibi": "tilegen.masks.score",
     "attention": "tilegen.runtime.attention",
@@ -69,10 +82,12 @@ _HOME = {
     "detect": "tilegen.gpus.spec",
     "dilated": "tilegen.masks",
     "documents": "tilegen.masks",
+    "explain": "tilegen.api",
     "flex_attention": "tilegen.runtime.flex",
     "from_block_mask": "tilegen.runtime.flex",
     "from_bool": "tilegen.masks",
     "full": "tilegen.masks",
+    "generate": "tilegen.api",
     "global_tokens": "tilegen.masks",
     "gpu": "tilegen.gpus.spec",
     "kv_lengths": "tilegen.masks",
@@ -80,24 +95,34 @@ _HOME = {
     "neighborhood": "tilegen.masks",
     "predicate": "tilegen.masks",
     "prefix_lm": "tilegen.masks",
+    "propose": "tilegen.api",
     "random_blocks": "tilegen.masks",
     "relative_bias": "tilegen.masks.score",
     "score": "tilegen.masks.score",
+    "show": "tilegen.api",
     "sinks": "tilegen.masks.score",
     "sliding_window": "tilegen.masks",
     "softcap": "tilegen.masks.score",
     "streaming": "tilegen.masks",
     "temperature": "tilegen.masks.score",
+    "tune": "tilegen.api",
     "values": "tilegen.masks",
+    "verify": "tilegen.api",
 }
 
 __all__ = [
     "AttentionProblem",
     "Bundle",
+    "Candidate",
+    "Check",
+    "Explanation",
     "GpuSpec",
+    "Manifest",
     "Mask",
+    "RenderedKernel",
     "Score",
     "TileConfig",
+    "TuningRecord",
     "agree",
     "alibi",
     "attention",
@@ -110,10 +135,12 @@ __all__ = [
     "detect",
     "dilated",
     "documents",
+    "explain",
     "flex_attention",
     "from_block_mask",
     "from_bool",
     "full",
+    "generate",
     "global_tokens",
     "gpu",
     "kv_lengths",
@@ -121,15 +148,19 @@ __all__ = [
     "neighborhood",
     "predicate",
     "prefix_lm",
+    "propose",
     "random_blocks",
     "relative_bias",
     "score",
+    "show",
     "sinks",
     "sliding_window",
     "softcap",
     "streaming",
     "temperature",
+    "tune",
     "values",
+    "verify",
 ]
 
 

@@ -33,14 +33,23 @@ class AttentionProblem:
     """
 
     batch: int = 1
+    """Sequences computed together."""
     num_heads_q: int
+    """Query heads, a multiple of the key-value heads."""
     num_heads_kv: int
+    """Key-value heads."""
     seqlen_q: int
+    """Queries of each head."""
     seqlen_kv: int
+    """Keys of each head."""
     head_dim_qk: int
+    """Width of a query and of a key [elements]."""
     head_dim_v: int
+    """Width of a value and of a row of the output [elements]."""
     dtype: DType
+    """Type of q, k and v: fp16, bf16 or fp32."""
     mask: Mask = field(default_factory=full)
+    """The (query, key) pairs that count; by default all."""
     score: ScoreForm | None = None
     """What is done to the logits after scaling; None: nothing."""
 

@@ -177,7 +177,7 @@ BAD = {
     "unknown kernel": (["show", PROBLEM, "--kernel", "bwd"], "kernel must be one of"),
     "unknown arch": (["generate", PROBLEM, "--arch", "hopper"], "arch must be one of"),
     "neither arch nor gpu": (["generate", PROBLEM], "expected --arch or --gpu"),
-    "no problem": (["generate", "--arch", "sm_90"], "problems or --catalog"),
+    "no problem": (["generate", "--arch", "sm_90"], "problems or a catalog"),
     "no such file": (["generate", "--catalog", "none.txt", "--arch", "sm_90"], "none.txt"),
     "bad config": (["show", PROBLEM, "--config", "128x64"], "such as m128n64w8s3"),
     "bad memory": (["propose", PROBLEM, "--gpu", "h200", "--fast-memory", "lots"], "48KiB"),

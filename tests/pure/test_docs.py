@@ -78,7 +78,7 @@ def test_every_template_variable_is_in_the_legend() -> None:
 
 
 def test_every_constant_of_emitted_kernels_is_in_the_legend() -> None:
-    for template in resources.data_dir("templates").glob("*.jinja"):
+    for template in resources.data_dir("templates").rglob("*.jinja"):
         for name in re.findall(r"^([A-Z][A-Z0-9_]*) = tl\.constexpr", template.read_text(), re.M):
             assert f"`{name}`" in LEGEND, name
 

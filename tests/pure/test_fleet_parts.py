@@ -20,6 +20,7 @@ from tests.clock import Clock
 from tests.fleet_workers import JOB, SPACE, Machine
 from tests.records import H200, PROBLEM
 from tests.replay import Replay
+from tilegen import api
 from tilegen.cli import fleet
 from tilegen.cli.main import app
 from tilegen.errors import Unsupported
@@ -377,4 +378,6 @@ def test_a_worker_needs_a_gpu_or_recordings(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(tilegen.gpus.spec, "detect", lambda: None)
     with pytest.raises(Unsupported, match="PyTorch sees none"):
-        fleet.tune_with("journal:/nowhere", PROBLEM, "fwd", None)
+        fleet._detected()
+    with pytest.raises(Unsupported, match="PyTorch sees none"):
+        api.tune(PROBLEM, kernel="fwd", storage="journal:/nowhere")

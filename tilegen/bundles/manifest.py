@@ -103,8 +103,11 @@ class Manifest:
     """What a bundle holds."""
 
     versions: Mapping[str, str]
+    """Versions of the tools that made the binaries, by name."""
     problems: tuple[Served, ...]
+    """Problems and the binaries that compute each, by architecture."""
     binaries: tuple[Binary, ...]
+    """All binaries, each once."""
 
     @cached_property
     def by_file(self) -> Mapping[str, Binary]:

@@ -33,6 +33,11 @@ if TYPE_CHECKING:
 class Bundle:
     """A folder of binaries that `attention` takes its kernels from."""
 
+    path: Path
+    """The folder."""
+    manifest: Manifest
+    """The list of the problems and binaries in the folder."""
+
     def __init__(self, path: Path) -> None:
         """Reads the manifest, no binary. Raises Unsupported."""
         self.path = path

@@ -50,12 +50,19 @@ class Check:
     """One output tensor judged, by its element furthest beyond, or nearest to, what is allowed."""
 
     tensor: str
+    """Name of the output: out, lse, dq, dk, dv, or dt0, dt1, ... of a score's tensors."""
     ok: bool
+    """True where no element lies further off than is allowed."""
     error: float
+    """Distance between the element found and the one expected."""
     allowed: float
+    """Distance that PyTorch's own error, doubled, and rounding allow."""
     index: tuple[int, ...]
+    """Place of the element in the tensor."""
     found: float
+    """Value that the kernel gave."""
     expected: float
+    """Value of the reference."""
 
     def __str__(self) -> str:
         verdict = "ok" if self.ok else "WRONG"

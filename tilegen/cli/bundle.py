@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from tilegen.cli.options import Json, console, gpu_of, print_json, say_unless
-from tilegen.errors import TilegenError, Unsupported
-from tilegen.problem import AttentionProblem
+from tilegen import api
+from tilegen.cli.options import Json, console, print_json, say_unless
+from tilegen.errors import Unsupported
 
 if TYPE_CHECKING:
     from tilegen.bundles.building import Made
@@ -37,25 +37,17 @@ def generate(
     """
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from tilegen.bundles.building import BOTH
-    from tilegen.bundles.building import generate as write_bundle
+    from tilegen.bundles.manifest import MANIFEST
     from tilegen.bundles.served import Bundle
-    from tilegen.catalog import read_catalogue
-    from tilegen.gpus.spec import gpu_for
 
     # `--arch sm_80 sm_90`: all but the first arrive among the problems, and look like none.
     words = problem or []
     archs = [*(arch or []), *(word for word in words if re.fullmatch(ARCH, word))]
     notations = [word for word in words if not re.fullmatch(ARCH, word)]
-    if bool(notations) == bool(catalog):
-        raise Unsupported("expected problems or --catalog FILE, got both or neither")
+    problems = api.problems_of(notations, catalog)
     if bool(archs) == bool(gpu):
         raise Unsupported("expected --arch or --gpu, got both or neither; such as --arch sm_90")
-    if catalog:
-        problems = read_catalogue(catalog)
-    else:
-        problems = [AttentionProblem.parse(one) for one in notations]
-    gpus = [gpu_for(one) for one in archs] or [gpu_of(one) for one in gpu or []]
+    gpus = api.gpus_of(gpu or None, archs)
     say = say_unless(json_)
     started = time.perf_counter()
     columns = TextColumn("problems"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
@@ -67,25 +59,16 @@ def generate(
             bar.update(task, completed=made.problems_done)
             say(_line(made))
 
-        try:
-            path = write_bundle(
-                problems,
-                gpus,
-                out,
-                directions=("forward",) if forward_only else BOTH,
-                on_kernel=on_kernel,
-            )
-        except KeyboardInterrupt:
-            raise TilegenError(
-                f"interrupted; what is built is kept in {out}, and the same command goes on"
-            ) from None
-    made = Bundle(path.parent)
+        api.generate(problems, gpus, out=out, forward_only=forward_only, on_kernel=on_kernel)
+    made = Bundle(out)
     seconds = time.perf_counter() - started
     if json_:
-        print_json({**_summary(made), "manifest": str(path), "seconds": round(seconds, 3)})
+        print_json(
+            {**_summary(made), "manifest": str(out / MANIFEST), "seconds": round(seconds, 3)}
+        )
     else:
         say(f"{_in_words(made)}, {seconds:.1f} s")
-        say(f"manifest: {path}")
+        say(f"manifest: {out / MANIFEST}")
 
 
 def bundle(

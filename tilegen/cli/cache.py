@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tilegen.api import gpu_of, kernel_named, kernels_in_use
 from tilegen.cli.options import (
     EXAMPLE,
     DryRun,
@@ -18,9 +19,6 @@ from tilegen.cli.options import (
     Kernels,
     Problem,
     console,
-    gpu_of,
-    kernel_named,
-    kernels_in_use,
     print_json,
 )
 from tilegen.cli.places import PLACE, answering, check_file, location, shared, source, sources

@@ -16,21 +16,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from tilegen.api import gpu_of, kernel_named
 from tilegen.cli.options import (
     DryRun,
     Json,
     Kernels,
     console,
-    gpu_of,
-    kernel_named,
-    kernels_named,
     positive,
     print_json,
 )
 from tilegen.cli.plans import plan_of, print_plans
 from tilegen.errors import Unsupported
 from tilegen.measure import DeviceLost
-from tilegen.problem import AttentionProblem
 
 if TYPE_CHECKING:
     from tilegen.kernels.config import Kernel
@@ -122,24 +119,6 @@ def worker(
     else:
         count = sum(record is not None for record in published.values())
         console.print(f"{one.measured} configs measured, {count} winners published here")
-
-
-def tune_with(
-    storage: str, problem: AttentionProblem, kernel: str, trials: int | None
-) -> list[dict[str, Any]]:
-    """Return the records of a problem, tuned together with other workers of a storage."""
-    from tilegen.build.workers import Pool
-    from tilegen.fleet.bench import RealMachine
-    from tilegen.fleet.jobs import jobs_of
-    from tilegen.fleet.storage import open_storage
-    from tilegen.fleet.worker import Worker
-
-    spec = _detected()
-    jobs = jobs_of([problem], spec, kernels_named(kernel, problem, spec))
-    with Pool() as pool:
-        one = Worker(open_storage(storage), RealMachine(pool), trials=trials, again=True)
-        records = one.run(jobs)
-    return [json.loads(record.to_json()) for record in records.values() if record]
 
 
 @fleet_app.command("status")

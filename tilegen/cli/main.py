@@ -16,9 +16,10 @@ import typer
 from rich.console import Console
 from rich.logging import RichHandler
 
+from tilegen import api
 from tilegen.cli.bundle import bundle, generate
 from tilegen.cli.cache import cache_app
-from tilegen.cli.fleet import fleet_app, tune_with, worker
+from tilegen.cli.fleet import fleet_app, worker
 from tilegen.cli.options import (
     DryRun,
     FastMemory,
@@ -28,18 +29,13 @@ from tilegen.cli.options import (
     OneKernel,
     Problem,
     console,
-    gpu_of,
-    kernel_named,
-    kernels_named,
     positive,
     print_json,
     say_unless,
 )
 from tilegen.cli.plans import plan_of, print_plans
 from tilegen.disk import printable
-from tilegen.errors import TilegenError, Unsupported
-from tilegen.kernels.config import TileConfig
-from tilegen.problem import AttentionProblem
+from tilegen.errors import TilegenError
 
 app = typer.Typer(
     add_completion=False,
@@ -142,11 +138,8 @@ def propose(
 
     Example: tilegen propose "b4 hq32 hkv8 q4096 d128 bf16 causal" --gpu h200
     """
-    from tilegen.choose.ranking import propose as ranked
-
-    spec = gpu_of(gpu, fast_memory)
-    parsed = AttentionProblem.parse(problem)
-    found = ranked(parsed, spec, kernel=kernel_named(kernel), top=top)
+    parsed = api.problem_of(problem)
+    found = api.propose(parsed, gpu, kernel=kernel, top=top, fast_memory=fast_memory)
     if json_:
         print_json([asdict(candidate) for candidate in found])
         return
@@ -176,20 +169,13 @@ def explain(
 
     Example: tilegen explain "b4 hq32 hkv8 q4096 d128 bf16 causal" --gpu a100 --kernel fwd
     """
-    from tilegen.explaining.explanation import explain_all
-    from tilegen.explaining.plot import draw
-    from tilegen.explaining.text import latex_of_all, lines_of_all
-
-    spec, parsed = gpu_of(gpu, fast_memory), AttentionProblem.parse(problem)
-    tile = TileConfig.parse(config) if config else None
-    told = explain_all(parsed, spec, kernels_named(kernel, parsed, spec), tile)
+    told = api.explain(problem, gpu, kernel=kernel, config=config, fast_memory=fast_memory)
     if plot is not None:
-        draw(parsed.normal(), spec, told, plot)
+        told.plot(plot)
     if json_:
-        print_json(told)
+        print_json(told.values)
         return
-    of_all = latex_of_all if latex else lines_of_all
-    console.print("\n".join(of_all(told, with_passes=kernel == "all")))
+    console.print(told.latex() if latex else told.text())
 
 
 @app.command()
@@ -205,18 +191,13 @@ def show(
 
     Example: tilegen show "hq32 hkv8 q4096 d128 bf16 causal" --kernel bwd_dq
     """
-    from tilegen.emit.render import render
-    from tilegen.pipeline import choose_kernel
-
-    parsed, which = AttentionProblem.parse(problem).normal(), kernel_named(kernel)
-    tile = TileConfig.parse(config) if config else choose_kernel(parsed, gpu_of(gpu), which).config
-    rendered = render(parsed, tile, which, aligned=False if unaligned else None)
+    rendered = api.show(problem, gpu, kernel=kernel, config=config, unaligned=unaligned)
     if json_:
         print_json(
             {
-                "kernel": which,
-                "problem": parsed.key,
-                "config": asdict(tile),
+                "kernel": rendered.kernel,
+                "problem": rendered.problem.key,
+                "config": asdict(rendered.config),
                 "function": rendered.function,
                 "digest": rendered.digest,
                 "source": rendered.source,
@@ -248,35 +229,16 @@ def tune(
 
     Example: tilegen tune "b4 hq32 hkv8 q4096 d128 bf16 causal" --seconds 60
     """
-    from tilegen.gpus.spec import detect
-    from tilegen.tuning.tuner import tune as tuned
-
     if dry_run:
         from tilegen.choose.ranking import search_space
         from tilegen.fleet.jobs import jobs_of
 
-        parsed, spec = AttentionProblem.parse(problem), gpu_of(None)
-        jobs = jobs_of([parsed], spec, kernels_named(kernel, parsed, spec))
+        parsed, spec = api.problem_of(problem), api.gpu_of(None)
+        jobs = jobs_of([parsed], spec, api.kernels_named(kernel, parsed, spec))
         plans = [plan_of(job, search_space(job.problem, spec, job.kernel)) for job in jobs]
         print_plans(plans, json_)
         return
-    if storage:
-        if seconds is not None:
-            raise Unsupported("with --storage the budget is --trials, not --seconds: all share it")
-        values = tune_with(storage, AttentionProblem.parse(problem), kernel, trials)
-        if json_:
-            print_json(values)
-        return
-    spec, parsed = detect(), AttentionProblem.parse(problem)
-    if spec is None:
-        raise Unsupported(
-            "tuning measures on a GPU and PyTorch sees none; without it, take the model's choice: "
-            "tilegen propose"
-        )
-    records = [
-        tuned(parsed, spec, kernel=one, seconds=seconds, trials=trials)
-        for one in kernels_named(kernel, parsed, spec)
-    ]
+    records = api.tune(problem, kernel=kernel, seconds=seconds, trials=trials, storage=storage)
     if json_:
         print_json([json.loads(record.to_json()) for record in records])
 
@@ -295,13 +257,9 @@ def verify(
 
     Example: tilegen verify "b1 hq4 hkv1 q200 d64 bf16 causal"
     """
-    from tilegen.check.verification import require, verify_anywhere
-    from tilegen.pipeline import choose
+    from tilegen.check.verification import require
 
-    parsed, spec = AttentionProblem.parse(problem).normal(), gpu_of(gpu)
-    tile = TileConfig.parse(config) if config else None
-    chosen = choose(parsed, spec)
-    checks = verify_anywhere(parsed, {k: tile or one.config for k, one in chosen.items()})
+    checks = api.verify(problem, gpu, config=config)
     if json_:
         print_json([asdict(check) for check in checks])
     else:

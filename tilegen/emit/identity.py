@@ -30,8 +30,11 @@ class RenderedKernel:
     """An emitted kernel, before anything is compiled."""
 
     kernel: Kernel
+    """Name of the kernel: fwd, bwd_dq, ..."""
     problem: AttentionProblem
+    """The problem that the kernel was asked for."""
     config: TileConfig
+    """The tiles and launch options written into the text."""
     aligned: bool
     """Whether addresses and strides must be multiples of 16 bytes."""
     digest: str

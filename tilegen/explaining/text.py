@@ -3,13 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from sympy import Symbol
 
 from tilegen.explaining.formulas import latex
 from tilegen.explaining.mask_effect import mask_lines
 from tilegen.kernels.config import TileConfig
+
+if TYPE_CHECKING:
+    from tilegen.gpus.spec import GpuSpec
+    from tilegen.problem import AttentionProblem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """Why kernels have the tiles that they have: as plain values, as text and as a picture."""
+
+    problem: AttentionProblem
+    """The problem explained."""
+    gpu: GpuSpec
+    """The GPU that the tiles are for."""
+    values: tuple[dict[str, Any], ...]
+    """One dictionary for each kernel, which json can write; its pass is under `pass`."""
+    with_passes: bool
+    """True: text and formulas tell of the passes, too."""
+
+    def text(self) -> str:
+        """Return lines for people."""
+        return "\n".join(lines_of_all(self.values, with_passes=self.with_passes))
+
+    def latex(self) -> str:
+        """Return the formulas as LaTeX; needs amsmath."""
+        return "\n".join(latex_of_all(self.values, with_passes=self.with_passes))
+
+    def plot(self, path: Path | str) -> None:
+        """Draw traffic and roofline to a .png, .svg or .pdf file. Raises Unsupported."""
+        from tilegen.explaining.plot import draw
+
+        draw(self.problem.normal(), self.gpu, list(self.values), Path(path))
 
 
 def lines_of_all(explained: Sequence[dict[str, Any]], *, with_passes: bool) -> list[str]:

@@ -40,6 +40,7 @@ class GpuSpec:
     tensor_memory_per_sm: int
     """Bytes of tensor memory; 0 on everything but sm_100."""
     l2_bytes: int
+    """Size of the L2 cache [bytes]."""
     l2_bandwidth: float
     """Bytes/s that the SMs together can read from L2."""
     dram_bandwidth: float

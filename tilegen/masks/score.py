@@ -93,6 +93,7 @@ class Score:
     """
 
     text: str = "s"
+    """The change in canonical spelling; `s` is the scaled score, unchanged."""
     captured: tuple[torch.Tensor, ...] = field(default=(), repr=False)
     """t0, t1, ... of the text."""
     sink_logits: torch.Tensor | None = field(default=None, repr=False)

@@ -41,7 +41,10 @@ class Candidate:
     """One proposed config."""
 
     kernel: Kernel
+    """Name of the kernel."""
     config: TileConfig
+    """The tiles and launch options proposed."""
     estimate: CostEstimate
+    """Predicted time, traffic and use of the chip."""
     reason: str
     """One sentence: why this tile."""

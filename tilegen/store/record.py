@@ -67,17 +67,23 @@ class TuningRecord:
     gpu: str
     """Catalogue name: `h200`."""
     arch: str
+    """Architecture of the GPU that measured: `sm_90`."""
     kernel: Kernel
+    """Name of the kernel: fwd, bwd_dq, ..."""
     problem: AttentionProblem
     """The bucket's problem: batch and lengths are powers of two. What was measured."""
     policy: str = POLICY
     """How times are taken; times of another policy are not comparable."""
     config: TileConfig
+    """The tiles and launch options that won."""
     measurement: Measurement
     """Status ok, or unmeasured for a choice of the model."""
     estimate: EstimateSummary | None = None
+    """Prediction for the config, where the model made one."""
     versions: Versions
+    """Versions of the tools that compiled and measured."""
     template_digest: str = ""
+    """Digest of the template that the kernel came from; another one makes the record stale."""
     trials: int = 0
     """Configs tried for this record, over all runs."""
     seconds_spent: float = 0.0

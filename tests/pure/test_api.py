@@ -1,0 +1,191 @@
+"""The verbs as functions: each gives what its command prints, and bad input is one line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+import tilegen
+from tests.records import H200
+from tests.replay import SMALL, Replay
+from tilegen.check.verification import Check
+from tilegen.cli.main import app
+from tilegen.errors import TilegenError, Unsupported
+from tilegen.kernels.config import TileConfig
+from tilegen.problem import AttentionProblem
+from tilegen.tuning.bench import Bench
+
+PROBLEM = "hq8 hkv2 q512 d64 bf16 causal"
+PARSED = AttentionProblem.parse(PROBLEM)
+VERBS = ("propose", "explain", "show", "generate", "tune", "verify")
+ROOT = Path(tilegen.__file__).parent
+
+
+def printed(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def values(*arguments: str) -> Any:
+    return json.loads(printed(*arguments, "--json"))
+
+
+def plain(value: Any) -> Any:
+    """Return what JSON makes of a value."""
+    return json.loads(json.dumps(value, default=str))
+
+
+def test_the_verbs_are_names_of_the_package_and_of_nothing_else() -> None:
+    assert set(VERBS) <= set(tilegen.__all__)
+    assert not {path.stem for path in ROOT.rglob("*")} & set(VERBS)
+    for name in ("Candidate", "Check", "Explanation", "Manifest", "RenderedKernel", "TuningRecord"):
+        assert is_dataclass(getattr(tilegen, name))
+        assert getattr(tilegen, name).__dataclass_params__.frozen
+
+
+@pytest.mark.parametrize("problem", [PROBLEM, PARSED], ids=["notation", "problem"])
+@pytest.mark.parametrize("gpu", ["h200", H200], ids=["name", "spec"])
+def test_propose(problem: str | AttentionProblem, gpu: Any) -> None:
+    found = tilegen.propose(problem, gpu, top=3, fast_memory="48KiB")
+    asked = ("propose", PROBLEM, "--gpu", "h200", "--top", "3", "--fast-memory", "48KiB")
+    assert plain([asdict(one) for one in found]) == values(*asked)
+    assert found == tilegen.propose(problem, gpu, top=3, fast_memory=48 * 1024)
+
+
+def test_no_gpu_given_is_the_one_at_hand_or_the_h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tilegen.gpus.spec.detect", lambda: None)
+    assert tilegen.propose(PROBLEM, top=1) == tilegen.propose(PROBLEM, "h200", top=1)
+    monkeypatch.setattr("tilegen.gpus.spec.detect", lambda: tilegen.gpu("t4"))
+    assert tilegen.propose(PROBLEM, top=1) == tilegen.propose(PROBLEM, "t4", top=1)
+
+
+def test_explain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = ("explain", PROBLEM, "--gpu", "h200", "--kernel", "bwd_preprocess")
+    told = tilegen.explain(PROBLEM, "h200", kernel="bwd_preprocess")
+    assert told.text() + "\n" == printed(*asked)
+    assert "delta" in told.text()
+    monkeypatch.setattr("tilegen.explaining.explanation.explain_all", lambda *_: list(told.values))
+    assert told.latex() + "\n" == printed(*asked, "--latex")
+    assert plain(told.values) == values(*asked)
+    whole = tilegen.explain(PROBLEM, "h200")
+    assert whole.text() + "\n" == printed("explain", PROBLEM, "--gpu", "h200")
+    assert "backward for" in whole.text()
+    drawn: list[Any] = []
+    monkeypatch.setattr("tilegen.explaining.plot.draw", lambda *given: drawn.append(given))
+    told.plot(tmp_path / "it.svg")
+    printed(*asked, "--plot", str(tmp_path / "it.svg"))
+    assert drawn == 2 * [(PARSED, H200, list(told.values), tmp_path / "it.svg")]
+
+
+def test_show() -> None:
+    config = TileConfig.parse("m64n32w4s2")
+    shown = tilegen.show(PROBLEM, "h200", kernel="bwd_dq", config=config, unaligned=True)
+    asked = ("show", PROBLEM, "--kernel", "bwd_dq", "--config", config.key, "--unaligned")
+    assert shown.source == printed(*asked)
+    assert values(*asked)["digest"] == shown.digest
+
+
+def test_generate_hands_over_what_the_bundle_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def nothing_built(problems: Any, gpus: Any, out: Path, **options: Any) -> Path:
+        asked.append((problems, [one.name for one in gpus], options["directions"]))
+        manifest = tilegen.Manifest(versions={"tilegen": "0"}, problems=(), binaries=())
+        out.mkdir(exist_ok=True)
+        (out / "manifest.json").write_text(manifest.to_json())
+        return out / "manifest.json"
+
+    monkeypatch.setattr("tilegen.bundles.building.generate", nothing_built)
+    found = tilegen.generate([PROBLEM], arch="sm_90", out=tmp_path / "a", forward_only=True)
+    out = str(tmp_path / "b")
+    told = values("generate", PROBLEM, "--arch", "sm_90", "--out", out, "--forward-only")
+    assert asked[0] == asked[1] == ([PARSED], ["h200"], ("forward",))
+    assert told["versions"] == found.versions
+    assert told["manifest"] == f"{out}/manifest.json"
+    (tmp_path / "models.txt").write_text(f"{PROBLEM}\n")
+    tilegen.generate(catalog=tmp_path / "models.txt", gpu=["a100", H200], out=out)
+    assert asked[2] == ([PARSED], ["a100", "h200"], ("forward", "backward"))
+
+
+def test_an_interrupted_bundle_says_how_to_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> Path:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tilegen.bundles.building.generate", interrupted)
+    with pytest.raises(TilegenError, match="what is built is kept in dist"):
+        tilegen.generate(PROBLEM, "h200")
+
+
+def test_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("tilegen.gpus.spec.detect", lambda: H200)
+    replay = Replay(SMALL)
+    monkeypatch.setattr("tilegen.tuning.tuner.real_bench", lambda *_: Bench(measure=replay))
+    monkeypatch.setattr("tilegen.choose.ranking.ranked_space", lambda *_: (replay.space, []))
+    (record,) = tilegen.tune(PROBLEM, kernel="fwd")
+    assert record.config == replay.fastest
+    (told,) = values("tune", PROBLEM, "--kernel", "fwd")
+    assert told["config"] == json.loads(record.to_json())["config"]
+
+
+def test_tune_for_a_gpu_that_is_elsewhere() -> None:
+    with pytest.raises(Unsupported, match="needs that GPU at hand"):
+        tilegen.tune(PROBLEM, "b200", kernel="fwd")
+
+
+def test_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = Check(
+        tensor="out", ok=False, error=1.0, allowed=0.5, index=(0, 1), found=2.0, expected=1.0
+    )
+    asked: list[Any] = []
+
+    def judged(problem: Any, configs: Any) -> tuple[Check, ...]:
+        asked.append((problem, configs))
+        return (wrong,)
+
+    monkeypatch.setattr("tilegen.check.verification.verify_anywhere", judged)
+    assert tilegen.verify(PROBLEM, "h200", config="m64n32w4s2") == (wrong,)
+    arguments = ["verify", PROBLEM, "--gpu", "h200", "--config", "m64n32w4s2"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1  # as WrongResult, which becomes one line
+    assert result.stdout == f"{wrong}\n"
+    assert asked[0] == asked[1]
+
+
+ANY: Any = None
+BAD: dict[str, tuple[Callable[[], object], str]] = {
+    "no problem": (lambda: tilegen.propose(ANY), "problem must be an AttentionProblem or its"),
+    "notation": (lambda: tilegen.explain("hq8"), "expected a problem"),
+    "GPU": (lambda: tilegen.show(PROBLEM, "h201"), "did you mean h200"),
+    "GPU of another type": (lambda: tilegen.show(PROBLEM, ANY or 7), "gpu must be one of"),
+    "kernel": (lambda: tilegen.propose(PROBLEM, kernel="bwd"), "kernel must be one of"),
+    "config": (lambda: tilegen.verify(PROBLEM, config="128x64"), "such as m128n64w8s3"),
+    "config of another type": (lambda: tilegen.verify(PROBLEM, config=ANY or 7), "TileConfig or"),
+    "memory": (lambda: tilegen.propose(PROBLEM, fast_memory="lots"), "48KiB"),
+    "top": (lambda: tilegen.propose(PROBLEM, top=0), "top must be an int of at least 1"),
+    "problems and a file": (lambda: tilegen.generate(PROBLEM, catalog="a"), "got both or neither"),
+    "no problems": (lambda: tilegen.generate(), "got both or neither"),
+    "GPU and arch": (lambda: tilegen.generate(PROBLEM, "h200", arch="sm_90"), "got both"),
+    "arch": (lambda: tilegen.generate(PROBLEM, arch="hopper"), "arch must be one of"),
+    "two budgets": (
+        lambda: tilegen.tune(PROBLEM, seconds=1, storage="journal:x"),
+        "the budget is trials",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_line(name: str) -> None:
+    call, message = BAD[name]
+    with pytest.raises(TilegenError, match=message) as caught:
+        call()
+    assert "\n" not in str(caught.value)

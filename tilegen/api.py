@@ -1,0 +1,297 @@
+"""The verbs of tilegen: what each command of the command line does, as a function with a record as
+its result.
+
+Every verb takes a problem (an `AttentionProblem` or its notation) and a GPU: a name of the
+catalogue, a `GpuSpec`, or None for the GPU at hand, and without one for the H200. Bad input raises
+a `TilegenError` whose message is one line. Nothing heavy is imported before a verb is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar, cast
+
+from tilegen.errors import InvalidProblem, TilegenError, Unsupported
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import KERNELS
+from tilegen.problem import AttentionProblem
+
+if TYPE_CHECKING:
+    from tilegen.bundles.building import Made
+    from tilegen.bundles.manifest import Manifest
+    from tilegen.check.verification import Check
+    from tilegen.emit.identity import RenderedKernel
+    from tilegen.explaining.text import Explanation
+    from tilegen.gpus.spec import GpuSpec
+    from tilegen.model.estimate import Candidate
+    from tilegen.store import TuningRecord
+
+T = TypeVar("T")
+ALL = "all"
+"""Stands for the kernels that a problem needs, forward and backward."""
+
+
+def propose(
+    problem: AttentionProblem | str,
+    gpu: GpuSpec | str | None = None,
+    *,
+    kernel: Kernel = "fwd",
+    top: int = 10,
+    fast_memory: int | str | None = None,
+) -> list[Candidate]:
+    """Return the `top` tiles of a kernel by the cost model, best first, with the reason for each.
+
+    `fast_memory` ([bytes], or text such as `48KiB`) replaces the GPU's shared memory per program.
+    """
+    from tilegen.choose.ranking import propose as ranked
+
+    spec = gpu_of(gpu, fast_memory)
+    return ranked(problem_of(problem), spec, kernel=kernel_named(kernel), top=top)
+
+
+def explain(
+    problem: AttentionProblem | str,
+    gpu: GpuSpec | str | None = None,
+    *,
+    kernel: Kernel = ALL,
+    config: TileConfig | str | None = None,
+    fast_memory: int | str | None = None,
+) -> Explanation:
+    """Return why these tiles: formulas, numbers, lower bound, limit, and what would change the
+    choice.
+
+    `config` is explained in place of the model's choice. `fast_memory` is that of `propose`.
+    """
+    from tilegen.explaining.explanation import explain_all
+    from tilegen.explaining.text import Explanation
+
+    spec, parsed, tile = gpu_of(gpu, fast_memory), problem_of(problem), config_of(config)
+    told = explain_all(parsed, spec, kernels_named(kernel, parsed, spec), tile)
+    return Explanation(problem=parsed, gpu=spec, values=tuple(told), with_passes=kernel == ALL)
+
+
+def show(
+    problem: AttentionProblem | str,
+    gpu: GpuSpec | str | None = None,
+    *,
+    kernel: Kernel = "fwd",
+    config: TileConfig | str | None = None,
+    unaligned: bool = False,
+) -> RenderedKernel:
+    """Return an emitted kernel; its `source` is a Python file that needs torch and triton only.
+
+    `config` replaces the one that a call would use; `unaligned` allows strides of any number of
+    elements.
+    """
+    from tilegen.emit.render import render
+    from tilegen.pipeline import choose_kernel
+
+    parsed, which, spec = problem_of(problem).normal(), kernel_named(kernel), gpu_of(gpu)
+    tile = config_of(config) or choose_kernel(parsed, spec, which).config
+    return render(parsed, tile, which, aligned=False if unaligned else None)
+
+
+def generate(
+    problem: AttentionProblem | str | Sequence[AttentionProblem | str] = (),
+    gpu: GpuSpec | str | Sequence[GpuSpec | str] | None = None,
+    *,
+    out: Path | str = "dist",
+    catalog: Path | str | None = None,
+    arch: str | Sequence[str] = (),
+    forward_only: bool = False,
+    on_kernel: Callable[[Made], None] = lambda made: None,
+) -> Manifest:
+    """Write a bundle of kernels and binaries under `out` and return its manifest. Needs no GPU.
+
+    Problems are one, several, or those of a `catalog` file; GPUs are one or several, or those that
+    stand for an `arch` such as `sm_90`. A stopped run goes on when called again. `on_kernel` hears
+    of each binary.
+    """
+    from tilegen.bundles.building import BOTH
+    from tilegen.bundles.building import generate as write_bundle
+    from tilegen.bundles.served import Bundle
+
+    problems, gpus, out = problems_of(problem, catalog), gpus_of(gpu, arch), Path(out)
+    directions = ("forward",) if forward_only else BOTH
+    try:
+        path = write_bundle(problems, gpus, out, directions=directions, on_kernel=on_kernel)
+    except KeyboardInterrupt:
+        raise TilegenError(
+            f"interrupted; what is built is kept in {out}, and the same command goes on"
+        ) from None
+    return Bundle(path.parent).manifest
+
+
+def tune(
+    problem: AttentionProblem | str,
+    gpu: GpuSpec | str | None = None,
+    *,
+    kernel: Kernel = ALL,
+    seconds: float | None = None,
+    trials: int | None = None,
+    storage: str = "",
+) -> list[TuningRecord]:
+    """Return the records of the best configs that measuring on the GPU at hand finds, one for each
+    kernel, and keep them in the own directory.
+
+    The budget of a kernel is `seconds` in this run, or `trials` in all runs together, or both. With
+    `storage` other machines take part, and the budget is `trials`. A `gpu` must be the one at hand.
+    """
+    from tilegen.gpus.spec import detect
+    from tilegen.tuning.tuner import tune as tuned
+
+    parsed = problem_of(problem)
+    if storage and seconds is not None:
+        raise Unsupported("with a storage the budget is trials, not seconds: all machines share it")
+    spec = detect() if gpu is None else gpu_of(gpu)
+    if spec is None:
+        raise Unsupported(
+            "tuning measures on a GPU and PyTorch sees none; without it, take the model's choice: "
+            "tilegen propose"
+        )
+    kernels = kernels_named(kernel, parsed, spec)
+    if storage:
+        return _tune_together(parsed, spec, kernels, trials, storage)
+    return [tuned(parsed, spec, kernel=one, seconds=seconds, trials=trials) for one in kernels]
+
+
+def _tune_together(
+    problem: AttentionProblem,
+    gpu: GpuSpec,
+    kernels: Sequence[Kernel],
+    trials: int | None,
+    storage: str,
+) -> list[TuningRecord]:
+    from tilegen.build.workers import Pool
+    from tilegen.fleet.bench import RealMachine
+    from tilegen.fleet.jobs import jobs_of
+    from tilegen.fleet.storage import open_storage
+    from tilegen.fleet.worker import Worker
+
+    jobs = jobs_of([problem], gpu, kernels)
+    with Pool() as pool:
+        worker = Worker(open_storage(storage), RealMachine(pool), trials=trials, again=True)
+        records = worker.run(jobs)
+    return [record for record in records.values() if record]
+
+
+def verify(
+    problem: AttentionProblem | str,
+    gpu: GpuSpec | str | None = None,
+    *,
+    config: TileConfig | str | None = None,
+) -> tuple[Check, ...]:
+    """Return the verdict on each output of forward and backward, judged by the reference.
+
+    The kernels are those chosen for `gpu`; they run on the GPU at hand, and without one in Triton's
+    interpreter. `config` replaces every kernel's choice. A wrong output is a `Check` that is not
+    `ok`.
+    """
+    from tilegen.check.verification import verify_anywhere
+    from tilegen.pipeline import choose
+
+    parsed, spec, tile = problem_of(problem).normal(), gpu_of(gpu), config_of(config)
+    chosen = choose(parsed, spec)
+    return verify_anywhere(parsed, {kernel: tile or one.config for kernel, one in chosen.items()})
+
+
+# --------------------------------------------------------------------------------------------------
+# Reading what the verbs and the commands are given
+
+
+def problem_of(given: AttentionProblem | str) -> AttentionProblem:
+    """Return a problem as it is, or the one that a notation describes. Raises InvalidProblem."""
+    if isinstance(given, AttentionProblem):
+        return given
+    if not isinstance(given, str):
+        raise InvalidProblem(
+            "problem must be an AttentionProblem or its notation, such as "
+            f"'hq32 hkv8 q4096 d128 bf16 causal'; got {given!r}"
+        )
+    return AttentionProblem.parse(given)
+
+
+def problems_of(
+    given: AttentionProblem | str | Sequence[AttentionProblem | str],
+    catalog: Path | str | None = None,
+) -> list[AttentionProblem]:
+    """Return one or several problems, or those of a catalogue file. Raises InvalidProblem and
+    Unsupported."""
+    from tilegen.catalog import read_catalogue
+
+    several = _several(given)
+    if bool(several) == bool(catalog):
+        raise Unsupported("expected problems or a catalog (--catalog FILE), got both or neither")
+    return read_catalogue(Path(catalog)) if catalog else [problem_of(one) for one in several]
+
+
+def gpu_of(given: GpuSpec | str | None, fast_memory: int | str | None = None) -> GpuSpec:
+    """Return a GPU as it is or by its name, for None the one at hand or else the H200. Raises
+    Unsupported."""
+    from tilegen.gpus.spec import GpuSpec, current_gpu, parse_size, with_fast_memory
+    from tilegen.gpus.spec import gpu as gpu_named
+
+    if given is None:
+        spec = current_gpu()
+    else:
+        spec = given if isinstance(given, GpuSpec) else gpu_named(given)
+    if fast_memory is None:
+        return spec
+    size = parse_size(fast_memory) if isinstance(fast_memory, str) else fast_memory
+    return with_fast_memory(spec, size)
+
+
+def gpus_of(
+    given: GpuSpec | str | Sequence[GpuSpec | str] | None, arch: str | Sequence[str] = ()
+) -> list[GpuSpec]:
+    """Return one or several GPUs, or those that stand for architectures. Raises Unsupported."""
+    from tilegen.gpus.spec import gpu_for
+
+    archs = _several(arch)
+    if given is not None and archs:
+        raise Unsupported("expected an arch such as sm_90 or a GPU, got both")
+    if archs:
+        return [gpu_for(one) for one in archs]
+    return [gpu_of(one) for one in _several(given)]
+
+
+def _several(given: T | Sequence[T]) -> list[T]:
+    """Return what is given as a list; a text or a record is one thing."""
+    if isinstance(given, list | tuple):
+        return list(cast("Sequence[T]", given))
+    return [cast("T", given)]
+
+
+def config_of(given: TileConfig | str | None) -> TileConfig | None:
+    """Return a config as it is, or the one that text such as `m128n64w8s3` describes. Raises
+    Unsupported."""
+    if given is None or isinstance(given, TileConfig):
+        return given
+    if not isinstance(given, str):
+        raise Unsupported(f"config must be a TileConfig or text such as m128n64w8s3, got {given!r}")
+    return TileConfig.parse(given)
+
+
+def kernel_named(name: str) -> Kernel:
+    """Return the kernel of a name. Raises Unsupported."""
+    for kernel in KERNELS:
+        if kernel == name:
+            return kernel
+    raise Unsupported(f"kernel must be one of {', '.join(KERNELS)}, got {name!r}")
+
+
+def kernels_in_use(name: str, problem: AttentionProblem, gpu: GpuSpec) -> tuple[Kernel, ...]:
+    """Return one kernel, or for `all` those that a call uses: records have a say. Raises
+    Unsupported."""
+    from tilegen.choose.families import kernels_used
+    from tilegen.choose.known import Known
+
+    return kernels_used(Known(problem, gpu)) if name == ALL else (kernel_named(name),)
+
+
+def kernels_named(name: str, problem: AttentionProblem, gpu: GpuSpec) -> tuple[Kernel, ...]:
+    """Return one kernel, or for `all` those that the problem needs. Raises Unsupported."""
+    from tilegen.choose.families import kernels_of
+
+    return kernels_of(problem, gpu) if name == ALL else (kernel_named(name),)
