@@ -24,8 +24,8 @@ from tilegen.errors import NoRecord
 from tilegen.gpus.spec import GpuSpec, detect
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import LARGE_CACHE
+from tilegen.pipeline import choose_kernel
 from tilegen.problem import AttentionProblem
-from tilegen.runtime.dispatch import choose
 from tilegen.store import look_up
 from tilegen.tuning.bench import SAFE
 from tilegen.tuning.tuner import tune
@@ -208,7 +208,8 @@ def test_tuning_for_half_a_minute_leaves_a_record_that_calls_use(spec: GpuSpec) 
     found = look_up(problem, spec, "fwd")
     assert found is not None
     assert found.record == record
-    assert choose(problem, spec, "fwd") == (record.config, str(found.file))
+    chosen = choose_kernel(problem, spec, "fwd")
+    assert (chosen.config, chosen.source) == (record.config, str(found.file))
 
 
 def test_a_later_run_measures_nothing_again(spec: GpuSpec) -> None:
