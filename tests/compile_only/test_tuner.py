@@ -68,6 +68,6 @@ def test_what_cannot_fit_is_refused_by_the_compiler_alone(
 def test_the_safe_tiles_fit_everywhere(arch: str) -> None:
     problem = AttentionProblem.parse("hq4 hkv1 q300 d256 bf16 causal(bottom_right)&window(63,9)")
     for kernel in LARGE_CACHE:
-        built = compile_for(render(problem, bench.SAFE, kernel), arch)
+        built = compile_for(render(problem, bench.safe(kernel), kernel), arch)
         assert built.shared_bytes <= min(gpu.smem_per_block for gpu in catalogue())
         assert built.spill_bytes == 0

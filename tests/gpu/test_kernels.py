@@ -27,7 +27,7 @@ from tilegen.kernels.registry import LARGE_CACHE
 from tilegen.pipeline import choose_kernel
 from tilegen.problem import AttentionProblem
 from tilegen.store import look_up
-from tilegen.tuning.bench import SAFE
+from tilegen.tuning.bench import safe
 from tilegen.tuning.tuner import tune
 
 TUNING_SECONDS = 30.0
@@ -135,7 +135,7 @@ def test_unaligned_tensors_right_after_aligned_ones(dtype: str) -> None:
 @pytest.mark.parametrize("problem", PROBLEMS[::4], ids=str)
 def test_the_safe_tiles_agree_with_the_reference(problem: AttentionProblem) -> None:
     """What the tuner checks backward kernels with."""
-    configs: dict[Kernel, TileConfig] = {kernel: SAFE for kernel in LARGE_CACHE}
+    configs: dict[Kernel, TileConfig] = {kernel: safe(kernel) for kernel in LARGE_CACHE}
     verification.require(verification.verify(problem, configs, device="cuda"))
 
 
