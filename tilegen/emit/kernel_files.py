@@ -35,7 +35,7 @@ VECTOR_BYTES = 16
 """Widest load of one thread; an aligned kernel gets addresses and strides in multiples of it."""
 
 ENVIRONMENT = "trim_blocks lstrip_blocks keep_trailing_newline StrictUndefined"
-"""What `render.environment` sets; part of every digest."""
+"""Options of the Jinja environment (`render.environment`); part of every digest."""
 
 MAX_MODULES = 2048
 """Emitted modules that stay imported."""
@@ -52,7 +52,7 @@ class RenderedKernel:
     config: TileConfig
     """The tiles and launch options written into the text."""
     aligned: bool
-    """Whether addresses and strides must be multiples of 16 bytes."""
+    """True: addresses and strides must be multiples of 16 bytes."""
     digest: str
     """Hex digest of everything that determines the text."""
     function: str
@@ -184,7 +184,7 @@ _modules: BoundedCache[str, ModuleType] = BoundedCache(MAX_MODULES, _forget)
 
 
 def rows_are_aligned(problem: AttentionProblem) -> bool:
-    """Whether dense rows of q, k, v and out are multiples of 16 bytes."""
+    """True where dense rows of q, k, v and out are multiples of 16 bytes."""
     unit = stride_unit(problem, True)
     return problem.head_dim_qk % unit == 0 and problem.head_dim_v % unit == 0
 
@@ -195,7 +195,8 @@ def stride_unit(problem: AttentionProblem, aligned: bool) -> int:
 
 
 def is_aligned(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's address, strides (batch, head, row) and rows are multiples of 16 bytes."""
+    """True where a tensor's address, strides (batch, head, row) and rows are multiples of 16
+    bytes."""
     unit = VECTOR_BYTES // tensor.element_size()
     strides = zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
     return (
