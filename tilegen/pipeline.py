@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from tilegen.gpus.spec import GpuSpec
 
 TRIED = 5
-"""How many of the model's candidates are compiled, at most, for one that may be used."""
+"""Number of the model's candidates that are compiled, at most, for one that may be used."""
 
 
 def choose(

@@ -74,7 +74,7 @@ def _others_who_may_write(found: os.stat_result) -> str:
 
 
 def _is_own_group(gid: int) -> bool:
-    """Whether a group has this user as its only member, as many systems give each user one."""
+    """True for a group with this user as its only member, as many systems make for each user."""
     try:
         user, group = pwd.getpwuid(os.geteuid()), grp.getgrgid(gid)
     except KeyError:

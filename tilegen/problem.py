@@ -51,7 +51,7 @@ class AttentionProblem:
     mask: Mask = field(default_factory=full)
     """The (query, key) pairs that count; by default all."""
     score: ScoreForm | None = None
-    """What is done to the logits after scaling; None: nothing."""
+    """Change of the scores after scaling; None: none."""
 
     def __post_init__(self) -> None:
         _check_range("batch", self.batch, 1, MAX_HEADS)

@@ -18,7 +18,7 @@ CHECK = "TILEGEN_CHECK"
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the environment asks for."""
+    """The settings that environment variables hold."""
 
     cache_dir: Path
     """TILEGEN_CACHE_DIR: the own directory, with records, trials, emitted kernels and what the

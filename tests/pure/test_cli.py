@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,9 @@ import pytest
 from typer.testing import CliRunner
 
 import tilegen
+from tilegen import pipeline
 from tilegen.check import interpreter
+from tilegen.check.verification import Check
 from tilegen.choose.ranking import search_space
 from tilegen.cli import main
 from tilegen.cli.demo import Demo
@@ -215,6 +218,50 @@ def test_demo_compares_with_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     times = Demo(said.append).compare(AttentionProblem.parse(problem), "cpu")
     assert times == {"tilegen": 10.0, "sdpa": None, "flex_attention": None}
     assert sum("compared on masks only" in line for line in said) == 2
+
+
+def test_demo_fits_the_terminal_and_ends_with_the_next_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without compiling and without the interpreter, which other tests have."""
+    choose, checks = pipeline.choose, []
+    right = Check(
+        tensor="out",
+        ok=True,
+        error=1 / 3,
+        allowed=2 / 3,
+        index=(0, 1, 2, 3),
+        found=1 / 7,
+        expected=0.1,
+    )
+
+    def verified(problem: AttentionProblem, configs: object) -> tuple[Check, ...]:
+        checks.append(problem)
+        return (right,)
+
+    monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("tilegen.gpus.spec.detect", lambda: None)
+    monkeypatch.setattr("tilegen.cli.demo.detect", lambda: None)
+    monkeypatch.setattr("tilegen.cli.demo.verify_anywhere", verified)
+    monkeypatch.setattr(pipeline, "choose", lambda *given, **_: choose(*given))
+    problem = AttentionProblem.parse(PROBLEM)
+    said: list[str] = []
+    Demo(said.append, width=72).run(problem, 1.0)
+    *lines, last = "\n".join(said).splitlines()
+    shown = [line for line in lines if str(tmp_path) not in line]  # a path is not broken
+    assert max(map(len, shown)) <= 72
+    assert "-- verify: the same kernels on a reduced problem, in Triton's interpreter" in " ".join(
+        line.strip() for line in lines
+    )
+    assert f"problem        {checks[0]}" in lines
+    chosen = choose(problem, gpu("h200"), "forward")["fwd"].ranked.candidates[0]
+    assert any(line.startswith("forward        1 kernel, ") for line in lines)
+    assert f"{1e6 * chosen.estimate.seconds:.0f} us predicted" in "\n".join(lines)
+    folded = lines.index(next(line for line in lines if line.startswith("fwd ") and "m" in line))
+    reason = next(i for i, line in enumerate(lines) if i > folded and "rows stay" in line)
+    assert lines[reason + 1].startswith(15 * " ")
+    tilegen_, explain, *rest = shlex.split(last)
+    assert (tilegen_, explain, rest) == ("tilegen", "explain", [problem.key, "--gpu", "h200"])
 
 
 @pytest.mark.parametrize("command", [(), ("cache",), ("cache", "export"), ("propose",)])

@@ -2,17 +2,23 @@
 
 import dataclasses
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from typer.testing import CliRunner
 
 import tilegen
+from benchmarks import recordings
 from tests.pure.test_bundle_launch import CONFIGS
 from tests.pure.test_cli import COMMANDS
 from tilegen import resources, settings
 from tilegen.bundles.manifest import Binary, Served
+from tilegen.cli.main import app
 from tilegen.emit.render import _context, render
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.registry import KERNELS
@@ -22,6 +28,7 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 LEGEND = (ROOT / "templates" / "README.md").read_text(encoding="utf-8")
 BUNDLES = (ROOT / "tilegen" / "bundles" / "README.md").read_text(encoding="utf-8")
+EXPLAINING = (ROOT / "tilegen" / "explaining" / "README.md").read_text(encoding="utf-8")
 MASKS = (ROOT / "tilegen" / "masks" / "README.md").read_text(encoding="utf-8")
 
 
@@ -31,11 +38,32 @@ def blocks(language: str, page: str = README) -> list[str]:
 
 @pytest.mark.parametrize("page", [README, MASKS], ids=["readme", "masks"])
 def test_python_blocks_run_and_print_what_is_shown(page: str) -> None:
-    (code,), (shown,) = blocks("python", page), blocks("text", page)
+    code, shown = blocks("python", page), blocks("text", page)
+    assert len(code) == len(shown)
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        [sys.executable, "-c", "\n".join(code)], capture_output=True, text=True, check=True
     )
-    assert result.stdout == shown
+    assert result.stdout == "".join(shown)
+
+
+def test_the_fleet_that_the_readme_shows_runs_as_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In another folder; the recording says itself that nobody measured it."""
+    (block,) = [one for one in blocks("console") if "--replay" in one]
+    assert block.startswith("$ export TILEGEN_CACHE_DIR=/tmp/tilegen-example/own\n")
+    monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path / "own"))
+    monkeypatch.chdir(ROOT)
+    lines = block.replace("/tmp/tilegen-example", str(tmp_path)).splitlines()[1:]
+    said: list[str] = []
+    for line in lines:
+        if line.startswith("$ tilegen "):
+            words = shlex.split(line.removeprefix("$ tilegen "))
+            result = CliRunner().invoke(app, words, catch_exceptions=False)
+            said += [line, *(one.rstrip() for one in result.stdout.splitlines())]
+    assert said == lines
+    for recording in (ROOT / "benchmarks" / "example").rglob("*.jsonl"):
+        assert recordings.read(recording).session.source.startswith("made up")
 
 
 @pytest.mark.parametrize("command", sorted(COMMANDS))
@@ -63,7 +91,7 @@ def test_shown_output_of_explain_is_real() -> None:
 
     problem = AttentionProblem.parse("b4 hq32 hkv8 q4096 d128 bf16 causal")
     lines = explain_lines(explain(problem, gpu("h200"), "fwd"))
-    (shown,) = [block for block in blocks("console") if block.startswith("$ tilegen explain")]
+    (shown,) = blocks("console", EXPLAINING)
     assert [line.rstrip() for line in shown.splitlines()[1:]] == [line.rstrip() for line in lines]
 
 
@@ -118,10 +146,32 @@ def test_every_argument_of_a_kernel_is_on_the_page_of_bundles() -> None:
 
 @pytest.mark.parametrize(
     "page",
-    ["README.md", "templates/README.md", "tilegen/masks/README.md", "tilegen/bundles/README.md"],
+    [
+        "README.md",
+        "benchmarks/README.md",
+        "cache/README.md",
+        "templates/README.md",
+        "tilegen/bundles/README.md",
+        "tilegen/explaining/README.md",
+        "tilegen/fleet/README.md",
+        "tilegen/masks/README.md",
+    ],
 )
 def test_links_lead_somewhere(page: str) -> None:
     path = ROOT / page
     links = re.findall(r"\]\((?!https?:)([^)#]+)\)", path.read_text(encoding="utf-8"))
     for target in links:
         assert (path.parent / target).exists(), target
+
+
+def test_flash_attentions_layout_needs_no_copy() -> None:
+    """The README's line for it, on tensors of another length for keys."""
+    (call,) = re.findall(r"`(tilegen\.attention\(q\.transpose\(1, 2\).*?)`;", README)
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"q": (2, 20, 4, 16), "k": (2, 30, 2, 16), "v": (2, 30, 2, 16)}
+    given = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    out = eval(call, {"tilegen": tilegen, **given})
+    q, k, v = (x.transpose(1, 2).contiguous() for x in given.values())
+    bias = torch.ones(20, 30).tril(10).log()
+    expected = scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)
+    torch.testing.assert_close(out, expected.transpose(1, 2))

@@ -1,4 +1,4 @@
-"""Whether a compiled kernel may be used: one rule for tuner, pipeline, bundles and calls."""
+"""The rule for kernels that may be used: one for tuner, pipeline, bundles and calls."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Usage(Protocol):
-    """What the compiler says a kernel uses; `CompiledKernel` is one, a `Binary` of a bundle too."""
+    """Resources that a kernel uses; a `CompiledKernel` is one, a `Binary` of a bundle too."""
 
     @property
     def shared_bytes(self) -> int: ...
@@ -27,7 +27,7 @@ U = TypeVar("U", bound=Usage)
 
 
 def acceptable(built: Usage | BuildFailed, gpu: GpuSpec) -> bool:
-    """Whether a compiled kernel may be used on a GPU."""
+    """True for a compiled kernel that may be used on a GPU."""
     return not objection(built, gpu)
 
 

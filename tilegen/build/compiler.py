@@ -29,12 +29,12 @@ class CompiledKernel:
     shared_bytes: int
     """Shared memory of one program."""
     registers: int
-    """Of one thread."""
+    """Registers of one thread."""
     spill_bytes: int
     """Local memory of one thread; 0 means that nothing spilled."""
     serialized: bool = False
-    """Whether it waits for each matrix product before it issues the next, which a compiler does
-    when it lacks registers: products no longer overlap with anything."""
+    """True: the binary waits for each matrix product before it issues the next, which a compiler
+    does when it lacks registers; products then overlap with nothing."""
     scratch_pointers: int
     """Pointers that the binary takes after the arguments of its signature; all may be null."""
     seconds: float
@@ -46,7 +46,7 @@ class CompiledKernel:
 
     @property
     def threads(self) -> int:
-        """Of one program."""
+        """Threads of one program."""
         return threads_of(self.arch, self.rendered.config)
 
 
@@ -148,7 +148,7 @@ def _resources(compiled: Any, arch: str) -> _Used:
 
 
 def is_serialized(sass: str) -> bool:
-    """Whether machine code for sm_90 waits as often for matrix products as it has them."""
+    """True for sm_90 machine code that waits as often for matrix products as it has them."""
     products = len(re.findall(r"\bHGMMA\.", sass))
     return 0 < products <= len(re.findall(r"\bWARPGROUP\.DEPBAR\b", sass))
 

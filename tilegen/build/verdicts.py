@@ -30,7 +30,7 @@ MAX_MESSAGE = 500
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """What the compiler says a kernel uses; as much of a `CompiledKernel` as choosing needs."""
+    """Resources that a kernel uses: the part of a `CompiledKernel` that choosing needs."""
 
     shared_bytes: int
     registers: int

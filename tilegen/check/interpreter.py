@@ -33,7 +33,7 @@ class Traffic:
 
 
 def is_active() -> bool:
-    """Whether kernels run in Triton's interpreter in this process."""
+    """True where kernels run in Triton's interpreter in this process."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 

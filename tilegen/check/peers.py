@@ -24,7 +24,7 @@ Attention = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
 MAX_DENSE_MASK = 2**28
 """Elements of a mask tensor that a comparison is willing to make for a library that needs one."""
 MAX_SCORES_BYTES = 16 * 2**30
-"""Of the score matrix that the math back end writes to memory."""
+"""Limit of the score matrix that the math back end writes to memory [bytes]."""
 
 
 def sdpa(problem: AttentionProblem, device: str, *, backend: str | None = None) -> Attention:

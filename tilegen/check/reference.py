@@ -104,12 +104,12 @@ def attention_reference(
 
 @dataclass(frozen=True)
 class Softmax:
-    """What attention computes before it looks at v."""
+    """Scores and softmax of attention: everything before the product with v."""
 
     scores: torch.Tensor
     """q k^T, scaled: (batch, heads, seqlen_q, seqlen_kv), as the next two."""
     changed: torch.Tensor
-    """What a score makes of them; -inf where the mask drops a pair."""
+    """Products after the change by a score; -inf where the mask drops a pair."""
     weights: torch.Tensor
     lse: torch.Tensor
     """(batch, heads, seqlen_q)."""

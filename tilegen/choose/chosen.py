@@ -34,7 +34,7 @@ class Chosen:
     config: TileConfig
     ranked: Ranked
     tried: Mapping[TileConfig, Usage | BuildFailed] = field(default_factory=dict)
-    """What compiling gave, for the configs that were compiled."""
+    """Result of compiling, for each config that was compiled."""
 
     @property
     def source(self) -> str:

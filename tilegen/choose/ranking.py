@@ -23,7 +23,7 @@ from tilegen.problem import AttentionProblem
 from tilegen.sympy_lock import one_at_a_time
 
 SMEM_DOUBT, REGISTER_DOUBT = 1.1, 1.6
-"""How far past a limit the prediction may lie for a tuner to compile the config and see."""
+"""Factors of a limit up to which a prediction may go for a tuner to compile the config."""
 
 
 @one_at_a_time
@@ -95,7 +95,7 @@ Timed = tuple[roofline.Time, TileConfig, Footprint]
 
 
 class _Model:
-    """What the model says about one kernel of a problem; remembers what configs have in common."""
+    """The cost model of one kernel of a problem; keeps the results that configs have in common."""
 
     def __init__(self, problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> None:
         self._problem, self._gpu = problem, gpu
@@ -191,7 +191,7 @@ def _ranked(times: list[Timed]) -> list[Timed]:
 
 
 def spills_much(problem: AttentionProblem, gpu: GpuSpec, candidate: Candidate) -> bool:
-    """Whether a candidate is predicted to spill more registers than a usable kernel may."""
+    """True for a candidate that is predicted to spill more registers than a usable kernel may."""
     return footprint(problem, candidate.config, candidate.kernel, gpu.arch).spills_much
 
 

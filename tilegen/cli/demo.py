@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import textwrap
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,6 +16,7 @@ from tilegen.emit.render import render
 from tilegen.errors import BuildFailed
 from tilegen.gpus.spec import current_gpu, detect
 from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import direction_of
 from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
 from tilegen.store import TuningRecord
@@ -21,6 +24,7 @@ from tilegen.tuning.tuner import tune
 
 if TYPE_CHECKING:
     from tilegen.gpus.spec import GpuSpec
+    from tilegen.model.estimate import CostEstimate
 
 LLAMA = "b1 hq32 hkv8 q8192 kv8192 d128 bf16 causal"
 SHOWN = 3  # candidates per kernel
@@ -28,26 +32,30 @@ SHOWN = 3  # candidates per kernel
 
 @dataclass
 class Demo:
-    """State of one demonstration: where lines go."""
+    """One demonstration, told line by line."""
 
     say: Callable[[str], None]
+    width: int = 0
+    """Columns that a line may have [characters]; 0: any number."""
 
     def run(self, problem: AttentionProblem, seconds: float) -> dict[str, Any]:
         """Go through the pipeline and return its results as plain values; `seconds` are spent on
         tuning."""
+        started = time.perf_counter()
         here = detect()
         spec = current_gpu()
-        self.say(f"problem  {problem}")
+        self._line("problem", str(problem), lead=9)
         if problem.rewriting:
-            self.say(f"         {problem.rewriting}")
+            self._line("", problem.rewriting, lead=9)
         problem = problem.normal()
-        self.say(f"GPU      {spec.title}" + ("" if here else " (none here: nothing will be timed)"))
+        nothing_timed = "" if here else " (none here: nothing will be timed)"
+        self._line("GPU", spec.title + nothing_timed, lead=9)
         chosen = pipeline.choose(problem, spec, may_compile=True)
         self._propose(chosen)
         self._render(problem, chosen)
         self._build(chosen, spec)
         configs: dict[Kernel, TileConfig] = {kernel: one.config for kernel, one in chosen.items()}
-        self._verify(verify_anywhere(reduced(problem), configs))
+        checks = self._verify(reduced(problem), configs, on_gpu=here is not None)
         records: dict[Kernel, TuningRecord] = {}
         if here:
             budget = seconds / len(chosen)
@@ -64,38 +72,47 @@ class Demo:
         }
         if here:
             summary["forward_us"] = self.compare(problem)
-        else:
-            self._heading("next")
-            self.say("no record was made, since nothing was measured; on a machine with a GPU the")
-            self.say(
-                "same command tunes these kernels, then compares them with PyTorch's; see more"
-            )
-            self.say("of the choice: tilegen explain")
+        self._totals(chosen, checks, time.perf_counter() - started)
+        self._next(problem, spec, timed=here is not None)
         return summary
 
     def _heading(self, text: str) -> None:
         self.say("")
-        self.say(f"-- {text}")
+        self._line("--", text, lead=3)
+
+    def _line(self, first: str, text: str, *, lead: int = 15) -> None:
+        """Say a text that starts, and goes on where it is too long, in column `lead`."""
+        line = f"{first:{lead}}{text}"
+        if self.width and len(line) > self.width:
+            line = textwrap.fill(
+                line,
+                max(self.width, 2 * lead),
+                subsequent_indent=" " * lead,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+        self.say(line)
 
     def _propose(self, chosen: Mapping[Kernel, pipeline.Chosen]) -> None:
         self._heading("propose: tiles that the cost model ranks first, and why")
         for kernel, one in chosen.items():
             if not one.ranked.candidates:
-                self.say(f"{kernel:15}{one.config.key:14}from {one.source}")
+                self._line(kernel, f"{one.config.key:14}from {one.source}")
                 continue
             for i, candidate in enumerate(one.ranked.candidates[:SHOWN]):
                 cost = candidate.estimate
-                self.say(
-                    f"{kernel if i == 0 else '':15}{candidate.config.key:14}"
-                    f"{1e6 * cost.seconds:8.0f} us predicted, limited by {cost.limit}"
+                self._line(
+                    kernel if i == 0 else "",
+                    f"{candidate.config.key:14}"
+                    f"{1e6 * cost.seconds:8.0f} us predicted, limited by {cost.limit}",
                 )
             first = one.ranked.candidates[0]
-            self.say(f"{'':15}{first.config.key}: {first.reason}")
+            self._line("", f"{first.config.key}: {first.reason}")
 
     def _render(self, problem: AttentionProblem, chosen: Mapping[Kernel, pipeline.Chosen]) -> None:
         self._heading("render: readable Triton files, one for each kernel")
         for kernel, one in chosen.items():
-            self.say(f"{kernel:15}{write(render(problem, one.config, kernel))}")
+            self._line(kernel, str(write(render(problem, one.config, kernel))))
 
     def _build(self, chosen: Mapping[Kernel, pipeline.Chosen], spec: GpuSpec) -> None:
         self._heading("build: the first that compiles to what may be used, no GPU needed")
@@ -104,20 +121,64 @@ class Demo:
             for i, (config, used) in enumerate(one.tried.items()):
                 name = kernel if i == 0 else ""
                 if isinstance(used, BuildFailed):
-                    self.say(f"{name:15}{config.key:14}{used}")
+                    self._line(name, f"{config.key:14}{used}")
                     continue
                 spills = f", {used.spill_bytes} bytes spilled" if used.spill_bytes else ""
-                self.say(
-                    f"{name:15}{config.key:14}{spec.arch}  {used.registers:3} registers  "
+                self._line(
+                    name,
+                    f"{config.key:14}{spec.arch}  {used.registers:3} registers  "
                     f"{used.shared_bytes / 1024:6.1f} KiB shared"
-                    f" (predicted {predicted[config] / 1024:.1f}){spills}"
+                    f" (predicted {predicted[config] / 1024:.1f}){spills}",
                 )
 
-    def _verify(self, checks: tuple[Check, ...]) -> None:
-        self._heading("verify: against an fp64 reference, at most twice PyTorch's own error")
+    def _verify(
+        self, problem: AttentionProblem, configs: Mapping[Kernel, TileConfig], *, on_gpu: bool
+    ) -> tuple[Check, ...]:
+        where = "on the GPU" if on_gpu else "in Triton's interpreter"
+        self._heading(f"verify: the same kernels on a reduced problem, {where}")
+        self._line("problem", str(problem))
+        self._line("allowed", "twice PyTorch's own error, both judged by an fp64 reference")
+        checks = verify_anywhere(problem, configs)
         for check in checks:
-            self.say(str(check))
+            tensor, verdict = str(check).split(" ", 1)
+            self._line(tensor, verdict.strip(), lead=6)
         require(checks)
+        return checks
+
+    def _totals(
+        self, chosen: Mapping[Kernel, pipeline.Chosen], checks: Sequence[Check], seconds: float
+    ) -> None:
+        self._heading("in all")
+        directions: dict[str, list[CostEstimate]] = {}
+        for kernel, one in chosen.items():
+            costs = (c.estimate for c in one.ranked.candidates if c.config == one.config)
+            directions.setdefault(direction_of(kernel), []).extend(costs)
+        for direction, costs in directions.items():
+            if costs:
+                moved = sum(cost.read_bytes + cost.write_bytes for cost in costs)
+                time_us = 1e6 * sum(cost.seconds for cost in costs)
+                plural = "" if len(costs) == 1 else "s"
+                self._line(
+                    direction,
+                    f"{len(costs)} kernel{plural}, {time_us:.0f} us predicted, "
+                    f"{moved / 1e9:.2f} GB between SMs and L2",
+                )
+        compiled = sum(len(one.tried) for one in chosen.values())
+        self._line("compiled", f"{compiled} configs")
+        self._line("verified", f"{len(checks)} outputs, all within what is allowed")
+        self._line("took", f"{seconds:.1f} s")
+
+    def _next(self, problem: AttentionProblem, spec: GpuSpec, *, timed: bool) -> None:
+        self._heading("next")
+        if not timed:
+            self._line(
+                "",
+                "No record was made, since nothing was measured; on a machine with a GPU the same "
+                "command tunes these kernels, then compares them with PyTorch's.",
+                lead=0,
+            )
+        self._line("", "To see why these tiles, type:", lead=0)
+        self.say(f'tilegen explain "{problem}" --gpu {spec.name}')
 
     def compare(self, problem: AttentionProblem, device: str = "cuda") -> dict[str, float | None]:
         """Return the median of each of tilegen, SDPA and FlexAttention in us; None where it was not
@@ -142,18 +203,21 @@ class Demo:
             try:
                 result = measure(partial(make(), x.q, x.k, x.v))
             except Exception as error:  # what PyTorch cannot do must not end the demonstration
-                self.say(f"{name:15}not run: {one_line(error)}")
+                self._line(name, f"not run: {one_line(error)}")
                 times[name] = None
                 continue
             times[name] = result.median_us
-            self.say(
-                f"{name:15}{result.median_us:10.1f} us"
+            self._line(
+                name,
+                f"{result.median_us:10.1f} us"
                 if result.median_us
-                else f"{name:15}{result.status}: {result.message}"
+                else f"{result.status}: {result.message}",
             )
         return times
 
 
-def demonstrate(problem: str, seconds: float, say: Callable[[str], None]) -> dict[str, Any]:
+def demonstrate(
+    problem: str, seconds: float, say: Callable[[str], None], width: int = 0
+) -> dict[str, Any]:
     """Run the demonstration on a problem's notation and return its results as plain values."""
-    return Demo(say).run(AttentionProblem.parse(problem), seconds)
+    return Demo(say, width).run(AttentionProblem.parse(problem), seconds)

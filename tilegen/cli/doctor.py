@@ -1,4 +1,4 @@
-"""What this machine has, as far as tilegen cares."""
+"""The findings of `tilegen doctor`: versions, GPU, tools and folders of this machine."""
 
 from __future__ import annotations
 

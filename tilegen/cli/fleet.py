@@ -118,7 +118,8 @@ def worker(
         print_json([json.loads(record.to_json()) for record in published.values() if record])
     else:
         count = sum(record is not None for record in published.values())
-        console.print(f"{one.measured} configs measured, {count} winners published here")
+        winners = "1 winner" if count == 1 else f"{count} winners"
+        console.print(f"{one.measured} configs measured, {winners} published here")
 
 
 @fleet_app.command("status")
@@ -159,7 +160,8 @@ def fleet_status(
     states = Counter(one.state for one in found)
     finished, configs = (sum(getattr(o, n) for o in found) for n in ("finished", "configs"))
     counts = ", ".join(f"{count} {state}" for state, count in sorted(states.items()))
-    console.print(f"{len(found)} studies: {counts or 'none'}; {finished} of {configs} configs")
+    studies = "1 study" if len(found) == 1 else f"{len(found)} studies"
+    console.print(f"{studies}: {counts or 'none'}; {finished} of {configs} configs")
 
 
 @fleet_app.command("proxy")

@@ -120,7 +120,8 @@ def demo(
     """
     from tilegen.cli.demo import LLAMA, demonstrate
 
-    results = demonstrate(problem or LLAMA, seconds, say_unless(json_))
+    width = console.width if console.is_terminal else 0
+    results = demonstrate(problem or LLAMA, seconds, say_unless(json_), width)
     if json_:
         print_json(results)
 

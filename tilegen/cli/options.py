@@ -1,4 +1,4 @@
-"""What all commands share: options, how they are read, and how results are printed."""
+"""Options that several commands have, and the printing of results."""
 
 from __future__ import annotations
 

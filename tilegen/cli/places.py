@@ -78,7 +78,7 @@ def check_file(file: Path) -> None:
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a folder is at `path`; False also where the system refuses to look."""
+    """True where a folder is at `path`; False also where the system refuses to look."""
     try:
         return path.is_dir()
     except OSError:  # such as a name that is too long

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What tuning a kernel would try."""
+    """The configs that tuning a kernel would try."""
 
     gpu: str
     kernel: str

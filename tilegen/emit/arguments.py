@@ -19,7 +19,7 @@ class Arguments:
     spec: KernelSpec
     lines: tuple[Line, ...]
     extras: tuple[Line, ...]
-    """What masks and scores add."""
+    """Arguments that masks and scores add."""
 
     @classmethod
     def of(cls, spec: KernelSpec, extras: Sequence[Line], changes_scores: bool) -> Arguments:
@@ -42,7 +42,7 @@ class Arguments:
 
     @property
     def pointers(self) -> int:
-        """How many arguments come first that are addresses."""
+        """Number of the leading arguments that are addresses."""
         return len(self.lines[0].arguments)
 
     @property
@@ -56,7 +56,7 @@ class Arguments:
 
     @property
     def scale_in_base_2(self) -> bool:
-        """Whether the scale comes multiplied by log2(e)."""
+        """True where the scale is passed multiplied by log2(e)."""
         return SCALE_IN_BASE_2 in self.lines
 
     @property

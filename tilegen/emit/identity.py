@@ -22,7 +22,7 @@ VECTOR_BYTES = 16
 """Widest load of one thread; an aligned kernel gets addresses and strides in multiples of it."""
 
 ENVIRONMENT = "trim_blocks lstrip_blocks keep_trailing_newline StrictUndefined"
-"""What `render.environment` sets; part of every digest."""
+"""Options of the Jinja environment (`render.environment`); part of every digest."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class RenderedKernel:
     config: TileConfig
     """The tiles and launch options written into the text."""
     aligned: bool
-    """Whether addresses and strides must be multiples of 16 bytes."""
+    """True: addresses and strides must be multiples of 16 bytes."""
     digest: str
     """Hex digest of everything that determines the text."""
     function: str

@@ -228,7 +228,7 @@ def _slices(limit: str, head_dim: int, config: TileConfig) -> Slices:
 
 
 def _in_panel(spec: KernelSpec) -> bool:
-    """Whether the tiles that pass are those of a panel."""
+    """True where the tiles that pass are those of a panel."""
     return spec.panel == "reads" and spec.stays == "columns"
 
 

@@ -253,7 +253,7 @@ def _launches(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> int:
 
 
 def _through_panels(kernel: Kernel) -> bool:
-    """Whether a kernel is launched panel by panel: those of the small-cache family."""
+    """True for a kernel that is launched panel by panel: those of the small-cache family."""
     return bool(KERNELS[kernel].panel)
 
 

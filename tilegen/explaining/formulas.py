@@ -42,7 +42,7 @@ from tilegen.model.traffic import Visits, terms_of, total_bytes
 from tilegen.problem import AttentionProblem
 
 rho = sp.Symbol("rho", positive=True)
-"""How often DRAM delivers the rows that stream: `hierarchy.sweeps`."""
+"""Times that DRAM delivers the rows that stream: `hierarchy.sweeps`."""
 
 Values = dict[sp.Symbol, float]
 

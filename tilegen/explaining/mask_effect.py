@@ -1,4 +1,4 @@
-"""What a mask leaves of the work, which tiles that means, and what choosing tiles by it gains."""
+"""The effect of a mask: work that is left, tiles that are visited, gain of choosing by it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a worker measures with: the GPU at hand, or timings that were recorded elsewhere."""
+"""The machine that a worker measures on: the GPU at hand, or timings recorded elsewhere."""
 
 from __future__ import annotations
 

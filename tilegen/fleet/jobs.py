@@ -1,4 +1,4 @@
-"""What a fleet does: one job per problem, kernel and GPU model of a catalogue."""
+"""The jobs of a fleet: one for each problem, kernel and GPU model of a catalogue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tilegen.store.trials import Conditions
 from tilegen.store.versions import current_versions
 
 ATTRIBUTES = ("gpu", "kernel", "problem", "policy")
-"""What a study says of itself, for `tilegen fleet status`."""
+"""Attributes in which a study describes its job, for `tilegen fleet status`."""
 
 
 @dataclass(frozen=True, kw_only=True)

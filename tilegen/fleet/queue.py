@@ -159,7 +159,7 @@ class Queue:
         return found
 
     def marked(self, mark: str) -> bool:
-        """Whether somebody has marked the study so."""
+        """True where a worker has set this mark on the study."""
         return bool(self._study.user_attrs.get(mark))
 
     def mark(self, mark: str, value: str) -> None:

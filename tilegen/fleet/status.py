@@ -1,4 +1,4 @@
-"""How far a fleet is: one line per study."""
+"""The progress of a fleet: one line per study."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """What has become of the configs of one study."""
+    """Counts of the configs of one study by what has become of them."""
 
     gpu: str
     kernel: str

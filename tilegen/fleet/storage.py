@@ -28,9 +28,9 @@ FORMS = (
     "tilegen fleet proxy, or sqlite:///FILE on one machine"
 )
 OPENING_SECONDS = 30.0
-"""How long a storage may take to answer at first; a wrong address shall not take longer."""
+"""Time that a storage may take to answer at first [seconds]; a wrong address ends by then."""
 PATIENCE_SECONDS = 600.0
-"""How long workers wait for a storage that answered before: a restart, an upgrade."""
+"""Time that workers wait for a storage that answered before [seconds]: a restart, an upgrade."""
 LONGEST_PAUSE = 10.0
 MAX_LINE = 2**20
 """Bytes of a journal's first line; the longest is a few hundred."""

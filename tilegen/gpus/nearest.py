@@ -1,4 +1,4 @@
-"""Which entry of a table stands for an architecture that the table does not name."""
+"""The entry of a table that stands for an architecture the table does not name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a GPU can do: `GpuSpec`, the catalogue in gpus.toml, and the device at hand."""
+"""GPUs as the model sees them: `GpuSpec`, the catalogue in gpus.toml, the device at hand."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ class GpuSpec:
     title: str
     """Name for people, such as `NVIDIA H200 SXM`."""
     arch: str
-    """What Triton compiles for: `sm_90`, `gfx942`."""
+    """Architecture that Triton compiles for: `sm_90`, `gfx942`."""
     num_sms: int
     """Streaming multiprocessors (compute units on AMD)."""
     clock_hz: float
-    """Boost clock the peak rates assume."""
+    """Boost clock that the peak rates assume [Hz]."""
     smem_per_block: int
-    """Bytes of shared memory one program may use: the opt-in maximum."""
+    """Shared memory that one program may use, at most [bytes]."""
     smem_per_sm: int
-    """Bytes of shared memory all programs of an SM use together."""
+    """Shared memory that all programs of an SM use together, at most [bytes]."""
     registers_per_sm: int
-    """32-bit registers."""
+    """Registers of an SM, of 32 bits each."""
     tensor_memory_per_sm: int
-    """Bytes of tensor memory; 0 on everything but sm_100."""
+    """Tensor memory of an SM [bytes]; 0 on everything but sm_100."""
     l2_bytes: int
     """Size of the L2 cache [bytes]."""
     l2_bandwidth: float
-    """Bytes/s that the SMs together can read from L2."""
+    """Rate at which all SMs together can read from L2 [bytes/s]."""
     dram_bandwidth: float
-    """Bytes/s."""
+    """Rate at which DRAM delivers [bytes/s]."""
     tensor_flops_16: float
-    """Dense flop/s with 16-bit inputs and fp32 accumulation."""
+    """Peak of dense matrix products with 16-bit inputs and fp32 sums [flop/s]."""
     vector_flops_32: float
-    """flop/s of fp32 fused multiply-adds outside the tensor cores, where IEEE fp32 dots run."""
+    """Peak of fp32 multiply-adds outside the tensor cores, as for IEEE products [flop/s]."""
     exp_per_clk_per_sm: int
     """Exponentials the special-function units start each clock."""
     source: str

@@ -32,9 +32,9 @@ class Panel:
     row_first: int
     num_rows: int
     begins: bool
-    """Whether no earlier panel has rows of the same key-value heads."""
+    """True: no earlier panel has rows of the same key-value heads."""
     ends: bool
-    """Whether no later one has."""
+    """True: no later panel has rows of the same key-value heads."""
 
 
 def panels(num_heads: int, group_size: int, seqlen_q: int, rows: int) -> Iterator[Panel]:
@@ -61,7 +61,7 @@ def panels(num_heads: int, group_size: int, seqlen_q: int, rows: int) -> Iterato
 
 
 L2_PART = 0.5
-"""Of L2 that a panel may fill; the tiles that stream past it need the rest."""
+"""Share of L2 that a panel may fill; the tiles that stream past it need the rest."""
 TILE = 128
 """Side of the tile by which programs of a small-cache kernel are counted."""
 

@@ -39,7 +39,7 @@ class Moved:
     words: str
     """A formula in the symbols of model/symbols.py."""
     fp32: bool = False
-    """Whether words are fp32, whatever the dtype of the problem."""
+    """True: words are fp32, whatever the dtype of the problem."""
 
 
 def read(tensor: str, words: str, *, fp32: bool = False) -> Moved:
@@ -57,7 +57,7 @@ Knob = Literal["block_m", "block_n", "block_d"]
 
 @dataclass(frozen=True, kw_only=True)
 class Knobs:
-    """What a kernel may be tuned over."""
+    """The tiles and launch options that a kernel may be tuned over."""
 
     block_m: tuple[int, ...] = BLOCK_SIZES
     block_n: tuple[int, ...] = BLOCK_SIZES
@@ -95,9 +95,9 @@ class Sliced:
     slices: tuple[Dim, ...]
     """Head dims that are taken in slices."""
     loops: bool
-    """Whether a program goes through all slices; otherwise each slice has programs of its own."""
+    """True: a program goes through all slices. False: each slice has programs of its own."""
     panel: Literal["", "writes", "reads"] = ""
-    """What it does with the panel that the kernels of a pass share."""
+    """The kernel's part in the panel that the kernels of a pass share: it writes or reads it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,11 +110,11 @@ class KernelSpec:
     title: str
     """First line of the emitted file."""
     given: tuple[str, ...]
-    """What `launch` takes, in order; what masks and scores read follows by name."""
+    """Parameters of `launch`, in order; tensors of masks and scores follow by name."""
     made: tuple[str, ...]
     """Tensors that a launch allocates and returns."""
     tells: Knob | None = None
-    """What a launch returns after them: a knob that the next kernel has to know."""
+    """A knob that a launch returns after its tensors, for the next kernel."""
     lines: tuple[Line, ...]
     """The function's arguments but for those that masks and scores add."""
     grid: tuple[tuple[str, Knob | Literal["group_size"] | int], ...]
@@ -124,7 +124,7 @@ class KernelSpec:
     traffic: tuple[Moved, ...]
     """Exact: counted in the interpreter, loads and stores equal it to the byte."""
     floor: tuple[Moved, ...]
-    """What must move anyway: inputs that matter, and all outputs."""
+    """Tensors that must move under any schedule: inputs that matter, and all outputs."""
     shows: tuple[str, ...]
     """Results of the pass that are right only if this kernel is; `dt` stands for the gradients of
     all that a score reads."""
@@ -132,13 +132,13 @@ class KernelSpec:
     """The side of the scores whose tiles stay; tiles of the other side pass."""
     knobs: Knobs = Knobs()
     masked: bool = True
-    """Whether it visits the tiles that a mask leaves."""
+    """True: the kernel visits the tiles that a mask leaves."""
     computes_scores: bool = False
-    """Whether it changes scores as a problem asks."""
+    """True: the kernel changes scores as a problem asks."""
     trains: bool = False
-    """Whether it adds up the gradients of what a score reads."""
+    """True: the kernel adds up the gradients of the tensors that a score reads."""
     has_sinks: bool = False
-    """Whether a row starts from the logit of its head's sink."""
+    """True: a row starts from the logit of its head's sink."""
     launches_per_panel: int = 1
     like: str = ""
     """The kernel whose fitted numbers it takes: registers and instructions; empty: its own."""
@@ -164,7 +164,7 @@ class KernelSpec:
 
     @property
     def panel(self) -> str:
-        """What it does with a panel of scores: `writes`, `reads`, or nothing."""
+        """The kernel's part in a panel of scores: `writes`, `reads`, or nothing."""
         return self.loop.panel if isinstance(self.loop, Sliced) else ""
 
     @property
@@ -193,7 +193,7 @@ class FamilySpec:
     returns (dq, dk, dv), None for what is not wanted."""
 
     large_heads_only: bool = False
-    """Whether it can be the fastest only where on-chip memory holds few rows of a head dim."""
+    """True: the family can win only where on-chip memory holds few rows of a head dim."""
 
     @property
     def names(self) -> tuple[str, ...]:

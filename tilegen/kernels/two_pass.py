@@ -24,7 +24,7 @@ READ_ONCE = (
     read("lse", "g*n_q", fp32=True),
     read("delta", "g*n_q", fp32=True),
 )
-"""What every kernel of a backward that forms scores must read."""
+"""Tensors that every kernel of a backward that forms scores must read."""
 _STRIDES = (
     strides("q", "batch, head and row strides"),
     strides("k"),

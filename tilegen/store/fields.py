@@ -77,7 +77,7 @@ class Fields:
         ]
 
     def is_null(self, name: str) -> bool:
-        """Whether the field is there and null."""
+        """True where the field is there and null."""
         return self._get(name) is None
 
     def _get(self, name: str) -> Any:

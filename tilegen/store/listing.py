@@ -39,7 +39,7 @@ class Listed:
 
     @property
     def origin(self) -> Origin:
-        """Of its location."""
+        """Origin of the location: own, shared or shipped."""
         return self.location.origin
 
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from tilegen.gpus.spec import GpuSpec
 
 SMEM_DOUBT = 1.1
-"""How far past the limit the predicted shared memory of a record's config may lie, as for the
-configs that a tuner tries: predictions err on the large side."""
+"""Factor of the limit up to which a record's config may be predicted to need shared memory, as for
+the configs that a tuner tries: predictions err on the large side."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Found:
     differences: tuple[Difference, ...]
     """From `look_up`: soft ones, which leave its optimality in doubt. From `why`: all of them."""
     borrowed: bool = False
-    """Whether it is of another GPU of the same architecture."""
+    """True: the record is of another GPU of the same architecture."""
     others: tuple[TuningRecord, ...] = ()
     """From `look_up`: what other machines found, before which `record` stands."""
 
@@ -68,13 +68,13 @@ class OtherTilegen(Unsupported):
 
 @dataclass(frozen=True, kw_only=True)
 class Saved:
-    """What became of a record."""
+    """Outcome of saving a record."""
 
     file: str
     written: bool
-    """Whether the file has changed."""
+    """True: the file has changed."""
     wins: bool
-    """Whether the record is what a look-up finds there now."""
+    """True: a look-up finds this record there now."""
     reason: str
 
 

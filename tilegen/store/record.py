@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tilegen.model.estimate import CostEstimate
 
 SCHEMA = 1
-"""Of the JSON form. Raise it when an older tilegen would misread a newer record."""
+"""Version of the JSON form. Raise it when an older tilegen would misread a newer record."""
 
 ARCH = r"sm_\d{2,4}[a-z]?|gfx[0-9a-f]{3,5}"
 MAX_SECONDS = 1e9
@@ -42,7 +42,7 @@ class OtherSchema(InvalidRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class EstimateSummary:
-    """What the model predicted for the recorded config."""
+    """Time and traffic that the model predicted for the recorded config."""
 
     seconds: float
     limit: str
@@ -73,7 +73,7 @@ class TuningRecord:
     problem: AttentionProblem
     """The bucket's problem: batch and lengths are powers of two. What was measured."""
     policy: str = POLICY
-    """How times are taken; times of another policy are not comparable."""
+    """Way in which times are taken; times of another policy are not comparable."""
     config: TileConfig
     """The tiles and launch options that won."""
     measurement: Measurement
@@ -87,15 +87,15 @@ class TuningRecord:
     trials: int = 0
     """Configs tried for this record, over all runs."""
     seconds_spent: float = 0.0
-    """On those trials, over all runs."""
+    """Time spent on those trials, over all runs [seconds]."""
     source: str = ""
     """Hexadecimal digits that stand for the machine; of one machine the later finding counts."""
     date: str
     """UTC, `2026-11-21T09:30:00Z`."""
     command: str = ""
-    """What re-creates the record."""
+    """Command line that makes the record again."""
     rivals: tuple[TuningRecord, ...] = ()
-    """What other machines found for the same key, without rivals of their own."""
+    """Findings of other machines for the same key, without rivals of their own."""
 
     def __post_init__(self) -> None:
         if self.problem != (bucket := self.problem.rounded):
@@ -115,7 +115,7 @@ class TuningRecord:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """What the record is about: gpu, arch, kernel, problem, policy."""
+        """Key of the record: gpu, arch, kernel, problem, policy."""
         return tuple(str(getattr(self, name)) for name in KEY)
 
     @property
@@ -125,7 +125,7 @@ class TuningRecord:
 
     @property
     def is_measured(self) -> bool:
-        """Whether somebody timed it."""
+        """True where a GPU timed the config."""
         return self.measurement.status == "ok"
 
     @property

@@ -21,7 +21,7 @@ FRESH_SECONDS = 3600.0
 LIST_SECONDS = 120.0
 WRITE_SECONDS = 30.0
 TRIES = 100
-"""Of one update that others get in the way of."""
+"""Attempts at one update that other writers get in the way of."""
 
 S3, AZURE, GOOGLE = ("s3", "s3a"), ("abfs", "abfss", "az"), ("gs", "gcs")
 CREATING = (*S3, *AZURE, *GOOGLE)

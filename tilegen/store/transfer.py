@@ -32,7 +32,7 @@ Action = Literal["added", "changed", "same", "refused"]
 
 @dataclass(frozen=True, kw_only=True)
 class Moved:
-    """What became of one file of records or trials."""
+    """Outcome of joining one file of records or trials."""
 
     file: str
     action: Action
@@ -44,13 +44,13 @@ class Moved:
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """Which records are meant; what is None does not matter."""
+    """A choice of records by GPU and kernel; None stands for any."""
 
     gpu: str | None = None
     kernel: Kernel | None = None
 
     def has(self, gpu: str, kernel: str) -> bool:
-        """Whether records of a GPU and kernel are meant; the GPU as it is spelt in paths."""
+        """True where records of a GPU (as paths spell it) and kernel are chosen."""
         return (self.gpu is None or slug(self.gpu) == gpu) and self.kernel in (None, kernel)
 
 

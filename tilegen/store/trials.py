@@ -33,22 +33,22 @@ class Trial:
     config: TileConfig
     measurement: Measurement
     seconds: float = 0.0
-    """What it cost: waiting for the compiler, checking, measuring."""
+    """Time that the trial took: waiting for the compiler, checking, measuring."""
     spill_bytes: int = 0
     """Registers of one thread that the compiler put into memory; with many it is a last resort."""
     device_lost: bool = False
-    """Whether it broke the CUDA context: never to be tried again."""
+    """True: the launch broke the CUDA context, so the config is never tried again."""
 
     @property
     def is_final(self) -> bool:
-        """Whether another try would end the same way; a failed launch may be another's doing, who
+        """True where another try would end the same way; a launch may fail because another process
         has taken the memory of a shared GPU."""
         return self.device_lost or self.measurement.status != "launch_failed"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conditions:
-    """What a timing depends on besides the config; another value of one makes it stale."""
+    """Conditions that a timing depends on besides the config; another value makes it stale."""
 
     problem: str
     arch: str

@@ -137,7 +137,7 @@ def prune(
 
 
 def _is_inside(folder: Path, file: Path) -> bool:
-    """Whether a file is the folder's own, not another's to whom a link leads."""
+    """True for a file below the folder itself, False for one that a link leads to."""
     try:
         return inside(folder, file.relative_to(folder)) == file
     except Unsupported:

@@ -1,4 +1,4 @@
-"""What a measurement was taken with: versions, the machine, the date."""
+"""The circumstances of a measurement: versions, machine, date."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tilegen.version import __version__
 
 @dataclass(frozen=True, kw_only=True)
 class Versions:
-    """What a measurement was taken with; an empty text is "not known"."""
+    """Versions that a measurement was taken with; an empty text is "not known"."""
 
     tilegen: str = ""
     torch: str = ""
     triton: str = ""
     cuda: str = ""
-    """Of PyTorch's build (CUDA, or HIP on AMD)."""
+    """Version that PyTorch was built for (CUDA, or HIP on AMD)."""
     driver: str = ""
     sympy: str = ""
     """Which spells the canonical texts of masks and scores: no timing depends on it."""
@@ -64,7 +64,7 @@ def now() -> str:
 
 
 def is_credible(date: str) -> bool:
-    """Whether a record's date is at most a day ahead of this machine's clock."""
+    """True for a record's date that is at most a day ahead of this machine's clock."""
     return date <= _text(datetime.now(UTC) + timedelta(days=1))
 
 

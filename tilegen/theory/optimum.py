@@ -259,7 +259,7 @@ def _solve(
 
 
 def _positive(value: sp.Expr) -> bool:
-    """Whether a solution is positive where memory is plenty (M beside the head dims squared)."""
+    """True for a solution that is positive where M is large beside the squared head dims."""
     sample = {symbol: sp.Integer(3) for symbol in value.free_symbols} | {M: sp.Integer(10) ** 6}
     at = sp.N(value.subs(sample))
     return bool(at.is_real and at > 0)

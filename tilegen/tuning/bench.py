@@ -55,7 +55,7 @@ def safe(kernel: Kernel) -> TileConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """How configs are compiled, measured and checked; a part that is None is left out."""
+    """The functions that compile, measure and check a config; a part that is None is left out."""
 
     measure: Measure
     compile: Compile | None = None

@@ -1,4 +1,4 @@
-"""What the tuner says: one line per trial, and a progress bar where somebody watches."""
+"""The tuner's report: one line per trial, and a progress bar where somebody watches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What to try next: the model's ranking first, then Optuna. Nothing here knows what a kernel is."""
+"""The order of trials: the model's ranking first, then Optuna. Kernels play no part in it."""
 
 from __future__ import annotations
 

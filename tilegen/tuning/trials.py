@@ -1,4 +1,4 @@
-"""What was tried: one line of JSON per trial, on disk the moment it is known."""
+"""The log of trials: one line of JSON for each, on disk the moment its result is known."""
 
 from __future__ import annotations
 

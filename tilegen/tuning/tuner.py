@@ -48,7 +48,7 @@ known: on recorded timings, batches of 16 searched no better than chance.
 """
 SAMPLER_SEED = 0
 PATIENCE = 4.0
-"""How many times its budget another process may take, which compiles and checks besides."""
+"""Factor of its budget that another process may take, which compiles and checks besides."""
 
 
 def tune(

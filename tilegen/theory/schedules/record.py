@@ -1,4 +1,4 @@
-"""What a schedule is: the words that it moves, and the words that it holds on chip."""
+"""A schedule: the words that it moves, and the words that it holds on chip."""
 
 # SymPy is typed only in part, and where it is, too narrowly:
 # pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
@@ -62,13 +62,13 @@ class Schedule:
     direction: Literal["forward", "backward"]
     terms: tuple[Term, ...]
     phases: tuple[tuple[Held, ...], ...]
-    """What is on chip together; each phase must fit, for tiles that are not cut off."""
+    """Words that are on chip together, by phase; each phase must fit, for tiles not cut off."""
     flops: sp.Expr
-    """Of all matrix products where nothing is masked, two for a multiplication and an addition."""
+    """Operations of all matrix products without a mask; a multiply-add is two."""
     exps: sp.Expr
     """Exponentials of scores where nothing is masked."""
     masks: bool = False
-    """Whether the terms hold under a mask too, with its visited rows for V_kv and V_q."""
+    """True: the terms hold under a mask too, with its visited rows for V_kv and V_q."""
 
     def words(self, direction: Literal["read", "write"] | None = None) -> sp.Expr:
         """Return the words moved, of one direction or both."""
