@@ -9,7 +9,7 @@ import torch
 import tilegen
 from tests.bundles import StandIn, not_compiled
 from tests.sliced import ALL
-from tilegen.bundles.launch import extra_names, launch_of
+from tilegen.bundles.launching import launcher_of
 from tilegen.bundles.manifest import Binary
 from tilegen.emit import kernel_files
 from tilegen.emit.render import render
@@ -127,10 +127,8 @@ def test_the_driver_reads_what_the_emitted_launch_passes(
     shape = Shape(BATCH, HEADS, SEQLEN_Q, SEQLEN_KV)
     given = given_to(kernel, heads_inside=heads_inside)
     results: list[Any] = []
-    for launch, names in (
-        (module.launch, None),
-        (launch_of(binary, lambda: stand_in), extra_names(binary)),
-    ):
+    launcher = launcher_of(binary, lambda: stand_in)
+    for launch, names in ((module.launch, None), (launcher, launcher.extra_names)):
         bound = BoundKernel(launch, problem.mask, kernel, CONFIGS[kernel], names)
         results.append(bound.given(mask, shape, torch.device("cpu"), reads)(*given))
 
@@ -168,7 +166,7 @@ def test_an_argument_that_nobody_knows_is_refused() -> None:
     for name in ("q_offset", "stride_zb", "bias_ptr", "t0_n0"):
         strange = replace(binary, arguments=(*binary.arguments, (name, "i32")))
         with pytest.raises(Unsupported, match=f"takes '{name}', which a fwd of this tilegen"):
-            launch_of(strange, lambda: StandIn(binary, lambda grid, values: None))
+            launcher_of(strange, lambda: StandIn(binary, lambda grid, values: None))
 
 
 def test_arguments_in_another_order_are_found_by_their_names() -> None:
@@ -180,7 +178,9 @@ def test_arguments_in_another_order_are_found_by_their_names() -> None:
 
     def strides(one: Binary) -> dict[str, Any]:
         seen: list[Any] = []
-        launch_of(one, lambda: StandIn(one, lambda grid, values: seen.extend(values)))(q, q, q, 0.5)
+        launcher_of(one, lambda: StandIn(one, lambda grid, values: seen.extend(values)))(
+            q, q, q, 0.5
+        )
         names = (name for name, _ in one.arguments)
         return {n: v for n, v in zip(names, seen, strict=True) if n.startswith("stride_")}
 
@@ -191,7 +191,7 @@ def test_arguments_in_another_order_are_found_by_their_names() -> None:
 def test_a_stride_that_does_not_fit_is_refused() -> None:
     problem = AttentionProblem.parse("hq2 q64 d64 fp16 causal")
     binary = not_compiled(render(problem, CONFIGS["fwd"], "fwd"))
-    launch = launch_of(binary, lambda: StandIn(binary, lambda grid, values: None))
+    launch = launcher_of(binary, lambda: StandIn(binary, lambda grid, values: None))
     q = torch.zeros(1, 2, 64, 65, dtype=torch.float16)[..., :64]
     with pytest.raises(Unsupported, match="multiples of 8 elements"):
         launch(q, q, q, 0.125)
@@ -211,7 +211,7 @@ def test_dimensions_of_size_1_have_no_strides(sizes: tuple[int, int, int], strid
     stand_in = StandIn(
         binary, lambda grid, values: launched.append(dict(zip(names, values, strict=True)))
     )
-    launch_of(binary, lambda: stand_in)(q, q, q, 0.125)
+    launcher_of(binary, lambda: stand_in)(q, q, q, 0.125)
     expected = [0 if n == 1 else s // 8 for n, s in zip(sizes, dense.stride(), strict=False)]
     for letter, row in (("q", "m"), ("k", "n"), ("v", "n")):
         assert [launched[0][f"stride_{letter}{one}"] for one in ("b", "h", row)] == expected

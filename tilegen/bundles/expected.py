@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 
 import tilegen
@@ -22,8 +21,8 @@ from tilegen.emit.kernel_files import (
     template_digest,
 )
 from tilegen.kernels.arguments import extra
-from tilegen.kernels.config import Kernel, TileConfig, threads_of
-from tilegen.kernels.registry import KERNELS
+from tilegen.kernels.config import threads_of
+from tilegen.kernels.registry import KERNELS, grid_of
 from tilegen.problem import DTYPE_BYTES
 
 SCRATCH_POINTERS = 2
@@ -55,12 +54,6 @@ def why_not_ours(path: Path, manifest: Manifest) -> str:
         if file not in served:
             return f"{file} serves no problem"
     return ""
-
-
-def grid_of(kernel: Kernel, config: TileConfig, group_size: int) -> tuple[tuple[str, int], ...]:
-    """Return the grid of one launch: sizes, and what each is divided by."""
-    knobs = {"group_size": group_size, **asdict(config)}
-    return tuple((name, knobs.get(by, by)) for name, by in KERNELS[kernel].grid)  # type: ignore
 
 
 def _difference(path: Path, served: Served, one: Binary) -> str:

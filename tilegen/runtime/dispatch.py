@@ -6,37 +6,27 @@ every further one is a dictionary look-up and a launch.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from threading import RLock
+from functools import partial
 from typing import Any, Literal, overload
 
 import torch
 
-from tilegen import bundles, pipeline
 from tilegen.bounded_cache import BoundedCache
 from tilegen.check import interpreter
 from tilegen.disk import say_once
 from tilegen.emit.kernel_files import is_aligned
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
-from tilegen.gpus.spec import ASSUMED, GpuSpec, detect, gpu
-from tilegen.kernels import passes
-from tilegen.kernels.config import BLOCK_SIZES, Kernel
-from tilegen.kernels.panels import Launch, rows_for
-from tilegen.kernels.spec import Direction
-from tilegen.kernels.two_pass import BWD_PREPROCESS
+from tilegen.kernels.config import BLOCK_SIZES
 from tilegen.masks.dilation import grouped_mask, step_of
 from tilegen.masks.mask import Mask, full
 from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
-from tilegen.masks.tensors import check_fit, score_tensors
-from tilegen.masks.values import Made
+from tilegen.masks.tensors import check_fit
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import autograd
-from tilegen.runtime.autograd import Changes, Gradients, Wanted, addressable, reaching, torch_run
-from tilegen.runtime.binding import BoundKernel
+from tilegen.runtime.autograd import Changes, addressable, reaching, torch_run
 from tilegen.runtime.call import (
     ScoreFunction,
     autocast,
@@ -51,6 +41,7 @@ from tilegen.runtime.call import (
     widened,
 )
 from tilegen.runtime.dilation import group, ungroup
+from tilegen.runtime.kernels import Kernels, PlannedKernels
 
 _FULL = full()
 MAX_PLANS = 4096
@@ -227,140 +218,22 @@ def _kernel_run(
             "pass a contiguous tensor"
         )
     tensors = tuple(t.contiguous() if copy else t for t, copy in zip(tensors, copied, strict=True))
-    kernels = _kernels(problem.bucket, tensors[0].device, all(map(is_aligned, tensors)))
+    aligned = all(map(is_aligned, tensors))
+    kernels = PlannedKernels(_kernels(problem.bucket, tensors[0].device, aligned))
+    if not any(copied):
+        return partial(autograd.run, kernels)
 
     def run(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, changes: Changes
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if any(copied):
-            q, k, v = (
-                t.contiguous() if copy else t for t, copy in zip((q, k, v), copied, strict=True)
-            )
-        return autograd.run(q, k, v, scale, changes, kernels)
+        q, k, v = (t.contiguous() if copy else t for t, copy in zip((q, k, v), copied, strict=True))
+        return autograd.run(kernels, q, k, v, scale, changes)
 
     return run
 
 
-class _Kernels:
-    """The emitted kernels of one problem bucket on one device; those of a pass are chosen and
-    loaded when it first runs."""
-
-    def __init__(self, problem: AttentionProblem, device: torch.device, aligned: bool) -> None:
-        self._problem = problem
-        self._device = device
-        self.aligned = aligned
-        self._passes: dict[Direction, tuple[dict[Kernel, BoundKernel], int]] = {}
-        self._lock = RLock()
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, changes: Changes
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (out, lse)."""
-        reads = score_tensors(changes.captured, changes.sinks)
-        launches, panel_rows = self._launches("forward", changes, reads, q, k)
-        return passes.forward(launches, q, k, v, scale, panel_rows=panel_rows)
-
-    def backward(
-        self,
-        saved: tuple[torch.Tensor, ...],
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        scale: float,
-        changes: Changes,
-        wanted: Wanted,
-    ) -> Gradients:
-        """Return the gradients; `saved` are q, k, v, out and lse."""
-        q, k, v, out, lse = saved
-        trained = self._problem.score.trained if self._problem.score else ()
-        # Dense, as kernels need them, whatever the strides of what is trained.
-        sizes = {slot: changes.captured[slot].shape for slot in trained}
-        gradients = {slot: q.new_zeros(size, dtype=torch.float32) for slot, size in sizes.items()}
-        captured = {slot: gradients[slot] for slot in wanted.captured}
-        reads = score_tensors(changes.captured, None, gradients)
-        launches, panel_rows = self._launches("backward", changes, reads, q, k)
-        delta = launches[BWD_PREPROCESS.name](out, dout)
-        if dlse is not None:  # d lse / d s = p, as if delta were smaller by dlse
-            delta -= dlse
-        dq, dk, dv = passes.gradients(
-            launches,
-            *(q, k, v, dout, lse, delta, scale),
-            panel_rows=panel_rows,
-            wants_dq=wanted.dq or bool(captured),
-            wants_dkdv=wanted.dkdv,
-        )
-        sinks = None
-        if wanted.sinks and changes.sinks is not None:  # a key that weighs exp(sink - lse), value 0
-            weights = (changes.sinks.float()[:, None] - lse).exp()
-            weights = weights.masked_fill(lse == float("-inf"), 0.0)  # nothing kept, and no sink
-            sinks = -(weights * delta).sum((0, 2)).to(changes.sinks.dtype)
-        return Gradients(dq, dk, dv, sinks, captured)
-
-    def _launches(
-        self,
-        direction: Direction,
-        changes: Changes,
-        reads: Mapping[str, torch.Tensor],
-        q: torch.Tensor,
-        k: torch.Tensor,
-    ) -> tuple[dict[Kernel, Launch], int]:
-        """Return the launches of a pass, given what mask and score read, and the rows of its
-        panels."""
-        kernels, panel_rows = self._passes.get(direction) or self._load(direction)
-        shape = Shape.of(q, k)
-        made: Made = {}
-        read = (changes.mask, shape, self._device, reads, made)
-        return {name: one.given(*read) for name, one in kernels.items()}, panel_rows
-
-    def _load(self, direction: Direction) -> tuple[dict[Kernel, BoundKernel], int]:
-        """Choose and load the kernels of a pass; return them and the rows of its panels."""
-        spec = _spec(self._device)
-        with self._lock:
-            if direction not in self._passes:
-                found = self._from_bundle(spec, direction) or self._compiled_here(spec, direction)
-                rows = rows_for(self._problem, spec, direction)
-                self._passes[direction] = found, rows
-            return self._passes[direction]
-
-    def _compiled_here(self, spec: GpuSpec, direction: Direction) -> dict[Kernel, BoundKernel]:
-        on_gpu = self._device.type == "cuda"
-        chosen = pipeline.choose(
-            self._problem,
-            spec,
-            direction,
-            aligned=self.aligned,
-            may_tune=on_gpu,
-            may_compile=on_gpu,
-        )
-        modules = pipeline.load(self._problem, chosen, aligned=self.aligned)
-        return {
-            kernel: BoundKernel(module.launch, self._problem.mask, kernel, chosen[kernel].config)
-            for kernel, module in modules.items()
-        }
-
-    def _from_bundle(self, spec: GpuSpec, direction: Direction) -> dict[Kernel, BoundKernel] | None:
-        """Return the kernels of a pass from the first bundle that has them."""
-        for bundle in bundles.loaded:
-            if found := bundle.launches(self._problem, spec, direction, aligned=self.aligned):
-                return found
-        return None
-
-    def on_device(self) -> contextlib.AbstractContextManager[Any]:
-        """Triton launches on the current device; make it that of the tensors."""
-        if self._device.type == "cpu" or self._device.index == torch.cuda.current_device():
-            return contextlib.nullcontext()
-        return torch.cuda.device(self._device)
+def _kernels(problem: AttentionProblem, device: torch.device, aligned: bool) -> Kernels:
+    return _loaded.get((problem, device, aligned), lambda: Kernels(problem, device, aligned))
 
 
-def _kernels(problem: AttentionProblem, device: torch.device, aligned: bool) -> _Kernels:
-    return _loaded.get((problem, device, aligned), lambda: _Kernels(problem, device, aligned))
-
-
-_loaded: BoundedCache[Any, _Kernels] = BoundedCache(MAX_LOADED)
-
-
-@cache
-def _spec(device: torch.device) -> GpuSpec:
-    spec = detect(device.index) if device.type == "cuda" else gpu(ASSUMED)
-    if spec is None:
-        raise Unsupported(f"expected a GPU that PyTorch sees, got {device}")
-    return spec
+_loaded: BoundedCache[Any, Kernels] = BoundedCache(MAX_LOADED)
