@@ -3,7 +3,7 @@ further than the driver."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +38,7 @@ class StandInDriver:
 
 
 @contextmanager
-def stand_in(*, notes: bool = False) -> Iterator[StandInDriver]:
+def stand_in(*, notes: bool = False) -> Generator[StandInDriver]:
     """Put a stand-in where Triton looks for its driver."""
     from triton.runtime import driver
 

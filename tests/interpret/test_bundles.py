@@ -97,14 +97,14 @@ def imported(path: Path) -> ModuleType:
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interpreted]:
     made = Interpreted()
-    filled = Launcher._filled
+    filled = Launcher.filled
 
     def note_tensors(self: Any, common: Any, found: Any, extras: Any) -> Any:
         seen = [one for one in (*found, *extras.values()) if isinstance(one, torch.Tensor)]
         made.tensors |= {(one.data_ptr(), one.dtype): one for one in seen}
         return filled(self, common, found, extras)
 
-    monkeypatch.setattr(Launcher, "_filled", note_tensors)
+    monkeypatch.setattr(Launcher, "filled", note_tensors)
     monkeypatch.setattr(Bundle, "function", lambda bundle, one: made.function(bundle, one))
     yield made
     bundles.loaded.clear()

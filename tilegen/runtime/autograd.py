@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -77,7 +76,7 @@ def run(
     changes: Changes,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse), differentiable where anything needs a gradient."""
-    read: tuple[torch.Tensor | None, ...] = ()
+    read: tuple[torch.Tensor | None, ...] = ()  # by a score
     if changes.score is not None:
         changes = changes.on(q.device)
         read = (changes.sinks, *changes.captured)
@@ -85,24 +84,10 @@ def run(
         q.requires_grad
         or k.requires_grad
         or v.requires_grad
-        or any(x is not None and x.requires_grad for x in read)
+        or (read and any(x is not None and x.requires_grad for x in read))
     ):
         return _Attention.apply(q, k, v, scale, changes, kernels, *read)  # type: ignore
-    return _forward(q, k, v, scale, changes, kernels)
-
-
-def _forward(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    changes: Changes,
-    kernels: PlannedKernels,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    if (switch := kernels.device_switch()) is None:
-        return kernels.forward(q, k, v, scale, changes)
-    with switch:
-        return kernels.forward(q, k, v, scale, changes)
+    return kernels.forward(q, k, v, scale, changes)
 
 
 class _Attention(torch.autograd.Function):
@@ -120,7 +105,7 @@ class _Attention(torch.autograd.Function):
         kernels: PlannedKernels,
         *_: torch.Tensor | None,  # sinks and captured tensors, for autograd to see
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        out, lse = _forward(q, k, v, scale, changes, kernels)
+        out, lse = kernels.forward(q, k, v, scale, changes)
         read: list[torch.Tensor] = []
         if changes.mask.values or changes.score is not None:
             # What mask and score read is saved too, for autograd to refuse what has changed since.
@@ -151,8 +136,7 @@ class _Attention(torch.autograd.Function):
             sinks=any(needs[6:7]),
             captured=tuple(slot for slot, need in enumerate(needs[7:]) if need),
         )
-        with kernels.device_switch() or contextlib.nullcontext():
-            found = kernels.backward(saved, dout, dlse, ctx.scale, changes, wanted)
+        found = kernels.backward(saved, dout, dlse, ctx.scale, changes, wanted)
         captured = (
             found.captured[slot].to(one.dtype) if slot in found.captured else None
             for slot, one in enumerate(changes.captured)

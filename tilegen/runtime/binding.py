@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Collection, Mapping
-from copy import copy
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -54,11 +53,9 @@ class BoundKernel:
 
         self.reads_nothing = not self._slots and not self._reads and self._keep is None
 
-    def of_plan(self) -> BoundKernel:
-        """Return the same for calls of one kind: their tensors have the same sizes."""
-        planned = copy(self)
-        planned.launch = self.launch.of_plan() if isinstance(self.launch, Launcher) else self.launch
-        return planned
+    def of_plan(self) -> Launch:
+        """Return the launch for calls of one kind: their tensors have the same sizes."""
+        return self.launch.of_plan() if isinstance(self.launch, Launcher) else self.launch
 
     def given(
         self,
@@ -67,13 +64,15 @@ class BoundKernel:
         device: torch.device,
         reads: Mapping[str, torch.Tensor] = NOTHING,
         made: Made | None = None,
+        launch: Launch | None = None,
     ) -> Launch:
-        """Return the launch for one call with this mask, and with what a score `reads` (see
-        `score_tensors`); what is `made` of the mask's tensors is made once for all kernels of a
-        pass. Raises InvalidProblem for values that do not fit the shape."""
+        """Return the launch (or that of a plan) for one call with this mask, and with what a score
+        `reads` (see `score_tensors`); what is `made` of the mask's tensors is made once for all
+        kernels of a pass. Raises InvalidProblem for values that do not fit the shape."""
+        launch = launch or self.launch
         extras: dict[str, Any] = {name: reads[name] for name in self._reads}
         if not self._slots and self._keep is None:
-            return partial(self.launch, **extras) if extras else self.launch
+            return partial(launch, **extras) if extras else launch
         tensors = tensors_of(mask, shape, device, made)
         extras |= {
             f"t{slot}": one.view(torch.uint8) if one.dtype == torch.bool else one
@@ -94,7 +93,7 @@ class BoundKernel:
             extras["tiles"], extras["starts"] = lists.tiles, lists.starts
             extras["tiles_sb"] = lists.heads * each if lists.batch > 1 else 0
             extras["tiles_sh"] = each if lists.heads > 1 else 0
-        return partial(self.launch, **extras)
+        return partial(launch, **extras)
 
 
 @cache

@@ -107,7 +107,7 @@ def attention(
         return attention_jagged(q, k, v, mask=mask, score=score, scale=scale, return_lse=return_lse)
     try:
         if kv_lengths is not None:
-            mask = (_FULL if mask is None else mask) & padded(kv_lengths)
+            mask = padded(kv_lengths) if mask is None else mask & padded(kv_lengths)
         changes = Changes(_FULL if mask is None else mask, score_of(score))
         out, lse = _attention(q, k, v, changes, scale)
     except TilegenError as error:
@@ -120,32 +120,29 @@ def attention(
 def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse), of a call that is first brought into the form that kernels are for."""
-    if (dtype := autocast_dtype(q)) is not None:
-        with torch.autocast(q.device.type, enabled=False):
-            q, k, v = (autocast(one, dtype) for one in (q, k, v))
-            return _attention(q, k, v, changes, scale)
-    if is_narrow(q, k, v):
-        scale = q.shape[3] ** -0.5 if scale is None else scale
-        out, lse = _attention(widened(q), widened(k), widened(v), changes, scale)
-        return out[..., : v.shape[3]], lse
-    if (step := _step_of(q, changes)) > 1:
-        return _regrouped(q, k, v, changes, step, scale)
+    """Return (out, lse), by the plan of a call's kind."""
     key = call_key(q, k, v, changes)
     plan = _plans.get(key, lambda: _new_plan(q, k, v, changes))
-    check_fit(changes.mask, changes.score, Shape.of(q, k))
     factor = plan.default_scale if scale is None else checked_scale(scale)
     if factor < 0:  # kernels take a row's maximum before scaling: the scale must keep the order
         q, factor = -q, -factor
+    if plan.rewrites or (changes.score is None and not changes.mask.values):
+        return plan.run(q, k, v, factor, changes)
+    check_fit(changes.mask, changes.score, Shape.of(q, k))
     return reaching(*plan.run(q, k, v, factor, changes), changes)
+
+
+Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, Changes], tuple[Any, Any]]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How calls of one kind are computed."""
+    """How calls of one kind are computed. All that their key determines is decided here, once."""
 
-    run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, Changes], tuple[Any, Any]]
+    run: Run
     default_scale: float
+    rewrites: bool = False
+    """Whether the call is brought into another form, which has a plan of its own."""
 
 
 _plans: BoundedCache[Any, Plan] = BoundedCache(MAX_PLANS)  # a server sees ever new lengths
@@ -157,25 +154,55 @@ def forget() -> None:
     _loaded.clear()
 
 
-def _step_of(q: torch.Tensor, changes: Changes) -> int:
-    """Return the step by which a call is regrouped, 1 where it is in normal form already."""
-    if not isinstance(changes.mask, Mask) or not isinstance(q, torch.Tensor) or not q.ndim:
-        return 1
-    return step_of(changes.mask, changes.score.text if changes.score else "", q.shape[0])
+def _rewritten(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes
+) -> tuple[Run, float] | None:
+    """Return how a call is computed that is not in the form that kernels are for, and its default
+    scale; None for one that is."""
+    default = q.shape[-1] ** -0.5 if q.ndim and q.shape[-1] else 1.0
+    if (dtype := autocast_dtype(q.device)) is not None:
+        return partial(_cast, dtype), default
+    if is_narrow(q, k, v):
+        return _widened, default
+    text = changes.score.text if changes.score else ""
+    if q.ndim and (step := step_of(changes.mask, text, q.shape[0])) > 1:
+        problem_of(q, k, v, changes)  # which refuses what does not fit together
+        return partial(_regrouped, step), default
+    return None
 
 
-def _regrouped(
+def _cast(
+    dtype: torch.dtype,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    scale: float,
     changes: Changes,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) in the dtype that torch.autocast asks for."""
+    with torch.autocast(q.device.type, enabled=False):
+        q, k, v = (autocast(one, dtype) for one in (q, k, v))
+        return _attention(q, k, v, changes, scale)
+
+
+def _widened(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, changes: Changes
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) of head dims that are less than kernels need."""
+    out, lse = _attention(widened(q), widened(k), widened(v), changes, scale)
+    return out[..., : v.shape[3]], lse
+
+
+def _regrouped(
     step: int,
-    scale: float | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    changes: Changes,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of a dilated mask, rows and columns regrouped by their remainder: the call
     is brought into the form that `AttentionProblem.normal` gives its problem."""
-    call_key(q, k, v, changes)  # which refuses what is no tensor
-    problem_of(q, k, v, changes)  # and this what does not fit together
     groups = q.shape[0] * step
     mask = grouped_mask(changes.mask, step, k.shape[2], groups, q.device)
     rows = q.shape[2]
@@ -185,8 +212,11 @@ def _regrouped(
 
 
 def _new_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes) -> Plan:
+    if (rewritten := _rewritten(q, k, v, changes)) is not None:
+        return Plan(*rewritten, rewrites=True)
     problem = problem_of(q, k, v, changes)
     scale = problem.head_dim_qk**-0.5
+    check_fit(changes.mask, changes.score, Shape.of(q, k))
     if q.device.type == "cpu" and not interpreter.is_active():
         say_once(
             "CPU tensors: computing with PyTorch; "
@@ -200,9 +230,7 @@ def _new_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Change
     raise Unsupported(f"q must be on a CUDA or CPU device, got {q.device}")
 
 
-def _kernel_run(
-    problem: AttentionProblem, *tensors: torch.Tensor
-) -> Callable[..., tuple[Any, Any]]:
+def _kernel_run(problem: AttentionProblem, *tensors: torch.Tensor) -> Run:
     """Return how a problem runs with emitted kernels, copying first what kernels cannot address."""
     tiles = -(-max(problem.seqlen_q, problem.seqlen_kv) // min(BLOCK_SIZES))
     if problem.batch * problem.num_heads_q * tiles > MAX_PROGRAMS:

@@ -27,6 +27,7 @@ from tilegen.problem import AttentionProblem
 from tilegen.runtime.autograd import Changes, Gradients, Wanted
 from tilegen.runtime.binding import BoundKernel
 from tilegen.runtime.launcher import Launched, Launcher
+from tilegen.runtime.triton_function import TritonFunction
 
 
 @dataclass(frozen=True)
@@ -37,16 +38,8 @@ class Pass:
     panel_rows: int
     run: Callable[..., Any]
     """The `run` of the kernels' family."""
-    launches: Mapping[Kernel, Launch] | None
-    """What `run` takes; None where a mask or a score completes it at every call."""
-
-    @staticmethod
-    def of(kernels: Mapping[Kernel, BoundKernel], panel_rows: int, direction: Direction) -> Pass:
-        """Return a pass by the family that the kernels make up."""
-        launches = {name: one.launch for name, one in kernels.items()}
-        plain = all(one.reads_nothing for one in kernels.values())
-        run = passes.family_of(kernels, direction).run
-        return Pass(kernels, panel_rows, run, launches if plain else None)
+    is_plain: bool
+    """Whether neither mask nor score adds to what launches are given."""
 
 
 class Kernels:
@@ -57,17 +50,21 @@ class Kernels:
         self.problem = problem
         self.device = device
         self.aligned = aligned
-        self._passes: dict[Direction, tuple[dict[Kernel, BoundKernel], int]] = {}
+        self._passes: dict[Direction, Pass] = {}
         self._lock = RLock()
 
-    def load(self, direction: Direction) -> tuple[dict[Kernel, BoundKernel], int]:
-        """Choose and load the kernels of a pass; return them and the rows of its panels."""
-        spec = _spec(self.device)
+    def load(self, direction: Direction) -> Pass:
+        """Return a pass, whose kernels are chosen and loaded the first time."""
         with self._lock:
             if direction not in self._passes:
+                spec = _spec(self.device)
                 found = self._from_bundle(spec, direction) or self._compiled_here(spec, direction)
-                rows = rows_for(self.problem, spec, direction)
-                self._passes[direction] = found, rows
+                self._passes[direction] = Pass(
+                    found,
+                    rows_for(self.problem, spec, direction),
+                    passes.family_of(found, direction).run,
+                    all(one.reads_nothing for one in found.values()),
+                )
             return self._passes[direction]
 
     def _compiled_here(self, spec: GpuSpec, direction: Direction) -> dict[Kernel, BoundKernel]:
@@ -100,11 +97,22 @@ def bound_module(
 ) -> BoundKernel:
     """Return an emitted kernel: launched by what Triton compiled, or in the interpreter by its own
     `launch`."""
-    from tilegen.runtime.triton_function import TritonFunction  # loads Triton
-
     function = TritonFunction.of(module, config)
     if function is None:
         return BoundKernel(module.launch, problem.mask, kernel, config)
+    launcher = launcher_of_module(module, function, problem, kernel, config, unit)
+    return BoundKernel(launcher, problem.mask, kernel, config, launcher.extra_names)
+
+
+def launcher_of_module(
+    module: Any,
+    function: TritonFunction,
+    problem: AttentionProblem,
+    kernel: Kernel,
+    config: TileConfig,
+    unit: int,
+) -> Launcher:
+    """Return the launcher of an emitted kernel whose strides are counted in `unit` elements."""
     launched = Launched(
         kernel=kernel,
         config=config,
@@ -113,8 +121,7 @@ def bound_module(
         grid=grid_of(kernel, config, problem.group_size),
         where=module.__name__,
     )
-    launcher = Launcher(launched, function, module.launch)
-    return BoundKernel(launcher, problem.mask, kernel, config, launcher.extra_names)
+    return Launcher(launched, function, module.launch)
 
 
 class PlannedKernels:
@@ -124,18 +131,21 @@ class PlannedKernels:
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
         self._device = kernels.device
+        self._on_gpu = kernels.device.type == "cuda"
         self.aligned = kernels.aligned
-        self._passes: dict[Direction, Pass] = {}
+        self._passes: dict[Direction, tuple[Pass, dict[Kernel, Launch]]] = {}
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, changes: Changes
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (out, lse)."""
-        its = self._passes.get("forward") or self._plan("forward")
-        launches = its.launches
-        if launches is None:
+        if self._is_elsewhere():
+            with torch.cuda.device(self._device):
+                return self.forward(q, k, v, scale, changes)
+        its, launches = self._passes.get("forward") or self._plan("forward")
+        if not its.is_plain:
             reads = score_tensors(changes.captured, changes.sinks)
-            launches = self._completed(its, changes, reads, q, k)
+            launches = self._completed(its, launches, changes, reads, q, k)
         return its.run(launches, q, k, v, scale, panel_rows=its.panel_rows)
 
     def backward(
@@ -148,11 +158,13 @@ class PlannedKernels:
         wanted: Wanted,
     ) -> Gradients:
         """Return the gradients; `saved` are q, k, v, out and lse."""
+        if self._is_elsewhere():
+            with torch.cuda.device(self._device):
+                return self.backward(saved, dout, dlse, scale, changes, wanted)
         q, k, v, out, lse = saved
-        its = self._passes.get("backward") or self._plan("backward")
-        launches = its.launches
+        its, launches = self._passes.get("backward") or self._plan("backward")
         captured: dict[int, torch.Tensor] = {}
-        if launches is None:
+        if not its.is_plain:
             score = self._kernels.problem.score
             # Dense, as kernels need them, whatever the strides of what is trained.
             sizes = {
@@ -161,7 +173,7 @@ class PlannedKernels:
             gradients = {s: q.new_zeros(size, dtype=torch.float32) for s, size in sizes.items()}
             captured = {slot: gradients[slot] for slot in wanted.captured}
             reads = score_tensors(changes.captured, None, gradients)
-            launches = self._completed(its, changes, reads, q, k)
+            launches = self._completed(its, launches, changes, reads, q, k)
         delta = launches[BWD_PREPROCESS.name](out, dout)
         if dlse is not None:  # d lse / d s = p, as if delta were smaller by dlse
             delta -= dlse
@@ -179,21 +191,19 @@ class PlannedKernels:
             sinks = -(weights * delta).sum((0, 2)).to(changes.sinks.dtype)
         return Gradients(dq, dk, dv, sinks, captured)
 
-    def device_switch(self) -> torch.cuda.device | None:
-        """Return what makes the tensors' device the current one, on which Triton launches; None
-        where it is."""
-        if self._device.type == "cpu" or self._device.index == torch.cuda.current_device():
-            return None
-        return torch.cuda.device(self._device)
+    def _is_elsewhere(self) -> bool:
+        """Whether the current device, on which Triton launches, is not that of the tensors."""
+        return self._on_gpu and self._device.index != torch.cuda.current_device()
 
-    def _plan(self, direction: Direction) -> Pass:
-        kernels, panel_rows = self._kernels.load(direction)
-        planned = {name: one.of_plan() for name, one in kernels.items()}
-        return self._passes.setdefault(direction, Pass.of(planned, panel_rows, direction))
+    def _plan(self, direction: Direction) -> tuple[Pass, dict[Kernel, Launch]]:
+        its = self._kernels.load(direction)
+        launches = {name: one.of_plan() for name, one in its.kernels.items()}
+        return self._passes.setdefault(direction, (its, launches))
 
     def _completed(
         self,
         its: Pass,
+        launches: Mapping[Kernel, Launch],
         changes: Changes,
         reads: Mapping[str, torch.Tensor],
         q: torch.Tensor,
@@ -202,7 +212,7 @@ class PlannedKernels:
         """Return the launches of a pass, given what mask and score read."""
         made: Made = {}
         read = (changes.mask, Shape.of(q, k), self._device, reads, made)
-        return {name: one.given(*read) for name, one in its.kernels.items()}
+        return {name: one.given(*read, launches[name]) for name, one in its.kernels.items()}
 
 
 @cache

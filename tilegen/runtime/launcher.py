@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from operator import mul
 from typing import Any, Protocol
 
 import torch
@@ -24,7 +26,12 @@ from tilegen.kernels.registry import KERNELS
 MAX_ROW_STRIDE = 2**22  # elements; emitted kernels address a tile of rows with 32 bits
 MAX_BOUND = 64
 """Combinations of strides that a plan keeps arguments for; q, k and v have the same in all."""
-_LOG2_E = math.log2(math.e)
+_NUMBERS: dict[str, Callable[[Any], Any]] = {
+    "number": lambda value: value,
+    "base 2": partial(mul, math.log2(math.e)),
+    "flag": int,
+}
+"""What an argument holds of a number that a launch is given."""
 
 Run = Callable[[int, list[Any], torch.device], None]
 """Launches a grid of programs on the current stream of a device, with the values of all
@@ -67,7 +74,7 @@ def extra_names(arguments: Iterable[str]) -> tuple[str, ...]:
 
 
 @dataclass
-class _Bound:
+class Bound:
     """What launches with the same sizes and strides have in common."""
 
     grid: int
@@ -75,6 +82,13 @@ class _Bound:
     """All arguments; those that differ from launch to launch are still missing."""
     results: list[tuple[torch.Size, tuple[int, ...], torch.dtype]]
     run: Run
+
+    def made(self, device: torch.device) -> list[torch.Tensor]:
+        """Return new tensors for the results."""
+        return [
+            torch.empty_strided(size, stride, dtype=dtype, device=device)
+            for size, stride, dtype in self.results
+        ]
 
 
 class Launcher:
@@ -101,7 +115,7 @@ class Launcher:
         self.strided = [i for i, name in enumerate(self._spec.given) if name in strided]
         # Where an argument stands, and where among given and made its tensor or number does.
         self._addresses: list[tuple[int, int]] = []
-        self._numbers: list[tuple[int, int, Argument]] = []
+        self._numbers: list[tuple[int, int, Callable[[Any], Any]]] = []
         self._extras: list[tuple[int, Argument]] = []
         for place, one in enumerate(self._arguments):
             if one.of not in self._tensors:
@@ -109,8 +123,8 @@ class Launcher:
                     self._extras.append((place, one))
             elif one.taken == "address":
                 self._addresses.append((place, self._tensors.index(one.of)))
-            elif one.taken in ("number", "base 2", "flag"):
-                self._numbers.append((place, self._tensors.index(one.of), one))
+            elif one.taken in _NUMBERS:
+                self._numbers.append((place, self._tensors.index(one.of), _NUMBERS[one.taken]))
         tells = self._spec.tells
         self._tells = (getattr(launched.config, tells),) if tells else ()
 
@@ -138,32 +152,33 @@ class Launcher:
         one_size = not self._spec.panel and all(one.taken == "size" for one, _ in self._grid)
         return _PlanLauncher(self) if one_size else self
 
-    def bind(self, given: tuple[Any, ...], extras: dict[str, Any]) -> _Bound:
+    def bind(self, given: tuple[Any, ...], extras: dict[str, Any]) -> Bound:
         """Return what launches with the same sizes and strides have in common. Raises Unsupported
         for strides that the kernel is not for, and Unfamiliar."""
         return self._bind(given, self._make(given), extras)
 
     def launch(
         self,
-        bound: _Bound,
+        bound: Bound,
         given: tuple[Any, ...],
         made: Sequence[torch.Tensor],
         extras: dict[str, Any],
     ) -> Any:
         """Fill in what differs from launch to launch, and launch."""
         found = (*given, *made)
-        bound.run(bound.grid, self._filled(bound.values, found, extras), given[0].device)
+        bound.run(bound.grid, self.filled(bound.values, found, extras), given[0].device)
         results = (*made, *self._tells)
         return results[0] if len(results) == 1 else results or None
 
-    def _filled(
+    def filled(
         self, common: list[Any], found: tuple[Any, ...], extras: dict[str, Any]
     ) -> list[Any]:
+        """Return all arguments: those that launches have in common, and those of this one."""
         values = common.copy()
         for place, at in self._addresses:
             values[place] = found[at].data_ptr()
-        for place, at, one in self._numbers:
-            values[place] = _number(one, found[at])
+        for place, at, taken in self._numbers:
+            values[place] = taken(found[at])
         for place, one in self._extras:
             value = extras[one.of]
             if one.taken == "address":
@@ -180,7 +195,7 @@ class Launcher:
 
     def _bind(
         self, given: tuple[Any, ...], made: list[torch.Tensor], extras: dict[str, Any]
-    ) -> _Bound:
+    ) -> Bound:
         found = (*given, *made)
         named = dict(zip(self._tensors, found, strict=True))
         unit = self._launched.stride_unit
@@ -198,14 +213,14 @@ class Launcher:
         grid = 1
         for one, divisor in self._grid:
             grid *= -(-_size(one, named, unit) // divisor)
-        shown = self._filled(values, found, extras)
+        shown = self.filled(values, found, extras)
         for place, at in self._addresses:
             shown[place] = found[at]
         for place, one in self._extras:
             if one.taken == "address":
                 shown[place] = extras[one.of]
         results = [(one.size(), one.stride(), one.dtype) for one in made]
-        return _Bound(grid, values, results, self._function.prepare(grid, shown))
+        return Bound(grid, values, results, self._function.prepare(grid, shown))
 
 
 class _PlanLauncher:
@@ -215,7 +230,7 @@ class _PlanLauncher:
     def __init__(self, launcher: Launcher) -> None:
         self._launcher = launcher
         self._strided = launcher.strided
-        self._bound: dict[tuple[tuple[int, ...], ...], _Bound] = {}
+        self._bound: dict[tuple[tuple[int, ...], ...], Bound] = {}
 
     def __call__(self, *given: Any, **extras: Any) -> Any:
         launcher = self._launcher
@@ -231,12 +246,7 @@ class _PlanLauncher:
             if len(self._bound) >= MAX_BOUND:
                 self._bound = {}
             self._bound[strides] = bound
-        device = given[0].device
-        made = [
-            torch.empty_strided(size, stride, dtype=dtype, device=device)
-            for size, stride, dtype in bound.results
-        ]
-        return launcher.launch(bound, given, made, extras)
+        return launcher.launch(bound, given, bound.made(given[0].device), extras)
 
 
 def _argument(name: str, launched: Launched) -> Argument:
@@ -250,12 +260,6 @@ def _argument(name: str, launched: Launched) -> Argument:
             "generate the bundle again"
         )
     return found
-
-
-def _number(one: Argument, value: Any) -> Any:
-    if one.taken == "base 2":
-        return value * _LOG2_E
-    return int(value) if one.taken == "flag" else value
 
 
 def _size(one: Argument, named: dict[str, Any], unit: int) -> int:

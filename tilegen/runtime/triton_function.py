@@ -52,7 +52,14 @@ class TritonFunction:
     def prepare(self, grid: int, arguments: Sequence[Any]) -> Run:
         """Return what launches it with arguments like these: compiled by Triton, or found in its
         cache, as by a launch of its own."""
-        kind = tuple(map(_kind, arguments))
+        kind = tuple(
+            [
+                (one.dtype, one.data_ptr() % 16 == 0)
+                if isinstance(one, torch.Tensor)
+                else -MAX_INT <= one < MAX_INT
+                for one in arguments
+            ]
+        )  # what Triton compiles anew for
         with self._lock:
             if kind not in self._known:
                 try:
@@ -87,12 +94,3 @@ def _run_of(compiled: Any) -> Run:
         launch(grid, 1, 1, stream, function, metadata, told, enter, leave, *values)
 
     return run
-
-
-def _kind(argument: Any) -> Any:
-    """Return what Triton compiles anew for: types, and whether addresses are multiples of 16."""
-    if isinstance(argument, torch.Tensor):
-        return argument.dtype, argument.data_ptr() % 16 == 0
-    if isinstance(argument, int):
-        return -MAX_INT <= argument < MAX_INT
-    return type(argument)
