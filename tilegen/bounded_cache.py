@@ -3,11 +3,10 @@ many threads asks first."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from threading import Lock, RLock
 from typing import Any, Generic, TypeVar
-
-from cachetools import LRUCache
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
@@ -18,7 +17,8 @@ class BoundedCache(Generic[K, V]):
 
     def __init__(self, size: int, on_drop: Callable[[V], Any] | None = None) -> None:
         """`on_drop` gets the values that make room for others."""
-        self._values: LRUCache[K, V] = LRUCache(size)
+        self._values: OrderedDict[K, V] = OrderedDict()  # the least recently used first
+        self._size = size
         self._making: dict[K, RLock] = {}
         self._lock = Lock()
         self._on_drop = on_drop
@@ -31,7 +31,9 @@ class BoundedCache(Generic[K, V]):
         passed on, and nothing kept."""
         with self._lock:
             try:
-                return self._values[key]
+                value = self._values[key]
+                self._values.move_to_end(key)
+                return value
             except KeyError:
                 making = self._making.setdefault(key, RLock())
         with making:
@@ -53,8 +55,8 @@ class BoundedCache(Generic[K, V]):
             self._values.clear()
 
     def _put(self, key: K, value: V) -> None:
-        while len(self._values) >= self._values.maxsize:
-            _, dropped = self._values.popitem()
+        while len(self._values) >= self._size:
+            _, dropped = self._values.popitem(last=False)
             if self._on_drop is not None:
                 self._on_drop(dropped)
         self._values[key] = value

@@ -17,7 +17,6 @@ import torch
 import tilegen
 from tests.bundles import StandIn, write_bundle
 from tilegen import bundles
-from tilegen.bundles import launch
 from tilegen.bundles.manifest import Binary
 from tilegen.bundles.served import Bundle
 from tilegen.check.reference import TORCH_DTYPES, attention_reference
@@ -28,6 +27,7 @@ from tilegen.problem import AttentionProblem
 from tilegen.runtime import plans
 from tilegen.runtime.autograd import Changes
 from tilegen.runtime.call import problem_of
+from tilegen.runtime.launcher import Launcher
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -97,14 +97,14 @@ def imported(path: Path) -> ModuleType:
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interpreted]:
     made = Interpreted()
-    run = launch._Launcher._run
+    filled = Launcher.filled
 
-    def note_tensors(self: Any, values: Any, device: torch.device) -> None:
-        seen = [one for one in values.values() if isinstance(one, torch.Tensor)]
+    def note_tensors(self: Any, common: Any, found: Any, extras: Any) -> Any:
+        seen = [one for one in (*found, *extras.values()) if isinstance(one, torch.Tensor)]
         made.tensors |= {(one.data_ptr(), one.dtype): one for one in seen}
-        run(self, values, device)
+        return filled(self, common, found, extras)
 
-    monkeypatch.setattr(launch._Launcher, "_run", note_tensors)
+    monkeypatch.setattr(Launcher, "filled", note_tensors)
     monkeypatch.setattr(Bundle, "function", lambda bundle, one: made.function(bundle, one))
     yield made
     bundles.loaded.clear()

@@ -1,6 +1,12 @@
-"""Launching from a bundle gives every kernel what its emitted `launch` gives it."""
+"""The launcher gives every kernel what its emitted `launch` gives it, from a bundle and as Triton
+compiles it."""
 
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,9 +15,10 @@ import torch
 import tilegen
 from tests.bundles import StandIn, not_compiled
 from tests.sliced import ALL
-from tilegen.bundles.launch import extra_names, launch_of
+from tilegen.bundles.launching import launcher_of
 from tilegen.bundles.manifest import Binary
 from tilegen.emit import kernel_files
+from tilegen.emit.kernel_files import stride_unit
 from tilegen.emit.render import render
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import Kernel, TileConfig
@@ -22,6 +29,9 @@ from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import score_tensors
 from tilegen.problem import AttentionProblem
 from tilegen.runtime.binding import BoundKernel
+from tilegen.runtime.kernels import launcher_of_module
+from tilegen.runtime.launcher import Launcher
+from tilegen.runtime.triton_function import TritonFunction
 
 CONFIGS: dict[Kernel, TileConfig] = {
     "fwd": TileConfig(block_m=64, block_n=32),
@@ -46,13 +56,56 @@ class Recorder:
 
     def __init__(self) -> None:
         self.launches: list[tuple[int, list[Any]]] = []
+        self.bound: tuple[Any, Any] = (), {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def launch(*arguments: Any, **options: Any) -> None:
+            self.bound = arguments, options
             values = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in arguments]
             self.launches.append((grid[0], values))
 
         return launch
+
+
+class Compiled:
+    """Stands for what Triton compiled, and notes what it was compiled for and launched with."""
+
+    function, packed_metadata = 7, "metadata"
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[Any, Any]] = []
+        self.launches: list[tuple[int, list[Any]]] = []
+        self.told: list[Any] = []
+
+    def warmup(self, *arguments: Any, grid: tuple[int, ...], **options: Any) -> Compiled:
+        """Stand for the method of a JIT function."""
+        self.asked.append((arguments, options))
+        return self
+
+    def launch_metadata(self, grid: Any, stream: int, *values: Any) -> str:
+        return f"grid {grid}"
+
+    def run(self, grid: int, y: int, z: int, stream: int, *rest: Any) -> None:
+        function, metadata, told, enter, leave, *values = rest
+        assert (y, z, function, metadata) == (1, 1, self.function, self.packed_metadata)
+        self.told.append((told, enter, leave))
+        self.launches.append((grid, values))
+
+
+class Jitted(SimpleNamespace):
+    """Stands for a JIT function that is compiled."""
+
+
+@pytest.fixture
+def no_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's driver has one stream, and no GPU."""
+    from triton.runtime import driver
+
+    monkeypatch.setattr(driver, "_active", SimpleNamespace(get_current_stream=lambda device: 0))
+
+
+def jitted(names: Sequence[str], compiled: Compiled) -> Any:
+    return Jitted(arg_names=list(names), warmup=compiled.warmup)
 
 
 def tensor(*shape: int, heads_inside: bool = False, dtype: Any = torch.float16) -> torch.Tensor:
@@ -92,6 +145,7 @@ def given_to(kernel: Kernel, *, heads_inside: bool = False) -> tuple[Any, ...]:
             return panel, k, q, 3, 64, 0.125
 
 
+@pytest.mark.usefixtures("no_driver")
 @pytest.mark.parametrize("heads_inside", [False, True], ids=["rows inside", "heads inside"])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -125,11 +179,20 @@ def test_the_driver_reads_what_the_emitted_launch_passes(
         score.captured if score else (), score.sink_logits if score else None, captured
     )
     shape = Shape(BATCH, HEADS, SEQLEN_Q, SEQLEN_KV)
+    compiled = Compiled()
+    function = TritonFunction(
+        jitted([name for name, _ in rendered.signature], compiled), CONFIGS[kernel]
+    )
+    unit = stride_unit(problem, rendered.aligned)
+    from_triton = launcher_of_module(module, function, problem, kernel, CONFIGS[kernel], unit)
     given = given_to(kernel, heads_inside=heads_inside)
     results: list[Any] = []
+    launcher = launcher_of(binary, lambda: stand_in)
     for launch, names in (
         (module.launch, None),
-        (launch_of(binary, lambda: stand_in), extra_names(binary)),
+        (launcher, launcher.extra_names),
+        (from_triton, from_triton.extra_names),
+        (from_triton.of_plan(), from_triton.extra_names),
     ):
         bound = BoundKernel(launch, problem.mask, kernel, CONFIGS[kernel], names)
         results.append(bound.given(mask, shape, torch.device("cpu"), reads)(*given))
@@ -139,7 +202,21 @@ def test_the_driver_reads_what_the_emitted_launch_passes(
     *ours, first_scratch, second_scratch = ours
     assert (first_scratch, second_scratch) == (0, 0)
     assert described(ours, results[1]) == described(theirs, results[0])
-    assert [of(one) for one in flat(results[1])] == [of(one) for one in flat(results[0])]
+    for (again, values), result in zip(compiled.launches, results[2:], strict=True):
+        assert again == grid
+        assert described(values, result) == described(theirs, results[0])
+    for result in results[1:]:
+        assert [of(one) for one in flat(result)] == [of(one) for one in flat(results[0])]
+    ((arguments, options),) = compiled.asked  # once, as the emitted launch asks
+    assert options == recorder.bound[1]
+    assert [kind(one) for one in arguments] == [kind(one) for one in recorder.bound[0]]
+
+
+def kind(argument: Any) -> Any:
+    """Return what Triton's binder looks at."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16, argument.shape
+    return type(argument)
 
 
 def described(values: list[Any], result: Any) -> list[Any]:
@@ -162,13 +239,73 @@ def of(result: Any) -> Any:
     return result.shape, result.stride(), result.dtype
 
 
+def forward(compiled: Any, **changed: Any) -> Launcher:
+    """Return the launcher of a forward kernel of dense heads."""
+    problem = AttentionProblem.parse("hq2 q64 d64 fp16 causal")
+    rendered = render(problem, CONFIGS["fwd"], "fwd")
+    function: Any = jitted([name for name, _ in rendered.signature], compiled)
+    vars(function).update(changed)
+    module: Any = SimpleNamespace(__name__="emitted", launch=lambda *given: "emitted")
+    made = TritonFunction(function, CONFIGS["fwd"])
+    return launcher_of_module(module, made, problem, "fwd", CONFIGS["fwd"], 8)
+
+
+@pytest.mark.usefixtures("no_driver")
+def test_a_plan_keeps_what_strides_determine_and_nothing_else() -> None:
+    compiled = Compiled()
+    launch = forward(compiled).of_plan()
+    dense = tensor(1, 2, 64, 64)
+    given = [dense, dense.clone(), tensor(1, 2, 64, 64, heads_inside=True)]
+    results = [launch(q, q, q, scale) for q in given for scale in (0.5, 0.25)]
+    assert len(compiled.asked) == 1
+    for i, (_, values) in enumerate(compiled.launches):
+        q, (out, lse) = given[i // 2], results[i]
+        addresses = [one.data_ptr() for one in (q, q, q, out, lse)]
+        assert values[:5] == addresses
+        heads_inside = i // 2 == 2
+        assert values[5:8] == [0, *((8, 16) if heads_inside else (512, 8))]
+        assert values[-1] == (0.5, 0.25)[i % 2] * math.log2(math.e)
+
+
+@pytest.mark.usefixtures("no_driver")
+def test_hooks_of_profilers_are_called() -> None:
+    from triton import knobs
+
+    compiled = Compiled()
+    launch, q = forward(compiled), tensor(1, 2, 64, 64)
+    hook: Any = lambda metadata: None  # noqa: E731
+    launch(q, q, q, 0.5)
+    knobs.runtime.launch_enter_hook.add(hook)
+    try:
+        launch(q, q, q, 0.5)
+    finally:
+        knobs.runtime.launch_enter_hook.remove(hook)
+    launch(q, q, q, 0.5)
+    silent = (None, None, None)
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    assert compiled.told == [silent, ("grid (2, 1, 1)", enter, leave), silent]
+
+
+@pytest.mark.parametrize("of_plan", [False, True])
+def test_what_triton_does_not_offer_is_launched_by_the_emitted_file(of_plan: bool) -> None:
+    q = tensor(1, 2, 64, 64)
+
+    def gone(*_: Any, **__: Any) -> Any:
+        raise AttributeError("no such thing")
+
+    for changed in ({"warmup": gone}, {"warmup": lambda *_, **__: SimpleNamespace(run=None)}):
+        launch: Any = forward(Compiled(), **changed)
+        launch = launch.of_plan() if of_plan else launch
+        assert [launch(q, q, q, 0.5), launch(q, q, q, 0.5)] == ["emitted", "emitted"]
+
+
 def test_an_argument_that_nobody_knows_is_refused() -> None:
     problem = AttentionProblem.parse("hq2 q64 d64 fp16 causal")
     binary = not_compiled(render(problem, CONFIGS["fwd"], "fwd"))
     for name in ("q_offset", "stride_zb", "bias_ptr", "t0_n0"):
         strange = replace(binary, arguments=(*binary.arguments, (name, "i32")))
         with pytest.raises(Unsupported, match=f"takes '{name}', which a fwd of this tilegen"):
-            launch_of(strange, lambda: StandIn(binary, lambda grid, values: None))
+            launcher_of(strange, lambda: StandIn(binary, lambda grid, values: None))
 
 
 def test_arguments_in_another_order_are_found_by_their_names() -> None:
@@ -180,7 +317,9 @@ def test_arguments_in_another_order_are_found_by_their_names() -> None:
 
     def strides(one: Binary) -> dict[str, Any]:
         seen: list[Any] = []
-        launch_of(one, lambda: StandIn(one, lambda grid, values: seen.extend(values)))(q, q, q, 0.5)
+        launcher_of(one, lambda: StandIn(one, lambda grid, values: seen.extend(values)))(
+            q, q, q, 0.5
+        )
         names = (name for name, _ in one.arguments)
         return {n: v for n, v in zip(names, seen, strict=True) if n.startswith("stride_")}
 
@@ -191,7 +330,7 @@ def test_arguments_in_another_order_are_found_by_their_names() -> None:
 def test_a_stride_that_does_not_fit_is_refused() -> None:
     problem = AttentionProblem.parse("hq2 q64 d64 fp16 causal")
     binary = not_compiled(render(problem, CONFIGS["fwd"], "fwd"))
-    launch = launch_of(binary, lambda: StandIn(binary, lambda grid, values: None))
+    launch = launcher_of(binary, lambda: StandIn(binary, lambda grid, values: None))
     q = torch.zeros(1, 2, 64, 65, dtype=torch.float16)[..., :64]
     with pytest.raises(Unsupported, match="multiples of 8 elements"):
         launch(q, q, q, 0.125)
@@ -211,7 +350,7 @@ def test_dimensions_of_size_1_have_no_strides(sizes: tuple[int, int, int], strid
     stand_in = StandIn(
         binary, lambda grid, values: launched.append(dict(zip(names, values, strict=True)))
     )
-    launch_of(binary, lambda: stand_in)(q, q, q, 0.125)
+    launcher_of(binary, lambda: stand_in)(q, q, q, 0.125)
     expected = [0 if n == 1 else s // 8 for n, s in zip(sizes, dense.stride(), strict=False)]
     for letter, row in (("q", "m"), ("k", "n"), ("v", "n")):
         assert [launched[0][f"stride_{letter}{one}"] for one in ("b", "h", row)] == expected

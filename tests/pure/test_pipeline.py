@@ -165,5 +165,5 @@ def test_every_caller_takes_what_the_one_chooser_says(
         return SimpleNamespace(launch=lambda: None)
 
     monkeypatch.setattr(pipeline, "load_kernel", load_kernel)
-    dispatch._Kernels(LARGE, torch.device("cpu"), True)._load("forward")
+    dispatch.Kernels(LARGE, torch.device("cpu"), True).load("forward")
     assert loaded == expected

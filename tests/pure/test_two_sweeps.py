@@ -16,7 +16,7 @@ from tests.conftest import CheckGolden
 from tests.records import H200, PROBLEM
 from tests.replay import Replay, stored
 from tests.two_sweeps import FWD_TWO_SWEEPS, registered
-from tilegen.bundles.launch import launch_of
+from tilegen.bundles.launching import launcher_of
 from tilegen.choose.families import kernels_of, ranked_families
 from tilegen.choose.ranking import propose, search_space
 from tilegen.emit.render import render
@@ -92,7 +92,7 @@ def test_its_binary_is_launched_as_its_record_says() -> None:
     rendered = render(PROBLEM, CONFIG, NAME)
     binary = not_compiled(rendered)
     seen: list[tuple[int, list[Any]]] = []
-    launch = launch_of(binary, lambda: StandIn(binary, lambda *one: seen.append(one)))
+    launch = launcher_of(binary, lambda: StandIn(binary, lambda *one: seen.append(one)))
     q, k = (torch.zeros(1, h, 300, 128, dtype=torch.bfloat16) for h in (8, 2))
     out, lse = launch(q, k, k, 0.5)
     ((grid, values),) = seen

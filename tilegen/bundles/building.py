@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from tilegen.build.acceptable import acceptable
 from tilegen.build.compiler import CompiledKernel, nvidia_tool
 from tilegen.build.workers import Pool
-from tilegen.bundles.expected import grid_of
 from tilegen.bundles.folder import Folder
 from tilegen.bundles.manifest import Binary, Manifest, Origin, Pass, Served
 from tilegen.choose.families import kernels_used
@@ -30,7 +29,7 @@ from tilegen.emit.identity import (
 from tilegen.emit.render import render
 from tilegen.errors import BuildFailed
 from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.kernels.registry import FAMILIES
+from tilegen.kernels.registry import FAMILIES, grid_of
 from tilegen.kernels.spec import Direction
 from tilegen.pipeline import Ranked, first_acceptable, rank
 from tilegen.problem import AttentionProblem

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import asdict
 from pathlib import Path
 
 from tilegen.bundles.folder import read
 from tilegen.bundles.manifest import TYPES, Binary, Manifest, Served
 from tilegen.emit.identity import VECTOR_BYTES, argument_names, digest_of_kind, template_digest
 from tilegen.kernels.arguments import extra
-from tilegen.kernels.config import Kernel, TileConfig, threads_of
-from tilegen.kernels.registry import KERNELS
+from tilegen.kernels.config import threads_of
+from tilegen.kernels.registry import KERNELS, grid_of
 from tilegen.problem import DTYPE_BYTES
 from tilegen.version import __version__
 
@@ -50,12 +49,6 @@ def why_not_ours(path: Path, manifest: Manifest) -> str:
         if file not in served:
             return f"{file} serves no problem"
     return ""
-
-
-def grid_of(kernel: Kernel, config: TileConfig, group_size: int) -> tuple[tuple[str, int], ...]:
-    """Return the grid of one launch: sizes, and what each is divided by."""
-    knobs = {"group_size": group_size, **asdict(config)}
-    return tuple((name, knobs.get(by, by)) for name, by in KERNELS[kernel].grid)  # type: ignore
 
 
 def _difference(path: Path, served: Served, one: Binary) -> str:

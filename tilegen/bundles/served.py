@@ -93,21 +93,18 @@ class Bundle:
         self, problem: AttentionProblem, gpu: GpuSpec, direction: Direction, *, aligned: bool
     ) -> dict[Kernel, BoundKernel] | None:
         """Return the kernels of a pass, ready to be launched; None where there are none."""
-        from tilegen.bundles.launch import extra_names, launch_of
+        from tilegen.bundles.launching import launcher_of
         from tilegen.runtime.binding import BoundKernel
 
         if (found := self.find(problem, gpu, direction, aligned=aligned)) is None:
             return None
         log.debug("%s for '%s': from %s", direction, problem, self)
+        launchers = ((one, launcher_of(one, partial(self.function, one))) for one in found)
         return {
             one.kernel: BoundKernel(
-                launch_of(one, partial(self.function, one)),
-                problem.mask,
-                one.kernel,
-                one.config,
-                extra_names(one),
+                launch, problem.mask, one.kernel, one.config, launch.extra_names
             )
-            for one in found
+            for one, launch in launchers
         }
 
     def function(self, binary: Binary) -> Function:

@@ -29,7 +29,7 @@ def forward(
     `panel_rows` bounds the memory of the small-cache family: 16 bits or 32 for each of its
     seqlen_kv scores.
     """
-    return _family(launch, "forward").run(launch, q, k, v, scale, panel_rows=panel_rows)
+    return family_of(launch, "forward").run(launch, q, k, v, scale, panel_rows=panel_rows)
 
 
 def gradients(
@@ -37,10 +37,11 @@ def gradients(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Return (dq, dk, dv) by the family of backward kernels that `launch` has, as its `run` does;
     None for those not wanted."""
-    return _family(launch, "backward").run(launch, *given, **options)
+    return family_of(launch, "backward").run(launch, *given, **options)
 
 
-def _family(launch: Mapping[Kernel, Launch], direction: Direction) -> FamilySpec:
+def family_of(launch: Mapping[Kernel, Any], direction: Direction) -> FamilySpec:
+    """Return the family that the kernels of a pass make up."""
     given = {*launch, BWD_PREPROCESS.name}  # whose result, delta, is there already
     found = family_among(given, direction)
     assert found is not None, f"expected the launches of a {direction} family, got {list(launch)}"

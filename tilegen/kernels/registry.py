@@ -4,6 +4,7 @@ and its name in `_ALL`."""
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import asdict
 
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import Family, Kernel, TileConfig
@@ -45,6 +46,12 @@ def family_among(kernels: Collection[Kernel], direction: Direction) -> FamilySpe
 def direction_of(kernel: Kernel) -> Direction:
     """Return the pass that a kernel belongs to."""
     return "forward" if any(kernel in one.names for one in FORWARD.values()) else "backward"
+
+
+def grid_of(kernel: Kernel, config: TileConfig, group_size: int) -> tuple[tuple[str, int], ...]:
+    """Return the grid of one launch: sizes, and what each is divided by."""
+    knobs = {"group_size": group_size, **asdict(config)}
+    return tuple((name, knobs.get(by, by)) for name, by in KERNELS[kernel].grid)  # type: ignore
 
 
 def check_config(config: TileConfig, kernel: Kernel) -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,8 +12,10 @@ from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import tensors_of
+from tilegen.runtime.launcher import MAX_ROW_STRIDE
 
-MAX_ROW_STRIDE = 2**22  # elements; emitted kernels address a tile of rows with 32 bits
+if TYPE_CHECKING:
+    from tilegen.runtime.kernels import PlannedKernels
 
 
 @dataclass(frozen=True)
@@ -66,49 +67,27 @@ class Wanted:
     captured: tuple[int, ...]
 
 
-class Kernels(Protocol):
-    """The kernels of a problem, as `dispatch` chooses them."""
-
-    aligned: bool
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, changes: Changes
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (out, lse)."""
-        ...
-
-    def backward(
-        self,
-        saved: tuple[torch.Tensor, ...],
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        scale: float,
-        changes: Changes,
-        wanted: Wanted,
-    ) -> Gradients:
-        """Return the gradients; `saved` are q, k, v, out and lse."""
-        ...
-
-    def on_device(self) -> contextlib.AbstractContextManager[Any]:
-        """Make the device of the kernels the current one."""
-        ...
-
-
 def run(
+    kernels: PlannedKernels,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     scale: float,
     changes: Changes,
-    kernels: Kernels,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse), differentiable where anything needs a gradient."""
-    changes = changes.on(q.device)
-    leaves = (q, k, v, changes.sinks, *changes.captured)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves):
-        return _Attention.apply(*leaves[:3], scale, changes, kernels, *leaves[3:])  # type: ignore
-    with kernels.on_device():
-        return kernels.forward(q, k, v, scale, changes)
+    read: tuple[torch.Tensor | None, ...] = ()  # by a score
+    if changes.score is not None:
+        changes = changes.on(q.device)
+        read = (changes.sinks, *changes.captured)
+    if torch.is_grad_enabled() and (
+        q.requires_grad
+        or k.requires_grad
+        or v.requires_grad
+        or (read and any(x is not None and x.requires_grad for x in read))
+    ):
+        return _Attention.apply(q, k, v, scale, changes, kernels, *read)  # type: ignore
+    return kernels.forward(q, k, v, scale, changes)
 
 
 class _Attention(torch.autograd.Function):
@@ -123,16 +102,17 @@ class _Attention(torch.autograd.Function):
         v: torch.Tensor,
         scale: float,
         changes: Changes,
-        kernels: Kernels,
+        kernels: PlannedKernels,
         *_: torch.Tensor | None,  # sinks and captured tensors, for autograd to see
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        with kernels.on_device():
-            out, lse = kernels.forward(q, k, v, scale, changes)
-        # What mask and score read is saved too, for autograd to refuse what has changed since.
-        sources = (one for value in changes.mask.values for one in value.sources)
-        sinks = () if changes.sinks is None else (changes.sinks,)
-        read = (*sources, *changes.captured, *sinks)
-        ctx.save_for_backward(q, k, v, out, lse, *(x for x in read if not x.is_inference()))
+        out, lse = kernels.forward(q, k, v, scale, changes)
+        read: list[torch.Tensor] = []
+        if changes.mask.values or changes.score is not None:
+            # What mask and score read is saved too, for autograd to refuse what has changed since.
+            sources = (one for value in changes.mask.values for one in value.sources)
+            sinks = () if changes.sinks is None else (changes.sinks,)
+            read = [x for x in (*sources, *changes.captured, *sinks) if not x.is_inference()]
+        ctx.save_for_backward(q, k, v, out, lse, *read)
         ctx.set_materialize_grads(False)
         ctx.scale, ctx.changes, ctx.kernels = scale, changes, kernels
         return out, lse
@@ -142,7 +122,7 @@ class _Attention(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
     ) -> tuple[Any, ...]:
-        kernels: Kernels = ctx.kernels
+        kernels: PlannedKernels = ctx.kernels
         changes: Changes = ctx.changes
         saved = ctx.saved_tensors[:5]
         dout = torch.zeros_like(saved[3]) if dout is None else dout
@@ -153,16 +133,16 @@ class _Attention(torch.autograd.Function):
         wanted = Wanted(
             dq=needs[0],
             dkdv=needs[1] or needs[2],
-            sinks=needs[6],
+            sinks=any(needs[6:7]),
             captured=tuple(slot for slot, need in enumerate(needs[7:]) if need),
         )
-        with kernels.on_device():
-            found = kernels.backward(saved, dout, dlse, ctx.scale, changes, wanted)
+        found = kernels.backward(saved, dout, dlse, ctx.scale, changes, wanted)
         captured = (
             found.captured[slot].to(one.dtype) if slot in found.captured else None
             for slot, one in enumerate(changes.captured)
         )
-        return found.dq, found.dk, found.dv, None, None, None, found.sinks, *captured
+        read = (found.sinks, *captured) if changes.score is not None else ()
+        return found.dq, found.dk, found.dv, None, None, None, *read
 
 
 def reaching(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -12,16 +12,17 @@ import torch
 
 from tilegen import sympy_lock
 from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.panels import Launch
 from tilegen.kernels.registry import KERNELS
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import tensors_of
 from tilegen.masks.values import Made
+from tilegen.runtime.launcher import Launcher
 
 if TYPE_CHECKING:
     from tilegen.masks.tiles.list_cache import ListCache
 
-Launch = Callable[..., Any]
 NOTHING: Mapping[str, torch.Tensor] = {}
 
 
@@ -38,17 +39,23 @@ class BoundKernel:
     ) -> None:
         """`names` are those of the launch's parameters, where its signature does not say them."""
         names = inspect.signature(launch).parameters if names is None else names
-        self._launch = launch
+        self.launch = launch
         self._slots = [int(name[1:]) for name in names if re.fullmatch(r"t\d+", name)]
         self._reads = [name for name in names if re.fullmatch(r"d?c\d+|sinks", name)]
         self._side: Side = KERNELS[kernel].stays
         self._blocks = {"block_m": config.block_m, "block_n": config.block_n}
-        self._keep: Any = None
+        self._keep: Any = None  # a predicate, where launches take lists of tiles
         if "tiles" in names:
             from tilegen.masks.tiles.closed_form import predicate  # loads SymPy
 
             with sympy_lock.lock:
                 self._keep = predicate(mask.general, self._side)
+
+        self.reads_nothing = not self._slots and not self._reads and self._keep is None
+
+    def of_plan(self) -> Launch:
+        """Return the launch for calls of one kind: their tensors have the same sizes."""
+        return self.launch.of_plan() if isinstance(self.launch, Launcher) else self.launch
 
     def given(
         self,
@@ -57,13 +64,15 @@ class BoundKernel:
         device: torch.device,
         reads: Mapping[str, torch.Tensor] = NOTHING,
         made: Made | None = None,
+        launch: Launch | None = None,
     ) -> Launch:
-        """Return the launch for one call with this mask, and with what a score `reads` (see
-        `score_tensors`); what is `made` of the mask's tensors is made once for all kernels of a
-        pass. Raises InvalidProblem for values that do not fit the shape."""
+        """Return the launch (or that of a plan) for one call with this mask, and with what a score
+        `reads` (see `score_tensors`); what is `made` of the mask's tensors is made once for all
+        kernels of a pass. Raises InvalidProblem for values that do not fit the shape."""
+        launch = launch or self.launch
         extras: dict[str, Any] = {name: reads[name] for name in self._reads}
         if not self._slots and self._keep is None:
-            return partial(self._launch, **extras) if extras else self._launch
+            return partial(launch, **extras) if extras else launch
         tensors = tensors_of(mask, shape, device, made)
         extras |= {
             f"t{slot}": one.view(torch.uint8) if one.dtype == torch.bool else one
@@ -84,7 +93,7 @@ class BoundKernel:
             extras["tiles"], extras["starts"] = lists.tiles, lists.starts
             extras["tiles_sb"] = lists.heads * each if lists.batch > 1 else 0
             extras["tiles_sh"] = each if lists.heads > 1 else 0
-        return partial(self._launch, **extras)
+        return partial(launch, **extras)
 
 
 @cache

@@ -8,7 +8,6 @@ from numbers import Real
 from typing import Any
 
 import torch
-from cachetools.keys import hashkey
 
 from tilegen.errors import InvalidProblem
 from tilegen.masks import score as scores
@@ -65,12 +64,13 @@ def call_key(q: Any, k: Any, v: Any, changes: Changes) -> Any:
             f"mask must be a tilegen mask such as tilegen.causal(), got {type(mask).__name__}"
         )
     try:
-        return hashkey(  # which is hashed once
+        return (
             *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
             *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
             (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16,
             mask.stand_in,
-            form_of(changes),
+            None if changes.score is None else form_of(changes),
+            autocast_dtype(q.device),
         )
     except (AttributeError, RuntimeError):  # RuntimeError: sparse, nested and such
         names = ", ".join(_kind(x) for x in (q, k, v))
@@ -134,11 +134,12 @@ def checked_scale(scale: float) -> float:
     return float(scale)
 
 
-def autocast_dtype(q: Any) -> torch.dtype | None:
-    """Return what torch.autocast asks for on the device of a call; None where it is off."""
-    kind = q.device.type if isinstance(q, torch.Tensor) else ""
-    on = kind in ("cpu", "cuda") and torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if on else None
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """Return what torch.autocast asks for on a device; None where it is off."""
+    kind = device.type
+    if (kind == "cpu" or kind == "cuda") and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return None
 
 
 def autocast(x: Any, dtype: torch.dtype) -> Any:

@@ -6,36 +6,26 @@ every further one is a dictionary look-up and a launch.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
-from threading import RLock
+from functools import partial
 from typing import Any
 
 import torch
 
-from tilegen import bundles, pipeline
 from tilegen.check import interpreter
 from tilegen.disk import say_once
 from tilegen.emit.identity import is_aligned
 from tilegen.errors import TilegenError, Unsupported
-from tilegen.gpus.spec import ASSUMED, GpuSpec, detect, gpu
-from tilegen.kernels import passes
-from tilegen.kernels.config import BLOCK_SIZES, Kernel
-from tilegen.kernels.panels import Launch, rows_for
-from tilegen.kernels.spec import Direction
-from tilegen.kernels.two_pass import BWD_PREPROCESS
+from tilegen.kernels.config import BLOCK_SIZES
 from tilegen.masks.dilation import grouped_mask, step_of
 from tilegen.masks.mask import Mask, full
 from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
-from tilegen.masks.tensors import check_fit, score_tensors
-from tilegen.masks.values import Made
+from tilegen.masks.tensors import check_fit
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import autograd, plans
-from tilegen.runtime.autograd import Changes, Gradients, Wanted, addressable, reaching, torch_run
-from tilegen.runtime.binding import BoundKernel
+from tilegen.runtime.autograd import Changes, addressable, reaching, torch_run
 from tilegen.runtime.call import (
     ScoreFunction,
     autocast,
@@ -50,6 +40,7 @@ from tilegen.runtime.call import (
     widened,
 )
 from tilegen.runtime.dilation import group, ungroup
+from tilegen.runtime.kernels import Kernels, PlannedKernels
 
 _FULL = full()
 MAX_PROGRAMS = 2**31 - 1  # CUDA's limit on a one-dimensional grid
@@ -69,7 +60,7 @@ def attend(
     call."""
     try:
         if kv_lengths is not None:
-            mask = (_FULL if mask is None else mask) & padded(kv_lengths)
+            mask = padded(kv_lengths) if mask is None else mask & padded(kv_lengths)
         changes = Changes(_FULL if mask is None else mask, score_of(score))
         return _attention(q, k, v, changes, scale)
     except TilegenError as error:
@@ -81,53 +72,80 @@ def attend(
 def _attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse), of a call that is first brought into the form that kernels are for."""
-    if (dtype := autocast_dtype(q)) is not None:
-        with torch.autocast(q.device.type, enabled=False):
-            q, k, v = (autocast(one, dtype) for one in (q, k, v))
-            return _attention(q, k, v, changes, scale)
-    if is_narrow(q, k, v):
-        scale = q.shape[3] ** -0.5 if scale is None else scale
-        out, lse = _attention(widened(q), widened(k), widened(v), changes, scale)
-        return out[..., : v.shape[3]], lse
-    if (step := _step_of(q, changes)) > 1:
-        return _regrouped(q, k, v, changes, step, scale)
+    """Return (out, lse), by the plan of a call's kind."""
     key = call_key(q, k, v, changes)
     plan: Plan = plans.by_call.get(key, lambda: _new_plan(q, k, v, changes))
-    check_fit(changes.mask, changes.score, Shape.of(q, k))
     factor = plan.default_scale if scale is None else checked_scale(scale)
     if factor < 0:  # kernels take a row's maximum before scaling: the scale must keep the order
         q, factor = -q, -factor
+    if plan.rewrites or (changes.score is None and not changes.mask.values):
+        return plan.run(q, k, v, factor, changes)
+    check_fit(changes.mask, changes.score, Shape.of(q, k))
     return reaching(*plan.run(q, k, v, factor, changes), changes)
+
+
+Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, Changes], tuple[Any, Any]]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How calls of one kind are computed."""
+    """How calls of one kind are computed. All that their key determines is decided here, once."""
 
-    run: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, Changes], tuple[Any, Any]]
+    run: Run
     default_scale: float
+    rewrites: bool = False
+    """Whether the call is brought into another form, which has a plan of its own."""
 
 
-def _step_of(q: torch.Tensor, changes: Changes) -> int:
-    """Return the step by which a call is regrouped, 1 where it is in normal form already."""
-    if not isinstance(changes.mask, Mask) or not isinstance(q, torch.Tensor) or not q.ndim:
-        return 1
-    return step_of(changes.mask, changes.score.text if changes.score else "", q.shape[0])
+def _rewritten(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes
+) -> tuple[Run, float] | None:
+    """Return how a call is computed that is not in the form that kernels are for, and its default
+    scale; None for one that is."""
+    default = q.shape[-1] ** -0.5 if q.ndim and q.shape[-1] else 1.0
+    if (dtype := autocast_dtype(q.device)) is not None:
+        return partial(_cast, dtype), default
+    if is_narrow(q, k, v):
+        return _widened, default
+    text = changes.score.text if changes.score else ""
+    if q.ndim and (step := step_of(changes.mask, text, q.shape[0])) > 1:
+        problem_of(q, k, v, changes)  # which refuses what does not fit together
+        return partial(_regrouped, step), default
+    return None
 
 
-def _regrouped(
+def _cast(
+    dtype: torch.dtype,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    scale: float,
     changes: Changes,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) in the dtype that torch.autocast asks for."""
+    with torch.autocast(q.device.type, enabled=False):
+        q, k, v = (autocast(one, dtype) for one in (q, k, v))
+        return _attention(q, k, v, changes, scale)
+
+
+def _widened(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, changes: Changes
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) of head dims that are less than kernels need."""
+    out, lse = _attention(widened(q), widened(k), widened(v), changes, scale)
+    return out[..., : v.shape[3]], lse
+
+
+def _regrouped(
     step: int,
-    scale: float | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    changes: Changes,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of a dilated mask, rows and columns regrouped by their remainder: the call
     is brought into the form that `AttentionProblem.normal` gives its problem."""
-    call_key(q, k, v, changes)  # which refuses what is no tensor
-    problem_of(q, k, v, changes)  # and this what does not fit together
     groups = q.shape[0] * step
     mask = grouped_mask(changes.mask, step, k.shape[2], groups, q.device)
     rows = q.shape[2]
@@ -137,8 +155,11 @@ def _regrouped(
 
 
 def _new_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes) -> Plan:
+    if (rewritten := _rewritten(q, k, v, changes)) is not None:
+        return Plan(*rewritten, rewrites=True)
     problem = problem_of(q, k, v, changes)
     scale = problem.head_dim_qk**-0.5
+    check_fit(changes.mask, changes.score, Shape.of(q, k))
     if q.device.type == "cpu" and not interpreter.is_active():
         say_once(
             "CPU tensors: computing with PyTorch; "
@@ -152,9 +173,7 @@ def _new_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Change
     raise Unsupported(f"q must be on a CUDA or CPU device, got {q.device}")
 
 
-def _kernel_run(
-    problem: AttentionProblem, *tensors: torch.Tensor
-) -> Callable[..., tuple[Any, Any]]:
+def _kernel_run(problem: AttentionProblem, *tensors: torch.Tensor) -> Run:
     """Return how a problem runs with emitted kernels, copying first what kernels cannot address."""
     tiles = -(-max(problem.seqlen_q, problem.seqlen_kv) // min(BLOCK_SIZES))
     if problem.batch * problem.num_heads_q * tiles > MAX_PROGRAMS:
@@ -170,139 +189,20 @@ def _kernel_run(
             "pass a contiguous tensor"
         )
     tensors = tuple(t.contiguous() if copy else t for t, copy in zip(tensors, copied, strict=True))
-    kernels = _kernels(problem.bucket, tensors[0].device, all(map(is_aligned, tensors)))
+    aligned = all(map(is_aligned, tensors))
+    kernels = PlannedKernels(_kernels(problem.bucket, tensors[0].device, aligned))
+    if not any(copied):
+        return partial(autograd.run, kernels)
 
     def run(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, changes: Changes
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if any(copied):
-            q, k, v = (
-                t.contiguous() if copy else t for t, copy in zip((q, k, v), copied, strict=True)
-            )
-        return autograd.run(q, k, v, scale, changes, kernels)
+        q, k, v = (t.contiguous() if copy else t for t, copy in zip((q, k, v), copied, strict=True))
+        return autograd.run(kernels, q, k, v, scale, changes)
 
     return run
 
 
-class _Kernels:
-    """The emitted kernels of one problem bucket on one device; those of a pass are chosen and
-    loaded when it first runs."""
-
-    def __init__(self, problem: AttentionProblem, device: torch.device, aligned: bool) -> None:
-        self._problem = problem
-        self._device = device
-        self.aligned = aligned
-        self._passes: dict[Direction, tuple[dict[Kernel, BoundKernel], int]] = {}
-        self._lock = RLock()
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, changes: Changes
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (out, lse)."""
-        reads = score_tensors(changes.captured, changes.sinks)
-        launches, panel_rows = self._launches("forward", changes, reads, q, k)
-        return passes.forward(launches, q, k, v, scale, panel_rows=panel_rows)
-
-    def backward(
-        self,
-        saved: tuple[torch.Tensor, ...],
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        scale: float,
-        changes: Changes,
-        wanted: Wanted,
-    ) -> Gradients:
-        """Return the gradients; `saved` are q, k, v, out and lse."""
-        q, k, v, out, lse = saved
-        trained = self._problem.score.trained if self._problem.score else ()
-        # Dense, as kernels need them, whatever the strides of what is trained.
-        sizes = {slot: changes.captured[slot].shape for slot in trained}
-        gradients = {slot: q.new_zeros(size, dtype=torch.float32) for slot, size in sizes.items()}
-        captured = {slot: gradients[slot] for slot in wanted.captured}
-        reads = score_tensors(changes.captured, None, gradients)
-        launches, panel_rows = self._launches("backward", changes, reads, q, k)
-        delta = launches[BWD_PREPROCESS.name](out, dout)
-        if dlse is not None:  # d lse / d s = p, as if delta were smaller by dlse
-            delta -= dlse
-        dq, dk, dv = passes.gradients(
-            launches,
-            *(q, k, v, dout, lse, delta, scale),
-            panel_rows=panel_rows,
-            wants_dq=wanted.dq or bool(captured),
-            wants_dkdv=wanted.dkdv,
-        )
-        sinks = None
-        if wanted.sinks and changes.sinks is not None:  # a key that weighs exp(sink - lse), value 0
-            weights = (changes.sinks.float()[:, None] - lse).exp()
-            weights = weights.masked_fill(lse == float("-inf"), 0.0)  # nothing kept, and no sink
-            sinks = -(weights * delta).sum((0, 2)).to(changes.sinks.dtype)
-        return Gradients(dq, dk, dv, sinks, captured)
-
-    def _launches(
-        self,
-        direction: Direction,
-        changes: Changes,
-        reads: Mapping[str, torch.Tensor],
-        q: torch.Tensor,
-        k: torch.Tensor,
-    ) -> tuple[dict[Kernel, Launch], int]:
-        """Return the launches of a pass, given what mask and score read, and the rows of its
-        panels."""
-        kernels, panel_rows = self._passes.get(direction) or self._load(direction)
-        shape = Shape.of(q, k)
-        made: Made = {}
-        read = (changes.mask, shape, self._device, reads, made)
-        return {name: one.given(*read) for name, one in kernels.items()}, panel_rows
-
-    def _load(self, direction: Direction) -> tuple[dict[Kernel, BoundKernel], int]:
-        """Choose and load the kernels of a pass; return them and the rows of its panels."""
-        spec = _spec(self._device)
-        with self._lock:
-            if direction not in self._passes:
-                found = self._from_bundle(spec, direction) or self._compiled_here(spec, direction)
-                rows = rows_for(self._problem, spec, direction)
-                self._passes[direction] = found, rows
-            return self._passes[direction]
-
-    def _compiled_here(self, spec: GpuSpec, direction: Direction) -> dict[Kernel, BoundKernel]:
-        on_gpu = self._device.type == "cuda"
-        chosen = pipeline.choose(
-            self._problem,
-            spec,
-            direction,
-            aligned=self.aligned,
-            may_tune=on_gpu,
-            may_compile=on_gpu,
-        )
-        modules = pipeline.load(self._problem, chosen, aligned=self.aligned)
-        return {
-            kernel: BoundKernel(module.launch, self._problem.mask, kernel, chosen[kernel].config)
-            for kernel, module in modules.items()
-        }
-
-    def _from_bundle(self, spec: GpuSpec, direction: Direction) -> dict[Kernel, BoundKernel] | None:
-        """Return the kernels of a pass from the first bundle that has them."""
-        for bundle in bundles.loaded:
-            if found := bundle.launches(self._problem, spec, direction, aligned=self.aligned):
-                return found
-        return None
-
-    def on_device(self) -> contextlib.AbstractContextManager[Any]:
-        """Triton launches on the current device; make it that of the tensors."""
-        if self._device.type == "cpu" or self._device.index == torch.cuda.current_device():
-            return contextlib.nullcontext()
-        return torch.cuda.device(self._device)
-
-
-def _kernels(problem: AttentionProblem, device: torch.device, aligned: bool) -> _Kernels:
-    return plans.by_problem.get(
-        (problem, device, aligned), lambda: _Kernels(problem, device, aligned)
-    )
-
-
-@cache
-def _spec(device: torch.device) -> GpuSpec:
-    spec = detect(device.index) if device.type == "cuda" else gpu(ASSUMED)
-    if spec is None:
-        raise Unsupported(f"expected a GPU that PyTorch sees, got {device}")
-    return spec
+def _kernels(problem: AttentionProblem, device: torch.device, aligned: bool) -> Kernels:
+    key = problem, device, aligned
+    return plans.by_problem.get(key, lambda: Kernels(*key))

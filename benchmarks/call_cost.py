@@ -1,0 +1,168 @@
+"""What a warm call of `attention` costs the CPU up to the driver, part by part, beside SDPA.
+
+    python -m benchmarks.call_cost
+
+Triton and its compiler are real, only the driver is a stand-in, so no GPU is needed; tensors are on
+the CPU, where PyTorch allocates as fast as from the cache of a GPU. SDPA computes one row of one
+head, nearly all of it dispatch. Times are of this thread alone, so that other programs disturb
+little, and the ratio travels between machines where the number does not.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+import tilegen
+from benchmarks.stand_in import StandInDriver, stand_in
+from tilegen import attention, pipeline
+from tilegen.bounded_cache import BoundedCache
+from tilegen.choose.chosen import Ranked
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.problem import AttentionProblem
+from tilegen.runtime import dispatch
+from tilegen.runtime.autograd import Changes
+from tilegen.runtime.call import call_key
+from tilegen.runtime.launcher import Bound, Launcher
+
+CALLS = 1000
+REPEATS = 9
+TILE = TileConfig(block_m=16, block_n=16)
+HEADS, ROWS, HEAD_DIM = 8, 16, 64
+
+
+def calls() -> dict[str, Callable[[], object]]:
+    """Return every kind of call that is measured, by its name."""
+    q, k, v = (torch.zeros(1, HEADS, ROWS, HEAD_DIM) for _ in "qkv")
+    trained = q.clone().requires_grad_()
+    one_row, lengths = torch.zeros(1, HEADS, 1, HEAD_DIM), count(ROWS)
+    cache = torch.zeros(1, HEADS, 2**16, HEAD_DIM)
+    kv_lengths = torch.tensor([ROWS - 3])
+    causal, window = tilegen.causal(), tilegen.sliding_window(7, 0)
+
+    def decode() -> object:
+        length = next(lengths)
+        return attention(one_row, cache[:, :, :length], cache[:, :, :length])
+
+    return {
+        "forward": lambda: attention(q, k, v, mask=causal),
+        "with gradients": lambda: attention(trained, k, v, mask=causal),
+        "window": lambda: attention(q, k, v, mask=window),
+        "kv_lengths": lambda: attention(q, k, v, kv_lengths=kv_lengths),
+        "decode, a new length": decode,
+    }
+
+
+def sdpa(*, gradients: bool) -> Callable[[], object]:
+    """Return the call that others are measured beside."""
+    row = torch.zeros(1, 1, 1, 8)
+    first = row.clone().requires_grad_(gradients)
+    return lambda: scaled_dot_product_attention(first, row, row)
+
+
+def parts() -> dict[str, Callable[[], object]]:
+    """Return the parts of a forward, each alone; its kernels must have been loaded."""
+    q, k, v = (torch.zeros(1, HEADS, ROWS, HEAD_DIM) for _ in "qkv")
+    changes = Changes(tilegen.causal())
+    attention(q, k, v, mask=changes.mask)
+    plan = dispatch._plans
+    key = call_key(q, k, v, changes)
+    trained = q.clone().requires_grad_()
+    launcher, bound, made = _bound(q, k, v)
+    found, device = (q, k, v, 0.125, *made), q.device
+    values = launcher.filled(bound.values, found, {})
+
+    return {
+        "key": lambda: call_key(q, k, v, changes),
+        "plan": lambda: plan.get(key, dict),  # type: ignore[arg-type]
+        "allocation": lambda: bound.made(device),
+        "packing": lambda: launcher.filled(bound.values, found, {}),
+        "driver": lambda: bound.run(bound.grid, values, device),
+        "autograd": lambda: _Nothing.apply(trained, k, v, *made),
+    }
+
+
+def _bound(*tensors: torch.Tensor) -> tuple[Launcher, Bound, list[torch.Tensor]]:
+    """Return a launcher of the forward kernel, and what it keeps for tensors like these."""
+    kernels = dispatch._kernels(
+        AttentionProblem.parse(f"hq{HEADS} q{ROWS} d{HEAD_DIM} fp32 causal").bucket,
+        tensors[0].device,
+        True,
+    )
+    launcher = kernels.load("forward").kernels["fwd"].launch
+    assert isinstance(launcher, Launcher)
+    bound = launcher.bind((*tensors, 0.125), {})
+    return launcher, bound, bound.made(tensors[0].device)
+
+
+class _Nothing(torch.autograd.Function):
+    """Does what every differentiable function does."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)
+        return tuple(one.view_as(one) for one in tensors[3:])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
+        return (None,) * 5
+
+
+@contextmanager
+def as_on_a_gpu(*, notes: bool = False) -> Generator[StandInDriver]:
+    """Have CPU tensors take the path of GPU tensors, up to a stand-in for the driver."""
+
+    def ranked(_: AttentionProblem, kernel: Kernel, **__: object) -> Ranked:
+        return Ranked(kernel, (TILE,), "agreement", "the benchmark")
+
+    with (
+        stand_in(notes=notes) as driver,
+        mock.patch.multiple(dispatch.interpreter, is_active=lambda: True, prepare=lambda: None),
+        mock.patch.object(dispatch, "_plans", BoundedCache(dispatch.MAX_PLANS)),
+        mock.patch.object(dispatch, "_loaded", BoundedCache(9)),
+        mock.patch.object(pipeline, "rank", ranked),
+    ):
+        yield driver
+
+
+def microseconds(*functions: Callable[[], object]) -> list[float]:
+    """Return the median CPU time of a call of each, measured in turns."""
+    for function in functions:
+        function()
+    times: list[list[float]] = [[] for _ in functions]
+    for _ in range(REPEATS):
+        for function, its in zip(functions, times, strict=True):
+            start = time.thread_time()
+            for _ in range(CALLS):
+                function()
+            its.append(1e6 * (time.thread_time() - start) / CALLS)
+    return [statistics.median(its) for its in times]
+
+
+def main() -> None:
+    """Print the cost of each kind of call beside SDPA's, then of each part of a forward."""
+    with as_on_a_gpu():
+        named = calls()
+        plain, graded, *found = microseconds(
+            sdpa(gradients=False), sdpa(gradients=True), *named.values()
+        )
+        print(f"{'SDPA':24} {plain:6.1f} us, with gradients {graded:.1f} us")
+        for name, its in zip(named, found, strict=True):
+            base = graded if name == "with gradients" else plain
+            print(f"{name:24} {its:6.1f} us, {its / base:.2f} times SDPA")
+        alone = parts()
+        for name, its in zip(alone, microseconds(*alone.values()), strict=True):
+            print(f"  {name:22} {its:6.1f} us, {its / plain:.2f} times SDPA")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""What reaches the driver without Triton's binder is what reaches it through the binder."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tilegen
+from benchmarks.call_cost import as_on_a_gpu
+from benchmarks.stand_in import stand_in
+from tilegen.emit.kernel_files import load, stride_unit
+from tilegen.emit.render import render
+from tilegen.kernels.config import TileConfig
+from tilegen.problem import AttentionProblem
+from tilegen.runtime.kernels import launcher_of_module
+from tilegen.runtime.triton_function import TritonFunction
+
+CONFIG = TileConfig(block_m=16, block_n=16)
+
+
+@pytest.mark.parametrize("head_dim, aligned", [(64, True), (60, False)])
+def test_a_launch_is_that_of_the_binder_and_compiles_nothing_else(
+    head_dim: int, aligned: bool
+) -> None:
+    problem = AttentionProblem.parse(f"hq2 q64 d{head_dim} bf16 causal")
+    rendered = render(problem, CONFIG, aligned=aligned)
+    module = load(rendered)
+    function = TritonFunction.of(module, CONFIG)
+    assert function is not None
+    unit = stride_unit(problem, aligned)
+    ours = launcher_of_module(module, function, problem, "fwd", CONFIG, unit)
+    q, k = (torch.zeros(1, 2, n, head_dim, dtype=torch.bfloat16) for n in (64, 96))
+    with stand_in(notes=True) as driver:
+        results = [launch(q, k, k, 0.125) for launch in (ours, module.launch)]
+        assert len(getattr(module, rendered.function).device_caches[0][0]) == 1
+    assert [launch[:2] for launch in driver.launches] == [(4 * 2, rendered.function)] * 2
+    seen = [
+        [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in values]
+        for *_, values in driver.launches
+    ]
+    for values, (out, lse) in zip(seen, results, strict=True):
+        assert values[3:5] == [out.data_ptr(), lse.data_ptr()]
+        values[3:5] = ["out", "lse"]
+    assert seen[0] == seen[1]
+
+
+def test_attention_launches_without_the_binder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward; the emitted `launch` is for people, and for where Triton differs."""
+    from triton.runtime.jit import JITFunction
+
+    run, bound = JITFunction.run, list[bool]()
+
+    def noted(self: Any, *given: Any, warmup: bool, **options: Any) -> Any:
+        bound.append(warmup)
+        return run(self, *given, warmup=warmup, **options)
+
+    monkeypatch.setattr(JITFunction, "run", noted)
+    q = torch.zeros(1, 2, 32, 16, dtype=torch.bfloat16, requires_grad=True)
+    with as_on_a_gpu(notes=True) as driver:
+        for _ in range(2):
+            out = tilegen.attention(q, q, q, mask=tilegen.causal())
+            out.backward(torch.zeros_like(out))
+    names = [name.split("_d16")[0] for _, name, _ in driver.launches]
+    one = ["attention_fwd", "attention_bwd_preprocess", "attention_bwd_dq", "attention_bwd_dkdv"]
+    assert names == 2 * one
+    assert bound == [True] * 4

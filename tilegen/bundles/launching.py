@@ -1,0 +1,90 @@
+"""Binaries of a bundle as the launcher takes them: arguments packed into memory for the driver."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from tilegen.bundles.manifest import Binary
+from tilegen.errors import Unsupported
+from tilegen.runtime.launcher import Launched, Launcher, Run
+
+_FORMATS = {"i32": "i", "fp32": "f"}  # of `struct`; all others are pointers
+
+
+class Loaded(Protocol):
+    """A kernel that the driver has loaded."""
+
+    def launch(self, grid: int, threads: int, parameters: int, *, device: int, stream: int) -> None:
+        """Run `grid` programs; `parameters` is the address of an array of their addresses."""
+        ...
+
+
+class Packed:
+    """A function of the driver, whose arguments are packed into memory."""
+
+    def __init__(
+        self, types: Sequence[str], threads: int, where: str, load: Callable[[], Loaded]
+    ) -> None:
+        """`load` is called when it is first needed."""
+        self._struct = struct.Struct("".join(_FORMATS.get(one, "P") for one in types))
+        self._threads = threads
+        self._where = where
+        self._load = load
+        self._loaded: Loaded | None = None
+        self._memory = threading.local()
+
+    def prepare(self, grid: int, arguments: Sequence[Any]) -> Run:
+        """Return what launches it with any arguments."""
+        return self._run
+
+    def _run(self, grid: int, values: list[Any], device: torch.device) -> None:
+        memory, addresses = self._buffers()
+        try:
+            self._struct.pack_into(memory, 0, *values)
+        except struct.error as error:
+            raise Unsupported(f"{self._where}: a size or stride is too large: {error}") from None
+        if self._loaded is None:
+            self._loaded = self._load()
+        self._loaded.launch(
+            grid,
+            self._threads,
+            addresses,
+            device=device.index or 0,
+            stream=torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0,
+        )
+
+    def _buffers(self) -> tuple[Any, int]:
+        """Return this thread's memory for arguments, and the address of their addresses."""
+        if not hasattr(self._memory, "array"):
+            memory = ctypes.create_string_buffer(self._struct.size)
+            formats, start = self._struct.format, ctypes.addressof(memory)
+            places = [
+                start + struct.calcsize(formats[: i + 1]) - struct.calcsize(one)
+                for i, one in enumerate(formats)
+            ]
+            self._memory.array = (ctypes.c_void_p * len(places))(*places)
+            self._memory.buffers = memory, ctypes.addressof(self._memory.array)
+        return self._memory.buffers
+
+
+def launcher_of(binary: Binary, load: Callable[[], Loaded]) -> Launcher:
+    """Return a function with the parameters and results of the emitted kernel's `launch`.
+
+    `load` is called when it is first needed. Raises Unsupported for arguments nobody here knows.
+    """
+    launched = Launched(
+        kernel=binary.kernel,
+        config=binary.config,
+        arguments=tuple(name for name, _ in binary.arguments),
+        stride_unit=binary.stride_unit,
+        grid=binary.grid,
+        where=binary.file,
+    )
+    types = [type_ for _, type_ in binary.arguments]
+    return Launcher(launched, Packed(types, binary.threads, binary.function, load))

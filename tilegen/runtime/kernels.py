@@ -1,0 +1,223 @@
+"""The kernels of a kind of call: chosen and loaded for its bucket, launched for its plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from threading import RLock
+from typing import Any
+
+import torch
+
+from tilegen import bundles, pipeline
+from tilegen.emit.identity import stride_unit
+from tilegen.errors import Unsupported
+from tilegen.gpus.spec import ASSUMED, GpuSpec, detect, gpu
+from tilegen.kernels import passes
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.panels import Launch, rows_for
+from tilegen.kernels.registry import grid_of
+from tilegen.kernels.spec import Direction
+from tilegen.kernels.two_pass import BWD_PREPROCESS
+from tilegen.masks.shapes import Shape
+from tilegen.masks.tensors import score_tensors
+from tilegen.masks.values import Made
+from tilegen.problem import AttentionProblem
+from tilegen.runtime.autograd import Changes, Gradients, Wanted
+from tilegen.runtime.binding import BoundKernel
+from tilegen.runtime.launcher import Launched, Launcher
+from tilegen.runtime.triton_function import TritonFunction
+
+
+@dataclass(frozen=True)
+class Pass:
+    """The kernels of a pass, and how they follow each other."""
+
+    kernels: Mapping[Kernel, BoundKernel]
+    panel_rows: int
+    run: Callable[..., Any]
+    """The `run` of the kernels' family."""
+    is_plain: bool
+    """Whether neither mask nor score adds to what launches are given."""
+
+
+class Kernels:
+    """The emitted kernels of one problem bucket on one device; those of a pass are chosen and
+    loaded when it first runs."""
+
+    def __init__(self, problem: AttentionProblem, device: torch.device, aligned: bool) -> None:
+        self.problem = problem
+        self.device = device
+        self.aligned = aligned
+        self._passes: dict[Direction, Pass] = {}
+        self._lock = RLock()
+
+    def load(self, direction: Direction) -> Pass:
+        """Return a pass, whose kernels are chosen and loaded the first time."""
+        with self._lock:
+            if direction not in self._passes:
+                spec = _spec(self.device)
+                found = self._from_bundle(spec, direction) or self._compiled_here(spec, direction)
+                self._passes[direction] = Pass(
+                    found,
+                    rows_for(self.problem, spec, direction),
+                    passes.family_of(found, direction).run,
+                    all(one.reads_nothing for one in found.values()),
+                )
+            return self._passes[direction]
+
+    def _compiled_here(self, spec: GpuSpec, direction: Direction) -> dict[Kernel, BoundKernel]:
+        on_gpu = self.device.type == "cuda"
+        chosen = pipeline.choose(
+            self.problem,
+            spec,
+            direction,
+            aligned=self.aligned,
+            may_tune=on_gpu,
+            may_compile=on_gpu,
+        )
+        modules = pipeline.load(self.problem, chosen, aligned=self.aligned)
+        unit = stride_unit(self.problem, self.aligned)
+        return {
+            kernel: bound_module(module, self.problem, kernel, chosen[kernel].config, unit)
+            for kernel, module in modules.items()
+        }
+
+    def _from_bundle(self, spec: GpuSpec, direction: Direction) -> dict[Kernel, BoundKernel] | None:
+        """Return the kernels of a pass from the first bundle that has them."""
+        for bundle in bundles.loaded:
+            if found := bundle.launches(self.problem, spec, direction, aligned=self.aligned):
+                return found
+        return None
+
+
+def bound_module(
+    module: Any, problem: AttentionProblem, kernel: Kernel, config: TileConfig, unit: int
+) -> BoundKernel:
+    """Return an emitted kernel: launched by what Triton compiled, or in the interpreter by its own
+    `launch`."""
+    function = TritonFunction.of(module, config)
+    if function is None:
+        return BoundKernel(module.launch, problem.mask, kernel, config)
+    launcher = launcher_of_module(module, function, problem, kernel, config, unit)
+    return BoundKernel(launcher, problem.mask, kernel, config, launcher.extra_names)
+
+
+def launcher_of_module(
+    module: Any,
+    function: TritonFunction,
+    problem: AttentionProblem,
+    kernel: Kernel,
+    config: TileConfig,
+    unit: int,
+) -> Launcher:
+    """Return the launcher of an emitted kernel whose strides are counted in `unit` elements."""
+    launched = Launched(
+        kernel=kernel,
+        config=config,
+        arguments=function.arguments,
+        stride_unit=unit,
+        grid=grid_of(kernel, config, problem.group_size),
+        where=module.__name__,
+    )
+    return Launcher(launched, function, module.launch)
+
+
+class PlannedKernels:
+    """The kernels of one kind of call: sizes are the same in all, so that what they determine of a
+    launch is kept."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._device = kernels.device
+        self._on_gpu = kernels.device.type == "cuda"
+        self.aligned = kernels.aligned
+        self._passes: dict[Direction, tuple[Pass, dict[Kernel, Launch]]] = {}
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, changes: Changes
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (out, lse)."""
+        if self._is_elsewhere():
+            with torch.cuda.device(self._device):
+                return self.forward(q, k, v, scale, changes)
+        its, launches = self._passes.get("forward") or self._plan("forward")
+        if not its.is_plain:
+            reads = score_tensors(changes.captured, changes.sinks)
+            launches = self._completed(its, launches, changes, reads, q, k)
+        return its.run(launches, q, k, v, scale, panel_rows=its.panel_rows)
+
+    def backward(
+        self,
+        saved: tuple[torch.Tensor, ...],
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        scale: float,
+        changes: Changes,
+        wanted: Wanted,
+    ) -> Gradients:
+        """Return the gradients; `saved` are q, k, v, out and lse."""
+        if self._is_elsewhere():
+            with torch.cuda.device(self._device):
+                return self.backward(saved, dout, dlse, scale, changes, wanted)
+        q, k, v, out, lse = saved
+        its, launches = self._passes.get("backward") or self._plan("backward")
+        captured: dict[int, torch.Tensor] = {}
+        if not its.is_plain:
+            score = self._kernels.problem.score
+            # Dense, as kernels need them, whatever the strides of what is trained.
+            sizes = {
+                slot: changes.captured[slot].shape for slot in (score.trained if score else ())
+            }
+            gradients = {s: q.new_zeros(size, dtype=torch.float32) for s, size in sizes.items()}
+            captured = {slot: gradients[slot] for slot in wanted.captured}
+            reads = score_tensors(changes.captured, None, gradients)
+            launches = self._completed(its, launches, changes, reads, q, k)
+        delta = launches[BWD_PREPROCESS.name](out, dout)
+        if dlse is not None:  # d lse / d s = p, as if delta were smaller by dlse
+            delta -= dlse
+        dq, dk, dv = its.run(
+            launches,
+            *(q, k, v, dout, lse, delta, scale),
+            panel_rows=its.panel_rows,
+            wants_dq=wanted.dq or bool(captured),
+            wants_dkdv=wanted.dkdv,
+        )
+        sinks = None
+        if wanted.sinks and changes.sinks is not None:  # a key that weighs exp(sink - lse), value 0
+            weights = (changes.sinks.float()[:, None] - lse).exp()
+            weights = weights.masked_fill(lse == float("-inf"), 0.0)  # nothing kept, and no sink
+            sinks = -(weights * delta).sum((0, 2)).to(changes.sinks.dtype)
+        return Gradients(dq, dk, dv, sinks, captured)
+
+    def _is_elsewhere(self) -> bool:
+        """Whether the current device, on which Triton launches, is not that of the tensors."""
+        return self._on_gpu and self._device.index != torch.cuda.current_device()
+
+    def _plan(self, direction: Direction) -> tuple[Pass, dict[Kernel, Launch]]:
+        its = self._kernels.load(direction)
+        launches = {name: one.of_plan() for name, one in its.kernels.items()}
+        return self._passes.setdefault(direction, (its, launches))
+
+    def _completed(
+        self,
+        its: Pass,
+        launches: Mapping[Kernel, Launch],
+        changes: Changes,
+        reads: Mapping[str, torch.Tensor],
+        q: torch.Tensor,
+        k: torch.Tensor,
+    ) -> dict[Kernel, Launch]:
+        """Return the launches of a pass, given what mask and score read."""
+        made: Made = {}
+        read = (changes.mask, Shape.of(q, k), self._device, reads, made)
+        return {name: one.given(*read, launches[name]) for name, one in its.kernels.items()}
+
+
+@cache
+def _spec(device: torch.device) -> GpuSpec:
+    spec = detect(device.index) if device.type == "cuda" else gpu(ASSUMED)
+    if spec is None:
+        raise Unsupported(f"expected a GPU that PyTorch sees, got {device}")
+    return spec
