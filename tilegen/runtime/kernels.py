@@ -197,7 +197,8 @@ class PlannedKernels:
 
     def _plan(self, direction: Direction) -> tuple[Pass, dict[Kernel, Launch]]:
         its = self._kernels.load(direction)
-        launches = {name: one.of_plan() for name, one in its.kernels.items()}
+        forward = direction == "forward"  # of q, k and v, whose strides are in the plan's key
+        launches = {n: one.of_plan(one_layout=forward) for n, one in its.kernels.items()}
         return self._passes.setdefault(direction, (its, launches))
 
     def _completed(
