@@ -125,7 +125,7 @@ def _attention(
     plan = _plans.get(key, lambda: _new_plan(q, k, v, changes))
     factor = plan.default_scale if scale is None else checked_scale(scale)
     if factor < 0:  # kernels take a row's maximum before scaling: the scale must keep the order
-        q, factor = -q, -factor
+        return _attention(-q, k, v, changes, -factor)
     if plan.rewrites or (changes.score is None and not changes.mask.values):
         return plan.run(q, k, v, factor, changes)
     check_fit(changes.mask, changes.score, Shape.of(q, k))
