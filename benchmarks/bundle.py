@@ -23,9 +23,9 @@ from unittest import mock
 import torch
 import typer
 import yaml
-from torch.nn.functional import scaled_dot_product_attention
 
-from benchmarks.cpu import Number, microseconds_per_call, write
+from benchmarks.call_cost import BASELINE, microseconds, sdpa
+from benchmarks.cpu import CALLS, REPEATS, Number, write
 from benchmarks.environment import ROOT
 from benchmarks.workloads import CATALOGUE, MASKED, SHAPES
 from tilegen import attention, bundles, pipeline
@@ -88,7 +88,7 @@ def calling(bundle: Bundle, problem: AttentionProblem) -> Number:
     """Return the time of a call up to the driver, outputs allocated and arguments packed."""
     shape = (1, 1, 128, problem.head_dim_qk)
     k, v = (torch.zeros(shape, dtype=TORCH_DTYPES[problem.dtype]) for _ in "kv")
-    q, row = k.repeat(1, problem.group_size, 1, 1), torch.zeros(1, 1, 1, 8)
+    q = k.repeat(1, problem.group_size, 1, 1)
     idle = SimpleNamespace(launch=lambda *_, **__: None)
     with (
         # As in the interpreter, where CPU tensors take the path of GPU tensors.
@@ -99,14 +99,18 @@ def calling(bundle: Bundle, problem: AttentionProblem) -> Number:
         # What compiles is not to be timed here.
         mock.patch.object(pipeline, "choose", side_effect=AssertionError("not from the bundle")),
     ):
+        ours, theirs = microseconds(
+            lambda: attention(q, k, v, mask=problem.mask),
+            sdpa(gradients=False),
+            calls=CALLS,
+            repeats=REPEATS,
+        )
         return Number(
             benchmark="attention() from a bundle, up to the driver",
-            value=microseconds_per_call(lambda: attention(q, k, v, mask=problem.mask)),
+            value=ours,
             unit="us",
-            baseline="SDPA of one row",
-            baseline_value=microseconds_per_call(
-                lambda: scaled_dot_product_attention(row, row, row)
-            ),
+            baseline=BASELINE,
+            baseline_value=theirs,
         )
 
 

@@ -1,6 +1,5 @@
-"""What a warm call of `attention` costs the CPU up to the driver, part by part, beside SDPA.
-
-    python -m benchmarks.call_cost
+"""What a warm call of `attention` costs the CPU up to the driver, part by part, beside SDPA; one of
+the benchmarks of cpu.py.
 
 Triton and its compiler are real, only the driver is a stand-in, so no GPU is needed; tensors are on
 the CPU, where PyTorch allocates as fast as from the cache of a GPU. SDPA computes one row of one
@@ -14,6 +13,7 @@ import statistics
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from typing import Any
 from unittest import mock
@@ -28,18 +28,18 @@ from tilegen.bounded_cache import BoundedCache
 from tilegen.choose.chosen import Ranked
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.problem import AttentionProblem
-from tilegen.runtime import dispatch
-from tilegen.runtime.autograd import Changes
+from tilegen.runtime import dispatch, plans
 from tilegen.runtime.call import call_key
+from tilegen.runtime.changes import Changes
+from tilegen.runtime.kernels import Kernels
 from tilegen.runtime.launcher import Bound, Launcher
 
-CALLS = 1000
-REPEATS = 9
+BASELINE = "SDPA of one row"
 TILE = TileConfig(block_m=16, block_n=16)
 HEADS, ROWS, HEAD_DIM = 8, 16, 64
 
 
-def calls() -> dict[str, Callable[[], object]]:
+def kinds() -> dict[str, Callable[[], object]]:
     """Return every kind of call that is measured, by its name."""
     q, k, v = (torch.zeros(1, HEADS, ROWS, HEAD_DIM) for _ in "qkv")
     trained = q.clone().requires_grad_()
@@ -73,7 +73,7 @@ def parts() -> dict[str, Callable[[], object]]:
     q, k, v = (torch.zeros(1, HEADS, ROWS, HEAD_DIM) for _ in "qkv")
     changes = Changes(tilegen.causal())
     attention(q, k, v, mask=changes.mask)
-    plan = dispatch._plans
+    plans: BoundedCache[Any, int] = BoundedCache(9)
     key = call_key(q, k, v, changes)
     trained = q.clone().requires_grad_()
     launcher, bound, made = _bound(q, k, v)
@@ -82,8 +82,8 @@ def parts() -> dict[str, Callable[[], object]]:
 
     return {
         "key": lambda: call_key(q, k, v, changes),
-        "plan": lambda: plan.get(key, dict),  # type: ignore[arg-type]
-        "allocation": lambda: bound.made(device),
+        "plan": lambda: plans.get(key, int),
+        "allocation": lambda: [make() for make in bound.results],
         "packing": lambda: launcher.filled(bound.values, found, {}),
         "driver": lambda: bound.run(bound.grid, values, device),
         "autograd": lambda: _Nothing.apply(trained, k, v, *made),
@@ -92,7 +92,7 @@ def parts() -> dict[str, Callable[[], object]]:
 
 def _bound(*tensors: torch.Tensor) -> tuple[Launcher, Bound, list[torch.Tensor]]:
     """Return a launcher of the forward kernel, and what it keeps for tensors like these."""
-    kernels = dispatch._kernels(
+    kernels = Kernels(
         AttentionProblem.parse(f"hq{HEADS} q{ROWS} d{HEAD_DIM} fp32 causal").bucket,
         tensors[0].device,
         True,
@@ -100,7 +100,7 @@ def _bound(*tensors: torch.Tensor) -> tuple[Launcher, Bound, list[torch.Tensor]]
     launcher = kernels.load("forward").kernels["fwd"].launch
     assert isinstance(launcher, Launcher)
     bound = launcher.bind((*tensors, 0.125), {})
-    return launcher, bound, bound.made(tensors[0].device)
+    return launcher, bound, [make() for make in bound.results]
 
 
 class _Nothing(torch.autograd.Function):
@@ -127,42 +127,41 @@ def as_on_a_gpu(*, notes: bool = False) -> Generator[StandInDriver]:
     with (
         stand_in(notes=notes) as driver,
         mock.patch.multiple(dispatch.interpreter, is_active=lambda: True, prepare=lambda: None),
-        mock.patch.object(dispatch, "_plans", BoundedCache(dispatch.MAX_PLANS)),
+        mock.patch.object(plans, "by_call", BoundedCache(plans.MAX_PLANS)),
         mock.patch.object(dispatch, "_loaded", BoundedCache(9)),
         mock.patch.object(pipeline, "rank", ranked),
     ):
         yield driver
 
 
-def microseconds(*functions: Callable[[], object]) -> list[float]:
+def microseconds(*functions: Callable[[], object], calls: int, repeats: int) -> list[float]:
     """Return the median CPU time of a call of each, measured in turns."""
     for function in functions:
         function()
     times: list[list[float]] = [[] for _ in functions]
-    for _ in range(REPEATS):
+    for _ in range(repeats):
         for function, its in zip(functions, times, strict=True):
             start = time.thread_time()
-            for _ in range(CALLS):
+            for _ in range(calls):
                 function()
-            its.append(1e6 * (time.thread_time() - start) / CALLS)
+            its.append(1e6 * (time.thread_time() - start) / calls)
     return [statistics.median(its) for its in times]
 
 
-def main() -> None:
-    """Print the cost of each kind of call beside SDPA's, then of each part of a forward."""
+def measured(*, calls: int, repeats: int) -> Generator[tuple[str, float, str, float]]:
+    """Yield what was measured and its microseconds, and the same of what it is held against: each
+    kind of call, then each part of a forward."""
+    measure = partial(microseconds, calls=calls, repeats=repeats)
     with as_on_a_gpu():
-        named = calls()
-        plain, graded, *found = microseconds(
+        named = kinds()
+        plain, trained, *found = measure(
             sdpa(gradients=False), sdpa(gradients=True), *named.values()
         )
-        print(f"{'SDPA':24} {plain:6.1f} us, with gradients {graded:.1f} us")
         for name, its in zip(named, found, strict=True):
-            base = graded if name == "with gradients" else plain
-            print(f"{name:24} {its:6.1f} us, {its / base:.2f} times SDPA")
+            what, base = BASELINE, plain
+            if name == "with gradients":
+                what, base = f"{BASELINE}, with gradients", trained
+            yield f"attention() up to the driver, {name}", its, what, base
         alone = parts()
-        for name, its in zip(alone, microseconds(*alone.values()), strict=True):
-            print(f"  {name:22} {its:6.1f} us, {its / plain:.2f} times SDPA")
-
-
-if __name__ == "__main__":
-    main()
+        for name, its in zip(alone, measure(*alone.values()), strict=True):
+            yield f"part of a forward: {name}", its, BASELINE, plain

@@ -19,9 +19,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Annotated
-from unittest import mock
 
 import typer
 
@@ -36,7 +34,7 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.problem import AttentionProblem
 
 REPEATS = 7
-CALLS = 2000
+CALLS = 1000
 """Of `attention` in one batch."""
 PROPOSED: tuple[Kernel, ...] = ("fwd", "bwd_preprocess", "bwd_dkdv", "bwd_dq")
 COMPILED = 16
@@ -80,44 +78,17 @@ def imports() -> Iterator[Number]:
 
 
 def calling() -> Iterator[Number]:
-    """Time that `attention` adds to a launch, with kernels that do nothing in place of the emitted.
+    """CPU time of `attention` up to the driver, and of its parts, beside PyTorch's attention."""
+    from benchmarks.call_cost import measured
 
-    The baseline is PyTorch's own attention on one row of one head, nearly all of it overhead.
-    """
-    import torch
-    from torch.nn.functional import scaled_dot_product_attention
-
-    from tilegen import attention, causal, pipeline
-    from tilegen.bounded_cache import BoundedCache
-    from tilegen.choose.chosen import Ranked
-    from tilegen.runtime import dispatch, plans
-
-    q, k, v = (torch.zeros(1, 8, 128, 64) for _ in "qkv")
-    out, lse = torch.zeros_like(q), torch.zeros(q.shape[:3])
-    idle = SimpleNamespace(launch=lambda *_, **__: (out, lse))
-    tile = TileConfig(block_m=64, block_n=64)
-    row, mask = torch.zeros(1, 1, 1, 8), causal()
-    baseline = microseconds_per_call(lambda: scaled_dot_product_attention(row, row, row))
-    with (
-        # As in the interpreter, where CPU tensors take the path of GPU tensors.
-        mock.patch.multiple(dispatch.interpreter, is_active=lambda: True, prepare=lambda: None),
-        mock.patch.object(plans, "by_call", BoundedCache(9)),
-        mock.patch.object(pipeline, "load_kernel", return_value=idle),
-        mock.patch.object(
-            pipeline,
-            "rank",
-            lambda _, kernel, **__: Ranked(kernel, (tile,), "agreement", "the benchmark"),
-        ),
-    ):
-        for name, wants_gradients in (("no gradients", False), ("with gradients", True)):
-            q.requires_grad_(wants_gradients)
-            yield Number(
-                benchmark=f"attention() up to the launch, {name}",
-                value=microseconds_per_call(lambda: attention(q, k, v, mask=mask)),
-                unit="us",
-                baseline="SDPA of one row",
-                baseline_value=baseline,
-            )
+    for name, value, baseline, of_baseline in measured(calls=CALLS, repeats=REPEATS):
+        yield Number(
+            benchmark=name,
+            value=value,
+            unit="us",
+            baseline=baseline,
+            baseline_value=of_baseline,
+        )
 
 
 def proposing() -> Iterator[Number]:
@@ -184,13 +155,6 @@ def _proposals() -> Iterator[tuple[AttentionProblem, TileConfig, Kernel]]:
             yield workload.problem, candidate.config, kernel
 
 
-def microseconds_per_call(function: Callable[[], object]) -> float:
-    """Return the median over batches of calls, after one to warm up."""
-    function()
-    batches = [_milliseconds(lambda: [function() for _ in range(CALLS)]) for _ in range(REPEATS)]
-    return 1e3 * statistics.median(batches) / CALLS
-
-
 def _milliseconds(function: Callable[[], object]) -> float:
     start = time.perf_counter()
     function()
@@ -230,7 +194,7 @@ def main(
         Path | None, typer.Option(help="Result file. Default: benchmarks/results/cpu/<date>.csv.")
     ] = None,
 ) -> None:
-    """Measure import, propose, render, compile and the hot path up to the launch.
+    """Measure import, propose, render, compile and the hot path up to the driver.
 
     Example: python -m benchmarks.cpu
     """

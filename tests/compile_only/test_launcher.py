@@ -66,3 +66,14 @@ def test_attention_launches_without_the_binder(monkeypatch: pytest.MonkeyPatch) 
     one = ["attention_fwd", "attention_bwd_preprocess", "attention_bwd_dq", "attention_bwd_dkdv"]
     assert names == 2 * one
     assert bound == [True] * 4
+
+
+def test_a_negated_query_has_strides_of_its_own() -> None:
+    """A part of a wider tensor, whose negation is dense: both scales in turn, one kind of call."""
+    wide = torch.zeros(1, 2, 32, 48, dtype=torch.bfloat16)
+    q, k = wide[..., :16], torch.zeros(1, 2, 32, 16, dtype=torch.bfloat16)
+    with as_on_a_gpu(notes=True) as driver:
+        for scale in (0.5, -0.5, 0.5, -0.5):
+            tilegen.attention(q, k, k, scale=scale)
+    strides = [values[5:8] for *_, values in driver.launches]
+    assert strides == [[0, 192, 6], [0, 64, 2]] * 2

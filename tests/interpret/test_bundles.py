@@ -25,8 +25,8 @@ from tilegen.masks import Mask
 from tilegen.masks.score import Score
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import plans
-from tilegen.runtime.autograd import Changes
 from tilegen.runtime.call import problem_of
+from tilegen.runtime.changes import Changes
 from tilegen.runtime.launcher import Launcher
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")

@@ -53,9 +53,10 @@ class BoundKernel:
 
         self.reads_nothing = not self._slots and not self._reads and self._keep is None
 
-    def of_plan(self) -> Launch:
-        """Return the launch for calls of one kind: their tensors have the same sizes."""
-        return self.launch.of_plan() if isinstance(self.launch, Launcher) else self.launch
+    def of_plan(self, *, one_layout: bool) -> Launch:
+        """Return the launch for calls of one kind, as `Launcher.of_plan` does."""
+        launch = self.launch
+        return launch.of_plan(one_layout=one_layout) if isinstance(launch, Launcher) else launch
 
     def given(
         self,

@@ -17,7 +17,7 @@ from tilegen.masks.tracing.fingerprint import Traces
 from tilegen.masks.usual import KvPrefix
 from tilegen.masks.values import Values
 from tilegen.problem import MIN_HEAD_DIM, AttentionProblem, DType
-from tilegen.runtime.autograd import Changes
+from tilegen.runtime.changes import Changes
 
 _DTYPES: dict[torch.dtype, DType] = {
     torch.float16: "fp16",

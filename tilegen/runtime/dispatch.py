@@ -25,7 +25,7 @@ from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import check_fit
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import autograd, plans
-from tilegen.runtime.autograd import Changes, addressable, reaching, torch_run
+from tilegen.runtime.autograd import addressable, reaching, torch_run
 from tilegen.runtime.call import (
     ScoreFunction,
     autocast,
@@ -39,6 +39,7 @@ from tilegen.runtime.call import (
     score_of,
     widened,
 )
+from tilegen.runtime.changes import Changes
 from tilegen.runtime.dilation import group, ungroup
 from tilegen.runtime.kernels import Kernels, PlannedKernels
 
@@ -77,7 +78,7 @@ def _attention(
     plan: Plan = plans.by_call.get(key, lambda: _new_plan(q, k, v, changes))
     factor = plan.default_scale if scale is None else checked_scale(scale)
     if factor < 0:  # kernels take a row's maximum before scaling: the scale must keep the order
-        q, factor = -q, -factor
+        return _attention(-q, k, v, changes, -factor)
     if plan.rewrites or (changes.score is None and not changes.mask.values):
         return plan.run(q, k, v, factor, changes)
     check_fit(changes.mask, changes.score, Shape.of(q, k))

@@ -14,8 +14,8 @@ from tilegen.masks.mask import Mask, full
 from tilegen.masks.score import Score
 from tilegen.masks.tracing.fingerprint import Traces
 from tilegen.runtime.attention import attention
-from tilegen.runtime.autograd import Changes
 from tilegen.runtime.call import ScoreFunction, score_of
+from tilegen.runtime.changes import Changes
 from tilegen.runtime.maxima import row_maxima
 
 

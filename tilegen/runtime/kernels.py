@@ -24,8 +24,8 @@ from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import score_tensors
 from tilegen.masks.values import Made
 from tilegen.problem import AttentionProblem
-from tilegen.runtime.autograd import Changes, Gradients, Wanted
 from tilegen.runtime.binding import BoundKernel
+from tilegen.runtime.changes import Changes, Gradients, Wanted
 from tilegen.runtime.launcher import Launched, Launcher
 from tilegen.runtime.triton_function import TritonFunction
 
@@ -197,7 +197,8 @@ class PlannedKernels:
 
     def _plan(self, direction: Direction) -> tuple[Pass, dict[Kernel, Launch]]:
         its = self._kernels.load(direction)
-        launches = {name: one.of_plan() for name, one in its.kernels.items()}
+        forward = direction == "forward"  # of q, k and v, whose strides are in the plan's key
+        launches = {n: one.of_plan(one_layout=forward) for n, one in its.kernels.items()}
         return self._passes.setdefault(direction, (its, launches))
 
     def _completed(

@@ -80,15 +80,9 @@ class Bound:
     grid: int
     values: list[Any]
     """All arguments; those that differ from launch to launch are still missing."""
-    results: list[tuple[torch.Size, tuple[int, ...], torch.dtype]]
+    results: Sequence[Callable[[], torch.Tensor]]
+    """Allocate what a launch returns."""
     run: Run
-
-    def made(self, device: torch.device) -> list[torch.Tensor]:
-        """Return new tensors for the results."""
-        return [
-            torch.empty_strided(size, stride, dtype=dtype, device=device)
-            for size, stride, dtype in self.results
-        ]
 
 
 class Launcher:
@@ -146,11 +140,11 @@ class Launcher:
         self.emitted_alone = True
         return self._emitted(*given, **extras)
 
-    def of_plan(self) -> Launch:
-        """Return a launch for calls whose tensors all have the same sizes; it keeps what their
-        strides determine."""
+    def of_plan(self, *, one_layout: bool = False) -> Launch:
+        """Return a launch for calls whose tensors all have the same sizes, and with `one_layout`
+        the same strides; it keeps what sizes and strides determine."""
         one_size = not self._spec.panel and all(one.taken == "size" for one, _ in self._grid)
-        return _PlanLauncher(self) if one_size else self
+        return _PlanLauncher(self, () if one_layout else self.strided) if one_size else self
 
     def bind(self, given: tuple[Any, ...], extras: dict[str, Any]) -> Bound:
         """Return what launches with the same sizes and strides have in common. Raises Unsupported
@@ -219,24 +213,31 @@ class Launcher:
         for place, one in self._extras:
             if one.taken == "address":
                 shown[place] = extras[one.of]
-        results = [(one.size(), one.stride(), one.dtype) for one in made]
+        results = [
+            partial(
+                torch.empty_strided, one.size(), one.stride(), dtype=one.dtype, device=one.device
+            )
+            for one in made
+        ]
         return Bound(grid, values, results, self._function.prepare(grid, shown))
 
 
 class _PlanLauncher:
-    """Launches a kernel for one kind of call: the tensors of all its launches have the same sizes,
-    and seldom other strides (of gradients, or of what hooks give back for saved tensors)."""
+    """Launches a kernel for one kind of call: the tensors of all its launches have the same
+    sizes, and in a backward seldom other strides (of gradients, or of what hooks give back for
+    saved tensors)."""
 
-    def __init__(self, launcher: Launcher) -> None:
+    def __init__(self, launcher: Launcher, strided: Sequence[int]) -> None:
+        """`strided` are the places of tensors whose strides may differ from launch to launch."""
         self._launcher = launcher
-        self._strided = launcher.strided
+        self._strided = strided
         self._bound: dict[tuple[tuple[int, ...], ...], Bound] = {}
 
     def __call__(self, *given: Any, **extras: Any) -> Any:
         launcher = self._launcher
         if launcher.emitted_alone:
             return launcher.with_emitted(given, extras)
-        strides = tuple([given[place].stride() for place in self._strided])
+        strides = tuple([given[place].stride() for place in self._strided]) if self._strided else ()
         bound = self._bound.get(strides)
         if bound is None:
             try:
@@ -246,7 +247,7 @@ class _PlanLauncher:
             if len(self._bound) >= MAX_BOUND:
                 self._bound = {}
             self._bound[strides] = bound
-        return launcher.launch(bound, given, bound.made(given[0].device), extras)
+        return launcher.launch(bound, given, [make() for make in bound.results], extras)
 
 
 def _argument(name: str, launched: Launched) -> Argument:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tilegen.runtime.autograd import Changes
+from tilegen.runtime.changes import Changes
 
 PAIRS = 2**24
 """Scores that are held at once, about."""
