@@ -1,5 +1,5 @@
-"""What is kept in a process: bounded, the least recently used goes first, made once by whichever of
-many threads asks first."""
+"""Caches of a process: bounded, the least recently used value goes first, and each value is made
+once, by the first thread that asks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What several modules do outside of Python: write a file whole or not at all, say a thing once."""
+"""Files and messages: a file is written whole or not at all, a message is said once."""
 
 from __future__ import annotations
 

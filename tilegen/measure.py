@@ -18,8 +18,8 @@ Timer = Callable[[Callable[[], object], int], list[float]]
 """`timer(launch, repeats)` runs `launch` that often, from a cold L2, and returns the us of each."""
 
 POLICY = "cold_l2"
-"""How times are taken: the median of single launches, L2 cleared before each, between two events on
-the stream. Another way makes other times, so it has another name, and records keep them apart."""
+"""Name of the way in which times are taken: the median of single launches, L2 cleared before each,
+between two events on the stream. Times of ways with other names are kept apart by records."""
 TIE_LIMIT = 0.02
 """Two medians that differ by more are never a tie, however noisy the measurement."""
 MIN_REPEATS = 10
@@ -167,7 +167,7 @@ def _cuda_timer() -> Timer:
 
 
 def _device_answers() -> bool:
-    """Whether work can still be launched: an illegal access is reported by every later call."""
+    """True while work can be launched: an illegal access is reported by every later call."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,5 +1,4 @@
-"""What is to be computed: `AttentionProblem`, and the short notation every command and record
-uses."""
+"""Problems: `AttentionProblem`, and the short notation that every command and record uses."""
 
 from __future__ import annotations
 

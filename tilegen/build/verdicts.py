@@ -1,5 +1,5 @@
-"""What the compiler says of kernels, remembered beside them: a later process that has to choose
-compiles nothing again."""
+"""Verdicts of the compiler, kept beside the kernels: a later process that has to choose compiles
+nothing again."""
 
 from __future__ import annotations
 

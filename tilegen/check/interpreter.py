@@ -268,7 +268,7 @@ def _remember_operators(scope: Any) -> None:
 
 
 def _is_plain(number: Any) -> bool:
-    """Whether a number of Python's is an int32, or an fp32 that is not subnormal."""
+    """True for a Python number that is an int32, or an fp32 that is not subnormal."""
     if type(number) is int:
         return -(2**31) <= number < 2**31
     return type(number) is float and (number == 0 or 1e-37 < abs(number) < 1e38)

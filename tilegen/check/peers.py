@@ -1,4 +1,4 @@
-"""What PyTorch itself offers for a problem: SDPA, with a back end pinned or not, and FlexAttention.
+"""PyTorch's own attention for a problem: SDPA, with a back end pinned or not, and FlexAttention.
 
 `sdpa` and `flex` return the function to time, or raise Unsupported with why not. It takes and
 returns (batch, heads, seqlen, head_dim), and autograd goes through.

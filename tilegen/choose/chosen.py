@@ -1,4 +1,4 @@
-"""What passes between the steps of the pipeline: configs that are ranked, and the one chosen."""
+"""Records that the steps of the pipeline hand on: ranked configs, and the one chosen."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Which kernels compute a pass: keep queries (or keys) on chip whole, stream their head dims, or
-write scores to a panel as the small-cache algorithms do. The model decides; nobody has to know."""
+"""The choice of a family of kernels for a pass: queries (or keys) stay on chip whole, their head
+dims stream, or scores go to a panel as in the small-cache algorithms. The model decides."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What is known of a problem's kernels without the model: what all ranks agreed on, what records
-say, and what a call may tune."""
+"""Knowledge of a problem's kernels without the model: agreements of all ranks, records, and tuning
+in a call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TUNE_SECONDS = 30.0
 
 
 class Known:
-    """What is known of one problem on one GPU; each record is read once.
+    """Agreements, records and tuning for one problem on one GPU; each record is read once.
 
     With `deterministic` (default: TILEGEN_DETERMINISTIC) nothing is tuned, and a shared location
     that does not answer raises Unreachable: then all who see the same records choose alike.

@@ -233,7 +233,7 @@ def _in_panel(spec: KernelSpec) -> bool:
 
 
 def _heavy_last(mask: Mask, side: Side) -> bool:
-    """Whether later tiles have more work; they should then start first, so that the tail is made of
+    """True where later tiles have more work; they then start first, so that the launch ends with
     light ones."""
     ranges = tile_ranges(mask, side, seqlen_q=4096, seqlen_kv=4096, block_m=64, block_n=64)
     work = ranges.visited[0, 0]

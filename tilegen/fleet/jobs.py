@@ -33,7 +33,7 @@ class Job:
 
     @cached_property
     def conditions(self) -> Conditions:
-        """What the timings depend on; workers under other conditions have a study of their own."""
+        """Conditions of the timings; workers under other conditions have a study of their own."""
         versions = current_versions()
         return Conditions(
             problem=self.problem.key,

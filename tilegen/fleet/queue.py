@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 CONFIG, RESULT, BEAT, FILLED = "config", "result", "beat", "filled"
 """Names of what trials and studies carry besides Optuna's own."""
 PUBLISHED = "published to "
-"""How marks of studies begin whose winner is in a store."""
+"""Start of the marks of studies whose winner is in a store."""
 STALE_SECONDS = 60.0
 """A claim without a beat for so long belongs to nobody: its config is measured by another."""
 
@@ -77,14 +77,14 @@ class Queue:
         self._stale = stale_seconds
         self._filled = False
         self._beats: dict[int, tuple[int, float]] = {}
-        """Of running trials: the last beat seen, and when it was new, by this process's clock."""
+        """Last beat of each running trial, and when it was new, by this process's clock."""
 
     def ready(
         self,
         configs: Sequence[TileConfig],
         known: Callable[[], Collection[dict[str, Any]]] = lambda: (),
     ) -> bool:
-        """Whether the configs are in the queue; puts them there if that is this worker's job.
+        """True once the configs are in the queue; puts them there if that is this worker's job.
 
         `known` returns results from elsewhere, which need not be found again.
         """

@@ -110,7 +110,7 @@ def patiently(
 
 
 def _is_away(error: Exception) -> bool:
-    """Whether trying again may help. Bases are compared by name: no driver need be installed."""
+    """True for an error that may pass. Bases are compared by name: no driver need be installed."""
     names = {f"{base.__module__}.{base.__name__}" for base in type(error).__mro__}
     if names & {"grpc.RpcError"}:
         code: Any = getattr(error, "code", lambda: None)()
@@ -149,7 +149,7 @@ def _flaw(journal: Path) -> str:
 
 
 def _is_operation(line: bytes) -> bool | None:
-    """Whether a journal's line is an operation, None if it is no JSON."""
+    """True for a journal's line that is an operation, None for one that is no JSON."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):

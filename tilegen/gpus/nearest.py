@@ -16,7 +16,7 @@ def nearest(arch: str, known: Collection[str]) -> str:
 
 
 def on_tensor_cores(dtype: str, arch: str) -> bool:
-    """Whether matrix products of a dtype run on an architecture's tensor cores.
+    """True where matrix products of a dtype run on an architecture's tensor cores.
 
     Those of NVIDIA take bf16 from sm_80 on; IEEE fp32 runs on none. Other products are made of
     fp32 multiply-adds.

@@ -1,4 +1,4 @@
-"""Which of several findings about one key is the winner, and joining of records by that rule.
+"""The election of a winner among the findings for one key, and joining of records by it.
 
 The rule, which cache/README.md explains to people:
 
@@ -31,7 +31,7 @@ from tilegen.store.record import MAX_RIVALS, TuningRecord
 from tilegen.store.versions import Versions, is_credible, numbers
 
 SOFTWARE = tuple(f.name for f in fields(Versions) if f.name not in ("tilegen", "sympy"))
-"""What of the versions a timing depends on; what matters of tilegen is the template's digest."""
+"""Versions that a timing depends on; in place of tilegen's stands the template's digest."""
 
 
 def join(records: Iterable[TuningRecord]) -> TuningRecord:

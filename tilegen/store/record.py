@@ -36,8 +36,8 @@ KEY = ("gpu", "arch", "kernel", "problem", "policy")
 
 
 class OtherSchema(InvalidRecord):
-    """What another tilegen wrote, and this one cannot read: a schema, a knob, a newer version's
-    values, a notation that another SymPy spells. It is in order, so it stays where it is."""
+    """A file that another tilegen wrote and this one cannot read: a schema, a knob, a newer
+    version's values, a notation that another SymPy spells. The file is whole, so it stays."""
 
 
 @dataclass(frozen=True, kw_only=True)

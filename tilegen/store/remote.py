@@ -205,7 +205,7 @@ def _condition(protocol: str, tag: str | None) -> dict[str, Any]:
 
 
 def _was_overtaken(error: Exception) -> bool:
-    """Whether a put failed because of its condition: s3fs says EINVAL, Azure's client 412."""
+    """True for a put that failed by its condition: s3fs says EINVAL, Azure's client 412."""
     return (
         isinstance(error, FileExistsError)
         or getattr(error, "errno", None) == errno.EINVAL

@@ -25,7 +25,7 @@ class Versions:
     """Version that PyTorch was built for (CUDA, or HIP on AMD)."""
     driver: str = ""
     sympy: str = ""
-    """Which spells the canonical texts of masks and scores: no timing depends on it."""
+    """Version of SymPy, which spells masks and scores canonically: no timing depends on it."""
 
 
 @cache

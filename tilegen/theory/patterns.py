@@ -1,4 +1,4 @@
-"""How much of a mask a part of the computation can see, and the lower bound that follows.
+"""The share of a mask that a part of the computation can see, and the lower bound that follows.
 
 A mask is a bipartite graph G of query and key-value rows. `e_G(k)` is the largest number of its
 entries in any sub-grid of I rows and J columns with I + J <= k. In Saha and Ye's Lemma 3.3

@@ -1,4 +1,4 @@
-"""Which regime a problem is in: what the papers prove for sparse masks, and dividing points.
+"""The regime of a problem: theorems for sparse masks, and the points that divide regimes.
 
 Words are elements. FA1: Dao et al., arXiv 2205.14135. Li: Li et al., arXiv 2410.09397.
 Saha and Ye: arXiv 2402.07443.

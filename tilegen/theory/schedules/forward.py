@@ -230,7 +230,7 @@ FWD_SPARSE_SMALL_CACHE = _small_cache(
     s,
     g * nnz,
 )
-"""Of each tile of S only the entries that the mask keeps are held and stored, so tiles grow to
+"""A tile of S is held and stored without the entries that the mask drops, so tiles grow to
 sqrt(M / s). Every tile is visited. The footprint is the mean; indices are not counted."""
 
 FWD_S_STATIONARY = Schedule(
