@@ -73,7 +73,7 @@ def parts() -> dict[str, Callable[[], object]]:
     q, k, v = (torch.zeros(1, HEADS, ROWS, HEAD_DIM) for _ in "qkv")
     changes = Changes(tilegen.causal())
     attention(q, k, v, mask=changes.mask)
-    plans: BoundedCache[Any, int] = BoundedCache(9)
+    known: BoundedCache[Any, int] = BoundedCache(9)
     key = call_key(q, k, v, changes)
     trained = q.clone().requires_grad_()
     launcher, bound, made = _bound(q, k, v)
@@ -82,7 +82,7 @@ def parts() -> dict[str, Callable[[], object]]:
 
     return {
         "key": lambda: call_key(q, k, v, changes),
-        "plan": lambda: plans.get(key, int),
+        "plan": lambda: known.get(key, int),
         "allocation": lambda: [make() for make in bound.results],
         "packing": lambda: launcher.filled(bound.values, found, {}),
         "driver": lambda: bound.run(bound.grid, values, device),
@@ -128,7 +128,7 @@ def as_on_a_gpu(*, notes: bool = False) -> Generator[StandInDriver]:
         stand_in(notes=notes) as driver,
         mock.patch.multiple(dispatch.interpreter, is_active=lambda: True, prepare=lambda: None),
         mock.patch.object(plans, "by_call", BoundedCache(plans.MAX_PLANS)),
-        mock.patch.object(dispatch, "_loaded", BoundedCache(9)),
+        mock.patch.object(plans, "by_problem", BoundedCache(9)),
         mock.patch.object(pipeline, "rank", ranked),
     ):
         yield driver
