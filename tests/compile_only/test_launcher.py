@@ -10,7 +10,8 @@ import torch
 import tilegen
 from benchmarks.call_cost import as_on_a_gpu
 from benchmarks.stand_in import stand_in
-from tilegen.emit.kernel_files import load, stride_unit
+from tilegen.emit.identity import stride_unit
+from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
 from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem

@@ -18,7 +18,7 @@ from tests.sliced import ALL
 from tilegen.bundles.launching import launcher_of
 from tilegen.bundles.manifest import Binary
 from tilegen.emit import kernel_files
-from tilegen.emit.kernel_files import stride_unit
+from tilegen.emit.identity import stride_unit
 from tilegen.emit.render import render
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import Kernel, TileConfig
