@@ -174,6 +174,13 @@ class KernelSpec:
             return self.loop.slices if self.loop.panel else (*self.loop.slices, "v")
         return self.loop.products if self.loop else ()
 
+    @property
+    def score_tiles(self) -> int:
+        """Score tiles that are alive together, at least 1."""
+        if isinstance(self.loop, Sliced):
+            return self.loop.results
+        return self.loop.score_tiles if self.loop else 1
+
     @cached_property
     def by_name(self) -> dict[str, Argument]:
         """Its arguments by their names, but for those that masks and scores add."""

@@ -18,9 +18,7 @@ from tilegen.masks.usual import Intervals
 from tilegen.problem import AttentionProblem
 
 FEW_REGISTERS = 8
-"""Of a thread, for where lists lie."""
-TILES: dict[Kernel, int] = {"bwd_dkdv": 2, "bwd_dq": 2, "bwd_scores": 2}
-"""Tiles of scores that a looked-up table keeps alive: its own, and in a backward its slope."""
+"""Registers of a thread that hold where lists lie."""
 
 
 def beyond(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> tuple[int, int]:
@@ -36,8 +34,10 @@ def beyond(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> tup
         scores = config.block_m * config.block_n
         tables = _tables(problem.score)
         smem += config.num_stages * scores * sum(tables)
-        trained = KERNELS[kernel].trains and bool(problem.score.trained)
-        alive = len(tables) * (TILES.get(kernel, 1) + trained)
+        spec = KERNELS[kernel]
+        trained = spec.trains and bool(problem.score.trained)
+        # A looked-up table keeps tiles of scores alive: its own, and in a backward its slope.
+        alive = len(tables) * (spec.score_tiles + trained)
         registers += alive * scores // (32 * config.num_warps)
     return smem, registers
 

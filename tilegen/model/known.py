@@ -14,6 +14,7 @@ from importlib.resources import files
 
 from tilegen.gpus.nearest import nearest
 from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import KERNELS
 from tilegen.problem import AttentionProblem
 
 UNUSABLE = 10**6
@@ -38,20 +39,16 @@ def _classes(problem: AttentionProblem, kernel: Kernel, block_d: int) -> tuple[s
 def _widths(problem: AttentionProblem, kernel: Kernel, block_d: int) -> str:
     """Return what a kernel's text says of the head dims; few things, where it takes them in
     slices, so that one kernel speaks for many head dims."""
-    qk, v = problem.head_dim_qk, problem.head_dim_v
-    match kernel:
-        case "fwd_scores":
-            return _steps(qk, block_d)
-        case "bwd_scores":
-            return f"{_steps(qk, block_d)}/{_steps(v, block_d)}"
-        case "fwd_streamed":
-            return f"{_steps(qk, block_d)}/d{v}"
-        case "fwd_values" | "bwd_rows":
-            return "padded" if (v if kernel == "fwd_values" else qk) % block_d else "whole"
-        case "bwd_columns":
-            return "any"
-        case _:
-            return f"d{qk}/{v}"
+    width = {"qk": problem.head_dim_qk, "v": problem.head_dim_v}
+    loop = KERNELS[kernel].sliced
+    if loop is None:
+        return f"d{width['qk']}/{width['v']}"
+    if loop.loops:
+        slices = [_steps(width[one], block_d) for one in loop.slices]
+        return "/".join(slices if loop.panel else [*slices, f"d{width['v']}"])
+    if len(loop.slices) > 1:  # either head dim is an argument
+        return "any"
+    return "padded" if width[loop.slices[0]] % block_d else "whole"
 
 
 MOST_STEPS = 16
