@@ -26,6 +26,7 @@ from benchmarks.stand_in import StandInDriver, stand_in
 from tilegen import attention, pipeline
 from tilegen.bounded_cache import BoundedCache
 from tilegen.choose.chosen import Ranked
+from tilegen.emit import kernel_files
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import dispatch, plans
@@ -129,6 +130,8 @@ def as_on_a_gpu(*, notes: bool = False) -> Generator[StandInDriver]:
         mock.patch.multiple(dispatch.interpreter, is_active=lambda: True, prepare=lambda: None),
         mock.patch.object(plans, "by_call", BoundedCache(plans.MAX_PLANS)),
         mock.patch.object(plans, "by_problem", BoundedCache(9)),
+        # Triton keeps what it compiled with the functions of a module, and its launcher with that.
+        mock.patch.object(kernel_files, "_modules", BoundedCache(9)),
         mock.patch.object(pipeline, "rank", ranked),
     ):
         yield driver

@@ -20,7 +20,7 @@ from tilegen.emit.render import render
 from tilegen.gpus.spec import catalogue, gpu
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS, LARGE_CACHE
-from tilegen.model import known, sliced
+from tilegen.model import known, sliced_footprint
 from tilegen.model.footprint import REGISTER_FEATURES, footprint, register_features
 from tilegen.model.on_chip import Footprint, max_registers, residents
 from tilegen.problem import AttentionProblem
@@ -135,7 +135,7 @@ def test_register_fit_separates_without_being_told(
     cell = [s for s in SAMPLES if s.arch == arch and s.kernel != "bwd_preprocess" and not s.error]
     spilling = [s for s in cell if s.spill_bytes > MUCH]
     fine = [s for s in cell if s.spill_bytes == 0]
-    for module in (model, sliced):
+    for module in (model, sliced_footprint):
         monkeypatch.setattr(module, "spilled_bytes", lambda *_: None)
         monkeypatch.setattr(module, "reported_spill", lambda *_: 0)
 
