@@ -44,11 +44,12 @@ def _widths(problem: AttentionProblem, kernel: Kernel, block_d: int) -> str:
     if loop is None:
         return f"d{width['qk']}/{width['v']}"
     if loop.loops:
-        slices = [_steps(width[one], block_d) for one in loop.slices]
+        slices = [_steps(width[dim], block_d) for dim in loop.slices]
         return "/".join(slices if loop.panel else [*slices, f"d{width['v']}"])
-    if len(loop.slices) > 1:  # either head dim is an argument
+    one, *others = loop.slices
+    if others:  # either head dim is an argument
         return "any"
-    return "padded" if width[loop.slices[0]] % block_d else "whole"
+    return "padded" if width[one] % block_d else "whole"
 
 
 MOST_STEPS = 16
