@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, cast
 
 from tilegen.errors import InvalidProblem, Unsupported
+from tilegen.kernels.config import Dim
 from tilegen.masks.dilation import grouped_length, grouped_mask, step_of
 from tilegen.masks.mask import Mask, full
 from tilegen.masks.notation import parse_mask
@@ -85,6 +86,11 @@ class AttentionProblem:
     def group_size(self) -> int:
         """Query heads that share one key-value head."""
         return self.num_heads_q // self.num_heads_kv
+
+    @property
+    def head_dims(self) -> dict[Dim, int]:
+        """The head dims by their names: `qk` of q and k, `v` of v and out."""
+        return {"qk": self.head_dim_qk, "v": self.head_dim_v}
 
     @property
     def shape(self) -> Shape:

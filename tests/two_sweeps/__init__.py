@@ -6,14 +6,12 @@ It computes a forward in two sweeps over the keys: maxima and sums first, then t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from tilegen.choose.families import ranked_families
-from tilegen.kernels.panels import Launch
-from tilegen.kernels.q_stationary import ARGUMENTS, FLOOR
+from tilegen.kernels.q_stationary import ARGUMENTS, FLOOR, one_launch
 from tilegen.kernels.registry import FORWARD, KERNELS, register
 from tilegen.kernels.spec import FamilySpec, KernelSpec, Knobs, Whole, read, write
 
@@ -47,14 +45,12 @@ FWD_TWO_SWEEPS = KernelSpec(
 )
 
 
-def run(
-    launch: Mapping[str, Launch], q: Any, k: Any, v: Any, scale: float, *, panel_rows: int
-) -> Any:
-    """Return (out, lse)."""
-    return launch[FWD_TWO_SWEEPS.name](q, k, v, scale)
-
-
-TWO_SWEEPS = FamilySpec(name="two_sweeps", direction="forward", kernels=(FWD_TWO_SWEEPS,), run=run)
+TWO_SWEEPS = FamilySpec(
+    name="two_sweeps",
+    direction="forward",
+    kernels=(FWD_TWO_SWEEPS,),
+    run=one_launch(FWD_TWO_SWEEPS),
+)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Literal
 
 from tilegen.errors import Unsupported
 
@@ -11,6 +12,9 @@ Kernel = str
 """The name of an emitted kernel; templates/README.md says what each computes."""
 Family = str
 """The name of a family: how a pass is computed."""
+
+Dim = Literal["qk", "v"]
+"""A head dim: that of q and k, or that of v."""
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 NUM_WARPS = (4, 8)

@@ -3,8 +3,8 @@ arXiv 2307.08691), Algorithm 1."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from tilegen.kernels.arguments import SCALE_IN_BASE_2, pointers, sizes, strides
 from tilegen.kernels.panels import Launch
@@ -59,17 +59,23 @@ FWD = KernelSpec(
 )
 
 
-def run(
-    launch: Mapping[str, Launch],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    *,
-    panel_rows: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse)."""
-    return launch[FWD.name](q, k, v, scale)
+def one_launch(kernel: KernelSpec) -> Callable[..., Any]:
+    """Return the `run` of a forward family that has one kernel for all: it returns (out, lse)."""
+
+    def run(
+        launch: Mapping[str, Launch],
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        *,
+        panel_rows: int,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return launch[kernel.name](q, k, v, scale)
+
+    return run
 
 
-Q_STATIONARY = FamilySpec(name="q_stationary", direction="forward", kernels=(FWD,), run=run)
+Q_STATIONARY = FamilySpec(
+    name="q_stationary", direction="forward", kernels=(FWD,), run=one_launch(FWD)
+)

@@ -3,15 +3,8 @@ again with every tile of keys."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
-
-from tilegen.kernels.panels import Launch
-from tilegen.kernels.q_stationary import ARGUMENTS, FLOOR
+from tilegen.kernels.q_stationary import ARGUMENTS, FLOOR, one_launch
 from tilegen.kernels.spec import FamilySpec, KernelSpec, Knobs, Sliced, read, write
-
-if TYPE_CHECKING:
-    import torch
 
 FWD_STREAMED = KernelSpec(
     name="fwd_streamed",
@@ -37,23 +30,10 @@ FWD_STREAMED = KernelSpec(
 )
 
 
-def run(
-    launch: Mapping[str, Launch],
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    scale: float,
-    *,
-    panel_rows: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse)."""
-    return launch[FWD_STREAMED.name](q, k, v, scale)
-
-
 Q_STREAMED = FamilySpec(
     name="q_streamed",
     direction="forward",
     kernels=(FWD_STREAMED,),
-    run=run,
+    run=one_launch(FWD_STREAMED),
     large_heads_only=True,
 )

@@ -43,9 +43,14 @@ def family_among(kernels: Collection[Kernel], direction: Direction) -> FamilySpe
     return next(found, None)
 
 
+def family_with(kernel: Kernel) -> FamilySpec:
+    """Return the first family that a kernel belongs to."""
+    return next(one for its in FAMILIES.values() for one in its.values() if kernel in one.names)
+
+
 def direction_of(kernel: Kernel) -> Direction:
     """Return the pass that a kernel belongs to."""
-    return "forward" if any(kernel in one.names for one in FORWARD.values()) else "backward"
+    return family_with(kernel).direction
 
 
 def grid_of(kernel: Kernel, config: TileConfig, group_size: int) -> tuple[tuple[str, int], ...]:

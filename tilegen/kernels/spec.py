@@ -14,15 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from tilegen.kernels.arguments import Argument, Line
-from tilegen.kernels.config import BLOCK_SIZES, NUM_STAGES, NUM_WARPS
+from tilegen.kernels.config import BLOCK_SIZES, NUM_STAGES, NUM_WARPS, Dim
 
 if TYPE_CHECKING:
     from tilegen.problem import AttentionProblem
 
 Direction = Literal["forward", "backward"]
 Side = Literal["rows", "columns"]
-Dim = Literal["qk", "v"]
-"""A head dim: that of q and k, or that of v."""
 WIDTHS: dict[str, Dim] = {
     **dict.fromkeys(("q", "k", "dq", "dk"), "qk"),
     **dict.fromkeys(("v", "out", "dout", "dv"), "v"),

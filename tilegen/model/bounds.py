@@ -21,6 +21,7 @@ from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel
 from tilegen.kernels.q_stationary import FWD
 from tilegen.kernels.registry import KERNELS
+from tilegen.kernels.spec import Direction
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.tiles.tile_ranges import is_solved, tile_ranges
 from tilegen.model.symbols import (
@@ -45,8 +46,6 @@ from tilegen.model.symbols import (
 )
 from tilegen.model.traffic import Term, terms, total_bytes, total_words
 from tilegen.problem import AttentionProblem
-
-Direction = Literal["forward", "backward"]
 
 # --------------------------------------------------------------------------------------------------
 # What the papers prove: complexities of one head, without constants

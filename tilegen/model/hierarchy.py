@@ -211,7 +211,7 @@ def streamed_bytes(problem: AttentionProblem, kernel: Kernel) -> int:
     loop = KERNELS[kernel].whole
     if loop is None:
         return 0
-    width = {"qk": problem.head_dim_qk, "v": problem.head_dim_v}
+    width = problem.head_dims
     size = problem.element_bytes
     return sum(size * width[WIDTHS[one]] if one in WIDTHS else 4 for one in loop.streams)
 

@@ -39,7 +39,7 @@ def _classes(problem: AttentionProblem, kernel: Kernel, block_d: int) -> tuple[s
 def _widths(problem: AttentionProblem, kernel: Kernel, block_d: int) -> str:
     """Return what a kernel's text says of the head dims; few things, where it takes them in
     slices, so that one kernel speaks for many head dims."""
-    width = {"qk": problem.head_dim_qk, "v": problem.head_dim_v}
+    width = problem.head_dims
     loop = KERNELS[kernel].sliced
     if loop is None:
         return f"d{width['qk']}/{width['v']}"

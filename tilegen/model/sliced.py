@@ -161,7 +161,7 @@ def _grid(
 
 def _widths(problem: AttentionProblem, loop: Sliced) -> list[int]:
     """Return the head dims that are taken in slices."""
-    return [{"qk": problem.head_dim_qk, "v": problem.head_dim_v}[one] for one in loop.slices]
+    return [problem.head_dims[one] for one in loop.slices]
 
 
 @lru_cache(maxsize=1024)

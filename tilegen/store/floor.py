@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from tilegen.kernels.config import Kernel
+from tilegen.kernels.config import Dim, Kernel
 from tilegen.kernels.registry import KERNELS
-from tilegen.kernels.spec import WIDTHS, Dim
+from tilegen.kernels.spec import WIDTHS
 from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
 
@@ -63,7 +63,7 @@ def _us(value: float) -> str:
 
 
 def _width(problem: AttentionProblem, dims: Iterable[Dim]) -> int:
-    return sum({"qk": problem.head_dim_qk, "v": problem.head_dim_v}[one] for one in dims)
+    return sum(problem.head_dims[one] for one in dims)
 
 
 def _catalogued(name: str) -> GpuSpec | None:

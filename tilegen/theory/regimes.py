@@ -18,7 +18,7 @@ from typing import Literal
 import sympy as sp
 
 from tilegen.gpus.spec import GpuSpec, catalogue
-from tilegen.model.bounds import Direction
+from tilegen.kernels.spec import Direction
 from tilegen.model.symbols import Z_A, Z_AX, Z_S, Z_X, M, N, Z, alpha, d, kappa, s
 from tilegen.theory.optimum import crossover
 

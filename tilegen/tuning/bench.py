@@ -17,7 +17,7 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.layout import allocate
 from tilegen.kernels.panels import SCORE_WIDTH, Launch, rows_for
 from tilegen.kernels.q_stationary import Q_STATIONARY
-from tilegen.kernels.registry import FAMILIES, KERNELS, direction_of
+from tilegen.kernels.registry import KERNELS, family_with
 from tilegen.kernels.spec import KernelSpec
 from tilegen.kernels.two_pass import BWD_PREPROCESS
 from tilegen.measure import Measurement, failed, measure, one_line, survived
@@ -271,12 +271,11 @@ def make_launches(
 
         return launch
 
-    direction = direction_of(kernel)
-    family = next(one for one in FAMILIES[direction].values() if kernel in one.names)
+    family = family_with(kernel)
     launches = {spec.name: noted(spec) for spec in family.kernels}
     q, k, v = random((*rows, qk)), random((*columns, qk)), random((*columns, v_dim))
-    panel_rows = rows_for(problem, gpu, direction)
-    if direction == "forward":
+    panel_rows = rows_for(problem, gpu, family.direction)
+    if family.direction == "forward":
         family.run(launches, q, k, v, qk**-0.5, panel_rows=panel_rows)
         return found
     out, dout = random((*rows, v_dim)), random((*rows, v_dim))
@@ -315,9 +314,8 @@ def check_config(
 def partners(kernel: Kernel) -> tuple[Kernel, ...]:
     """Return the kernels that have to run for the results of this one to be seen, itself among
     them."""
-    direction = direction_of(kernel)
-    family = next(one.names for one in FAMILIES[direction].values() if kernel in one.names)
-    return family if direction == "forward" else (*Q_STATIONARY.names, *family)
+    family = family_with(kernel)
+    return family.names if family.direction == "forward" else (*Q_STATIONARY.names, *family.names)
 
 
 def _trouble(
