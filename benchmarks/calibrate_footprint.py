@@ -3,9 +3,9 @@
     python -m benchmarks.calibrate_footprint              # compile what is missing, then fit
     python -m benchmarks.calibrate_footprint --fit-only   # fit the samples that are there
 
-First random configs; then, for each problem of the catalogue, what would be fastest if it fitted,
-until the first few that do fit are known. Samples go to benchmarks/results/footprint.csv as they
-are made: a stopped run resumes, and a changed kernel is compiled again. Needs no GPU.
+First random configs; then what the model proposes for each problem of the catalogue. Samples go to
+benchmarks/results/footprint.csv as they are made: a stopped run resumes, and a changed kernel is
+compiled again. Needs no GPU.
 """
 
 from __future__ import annotations
@@ -29,19 +29,18 @@ from benchmarks.quantile_fit import quantile_fit
 from benchmarks.workloads import CATALOGUE, LARGE_FP32_DIMS, LARGE_HEAD_DIMS, SHAPES
 from tilegen.build.compiler import CompiledKernel
 from tilegen.build.workers import compile_many
-from tilegen.choose.ranking import all_configs, estimate, search_space
+from tilegen.choose.ranking import all_configs, propose
 from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.render import render, representative
-from tilegen.gpus.spec import GpuSpec, gpu
+from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS
-from tilegen.model import known, on_chip, sliced, sliced_footprint
-from tilegen.model.roofline import padded_widths, tile
+from tilegen.model import on_chip
+from tilegen.model.step import step
 from tilegen.problem import AttentionProblem
 
 SAMPLES = Path(__file__).parent / "results" / "footprint.csv"
 FITS = Path(model.__file__).parent / "registers.toml"
-COMPILED = Path(model.__file__).parent / "compiled.toml"
 GPUS = {  # the one of each architecture whose proposals are compiled
     "sm_90": "h200",
     "sm_80": "a100",
@@ -55,9 +54,7 @@ MASKS = ("causal", "causal", "full", "window(1023,0)")
 GROUPS = ("hq1 hkv1", "hq4 hkv1")
 SEED = 20240229
 FP32_DIMS = (64, 128, 256)  # asked for besides the catalogue, which holds none in fp32
-SLICED_DOUBT = 1.2  # of the limit, up to which their registers are worth a look
 SLICED_FROM = 256  # head dims that kernels of slices are asked for
-ROUNDS = 10  # of proposing and compiling; each takes out what turned out to spill
 
 FEW_BYTES = 64  # of local memory, for values that live around the loop
 MARGIN = 15  # registers that even a small spill is taken for
@@ -115,31 +112,20 @@ def random_kernels(kernel: Kernel, count: int) -> Iterator[RenderedKernel]:
 
 def is_sensible(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> bool:
     """Whether a config comes near fitting the registers and the shared memory of some GPU."""
-    if KERNELS[kernel].sliced:
-        step, threads = sliced_footprint.step(problem, config, kernel), 32 * config.num_warps
-        stored = step.loaded * max(1, config.num_stages - 1) * problem.element_bytes
-        exact = problem.element_bytes == 4
-        if (
-            exact
-            and sliced_footprint.unrolled(problem, config, kernel, "sm_80") > on_chip.MAX_UNROLLED
-        ):
-            return False  # the compiler takes minutes, and spills thousands of bytes
-        return 8 <= step.accumulators / threads <= 256 and stored <= 240_000
-    work = tile(problem, config, kernel)
-    scores = work.scores * (1 if kernel == "fwd" else 2)
-    per_thread = (work.stationary * work.accumulator_width + scores) / (32 * config.num_warps)
-    buffered = work.stationary + work.streamed * max(1, config.num_stages - 1)
-    stored = buffered * sum(padded_widths(problem)) * problem.element_bytes
-    return 12 <= per_thread <= 224 and stored <= 240_000
+    work, threads = step(problem, config, kernel), 32 * config.num_warps
+    size, spec = problem.element_bytes, KERNELS[kernel]
+    largest = max((one.multiply_adds for one in work.products), default=0)
+    if spec.sliced and size == 4 and largest > on_chip.MAX_UNROLLED * threads:
+        return False  # the compiler takes minutes, and spills thousands of bytes
+    words = work.result_words + work.score_tiles * work.scores
+    stored = (work.kept + work.loaded * max(1, config.num_stages - 1)) * size
+    return 8 <= words / threads <= 256 and stored <= 240_000
 
 
 def promising_kernels(
     arch: str, top: int, kernels: Sequence[Kernel] = KERNELS
 ) -> Iterator[RenderedKernel]:
-    """Yield kernels of the catalogue that may be among the `top` fastest, but never were compiled.
-
-    Where the register fit errs, it hides a fast config or praises one that spills.
-    """
+    """Yield the `top` proposals for each problem of the catalogue."""
     problems = [workload.problem for workload in CATALOGUE]
     problems += [
         AttentionProblem.parse(f"b4 hq16 hkv16 q4096 d{dim} fp32 causal") for dim in FP32_DIMS
@@ -148,30 +134,10 @@ def promising_kernels(
     large = [
         one for one in (*problems, *SHAPES) if min(one.head_dim_qk, one.head_dim_v) >= SLICED_FROM
     ]
-    seen: set[tuple[str, TileConfig]] = set()
     for kernel in kernels:
         for problem in large if KERNELS[kernel].sliced else problems:
-            for config in fastest(problem, spec, kernel)[:top]:
-                alike = known.compile_class(problem, config, kernel), config
-                if alike not in seen and not known.is_compiled(problem, config, kernel, arch):
-                    seen.add(alike)
-                    yield render(representative(problem), config, kernel)
-
-
-def fastest(problem: AttentionProblem, spec: GpuSpec, kernel: Kernel) -> list[TileConfig]:
-    """Return configs within shared memory in the order of their estimates, but none that spills."""
-    ranked = sorted(
-        (estimate(problem, spec, config, kernel).seconds, config)
-        for config in search_space(problem, spec, kernel)
-        if (needs := model.footprint(problem, config, kernel, spec.arch)).fits(spec)
-        and (not KERNELS[kernel].sliced or needs.registers <= SLICED_DOUBT * needs.max_registers)
-    )
-    return [
-        config
-        for _, config in ranked
-        if not known.spilled_bytes(problem, config, kernel, spec.arch)
-        or not known.is_compiled(problem, config, kernel, spec.arch)
-    ]
+            for one in propose(problem, spec, kernel=kernel, top=top):
+                yield render(representative(problem), one.config, kernel)
 
 
 def collect(
@@ -209,10 +175,7 @@ def collect(
             compile_missing(
                 arch, (one for kernel in kernels for one in random_kernels(kernel, count))
             )
-            for _ in range(ROUNDS):
-                write_fits(kept)
-                if not compile_missing(arch, promising_kernels(arch, top, kernels)):
-                    break
+            compile_missing(arch, promising_kernels(arch, top, kernels))
 
 
 def sample_of(one: RenderedKernel, arch: str, result: object) -> Sample:
@@ -293,81 +256,44 @@ def demand(sample: Sample) -> tuple[float, bool]:
 
 
 def fit_registers(samples: Iterable[Sample]) -> dict[str, dict[str, list[float]]]:
-    """Return coefficients of the register features per architecture and kernel.
+    """Return coefficients of the register features per architecture and width of operands.
 
     A quantile fit, so that configs near the limit count as spilling; coefficients are not
     negative, since nothing that a thread holds gives it registers back.
     """
     cells: dict[tuple[str, str], list[Sample]] = {}
     for sample in samples:
-        if sample.registers > MIN_REGISTERS:
+        if sample.registers > MIN_REGISTERS and KERNELS[sample.kernel].loop:
             dtype = "fp32" if " fp32 " in sample.problem else "16"
-            cells.setdefault((sample.arch, f"{sample.kernel}_{dtype}"), []).append(sample)
+            cells.setdefault((sample.arch, dtype), []).append(sample)
     fits: dict[str, dict[str, list[float]]] = {}
-    for (arch, name), cell in sorted(cells.items()):
-        features = np.array(
-            [register_features(*s.parsed, s.kernel, arch) for s in cell], dtype=np.float64
-        )
+    for (arch, dtype), cell in sorted(cells.items()):
+        features = np.array([features_of(one) for one in cell], dtype=np.float64)
         values, at_least = map(np.array, zip(*map(demand, cell), strict=True))
-        fits.setdefault(arch, {})[name] = quantile_fit(features, values, at_least)
+        fits.setdefault(arch, {})[dtype] = quantile_fit(features, values, at_least)
     return fits
 
 
-def register_features(
-    problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: str
-) -> tuple[float, ...]:
-    """Return what the fit of a kernel multiplies."""
-    of = sliced if KERNELS[kernel].sliced else model
-    return of.register_features(problem, config, kernel, arch)
-
-
-def verdicts(samples: Iterable[Sample]) -> dict[str, dict[str, dict[str, list[str]]]]:
-    """Return, per architecture and compile class, the configs that fit the registers, or spill and
-    how many bytes.
-
-    Of several kernels of a class, such as windows of different sizes, the one that spills most
-    counts.
-    """
-    worst: dict[tuple[str, str, TileConfig], int] = {}
-    for sample in samples:
-        if not sample.error:
-            problem, config = sample.parsed
-            key = (sample.arch, known.compile_class(problem, config, sample.kernel), config)
-            is_trap = sample.registers <= MIN_REGISTERS
-            is_unusable = is_trap or sample.serialized == "yes"
-            spilled = known.UNUSABLE if is_unusable else sample.spill_bytes
-            worst[key] = max(worst.get(key, 0), spilled)
-    found: dict[str, dict[str, dict[str, list[str]]]] = {}
-    for (arch, name, config), spilled in sorted(worst.items()):
-        row = found.setdefault(arch, {}).setdefault(name, {"fit": [], "spill": []})
-        row["spill" if spilled else "fit"].append(f"{config.key}{f':{spilled}' * bool(spilled)}")
-    return found
+def features_of(sample: Sample) -> tuple[float, ...]:
+    """Return what the fit multiplies."""
+    problem, config = sample.parsed
+    work = step(problem, config, sample.kernel)
+    return model.register_features(work, problem.element_bytes, config.num_warps, sample.arch)
 
 
 def write_fits(samples: list[Sample]) -> None:
-    """Write registers.toml and compiled.toml, and let the model read them again."""
-    source = [
-        f"# the compiler of Triton {version('triton')} reports. Do not edit: this comes from",
+    """Write registers.toml, and let the model read it again."""
+    lines = [
+        "# Registers of one thread: coefficients of footprint.register_features, fitted to what",
+        f"# the compiler of Triton {version('triton')} reports for {len(samples)} kernels of all",
+        "# families (benchmarks/results/footprint.csv). Do not edit: this comes from",
         "#     python -m benchmarks.calibrate_footprint",
+        f"# Order of the coefficients: {', '.join(model.REGISTER_FEATURES)}",
     ]
-    lines = ["# Registers of one thread: coefficients of footprint.register_features, from what"]
-    lines += [*source, f"# Order of the coefficients: {', '.join(model.REGISTER_FEATURES)};"]
-    lines += [f"# of kernels that slice head dims: {', '.join(sliced_footprint.REGISTER_FEATURES)}"]
     for arch, rows in fit_registers(samples).items():
         lines += ["", f"[architecture.{arch}]", *(f"{name} = {row}" for name, row in rows.items())]
     FITS.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-    lines = [
-        "# Configs whose kernels fit the registers of a thread, and others that spill: bytes, as",
-        *source,
-    ]
-    for arch, classes in sorted(verdicts(samples).items()):
-        lines += ["", f"[{arch}]"]
-        for name, row in sorted(classes.items()):
-            fit, spill = (" ".join(row[said]) for said in ("fit", "spill"))
-            lines.append(f'"{name}" = {{ fit = "{fit}", spill = "{spill}" }}')
-    COMPILED.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    for cached in (on_chip.family, model.footprint, known.table, known.reports_on):
+    for cached in (on_chip.family, model.footprint):
         cached.cache_clear()
 
 
@@ -382,7 +308,7 @@ def report(samples: Iterable[Sample]) -> None:
     print("arch    kernel          samples  over by  under by     all  missed  feared")
     for (arch, kernel), cell in sorted(cells.items()):
         ratios = [n.smem_bytes / s.shared_bytes for s, n in cell if s.shared_bytes] + [1.0]
-        spilled = [(sample.spill_bytes > 0, needs.spills) for sample, needs in cell]
+        spilled = [(sample.spill_bytes > 0, needs.spill_bytes > 0) for sample, needs in cell]
         print(
             f"{arch:7s} {kernel:15s} {len(cell):7d} {max(ratios) - 1:8.0%} {1 - min(ratios):9.1%}"
             f" {sum(real for real, _ in spilled):7d}"
@@ -395,7 +321,7 @@ def main() -> None:
     """Compile, then fit."""
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--count", type=int, default=40, help="random samples of each kernel")
-    parser.add_argument("--top", type=int, default=5, help="configs to be sure of, each kernel")
+    parser.add_argument("--top", type=int, default=5, help="proposals of each kernel for a problem")
     parser.add_argument("--workers", type=int, default=None)
     parser.add_argument("--arch", action="append", choices=list(GPUS))
     parser.add_argument("--fit-only", action="store_true", help="compile nothing")

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-QUANTILE = 0.7  # of kernels whose registers the prediction covers
+QUANTILE = 0.5  # of kernels whose registers the prediction covers
 RIDGE = 1e-3  # decides between features that never vary apart
 
 Array = NDArray[Any]

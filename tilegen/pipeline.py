@@ -1,7 +1,7 @@
 """The whole compiler on one screen: from a problem and a GPU to the kernels that compute it.
 
     AttentionProblem -> normal form -> families -> ranked configs
-    -> agreed, or recorded, or tuned, or the first that compiles to what may be used -> modules
+    -> agreed, or recorded, or tuned, or the best that compiles to what may be used -> modules
 
 Calls, bundles, ranks and every command go this way; they differ in where they stop, and bundles in
 how they compile: not in this process, but in a pool of others.
@@ -9,6 +9,7 @@ how they compile: not in this process, but in a pool of others.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from subprocess import SubprocessError
 from types import ModuleType
@@ -28,8 +29,12 @@ if TYPE_CHECKING:
     from tilegen.build.acceptable import Usage
     from tilegen.gpus.spec import GpuSpec
 
-TRIED = 5
-"""Number of the model's candidates that are compiled, at most, for one that may be used."""
+ASKED = 20
+"""Number of the model's candidates that the compiler may be asked about until one may be used."""
+TRIED = 6
+"""Number of candidates that are compiled, at most, where one of them may be used."""
+CLOSE = 0.02
+"""Part of its time that a config may win over the one in hand and not be worth compiling."""
 
 
 def choose(
@@ -53,7 +58,7 @@ def choose(
     # Known -> [Kernel]
     kernels: tuple[Kernel, ...] = kernels_used(known, direction)
     # [Kernel] -> {Kernel: Ranked}
-    top = TRIED if may_compile else 1
+    top = ASKED if may_compile else 1
     ranked: dict[Kernel, Ranked] = {
         kernel: rank(known, kernel, may_tune=may_tune, top=top) for kernel in kernels
     }
@@ -76,13 +81,13 @@ def choose_kernel(
 ) -> Chosen:
     """Return the config to use for one kernel, as `choose` does for those of a pass."""
     known = Known(problem, gpu, deterministic=deterministic)
-    ranked = rank(known, kernel, may_tune=may_tune, top=TRIED if may_compile else 1)
+    ranked = rank(known, kernel, may_tune=may_tune, top=ASKED if may_compile else 1)
     return settle(known, ranked, aligned=True, may_compile=may_compile)
 
 
-def rank(known: Known, kernel: Kernel, *, may_tune: bool = False, top: int = TRIED) -> Ranked:
-    """Return the configs to use, best first: one that is known, else the model's `top`. Raises
-    Unsupported."""
+def rank(known: Known, kernel: Kernel, *, may_tune: bool = False, top: int = ASKED) -> Ranked:
+    """Return the configs to use, best first: one that is known, else the model's `top`, in the
+    order in which a compiler should be asked about them. Raises Unsupported."""
     if config := known.agreed(kernel):
         return Ranked(kernel, (config,), "agreement", "all ranks agreed")
     found = known.own(kernel)
@@ -90,16 +95,17 @@ def rank(known: Known, kernel: Kernel, *, may_tune: bool = False, top: int = TRI
         return Ranked(kernel, (config,), "tuning", "tuned now")
     if found := found or known.borrowed(kernel):
         return Ranked(kernel, (found.record.config,), "record", str(found))
-    from tilegen.choose.ranking import propose  # loads SymPy
+    from tilegen.choose.ranking import hopefuls, propose  # load SymPy
 
-    candidates = propose(known.problem, known.gpu, kernel=kernel, top=top)
+    ask = propose if top == 1 else hopefuls
+    candidates = ask(known.problem, known.gpu, kernel=kernel, top=top)
     configs = tuple(one.config for one in candidates)
     return Ranked(kernel, configs, "model", "the model", tuple(candidates))
 
 
 def settle(known: Known, ranked: Ranked, *, aligned: bool, may_compile: bool) -> Chosen:
-    """Return the first of the model's configs that compiles here to what may be used, if anything
-    may be compiled; what is known is taken as it is."""
+    """Return the best of the model's configs that compile here to what may be used, if anything may
+    be compiled; what is known is taken as it is."""
     if may_compile and ranked.origin == "model":
         from tilegen.build.verdicts import verdict
 
@@ -108,26 +114,46 @@ def settle(known: Known, ranked: Ranked, *, aligned: bool, may_compile: bool) ->
             return verdict(*asked, aligned=aligned)
 
         try:
-            return first_acceptable(ranked, compile, known.gpu)
+            return best_acceptable(known.problem, known.gpu, ranked, compile)
         except (TilegenError, OSError, SubprocessError) as error:  # the launch says what is wrong
             say_once(f"compiled nothing ahead: {error}")
     return Chosen(config=ranked.configs[0], ranked=ranked)
 
 
-def first_acceptable(
-    ranked: Ranked, compile: Callable[[TileConfig], Usage | BuildFailed], gpu: GpuSpec
+def best_acceptable(
+    problem: AttentionProblem,
+    gpu: GpuSpec,
+    ranked: Ranked,
+    compile: Callable[[TileConfig], Usage | BuildFailed],
 ) -> Chosen:
-    """Return the first config that compiles to what may be used on a GPU; where all spill much,
-    the one that spills least. Raises BuildFailed where none compiles and fits."""
+    """Return the config that is fastest with what the compiler says that it uses, among those that
+    may be used on a GPU.
+
+    Compiling ends when no other can be faster by more than CLOSE. Where all spill much, the one
+    that spills least. Raises BuildFailed where none compiles and fits.
+    """
     from tilegen.build.acceptable import acceptable, first_that_fits
 
+    at_best = {one.config: one.estimate.seconds for one in ranked.candidates}
     tried: dict[TileConfig, Usage | BuildFailed] = {}
+    seconds: dict[TileConfig, float] = {}
     for config in ranked.configs:
-        tried[config] = compile(config)
-        if acceptable(tried[config], gpu):
+        shortest = min(seconds.values(), default=math.inf)
+        if seconds and (len(tried) >= TRIED or shortest <= (1 + CLOSE) * at_best[config]):
             break
-    best = first_that_fits(list(tried.values()), gpu)
-    config = next(config for config, built in tried.items() if built is best)
+        tried[config] = built = compile(config)
+        if isinstance(built, BuildFailed) or not acceptable(built, gpu):
+            continue
+        if not at_best:  # known, not predicted
+            return Chosen(config=config, ranked=ranked, tried=tried)
+        from tilegen.choose.ranking import seconds_as_compiled  # loads SymPy
+
+        seconds[config] = seconds_as_compiled(problem, gpu, config, ranked.kernel, built)
+    if seconds:
+        best = min(seconds, key=lambda config: seconds[config])
+        return Chosen(config=best, ranked=ranked, tried=tried)
+    least = first_that_fits(list(tried.values()), gpu)
+    config = next(config for config, built in tried.items() if built is least)
     return Chosen(config=config, ranked=ranked, tried=tried)
 
 

@@ -19,7 +19,7 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import SCORE_WIDTH, rows_for
 from tilegen.kernels.registry import BACKWARD, FAMILIES, FORWARD
 from tilegen.kernels.spec import Direction
-from tilegen.model.hierarchy import levels
+from tilegen.model.dram import levels
 from tilegen.model.traffic import Traffic, traffic
 from tilegen.problem import AttentionProblem
 

@@ -13,10 +13,7 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import LARGE_CACHE
 from tilegen.model import bounds
 from tilegen.model.bounds import (
-    SCHEDULES,
     Direction,
-    critical_head_dim,
-    dividing_point,
     large_cache_complexity,
     largest_subgrid,
     lower_bound,
@@ -47,6 +44,8 @@ from tilegen.model.symbols import (
 )
 from tilegen.model.traffic import traffic
 from tilegen.problem import AttentionProblem
+from tilegen.theory.optimum import crossover, leading_words
+from tilegen.theory.regimes import critical_head_dim
 
 DIRECTIONS: tuple[Direction, ...] = ("forward", "backward")
 ONE_DENSE_HEAD = {H_kv: 1, g: 1, P: 1, nnz: N**2, w: N, n_q: N, n_kv: N, N_q: N, N_kv: N} | {
@@ -124,7 +123,7 @@ def test_distance_between_bounds_and_schedules(words_per_square_dim: float, rati
     """The gap to the best known schedule is at most eightfold, and largest at M = 4 d^2."""
     at = 1 / math.sqrt(words_per_square_dim)
     best = min(
-        float(SCHEDULES[schedule].subs({alpha: 1, x: at}))
+        float(leading_words(schedule).subs({alpha: 1, x: at}))
         for schedule in ("fwd_q_stationary", "fwd_small_cache")
     )
     n, dim = 2**40, 128
@@ -152,9 +151,9 @@ def test_floors() -> None:
     ],
 )
 def test_dividing_points(large: str, small: str, values: dict, expected: float) -> None:
-    at = dividing_point(large, small).subs(values)  # type: ignore[arg-type]
+    at = crossover(large, small).subs(values)
     assert float(at) == pytest.approx(expected, rel=1e-3)
-    gap = (SCHEDULES[large] - SCHEDULES[small]).subs(values)  # type: ignore[index]
+    gap = (leading_words(large) - leading_words(small)).subs(values)
     assert float(gap.subs(x, at)) == pytest.approx(0, abs=1e-9)
     assert gap.subs(x, at * 0.9) < 0 < gap.subs(x, at * 1.1)
 
@@ -172,7 +171,7 @@ def test_dividing_points(large: str, small: str, values: dict, expected: float) 
     ],
 )
 def test_constants_of_the_large_cache_schedules(schedule: str, values: dict, expected: int) -> None:
-    assert SCHEDULES[schedule].subs(values) == expected * x**2  # type: ignore[index]
+    assert sp.expand(leading_words(schedule).subs(values)) == expected * x**2
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_rows_that_stream_more_than_once_are_said() -> None:
     """Half a megabyte of keys for each of 64 heads, and 4 MB of L2: what one wave leaves behind."""
     dram = told("b8 hq64 hkv8 q8192 d128 bf16", "fwd", gpu("t4"))["dram"]
     assert dram["wave"]["sweeps"] > 1.5
-    assert dram["ratio"] > 1.2
+    assert dram["ratio"] > 1.1
 
 
 def test_small_cache_kernels_have_a_number_for_dram_and_no_formula() -> None:

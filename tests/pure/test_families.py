@@ -12,8 +12,8 @@ from tilegen.gpus.spec import gpu, with_fast_memory
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.panels import PANEL_STEP, panels, panels_per_group, rows_for
 from tilegen.kernels.registry import KERNELS, SMALL_CACHE, check_config
-from tilegen.model.bounds import critical_head_dim
 from tilegen.problem import AttentionProblem
+from tilegen.theory.regimes import critical_head_dim
 
 H200 = gpu("h200")
 FAST_MEMORY = (48, 64, 99, 163, 227)

@@ -19,7 +19,7 @@ from tests.clock import Clock
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.panels import rows_for
 from tilegen.kernels.registry import KERNELS
-from tilegen.model.hierarchy import levels
+from tilegen.model.dram import levels
 from tilegen.model.traffic import traffic
 from tilegen.problem import AttentionProblem
 

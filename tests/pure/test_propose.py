@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from tilegen.choose import ranking
 from tilegen.choose.ranking import all_configs, estimate, propose, search_space
 from tilegen.disk import say_once
 from tilegen.errors import Unsupported
@@ -15,8 +16,9 @@ from tilegen.gpus.spec import GpuSpec, catalogue, gpu
 from tilegen.kernels.config import BLOCK_SIZES, Kernel, TileConfig
 from tilegen.kernels.registry import LARGE_CACHE
 from tilegen.masks.tiles import tile_ranges
-from tilegen.model import roofline
 from tilegen.model.footprint import footprint
+from tilegen.model.rates import rates_of
+from tilegen.model.time import least_seconds, time
 from tilegen.model.traffic import traffic, visits
 from tilegen.problem import AttentionProblem
 
@@ -184,7 +186,7 @@ def test_what_is_shared_between_configs_changes_no_ranking(
         needs = footprint.__wrapped__(problem, candidate.config, kernel, spec.arch)
         moved = traffic(problem, candidate.config, kernel)
         counts = visits(problem, candidate.config.block_m, candidate.config.block_n, kernel)
-        alone = roofline.time(
+        alone = time(
             problem, spec, candidate.config, kernel, moved=moved, counts=counts, needs=needs
         )
         found = candidate.estimate
@@ -192,7 +194,7 @@ def test_what_is_shared_between_configs_changes_no_ranking(
         assert (needs.smem_bytes, needs.registers) == (found.smem_bytes, found.registers)
         assert (moved.read_bytes, moved.write_bytes) == (found.read_bytes, found.write_bytes)
         assert estimate(problem, spec, candidate.config, kernel) == found
-        assert roofline.least_seconds(spec, moved) <= found.seconds
+        assert least_seconds(spec, moved) <= found.seconds
     order = [(candidate.estimate.seconds, candidate.config) for candidate in ranked]
     assert sorted(order) == order
     for top in (1, 10):  # for which most configs are not looked at
@@ -210,13 +212,13 @@ def test_windows_of_other_widths_are_solved_once() -> None:
 def test_a_new_length_is_proposed_for_with_little_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Footprints are known, and few configs are timed: 3 ms when this was written."""
     propose(PARSE("b1 hq32 hkv8 q4096 d128 bf16 causal"), gpu("h200"))
-    before, timed, real = footprint.cache_info().misses, [], roofline.time
+    before, timed = footprint.cache_info().misses, []
 
-    def time(*arguments: object, **options: object) -> object:
+    def noting(*arguments: object, **options: object) -> object:
         timed.append(arguments)
-        return real(*arguments, **options)
+        return time(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(roofline, "time", time)
+    monkeypatch.setattr(ranking, "time", noting)
     problem = PARSE("b1 hq32 hkv8 q4097 d128 bf16 causal")
     found = propose(problem, gpu("h200"))
     assert footprint.cache_info().misses - before <= len(found)
@@ -245,7 +247,7 @@ def test_bf16_without_tensor_cores_is_ranked_by_multiply_adds_and_said(
         half, brain = (PARSE(f"hq8 q2048 {text} {dtype} causal") for dtype in ("fp16", "bf16"))
         (best,) = propose(brain, spec, kernel=kernel, top=1)
         fast = estimate(half, spec, best.config, kernel)
-        rates = roofline.family(spec.arch)
+        rates = rates_of(spec.arch)
         peak = spec.vector_flops_32 * rates.vector_efficiency
         assert dict(best.estimate.terms)["tensor"] == pytest.approx(best.estimate.flops / peak)
         assert best.estimate.seconds > 2 * fast.seconds

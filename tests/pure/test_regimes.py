@@ -10,7 +10,6 @@ import sympy as sp
 from tilegen.gpus.spec import catalogue, gpu
 from tilegen.model.bounds import (
     Direction,
-    critical_head_dim,
     large_cache_complexity,
     small_cache_complexity,
 )
@@ -36,9 +35,13 @@ from tilegen.model.symbols import (
     kappa,
     s,
     w,
+    x,
 )
+from tilegen.theory.optimum import leading_words
 from tilegen.theory.patterns import causal_tiles, kept_entries, window_tiles
 from tilegen.theory.regimes import (
+    LARGE_CACHE,
+    SMALL_CACHE,
     any_product_complexity,
     block_sparse_complexity,
     device_regimes,
@@ -191,8 +194,12 @@ def test_device_table_covers_the_catalogue() -> None:
     for row in rows:
         for direction, head_dim in row.dividing_head_dims.items():
             spec = gpu(row.gpu)
-            expected = critical_head_dim(spec, direction, element_bytes=row.element_bytes)
-            assert head_dim == pytest.approx(expected)
+            at = head_dim / (spec.on_chip_bytes / row.element_bytes) ** 0.5
+            large, small = (
+                float(leading_words(names[direction]).subs({alpha: 4 / row.element_bytes, x: at}))
+                for names in (LARGE_CACHE, SMALL_CACHE)
+            )
+            assert large == pytest.approx(small)
     half, single = rows[0], rows[1]
     assert half.smem_words == 2 * single.smem_words
     assert half.on_chip_words == 2 * single.on_chip_words

@@ -10,8 +10,23 @@ import sympy as sp
 from tests.problems import PROBLEMS
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import LARGE_CACHE
-from tilegen.model.bounds import best_block_m
-from tilegen.model.symbols import B_c, B_r, M, N, N_kv, N_q, V_kv, V_q, d, d_qk, d_v, g
+from tilegen.model.symbols import (
+    B_c,
+    B_r,
+    M,
+    N,
+    N_kv,
+    N_q,
+    V_kv,
+    V_q,
+    alpha,
+    c,
+    d,
+    d_qk,
+    d_v,
+    g,
+    n,
+)
 from tilegen.model.traffic import (
     UNMASKED,
     Traffic,
@@ -22,6 +37,7 @@ from tilegen.model.traffic import (
     visits,
 )
 from tilegen.problem import AttentionProblem
+from tilegen.theory.optimum import exact_tiles
 
 TILES = [(16, 16), (64, 32), (32, 128), (128, 64)]
 
@@ -167,7 +183,8 @@ def test_growth_of_key_stationary_traffic() -> None:
 def test_best_tiles_give_all_of_m_to_the_queries() -> None:
     """At the B_r that fills M, words times M over N^2 d^2 tend to the constant 4, whatever B_c."""
     for streamed in (1, 16, 64):
-        rows = best_block_m(sp.Integer(streamed)).subs({d_qk: d, d_v: d})
+        rows = exact_tiles("fwd_q_stationary")[B_r].subs({alpha: 1, n: 1, c: streamed})
+        rows = rows.subs({d_qk: d, d_v: d})
         words = leading("fwd", rows).subs(g, 1)
         assert sp.limit(words * M / (N**2 * d**2), M, sp.oo).subs(d, 10**9) == pytest.approx(
             4, rel=1e-6

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING
 
 from tilegen.build.acceptable import acceptable
@@ -20,6 +21,7 @@ from tilegen.bundles.manifest import Binary, Manifest, Origin, Pass, Served
 from tilegen.choose.families import kernels_used
 from tilegen.choose.known import Known
 from tilegen.emit.identity import (
+    RenderedKernel,
     kernel_digest,
     representative,
     rows_are_aligned,
@@ -31,7 +33,7 @@ from tilegen.errors import BuildFailed
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import FAMILIES, grid_of
 from tilegen.kernels.spec import Direction
-from tilegen.pipeline import Ranked, first_acceptable, rank
+from tilegen.pipeline import Ranked, best_acceptable, rank
 from tilegen.problem import AttentionProblem
 
 if TYPE_CHECKING:
@@ -121,7 +123,9 @@ class _Builder:
 
     def __init__(self, folder: Folder, pool: Pool, threads: ThreadPoolExecutor) -> None:
         self._folder, self._pool, self._threads = folder, pool, threads
-        self._started: dict[tuple[str, GpuSpec], Future[Binary]] = {}
+        self._started: dict[tuple[str, tuple[TileConfig, ...], GpuSpec], Future[Binary]] = {}
+        self._compiled: dict[tuple[str, str], Future[CompiledKernel | BuildFailed]] = {}
+        self._lock = Lock()
 
     def begin(
         self, problem: AttentionProblem, gpu: GpuSpec, directions: Sequence[Direction]
@@ -134,6 +138,7 @@ class _Builder:
                 ranked = rank(known, kernel)
                 key = (
                     kernel_digest(problem, ranked.configs[0], kernel, rows_are_aligned(problem)),
+                    ranked.configs,
                     gpu,
                 )
                 if key not in self._started:
@@ -143,21 +148,33 @@ class _Builder:
         return _Chosen(problem, gpu, choices)
 
     def _build(self, problem: AttentionProblem, ranked: Ranked, gpu: GpuSpec) -> Binary:
-        """Return the first that is acceptable, else the one that spills least."""
+        """Return the best that is acceptable, else the one that spills least."""
 
         def compile(config: TileConfig) -> CompiledKernel | Binary | BuildFailed:
             rendered = render(problem, config, ranked.kernel)
             known = self._folder.known(rendered, gpu.arch)
             if known and acceptable(known, gpu):
                 return known
-            return self._pool.compile(rendered, gpu.arch, line_info=False)
+            return self._compile(rendered, gpu.arch)
 
-        chosen = first_acceptable(ranked, compile, gpu)
+        chosen = best_acceptable(problem, gpu, ranked, compile)
         built = chosen.tried[chosen.config]
         if isinstance(built, Binary):
             return built
         assert isinstance(built, CompiledKernel)
         return self._folder.add(binary_of(built), built.binary, built.rendered.source.encode())
+
+    def _compile(self, rendered: RenderedKernel, arch: str) -> CompiledKernel | BuildFailed:
+        """Return what compiling gives; problems with the same kernel wait for each other."""
+        made: Future[CompiledKernel | BuildFailed] = Future()
+        with self._lock:
+            known = self._compiled.setdefault((rendered.digest, arch), made)
+        if known is made:
+            try:
+                made.set_result(self._pool.compile(rendered, arch, line_info=False))
+            except BaseException as error:
+                made.set_exception(error)
+        return known.result()
 
 
 def binary_of(compiled: CompiledKernel) -> Binary:

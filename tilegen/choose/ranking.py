@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from tilegen.disk import say_once
 from tilegen.errors import Unsupported
@@ -13,14 +14,18 @@ from tilegen.gpus.nearest import on_tensor_cores
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import BLOCK_SIZES, Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS
-from tilegen.model import roofline, sliced
 from tilegen.model.bounds import lower_bound_bytes
 from tilegen.model.estimate import Candidate, CostEstimate
 from tilegen.model.footprint import footprint
+from tilegen.model.launches import rows_of_panels
 from tilegen.model.on_chip import Footprint, residents
+from tilegen.model.time import Time, least_seconds, time
 from tilegen.model.traffic import Traffic, Visits, traffic, visits
 from tilegen.problem import AttentionProblem
 from tilegen.sympy_lock import one_at_a_time
+
+if TYPE_CHECKING:
+    from tilegen.build.acceptable import Usage
 
 SMEM_DOUBT, REGISTER_DOUBT = 1.1, 1.6
 """Factors of a limit up to which a prediction may go for a tuner to compile the config."""
@@ -34,8 +39,8 @@ def propose(
     Raises Unsupported.
 
     A dtype that the tensor cores of the GPU do not take is ranked by its multiply-adds, which is
-    said once. A config that is known to spill a little ranks by its time and the traffic of what it
-    spills; those that may spill more than a usable kernel come where there is nothing else.
+    said once. A config ranks by its time and the traffic of what it is predicted to spill; those
+    that surely spill more than a usable kernel come where there is nothing else.
     """
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
         raise Unsupported(f"top must be an int of at least 1, got {top!r}")
@@ -51,6 +56,35 @@ def propose(
     if not best:
         raise Unsupported(_nothing_fits(problem, gpu, kernel))
     return [_candidate(problem, gpu, model.cost(*one)) for one in best]
+
+
+@one_at_a_time
+def hopefuls(
+    problem: AttentionProblem, gpu: GpuSpec, *, kernel: Kernel, top: int
+) -> list[Candidate]:
+    """Return up to `top` candidates as `propose` does, but in the order of their times if they
+    compile without spilling, which are their estimates: a compiler asked about one after the other
+    has found the best as soon as what it found is no slower than the next can be."""
+    problem = problem.normal()
+    model = _Model(problem, gpu, kernel)
+    best = model.fastest(top, spilling=False) or model.last_resort(top)
+    if not best:
+        raise Unsupported(_nothing_fits(problem, gpu, kernel))
+    return [_candidate(problem, gpu, model.cost(*one)) for one in best]
+
+
+@one_at_a_time
+def seconds_as_compiled(
+    problem: AttentionProblem, gpu: GpuSpec, config: TileConfig, kernel: Kernel, built: Usage
+) -> float:
+    """Return the predicted time of a config with what the compiler says that it uses."""
+    model = _Model(problem.normal(), gpu, kernel)
+    needs = model.needs(config)
+    registers = built.registers
+    if built.spill_bytes:
+        registers = needs.max_registers + -(-built.spill_bytes // 4)
+    used = replace(needs, registers=registers, smem_bytes=built.shared_bytes)
+    return model.time(config, used).seconds
 
 
 def search_space(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> list[TileConfig]:
@@ -91,7 +125,7 @@ def estimate(
     return model.cost(model.time(config, needs), config, needs)
 
 
-Timed = tuple[roofline.Time, TileConfig, Footprint]
+Timed = tuple[Time, TileConfig, Footprint]
 
 
 class _Model:
@@ -103,8 +137,9 @@ class _Model:
         self._alike = _without_lengths(problem)
         self._by_tile: dict[str, tuple[Traffic, Visits, float]] = {}
 
-    def fastest(self, top: int) -> list[Timed]:
-        """Return the `top` fastest configs that fit and spill little or nothing.
+    def fastest(self, top: int, *, spilling: bool = True) -> list[Timed]:
+        """Return the `top` fastest configs that fit and do not surely spill much, timed with what
+        they are predicted to spill or as if none was.
 
         Those that L2 alone makes slower than what is found already are not looked at.
         """
@@ -117,8 +152,12 @@ class _Model:
             needs = self.needs(config)
             if needs.spills_much or not needs.fits(self._gpu):
                 continue
-            found.append((time := self.time(config, needs), config, needs))
-            heapq.heappush(best, -time.seconds)
+            if not spilling and needs.spill_bytes:
+                timed = self.time(config, replace(needs, registers=needs.max_registers))
+            else:
+                timed = self.time(config, needs)
+            found.append((timed, config, needs))
+            heapq.heappush(best, -timed.seconds)
             if len(best) > top:
                 heapq.heappop(best)
         return _ranked(found)[:top]
@@ -140,22 +179,16 @@ class _Model:
         """Return what a program holds on chip."""
         return footprint(self._alike, config, self._kernel, self._gpu.arch)
 
-    def time(self, config: TileConfig, needs: Footprint) -> roofline.Time:
+    def time(self, config: TileConfig, needs: Footprint) -> Time:
         """Return the predicted time: all that ranking needs."""
         moved, counts, _ = self._tile(config)
-        time = sliced.time if KERNELS[self._kernel].sliced else roofline.time
         return time(
             self._problem, self._gpu, config, self._kernel, moved=moved, counts=counts, needs=needs
         )
 
-    def cost(self, time: roofline.Time, config: TileConfig, needs: Footprint) -> CostEstimate:
+    def cost(self, time: Time, config: TileConfig, needs: Footprint) -> CostEstimate:
         """Return the estimate that a time belongs to."""
-        moved, counts, _ = self._tile(config)
-        if KERNELS[self._kernel].sliced:
-            flops = sliced.flops(self._problem, self._gpu, config, self._kernel, counts)
-        else:
-            steps = int(self._problem.batch * self._problem.num_heads_q * counts.tiles)
-            flops = steps * roofline.tile(self._problem, config, self._kernel).flops
+        moved, _, _ = self._tile(config)
         return CostEstimate(
             kernel=self._kernel,
             config=config,
@@ -165,7 +198,7 @@ class _Model:
             lower_bound_bytes=lower_bound_bytes(self._problem, self._gpu, self._kernel),
             smem_bytes=needs.smem_bytes,
             registers=needs.registers,
-            flops=flops,
+            flops=time.flops,
             seconds=time.seconds,
             limit=time.terms[0][0],
             terms=time.terms,
@@ -178,10 +211,10 @@ class _Model:
         if (found := self._by_tile.get(tile)) is None:
             rows = None
             if KERNELS[self._kernel].sliced:
-                rows = sliced.rows_of_panels(self._problem, self._gpu, self._kernel)
+                rows = rows_of_panels(self._problem, self._gpu, self._kernel)
             moved = traffic(self._problem, config, self._kernel, panel_rows=rows)
             counts = visits(self._problem, config.block_m, config.block_n, self._kernel)
-            least = roofline.least_seconds(self._gpu, moved)
+            least = least_seconds(self._gpu, moved)
             found = self._by_tile[tile] = moved, counts, least
         return found
 
@@ -191,7 +224,7 @@ def _ranked(times: list[Timed]) -> list[Timed]:
 
 
 def spills_much(problem: AttentionProblem, gpu: GpuSpec, candidate: Candidate) -> bool:
-    """True for a candidate that is predicted to spill more registers than a usable kernel may."""
+    """True for a candidate that surely spills more registers than a usable kernel may."""
     return footprint(problem, candidate.config, candidate.kernel, gpu.arch).spills_much
 
 
@@ -274,7 +307,7 @@ def _reason(problem: AttentionProblem, gpu: GpuSpec, cost: CostEstimate) -> str:
     waits_for = _WAITS_FOR[cost.limit]
     if cost.limit == "tensor" and not on_tensor_cores(problem.dtype, gpu.arch):
         waits_for = "fp32 multiply-adds"
-    spills = f"; spills {needs.spill_bytes} bytes a thread" if needs.spills else ""
+    spills = f"; may spill {needs.spill_bytes} bytes a thread" if needs.spill_bytes else ""
     return (
         f"{tile}: {_size(moved)} to and from L2, {moved / cost.lower_bound_bytes:.1f} times the "
         f"lower bound; waits for {waits_for}, {together} program{'s' * (together > 1)} per SM with "

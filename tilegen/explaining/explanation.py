@@ -30,17 +30,19 @@ from tilegen.explaining.pass_choice import (
 )
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.kernels.panels import panels
 from tilegen.kernels.registry import KERNELS, check_config, direction_of
 from tilegen.kernels.spec import Direction
-from tilegen.model import hierarchy, roofline, sliced
-from tilegen.model.bounds import complexity, critical_head_dim, lower_bound
+from tilegen.model import dram, time
+from tilegen.model.bounds import complexity, lower_bound
 from tilegen.model.estimate import Candidate, CostEstimate
 from tilegen.model.footprint import footprint
+from tilegen.model.launches import launches
 from tilegen.model.on_chip import TENSOR_MEMORY_COLUMNS, residents
+from tilegen.model.rates import rates_of
 from tilegen.model.symbols import H_kv
 from tilegen.model.traffic import Traffic, Visits, terms_of, total_bytes, visits
 from tilegen.problem import AttentionProblem
+from tilegen.theory.regimes import critical_head_dim
 
 
 def explain_all(
@@ -184,7 +186,7 @@ def _dram(
     """Return what moves between L2 and DRAM and why; sliced kernels have a number only."""
     kernel, cost = chosen.kernel, chosen.estimate
     # Panels stay in L2 between kernels, so a bound that reads them from DRAM says nothing.
-    bound = None if _through_panels(kernel) else hierarchy.dram_bound_bytes(problem, gpu, kernel)
+    bound = None if _through_panels(kernel) else dram.dram_bound_bytes(problem, gpu, kernel)
     told: dict[str, Any] = {
         "bytes": cost.dram_bytes,
         "bound_bytes": bound,
@@ -194,9 +196,9 @@ def _dram(
         "wave": None,
     }
     if not KERNELS[kernel].sliced:
-        found = hierarchy.levels(problem, gpu, chosen.config, kernel)
+        found = dram.levels(problem, gpu, chosen.config, kernel)
         values = values | level_values(problem, kernel, counts, found)
-        used = [dram_bytes(kernel), hierarchy.sweeps("head_major")]
+        used = [dram_bytes(kernel), dram.sweeps("head_major")]
         told["values"] = named(values, used[: len(told["formulas"])])
         told["wave"] = {
             "programs": found.in_flight,
@@ -211,15 +213,15 @@ def _dram(
 def _time(
     problem: AttentionProblem, gpu: GpuSpec, cost: CostEstimate, counts: Visits
 ) -> dict[str, Any]:
-    """Return the predicted time and what it is composed of: see `roofline.time`."""
-    launch = roofline.family(gpu.arch).launch_seconds
-    launches = _launches(problem, gpu, cost.kernel)
+    """Return the predicted time and what it is composed of: see `time.time`."""
+    launch = rates_of(gpu.arch).launch_seconds
+    run = launches(problem, gpu, cost.config, cost.kernel, counts)
     moved = Traffic(read_bytes=cost.read_bytes, write_bytes=cost.write_bytes)
     shares = {
-        "l2": roofline.least_seconds(gpu, moved) - launch,
+        "l2": time.least_seconds(gpu, moved) - launch,
         "dram": dict(cost.terms)["dram"],
     }
-    running = cost.seconds - launches * launch
+    running = cost.seconds - run.count * launch
     largest = max(shares, key=lambda name: shares[name])
     # Programs take as long as the launch does, or less where all of L2's or DRAM's traffic is more.
     by_programs = running > shares[largest] * (1 + 1e-9)
@@ -233,23 +235,13 @@ def _time(
             "largest": "programs" if by_programs else largest,
             "programs": running if by_programs else None,
             **shares,
-            "launch": launches * launch,
-            "launches": launches,
-            # What `roofline.time` assumes: unequal programs fill the last wave, but for a tail.
-            "whole_waves": KERNELS[cost.kernel].sliced is not None
-            or counts.longest * counts.programs == counts.tiles,
-            "overlap_norm": roofline.OVERLAP_NORM,
+            "launch": run.count * launch,
+            "launches": run.count,
+            # What `time.time` assumes: unequal programs fill the last wave, but for a tail.
+            "whole_waves": run.longest * run.programs == run.steps,
+            "overlap_norm": time.OVERLAP_NORM,
         },
     }
-
-
-def _launches(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> int:
-    if not _through_panels(kernel):
-        return 1
-    heads = problem.batch * problem.num_heads_q
-    rows = sliced.rows_of_panels(problem, gpu, kernel)
-    each = KERNELS[kernel].launches_per_panel
-    return each * sum(1 for _ in panels(heads, problem.group_size, problem.seqlen_q, rows))
 
 
 def _through_panels(kernel: Kernel) -> bool:

@@ -17,9 +17,9 @@ from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import SCORE_WIDTH, panels_per_group
 from tilegen.kernels.registry import KERNELS
-from tilegen.model import hierarchy, sliced
 from tilegen.model.bounds import bound_values
-from tilegen.model.hierarchy import Levels
+from tilegen.model.dram import Levels, sweeps
+from tilegen.model.launches import rows_of_panels
 from tilegen.model.symbols import (
     A_w,
     B_e,
@@ -42,7 +42,7 @@ from tilegen.model.traffic import Visits, terms_of, total_bytes
 from tilegen.problem import AttentionProblem
 
 rho = sp.Symbol("rho", positive=True)
-"""Times that DRAM delivers the rows that stream: `hierarchy.sweeps`."""
+"""Times that DRAM delivers the rows that stream: `dram.sweeps`."""
 
 Values = dict[sp.Symbol, float]
 
@@ -77,7 +77,7 @@ def dram_formulas(kernel: Kernel) -> list[Formula]:
         return []
     found = [formula("DRAM bytes", dram_bytes(kernel))]
     if rho in dram_bytes(kernel).free_symbols:
-        found.append(formula("rho", hierarchy.sweeps("head_major")))
+        found.append(formula("rho", sweeps("head_major")))
     return found
 
 
@@ -101,7 +101,7 @@ def kernel_values(
     """Return what the symbols of a kernel's traffic and bounds are."""
     rows = problem.batch * problem.num_heads_q * problem.seqlen_q
     if KERNELS[kernel].sliced:
-        rows = sliced.rows_of_panels(problem, gpu, kernel)
+        rows = rows_of_panels(problem, gpu, kernel)
     width = config.block_n if "maxima" in KERNELS[kernel].made else SCORE_WIDTH
     return bound_values(problem, gpu) | {
         V_kv: counts.rows,

@@ -24,7 +24,6 @@ from tilegen.model.bounds import (
     bound_values,
     bounds_of,
     complexity,
-    critical_head_dim,
     lower_bound_bytes,
 )
 from tilegen.problem import AttentionProblem
@@ -158,7 +157,7 @@ def _regime(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> di
         "values": {"d": head_dim, "alpha": regimes.ACCUMULATOR_BYTES / size},
         "dividing_words": dividing / size,
         "dividing_bytes": dividing,
-        "critical_head_dim": critical_head_dim(gpu, direction, element_bytes=size),
+        "critical_head_dim": regimes.critical_head_dim(gpu, direction, element_bytes=size),
     }
 
 

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import sympy as sp
@@ -31,18 +31,15 @@ from tilegen.model.symbols import (
     N_kv,
     N_q,
     P,
-    alpha,
     d,
     d_qk,
     d_v,
     e,
     g,
-    kappa,
     n_kv,
     n_q,
     nnz,
     w,
-    x,
 )
 from tilegen.model.traffic import Term, terms, total_bytes, total_words
 from tilegen.problem import AttentionProblem
@@ -255,58 +252,3 @@ def _count_tiles(mask: Mask, side: Side, seqlen_q: int, seqlen_kv: int) -> tuple
 
 TILE = 64
 """Side of the tiles that entries of masks without a closed form are counted by."""
-
-
-# --------------------------------------------------------------------------------------------------
-# Upper bounds: leading terms of the schedules, and where one overtakes the other
-
-
-Schedule = Literal[
-    "fwd_q_stationary", "fwd_small_cache", "bwd_two_pass", "bwd_fused", "bwd_small_cache"
-]
-
-SCHEDULES: dict[Schedule, sp.Expr] = {
-    "fwd_q_stationary": 2 * (1 + alpha) * x**2,
-    "fwd_small_cache": 1 + 4 * sp.sqrt(alpha) * x,
-    "bwd_two_pass": (8 + 6 * alpha) * x**2,
-    "bwd_fused": (2 + alpha * kappa) * (2 + 2 * alpha) * x**2,
-    "bwd_small_cache": 3 + 10 * sp.sqrt(alpha) * x,
-}
-"""Words / N^2 at the best tiles, x = d / sqrt(M): FlashAttention-2 (Q stationary; backward in two
-passes, or fused with dQ in slow memory), Saha and Ye's Algorithm 1 with rectangular tiles, and its
-backward of five products. Accumulators weigh `alpha` words: 1 in the papers, 2 on a GPU with
-16-bit inputs."""
-
-
-def dividing_point(large_cache: Schedule, small_cache: Schedule) -> sp.Expr:
-    """Return the x = d / sqrt(M) above which the small-cache schedule moves fewer words.
-
-    The theorems place it at M = Theta(d^2); the constants of SCHEDULES make it M = d^2 / x^2.
-    """
-    difference = sp.Poly(SCHEDULES[large_cache] - SCHEDULES[small_cache], x)
-    square, linear, constant = (difference.coeff_monomial(x**power) for power in (2, 1, 0))
-    return (-linear + sp.sqrt(linear**2 - 4 * square * constant)) / (2 * square)
-
-
-@cache
-def critical_head_dim(gpu: GpuSpec, direction: Direction, *, element_bytes: int = 2) -> float:
-    """Return the head dim above which the small-cache schedule moves fewer bytes on this GPU.
-
-    The optimistic one: a whole SM for one program and no second buffer; backward in two passes.
-    """
-    schedules: tuple[Schedule, Schedule] = (
-        ("fwd_q_stationary", "fwd_small_cache")
-        if direction == "forward"
-        else ("bwd_two_pass", "bwd_small_cache")
-    )
-    at = float(dividing_point(*schedules).subs(alpha, 4 / sp.Integer(element_bytes)))
-    return at * math.sqrt(gpu.on_chip_bytes / element_bytes)
-
-
-def best_block_m(streamed_rows: sp.Expr) -> sp.Expr:
-    """Return the B_r of the Q-stationary forward that fills M words, at a given B_c.
-
-    Traffic does not depend on B_c, so the KKT conditions give Q, O, m and l all that one K and V
-    tile and S leave: on-chip memory belongs to B_r.
-    """
-    return (M - streamed_rows * (d_qk + d_v)) / (d_qk + d_v + 2 + streamed_rows)

@@ -51,6 +51,9 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import sympy as sp
 
 N_q, N_kv, N = sp.symbols("N_q N_kv N", positive=True, integer=True)
@@ -69,3 +72,14 @@ T_h, n_w = sp.symbols("T_h n_w", positive=True, integer=True)
 C = sp.Symbol("C", nonnegative=True)
 F = sp.Symbol("F", positive=True)
 Z, Z_A, Z_X, Z_AX, Z_S = sp.symbols("Z Z_A Z_X Z_AX Z_S", positive=True)
+
+
+class Gcd(sp.Function):
+    """Greatest common divisor of integers; symbols stay as they are (`sp.gcd` makes 1 of them)."""
+
+    @classmethod
+    def eval(cls, *numbers: Any) -> Any:
+        """Return the divisor once all arguments are numbers."""
+        if all(number.is_Integer for number in numbers):
+            return sp.Integer(math.gcd(*map(int, numbers)))
+        return None

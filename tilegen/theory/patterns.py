@@ -12,14 +12,14 @@ only where it has dense sub-grids as large as fast memory holds.
 
 from __future__ import annotations
 
-import math
-from typing import Any, Literal
+from typing import Literal
 
 import sympy as sp
 
 from tilegen.model.symbols import (
     B_c,
     B_r,
+    Gcd,
     H_kv,
     M,
     N,
@@ -104,17 +104,6 @@ def kept_entries(pattern: Literal["dense", "causal", "window", "block_diagonal"]
         "window": w * N - _triangle(w - 1),
         "block_diagonal": b * N,
     }[pattern]
-
-
-class Gcd(sp.Function):
-    """Greatest common divisor of integers; symbols stay as they are (`sp.gcd` makes 1 of them)."""
-
-    @classmethod
-    def eval(cls, *numbers: Any) -> Any:
-        """Return the divisor once all arguments are numbers."""
-        if all(number.is_Integer for number in numbers):
-            return sp.Integer(math.gcd(*map(int, numbers)))
-        return None
 
 
 def causal_tiles() -> sp.Expr:

@@ -158,9 +158,17 @@ def _device_regime(spec: GpuSpec, element_bytes: int) -> DeviceRegime:
         head_dim_smem=smem**0.5,
         head_dim_on_chip=(smem + words_32) ** 0.5,
         dividing_head_dims=MappingProxyType(
-            {way: _dividing_x(way, element_bytes) * on_chip**0.5 for way in directions}
+            {way: critical_head_dim(spec, way, element_bytes=element_bytes) for way in directions}
         ),
     )
+
+
+def critical_head_dim(gpu: GpuSpec, direction: Direction, *, element_bytes: int = 2) -> float:
+    """Return the head dim above which the small-cache schedule moves fewer bytes on this GPU.
+
+    The optimistic one: a whole SM for one program and no second buffer; backward in two passes.
+    """
+    return _dividing_x(direction, element_bytes) * (gpu.on_chip_bytes / element_bytes) ** 0.5
 
 
 @cache

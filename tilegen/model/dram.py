@@ -23,23 +23,20 @@ import sympy as sp
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.kernels.registry import KERNELS
+from tilegen.kernels.registry import KERNELS, direction_of
 from tilegen.kernels.spec import WIDTHS
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.tiles.tile_ranges import is_solved, tile_ranges
 from tilegen.model.bounds import lower_bound_bytes, mask_size
 from tilegen.model.footprint import footprint
+from tilegen.model.launches import rows_of_panels, sliced_dims
 from tilegen.model.on_chip import residents
-from tilegen.model.symbols import C, F, H_kv, N_kv, T_h, d_qk, d_v, n_w
+from tilegen.model.symbols import C, F, Gcd, H_kv, T_h, n_w
 from tilegen.model.traffic import Traffic, Visits, traffic, visits
 from tilegen.problem import AttentionProblem
-from tilegen.theory.patterns import Gcd
 
 Order = Literal["head_major", "interleaved"]
 """Consecutive programs work on the same key-value head, or on different ones."""
-
-L2_SHARE = 0.8
-"""Part of L2 that streamed tiles may fill before they push each other out."""
 
 
 def touches(order: Order) -> sp.Expr:
@@ -68,11 +65,6 @@ def sweeps(order: Order) -> sp.Expr:
     a wave reads a part F of a head's rows, so that C / F such parts fit.
     """
     return _sweeps(_SYMBOLIC, order, H_kv, T_h, n_w, C, F)
-
-
-def streamed_words(order: Order) -> sp.Expr:
-    """Return the words of K and V that DRAM delivers to a Q-stationary kernel, nothing masked."""
-    return sweeps(order).subs(F, 1) * H_kv * N_kv * (d_qk + d_v)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +157,7 @@ class Levels:
     live_heads: int
     """Most key-value heads that a wave reads."""
     heads_in_l2: float
-    """Key-value heads whose streamed rows fit into the usable part of L2."""
+    """Key-value heads whose streamed rows fit into L2."""
     part_of_head: float
     """Part of a head's streamed rows that one wave reads: 1, or less under a mask."""
     sweeps: float
@@ -233,11 +225,50 @@ def dram_bytes(
     """
     if not KERNELS[kernel].masked:
         return moved.read_bytes + moved.write_bytes
+    if KERNELS[kernel].sliced:
+        return _dram_of_slices(problem, gpu, kernel, moved)
     streams = _streams(problem, gpu, kernel, counts, in_flight, order)
     row = streamed_bytes(problem, kernel)
     streamed = row * streams.heads * problem.group_size * counts.rows
     delivered = int(streams.sweeps * streams.once * streams.heads)
     return moved.read_bytes + moved.write_bytes - streamed + min(streamed, delivered)
+
+
+def _dram_of_slices(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, moved: Traffic) -> int:
+    """Return the bytes between L2 and DRAM of a kernel that takes head dims in slices; no more than
+    one of panels that adds to nothing in memory moves at all.
+
+    Inputs and outputs move once, what streams again with every panel unless L2 holds it besides the
+    panel. A panel that L2 does not hold is written and read back once.
+    """
+    most = _most_of_slices(problem, gpu, kernel)
+    if not KERNELS[kernel].panel or KERNELS[kernel].stays == "columns":
+        return most
+    return min(most, moved.read_bytes + moved.write_bytes)
+
+
+@lru_cache(maxsize=256)
+def _most_of_slices(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> int:
+    size = problem.element_bytes
+    mask = mask_size(problem.mask, problem.seqlen_q, problem.seqlen_kv)
+    heads, kv_heads = problem.batch * problem.num_heads_q, problem.batch * problem.num_heads_kv
+    qk, v = problem.head_dim_qk, problem.head_dim_v
+    rows, columns = heads * mask.rows * size, kv_heads * mask.columns * size
+    loop = KERNELS[kernel].sliced
+    assert loop is not None
+    if not loop.panel:
+        return rows * (qk + v) + columns * (qk + v) + 4 * heads * problem.seqlen_q
+    of_panel = rows_of_panels(problem, gpu, kernel)
+    held = of_panel * problem.seqlen_kv * size
+    held *= 1 if direction_of(kernel) == "forward" else 2
+    panel = 0 if held <= gpu.l2_bytes else heads * mask.entries * size
+    if KERNELS[kernel].stays == "columns":
+        return 2 * panel + (rows + columns) * (qk + v)
+    width = sum(sliced_dims(problem, loop))
+    sweeps = max(1, -(-problem.group_size * problem.seqlen_q // of_panel))
+    if held + problem.seqlen_kv * width * size <= gpu.l2_bytes:
+        sweeps = 1
+    return panel * loop.results + rows * width + sweeps * columns * width
 
 
 def dram_bound_bytes(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> int:
@@ -282,7 +313,7 @@ def _streams(
     else:
         side, programs, rows = "rows", group * counts.programs, size.columns
         once = streamed_bytes(problem, kernel) * rows
-    capacity, part = L2_SHARE * gpu.l2_bytes / once if once else math.inf, 1.0
+    capacity, part = gpu.l2_bytes / once if once else math.inf, 1.0
     together = in_flight if order == "head_major" else max(1, in_flight // heads)
     if together < counts.programs and once:
         part = (

@@ -17,11 +17,10 @@ from tilegen.masks.score import ScoreForm
 from tilegen.masks.usual import Intervals
 from tilegen.problem import AttentionProblem
 
-FEW_REGISTERS = 8
-"""Registers of a thread that hold where lists lie."""
 
-
-def beyond(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> tuple[int, int]:
+def lists_and_tables(
+    problem: AttentionProblem, config: TileConfig, kernel: Kernel
+) -> tuple[int, int]:
     """Return bytes of shared memory and registers of a thread on top of those of a plain mask."""
     side: Side = KERNELS[kernel].stays
     smem = registers = 0
@@ -29,7 +28,6 @@ def beyond(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> tup
         streamed = config.block_m if side == "columns" else config.block_n
         width = config.block_d or problem.head_dim_qk + problem.head_dim_v
         smem += streamed * width * problem.element_bytes
-        registers += FEW_REGISTERS
     if problem.score and problem.score.changes:
         scores = config.block_m * config.block_n
         tables = _tables(problem.score)

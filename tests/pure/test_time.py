@@ -10,11 +10,13 @@ from tilegen.choose.ranking import estimate, propose
 from tilegen.gpus.nearest import nearest
 from tilegen.gpus.spec import GpuSpec, catalogue, gpu
 from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.model import roofline
+from tilegen.model.dram import dram_bytes
 from tilegen.model.estimate import CostEstimate
 from tilegen.model.footprint import footprint
 from tilegen.model.on_chip import residents
-from tilegen.model.roofline import dram_bytes, family, step_clocks, tile
+from tilegen.model.rates import rates_of
+from tilegen.model.step import step
+from tilegen.model.time import step_clocks, time
 from tilegen.model.traffic import traffic, visits
 from tilegen.problem import AttentionProblem
 
@@ -30,7 +32,7 @@ def ideal(spec: GpuSpec, problem: AttentionProblem, text: str, kernel: Kernel = 
     """Clocks of one step at the peaks of the data sheet."""
     clocks = step_clocks(problem, spec, config(text), kernel)
     return {
-        "tensor": clocks.tensor * family(spec.arch).tensor_efficiency,
+        "tensor": clocks.tensor * rates_of(spec.arch).tensor_efficiency,
         "exp": clocks.exp,
         "smem": clocks.smem,
     }
@@ -59,8 +61,8 @@ def test_below_this_head_dim_exponentials_take_longer(name: str, head_dim: int) 
 )
 def test_products_of_each_kernel(kernel: Kernel, products: int) -> None:
     """Two in the forward; seven in the two backward passes together."""
-    work = tile(LLAMA, config("m64n32w4s2"), kernel)
-    assert work.flops == products * 2 * 64 * 32 * 128
+    work = step(LLAMA, config("m64n32w4s2"), kernel)
+    assert work.multiply_adds == products * 64 * 32 * 128
 
 
 def test_flops_of_a_launch_count_whole_tiles_at_padded_widths() -> None:
@@ -112,14 +114,14 @@ def test_low_tiles_miss_the_wide_matrix_instructions() -> None:
     ]
     low = step_clocks(LLAMA, gpu("h200"), config("m32n64w4s2"), "fwd").tensor / 32
     assert per_row[0] == pytest.approx(per_row[1])
-    assert low == pytest.approx(per_row[0] / family("sm_90").narrow_rate)
+    assert low == pytest.approx(per_row[0] / rates_of("sm_90").narrow_rate)
 
 
 def test_slow_l2_sets_the_time() -> None:
     spec = replace(gpu("h200"), l2_bandwidth=1e9)
     cost = estimate(LLAMA, spec, config("m128n64w8s2"))
     moved = cost.read_bytes + cost.write_bytes
-    expected = moved / (1e9 * family("sm_90").l2_efficiency)
+    expected = moved / (1e9 * rates_of("sm_90").l2_efficiency)
     assert cost.seconds == pytest.approx(expected, rel=1e-3)
 
 
@@ -131,7 +133,7 @@ def test_unequal_programs_leave_a_tail() -> None:
         )
         for h in (32, 64)
     )
-    launch = family("sm_90").launch_seconds
+    launch = rates_of("sm_90").launch_seconds
     tail = 2 * (one.seconds - launch) - (two.seconds - launch)
     program = (one.seconds - launch) / (32 * 64 / 132)  # of mean length
     assert tail == pytest.approx(program / 2, rel=0.1)
@@ -151,7 +153,7 @@ def test_partial_tiles_make_a_launch_slower() -> None:
     tiles = config("m128n64w8s3")
     plain, partial = visits(problem, 128, 64, "fwd"), visits(masked, 128, 64, "fwd")
     times = [
-        roofline.time(
+        time(
             problem,
             spec,
             tiles,
@@ -308,7 +310,7 @@ def test_published_throughputs(name: str, text: str, low: float, high: float) ->
 
 def test_every_architecture_has_rates_and_rules() -> None:
     for spec in catalogue():
-        assert 0 < family(spec.arch).tensor_efficiency <= 1
+        assert 0 < rates_of(spec.arch).tensor_efficiency <= 1
         assert footprint(LLAMA, config("m64n64w4s2"), "fwd", spec.arch).smem_bytes > 0
 
 

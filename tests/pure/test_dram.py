@@ -17,19 +17,17 @@ from tilegen.errors import Unsupported
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
 from tilegen.masks.tiles.tile_ranges import tile_ranges
-from tilegen.model.hierarchy import (
+from tilegen.model.dram import (
     Order,
     dram_bytes,
     levels,
     live_heads,
-    streamed_words,
     sweeps,
     touches,
 )
-from tilegen.model.symbols import C, F, H_kv, N_kv, T_h, d_qk, d_v, n_w
+from tilegen.model.symbols import C, F, Gcd, H_kv, T_h, n_w
 from tilegen.model.traffic import traffic, visits
 from tilegen.problem import AttentionProblem
-from tilegen.theory.patterns import Gcd
 
 ORDERS: tuple[Order, ...] = ("head_major", "interleaved")
 ARGUMENTS = (H_kv, T_h, n_w, C, F)
@@ -160,11 +158,6 @@ def test_a_larger_l2_never_reads_more(order: Order) -> None:
         assert values[-1] == 1
 
 
-def test_streamed_words_are_sweeps_over_k_and_v() -> None:
-    words = streamed_words("head_major").subs({H_kv: 4, T_h: 8, n_w: 16, C: 1})
-    assert sp.expand(words - 4 * N_kv * (d_qk + d_v)) == 0
-
-
 def test_divisors_wait_for_numbers() -> None:
     assert Gcd(T_h, n_w).subs({T_h: 12, n_w: 18}) == 6
     assert Gcd(T_h, n_w).has(T_h)
@@ -189,7 +182,7 @@ def test_levels_of_a_problem(kernel: str, order: Order) -> None:
 def test_numbers_are_those_of_the_formula() -> None:
     """The function for problems evaluates the printed expressions."""
     problem = PARSE("b1 hq24 hkv6 q3000 kv5000 d64 bf16 full")
-    spec = replace(gpu("h200"), l2_bytes=3 * 5000 * 128 * 2, num_sms=50)
+    spec = replace(gpu("h200"), l2_bytes=12 * 5000 * 128 * 2 // 5, num_sms=50)
     for order in ORDERS:
         found = levels(problem, spec, TILE, "fwd", order=order)
         at = 6, 4 * 47, found.in_flight, found.heads_in_l2, found.part_of_head
@@ -244,7 +237,7 @@ def test_masks_against_a_simulated_cache(mask: str, l2_heads: float, order: Orde
     """
     problem = PARSE(f"b1 hq8 hkv8 q4096 kv4096 d64 bf16 {mask}")
     once = 4096 * 128 * 2
-    spec = replace(gpu("h200"), l2_bytes=int(l2_heads * once / 0.8))
+    spec = replace(gpu("h200"), l2_bytes=int(l2_heads * once))
     counts, moved = visits(problem, 64, 64, "fwd"), traffic(problem, TILE, "fwd")
     found = dram_bytes(problem, spec, "fwd", moved, counts, in_flight=10, order=order)
     found -= 8 * 4096 * (2 * 64 * 2 + 4)

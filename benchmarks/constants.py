@@ -1,0 +1,132 @@
+"""How many first choices of the model hang on each of its constants: halved and doubled, over the
+catalogue on four GPUs.
+
+    python -m benchmarks.constants [--out FILE]
+
+A constant that changes nothing either way does not belong in the model. Needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.workloads import catalogue
+from tilegen import gpu
+from tilegen.choose.families import kernels_of, ranked_families
+from tilegen.choose.ranking import propose
+from tilegen.model import rates
+from tilegen.problem import AttentionProblem
+
+GPUS = ("a100", "h100", "h200", "b200")
+NAMES = [
+    "time.OVERLAP_NORM",
+    "time.CHANGED_INSTRUCTIONS",
+    "time.SHARED_READS",
+    "on_chip.SPILL_DOUBT",
+    "footprint.MAX_UNROLLED",
+    *(f"rates.{one.name}" for one in fields(rates.Rates)),
+    *(f"instructions.{one.name}" for one in fields(rates.Instructions)),
+]
+FACTORS = (0.5, 2.0)
+
+Choices = dict[tuple[str, str, str], str]
+
+
+def choices(problems: list[AttentionProblem]) -> Choices:
+    """Return the first choice of each kernel of each problem on each GPU."""
+    found: Choices = {}
+    for name in GPUS:
+        spec = gpu(name)
+        for problem in problems:
+            for kernel in kernels_of(problem, spec):
+                best = propose(problem, spec, kernel=kernel, top=1)[0]
+                found[name, problem.key, kernel] = best.config.key
+    return found
+
+
+def changed(problems: list[AttentionProblem], before: Choices) -> int:
+    """Return the number of first choices that differ, those of another family counted once."""
+    forget()
+    now = choices(problems)
+    forget()
+    return sum(before.get(one, config) != config for one, config in now.items()) + len(
+        {one[:2] for one in now.keys() - before.keys()}
+    )
+
+
+def forget() -> None:
+    """Empty what the model remembers of earlier constants."""
+    ranked_families.cache_clear()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("tilegen.model"):
+            for one in vars(module).values():
+                if callable(clear := getattr(one, "cache_clear", None)):
+                    clear()
+
+
+@contextmanager
+def scaled(group: str, name: str, factor: float) -> Iterator[None]:
+    """Have the model use a constant times a factor."""
+    if group in ("rates", "instructions"):
+        read = "rates_of" if group == "rates" else group
+        users = [
+            module
+            for key, module in sys.modules.items()
+            if key.startswith("tilegen.") and hasattr(module, read)
+        ]
+        real = getattr(rates, read)
+
+        def other(of: str) -> Any:
+            found = real(of)
+            return replace(found, **{name: getattr(found, name) * factor})
+
+        for module in users:
+            setattr(module, read, other)
+        try:
+            yield
+        finally:
+            for module in users:
+                setattr(module, read, real)
+        return
+    module = importlib.import_module(f"tilegen.model.{group}")
+    value = getattr(module, name)
+    setattr(module, name, value * factor)
+    try:
+        yield
+    finally:
+        setattr(module, name, value)
+
+
+def main() -> None:
+    """Print one line for each constant, and write them as CSV."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    problems = list(dict.fromkeys(one.problem for one in catalogue()))
+    before = choices(problems)
+    rows: list[dict[str, object]] = []
+    for full in NAMES:
+        counts = []
+        for factor in FACTORS:
+            with scaled(*full.split("."), factor):
+                counts.append(changed(problems, before))
+        halved, doubled = counts
+        rows.append({"constant": full, "halved": halved, "doubled": doubled, "of": len(before)})
+        print(f"{full:40s} {halved:4d} {doubled:4d} of {len(before)}", flush=True)
+    if arguments.out:
+        with arguments.out.open("w", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, list(rows[0]))
+            writer.writeheader()
+            writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Programs and steps of a kernel over a whole problem, in one launch or in one for each panel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import lru_cache
+
+from tilegen.gpus.spec import GpuSpec
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.panels import panels, rows_for
+from tilegen.kernels.registry import KERNELS, direction_of
+from tilegen.kernels.spec import Sliced
+from tilegen.model.traffic import Visits
+from tilegen.problem import AttentionProblem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launches:
+    """What a kernel runs for a problem."""
+
+    count: int
+    """Launches, one after the other and alike."""
+    programs: int
+    """Programs of all launches."""
+    steps: int | Fraction
+    """Steps of all programs."""
+    partial: int | Fraction
+    """Steps on tiles that need mask code."""
+    longest: float
+    """Steps of the program that has most."""
+
+
+def launches(
+    problem: AttentionProblem, gpu: GpuSpec, config: TileConfig, kernel: Kernel, counts: Visits
+) -> Launches:
+    """Return what a kernel runs for a problem; programs of a panel are taken to be equally long."""
+    spec, heads = KERNELS[kernel], problem.batch * problem.num_heads_q
+    steps, partial = heads * counts.tiles, heads * counts.partial_tiles
+    columns = spec.stays == "columns"
+    if not spec.panel:
+        group = problem.group_size if columns else 1
+        return Launches(
+            count=1,
+            programs=heads // group * counts.programs,
+            steps=steps,
+            partial=partial,
+            longest=group * counts.longest,
+        )
+    loop = spec.sliced
+    assert loop is not None
+    of_panels, groups = _panels(
+        heads, problem.group_size, problem.seqlen_q, rows_of_panels(problem, gpu, kernel)
+    )
+    slices = sum(-(-width // config.block_d) for width in sliced_dims(problem, loop))
+    if spec.panel == "writes":  # a program for each tile of scores
+        programs = max(1, int(steps))
+    else:
+        programs = (groups if columns else heads) * counts.programs * slices
+    steps = int(steps) * slices
+    return Launches(
+        count=spec.launches_per_panel * of_panels,
+        programs=programs,
+        steps=steps,
+        partial=0,
+        longest=steps / programs,
+    )
+
+
+def sliced_dims(problem: AttentionProblem, loop: Sliced) -> list[int]:
+    """Return the head dims that are taken in slices."""
+    return [problem.head_dims[one] for one in loop.slices]
+
+
+@lru_cache(maxsize=1024)
+def _panels(heads: int, group_size: int, seqlen_q: int, rows: int) -> tuple[int, int]:
+    """Return the number of panels, and of their key-value heads, added up."""
+    of_one_head = rows < 2 * seqlen_q
+    alike = list(
+        panels(1, 1, seqlen_q, rows) if of_one_head else panels(heads, group_size, seqlen_q, rows)
+    )
+    times = heads if of_one_head else 1
+    return times * len(alike), times * sum(-(-panel.num_heads // group_size) for panel in alike)
+
+
+@lru_cache(maxsize=256)
+def rows_of_panels(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> int:
+    """Return the query rows that a panel of this kernel's pass holds on this GPU."""
+    return rows_for(problem, gpu, direction_of(kernel))

@@ -1,0 +1,77 @@
+"""What kernels reach of a GPU's peaks, and the instructions they need: rates.toml, read."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+from tilegen.gpus.nearest import nearest
+from tilegen.gpus.spec import GpuSpec
+from tilegen.kernels.config import Kernel
+from tilegen.kernels.registry import KERNELS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """One family of rates.toml; the fields are described there."""
+
+    tensor_efficiency: float
+    vector_efficiency: float
+    exposed: float
+    full_rate_rows: int
+    narrow_rate: float
+    operand_rows: int
+    l2_efficiency: float
+    dram_efficiency: float
+    latency_seconds: float
+    step_clk: float
+    launch_seconds: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instructions:
+    """Instructions of one thread per unit of work, from rates.toml."""
+
+    score: float
+    masked_score: float
+    accumulator: float
+    step: float
+    stage: float
+
+
+@cache
+def rates_of(arch: str) -> Rates:
+    """Return the rates of an architecture, or of the nearest older one."""
+    families: dict[str, Any] = {
+        name: row for row in _table()["family"] for name in row["architectures"]
+    }
+    row = families[nearest(arch, families)]
+    return Rates(**{field: row[field] for field in Rates.__dataclass_fields__})
+
+
+@cache
+def instructions(kernel: Kernel) -> Instructions:
+    """Return the instruction counts of a kernel's inner loop; kernels whose machine code nobody
+    counted take those of the forward."""
+    counted = _table()["instructions"]
+    return Instructions(**counted.get(KERNELS[kernel].fitted_as, counted["fwd"]))
+
+
+def peak_flops_per_clk(gpu: GpuSpec, *, vector: bool) -> float:
+    """Return what a good kernel's matrix products reach on one SM; outside of the tensor cores if
+    `vector`."""
+    rates = rates_of(gpu.arch)
+    peak = (
+        gpu.vector_flops_32 * rates.vector_efficiency
+        if vector
+        else gpu.tensor_flops_16 * rates.tensor_efficiency
+    )
+    return peak / (gpu.num_sms * gpu.clock_hz)
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return tomllib.loads((files("tilegen.model") / "rates.toml").read_text(encoding="utf-8"))

@@ -1,0 +1,199 @@
+"""Predicted time: what each step of a kernel asks of each unit, then steps, programs and waves.
+
+The units of an SM work side by side, except that softmax and matrix products of one program wait
+for each other (`exposed`). Clocks are clocks of one SM with all its resident programs; the rates
+and their sources are in rates.toml, and README.md lists every constant with its source.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from tilegen.gpus.nearest import on_tensor_cores
+from tilegen.gpus.spec import GpuSpec
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import KERNELS
+from tilegen.model.dram import dram_bytes
+from tilegen.model.footprint import in_place_of, repetition
+from tilegen.model.launches import launches
+from tilegen.model.on_chip import ROWS_PER_WARP, Footprint, family, residents
+from tilegen.model.rates import instructions, peak_flops_per_clk, rates_of
+from tilegen.model.step import Step, step
+from tilegen.model.traffic import Traffic, Visits
+from tilegen.problem import AttentionProblem
+
+ISSUE_PER_CLK = 128
+"""Instructions of single threads that an SM's four schedulers issue each clock."""
+SMEM_BYTES_PER_CLK = 128
+"""Bytes of shared memory, or of L1, that an SM moves each clock."""
+OVERLAP_NORM = 4
+"""Exponent that says how sharply units hide each other: infinity is the maximum, 1 the sum."""
+CHANGED_INSTRUCTIONS = 2.5
+"""Instructions of a thread for each word of a panel that it scales or masks, and rounds again."""
+SHARED_READS = 2
+"""Threads of a warp that one read of an operand serves, in IEEE fp32."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepClocks:
+    """Clocks that one step keeps each unit of an SM busy, whoever else runs there."""
+
+    tensor: float
+    exp: float
+    issue: float
+    masking: float
+    """Issue slots that a partial tile takes besides."""
+    smem: float
+
+
+def step_clocks(
+    problem: AttentionProblem, gpu: GpuSpec, config: TileConfig, kernel: Kernel
+) -> StepClocks:
+    """Return the clocks that one step keeps each unit busy."""
+    rates, per = rates_of(gpu.arch), instructions(kernel)
+    work, size = step(problem, config, kernel), problem.element_bytes
+    vector = not on_tensor_cores(problem.dtype, gpu.arch)
+    peak = peak_flops_per_clk(gpu, vector=vector)
+    if not vector and work.rows < rates.full_rate_rows:
+        peak *= rates.narrow_rate
+    repeated = repetition(work, size, config.num_warps, gpu.arch)
+    threads = family(gpu.arch).warp_threads * config.num_warps
+    issue = (
+        repeated * per.score * work.scores + (per.step + per.stage * config.num_stages) * threads
+    )
+    if work.rescales:
+        issue += per.accumulator * work.result_words
+    elif work.changed:
+        issue += CHANGED_INSTRUCTIONS * work.changed
+    if vector:  # each thread reads both operands for its own square of a product
+        each = sum(one.operands_of_thread(threads) for one in work.products)
+        operands = each * threads / SHARED_READS
+    else:
+        in_place = in_place_of(family(gpu.arch), work, size)
+        operands = _operand_words(work, config.num_warps, rates.operand_rows if in_place else 0)
+    return StepClocks(
+        tensor=repeated * 2 * work.multiply_adds / peak,
+        exp=repeated * work.scores / gpu.exp_per_clk_per_sm,
+        issue=issue / ISSUE_PER_CLK,
+        masking=repeated * per.masked_score * work.scores / ISSUE_PER_CLK,
+        smem=operands * size / SMEM_BYTES_PER_CLK,
+    )
+
+
+def _operand_words(work: Step, warps: int, rows_per_read: int) -> float:
+    """Return the operand words that matrix instructions read from shared memory in a step.
+
+    A read of the passing operand serves `rows_per_read` rows where they read both operands in
+    place. Otherwise (0) each warp reads it for its own rows, and keeps those in registers.
+    """
+    passing = sum(one.columns * one.depth for one in work.products)
+    if not rows_per_read:
+        return max(1.0, min(warps, work.rows / ROWS_PER_WARP)) * passing
+    own = sum(one.rows * one.depth for one in work.products if one.rows_in_shared)
+    return max(1.0, work.rows / rows_per_read) * passing + work.kept + own
+
+
+def local_clocks(needs: Footprint, gpu: GpuSpec, config: TileConfig) -> float:
+    """Return the clocks that a step takes longer for what it spills, at the rate of L1.
+
+    Local memory is cached there, behind the port of shared memory. A spilled byte counts as moved
+    once a step: inner loops compiled for sm_90 that spill 120 bytes, 30 words, have 17 to 26 loads
+    and stores of them, since some words live around the loop. Nothing is taken to hide
+    them: what was spilled is wanted by the next instruction.
+    """
+    threads = family(gpu.arch).warp_threads * config.num_warps
+    return needs.spill_bytes * threads / SMEM_BYTES_PER_CLK
+
+
+@dataclass(frozen=True, kw_only=True)
+class Time:
+    """Seconds of a kernel over a whole problem."""
+
+    seconds: float
+    terms: tuple[tuple[str, float], ...]
+    """Seconds each unit needs if nothing else mattered, the largest first."""
+    waves: float
+    dram_bytes: int
+    flops: int
+    """Tensor flops executed: whole tiles and slices, at padded head dims."""
+
+
+def time(
+    problem: AttentionProblem,
+    gpu: GpuSpec,
+    config: TileConfig,
+    kernel: Kernel,
+    *,
+    moved: Traffic,
+    counts: Visits,
+    needs: Footprint,
+) -> Time:
+    """Return the predicted time of a kernel, over all panels where it works on those."""
+    rates, spec = rates_of(gpu.arch), KERNELS[kernel]
+    work, clk = step(problem, config, kernel), step_clocks(problem, gpu, config, kernel)
+    run = launches(problem, gpu, config, kernel, counts)
+    per_launch = run.programs / run.count
+
+    fits = residents(needs, gpu, config)
+    together = min(fits, math.ceil(per_launch / gpu.num_sms))  # programs that share an SM
+    latency = rates.latency_seconds * gpu.clock_hz / together
+    masked = run.partial / run.steps if run.steps else 0.0
+    softmax = max(clk.issue + masked * clk.masking, clk.exp)
+    ahead = config.num_stages - 1 if spec.masked else 0
+    wait = latency / max(ahead, 1)
+    busy = clk.tensor + rates.exposed * softmax + rates.step_clk / together
+    if not ahead:  # nothing loads while a program computes
+        busy += wait
+    if work.loads > 1:  # every key tile starts the pipeline of slices again
+        busy += 2 * latency
+    local = local_clocks(needs, gpu, config)
+    one_step = _overlapped(busy, clk.smem, wait * work.loads) + local
+
+    # A program's beginning and end: its own tile comes in, the pipeline fills, the result goes out.
+    exp_after = work.scores_after / gpu.exp_per_clk_per_sm
+    issue_after = instructions(kernel).score * work.scores_after * len(work.results) / ISSUE_PER_CLK
+    overhead = 2 * latency + max(exp_after, issue_after)
+    mean = one_step * run.steps / run.programs + overhead
+    if run.longest * run.programs == run.steps:  # equal programs run in waves
+        clocks = run.count * math.ceil(per_launch / gpu.num_sms) * mean
+    else:  # long ones start first, so short ones fill the last wave
+        waves = per_launch / (gpu.num_sms * fits)
+        tail = mean / 2 if waves > 1 else 0.0
+        clocks = max(one_step * run.longest + overhead, mean * run.programs / gpu.num_sms + tail)
+
+    dram = dram_bytes(problem, gpu, kernel, moved, counts, in_flight=gpu.num_sms * fits)
+    l2_seconds = least_seconds(gpu, moved) - rates.launch_seconds
+    dram_seconds = dram / (gpu.dram_bandwidth * rates.dram_efficiency)
+    per_step, per_program = (
+        number / (gpu.num_sms * gpu.clock_hz) for number in (run.steps, run.programs)
+    )
+    terms = {
+        "tensor": clk.tensor * per_step,
+        "exp": clk.exp * per_step + exp_after * per_program,
+        "issue": (clk.issue + masked * clk.masking) * per_step + issue_after * per_program,
+        "smem": (clk.smem + local) * per_step,
+        "l2": l2_seconds,
+        "dram": dram_seconds,
+        "latency": wait * work.loads * per_step + 2 * latency * per_program,
+    }
+    return Time(
+        seconds=max(clocks / gpu.clock_hz, l2_seconds, dram_seconds)
+        + run.count * rates.launch_seconds,
+        terms=tuple(sorted(terms.items(), key=lambda item: -item[1])),
+        waves=per_launch / (gpu.num_sms * fits),
+        dram_bytes=dram,
+        flops=int(2 * run.steps * work.multiply_adds),
+    )
+
+
+def least_seconds(gpu: GpuSpec, moved: Traffic) -> float:
+    """Return the time that L2 alone takes: `time` is never below, whatever else a config does."""
+    rates = rates_of(gpu.arch)
+    l2_seconds = (moved.read_bytes + moved.write_bytes) / (gpu.l2_bandwidth * rates.l2_efficiency)
+    return l2_seconds + rates.launch_seconds
+
+
+def _overlapped(*busy: float) -> float:
+    """Return the clocks of units that work side by side: a little more than the busiest alone."""
+    return sum(clocks**OVERLAP_NORM for clocks in busy) ** (1 / OVERLAP_NORM)
