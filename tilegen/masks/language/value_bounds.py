@@ -1,8 +1,8 @@
 """Interval arithmetic over whole tiles: what a mask expression can be anywhere inside a tile.
 
 An interval holds every value that `evaluation.Points` gives for a pair of the tile: both take the
-same operations in the same order, and rounding is monotone. Not-a-number inside a tile leaves the
-truth of what depends on it open.
+same operations in the same order, and rounding is monotone. The ends are not-a-number where a value
+of the tile may be: the truth of what depends on it stays open.
 """
 
 from __future__ import annotations
@@ -101,6 +101,8 @@ class TileBounds(Points):
         return _increasing(lambda end: end.to(dtype), value)
 
     def long(self, value: Interval) -> Interval:
+        if not value.is_single:  # what is not a number may become any integer
+            value = Interval(value.lo.nan_to_num(-LARGEST), value.hi.nan_to_num(LARGEST))
         return _increasing(lambda end: end.clamp(-LARGEST, LARGEST).long(), value)
 
     def add(self, left: Interval, right: Interval) -> Interval:
@@ -278,8 +280,9 @@ def _any_integer(like: torch.Tensor) -> Interval:
 
 
 def _anything(like: torch.Tensor) -> Interval:
-    infinite = torch.full_like(like, torch.inf)
-    return Interval(-infinite, infinite)
+    """Return the interval of what may not be a number either."""
+    unknown = torch.full_like(like, torch.nan)
+    return Interval(unknown, unknown.clone())
 
 
 def _increasing(function: Callable[..., torch.Tensor], *arguments: Interval) -> Interval:
