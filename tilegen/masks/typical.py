@@ -15,7 +15,7 @@ import sympy
 import torch
 
 from tilegen.errors import InvalidProblem
-from tilegen.masks.language.integer_bounds import ANYTHING, MAX_LENGTH, Bounds, bounds
+from tilegen.masks.language.integer_bounds import ANYTHING, MAX_LENGTH, Bounds, Sizes
 from tilegen.masks.language.integers import prepared
 from tilegen.masks.language.nodes import Log1p
 from tilegen.masks.language.symbols import PAIR, Lookup, captured_name, captured_slots, slot_of
@@ -83,10 +83,11 @@ def _extents(form: ScoreForm, shape: Shape) -> tuple[dict[int, tuple[int, ...]],
     last = [(0, size - 1) for size in shape.by_axis.values()]
     lengths = [(length, length) for length in (shape.seqlen_q, shape.seqlen_kv)]
     known |= dict(zip(PAIR, (*last, *lengths), strict=True))
+    bounds = Sizes(known, set()).bounds
     sizes: dict[int, tuple[int, ...]] = {}
     for found in expr.atoms(Lookup):
         slot, indices = slot_of(found), found.args[1:]
-        needed = tuple(_size(bounds(index, known), shape) for index in indices)
+        needed = tuple(_size(bounds(index), shape) for index in indices)
         if len(before := sizes.get(slot, needed)) != len(needed):
             raise InvalidProblem(
                 f"expected one number of indices for t{slot}, got {len(before)} and {len(needed)} "

@@ -124,16 +124,17 @@ class TileBounds(Points):
         return _where(_has_one_sign(right), quotient, _anything(quotient.lo))
 
     def floor_divide(self, left: Interval, right: Interval) -> Interval:
-        quotient = _hull([floor_divide(a, b) for a in left.ends for b in right.ends])
-        if right.is_single:
-            return quotient
-        # A divisor that is not 0 is at least 1 in magnitude.
-        largest = torch.maximum(left.lo.abs(), left.hi.abs())
-        return _where(_has_one_sign(right), quotient, Interval(-largest, largest))
+        divisors = list(right.ends)
+        if not right.is_single:  # those around 0 too; that one counts as 1
+            one = torch.ones_like(right.lo)
+            divisors += [torch.clamp(end, right.lo, right.hi) for end in (-one, one)]
+        return _hull([floor_divide(a, b) for a in left.ends for b in divisors])
 
     def remainder(self, left: Interval, right: Interval) -> Interval:
         zero = torch.zeros_like(right.lo)
-        anything = Interval(torch.minimum(right.lo + 1, zero), torch.maximum(right.hi - 1, zero))
+        least, most = torch.minimum(right.lo + 1, zero), torch.maximum(right.hi - 1, zero)
+        natural = (left.lo >= 0) & (right.lo >= 0)
+        anything = Interval(least, torch.where(natural, torch.minimum(most, left.hi), most))
         if not right.is_single:
             return anything
         # Between two multiples of the divisor the remainder only increases.
@@ -159,8 +160,11 @@ class TileBounds(Points):
             unknown = open_left | open_right
             least = compute(left.lo, right.lo) & ~unknown
             most = least | unknown
-        mixed = (open_left < 0) | (open_right < 0)  # of both signs
-        return _where(mixed, _any_integer(least), Interval(least, most))
+        # Where the sign is open, so is every bit that any end has below its sign.
+        sizes = (end ^ (end >> 63) for end in (*left.ends, *right.ends))
+        ones = _ones(reduce(torch.bitwise_or, sizes))
+        either = _unless_wrapped(Interval(~ones, ones), ones.double())
+        return _where((least >= 0) & (most < 0), either, Interval(least, most))
 
     def power(self, base: Interval, exponent: int) -> Interval:
         base = base if exponent % 2 else self.abs(base)
