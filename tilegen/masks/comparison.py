@@ -7,9 +7,6 @@ tiles are solved in closed form from O(seqlen) numbers: exactly where the number
 their index, and never a tile too few where they do not. All tables are made anew at each call.
 """
 
-# SymPy is typed only in part:
-# pyright: reportArgumentType=false, reportOperatorIssue=false
-
 from __future__ import annotations
 
 from collections.abc import Sequence

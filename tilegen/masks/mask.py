@@ -381,7 +381,7 @@ def _with_values(item: Any, changed: Callable[[Values], Values]) -> Any:
     if isinstance(item, Values):
         return changed(item)
     if isinstance(item, tuple):
-        return tuple(_with_values(one, changed) for one in item)  # pyright: ignore[reportUnknownVariableType]
+        return tuple(_with_values(one, changed) for one in item)
     if not isinstance(item, Mask) or not item.values:
         return item
     kept = {f.name: _with_values(getattr(item, f.name), changed) for f in fields(item)}  # type: ignore[arg-type]

@@ -1,8 +1,5 @@
 """Triton source of a score change, as the templates put it into a kernel."""
 
-# SymPy is typed only in part:
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import re

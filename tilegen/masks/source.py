@@ -5,10 +5,6 @@ Three forms: `single`, one interval of tiles; `several`, a few merged when the k
 tile numbers read from memory.
 """
 
-# SymPy is typed only in part:
-# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
-# pyright: reportArgumentType=false
-
 from __future__ import annotations
 
 from dataclasses import dataclass

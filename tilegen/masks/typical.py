@@ -4,9 +4,6 @@ A form says what the elements of each tensor are; how large a tensor is follows 
 that it is looked up by, and from the sizes of a problem.
 """
 
-# SymPy is typed only in part:
-# pyright: reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any

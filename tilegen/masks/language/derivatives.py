@@ -4,10 +4,6 @@ Constant pieces (floor, sign, conditions) have derivative 0, as in PyTorch; at a
 of abs is 0, and that of min and max the argument's that is no constant.
 """
 
-# SymPy is typed only in part, and where it is, too narrowly:
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-# pyright: reportReturnType=false, reportCallIssue=false
-
 from __future__ import annotations
 
 import sympy

@@ -6,10 +6,6 @@ precision of the score; a comparison that reads a float64 table is made in doubl
 remainders are Python's; an integer divided by 0 is left as it is, with remainder 0.
 """
 
-# SymPy is typed only in part, and where it is, too narrowly:
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-# pyright: reportReturnType=false, reportCallIssue=false, reportAssignmentType=false
-
 from __future__ import annotations
 
 import operator
@@ -133,7 +129,7 @@ class Points:
             case sympy.Mul():
                 return self._all(torch.mul, map(number, expr.args))
             case sympy.Pow():
-                return self._power(*expr.args, number)
+                return self._power(expr.base, expr.exp, number)
             case FloorDiv():
                 return self.apply(floor_divide, *map(self._integer, expr.args))
             case sympy.Mod():

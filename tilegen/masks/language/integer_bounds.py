@@ -1,8 +1,5 @@
 """How large integers in a kernel can become: what decides between 32 and 64 bits."""
 
-# SymPy is typed only in part, and where it is, too narrowly:
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import math

@@ -4,9 +4,6 @@ An index that is negative counts from the end, and beyond the end lies 0; what s
 was checked before the launch, is loaded without a guard.
 """
 
-# SymPy is typed only in part:
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import re

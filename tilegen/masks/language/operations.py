@@ -4,11 +4,6 @@
 own parameter names.
 """
 
-# SymPy is typed only in part, and where it is, too narrowly:
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-# pyright: reportReturnType=false, reportCallIssue=false, reportAssignmentType=false
-# pyright: reportUnknownParameterType=false
-
 from __future__ import annotations
 
 import math
@@ -213,7 +208,7 @@ def _unary(function: Callable[[Any], Any]) -> Callable[..., Any]:
     return lambda input: function(number(input))
 
 
-def _binary(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+def _binary(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda input, other: function(number(input), number(other))
 
 

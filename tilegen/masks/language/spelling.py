@@ -1,9 +1,5 @@
 """How expressions are spelt with Python's operators: what the canonical texts and Triton share."""
 
-# SymPy is typed only in part, and where it is, too narrowly:
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-# pyright: reportReturnType=false
-
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable

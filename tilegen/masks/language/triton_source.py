@@ -6,10 +6,6 @@ integer division and remainder round down as Python's do, powers are products, a
 for small and for large arguments.
 """
 
-# SymPy is typed only in part, and where it is, too narrowly:
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-# pyright: reportReturnType=false, reportCallIssue=false, reportMatchNotExhaustive=false
-
 from __future__ import annotations
 
 import math
@@ -221,7 +217,8 @@ class Writer:
                 return str(expr), ATOM
             case Relational():
                 return self._relation(expr), COMPARISON
-        return self._function(expr)
+            case _:
+                return self._function(expr)
 
     def _relation(self, expr: Relational) -> str:
         both = all(map(is_int, expr.args))
@@ -374,7 +371,8 @@ class Writer:
                 return f"tl.{type(expr).__name__}({source})", ATOM
             case sympy.floor():
                 return f"tl.floor({source})", ATOM
-        raise Unsupported(f"expected a function that kernels compute, got the term {expr}")
+            case _:
+                raise Unsupported(f"expected a function that kernels compute, got the term {expr}")
 
     def _literal(self, value: sympy.Number) -> str:
         """Return a number as a literal; Triton makes a double of one that fp32 cannot hold."""

@@ -13,11 +13,6 @@ which costs time but never correctness. Numbers looked up per row or column can 
 they never fall.
 """
 
-# SymPy is typed only in part, and where it is, too narrowly:
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-# pyright: reportReturnType=false, reportCallIssue=false, reportAssignmentType=false
-# pyright: reportMatchNotExhaustive=false, reportOptionalMemberAccess=false
-
 from __future__ import annotations
 
 import math
@@ -268,7 +263,8 @@ def _at_least_zero(atom: Boolean) -> list[sympy.Expr]:
             return [_whole(high - low, sympy.ceiling) - 1]
         case sympy.Eq(args=(left, right)) if not (left - right).atoms(sympy.Float):
             return [_whole(left - right, sympy.floor), _whole(right - left, sympy.floor)]
-    raise Unsupported(f"expected a comparison of affine expressions in a mask, got {atom}")
+        case _:
+            raise Unsupported(f"expected a comparison of affine expressions in a mask, got {atom}")
 
 
 def _whole(expression: sympy.Expr, rounded: Callable[[sympy.Expr], sympy.Expr]) -> sympy.Expr:

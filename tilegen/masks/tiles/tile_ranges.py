@@ -1,8 +1,5 @@
 """Which tiles a mask leaves at given lengths and tile shapes: what the model reasons about."""
 
-# SymPy and numpy are typed only in part:
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
-
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
@@ -82,7 +79,8 @@ class _OnArrays:
 
     def __init__(self, block: int) -> None:
         self._block = block
-        self.maximum, self.minimum, self.where = np.maximum, np.minimum, np.where
+        numpy: Any = np
+        self.maximum, self.minimum, self.where = numpy.maximum, numpy.minimum, numpy.where
 
     def tile_of(self, index: Any) -> Any:
         return index // self._block

@@ -3,9 +3,6 @@
 They stand for tensors: of no dimension (`Term`), or of a few small ones (`Rows`, `Several`).
 """
 
-# SymPy is typed only in part, and where it is, too narrowly:
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportReturnType=false
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence

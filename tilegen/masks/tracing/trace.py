@@ -5,11 +5,6 @@ that remember what is done to them, be it by Python's operators, by torch's func
 indexing a real tensor.
 """
 
-# SymPy is typed only in part, and where it is, too narrowly:
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-# pyright: reportReturnType=false, reportCallIssue=false, reportAssignmentType=false
-# pyright: reportMatchNotExhaustive=false
-
 from __future__ import annotations
 
 import inspect
@@ -142,7 +137,8 @@ class Tracer:
                 return sympy.sympify(value)
             case np.generic():
                 return self.expression(value.item())
-        raise Unsupported(f"expected a traced value, a number or a tensor, got {value!r}")
+            case _:
+                raise Unsupported(f"expected a traced value, a number or a tensor, got {value!r}")
 
     def element(self, tensor: torch.Tensor, index: Sequence[Any]) -> Any:
         """Return one element of a real tensor, which takes a slot."""
