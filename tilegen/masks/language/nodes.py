@@ -120,8 +120,10 @@ class Bits(sympy.Function):
     nargs = 2
     is_commutative = True
 
-    of: Callable[[int, int], int]
-    """The value of two numbers."""
+    sign: str
+    """Python's operator, and Triton's."""
+    of: Callable[[Any, Any], Any]
+    """The value of two numbers, or of two tensors of them."""
 
     @classmethod
     def eval(cls, left: Any, right: Any) -> Any:
@@ -148,35 +150,35 @@ class Bits(sympy.Function):
 class BitAnd(Bits):
     """`left & right`."""
 
-    of = staticmethod(operator.and_)
+    sign, of = "&", staticmethod(operator.and_)
 
 
 class BitOr(Bits):
     """`left | right`."""
 
-    of = staticmethod(operator.or_)
+    sign, of = "|", staticmethod(operator.or_)
 
 
 class BitXor(Bits):
     """`left ^ right`."""
 
-    of = staticmethod(operator.xor)
+    sign, of = "^", staticmethod(operator.xor)
 
 
 class ShiftLeft(Bits):
     """`left << right`; right is in 0..MAX_SHIFT."""
 
-    @staticmethod
-    def of(left: int, right: int) -> int:
-        return left << max(0, min(right, MAX_SHIFT))
+    sign, of = "<<", staticmethod(lambda left, right: left << _shift(right))
 
 
 class ShiftRight(Bits):
     """`left >> right`, rounded down; right is in 0..MAX_SHIFT."""
 
-    @staticmethod
-    def of(left: int, right: int) -> int:
-        return left >> max(0, min(right, MAX_SHIFT))
+    sign, of = ">>", staticmethod(lambda left, right: left >> _shift(right))
+
+
+def _shift(by: Any) -> Any:
+    return min(max(by, 0), MAX_SHIFT) if isinstance(by, int) else by.clamp(0, MAX_SHIFT)
 
 
 SYMBOLS = {str(symbol): symbol for symbol in (B, H, Q, K, S, SEQLEN_Q, SEQLEN_KV)}
@@ -191,7 +193,8 @@ ELEMENTARY: dict[str, type[sympy.Function]] = {
     "erf": sympy.erf,
     "sigmoid": Sigmoid,
 }
-"""Functions of one real number that every back end computes in floating point."""
+"""Functions of one real number that every back end computes in floating point; PyTorch has them by
+the same names."""
 
 BITS: dict[str, type[Bits]] = {
     "bitand": BitAnd,

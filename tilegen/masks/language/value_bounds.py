@@ -16,7 +16,6 @@ import sympy
 import torch
 
 from tilegen.masks.language.evaluation import (
-    BITS,
     Points,
     floor_divide,
     maximum,
@@ -146,7 +145,7 @@ class TileBounds(Points):
         return _where(multiples[0] == multiples[1], between, anything)
 
     def bits(self, operation: type[Bits], left: Interval, right: Interval) -> Interval:
-        compute = BITS[operation]
+        compute = operation.of
         if operation in (ShiftLeft, ShiftRight) or (left.is_single and right.is_single):
             found = _hull([compute(a, b) for a in left.ends for b in right.ends])
             if operation is not ShiftLeft:

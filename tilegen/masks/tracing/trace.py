@@ -176,7 +176,7 @@ class Tracer:
 
     def apply(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return what one of torch's functions or methods makes of its arguments."""
-        name = name.strip("_") if name.startswith("__") else name
+        name = name.strip("_") if name.startswith("__") else name.removeprefix("special_")
         if name == "getitem":
             tensor, index = args
             if not isinstance(tensor, torch.Tensor):
