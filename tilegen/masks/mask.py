@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, reduce
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from tilegen.errors import InvalidProblem
 from tilegen.masks.drawing import check_sides, draw
@@ -42,11 +42,14 @@ class Mask(ABC):
     """Predicate over (batch, head, query row, key column). Immutable and hashable; combine with
     `&`, `|` and `~`."""
 
+    name: ClassVar[str]
+    """The first word of the notation."""
+
     @property
-    @abstractmethod
     def notation(self) -> str:
         """Canonical text without spaces; for a mask without tensors
         `parse_mask(mask.notation) == mask`."""
+        return f"{self.name}({','.join(shown(getattr(self, one.name)) for one in fields(self))})"  # type: ignore[arg-type]
 
     @abstractmethod
     def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
@@ -337,8 +340,10 @@ def number(value: int | Values, b: Any, h: Any, q: Any, k: Any) -> Any:
     return value.at(b, h, q, k) if isinstance(value, Values) else value
 
 
-def shown(value: int | Values) -> str:
-    """Return a number of a mask as its notation spells it."""
+def shown(value: int | tuple[int, ...] | Values) -> str:
+    """Return a part of a mask as its notation spells it."""
+    if isinstance(value, tuple):
+        return "x".join(map(str, value))
     return value.notation if isinstance(value, Values) else str(value)
 
 

@@ -4,7 +4,7 @@ column."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -163,22 +163,12 @@ class Values:
             check_range(self.tensor, None if self.axes is None else LIMIT)
         return self.tensor.detach().to(device, getattr(torch, self.elements)).contiguous()
 
-    def at(self, b: Any, h: Any, q: Any, k: Any, lengths: Any = None) -> Any:
-        """Return the element for a pair: a number, a tensor, or a SymPy look-up."""
+    def at(self, b: Any, h: Any, q: Any, k: Any, lengths: Any = None, *indices: Any) -> Any:
+        """Return the element for a pair: a number, a tensor, or a SymPy look-up. `indices` follow
+        those that `axes` names; 0 is read beyond the end."""
         chosen = {"b": b, "h": h, "q": q, "k": k}
-        indices = [chosen[axis] for axis in self.axes or ""]
-        return self._element(indices, tuple(chosen.values()), lengths)
-
-    def look_up(self, leading: tuple[Any, Any], *indices: Any) -> Any:
-        """Return the element at `indices`, after those of b and h in `leading` that `axes` names;
-        0 beyond the end."""
-        b, h = leading
-        chosen = [{"b": b, "h": h}[axis] for axis in self.axes or ""]
-        return self._element([*chosen, *indices], (*leading, *indices))
-
-    def _element(self, indices: Sequence[Any], pair: Sequence[Any], lengths: Any = None) -> Any:
-        """Return an element of the table beside the numbers of a pair; 0 beyond the end."""
-        if is_symbolic(*pair):
+        indices = (*(chosen[axis] for axis in self.axes or ""), *indices)
+        if is_symbolic(b, h, q, k):
             import sympy
 
             from tilegen.masks.language.symbols import Lookup
@@ -189,9 +179,9 @@ class Values:
 
         from tilegen.masks.language.evaluation import read
 
-        device = next((index.device for index in pair if hasattr(index, "device")), "cpu")
-        chosen = [torch.as_tensor(index, device=device) for index in indices]
-        found = read(self.on(device, lengths), chosen)
+        device = next((one.device for one in chosen.values() if hasattr(one, "device")), "cpu")
+        places = [torch.as_tensor(index, device=device) for index in indices]
+        found = read(self.on(device, lengths), places)
         return found != 0 if self.kind == "bool" else found
 
     def sample(self, shape: dict[str, int]) -> np.ndarray[Any, Any]:
