@@ -64,10 +64,6 @@ class Where(sympy.Expr):
     _eval_is_nonnegative = _of_both("is_nonnegative")
     _eval_is_positive = _of_both("is_positive")
 
-    def _eval_derivative(self, symbol: sympy.Symbol) -> sympy.Expr:
-        condition, then, otherwise = self.args
-        return Where(condition, then.diff(symbol), otherwise.diff(symbol))
-
 
 class Sigmoid(sympy.Function):
     """`Sigmoid(x)` = 1 / (1 + exp(-x)), whose derivative overflows nowhere."""

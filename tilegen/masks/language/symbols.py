@@ -7,8 +7,6 @@ from typing import Any
 import sympy
 from sympy.logic.boolalg import Boolean
 
-from tilegen.errors import Unsupported
-
 B, H, Q, K = sympy.symbols("b h q k", integer=True, nonnegative=True)
 """Batch, query head, query row, key-value column."""
 SEQLEN_Q, SEQLEN_KV = sympy.symbols("seqlen_q seqlen_kv", integer=True, positive=True)
@@ -36,10 +34,6 @@ class Lookup(sympy.Function):
 
     def _eval_is_nonnegative(self) -> bool | None:
         return self.args[0].is_nonnegative
-
-    def fdiff(self, argindex: int = 1) -> Any:
-        """An index has no derivative."""
-        raise Unsupported(f"expected an index that does not depend on the score, got {self}")
 
 
 def is_condition(expr: Any) -> bool:
