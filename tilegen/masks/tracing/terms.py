@@ -55,6 +55,20 @@ class Value:
     __array_ufunc__ = None  # numpy's numbers leave arithmetic to this class
     __hash__ = object.__hash__
     tracer: Tracer
+    shape: torch.Size
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    def dim(self) -> int:
+        """Return the number of dimensions."""
+        return len(self.shape)
+
+    def size(self) -> torch.Size:
+        """Return the shape."""
+        return self.shape
 
     @classmethod
     def __torch_function__(
@@ -92,6 +106,16 @@ class Value:
     __matmul__, __rmatmul__ = _operator("matmul"), _operator("matmul")
 
 
+def _refusal(what: str, function: str) -> Callable[..., NoReturn]:
+    def refuse(self: Term) -> NoReturn:
+        raise Unsupported(
+            f"expected a function without {what} traced values, got {function}({self.expr}); "
+            "write torch.where, &, |, ~, torch.minimum, torch.maximum, .to(dtype)"
+        )
+
+    return refuse
+
+
 class Term(Value):
     """A value that remembers how it was computed; stands for a 0-dimensional tensor."""
 
@@ -115,47 +139,17 @@ class Term(Value):
         """The CPU: a traced value is nowhere yet."""
         return torch.device("cpu")
 
-    @property
-    def shape(self) -> torch.Size:
-        """Of one element."""
-        return torch.Size()
-
-    ndim = 0
-
-    def dim(self) -> int:
-        """Return 0."""
-        return 0
-
-    def size(self) -> torch.Size:
-        """Return the empty shape."""
-        return torch.Size()
+    shape = torch.Size()
 
     def __getitem__(self, index: Any) -> Any:
         return self.tracer.apply("getitem", [self, index], {})
 
-    def __bool__(self) -> NoReturn:
-        self._decide("if, and, or, not, min(), max() or chained comparisons on", "bool")
-
-    def __index__(self) -> NoReturn:
-        self._decide("range(), list indices or int() of", "int")
-
-    def __int__(self) -> NoReturn:
-        self._decide("int() of", "int")
-
-    def __float__(self) -> NoReturn:
-        self._decide("float() or math functions of", "float")
-
-    def __iter__(self) -> NoReturn:
-        self._decide("loops over", "iter")
-
-    def __len__(self) -> NoReturn:
-        self._decide("len() of", "len")
-
-    def _decide(self, what: str, function: str) -> NoReturn:
-        raise Unsupported(
-            f"expected a function without {what} traced values, got {function}({self.expr}); "
-            "write torch.where, &, |, ~, torch.minimum, torch.maximum, .to(dtype)"
-        )
+    __bool__ = _refusal("if, and, or, not, min(), max() or chained comparisons on", "bool")
+    __index__ = _refusal("range(), list indices or int() of", "int")
+    __int__ = _refusal("int() of", "int")
+    __float__ = _refusal("float() or math functions of", "float")
+    __iter__ = _refusal("loops over", "iter")
+    __len__ = _refusal("len() of", "len")
 
 
 class Rows(Value):
@@ -208,20 +202,7 @@ class Several(Value):
         """`elements` holds an expression for each."""
         self.tracer = tracer
         self.elements = elements
-
-    @property
-    def shape(self) -> torch.Size:
-        """Its shape."""
-        return torch.Size(self.elements.shape)
-
-    @property
-    def ndim(self) -> int:
-        """Its number of dimensions."""
-        return self.elements.ndim
-
-    def dim(self) -> int:
-        """Return its number of dimensions."""
-        return self.elements.ndim
+        self.shape = torch.Size(elements.shape)
 
     def __getitem__(self, index: Any) -> Any:
         return self.tracer.several(self.elements[index])
