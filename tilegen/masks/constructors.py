@@ -7,14 +7,7 @@ from typing import Any
 
 from tilegen.errors import InvalidProblem
 from tilegen.masks.mask import Mask, causal, check_number, full, sliding_window
-from tilegen.masks.usual import (
-    BlockSparse,
-    Dilated,
-    GlobalTokens,
-    KvPrefix,
-    Neighborhood,
-    PrefixLM,
-)
+from tilegen.masks.usual import BlockSparse, Dilated, GlobalTokens, KvPrefix, Neighborhood, PrefixLM
 from tilegen.masks.values import Values, as_tensor, values
 from tilegen.sympy_lock import tracing
 

@@ -14,11 +14,7 @@ from tilegen.masks.extras import reading
 from tilegen.masks.language.derivatives import derivative
 from tilegen.masks.language.loads import Loads
 from tilegen.masks.language.nodes import normalise
-from tilegen.masks.language.symbols import (
-    Lookup,
-    S,
-    slot_of,
-)
+from tilegen.masks.language.symbols import Lookup, S, slot_of
 from tilegen.masks.language.texts import free_parts, to_text
 from tilegen.masks.language.triton_source import NAMES, Writer
 from tilegen.masks.score import ScoreForm

@@ -18,13 +18,7 @@ from tilegen.masks.language.nodes import normalise
 from tilegen.masks.language.symbols import FIRST, LAST, B, H
 from tilegen.masks.language.triton_source import NAMES, Writer
 from tilegen.masks.mask import Mask, Side
-from tilegen.masks.tiles.closed_form import (
-    Interval,
-    StreamSets,
-    edges,
-    predicate,
-    stream_sets,
-)
+from tilegen.masks.tiles.closed_form import Interval, StreamSets, edges, predicate, stream_sets
 from tilegen.masks.tiles.intervals import Edges, Range, merge
 from tilegen.masks.values import LIMIT
 

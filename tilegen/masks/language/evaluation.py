@@ -162,8 +162,7 @@ class Points:
         if exponent.is_Integer and exponent > 0:
             return self.apply(power, number(base), int(exponent))
         if exponent.is_Rational and exponent < 0:
-            below = self._power(base, -exponent, self._float) if exponent != -1 else None
-            below = self._float(base) if below is None else below
+            below = self._power(base, -exponent, self._float)
             return self.apply(torch.div, self._number(1.0), below)
         if exponent == _HALF:
             return self.apply(torch.sqrt, self._float(base))

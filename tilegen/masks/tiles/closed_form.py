@@ -164,11 +164,6 @@ def _some(intervals: list[Interval]) -> tuple[Interval, ...]:
 def _disjunctive_normal_form(keep: Boolean) -> list[list[sympy.Expr]]:
     """Return conjunctions of integer expressions, each meaning `expression >= 0`."""
     _check_terms(keep)
-    keep = keep.replace(
-        lambda node: isinstance(node, sympy.Ne),
-        # Not by operators, which take floors off.
-        lambda node: sympy.Or(sympy.Lt(node.lhs, node.rhs), sympy.Lt(node.rhs, node.lhs)),
-    )
     keep = keep.replace(lambda node: isinstance(node, Relational), _without_choices)
     for atom in keep.atoms(Relational):  # before anything is expanded
         for expression in _at_least_zero(atom):
@@ -228,15 +223,13 @@ def _check_linear(expression: sympy.Expr, symbol: sympy.Symbol) -> None:
 
 
 def _without_choices(atom: Boolean) -> Boolean:
-    """Return a comparison without absolute values, minima and maxima, as several without."""
-    if isinstance(atom, sympy.Eq):
-        if not atom.has(sympy.Abs, sympy.Min, sympy.Max):
-            return atom
-        return sympy.And(
-            _without_choices(sympy.Le(atom.lhs, atom.rhs)),
-            _without_choices(sympy.Le(atom.rhs, atom.lhs)),
-        )
-    if isinstance(atom, sympy.Ne) or not isinstance(atom, Relational):  # true and false are none
+    """Return a comparison as several without `!=`, absolute values, minima and maxima."""
+    both_ways = atom.args, atom.args[::-1]
+    if isinstance(atom, sympy.Ne):  # `<` as an operator would take floors off
+        return sympy.Or(*(_without_choices(sympy.Lt(*sides)) for sides in both_ways))
+    if isinstance(atom, sympy.Eq) and atom.has(sympy.Abs, sympy.Min, sympy.Max):
+        return sympy.And(*(_without_choices(sympy.Le(*sides)) for sides in both_ways))
+    if isinstance(atom, sympy.Eq) or not isinstance(atom, Relational):  # true and false are none
         return atom
     [expression] = _at_least_zero(atom)
     for choice in sympy.expand(expression).atoms(sympy.Abs, sympy.Min, sympy.Max):
