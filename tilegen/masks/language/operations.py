@@ -217,10 +217,6 @@ def _sum(sign: int) -> Callable[..., Any]:
     return lambda input, other, *, alpha=1: number(input) + sign * alpha * number(other)
 
 
-def _reverse(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda input, other: function(other, input)
-
-
 _UNARY: dict[str, Callable[[Any], Any]] = {
     "neg negative": lambda x: -x,
     "pos positive": lambda x: x,
@@ -262,21 +258,17 @@ _BINARY: dict[str, Callable[[Any, Any], Any]] = {
 _OTHER: dict[str, Callable[..., Any]] = {
     "add": _sum(1),
     "sub subtract": _sum(-1),
-    "rsub": _reverse(_sum(-1)),
+    "rsub": lambda input, other, *, alpha=1: number(other) - alpha * number(input),
     "pow float_power": lambda input, exponent: power(input, exponent),
-    "rpow": lambda input, other: power(other, input),
     "div divide": divide,
-    "rtruediv rdiv": _reverse(divide),
     "floordiv floor_divide": floor_divide,
-    "rfloordiv": _reverse(floor_divide),
     "remainder mod": remainder,
-    "rmod": _reverse(remainder),
     "fmod": fmod,
     "eq": equal,
     "ne not_equal": lambda input, other: ~equal(input, other),
-    "and bitwise_and rand": _bitwise(sympy.And, BitAnd, "&"),
-    "or bitwise_or ror": _bitwise(sympy.Or, BitOr, "|"),
-    "xor bitwise_xor rxor": _bitwise(exclusive_or, BitXor, "^"),
+    "and bitwise_and": _bitwise(sympy.And, BitAnd, "&"),
+    "or bitwise_or": _bitwise(sympy.Or, BitOr, "|"),
+    "xor bitwise_xor": _bitwise(exclusive_or, BitXor, "^"),
     "invert bitwise_not": invert,
     "logical_and": lambda input, other: logical(input) & logical(other),
     "logical_or": lambda input, other: logical(input) | logical(other),
@@ -284,8 +276,6 @@ _OTHER: dict[str, Callable[..., Any]] = {
     "logical_not": lambda input: ~logical(input),
     "lshift bitwise_left_shift": _binary(ShiftLeft),
     "rshift bitwise_right_shift": _binary(ShiftRight),
-    "rlshift": _reverse(_binary(ShiftLeft)),
-    "rrshift": _reverse(_binary(ShiftRight)),
     "where": lambda condition, input, other: where(condition, input, other),
     "clamp clip": clamp,
     "clamp_min": lambda input, min: clamp(input, min),

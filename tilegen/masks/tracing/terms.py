@@ -40,13 +40,18 @@ class Tracer(Protocol):
         ...
 
 
-def _operator(name: str) -> Callable[..., Any]:
+def _operator(name: str, *, reflected: bool = False) -> Callable[..., Any]:
     def apply(self: Value, *args: Any) -> Any:
         if any(isinstance(arg, (str, list, tuple, dict)) for arg in args):
             return NotImplemented
-        return self.tracer.apply(name, [self, *args], {})
+        return self.tracer.apply(name, [*args, self] if reflected else [self, *args], {})
 
     return apply
+
+
+def _operators(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return an operator of two values, for the left one and for the right one."""
+    return _operator(name), _operator(name, reflected=True)
 
 
 class Value:
@@ -86,24 +91,24 @@ class Value:
             raise AttributeError(name)
         return lambda *args, **kwargs: self.tracer.apply(name, [self, *args], kwargs)
 
-    __add__, __radd__ = _operator("add"), _operator("add")
-    __sub__, __rsub__ = _operator("sub"), _operator("rsub")
-    __mul__, __rmul__ = _operator("mul"), _operator("mul")
-    __truediv__, __rtruediv__ = _operator("truediv"), _operator("rtruediv")
-    __floordiv__, __rfloordiv__ = _operator("floordiv"), _operator("rfloordiv")
-    __mod__, __rmod__ = _operator("mod"), _operator("rmod")
-    __pow__, __rpow__ = _operator("pow"), _operator("rpow")
-    __and__, __rand__ = _operator("and"), _operator("and")
-    __or__, __ror__ = _operator("or"), _operator("or")
-    __xor__, __rxor__ = _operator("xor"), _operator("xor")
+    __add__, __radd__ = _operators("add")
+    __sub__, __rsub__ = _operators("sub")
+    __mul__, __rmul__ = _operators("mul")
+    __truediv__, __rtruediv__ = _operators("truediv")
+    __floordiv__, __rfloordiv__ = _operators("floordiv")
+    __mod__, __rmod__ = _operators("mod")
+    __pow__, __rpow__ = _operators("pow")
+    __and__, __rand__ = _operators("and")
+    __or__, __ror__ = _operators("or")
+    __xor__, __rxor__ = _operators("xor")
     __lt__, __le__ = _operator("lt"), _operator("le")
     __gt__, __ge__ = _operator("gt"), _operator("ge")
     __eq__, __ne__ = _operator("eq"), _operator("ne")
     __neg__, __pos__ = _operator("neg"), _operator("pos")
     __abs__, __invert__ = _operator("abs"), _operator("invert")
-    __lshift__, __rlshift__ = _operator("lshift"), _operator("rlshift")
-    __rshift__, __rrshift__ = _operator("rshift"), _operator("rrshift")
-    __matmul__, __rmatmul__ = _operator("matmul"), _operator("matmul")
+    __lshift__, __rlshift__ = _operators("lshift")
+    __rshift__, __rrshift__ = _operators("rshift")
+    __matmul__, __rmatmul__ = _operators("matmul")
 
 
 def _refusal(what: str, function: str) -> Callable[..., NoReturn]:
