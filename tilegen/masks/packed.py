@@ -92,9 +92,10 @@ def from_ids(ids: Any) -> Mask:
 
 @dataclass(frozen=True)
 class Documents:
-    """Where documents lie in a packed sequence; `document` and `local` are per token.
+    """The documents of a packed sequence: `start` and `length` of each, and for each token the
+    number of its `document` and its `local` place there.
 
-    One of no length follows the last, for tokens beyond its end.
+    A document of no length follows the last, for tokens beyond the end.
     """
 
     start: torch.Tensor

@@ -22,15 +22,15 @@ from tilegen.masks.score import ScoreForm
 
 @dataclass(frozen=True)
 class CapturedGradient:
-    """What a tile adds to the gradient of a captured tensor."""
+    """Source that adds a tile's part to the gradient of a captured tensor."""
 
     where: str
     """Pointer of the elements."""
     guard: str
     """Argument that leaves out those which do not exist."""
     times: str
-    """What `ds` is multiplied by, the derivative of the score by an element; empty where it is
-    1."""
+    """Source of the factor of `ds`, the derivative of the score by an element; empty where that
+    is 1."""
     reduce: str
     """Source that sums `part`, that product, to the elements."""
 
@@ -40,10 +40,10 @@ class ScoreSource:
     """Statements that change `s`, the scaled scores of a tile."""
 
     forward: tuple[str, ...] = ()
-    """End in `s`."""
+    """Statements that end in `s`, the changed score."""
     backward: tuple[str, ...] = ()
-    """End in `score`, `slope` (its derivative by s, where that is not 1) and what `gradients`
-    name."""
+    """Statements that end in `score`, `slope` (its derivative by s, where that is not 1) and the
+    names that `gradients` use."""
     has_slope: bool = False
     gradients: tuple[CapturedGradient, ...] = ()
     extras: tuple[Line, ...] = ()

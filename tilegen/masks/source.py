@@ -1,5 +1,5 @@
-"""Triton source of a mask, as the templates put it into a kernel: which tiles to visit, which pairs
-of a tile are kept, and what is read for that.
+"""Triton source of a mask, as the templates put it into a kernel: the tiles to visit, the pairs of a
+tile that are kept, and the loads that both need.
 
 Three forms: `single`, one interval of tiles; `several`, a few merged when the kernel runs; `lists`,
 tile numbers read from memory.
@@ -40,14 +40,14 @@ class TileLoop:
 
 @dataclass(frozen=True)
 class Ranges:
-    """Which streamed tiles a stationary tile visits."""
+    """Source of the streamed tiles that a stationary tile visits."""
 
     form: Literal["single", "several", "lists"]
     uses_last: bool = False
     per_head: bool = False
     """Whether query heads of one group visit different tiles."""
     statements: tuple[str, ...] = ()
-    """What the loops, or the bounds, are made from."""
+    """Statements that come before the loops, or the bounds, and that these use."""
     live_lo: str = ""
     live_hi: str = ""
     nonempty: str | None = None
@@ -61,8 +61,8 @@ class Ranges:
 
 @dataclass(frozen=True)
 class Keep:
-    """Which pairs of a tile are kept: `reads` load what the `atoms` need, all of which must hold;
-    no atoms where everything is kept."""
+    """Source of the pairs of a tile that are kept: those for which all `atoms` hold, none where
+    everything is kept. `reads` are the statements that load what the atoms need."""
 
     reads: tuple[str, ...]
     atoms: tuple[str, ...]

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from tilegen.masks.shapes import Shape
 
 INTEGERS = 8
-"""How many different integers a tensor holds: as an index they keep what they look up small."""
+"""Number of different integers in a tensor: few, so that what they are an index of stays small."""
 SPREAD = 0.5
 """Standard deviation of floats."""
 LEAST = 0.5

@@ -11,7 +11,7 @@ B, H, Q, K = sympy.symbols("b h q k", integer=True, nonnegative=True)
 """Batch, query head, query row, key-value column."""
 SEQLEN_Q, SEQLEN_KV = sympy.symbols("seqlen_q seqlen_kv", integer=True, positive=True)
 PAIR = (B, H, Q, K, SEQLEN_Q, SEQLEN_KV)
-"""What masks see of a pair, and of its sequences."""
+"""The symbols that a mask may depend on: a pair's indices and the lengths of its sequences."""
 FIRST, LAST = sympy.symbols("first last", integer=True, nonnegative=True)
 """First and last index of a stationary tile."""
 S = sympy.Symbol("s", real=True)

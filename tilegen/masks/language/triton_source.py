@@ -51,7 +51,7 @@ FP32_TINY, FP32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
 _SPELT = ("batch", "head", "q_idx", "k_idx", "seqlen_q", "seqlen_kv", "s")
 NAMES: dict[sympy.Basic, str] = dict(zip((*PAIR, S), _SPELT, strict=True))
-"""What kernels call the symbols of a pair."""
+"""The names of a pair's symbols in kernels."""
 _RELATIONS = RELATIONS | {sympy.Ge: ">=", sympy.Gt: ">"}
 
 

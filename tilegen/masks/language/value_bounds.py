@@ -67,8 +67,8 @@ class Verdict:
 
 
 class TileBounds(Points):
-    """The same walk with intervals and verdicts, one per tile: a method here says what the function
-    of its name makes of them."""
+    """The walk of `Points` with intervals and verdicts, one per tile, in the place of numbers and
+    truths: each method does with intervals what the function of its name does with tensors."""
 
     def __init__(
         self,

@@ -41,9 +41,9 @@ from tilegen.masks.language.symbols import (
 from tilegen.masks.mask import Mask, Side
 
 MAX_CONJUNCTIONS = 16
-"""Of a predicate in disjunctive normal form; one with more goes to tile lists."""
+"""Most conjunctions of a predicate in disjunctive normal form; one with more goes to tile lists."""
 MAX_EXPANDED = 256
-"""Conjunctions before equal ones are joined: more are not even written down."""
+"""Most conjunctions before equal ones are joined: more are not even written down."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,14 @@ class Interval:
 
 @dataclass(frozen=True)
 class StreamSets:
-    """What one stationary tile sees: streamed indices in no `live` interval are all dropped, those
-    in no `dropped` one all kept. The end of the sequence bounds `live`, and is not in `dropped`."""
+    """The streamed indices of one stationary tile: those in no `live` interval are dropped for all of
+    the tile, those in no `dropped` interval kept for all of it. The end of the sequence bounds
+    `live`; indices beyond it are not in `dropped`."""
 
     live: tuple[Interval, ...]
     dropped: tuple[Interval, ...]
     length: sympy.Symbol
-    """Streamed indices there are."""
+    """The number of streamed indices: a length of the call."""
 
     @cached_property
     def full(self) -> Interval | None:

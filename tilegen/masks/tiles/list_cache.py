@@ -22,12 +22,12 @@ from tilegen.masks.values import is_checked
 @dataclass
 class _Entry:
     sources: tuple[ref[torch.Tensor], ...]
-    """When one of them dies, so does the entry."""
+    """The tensors that the lists depend on: the entry is dropped when one of them dies."""
     lock: Lock = field(default_factory=Lock)
-    """Held while the lists are built: once, whoever asks."""
+    """The lock that is held while the lists are built, so that threads build them once."""
     lists: TileLists | None = None
     states: tuple[torch.Tensor | int | None, ...] = ()
-    """What the sources were when the lists were built."""
+    """The states of the sources when the lists were built, as `_state` returns them."""
 
 
 class ListCache:

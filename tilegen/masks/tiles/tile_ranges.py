@@ -1,4 +1,4 @@
-"""Which tiles a mask leaves at given lengths and tile shapes: what the model reasons about."""
+"""The tiles that a mask leaves at given lengths and tile shapes, as numbers for the model."""
 
 from __future__ import annotations
 
