@@ -100,7 +100,7 @@ def dense(keep: Any, captured: list[torch.Tensor], shape: TiledShape) -> NDArray
             return bool(expr) if expr in (True, False) else float(expr)
         return MEANING[expr.func](*map(value, expr.args))
 
-    with np.errstate(invalid="ignore"):
+    with np.errstate(invalid="ignore", divide="ignore"):
         return np.broadcast_to(value(keep), sizes)
 
 

@@ -12,10 +12,10 @@ import torch
 
 from tests.expression_trees import integer
 from tilegen.masks.language.evaluation import Points
-from tilegen.masks.language.integer_bounds import bounds
+from tilegen.masks.language.integer_bounds import Sizes
 from tilegen.masks.language.integers import FloorDiv, prepared
 from tilegen.masks.language.nodes import BITS, Bits
-from tilegen.masks.language.symbols import SEQLEN_KV, B, H, K, Q
+from tilegen.masks.language.symbols import SEQLEN_KV, B, H, K, Q, captured_name
 from tilegen.masks.language.value_bounds import Interval, TileBounds
 
 CPU = torch.device("cpu")
@@ -78,8 +78,9 @@ def test_integer_formulas(seed: int) -> None:
     given = dict(zip((B, H, Q, K), axes, strict=True)) | {SEQLEN_KV: torch.tensor(12)}
     values = Points(captured, given, CPU)(expr)
     known: dict[Any, tuple[int, int]] = {B: (0, 1), H: (0, 2), Q: (0, 11), K: (0, 11)}
-    known |= {SEQLEN_KV: (12, 12), sympy.Symbol("t1", integer=True): (-2, 2)}
-    low, high = bounds(expr, known)
+    known |= {SEQLEN_KV: (12, 12), captured_name(1, "int"): (-2, 2)}
+    known |= {captured_name(2, "bool"): (0, 1)}
+    low, high = Sizes(known, set()).bounds(expr)
     assert low <= int(values.min()) <= int(values.max()) <= high
     tile = {
         symbol: Interval(torch.tensor([low]), torch.tensor([high]))

@@ -221,6 +221,15 @@ def test_not_a_number_is_never_kept() -> None:
         check(keep, [weights], shape_of(40, 8))
 
 
+def test_functions_that_may_be_no_number() -> None:
+    """Bounds of a logarithm, or of a product with an infinity, say nothing, not something wrong."""
+    layout = Lookup(captured_name(0, "int"), sympy.floor(sympy.exp(-K / 50) * sympy.Mod(Q, 4)))
+    check(sympy.Ne(layout, 0), [torch.tensor([0, 0, 1, 1])], shape_of(40, 8))
+    check(sympy.Min(5, sympy.log(Q - K)) <= 6, [], shape_of(40, 8))
+    check(sympy.Min(5, sympy.sqrt(Q - K)) <= 6, [], shape_of(40, 8))
+    check(sympy.Min(5, Q / sympy.floor(K - sympy.Float(7.5))) <= 6, [], shape_of(40, 8))
+
+
 @pytest.mark.parametrize("block", [4, 16])
 def test_expressions_that_are_hard_to_bound(block: int) -> None:
     shape = shape_of((37, 45), block)

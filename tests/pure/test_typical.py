@@ -106,6 +106,8 @@ def test_no_score_reads_nothing() -> None:
         ("s+t0[seqlen_kv-1-k]", (COLUMNS,)),
         ("s+t0[q%(h+1)]", (HEADS,)),
         ("s+t0[q//seqlen_q]", (1,)),
+        ("s+t0[(0.1*q)//1]", (5,)),
+        ("s+t0[where(sin(k)<0,2,1)]", (3,)),
         ("s", (1,)),
     ],
 )
@@ -116,8 +118,8 @@ def test_sizes_follow_from_the_bounds_of_an_index(text: str, sizes: tuple[int, .
 
 
 def test_an_index_of_which_nothing_is_known_takes_the_longest() -> None:
-    """Of a float that is rounded; 0 is read beyond."""
-    made = typical_score(of(lambda s, b, h, q, k: s + NEAR[torch.floor(0.1 * q).int()]).form, SHAPE)
+    """The index is a function of floats, rounded down; 0 is read beyond."""
+    made = typical_score(of(lambda s, b, h, q, k: s + NEAR[torch.exp(0.1 * q).int()]).form, SHAPE)
     assert made is not None
     assert made.captured[0].shape == (COLUMNS,)
 

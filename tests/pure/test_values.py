@@ -213,7 +213,7 @@ def test_values_are_read_beside_tensors_as_expressions_read_them(seed: int) -> N
     q, k = torch.arange(24)[:, None], torch.arange(24)
     zero = torch.tensor(0)
     for value, read in (
-        (sparse.layout, lambda q, k: sparse.layout.look_up((0, 0), q - 12, k - 12)),
+        (sparse.layout, lambda q, k: sparse.layout.at(0, 0, q, k, None, q - 12, k - 12)),
         (numbers, lambda q, k: numbers.at(0, 0, q, k - 12)),
     ):
         named = sympy.sympify(read(Q, K)).xreplace({value.symbol: captured_name(0, value.kind)})

@@ -7,14 +7,7 @@ from typing import Any
 
 from tilegen.errors import InvalidProblem
 from tilegen.masks.mask import Mask, causal, check_number, full, sliding_window
-from tilegen.masks.usual import (
-    BlockSparse,
-    Dilated,
-    GlobalTokens,
-    KvPrefix,
-    Neighborhood,
-    PrefixLM,
-)
+from tilegen.masks.usual import BlockSparse, Dilated, GlobalTokens, KvPrefix, Neighborhood, PrefixLM
 from tilegen.masks.values import Values, as_tensor, values
 from tilegen.sympy_lock import tracing
 
@@ -145,11 +138,9 @@ def predicate(fn: Callable[[Any, Any, Any, Any], Any]) -> Mask:
 def _table(tensor: Any, block: int) -> Values:
     """Return a bool layout without the leading dimensions that say nothing."""
     percent = int(tensor.float().mean().mul(100).round().clamp(1, 100).item())
-    axes = {2: "", 3: "h", 4: "bh"}[tensor.ndim]
-    for axis in axes:
-        if tensor.shape[len(axes.partition(axis)[0])] == 1:
-            tensor = tensor.squeeze(len(axes.partition(axis)[0]))
-            axes = axes.replace(axis, "")
+    leading = range(tensor.ndim - 2)
+    axes = "".join("bh"[i - len(leading)] for i in leading if tensor.shape[i] != 1)
+    tensor = tensor.squeeze(tuple(leading))
     return Values(
         axes=axes,
         typical=percent,

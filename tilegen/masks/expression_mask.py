@@ -1,8 +1,5 @@
 """Masks written as an expression: traced from a Python function, or read from a notation."""
 
-# SymPy is typed only in part:
-# pyright: reportArgumentType=false, reportOperatorIssue=false
-
 from __future__ import annotations
 
 import math
@@ -170,7 +167,8 @@ def _by_distance(part: Any) -> Mask | None:
         return causal()
     for limit, sides in ((ahead, (False, True)), (behind, (True, False)), (around, (True, True))):
         if limit.is_Integer and 0 <= limit <= MAX_WINDOW:
-            return sliding_window(*(int(limit) if side else None for side in sides))
+            left, right = (int(limit) if side else None for side in sides)
+            return sliding_window(left, right)
     return None
 
 

@@ -1,8 +1,5 @@
 """The arguments that a mask or a score adds to an emitted kernel: what it reads."""
 
-# SymPy is typed only in part:
-# pyright: reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence

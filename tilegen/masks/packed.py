@@ -65,7 +65,7 @@ def packed(
         return Within.of(_same(places, typical), mask)
     if same:  # positions in the sequence differ as those in a document do
         aligned = [replace(p, alignment="top_left") for p in parts if not isinstance(p, Full)]  # type: ignore[arg-type]
-        recipe = Recipe(_own, (cu_q, cu_q), check=check_cu_seqlens)
+        recipe = Recipe(_crossed, (cu_q, cu_q), check=check_cu_seqlens)
         return _both_ways(recipe, typical) & intersect(*aligned)
     return _both_ways(Recipe(_crossed, (cu_q, cu_kv), parts, check_cu_seqlens), typical)
 
@@ -92,9 +92,10 @@ def from_ids(ids: Any) -> Mask:
 
 @dataclass(frozen=True)
 class Documents:
-    """Where documents lie in a packed sequence; `document` and `local` are per token.
+    """The documents of a packed sequence: `start` and `length` of each, and for each token the
+    number of its `document` and its `local` place there.
 
-    One of no length follows the last, for tokens beyond its end.
+    A document of no length follows the last, for tokens beyond the end.
     """
 
     start: torch.Tensor
@@ -178,20 +179,11 @@ def _both_ways(recipe: Recipe, typical: int, axes: str = "") -> Mask:
 # Recipes
 
 
-def _own(cu: torch.Tensor, _: torch.Tensor, lengths: Lengths) -> Tables:
-    """Return first and end by row, then by column: a token sees its document."""
-    found: list[torch.Tensor] = []
-    for tokens in lengths:
-        documents = Documents.of(cu, tokens)
-        first = documents.start[documents.document]
-        found += [first, first + documents.length[documents.document]]
-    return tuple(one.int() for one in found)
-
-
 def _crossed(
     cu_q: torch.Tensor, cu_kv: torch.Tensor, lengths: Lengths, *parts: Causal | SlidingWindow | Full
 ) -> Tables:
-    """Return first and end by row, then by column, under causal masks and windows."""
+    """Return first and end by row, then by column: a token sees its document, under causal masks
+    and windows."""
     rows, columns = Documents.of(cu_q, lengths[0]), Documents.of(cu_kv, lengths[1])
     first = columns.start[rows.document]
     length = columns.length[rows.document]

@@ -1,8 +1,5 @@
 """Scores of packed sequences: what they see as b, q and k is the document and places in it."""
 
-# SymPy is typed only in part:
-# pyright: reportArgumentType=false
-
 from __future__ import annotations
 
 import re

@@ -29,8 +29,8 @@ class ScoreForm:
 
     text: str
     captured: tuple[str, ...] = ()
-    """Of each captured tensor PyTorch's name for its elements, `+` behind it if it needs a
-    gradient."""
+    """PyTorch's name for the elements of each captured tensor, with `+` behind it if the tensor
+    needs a gradient."""
     sinks: bool = False
 
     @property
@@ -40,7 +40,7 @@ class ScoreForm:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What each captured tensor holds: bool, int or float."""
+        """The kind of each captured tensor's elements: bool, int or float."""
         return tuple(map(kind_of, self.elements))
 
     @property
@@ -103,9 +103,9 @@ class Score:
     """(slot, axes) of captured tensors whose sizes must be those of a call: a letter of b, h, q and
     k for each dimension, or `.` where any size will do. Others read 0 beyond their end."""
     derived: tuple[Derived, ...] = field(default=(), repr=False)
-    """How a function made those of the captured tensors that it made itself."""
+    """The steps by which functions made captured tensors of others."""
     unused: tuple[torch.Tensor, ...] = field(default=(), repr=False)
-    """What a function reads besides, whose gradient is 0."""
+    """Tensors that a function reads and does not depend on: their gradient is 0."""
 
     def _identity(self) -> tuple[object, ...]:
         return (self.text, *map(id, (*self.captured, self.sink_logits, *self.unused)))
@@ -123,7 +123,7 @@ class Score:
 
     @property
     def form(self) -> ScoreForm:
-        """What kernels are specialised on."""
+        """The score without its tensors, which kernels are specialised on."""
         names = (
             str(one.dtype).removeprefix("torch.") + ("+" if one.requires_grad else "")
             for one in self.captured

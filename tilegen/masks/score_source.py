@@ -1,8 +1,5 @@
 """Triton source of a score change, as the templates put it into a kernel."""
 
-# SymPy is typed only in part:
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import re
@@ -17,11 +14,7 @@ from tilegen.masks.extras import reading
 from tilegen.masks.language.derivatives import derivative
 from tilegen.masks.language.loads import Loads
 from tilegen.masks.language.nodes import normalise
-from tilegen.masks.language.symbols import (
-    Lookup,
-    S,
-    slot_of,
-)
+from tilegen.masks.language.symbols import Lookup, S, slot_of
 from tilegen.masks.language.texts import free_parts, to_text
 from tilegen.masks.language.triton_source import NAMES, Writer
 from tilegen.masks.score import ScoreForm
@@ -29,15 +22,15 @@ from tilegen.masks.score import ScoreForm
 
 @dataclass(frozen=True)
 class CapturedGradient:
-    """What a tile adds to the gradient of a captured tensor."""
+    """Source that adds a tile's part to the gradient of a captured tensor."""
 
     where: str
     """Pointer of the elements."""
     guard: str
     """Argument that leaves out those which do not exist."""
     times: str
-    """What `ds` is multiplied by, the derivative of the score by an element; empty where it is
-    1."""
+    """Source of the factor of `ds`, the derivative of the score by an element; empty where that
+    is 1."""
     reduce: str
     """Source that sums `part`, that product, to the elements."""
 
@@ -47,10 +40,10 @@ class ScoreSource:
     """Statements that change `s`, the scaled scores of a tile."""
 
     forward: tuple[str, ...] = ()
-    """End in `s`."""
+    """Statements that end in `s`, the changed score."""
     backward: tuple[str, ...] = ()
-    """End in `score`, `slope` (its derivative by s, where that is not 1) and what `gradients`
-    name."""
+    """Statements that end in `score`, `slope` (its derivative by s, where that is not 1) and the
+    names that `gradients` use."""
     has_slope: bool = False
     gradients: tuple[CapturedGradient, ...] = ()
     extras: tuple[Line, ...] = ()

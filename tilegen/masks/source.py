@@ -1,13 +1,9 @@
-"""Triton source of a mask, as the templates put it into a kernel: which tiles to visit, which pairs
-of a tile are kept, and what is read for that.
+"""Triton source of a mask, as the templates put it into a kernel: the tiles to visit, the pairs of a
+tile that are kept, and the loads that both need.
 
 Three forms: `single`, one interval of tiles; `several`, a few merged when the kernel runs; `lists`,
 tile numbers read from memory.
 """
-
-# SymPy is typed only in part:
-# pyright: reportAttributeAccessIssue=false, reportOperatorIssue=false, reportCallIssue=false
-# pyright: reportArgumentType=false
 
 from __future__ import annotations
 
@@ -22,13 +18,7 @@ from tilegen.masks.language.nodes import normalise
 from tilegen.masks.language.symbols import FIRST, LAST, B, H
 from tilegen.masks.language.triton_source import NAMES, Writer
 from tilegen.masks.mask import Mask, Side
-from tilegen.masks.tiles.closed_form import (
-    Interval,
-    StreamSets,
-    edges,
-    predicate,
-    stream_sets,
-)
+from tilegen.masks.tiles.closed_form import Interval, StreamSets, edges, predicate, stream_sets
 from tilegen.masks.tiles.intervals import Edges, Range, merge
 from tilegen.masks.values import LIMIT
 
@@ -50,14 +40,14 @@ class TileLoop:
 
 @dataclass(frozen=True)
 class Ranges:
-    """Which streamed tiles a stationary tile visits."""
+    """Source of the streamed tiles that a stationary tile visits."""
 
     form: Literal["single", "several", "lists"]
     uses_last: bool = False
     per_head: bool = False
     """Whether query heads of one group visit different tiles."""
     statements: tuple[str, ...] = ()
-    """What the loops, or the bounds, are made from."""
+    """Statements that come before the loops, or the bounds, and that these use."""
     live_lo: str = ""
     live_hi: str = ""
     nonempty: str | None = None
@@ -71,8 +61,8 @@ class Ranges:
 
 @dataclass(frozen=True)
 class Keep:
-    """Which pairs of a tile are kept: `reads` load what the `atoms` need, all of which must hold;
-    no atoms where everything is kept."""
+    """Source of the pairs of a tile that are kept: those for which all `atoms` hold, none where
+    everything is kept. `reads` are the statements that load what the atoms need."""
 
     reads: tuple[str, ...]
     atoms: tuple[str, ...]

@@ -4,9 +4,6 @@ A form says what the elements of each tensor are; how large a tensor is follows 
 that it is looked up by, and from the sizes of a problem.
 """
 
-# SymPy is typed only in part:
-# pyright: reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
@@ -15,7 +12,7 @@ import sympy
 import torch
 
 from tilegen.errors import InvalidProblem
-from tilegen.masks.language.integer_bounds import ANYTHING, MAX_LENGTH, Bounds, bounds
+from tilegen.masks.language.integer_bounds import ANYTHING, MAX_LENGTH, Bounds, Sizes
 from tilegen.masks.language.integers import prepared
 from tilegen.masks.language.nodes import Log1p
 from tilegen.masks.language.symbols import PAIR, Lookup, captured_name, captured_slots, slot_of
@@ -27,7 +24,7 @@ if TYPE_CHECKING:
     from tilegen.masks.shapes import Shape
 
 INTEGERS = 8
-"""How many different integers a tensor holds: as an index they keep what they look up small."""
+"""Number of different integers in a tensor: few, so that what they are an index of stays small."""
 SPREAD = 0.5
 """Standard deviation of floats."""
 LEAST = 0.5
@@ -83,10 +80,11 @@ def _extents(form: ScoreForm, shape: Shape) -> tuple[dict[int, tuple[int, ...]],
     last = [(0, size - 1) for size in shape.by_axis.values()]
     lengths = [(length, length) for length in (shape.seqlen_q, shape.seqlen_kv)]
     known |= dict(zip(PAIR, (*last, *lengths), strict=True))
+    bounds = Sizes(known, set()).bounds
     sizes: dict[int, tuple[int, ...]] = {}
     for found in expr.atoms(Lookup):
         slot, indices = slot_of(found), found.args[1:]
-        needed = tuple(_size(bounds(index, known), shape) for index in indices)
+        needed = tuple(_size(bounds(index), shape) for index in indices)
         if len(before := sizes.get(slot, needed)) != len(needed):
             raise InvalidProblem(
                 f"expected one number of indices for t{slot}, got {len(before)} and {len(needed)} "

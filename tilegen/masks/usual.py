@@ -1,5 +1,5 @@
-"""The kinds of masks beyond causal and windows. Each says its predicate, which is its only
-definition."""
+"""The kinds of masks beyond causal and windows. The predicate `keep` is the only definition of a
+mask."""
 
 from __future__ import annotations
 
@@ -8,74 +8,59 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tilegen.errors import InvalidProblem
-from tilegen.masks.mask import Mask, Side, check_number, number, shown
+from tilegen.masks.mask import Mask, Side, check_number, number
 from tilegen.masks.values import Pattern, Values, is_symbolic
 
 
 @dataclass(frozen=True)
-class PrefixLM(Mask):
-    """`k <= q or k < prefix`: the prefix sees all of itself, what follows is causal."""
+class _OfNumber(Mask):
+    """A mask that one number describes; a kernel may read it at run time."""
 
-    prefix: int | Values
-
-    def __post_init__(self) -> None:
-        _check("prefix", self.prefix)
-
-    @property
-    def notation(self) -> str:
-        return f"prefix_lm({shown(self.prefix)})"
-
-    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        return (k <= q) | (k < number(self.prefix, b, h, q, k))
-
-
-@dataclass(frozen=True)
-class GlobalTokens(Mask):
-    """`q < tokens or k < tokens`: the first tokens see everything and are seen by all."""
-
-    tokens: int | Values
+    number: int | Values
 
     def __post_init__(self) -> None:
-        _check("tokens", self.tokens)
+        if not isinstance(self.number, Values):
+            check_number(f"N of {self.name}(N)", self.number)
 
-    @property
-    def notation(self) -> str:
-        return f"global({shown(self.tokens)})"
+
+class PrefixLM(_OfNumber):
+    """`k <= q or k < number`: the prefix sees all of itself, what follows is causal."""
+
+    name = "prefix_lm"
 
     def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        tokens = number(self.tokens, b, h, q, k)
+        return (k <= q) | (k < number(self.number, b, h, q, k))
+
+
+class GlobalTokens(_OfNumber):
+    """`q < number or k < number`: the first tokens see everything and are seen by all."""
+
+    name = "global"
+
+    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
+        tokens = number(self.number, b, h, q, k)
         return (q < tokens) | (k < tokens)
 
 
-@dataclass(frozen=True)
-class KvPrefix(Mask):
-    """`k < length`: only the first columns, by batch for padded batches."""
+class KvPrefix(_OfNumber):
+    """`k < number`: only the first columns, by batch for padded batches."""
 
-    length: int | Values
-
-    def __post_init__(self) -> None:
-        _check("length", self.length)
-
-    @property
-    def notation(self) -> str:
-        return f"kv_prefix({shown(self.length)})"
+    name = "kv_prefix"
 
     def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        return k < number(self.length, b, h, q, k)
+        return k < number(self.number, b, h, q, k)
 
 
 @dataclass(frozen=True)
 class Dilated(Mask):
     """`(q - k) % step == 0`: every step-th column, counted from the row's own."""
 
+    name = "dilated"
+
     step: int
 
     def __post_init__(self) -> None:
         check_number("step", self.step, low=1)
-
-    @property
-    def notation(self) -> str:
-        return f"dilated({self.step})"
 
     def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
         return equal((q - k) % self.step, 0)
@@ -93,11 +78,12 @@ class Intervals(Mask):
     first_row: Values
     end_row: Values
     by: Side = "rows"
-    """How the predicate is written."""
+    """The tables that the predicate reads: those by row, or those by column."""
 
     @classmethod
     def of(cls, first: Values) -> Intervals:
-        """Return the intervals of the four tables of a recipe, or of stand-ins, by the first."""
+        """Return the mask of the four tables of a recipe, of which `first` is the first, or of
+        stand-ins that are as `first` is."""
         sides: tuple[tuple[str, Pattern], ...]
         sides = ("q", "firsts"), ("q", "ends"), ("k", "firsts"), ("k", "ends")
         axes = (first.axes or "")[:-1]
@@ -123,12 +109,10 @@ class Intervals(Mask):
 class SameDocument(Mask):
     """`ids_q[q] == ids_kv[k]`, ids in any order."""
 
+    name = "same_id"
+
     ids_q: Values
     ids_kv: Values
-
-    @property
-    def notation(self) -> str:
-        return f"same_id({self.ids_q.notation},{self.ids_kv.notation})"
 
     def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
         lengths = (seqlen_q, seqlen_kv)
@@ -138,6 +122,8 @@ class SameDocument(Mask):
 @dataclass(frozen=True)
 class BlockSparse(Mask):
     """`layout[(b,) (h,) q // block, k // block]`; pairs beyond the layout are dropped."""
+
+    name = "block_sparse"
 
     layout: Values
     block: int
@@ -157,12 +143,8 @@ class BlockSparse(Mask):
                 f"with {needed[0]} x {needed[1]} blocks, got {found[0]} x {found[1]}"
             )
 
-    @property
-    def notation(self) -> str:
-        return f"block_sparse({self.layout.notation},{self.block})"
-
     def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        return self.layout.look_up((b, h), q // self.block, k // self.block)
+        return self.layout.at(b, h, q, k, None, q // self.block, k // self.block)
 
 
 @dataclass(frozen=True)
@@ -171,6 +153,8 @@ class Neighborhood(Mask):
 
     Points of a grid are numbered row by row; both sequences are the same grid.
     """
+
+    name = "neighborhood"
 
     grid: tuple[int, ...]
     window: tuple[int, ...]
@@ -196,11 +180,6 @@ class Neighborhood(Mask):
                 f"got {seqlen_q} and {seqlen_kv}"
             )
 
-    @property
-    def notation(self) -> str:
-        grid, window = ("x".join(map(str, sizes)) for sizes in (self.grid, self.window))
-        return f"neighborhood({grid},{window})"
-
     def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
         keep: Any = True
         stride = 1
@@ -224,8 +203,3 @@ def equal(left: Any, right: Any) -> Any:
 
         return sympy.Eq(left, right)
     return left == right
-
-
-def _check(name: str, value: object) -> None:
-    if not isinstance(value, Values):
-        check_number(name, value)

@@ -4,7 +4,7 @@ column."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -20,9 +20,9 @@ Kind = Literal["bool", "int", "int64", "float", "float64"]
 Pattern = Literal["constant", "firsts", "ends", "ids", "layout", "table", "rising"]
 AXES = ("", "b", "h", "bh", "q", "k", "bq", "bk", "bhq", "bhk")
 LIMIT = 2**30
-"""Values stay below it in size, so that sums with positions fit into 32 bits."""
+"""Values of masks stay below LIMIT in size, so that sums with positions fit into 32 bits."""
 UNKNOWN = 1024
-"""What is typical of integers on a GPU: looking at them would wait for it."""
+"""The typical integer of a tensor on a GPU: looking at its elements would wait for the GPU."""
 Lengths = tuple[int, int]
 """seqlen_q and seqlen_kv of a call."""
 Made = dict[Any, tuple[Any, ...]]
@@ -62,25 +62,26 @@ class Values:
     """
 
     axes: str | None
-    """Which of b, h, q and k index it, in this order; None where an expression says how."""
+    """The letters of b, h, q and k that index the tensor, in this order; None where an expression
+    says how."""
     typical: int
-    """What stands for an element where only the kind of mask is known: in records, and in the
-    model's choice."""
+    """The number that stands for an element where only the kind of mask is known: in records, and
+    in the model's choice."""
     tensor: Any = None
     """The user's own, on any device, with any strides and integers of any size; kernels read the
     table that `on` makes of it at each call."""
     kind: Kind = "int"
     pattern: Pattern = "constant"
-    """What a stand-in looks like: `typical` everywhere; first or one past the last index of
-    consecutive documents of `typical`, or their ids; a layout of blocks, `typical` percent of
-    them kept; or a table of which nothing is known, or only that it rises, in a mask that keeps
-    `typical` percent."""
+    """The elements of a stand-in: `typical` everywhere; the first index of each token's document, or
+    one past its last, or its id, for documents of `typical` tokens; a layout of blocks of which
+    `typical` percent are kept; or a table of which nothing is known, or only that it rises, in a
+    mask that keeps `typical` percent of pairs."""
     block: int = 1
     """Rows and columns that an element of a layout stands for."""
     recipe: Recipe | None = None
-    """What makes the table where it is not the user's tensor as it stands."""
+    """The recipe of a table that is not the user's tensor as it stands."""
     part: int = 0
-    """Which of the recipe's tables it is."""
+    """The number of the table among those of the recipe."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Values) or not self.is_stand_in or not other.is_stand_in:
@@ -101,12 +102,12 @@ class Values:
 
     @property
     def is_unknown(self) -> bool:
-        """Whether nothing says what a stand-in holds."""
+        """Whether nothing says what elements a stand-in has."""
         return self.is_stand_in and self.pattern in ("table", "rising")
 
     @property
     def is_stand_in(self) -> bool:
-        """Whether no tensor belongs to it."""
+        """Whether the tensor is missing."""
         return self.tensor is None and self.recipe is None
 
     @property
@@ -116,7 +117,7 @@ class Values:
 
     @property
     def origin(self) -> Hashable:
-        """How a table comes from the sources; with their values it says all of the table."""
+        """The way from the sources to the table: with the sources' values it determines the table."""
         return (self.recipe.make, self.recipe.given, self.part) if self.recipe else self.kind
 
     @property
@@ -163,22 +164,12 @@ class Values:
             check_range(self.tensor, None if self.axes is None else LIMIT)
         return self.tensor.detach().to(device, getattr(torch, self.elements)).contiguous()
 
-    def at(self, b: Any, h: Any, q: Any, k: Any, lengths: Any = None) -> Any:
-        """Return the element for a pair: a number, a tensor, or a SymPy look-up."""
+    def at(self, b: Any, h: Any, q: Any, k: Any, lengths: Any = None, *indices: Any) -> Any:
+        """Return the element for a pair: a number, a tensor, or a SymPy look-up. `indices` follow
+        those that `axes` names; 0 is read beyond the end."""
         chosen = {"b": b, "h": h, "q": q, "k": k}
-        indices = [chosen[axis] for axis in self.axes or ""]
-        return self._element(indices, tuple(chosen.values()), lengths)
-
-    def look_up(self, leading: tuple[Any, Any], *indices: Any) -> Any:
-        """Return the element at `indices`, after those of b and h in `leading` that `axes` names;
-        0 beyond the end."""
-        b, h = leading
-        chosen = [{"b": b, "h": h}[axis] for axis in self.axes or ""]
-        return self._element([*chosen, *indices], (*leading, *indices))
-
-    def _element(self, indices: Sequence[Any], pair: Sequence[Any], lengths: Any = None) -> Any:
-        """Return an element of the table beside the numbers of a pair; 0 beyond the end."""
-        if is_symbolic(*pair):
+        indices = (*(chosen[axis] for axis in self.axes or ""), *indices)
+        if is_symbolic(b, h, q, k):
             import sympy
 
             from tilegen.masks.language.symbols import Lookup
@@ -189,9 +180,9 @@ class Values:
 
         from tilegen.masks.language.evaluation import read
 
-        device = next((index.device for index in pair if hasattr(index, "device")), "cpu")
-        chosen = [torch.as_tensor(index, device=device) for index in indices]
-        found = read(self.on(device, lengths), chosen)
+        device = next((one.device for one in chosen.values() if hasattr(one, "device")), "cpu")
+        places = [torch.as_tensor(index, device=device) for index in indices]
+        found = read(self.on(device, lengths), places)
         return found != 0 if self.kind == "bool" else found
 
     def sample(self, shape: dict[str, int]) -> np.ndarray[Any, Any]:

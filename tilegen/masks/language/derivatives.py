@@ -4,11 +4,9 @@ Constant pieces (floor, sign, conditions) have derivative 0, as in PyTorch; at a
 of abs is 0, and that of min and max the argument's that is no constant.
 """
 
-# SymPy is typed only in part, and where it is, too narrowly:
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-# pyright: reportReturnType=false, reportCallIssue=false
-
 from __future__ import annotations
+
+from typing import Any
 
 import sympy
 
@@ -20,56 +18,45 @@ from tilegen.masks.language.texts import to_text
 
 def derivative(expr: sympy.Expr, by: sympy.Symbol | Lookup) -> sympy.Expr:
     """Return the derivative of a score by s or by one element it reads. Raises Unsupported."""
-    variable = sympy.Dummy("variable", real=True)
-    pieces = _Pieces(by)
-    found = sympy.diff(pieces.smooth(expr).xreplace({by: variable}), variable)
+    found = _derivative(expr, by)
     if found.has(sympy.Derivative, sympy.Subs):
         raise Unsupported(f"expected a score that SymPy can differentiate, got {to_text(expr)}")
-    found = found.xreplace({variable: by}).xreplace(pieces.extremes).xreplace(pieces.constants)
     return normalise(_select(found))
 
 
-class _Pieces:
-    """Replaces functions that SymPy would differentiate into distributions by equal ones."""
-
-    def __init__(self, by: sympy.Basic) -> None:
-        """`by` is what the derivative is by."""
-        self._by = by
-        self.constants: dict[sympy.Basic, sympy.Basic] = {}
-        """What is constant between jumps, by the symbol that stands for it."""
-        self.extremes: dict[sympy.Basic, sympy.Basic] = {}
-        """Minima and maxima, by the choice that stands for each."""
-
-    def smooth(self, expr: sympy.Basic) -> sympy.Basic:
-        """Return an expression equal around most points."""
-        if not expr.args or not expr.has(self._by):
-            return expr
-        match expr:
-            case sympy.floor() | sympy.sign() | sympy.Mod():
-                return self._constant(expr)
-            case Where():
-                return Where(expr.args[0], *map(self.smooth, expr.args[1:]))
-            case sympy.Abs():
-                return self._constant(sympy.sign(expr.args[0])) * self.smooth(expr.args[0])
-            case sympy.Max() | sympy.Min():
-                return self._extreme(expr)
-            case _:
-                return expr.func(*map(self.smooth, expr.args))
-
-    def _constant(self, value: sympy.Basic) -> sympy.Dummy:
-        symbol = sympy.Dummy("constant", real=True)
-        self.constants[symbol] = value
-        return symbol
-
-    def _extreme(self, expr: sympy.Max | sympy.Min) -> sympy.Basic:
-        keeps = sympy.Ge if isinstance(expr, sympy.Max) else sympy.Le
-        first, *others = ties(expr.args)
-        choice, so_far = self.smooth(first), first
-        for other in others:
-            choice = Where(keeps(so_far, other), choice, self.smooth(other))
-            so_far = expr.func(so_far, other)
-        self.extremes[choice] = expr
-        return choice
+def _derivative(expr: Any, by: sympy.Basic) -> Any:
+    """Return the derivative around most points, by the chain rule."""
+    if expr == by:
+        return sympy.S.One
+    if not expr.has(by):
+        return sympy.S.Zero
+    match expr:
+        case Lookup():
+            raise Unsupported(f"expected an index that does not depend on the score, got {expr}")
+        case sympy.floor() | sympy.sign() | sympy.Mod():
+            return sympy.S.Zero
+        case Where():
+            return Where(expr.args[0], *(_derivative(arg, by) for arg in expr.args[1:]))
+        case sympy.Abs():
+            return sympy.sign(expr.args[0]) * _derivative(expr.args[0], by)
+        case sympy.Max() | sympy.Min():
+            keeps = sympy.Ge if isinstance(expr, sympy.Max) else sympy.Le
+            so_far, *others = ties(expr.args)
+            found = _derivative(so_far, by)
+            for other in others:
+                found = Where(keeps(so_far, other), found, _derivative(other, by))
+                so_far = expr.func(so_far, other)
+            return found
+        case _:
+            parts = {sympy.Dummy("part", real=True): arg for arg in expr.args}
+            outer = expr.func(*parts)
+            return sympy.Add(
+                *(
+                    outer.diff(part).xreplace(parts) * _derivative(arg, by)
+                    for part, arg in parts.items()
+                    if arg.has(by)
+                )
+            )
 
 
 def _select(expr: sympy.Basic) -> sympy.Basic:

@@ -6,13 +6,8 @@ precision of the score; a comparison that reads a float64 table is made in doubl
 remainders are Python's; an integer divided by 0 is left as it is, with remainder 0.
 """
 
-# SymPy is typed only in part, and where it is, too narrowly:
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-# pyright: reportReturnType=false, reportCallIssue=false, reportAssignmentType=false
-
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial, reduce
 from typing import Any
@@ -23,43 +18,17 @@ from sympy.core.relational import Relational
 
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.language.integers import Exact, FloorDiv, is_int, prepared
-from tilegen.masks.language.nodes import (
-    MAX_SHIFT,
-    BitAnd,
-    BitOr,
-    Bits,
-    BitXor,
-    Log1p,
-    ShiftLeft,
-    ShiftRight,
-    Sigmoid,
-    Where,
-    ties,
-)
+from tilegen.masks.language.nodes import ELEMENTARY, Bits, Where, ties
 from tilegen.masks.language.symbols import PAIR, Lookup, S, is_condition, reads, slot_of
 
 _HALF = sympy.Rational(1, 2)
-ELEMENTARY: dict[type, Callable[[torch.Tensor], torch.Tensor]] = {
-    sympy.exp: torch.exp,
-    sympy.log: torch.log,
-    Log1p: torch.log1p,
-    sympy.tanh: torch.tanh,
-    sympy.sin: torch.sin,
-    sympy.cos: torch.cos,
-    sympy.erf: torch.erf,
-    Sigmoid: torch.sigmoid,
+_ELEMENTARY: dict[type, Callable[[torch.Tensor], torch.Tensor]] = {
+    node: getattr(torch, name) for name, node in ELEMENTARY.items()
 }
 _COMPARE: dict[type, Callable[..., torch.Tensor]] = {
-    **{sympy.Lt: torch.lt, sympy.Gt: torch.lt, sympy.Le: torch.le, sympy.Ge: torch.le},
-    **{sympy.Eq: torch.eq, sympy.Ne: torch.eq},
-}
-"""Of what is greater, the other way round; of what differs, the opposite."""
-BITS: dict[type, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    BitAnd: operator.and_,
-    BitOr: operator.or_,
-    BitXor: operator.xor,
-    ShiftLeft: lambda left, right: left << right.clamp(0, MAX_SHIFT),
-    ShiftRight: lambda left, right: left >> right.clamp(0, MAX_SHIFT),
+    sympy.Lt: torch.lt,
+    sympy.Le: torch.le,
+    sympy.Eq: torch.eq,
 }
 
 
@@ -133,7 +102,7 @@ class Points:
             case sympy.Mul():
                 return self._all(torch.mul, map(number, expr.args))
             case sympy.Pow():
-                return self._power(*expr.args, number)
+                return self._power(expr.base, expr.exp, number)
             case FloorDiv():
                 return self.apply(floor_divide, *map(self._integer, expr.args))
             case sympy.Mod():
@@ -162,12 +131,16 @@ class Points:
                 return self.apply(torch.logical_not, self(expr.args[0]))
             case _ if expr in (sympy.true, sympy.false):
                 return self.constant(torch.tensor(bool(expr), device=self._device))
+            case sympy.Ne():
+                return self.apply(torch.logical_not, self(sympy.Eq(*expr.args, evaluate=False)))
+            case sympy.Gt() | sympy.Ge():
+                return self(expr.reversed)
             case Relational():
                 return self._comparison(expr)
             case Lookup():
                 return self.apply(read, self._tensor(expr), list(map(self._integer, expr.args[1:])))
-            case _ if expr.func in ELEMENTARY:
-                return self.apply(ELEMENTARY[expr.func], self._float(expr.args[0]))
+            case _ if expr.func in _ELEMENTARY:
+                return self.apply(_ELEMENTARY[expr.func], self._float(expr.args[0]))
             case _:
                 raise Unsupported(
                     "expected arithmetic, comparisons and the functions of masks, of b, h, q, k, "
@@ -189,8 +162,7 @@ class Points:
         if exponent.is_Integer and exponent > 0:
             return self.apply(power, number(base), int(exponent))
         if exponent.is_Rational and exponent < 0:
-            below = self._power(base, -exponent, self._float) if exponent != -1 else None
-            below = self._float(base) if below is None else below
+            below = self._power(base, -exponent, self._float)
             return self.apply(torch.div, self._number(1.0), below)
         if exponent == _HALF:
             return self.apply(torch.sqrt, self._float(base))
@@ -205,10 +177,7 @@ class Points:
                 self._in_double = self.twin(torch.float64)
             return self._in_double(expr)
         left, right = map(self if all(map(is_int, expr.args)) else self._float, expr.args)
-        if isinstance(expr, sympy.Gt | sympy.Ge):
-            left, right = right, left
-        found = self.apply(_COMPARE[type(expr)], left, right)
-        return self.apply(torch.logical_not, found) if isinstance(expr, sympy.Ne) else found
+        return self.apply(_COMPARE[type(expr)], left, right)
 
     def _tensor(self, expr: Lookup) -> torch.Tensor:
         tensor = self._captured[slot_of(expr)]
@@ -250,7 +219,7 @@ def maximum(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 def bits(operation: type[Bits], left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Return what an operation makes of the bits of two integers."""
-    return BITS[operation](left, right)
+    return operation.of(left, right)
 
 
 def remainder(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

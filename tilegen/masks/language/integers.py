@@ -4,11 +4,6 @@ SymPy treats `s + q - k` as one sum and `0.1*(q - k)` as two products; in fp32 b
 the size of q. `exact` puts the integers back together, and makes integer division of `floor`.
 """
 
-# SymPy is typed only in part, and where it is, too narrowly:
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-# pyright: reportReturnType=false, reportCallIssue=false, reportAssignmentType=false
-# pyright: reportIncompatibleMethodOverride=false
-
 from __future__ import annotations
 
 from collections.abc import Sequence

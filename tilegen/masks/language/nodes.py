@@ -1,13 +1,8 @@
-"""What expressions are made of beyond SymPy's own functions, and the one form all of them take.
+"""The functions of expressions beyond SymPy's own, and `normalise`, the one form of expressions.
 
 `normalise` leaves few kinds of nodes, in one spelling; texts, kernels and the reference know only
 those.
 """
-
-# SymPy is typed only in part, and where it is, too narrowly:
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-# pyright: reportReturnType=false, reportCallIssue=false, reportAssignmentType=false
-# pyright: reportMatchNotExhaustive=false, reportIncompatibleMethodOverride=false
 
 from __future__ import annotations
 
@@ -41,7 +36,7 @@ MAX_SHIFT = 62
 
 
 def _of_both(fact: str) -> Callable[[sympy.Basic], bool | None]:
-    """Return what SymPy asks of a choice: a fact that holds where it does for both branches."""
+    """Return SymPy's query for a fact of a choice, which is true where it is of both branches."""
     return lambda choice: all(getattr(branch, fact) for branch in choice.args[1:]) or None
 
 
@@ -69,10 +64,6 @@ class Where(sympy.Expr):
     _eval_is_nonnegative = _of_both("is_nonnegative")
     _eval_is_positive = _of_both("is_positive")
 
-    def _eval_derivative(self, symbol: sympy.Symbol) -> sympy.Expr:
-        condition, then, otherwise = self.args
-        return Where(condition, then.diff(symbol), otherwise.diff(symbol))
-
 
 class Sigmoid(sympy.Function):
     """`Sigmoid(x)` = 1 / (1 + exp(-x)), whose derivative overflows nowhere."""
@@ -81,7 +72,7 @@ class Sigmoid(sympy.Function):
 
     @classmethod
     def eval(cls, x: Any) -> Any:
-        """Numbers are computed."""
+        """Return the value of a number, None for any other argument."""
         if x.is_Number:
             return sympy.Float(0.5 * (1 + math.tanh(float(x) / 2)))
         return None
@@ -104,7 +95,7 @@ class Log1p(sympy.Function):
 
     @classmethod
     def eval(cls, x: Any) -> Any:
-        """Numbers are computed."""
+        """Return the value of a number, None for any other argument."""
         return sympy.Float(math.log1p(float(x))) if x.is_Number and x > -1 else None
 
     def _eval_is_real(self) -> bool | None:
@@ -125,12 +116,14 @@ class Bits(sympy.Function):
     nargs = 2
     is_commutative = True
 
-    of: Callable[[int, int], int]
-    """The value of two numbers."""
+    sign: str
+    """Python's operator, and Triton's."""
+    of: Callable[[Any, Any], Any]
+    """The value of two numbers, or of two tensors of them."""
 
     @classmethod
     def eval(cls, left: Any, right: Any) -> Any:
-        """Numbers are computed; symmetric operands have one order."""
+        """Return the value of numbers, symmetric operands in one order, or None for any others."""
         if left.is_Integer and right.is_Integer:
             return sympy.Integer(cls.of(int(left), int(right)))
         if issubclass(cls, (BitAnd, BitOr, BitXor)):
@@ -153,35 +146,35 @@ class Bits(sympy.Function):
 class BitAnd(Bits):
     """`left & right`."""
 
-    of = staticmethod(operator.and_)
+    sign, of = "&", staticmethod(operator.and_)
 
 
 class BitOr(Bits):
     """`left | right`."""
 
-    of = staticmethod(operator.or_)
+    sign, of = "|", staticmethod(operator.or_)
 
 
 class BitXor(Bits):
     """`left ^ right`."""
 
-    of = staticmethod(operator.xor)
+    sign, of = "^", staticmethod(operator.xor)
 
 
 class ShiftLeft(Bits):
     """`left << right`; right is in 0..MAX_SHIFT."""
 
-    @staticmethod
-    def of(left: int, right: int) -> int:
-        return left << max(0, min(right, MAX_SHIFT))
+    sign, of = "<<", staticmethod(lambda left, right: left << _shift(right))
 
 
 class ShiftRight(Bits):
     """`left >> right`, rounded down; right is in 0..MAX_SHIFT."""
 
-    @staticmethod
-    def of(left: int, right: int) -> int:
-        return left >> max(0, min(right, MAX_SHIFT))
+    sign, of = ">>", staticmethod(lambda left, right: left >> _shift(right))
+
+
+def _shift(by: Any) -> Any:
+    return min(max(by, 0), MAX_SHIFT) if isinstance(by, int) else by.clamp(0, MAX_SHIFT)
 
 
 SYMBOLS = {str(symbol): symbol for symbol in (B, H, Q, K, S, SEQLEN_Q, SEQLEN_KV)}
@@ -196,7 +189,8 @@ ELEMENTARY: dict[str, type[sympy.Function]] = {
     "erf": sympy.erf,
     "sigmoid": Sigmoid,
 }
-"""Functions of one real number that every back end computes in floating point."""
+"""Functions of one real number that every back end computes in floating point; PyTorch has them by
+the same names."""
 
 BITS: dict[str, type[Bits]] = {
     "bitand": BitAnd,
@@ -304,7 +298,8 @@ def _one(expr: sympy.Basic, known: dict[sympy.Basic, sympy.Basic]) -> sympy.Basi
 
 
 def _bits(expr: Bits, args: list[Any]) -> sympy.Basic:
-    """Return shifts by a number, and low bits, as arithmetic: of that, tiles know more."""
+    """Return an operation on bits; shifts by a number, and low bits, as arithmetic, which tiles bound
+    more closely."""
     left, right = args
     for arg in args:
         if not arg.is_integer:

@@ -4,11 +4,6 @@
 own parameter names.
 """
 
-# SymPy is typed only in part, and where it is, too narrowly:
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-# pyright: reportReturnType=false, reportCallIssue=false, reportAssignmentType=false
-# pyright: reportUnknownParameterType=false
-
 from __future__ import annotations
 
 import math
@@ -21,6 +16,7 @@ from sympy.logic.boolalg import Boolean
 
 from tilegen.errors import Unsupported
 from tilegen.masks.language.nodes import (
+    ELEMENTARY,
     BitAnd,
     BitOr,
     BitXor,
@@ -213,7 +209,7 @@ def _unary(function: Callable[[Any], Any]) -> Callable[..., Any]:
     return lambda input: function(number(input))
 
 
-def _binary(function: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+def _binary(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda input, other: function(number(input), number(other))
 
 
@@ -221,33 +217,23 @@ def _sum(sign: int) -> Callable[..., Any]:
     return lambda input, other, *, alpha=1: number(input) + sign * alpha * number(other)
 
 
-def _reverse(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda input, other: function(other, input)
-
-
 _UNARY: dict[str, Callable[[Any], Any]] = {
     "neg negative": lambda x: -x,
     "pos positive": lambda x: x,
     "abs absolute": sympy.Abs,
-    "exp": sympy.exp,
-    "exp2 special_exp2": lambda x: sympy.Integer(2) ** x,
-    "log": sympy.log,
-    "log1p special_log1p": Log1p,
-    "expm1 special_expm1": lambda x: sympy.exp(x) - 1,
-    "erf special_erf": sympy.erf,
-    "erfc special_erfc": lambda x: 1 - sympy.erf(x),
+    **ELEMENTARY,
+    "exp2": lambda x: sympy.Integer(2) ** x,
+    "expm1": lambda x: sympy.exp(x) - 1,
+    "erfc": lambda x: 1 - sympy.erf(x),
     "frac": lambda x: x - truncate(x),
     "log2": lambda x: sympy.log(x) / sympy.Float(float(sympy.log(2))),
     "log10": lambda x: sympy.log(x) / sympy.Float(float(sympy.log(10))),
-    "tanh": sympy.tanh,
-    "sin": sympy.sin,
-    "cos": sympy.cos,
     "tan": lambda x: sympy.sin(x) / sympy.cos(x),
     "sqrt": sympy.sqrt,
     "rsqrt": lambda x: 1 / sympy.sqrt(x),
     "reciprocal": lambda x: 1 / x,
     "square": lambda x: x**2,
-    "sigmoid special_expit": Sigmoid,
+    "expit": Sigmoid,
     "sign sgn": sympy.sign,
     "floor": sympy.floor,
     "ceil": sympy.ceiling,
@@ -272,21 +258,17 @@ _BINARY: dict[str, Callable[[Any, Any], Any]] = {
 _OTHER: dict[str, Callable[..., Any]] = {
     "add": _sum(1),
     "sub subtract": _sum(-1),
-    "rsub": _reverse(_sum(-1)),
+    "rsub": lambda input, other, *, alpha=1: number(other) - alpha * number(input),
     "pow float_power": lambda input, exponent: power(input, exponent),
-    "rpow": lambda input, other: power(other, input),
     "div divide": divide,
-    "rtruediv rdiv": _reverse(divide),
     "floordiv floor_divide": floor_divide,
-    "rfloordiv": _reverse(floor_divide),
     "remainder mod": remainder,
-    "rmod": _reverse(remainder),
     "fmod": fmod,
     "eq": equal,
     "ne not_equal": lambda input, other: ~equal(input, other),
-    "and bitwise_and rand": _bitwise(sympy.And, BitAnd, "&"),
-    "or bitwise_or ror": _bitwise(sympy.Or, BitOr, "|"),
-    "xor bitwise_xor rxor": _bitwise(exclusive_or, BitXor, "^"),
+    "and bitwise_and": _bitwise(sympy.And, BitAnd, "&"),
+    "or bitwise_or": _bitwise(sympy.Or, BitOr, "|"),
+    "xor bitwise_xor": _bitwise(exclusive_or, BitXor, "^"),
     "invert bitwise_not": invert,
     "logical_and": lambda input, other: logical(input) & logical(other),
     "logical_or": lambda input, other: logical(input) | logical(other),
@@ -294,8 +276,6 @@ _OTHER: dict[str, Callable[..., Any]] = {
     "logical_not": lambda input: ~logical(input),
     "lshift bitwise_left_shift": _binary(ShiftLeft),
     "rshift bitwise_right_shift": _binary(ShiftRight),
-    "rlshift": _reverse(_binary(ShiftLeft)),
-    "rrshift": _reverse(_binary(ShiftRight)),
     "where": lambda condition, input, other: where(condition, input, other),
     "clamp clip": clamp,
     "clamp_min": lambda input, min: clamp(input, min),

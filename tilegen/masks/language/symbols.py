@@ -7,13 +7,11 @@ from typing import Any
 import sympy
 from sympy.logic.boolalg import Boolean
 
-from tilegen.errors import Unsupported
-
 B, H, Q, K = sympy.symbols("b h q k", integer=True, nonnegative=True)
 """Batch, query head, query row, key-value column."""
 SEQLEN_Q, SEQLEN_KV = sympy.symbols("seqlen_q seqlen_kv", integer=True, positive=True)
 PAIR = (B, H, Q, K, SEQLEN_Q, SEQLEN_KV)
-"""What masks see of a pair, and of its sequences."""
+"""The symbols that a mask may depend on: a pair's indices and the lengths of its sequences."""
 FIRST, LAST = sympy.symbols("first last", integer=True, nonnegative=True)
 """First and last index of a stationary tile."""
 S = sympy.Symbol("s", real=True)
@@ -36,10 +34,6 @@ class Lookup(sympy.Function):
 
     def _eval_is_nonnegative(self) -> bool | None:
         return self.args[0].is_nonnegative
-
-    def fdiff(self, argindex: int = 1) -> Any:
-        """An index has no derivative."""
-        raise Unsupported(f"expected an index that does not depend on the score, got {self}")
 
 
 def is_condition(expr: Any) -> bool:

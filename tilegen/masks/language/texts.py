@@ -4,11 +4,6 @@ A text looks like Python without white space: `(k<=q)&(q-k<16)`, `20.0*tanh(0.05
 `s+t0[h]*(k-q)`. `t0` is the first captured tensor, `t0[()]` a captured scalar, `a//b` rounds down.
 """
 
-# SymPy is typed only in part, and where it is, too narrowly:
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-# pyright: reportReturnType=false, reportCallIssue=false, reportAssignmentType=false
-# pyright: reportMatchNotExhaustive=false, reportIncompatibleMethodOverride=false
-
 from __future__ import annotations
 
 import ast
@@ -108,10 +103,11 @@ def _text(expr: sympy.Basic) -> tuple[str, int]:
             return str(expr), ATOM
         case _ if type(expr) in RELATIONS:
             return RELATIONS[type(expr)].join(_inside(arg, OR) for arg in expr.args), COMPARISON
-    arguments = [_text(arg)[0] for arg in expr.args]
-    if isinstance(expr, (sympy.Min, sympy.Max)):
-        arguments.sort()
-    return f"{_NAMES[type(expr)]}({','.join(arguments)})", ATOM
+        case _:
+            arguments = [_text(arg)[0] for arg in expr.args]
+            if isinstance(expr, (sympy.Min, sympy.Max)):
+                arguments.sort()
+            return f"{_NAMES[type(expr)]}({','.join(arguments)})", ATOM
 
 
 def _number(value: sympy.Number) -> tuple[str, int]:
@@ -169,7 +165,7 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.FloorDiv: lambda left, right: sympy.floor(left / right),
     ast.Mod: sympy.Mod,
 }
-_COMPARE = {
+_COMPARE: dict[type[ast.cmpop], Any] = {
     ast.Eq: sympy.Eq,
     ast.NotEq: sympy.Ne,
     ast.Lt: sympy.Lt,
@@ -216,7 +212,8 @@ class _Reader:
                 return self._power(self._value(left, depth), self._value(right, depth))
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
                 return _BINARY[type(op)](self._value(left, depth), self._value(right, depth))
-        raise InvalidProblem(f"{ast.unparse(node)[:80]!r} is not part of an expression")
+            case _:
+                raise InvalidProblem(f"{ast.unparse(node)[:80]!r} is not part of an expression")
 
     def _value(self, node: ast.expr, depth: int) -> Any:
         value = self.read(node, depth)
@@ -259,7 +256,7 @@ class _Reader:
             raise InvalidProblem(f"{name} does not take {len(args)} arguments")
         values = [self._value(arg, depth) for arg in args]
         if name not in ("min", "max", "abs", "sign", *BITS) and values[0].is_number:
-            # Of an exact number, SymPy might compute billions of digits.
+            # SymPy might compute billions of digits of an exact number's function.
             values[0] = sympy.Float(float(normalise(values[0])))
         return FUNCTIONS[name](*values)
 

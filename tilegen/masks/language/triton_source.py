@@ -6,10 +6,6 @@ integer division and remainder round down as Python's do, powers are products, a
 for small and for large arguments.
 """
 
-# SymPy is typed only in part, and where it is, too narrowly:
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-# pyright: reportReturnType=false, reportCallIssue=false, reportMatchNotExhaustive=false
-
 from __future__ import annotations
 
 import math
@@ -26,13 +22,12 @@ from tilegen.masks.language.integer_bounds import Sizes
 from tilegen.masks.language.integers import Exact, FloorDiv, exact, is_int, prepared
 from tilegen.masks.language.loads import Loads
 from tilegen.masks.language.nodes import (
+    ELEMENTARY,
     MAX_SHIFT,
-    BitAnd,
-    BitOr,
     Bits,
-    BitXor,
     Log1p,
     ShiftLeft,
+    ShiftRight,
     Sigmoid,
     Where,
 )
@@ -56,8 +51,7 @@ FP32_TINY, FP32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
 _SPELT = ("batch", "head", "q_idx", "k_idx", "seqlen_q", "seqlen_kv", "s")
 NAMES: dict[sympy.Basic, str] = dict(zip((*PAIR, S), _SPELT, strict=True))
-"""What kernels call the symbols of a pair."""
-_BITWISE = {BitAnd: "&", BitOr: "|", BitXor: "^"}
+"""The names of a pair's symbols in kernels."""
 _RELATIONS = RELATIONS | {sympy.Ge: ">=", sympy.Gt: ">"}
 
 
@@ -221,7 +215,8 @@ class Writer:
                 return str(expr), ATOM
             case Relational():
                 return self._relation(expr), COMPARISON
-        return self._function(expr)
+            case _:
+                return self._function(expr)
 
     def _relation(self, expr: Relational) -> str:
         both = all(map(is_int, expr.args))
@@ -336,17 +331,15 @@ class Writer:
 
     def _bits(self, expr: Bits) -> tuple[str, int]:
         spell = self._widened(expr)
-        if type(expr) in _BITWISE:
-            left, right = (spell(arg, ATOM) for arg in expr.args)
-            return f"{left} {_BITWISE[type(expr)]} {right}", OR
-        sign = "<<" if isinstance(expr, ShiftLeft) else ">>"
         value, shift = expr.args
+        if not isinstance(expr, ShiftLeft | ShiftRight):
+            return f"{spell(value, ATOM)} {expr.sign} {spell(shift, ATOM)}", OR
         most = 31 if not self._sizes.is_wide(expr) else MAX_SHIFT
         low, high = self._sizes.bounds(shift)
         amount = spell(shift, ATOM)
         if low < 0 or high > most:
             amount = f"tl.minimum(tl.maximum({amount}, 0), {most})"
-        return f"{spell(value, ATOM)} {sign} {amount}", OR
+        return f"{spell(value, ATOM)} {expr.sign} {amount}", OR
 
     def _extreme(self, expr: sympy.Max | sympy.Min, integers: bool) -> str:
         name = "tl.maximum" if isinstance(expr, sympy.Max) else "tl.minimum"
@@ -370,11 +363,10 @@ class Writer:
                 return self._quotient("1.0", below)
             case Log1p():
                 return log1p(self.name, source, self._quotient, precise=self._precise), ATOM
-            case sympy.exp() | sympy.log() | sympy.sin() | sympy.cos() | sympy.erf():
+            case _ if type(expr) in (*ELEMENTARY.values(), sympy.floor):
                 return f"tl.{type(expr).__name__}({source})", ATOM
-            case sympy.floor():
-                return f"tl.floor({source})", ATOM
-        raise Unsupported(f"expected a function that kernels compute, got the term {expr}")
+            case _:
+                raise Unsupported(f"expected a function that kernels compute, got the term {expr}")
 
     def _literal(self, value: sympy.Number) -> str:
         """Return a number as a literal; Triton makes a double of one that fp32 cannot hold."""

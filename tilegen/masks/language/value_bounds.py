@@ -1,8 +1,8 @@
 """Interval arithmetic over whole tiles: what a mask expression can be anywhere inside a tile.
 
 An interval holds every value that `evaluation.Points` gives for a pair of the tile: both take the
-same operations in the same order, and rounding is monotone. Not-a-number inside a tile leaves the
-truth of what depends on it open.
+same operations in the same order, and rounding is monotone. The ends are not-a-number where a value
+of the tile may be: the truth of what depends on it stays open.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import sympy
 import torch
 
 from tilegen.masks.language.evaluation import (
-    BITS,
     Points,
     floor_divide,
     maximum,
@@ -68,8 +67,8 @@ class Verdict:
 
 
 class TileBounds(Points):
-    """The same walk with intervals and verdicts, one per tile: a method here says what the function
-    of its name makes of them."""
+    """The walk of `Points` with intervals and verdicts, one per tile, in the place of numbers and
+    truths: each method does with intervals what the function of its name does with tensors."""
 
     def __init__(
         self,
@@ -101,6 +100,8 @@ class TileBounds(Points):
         return _increasing(lambda end: end.to(dtype), value)
 
     def long(self, value: Interval) -> Interval:
+        if not value.is_single:  # what is not a number may become any integer
+            value = Interval(value.lo.nan_to_num(-LARGEST), value.hi.nan_to_num(LARGEST))
         return _increasing(lambda end: end.clamp(-LARGEST, LARGEST).long(), value)
 
     def add(self, left: Interval, right: Interval) -> Interval:
@@ -122,16 +123,17 @@ class TileBounds(Points):
         return _where(_has_one_sign(right), quotient, _anything(quotient.lo))
 
     def floor_divide(self, left: Interval, right: Interval) -> Interval:
-        quotient = _hull([floor_divide(a, b) for a in left.ends for b in right.ends])
-        if right.is_single:
-            return quotient
-        # A divisor that is not 0 is at least 1 in magnitude.
-        largest = torch.maximum(left.lo.abs(), left.hi.abs())
-        return _where(_has_one_sign(right), quotient, Interval(-largest, largest))
+        divisors = list(right.ends)
+        if not right.is_single:  # those around 0 too; that one counts as 1
+            one = torch.ones_like(right.lo)
+            divisors += [torch.clamp(end, right.lo, right.hi) for end in (-one, one)]
+        return _hull([floor_divide(a, b) for a in left.ends for b in divisors])
 
     def remainder(self, left: Interval, right: Interval) -> Interval:
         zero = torch.zeros_like(right.lo)
-        anything = Interval(torch.minimum(right.lo + 1, zero), torch.maximum(right.hi - 1, zero))
+        least, most = torch.minimum(right.lo + 1, zero), torch.maximum(right.hi - 1, zero)
+        natural = (left.lo >= 0) & (right.lo >= 0)
+        anything = Interval(least, torch.where(natural, torch.minimum(most, left.hi), most))
         if not right.is_single:
             return anything
         # Between two multiples of the divisor the remainder only increases.
@@ -143,7 +145,7 @@ class TileBounds(Points):
         return _where(multiples[0] == multiples[1], between, anything)
 
     def bits(self, operation: type[Bits], left: Interval, right: Interval) -> Interval:
-        compute = BITS[operation]
+        compute = operation.of
         if operation in (ShiftLeft, ShiftRight) or (left.is_single and right.is_single):
             found = _hull([compute(a, b) for a in left.ends for b in right.ends])
             if operation is not ShiftLeft:
@@ -157,8 +159,11 @@ class TileBounds(Points):
             unknown = open_left | open_right
             least = compute(left.lo, right.lo) & ~unknown
             most = least | unknown
-        mixed = (open_left < 0) | (open_right < 0)  # of both signs
-        return _where(mixed, _any_integer(least), Interval(least, most))
+        # Where the sign is open, so is every bit that any end has below its sign.
+        sizes = (end ^ (end >> 63) for end in (*left.ends, *right.ends))
+        ones = _ones(reduce(torch.bitwise_or, sizes))
+        either = _unless_wrapped(Interval(~ones, ones), ones.double())
+        return _where((least >= 0) & (most < 0), either, Interval(least, most))
 
     def power(self, base: Interval, exponent: int) -> Interval:
         base = base if exponent % 2 else self.abs(base)
@@ -278,8 +283,9 @@ def _any_integer(like: torch.Tensor) -> Interval:
 
 
 def _anything(like: torch.Tensor) -> Interval:
-    infinite = torch.full_like(like, torch.inf)
-    return Interval(-infinite, infinite)
+    """Return the interval of what may not be a number either."""
+    unknown = torch.full_like(like, torch.nan)
+    return Interval(unknown, unknown.clone())
 
 
 def _increasing(function: Callable[..., torch.Tensor], *arguments: Interval) -> Interval:

@@ -13,11 +13,6 @@ which costs time but never correctness. Numbers looked up per row or column can 
 they never fall.
 """
 
-# SymPy is typed only in part, and where it is, too narrowly:
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-# pyright: reportReturnType=false, reportCallIssue=false, reportAssignmentType=false
-# pyright: reportMatchNotExhaustive=false, reportOptionalMemberAccess=false
-
 from __future__ import annotations
 
 import math
@@ -46,9 +41,9 @@ from tilegen.masks.language.symbols import (
 from tilegen.masks.mask import Mask, Side
 
 MAX_CONJUNCTIONS = 16
-"""Of a predicate in disjunctive normal form; one with more goes to tile lists."""
+"""Most conjunctions of a predicate in disjunctive normal form; one with more goes to tile lists."""
 MAX_EXPANDED = 256
-"""Conjunctions before equal ones are joined: more are not even written down."""
+"""Most conjunctions before equal ones are joined: more are not even written down."""
 
 
 @dataclass(frozen=True)
@@ -70,13 +65,14 @@ class Interval:
 
 @dataclass(frozen=True)
 class StreamSets:
-    """What one stationary tile sees: streamed indices in no `live` interval are all dropped, those
-    in no `dropped` one all kept. The end of the sequence bounds `live`, and is not in `dropped`."""
+    """The streamed indices of one stationary tile: those in no `live` interval are dropped for all of
+    the tile, those in no `dropped` interval kept for all of it. The end of the sequence bounds
+    `live`; indices beyond it are not in `dropped`."""
 
     live: tuple[Interval, ...]
     dropped: tuple[Interval, ...]
     length: sympy.Symbol
-    """Streamed indices there are."""
+    """The number of streamed indices: a length of the call."""
 
     @cached_property
     def full(self) -> Interval | None:
@@ -169,11 +165,6 @@ def _some(intervals: list[Interval]) -> tuple[Interval, ...]:
 def _disjunctive_normal_form(keep: Boolean) -> list[list[sympy.Expr]]:
     """Return conjunctions of integer expressions, each meaning `expression >= 0`."""
     _check_terms(keep)
-    keep = keep.replace(
-        lambda node: isinstance(node, sympy.Ne),
-        # Not by operators, which take floors off.
-        lambda node: sympy.Or(sympy.Lt(node.lhs, node.rhs), sympy.Lt(node.rhs, node.lhs)),
-    )
     keep = keep.replace(lambda node: isinstance(node, Relational), _without_choices)
     for atom in keep.atoms(Relational):  # before anything is expanded
         for expression in _at_least_zero(atom):
@@ -233,15 +224,13 @@ def _check_linear(expression: sympy.Expr, symbol: sympy.Symbol) -> None:
 
 
 def _without_choices(atom: Boolean) -> Boolean:
-    """Return a comparison without absolute values, minima and maxima, as several without."""
-    if isinstance(atom, sympy.Eq):
-        if not atom.has(sympy.Abs, sympy.Min, sympy.Max):
-            return atom
-        return sympy.And(
-            _without_choices(sympy.Le(atom.lhs, atom.rhs)),
-            _without_choices(sympy.Le(atom.rhs, atom.lhs)),
-        )
-    if isinstance(atom, sympy.Ne) or not isinstance(atom, Relational):  # true and false are none
+    """Return a comparison as several without `!=`, absolute values, minima and maxima."""
+    both_ways = atom.args, atom.args[::-1]
+    if isinstance(atom, sympy.Ne):  # `<` as an operator would take floors off
+        return sympy.Or(*(_without_choices(sympy.Lt(*sides)) for sides in both_ways))
+    if isinstance(atom, sympy.Eq) and atom.has(sympy.Abs, sympy.Min, sympy.Max):
+        return sympy.And(*(_without_choices(sympy.Le(*sides)) for sides in both_ways))
+    if isinstance(atom, sympy.Eq) or not isinstance(atom, Relational):  # true and false are none
         return atom
     [expression] = _at_least_zero(atom)
     for choice in sympy.expand(expression).atoms(sympy.Abs, sympy.Min, sympy.Max):
@@ -268,7 +257,8 @@ def _at_least_zero(atom: Boolean) -> list[sympy.Expr]:
             return [_whole(high - low, sympy.ceiling) - 1]
         case sympy.Eq(args=(left, right)) if not (left - right).atoms(sympy.Float):
             return [_whole(left - right, sympy.floor), _whole(right - left, sympy.floor)]
-    raise Unsupported(f"expected a comparison of affine expressions in a mask, got {atom}")
+        case _:
+            raise Unsupported(f"expected a comparison of affine expressions in a mask, got {atom}")
 
 
 def _whole(expression: sympy.Expr, rounded: Callable[[sympy.Expr], sympy.Expr]) -> sympy.Expr:

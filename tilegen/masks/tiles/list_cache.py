@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from threading import Lock, RLock
 from weakref import ref
 
 import torch
+from cachetools import LRUCache
 from sympy.logic.boolalg import Boolean
 
 from tilegen import sympy_lock
@@ -22,12 +22,12 @@ from tilegen.masks.values import is_checked
 @dataclass
 class _Entry:
     sources: tuple[ref[torch.Tensor], ...]
-    """When one of them dies, so does the entry."""
+    """The tensors that the lists depend on: the entry is dropped when one of them dies."""
     lock: Lock = field(default_factory=Lock)
-    """Held while the lists are built: once, whoever asks."""
+    """The lock that is held while the lists are built, so that threads build them once."""
     lists: TileLists | None = None
     states: tuple[torch.Tensor | int | None, ...] = ()
-    """What the sources were when the lists were built."""
+    """The states of the sources when the lists were built, as `_state` returns them."""
 
 
 class ListCache:
@@ -39,8 +39,7 @@ class ListCache:
     """
 
     def __init__(self, capacity: int = 64) -> None:
-        self._capacity = capacity
-        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self._entries: LRUCache[Hashable, _Entry] = LRUCache(capacity)
         # Reentrant: a tensor may die, and its entries with it, while this thread holds the lock.
         self._lock = RLock()
 
@@ -84,9 +83,6 @@ class ListCache:
 
                 entry = _Entry(tuple(ref(tensor, forget) for tensor in sources))
                 self._entries[key] = entry
-                if len(self._entries) > self._capacity:
-                    self._entries.popitem(last=False)
-            self._entries.move_to_end(key)
             return entry
 
 

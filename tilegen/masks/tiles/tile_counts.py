@@ -1,4 +1,4 @@
-"""Tiles of masks without a closed form, counted from their lists: what the model reasons about."""
+"""The tiles of masks without a closed form, counted from their lists for the model."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tilegen.masks.tiles.visits import TileRanges
 from tilegen.masks.usual import Neighborhood
 
 LONGEST = 2048
-"""Rows or columns up to which tiles are counted where nothing ties a mask to its lengths."""
+"""Most rows or columns for which tiles are counted where nothing ties a mask to its lengths."""
 FINE = (64, 32, 16)
 """Sides of the tiles that others are put together from, so that one list serves many."""
 MAX_FINE = 2**24
-"""Such tiles that are held at once, two bytes each."""
+"""Most tiles of a FINE side that are held at once, in two bytes each."""
 
 Flags = NDArray[np.bool_]
 

@@ -1,7 +1,4 @@
-"""Which tiles a mask leaves at given lengths and tile shapes: what the model reasons about."""
-
-# SymPy and numpy are typed only in part:
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false
+"""The tiles that a mask leaves at given lengths and tile shapes, as numbers for the model."""
 
 from __future__ import annotations
 
@@ -82,7 +79,8 @@ class _OnArrays:
 
     def __init__(self, block: int) -> None:
         self._block = block
-        self.maximum, self.minimum, self.where = np.maximum, np.minimum, np.where
+        numpy: Any = np
+        self.maximum, self.minimum, self.where = numpy.maximum, numpy.minimum, numpy.where
 
     def tile_of(self, index: Any) -> Any:
         return index // self._block

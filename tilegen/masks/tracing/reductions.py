@@ -1,8 +1,5 @@
 """Sums and the like of small tensors of expressions: rows of what a traced function captures."""
 
-# SymPy is typed only in part:
-# pyright: reportArgumentType=false, reportOperatorIssue=false
-
 from __future__ import annotations
 
 from collections.abc import Callable

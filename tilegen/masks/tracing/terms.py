@@ -3,9 +3,6 @@
 They stand for tensors: of no dimension (`Term`), or of a few small ones (`Rows`, `Several`).
 """
 
-# SymPy is typed only in part, and where it is, too narrowly:
-# pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportReturnType=false
-
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
@@ -24,7 +21,7 @@ Elements = np.ndarray[Any, np.dtype[np.object_]]
 
 
 class Tracer(Protocol):
-    """What is told of everything that happens to values; `trace` has the one there is."""
+    """The interface of `trace.Tracer`, which is told of every operation on traced values."""
 
     def apply(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return what one of torch's functions or methods makes of its arguments."""
@@ -43,21 +40,40 @@ class Tracer(Protocol):
         ...
 
 
-def _operator(name: str) -> Callable[..., Any]:
+def _operator(name: str, *, reflected: bool = False) -> Callable[..., Any]:
     def apply(self: Value, *args: Any) -> Any:
         if any(isinstance(arg, (str, list, tuple, dict)) for arg in args):
             return NotImplemented
-        return self.tracer.apply(name, [self, *args], {})
+        return self.tracer.apply(name, [*args, self] if reflected else [self, *args], {})
 
     return apply
 
 
+def _operators(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return an operator of two values, for the left one and for the right one."""
+    return _operator(name), _operator(name, reflected=True)
+
+
 class Value:
-    """What Python's operators and torch's functions are done to, as they are told to a tracer."""
+    """A traced value: Python's operators and torch's functions on it are told to its tracer."""
 
     __array_ufunc__ = None  # numpy's numbers leave arithmetic to this class
     __hash__ = object.__hash__
     tracer: Tracer
+    shape: torch.Size
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return len(self.shape)
+
+    def dim(self) -> int:
+        """Return the number of dimensions."""
+        return len(self.shape)
+
+    def size(self) -> torch.Size:
+        """Return the shape."""
+        return self.shape
 
     @classmethod
     def __torch_function__(
@@ -75,24 +91,34 @@ class Value:
             raise AttributeError(name)
         return lambda *args, **kwargs: self.tracer.apply(name, [self, *args], kwargs)
 
-    __add__, __radd__ = _operator("add"), _operator("add")
-    __sub__, __rsub__ = _operator("sub"), _operator("rsub")
-    __mul__, __rmul__ = _operator("mul"), _operator("mul")
-    __truediv__, __rtruediv__ = _operator("truediv"), _operator("rtruediv")
-    __floordiv__, __rfloordiv__ = _operator("floordiv"), _operator("rfloordiv")
-    __mod__, __rmod__ = _operator("mod"), _operator("rmod")
-    __pow__, __rpow__ = _operator("pow"), _operator("rpow")
-    __and__, __rand__ = _operator("and"), _operator("and")
-    __or__, __ror__ = _operator("or"), _operator("or")
-    __xor__, __rxor__ = _operator("xor"), _operator("xor")
+    __add__, __radd__ = _operators("add")
+    __sub__, __rsub__ = _operators("sub")
+    __mul__, __rmul__ = _operators("mul")
+    __truediv__, __rtruediv__ = _operators("truediv")
+    __floordiv__, __rfloordiv__ = _operators("floordiv")
+    __mod__, __rmod__ = _operators("mod")
+    __pow__, __rpow__ = _operators("pow")
+    __and__, __rand__ = _operators("and")
+    __or__, __ror__ = _operators("or")
+    __xor__, __rxor__ = _operators("xor")
     __lt__, __le__ = _operator("lt"), _operator("le")
     __gt__, __ge__ = _operator("gt"), _operator("ge")
     __eq__, __ne__ = _operator("eq"), _operator("ne")
     __neg__, __pos__ = _operator("neg"), _operator("pos")
     __abs__, __invert__ = _operator("abs"), _operator("invert")
-    __lshift__, __rlshift__ = _operator("lshift"), _operator("rlshift")
-    __rshift__, __rrshift__ = _operator("rshift"), _operator("rrshift")
-    __matmul__, __rmatmul__ = _operator("matmul"), _operator("matmul")
+    __lshift__, __rlshift__ = _operators("lshift")
+    __rshift__, __rrshift__ = _operators("rshift")
+    __matmul__, __rmatmul__ = _operators("matmul")
+
+
+def _refusal(what: str, function: str) -> Callable[..., NoReturn]:
+    def refuse(self: Term) -> NoReturn:
+        raise Unsupported(
+            f"expected a function without {what} traced values, got {function}({self.expr}); "
+            "write torch.where, &, |, ~, torch.minimum, torch.maximum, .to(dtype)"
+        )
+
+    return refuse
 
 
 class Term(Value):
@@ -118,47 +144,17 @@ class Term(Value):
         """The CPU: a traced value is nowhere yet."""
         return torch.device("cpu")
 
-    @property
-    def shape(self) -> torch.Size:
-        """Of one element."""
-        return torch.Size()
-
-    ndim = 0
-
-    def dim(self) -> int:
-        """Return 0."""
-        return 0
-
-    def size(self) -> torch.Size:
-        """Return the empty shape."""
-        return torch.Size()
+    shape = torch.Size()
 
     def __getitem__(self, index: Any) -> Any:
         return self.tracer.apply("getitem", [self, index], {})
 
-    def __bool__(self) -> NoReturn:
-        self._decide("if, and, or, not, min(), max() or chained comparisons on", "bool")
-
-    def __index__(self) -> NoReturn:
-        self._decide("range(), list indices or int() of", "int")
-
-    def __int__(self) -> NoReturn:
-        self._decide("int() of", "int")
-
-    def __float__(self) -> NoReturn:
-        self._decide("float() or math functions of", "float")
-
-    def __iter__(self) -> NoReturn:
-        self._decide("loops over", "iter")
-
-    def __len__(self) -> NoReturn:
-        self._decide("len() of", "len")
-
-    def _decide(self, what: str, function: str) -> NoReturn:
-        raise Unsupported(
-            f"expected a function without {what} traced values, got {function}({self.expr}); "
-            "write torch.where, &, |, ~, torch.minimum, torch.maximum, .to(dtype)"
-        )
+    __bool__ = _refusal("if, and, or, not, min(), max() or chained comparisons on", "bool")
+    __index__ = _refusal("range(), list indices or int() of", "int")
+    __int__ = _refusal("int() of", "int")
+    __float__ = _refusal("float() or math functions of", "float")
+    __iter__ = _refusal("loops over", "iter")
+    __len__ = _refusal("len() of", "len")
 
 
 class Rows(Value):
@@ -211,20 +207,7 @@ class Several(Value):
         """`elements` holds an expression for each."""
         self.tracer = tracer
         self.elements = elements
-
-    @property
-    def shape(self) -> torch.Size:
-        """Its shape."""
-        return torch.Size(self.elements.shape)
-
-    @property
-    def ndim(self) -> int:
-        """Its number of dimensions."""
-        return self.elements.ndim
-
-    def dim(self) -> int:
-        """Return its number of dimensions."""
-        return self.elements.ndim
+        self.shape = torch.Size(elements.shape)
 
     def __getitem__(self, index: Any) -> Any:
         return self.tracer.several(self.elements[index])

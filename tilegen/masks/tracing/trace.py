@@ -5,11 +5,6 @@ that remember what is done to them, be it by Python's operators, by torch's func
 indexing a real tensor.
 """
 
-# SymPy is typed only in part, and where it is, too narrowly:
-# pyright: reportArgumentType=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
-# pyright: reportReturnType=false, reportCallIssue=false, reportAssignmentType=false
-# pyright: reportMatchNotExhaustive=false
-
 from __future__ import annotations
 
 import inspect
@@ -32,24 +27,24 @@ from tilegen.masks.tracing.reductions import REDUCTIONS, RESHAPES, reduced
 from tilegen.masks.tracing.terms import MAX_ELEMENTS, Elements, Rows, Several, Term, Value
 
 MAX_CHOICES = 8
-"""Most choices between numbers (`torch.where`) that a mask's comparisons are split by: each may
-double them."""
+"""Most choices between numbers (`torch.where`) in a mask that are made choices between comparisons:
+each may double the number of comparisons."""
 
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """What a function computes: t<i> in `expr` is `captured[i]`."""
+    """The expression that a function computes: t<i> in it is `captured[i]`."""
 
     expr: sympy.Basic
     captured: tuple[torch.Tensor, ...]
     unused: tuple[torch.Tensor, ...]
-    """What it reads besides, and does not depend on: `bias` in `s + 0 * bias[q]`."""
+    """Tensors that the function reads and does not depend on: `bias` in `s + 0 * bias[q]`."""
     derived: Derived
-    """How the function made those of them that it made itself."""
+    """The steps by which the function made tensors of those it captures."""
 
     @property
     def makes_tensors(self) -> bool:
-        """Whether it reads tensors that it made itself."""
+        """Whether the function reads tensors that it made itself."""
         return any(id(tensor) in self.derived.made for tensor in (*self.captured, *self.unused))
 
 
@@ -110,7 +105,7 @@ def _without_where(expr: sympy.Basic) -> sympy.Basic:
 
 
 _PLACEMENT = ("device", "layout", "memory_format", "non_blocking", "copy", "pin_memory")
-"""Arguments of torch's functions that do not change a value."""
+"""Arguments of torch's functions that change no value."""
 
 
 @dataclass(eq=False)
@@ -142,7 +137,8 @@ class Tracer:
                 return sympy.sympify(value)
             case np.generic():
                 return self.expression(value.item())
-        raise Unsupported(f"expected a traced value, a number or a tensor, got {value!r}")
+            case _:
+                raise Unsupported(f"expected a traced value, a number or a tensor, got {value!r}")
 
     def element(self, tensor: torch.Tensor, index: Sequence[Any]) -> Any:
         """Return one element of a real tensor, which takes a slot."""
@@ -180,7 +176,7 @@ class Tracer:
 
     def apply(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return what one of torch's functions or methods makes of its arguments."""
-        name = name.strip("_") if name.startswith("__") else name
+        name = name.strip("_") if name.startswith("__") else name.removeprefix("special_")
         if name == "getitem":
             tensor, index = args
             if not isinstance(tensor, torch.Tensor):
