@@ -34,7 +34,7 @@ def test_a_launch_is_that_of_the_binder_and_compiles_nothing_else(
     ours = launcher_of_module(module, function, problem, "fwd", CONFIG, unit)
     q, k = (torch.zeros(1, 2, n, head_dim, dtype=torch.bfloat16) for n in (64, 96))
     with stand_in(notes=True) as driver:
-        results = [launch(q, k, k, 0.125) for launch in (ours, module.launch)]
+        results = [launch(q, k, k, 0.125) for launch in (ours.launch, module.launch)]
         assert len(getattr(module, rendered.function).device_caches[0][0]) == 1
     assert [launch[:2] for launch in driver.launches] == [(4 * 2, rendered.function)] * 2
     seen = [

@@ -10,14 +10,14 @@ from tilegen.emit.identity import is_aligned
 from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import tensors_of
 from tilegen.runtime.changes import Changes, Wanted
-from tilegen.runtime.launcher import MAX_ROW_STRIDE
+from tilegen.runtime.launch_text import MAX_ROW_STRIDE
 
 if TYPE_CHECKING:
-    from tilegen.runtime.kernels import PlannedKernels
+    from tilegen.runtime.kernels import Kernels
 
 
 def run(
-    kernels: PlannedKernels,
+    kernels: Kernels,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -51,7 +51,7 @@ class _Attention(torch.autograd.Function):
         v: torch.Tensor,
         scale: float,
         changes: Changes,
-        kernels: PlannedKernels,
+        kernels: Kernels,
         *_: torch.Tensor | None,  # sinks and captured tensors, for autograd to see
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = kernels.forward(q, k, v, scale, changes)
@@ -71,7 +71,7 @@ class _Attention(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
     ) -> tuple[Any, ...]:
-        kernels: PlannedKernels = ctx.kernels
+        kernels: Kernels = ctx.kernels
         changes: Changes = ctx.changes
         saved = ctx.saved_tensors[:5]
         dout = torch.zeros_like(saved[3]) if dout is None else dout

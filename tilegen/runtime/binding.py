@@ -18,7 +18,6 @@ from tilegen.masks.mask import Mask, Side
 from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import tensors_of
 from tilegen.masks.values import Made
-from tilegen.runtime.launcher import Launcher
 
 if TYPE_CHECKING:
     from tilegen.masks.tiles.list_cache import ListCache
@@ -53,11 +52,6 @@ class BoundKernel:
 
         self.reads_nothing = not self._slots and not self._reads and self._keep is None
 
-    def of_plan(self, *, one_layout: bool) -> Launch:
-        """Return the launch for calls of one kind, as `Launcher.of_plan` does."""
-        launch = self.launch
-        return launch.of_plan(one_layout=one_layout) if isinstance(launch, Launcher) else launch
-
     def given(
         self,
         mask: Mask,
@@ -65,12 +59,11 @@ class BoundKernel:
         device: torch.device,
         reads: Mapping[str, torch.Tensor] = NOTHING,
         made: Made | None = None,
-        launch: Launch | None = None,
     ) -> Launch:
-        """Return the launch (or that of a plan) for one call with this mask, and with what a score
-        `reads` (see `score_tensors`); what is `made` of the mask's tensors is made once for all
-        kernels of a pass. Raises InvalidProblem for values that do not fit the shape."""
-        launch = launch or self.launch
+        """Return the launch for one call with this mask, and with what a score `reads` (see
+        `score_tensors`); what is `made` of the mask's tensors is made once for all kernels of a
+        pass. Raises InvalidProblem for values that do not fit the shape."""
+        launch = self.launch
         extras: dict[str, Any] = {name: reads[name] for name in self._reads}
         if not self._slots and self._keep is None:
             return partial(launch, **extras) if extras else launch

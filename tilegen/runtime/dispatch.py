@@ -41,7 +41,7 @@ from tilegen.runtime.call import (
 )
 from tilegen.runtime.changes import Changes
 from tilegen.runtime.dilation import group, ungroup
-from tilegen.runtime.kernels import Kernels, PlannedKernels
+from tilegen.runtime.kernels import Kernels
 
 _FULL = full()
 MAX_PROGRAMS = 2**31 - 1  # CUDA's limit on a one-dimensional grid
@@ -191,7 +191,7 @@ def _kernel_run(problem: AttentionProblem, *tensors: torch.Tensor) -> Run:
         )
     tensors = tuple(t.contiguous() if copy else t for t, copy in zip(tensors, copied, strict=True))
     aligned = all(map(is_aligned, tensors))
-    kernels = PlannedKernels(_kernels(problem.bucket, tensors[0].device, aligned))
+    kernels = _kernels(problem.bucket, tensors[0].device, aligned)
     if not any(copied):
         return partial(autograd.run, kernels)
 
