@@ -14,6 +14,7 @@ from tilegen.emit.identity import stride_unit
 from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
 from tilegen.kernels.config import TileConfig
+from tilegen.masks import Mask
 from tilegen.problem import AttentionProblem
 from tilegen.runtime.kernels import launcher_of_module
 from tilegen.runtime.triton_function import TritonFunction
@@ -47,7 +48,16 @@ def test_a_launch_is_that_of_the_binder_and_compiles_nothing_else(
     assert seen[0] == seen[1]
 
 
-def test_attention_launches_without_the_binder(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "mask",
+    [
+        tilegen.causal(),
+        tilegen.global_tokens(3) & tilegen.sliding_window(9, 9),  # with a function for its ranges
+        tilegen.block_sparse(torch.tensor([[1, 0], [1, 1]]).bool(), 16),  # with lists of tiles
+    ],
+    ids=["causal", "ranges", "lists"],
+)
+def test_attention_launches_without_the_binder(mask: Mask, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward; the emitted `launch` is for people, and for where Triton differs."""
     from triton.runtime.jit import JITFunction
 
@@ -61,7 +71,7 @@ def test_attention_launches_without_the_binder(monkeypatch: pytest.MonkeyPatch) 
     q = torch.zeros(1, 2, 32, 16, dtype=torch.bfloat16, requires_grad=True)
     with as_on_a_gpu(notes=True) as driver:
         for _ in range(2):
-            out = tilegen.attention(q, q, q, mask=tilegen.causal())
+            out = tilegen.attention(q, q, q, mask=mask)
             out.backward(torch.zeros_like(out))
     names = [name.split("_d16")[0] for _, name, _ in driver.launches]
     one = ["attention_fwd", "attention_bwd_preprocess", "attention_bwd_dq", "attention_bwd_dkdv"]
