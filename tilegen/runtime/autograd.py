@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilegen.emit.identity import is_aligned
+from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import tensors_of
 from tilegen.runtime.changes import Changes, Wanted
@@ -56,11 +57,12 @@ class _Attention(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = kernels.forward(q, k, v, scale, changes)
         read: list[torch.Tensor] = []
-        if changes.mask.values or changes.score is not None:
+        if changes.given.values or changes.kv_lengths is not None or changes.score is not None:
             # What mask and score read is saved too, for autograd to refuse what has changed since.
-            sources = (one for value in changes.mask.values for one in value.sources)
             sinks = () if changes.sinks is None else (changes.sinks,)
-            read = [x for x in (*sources, *changes.captured, *sinks) if not x.is_inference()]
+            read = [
+                x for x in (*changes.sources, *changes.captured, *sinks) if not x.is_inference()
+            ]
         ctx.save_for_backward(q, k, v, out, lse, *read)
         ctx.set_materialize_grads(False)
         ctx.scale, ctx.changes, ctx.kernels = scale, changes, kernels
@@ -95,10 +97,10 @@ class _Attention(torch.autograd.Function):
 
 
 def reaching(
-    out: torch.Tensor, lse: torch.Tensor, changes: Changes
+    out: torch.Tensor, lse: torch.Tensor, score: Score
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out and lse, from which gradients of 0 reach what the score reads in vain."""
-    unused = [one for one in changes.score.unused if one.requires_grad] if changes.score else []
+    unused = [one for one in score.unused if one.requires_grad]
     if not unused or not torch.is_grad_enabled():
         return out, lse
     return _Reaching.apply(out, lse, *unused)  # type: ignore

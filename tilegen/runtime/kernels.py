@@ -22,7 +22,6 @@ from tilegen.kernels.spec import Direction
 from tilegen.kernels.two_pass import BWD_PREPROCESS
 from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import score_tensors
-from tilegen.masks.values import Made
 from tilegen.problem import AttentionProblem
 from tilegen.runtime.binding import BoundKernel
 from tilegen.runtime.changes import Changes, Gradients, Wanted
@@ -42,6 +41,8 @@ class Pass:
     """The `run` of the kernels' family."""
     is_plain: bool
     """Whether neither mask nor score adds to what launches are given."""
+    reads_lists: bool
+    """Whether kernels are given lists of tiles."""
 
 
 class Kernels:
@@ -68,6 +69,7 @@ class Kernels:
                     rows_for(self.problem, spec, direction),
                     passes.family_of(found, direction).run,
                     all(one.reads_nothing for one in found.values()),
+                    any(one.reads_lists for one in found.values()),
                 )
             return self._passes[direction]
 
@@ -75,7 +77,8 @@ class Kernels:
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, changes: Changes
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (out, lse)."""
-        if self._is_elsewhere():
+        # Triton launches on the current device.
+        if self._on_gpu and self.device.index != torch.cuda.current_device():
             with torch.cuda.device(self.device):
                 return self.forward(q, k, v, scale, changes)
         its = self._passes.get("forward") or self.load("forward")
@@ -95,7 +98,7 @@ class Kernels:
         wanted: Wanted,
     ) -> Gradients:
         """Return the gradients; `saved` are q, k, v, out and lse."""
-        if self._is_elsewhere():
+        if self._on_gpu and self.device.index != torch.cuda.current_device():
             with torch.cuda.device(self.device):
                 return self.backward(saved, dout, dlse, scale, changes, wanted)
         q, k, v, out, lse = saved
@@ -129,10 +132,6 @@ class Kernels:
             sinks = -(weights * delta).sum((0, 2)).to(changes.sinks.dtype)
         return Gradients(dq, dk, dv, sinks, captured)
 
-    def _is_elsewhere(self) -> bool:
-        """Whether the current device, on which Triton launches, is not that of the tensors."""
-        return self._on_gpu and self.device.index != torch.cuda.current_device()
-
     def _completed(
         self,
         its: Pass,
@@ -142,8 +141,10 @@ class Kernels:
         k: torch.Tensor,
     ) -> dict[Kernel, Launch]:
         """Return the launches of a pass, given what mask and score read."""
-        made: Made = {}
-        read = (changes.mask, Shape.of(q, k), self.device, reads, made)
+        shape = Shape.of(q, k)
+        tables = changes.tables(shape, self.device)
+        mask = changes.mask if its.reads_lists else changes.given
+        read = (mask, shape, self.device, reads, tables)
         return {name: one.given(*read) for name, one in its.kernels.items()}
 
     def _compiled_here(self, spec: GpuSpec, direction: Direction) -> dict[Kernel, BoundKernel]:
