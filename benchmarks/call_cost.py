@@ -28,12 +28,12 @@ from tilegen.bounded_cache import BoundedCache
 from tilegen.choose.chosen import Ranked
 from tilegen.emit import kernel_files
 from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.panels import Launch
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import dispatch, plans
 from tilegen.runtime.call import call_key
 from tilegen.runtime.changes import Changes
 from tilegen.runtime.kernels import Kernels
-from tilegen.runtime.launcher import Bound, Launcher
 
 BASELINE = "SDPA of one row"
 TILE = TileConfig(block_m=16, block_n=16)
@@ -77,31 +77,25 @@ def parts() -> dict[str, Callable[[], object]]:
     known: BoundedCache[Any, int] = BoundedCache(9)
     key = call_key(q, k, v, changes)
     trained = q.clone().requires_grad_()
-    launcher, bound, made = _bound(q, k, v)
-    found, device = (q, k, v, 0.125, *made), q.device
-    values = launcher.filled(bound.values, found, {})
-
+    launch = _launch(q.device)
+    made = launch(q, k, v, 0.125)
+    empty = [
+        partial(torch.empty_strided, one.size(), one.stride(), dtype=one.dtype, device=one.device)
+        for one in made
+    ]
     return {
         "key": lambda: call_key(q, k, v, changes),
         "plan": lambda: known.get(key, int),
-        "allocation": lambda: [make() for make in bound.results],
-        "packing": lambda: launcher.filled(bound.values, found, {}),
-        "driver": lambda: bound.run(bound.grid, values, device),
+        "launch": lambda: launch(q, k, v, 0.125),
+        "launch: allocation": lambda: [make() for make in empty],
         "autograd": lambda: _Nothing.apply(trained, k, v, *made),
     }
 
 
-def _bound(*tensors: torch.Tensor) -> tuple[Launcher, Bound, list[torch.Tensor]]:
-    """Return a launcher of the forward kernel, and what it keeps for tensors like these."""
-    kernels = Kernels(
-        AttentionProblem.parse(f"hq{HEADS} q{ROWS} d{HEAD_DIM} fp32 causal").bucket,
-        tensors[0].device,
-        True,
-    )
-    launcher = kernels.load("forward").kernels["fwd"].launch
-    assert isinstance(launcher, Launcher)
-    bound = launcher.bind((*tensors, 0.125), {})
-    return launcher, bound, [make() for make in bound.results]
+def _launch(device: torch.device) -> Launch:
+    """Return the launch of the forward kernel."""
+    problem = AttentionProblem.parse(f"hq{HEADS} q{ROWS} d{HEAD_DIM} fp32 causal")
+    return Kernels(problem.bucket, device, True).load("forward").launches["fwd"]
 
 
 class _Nothing(torch.autograd.Function):

@@ -26,6 +26,14 @@ class BoundedCache(Generic[K, V]):
     def __len__(self) -> int:
         return len(self._values)
 
+    def known(self, key: K) -> V | None:
+        """Return the value of a key, None where there is none."""
+        with self._lock:
+            value = self._values.get(key)
+            if value is not None:
+                self._values.move_to_end(key)
+        return value
+
     def get(self, key: K, make: Callable[[], V]) -> V:
         """Return the value of a key, which `make` makes where there is none. What it raises is
         passed on, and nothing kept."""

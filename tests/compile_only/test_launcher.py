@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,7 +15,9 @@ from tilegen.emit.identity import stride_unit
 from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
 from tilegen.kernels.config import TileConfig
+from tilegen.masks import Mask
 from tilegen.problem import AttentionProblem
+from tilegen.runtime import dispatch, plans
 from tilegen.runtime.kernels import launcher_of_module
 from tilegen.runtime.triton_function import TritonFunction
 
@@ -34,7 +37,7 @@ def test_a_launch_is_that_of_the_binder_and_compiles_nothing_else(
     ours = launcher_of_module(module, function, problem, "fwd", CONFIG, unit)
     q, k = (torch.zeros(1, 2, n, head_dim, dtype=torch.bfloat16) for n in (64, 96))
     with stand_in(notes=True) as driver:
-        results = [launch(q, k, k, 0.125) for launch in (ours, module.launch)]
+        results = [launch(q, k, k, 0.125) for launch in (ours.launch, module.launch)]
         assert len(getattr(module, rendered.function).device_caches[0][0]) == 1
     assert [launch[:2] for launch in driver.launches] == [(4 * 2, rendered.function)] * 2
     seen = [
@@ -47,7 +50,16 @@ def test_a_launch_is_that_of_the_binder_and_compiles_nothing_else(
     assert seen[0] == seen[1]
 
 
-def test_attention_launches_without_the_binder(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "mask",
+    [
+        tilegen.causal(),
+        tilegen.global_tokens(3) & tilegen.sliding_window(9, 9),  # with a function for its ranges
+        tilegen.block_sparse(torch.tensor([[1, 0], [1, 1]]).bool(), 16),  # with lists of tiles
+    ],
+    ids=["causal", "ranges", "lists"],
+)
+def test_attention_launches_without_the_binder(mask: Mask, monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward and backward; the emitted `launch` is for people, and for where Triton differs."""
     from triton.runtime.jit import JITFunction
 
@@ -61,12 +73,67 @@ def test_attention_launches_without_the_binder(monkeypatch: pytest.MonkeyPatch) 
     q = torch.zeros(1, 2, 32, 16, dtype=torch.bfloat16, requires_grad=True)
     with as_on_a_gpu(notes=True) as driver:
         for _ in range(2):
-            out = tilegen.attention(q, q, q, mask=tilegen.causal())
+            out = tilegen.attention(q, q, q, mask=mask)
             out.backward(torch.zeros_like(out))
     names = [name.split("_d16")[0] for _, name, _ in driver.launches]
     one = ["attention_fwd", "attention_bwd_preprocess", "attention_bwd_dq", "attention_bwd_dkdv"]
     assert names == 2 * one
     assert bound == [True] * 4
+
+
+def calls() -> Iterator[tuple[torch.Tensor, torch.Tensor, Mask, Any]]:
+    """Yield q, k (which is v too), mask and kv_lengths of calls: lengths that 16 divides, others,
+    and 1; caches that grow in place and anew; strides that say nothing, and odd ones."""
+    causal = tilegen.causal("bottom_right")
+    cache = torch.zeros(2, 2, 300, 16, dtype=torch.bfloat16)
+    inside = torch.zeros(2, 300, 2, 16, dtype=torch.bfloat16).transpose(1, 2)
+    wide = torch.zeros(2, 2, 300, 17, dtype=torch.bfloat16)
+    for rows, columns in [(1, 1), (1, 2), (2, 2), (1, 31), (1, 32), (16, 33), (1, 48), (3, 100)]:
+        yield cache[:, :, :rows], cache[:, :, :columns], causal, None
+        yield cache[:, :, :rows], cache[:, :, :columns].clone(), causal, None
+        yield inside[:, :, :rows], inside[:1, :, :columns].expand(2, -1, -1, -1), causal, None
+        yield cache[:1, :, :rows], cache[:1, :, :columns], causal, None
+        yield wide[:1, :, :rows, :16], cache[:1, :, :columns], causal, None
+        yield wide[..., :rows, 1:], wide[..., :columns, 1:], causal, None
+        lengths = torch.tensor([columns, 1], dtype=torch.int32)
+        yield cache[:, :, :rows], inside[:, :, :columns], tilegen.sliding_window(5, 0), lengths
+        yield cache[:, :, :rows], cache[:, :, :columns], tilegen.sliding_window(5, 0), lengths
+
+
+def test_calls_of_all_lengths_launch_what_the_emitted_launch_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given = list(calls())
+    seen: list[list[Any]] = []
+    for _ in range(2):
+        with as_on_a_gpu(notes=True) as driver:
+            for q, k, mask, lengths in given:
+                tilegen.attention(q, k, k, mask=mask, kv_lengths=lengths)
+            made = len(plans.by_call)
+        for launch in driver.launches:
+            of_tensors = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in launch[2]]
+            launch[2][:] = [*of_tensors[:3], "out", "lse", *of_tensors[5:]]
+        seen.append(driver.launches)
+        # The second time by the emitted file.
+        monkeypatch.setattr(TritonFunction, "of", lambda *_: None)
+    assert len(seen[0]) == len(given)
+    for launched, emitted in zip(*seen, strict=True):
+        assert launched == emitted
+    assert made < len(given)
+
+
+def test_lengths_of_one_bucket_share_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    new_plan = dispatch._new_plan
+    monkeypatch.setattr(
+        dispatch, "_new_plan", lambda q, k, *rest: made.append(k.shape[2]) or new_plan(q, k, *rest)
+    )
+    q, cache = torch.zeros(1, 2, 1, 16), torch.zeros(1, 2, 70, 16)
+    with as_on_a_gpu(notes=True) as driver:
+        for length in range(1, 71):
+            tilegen.attention(q, cache[:, :, :length], cache[:, :, :length].clone())
+    assert made == [1, 2, 3, 5, 9, 17, 33, 65]
+    assert [values[19] for *_, values in driver.launches] == list(range(1, 71))
 
 
 def test_a_negated_query_has_strides_of_its_own() -> None:

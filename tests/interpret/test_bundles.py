@@ -27,7 +27,6 @@ from tilegen.problem import AttentionProblem
 from tilegen.runtime import plans
 from tilegen.runtime.call import problem_of
 from tilegen.runtime.changes import Changes
-from tilegen.runtime.launcher import Launcher
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
@@ -97,14 +96,13 @@ def imported(path: Path) -> ModuleType:
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interpreted]:
     made = Interpreted()
-    filled = Launcher.filled
+    data_ptr = torch.Tensor.data_ptr
 
-    def note_tensors(self: Any, common: Any, found: Any, extras: Any) -> Any:
-        seen = [one for one in (*found, *extras.values()) if isinstance(one, torch.Tensor)]
-        made.tensors |= {(one.data_ptr(), one.dtype): one for one in seen}
-        return filled(self, common, found, extras)
+    def note_tensor(one: torch.Tensor) -> int:
+        made.tensors[data_ptr(one), one.dtype] = one
+        return data_ptr(one)
 
-    monkeypatch.setattr(Launcher, "filled", note_tensors)
+    monkeypatch.setattr(torch.Tensor, "data_ptr", note_tensor)
     monkeypatch.setattr(Bundle, "function", lambda bundle, one: made.function(bundle, one))
     yield made
     bundles.loaded.clear()

@@ -66,6 +66,31 @@ def test_bad_input_gets_one_clear_error(name: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "q, k, v",
+    [
+        ((2, 4, 6, 16), (1, 2, 6, 16), (1, 2, 6, 16)),
+        ((2, 4, 6, 16), (2, 2, 6, 16), (1, 2, 6, 16)),
+        ((2, 4, 6, 16), (2, 2, 6, 16), (2, 1, 6, 16)),
+        ((2, 4, 6, 16), (2, 2, 6, 16), (2, 2, 5, 16)),
+        ((2, 4, 6, 16), (2, 2, 6, 1), (2, 2, 6, 16)),
+        ((2, 4, 0, 16), (2, 2, 6, 16), (2, 2, 6, 16)),
+        ((2, 4, 6, 16), (2, 2, 0, 16), (2, 2, 0, 16)),
+        ((4, 6, 16), (2, 2, 6, 16), (2, 2, 6, 16)),
+    ],
+    ids=str,
+)
+def test_a_plan_serves_no_call_of_tensors_that_do_not_fit(
+    q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]
+) -> None:
+    for rows in (2, 6):  # plans of every bucket that the others could be taken for
+        for columns in (2, 6):
+            fits = torch.zeros(2, 4, rows, 16), *torch.zeros(2, 2, 2, columns, 16)
+            tilegen.attention(*fits)
+    with pytest.raises(InvalidProblem):
+        tilegen.attention(torch.zeros(q), torch.zeros(k), torch.zeros(v))
+
+
 def test_cpu_tensors_run_in_pytorch_with_one_notice(caplog: pytest.LogCaptureFixture) -> None:
     x = make_inputs(AttentionProblem.parse("b2 hq4 hkv2 q30 kv40 d16 bf16 full"))
     disk.say_once.cache_clear()

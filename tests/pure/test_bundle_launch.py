@@ -190,9 +190,9 @@ def test_the_driver_reads_what_the_emitted_launch_passes(
     launcher = launcher_of(binary, lambda: stand_in)
     for launch, names in (
         (module.launch, None),
-        (launcher, launcher.extra_names),
-        (from_triton, from_triton.extra_names),
-        (from_triton.of_plan(), from_triton.extra_names),
+        (launcher.launch, launcher.extra_names),
+        (from_triton.launch, from_triton.extra_names),
+        (from_triton.launch, from_triton.extra_names),
     ):
         bound = BoundKernel(launch, problem.mask, kernel, CONFIGS[kernel], names)
         results.append(bound.given(mask, shape, torch.device("cpu"), reads)(*given))
@@ -253,7 +253,7 @@ def forward(compiled: Any, **changed: Any) -> Launcher:
 @pytest.mark.usefixtures("no_driver")
 def test_a_plan_keeps_what_strides_determine_and_nothing_else() -> None:
     compiled = Compiled()
-    launch = forward(compiled).of_plan()
+    launch = forward(compiled).launch
     dense = tensor(1, 2, 64, 64)
     given = [dense, dense.clone(), tensor(1, 2, 64, 64, heads_inside=True)]
     results = [launch(q, q, q, scale) for q in given for scale in (0.5, 0.25)]
@@ -272,7 +272,7 @@ def test_hooks_of_profilers_are_called() -> None:
     from triton import knobs
 
     compiled = Compiled()
-    launch, q = forward(compiled), tensor(1, 2, 64, 64)
+    launch, q = forward(compiled).launch, tensor(1, 2, 64, 64)
     hook: Any = lambda metadata: None  # noqa: E731
     launch(q, q, q, 0.5)
     knobs.runtime.launch_enter_hook.add(hook)
@@ -286,16 +286,14 @@ def test_hooks_of_profilers_are_called() -> None:
     assert compiled.told == [silent, ("grid (2, 1, 1)", enter, leave), silent]
 
 
-@pytest.mark.parametrize("of_plan", [False, True])
-def test_what_triton_does_not_offer_is_launched_by_the_emitted_file(of_plan: bool) -> None:
+def test_what_triton_does_not_offer_is_launched_by_the_emitted_file() -> None:
     q = tensor(1, 2, 64, 64)
 
     def gone(*_: Any, **__: Any) -> Any:
         raise AttributeError("no such thing")
 
     for changed in ({"warmup": gone}, {"warmup": lambda *_, **__: SimpleNamespace(run=None)}):
-        launch: Any = forward(Compiled(), **changed)
-        launch = launch.of_plan() if of_plan else launch
+        launch = forward(Compiled(), **changed).launch
         assert [launch(q, q, q, 0.5), launch(q, q, q, 0.5)] == ["emitted", "emitted"]
 
 
@@ -317,7 +315,7 @@ def test_arguments_in_another_order_are_found_by_their_names() -> None:
 
     def strides(one: Binary) -> dict[str, Any]:
         seen: list[Any] = []
-        launcher_of(one, lambda: StandIn(one, lambda grid, values: seen.extend(values)))(
+        launcher_of(one, lambda: StandIn(one, lambda grid, values: seen.extend(values))).launch(
             q, q, q, 0.5
         )
         names = (name for name, _ in one.arguments)
@@ -330,7 +328,7 @@ def test_arguments_in_another_order_are_found_by_their_names() -> None:
 def test_a_stride_that_does_not_fit_is_refused() -> None:
     problem = AttentionProblem.parse("hq2 q64 d64 fp16 causal")
     binary = not_compiled(render(problem, CONFIGS["fwd"], "fwd"))
-    launch = launcher_of(binary, lambda: StandIn(binary, lambda grid, values: None))
+    launch = launcher_of(binary, lambda: StandIn(binary, lambda grid, values: None)).launch
     q = torch.zeros(1, 2, 64, 65, dtype=torch.float16)[..., :64]
     with pytest.raises(Unsupported, match="multiples of 8 elements"):
         launch(q, q, q, 0.125)
@@ -350,7 +348,7 @@ def test_dimensions_of_size_1_have_no_strides(sizes: tuple[int, int, int], strid
     stand_in = StandIn(
         binary, lambda grid, values: launched.append(dict(zip(names, values, strict=True)))
     )
-    launcher_of(binary, lambda: stand_in)(q, q, q, 0.125)
+    launcher_of(binary, lambda: stand_in).launch(q, q, q, 0.125)
     expected = [0 if n == 1 else s // 8 for n, s in zip(sizes, dense.stride(), strict=False)]
     for letter, row in (("q", "m"), ("k", "n"), ("v", "n")):
         assert [launched[0][f"stride_{letter}{one}"] for one in ("b", "h", row)] == expected

@@ -205,12 +205,12 @@ def test_plans_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     new_plan = dispatch._new_plan
 
     def counted(q: torch.Tensor, *rest: Any) -> Any:
-        made.append(q.shape[2])
+        made.append(q.shape[1])
         return new_plan(q, *rest)
 
     monkeypatch.setattr(dispatch, "_new_plan", counted)
-    for length in (1, 2, 3, 1, 4, 1, 2):
-        q = torch.zeros(1, 1, length, 16)
+    for heads in (1, 2, 3, 1, 4, 1, 2):
+        q = torch.zeros(1, heads, 8, 16)
         tilegen.attention(q, q, q)
     assert made == [1, 2, 3, 4, 2]
     assert len(plans.by_call) == 3

@@ -92,7 +92,7 @@ def test_its_binary_is_launched_as_its_record_says() -> None:
     rendered = render(PROBLEM, CONFIG, NAME)
     binary = not_compiled(rendered)
     seen: list[tuple[int, list[Any]]] = []
-    launch = launcher_of(binary, lambda: StandIn(binary, lambda *one: seen.append(one)))
+    launch = launcher_of(binary, lambda: StandIn(binary, lambda *one: seen.append(one))).launch
     q, k = (torch.zeros(1, h, 300, 128, dtype=torch.bfloat16) for h in (8, 2))
     out, lse = launch(q, k, k, 0.5)
     ((grid, values),) = seen

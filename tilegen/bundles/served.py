@@ -102,9 +102,9 @@ class Bundle:
         launchers = ((one, launcher_of(one, partial(self.function, one))) for one in found)
         return {
             one.kernel: BoundKernel(
-                launch, problem.mask, one.kernel, one.config, launch.extra_names
+                launcher.launch, problem.mask, one.kernel, one.config, launcher.extra_names
             )
-            for one, launch in launchers
+            for one, launcher in launchers
         }
 
     def function(self, binary: Binary) -> Function:

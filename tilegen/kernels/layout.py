@@ -11,6 +11,12 @@ if TYPE_CHECKING:
     import torch
 
 
+LIKE = {"out": ("q", "v"), "dq": ("q", "q"), "dk": ("k", "k"), "dv": ("v", "v")}
+"""Results laid out like a tensor, and the tensor whose head dim they have."""
+OF_ROWS = {"lse": "q", "delta": "out"}
+"""Results of an fp32 number for each row of a tensor."""
+
+
 def empty_like(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
     """Return an uninitialised tensor laid out like `tensor` (heads inside or outside of rows)."""
     batch, heads, seqlen, _ = tensor.shape
@@ -27,13 +33,11 @@ def allocate(name: str, given: Mapping[str, Any], unit: int, block_n: int) -> to
     """
     import torch
 
-    if name == "out":
-        return empty_like(given["q"], given["v"].shape[3])
-    if name in ("dq", "dk", "dv"):
-        like = given[name[1:]]
-        return empty_like(like, like.shape[3])
-    if name in ("lse", "delta"):
-        like = given["q" if name == "lse" else "out"]
+    if name in LIKE:
+        like, width = LIKE[name]
+        return empty_like(given[like], given[width].shape[3])
+    if name in OF_ROWS:
+        like = given[OF_ROWS[name]]
         return torch.empty(like.shape[:3], device=like.device, dtype=torch.float32)
     q, seqlen_kv = given["q"], given["k"].shape[2]
     heads, rows = given["num_heads"], given["num_rows"]

@@ -9,21 +9,20 @@ from functools import lru_cache
 import torch
 
 from tilegen.errors import InvalidProblem
+from tilegen.masks.kinds import lengths_of
 from tilegen.masks.mask import Mask
 from tilegen.masks.notation import split_arguments
 from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
-from tilegen.masks.values import Made, Values
+from tilegen.masks.values import Made, Values, is_checked
 
 
-def tensors_of(
-    mask: Mask, shape: Shape, device: torch.device, made: Made | None = None
-) -> tuple[torch.Tensor, ...]:
+def tensors_of(mask: Mask, shape: Shape, device: torch.device) -> tuple[torch.Tensor, ...]:
     """Return the tables that a mask reads, on a device. Raises InvalidProblem where sizes do not
     fit."""
     if mask.is_stand_in:
         raise InvalidProblem(f"expected a mask with its tensors, got {mask}")
-    made = {} if made is None else made
+    made: Made = {}
     return tuple(_fitting(value, shape, device, made) for value in mask.values)
 
 
@@ -33,8 +32,19 @@ def _fitting(value: Values, shape: Shape, device: torch.device, made: Made) -> t
         table = table[: shape.by_axis["b"]]  # what a function reads may be for more batches
     for axis, size in zip(value.axes or "", table.shape, strict=False):
         if size != shape.by_axis[axis]:
-            raise _wrong_size("the mask's values", axis, shape, size)
+            raise _wrong_size("the mask's values", axis, shape.by_axis[axis], size)
     return table
+
+
+def lengths_table(lengths: torch.Tensor, batch: int, device: torch.device) -> torch.Tensor:
+    """Return the lengths of a padded batch as kernels read them. Raises InvalidProblem where there
+    is not one for each entry."""
+    is_table = lengths.dtype is torch.int32 and lengths.device == device
+    if not is_table or not lengths.is_contiguous() or is_checked(lengths):
+        lengths = lengths_of(lengths).on(device)
+    if lengths.shape[0] != batch:
+        raise _wrong_size("the mask's values", "b", batch, lengths.shape[0])
+    return lengths
 
 
 def check_fit(mask: Mask, score: Score | None, shape: Shape) -> None:
@@ -51,19 +61,17 @@ def check_sizes(score: Score, shape: Shape) -> None:
     for slot, axes in score.sizes:
         for name, size in zip(axes, score.captured[slot].shape, strict=True):
             if name != "." and size != shape.by_axis[name]:
-                raise _wrong_size("a tensor that the score reads", name, shape, size)
+                raise _wrong_size("a tensor that the score reads", name, shape.by_axis[name], size)
     for slot, axis, name in _whole_axes(score.text):
         size = score.captured[slot].shape[axis]
         if size < shape.by_axis[name]:
-            raise _wrong_size("a tensor that the score reads", name, shape, size)
+            raise _wrong_size("a tensor that the score reads", name, shape.by_axis[name], size)
     if score.sink_logits is not None and len(score.sink_logits) != shape.heads:
-        raise _wrong_size("sinks", "h", shape, len(score.sink_logits))
+        raise _wrong_size("sinks", "h", shape.heads, len(score.sink_logits))
 
 
-def _wrong_size(what: str, axis: str, shape: Shape, size: int) -> InvalidProblem:
-    return InvalidProblem(
-        f"{what} must have size {shape.by_axis[axis]} along {_AXIS_NAMES[axis]}, got {size}"
-    )
+def _wrong_size(what: str, axis: str, expected: int, size: int) -> InvalidProblem:
+    return InvalidProblem(f"{what} must have size {expected} along {_AXIS_NAMES[axis]}, got {size}")
 
 
 @lru_cache(maxsize=256)

@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tilegen.emit.identity import is_aligned
+from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import tensors_of
 from tilegen.runtime.changes import Changes, Wanted
-from tilegen.runtime.launcher import MAX_ROW_STRIDE
+from tilegen.runtime.launch_text import MAX_ROW_STRIDE
 
 if TYPE_CHECKING:
-    from tilegen.runtime.kernels import PlannedKernels
+    from tilegen.runtime.kernels import Kernels
 
 
 def run(
-    kernels: PlannedKernels,
+    kernels: Kernels,
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -51,16 +52,17 @@ class _Attention(torch.autograd.Function):
         v: torch.Tensor,
         scale: float,
         changes: Changes,
-        kernels: PlannedKernels,
+        kernels: Kernels,
         *_: torch.Tensor | None,  # sinks and captured tensors, for autograd to see
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = kernels.forward(q, k, v, scale, changes)
         read: list[torch.Tensor] = []
-        if changes.mask.values or changes.score is not None:
+        if changes.given.values or changes.kv_lengths is not None or changes.score is not None:
             # What mask and score read is saved too, for autograd to refuse what has changed since.
-            sources = (one for value in changes.mask.values for one in value.sources)
             sinks = () if changes.sinks is None else (changes.sinks,)
-            read = [x for x in (*sources, *changes.captured, *sinks) if not x.is_inference()]
+            read = [
+                x for x in (*changes.sources, *changes.captured, *sinks) if not x.is_inference()
+            ]
         ctx.save_for_backward(q, k, v, out, lse, *read)
         ctx.set_materialize_grads(False)
         ctx.scale, ctx.changes, ctx.kernels = scale, changes, kernels
@@ -71,7 +73,7 @@ class _Attention(torch.autograd.Function):
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
     ) -> tuple[Any, ...]:
-        kernels: PlannedKernels = ctx.kernels
+        kernels: Kernels = ctx.kernels
         changes: Changes = ctx.changes
         saved = ctx.saved_tensors[:5]
         dout = torch.zeros_like(saved[3]) if dout is None else dout
@@ -95,10 +97,10 @@ class _Attention(torch.autograd.Function):
 
 
 def reaching(
-    out: torch.Tensor, lse: torch.Tensor, changes: Changes
+    out: torch.Tensor, lse: torch.Tensor, score: Score
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return out and lse, from which gradients of 0 reach what the score reads in vain."""
-    unused = [one for one in changes.score.unused if one.requires_grad] if changes.score else []
+    unused = [one for one in score.unused if one.requires_grad]
     if not unused or not torch.is_grad_enabled():
         return out, lse
     return _Reaching.apply(out, lse, *unused)  # type: ignore

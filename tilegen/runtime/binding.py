@@ -17,8 +17,6 @@ from tilegen.kernels.registry import KERNELS
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import tensors_of
-from tilegen.masks.values import Made
-from tilegen.runtime.launcher import Launcher
 
 if TYPE_CHECKING:
     from tilegen.masks.tiles.list_cache import ListCache
@@ -52,11 +50,7 @@ class BoundKernel:
                 self._keep = predicate(mask.general, self._side)
 
         self.reads_nothing = not self._slots and not self._reads and self._keep is None
-
-    def of_plan(self, *, one_layout: bool) -> Launch:
-        """Return the launch for calls of one kind, as `Launcher.of_plan` does."""
-        launch = self.launch
-        return launch.of_plan(one_layout=one_layout) if isinstance(launch, Launcher) else launch
+        self.reads_lists = self._keep is not None
 
     def given(
         self,
@@ -64,26 +58,23 @@ class BoundKernel:
         shape: Shape,
         device: torch.device,
         reads: Mapping[str, torch.Tensor] = NOTHING,
-        made: Made | None = None,
-        launch: Launch | None = None,
+        tables: tuple[torch.Tensor, ...] | None = None,
     ) -> Launch:
-        """Return the launch (or that of a plan) for one call with this mask, and with what a score
-        `reads` (see `score_tensors`); what is `made` of the mask's tensors is made once for all
-        kernels of a pass. Raises InvalidProblem for values that do not fit the shape."""
-        launch = launch or self.launch
+        """Return the launch for one call with this mask, and with what a score `reads` (see
+        `score_tensors`); `tables` are those of the mask, made once for all kernels of a pass.
+        Raises InvalidProblem for values that do not fit the shape."""
+        launch = self.launch
         extras: dict[str, Any] = {name: reads[name] for name in self._reads}
         if not self._slots and self._keep is None:
             return partial(launch, **extras) if extras else launch
-        tensors = tensors_of(mask, shape, device, made)
-        extras |= {
-            f"t{slot}": one.view(torch.uint8) if one.dtype == torch.bool else one
-            for slot, one in enumerate(tensors)
-            if slot in self._slots
-        }
+        tables = tensors_of(mask, shape, device) if tables is None else tables
+        for slot in self._slots:
+            one = tables[slot]
+            extras[f"t{slot}"] = one.view(torch.uint8) if one.dtype is torch.bool else one
         if self._keep is not None:
             lists = _list_cache().get(
                 self._keep,
-                tensors,
+                tables,
                 shape.tiled(**self._blocks),
                 device=device,
                 side=self._side,

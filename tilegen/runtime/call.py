@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import reduce
 from numbers import Real
+from operator import or_
 from typing import Any
 
 import torch
 
+from tilegen.emit.identity import VECTOR_BYTES
 from tilegen.errors import InvalidProblem
 from tilegen.masks import score as scores
-from tilegen.masks.mask import MAX_WINDOW, Mask
+from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score, ScoreForm
 from tilegen.masks.tracing.fingerprint import Traces
-from tilegen.masks.usual import KvPrefix
-from tilegen.masks.values import Values
 from tilegen.problem import MIN_HEAD_DIM, AttentionProblem, DType
 from tilegen.runtime.changes import Changes
+from tilegen.runtime.launch_text import MAX_ROW_STRIDE
 
 _DTYPES: dict[torch.dtype, DType] = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
 }
-TYPICAL_LENGTH = MAX_WINDOW
-"""What tiles are chosen for where lengths are not known: no padding."""
+MAX_PROGRAMS = 2**31 - 1  # CUDA's limit on a one-dimensional grid
 MAX_SCALE = torch.finfo(torch.float32).max / math.log2(math.e)
 """Kernels multiply a scale by log2(e)."""
 ScoreFunction = Callable[..., Any]
@@ -47,34 +48,53 @@ def score_of(score: Score | ScoreFunction | None) -> Score | None:
 _traces = Traces(scores.score)
 
 
-def padded(kv_lengths: torch.Tensor) -> Mask:
-    """Return `k < kv_lengths[b]`, without waiting for the device. Raises InvalidProblem."""
+def check_kv_lengths(kv_lengths: torch.Tensor) -> None:
+    """Raise InvalidProblem unless these can be the lengths of padded batches."""
     if not isinstance(kv_lengths, torch.Tensor) or kv_lengths.ndim != 1:
         raise InvalidProblem("kv_lengths must be a tensor of shape (batch,)")
-    if kv_lengths.is_floating_point() or kv_lengths.dtype == torch.bool:
+    if kv_lengths.is_floating_point() or kv_lengths.dtype is torch.bool:
         raise InvalidProblem(f"kv_lengths must be integers, got {kv_lengths.dtype}")
-    return KvPrefix(Values(axes="b", typical=TYPICAL_LENGTH, tensor=kv_lengths))
 
 
 def call_key(q: Any, k: Any, v: Any, changes: Changes) -> Any:
-    """Return what calls of one kind have in common. Raises InvalidProblem for what is no tensor."""
-    mask: Any = changes.mask
-    if not isinstance(mask, Mask):
-        raise InvalidProblem(
-            f"mask must be a tilegen mask such as tilegen.causal(), got {type(mask).__name__}"
-        )
+    """Return what calls of one kind have in common: lengths only as far as their bucket goes, and
+    of strides and addresses only whether kernels can take them as they are. Raises InvalidProblem
+    for what is no tensor."""
+    kind = changes.kind
     try:
-        return (
-            *(q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()),
+        shapes = q.shape, k.shape, v.shape
+        strides = q.stride(), k.stride(), v.stride()
+        others = (
             *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
-            (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16,
-            mask.stand_in,
+            (q.data_ptr() | k.data_ptr() | v.data_ptr()) % VECTOR_BYTES == 0,
+            kind,
             None if changes.score is None else form_of(changes),
-            autocast_dtype(q.device),
+            torch.is_autocast_enabled(on := "cuda" if q.is_cuda else "cpu")
+            and torch.get_autocast_dtype(on),
         )
     except (AttributeError, RuntimeError):  # RuntimeError: sparse, nested and such
         names = ", ".join(_kind(x) for x in (q, k, v))
         raise InvalidProblem(f"q, k and v must be dense torch tensors, got {names}") from None
+    if not len(shapes[0]) == len(shapes[1]) == len(shapes[2]) == 4:
+        return *shapes, *others
+    (batch, heads, rows, width), (k_batch, heads_kv, columns, k_width) = shapes[:2]
+    v_batch, v_heads, v_columns, v_width = shapes[2]
+    (qb, qh, qm, q_dense), (kb, kh, kn, k_dense), (vb, vh, vn, v_dense) = strides
+    if (
+        (k_batch, k_width, v_batch, v_heads, v_columns) != (batch, width, batch, heads_kv, columns)
+        or not (rows and columns)
+        or batch * heads * (rows | columns) > MAX_PROGRAMS
+        or not q_dense == k_dense == v_dense == 1
+        or (qm | kn | vn) >= MAX_ROW_STRIDE
+    ):
+        return *shapes, *strides, *others  # to be looked at closely
+    unit = (qb | qh | qm | kb | kh | kn | vb | vh | vn) % VECTOR_BYTES
+    if unit:  # perhaps of dimensions of size 1, whose strides say nothing
+        sizes = (*shapes[0][:3], *shapes[1][:3], *shapes[2][:3])
+        found = zip(sizes, (qb, qh, qm, kb, kh, kn, vb, vh, vn), strict=True)
+        unit = reduce(or_, (0 if n == 1 else stride for n, stride in found)) % VECTOR_BYTES
+    buckets = (rows - 1).bit_length(), (columns - 1).bit_length()
+    return batch, heads, heads_kv, width, v_width, *buckets, unit, *others
 
 
 def form_of(changes: Changes) -> ScoreForm | None:
@@ -119,7 +139,7 @@ def problem_of(
         head_dim_qk=q.shape[3],
         head_dim_v=v.shape[3],
         dtype=_DTYPES[q.dtype],
-        mask=changes.mask.stand_in,
+        mask=changes.kind.mask,
         score=form_of(changes),
     )
 

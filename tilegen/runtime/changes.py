@@ -2,20 +2,60 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
+from tilegen.masks.kinds import MaskKind, kind_of_mask, lengths_of
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
+from tilegen.masks.shapes import Shape
+from tilegen.masks.tensors import lengths_table, tensors_of
+from tilegen.masks.usual import KvPrefix
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Changes:
-    """What a call does to the scores: a mask, and perhaps a score change."""
+    """What a call does to the scores: a mask, and perhaps a score change and lengths of padded
+    batches. Nobody changes it; it is not frozen since that takes longer to make."""
 
-    mask: Mask
+    given: Mask
+    """The mask but for the lengths."""
     score: Score | None = None
+    kv_lengths: torch.Tensor | None = None
+
+    @property
+    def kind(self) -> MaskKind:
+        """The kind of the mask. Raises InvalidProblem for what is no mask."""
+        kind: MaskKind = getattr(self.given, "_kind", None) or kind_of_mask(self.given)
+        return kind if self.kv_lengths is None else kind.padded[0]
+
+    @property
+    def mask(self) -> Mask:
+        """The mask, with the lengths if there are any."""
+        lengths = self.kv_lengths
+        return self.given if lengths is None else self.given & KvPrefix(lengths_of(lengths))
+
+    @property
+    def sources(self) -> Iterator[torch.Tensor]:
+        """The tensors that the mask reads."""
+        for value in self.given.values:
+            yield from value.sources
+        if self.kv_lengths is not None:
+            yield self.kv_lengths
+
+    def tables(self, shape: Shape, device: torch.device) -> tuple[torch.Tensor, ...]:
+        """Return what kernels read of the mask's tensors, in the order of its values. Raises
+        InvalidProblem where sizes do not fit."""
+        if self.kv_lengths is None:
+            return tensors_of(self.given, shape, device)
+        lengths = lengths_table(self.kv_lengths, shape.batch, device)
+        if not self.given.values:
+            return (lengths,)
+        tables = tensors_of(self.given, shape, device)
+        at = kind_of_mask(self.given).padded[1]
+        return *tables[:at], lengths, *tables[at:]
 
     @property
     def captured(self) -> tuple[torch.Tensor, ...]:
@@ -34,7 +74,7 @@ class Changes:
             return self
         sinks = None if self.sinks is None else self.sinks.to(device)
         captured = tuple(one.to(device) for one in self.captured)
-        return Changes(self.mask, replace(self.score, captured=captured, sink_logits=sinks))
+        return replace(self, score=replace(self.score, captured=captured, sink_logits=sinks))
 
 
 @dataclass(frozen=True)

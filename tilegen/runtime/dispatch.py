@@ -19,6 +19,7 @@ from tilegen.emit.identity import is_aligned
 from tilegen.errors import TilegenError, Unsupported
 from tilegen.kernels.config import BLOCK_SIZES
 from tilegen.masks.dilation import grouped_mask, step_of
+from tilegen.masks.kinds import kind_of_mask
 from tilegen.masks.mask import Mask, full
 from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
@@ -27,24 +28,24 @@ from tilegen.problem import AttentionProblem
 from tilegen.runtime import autograd, plans
 from tilegen.runtime.autograd import addressable, reaching, torch_run
 from tilegen.runtime.call import (
+    MAX_PROGRAMS,
     ScoreFunction,
     autocast,
     autocast_dtype,
     call_key,
+    check_kv_lengths,
     checked_scale,
     describe,
     is_narrow,
-    padded,
     problem_of,
     score_of,
     widened,
 )
 from tilegen.runtime.changes import Changes
 from tilegen.runtime.dilation import group, ungroup
-from tilegen.runtime.kernels import Kernels, PlannedKernels
+from tilegen.runtime.kernels import Kernels
 
 _FULL = full()
-MAX_PROGRAMS = 2**31 - 1  # CUDA's limit on a one-dimensional grid
 
 
 def attend(
@@ -61,8 +62,9 @@ def attend(
     call."""
     try:
         if kv_lengths is not None:
-            mask = padded(kv_lengths) if mask is None else mask & padded(kv_lengths)
-        changes = Changes(_FULL if mask is None else mask, score_of(score))
+            check_kv_lengths(kv_lengths)
+        score = None if score is None else score_of(score)
+        changes = Changes(_FULL if mask is None else mask, score, kv_lengths)
         return _attention(q, k, v, changes, scale)
     except TilegenError as error:
         raise type(error)(
@@ -75,14 +77,16 @@ def _attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse), by the plan of a call's kind."""
     key = call_key(q, k, v, changes)
-    plan: Plan = plans.by_call.get(key, lambda: _new_plan(q, k, v, changes))
+    plan: Plan | None = plans.by_call.known(key)
+    if plan is None:
+        plan = plans.by_call.get(key, lambda: _new_plan(q, k, v, changes))
     factor = plan.default_scale if scale is None else checked_scale(scale)
     if factor < 0:  # kernels take a row's maximum before scaling: the scale must keep the order
         return _attention(-q, k, v, changes, -factor)
-    if plan.rewrites or (changes.score is None and not changes.mask.values):
-        return plan.run(q, k, v, factor, changes)
-    check_fit(changes.mask, changes.score, Shape.of(q, k))
-    return reaching(*plan.run(q, k, v, factor, changes), changes)
+    if plan.checks_fit:
+        check_fit(changes.given, changes.score, Shape.of(q, k))
+    found = plan.run(q, k, v, factor, changes)
+    return found if changes.score is None or plan.rewrites else reaching(*found, changes.score)
 
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, Changes], tuple[Any, Any]]
@@ -96,6 +100,8 @@ class Plan:
     default_scale: float
     rewrites: bool = False
     """Whether the call is brought into another form, which has a plan of its own."""
+    checks_fit: bool = False
+    """Whether sizes may not fit the mask or the score, which only a call shows."""
 
 
 def _rewritten(
@@ -109,7 +115,7 @@ def _rewritten(
     if is_narrow(q, k, v):
         return _widened, default
     text = changes.score.text if changes.score else ""
-    if q.ndim and (step := step_of(changes.mask, text, q.shape[0])) > 1:
+    if q.ndim and (step := step_of(changes.kind.mask, text, q.shape[0])) > 1:
         problem_of(q, k, v, changes)  # which refuses what does not fit together
         return partial(_regrouped, step), default
     return None
@@ -158,19 +164,21 @@ def _regrouped(
 def _new_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes) -> Plan:
     if (rewritten := _rewritten(q, k, v, changes)) is not None:
         return Plan(*rewritten, rewrites=True)
+    checks_fit = changes.score is not None or kind_of_mask(changes.given).checks_lengths
     problem = problem_of(q, k, v, changes)
     scale = problem.head_dim_qk**-0.5
-    check_fit(changes.mask, changes.score, Shape.of(q, k))
+    if checks_fit:
+        check_fit(changes.given, changes.score, Shape.of(q, k))
     if q.device.type == "cpu" and not interpreter.is_active():
         say_once(
             "CPU tensors: computing with PyTorch; "
             "set TRITON_INTERPRET=1 before Python starts to run the emitted kernels"
         )
-        return Plan(torch_run, scale)
+        return Plan(torch_run, scale, checks_fit=checks_fit)
     if q.device.type in ("cpu", "cuda"):
         if q.device.type == "cpu":
             interpreter.prepare()
-        return Plan(_kernel_run(problem, q, k, v), scale)
+        return Plan(_kernel_run(problem, q, k, v), scale, checks_fit=checks_fit)
     raise Unsupported(f"q must be on a CUDA or CPU device, got {q.device}")
 
 
@@ -191,7 +199,7 @@ def _kernel_run(problem: AttentionProblem, *tensors: torch.Tensor) -> Run:
         )
     tensors = tuple(t.contiguous() if copy else t for t, copy in zip(tensors, copied, strict=True))
     aligned = all(map(is_aligned, tensors))
-    kernels = PlannedKernels(_kernels(problem.bucket, tensors[0].device, aligned))
+    kernels = _kernels(problem.bucket, tensors[0].device, aligned)
     if not any(copied):
         return partial(autograd.run, kernels)
 

@@ -22,7 +22,6 @@ from tilegen.kernels.spec import Direction
 from tilegen.kernels.two_pass import BWD_PREPROCESS
 from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import score_tensors
-from tilegen.masks.values import Made
 from tilegen.problem import AttentionProblem
 from tilegen.runtime.binding import BoundKernel
 from tilegen.runtime.changes import Changes, Gradients, Wanted
@@ -35,11 +34,15 @@ class Pass:
     """The kernels of a pass, and how they follow each other."""
 
     kernels: Mapping[Kernel, BoundKernel]
+    launches: Mapping[Kernel, Launch]
+    """Of the same kernels, but for what mask and score add."""
     panel_rows: int
     run: Callable[..., Any]
     """The `run` of the kernels' family."""
     is_plain: bool
     """Whether neither mask nor score adds to what launches are given."""
+    reads_lists: bool
+    """Whether kernels are given lists of tiles."""
 
 
 class Kernels:
@@ -50,6 +53,7 @@ class Kernels:
         self.problem = problem
         self.device = device
         self.aligned = aligned
+        self._on_gpu = device.type == "cuda"
         self._passes: dict[Direction, Pass] = {}
         self._lock = RLock()
 
@@ -61,21 +65,96 @@ class Kernels:
                 found = self._from_bundle(spec, direction) or self._compiled_here(spec, direction)
                 self._passes[direction] = Pass(
                     found,
+                    {name: one.launch for name, one in found.items()},
                     rows_for(self.problem, spec, direction),
                     passes.family_of(found, direction).run,
                     all(one.reads_nothing for one in found.values()),
+                    any(one.reads_lists for one in found.values()),
                 )
             return self._passes[direction]
 
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, changes: Changes
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (out, lse)."""
+        # Triton launches on the current device.
+        if self._on_gpu and self.device.index != torch.cuda.current_device():
+            with torch.cuda.device(self.device):
+                return self.forward(q, k, v, scale, changes)
+        its = self._passes.get("forward") or self.load("forward")
+        launches = its.launches
+        if not its.is_plain:
+            reads = score_tensors(changes.captured, changes.sinks)
+            launches = self._completed(its, changes, reads, q, k)
+        return its.run(launches, q, k, v, scale, panel_rows=its.panel_rows)
+
+    def backward(
+        self,
+        saved: tuple[torch.Tensor, ...],
+        dout: torch.Tensor,
+        dlse: torch.Tensor | None,
+        scale: float,
+        changes: Changes,
+        wanted: Wanted,
+    ) -> Gradients:
+        """Return the gradients; `saved` are q, k, v, out and lse."""
+        if self._on_gpu and self.device.index != torch.cuda.current_device():
+            with torch.cuda.device(self.device):
+                return self.backward(saved, dout, dlse, scale, changes, wanted)
+        q, k, v, out, lse = saved
+        its = self._passes.get("backward") or self.load("backward")
+        launches = its.launches
+        captured: dict[int, torch.Tensor] = {}
+        if not its.is_plain:
+            score = self.problem.score
+            # Dense, as kernels need them, whatever the strides of what is trained.
+            sizes = {
+                slot: changes.captured[slot].shape for slot in (score.trained if score else ())
+            }
+            gradients = {s: q.new_zeros(size, dtype=torch.float32) for s, size in sizes.items()}
+            captured = {slot: gradients[slot] for slot in wanted.captured}
+            reads = score_tensors(changes.captured, None, gradients)
+            launches = self._completed(its, changes, reads, q, k)
+        delta = launches[BWD_PREPROCESS.name](out, dout)
+        if dlse is not None:  # d lse / d s = p, as if delta were smaller by dlse
+            delta -= dlse
+        dq, dk, dv = its.run(
+            launches,
+            *(q, k, v, dout, lse, delta, scale),
+            panel_rows=its.panel_rows,
+            wants_dq=wanted.dq or bool(captured),
+            wants_dkdv=wanted.dkdv,
+        )
+        sinks = None
+        if wanted.sinks and changes.sinks is not None:  # a key that weighs exp(sink - lse), value 0
+            weights = (changes.sinks.float()[:, None] - lse).exp()
+            weights = weights.masked_fill(lse == float("-inf"), 0.0)  # nothing kept, and no sink
+            sinks = -(weights * delta).sum((0, 2)).to(changes.sinks.dtype)
+        return Gradients(dq, dk, dv, sinks, captured)
+
+    def _completed(
+        self,
+        its: Pass,
+        changes: Changes,
+        reads: Mapping[str, torch.Tensor],
+        q: torch.Tensor,
+        k: torch.Tensor,
+    ) -> dict[Kernel, Launch]:
+        """Return the launches of a pass, given what mask and score read."""
+        shape = Shape.of(q, k)
+        tables = changes.tables(shape, self.device)
+        mask = changes.mask if its.reads_lists else changes.given
+        read = (mask, shape, self.device, reads, tables)
+        return {name: one.given(*read) for name, one in its.kernels.items()}
+
     def _compiled_here(self, spec: GpuSpec, direction: Direction) -> dict[Kernel, BoundKernel]:
-        on_gpu = self.device.type == "cuda"
         chosen = pipeline.choose(
             self.problem,
             spec,
             direction,
             aligned=self.aligned,
-            may_tune=on_gpu,
-            may_compile=on_gpu,
+            may_tune=self._on_gpu,
+            may_compile=self._on_gpu,
         )
         modules = pipeline.load(self.problem, chosen, aligned=self.aligned)
         unit = stride_unit(self.problem, self.aligned)
@@ -101,7 +180,7 @@ def bound_module(
     if function is None:
         return BoundKernel(module.launch, problem.mask, kernel, config)
     launcher = launcher_of_module(module, function, problem, kernel, config, unit)
-    return BoundKernel(launcher, problem.mask, kernel, config, launcher.extra_names)
+    return BoundKernel(launcher.launch, problem.mask, kernel, config, launcher.extra_names)
 
 
 def launcher_of_module(
@@ -122,98 +201,6 @@ def launcher_of_module(
         where=module.__name__,
     )
     return Launcher(launched, function, module.launch)
-
-
-class PlannedKernels:
-    """The kernels of one kind of call: sizes are the same in all, so that what they determine of a
-    launch is kept."""
-
-    def __init__(self, kernels: Kernels) -> None:
-        self._kernels = kernels
-        self._device = kernels.device
-        self._on_gpu = kernels.device.type == "cuda"
-        self.aligned = kernels.aligned
-        self._passes: dict[Direction, tuple[Pass, dict[Kernel, Launch]]] = {}
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, changes: Changes
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (out, lse)."""
-        if self._is_elsewhere():
-            with torch.cuda.device(self._device):
-                return self.forward(q, k, v, scale, changes)
-        its, launches = self._passes.get("forward") or self._plan("forward")
-        if not its.is_plain:
-            reads = score_tensors(changes.captured, changes.sinks)
-            launches = self._completed(its, launches, changes, reads, q, k)
-        return its.run(launches, q, k, v, scale, panel_rows=its.panel_rows)
-
-    def backward(
-        self,
-        saved: tuple[torch.Tensor, ...],
-        dout: torch.Tensor,
-        dlse: torch.Tensor | None,
-        scale: float,
-        changes: Changes,
-        wanted: Wanted,
-    ) -> Gradients:
-        """Return the gradients; `saved` are q, k, v, out and lse."""
-        if self._is_elsewhere():
-            with torch.cuda.device(self._device):
-                return self.backward(saved, dout, dlse, scale, changes, wanted)
-        q, k, v, out, lse = saved
-        its, launches = self._passes.get("backward") or self._plan("backward")
-        captured: dict[int, torch.Tensor] = {}
-        if not its.is_plain:
-            score = self._kernels.problem.score
-            # Dense, as kernels need them, whatever the strides of what is trained.
-            sizes = {
-                slot: changes.captured[slot].shape for slot in (score.trained if score else ())
-            }
-            gradients = {s: q.new_zeros(size, dtype=torch.float32) for s, size in sizes.items()}
-            captured = {slot: gradients[slot] for slot in wanted.captured}
-            reads = score_tensors(changes.captured, None, gradients)
-            launches = self._completed(its, launches, changes, reads, q, k)
-        delta = launches[BWD_PREPROCESS.name](out, dout)
-        if dlse is not None:  # d lse / d s = p, as if delta were smaller by dlse
-            delta -= dlse
-        dq, dk, dv = its.run(
-            launches,
-            *(q, k, v, dout, lse, delta, scale),
-            panel_rows=its.panel_rows,
-            wants_dq=wanted.dq or bool(captured),
-            wants_dkdv=wanted.dkdv,
-        )
-        sinks = None
-        if wanted.sinks and changes.sinks is not None:  # a key that weighs exp(sink - lse), value 0
-            weights = (changes.sinks.float()[:, None] - lse).exp()
-            weights = weights.masked_fill(lse == float("-inf"), 0.0)  # nothing kept, and no sink
-            sinks = -(weights * delta).sum((0, 2)).to(changes.sinks.dtype)
-        return Gradients(dq, dk, dv, sinks, captured)
-
-    def _is_elsewhere(self) -> bool:
-        """Whether the current device, on which Triton launches, is not that of the tensors."""
-        return self._on_gpu and self._device.index != torch.cuda.current_device()
-
-    def _plan(self, direction: Direction) -> tuple[Pass, dict[Kernel, Launch]]:
-        its = self._kernels.load(direction)
-        forward = direction == "forward"  # of q, k and v, whose strides are in the plan's key
-        launches = {n: one.of_plan(one_layout=forward) for n, one in its.kernels.items()}
-        return self._passes.setdefault(direction, (its, launches))
-
-    def _completed(
-        self,
-        its: Pass,
-        launches: Mapping[Kernel, Launch],
-        changes: Changes,
-        reads: Mapping[str, torch.Tensor],
-        q: torch.Tensor,
-        k: torch.Tensor,
-    ) -> dict[Kernel, Launch]:
-        """Return the launches of a pass, given what mask and score read."""
-        made: Made = {}
-        read = (changes.mask, Shape.of(q, k), self._device, reads, made)
-        return {name: one.given(*read, launches[name]) for name, one in its.kernels.items()}
 
 
 @cache

@@ -35,11 +35,12 @@ class TritonFunction:
 
     @staticmethod
     def of(module: ModuleType, config: TileConfig) -> TritonFunction | None:
-        """Return the function of an emitted module; None where it has none that Triton compiles,
-        as in the interpreter."""
+        """Return the function that an emitted module's `launch` launches; None where it has none
+        that Triton compiles, as in the interpreter."""
         from triton.runtime.jit import JITFunction
 
-        found = [one for one in vars(module).values() if isinstance(one, JITFunction)]
+        named = (vars(module).get(name) for name in module.launch.__code__.co_names)
+        found = [one for one in named if isinstance(one, JITFunction)]
         if len(found) != 1 or not hasattr(found[0], "arg_names"):
             return None
         return TritonFunction(found[0], config)
