@@ -1,7 +1,6 @@
-"""Many processes on one store, a third of them killed: `python -m tests.store_stress URL FOLDER
-STEPS PROCESSES`.
+"""Many processes on one store, a third of them killed.
 
-A process of its own, because it forks: the children share what is imported, and start at once.
+In a process of its own, because it forks: the children share what is imported, and start at once.
 Every child saves ever later findings about two keys, reads others' records in between, and writes
 down what it was told is saved. Victims go on until SIGKILL hits them. Prints one line of JSON:
 what was acknowledged, and everything that any child found wrong.
@@ -14,7 +13,6 @@ import logging
 import os
 import random
 import signal
-import sys
 import time
 import traceback
 from pathlib import Path
@@ -131,7 +129,3 @@ def main(url: str, folder: Path, steps: int, processes: int) -> None:
     trials = [values[0] for kind, *values in lines if kind == "trial"]
     saves = sum(kind == "record" for kind, *_ in lines)
     print(json.dumps({"last": last, "trials": trials, "saves": saves, "trouble": trouble}))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))

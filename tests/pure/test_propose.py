@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests import warm
 from tilegen.choose.ranking import all_configs, estimate, propose, search_space
 from tilegen.disk import say_once
 from tilegen.errors import Unsupported
@@ -88,16 +89,7 @@ def test_order_is_the_same_each_time() -> None:
         "for kernel in ('fwd', 'bwd_dkdv', 'bwd_dq', 'bwd_preprocess'):\n"
         "    print([c.config.key for c in propose(problem, gpu('h200'), kernel=kernel)])\n"
     )
-    runs = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("0", "1")
-    }
+    runs = {warm.output(code, seed=seed) for seed in (1, 2)}
     assert len(runs) == 1
     assert runs.pop().count("m") >= 32
 
