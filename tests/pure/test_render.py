@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import jinja2.meta
@@ -50,6 +51,7 @@ def test_split_head_dim_without_alignment(kernel: Kernel, golden: CheckGolden) -
     golden(render(problem, CONFIG, kernel, aligned=False).source)
 
 
+@cache
 def all_rendered() -> list[identity.RenderedKernel]:
     problems = [*PROBLEMS, replace(LLAMA, mask=parse_mask("causal&window(4095,0,bottom_right)"))]
     return [
