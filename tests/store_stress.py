@@ -45,7 +45,7 @@ def finding(process: int, key: int, step: int) -> dict[str, object]:
 
 
 def keys_of(process: int) -> tuple[int, int]:
-    return process % len(KEYS), (7 * process + 3 + process // len(KEYS)) % len(KEYS)
+    return process % len(KEYS), (process + 1 + process // len(KEYS)) % len(KEYS)
 
 
 class Heard(logging.Handler):

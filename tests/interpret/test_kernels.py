@@ -27,6 +27,7 @@ def kernels(
     return {kernel: render(problem, config, kernel, aligned=aligned) for kernel in LARGE_CACHE}
 
 
+@pytest.mark.any_triton
 @pytest.mark.parametrize("problem, config", list(zip(PROBLEMS, cycle([SQUARE, WIDE]))), ids=str)
 def test_agrees_with_the_reference(problem: AttentionProblem, config: TileConfig) -> None:
     require(verify(problem, dict.fromkeys(LARGE_CACHE, config)))
@@ -63,6 +64,7 @@ def test_head_dims_padded_and_split(head_dim: object) -> None:
     require(verify(problem, dict.fromkeys(LARGE_CACHE, SQUARE)))
 
 
+@pytest.mark.any_triton
 @pytest.mark.parametrize("aligned", [True, False])
 def test_heads_inside_rows(aligned: bool) -> None:
     problem = AttentionProblem.parse("b2 hq4 hkv2 q50 kv70 d64 bf16 causal")
@@ -84,6 +86,7 @@ def test_scales(scale: float) -> None:
     require(check(kernels(problem), make_inputs(problem), mask=problem.mask, scale=scale))
 
 
+@pytest.mark.any_triton
 def test_rows_with_nothing_kept_are_exactly_empty() -> None:
     problem = AttentionProblem.parse("b1 hq2 hkv1 q100 kv40 d32 bf16 causal(bottom_right)")
     inputs = make_inputs(problem)
