@@ -1,7 +1,6 @@
-"""Workers of a fleet that replay a table, some of which are killed: `python -m tests.fleet_workers
-STORAGE FOLDER WORKERS VICTIMS SECONDS`.
+"""Workers of a fleet that replay a table, some of which are killed.
 
-A process of its own, because it forks: the children share what is imported, and start at once.
+In a process of its own, because it forks: the children share what is imported, and start at once.
 A victim dies in its second measurement, with a claim in its hands; the last one at any moment.
 FOLDER gets a file `measured` with a line for every measurement that came to its end.
 """
@@ -14,7 +13,6 @@ import json
 import os
 import random
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Sequence
@@ -32,7 +30,7 @@ from tilegen.tuning.bench import Bench
 from tilegen.tuning.trials import append_line
 
 JOB = Job(gpu=H200, kernel="fwd", problem=PROBLEM)
-SPACE = [config for config in Replay().space if config.block_m in (64, 128)]
+SPACE = [one for one in Replay().space if one.block_m in (64, 128) and one.num_stages != 3]
 STALE_SECONDS = 6.0
 """More than a busy machine keeps a worker from running."""
 
@@ -107,7 +105,3 @@ def main(storage: str, folder: Path, workers: int, victims: int, seconds: float)
         os.kill(children[victims - 1], signal.SIGKILL)
     codes = {child: os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children}
     print(json.dumps(codes))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]), float(sys.argv[5]))

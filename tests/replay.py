@@ -10,7 +10,6 @@ import json
 import math
 import os
 import signal
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
@@ -132,7 +131,3 @@ def stored(cache: Path) -> TuningRecord:
 def slowness(config: TileConfig) -> float:
     us = TABLE[config.key]
     return us if isinstance(us, float) else math.inf
-
-
-if __name__ == "__main__":  # python -m tests.replay N: tune, and die in measurement N
-    run(Killed(stop_at=int(sys.argv[1])))

@@ -4,14 +4,15 @@ import hashlib
 import json
 import os
 import signal
-import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import warm
 from tilegen.build import workers
 from tilegen.build.acceptable import acceptable, first_that_fits
 from tilegen.build.compiler import CompiledKernel
@@ -81,6 +82,7 @@ def test_the_same_request_gives_the_same_bytes_anywhere(
     for name in ("a", "b"):
         monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path / f"cache of {name}"))
         monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / f"Triton's of {name}"))
+        monkeypatch.setattr("tilegen.bundles.building.Pool", partial(workers.Pool, 1))
         kernel_files._modules.clear()
         generate([PROBLEM], [gpu("a100")], tmp_path / name, directions=["forward"])
     assert digests(tmp_path / "a") == digests(tmp_path / "b")
@@ -90,19 +92,24 @@ def test_the_same_request_gives_the_same_bytes_anywhere(
 def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
     script = """
 import os, signal, sys
+from functools import partial
 from pathlib import Path
+from tilegen.build.workers import Pool
+from tilegen.bundles import building
 from tilegen.bundles.building import generate
 from tilegen.gpus.spec import gpu
 from tilegen.problem import AttentionProblem
 def on_kernel(made):
     if made.binary.kernel == "bwd_dkdv":
         os.kill(os.getpid(), signal.SIGKILL)
+building.Pool = partial(Pool, 1)  # a second process takes longer to start than kernels to compile
 problems = [AttentionProblem.parse(sys.argv[1])]
 generate(problems, [gpu("h200")], Path(sys.argv[2]), on_kernel=on_kernel)
 """
     killed, whole = tmp_path / "killed", tmp_path / "whole"
-    ended = subprocess.run([sys.executable, "-c", script, PROBLEM.key, str(killed)], check=False)
-    assert ended.returncode == -signal.SIGKILL
+    ended = warm.start(script, PROBLEM.key, str(killed))
+    _, said = ended.communicate()
+    assert ended.returncode == -signal.SIGKILL, said
     assert (killed / NOTES).is_file()
     assert not (killed / "manifest.json").exists()
     with (killed / NOTES).open("a") as notes:
@@ -165,6 +172,7 @@ def test_a_kernel_that_cannot_be_built_does_not_stop_the_others(
     assert len(list(tmp_path.rglob("*.cubin"))) == 4
 
 
+@pytest.mark.usefixtures("shared_compiler")
 def test_the_command_says_what_it_made_and_the_other_checks_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,12 +1,14 @@
 """The benchmarks of bundles, as far as they go without a GPU."""
 
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import pytest
 import typer
 
 from benchmarks import bundle, first_result
+from tilegen.build.workers import Pool
 from tilegen.problem import AttentionProblem
 
 SMALL = AttentionProblem.parse("hq2 hkv1 q128 d32 fp16 causal")
@@ -16,6 +18,7 @@ def test_a_bundle_is_generated_again_checked_and_searched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(bundle, "PROBLEMS", {"llama3-8b-8k": SMALL})
+    monkeypatch.setattr("tilegen.bundles.building.Pool", partial(Pool, 1))
     numbers = {one.benchmark: one for one in bundle.numbers(tmp_path, ("sm_90",))}
     assert next(iter(numbers)) == "generate 1 problems, sm_90"
     assert numbers["binaries"].value == 4

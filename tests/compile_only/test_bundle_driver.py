@@ -5,6 +5,7 @@ Both call the stand-in for the CUDA driver, tests/stand_in_cuda.c, which notes l
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -17,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from tilegen.build.workers import Pool
 from tilegen.bundles.building import generate
 from tilegen.bundles.manifest import Binary, Manifest
 from tilegen.gpus.spec import gpu_for
@@ -54,10 +56,12 @@ def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def bundle(tmp_path_factory: pytest.TempPathFactory, compiler: Pool) -> Path:
     folder = tmp_path_factory.mktemp("bundle")
     problem = AttentionProblem.parse(PROBLEM)
-    generate([problem], [gpu_for("sm_90")], folder, directions=["forward"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tilegen.bundles.building.Pool", lambda: contextlib.nullcontext(compiler))
+        generate([problem], [gpu_for("sm_90")], folder, directions=["forward"])
     return folder
 
 

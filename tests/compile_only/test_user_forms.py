@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import reduce
 
 from tests.user_forms import MASKS, SCORES
 from tilegen.build.workers import compile_many
@@ -10,8 +11,8 @@ from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.render import render
 from tilegen.errors import BuildFailed
 from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.masks import predicate
-from tilegen.masks.score import score
+from tilegen.masks import intersect, predicate
+from tilegen.masks.score import Score, score
 from tilegen.problem import AttentionProblem
 
 PROBLEM = AttentionProblem.parse("hq2 hkv1 q1024 d16 fp16 full")
@@ -19,13 +20,19 @@ CONFIG = TileConfig(block_m=32, block_n=32, num_warps=4, num_stages=1)
 KERNELS: tuple[Kernel, ...] = ("fwd", "bwd_dkdv", "bwd_dq")
 
 
+COUNT = 20
+"""Kernels that have all the forms: three masks each, and one score or two."""
+
+
 def test_kernels_compile() -> None:
     """Every form in one of the kernels: how pairs are computed is the same in all."""
     asked: list[tuple[str, RenderedKernel]] = []
-    forms = [(name, predicate(fn), None) for name, fn in MASKS.items()]
-    forms += [(name, PROBLEM.mask, score(fn)) for name, fn in SCORES.items()]
-    for i, (name, mask, made) in enumerate(forms):
-        problem = replace(PROBLEM, mask=mask.stand_in, score=made and made.form)
+    for i in range(COUNT):
+        masks, scores = list(MASKS.items())[i::COUNT], list(SCORES.items())[i::COUNT]
+        mask = intersect(*(predicate(fn) for _, fn in masks))
+        made = reduce(Score.then, (score(fn) for _, fn in scores))
+        problem = replace(PROBLEM, mask=mask.stand_in, score=made.form)
+        name = ", ".join(name for name, _ in (*masks, *scores))
         asked.append((name, render(problem, CONFIG, KERNELS[i % 3])))
     names = {one.digest: name for name, one in asked}
     failed = {

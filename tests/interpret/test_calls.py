@@ -42,6 +42,7 @@ DILATED = [
 ]
 
 
+@pytest.mark.any_triton
 @pytest.mark.parametrize("mask", DILATED, ids=str)
 @pytest.mark.parametrize("lengths", [(60, 60), (61, 61), (40, 83)])
 def test_dilated_masks_regroup_rows_and_columns(
@@ -113,6 +114,7 @@ def test_packed_sequences_attend_within_documents(mask: Mask | None, cu_kv: torc
     require_same(out, one_by_one(q, k, v, cu_kv, mask), [q, k, v])
 
 
+@pytest.mark.any_triton
 def test_scores_of_packed_sequences_see_places_in_a_document() -> None:
     q, k, v = leaf(77, 4, 16), leaf(90, 2, 16), leaf(90, 2, 16, seed=1)
     # Not of k - q, which would shift whole rows: that softmax does not see.
@@ -121,6 +123,7 @@ def test_scores_of_packed_sequences_see_places_in_a_document() -> None:
     require_same(out, one_by_one(q, k, v, CU_KV, None, score), [q, k, v])
 
 
+@pytest.mark.any_triton
 def test_nested_tensors_are_packed_sequences() -> None:
     lengths = (5, 30, 1)
     parts = [[leaf(n, 4, 16, seed=s).detach() for n in lengths] for s in range(3)]
@@ -160,6 +163,7 @@ def test_flex_attention_takes_what_pytorchs_does(name: str) -> None:
     torch.testing.assert_close(lse, s.logsumexp(-1))
 
 
+@pytest.mark.any_triton
 def test_a_block_mask_with_a_layout_of_its_own() -> None:
     counts, indices = torch.tensor([[[1, 2]]]), torch.tensor([[[[1, 0], [0, 1]]]])
     block_mask = BlockMask.from_kv_blocks(counts, indices, BLOCK_SIZE=128, seq_lengths=(200, 200))
@@ -230,6 +234,7 @@ def test_the_gradient_of_a_transposed_table_lies_where_its_elements_do() -> None
     )
 
 
+@pytest.mark.any_triton
 def test_sinks_of_minus_infinity_where_nothing_is_kept() -> None:
     q, k = leaf(1, 2, 20, 16), leaf(1, 2, 9, 16)
     logits = torch.tensor([float("-inf"), 1.0], requires_grad=True)
@@ -241,6 +246,7 @@ def test_sinks_of_minus_infinity_where_nothing_is_kept() -> None:
     assert found.isfinite().all()
 
 
+@pytest.mark.any_triton
 @pytest.mark.parametrize("mask", [None, tilegen.causal("bottom_right")], ids=str)
 def test_padded_batches(mask: Mask | None) -> None:
     q, k, v = leaf(3, 4, 20, 16), leaf(3, 2, 50, 16), leaf(3, 2, 50, 16, seed=1)
@@ -280,6 +286,7 @@ def test_tensors_of_other_sizes_are_refused(name: str) -> None:
     refused_by_attention(name)
 
 
+@pytest.mark.any_triton
 @pytest.mark.parametrize("d_qk, d_v", [(1, 1), (3, 7), (5, 16)])
 def test_narrow_heads_are_padded(d_qk: int, d_v: int) -> None:
     q, k, v = leaf(1, 2, 20, d_qk), leaf(1, 2, 30, d_qk, seed=1), leaf(1, 2, 30, d_v, seed=2)
@@ -293,6 +300,7 @@ def test_one_batch_of_keys_serves_all_queries() -> None:
     require_same(tilegen.flex_attention(q, k, v, enable_gqa=True), expected, [q, k, v])
 
 
+@pytest.mark.any_triton
 def test_autocast_is_followed_through_the_backward() -> None:
     q, k, v = (leaf(1, 2, 20, 16, seed=seed) for seed in range(3))
     with torch.autocast("cpu", dtype=torch.float16):

@@ -21,6 +21,7 @@ from tests.problems import PROBLEMS
 from tilegen.check import interpreter
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.registry import LARGE_CACHE
+from tilegen.problem import AttentionProblem
 from tilegen.check.reference import make_inputs
 from tilegen.emit.render import render
 from tilegen.check.verification import run
@@ -29,7 +30,8 @@ interpreter.repair_bfloat16()
 skip, interpreter.skip_idle_work = interpreter.skip_idle_work, lambda: None
 
 def results():
-    for problem in PROBLEMS[:4]:
+    ragged = "b2 hq2 hkv2 q33 kv33 d64 fp16 causal", "b1 hq4 hkv1 q70 kv70 d60 bf16 causal"
+    for problem in (*PROBLEMS[:2], *map(AttentionProblem.parse, ragged)):
         kernels = {k: render(problem, TileConfig(block_m=32, block_n=32), k) for k in LARGE_CACHE}
         yield run(kernels, make_inputs(problem), 0.3)
 

@@ -116,12 +116,14 @@ CASES = list(
 )
 
 
+@pytest.mark.any_triton
 @pytest.mark.parametrize("name, mask, dtype", CASES)
 def test_kernels_of_whole_heads(name: str, mask: str, dtype: DType) -> None:
     kept, *lengths = MASKS[mask]
     agrees(made_from(SCORES[name]), kept, WHOLE_HEADS, lengths=tuple(lengths), dtype=dtype)
 
 
+@pytest.mark.any_triton
 @pytest.mark.parametrize("name, mask, dtype", CASES[::2])
 def test_kernels_that_take_slices(name: str, mask: str, dtype: DType) -> None:
     """Other pairs of score and mask than above; the two families in turn."""
@@ -188,6 +190,7 @@ def test_length_no_multiple_of_128_with_a_score_and_a_mask(length: int) -> None:
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=2e-5)
 
 
+@pytest.mark.any_triton
 def test_nothing_is_read_beyond_a_captured_tensor() -> None:
     """pytorch#172225: broadcast and short tensors, with NaN wherever a stray index would lead."""
 

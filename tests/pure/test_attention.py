@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import tilegen
+from tests import warm
 from tilegen import disk, pipeline, store
 from tilegen.check import interpreter
 from tilegen.check.reference import attention_reference, make_inputs
@@ -187,18 +188,8 @@ print(sorted({"sympy", "optuna", "jinja2"} & set(sys.modules)))
     environment = {
         "TILEGEN_CACHE_DIR": str(tmp_path),
         "TRITON_INTERPRET": "1",
-        "PYTHONPATH": str(Path.cwd()),
     }
-    outputs = [
-        subprocess.run(
-            [sys.executable, "-c", code, which],
-            env=environment,
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout.strip()
-        for which in ("first", "second")
-    ]
+    outputs = [warm.output(code, which, env=environment).strip() for which in ("first", "second")]
     assert outputs == ["['jinja2', 'sympy']", "[]"]
 
 

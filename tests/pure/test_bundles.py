@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,6 +14,7 @@ import torch
 from typer.testing import CliRunner
 
 import tilegen
+from tests import warm
 from tests.bundles import write_bundle
 from tilegen import bundles
 from tilegen.bundles.folder import NOTES
@@ -443,9 +443,7 @@ print(*sorted({"triton", "jinja2", "sympy", "optuna"} & set(sys.modules)))
 
 
 def test_serving_loads_no_compiler_no_templates_and_no_algebra(folder: Path) -> None:
-    said = subprocess.run(
-        [sys.executable, "-c", SERVE, str(folder)], capture_output=True, text=True, check=True
-    ).stdout
+    said = warm.output(SERVE, str(folder))
     assert said.splitlines() == ["fwd bwd_preprocess bwd_dq bwd_dkdv", ""]
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.records import A100, H200, PROBLEM, RECORD, UNMEASURED, own, place, record, timed
 from tilegen import pipeline
 from tilegen.choose import agreement
@@ -20,7 +19,6 @@ from tilegen.runtime import ranks
 from tilegen.store import Unreachable, save
 from tilegen.tuning import tuner as tune_module
 
-ROOT = Path(__file__).parents[2]
 KEY = PROBLEM.key
 
 # A process whose clocks run wild: they jump, and no two processes have them alike.
@@ -40,10 +38,9 @@ for text, kernel in (("{key}", "fwd"), ("{key}", "bwd_dq"), ("hq8 q512 d64 bf16 
 
 
 def environment(cache: Path, **more: str) -> dict[str, str]:
-    return {**os.environ, "TILEGEN_CACHE_DIR": str(cache), "PYTHONPATH": str(ROOT), **more}
+    return {**os.environ, "TILEGEN_CACHE_DIR": str(cache), **more}
 
 
-@pytest.mark.slow
 def test_processes_in_any_order_with_any_clock_choose_alike(tmp_path: Path) -> None:
     tied = [TileConfig.parse(text) for text in ("m128n64w8s3", "m64n64w4s2", "m64n128w4s3")]
     shared = tmp_path / "shared"
@@ -61,17 +58,16 @@ def test_processes_in_any_order_with_any_clock_choose_alike(tmp_path: Path) -> N
             )
             save(one, location=own(tmp_path / f"own{n}"))
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", CHOOSES.format(key=KEY), str(n)],
+        warm.start(
+            CHOOSES.format(key=KEY),
+            str(n),
             env=environment(
                 tmp_path / f"own{n}",
                 TILEGEN_CACHE_PATH=str(shared),
                 TILEGEN_DETERMINISTIC="1",
                 TILEGEN_TUNE="1",
-                PYTHONHASHSEED=str(n),
             ),
-            stdout=subprocess.PIPE,
-            text=True,
+            seed=1 + n % 2,
         )
         for n in (3, 0, 1, 2)
     ]
@@ -170,11 +166,10 @@ def ranks_say(folder: Path, jobs: list[list[str]], **more: str) -> list[object]:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", AGREES, str(rank), str(len(jobs)), str(port), *job],
+        warm.start(
+            AGREES,
+            *(str(rank), str(len(jobs)), str(port), *job),
             env=environment(folder / f"own{rank}", **more),
-            stdout=subprocess.PIPE,
-            text=True,
         )
         for rank, job in enumerate(jobs)
     ]
@@ -183,7 +178,6 @@ def ranks_say(folder: Path, jobs: list[list[str]], **more: str) -> list[object]:
     return [json.loads(text.splitlines()[-1]) for text in said]
 
 
-@pytest.mark.slow
 def test_all_ranks_take_what_rank_0_has(tmp_path: Path) -> None:
     for rank, text in enumerate(("m64n64w4s2", "m128n64w8s3", "m128n128w8s2")):
         place(tmp_path / f"own{rank}", record(config=TileConfig.parse(text)))
@@ -195,7 +189,6 @@ def test_all_ranks_take_what_rank_0_has(tmp_path: Path) -> None:
     assert others == [first, first]
 
 
-@pytest.mark.slow
 def test_ranks_that_differ_are_told_so_on_all_of_them(tmp_path: Path) -> None:
     jobs = [["h200", KEY], ["a100", KEY], ["h200", "hq8 q512 d64 bf16"]]
     said = ranks_say(tmp_path, jobs)

@@ -3,8 +3,6 @@
 import dataclasses
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from typer.testing import CliRunner
 
 import tilegen
 from benchmarks import recordings
+from tests import warm
 from tests.pure.test_bundle_launch import CONFIGS
 from tests.pure.test_cli import COMMANDS
 from tilegen import resources, settings
@@ -40,10 +39,7 @@ def blocks(language: str, page: str = README) -> list[str]:
 def test_python_blocks_run_and_print_what_is_shown(page: str) -> None:
     code, shown = blocks("python", page), blocks("text", page)
     assert len(code) == len(shown)
-    result = subprocess.run(
-        [sys.executable, "-c", "\n".join(code)], capture_output=True, text=True, check=True
-    )
-    assert result.stdout == "".join(shown)
+    assert warm.output("\n".join(code)) == "".join(shown)
 
 
 def test_the_fleet_that_the_readme_shows_runs_as_shown(

@@ -2,6 +2,7 @@
 agree."""
 
 import json
+from functools import cache
 from typing import Any
 
 import pytest
@@ -35,8 +36,19 @@ def parse(text: str) -> AttentionProblem:
     return AttentionProblem.parse(text)
 
 
+@cache  # tests read it, and none changes it
 def told(text: str, kernel: Kernel, spec: GpuSpec = H200) -> dict[str, Any]:
     return explain(parse(text), spec, kernel)
+
+
+@cache
+def told_of_pass(text: str, direction: Direction, spec: GpuSpec = H200) -> dict[str, Any]:
+    return explain_pass(parse(text), spec, direction)
+
+
+@cache
+def told_of_all(text: str) -> list[dict[str, Any]]:
+    return explain_all(parse(text), H200, kernels_of(parse(text), H200))
 
 
 def value(text: str, values: dict[str, float]) -> float:
@@ -139,9 +151,9 @@ def test_time_is_the_largest_part_and_the_launches(kernel: Kernel, text: str) ->
 @pytest.mark.parametrize("text", [LARGE, SMALL, WINDOW])
 def test_a_pass_sums_up_its_kernels(text: str, direction: Direction) -> None:
     problem = parse(text)
-    way = explain_pass(problem, H200, direction)
+    way = told_of_pass(text, direction)
     kernels = kernels_of(problem, H200, direction)
-    explained = [explain(problem, H200, kernel) for kernel in kernels]
+    explained = [told(text, kernel) for kernel in kernels]
     assert way["family"] == family(problem, H200, direction)
     assert tuple(way["kernels"]) == kernels
     for key in ("read_bytes", "write_bytes"):
@@ -163,7 +175,7 @@ def test_a_pass_sums_up_its_kernels(text: str, direction: Direction) -> None:
 def test_regimes_are_said_in_words_and_bytes(name: str, forward: int, backward: int) -> None:
     """The head dims are those derived from the schedules' constants, by hand and independently."""
     for direction, head_dim in zip(DIRECTIONS, (forward, backward), strict=True):
-        regime = explain_pass(parse(LARGE), gpu(name), direction)["regime"]
+        regime = told_of_pass(LARGE, direction, gpu(name))["regime"]
         assert round(regime["critical_head_dim"]) == head_dim
         assert regime["theorem_words"] == 128**2
         assert regime["theorem_bytes"] == 2 * 128**2
@@ -176,14 +188,14 @@ def test_regimes_are_said_in_words_and_bytes(name: str, forward: int, backward: 
 
 
 def test_a_wide_head_is_in_the_small_cache() -> None:
-    assert explain_pass(parse(SMALL), H200, "backward")["regime"]["regime"] == "small cache"
+    assert told_of_pass(SMALL, "backward")["regime"]["regime"] == "small cache"
 
 
 def test_a_panel_is_shown_where_there_is_one() -> None:
-    assert explain_pass(parse(LARGE), H200, "forward")["panel"] is None
+    assert told_of_pass(LARGE, "forward")["panel"] is None
     problem = parse(SMALL)
     for direction, copies in zip(DIRECTIONS, (1, 2), strict=True):
-        way = explain_pass(problem, H200, direction)
+        way = told_of_pass(SMALL, direction)
         panel = way["panel"]
         assert way["family"] == "small_cache"
         assert 0 < panel["rows"] <= rows_for(problem, H200, direction)
@@ -204,7 +216,7 @@ def test_another_memory_may_choose_another_family() -> None:
 
 def test_other_masks_are_those_that_the_problem_has_not() -> None:
     masks = {
-        text: [one["mask"] for one in explain_pass(parse(text), H200, "forward")["other_masks"]]
+        text: [one["mask"] for one in told_of_pass(text, "forward")["other_masks"]]
         for text in (LARGE, WINDOW)
     }
     assert masks == {LARGE: ["full"], WINDOW: ["full", "causal"]}
@@ -218,7 +230,7 @@ def test_other_masks_are_those_that_the_problem_has_not() -> None:
 def test_the_next_best_are_slower_and_it_is_said_why(kernel: Kernel) -> None:
     problem = parse(SMALL)
     ranked = propose(problem, H200, kernel=kernel, top=4)
-    others = explain(problem, H200, kernel)["next_best"]
+    others = told(SMALL, kernel)["next_best"]
     assert [one["config"] for one in others] == [one.config.key for one in ranked[1:]]
     best = ranked[0].estimate
     for said, candidate in zip(others, ranked[1:], strict=True):
@@ -268,10 +280,10 @@ def test_a_config_that_cannot_fit_has_no_time(name: str, needs: str) -> None:
 @pytest.mark.parametrize("text", [LARGE, SMALL])
 def test_the_text_says_what_the_json_says(text: str) -> None:
     explained = json.loads(run(text, "--gpu", "a100", "--json"))
-    assert run(text, "--gpu", "a100").splitlines() == [
+    shown = run(text, "--gpu", "a100")
+    assert shown.splitlines() == [
         line.rstrip("\n") for line in lines_of_all(explained, with_passes=True)
     ]
-    shown = run(text, "--gpu", "a100")
     for one in explained:
         assert f"{1e6 * one['time']['seconds']:.1f} us predicted" in shown
         assert f"limited by {one['time']['limit']}" in shown
@@ -305,7 +317,7 @@ def test_json_is_finite_and_has_stable_keys() -> None:
     explained = [
         json.loads(json.dumps(one, allow_nan=False))
         for text in (LARGE, SMALL, WINDOW, "hq1 q1 d64 bf16")
-        for one in explain_all(parse(text), H200, kernels_of(parse(text), H200))
+        for one in told_of_all(text)
     ]
     assert len({tuple(one) for one in explained}) == 1
     for key in ("traffic", "dram", "bound", "footprint", "time", "pass"):
@@ -344,11 +356,12 @@ def test_latex_has_every_formula_and_is_balanced() -> None:
 def test_latex_can_be_set(text: str) -> None:
     """matplotlib sets all of it but environments; the one formula with cases is left out."""
     mathtext = pytest.importorskip("matplotlib.mathtext").MathTextParser("path")
-    explained = explain_all(parse(text), H200, kernels_of(parse(text), H200))
-    for line in latex_of_all(explained, with_passes=True):
+    found = set[str]()
+    for line in latex_of_all(told_of_all(text), with_passes=True):
         if line.startswith("where "):
-            for piece in line.removeprefix("where ").split(", "):
-                mathtext.parse(piece)
+            found.update(line.removeprefix("where ").split(", "))
         elif line and not line.startswith(("%", r"\begin", r"\end")) and "cases" not in line:
             equation = line.removesuffix(r" \\").replace("&", "")
-            mathtext.parse(f"${equation}$")
+            found.add(f"${equation}$")
+    for one in sorted(found):
+        mathtext.parse(one)

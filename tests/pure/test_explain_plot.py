@@ -1,7 +1,6 @@
 """Pictures of explanations: curves follow from schedules and bounds, points from the candidates."""
 
 import math
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests import warm
 from tests.pure.test_explain import DIRECTIONS, H200, LARGE, SMALL, parse, run
 from tilegen.choose.families import kernels_of
 from tilegen.choose.ranking import propose
@@ -145,7 +145,4 @@ def test_nothing_but_plots_needs_matplotlib() -> None:
         f"sys.argv = ['tilegen', 'explain', '{LARGE}', '--gpu', 'h200', '--kernel', 'fwd']\n"
         "main()\n"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert result.stdout.startswith("fwd for")
+    assert warm.output(code).startswith("fwd for")

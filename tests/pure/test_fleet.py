@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -13,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.fleet_workers import JOB, SPACE, measured
 from tests.postgres import Server, postgres
 from tests.replay import Replay, run
@@ -35,19 +34,18 @@ def server() -> Iterator[Server]:
 
 
 def start(storage: str, folder: Path, workers: int, victims: int, seconds: float) -> Fleet:
-    arguments = [storage, str(folder), str(workers), str(victims), str(seconds)]
     return Fleet(
-        [sys.executable, "-m", "tests.fleet_workers", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        "from pathlib import Path\nfrom tests.fleet_workers import main\n"
+        f"main({storage!r}, Path({str(folder)!r}), {workers}, {victims}, {seconds})",
+        env=None,
+        seed=1,
     )
 
 
-class Fleet(subprocess.Popen[str]):
+class Fleet(warm.Program):
     def codes(self) -> dict[int, int]:
         """Return how each worker, by its process, has ended; once all have."""
-        out, err = self.communicate(timeout=300)
+        out, err = self.communicate()
         assert self.returncode == 0, err
         assert "Traceback" not in err, err
         return {int(process): code for process, code in json.loads(out).items()}
@@ -95,15 +93,15 @@ def check(storage: str, folder: Path, codes: dict[int, int], put_back: range) ->
 
 def test_killed_workers_on_a_journal(tmp_path: Path) -> None:
     storage = f"journal:{tmp_path}/trials.journal"
-    codes = start(storage, tmp_path, 8, 3, 0.05).codes()
-    assert sorted(codes.values()) == [-signal.SIGKILL] * 3 + [0] * 5
+    codes = start(storage, tmp_path, 6, 3, 0.05).codes()
+    assert sorted(codes.values()) == [-signal.SIGKILL] * 3 + [0] * 3
     check(storage, tmp_path, codes, range(2, 4))
 
 
 def test_killed_workers_on_postgres(tmp_path: Path, server: Server) -> None:
     storage = server.database("killed")
-    codes = start(storage, tmp_path, 8, 3, 0.05).codes()
-    assert sorted(codes.values()) == [-signal.SIGKILL] * 3 + [0] * 5
+    codes = start(storage, tmp_path, 6, 3, 0.05).codes()
+    assert sorted(codes.values()) == [-signal.SIGKILL] * 3 + [0] * 3
     check(storage, tmp_path, codes, range(2, 4))
 
 

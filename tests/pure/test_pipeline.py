@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import warm
 from tests.bundles import write_bundle
 from tests.records import RECORD, timed
 from tilegen import pipeline
@@ -128,11 +127,8 @@ def test_a_record_of_a_large_cache_problem_is_found_without_the_model(tmp_path: 
         "print({one.ranked.origin for one in chosen.values()})\n"
         "print(sorted({'sympy', 'optuna', 'jinja2', 'triton'} & set(sys.modules)))\n"
     )
-    environment = {"PYTHONPATH": ":".join(sys.path), "TILEGEN_CACHE_DIR": str(tmp_path)}
-    run = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
-    )
-    assert run.stdout.splitlines() == ["{'record'}", "[]"]
+    said = warm.output(code, env={"TILEGEN_CACHE_DIR": str(tmp_path)})
+    assert said.splitlines() == ["{'record'}", "[]"]
 
 
 # --------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests import warm
 from tilegen.choose import ranking
 from tilegen.choose.ranking import all_configs, estimate, propose, search_space
 from tilegen.disk import say_once
@@ -50,7 +51,8 @@ PROBLEMS = [
 @pytest.mark.parametrize("spec", catalogue(), ids=lambda spec: spec.name)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.key)
 def test_every_problem_on_every_gpu(problem: AttentionProblem, spec: GpuSpec) -> None:
-    for kernel in LARGE_CACHE:
+    """For two kernels a pair, so that each kernel meets every problem and every GPU."""
+    for kernel in LARGE_CACHE[(PROBLEMS.index(problem) + catalogue().index(spec)) % 2 :: 2]:
         found = propose(problem, spec, kernel=kernel)
         assert 1 <= len(found) <= 10
         seconds = [candidate.estimate.seconds for candidate in found]
@@ -90,16 +92,7 @@ def test_order_is_the_same_each_time() -> None:
         "for kernel in ('fwd', 'bwd_dkdv', 'bwd_dq', 'bwd_preprocess'):\n"
         "    print([c.config.key for c in propose(problem, gpu('h200'), kernel=kernel)])\n"
     )
-    runs = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
-        for seed in ("0", "1")
-    }
+    runs = {warm.output(code, seed=seed) for seed in (1, 2)}
     assert len(runs) == 1
     assert runs.pop().count("m") >= 32
 

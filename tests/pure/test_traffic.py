@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from functools import cache
+from typing import Any
 
+import numpy as np
 import pytest
 import sympy as sp
+from numpy.typing import NDArray
 
 from tests.problems import PROBLEMS
 from tilegen.kernels.config import Kernel, TileConfig
@@ -42,10 +46,12 @@ from tilegen.theory.optimum import exact_tiles
 TILES = [(16, 16), (64, 32), (32, 128), (128, 64)]
 
 
-def kept(problem: AttentionProblem) -> list[list[bool]]:
+@cache
+def kept(problem: AttentionProblem) -> NDArray[np.bool_]:
     """The mask as a matrix, from its definition alone."""
     q, kv = problem.seqlen_q, problem.seqlen_kv
-    return [[bool(problem.mask.keep(i, j, q, kv)) for j in range(kv)] for i in range(q)]
+    rows: Any = np.arange(q)[:, None]
+    return np.broadcast_to(problem.mask.keep(rows, np.arange(kv), q, kv), (q, kv))
 
 
 def streamed_lengths(
@@ -54,14 +60,13 @@ def streamed_lengths(
     """For each stationary tile: how long the streamed tiles from its first to its last kept are."""
     matrix = kept(problem)
     if kernel == "bwd_dkdv":
-        matrix = [list(column) for column in zip(*matrix, strict=True)]
+        matrix = matrix.T
         block_m, block_n = block_n, block_m
     length = len(matrix[0])
     result: list[list[int]] = []
     for first in range(0, len(matrix), block_m):
-        rows = matrix[first : first + block_m]
-        live = [j for j in range(length) if any(row[j] for row in rows)]
-        tiles = range(live[0] // block_n, live[-1] // block_n + 1) if live else range(0)
+        (live,) = matrix[first : first + block_m].any(axis=0).nonzero()
+        tiles = range(live[0] // block_n, live[-1] // block_n + 1) if live.size else range(0)
         result.append([min(block_n, length - tile * block_n) for tile in tiles])
     return result
 

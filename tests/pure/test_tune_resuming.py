@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.clock import Clock
 from tests.records import H200, PROBLEM, VERSIONS
 from tests.replay import (
@@ -54,10 +53,9 @@ def test_each_trial_is_on_disk_before_the_next_is_measured(own_cache: Path) -> N
 
 
 def test_kill_9_loses_nothing(own_cache: Path) -> None:
-    killed = subprocess.run(
-        [sys.executable, "-m", "tests.replay", "17"], cwd=ROOT, capture_output=True, check=False
-    )
-    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    killed = warm.start("from tests.replay import Killed, run; run(Killed(stop_at=17))")
+    _, said = killed.communicate()
+    assert killed.returncode == -signal.SIGKILL, said
     before = trials_on_disk(own_cache)
     assert len(before) == 17
     replay = Replay()

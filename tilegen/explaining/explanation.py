@@ -19,6 +19,7 @@ from tilegen.explaining.formulas import (
     kernel_values,
     level_values,
     named,
+    sweeps_of_heads,
 )
 from tilegen.explaining.mask_effect import explain_mask
 from tilegen.explaining.pass_choice import (
@@ -198,7 +199,7 @@ def _dram(
     if not KERNELS[kernel].sliced:
         found = dram.levels(problem, gpu, chosen.config, kernel)
         values = values | level_values(problem, kernel, counts, found)
-        used = [dram_bytes(kernel), dram.sweeps("head_major")]
+        used = [dram_bytes(kernel), sweeps_of_heads()]
         told["values"] = named(values, used[: len(told["formulas"])])
         told["wave"] = {
             "programs": found.in_flight,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from functools import cache, lru_cache
 from typing import TypedDict
 
 import sympy as sp
@@ -18,7 +19,7 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import SCORE_WIDTH, panels_per_group
 from tilegen.kernels.registry import KERNELS
 from tilegen.model.bounds import bound_values
-from tilegen.model.dram import Levels, sweeps
+from tilegen.model.dram import Levels
 from tilegen.model.launches import rows_of_panels
 from tilegen.model.symbols import (
     A_w,
@@ -57,11 +58,13 @@ class Formula(TypedDict):
 
 def formula(name: str, expression: sp.Expr) -> Formula:
     """Return an equation in both notations."""
-    return {
-        "name": name,
-        "text": str(expression),
-        "latex": latex(expression),
-    }
+    text, in_latex = _written(expression)
+    return {"name": name, "text": text, "latex": in_latex}
+
+
+@lru_cache(maxsize=1024)  # kernels, bounds and regimes have a hundred expressions
+def _written(expression: sp.Expr) -> tuple[str, str]:
+    return str(expression), latex(expression)
 
 
 def latex(expression: sp.Expr) -> str:
@@ -77,10 +80,17 @@ def dram_formulas(kernel: Kernel) -> list[Formula]:
         return []
     found = [formula("DRAM bytes", dram_bytes(kernel))]
     if rho in dram_bytes(kernel).free_symbols:
-        found.append(formula("rho", sweeps("head_major")))
+        found.append(formula("rho", sweeps_of_heads()))
     return found
 
 
+@cache
+def sweeps_of_heads() -> sp.Expr:
+    """Return what rho is in kernels that take one head after the other."""
+    return sweeps("head_major")
+
+
+@cache
 def dram_bytes(kernel: Kernel) -> sp.Expr:
     """Return the bytes between L2 and DRAM of a whole launch.
 
