@@ -39,12 +39,12 @@ from tilegen.masks.values import Lengths, Recipe, Values, power_of_two_near, tab
 Relation = Literal["<=", "<", ">=", ">", "=="]
 Tables = tuple[torch.Tensor, ...]
 Bounds = tuple[Values, Values, Values, Values]
-"""First and end of what is kept at most, then first and end of what is kept for certain; none falls
-as the index rises."""
+"""First and end of the indices that are kept at most, then of those kept for certain; none of the
+four falls as the row, or column, rises."""
 LONGEST = 4096
-"""Sequence for which it is asked whether bounds are tight, at most."""
+"""Longest sequence for which tables are made to see whether bounds are tight."""
 LOOSE = 1.25
-"""Bounds that hold more than this times the pairs that are kept are worse than lists of tiles."""
+"""Bounds that hold more than LOOSE times the kept pairs cost more than lists of tiles."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Comparison(Mask):
     by_row: Bounds
     by_column: Bounds
     by: Side = "rows"
-    """How tiles are found."""
+    """The bounds by which tiles are found: `by_row` or `by_column`."""
 
     @property
     def notation(self) -> str:
@@ -80,7 +80,8 @@ class Comparison(Mask):
 
 
 def compared(relation: Literal["<", "=="], column: Values) -> Comparison:
-    """Return the comparison whose values are as those of the columns, a recipe's first."""
+    """Return a comparison by the values of its columns, which are the first table of a recipe, or a
+    stand-in: all other values are made alike."""
     axes = (column.axes or "")[:-1]
 
     def bounds(axis: str, part: int) -> Bounds:
@@ -98,7 +99,7 @@ def compared(relation: Literal["<", "=="], column: Values) -> Comparison:
 
 
 class Sides(NamedTuple):
-    """A condition as `column relation row`: `column` does without q, `row` without k."""
+    """A condition as `column relation row`: `column` does not depend on q, nor `row` on k."""
 
     column: sympy.Basic
     relation: Relation
@@ -106,8 +107,8 @@ class Sides(NamedTuple):
 
 
 def comparison_of(part: Any, traced: Traced) -> Comparison | None:
-    """Return a condition as a comparison; None where it is none, or where lists of tiles are
-    better: where its numbers rise and fall."""
+    """Return the comparison that a condition is; None where it is none, or where its numbers rise
+    and fall so much that lists of tiles cost less."""
     ((expr,), sources) = merge([(part, traced.captured)])
     made = any(id(one) in traced.derived.made for one in sources)
     sides, is_batched = _separated(expr), expr.has(B)
@@ -185,7 +186,8 @@ def _tables(*given: Any) -> Tables:
 def _numbers(
     tensors: Sequence[torch.Tensor], lengths: Lengths, sides: Sides, is_batched: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what is compared: of every column and of every row, in one dtype."""
+    """Return the two numbers that are compared: (..., seqlen_kv) of columns and (..., seqlen_q) of
+    rows, in one dtype; a batch comes first where the condition depends on it."""
     device = tensors[0].device
     captured = [table(one, 0).on(device) for one in tensors]
     reads_double = any(one.dtype == torch.float64 for one in captured)
@@ -233,11 +235,11 @@ def _ranks(
 
 
 Spans = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""First and end of what each row keeps at most, first and end of what it keeps for certain."""
+"""First and end of the columns that each row keeps at most, then of those it keeps for certain."""
 
 
 def _below(column: torch.Tensor, row: torch.Tensor) -> Spans:
-    """Return what each row sees where it sees the columns with smaller ranks."""
+    """Return the spans of a mask in which each row keeps the columns of smaller rank."""
 
     def back(one: torch.Tensor) -> torch.Tensor:
         return one.flip(-1)
@@ -261,7 +263,7 @@ def _below(column: torch.Tensor, row: torch.Tensor) -> Spans:
 
 
 def _matches(column: torch.Tensor, row: torch.Tensor) -> Spans:
-    """Return what each row sees where it sees the columns with its own rank."""
+    """Return the spans of a mask in which each row keeps the columns of its own rank."""
     ordered, order = column.sort(dim=-1, stable=True)
     low = torch.searchsorted(ordered, row.contiguous())
     high = torch.searchsorted(ordered, row.contiguous(), right=True)

@@ -26,16 +26,16 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Alignment = Literal["top_left", "bottom_right"]
-"""Where the diagonal starts when seqlen_q != seqlen_kv: at (0, 0) as SDPA's `is_causal`, or ending
-at the last key."""
+"""The place of the diagonal where seqlen_q != seqlen_kv: it starts at (0, 0), as that of SDPA's
+`is_causal`, or ends at the last query and the last key."""
 Side = Literal["rows", "columns"]
-"""What stays on chip: a tile of query rows (KV tiles stream), or a tile of KV columns (query tiles
-stream)."""
+"""The axis whose tile stays on chip: query rows, past which KV tiles stream, or KV columns, past
+which query tiles stream."""
 
 TYPICAL = 64
-"""What stands for run-time values where nothing is known of them."""
+"""The number that stands for each run-time value of which nothing is known."""
 MAX_WINDOW = 2**28
-"""Largest number in a mask; q + window + seqlen stays within 32-bit index arithmetic."""
+"""Largest number in a mask: q + window + seqlen stays within 32-bit index arithmetic."""
 
 
 class Mask(ABC):
@@ -83,7 +83,7 @@ class Mask(ABC):
 
     @cached_property
     def values(self) -> tuple[Values, ...]:
-        """What its predicate reads at run time, in the order in which it names them."""
+        """The tensors that the predicate reads at run time, in the order in which it names them."""
         return tuple(_values_of(self))
 
     @cached_property
@@ -93,12 +93,13 @@ class Mask(ABC):
 
     @cached_property
     def stand_in(self) -> Mask:
-        """The mask without its tensors: what records and the model's choice go by."""
+        """The mask without its tensors, by which records are found and the model chooses."""
         return self._described()
 
     @cached_property
     def general(self) -> Mask:
-        """What of the mask a kernel is specialised on: a stand-in with nothing typical."""
+        """The part of the mask that a kernel is specialised on: a stand-in in which no number is
+        typical of its tensors."""
         return self._described(typical=TYPICAL)
 
     def _described(self, **changes: Any) -> Mask:
@@ -130,8 +131,8 @@ class Mask(ABC):
         return keep.expand(seqlen_q, seqlen_kv).numpy()
 
     def realized(self, shape: Shape, device: torch.device | str = "cpu") -> Mask:
-        """Return the mask with typical tensors in the place of stand-ins: what kernels are tuned
-        and checked with."""
+        """Return the mask with typical tensors in the place of stand-ins: kernels are tuned and
+        checked with it."""
         if not self.is_stand_in:
             return self
         return _with_values(self, lambda one: one.realized(shape.by_axis, device))
@@ -222,7 +223,7 @@ class SlidingWindow(Mask):
 
 
 class _Joined(Mask):
-    """Several masks as one: `join` says of conditions what it is of masks."""
+    """Several masks as one: `join` joins their conditions, as the class joins masks."""
 
     of: tuple[Mask, ...]
     join: Callable[[Any, Any], Any]

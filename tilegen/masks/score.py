@@ -25,22 +25,23 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScoreForm:
-    """A score change without its tensors: what kernels are specialised on, and records say."""
+    """A score change without its tensors, as records say it; kernels are specialised on it."""
 
     text: str
     captured: tuple[str, ...] = ()
-    """Of each captured tensor PyTorch's name for its elements, `+` behind it if it needs a
-    gradient."""
+    """PyTorch's name for the elements of each captured tensor, with `+` behind it if the tensor
+    needs a gradient."""
     sinks: bool = False
 
     @property
     def notation(self) -> str:
-        """`score(s+t0[h,k-q],float32)`; `sinks` follows where there are any."""
+        """The form as text: `score(s+t0[h,k-q],float32)`, with `,sinks` at the end where there are
+        sinks."""
         return f"score({','.join([self.text, *self.captured, *['sinks'] * self.sinks])})"
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What each captured tensor holds: bool, int or float."""
+        """The kind of each captured tensor's elements: bool, int or float."""
         return tuple(map(kind_of, self.elements))
 
     @property
@@ -50,12 +51,12 @@ class ScoreForm:
 
     @property
     def trained(self) -> tuple[int, ...]:
-        """The captured tensors that need a gradient."""
+        """The slots of captured tensors that need a gradient."""
         return tuple(slot for slot, name in enumerate(self.captured) if name.endswith("+"))
 
     @property
     def changes(self) -> bool:
-        """Whether scores change at all; sinks alone leave them."""
+        """Whether scores change at all; sinks alone change none."""
         return self.text != "s"
 
     def expression(self) -> sympy.Expr:
@@ -89,13 +90,13 @@ def parse_score(notation: str) -> ScoreForm:
 class Score:
     """A score change; `a.then(b)` applies b to what a returns.
 
-    Equal when texts are and tensors are the same objects.
+    Two are equal when their texts are equal and their tensors are the same objects.
     """
 
     text: str = "s"
     """The change in canonical spelling; `s` is the scaled score, unchanged."""
     captured: tuple[torch.Tensor, ...] = field(default=(), repr=False)
-    """t0, t1, ... of the text."""
+    """The tensors t0, t1, ... of the text."""
     sink_logits: torch.Tensor | None = field(default=None, repr=False)
     """(heads,): one more logit per head in the softmax's denominator, as it is: neither scaled nor
     changed by the text."""
@@ -103,9 +104,9 @@ class Score:
     """(slot, axes) of captured tensors whose sizes must be those of a call: a letter of b, h, q and
     k for each dimension, or `.` where any size will do. Others read 0 beyond their end."""
     derived: tuple[Derived, ...] = field(default=(), repr=False)
-    """How a function made those of the captured tensors that it made itself."""
+    """The steps by which functions made captured tensors of others."""
     unused: tuple[torch.Tensor, ...] = field(default=(), repr=False)
-    """What a function reads besides, whose gradient is 0."""
+    """Tensors that a function reads and does not depend on: their gradient is 0."""
 
     def _identity(self) -> tuple[object, ...]:
         return (self.text, *map(id, (*self.captured, self.sink_logits, *self.unused)))
@@ -123,7 +124,7 @@ class Score:
 
     @property
     def form(self) -> ScoreForm:
-        """What kernels are specialised on."""
+        """The score without its tensors, which kernels are specialised on."""
         names = (
             str(one.dtype).removeprefix("torch.") + ("+" if one.requires_grad else "")
             for one in self.captured

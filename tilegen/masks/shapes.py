@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes that a mask's values and lists are for; heads are query heads."""
+    """Sizes of a call, for which a mask's values and lists are made; heads are query heads."""
 
     batch: int
     heads: int
@@ -25,28 +25,28 @@ class Shape:
 
     @property
     def by_axis(self) -> dict[str, int]:
-        """The same by the names of axes."""
+        """The sizes by the letters of the axes: b, h, q and k."""
         return dict(b=self.batch, h=self.heads, q=self.seqlen_q, k=self.seqlen_kv)
 
     def tiled(self, block_m: int, block_n: int) -> TiledShape:
-        """Return the same in tiles of so many rows and columns."""
+        """Return the shape cut into tiles of block_m rows and block_n columns."""
         sizes = (self.batch, self.heads, self.seqlen_q, self.seqlen_kv)
         return TiledShape(*sizes, block_m, block_n)
 
 
 @dataclass(frozen=True)
 class TiledShape(Shape):
-    """What tiles are classified and listed for."""
+    """The sizes of a call and of its tiles, for which tiles are classified and listed."""
 
     block_m: int
     block_n: int
 
     @property
     def rows(self) -> int:
-        """Query tiles."""
+        """The number of query tiles."""
         return -(-self.seqlen_q // self.block_m)
 
     @property
     def columns(self) -> int:
-        """KV tiles."""
+        """The number of KV tiles."""
         return -(-self.seqlen_kv // self.block_n)

@@ -1,5 +1,5 @@
-"""Triton source of a mask, as the templates put it into a kernel: which tiles to visit, which pairs
-of a tile are kept, and what is read for that.
+"""Triton source of a mask, as the templates put it into a kernel: the tiles to visit, the kept
+pairs of a tile, and the loads that both need.
 
 Three forms: `single`, one interval of tiles; `several`, a few merged when the kernel runs; `lists`,
 tile numbers read from memory.
@@ -23,8 +23,8 @@ from tilegen.masks.tiles.intervals import Edges, Range, merge
 from tilegen.masks.values import LIMIT
 
 MAX_RANGES = 3
-"""Live or dropped intervals, none of them at an end of the sequence, that a kernel merges; masks
-with more go to lists."""
+"""Most live, and most dropped, intervals away from the ends of the sequence that a kernel merges;
+masks with more go to lists."""
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class TileLoop:
 
 @dataclass(frozen=True)
 class Ranges:
-    """Which streamed tiles a stationary tile visits."""
+    """Source of the streamed tiles that a stationary tile visits."""
 
     form: Literal["single", "several", "lists"]
     uses_last: bool = False
     per_head: bool = False
     """Whether query heads of one group visit different tiles."""
     statements: tuple[str, ...] = ()
-    """What the loops, or the bounds, are made from."""
+    """Statements that come before the loops, or the bounds, and that these use."""
     live_lo: str = ""
     live_hi: str = ""
     nonempty: str | None = None
@@ -61,8 +61,8 @@ class Ranges:
 
 @dataclass(frozen=True)
 class Keep:
-    """Which pairs of a tile are kept: `reads` load what the `atoms` need, all of which must hold;
-    no atoms where everything is kept."""
+    """Source of the pairs of a tile that are kept: those for which all `atoms` hold, none where
+    everything is kept. `reads` are the statements that load what the atoms need."""
 
     reads: tuple[str, ...]
     atoms: tuple[str, ...]
@@ -84,7 +84,7 @@ def keep_source(mask: Mask, side: Side) -> Keep:
 
 
 def _loads(mask: Mask) -> Loads:
-    """Return what a mask reads. Sizes along the axes of values are checked before a launch; rows
+    """Return the loads of a mask. Sizes along the axes of values are checked before a launch; rows
     and columns beyond the end of the sequence are beyond that of values too."""
     sized = [(slot, value.axes) for slot, value in enumerate(mask.values) if value.axes]
     inside = {"b": ("batch",), "h": ("head",)}
@@ -275,7 +275,7 @@ class _AsSource:
         return name
 
     def _is_natural(self, source: str) -> bool:
-        """Whether it is a length, or comes from a bound that is not below 0."""
+        """Whether a source is a length, or comes from a bound that is not below 0."""
         return source.startswith(("seqlen", "live")) or source.endswith(("_lo", "_right"))
 
     def in_order(self, first: Range, second: Range) -> tuple[Range, Range]:

@@ -1,5 +1,5 @@
-"""The kinds of masks beyond causal and windows. Each says its predicate, which is its only
-definition."""
+"""The kinds of masks beyond causal and windows. The predicate `keep` is the only definition of a
+mask."""
 
 from __future__ import annotations
 
@@ -78,11 +78,12 @@ class Intervals(Mask):
     first_row: Values
     end_row: Values
     by: Side = "rows"
-    """How the predicate is written."""
+    """The tables that the predicate reads: those by row, or those by column."""
 
     @classmethod
     def of(cls, first: Values) -> Intervals:
-        """Return the intervals of the four tables of a recipe, or of stand-ins, by the first."""
+        """Return the mask of the four tables of a recipe, of which `first` is the first, or of
+        stand-ins that are as `first` is."""
         sides: tuple[tuple[str, Pattern], ...]
         sides = ("q", "firsts"), ("q", "ends"), ("k", "firsts"), ("k", "ends")
         axes = (first.axes or "")[:-1]

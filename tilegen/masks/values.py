@@ -20,13 +20,13 @@ Kind = Literal["bool", "int", "int64", "float", "float64"]
 Pattern = Literal["constant", "firsts", "ends", "ids", "layout", "table", "rising"]
 AXES = ("", "b", "h", "bh", "q", "k", "bq", "bk", "bhq", "bhk")
 LIMIT = 2**30
-"""Values stay below it in size, so that sums with positions fit into 32 bits."""
+"""Values of masks stay below LIMIT in size, so that sums with positions fit into 32 bits."""
 UNKNOWN = 1024
-"""What is typical of integers on a GPU: looking at them would wait for it."""
+"""The typical integer of a tensor on a GPU: looking at its elements would wait for the GPU."""
 Lengths = tuple[int, int]
 """seqlen_q and seqlen_kv of a call."""
 Made = dict[Any, tuple[Any, ...]]
-"""Tables of recipes that one call has made already."""
+"""Tables that one call has made already, by the recipe and its sources."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,8 @@ class Recipe:
     """The user's tensors."""
     given: tuple[Hashable, ...] = ()
     check: Callable[..., None] | None = None
-    """Raises InvalidProblem for values that are none, from the tensors, lengths and `given`."""
+    """The check of the tensors, lengths and `given`: raises InvalidProblem for values that a mask
+    cannot have."""
 
     def tables(self, device: Any, lengths: Lengths, made: Made | None = None) -> tuple[Any, ...]:
         """Return the tables; those in `made` are not made again. Raises InvalidProblem."""
@@ -56,31 +57,32 @@ class Recipe:
 
 @dataclass(frozen=True, eq=False)
 class Values:
-    """A tensor that a mask reads, or a stand-in that knows only what is typical of one.
+    """A tensor that a mask reads, or a stand-in that knows only what is typical of such a tensor.
 
-    Stand-ins are equal when they say the same; values with a tensor only to themselves.
+    Stand-ins are equal when all they know is equal; values with a tensor equal only themselves.
     """
 
     axes: str | None
-    """Which of b, h, q and k index it, in this order; None where an expression says how."""
+    """The letters of b, h, q and k that index the tensor, in this order; None where an expression
+    says how."""
     typical: int
-    """What stands for an element where only the kind of mask is known: in records, and in the
-    model's choice."""
+    """The number that stands for an element where only the kind of mask is known: in records, and
+    in the model's choice."""
     tensor: Any = None
-    """The user's own, on any device, with any strides and integers of any size; kernels read the
+    """The user's tensor, on any device, with any strides and integers of any size; kernels read the
     table that `on` makes of it at each call."""
     kind: Kind = "int"
     pattern: Pattern = "constant"
-    """What a stand-in looks like: `typical` everywhere; first or one past the last index of
-    consecutive documents of `typical`, or their ids; a layout of blocks, `typical` percent of
-    them kept; or a table of which nothing is known, or only that it rises, in a mask that keeps
-    `typical` percent."""
+    """The elements of a stand-in: `typical` everywhere; the first index of each token's document,
+    or one past its last, or its id, for documents of `typical` tokens; a layout of blocks of which
+    `typical` percent are kept; or a table of which nothing is known, or only that it rises, in a
+    mask that keeps `typical` percent of pairs."""
     block: int = 1
     """Rows and columns that an element of a layout stands for."""
     recipe: Recipe | None = None
-    """What makes the table where it is not the user's tensor as it stands."""
+    """The recipe of a table that is not the user's tensor as it stands."""
     part: int = 0
-    """Which of the recipe's tables it is."""
+    """The number of the table among those of the recipe."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Values) or not self.is_stand_in or not other.is_stand_in:
@@ -101,12 +103,12 @@ class Values:
 
     @property
     def is_unknown(self) -> bool:
-        """Whether nothing says what a stand-in holds."""
+        """Whether nothing says what elements a stand-in has."""
         return self.is_stand_in and self.pattern in ("table", "rising")
 
     @property
     def is_stand_in(self) -> bool:
-        """Whether no tensor belongs to it."""
+        """Whether the tensor is missing."""
         return self.tensor is None and self.recipe is None
 
     @property
@@ -116,7 +118,8 @@ class Values:
 
     @property
     def origin(self) -> Hashable:
-        """How a table comes from the sources; with their values it says all of the table."""
+        """The way from the sources to the table: with the values of the sources it determines the
+        table."""
         return (self.recipe.make, self.recipe.given, self.part) if self.recipe else self.kind
 
     @property
@@ -131,7 +134,7 @@ class Values:
 
     @cached_property
     def symbol(self) -> Any:
-        """The SymPy name by which an expression looks values up."""
+        """The SymPy symbol that names the table in a look-up."""
         import sympy
 
         facts = {"real": True} if self.kind.startswith("float") else {"integer": True}

@@ -1,4 +1,4 @@
-"""What tensors hold: their elements by PyTorch's names, Triton's, and what expressions know."""
+"""Elements of captured tensors: PyTorch's names, Triton's, and the kinds that expressions know."""
 
 ELEMENTS = {
     "bool": "u8",

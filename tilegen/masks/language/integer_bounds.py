@@ -1,4 +1,4 @@
-"""How large integers in a kernel can become: what decides between 32 and 64 bits."""
+"""Bounds of the integers in a kernel, which decide between 32 and 64 bits."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ KNOWN: dict[sympy.Basic, Bounds] = {
 
 
 class Sizes(TileBounds):
-    """What is known of the integers of a kernel: their bounds in one tile, which holds
-    all positions of the longest sequences."""
+    """Bounds of the integers in a kernel: those of one tile that holds all positions of the longest
+    sequences."""
 
     def __init__(self, known: Mapping[sympy.Basic, Bounds], wide: set[int]) -> None:
         """`known` bounds symbols, and by name the elements of captured tensors; those in `wide`

@@ -1,7 +1,7 @@
-"""How kernels load an element of a captured tensor: one text for masks and for scores.
+"""Loads of elements of captured tensors in kernels, for masks and for scores.
 
-An index that is negative counts from the end, and beyond the end lies 0; what surely is inside, or
-was checked before the launch, is loaded without a guard.
+A negative index counts from the end, and an index beyond the end loads 0. An index that surely is
+inside, or was checked before the launch, is loaded without a guard.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class Load:
     wrapped: tuple[str, ...]
     """Statements that count negative indices from the end."""
     offset: str
-    """Empty for the first element."""
+    """Source of the element's place in the tensor; empty for the first element."""
     conditions: tuple[str, ...]
-    """Under which indices are within the tensor; none where they must be."""
+    """Conditions under which the indices are within the tensor; none where they surely are."""
     cast: str
 
     @property
     def statements(self) -> list[str]:
-        """The load, and what it needs before."""
+        """The statement that loads, after those that it needs."""
         lines = list(self.wrapped)
         if self.offset and not self.offset.isidentifier():
             lines.append(f"{self.name}_at = {self.offset}")
@@ -62,14 +62,14 @@ class Load:
 
     @property
     def guard(self) -> str:
-        """The argument that leaves out elements which do not exist."""
+        """The argument of the load that leaves out indices beyond the tensor."""
         if len(self.conditions) > 1:
             return f", mask={self.name}_in"
         return "".join(f", mask={condition}" for condition in self.conditions)
 
 
 class Loads:
-    """The captured tensors of a mask or a score, and what was loaded from them."""
+    """The captured tensors of a mask or a score, and the loads from them so far."""
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class Loads:
         self._letter = letter
         self._inside = set(inside)
         self.found: dict[str, Load] = {}
-        """By the name of what is loaded."""
+        """The loads by the names of what they load."""
         self._names: dict[tuple[str, ...], str] = {}
         names = [captured_name(slot, kind_of(one)) for slot, one in enumerate(elements)]
         self.bounds: dict[sympy.Basic, Bounds] = {

@@ -1,4 +1,4 @@
-"""What expressions are made of beyond SymPy's own functions, and the one form all of them take.
+"""The functions of expressions beyond SymPy's own, and `normalise`, the one form of expressions.
 
 `normalise` leaves few kinds of nodes, in one spelling; texts, kernels and the reference know only
 those.
@@ -36,7 +36,7 @@ MAX_SHIFT = 62
 
 
 def _of_both(fact: str) -> Callable[[sympy.Basic], bool | None]:
-    """Return what SymPy asks of a choice: a fact that holds where it does for both branches."""
+    """Return SymPy's query for a fact of a choice, which is true where it is of both branches."""
     return lambda choice: all(getattr(branch, fact) for branch in choice.args[1:]) or None
 
 
@@ -72,7 +72,7 @@ class Sigmoid(sympy.Function):
 
     @classmethod
     def eval(cls, x: Any) -> Any:
-        """Numbers are computed."""
+        """Return the value of a number, None for any other argument."""
         if x.is_Number:
             return sympy.Float(0.5 * (1 + math.tanh(float(x) / 2)))
         return None
@@ -95,7 +95,7 @@ class Log1p(sympy.Function):
 
     @classmethod
     def eval(cls, x: Any) -> Any:
-        """Numbers are computed."""
+        """Return the value of a number, None for any other argument."""
         return sympy.Float(math.log1p(float(x))) if x.is_Number and x > -1 else None
 
     def _eval_is_real(self) -> bool | None:
@@ -117,13 +117,13 @@ class Bits(sympy.Function):
     is_commutative = True
 
     sign: str
-    """Python's operator, and Triton's."""
+    """The operator in Python and in Triton."""
     of: Callable[[Any, Any], Any]
-    """The value of two numbers, or of two tensors of them."""
+    """The value for two integers, or for two tensors of integers."""
 
     @classmethod
     def eval(cls, left: Any, right: Any) -> Any:
-        """Numbers are computed; symmetric operands have one order."""
+        """Return the value of numbers, symmetric operands in one order, or None for any others."""
         if left.is_Integer and right.is_Integer:
             return sympy.Integer(cls.of(int(left), int(right)))
         if issubclass(cls, (BitAnd, BitOr, BitXor)):
@@ -298,7 +298,8 @@ def _one(expr: sympy.Basic, known: dict[sympy.Basic, sympy.Basic]) -> sympy.Basi
 
 
 def _bits(expr: Bits, args: list[Any]) -> sympy.Basic:
-    """Return shifts by a number, and low bits, as arithmetic: of that, tiles know more."""
+    """Return an operation on bits; shifts by a number, and low bits, become arithmetic, of which
+    tiles have closer bounds."""
     left, right = args
     for arg in args:
         if not arg.is_integer:

@@ -1,4 +1,4 @@
-"""How expressions are spelt with Python's operators: what the canonical texts and Triton share."""
+"""Spelling of expressions with Python's operators, which canonical texts and Triton share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sympy
 from tilegen.masks.language.integers import FloorDiv
 
 LOWEST, COMPARISON, OR, AND, SUM, PRODUCT, UNARY, POWER, ATOM = range(9)
-"""How tightly Python's operators bind."""
+"""Python's operators in the order in which they bind, the loosest first."""
 
 RELATIONS = {sympy.Eq: "==", sympy.Ne: "!=", sympy.Le: "<=", sympy.Lt: "<"}
 

@@ -11,17 +11,17 @@ B, H, Q, K = sympy.symbols("b h q k", integer=True, nonnegative=True)
 """Batch, query head, query row, key-value column."""
 SEQLEN_Q, SEQLEN_KV = sympy.symbols("seqlen_q seqlen_kv", integer=True, positive=True)
 PAIR = (B, H, Q, K, SEQLEN_Q, SEQLEN_KV)
-"""What masks see of a pair, and of its sequences."""
+"""The symbols that a mask may depend on: a pair's indices and the lengths of its sequences."""
 FIRST, LAST = sympy.symbols("first last", integer=True, nonnegative=True)
 """First and last index of a stationary tile."""
 S = sympy.Symbol("s", real=True)
-"""A score after scaling: what a score change starts from."""
+"""A score after scaling, which a score change starts from."""
 
 
 class Lookup(sympy.Function):
     """`Lookup(t0, i, j)`: element [i, j] of the captured tensor that `t0` names.
 
-    The name says what the elements are: `captured_name`.
+    The assumptions of the name say what the elements are; see `captured_name`.
     """
 
     nargs = None

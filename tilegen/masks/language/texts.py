@@ -52,8 +52,8 @@ MAX_INTEGER = 2**62
 
 
 def to_text(expr: Any) -> str:
-    """Return the canonical text of a mask predicate or score: one for equal expressions, without
-    white space.
+    """Return the canonical text of a mask predicate or score, without white space; equal
+    expressions have one text.
 
     Raises Unsupported for what masks and scores cannot hold.
     """
@@ -256,7 +256,7 @@ class _Reader:
             raise InvalidProblem(f"{name} does not take {len(args)} arguments")
         values = [self._value(arg, depth) for arg in args]
         if name not in ("min", "max", "abs", "sign", *BITS) and values[0].is_number:
-            # Of an exact number, SymPy might compute billions of digits.
+            # SymPy might compute billions of digits of an exact number's function.
             values[0] = sympy.Float(float(normalise(values[0])))
         return FUNCTIONS[name](*values)
 

@@ -28,11 +28,11 @@ from tilegen.masks.language.extremes import BoxExtremes
 from tilegen.masks.language.nodes import Bits, BitXor, ShiftLeft, ShiftRight
 
 LARGEST = 2**62
-"""Integers beyond it, which may wrap around, are not bounded."""
+"""Largest integer that is bounded: beyond it sums and products may wrap around."""
 
 Tables = dict[tuple[int, tuple[int, ...]], BoxExtremes]
-"""Extremes of captured tensors, shared by all evaluations of one mask: by identity of the tensor
-and dimensions."""
+"""Extremes of captured tensors by the identity of the tensor and by dimensions; all evaluations of
+one mask share them."""
 
 
 _INCREASING = (torch.floor, torch.sign, minimum, maximum)
@@ -67,8 +67,8 @@ class Verdict:
 
 
 class TileBounds(Points):
-    """The same walk with intervals and verdicts, one per tile: a method here says what the function
-    of its name makes of them."""
+    """The walk of `Points` with intervals and verdicts, one per tile, in the place of numbers and
+    truths: each method does with intervals what the function of its name does with tensors."""
 
     def __init__(
         self,

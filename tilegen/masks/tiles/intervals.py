@@ -1,4 +1,4 @@
-"""From intervals of indices to the tiles a stationary tile visits: sorted, disjoint, each once.
+"""Merging of intervals of indices into the tiles that a stationary tile visits: sorted, each once.
 
 The same arithmetic runs on numpy arrays (the model) and prints itself as Triton source (kernels).
 """
@@ -14,7 +14,7 @@ Range = tuple[Any, Any]
 
 
 class Arithmetic(Protocol):
-    """What merging needs of numbers."""
+    """The operations on numbers that merging needs."""
 
     def maximum(self, left: Any, right: Any) -> Any:
         """Return the larger."""

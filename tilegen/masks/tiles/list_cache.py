@@ -22,12 +22,12 @@ from tilegen.masks.values import is_checked
 @dataclass
 class _Entry:
     sources: tuple[ref[torch.Tensor], ...]
-    """When one of them dies, so does the entry."""
+    """The tensors that the lists depend on: the entry is dropped when one of them dies."""
     lock: Lock = field(default_factory=Lock)
-    """Held while the lists are built: once, whoever asks."""
+    """The lock that is held while the lists are built, so that threads build them once."""
     lists: TileLists | None = None
     states: tuple[torch.Tensor | int | None, ...] = ()
-    """What the sources were when the lists were built."""
+    """The states of the sources when the lists were built, as `_state` returns them."""
 
 
 class ListCache:
@@ -87,7 +87,8 @@ class ListCache:
 
 
 def _state(tensor: torch.Tensor) -> torch.Tensor | int | None:
-    """Return by what a later change of a tensor is seen; None where nothing would show it."""
+    """Return the state of a tensor, in which a later change shows; None where no change would
+    show."""
     if is_checked(tensor):  # changes through `.data` or numpy leave the version as it is
         return tensor.detach().clone()
     return None if tensor.is_inference() else tensor._version

@@ -25,18 +25,18 @@ from tilegen.masks.language.value_bounds import Interval, Tables, TileBounds, Ve
 from tilegen.masks.shapes import TiledShape
 
 CHUNK_BYTES = 32 << 20
-"""Of temporary memory, about: tiles and pairs are evaluated in chunks that need no more."""
+"""About the most temporary memory: tiles and pairs are evaluated in chunks that need no more."""
 FAN = 8
 """A square of tiles is divided into FAN x FAN."""
 FIRST_SQUARES = 16_384
-"""Coarsest squares, about: fewer would take as long, for a GPU at least."""
+"""About the number of coarsest squares: fewer would take as long, for a GPU at least."""
 SAMPLES = 16
-"""Pairs that an open tile is first looked at in."""
+"""Number of pairs in which an open tile is first looked at."""
 
 Range = tuple[torch.Tensor, torch.Tensor]
 """First and last index, both inclusive."""
 ChoosePairs = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""From tiles to the rows and the columns (tiles, pairs) of some of their pairs."""
+"""A choice of some pairs of each tile: returns their rows and their columns, (tiles, pairs)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,11 +46,11 @@ class TileClasses:
     codes: torch.Tensor
     """int64 (live,): (((b * heads + h) * rows + row) * 2 + is_partial) * columns + column."""
     shape: TiledShape
-    """With batch and heads 1 where the mask does not depend on them."""
+    """The shape, with batch and heads 1 where the mask does not depend on them."""
     open_tiles: int
-    """Tiles that interval arithmetic left open."""
+    """The number of tiles that interval arithmetic left open."""
     evaluated_tiles: int
-    """Tiles that were evaluated pair by pair."""
+    """The number of tiles that were evaluated pair by pair."""
 
 
 def classify(

@@ -1,4 +1,4 @@
-"""Tiles of masks without a closed form, counted from their lists: what the model reasons about."""
+"""The tiles of masks without a closed form, counted from their lists for the model."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from tilegen.masks.tiles.visits import TileRanges
 from tilegen.masks.usual import Neighborhood
 
 LONGEST = 2048
-"""Rows or columns up to which tiles are counted where nothing ties a mask to its lengths."""
+"""Most rows or columns for which tiles are counted where nothing ties a mask to its lengths."""
 FINE = (64, 32, 16)
 """Sides of the tiles that others are put together from, so that one list serves many."""
 MAX_FINE = 2**24
-"""Such tiles that are held at once, two bytes each."""
+"""Most tiles of a FINE side that are held at once, in two bytes each."""
 
 Flags = NDArray[np.bool_]
 
@@ -36,8 +36,9 @@ def listed_ranges(mask: Mask, side: Side, shape: TiledShape) -> TileRanges:
     """Return the tiles every stationary tile visits.
 
     Exact for masks with their tensors, and up to LONGEST for others, where typical tensors stand
-    for missing ones. Longer ones are scaled: what a tile visits grows on as it did before. What a
-    tile of a neighborhood visits does not grow with the rows of its grid.
+    for missing ones. Tiles of longer sequences are scaled: the number that a tile visits grows on
+    as it did before. The number that a tile of a neighborhood visits does not grow with the rows of
+    its grid.
     """
     shrink = max(shape.seqlen_q, shape.seqlen_kv) / LONGEST
     if shrink > 1 and not _is_tied(mask):
@@ -80,8 +81,8 @@ def _built(mask: Mask, shape: TiledShape) -> tuple[Flags, Flags]:
 
 
 def _joined(flags: Flags, by: tuple[int, int], how: Callable[..., Any]) -> Flags:
-    """Return the flags of tiles that are so many fine ones high and wide; none are beyond the
-    end."""
+    """Return the flags of tiles that are `by` fine tiles high and wide; beyond the end all flags
+    are false."""
     batch, heads, *fine = flags.shape
     rows, columns = (-(-size // step) for size, step in zip(fine, by, strict=True))
     whole = np.zeros((batch, heads, rows * by[0], columns * by[1]), dtype=np.bool_)

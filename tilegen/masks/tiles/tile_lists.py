@@ -32,9 +32,10 @@ class TileLists:
     starts: torch.Tensor
     """int64 (batch * heads * num_stationary * 2 + 1,)."""
     batch: int
-    """1 where the mask is the same for all."""
+    """The number of batches that have lists: 1 where the mask is the same for all."""
     heads: int
-    """Query heads, also where columns are stationary; 1 where the mask is the same for all."""
+    """The number of query heads that have lists, also where columns are stationary: 1 where the
+    mask is the same for all."""
     num_stationary: int
 
     @property

@@ -1,4 +1,4 @@
-"""The streamed tiles that stationary tiles visit, as numbers: what the model reasons about."""
+"""The streamed tiles that stationary tiles visit, as numbers for the model."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class TileRanges:
     where the mask is the same for all."""
 
     visited: Counts
-    """Non-empty tiles."""
+    """The number of non-empty tiles."""
     full: Counts
-    """Those of them that run without mask code."""
+    """The number of visited tiles that run without mask code."""
     ends: Counts
-    """1 where the last streamed tile, which may be cut off, is among the visited."""
+    """1 where the stationary tile visits the last streamed tile, which may be cut off; else 0."""
     block: int
     length: int
-    """Streamed rows of a tile, and of the sequence."""
+    """The numbers of streamed rows: `block` of a tile, `length` of the sequence."""
     ranges: tuple[tuple[Range, ...], tuple[Range, ...]] = ((), ())
     """Partial and full tiles, where the mask is solved in closed form; `pieces` in full shape."""
 
@@ -40,28 +40,28 @@ class TileRanges:
 
     @property
     def heads(self) -> int:
-        """Over how many heads, in how many batches, tiles are counted."""
+        """The number of heads, of all batches, over which tiles are counted."""
         return self.visited.shape[0] * self.visited.shape[1]
 
     @property
     def visited_tiles(self) -> int:
-        """`A(block_m, block_n)`, of all heads that differ."""
+        """`A(block_m, block_n)`: the visited tiles of all heads that differ."""
         return int(self.visited.sum())
 
     @property
     def full_tiles(self) -> int:
-        """Tiles that run without mask code."""
+        """The number of tiles that run without mask code, over all heads that differ."""
         return int(self.full.sum())
 
     @property
     def partial_tiles(self) -> int:
-        """Tiles crossed by the mask's edge or by the end of the sequence."""
+        """The number of tiles that the mask's edge or the end of the sequence crosses."""
         return self.visited_tiles - self.full_tiles
 
     @property
     def visited_rows(self) -> int:
-        """Streamed rows inside the sequence of all visited tiles: what the loads of a kernel
-        read."""
+        """The number of streamed rows in all visited tiles, inside the sequence: the loads of a
+        kernel read them."""
         return int(self.rows(self.length).sum())
 
     def rows(self, length: int) -> Counts:

@@ -1,1 +1,1 @@
-"""From Python functions, as FlexAttention takes them, to expressions."""
+"""Tracing: expressions of Python functions, as FlexAttention takes them."""

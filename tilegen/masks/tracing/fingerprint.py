@@ -1,4 +1,5 @@
-"""What a function reads besides its arguments: a trace of it is used while that is the same.
+"""Fingerprints of functions: what each reads besides its arguments. A trace is used while the
+fingerprint of its function is the same.
 
 A trace says what a function computed when it was called with symbols. It holds as long as the
 function is the same object and finds the same in its closure, its defaults, the globals it names
@@ -37,7 +38,7 @@ _HOLDERS = (tuple, list, dict, set, frozenset)
 
 
 class Traces(Generic[T]):
-    """What `make` returns for functions, made once for each while it reads the same.
+    """A memory of `make(function)`: made once for each function while its fingerprint is the same.
 
     Functions may be any callables: they are known by identity. The least recently used are
     forgotten, and those whose function, or the object it is a method of, is gone. May be used from
@@ -116,9 +117,9 @@ class _Reader:
         self.facts: list[Any] = []
         self._seen: set[int] = set()
         self._names: set[str] = set()
-        """Of globals and attributes that the functions met so far name."""
+        """The names of globals and attributes in the functions met so far."""
         self._objects: list[Any] = []
-        """Whose attributes are looked at when all names are known."""
+        """The objects met so far, whose attributes are looked at when all names are known."""
 
     def root(self, value: Any) -> None:
         """Note a callable, or something else that is read."""

@@ -1,4 +1,4 @@
-"""Values that remember how they were computed: what traced functions are called with.
+"""Values that remember how they were computed; traced functions are called with them.
 
 They stand for tensors: of no dimension (`Term`), or of a few small ones (`Rows`, `Several`).
 """
@@ -21,7 +21,7 @@ Elements = np.ndarray[Any, np.dtype[np.object_]]
 
 
 class Tracer(Protocol):
-    """What is told of everything that happens to values; `trace` has the one there is."""
+    """The interface of `trace.Tracer`, which is told of every operation on traced values."""
 
     def apply(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return what one of torch's functions or methods makes of its arguments."""
@@ -55,7 +55,7 @@ def _operators(name: str) -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 class Value:
-    """What Python's operators and torch's functions are done to, as they are told to a tracer."""
+    """A traced value: Python's operators and torch's functions on it are told to its tracer."""
 
     __array_ufunc__ = None  # numpy's numbers leave arithmetic to this class
     __hash__ = object.__hash__
@@ -134,7 +134,7 @@ class Term(Value):
 
     @property
     def dtype(self) -> torch.dtype:
-        """bool, int64 or float32, by what the value is."""
+        """The dtype that stands for the value's kind: bool, int64 or float32."""
         if is_condition(self.expr):
             return torch.bool
         return torch.int64 if self.expr.is_integer else torch.float32

@@ -27,24 +27,24 @@ from tilegen.masks.tracing.reductions import REDUCTIONS, RESHAPES, reduced
 from tilegen.masks.tracing.terms import MAX_ELEMENTS, Elements, Rows, Several, Term, Value
 
 MAX_CHOICES = 8
-"""Most choices between numbers (`torch.where`) that a mask's comparisons are split by: each may
-double them."""
+"""Most choices between numbers (`torch.where`) in a mask that are made choices between comparisons:
+each may double the number of comparisons."""
 
 
 @dataclass(frozen=True, eq=False)
 class Traced:
-    """What a function computes: t<i> in `expr` is `captured[i]`."""
+    """The expression that a function computes: t<i> in it is `captured[i]`."""
 
     expr: sympy.Basic
     captured: tuple[torch.Tensor, ...]
     unused: tuple[torch.Tensor, ...]
-    """What it reads besides, and does not depend on: `bias` in `s + 0 * bias[q]`."""
+    """Tensors that the function reads and does not depend on: `bias` in `s + 0 * bias[q]`."""
     derived: Derived
-    """How the function made those of them that it made itself."""
+    """The steps by which the function made tensors of those it captures."""
 
     @property
     def makes_tensors(self) -> bool:
-        """Whether it reads tensors that it made itself."""
+        """Whether the function reads tensors that it made itself."""
         return any(id(tensor) in self.derived.made for tensor in (*self.captured, *self.unused))
 
 
@@ -105,7 +105,7 @@ def _without_where(expr: sympy.Basic) -> sympy.Basic:
 
 
 _PLACEMENT = ("device", "layout", "memory_format", "non_blocking", "copy", "pin_memory")
-"""Arguments of torch's functions that do not change a value."""
+"""Arguments of torch's functions that change no value."""
 
 
 @dataclass(eq=False)
