@@ -107,8 +107,8 @@ class Sides(NamedTuple):
 
 
 def comparison_of(part: Any, traced: Traced) -> Comparison | None:
-    """Return a condition as a comparison; None where it is none, or where lists of tiles are
-    better: where its numbers rise and fall."""
+    """Return the comparison that a condition is; None where it is none, or where its numbers rise
+    and fall so much that lists of tiles cost less."""
     ((expr,), sources) = merge([(part, traced.captured)])
     made = any(id(one) in traced.derived.made for one in sources)
     sides, is_batched = _separated(expr), expr.has(B)

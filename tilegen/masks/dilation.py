@@ -18,14 +18,14 @@ from tilegen.masks.usual import Dilated, KvPrefix
 from tilegen.masks.values import Values, power_of_two_near
 
 MAX_GROUPS = 2**20
-"""Groups of all batch entries together: as many as a batch may have entries."""
+"""Most groups of all batch entries together: groups are batch entries of the kernel."""
 
 
 def step_of(mask: Mask, score: str, batch: int) -> int:
     """Return the step by which a call can be regrouped; 1 where it cannot.
 
     The rest of the mask must be causal and windows from the top left, and the score's text must not
-    know where in the sequence it is.
+    read positions, lengths or the batch.
     """
     parts = mask.parts if isinstance(mask, And) else (mask,)
     steps = [part.step for part in parts if isinstance(part, Dilated)]
@@ -38,7 +38,8 @@ def step_of(mask: Mask, score: str, batch: int) -> int:
 
 
 def grouped_mask(mask: Mask, step: int, seqlen_kv: int, groups: int, device: Any = None) -> Mask:
-    """Return the mask within a group, `groups` of which (a multiple of step) are a batch.
+    """Return the mask within a group; `groups`, a multiple of step, is the number of groups in a
+    batch.
 
     Without a device the mask is a stand-in where it reads how many columns each group has.
     """

@@ -111,8 +111,8 @@ def _joined(parts: list[Any], traced: Traced) -> Mask:
 
 
 def _compared(parts: list[Any], traced: Traced) -> Mask | None:
-    """Return the mask with comparisons in the place of conditions that read tensors; None where it
-    has no closed form then."""
+    """Return the mask with comparisons in the place of conditions that read tensors; None where
+    that mask has no closed form."""
     found = [
         part if isinstance(part, Mask) or not part.has(Lookup) else comparison_of(part, traced)
         for part in parts
@@ -125,8 +125,9 @@ def _compared(parts: list[Any], traced: Traced) -> Mask | None:
 
 
 def _within_documents(expr: Any) -> Any:
-    """Return an equal predicate without what is the same for both: where `ids[q] == ids[k]`, the
-    document of k is that of q, and `q - starts[ids[q]] >= k - starts[ids[k]]` says `q >= k`."""
+    """Return an equal predicate without terms that are the same for q and k: where
+    `ids[q] == ids[k]`, the document of k is that of q, and
+    `q - starts[ids[q]] >= k - starts[ids[k]]` says `q >= k`."""
     parts = sympy.And.make_args(expr)
     same: dict[Any, Any] = {}
     for part in parts:
@@ -193,8 +194,8 @@ def _table(tensor: Any, percent: int, derived: Derived) -> Values:
 
 
 def typical(mask: Mask) -> Mask:
-    """Return a mask to reason about instead of one whose tables are missing: blocks at random, as
-    many as it keeps."""
+    """Return a mask of random blocks, of as many percent, in the place of each mask whose tables
+    are missing."""
     if isinstance(mask, Expression | Comparison) and mask.is_stand_in:
         percent = mask.values[0].typical
         layout = Values(axes="", typical=percent, kind="bool", pattern="layout", block=BLOCK)
@@ -205,13 +206,14 @@ def typical(mask: Mask) -> Mask:
 BLOCK = 64
 """Side of the tiles by which the density of a traced mask is judged."""
 LONGEST = 4096
-"""Sequence for which it is judged at most."""
+"""Longest sequence for which the density of a traced mask is judged."""
 
 
 def _percent_live(keep: Any, captured: tuple[Any, ...]) -> int:
     """Return how many percent of the tiles a mask leaves, rounded up to a power of two.
 
-    Its length is not known yet; the longest dimension of what it reads is a good guess.
+    The length of a call is not known yet; the longest dimension of the tensors read is a good
+    guess.
     """
     sizes = [size for tensor in captured for size in tensor.shape]
     length = min(max(sizes, default=BLOCK), LONGEST)

@@ -1,4 +1,5 @@
-"""The arguments that a mask or a score adds to an emitted kernel: what it reads."""
+"""The arguments that a mask or a score adds to an emitted kernel: the tensors read, and their
+sizes."""
 
 from __future__ import annotations
 
@@ -20,8 +21,9 @@ def reading(
     why: str,
     gradients: Sequence[int] = (),
 ) -> tuple[Line, ...]:
-    """Return what it takes to read the captured tensors of expressions, called `letter` and a
-    number, with their sizes, and to add to the gradients of some of them; `elements` by slot."""
+    """Return the arguments for the captured tensors that expressions read, called `letter` and a
+    number: pointers, sizes, and pointers of the gradients of some; `elements` has PyTorch's names
+    by slot."""
     looked_up = {one for expression in expressions for one in expression.atoms(Lookup)}
     dimensions = {slot_of(one): len(one.args) - 1 for one in looked_up}
     read = [

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Alignment = Literal["top_left", "bottom_right"]
-"""The place of the diagonal where seqlen_q != seqlen_kv: it starts at (0, 0), as SDPA's `is_causal`,
-or ends at the last query and the last key."""
+"""The place of the diagonal where seqlen_q != seqlen_kv: it starts at (0, 0), as that of SDPA's
+`is_causal`, or ends at the last query and the last key."""
 Side = Literal["rows", "columns"]
 """The axis whose tile stays on chip: query rows, past which KV tiles stream, or KV columns, past
 which query tiles stream."""

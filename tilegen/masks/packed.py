@@ -1,4 +1,4 @@
-"""Masks of packed sequences: which columns each row sees, as two numbers a row.
+"""Masks of packed sequences: the columns that each row sees, as two numbers for each row.
 
 Documents follow each other, so neither number falls from one row to the next, and the tiles of any
 mask within documents are solved in closed form from O(seqlen) numbers. Those are made anew at each
@@ -73,8 +73,8 @@ def packed(
 def from_ids(ids: Any) -> Mask:
     """Return `ids[q] == ids[k]`; ids (seqlen,) or (batch, seqlen) of integers, or longer.
 
-    They may be changed in place, but documents that are whole now must stay so: what is compiled
-    depends on it.
+    The ids may be changed in place, but documents that are whole now must stay whole: the compiled
+    kernel depends on it.
     """
     ids = as_tensor("ids", ids)
     if ids.ndim not in (1, 2) or ids.is_floating_point() or not ids.numel():
@@ -206,7 +206,8 @@ def _crossed(
 
 
 def _places(cu_q: torch.Tensor, cu_kv: torch.Tensor, lengths: Lengths) -> Tables:
-    """Return the document of rows and of columns, its start for both, and by row its lengths."""
+    """Return the document of rows and of columns, its start for both, and by row its lengths in
+    rows and in columns."""
     rows, columns = Documents.of(cu_q, lengths[0]), Documents.of(cu_kv, lengths[1])
     found = (
         *(rows.document, columns.document),
@@ -231,7 +232,7 @@ def _runs(ids: torch.Tensor, lengths: Lengths) -> Tables:
 
 
 def _numbered(ids: torch.Tensor, lengths: Lengths) -> Tables:
-    """Return the ids of rows and of columns, numbered anew: any 64 bits may tell them apart."""
+    """Return the ids of rows and of columns, renumbered from 0: ids are any integers of 64 bits."""
     ordered, order = ids.flatten().long().sort()
     number = torch.zeros_like(order)
     number[1:] = (ordered[1:] != ordered[:-1]).long().cumsum(0)

@@ -1,4 +1,4 @@
-"""Scores of packed sequences: what they see as b, q and k is the document and places in it."""
+"""Scores of packed sequences: b, q and k in a score are the document and the places in it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def _check_sizes(score: Score, cu_q: torch.Tensor, cu_kv: torch.Tensor) -> None:
 @one_at_a_time
 @lru_cache(maxsize=256)
 def _rewritten(text: str, kinds: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
-    """Return the text of a score within documents, and which tables it reads after its own."""
+    """Return the text of a score within documents, and the names of the tables that it reads after
+    its own tensors."""
     expr: Any = from_text(text, kinds)
     if not free_parts(expr) & {"b", "q", "k"} and not expr.has(SEQLEN_Q, SEQLEN_KV):
         return text, ()

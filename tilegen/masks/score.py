@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScoreForm:
-    """A score change without its tensors: what kernels are specialised on, and records say."""
+    """A score change without its tensors, as records say it; kernels are specialised on it."""
 
     text: str
     captured: tuple[str, ...] = ()
@@ -35,7 +35,8 @@ class ScoreForm:
 
     @property
     def notation(self) -> str:
-        """`score(s+t0[h,k-q],float32)`; `sinks` follows where there are any."""
+        """The form as text: `score(s+t0[h,k-q],float32)`, with `,sinks` at the end where there are
+        sinks."""
         return f"score({','.join([self.text, *self.captured, *['sinks'] * self.sinks])})"
 
     @property
@@ -50,12 +51,12 @@ class ScoreForm:
 
     @property
     def trained(self) -> tuple[int, ...]:
-        """The captured tensors that need a gradient."""
+        """The slots of captured tensors that need a gradient."""
         return tuple(slot for slot, name in enumerate(self.captured) if name.endswith("+"))
 
     @property
     def changes(self) -> bool:
-        """Whether scores change at all; sinks alone leave them."""
+        """Whether scores change at all; sinks alone change none."""
         return self.text != "s"
 
     def expression(self) -> sympy.Expr:
@@ -89,13 +90,13 @@ def parse_score(notation: str) -> ScoreForm:
 class Score:
     """A score change; `a.then(b)` applies b to what a returns.
 
-    Equal when texts are and tensors are the same objects.
+    Two are equal when their texts are equal and their tensors are the same objects.
     """
 
     text: str = "s"
     """The change in canonical spelling; `s` is the scaled score, unchanged."""
     captured: tuple[torch.Tensor, ...] = field(default=(), repr=False)
-    """t0, t1, ... of the text."""
+    """The tensors t0, t1, ... of the text."""
     sink_logits: torch.Tensor | None = field(default=None, repr=False)
     """(heads,): one more logit per head in the softmax's denominator, as it is: neither scaled nor
     changed by the text."""

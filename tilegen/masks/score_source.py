@@ -25,9 +25,9 @@ class CapturedGradient:
     """Source that adds a tile's part to the gradient of a captured tensor."""
 
     where: str
-    """Pointer of the elements."""
+    """Source of the pointers of the gradient's elements."""
     guard: str
-    """Argument that leaves out those which do not exist."""
+    """The argument of the addition that leaves out indices beyond the tensor."""
     times: str
     """Source of the factor of `ds`, the derivative of the score by an element; empty where that
     is 1."""
@@ -50,13 +50,13 @@ class ScoreSource:
 
     @property
     def uses_indices(self) -> bool:
-        """Whether the statements read where in the sequence a pair lies."""
+        """Whether the statements read the positions of a pair."""
         return any(re.search(r"\b[qk]_idx\b", line) for line in (*self.forward, *self.backward))
 
 
 def score_source(form: ScoreForm | None, *, trains: bool, precise: bool) -> ScoreSource:
     """Return the source of a score change; with `trains` that of the gradients of what it reads.
-    `precise` is for fp32 inputs: others are rounded by more than a quick tanh.
+    `precise` is for fp32 inputs: other inputs are rounded by more than a quick tanh errs.
 
     Kernels that train what a score reads hold queries along axis 0 of a tile, keys along axis 1.
     """

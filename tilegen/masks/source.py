@@ -1,5 +1,5 @@
-"""Triton source of a mask, as the templates put it into a kernel: the tiles to visit, the pairs of a
-tile that are kept, and the loads that both need.
+"""Triton source of a mask, as the templates put it into a kernel: the tiles to visit, the kept
+pairs of a tile, and the loads that both need.
 
 Three forms: `single`, one interval of tiles; `several`, a few merged when the kernel runs; `lists`,
 tile numbers read from memory.
@@ -23,8 +23,8 @@ from tilegen.masks.tiles.intervals import Edges, Range, merge
 from tilegen.masks.values import LIMIT
 
 MAX_RANGES = 3
-"""Live or dropped intervals, none of them at an end of the sequence, that a kernel merges; masks
-with more go to lists."""
+"""Most live, and most dropped, intervals away from the ends of the sequence that a kernel merges;
+masks with more go to lists."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def keep_source(mask: Mask, side: Side) -> Keep:
 
 
 def _loads(mask: Mask) -> Loads:
-    """Return what a mask reads. Sizes along the axes of values are checked before a launch; rows
+    """Return the loads of a mask. Sizes along the axes of values are checked before a launch; rows
     and columns beyond the end of the sequence are beyond that of values too."""
     sized = [(slot, value.axes) for slot, value in enumerate(mask.values) if value.axes]
     inside = {"b": ("batch",), "h": ("head",)}
@@ -275,7 +275,7 @@ class _AsSource:
         return name
 
     def _is_natural(self, source: str) -> bool:
-        """Whether it is a length, or comes from a bound that is not below 0."""
+        """Whether a source is a length, or comes from a bound that is not below 0."""
         return source.startswith(("seqlen", "live")) or source.endswith(("_lo", "_right"))
 
     def in_order(self, first: Range, second: Range) -> tuple[Range, Range]:

@@ -1,4 +1,5 @@
-"""The tensors that masks and scores read: whether they fit a call, and as kernels take them."""
+"""The tensors that masks and scores read: checks that they fit a call, and their form for
+kernels."""
 
 from __future__ import annotations
 
@@ -90,7 +91,8 @@ def score_tensors(
     sinks: torch.Tensor | None,
     gradients: Mapping[int, torch.Tensor] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """Return what a score reads, by the names of the launches' parameters; `gradients` by slot."""
+    """Return the tensors that a score reads, by the names of a launch's parameters; `gradients` by
+    slot."""
     reads = {
         f"c{slot}": (one.view(torch.uint8) if one.dtype == torch.bool else one).contiguous()
         for slot, one in enumerate(captured)

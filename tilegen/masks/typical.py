@@ -1,6 +1,6 @@
-"""Typical tensors for a score: what kernels are tuned and checked with.
+"""Typical tensors for a score, with which kernels are tuned and checked.
 
-A form says what the elements of each tensor are; how large a tensor is follows from the indices
+A form says what the elements of each tensor are; the size of a tensor follows from the indices
 that it is looked up by, and from the sizes of a problem.
 """
 
@@ -66,8 +66,8 @@ def typical_score(
 
 @one_at_a_time
 def _extents(form: ScoreForm, shape: Shape) -> tuple[dict[int, tuple[int, ...]], dict[int, Bounds]]:
-    """Return by slot the size of each tensor, and between which integers its elements are; floats
-    whose range begins above 0 must be positive."""
+    """Return by slot the size of each tensor and the bounds of its integers; floats are positive
+    where the lower bound is above 0."""
     expr: Any = prepared(form.expression())
     positive = _positive(expr)
     ranges: dict[int, Bounds] = {
@@ -95,8 +95,8 @@ def _extents(form: ScoreForm, shape: Shape) -> tuple[dict[int, tuple[int, ...]],
 
 
 def _size(index: Bounds, shape: Shape) -> int:
-    """Return how long a dimension must be for an index; as long as the longest of a call where
-    nothing is known of it: 0 is read beyond."""
+    """Return the size that a dimension needs for an index with these bounds: the longest size of
+    the call where a bound is not known, as an index beyond the end reads 0."""
     longest = max(shape.by_axis.values())
     low, high = index
     last = longest - 1 if high >= ANYTHING[1] else high

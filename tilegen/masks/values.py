@@ -26,7 +26,7 @@ UNKNOWN = 1024
 Lengths = tuple[int, int]
 """seqlen_q and seqlen_kv of a call."""
 Made = dict[Any, tuple[Any, ...]]
-"""Tables of recipes that one call has made already."""
+"""Tables that one call has made already, by the recipe and its sources."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,8 @@ class Recipe:
     """The user's tensors."""
     given: tuple[Hashable, ...] = ()
     check: Callable[..., None] | None = None
-    """Raises InvalidProblem for values that are none, from the tensors, lengths and `given`."""
+    """The check of the tensors, lengths and `given`: raises InvalidProblem for values that a mask
+    cannot have."""
 
     def tables(self, device: Any, lengths: Lengths, made: Made | None = None) -> tuple[Any, ...]:
         """Return the tables; those in `made` are not made again. Raises InvalidProblem."""
@@ -56,9 +57,9 @@ class Recipe:
 
 @dataclass(frozen=True, eq=False)
 class Values:
-    """A tensor that a mask reads, or a stand-in that knows only what is typical of one.
+    """A tensor that a mask reads, or a stand-in that knows only what is typical of such a tensor.
 
-    Stand-ins are equal when they say the same; values with a tensor only to themselves.
+    Stand-ins are equal when all they know is equal; values with a tensor equal only themselves.
     """
 
     axes: str | None
@@ -68,12 +69,12 @@ class Values:
     """The number that stands for an element where only the kind of mask is known: in records, and
     in the model's choice."""
     tensor: Any = None
-    """The user's own, on any device, with any strides and integers of any size; kernels read the
+    """The user's tensor, on any device, with any strides and integers of any size; kernels read the
     table that `on` makes of it at each call."""
     kind: Kind = "int"
     pattern: Pattern = "constant"
-    """The elements of a stand-in: `typical` everywhere; the first index of each token's document, or
-    one past its last, or its id, for documents of `typical` tokens; a layout of blocks of which
+    """The elements of a stand-in: `typical` everywhere; the first index of each token's document,
+    or one past its last, or its id, for documents of `typical` tokens; a layout of blocks of which
     `typical` percent are kept; or a table of which nothing is known, or only that it rises, in a
     mask that keeps `typical` percent of pairs."""
     block: int = 1
@@ -117,7 +118,8 @@ class Values:
 
     @property
     def origin(self) -> Hashable:
-        """The way from the sources to the table: with the sources' values it determines the table."""
+        """The way from the sources to the table: with the values of the sources it determines the
+        table."""
         return (self.recipe.make, self.recipe.given, self.part) if self.recipe else self.kind
 
     @property
@@ -132,7 +134,7 @@ class Values:
 
     @cached_property
     def symbol(self) -> Any:
-        """The SymPy name by which an expression looks values up."""
+        """The SymPy symbol that names the table in a look-up."""
         import sympy
 
         facts = {"real": True} if self.kind.startswith("float") else {"integer": True}

@@ -9,7 +9,7 @@ from itertools import product
 import torch
 
 MOST_BLOCKS = 4
-"""Blocks per dimension that a box is covered by."""
+"""Most blocks per dimension that cover a box."""
 
 Extremes = tuple[torch.Tensor, torch.Tensor]
 

@@ -45,7 +45,7 @@ class Load:
 
     @property
     def statements(self) -> list[str]:
-        """The load, and what it needs before."""
+        """The statement that loads, after those that it needs."""
         lines = list(self.wrapped)
         if self.offset and not self.offset.isidentifier():
             lines.append(f"{self.name}_at = {self.offset}")
@@ -62,7 +62,7 @@ class Load:
 
     @property
     def guard(self) -> str:
-        """The argument that leaves out elements which do not exist."""
+        """The argument of the load that leaves out indices beyond the tensor."""
         if len(self.conditions) > 1:
             return f", mask={self.name}_in"
         return "".join(f", mask={condition}" for condition in self.conditions)

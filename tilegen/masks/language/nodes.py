@@ -117,9 +117,9 @@ class Bits(sympy.Function):
     is_commutative = True
 
     sign: str
-    """Python's operator, and Triton's."""
+    """The operator in Python and in Triton."""
     of: Callable[[Any, Any], Any]
-    """The value of two numbers, or of two tensors of them."""
+    """The value for two integers, or for two tensors of integers."""
 
     @classmethod
     def eval(cls, left: Any, right: Any) -> Any:
@@ -298,8 +298,8 @@ def _one(expr: sympy.Basic, known: dict[sympy.Basic, sympy.Basic]) -> sympy.Basi
 
 
 def _bits(expr: Bits, args: list[Any]) -> sympy.Basic:
-    """Return an operation on bits; shifts by a number, and low bits, as arithmetic, which tiles bound
-    more closely."""
+    """Return an operation on bits; shifts by a number, and low bits, become arithmetic, of which
+    tiles have closer bounds."""
     left, right = args
     for arg in args:
         if not arg.is_integer:

@@ -1,6 +1,6 @@
-"""PyTorch's functions on traced values: what each becomes in an expression.
+"""PyTorch's functions as expressions.
 
-`OPERATIONS` maps the name of a torch function or method to a function of `Operand`s, with torch's
+`OPERATIONS` maps the name of a torch function or method to a function of expressions, with torch's
 own parameter names.
 """
 

@@ -15,13 +15,13 @@ PAIR = (B, H, Q, K, SEQLEN_Q, SEQLEN_KV)
 FIRST, LAST = sympy.symbols("first last", integer=True, nonnegative=True)
 """First and last index of a stationary tile."""
 S = sympy.Symbol("s", real=True)
-"""A score after scaling: what a score change starts from."""
+"""A score after scaling, which a score change starts from."""
 
 
 class Lookup(sympy.Function):
     """`Lookup(t0, i, j)`: element [i, j] of the captured tensor that `t0` names.
 
-    The name says what the elements are: `captured_name`.
+    The assumptions of the name say what the elements are; see `captured_name`.
     """
 
     nargs = None

@@ -52,8 +52,8 @@ MAX_INTEGER = 2**62
 
 
 def to_text(expr: Any) -> str:
-    """Return the canonical text of a mask predicate or score: one for equal expressions, without
-    white space.
+    """Return the canonical text of a mask predicate or score, without white space; equal
+    expressions have one text.
 
     Raises Unsupported for what masks and scores cannot hold.
     """

@@ -1,4 +1,4 @@
-"""Triton source of functions that Triton does not have, or not right for all arguments."""
+"""Triton source of functions that Triton lacks, or has with wrong values for some arguments."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def tanh(name: Name, source: str, *, precise: bool) -> str:
 def log1p(
     name: Name, source: str, quotient: Callable[[str, str], tuple[str, int]], *, precise: bool
 ) -> str:
-    """Return log(1 + x): what 1 + x rounds away is put back by a factor (Goldberg 1991, theorem
-    4), unless not `precise`."""
+    """Return the name of log(1 + x). If `precise`, a factor puts back what 1 + x rounds away
+    (Goldberg 1991, theorem 4)."""
     if not precise:
         return f"tl.log({source} + 1.0)"
     x = name(source)

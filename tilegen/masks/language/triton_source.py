@@ -56,7 +56,7 @@ _RELATIONS = RELATIONS | {sympy.Ge: ">=", sympy.Gt: ">"}
 
 
 def _count(expr: sympy.Basic, uses: Counter[sympy.Basic]) -> None:
-    """Count in how many places of expressions each part stands."""
+    """Count the places of an expression in which each part stands."""
     uses[expr] += 1
     if uses[expr] == 1:
         for part in expr.args[1:] if isinstance(expr, Lookup) else expr.args:
@@ -89,8 +89,8 @@ class Writer:
         self._double = False
 
     def sources(self, exprs: Mapping[str, sympy.Basic]) -> dict[str, str]:
-        """Write what expressions of `prepared`'s kind share, and return their sources: conditions
-        or fp32 values. Raises Unsupported."""
+        """Write the statements that expressions share, and return the source of each expression: a
+        condition or an fp32 value. Raises Unsupported."""
         whole = {name: prepared(expr) for name, expr in exprs.items()}
         uses: Counter[sympy.Basic] = Counter()
         for expr in whole.values():
@@ -120,8 +120,8 @@ class Writer:
         return self._written[source]
 
     def _inside(self, expr: sympy.Basic, binding: int) -> str:
-        """Return the source of an expression, in brackets unless it binds as tightly as asked; the
-        name of one that occurs again."""
+        """Return the source of an expression, in brackets unless it binds as tightly as asked; for
+        one that occurs again, its name."""
         if expr in self._shared:
             key = (expr, self._double)
             if key not in self._named:
@@ -158,8 +158,8 @@ class Writer:
         return self._inside(expr, binding)
 
     def _widened(self, expr: sympy.Basic) -> Callable[[sympy.Basic, int], str]:
-        """Return how operands of an integer operation are written: in 64 bits where its result, or
-        a part of it, may not fit into 32."""
+        """Return the function that writes operands of an integer operation: in 64 bits where the
+        result, or a part of it, may not fit into 32."""
 
         def write(arg: sympy.Basic, binding: int) -> str:
             if isinstance(arg, sympy.Number) or self._sizes.is_wide(arg):
@@ -310,7 +310,8 @@ class Writer:
         return self.name(f"tl.where({value} == 0, 1, {value})")
 
     def _remainder(self, left: sympy.Expr, right: sympy.Expr) -> tuple[str, int]:
-        """Triton's `%` has the sign of the left operand, ours that of the right one."""
+        """Return a remainder with the sign of the right operand; Triton's `%` has that of the left
+        one."""
         divisor = self._divisor(right)
         whole = f"{self._int(left, UNARY)} % {divisor}"
         if self._sizes.is_natural(left) and self._sizes.is_positive(right):
@@ -322,7 +323,7 @@ class Writer:
         return f"tl.where({wrong}, {rest} + {divisor}, {rest})", ATOM
 
     def _floor_divide(self, left: sympy.Expr, right: sympy.Expr) -> str:
-        """Triton's `//` rounds towards zero, ours down."""
+        """Return a quotient rounded down; Triton's `//` rounds towards zero."""
         divisor = self._divisor(right)
         if self._sizes.is_natural(left) and self._sizes.is_positive(right):
             return f"{self._int(left, UNARY)} // {divisor}"

@@ -28,11 +28,11 @@ from tilegen.masks.language.extremes import BoxExtremes
 from tilegen.masks.language.nodes import Bits, BitXor, ShiftLeft, ShiftRight
 
 LARGEST = 2**62
-"""Integers beyond it, which may wrap around, are not bounded."""
+"""Largest integer that is bounded: beyond it sums and products may wrap around."""
 
 Tables = dict[tuple[int, tuple[int, ...]], BoxExtremes]
-"""Extremes of captured tensors, shared by all evaluations of one mask: by identity of the tensor
-and dimensions."""
+"""Extremes of captured tensors by the identity of the tensor and by dimensions; all evaluations of
+one mask share them."""
 
 
 _INCREASING = (torch.floor, torch.sign, minimum, maximum)

@@ -54,8 +54,8 @@ class Interval:
     lo: sympy.Expr
     hi: sympy.Expr
     guards: tuple[sympy.Expr, ...] = ()
-    """The interval is empty unless all of these are >= 0 (two bottom-right masks may never
-    meet)."""
+    """Expressions that must all be >= 0, else the interval is empty: two bottom-right masks may
+    never meet."""
 
     @property
     def nonempty(self) -> Boolean:
@@ -65,8 +65,8 @@ class Interval:
 
 @dataclass(frozen=True)
 class StreamSets:
-    """The streamed indices of one stationary tile: those in no `live` interval are dropped for all of
-    the tile, those in no `dropped` interval kept for all of it. The end of the sequence bounds
+    """The streamed indices of one stationary tile: those in no `live` interval are dropped for all
+    of the tile, those in no `dropped` interval kept for all of it. The end of the sequence bounds
     `live`; indices beyond it are not in `dropped`."""
 
     live: tuple[Interval, ...]
@@ -76,7 +76,8 @@ class StreamSets:
 
     @cached_property
     def full(self) -> Interval | None:
-        """The indices that all are kept, where these and the live ones are one interval each."""
+        """The indices that are kept for all of the tile, where these and the live ones are one
+        interval each."""
         lo: list[sympy.Expr] = []
         hi: list[sympy.Expr] = [self.length]
         for one in self.dropped:
@@ -157,7 +158,8 @@ def _solve_sets(mask: Mask, side: Side) -> StreamSets:
 
 
 def _some(intervals: list[Interval]) -> tuple[Interval, ...]:
-    """Return those that can hold anything, in an order that SymPy's hashes do not change."""
+    """Return the intervals that can hold anything, in an order that SymPy's hashes do not
+    change."""
     found = [one for one in intervals if one.nonempty != False]  # noqa: E712 - SymPy's false
     return tuple(sorted(found, key=str))
 
@@ -284,8 +286,8 @@ def _coefficient(expression: sympy.Expr, symbol: sympy.Symbol) -> tuple[int, sym
 def _eliminate(
     inequalities: Iterable[sympy.Expr], symbol: sympy.Symbol, rising: set[sympy.Symbol]
 ) -> list[sympy.Expr]:
-    """Return what `inequalities` (each >= 0) say once some FIRST <= symbol <= LAST satisfies them
-    all.
+    """Return inequalities without the symbol that hold where some FIRST <= symbol <= LAST satisfies
+    all `inequalities` (each >= 0).
 
     Fourier-Motzkin: every lower bound on the symbol must not exceed any upper bound. Look-ups in
     `rising` values count with the largest value that they can add.

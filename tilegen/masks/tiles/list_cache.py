@@ -87,7 +87,8 @@ class ListCache:
 
 
 def _state(tensor: torch.Tensor) -> torch.Tensor | int | None:
-    """Return by what a later change of a tensor is seen; None where nothing would show it."""
+    """Return the state of a tensor, in which a later change shows; None where no change would
+    show."""
     if is_checked(tensor):  # changes through `.data` or numpy leave the version as it is
         return tensor.detach().clone()
     return None if tensor.is_inference() else tensor._version

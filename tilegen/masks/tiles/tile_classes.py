@@ -46,11 +46,11 @@ class TileClasses:
     codes: torch.Tensor
     """int64 (live,): (((b * heads + h) * rows + row) * 2 + is_partial) * columns + column."""
     shape: TiledShape
-    """With batch and heads 1 where the mask does not depend on them."""
+    """The shape, with batch and heads 1 where the mask does not depend on them."""
     open_tiles: int
-    """Tiles that interval arithmetic left open."""
+    """The number of tiles that interval arithmetic left open."""
     evaluated_tiles: int
-    """Tiles that were evaluated pair by pair."""
+    """The number of tiles that were evaluated pair by pair."""
 
 
 def classify(

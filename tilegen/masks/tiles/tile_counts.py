@@ -36,8 +36,9 @@ def listed_ranges(mask: Mask, side: Side, shape: TiledShape) -> TileRanges:
     """Return the tiles every stationary tile visits.
 
     Exact for masks with their tensors, and up to LONGEST for others, where typical tensors stand
-    for missing ones. Longer ones are scaled: what a tile visits grows on as it did before. What a
-    tile of a neighborhood visits does not grow with the rows of its grid.
+    for missing ones. Tiles of longer sequences are scaled: the number that a tile visits grows on
+    as it did before. The number that a tile of a neighborhood visits does not grow with the rows of
+    its grid.
     """
     shrink = max(shape.seqlen_q, shape.seqlen_kv) / LONGEST
     if shrink > 1 and not _is_tied(mask):
@@ -80,8 +81,8 @@ def _built(mask: Mask, shape: TiledShape) -> tuple[Flags, Flags]:
 
 
 def _joined(flags: Flags, by: tuple[int, int], how: Callable[..., Any]) -> Flags:
-    """Return the flags of tiles that are so many fine ones high and wide; none are beyond the
-    end."""
+    """Return the flags of tiles that are `by` fine tiles high and wide; beyond the end all flags
+    are false."""
     batch, heads, *fine = flags.shape
     rows, columns = (-(-size // step) for size, step in zip(fine, by, strict=True))
     whole = np.zeros((batch, heads, rows * by[0], columns * by[1]), dtype=np.bool_)

@@ -34,8 +34,8 @@ class TileLists:
     batch: int
     """The number of batches that have lists: 1 where the mask is the same for all."""
     heads: int
-    """The number of query heads that have lists, also where columns are stationary: 1 where the mask
-    is the same for all."""
+    """The number of query heads that have lists, also where columns are stationary: 1 where the
+    mask is the same for all."""
     num_stationary: int
 
     @property

@@ -107,8 +107,8 @@ def is_solved(mask: Mask, side: Side) -> bool:
 
 
 def counted_over(mask: Mask, batch: int, heads: int) -> tuple[int, int]:
-    """Return over how many batches and heads tiles must be counted: 1 for what a mask does not
-    depend on, or does not say."""
+    """Return the numbers of batches and of heads over which tiles are counted: 1 where a mask does
+    not depend on them, or is a stand-in."""
     if mask.is_stand_in:
         return 1, 1
     depends = depends_on(_with_scalars(mask).general)
@@ -116,7 +116,7 @@ def counted_over(mask: Mask, batch: int, heads: int) -> tuple[int, int]:
 
 
 def _evaluator(mask: Mask, side: Side) -> tuple[frozenset[Any], Evaluator, tuple[Values, ...]]:
-    """Return what of B and H a mask depends on, its intervals as a function of numbers, and the
+    """Return which of B and H a mask depends on, its intervals as a function of numbers, and the
     values that it reads."""
     alike = _with_scalars(mask)
     values = alike.values

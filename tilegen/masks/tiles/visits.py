@@ -1,4 +1,4 @@
-"""The streamed tiles that stationary tiles visit, as numbers: what the model reasons about."""
+"""The streamed tiles that stationary tiles visit, as numbers for the model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TileRanges:
     """1 where the stationary tile visits the last streamed tile, which may be cut off; else 0."""
     block: int
     length: int
-    """Streamed rows of a tile, and of the sequence."""
+    """The numbers of streamed rows: `block` of a tile, `length` of the sequence."""
     ranges: tuple[tuple[Range, ...], tuple[Range, ...]] = ((), ())
     """Partial and full tiles, where the mask is solved in closed form; `pieces` in full shape."""
 
@@ -60,8 +60,8 @@ class TileRanges:
 
     @property
     def visited_rows(self) -> int:
-        """Streamed rows inside the sequence of all visited tiles: what the loads of a kernel
-        read."""
+        """The number of streamed rows in all visited tiles, inside the sequence: the loads of a
+        kernel read them."""
         return int(self.rows(self.length).sum())
 
     def rows(self, length: int) -> Counts:

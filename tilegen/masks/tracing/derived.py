@@ -1,7 +1,7 @@
 """Tensors that a traced function makes of those it captures: `(ids + 1)[q_idx]`, `t % 2 == 0`.
 
-A trace would keep what they held when the function was called with symbols. How each was made is
-noted instead, and done again at each call.
+A trace would keep the elements of the call with symbols. The steps that made each such tensor are
+noted instead, and done again at each call of a kernel.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Sums and the like of small tensors of expressions: rows of what a traced function captures."""
+"""Reductions of small tensors of expressions: the rows of a tensor that a traced function
+captures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that remember how they were computed: what traced functions are called with.
+"""Values that remember how they were computed; traced functions are called with them.
 
 They stand for tensors: of no dimension (`Term`), or of a few small ones (`Rows`, `Several`).
 """
@@ -134,7 +134,7 @@ class Term(Value):
 
     @property
     def dtype(self) -> torch.dtype:
-        """bool, int64 or float32, by what the value is."""
+        """The dtype that stands for the value's kind: bool, int64 or float32."""
         if is_condition(self.expr):
             return torch.bool
         return torch.int64 if self.expr.is_integer else torch.float32
