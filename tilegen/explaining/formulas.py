@@ -19,7 +19,7 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import SCORE_WIDTH, panels_per_group
 from tilegen.kernels.registry import KERNELS
 from tilegen.model.bounds import bound_values
-from tilegen.model.dram import Levels
+from tilegen.model.dram import Levels, sweeps
 from tilegen.model.launches import rows_of_panels
 from tilegen.model.symbols import (
     A_w,
