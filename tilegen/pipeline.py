@@ -151,7 +151,7 @@ def best_acceptable(
         seconds[config] = seconds_as_compiled(problem, gpu, config, ranked.kernel, built)
     if seconds:
         best = min(seconds, key=lambda config: seconds[config])
-        return Chosen(config=best, ranked=ranked, tried=tried)
+        return Chosen(config=best, ranked=ranked, tried=tried, seconds=seconds)
     least = first_that_fits(list(tried.values()), gpu)
     config = next(config for config, built in tried.items() if built is least)
     return Chosen(config=config, ranked=ranked, tried=tried)

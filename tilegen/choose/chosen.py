@@ -35,6 +35,9 @@ class Chosen:
     ranked: Ranked
     tried: Mapping[TileConfig, Usage | BuildFailed] = field(default_factory=dict)
     """Result of compiling, for each config that was compiled."""
+    seconds: Mapping[TileConfig, float] = field(default_factory=dict)
+    """Predicted time with what the compiler says that a config uses, for those of the model that
+    compiled to what may be used."""
 
     @property
     def source(self) -> str:

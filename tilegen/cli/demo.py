@@ -94,7 +94,7 @@ class Demo:
         self.say(line)
 
     def _propose(self, chosen: Mapping[Kernel, pipeline.Chosen]) -> None:
-        self._heading("propose: tiles that the cost model ranks first, and why")
+        self._heading("propose: tiles that are fastest if none of their registers spills, and why")
         for kernel, one in chosen.items():
             if not one.ranked.candidates:
                 self._line(kernel, f"{one.config.key:14}from {one.source}")
@@ -115,7 +115,7 @@ class Demo:
             self._line(kernel, str(write(render(problem, one.config, kernel))))
 
     def _build(self, chosen: Mapping[Kernel, pipeline.Chosen], spec: GpuSpec) -> None:
-        self._heading("build: the first that compiles to what may be used, no GPU needed")
+        self._heading("build: compiled until none can be faster, no GPU needed")
         for kernel, one in chosen.items():
             predicted = {c.config: c.estimate.smem_bytes for c in one.ranked.candidates}
             for i, (config, used) in enumerate(one.tried.items()):
@@ -124,6 +124,10 @@ class Demo:
                     self._line(name, f"{config.key:14}{used}")
                     continue
                 spills = f", {used.spill_bytes} bytes spilled" if used.spill_bytes else ""
+                if config in one.seconds:
+                    spills += f", {1e6 * one.seconds[config]:.0f} us"
+                elif one.ranked.candidates:
+                    spills += ": too many"
                 self._line(
                     name,
                     f"{config.key:14}{spec.arch}  {used.registers:3} registers  "
@@ -151,8 +155,11 @@ class Demo:
         self._heading("in all")
         directions: dict[str, list[CostEstimate]] = {}
         for kernel, one in chosen.items():
-            costs = (c.estimate for c in one.ranked.candidates if c.config == one.config)
-            directions.setdefault(direction_of(kernel), []).extend(costs)
+            directions.setdefault(direction_of(kernel), []).extend(
+                replace(c.estimate, seconds=one.seconds.get(c.config, c.estimate.seconds))
+                for c in one.ranked.candidates
+                if c.config == one.config
+            )
         for direction, costs in directions.items():
             if costs:
                 moved = sum(cost.read_bytes + cost.write_bytes for cost in costs)
