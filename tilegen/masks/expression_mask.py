@@ -57,11 +57,8 @@ class Expression(Mask):
         device = next((x.device for x in (q, k) if isinstance(x, torch.Tensor)), None)
         tensors = tuple(one.on(device or "cpu", (seqlen_q, seqlen_kv)) for one in self.captured)
         b, h, q, k = (torch.as_tensor(x, device=device) for x in (b, h, q, k))
-        return evaluate(
-            predicate_of(self.text, kinds),
-            tensors,
-            **{"b": b, "h": h, "q": q, "k": k, "seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv},
-        )
+        keep = predicate_of(self.text, kinds)
+        return evaluate(keep, tensors, b=b, h=h, q=q, k=k, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv)
 
 
 @lru_cache(maxsize=512)

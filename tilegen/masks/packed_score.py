@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from tilegen.errors import InvalidProblem
 from tilegen.masks.language.symbols import SEQLEN_KV, SEQLEN_Q, B, K, Lookup, Q, captured_name
 from tilegen.masks.language.texts import free_parts, from_text, to_text
 from tilegen.masks.packed import Documents
 from tilegen.masks.score import Score
+from tilegen.masks.tensors import check_axes
 from tilegen.masks.values import Lengths, is_checked
 from tilegen.sympy_lock import one_at_a_time
 
@@ -47,14 +47,8 @@ def _check_sizes(score: Score, cu_q: torch.Tensor, cu_kv: torch.Tensor) -> None:
     needed = {"b": len(cu_q) - 1}
     if is_checked(cu_q) and is_checked(cu_kv):
         needed |= {"q": int(cu_q.diff().max()), "k": int(cu_kv.diff().max())}
-    names = {"b": "all", "q": "the rows of the longest", "k": "the columns of the longest"}
-    for slot, axes in score.sizes:
-        for axis, size in zip(axes, score.captured[slot].shape, strict=True):
-            if size != needed.get(axis, size):
-                raise InvalidProblem(
-                    f"a tensor that the score reads must have size {needed[axis]} for "
-                    f"{names[axis]} of the documents, got {size}"
-                )
+    of_the_longest = {"q": "rows of the longest document", "k": "columns of the longest document"}
+    check_axes(score, needed, {"b": "documents", **of_the_longest})
 
 
 @one_at_a_time

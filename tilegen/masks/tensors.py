@@ -10,20 +10,21 @@ from functools import lru_cache
 import torch
 
 from tilegen.errors import InvalidProblem
-from tilegen.masks.kinds import lengths_of
 from tilegen.masks.mask import Mask
 from tilegen.masks.notation import split_arguments
 from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
-from tilegen.masks.values import Made, Values, is_checked
+from tilegen.masks.values import Made, Values
 
 
-def tensors_of(mask: Mask, shape: Shape, device: torch.device) -> tuple[torch.Tensor, ...]:
+def tensors_of(
+    mask: Mask, shape: Shape, device: torch.device, made: Made | None = None
+) -> tuple[torch.Tensor, ...]:
     """Return the tables that a mask reads, on a device. Raises InvalidProblem where sizes do not
     fit."""
     if mask.is_stand_in:
         raise InvalidProblem(f"expected a mask with its tensors, got {mask}")
-    made: Made = {}
+    made = {} if made is None else made
     return tuple(_fitting(value, shape, device, made) for value in mask.values)
 
 
@@ -33,19 +34,8 @@ def _fitting(value: Values, shape: Shape, device: torch.device, made: Made) -> t
         table = table[: shape.by_axis["b"]]  # what a function reads may be for more batches
     for axis, size in zip(value.axes or "", table.shape, strict=False):
         if size != shape.by_axis[axis]:
-            raise _wrong_size("the mask's values", axis, shape.by_axis[axis], size)
+            raise _wrong_size("the mask's values", shape.by_axis[axis], _AXIS_NAMES[axis], size)
     return table
-
-
-def lengths_table(lengths: torch.Tensor, batch: int, device: torch.device) -> torch.Tensor:
-    """Return the lengths of a padded batch as kernels read them. Raises InvalidProblem where there
-    is not one for each entry."""
-    is_table = lengths.dtype is torch.int32 and lengths.device == device
-    if not is_table or not lengths.is_contiguous() or is_checked(lengths):
-        lengths = lengths_of(lengths).on(device)
-    if lengths.shape[0] != batch:
-        raise _wrong_size("the mask's values", "b", batch, lengths.shape[0])
-    return lengths
 
 
 def check_fit(mask: Mask, score: Score | None, shape: Shape) -> None:
@@ -59,20 +49,27 @@ def check_sizes(score: Score, shape: Shape) -> None:
     """Raise InvalidProblem where a tensor that a score reads is empty or of another size."""
     if not all(tensor.numel() for tensor in score.captured):
         raise InvalidProblem("tensors that a score reads must not be empty")
-    for slot, axes in score.sizes:
-        for name, size in zip(axes, score.captured[slot].shape, strict=True):
-            if name != "." and size != shape.by_axis[name]:
-                raise _wrong_size("a tensor that the score reads", name, shape.by_axis[name], size)
+    needed = shape.by_axis
+    check_axes(score, needed, _AXIS_NAMES)
     for slot, axis, name in _whole_axes(score.text):
         size = score.captured[slot].shape[axis]
-        if size < shape.by_axis[name]:
-            raise _wrong_size("a tensor that the score reads", name, shape.by_axis[name], size)
+        if size < needed[name]:
+            raise _wrong_size(_READ, needed[name], _AXIS_NAMES[name], size)
     if score.sink_logits is not None and len(score.sink_logits) != shape.heads:
-        raise _wrong_size("sinks", "h", shape.heads, len(score.sink_logits))
+        raise _wrong_size("sinks", shape.heads, _AXIS_NAMES["h"], len(score.sink_logits))
 
 
-def _wrong_size(what: str, axis: str, expected: int, size: int) -> InvalidProblem:
-    return InvalidProblem(f"{what} must have size {expected} along {_AXIS_NAMES[axis]}, got {size}")
+def check_axes(score: Score, needed: Mapping[str, int], names: Mapping[str, str]) -> None:
+    """Raise InvalidProblem where a tensor that a score reads has another size along an axis than is
+    `needed`; errors call the axes by their `names`."""
+    for slot, axes in score.sizes:
+        for axis, size in zip(axes, score.captured[slot].shape, strict=True):
+            if size != needed.get(axis, size):
+                raise _wrong_size(_READ, needed[axis], names[axis], size)
+
+
+def _wrong_size(what: str, needed: int, along: str, size: int) -> InvalidProblem:
+    return InvalidProblem(f"{what} must have size {needed} along {along}, got {size}")
 
 
 @lru_cache(maxsize=256)
@@ -102,4 +99,5 @@ def score_tensors(
     return reads | {f"dc{slot}": one for slot, one in (gradients or {}).items()}
 
 
+_READ = "a tensor that the score reads"
 _AXIS_NAMES = {"b": "batch", "h": "query heads", "q": "query rows", "k": "key-value columns"}

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tilegen.errors import InvalidProblem, Unsupported
+from tilegen.masks.language.elements import kind_of
 from tilegen.settings import checks
 
 if TYPE_CHECKING:
@@ -268,11 +269,7 @@ def values(tensor: Any, axes: str) -> Values:
 def table(tensor: Any, percent: int) -> Values:
     """Return a tensor that an expression looks up in a mask which keeps so many percent."""
     name = str(tensor.dtype).removeprefix("torch.")
-    kind: Kind = "int"
-    if name in ("bool", "int64", "float64"):
-        kind = cast("Kind", name)
-    elif tensor.dtype.is_floating_point:
-        kind = "float"
+    kind = cast("Kind", name if name in ("int64", "float64") else kind_of(name))
     return Values(axes=None, typical=percent, tensor=tensor, kind=kind, pattern="table")
 
 

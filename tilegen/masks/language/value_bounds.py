@@ -105,10 +105,7 @@ class TileBounds(Points):
         return _increasing(lambda end: end.clamp(-LARGEST, LARGEST).long(), value)
 
     def add(self, left: Interval, right: Interval) -> Interval:
-        found = _increasing(torch.add, left, right)
-        if found.lo.is_floating_point():
-            return found
-        return _unless_wrapped(found, _size(left) + _size(right))
+        return _unless_wrapped(_increasing(torch.add, left, right), _size(left) + _size(right))
 
     def mul(self, left: Interval, right: Interval) -> Interval:
         return _unless_wrapped(
@@ -120,7 +117,8 @@ class TileBounds(Points):
         quotient = _hull([a / b for a in left.ends for b in right.ends])
         if right.is_single:
             return quotient
-        return _where(_has_one_sign(right), quotient, _anything(quotient.lo))
+        has_one_sign = (right.lo > 0) | (right.hi < 0)
+        return _where(has_one_sign, quotient, _anything(quotient.lo))
 
     def floor_divide(self, left: Interval, right: Interval) -> Interval:
         divisors = list(right.ends)
@@ -273,13 +271,9 @@ def _unless_wrapped(found: Interval, size: torch.Tensor) -> Interval:
     wraps = size >= LARGEST
     if not bool(wraps.any()):
         return found
-    return _where(wraps, _any_integer(found.lo), found)
-
-
-def _any_integer(like: torch.Tensor) -> Interval:
-    """Return all integers but the least, which has no absolute value."""
-    largest = torch.full_like(like, torch.iinfo(torch.int64).max)
-    return Interval(-largest, largest)
+    # The least integer has no absolute value.
+    largest = torch.full_like(found.lo, torch.iinfo(torch.int64).max)
+    return _where(wraps, Interval(-largest, largest), found)
 
 
 def _anything(like: torch.Tensor) -> Interval:
@@ -299,7 +293,3 @@ def _where(condition: torch.Tensor, left: Interval, right: Interval) -> Interval
     return Interval(
         torch.where(condition, left.lo, right.lo), torch.where(condition, left.hi, right.hi)
     )
-
-
-def _has_one_sign(divisor: Interval) -> torch.Tensor:
-    return (divisor.lo > 0) | (divisor.hi < 0)

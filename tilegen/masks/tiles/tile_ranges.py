@@ -40,7 +40,7 @@ def tile_ranges(
 
     `batch` and `heads` matter only to a mask that depends on them.
     """
-    shape = {"b": batch, "h": heads, "q": seqlen_q, "k": seqlen_kv}
+    shape = Shape(batch, heads, seqlen_q, seqlen_kv).tiled(block_m, block_n)
     stays, stays_block, length, block = (
         (seqlen_q, block_m, seqlen_kv, block_n)
         if side == "rows"
@@ -49,14 +49,13 @@ def tile_ranges(
     try:
         depends, evaluate, values = _evaluator(mask, side)
     except Unsupported:
-        tiled = Shape(batch, heads, seqlen_q, seqlen_kv).tiled(block_m, block_n)
-        return listed_ranges(mask, side, tiled)
+        return listed_ranges(mask, side, shape)
     first = np.arange(0, stays, stays_block, dtype=np.int64)[None, None]
     last = np.minimum(first + stays_block, stays) - 1
     b = np.arange(batch if B in depends else 1)[:, None, None]
     h = np.arange(heads if H in depends else 1)[None, :, None]
     symbols = {FIRST: first, LAST: last, B: b, H: h, SEQLEN_Q: seqlen_q, SEQLEN_KV: seqlen_kv}
-    live, dropped = evaluate(symbols, [value.sample(shape) for value in values])
+    live, dropped = evaluate(symbols, [value.sample(shape.by_axis) for value in values])
     found = merge(_OnArrays(block), live, dropped, length)
     every = np.broadcast_shapes(first.shape, b.shape, h.shape)
     zero = np.zeros(every, dtype=np.int64)
