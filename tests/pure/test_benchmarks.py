@@ -338,9 +338,9 @@ def test_cpu_benchmarks_give_numbers(
     path = tmp_path / "cpu.csv"
     cpu.main(csv=path)
     found = rows.read(path)
-    assert len(found) == len({row["benchmark"] for row in found}) == 23
+    assert len(found) == len({row["benchmark"] for row in found}) == 24
     assert all(float(row["value"]) > 0 for row in found)
-    assert capsys.readouterr().out.count("\n") == 24
+    assert capsys.readouterr().out.count("\n") == 25
     for kernel in cpu.PROPOSED:
         times = [row["value"] for row in found if row["benchmark"].startswith(f"propose {kernel},")]
         assert len(times) == 2
