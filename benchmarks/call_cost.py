@@ -36,6 +36,7 @@ from tilegen.runtime import dispatch, plans
 from tilegen.runtime.call import call_key
 from tilegen.runtime.changes import Changes
 from tilegen.runtime.kernels import Kernels
+from tilegen.settings import checks
 
 BASELINE = "SDPA of one row"
 TILE = TileConfig(block_m=16, block_n=16)
@@ -127,12 +128,12 @@ def as_on_a_gpu(*, notes: bool = False) -> Generator[StandInDriver]:
     def ranked(_: AttentionProblem, kernel: Kernel, **__: object) -> Ranked:
         return Ranked(kernel, (TILE,), "agreement", "the benchmark")
 
+    # As `is_checked` of tensors on a GPU.
     def unseen(tensor: torch.Tensor) -> bool:
-        return False
+        return not tensor.is_cpu or checks()
 
     with (
         stand_in(notes=notes) as driver,
-        # Values on a GPU are not looked at.
         mock.patch.object(tensors, "is_checked", unseen),
         mock.patch.object(import_module("tilegen.masks.values"), "is_checked", unseen),
         mock.patch.multiple(dispatch.interpreter, is_active=lambda: True, prepare=lambda: None),
