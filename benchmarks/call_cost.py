@@ -130,7 +130,7 @@ def as_on_a_gpu(*, notes: bool = False) -> Generator[StandInDriver]:
 
     # As `is_checked` of tensors on a GPU.
     def unseen(tensor: torch.Tensor) -> bool:
-        return not tensor.is_cpu or checks()
+        return tensor.device.type != "cpu" or checks()
 
     with (
         stand_in(notes=notes) as driver,

@@ -34,8 +34,8 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.problem import AttentionProblem
 
 REPEATS = 7
-CALLS = 1000
-"""Of `attention` in one batch."""
+CALLS, TURNS = 100, 70
+"""Of `attention` in one turn, and turns, so many since other programs disturb some."""
 PROPOSED: tuple[Kernel, ...] = ("fwd", "bwd_preprocess", "bwd_dkdv", "bwd_dq")
 COMPILED = 16
 """Kernels that the throughput of compiling is measured with."""
@@ -81,7 +81,7 @@ def calling() -> Iterator[Number]:
     """CPU time of `attention` up to the driver, and of its parts, beside PyTorch's attention."""
     from benchmarks.call_cost import measured
 
-    for name, value, baseline, of_baseline in measured(calls=CALLS, repeats=REPEATS):
+    for name, value, baseline, of_baseline in measured(calls=CALLS, repeats=TURNS):
         yield Number(
             benchmark=name,
             value=value,

@@ -333,7 +333,7 @@ def test_large_masks_and_scores_are_refused() -> None:
 def test_cpu_benchmarks_give_numbers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in (("REPEATS", 1), ("CALLS", 20), ("COMPILED", 2)):
+    for name, value in (("REPEATS", 1), ("TURNS", 1), ("CALLS", 20), ("COMPILED", 2)):
         monkeypatch.setattr(cpu, name, value)
     path = tmp_path / "cpu.csv"
     cpu.main(csv=path)

@@ -285,7 +285,7 @@ def table(tensor: Any, percent: int) -> Values:
 
 def is_checked(tensor: Any) -> bool:
     """Whether values may be looked at: on a CPU they may, elsewhere that waits for the device."""
-    return tensor.is_cpu or (checks() and not tensor.is_meta)
+    return tensor.device.type == "cpu" or (tensor.device.type != "meta" and checks())
 
 
 def check_range(tensor: Any, limit: int | None) -> None:
