@@ -1,6 +1,6 @@
 """Benchmarks that need no GPU: what tilegen costs before a kernel runs.
 
-    python -m benchmarks.cpu
+    python -m benchmarks.cpu [--only calling]
 
 Each number stands beside a baseline measured in the same run, so that the ratio travels between
 machines where the number does not.
@@ -193,13 +193,19 @@ def main(
     csv: Annotated[
         Path | None, typer.Option(help="Result file. Default: benchmarks/results/cpu/<date>.csv.")
     ] = None,
+    only: Annotated[
+        str, typer.Option(help="One of imports, calling, proposing, rendering, compiling.")
+    ] = "",
 ) -> None:
     """Measure import, propose, render, compile and the hot path up to the driver.
 
-    Example: python -m benchmarks.cpu
+    Example: python -m benchmarks.cpu --only calling
     """
+    chosen = [one for one in benchmarks() if only in ("", one.__name__)]
+    if not chosen:
+        raise typer.BadParameter(f"expected a name of a benchmark, got {only!r}")
     path = csv or ROOT / "benchmarks" / "results" / "cpu" / f"{environment().date}.csv"
-    write((number for benchmark in benchmarks() for number in benchmark()), path)
+    write((number for benchmark in chosen for number in benchmark()), path)
 
 
 if __name__ == "__main__":
