@@ -25,7 +25,7 @@ import typer
 import yaml
 
 from benchmarks.call_cost import BASELINE, microseconds, sdpa
-from benchmarks.cpu import CALLS, REPEATS, Number, write
+from benchmarks.cpu import CALLS, TURNS, Number, write
 from benchmarks.environment import ROOT
 from benchmarks.workloads import CATALOGUE, MASKED, SHAPES
 from tilegen import attention, bundles, pipeline
@@ -103,7 +103,7 @@ def calling(bundle: Bundle, problem: AttentionProblem) -> Number:
             lambda: attention(q, k, v, mask=problem.mask),
             sdpa(gradients=False),
             calls=CALLS,
-            repeats=REPEATS,
+            repeats=TURNS,
         )
         return Number(
             benchmark="attention() from a bundle, up to the driver",

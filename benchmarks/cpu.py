@@ -1,6 +1,6 @@
 """Benchmarks that need no GPU: what tilegen costs before a kernel runs.
 
-    python -m benchmarks.cpu
+    python -m benchmarks.cpu [--only calling]
 
 Each number stands beside a baseline measured in the same run, so that the ratio travels between
 machines where the number does not.
@@ -34,8 +34,8 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.problem import AttentionProblem
 
 REPEATS = 7
-CALLS = 1000
-"""Of `attention` in one batch."""
+CALLS, TURNS = 100, 70
+"""Of `attention` in one turn, and turns, so many since other programs disturb some."""
 PROPOSED: tuple[Kernel, ...] = ("fwd", "bwd_preprocess", "bwd_dkdv", "bwd_dq")
 COMPILED = 16
 """Kernels that the throughput of compiling is measured with."""
@@ -81,7 +81,7 @@ def calling() -> Iterator[Number]:
     """CPU time of `attention` up to the driver, and of its parts, beside PyTorch's attention."""
     from benchmarks.call_cost import measured
 
-    for name, value, baseline, of_baseline in measured(calls=CALLS, repeats=REPEATS):
+    for name, value, baseline, of_baseline in measured(calls=CALLS, repeats=TURNS):
         yield Number(
             benchmark=name,
             value=value,
@@ -193,13 +193,19 @@ def main(
     csv: Annotated[
         Path | None, typer.Option(help="Result file. Default: benchmarks/results/cpu/<date>.csv.")
     ] = None,
+    only: Annotated[
+        str, typer.Option(help="One of imports, calling, proposing, rendering, compiling.")
+    ] = "",
 ) -> None:
     """Measure import, propose, render, compile and the hot path up to the driver.
 
-    Example: python -m benchmarks.cpu
+    Example: python -m benchmarks.cpu --only calling
     """
+    chosen = [one for one in benchmarks() if only in ("", one.__name__)]
+    if not chosen:
+        raise typer.BadParameter(f"expected a name of a benchmark, got {only!r}")
     path = csv or ROOT / "benchmarks" / "results" / "cpu" / f"{environment().date}.csv"
-    write((number for benchmark in benchmarks() for number in benchmark()), path)
+    write((number for benchmark in chosen for number in benchmark()), path)
 
 
 if __name__ == "__main__":

@@ -3,13 +3,16 @@ once, by the first thread that asks."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from threading import Lock, RLock
 from typing import Any, Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
+
+MAX_USED = 64
+"""Uses of known values that are remembered in order."""
 
 
 class BoundedCache(Generic[K, V]):
@@ -18,6 +21,7 @@ class BoundedCache(Generic[K, V]):
     def __init__(self, size: int, on_drop: Callable[[V], Any] | None = None) -> None:
         """`on_drop` gets the values that make room for others."""
         self._values: OrderedDict[K, V] = OrderedDict()  # the least recently used first
+        self._used: deque[K] = deque(maxlen=MAX_USED)  # since room was made
         self._size = size
         self._making: dict[K, RLock] = {}
         self._lock = Lock()
@@ -27,11 +31,11 @@ class BoundedCache(Generic[K, V]):
         return len(self._values)
 
     def known(self, key: K) -> V | None:
-        """Return the value of a key, None where there is none."""
-        with self._lock:
-            value = self._values.get(key)
-            if value is not None:
-                self._values.move_to_end(key)
+        """Return the value of a key, None where there is none: `get` without its lock, as hot paths
+        need it."""
+        value = self._values.get(key)
+        if value is not None:
+            self._used.append(key)
         return value
 
     def get(self, key: K, make: Callable[[], V]) -> V:
@@ -63,6 +67,9 @@ class BoundedCache(Generic[K, V]):
             self._values.clear()
 
     def _put(self, key: K, value: V) -> None:
+        while self._used:
+            if (used := self._used.popleft()) in self._values:
+                self._values.move_to_end(used)
         while len(self._values) >= self._size:
             _, dropped = self._values.popitem(last=False)
             if self._on_drop is not None:

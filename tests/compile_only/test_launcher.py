@@ -14,6 +14,7 @@ from benchmarks.stand_in import stand_in
 from tilegen.emit.identity import stride_unit
 from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
+from tilegen.errors import InvalidProblem
 from tilegen.kernels.config import TileConfig
 from tilegen.masks import Mask
 from tilegen.problem import AttentionProblem
@@ -120,6 +121,18 @@ def test_calls_of_all_lengths_launch_what_the_emitted_launch_does(
     for launched, emitted in zip(*seen, strict=True):
         assert launched == emitted
     assert made < len(given)
+
+
+@pytest.mark.parametrize(
+    "lengths", [torch.ones(3), torch.ones(3, 1, dtype=torch.int32), torch.ones(2).int(), [1, 1, 1]]
+)
+def test_kernels_are_given_no_lengths_that_do_not_fit(lengths: Any) -> None:
+    q = torch.zeros(3, 2, 32, 16, dtype=torch.bfloat16)
+    with as_on_a_gpu(notes=True) as driver:
+        tilegen.attention(q, q, q, kv_lengths=torch.tensor([1, 2, 3], dtype=torch.int32))
+        with pytest.raises(InvalidProblem, match=r"kv_lengths must be|size 3 along batch, got 2"):
+            tilegen.attention(q, q, q, kv_lengths=lengths)
+    assert len(driver.launches) == 1
 
 
 def test_lengths_of_one_bucket_share_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -334,7 +334,7 @@ def test_large_masks_and_scores_are_refused() -> None:
 def test_cpu_benchmarks_give_numbers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, value in (("REPEATS", 1), ("CALLS", 20), ("COMPILED", 2)):
+    for name, value in (("REPEATS", 1), ("TURNS", 1), ("CALLS", 20), ("COMPILED", 2)):
         monkeypatch.setattr(cpu, name, value)
     for name, few in (("catalogue", catalogue()[:2]), ("head", head()[:2])):
         monkeypatch.setattr(cpu, name, lambda few=few: few)
@@ -345,9 +345,9 @@ def test_cpu_benchmarks_give_numbers(
     path = tmp_path / "cpu.csv"
     cpu.main(csv=path)
     found = rows.read(path)
-    assert len(found) == len({row["benchmark"] for row in found}) == 23
+    assert len(found) == len({row["benchmark"] for row in found}) == 24
     assert all(float(row["value"]) > 0 for row in found)
-    assert capsys.readouterr().out.count("\n") == 24
+    assert capsys.readouterr().out.count("\n") == 25
     for kernel in cpu.PROPOSED:
         times = [row["value"] for row in found if row["benchmark"].startswith(f"propose {kernel},")]
         assert len(times) == 2

@@ -28,6 +28,7 @@ from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import score_tensors
 from tilegen.problem import AttentionProblem
+from tilegen.runtime import allocation
 from tilegen.runtime.binding import BoundKernel
 from tilegen.runtime.kernels import launcher_of_module
 from tilegen.runtime.launcher import Launcher
@@ -352,3 +353,15 @@ def test_dimensions_of_size_1_have_no_strides(sizes: tuple[int, int, int], strid
     expected = [0 if n == 1 else s // 8 for n, s in zip(sizes, dense.stride(), strict=False)]
     for letter, row in (("q", "m"), ("k", "n"), ("v", "n")):
         assert [launched[0][f"stride_{letter}{one}"] for one in ("b", "h", row)] == expected
+
+
+def test_results_are_allocated_alike_where_pytorch_offers_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: Any = (2, 3, 5, 16), (240, 16, 48, 1), torch.bfloat16
+    found = [allocation.empty_on_cpu(*asked)]
+    monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cpu")
+    found.append(allocation.allocator("cpu")(*asked))
+    for one in found:
+        assert (tuple(one.shape), one.stride(), one.dtype) == asked
+        assert one.device == torch.device("cpu")

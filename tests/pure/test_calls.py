@@ -43,6 +43,29 @@ def test_jagged_tensors_take_no_kv_lengths() -> None:
         tilegen.attention(q, q, q, kv_lengths=torch.tensor([3, 3, 1]))
 
 
+@pytest.mark.parametrize(
+    "lengths, message",
+    [
+        (torch.ones(2, 2, dtype=torch.int32), r"shape \(batch,\)"),
+        (torch.ones(2), "must be integers, got torch.float32"),
+        ([3, 3], r"must be a tensor of shape \(batch,\)"),
+        (torch.tensor([3, 3, 3]), "size 2 along batch, got 3"),
+    ],
+    ids=["two dimensions", "floats", "a list", "three"],
+)
+def test_lengths_are_looked_at_in_each_call(lengths: Any, message: str) -> None:
+    q = random(2, 2, 9, 16)
+    right = torch.tensor([4, 9])
+    mask = tilegen.causal()
+    for _ in range(2):
+        with pytest.raises(InvalidProblem, match=message):
+            tilegen.attention(q, q, q, mask=mask, kv_lengths=lengths)
+        out = tilegen.attention(q, q, q, mask=mask, kv_lengths=right)
+        both = tilegen.attention(q, q, q, mask=mask & tilegen.kv_lengths(right))
+        assert torch.equal(out, both)
+        right[0] += 3
+
+
 # --------------------------------------------------------------------------------------------------
 # Masks, scales, autocast
 

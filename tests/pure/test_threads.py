@@ -42,11 +42,13 @@ def together(work: Callable[[int], Any]) -> list[Any]:
         return list(pool.map(one, range(THREADS)))
 
 
-def test_the_least_recently_used_goes_first() -> None:
+@pytest.mark.parametrize("hot", [False, True])
+def test_the_least_recently_used_goes_first(hot: bool) -> None:
     dropped: list[int] = []
     kept: BoundedCache[int, int] = BoundedCache(3, dropped.append)
     for key in (1, 2, 3, 1, 4, 5):
-        assert kept.get(key, lambda key=key: -key) == -key
+        known = kept.known(key) if hot else None
+        assert (known or kept.get(key, lambda key=key: -key)) == -key
     assert dropped == [-2, -3]
     assert len(kept) == 3
     kept.clear()

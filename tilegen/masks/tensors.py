@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -36,6 +37,27 @@ def _fitting(value: Values, shape: Shape, device: torch.device, made: Made) -> t
         if size != shape.by_axis[axis]:
             raise _wrong_size("the mask's values", shape.by_axis[axis], _AXIS_NAMES[axis], size)
     return table
+
+
+def check_kv_lengths(lengths: Any) -> None:
+    """Raise InvalidProblem unless these can be the lengths of a padded batch."""
+    if not isinstance(lengths, torch.Tensor) or lengths.ndim != 1:
+        raise InvalidProblem("kv_lengths must be a tensor of shape (batch,)")
+    if lengths.is_floating_point() or lengths.dtype is torch.bool:
+        raise InvalidProblem(f"kv_lengths must be integers, got {lengths.dtype}")
+
+
+def lengths_table(lengths: Any, batch: int, device: torch.device) -> torch.Tensor:
+    """Return the lengths of a padded batch as kernels read them. Raises InvalidProblem for others
+    than one for each entry."""
+    is_table = getattr(lengths, "dtype", None) is torch.int32 and lengths.device == device
+    if not is_table or not lengths.is_contiguous() or is_checked(lengths):
+        check_kv_lengths(lengths)
+        lengths = lengths_of(lengths).on(device)
+    if lengths.shape != (batch,):
+        check_kv_lengths(lengths)
+        raise _wrong_size("the mask's values", batch, _AXIS_NAMES["b"], lengths.shape[0])
+    return lengths
 
 
 def check_fit(mask: Mask, score: Score | None, shape: Shape) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +38,7 @@ class BoundKernel:
         """`names` are those of the launch's parameters, where its signature does not say them."""
         names = inspect.signature(launch).parameters if names is None else names
         self.launch = launch
-        self._slots = [int(name[1:]) for name in names if re.fullmatch(r"t\d+", name)]
+        self._slots = [(int(name[1:]), name) for name in names if re.fullmatch(r"t\d+", name)]
         self._reads = [name for name in names if re.fullmatch(r"d?c\d+|sinks", name)]
         self._side: Side = KERNELS[kernel].stays
         self._blocks = {"block_m": config.block_m, "block_n": config.block_n}
@@ -63,29 +63,38 @@ class BoundKernel:
         """Return the launch for one call with this mask, and with what a score `reads` (see
         `score_tensors`); `tables` are those of the mask, made once for all kernels of a pass.
         Raises InvalidProblem for values that do not fit the shape."""
-        launch = self.launch
-        extras: dict[str, Any] = {name: reads[name] for name in self._reads}
-        if not self._slots and self._keep is None:
-            return partial(launch, **extras) if extras else launch
-        tables = tensors_of(mask, shape, device) if tables is None else tables
-        for slot in self._slots:
+        if tables is None:
+            tables = tensors_of(mask, shape, device) if self._slots or self.reads_lists else ()
+        launch = self.reading(tables, reads)
+        if self._keep is None:
+            return launch
+        lists = _list_cache().get(
+            self._keep,
+            tables,
+            shape.tiled(**self._blocks),
+            device=device,
+            side=self._side,
+            sources=tuple(source for value in mask.values for source in value.sources),
+            origin=tuple(value.origin for value in mask.values),
+        )
+        each = lists.num_stationary
+        return partial(
+            launch,
+            tiles=lists.tiles,
+            starts=lists.starts,
+            tiles_sb=lists.heads * each if lists.batch > 1 else 0,
+            tiles_sh=each if lists.heads > 1 else 0,
+        )
+
+    def reading(
+        self, tables: Sequence[torch.Tensor], reads: Mapping[str, torch.Tensor] = NOTHING
+    ) -> Launch:
+        """Return the same but for lists of tiles."""
+        extras = {name: reads[name] for name in self._reads} if self._reads else {}
+        for slot, name in self._slots:
             one = tables[slot]
-            extras[f"t{slot}"] = one.view(torch.uint8) if one.dtype is torch.bool else one
-        if self._keep is not None:
-            lists = _list_cache().get(
-                self._keep,
-                tables,
-                shape.tiled(**self._blocks),
-                device=device,
-                side=self._side,
-                sources=tuple(source for value in mask.values for source in value.sources),
-                origin=tuple(value.origin for value in mask.values),
-            )
-            each = lists.num_stationary
-            extras["tiles"], extras["starts"] = lists.tiles, lists.starts
-            extras["tiles_sb"] = lists.heads * each if lists.batch > 1 else 0
-            extras["tiles_sh"] = each if lists.heads > 1 else 0
-        return partial(launch, **extras)
+            extras[name] = one.view(torch.uint8) if one.dtype is torch.bool else one
+        return partial(self.launch, **extras) if extras else self.launch
 
 
 @cache

@@ -48,53 +48,57 @@ def score_of(score: Score | ScoreFunction | None) -> Score | None:
 _traces = Traces(scores.score)
 
 
-def check_kv_lengths(kv_lengths: torch.Tensor) -> None:
-    """Raise InvalidProblem unless these can be the lengths of padded batches."""
-    if not isinstance(kv_lengths, torch.Tensor) or kv_lengths.ndim != 1:
-        raise InvalidProblem("kv_lengths must be a tensor of shape (batch,)")
-    if kv_lengths.is_floating_point() or kv_lengths.dtype is torch.bool:
-        raise InvalidProblem(f"kv_lengths must be integers, got {kv_lengths.dtype}")
-
-
 def call_key(q: Any, k: Any, v: Any, changes: Changes) -> Any:
     """Return what calls of one kind have in common: lengths only as far as their bucket goes, and
     of strides and addresses only whether kernels can take them as they are. Raises InvalidProblem
     for what is no tensor."""
-    kind = changes.kind
+    kind, score = changes.kind, changes.score
+    form = None if score is None else form_of(changes)
     try:
-        shapes = q.shape, k.shape, v.shape
-        strides = q.stride(), k.stride(), v.stride()
-        others = (
-            *(q.dtype, k.dtype, v.dtype, q.device, k.device, v.device),
-            (q.data_ptr() | k.data_ptr() | v.data_ptr()) % VECTOR_BYTES == 0,
-            kind,
-            None if changes.score is None else form_of(changes),
-            torch.is_autocast_enabled(on := "cuda" if q.is_cuda else "cpu")
-            and torch.get_autocast_dtype(on),
-        )
+        q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
+        q_stride, k_stride, v_stride = q.stride(), k.stride(), v.stride()
+        q_dtype, k_dtype, v_dtype = q.dtype, k.dtype, v.dtype
+        q_device, k_device, v_device = q.device, k.device, v.device
+        offset = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % VECTOR_BYTES
+        where = "cuda" if q.is_cuda else "cpu"
     except (AttributeError, RuntimeError):  # RuntimeError: sparse, nested and such
         names = ", ".join(_kind(x) for x in (q, k, v))
         raise InvalidProblem(f"q, k and v must be dense torch tensors, got {names}") from None
-    if not len(shapes[0]) == len(shapes[1]) == len(shapes[2]) == 4:
-        return *shapes, *others
-    (batch, heads, rows, width), (k_batch, heads_kv, columns, k_width) = shapes[:2]
-    v_batch, v_heads, v_columns, v_width = shapes[2]
-    (qb, qh, qm, q_dense), (kb, kh, kn, k_dense), (vb, vh, vn, v_dense) = strides
-    if (
-        (k_batch, k_width, v_batch, v_heads, v_columns) != (batch, width, batch, heads_kv, columns)
-        or not (rows and columns)
-        or batch * heads * (rows | columns) > MAX_PROGRAMS
-        or not q_dense == k_dense == v_dense == 1
-        or (qm | kn | vn) >= MAX_ROW_STRIDE
-    ):
-        return *shapes, *strides, *others  # to be looked at closely
-    unit = (qb | qh | qm | kb | kh | kn | vb | vh | vn) % VECTOR_BYTES
-    if unit:  # perhaps of dimensions of size 1, whose strides say nothing
-        sizes = (*shapes[0][:3], *shapes[1][:3], *shapes[2][:3])
-        found = zip(sizes, (qb, qh, qm, kb, kh, kn, vb, vh, vn), strict=True)
-        unit = reduce(or_, (0 if n == 1 else stride for n, stride in found)) % VECTOR_BYTES
-    buckets = (rows - 1).bit_length(), (columns - 1).bit_length()
-    return batch, heads, heads_kv, width, v_width, *buckets, unit, *others
+    cast = torch.is_autocast_enabled(where) and torch.get_autocast_dtype(where)
+    if len(q_shape) == len(k_shape) == len(v_shape) == 4:
+        batch, heads, rows, width = q_shape
+        k_batch, heads_kv, columns, k_width = k_shape
+        v_batch, v_heads, v_columns, v_width = v_shape
+        qb, qh, qm, q_dense = q_stride
+        kb, kh, kn, k_dense = k_stride
+        vb, vh, vn, v_dense = v_stride
+        if (
+            k_batch == v_batch == batch
+            and v_heads == heads_kv
+            and v_columns == columns
+            and k_width == width
+            and q_dense == k_dense == v_dense == 1
+            and (qm | kn | vn) < MAX_ROW_STRIDE
+            and rows
+            and columns
+            and q_dtype is k_dtype is v_dtype
+            and q_device == k_device == v_device
+            and batch * heads * (rows | columns) <= MAX_PROGRAMS
+        ):
+            unit = (qb | qh | qm | kb | kh | kn | vb | vh | vn) % VECTOR_BYTES
+            if unit:  # perhaps of dimensions of size 1, whose strides say nothing
+                sizes = (*q_shape[:3], *k_shape[:3], *v_shape[:3])
+                found = zip(sizes, (qb, qh, qm, kb, kh, kn, vb, vh, vn), strict=True)
+                unit = reduce(or_, (0 if n == 1 else stride for n, stride in found)) % VECTOR_BYTES
+            return (
+                *(batch, heads, heads_kv, width, v_width),
+                *((rows - 1).bit_length(), (columns - 1).bit_length(), unit, offset),
+                *(q_dtype, q_device, kind, form, cast),
+            )
+    return (  # looked at closely
+        *(q_shape, k_shape, v_shape, q_stride, k_stride, v_stride, offset),
+        *(q_dtype, k_dtype, v_dtype, q_device, k_device, v_device, kind, form, cast),
+    )
 
 
 def form_of(changes: Changes) -> ScoreForm | None:

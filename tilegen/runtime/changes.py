@@ -11,7 +11,7 @@ from tilegen.masks.kinds import MaskKind, kind_of_mask, lengths_of
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
-from tilegen.masks.tensors import lengths_table, tensors_of
+from tilegen.masks.tensors import check_kv_lengths, lengths_table, tensors_of
 from tilegen.masks.usual import KvPrefix
 
 
@@ -33,9 +33,11 @@ class Changes:
 
     @property
     def mask(self) -> Mask:
-        """The mask, with the lengths if there are any."""
-        lengths = self.kv_lengths
-        return self.given if lengths is None else self.given & KvPrefix(lengths_of(lengths))
+        """The mask, with the lengths if there are any. Raises InvalidProblem for what is none."""
+        if self.kv_lengths is None:
+            return self.given
+        check_kv_lengths(self.kv_lengths)
+        return self.given & KvPrefix(lengths_of(self.kv_lengths))
 
     @property
     def sources(self) -> Iterator[torch.Tensor]:
@@ -45,16 +47,19 @@ class Changes:
         if self.kv_lengths is not None:
             yield self.kv_lengths
 
-    def tables(self, shape: Shape, device: torch.device) -> tuple[torch.Tensor, ...]:
+    def tables(
+        self, q: torch.Tensor, k: torch.Tensor, device: torch.device
+    ) -> tuple[torch.Tensor, ...]:
         """Return what kernels read of the mask's tensors, in the order of its values. Raises
         InvalidProblem where sizes do not fit."""
+        given = self.given
         if self.kv_lengths is None:
-            return tensors_of(self.given, shape, device)
-        lengths = lengths_table(self.kv_lengths, shape.batch, device)
-        if not self.given.values:
+            return tensors_of(given, Shape.of(q, k), device)
+        lengths = lengths_table(self.kv_lengths, q.shape[0], device)
+        if not given.values:
             return (lengths,)
-        tables = tensors_of(self.given, shape, device)
-        at = kind_of_mask(self.given).padded[1]
+        tables = tensors_of(given, Shape.of(q, k), device)
+        at = kind_of_mask(given).padded[1]
         return *tables[:at], lengths, *tables[at:]
 
     @property

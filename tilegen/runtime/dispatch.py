@@ -23,7 +23,7 @@ from tilegen.masks.kinds import kind_of_mask
 from tilegen.masks.mask import Mask, full
 from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
-from tilegen.masks.tensors import check_fit
+from tilegen.masks.tensors import check_fit, check_kv_lengths
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import autograd, plans
 from tilegen.runtime.autograd import addressable, reaching, torch_run
@@ -33,7 +33,6 @@ from tilegen.runtime.call import (
     autocast,
     autocast_dtype,
     call_key,
-    check_kv_lengths,
     checked_scale,
     describe,
     is_narrow,
@@ -61,8 +60,6 @@ def attend(
     """Return (out, lse) of a call of `attention`. Raises InvalidProblem or Unsupported, naming the
     call."""
     try:
-        if kv_lengths is not None:
-            check_kv_lengths(kv_lengths)
         score = None if score is None else score_of(score)
         changes = Changes(_FULL if mask is None else mask, score, kv_lengths)
         return _attention(q, k, v, changes, scale)
@@ -77,9 +74,9 @@ def _attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse), by the plan of a call's kind."""
     key = call_key(q, k, v, changes)
-    plan: Plan | None = plans.by_call.known(key)
-    if plan is None:
-        plan = plans.by_call.get(key, lambda: _new_plan(q, k, v, changes))
+    plan: Plan = plans.by_call.known(key) or plans.by_call.get(
+        key, partial(_new_plan, q, k, v, changes)
+    )
     factor = plan.default_scale if scale is None else checked_scale(scale)
     if factor < 0:  # kernels take a row's maximum before scaling: the scale must keep the order
         return _attention(-q, k, v, changes, -factor)
@@ -162,6 +159,8 @@ def _regrouped(
 
 
 def _new_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes) -> Plan:
+    if changes.kv_lengths is not None:
+        check_kv_lengths(changes.kv_lengths)
     if (rewritten := _rewritten(q, k, v, changes)) is not None:
         return Plan(*rewritten, rewrites=True)
     checks_fit = changes.score is not None or kind_of_mask(changes.given).checks_lengths

@@ -84,7 +84,8 @@ class Kernels:
         its = self._passes.get("forward") or self.load("forward")
         launches = its.launches
         if not its.is_plain:
-            reads = score_tensors(changes.captured, changes.sinks)
+            score = changes.score
+            reads = {} if score is None else score_tensors(score.captured, score.sink_logits)
             launches = self._completed(its, changes, reads, q, k)
         return its.run(launches, q, k, v, scale, panel_rows=its.panel_rows)
 
@@ -141,10 +142,10 @@ class Kernels:
         k: torch.Tensor,
     ) -> dict[Kernel, Launch]:
         """Return the launches of a pass, given what mask and score read."""
-        shape = Shape.of(q, k)
-        tables = changes.tables(shape, self.device)
-        mask = changes.mask if its.reads_lists else changes.given
-        read = (mask, shape, self.device, reads, tables)
+        tables = changes.tables(q, k, self.device)
+        if not its.reads_lists:
+            return {name: one.reading(tables, reads) for name, one in its.kernels.items()}
+        read = (changes.mask, Shape.of(q, k), self.device, reads, tables)
         return {name: one.given(*read) for name, one in its.kernels.items()}
 
     def _compiled_here(self, spec: GpuSpec, direction: Direction) -> dict[Kernel, BoundKernel]:

@@ -24,8 +24,8 @@ class LaunchText:
     """The text of `launch`, a function with the parameters and results of a kernel's emitted
     `launch`.
 
-    It reads names of its module: `its`, the launcher, `torch`, `allocate`, `LOG2_E`, and
-    `Unfamiliar`.
+    It reads names of its module: `its`, the launcher, `torch`, `allocate`, `empty_on_cpu`,
+    `empty_on_gpu`, `LOG2_E`, and `Unfamiliar`.
     """
 
     spec: KernelSpec
@@ -46,6 +46,7 @@ class LaunchText:
         extras = (f"{name}={name}" for name in self.extras)
         body = [
             f"device = {self.spec.given[0]}.device",
+            f"empty = empty_on_gpu if {self.spec.given[0]}.is_cuda else empty_on_cpu",
             *(line for name in self._rows if name not in made for line in self._read(name)),
             *(line for name in made for line in self._make(name)),
             *(f"{name}_s0, {name}_s1, _ = {name}.stride()" for name in self._panels),
@@ -81,8 +82,8 @@ class LaunchText:
         if like := OF_ROWS.get(name):
             batch, heads, rows = (f"{like}_n{axis}" for axis in range(3))
             return [
-                f"{name} = torch.empty_strided(({batch}, {heads}, {rows}), "
-                f"({heads} * {rows}, {rows}, 1), dtype=torch.float32, device=device)"
+                f"{name} = empty(({batch}, {heads}, {rows}), "
+                f"({heads} * {rows}, {rows}, 1), torch.float32)"
             ]
         if name in LIKE:
             like, width = LIKE[name]
@@ -93,8 +94,7 @@ class LaunchText:
                 f"{s[0]}, {s[3]} = {heads} * {rows} * {width}, 1",
                 f"if {like}_s1 < {like}_s2: {s[1]}, {s[2]} = {width}, {heads} * {width}",
                 f"else: {s[1]}, {s[2]} = {rows} * {width}, {width}",
-                f"{name} = torch.empty_strided(({', '.join(n)}), ({', '.join(s)}), "
-                f"dtype={like}.dtype, device=device)",
+                f"{name} = empty(({', '.join(n)}), ({', '.join(s)}), {like}.dtype)",
             ]
         given = ", ".join(f"{one}={one}" for one in self.spec.given)
         return [f"{name} = allocate({name!r}, dict({given}), {self.unit}, {self.config.block_n})"]

@@ -20,6 +20,7 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.layout import allocate
 from tilegen.kernels.panels import Launch
 from tilegen.kernels.registry import KERNELS
+from tilegen.runtime.allocation import empty_on_cpu, empty_on_gpu
 from tilegen.runtime.launch_text import MAX_ROW_STRIDE, LaunchText
 
 Run = Callable[[int, list[Any], torch.device], None]
@@ -96,6 +97,7 @@ class Launcher:
         )
         module: dict[str, Any] = {
             **dict(its=self, torch=torch, allocate=allocate, Unfamiliar=Unfamiliar),
+            **dict(empty_on_cpu=empty_on_cpu, empty_on_gpu=empty_on_gpu),
             "LOG2_E": math.log2(math.e),
         }
         exec(compile(self.text, f"<launch of {launched.where}>", "exec"), module)
