@@ -57,11 +57,15 @@ def is_close(predicted: int, reported: int) -> bool:
 
 @pytest.mark.parametrize("arch", GPUS)
 def test_first_proposals_compile_as_predicted(arch: str) -> None:
-    """To what may be used, with as much shared memory as predicted."""
+    """To what may be used, with as much shared memory as predicted.
+
+    Two kernels a problem: each kernel meets every problem on some architecture, and every
+    architecture with some problem. The rest of the catalogue: `python -m benchmarks.proposals`.
+    """
     spec = gpu(GPUS[arch])
     asked = {}
-    for text in PROBLEMS:
-        for kernel in LARGE_CACHE:
+    for i, text in enumerate(PROBLEMS, list(GPUS).index(arch)):
+        for kernel in LARGE_CACHE[i % 2 :: 2]:
             best = propose(PARSE(text), spec, kernel=kernel, top=1)[0]
             asked[render(PARSE(text), best.config, kernel).digest] = best, PARSE(text)
     rendered = [render(problem, best.config, best.kernel) for best, problem in asked.values()]
