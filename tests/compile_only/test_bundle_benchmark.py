@@ -1,24 +1,41 @@
 """The benchmarks of bundles, as far as they go without a GPU."""
 
 import subprocess
-from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
 
 from benchmarks import bundle, first_result
-from tilegen.build.workers import Pool
+from tests import warm
 from tilegen.problem import AttentionProblem
 
 SMALL = AttentionProblem.parse("hq2 hkv1 q128 d32 fp16 causal")
 
 
+ONE_COMPILER = """
+from functools import partial
+from tilegen.build.workers import Pool
+from tilegen.bundles import building
+building.Pool = partial(Pool, 1)
+"""
+
+
+def generated(command: list[str], *, env: dict[str, str], **_: object) -> SimpleNamespace:
+    """Stand for `subprocess.run`: one process starts to compile, not one for each core."""
+    _, _, code, *arguments = command
+    return SimpleNamespace(stdout=warm.output(ONE_COMPILER + code, *arguments, env=env))
+
+
 def test_a_bundle_is_generated_again_checked_and_searched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    for name, value in (("CALLS", 20), ("REPEATS", 1), ("LOOKUPS", 5)):
+        monkeypatch.setattr(bundle, name, value)
     monkeypatch.setattr(bundle, "PROBLEMS", {"llama3-8b-8k": SMALL})
-    monkeypatch.setattr("tilegen.bundles.building.Pool", partial(Pool, 1))
+    forked = SimpleNamespace(run=generated, PIPE=subprocess.PIPE)
+    monkeypatch.setattr(bundle, "subprocess", forked)
     numbers = {one.benchmark: one for one in bundle.numbers(tmp_path, ("sm_90",))}
     assert next(iter(numbers)) == "generate 1 problems, sm_90"
     assert numbers["binaries"].value == 4

@@ -40,7 +40,8 @@ def write_pure(suite: Path, text: str) -> None:
 
 def pytest_in(suite: Path, *arguments: str, **environment: str) -> tuple[int, str]:
     """Return exit code and output of pytest in the copy, on a machine without a GPU."""
-    return spread_pytest_in(suite, "-p", "no:xdist", *arguments, **environment)
+    alone = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # none that are installed is asked
+    return spread_pytest_in(suite, *arguments, **alone, **environment)
 
 
 def spread_pytest_in(suite: Path, *arguments: str, **environment: str) -> tuple[int, str]:

@@ -39,7 +39,7 @@ from tilegen.masks.usual import KvPrefix
 BATCH, HEADS = 2, 3
 BLOCKS = (4, 8, 16)
 EVERY_TIME = settings(
-    max_examples=80,
+    max_examples=40,
     deadline=None,
     derandomize=True,
     database=None,
@@ -194,7 +194,7 @@ def test_other_coefficients_are_never_unsafe(
     check(mask, side, seqlen_q, seqlen_kv, block_m, block_n, exact=False)
 
 
-@settings(EVERY_TIME, max_examples=60)
+@settings(EVERY_TIME, max_examples=30)
 @given(
     numbers=st.tuples(*(st.integers(-2, 2),) * 2, *(st.integers(-20, 30),) * 3),
     which=st.sampled_from(["abs", "far", "nested", "min", "max", "equal", "clamp"]),
@@ -269,7 +269,7 @@ def test_documents_with_other_masks(
     check(mask, side, size, size, block_m, block_n, exact=False)
 
 
-@settings(EVERY_TIME, max_examples=40)
+@settings(EVERY_TIME, max_examples=20)
 @given(data=st.data(), **WHERE)
 def test_masks_that_need_lists_are_exact(
     data: st.DataObject, seqlen_q: int, seqlen_kv: int, block_m: int, block_n: int, side: Side
@@ -283,7 +283,7 @@ def test_masks_that_need_lists_are_exact(
     check(mask, side, seqlen_q, seqlen_kv, block_m, block_n, exact=False)
 
 
-@settings(EVERY_TIME, max_examples=60)
+@settings(EVERY_TIME, max_examples=30)
 @given(
     coefficients=st.lists(
         st.tuples(st.integers(-3, 3), st.integers(-3, 3), st.integers(-40, 40)),
@@ -356,7 +356,7 @@ def test_one_interval_leaves_the_tiles_that_several_merged_do(
 
 
 @given(st.integers(1, 60), st.integers(1, 60), st.integers(0, 70), st.integers(0, 70))
-@settings(EVERY_TIME, max_examples=60)
+@settings(EVERY_TIME, max_examples=30)
 def test_areas_count_the_tiles_that_hold_pairs(
     seqlen_q: int, seqlen_kv: int, left: int, right: int
 ) -> None:

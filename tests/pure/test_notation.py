@@ -81,7 +81,7 @@ PIECES = [
 
 
 @settings(
-    max_examples=1500,
+    max_examples=750,
     deadline=None,
     derandomize=True,
     database=None,

@@ -109,7 +109,7 @@ SHAPES = st.builds(
     chunk_bytes=st.sampled_from([1, 5000, tile_classes.CHUNK_BYTES]),
     first_squares=st.sampled_from([1, 20, tile_classes.FIRST_SQUARES]),
 )
-@settings(max_examples=150, deadline=None, phases=[Phase.generate])
+@settings(max_examples=75, deadline=None, phases=[Phase.generate])
 def test_random_predicates(
     keep: Any, shape: TiledShape, seed: int, is_sorted: bool, chunk_bytes: int, first_squares: int
 ) -> None:

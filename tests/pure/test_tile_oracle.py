@@ -309,7 +309,7 @@ TILED = st.builds(
 
 
 @given(condition=CONDITIONS, shape=TILED)
-@settings(max_examples=80, deadline=None, derandomize=True, phases=[Phase.generate])
+@settings(max_examples=40, deadline=None, derandomize=True, phases=[Phase.generate])
 def test_no_tile_too_few_of_random_masks(condition: Condition, shape: TiledShape) -> None:
     mask = _user(condition.keep)
     for side in SIDES:
