@@ -11,21 +11,20 @@ from typing import Any
 import torch
 
 from tilegen.errors import InvalidProblem
+from tilegen.masks.kinds import lengths_of
 from tilegen.masks.mask import Mask
 from tilegen.masks.notation import split_arguments
 from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
-from tilegen.masks.values import Made, Values
+from tilegen.masks.values import Made, Values, is_checked
 
 
-def tensors_of(
-    mask: Mask, shape: Shape, device: torch.device, made: Made | None = None
-) -> tuple[torch.Tensor, ...]:
+def tensors_of(mask: Mask, shape: Shape, device: torch.device) -> tuple[torch.Tensor, ...]:
     """Return the tables that a mask reads, on a device. Raises InvalidProblem where sizes do not
     fit."""
     if mask.is_stand_in:
         raise InvalidProblem(f"expected a mask with its tensors, got {mask}")
-    made = {} if made is None else made
+    made: Made = {}
     return tuple(_fitting(value, shape, device, made) for value in mask.values)
 
 
