@@ -191,14 +191,17 @@ def _kind(value: Any) -> str:
     return f"{name} ({value.layout})" if isinstance(value, torch.Tensor) else name
 
 
-def describe(q: Any, k: Any, v: Any, mask: Any, score: Any, scale: Any) -> str:
+def _shown(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)} {value.dtype} on {value.device}"
+    return type(value).__name__
+
+
+def describe(q: Any, k: Any, v: Any, mask: Any, score: Any, kv_lengths: Any, scale: Any) -> str:
     """Return the call in a line, for errors."""
-    shapes = (
-        f"{name} {tuple(x.shape)} {x.dtype} on {x.device}"
-        if isinstance(x, torch.Tensor)
-        else f"{name} {type(x).__name__}"
-        for name, x in (("q", q), ("k", k), ("v", v))
-    )
+    shapes = (f"{name} {_shown(x)}" for name, x in (("q", q), ("k", k), ("v", v)))
     shown = mask if mask is None or isinstance(mask, Mask) else type(mask).__name__
     changed = "" if score is None else f", score {getattr(score, '__name__', score)}"
+    if kv_lengths is not None:
+        changed += f", kv_lengths {_shown(kv_lengths)}"
     return f"{', '.join(shapes)}, mask {shown}{changed}, scale {scale}"

@@ -65,7 +65,7 @@ def attend(
         return _attention(q, k, v, changes, scale)
     except TilegenError as error:
         raise type(error)(
-            f"{error}; the call was {describe(q, k, v, mask, score, scale)}"
+            f"{error}; the call was {describe(q, k, v, mask, score, kv_lengths, scale)}"
         ) from None
 
 
