@@ -224,6 +224,16 @@ def test_integer_division_rounds_down(text: str) -> None:
         assert len(statements) == 1  # provably nonnegative: as Triton divides
 
 
+@pytest.mark.parametrize("text", ["bitand(0.5*k//1,6)", "bitxor(q,0.3*k//1)", "shr(0.5*k//1,q%3)"])
+def test_bits_of_rounded_floats_are_those_of_integers(text: str) -> None:
+    expr: Any = from_text(text)
+    _, scope = run({"out": expr}, (), torch.zeros(SHAPE))
+    found = Tile.of(scope["out"]).expand(SHAPE)
+    assert torch.equal(
+        found.double(), value_of(expr, (), torch.zeros(SHAPE)).double().expand(SHAPE)
+    )
+
+
 def test_tanh_is_right_everywhere_in_fp32() -> None:
     s = torch.cat([torch.logspace(-30, 2.5, 5000), torch.linspace(0.5, 0.7, 990)])
     s = torch.cat([s, torch.tensor([0.0, math.inf, 88.0, 89.0, 1e30, 1e-38, 0.6, 9.0, 1.0, 0.3])])

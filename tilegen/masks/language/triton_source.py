@@ -163,10 +163,10 @@ class Writer:
 
         def write(arg: sympy.Basic, binding: int) -> str:
             if isinstance(arg, sympy.Number) or self._sizes.is_wide(arg):
-                return self._inside(arg, binding)
+                return self._int(arg, binding)
             return f"{self._inside(arg, ATOM)}.to(tl.int64)"
 
-        return self._inside if self._sizes.fits(expr) else write
+        return self._int if self._sizes.fits(expr) else write
 
     def _write(self, expr: Any) -> tuple[str, int]:
         integers = is_int(expr)
