@@ -21,8 +21,8 @@ from tilegen.problem import AttentionProblem
 CONFIGS: dict[Kernel, TileConfig] = {
     "fwd": TileConfig(block_m=32, block_n=16),
     "bwd_preprocess": TileConfig(block_m=64, block_n=16),
-    "bwd_dkdv": TileConfig(block_m=16, block_n=32),
-    "bwd_dq": TileConfig(block_m=16, block_n=16),
+    "bwd_dkdv": TileConfig(block_m=32, block_n=32),
+    "bwd_dq": TileConfig(block_m=16, block_n=32),
 }
 PROBLEM = AttentionProblem.parse(f"b{BATCH} hq{HEADS} hkv1 q{SEQLEN_Q} kv{SEQLEN_KV} d16 fp32 full")
 
