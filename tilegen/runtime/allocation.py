@@ -1,7 +1,7 @@
 """Uninitialised tensors, allocated as PyTorch's own compiled code allocates them.
 
-The only place that relies on what PyTorch does not document: functions that allocate on the CPU, or
-on the current GPU, in half the time of `torch.empty_strided`, which serves where they are missing.
+PyTorch does not document these functions, which allocate on the CPU, or on the current GPU, in half
+the time of `torch.empty_strided`; that serves where they are missing.
 """
 
 from __future__ import annotations
