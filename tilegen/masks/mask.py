@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Alignment = Literal["top_left", "bottom_right"]
-"""The place of the diagonal where seqlen_q != seqlen_kv: it starts at (0, 0), as that of SDPA's
-`is_causal`, or ends at the last query and the last key."""
+"""The diagonal where seqlen_q != seqlen_kv: it starts at (0, 0), as that of SDPA's `is_causal`, or
+ends at the last query and the last key."""
 Side = Literal["rows", "columns"]
 """The axis whose tile stays on chip: query rows, past which KV tiles stream, or KV columns, past
 which query tiles stream."""
@@ -98,8 +98,7 @@ class Mask(ABC):
 
     @cached_property
     def general(self) -> Mask:
-        """The part of the mask that a kernel is specialised on: a stand-in in which no number is
-        typical of its tensors."""
+        """The stand-in that kernels are specialised on: its numbers are typical of no tensor."""
         return self._described(typical=TYPICAL)
 
     def _described(self, **changes: Any) -> Mask:
@@ -131,8 +130,7 @@ class Mask(ABC):
         return keep.expand(seqlen_q, seqlen_kv).numpy()
 
     def realized(self, shape: Shape, device: torch.device | str = "cpu") -> Mask:
-        """Return the mask with typical tensors in the place of stand-ins: kernels are tuned and
-        checked with it."""
+        """Return the mask with typical tensors for stand-ins: kernels are tuned and checked so."""
         if not self.is_stand_in:
             return self
         return _with_values(self, lambda one: one.realized(shape.by_axis, device))
