@@ -125,7 +125,8 @@ def serve(listener: socket.socket) -> dict[str, Any]:
     # One process is the program, its parent waits for it and tells how it has ended.
     if child := os.fork():
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        connection.sendall(str(status).encode())
+        with contextlib.suppress(BrokenPipeError):  # who asked has ended, or did not wait
+            connection.sendall(str(status).encode())
         os._exit(0)
     connection.close()
     listener.close()
