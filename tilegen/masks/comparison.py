@@ -138,7 +138,7 @@ def _separated(expr: Any) -> Sides | None:
         for one in expr.atoms(Lookup)
         if one.has(B)
     )
-    outside = expr.xreplace({one: sympy.S.Zero for one in expr.atoms(Lookup)})
+    outside = expr.xreplace({one: sympy.Dummy(real=True) for one in expr.atoms(Lookup)})
     if H in free or not batched or outside.has(B):
         return None
     if K not in free:  # ranks of what holds are 1, of what does not 0

@@ -23,6 +23,7 @@ from tilegen.masks.language.operations import OPERATIONS, cast
 from tilegen.masks.language.symbols import B, H, K, Lookup, Q, S, captured_name, is_condition
 from tilegen.masks.language.texts import kind_of_tensor, merge, without
 from tilegen.masks.tracing.derived import Derived
+from tilegen.masks.tracing.no_numbers import MAY_GIVE_NONE, check_numbers
 from tilegen.masks.tracing.reductions import REDUCTIONS, RESHAPES, reduced
 from tilegen.masks.tracing.terms import MAX_ELEMENTS, Elements, Rows, Several, Term, Value
 
@@ -41,6 +42,8 @@ class Traced:
     """Tensors that the function reads and does not depend on: `bias` in `s + 0 * bias[q]`."""
     derived: Derived
     """The steps by which the function made tensors of those it captures."""
+    may_give_none: bool
+    """True: it uses an operation that gives no number for some numbers."""
 
     @property
     def makes_tensors(self) -> bool:
@@ -56,7 +59,10 @@ def trace_mask(fn: Callable[..., Any]) -> Traced:
     traced = _trace(fn, "(b, h, q_idx, kv_idx)", (B, H, Q, K))
     if not is_condition(traced.expr):
         raise Unsupported(f"expected a mask function that returns a bool, got {traced.expr}")
-    return replace(traced, expr=_without_where(traced.expr))
+    traced = replace(traced, expr=_without_where(traced.expr))
+    if traced.may_give_none:
+        check_numbers(fn, traced.expr, traced.captured, is_score=False)
+    return traced
 
 
 def trace_score(fn: Callable[..., Any]) -> Traced:
@@ -67,6 +73,8 @@ def trace_score(fn: Callable[..., Any]) -> Traced:
     traced = _trace(fn, "(score, b, h, q_idx, kv_idx)", (S, B, H, Q, K))
     if is_condition(traced.expr):
         raise Unsupported(f"expected a score function that returns a number, got {traced.expr}")
+    if traced.may_give_none:
+        check_numbers(fn, traced.expr, traced.captured, is_score=True)
     return traced
 
 
@@ -84,7 +92,7 @@ def _trace(fn: Callable[..., Any], arguments: str, symbols: Sequence[sympy.Symbo
     result = normalise(tracer.expression(value))
     # Only tensors that still matter keep a slot: `0 * bias[q]` needs none.
     (expr,), captured = merge([(result, tracer.captured)])
-    return Traced(expr, captured, without(tracer.captured, captured), derived)
+    return Traced(expr, captured, without(tracer.captured, captured), derived, tracer.may_give_none)
 
 
 def _without_where(expr: sympy.Basic) -> sympy.Basic:
@@ -113,6 +121,8 @@ class Tracer:
     """Collects the tensors one function captures."""
 
     captured: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    may_give_none: bool = False
+    """True once an operation was met that gives no number for some numbers."""
 
     def expression(self, value: Any) -> Any:
         """Return the expression of an operand: a traced value, a number, a 0-dimensional
@@ -177,6 +187,7 @@ class Tracer:
     def apply(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return what one of torch's functions or methods makes of its arguments."""
         name = name.strip("_") if name.startswith("__") else name.removeprefix("special_")
+        self.may_give_none |= name in MAY_GIVE_NONE
         if name == "getitem":
             tensor, index = args
             if not isinstance(tensor, torch.Tensor):
