@@ -31,7 +31,7 @@ def generated(command: list[str], *, env: dict[str, str], **_: object) -> Simple
 def test_a_bundle_is_generated_again_checked_and_searched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name, value in (("CALLS", 20), ("REPEATS", 1), ("LOOKUPS", 5)):
+    for name, value in (("CALLS", 20), ("TURNS", 1), ("LOOKUPS", 5)):
         monkeypatch.setattr(bundle, name, value)
     monkeypatch.setattr(bundle, "PROBLEMS", {"llama3-8b-8k": SMALL})
     forked = SimpleNamespace(run=generated, PIPE=subprocess.PIPE)

@@ -13,11 +13,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from tests import sliced
+from tests.settled import settled
 from tilegen.build.acceptable import acceptable
 from tilegen.build.compiler import CompiledKernel
 from tilegen.build.workers import compile_many
-from tilegen.choose.ranking import propose
-from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
 from tilegen.gpus.spec import gpu
@@ -61,19 +60,14 @@ def test_first_proposals_are_legal_and_as_large_as_predicted(arch: str) -> None:
     """They may be used, and shared memory is within 1 % and 1 KiB of what is reported, or more
     where a result leaves in pieces. The rest of the catalogue: `python -m benchmarks.proposals`."""
     spec, first = gpu(GPUS[arch]), list(GPUS).index(arch)
-    rendered, predicted = dict[str, RenderedKernel](), dict[str, int]()
     for turn, (text, kernel) in enumerate(itertools.product(LARGE, PROPOSED), first):
         if turn % 2:  # so that any two of architecture, problem and kernel meet
             continue
         problem = AttentionProblem.parse(text)
-        best = propose(problem, spec, kernel=kernel, top=1)[0]
-        one = render(problem, best.config, kernel)
-        rendered[one.digest], predicted[one.digest] = one, best.estimate.smem_bytes
-    for one, compiled in compile_many(list(rendered.values()), arch, workers=1):
-        what = f"{one.function} {one.config}"
-        assert isinstance(compiled, CompiledKernel), (what, compiled)
-        assert acceptable(compiled, spec), what
-        assert predicted[one.digest] >= 0.99 * compiled.shared_bytes - 1024, what
+        predicted, built = settled(problem, spec, kernel)
+        what = f"{text} {kernel} {predicted.config}"
+        assert acceptable(built, spec), what
+        assert predicted.smem_bytes >= 0.99 * built.shared_bytes - 1024, what
 
 
 @pytest.mark.usefixtures("compile_instead_of_launching")

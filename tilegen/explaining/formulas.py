@@ -1,16 +1,12 @@
 """The formulas of an explanation, as text and as LaTeX, and what their symbols are for one problem
 and config."""
 
-# SymPy is typed only in part, and where it is, too narrowly:
-# pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
-# pyright: reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 from functools import cache, lru_cache
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import sympy as sp
 
@@ -45,7 +41,7 @@ from tilegen.problem import AttentionProblem
 rho = sp.Symbol("rho", positive=True)
 """Times that DRAM delivers the rows that stream: `dram.sweeps`."""
 
-Values = dict[sp.Symbol, float]
+Values = dict[sp.Symbol, Any]
 
 
 class Formula(TypedDict):

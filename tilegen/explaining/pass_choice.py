@@ -1,9 +1,6 @@
 """Why these kernels: the families that could compute a pass, its lower bound, its regime, and what
 another fast memory or another mask would choose."""
 
-# SymPy is typed only in part, and where it is, too narrowly:
-# pyright: reportArgumentType=false, reportCallIssue=false
-
 from __future__ import annotations
 
 from collections.abc import Iterator

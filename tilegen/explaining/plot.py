@@ -1,9 +1,6 @@
 """Two pictures of each pass: traffic against fast memory, and the roofline. Drawn by matplotlib,
 which only `tilegen explain --plot` needs (the extra `plot`)."""
 
-# SymPy is typed only in part, and where it is, too narrowly:
-# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

@@ -7,9 +7,6 @@ reads too comes from L2 if nothing pushed it out in between. The formulas are th
 under lock-step, averaged over how waves and heads fall on each other.
 """
 
-# SymPy is typed only in part, and where it is, too narrowly:
-# pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
-
 from __future__ import annotations
 
 import math
@@ -87,7 +84,7 @@ _SYMBOLIC = _Arithmetic(
     floor=sp.floor,
     most=sp.Max,
     least=sp.Min,
-    divisor=Gcd,
+    divisor=lambda a, b: Gcd(a, b),
     where=lambda condition, a, b: sp.Piecewise((a, condition), (b, True)),
 )
 _NUMERIC = _Arithmetic(
@@ -229,7 +226,7 @@ def dram_bytes(
         return _dram_of_slices(problem, gpu, kernel, moved)
     streams = _streams(problem, gpu, kernel, counts, in_flight, order)
     row = streamed_bytes(problem, kernel)
-    streamed = row * streams.heads * problem.group_size * counts.rows
+    streamed = int(row * streams.heads * problem.group_size * counts.rows)
     delivered = int(streams.sweeps * streams.once * streams.heads)
     return moved.read_bytes + moved.write_bytes - streamed + min(streamed, delivered)
 

@@ -7,10 +7,6 @@ and footprints come from `schedules`, SymPy solves. Words are words of the input
 weighs `alpha` of them.
 """
 
-# SymPy is typed only in part, and where it is, too narrowly:
-# pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
-# pyright: reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence

@@ -7,9 +7,6 @@ entries in any sub-grid of I rows and J columns with I + J <= k. In Saha and Ye'
 only where it has dense sub-grids as large as fast memory holds.
 """
 
-# SymPy is typed only in part, and where it is, too narrowly:
-# pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
-
 from __future__ import annotations
 
 from typing import Literal

@@ -4,9 +4,6 @@ Words are elements. FA1: Dao et al., arXiv 2205.14135. Li: Li et al., arXiv 2410
 Saha and Ye: arXiv 2402.07443.
 """
 
-# SymPy is typed only in part, and where it is, too narrowly:
-# pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
-
 from __future__ import annotations
 
 from collections.abc import Mapping

@@ -68,8 +68,17 @@ def check_numbers(
             if not watching.met:
                 continue
             length = max(TRIED) + 1
-            at = {"b": zero, "h": zero, "q": q, "k": k, "s": score if is_score else None}
-            found = evaluate(expr, captured, **at, seqlen_q=length, seqlen_kv=length)
+            found = evaluate(
+                expr,
+                captured,
+                b=zero,
+                h=zero,
+                q=q,
+                k=k,
+                s=score if is_score else None,
+                seqlen_q=length,
+                seqlen_kv=length,
+            )
             if is_score:
                 expected, found = expected.isnan(), found.isnan()
             if bool(expected) != bool(found):

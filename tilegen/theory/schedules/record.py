@@ -1,9 +1,5 @@
 """A schedule: the words that it moves, and the words that it holds on chip."""
 
-# SymPy is typed only in part, and where it is, too narrowly:
-# pyright: reportArgumentType=false, reportCallIssue=false, reportReturnType=false
-# pyright: reportAttributeAccessIssue=false
-
 from __future__ import annotations
 
 from collections.abc import Iterable
