@@ -13,10 +13,11 @@ import csv
 import importlib
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from benchmarks.workloads import catalogue
 from tilegen import gpu
@@ -88,21 +89,14 @@ def scaled(group: str, name: str, factor: float) -> Iterator[None]:
             found = real(of)
             return replace(found, **{name: getattr(found, name) * factor})
 
-        for module in users:
-            setattr(module, read, other)
-        try:
-            yield
-        finally:
-            for module in users:
-                setattr(module, read, real)
-        return
-    module = importlib.import_module(f"tilegen.model.{group}")
-    value = getattr(module, name)
-    setattr(module, name, value * factor)
-    try:
+        changes = [mock.patch.object(module, read, other) for module in users]
+    else:
+        module = importlib.import_module(f"tilegen.model.{group}")
+        changes = [mock.patch.object(module, name, getattr(module, name) * factor)]
+    with ExitStack() as stack:
+        for change in changes:
+            stack.enter_context(change)
         yield
-    finally:
-        setattr(module, name, value)
 
 
 def main() -> None:

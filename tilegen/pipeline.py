@@ -58,9 +58,9 @@ def choose(
     # Known -> [Kernel]
     kernels: tuple[Kernel, ...] = kernels_used(known, direction)
     # [Kernel] -> {Kernel: Ranked}
-    top = ASKED if may_compile else 1
     ranked: dict[Kernel, Ranked] = {
-        kernel: rank(known, kernel, may_tune=may_tune, top=top) for kernel in kernels
+        kernel: rank(known, kernel, may_tune=may_tune, may_compile=may_compile)
+        for kernel in kernels
     }
     # {Kernel: Ranked} -> {Kernel: Chosen}
     chosen: dict[Kernel, Chosen] = {
@@ -81,13 +81,16 @@ def choose_kernel(
 ) -> Chosen:
     """Return the config to use for one kernel, as `choose` does for those of a pass."""
     known = Known(problem, gpu, deterministic=deterministic)
-    ranked = rank(known, kernel, may_tune=may_tune, top=ASKED if may_compile else 1)
+    ranked = rank(known, kernel, may_tune=may_tune, may_compile=may_compile)
     return settle(known, ranked, aligned=True, may_compile=may_compile)
 
 
-def rank(known: Known, kernel: Kernel, *, may_tune: bool = False, top: int = ASKED) -> Ranked:
-    """Return the configs to use, best first: one that is known, else the model's `top`, in the
-    order in which a compiler should be asked about them. Raises Unsupported."""
+def rank(
+    known: Known, kernel: Kernel, *, may_tune: bool = False, may_compile: bool = True
+) -> Ranked:
+    """Return the configs to use, best first: one that is known, else the model's best, or with
+    `may_compile` the ASKED that a compiler should be asked about, in that order. Raises
+    Unsupported."""
     if config := known.agreed(kernel):
         return Ranked(kernel, (config,), "agreement", "all ranks agreed")
     found = known.own(kernel)
@@ -97,7 +100,7 @@ def rank(known: Known, kernel: Kernel, *, may_tune: bool = False, top: int = ASK
         return Ranked(kernel, (found.record.config,), "record", str(found))
     from tilegen.choose.ranking import hopefuls, propose  # load SymPy
 
-    ask = propose if top == 1 else hopefuls
+    ask, top = (hopefuls, ASKED) if may_compile else (propose, 1)
     candidates = ask(known.problem, known.gpu, kernel=kernel, top=top)
     configs = tuple(one.config for one in candidates)
     return Ranked(kernel, configs, "model", "the model", tuple(candidates))

@@ -58,6 +58,24 @@ def waves(heads: int, each: int, in_flight: int, order: Order) -> list[list[int]
     return [all_programs[at : at + in_flight] for at in range(0, len(all_programs), in_flight)]
 
 
+class LruCache:
+    """Holds `capacity` tiles and counts those that it fetches."""
+
+    def __init__(self, capacity: float) -> None:
+        self.fetched = 0
+        self._capacity = capacity
+        self._tiles: OrderedDict[tuple[int, int], None] = OrderedDict()
+
+    def read(self, tile: tuple[int, int]) -> None:
+        if tile in self._tiles:
+            self._tiles.move_to_end(tile)
+            return
+        self.fetched += 1
+        self._tiles[tile] = None
+        if len(self._tiles) > self._capacity:
+            self._tiles.popitem(last=False)
+
+
 def misses(
     heads: int, each: int, in_flight: int, capacity: float, order: Order, skew: int = 0
 ) -> float:
@@ -65,8 +83,7 @@ def misses(
 
     Programs of a wave step through the tiles together, or up to `skew` tiles apart.
     """
-    held: OrderedDict[tuple[int, int], None] = OrderedDict()
-    fetched, limit = 0, int(capacity * TILES)
+    held = LruCache(int(capacity * TILES))
     late = np.random.default_rng(5)
     for wave in waves(heads, each, in_flight, order):
         delays = late.integers(0, skew + 1, len(wave))
@@ -75,14 +92,8 @@ def misses(
                 tile = (head, step - int(delay))
                 if not 0 <= tile[1] < TILES:
                     continue
-                if tile in held:
-                    held.move_to_end(tile)
-                else:
-                    fetched += 1
-                    held[tile] = None
-                    if len(held) > limit:
-                        held.popitem(last=False)
-    return fetched / (heads * TILES)
+                held.read(tile)
+    return held.fetched / (heads * TILES)
 
 
 GRID = list(itertools.product((1, 2, 5, 12), (1, 2, 6, 15), (1, 3, 4, 10, 33)))
@@ -205,8 +216,7 @@ def delivered_rows(
     """Tiles that an LRU cache of `capacity` tiles fetches when program i of a head streams
     `ranges[i]`."""
     index = {head: 0 for head in range(heads)}
-    held: OrderedDict[tuple[int, int], None] = OrderedDict()
-    fetched = 0
+    held = LruCache(capacity)
     for wave in waves(heads, len(ranges), in_flight, order):
         mine: list[tuple[int, int, int]] = []
         for head in wave:
@@ -217,14 +227,8 @@ def delivered_rows(
                 if lo + step >= hi:
                     continue
                 tile = (head, lo + step)
-                if tile in held:
-                    held.move_to_end(tile)
-                else:
-                    fetched += 1
-                    held[tile] = None
-                    if len(held) > capacity:
-                        held.popitem(last=False)
-    return fetched
+                held.read(tile)
+    return held.fetched
 
 
 @pytest.mark.parametrize("order", ORDERS)

@@ -249,6 +249,12 @@ def test_bf16_without_tensor_cores_is_ranked_by_multiply_adds_and_said(
     assert said.startswith(f"{spec.title} ({spec.arch}) has no tensor cores for bf16")
 
 
+def test_a_call_that_may_compile_is_told_of_bf16_too(caplog: pytest.LogCaptureFixture) -> None:
+    say_once.cache_clear()
+    ranking.hopefuls(PARSE("hq8 q2048 d128 bf16 causal"), gpu("v100"), kernel="fwd", top=3)
+    assert "no tensor cores for bf16" in caplog.text
+
+
 def test_other_gpus_and_dtypes_are_ranked_in_silence(caplog: pytest.LogCaptureFixture) -> None:
     say_once.cache_clear()
     for name, dtype in (("t4", "fp16"), ("t4", "fp32"), ("a100", "bf16"), ("mi300x", "bf16")):

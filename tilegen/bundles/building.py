@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Lock
 from typing import TYPE_CHECKING
 
+from tilegen.bounded_cache import BoundedCache
 from tilegen.build.acceptable import acceptable
 from tilegen.build.compiler import CompiledKernel, nvidia_tool
 from tilegen.build.workers import Pool
@@ -39,6 +39,8 @@ from tilegen.problem import AttentionProblem
 if TYPE_CHECKING:
     from tilegen.gpus.spec import GpuSpec
 
+MAX_COMPILED = 1024
+"""Kernels that are remembered, for other problems that may ask for them."""
 BOTH: tuple[Direction, ...] = ("forward", "backward")
 
 
@@ -124,8 +126,8 @@ class _Builder:
     def __init__(self, folder: Folder, pool: Pool, threads: ThreadPoolExecutor) -> None:
         self._folder, self._pool, self._threads = folder, pool, threads
         self._started: dict[tuple[str, tuple[TileConfig, ...], GpuSpec], Future[Binary]] = {}
-        self._compiled: dict[tuple[str, str], Future[CompiledKernel | BuildFailed]] = {}
-        self._lock = Lock()
+        self._compiled: BoundedCache[tuple[str, str], CompiledKernel | BuildFailed]
+        self._compiled = BoundedCache(MAX_COMPILED)
 
     def begin(
         self, problem: AttentionProblem, gpu: GpuSpec, directions: Sequence[Direction]
@@ -166,15 +168,9 @@ class _Builder:
 
     def _compile(self, rendered: RenderedKernel, arch: str) -> CompiledKernel | BuildFailed:
         """Return what compiling gives; problems with the same kernel wait for each other."""
-        made: Future[CompiledKernel | BuildFailed] = Future()
-        with self._lock:
-            known = self._compiled.setdefault((rendered.digest, arch), made)
-        if known is made:
-            try:
-                made.set_result(self._pool.compile(rendered, arch, line_info=False))
-            except BaseException as error:
-                made.set_exception(error)
-        return known.result()
+        return self._compiled.get(
+            (rendered.digest, arch), lambda: self._pool.compile(rendered, arch, line_info=False)
+        )
 
 
 def binary_of(compiled: CompiledKernel) -> Binary:

@@ -44,18 +44,7 @@ def propose(
     """
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
         raise Unsupported(f"top must be an int of at least 1, got {top!r}")
-    if problem.dtype == "bf16" and not on_tensor_cores("bf16", gpu.arch):
-        say_once(
-            f"{gpu.title} ({gpu.arch}) has no tensor cores for bf16: products run as fp32 "
-            f"multiply-adds, at {gpu.vector_flops_32 / gpu.tensor_flops_16:.0%} of the speed of "
-            "fp16; use fp16, or a GPU from sm_80 on"
-        )
-    problem = problem.normal()
-    model = _Model(problem, gpu, kernel)
-    best = model.fastest(top) or model.last_resort(top)
-    if not best:
-        raise Unsupported(_nothing_fits(problem, gpu, kernel))
-    return [_candidate(problem, gpu, model.cost(*one)) for one in best]
+    return _best(problem, gpu, kernel, top, spilling=True)
 
 
 @one_at_a_time
@@ -65,9 +54,21 @@ def hopefuls(
     """Return up to `top` candidates as `propose` does, but in the order of their times if they
     compile without spilling, which are their estimates: a compiler asked about one after the other
     has found the best as soon as what it found is no slower than the next can be."""
+    return _best(problem, gpu, kernel, top, spilling=False)
+
+
+def _best(
+    problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, top: int, *, spilling: bool
+) -> list[Candidate]:
+    if problem.dtype == "bf16" and not on_tensor_cores("bf16", gpu.arch):
+        say_once(
+            f"{gpu.title} ({gpu.arch}) has no tensor cores for bf16: products run as fp32 "
+            f"multiply-adds, at {gpu.vector_flops_32 / gpu.tensor_flops_16:.0%} of the speed of "
+            "fp16; use fp16, or a GPU from sm_80 on"
+        )
     problem = problem.normal()
     model = _Model(problem, gpu, kernel)
-    best = model.fastest(top, spilling=False) or model.last_resort(top)
+    best = model.fastest(top, spilling=spilling) or model.last_resort(top)
     if not best:
         raise Unsupported(_nothing_fits(problem, gpu, kernel))
     return [_candidate(problem, gpu, model.cost(*one)) for one in best]
@@ -137,7 +138,7 @@ class _Model:
         self._alike = _without_lengths(problem)
         self._by_tile: dict[str, tuple[Traffic, Visits, float]] = {}
 
-    def fastest(self, top: int, *, spilling: bool = True) -> list[Timed]:
+    def fastest(self, top: int, *, spilling: bool) -> list[Timed]:
         """Return the `top` fastest configs that fit and do not surely spill much, timed with what
         they are predicted to spill or as if none was.
 

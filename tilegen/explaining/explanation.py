@@ -219,7 +219,7 @@ def _time(
     run = launches(problem, gpu, cost.config, cost.kernel, counts)
     moved = Traffic(read_bytes=cost.read_bytes, write_bytes=cost.write_bytes)
     shares = {
-        "l2": time.least_seconds(gpu, moved) - launch,
+        "l2": time.l2_seconds(gpu, moved),
         "dram": dict(cost.terms)["dram"],
     }
     running = cost.seconds - run.count * launch

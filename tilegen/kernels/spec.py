@@ -139,7 +139,7 @@ class KernelSpec:
     """True: a row starts from the logit of its head's sink."""
     launches_per_panel: int = 1
     like: str = ""
-    """The kernel whose fitted numbers it takes: registers and instructions; empty: its own."""
+    """The kernel whose counted numbers it takes: instructions and buffers; empty: its own."""
     requires: tuple[str, ...] = ()
     """Architectures that it needs, such as sm_90; empty: any."""
     folder: Path | None = None
@@ -147,7 +147,7 @@ class KernelSpec:
 
     @property
     def fitted_as(self) -> str:
-        """The kernel whose fitted numbers it takes."""
+        """The kernel whose counted numbers it takes."""
         return self.like or self.name
 
     @property

@@ -23,6 +23,7 @@ from tilegen.model.on_chip import (
     Footprint,
     family,
     max_registers,
+    threads_of,
 )
 from tilegen.model.step import Step, chunks, step
 from tilegen.problem import AttentionProblem
@@ -67,15 +68,14 @@ def _shared_whole(
         chunk = max(work.passing)
         buffered = width * (config.num_stages - 1) or chunk
         return max(work.rows * chunk, work.columns * (buffered + work.rows)) * size
-    vectors = 0
-    if config.num_stages == 1 or not rules.pipelines:
+    vectors, buffers = 0, _buffers(rules, config, in_place=in_place)
+    if not buffers:
         # One tile at a time; the backward needs each twice, the second time in another layout.
         reads = len(spec.whole.products) / sum(one in WIDTHS for one in spec.whole.streams)
         again = 1.5 if reads == 2 and not (in_place or exact) else 1.0
         widest = max(sum(chunks(dim)) for dim in problem.head_dims.values())
         buffered = widest if reads == 1 else width * again
     else:
-        buffers = config.num_stages if in_place else config.num_stages - 1
         buffered = buffers * width
         numbers = sum(one not in WIDTHS for one in spec.whole.streams)  # of a row: lse, delta
         vectors = 4 * numbers * buffers * work.columns
@@ -95,14 +95,13 @@ def _shared_sliced(
     flight, or whatever is larger, before the loop or after it."""
     spec, size = KERNELS[kernel], problem.element_bytes
     in_place = in_place_of(rules, work, size)
-    pipelined = config.num_stages > 1 and rules.pipelines
-    buffers = (config.num_stages if in_place else config.num_stages - 1) if pipelined else 1
-    smem = buffers * work.loaded * size
+    buffers = _buffers(rules, config, in_place=in_place)
+    smem = max(1, buffers) * work.loaded * size
     if work.scores:  # values come whole, and weights are laid out for them
         smem = max(smem, (work.columns * sum(work.results) + work.scores) * size)
     elif work.changed and not in_place:
         smem += work.changed * size
-    elif "maxima" in spec.given and pipelined and rules.tensor_memory:
+    elif "maxima" in spec.given and buffers and rules.tensor_memory:
         smem -= work.changed * size  # weights go on to tensor memory: one buffer less
     smem += 8 * config.block_m  # maxima in flight, and the scratch of reductions over rows
     leaves = 0  # bytes in which a result is laid out for its stores
@@ -111,6 +110,13 @@ def _shared_sliced(
     elif spec.stays == "columns":
         leaves = 4 * work.result_words
     return max(smem, leaves)
+
+
+def _buffers(rules: Family, config: TileConfig, *, in_place: bool) -> int:
+    """Return the passing tiles that a pipeline holds, 0 where there is none."""
+    if config.num_stages == 1 or not rules.pipelines:
+        return 0
+    return config.num_stages if in_place else config.num_stages - 1
 
 
 def _columns(rules: Family, work: Step, element_bytes: int) -> int:
@@ -140,7 +146,7 @@ a step loads (their addresses, and data in flight); 1 for loads of several slice
 def register_features(work: Step, element_bytes: int, warps: int, arch: str) -> tuple[float, ...]:
     """Return what the register fit multiplies, in the order of REGISTER_FEATURES."""
     rules = family(arch)
-    threads = rules.warp_threads * warps
+    threads = threads_of(arch, warps)
     exact, in_place = element_bytes == 4, in_place_of(rules, work, element_bytes)
     repeated = repetition(work, element_bytes, warps, arch)
     if exact:
@@ -162,7 +168,7 @@ def _registers(
     rules: Family, work: Step, problem: AttentionProblem, config: TileConfig, arch: str
 ) -> int:
     """Return the registers of a thread, had it no limit."""
-    size, threads = problem.element_bytes, rules.warp_threads * config.num_warps
+    size, threads = problem.element_bytes, threads_of(arch, config.num_warps)
     if not work.products:  # rows are held whole
         return 32 + math.ceil(work.result_words * size / 4 / threads)
     features = register_features(work, size, config.num_warps, arch)

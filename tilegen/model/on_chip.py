@@ -97,16 +97,21 @@ class Family:
     """Coefficients of `footprint.register_features`, for 16-bit and for fp32 operands."""
 
 
+def threads_of(arch: str, num_warps: int) -> int:
+    """Return the threads of a program."""
+    return family(arch).warp_threads * num_warps
+
+
 def max_registers(arch: str, num_warps: int) -> int:
     """Return the most registers that one thread of a program may have."""
     rules = family(arch)
-    return min(rules.max_registers, rules.registers_per_sm // (rules.warp_threads * num_warps))
+    return min(rules.max_registers, rules.registers_per_sm // threads_of(arch, num_warps))
 
 
 def residents(needs: Footprint, gpu: GpuSpec, config: TileConfig) -> int:
     """Return how many programs share an SM; at least 1."""
     rules = family(gpu.arch)
-    registers = min(needs.registers, rules.max_registers) * rules.warp_threads * config.num_warps
+    registers = min(needs.registers, rules.max_registers) * threads_of(gpu.arch, config.num_warps)
     limits = [
         gpu.smem_per_sm // (needs.smem_bytes + SMEM_RESERVED_PER_PROGRAM),
         gpu.registers_per_sm // max(registers, 1),

@@ -17,7 +17,7 @@ from tilegen.kernels.registry import KERNELS
 from tilegen.model.dram import dram_bytes
 from tilegen.model.footprint import in_place_of, repetition
 from tilegen.model.launches import launches
-from tilegen.model.on_chip import ROWS_PER_WARP, Footprint, family, residents
+from tilegen.model.on_chip import ROWS_PER_WARP, Footprint, family, residents, threads_of
 from tilegen.model.rates import instructions, peak_flops_per_clk, rates_of
 from tilegen.model.step import Step, step
 from tilegen.model.traffic import Traffic, Visits
@@ -58,7 +58,7 @@ def step_clocks(
     if not vector and work.rows < rates.full_rate_rows:
         peak *= rates.narrow_rate
     repeated = repetition(work, size, config.num_warps, gpu.arch)
-    threads = family(gpu.arch).warp_threads * config.num_warps
+    threads = threads_of(gpu.arch, config.num_warps)
     issue = (
         repeated * per.score * work.scores + (per.step + per.stage * config.num_stages) * threads
     )
@@ -102,7 +102,7 @@ def local_clocks(needs: Footprint, gpu: GpuSpec, config: TileConfig) -> float:
     and stores of them, since some words live around the loop. Nothing is taken to hide
     them: what was spilled is wanted by the next instruction.
     """
-    threads = family(gpu.arch).warp_threads * config.num_warps
+    threads = threads_of(gpu.arch, config.num_warps)
     return needs.spill_bytes * threads / SMEM_BYTES_PER_CLK
 
 
@@ -147,6 +147,7 @@ def time(
         busy += wait
     if work.loads > 1:  # every key tile starts the pipeline of slices again
         busy += 2 * latency
+    waves = per_launch / (gpu.num_sms * fits)
     local = local_clocks(needs, gpu, config)
     one_step = _overlapped(busy, clk.smem, wait * work.loads) + local
 
@@ -158,12 +159,11 @@ def time(
     if run.longest * run.programs == run.steps:  # equal programs run in waves
         clocks = run.count * math.ceil(per_launch / gpu.num_sms) * mean
     else:  # long ones start first, so short ones fill the last wave
-        waves = per_launch / (gpu.num_sms * fits)
         tail = mean / 2 if waves > 1 else 0.0
         clocks = max(one_step * run.longest + overhead, mean * run.programs / gpu.num_sms + tail)
 
     dram = dram_bytes(problem, gpu, kernel, moved, counts, in_flight=gpu.num_sms * fits)
-    l2_seconds = least_seconds(gpu, moved) - rates.launch_seconds
+    on_l2 = l2_seconds(gpu, moved)
     dram_seconds = dram / (gpu.dram_bandwidth * rates.dram_efficiency)
     per_step, per_program = (
         number / (gpu.num_sms * gpu.clock_hz) for number in (run.steps, run.programs)
@@ -173,15 +173,14 @@ def time(
         "exp": clk.exp * per_step + exp_after * per_program,
         "issue": (clk.issue + masked * clk.masking) * per_step + issue_after * per_program,
         "smem": (clk.smem + local) * per_step,
-        "l2": l2_seconds,
+        "l2": on_l2,
         "dram": dram_seconds,
         "latency": wait * work.loads * per_step + 2 * latency * per_program,
     }
     return Time(
-        seconds=max(clocks / gpu.clock_hz, l2_seconds, dram_seconds)
-        + run.count * rates.launch_seconds,
+        seconds=max(clocks / gpu.clock_hz, on_l2, dram_seconds) + run.count * rates.launch_seconds,
         terms=tuple(sorted(terms.items(), key=lambda item: -item[1])),
-        waves=per_launch / (gpu.num_sms * fits),
+        waves=waves,
         dram_bytes=dram,
         flops=int(2 * run.steps * work.multiply_adds),
     )
@@ -189,9 +188,13 @@ def time(
 
 def least_seconds(gpu: GpuSpec, moved: Traffic) -> float:
     """Return the time that L2 alone takes: `time` is never below, whatever else a config does."""
-    rates = rates_of(gpu.arch)
-    l2_seconds = (moved.read_bytes + moved.write_bytes) / (gpu.l2_bandwidth * rates.l2_efficiency)
-    return l2_seconds + rates.launch_seconds
+    return l2_seconds(gpu, moved) + rates_of(gpu.arch).launch_seconds
+
+
+def l2_seconds(gpu: GpuSpec, moved: Traffic) -> float:
+    """Return the time that bytes take between SMs and L2."""
+    moved_bytes = moved.read_bytes + moved.write_bytes
+    return moved_bytes / (gpu.l2_bandwidth * rates_of(gpu.arch).l2_efficiency)
 
 
 def _overlapped(*busy: float) -> float:
