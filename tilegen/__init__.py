@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tilegen.emit.identity import RenderedKernel
     from tilegen.explaining.text import Explanation
     from tilegen.gpus.spec import GpuSpec, detect, gpu
+    from tilegen.integrations.sdpa import scaled_dot_product_attention
     from tilegen.kernels.config import TileConfig
     from tilegen.masks import (
         Mask,
@@ -98,6 +99,7 @@ _HOME = {
     "propose": "tilegen.api",
     "random_blocks": "tilegen.masks",
     "relative_bias": "tilegen.masks.score",
+    "scaled_dot_product_attention": "tilegen.integrations.sdpa",
     "score": "tilegen.masks.score",
     "show": "tilegen.api",
     "sinks": "tilegen.masks.score",
@@ -151,6 +153,7 @@ __all__ = [
     "propose",
     "random_blocks",
     "relative_bias",
+    "scaled_dot_product_attention",
     "score",
     "show",
     "sinks",
