@@ -1,9 +1,10 @@
-"""SDPA: `scaled_dot_product_attention` with PyTorch's signature, and `everywhere`, which has PyTorch
-compute its own with tilegen."""
+"""SDPA: `scaled_dot_product_attention` with PyTorch's signature, and `everywhere`, which has
+PyTorch compute its own with tilegen."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -106,23 +107,28 @@ def _explicit(
     attn_mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor, leading: Sequence[int]
 ) -> Mapping[str, Any]:
     """Return what `attention` is given for a mask that is a tensor. Raises InvalidProblem."""
-    if attn_mask.dtype is not torch.bool and not attn_mask.dtype.is_floating_point:
-        raise InvalidProblem(f"attn_mask must be bool or floating, got {attn_mask.dtype}")
     needed = (*leading, query.shape[1], query.shape[2], key.shape[2])
-    sizes = attn_mask.shape
-    extra = len(sizes) - len(needed)
-    fits = all(one in (1, size) for one, size in zip(sizes[::-1], needed[::-1], strict=False))
-    if not fits or any(size != 1 for size in sizes[: max(0, extra)]):
-        raise InvalidProblem(f"attn_mask must broadcast to {needed}, got {tuple(sizes)}")
+    _check_sizes(attn_mask.shape, needed)
     if attn_mask.dtype is torch.bool:
         mask = _masks.get(attn_mask)
         if mask is None:
             table = _table(attn_mask.detach(), leading)
             if 1 in table.shape[-2:]:
-                return _by_row_or_column(table, query)
+                return _by_row_or_column(table, query.shape[0])
             mask = _masks[attn_mask] = _of_pairs(table)
         return {"mask": mask}
+    if not attn_mask.dtype.is_floating_point:
+        raise InvalidProblem(f"attn_mask must be bool or floating, got {attn_mask.dtype}")
     return {"score": bias(_table(attn_mask, leading))}
+
+
+@lru_cache(1024)
+def _check_sizes(sizes: tuple[int, ...], needed: tuple[int, ...]) -> None:
+    """Raise InvalidProblem where a mask does not broadcast to the pairs of a call."""
+    padded = (1,) * (len(needed) - len(sizes)) + sizes[-len(needed) :]
+    fits = all(one in (1, size) for one, size in zip(padded, needed, strict=True))
+    if not fits or any(size != 1 for size in sizes[: -len(needed)]):
+        raise InvalidProblem(f"attn_mask must broadcast to {needed}, got {tuple(sizes)}")
 
 
 _masks: Any = WeakIdKeyDictionary()
@@ -132,10 +138,12 @@ alias of its tensor, which keeps nobody else's object alive."""
 
 def _table(tensor: torch.Tensor, leading: Sequence[int]) -> torch.Tensor:
     """Return a mask (batch, heads, L, S) with size 1 wherever one element counts for all."""
-    if not tensor.requires_grad:  # what is expanded is read once; gradients are of each element
+    if 0 in tensor.stride() and not tensor.requires_grad:  # gradients are of each element
         for axis, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
             if size > 1 and stride == 0:
                 tensor = tensor.narrow(axis, 0, 1)
+    if tensor.ndim == 4 and len(leading) == 1:
+        return tensor
     ahead = max(3 + len(leading), 4)
     tensor = tensor.reshape((1,) * (ahead - tensor.ndim) + tensor.shape)
     batches = tensor.shape[:-3]
@@ -152,17 +160,17 @@ def _of_pairs(keep: torch.Tensor) -> Mask:
     return BlockSparse(layout, 1)
 
 
-def _by_row_or_column(keep: torch.Tensor, query: torch.Tensor) -> Mapping[str, Any]:
+def _by_row_or_column(keep: torch.Tensor, batch: int) -> Mapping[str, Any]:
     """Return what `attention` is given for rows or columns that are kept or not, as in padded
     batches: O(length) numbers, and the columns after which none is kept, past which no tile is
     read."""
-    nothing: Score = bias(torch.zeros_like(keep, dtype=query.dtype).masked_fill_(~keep, -torch.inf))
+    nothing: Score = bias(torch.where(keep, 0.0, -torch.inf))
     columns = keep.shape[3]
     if columns == 1:
         return {"score": nothing}
     places = torch.arange(1, columns + 1, dtype=torch.int32, device=keep.device)
     lengths = (places * keep).amax((1, 2, 3))
-    return {"score": nothing, "kv_lengths": lengths.expand(query.shape[0]).contiguous()}
+    return {"score": nothing, "kv_lengths": lengths.expand(batch)}
 
 
 # --------------------------------------------------------------------------------------------------
