@@ -6,8 +6,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-import torch
-from torch.nn.functional import scaled_dot_product_attention
 from typer.testing import CliRunner
 
 import tilegen
@@ -158,16 +156,3 @@ def test_links_lead_somewhere(page: str) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]+)\)", path.read_text(encoding="utf-8"))
     for target in links:
         assert (path.parent / target).exists(), target
-
-
-def test_flash_attentions_layout_needs_no_copy() -> None:
-    """The README's line for it, on tensors of another length for keys."""
-    (call,) = re.findall(r"`(tilegen\.attention\(q\.transpose\(1, 2\).*?)`;", README)
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"q": (2, 20, 4, 16), "k": (2, 30, 2, 16), "v": (2, 30, 2, 16)}
-    given = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    out = eval(call, {"tilegen": tilegen, **given})
-    q, k, v = (x.transpose(1, 2).contiguous() for x in given.values())
-    bias = torch.ones(20, 30).tril(10).log()
-    expected = scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)
-    torch.testing.assert_close(out, expected.transpose(1, 2))
