@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from tilegen.emit.identity import RenderedKernel
     from tilegen.explaining.text import Explanation
     from tilegen.gpus.spec import GpuSpec, detect, gpu
+    from tilegen.integrations.flash_backend import activate, deactivate
     from tilegen.integrations.sdpa import scaled_dot_product_attention
     from tilegen.kernels.config import TileConfig
     from tilegen.masks import (
@@ -71,6 +72,7 @@ _HOME = {
     "Score": "tilegen.masks.score",
     "TileConfig": "tilegen.kernels.config",
     "TuningRecord": "tilegen.store",
+    "activate": "tilegen.integrations.flash_backend",
     "agree": "tilegen.runtime.ranks",
     "alibi": "tilegen.masks.score",
     "attention": "tilegen.runtime.attention",
@@ -80,6 +82,7 @@ _HOME = {
     "bigbird": "tilegen.masks",
     "block_sparse": "tilegen.masks",
     "causal": "tilegen.masks",
+    "deactivate": "tilegen.integrations.flash_backend",
     "detect": "tilegen.gpus.spec",
     "dilated": "tilegen.masks",
     "documents": "tilegen.masks",
@@ -125,6 +128,7 @@ __all__ = [
     "Score",
     "TileConfig",
     "TuningRecord",
+    "activate",
     "agree",
     "alibi",
     "attention",
@@ -134,6 +138,7 @@ __all__ = [
     "bigbird",
     "block_sparse",
     "causal",
+    "deactivate",
     "detect",
     "dilated",
     "documents",
