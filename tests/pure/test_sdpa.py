@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention as of_torch
 
 import tilegen
 from tilegen.disk import say_once
-from tilegen.errors import InvalidProblem, Unsupported
+from tilegen.errors import InvalidProblem
 from tilegen.integrations import sdpa
 from tilegen.masks.kinds import kind_of_mask
 
@@ -118,6 +118,20 @@ def test_a_row_that_is_left_nothing_gives_zeros(rows: Sizes, added: bool) -> Non
     torch.testing.assert_close(out[0], of_torch(q, k, v)[0], atol=2e-5, rtol=2e-5)
 
 
+def test_dropout_is_that_of_attention() -> None:
+    """Drawn anew at each call, and reproducible."""
+    given = inputs(*PLAIN)
+    torch.manual_seed(1)
+    out = tilegen.scaled_dot_product_attention(*given, dropout_p=0.5, is_causal=True)
+    torch.manual_seed(1)
+    expected = tilegen.attention(*given, mask=tilegen.causal(), dropout_p=0.5)
+    torch.testing.assert_close(out, expected)
+    again = tilegen.scaled_dot_product_attention(*given, dropout_p=0.5, is_causal=True)
+    assert not torch.equal(out, again)
+    everything = tilegen.scaled_dot_product_attention(*given, torch.randn(5, 7), dropout_p=1.0)
+    assert not everything.any()
+
+
 def test_changes_in_place_are_seen() -> None:
     q, k, v = inputs(*PLAIN)
     for mask in (torch.ones(5, 7, dtype=torch.bool), torch.ones(2, 1, 1, 7, dtype=torch.bool)):
@@ -173,8 +187,8 @@ def test_what_is_refused() -> None:
     given = inputs(*PLAIN)
     with pytest.raises(InvalidProblem, match=r"^expected attn_mask or is_causal, got both"):
         tilegen.scaled_dot_product_attention(*given, torch.ones(5, 7), is_causal=True)
-    with pytest.raises(Unsupported, match=r"^expected dropout_p=0.0"):
-        tilegen.scaled_dot_product_attention(*given, dropout_p=0.1)
+    with pytest.raises(InvalidProblem, match=r"^dropout_p must be a number 0..1"):
+        tilegen.scaled_dot_product_attention(*given, dropout_p=1.5)
     with pytest.raises(InvalidProblem, match=r"at least 2 dimensions.*got \(8,\)"):
         tilegen.scaled_dot_product_attention(torch.randn(8), *given[1:])
 

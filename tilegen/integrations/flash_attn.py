@@ -41,18 +41,19 @@ def flash_attn_func(
     """Return attention (batch, seqlen_q, heads, dim) of q (batch, seqlen_q, heads, dim), k and v
     (batch, seqlen_kv, heads_kv, dim), differentiable.
 
+    `dropout_p` is the probability that a weight is dropped, drawn from torch.manual_seed.
     `window_size` holds the distances that are kept to the left and to the right, -1 is unbounded.
     A `softcap` above 0 keeps logits within it; alibi_slopes (heads,) or (batch, heads) lower each
     logit by its distance, in both directions. With `return_attn_probs` (out, lse (batch, heads,
     seqlen_q), None). Raises InvalidProblem or Unsupported.
     """
-    _check_dropout(dropout_p)
     alignment = windows.alignment_of(q.shape[1], k.shape[1])
     out, lse = attention(
         *(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)),
         mask=_mask(window_size, causal, alignment),
         score=_score(softcap, alibi_slopes, alignment),
         scale=softmax_scale,
+        dropout_p=dropout_p,
         return_lse=True,
     )
     out = out.transpose(1, 2)
@@ -126,7 +127,6 @@ def flash_attn_varlen_func(
     of shape (documents, heads) among them; lse is (heads, tokens_q). Raises InvalidProblem or
     Unsupported.
     """
-    _check_dropout(dropout_p)
     if block_table is not None:
         raise Unsupported("expected block_table=None, since keys and values in pages are not done")
     alignment: Alignment = "top_left" if cu_seqlens_q is cu_seqlens_k else "bottom_right"
@@ -135,6 +135,7 @@ def flash_attn_varlen_func(
         mask=_mask(window_size, causal, alignment),
         score=_score(softcap, alibi_slopes, alignment),
         scale=softmax_scale,
+        dropout_p=dropout_p,
         return_lse=True,
     )
     return (out, lse, None) if return_attn_probs else out
@@ -185,11 +186,6 @@ def flash_attn_varlen_kvpacked_func(
         *(dropout_p, softmax_scale, causal, window_size),
         *(softcap, alibi_slopes, deterministic, return_attn_probs),
     )
-
-
-def _check_dropout(dropout_p: float) -> None:
-    if dropout_p:
-        raise Unsupported(f"expected dropout_p=0.0, since kernels drop nothing; got {dropout_p}")
 
 
 def _parts(name: str, x: torch.Tensor, dimensions: int, count: int) -> tuple[torch.Tensor, ...]:

@@ -43,10 +43,9 @@ def scaled_dot_product_attention(
     floating one is added to the scaled logits and gets gradients. Kernels read it where it is, if
     it is contiguous wherever it is not expanded. `is_causal` starts at the top left corner. A row
     that is left nothing gives out 0 and zero gradients, where some of PyTorch's back ends give NaN.
+    `dropout_p` drops other weights than PyTorch does, reproducibly from torch.manual_seed.
     Raises InvalidProblem or Unsupported, naming the call.
     """
-    if dropout_p:
-        raise Unsupported(f"expected dropout_p=0.0, since kernels drop nothing; got {dropout_p}")
     if attn_mask is not None and is_causal:
         raise InvalidProblem(
             "expected attn_mask or is_causal, got both; write the causal part into attn_mask"
@@ -64,7 +63,7 @@ def scaled_dot_product_attention(
     changes: Mapping[str, Any] = {"mask": windows.sdpa(is_causal)}
     if attn_mask is not None:
         changes = _explicit(attn_mask, query, key, leading)
-    out = attention(query, key, value, scale=scale, **changes)
+    out = attention(query, key, value, scale=scale, dropout_p=dropout_p, **changes)
     return out if plain else out.reshape(*leading, *heads, *out.shape[2:])
 
 
