@@ -26,6 +26,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 LEGEND = (ROOT / "templates" / "README.md").read_text(encoding="utf-8")
 BUNDLES = (ROOT / "tilegen" / "bundles" / "README.md").read_text(encoding="utf-8")
 EXPLAINING = (ROOT / "tilegen" / "explaining" / "README.md").read_text(encoding="utf-8")
+INTEGRATIONS = (ROOT / "tilegen" / "integrations" / "README.md").read_text(encoding="utf-8")
 MASKS = (ROOT / "tilegen" / "masks" / "README.md").read_text(encoding="utf-8")
 
 
@@ -33,7 +34,9 @@ def blocks(language: str, page: str = README) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", [README, MASKS], ids=["readme", "masks"])
+@pytest.mark.parametrize(
+    "page", [README, MASKS, INTEGRATIONS], ids=["readme", "masks", "integrations"]
+)
 def test_python_blocks_run_and_print_what_is_shown(page: str) -> None:
     code, shown = blocks("python", page), blocks("text", page)
     assert len(code) == len(shown)
@@ -146,6 +149,7 @@ def test_every_argument_of_a_kernel_is_on_the_page_of_bundles() -> None:
         "cache/README.md",
         "templates/README.md",
         "tilegen/bundles/README.md",
+        "tilegen/integrations/README.md",
         "tilegen/explaining/README.md",
         "tilegen/fleet/README.md",
         "tilegen/masks/README.md",
