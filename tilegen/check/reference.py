@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from tilegen.dropout import Dropout
 from tilegen.masks.mask import Full, Mask, full
 from tilegen.masks.score import Score
 from tilegen.problem import AttentionProblem
@@ -91,15 +92,19 @@ def attention_reference(
     mask: Mask | None = None,
     score: Score | None = None,
     scale: float | None = None,
+    dropout: Dropout | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) in the dtype of the inputs, differentiable; N² memory.
 
-    A row with nothing kept gives out 0, lse -inf and zero gradients. The default scale is
-    head_dim_qk ** -0.5.
+    A row with nothing kept gives out 0, lse -inf and zero gradients; lse is that of the weights
+    before dropout. The default scale is head_dim_qk ** -0.5.
     """
     factor: float = q.shape[-1] ** -0.5 if scale is None else scale
     softmax = softmax_of(q, k, mask, score, factor)
-    return softmax.weights @ for_each_query_head(v, q), softmax.lse
+    weights = softmax.weights
+    if dropout is not None:
+        weights = weights * dropout.factors(*weights.shape).to(weights)
+    return weights @ for_each_query_head(v, q), softmax.lse
 
 
 @dataclass(frozen=True)

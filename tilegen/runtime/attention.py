@@ -24,6 +24,7 @@ def attention(
     score: Score | ScoreFunction | None = None,
     kv_lengths: torch.Tensor | None = None,
     scale: float | None = None,
+    dropout_p: float = 0.0,
     return_lse: Literal[False] = False,
 ) -> torch.Tensor: ...
 @overload
@@ -36,6 +37,7 @@ def attention(
     score: Score | ScoreFunction | None = None,
     kv_lengths: torch.Tensor | None = None,
     scale: float | None = None,
+    dropout_p: float = 0.0,
     return_lse: Literal[True],
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 def attention(
@@ -47,6 +49,7 @@ def attention(
     score: Score | ScoreFunction | None = None,
     kv_lengths: torch.Tensor | None = None,
     scale: float | None = None,
+    dropout_p: float = 0.0,
     return_lse: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
     """Return `softmax(q k^T * scale + mask) v`, differentiable; with `return_lse` also its lse.
@@ -59,7 +62,9 @@ def attention(
     gradients too. `kv_lengths` (batch,), integers, leaves each batch entry its first columns, for
     padded keys and values. `scale` defaults to d_qk ** -0.5. lse is each row's natural
     log-sum-exp, fp32, (batch, heads_q, seqlen_q). A row that the mask leaves nothing gives out 0,
-    lse -inf and zero gradients. torch.autocast is followed as PyTorch's own attention does.
+    lse -inf and zero gradients. `dropout_p` is the probability that a weight is dropped, which
+    torch.manual_seed makes reproducible; lse is that of all weights. torch.autocast is followed as
+    PyTorch's own attention does.
 
     Never tunes unless TILEGEN_TUNE=1. CPU tensors run the emitted kernels where TRITON_INTERPRET=1
     is set, otherwise PyTorch. Raises InvalidProblem or Unsupported, naming the call.
@@ -67,6 +72,20 @@ def attention(
     if getattr(q, "is_nested", False):
         if kv_lengths is not None:
             raise InvalidProblem("jagged tensors have lengths of their own: expected no kv_lengths")
-        return attention_jagged(q, k, v, mask=mask, score=score, scale=scale, return_lse=return_lse)
-    out, lse = attend(q, k, v, mask=mask, score=score, kv_lengths=kv_lengths, scale=scale)
+        return attention_jagged(
+            *(q, k, v),
+            mask=mask,
+            score=score,
+            scale=scale,
+            dropout_p=dropout_p,
+            return_lse=return_lse,
+        )
+    out, lse = attend(
+        *(q, k, v),
+        mask=mask,
+        score=score,
+        kv_lengths=kv_lengths,
+        scale=scale,
+        dropout_p=dropout_p,
+    )
     return (out, lse) if return_lse else out

@@ -139,7 +139,11 @@ def torch_run(
     mask, score = changes.mask, changes.score
     tensors_of(mask, Shape.of(q, k), q.device)  # which checks their sizes
     out, lse = attention_reference(
-        q.float(), k.float(), v.float(), mask=mask, score=score, scale=scale
+        *(x.float() for x in (q, k, v)),
+        mask=mask,
+        score=score,
+        scale=scale,
+        dropout=changes.dropout,
     )
     return out.to(q.dtype), lse
 

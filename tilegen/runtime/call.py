@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tilegen.dropout import Dropout
 from tilegen.emit.identity import VECTOR_BYTES
 from tilegen.errors import InvalidProblem
 from tilegen.masks import score as scores
@@ -93,11 +94,12 @@ def call_key(q: Any, k: Any, v: Any, changes: Changes) -> Any:
             return (
                 *(batch, heads, heads_kv, width, v_width),
                 *((rows - 1).bit_length(), (columns - 1).bit_length(), unit, offset),
-                *(q_dtype, q_device, kind, form, cast),
+                *(q_dtype, q_device, kind, form, cast, changes.dropout is None),
             )
     return (  # looked at closely
         *(q_shape, k_shape, v_shape, q_stride, k_stride, v_stride, offset),
         *(q_dtype, k_dtype, v_dtype, q_device, k_device, v_device, kind, form, cast),
+        changes.dropout is None,
     )
 
 
@@ -158,6 +160,20 @@ def checked_scale(scale: float) -> float:
     return float(scale)
 
 
+def dropout_of(dropout_p: float, q: Any) -> Dropout | None:
+    """Return what a call with these queries drops, drawn anew; None where it drops nothing. Raises
+    InvalidProblem unless the probability is a number 0..1."""
+    is_number = isinstance(dropout_p, Real) and not isinstance(dropout_p, bool)
+    if not is_number or not 0 <= dropout_p <= 1:
+        raise InvalidProblem(
+            "dropout_p must be a number 0..1, the probability that a weight is dropped, "
+            f"got {dropout_p!r}"
+        )
+    if not dropout_p or not isinstance(q, torch.Tensor):  # which others refuse
+        return None
+    return Dropout.drawn(float(dropout_p), q.device)
+
+
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """Return what torch.autocast asks for on a device; None where it is off."""
     kind = device.type
@@ -197,11 +213,16 @@ def _shown(value: Any) -> str:
     return type(value).__name__
 
 
-def describe(q: Any, k: Any, v: Any, mask: Any, score: Any, kv_lengths: Any, scale: Any) -> str:
+def describe(
+    q: Any, k: Any, v: Any, mask: Any, score: Any, kv_lengths: Any, scale: Any, dropout_p: Any = 0
+) -> str:
     """Return the call in a line, for errors."""
     shapes = (f"{name} {_shown(x)}" for name, x in (("q", q), ("k", k), ("v", v)))
     shown = mask if mask is None or isinstance(mask, Mask) else type(mask).__name__
     changed = "" if score is None else f", score {getattr(score, '__name__', score)}"
     if kv_lengths is not None:
         changed += f", kv_lengths {_shown(kv_lengths)}"
-    return f"{', '.join(shapes)}, mask {shown}{changed}, scale {scale}"
+    changed += f", scale {scale}"
+    if dropout_p:
+        changed += f", dropout_p {dropout_p}"
+    return f"{', '.join(shapes)}, mask {shown}{changed}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tilegen.dropout import Dropout
 from tilegen.masks.kinds import MaskKind, kind_of_mask, lengths_of
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
@@ -17,13 +18,14 @@ from tilegen.masks.usual import KvPrefix
 
 @dataclass(slots=True)
 class Changes:
-    """What a call does to the scores: a mask, and perhaps a score change and lengths of padded
-    batches. Nobody changes it; it is not frozen since that takes longer to make."""
+    """What a call does to the scores: a mask, and perhaps a score change, lengths of padded batches
+    and dropout of weights. Nobody changes it; it is not frozen since that takes longer to make."""
 
     given: Mask
     """The mask but for the lengths."""
     score: Score | None = None
     kv_lengths: torch.Tensor | None = None
+    dropout: Dropout | None = None
 
     @property
     def kind(self) -> MaskKind:

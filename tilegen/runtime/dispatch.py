@@ -35,6 +35,7 @@ from tilegen.runtime.call import (
     call_key,
     checked_scale,
     describe,
+    dropout_of,
     is_narrow,
     problem_of,
     score_of,
@@ -56,17 +57,18 @@ def attend(
     score: Score | ScoreFunction | None = None,
     kv_lengths: torch.Tensor | None = None,
     scale: float | None = None,
+    dropout_p: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of a call of `attention`. Raises InvalidProblem or Unsupported, naming the
     call."""
     try:
         score = None if score is None else score_of(score)
-        changes = Changes(_FULL if mask is None else mask, score, kv_lengths)
+        dropout = None if dropout_p == 0 else dropout_of(dropout_p, q)
+        changes = Changes(_FULL if mask is None else mask, score, kv_lengths, dropout)
         return _attention(q, k, v, changes, scale)
     except TilegenError as error:
-        raise type(error)(
-            f"{error}; the call was {describe(q, k, v, mask, score, kv_lengths, scale)}"
-        ) from None
+        call = describe(q, k, v, mask, score, kv_lengths, scale, dropout_p)
+        raise type(error)(f"{error}; the call was {call}") from None
 
 
 def _attention(
@@ -154,7 +156,7 @@ def _regrouped(
     mask = grouped_mask(changes.mask, step, k.shape[2], groups, q.device)
     rows = q.shape[2]
     q, k, v = (group(x, step) for x in (q, k, v))
-    out, lse = _attention(q, k, v, Changes(mask, changes.score), scale)
+    out, lse = _attention(q, k, v, Changes(mask, changes.score, dropout=changes.dropout), scale)
     return ungroup(out, step, rows), ungroup(lse, step, rows)
 
 
@@ -174,6 +176,8 @@ def _new_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Change
             "set TRITON_INTERPRET=1 before Python starts to run the emitted kernels"
         )
         return Plan(torch_run, scale, checks_fit=checks_fit)
+    if changes.dropout is not None:
+        raise Unsupported("emitted kernels do not drop weights yet")
     if q.device.type in ("cpu", "cuda"):
         if q.device.type == "cpu":
             interpreter.prepare()

@@ -28,6 +28,7 @@ def attention_varlen(
     mask: Mask | None = None,
     score: Score | ScoreFunction | None = None,
     scale: float | None = None,
+    dropout_p: float = 0.0,
     return_lse: bool = False,
 ) -> Any:
     """Return attention within each document of packed sequences, differentiable.
@@ -37,7 +38,8 @@ def attention_varlen(
     (documents + 1,), from 0 to the total; those of keys default to those of queries, and documents
     are known to be the same only then, or where both are one object. They may be changed in place:
     tables are made of them at each call. Positions and lengths that `mask` and `score` see are
-    those within a document, and b is the document. Nothing is padded, and other lengths need no
+    those within a document, and b is the document. `dropout_p` is the probability that a weight is
+    dropped, drawn by its place among all tokens. Nothing is padded, and other lengths need no
     other kernels. Raises InvalidProblem or Unsupported.
     """
     cu_kv = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
@@ -62,6 +64,7 @@ def attention_varlen(
         mask=whole,
         score=inside,
         scale=scale,
+        dropout_p=dropout_p,
     )
     out = out[0].transpose(0, 1)
     return (out, lse[0]) if return_lse else out
@@ -75,6 +78,7 @@ def attention_jagged(
     mask: Mask | None = None,
     score: Score | ScoreFunction | None = None,
     scale: float | None = None,
+    dropout_p: float = 0.0,
     return_lse: bool = False,
 ) -> Any:
     """Return attention of jagged nested tensors (batch, heads, ragged, dim), as PyTorch lays them
@@ -92,6 +96,7 @@ def attention_jagged(
         mask=mask,
         score=score,
         scale=scale,
+        dropout_p=dropout_p,
         return_lse=True,
     )
     out, lse = (

@@ -1,0 +1,191 @@
+"""Dropout: what is drawn for a pair, and what calls make of it on a CPU."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+import tilegen
+from tilegen.check.reference import attention_reference
+from tilegen.dropout import Dropout, drawn_words, philox
+from tilegen.errors import InvalidProblem
+from tilegen.runtime.dilation import group, ungroup
+
+STATE = torch.tensor([0x0123456789ABCDEF, 42])
+
+
+def words(*hex_: str) -> list[torch.Tensor]:
+    return [torch.tensor(int(word, 16)) for word in hex_]
+
+
+@pytest.mark.parametrize(
+    "rounds, counter, key, expected",
+    [
+        (7, "0 0 0 0", "0 0", "5f6fb709 0d893f64 4f121f81 4f730a48"),
+        (10, "0 0 0 0", "0 0", "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+        (
+            *(7, "ffffffff ffffffff ffffffff ffffffff", "ffffffff ffffffff"),
+            "5207ddc2 45165e59 4d8ee751 8c52f662",
+        ),
+    ],
+)
+def test_philox_gives_its_authors_test_vectors(
+    rounds: int, counter: str, key: str, expected: str
+) -> None:
+    found = philox(tuple(words(*counter.split())), tuple(words(*key.split())), rounds)  # type: ignore
+    assert [f"{int(word):08x}" for word in found] == expected.split()
+
+
+def test_what_is_drawn_for_a_pair_follows_from_its_place_alone() -> None:
+    whole = drawn_words(STATE, 2, 3, 40, 50)
+    assert whole.unique().numel() >= whole.numel() - 1  # of 2**32: few meet by chance
+    assert torch.equal(drawn_words(STATE, 1, 3, 17, 33), whole[:1, :, :17, :33])
+    assert torch.equal(drawn_words(STATE, 1, 6, 40, 50).flatten(0, 1), whole.flatten(0, 1))
+    for other in (STATE + torch.tensor([1, 0]), STATE + torch.tensor([0, 1])):
+        assert (drawn_words(other, 2, 3, 40, 50) != whole).all()
+
+
+@pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
+def test_as_many_pairs_are_dropped_as_p_says(p: float) -> None:
+    """Fixed seeds: what is drawn is always the same, so this passes always or never."""
+    dropped = Dropout(p, STATE).factors(4, 8, 96, 128) == 0.0
+
+    def deviations(one: torch.Tensor, chance: float) -> float:
+        """How many standard deviations of a binomial a share is off."""
+        return abs(float(one.double().mean()) - chance) / math.sqrt(
+            chance * (1 - chance) / one.numel()
+        )
+
+    assert deviations(dropped, p) < 3
+    both = {
+        "neighbouring columns": dropped[..., 1:] & dropped[..., :-1],
+        "neighbouring rows": dropped[..., 1:, :] & dropped[..., :-1, :],
+        "columns of one Philox": dropped[..., 8:] & dropped[..., :-8],
+        "rows of one Philox": dropped[..., 8:, :] & dropped[..., :-8, :],
+        "heads": dropped[:, 1:] & dropped[:, :-1],
+        "batch entries": dropped[1:] & dropped[:-1],
+        "seeds": dropped & (Dropout(p, STATE + 1).factors(4, 8, 96, 128) == 0.0),
+    }
+    found = {name: deviations(one, p * p) for name, one in both.items()}
+    assert all(found[name] < 4 for name in found), found
+    for axis in (-1, -2):  # no row or column of a head is much worse off
+        share = dropped.double().mean(axis)
+        assert (share - p).abs().max() < 6 * math.sqrt(p * (1 - p) / dropped.shape[axis])
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1, 1.0])
+def test_what_stays_makes_up_for_what_is_dropped(p: float) -> None:
+    factors = Dropout(p, STATE).factors(1, 2, 64, 64)
+    kept = 1 / (1 - p) if p < 1 else 0.0
+    torch.testing.assert_close(factors, factors.sign() * kept)
+    assert float(factors.mean()) == (0.0 if p == 1 else pytest.approx(1.0, abs=0.02))
+
+
+def made(dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = (2, 4, 20, 16), (2, 2, 24, 16), (2, 2, 24, 16)
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+
+
+def state_of_a_call() -> torch.Tensor:
+    """The state that a call after torch.manual_seed(5) draws."""
+    torch.manual_seed(5)
+    return Dropout.drawn(0.3, torch.device("cpu")).state
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"mask": tilegen.causal() & tilegen.sliding_window(9, 0)},
+        {"score": tilegen.softcap(3.0)},
+        {"score": tilegen.sinks(torch.linspace(-1, 1, 4))},
+        {"kv_lengths": torch.tensor([24, 7])},
+        {"scale": -0.4},
+    ],
+    ids=lambda options: " ".join(options) or "plain",
+)
+def test_a_call_drops_what_its_seed_says_and_its_gradients_do_too(options: dict[str, Any]) -> None:
+    q, k, v = made()
+    factors = Dropout(0.3, state_of_a_call()).factors(2, 4, 20, 24).float()
+    torch.manual_seed(5)
+    out, lse = tilegen.attention(q, k, v, **options, dropout_p=0.3, return_lse=True)
+    gradients = torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v))
+
+    identity = torch.eye(24).expand(2, 2, 24, 24)  # the weights themselves
+    weights, expected_lse = tilegen.attention(q, k, identity, **options, return_lse=True)
+    expected = weights * factors @ v.repeat_interleave(2, 1)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(lse, expected_lse)
+    wanted = torch.autograd.grad(expected.square().sum() + expected_lse.sum(), (q, k, v))
+    for one, other in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_calls_draw_anew_and_a_seed_makes_them_draw_the_same() -> None:
+    q, k, v = made(torch.bfloat16)
+    torch.manual_seed(1)
+    first, second = (tilegen.attention(q, k, v, dropout_p=0.5) for _ in range(2))
+    torch.manual_seed(1)
+    assert torch.equal(tilegen.attention(q, k, v, dropout_p=0.5), first)
+    assert not torch.equal(first, second)
+
+
+def test_nothing_is_drawn_where_nothing_is_dropped() -> None:
+    q, k, v = made()
+    before = torch.get_rng_state()
+    plain = tilegen.attention(q, k, v)
+    for nothing in (0, 0.0):
+        assert torch.equal(tilegen.attention(q, k, v, dropout_p=nothing), plain)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_all_is_dropped_where_p_is_1_as_pytorch_does() -> None:
+    q, k, v = made()
+    out, lse = tilegen.attention(q, k, v, dropout_p=1, return_lse=True)
+    assert (out == 0).all()
+    assert torch.equal(lse, tilegen.attention(q, k, v, return_lse=True)[1])
+    assert all((one == 0).all() for one in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.1, float("nan"), "0.1", None, True, torch.ones(1)])
+def test_what_is_no_probability_is_refused_in_one_line(p: Any) -> None:
+    q, k, v = made()
+    for call in (tilegen.attention, tilegen.attention_varlen):
+        given = (q, k, v) if call is tilegen.attention else (q[0], k[0], v[0], torch.tensor([0, 4]))
+        with pytest.raises(InvalidProblem, match=r"dropout_p must be a number 0\.\.1") as caught:
+            call(*given, dropout_p=p)
+        assert "\n" not in str(caught.value)
+
+
+def test_packed_sequences_drop_by_their_place_among_all_tokens() -> None:
+    q, k, v = (one[0, :2].transpose(0, 1).detach() for one in made())
+    cu = torch.tensor([0, 6, 20])
+    state = state_of_a_call()
+    torch.manual_seed(5)
+    out = tilegen.attention_varlen(q, k[:20], v[:20], cu, dropout_p=0.3)
+    documents = tilegen.documents(torch.tensor([0] * 6 + [1] * 14))
+    expected, _ = attention_reference(
+        *(x[:20].transpose(0, 1)[None] for x in (q, k, v)),
+        mask=documents,
+        dropout=Dropout(0.3, state),
+    )
+    torch.testing.assert_close(out.transpose(0, 1)[None], expected)
+    jagged = [torch.nested.nested_tensor_from_jagged(x[:20], cu).transpose(1, 2) for x in (q, k, v)]
+    torch.manual_seed(5)
+    nested: Any = tilegen.attention(*jagged, dropout_p=0.3)
+    torch.testing.assert_close(nested.transpose(1, 2).values(), out)
+
+
+def test_a_dilated_mask_drops_by_places_in_its_groups() -> None:
+    q, k, v = (one[:, :2, :20].detach() for one in made())
+    state = state_of_a_call()
+    torch.manual_seed(5)
+    out = tilegen.attention(
+        q, k, v, mask=tilegen.sliding_window(4, 4) & tilegen.dilated(2), dropout_p=0.3
+    )
+    grouped = [group(x, 2) for x in (q, k, v)]
+    window = tilegen.sliding_window(2, 2)
+    expected, _ = attention_reference(*grouped, mask=window, dropout=Dropout(0.3, state))
+    torch.testing.assert_close(out, ungroup(expected, 2, 20))

@@ -1,0 +1,82 @@
+"""Dropout of attention weights: which pairs it drops, as a function of where they are.
+
+A weight is dropped with probability p, and multiplied by 1 / (1 - p) where it is not. What is drawn
+for a pair is a word of Philox4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
+SC 2011): a function of a call's seed and offset and of the pair's batch entry, head, row and
+column, whatever the tiles of a kernel. So a backward draws the same again, and nothing is stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+ROUNDS = 7
+"""The fewest rounds of Philox4x32 that pass all tests of BigCrush (Salmon et al., table 2): 10, as
+PyTorch has, are a margin beyond. Rounds are what dropout costs, and kernels draw twice."""
+SIDE = 16
+"""Rows and columns of a square of pairs whose words are drawn together: a side of every tile."""
+_WORD = 0xFFFFFFFF
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+_KEY_STEPS = 0x9E3779B9, 0xBB67AE85
+
+Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Dropout:
+    """What a call drops."""
+
+    p: float
+    """Probability that a weight is dropped, 0..1."""
+    state: torch.Tensor
+    """Seed and offset, (2,), int64, on the device of the call: the host never reads them, so that
+    replays of a CUDA graph, which draw them anew, drop other pairs each time."""
+
+    @classmethod
+    def drawn(cls, p: float, device: torch.device) -> Dropout:
+        """Return what a call drops, by a seed from PyTorch's default generator of a device."""
+        return cls(p, torch.randint(2**63 - 1, (2,), device=device))
+
+    def factors(self, batch: int, heads: int, rows: int, columns: int) -> torch.Tensor:
+        """Return what the weight of each pair is multiplied by, 0 or 1 / (1 - p): fp64, (batch,
+        heads, rows, columns)."""
+        p = float(torch.tensor(self.p, dtype=torch.float32))  # as kernels are given it
+        below = min(int(p * 2**32) - 2**31, 2**31 - 1)
+        kept = drawn_words(self.state, batch, heads, rows, columns) >= below
+        return kept * (1 / (1 - p) if p < 1 else 0.0)
+
+
+def drawn_words(
+    state: torch.Tensor, batch: int, heads: int, rows: int, columns: int
+) -> torch.Tensor:
+    """Return the word that is drawn for each pair, signed: int64, (batch, heads, rows, columns).
+
+    The four words of one Philox are those of rows and columns that differ by 8, in a square of
+    SIDE: matrix instructions leave such scores to one thread, whether rows are queries or keys.
+    """
+    half, squares = SIDE // 2, [-(-size // SIDE) for size in (rows, columns)]
+    i, j = (torch.arange(half * count, device=state.device) for count in squares)
+    head = torch.arange(batch * heads, device=state.device)[:, None, None]
+    seed, offset = state.unbind()
+    counter = i[:, None], j, head, offset & _WORD
+    words = philox(counter, (seed & _WORD, (seed >> 32) & _WORD))
+    found = torch.stack(torch.broadcast_tensors(*words), -1)
+    found = found.reshape(-1, squares[0], half, squares[1], half, 2, 2).permute(0, 1, 5, 2, 3, 6, 4)
+    found = found.reshape(batch, heads, squares[0] * SIDE, squares[1] * SIDE)
+    return (found[..., :rows, :columns] ^ 2**31) - 2**31  # signed
+
+
+def philox(counter: Words, key: tuple[torch.Tensor, torch.Tensor], rounds: int = ROUNDS) -> Words:
+    """Return the four words of Philox4x32; words are int64 tensors of 0..2**32 - 1."""
+    a, b, c, d = counter
+    key_0, key_1 = key
+    for _ in range(rounds):
+        one, other = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]  # 64 bits of them, wrapped around
+        a, c = (other >> 32 & _WORD) ^ b ^ key_0, (one >> 32 & _WORD) ^ d ^ key_1
+        b, d = other & _WORD, one & _WORD
+        key_0, key_1 = (
+            (word + step) & _WORD for word, step in zip((key_0, key_1), _KEY_STEPS, strict=True)
+        )
+    return a, b, c, d
