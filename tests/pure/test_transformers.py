@@ -333,6 +333,24 @@ def test_out_is_contiguous_and_causality_is_the_modules() -> None:
     assert out.shape == (2, 3, 4, 16)
 
 
+def test_dropout_of_a_model_in_training_is_that_of_attention() -> None:
+    q, k, v = _qkv()
+    torch.manual_seed(5)
+    out, _ = call(q, k, v, None, dropout=0.5)
+    torch.manual_seed(5)
+    expected = tilegen.attention(q, k, v, mask=tilegen.causal(), dropout_p=0.5)
+    assert torch.equal(out.transpose(1, 2), expected)
+    model = MODELS["gpt2"].make("tilegen").train()
+    for layer in model.transformer.h:
+        layer.attn.attn_dropout.p = 0.5
+    found: list[torch.Tensor] = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        found.append(outputs(model, inputs("gpt2")))
+    assert torch.equal(found[0], found[1])
+    assert not torch.allclose(found[0], found[2])
+
+
 _CU = torch.tensor([0, 5])
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "a paged cache": (lambda: call(*_qkv(), None, cache=object()), "got a paged cache"),

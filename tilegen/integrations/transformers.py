@@ -71,11 +71,6 @@ def attention_forward(
             "expected keys and values as tensors, got a paged cache; use "
             'attn_implementation="paged|sdpa" for continuous batching'
         )
-    if dropout:
-        raise Unsupported(
-            f"expected no dropout of attention weights, got {dropout}; set the model's "
-            "attention dropout to 0, or use model.eval()"
-        )
     lengths = query.shape[2], key.shape[2]
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     mask, additive = _mask_of(attention_mask, lengths, bool(is_causal), sliding_window)
@@ -94,6 +89,7 @@ def attention_forward(
         mask=mask,
         score=_score(softcap, additive, s_aux, (batch, query.shape[1], *lengths)),
         scale=scaling,
+        dropout_p=dropout,
     )
     return out.transpose(1, 2).contiguous(), None
 
