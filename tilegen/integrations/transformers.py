@@ -7,8 +7,6 @@ the kernels of the last one.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 from weakref import WeakSet
 
@@ -19,18 +17,16 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from tilegen.bounded_cache import BoundedCache
 from tilegen.disk import say_once
 from tilegen.errors import InvalidProblem, Unsupported
-from tilegen.integrations import tables
+from tilegen.integrations.given import of_tensor, score_of
 from tilegen.integrations.model_masks import ModelMask, model_mask
-from tilegen.masks import score as scores
 from tilegen.masks.mask import Mask, causal, full, sliding_window
 from tilegen.masks.packed import packed
-from tilegen.masks.score import Score
 from tilegen.runtime.attention import attention
 from tilegen.runtime.flex import from_block_mask
 
 NAME = "tilegen"
 MAX_MASKS = 64
-"""Masks kept for further layers of a forward that gets the same tensors."""
+"""Masks of packed documents kept for further layers of a forward."""
 
 
 def register() -> None:
@@ -73,7 +69,8 @@ def attention_forward(
         )
     lengths = query.shape[2], key.shape[2]
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    mask, additive = _mask_of(attention_mask, lengths, bool(is_causal), sliding_window)
+    batch = max(query.shape[0], key.shape[0])
+    mask, additive = _mask_of(attention_mask, batch, lengths, bool(is_causal), sliding_window)
     if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
         inside = _default_mask(lengths, bool(is_causal), sliding_window, "bottom_right")
         documents = _documents(cu_seq_lens_q, cu_seq_lens_k, inside, query)
@@ -83,11 +80,10 @@ def attention_forward(
     if position_bias is not None:
         bias = position_bias[..., : lengths[1]]
         additive = bias if additive is None else bias + additive
-    batch = max(query.shape[0], key.shape[0])
     out = attention(
         *(x if x.shape[0] == batch else x.expand(batch, -1, -1, -1) for x in (query, key, value)),
         mask=mask,
-        score=_score(softcap, additive, s_aux, (batch, query.shape[1], *lengths)),
+        score=score_of(softcap, additive, s_aux, lengths),
         scale=scaling,
         dropout_p=dropout,
     )
@@ -99,7 +95,7 @@ def attention_forward(
 
 
 def _mask_of(
-    given: Any, lengths: tuple[int, int], is_causal: bool, window: int | None
+    given: Any, batch: int, lengths: tuple[int, int], is_causal: bool, window: int | None
 ) -> tuple[Mask, torch.Tensor | None]:
     """Return a mask, and what is added to the scores besides."""
     if given is None:
@@ -123,23 +119,11 @@ def _mask_of(
             "expected attention_mask to be a bool or floating tensor (batch, heads, seqlen_q, "
             f"seqlen_kv), a BlockMask, or what the model makes; got {shown}"
         )
-    given = given[..., : lengths[1]]
-    if given.dtype == torch.bool:
-        return _kept(given, lambda: (tables.dense(given), None))
-    if given.requires_grad:
-        return _from_additive(given)
-    return _kept(given, lambda: _from_additive(given))
+    return of_tensor(given[..., : lengths[1]], batch, lengths)
 
 
 def _is_mask(dtype: torch.dtype) -> bool:
     return dtype == torch.bool or dtype.is_floating_point
-
-
-def _from_additive(added: torch.Tensor) -> tuple[Mask, torch.Tensor]:
-    """Return the pairs that an additive mask keeps, and what it adds to them: its dtype's lowest
-    number stands for -inf."""
-    keep = added > torch.finfo(added.dtype).min
-    return tables.dense(keep.detach()), added.masked_fill(~keep, 0.0)
 
 
 def _default_mask(
@@ -171,14 +155,6 @@ def _documents(cu_q: Any, cu_kv: Any, inside: Mask, query: torch.Tensor) -> Mask
     return _masks.get(key, lambda: (packed(cu_q, cu_kv, inside, tokens=tokens), cu_q, cu_kv))[0]
 
 
-def _kept(tensor: torch.Tensor, make: Any) -> tuple[Mask, torch.Tensor | None]:
-    """Return the mask of a tensor, made once for all layers while nobody changes it."""
-    if tensor.is_inference():  # which counts no changes
-        return make()
-    view = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-    return _masks.get((*view, tensor._version), lambda: (make(), tensor))[0]
-
-
 _masks: BoundedCache[Any, tuple[Any, ...]] = BoundedCache(MAX_MASKS)
 
 
@@ -205,38 +181,6 @@ def _warn_of_lost_documents(
 
 
 _looked_at: WeakSet[torch.nn.Module] = WeakSet()
-
-
-# --------------------------------------------------------------------------------------------------
-# Scores
-
-
-def _score(
-    softcap: float | None,
-    added: torch.Tensor | None,
-    sinks: torch.Tensor | None,
-    sizes: tuple[int, int, int, int],
-) -> Score | None:
-    """Return what is done to the scores: a soft cap, then a bias, then sinks beside them."""
-    if softcap is None and added is None and sinks is None:
-        return None
-    varies = None
-    if added is not None:
-        # By query and key always, so that a sequence of one token is of the same form as others.
-        added = added.expand(*added.shape[:2], *sizes[2:])
-        varies = added.shape[0] != 1, added.shape[1] != 1
-    form = _form(None if softcap is None else float(softcap), varies)
-    captured = () if added is None else (added,)
-    return replace(form, captured=captured, sink_logits=sinks)
-
-
-@lru_cache(maxsize=64)
-def _form(softcap: float | None, varies: tuple[bool, bool] | None) -> Score:
-    """Return a score without its tensors, for a bias that varies with batch and head, or not."""
-    score = Score() if softcap is None else scores.softcap(softcap)
-    if varies is None:
-        return score
-    return score.then(scores.bias(torch.zeros(1 + varies[0], 1 + varies[1], 2, 2)))
 
 
 register()
