@@ -1,2 +1,2 @@
-"""What other packages ask of attention. Each module here imports its package when it is imported
-itself: `import tilegen` imports none."""
+"""The names of other libraries, with tilegen's kernels behind them. Importing this imports none of
+them: each module imports the package that it is for."""

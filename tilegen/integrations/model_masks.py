@@ -18,6 +18,7 @@ import torch
 from transformers import masking_utils
 
 from tilegen.integrations import tables
+from tilegen.integrations.windows import alignment_of
 from tilegen.masks.mask import (
     Causal,
     Mask,
@@ -84,9 +85,10 @@ class Place:
     def window(self, left: int | None, right: int | None) -> Mask:
         """Return `q - left <= k <= q + right` between positions."""
         if self.ends_together:
+            alignment = alignment_of(self.seqlen_q, self.seqlen_kv)
             if left is None and right == 0:  # a single query sees all there is
-                return full() if self.seqlen_q == 1 else causal("bottom_right")
-            return sliding_window(left, right, "bottom_right")
+                return full() if self.seqlen_q == 1 else causal(alignment)
+            return sliding_window(left, right, alignment)
         return sliding_window(
             None if left is None else self._number(left - self.shift),
             None if right is None else self._number(right + self.shift),
@@ -207,10 +209,10 @@ def _intersected(*masks: Mask) -> Mask:
     """Return the `&` of masks, a window to the left and a causal mask as the one window that they
     are."""
     match masks:
-        case (SlidingWindow(left, None, "bottom_right"), Causal("bottom_right")):
-            return sliding_window(left, 0, "bottom_right")
-        case (SlidingWindow(left, None, "top_left"), SlidingWindow(None, right, "top_left")):
-            return sliding_window(left, right)
+        case (SlidingWindow(left, None, one), Causal(other)) if one == other:
+            return sliding_window(left, 0, one)
+        case (SlidingWindow(left, None, one), SlidingWindow(None, right, other)) if one == other:
+            return sliding_window(left, right, one)
         case _:
             return intersect(*masks)
 

@@ -19,7 +19,7 @@ from torchtitan.models.common import attention as theirs  # pyright: ignore[repo
 from torchtitan.protocols.module import Module  # pyright: ignore[reportMissingImports]
 
 from tilegen.errors import InvalidProblem
-from tilegen.masks.mask import sliding_window
+from tilegen.integrations import windows
 from tilegen.runtime.flex import flex_attention
 from tilegen.runtime.varlen import attention_varlen
 
@@ -90,7 +90,7 @@ def inner_attention(
         out, lse = attention_varlen(
             *(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)),
             *(attention_masks.cu_seq_q, attention_masks.cu_seq_k),
-            mask=sliding_window(*window_size, "bottom_right"),
+            mask=windows.flash_attn(*window_size),
             score=score_mod,
             scale=scale,
             return_lse=True,

@@ -17,9 +17,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from tilegen.bounded_cache import BoundedCache
 from tilegen.disk import say_once
 from tilegen.errors import InvalidProblem, Unsupported
+from tilegen.integrations import windows
 from tilegen.integrations.given import of_tensor, score_of
 from tilegen.integrations.model_masks import ModelMask, model_mask
-from tilegen.masks.mask import Mask, causal, full, sliding_window
+from tilegen.masks.mask import Alignment, Causal, Mask, causal, full
 from tilegen.masks.packed import packed
 from tilegen.runtime.attention import attention
 from tilegen.runtime.flex import from_block_mask
@@ -99,7 +100,8 @@ def _mask_of(
 ) -> tuple[Mask, torch.Tensor | None]:
     """Return a mask, and what is added to the scores besides."""
     if given is None:
-        return _default_mask(lengths, is_causal, window, "top_left"), None
+        alignment = "top_left" if window is None else windows.alignment_of(*lengths)
+        return _default_mask(lengths, is_causal, window, alignment), None
     if isinstance(given, ModelMask):
         if given.lengths != lengths:
             raise InvalidProblem(
@@ -127,13 +129,13 @@ def _is_mask(dtype: torch.dtype) -> bool:
 
 
 def _default_mask(
-    lengths: tuple[int, int], is_causal: bool, window: int | None, alignment: Any
+    lengths: tuple[int, int], is_causal: bool, window: int | None, alignment: Alignment
 ) -> Mask:
     """Return the mask of a call that brings none, as transformers' other functions understand
-    that: a single query sees everything, and a window of w tokens counts the query."""
+    that: a single query sees everything, and a window of w tokens counts the query, behind which
+    models that are not causal see as many."""
     if window is not None:
-        right = 0 if is_causal else window - 1
-        return sliding_window(window - 1, right, "bottom_right")
+        return windows.vllm(window, is_causal, alignment)
     return causal(alignment) if is_causal and lengths[0] > 1 else full()
 
 
@@ -172,7 +174,7 @@ def _warn_of_lost_documents(
         return
     _looked_at.add(module)
     restarts = position_ids.diff(dim=-1) != 1
-    if made.mask == causal("bottom_right") and bool(restarts.any()):
+    if isinstance(made.mask, Causal) and bool(restarts.any()):
         say_once(
             "position_ids restart, as for packed documents, but the model was called with a cache, "
             "for which transformers makes a mask across documents; pass use_cache=False, or "

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import lru_cache, reduce
 from typing import TYPE_CHECKING, Any
 
 from tilegen.errors import InvalidProblem
@@ -224,10 +224,16 @@ def bias(values: torch.Tensor) -> Score:
     missing, and dimensions of size 1 count for all.
     """
     _check("bias", values, (1, 2, 3, 4))
-    names = "bhqk"[4 - values.ndim :]
-    index = ["0" if size == 1 else name for name, size in zip(names, values.shape, strict=True)]
-    axes = "".join(index).replace("0", ".")
-    return Score(f"s+t0[{','.join(index)}]", (values,), sizes=((0, axes),))
+    text, sizes = _of_bias(tuple(size == 1 for size in values.shape))
+    return Score(text, (values,), sizes=sizes)
+
+
+@lru_cache
+def _of_bias(is_one: tuple[bool, ...]) -> tuple[str, tuple[tuple[int, str], ...]]:
+    """Return the text and the sizes of a bias, by which of its dimensions have size 1."""
+    names = "bhqk"[4 - len(is_one) :]
+    index = ["0" if one else name for name, one in zip(names, is_one, strict=True)]
+    return f"s+t0[{','.join(index)}]", ((0, "".join(index).replace("0", ".")),)
 
 
 def sinks(logits: torch.Tensor) -> Score:

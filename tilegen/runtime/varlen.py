@@ -53,7 +53,7 @@ def attention_varlen(
                 f"{name} must have 3 dimensions (tokens, heads, head_dim), got {got}"
             )
     lengths = q.shape[0], k.shape[0]
-    whole = _packed_mask(cu_seqlens_q, cu_kv, mask, lengths[1])
+    whole = packed_mask(cu_seqlens_q, cu_kv, mask, lengths[1])
     inside = score_of(score)
     if inside is not None:
         from tilegen.masks.packed_score import within_documents
@@ -106,7 +106,7 @@ def attention_jagged(
     return (out, lse) if return_lse else out
 
 
-def _packed_mask(cu_q: torch.Tensor, cu_kv: torch.Tensor, mask: Mask | None, tokens: int) -> Mask:
+def packed_mask(cu_q: torch.Tensor, cu_kv: torch.Tensor, mask: Mask | None, tokens: int) -> Mask:
     """Return the packed mask, made once for the same tensors."""
     key = (id(cu_q), id(cu_kv), mask, tokens.bit_length())
     # The tensors are kept too, so that nothing else gets their ids.
