@@ -1,8 +1,8 @@
 """What lists of tiles, captured tensors and dropout add to a kernel's footprint.
 
 Seen in compiled kernels (Triton 3.7.1): a load whose address another load gives is pipelined one
-stage deeper, and tiles of a captured table are buffered like those of keys and values. Drawing takes up to 2
-registers a score where there are some left, and fewer where there are none.
+stage deeper, and tiles of a captured table are buffered like those of keys and values. Drawing
+takes up to 2 registers a score where there are some left, and fewer where there are none.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ class BoundKernel:
         tables: tuple[torch.Tensor, ...] | None = None,
     ) -> Launch:
         """Return the launch for one call with this mask, and with what score and dropout
-        `read` (see `score_tensors` and `Dropout.given`); `tables` are those of the mask, made once for all kernels of a pass.
-        Raises InvalidProblem for values that do not fit the shape."""
+        `reads` (see `score_tensors` and `Dropout.given`); `tables` are those of the mask, made once
+        for all kernels of a pass. Raises InvalidProblem for values that do not fit the shape."""
         if tables is None:
             tables = tensors_of(mask, shape, device) if self._slots or self.reads_lists else ()
         launch = self.reading(tables, reads)
@@ -86,9 +86,7 @@ class BoundKernel:
             tiles_sh=each if lists.heads > 1 else 0,
         )
 
-    def reading(
-        self, tables: Sequence[torch.Tensor], reads: Mapping[str, Any] = NOTHING
-    ) -> Launch:
+    def reading(self, tables: Sequence[torch.Tensor], reads: Mapping[str, Any] = NOTHING) -> Launch:
         """Return the same but for lists of tiles."""
         extras = {name: reads[name] for name in self._reads} if self._reads else {}
         for slot, name in self._slots:
