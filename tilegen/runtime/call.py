@@ -155,6 +155,7 @@ def problem_of(
         dtype=_DTYPES[q.dtype],
         mask=changes.kind.mask,
         score=form_of(changes),
+        dropout=changes.dropout is not None,
     )
 
 

@@ -151,8 +151,6 @@ def _new_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Change
             "set TRITON_INTERPRET=1 before Python starts to run the emitted kernels"
         )
         return Plan(torch_run, scale, checks_fit=checks_fit)
-    if changes.dropout is not None:
-        raise Unsupported("emitted kernels do not drop weights yet")
     if q.device.type in ("cpu", "cuda"):
         if q.device.type == "cpu":
             interpreter.prepare()
