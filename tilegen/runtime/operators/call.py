@@ -36,12 +36,11 @@ def attend_watched(
     state = None
     if dropout_p:
         state = torch.randint(2**63 - 1, (2,), device=q.device)
-    trained = its.trained if torch.is_grad_enabled() else []
     factor = q.shape[3] ** -0.5 if scale is None else float(scale)
     if not torch.compiler.is_compiling() and is_transformed():
         rest = its.tensors if state is None else [*its.tensors, state]
-        call = its.text, trained, factor, float(dropout_p), state is not None
+        call = its.text, factor, float(dropout_p), state is not None
         return Attention.apply(call, q, k, v, *rest)  # type: ignore[return-value]
     return torch.ops.tilegen.forward(
-        *(q, k, v, its.text, its.tensors, trained, factor, float(dropout_p), state)
+        *(q, k, v, its.text, its.tensors, factor, float(dropout_p), state)
     )
