@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from tilegen.emit.identity import RenderedKernel
     from tilegen.explaining.text import Explanation
     from tilegen.gpus.spec import GpuSpec, detect, gpu
+    from tilegen.integrations.flash_backend import activate, deactivate
+    from tilegen.integrations.sdpa import scaled_dot_product_attention
     from tilegen.kernels.config import TileConfig
     from tilegen.masks import (
         Mask,
@@ -70,6 +72,7 @@ _HOME = {
     "Score": "tilegen.masks.score",
     "TileConfig": "tilegen.kernels.config",
     "TuningRecord": "tilegen.store",
+    "activate": "tilegen.integrations.flash_backend",
     "agree": "tilegen.runtime.ranks",
     "alibi": "tilegen.masks.score",
     "attention": "tilegen.runtime.attention",
@@ -79,6 +82,7 @@ _HOME = {
     "bigbird": "tilegen.masks",
     "block_sparse": "tilegen.masks",
     "causal": "tilegen.masks",
+    "deactivate": "tilegen.integrations.flash_backend",
     "detect": "tilegen.gpus.spec",
     "dilated": "tilegen.masks",
     "documents": "tilegen.masks",
@@ -98,6 +102,7 @@ _HOME = {
     "propose": "tilegen.api",
     "random_blocks": "tilegen.masks",
     "relative_bias": "tilegen.masks.score",
+    "scaled_dot_product_attention": "tilegen.integrations.sdpa",
     "score": "tilegen.masks.score",
     "show": "tilegen.api",
     "sinks": "tilegen.masks.score",
@@ -123,6 +128,7 @@ __all__ = [
     "Score",
     "TileConfig",
     "TuningRecord",
+    "activate",
     "agree",
     "alibi",
     "attention",
@@ -132,6 +138,7 @@ __all__ = [
     "bigbird",
     "block_sparse",
     "causal",
+    "deactivate",
     "detect",
     "dilated",
     "documents",
@@ -151,6 +158,7 @@ __all__ = [
     "propose",
     "random_blocks",
     "relative_bias",
+    "scaled_dot_product_attention",
     "score",
     "show",
     "sinks",

@@ -6,8 +6,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-import torch
-from torch.nn.functional import scaled_dot_product_attention
 from typer.testing import CliRunner
 
 import tilegen
@@ -28,6 +26,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 LEGEND = (ROOT / "templates" / "README.md").read_text(encoding="utf-8")
 BUNDLES = (ROOT / "tilegen" / "bundles" / "README.md").read_text(encoding="utf-8")
 EXPLAINING = (ROOT / "tilegen" / "explaining" / "README.md").read_text(encoding="utf-8")
+INTEGRATIONS = (ROOT / "tilegen" / "integrations" / "README.md").read_text(encoding="utf-8")
 MASKS = (ROOT / "tilegen" / "masks" / "README.md").read_text(encoding="utf-8")
 
 
@@ -35,7 +34,9 @@ def blocks(language: str, page: str = README) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
 
 
-@pytest.mark.parametrize("page", [README, MASKS], ids=["readme", "masks"])
+@pytest.mark.parametrize(
+    "page", [README, MASKS, INTEGRATIONS], ids=["readme", "masks", "integrations"]
+)
 def test_python_blocks_run_and_print_what_is_shown(page: str) -> None:
     code, shown = blocks("python", page), blocks("text", page)
     assert len(code) == len(shown)
@@ -148,6 +149,7 @@ def test_every_argument_of_a_kernel_is_on_the_page_of_bundles() -> None:
         "cache/README.md",
         "templates/README.md",
         "tilegen/bundles/README.md",
+        "tilegen/integrations/README.md",
         "tilegen/explaining/README.md",
         "tilegen/fleet/README.md",
         "tilegen/masks/README.md",
@@ -158,16 +160,3 @@ def test_links_lead_somewhere(page: str) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]+)\)", path.read_text(encoding="utf-8"))
     for target in links:
         assert (path.parent / target).exists(), target
-
-
-def test_flash_attentions_layout_needs_no_copy() -> None:
-    """The README's line for it, on tensors of another length for keys."""
-    (call,) = re.findall(r"`(tilegen\.attention\(q\.transpose\(1, 2\).*?)`;", README)
-    generator = torch.Generator().manual_seed(0)
-    shapes = {"q": (2, 20, 4, 16), "k": (2, 30, 2, 16), "v": (2, 30, 2, 16)}
-    given = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    out = eval(call, {"tilegen": tilegen, **given})
-    q, k, v = (x.transpose(1, 2).contiguous() for x in given.values())
-    bias = torch.ones(20, 30).tril(10).log()
-    expected = scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)
-    torch.testing.assert_close(out, expected.transpose(1, 2))

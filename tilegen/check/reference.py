@@ -130,7 +130,10 @@ def softmax_of(
     if score is not None and score.form.changes:
         changed = _changed(score, scores)
     changed = changed.masked_fill(~keep, float("-inf"))
-    lse = changed.logsumexp(-1)
+    # PyTorch's gradient of a row of infinities is not a number, though nothing hangs on the row.
+    empty = (changed == float("-inf")).all(-1)
+    lse = changed.masked_fill(empty[..., None], 0.0).logsumexp(-1)
+    lse = lse.masked_fill(empty, float("-inf"))
     if score is not None and score.sink_logits is not None:
         lse = torch.logaddexp(lse, score.sink_logits.to(lse)[:, None])
     weights = (changed - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp()

@@ -1,0 +1,90 @@
+"""Names and hooks of other libraries on the GPU, against PyTorch's own kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention as of_torch
+
+import tilegen
+from tilegen.integrations import flash_backend, sdpa
+from tilegen.integrations.flash_attn import flash_attn_func
+
+
+def inputs(*shape: int, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(shape, dtype=dtype, device="cuda", requires_grad=True) for _ in range(3)]
+
+
+def with_gradients(out: torch.Tensor, given: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    weights = torch.linspace(-1, 1, out.numel(), device="cuda").reshape(out.shape).to(out.dtype)
+    return out, *torch.autograd.grad(out, given, weights)
+
+
+def compare(found: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-2, rtol=2e-2)
+
+
+@pytest.fixture
+def active(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """tilegen in the place of PyTorch's flash attention; its passes are listed as they run."""
+    ran: list[str] = []
+    for name in ("_forward", "_backward"):
+        found = getattr(flash_backend, name)
+
+        def counted(*args: Any, name: str = name, found: Any = found) -> Any:
+            ran.append(name)
+            return found(*args)
+
+        monkeypatch.setattr(flash_backend, name, counted)
+    tilegen.activate()
+    yield ran
+    tilegen.deactivate()
+
+
+def test_sdpa_runs_on_tilegen_while_it_is_active(active: list[str]) -> None:
+    given = inputs(2, 8, 1000, 64)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        found = with_gradients(of_torch(*given, is_causal=True), given)
+        assert active == ["_forward", "_backward"]
+        tilegen.deactivate()
+        expected = with_gradients(of_torch(*given, is_causal=True), given)
+    assert active == ["_forward", "_backward"]
+    compare(found, expected)
+
+
+def test_varlen_attn_runs_on_tilegen_while_it_is_active(active: list[str]) -> None:
+    given = inputs(900, 8, 64)
+    cu = torch.tensor([0, 300, 300, 900], dtype=torch.int32, device="cuda")
+    packed = (*given, cu, cu, 600, 600)
+    found = with_gradients(varlen_attn(*packed, window_size=(127, 0)), given)
+    assert active == ["_forward", "_backward"]
+    tilegen.deactivate()
+    compare(found, with_gradients(varlen_attn(*packed, window_size=(127, 0)), given))
+
+
+def test_slopes_and_other_refusals_reach_pytorchs_own_kernel(active: list[str]) -> None:
+    q = inputs(2, 100, 4, 64)[0].detach()
+    slopes = torch.rand(4, device="cuda")
+    out, *_ = torch.ops.aten._flash_attention_forward(
+        *(q, q, q, None, None, 100, 100, 0.0, True, False), alibi_slopes=slopes
+    )
+    assert not active
+    compare((out,), (flash_attn_func(q, q, q, causal=True, alibi_slopes=slopes),))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_everywhere_takes_explicit_masks(dtype: torch.dtype) -> None:
+    given = inputs(2, 4, 300, 64, dtype=dtype)
+    keep = torch.rand(2, 1, 300, 300, device="cuda") > 0.3
+    padded = (torch.arange(300, device="cuda") < 200).expand(2, 1, 1, 300)
+    for mask in (keep, padded, torch.randn(300, 300, dtype=dtype, device="cuda")):
+        expected = with_gradients(of_torch(*given, mask), given)
+        with sdpa.everywhere():
+            compare(with_gradients(of_torch(*given, mask), given), expected)

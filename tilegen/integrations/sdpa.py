@@ -1,0 +1,213 @@
+"""SDPA: `scaled_dot_product_attention` with PyTorch's signature, and `everywhere`, which has
+PyTorch compute its own with tilegen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakIdKeyDictionary
+
+from tilegen.disk import say_once
+from tilegen.errors import InvalidProblem, TilegenError, Unsupported
+from tilegen.integrations import windows
+from tilegen.masks.mask import Mask
+from tilegen.masks.score import Score, bias
+from tilegen.masks.usual import BlockSparse
+from tilegen.masks.values import Values
+from tilegen.runtime.attention import attention
+
+TYPICAL = 50
+"""Percent that bool masks are taken to keep: looking at each would wait for the GPU, and choose
+other kernels for each."""
+
+
+def scaled_dot_product_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """Return what `torch.nn.functional.scaled_dot_product_attention` does, with tilegen's kernels.
+
+    Shapes: query (..., heads, L, E), key (..., heads_kv, S, E), value (..., heads_kv, S, Ev), any
+    leading dimensions, broadcast as PyTorch does; heads_kv other than heads needs enable_gqa.
+    `attn_mask` broadcasts to (..., heads, L, S): a bool one is True where a pair is kept, a
+    floating one is added to the scaled logits and gets gradients. Kernels read it where it is, if
+    it is contiguous wherever it is not expanded. `is_causal` starts at the top left corner. A row
+    that is left nothing gives out 0 and zero gradients, where some of PyTorch's back ends give NaN.
+    `dropout_p` drops other weights than PyTorch does, reproducibly from torch.manual_seed.
+    Raises InvalidProblem or Unsupported, naming the call.
+    """
+    if attn_mask is not None and is_causal:
+        raise InvalidProblem(
+            "expected attn_mask or is_causal, got both; write the causal part into attn_mask"
+        )
+    heads = query.shape[-3:-2]
+    leading = query.shape[:-3]
+    plain = (
+        query.ndim == key.ndim == value.ndim == 4
+        and key.shape[:2] == value.shape[:2]
+        and leading == key.shape[:1]
+        and (enable_gqa or heads == key.shape[1:2])
+    )
+    if not plain:
+        query, key, value, leading, heads = _in_four_dimensions(query, key, value, enable_gqa)
+    changes: Mapping[str, Any] = {"mask": windows.sdpa(is_causal)}
+    if attn_mask is not None:
+        changes = _explicit(attn_mask, query, key, leading)
+    out = attention(query, key, value, scale=scale, dropout_p=dropout_p, **changes)
+    return out if plain else out.reshape(*leading, *heads, *out.shape[2:])
+
+
+def _in_four_dimensions(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, enable_gqa: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Sequence[int], Sequence[int]]:
+    """Return query, key and value (batch, heads, length, dim), and the leading dimensions and heads
+    that out has. Raises InvalidProblem."""
+    given = query, key, value
+    if any(x.ndim < 2 for x in given):
+        sizes = ", ".join(f"{tuple(x.shape)}" for x in given)
+        raise InvalidProblem(
+            f"query, key and value must have at least 2 dimensions (..., length, dim), got {sizes}"
+        )
+    heads = query.shape[-3:-2]
+    each = [x if x.ndim > 2 else x[None] for x in given]
+    counts = [x.shape[-3] for x in each]
+    try:
+        leading = torch.broadcast_shapes(*(x.shape[:-3] for x in each))
+        if not enable_gqa and (counts[0] == 1 or counts[1:] != [1, 1]):
+            counts = [*torch.broadcast_shapes(*((one,) for one in counts))] * 3
+    except RuntimeError:
+        sizes = ", ".join(f"{tuple(x.shape[:-2])}" for x in given)
+        raise InvalidProblem(
+            "query, key and value must have leading dimensions and heads that broadcast, or "
+            f"enable_gqa=True for heads that are shared; got {sizes}"
+        ) from None
+    query, key, value = (
+        x.expand(*leading, count, -1, -1).reshape(-1, count, *x.shape[-2:])
+        for x, count in zip(each, counts, strict=True)
+    )
+    return query, key, value, leading, heads and counts[:1]
+
+
+# --------------------------------------------------------------------------------------------------
+# Explicit masks
+
+
+def _explicit(
+    attn_mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor, leading: Sequence[int]
+) -> Mapping[str, Any]:
+    """Return what `attention` is given for a mask that is a tensor. Raises InvalidProblem."""
+    needed = (*leading, query.shape[1], query.shape[2], key.shape[2])
+    _check_sizes(attn_mask.shape, needed)
+    if attn_mask.dtype is torch.bool:
+        mask = _masks.get(attn_mask)
+        if mask is None:
+            table = _table(attn_mask.detach(), leading)
+            if 1 in table.shape[-2:]:
+                return _by_row_or_column(table, query.shape[0])
+            mask = _masks[attn_mask] = _of_pairs(table)
+        return {"mask": mask}
+    if not attn_mask.dtype.is_floating_point:
+        raise InvalidProblem(f"attn_mask must be bool or floating, got {attn_mask.dtype}")
+    return {"score": bias(_table(attn_mask, leading))}
+
+
+@lru_cache(1024)
+def _check_sizes(sizes: tuple[int, ...], needed: tuple[int, ...]) -> None:
+    """Raise InvalidProblem where a mask does not broadcast to the pairs of a call."""
+    padded = (1,) * (len(needed) - len(sizes)) + sizes[-len(needed) :]
+    fits = all(one in (1, size) for one, size in zip(padded, needed, strict=True))
+    if not fits or any(size != 1 for size in sizes[: -len(needed)]):
+        raise InvalidProblem(f"attn_mask must broadcast to {needed}, got {tuple(sizes)}")
+
+
+_masks: Any = WeakIdKeyDictionary()
+"""Masks by the bool tensor that a user holds: all layers share what is made of it. Each reads an
+alias of its tensor, which keeps nobody else's object alive."""
+
+
+def _table(tensor: torch.Tensor, leading: Sequence[int]) -> torch.Tensor:
+    """Return a mask (batch, heads, L, S) with size 1 wherever one element counts for all."""
+    if 0 in tensor.stride() and not tensor.requires_grad:  # gradients are of each element
+        for axis, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+            if size > 1 and stride == 0:
+                tensor = tensor.narrow(axis, 0, 1)
+    if tensor.ndim == 4 and len(leading) == 1:
+        return tensor
+    ahead = max(3 + len(leading), 4)
+    tensor = tensor.reshape((1,) * (ahead - tensor.ndim) + tensor.shape)
+    batches = tensor.shape[:-3]
+    if len(batches) > 1 and any(size != 1 for size in batches):
+        tensor = tensor.expand(*leading, *tensor.shape[-3:])
+    return tensor.reshape(-1, *tensor.shape[-3:])
+
+
+def _of_pairs(keep: torch.Tensor) -> Mask:
+    """Return the mask that a bool tensor spells out pair by pair, whose elements kernels read."""
+    axes = "".join(name for name, size in zip("bh", keep.shape, strict=False) if size != 1)
+    tensor = keep.reshape(*(size for size in keep.shape[:2] if size != 1), *keep.shape[2:])
+    layout = Values(axes=axes, typical=TYPICAL, tensor=tensor, kind="bool", pattern="layout")
+    return BlockSparse(layout, 1)
+
+
+def _by_row_or_column(keep: torch.Tensor, batch: int) -> Mapping[str, Any]:
+    """Return what `attention` is given for rows or columns that are kept or not, as in padded
+    batches: O(length) numbers, and the columns after which none is kept, past which no tile is
+    read."""
+    nothing: Score = bias(torch.where(keep, 0.0, -torch.inf))
+    columns = keep.shape[3]
+    if columns == 1:
+        return {"score": nothing}
+    places = torch.arange(1, columns + 1, dtype=torch.int32, device=keep.device)
+    lengths = (places * keep).amax((1, 2, 3))
+    return {"score": nothing, "kv_lengths": lengths.expand(batch)}
+
+
+# --------------------------------------------------------------------------------------------------
+# PyTorch's own name
+
+
+class everywhere(TorchFunctionMode):  # noqa: N801 - `with everywhere():`, as a function is called
+    """Has each call of `torch.nn.functional.scaled_dot_product_attention` inside of a `with` block
+    compute with tilegen: explicit masks, fp32 and head dims above 256 too, and on a CPU.
+
+    What tilegen does not do, PyTorch computes as it would without the block, which is said once for
+    each reason. `torch.nn.MultiheadAttention` in evaluation does not call that function, and stays
+    as it is.
+    """
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is not torch.nn.functional.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        try:
+            return _of_plain_tensors(*args, **kwargs)
+        except TilegenError as error:
+            reason, *_ = str(error).split("; the call was")
+            say_once(f"scaled_dot_product_attention: PyTorch computes instead: {reason}")
+        return func(*args, **kwargs)
+
+
+def _of_plain_tensors(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> torch.Tensor:
+    """Return what tilegen computes. Raises Unsupported for what only looks like a tensor."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.is_nested:
+            raise Unsupported(f"expected {name} to be a plain tensor, got {type(x).__name__}")
+    return scaled_dot_product_attention(query, key, value, *args, **kwargs)

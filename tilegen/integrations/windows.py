@@ -1,0 +1,113 @@
+"""Windows and causal alignments of other libraries as masks: the one place that knows what each of
+them means by a window.
+
+Masks are made once: calls that ask for the same window get the same object.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from tilegen.errors import InvalidProblem
+from tilegen.masks.mask import Alignment, Mask, causal, full, sliding_window
+
+MAX_MASKS = 1024
+
+
+def alignment_of(seqlen_q: int, seqlen_kv: int) -> Alignment:
+    """Return the alignment for libraries whose masks end at the last query and the last key.
+
+    At equal lengths both alignments are the same mask, and calls share kernels and records with
+    those that name none.
+    """
+    return "top_left" if seqlen_q == seqlen_kv else "bottom_right"
+
+
+@lru_cache(MAX_MASKS)
+def sdpa(is_causal: bool) -> Mask:
+    """Return the mask of SDPA's `is_causal`: `k <= q`, from the top left corner at any lengths."""
+    return causal("top_left") if is_causal else full()
+
+
+@lru_cache(MAX_MASKS)
+def flash_attn(
+    left: int | None,
+    right: int | None,
+    causal: bool = False,
+    alignment: Alignment = "bottom_right",
+) -> Mask:
+    """Return the mask of flash-attn's `window_size=(left, right)` and `causal`, which torch's
+    `varlen_attn` shares.
+
+    Both sides are distances that are kept, -1 or None is unbounded; `causal` sets `right` to 0.
+    """
+    left, right = (_distance("window_size", side, unbounded=-1) for side in (left, right))
+    return _window(left, 0 if causal else right, alignment)
+
+
+@lru_cache(MAX_MASKS)
+def transformers(window: int | None, alignment: Alignment = "bottom_right") -> Mask:
+    """Return the causal mask of transformers' `sliding_window`: as many tokens, the query's own
+    among them; None is unbounded."""
+    return _window(_others("sliding_window", window), 0, alignment)
+
+
+@lru_cache(MAX_MASKS)
+def transformers_bidirectional(window: int | None, alignment: Alignment = "bottom_right") -> Mask:
+    """Return the mask of transformers' `sliding_window` in a model that is not causal: a distance
+    that is kept on both sides; None is unbounded."""
+    distance = _distance("sliding_window", window)
+    return _window(distance, distance, alignment)
+
+
+@lru_cache(MAX_MASKS)
+def flashinfer(
+    window_left: int | None, causal: bool = True, alignment: Alignment = "bottom_right"
+) -> Mask:
+    """Return the mask of FlashInfer's `window_left`: a distance that is kept; -1 is unbounded."""
+    left = _distance("window_left", window_left, unbounded=-1)
+    return _window(left, 0 if causal else None, alignment)
+
+
+@lru_cache(MAX_MASKS)
+def vllm(window: int | None, causal: bool = True, alignment: Alignment = "bottom_right") -> Mask:
+    """Return the mask of vLLM's `sliding_window`: as many tokens, the query's own among them, on
+    both sides where a model is not causal; None is unbounded."""
+    others = _others("sliding_window", window)
+    return _window(others, 0 if causal else others, alignment)
+
+
+@lru_cache(MAX_MASKS)
+def sglang(window: int | None, alignment: Alignment = "bottom_right") -> Mask:
+    """Return the causal mask of sglang's `sliding_window_size`: a distance that is kept, -1 or None
+    is unbounded."""
+    return _window(_distance("sliding_window_size", window, unbounded=-1), 0, alignment)
+
+
+def _window(left: int | None, right: int | None, alignment: Alignment) -> Mask:
+    """Return the mask of distances that are kept, None for unbounded."""
+    if left is None and right == 0:
+        return causal(alignment)
+    return sliding_window(left, right, alignment)
+
+
+def _distance(name: str, value: int | None, unbounded: int | None = None) -> int | None:
+    """Return a distance, None for unbounded. Raises InvalidProblem."""
+    if value is None or value == unbounded:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        spelt = "None" if unbounded is None else f"{unbounded}"
+        raise InvalidProblem(
+            f"{name} must hold distances of 0 or more, or {spelt} for unbounded; got {value!r}"
+        )
+    return value
+
+
+def _others(name: str, tokens: int | None) -> int | None:
+    """Return the distance that a window of so many tokens keeps, the query's own among them."""
+    if tokens is not None and (isinstance(tokens, bool) or tokens < 1):
+        raise InvalidProblem(
+            f"{name} counts the query's own token and must be 1 or more, or None for unbounded; "
+            f"got {tokens!r}"
+        )
+    return None if tokens is None else tokens - 1
