@@ -48,6 +48,7 @@ def of_tiles(configs: Mapping[Kernel, TileConfig], m: int, n: int) -> dict[Kerne
     }
 
 
+@pytest.mark.any_triton
 @pytest.mark.parametrize(
     "m, n, p", [(16, 16, 0.3), (64, 32, 0.01), (16, 64, 0.9), (64, 64, 1.0)], ids=str
 )
