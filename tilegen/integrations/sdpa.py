@@ -109,12 +109,17 @@ def _explicit(
     needed = (*leading, query.shape[1], query.shape[2], key.shape[2])
     _check_sizes(attn_mask.shape, needed)
     if attn_mask.dtype is torch.bool:
-        mask = _masks.get(attn_mask)
-        if mask is None:
-            table = _table(attn_mask.detach(), leading)
-            if 1 in table.shape[-2:]:
-                return _by_row_or_column(table, query.shape[0])
-            mask = _masks[attn_mask] = _of_pairs(table)
+        many = tuple(leading) if len(leading) > 1 else ()
+        place = attn_mask.data_ptr(), attn_mask.shape, attn_mask.stride(), many
+        known = _masks.get(attn_mask)
+        if known is not None and known[0] == place:
+            return {"mask": known[1]}
+        table = _table(attn_mask.detach(), leading)
+        if 1 in table.shape[-2:]:
+            return _by_row_or_column(table, query.shape[0])
+        mask = _of_pairs(table)
+        if table.data_ptr() == attn_mask.data_ptr():  # no copy, which would miss later changes
+            _masks[attn_mask] = place, mask
         return {"mask": mask}
     if not attn_mask.dtype.is_floating_point:
         raise InvalidProblem(f"attn_mask must be bool or floating, got {attn_mask.dtype}")
@@ -131,8 +136,8 @@ def _check_sizes(sizes: tuple[int, ...], needed: tuple[int, ...]) -> None:
 
 
 _masks: Any = WeakIdKeyDictionary()
-"""Masks by the bool tensor that a user holds: all layers share what is made of it. Each reads an
-alias of its tensor, which keeps nobody else's object alive."""
+"""Masks by the bool tensor that a user holds, with where its elements were: all layers share what
+is made of it. Each reads an alias of its tensor, which keeps nobody else's object alive."""
 
 
 def _table(tensor: torch.Tensor, leading: Sequence[int]) -> torch.Tensor:
