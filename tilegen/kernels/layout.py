@@ -19,10 +19,16 @@ OF_ROWS = {"lse": "q", "delta": "out"}
 
 def empty_like(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
     """Return an uninitialised tensor laid out like `tensor` (heads inside or outside of rows)."""
-    batch, heads, seqlen, _ = tensor.shape
+    return tensor.new_empty_strided((*tensor.shape[:3], head_dim), strides_like(tensor, head_dim))
+
+
+def strides_like(tensor: torch.Tensor, head_dim: int) -> tuple[int, int, int, int]:
+    """Return the strides of `empty_like`."""
+    _, heads, seqlen, _ = tensor.shape
+    whole = heads * seqlen * head_dim
     if tensor.stride(1) < tensor.stride(2):
-        return tensor.new_empty((batch, seqlen, heads, head_dim)).transpose(1, 2)
-    return tensor.new_empty((batch, heads, seqlen, head_dim))
+        return whole, head_dim, heads * head_dim, 1
+    return whole, seqlen * head_dim, head_dim, 1
 
 
 def allocate(name: str, given: Mapping[str, Any], unit: int, block_n: int) -> torch.Tensor:

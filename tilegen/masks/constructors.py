@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from tilegen.errors import InvalidProblem
-from tilegen.masks.mask import Mask, causal, check_number, full, sliding_window
+from tilegen.masks.made import is_compiling, noted
+from tilegen.masks.mask import Mask, Pending, causal, check_number, full, sliding_window
 from tilegen.masks.usual import BlockSparse, Dilated, GlobalTokens, KvPrefix, Neighborhood, PrefixLM
-from tilegen.masks.values import Values, as_tensor, values
+from tilegen.masks.values import Values, as_tensor, typical_of, values
 from tilegen.sympy_lock import tracing
 
 
@@ -129,15 +130,17 @@ def predicate(fn: Callable[[Any, Any, Any, Any], Any]) -> Mask:
     It is traced once with symbols: operators, comparisons, `& | ~`, torch functions and captured
     tensors; `if`, `and` and `or` cannot be. Raises Unsupported, naming what it cannot trace.
     """
+    if is_compiling():
+        return Pending(("function", fn))
     from tilegen.masks.expression_mask import mask_of  # loads SymPy
 
     with tracing():
-        return mask_of(fn)
+        return noted(mask_of(fn), ("function", fn))
 
 
 def _table(tensor: Any, block: int) -> Values:
     """Return a bool layout without the leading dimensions that say nothing."""
-    percent = int(tensor.float().mean().mul(100).round().clamp(1, 100).item())
+    percent = typical_of(tensor)
     leading = range(tensor.ndim - 2)
     axes = "".join("bh"[i - len(leading)] for i in leading if tensor.shape[i] != 1)
     tensor = tensor.squeeze(tuple(leading))

@@ -16,9 +16,9 @@ from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.comparison import Comparison, comparison_of
 from tilegen.masks.language.evaluation import evaluate
 from tilegen.masks.language.symbols import PAIR, B, K, Lookup, Q, S, is_condition
-from tilegen.masks.language.texts import from_text, merge, to_text
+from tilegen.masks.language.texts import from_text, kind_of_tensor, merge, to_text
 from tilegen.masks.mask import MAX_WINDOW, Mask, Side, causal, full, intersect, sliding_window
-from tilegen.masks.packed import from_ids
+from tilegen.masks.packed import of_ids
 from tilegen.masks.shapes import Shape
 from tilegen.masks.source import closed_form
 from tilegen.masks.tiles.tile_lists import build
@@ -82,14 +82,28 @@ def canonical(text: str, kinds: tuple[str, ...]) -> str:
 
 def mask_of(fn: Callable[..., Any]) -> Mask:
     """Return the mask that `fn(b, h, q_idx, kv_idx)` computes. Raises Unsupported."""
-    traced = trace_mask(fn)
+    return mask_of_trace(trace_mask(fn), are_whole=None)
+
+
+def mask_of_text(text: str, captured: tuple[torch.Tensor, ...]) -> Mask:
+    """Return the mask of a predicate's text over tensors, right for any elements they may have."""
+    expr = predicate_of(text, tuple(map(kind_of_tensor, captured)))
+    return mask_of_trace(Traced(expr, captured, (), Derived(), False), are_whole=False)
+
+
+def mask_of_trace(traced: Traced, *, are_whole: bool | None) -> Mask:
+    """Return the mask of a traced predicate; `are_whole` says whether documents by ids are, None
+    that the ids tell."""
     if traced.expr == True:  # noqa: E712 - SymPy's true
         return full()
     written = sympy.And.make_args(_within_documents(traced.expr))
     near = [_by_distance(part) for part in written]
     if any(isinstance(one, Dilated) for one in near) and None not in near:
         return intersect(*(one for one in near if one is not None))  # rows can be regrouped
-    parts = [part if (found := _same_document(part, traced)) is None else found for part in written]
+    parts = [
+        part if (found := _same_document(part, traced, are_whole)) is None else found
+        for part in written
+    ]
     compared = _compared(parts, traced)
     return _joined(parts, traced) if compared is None else compared
 
@@ -170,7 +184,7 @@ def _by_distance(part: Any) -> Mask | None:
     return None
 
 
-def _same_document(part: Any, traced: Traced) -> Mask | None:
+def _same_document(part: Any, traced: Traced, are_whole: bool | None) -> Mask | None:
     """Return the mask of `ids[q] == ids[k]`, which has a closed form where documents are whole."""
     match part:
         case sympy.Eq(
@@ -178,7 +192,9 @@ def _same_document(part: Any, traced: Traced) -> Mask | None:
         ) if left == right and at == same and {first, second} == {Q, K} and at in ([], [B]):
             ids = traced.captured[int(str(left)[1:])]
             is_made = id(ids) in traced.derived.made
-            return None if ids.dtype.is_floating_point or is_made else from_ids(ids)
+            if ids.dtype.is_floating_point or is_made:
+                return None
+            return of_ids(ids, are_whole)
         case _:
             return None
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property, reduce
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-from tilegen.errors import InvalidProblem
+from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.drawing import check_sides, draw
+from tilegen.masks.made import is_compiling, noted
 from tilegen.masks.shapes import Shape
 from tilegen.masks.values import Values
 
@@ -84,7 +85,7 @@ class Mask(ABC):
     @cached_property
     def values(self) -> tuple[Values, ...]:
         """The tensors that the predicate reads at run time, in the order in which it names them."""
-        return tuple(_values_of(self))
+        return tuple(values_of(self))
 
     @cached_property
     def is_stand_in(self) -> bool:
@@ -94,16 +95,16 @@ class Mask(ABC):
     @cached_property
     def stand_in(self) -> Mask:
         """The mask without its tensors, by which records are found and the model chooses."""
-        return self._described()
+        return self.described()
 
     @cached_property
     def general(self) -> Mask:
         """The stand-in that kernels are specialised on: its numbers are typical of no tensor."""
-        return self._described(typical=TYPICAL)
+        return self.described(typical=TYPICAL)
 
-    def _described(self, **changes: Any) -> Mask:
+    def described(self, **changes: Any) -> Mask:
         """Return the mask with stand-ins in the place of its values."""
-        return _with_values(
+        return with_values(
             self, lambda one: replace(one, tensor=None, recipe=None, part=0, **changes)
         )
 
@@ -133,15 +134,15 @@ class Mask(ABC):
         """Return the mask with typical tensors for stand-ins: kernels are tuned and checked so."""
         if not self.is_stand_in:
             return self
-        return _with_values(self, lambda one: one.realized(shape.by_axis, device))
+        return with_values(self, lambda one: one.realized(shape.by_axis, device))
 
     def __and__(self, other: Mask) -> Mask:
         """Return the mask that keeps what both keep."""
-        return intersect(self, other) if isinstance(other, Mask) else NotImplemented
+        return _joined("&", intersect, self, other)
 
     def __or__(self, other: Mask) -> Mask:
         """Return the mask that keeps what either keeps."""
-        return unite(self, other) if isinstance(other, Mask) else NotImplemented
+        return _joined("|", unite, self, other)
 
     def __invert__(self) -> Mask:
         """Return the mask that keeps what this one drops."""
@@ -155,6 +156,26 @@ class Mask(ABC):
 
     def __str__(self) -> str:
         return self.notation
+
+
+class Pending(Mask):
+    """A mask that is made when a function runs that torch.compile traces: nothing of its tensors
+    can be looked at before."""
+
+    name = "pending"
+
+    def __init__(self, how: tuple[Any, ...]) -> None:
+        """`how` is what `noted` keeps of other masks."""
+        self._made = how
+
+    @property
+    def notation(self) -> str:
+        return f"pending({self._made[0]})"
+
+    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
+        raise Unsupported(
+            "expected a mask that is made while torch.compile traces to be used by attention alone"
+        )
 
 
 @dataclass(frozen=True)
@@ -323,7 +344,7 @@ def intersect(*masks: Mask) -> Mask:
     parts = [part for part in _flat(masks, And) if not isinstance(part, Full)]
     if not parts:
         return Full()
-    return parts[0] if len(parts) == 1 else And(tuple(parts))
+    return parts[0] if len(parts) == 1 else noted(And(tuple(parts)), ("&", masks))
 
 
 def unite(*masks: Mask) -> Mask:
@@ -331,7 +352,7 @@ def unite(*masks: Mask) -> Mask:
     parts = _flat(masks, Or)
     if any(isinstance(part, Full) for part in parts):
         return Full()
-    return parts[0] if len(parts) == 1 else Or(tuple(parts))
+    return parts[0] if len(parts) == 1 else noted(Or(tuple(parts)), ("|", masks))
 
 
 def number(value: int | Values, b: Any, h: Any, q: Any, k: Any) -> Any:
@@ -342,8 +363,9 @@ def number(value: int | Values, b: Any, h: Any, q: Any, k: Any) -> Any:
 def shown(value: int | tuple[int, ...] | Values) -> str:
     """Return a part of a mask as its notation spells it."""
     if isinstance(value, tuple):
-        return "x".join(map(str, value))
-    return value.notation if isinstance(value, Values) else str(value)
+        return "x".join([shown(one) for one in value])
+    # torch.compile may have made a variable of an integer, and makes a constant of it for `int`.
+    return value.notation if isinstance(value, Values) else f"{int(value)}"
 
 
 def check_number(name: str, value: object, *, low: int = 0, or_else: str = "") -> None:
@@ -370,26 +392,33 @@ def _flat(masks: tuple[Mask, ...], kind: type[And | Or]) -> list[Mask]:
     return sorted(parts, key=lambda part: part.notation)
 
 
-def _values_of(mask: Mask) -> Iterator[Values]:
+def values_of(mask: Mask) -> Iterator[Values]:
+    """Yield the tensors that a mask reads, in the order in which it names them."""
     for field in fields(mask):  # type: ignore[arg-type]
         value = getattr(mask, field.name)
         for item in value if isinstance(value, tuple) else (value,):
             if isinstance(item, Values):
                 yield item
             elif isinstance(item, Mask):
-                yield from _values_of(item)
+                yield from values_of(item)
 
 
-def _with_values(item: Any, changed: Callable[[Values], Values]) -> Any:
+def with_values(item: Any, changed: Callable[[Values], Values]) -> Any:
     """Return a mask, or a part of one, with its values changed."""
     if isinstance(item, Values):
         return changed(item)
     if isinstance(item, tuple):
-        return tuple(_with_values(one, changed) for one in item)
-    if not isinstance(item, Mask) or not item.values:
+        return tuple(with_values(one, changed) for one in item)
+    if not isinstance(item, Mask) or not list(values_of(item)):
         return item
-    kept = {f.name: _with_values(getattr(item, f.name), changed) for f in fields(item)}  # type: ignore[arg-type]
+    kept = {f.name: with_values(getattr(item, f.name), changed) for f in fields(item)}  # type: ignore[arg-type]
     return replace(item, **kept)  # type: ignore[type-var]
+
+
+def _joined(sign: str, join: Callable[..., Mask], one: Mask, other: Any) -> Any:
+    if not isinstance(other, Mask):
+        return NotImplemented
+    return Pending((sign, (one, other))) if is_compiling() else join(one, other)
 
 
 def _inverted(keep: Any) -> Any:

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from tilegen.errors import InvalidProblem
-from tilegen.masks.mask import And, Causal, Full, Mask, SlidingWindow, full, intersect
+from tilegen.masks.made import is_compiling, noted
+from tilegen.masks.mask import And, Causal, Full, Mask, Pending, SlidingWindow, full, intersect
 from tilegen.masks.usual import Intervals, SameDocument
 from tilegen.masks.values import (
     UNKNOWN,
@@ -55,6 +56,13 @@ def packed(
             f"{tuple(cu_q.shape)} on {cu_q.device} and {tuple(cu_kv.shape)} on {cu_kv.device}"
         )
     mask = full() if mask is None else mask
+    how = ("packed", cu_q, cu_kv, mask)
+    if is_compiling():
+        return Pending(how)
+    return noted(_packed(cu_q, cu_kv, mask, tokens), how)
+
+
+def _packed(cu_q: torch.Tensor, cu_kv: torch.Tensor, mask: Mask, tokens: int | None) -> Mask:
     typical = _typical(cu_kv) if tokens is None else max(1, tokens // (len(cu_q) - 1))
     typical = power_of_two_near(typical)
     parts = mask.parts if isinstance(mask, And) else (mask,)
@@ -63,7 +71,7 @@ def packed(
     ):
         places = Recipe(_places, (cu_q, cu_kv), check=check_cu_seqlens)
         return Within.of(_same(places, typical), mask)
-    if same:  # positions in the sequence differ as those in a document do
+    if cu_q is cu_kv:  # positions in the sequence differ as those in a document do
         aligned = [replace(p, alignment="top_left") for p in parts if not isinstance(p, Full)]  # type: ignore[arg-type]
         recipe = Recipe(_crossed, (cu_q, cu_q), check=check_cu_seqlens)
         return _both_ways(recipe, typical) & intersect(*aligned)
@@ -82,12 +90,21 @@ def from_ids(ids: Any) -> Mask:
             "ids must be integers of shape (seqlen,) or (batch, seqlen), got "
             f"{ids.dtype} {tuple(ids.shape)}"
         )
+    return Pending(("ids", ids, False)) if is_compiling() else of_ids(ids, None)
+
+
+def of_ids(ids: torch.Tensor, are_whole: bool | None) -> Mask:
+    """Return `ids[q] == ids[k]` of documents that are whole, or perhaps are not; None: as they are
+    now."""
     axes = "b" if ids.ndim == 2 else ""
     runs, distinct = _counted(ids)
     typical = power_of_two_near(max(1, ids.numel() // runs))
-    if runs == distinct:
-        return _both_ways(Recipe(_runs, (ids,), check=_check_whole), typical, axes)
-    return _same(Recipe(_numbered, (ids,)), typical, axes)
+    are_whole = runs == distinct if are_whole is None else are_whole
+    if are_whole:
+        mask = _both_ways(Recipe(_runs, (ids,), check=_check_whole), typical, axes)
+    else:
+        mask = _same(Recipe(_numbered, (ids,)), typical, axes)
+    return noted(mask, ("ids", ids, are_whole))
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilegen.errors import InvalidProblem
 from tilegen.masks.language.elements import ELEMENTS, kind_of
+from tilegen.masks.made import Chain, is_compiling, noted
 from tilegen.sympy_lock import one_at_a_time, tracing
 
 if TYPE_CHECKING:
@@ -146,9 +147,14 @@ class Score:
         )
         return replace(self, captured=captured, unused=unused, derived=())
 
-    @one_at_a_time
     def then(self, other: Score) -> Score:
         """Return the score that applies `other` to this one's result; sinks stay as they are."""
+        if is_compiling():
+            return Chain((self, other))  # type: ignore[return-value]
+        return noted(self._then(other), ("chain", Chain((self, other))))
+
+    @one_at_a_time
+    def _then(self, other: Score) -> Score:
         from tilegen.masks.language.symbols import S
         from tilegen.masks.language.texts import merge, to_text, without
 
@@ -253,14 +259,21 @@ def score(function: Callable[..., Any]) -> Score:
     Tensors that it makes of those it captures are made again at each call. Raises Unsupported,
     naming the term, for what has no expression.
     """
+    if is_compiling():
+        return Chain((function,))  # type: ignore[return-value]
+    return noted(traced(function), ("function", function))
+
+
+def traced(function: Callable[..., Any]) -> Score:
+    """Return the score that a function computes, without keeping the function."""
     from tilegen.masks.language.texts import to_text
     from tilegen.masks.tracing.trace import trace_score
 
     with tracing():
-        traced = trace_score(function)
-        text = to_text(traced.expr)
-    derived = (traced.derived,) if traced.makes_tensors else ()
-    return Score(text, traced.captured, derived=derived, unused=traced.unused)
+        found = trace_score(function)
+        text = to_text(found.expr)
+    derived = (found.derived,) if found.makes_tensors else ()
+    return Score(text, found.captured, derived=derived, unused=found.unused)
 
 
 def _check(name: str, tensor: torch.Tensor, dimensions: tuple[int, ...]) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.language.elements import kind_of
+from tilegen.masks.made import is_compiling
 from tilegen.settings import checks
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ class Values:
     @property
     def notation(self) -> str:
         """`@h:128`: one value per head, typically 128."""
-        return f"@{self.axes or ''}:{self.typical}"
+        return f"@{self.axes or ''}:{int(self.typical)}"
 
     @cached_property
     def symbol(self) -> Any:
@@ -260,10 +261,21 @@ def values(tensor: Any, axes: str) -> Values:
     if not tensor.numel():
         raise InvalidProblem("values must not be empty")
     check_range(tensor, LIMIT)
-    typical = UNKNOWN
-    if tensor.device.type == "cpu":
-        typical = int(tensor.float().mean().round().clamp(0, 2**28).item())
-    return Values(axes=axes, typical=power_of_two_near(typical), tensor=tensor)
+    return Values(axes=axes, typical=typical_of(tensor), tensor=tensor)
+
+
+def typical_of(tensor: torch.Tensor) -> int:
+    """Return the number that stands for the elements of a tensor: of integers a power of two near
+    their mean, of a layout of blocks the percent that are kept."""
+    import torch
+
+    if tensor.dtype == torch.bool:
+        if is_compiling():
+            return 50
+        return int(tensor.float().mean().mul(100).round().clamp(1, 100).item())
+    if tensor.device.type != "cpu" or is_compiling():
+        return UNKNOWN
+    return power_of_two_near(int(tensor.float().mean().round().clamp(0, 2**28).item()))
 
 
 def table(tensor: Any, percent: int) -> Values:
@@ -274,7 +286,10 @@ def table(tensor: Any, percent: int) -> Values:
 
 
 def is_checked(tensor: Any) -> bool:
-    """Whether values may be looked at: on a CPU they may, elsewhere that waits for the device."""
+    """Whether values may be looked at: on a CPU they may, elsewhere that waits for the device, and
+    torch.compile has none."""
+    if is_compiling():
+        return False
     return tensor.device.type == "cpu" or (tensor.device.type != "meta" and checks())
 
 

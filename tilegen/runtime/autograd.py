@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -10,7 +11,7 @@ from tilegen.emit.identity import is_aligned
 from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import tensors_of
-from tilegen.runtime.changes import Changes, Wanted
+from tilegen.runtime.changes import Changes, Gradients, Wanted
 from tilegen.runtime.launch_text import MAX_ROW_STRIDE
 
 if TYPE_CHECKING:
@@ -78,11 +79,6 @@ class _Attention(_Function):
         ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
     ) -> tuple[Any, ...]:
         scale, changes, kernels = cast("tuple[float, Changes, Kernels]", ctx.call)
-        saved = ctx.saved_tensors[:5]
-        dout = torch.zeros_like(saved[3]) if dout is None else dout
-        if not addressable(dout) or (kernels.aligned and not is_aligned(dout)):
-            # Not `contiguous`, which leaves a dense tensor at an odd address where it is.
-            dout = dout.clone(memory_format=torch.contiguous_format)
         needs = ctx.needs_input_grad
         wanted = Wanted(
             dq=needs[0],
@@ -90,13 +86,29 @@ class _Attention(_Function):
             sinks=any(needs[4:5]),
             captured=tuple(slot for slot, need in enumerate(needs[5:]) if need),
         )
-        found = kernels.backward(saved, dout, dlse, scale, changes, wanted)
-        captured = (
-            found.captured[slot].to(one.dtype) if slot in found.captured else None
-            for slot, one in enumerate(changes.captured)
-        )
+        found = gradients(kernels, ctx.saved_tensors[:5], dout, dlse, scale, changes, wanted)
+        captured = (found.captured.get(slot) for slot, _ in enumerate(changes.captured))
         read = (found.sinks, *captured) if changes.score is not None else ()
         return found.dq, found.dk, found.dv, None, *read
+
+
+def gradients(
+    kernels: Kernels,
+    saved: tuple[torch.Tensor, ...],
+    dout: torch.Tensor | None,
+    dlse: torch.Tensor | None,
+    scale: float,
+    changes: Changes,
+    wanted: Wanted,
+) -> Gradients:
+    """Return the gradients of a call by its kernels; `saved` are q, k, v, out and lse."""
+    dout = torch.zeros_like(saved[3]) if dout is None else dout
+    if not addressable(dout) or (kernels.aligned and not is_aligned(dout)):
+        # Not `contiguous`, which leaves a dense tensor at an odd address where it is.
+        dout = dout.clone(memory_format=torch.contiguous_format)
+    found = kernels.backward(saved, dout, dlse, scale, changes, wanted)
+    captured = {slot: one.to(changes.captured[slot].dtype) for slot, one in found.captured.items()}
+    return replace(found, captured=captured) if captured else found
 
 
 def reaching(

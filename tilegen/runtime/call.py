@@ -10,6 +10,7 @@ from operator import or_
 from typing import Any
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor  # PyTorch documents no way to ask
 
 from tilegen.dropout import Dropout
 from tilegen.emit.identity import VECTOR_BYTES
@@ -46,7 +47,11 @@ def score_of(score: Score | ScoreFunction | None) -> Score | None:
     return _traces(score).anew()
 
 
-_traces = Traces(scores.score)
+_traces = Traces(scores.traced)
+
+
+class Transformed(Exception):
+    """A call has tensors of a transform of torch.func, which have no addresses."""
 
 
 def call_key(q: Any, k: Any, v: Any, changes: Changes) -> Any:
@@ -63,6 +68,8 @@ def call_key(q: Any, k: Any, v: Any, changes: Changes) -> Any:
         offset = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % VECTOR_BYTES
         where = "cuda" if q.is_cuda else "cpu"
     except (AttributeError, RuntimeError):  # RuntimeError: sparse, nested and such
+        if any(map(is_functorch_wrapped_tensor, (q, k, v))):
+            raise Transformed from None
         names = ", ".join(_kind(x) for x in (q, k, v))
         raise InvalidProblem(f"q, k and v must be dense torch tensors, got {names}") from None
     cast = torch.is_autocast_enabled(where) and torch.get_autocast_dtype(where)

@@ -93,7 +93,7 @@ class Gradients:
     dv: torch.Tensor | None
     sinks: torch.Tensor | None
     captured: dict[int, torch.Tensor]
-    """By slot, fp32."""
+    """By slot."""
 
 
 @dataclass(frozen=True)

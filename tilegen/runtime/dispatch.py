@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from tilegen.check import interpreter
 from tilegen.disk import say_once
@@ -30,6 +31,7 @@ from tilegen.runtime.autograd import addressable, reaching, torch_run
 from tilegen.runtime.call import (
     MAX_PROGRAMS,
     ScoreFunction,
+    Transformed,
     autocast,
     autocast_dtype,
     call_key,
@@ -61,31 +63,51 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of a call of `attention`. Raises InvalidProblem or Unsupported, naming the
     call."""
+    if is_dynamo_compiling() or type(q) not in _PLAIN or _count_modes():
+        return _watched(q, k, v, mask, score, kv_lengths, scale, dropout_p)
     try:
         score = None if score is None else score_of(score)
         dropout = None if dropout_p == 0 else dropout_of(dropout_p, q)
         changes = Changes(_FULL if mask is None else mask, score, kv_lengths, dropout)
-        return _attention(q, k, v, changes, scale)
+        return planned(q, k, v, changes, scale)
+    except Transformed:
+        return _watched(q, k, v, mask, score, kv_lengths, scale, dropout_p)
     except TilegenError as error:
         call = describe(q, k, v, mask, score, kv_lengths, scale, dropout_p)
         raise type(error)(f"{error}; the call was {call}") from None
 
 
-def _attention(
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Types of tensors that nothing but torch.func watches; others may have no elements."""
+# PyTorch documents no other way to ask.
+_count_modes = torch._C._len_torch_dispatch_stack  # pyright: ignore[reportPrivateUsage]
+
+
+def _watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any) -> tuple[Any, Any]:
+    """Return the same by operators: PyTorch traces the call, counts it or transforms it."""
+    from tilegen.runtime.operators.call import attend_watched
+
+    return attend_watched(q, k, v, *call)
+
+
+def planned(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse), by the plan of a call's kind."""
-    key = call_key(q, k, v, changes)
-    plan: Plan = plans.by_call.known(key) or plans.by_call.get(
-        key, partial(_new_plan, q, k, v, changes)
-    )
+    plan = plan_of(q, k, v, changes)
     factor = plan.default_scale if scale is None else checked_scale(scale)
     if factor < 0:  # kernels take a row's maximum before scaling: the scale must keep the order
-        return _attention(-q, k, v, changes, -factor)
+        return planned(-q, k, v, changes, -factor)
     if plan.checks_fit:
         check_fit(changes.given, changes.score, Shape.of(q, k))
     found = plan.run(q, k, v, factor, changes)
     return found if changes.score is None or plan.rewrites else reaching(*found, changes.score)
+
+
+def plan_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes) -> Plan:
+    key = call_key(q, k, v, changes)
+    known: Plan | None = plans.by_call.known(key)
+    return known or plans.by_call.get(key, partial(_new_plan, q, k, v, changes))
 
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, Changes], tuple[Any, Any]]
@@ -99,6 +121,8 @@ class Plan:
     default_scale: float
     rewrites: bool = False
     """Whether the call is brought into another form, which has a plan of its own."""
+    kernels: Kernels | None = None
+    """The kernels of calls that run them as they are given: nothing is copied or rewritten."""
     checks_fit: bool = False
     """Whether sizes may not fit the mask or the score, which only a call shows."""
 
@@ -131,14 +155,14 @@ def _cast(
     """Return (out, lse) in the dtype that torch.autocast asks for."""
     with torch.autocast(q.device.type, enabled=False):
         q, k, v = (autocast(one, dtype) for one in (q, k, v))
-        return _attention(q, k, v, changes, scale)
+        return planned(q, k, v, changes, scale)
 
 
 def _widened(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, changes: Changes
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of head dims that are less than kernels need."""
-    out, lse = _attention(widened(q), widened(k), widened(v), changes, scale)
+    out, lse = planned(widened(q), widened(k), widened(v), changes, scale)
     return out[..., : v.shape[3]], lse
 
 
@@ -156,7 +180,7 @@ def _regrouped(
     mask = grouped_mask(changes.mask, step, k.shape[2], groups, q.device)
     rows = q.shape[2]
     q, k, v = (group(x, step) for x in (q, k, v))
-    out, lse = _attention(q, k, v, Changes(mask, changes.score, dropout=changes.dropout), scale)
+    out, lse = planned(q, k, v, Changes(mask, changes.score, dropout=changes.dropout), scale)
     return ungroup(out, step, rows), ungroup(lse, step, rows)
 
 
@@ -181,12 +205,14 @@ def _new_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Change
     if q.device.type in ("cpu", "cuda"):
         if q.device.type == "cpu":
             interpreter.prepare()
-        return Plan(_kernel_run(problem, q, k, v), scale, checks_fit=checks_fit)
+        run, kernels = _kernel_run(problem, q, k, v)
+        return Plan(run, scale, kernels=kernels, checks_fit=checks_fit)
     raise Unsupported(f"q must be on a CUDA or CPU device, got {q.device}")
 
 
-def _kernel_run(problem: AttentionProblem, *tensors: torch.Tensor) -> Run:
-    """Return how a problem runs with emitted kernels, copying first what kernels cannot address."""
+def _kernel_run(problem: AttentionProblem, *tensors: torch.Tensor) -> tuple[Run, Kernels | None]:
+    """Return how a problem runs with emitted kernels, copying first what kernels cannot address;
+    and the kernels, where nothing is copied."""
     tiles = -(-max(problem.seqlen_q, problem.seqlen_kv) // min(BLOCK_SIZES))
     if problem.batch * problem.num_heads_q * tiles > MAX_PROGRAMS:
         raise Unsupported(
@@ -202,9 +228,9 @@ def _kernel_run(problem: AttentionProblem, *tensors: torch.Tensor) -> Run:
         )
     tensors = tuple(t.contiguous() if copy else t for t, copy in zip(tensors, copied, strict=True))
     aligned = all(map(is_aligned, tensors))
-    kernels = kernels_of(problem, tensors[0].device, aligned)
+    kernels = _kernels(problem.bucket, tensors[0].device, aligned)
     if not any(copied):
-        return partial(autograd.run, kernels)
+        return partial(autograd.run, kernels), kernels
 
     def run(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, changes: Changes
@@ -212,10 +238,9 @@ def _kernel_run(problem: AttentionProblem, *tensors: torch.Tensor) -> Run:
         q, k, v = (t.contiguous() if copy else t for t, copy in zip((q, k, v), copied, strict=True))
         return autograd.run(kernels, q, k, v, scale, changes)
 
-    return run
+    return run, None
 
 
-def kernels_of(problem: AttentionProblem, device: torch.device, aligned: bool) -> Kernels:
-    """Return the kernels of a problem's bucket; `aligned` says whether all tensors are."""
-    key = problem.bucket, device, aligned
+def _kernels(problem: AttentionProblem, device: torch.device, aligned: bool) -> Kernels:
+    key = problem, device, aligned
     return plans.by_problem.get(key, lambda: Kernels(*key))

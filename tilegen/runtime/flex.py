@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, noop_mask
 
 from tilegen.errors import InvalidProblem
-from tilegen.masks.constructors import block_sparse, predicate
-from tilegen.masks.mask import Mask, full
+from tilegen.masks.blocks import Blocks
+from tilegen.masks.constructors import predicate
+from tilegen.masks.made import is_compiling
+from tilegen.masks.mask import Mask, Pending, full
 from tilegen.masks.score import Score
 from tilegen.masks.tracing.fingerprint import Traces
 from tilegen.runtime.attention import attention
@@ -50,7 +51,8 @@ def flex_attention(
         key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
     mask = block_mask
     if block_mask is not None and not isinstance(block_mask, Mask):
-        _check_lengths(block_mask, query, key)
+        if not is_compiling():
+            _check_lengths(block_mask, query, key)
         mask = from_block_mask(block_mask)
     out, lse = attention(
         query, key, value, mask=mask, score=score_mod, scale=scale, return_lse=True
@@ -71,6 +73,9 @@ def from_block_mask(block_mask: Any) -> Mask:
     Where its blocks are those that its mask_mod leaves, as `create_block_mask` makes them, it is
     the mask_mod's, at any tile shape. Raises InvalidProblem or Unsupported.
     """
+    if is_compiling():
+        listed = (block_mask.kv_num_blocks, block_mask.kv_indices, *(_whole(block_mask) or ()))
+        return Pending(("blocks", listed, block_mask.BLOCK_SIZE, _inside(block_mask)))
     reads = [getattr(block_mask, name, None) for name in _READS]
     versions = [
         one._version for one in reads if isinstance(one, torch.Tensor) and not one.is_inference()
@@ -91,66 +96,22 @@ def _converted(block_mask: Any) -> Mask:
             "block_mask must be a FlexAttention BlockMask or a tilegen mask, "
             f"got {type(block_mask).__name__}"
         )
-    rows, columns = block_mask.BLOCK_SIZE
-    partial, whole = _layouts(block_mask)
+    its: Any = block_mask
+    blocks = Blocks(its.kv_num_blocks, its.kv_indices, _whole(its), its.BLOCK_SIZE)
+    return blocks.mask(_inside(its), (int(its.seq_lengths[0]), int(its.seq_lengths[1])))
+
+
+def _whole(block_mask: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    counts, indices = block_mask.full_kv_num_blocks, block_mask.full_kv_indices
+    return None if counts is None or indices is None else (counts, indices)
+
+
+def _inside(block_mask: Any) -> Mask:
     fn = block_mask.mask_mod
-    inside = full() if fn is noop_mask else predicate(fn)
-    if _same_blocks(inside, block_mask, partial | whole, whole):
-        return inside
-    side = math.gcd(rows, columns)
-    whole, partial = (
-        one.repeat_interleave(rows // side, -2).repeat_interleave(columns // side, -1)
-        for one in (whole, partial)
-    )
-    return block_sparse(whole, side) | (block_sparse(partial, side) & inside)
+    return full() if fn is noop_mask else predicate(fn)
 
 
 _converted_masks = Traces(_converted)
-
-
-def _layouts(block_mask: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return which blocks are partial and which are full, bool (batch, heads, rows, columns)."""
-
-    def layout(counts: torch.Tensor | None, indices: torch.Tensor | None) -> torch.Tensor:
-        like = block_mask.kv_indices
-        found = torch.zeros(like.shape, dtype=torch.bool, device=like.device)
-        if counts is None or indices is None:
-            return found
-        listed = torch.arange(indices.shape[-1], device=like.device) < counts[..., None]
-        # What lies beyond the count may name a listed block again: it goes into a column of its
-        # own.
-        columns = torch.where(listed, indices.long(), found.shape[-1])
-        return torch.nn.functional.pad(found, (0, 1)).scatter(-1, columns, True)[..., :-1]
-
-    return (
-        layout(block_mask.kv_num_blocks, block_mask.kv_indices),
-        layout(block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
-    )
-
-
-def _same_blocks(inside: Mask, block_mask: Any, visited: torch.Tensor, whole: torch.Tensor) -> bool:
-    """Whether a mask leaves exactly the blocks that are listed, and keeps all of those listed as
-    whole, in which its mask_mod is not asked."""
-    from tilegen.masks.shapes import Shape
-    from tilegen.masks.tensors import tensors_of
-    from tilegen.masks.tiles.closed_form import predicate as predicate_of
-    from tilegen.masks.tiles.tile_lists import build
-
-    batch, heads, rows, columns = visited.shape
-    seqlen_q, seqlen_kv = (int(n) for n in block_mask.seq_lengths)
-    block_m, block_n = block_mask.BLOCK_SIZE
-    shape = Shape(batch, heads, seqlen_q, seqlen_kv).tiled(block_m, block_n)
-    if (rows, columns) != (shape.rows, shape.columns):
-        return False
-    lists = build(
-        cast("Any", predicate_of(inside)),
-        tensors_of(inside, shape, visited.device),
-        shape,
-        device=visited.device,
-        side="rows",
-    )
-    live, full = lists.flags(columns)
-    return torch.equal(live.expand_as(visited), visited) and bool((whole <= full).all())
 
 
 def _check_lengths(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> None:

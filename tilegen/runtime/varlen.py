@@ -8,6 +8,7 @@ import torch
 
 from tilegen.bounded_cache import BoundedCache
 from tilegen.errors import InvalidProblem
+from tilegen.masks.made import InDocuments, is_compiling
 from tilegen.masks.mask import Mask
 from tilegen.masks.packed import packed
 from tilegen.masks.score import Score
@@ -53,9 +54,14 @@ def attention_varlen(
                 f"{name} must have 3 dimensions (tokens, heads, head_dim), got {got}"
             )
     lengths = q.shape[0], k.shape[0]
-    whole = packed_mask(cu_seqlens_q, cu_kv, mask, lengths[1])
-    inside = score_of(score)
-    if inside is not None:
+    inside: Any = score
+    if is_compiling():
+        whole = packed(cu_seqlens_q, cu_kv, mask)
+        inside = None if score is None else InDocuments(score, cu_seqlens_q, cu_kv)
+    else:
+        whole = packed_mask(cu_seqlens_q, cu_kv, mask, lengths[1])
+        inside = score_of(score)
+    if isinstance(inside, Score):
         from tilegen.masks.packed_score import within_documents
 
         inside = within_documents(inside, cu_seqlens_q, cu_kv, lengths)

@@ -166,6 +166,8 @@ class Rows(Value):
         self.tracer = tracer
         self._tensor = tensor
         self._index = index
+        self.shape = tensor.shape[len(index) :]
+        self.dtype = tensor.dtype
 
     @property
     def elements(self) -> Elements:

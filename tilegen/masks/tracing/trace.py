@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -56,10 +57,8 @@ def trace_mask(fn: Callable[..., Any]) -> Traced:
 
     Raises Unsupported, naming the term, for what has no expression.
     """
-    traced = _trace(fn, "(b, h, q_idx, kv_idx)", (B, H, Q, K))
-    if not is_condition(traced.expr):
-        raise Unsupported(f"expected a mask function that returns a bool, got {traced.expr}")
-    traced = replace(traced, expr=_without_where(traced.expr))
+    tracer, value, derived = _called(fn, "(b, h, q_idx, kv_idx)", (B, H, Q, K))
+    traced = predicate_of(tracer, value, derived)
     if traced.may_give_none:
         check_numbers(fn, traced.expr, traced.captured, is_score=False)
     return traced
@@ -70,15 +69,17 @@ def trace_score(fn: Callable[..., Any]) -> Traced:
 
     Raises Unsupported, naming the term, for what has no expression.
     """
-    traced = _trace(fn, "(score, b, h, q_idx, kv_idx)", (S, B, H, Q, K))
-    if is_condition(traced.expr):
-        raise Unsupported(f"expected a score function that returns a number, got {traced.expr}")
+    tracer, value, derived = _called(fn, "(score, b, h, q_idx, kv_idx)", (S, B, H, Q, K))
+    traced = score_of(tracer, value, derived)
     if traced.may_give_none:
         check_numbers(fn, traced.expr, traced.captured, is_score=True)
     return traced
 
 
-def _trace(fn: Callable[..., Any], arguments: str, symbols: Sequence[sympy.Symbol]) -> Traced:
+def _called(
+    fn: Callable[..., Any], arguments: str, symbols: Sequence[sympy.Symbol]
+) -> tuple[Tracer, Any, Derived]:
+    """Return what a function gives for symbols, and what has been noted meanwhile."""
     tracer = Tracer()
     terms = [Term(tracer, symbol) for symbol in symbols]
     try:
@@ -88,11 +89,31 @@ def _trace(fn: Callable[..., Any], arguments: str, symbols: Sequence[sympy.Symbo
     except TypeError:
         raise InvalidProblem(f"expected a function of {arguments}, got {fn}") from None
     with Derived() as derived:
-        value = fn(*terms)
+        return tracer, fn(*terms), derived
+
+
+def predicate_of(tracer: Tracer, value: Any, derived: Derived | None = None) -> Traced:
+    """Return the predicate that a traced value is. Raises Unsupported."""
+    traced = _finished(tracer, value, derived)
+    if not is_condition(traced.expr):
+        raise Unsupported(f"expected a mask function that returns a bool, got {traced.expr}")
+    return replace(traced, expr=_without_where(traced.expr))
+
+
+def score_of(tracer: Tracer, value: Any, derived: Derived | None = None) -> Traced:
+    """Return the score change that a traced value is. Raises Unsupported."""
+    traced = _finished(tracer, value, derived)
+    if is_condition(traced.expr):
+        raise Unsupported(f"expected a score function that returns a number, got {traced.expr}")
+    return traced
+
+
+def _finished(tracer: Tracer, value: Any, derived: Derived | None) -> Traced:
     result = normalise(tracer.expression(value))
     # Only tensors that still matter keep a slot: `0 * bias[q]` needs none.
     (expr,), captured = merge([(result, tracer.captured)])
-    return Traced(expr, captured, without(tracer.captured, captured), derived, tracer.may_give_none)
+    unused = without(tracer.captured, captured)
+    return Traced(expr, captured, unused, derived or Derived(), tracer.may_give_none)
 
 
 def _without_where(expr: sympy.Basic) -> sympy.Basic:
@@ -187,7 +208,7 @@ class Tracer:
     def apply(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return what one of torch's functions or methods makes of its arguments."""
         name = name.strip("_") if name.startswith("__") else name.removeprefix("special_")
-        self.may_give_none |= name in MAY_GIVE_NONE
+        self.may_give_none |= name in MAY_GIVE_NONE and not _is_safe(name, args)
         if name == "getitem":
             tensor, index = args
             if not isinstance(tensor, torch.Tensor):
@@ -266,6 +287,18 @@ class Tracer:
         if expr.has(sympy.nan, sympy.zoo, sympy.I):
             raise Unsupported(f"expected a real number, got {expr}")
         return expr
+
+
+def _is_safe(name: str, args: Sequence[Any]) -> bool:
+    """Whether an operation's second operand is a number for which the result is always one."""
+    divides = "div" in name or name in ("mod", "fmod", "remainder")
+    match args:
+        case (_, bool() | int() | float() as number, *_):
+            return isfinite(number) and (
+                number != 0 if divides else name == "pow" and number in (1, 2, 3)
+            )
+        case _:
+            return False
 
 
 def _is_value(argument: Any) -> bool:

@@ -1,0 +1,29 @@
+"""Compiled calls run the emitted kernels, forward and backward, as other calls do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch._dynamo
+
+from tests.traced_calls import calls, gradients, qkv
+
+CALLS = calls()
+NAMES = (
+    "documents outside",
+    "function inside",
+    "chained outside",
+    "sinks inside",
+    "lengths inside",
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_compiled_call_is_the_same(name: str) -> None:
+    torch._dynamo.reset()
+    call = CALLS[name]
+    given = (*qkv(), *call.given)
+    compiled = torch.compile(call.run, fullgraph=True, backend="aot_eager")
+    found, expected = gradients(compiled, given), gradients(call.run, given)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)

@@ -1,0 +1,323 @@
+"""torch.compile, torch.export and the transforms of torch.func take calls as they are."""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.func
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+from torch.utils.flop_counter import FlopCounterMode
+
+import tilegen
+from tests.traced_calls import BATCH, CU, HEADS, IDS, ROWS, WIDTH, calls, gradients, normal, qkv
+from tilegen.errors import Unsupported
+from tilegen.runtime.operators.crossing import crossing
+
+CALLS = calls()
+MASK = tilegen.causal() & tilegen.documents(IDS)
+
+
+@pytest.fixture(autouse=True)
+def _anew() -> None:
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_compiled_call_is_the_same(name: str) -> None:
+    call = CALLS[name]
+    given = (*qkv(), *call.given)
+    expected = gradients(call.run, given)
+    compiled = torch.compile(call.run, fullgraph=True, backend="aot_eager")
+    for one, other in zip(gradients(compiled, given), expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def _graphs(run: Callable[..., Any], given: list[Any], **options: Any) -> int:
+    """Return how many graphs are compiled for some calls, which must give what they give."""
+    graphs: list[Any] = []
+
+    def backend(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    compiled = torch.compile(run, fullgraph=True, backend=backend, **options)
+    for one in given:
+        torch.testing.assert_close(compiled(*one), run(*one))
+    return len(graphs)
+
+
+def test_lengths_and_values_do_not_compile_anew() -> None:
+    def run(q: Any, k: Any, v: Any, mask: Any, ids: Any, bias: Any) -> Any:
+        return tilegen.attention(
+            *(q, k, v),
+            mask=mask & tilegen.documents(ids),
+            score=lambda s, b, h, i, j: s + bias[h, i, j],
+        )
+
+    masks = [
+        tilegen.causal() & tilegen.predicate(lambda b, h, i, j, n=n: torch.arange(64)[i] > j + n)
+        for n in (0, 0, 0)
+    ]
+    given = [
+        (*qkv(rows, trained=False), mask, torch.arange(rows) // size, normal(HEADS, rows, rows))
+        for mask, rows, size in zip(masks, (24, 40, 57), (3, 5, 11), strict=True)
+    ]
+    assert _graphs(run, given, dynamic=True) == 1
+
+
+def test_a_mask_of_other_tensors_does_not_compile_anew() -> None:
+    def run(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        return tilegen.attention(q, k, v, mask=mask)
+
+    masks = [tilegen.documents(torch.arange(ROWS) // n) & tilegen.causal() for n in (3, 5, 11)]
+    assert _graphs(run, [(*qkv(trained=False), mask) for mask in masks]) == 1
+
+
+def test_another_structure_compiles_anew() -> None:
+    def run(q: Any, k: Any, v: Any, window: int) -> Any:
+        return tilegen.attention(q, k, v, mask=tilegen.sliding_window(window, 0))
+
+    assert _graphs(run, [(*qkv(trained=False), window) for window in (3, 4, 5)]) == 3
+
+
+def test_block_masks_do_not_compile_anew() -> None:
+    def block_mask(n: int) -> Any:
+        ids = torch.arange(ROWS) // n
+        return create_block_mask(
+            lambda b, h, i, j: ids[i] == ids[j], None, None, ROWS, ROWS, device="cpu"
+        )
+
+    def run(q: Any, k: Any, v: Any, mask: Any) -> Any:
+        return tilegen.flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+
+    assert _graphs(run, [(*qkv(trained=False), block_mask(n)) for n in (3, 5, 7)]) == 1
+
+
+def test_blocks_that_say_more_than_their_function_are_kept() -> None:
+    """Some blocks are dropped that the function of the mask keeps."""
+    block_mask: Any = create_block_mask(
+        lambda b, h, i, j: j <= i, None, None, ROWS, ROWS, device="cpu", BLOCK_SIZE=8
+    )
+    block_mask.full_kv_num_blocks[..., -1] -= 1
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        return tilegen.flex_attention(q, k, v, block_mask=block_mask, enable_gqa=True)
+
+    compiled = torch.compile(run, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(*qkv()), run(*qkv()))
+    everything = tilegen.attention(*qkv(), mask=tilegen.causal())
+    assert not torch.allclose(run(*qkv()), everything)
+
+
+def test_flex_attention_itself_is_compiled() -> None:
+    q, k, v = qkv(trained=False)
+    arguments: Any = dict(score_mod=lambda s, b, h, i, j: s + i - j, enable_gqa=True)
+    found = torch.compile(tilegen.flex_attention, fullgraph=True, backend="eager")(
+        q, k, v, **arguments
+    )
+    torch.testing.assert_close(found, tilegen.flex_attention(q, k, v, **arguments))
+
+
+def test_what_may_be_no_number_is_tried_outside() -> None:
+    def fn(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s - torch.log(1.0 + (i - j).abs())
+
+    def run(q: Any, k: Any, v: Any, score: Any) -> Any:
+        return tilegen.attention(q, k, v, score=score)
+
+    compiled = torch.compile(run, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match="has tried outside of the compiled function"):
+        compiled(*qkv(), fn)
+    tried = tilegen.score(fn)
+    torch.testing.assert_close(compiled(*qkv(), tried), run(*qkv(), tried))
+
+
+def test_what_cannot_be_traced_is_named() -> None:
+    def run(q: Any, k: Any, v: Any) -> Any:
+        return tilegen.attention(q, k, v, score=lambda s, b, h, i, j: torch.lgamma(s).cumsum(0))
+
+    with pytest.raises(Exception, match="expected arithmetic, comparisons"):
+        torch.compile(run, fullgraph=True, backend="eager")(*qkv())
+
+
+def test_autocast() -> None:
+    def run(q: Any, k: Any, v: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return tilegen.attention(q, k, v)
+
+    found = torch.compile(run, fullgraph=True, backend="aot_eager")(*qkv())
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(found, run(*qkv()))
+
+
+def test_dropout_is_drawn_for_each_call() -> None:
+    def run(q: Any, k: Any, v: Any) -> Any:
+        return tilegen.attention(q, k, v, dropout_p=0.5)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    drawn = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        drawn.append(gradients(compiled, qkv()))
+        torch.manual_seed(seed)
+        for one, other in zip(drawn[-1], gradients(run, qkv()), strict=True):
+            torch.testing.assert_close(one, other)
+    assert torch.equal(drawn[0][0], drawn[1][0])
+    assert not torch.equal(drawn[0][0], drawn[2][0])
+
+
+# --------------------------------------------------------------------------------------------------
+# Operators
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", ["plain", "transposed", "score", "dropout"])
+def test_opcheck(form: str, dtype: torch.dtype) -> None:
+    q, k, v = (x.detach().to(dtype).requires_grad_() for x in qkv())
+    bias = normal(HEADS, ROWS, ROWS).requires_grad_()
+    score = (lambda s, b, h, i, j: s + bias[h, i, j]) if form == "score" else None
+    its = crossing(MASK, score, None)
+    if form == "transposed":
+        q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
+    drops = (0.3, torch.tensor([1, 2])) if form == "dropout" else (0.0, None)
+    arguments = (q, k, v, its.text, its.tensors, its.trained, 0.25, *drops)
+    operator = torch.ops.tilegen.forward.default
+    assert set(torch.library.opcheck(operator, arguments).values()) == {"SUCCESS"}
+
+
+def test_opcheck_of_gradients() -> None:
+    q, k, v = qkv(trained=False)
+    bias = normal(HEADS, ROWS, ROWS).requires_grad_()
+    its = crossing(MASK, lambda s, b, h, i, j: s + bias[h, i, j], None)
+    tensors = [one.detach() for one in its.tensors]
+    out, lse = torch.ops.tilegen.forward(q, k, v, its.text, tensors, its.trained, 0.25, 0.0, None)
+    dout, dlse = normal(*out.shape), normal(*lse.shape)
+    arguments = (q, k, v, out, lse, dout, dlse, its.text, tensors, its.trained, 0.25, 0.0, None)
+    operator = torch.ops.tilegen.backward.default
+    assert set(torch.library.opcheck(operator, arguments).values()) == {"SUCCESS"}
+
+
+def test_operations_are_counted() -> None:
+    with FlopCounterMode(display=False) as counted:
+        tilegen.attention(*qkv(), mask=MASK).sum().backward()
+    pairs = BATCH * HEADS * ROWS * ROWS
+    assert counted.get_total_flops() == 2 * pairs * WIDTH * (2 + 5)
+
+
+# --------------------------------------------------------------------------------------------------
+# Transforms
+
+
+def _loss(q: Any, k: Any, v: Any, bias: Any) -> Any:
+    found = tilegen.attention(q, k, v, mask=MASK, score=lambda s, b, h, i, j: s + bias[h, i, j])
+    return found.cos().sum()
+
+
+def _given() -> tuple[torch.Tensor, ...]:
+    return (*qkv(trained=False), normal(HEADS, ROWS, ROWS))
+
+
+def _expected(given: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+    trained = tuple(x.clone().requires_grad_() for x in given)
+    return torch.autograd.grad(_loss(*trained), trained)
+
+
+def test_grad_and_vjp() -> None:
+    given = _given()
+    _, pull = torch.func.vjp(_loss, *given)
+    for found in (torch.func.grad(_loss, argnums=(0, 1, 2, 3))(*given), pull(torch.ones(()))):
+        for one, other in zip(found, _expected(given), strict=True):
+            torch.testing.assert_close(one, other)
+
+
+def test_vmap() -> None:
+    _, k, v, bias = _given()
+    queries = normal(3, BATCH, HEADS, ROWS, WIDTH)
+    mapped = torch.func.vmap(torch.func.grad(_loss), in_dims=(0, None, None, None))
+    found = mapped(queries, k, v, bias)
+    for one, q in zip(found, queries, strict=True):
+        torch.testing.assert_close(one, _expected((q, k, v, bias))[0])
+
+
+def test_second_derivatives_are_refused() -> None:
+    given = _given()
+    with pytest.raises(Unsupported, match="first derivatives"):
+        torch.func.grad(lambda q: torch.func.grad(_loss)(q, *given[1:]).sum())(given[0])
+
+
+def test_make_fx() -> None:
+    def run(q: Any, k: Any, v: Any) -> Any:
+        return tilegen.attention(q, k, v, mask=MASK, score=tilegen.softcap(2.0))
+
+    graph = make_fx(run)(*qkv(trained=False))
+    assert any(node.target is torch.ops.tilegen.forward.default for node in graph.graph.nodes)
+    torch.testing.assert_close(graph(*qkv(trained=False)), run(*qkv(trained=False)))
+
+
+class _Layer(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(WIDTH, WIDTH)
+        self.bias = torch.nn.Parameter(normal(HEADS, 2 * ROWS, 2 * ROWS))
+
+    def forward(self, q: Any, k: Any, v: Any) -> Any:
+        def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+            return s + self.bias[h, i, j]
+
+        return tilegen.attention(self.linear(q), k, v, mask=tilegen.causal(), score=score)
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_an_exported_layer_comes_back(strict: bool) -> None:
+    layer = _Layer()
+    sizes = {2: torch.export.Dim.AUTO}
+    exported = torch.export.export(
+        layer, qkv(trained=False), dynamic_shapes=(sizes, sizes, sizes), strict=strict
+    )
+    buffer = io.BytesIO()
+    torch.export.save(exported, buffer)
+    buffer.seek(0)
+    loaded = torch.export.load(buffer).module()
+    for rows in (ROWS, ROWS + 9):
+        given = qkv(rows, trained=False)
+        torch.testing.assert_close(loaded(*given), layer(*given))
+
+
+def test_checkpoints_compute_again_or_keep() -> None:
+    given = tuple(x.requires_grad_() for x in _given())
+    kept: list[Any] = []
+
+    def policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        kept.append(operator)
+        is_ours = operator is torch.ops.tilegen.forward.default
+        return CheckpointPolicy.MUST_SAVE if is_ours else CheckpointPolicy.PREFER_RECOMPUTE
+
+    selective = functools.partial(create_selective_checkpoint_contexts, policy)
+    for options in ({}, {"context_fn": selective}):
+        loss = checkpoint(_loss, *given, use_reentrant=False, **options)
+        for one, other in zip(torch.autograd.grad(loss, given), _expected(given), strict=True):
+            torch.testing.assert_close(one, other)
+    assert torch.ops.tilegen.forward.default in kept
+
+
+def test_packed_sequences_have_one_graph() -> None:
+    def run(q: Any, k: Any, v: Any, cu: Any) -> Any:
+        return tilegen.attention_varlen(
+            *(x[0].transpose(0, 1) for x in (q, k, v)), cu, mask=tilegen.causal()
+        )
+
+    lengths = torch.tensor([0, 2, 20, 40], dtype=torch.int32)
+    given = [(*qkv(trained=False), CU), (*qkv(40, trained=False), lengths)]
+    assert _graphs(run, given, dynamic=True) == 1

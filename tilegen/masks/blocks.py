@@ -1,0 +1,82 @@
+"""Masks of blocks and what is kept inside of them, as FlexAttention's BlockMask says it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+
+from tilegen.masks.constructors import block_sparse
+from tilegen.masks.mask import Mask
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """Blocks that are visited, as lists for each row of blocks."""
+
+    counts: torch.Tensor
+    """How many blocks of each row are asked pair by pair, (batch, heads, rows)."""
+    indices: torch.Tensor
+    """The columns of these blocks, (batch, heads, rows, columns)."""
+    whole: tuple[torch.Tensor, torch.Tensor] | None
+    """Counts and indices of blocks that are kept as a whole: nothing is asked there."""
+    sides: tuple[int, int]
+    """Rows and columns of a block."""
+
+    def mask(self, inside: Mask, lengths: tuple[int, int]) -> Mask:
+        """Return what the blocks leave of a mask at these lengths of a call: itself where it leaves
+        these blocks on its own, as those that `create_block_mask` lists."""
+        partial, whole = self._layouts()
+        if self._same(inside, partial | whole, whole, lengths):
+            return inside
+        rows, columns = self.sides
+        side = math.gcd(rows, columns)
+        whole, partial = (
+            one.repeat_interleave(rows // side, -2).repeat_interleave(columns // side, -1)
+            for one in (whole, partial)
+        )
+        return block_sparse(whole, side) | (block_sparse(partial, side) & inside)
+
+    def _layouts(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return which blocks are partial and which are whole, bool (batch, heads, rows,
+        columns)."""
+        like = self.indices
+
+        def layout(listed: tuple[torch.Tensor, torch.Tensor] | None) -> torch.Tensor:
+            found = torch.zeros(like.shape, dtype=torch.bool, device=like.device)
+            if listed is None:
+                return found
+            counts, indices = listed
+            is_listed = torch.arange(indices.shape[-1], device=like.device) < counts[..., None]
+            # What lies beyond the count may name a listed block again: it goes into a column of its
+            # own.
+            columns = torch.where(is_listed, indices.long(), found.shape[-1])
+            return torch.nn.functional.pad(found, (0, 1)).scatter(-1, columns, True)[..., :-1]
+
+        return layout((self.counts, self.indices)), layout(self.whole)
+
+    def _same(
+        self, inside: Mask, visited: torch.Tensor, whole: torch.Tensor, lengths: tuple[int, int]
+    ) -> bool:
+        """Whether a mask leaves exactly the blocks that are listed, and keeps all of those listed
+        as whole, in which it is not asked."""
+        from tilegen.masks.shapes import Shape
+        from tilegen.masks.tensors import tensors_of
+        from tilegen.masks.tiles.closed_form import predicate as predicate_of
+        from tilegen.masks.tiles.tile_lists import build
+
+        batch, heads, rows, columns = visited.shape
+        shape = Shape(batch, heads, *lengths).tiled(*self.sides)
+        if (rows, columns) != (shape.rows, shape.columns):
+            return False
+        lists = build(
+            cast("Any", predicate_of(inside)),
+            tensors_of(inside, shape, visited.device),
+            shape,
+            device=visited.device,
+            side="rows",
+        )
+        live, full = lists.flags(columns)
+        return torch.equal(live.expand_as(visited), visited) and bool((whole <= full).all())

@@ -1,0 +1,47 @@
+"""Calls that PyTorch watches, as calls of the operators. torch.compile traces this module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilegen.errors import InvalidProblem
+from tilegen.runtime.operators.crossing import crossing
+from tilegen.runtime.operators.functional import Attention, is_transformed
+
+
+def attend_watched(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: Any,
+    score: Any,
+    kv_lengths: torch.Tensor | None,
+    scale: float | None,
+    dropout_p: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) of a call of `attention`. Raises InvalidProblem or Unsupported."""
+    for name, one in (("q", q), ("k", k), ("v", v)):
+        if one.ndim != 4:
+            raise InvalidProblem(
+                f"{name} must have 4 dimensions (batch, heads, seqlen, head_dim), got {one.ndim}"
+            )
+    its = crossing(mask, score, kv_lengths)
+    if torch.compiler.is_exporting() and not its.tensors:
+        its.place(k)  # AOTInductor makes None of an empty list
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        q, k, v = [one.to(dtype) for one in (q, k, v)]
+    state = None
+    if dropout_p:
+        state = torch.randint(2**63 - 1, (2,), device=q.device)
+    trained = its.trained if torch.is_grad_enabled() else []
+    factor = q.shape[3] ** -0.5 if scale is None else float(scale)
+    if not torch.compiler.is_compiling() and is_transformed():
+        rest = its.tensors if state is None else [*its.tensors, state]
+        call = its.text, trained, factor, float(dropout_p), state is not None
+        return Attention.apply(call, q, k, v, *rest)  # type: ignore[return-value]
+    return torch.ops.tilegen.forward(
+        *(q, k, v, its.text, its.tensors, trained, factor, float(dropout_p), state)
+    )

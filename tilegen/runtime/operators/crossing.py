@@ -1,0 +1,133 @@
+"""What of a call crosses into an operator: a text that says how mask and score are made, and the
+tensors they are made of. torch.compile traces this module."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tilegen.errors import InvalidProblem
+from tilegen.masks.made import Chain, InDocuments
+from tilegen.masks.mask import TYPICAL, Mask, Not, Pending, values_of
+from tilegen.masks.score import Score
+
+
+class Crossing:
+    """The text and the tensors of a call's mask, score and lengths.
+
+    The text is JSON: `{"mask": ["&", ["plain", "causal", []], ["ids", 0, false]]}`, where
+    numbers of tensors are their places in the list.
+    """
+
+    def __init__(self) -> None:
+        """`trained` holds the places of a score's tensors that need gradients, be it 0."""
+        self.text = ""
+        self.tensors: list[torch.Tensor] = []
+        self.trained: list[int] = []
+
+    def place(self, tensor: torch.Tensor) -> int:
+        """Return the place of a tensor in the list."""
+        for i, one in enumerate(self.tensors):
+            if one is tensor:
+                return i
+        self.tensors.append(tensor)
+        return len(self.tensors) - 1
+
+    def places(self, tensors: Any) -> str:
+        """Return the places of tensors, as JSON."""
+        return "[" + ",".join([str(self.place(one)) for one in tensors]) + "]"
+
+    def trained_places(self, tensors: Any) -> str:
+        """Return the places of a score's tensors, as JSON, and note which get gradients."""
+        for one in tensors:
+            if one.requires_grad and self.place(one) not in self.trained:
+                self.trained.append(self.place(one))
+        return self.places(tensors)
+
+
+def crossing(mask: Any, score: Any, kv_lengths: torch.Tensor | None) -> Crossing:
+    """Return what of a call crosses. Raises InvalidProblem and Unsupported."""
+    found = Crossing()
+    parts: list[str] = []
+    if mask is not None:
+        parts.append('"mask":' + _mask(mask, found))
+    if score is not None:
+        parts.append('"score":' + _score(score, found))
+    if kv_lengths is not None:
+        parts.append('"lengths":' + str(found.place(kv_lengths)))
+    found.text = "{" + ",".join(parts) + "}"
+    return found
+
+
+def _mask(mask: Any, found: Crossing) -> str:
+    if not isinstance(mask, Mask):
+        raise InvalidProblem(
+            f"mask must be a tilegen mask such as tilegen.causal(), got {type(mask).__name__}"
+        )
+    made = getattr(mask, "_made", None)
+    if made is None:
+        return _not(mask, found) if isinstance(mask, Not) else _plain(mask, found)
+    how = made[0]
+    if how == "function":
+        from tilegen.masks.tracing.compiled import trace
+
+        its = trace(made[1], is_score=False, is_checked=not isinstance(mask, Pending))
+        return f'["keep","{its.text}",{found.places(its.captured)}]'
+    if how == "ids":
+        return f'["ids",{found.place(made[1])},{"true" if made[2] else "false"}]'
+    if how == "packed":
+        _, cu_q, cu_kv, inner = made
+        return f'["packed",{found.place(cu_q)},{found.place(cu_kv)},{_mask(inner, found)}]'
+    if how == "blocks":
+        _, tensors, sides, inner = made
+        sizes = f"[{int(sides[0])},{int(sides[1])}]"
+        return f'["blocks",{found.places(tensors)},{sizes},{_mask(inner, found)}]'
+    return f'["{how}",' + ",".join([_mask(one, found) for one in made[1]]) + "]"
+
+
+def _not(mask: Not, found: Crossing) -> str:
+    return f'["~",{_mask(mask.part, found)}]'
+
+
+def _plain(mask: Mask, found: Crossing) -> str:
+    """Return a mask whose notation says all but its tensors."""
+    tensors = [one.tensor for one in values_of(mask)]
+    for one in tensors:
+        if one is None:
+            raise InvalidProblem(f"expected a mask with its tensors, got {mask.notation}")
+    # Typical numbers, which depend on elements, are for the other side to find.
+    notation = mask.notation if not tensors else mask.described(typical=TYPICAL).notation
+    return f'["plain","{notation}",{found.places(tensors)}]'
+
+
+def _score(score: Any, found: Crossing) -> str:
+    if isinstance(score, Chain):
+        return '["then",' + ",".join([_score(one, found) for one in score.parts]) + "]"
+    if isinstance(score, InDocuments):
+        return f'["within",{_score(score.score, found)},{found.places(score.cu_seqlens)}]'
+    if isinstance(score, Score):
+        made = getattr(score, "_made", None)
+        if made is None:
+            return _spelt(score.text, score.captured, score.sizes, score.sink_logits, found)
+        return _function(made[1], True, found) if made[0] == "function" else _score(made[1], found)
+    if not callable(score):
+        raise InvalidProblem(
+            "score must be a tilegen score such as tilegen.softcap(20.0), or a function of "
+            f"(score, b, h, q_idx, kv_idx); got {type(score).__name__}"
+        )
+    return _function(score, False, found)
+
+
+def _function(function: Any, is_checked: bool, found: Crossing) -> str:
+    from tilegen.masks.tracing.compiled import trace
+
+    its = trace(function, is_score=True, is_checked=is_checked)
+    found.trained_places(its.unused)
+    return _spelt(its.text, its.captured, (), None, found)
+
+
+def _spelt(text: str, captured: Any, sizes: Any, sinks: Any, found: Crossing) -> str:
+    shown = ",".join([f'[{int(slot)},"{axes}"]' for slot, axes in sizes])
+    of_sinks = "null" if sinks is None else found.trained_places([sinks])[1:-1]
+    return f'["score","{text}",{found.trained_places(captured)},[{shown}],{of_sinks}]'

@@ -1,0 +1,88 @@
+"""`attention` for the transforms of torch.func: an operator's own gradients are not for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tilegen.errors import Unsupported
+from tilegen.runtime.operators.library import mapped
+
+Call = tuple[str, list[int], float, float, bool]
+"""What of a call is no tensor: changes, trained, scale, dropout_p, and whether it drops."""
+
+
+def is_transformed() -> bool:
+    """Whether a transform of torch.func runs the caller."""
+    # PyTorch documents no way to ask.
+    return torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
+
+
+class Attention(torch.autograd.Function):
+    """The operators as a function of its tensors alone; what is no tensor comes first."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        call: Call,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        *rest: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ops.tilegen.forward(q, k, v, *_as_operator(call, rest))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Keep what the backward needs."""
+        ctx.call, *given = inputs
+        ctx.save_for_backward(*given, *output)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
+    ) -> tuple[Any, ...]:
+        q, k, v, *rest, out, lse = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        dlse = torch.zeros_like(lse) if dlse is None else dlse
+        found = _Gradients.apply(ctx.call, q, k, v, out, lse, dout, dlse, *rest)
+        of_rest: list[Any] = [None] * len(rest)
+        for i, grad in zip(ctx.call[1], found[3:], strict=True):
+            of_rest[i] = grad
+        return None, *found[:3], *of_rest
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, call: Any, *given: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the call for each entry of the mapped dimension."""
+        return mapped(lambda *one: Attention.apply(call, *one), info, in_dims[1:], given)
+
+
+class _Gradients(torch.autograd.Function):
+    """The gradients of a call, which have none of their own."""
+
+    @staticmethod
+    def forward(call: Call, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return tuple(torch.ops.tilegen.backward(*given[:7], *_as_operator(call, given[7:])))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        """Keep nothing."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise Unsupported("expected first derivatives of attention, got a call for second ones")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, call: Any, *given: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return the gradients for each entry of the mapped dimension."""
+        return mapped(lambda *one: _Gradients.apply(call, *one), info, in_dims[1:], given)
+
+
+def _as_operator(call: Call, rest: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """Return the operators' arguments after q, k, v and gradients; `rest` are the tensors of a
+    crossing, and behind them the dropout's state."""
+    text, trained, scale, dropout_p, drops = call
+    tensors, state = list(rest[: len(rest) - drops]), rest[-1] if drops else None
+    return text, tensors, trained, scale, dropout_p, state

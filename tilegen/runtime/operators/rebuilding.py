@@ -1,0 +1,196 @@
+"""Masks and scores of a crossing, made again on the operators' side.
+
+What a text determines is made once, with the tensors of the first call, whose elements decide
+nothing that must be right; further calls put their tensors in the same places.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, reduce
+from typing import Any
+from weakref import ref
+
+import torch
+from cachetools import LRUCache
+
+from tilegen.bounded_cache import BoundedCache
+from tilegen.dropout import Dropout
+from tilegen.errors import InvalidProblem
+from tilegen.masks.blocks import Blocks
+from tilegen.masks.kinds import kind_of_mask
+from tilegen.masks.mask import Mask, full, intersect, unite, with_values
+from tilegen.masks.notation import parse_mask
+from tilegen.masks.packed import of_ids, packed
+from tilegen.masks.score import Score
+from tilegen.masks.values import Values, typical_of
+from tilegen.runtime.changes import Changes
+
+MAX_KNOWN = 512
+MAX_BLOCK_MASKS = 64
+_FULL = full()
+Tensors = Sequence[torch.Tensor]
+
+
+def rebuilt(
+    text: str,
+    tensors: Tensors,
+    trained: Sequence[int],
+    lengths: tuple[int, int],
+    dropout: Dropout | None,
+) -> tuple[Changes, Tensors]:
+    """Return what a call of these lengths does to its scores, by its crossing, and the tensors that
+    it reads in the place of the given ones: those `trained` need gradients. Raises InvalidProblem
+    and Unsupported."""
+    tensors = [
+        one.detach().requires_grad_(i in trained) if i in trained or one.requires_grad else one
+        for i, one in enumerate(tensors)
+    ]
+    spec = _spec(text)
+    mask = _FULL if "mask" not in spec else _filled_mask(spec["mask"], tensors, lengths)
+    score = _filled_score(spec["score"], tensors, lengths) if "score" in spec else None
+    kv_lengths = tensors[spec["lengths"]] if "lengths" in spec else None
+    return Changes(mask, score, kv_lengths, dropout), tensors
+
+
+@lru_cache(maxsize=MAX_KNOWN)
+def _spec(text: str) -> Any:
+    return json.loads(text)
+
+
+# --------------------------------------------------------------------------------------------------
+# Masks
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Stands for a tensor in a mask or a score that is kept for other tensors."""
+
+    number: int
+
+
+def _filled_mask(spec: Any, tensors: Tensors, lengths: tuple[int, int]) -> Mask:
+    if spec[0] == "blocks":
+        return _of_blocks(spec, tensors, lengths)
+    places = {id(one): _Place(i) for i, one in enumerate(tensors)}
+    kept = _masks.get(
+        _key(spec, tensors), lambda: _reading(_mask(spec, tensors), lambda one: places[id(one)])
+    )
+    if not kept.values:
+        return kept
+    mask = _reading(kept, lambda place: tensors[place.number])
+    vars(mask)["_kind"] = kind_of_mask(kept)
+    return mask
+
+
+def _key(spec: Any, tensors: Tensors) -> Any:
+    """Return what a specification determines, together with the kinds of its tensors."""
+    return repr(spec), tuple((one.dtype, one.ndim, one.device) for one in tensors)
+
+
+def _reading(mask: Mask, changed: Callable[[Any], Any]) -> Mask:
+    """Return a mask with other tensors, or places for them, in the place of those it reads."""
+    recipes: dict[int, Any] = {}
+
+    def of_value(value: Values) -> Values:
+        if (recipe := value.recipe) is None:
+            return replace(value, tensor=changed(value.tensor))
+        if id(recipe) not in recipes:
+            recipes[id(recipe)] = replace(recipe, sources=tuple(map(changed, recipe.sources)))
+        return replace(value, recipe=recipes[id(recipe)])
+
+    return with_values(mask, of_value)
+
+
+def _mask(spec: Any, tensors: Tensors) -> Mask:
+    """Return the mask of a specification, made of tensors. Raises InvalidProblem, Unsupported."""
+    match spec:
+        case "plain", notation, places:
+            given = iter([tensors[i] for i in places])
+            return with_values(parse_mask(notation), lambda one: _with(one, next(given)))
+        case "keep", text, places:
+            from tilegen.masks.expression_mask import mask_of_text  # loads SymPy
+
+            return mask_of_text(text, tuple(tensors[i] for i in places))
+        case "ids", place, are_whole:
+            return of_ids(tensors[place], are_whole)
+        case "packed", cu_q, cu_kv, inner:
+            return packed(tensors[cu_q], tensors[cu_kv], _mask(inner, tensors))
+        case "~", inner:
+            return ~_mask(inner, tensors)
+        case ("&" | "|") as sign, *parts:
+            join = intersect if sign == "&" else unite
+            return join(*(_mask(one, tensors) for one in parts))
+        case _:
+            raise InvalidProblem(f"expected a mask that crossed into an operator, got {spec!r}")
+
+
+def _with(value: Values, tensor: torch.Tensor) -> Values:
+    return replace(value, tensor=tensor, typical=typical_of(tensor))
+
+
+_masks: BoundedCache[Any, Mask] = BoundedCache(MAX_KNOWN)
+
+
+def _of_blocks(spec: Any, tensors: Tensors, lengths: tuple[int, int]) -> Mask:
+    """Return the mask of a BlockMask, made once for its tensors while they are the same."""
+    _, places, sides, inner = spec
+    inside = _filled_mask(inner, tensors, lengths)
+    counts, indices, *whole = (tensors[i] for i in places)
+    now = (
+        *(repr(spec), lengths),
+        *((id(one), one.is_inference() or one._version) for one in tensors),
+    )
+    known = _blocks.get(id(indices))
+    if known is None or known[0]() is not indices or known[1] != now:
+        blocks = Blocks(counts, indices, (whole[0], whole[1]) if whole else None, tuple(sides))
+        found = blocks.mask(inside, lengths)
+        # Nothing of the tensors is kept alive where their mask_mod says it all.
+        known = _blocks[id(indices)] = ref(indices), now, None if found is inside else found
+    return inside if known[2] is None else known[2]
+
+
+_blocks: LRUCache[int, tuple[Any, Any, Mask | None]] = LRUCache(MAX_BLOCK_MASKS)
+
+
+# --------------------------------------------------------------------------------------------------
+# Scores
+
+
+def _filled_score(spec: Any, tensors: Tensors, lengths: tuple[int, int]) -> Score:
+    if spec[0] == "within":
+        from tilegen.masks.packed_score import within_documents  # loads SymPy
+
+        _, inner, (cu_q, cu_kv) = spec
+        score = _filled_score(inner, tensors, lengths)
+        return within_documents(score, tensors[cu_q], tensors[cu_kv], lengths)
+    places = {id(one): _Place(i) for i, one in enumerate(tensors)}
+    kept = _scores.get(
+        _key(spec, tensors), lambda: _changed(_score(spec, tensors), lambda one: places[id(one)])
+    )
+    return _changed(kept, lambda place: tensors[place.number])
+
+
+def _changed(score: Score, changed: Callable[[Any], Any]) -> Score:
+    sinks = None if score.sink_logits is None else changed(score.sink_logits)
+    return replace(score, captured=tuple(map(changed, score.captured)), sink_logits=sinks)
+
+
+def _score(spec: Any, tensors: Tensors) -> Score:
+    match spec:
+        case "score", text, places, sizes, sinks:
+            return Score(
+                text,
+                tuple(tensors[i] for i in places),
+                None if sinks is None else tensors[sinks],
+                tuple((slot, axes) for slot, axes in sizes),
+            )
+        case "then", *parts:
+            return reduce(Score.then, (_score(one, tensors) for one in parts))
+        case _:
+            raise InvalidProblem(f"expected a score that crossed into an operator, got {spec!r}")
+
+
+_scores: BoundedCache[Any, Score] = BoundedCache(MAX_KNOWN)
