@@ -153,6 +153,8 @@ def with_tensors(problem: AttentionProblem, device: str) -> AttentionProblem:
     one with a score, since results are checked head by head, with no score applied."""
     if problem.score:
         raise Unsupported(f"workloads are of masks only, got {problem.score.notation}")
+    if problem.dropout:
+        raise Unsupported("workloads are of masks only, got dropout")
     return replace(problem, mask=problem.mask.realized(problem.shape, device))
 
 

@@ -9,6 +9,7 @@ column, whatever the tiles of a kernel. So a backward draws the same again, and 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,6 +18,8 @@ ROUNDS = 7
 PyTorch has, are a margin beyond. Rounds are what dropout costs, and kernels draw twice."""
 SIDE = 16
 """Rows and columns of a square of pairs whose words are drawn together: a side of every tile."""
+TYPICAL = 0.2
+"""Probability with which problems that drop weights are checked and timed."""
 _WORD = 0xFFFFFFFF
 _MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
 _KEY_STEPS = 0x9E3779B9, 0xBB67AE85
@@ -39,19 +42,28 @@ class Dropout:
         """Return what a call drops, by a seed from PyTorch's default generator of a device."""
         return cls(p, torch.randint(2**63 - 1, (2,), device=device))
 
+    @classmethod
+    def typical(cls, is_on: bool, device: torch.device, *, seed: int = 0) -> Dropout | None:
+        """Return what problems are checked and timed with; None for those without dropout."""
+        return cls(TYPICAL, torch.tensor([seed, 1], device=device)) if is_on else None
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """What launches of kernels that drop weights are given, by name."""
+        return {"dropout": self.state, "dropout_p": self.p}
+
     def factors(self, batch: int, heads: int, rows: int, columns: int) -> torch.Tensor:
         """Return what the weight of each pair is multiplied by, 0 or 1 / (1 - p): fp64, (batch,
         heads, rows, columns)."""
         p = float(torch.tensor(self.p, dtype=torch.float32))  # as kernels are given it
-        below = min(int(p * 2**32) - 2**31, 2**31 - 1)
-        kept = drawn_words(self.state, batch, heads, rows, columns) >= below
+        kept = drawn_words(self.state, batch, heads, rows, columns) >= min(int(p * 2**32), _WORD)
         return kept * (1 / (1 - p) if p < 1 else 0.0)
 
 
 def drawn_words(
     state: torch.Tensor, batch: int, heads: int, rows: int, columns: int
 ) -> torch.Tensor:
-    """Return the word that is drawn for each pair, signed: int64, (batch, heads, rows, columns).
+    """Return the word that is drawn for each pair: int64, (batch, heads, rows, columns).
 
     The four words of one Philox are those of rows and columns that differ by 8, in a square of
     SIDE: matrix instructions leave such scores to one thread, whether rows are queries or keys.
@@ -65,7 +77,7 @@ def drawn_words(
     found = torch.stack(torch.broadcast_tensors(*words), -1)
     found = found.reshape(-1, squares[0], half, squares[1], half, 2, 2).permute(0, 1, 5, 2, 3, 6, 4)
     found = found.reshape(batch, heads, squares[0] * SIDE, squares[1] * SIDE)
-    return (found[..., :rows, :columns] ^ 2**31) - 2**31  # signed
+    return found[..., :rows, :columns]
 
 
 def philox(counter: Words, key: tuple[torch.Tensor, torch.Tensor], rounds: int = ROUNDS) -> Words:

@@ -52,6 +52,8 @@ class AttentionProblem:
     """The (query, key) pairs that count; by default all."""
     score: ScoreForm | None = None
     """Change of the scores after scaling; None: none."""
+    dropout: bool = False
+    """True: weights are dropped, with a probability that only a call knows."""
 
     def __post_init__(self) -> None:
         _check_range("batch", self.batch, 1, MAX_HEADS)
@@ -115,6 +117,7 @@ class AttentionProblem:
             f"q{self.seqlen_q} kv{self.seqlen_kv} "
             f"d{dims} {self.dtype} {self.mask.notation}"
             + (f" {self.score.notation}" if self.score else "")
+            + (" dropout" if self.dropout else "")
         )
 
     def __str__(self) -> str:
@@ -169,7 +172,7 @@ class AttentionProblem:
         """Return the problem that `b4 hq32 hkv8 q4096 kv4096 d128 bf16 causal` describes.
 
         `b` defaults to 1, `hkv` to `hq`, `kv` to `q`, the mask to `full`; `d192/128` gives
-        head_dim_qk/head_dim_v.
+        head_dim_qk/head_dim_v, and the word `dropout` has weights dropped.
         Raises InvalidProblem or Unsupported.
         """
         if not isinstance(text, str):
@@ -178,6 +181,7 @@ class AttentionProblem:
         dtypes: list[str] = []
         masks: list[str] = []
         scores: list[str] = []
+        dropouts: list[str] = []
         for token in _tokens(text):
             if match := re.fullmatch(r"(b|hq|hkv|q|kv)([0-9]+)", token):
                 _set_once(numbers, match[1], _number(*match.groups()), text)
@@ -188,6 +192,8 @@ class AttentionProblem:
                 dtypes.append(token)
             elif token.startswith("score("):
                 scores.append(token)
+            elif token == "dropout":
+                dropouts.append(token)
             else:
                 masks.append(token)
         missing = [name for name in ("hq", "q", "d") if name not in numbers]
@@ -206,6 +212,8 @@ class AttentionProblem:
             what = f"two masks, {masks[0]} and {masks[1]}; join them by &, | and ~"
         elif len(scores) > 1:
             what = "two scores"
+        elif len(dropouts) > 1:
+            what = "the word dropout twice"
         else:
             what = ""
         if what:
@@ -224,6 +232,7 @@ class AttentionProblem:
             dtype=cast("DType", dtypes[0]),
             mask=parse_mask(masks[0]) if masks else full(),
             score=parse_score(scores[0]) if scores else None,
+            dropout=bool(dropouts),
         )
 
 

@@ -15,6 +15,7 @@ from torch.nn.attention.flex_attention import and_masks, create_block_mask
 
 import tilegen
 from tilegen.check.reference import dense_mask
+from tilegen.masks.score import traced
 from tilegen.masks.tracing.fingerprint import Traces, fingerprint
 from tilegen.runtime.call import score_of
 from tilegen.runtime.flex import from_block_mask
@@ -212,7 +213,7 @@ def test_a_block_mask_with_another_mask_mod_is_another_mask() -> None:
 
 
 def test_traces_keep_no_model_alive_and_are_few() -> None:
-    traces = Traces(tilegen.score, size=3)  # a score holds what its function captures
+    traces = Traces(traced, size=3)  # a score holds what its function captures
     model = Scaled()
     traces(model)
     traces(model.forward)

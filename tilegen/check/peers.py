@@ -70,6 +70,8 @@ def _sdpa_mask(problem: AttentionProblem, device: str, *, has_causal_bias: bool)
 def _refuse_score(problem: AttentionProblem, name: str) -> None:
     if problem.score:
         raise Unsupported(f"{name} is compared on masks only; not with {problem.score.notation}")
+    if problem.dropout:
+        raise Unsupported(f"{name} is compared on masks only; not with dropout")
 
 
 def _refuse_large_scores(problem: AttentionProblem) -> None:

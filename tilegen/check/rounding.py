@@ -15,6 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilegen.check.reference import Inputs, for_each_query_head, softmax_of
+from tilegen.dropout import Dropout
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
 
@@ -42,13 +43,14 @@ def rounding_floors(
     scale: float,
     lse_grad: torch.Tensor | None = None,
     leaves: Sequence[torch.Tensor] = (),
+    dropout: Dropout | None = None,
 ) -> dict[str, torch.Tensor]:
     """Return by how much roundings in fp32 may change each element of out, lse, dq, dk and dv.
 
     `inputs` are in fp64. `lse_grad` is the gradient of the loss by lse, (batch, heads, seqlen_q).
     What a score was made from, `leaves`, is answered as "leaf 0", "leaf 1" and so on.
     """
-    sizes = _sizes(inputs, mask, score, scale, lse_grad, leaves)
+    sizes = _sizes(inputs, mask, score, scale, lse_grad, leaves, dropout)
     return {name: UNITS * UNIT * size for name, size in sizes.items()}
 
 
@@ -59,6 +61,7 @@ def _sizes(
     scale: float,
     lse_grad: torch.Tensor | None,
     leaves: Sequence[torch.Tensor],
+    dropout: Dropout | None,
 ) -> dict[str, torch.Tensor]:
     """Return the sums of absolute values that a unit of rounding multiplies."""
     q, dout = inputs.q.detach(), inputs.dout.detach()
@@ -79,24 +82,26 @@ def _sizes(
         sinks = score.sink_logits.detach().to(lse)[:, None]
         rows += (sinks - lse).exp() * sinks.abs()
 
-    # Weights, and what they weigh.
+    # Weights, what dropout leaves of them, and what they weigh.
     weights = p * (1 + exponents + rows[..., None])
-    out = weights @ v.abs()
+    times = 1.0 if dropout is None else dropout.factors(*p.shape).to(p)
+    left = weights * times if dropout is None else (weights + p) * times  # rounded once more
+    out = left @ v.abs()
     deltas = (dout.abs() * out).sum(-1)
     if lse_grad is not None:
         deltas = deltas + lse_grad.abs()
 
     # Their gradient p (dp - delta): its difference may cancel, its parts have errors of their own.
-    delta = (dout * (p @ v)).sum(-1) - (0.0 if lse_grad is None else lse_grad)
-    difference = (dout @ v.mT - delta[..., None]).abs()
-    ds = weights * difference + p * (dout.abs() @ v.mT.abs() + deltas[..., None])
+    delta = (dout * (p * times @ v)).sum(-1) - (0.0 if lse_grad is None else lse_grad)
+    difference = (dout @ v.mT * times - delta[..., None]).abs()
+    ds = weights * difference + p * (dout.abs() @ v.mT.abs() * times + deltas[..., None])
     by_scores = ds * slope * abs(scale)
     sizes = {
         "out": out,
         "lse": 1 + rows,
         "dq": by_scores @ k.abs(),
         "dk": _of_each_group(by_scores.mT @ q.abs(), inputs.k),
-        "dv": _of_each_group(weights.mT @ dout.abs(), inputs.v),
+        "dv": _of_each_group(left.mT @ dout.abs(), inputs.v),
     }
     if not leaves:
         return sizes

@@ -24,6 +24,7 @@ from tilegen.build import workers
 from tilegen.check import interpreter
 from tilegen.check.reference import Inputs, attention_reference, make_inputs, torch_attention
 from tilegen.check.rounding import rounding_floors
+from tilegen.dropout import Dropout
 from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
@@ -94,7 +95,8 @@ def verify(
             kernel: render(problem, config, kernel) for kernel, config in configs.items()
         }
         score = typical_score(problem.score, problem.shape, device, seed=seed)
-        return check(kernels, inputs, mask=problem.mask, score=score)
+        dropout = Dropout.typical(problem.dropout, device, seed=seed)
+        return check(kernels, inputs, mask=problem.mask, score=score, dropout=dropout)
 
 
 @contextlib.contextmanager
@@ -157,17 +159,25 @@ def check(
     mask: Mask | None = None,
     score: Score | None = None,
     scale: float | None = None,
+    dropout: Dropout | None = None,
 ) -> tuple[Check, ...]:
-    """Run rendered kernels on given inputs and judge every output."""
+    """Run rendered kernels on given inputs and judge every output; `dropout` is that of a problem
+    that drops weights, and the reference drops the same."""
     factor: float = inputs.q.shape[-1] ** -0.5 if scale is None else scale
-    found = run(kernels, inputs, factor, mask=mask, score=score)
+    found = run(kernels, inputs, factor, mask=mask, score=score, dropout=dropout)
     wide, wide_score = inputs.to(torch.float64), _widened(score)
-    expected = _reference(wide, mask, wide_score, factor)
-    ways = (True,) if score else (False, True)
-    own = [_torch_result(inputs, mask, score, factor, plain=plain) for plain in ways]
+    expected = _reference(wide, mask, wide_score, factor, dropout)
+    # PyTorch's own kernels change no scores, and drop other weights.
+    ways = (True,) if score or dropout else (False, True)
+    own = [_torch_result(inputs, mask, score, factor, dropout, plain=plain) for plain in ways]
     trained = _trained(wide_score)
     floors = rounding_floors(
-        wide, mask=mask, score=wide_score, scale=factor, leaves=list(trained.values())
+        wide,
+        mask=mask,
+        score=wide_score,
+        scale=factor,
+        leaves=list(trained.values()),
+        dropout=dropout,
     )
     floors |= {name: floors[f"leaf {i}"] for i, name in enumerate(trained)}
     return tuple(
@@ -190,6 +200,7 @@ def run(
     *,
     mask: Mask | None = None,
     score: Score | None = None,
+    dropout: Dropout | None = None,
     panel_rows: int = PANEL_STEP,
 ) -> dict[str, torch.Tensor]:
     """Return out and lse, and with all kernels of a backward the gradients, as the emitted kernels
@@ -201,10 +212,10 @@ def run(
     q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout
     trained = _trained(score)
     sums = [q.new_zeros(one.shape, dtype=torch.float32) for one in trained.values()]
-    reads: dict[str, torch.Tensor] = {}
+    reads: dict[str, Any] = dropout.given if dropout else {}
     if score:
         gradients = dict(zip(score.form.trained, sums, strict=True))
-        reads = score_tensors(score.captured, score.sink_logits, gradients)
+        reads |= score_tensors(score.captured, score.sink_logits, gradients)
     launch: dict[Kernel, Launch] = {
         kernel: _launch(rendered, rendered.problem.mask if mask is None else mask, reads, q, k)
         for kernel, rendered in kernels.items()
@@ -227,7 +238,7 @@ def run(
 def _launch(
     rendered: RenderedKernel,
     mask: Mask,
-    reads: Mapping[str, torch.Tensor],
+    reads: Mapping[str, Any],
     q: torch.Tensor,
     k: torch.Tensor,
 ) -> Launch:
@@ -272,10 +283,14 @@ def _widened(score: Score | None) -> Score | None:
 
 
 def _reference(
-    inputs: Inputs, mask: Mask | None, score: Score | None, scale: float
+    inputs: Inputs,
+    mask: Mask | None,
+    score: Score | None,
+    scale: float,
+    dropout: Dropout | None,
 ) -> dict[str, torch.Tensor]:
     leaves = [t.requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
-    out, lse = attention_reference(*leaves, mask=mask, score=score, scale=scale)
+    out, lse = attention_reference(*leaves, mask=mask, score=score, scale=scale, dropout=dropout)
     gradients = _gradients(out, leaves, inputs.dout, score)
     return {"out": out.detach(), "lse": lse.detach()} | gradients
 
@@ -289,7 +304,13 @@ def _gradients(
 
 
 def _torch_result(
-    inputs: Inputs, mask: Mask | None, score: Score | None, scale: float, *, plain: bool
+    inputs: Inputs,
+    mask: Mask | None,
+    score: Score | None,
+    scale: float,
+    dropout: Dropout | None,
+    *,
+    plain: bool,
 ) -> dict[str, torch.Tensor]:
     """PyTorch's own results at the inputs' precision: from its choice of kernels, or its plain
     ones.
@@ -297,8 +318,8 @@ def _torch_result(
     lse, which it keeps to itself, is computed in fp32 from those inputs.
     """
     leaves = [t.detach().clone().requires_grad_() for t in (inputs.q, inputs.k, inputs.v)]
-    if score:
-        out, _ = attention_reference(*leaves, mask=mask, score=score, scale=scale)
+    if score or dropout:
+        out, _ = attention_reference(*leaves, mask=mask, score=score, scale=scale, dropout=dropout)
     else:
         with sdpa_kernel(SDPBackend.MATH) if plain else contextlib.nullcontext():
             out = torch_attention(*leaves, mask=mask, scale=scale)

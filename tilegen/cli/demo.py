@@ -194,6 +194,7 @@ class Demo:
         import tilegen
         from tilegen.check.peers import flex, sdpa
         from tilegen.check.reference import make_inputs
+        from tilegen.dropout import TYPICAL
         from tilegen.masks.typical import typical_score
         from tilegen.measure import measure, one_line
 
@@ -201,7 +202,12 @@ class Demo:
         problem = replace(problem, mask=problem.mask.realized(problem.shape, device))
         score = typical_score(problem.score, problem.shape, device)
         prepare: dict[str, Callable[[], Callable[..., Any]]] = {
-            "tilegen": lambda: partial(tilegen.attention, mask=problem.mask, score=score),
+            "tilegen": lambda: partial(
+                tilegen.attention,
+                mask=problem.mask,
+                score=score,
+                dropout_p=TYPICAL if problem.dropout else 0.0,
+            ),
             "sdpa": lambda: sdpa(problem, device),
             "flex_attention": lambda: flex(problem, device),
         }

@@ -25,7 +25,7 @@ from tilegen.emit.identity import (
     template_digest,
     template_folders,
 )
-from tilegen.kernels.arguments import SINKS
+from tilegen.kernels.arguments import DROPOUT, SINKS
 from tilegen.kernels.config import Kernel, TileConfig, head_dim_chunks
 from tilegen.kernels.registry import KERNELS, check_config
 from tilegen.kernels.spec import KernelSpec
@@ -126,7 +126,9 @@ def _context(
         change = score_source(problem.score, trains=spec.trains, precise=problem.dtype == "fp32")
     sinks = spec.has_sinks and problem.score is not None and problem.score.sinks
     added = (*extras(problem.mask, side), *change.extras) if spec.masked else ()
-    arguments = Arguments.of(spec, added + ((SINKS,) if sinks else ()), bool(change.forward))
+    drops = spec.drops and problem.dropout
+    added += ((SINKS,) if sinks else ()) + ((DROPOUT,) if drops else ())
+    arguments = Arguments.of(spec, added, bool(change.forward))
     return {
         "header": _header(problem, config, kernel, aligned, unit),
         "function": function,
@@ -153,6 +155,7 @@ def _context(
         "arguments": arguments,
         "score": change,
         "sinks": sinks,
+        "dropout": drops,
         "needs_log2_e": bool(change.forward) or sinks,
         "tests_tile": spec.panel == "writes",
         "in_panel": _in_panel(spec),
@@ -167,6 +170,7 @@ def _header(
     dims = f"{problem.head_dim_qk}/{problem.head_dim_v}"
     flag = "" if aligned else " --unaligned"
     score = f"{problem.score.notation},\n          " if problem.score else ""
+    score += "dropout, " if problem.dropout else ""
     key = one.key.replace(" score(", "\n          score(")
     tile = f"block_m={config.block_m} block_n={config.block_n}"
     tile += f" block_d={config.block_d}" if config.block_d else ""

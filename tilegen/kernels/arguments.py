@@ -185,8 +185,16 @@ LISTS = Line(
 )
 """Lists of tiles, of masks without a closed form."""
 SINKS = Line((Argument("sinks_ptr", "*fp32", "sinks", "address"),), "a logit per query head")
+DROPOUT = Line(
+    (
+        Argument("dropout_ptr", "*i64", "dropout", "address"),
+        Argument("dropout_p", "fp32", "dropout_p", "number"),
+    ),
+    "seed and offset; the probability that a weight is dropped",
+)
+"""What dropout reads, in kernels that drop weights."""
 
-_BY_NAME = {one.name: one for line in (LISTS, SINKS, SCALE) for one in line.arguments}
+_BY_NAME = {one.name: one for line in (LISTS, SINKS, DROPOUT, SCALE) for one in line.arguments}
 
 _TENSOR = re.compile(r"([tc]\d+)_ptr")
 _SIZE = re.compile(r"([tc]\d+)_n(\d)")
@@ -195,8 +203,8 @@ _SCRATCH = re.compile(r"scratch_\d+")
 
 
 def extra(name: str) -> Argument | None:
-    """Return the argument of a name that a mask or a score adds, or that Triton appends; None for
-    other names.
+    """Return the argument of a name that a mask, a score or dropout adds, or that Triton appends;
+    None for other names.
 
     `t0` and `c0` are tensors of a mask and of a score, `dc0` the gradient of such a one.
     """

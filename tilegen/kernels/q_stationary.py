@@ -55,6 +55,7 @@ FWD = KernelSpec(
     floor=FLOOR,
     shows=("out", "lse"),
     computes_scores=True,
+    drops=True,
     has_sinks=True,
 )
 

@@ -26,6 +26,7 @@ FWD_STREAMED = KernelSpec(
     shows=("out", "lse"),
     knobs=Knobs(block_m=(16, 32, 64, 128), block_n=(16, 32, 64), block_d=(32, 64, 128)),
     computes_scores=True,
+    drops=True,
     has_sinks=True,
 )
 

@@ -65,6 +65,7 @@ FWD_SCORES = KernelSpec(
     # A score tile is as wide as any step of the kernel of values, or wider.
     knobs=Knobs(block_m=(16, 32, 64, 128), block_n=(64, 128, 256), block_d=(32, 64, 128)),
     computes_scores=True,
+    drops=True,
 )
 
 FWD_VALUES = KernelSpec(
@@ -156,6 +157,7 @@ BWD_SCORES = KernelSpec(
     shows=("dq", "dk", "dv", "dt"),
     knobs=Knobs(block_m=(16, 32, 64, 128), block_n=(32, 64, 128), block_d=(32, 64)),
     computes_scores=True,
+    drops=True,
     trains=True,
 )
 

@@ -133,6 +133,8 @@ class KernelSpec:
     """True: the kernel visits the tiles that a mask leaves."""
     computes_scores: bool = False
     """True: the kernel changes scores as a problem asks."""
+    drops: bool = False
+    """True: the kernel drops weights, or their gradients, where a problem asks for it."""
     trains: bool = False
     """True: the kernel adds up the gradients of the tensors that a score reads."""
     has_sinks: bool = False
@@ -216,4 +218,6 @@ class FamilySpec:
         sinks = score and score.sinks and self.direction == "forward"
         if sinks and not any(one.has_sinks for one in self.kernels):
             return f"{self.name} has no sinks"
+        if problem.dropout and not any(one.drops for one in self.kernels):
+            return f"{self.name} does not drop weights"
         return ""

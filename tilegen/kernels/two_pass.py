@@ -97,6 +97,7 @@ BWD_DKDV = KernelSpec(
     shows=("dk", "dv"),
     stays="columns",
     computes_scores=True,
+    drops=True,
 )
 
 BWD_DQ = KernelSpec(
@@ -132,6 +133,7 @@ BWD_DQ = KernelSpec(
     floor=(*READ_ONCE, write("dq", "g*N_q*d_qk")),
     shows=("dq", "dt"),
     computes_scores=True,
+    drops=True,
     trains=True,
 )
 

@@ -1,7 +1,8 @@
-"""What reading lists of tiles and captured tensors adds to a kernel's footprint.
+"""What lists of tiles, captured tensors and dropout add to a kernel's footprint.
 
 Seen in compiled kernels (Triton 3.7.1): a load whose address another load gives is pipelined one
-stage deeper, and tiles of a captured table are buffered like those of keys and values.
+stage deeper, and tiles of a captured table are buffered like those of keys and values. Drawing
+takes up to 2 registers a score where there are some left, and fewer where there are none.
 """
 
 from __future__ import annotations
@@ -16,6 +17,9 @@ from tilegen.masks.mask import And, Causal, Full, Mask, Side, SlidingWindow
 from tilegen.masks.score import ScoreForm
 from tilegen.masks.usual import Intervals
 from tilegen.problem import AttentionProblem
+
+DRAWN_REGISTERS = 0.75
+"""Registers of a thread that dropout takes for each of its scores."""
 
 
 def lists_and_tables(
@@ -37,6 +41,9 @@ def lists_and_tables(
         # A looked-up table keeps tiles of scores alive: its own, and in a backward its slope.
         alive = len(tables) * (spec.score_tiles + trained)
         registers += alive * scores // (32 * config.num_warps)
+    if problem.dropout and KERNELS[kernel].drops:
+        threads = 32 * config.num_warps
+        registers += int(DRAWN_REGISTERS * config.block_m * config.block_n / threads)
     return smem, registers
 
 

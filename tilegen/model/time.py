@@ -31,6 +31,8 @@ OVERLAP_NORM = 4
 """Exponent that says how sharply units hide each other: infinity is the maximum, 1 the sum."""
 CHANGED_INSTRUCTIONS = 2.5
 """Instructions of a thread for each word of a panel that it scales or masks, and rounds again."""
+DRAWN_INSTRUCTIONS = 13
+"""Instructions of a thread that dropout adds to each score of a kernel that drops weights."""
 SHARED_READS = 2
 """Threads of a warp that one read of an operand serves, in IEEE fp32."""
 
@@ -51,7 +53,7 @@ def step_clocks(
     problem: AttentionProblem, gpu: GpuSpec, config: TileConfig, kernel: Kernel
 ) -> StepClocks:
     """Return the clocks that one step keeps each unit busy."""
-    rates, per = rates_of(gpu.arch), instructions(kernel)
+    rates, per, drawn = rates_of(gpu.arch), instructions(kernel), drawn_of(problem, kernel)
     work, size = step(problem, config, kernel), problem.element_bytes
     vector = not on_tensor_cores(problem.dtype, gpu.arch)
     peak = peak_flops_per_clk(gpu, vector=vector)
@@ -59,9 +61,8 @@ def step_clocks(
         peak *= rates.narrow_rate
     repeated = repetition(work, size, config.num_warps, gpu.arch)
     threads = threads_of(gpu.arch, config.num_warps)
-    issue = (
-        repeated * per.score * work.scores + (per.step + per.stage * config.num_stages) * threads
-    )
+    issue = repeated * (per.score + drawn) * work.scores
+    issue += (per.step + per.stage * config.num_stages) * threads
     if work.rescales:
         issue += per.accumulator * work.result_words
     elif work.changed:
@@ -79,6 +80,11 @@ def step_clocks(
         masking=repeated * per.masked_score * work.scores / ISSUE_PER_CLK,
         smem=operands * size / SMEM_BYTES_PER_CLK,
     )
+
+
+def drawn_of(problem: AttentionProblem, kernel: Kernel) -> int:
+    """Return the instructions that drawing adds to each score."""
+    return DRAWN_INSTRUCTIONS if problem.dropout and KERNELS[kernel].drops else 0
 
 
 def _operand_words(work: Step, warps: int, rows_per_read: int) -> float:
@@ -153,7 +159,8 @@ def time(
 
     # A program's beginning and end: its own tile comes in, the pipeline fills, the result goes out.
     exp_after = work.scores_after / gpu.exp_per_clk_per_sm
-    issue_after = instructions(kernel).score * work.scores_after * len(work.results) / ISSUE_PER_CLK
+    after = instructions(kernel).score * len(work.results) + drawn_of(problem, kernel)
+    issue_after = after * work.scores_after / ISSUE_PER_CLK
     overhead = 2 * latency + max(exp_after, issue_after)
     mean = one_step * run.steps / run.programs + overhead
     if run.longest * run.programs == run.steps:  # equal programs run in waves

@@ -46,6 +46,8 @@ from tilegen.problem import AttentionProblem
 
 ACCUMULATOR_BYTES = 4
 """lse and delta are fp32 whatever the dtype of the inputs."""
+STATE_BYTES = 16
+"""Seed and offset of dropout, which every program reads that draws."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +145,20 @@ def traffic(
         problem.element_bytes,
     )
     read, write = _evaluators(kernel)
-    return Traffic(read_bytes=int(read(*arguments)), write_bytes=int(write(*arguments)))
+    return Traffic(
+        read_bytes=int(read(*arguments)) + STATE_BYTES * _drawing(problem, kernel, counts),
+        write_bytes=int(write(*arguments)),
+    )
+
+
+def _drawing(problem: AttentionProblem, kernel: Kernel, counts: Visits) -> int:
+    """Return the programs that draw for dropout; those of tiles that nothing is kept of do not."""
+    spec = KERNELS[kernel]
+    if not (problem.dropout and spec.drops):
+        return 0
+    heads = problem.num_heads_kv if spec.stays == "columns" else problem.num_heads_q
+    each = counts.tiles if spec.panel == "writes" else counts.programs
+    return int(problem.batch * heads * each)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from tilegen.errors import InvalidProblem
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
 from tilegen.runtime.call import ScoreFunction
-from tilegen.runtime.dispatch import attend
+from tilegen.runtime.entry import attend
 from tilegen.runtime.varlen import attention_jagged
 
 

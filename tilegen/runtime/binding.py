@@ -21,7 +21,7 @@ from tilegen.masks.tensors import tensors_of
 if TYPE_CHECKING:
     from tilegen.masks.tiles.list_cache import ListCache
 
-NOTHING: Mapping[str, torch.Tensor] = {}
+NOTHING: Mapping[str, Any] = {}
 
 
 class BoundKernel:
@@ -39,7 +39,7 @@ class BoundKernel:
         names = inspect.signature(launch).parameters if names is None else names
         self.launch = launch
         self._slots = [(int(name[1:]), name) for name in names if re.fullmatch(r"t\d+", name)]
-        self._reads = [name for name in names if re.fullmatch(r"d?c\d+|sinks", name)]
+        self._reads = [name for name in names if re.fullmatch(r"d?c\d+|sinks|dropout(_p)?", name)]
         self._side: Side = KERNELS[kernel].stays
         self._blocks = {"block_m": config.block_m, "block_n": config.block_n}
         self._keep: Any = None  # a predicate, where launches take lists of tiles
@@ -57,12 +57,12 @@ class BoundKernel:
         mask: Mask,
         shape: Shape,
         device: torch.device,
-        reads: Mapping[str, torch.Tensor] = NOTHING,
+        reads: Mapping[str, Any] = NOTHING,
         tables: tuple[torch.Tensor, ...] | None = None,
     ) -> Launch:
-        """Return the launch for one call with this mask, and with what a score `reads` (see
-        `score_tensors`); `tables` are those of the mask, made once for all kernels of a pass.
-        Raises InvalidProblem for values that do not fit the shape."""
+        """Return the launch for one call with this mask, and with what score and dropout
+        `reads` (see `score_tensors` and `Dropout.given`); `tables` are those of the mask, made once
+        for all kernels of a pass. Raises InvalidProblem for values that do not fit the shape."""
         if tables is None:
             tables = tensors_of(mask, shape, device) if self._slots or self.reads_lists else ()
         launch = self.reading(tables, reads)
@@ -86,9 +86,7 @@ class BoundKernel:
             tiles_sh=each if lists.heads > 1 else 0,
         )
 
-    def reading(
-        self, tables: Sequence[torch.Tensor], reads: Mapping[str, torch.Tensor] = NOTHING
-    ) -> Launch:
+    def reading(self, tables: Sequence[torch.Tensor], reads: Mapping[str, Any] = NOTHING) -> Launch:
         """Return the same but for lists of tiles."""
         extras = {name: reads[name] for name in self._reads} if self._reads else {}
         for slot, name in self._slots:

@@ -68,7 +68,8 @@ def call_key(q: Any, k: Any, v: Any, changes: Changes) -> Any:
         offset = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % VECTOR_BYTES
         where = "cuda" if q.is_cuda else "cpu"
     except (AttributeError, RuntimeError):  # RuntimeError: sparse, nested and such
-        if any(map(is_functorch_wrapped_tensor, (q, k, v))):
+        given = (one for one in (q, k, v) if isinstance(one, torch.Tensor))
+        if any(map(is_functorch_wrapped_tensor, given)):
             raise Transformed from None
         names = ", ".join(_kind(x) for x in (q, k, v))
         raise InvalidProblem(f"q, k and v must be dense torch tensors, got {names}") from None
@@ -154,6 +155,7 @@ def problem_of(
         dtype=_DTYPES[q.dtype],
         mask=changes.kind.mask,
         score=form_of(changes),
+        dropout=changes.dropout is not None,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -73,6 +74,11 @@ class Changes:
     def sinks(self) -> torch.Tensor | None:
         """The logits of the sinks, (heads,)."""
         return self.score.sink_logits if self.score else None
+
+    @property
+    def dropped(self) -> dict[str, Any]:
+        """What launches are given for dropout, by name."""
+        return {} if self.dropout is None else self.dropout.given
 
     def on(self, device: torch.device) -> Changes:
         """Return the same with the score's tensors on a device, differentiably."""

@@ -12,17 +12,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.compiler import is_dynamo_compiling
 
 from tilegen.check import interpreter
 from tilegen.disk import say_once
 from tilegen.emit.identity import is_aligned
-from tilegen.errors import TilegenError, Unsupported
+from tilegen.errors import Unsupported
 from tilegen.kernels.config import BLOCK_SIZES
 from tilegen.masks.dilation import grouped_mask, step_of
 from tilegen.masks.kinds import kind_of_mask
-from tilegen.masks.mask import Mask, full
-from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import check_fit, check_kv_lengths
 from tilegen.problem import AttentionProblem
@@ -30,64 +27,17 @@ from tilegen.runtime import autograd, plans
 from tilegen.runtime.autograd import addressable, reaching, torch_run
 from tilegen.runtime.call import (
     MAX_PROGRAMS,
-    ScoreFunction,
-    Transformed,
     autocast,
     autocast_dtype,
     call_key,
     checked_scale,
-    describe,
-    dropout_of,
     is_narrow,
     problem_of,
-    score_of,
     widened,
 )
 from tilegen.runtime.changes import Changes
 from tilegen.runtime.dilation import group, ungroup
 from tilegen.runtime.kernels import Kernels
-
-_FULL = full()
-
-
-def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    *,
-    mask: Mask | None = None,
-    score: Score | ScoreFunction | None = None,
-    kv_lengths: torch.Tensor | None = None,
-    scale: float | None = None,
-    dropout_p: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) of a call of `attention`. Raises InvalidProblem or Unsupported, naming the
-    call."""
-    if is_dynamo_compiling() or type(q) not in _PLAIN or _count_modes():
-        return _watched(q, k, v, mask, score, kv_lengths, scale, dropout_p)
-    try:
-        score = None if score is None else score_of(score)
-        dropout = None if dropout_p == 0 else dropout_of(dropout_p, q)
-        changes = Changes(_FULL if mask is None else mask, score, kv_lengths, dropout)
-        return planned(q, k, v, changes, scale)
-    except Transformed:
-        return _watched(q, k, v, mask, score, kv_lengths, scale, dropout_p)
-    except TilegenError as error:
-        call = describe(q, k, v, mask, score, kv_lengths, scale, dropout_p)
-        raise type(error)(f"{error}; the call was {call}") from None
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""Types of tensors that nothing but torch.func watches; others may have no elements."""
-# PyTorch documents no other way to ask.
-_count_modes = torch._C._len_torch_dispatch_stack  # pyright: ignore[reportPrivateUsage]
-
-
-def _watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any) -> tuple[Any, Any]:
-    """Return the same by operators: PyTorch traces the call, counts it or transforms it."""
-    from tilegen.runtime.operators.call import attend_watched
-
-    return attend_watched(q, k, v, *call)
 
 
 def planned(
@@ -105,6 +55,7 @@ def planned(
 
 
 def plan_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes) -> Plan:
+    """Return how calls of a call's kind are computed, decided when the first is made."""
     key = call_key(q, k, v, changes)
     known: Plan | None = plans.by_call.known(key)
     return known or plans.by_call.get(key, partial(_new_plan, q, k, v, changes))
@@ -200,8 +151,6 @@ def _new_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Change
             "set TRITON_INTERPRET=1 before Python starts to run the emitted kernels"
         )
         return Plan(torch_run, scale, checks_fit=checks_fit)
-    if changes.dropout is not None:
-        raise Unsupported("emitted kernels do not drop weights yet")
     if q.device.type in ("cpu", "cuda"):
         if q.device.type == "cpu":
             interpreter.prepare()

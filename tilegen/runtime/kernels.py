@@ -40,7 +40,7 @@ class Pass:
     run: Callable[..., Any]
     """The `run` of the kernels' family."""
     is_plain: bool
-    """Whether neither mask nor score adds to what launches are given."""
+    """Whether neither mask nor score nor dropout adds to what launches are given."""
     reads_lists: bool
     """Whether kernels are given lists of tiles."""
 
@@ -85,7 +85,9 @@ class Kernels:
         launches = its.launches
         if not its.is_plain:
             score = changes.score
-            reads = {} if score is None else score_tensors(score.captured, score.sink_logits)
+            reads = changes.dropped
+            if score is not None:
+                reads |= score_tensors(score.captured, score.sink_logits)
             launches = self._completed(its, changes, reads, q, k)
         return its.run(launches, q, k, v, scale, panel_rows=its.panel_rows)
 
@@ -114,7 +116,7 @@ class Kernels:
             }
             gradients = {s: q.new_zeros(size, dtype=torch.float32) for s, size in sizes.items()}
             captured = {slot: gradients[slot] for slot in wanted.captured}
-            reads = score_tensors(changes.captured, None, gradients)
+            reads = changes.dropped | score_tensors(changes.captured, None, gradients)
             launches = self._completed(its, changes, reads, q, k)
         delta = launches[BWD_PREPROCESS.name](out, dout)
         if dlse is not None:  # d lse / d s = p, as if delta were smaller by dlse
@@ -137,11 +139,11 @@ class Kernels:
         self,
         its: Pass,
         changes: Changes,
-        reads: Mapping[str, torch.Tensor],
+        reads: Mapping[str, Any],
         q: torch.Tensor,
         k: torch.Tensor,
     ) -> dict[Kernel, Launch]:
-        """Return the launches of a pass, given what mask and score read."""
+        """Return the launches of a pass, given what mask, score and dropout read."""
         tables = changes.tables(q, k, self.device)
         if not its.reads_lists:
             return {name: one.reading(tables, reads) for name, one in its.kernels.items()}

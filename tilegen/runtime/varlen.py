@@ -13,7 +13,7 @@ from tilegen.masks.mask import Mask
 from tilegen.masks.packed import packed
 from tilegen.masks.score import Score
 from tilegen.runtime.call import ScoreFunction, score_of
-from tilegen.runtime.dispatch import attend
+from tilegen.runtime.entry import attend
 
 MAX_MASKS = 64
 """Packed masks kept for further layers and steps with the same tensors as cu_seqlens."""
@@ -54,13 +54,12 @@ def attention_varlen(
                 f"{name} must have 3 dimensions (tokens, heads, head_dim), got {got}"
             )
     lengths = q.shape[0], k.shape[0]
+    whole = packed_mask(cu_seqlens_q, cu_kv, mask, lengths[1])
     inside: Any = score
-    if is_compiling():
-        whole = packed(cu_seqlens_q, cu_kv, mask)
-        inside = None if score is None else InDocuments(score, cu_seqlens_q, cu_kv)
-    else:
-        whole = packed_mask(cu_seqlens_q, cu_kv, mask, lengths[1])
+    if not is_compiling():
         inside = score_of(score)
+    elif score is not None:
+        inside = InDocuments(score, cu_seqlens_q, cu_kv)
     if isinstance(inside, Score):
         from tilegen.masks.packed_score import within_documents
 
@@ -114,6 +113,8 @@ def attention_jagged(
 
 def packed_mask(cu_q: torch.Tensor, cu_kv: torch.Tensor, mask: Mask | None, tokens: int) -> Mask:
     """Return the packed mask, made once for the same tensors."""
+    if is_compiling():
+        return packed(cu_q, cu_kv, mask)
     key = (id(cu_q), id(cu_kv), mask, tokens.bit_length())
     # The tensors are kept too, so that nothing else gets their ids.
     return _masks.get(key, lambda: (packed(cu_q, cu_kv, mask, tokens=tokens), cu_q, cu_kv))[0]

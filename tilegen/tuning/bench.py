@@ -185,25 +185,27 @@ class Timed:
     launches: list[tuple[Any, ...]]
     mask: Mask
     """With typical tensors, where it reads any."""
-    reads: dict[str, torch.Tensor]
-    """Typical tensors of the score, by the names of the launch's parameters."""
+    reads: dict[str, Any]
+    """Typical tensors of the score and what dropout reads, by the names of launches' parameters."""
 
     @classmethod
     def of(cls, problem: AttentionProblem, kernel: Kernel, device: str, gpu: GpuSpec) -> Timed:
         """Make the inputs. Raises RuntimeError where memory does not suffice."""
         import torch
 
+        from tilegen.dropout import Dropout
         from tilegen.masks.tensors import score_tensors
         from tilegen.masks.typical import typical_score
 
         launches = make_launches(problem, kernel, device, gpu)
         score = typical_score(problem.score, problem.shape, device)
-        reads: dict[str, torch.Tensor] = {}
+        dropout = Dropout.typical(problem.dropout, torch.device(device))
+        reads: dict[str, Any] = dropout.given if dropout else {}
         if score:
             trained = score.form.trained if KERNELS[kernel].trains else ()
             sizes = {slot: score.captured[slot].shape for slot in trained}
             sums = {slot: torch.zeros(size, device=device) for slot, size in sizes.items()}
-            reads = score_tensors(score.captured, score.sink_logits, sums)
+            reads |= score_tensors(score.captured, score.sink_logits, sums)
         return cls(
             problem=problem,
             kernel=kernel,

@@ -1,0 +1,113 @@
+"""tilegen in diffusers' dispatcher of attention.
+
+diffusers has no place for back ends of others: its names are a closed list. Within `attention()`,
+the one that PyTorch computes, "native", is tilegen; outside of it nothing has changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import diffusers
+import torch
+from diffusers.models import attention_dispatch
+from torch.nn.attention.flex_attention import BlockMask
+
+from tilegen.errors import InvalidProblem, Unsupported
+from tilegen.integrations.given import of_tensor, score_of
+from tilegen.masks.mask import Mask, causal, full
+from tilegen.runtime import attention as runtime
+from tilegen.runtime.flex import from_block_mask
+
+
+@contextmanager
+def attention() -> Generator[None]:
+    """Make tilegen compute what models of diffusers compute with their "native" back end, which is
+    the one in use unless a model has been told otherwise. Raises Unsupported where diffusers has
+    other registers."""
+    registry: Any = getattr(attention_dispatch, "_AttentionBackendRegistry", None)
+    names: Any = getattr(attention_dispatch, "AttentionBackendName", None)
+    tables = ("_backends", "_constraints", "_supported_arg_names")
+    if any(getattr(registry, one, None) is None for one in (*tables, "_active_backend")):
+        raise Unsupported(
+            f"expected the registers of back ends of diffusers 0.42, got {diffusers.__version__}"
+        )
+    native = names.NATIVE
+    before = {one: getattr(registry, one)[native] for one in tables}
+    parallel, active = registry._supports_context_parallel, registry._active_backend
+    had_parallel = native.value in parallel
+    registry.register(native)(backend)
+    parallel.discard(native.value)
+    registry.set_active_backend(native)
+    try:
+        yield
+    finally:
+        registry.set_active_backend(active)
+        for one in tables:
+            getattr(registry, one)[native] = before[one]
+        if had_parallel:
+            parallel.add(native.value)
+
+
+def backend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    _parallel_config: Any = None,
+) -> Any:
+    """Return out (batch, seqlen, heads, dim), with `return_lse` also lse (batch, seqlen, heads).
+
+    q, k and v are (batch, seqlen, heads, dim). `attn_mask` says which keys are tokens (batch,
+    seqlen_kv), or is a bool or additive mask of four dimensions, or a BlockMask. diffusers drops
+    arguments that a back end does not name. Raises InvalidProblem and Unsupported.
+    """
+    if _parallel_config is not None:
+        raise Unsupported("expected no context parallelism, which needs diffusers' own back ends")
+    q, k, v = (one.transpose(1, 2) for one in (query, key, value))
+    if q.shape[1] != k.shape[1] and not enable_gqa:
+        raise InvalidProblem(
+            f"query has {q.shape[1]} heads and key {k.shape[1]}; pass enable_gqa=True"
+        )
+    lengths = q.shape[2], k.shape[2]
+    mask, added = _mask_of(attn_mask, q.shape[0], lengths)
+    out, lse = runtime.attention(
+        *(q, k, v),
+        mask=mask & causal() if is_causal else mask,
+        score=score_of(None, added, None, lengths),
+        scale=scale,
+        dropout_p=dropout_p,
+        return_lse=True,
+    )
+    out = out.transpose(1, 2)
+    return (out, lse.transpose(1, 2)) if return_lse else out
+
+
+def _mask_of(given: Any, batch: int, lengths: tuple[int, int]) -> tuple[Mask, torch.Tensor | None]:
+    if given is None:
+        return full(), None
+    if isinstance(given, BlockMask):
+        return from_block_mask(given), None
+    is_mask = isinstance(given, torch.Tensor) and (
+        given.dtype == torch.bool or given.is_floating_point()
+    )
+    if is_mask and given.shape == (batch, lengths[1]):
+        return of_tensor(given[:, None, None], batch, lengths)
+    if not is_mask or given.ndim not in (2, 3, 4):
+        shown = (
+            f"{given.dtype} {tuple(given.shape)}"
+            if isinstance(given, torch.Tensor)
+            else type(given).__name__
+        )
+        raise InvalidProblem(
+            "expected attn_mask to be a bool or floating tensor (batch, seqlen_kv) or (batch, "
+            f"heads, seqlen_q, seqlen_kv), or a BlockMask; got {shown}"
+        )
+    return of_tensor(given[(None,) * (4 - given.ndim)], batch, lengths)

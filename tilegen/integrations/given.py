@@ -1,0 +1,78 @@
+"""What callers hand over as tensors beside q, k and v, as masks and scores of tilegen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+from tilegen.bounded_cache import BoundedCache
+from tilegen.integrations import tables
+from tilegen.masks import score as scores
+from tilegen.masks.mask import Mask
+from tilegen.masks.score import Score
+
+MAX_MASKS = 64
+"""Masks of tensors kept for further layers of a forward that gets the same tensors."""
+Given = tuple[Mask, torch.Tensor | None]
+"""A mask, and what is added to the scores of the pairs that it keeps."""
+
+
+def of_tensor(given: torch.Tensor, batch: int, lengths: tuple[int, int]) -> Given:
+    """Return what a mask of four dimensions says, each as large as the call's or 1: a bool tensor
+    keeps pairs, a floating one is added to their scores, -inf or its dtype's lowest number drops
+    them."""
+    if given.requires_grad or given.is_inference():  # the latter count no changes
+        return _of_tensor(given, batch, lengths)
+    view = (given.data_ptr(), given.shape, given.stride(), given.dtype, given.device)
+    key = (*view, given._version, batch, lengths)
+    # The tensor is kept too, so that nothing else gets its memory.
+    return _masks.get(key, lambda: (_of_tensor(given, batch, lengths), given))[0]
+
+
+_masks: BoundedCache[Any, tuple[Given, torch.Tensor]] = BoundedCache(MAX_MASKS)
+
+
+def _of_tensor(given: torch.Tensor, batch: int, lengths: tuple[int, int]) -> Given:
+    if given.dtype == torch.bool:
+        return _kept(given, batch, lengths), None
+    keep = given > torch.finfo(given.dtype).min
+    return _kept(keep.detach(), batch, lengths), given.masked_fill(~keep, 0.0)
+
+
+def _kept(keep: torch.Tensor, batch: int, lengths: tuple[int, int]) -> Mask:
+    """Return the mask of a bool tensor; one that says the same for all rows is padding."""
+    if keep.shape[1] == keep.shape[2] == 1 and lengths[0] > 1:
+        return tables.padding(keep[:, 0, 0].expand(batch, lengths[1]), lengths[0])
+    return tables.dense(keep.expand(*keep.shape[:2], *lengths))
+
+
+def score_of(
+    softcap: float | None,
+    added: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    lengths: tuple[int, int],
+) -> Score | None:
+    """Return what is done to the scores: a soft cap, then what is `added`, of four dimensions, and
+    sinks beside them. Scores of one form are made once."""
+    if softcap is None and added is None and sinks is None:
+        return None
+    varies = None
+    if added is not None:
+        # A length of 1 is as any other, so that a step of a generation is of the form of the next.
+        added = added.expand(*added.shape[:3], lengths[1])
+        batch, heads, rows, _ = added.shape
+        varies = batch != 1, heads != 1, rows == lengths[0], True
+    form = _form(None if softcap is None else float(softcap), varies)
+    return replace(form, captured=() if added is None else (added,), sink_logits=sinks)
+
+
+@lru_cache(maxsize=64)
+def _form(softcap: float | None, varies: tuple[bool, ...] | None) -> Score:
+    """Return a score without its tensors; `varies` says along which axes what is added differs."""
+    score = Score() if softcap is None else scores.softcap(softcap)
+    if varies is None:
+        return score
+    return score.then(scores.bias(torch.zeros([1 + one for one in varies])))

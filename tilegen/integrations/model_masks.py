@@ -1,0 +1,327 @@
+"""Masks of transformers' models: its mask functions read as tilegen masks.
+
+transformers describes a mask by nested functions of (batch_idx, head_idx, q_idx, kv_idx) that it
+makes anew at each forward, of a dozen building blocks. What a block is, its code says, and what it
+was made with, its closure; so nothing is traced, and a mask has the same form at each forward. A
+block counts as known only if it keeps what it is expected to keep on a few positions, asked once;
+masks with blocks that are not known are spelled out as a bool tensor, by transformers itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any
+
+import torch
+from transformers import masking_utils
+
+from tilegen.integrations import tables
+from tilegen.integrations.windows import alignment_of
+from tilegen.masks.mask import (
+    Causal,
+    Mask,
+    SlidingWindow,
+    causal,
+    full,
+    intersect,
+    sliding_window,
+    unite,
+)
+from tilegen.masks.values import UNKNOWN, Values, is_checked
+
+MaskFunction = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class ModelMask:
+    """A mask as models carry it from the function that makes it to their layers.
+
+    What `generate` makes ahead comes back to that function: like a tensor of four dimensions, it is
+    passed on as it is.
+    """
+
+    mask: Mask
+    lengths: tuple[int, int]
+    """The numbers of queries and of keys that it was made for."""
+    batch: int
+    is_padded: bool
+    ndim = 4
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """The shape that a tensor in its place would have."""
+        return (self.batch, 1, *self.lengths)
+
+    def contiguous(self) -> ModelMask:
+        """Return the same mask: transformers asks for this of masks that it makes ahead."""
+        return self
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the queries and keys of a forward lie in the sequence that a model has seen."""
+
+    batch: int
+    seqlen_q: int
+    seqlen_kv: int
+    q_offset: Any
+    """The position of the first query: a number, or a tensor where a cache has a fixed size."""
+    kv_offset: Any
+    device: Any
+
+    @property
+    def shift(self) -> Any:
+        """The column that has the position of the first query."""
+        return self.q_offset - self.kv_offset
+
+    @property
+    def ends_together(self) -> bool:
+        """Whether the last query is known to have the position of the last key."""
+        shift = self.shift
+        return not isinstance(shift, torch.Tensor) and shift == self.seqlen_kv - self.seqlen_q
+
+    def window(self, left: int | None, right: int | None) -> Mask:
+        """Return `q - left <= k <= q + right` between positions."""
+        if self.ends_together:
+            alignment = alignment_of(self.seqlen_q, self.seqlen_kv)
+            if left is None and right == 0:  # a single query sees all there is
+                return full() if self.seqlen_q == 1 else causal(alignment)
+            return sliding_window(left, right, alignment)
+        return sliding_window(
+            None if left is None else self._number(left - self.shift),
+            None if right is None else self._number(right + self.shift),
+        )
+
+    def _number(self, value: Any) -> Values:
+        """Return a number that a kernel reads: it is another one at each step of a generation."""
+        if not isinstance(value, torch.Tensor):
+            value = torch.full((), value, dtype=torch.int32, device=self.device)
+        return Values(axes="", typical=UNKNOWN, tensor=value.reshape(()).to(torch.int32))
+
+
+def model_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: Any = 0,
+    mask_function: MaskFunction = masking_utils.causal_mask_function,
+    attention_mask: torch.Tensor | ModelMask | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    use_vmap: bool = False,
+    dtype: torch.dtype | None = None,
+    config: Any = None,
+    device: Any = "cpu",
+    **_: Any,
+) -> ModelMask:
+    """Return the mask that transformers asks for; it is made once for each forward and kind of
+    layer."""
+    if isinstance(attention_mask, ModelMask):
+        return attention_mask
+    place = Place(batch_size, q_length, kv_length, q_offset, kv_offset, device)
+    mask = read(mask_function, place)
+    if mask is None:
+        mask = tables.dense(
+            masking_utils.sdpa_mask(
+                *(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function),
+                allow_is_causal_skip=False,
+                use_vmap=use_vmap,
+                device=device,
+            )  # type: ignore[arg-type]
+        )
+    if attention_mask is not None:
+        known: Any = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
+        mask = mask & tables.padding(known[:, kv_offset : kv_offset + kv_length], q_length)
+    return ModelMask(mask, (q_length, kv_length), batch_size, attention_mask is not None)
+
+
+def read(function: MaskFunction, place: Place) -> Mask | None:
+    """Return the mask that a function describes at a place; None for one that is not known.
+
+    Under torch.compile the closures of functions are not to be seen: those that have one count as
+    not known.
+    """
+    code = getattr(function, "__code__", None)
+    if code is None or (code.co_freevars and torch.compiler.is_compiling()):
+        return None
+    reader = _known.get(code)
+    return None if reader is None else reader(place, **_closure(function))
+
+
+def _closure(function: Any) -> dict[str, Any]:
+    cells = function.__closure__ or ()
+    names = function.__code__.co_freevars
+    return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+
+
+# --------------------------------------------------------------------------------------------------
+# The building blocks. Parameters have the names of the variables in transformers' closures.
+
+Reader = Callable[..., Mask | None]
+
+
+def _causal(place: Place) -> Mask:
+    return place.window(None, 0)
+
+
+def _everything(place: Place) -> Mask:
+    return full()
+
+
+def _window(place: Place, sliding_window: int) -> Mask:
+    return place.window(sliding_window - 1, None)
+
+
+def _window_both_ways(place: Place, sliding_window: int) -> Mask:
+    return place.window(sliding_window, sliding_window)
+
+
+def _chunked(place: Place, chunk_size: int, left_padding: torch.Tensor) -> Mask:
+    start = left_padding.to(place.device).view(-1, 1)
+    at = place.q_offset - start, place.kv_offset - start
+    return tables.chunks(chunk_size, (place.seqlen_q, place.seqlen_kv), at, place.shift)
+
+
+def _blocks(place: Place, block_sequence_ids: torch.Tensor) -> Mask:
+    """Return `ids[q] == ids[k] >= 0`."""
+    ids = block_sequence_ids.to(place.device).int().expand(place.batch, -1)
+    of_q, of_k = (
+        ids[:, torch.arange(length, device=ids.device) + offset]
+        for length, offset in (
+            (place.seqlen_q, place.q_offset),
+            (place.seqlen_kv, place.kv_offset),
+        )
+    )
+    return tables.groups(torch.where(of_q < 0, -1, of_q), torch.where(of_k < 0, -2, of_k))
+
+
+def _all_of(place: Place, mask_functions: Sequence[MaskFunction]) -> Mask | None:
+    if (packed := _packed(place, mask_functions)) is not None:
+        return packed
+    return _joined(_intersected, place, mask_functions)
+
+
+def _intersected(*masks: Mask) -> Mask:
+    """Return the `&` of masks, a window to the left and a causal mask as the one window that they
+    are."""
+    match masks:
+        case (SlidingWindow(left, None, one), Causal(other)) if one == other:
+            return sliding_window(left, 0, one)
+        case (SlidingWindow(left, None, one), SlidingWindow(None, right, other)) if one == other:
+            return sliding_window(left, right, one)
+        case _:
+            return intersect(*masks)
+
+
+def _any_of(place: Place, mask_functions: Sequence[MaskFunction]) -> Mask | None:
+    return _joined(unite, place, mask_functions)
+
+
+def _joined(
+    join: Callable[..., Mask], place: Place, functions: Sequence[MaskFunction]
+) -> Mask | None:
+    found = [mask for one in functions if (mask := read(one, place)) is not None]
+    return join(*found) if len(found) == len(functions) else None
+
+
+def _packed(place: Place, functions: Sequence[MaskFunction]) -> Mask | None:
+    """Return a mask within the documents of packed sequences: an id of each token's document, and
+    a mask between positions within documents, which rise by one from token to token."""
+    if [getattr(one, "__code__", None) for one in functions] != _code_of_packed:
+        return None
+    ids = _closure(functions[0])["packed_sequence_mask"]
+    inside, positions = (_closure(functions[1])[name] for name in ("mask_function", "position_ids"))
+    if place.seqlen_q != place.seqlen_kv or not place.ends_together or not _fit(ids, positions):
+        return None
+    numbers = [ids]
+    parts: list[Mask] = []
+    for one in _flat(inside):
+        code = getattr(one, "__code__", None)
+        reader = _known.get(code)
+        if reader in (_causal, _everything, _window, _window_both_ways):
+            parts.append(reader(place, **_closure(one)))  # type: ignore
+        elif reader is _chunked:
+            made_with = _closure(one)
+            from_start = positions - made_with["left_padding"].to(positions.device).view(-1, 1)
+            numbers.append(torch.div(from_start, made_with["chunk_size"], rounding_mode="floor"))
+        else:
+            return None
+    return intersect(tables.runs(*numbers), _intersected(*parts))
+
+
+def _flat(function: MaskFunction) -> list[MaskFunction]:
+    """Return the functions of which a function is the conjunction."""
+    if _known.get(getattr(function, "__code__", None)) is not _all_of:
+        return [function]
+    return [part for one in _closure(function)["mask_functions"] for part in _flat(one)]
+
+
+def _fit(ids: torch.Tensor, positions: torch.Tensor) -> bool:
+    """Whether positions rise by one within documents, where that may be looked at: transformers
+    finds documents by just that."""
+    if not is_checked(ids):
+        return True
+    same = ids[:, 1:] == ids[:, :-1]
+    step = positions[:, 1:] - positions[:, :-1]
+    return bool((ids[:, 1:] >= ids[:, :-1]).all()) and bool(((step == 1) | ~same).all())
+
+
+# --------------------------------------------------------------------------------------------------
+# What of transformers is known
+
+
+def known_blocks() -> dict[CodeType | None, Reader]:
+    """Return the readers of building blocks, by their code."""
+    joins: dict[CodeType | None, Reader] = {
+        masking_utils.and_masks(_yes).__code__: _all_of,
+        masking_utils.or_masks(_yes).__code__: _any_of,
+    }
+    return joins | {one.__code__: reader for one, reader in _samples() if _agrees(one, reader)}
+
+
+def _samples() -> list[tuple[Any, Reader]]:
+    """Return building blocks, each made with something, and their readers."""
+    some = torch.tensor([0, 2])
+    ids = torch.tensor([[0, 0, -1, 1, 1, -1, 0], [-1, -1, 2, 2, 2, 1, 0]])
+    return [
+        (masking_utils.causal_mask_function, _causal),
+        (masking_utils.bidirectional_mask_function, _everything),
+        (masking_utils.sliding_window_overlay(3), _window),
+        (masking_utils.sliding_window_bidirectional_overlay(2), _window_both_ways),
+        (masking_utils.chunked_overlay(3, some), _chunked),
+        (masking_utils.blockwise_overlay(ids), _blocks),
+    ]
+
+
+def _agrees(function: Any, reader: Reader) -> bool:
+    """Whether a building block keeps what its reader says, on a few positions."""
+    b, h, q, k = (
+        torch.arange(n).view(-1, *[1] * (3 - axis)) for axis, n in enumerate((2, 1, 4, 7))
+    )
+    try:
+        expected = function(b, h, q + 3, k)
+        mask = reader(Place(2, 4, 7, 3, 0, "cpu"), **_closure(function))
+        found = torch.as_tensor(mask.keep(q, k, 4, 7, b, h))  # type: ignore[union-attr]
+        return torch.equal(expected.expand(2, 1, 4, 7), found.expand(2, 1, 4, 7))
+    except Exception:  # of a version that makes its blocks otherwise
+        return False
+
+
+def code_of_packed() -> list[Any]:
+    """Return the code of the two functions that transformers joins for packed sequences."""
+    ids = torch.zeros(1, 1, dtype=torch.int64)
+    joined = masking_utils.packed_sequence_compatibility_function(_yes, ids, ids)
+    return [one.__code__ for one in _closure(joined)["mask_functions"]]
+
+
+def _yes(batch_idx: Any, head_idx: Any, q_idx: Any, kv_idx: Any) -> Any:
+    return q_idx >= 0
+
+
+_known: dict[CodeType | None, Reader] = {}
+_known |= known_blocks()
+_code_of_packed = code_of_packed()

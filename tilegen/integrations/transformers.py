@@ -1,0 +1,188 @@
+"""tilegen as an attention of transformers' models: `attn_implementation="tilegen"`.
+
+Importing this module registers it. Masks of models become tilegen masks with their structure
+(model_masks.py), so that no mask tensor of seqlen x seqlen exists and a step of a generation finds
+the kernels of the last one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from tilegen.bounded_cache import BoundedCache
+from tilegen.disk import say_once
+from tilegen.errors import InvalidProblem, Unsupported
+from tilegen.integrations import windows
+from tilegen.integrations.given import of_tensor, score_of
+from tilegen.integrations.model_masks import ModelMask, model_mask
+from tilegen.masks.mask import Alignment, Causal, Mask, causal, full
+from tilegen.masks.packed import packed
+from tilegen.runtime.attention import attention
+from tilegen.runtime.flex import from_block_mask
+
+NAME = "tilegen"
+MAX_MASKS = 64
+"""Masks of packed documents kept for further layers of a forward."""
+
+
+def register() -> None:
+    """Make `attn_implementation="tilegen"` known to transformers."""
+    AttentionInterface.register(NAME, attention_forward)
+    AttentionMaskInterface.register(NAME, model_mask)
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    cache: Any = None,
+    cu_seq_lens_q: Any = None,
+    cu_seq_lens_k: Any = None,
+    position_ids: torch.Tensor | None = None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return (out, None), out (batch, seqlen, heads, dim), as transformers' layers ask for it.
+
+    q, k and v are (batch, heads, seqlen, dim). `attention_mask` is what `model_mask` made, or a
+    mask of the user's: a bool or an additive tensor (batch, heads, seqlen_q, seqlen_kv), or a
+    BlockMask. Where there is none, `is_causal` and `sliding_window` count. cu_seq_lens describe
+    packed documents. A row that the mask leaves nothing gives 0. Raises InvalidProblem and
+    Unsupported.
+    """
+    if cache is not None:
+        raise Unsupported(
+            "expected keys and values as tensors, got a paged cache; use "
+            'attn_implementation="paged|sdpa" for continuous batching'
+        )
+    lengths = query.shape[2], key.shape[2]
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    batch = max(query.shape[0], key.shape[0])
+    mask, additive = _mask_of(attention_mask, batch, lengths, bool(is_causal), sliding_window)
+    if cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        inside = _default_mask(lengths, bool(is_causal), sliding_window, "bottom_right")
+        documents = _documents(cu_seq_lens_q, cu_seq_lens_k, inside, query)
+        mask = mask & documents if lengths[0] == lengths[1] else documents
+    elif isinstance(attention_mask, ModelMask) and position_ids is not None:
+        _warn_of_lost_documents(module, attention_mask, position_ids)
+    if position_bias is not None:
+        bias = position_bias[..., : lengths[1]]
+        additive = bias if additive is None else bias + additive
+    out = attention(
+        *(x if x.shape[0] == batch else x.expand(batch, -1, -1, -1) for x in (query, key, value)),
+        mask=mask,
+        score=score_of(softcap, additive, s_aux, lengths),
+        scale=scaling,
+        dropout_p=dropout,
+    )
+    return out.transpose(1, 2).contiguous(), None
+
+
+# --------------------------------------------------------------------------------------------------
+# Masks
+
+
+def _mask_of(
+    given: Any, batch: int, lengths: tuple[int, int], is_causal: bool, window: int | None
+) -> tuple[Mask, torch.Tensor | None]:
+    """Return a mask, and what is added to the scores besides."""
+    if given is None:
+        alignment = "top_left" if window is None else windows.alignment_of(*lengths)
+        return _default_mask(lengths, is_causal, window, alignment), None
+    if isinstance(given, ModelMask):
+        if given.lengths != lengths:
+            raise InvalidProblem(
+                f"expected {given.lengths[0]} queries and {given.lengths[1]} keys, for which the "
+                f"model made its mask, got {lengths[0]} and {lengths[1]}"
+            )
+        return given.mask, None
+    if isinstance(given, BlockMask):
+        return from_block_mask(given), None
+    if not isinstance(given, torch.Tensor) or given.ndim != 4 or not _is_mask(given.dtype):
+        shown = (
+            f"{given.dtype} {tuple(given.shape)}"
+            if isinstance(given, torch.Tensor)
+            else type(given).__name__
+        )
+        raise InvalidProblem(
+            "expected attention_mask to be a bool or floating tensor (batch, heads, seqlen_q, "
+            f"seqlen_kv), a BlockMask, or what the model makes; got {shown}"
+        )
+    return of_tensor(given[..., : lengths[1]], batch, lengths)
+
+
+def _is_mask(dtype: torch.dtype) -> bool:
+    return dtype == torch.bool or dtype.is_floating_point
+
+
+def _default_mask(
+    lengths: tuple[int, int], is_causal: bool, window: int | None, alignment: Alignment
+) -> Mask:
+    """Return the mask of a call that brings none, as transformers' other functions understand
+    that: a single query sees everything, and a window of w tokens counts the query, behind which
+    models that are not causal see as many."""
+    if window is not None:
+        return windows.vllm(window, is_causal, alignment)
+    return causal(alignment) if is_causal and lengths[0] > 1 else full()
+
+
+def _documents(cu_q: Any, cu_kv: Any, inside: Mask, query: torch.Tensor) -> Mask:
+    """Return a mask within packed documents, made once for all layers."""
+    if not isinstance(cu_q, torch.Tensor) or not isinstance(cu_kv, torch.Tensor):
+        raise Unsupported(
+            "expected cu_seq_lens_q and cu_seq_lens_k to be tensors, got "
+            f"{type(cu_q).__name__} and {type(cu_kv).__name__}"
+        )
+    if query.shape[0] != 1:
+        raise InvalidProblem(
+            "expected one row of packed documents beside cu_seq_lens_q, got a batch of "
+            f"{query.shape[0]}"
+        )
+    tokens = query.shape[2]
+    key = (id(cu_q), id(cu_kv), inside, tokens.bit_length())
+    # The tensors are kept too, so that nothing else gets their ids.
+    return _masks.get(key, lambda: (packed(cu_q, cu_kv, inside, tokens=tokens), cu_q, cu_kv))[0]
+
+
+_masks: BoundedCache[Any, tuple[Any, ...]] = BoundedCache(MAX_MASKS)
+
+
+def _warn_of_lost_documents(
+    module: torch.nn.Module, made: ModelMask, position_ids: torch.Tensor
+) -> None:
+    """Say once that positions restart where transformers has made a mask that does not.
+
+    The positions are looked at once for each model, since that waits for the device.
+    """
+    if torch.compiler.is_compiling() or getattr(module, "layer_idx", 0) != 0:
+        return
+    seqlen = made.lengths[0]
+    if seqlen == 1 or made.is_padded or made.lengths[1] != seqlen or module in _looked_at:
+        return
+    _looked_at.add(module)
+    restarts = position_ids.diff(dim=-1) != 1
+    if isinstance(made.mask, Causal) and bool(restarts.any()):
+        say_once(
+            "position_ids restart, as for packed documents, but the model was called with a cache, "
+            "for which transformers makes a mask across documents; pass use_cache=False, or "
+            "cu_seq_lens_q and cu_seq_lens_k, to keep them apart"
+        )
+
+
+_looked_at: WeakSet[torch.nn.Module] = WeakSet()
+
+
+register()

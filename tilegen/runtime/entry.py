@@ -1,0 +1,59 @@
+"""Where calls come in: those that PyTorch traces, counts or transforms go by operators, all others
+straight to their plan."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.compiler import is_dynamo_compiling
+
+from tilegen.errors import TilegenError
+from tilegen.masks.mask import Mask, full
+from tilegen.masks.score import Score
+from tilegen.runtime.call import ScoreFunction, Transformed, describe, dropout_of, score_of
+from tilegen.runtime.changes import Changes
+from tilegen.runtime.dispatch import planned
+
+_FULL = full()
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""Types of tensors that nothing but torch.func watches; others may have no elements."""
+# PyTorch documents no other way to ask.
+_count_modes = torch._C._len_torch_dispatch_stack  # pyright: ignore[reportPrivateUsage]
+
+
+def attend(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    mask: Mask | None = None,
+    score: Score | ScoreFunction | None = None,
+    kv_lengths: torch.Tensor | None = None,
+    scale: float | None = None,
+    dropout_p: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) of a call of `attention`. Raises InvalidProblem or Unsupported, naming the
+    call."""
+    try:
+        if is_dynamo_compiling() or _count_modes() or _is_other(q):
+            return _watched(q, k, v, mask, score, kv_lengths, scale, dropout_p)
+        score = None if score is None else score_of(score)
+        dropout = None if dropout_p == 0 else dropout_of(dropout_p, q)
+        changes = Changes(_FULL if mask is None else mask, score, kv_lengths, dropout)
+        return planned(q, k, v, changes, scale)
+    except Transformed:
+        return _watched(q, k, v, mask, score, kv_lengths, scale, dropout_p)
+    except TilegenError as error:
+        call = describe(q, k, v, mask, score, kv_lengths, scale, dropout_p)
+        raise type(error)(f"{error}; the call was {call}") from None
+
+
+def _is_other(q: Any) -> bool:
+    return type(q) not in _PLAIN and isinstance(q, torch.Tensor)
+
+
+def _watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any) -> tuple[Any, Any]:
+    from tilegen.runtime.operators.call import attend_watched
+
+    return attend_watched(q, k, v, *call)
