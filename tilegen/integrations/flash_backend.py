@@ -122,7 +122,6 @@ def flash_attention_forward(
     """Return out, lse, two states of random numbers and an empty debug mask, of query, key and
     value (batch, seqlen, heads, dim), or packed. Raises InvalidProblem or Unsupported."""
     given = {
-        "dropout_p": dropout_p or None,
         "return_debug_mask": return_debug_mask or None,
         "seqused_k": seqused_k,
         "alibi_slopes": alibi_slopes,
