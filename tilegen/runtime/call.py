@@ -169,18 +169,24 @@ def checked_scale(scale: float) -> float:
     return float(scale)
 
 
-def dropout_of(dropout_p: float, q: Any) -> Dropout | None:
-    """Return what a call with these queries drops, drawn anew; None where it drops nothing. Raises
-    InvalidProblem unless the probability is a number 0..1."""
+def checked_dropout(dropout_p: float) -> float:
+    """Return the probability as a float. Raises InvalidProblem unless it is a number 0..1."""
     is_number = isinstance(dropout_p, Real) and not isinstance(dropout_p, bool)
     if not is_number or not 0 <= dropout_p <= 1:
         raise InvalidProblem(
             "dropout_p must be a number 0..1, the probability that a weight is dropped, "
             f"got {dropout_p!r}"
         )
-    if not dropout_p or not isinstance(q, torch.Tensor):  # which others refuse
+    return float(dropout_p)
+
+
+def dropout_of(dropout_p: float, q: Any) -> Dropout | None:
+    """Return what a call with these queries drops, drawn anew; None where it drops nothing. Raises
+    InvalidProblem for what is no probability."""
+    p = checked_dropout(dropout_p)
+    if not p or not isinstance(q, torch.Tensor):  # which others refuse
         return None
-    return Dropout.drawn(float(dropout_p), q.device)
+    return Dropout.drawn(p, q.device)
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tilegen.errors import InvalidProblem
+from tilegen.runtime.call import checked_dropout
 from tilegen.runtime.operators.crossing import crossing
 from tilegen.runtime.operators.functional import Attention, is_transformed
 
@@ -33,15 +34,14 @@ def attend_watched(
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = [one.to(dtype) for one in (q, k, v)]
+    p = 0.0 if dropout_p == 0 else checked_dropout(dropout_p)
     state = None
-    if dropout_p:
+    if p:
         state = torch.randint(2**63 - 1, (2,), device=q.device)
     trained = its.trained if torch.is_grad_enabled() else []
     factor = q.shape[3] ** -0.5 if scale is None else float(scale)
     if not torch.compiler.is_compiling() and is_transformed():
         rest = its.tensors if state is None else [*its.tensors, state]
-        call = its.text, trained, factor, float(dropout_p), state is not None
+        call = its.text, trained, factor, p, state is not None
         return Attention.apply(call, q, k, v, *rest)  # type: ignore[return-value]
-    return torch.ops.tilegen.forward(
-        *(q, k, v, its.text, its.tensors, trained, factor, float(dropout_p), state)
-    )
+    return torch.ops.tilegen.forward(*(q, k, v, its.text, its.tensors, trained, factor, p, state))
