@@ -192,7 +192,7 @@ def test_opcheck(form: str, dtype: torch.dtype) -> None:
     if form == "transposed":
         q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v))
     drops = (0.3, torch.tensor([1, 2])) if form == "dropout" else (0.0, None)
-    arguments = (q, k, v, its.text, its.tensors, its.trained, 0.25, *drops)
+    arguments = (q, k, v, its.text, its.tensors, 0.25, *drops)
     operator = torch.ops.tilegen.forward.default
     assert set(torch.library.opcheck(operator, arguments).values()) == {"SUCCESS"}
 
@@ -202,9 +202,9 @@ def test_opcheck_of_gradients() -> None:
     bias = normal(HEADS, ROWS, ROWS).requires_grad_()
     its = crossing(MASK, lambda s, b, h, i, j: s + bias[h, i, j], None)
     tensors = [one.detach() for one in its.tensors]
-    out, lse = torch.ops.tilegen.forward(q, k, v, its.text, tensors, its.trained, 0.25, 0.0, None)
+    out, lse = torch.ops.tilegen.forward(q, k, v, its.text, tensors, 0.25, 0.0, None)
     dout, dlse = normal(*out.shape), normal(*lse.shape)
-    arguments = (q, k, v, out, lse, dout, dlse, its.text, tensors, its.trained, 0.25, 0.0, None)
+    arguments = (q, k, v, out, lse, dout, dlse, its.text, tensors, 0.25, 0.0, None)
     operator = torch.ops.tilegen.backward.default
     assert set(torch.library.opcheck(operator, arguments).values()) == {"SUCCESS"}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from tilegen.errors import InvalidProblem
 from tilegen.runtime.call import checked_dropout
 from tilegen.runtime.operators.crossing import crossing
 from tilegen.runtime.operators.functional import Attention, is_transformed
+from tilegen.runtime.operators.sharded import is_sharded, on_each_device
 
 
 def attend_watched(
@@ -28,6 +30,16 @@ def attend_watched(
             raise InvalidProblem(
                 f"{name} must have 4 dimensions (batch, heads, seqlen, head_dim), got {one.ndim}"
             )
+    if is_sharded(q):
+        call = partial(
+            attend_watched,
+            mask=mask,
+            score=score,
+            kv_lengths=kv_lengths,
+            scale=scale,
+            dropout_p=dropout_p,
+        )
+        return on_each_device(call, q, k, v, mask, score, kv_lengths)
     its = crossing(mask, score, kv_lengths)
     if torch.compiler.is_exporting() and not its.tensors:
         its.place(k)  # AOTInductor makes None of an empty list
@@ -38,10 +50,9 @@ def attend_watched(
     state = None
     if p:
         state = torch.randint(2**63 - 1, (2,), device=q.device)
-    trained = its.trained if torch.is_grad_enabled() else []
     factor = q.shape[3] ** -0.5 if scale is None else float(scale)
     if not torch.compiler.is_compiling() and is_transformed():
         rest = its.tensors if state is None else [*its.tensors, state]
-        call = its.text, trained, factor, p, state is not None
+        call = its.text, factor, p, state is not None
         return Attention.apply(call, q, k, v, *rest)  # type: ignore[return-value]
-    return torch.ops.tilegen.forward(*(q, k, v, its.text, its.tensors, trained, factor, p, state))
+    return torch.ops.tilegen.forward(*(q, k, v, its.text, its.tensors, factor, p, state))

@@ -17,7 +17,8 @@ class Crossing:
     """The text and the tensors of a call's mask, score and lengths.
 
     The text is JSON: `{"mask": ["&", ["plain", "causal", []], ["ids", 0, false]]}`, where
-    numbers of tensors are their places in the list.
+    numbers of tensors are their places in the list. "trained" are those that a score gives
+    gradients to.
     """
 
     def __init__(self) -> None:
@@ -56,6 +57,8 @@ def crossing(mask: Any, score: Any, kv_lengths: torch.Tensor | None) -> Crossing
         parts.append('"score":' + _score(score, found))
     if kv_lengths is not None:
         parts.append('"lengths":' + str(found.place(kv_lengths)))
+    if found.trained and torch.is_grad_enabled():
+        parts.append('"trained":[' + ",".join([str(place) for place in found.trained]) + "]")
     found.text = "{" + ",".join(parts) + "}"
     return found
 

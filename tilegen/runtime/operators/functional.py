@@ -9,9 +9,10 @@ import torch
 
 from tilegen.errors import Unsupported
 from tilegen.runtime.operators.library import mapped
+from tilegen.runtime.operators.rebuilding import trained_places
 
-Call = tuple[str, list[int], float, float, bool]
-"""What of a call is no tensor: changes, trained, scale, dropout_p, and whether it drops."""
+Call = tuple[str, float, float, bool]
+"""What of a call is no tensor: changes, scale, dropout_p, and whether it drops."""
 
 
 def is_transformed() -> bool:
@@ -49,7 +50,7 @@ class Attention(torch.autograd.Function):
         dlse = torch.zeros_like(lse) if dlse is None else dlse
         found = _Gradients.apply(ctx.call, q, k, v, out, lse, dout, dlse, *rest)
         of_rest: list[Any] = [None] * len(rest)
-        for i, grad in zip(ctx.call[1], found[3:], strict=True):
+        for i, grad in zip(trained_places(ctx.call[0]), found[3:], strict=True):
             of_rest[i] = grad
         return None, *found[:3], *of_rest
 
@@ -83,6 +84,6 @@ class _Gradients(torch.autograd.Function):
 def _as_operator(call: Call, rest: Sequence[torch.Tensor]) -> tuple[Any, ...]:
     """Return the operators' arguments after q, k, v and gradients; `rest` are the tensors of a
     crossing, and behind them the dropout's state."""
-    text, trained, scale, dropout_p, drops = call
+    text, scale, dropout_p, drops = call
     tensors, state = list(rest[: len(rest) - drops]), rest[-1] if drops else None
-    return text, tensors, trained, scale, dropout_p, state
+    return text, tensors, scale, dropout_p, state

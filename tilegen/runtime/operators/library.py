@@ -15,7 +15,7 @@ from tilegen.runtime.autograd import gradients
 from tilegen.runtime.changes import Changes, Wanted
 from tilegen.runtime.dispatch import plan_of, planned
 from tilegen.runtime.kernels import Kernels
-from tilegen.runtime.operators.rebuilding import rebuilt
+from tilegen.runtime.operators.rebuilding import rebuilt, trained_places
 
 
 @torch.library.custom_op("tilegen::forward", mutates_args=())
@@ -25,13 +25,11 @@ def forward(
     v: torch.Tensor,
     changes: str,
     tensors: list[torch.Tensor],
-    trained: list[int],
     scale: float,
     dropout_p: float,
     dropout_state: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) of `attention`: `changes` and `tensors` are a crossing, `trained` the
-    places of those tensors that `backward` gives gradients for."""
+    """Return (out, lse) of `attention`; `changes` and `tensors` are a crossing."""
     its, _ = rebuilt(changes, tensors, (), _lengths(q, k), _dropout(dropout_p, dropout_state))
     with torch.no_grad():
         out, lse = planned(q, k, v, its, scale)
@@ -56,22 +54,15 @@ def backward(
     dlse: torch.Tensor | None,
     changes: str,
     tensors: list[torch.Tensor],
-    trained: list[int],
     scale: float,
     dropout_p: float,
     dropout_state: torch.Tensor | None,
 ) -> list[torch.Tensor]:
-    """Return dq, dk, dv, and the gradients of the trained tensors, in their order."""
-    dropout = _dropout(dropout_p, dropout_state)
+    """Return dq, dk, dv, and the gradients of the tensors that the crossing says are trained."""
+    dropout, trained = _dropout(dropout_p, dropout_state), trained_places(changes)
     its, read = rebuilt(changes, tensors, trained, _lengths(q, k), dropout)
     given = [q, k, v, *(read[i] for i in trained)]
-    with torch.enable_grad():
-        plan = plan_of(q, k, v, its)
-    if plan.kernels is None or scale < 0:
-        found = _computed_again(given, dout, dlse, its, scale)
-    else:
-        with torch.no_grad():
-            found = _by_kernels(plan.kernels, given, (out, lse), dout, dlse, its, scale)
+    found = differentiated(given, (out, lse), dout, dlse, its, scale)
     return [
         _as_promised(torch.zeros_like(one) if grad is None else grad, one if i < 3 else None)
         for i, (one, grad) in enumerate(zip(given, found, strict=True))
@@ -80,11 +71,32 @@ def backward(
 
 @backward.register_fake
 def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> list[torch.Tensor]:
-    tensors, trained = rest[5], rest[6]
+    changes, tensors = rest[4], rest[5]
     return [
         *(empty_like(one, one.shape[3]) for one in (q, k, v)),
-        *(torch.empty_like(tensors[i], memory_format=torch.contiguous_format) for i in trained),
+        *(
+            torch.empty_like(tensors[i], memory_format=torch.contiguous_format)
+            for i in trained_places(changes)
+        ),
     ]
+
+
+def differentiated(
+    given: Sequence[torch.Tensor],
+    results: tuple[torch.Tensor, torch.Tensor],
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    changes: Changes,
+    scale: float,
+) -> list[torch.Tensor | None]:
+    """Return the gradients of what is given: q, k, v, and trained tensors of a score; `results` are
+    out and lse."""
+    with torch.enable_grad():
+        plan = plan_of(given[0], given[1], given[2], changes)
+    if plan.kernels is None or scale < 0:
+        return _computed_again(given, dout, dlse, changes, scale)
+    with torch.no_grad():
+        return _by_kernels(plan.kernels, given, results, dout, dlse, changes, scale)
 
 
 def _by_kernels(
@@ -96,7 +108,6 @@ def _by_kernels(
     changes: Changes,
     scale: float,
 ) -> list[torch.Tensor | None]:
-    """Return the gradients of what is given: q, k, v, and trained tensors of a score."""
     wanted = Wanted(
         dq=True,
         dkdv=True,
@@ -155,26 +166,24 @@ def _as_promised(found: torch.Tensor, like: torch.Tensor | None) -> torch.Tensor
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
-    q, k, v, changes, tensors, trained, scale, dropout_p, state = inputs
-    ctx.call = changes, trained, scale, dropout_p, state is not None
+    q, k, v, changes, tensors, scale, dropout_p, state = inputs
+    ctx.call = changes, scale, dropout_p, state is not None
     ctx.save_for_backward(q, k, v, *output, *([] if state is None else [state]), *tensors)
     ctx.set_materialize_grads(False)
 
 
 def _give(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
-    changes, trained, scale, dropout_p, drops = ctx.call
+    changes, scale, dropout_p, drops = ctx.call
     q, k, v, out, lse, *rest = ctx.saved_tensors
     state, tensors = rest[0] if drops else None, list(rest[drops:])
     found = torch.ops.tilegen.backward(
         *(q, k, v, out, lse, torch.zeros_like(out) if dout is None else dout, dlse),
-        *(changes, tensors, trained, scale, dropout_p, state),
+        *(changes, tensors, scale, dropout_p, state),
     )
     of_tensors: list[torch.Tensor | None] = [None] * len(tensors)
-    for i, grad in zip(trained, found[3:], strict=True):
+    for i, grad in zip(trained_places(changes), found[3:], strict=True):
         of_tensors[i] = grad
-    # PyTorch takes an empty list of any type for one of tensors.
-    of_places = None if trained else []
-    return *found[:3], None, of_tensors, of_places, None, None, None
+    return *found[:3], None, of_tensors, None, None, None
 
 
 forward.register_autograd(_give, setup_context=_keep)

@@ -25,7 +25,7 @@ from tilegen.masks.mask import Mask, full, intersect, unite, with_values
 from tilegen.masks.notation import parse_mask
 from tilegen.masks.packed import of_ids, packed
 from tilegen.masks.score import Score
-from tilegen.masks.values import Values, typical_of
+from tilegen.masks.values import UNKNOWN, Values, typical_of
 from tilegen.runtime.changes import Changes
 
 MAX_KNOWN = 512
@@ -53,6 +53,11 @@ def rebuilt(
     score = _filled_score(spec["score"], tensors, lengths) if "score" in spec else None
     kv_lengths = tensors[spec["lengths"]] if "lengths" in spec else None
     return Changes(mask, score, kv_lengths, dropout), tensors
+
+
+def trained_places(text: str) -> list[int]:
+    """Return the places of the tensors that a score gives gradients to."""
+    return _spec(text).get("trained", [])
 
 
 @lru_cache(maxsize=MAX_KNOWN)
@@ -128,7 +133,13 @@ def _mask(spec: Any, tensors: Tensors) -> Mask:
 
 
 def _with(value: Values, tensor: torch.Tensor) -> Values:
-    return replace(value, tensor=tensor, typical=typical_of(tensor))
+    """Return a stand-in with its tensor, and with what is typical of that where it can be told."""
+    typical = value.typical  # percent of pairs
+    if value.pattern in ("constant", "layout"):
+        typical = typical_of(tensor)
+    elif value.pattern in ("ids", "firsts", "ends"):
+        typical = UNKNOWN
+    return replace(value, tensor=tensor, typical=typical)
 
 
 _masks: BoundedCache[Any, Mask] = BoundedCache(MAX_KNOWN)
