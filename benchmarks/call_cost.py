@@ -36,6 +36,7 @@ from tilegen.runtime import dispatch, plans
 from tilegen.runtime.call import call_key
 from tilegen.runtime.changes import Changes
 from tilegen.runtime.kernels import Kernels
+from tilegen.runtime.operators.call import crossing
 from tilegen.settings import checks
 
 BASELINE = "SDPA of one row"
@@ -55,6 +56,10 @@ def kinds() -> dict[str, Callable[[], object]]:
     lengths = torch.tensor([ROWS - 3])
     causal, window = tilegen.causal(), tilegen.sliding_window(7, 0)
 
+    its = crossing(causal, None, None)
+    crossed = its.text, its.tensors, HEAD_DIM**-0.5, 0.0, None
+    operator = torch.ops.tilegen.forward
+
     def decode() -> object:
         keys = next(longer)
         return attention(one_row, keys, keys)
@@ -62,6 +67,8 @@ def kinds() -> dict[str, Callable[[], object]]:
     return {
         "forward": lambda: attention(q, k, v, mask=causal),
         "with gradients": lambda: attention(trained, k, v, mask=causal),
+        "as an operator": lambda: operator(q, k, v, *crossed),
+        "as an operator, with gradients": lambda: operator(trained, k, v, *crossed),
         "window": lambda: attention(q, k, v, mask=window),
         "kv_lengths": partial(attention, q, k, v, kv_lengths=lengths.int()),
         "kv_lengths of 64 bits": partial(attention, q, k, v, kv_lengths=lengths),
@@ -173,7 +180,7 @@ def measured(*, calls: int, repeats: int) -> Generator[tuple[str, float, str, fl
         )
         for name, its in zip(named, found, strict=True):
             what, base = BASELINE, plain
-            if name == "with gradients":
+            if name.endswith("with gradients"):
                 what, base = f"{BASELINE}, with gradients", trained
             yield f"attention() up to the driver, {name}", its, what, base
         alone = parts()

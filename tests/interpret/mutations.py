@@ -219,5 +219,19 @@ CHANGED = [
         "tl.load(sinks_ptr + head)",
     ),
     Mutation("sink-of-another-head", "fwd", "sinks_ptr + head)", "sinks_ptr + head_kv)"),
+    # Dropout.
+    Mutation("nothing-is-dropped", "fwd", "p *= times", "p *= 1.0"),
+    Mutation("sum-of-what-is-left", "fwd", "share > 0.0, 1.0 / share", "share > 0.0, 1.0"),
+    Mutation("heads-drop-alike", "fwd", "offset, batch * num_heads_q + head", "offset, batch"),
+    Mutation("tiles-drop-alike", "fwd", "head, q_first, tile_n * BLOCK_N", "head, q_first, 0"),
+    Mutation("another-offset", "fwd", "offset = tl.load(dropout_ptr + 1)", "offset = seed"),
+    Mutation("words-swapped", "bwd_dkdv", "first_column, c, d", "first_column, d, c"),
+    Mutation("weights-not-dropped", "bwd_dkdv", "p_left = p * times", "p_left = p"),
+    Mutation("gradients-not-dropped", "bwd_dkdv", "dp *= times", "dp *= 1.0"),
+    Mutation("gradients-not-dropped-dq", "bwd_dq", "dp *= times", "dp *= 1.0"),
+    Mutation("panel-not-dropped", "bwd_scores", "(p * times)", "(p * 1.0)"),
+    Mutation("gradients-not-dropped-scores", "bwd_scores", "dp *= times", "dp *= 1.0"),
+    Mutation("panel-not-dropped-fwd", "fwd_scores", "p *= times", "p *= 1.0"),
+    Mutation("streamed-not-dropped", "fwd_streamed", "p *= times", "p *= 1.0"),
 ]
-"""The same for masks and scores that bring code of their own."""
+"""The same for masks, scores and dropout, which bring code of their own."""

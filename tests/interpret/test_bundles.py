@@ -7,6 +7,7 @@ read back from the memory that the driver would read.
 import importlib.util
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,6 +21,7 @@ from tilegen import bundles
 from tilegen.bundles.manifest import Binary
 from tilegen.bundles.served import Bundle
 from tilegen.check.reference import TORCH_DTYPES, attention_reference
+from tilegen.dropout import Dropout
 from tilegen.gpus.spec import gpu
 from tilegen.masks import Mask
 from tilegen.masks.score import Score
@@ -55,6 +57,7 @@ CASES: dict[str, tuple[str, Mask, Score | None]] = {
         tilegen.causal(),
         tilegen.softcap(5.0).then(tilegen.sinks(SINKS)),
     ),
+    "dropout": ("b1 hq4 hkv2 q70 d16 fp32", tilegen.causal(), None),
 }
 
 
@@ -125,7 +128,9 @@ def test_a_bundle_computes_what_the_reference_does(
     q = leaf(asked.num_heads_q, asked.seqlen_q, asked.head_dim_qk, 0)
     k = leaf(asked.num_heads_kv, asked.seqlen_kv, asked.head_dim_qk, 1)
     v = leaf(asked.num_heads_kv, asked.seqlen_kv, asked.head_dim_v, 2)
-    problem = problem_of(q, k, v, Changes(mask, score))
+    torch.manual_seed(4)
+    dropout = Dropout.drawn(0.4, q.device) if name == "dropout" else None
+    problem = problem_of(q, k, v, Changes(mask, score, dropout=dropout))
     write_bundle([problem], [gpu("h200")], tmp_path)
     bundle = tilegen.load_bundle(tmp_path)
     needed = [one.kernel for one in bundle.manifest.binaries]
@@ -134,7 +139,11 @@ def test_a_bundle_computes_what_the_reference_does(
     leaves = [q, k, v, *([] if score is None else score.captured)]
     leaves += [] if score is None or score.sink_logits is None else [score.sink_logits]
     results: list[list[torch.Tensor]] = []
-    for compute in (tilegen.attention, attention_reference):
+    torch.manual_seed(4)
+    for compute in (
+        partial(tilegen.attention, dropout_p=dropout.p if dropout else 0.0),
+        partial(attention_reference, dropout=dropout),
+    ):
         out = compute(q, k, v, mask=mask, score=score)
         out = out[0] if isinstance(out, tuple) else out
         weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))

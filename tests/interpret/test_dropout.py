@@ -26,6 +26,7 @@ from tilegen.kernels.registry import KERNELS, LARGE_CACHE
 from tilegen.masks.score import Score, bias, sinks, softcap
 from tilegen.model.traffic import traffic
 from tilegen.problem import AttentionProblem
+from tilegen.tuning.bench import Timed
 
 STATE = torch.tensor([-0x0123456789ABCDEF, 2**40 + 3])  # all bits of the seed, some of the offset
 WHOLE: dict[Kernel, TileConfig] = dict.fromkeys(LARGE_CACHE, TileConfig(block_m=32, block_n=64))
@@ -47,6 +48,7 @@ def of_tiles(configs: Mapping[Kernel, TileConfig], m: int, n: int) -> dict[Kerne
     }
 
 
+@pytest.mark.any_triton
 @pytest.mark.parametrize(
     "m, n, p", [(16, 16, 0.3), (64, 32, 0.01), (16, 64, 0.9), (64, 64, 1.0)], ids=str
 )
@@ -200,3 +202,10 @@ def test_bytes_of_the_seed_are_counted(mask: str) -> None:
             expected = traffic(problem, config, kernel, score_width=width or config.block_n)
             if kernel != "bwd_preprocess":
                 assert moved[kernel] == (expected.read_bytes, expected.write_bytes), kernel
+
+
+@pytest.mark.parametrize("kernel", ["fwd", "bwd_preprocess", "bwd_dkdv", "fwd_values"])
+def test_what_is_timed_drops_weights_too(kernel: Kernel) -> None:
+    problem = AttentionProblem.parse("hq2 hkv1 q40 kv70 d32 fp16 causal dropout")
+    config = {**WHOLE, **sliced.SMALL_CACHE}[kernel]
+    Timed.of(problem, kernel, "cpu", tilegen.gpu("h200")).runs(config)()

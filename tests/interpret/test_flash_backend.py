@@ -15,8 +15,11 @@ from torch.nn.functional import scaled_dot_product_attention as of_torch
 
 from tests.pure.test_flash_attn import dense, of_documents
 from tilegen.check import interpreter
+from tilegen.check.reference import attention_reference
 from tilegen.disk import say_once
+from tilegen.dropout import Dropout
 from tilegen.integrations import flash_backend
+from tilegen.masks.mask import causal
 
 Make = Callable[..., torch.Tensor]
 ATEN = torch.ops.aten
@@ -152,6 +155,27 @@ def test_varlen_attn_and_its_gradients(window: tuple[int, int]) -> None:
         strict=True,
     ):
         torch.testing.assert_close(one, other, atol=3e-5, rtol=3e-5)
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_dropout_is_drawn_once_for_both_passes() -> None:
+    """Its state goes where PyTorch keeps that of its own; the reference is given the same."""
+    torch.manual_seed(0)
+    given = [x.requires_grad_() for x in heads_first(torch.randn)]
+    out, _, _, _, _, _, state, *_ = ATEN._scaled_dot_product_flash_attention(*given, 0.3, True)
+    assert state.dtype is torch.uint64
+    expected, _ = attention_reference(
+        *given, mask=causal(), dropout=Dropout(0.3, state.view(torch.int64))
+    )
+    weights = torch.linspace(-1, 1, out.numel()).reshape(out.shape)
+    for one, other in zip(
+        (out, *torch.autograd.grad(out, given, weights)),
+        (expected, *torch.autograd.grad(expected, given, weights)),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other, atol=3e-5, rtol=3e-5)
+    again, *_ = ATEN._scaled_dot_product_flash_attention(*given, 0.3, True)
+    assert not torch.equal(out, again)
 
 
 @pytest.mark.usefixtures("on_cpu")

@@ -12,6 +12,7 @@ from tests import sliced
 from tests.interpret.mutations import CHANGED, MUTATIONS, Mutation
 from tilegen.check.reference import Inputs, make_inputs
 from tilegen.check.verification import check, require
+from tilegen.dropout import Dropout
 from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.render import render
 from tilegen.kernels.config import Kernel, TileConfig
@@ -43,16 +44,17 @@ SLICED_CASES: list[tuple[AttentionProblem, float]] = [
 ]
 
 
-# Masks and scores with code of their own.
+# Masks, scores and dropout with code of their own.
 _HEADS = torch.tensor([[[i * j % 3 != 1 for j in range(5)] for i in range(5)]] * 2)
 _HEADS[1] = ~_HEADS[0]
 _IDS = [i // 30 for i in range(75)]
-CHANGES: list[tuple[Mask, Score | None]] = [
-    (causal() & (global_tokens(20) | sliding_window(9)), None),
-    (causal() & documents(_IDS), None),
-    (block_sparse(_HEADS, 16), None),
-    (causal(), relative_bias(torch.linspace(-2, 3, 62).view(2, 31)).then(softcap(3.0))),
-    (causal(), sinks(torch.tensor([2.0, -1.0]))),
+CHANGES: list[tuple[Mask, Score | None, Dropout | None]] = [
+    (causal() & (global_tokens(20) | sliding_window(9)), None, None),
+    (causal() & documents(_IDS), None, None),
+    (block_sparse(_HEADS, 16), None, None),
+    (causal(), relative_bias(torch.linspace(-2, 3, 62).view(2, 31)).then(softcap(3.0)), None),
+    (causal(), sinks(torch.tensor([2.0, -1.0])), None),
+    (causal(), None, Dropout(0.3, torch.tensor([1 << 40, 3]))),
 ]
 
 
@@ -86,11 +88,13 @@ def test_unbroken_kernels_pass(case: int, kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize("mutation", CHANGED, ids=lambda mutation: mutation.name)
-def test_mutation_of_masks_and_scores_is_noticed(mutation: Mutation) -> None:
+def test_mutation_of_masks_scores_and_dropout_is_noticed(mutation: Mutation) -> None:
     plain = AttentionProblem.parse("b1 hq2 hkv1 q75 kv75 d16 fp32 full")
     applied = False
-    for mask, score in CHANGES:
-        problem = replace(plain, mask=mask.stand_in, score=score and score.form)
+    for mask, score, dropout in CHANGES:
+        problem = replace(
+            plain, mask=mask.stand_in, score=score and score.form, dropout=dropout is not None
+        )
         kernels = _kernels(problem, mutation.kernel)
         whole = kernels[mutation.kernel]
         if mutation.old not in whole.source:
@@ -101,7 +105,8 @@ def test_mutation_of_masks_and_scores_is_noticed(mutation: Mutation) -> None:
             whole, source=source, digest=f"{whole.digest}-{mutation.name}"
         )
         with np.errstate(all="ignore"):
-            checks = check(kernels, _inputs(problem, 1.0), mask=mask, score=score)
+            inputs = _inputs(problem, 1.0)
+            checks = check(kernels, inputs, mask=mask, score=score, dropout=dropout)
         if not all(one.ok for one in checks):
             return
     assert applied, (

@@ -17,6 +17,7 @@ from tests.bundles import StandIn, not_compiled
 from tests.sliced import ALL
 from tilegen.bundles.launching import launcher_of
 from tilegen.bundles.manifest import Binary
+from tilegen.dropout import Dropout
 from tilegen.emit import kernel_files
 from tilegen.emit.identity import stride_unit
 from tilegen.emit.render import render
@@ -49,6 +50,8 @@ CASES: dict[str, tuple[Mask, Score | None]] = {
     "softcap": (tilegen.full(), tilegen.softcap(20.0)),
     "trained": (tilegen.full(), tilegen.relative_bias(TABLE.requires_grad_())),
     "sinks": (tilegen.causal(), tilegen.sinks(torch.zeros(HEADS))),
+    "dropout": (tilegen.causal(), None),
+    "trained, dropout": (tilegen.full(), tilegen.relative_bias(TABLE)),
 }
 
 
@@ -165,6 +168,7 @@ def test_the_driver_reads_what_the_emitted_launch_passes(
         dtype="fp16",
         mask=mask.stand_in,
         score=score and score.form,
+        dropout="dropout" in case,
     )
     rendered = render(problem, CONFIGS[kernel], kernel)
     binary = not_compiled(rendered)
@@ -179,6 +183,8 @@ def test_the_driver_reads_what_the_emitted_launch_passes(
     reads = score_tensors(
         score.captured if score else (), score.sink_logits if score else None, captured
     )
+    if problem.dropout:
+        reads |= Dropout(0.3, torch.tensor([5, 6])).given
     shape = Shape(BATCH, HEADS, SEQLEN_Q, SEQLEN_KV)
     compiled = Compiled()
     function = TritonFunction(

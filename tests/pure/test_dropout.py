@@ -1,15 +1,20 @@
 """Dropout: what is drawn for a pair, and what calls make of it on a CPU."""
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 import tilegen
+from tests import two_sweeps
 from tilegen.check.reference import attention_reference
+from tilegen.choose.families import ranked_families
 from tilegen.dropout import Dropout, drawn_words, philox
 from tilegen.errors import InvalidProblem
+from tilegen.kernels.registry import BACKWARD, FORWARD
+from tilegen.problem import AttentionProblem
 from tilegen.runtime.dilation import group, ungroup
 
 STATE = torch.tensor([0x0123456789ABCDEF, 42])
@@ -189,3 +194,53 @@ def test_a_dilated_mask_drops_by_places_in_its_groups() -> None:
     window = tilegen.sliding_window(2, 2)
     expected, _ = attention_reference(*grouped, mask=window, dropout=Dropout(0.3, state))
     torch.testing.assert_close(out, ungroup(expected, 2, 20))
+
+
+# --------------------------------------------------------------------------------------------------
+# Problems that drop weights
+
+
+TEXT = "b2 hq8 hkv2 q4096 kv4096 d128 bf16 causal"
+
+
+def test_a_problem_that_drops_weights_says_so_last() -> None:
+    plain, dropping = (AttentionProblem.parse(TEXT + end) for end in ("", " dropout"))
+    assert dropping == replace(plain, dropout=True)
+    assert (plain.key, dropping.key) == (TEXT, f"{TEXT} dropout")
+    scored = AttentionProblem.parse(f"dropout {TEXT} score(2*s)")
+    assert scored.key == f"{TEXT} score(2*s) dropout"
+    assert AttentionProblem.parse(scored.key) == scored
+    for form in (scored.normal(), scored.bucket, scored.rounded):
+        assert form.dropout
+    with pytest.raises(InvalidProblem, match="the word dropout twice"):
+        AttentionProblem.parse(f"{TEXT} dropout dropout")
+
+
+def test_kernels_that_do_not_drop_weights_are_not_asked_to() -> None:
+    problem = AttentionProblem.parse(f"{TEXT} dropout")
+    with two_sweeps.registered():
+        assert "does not drop weights" in FORWARD["two_sweeps"].why_not(problem, "sm_90")
+        assert not FORWARD["two_sweeps"].why_not(replace(problem, dropout=False), "sm_90")
+        assert "two_sweeps" not in ranked_families(problem, tilegen.gpu("h200"), "forward")
+    for families in (FORWARD, BACKWARD):
+        assert not any(one.why_not(problem, "sm_90") for one in families.values())
+
+
+@pytest.mark.parametrize("gpu", ["a100", "h200"])
+def test_the_model_knows_that_drawing_takes_time(gpu: str) -> None:
+    for kernel in ("fwd", "bwd_dkdv", "bwd_dq", "bwd_scores"):
+        plain, dropping = (
+            tilegen.propose(TEXT + end, gpu, kernel=kernel, top=1)[0].estimate.seconds
+            for end in ("", " dropout")
+        )
+        assert 1.05 * plain < dropping < 4 * plain, kernel
+    plain, dropping = (
+        tilegen.propose(TEXT + end, gpu, kernel="bwd_rows", top=1)[0].estimate.seconds
+        for end in ("", " dropout")
+    )
+    assert plain == dropping
+
+
+def test_an_explanation_of_kernels_that_drop_weights() -> None:
+    text = tilegen.explain(f"{TEXT} dropout", "h200", kernel="fwd").text()
+    assert "dropout" in text.splitlines()[0]

@@ -295,7 +295,7 @@ def test_a_second_call_chooses_nothing_and_traces_nothing(
 
 
 @pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
-@pytest.mark.parametrize("softcap", [0.0, 30.0])
+@pytest.mark.parametrize("softcap", [0.0, 0.7, 30.0, 1e9])
 def test_texts_are_canonical(softcap: float, alignment: Any) -> None:
     text = flash_attn._text(softcap, "h", alignment)
     assert text == to_text(from_text(text, ("float",)))

@@ -41,6 +41,12 @@ def test_sliced_kernel(kernel: Kernel, golden: CheckGolden) -> None:
     golden(render(problem, replace(sliced.ALL[kernel], block_d=64), kernel).source)
 
 
+@pytest.mark.parametrize("kernel", ["fwd", "bwd_dkdv", "bwd_scores"])
+def test_kernel_with_dropout(kernel: Kernel, golden: CheckGolden) -> None:
+    config = CONFIG if kernel in LARGE_CACHE else replace(sliced.ALL[kernel], block_d=64)
+    golden(render(replace(LLAMA, dropout=True), config, kernel).source)
+
+
 def test_preprocess(golden: CheckGolden) -> None:
     golden(render(LLAMA, CONFIG, "bwd_preprocess").source)
 

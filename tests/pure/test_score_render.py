@@ -32,6 +32,7 @@ TABLE, SLOPES = (torch.zeros(sizes, requires_grad=True) for sizes in ((32, 257),
 
 MASKS: dict[str, Mask] = {
     "full": full(),
+    "dropped": causal(),  # with dropout of weights
     "causal": causal(),
     "several_ranges": causal() & (global_tokens(64) | sliding_window(255)),
     "documents": causal() & documents(cu_seqlens=[0, 1000, 4096]),
@@ -50,7 +51,8 @@ SCORES: dict[str, Score | None] = {
 
 def rendered(kernel: Kernel, mask: str, score: str = "") -> RenderedKernel:
     form = (made := SCORES[score]) and made.form
-    problem = replace(PROBLEM, mask=MASKS[mask].stand_in, score=form)
+    drops = mask == "dropped"
+    problem = replace(PROBLEM, mask=MASKS[mask].stand_in, score=form, dropout=drops)
     return render(problem, WHOLE if kernel in LARGE_CACHE else SLICES, kernel)
 
 
@@ -72,7 +74,11 @@ def test_kernel(kernel: Kernel, mask: str, score: str, golden: CheckGolden) -> N
     golden(rendered(kernel, mask, score).source)
 
 
-PAIRS = [*((mask, "") for mask in MASKS), *(("several_ranges", score) for score in SCORES)]
+PAIRS = [
+    *((mask, "") for mask in MASKS),
+    *(("several_ranges", score) for score in SCORES),
+    ("dropped", "relative_bias"),
+]
 
 
 @pytest.mark.parametrize("mask, score", PAIRS)

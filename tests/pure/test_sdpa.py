@@ -141,14 +141,30 @@ def test_changes_in_place_are_seen() -> None:
         torch.testing.assert_close(found, of_torch(q, k, v, mask), atol=2e-5, rtol=2e-5)
 
 
+def test_one_mask_for_many_calls() -> None:
+    """Of other leading dimensions, elsewhere in memory, and where its elements must be copied."""
+    mask = torch.rand(3, 4, 5, 7) > 0.4
+    mask[..., 0] = True
+    deep = ((2, 3, 4, 5, 8), (2, 3, 4, 7, 8), (2, 3, 4, 7, 8))
+    plain = ((3, 4, 5, 8), (3, 4, 7, 8), (3, 4, 7, 8))
+    check_as_torch(plain, mask)
+    for sizes in (deep, plain, deep):
+        for _ in range(2):
+            check_as_torch(sizes, mask)
+            mask[:, :, :, 4] = False
+            check_as_torch(sizes, mask)
+            mask.data = mask.roll(1, -1)
+            mask[..., 0] = True
+
+
 def test_bool_masks_are_read_where_they_are_and_die_with_their_tensor() -> None:
     mask = torch.rand(2, 1, 5, 7) > 0.5
     sdpa.scaled_dot_product_attention(*inputs(*PLAIN), mask)
-    made = sdpa._masks[mask]
+    _, made = sdpa._masks[mask]
     (table,) = made.values
     assert table.on("cpu", (5, 7)).data_ptr() == mask.data_ptr()
     sdpa.scaled_dot_product_attention(*inputs(*PLAIN), mask)
-    assert sdpa._masks[mask] is made
+    assert sdpa._masks[mask][1] is made
     count = len(sdpa._masks)
     del mask
     assert len(sdpa._masks) == count - 1

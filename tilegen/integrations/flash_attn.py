@@ -11,7 +11,6 @@ made. There is no `flash_attn_with_kvcache`, since keys and values in pages are 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ import torch
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.integrations import windows
 from tilegen.masks import score as scores
+from tilegen.masks.made import made_once
 from tilegen.masks.mask import Alignment, Mask
 from tilegen.masks.score import Score
 from tilegen.runtime.attention import attention
@@ -224,15 +224,13 @@ def _score(softcap: float, alibi_slopes: torch.Tensor | None, alignment: Alignme
     return Score(text, (alibi_slopes,), sizes=((0, axes),))
 
 
-_softcap = lru_cache(256)(scores.softcap)
+_softcap = made_once(scores.softcap)
 
 
-@lru_cache(256)
+@made_once
 def _text(softcap: float, axes: str, alignment: Alignment) -> str:
     """Return the canonical text of a soft cap, where it is above 0, and then of the distance of a
     pair times a slope."""
-    from tilegen.masks.language.texts import from_text, to_text  # which loads SymPy
-
     capped = scores.softcap(softcap).text if softcap else "s"
-    last = "" if alignment == "top_left" else "+seqlen_kv-seqlen_q"
-    return to_text(from_text(f"{capped}-abs(q{last}-k)*t0[{','.join(axes)}]", ("float",)))
+    distance = "k-q" if alignment == "top_left" else "k+seqlen_q-q-seqlen_kv"
+    return f"{capped}-abs({distance})*t0[{','.join(axes)}]"

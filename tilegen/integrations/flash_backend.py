@@ -23,15 +23,12 @@ from torch.nn.attention import (
 
 from tilegen.disk import say_once
 from tilegen.dropout import Dropout
-from tilegen.emit.identity import is_aligned
 from tilegen.errors import TilegenError, Unsupported
 from tilegen.integrations import windows
 from tilegen.masks.mask import Mask
-from tilegen.runtime import dispatch, plans
-from tilegen.runtime.autograd import addressable
-from tilegen.runtime.call import call_key, checked_scale, problem_of
-from tilegen.runtime.changes import Changes, Wanted
-from tilegen.runtime.kernels import Kernels
+from tilegen.runtime import dispatch
+from tilegen.runtime.changes import Changes
+from tilegen.runtime.operators.library import differentiated
 from tilegen.runtime.varlen import packed_mask
 
 NAME = "tilegen"
@@ -125,7 +122,6 @@ def flash_attention_forward(
     """Return out, lse, two states of random numbers and an empty debug mask, of query, key and
     value (batch, seqlen, heads, dim), or packed. Raises InvalidProblem or Unsupported."""
     given = {
-        "dropout_p": dropout_p or None,
         "return_debug_mask": return_debug_mask or None,
         "seqused_k": seqused_k,
         "alibi_slopes": alibi_slopes,
@@ -139,7 +135,7 @@ def flash_attention_forward(
     window = window_size_left, window_size_right
     mask = _mask(q, k, cum_seq_q, cum_seq_k, is_causal, window)
     dropout = Dropout.drawn(dropout_p, q.device) if dropout_p else None
-    out, lse = _forward(q, k, v, Changes(mask, dropout=dropout), _scale(scale, q))
+    out, lse = dispatch.planned(q, k, v, Changes(mask, dropout=dropout), scale)
     if cum_seq_q is not None:
         lse = lse[0]
     state = torch.empty(2, dtype=torch.int64, device=q.device) if dropout is None else dropout.state
@@ -175,7 +171,7 @@ def flash_attention_backward(
     scale: float | None = None,
     window_size_left: int | None = None,
     window_size_right: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Return the gradients of query, key and value. Raises InvalidProblem or Unsupported."""
     window = window_size_left, window_size_right
     q, dout, o = (_heads_first(x, cum_seq_q) for x in (query, grad_out, out))
@@ -184,11 +180,13 @@ def flash_attention_backward(
     dropout = Dropout(dropout_p, rng_state.view(torch.int64)) if dropout_p else None
     lse = logsumexp if cum_seq_q is None else logsumexp[None]
     changes = Changes(mask, dropout=dropout)
-    dq, dk, dv = _backward((q, k, v, o, lse), dout, changes, _scale(scale, q))
-    return (
-        _laid_out(_heads_back(dq, cum_seq_q), query),
-        _laid_out(_heads_back(dk, cum_seq_k), key),
-        _laid_out(_heads_back(dv, cum_seq_k), value),
+    factor = q.shape[3] ** -0.5 if scale is None else scale
+    found: Any = differentiated((q, k, v), (o, lse), dout, None, changes, factor)
+    return tuple(
+        _laid_out(_heads_back(one, cum_seq), like)
+        for one, cum_seq, like in zip(
+            found, (cum_seq_q, cum_seq_k, cum_seq_k), (query, key, value), strict=True
+        )
     )
 
 
@@ -304,57 +302,6 @@ def _laid_out(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
         return x
     promised = torch.empty_like(like, device="meta").stride()
     return x if x.stride() == promised else torch.empty_like(like).copy_(x)
-
-
-def _scale(scale: float | None, q: torch.Tensor) -> float:
-    """Return the scale of a call. Raises InvalidProblem and Unsupported."""
-    found = q.shape[3] ** -0.5 if scale is None else checked_scale(scale)
-    if found < 0:
-        raise Unsupported(f"tilegen's flash attention needs a scale of 0 or more, got {scale}")
-    return found
-
-
-# --------------------------------------------------------------------------------------------------
-# Kernels
-
-
-def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes, scale: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse)."""
-    q, k, v = (_readable(x) for x in (q, k, v))
-    return _kernels(q, k, v, changes).forward(q, k, v, scale, changes)
-
-
-def _backward(
-    saved: tuple[torch.Tensor, ...], dout: torch.Tensor, changes: Changes, scale: float
-) -> tuple[Any, ...]:
-    """Return the gradients of q, k and v; `saved` are these, out and lse."""
-    q, k, v = (_readable(x) for x in saved[:3])
-    kernels = _kernels(q, k, v, changes)
-    out, dout = (_readable(x, kernels.aligned) for x in (saved[3], dout))
-    wanted = Wanted(dq=True, dkdv=True, sinks=False, captured=())
-    found = kernels.backward((q, k, v, out, saved[4]), dout, None, scale, changes, wanted)
-    return found.dq, found.dk, found.dv
-
-
-def _kernels(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes) -> Kernels:
-    """Return the kernels of calls like this one, looked up once for each kind. Raises
-    InvalidProblem or Unsupported."""
-
-    def make() -> Kernels:
-        problem = problem_of(q, k, v, changes)
-        return dispatch.kernels_of(problem, q.device, all(map(is_aligned, (q, k, v))))
-
-    key = "flash attention", call_key(q, k, v, changes)
-    return plans.by_call.known(key) or plans.by_call.get(key, make)
-
-
-def _readable(x: torch.Tensor, aligned: bool = False) -> torch.Tensor:
-    """Return a tensor that kernels can read, those for `aligned` ones too, copied if need be."""
-    if addressable(x) and (not aligned or is_aligned(x)):
-        return x
-    return x.clone(memory_format=torch.contiguous_format)
 
 
 register_flash_attention_impl(NAME, register_fn=Overrides)

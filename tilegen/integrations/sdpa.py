@@ -4,7 +4,6 @@ PyTorch compute its own with tilegen."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tilegen.disk import say_once
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.integrations import windows
+from tilegen.masks.made import is_compiling, made_once
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score, bias
 from tilegen.masks.usual import BlockSparse
@@ -109,19 +109,31 @@ def _explicit(
     needed = (*leading, query.shape[1], query.shape[2], key.shape[2])
     _check_sizes(attn_mask.shape, needed)
     if attn_mask.dtype is torch.bool:
-        mask = _masks.get(attn_mask)
-        if mask is None:
-            table = _table(attn_mask.detach(), leading)
-            if 1 in table.shape[-2:]:
-                return _by_row_or_column(table, query.shape[0])
-            mask = _masks[attn_mask] = _of_pairs(table)
-        return {"mask": mask}
+        return _of_bool(attn_mask, query.shape[0], leading)
     if not attn_mask.dtype.is_floating_point:
         raise InvalidProblem(f"attn_mask must be bool or floating, got {attn_mask.dtype}")
     return {"score": bias(_table(attn_mask, leading))}
 
 
-@lru_cache(1024)
+def _of_bool(attn_mask: torch.Tensor, batch: int, leading: Sequence[int]) -> Mapping[str, Any]:
+    """Return the same for a bool tensor, whose mask is made once while the tensor is as it was."""
+    place = None
+    if not is_compiling():
+        many = tuple(leading) if len(leading) > 1 else ()
+        place = attn_mask.data_ptr(), attn_mask.shape, attn_mask.stride(), many
+        known = _masks.get(attn_mask)
+        if known is not None and known[0] == place:
+            return {"mask": known[1]}
+    table = _table(attn_mask.detach(), leading)
+    if 1 in table.shape[-2:]:
+        return _by_row_or_column(table, batch)
+    mask = _of_pairs(table)
+    if place is not None and table.data_ptr() == place[0]:  # no copy: it would miss later changes
+        _masks[attn_mask] = place, mask
+    return {"mask": mask}
+
+
+@made_once
 def _check_sizes(sizes: tuple[int, ...], needed: tuple[int, ...]) -> None:
     """Raise InvalidProblem where a mask does not broadcast to the pairs of a call."""
     padded = (1,) * (len(needed) - len(sizes)) + sizes[-len(needed) :]
@@ -131,8 +143,8 @@ def _check_sizes(sizes: tuple[int, ...], needed: tuple[int, ...]) -> None:
 
 
 _masks: Any = WeakIdKeyDictionary()
-"""Masks by the bool tensor that a user holds: all layers share what is made of it. Each reads an
-alias of its tensor, which keeps nobody else's object alive."""
+"""Masks by the bool tensor that a user holds, with where its elements were: all layers share what
+is made of it. Each reads an alias of its tensor, which keeps nobody else's object alive."""
 
 
 def _table(tensor: torch.Tensor, leading: Sequence[int]) -> torch.Tensor:

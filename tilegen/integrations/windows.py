@@ -6,12 +6,9 @@ Masks are made once: calls that ask for the same window get the same object.
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from tilegen.errors import InvalidProblem
+from tilegen.masks.made import made_once
 from tilegen.masks.mask import Alignment, Mask, causal, full, sliding_window
-
-MAX_MASKS = 1024
 
 
 def alignment_of(seqlen_q: int, seqlen_kv: int) -> Alignment:
@@ -23,13 +20,13 @@ def alignment_of(seqlen_q: int, seqlen_kv: int) -> Alignment:
     return "top_left" if seqlen_q == seqlen_kv else "bottom_right"
 
 
-@lru_cache(MAX_MASKS)
+@made_once
 def sdpa(is_causal: bool) -> Mask:
     """Return the mask of SDPA's `is_causal`: `k <= q`, from the top left corner at any lengths."""
     return causal("top_left") if is_causal else full()
 
 
-@lru_cache(MAX_MASKS)
+@made_once
 def flash_attn(
     left: int | None,
     right: int | None,
@@ -45,14 +42,14 @@ def flash_attn(
     return _window(left, 0 if causal else right, alignment)
 
 
-@lru_cache(MAX_MASKS)
+@made_once
 def transformers(window: int | None, alignment: Alignment = "bottom_right") -> Mask:
     """Return the causal mask of transformers' `sliding_window`: as many tokens, the query's own
     among them; None is unbounded."""
     return _window(_others("sliding_window", window), 0, alignment)
 
 
-@lru_cache(MAX_MASKS)
+@made_once
 def transformers_bidirectional(window: int | None, alignment: Alignment = "bottom_right") -> Mask:
     """Return the mask of transformers' `sliding_window` in a model that is not causal: a distance
     that is kept on both sides; None is unbounded."""
@@ -60,7 +57,7 @@ def transformers_bidirectional(window: int | None, alignment: Alignment = "botto
     return _window(distance, distance, alignment)
 
 
-@lru_cache(MAX_MASKS)
+@made_once
 def flashinfer(
     window_left: int | None, causal: bool = True, alignment: Alignment = "bottom_right"
 ) -> Mask:
@@ -69,7 +66,7 @@ def flashinfer(
     return _window(left, 0 if causal else None, alignment)
 
 
-@lru_cache(MAX_MASKS)
+@made_once
 def vllm(window: int | None, causal: bool = True, alignment: Alignment = "bottom_right") -> Mask:
     """Return the mask of vLLM's `sliding_window`: as many tokens, the query's own among them, on
     both sides where a model is not causal; None is unbounded."""
@@ -77,7 +74,7 @@ def vllm(window: int | None, causal: bool = True, alignment: Alignment = "bottom
     return _window(others, 0 if causal else others, alignment)
 
 
-@lru_cache(MAX_MASKS)
+@made_once
 def sglang(window: int | None, alignment: Alignment = "bottom_right") -> Mask:
     """Return the causal mask of sglang's `sliding_window_size`: a distance that is kept, -1 or None
     is unbounded."""

@@ -8,9 +8,13 @@ be made (`Chain` here, `Pending` among the masks).
 from __future__ import annotations
 
 import sys
-from typing import Any, TypeVar
+from collections.abc import Callable
+from functools import lru_cache, wraps
+from typing import Any, ParamSpec, TypeVar
 
+P = ParamSpec("P")
 T = TypeVar("T")
+MAX_KNOWN = 1024
 
 
 def noted(made: T, how: tuple[Any, ...]) -> T:
@@ -23,6 +27,18 @@ def is_compiling() -> bool:
     """Whether torch.compile or torch.export traces the caller. Loads nothing."""
     torch = sys.modules.get("torch")
     return torch is not None and torch.compiler.is_compiling()
+
+
+def made_once(make: Callable[P, T]) -> Callable[P, T]:
+    """Return a function whose results are kept by its arguments; torch.compile, which would warn of
+    the memory, traces the one given."""
+    known: Any = lru_cache(MAX_KNOWN)(make)
+
+    @wraps(make)
+    def found(*args: P.args, **kwargs: P.kwargs) -> T:
+        return make(*args, **kwargs) if is_compiling() else known(*args, **kwargs)
+
+    return found
 
 
 class InDocuments:

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, reduce
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 from tilegen.errors import InvalidProblem
 from tilegen.masks.language.elements import ELEMENTS, kind_of
-from tilegen.masks.made import Chain, is_compiling, noted
+from tilegen.masks.made import Chain, is_compiling, made_once, noted
 from tilegen.sympy_lock import one_at_a_time, tracing
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ def bias(values: torch.Tensor) -> Score:
     return Score(text, (values,), sizes=sizes)
 
 
-@lru_cache
+@made_once
 def _of_bias(is_one: tuple[bool, ...]) -> tuple[str, tuple[tuple[int, str], ...]]:
     """Return the text and the sizes of a bias, by which of its dimensions have size 1."""
     names = "bhqk"[4 - len(is_one) :]

@@ -177,7 +177,7 @@ def _kernel_run(problem: AttentionProblem, *tensors: torch.Tensor) -> tuple[Run,
         )
     tensors = tuple(t.contiguous() if copy else t for t, copy in zip(tensors, copied, strict=True))
     aligned = all(map(is_aligned, tensors))
-    kernels = kernels_of(problem, tensors[0].device, aligned)
+    kernels = _kernels(problem.bucket, tensors[0].device, aligned)
     if not any(copied):
         return partial(autograd.run, kernels), kernels
 
@@ -190,7 +190,6 @@ def _kernel_run(problem: AttentionProblem, *tensors: torch.Tensor) -> tuple[Run,
     return run, None
 
 
-def kernels_of(problem: AttentionProblem, device: torch.device, aligned: bool) -> Kernels:
-    """Return the kernels of a problem's bucket; `aligned` says whether all tensors are."""
-    key = problem.bucket, device, aligned
+def _kernels(problem: AttentionProblem, device: torch.device, aligned: bool) -> Kernels:
+    key = problem, device, aligned
     return plans.by_problem.get(key, lambda: Kernels(*key))

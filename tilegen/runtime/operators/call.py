@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from tilegen.errors import InvalidProblem
 from tilegen.runtime.operators.crossing import crossing
 from tilegen.runtime.operators.functional import Attention, is_transformed
+from tilegen.runtime.operators.sharded import is_sharded, on_each_device
 
 
 def attend_watched(
@@ -27,6 +29,16 @@ def attend_watched(
             raise InvalidProblem(
                 f"{name} must have 4 dimensions (batch, heads, seqlen, head_dim), got {one.ndim}"
             )
+    if is_sharded(q):
+        call = partial(
+            attend_watched,
+            mask=mask,
+            score=score,
+            kv_lengths=kv_lengths,
+            scale=scale,
+            dropout_p=dropout_p,
+        )
+        return on_each_device(call, q, k, v, mask, score, kv_lengths)
     its = crossing(mask, score, kv_lengths)
     if torch.compiler.is_exporting() and not its.tensors:
         its.place(k)  # AOTInductor makes None of an empty list

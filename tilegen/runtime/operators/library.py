@@ -62,13 +62,7 @@ def backward(
     dropout, trained = _dropout(dropout_p, dropout_state), trained_places(changes)
     its, read = rebuilt(changes, tensors, trained, _lengths(q, k), dropout)
     given = [q, k, v, *(read[i] for i in trained)]
-    with torch.enable_grad():
-        plan = plan_of(q, k, v, its)
-    if plan.kernels is None or scale < 0:
-        found = _computed_again(given, dout, dlse, its, scale)
-    else:
-        with torch.no_grad():
-            found = _by_kernels(plan.kernels, given, (out, lse), dout, dlse, its, scale)
+    found = differentiated(given, (out, lse), dout, dlse, its, scale)
     return [
         _as_promised(torch.zeros_like(one) if grad is None else grad, one if i < 3 else None)
         for i, (one, grad) in enumerate(zip(given, found, strict=True))
@@ -87,6 +81,24 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any) -> list[tor
     ]
 
 
+def differentiated(
+    given: Sequence[torch.Tensor],
+    results: tuple[torch.Tensor, torch.Tensor],
+    dout: torch.Tensor,
+    dlse: torch.Tensor | None,
+    changes: Changes,
+    scale: float,
+) -> list[torch.Tensor | None]:
+    """Return the gradients of what is given: q, k, v, and trained tensors of a score; `results` are
+    out and lse."""
+    with torch.enable_grad():
+        plan = plan_of(given[0], given[1], given[2], changes)
+    if plan.kernels is None or scale < 0:
+        return _computed_again(given, dout, dlse, changes, scale)
+    with torch.no_grad():
+        return _by_kernels(plan.kernels, given, results, dout, dlse, changes, scale)
+
+
 def _by_kernels(
     kernels: Kernels,
     given: Sequence[torch.Tensor],
@@ -96,7 +108,6 @@ def _by_kernels(
     changes: Changes,
     scale: float,
 ) -> list[torch.Tensor | None]:
-    """Return the gradients of what is given: q, k, v, and trained tensors of a score."""
     wanted = Wanted(
         dq=True,
         dkdv=True,

@@ -1,0 +1,72 @@
+"""torch.compile and CUDA graphs on the GPU: compiled and captured calls are those of eager."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+
+import tilegen
+
+
+def given(rows: int = 200) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [
+        torch.randn(2, 8, rows, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        for _ in "qkv"
+    ]
+
+
+def run(q: Any, k: Any, v: Any, bias: Any) -> Any:
+    ids = torch.arange(q.shape[2], device=q.device) // 33
+    mask = tilegen.causal() & tilegen.documents(ids)
+    return tilegen.attention(
+        q * 2, k, v, mask=mask, score=lambda s, b, h, i, j: s + bias[h, (i - j).clamp(0, 7)]
+    )
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_a_compiled_call_is_that_of_eager(mode: str) -> None:
+    torch._dynamo.reset()
+    bias = torch.randn(8, 8, device="cuda", requires_grad=True)
+    compiled = torch.compile(run, fullgraph=True, mode=mode)
+    for _ in range(3):  # warmed up, captured, replayed
+        its = (*given(), bias)
+        found, expected = compiled(*its), run(*its)
+        torch.testing.assert_close(found, expected)
+        weights = torch.randn_like(found)
+        got = torch.autograd.grad(found, its, weights)
+        for one, other in zip(got, torch.autograd.grad(expected, its, weights), strict=True):
+            torch.testing.assert_close(one, other, atol=2e-2, rtol=2e-2)
+
+
+def test_a_warm_call_waits_for_nothing_and_is_captured() -> None:
+    q, k, v = (x.detach() for x in given())
+    mask = tilegen.causal() & tilegen.documents(torch.arange(200, device="cuda") // 33)
+    expected = tilegen.attention(q, k, v, mask=mask)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = tilegen.attention(q, k, v, mask=mask)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    q.mul_(0.5)
+    graph.replay()
+    torch.testing.assert_close(found, tilegen.attention(q, k, v, mask=mask))
+    assert not torch.equal(found, expected)
+
+
+def test_replays_drop_other_weights() -> None:
+    q, k, v = (x.detach() for x in given())
+    tilegen.attention(q, k, v, dropout_p=0.5)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = tilegen.attention(q, k, v, dropout_p=0.5)
+    drawn = []
+    for _ in range(2):
+        graph.replay()
+        drawn.append(found.clone())
+    assert not torch.equal(*drawn)

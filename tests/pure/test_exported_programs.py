@@ -1,0 +1,58 @@
+"""Programs of torch.export and AOTInductor run elsewhere, with nothing of tilegen but operators."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests import warm
+
+LAYER = """
+import json
+import sys
+import torch
+import tilegen
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.slopes = torch.nn.Buffer(torch.tensor([0.5, 0.25]))
+
+    def forward(self, x):
+        score = lambda s, b, h, i, j: s - self.slopes[h] * (i - j)
+        return tilegen.attention(x, x * 2, x, mask=tilegen.causal(), score=score)
+
+torch.manual_seed(0)
+x = torch.randn(1, 2, 9, 8)
+exported = torch.export.export(Layer(), (x,), dynamic_shapes=({2: torch.export.Dim.AUTO},))
+if sys.argv[2] == "export":
+    torch.export.save(exported, sys.argv[1])
+else:
+    torch._inductor.aoti_compile_and_package(exported, package_path=sys.argv[1])
+print(json.dumps([Layer()(x).flatten().tolist(), Layer()(x[:, :, :5].contiguous()).flatten().tolist()]))
+"""
+LOADED = """
+import json
+import sys
+import torch
+import tilegen.operators
+
+torch.manual_seed(0)
+x = torch.randn(1, 2, 9, 8)
+if sys.argv[2] == "export":
+    run = torch.export.load(sys.argv[1]).module()
+else:
+    run = torch._inductor.aoti_load_package(sys.argv[1])
+print(json.dumps([run(x).flatten().tolist(), run(x[:, :, :5].contiguous()).flatten().tolist()]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["export", "AOTInductor"])
+def test_a_layer_runs_in_another_process(how: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "layer.pt2")
+    expected = json.loads(warm.output(LAYER, path, how).splitlines()[-1])
+    found = json.loads(warm.output(LOADED, path, how).splitlines()[-1])
+    assert [pytest.approx(one, abs=1e-6) for one in expected] == found
