@@ -152,6 +152,8 @@ def _documents(cu_q: Any, cu_kv: Any, inside: Mask, query: torch.Tensor) -> Mask
             f"{query.shape[0]}"
         )
     tokens = query.shape[2]
+    if torch.compiler.is_compiling():
+        return packed(cu_q, cu_kv, inside, tokens=tokens)
     key = (id(cu_q), id(cu_kv), inside, tokens.bit_length())
     # The tensors are kept too, so that nothing else gets their ids.
     return _masks.get(key, lambda: (packed(cu_q, cu_kv, inside, tokens=tokens), cu_q, cu_kv))[0]
