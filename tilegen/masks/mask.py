@@ -146,6 +146,11 @@ class Mask(ABC):
 
     def __invert__(self) -> Mask:
         """Return the mask that keeps what this one drops."""
+        return self.inverted()
+
+    def inverted(self) -> Mask:
+        """Return `~` of the mask, as it can be written where torch.compile traces: it knows no `~`
+        of objects."""
         return self.part if isinstance(self, Not) else Not(self)
 
     def __bool__(self) -> bool:
