@@ -251,6 +251,31 @@ def test_vmap() -> None:
         torch.testing.assert_close(one, _expected((q, k, v, bias))[0])
 
 
+def test_what_mask_and_score_read_is_transformed_too() -> None:
+    q, k, v, bias = _given()
+    found = torch.func.grad(lambda one: _loss(q, k, v, one))(bias)
+    torch.testing.assert_close(found, _expected((q, k, v, bias))[3])
+
+    def run(lengths: Any, ids: Any) -> Any:
+        mask = tilegen.documents(ids) | tilegen.causal()
+        return tilegen.attention(q, k, v, mask=mask, kv_lengths=lengths)
+
+    given = torch.tensor([[3, 24], [10, 7]]), torch.stack([IDS, IDS // 2])
+    mapped = torch.func.vmap(run)(*given)
+    for one, *each in zip(mapped, *given, strict=True):
+        torch.testing.assert_close(one, run(*each))
+
+
+def test_bad_numbers_are_refused() -> None:
+    for arguments in ({"dropout_p": 1.5}, {"scale": float("nan")}):
+
+        def run(q: Any, k: Any, v: Any, given: Any = arguments) -> Any:
+            return tilegen.attention(q, k, v, **given)
+
+        with pytest.raises(Exception, match=r"must be a (finite )?number"):
+            torch.compile(run, fullgraph=True, backend="eager")(*qkv())
+
+
 def test_second_derivatives_are_refused() -> None:
     given = _given()
     with pytest.raises(Unsupported, match="first derivatives"):

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tilegen.disk import say_once
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.integrations import tables, windows
-from tilegen.masks.made import is_compiling, made_once
+from tilegen.masks.made import is_traced, made_once
 from tilegen.masks.score import Score, bias
 from tilegen.runtime.attention import attention
 
@@ -111,7 +111,7 @@ def _explicit(
 def _of_bool(attn_mask: torch.Tensor, batch: int, leading: Sequence[int]) -> Mapping[str, Any]:
     """Return the same for a bool tensor, whose mask is made once while the tensor is as it was."""
     place = None
-    if not is_compiling():
+    if not is_traced():
         many = tuple(leading) if len(leading) > 1 else ()
         place = attn_mask.data_ptr(), attn_mask.shape, attn_mask.stride(), many
         known = _masks.get(attn_mask)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from tilegen.errors import InvalidProblem
-from tilegen.masks.made import is_compiling, noted
+from tilegen.masks.made import is_traced, noted
 from tilegen.masks.mask import Mask, Pending, causal, check_number, full, sliding_window
 from tilegen.masks.usual import BlockSparse, Dilated, GlobalTokens, KvPrefix, Neighborhood, PrefixLM
 from tilegen.masks.values import Values, as_tensor, typical_of, values
@@ -130,7 +130,7 @@ def predicate(fn: Callable[[Any, Any, Any, Any], Any]) -> Mask:
     It is traced once with symbols: operators, comparisons, `& | ~`, torch functions and captured
     tensors; `if`, `and` and `or` cannot be. Raises Unsupported, naming what it cannot trace.
     """
-    if is_compiling():
+    if is_traced():
         return Pending(("function", fn))
     from tilegen.masks.expression_mask import mask_of  # loads SymPy
 

@@ -23,10 +23,15 @@ def noted(made: T, how: tuple[Any, ...]) -> T:
     return made
 
 
-def is_compiling() -> bool:
-    """Whether torch.compile or torch.export traces the caller. Loads nothing."""
+def is_traced() -> bool:
+    """Whether torch.compile or torch.export traces the caller, or a transform of torch.func runs
+    it: tensors have no elements then. Loads nothing."""
     torch = sys.modules.get("torch")
-    return torch is not None and torch.compiler.is_compiling()
+    if torch is None:
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    return torch._C._functorch.peek_interpreter_stack() is not None  # PyTorch documents no way
 
 
 def made_once(make: Callable[P, T]) -> Callable[P, T]:
@@ -36,7 +41,7 @@ def made_once(make: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(make)
     def found(*args: P.args, **kwargs: P.kwargs) -> T:
-        return make(*args, **kwargs) if is_compiling() else known(*args, **kwargs)
+        return make(*args, **kwargs) if is_traced() else known(*args, **kwargs)
 
     return found
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.drawing import check_sides, draw
-from tilegen.masks.made import is_compiling, noted
+from tilegen.masks.made import is_traced, noted
 from tilegen.masks.shapes import Shape
 from tilegen.masks.values import Values
 
@@ -418,7 +418,7 @@ def with_values(item: Any, changed: Callable[[Values], Values]) -> Any:
 def _joined(sign: str, join: Callable[..., Mask], one: Mask, other: Any) -> Any:
     if not isinstance(other, Mask):
         return NotImplemented
-    return Pending((sign, (one, other))) if is_compiling() else join(one, other)
+    return Pending((sign, (one, other))) if is_traced() else join(one, other)
 
 
 def _inverted(keep: Any) -> Any:

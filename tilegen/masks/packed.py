@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tilegen.errors import InvalidProblem
-from tilegen.masks.made import is_compiling, noted
+from tilegen.masks.made import is_traced, noted
 from tilegen.masks.mask import And, Causal, Full, Mask, Pending, SlidingWindow, full, intersect
 from tilegen.masks.usual import Intervals, SameDocument
 from tilegen.masks.values import (
@@ -57,7 +57,7 @@ def packed(
         )
     mask = full() if mask is None else mask
     how = ("packed", cu_q, cu_kv, mask)
-    if is_compiling():
+    if is_traced():
         return Pending(how)
     return noted(_packed(cu_q, cu_kv, mask, tokens), how)
 
@@ -90,7 +90,7 @@ def from_ids(ids: Any) -> Mask:
             "ids must be integers of shape (seqlen,) or (batch, seqlen), got "
             f"{ids.dtype} {tuple(ids.shape)}"
         )
-    return Pending(("ids", ids, False)) if is_compiling() else of_ids(ids, None)
+    return Pending(("ids", ids, False)) if is_traced() else of_ids(ids, None)
 
 
 def of_ids(ids: torch.Tensor, are_whole: bool | None) -> Mask:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilegen.errors import InvalidProblem
 from tilegen.masks.language.elements import ELEMENTS, kind_of
-from tilegen.masks.made import Chain, is_compiling, made_once, noted
+from tilegen.masks.made import Chain, is_traced, made_once, noted
 from tilegen.sympy_lock import one_at_a_time, tracing
 
 if TYPE_CHECKING:
@@ -149,7 +149,7 @@ class Score:
 
     def then(self, other: Score) -> Score:
         """Return the score that applies `other` to this one's result; sinks stay as they are."""
-        if is_compiling():
+        if is_traced():
             return Chain((self, other))  # type: ignore[return-value]
         return noted(self._then(other), ("chain", Chain((self, other))))
 
@@ -259,7 +259,7 @@ def score(function: Callable[..., Any]) -> Score:
     Tensors that it makes of those it captures are made again at each call. Raises Unsupported,
     naming the term, for what has no expression.
     """
-    if is_compiling():
+    if is_traced():
         return Chain((function,))  # type: ignore[return-value]
     return noted(traced(function), ("function", function))
 

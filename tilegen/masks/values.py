@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.language.elements import kind_of
-from tilegen.masks.made import is_compiling
+from tilegen.masks.made import is_traced
 from tilegen.settings import checks
 
 if TYPE_CHECKING:
@@ -270,10 +270,10 @@ def typical_of(tensor: torch.Tensor) -> int:
     import torch
 
     if tensor.dtype == torch.bool:
-        if is_compiling():
+        if is_traced():
             return 50
         return int(tensor.float().mean().mul(100).round().clamp(1, 100).item())
-    if tensor.device.type != "cpu" or is_compiling():
+    if tensor.device.type != "cpu" or is_traced():
         return UNKNOWN
     return power_of_two_near(int(tensor.float().mean().round().clamp(0, 2**28).item()))
 
@@ -288,7 +288,7 @@ def table(tensor: Any, percent: int) -> Values:
 def is_checked(tensor: Any) -> bool:
     """Whether values may be looked at: on a CPU they may, elsewhere that waits for the device, and
     torch.compile has none."""
-    if is_compiling():
+    if is_traced():
         return False
     return tensor.device.type == "cpu" or (tensor.device.type != "meta" and checks())
 

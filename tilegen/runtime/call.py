@@ -10,7 +10,6 @@ from operator import or_
 from typing import Any
 
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor  # PyTorch documents no way to ask
 
 from tilegen.dropout import Dropout
 from tilegen.emit.identity import VECTOR_BYTES
@@ -50,10 +49,6 @@ def score_of(score: Score | ScoreFunction | None) -> Score | None:
 _traces = Traces(scores.traced)
 
 
-class Transformed(Exception):
-    """A call has tensors of a transform of torch.func, which have no addresses."""
-
-
 def call_key(q: Any, k: Any, v: Any, changes: Changes) -> Any:
     """Return what calls of one kind have in common: lengths only as far as their bucket goes, and
     of strides and addresses only whether kernels can take them as they are. Raises InvalidProblem
@@ -68,9 +63,6 @@ def call_key(q: Any, k: Any, v: Any, changes: Changes) -> Any:
         offset = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % VECTOR_BYTES
         where = "cuda" if q.is_cuda else "cpu"
     except (AttributeError, RuntimeError):  # RuntimeError: sparse, nested and such
-        given = (one for one in (q, k, v) if isinstance(one, torch.Tensor))
-        if any(map(is_functorch_wrapped_tensor, given)):
-            raise Transformed from None
         names = ", ".join(_kind(x) for x in (q, k, v))
         raise InvalidProblem(f"q, k and v must be dense torch tensors, got {names}") from None
     cast = torch.is_autocast_enabled(where) and torch.get_autocast_dtype(where)

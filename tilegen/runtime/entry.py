@@ -11,15 +11,16 @@ from torch.compiler import is_dynamo_compiling
 from tilegen.errors import TilegenError
 from tilegen.masks.mask import Mask, full
 from tilegen.masks.score import Score
-from tilegen.runtime.call import ScoreFunction, Transformed, describe, dropout_of, score_of
+from tilegen.runtime.call import ScoreFunction, describe, dropout_of, score_of
 from tilegen.runtime.changes import Changes
 from tilegen.runtime.dispatch import planned
 
 _FULL = full()
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-"""Types of tensors that nothing but torch.func watches; others may have no elements."""
-# PyTorch documents no other way to ask.
+"""Types of tensors that have elements; others may have none."""
+# PyTorch documents no way to ask for modes that watch operators, and for transforms of torch.func.
 _count_modes = torch._C._len_torch_dispatch_stack  # pyright: ignore[reportPrivateUsage]
+_transform: Any = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
 
 
 def attend(
@@ -36,14 +37,14 @@ def attend(
     """Return (out, lse) of a call of `attention`. Raises InvalidProblem or Unsupported, naming the
     call."""
     try:
-        if is_dynamo_compiling() or _count_modes() or _is_other(q):
-            return _watched(q, k, v, mask, score, kv_lengths, scale, dropout_p)
+        is_transformed = _transform() is not None
+        if is_dynamo_compiling() or is_transformed or _count_modes() or _is_other(q):
+            call = mask, score, kv_lengths, scale, dropout_p, is_transformed
+            return _watched(q, k, v, *call)
         score = None if score is None else score_of(score)
         dropout = None if dropout_p == 0 else dropout_of(dropout_p, q)
         changes = Changes(_FULL if mask is None else mask, score, kv_lengths, dropout)
         return planned(q, k, v, changes, scale)
-    except Transformed:
-        return _watched(q, k, v, mask, score, kv_lengths, scale, dropout_p)
     except TilegenError as error:
         call = describe(q, k, v, mask, score, kv_lengths, scale, dropout_p)
         raise type(error)(f"{error}; the call was {call}") from None

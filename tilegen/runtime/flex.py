@@ -10,7 +10,7 @@ from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, 
 from tilegen.errors import InvalidProblem
 from tilegen.masks.blocks import Blocks
 from tilegen.masks.constructors import predicate
-from tilegen.masks.made import is_compiling
+from tilegen.masks.made import is_traced
 from tilegen.masks.mask import Mask, Pending, full
 from tilegen.masks.score import Score
 from tilegen.masks.tracing.fingerprint import Traces
@@ -51,7 +51,7 @@ def flex_attention(
         key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
     mask = block_mask
     if block_mask is not None and not isinstance(block_mask, Mask):
-        if not is_compiling():
+        if not is_traced():
             _check_lengths(block_mask, query, key)
         mask = from_block_mask(block_mask)
     out, lse = attention(
@@ -73,7 +73,7 @@ def from_block_mask(block_mask: Any) -> Mask:
     Where its blocks are those that its mask_mod leaves, as `create_block_mask` makes them, it is
     the mask_mod's, at any tile shape. Raises InvalidProblem or Unsupported.
     """
-    if is_compiling():
+    if is_traced():
         listed = (block_mask.kv_num_blocks, block_mask.kv_indices, *(_whole(block_mask) or ()))
         return Pending(("blocks", listed, block_mask.BLOCK_SIZE, _inside(block_mask)))
     reads = [getattr(block_mask, name, None) for name in _READS]

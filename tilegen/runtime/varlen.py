@@ -8,7 +8,7 @@ import torch
 
 from tilegen.bounded_cache import BoundedCache
 from tilegen.errors import InvalidProblem
-from tilegen.masks.made import InDocuments, is_compiling
+from tilegen.masks.made import InDocuments, is_traced
 from tilegen.masks.mask import Mask
 from tilegen.masks.packed import packed
 from tilegen.masks.score import Score
@@ -56,7 +56,7 @@ def attention_varlen(
     lengths = q.shape[0], k.shape[0]
     whole = packed_mask(cu_seqlens_q, cu_kv, mask, lengths[1])
     inside: Any = score
-    if not is_compiling():
+    if not is_traced():
         inside = score_of(score)
     elif score is not None:
         inside = InDocuments(score, cu_seqlens_q, cu_kv)
@@ -113,7 +113,7 @@ def attention_jagged(
 
 def packed_mask(cu_q: torch.Tensor, cu_kv: torch.Tensor, mask: Mask | None, tokens: int) -> Mask:
     """Return the packed mask, made once for the same tensors."""
-    if is_compiling():
+    if is_traced():
         return packed(cu_q, cu_kv, mask)
     key = (id(cu_q), id(cu_kv), mask, tokens.bit_length())
     # The tensors are kept too, so that nothing else gets their ids.

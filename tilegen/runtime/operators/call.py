@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from tilegen.errors import InvalidProblem
+from tilegen.runtime.call import autocast, autocast_dtype, dropout_of
 from tilegen.runtime.operators.crossing import crossing
-from tilegen.runtime.operators.functional import Attention, is_transformed
+from tilegen.runtime.operators.functional import Attention
 from tilegen.runtime.operators.sharded import is_sharded, on_each_device
 
 
@@ -22,8 +23,10 @@ def attend_watched(
     kv_lengths: torch.Tensor | None,
     scale: float | None,
     dropout_p: float,
+    is_transformed: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) of a call of `attention`. Raises InvalidProblem or Unsupported."""
+    """Return (out, lse) of a call of `attention`, perhaps in a transform of torch.func. Raises
+    InvalidProblem or Unsupported."""
     for name, one in (("q", q), ("k", k), ("v", v)):
         if one.ndim != 4:
             raise InvalidProblem(
@@ -42,14 +45,12 @@ def attend_watched(
     its = crossing(mask, score, kv_lengths)
     if torch.compiler.is_exporting() and not its.tensors:
         its.place(k)  # AOTInductor makes None of an empty list
-    if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-        q, k, v = [one.to(dtype) for one in (q, k, v)]
-    state = None
-    if dropout_p:
-        state = torch.randint(2**63 - 1, (2,), device=q.device)
+    if (dtype := autocast_dtype(q.device)) is not None:
+        q, k, v = [autocast(one, dtype) for one in (q, k, v)]
+    dropout = dropout_of(dropout_p, q)
+    state = None if dropout is None else dropout.state
     factor = q.shape[3] ** -0.5 if scale is None else float(scale)
-    if not torch.compiler.is_compiling() and is_transformed():
+    if not torch.compiler.is_compiling() and is_transformed:
         rest = its.tensors if state is None else [*its.tensors, state]
         call = its.text, factor, float(dropout_p), state is not None
         return Attention.apply(call, q, k, v, *rest)  # type: ignore[return-value]

@@ -15,12 +15,6 @@ Call = tuple[str, float, float, bool]
 """What of a call is no tensor: changes, scale, dropout_p, and whether it drops."""
 
 
-def is_transformed() -> bool:
-    """Whether a transform of torch.func runs the caller."""
-    # PyTorch documents no way to ask.
-    return torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
-
-
 class Attention(torch.autograd.Function):
     """The operators as a function of its tensors alone; what is no tensor comes first."""
 

@@ -45,7 +45,10 @@ def rebuilt(
     it reads in the place of the given ones: those `trained` need gradients. Raises InvalidProblem
     and Unsupported."""
     tensors = [
-        one.detach().requires_grad_(i in trained) if i in trained or one.requires_grad else one
+        # Each tensor is an object of its own: by that its place is found.
+        one.detach().requires_grad_(i in trained)
+        if i in trained or one.requires_grad or any(one is other for other in tensors[:i])
+        else one
         for i, one in enumerate(tensors)
     ]
     spec = _spec(text)
@@ -150,16 +153,17 @@ def _of_blocks(spec: Any, tensors: Tensors, lengths: tuple[int, int]) -> Mask:
     _, places, sides, inner = spec
     inside = _filled_mask(inner, tensors, lengths)
     counts, indices, *whole = (tensors[i] for i in places)
-    now = (
-        *(repr(spec), lengths),
-        *((id(one), one.is_inference() or one._version) for one in tensors),
-    )
+    now = (repr(spec), lengths, *(one.is_inference() or one._version for one in tensors))
     known = _blocks.get(id(indices))
-    if known is None or known[0]() is not indices or known[1] != now:
+    same = known is not None and all(
+        one() is other for one, other in zip(known[0], tensors, strict=True)
+    )
+    if known is None or not same or known[1] != now:
         blocks = Blocks(counts, indices, (whole[0], whole[1]) if whole else None, tuple(sides))
         found = blocks.mask(inside, lengths)
         # Nothing of the tensors is kept alive where their mask_mod says it all.
-        known = _blocks[id(indices)] = ref(indices), now, None if found is inside else found
+        held = None if found is inside else found
+        known = _blocks[id(indices)] = tuple(map(ref, tensors)), now, held
     return inside if known[2] is None else known[2]
 
 
