@@ -11,6 +11,7 @@ import torch
 from tilegen.bounded_cache import BoundedCache
 from tilegen.integrations import tables
 from tilegen.masks import score as scores
+from tilegen.masks.made import is_traced
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
 
@@ -25,7 +26,7 @@ def of_tensor(given: torch.Tensor, batch: int, lengths: tuple[int, int]) -> Give
     keeps pairs, a floating one is added to their scores, -inf or its dtype's lowest number drops
     them."""
     # Inference tensors count no changes.
-    if given.requires_grad or torch.compiler.is_compiling() or given.is_inference():
+    if given.requires_grad or is_traced() or given.is_inference():
         return _of_tensor(given, batch, lengths)
     view = (given.data_ptr(), given.shape, given.stride(), given.dtype, given.device)
     key = (*view, given._version, batch, lengths)
@@ -63,7 +64,7 @@ def score_of(
     if added is not None:
         # A length of 1 is as any other, so that a step of a generation is of the form of the next.
         added = added.expand(*added.shape[:3], lengths[1])
-    if torch.compiler.is_compiling():  # the compiler keeps what is made here
+    if is_traced():  # the compiler keeps what is made here
         return _composed(softcap, added, sinks)
     varies = None
     if added is not None:
