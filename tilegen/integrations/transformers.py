@@ -21,8 +21,9 @@ from tilegen.integrations import windows
 from tilegen.integrations.given import of_tensor, score_of
 from tilegen.integrations.model_masks import ModelMask, model_mask
 from tilegen.masks.made import is_traced
-from tilegen.masks.mask import Alignment, Causal, Mask, causal, full
+from tilegen.masks.mask import Causal, Mask, causal, full
 from tilegen.masks.packed import packed
+from tilegen.masks.parts import Alignment
 from tilegen.runtime.attention import attention
 from tilegen.runtime.flex import from_block_mask
 
