@@ -15,8 +15,9 @@ from tilegen.masks.made import is_traced
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
 
-MAX_MASKS = 64
-"""Masks of tensors kept for further layers of a forward that gets the same tensors."""
+MAX_MASKS = 4
+"""Masks of tensors kept for further layers of a forward that gets the same tensors; each may be as
+large as the scores of a head."""
 Given = tuple[Mask, torch.Tensor | None]
 """A mask, and what is added to the scores of the pairs that it keeps."""
 
