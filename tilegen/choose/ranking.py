@@ -136,7 +136,7 @@ class _Model:
         self._problem, self._gpu = problem, gpu
         self._kernel: Kernel = kernel
         self._alike = _without_lengths(problem)
-        self._by_tile: dict[str, tuple[Traffic, Visits, float]] = {}
+        self._by_tile: dict[tuple[int, int, int], tuple[Traffic, Visits, float]] = {}
 
     def fastest(self, top: int, *, spilling: bool) -> list[Timed]:
         """Return the `top` fastest configs that fit and do not surely spill much, timed with what
@@ -208,7 +208,7 @@ class _Model:
 
     def _tile(self, config: TileConfig) -> tuple[Traffic, Visits, float]:
         """Return what is moved and visited, and the least time: warps and stages do not matter."""
-        tile = config.key.partition("w")[0]
+        tile = config.block_m, config.block_n, config.block_d
         if (found := self._by_tile.get(tile)) is None:
             rows = None
             if KERNELS[self._kernel].sliced:
