@@ -76,7 +76,7 @@ DECODERS = {
         "GptOss:GptOssForCausalLM",
         SMALL | WINDOW | {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1}
         | _layers("sliding_attention", "full_attention"),
-        {"experts_implementation": "eager"},
+        {"experts_implementation": "batched_mm"},
     ),
     "llama4": TinyModel(
         "Llama4Text:Llama4ForCausalLM",

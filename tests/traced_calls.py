@@ -91,6 +91,10 @@ def calls() -> dict[str, Call]:
     ids = IDS.clone()
     inside("window", lambda *x: call(*x, mask=tilegen.causal() & tilegen.sliding_window(5, 0)))
     inside(
+        "inverted",
+        lambda *x: call(*x, mask=(tilegen.sliding_window(2, 2) & tilegen.causal()).inverted()),
+    )
+    inside(
         "documents", lambda *x: call(*x[:3], mask=tilegen.documents(x[3]) | tilegen.causal()), ids
     )
     inside("cu_seqlens", lambda *x: call(*x[:3], mask=tilegen.documents(cu_seqlens=x[3])), CU)

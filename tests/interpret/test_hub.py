@@ -138,6 +138,7 @@ def test_a_forward_alone_says_so_when_gradients_are_wanted(tmp_path: Path) -> No
         "b1 hq4 hkv2 q64 d16 fp32 neighborhood(8x8,3x3)",
         "b1 hq4 hkv2 q64 d16 fp32 causal score(s,sinks)",
         "b1 hq4 hkv2 q64 d16 fp32 causal score(2.0*s)",
+        "b1 hq4 hkv2 q64 d16 fp32 causal dropout",
         "b1 hq2 hkv1 q40 d512 fp32 causal",
     ],
 )

@@ -1,11 +1,13 @@
 """Dropout: what is drawn for a pair, and what calls make of it on a CPU."""
 
 import math
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 import tilegen
 from tests import two_sweeps
@@ -162,6 +164,20 @@ def test_what_is_no_probability_is_refused_in_one_line(p: Any) -> None:
         with pytest.raises(InvalidProblem, match=r"dropout_p must be a number 0\.\.1") as caught:
             call(*given, dropout_p=p)
         assert "\n" not in str(caught.value)
+    with pytest.raises(InvalidProblem, match=r"number 0\.\.1"), FlopCounterMode(display=False):
+        tilegen.attention(q, k, v, dropout_p=p)  # a call that PyTorch watches
+
+
+def test_a_call_that_pytorch_watches_drops_the_same() -> None:
+    q, k, v = made()
+    results: list[torch.Tensor] = []
+    for watching in (FlopCounterMode(display=False), nullcontext()):
+        torch.manual_seed(3)
+        with watching:
+            out = tilegen.attention(q, k, v, dropout_p=0.4)
+        results += [out, *torch.autograd.grad(out.square().sum(), (q, k, v))]
+    for one, other in zip(results[:4], results[4:], strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_packed_sequences_drop_by_their_place_among_all_tokens() -> None:
@@ -244,3 +260,5 @@ def test_the_model_knows_that_drawing_takes_time(gpu: str) -> None:
 def test_an_explanation_of_kernels_that_drop_weights() -> None:
     text = tilegen.explain(f"{TEXT} dropout", "h200", kernel="fwd").text()
     assert "dropout" in text.splitlines()[0]
+    assert " bytes of it are seeds, for dropout" in text
+    assert "dropout" not in tilegen.explain(TEXT, "h200", kernel="fwd").text()

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention as of_torch
 import tilegen
 from tilegen.disk import say_once
 from tilegen.errors import InvalidProblem
-from tilegen.integrations import sdpa
+from tilegen.integrations import sdpa, tables
 from tilegen.masks.kinds import kind_of_mask
 
 Sizes = tuple[int, ...]
@@ -173,7 +173,7 @@ def test_bool_masks_are_read_where_they_are_and_die_with_their_tensor() -> None:
 def test_masks_of_one_shape_are_of_one_kind_whatever_they_keep() -> None:
     """Kernels are chosen once, and nobody waits for a GPU to count."""
     kinds = {
-        kind_of_mask(sdpa._of_pairs(torch.rand(2, 1, 5, 7) > threshold)) for threshold in (0.1, 0.9)
+        kind_of_mask(tables.dense(torch.rand(2, 1, 5, 7) > threshold)) for threshold in (0.1, 0.9)
     }
     assert len(kinds) == 1
 

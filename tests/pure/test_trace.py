@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import and_masks, noop_mask, or_masks
 
+import tilegen
 from tests import user_forms
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks import predicate
@@ -316,6 +317,12 @@ def test_a_score_function_returns_a_number() -> None:
         trace_score(lambda s, b, h, q, k: q >= k)
     with pytest.raises(InvalidProblem, match="score, b, h"):
         trace_score(causal)
+
+
+def test_remainders_of_numbers_are_numbers() -> None:
+    assert tilegen.predicate(lambda b, h, q, k: (q - q) % 2 == 0) == tilegen.full()
+    shifted = tilegen.score(lambda s, b, h, q, k: s + (q - q - 7) % 4)
+    assert shifted.text == "s+1"
 
 
 def test_masks_hold_no_choice_between_numbers() -> None:

@@ -473,3 +473,25 @@ def test_a_block_that_means_something_else_is_not_trusted(monkeypatch: pytest.Mo
     assert isinstance(made.mask, BlockSparse)
     at = torch.arange(6)
     assert torch.equal(dense(made.mask, 6, 6)[0, 0], at >= at[:, None] - 2)
+
+
+def test_masks_are_made_without_a_look_at_values() -> None:
+    """Which would wait for a GPU; tensors on the device "meta" have none."""
+    ids = torch.zeros(2, 10, dtype=torch.int64, device="meta")
+    offset = torch.tensor(4, device="meta")
+    packed = masking_utils.packed_sequence_compatibility_function(
+        masking_utils.sliding_window_causal_mask_function(4), ids, ids
+    )
+    functions: list[tuple[Any, Any]] = [
+        (masking_utils.causal_mask_function, offset),
+        (masking_utils.sliding_window_causal_mask_function(4), offset),
+        (masking_utils.chunked_causal_mask_function(3, ids[:, 0]), offset),
+        (masking_utils.blockwise_overlay(ids), offset),
+        (packed, 0),
+    ]
+    for function, q_offset in functions:
+        rows = 10 if function is packed else 3
+        given = (2, rows, 10, q_offset, 0, function, ids.bool())
+        made = model_masks.model_mask(*given, device="meta")
+        assert not isinstance(made.mask, BlockSparse)
+        assert all(one.tensor.device.type == "meta" for one in made.mask.values)

@@ -41,7 +41,7 @@ from tilegen.model.launches import launches
 from tilegen.model.on_chip import TENSOR_MEMORY_COLUMNS, residents
 from tilegen.model.rates import rates_of
 from tilegen.model.symbols import H_kv
-from tilegen.model.traffic import Traffic, Visits, terms_of, total_bytes, visits
+from tilegen.model.traffic import Traffic, Visits, state_bytes, terms_of, total_bytes, visits
 from tilegen.problem import AttentionProblem
 from tilegen.theory.regimes import critical_head_dim
 
@@ -111,6 +111,7 @@ def explain(
             ],
             "bytes": formula("bytes", both_ways),
             "values": named(values, [both_ways]),
+            "seed_bytes": state_bytes(problem, kernel, counts),
             "read_bytes": cost.read_bytes,
             "write_bytes": cost.write_bytes,
             "dram_bytes": cost.dram_bytes,

@@ -126,6 +126,7 @@ def explain_lines(told: dict[str, Any]) -> list[str]:
     """Return the explanation of one kernel."""
     traffic, bound, time, mask = told["traffic"], told["bound"], told["time"], told["mask"]
     tiles, moved = told["tiles"], (traffic["read_bytes"], traffic["write_bytes"])
+    seeds = traffic["seed_bytes"]
     return [
         f"{told['kernel']} for {_subject(told)}",
         f"  tile       {TileConfig(**told['config'])!r}",
@@ -143,6 +144,7 @@ def explain_lines(told: dict[str, Any]) -> list[str]:
         ),
         f"    in all {_bytes(moved[0])} read, {_bytes(moved[1])} written, with "
         f"{_values(traffic['values'])}",
+        *([f"    {seeds} bytes of it are seeds, for dropout"] if seeds else []),
         *_dram_lines(told["dram"]),
         "",
         f"  optimum    Theta({bound['complexity']})",

@@ -19,7 +19,8 @@ from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.integrations import windows
 from tilegen.masks import score as scores
 from tilegen.masks.made import made_once
-from tilegen.masks.mask import Alignment, Mask
+from tilegen.masks.mask import Mask
+from tilegen.masks.parts import Alignment
 from tilegen.masks.score import Score
 from tilegen.runtime.attention import attention
 from tilegen.runtime.varlen import attention_varlen

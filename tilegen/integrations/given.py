@@ -11,11 +11,13 @@ import torch
 from tilegen.bounded_cache import BoundedCache
 from tilegen.integrations import tables
 from tilegen.masks import score as scores
+from tilegen.masks.made import is_traced
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
 
-MAX_MASKS = 64
-"""Masks of tensors kept for further layers of a forward that gets the same tensors."""
+MAX_MASKS = 4
+"""Masks of tensors kept for further layers of a forward that gets the same tensors; each may be as
+large as the scores of a head."""
 Given = tuple[Mask, torch.Tensor | None]
 """A mask, and what is added to the scores of the pairs that it keeps."""
 
@@ -24,7 +26,8 @@ def of_tensor(given: torch.Tensor, batch: int, lengths: tuple[int, int]) -> Give
     """Return what a mask of four dimensions says, each as large as the call's or 1: a bool tensor
     keeps pairs, a floating one is added to their scores, -inf or its dtype's lowest number drops
     them."""
-    if given.requires_grad or given.is_inference():  # the latter count no changes
+    # Inference tensors count no changes.
+    if given.requires_grad or is_traced() or given.is_inference():
         return _of_tensor(given, batch, lengths)
     view = (given.data_ptr(), given.shape, given.stride(), given.dtype, given.device)
     key = (*view, given._version, batch, lengths)
@@ -59,10 +62,13 @@ def score_of(
     sinks beside them. Scores of one form are made once."""
     if softcap is None and added is None and sinks is None:
         return None
-    varies = None
     if added is not None:
         # A length of 1 is as any other, so that a step of a generation is of the form of the next.
         added = added.expand(*added.shape[:3], lengths[1])
+    if is_traced():  # the compiler keeps what is made here
+        return _composed(softcap, added, sinks)
+    varies = None
+    if added is not None:
         batch, heads, rows, _ = added.shape
         varies = batch != 1, heads != 1, rows == lengths[0], True
     form = _form(None if softcap is None else float(softcap), varies)
@@ -72,7 +78,21 @@ def score_of(
 @lru_cache(maxsize=64)
 def _form(softcap: float | None, varies: tuple[bool, ...] | None) -> Score:
     """Return a score without its tensors; `varies` says along which axes what is added differs."""
-    score = Score() if softcap is None else scores.softcap(softcap)
-    if varies is None:
-        return score
-    return score.then(scores.bias(torch.zeros([1 + one for one in varies])))
+    added = None if varies is None else torch.zeros([1 + one for one in varies])
+    return Score() if softcap is None and added is None else _composed(softcap, added, None)
+
+
+def _composed(
+    softcap: float | None, added: torch.Tensor | None, sinks: torch.Tensor | None
+) -> Score:
+    parts: list[Score] = []
+    if softcap is not None:
+        parts.append(scores.softcap(softcap))
+    if added is not None:
+        parts.append(scores.bias(added))
+    if sinks is not None:
+        parts.append(scores.sinks(sinks))
+    whole = parts[0]
+    for one in parts[1:]:
+        whole = whole.then(one)
+    return whole

@@ -25,8 +25,8 @@ from tilegen.problem import AttentionProblem
 Backend = Literal["cuda", "rocm", "cpu"]
 BACKWARD: tuple[Kernel, ...] = ("bwd_preprocess", "bwd_dkdv", "bwd_dq")
 NAME = re.compile(r"[a-z][-a-z0-9]*[a-z0-9]")
-_TENSORS = re.compile(r"(t\d+|c\d+|dc\d+|sinks|tiles)_ptr")
-"""Arguments that are tensors of a mask or a score, or lists of tiles made of them."""
+_TENSORS = re.compile(r"(t\d+|c\d+|dc\d+|sinks|tiles|dropout)_ptr")
+"""Arguments that are tensors of a mask or a score, lists of tiles made of them, or seeds."""
 
 
 def lay_out(
@@ -92,8 +92,8 @@ def _row(served: Served, manifest: Manifest) -> dict[str, Any]:
     forward = _names(served, "forward", ("fwd",), manifest.by_file)
     if reads or forward is None:
         raise Unsupported(
-            f"expected problems whose masks and scores read no tensors, with the forward in one "
-            f"kernel, got '{served.problem}'; leave it out of the catalogue"
+            f"expected problems without dropout whose masks and scores read no tensors, with the "
+            f"forward in one kernel, got '{served.problem}'; leave it out of the catalogue"
         )
     return {
         "arch": served.arch,

@@ -12,17 +12,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from tilegen.disk import say_once
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
-from tilegen.integrations import windows
+from tilegen.integrations import tables, windows
 from tilegen.masks.made import is_traced, made_once
-from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score, bias
-from tilegen.masks.usual import BlockSparse
-from tilegen.masks.values import Values
 from tilegen.runtime.attention import attention
-
-TYPICAL = 50
-"""Percent that bool masks are taken to keep: looking at each would wait for the GPU, and choose
-other kernels for each."""
 
 
 def scaled_dot_product_attention(
@@ -127,7 +120,7 @@ def _of_bool(attn_mask: torch.Tensor, batch: int, leading: Sequence[int]) -> Map
     table = _table(attn_mask.detach(), leading)
     if 1 in table.shape[-2:]:
         return _by_row_or_column(table, batch)
-    mask = _of_pairs(table)
+    mask = tables.dense(table)
     if place is not None and table.data_ptr() == place[0]:  # no copy: it would miss later changes
         _masks[attn_mask] = place, mask
     return {"mask": mask}
@@ -161,14 +154,6 @@ def _table(tensor: torch.Tensor, leading: Sequence[int]) -> torch.Tensor:
     if len(batches) > 1 and any(size != 1 for size in batches):
         tensor = tensor.expand(*leading, *tensor.shape[-3:])
     return tensor.reshape(-1, *tensor.shape[-3:])
-
-
-def _of_pairs(keep: torch.Tensor) -> Mask:
-    """Return the mask that a bool tensor spells out pair by pair, whose elements kernels read."""
-    axes = "".join(name for name, size in zip("bh", keep.shape, strict=False) if size != 1)
-    tensor = keep.reshape(*(size for size in keep.shape[:2] if size != 1), *keep.shape[2:])
-    layout = Values(axes=axes, typical=TYPICAL, tensor=tensor, kind="bool", pattern="layout")
-    return BlockSparse(layout, 1)
 
 
 def _by_row_or_column(keep: torch.Tensor, batch: int) -> Mapping[str, Any]:

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 
-from tilegen.masks.comparison import Comparison
 from tilegen.masks.mask import Mask
 from tilegen.masks.usual import BlockSparse, Intervals, SameDocument
 from tilegen.masks.values import UNKNOWN, Pattern, Values
 
+TYPICAL = 50
+"""Percent that bool masks are taken to keep: looking at each would wait for the GPU, and choose
+other kernels for each."""
 Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -24,6 +26,8 @@ def padding(is_token: torch.Tensor, rows: int) -> Mask:
     Padding may lie before, behind and between the tokens. Tiles of padding before and behind them
     are not visited; where there is none between them, tiles of tokens alone need no mask.
     """
+    from tilegen.masks.comparison import Comparison  # loads SymPy
+
     is_token = is_token.bool()
     batch, columns = is_token.shape
     at = torch.arange(columns, dtype=torch.int32, device=is_token.device)
@@ -91,8 +95,8 @@ def dense(keep: torch.Tensor) -> Mask:
     """Return the mask that a bool tensor (1 or batch, 1 or heads, rows, columns) spells out."""
     axes = "".join(name for name, size in zip("bh", keep.shape, strict=False) if size != 1)
     keep = keep.reshape(*(size for size in keep.shape[:2] if size != 1), *keep.shape[2:])
-    half = Values(axes=axes, typical=50, tensor=keep, kind="bool", pattern="layout")
-    return BlockSparse(half, 1)
+    layout = Values(axes=axes, typical=TYPICAL, tensor=keep, kind="bool", pattern="layout")
+    return BlockSparse(layout, 1)
 
 
 def _intervals(tables: Tables) -> Mask:

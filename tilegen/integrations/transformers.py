@@ -20,8 +20,10 @@ from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.integrations import windows
 from tilegen.integrations.given import of_tensor, score_of
 from tilegen.integrations.model_masks import ModelMask, model_mask
-from tilegen.masks.mask import Alignment, Causal, Mask, causal, full
+from tilegen.masks.made import is_traced
+from tilegen.masks.mask import Causal, Mask, causal, full
 from tilegen.masks.packed import packed
+from tilegen.masks.parts import Alignment
 from tilegen.runtime.attention import attention
 from tilegen.runtime.flex import from_block_mask
 
@@ -152,6 +154,8 @@ def _documents(cu_q: Any, cu_kv: Any, inside: Mask, query: torch.Tensor) -> Mask
             f"{query.shape[0]}"
         )
     tokens = query.shape[2]
+    if is_traced():
+        return packed(cu_q, cu_kv, inside, tokens=tokens)
     key = (id(cu_q), id(cu_kv), inside, tokens.bit_length())
     # The tensors are kept too, so that nothing else gets their ids.
     return _masks.get(key, lambda: (packed(cu_q, cu_kv, inside, tokens=tokens), cu_q, cu_kv))[0]

@@ -16,8 +16,9 @@ from tilegen.masks.constructors import (
     random_blocks,
     streaming,
 )
-from tilegen.masks.mask import Alignment, Mask, causal, full, intersect, sliding_window, unite
+from tilegen.masks.mask import Mask, causal, full, intersect, sliding_window, unite
 from tilegen.masks.notation import parse_mask
+from tilegen.masks.parts import Alignment
 from tilegen.masks.values import Values, values
 
 __all__ = [

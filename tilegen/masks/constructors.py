@@ -7,7 +7,8 @@ from typing import Any
 
 from tilegen.errors import InvalidProblem
 from tilegen.masks.made import is_traced, noted
-from tilegen.masks.mask import Mask, Pending, causal, check_number, full, sliding_window
+from tilegen.masks.mask import Mask, Pending, causal, full, sliding_window
+from tilegen.masks.parts import check_number
 from tilegen.masks.usual import BlockSparse, Dilated, GlobalTokens, KvPrefix, Neighborhood, PrefixLM
 from tilegen.masks.values import Values, as_tensor, typical_of, values
 from tilegen.sympy_lock import tracing

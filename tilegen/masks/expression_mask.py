@@ -17,8 +17,9 @@ from tilegen.masks.comparison import Comparison, comparison_of
 from tilegen.masks.language.evaluation import evaluate
 from tilegen.masks.language.symbols import PAIR, B, K, Lookup, Q, S, is_condition
 from tilegen.masks.language.texts import from_text, kind_of_tensor, merge, to_text
-from tilegen.masks.mask import MAX_WINDOW, Mask, Side, causal, full, intersect, sliding_window
+from tilegen.masks.mask import Mask, Side, causal, full, intersect, sliding_window
 from tilegen.masks.packed import of_ids
+from tilegen.masks.parts import MAX_WINDOW
 from tilegen.masks.shapes import Shape
 from tilegen.masks.source import closed_form
 from tilegen.masks.tiles.tile_lists import build

@@ -13,11 +13,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from functools import cached_property, reduce
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.drawing import check_sides, draw
 from tilegen.masks.made import is_traced, noted
+from tilegen.masks.parts import Alignment, check_alignment, check_number, number, shown
 from tilegen.masks.shapes import Shape
 from tilegen.masks.values import Values
 
@@ -26,17 +27,12 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-Alignment = Literal["top_left", "bottom_right"]
-"""The diagonal where seqlen_q != seqlen_kv: it starts at (0, 0), as that of SDPA's `is_causal`, or
-ends at the last query and the last key."""
 Side = Literal["rows", "columns"]
 """The axis whose tile stays on chip: query rows, past which KV tiles stream, or KV columns, past
 which query tiles stream."""
 
 TYPICAL = 64
 """The number that stands for each run-time value of which nothing is known."""
-MAX_WINDOW = 2**28
-"""Largest number in a mask: q + window + seqlen stays within 32-bit index arithmetic."""
 
 
 class Mask(ABC):
@@ -145,7 +141,10 @@ class Mask(ABC):
         return _joined("|", unite, self, other)
 
     def __invert__(self) -> Mask:
-        """Return the mask that keeps what this one drops."""
+        return self.inverted()
+
+    def inverted(self) -> Mask:
+        """Return the mask that keeps what this one drops: `~`, which torch.compile cannot trace."""
         return self.part if isinstance(self, Not) else Not(self)
 
     def __bool__(self) -> bool:
@@ -173,9 +172,7 @@ class Pending(Mask):
         return f"pending({self._made[0]})"
 
     def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        raise Unsupported(
-            "expected a mask that is made while torch.compile traces to be used by attention alone"
-        )
+        raise Unsupported("expected a mask that torch.compile traces to be given to attention")
 
 
 @dataclass(frozen=True)
@@ -353,33 +350,6 @@ def unite(*masks: Mask) -> Mask:
     if any(isinstance(part, Full) for part in parts):
         return Full()
     return parts[0] if len(parts) == 1 else noted(Or(tuple(parts)), ("|", masks))
-
-
-def number(value: int | Values, b: Any, h: Any, q: Any, k: Any) -> Any:
-    """Return a number of a mask as its predicate needs it for a pair."""
-    return value.at(b, h, q, k) if isinstance(value, Values) else value
-
-
-def shown(value: int | tuple[int, ...] | Values) -> str:
-    """Return a part of a mask as its notation spells it."""
-    if isinstance(value, tuple):
-        return "x".join([shown(one) for one in value])
-    # torch.compile may have made a variable of an integer, and makes a constant of it for `int`.
-    return value.notation if isinstance(value, Values) else f"{int(value)}"
-
-
-def check_number(name: str, value: object, *, low: int = 0, or_else: str = "") -> None:
-    """Raise InvalidProblem unless `value` is an int in low..MAX_WINDOW."""
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= MAX_WINDOW:
-        raise InvalidProblem(
-            f"{name} must be an int in {low}..{MAX_WINDOW}{or_else}; got {value!r}"
-        )
-
-
-def check_alignment(alignment: str) -> None:
-    """Raise InvalidProblem unless `alignment` is one."""
-    if alignment not in get_args(Alignment):
-        raise InvalidProblem(f"alignment must be top_left or bottom_right, got {alignment!r}")
 
 
 def _flat(masks: tuple[Mask, ...], kind: type[And | Or]) -> list[Mask]:

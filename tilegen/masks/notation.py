@@ -8,17 +8,8 @@ from dataclasses import replace
 from typing import Literal, cast, get_args
 
 from tilegen.errors import InvalidProblem
-from tilegen.masks.mask import (
-    Alignment,
-    Causal,
-    Full,
-    Mask,
-    check_alignment,
-    check_number,
-    intersect,
-    sliding_window,
-    unite,
-)
+from tilegen.masks.mask import Causal, Full, Mask, intersect, sliding_window, unite
+from tilegen.masks.parts import Alignment, check_alignment, check_number
 from tilegen.masks.usual import (
     BlockSparse,
     Dilated,

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tilegen.errors import InvalidProblem
-from tilegen.masks.mask import Mask, Side, check_number, number
+from tilegen.masks.mask import Mask, Side
+from tilegen.masks.parts import check_number, number
 from tilegen.masks.values import Pattern, Values, is_symbolic
 
 

@@ -146,19 +146,20 @@ def traffic(
     )
     read, write = _evaluators(kernel)
     return Traffic(
-        read_bytes=int(read(*arguments)) + STATE_BYTES * _drawing(problem, kernel, counts),
+        read_bytes=int(read(*arguments)) + state_bytes(problem, kernel, counts),
         write_bytes=int(write(*arguments)),
     )
 
 
-def _drawing(problem: AttentionProblem, kernel: Kernel, counts: Visits) -> int:
-    """Return the programs that draw for dropout; those of tiles that nothing is kept of do not."""
+def state_bytes(problem: AttentionProblem, kernel: Kernel, counts: Visits) -> int:
+    """Return the bytes of seeds that programs read which draw for dropout; those of score tiles
+    that nothing is kept of do not draw."""
     spec = KERNELS[kernel]
     if not (problem.dropout and spec.drops):
         return 0
     heads = problem.num_heads_kv if spec.stays == "columns" else problem.num_heads_q
     each = counts.tiles if spec.panel == "writes" else counts.programs
-    return int(problem.batch * heads * each)
+    return STATE_BYTES * int(problem.batch * heads * each)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -259,7 +259,8 @@ def _one(expr: sympy.Basic, known: dict[sympy.Basic, sympy.Basic]) -> sympy.Basi
     if isinstance(expr, Lookup):
         return _lookup(expr, known)
     if isinstance(expr, sympy.Expr) and expr.is_number:
-        return _constant(expr)
+        evaluated = expr.func(*expr.args) if isinstance(expr, sympy.Mod) else expr
+        return evaluated if evaluated.is_Rational else _constant(evaluated)
     if not isinstance(expr, _KNOWN):
         raise Unsupported(
             f"expected arithmetic, comparisons and {', '.join(FUNCTIONS)}, got "

@@ -48,12 +48,10 @@ def attend_watched(
     if (dtype := autocast_dtype(q.device)) is not None:
         q, k, v = [autocast(one, dtype) for one in (q, k, v)]
     dropout = dropout_of(dropout_p, q)
-    state = None if dropout is None else dropout.state
+    p, state = (0.0, None) if dropout is None else (dropout.p, dropout.state)
     factor = q.shape[3] ** -0.5 if scale is None else float(scale)
-    if not torch.compiler.is_compiling() and is_transformed:
+    if is_transformed and not torch.compiler.is_compiling():
         rest = its.tensors if state is None else [*its.tensors, state]
-        call = its.text, factor, float(dropout_p), state is not None
+        call = its.text, factor, p, state is not None
         return Attention.apply(call, q, k, v, *rest)  # type: ignore[return-value]
-    return torch.ops.tilegen.forward(
-        *(q, k, v, its.text, its.tensors, factor, float(dropout_p), state)
-    )
+    return torch.ops.tilegen.forward(*(q, k, v, its.text, its.tensors, factor, p, state))

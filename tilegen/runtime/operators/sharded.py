@@ -59,7 +59,7 @@ def on_each_device(
                 f"expected a mask and a score without tensors and without {NAMES[dim]} beside "
                 f"tensors that are sharded along it, got {text}"
             )
-    # Redistributing q, k or v would be a choice of the caller's, who sees what it costs.
-    return local_map(run, out_placements=(placements, placements), in_placements=(placements,) * 3)(
-        q, k, v
+    spread: Any = local_map(  # pyright: ignore[reportCallIssue]
+        run, out_placements=(placements,) * 2, in_placements=(placements,) * 3
     )
+    return spread(q, k, v)
