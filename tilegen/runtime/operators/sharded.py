@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +15,11 @@ NAMES = {0: "b", 1: "h"}
 
 
 def is_sharded(q: Any) -> bool:
-    """Whether a tensor is spread over devices. Loads nothing."""
-    module = sys.modules.get("torch.distributed.tensor")
+    """Whether a tensor is spread over devices. Loads nothing: the module is there once imported.
+
+    Not looked for in `sys.modules`: torch.compile would wrap each of some thousand modules.
+    """
+    module = getattr(torch.distributed, "tensor", None)
     return module is not None and isinstance(q, module.DTensor)
 
 
