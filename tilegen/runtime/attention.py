@@ -80,12 +80,5 @@ def attention(
             dropout_p=dropout_p,
             return_lse=return_lse,
         )
-    out, lse = attend(
-        *(q, k, v),
-        mask=mask,
-        score=score,
-        kv_lengths=kv_lengths,
-        scale=scale,
-        dropout_p=dropout_p,
-    )
+    out, lse = attend(q, k, v, mask, score, kv_lengths, scale, dropout_p)
     return (out, lse) if return_lse else out

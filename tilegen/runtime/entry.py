@@ -27,7 +27,6 @@ def attend(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    *,
     mask: Mask | None = None,
     score: Score | ScoreFunction | None = None,
     kv_lengths: torch.Tensor | None = None,
@@ -38,7 +37,12 @@ def attend(
     call."""
     try:
         is_transformed = _transform() is not None
-        if is_dynamo_compiling() or is_transformed or _count_modes() or _is_other(q):
+        if (
+            is_dynamo_compiling()
+            or is_transformed
+            or _count_modes()
+            or (type(q) not in _PLAIN and isinstance(q, torch.Tensor))
+        ):
             call = mask, score, kv_lengths, scale, dropout_p, is_transformed
             return _watched(q, k, v, *call)
         score = None if score is None else score_of(score)
@@ -48,10 +52,6 @@ def attend(
     except TilegenError as error:
         call = describe(q, k, v, mask, score, kv_lengths, scale, dropout_p)
         raise type(error)(f"{error}; the call was {call}") from None
-
-
-def _is_other(q: Any) -> bool:
-    return type(q) not in _PLAIN and isinstance(q, torch.Tensor)
 
 
 def _watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any) -> tuple[Any, Any]:
