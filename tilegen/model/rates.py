@@ -20,7 +20,7 @@ class Rates:
 
     tensor_efficiency: float
     vector_efficiency: float
-    exposed: float
+    exposed: float | dict[str, float]
     full_rate_rows: int
     narrow_rate: float
     operand_rows: int
@@ -29,6 +29,12 @@ class Rates:
     latency_seconds: float
     step_clk: float
     launch_seconds: float
+
+    def exposed_of(self, kernel: Kernel) -> float:
+        """Return the part of a kernel's softmax that no matrix product hides."""
+        if isinstance(self.exposed, float):
+            return self.exposed
+        return self.exposed.get(KERNELS[kernel].fitted_as, self.exposed["fwd"])
 
 
 @dataclass(frozen=True, kw_only=True)
