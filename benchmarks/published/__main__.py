@@ -22,7 +22,7 @@ from benchmarks.published.records import Point, Sweep
 from tilegen.errors import TilegenError, Unsupported
 
 RESULTS = ROOT / "benchmarks" / "results" / "published"
-FITTED = ("rates.tensor_efficiency", "rates.latency_seconds")
+FITTED = ("rates.tensor_efficiency", "rates.step_clk", "rates.spilled")
 """Constants of the RTX 3090's family that its sweeps can tell apart."""
 
 
@@ -94,7 +94,7 @@ def main(
         winners = [verdict for one in tables if (verdict := judge_winners(one))]
         print(*report.winner_lines(winners), sep="\n")
         report.write(out / "winners.csv", winners, stride=stride)
-        points = curves.points(data)
+        points = [*ibm.timed(data / "ibm-vllm-triton-backend"), *curves.points(data)]
         envelope = []
         for one in points:
             try:

@@ -4,7 +4,7 @@ judged with the constants that the other lengths gave."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ Factors = dict[str, float]
 """What constants are multiplied by, by names such as `rates.exposed`."""
 Array = NDArray[Any]
 
-LIMIT = math.log(8)
+LIMIT = math.log(30)
 """Largest logarithm of a factor."""
 STEP = 0.05
 """Step in the logarithm of a factor by which derivatives are taken."""
@@ -33,7 +33,7 @@ little."""
 
 
 @contextmanager
-def scaled(factors: Factors) -> Iterator[None]:
+def scaled(factors: Factors) -> Generator[None]:
     """Have the model use some constants times their factors."""
     with ExitStack() as stack:
         for name, factor in factors.items():

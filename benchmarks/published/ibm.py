@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from benchmarks.published.records import Winners, csv_rows, tile
+from benchmarks.published.records import Point, Winners, csv_rows, tile
 from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem
 
@@ -63,6 +63,29 @@ def winners(folder: Path) -> list[Winners]:
                         left_out=left_out,
                     )
                 )
+    return found
+
+
+def timed(folder: Path) -> list[Point]:
+    """Return the times of the winners of plain attention, whose batch is known, on GPUs of the
+    catalogue: under CUDA graphs, so that they show what one launch takes."""
+    found: list[Point] = []
+    for row in csv_rows(folder / "attention_winners.csv", NEEDED):
+        config = tile(*(row[f"best_{knob}"] for knob in KNOBS))
+        if row["kernel"] == PLAIN and row["gpu"].startswith("NVIDIA") and config:
+            problem = _problem(row)
+            found.append(
+                Point(
+                    source=SOURCE,
+                    name=f"winner fwd, {'short' if problem.seqlen_q <= 256 else 'long'}",
+                    library="Triton",
+                    gpu=GPUS[row["gpu"]],
+                    problem=problem,
+                    direction="forward",
+                    seconds=float(row["best_ms"]) / 1e3,
+                    config=config,
+                )
+            )
     return found
 
 

@@ -184,7 +184,7 @@ class PointVerdict:
     problem: str
     published_us: float
     model_us: float
-    """Of the model's first choices."""
+    """Of the model's first choices, or of the tile that was timed."""
     ratio: float
     """Model over published."""
     bound_us: float
@@ -197,10 +197,13 @@ class PointVerdict:
 def judge_point(point: Point) -> PointVerdict:
     """Return the model's time beside a library's. Raises Unsupported."""
     spec = gpu(point.gpu)
-    chosen = [
-        propose(point.problem, spec, kernel=kernel, top=1)[0].estimate
-        for kernel in kernels_of(point.problem, spec, point.direction)
-    ]
+    if point.config:
+        chosen = [estimate(point.problem, spec, point.config)]
+    else:
+        chosen = [
+            propose(point.problem, spec, kernel=kernel, top=1)[0].estimate
+            for kernel in kernels_of(point.problem, spec, point.direction)
+        ]
     seconds = sum(one.seconds for one in chosen)
     bound = ideal_seconds(point.problem, point.direction, spec)
     return PointVerdict(

@@ -102,6 +102,8 @@ class Point:
     problem: AttentionProblem
     direction: Direction
     seconds: float
+    config: TileConfig | None = None
+    """The tile of a Triton kernel that is known: the model is asked for its time."""
 
 
 def csv_rows(path: Path, needed: Iterable[str]) -> list[dict[str, str]]:

@@ -66,13 +66,13 @@ def data(tmp_path: Path) -> Path:
         entries(tmp_path / "ffpa-attn" / f"{name}.json.gz")
     (tmp_path / "ibm-vllm-triton-backend").mkdir()
     (tmp_path / "ibm-vllm-triton-backend" / "attention_winners.csv").write_text(
-        "file,gpu,kernel,HQ,HK,IS_CAUSAL,BLOCK_DMODEL,MAX_SEQLENS_Q,MAX_SEQLENS_K,best_BLOCK_M,"
+        "file,gpu,kernel,best_ms,HQ,HK,IS_CAUSAL,BLOCK_DMODEL,MAX_SEQLENS_Q,MAX_SEQLENS_K,best_BLOCK_M,"
         "best_BLOCK_N,best_num_warps,best_num_stages,AVG_SEQ_Q,AVG_SEQ_K,num_query_heads,"
         "num_queries_per_kv,HEAD_SIZE\n"
-        "1,NVIDIA_H100_80GB_HBM3,attn_fwd,32,8,True,128,512,512,128,128,8,2,,,,,\n"
-        "4,NVIDIA_H100_80GB_HBM3,kernel_unified_attention_2d,,,,,,,16,32,4,4,8,64,32,4,128\n"
-        "5,NVIDIA_H100_80GB_HBM3,kernel_unified_attention_2d,,,,,,,16,128,8,8,1,64,32,4,128\n"
-        "6,NVIDIA_H100_80GB_HBM3,kernel_unified_attention_2d,,,,,,,16,32,4,4,8,64,32,4,128\n"
+        "1,NVIDIA_H100_80GB_HBM3,attn_fwd,0.015,32,8,True,128,512,512,128,128,8,2,,,,,\n"
+        "4,NVIDIA_H100_80GB_HBM3,kernel_unified_attention_2d,0.01,,,,,,,16,32,4,4,8,64,32,4,128\n"
+        "5,NVIDIA_H100_80GB_HBM3,kernel_unified_attention_2d,0.01,,,,,,,16,128,8,8,1,64,32,4,128\n"
+        "6,NVIDIA_H100_80GB_HBM3,kernel_unified_attention_2d,0.01,,,,,,,16,32,4,4,8,64,32,4,128\n"
     )
     cudnn = tmp_path / "cudnn-frontend"
     cudnn.mkdir()
@@ -220,6 +220,15 @@ def test_paged_rows_hold_a_group_of_heads(data: Path) -> None:
         ("b16 hq8 hkv8 q32 kv64 d128 fp16 full", "m16n32w4s4")
     ]
     assert paged.left_out == Counter({"tile that tilegen does not write": 1}), "8 stages"
+
+
+def test_times_of_winners(data: Path) -> None:
+    (point,) = ibm.timed(data / "ibm-vllm-triton-backend")
+    assert (point.gpu, point.config) == ("h100", CONFIG("m128n128w8s2"))
+    assert point.seconds == pytest.approx(15e-6)
+    verdict = judge.judge_point(point)
+    assert verdict.chosen == "m128n128w8s2"
+    assert verdict.ratio == pytest.approx(verdict.model_us / 15)
 
 
 def test_times_of_libraries(data: Path) -> None:

@@ -28,6 +28,7 @@ class Rates:
     dram_efficiency: float
     latency_seconds: float
     step_clk: float
+    spilled: float
     launch_seconds: float
 
 

@@ -1,8 +1,9 @@
 """Predicted time: what each step of a kernel asks of each unit, then steps, programs and waves.
 
 The units of an SM work side by side, except that softmax and matrix products of one program wait
-for each other: a part that is given (`exposed`), or as warps queue for the units. Clocks are clocks of one SM with all its resident programs; the rates
-and their sources are in rates.toml, and README.md lists every constant with its source.
+for each other: by a part that is given (`exposed`), or as far as warps queue for the units. Clocks
+are clocks of one SM with all its resident programs; the rates and their sources are in rates.toml,
+and README.md lists every constant with its source.
 """
 
 from __future__ import annotations
@@ -104,13 +105,15 @@ def _operand_words(work: Step, warps: int, rows_per_read: int) -> float:
 def local_clocks(needs: Footprint, gpu: GpuSpec, config: TileConfig) -> float:
     """Return the clocks that a step takes longer for what it spills, at the rate of L1.
 
-    Local memory is cached there, behind the port of shared memory. A spilled byte counts as moved
-    once a step: inner loops compiled for sm_90 that spill 120 bytes, 30 words, have 17 to 26 loads
-    and stores of them, since some words live around the loop. Nothing is taken to hide
-    them: what was spilled is wanted by the next instruction.
+    Local memory is cached there, behind the port of shared memory. On sm_90 a spilled byte counts
+    as moved once a step: inner loops compiled for it that spill 120 bytes, 30 words, have 17 to 26
+    loads and stores of them, since some words live around the loop. Measured times of sm_86 ask for
+    more (`spilled`). Nothing is taken to hide them: what was spilled is wanted by the next
+    instruction.
     """
     threads = threads_of(gpu.arch, config.num_warps)
-    return needs.spill_bytes * threads / SMEM_BYTES_PER_CLK
+    moved = rates_of(gpu.arch).spilled * needs.spill_bytes * threads
+    return moved / SMEM_BYTES_PER_CLK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,7 +230,7 @@ def queued(warps: int, together: int, units: tuple[float, ...], *, idle: float) 
     each = warps * together / used
     of_warp = [clocks * SCHEDULERS / warps for clocks in units]
     waiting = [0.0] * len(units)
-    apart = 0.0
+    apart = before = 0.0
     for present in range(1, math.ceil(each) + 1):
         there = [clocks * (1 + others) for clocks, others in zip(of_warp, waiting, strict=True)]
         before, apart = apart, (idle + sum(there)) / present
