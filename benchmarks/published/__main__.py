@@ -87,7 +87,7 @@ def main(
         judge_sweeps(attentionfuse.sweeps(data / "attentionfuse"), out, fitting=fitting)
         tables = [
             *aotriton.winners(data / "aotriton", stride),
-            *ffpa.winners(data / "ffpa-attn", max(1, stride // 10)),
+            *ffpa.winners(data / "ffpa-attn", 1),
             *ibm.winners(data / "ibm-vllm-triton-backend"),
         ]
         print("Winners of searches, in the model's order:")

@@ -120,8 +120,11 @@ def judge_winners(table: Winners) -> WinnersVerdict | None:
     spec, grid = gpu(table.gpu), table.grid
     ranks: list[int] = []
     own: list[int] = []
-    there = 0
+    there, left_out = 0, table.left_out.copy()
     for problem, winner in table.rows:
+        if not fits(problem, spec, winner, table.kernel):
+            left_out["tile that does not fit tilegen's kernel"] += 1
+            continue
         times = {config: hoped(problem, spec, config, table.kernel) for config in grid}
         ranks.append(rank(times.values(), times[winner]))
         known, place = own_rank(problem, spec, table.kernel, winner)
@@ -138,7 +141,7 @@ def judge_winners(table: Winners) -> WinnersVerdict | None:
         judged_as=table.gpu,
         kernel=table.kernel,
         judged=count,
-        left_out="; ".join(f"{number} {why}" for why, number in table.left_out.most_common()),
+        left_out="; ".join(f"{number} {why}" for why, number in left_out.most_common()),
         grid=len(grid),
         median_rank=statistics.median(ranks),
         **{f"first_{k}": sum(one <= k for one in ranks) / count for k in FIRST},
@@ -149,9 +152,13 @@ def judge_winners(table: Winners) -> WinnersVerdict | None:
 
 def hoped(problem: AttentionProblem, spec: GpuSpec, config: TileConfig, kernel: Kernel) -> float:
     """Return the model's time of a config; one that is predicted not to fit comes last."""
-    needs = footprint(_one_row(problem), config, kernel, spec.arch)
     seconds = estimate(problem, spec, config, kernel).seconds
-    return seconds if needs.fits(spec) else 1e6 + seconds
+    return seconds if fits(problem, spec, config, kernel) else 1e6 + seconds
+
+
+def fits(problem: AttentionProblem, spec: GpuSpec, config: TileConfig, kernel: Kernel) -> bool:
+    """True for a config whose program of tilegen's kernel is predicted to fit an SM."""
+    return footprint(_one_row(problem), config, kernel, spec.arch).fits(spec)
 
 
 def own_rank(

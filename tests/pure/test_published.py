@@ -335,6 +335,22 @@ def test_hits_of_winners() -> None:
     assert judge.judge_winners(replace(grid, rows=())) is None
 
 
+def test_a_winner_that_does_not_fit_is_left_out_and_named() -> None:
+    problem = PARSE("hq4 q2048 d512 bf16 full")
+    table = Winners(
+        source="here",
+        name="made up",
+        measured_on="RTX 5090",
+        gpu="rtx5090",
+        kernel="fwd_streamed",
+        rows=((problem, CONFIG("m64n128d64w8s3")), (problem, CONFIG("m32n32d64w4s2"))),
+    )
+    verdict = judge.judge_winners(table)
+    assert verdict
+    assert verdict.judged == 1
+    assert verdict.left_out == "1 tile that does not fit tilegen's kernel"
+
+
 def test_what_does_not_fit_comes_last() -> None:
     problem, spec = PARSE("hq4 q2048 d256 bf16 full"), gpu("rtx5090")
     assert judge.hoped(problem, spec, CONFIG("m256n256w8s4"), "fwd") > 1e6
