@@ -10,11 +10,9 @@ from dataclasses import dataclass, fields
 
 from tilegen.gpus.spec import GpuSpec
 from tilegen.model.rates import peak_flops_per_clk, rates_of
-from tilegen.model.time import ISSUE_PER_CLK, SMEM_BYTES_PER_CLK, StepClocks
+from tilegen.model.time import SCHEDULERS, SMEM_BYTES_PER_CLK, StepClocks
 
 LANES = 32
-SCHEDULERS = ISSUE_PER_CLK // LANES
-"""Instructions of warps that an SM issues each clock."""
 ALU_LANES = 64
 """Threads whose integer operations, comparisons or conversions an SM starts each clock."""
 
@@ -70,7 +68,7 @@ def clocks_as_compiled(code: StepCode, gpu: GpuSpec) -> StepClocks:
     if code.rows < rates.full_rate_rows:
         peak *= rates.narrow_rate
     issue, exp = issue_clocks(code, gpu), code.exponentials * LANES / gpu.exp_per_clk_per_sm
-    exposed = rates.exposed
+    exposed = rates.exposed_of("fwd")
     if code.asynchronous and (softmax := max(issue, exp)):
         bare = max(
             code.exposed / SCHEDULERS, code.exposed_exponentials * LANES / gpu.exp_per_clk_per_sm

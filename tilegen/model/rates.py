@@ -28,13 +28,14 @@ class Rates:
     dram_efficiency: float
     latency_seconds: float
     step_clk: float
+    spilled: float
     launch_seconds: float
 
     def exposed_of(self, kernel: Kernel) -> float:
         """Return the part of a kernel's softmax that no matrix product hides."""
-        if isinstance(self.exposed, float):
-            return self.exposed
-        return self.exposed.get(KERNELS[kernel].fitted_as, self.exposed["fwd"])
+        if isinstance(self.exposed, dict):
+            return self.exposed.get(KERNELS[kernel].fitted_as, self.exposed["fwd"])
+        return self.exposed
 
 
 @dataclass(frozen=True, kw_only=True)
