@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 """Version of the JSON form. Raise it when an older tilegen would misread a newer record."""
 
+DIGESTS = r"([0-9a-f]{12}( [0-9a-f]{12})*)?"
 ARCH = r"sm_\d{2,4}[a-z]?|gfx[0-9a-f]{3,5}"
 MAX_SECONDS = 1e9
 MAX_BYTES = 2**63
@@ -148,8 +149,9 @@ class TuningRecord:
             for field in dataclasses.fields(self)
             if field.name not in (*KEY, "rivals")
         }
-        for name in ("config", "measurement", "estimate", "versions"):
+        for name in ("config", "estimate", "versions"):
             values[name] = values[name] and dataclasses.asdict(values[name])
+        values["measurement"] = measurement_values(self.measurement)
         if not self.config.block_d:
             del values["config"]["block_d"]
         return values
@@ -241,10 +243,26 @@ def measurement_from(fields: Fields) -> Measurement:
         raise InvalidRecord(
             f"measurement must have p20_us <= median_us <= p80_us, got {p20:g}, {median:g}, {p80:g}"
         )
-    repeats = fields.integer("repeats", 1, MAX_REPEATS)
+    digest = ""
+    if "digest" in fields.values:  # which older records lack
+        digest = fields.text("digest", DIGESTS, "groups of 12 hexadecimal digits")
     return Measurement(
-        status=status, median_us=median, p20_us=p20, p80_us=p80, repeats=repeats, message=message
+        status=status,
+        median_us=median,
+        p20_us=p20,
+        p80_us=p80,
+        repeats=fields.integer("repeats", 1, MAX_REPEATS),
+        message=message,
+        digest=digest,
     )
+
+
+def measurement_values(measurement: Measurement) -> dict[str, Any]:
+    """Return the JSON object that a measurement is written as; `measurement_from` reads it back."""
+    values = dataclasses.asdict(measurement)
+    if not measurement.digest:
+        del values["digest"]
+    return values
 
 
 @lru_cache(maxsize=4096)
