@@ -196,7 +196,7 @@ def _finding_from(fields: Fields, kernel: Kernel) -> dict[str, Any]:
         "config": config_from(fields.group("config"), kernel),
         "measurement": measurement_from(fields.group("measurement")),
         "estimate": None if fields.is_null("estimate") else _estimate(fields.group("estimate")),
-        "versions": _versions(fields.group("versions")),
+        "versions": versions_of(fields.group("versions")),
         "template_digest": fields.text("template_digest", r"[0-9a-f]{0,64}", "hexadecimal digits"),
         "trials": fields.integer("trials", 0, 10**9),
         "seconds_spent": fields.number("seconds_spent", 0, MAX_SECONDS),
@@ -332,7 +332,8 @@ def _estimate(fields: Fields) -> EstimateSummary:
     )
 
 
-def _versions(fields: Fields) -> Versions:
+def versions_of(fields: Fields) -> Versions:
+    """Return the versions that the JSON object holds. Raises InvalidRecord."""
     values: dict[str, Any] = {
         field.name: fields.text(field.name, longest=80)
         for field in dataclasses.fields(Versions)
