@@ -12,15 +12,18 @@ from typing import Any
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from typer.testing import CliRunner
 
 import tilegen
 from benchmarks.call_cost import as_on_a_gpu
+from benchmarks.providers import providers
 from tests.records import UNMEASURED, place, record, timed
 from tilegen import api
 from tilegen.check.reference import attention_reference, make_inputs
 from tilegen.choose import libraries as choosing
 from tilegen.choose.known import Known
 from tilegen.choose.libraries import BACKENDS, Backend, library_used, why_not
+from tilegen.cli import main
 from tilegen.errors import InvalidRecord
 from tilegen.gpus.spec import ASSUMED, gpu
 from tilegen.integrations import flash_backend
@@ -134,6 +137,25 @@ def test_a_library_is_used_where_it_was_measured_to_be_faster() -> None:
     for us, wins in ((89.0, True), (91.0, False)):  # three kernels of 30 us
         save_library(of_library(us, direction="backward"))
         assert (used("backward") is not None) == wins, us
+
+
+@pytest.mark.usefixtures("measured")
+def test_who_asks_is_told_what_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`tilegen cache why`, and rows of the benchmarks."""
+    monkeypatch.setattr("tilegen.gpus.spec.detect", lambda *_: SPEC)
+    (ours,) = (one for one in providers() if one.name == "tilegen")
+    ask = ["cache", "why", PROBLEM.key, "--gpu", SPEC.name]
+    for saved in (False, True):
+        if saved:
+            save_library(of_library(1.0))
+        result = CliRunner().invoke(main.app, ask)
+        assert result.exit_code == 0, result.output
+        assert result.output.count("calls go to library: flash") == int(saved)
+        told = json.loads(CliRunner().invoke(main.app, [*ask, "--json"]).output)
+        assert {one["kernel"]: one["library"] for one in told} == {
+            **dict.fromkeys(BACKWARD, ""), "fwd": "library: flash" if saved else ""
+        }  # fmt: skip
+        assert ("library: flash" in ours.describe(PROBLEM, "forward")) == saved
 
 
 @pytest.mark.usefixtures("measured")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from tilegen.choose.families import kernels_used
+from tilegen.choose.known import Known
 from tilegen.disk import say_once
 from tilegen.kernels.config import Kernel
 from tilegen.kernels.spec import Direction
@@ -15,9 +17,9 @@ from tilegen.store.library_record import BACKENDS, Backend, LibraryRecord, libra
 from tilegen.store.versions import current_versions
 
 if TYPE_CHECKING:
-    from tilegen.choose.known import Known
+    from tilegen.gpus.spec import GpuSpec
 
-__all__ = ["BACKENDS", "Backend", "library_used", "why_not"]
+__all__ = ["BACKENDS", "Backend", "library_of", "library_used", "why_not"]
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_STEP = 8
@@ -43,6 +45,13 @@ def why_not(problem: AttentionProblem, backend: Backend) -> str:
     if backend == "efficient" and problem.group_size > 1:
         return f"{backend} shares no key-value heads"
     return ""
+
+
+def library_of(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> str:
+    """Return `library: flash` for a pass that calls have a library compute, else an empty text."""
+    known = Known(problem, gpu)
+    record = library_used(known, direction, kernels_used(known, direction))
+    return record.config if record else ""
 
 
 def library_used(
