@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import cache
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from tilegen.model.bounds import bound_values, bounds_of, pattern_bound
 from tilegen.model.mask_size import Bands, mask_size
 from tilegen.model.subgrids import (
     PRECISION,
+    Family,
     Subgrids,
     by_degrees,
     closed_form,
@@ -129,6 +131,7 @@ SIDE = 9
 FAMILIES: dict[str, Mask] = {
     "full": full(),
     "causal": causal(),
+    **{f"prefix {columns}": prefix_lm(columns) for columns in (0, 1, 3, 6, 8)},
     **{f"window {left} {right}": sliding_window(left, right)
        for left, right in ((0, 0), (2, 0), (1, 2), (4, 3), (8, 8))},
 }  # fmt: skip
@@ -172,6 +175,21 @@ def test_what_is_said_of_staircases_is_reached() -> None:
         assert said < 0.9 * by_degrees(side, side, group)
 
 
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.3, 0.5, 0.6, 0.8, 0.99])
+def test_what_is_said_of_prefixes_is_reached(share: float) -> None:
+    """Beside staircases: with all rows and few columns more than the prefix, and with those of the
+    prefix alone."""
+    side = 4096
+    columns = int(share * side)
+    degrees = np.maximum(np.arange(1, side + 1), columns)
+    for group in (1, 2, 8):
+        reached = densest_nested(degrees, group * np.ones(side, dtype=np.int64))
+        found = subgrids(prefix_lm(columns), side, side, group)
+        assert found.family == "prefix"
+        assert reached <= found.per_row * TIGHT
+        assert found.per_row <= 1.001 * reached
+
+
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("pairs", [np.tril(np.ones((8, 8), bool)), np.tri(8, 6, -1, bool)])
 def test_nested_rows_are_exact(pairs: Pairs, group: int) -> None:
@@ -213,7 +231,8 @@ def test_a_prefix_is_between_causal_and_full() -> None:
 
 def test_long_sequences_are_counted_in_bands() -> None:
     """Beyond 16384 rows; what is said stays on the safe side."""
-    short, long = (subgrids(prefix_lm(10), n, n, 1) for n in (2**14, 2**16))
+    mask = prefix_lm(10) & sliding_window(None, 20)
+    short, long = (subgrids(mask, n, n, 1) for n in (2**14, 2**16))
     assert long.per_row / short.per_row == pytest.approx(4, rel=1e-3)
     assert long.family is None
 
@@ -355,8 +374,8 @@ def both_bounds(values: dict[sp.Symbol, float]) -> tuple[float, float]:
 
 
 def test_forms_are_of_the_symbols_that_explanations_name() -> None:
-    known = {symbols.N_q, symbols.N_kv, g, w_b}
-    assert all(closed_form(one).free_symbols <= known for one in ("full", "causal", "window"))
+    known = {symbols.N_q, symbols.N_kv, g, w_b, symbols.p}
+    assert all(closed_form(one).free_symbols <= known for one in get_args(Family))
     assert w not in spanned_by_all_heads().free_symbols
 
 

@@ -27,8 +27,9 @@ import numpy as np
 import sympy as sp
 
 from tilegen.masks.mask import Causal, Full, Mask, SlidingWindow
+from tilegen.masks.usual import PrefixLM
 from tilegen.model.mask_size import Bands, Numbers, bands, mask_size
-from tilegen.model.symbols import N, N_kv, N_q, g, k, u, w_b
+from tilegen.model.symbols import N, N_kv, N_q, g, k, p, u, w_b
 
 PRECISION = 1e-6
 """Part by which a density that is found in steps is rounded up, so that it holds."""
@@ -87,14 +88,31 @@ def of_staircase() -> sp.Expr:
     return (N + 1) * g * (g + 1 - sp.sqrt(2 * g)) / (g**2 + 1)
 
 
-Family = Literal["full", "causal", "window"]
+def of_prefix() -> sp.Expr:
+    """Return `u` of an N x N causal mask whose first p columns all rows keep.
+
+    Rows see max(i, p) columns, no more than rows at i to i + 1 of a continuous mask with N + 1 in
+    the place of N. Of that as many sub-grids reach u as `densest_nested` looks at: rows of u
+    entries or more, and the columns that u of them still reach. Where `of_staircase` is p or more,
+    those are rows beyond the prefix, and it is u; elsewhere all rows, with J = N + 1 - u / g
+    columns or, where that is less, with the p of the prefix. With t = u / g the former says
+    t^2 - 2 (g + 1) (N + 1) t + (N + 1)^2 + p^2 = 0.
+    """
+    side, staircase = N + 1, of_staircase()
+    t = (g + 1) * side - sp.sqrt((g + 1) ** 2 * side**2 - side**2 - p**2)
+    return sp.Piecewise(
+        (staircase, staircase >= p), (g * t, side - t >= p), (by_degrees(p, side), True)
+    )
+
+
+Family = Literal["full", "causal", "window", "prefix"]
 """Masks whose `u` has a closed form."""
 
 
 @cache
 def closed_form(family: Family) -> sp.Expr:
-    """Return `u` of a family as an expression of lengths, `w_b` and `g`; a causal mask is one of
-    equal lengths."""
+    """Return `u` of a family as an expression of lengths, `w_b`, `p` and `g`; causal masks, with a
+    prefix or not, are those of equal lengths."""
     match family:
         case "full":
             return by_degrees(N_kv, N_q)
@@ -102,11 +120,13 @@ def closed_form(family: Family) -> sp.Expr:
             return sp.Min(of_staircase().subs(N, N_q), N_q * g / (g + 1))
         case "window":
             return by_degrees(sp.Min(w_b, N_kv), sp.Min(w_b, N_q))
+        case "prefix":
+            return of_prefix().subs(N, N_q)
 
 
 @cache
 def _evaluator(family: Family) -> Callable[..., float]:
-    evaluate: Any = sp.lambdify((N_q, N_kv, g, w_b), closed_form(family), modules="math")
+    evaluate: Any = sp.lambdify((N_q, N_kv, g, w_b, p), closed_form(family), modules="math")
     return evaluate
 
 
@@ -119,6 +139,8 @@ def family_of(mask: Mask, seqlen_q: int, seqlen_kv: int) -> Family | None:
             return "causal"
         case SlidingWindow(left=int(), right=int()):
             return "window"
+        case PrefixLM(number=int()) if seqlen_q == seqlen_kv:
+            return "prefix"
         case _:
             return None
 
@@ -148,12 +170,15 @@ def subgrids(mask: Mask, seqlen_q: int, seqlen_kv: int, group: int) -> Subgrids:
     degree, width = mask_size(mask, seqlen_q, seqlen_kv).degree, seqlen_q + seqlen_kv - 1
     most: float = by_degrees(degree, degree, group)
     if (family := family_of(mask, seqlen_q, seqlen_kv)) is not None:
+        prefix = 0
         match mask:
             case SlidingWindow(left=int(left), right=int(right)):
                 width = min(width, left + right + 1)
+            case PrefixLM(number=int(columns)):
+                prefix = min(columns, seqlen_kv)
             case _:
                 pass
-        its = float(_evaluator(family)(seqlen_q, seqlen_kv, group, width))
+        its = float(_evaluator(family)(seqlen_q, seqlen_kv, group, width, prefix))
         return Subgrids(min(most, its), width, family if its <= most else None)
     rows, columns = (bands(mask, side, seqlen_q, seqlen_kv) for side in ("rows", "columns"))
     if rows is None or columns is None:
