@@ -16,6 +16,7 @@ from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS
 from tilegen.problem import AttentionProblem
+from tilegen.settings import settings
 
 if TYPE_CHECKING:
     from tilegen.bundles.building import Made
@@ -151,7 +152,8 @@ def tune(
     storage: str = "",
 ) -> list[TuningRecord]:
     """Return the records of the best configs that measuring on the GPU at hand finds, one for each
-    kernel, and keep them in the own directory.
+    kernel, and keep them in the own directory. With TILEGEN_LIBRARIES=1 PyTorch's own kernels are
+    measured too, for each pass whose kernels are all tuned.
 
     The budget of a kernel is `seconds` in this run, or `trials` in all runs together, or both. With
     `storage` other machines take part, and the budget is `trials`. A `gpu` must be the one at hand.
@@ -171,7 +173,21 @@ def tune(
     kernels = kernels_named(kernel, parsed, spec)
     if storage:
         return _tune_together(parsed, spec, kernels, trials, storage)
-    return [tuned(parsed, spec, kernel=one, seconds=seconds, trials=trials) for one in kernels]
+    found = [tuned(parsed, spec, kernel=one, seconds=seconds, trials=trials) for one in kernels]
+    if settings().libraries:
+        _tune_libraries(parsed, spec, kernels)
+    return found
+
+
+def _tune_libraries(problem: AttentionProblem, gpu: GpuSpec, kernels: Sequence[Kernel]) -> None:
+    """Measure PyTorch's own kernels for the passes all of whose kernels were tuned."""
+    from tilegen.kernels.registry import family_among
+    from tilegen.store.library_record import PASSES
+    from tilegen.tuning.libraries import tune_libraries
+
+    for direction in PASSES:
+        if family_among(kernels, direction):
+            tune_libraries(problem, gpu, direction, command=f"tilegen tune '{problem.bucket}'")
 
 
 def _tune_together(

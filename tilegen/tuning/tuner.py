@@ -28,6 +28,7 @@ from tilegen.store import (
     save,
     this_machine,
 )
+from tilegen.store.trials import of_one_binary, one_binary_line
 from tilegen.tuning.bench import Ahead, Bench, Check, Compile, Measure, real_bench, refused
 from tilegen.tuning.report import Report, describe
 from tilegen.tuning.search import Search
@@ -118,6 +119,8 @@ def tune(
         record = run.record(run.winner, command)
         saved = save(record)
         report.say(f"{saved.file} {'written' if saved.wins else 'not won'}: {saved.reason}")
+        for configs in of_one_binary(run.trials.values()):
+            report.say(one_binary_line(configs))
         report.say(f"{record.config!r}  # {describe(record)}")
     return record
 
