@@ -16,6 +16,7 @@ from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.kernel_files import load
 from tilegen.errors import BuildFailed, Unsupported
 from tilegen.kernels.config import threads_of
+from tilegen.kernels.descriptors import ARCHITECTURES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,15 +63,16 @@ def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) 
     from triton import knobs
     from triton.compiler import ASTSource
 
+    if rendered.config.descriptors and arch not in ARCHITECTURES:
+        raise Unsupported(f"{rendered.function}: {arch} loads nothing through tensor descriptors")
     target = _target(arch)
     function = getattr(load(rendered), rendered.function)
     # As the launcher specialises pointers, so that what is compiled here is found in Triton's
     # cache.
     divisible = [["tt.divisibility", 16]] if rendered.aligned else []
-    # They come first; what a mask reads comes last and is not specialised.
-    pointers = [
-        i for i, _ in enumerate(takewhile(lambda one: one[1].startswith("*"), rendered.signature))
-    ]
+    # They come first, among descriptors; what a mask reads comes last and is not specialised.
+    leading = takewhile(lambda one: one[1].startswith(("*", "tensordesc")), rendered.signature)
+    pointers = [i for i, (_, type_) in enumerate(leading) if type_.startswith("*")]
     source = ASTSource(
         fn=function,
         signature=dict(rendered.signature),
@@ -93,6 +95,7 @@ def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) 
         raise BuildFailed(f"{rendered.function} for {arch}: {_one_line(error)}") from error
     seconds = time.perf_counter() - started
     used = _resources(compiled, arch)
+    parameters = sum(map(_parameters, rendered.signature))
     return CompiledKernel(
         rendered=rendered,
         arch=arch,
@@ -101,7 +104,7 @@ def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) 
         registers=used.registers,
         spill_bytes=used.spill_bytes,
         serialized=used.serialized,
-        scratch_pointers=_num_parameters(compiled, arch) - len(rendered.signature),
+        scratch_pointers=_num_parameters(compiled, arch) - parameters,
         seconds=seconds,
     )
 
@@ -170,6 +173,11 @@ def _num_parameters(compiled: Any, arch: str) -> int:
     entry = re.search(r"\.entry\s+\w+\((.*?)\)", compiled.asm["ptx"], re.DOTALL)
     assert entry
     return entry[1].count(".param")
+
+
+def _parameters(argument: tuple[str, str]) -> int:
+    """Return the parameters of an argument; a descriptor is followed by its sizes and strides."""
+    return 9 if argument[1].startswith("tensordesc") else 1
 
 
 def nvidia_tool(name: str) -> str:

@@ -1,0 +1,86 @@
+"""Kernels that load what passes through tensor descriptors compile to fewer registers."""
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+
+from tests.described import DESCRIBED
+from tilegen.build.compiler import compile_for
+from tilegen.emit.kernel_files import load
+from tilegen.emit.render import render
+from tilegen.errors import Unsupported
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.problem import AttentionProblem
+
+PARSE, CONFIG = AttentionProblem.parse, TileConfig.parse
+LLAMA = PARSE("b1 hq32 hkv8 q8192 d128 bf16 causal")
+SMALL = PARSE("b1 hq4 hkv2 q1024 d64 bf16 causal")
+
+
+@pytest.mark.parametrize(
+    "arch, kernel, text, fewer",
+    [
+        ("sm_90", "fwd", "m128n128w8s2", 40),
+        ("sm_90", "bwd_dkdv", "m64n64w8s2", 20),
+        ("sm_90", "bwd_dq", "m128n64w8s3", 40),
+        ("sm_100", "fwd", "m128n128w8s2", 10),
+        ("sm_100", "bwd_dkdv", "m64n128w8s2", 10),
+        ("sm_120", "fwd", "m64n64w4s2", 40),
+    ],
+)
+def test_fewer_registers(arch: str, kernel: Kernel, text: str, fewer: int) -> None:
+    """And shared memory for barriers alone: the tiles take as much of it."""
+    plain, described = (
+        compile_for(render(LLAMA, CONFIG(one), kernel), arch) for one in (text, f"{text}t")
+    )
+    assert described.registers <= plain.registers - fewer
+    assert described.spill_bytes == 0
+    assert plain.shared_bytes <= described.shared_bytes <= plain.shared_bytes + 1024
+    assert described.scratch_pointers == plain.scratch_pointers
+
+
+@pytest.mark.parametrize("kernel", DESCRIBED)
+def test_tiles_that_pass_come_by_tma_alone(kernel: Kernel) -> None:
+    config = CONFIG("m64n64w4s3t")
+    rendered = render(PARSE("b1 hq4 hkv2 q1024 d80 bf16 causal"), config, kernel)
+    source = triton.compiler.ASTSource(
+        fn=getattr(load(rendered), rendered.function),
+        signature=dict(rendered.signature),
+        constexprs={},
+        attrs={},
+    )
+    options = {"num_warps": 4, "num_stages": 3}
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    assert "cp.async.bulk.tensor.4d.shared" in ptx
+    assert "cp.async.cg" not in ptx
+
+
+def test_a_gpu_without_tma_is_refused() -> None:
+    with pytest.raises(Unsupported, match="sm_80 loads nothing through tensor descriptors"):
+        compile_for(render(SMALL, CONFIG("m64n64w4s2t")), "sm_80")
+
+
+@pytest.mark.usefixtures("compile_instead_of_launching")
+@pytest.mark.parametrize("kernel", DESCRIBED)
+def test_no_length_recompiles(kernel: Kernel) -> None:
+    """And what is compiled ahead is found when it is launched."""
+    rendered = render(SMALL, CONFIG("m32n32w4s2t"), kernel)
+    compile_for(rendered, "sm_90")
+    module, found = load(rendered), list[bool]()
+    knobs = triton.knobs.compilation
+    before, knobs.listener = knobs.listener, lambda **event: found.append(event["cache_hit"])
+    try:
+        for batch, rows in ((1, 1), (2, 17), (1, 1024), (3, 100)):
+            for inside in (False, True):
+                shape = (batch, rows, 4, 64) if inside else (batch, 4, rows, 64)
+                q = torch.empty(shape, dtype=torch.bfloat16)
+                q = q.transpose(1, 2) if inside else q
+                sums = torch.empty(batch, 4, rows)
+                given = (q, q[:, :2], q[:, :2])
+                backward = (*given, q, sums, sums, 0.1)
+                module.launch(*((*given, 0.1) if kernel == "fwd" else backward))
+    finally:
+        knobs.listener = before
+    assert found == [True]
+    assert len(getattr(module, rendered.function).device_caches[0][0]) == 1
