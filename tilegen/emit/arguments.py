@@ -28,13 +28,12 @@ class Arguments:
         cls,
         spec: KernelSpec,
         config: TileConfig,
-        widths: Mapping[Dim, Sequence[int]],
+        head_dims: Mapping[Dim, int],
         extras: Sequence[Line],
         changes_scores: bool,
     ) -> Arguments:
-        """Return a kernel's arguments, for head dims in tiles of some widths; where scores are
-        changed, their scale comes as it is."""
-        lines = described_lines(spec, config, widths) if config.descriptors else spec.lines
+        """Return a kernel's arguments; where scores are changed, their scale comes as it is."""
+        lines = described_lines(spec, config, head_dims) if config.descriptors else spec.lines
         lines = (SCALE if changes_scores and line is SCALE_IN_BASE_2 else line for line in lines)
         return cls(spec=spec, lines=tuple(lines), extras=tuple(extras))
 

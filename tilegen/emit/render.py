@@ -135,8 +135,7 @@ def _context(
     added = (*extras(problem.mask, side), *change.extras) if spec.masked else ()
     drops = spec.drops and problem.dropout
     added += ((SINKS,) if sinks else ()) + ((DROPOUT,) if drops else ())
-    widths = {"qk": head_dim_chunks(problem.head_dim_qk), "v": head_dim_chunks(problem.head_dim_v)}
-    arguments = Arguments.of(spec, config, widths, added, bool(change.forward))
+    arguments = Arguments.of(spec, config, problem.head_dims, added, bool(change.forward))
     return {
         "header": _header(problem, config, kernel, aligned, unit),
         "function": function,

@@ -9,12 +9,12 @@ tiles are loaded by addresses, as `TileConfig.descriptors=False` says.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tilegen.kernels.arguments import COLUMN_TENSORS, Argument, Line
-from tilegen.kernels.config import Dim, TileConfig
+from tilegen.kernels.config import Dim, TileConfig, head_dim_chunks
 from tilegen.kernels.spec import WIDTHS, KernelSpec
 
 if TYPE_CHECKING:
@@ -48,10 +48,10 @@ def is_describable(tensor: torch.Tensor) -> bool:
 
 
 def described_lines(
-    spec: KernelSpec, config: TileConfig, widths: Mapping[Dim, Sequence[int]]
+    spec: KernelSpec, config: TileConfig, head_dims: Mapping[Dim, int]
 ) -> list[Line]:
-    """Return a kernel's arguments with descriptors in the place of addresses and strides; `widths`
-    are those of the tiles that hold each head dim, each of which has a descriptor."""
+    """Return a kernel's arguments with descriptors in the place of addresses and strides, one for
+    each of the tiles that hold a head dim."""
     addresses, *others = spec.lines
     first: list[Argument] = []
     for one in addresses.arguments:
@@ -59,7 +59,7 @@ def described_lines(
             first.append(one)
             continue
         rows = config.block_n if one.of in COLUMN_TENSORS else config.block_m
-        pieces = widths[WIDTHS[one.of]]
+        pieces = head_dim_chunks(head_dims[WIDTHS[one.of]])
         first += [
             Argument(
                 f"{one.of}_desc" + (f"_{i}" if len(pieces) > 1 else ""),

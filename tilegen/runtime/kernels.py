@@ -16,8 +16,9 @@ from tilegen.errors import Unsupported
 from tilegen.gpus.spec import ASSUMED, GpuSpec, detect, gpu
 from tilegen.kernels import passes
 from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.descriptors import described_lines
 from tilegen.kernels.panels import Launch, rows_for
-from tilegen.kernels.registry import grid_of
+from tilegen.kernels.registry import KERNELS, grid_of
 from tilegen.kernels.spec import Direction
 from tilegen.kernels.two_pass import BWD_PREPROCESS
 from tilegen.masks.shapes import Shape
@@ -195,6 +196,10 @@ def launcher_of_module(
     unit: int,
 ) -> Launcher:
     """Return the launcher of an emitted kernel whose strides are counted in `unit` elements."""
+    lines = (
+        described_lines(KERNELS[kernel], config, problem.head_dims) if config.descriptors else []
+    )
+    every = (one for line in lines for one in line.arguments)
     launched = Launched(
         kernel=kernel,
         config=config,
@@ -202,6 +207,7 @@ def launcher_of_module(
         stride_unit=unit,
         grid=grid_of(kernel, config, problem.group_size),
         where=module.__name__,
+        described=tuple(one for one in every if one.taken == "descriptor"),
     )
     return Launcher(launched, function, module.launch)
 
