@@ -15,13 +15,16 @@ from subprocess import SubprocessError
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from tilegen.choose.chosen import Chosen, Ranked
+from tilegen.choose.chosen import Chosen, Origin, Ranked
 from tilegen.choose.families import kernels_used
 from tilegen.choose.known import Known
 from tilegen.disk import log, say_once
+from tilegen.emit.identity import rows_are_aligned
 from tilegen.emit.kernel_files import load_kernel
 from tilegen.errors import BuildFailed, TilegenError
 from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.descriptors import loadable, why_not_described
+from tilegen.kernels.registry import KERNELS
 from tilegen.kernels.spec import Direction
 from tilegen.problem import AttentionProblem
 
@@ -43,6 +46,7 @@ def choose(
     direction: Direction | None = None,
     *,
     aligned: bool = True,
+    describable: bool = True,
     may_tune: bool = False,
     may_compile: bool = False,
     deterministic: bool | None = None,
@@ -50,7 +54,8 @@ def choose(
     """Return the kernels that compute a problem, or one of its passes, and a config for each.
 
     With `may_compile` the model's configs are compiled in this process, for tensors that are
-    `aligned` or not, until one may be used. With `may_tune` a kernel without a record is tuned
+    `aligned` or not, until one may be used. Tensors that are not `describable` are not loaded
+    through tensor descriptors. With `may_tune` a kernel without a record is tuned
     first if TILEGEN_TUNE=1 is set. See `Known` for `deterministic`. Raises Unsupported.
     """
     # AttentionProblem -> Known: the problem in normal form, with its records
@@ -59,7 +64,13 @@ def choose(
     kernels: tuple[Kernel, ...] = kernels_used(known, direction)
     # [Kernel] -> {Kernel: Ranked}
     ranked: dict[Kernel, Ranked] = {
-        kernel: rank(known, kernel, may_tune=may_tune, may_compile=may_compile)
+        kernel: rank(
+            known,
+            kernel,
+            describable=aligned and describable,
+            may_tune=may_tune,
+            may_compile=may_compile,
+        )
         for kernel in kernels
     }
     # {Kernel: Ranked} -> {Kernel: Chosen}
@@ -86,18 +97,38 @@ def choose_kernel(
 
 
 def rank(
-    known: Known, kernel: Kernel, *, may_tune: bool = False, may_compile: bool = True
+    known: Known,
+    kernel: Kernel,
+    *,
+    describable: bool = True,
+    may_tune: bool = False,
+    may_compile: bool = True,
 ) -> Ranked:
     """Return the configs to use, best first: one that is known, else the model's best, or with
-    `may_compile` the ASKED that a compiler should be asked about, in that order. Raises
-    Unsupported."""
+    `may_compile` the ASKED that a compiler should be asked about, in that order.
+
+    Where GPU, problem or tensors (`describable=False`) forbid tensor descriptors, a config that is
+    known with them is used without. Raises Unsupported.
+    """
+    why_not = why_not_described(
+        KERNELS[kernel],
+        known.problem.dtype,
+        aligned=describable and rows_are_aligned(known.problem),
+        arch=known.gpu.arch,
+    )
+
+    def one(config: TileConfig, origin: Origin, source: str) -> Ranked:
+        if config.descriptors and why_not:
+            source += f"; tiles are loaded by addresses: {why_not}"
+        return Ranked(kernel, (loadable(config, why_not),), origin, source)
+
     if config := known.agreed(kernel):
-        return Ranked(kernel, (config,), "agreement", "all ranks agreed")
+        return one(config, "agreement", "all ranks agreed")
     found = known.own(kernel)
     if found is None and may_tune and (config := known.tuned(kernel)):
-        return Ranked(kernel, (config,), "tuning", "tuned now")
+        return one(config, "tuning", "tuned now")
     if found := found or known.borrowed(kernel):
-        return Ranked(kernel, (found.record.config,), "record", str(found))
+        return one(found.record.config, "record", str(found))
     from tilegen.choose.ranking import hopefuls, propose  # load SymPy
 
     ask, top = (hopefuls, ASKED) if may_compile else (propose, 1)

@@ -1,26 +1,32 @@
 """Kernels that load what passes through tensor descriptors, in Triton's interpreter."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import tilegen
 from tests.described import DESCRIBED, configs
 from tests.interpret.mutations import Mutation
 from tests.interpret.test_counts import counted
+from tilegen import pipeline
 from tilegen.check import interpreter
 from tilegen.check.reference import Inputs, make_inputs
 from tilegen.check.verification import check, require, run, verify
+from tilegen.choose import agreement
 from tilegen.dropout import Dropout
 from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
+from tilegen.gpus.spec import ASSUMED, gpu
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.masks import Mask, causal, documents, kv_lengths
 from tilegen.masks.score import alibi, softcap
 from tilegen.model.traffic import traffic
 from tilegen.problem import AttentionProblem
+from tilegen.runtime import plans
 
 SQUARE = configs(TileConfig(block_m=32, block_n=32))
 WIDE = configs(TileConfig(block_m=16, block_n=64))
@@ -156,3 +162,43 @@ def test_a_launch_refuses_what_a_descriptor_cannot_hold() -> None:
     one = x.k[:1].as_strided(x.k.shape, (1, *x.k.stride()[1:]))  # of size 1: any stride
     out, _ = launch(x.q, one, x.v, 0.1)
     assert torch.equal(out, launch(x.q, x.k, x.v, 0.1)[0])
+
+
+@pytest.mark.any_triton
+def test_calls_of_all_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Configs with descriptors, agreed on: expanded and odd tensors are loaded by addresses, and an
+    expanded gradient is copied."""
+    problem = AttentionProblem.parse("b2 hq4 hkv2 q40 kv40 d64 fp16 causal")
+    monkeypatch.setattr(agreement, "_agreed", {})
+    for kernel, config in SQUARE.items():
+        agreement.remember(gpu(ASSUMED), kernel, problem.bucket.key, config)
+    loaded: list[bool] = []
+    load_kernel = pipeline.load_kernel
+
+    def noted(problem: Any, config: TileConfig, kernel: Kernel, *, aligned: bool) -> Any:
+        loaded.append(config.descriptors)
+        return load_kernel(problem, config, kernel, aligned=aligned)
+
+    monkeypatch.setattr(pipeline, "load_kernel", noted)
+    plans.forget()
+    q = torch.randn(2, 4, 40, 64, dtype=torch.float16)
+    dense = torch.randn(2, 2, 40, 64, dtype=torch.float16)
+    odd = torch.randn(2 * 2 * 40 * 64 + 1).half()[1:].view(2, 2, 40, 64)
+    for k in (dense, dense[:, :1].expand_as(dense), odd):
+        inputs = [x.detach().requires_grad_() for x in (q, k, dense)]
+        out = tilegen.attention(*inputs, mask=tilegen.causal())
+        grad = torch.randn(2, 4, 1, 64, dtype=torch.float16).expand_as(out)
+        out.backward(grad)
+        exact = [x.detach().double().requires_grad_() for x in (q, k, dense)]
+        repeated = [x.repeat_interleave(2, 1) for x in exact[1:]]
+        whole = torch.nn.functional.scaled_dot_product_attention(
+            exact[0], repeated[0], repeated[1], is_causal=True
+        )
+        whole.backward(grad.double())
+        torch.testing.assert_close(out.double(), whole, atol=1e-2, rtol=1e-2)
+        for one, other in zip(inputs, exact, strict=True):
+            assert one.grad is not None
+            assert other.grad is not None
+            torch.testing.assert_close(one.grad.double(), other.grad, atol=3e-2, rtol=3e-2)
+    plans.forget()
+    assert loaded == [True, False, True, True] + 2 * [False] * 4

@@ -1,18 +1,31 @@
 """Tensor descriptors: the knob, the rule that says where they may be used, and the emitted text."""
 
+from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+import tilegen
 from tests.conftest import CheckGolden
 from tests.described import DESCRIBED
+from tests.records import RECORD, timed
+from tilegen import pipeline
+from tilegen.bundles import building
+from tilegen.check import interpreter
+from tilegen.choose.chosen import Chosen, Ranked
+from tilegen.choose.known import Known
 from tilegen.emit.render import render
 from tilegen.errors import Unsupported
+from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.descriptors import is_describable, why_not_described
 from tilegen.kernels.registry import KERNELS
 from tilegen.problem import AttentionProblem
+from tilegen.runtime import plans
+from tilegen.store import save
 from tilegen.store.fields import parse_json
 from tilegen.store.record import config_from
 
@@ -99,3 +112,65 @@ def test_strides_that_a_descriptor_can_hold() -> None:
         (2, 1, 1, 8), (2**39, 8, 8, 1)
     )
     assert not is_describable(far)
+
+
+def recorded(name: str, arch: str) -> None:
+    record = replace(RECORD, problem=LLAMA.bucket, kernel="fwd", gpu=name, arch=arch)
+    save(replace(record, config=CONFIG, measurement=timed(1e4), estimate=None))
+
+
+def test_a_record_is_used_without_them_where_they_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of tensors that a descriptor cannot hold, and of a GPU that cannot load by one."""
+    monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
+    recorded("h200", "sm_90")
+    recorded("a100", "sm_80")
+    plain = replace(CONFIG, descriptors=False)
+
+    def chosen(name: str, **how: bool) -> Chosen:
+        return pipeline.choose(LLAMA, gpu(name), "forward", **how)["fwd"]
+
+    assert chosen("h200").config == CONFIG
+    assert "by addresses" not in chosen("h200").source
+    for aligned, describable in ((True, False), (False, True)):
+        one = chosen("h200", aligned=aligned, describable=describable)
+        assert one.config == plain
+        assert one.source.endswith("addresses and strides that are multiples of 16 bytes")
+    assert chosen("a100").config == plain
+    assert chosen("a100").source.endswith("sm_80 has no tensor memory accelerator")
+
+
+def test_bundles_have_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def rank(known: Known, kernel: Kernel, *, describable: bool) -> Ranked:
+        asked.append(describable)
+        raise Unsupported("enough")
+
+    monkeypatch.setattr(building, "rank", rank)
+    monkeypatch.setattr(building, "Pool", lambda: nullcontext(SimpleNamespace(size=1)))
+    with pytest.raises(Unsupported, match="enough"):
+        building.generate([LLAMA], [gpu("h200")], tmp_path, directions=["forward"])
+    assert asked == [False]
+
+
+def test_calls_say_what_descriptors_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Expanded keys are another kind of call, with kernels of its own."""
+    asked: list[bool] = []
+
+    def choose(*_: object, describable: bool, **__: object) -> dict[Kernel, Chosen]:
+        asked.append(describable)
+        raise Unsupported("enough")
+
+    monkeypatch.setattr(interpreter, "is_active", lambda: True)
+    monkeypatch.setattr(interpreter, "prepare", lambda: None)
+    monkeypatch.setattr(pipeline, "choose", choose)
+    plans.forget()
+    dense = torch.zeros(2, 2, 8, 32, dtype=torch.float16)
+    odd = torch.zeros(2 * 2 * 8 * 32 + 1, dtype=torch.float16)[1:].view(2, 2, 8, 32)
+    for k in (dense, dense[:1].expand_as(dense), dense[:, :1].expand_as(dense), odd):
+        with pytest.raises(Unsupported, match="enough"):
+            tilegen.attention(dense, k, dense)
+    plans.forget()
+    assert asked == [True, False, False, False]

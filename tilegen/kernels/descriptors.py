@@ -39,6 +39,12 @@ def why_not_described(spec: KernelSpec, dtype: str, *, aligned: bool, arch: str 
     return ""
 
 
+def loadable(config: TileConfig, reason: str) -> TileConfig:
+    """Return a config, or where there is a reason why not to use descriptors, the same that loads
+    tiles by addresses."""
+    return replace(config, descriptors=False) if reason and config.descriptors else config
+
+
 def is_describable(tensor: torch.Tensor) -> bool:
     """Whether a descriptor can hold the strides of an aligned tensor (batch, heads, rows, columns):
     none is 0, as of an expanded dimension, or too large."""

@@ -50,10 +50,18 @@ class Kernels:
     """The emitted kernels of one problem bucket on one device; those of a pass are chosen and
     loaded when it first runs."""
 
-    def __init__(self, problem: AttentionProblem, device: torch.device, aligned: bool) -> None:
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        device: torch.device,
+        aligned: bool,
+        describable: bool = True,
+    ) -> None:
+        """`aligned` and `describable` are what tensors may be taken for."""
         self.problem = problem
         self.device = device
         self.aligned = aligned
+        self.describable = aligned and describable
         self._on_gpu = device.type == "cuda"
         self._passes: dict[Direction, Pass] = {}
         self._lock = RLock()
@@ -157,6 +165,7 @@ class Kernels:
             spec,
             direction,
             aligned=self.aligned,
+            describable=self.describable,
             may_tune=self._on_gpu,
             may_compile=self._on_gpu,
         )
