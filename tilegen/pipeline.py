@@ -23,7 +23,7 @@ from tilegen.emit.identity import rows_are_aligned
 from tilegen.emit.kernel_files import load_kernel
 from tilegen.errors import BuildFailed, TilegenError
 from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.kernels.descriptors import loadable, why_not_described
+from tilegen.kernels.descriptors import why_not_described, without
 from tilegen.kernels.registry import KERNELS
 from tilegen.kernels.spec import Direction
 from tilegen.problem import AttentionProblem
@@ -120,7 +120,8 @@ def rank(
     def one(config: TileConfig, origin: Origin, source: str) -> Ranked:
         if config.descriptors and why_not:
             source += f"; tiles are loaded by addresses: {why_not}"
-        return Ranked(kernel, (loadable(config, why_not),), origin, source)
+            config = without(config)
+        return Ranked(kernel, (config,), origin, source)
 
     if config := known.agreed(kernel):
         return one(config, "agreement", "all ranks agreed")
@@ -132,7 +133,7 @@ def rank(
     from tilegen.choose.ranking import hopefuls, propose  # load SymPy
 
     ask, top = (hopefuls, ASKED) if may_compile else (propose, 1)
-    candidates = ask(known.problem, known.gpu, kernel=kernel, top=top)
+    candidates = ask(known.problem, known.gpu, kernel=kernel, top=top, describable=describable)
     configs = tuple(one.config for one in candidates)
     return Ranked(kernel, configs, "model", "the model", tuple(candidates))
 

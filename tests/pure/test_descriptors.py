@@ -1,5 +1,6 @@
 """Tensor descriptors: the knob, the rule that says where they may be used, and the emitted text."""
 
+import re
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +18,14 @@ from tilegen.bundles import building
 from tilegen.check import interpreter
 from tilegen.choose.chosen import Chosen, Ranked
 from tilegen.choose.known import Known
+from tilegen.choose.ranking import hopefuls, propose, search_space
 from tilegen.emit.render import render
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.kernels.descriptors import is_describable, why_not_described
+from tilegen.kernels.descriptors import is_describable, why_not_described, without
 from tilegen.kernels.registry import KERNELS
+from tilegen.model.footprint import footprint
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import plans
 from tilegen.store import save
@@ -139,6 +142,57 @@ def test_a_record_is_used_without_them_where_they_cannot_be(
         assert one.source.endswith("addresses and strides that are multiples of 16 bytes")
     assert chosen("a100").config == plain
     assert chosen("a100").source.endswith("sm_80 has no tensor memory accelerator")
+
+
+@pytest.mark.parametrize("kernel", DESCRIBED)
+def test_they_are_proposed_for_tiles_that_would_spill_without(kernel: Kernel) -> None:
+    h200 = gpu("h200")
+    found = [one.config for one in hopefuls(LLAMA, h200, kernel=kernel, top=20)]
+    described = [one for one in found if one.descriptors]
+    assert found[0] == described[0]
+    for one in described:
+        plain = without(one)
+        spilled = [footprint(LLAMA, each, kernel, "sm_90").spill_bytes for each in (plain, one)]
+        assert spilled[0] > spilled[1]
+        assert plain not in found or found.index(one) < found.index(plain)
+    space = search_space(LLAMA, h200, kernel)
+    assert TileConfig.parse("m64n64w4s3t") in space
+    for problem, name, describable in (
+        (LLAMA, "h200", False),
+        (LLAMA, "a100", True),
+        (replace(LLAMA, dtype="fp32"), "h200", True),
+        (AttentionProblem.parse("b4 hq32 hkv8 q4096 d100 bf16 causal"), "h200", True),
+    ):
+        every = propose(problem, gpu(name), kernel=kernel, top=2000, describable=describable)
+        assert not any(one.config.descriptors for one in every)
+
+
+def test_calls_that_cannot_have_them_ask_for_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILEGEN_CACHE_DIR", "/nowhere")
+    assert pipeline.choose(LLAMA, gpu("h200"), "forward")["fwd"].config.descriptors
+    for how in ({"aligned": False}, {"describable": False}):
+        assert not pipeline.choose(LLAMA, gpu("h200"), "forward", **how)["fwd"].config.descriptors
+
+
+def test_explain_says_how_tiles_are_loaded() -> None:
+    def loads(text: str, name: str, kernel: str, config: str) -> list[str]:
+        told = tilegen.explain(text, name, kernel=kernel, config=config).text()
+        return re.findall(r"^  loads      (.*)$", told, re.MULTILINE)
+
+    causal = "b1 hq8 hkv2 q1024 d64 bf16 causal"
+    assert loads(causal, "h200", "bwd_dkdv", "m64n64w4s2t") == [
+        "q and dout through tensor descriptors"
+    ]
+    assert loads(causal, "h200", "fwd", "m64n64w4s2") == [
+        "k and v by addresses; by TMA with m64n64w4s2t"
+    ]
+    assert loads(causal, "a100", "fwd", "m64n64w4s2") == [
+        "k and v by addresses: sm_80 has no tensor memory accelerator"
+    ]
+    assert loads(causal, "h200", "bwd_preprocess", "m64n16w4s1") == []
+    assert loads(causal.replace("d64", "d100"), "h200", "fwd", "m64n64w4s2")[0].endswith(
+        "strides that are multiples of 16 bytes"
+    )
 
 
 def test_bundles_have_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,10 +39,9 @@ def why_not_described(spec: KernelSpec, dtype: str, *, aligned: bool, arch: str 
     return ""
 
 
-def loadable(config: TileConfig, reason: str) -> TileConfig:
-    """Return a config, or where there is a reason why not to use descriptors, the same that loads
-    tiles by addresses."""
-    return replace(config, descriptors=False) if reason and config.descriptors else config
+def without(config: TileConfig) -> TileConfig:
+    """Return a config that loads its tiles by addresses."""
+    return replace(config, descriptors=False) if config.descriptors else config
 
 
 def is_describable(tensor: torch.Tensor) -> bool:
