@@ -9,19 +9,22 @@ how they compile: not in this process, but in a pool of others.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from subprocess import SubprocessError
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from tilegen.choose.chosen import Chosen, Ranked
+from tilegen.choose.chosen import Chosen, Origin, Ranked
 from tilegen.choose.families import kernels_used
 from tilegen.choose.known import Known
 from tilegen.disk import log, say_once
+from tilegen.emit.identity import rows_are_aligned
 from tilegen.emit.kernel_files import load_kernel
 from tilegen.errors import BuildFailed, TilegenError
 from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.descriptors import why_not_described, without
+from tilegen.kernels.registry import KERNELS
 from tilegen.kernels.spec import Direction
 from tilegen.problem import AttentionProblem
 
@@ -43,6 +46,7 @@ def choose(
     direction: Direction | None = None,
     *,
     aligned: bool = True,
+    describable: bool = True,
     may_tune: bool = False,
     may_compile: bool = False,
     deterministic: bool | None = None,
@@ -50,7 +54,8 @@ def choose(
     """Return the kernels that compute a problem, or one of its passes, and a config for each.
 
     With `may_compile` the model's configs are compiled in this process, for tensors that are
-    `aligned` or not, until one may be used. With `may_tune` a kernel without a record is tuned
+    `aligned` or not, until one may be used. Tensors that are not `describable` are not loaded
+    through tensor descriptors. With `may_tune` a kernel without a record is tuned
     first if TILEGEN_TUNE=1 is set. See `Known` for `deterministic`. Raises Unsupported.
     """
     # AttentionProblem -> Known: the problem in normal form, with its records
@@ -59,7 +64,13 @@ def choose(
     kernels: tuple[Kernel, ...] = kernels_used(known, direction)
     # [Kernel] -> {Kernel: Ranked}
     ranked: dict[Kernel, Ranked] = {
-        kernel: rank(known, kernel, may_tune=may_tune, may_compile=may_compile)
+        kernel: rank(
+            known,
+            kernel,
+            describable=aligned and describable,
+            may_tune=may_tune,
+            may_compile=may_compile,
+        )
         for kernel in kernels
     }
     # {Kernel: Ranked} -> {Kernel: Chosen}
@@ -86,22 +97,43 @@ def choose_kernel(
 
 
 def rank(
-    known: Known, kernel: Kernel, *, may_tune: bool = False, may_compile: bool = True
+    known: Known,
+    kernel: Kernel,
+    *,
+    describable: bool = True,
+    may_tune: bool = False,
+    may_compile: bool = True,
 ) -> Ranked:
     """Return the configs to use, best first: one that is known, else the model's best, or with
-    `may_compile` the ASKED that a compiler should be asked about, in that order. Raises
-    Unsupported."""
+    `may_compile` the ASKED that a compiler should be asked about, in that order.
+
+    Where GPU, problem or tensors (`describable=False`) forbid tensor descriptors, a config that is
+    known with them is used without. Raises Unsupported.
+    """
+    why_not = why_not_described(
+        KERNELS[kernel],
+        known.problem.dtype,
+        aligned=describable and rows_are_aligned(known.problem),
+        arch=known.gpu.arch,
+    )
+
+    def one(config: TileConfig, origin: Origin, source: str) -> Ranked:
+        if config.descriptors and why_not:
+            source += f"; tiles are loaded by addresses: {why_not}"
+            config = without(config)
+        return Ranked(kernel, (config,), origin, source)
+
     if config := known.agreed(kernel):
-        return Ranked(kernel, (config,), "agreement", "all ranks agreed")
+        return one(config, "agreement", "all ranks agreed")
     found = known.own(kernel)
     if found is None and may_tune and (config := known.tuned(kernel)):
-        return Ranked(kernel, (config,), "tuning", "tuned now")
+        return one(config, "tuning", "tuned now")
     if found := found or known.borrowed(kernel):
-        return Ranked(kernel, (found.record.config,), "record", str(found))
+        return one(found.record.config, "record", str(found))
     from tilegen.choose.ranking import hopefuls, propose  # load SymPy
 
     ask, top = (hopefuls, ASKED) if may_compile else (propose, 1)
-    candidates = ask(known.problem, known.gpu, kernel=kernel, top=top)
+    candidates = ask(known.problem, known.gpu, kernel=kernel, top=top, describable=describable)
     configs = tuple(one.config for one in candidates)
     return Ranked(kernel, configs, "model", "the model", tuple(candidates))
 
@@ -129,21 +161,23 @@ def best_acceptable(
     ranked: Ranked,
     compile: Callable[[TileConfig], Usage | BuildFailed],
 ) -> Chosen:
-    """Return the config that is fastest with what the compiler says that it uses, among those that
-    may be used on a GPU.
+    """Return the config that is fastest by its machine code, or with what the compiler says that it
+    uses, among those that may be used on a GPU.
 
-    Compiling ends when no other can be faster by more than CLOSE. Where all spill much, the one
-    that spills least. Raises BuildFailed where none compiles and fits.
+    Another tile is compiled before the same one with other stages or loads, and none that cannot be
+    faster by more than CLOSE. Where none may be used, the one that spills least. Raises BuildFailed
+    where none compiles and fits.
     """
     from tilegen.build.acceptable import acceptable, first_that_fits
 
     at_best = {one.config: one.estimate.seconds for one in ranked.candidates}
     tried: dict[TileConfig, Usage | BuildFailed] = {}
     seconds: dict[TileConfig, float] = {}
-    for config in ranked.configs:
-        shortest = min(seconds.values(), default=math.inf)
-        if seconds and (len(tried) >= TRIED or shortest <= (1 + CLOSE) * at_best[config]):
+    for config in _by_tile(ranked.configs):
+        if seconds and len(tried) >= TRIED:
             break
+        if seconds and min(seconds.values()) <= (1 + CLOSE) * at_best[config]:
+            continue
         tried[config] = built = compile(config)
         if isinstance(built, BuildFailed) or not acceptable(built, gpu):
             continue
@@ -158,6 +192,17 @@ def best_acceptable(
     least = first_that_fits(list(tried.values()), gpu)
     config = next(config for config, built in tried.items() if built is least)
     return Chosen(config=config, ranked=ranked, tried=tried)
+
+
+def _by_tile(configs: Sequence[TileConfig]) -> list[TileConfig]:
+    """Return configs in their order, but the second of each tile after the first of all."""
+    seen: Counter[tuple[int, ...]] = Counter()
+    order: list[tuple[int, TileConfig]] = []
+    for one in configs:
+        tile = one.block_m, one.block_n, one.block_d, one.num_warps
+        order.append((seen[tile], one))
+        seen[tile] += 1
+    return [config for _, config in sorted(order, key=lambda pair: pair[0])]
 
 
 def load(

@@ -24,6 +24,8 @@ class Built:
 
     registers: int
     spill_bytes: int
+    step_code: None = None
+    """Nobody has read their machine code."""
     shared_bytes: int
 
 

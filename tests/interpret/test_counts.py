@@ -40,7 +40,7 @@ def counted(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> tu
         "bwd_dkdv": (x.q, x.k, x.v, x.dout, rows, rows, 0.1),
         "bwd_dq": (x.q, x.k, x.v, x.dout, rows, rows, 0.1),
     }[kernel]
-    launch = load(render(problem, config, kernel, aligned=False)).launch
+    launch = load(render(problem, config, kernel, aligned=config.descriptors)).launch
     with interpreter.count_traffic() as found:
         launch(*arguments)
     return found.read_bytes, found.write_bytes

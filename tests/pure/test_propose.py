@@ -188,7 +188,7 @@ def test_what_is_shared_between_configs_changes_no_ranking(
         assert (moved.read_bytes, moved.write_bytes) == (found.read_bytes, found.write_bytes)
         assert estimate(problem, spec, candidate.config, kernel) == found
         assert least_seconds(spec, moved) <= found.seconds
-    order = [(candidate.estimate.seconds, candidate.config) for candidate in ranked]
+    order = [(one.estimate.seconds, not one.config.descriptors, one.config) for one in ranked]
     assert sorted(order) == order
     for top in (1, 10):  # for which most configs are not looked at
         assert propose(problem, spec, kernel=kernel, top=top) == ranked[:top]
@@ -214,7 +214,8 @@ def test_a_new_length_is_proposed_for_with_little_work(monkeypatch: pytest.Monke
     monkeypatch.setattr(ranking, "time", noting)
     problem = PARSE("b1 hq32 hkv8 q4097 d128 bf16 causal")
     found = propose(problem, gpu("h200"))
-    assert footprint.cache_info().misses - before <= len(found)
+    # A tile that the other length did not come to has 16: warps, stages, descriptors.
+    assert footprint.cache_info().misses - before <= len(found) + 16
     assert 0 < len(timed) < len(all_configs(problem, "fwd")) / 2
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from tests import sliced, warm
 from tests.conftest import CheckGolden
+from tests.described import DESCRIBED
 from tests.problems import PROBLEMS
 from tilegen import resources
 from tilegen.bounded_cache import BoundedCache
@@ -65,6 +66,11 @@ def all_rendered() -> list[identity.RenderedKernel]:
         for problem in problems
         for kernel, config in {**dict.fromkeys(LARGE_CACHE, CONFIG), **sliced.ALL}.items()
         for aligned in (True, False)
+    ] + [
+        render(problem, replace(CONFIG, descriptors=True), kernel)
+        for problem in problems
+        for kernel in DESCRIBED
+        if problem.dtype != "fp32" and identity.rows_are_aligned(problem)
     ]
 
 
@@ -78,7 +84,9 @@ def test_emitted_files_are_well_formed(tmp_path: Path) -> None:
         assert "\n\n\n\n" not in text
         imported = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
         assert imported <= {"math", "torch", "triton", "triton.language"}
-        assert not any(isinstance(node, ast.ImportFrom) for node in ast.walk(tree))
+        others = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        descriptors = {"triton.tools.tensor_descriptor"} if kernel.config.descriptors else set()
+        assert others == descriptors
         functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
         assert {kernel.function, "launch"} <= set(functions)
         # What is known when rendering is decided by then: no `if` on a constant inside a kernel.

@@ -6,7 +6,7 @@ import re
 import subprocess
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.kernel_files import load
 from tilegen.errors import BuildFailed, Unsupported
 from tilegen.kernels.config import Kernel, TileConfig, threads_of
+from tilegen.kernels.descriptors import ARCHITECTURES
 from tilegen.problem import AttentionProblem
 
 if TYPE_CHECKING:
@@ -89,7 +90,13 @@ def step_code(
 
     work = step(problem, config, kernel)
     repeated = repetition(work, problem.element_bytes, config.num_warps, arch)
-    return code.step(round(repeated * work.multiply_adds)) if work.products else None
+    found = code.step(round(repeated * work.multiply_adds)) if work.products else None
+    if (
+        found and config.descriptors
+    ):  # one instruction writes a tile, of a size that it does not say
+        loaded = work.loaded * problem.element_bytes
+        return replace(found, shared_bytes=found.shared_bytes + loaded)
+    return found
 
 
 def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) -> CompiledKernel:
@@ -104,15 +111,16 @@ def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) 
     from triton import knobs
     from triton.compiler import ASTSource
 
+    if rendered.config.descriptors and arch not in ARCHITECTURES:
+        raise Unsupported(f"{rendered.function}: {arch} loads nothing through tensor descriptors")
     target = _target(arch)
     function = getattr(load(rendered), rendered.function)
     # As the launcher specialises pointers, so that what is compiled here is found in Triton's
     # cache.
     divisible = [["tt.divisibility", 16]] if rendered.aligned else []
-    # They come first; what a mask reads comes last and is not specialised.
-    pointers = [
-        i for i, _ in enumerate(takewhile(lambda one: one[1].startswith("*"), rendered.signature))
-    ]
+    # They come first, among descriptors; what a mask reads comes last and is not specialised.
+    leading = takewhile(lambda one: one[1].startswith(("*", "tensordesc")), rendered.signature)
+    pointers = [i for i, (_, type_) in enumerate(leading) if type_.startswith("*")]
     source = ASTSource(
         fn=function,
         signature=dict(rendered.signature),
@@ -135,6 +143,7 @@ def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) 
         raise BuildFailed(f"{rendered.function} for {arch}: {_one_line(error)}") from error
     seconds = time.perf_counter() - started
     used = _resources(compiled, arch)
+    parameters = sum(map(_parameters, rendered.signature))
     return CompiledKernel(
         rendered=rendered,
         arch=arch,
@@ -142,7 +151,7 @@ def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) 
         shared_bytes=int(compiled.metadata.shared),
         registers=used.registers,
         spill_bytes=used.spill_bytes,
-        scratch_pointers=_num_parameters(compiled, arch) - len(rendered.signature),
+        scratch_pointers=_num_parameters(compiled, arch) - parameters,
         seconds=seconds,
         assembly=compiled.asm["amdgcn"] if arch.startswith("gfx") else "",
     )
@@ -197,6 +206,11 @@ def _num_parameters(compiled: Any, arch: str) -> int:
     entry = re.search(r"\.entry\s+\w+\((.*?)\)", compiled.asm["ptx"], re.DOTALL)
     assert entry
     return entry[1].count(".param")
+
+
+def _parameters(argument: tuple[str, str]) -> int:
+    """Return the parameters of an argument; a descriptor is followed by its sizes and strides."""
+    return 9 if argument[1].startswith("tensordesc") else 1
 
 
 def _one_line(error: BaseException) -> str:

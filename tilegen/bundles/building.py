@@ -138,7 +138,8 @@ class _Builder:
         known = Known(problem, gpu)
         for direction in directions:
             for kernel in kernels_used(known, direction):
-                ranked = rank(known, kernel)
+                # A program that launches raw binaries would have to build descriptors itself.
+                ranked = rank(known, kernel, describable=False)
                 key = (
                     kernel_digest(problem, ranked.configs[0], kernel, rows_are_aligned(problem)),
                     ranked.configs,

@@ -14,13 +14,17 @@ if TYPE_CHECKING:
     from tilegen.model.estimate import Candidate
 
 
+Origin = Literal["agreement", "record", "tuning", "model"]
+"""How configs are known."""
+
+
 @dataclass(frozen=True)
 class Ranked:
     """The configs to use for one kernel, best first, and where they come from."""
 
     kernel: Kernel
     configs: tuple[TileConfig, ...]
-    origin: Literal["agreement", "record", "tuning", "model"]
+    origin: Origin
     source: str
     """For people: the file of a record, or how else the configs are known."""
     candidates: tuple[Candidate, ...] = ()

@@ -9,10 +9,12 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from tilegen.disk import say_once
+from tilegen.emit.identity import rows_are_aligned
 from tilegen.errors import Unsupported
 from tilegen.gpus.nearest import on_tensor_cores
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import BLOCK_SIZES, Kernel, TileConfig
+from tilegen.kernels.descriptors import why_not_described, without
 from tilegen.kernels.registry import KERNELS
 from tilegen.model.as_compiled import clocks_as_compiled
 from tilegen.model.bounds import lower_bound_bytes
@@ -34,44 +36,52 @@ SMEM_DOUBT, REGISTER_DOUBT = 1.1, 1.6
 
 @one_at_a_time
 def propose(
-    problem: AttentionProblem, gpu: GpuSpec, *, kernel: Kernel = "fwd", top: int = 10
+    problem: AttentionProblem,
+    gpu: GpuSpec,
+    *,
+    kernel: Kernel = "fwd",
+    top: int = 10,
+    describable: bool = True,
 ) -> list[Candidate]:
     """Return up to `top` candidates for a problem's normal form, best first, all predicted to fit.
     Raises Unsupported.
 
     A dtype that the tensor cores of the GPU do not take is ranked by its multiply-adds, which is
     said once. A config ranks by its time and the traffic of what it is predicted to spill; those
-    that surely spill more than a usable kernel come where there is nothing else.
+    that surely spill more than a usable kernel come where there is nothing else. Tensor descriptors
+    are proposed for tiles that would spill without, and not where tensors are not `describable`.
     """
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
         raise Unsupported(f"top must be an int of at least 1, got {top!r}")
-    return _best(problem, gpu, kernel, top, spilling=True)
+    return _best(_Model(problem.normal(), gpu, kernel, describable), top, spilling=True)
 
 
 @one_at_a_time
 def hopefuls(
-    problem: AttentionProblem, gpu: GpuSpec, *, kernel: Kernel, top: int
+    problem: AttentionProblem,
+    gpu: GpuSpec,
+    *,
+    kernel: Kernel,
+    top: int,
+    describable: bool = True,
 ) -> list[Candidate]:
     """Return up to `top` candidates as `propose` does, but in the order of their times if they
     compile without spilling, which are their estimates: a compiler asked about one after the other
     has found the best as soon as what it found is no slower than the next can be."""
-    return _best(problem, gpu, kernel, top, spilling=False)
+    return _best(_Model(problem.normal(), gpu, kernel, describable), top, spilling=False)
 
 
-def _best(
-    problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, top: int, *, spilling: bool
-) -> list[Candidate]:
+def _best(model: _Model, top: int, *, spilling: bool) -> list[Candidate]:
+    problem, gpu = model.problem, model.gpu
     if problem.dtype == "bf16" and not on_tensor_cores("bf16", gpu.arch):
         say_once(
             f"{gpu.title} ({gpu.arch}) has no tensor cores for bf16: products run as fp32 "
             f"multiply-adds, at {gpu.vector_flops_32 / gpu.tensor_flops_16:.0%} of the speed of "
             "fp16; use fp16, or a GPU from sm_80 on"
         )
-    problem = problem.normal()
-    model = _Model(problem, gpu, kernel)
     best = model.fastest(top, spilling=spilling) or model.last_resort(top)
     if not best:
-        raise Unsupported(_nothing_fits(problem, gpu, kernel))
+        raise Unsupported(_nothing_fits(problem, gpu, model.kernel))
     return [_candidate(problem, gpu, model.cost(*one)) for one in best]
 
 
@@ -132,9 +142,12 @@ Timed = tuple[Time, TileConfig, Footprint]
 class _Model:
     """The cost model of one kernel of a problem; keeps the results that configs have in common."""
 
-    def __init__(self, problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> None:
-        self._problem, self._gpu = problem, gpu
-        self._kernel: Kernel = kernel
+    def __init__(
+        self, problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, describable: bool = True
+    ) -> None:
+        self.problem, self.gpu = problem, gpu
+        self.kernel: Kernel = kernel
+        self._configs = legal_configs(problem, gpu, kernel, describable=describable)
         self._alike = _without_lengths(problem)
         self._by_tile: dict[tuple[int, int, int], tuple[Traffic, Visits, float]] = {}
 
@@ -146,12 +159,12 @@ class _Model:
         """
         found: list[Timed] = []
         best: list[float] = []  # a heap of the `top` shortest times, negated
-        configs = all_configs(self._problem, self._kernel)
+        configs = self._configs
         for least, config in sorted((self._tile(config)[2], config) for config in configs):
             if len(best) == top and least > -best[0]:
                 break
             needs = self.needs(config)
-            if needs.spills_much or not needs.fits(self._gpu):
+            if needs.spills_much or not needs.fits(self.gpu) or self._needs_no(config):
                 continue
             if not spilling and needs.spill_bytes:
                 timed = self.time(config, replace(needs, registers=needs.max_registers))
@@ -163,12 +176,17 @@ class _Model:
                 heapq.heappop(best)
         return _ranked(found)[:top]
 
+    def _needs_no(self, config: TileConfig) -> bool:
+        """True for descriptors that a config can do without: they save registers, and little else
+        (templates/README.md)."""
+        return config.descriptors and not self.needs(without(config)).spill_bytes
+
     def last_resort(self, top: int) -> list[Timed]:
         """Return the `top` fastest of what spills much, or of what predictions do not quite fit."""
-        needed = _footprints(self._problem, self._gpu, self._kernel)
-        fitting = [pair for pair in needed if pair[1].fits(self._gpu)]
+        needed = [(config, self.needs(config)) for config in self._configs]
+        fitting = [pair for pair in needed if pair[1].fits(self.gpu)]
         if not fitting:  # predictions err on the large side
-            fitting = [pair for pair in needed if pair[1].fits(self._gpu, doubt=SMEM_DOUBT)]
+            fitting = [pair for pair in needed if pair[1].fits(self.gpu, doubt=SMEM_DOUBT)]
         legal = [pair for pair in fitting if not pair[1].spills_much]
         # Where every config spills, those that spill least.
         least = sorted(fitting, key=lambda pair: (pair[1].registers, pair[0]))[: max(top, 20)]
@@ -178,24 +196,24 @@ class _Model:
 
     def needs(self, config: TileConfig) -> Footprint:
         """Return what a program holds on chip."""
-        return footprint(self._alike, config, self._kernel, self._gpu.arch)
+        return footprint(self._alike, config, self.kernel, self.gpu.arch)
 
     def time(self, config: TileConfig, needs: Footprint, clocks: StepClocks | None = None) -> Time:
         """Return the predicted time: all that ranking needs."""
         moved, counts, _ = self._tile(config)
-        of = self._problem, self._gpu, config, self._kernel
+        of = self.problem, self.gpu, config, self.kernel
         return time(*of, moved=moved, counts=counts, needs=needs, clocks=clocks)
 
     def cost(self, time: Time, config: TileConfig, needs: Footprint) -> CostEstimate:
         """Return the estimate that a time belongs to."""
         moved, _, _ = self._tile(config)
         return CostEstimate(
-            kernel=self._kernel,
+            kernel=self.kernel,
             config=config,
             read_bytes=moved.read_bytes,
             write_bytes=moved.write_bytes,
             dram_bytes=time.dram_bytes,
-            lower_bound_bytes=lower_bound_bytes(self._problem, self._gpu, self._kernel),
+            lower_bound_bytes=lower_bound_bytes(self.problem, self.gpu, self.kernel),
             smem_bytes=needs.smem_bytes,
             registers=needs.registers,
             flops=time.flops,
@@ -210,17 +228,18 @@ class _Model:
         tile = config.block_m, config.block_n, config.block_d
         if (found := self._by_tile.get(tile)) is None:
             rows = None
-            if KERNELS[self._kernel].sliced:
-                rows = rows_of_panels(self._problem, self._gpu, self._kernel)
-            moved = traffic(self._problem, config, self._kernel, panel_rows=rows)
-            counts = visits(self._problem, config.block_m, config.block_n, self._kernel)
-            least = least_seconds(self._gpu, moved)
+            if KERNELS[self.kernel].sliced:
+                rows = rows_of_panels(self.problem, self.gpu, self.kernel)
+            moved = traffic(self.problem, config, self.kernel, panel_rows=rows)
+            counts = visits(self.problem, config.block_m, config.block_n, self.kernel)
+            least = least_seconds(self.gpu, moved)
             found = self._by_tile[tile] = moved, counts, least
         return found
 
 
 def _ranked(times: list[Timed]) -> list[Timed]:
-    return sorted(times, key=lambda one: (one[0].seconds, one[1]))
+    # Of the same tile, the one that is less likely to spill.
+    return sorted(times, key=lambda one: (one[0].seconds, not one[1].descriptors, one[1]))
 
 
 def spills_much(problem: AttentionProblem, gpu: GpuSpec, candidate: Candidate) -> bool:
@@ -228,8 +247,20 @@ def spills_much(problem: AttentionProblem, gpu: GpuSpec, candidate: Candidate) -
     return footprint(problem, candidate.config, candidate.kernel, gpu.arch).spills_much
 
 
+def legal_configs(
+    problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, *, describable: bool = True
+) -> list[TileConfig]:
+    """Return the same, and those with tensor descriptors where there can be any."""
+    plain = all_configs(problem, kernel)
+    aligned = describable and rows_are_aligned(problem)
+    if why_not_described(KERNELS[kernel], problem.dtype, aligned=aligned, arch=gpu.arch):
+        return plain
+    return [replace(one, descriptors=way) for one in plain for way in (False, True)]
+
+
 def all_configs(problem: AttentionProblem, kernel: Kernel) -> list[TileConfig]:
-    """Return every tile shape that is not larger than the problem, in a fixed order."""
+    """Return every tile shape that is not larger than the problem, in a fixed order, loaded by
+    addresses."""
     return list(_configs(_rounded(problem.seqlen_q), _rounded(problem.seqlen_kv), kernel))
 
 
@@ -267,7 +298,7 @@ def _footprints(
     alike = _without_lengths(problem)
     return [
         (config, footprint(alike, config, kernel, gpu.arch))
-        for config in all_configs(problem, kernel)
+        for config in legal_configs(problem, gpu, kernel)
     ]
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tilegen.kernels.arguments import SCALE, SCALE_IN_BASE_2, Line
+from tilegen.kernels.config import Dim, TileConfig
+from tilegen.kernels.descriptors import described_lines
 from tilegen.kernels.spec import KernelSpec
 
 WIDTH = 115
@@ -22,11 +24,17 @@ class Arguments:
     """Arguments that masks and scores add."""
 
     @classmethod
-    def of(cls, spec: KernelSpec, extras: Sequence[Line], changes_scores: bool) -> Arguments:
+    def of(
+        cls,
+        spec: KernelSpec,
+        config: TileConfig,
+        head_dims: Mapping[Dim, int],
+        extras: Sequence[Line],
+        changes_scores: bool,
+    ) -> Arguments:
         """Return a kernel's arguments; where scores are changed, their scale comes as it is."""
-        lines = (
-            SCALE if changes_scores and line is SCALE_IN_BASE_2 else line for line in spec.lines
-        )
+        lines = described_lines(spec, config, head_dims) if config.descriptors else spec.lines
+        lines = (SCALE if changes_scores and line is SCALE_IN_BASE_2 else line for line in lines)
         return cls(spec=spec, lines=tuple(lines), extras=tuple(extras))
 
     def types(self, dtype: str) -> tuple[tuple[str, str], ...]:
@@ -42,7 +50,7 @@ class Arguments:
 
     @property
     def pointers(self) -> int:
-        """Number of the leading arguments that are addresses."""
+        """Number of the leading arguments that are addresses or descriptors."""
         return len(self.lines[0].arguments)
 
     @property
@@ -74,10 +82,10 @@ class Arguments:
         first, *others = self.lines
         strides = [line for line in others if line.arguments[0].taken == "stride"]
         numbers = [line for line in others if line.arguments[0].taken != "stride"]
-        found = [first.expressions(names) + ","]
+        found = [*_packed([[one] for one in first.expressions(names)], WIDTH - 8)]
         for lines in (strides, numbers):
-            found += _packed([[line.expressions(names)] for line in lines], WIDTH - 8)
-        return found + [line.expressions(names) + "," for line in self.extras]
+            found += _packed([line.expressions(names) for line in lines], WIDTH - 8)
+        return found + [", ".join(line.expressions(names)) + "," for line in self.extras]
 
     def grid(self, known: str) -> str:
         """Return the size of the grid, where `launch` has variables of the names `known`."""

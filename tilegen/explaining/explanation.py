@@ -10,6 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from tilegen.choose.ranking import SMEM_DOUBT, estimate, propose
+from tilegen.emit.identity import rows_are_aligned
 from tilegen.errors import Unsupported
 from tilegen.explaining.formulas import (
     Values,
@@ -31,6 +32,7 @@ from tilegen.explaining.pass_choice import (
 )
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.descriptors import why_not_described
 from tilegen.kernels.registry import KERNELS, check_config, direction_of
 from tilegen.kernels.spec import Direction
 from tilegen.model import dram, time
@@ -94,6 +96,7 @@ def explain(
         "kernel": kernel,
         "config": asdict(chosen.config),
         "reason": chosen.reason,
+        "loads": _loads(problem, gpu, kernel, chosen.config),
         "mask": explain_mask(problem, gpu, kernel, chosen),
         "tiles": {
             name: float(n) if isinstance(n, Fraction) else n for name, n in asdict(counts).items()
@@ -143,6 +146,20 @@ def explain(
             for mask in other_masks(problem)
         ],
     }
+
+
+def _loads(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, config: TileConfig) -> str:
+    """Return how tiles that pass are loaded, and why not through tensor descriptors; empty for
+    kernels that have none."""
+    spec = KERNELS[kernel]
+    if not spec.described:
+        return ""
+    names = " and ".join(spec.described)
+    if config.descriptors:
+        return f"{names} through tensor descriptors"
+    aligned = rows_are_aligned(problem)
+    reason = why_not_described(spec, problem.dtype, aligned=aligned, arch=gpu.arch)
+    return f"{names} by addresses" + (f": {reason}" if reason else f"; by TMA with {config.key}t")
 
 
 def _candidate(

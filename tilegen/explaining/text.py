@@ -131,6 +131,7 @@ def explain_lines(told: dict[str, Any]) -> list[str]:
         f"{told['kernel']} for {_subject(told)}",
         f"  tile       {TileConfig(**told['config'])!r}",
         f"  because    {told['reason']}",
+        *([f"  loads      {told['loads']}"] if told["loads"] else []),
         "",
         *mask_lines(mask),
         f"  tiles      {tiles['tiles']} visited per head by {tiles['programs']} programs, "

@@ -10,10 +10,12 @@ import re
 from dataclasses import dataclass, replace
 from typing import Literal
 
-Taken = Literal["address", "stride", "size", "units", "number", "base 2", "flag", "nothing"]
-"""What an argument holds of the tensor or number it is taken from: its address; a stride, in the
-kernel's unit; a size; a size in that unit; the number itself; a scale times log2(e); a truth value
-as an int. Scratch pointers, which kernels here do not use, hold nothing."""
+Taken = Literal[
+    "address", "descriptor", "stride", "size", "units", "number", "base 2", "flag", "nothing"
+]
+"""What an argument holds of the tensor or number it is taken from: its address; a descriptor of its
+tiles; a stride, in the kernel's unit; a size; a size in that unit; the number itself; a scale times
+log2(e); a truth value as an int. Scratch pointers, which kernels here do not use, hold nothing."""
 
 FP32_TENSORS = frozenset(("lse", "delta", "maxima", "sums", "acc", "sinks"))
 """Tensors of fp32, whatever the dtype of a problem."""
@@ -45,16 +47,17 @@ class Argument:
 
     name: str
     type: str
-    """As Triton names it; `*element` points to elements of the problem's dtype. Empty where it is a
+    """As Triton names it; `element` stands for the problem's dtype. Empty where it is a
     pointer to elements that only masks and scores know."""
     of: str
     """The tensor or number that it is taken from, as `launch` names it."""
     taken: Taken
     axis: int = 0
+    """The dimension of a stride or a size; the columns of a descriptor's tiles."""
 
     def type_for(self, dtype: str) -> str:
         """Return the type in a kernel for a dtype."""
-        return f"*{dtype}" if self.type == "*element" else self.type
+        return self.type.replace("element", dtype)
 
     def expression(self, known: frozenset[str] = frozenset()) -> str:
         """Return what the emitted `launch` passes, which has variables of the names `known`."""
@@ -70,6 +73,9 @@ class Argument:
                 return f"int({self.of})"
             case "address" | "number":
                 return self.of
+            case "descriptor":
+                rows = "BLOCK_N" if self.of in COLUMN_TENSORS else "BLOCK_M"
+                return f"_described({self.of}, {rows}.value, {self.axis})"
             case _:
                 return self.name
 
@@ -91,18 +97,18 @@ class Line:
         """The line in the kernel's list of parameters."""
         return f"{self.names}," + (f"  # {self.why}" if self.why else "")
 
-    def expressions(self, known: frozenset[str]) -> str:
+    def expressions(self, known: frozenset[str]) -> list[str]:
         """Return what the emitted `launch` passes for the line."""
         first = self.arguments[0]
         if first.taken == "stride":
             if first.of in PANELS:
-                return f"*(stride // STRIDE_UNIT.value for stride in {first.of}.stride()[:2])"
-            return f"*_strides({first.of})"
+                return [f"*(stride // STRIDE_UNIT.value for stride in {first.of}.stride()[:2])"]
+            return [f"*_strides({first.of})"]
         passed = (
             f"*{one.of}.shape" if one.name == f"{one.of}_n{one.axis}" else one.expression(known)
             for one in self.arguments
         )
-        return ", ".join(dict.fromkeys(passed))
+        return list(dict.fromkeys(passed))
 
 
 def pointers(*tensors: str) -> Line:

@@ -35,6 +35,8 @@ class TileConfig:
     """Software pipeline depth, Triton's option."""
     block_d: int = 0
     """Columns of a head-dim slice; 0 for kernels that hold head dims whole."""
+    descriptors: bool = False
+    """True: streamed tiles are loaded through tensor descriptors (see descriptors.py)."""
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -47,36 +49,43 @@ class TileConfig:
             value = getattr(self, name)
             if type(value) is not int or value not in allowed:
                 raise Unsupported(f"{name} must be one of {allowed}, got {value!r}")
+        if type(self.descriptors) is not bool:
+            raise Unsupported(f"descriptors must be True or False, got {self.descriptors!r}")
 
     def __repr__(self) -> str:
         slice_ = f", block_d={self.block_d}" if self.block_d else ""
+        described = ", descriptors=True" if self.descriptors else ""
         return (
             f"TileConfig(block_m={self.block_m}, block_n={self.block_n}{slice_}, "
-            f"num_warps={self.num_warps}, num_stages={self.num_stages})"
+            f"num_warps={self.num_warps}, num_stages={self.num_stages}{described})"
         )
 
     @property
     def key(self) -> str:
-        """Short text, `m128n64w8s3` or `m128n64d32w8s3`; `TileConfig.parse(config.key) ==
-        config`."""
+        """Short text, `m128n64w8s3`, `m128n64d32w8s3`, or `m128n64w8s3t` with tensor descriptors;
+        `TileConfig.parse(config.key) == config`."""
         slice_ = f"d{self.block_d}" if self.block_d else ""
-        return f"m{self.block_m}n{self.block_n}{slice_}w{self.num_warps}s{self.num_stages}"
+        described = "t" if self.descriptors else ""
+        sides = f"m{self.block_m}n{self.block_n}{slice_}"
+        return f"{sides}w{self.num_warps}s{self.num_stages}{described}"
 
     @classmethod
     def parse(cls, text: str) -> TileConfig:
         """Return the config that `m128n64w8s3` describes. Raises Unsupported."""
         match = re.fullmatch(
-            r"m(\d{1,4})n(\d{1,4})(?:d(\d{1,4}))?w(\d{1,2})s(\d{1,2})", text.strip()
+            r"m(\d{1,4})n(\d{1,4})(?:d(\d{1,4}))?w(\d{1,2})s(\d{1,2})(t?)", text.strip()
         )
         if not match:
             raise Unsupported(f"expected a config such as m128n64w8s3, got {text!r}")
-        block_m, block_n, block_d, num_warps, num_stages = map(int, match.groups(default="0"))
+        *numbers, described = match.groups(default="0")
+        block_m, block_n, block_d, num_warps, num_stages = map(int, numbers)
         return cls(
             block_m=block_m,
             block_n=block_n,
             num_warps=num_warps,
             num_stages=num_stages,
             block_d=block_d,
+            descriptors=described == "t",
         )
 
 

@@ -54,6 +54,7 @@ FWD = KernelSpec(
     ),
     floor=FLOOR,
     shows=("out", "lse"),
+    described=("k", "v"),
     computes_scores=True,
     drops=True,
     has_sinks=True,

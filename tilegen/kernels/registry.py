@@ -62,6 +62,8 @@ def grid_of(kernel: Kernel, config: TileConfig, group_size: int) -> tuple[tuple[
 def check_config(config: TileConfig, kernel: Kernel) -> None:
     """Raise Unsupported for a config of another kind of kernel."""
     spec = KERNELS[kernel]
+    if config.descriptors and not spec.described:
+        raise Unsupported(f"{kernel} has no tensor descriptors, expected no t in {config.key}")
     if not spec.sliced:
         if config.block_d:
             raise Unsupported(f"{kernel} holds head dims whole, expected no d in {config.key}")

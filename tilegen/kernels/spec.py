@@ -126,6 +126,8 @@ class KernelSpec:
     shows: tuple[str, ...]
     """Results of the pass that are right only if this kernel is; `dt` stands for the gradients of
     all that a score reads."""
+    described: tuple[str, ...] = ()
+    """Tensors whose tiles pass, and may be loaded through tensor descriptors."""
     stays: Side = "rows"
     """The side of the scores whose tiles stay; tiles of the other side pass."""
     knobs: Knobs = Knobs()

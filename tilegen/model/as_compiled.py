@@ -69,7 +69,9 @@ def clocks_as_compiled(code: StepCode, gpu: GpuSpec) -> StepClocks:
         peak *= rates.narrow_rate
     issue, exp = issue_clocks(code, gpu), code.exponentials * LANES / gpu.exp_per_clk_per_sm
     exposed = rates.exposed_of("fwd")
-    if code.asynchronous and (softmax := max(issue, exp)):
+    if code.serialized:
+        exposed = 1.0
+    elif code.asynchronous and (softmax := max(issue, exp)):
         bare = max(
             code.exposed / SCHEDULERS, code.exposed_exponentials * LANES / gpu.exp_per_clk_per_sm
         )

@@ -43,6 +43,9 @@ def footprint(
         smem += _shared_whole(rules, work, problem, config, kernel)
     else:
         smem += 4 * work.rows * config.num_warps  # sums of rows across warps
+    if config.descriptors:
+        aligned = in_place_of(rules, work, problem.element_bytes)
+        smem += max(0, ALIGNED_BARRIERS - rules.smem_overhead) if aligned else BARRIERS
     return Footprint(
         smem_bytes=smem,
         registers=registers + _registers(rules, work, problem, config, arch),
@@ -127,6 +130,11 @@ def _columns(rules: Family, work: Step, element_bytes: int) -> int:
     return math.ceil((work.result_words + tiles * work.scores) / TENSOR_MEMORY_LANES)
 
 
+BARRIERS, ALIGNED_BARRIERS = 128, 1024
+"""Bytes, at most, of the barriers that tell when tiles have come through descriptors; the second is
+for tiles that matrix instructions read in place, which are aligned to 1024. They are a part of the
+overhead that such tiles have without descriptors, too."""
+
 REGISTER_FEATURES = (
     "constant",
     "results",
@@ -143,8 +151,11 @@ a step loads (their addresses, and data in flight); 1 for loads of several slice
 
 
 @lru_cache(maxsize=8192)
-def register_features(work: Step, element_bytes: int, warps: int, arch: str) -> tuple[float, ...]:
-    """Return what the register fit multiplies, in the order of REGISTER_FEATURES."""
+def register_features(
+    work: Step, element_bytes: int, warps: int, arch: str, descriptors: bool = False
+) -> tuple[float, ...]:
+    """Return what the register fit multiplies, in the order of REGISTER_FEATURES. Tiles that pass
+    through descriptors have no addresses, and no thread has their data in flight."""
     rules = family(arch)
     threads = threads_of(arch, warps)
     exact, in_place = element_bytes == 4, in_place_of(rules, work, element_bytes)
@@ -159,7 +170,7 @@ def register_features(work: Step, element_bytes: int, warps: int, arch: str) -> 
         repeated * work.score_tiles * work.scores / threads,
         0.0 if exact else repeated * work.changed * element_bytes / 4 / threads,
         operands,
-        work.loaded * element_bytes / 16 / threads,
+        0.0 if descriptors else work.loaded * element_bytes / 16 / threads,
         float(work.loads > 1),
     )
 
@@ -171,7 +182,7 @@ def _registers(
     size, threads = problem.element_bytes, threads_of(arch, config.num_warps)
     if not work.products:  # rows are held whole
         return 32 + math.ceil(work.result_words * size / 4 / threads)
-    features = register_features(work, size, config.num_warps, arch)
+    features = register_features(work, size, config.num_warps, arch, config.descriptors)
     fit = rules.registers["fp32" if size == 4 else "16"]
     registers = math.ceil(sum(a * b for a, b in zip(fit, features, strict=True)))
     unrolled = max(one.multiply_adds for one in work.products) / threads

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from tilegen.emit.identity import is_aligned
+from tilegen.kernels.descriptors import is_describable
 from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import tensors_of
@@ -103,7 +104,11 @@ def gradients(
 ) -> Gradients:
     """Return the gradients of a call by its kernels; `saved` are q, k, v, out and lse."""
     dout = torch.zeros_like(saved[3]) if dout is None else dout
-    if not addressable(dout) or (kernels.aligned and not is_aligned(dout)):
+    if (
+        not addressable(dout)
+        or (kernels.aligned and not is_aligned(dout))
+        or (kernels.describable and not is_describable(dout))
+    ):
         # Not `contiguous`, which leaves a dense tensor at an odd address where it is.
         dout = dout.clone(memory_format=torch.contiguous_format)
     found = kernels.backward(saved, dout, dlse, scale, changes, wanted)

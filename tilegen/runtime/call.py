@@ -91,8 +91,9 @@ def call_key(q: Any, k: Any, v: Any, changes: Changes) -> Any:
                 sizes = (*q_shape[:3], *k_shape[:3], *v_shape[:3])
                 found = zip(sizes, (qb, qh, qm, kb, kh, kn, vb, vh, vn), strict=True)
                 unit = reduce(or_, (0 if n == 1 else stride for n, stride in found)) % VECTOR_BYTES
+            expanded = not (qb and qh and qm and kb and kh and kn and vb and vh and vn)
             return (
-                *(batch, heads, heads_kv, width, v_width),
+                *(batch, heads, heads_kv, width, v_width, expanded),
                 *((rows - 1).bit_length(), (columns - 1).bit_length(), unit, offset),
                 *(q_dtype, q_device, kind, form, cast, changes.dropout is None),
             )

@@ -18,6 +18,7 @@ from tilegen.disk import say_once
 from tilegen.emit.identity import is_aligned
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import BLOCK_SIZES
+from tilegen.kernels.descriptors import is_describable
 from tilegen.masks.dilation import grouped_mask, step_of
 from tilegen.masks.kinds import kind_of_mask
 from tilegen.masks.shapes import Shape
@@ -177,7 +178,8 @@ def _kernel_run(problem: AttentionProblem, *tensors: torch.Tensor) -> tuple[Run,
         )
     tensors = tuple(t.contiguous() if copy else t for t, copy in zip(tensors, copied, strict=True))
     aligned = all(map(is_aligned, tensors))
-    kernels = _kernels(problem.bucket, tensors[0].device, aligned)
+    describable = aligned and all(map(is_describable, tensors))
+    kernels = _kernels(problem.bucket, tensors[0].device, aligned, describable)
     if not any(copied):
         return partial(autograd.run, kernels), kernels
 
@@ -190,6 +192,8 @@ def _kernel_run(problem: AttentionProblem, *tensors: torch.Tensor) -> tuple[Run,
     return run, None
 
 
-def _kernels(problem: AttentionProblem, device: torch.device, aligned: bool) -> Kernels:
-    key = problem, device, aligned
+def _kernels(
+    problem: AttentionProblem, device: torch.device, aligned: bool, describable: bool
+) -> Kernels:
+    key = problem, device, aligned, describable
     return plans.by_problem.get(key, lambda: Kernels(*key))

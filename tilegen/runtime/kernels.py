@@ -19,8 +19,9 @@ from tilegen.errors import Unsupported
 from tilegen.gpus.spec import ASSUMED, GpuSpec, detect, gpu
 from tilegen.kernels import passes
 from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.descriptors import described_lines
 from tilegen.kernels.panels import Launch, rows_for
-from tilegen.kernels.registry import grid_of
+from tilegen.kernels.registry import KERNELS, grid_of
 from tilegen.kernels.spec import Direction
 from tilegen.kernels.two_pass import BWD_PREPROCESS
 from tilegen.masks.mask import Causal
@@ -57,10 +58,18 @@ class Kernels:
     """The emitted kernels of one problem bucket on one device; those of a pass are chosen and
     loaded when it first runs."""
 
-    def __init__(self, problem: AttentionProblem, device: torch.device, aligned: bool) -> None:
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        device: torch.device,
+        aligned: bool,
+        describable: bool = True,
+    ) -> None:
+        """`aligned` and `describable` are what tensors may be taken for."""
         self.problem = problem
         self.device = device
         self.aligned = aligned
+        self.describable = aligned and describable
         self._on_gpu = device.type == "cuda"
         self._passes: dict[Direction, Pass] = {}
         self._lock = RLock()
@@ -175,6 +184,7 @@ class Kernels:
             spec,
             direction,
             aligned=self.aligned,
+            describable=self.describable,
             may_tune=self._on_gpu,
             may_compile=self._on_gpu,
         )
@@ -226,6 +236,10 @@ def launcher_of_module(
     unit: int,
 ) -> Launcher:
     """Return the launcher of an emitted kernel whose strides are counted in `unit` elements."""
+    lines = (
+        described_lines(KERNELS[kernel], config, problem.head_dims) if config.descriptors else []
+    )
+    every = (one for line in lines for one in line.arguments)
     launched = Launched(
         kernel=kernel,
         config=config,
@@ -233,6 +247,7 @@ def launcher_of_module(
         stride_unit=unit,
         grid=grid_of(kernel, config, problem.group_size),
         where=module.__name__,
+        described=tuple(one for one in every if one.taken == "descriptor"),
     )
     return Launcher(launched, function, module.launch)
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from tilegen.kernels.arguments import PANELS, Argument
+from tilegen.kernels.arguments import COLUMN_TENSORS, PANELS, Argument
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.layout import LIKE, OF_ROWS
 from tilegen.kernels.spec import KernelSpec
@@ -25,7 +25,7 @@ class LaunchText:
     `launch`.
 
     It reads names of its module: `its`, the launcher, `torch`, `allocate`, `empty_on_cpu`,
-    `empty_on_gpu`, `LOG2_E`, and `Unfamiliar`.
+    `empty_on_gpu`, `LOG2_E`, `Described`, and `Unfamiliar`.
     """
 
     spec: KernelSpec
@@ -51,12 +51,16 @@ class LaunchText:
             *(line for name in made for line in self._make(name)),
             *(f"{name}_s0, {name}_s1, _ = {name}.stride()" for name in self._panels),
             *(
-                f"if {name}_n{axis} == 1: {name}_s{axis} = 0"
+                f"if {name}_n{axis} == 1: {name}_s{axis} = {self._idle_stride(name)}"
                 for name in self._rows
                 for axis in range(3)
             ),
             *self._check(),
             *(f"{name}_at = {name}.data_ptr()" for name in self._addresses),
+            *(
+                f"{name}_desc = Described({name}.data_ptr(), {self._shape(name)})"
+                for name in self._described
+            ),
             f"grid = {self._programs()}",
             f"unusual = {self._unusual()}",
             "run = None if unusual else its.run",
@@ -106,10 +110,24 @@ class LaunchText:
         doubts = [f"{self._or(3)} > 1", f"{self._or(2)} >= {MAX_ROW_STRIDE}"]
         if self.unit > 1:
             doubts.append(f"strides & {self.unit - 1}")
-        return [
+        lines = [
             f"strides = {self._or(0, 1, 2)}",
             f"if {' or '.join(doubts)}: its.check_strides({', '.join(self._rows)})",
         ]
+        if self._described:
+            each = (f"{name}_s{axis}" for name in self._described for axis in range(3))
+            named = ", ".join(self._described)
+            lines.append(f"if not ({' and '.join(each)}): its.refuse_expanded({named})")
+        return lines
+
+    def _idle_stride(self, name: str) -> int:
+        """Return the stride of a dimension of size 1, which descriptors refuse to be 0."""
+        return self.unit if name in self._described else 0
+
+    def _shape(self, name: str) -> str:
+        """Return sizes and strides, as a descriptor has them."""
+        sizes = ", ".join(f"{name}_n{axis}" for axis in range(4))
+        return f"({sizes}), ({', '.join(f'{name}_s{axis}' for axis in range(3))}, 1)"
 
     @cached_property
     def _rows(self) -> list[str]:
@@ -123,7 +141,14 @@ class LaunchText:
 
     @property
     def _strided(self) -> Iterable[str]:
-        return dict.fromkeys(one.of for one in self.arguments if one.taken == "stride")
+        strided = (one.of for one in self.arguments if one.taken in ("stride", "descriptor"))
+        return dict.fromkeys(strided)
+
+    @cached_property
+    def _described(self) -> list[str]:
+        """The tensors that descriptors stand for."""
+        found = (one.of for one in self.arguments if one.taken == "descriptor")
+        return list(dict.fromkeys(found))
 
     @cached_property
     def _addresses(self) -> list[str]:
@@ -171,6 +196,8 @@ class LaunchText:
         match one.taken:
             case "address":
                 return f"{one.of}_at" if one.of in self._addresses else f"{one.of}.data_ptr()"
+            case "descriptor":
+                return f"{one.of}_desc"
             case "stride":
                 found = f"{one.of}_s{one.axis}"
                 return found if self.unit == 1 else f"{found} // {self.unit}"
@@ -184,5 +211,9 @@ class LaunchText:
                 return self._size(one)
 
     def _shown(self, one: Argument) -> str:
-        """Return the same with a tensor in the place of its address."""
+        """Return the same with a tensor in the place of its address, and descriptors as Triton
+        compiles for them."""
+        if one.taken == "descriptor":
+            rows = self.config.block_n if one.of in COLUMN_TENSORS else self.config.block_m
+            return f"its.described({one.of}, {one.of}_desc, {rows}, {one.axis})"
         return one.of if one.taken == "address" else self._value(one)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -37,6 +37,26 @@ class Function(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class Described:
+    """What Triton's launcher reads of a tensor descriptor; it does not keep the tensor."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    padding: ClassVar[str] = "zero"
+    round_f32_to_tf32: ClassVar[bool] = False
+
+    @property
+    def base(self) -> Described:
+        """What has the address."""
+        return self
+
+    def data_ptr(self) -> int:
+        """Return the address, as a tensor does."""
+        return self.address
+
+
 class Unfamiliar(Exception):
     """Triton does not offer what a launch without its binder relies on."""
 
@@ -54,6 +74,8 @@ class Launched:
     """One-dimensional: the product of ceil(size / divisor) over these pairs."""
     where: str
     """What errors call it."""
+    described: tuple[Argument, ...] = ()
+    """Those of the arguments that are tensor descriptors."""
 
 
 def extra_names(arguments: Iterable[str]) -> tuple[str, ...]:
@@ -97,7 +119,7 @@ class Launcher:
         )
         module: dict[str, Any] = {
             **dict(its=self, torch=torch, allocate=allocate, Unfamiliar=Unfamiliar),
-            **dict(empty_on_cpu=empty_on_cpu, empty_on_gpu=empty_on_gpu),
+            **dict(empty_on_cpu=empty_on_cpu, empty_on_gpu=empty_on_gpu, Described=Described),
             "LOG2_E": math.log2(math.e),
         }
         exec(compile(self.text, f"<launch of {launched.where}>", "exec"), module)
@@ -123,6 +145,20 @@ class Launcher:
             raise Unsupported(f"{self._launched.where} cannot be launched here")
         return self._emitted(*given, **extras)
 
+    def described(self, tensor: torch.Tensor, one: Described, rows: int, columns: int) -> Any:
+        """Return a descriptor of tiles as Triton compiles for them."""
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        return TensorDescriptor(tensor, [*one.shape], [*one.strides], [1, 1, rows, columns])
+
+    def refuse_expanded(self, *tensors: torch.Tensor) -> None:
+        """Raise Unsupported for strides that descriptors cannot hold."""
+        strides = " and ".join(str(one.stride()) for one in tensors)
+        raise Unsupported(
+            f"expected no expanded dimension of what {self._launched.where} loads through "
+            f"descriptors, got strides {strides}"
+        )
+
     def check_strides(self, *tensors: torch.Tensor) -> None:
         """Raise Unsupported for strides that the kernel is not for."""
         unit = self._launched.stride_unit
@@ -138,7 +174,8 @@ class Launcher:
 
 
 def _argument(name: str, launched: Launched) -> Argument:
-    found = KERNELS[launched.kernel].by_name.get(name)
+    described = {one.name: one for one in launched.described}
+    found = described.get(name) or KERNELS[launched.kernel].by_name.get(name)
     if found is None and (found := extra(name)) is not None and found.taken == "size":
         # A size of a tensor that the kernel does not read says nothing.
         found = found if f"{found.of}_ptr" in launched.arguments else None

@@ -57,7 +57,7 @@ class TritonFunction:
             [
                 (one.dtype, one.data_ptr() % 16 == 0)
                 if isinstance(one, torch.Tensor)
-                else -MAX_INT <= one < MAX_INT
+                else hasattr(one, "block_shape") or -MAX_INT <= one < MAX_INT
                 for one in arguments
             ]
         )  # what Triton compiles anew for

@@ -154,6 +154,8 @@ class TuningRecord:
         values["measurement"] = measurement_values(self.measurement)
         if not self.config.block_d:
             del values["config"]["block_d"]
+        if not self.config.descriptors:
+            del values["config"]["descriptors"]
         return values
 
     @classmethod
@@ -214,8 +216,8 @@ def config_from(fields: Fields, kernel: Kernel) -> TileConfig:
     # A knob this tilegen lacks makes it another config, so here nothing may be ignored.
     if unknown := sorted(fields.values.keys() - known.keys()):
         raise OtherSchema(f"config must have {', '.join(known)}; got also {unknown[0][:40]!r}")
-    values: dict[str, int] = {
-        name: fields.integer(name, 0, 2**16)
+    values: dict[str, Any] = {
+        name: fields.flag(name) if name == "descriptors" else fields.integer(name, 0, 2**16)
         for name, field in known.items()
         if name in fields.values or field.default is dataclasses.MISSING
     }

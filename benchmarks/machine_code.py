@@ -1,0 +1,192 @@
+"""First choices by their machine code, and whether anything better was hidden beside them.
+
+    python -m benchmarks.machine_code [--gpu h200] [--neighbours] [--out FILE]
+
+Each kernel of each problem of the catalogue is compiled as a call would settle on it, and its main
+loop read: one row with resources, clocks of each unit for 128 x 128 scores, and the predicted time
+before and after. With --neighbours the configs that differ by one step of one knob are compiled as
+well, and those that are faster by their machine code are named. Needs no GPU; keeps what it has
+written, and goes on where it was stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+from benchmarks.environment import ROOT
+from benchmarks.workloads import catalogue
+from tilegen import gpu as gpu_named
+from tilegen.build.acceptable import Usage, objection
+from tilegen.build.verdicts import verdict
+from tilegen.choose.families import kernels_of
+from tilegen.choose.ranking import estimate, search_space, seconds_as_compiled
+from tilegen.errors import BuildFailed
+from tilegen.gpus.spec import GpuSpec
+from tilegen.kernels.config import BLOCK_SIZES, NUM_STAGES, NUM_WARPS, Kernel, TileConfig
+from tilegen.model.as_compiled import clocks_as_compiled
+from tilegen.pipeline import choose_kernel
+from tilegen.problem import AttentionProblem
+
+OUT = ROOT / "benchmarks" / "results" / "machine_code.csv"
+NEAR = 1.15
+"""Neighbours whose predicted time is more than this times that of the choice are not compiled."""
+SHOWN = 128 * 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """A config of a kernel, as compiled."""
+
+    config: TileConfig
+    built: Usage
+    seconds: float
+    usable: bool
+    hidden: bool
+    """True: a tuner would not try it, or not time it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One line of the results; clocks are for 128 x 128 scores."""
+
+    gpu: str
+    problem: str
+    kernel: str
+    config: str
+    registers: int
+    spill_bytes: int
+    tensor: int | None = None
+    exp: int | None = None
+    issue: int | None = None
+    smem: int | None = None
+    local: int | None = None
+    masking: int | None = None
+    exposed: float | None = None
+    bound: int | None = None
+    predicted_us: float
+    static_us: float
+    better: str = ""
+    """Neighbours that are faster by their machine code, with their part of the time."""
+    hidden: str = ""
+    """Those of them that a tuner would not time."""
+
+
+def neighbours(config: TileConfig) -> list[TileConfig]:
+    """Return the configs that differ by one step of one knob."""
+    found: list[TileConfig] = []
+    for name, values in (
+        ("block_m", BLOCK_SIZES),
+        ("block_n", BLOCK_SIZES),
+        ("num_warps", NUM_WARPS),
+        ("num_stages", NUM_STAGES),
+    ):
+        at = values.index(getattr(config, name))
+        found += [replace(config, **{name: one}) for one in values[max(0, at - 1) : at + 2]]
+    return [one for one in dict.fromkeys(found) if one != config]
+
+
+def neighbourhood(problem: AttentionProblem, spec: GpuSpec, kernel: Kernel) -> list[Compiled]:
+    """Return what a call would settle on, and its neighbours that compile and fit."""
+    chosen = choose_kernel(problem, spec, kernel, may_compile=True).config
+    tried = set(search_space(problem, spec, kernel))
+    longest = NEAR * estimate(problem, spec, chosen, kernel).seconds
+    near = [
+        one for one in neighbours(chosen) if estimate(problem, spec, one, kernel).seconds <= longest
+    ]
+    found: list[Compiled] = []
+    for config in (chosen, *near):
+        built = verdict(problem, config, kernel, spec.arch, aligned=True)
+        if isinstance(built, BuildFailed) or built.shared_bytes > spec.smem_per_block:
+            continue
+        usable = not objection(built, spec)
+        seconds = seconds_as_compiled(problem, spec, config, kernel, built)
+        found.append(
+            Compiled(
+                config=config,
+                built=built,
+                seconds=seconds,
+                usable=usable,
+                hidden=not usable or config not in tried,
+            )
+        )
+    return found
+
+
+def row(problem: AttentionProblem, spec: GpuSpec, kernel: Kernel, *, near: bool) -> Row:
+    """Return the line of one kernel."""
+    if near:
+        chosen, *others = neighbourhood(problem, spec, kernel)
+        config, built, seconds = chosen.config, chosen.built, chosen.seconds
+    else:
+        others = []
+        config = choose_kernel(problem, spec, kernel, may_compile=True).config
+        read = verdict(problem, config, kernel, spec.arch, aligned=True)
+        if isinstance(read, BuildFailed):
+            raise read
+        built, seconds = read, seconds_as_compiled(problem, spec, config, kernel, read)
+    better = [one for one in others if one.seconds < seconds]
+    line = Row(
+        gpu=spec.name,
+        problem=problem.key,
+        kernel=kernel,
+        config=config.key,
+        registers=built.registers,
+        spill_bytes=built.spill_bytes,
+        predicted_us=round(1e6 * estimate(problem, spec, config, kernel).seconds, 2),
+        static_us=round(1e6 * seconds, 2),
+        better=" ".join(f"{one.config.key}:{one.seconds / seconds:.3f}" for one in better),
+        hidden=" ".join(one.config.key for one in better if one.hidden),
+    )
+    if (code := built.step_code) is None:
+        return line
+    clocks = clocks_as_compiled(code, spec)
+    scale = SHOWN / (config.block_m * config.block_n)
+    units = ("tensor", "exp", "issue", "smem", "local", "masking", "bound")
+    shown = {name: round(scale * getattr(clocks, name)) for name in units}
+    return replace(line, **shown, exposed=round(clocks.exposed, 3))
+
+
+def _wanted(names: list[str]) -> Iterator[tuple[GpuSpec, AttentionProblem, Kernel]]:
+    for name in names:
+        spec = gpu_named(name)
+        for one in catalogue():
+            problem = one.problem.normal()
+            for kernel in kernels_of(problem, spec):
+                yield spec, problem, kernel
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Write a line for each kernel that has none yet."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--gpu", action="append", help="default: h200; may be repeated")
+    parser.add_argument("--neighbours", action="store_true")
+    parser.add_argument("--out", type=Path, default=OUT)
+    parser.add_argument("--most", type=int, default=2**31, help="end after so many new lines")
+    asked = parser.parse_args(argv)
+    names = [one.name for one in fields(Row)]
+    done: set[tuple[str, str, str]] = set()
+    if asked.out.exists():
+        with asked.out.open(newline="", encoding="utf-8") as file:
+            done = {(one["gpu"], one["problem"], one["kernel"]) for one in csv.DictReader(file)}
+    left = asked.most
+    for spec, problem, kernel in _wanted(asked.gpu or ["h200"]):
+        if (spec.name, problem.key, kernel) in done or left <= 0:
+            continue
+        done.add((spec.name, problem.key, kernel))
+        line = row(problem, spec, kernel, near=asked.neighbours)
+        fresh = not asked.out.exists()
+        with asked.out.open("a", newline="", encoding="utf-8") as file:
+            writer = csv.DictWriter(file, names, lineterminator="\n")
+            if fresh:
+                writer.writeheader()
+            writer.writerow(asdict(line))
+        left -= 1
+        print(f"{spec.name} {problem.key} {kernel} {line.config} {line.static_us} us {line.better}")
+
+
+if __name__ == "__main__":
+    main()

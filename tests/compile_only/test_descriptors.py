@@ -1,0 +1,156 @@
+"""Kernels that load what passes through tensor descriptors compile to fewer registers."""
+
+import inspect
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.driver import make_tensordesc_arg
+
+from benchmarks.stand_in import stand_in
+from tests.described import DESCRIBED
+from tilegen.build.compiler import compile_for
+from tilegen.emit.kernel_files import load
+from tilegen.emit.render import render
+from tilegen.errors import Unsupported
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.model.footprint import footprint
+from tilegen.problem import AttentionProblem
+from tilegen.runtime.kernels import launcher_of_module
+from tilegen.runtime.triton_function import TritonFunction
+
+ARGUMENTS = len(inspect.signature(make_tensordesc_arg).parameters)  # one more in Triton 3.9
+PARSE, CONFIG = AttentionProblem.parse, TileConfig.parse
+LLAMA = PARSE("b1 hq32 hkv8 q8192 d128 bf16 causal")
+SMALL = PARSE("b1 hq4 hkv2 q1024 d64 bf16 causal")
+
+
+@pytest.mark.parametrize(
+    "arch, kernel, text, fewer",
+    [
+        ("sm_90", "fwd", "m128n128w8s2", 40),
+        ("sm_90", "bwd_dkdv", "m64n64w8s2", 0),  # Triton 3.7.1: 37 fewer, 3.6.0: none
+        ("sm_90", "bwd_dq", "m128n64w8s3", 40),
+        ("sm_100", "fwd", "m128n128w8s2", 10),
+        ("sm_100", "bwd_dkdv", "m64n128w8s2", 10),
+        ("sm_120", "fwd", "m64n64w4s2", 40),
+    ],
+)
+def test_fewer_registers(arch: str, kernel: Kernel, text: str, fewer: int) -> None:
+    """And shared memory for barriers alone: the tiles take as much of it."""
+    plain, described = (
+        compile_for(render(LLAMA, CONFIG(one), kernel), arch) for one in (text, f"{text}t")
+    )
+    assert described.registers <= plain.registers - fewer
+    assert described.spill_bytes == 0
+    assert plain.shared_bytes <= described.shared_bytes <= plain.shared_bytes + 1024
+    assert described.scratch_pointers == plain.scratch_pointers
+    if triton.__version__ == "3.7.1":  # whose reports the model is fitted to
+        needs = footprint(LLAMA, CONFIG(f"{text}t"), kernel, arch)
+        assert 0.85 * described.registers <= needs.registers <= 1.3 * described.registers
+        assert described.shared_bytes <= needs.smem_bytes <= described.shared_bytes + 2048
+
+
+@pytest.mark.parametrize("kernel", DESCRIBED)
+def test_tiles_that_pass_come_by_tma_alone(kernel: Kernel) -> None:
+    config = CONFIG("m64n64w4s3t")
+    rendered = render(PARSE("b1 hq4 hkv2 q1024 d80 bf16 causal"), config, kernel)
+    source = triton.compiler.ASTSource(
+        fn=getattr(load(rendered), rendered.function),
+        signature=dict(rendered.signature),
+        constexprs={},
+        attrs={},
+    )
+    options = {"num_warps": 4, "num_stages": 3}
+    ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+    assert "cp.async.bulk.tensor.4d.shared" in ptx
+    assert "cp.async.cg" not in ptx
+
+
+def test_a_gpu_without_tma_is_refused() -> None:
+    with pytest.raises(Unsupported, match="sm_80 loads nothing through tensor descriptors"):
+        compile_for(render(SMALL, CONFIG("m64n64w4s2t")), "sm_80")
+
+
+@pytest.mark.usefixtures("compile_instead_of_launching")
+@pytest.mark.parametrize("kernel", DESCRIBED)
+def test_no_length_recompiles(kernel: Kernel) -> None:
+    """And what is compiled ahead is found when it is launched."""
+    rendered = render(SMALL, CONFIG("m32n32w4s2t"), kernel)
+    compile_for(rendered, "sm_90")
+    module, found = load(rendered), list[bool]()
+    knobs = triton.knobs.compilation
+    before, knobs.listener = knobs.listener, lambda **event: found.append(event["cache_hit"])
+    try:
+        for batch, rows in ((1, 1), (2, 17), (1, 1024), (3, 100)):
+            for inside in (False, True):
+                shape = (batch, rows, 4, 64) if inside else (batch, 4, rows, 64)
+                q = torch.empty(shape, dtype=torch.bfloat16)
+                q = q.transpose(1, 2) if inside else q
+                sums = torch.empty(batch, 4, rows)
+                given = (q, q[:, :2], q[:, :2])
+                backward = (*given, q, sums, sums, 0.1)
+                module.launch(*((*given, 0.1) if kernel == "fwd" else backward))
+    finally:
+        knobs.listener = before
+    assert found == [True]
+    assert len(getattr(module, rendered.function).device_caches[0][0]) == 1
+
+
+@pytest.mark.parametrize("text", ["d64 bf16 causal", "d80 fp16 full"])
+@pytest.mark.parametrize("kernel", DESCRIBED)
+def test_a_launch_is_that_of_the_binder_and_compiles_nothing_else(
+    kernel: Kernel, text: str
+) -> None:
+    """Triton's launcher makes the same maps of what it is given either way."""
+    problem, config = PARSE(f"b1 hq4 hkv2 q64 {text}"), CONFIG("m32n32w4s2t")
+    rendered = render(problem, config, kernel)
+    module = load(rendered)
+    function = TritonFunction.of(module, config)
+    assert function is not None
+    ours = launcher_of_module(module, function, problem, kernel, config, 8)
+    dtype = torch.bfloat16 if problem.dtype == "bf16" else torch.float16
+    flat = torch.zeros(1, 64, 4, problem.head_dim_qk, dtype=dtype).transpose(1, 2)
+    q, k = flat, flat[:, :2, :40]
+    sums = torch.zeros(1, 4, 64)
+    given = (q, k, k, 0.1) if kernel == "fwd" else (q, k, k, q, sums, sums, 0.1)
+    with stand_in(notes=True) as driver:
+        results = [launch(*given) for launch in (ours.launch, module.launch, ours.launch)]
+        assert len(getattr(module, rendered.function).device_caches[0][0]) == 1
+    made = []
+    for (grid, name, values), result in zip(driver.launches, results, strict=True):
+        assert name == rendered.function
+        own = [one.data_ptr() for one in (result if isinstance(result, tuple) else (result,))]
+        found = [
+            _mapped(x) if hasattr(x, "strides") else getattr(x, "data_ptr", lambda x=x: x)()
+            for x in values
+        ]
+        made.append([grid, *("made" if x in own else x for x in found)])
+    assert made[0] == made[1] == made[2]
+    assert sum(isinstance(x, list) for x in made[0]) == 2 * (1 + (problem.head_dim_qk == 80))
+
+
+def _mapped(descriptor: Any) -> list[Any]:
+    """Return what Triton's launcher makes of a descriptor, and what it gives to the driver."""
+    metadata = dict(
+        swizzle=3, elem_size=2, elem_type=10, block_size=[1, 1, 32, 64], fp4_padded=False
+    )
+    fill = lambda *given: [list(one) if isinstance(one, tuple) else one for one in given]  # noqa: E731
+    utils = SimpleNamespace(fill_tma_descriptor_tiled=fill, fill_tma_descriptor=fill)
+    with mock.patch.object(triton.runtime.driver, "_active", SimpleNamespace(utils=utils)):
+        return make_tensordesc_arg(descriptor, metadata, *[None] * (ARGUMENTS - 2))
+
+
+def test_a_launch_refuses_expanded_dimensions() -> None:
+    config = CONFIG("m32n32w4s2t")
+    module = load(render(SMALL, config))
+    function = TritonFunction.of(module, config)
+    assert function is not None
+    launch = launcher_of_module(module, function, SMALL, "fwd", config, 8).launch
+    q = torch.zeros(1, 4, 64, 64, dtype=torch.bfloat16)
+    with stand_in(), pytest.raises(Unsupported, match="expected no expanded dimension"):
+        launch(q, q[:, :1].expand(1, 2, 64, 64), q[:, :2], 0.1)

@@ -1,0 +1,124 @@
+"""Machine code of emitted kernels: it is understood, and nothing better than the choice is near."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.metadata import version
+
+import pytest
+
+from benchmarks.machine_code import neighbourhood
+from tests.conftest import CheckGolden
+from tests.settled import settled
+from tilegen.build.compiler import CompiledKernel, compile_for
+from tilegen.emit.render import render
+from tilegen.gpus.spec import gpu
+from tilegen.kernels.config import BLOCK_SIZES, TileConfig
+from tilegen.model.as_compiled import clocks_as_compiled
+from tilegen.model.footprint import repetition
+from tilegen.model.step import step
+from tilegen.problem import AttentionProblem
+
+PARSE = AttentionProblem.parse
+GPUS = {"sm_80": "a100", "sm_90": "h200", "sm_100": "b200", "sm_120": "rtx5090"}
+WIDE = "hq4 hkv1 q4096 d512 bf16 causal"
+KERNELS = (
+    ("hq4 hkv1 q4096 d128 bf16 causal", "fwd", "m128n64w8s2"),
+    ("hq4 hkv1 q4096 d128 bf16 causal", "bwd_dkdv", "m64n64w4s2"),
+    ("hq4 hkv1 q4096 d128 bf16 causal", "bwd_dq", "m64n64w4s2"),
+    (WIDE, "bwd_scores", "m128n128d64w8s3"),
+    (WIDE, "bwd_columns", "m64n128d128w8s3"),
+    (WIDE, "bwd_rows", "m64n64d128w4s3"),
+    ("hq4 hkv1 q4096 d576/512 bf16 causal", "fwd_streamed", "m64n64d64w8s2"),
+)
+
+
+@pytest.mark.parametrize("text, kernel, config", KERNELS)
+@pytest.mark.parametrize("arch", GPUS)
+def test_steps_are_found_in_machine_code(text: str, kernel: str, config: str, arch: str) -> None:
+    """And have the multiply-adds that the model says, whose unrolling they survived."""
+    if arch != "sm_90" and kernel not in ("fwd", "bwd_columns"):
+        pytest.skip(f"{kernel} is read for sm_90 alone, which has the most forms of instructions")
+    problem, tile = PARSE(text), TileConfig.parse(config)
+    built = compile_for(render(problem, tile, kernel), arch)
+    code = built.step_code
+    assert code is not None
+    work = step(problem, tile, kernel)
+    assert code.multiply_adds == work.multiply_adds * repetition(work, 2, tile.num_warps, arch)
+    least = work.scores * (kernel != "bwd_columns")  # an exponential for each score
+    assert 32 * code.exponentials >= least
+    assert code.instructions <= code.partial_instructions
+    assert clocks_as_compiled(code, gpu(GPUS[arch])).bound > 0
+
+
+def test_amd_is_counted() -> None:
+    problem, tile = PARSE("hq4 hkv1 q4096 d64 fp16 causal"), TileConfig.parse("m64n64w4s1")
+    built = compile_for(render(problem, tile, "fwd"), "gfx942")
+    loops = [one for one in built.code.loops if one.products]
+    assert len(loops) == 2
+    work = step(problem, tile, "fwd")
+    # Instructions have 32 rows, a warp of a tile of 64 rows half of them to itself.
+    assert {one.multiply_adds(4) for one in loops} == {1.5 * work.multiply_adds}
+    assert all(one.units["shared"] and one.units["exp"] for one in loops)
+    assert built.step_code is None
+
+
+def test_kernels_of_another_tile_are_not_taken_for_it() -> None:
+    problem, tile = PARSE(KERNELS[0][0]), TileConfig.parse("m128n64w8s2")
+    built = compile_for(render(problem, tile, "fwd"), "sm_90")
+    of_another = replace(
+        built, rendered=replace(built.rendered, config=replace(tile, block_n=BLOCK_SIZES[-1]))
+    )
+    assert built.step_code is not None
+    assert of_another.step_code is None
+
+
+LONG = "b1 hq32 hkv8 q8192"
+TWELVE = {
+    f"{kernel}-d{dim}-{name}": (f"{LONG} d{dim} bf16 {mask}", kernel)
+    for dim, name, mask in (
+        (64, "causal", "causal"),
+        (64, "window", "window(127,0)"),
+        (128, "causal", "causal"),
+        (128, "full", "full"),
+    )
+    for kernel in ("fwd", "bwd_dkdv", "bwd_dq")
+}
+SOME = ("fwd-d64-window", "bwd_dkdv-d128-causal", "bwd_dq-d64-window")
+"""Those whose neighbours are compiled here; `python -m benchmarks.machine_code` does it for all."""
+known_triton = pytest.mark.skipif(
+    version("triton") != "3.7.1", reason="needs Triton 3.7.1, for which the numbers are known"
+)
+
+
+@known_triton
+@pytest.mark.parametrize("name", TWELVE)
+def test_static_bounds(name: str, golden: CheckGolden) -> None:
+    text, kernel = TWELVE[name]
+    problem = PARSE(text)
+    _, chosen = settled(problem, gpu("h200"), kernel)
+    golden(told(problem, chosen))
+
+
+@known_triton
+@pytest.mark.parametrize("name", SOME)
+def test_nothing_better_is_hidden_beside_a_choice(name: str) -> None:
+    text, kernel = TWELVE[name]
+    found = neighbourhood(PARSE(text), gpu("h200"), kernel)
+    assert len(found) > 2
+    chosen, *others = found
+    assert [one for one in others if one.hidden and one.seconds < chosen.seconds] == []
+    assert min(one.seconds for one in others if one.usable) > 0.9 * chosen.seconds
+
+
+def told(problem: AttentionProblem, built: CompiledKernel) -> str:
+    """Return the resources and clocks of a kernel as text."""
+    code, config = built.step_code, built.rendered.config
+    assert code is not None
+    clocks = clocks_as_compiled(code, gpu("h200"))
+    scale = 128 * 128 / (config.block_m * config.block_n)
+    numbers = (clocks.tensor, clocks.exp, clocks.issue, clocks.smem, clocks.local, clocks.bound)
+    return (
+        f"{problem.key} {config.key} {built.registers} registers {built.spill_bytes} B "
+        f"{' '.join(f'{scale * one:.0f}' for one in numbers)} exposed {clocks.exposed:.2f}\n"
+    )

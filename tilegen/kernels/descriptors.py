@@ -1,0 +1,84 @@
+"""Tensor descriptors: how a kernel loads streamed tiles by coordinates, not addresses, and when.
+
+A descriptor tells the GPU's tensor memory accelerator (TMA) a tensor's sizes and strides. One
+thread then asks for a tile, and what lies outside of the tensor arrives as 0: no thread holds
+addresses, and no load needs a mask. Descriptors are built on the host, of all four dimensions, so
+that a tile at the end of one head holds nothing of the next. Where the rules here forbid them,
+tiles are loaded by addresses, as `TileConfig.descriptors=False` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from tilegen.kernels.arguments import COLUMN_TENSORS, Argument, Line
+from tilegen.kernels.config import Dim, TileConfig, head_dim_chunks
+from tilegen.kernels.spec import WIDTHS, KernelSpec
+
+if TYPE_CHECKING:
+    import torch
+
+ARCHITECTURES = ("sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
+"""Architectures with TMA."""
+MAX_STRIDE_BYTES = 2**40
+"""Strides of a descriptor are less."""
+
+
+def why_not_described(spec: KernelSpec, dtype: str, *, aligned: bool, arch: str = "") -> str:
+    """Return why a kernel cannot load tiles through descriptors; empty if it can."""
+    if not spec.described:
+        return f"{spec.name} loads no tiles that pass through descriptors"
+    if arch and arch not in ARCHITECTURES:
+        return f"{arch} has no tensor memory accelerator"
+    if dtype == "fp32":
+        return "descriptors serve tensor cores, which IEEE fp32 does not use"
+    if not aligned:
+        return "descriptors need addresses and strides that are multiples of 16 bytes"
+    return ""
+
+
+def without(config: TileConfig) -> TileConfig:
+    """Return a config that loads its tiles by addresses."""
+    return replace(config, descriptors=False) if config.descriptors else config
+
+
+def is_describable(tensor: torch.Tensor) -> bool:
+    """Whether a descriptor can hold the strides of an aligned tensor (batch, heads, rows, columns):
+    none is 0, as of an expanded dimension, or too large."""
+    size = tensor.element_size()
+    strides = zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
+    return all(n == 1 or 0 < stride * size < MAX_STRIDE_BYTES for n, stride in strides)
+
+
+def described_lines(
+    spec: KernelSpec, config: TileConfig, head_dims: Mapping[Dim, int]
+) -> list[Line]:
+    """Return a kernel's arguments with descriptors in the place of addresses and strides, one for
+    each of the tiles that hold a head dim."""
+    addresses, *others = spec.lines
+    first: list[Argument] = []
+    for one in addresses.arguments:
+        if one.of not in spec.described:
+            first.append(one)
+            continue
+        rows = config.block_n if one.of in COLUMN_TENSORS else config.block_m
+        pieces = head_dim_chunks(head_dims[WIDTHS[one.of]])
+        first += [
+            Argument(
+                f"{one.of}_desc" + (f"_{i}" if len(pieces) > 1 else ""),
+                f"tensordesc<element[1, 1, {rows}, {width}]>",
+                one.of,
+                "descriptor",
+                width,
+            )
+            for i, width in enumerate(pieces)
+        ]
+    left = [
+        line
+        for line in others
+        if not (line.arguments[0].taken == "stride" and line.arguments[0].of in spec.described)
+    ]
+    left[0] = replace(left[0], why=others[0].why)
+    return [replace(addresses, arguments=tuple(first)), *left]
