@@ -219,7 +219,7 @@ def test_paged_rows_hold_a_group_of_heads(data: Path) -> None:
     plain, paged = ibm.winners(data / "ibm-vllm-triton-backend")
     assert plain.rows[0][0] == PARSE("b1 hq32 hkv8 q512 d128 fp16 causal")
     assert [(problem.key, config.key) for problem, config in paged.rows] == [
-        ("b16 hq8 hkv8 q32 kv64 d128 fp16 full", "m16n32w4s4")
+        ("b8 hq8 hkv8 q32 kv64 d128 fp16 full", "m16n32w4s4")
     ]
     assert paged.left_out == Counter({"tile that tilegen does not write": 1}), "8 stages"
 
