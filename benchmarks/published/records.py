@@ -25,6 +25,8 @@ class Built:
     registers: int
     spill_bytes: int
     shared_bytes: int
+    step_code: None = None
+    """Nothing is said of what the machine code issues in a step."""
 
 
 @dataclass(frozen=True, kw_only=True)

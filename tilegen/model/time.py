@@ -49,6 +49,16 @@ class StepClocks:
     masking: float
     """Issue slots that a partial tile takes besides."""
     smem: float
+    exposed: float
+    """Part of issue or exponentials, whichever is longer, that no matrix product hides."""
+    local: float = 0.0
+    """Loads and stores of local memory, which nothing hides."""
+
+    @property
+    def bound(self) -> float:
+        """Clocks that a step on a full tile takes at least, local memory aside."""
+        softmax = max(self.issue, self.exp)
+        return max(self.tensor + self.exposed * softmax, softmax, self.smem)
 
 
 def step_clocks(
@@ -81,6 +91,7 @@ def step_clocks(
         issue=issue / ISSUE_PER_CLK,
         masking=repeated * per.masked_score * work.scores / ISSUE_PER_CLK,
         smem=operands * size / SMEM_BYTES_PER_CLK,
+        exposed=rates.exposed_of(kernel),
     )
 
 
@@ -138,10 +149,15 @@ def time(
     moved: Traffic,
     counts: Visits,
     needs: Footprint,
+    clocks: StepClocks | None = None,
 ) -> Time:
-    """Return the predicted time of a kernel, over all panels where it works on those."""
+    """Return the predicted time of a kernel, over all panels where it works on those.
+
+    `clocks` are those of a step where its machine code is known.
+    """
     rates, spec = rates_of(gpu.arch), KERNELS[kernel]
-    work, clk = step(problem, config, kernel), step_clocks(problem, gpu, config, kernel)
+    work = step(problem, config, kernel)
+    clk = clocks or step_clocks(problem, gpu, config, kernel)
     run = launches(problem, gpu, config, kernel, counts)
     per_launch = run.programs / run.count
 
@@ -153,7 +169,8 @@ def time(
     ahead = config.num_stages - 1 if spec.masked else 0
     wait = latency / max(ahead, 1)
     if rates.exposed:
-        busy, smem = clk.tensor + rates.exposed * softmax + rates.step_clk / together, clk.smem
+        busy, smem = max(clk.tensor + clk.exposed * softmax, softmax), clk.smem
+        busy += rates.step_clk / together
     else:
         units = clk.tensor, softmax, clk.smem
         busy, smem = queued(config.num_warps, together, units, idle=rates.step_clk), 0.0
@@ -162,7 +179,7 @@ def time(
     if work.loads > 1:  # every key tile starts the pipeline of slices again
         busy += 2 * latency
     waves = per_launch / (gpu.num_sms * fits)
-    local = local_clocks(needs, gpu, config)
+    local = clocks.local if clocks else local_clocks(needs, gpu, config)
     one_step = _overlapped(busy, smem, wait * work.loads) + local
 
     # A program's beginning and end: its own tile comes in, the pipeline fills, the result goes out.
@@ -172,10 +189,10 @@ def time(
     overhead = 2 * latency + max(exp_after, issue_after)
     mean = one_step * run.steps / run.programs + overhead
     if run.longest * run.programs == run.steps:  # equal programs run in waves
-        clocks = run.count * math.ceil(per_launch / gpu.num_sms) * mean
+        total = run.count * math.ceil(per_launch / gpu.num_sms) * mean
     else:  # long ones start first, so short ones fill the last wave
         tail = mean / 2 if waves > 1 else 0.0
-        clocks = max(one_step * run.longest + overhead, mean * run.programs / gpu.num_sms + tail)
+        total = max(one_step * run.longest + overhead, mean * run.programs / gpu.num_sms + tail)
 
     dram = dram_bytes(problem, gpu, kernel, moved, counts, in_flight=gpu.num_sms * fits)
     on_l2 = l2_seconds(gpu, moved)
@@ -193,7 +210,7 @@ def time(
         "latency": wait * work.loads * per_step + 2 * latency * per_program,
     }
     return Time(
-        seconds=max(clocks / gpu.clock_hz, on_l2, dram_seconds) + run.count * rates.launch_seconds,
+        seconds=max(total / gpu.clock_hz, on_l2, dram_seconds) + run.count * rates.launch_seconds,
         terms=tuple(sorted(terms.items(), key=lambda item: -item[1])),
         waves=waves,
         dram_bytes=dram,
