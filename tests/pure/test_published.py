@@ -413,11 +413,13 @@ def test_the_command_writes_every_verdict(data: Path, tmp_path: Path) -> None:
     app = typer.Typer()
     app.command()(command.main)
     out = tmp_path / "out"
-    arguments = ["--data", str(data), "--out", str(out), "--stride", "1", "--no-fit"]
+    arguments = ["--data", str(data), "--out", str(out), "--stride", "1"]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     for name, record in (
+        ("sweeps_predicted", judge.SweepVerdict),
         ("sweeps", judge.SweepVerdict),
+        ("sweeps_left_out", judge.SweepVerdict),
         ("winners", judge.WinnersVerdict),
         ("curves", judge.PointVerdict),
         ("splits", splits.BestSplit),
