@@ -26,10 +26,14 @@ KERNELS: dict[str, Kernel] = {
 GPUS = {"gfx942": "mi300x", "gfx950": "mi300x"}
 """MI350 is not in the catalogue; the nearest known stands for it."""
 DTYPES = {"torch.float16": "fp16", "torch.bfloat16": "bf16", "torch.float32": "fp32"}
-BATCH, HEADS = 8, 12
-"""Defaults of the tuning script; the tables do not record them."""
-LARGE = 2048 * 2048 * 256
-"""Rows x columns x head dim from which the script takes fewer heads."""
+BATCH, HEADS = 3, 5
+"""What the tuner of that repository runs; the tables do not record them."""
+MEMORY_GB = {"gfx942": 192, "gfx950": 288}
+FEWER = ((3, 3), (3, 2), (2, 2))
+"""Batch and heads that it falls back to, one after the other, where its estimate of the memory
+that a problem takes with its reference is above that of the GPU."""
+GB_OF_PAIR = 0.22 / 2**30
+"""That estimate, of a pair of a query and a key and of an element of a head dim."""
 
 
 def winners(folder: Path, stride: int) -> list[Winners]:
@@ -41,7 +45,7 @@ def winners(folder: Path, stride: int) -> list[Winners]:
             rows = read(folder / f"{arch}_{table}.sqlite3.tar.xz")
             for kind, exact in (("16 bit", False), ("fp32", True)):
                 mine = [row for row in rows if (row["q_dtype"] == "torch.float32") == exact]
-                kept, left_out = _judged(mine[::stride])
+                kept, left_out = _judged(mine[::stride], MEMORY_GB[arch])
                 found.append(
                     Winners(
                         source=f"{COMMIT}:modules/flash/database/amd/{arch}/{table}",
@@ -79,7 +83,7 @@ def read(path: Path) -> list[dict[str, str]]:
 
 
 def _judged(
-    rows: list[dict[str, str]],
+    rows: list[dict[str, str]], memory_gb: int
 ) -> tuple[list[tuple[AttentionProblem, TileConfig]], Counter[str]]:
     kept: list[tuple[AttentionProblem, TileConfig]] = []
     left_out: Counter[str] = Counter()
@@ -91,21 +95,23 @@ def _judged(
             left_out["tile that tilegen does not write"] += 1
         else:
             try:
-                kept.append((_problem(row), config))
+                kept.append((_problem(row, memory_gb), config))
             except TilegenError:
                 left_out["problem that tilegen does not take"] += 1
     return kept, left_out
 
 
-def _problem(row: dict[str, str]) -> AttentionProblem:
+def _problem(row: dict[str, str], memory_gb: int) -> AttentionProblem:
     rows, columns, width = (
         int(row[name]) for name in ("max_seqlen_q", "max_seqlen_k", "block_dmodel")
     )
-    causal, batch, heads = row["causal_type"] != "0", BATCH, HEADS
-    if rows * columns * width >= LARGE:
-        batch, heads = (2, 2) if causal else (3, HEADS)
+    dtype, drops = DTYPES[row["q_dtype"]], row["enable_dropout"] != "0"
+    each = GB_OF_PAIR * rows * columns * width * (1.25 if drops else 1.0)
+    each *= 2 if dtype == "fp32" else 1
+    sizes = ((BATCH, HEADS), *FEWER)
+    batch, heads = next((one for one in sizes if each * one[0] * one[1] <= memory_gb), sizes[-1])
     return AttentionProblem.parse(
-        f"b{batch} hq{heads} q{rows} kv{columns} d{width} {DTYPES[row['q_dtype']]} "
-        + ("causal" if causal else "full")
-        + (" dropout" if row["enable_dropout"] != "0" else "")
+        f"b{batch} hq{heads} q{rows} kv{columns} d{width} {dtype} "
+        + ("causal" if row["causal_type"] != "0" else "full")
+        + (" dropout" if drops else "")
     )

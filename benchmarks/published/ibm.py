@@ -2,7 +2,7 @@
 
 The paged kernel puts the query heads of a group into the rows of one tile, which tilegen does not:
 its problem is written as one of key-value heads alone, with as many times the rows. Pages are not
-modelled, and the batch, which the keys do not record, is a guess.
+modelled, and the keys do not record the batch.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ GPUS = {
 }
 """MI250X is not in the catalogue; the nearest known stands for it."""
 PLAIN, PAGED = "attn_fwd", "kernel_unified_attention_2d"
-BATCH = {PLAIN: 1, PAGED: 16}
-"""Of the plain kernel as its times say; of the paged one a guess."""
+BATCH = {PLAIN: 1, PAGED: 8}
+"""What the times say: with these, the model's are right in the median, on both GPUs."""
 NEEDED = ["gpu", "kernel", "best_BLOCK_M", "best_BLOCK_N", "best_num_warps", "best_num_stages"]
 KNOBS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
 REPEATS = {"6", "10"}

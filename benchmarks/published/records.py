@@ -27,6 +27,8 @@ class Built:
     step_code: None = None
     """Nobody has read their machine code."""
     shared_bytes: int
+    step_code: None = None
+    """Nothing is said of what the machine code issues in a step."""
 
 
 @dataclass(frozen=True, kw_only=True)

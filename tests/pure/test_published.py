@@ -105,8 +105,8 @@ def data(tmp_path: Path) -> Path:
 
 
 def archive(path: Path, table: str) -> None:
-    """A SQLite table of three rows in a compressed archive: one good, one with a bias, one of a
-    large problem."""
+    """A SQLite table of four rows in a compressed archive: one good, one with a bias, one of a
+    large problem, one that a smaller GPU takes fewer heads of."""
     base = sqlite3.connect(":memory:")
     inputs = "Q_dtype Max_seqlen_q Max_seqlen_k CAUSAL_TYPE BLOCK_DMODEL ENABLE_DROPOUT BIAS_TYPE"
     if table != "attn_fwd":
@@ -124,7 +124,7 @@ def archive(path: Path, table: str) -> None:
         ("gfx", "torch.float16", 128, 256, 3, 64, 1, 0, 32, 16, 4, 1),
         ("gfx", "torch.float16", 128, 256, 0, 64, 0, 1, 32, 16, 4, 1),
         ("gfx", "torch.bfloat16", 8192, 8192, 3, 128, 0, 0, 64, 64, 2, 1),
-        ("gfx", "torch.float32", 64, 64, 0, 64, 0, 0, 16, 16, 4, 1),
+        ("gfx", "torch.float32", 8192, 8192, 0, 512, 1, 0, 16, 16, 4, 1),
     ]
     base.executemany(f'INSERT INTO "FLASH${table}" VALUES ({",".join("?" * 12)})', rows)
     content = base.serialize()
@@ -186,14 +186,16 @@ def test_winners_of_an_archive(data: Path) -> None:
     assert len(tables) == 12
     table = tables["attn_fwd 16 bit", "gfx942"]
     assert {problem.key: config.key for problem, config in table.rows} == {
-        "b8 hq12 hkv12 q128 kv256 d64 fp16 causal dropout": "m32n16w4s1",
-        "b2 hq2 hkv2 q8192 kv8192 d128 bf16 causal": "m64n64w2s1",
+        "b3 hq5 hkv5 q128 kv256 d64 fp16 causal dropout": "m32n16w4s1",
+        "b3 hq5 hkv5 q8192 kv8192 d128 bf16 causal": "m64n64w2s1",
     }
     assert table.left_out == Counter({"bias matrix": 1})
     assert [one.key for one in table.grid] == [
         f"m{m}n{n}w{warps}s1" for m in (32, 64) for n in (16, 64) for warps in (2, 4)
     ]
-    assert len(tables["bwd_kernel_dq fp32", "gfx950"].rows) == 1
+    ((small, _),) = tables["bwd_kernel_dq fp32", "gfx942"].rows
+    ((large, _),) = tables["bwd_kernel_dq fp32", "gfx950"].rows
+    assert (small.num_heads_q, large.num_heads_q) == (3, 5), "MI300 has less memory"
 
 
 def test_every_which_row_is_read(data: Path) -> None:
@@ -217,7 +219,7 @@ def test_paged_rows_hold_a_group_of_heads(data: Path) -> None:
     plain, paged = ibm.winners(data / "ibm-vllm-triton-backend")
     assert plain.rows[0][0] == PARSE("b1 hq32 hkv8 q512 d128 fp16 causal")
     assert [(problem.key, config.key) for problem, config in paged.rows] == [
-        ("b16 hq8 hkv8 q32 kv64 d128 fp16 full", "m16n32w4s4")
+        ("b8 hq8 hkv8 q32 kv64 d128 fp16 full", "m16n32w4s4")
     ]
     assert paged.left_out == Counter({"tile that tilegen does not write": 1}), "8 stages"
 
@@ -411,11 +413,13 @@ def test_the_command_writes_every_verdict(data: Path, tmp_path: Path) -> None:
     app = typer.Typer()
     app.command()(command.main)
     out = tmp_path / "out"
-    arguments = ["--data", str(data), "--out", str(out), "--stride", "1", "--no-fit"]
+    arguments = ["--data", str(data), "--out", str(out), "--stride", "1"]
     result = CliRunner().invoke(app, arguments, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     for name, record in (
+        ("sweeps_predicted", judge.SweepVerdict),
         ("sweeps", judge.SweepVerdict),
+        ("sweeps_left_out", judge.SweepVerdict),
         ("winners", judge.WinnersVerdict),
         ("curves", judge.PointVerdict),
         ("splits", splits.BestSplit),
