@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.kernels.config import Kernel, TileConfig
@@ -70,6 +70,24 @@ def explain(
     spec, parsed, tile = gpu_of(gpu, fast_memory), problem_of(problem), config_of(config)
     told = explain_all(parsed, spec, kernels_named(kernel, parsed, spec), tile)
     return Explanation(problem=parsed, gpu=spec, values=tuple(told), with_passes=kernel == ALL)
+
+
+def read_code(
+    problem: AttentionProblem | str,
+    gpu: GpuSpec | str | None = None,
+    *,
+    kernel: Kernel = ALL,
+    config: TileConfig | str | None = None,
+    fast_memory: int | str | None = None,
+) -> list[dict[str, Any]]:
+    """Return what the machine code of kernels says, loop by loop, as values that json can write.
+
+    Compiles the configs that a call would settle on, or `config`; needs no GPU.
+    """
+    from tilegen.explaining.machine_code import static
+
+    spec, parsed, tile = gpu_of(gpu, fast_memory), problem_of(problem), config_of(config)
+    return [static(parsed, spec, one, tile) for one in kernels_named(kernel, parsed, spec)]
 
 
 def show(

@@ -14,12 +14,13 @@ from tilegen.gpus.nearest import on_tensor_cores
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import BLOCK_SIZES, Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS
+from tilegen.model.as_compiled import clocks_as_compiled
 from tilegen.model.bounds import lower_bound_bytes
 from tilegen.model.estimate import Candidate, CostEstimate
 from tilegen.model.footprint import footprint
 from tilegen.model.launches import rows_of_panels
 from tilegen.model.on_chip import Footprint, residents
-from tilegen.model.time import Time, least_seconds, time
+from tilegen.model.time import StepClocks, Time, least_seconds, time
 from tilegen.model.traffic import Traffic, Visits, traffic, visits
 from tilegen.problem import AttentionProblem
 from tilegen.sympy_lock import one_at_a_time
@@ -78,14 +79,13 @@ def _best(
 def seconds_as_compiled(
     problem: AttentionProblem, gpu: GpuSpec, config: TileConfig, kernel: Kernel, built: Usage
 ) -> float:
-    """Return the predicted time of a config with what the compiler says that it uses."""
+    """Return the predicted time of a config with what the compiler says that it uses, and with what
+    its machine code issues in a step, where that could be told."""
     model = _Model(problem.normal(), gpu, kernel)
     needs = model.needs(config)
-    registers = built.registers
-    if built.spill_bytes:
-        registers = needs.max_registers + -(-built.spill_bytes // 4)
-    used = replace(needs, registers=registers, smem_bytes=built.shared_bytes)
-    return model.time(config, used).seconds
+    used = needs.as_compiled(built.registers, built.spill_bytes, built.shared_bytes)
+    code = built.step_code
+    return model.time(config, used, clocks_as_compiled(code, gpu) if code else None).seconds
 
 
 def search_space(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> list[TileConfig]:
@@ -180,12 +180,11 @@ class _Model:
         """Return what a program holds on chip."""
         return footprint(self._alike, config, self._kernel, self._gpu.arch)
 
-    def time(self, config: TileConfig, needs: Footprint) -> Time:
+    def time(self, config: TileConfig, needs: Footprint, clocks: StepClocks | None = None) -> Time:
         """Return the predicted time: all that ranking needs."""
         moved, counts, _ = self._tile(config)
-        return time(
-            self._problem, self._gpu, config, self._kernel, moved=moved, counts=counts, needs=needs
-        )
+        of = self._problem, self._gpu, config, self._kernel
+        return time(*of, moved=moved, counts=counts, needs=needs, clocks=clocks)
 
     def cost(self, time: Time, config: TileConfig, needs: Footprint) -> CostEstimate:
         """Return the estimate that a time belongs to."""

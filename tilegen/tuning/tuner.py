@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from tilegen.build.acceptable import spills_much
 from tilegen.build.workers import Pool
 from tilegen.emit.identity import template_digest
 from tilegen.errors import BuildFailed, NoRecord, Unsupported
@@ -324,7 +323,7 @@ class _Run:
 
 
 def _spills_much(trial: Trial) -> bool:
-    return bool(spills_much(trial.spill_bytes))
+    return trial.measurement.status == "out_of_resources" and trial.spill_bytes > 0
 
 
 def pick(trials: dict[TileConfig, Trial]) -> TileConfig | None:
