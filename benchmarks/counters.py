@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import csv as csv_module
 import io
+import re
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ import typer
 from benchmarks.environment import ROOT, Environment, environment, has_gpu
 from benchmarks.rows import append, with_environment
 from benchmarks.workloads import Workload, head
+from tilegen.build.digests import noting_launches
 from tilegen.choose.ranking import estimate
 from tilegen.emit.render import render
 from tilegen.gpus.spec import GpuSpec, detect
@@ -38,6 +40,8 @@ DRAM_READ = "dram__bytes_read.sum"
 DRAM_WRITE = "dram__bytes_write.sum"
 REGISTERS = "launch__registers_per_thread"
 SMEM = "launch__shared_mem_per_block_dynamic"
+DIGEST = "binary:"
+"""Start of the lines in which the watched program names its binaries."""
 METRICS = (READ, WRITE, DRAM_READ, DRAM_WRITE, REGISTERS, SMEM)
 
 
@@ -64,6 +68,8 @@ class CounterRow(Environment):
     predicted_smem_bytes: int
     counted_smem_bytes: int
     smem_ratio: float | None
+    digest: str
+    """Digest of the binary that was counted; empty where it is not known."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +79,8 @@ class Counted:
     function: str
     values: dict[str, float]
     """By metric; bytes are bytes."""
+    digest: str = ""
+    """Digest of the binary, where the program named it."""
 
 
 def kernels_of(workload: Workload, spec: GpuSpec) -> dict[Kernel, TileConfig]:
@@ -89,7 +97,9 @@ def launch(workload: Workload, spec: GpuSpec) -> None:
 
     problem = workload.problem.normal()
     kernels = {k: render(problem, config, k) for k, config in kernels_of(workload, spec).items()}
-    run(kernels, make_inputs(problem), problem.head_dim_qk**-0.5)
+    with noting_launches() as launched:
+        run(kernels, make_inputs(problem), problem.head_dim_qk**-0.5)
+    print("\n".join(["", *(f"{DIGEST} {name} {digest}" for name, digest in launched.named)]))
 
 
 def profile(workload: Workload, *, timeout: float) -> list[Counted]:
@@ -131,9 +141,12 @@ def ncu(
 def parse(text: str) -> list[Counted]:
     """Return the launches in the CSV that ncu printed, after lines of its own."""
     _, header, table = text.partition('"ID",')
+    digests = dict(re.findall(rf"^{DIGEST} (\S+) (\S+)$", text, re.MULTILINE))
     launches: dict[str, Counted] = {}
     for row in csv_module.DictReader(io.StringIO(header + table)):
-        counted = launches.setdefault(row["ID"], Counted(function=row["Kernel Name"], values={}))
+        function = row["Kernel Name"]
+        new = Counted(function=function, values={}, digest=digests.get(function, ""))
+        counted = launches.setdefault(row["ID"], new)
         with contextlib.suppress(ValueError):  # n/a: this GPU does not have the counter
             counted.values[row["Metric Name"]] = float(row["Metric Value"].replace(",", ""))
     return list(launches.values())
@@ -162,6 +175,7 @@ def compare(workload: Workload, predicted: CostEstimate, counted: Counted) -> Co
         problem=workload.problem.key,
         kernel=predicted.kernel,
         config=predicted.config.key,
+        digest=counted.digest,
         **columns,
     )
 

@@ -9,10 +9,14 @@ import pytest
 import torch
 
 import tilegen
+from benchmarks import counters
 from benchmarks.call_cost import as_on_a_gpu
 from benchmarks.stand_in import stand_in
+from benchmarks.workloads import Workload
 from tilegen.build.compiler import compile_for
 from tilegen.build.digests import digest_of, instructions, noting_launches
+from tilegen.check import verification
+from tilegen.check.reference import make_inputs
 from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
@@ -63,6 +67,22 @@ def test_a_call_has_the_digests_of_its_kernels_in_order() -> None:
         forward = measure(lambda: tilegen.attention(q, q, q), timer=timer, seconds=0.0).digest
     assert len(found) == len(set(found)) == 4
     assert forward == found[0]
+
+
+def test_the_program_that_is_watched_names_its_binaries(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `benchmarks.counters` reads them among the lines of the profiler."""
+    inputs = make_inputs(PROBLEM)
+    monkeypatch.setattr("benchmarks.check.make_inputs", lambda _: inputs)
+    monkeypatch.setattr(verification, "run_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr(counters, "kernels_of", lambda *_: {"fwd": SMALL})
+    with stand_in():
+        counters.launch(Workload(name="w", problem=PROBLEM, source="test"), gpu("h200"))
+    rendered = render(PROBLEM, SMALL)
+    row = f'"ID","Kernel Name","Metric Name","Metric Value"\n"0","{rendered.function}","a","1"\n'
+    (found,) = counters.parse(capsys.readouterr().out + row)
+    assert found.digest == compiled_digest(rendered)
 
 
 def test_launches_are_noted_only_meanwhile() -> None:

@@ -18,6 +18,7 @@ from tilegen.model.estimate import CostEstimate
 NCU = """\
 ==PROF== Connected to process 4242 (/usr/bin/python3.12)
 ==PROF== Profiling "attention_fwd_d16_causal_m64n32": 0%....100% - 4 passes
+binary: attention_fwd_d16_causal_m64n32 0123456789ab
 ==PROF== Disconnected from process 4242
 "ID","Process ID","Kernel Name","Context","Metric Name","Metric Unit","Metric Value"
 "0","4242","attention_fwd_d16_causal_m64n32","1","dram__bytes_read.sum","byte","1,000"
@@ -53,6 +54,7 @@ def test_counters_are_parsed_and_compared() -> None:
     assert (row.predicted_read_bytes, row.counted_read_bytes, row.read_ratio) == (3000, 4500, 1.5)
     assert (row.write_ratio, row.dram_ratio, row.registers_ratio) == (1.0, 1.2, 1.25)
     assert (row.counted_smem_bytes, row.smem_ratio) == (2048, None)
+    assert (row.digest, backward.digest) == ("0123456789ab", "")
 
 
 def fake_ncu(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:

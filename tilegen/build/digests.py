@@ -56,16 +56,22 @@ class Launched:
     def digest(self) -> str:
         """The digests of the kernels in the order of their first launch, with spaces between; empty
         where none was seen."""
-        return " ".join(
-            dict.fromkeys(
+        return " ".join(dict.fromkeys(digest for _, digest in self.named))
+
+    @property
+    def named(self) -> list[tuple[str, str]]:
+        """The name and the digest of each kernel, in the order of their first launch."""
+        return [
+            (
+                one.name,
                 digest_of(
                     one.kernel,
                     num_warps=one.metadata.num_warps,
                     shared_bytes=one.metadata.shared,
-                )
-                for one in self._kernels.values()
+                ),
             )
-        )
+            for one in self._kernels.values()
+        ]
 
 
 @contextlib.contextmanager
