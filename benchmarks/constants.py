@@ -86,8 +86,10 @@ def scaled(group: str, name: str, factor: float) -> Iterator[None]:
         real = getattr(rates, read)
 
         def other(of: str) -> Any:
-            found = real(of)
-            return replace(found, **{name: getattr(found, name) * factor})
+            found, value = real(of), getattr(real(of), name)
+            each = isinstance(value, dict)  # by kernel
+            grown = {k: v * factor for k, v in value.items()} if each else value * factor
+            return replace(found, **{name: grown})
 
         changes = [mock.patch.object(module, read, other) for module in users]
     else:

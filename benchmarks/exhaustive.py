@@ -32,6 +32,7 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS
 from tilegen.measure import DeviceLost
 from tilegen.problem import AttentionProblem
+from tilegen.store.trials import of_one_binary, one_binary_line
 from tilegen.tuning.bench import Ahead, Bench, real_bench, refused
 from tilegen.tuning.trials import Trial
 from tilegen.tuning.tuner import pick
@@ -169,6 +170,8 @@ def _record_one(
     timed = sum(t.measurement.status == "ok" for t in recorder.trials.values())
     state = f"{left} left; the same command goes on from here" if left else "complete"
     print(f"{kernel} '{problem}': {timed} of {len(space)} timed, {state}: {path}", flush=True)
+    for configs in of_one_binary(recorder.trials.values()):
+        print(f"{kernel} '{problem}': {one_binary_line(configs)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +25,8 @@ from tilegen.kernels.registry import KERNELS
 from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.store.fields import Fields, parse_json
-from tilegen.store.record import MAX_SECONDS, measurement_from, slug
+from tilegen.store.record import MAX_SECONDS, measurement_from, measurement_values, slug
+from tilegen.store.trials import of_one_binary
 from tilegen.tuning.bench import as_tuned
 from tilegen.tuning.trials import Trial, append_line
 
@@ -83,6 +84,16 @@ class Recording:
         """Return `fwd of 'b1 ...' on h200`."""
         return f"{self.session.kernel} of '{self.session.problem}' on {self.session.gpu}"
 
+    def distinct(self) -> Recording:
+        """Return the same with one config for each binary: others timed nothing of their own."""
+        again = {c for group in self.one_binary() for c in group[1:]}
+        kept = {config: trial for config, trial in self.trials.items() if config not in again}
+        return replace(self, trials=kept)
+
+    def one_binary(self) -> list[tuple[TileConfig, ...]]:
+        """Return the groups of configs that timed one and the same binary."""
+        return of_one_binary(self.trials.values())
+
     def as_tuned(self) -> dict[TileConfig, Measurement]:
         """Return what the tuner would have seen: it does not time kernels that spill much."""
         return {
@@ -137,7 +148,7 @@ class Recorder:
             self._path,
             {
                 "config": trial.config.key,
-                "measurement": asdict(trial.measurement),
+                "measurement": measurement_values(trial.measurement),
                 "seconds": trial.seconds,
                 "spill_bytes": trial.spill_bytes,
                 "device_lost": trial.device_lost,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from benchmarks.environment import Environment
+from tilegen.errors import Unsupported
 
 Status = Literal[
     "ok",
@@ -40,6 +41,9 @@ class Row(Environment):
     p20_us: float | None = None
     p80_us: float | None = None
     repeats: int = 0
+    digest: str = ""
+    """Digests of the binaries that were timed, with spaces between; empty where they are not known,
+    as a library's are not."""
     tflops: float | None = None
     """Flops of the kept pairs over the median, in 1e12 per second: benchmarks/arithmetic.py."""
     gbytes_per_s: float | None = None
@@ -79,9 +83,13 @@ def with_environment(row_type: type[R], environment: Environment, **values: Any)
 
 
 def append(path: Path, row: Any) -> None:
-    """Add one row to a result file and flush it to disk; a new file starts with the header."""
+    """Add one row to a result file and flush it to disk; a new file starts with the header. Raises
+    Unsupported for a file with other columns."""
     path.parent.mkdir(parents=True, exist_ok=True)
     before = path.read_bytes() if path.exists() else b""
+    head, its = before.partition(b"\n")[0].decode(errors="replace"), ",".join(columns(type(row)))
+    if before and head != its:
+        raise Unsupported(f"expected the columns {its} in {path}, found {head}; name another file")
     with path.open("a", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, columns(type(row)), lineterminator="\n")
         if not before:

@@ -87,6 +87,7 @@ def run_case(case: Case, spec: GpuSpec | None, *, seconds: float) -> Row:
         p20_us=timing.p20_us,
         p80_us=timing.p80_us,
         repeats=timing.repeats,
+        digest=timing.digest,
         tflops=flops(problem, case.direction) * per_second / 1e12,
         gbytes_per_s=compulsory_bytes(problem, case.direction) * per_second / 1e9,
         roofline_fraction=(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tarfile
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -109,7 +109,20 @@ def _benchmarks(path: Path) -> str:
             for case, cells in by_case.items()
         ),
     )
-    return f"TFLOP/s of kept pairs.\n\n{table}" if rows else ""
+    again = "".join(f"\n\n{line}" for line in _one_binary(rows))
+    return f"TFLOP/s of kept pairs.\n\n{table}{again}" if rows else ""
+
+
+def _one_binary(rows: Sequence[dict[str, str]]) -> Iterator[str]:
+    """Yield a line for binaries that were timed under several names in one case."""
+    found: dict[tuple[str, ...], dict[str, None]] = {}
+    for row in rows:
+        if digest := row.get("digest"):  # which older rows lack
+            name = " ".join(filter(None, (row["provider"], row["detail"])))
+            found.setdefault((row["workload"], row["direction"], digest), {})[name] = None
+    for (workload, direction, digest), names in found.items():
+        if len(names) > 1:
+            yield f"{workload} {direction}: one binary ({digest}) was timed as {'; '.join(names)}."
 
 
 def _counters(path: Path) -> str:

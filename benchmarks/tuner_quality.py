@@ -40,6 +40,7 @@ from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
 from tilegen.measure import Measurement
 from tilegen.model.estimate import Candidate
+from tilegen.store.trials import one_binary_line
 from tilegen.tuning import tuner as tune_module
 from tilegen.tuning.trials import Trial
 from tilegen.tuning.tuner import pick, tune
@@ -219,10 +220,14 @@ def _cell(rows: Sequence[QualityRow], budget: int) -> str:
 
 
 def load(paths: Sequence[Path]) -> Iterator[Recording]:
-    """Yield the recordings that can be judged, and say which cannot."""
+    """Yield the recordings that can be judged, each binary once; say which cannot, and which
+    configs were one binary."""
     for path in paths:
         try:
-            recording = read(path)
+            found = read(path)
+            for configs in found.one_binary():
+                print(f"{path}: {one_binary_line(configs)}", flush=True)
+            recording = found.distinct()
             ranking(recording)
         except TilegenError as error:
             print(f"{path}: {error}", flush=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tilegen.version import __version__ as __version__
 
 if TYPE_CHECKING:
-    from tilegen.api import explain, generate, propose, show, tune, verify
+    from tilegen.api import explain, generate, propose, read_code, show, tune, verify
     from tilegen.bundles.manifest import Manifest
     from tilegen.bundles.served import Bundle, load_bundle
     from tilegen.check.verification import Check
@@ -101,6 +101,7 @@ _HOME = {
     "prefix_lm": "tilegen.masks",
     "propose": "tilegen.api",
     "random_blocks": "tilegen.masks",
+    "read_code": "tilegen.api",
     "relative_bias": "tilegen.masks.score",
     "scaled_dot_product_attention": "tilegen.integrations.sdpa",
     "score": "tilegen.masks.score",
@@ -157,6 +158,7 @@ __all__ = [
     "prefix_lm",
     "propose",
     "random_blocks",
+    "read_code",
     "relative_bias",
     "scaled_dot_product_attention",
     "score",

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS
 from tilegen.problem import AttentionProblem
+from tilegen.settings import settings
 
 if TYPE_CHECKING:
     from tilegen.bundles.building import Made
@@ -69,6 +70,24 @@ def explain(
     spec, parsed, tile = gpu_of(gpu, fast_memory), problem_of(problem), config_of(config)
     told = explain_all(parsed, spec, kernels_named(kernel, parsed, spec), tile)
     return Explanation(problem=parsed, gpu=spec, values=tuple(told), with_passes=kernel == ALL)
+
+
+def read_code(
+    problem: AttentionProblem | str,
+    gpu: GpuSpec | str | None = None,
+    *,
+    kernel: Kernel = ALL,
+    config: TileConfig | str | None = None,
+    fast_memory: int | str | None = None,
+) -> list[dict[str, Any]]:
+    """Return what the machine code of kernels says, loop by loop, as values that json can write.
+
+    Compiles the configs that a call would settle on, or `config`; needs no GPU.
+    """
+    from tilegen.explaining.machine_code import static
+
+    spec, parsed, tile = gpu_of(gpu, fast_memory), problem_of(problem), config_of(config)
+    return [static(parsed, spec, one, tile) for one in kernels_named(kernel, parsed, spec)]
 
 
 def show(
@@ -133,7 +152,8 @@ def tune(
     storage: str = "",
 ) -> list[TuningRecord]:
     """Return the records of the best configs that measuring on the GPU at hand finds, one for each
-    kernel, and keep them in the own directory.
+    kernel, and keep them in the own directory. With TILEGEN_LIBRARIES=1 PyTorch's own kernels are
+    measured too, for each pass whose kernels are all tuned.
 
     The budget of a kernel is `seconds` in this run, or `trials` in all runs together, or both. With
     `storage` other machines take part, and the budget is `trials`. A `gpu` must be the one at hand.
@@ -153,7 +173,21 @@ def tune(
     kernels = kernels_named(kernel, parsed, spec)
     if storage:
         return _tune_together(parsed, spec, kernels, trials, storage)
-    return [tuned(parsed, spec, kernel=one, seconds=seconds, trials=trials) for one in kernels]
+    found = [tuned(parsed, spec, kernel=one, seconds=seconds, trials=trials) for one in kernels]
+    if settings().libraries:
+        _tune_libraries(parsed, spec, kernels)
+    return found
+
+
+def _tune_libraries(problem: AttentionProblem, gpu: GpuSpec, kernels: Sequence[Kernel]) -> None:
+    """Measure PyTorch's own kernels for the passes all of whose kernels were tuned."""
+    from tilegen.kernels.registry import family_among
+    from tilegen.store.library_record import PASSES
+    from tilegen.tuning.libraries import tune_libraries
+
+    for direction in PASSES:
+        if family_among(kernels, direction):
+            tune_libraries(problem, gpu, direction, command=f"tilegen tune '{problem.bucket}'")
 
 
 def _tune_together(

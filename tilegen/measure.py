@@ -6,9 +6,10 @@ import math
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from tilegen.build.digests import noting_launches
 from tilegen.errors import BuildFailed, TilegenError, Unsupported
 
 Status = Literal["ok", "build_failed", "out_of_resources", "launch_failed", "wrong", "unmeasured"]
@@ -41,6 +42,9 @@ class Measurement:
     p80_us: float | None = None
     repeats: int = 0
     message: str = ""
+    digest: str = ""
+    """Digests of the binaries that were timed (tilegen/build/digests.py), in the order of their
+    first launch, with spaces between; empty where they are not known, as a library's are not."""
 
 
 class DeviceLost(TilegenError):
@@ -69,7 +73,8 @@ def measure(
     timer = timer or _cuda_timer()
     times: list[float] = []
     try:
-        timer(launch, 1)  # warm-up: builds the kernel, fills the allocator
+        with noting_launches() as launched:
+            timer(launch, 1)  # warm-up: builds the kernel, fills the allocator
         start = time.perf_counter()
         times += timer(launch, 1)
         run_seconds = max(time.perf_counter() - start, 1e-6)
@@ -84,7 +89,8 @@ def measure(
             times += timer(launch, min(fits, wanted - len(times), MAX_BATCH))
     except Exception as error:  # whatever a launch raises is a result of this config
         return survived(error)
-    return summarise(times)
+    found = summarise(times)
+    return replace(found, digest=launched.digest) if found.status == "ok" else found
 
 
 def summarise(times: list[float]) -> Measurement:

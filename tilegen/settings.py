@@ -14,6 +14,7 @@ CACHE_PATH = "TILEGEN_CACHE_PATH"
 TUNE = "TILEGEN_TUNE"
 DETERMINISTIC = "TILEGEN_DETERMINISTIC"
 CHECK = "TILEGEN_CHECK"
+LIBRARIES = "TILEGEN_LIBRARIES"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,9 @@ class Settings:
     """TILEGEN_DETERMINISTIC: choose by records and model only, so that all ranks agree."""
     check: bool
     """TILEGEN_CHECK: look at the values of tensors on a GPU at every call, which waits for it."""
+    libraries: bool
+    """TILEGEN_LIBRARIES: whether PyTorch's own kernels are tuned too, and used where they were
+    measured to be faster."""
 
 
 def settings(environ: Mapping[str, str] | None = None) -> Settings:
@@ -44,6 +48,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         tune=_switch(TUNE, env.get(TUNE, "")),
         deterministic=_switch(DETERMINISTIC, env.get(DETERMINISTIC, "")),
         check=checks(env),
+        libraries=_switch(LIBRARIES, env.get(LIBRARIES, "")),
     )
 
 

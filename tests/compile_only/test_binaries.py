@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tilegen.build.compiler import nvidia_tool
+from tilegen.build.tools import nvidia_tool
 from tilegen.bundles.building import generate
 from tilegen.bundles.manifest import Manifest
 from tilegen.gpus.spec import gpu_for

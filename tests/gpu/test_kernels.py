@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -226,6 +227,7 @@ def test_tuning_for_half_a_minute_leaves_a_record_that_calls_use(spec: GpuSpec) 
     problem = AttentionProblem.parse("b2 hq8 hkv2 q1024 kv1024 d64 bf16 causal")
     record = tune(problem, spec, kernel="fwd", seconds=TUNING_SECONDS, progress=False)
     assert record.is_measured
+    assert re.fullmatch(r"[0-9a-f]{12}", record.measurement.digest)
     assert record.trials > 1
     found = look_up(problem, spec, "fwd")
     assert found is not None
@@ -263,3 +265,10 @@ def test_benchmark_rows_are_checked_and_timed(tmp_path: Path, spec: GpuSpec) -> 
     # Whether another's results are right is not ours to require.
     assert {row["status"] for row in found} <= {"ok", "wrong"}, details
     assert all(float(row["median_us"]) > 0 for row in found)
+    kernels = {(row["provider"], row["direction"]): len(row["digest"].split()) for row in found}
+    assert kernels == {
+        ("tilegen", "forward"): 1,
+        ("tilegen", "backward"): 3,
+        ("sdpa-flash", "forward"): 0,
+        ("sdpa-flash", "backward"): 0,
+    }

@@ -26,6 +26,7 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import Launch
 from tilegen.masks.score import Score, alibi, bias, relative_bias, sinks, temperature
 from tilegen.measure import Measurement, summarise
+from tilegen.model.as_compiled import StepCode
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import plans
 from tilegen.tuning import bench
@@ -56,6 +57,7 @@ class Fits:
 
     shared_bytes: int = 0
     spill_bytes: int = 0
+    step_code: StepCode | None = None
 
 
 FORMS = {name: made_from(one).form for name, one in SCORES.items()}

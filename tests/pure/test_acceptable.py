@@ -9,12 +9,13 @@ import pytest
 
 from tilegen import pipeline
 from tilegen.build import compiler
-from tilegen.build.acceptable import acceptable, objection
+from tilegen.build.acceptable import MOST_LOCAL, acceptable, objection
 from tilegen.choose.ranking import hopefuls, propose, seconds_as_compiled
 from tilegen.emit.identity import RenderedKernel
 from tilegen.errors import BuildFailed
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
+from tilegen.model.as_compiled import StepCode, clocks_as_compiled
 from tilegen.model.estimate import Candidate
 from tilegen.model.footprint import footprint
 from tilegen.model.on_chip import MOST_SPILLED, SPILL_DOUBT, Footprint
@@ -33,7 +34,7 @@ class Used:
     shared_bytes: int = 1000
     registers: int = 255
     spill_bytes: int = 0
-    serialized: bool = False
+    step_code: StepCode | None = None
 
 
 def test_a_binary_may_spill_a_little() -> None:
@@ -48,16 +49,52 @@ def test_a_binary_may_spill_a_little() -> None:
     assert (found.status, found.message) == ("out_of_resources", objection(much, H200))
 
 
+STEP = StepCode(
+    instructions=3456,
+    exponentials=256,
+    fp32=896,
+    integer=648,
+    multiply_adds=2**22,
+    rows=64,
+    shared_bytes=271360,
+    local=136,
+    exposed=40,
+    exposed_exponentials=0,
+    asynchronous=True,
+    serialized=False,
+)
+"""A step of dK/dV at head dim 128 with tiles of 64 x 128, as compiled for sm_90."""
+
+
+def test_a_binary_is_judged_by_its_inner_loop() -> None:
+    assert acceptable(Used(spill_bytes=400, step_code=STEP), H200), "what spills is elsewhere"
+    bound = clocks_as_compiled(STEP, H200).bound
+    most = int(MOST_LOCAL * bound)  # a load or store of a warp takes a clock
+    assert acceptable(Used(step_code=replace(STEP, local=most)), H200)
+    much = Used(step_code=replace(STEP, local=most + 1))
+    assert objection(much, H200).startswith(f"local memory takes {most + 1} clocks of a step")
+    found = bench.refused(much, H200)
+    assert found is not None
+    assert found.status == "out_of_resources"
+
+
 def test_a_binary_that_waits_for_each_product_is_refused_whatever_it_spills() -> None:
-    waiting = Used(spill_bytes=40, serialized=True)
-    assert objection(waiting, H200) == "40 bytes spilled, and each matrix product is waited for"
-    product, wait = (
-        "HGMMA.64x64x16.F32 R24, gdesc[UR4], R24 ;\n",
-        "WARPGROUP.DEPBAR.LE gsb0, 0x0 ;\n",
-    )
-    assert compiler.is_serialized(3 * (product + wait))
-    assert not compiler.is_serialized(3 * product + 2 * wait)
-    assert not compiler.is_serialized(wait)
+    waiting = Used(spill_bytes=0, step_code=replace(STEP, serialized=True, local=0))
+    assert objection(waiting, H200) == "0 bytes spilled, and each matrix product is waited for"
+
+
+def test_machine_code_ranks_what_was_compiled() -> None:
+    config = TileConfig.parse("m64n128w8s2")
+    asked = PROBLEM, H200, config, "bwd_dkdv"
+
+    def seconds(**changes: int) -> float:
+        used = Used(shared_bytes=131584, step_code=replace(STEP, **changes))
+        return seconds_as_compiled(*asked, used)
+
+    as_it_is = seconds()
+    assert seconds(local=0) < as_it_is < seconds(exposed=STEP.instructions)
+    assert seconds(partial_instructions=10**5) > as_it_is
+    assert seconds(multiply_adds=2**23) > 1.5 * as_it_is
 
 
 def test_a_binary_has_to_exist_and_fit() -> None:

@@ -23,7 +23,7 @@ from tilegen.tuning.bench import Bench
 
 PROBLEM = "hq8 hkv2 q512 d64 bf16 causal"
 PARSED = AttentionProblem.parse(PROBLEM)
-VERBS = ("propose", "explain", "show", "generate", "tune", "verify")
+VERBS = ("propose", "explain", "read_code", "show", "generate", "tune", "verify")
 ROOT = Path(tilegen.__file__).parent
 
 

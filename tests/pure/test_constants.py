@@ -59,7 +59,7 @@ def test_a_scaled_constant_changes_choices_and_is_put_back() -> None:
     assert constants.changed(problems, before) == 0
 
 
-@pytest.mark.parametrize("group, name", [("rates", "exposed"), ("instructions", "score")])
+@pytest.mark.parametrize("group, name", [("rates", "step_clk"), ("instructions", "score")])
 def test_rates_are_scaled_wherever_they_are_read(group: str, name: str) -> None:
     read = getattr(time, "rates_of" if group == "rates" else group)
     argument = "sm_90" if group == "rates" else "fwd"

@@ -12,7 +12,8 @@ import sympy as sp
 from numpy.typing import NDArray
 
 from tilegen.masks.tiles.tile_ranges import tile_ranges
-from tilegen.model.bounds import mask_size, partition_bound
+from tilegen.model.bounds import partition_bound
+from tilegen.model.mask_size import mask_size
 from tilegen.model.symbols import B_c, B_r, H_kv, M, N, P, b, d_qk, g, k, nnz, s, w
 from tilegen.problem import AttentionProblem
 from tilegen.theory.patterns import (

@@ -276,6 +276,7 @@ def long_sequences(head_dim: int) -> dict[sp.Symbol, int]:
     length = 2**16
     ones = dict.fromkeys(("g", "n", "n_s", "kappa", "H_kv", "P", "s", "B_d", "B_k"), 1)
     same = dict.fromkeys(("N_q", "N_kv", "w", "n_q", "n_kv"), length) | {"nnz": length**2}
+    same |= {"u": length // 2, "w_b": 2 * length - 1}
     numbers = {getattr(symbols, key): value for key, value in (ones | same).items()}
     return numbers | {symbols.d_qk: head_dim, symbols.d_v: head_dim}
 

@@ -20,6 +20,7 @@ def test_defaults() -> None:
         tune=False,
         deterministic=False,
         check=False,
+        libraries=False,
     )
     assert expected == settings({})
 
@@ -33,6 +34,7 @@ def test_all_set(tmp_path: Path) -> None:
             "TILEGEN_TUNE": "1",
             "TILEGEN_DETERMINISTIC": "1",
             "TILEGEN_CHECK": "1",
+            "TILEGEN_LIBRARIES": "1",
         }
     )
     expected = Settings(
@@ -41,6 +43,7 @@ def test_all_set(tmp_path: Path) -> None:
         tune=True,
         deterministic=True,
         check=True,
+        libraries=True,
     )
     assert expected == found
 

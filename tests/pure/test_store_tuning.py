@@ -162,7 +162,7 @@ def test_benchmark_gives_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_choice_of_the_model_is_a_line_of_the_log_and_no_record(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    built = Verdict(shared_bytes=1000, registers=64, spill_bytes=0, serialized=False)
+    built = Verdict(shared_bytes=1000, registers=64, spill_bytes=0, step_code=None)
     monkeypatch.setattr(verdicts, "verdict", lambda *_, **__: built)
     problem = AttentionProblem.parse("hq1 q64 d64 bf16")
     with caplog.at_level("DEBUG", logger="tilegen"):

@@ -16,7 +16,7 @@ from tilegen.model.footprint import footprint
 from tilegen.model.on_chip import residents
 from tilegen.model.rates import rates_of
 from tilegen.model.step import step
-from tilegen.model.time import step_clocks, time
+from tilegen.model.time import local_clocks, queued, step_clocks, time
 from tilegen.model.traffic import traffic, visits
 from tilegen.problem import AttentionProblem
 
@@ -115,6 +115,52 @@ def test_low_tiles_miss_the_wide_matrix_instructions() -> None:
     low = step_clocks(LLAMA, gpu("h200"), config("m32n64w4s2"), "fwd").tensor / 32
     assert per_row[0] == pytest.approx(per_row[1])
     assert low == pytest.approx(per_row[0] / rates_of("sm_90").narrow_rate)
+
+
+def test_a_warp_alone_waits_for_all_units_and_many_for_the_busiest() -> None:
+    units = 400.0, 300.0, 100.0
+    assert queued(4, 1, units, idle=50.0) == pytest.approx(4 / 4 * (50 + 800)), "nobody else"
+    assert queued(1, 1, units, idle=0.0) == pytest.approx(4 * 800), "three schedulers are idle"
+    assert queued(4, 400, units, idle=50.0) == pytest.approx(400, rel=0.01)
+    by_programs = [queued(4, together, units, idle=50.0) for together in (1, 2, 3, 8)]
+    assert by_programs == sorted(by_programs, reverse=True)
+
+
+def test_two_warps_that_share_two_units() -> None:
+    """Each finds the other at one of two equal units: half again as long there, by hand."""
+    assert queued(4, 2, (100.0, 100.0), idle=0.0) == pytest.approx((150 + 150) / 2)
+    half = queued(2, 3, (100.0, 100.0), idle=0.0) / 2  # six warps on four schedulers
+    assert half == pytest.approx((200 + 150) / 2 * 2 / 4)
+
+
+def test_four_warps_alone_on_an_rtx_3090_overlap_little() -> None:
+    """Published: 6.58 ms for the first, 4.64 for the second (GQA forward of 4096 rows)."""
+    problem, spec = PARSE("b2 hq32 hkv8 q4096 d128 fp16 causal"), gpu("rtx3090")
+    alone, shared = (
+        time(
+            problem,
+            spec,
+            config(text),
+            "fwd",
+            moved=traffic(problem, config(text), "fwd"),
+            counts=visits(problem, *size, "fwd"),
+            needs=replace(
+                footprint(problem, config(text), "fwd", spec.arch), registers=255, smem_bytes=smem
+            ),
+        ).seconds
+        for text, size, smem in (
+            ("m64n64w4s2", (64, 64), 57344),
+            ("m128n32w4s2", (128, 32), 49154),
+        )
+    )
+    assert 1.25 < alone / shared < 1.6
+    assert shared == pytest.approx(4.636e-3, rel=0.12)
+
+
+def test_spilled_bytes_move_as_often_as_was_measured() -> None:
+    needs = replace(footprint(LLAMA, config("m64n64w4s2"), "fwd", "sm_90"), registers=265)
+    assert local_clocks(needs, gpu("h200"), config("m64n64w4s2")) == 40 * 128 / 128
+    assert local_clocks(needs, gpu("rtx3090"), config("m64n64w4s2")) == 7.5 * 40 * 128 / 128
 
 
 def test_slow_l2_sets_the_time() -> None:

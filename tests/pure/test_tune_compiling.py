@@ -17,6 +17,7 @@ from tests.replay import SMALL, Replay, ranking, run, slowness, trial_file, tria
 from tilegen.errors import BuildFailed
 from tilegen.kernels.config import TileConfig
 from tilegen.measure import Measurement
+from tilegen.model.as_compiled import StepCode
 from tilegen.model.on_chip import MOST_SPILLED
 from tilegen.tuning.tuner import SEEDS, tune
 
@@ -29,6 +30,7 @@ class Used:
 
     shared_bytes: int = 64 * 1024
     spill_bytes: int = 0
+    step_code: StepCode | None = None
 
 
 Built = Iterator[tuple[TileConfig, Any]]

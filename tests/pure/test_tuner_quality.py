@@ -24,6 +24,7 @@ from tilegen.build.acceptable import Usage
 from tilegen.errors import BuildFailed, InvalidRecord
 from tilegen.kernels.config import TileConfig
 from tilegen.measure import DeviceLost, Measurement
+from tilegen.model.as_compiled import StepCode
 from tilegen.problem import AttentionProblem
 from tilegen.tuning.bench import Bench
 from tilegen.tuning.trials import Trial
@@ -41,6 +42,7 @@ BROKEN = Measurement(status="launch_failed", message="no such luck")
 class Used:
     shared_bytes: int = 1024
     spill_bytes: int = 0
+    step_code: StepCode | None = None
 
 
 class Machine:

@@ -20,7 +20,7 @@ from tilegen.problem import AttentionProblem
 H200 = gpu("h200")
 PROBLEM = AttentionProblem.parse("hq8 hkv2 q512 d64 bf16 causal")
 CONFIG = TileConfig(block_m=64, block_n=64)
-GOOD = Verdict(shared_bytes=1000, registers=255, spill_bytes=16, serialized=False)
+GOOD = Verdict(shared_bytes=1000, registers=255, spill_bytes=16, step_code=None)
 
 
 class Compiler:
@@ -122,7 +122,8 @@ def test_another_triton_is_asked_again(
         b" " * (MAX_BYTES + 1),
         b'{"spill_bytes": -1}',
         b'{"spill_bytes": true}',
-        b'{"serialized": "no"}',
+        b'{"step_code": "no"}',
+        b'{"step_code": {"instructions": 1}}',
         b'{"registers": 1e99}',
         b'{"failed": 1}',
     ],

@@ -10,6 +10,10 @@ from tilegen.model.on_chip import MOST_SPILLED
 
 if TYPE_CHECKING:
     from tilegen.gpus.spec import GpuSpec
+    from tilegen.model.as_compiled import StepCode
+
+MOST_LOCAL = 0.1
+"""Part of a step's time that loads and stores of local memory may take, at most."""
 
 
 class Usage(Protocol):
@@ -21,6 +25,8 @@ class Usage(Protocol):
     def registers(self) -> int: ...
     @property
     def spill_bytes(self) -> int: ...
+    @property
+    def step_code(self) -> StepCode | None: ...
 
 
 U = TypeVar("U", bound=Usage)
@@ -34,17 +40,33 @@ def acceptable(built: Usage | BuildFailed, gpu: GpuSpec) -> bool:
 def objection(built: Usage | BuildFailed, gpu: GpuSpec) -> str:
     """Return why a compiled kernel may not be used on a GPU, an empty text where it may.
 
-    It has to fit into shared memory, and may spill a little (see MOST_SPILLED), as long as its
-    matrix products still overlap.
+    It has to fit into shared memory, its matrix products must not each be waited for, and what it
+    lacks registers for must take little of its inner loop's time: see MOST_LOCAL. Where that loop
+    cannot be told from its machine code, it may spill a little (see MOST_SPILLED).
     """
     if isinstance(built, BuildFailed):
         return str(built)
     if built.shared_bytes > gpu.smem_per_block:
         sizes = (f"{size / 1024:.4g} KiB" for size in (built.shared_bytes, gpu.smem_per_block))
         return " > ".join(sizes)
-    if getattr(built, "serialized", False):  # which a bundle's binaries were asked when compiled
+    code = built.step_code
+    if code is None:
+        return spills_much(built.spill_bytes)
+    if code.serialized:
         return f"{built.spill_bytes} bytes spilled, and each matrix product is waited for"
-    return spills_much(built.spill_bytes)
+    return _waits_for_local_memory(code, gpu) if code.local else ""
+
+
+def _waits_for_local_memory(code: StepCode, gpu: GpuSpec) -> str:
+    from tilegen.model.as_compiled import clocks_as_compiled
+
+    clocks = clocks_as_compiled(code, gpu)
+    if clocks.local <= MOST_LOCAL * clocks.bound:
+        return ""
+    return (
+        f"local memory takes {clocks.local:.0f} clocks of a step, at most {MOST_LOCAL:.0%} of its "
+        f"{clocks.bound:.0f} are taken"
+    )
 
 
 def first_that_fits(built: Sequence[U | BuildFailed], gpu: GpuSpec) -> U:

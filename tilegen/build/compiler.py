@@ -7,16 +7,23 @@ import subprocess
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import takewhile
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from tilegen.build.tools import nvidia_tool
 from tilegen.check import interpreter
+from tilegen.disk import log
 from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.kernel_files import load
 from tilegen.errors import BuildFailed, Unsupported
-from tilegen.kernels.config import threads_of
+from tilegen.kernels.config import Kernel, TileConfig, threads_of
 from tilegen.kernels.descriptors import ARCHITECTURES
+from tilegen.problem import AttentionProblem
+
+if TYPE_CHECKING:
+    from tilegen.build.machine_code.reading import MachineCode
+    from tilegen.model.as_compiled import StepCode
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +40,11 @@ class CompiledKernel:
     """Registers of one thread."""
     spill_bytes: int
     """Local memory of one thread; 0 means that nothing spilled."""
-    serialized: bool = False
-    """True: the binary waits for each matrix product before it issues the next, which a compiler
-    does when it lacks registers; products then overlap with nothing."""
     scratch_pointers: int
     """Pointers that the binary takes after the arguments of its signature; all may be null."""
     seconds: float
+    assembly: str = ""
+    """For AMD, the text that the binary was assembled from; others are disassembled."""
 
     @property
     def extension(self) -> str:
@@ -49,6 +55,42 @@ class CompiledKernel:
     def threads(self) -> int:
         """Threads of one program."""
         return threads_of(self.arch, self.rendered.config)
+
+    @cached_property
+    def code(self) -> MachineCode:
+        """Its machine code; disassembled when first asked for, which takes half a second."""
+        from tilegen.build.machine_code.reading import disassembled, read  # loads networkx
+
+        warps = self.rendered.config.num_warps
+        if self.assembly:
+            return read(self.assembly, warps, gcn=True)
+        return read(disassembled(self.binary), warps)
+
+    @cached_property
+    def step_code(self) -> StepCode | None:
+        """What a step of its inner loop issues; None where its loop has no matrix instructions,
+        where its machine code cannot be read, or for GPUs whose units have no rates here: AMD's."""
+        if self.arch.startswith("gfx"):
+            return None
+        rendered = self.rendered
+        asked = rendered.problem.normal(), rendered.config, rendered.kernel
+        try:
+            return step_code(self.code, *asked, self.arch)
+        except (OSError, subprocess.SubprocessError, ValueError) as error:
+            log.debug("machine code of %s could not be read: %s", rendered.function, error)
+            return None
+
+
+def step_code(
+    code: MachineCode, problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: str
+) -> StepCode | None:
+    """Return what a step of a kernel's inner loop issues, found by the step's multiply-adds."""
+    from tilegen.model.footprint import repetition
+    from tilegen.model.step import step
+
+    work = step(problem, config, kernel)
+    repeated = repetition(work, problem.element_bytes, config.num_warps, arch)
+    return code.step(round(repeated * work.multiply_adds)) if work.products else None
 
 
 def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) -> CompiledKernel:
@@ -103,9 +145,9 @@ def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) 
         shared_bytes=int(compiled.metadata.shared),
         registers=used.registers,
         spill_bytes=used.spill_bytes,
-        serialized=used.serialized,
         scratch_pointers=_num_parameters(compiled, arch) - parameters,
         seconds=seconds,
+        assembly=compiled.asm["amdgcn"] if arch.startswith("gfx") else "",
     )
 
 
@@ -124,7 +166,6 @@ class _Used:
     binary: bytes
     registers: int
     spill_bytes: int
-    serialized: bool = False
 
 
 def _resources(compiled: Any, arch: str) -> _Used:
@@ -138,28 +179,14 @@ def _resources(compiled: Any, arch: str) -> _Used:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
         file.flush()
-        usage = _cuobjdump("-res-usage", file.name)
+        command = [nvidia_tool("cuobjdump"), "-res-usage", file.name]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         match = re.search(r"REG:(\d+) STACK:(\d+)", usage)
         if not match:
             raise BuildFailed(
                 f"expected REG and STACK from cuobjdump -res-usage, got {usage[:200]!r}"
             )
-        registers, spilled = int(match[1]), int(match[2])
-        # Only those that lack registers are, so that others need not be disassembled.
-        serialized = bool(spilled) and is_serialized(_cuobjdump("-sass", file.name))
-    return _Used(binary, registers, spilled, serialized)
-
-
-def is_serialized(sass: str) -> bool:
-    """True for sm_90 machine code that waits as often for matrix products as it has them."""
-    products = len(re.findall(r"\bHGMMA\.", sass))
-    return 0 < products <= len(re.findall(r"\bWARPGROUP\.DEPBAR\b", sass))
-
-
-def _cuobjdump(what: str, file: str) -> str:
-    return subprocess.run(
-        [nvidia_tool("cuobjdump"), what, file], capture_output=True, text=True, check=True
-    ).stdout
+    return _Used(binary, registers=int(match[1]), spill_bytes=int(match[2]))
 
 
 def _num_parameters(compiled: Any, arch: str) -> int:
@@ -178,13 +205,6 @@ def _num_parameters(compiled: Any, arch: str) -> int:
 def _parameters(argument: tuple[str, str]) -> int:
     """Return the parameters of an argument; a descriptor is followed by its sizes and strides."""
     return 9 if argument[1].startswith("tensordesc") else 1
-
-
-def nvidia_tool(name: str) -> str:
-    """Return the path of a program that Triton's wheel brings, such as cuobjdump."""
-    import triton.backends.nvidia as backend
-
-    return str(Path(next(iter(backend.__path__))) / "bin" / name)
 
 
 def _one_line(error: BaseException) -> str:

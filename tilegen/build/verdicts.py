@@ -14,7 +14,8 @@ from tilegen.disk import log
 from tilegen.emit.identity import kernel_digest
 from tilegen.emit.kernel_files import folder_of, write_beside
 from tilegen.errors import BuildFailed, InvalidRecord, Unsupported
-from tilegen.store.fields import parse_json
+from tilegen.model.as_compiled import NUMBERS, StepCode
+from tilegen.store.fields import Fields, parse_json
 from tilegen.store.files import read_bytes, text_of
 from tilegen.store.versions import installed
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from tilegen.problem import AttentionProblem
 
 MAX_BYTES = 4096
-"""A file has about 150 bytes, and the message of a failure at most 500."""
+"""A file has about 450 bytes, and the message of a failure at most 500."""
 MAX_MESSAGE = 500
 
 
@@ -35,7 +36,8 @@ class Verdict:
     shared_bytes: int
     registers: int
     spill_bytes: int
-    serialized: bool
+    step_code: StepCode | None
+    """What a step issues, from its machine code."""
 
 
 def verdict(
@@ -73,7 +75,7 @@ def _compiled(rendered: RenderedKernel, arch: str) -> tuple[Verdict | BuildFaile
         shared_bytes=built.shared_bytes,
         registers=built.registers,
         spill_bytes=built.spill_bytes,
-        serialized=built.serialized,
+        step_code=built.step_code,
     ), True
 
 
@@ -91,7 +93,16 @@ def _read(path: Path, triton: str) -> Verdict | BuildFailed | None:
             name: fields.integer(name, 0, 2**31)
             for name in ("shared_bytes", "registers", "spill_bytes")
         }
-        return Verdict(**sizes, serialized=fields.flag("serialized"))
+        return Verdict(**sizes, step_code=_step_code(fields))
     except InvalidRecord as error:
         log.debug("verdict %s is damaged (%s); asked again", path, error)
         return None
+
+
+def _step_code(fields: Fields) -> StepCode | None:
+    if fields.is_null("step_code"):
+        return None
+    one = fields.group("step_code")
+    numbers = {name: one.integer(name, 0, 2**31) for name in (*NUMBERS, "rows")}
+    flags = {name: one.flag(name) for name in ("asynchronous", "serialized")}
+    return StepCode(**numbers, **flags)

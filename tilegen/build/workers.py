@@ -119,6 +119,7 @@ def serve() -> None:
                 answer: Any
                 try:
                     answer = compile_for(rendered, arch, line_info=line_info)
+                    _ = answer.step_code  # read here, not where kernels are measured or chosen
                 except TilegenError as error:
                     answer = type(error)(str(error))  # without its cause, which may not pickle
                 except Exception as error:

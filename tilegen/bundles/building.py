@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 
 from tilegen.bounded_cache import BoundedCache
 from tilegen.build.acceptable import acceptable
-from tilegen.build.compiler import CompiledKernel, nvidia_tool
+from tilegen.build.compiler import CompiledKernel
+from tilegen.build.tools import nvidia_tool
 from tilegen.build.workers import Pool
 from tilegen.bundles.folder import Folder
 from tilegen.bundles.manifest import Binary, Manifest, Origin, Pass, Served
@@ -153,17 +154,20 @@ class _Builder:
     def _build(self, problem: AttentionProblem, ranked: Ranked, gpu: GpuSpec) -> Binary:
         """Return the best that is acceptable, else the one that spills least."""
 
-        def compile(config: TileConfig) -> CompiledKernel | Binary | BuildFailed:
+        kept: dict[TileConfig, Binary] = {}
+
+        def compile(config: TileConfig) -> CompiledKernel | BuildFailed:
             rendered = render(problem, config, ranked.kernel)
             known = self._folder.known(rendered, gpu.arch)
-            if known and acceptable(known, gpu):
-                return known
+            if known and acceptable(built := self._folder.compiled(known, rendered), gpu):
+                kept[config] = known
+                return built
             return self._compile(rendered, gpu.arch)
 
         chosen = best_acceptable(problem, gpu, ranked, compile)
+        if chosen.config in kept:
+            return kept[chosen.config]
         built = chosen.tried[chosen.config]
-        if isinstance(built, Binary):
-            return built
         assert isinstance(built, CompiledKernel)
         return self._folder.add(binary_of(built), built.binary, built.rendered.source.encode())
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
 
+from tilegen.build.compiler import CompiledKernel
 from tilegen.bundles.manifest import MANIFEST, Binary, Manifest, binary_from, binary_values
 from tilegen.disk import cannot_write, write_whole
 from tilegen.errors import InvalidRecord
@@ -48,6 +49,19 @@ class Folder:
     def known(self, rendered: RenderedKernel, arch: str) -> Binary | None:
         """Return the binary of a kernel that an earlier run left whole."""
         return self._known.get((rendered.digest, arch))
+
+    def compiled(self, binary: Binary, rendered: RenderedKernel) -> CompiledKernel:
+        """Return a known binary as the compiler gave it."""
+        return CompiledKernel(
+            rendered=rendered,
+            arch=binary.arch,
+            binary=(self.path / binary.file).read_bytes(),
+            shared_bytes=binary.shared_bytes,
+            registers=binary.registers,
+            spill_bytes=binary.spill_bytes,
+            scratch_pointers=len(binary.arguments) - len(rendered.signature),
+            seconds=0.0,
+        )
 
     def add(self, binary: Binary, code: bytes, source: bytes) -> Binary:
         """Write the files of a binary, note it down, and return it."""

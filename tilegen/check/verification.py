@@ -165,6 +165,19 @@ def check(
     that drops weights, and the reference drops the same."""
     factor: float = inputs.q.shape[-1] ** -0.5 if scale is None else scale
     found = run(kernels, inputs, factor, mask=mask, score=score, dropout=dropout)
+    return judge_all(found, inputs, factor, mask=mask, score=score, dropout=dropout)
+
+
+def judge_all(
+    found: Mapping[str, torch.Tensor],
+    inputs: Inputs,
+    factor: float,
+    *,
+    mask: Mask | None = None,
+    score: Score | None = None,
+    dropout: Dropout | None = None,
+) -> tuple[Check, ...]:
+    """Judge outputs by name, as `check` does those of kernels; `factor` is the softmax scale."""
     wide, wide_score = inputs.to(torch.float64), _widened(score)
     expected = _reference(wide, mask, wide_score, factor, dropout)
     # PyTorch's own kernels change no scores, and drop other weights.

@@ -36,7 +36,8 @@ class Known:
         self, problem: AttentionProblem, gpu: GpuSpec, *, deterministic: bool | None = None
     ) -> None:
         self.problem, self.gpu = problem.normal(), gpu
-        self._deterministic = settings().deterministic if deterministic is None else deterministic
+        self.deterministic = settings().deterministic if deterministic is None else deterministic
+        """Whether nothing is tuned, and all who see the same records choose alike."""
         self._own: dict[Kernel, Found | None] = {}
 
     def agreed(self, kernel: Kernel) -> TileConfig | None:
@@ -62,7 +63,7 @@ class Known:
     def tuned(self, kernel: Kernel) -> TileConfig | None:
         """Return what tuning finds now, None where TILEGEN_TUNE=1 is not set or it cannot be
         done."""
-        if self._deterministic or not settings().tune:
+        if self.deterministic or not settings().tune:
             return None
         from tilegen.tuning.tuner import tune_once
 
@@ -86,5 +87,5 @@ class Known:
             versions=current_versions(),
             template_digest=template_digest(kernel),
             borrow=borrow,
-            strict=self._deterministic,
+            strict=self.deterministic,
         )

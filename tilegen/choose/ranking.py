@@ -16,12 +16,13 @@ from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import BLOCK_SIZES, Kernel, TileConfig
 from tilegen.kernels.descriptors import why_not_described, without
 from tilegen.kernels.registry import KERNELS
+from tilegen.model.as_compiled import clocks_as_compiled
 from tilegen.model.bounds import lower_bound_bytes
 from tilegen.model.estimate import Candidate, CostEstimate
 from tilegen.model.footprint import footprint
 from tilegen.model.launches import rows_of_panels
 from tilegen.model.on_chip import Footprint, residents
-from tilegen.model.time import Time, least_seconds, time
+from tilegen.model.time import StepClocks, Time, least_seconds, time
 from tilegen.model.traffic import Traffic, Visits, traffic, visits
 from tilegen.problem import AttentionProblem
 from tilegen.sympy_lock import one_at_a_time
@@ -88,14 +89,13 @@ def _best(model: _Model, top: int, *, spilling: bool) -> list[Candidate]:
 def seconds_as_compiled(
     problem: AttentionProblem, gpu: GpuSpec, config: TileConfig, kernel: Kernel, built: Usage
 ) -> float:
-    """Return the predicted time of a config with what the compiler says that it uses."""
+    """Return the predicted time of a config with what the compiler says that it uses, and with what
+    its machine code issues in a step, where that could be told."""
     model = _Model(problem.normal(), gpu, kernel)
     needs = model.needs(config)
-    registers = built.registers
-    if built.spill_bytes:
-        registers = needs.max_registers + -(-built.spill_bytes // 4)
-    used = replace(needs, registers=registers, smem_bytes=built.shared_bytes)
-    return model.time(config, used).seconds
+    used = needs.as_compiled(built.registers, built.spill_bytes, built.shared_bytes)
+    code = built.step_code
+    return model.time(config, used, clocks_as_compiled(code, gpu) if code else None).seconds
 
 
 def search_space(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> list[TileConfig]:
@@ -198,12 +198,11 @@ class _Model:
         """Return what a program holds on chip."""
         return footprint(self._alike, config, self.kernel, self.gpu.arch)
 
-    def time(self, config: TileConfig, needs: Footprint) -> Time:
+    def time(self, config: TileConfig, needs: Footprint, clocks: StepClocks | None = None) -> Time:
         """Return the predicted time: all that ranking needs."""
         moved, counts, _ = self._tile(config)
-        return time(
-            self.problem, self.gpu, config, self.kernel, moved=moved, counts=counts, needs=needs
-        )
+        of = self.problem, self.gpu, config, self.kernel
+        return time(*of, moved=moved, counts=counts, needs=needs, clocks=clocks)
 
     def cost(self, time: Time, config: TileConfig, needs: Footprint) -> CostEstimate:
         """Return the estimate that a time belongs to."""

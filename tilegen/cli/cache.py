@@ -124,7 +124,9 @@ def cache_why(
 
     Example: tilegen cache why "b4 hq32 hkv8 q4096 d128 bf16 causal" --gpu h200
     """
+    from tilegen.choose.libraries import library_of
     from tilegen.emit.identity import template_digest
+    from tilegen.kernels.registry import direction_of
     from tilegen.store import current_versions, why, why_lines
 
     parsed, spec = AttentionProblem.parse(problem), gpu_of(gpu)
@@ -133,10 +135,12 @@ def cache_why(
         digest = template_digest(one)
         nearest = why(parsed, spec, one, versions=current_versions(), template_digest=digest)
         found = _found(parsed, spec, one)
+        instead = library_of(parsed, spec, direction_of(one))
         told.append(
             {
                 "kernel": one,
                 "used": None if found is None else str(found),
+                "library": instead,
                 "nearest": [
                     {
                         "file": entry.file,
@@ -151,6 +155,8 @@ def cache_why(
             for line in why_lines(parsed, spec, one, nearest):
                 console.print(line)
             console.print(f"  used: {found or 'none of them; the model chooses'}")
+            if instead:
+                console.print(f"  but calls go to {instead}, measured to be faster for the pass")
     if json_:
         print_json(told)
 

@@ -163,13 +163,25 @@ def explain(
     fast_memory: FastMemory = None,
     latex: Annotated[bool, typer.Option("--latex", help="print the formulas as LaTeX")] = False,
     plot: Annotated[Path | None, typer.Option(help="draw to this .png, .svg or .pdf")] = None,
+    static: Annotated[
+        bool, typer.Option("--static", help="compile, and say what the machine code says")
+    ] = False,
     json_: Json = False,
 ) -> None:
     """Say why: formulas, numbers, lower bound, what limits the kernel, what would change the
-    choice.
+    choice; or with --static what the compiler made of it, loop by loop.
 
     Example: tilegen explain "b4 hq32 hkv8 q4096 d128 bf16 causal" --gpu a100 --kernel fwd
     """
+    if static:
+        read = api.read_code(problem, gpu, kernel=kernel, config=config, fast_memory=fast_memory)
+        if json_:
+            print_json(read)
+            return
+        from tilegen.explaining.machine_code import static_lines
+
+        console.print("\n\n".join("\n".join(static_lines(one)) for one in read))
+        return
     told = api.explain(problem, gpu, kernel=kernel, config=config, fast_memory=fast_memory)
     if plot is not None:
         told.plot(plot)

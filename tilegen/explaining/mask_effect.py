@@ -15,8 +15,8 @@ from tilegen.kernels.registry import KERNELS
 from tilegen.masks.language.symbols import FIRST, LAST
 from tilegen.masks.mask import Full, Side, full
 from tilegen.masks.tiles.closed_form import Interval, stream_sets
-from tilegen.model.bounds import mask_size
 from tilegen.model.estimate import Candidate
+from tilegen.model.mask_size import mask_size
 from tilegen.model.traffic import visits
 from tilegen.problem import AttentionProblem
 

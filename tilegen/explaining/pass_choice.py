@@ -23,6 +23,7 @@ from tilegen.model.bounds import (
     complexity,
     lower_bound_bytes,
 )
+from tilegen.model.subgrids import closed_form, subgrids
 from tilegen.problem import AttentionProblem
 from tilegen.theory import regimes
 
@@ -87,6 +88,18 @@ def bound_of(problem: AttentionProblem, gpu: GpuSpec, what: Kernel | Direction) 
         "formulas": [formula(name, one) for name, one in expressions.items()],
         "values": named(values, expressions.values()),
         "on_chip_bytes": gpu.on_chip_bytes,
+        "subgrids": _subgrids(problem) if "LB1G" in sizes else None,
+    }
+
+
+def _subgrids(problem: AttentionProblem) -> dict[str, Any]:
+    """Return what the densest sub-grids of a mask have, and by which closed form."""
+    lengths = problem.seqlen_q, problem.seqlen_kv
+    found = subgrids(problem.mask, *lengths, problem.group_size)
+    return {
+        "per_row": found.per_row,
+        "width": found.width,
+        "formula": formula("u", closed_form(found.family)) if found.family else None,
     }
 
 

@@ -150,7 +150,7 @@ class Curves:
     """FlashAttention's schedule at its best tiles; not a number where none fits."""
     small_cache: Array
     bounds: Mapping[str, Array]
-    """LB1, LB2 and floor."""
+    """LB1, LB1G, LB2 and floor."""
 
 
 def curves(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> Curves:
@@ -248,7 +248,12 @@ def _draw_traffic(axes: Axes, problem: AttentionProblem, gpu: GpuSpec, way: dict
     axes.loglog(
         found.memory, found.small_cache, color="C1", label="small-cache schedule, best tiles"
     )
-    styles = {"LB1": (":", "0.3"), "LB2": ("--", "0.3"), "floor": ("-", "0.6")}
+    styles = {
+        "LB1": (":", "0.3"),
+        "LB1G": ("-.", "0.3"),
+        "LB2": ("--", "0.3"),
+        "floor": ("-", "0.6"),
+    }
     for name, bound in found.bounds.items():
         style, color = styles[name]
         shown = np.where(bound > 0, bound, np.nan)

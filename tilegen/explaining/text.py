@@ -156,6 +156,7 @@ def explain_lines(told: dict[str, Any]) -> list[str]:
             for one in bound["formulas"]
             if one["name"] == bound["applies"]
         ),
+        *_subgrid_lines(bound["subgrids"]),
         f"  crossover  head dim {bound['critical_head_dim']:.0f}: "
         "beyond it the small-cache algorithms move less",
         "",
@@ -232,6 +233,15 @@ def _bound(bound: dict[str, Any]) -> str:
     ]
     each = f"; {', '.join(others)}" if others else ""
     return f"{_bytes(bound['bytes'])} ({bound['applies']}{each})"
+
+
+def _subgrid_lines(found: dict[str, Any] | None) -> Iterator[str]:
+    if found:
+        form = found["formula"]["text"] if found["formula"] else "counted"
+        yield (
+            f"    LB1G  u = {found['per_row']:.1f} scores for each row and column of a sub-grid of "
+            f"the mask, at most: {form}; w_b = {found['width']}"
+        )
 
 
 def _memory(other: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -324,7 +334,12 @@ def kernel_latex(told: dict[str, Any]) -> list[str]:
 
 
 def _bound_rows(bound: dict[str, Any]) -> list[tuple[str, str, float | None]]:
-    names = {"LB1": r"\mathrm{LB}_1", "LB2": r"\mathrm{LB}_2", "floor": r"\mathrm{floor}"}
+    names = {
+        "LB1": r"\mathrm{LB}_1",
+        "LB1G": r"\mathrm{LB}_{1,G}",
+        "LB2": r"\mathrm{LB}_2",
+        "floor": r"\mathrm{floor}",
+    }
     rows = [
         (names[one["name"]], one["latex"], bound["each"][one["name"]]) for one in bound["formulas"]
     ]

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
-import numpy as np
 import sympy as sp
 
 from tilegen.gpus.spec import GpuSpec
@@ -22,8 +20,8 @@ from tilegen.kernels.config import Kernel
 from tilegen.kernels.q_stationary import FWD
 from tilegen.kernels.registry import KERNELS
 from tilegen.kernels.spec import Direction
-from tilegen.masks.mask import Mask, Side
-from tilegen.masks.tiles.tile_ranges import is_solved, tile_ranges
+from tilegen.model.mask_size import mask_size
+from tilegen.model.subgrids import spanned_by_all_heads, subgrids
 from tilegen.model.symbols import (
     H_kv,
     M,
@@ -36,10 +34,13 @@ from tilegen.model.symbols import (
     d_v,
     e,
     g,
+    k,
     n_kv,
     n_q,
     nnz,
+    u,
     w,
+    w_b,
 )
 from tilegen.model.traffic import Term, terms, total_bytes, total_words
 from tilegen.problem import AttentionProblem
@@ -95,7 +96,18 @@ def partition_bound() -> sp.Expr:
     A part of the computation that touches 2M words completes at most `largest_subgrid()` entries
     and reaches 4M more. One dense head on one processor: N_q N_kv d^2 / (M + 4 d^2) - M.
     """
-    return M * (H_kv * g * nnz / (largest_subgrid() + 4 * M) - P)
+    return _partitioned(largest_subgrid())
+
+
+def pattern_bound() -> sp.Expr:
+    """Return LB1G in words: LB1 with what the densest sub-grids of the mask hold, `e_G(2M/d)`, in
+    the place of what its degrees allow. It is never below LB1."""
+    return _partitioned(spanned_by_all_heads().subs(k, 2 * M / d_qk))
+
+
+def _partitioned(entries: sp.Expr) -> sp.Expr:
+    """Return the bound for parts of the computation that complete at most so many entries."""
+    return M * (H_kv * g * nnz / (entries + 4 * M) - P)
 
 
 def product_bound() -> sp.Expr:
@@ -130,10 +142,12 @@ def floor_terms(what: Kernel | Direction) -> tuple[Term, ...]:
 
 
 def lower_bound(what: Kernel | Direction) -> sp.Expr:
-    """Return max(LB1, LB2, floor) in words; for a kernel that reads or writes scores, or forms
-    none, the floor alone."""
+    """Return max(LB1, LB1G, LB2, floor) in words; for a kernel that reads or writes scores, or
+    forms none, the floor alone."""
     floor = H_kv * total_words(floor_terms(what))
-    return floor if _floor_alone(what) else sp.Max(partition_bound(), product_bound(), floor)
+    if _floor_alone(what):
+        return floor
+    return sp.Max(partition_bound(), pattern_bound(), product_bound(), floor)
 
 
 def _floor_alone(what: Kernel | Direction) -> bool:
@@ -146,7 +160,7 @@ def lower_bound_bytes(problem: AttentionProblem, gpu: GpuSpec, what: Kernel | Di
     """Return the bytes that every algorithm for a kernel or pass must move on this GPU, whole
     launch."""
     values = bound_values(problem, gpu)
-    return max(0, math.floor(_evaluator(what)(*(values[symbol] for symbol in _ARGUMENTS))))
+    return max(0, math.floor(max(_evaluator(what)(*(values[symbol] for symbol in _ARGUMENTS)))))
 
 
 def bound_values(problem: AttentionProblem, gpu: GpuSpec) -> dict[sp.Symbol, float]:
@@ -154,7 +168,8 @@ def bound_values(problem: AttentionProblem, gpu: GpuSpec) -> dict[sp.Symbol, flo
 
     Slow memory is L2, fast memory everything on an SM: M = on_chip_bytes / element_bytes words.
     """
-    size = mask_size(problem.mask, problem.seqlen_q, problem.seqlen_kv)
+    given = problem.mask, problem.seqlen_q, problem.seqlen_kv
+    size, densest = mask_size(*given), subgrids(*given, problem.group_size)
     return {
         H_kv: problem.batch * problem.num_heads_kv,
         g: problem.group_size,
@@ -164,6 +179,8 @@ def bound_values(problem: AttentionProblem, gpu: GpuSpec) -> dict[sp.Symbol, flo
         d_v: problem.head_dim_v,
         nnz: size.entries,
         w: size.degree,
+        u: densest.per_row,
+        w_b: densest.width,
         n_q: size.rows,
         n_kv: size.columns,
         M: gpu.on_chip_bytes / problem.element_bytes,
@@ -173,82 +190,19 @@ def bound_values(problem: AttentionProblem, gpu: GpuSpec) -> dict[sp.Symbol, flo
 
 
 def bounds_of(what: Kernel | Direction) -> dict[str, sp.Expr]:
-    """Return LB1, LB2 and the floor in bytes of a whole launch; the largest holds."""
+    """Return LB1, LB1G, LB2 and the floor in bytes of a whole launch; the largest holds."""
     floor = {"floor": H_kv * total_bytes(floor_terms(what))}
     if _floor_alone(what):
         return floor
-    return {"LB1": e * partition_bound(), "LB2": e * product_bound()} | floor
+    bounds = {"LB1": partition_bound(), "LB1G": pattern_bound(), "LB2": product_bound()}
+    return {name: e * bound for name, bound in bounds.items()} | floor
 
 
-_ARGUMENTS = (H_kv, g, N_q, N_kv, d_qk, d_v, nnz, w, n_q, n_kv, M, P, e)
+_ARGUMENTS = (H_kv, g, N_q, N_kv, d_qk, d_v, nnz, w, u, w_b, n_q, n_kv, M, P, e)
 
 
 @cache
-def _evaluator(what: Kernel | Direction) -> Callable[..., float]:
-    evaluate: Any = sp.lambdify(_ARGUMENTS, sp.Max(*bounds_of(what).values()), modules="math")
+def _evaluator(what: Kernel | Direction) -> Callable[..., list[float]]:
+    # Not their `sp.Max`, which compares them by their symbols, for a tenth of a second.
+    evaluate: Any = sp.lambdify(_ARGUMENTS, [*bounds_of(what).values()], modules="math")
     return evaluate
-
-
-# --------------------------------------------------------------------------------------------------
-# What a mask leaves
-
-
-@dataclass(frozen=True, kw_only=True)
-class MaskSize:
-    """A mask as a bipartite graph of query and key-value rows; exact for up to 16384 of each.
-
-    Beyond that they are counted in bands: `entries`, `rows` and `columns` may come out too small
-    and `degree` too large, which keeps the bounds valid.
-    """
-
-    entries: int
-    rows: int
-    """Query rows that keep anything."""
-    columns: int
-    """Key-value rows that anyone keeps."""
-    degree: int
-    """Most entries in one row or one column; at least 1."""
-
-
-_MAX_BANDS = 2**14
-
-
-@lru_cache(maxsize=1024)
-def mask_size(mask: Mask, seqlen_q: int, seqlen_kv: int) -> MaskSize:
-    """Return how many entries, rows and columns a mask keeps."""
-    entries, rows, row_degree = _count(mask, "rows", seqlen_q, seqlen_kv)
-    _, columns, column_degree = _count(mask, "columns", seqlen_q, seqlen_kv)
-    return MaskSize(
-        entries=entries, rows=rows, columns=columns, degree=max(row_degree, column_degree, 1)
-    )
-
-
-def _count(mask: Mask, side: Side, seqlen_q: int, seqlen_kv: int) -> tuple[int, int, int]:
-    """Return (entries, stationary indices that keep anything, most entries of one of them)."""
-    length = seqlen_q if side == "rows" else seqlen_kv
-    if not is_solved(mask, side):
-        return _count_tiles(mask, side, seqlen_q, seqlen_kv)
-    band = -(-length // _MAX_BANDS)
-    blocks = {"block_m": band, "block_n": 1} if side == "rows" else {"block_m": 1, "block_n": band}
-    ranges = tile_ranges(mask, side, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, **blocks)
-    tiles = ranges.full.shape[-1]
-    sizes = np.minimum(band, length - band * np.arange(tiles, dtype=np.int64))
-    live = np.where(ranges.full > 0, sizes, np.minimum(ranges.visited, 1))
-    entries, kept = ((ranges.full * sizes).sum() / ranges.heads, live.sum() / ranges.heads)
-    return round(float(entries)), round(float(kept)), int(ranges.visited.max())
-
-
-def _count_tiles(mask: Mask, side: Side, seqlen_q: int, seqlen_kv: int) -> tuple[int, int, int]:
-    """Return what `_count` does from whole tiles: no more entries and rows, no smaller degree than
-    there are, so that a bound from them holds."""
-    ranges = tile_ranges(
-        mask, side, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, block_m=TILE, block_n=TILE
-    )
-    partial = ranges.partial_tiles
-    live = np.where(ranges.full > 0, TILE, np.minimum(ranges.visited, 1))
-    entries = (ranges.full_tiles * TILE**2 + partial) / ranges.heads
-    return round(entries), round(float(live.sum()) / ranges.heads), int(ranges.visited.max()) * TILE
-
-
-TILE = 64
-"""Side of the tiles that entries of masks without a closed form are counted by."""

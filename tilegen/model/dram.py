@@ -24,9 +24,10 @@ from tilegen.kernels.registry import KERNELS, direction_of
 from tilegen.kernels.spec import WIDTHS
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.tiles.tile_ranges import is_solved, tile_ranges
-from tilegen.model.bounds import lower_bound_bytes, mask_size
+from tilegen.model.bounds import lower_bound_bytes
 from tilegen.model.footprint import footprint
 from tilegen.model.launches import rows_of_panels, sliced_dims
+from tilegen.model.mask_size import mask_size
 from tilegen.model.on_chip import residents
 from tilegen.model.symbols import C, F, Gcd, H_kv, T_h, n_w
 from tilegen.model.traffic import Traffic, Visits, traffic, visits

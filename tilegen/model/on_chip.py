@@ -8,7 +8,7 @@ again.
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -72,6 +72,12 @@ class Footprint:
         """True where even a fit that errs on the high side means more than a usable kernel may
         spill."""
         return self.registers > SPILL_DOUBT * self.max_registers
+
+    def as_compiled(self, registers: int, spill_bytes: int, shared_bytes: int) -> Footprint:
+        """Return what the program needs by what the compiler says."""
+        if spill_bytes:
+            registers = self.max_registers + -(-spill_bytes // 4)
+        return replace(self, registers=registers, smem_bytes=shared_bytes)
 
     def fits(self, gpu: GpuSpec, *, doubt: float = 1.0) -> bool:
         """True for a program that can run at all, with shared memory up to `doubt` times the

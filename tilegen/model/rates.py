@@ -20,7 +20,7 @@ class Rates:
 
     tensor_efficiency: float
     vector_efficiency: float
-    exposed: float
+    exposed: float | dict[str, float]
     full_rate_rows: int
     narrow_rate: float
     operand_rows: int
@@ -28,7 +28,14 @@ class Rates:
     dram_efficiency: float
     latency_seconds: float
     step_clk: float
+    spilled: float
     launch_seconds: float
+
+    def exposed_of(self, kernel: Kernel) -> float:
+        """Return the part of a kernel's softmax that no matrix product hides."""
+        if isinstance(self.exposed, dict):
+            return self.exposed.get(KERNELS[kernel].fitted_as, self.exposed["fwd"])
+        return self.exposed
 
 
 @dataclass(frozen=True, kw_only=True)

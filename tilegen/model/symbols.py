@@ -39,6 +39,9 @@
 # | s      | s                      | density: kept entries / all entries                          |
 # | k      |                        | query and key-value rows together, of a part of the scores   |
 # | b      |                        | side of the blocks of a block-diagonal mask                  |
+# | u      |                        | entries for each row and column of a sub-grid, at most       |
+# | w_b    |                        | differences of query and key-value row that a mask keeps     |
+# | p      |                        | columns of a prefix, which all query rows keep               |
 # | T_h    |                        | programs that stream the same rows: those of a KV head       |
 # | n_w    |                        | programs in flight, a wave                                   |
 # | C      |                        | heads whose streamed rows L2 holds together                  |
@@ -67,7 +70,9 @@ alpha, kappa, e = sp.symbols("alpha kappa e", positive=True)
 B, B_d, B_e, B_k, B_p = sp.symbols("B B_d B_e B_k B_p", positive=True, integer=True)
 n, n_s, c = sp.symbols("n n_s c", positive=True, integer=True)
 s = sp.Symbol("s", positive=True)
-k, b = sp.symbols("k b", positive=True, integer=True)
+k, b, w_b = sp.symbols("k b w_b", positive=True, integer=True)
+p = sp.Symbol("p", nonnegative=True, integer=True)
+u = sp.Symbol("u", positive=True)
 T_h, n_w = sp.symbols("T_h n_w", positive=True, integer=True)
 C = sp.Symbol("C", nonnegative=True)
 F = sp.Symbol("F", positive=True)

@@ -1,14 +1,16 @@
 """Predicted time: what each step of a kernel asks of each unit, then steps, programs and waves.
 
 The units of an SM work side by side, except that softmax and matrix products of one program wait
-for each other (`exposed`). Clocks are clocks of one SM with all its resident programs; the rates
-and their sources are in rates.toml, and README.md lists every constant with its source.
+for each other: by a part that is given (`exposed`), or as far as warps queue for the units. Clocks
+are clocks of one SM with all its resident programs; the rates and their sources are in rates.toml,
+and README.md lists every constant with its source.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
 from tilegen.gpus.nearest import on_tensor_cores
 from tilegen.gpus.spec import GpuSpec
@@ -47,6 +49,16 @@ class StepClocks:
     masking: float
     """Issue slots that a partial tile takes besides."""
     smem: float
+    exposed: float
+    """Part of issue or exponentials, whichever is longer, that no matrix product hides."""
+    local: float = 0.0
+    """Loads and stores of local memory, which nothing hides."""
+
+    @property
+    def bound(self) -> float:
+        """Clocks that a step on a full tile takes at least, local memory aside."""
+        softmax = max(self.issue, self.exp)
+        return max(self.tensor + self.exposed * softmax, softmax, self.smem)
 
 
 def step_clocks(
@@ -79,6 +91,7 @@ def step_clocks(
         issue=issue / ISSUE_PER_CLK,
         masking=repeated * per.masked_score * work.scores / ISSUE_PER_CLK,
         smem=operands * size / SMEM_BYTES_PER_CLK,
+        exposed=rates.exposed_of(kernel),
     )
 
 
@@ -103,13 +116,15 @@ def _operand_words(work: Step, warps: int, rows_per_read: int) -> float:
 def local_clocks(needs: Footprint, gpu: GpuSpec, config: TileConfig) -> float:
     """Return the clocks that a step takes longer for what it spills, at the rate of L1.
 
-    Local memory is cached there, behind the port of shared memory. A spilled byte counts as moved
-    once a step: inner loops compiled for sm_90 that spill 120 bytes, 30 words, have 17 to 26 loads
-    and stores of them, since some words live around the loop. Nothing is taken to hide
-    them: what was spilled is wanted by the next instruction.
+    Local memory is cached there, behind the port of shared memory. On sm_90 a spilled byte counts
+    as moved once a step: inner loops compiled for it that spill 120 bytes, 30 words, have 17 to 26
+    loads and stores of them, since some words live around the loop. Measured times of sm_86 ask for
+    more (`spilled`). Nothing is taken to hide them: what was spilled is wanted by the next
+    instruction.
     """
     threads = threads_of(gpu.arch, config.num_warps)
-    return needs.spill_bytes * threads / SMEM_BYTES_PER_CLK
+    moved = rates_of(gpu.arch).spilled * needs.spill_bytes * threads
+    return moved / SMEM_BYTES_PER_CLK
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,10 +149,15 @@ def time(
     moved: Traffic,
     counts: Visits,
     needs: Footprint,
+    clocks: StepClocks | None = None,
 ) -> Time:
-    """Return the predicted time of a kernel, over all panels where it works on those."""
+    """Return the predicted time of a kernel, over all panels where it works on those.
+
+    `clocks` are those of a step where its machine code is known.
+    """
     rates, spec = rates_of(gpu.arch), KERNELS[kernel]
-    work, clk = step(problem, config, kernel), step_clocks(problem, gpu, config, kernel)
+    work = step(problem, config, kernel)
+    clk = clocks or step_clocks(problem, gpu, config, kernel)
     run = launches(problem, gpu, config, kernel, counts)
     per_launch = run.programs / run.count
 
@@ -148,14 +168,19 @@ def time(
     softmax = max(clk.issue + masked * clk.masking, clk.exp)
     ahead = config.num_stages - 1 if spec.masked else 0
     wait = latency / max(ahead, 1)
-    busy = clk.tensor + rates.exposed * softmax + rates.step_clk / together
+    if rates.exposed:
+        busy, smem = max(clk.tensor + clk.exposed * softmax, softmax), clk.smem
+        busy += rates.step_clk / together
+    else:
+        units = clk.tensor, softmax, clk.smem
+        busy, smem = queued(config.num_warps, together, units, idle=rates.step_clk), 0.0
     if not ahead:  # nothing loads while a program computes
         busy += wait
     if work.loads > 1:  # every key tile starts the pipeline of slices again
         busy += 2 * latency
     waves = per_launch / (gpu.num_sms * fits)
-    local = local_clocks(needs, gpu, config)
-    one_step = _overlapped(busy, clk.smem, wait * work.loads) + local
+    local = clocks.local if clocks else local_clocks(needs, gpu, config)
+    one_step = _overlapped(busy, smem, wait * work.loads) + local
 
     # A program's beginning and end: its own tile comes in, the pipeline fills, the result goes out.
     exp_after = work.scores_after / gpu.exp_per_clk_per_sm
@@ -164,10 +189,10 @@ def time(
     overhead = 2 * latency + max(exp_after, issue_after)
     mean = one_step * run.steps / run.programs + overhead
     if run.longest * run.programs == run.steps:  # equal programs run in waves
-        clocks = run.count * math.ceil(per_launch / gpu.num_sms) * mean
+        total = run.count * math.ceil(per_launch / gpu.num_sms) * mean
     else:  # long ones start first, so short ones fill the last wave
         tail = mean / 2 if waves > 1 else 0.0
-        clocks = max(one_step * run.longest + overhead, mean * run.programs / gpu.num_sms + tail)
+        total = max(one_step * run.longest + overhead, mean * run.programs / gpu.num_sms + tail)
 
     dram = dram_bytes(problem, gpu, kernel, moved, counts, in_flight=gpu.num_sms * fits)
     on_l2 = l2_seconds(gpu, moved)
@@ -185,7 +210,7 @@ def time(
         "latency": wait * work.loads * per_step + 2 * latency * per_program,
     }
     return Time(
-        seconds=max(clocks / gpu.clock_hz, on_l2, dram_seconds) + run.count * rates.launch_seconds,
+        seconds=max(total / gpu.clock_hz, on_l2, dram_seconds) + run.count * rates.launch_seconds,
         terms=tuple(sorted(terms.items(), key=lambda item: -item[1])),
         waves=waves,
         dram_bytes=dram,
@@ -202,6 +227,34 @@ def l2_seconds(gpu: GpuSpec, moved: Traffic) -> float:
     """Return the time that bytes take between SMs and L2."""
     moved_bytes = moved.read_bytes + moved.write_bytes
     return moved_bytes / (gpu.l2_bandwidth * rates_of(gpu.arch).l2_efficiency)
+
+
+SCHEDULERS = 4
+"""Parts of an SM that issue for warps of their own, each with its share of every unit."""
+
+
+@lru_cache(maxsize=8192)
+def queued(warps: int, together: int, units: tuple[float, ...], *, idle: float) -> float:
+    """Return the clocks of an SM that a step of a program takes where each warp waits for its own
+    results, so that units work side by side only as far as there are other warps.
+
+    `units` are the clocks that a step keeps each unit busy, `idle` those that a warp spends at
+    none. Warps that share a scheduler queue for its units, in mean-value analysis (Reiser and
+    Lavenberg, 1980): one that arrives finds as many as there are on average with one warp less. A
+    warp alone takes the sum of all units, many take what the busiest unit takes.
+    """
+    used = min(SCHEDULERS, warps * together)
+    each = warps * together / used
+    of_warp = [clocks * SCHEDULERS / warps for clocks in units]
+    waiting = [0.0] * len(units)
+    apart = before = 0.0
+    for present in range(1, math.ceil(each) + 1):
+        there = [clocks * (1 + others) for clocks, others in zip(of_warp, waiting, strict=True)]
+        before, apart = apart, (idle + sum(there)) / present
+        waiting = [clocks / apart for clocks in there]
+    if (part := each % 1) and before:
+        apart = before + part * (apart - before)
+    return apart * warps / used
 
 
 def _overlapped(*busy: float) -> float:

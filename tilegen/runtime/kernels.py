@@ -11,6 +11,9 @@ from typing import Any
 import torch
 
 from tilegen import bundles, pipeline
+from tilegen.choose.known import Known
+from tilegen.choose.libraries import library_used
+from tilegen.disk import log
 from tilegen.emit.identity import stride_unit
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import ASSUMED, GpuSpec, detect, gpu
@@ -21,13 +24,16 @@ from tilegen.kernels.panels import Launch, rows_for
 from tilegen.kernels.registry import KERNELS, grid_of
 from tilegen.kernels.spec import Direction
 from tilegen.kernels.two_pass import BWD_PREPROCESS
+from tilegen.masks.mask import Causal
 from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import score_tensors
 from tilegen.problem import AttentionProblem
 from tilegen.runtime.binding import BoundKernel
 from tilegen.runtime.changes import Changes, Gradients, Wanted
 from tilegen.runtime.launcher import Launched, Launcher
+from tilegen.runtime.libraries import Library
 from tilegen.runtime.triton_function import TritonFunction
+from tilegen.settings import settings
 
 
 @dataclass(frozen=True)
@@ -44,6 +50,8 @@ class Pass:
     """Whether neither mask nor score nor dropout adds to what launches are given."""
     reads_lists: bool
     """Whether kernels are given lists of tiles."""
+    library: Library | None = None
+    """What computes the pass wherever a call means the same by it."""
 
 
 class Kernels:
@@ -71,7 +79,11 @@ class Kernels:
         with self._lock:
             if direction not in self._passes:
                 spec = _spec(self.device)
-                found = self._from_bundle(spec, direction) or self._compiled_here(spec, direction)
+                found = self._from_bundle(spec, direction)
+                library = None
+                if found is None:
+                    found = self._compiled_here(spec, direction)
+                    library = self._library(spec, direction, tuple(found))
                 self._passes[direction] = Pass(
                     found,
                     {name: one.launch for name, one in found.items()},
@@ -79,6 +91,7 @@ class Kernels:
                     passes.family_of(found, direction).run,
                     all(one.reads_nothing for one in found.values()),
                     any(one.reads_lists for one in found.values()),
+                    library,
                 )
             return self._passes[direction]
 
@@ -91,6 +104,8 @@ class Kernels:
             with torch.cuda.device(self.device):
                 return self.forward(q, k, v, scale, changes)
         its = self._passes.get("forward") or self.load("forward")
+        if its.library and (found := its.library.forward(q, k, v, scale)) is not None:
+            return found
         launches = its.launches
         if not its.is_plain:
             score = changes.score
@@ -115,6 +130,10 @@ class Kernels:
                 return self.backward(saved, dout, dlse, scale, changes, wanted)
         q, k, v, out, lse = saved
         its = self._passes.get("backward") or self.load("backward")
+        if its.library and dlse is None:
+            given = its.library.backward(saved, dout, scale, wanted)
+            if given is not None:
+                return given
         launches = its.launches
         captured: dict[int, torch.Tensor] = {}
         if not its.is_plain:
@@ -175,6 +194,18 @@ class Kernels:
             kernel: bound_module(module, self.problem, kernel, chosen[kernel].config, unit)
             for kernel, module in modules.items()
         }
+
+    def _library(
+        self, spec: GpuSpec, direction: Direction, kernels: tuple[Kernel, ...]
+    ) -> Library | None:
+        """Return the library that was measured to be faster than these kernels, if one was."""
+        if not settings().libraries:
+            return None
+        known = Known(self.problem, spec)
+        if (record := library_used(known, direction, kernels)) is None:
+            return None
+        log.info("%s of '%s': %s", direction, self.problem, record.config)
+        return Library(record.library, causal=isinstance(known.problem.mask, Causal))
 
     def _from_bundle(self, spec: GpuSpec, direction: Direction) -> dict[Kernel, BoundKernel] | None:
         """Return the kernels of a pass from the first bundle that has them."""

@@ -44,7 +44,7 @@ def _floor_us(problem: AttentionProblem, gpu: str, kernel: Kernel, *, masked: bo
     rows, columns = problem.seqlen_q, problem.seqlen_kv
     entries = rows * columns
     if masked:
-        from tilegen.model.bounds import mask_size  # loads SymPy
+        from tilegen.model.mask_size import mask_size  # loads SymPy
 
         size = mask_size(problem.mask, rows, columns)
         rows, columns, entries = size.rows, size.columns, size.entries

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 SCHEMA = 1
 """Version of the JSON form. Raise it when an older tilegen would misread a newer record."""
 
+DIGESTS = r"([0-9a-f]{12}( [0-9a-f]{12})*)?"
 ARCH = r"sm_\d{2,4}[a-z]?|gfx[0-9a-f]{3,5}"
 MAX_SECONDS = 1e9
 MAX_BYTES = 2**63
@@ -148,8 +149,9 @@ class TuningRecord:
             for field in dataclasses.fields(self)
             if field.name not in (*KEY, "rivals")
         }
-        for name in ("config", "measurement", "estimate", "versions"):
+        for name in ("config", "estimate", "versions"):
             values[name] = values[name] and dataclasses.asdict(values[name])
+        values["measurement"] = measurement_values(self.measurement)
         if not self.config.block_d:
             del values["config"]["block_d"]
         if not self.config.descriptors:
@@ -196,7 +198,7 @@ def _finding_from(fields: Fields, kernel: Kernel) -> dict[str, Any]:
         "config": config_from(fields.group("config"), kernel),
         "measurement": measurement_from(fields.group("measurement")),
         "estimate": None if fields.is_null("estimate") else _estimate(fields.group("estimate")),
-        "versions": _versions(fields.group("versions")),
+        "versions": versions_of(fields.group("versions")),
         "template_digest": fields.text("template_digest", r"[0-9a-f]{0,64}", "hexadecimal digits"),
         "trials": fields.integer("trials", 0, 10**9),
         "seconds_spent": fields.number("seconds_spent", 0, MAX_SECONDS),
@@ -243,10 +245,26 @@ def measurement_from(fields: Fields) -> Measurement:
         raise InvalidRecord(
             f"measurement must have p20_us <= median_us <= p80_us, got {p20:g}, {median:g}, {p80:g}"
         )
-    repeats = fields.integer("repeats", 1, MAX_REPEATS)
+    digest = ""
+    if "digest" in fields.values:  # which older records lack
+        digest = fields.text("digest", DIGESTS, "groups of 12 hexadecimal digits")
     return Measurement(
-        status=status, median_us=median, p20_us=p20, p80_us=p80, repeats=repeats, message=message
+        status=status,
+        median_us=median,
+        p20_us=p20,
+        p80_us=p80,
+        repeats=fields.integer("repeats", 1, MAX_REPEATS),
+        message=message,
+        digest=digest,
     )
+
+
+def measurement_values(measurement: Measurement) -> dict[str, Any]:
+    """Return the JSON object that a measurement is written as; `measurement_from` reads it back."""
+    values = dataclasses.asdict(measurement)
+    if not measurement.digest:
+        del values["digest"]
+    return values
 
 
 @lru_cache(maxsize=4096)
@@ -316,7 +334,8 @@ def _estimate(fields: Fields) -> EstimateSummary:
     )
 
 
-def _versions(fields: Fields) -> Versions:
+def versions_of(fields: Fields) -> Versions:
+    """Return the versions that the JSON object holds. Raises InvalidRecord."""
     values: dict[str, Any] = {
         field.name: fields.text(field.name, longest=80)
         for field in dataclasses.fields(Versions)

@@ -19,6 +19,7 @@ from tilegen.store.record import (
     config_from,
     date_of,
     measurement_from,
+    measurement_values,
     slug,
 )
 from tilegen.store.versions import is_credible
@@ -58,6 +59,21 @@ class Conditions:
     policy: str = POLICY
 
 
+def of_one_binary(trials: Iterable[Trial]) -> list[tuple[TileConfig, ...]]:
+    """Return the groups of configs that timed one and the same binary, each in the order of
+    configs; none where every config timed its own."""
+    groups: dict[str, list[TileConfig]] = {}
+    for trial in trials:
+        if digest := trial.measurement.digest:
+            groups.setdefault(digest, []).append(trial.config)
+    return sorted(tuple(sorted(group)) for group in groups.values() if len(group) > 1)
+
+
+def one_binary_line(configs: Iterable[TileConfig]) -> str:
+    """Return what is said of configs that timed one binary."""
+    return f"one binary was timed as {', '.join(one.key for one in configs)}: it counts once"
+
+
 def trials_path(gpu: str, kernel: Kernel, problem: AttentionProblem) -> PurePosixPath:
     """Return where the trials of a problem lie, relative to a location."""
     return PurePosixPath("trials", slug(gpu), kernel, f"{slug(problem.rounded.key)}.jsonl")
@@ -65,7 +81,7 @@ def trials_path(gpu: str, kernel: Kernel, problem: AttentionProblem) -> PurePosi
 
 def trial_line(trial: Trial, conditions: Conditions, date: str) -> dict[str, Any]:
     """Return the values of the line that a trial is written as."""
-    groups = {"config": vars(trial.config), "measurement": vars(trial.measurement)}
+    groups = {"config": vars(trial.config), "measurement": measurement_values(trial.measurement)}
     return {"date": date, **vars(trial), **groups, "conditions": vars(conditions)}
 
 

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from tilegen.build.acceptable import spills_much
 from tilegen.build.workers import Pool
 from tilegen.emit.identity import template_digest
 from tilegen.errors import BuildFailed, NoRecord, Unsupported
@@ -29,6 +28,7 @@ from tilegen.store import (
     save,
     this_machine,
 )
+from tilegen.store.trials import of_one_binary, one_binary_line
 from tilegen.tuning.bench import Ahead, Bench, Check, Compile, Measure, real_bench, refused
 from tilegen.tuning.report import Report, describe
 from tilegen.tuning.search import Search
@@ -119,6 +119,8 @@ def tune(
         record = run.record(run.winner, command)
         saved = save(record)
         report.say(f"{saved.file} {'written' if saved.wins else 'not won'}: {saved.reason}")
+        for configs in of_one_binary(run.trials.values()):
+            report.say(one_binary_line(configs))
         report.say(f"{record.config!r}  # {describe(record)}")
     return record
 
@@ -321,7 +323,7 @@ class _Run:
 
 
 def _spills_much(trial: Trial) -> bool:
-    return bool(spills_much(trial.spill_bytes))
+    return trial.measurement.status == "out_of_resources" and trial.spill_bytes > 0
 
 
 def pick(trials: dict[TileConfig, Trial]) -> TileConfig | None:

@@ -1,0 +1,111 @@
+"""AOTriton's tables of tuned kernels: one SQLite table for each kernel and architecture.
+
+Left out are rows with a bias matrix, whose loads the model would have to count, and the fused
+backward, which no family of tilegen is. The knobs PRE_LOAD_V, waves_per_eu and the persistent grid
+have no counterpart: winners that differ in them alone are one.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import tarfile
+from collections import Counter
+from pathlib import Path
+
+from benchmarks.published.records import UnreadableTable, Winners, tile
+from tilegen.errors import TilegenError
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.problem import AttentionProblem
+
+COMMIT = "ROCm/aotriton@30ae9671"
+KERNELS: dict[str, Kernel] = {
+    "attn_fwd": "fwd",
+    "bwd_kernel_dk_dv": "bwd_dkdv",
+    "bwd_kernel_dq": "bwd_dq",
+}
+GPUS = {"gfx942": "mi300x", "gfx950": "mi300x"}
+"""MI350 is not in the catalogue; the nearest known stands for it."""
+DTYPES = {"torch.float16": "fp16", "torch.bfloat16": "bf16", "torch.float32": "fp32"}
+BATCH, HEADS = 8, 12
+"""Defaults of the tuning script; the tables do not record them."""
+LARGE = 2048 * 2048 * 256
+"""Rows x columns x head dim from which the script takes fewer heads."""
+
+
+def winners(folder: Path, stride: int) -> list[Winners]:
+    """Return every `stride`-th row of each table that a family of tilegen computes, 16-bit and
+    fp32 apart."""
+    found: list[Winners] = []
+    for arch, stands_for in GPUS.items():
+        for table, kernel in KERNELS.items():
+            rows = read(folder / f"{arch}_{table}.sqlite3.tar.xz")
+            for kind, exact in (("16 bit", False), ("fp32", True)):
+                mine = [row for row in rows if (row["q_dtype"] == "torch.float32") == exact]
+                kept, left_out = _judged(mine[::stride])
+                found.append(
+                    Winners(
+                        source=f"{COMMIT}:modules/flash/database/amd/{arch}/{table}",
+                        name=f"{table} {kind}",
+                        measured_on=arch,
+                        gpu=stands_for,
+                        kernel=kernel,
+                        rows=tuple(kept),
+                        left_out=left_out,
+                    )
+                )
+    return found
+
+
+def read(path: Path) -> list[dict[str, str]]:
+    """Return the rows of the one table in an archive, ordered by what they are for; column names
+    without their prefix."""
+    try:
+        with tarfile.open(path) as archive:
+            member = next(one for one in archive.getmembers() if one.isfile())
+            file = archive.extractfile(member)
+            assert file
+            content = file.read()
+    except (OSError, tarfile.TarError, StopIteration) as error:
+        raise UnreadableTable(f"expected an archive with one table at {path}: {error}") from None
+    with sqlite3.connect(":memory:") as base:
+        base.deserialize(content)
+        (name,) = base.execute("SELECT name FROM sqlite_master WHERE type='table'").fetchone()
+        cursor = base.execute(f'SELECT * FROM "{name}"')
+        columns = [column[0] for column in cursor.description]
+        keys = [i for i, column in enumerate(columns) if column.startswith("inputs$")]
+        rows = sorted(cursor.fetchall(), key=lambda row: [str(row[i]) for i in keys])
+    short = [column.split("$")[-1].lower() for column in columns]
+    return [dict(zip(short, map(str, row), strict=True)) for row in rows]
+
+
+def _judged(
+    rows: list[dict[str, str]],
+) -> tuple[list[tuple[AttentionProblem, TileConfig]], Counter[str]]:
+    kept: list[tuple[AttentionProblem, TileConfig]] = []
+    left_out: Counter[str] = Counter()
+    for row in rows:
+        config = tile(row["block_m"], row["block_n"], row["num_warps"], row["num_stages"])
+        if row["bias_type"] != "0":
+            left_out["bias matrix"] += 1
+        elif config is None:
+            left_out["tile that tilegen does not write"] += 1
+        else:
+            try:
+                kept.append((_problem(row), config))
+            except TilegenError:
+                left_out["problem that tilegen does not take"] += 1
+    return kept, left_out
+
+
+def _problem(row: dict[str, str]) -> AttentionProblem:
+    rows, columns, width = (
+        int(row[name]) for name in ("max_seqlen_q", "max_seqlen_k", "block_dmodel")
+    )
+    causal, batch, heads = row["causal_type"] != "0", BATCH, HEADS
+    if rows * columns * width >= LARGE:
+        batch, heads = (2, 2) if causal else (3, HEADS)
+    return AttentionProblem.parse(
+        f"b{batch} hq{heads} q{rows} kv{columns} d{width} {DTYPES[row['q_dtype']]} "
+        + ("causal" if causal else "full")
+        + (" dropout" if row["enable_dropout"] != "0" else "")
+    )

@@ -1,0 +1,81 @@
+"""Verdicts as result files, and as the few lines that a terminal shows."""
+
+from __future__ import annotations
+
+import csv
+import math
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from benchmarks.published.judge import PointVerdict, SweepVerdict, WinnersVerdict
+
+
+def write(path: Path, rows: Sequence[Any], **more: object) -> None:
+    """Write dataclasses of one kind as CSV, their fields as columns, and the same text in all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(
+            file, [*more, *(one.name for one in fields(rows[0]))], lineterminator="\n"
+        )
+        writer.writeheader()
+        for row in rows:
+            values = {**more, **asdict(row)}
+            writer.writerow({name: _text(value) for name, value in values.items()})
+
+
+def _text(value: object) -> object:
+    return f"{value:.4g}" if isinstance(value, float) else value
+
+
+def sweep_lines(verdicts: Sequence[SweepVerdict]) -> Iterator[str]:
+    """Yield a line for each sweep, then the median and the worst regret."""
+    for one in verdicts:
+        yield (
+            f"  {one.sweep:28} {one.length:5} rows {one.configs:2} tiles  rho {one.spearman:5.2f}  "
+            f"regret {one.regret:6.1%}  {one.trials} trials  model/measured {one.ratio:.2f}  "
+            f"{one.chosen}, best {one.best}"
+        )
+    regrets = [one.regret for one in verdicts]
+    yield (
+        f"  regret: median {statistics.median(regrets):.1%}, worst {max(regrets):.1%}; "
+        f"rank correlation: median {statistics.median(one.spearman for one in verdicts):.2f}"
+    )
+
+
+def winner_lines(verdicts: Sequence[WinnersVerdict]) -> Iterator[str]:
+    """Yield a line for each table of winners."""
+    for one in verdicts:
+        yield (
+            f"  {one.measured_on:36} {one.table:28} {one.judged:4} judged of {one.grid:3} configs  "
+            f"first 1/4/8/16: {one.first_1:.0%} {one.first_4:.0%} {one.first_8:.0%} "
+            f"{one.first_16:.0%}  own space has {one.in_own:.0%}, first 8 {one.own_first_8:.0%}"
+        )
+
+
+def point_lines(verdicts: Sequence[PointVerdict]) -> Iterator[str]:
+    """Yield a line for each kind of curve: median and range of model over published."""
+    for kind in dict.fromkeys((one.gpu, one.name, one.library) for one in verdicts):
+        mine = [one for one in verdicts if (one.gpu, one.name, one.library) == kind]
+        ratios = [one.ratio for one in mine]
+        bounds = [one.model_over_bound for one in mine]
+        yield (
+            f"  {' '.join(kind):48} {len(mine):3} problems  model/published "
+            f"{statistics.median(ratios):5.2f} ({min(ratios):.2f}..{max(ratios):.2f})  "
+            f"model/bound at least {min(bounds):.2f}"
+        )
+
+
+def line_fit(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """Return latency [s], bandwidth [bytes/s] and the median relative residual of times that are
+    latency + bytes / bandwidth: least squares of relative errors."""
+    a = b = c = d = e = 0.0
+    for moved, seconds in points:
+        x, y = moved / seconds, 1 / seconds  # seconds = latency + moved / bandwidth, over seconds
+        a, b, c, d, e = a + y * y, b + x * y, c + x * x, d + y, e + x
+    determinant = a * c - b * b
+    latency, inverse = (d * c - b * e) / determinant, (a * e - b * d) / determinant
+    residuals = [abs(latency + moved * inverse - s) / s for moved, s in points]
+    return latency, 1 / inverse if inverse else math.inf, statistics.median(residuals)

@@ -1,0 +1,119 @@
+"""The digest of what a measurement timed: of the machine code, whatever its name and its file."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import tilegen
+from benchmarks.call_cost import as_on_a_gpu
+from benchmarks.stand_in import stand_in
+from tilegen.build.compiler import compile_for
+from tilegen.build.digests import digest_of, instructions, noting_launches
+from tilegen.emit.identity import RenderedKernel
+from tilegen.emit.kernel_files import load
+from tilegen.emit.render import render
+from tilegen.gpus.spec import gpu
+from tilegen.kernels.config import TileConfig
+from tilegen.measure import Measurement, measure
+from tilegen.problem import AttentionProblem
+from tilegen.tuning.bench import Timed
+
+PROBLEM = AttentionProblem.parse("hq2 q64 d16 bf16 causal")
+SMALL = TileConfig(block_m=16, block_n=16)
+WIDE = TileConfig(block_m=16, block_n=32)
+
+
+def compiled_digest(rendered: RenderedKernel) -> str:
+    built = compile_for(rendered, "sm_90")
+    warps = rendered.config.num_warps
+    return digest_of(built.binary, num_warps=warps, shared_bytes=built.shared_bytes)
+
+
+def timer(launch: Callable[[], object], repeats: int) -> list[float]:
+    for _ in range(repeats):
+        launch()
+    return [10.0] * repeats
+
+
+def timed(config: TileConfig) -> Measurement:
+    with stand_in():
+        run = Timed.of(PROBLEM, "fwd", "cpu", gpu("h200")).runs(config)
+        return measure(run, timer=timer, seconds=0.0)
+
+
+def test_a_timing_carries_the_digest_of_the_binary_that_was_launched() -> None:
+    found = [timed(config).digest for config in (SMALL, WIDE)]
+    assert found == [compiled_digest(render(PROBLEM, config)) for config in (SMALL, WIDE)]
+    assert found[0] != found[1]
+
+
+def test_a_call_has_the_digests_of_its_kernels_in_order() -> None:
+    q = torch.zeros(1, 2, 32, 16, dtype=torch.bfloat16, requires_grad=True)
+
+    def both() -> None:
+        tilegen.attention(q, q, q).sum().backward()
+
+    with as_on_a_gpu():
+        both()  # from here on without Triton's binder
+        found = measure(both, timer=timer, seconds=0.0).digest.split()
+        forward = measure(lambda: tilegen.attention(q, q, q), timer=timer, seconds=0.0).digest
+    assert len(found) == len(set(found)) == 4
+    assert forward == found[0]
+
+
+def test_launches_are_noted_only_meanwhile() -> None:
+    from triton import knobs
+    from triton.compiler import CompiledKernel
+
+    ask = CompiledKernel.launch_metadata
+
+    def fail() -> None:
+        assert CompiledKernel.launch_metadata is not ask
+        raise ValueError("a launch may raise")
+
+    with pytest.raises(ValueError, match="a launch"), noting_launches():
+        fail()
+    assert CompiledKernel.launch_metadata is ask
+    assert knobs.runtime.launch_enter_hook.calls == []
+
+
+def test_the_same_instructions_in_another_file_are_the_same_binary() -> None:
+    rendered = render(PROBLEM, SMALL)
+    source = rendered.source.replace(rendered.function, "another_name")
+    module = load(RenderedKernel(**{**vars(rendered), "source": source, "digest": "0" * 16}))
+    tensors = [torch.zeros(1, 2, 64, 16, dtype=torch.bfloat16) for _ in "qkv"]
+    with stand_in():
+        module.launch(*tensors, 0.25)
+    (another,) = module.another_name.device_caches[0][0].values()
+    built = compile_for(rendered, "sm_90")
+    assert another.kernel != built.binary
+    assert instructions(another.kernel) == instructions(built.binary)
+    with stand_in():
+        launched = measure(lambda: module.launch(*tensors, 0.25), timer=timer, seconds=0.0)
+    assert launched.digest == compiled_digest(rendered)
+
+
+def test_only_executable_sections_count() -> None:
+    """An ELF file by hand: a section of names, one of code, one of data."""
+    sections = [(b"names", 0x0), (b"code one", 0x6), (b"data", 0x2), (b"code two", 0x100006)]
+    body, headers = b"", b""
+    for content, flags in sections:
+        headers += struct.pack("<IIQQQQ24x", 1, 1, flags, 0, 64 + len(body), len(content))
+        body += content
+    start = b"\x7fELF\x02\x01".ljust(0x28, b"\0") + struct.pack("<Q", 64 + len(body))
+    file = start.ljust(0x3A, b"\0") + struct.pack("<HHH", 64, len(sections), 0) + body + headers
+    assert instructions(file) == b"code onecode two"
+    assert instructions(file[:-100]) == file[:-100], "cut short: all of it"
+    assert instructions(b"SPIR-V") == b"SPIR-V"
+    one = digest_of(file, num_warps=4, shared_bytes=1024)
+    assert one == digest_of(file.replace(b"data", b"Data"), num_warps=4, shared_bytes=1024)
+    others = [
+        digest_of(file.replace(b"code one", b"Code one"), num_warps=4, shared_bytes=1024),
+        digest_of(file, num_warps=8, shared_bytes=1024),
+        digest_of(file, num_warps=4, shared_bytes=2048),
+    ]
+    assert len({one, *others}) == 4

@@ -1,0 +1,428 @@
+"""The model judged by published tables: readers on made-up samples, judges on hand-made rankings,
+the fit on times that the model itself made."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import sqlite3
+import tarfile
+from collections import Counter
+from dataclasses import fields, replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.published import (
+    __main__ as command,
+)
+from benchmarks.published import (
+    aotriton,
+    attentionfuse,
+    curves,
+    ffpa,
+    fit,
+    ibm,
+    judge,
+    records,
+    report,
+    splits,
+)
+from benchmarks.published.records import Sweep, UnreadableTable, Winners
+from tilegen import gpu
+from tilegen.kernels.config import TileConfig
+from tilegen.problem import AttentionProblem
+
+PARSE, CONFIG = AttentionProblem.parse, TileConfig.parse
+
+# --------------------------------------------------------------------------------------------------
+# Readers
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """A folder of made-up tables in the published formats."""
+    fuse = tmp_path / "attentionfuse"
+    fuse.mkdir()
+    (fuse / "e2e_2026-05-22__config_sweep_expanded.csv").write_text(
+        "variant,seqlen,BLOCK_M,BLOCK_N,num_warps,num_stages,latency_ms\n"
+        "dense,512,64,32,4,3,0.09\ndense,512,128,64,8,2,0.08\ncausal,512,64,32,4,3,0.05\n"
+        "dense,2048,64,32,4,3,0.9\ndense,2048,128,64,8,2,0.8\n"
+    )
+    (fuse / "e2e_2026-05-22__backward_config_sweep.csv").write_text(
+        "N,BLOCK_M,BLOCK_N,num_warps,num_stages,fwd_bwd_ms\n"
+        "1024,64,64,4,2,0.9\n1024,32,64,4,2,1.0\n"
+    )
+    (fuse / "e2e_2026-05-22__gqa_config_sweep.csv").write_text(
+        "N,BLOCK_M,BLOCK_N,num_warps,num_stages,latency_ms\n"
+        "2048,64,64,4,2,1.7\n2048,128,32,4,2,1.2\n"
+    )
+    for arch in aotriton.GPUS:
+        for table in aotriton.KERNELS:
+            archive(tmp_path / "aotriton" / f"{arch}_{table}.sqlite3.tar.xz", table)
+    for name in ffpa.GPUS:
+        entries(tmp_path / "ffpa-attn" / f"{name}.json.gz")
+    (tmp_path / "ibm-vllm-triton-backend").mkdir()
+    (tmp_path / "ibm-vllm-triton-backend" / "attention_winners.csv").write_text(
+        "file,gpu,kernel,best_ms,HQ,HK,IS_CAUSAL,BLOCK_DMODEL,MAX_SEQLENS_Q,MAX_SEQLENS_K,best_BLOCK_M,"
+        "best_BLOCK_N,best_num_warps,best_num_stages,AVG_SEQ_Q,AVG_SEQ_K,num_query_heads,"
+        "num_queries_per_kv,HEAD_SIZE\n"
+        "1,NVIDIA_H100_80GB_HBM3,attn_fwd,0.015,32,8,True,128,512,512,128,128,8,2,,,,,\n"
+        "4,NVIDIA_H100_80GB_HBM3,kernel_unified_attention_2d,0.01,,,,,,,16,32,4,4,8,64,32,4,128\n"
+        "5,NVIDIA_H100_80GB_HBM3,kernel_unified_attention_2d,0.01,,,,,,,16,128,8,8,1,64,32,4,128\n"
+        "6,NVIDIA_H100_80GB_HBM3,kernel_unified_attention_2d,0.01,,,,,,,16,32,4,4,8,64,32,4,128\n"
+    )
+    cudnn = tmp_path / "cudnn-frontend"
+    cudnn.mkdir()
+    (cudnn / curves.DECODE_SWEEP).write_text(
+        "library,batch,q_tokens,kv_len,heads_q,heads_kv,head_dim,time_ms\n"
+        "cuDNN,1,1,2048,64,8,128,0.0064\ncuDNN,8,1,2048,64,8,128,0.0248\n"
+        "cuDNN,1,1,131072,64,8,128,0.2\ncuDNN,1,16,2048,64,8,128,\n"
+    )
+    (cudnn / "h200_919_only_cudnn__some.csv").write_text(
+        "success,data_type,attn_mask,batch_size,num_q_heads,num_kv_heads,q_seqlen,kv_seqlen,"
+        "head_dim_qk,head_dim_vo,fwd_time_ms,bwd_time_ms,sliding_window_size,deterministic_bwd\n"
+        "True,bfloat16,top_left,1,8,8,1024,1024,64,64,0.05,0.2,128,False\n"
+        "True,bfloat16,no_mask,1,8,8,1024,1024,64,64,0.06,0.3,,True\n"
+        "True,fp8,no_mask,1,8,8,1024,1024,64,64,0.04,0.2,,False\n"
+        'False,bfloat16,no_mask,1,8,8,1024,1024,64,64,inf,inf,"went\nwrong",False\n'
+    )
+    (tmp_path / "published-tables").mkdir()
+    (tmp_path / "published-tables" / "hopper.csv").write_text(
+        "source,gpu,library,case,seqlen,value,unit\n"
+        "here,H100,FA3,fwd causal bf16 B4 H48 d128,1024,140,us\n"
+        "here,H100,FA3,bwd full B4 H48 d128,1024,500,TFLOP/s\n"
+        "here,H100,FA3,something else,1024,500,TFLOP/s\n"
+    )
+    (tmp_path / "flash-attention-lab").mkdir()
+    (tmp_path / "flash-attention-lab" / "decode_splits_h100.csv").write_text(
+        "batch,heads,heads_kv,context,head_dim,num_splits,median_ms\n"
+        "1,32,8,32768,128,1,4.0\n1,32,8,32768,128,32,0.202\n1,32,8,32768,128,64,0.2\n"
+    )
+    return tmp_path
+
+
+def archive(path: Path, table: str) -> None:
+    """A SQLite table of three rows in a compressed archive: one good, one with a bias, one of a
+    large problem."""
+    base = sqlite3.connect(":memory:")
+    inputs = "Q_dtype Max_seqlen_q Max_seqlen_k CAUSAL_TYPE BLOCK_DMODEL ENABLE_DROPOUT BIAS_TYPE"
+    if table != "attn_fwd":
+        inputs = inputs.replace("Max", "max")
+    columns = [
+        '"gpu"',
+        *(f'"inputs${name}"' for name in inputs.split()),
+        '"tuned_kernel$BLOCK_M"',
+        '"tuned_kernel$BLOCK_N"',
+        '"compiler_options$num_warps"',
+        '"compiler_options$num_stages"',
+    ]
+    base.execute(f'CREATE TABLE "FLASH${table}" ({", ".join(columns)})')
+    rows = [
+        ("gfx", "torch.float16", 128, 256, 3, 64, 1, 0, 32, 16, 4, 1),
+        ("gfx", "torch.float16", 128, 256, 0, 64, 0, 1, 32, 16, 4, 1),
+        ("gfx", "torch.bfloat16", 8192, 8192, 3, 128, 0, 0, 64, 64, 2, 1),
+        ("gfx", "torch.float32", 64, 64, 0, 64, 0, 0, 16, 16, 4, 1),
+    ]
+    base.executemany(f'INSERT INTO "FLASH${table}" VALUES ({",".join("?" * 12)})', rows)
+    content = base.serialize()
+    path.parent.mkdir(exist_ok=True)
+    with tarfile.open(path, "w:xz") as file:
+        member = tarfile.TarInfo(f"{table}.sqlite3")
+        member.size = len(content)
+        file.addfile(member, io.BytesIO(content))
+
+
+def entries(path: Path) -> None:
+    """Winners of three forwards and of a kernel that tilegen does not have."""
+    config = {
+        "BLOCK_M": 64,
+        "BLOCK_N": 64,
+        "BLOCK_HEADDIM_QK": 64,
+        "BLOCK_HEADDIM_V": 64,
+        "num_warps": 4,
+        "num_stages": 2,
+    }
+    shape = {
+        "nheads_q": 32,
+        "nheads_kv": 8,
+        "seqlen_q": 512,
+        "seqlen_k": 512,
+        "headdim": 512,
+        "dtype": "bf16",
+        "causal": True,
+    }
+    forward = {"kernel": "fwd_generic", "config": config, **shape}
+    path.parent.mkdir(exist_ok=True)
+    with gzip.open(path, "wt") as file:
+        json.dump(
+            {
+                "entries": [
+                    forward,
+                    {**forward, "has_attn_bias": True},
+                    {**forward, "config": {**config, "BLOCK_M": 8}},
+                    {**forward, "kernel": "bwd_generic"},
+                ]
+            },
+            file,
+        )
+
+
+def test_only_rows_that_measure_tiles_are_read(data: Path) -> None:
+    dense, long, backward, grouped = attentionfuse.sweeps(data / "attentionfuse")
+    assert dense.seconds == pytest.approx(
+        {CONFIG("m64n32w4s3"): 0.09e-3, CONFIG("m128n64w8s2"): 0.08e-3}
+    )
+    assert (dense.length, dense.noise, long.noise, backward.noise) == (512, 0.06, 0.01, 0.03)
+    assert backward.kernels == ("bwd_preprocess", "bwd_dkdv", "bwd_dq")
+    assert grouped.problem == PARSE("b2 hq32 hkv8 q2048 d128 fp16 causal")
+    assert dense.source.endswith("results/e2e_2026-05-22/config_sweep_expanded.csv")
+
+
+def test_winners_of_an_archive(data: Path) -> None:
+    tables = {(one.name, one.measured_on): one for one in aotriton.winners(data / "aotriton", 1)}
+    assert len(tables) == 12
+    table = tables["attn_fwd 16 bit", "gfx942"]
+    assert {problem.key: config.key for problem, config in table.rows} == {
+        "b8 hq12 hkv12 q128 kv256 d64 fp16 causal dropout": "m32n16w4s1",
+        "b2 hq2 hkv2 q8192 kv8192 d128 bf16 causal": "m64n64w2s1",
+    }
+    assert table.left_out == Counter({"bias matrix": 1})
+    assert [one.key for one in table.grid] == [
+        f"m{m}n{n}w{warps}s1" for m in (32, 64) for n in (16, 64) for warps in (2, 4)
+    ]
+    assert len(tables["bwd_kernel_dq fp32", "gfx950"].rows) == 1
+
+
+def test_every_which_row_is_read(data: Path) -> None:
+    for table in aotriton.winners(data / "aotriton", 3):
+        assert len(table.rows) + table.left_out.total() == 1
+
+
+def test_winners_of_large_head_dims(data: Path) -> None:
+    table = ffpa.winners(data / "ffpa-attn", 1)[0]
+    assert table.rows == ((PARSE("b1 hq32 hkv8 q512 d512 bf16 causal"), CONFIG("m64n64d64w4s2")),)
+    assert table.left_out == Counter(
+        {
+            "bias matrix": 1,
+            "tile that fwd_streamed does not take": 1,
+            "bwd_generic: no such kernel in tilegen": 1,
+        }
+    )
+
+
+def test_paged_rows_hold_a_group_of_heads(data: Path) -> None:
+    plain, paged = ibm.winners(data / "ibm-vllm-triton-backend")
+    assert plain.rows[0][0] == PARSE("b1 hq32 hkv8 q512 d128 fp16 causal")
+    assert [(problem.key, config.key) for problem, config in paged.rows] == [
+        ("b16 hq8 hkv8 q32 kv64 d128 fp16 full", "m16n32w4s4")
+    ]
+    assert paged.left_out == Counter({"tile that tilegen does not write": 1}), "8 stages"
+
+
+def test_times_of_winners(data: Path) -> None:
+    (point,) = ibm.timed(data / "ibm-vllm-triton-backend")
+    assert (point.gpu, point.config) == ("h100", CONFIG("m128n128w8s2"))
+    assert point.seconds == pytest.approx(15e-6)
+    verdict = judge.judge_point(point)
+    assert verdict.chosen == "m128n128w8s2"
+    assert verdict.ratio == pytest.approx(verdict.model_us / 15)
+
+
+def test_times_of_libraries(data: Path) -> None:
+    points = curves.points(data)
+    assert [(one.name, one.library, one.problem.mask.notation) for one in points] == [
+        ("training fwd", "FA3", "causal"),
+        ("training bwd", "FA3", "full"),
+        *[("decode", "cuDNN", "causal(bottom_right)")] * 3,
+        ("training fwd", "cuDNN", "window(127,0)"),
+        ("training bwd", "cuDNN", "window(127,0)"),
+        ("training bwd deterministic", "cuDNN", "full"),
+    ]
+    assert points[0].seconds == pytest.approx(140e-6)
+    flops = 2.5 * 4 * 4 * 48 * 1024**2 * 128
+    assert points[1].seconds == pytest.approx(flops / 500e12)
+
+
+def test_best_split_is_the_smallest_within_two_per_cent(data: Path) -> None:
+    (best,) = splits.best_splits(data / "flash-attention-lab" / "decode_splits_h100.csv")
+    assert (best.best_splits, best.smallest_good, best.keys_per_split) == (64, 32, 1024)
+    assert best.gain_over_one == pytest.approx(20)
+
+
+@pytest.mark.parametrize(
+    "read, name",
+    [
+        (attentionfuse.sweeps, "config_sweep_expanded.csv"),
+        (lambda path: aotriton.winners(path, 1), "gfx942_attn_fwd.sqlite3.tar.xz"),
+        (lambda path: ffpa.winners(path, 1), "NVIDIA_L20.json.gz"),
+        (ibm.winners, "attention_winners.csv"),
+    ],
+)
+def test_a_missing_table_is_named(read: object, name: str, tmp_path: Path) -> None:
+    with pytest.raises(UnreadableTable, match=name):
+        read(tmp_path)  # type: ignore[operator]
+
+
+def test_a_missing_column_is_named(tmp_path: Path) -> None:
+    (tmp_path / "table.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(UnreadableTable, match=r"expected the columns c in .*, found a, b"):
+        records.csv_rows(tmp_path / "table.csv", ("a", "c"))
+
+
+# --------------------------------------------------------------------------------------------------
+# Judges
+
+TILES = [CONFIG(key) for key in ("m64n32w4s2", "m64n64w4s2", "m128n64w8s2", "m128n128w8s2")]
+
+
+def sweep(*times: float, length: int = 2048, name: str = "made up") -> Sweep:
+    return Sweep(
+        source="here",
+        name=name,
+        gpu="rtx3090",
+        problem=PARSE(f"b4 hq12 q{length} d128 fp16 full"),
+        kernels=("fwd",),
+        seconds=dict(zip(TILES, times, strict=True)),
+    )
+
+
+def test_a_ranking_made_by_hand() -> None:
+    measured = sweep(1.0, 1.1, 1.015, 2.0)
+    predicted = dict(zip(TILES, (0.9, 0.6, 0.7, 0.8), strict=True))
+    verdict = judge.judge_sweep(measured, predicted)
+    assert verdict.regret == pytest.approx(0.1)
+    assert (verdict.trials, verdict.chosen, verdict.best) == (2, TILES[1].key, TILES[0].key)
+    assert verdict.spearman == pytest.approx(-0.4)
+    assert verdict.ratio == pytest.approx(0.9)
+    assert verdict.spread == 2.0
+
+
+def test_within_noise_is_found() -> None:
+    predicted = dict(zip(TILES, (2.0, 1.0, 3.0, 4.0), strict=True))
+    short, long = (
+        judge.judge_sweep(sweep(1, 1.05, 3, 4, length=n), predicted) for n in (512, 4096)
+    )
+    assert (short.trials, long.trials) == (1, 2)
+
+
+def test_ties_come_before_the_winner() -> None:
+    assert judge.rank([1.0, 2.0, 2.0, 3.0], 2.0) == 3
+    assert judge.rank([1.0, 2.0], 1.0) == 1
+
+
+def test_hits_of_winners() -> None:
+    problem, spec = PARSE("b4 hq16 q2048 d64 bf16 full"), gpu("h100")
+    grid = Winners(
+        source="here",
+        name="made up",
+        measured_on="H100",
+        gpu="h100",
+        kernel="fwd",
+        rows=((problem, TILES[0]), (problem, TILES[3]), (problem, CONFIG("m64n32w2s2"))),
+    )
+    verdict = judge.judge_winners(grid)
+    assert verdict
+    assert verdict.grid == 2 * 2 * 3
+    assert verdict.first_1 <= verdict.first_4 <= verdict.first_8 <= verdict.first_16 <= 1
+    assert verdict.in_own == pytest.approx(2 / 3), "two warps are not in tilegen's space"
+    times = {one: judge.hoped(problem, spec, one, "fwd") for one in grid.grid}
+    places = sorted(judge.rank(times.values(), times[winner]) for _, winner in grid.rows)
+    assert verdict.median_rank == places[1]
+    assert verdict.first_8 == pytest.approx(sum(place <= 8 for place in places) / 3)
+    assert judge.judge_winners(replace(grid, rows=())) is None
+
+
+def test_a_winner_that_does_not_fit_is_left_out_and_named() -> None:
+    problem = PARSE("hq4 q2048 d512 bf16 full")
+    table = Winners(
+        source="here",
+        name="made up",
+        measured_on="RTX 5090",
+        gpu="rtx5090",
+        kernel="fwd_streamed",
+        rows=((problem, CONFIG("m64n128d64w8s3")), (problem, CONFIG("m32n32d64w4s2"))),
+    )
+    verdict = judge.judge_winners(table)
+    assert verdict
+    assert verdict.judged == 1
+    assert verdict.left_out == "1 tile that does not fit tilegen's kernel"
+
+
+def test_what_does_not_fit_comes_last() -> None:
+    problem, spec = PARSE("hq4 q2048 d256 bf16 full"), gpu("rtx5090")
+    assert judge.hoped(problem, spec, CONFIG("m256n256w8s4"), "fwd") > 1e6
+    assert judge.hoped(problem, spec, CONFIG("m64n32w4s1"), "fwd") < 1
+
+
+def test_a_line_through_times() -> None:
+    points = [(moved, 5e-6 + moved / 4e12) for moved in (1e6, 1e7, 1e8, 1e9)]
+    latency, bandwidth, residual = report.line_fit(points)
+    assert (latency, bandwidth) == pytest.approx((5e-6, 4e12))
+    assert residual == pytest.approx(0, abs=1e-9)
+
+
+# --------------------------------------------------------------------------------------------------
+# The fit
+
+TRUE = {"rates.tensor_efficiency": 0.7, "rates.latency_seconds": 4.0}
+
+
+def made_up(length: int) -> Sweep:
+    """A sweep whose times the model made, with other constants."""
+    empty = sweep(0.0, 0.0, 0.0, 0.0, length=length)
+    with fit.scaled(TRUE):
+        return replace(empty, seconds=dict(judge.predictions(empty)))
+
+
+def test_known_constants_are_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Sweep, "noise", 0.0)
+    lengths = (1024, 2048, 4096)
+    found = list(
+        fit.leave_one_length_out(
+            [made_up(one) for one in lengths], list(TRUE), absolute=lambda _: True
+        )
+    )
+    assert [verdict.length for verdict, _ in found] == list(lengths)
+    for verdict, factors in found:
+        assert factors == pytest.approx(TRUE, rel=0.12)
+        assert verdict.regret < 0.01
+        assert verdict.spearman == 1.0
+
+
+def test_errors_within_noise_do_not_count() -> None:
+    measured = sweep(1.0, 1.1, 1.2, 1.3, length=512)
+    near = {c: 1.02 * s for c, s in measured.seconds.items()}
+    assert not any(fit.errors(near, measured, absolute=True))
+    twice = {c: 2 * s for c, s in measured.seconds.items()}
+    assert min(fit.errors(twice, measured, absolute=True)) > 0.1
+    assert not any(fit.errors(twice, measured, absolute=False))
+
+
+# --------------------------------------------------------------------------------------------------
+# The command
+
+
+def test_the_command_writes_every_verdict(data: Path, tmp_path: Path) -> None:
+    import typer
+
+    app = typer.Typer()
+    app.command()(command.main)
+    out = tmp_path / "out"
+    arguments = ["--data", str(data), "--out", str(out), "--stride", "1", "--no-fit"]
+    result = CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    for name, record in (
+        ("sweeps", judge.SweepVerdict),
+        ("winners", judge.WinnersVerdict),
+        ("curves", judge.PointVerdict),
+        ("splits", splits.BestSplit),
+    ):
+        header = (out / f"{name}.csv").read_text().splitlines()[0].split(",")
+        assert header[-1] == fields(record)[-1].name
+        assert "source" in header
+    missing = CliRunner().invoke(app, ["--data", str(tmp_path / "none"), "--out", str(out)])
+    assert missing.exit_code == 1
+    assert "expected a table at" in missing.output

@@ -1,0 +1,204 @@
+"""What one pass through a loop issues: instructions by unit, matrix products, bytes, and what runs
+while matrix products are in flight."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from tilegen.build.machine_code.instructions import Instruction, Unit, unit_of
+
+LANES = 32
+WARPS_OF_GROUP = 4
+WIDTHS = (("128", 16), ("64", 8), ("U16", 2), ("S16", 2), ("U8", 1), ("S8", 1))
+"""Bytes that a thread moves, by a modifier of the instruction; 4 without one."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """One matrix instruction: rows x columns x depth, for all threads that issue it together."""
+
+    rows: int
+    columns: int
+    depth: int
+    operands: str
+    """Homes of both operands: S is shared memory, R registers, T tensor memory."""
+    warps: int
+    """Warps that issue it together; 0: one thread does for the whole program."""
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.columns}x{self.depth}.{self.operands}"
+
+    @property
+    def multiply_adds(self) -> int:
+        """Multiply-adds of the instruction."""
+        return self.rows * self.columns * self.depth
+
+    @property
+    def shared_words(self) -> int:
+        """16-bit words that it reads from shared memory by itself."""
+        first, second = (home == "S" for home in self.operands)
+        return first * self.rows * self.depth + second * self.columns * self.depth
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoopCode:
+    """One pass through a loop, of each warp."""
+
+    first: int
+    depth: int
+    units: Counter[Unit]
+    """Instructions by the unit that executes them."""
+    products: Counter[Product]
+    shared_bytes: int
+    """Bytes that loads and stores of shared memory move."""
+    fp32_slots: int
+    """Issue slots of the fp32 lanes: an instruction that works on pairs takes two."""
+    waits: tuple[int, ...]
+    """For each wait for matrix products, the groups of them that it leaves in flight."""
+    exposed: Counter[Unit]
+    """Instructions that are issued while no matrix product of the warp is in flight; all, where
+    matrix instructions are not asynchronous."""
+    timeline: str
+    """M matrix instruction, wN wait until N groups are left, X or x exponential outside or inside
+    of a product's time, B barrier, S wait for a transfer or another warp."""
+
+    @property
+    def instructions(self) -> int:
+        """All instructions."""
+        return self.units.total()
+
+    @property
+    def asynchronous(self) -> bool:
+        """True: a warpgroup goes on while its matrix products run, and waits where it says so."""
+        return any(one.warps == WARPS_OF_GROUP for one in self.products)
+
+    @property
+    def serialized(self) -> bool:
+        """True: there are as many waits as matrix instructions, so that nothing overlaps."""
+        return self.asynchronous and len(self.waits) >= self.products.total()
+
+    @property
+    def local_share(self) -> float:
+        """Part of the instructions that load or store what registers lack room for."""
+        return self.units["local"] / self.instructions
+
+    def multiply_adds(self, warps: int) -> int:
+        """Return the multiply-adds of a program's matrix instructions."""
+        return sum(
+            count * one.multiply_adds * (warps // one.warps if one.warps else 1)
+            for one, count in self.products.items()
+        )
+
+
+def count(first: int, depth: int, body: Sequence[Instruction]) -> LoopCode:
+    """Return what the instructions of one pass add up to."""
+    units = Counter(unit_of(one.opcode) for one in body)
+    exposed, waits, timeline = _in_flight(body)
+    return LoopCode(
+        first=first,
+        depth=depth,
+        units=units,
+        products=Counter(
+            product for i, one in enumerate(body) if (product := _product(body, i, one))
+        ),
+        shared_bytes=sum(_shared_bytes(one.opcode) for one in body),
+        fp32_slots=units["fp32"] + sum(one.opcode[4:5] == "2" for one in body if _pairs(one)),
+        waits=waits,
+        exposed=exposed,
+        timeline=timeline,
+    )
+
+
+def _pairs(one: Instruction) -> bool:
+    return one.opcode.startswith(("FFMA2", "FADD2", "FMUL2"))
+
+
+def _product(body: Sequence[Instruction], at: int, one: Instruction) -> Product | None:
+    """Return the shape of a matrix instruction; None for any other."""
+    if found := re.match(r"[HQI]GMMA\.(?:SP\.)?(\d+)x(\d+)x(\d+)", one.opcode):
+        sizes = (int(size) for size in found.groups())
+        first = one.operands.split(",")[1].strip()
+        return Product(*sizes, "SS" if first.startswith("gdesc") else "RS", WARPS_OF_GROUP)
+    if found := re.match(r"[HQI]MMA\.(\d{4,5})\b", one.opcode):  # 16816: 16 x 8 x 16
+        rows, columns, depth = int(found[1][:2]), int(found[1][2]), int(found[1][3:])
+        return Product(rows, columns, depth, "RR", 1)
+    if one.opcode.startswith("UTC") and "MMA" in one.opcode:
+        rows, columns = _described(body, at)
+        first, second = (name.strip()[0] for name in one.operands.split(",")[:2])
+        homes = {"g": "S", "t": "T"}
+        depth = 16 if one.opcode.startswith("UTCH") else 32
+        return Product(rows, columns, depth, homes.get(first, "?") + homes.get(second, "?"), 0)
+    if found := re.match(r"v_mfma_f32_(\d+)x(\d+)x(\d+)_", one.opcode):
+        return Product(*(int(size) for size in found.groups()), "RR", 1)
+    return None
+
+
+def _described(body: Sequence[Instruction], at: int) -> tuple[int, int]:
+    """Return the rows and columns of a tcgen05 product, from the last constant that its instruction
+    descriptor's register was given: bits 24 to 28 are rows / 16, 17 to 22 columns / 8 (PTX ISA,
+    tcgen05.mma, instruction descriptor)."""
+    register = re.search(r"idesc\[(UR\d+)\]", body[at].operands)
+    for one in [*reversed(body[:at]), *reversed(body[at:])] if register else ():
+        if one.opcode == "UMOV" and one.operands.startswith(f"{register[1]}, 0x"):
+            bits = int(one.operands.split("0x")[1], 16)
+            return (bits >> 24 & 31) * 16, (bits >> 17 & 63) * 8
+    return 0, 0
+
+
+def _shared_bytes(opcode: str) -> int:
+    """Return the bytes of shared memory that a warp's instruction reads or writes."""
+    if unit_of(opcode) != "shared" or opcode[:1].islower():
+        return 0
+    if opcode.startswith(("LDSM", "STSM")):  # 8 x 8 matrices of 16 bits
+        return 128 * int(found[1] if (found := re.search(r"M\w*\.(\d)$", opcode)) else 1)
+    parts = opcode.split(".")
+    return LANES * next((size for name, size in WIDTHS if name in parts), 4)
+
+
+def _in_flight(body: Sequence[Instruction]) -> tuple[Counter[Unit], tuple[int, ...], str]:
+    """Return what is issued outside of matrix products' time, the waits, and the timeline.
+
+    The loop is followed twice, so that what one pass leaves in flight meets the next.
+    """
+    exposed: Counter[Unit] = Counter()
+    waits: list[int] = []
+    events: list[str] = []
+    groups, issuing = 0, False
+    for _ in range(2):
+        exposed.clear()
+        waits.clear()
+        events.clear()
+        for one in body:
+            unit = unit_of(one.opcode)
+            if unit == "tensor":
+                closes = "gsb0" in one.operands
+                groups, issuing = groups + closes, "GMMA" in one.opcode and not closes
+                events.append("M")
+            elif one.opcode.startswith("WARPGROUP.DEPBAR"):
+                left = (
+                    int(found[1], 16) if (found := re.search(r",\s*0x(\w+)", one.operands)) else 0
+                )
+                groups = min(groups, left)
+                waits.append(left)
+                events.append(f"w{left}")
+            else:
+                inside = groups > 0 or issuing
+                if not inside:
+                    exposed[unit] += 1
+                if unit == "exp":
+                    events.append("x" if inside else "X")
+                elif one.opcode.startswith(("BAR", "s_barrier")):
+                    events.append("B")
+                elif unit == "wait":
+                    events.append("S")
+    return exposed, tuple(waits), _shortened(events)
+
+
+def _shortened(events: Iterable[str]) -> str:
+    """Return a timeline in which an event that happens n times in a row is written once."""
+    runs = ((event, len(list(run))) for event, run in groupby(events))
+    return " ".join(f"{event}{f'*{n}' if n > 1 else ''}" for event, n in runs)

@@ -1,0 +1,80 @@
+"""Loops of a kernel: natural loops of its control-flow graph, as every compiler book defines them.
+
+Code that a loop jumps to and comes back from, such as a wait that is tried again, belongs to the
+loop wherever the assembler put it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import networkx as nx
+
+from tilegen.build.machine_code.instructions import Instruction
+
+
+@dataclass(frozen=True)
+class Loop:
+    """One loop; the instructions of loops inside of it are theirs alone."""
+
+    first: int
+    """The instruction that it begins with, counted from 0."""
+    depth: int
+    """Loops around it."""
+    instructions: tuple[Instruction, ...]
+
+
+def loops_of(code: Sequence[Instruction]) -> list[Loop]:
+    """Return the loops of a function in the order of their first instructions."""
+    graph, blocks = _flow(code)
+    if not blocks:
+        return []
+    dominator = nx.immediate_dominators(graph, 0)
+    reached = {0, *nx.descendants(graph, 0)}
+    found: dict[int, set[int]] = {}
+    for tail, head in graph.edges:
+        if tail in reached and _dominates(dominator, head, tail):
+            before = graph.subgraph(set(graph) - {head}) if tail != head else graph
+            body = {head, tail} if tail == head else {head, tail, *nx.ancestors(before, tail)}
+            found.setdefault(head, set()).update(body & reached)
+    loops = []
+    for head, body in sorted(found.items()):
+        inner = [other for at, other in found.items() if at != head and at in body]
+        own = sorted(body.difference(*inner))
+        picked = tuple(code[i] for block in own for i in range(block, blocks[block]))
+        depth = sum(at != head and head in other for at, other in found.items())
+        if len(picked) > 1:  # a program that has ended jumps to itself
+            loops.append(Loop(head, depth, picked))
+    return loops
+
+
+def _dominates(dominator: dict[int, int], head: int, block: int) -> bool:
+    while block != head and dominator.get(block, block) not in (block, None):
+        block = dominator[block]
+    return block == head
+
+
+def _flow(code: Sequence[Instruction]) -> tuple[nx.DiGraph[int], dict[int, int]]:
+    """Return the control-flow graph, whose nodes are first instructions of basic blocks, and where
+    each block ends."""
+    starts = {0, *(one.target for one in code if one.target is not None)}
+    for i, one in enumerate(code):
+        if one.target is not None or not one.falls_through:
+            starts.add(i + 1)
+    order = sorted(at for at in starts if at < len(code))
+    blocks = dict(zip(order, [*order[1:], len(code)], strict=True))
+    graph: nx.DiGraph[int] = nx.DiGraph()
+    graph.add_nodes_from(blocks)
+    for block, end in blocks.items():
+        last = code[end - 1]
+        if last.target is not None:
+            graph.add_edge(block, last.target)
+        if last.falls_through and end < len(code):
+            graph.add_edge(block, end)
+    # Jumps through registers go to the parts of a kernel that its warps take among themselves.
+    unreached = [block for block in blocks if block and not graph.in_degree(block)]
+    for block, end in blocks.items():
+        if code[end - 1].scatters:
+            graph.add_edges_from((block, other) for other in unreached)
+    return graph, blocks

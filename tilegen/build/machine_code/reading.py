@@ -1,0 +1,120 @@
+"""Machine code of a kernel as a whole: its loops, and what a step of its inner loop issues."""
+
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from tilegen.build.machine_code.counts import LoopCode, count
+from tilegen.build.machine_code.instructions import Instruction, read_gcn, read_sass
+from tilegen.build.machine_code.loops import loops_of
+from tilegen.build.tools import nvidia_tool
+from tilegen.model.as_compiled import NUMBERS, StepCode
+
+
+@dataclass(frozen=True, kw_only=True)
+class MachineCode:
+    """The machine code of one kernel."""
+
+    warps: int
+    body: LoopCode
+    """The whole kernel, every instruction counted once."""
+    loops: tuple[LoopCode, ...]
+    """Loops in the order of their first instructions."""
+
+    def step(self, multiply_adds: int) -> StepCode | None:
+        """Return what a step of the inner loop issues that has so many multiply-adds, on matrix
+        units; None where no loop is made of such steps, as where products are not theirs.
+
+        A loop may have been unrolled, or altogether; and a step may have a loop of its own, over
+        slices of a head dim. Tiles that a mask crosses have a loop of their own, with more
+        instructions.
+        """
+        found = sorted(self._steps(multiply_adds), key=lambda one: one.instructions)
+        if not found:
+            return None
+        return replace(found[0], partial_instructions=found[-1].instructions)
+
+    def _steps(self, multiply_adds: int) -> Iterator[StepCode]:
+        outer = [one for one in self.loops if not one.depth]
+        for i, one in enumerate(self.loops):
+            if one.depth:
+                continue
+            end = outer[outer.index(one) + 1].first if one is not outer[-1] else 2**62
+            inner = [each for each in self.loops[i + 1 :] if each.first < end and each.products]
+            yield from self._nest(one, inner, multiply_adds)
+        if not any(one.products for one in self.loops):
+            yield from self._nest(self.body, [], multiply_adds)
+
+    def _nest(
+        self, loop: LoopCode, inner: list[LoopCode], multiply_adds: int
+    ) -> Iterator[StepCode]:
+        """Return the step of a loop with at most one loop in it."""
+        own = loop.multiply_adds(self.warps)
+        if not inner:
+            passes, rest = divmod(own, multiply_adds)
+            if passes and not rest:
+                yield _divided(_step_code(loop, self.warps), passes)
+        elif len(inner) == 1:
+            passes, rest = divmod(multiply_adds - own, inner[0].multiply_adds(self.warps))
+            if passes > 0 and not rest:
+                yield _sum(_step_code(loop, self.warps), _step_code(inner[0], self.warps), passes)
+
+
+def read(disassembly: str, warps: int, *, gcn: bool = False) -> MachineCode:
+    """Return the machine code of the only kernel in a text of a disassembler, or of AMD's compiler
+    if `gcn`. Raises ValueError where there is none."""
+    functions = (read_gcn if gcn else read_sass)(disassembly)
+    if not functions:
+        raise ValueError(f"expected a disassembled kernel, got {disassembly[:80]!r}")
+    code: list[Instruction] = max(functions.values(), key=len)
+    return MachineCode(
+        warps=warps,
+        body=count(0, 0, code),
+        loops=tuple(count(one.first, one.depth, one.instructions) for one in loops_of(code)),
+    )
+
+
+def disassembled(cubin: bytes) -> str:
+    """Return the text of a kernel for NVIDIA, by the disassembler that Triton's wheel brings."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        # Without the analysis of registers' lives, which takes longer.
+        command = [nvidia_tool("nvdisasm"), "-c", "-ndf", file.name]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def _step_code(loop: LoopCode, warps: int) -> StepCode:
+    words = sum(
+        number * one.shared_words * (warps // one.warps if one.warps else 1)
+        for one, number in loop.products.items()
+    )
+    integer = loop.units["alu"] + loop.units["half"]
+    return StepCode(
+        instructions=loop.instructions * warps,
+        exponentials=loop.units["exp"] * warps,
+        fp32=loop.fp32_slots * warps,
+        integer=integer * warps,
+        multiply_adds=loop.multiply_adds(warps),
+        rows=min((one.rows for one in loop.products), default=0),
+        shared_bytes=loop.shared_bytes * warps + 2 * words,
+        local=loop.units["local"] * warps,
+        exposed=loop.exposed.total() * warps,
+        exposed_exponentials=loop.exposed["exp"] * warps,
+        asynchronous=loop.asynchronous,
+        serialized=loop.serialized,
+    )
+
+
+def _divided(code: StepCode, passes: int) -> StepCode:
+    return replace(code, **{name: round(getattr(code, name) / passes) for name in NUMBERS})
+
+
+def _sum(outer: StepCode, inner: StepCode, passes: int) -> StepCode:
+    added = {name: getattr(outer, name) + passes * getattr(inner, name) for name in NUMBERS}
+    serialized = outer.serialized or inner.serialized
+    rows = min(outer.rows or inner.rows, inner.rows)
+    return replace(outer, **added, rows=rows, serialized=serialized)

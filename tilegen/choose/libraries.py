@@ -1,0 +1,83 @@
+"""The choice between tilegen's kernels and a library's, for a whole pass: by what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tilegen.choose.families import kernels_used
+from tilegen.choose.known import Known
+from tilegen.disk import say_once
+from tilegen.kernels.config import Kernel
+from tilegen.kernels.spec import Direction
+from tilegen.masks.mask import Causal, Full
+from tilegen.problem import AttentionProblem
+from tilegen.settings import settings
+from tilegen.store.library_record import BACKENDS, Backend, LibraryRecord, library_record
+from tilegen.store.versions import current_versions
+
+if TYPE_CHECKING:
+    from tilegen.gpus.spec import GpuSpec
+
+__all__ = ["BACKENDS", "Backend", "library_of", "library_used", "why_not"]
+
+MAX_HEAD_DIM = 256
+HEAD_DIM_STEP = 8
+
+
+def why_not(problem: AttentionProblem, backend: Backend) -> str:
+    """Return why a library does not compute what a problem says, an empty text where it does.
+
+    What it does not do on a GPU, it says when it is measured there.
+    """
+    if not isinstance(problem.mask, Full | Causal):
+        return f"{backend} takes no mask but causal, got {problem.mask}"
+    if isinstance(problem.mask, Causal) and problem.seqlen_q != problem.seqlen_kv:
+        return f"{backend} is asked for causal masks of equal lengths only"
+    if problem.score or problem.dropout:
+        return f"{backend} changes no scores and is asked to drop none"
+    if problem.dtype == "fp32":
+        return f"{backend} is asked for fp16 and bf16 only: others round products of fp32"
+    if problem.head_dim_qk != problem.head_dim_v:
+        return f"{backend} is asked for head dims that are equal"
+    if problem.head_dim_qk > MAX_HEAD_DIM or problem.head_dim_qk % HEAD_DIM_STEP:
+        return f"{backend} takes multiples of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM} as head dim"
+    if backend == "efficient" and problem.group_size > 1:
+        return f"{backend} shares no key-value heads"
+    return ""
+
+
+def library_of(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> str:
+    """Return `library: flash` for a pass that calls have a library compute, else an empty text."""
+    known = Known(problem, gpu)
+    record = library_used(known, direction, kernels_used(known, direction))
+    return record.config if record else ""
+
+
+def library_used(
+    known: Known, direction: Direction, kernels: Sequence[Kernel]
+) -> LibraryRecord | None:
+    """Return the record of the library that a pass goes to, None for tilegen's own kernels.
+
+    A library is taken with TILEGEN_LIBRARIES=1 alone, where a record of this very PyTorch says that
+    it takes less time than the records of these kernels together: never by a prediction, and never
+    where ranks have agreed, or choose so that they agree.
+    """
+    if not settings().libraries or known.deterministic or any(map(known.agreed, kernels)):
+        return None
+    record = library_record(known.problem, known.gpu, direction)
+    if record is None or why_not(known.problem, record.library):
+        return None
+    there, here = record.versions, current_versions()
+    if (there.torch, there.cuda) != (here.torch, here.cuda):
+        say_once(
+            f"{record.config} for '{known.problem.bucket}' was measured with torch {there.torch}, "
+            f"here is {here.torch}; tune again to have it used"
+        )
+        return None
+    own = [known.seconds(kernel) for kernel in kernels]
+    measured = [seconds for seconds in own if seconds is not None]
+    taken = 1e-6 * (record.measurement.median_us or 0.0)
+    if len(measured) < len(own) or not taken < sum(measured):
+        return None
+    return record

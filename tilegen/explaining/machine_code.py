@@ -1,0 +1,143 @@
+"""What the machine code of a kernel says: resources, and for each loop with matrix products what it
+issues, how long it keeps each unit busy, and what its products hide."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from tilegen.build.compiler import CompiledKernel, compile_for
+from tilegen.build.machine_code.counts import LoopCode
+from tilegen.choose.ranking import estimate, seconds_as_compiled
+from tilegen.emit.render import render
+from tilegen.gpus.spec import GpuSpec
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.model.as_compiled import StepCode, clocks_as_compiled
+from tilegen.model.footprint import footprint
+from tilegen.model.on_chip import residents
+from tilegen.pipeline import choose_kernel
+from tilegen.problem import AttentionProblem
+
+SHOWN = 128 * 128
+"""Scores for which clocks are shown, so that tiles compare."""
+
+
+def static(
+    problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, config: TileConfig | None = None
+) -> dict[str, Any]:
+    """Return what the machine code of one kernel says, as plain values; compiles, without a GPU.
+
+    `config` defaults to what a call would settle on. Raises Unsupported, BuildFailed.
+    """
+    problem = problem.normal()
+    chosen = config or choose_kernel(problem, gpu, kernel, may_compile=True).config
+    built = compile_for(render(problem, chosen, kernel), gpu.arch)
+    needs = footprint(problem, chosen, kernel, gpu.arch)
+    told: dict[str, Any] = {
+        "kernel": kernel,
+        "config": chosen.key,
+        "gpu": gpu.name,
+        "registers": built.registers,
+        "spill_bytes": built.spill_bytes,
+        "shared_bytes": built.shared_bytes,
+        "programs_per_sm": residents(
+            needs.as_compiled(built.registers, built.spill_bytes, built.shared_bytes), gpu, chosen
+        ),
+        "loops": [
+            _loop(one, chosen.num_warps) | {"looped": one is not built.code.body}
+            for one in _with_products(built)
+        ],
+        "predicted_seconds": estimate(problem, gpu, chosen, kernel).seconds,
+    }
+    if (code := built.step_code) is not None:
+        told["step"] = _step(code, gpu, chosen)
+        told["seconds"] = seconds_as_compiled(problem, gpu, chosen, kernel, built)
+    return told
+
+
+def _with_products(built: CompiledKernel) -> list[LoopCode]:
+    found = [one for one in built.code.loops if one.products]
+    return found or [built.code.body]
+
+
+def _loop(loop: LoopCode, warps: int) -> dict[str, Any]:
+    return {
+        "depth": loop.depth,
+        "instructions": loop.instructions,
+        "units": {unit: number for unit, number in loop.units.most_common() if number},
+        "products": {str(one): number for one, number in loop.products.items()},
+        "multiply_adds": loop.multiply_adds(warps),
+        "waits": list(loop.waits),
+        "serialized": loop.serialized,
+        "local_share": loop.local_share,
+        "exposed": dict(loop.exposed) if loop.asynchronous else None,
+        "timeline": loop.timeline,
+    }
+
+
+def _step(code: StepCode, gpu: GpuSpec, config: TileConfig) -> dict[str, Any]:
+    """Return the clocks of a step on a full tile, as they are and for 128 x 128 scores."""
+    clocks = clocks_as_compiled(code, gpu)
+    scale = SHOWN / (config.block_m * config.block_n)
+    return asdict(clocks) | {"bound": clocks.bound, "scale": scale, "code": asdict(code)}
+
+
+def static_lines(told: dict[str, Any]) -> Iterator[str]:
+    """Return what `static` found as lines for people."""
+    yield (
+        f"{told['kernel']} {told['config']} on {told['gpu']}, from its machine code: "
+        f"{told['registers']} registers, {told['spill_bytes']} bytes spilled, "
+        f"{told['shared_bytes'] / 1024:.4g} KiB of shared memory, "
+        f"{told['programs_per_sm']} program{'s' * (told['programs_per_sm'] > 1)} per SM"
+    )
+    if step := told.get("step"):
+        scale = step["scale"]
+        parts = ", ".join(
+            f"{name} {scale * step[key]:.0f}"
+            for name, key in (
+                ("matrix products", "tensor"),
+                ("exponentials", "exp"),
+                ("issue", "issue"),
+                ("shared memory", "smem"),
+                ("local memory", "local"),
+                ("at least", "bound"),
+            )
+        )
+        yield f"  clocks for 128 x 128 scores: {parts}"
+        yield (
+            f"  {step['exposed']:.0%} of the softmax is under no matrix product; a partial tile "
+            f"takes {scale * step['masking']:.0f} clocks more"
+        )
+        yield (
+            f"  predicted {1e6 * told['predicted_seconds']:.1f} us, "
+            f"{1e6 * told['seconds']:.1f} us with these clocks"
+        )
+    else:
+        yield "  no loop whose matrix products are a step's: the model's own clocks count"
+    for loop in told["loops"]:
+        yield from _loop_lines(loop)
+
+
+def _loop_lines(loop: dict[str, Any]) -> Iterator[str]:
+    units = ", ".join(f"{unit} {number}" for unit, number in loop["units"].items())
+    what = "loop" if loop["looped"] else "no loop with matrix products: the kernel"
+    yield f"  {what} of {loop['instructions']} instructions a warp: {units}"
+    if loop["products"]:
+        shapes = ", ".join(f"{number} x {shape}" for shape, number in loop["products"].items())
+        yield f"    products {shapes} (S shared memory, R registers, T tensor memory)"
+    if loop["waits"]:
+        left = ", ".join(map(str, loop["waits"]))
+        each = "; each product is waited for" if loop["serialized"] else ""
+        yield f"    waits that leave {left} groups of products in flight{each}"
+    if loop["local_share"]:
+        yield f"    {loop['local_share']:.1%} of the instructions load or store spilled registers"
+    if loop["exposed"] is not None:
+        exposed, units = loop["exposed"], loop["units"]
+        told = ", ".join(
+            f"{exposed.get(unit, 0)} of {units[unit]} {unit}"
+            for unit in ("exp", "fp32", "alu", "shared")
+            if unit in units
+        )
+        yield f"    outside of products' time: {told}"
+    yield f"    {loop['timeline']}"

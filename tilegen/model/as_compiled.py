@@ -1,0 +1,88 @@
+"""Clocks of a step as its machine code has them, where that has been read (`build.machine_code`).
+
+What a step issues is then counted, not predicted; so is the part of the softmax that no matrix
+product of the same warps hides, where those are asynchronous.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from tilegen.gpus.spec import GpuSpec
+from tilegen.model.rates import peak_flops_per_clk, rates_of
+from tilegen.model.time import SCHEDULERS, SMEM_BYTES_PER_CLK, StepClocks
+
+LANES = 32
+ALU_LANES = 64
+"""Threads whose integer operations, comparisons or conversions an SM starts each clock."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCode:
+    """What a step of a program issues: instructions of all its warps together, and bytes."""
+
+    instructions: int
+    exponentials: int
+    """Instructions of the special-function units."""
+    fp32: int
+    """Issue slots of the fp32 lanes."""
+    integer: int
+    """Instructions of the units for integers, comparisons and conversions."""
+    multiply_adds: int
+    """Of matrix instructions."""
+    rows: int
+    """Rows of the smallest matrix instruction."""
+    shared_bytes: int
+    """Bytes to and from shared memory, operands of matrix instructions included."""
+    local: int
+    """Loads and stores of what registers lack room for."""
+    exposed: int
+    """Instructions that are issued while no matrix product of the warp is in flight."""
+    exposed_exponentials: int
+    asynchronous: bool
+    """True: `exposed` says something, since a warp goes on while its matrix products run."""
+    serialized: bool
+    """True: each matrix instruction is waited for before the next."""
+    partial_instructions: int = 0
+    """Instructions of a step on a partial tile; 0 where the loop is the same."""
+
+
+NUMBERS = tuple(one.name for one in fields(StepCode) if one.type == "int" and one.name != "rows")
+"""What adds up over steps."""
+
+
+def issue_clocks(code: StepCode, gpu: GpuSpec) -> float:
+    """Return the clocks in which an SM issues a step, on its busiest pipe."""
+    fp32_lanes = gpu.vector_flops_32 / (2 * gpu.num_sms * gpu.clock_hz)
+    return max(
+        code.instructions / SCHEDULERS,
+        code.fp32 * LANES / fp32_lanes,
+        code.integer * LANES / ALU_LANES,
+    )
+
+
+def clocks_as_compiled(code: StepCode, gpu: GpuSpec) -> StepClocks:
+    """Return the clocks that a step keeps each unit busy."""
+    rates = rates_of(gpu.arch)
+    peak = peak_flops_per_clk(gpu, vector=False)
+    if code.rows < rates.full_rate_rows:
+        peak *= rates.narrow_rate
+    issue, exp = issue_clocks(code, gpu), code.exponentials * LANES / gpu.exp_per_clk_per_sm
+    exposed = rates.exposed_of("fwd")
+    if code.asynchronous and (softmax := max(issue, exp)):
+        bare = max(
+            code.exposed / SCHEDULERS, code.exposed_exponentials * LANES / gpu.exp_per_clk_per_sm
+        )
+        exposed = min(1.0, bare / softmax)
+    more = max(0, code.partial_instructions - code.instructions)
+    return StepClocks(
+        tensor=2 * code.multiply_adds / peak,
+        exp=exp,
+        issue=issue,
+        masking=more / SCHEDULERS,
+        smem=code.shared_bytes / SMEM_BYTES_PER_CLK,
+        exposed=exposed,
+        # In L1, behind the port of shared memory; 4 bytes a thread. What was spilled is wanted by
+        # the next instruction.
+        local=code.local * LANES * 4 / SMEM_BYTES_PER_CLK,
+    )

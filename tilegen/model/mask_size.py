@@ -1,0 +1,114 @@
+"""What a mask leaves, as a bipartite graph of query and key-value rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tilegen.masks.mask import Mask, Side
+from tilegen.masks.tiles.tile_ranges import is_solved, tile_ranges
+from tilegen.masks.tiles.visits import TileRanges
+
+TILE = 64
+"""Side of the tiles that entries of masks without a closed form are counted by."""
+_MAX_BANDS = 2**14
+
+Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskSize:
+    """A mask as a bipartite graph of query and key-value rows; exact for up to 16384 of each.
+
+    Beyond that they are counted in bands: `entries`, `rows` and `columns` may come out too small
+    and `degree` too large, which keeps the bounds valid.
+    """
+
+    entries: int
+    rows: int
+    """Query rows that keep anything."""
+    columns: int
+    """Key-value rows that anyone keeps."""
+    degree: int
+    """Most entries in one row or one column; at least 1."""
+
+
+@dataclass(frozen=True, eq=False)
+class Bands:
+    """Rows that keep anything, or columns that are kept, in bands of neighbours; each array has one
+    number for each band."""
+
+    first: Numbers
+    """The lowest of its rows."""
+    size: Numbers
+    """The number of its rows."""
+    degree: Numbers
+    """At least as many as one of its rows keeps."""
+    low: Numbers
+    end: Numbers
+    """Everything that its rows keep lies in `low` to `end` (excluded)."""
+
+
+@lru_cache(maxsize=1024)
+def mask_size(mask: Mask, seqlen_q: int, seqlen_kv: int) -> MaskSize:
+    """Return how many entries, rows and columns a mask keeps."""
+    entries, rows, row_degree = _count(mask, "rows", seqlen_q, seqlen_kv)
+    _, columns, column_degree = _count(mask, "columns", seqlen_q, seqlen_kv)
+    return MaskSize(
+        entries=entries, rows=rows, columns=columns, degree=max(row_degree, column_degree, 1)
+    )
+
+
+def bands(mask: Mask, side: Side, seqlen_q: int, seqlen_kv: int) -> Bands | None:
+    """Return the rows of a mask, or its columns; None where they have no closed form."""
+    if not is_solved(mask, side):
+        return None
+    ranges, size = _banded(mask, side, seqlen_q, seqlen_kv)
+    length = seqlen_q if side == "rows" else seqlen_kv
+    first = size * np.arange(ranges.visited.shape[-1], dtype=np.int64)
+    low = np.full(ranges.visited.shape, ranges.length, dtype=np.int64)
+    end = np.zeros_like(low)
+    for lo, hi in (piece for part in ranges.pieces for piece in part):
+        low = np.where(hi > lo, np.minimum(low, lo), low)
+        end = np.where(hi > lo, np.maximum(end, hi), end)
+    # Where a mask differs between heads, one that is as large as each of them.
+    low, end, degree = low.min((0, 1)), end.max((0, 1)), ranges.visited.max((0, 1))
+    live = degree > 0
+    sizes = np.minimum(size, length - first)
+    return Bands(first[live], sizes[live], degree[live], low[live], end[live])
+
+
+def _count(mask: Mask, side: Side, seqlen_q: int, seqlen_kv: int) -> tuple[int, int, int]:
+    """Return (entries, stationary indices that keep anything, most entries of one of them)."""
+    length = seqlen_q if side == "rows" else seqlen_kv
+    if not is_solved(mask, side):
+        return _count_tiles(mask, side, seqlen_q, seqlen_kv)
+    ranges, band = _banded(mask, side, seqlen_q, seqlen_kv)
+    tiles = ranges.full.shape[-1]
+    sizes = np.minimum(band, length - band * np.arange(tiles, dtype=np.int64))
+    live = np.where(ranges.full > 0, sizes, np.minimum(ranges.visited, 1))
+    entries, kept = ((ranges.full * sizes).sum() / ranges.heads, live.sum() / ranges.heads)
+    return round(float(entries)), round(float(kept)), int(ranges.visited.max())
+
+
+@lru_cache(maxsize=64)
+def _banded(mask: Mask, side: Side, seqlen_q: int, seqlen_kv: int) -> tuple[TileRanges, int]:
+    """Return what bands of rows, or of columns, keep of single columns, or rows; and their size."""
+    band = -(-(seqlen_q if side == "rows" else seqlen_kv) // _MAX_BANDS)
+    blocks = {"block_m": band, "block_n": 1} if side == "rows" else {"block_m": 1, "block_n": band}
+    return tile_ranges(mask, side, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, **blocks), band
+
+
+def _count_tiles(mask: Mask, side: Side, seqlen_q: int, seqlen_kv: int) -> tuple[int, int, int]:
+    """Return what `_count` does from whole tiles: no more entries and rows, no smaller degree than
+    there are, so that a bound from them holds."""
+    ranges = tile_ranges(
+        mask, side, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, block_m=TILE, block_n=TILE
+    )
+    partial = ranges.partial_tiles
+    live = np.where(ranges.full > 0, TILE, np.minimum(ranges.visited, 1))
+    entries = (ranges.full_tiles * TILE**2 + partial) / ranges.heads
+    return round(entries), round(float(live.sum()) / ranges.heads), int(ranges.visited.max()) * TILE

@@ -1,0 +1,166 @@
+"""The kernels of PyTorch's attention that a pass may go to: cuDNN, FlashAttention and the
+memory-efficient ones, by the operators that return lse.
+
+Their semantics are those of a pass without a score or dropout, whose mask is full, or causal with
+as many queries as keys: there `is_causal` means the same for all of them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from tilegen.choose.libraries import Backend
+from tilegen.disk import say_once
+from tilegen.kernels.layout import empty_like
+from tilegen.measure import one_line
+from tilegen.runtime.changes import Gradients, Wanted
+
+Tensors = tuple[torch.Tensor, ...]
+Forward = Callable[..., tuple[torch.Tensor, torch.Tensor]]
+"""From q, k, v, whether the mask is causal, and the scale, to out and lse."""
+Backward = Callable[..., Tensors]
+"""From dout, q, k, v, out, lse, whether the mask is causal, and the scale, to dq, dk and dv."""
+
+EFFICIENT_LSE = 32
+"""Rows to which the memory-efficient kernels pad lse."""
+
+
+@dataclass(frozen=True)
+class Operators:
+    """The operators of one back end."""
+
+    forward: Forward
+    backward: Backward
+
+
+def _flash(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    op = torch.ops.aten._scaled_dot_product_flash_attention
+    out, lse, *_ = op(q, k, v, 0.0, causal, False, scale=scale)
+    return out, lse
+
+
+def _flash_backward(dout: torch.Tensor, *saved: Any) -> Tensors:
+    q, k, v, out, lse, causal, scale = saved
+    op = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    seed = _unused(q)
+    lengths = None, None, q.shape[2], k.shape[2]
+    return op(dout, q, k, v, out, lse, *lengths, 0.0, causal, seed, seed, scale=scale)
+
+
+def _cudnn(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    op = torch.ops.aten._scaled_dot_product_cudnn_attention
+    out, lse, *_ = op(q, k, v, None, True, 0.0, causal, False, scale=scale)
+    return out, lse.view(q.shape[:3])
+
+
+def _cudnn_backward(dout: torch.Tensor, *saved: Any) -> Tensors:
+    q, k, v, out, lse, causal, scale = saved
+    op = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
+    seed = _unused(q)
+    lengths = None, None, q.shape[2], k.shape[2]
+    given = (dout, q, k, v, out, lse.unsqueeze(-1), seed, seed, None)
+    return op(*given, *lengths, 0.0, causal, scale=scale)
+
+
+def _efficient(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    op = torch.ops.aten._scaled_dot_product_efficient_attention
+    out, lse, *_ = op(q, k, v, None, True, 0.0, causal, scale=scale)
+    return out, lse[:, :, : q.shape[2]].contiguous()
+
+
+def _efficient_backward(dout: torch.Tensor, *saved: Any) -> Tensors:
+    q, k, v, out, lse, causal, scale = saved
+    op = torch.ops.aten._scaled_dot_product_efficient_attention_backward
+    seed = _unused(q)
+    lse = pad(lse, (0, -lse.shape[2] % EFFICIENT_LSE), value=float("inf"))
+    wanted = [True, True, True, False]
+    given = (dout, q, k, v, None, out, lse, seed, seed, 0.0, wanted, causal)
+    dq, dk, dv, _ = op(*given, scale=scale)
+    return dq, dk, dv
+
+
+def _unused(like: torch.Tensor) -> torch.Tensor:
+    """Return a seed, which nothing is drawn from."""
+    return torch.empty((), dtype=torch.int64, device=like.device)
+
+
+OPERATORS: dict[Backend, Operators] = {
+    "cudnn": Operators(_cudnn, _cudnn_backward),
+    "flash": Operators(_flash, _flash_backward),
+    "efficient": Operators(_efficient, _efficient_backward),
+}
+
+_inside = threading.local()
+"""A library's operator may be one that tilegen overrides (`tilegen.activate`)."""
+
+
+class Library:
+    """A pass that goes to a library's kernels wherever a call means the same by them; methods give
+    None where it does not, or where the library refuses: then tilegen's kernels compute."""
+
+    def __init__(self, backend: Backend, *, causal: bool) -> None:
+        self.backend: Backend = backend
+        self._causal = causal
+        self._refused = False
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return (out, lse), laid out as by tilegen's kernels."""
+        found = self._run(OPERATORS[self.backend].forward, (), (q, k, v), (), scale)
+        return None if found is None else (_laid_out(found[0], q), found[1].contiguous())
+
+    def backward(
+        self, saved: Tensors, dout: torch.Tensor, scale: float, wanted: Wanted
+    ) -> Gradients | None:
+        """Return the gradients; `saved` are q, k, v, out and lse."""
+        q, k, v, out, lse = saved
+        found = self._run(OPERATORS[self.backend].backward, (dout,), (q, k, v), (out, lse), scale)
+        if found is None:
+            return None
+        dq, dk, dv = (_laid_out(one, like) for one, like in zip(found, (q, k, v), strict=True))
+        both = (dk, dv) if wanted.dkdv else (None, None)
+        return Gradients(dq if wanted.dq else None, *both, None, {})
+
+    def _run(
+        self, operator: Callable[..., Tensors], first: Tensors, qkv: Tensors, last: Tensors,
+        scale: float,
+    ) -> Tensors | None:  # fmt: skip
+        rows, columns = qkv[0].shape[2], qkv[1].shape[2]
+        if (
+            self._refused
+            or getattr(_inside, "active", False)
+            or (self._causal and rows != columns)
+            or not scale > 0
+            or torch.are_deterministic_algorithms_enabled()
+        ):
+            return None
+        _inside.active = True
+        try:
+            return operator(*first, *qkv, *last, self._causal, scale)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except (RuntimeError, TypeError) as error:  # a length, a layout, or another schema
+            self._refused = True
+            say_once(f"tilegen computes what {self.backend} refused: {one_line(error)}")
+            return None
+        finally:
+            _inside.active = False
+
+
+def _laid_out(found: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a result in the layout that tilegen's kernels give it."""
+    wanted = empty_like(like, found.shape[3])
+    return found if found.stride() == wanted.stride() else wanted.copy_(found)

@@ -1,0 +1,135 @@
+"""Records of libraries: the time of a whole pass by the fastest of PyTorch's own kernels.
+
+One JSON file in the own directory, at `libraries/<gpu>/<pass>/<problem>.json`. It is about one
+machine's PyTorch, so it does not travel.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from tilegen.disk import say_once
+from tilegen.errors import InvalidRecord
+from tilegen.measure import POLICY, Measurement
+from tilegen.problem import AttentionProblem
+from tilegen.settings import settings
+from tilegen.store.fields import MAX_TEXT, parse_json
+from tilegen.store.files import inside, read_bytes, text_of, update
+from tilegen.store.record import (
+    OtherSchema,
+    arch_of,
+    date_of,
+    gpu_of,
+    measurement_from,
+    measurement_values,
+    problem_of,
+    slug,
+    versions_of,
+)
+from tilegen.store.versions import Versions
+
+if TYPE_CHECKING:
+    from tilegen.gpus.spec import GpuSpec
+    from tilegen.kernels.spec import Direction
+
+SCHEMA = 1
+Backend = Literal["cudnn", "flash", "efficient"]
+BACKENDS: tuple[Backend, ...] = ("cudnn", "flash", "efficient")
+PASSES: tuple[Direction, ...] = ("forward", "backward")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LibraryRecord:
+    """The fastest library for one pass of one problem bucket on one GPU."""
+
+    gpu: str
+    arch: str
+    direction: Direction
+    problem: AttentionProblem
+    """The bucket's problem: what was measured."""
+    policy: str = POLICY
+    library: Backend
+    measurement: Measurement
+    """The time of the whole pass; status ok."""
+    versions: Versions
+    """Versions that it was measured with; it says nothing of another PyTorch's kernels."""
+    date: str
+    command: str = ""
+
+    @property
+    def config(self) -> str:
+        """The name where kernels have tiles: `library: cudnn`."""
+        return f"library: {self.library}"
+
+    def to_json(self) -> str:
+        """Return the text of the record's file; `from_json` reads it back."""
+        values: dict[str, Any] = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(self)
+        }
+        values |= {
+            "problem": self.problem.key,
+            "measurement": measurement_values(self.measurement),
+            "versions": dataclasses.asdict(self.versions),
+        }
+        return json.dumps({"schema": SCHEMA, **values}, indent=2, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> LibraryRecord:
+        """Return the record that `text` holds, every field checked. Raises InvalidRecord."""
+        fields = parse_json(text)
+        if (schema := fields.integer("schema", 1, 2**31)) != SCHEMA:
+            raise OtherSchema(f"schema must be {SCHEMA}, got {schema}")
+        measurement = measurement_from(fields.group("measurement"))
+        if measurement.status != "ok":
+            raise InvalidRecord(f"measurement.status must be ok, got {measurement.status}")
+        return cls(
+            gpu=gpu_of(fields),
+            arch=arch_of(fields),
+            direction=cast("Direction", fields.choice("direction", PASSES)),
+            problem=problem_of(fields),
+            policy=fields.text("policy", longest=40),
+            library=cast("Backend", fields.choice("library", BACKENDS)),
+            measurement=measurement,
+            versions=versions_of(fields.group("versions")),
+            date=date_of(fields),
+            command=fields.text("command", longest=MAX_TEXT),
+        )
+
+
+def library_path(gpu: str, direction: Direction, problem: AttentionProblem) -> PurePosixPath:
+    """Return where a record lies in the own directory."""
+    return PurePosixPath("libraries", slug(gpu), direction, f"{slug(problem.rounded.key)}.json")
+
+
+def save_library(record: LibraryRecord) -> Path:
+    """Put a record into the own directory, in the place of an earlier one; return the file. Raises
+    Unsupported."""
+    path = library_path(record.gpu, record.direction, record.problem)
+    file = inside(settings().cache_dir, path)
+    update(file, lambda _: record.to_json().encode())
+    return file
+
+
+def library_record(
+    problem: AttentionProblem, gpu: GpuSpec, direction: Direction
+) -> LibraryRecord | None:
+    """Return the record of a problem's bucket on this GPU model, None if there is none that can be
+    used; what cannot is named once."""
+    bucket = problem.bucket
+    file = settings().cache_dir / library_path(gpu.name, direction, bucket)
+    try:
+        if (data := read_bytes(file)) is None:
+            return None
+        record = LibraryRecord.from_json(text_of(data))
+    except InvalidRecord as error:
+        say_once(f"record {str(file)!r} passed over: {error}")
+        return None
+    asked = (gpu.name, gpu.arch, direction, bucket, POLICY)
+    if asked != (record.gpu, record.arch, record.direction, record.problem, record.policy):
+        say_once(f"record {str(file)!r} is about something else; passed over")
+        return None
+    return record

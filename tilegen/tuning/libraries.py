@@ -1,0 +1,139 @@
+"""Measuring PyTorch's own kernels for a whole pass, as tilegen's are: from a cold L2, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from tilegen.choose.libraries import BACKENDS, Backend, why_not
+from tilegen.disk import log
+from tilegen.errors import Unsupported
+from tilegen.kernels.spec import Direction
+from tilegen.masks.mask import Causal
+from tilegen.measure import DeviceLost, Measurement, failed, measure, one_line, survived
+from tilegen.problem import AttentionProblem
+from tilegen.store.library_record import LibraryRecord, save_library
+from tilegen.store.versions import current_versions, now
+from tilegen.tuning.bench import DEVICE
+from tilegen.tuning.report import us
+
+if TYPE_CHECKING:
+    import torch
+
+    from tilegen.gpus.spec import GpuSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class LibraryBench:
+    """The functions that measure and check a library; tests replace them."""
+
+    measure: Callable[[Backend], Measurement]
+    check: Callable[[Backend], Measurement | None]
+    """None if its results are right, else the measurement that says what is wrong."""
+
+
+def tune_libraries(
+    problem: AttentionProblem,
+    gpu: GpuSpec,
+    direction: Direction,
+    *,
+    bench: LibraryBench | None = None,
+    command: str = "",
+) -> LibraryRecord | None:
+    """Return the record of the fastest library that computes a pass and computes it right, after
+    writing it into the own directory; None where none does. Raises DeviceLost."""
+    problem = problem.bucket
+    taken: dict[Backend, Measurement] = {}
+    able: list[Backend] = [backend for backend in BACKENDS if not why_not(problem, backend)]
+    bench = bench or _real_bench(problem, direction)
+    for backend in able:
+        found = bench.measure(backend)
+        if found.status == "ok" and (trouble := bench.check(backend)) is not None:
+            found = trouble
+        if found.median_us is None:
+            log.info("%s of library %s %s: %s", direction, backend, found.status, found.message)
+            continue
+        log.info("%s of library %s  %s us", direction, backend, us(found.median_us))
+        taken[backend] = found
+    if not taken:
+        return None
+    fastest = min(taken, key=lambda backend: taken[backend].median_us or 0.0)
+    record = LibraryRecord(
+        gpu=gpu.name,
+        arch=gpu.arch,
+        direction=direction,
+        problem=problem,
+        library=fastest,
+        measurement=taken[fastest],
+        versions=current_versions(),
+        date=now(),
+        command=command,
+    )
+    log.info("%s written: %s", save_library(record), record.config)
+    return record
+
+
+def _real_bench(problem: AttentionProblem, direction: Direction) -> LibraryBench:
+    return LibraryBench(
+        measure=lambda backend: _measure(problem, direction, backend, DEVICE),
+        check=lambda backend: check_library(problem, direction, backend, DEVICE),
+    )
+
+
+def _measure(
+    problem: AttentionProblem, direction: Direction, backend: Backend, device: str
+) -> Measurement:
+    """Time a library on random inputs of the problem's shape."""
+    import torch
+
+    from tilegen.check.reference import make_inputs
+    from tilegen.runtime.libraries import OPERATORS
+
+    operators, causal = OPERATORS[backend], isinstance(problem.mask, Causal)
+    scale = problem.head_dim_qk**-0.5
+    try:
+        with torch.no_grad():
+            inputs = make_inputs(problem, device=device)
+            qkv = inputs.q, inputs.k, inputs.v
+            saved = operators.forward(*qkv, causal, scale)
+
+            def launch() -> object:
+                if direction == "forward":
+                    return operators.forward(*qkv, causal, scale)
+                return operators.backward(inputs.dout, *qkv, *saved, causal, scale)
+
+            return measure(launch)
+    except (DeviceLost, Unsupported):
+        raise
+    except Exception as error:  # whatever a library raises says that it does not do this
+        return survived(error) if torch.cuda.is_available() else failed(error)
+
+
+def check_library(
+    problem: AttentionProblem, direction: Direction, backend: Backend, device: str
+) -> Measurement | None:
+    """Return what is wrong with a library's results at a reduced size, None if nothing is."""
+    import torch
+
+    from tilegen.check.reference import make_inputs
+    from tilegen.check.verification import judge_all, reduced
+    from tilegen.runtime.libraries import OPERATORS
+
+    small, operators = reduced(problem), OPERATORS[backend]
+    causal, scale = isinstance(small.mask, Causal), small.head_dim_qk**-0.5
+    with torch.inference_mode(False), torch.enable_grad():
+        try:
+            inputs = make_inputs(small, device=device)
+            qkv = inputs.q, inputs.k, inputs.v
+            with torch.no_grad():
+                out, lse = operators.forward(*qkv, causal, scale)
+                found: dict[str, torch.Tensor] = {"out": out, "lse": lse}
+                if direction == "backward":
+                    given = (inputs.dout, *qkv, out, lse, causal, scale)
+                    found = dict(zip(("dq", "dk", "dv"), operators.backward(*given), strict=True))
+            checks = judge_all(found, inputs, scale, mask=small.mask)
+        except Exception as error:  # as in `measure`: what a library raises is a result
+            return survived(error)
+    wrong = [str(one) for one in checks if not one.ok]
+    return Measurement(status="wrong", message=one_line(wrong[0])) if wrong else None
