@@ -21,7 +21,7 @@ from tilegen import pipeline
 from tilegen.build.workers import Pool
 from tilegen.check.reference import TORCH_DTYPES, Inputs, make_inputs
 from tilegen.check.verification import judge
-from tilegen.choose.chosen import Ranked
+from tilegen.choose.known import Known
 from tilegen.emit import kernel_files
 from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.render import render
@@ -136,8 +136,8 @@ def _kernels(problem: Problem, asked: list[Callable[[], RenderedKernel]]) -> Gen
         assert family is not None, f"no {direction} among {names}"
         return family.names
 
-    def rank(_: Any, kernel: Kernel, **__: Any) -> Ranked:
-        return Ranked(kernel, (TileConfig.parse(problem.configs[kernel]),), "agreement", "the net")
+    def agreed(_: Any, kernel: Kernel) -> TileConfig:
+        return TileConfig.parse(problem.configs[kernel])
 
     def load_kernel(
         one: AttentionProblem, config: TileConfig, kernel: Kernel, *, aligned: bool
@@ -150,7 +150,7 @@ def _kernels(problem: Problem, asked: list[Callable[[], RenderedKernel]]) -> Gen
         stack.enter_context(mock.patch.object(pipeline, "load_kernel", load_kernel))
         if names:
             stack.enter_context(mock.patch.object(pipeline, "kernels_used", kernels_used))
-            stack.enter_context(mock.patch.object(pipeline, "rank", rank))
+            stack.enter_context(mock.patch.object(Known, "agreed", agreed))
         yield
     plans.forget()
 

@@ -14,6 +14,7 @@ from benchmarks import rows, run
 from benchmarks.check import check, make_inputs
 from benchmarks.providers import providers
 from benchmarks.workloads import Workload
+from tests.described import configs
 from tests.problems import PROBLEMS
 from tilegen.check import verification
 from tilegen.check.reference import Inputs
@@ -24,6 +25,7 @@ from tilegen.emit.render import render
 from tilegen.errors import NoRecord
 from tilegen.gpus.spec import GpuSpec, detect
 from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.descriptors import ARCHITECTURES
 from tilegen.kernels.registry import LARGE_CACHE
 from tilegen.pipeline import choose_kernel
 from tilegen.problem import AttentionProblem
@@ -98,6 +100,26 @@ def test_any_strides(layout: str, dtype: str, spec: GpuSpec) -> None:
         inputs = unaligned(inputs)
     aligned = layout != "unaligned"
     kernels = {k: render(problem, c, k, aligned=aligned) for k, c in best(problem, spec).items()}
+    verification.require(verification.check(kernels, inputs, mask=problem.mask))
+
+
+@pytest.mark.parametrize("heads_inside", [False, True])
+@pytest.mark.parametrize("tile", ["m64n64w4s2", "m128n128w8s2", "m64n128w4s3"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "b2 hq8 hkv2 q1000 kv777 d128 bf16 causal(bottom_right)",
+        "b3 hq4 hkv4 q200 kv333 d80/64 fp16 window(70,20)",  # 64 and 16 columns
+        "b1 hq2 hkv1 q65 kv100 d72/40 fp16 full",  # 16 columns, 8 of which exist
+    ],
+)
+def test_tensor_descriptors(text: str, tile: str, heads_inside: bool, spec: GpuSpec) -> None:
+    """Through the emitted `launch`: tails and padded columns arrive as 0, by TMA."""
+    if spec.arch not in ARCHITECTURES:
+        pytest.skip(f"needs a GPU with TMA, found {spec.arch}")
+    problem, every = AttentionProblem.parse(text), configs(TileConfig.parse(tile))
+    inputs = make_strided_inputs(problem, device="cuda", heads_inside=heads_inside)
+    kernels = {kernel: render(problem, config, kernel) for kernel, config in every.items()}
     verification.require(verification.check(kernels, inputs, mask=problem.mask))
 
 

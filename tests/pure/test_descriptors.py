@@ -111,10 +111,6 @@ def test_strides_that_a_descriptor_can_hold() -> None:
     assert is_describable(dense[:1].as_strided((1, 3, 40, 64), (0, 2560, 64, 1)))  # of size 1
     assert not is_describable(dense[:1].expand(2, 3, 40, 64))
     assert not is_describable(dense[:, :1].expand(2, 3, 40, 64))
-    far = torch.empty(0, dtype=torch.bfloat16, device="meta").as_strided(
-        (2, 1, 1, 8), (2**39, 8, 8, 1)
-    )
-    assert not is_describable(far)
 
 
 def recorded(name: str, arch: str) -> None:

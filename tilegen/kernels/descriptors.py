@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 ARCHITECTURES = ("sm_90", "sm_100", "sm_103", "sm_120", "sm_121")
 """Architectures with TMA."""
-MAX_STRIDE_BYTES = 2**40
-"""Strides of a descriptor are less."""
 
 
 def why_not_described(spec: KernelSpec, dtype: str, *, aligned: bool, arch: str = "") -> str:
@@ -46,10 +44,9 @@ def without(config: TileConfig) -> TileConfig:
 
 def is_describable(tensor: torch.Tensor) -> bool:
     """Whether a descriptor can hold the strides of an aligned tensor (batch, heads, rows, columns):
-    none is 0, as of an expanded dimension, or too large."""
-    size = tensor.element_size()
-    strides = zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
-    return all(n == 1 or 0 < stride * size < MAX_STRIDE_BYTES for n, stride in strides)
+    none is 0, as that of an expanded dimension is."""
+    strides = tensor.stride()
+    return 0 not in strides or all(s or n == 1 for n, s in zip(tensor.shape, strides, strict=True))
 
 
 def described_lines(
