@@ -24,8 +24,6 @@ class Built:
 
     registers: int
     spill_bytes: int
-    step_code: None = None
-    """Nobody has read their machine code."""
     shared_bytes: int
     step_code: None = None
     """Nothing is said of what the machine code issues in a step."""

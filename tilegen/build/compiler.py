@@ -66,10 +66,14 @@ class CompiledKernel:
             return read(self.assembly, warps, gcn=True)
         return read(disassembled(self.binary), warps)
 
-    @cached_property
+    @property
     def step_code(self) -> StepCode | None:
         """What a step of its inner loop issues; None where its loop has no matrix instructions,
         where its machine code cannot be read, or for GPUs whose units have no rates here: AMD's."""
+        return self._step_code
+
+    @cached_property
+    def _step_code(self) -> StepCode | None:
         if self.arch.startswith("gfx"):
             return None
         rendered = self.rendered

@@ -13,6 +13,8 @@ from tilegen.build.machine_code.instructions import Instruction, Unit, unit_of
 
 LANES = 32
 WARPS_OF_GROUP = 4
+HOMES = {"g": "S", "t": "T"}
+"""Homes of an operand, by the first letter of its name: gdesc is shared memory, tmem tensor's."""
 WIDTHS = (("128", 16), ("64", 8), ("U16", 2), ("S16", 2), ("U8", 1), ("S8", 1))
 """Bytes that a thread moves, by a modifier of the instruction; 4 without one."""
 
@@ -96,7 +98,7 @@ class LoopCode:
 
 def count(first: int, depth: int, body: Sequence[Instruction]) -> LoopCode:
     """Return what the instructions of one pass add up to."""
-    units = Counter(unit_of(one.opcode) for one in body)
+    units: Counter[Unit] = Counter(unit_of(one.opcode) for one in body)
     exposed, waits, timeline = _in_flight(body)
     return LoopCode(
         first=first,
@@ -120,20 +122,19 @@ def _pairs(one: Instruction) -> bool:
 def _product(body: Sequence[Instruction], at: int, one: Instruction) -> Product | None:
     """Return the shape of a matrix instruction; None for any other."""
     if found := re.match(r"[HQI]GMMA\.(?:SP\.)?(\d+)x(\d+)x(\d+)", one.opcode):
-        sizes = (int(size) for size in found.groups())
         first = one.operands.split(",")[1].strip()
-        return Product(*sizes, "SS" if first.startswith("gdesc") else "RS", WARPS_OF_GROUP)
+        homes = "SS" if first.startswith("gdesc") else "RS"
+        return Product(int(found[1]), int(found[2]), int(found[3]), homes, WARPS_OF_GROUP)
     if found := re.match(r"[HQI]MMA\.(\d{4,5})\b", one.opcode):  # 16816: 16 x 8 x 16
         rows, columns, depth = int(found[1][:2]), int(found[1][2]), int(found[1][3:])
         return Product(rows, columns, depth, "RR", 1)
     if one.opcode.startswith("UTC") and "MMA" in one.opcode:
         rows, columns = _described(body, at)
         first, second = (name.strip()[0] for name in one.operands.split(",")[:2])
-        homes = {"g": "S", "t": "T"}
         depth = 16 if one.opcode.startswith("UTCH") else 32
-        return Product(rows, columns, depth, homes.get(first, "?") + homes.get(second, "?"), 0)
+        return Product(rows, columns, depth, HOMES.get(first, "?") + HOMES.get(second, "?"), 0)
     if found := re.match(r"v_mfma_f32_(\d+)x(\d+)x(\d+)_", one.opcode):
-        return Product(*(int(size) for size in found.groups()), "RR", 1)
+        return Product(int(found[1]), int(found[2]), int(found[3]), "RR", 1)
     return None
 
 
@@ -142,7 +143,9 @@ def _described(body: Sequence[Instruction], at: int) -> tuple[int, int]:
     descriptor's register was given: bits 24 to 28 are rows / 16, 17 to 22 columns / 8 (PTX ISA,
     tcgen05.mma, instruction descriptor)."""
     register = re.search(r"idesc\[(UR\d+)\]", body[at].operands)
-    for one in [*reversed(body[:at]), *reversed(body[at:])] if register else ():
+    if register is None:
+        return 0, 0
+    for one in [*reversed(body[:at]), *reversed(body[at:])]:
         if one.opcode == "UMOV" and one.operands.startswith(f"{register[1]}, 0x"):
             bits = int(one.operands.split("0x")[1], 16)
             return (bits >> 24 & 31) * 16, (bits >> 17 & 63) * 8

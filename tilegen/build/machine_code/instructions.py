@@ -87,7 +87,10 @@ _GCN: tuple[tuple[Unit, str], ...] = (
 def unit_of(opcode: str) -> Unit:
     """Return the unit that executes an instruction."""
     table = _GCN if opcode[:1].islower() else _SASS
-    return next((unit for unit, pattern in table if re.match(pattern, opcode)), "other")
+    for unit, pattern in table:
+        if re.match(pattern, opcode):
+            return unit
+    return "other"
 
 
 _SASS_LINE = re.compile(r"\s*/\*[0-9a-f]{4,}\*/\s+(?:(@!?U?P\w+)\s+)?([A-Z][\w.]*)\s*([^;]*?)\s*;")
