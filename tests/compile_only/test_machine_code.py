@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from importlib.metadata import version
 
 import pytest
+from typer.testing import CliRunner
 
+import tilegen
 from benchmarks.machine_code import neighbourhood
 from tests.conftest import CheckGolden
 from tests.settled import settled
 from tilegen.build.compiler import CompiledKernel, compile_for
+from tilegen.cli.main import app
 from tilegen.emit.render import render
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import BLOCK_SIZES, TileConfig
@@ -122,3 +126,18 @@ def told(problem: AttentionProblem, built: CompiledKernel) -> str:
         f"{problem.key} {config.key} {built.registers} registers {built.spill_bytes} B "
         f"{' '.join(f'{scale * one:.0f}' for one in numbers)} exposed {clocks.exposed:.2f}\n"
     )
+
+
+def test_the_command_says_what_the_function_returns() -> None:
+    text, kernel, config = KERNELS[1]
+    asked = "explain", text, "--gpu", "h200", "--kernel", kernel, "--config", config, "--static"
+    (told,) = tilegen.read_code(text, "h200", kernel=kernel, config=config)
+    answer = CliRunner().invoke(app, [*asked, "--json"], catch_exceptions=False)
+    assert json.loads(answer.stdout) == [told]
+    (full, partial) = told["loops"]
+    assert full["instructions"] < partial["instructions"]
+    assert full["products"] == {"64x64x16.SS": 16, "64x128x16.RS": 8}
+    assert 0 < told["step"]["exposed"] < 1
+    lines = CliRunner().invoke(app, list(asked), catch_exceptions=False).stdout.splitlines()
+    assert lines[0].startswith(f"{kernel} {config} on h200, from its machine code: ")
+    assert len([line for line in lines if line.startswith("  loop of ")]) == 2

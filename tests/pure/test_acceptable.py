@@ -207,3 +207,23 @@ def test_where_nothing_compiles_the_launch_says_why(
     found = pipeline.choose_kernel(PROBLEM, H200, "bwd_dq", may_compile=True)
     assert (found.config, found.source) == (proposals[0], "the model")
     assert "compiled nothing ahead" in caplog.text
+
+
+def test_another_tile_is_compiled_before_the_same_with_other_stages() -> None:
+    wide, narrow = TileConfig.parse("m128n64w4s3"), TileConfig.parse("m64n32w4s3")
+    ranked = [replace(wide, num_stages=stages) for stages in (3, 4, 2)] + [narrow]
+    seconds = dict(zip(ranked, (1.0, 1.0, 1.1, 1.2), strict=True))
+    candidates = [
+        replace(one, config=config, estimate=replace(one.estimate, seconds=seconds[config]))
+        for one, config in zip(hopeful(), ranked, strict=False)
+    ]
+    asked: list[TileConfig] = []
+
+    def compile(config: TileConfig) -> Used:
+        asked.append(config)
+        return Used(spill_bytes=MOST_SPILLED + 8 if config == wide else 0)
+
+    given = pipeline.Ranked("bwd_dq", tuple(ranked), "model", "the model", tuple(candidates))
+    chosen = pipeline.best_acceptable(PROBLEM, H200, given, compile)
+    assert asked[:2] == [wide, narrow]
+    assert chosen.config != wide
