@@ -19,6 +19,7 @@ from tilegen.emit.render import render
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.model.footprint import footprint
+from tilegen.model.on_chip import SPILL_DOUBT
 from tilegen.problem import AttentionProblem
 from tilegen.runtime.kernels import launcher_of_module
 from tilegen.runtime.triton_function import TritonFunction
@@ -51,7 +52,7 @@ def test_fewer_registers(arch: str, kernel: Kernel, text: str, fewer: int) -> No
     assert described.scratch_pointers == plain.scratch_pointers
     if triton.__version__ == "3.7.1":  # whose reports the model is fitted to
         needs = footprint(LLAMA, CONFIG(f"{text}t"), kernel, arch)
-        assert 0.85 * described.registers <= needs.registers <= 1.3 * described.registers
+        assert 0.85 * described.registers <= needs.registers <= SPILL_DOUBT * described.registers
         assert described.shared_bytes <= needs.smem_bytes <= described.shared_bytes + 2048
 
 

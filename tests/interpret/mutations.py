@@ -26,7 +26,7 @@ MUTATIONS = [
     *_everywhere("drop-the-mask", "keep &= k_idx <= q_idx\n", "keep &= k_idx >= 0\n"),
     *_everywhere("diagonal-off-by-one", "keep &= k_idx <= q_idx\n", "keep &= k_idx < q_idx\n"),
     *_everywhere("ignore-the-end", "keep = k_exists[None, :]\n", "keep = offs_n[None, :] >= 0\n"),
-    Mutation("drop-the-mask-dkdv", "bwd_dkdv", "keep &= k_idx <= q_idx\n", "keep &= k_idx >= 0\n"),
+    Mutation("drop-the-mask-dkdv", "bwd_dkdv", "keep = k_idx <= q_idx\n", "keep = k_idx >= 0\n"),
     Mutation("window-edge-off-by-one", "fwd", "q_idx - 20 <= k_idx", "q_idx - 20 < k_idx"),
     Mutation("window-edge-dkdv", "bwd_dkdv", "q_idx - 20 <= k_idx", "q_idx - 21 <= k_idx"),
     # Which tiles are visited, and how.
