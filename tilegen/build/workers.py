@@ -119,7 +119,8 @@ def serve() -> None:
                 answer: Any
                 try:
                     answer = compile_for(rendered, arch, line_info=line_info)
-                    _ = answer.step_code  # read here, not where kernels are measured or chosen
+                    with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
+                        _ = answer.code  # read here, not where kernels are measured or chosen
                 except TilegenError as error:
                     answer = type(error)(str(error))  # without its cause, which may not pickle
                 except Exception as error:
