@@ -17,9 +17,8 @@ from tilegen.disk import log
 from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.kernel_files import load
 from tilegen.errors import BuildFailed, Unsupported
-from tilegen.kernels.config import Kernel, TileConfig, threads_of
+from tilegen.kernels.config import threads_of
 from tilegen.kernels.descriptors import ARCHITECTURES
-from tilegen.problem import AttentionProblem
 
 if TYPE_CHECKING:
     from tilegen.build.machine_code.reading import MachineCode
@@ -76,31 +75,25 @@ class CompiledKernel:
     def _step_code(self) -> StepCode | None:
         if self.arch.startswith("gfx"):
             return None
+        from tilegen.model.footprint import repetition
+        from tilegen.model.step import step
+
         rendered = self.rendered
-        asked = rendered.problem.normal(), rendered.config, rendered.kernel
+        problem, config = rendered.problem.normal(), rendered.config
+        work = step(problem, config, rendered.kernel)
+        if not work.products:
+            return None
+        repeated = repetition(work, problem.element_bytes, config.num_warps, self.arch)
         try:
-            return step_code(self.code, *asked, self.arch)
+            found = self.code.step(round(repeated * work.multiply_adds))
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             log.debug("machine code of %s could not be read: %s", rendered.function, error)
             return None
-
-
-def step_code(
-    code: MachineCode, problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: str
-) -> StepCode | None:
-    """Return what a step of a kernel's inner loop issues, found by the step's multiply-adds."""
-    from tilegen.model.footprint import repetition
-    from tilegen.model.step import step
-
-    work = step(problem, config, kernel)
-    repeated = repetition(work, problem.element_bytes, config.num_warps, arch)
-    found = code.step(round(repeated * work.multiply_adds)) if work.products else None
-    if (
-        found and config.descriptors
-    ):  # one instruction writes a tile, of a size that it does not say
+        if found is None or not config.descriptors:
+            return found
+        # One instruction writes a whole tile, of a size that it does not say.
         loaded = work.loaded * problem.element_bytes
         return replace(found, shared_bytes=found.shared_bytes + loaded)
-    return found
 
 
 def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) -> CompiledKernel:

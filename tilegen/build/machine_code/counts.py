@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from tilegen.build.machine_code.instructions import Instruction, Unit, unit_of
+from tilegen.model.as_compiled import LANES
 
-LANES = 32
 WARPS_OF_GROUP = 4
 HOMES = {"g": "S", "t": "T"}
 """Homes of an operand, by the first letter of its name: gdesc is shared memory, tmem tensor's."""
