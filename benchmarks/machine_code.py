@@ -12,12 +12,12 @@ written, and goes on where it was stopped.
 from __future__ import annotations
 
 import argparse
-import csv
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from benchmarks.environment import ROOT
+from benchmarks.environment import ROOT, Environment, environment
+from benchmarks.rows import append, read, same_values, with_environment
 from benchmarks.workloads import catalogue
 from tilegen import gpu as gpu_named
 from tilegen.build.acceptable import Usage, objection
@@ -50,10 +50,10 @@ class Compiled:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(Environment):
     """One line of the results; clocks are for 128 x 128 scores."""
 
-    gpu: str
+    compiled_for: str
     problem: str
     kernel: str
     config: str
@@ -76,7 +76,7 @@ class Row:
 
 
 def neighbours(config: TileConfig) -> list[TileConfig]:
-    """Return the configs that differ by one step of one knob."""
+    """Return the configs that differ by one step of a tile, of warps or of stages."""
     found: list[TileConfig] = []
     for name, values in (
         ("block_m", BLOCK_SIZES),
@@ -89,16 +89,20 @@ def neighbours(config: TileConfig) -> list[TileConfig]:
     return [one for one in dict.fromkeys(found) if one != config]
 
 
-def neighbourhood(problem: AttentionProblem, spec: GpuSpec, kernel: Kernel) -> list[Compiled]:
-    """Return what a call would settle on, and its neighbours that compile and fit."""
+def neighbourhood(
+    problem: AttentionProblem, spec: GpuSpec, kernel: Kernel, *, near: bool = True
+) -> list[Compiled]:
+    """Return what a call would settle on, and if `near` its neighbours that compile and fit."""
     chosen = choose_kernel(problem, spec, kernel, may_compile=True).config
     tried = set(search_space(problem, spec, kernel))
     longest = NEAR * estimate(problem, spec, chosen, kernel).seconds
-    near = [
-        one for one in neighbours(chosen) if estimate(problem, spec, one, kernel).seconds <= longest
+    others = [
+        one
+        for one in neighbours(chosen)
+        if near and estimate(problem, spec, one, kernel).seconds <= longest
     ]
     found: list[Compiled] = []
-    for config in (chosen, *near):
+    for config in (chosen, *others):
         built = verdict(problem, config, kernel, spec.arch, aligned=True)
         if isinstance(built, BuildFailed) or built.shared_bytes > spec.smem_per_block:
             continue
@@ -118,19 +122,13 @@ def neighbourhood(problem: AttentionProblem, spec: GpuSpec, kernel: Kernel) -> l
 
 def row(problem: AttentionProblem, spec: GpuSpec, kernel: Kernel, *, near: bool) -> Row:
     """Return the line of one kernel."""
-    if near:
-        chosen, *others = neighbourhood(problem, spec, kernel)
-        config, built, seconds = chosen.config, chosen.built, chosen.seconds
-    else:
-        others = []
-        config = choose_kernel(problem, spec, kernel, may_compile=True).config
-        read = verdict(problem, config, kernel, spec.arch, aligned=True)
-        if isinstance(read, BuildFailed):
-            raise read
-        built, seconds = read, seconds_as_compiled(problem, spec, config, kernel, read)
+    chosen, *others = neighbourhood(problem, spec, kernel, near=near)
+    config, built, seconds = chosen.config, chosen.built, chosen.seconds
     better = [one for one in others if one.seconds < seconds]
-    line = Row(
-        gpu=spec.name,
+    line = with_environment(
+        Row,
+        environment(),
+        compiled_for=spec.name,
         problem=problem.key,
         kernel=kernel,
         config=config.key,
@@ -167,23 +165,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=OUT)
     parser.add_argument("--most", type=int, default=2**31, help="end after so many new lines")
     asked = parser.parse_args(argv)
-    names = [one.name for one in fields(Row)]
-    done: set[tuple[str, str, str]] = set()
-    if asked.out.exists():
-        with asked.out.open(newline="", encoding="utf-8") as file:
-            done = {(one["gpu"], one["problem"], one["kernel"]) for one in csv.DictReader(file)}
+    done = same_values(read(asked.out), ("compiled_for", "problem", "kernel"))
     left = asked.most
     for spec, problem, kernel in _wanted(asked.gpu or ["h200"]):
         if (spec.name, problem.key, kernel) in done or left <= 0:
             continue
         done.add((spec.name, problem.key, kernel))
         line = row(problem, spec, kernel, near=asked.neighbours)
-        fresh = not asked.out.exists()
-        with asked.out.open("a", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, names, lineterminator="\n")
-            if fresh:
-                writer.writeheader()
-            writer.writerow(asdict(line))
+        append(asked.out, line)
         left -= 1
         print(f"{spec.name} {problem.key} {kernel} {line.config} {line.static_us} us {line.better}")
 
