@@ -170,7 +170,7 @@ def best_acceptable(
     """
     from tilegen.build.acceptable import acceptable, first_that_fits
 
-    at_best = {one.config: one.estimate.seconds for one in ranked.candidates}
+    at_best = {one.config: one.estimate.cost for one in ranked.candidates}
     tried: dict[TileConfig, Usage | BuildFailed] = {}
     seconds: dict[TileConfig, float] = {}
     for config in _by_tile(ranked.configs):
@@ -199,7 +199,7 @@ def _by_tile(configs: Sequence[TileConfig]) -> list[TileConfig]:
     seen: Counter[tuple[int, ...]] = Counter()
     order: list[tuple[int, TileConfig]] = []
     for one in configs:
-        tile = one.block_m, one.block_n, one.block_d, one.num_warps
+        tile = one.block_m, one.block_n, one.block_d, one.split_kv, one.num_warps
         order.append((seen[tile], one))
         seen[tile] += 1
     return [config for _, config in sorted(order, key=lambda pair: pair[0])]

@@ -167,10 +167,8 @@ def _served_values(one: Served) -> dict[str, Any]:
 def binary_values(one: Binary) -> dict[str, Any]:
     """Return the JSON object of a binary."""
     values = {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
-    config = dataclasses.asdict(one.config)
-    del config["descriptors"]  # which no kernel of a bundle has
     return values | {
-        "config": config,
+        "config": {"block_d": 0, **one.config.values},
         "arguments": [{"name": name, "type": type_} for name, type_ in one.arguments],
         "grid": [{"size": size, "divisor": divisor} for size, divisor in one.grid],
     }

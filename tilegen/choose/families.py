@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import Family, Kernel
 from tilegen.kernels.registry import FAMILIES
-from tilegen.kernels.spec import Direction
+from tilegen.kernels.spec import Direction, FamilySpec
 from tilegen.problem import AttentionProblem
 from tilegen.sympy_lock import one_at_a_time
 
@@ -29,6 +29,11 @@ seen before), and load SymPy where there is a record. It would also turn many a 
 small-cache kernels by differences in predicted time that are within what the model may err. What
 was measured counts more: see `kernels_used`.
 """
+
+TALL, FEW_WAVES, FEW_ROWS = 128, 2, 16
+"""Rows of a tall tile, and the programs for each SM from which a family for few programs is not
+ranked: with so many, and of tiles this tall, no SM is idle for long. It is, all the same, where the
+queries of one head do not fill the least tile, so that the heads of a group may share one."""
 
 
 @one_at_a_time
@@ -81,16 +86,26 @@ def _measured(known: Known, kernels: tuple[Kernel, ...]) -> float | None:
 
 def family(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> Family:
     """Return the family predicted to be fastest. Raises Unsupported where none fits."""
+    bucket = problem.bucket
+    able = [
+        name
+        for name, one in FAMILIES[direction].items()
+        if not one.why_not(problem, gpu.arch) and _may_win(one, bucket, gpu)
+    ]
+    return able[0] if len(able) == 1 else ranked_families(bucket, gpu, direction)[0][0]
+
+
+def _may_win(spec: FamilySpec, problem: AttentionProblem, gpu: GpuSpec) -> bool:
+    """Return whether a family may be the fastest, by what its record says of where it can be."""
     head_dim = max(problem.head_dim_qk, problem.head_dim_v)
-    if gpu.on_chip_bytes / problem.element_bytes >= CLEARLY_LARGE * head_dim**2:
-        small = [
-            name
-            for name, one in FAMILIES[direction].items()
-            if not one.large_heads_only and not one.why_not(problem, gpu.arch)
-        ]
-        if len(small) == 1:
-            return small[0]
-    return ranked_families(problem.bucket, gpu, direction)[0][0]
+    if spec.large_heads_only:
+        return gpu.on_chip_bytes / problem.element_bytes < CLEARLY_LARGE * head_dim**2
+    if spec.few_programs_only:
+        rows = problem.seqlen_q * problem.group_size
+        tiles = problem.batch * problem.num_heads_kv * -(-rows // TALL)
+        shares = problem.group_size > 1 and problem.seqlen_q < FEW_ROWS
+        return tiles < FEW_WAVES * gpu.num_sms or shares
+    return True
 
 
 @lru_cache(maxsize=1024)
@@ -107,6 +122,8 @@ def ranked_families(
     found: list[tuple[bool, float, Family]] = []
     trouble: list[str] = []
     for name, spec in FAMILIES[direction].items():
+        if not _may_win(spec, problem, gpu):
+            continue
         if reason := spec.why_not(problem, gpu.arch):
             trouble.append(reason)
             continue

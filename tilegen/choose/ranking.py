@@ -16,6 +16,7 @@ from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import BLOCK_SIZES, Kernel, TileConfig
 from tilegen.kernels.descriptors import why_not_described, without
 from tilegen.kernels.registry import KERNELS
+from tilegen.masks.grouping import packed_heads
 from tilegen.model.as_compiled import clocks_as_compiled
 from tilegen.model.bounds import lower_bound_bytes
 from tilegen.model.estimate import Candidate, CostEstimate
@@ -95,7 +96,7 @@ def seconds_as_compiled(
     needs = model.needs(config)
     used = needs.as_compiled(built.registers, built.spill_bytes, built.shared_bytes)
     code = built.step_code
-    return model.time(config, used, clocks_as_compiled(code, gpu) if code else None).seconds
+    return model.time(config, used, clocks_as_compiled(code, gpu) if code else None).cost
 
 
 def search_space(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> list[TileConfig]:
@@ -149,7 +150,7 @@ class _Model:
         self.kernel: Kernel = kernel
         self._configs = legal_configs(problem, gpu, kernel, describable=describable)
         self._alike = _without_lengths(problem)
-        self._by_tile: dict[tuple[int, int, int], tuple[Traffic, Visits, float]] = {}
+        self._by_tile: dict[tuple[int, ...], tuple[Traffic, Visits, float]] = {}
 
     def fastest(self, top: int, *, spilling: bool) -> list[Timed]:
         """Return the `top` fastest configs that fit and do not surely spill much, timed with what
@@ -171,7 +172,7 @@ class _Model:
             else:
                 timed = self.time(config, needs)
             found.append((timed, config, needs))
-            heapq.heappush(best, -timed.seconds)
+            heapq.heappush(best, -timed.cost)
             if len(best) > top:
                 heapq.heappop(best)
         return _ranked(found)[:top]
@@ -221,11 +222,12 @@ class _Model:
             limit=time.terms[0][0],
             terms=time.terms,
             waves=time.waves,
+            left_seconds=time.left_seconds,
         )
 
     def _tile(self, config: TileConfig) -> tuple[Traffic, Visits, float]:
         """Return what is moved and visited, and the least time: warps and stages do not matter."""
-        tile = config.block_m, config.block_n, config.block_d
+        tile = config.block_m, config.block_n, config.block_d, config.split_kv
         if (found := self._by_tile.get(tile)) is None:
             rows = None
             if KERNELS[self.kernel].sliced:
@@ -239,7 +241,9 @@ class _Model:
 
 def _ranked(times: list[Timed]) -> list[Timed]:
     # Of the same tile, the one that is less likely to spill.
-    return sorted(times, key=lambda one: (one[0].seconds, not one[1].descriptors, one[1]))
+    return sorted(
+        times, key=lambda one: (one[0].cost, one[0].busy_seconds, not one[1].descriptors, one[1])
+    )
 
 
 def spills_much(problem: AttentionProblem, gpu: GpuSpec, candidate: Candidate) -> bool:
@@ -261,26 +265,35 @@ def legal_configs(
 def all_configs(problem: AttentionProblem, kernel: Kernel) -> list[TileConfig]:
     """Return every tile shape that is not larger than the problem, in a fixed order, loaded by
     addresses."""
-    return list(_configs(_rounded(problem.seqlen_q), _rounded(problem.seqlen_kv), kernel))
+    heads = packed_heads(problem) if KERNELS[kernel].splits else 1
+    rows = _rounded(problem.seqlen_q * heads)
+    return list(_configs(rows, _rounded(problem.seqlen_kv), problem.seqlen_kv, heads, kernel))
 
 
 @lru_cache(maxsize=256)
-def _configs(max_rows: int, max_columns: int, kernel: Kernel) -> tuple[TileConfig, ...]:
+def _configs(
+    max_rows: int, max_columns: int, seqlen_kv: int, heads: int, kernel: Kernel
+) -> tuple[TileConfig, ...]:
     knobs = KERNELS[kernel].knobs
     # A tile larger than the problem is better than none.
-    rows = [block for block in knobs.block_m if block <= max(max_rows, knobs.block_m[0])]
+    least = max(knobs.block_m[0], heads)
+    rows = [block for block in knobs.block_m if least <= block <= max(max_rows, least)]
+    splits = [split for split in knobs.split_kv if split < 2 * seqlen_kv or not split]
     columns = [block for block in knobs.block_n if block <= max(max_columns, knobs.block_n[0])]
     return tuple(
         TileConfig(
-            block_m=block_m,
+            block_m=block_m // heads,
             block_n=block_n,
             block_d=block_d,
             num_warps=num_warps,
             num_stages=num_stages,
+            heads=heads,
+            split_kv=split_kv,
         )
         for block_m in rows
         for block_n in columns
         for block_d in knobs.block_d
+        for split_kv in splits or knobs.split_kv[:1]
         for num_warps in knobs.num_warps
         for num_stages in knobs.num_stages
     )

@@ -29,9 +29,10 @@ from tilegen.errors import Unsupported
 from tilegen.kernels.arguments import DROPOUT, SINKS
 from tilegen.kernels.config import Kernel, TileConfig, head_dim_chunks
 from tilegen.kernels.descriptors import why_not_described
-from tilegen.kernels.registry import KERNELS, check_config
+from tilegen.kernels.registry import KERNELS, check_config, tile_heads
 from tilegen.kernels.spec import KernelSpec
 from tilegen.masks.extras import extras
+from tilegen.masks.grouping import packed_heads
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.score_source import ScoreSource, score_source
 from tilegen.masks.source import keep_source, ranges_source
@@ -84,6 +85,11 @@ def render(
     compiler cannot solve.
     """
     check_config(config, kernel)
+    if KERNELS[kernel].splits and config.heads not in (1, packed_heads(problem)):
+        raise Unsupported(
+            f"expected h{packed_heads(problem)} or no h in {config.key}: what a tile holds are all "
+            f"of a group's {problem.group_size} heads, where mask and score are the same for them"
+        )
     if aligned is None:
         aligned = rows_are_aligned(problem)
     reason = why_not_described(KERNELS[kernel], problem.dtype, aligned=aligned)
@@ -126,7 +132,7 @@ def _context(
     side = spec.stays
     unit = stride_unit(problem, aligned)
     function = _function_name(problem, config, kernel)
-    ranges = ranges_source(problem.mask, side, in_panel=_in_panel(spec))
+    ranges = ranges_source(problem.mask, side, in_part=_in_part(spec))
     keep = keep_source(problem.mask, side)
     change = ScoreSource()
     if spec.computes_scores:
@@ -165,7 +171,8 @@ def _context(
         "dropout": drops,
         "needs_log2_e": bool(change.forward) or sinks,
         "tests_tile": spec.panel == "writes",
-        "in_panel": _in_panel(spec),
+        "tile_heads": tile_heads(config, problem.group_size),
+        "in_part": _in_part(spec),
     }
 
 
@@ -181,6 +188,8 @@ def _header(
     key = one.key.replace(" score(", "\n          score(")
     tile = f"block_m={config.block_m} block_n={config.block_n}"
     tile += f" block_d={config.block_d}" if config.block_d else ""
+    tile += f" heads={config.heads}" if config.heads > 1 else ""
+    tile += f" split_kv={config.split_kv}" if config.split_kv else ""
     options = f"num_warps={config.num_warps} num_stages={config.num_stages}"
     options += " descriptors" if config.descriptors else ""
     return f'''"""{KERNELS[kernel].title}
@@ -204,9 +213,7 @@ def _function_name(problem: AttentionProblem, config: TileConfig, kernel: Kernel
         return f"attention_{kernel}_d{problem.head_dim_v}_m{config.block_m}"
     mask = re.sub(r"[^a-z0-9]+", "_", problem.mask.notation.replace("-1", "inf")).strip("_")
     mask = mask[:MAX_NAME].rstrip("_")
-    slice_ = f"d{config.block_d}" if config.block_d else ""
-    described = "t" if config.descriptors else ""
-    tile = f"m{config.block_m}n{config.block_n}{slice_}{described}"
+    tile = config.key.partition("w")[0] + ("t" if config.descriptors else "")
     return f"attention_{kernel}_{dims}_{mask}_{tile}"
 
 
@@ -242,9 +249,9 @@ def _slices(limit: str, head_dim: int, config: TileConfig) -> Slices:
     )
 
 
-def _in_panel(spec: KernelSpec) -> bool:
-    """True where the tiles that pass are those of a panel."""
-    return spec.panel == "reads" and spec.stays == "columns"
+def _in_part(spec: KernelSpec) -> bool:
+    """True where the tiles that pass are those of a panel, or of a split."""
+    return spec.splits or (spec.panel == "reads" and spec.stays == "columns")
 
 
 def _heavy_last(mask: Mask, side: Side) -> bool:

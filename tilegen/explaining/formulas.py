@@ -28,14 +28,17 @@ from tilegen.model.symbols import (
     V_kv,
     V_q,
     W_q,
+    W_s,
     g,
+    g_t,
     n_kv,
     n_p,
     n_q,
+    n_s,
     n_w,
     nnz,
 )
-from tilegen.model.traffic import Visits, terms_of, total_bytes
+from tilegen.model.traffic import Visits, splits_of, terms_of, total_bytes
 from tilegen.problem import AttentionProblem
 
 rho = sp.Symbol("rho", positive=True)
@@ -109,6 +112,7 @@ def kernel_values(
     if KERNELS[kernel].sliced:
         rows = rows_of_panels(problem, gpu, kernel)
     width = config.block_n if "maxima" in KERNELS[kernel].made else SCORE_WIDTH
+    splits = splits_of(problem, config, kernel)
     return bound_values(problem, gpu) | {
         V_kv: counts.rows,
         V_q: counts.rows,
@@ -117,6 +121,9 @@ def kernel_values(
         T_s: -(-problem.seqlen_kv // width),
         n_p: panels_per_group(problem.group_size, problem.seqlen_q, rows),
         B_e: config.block_d or 1,
+        W_s: splits.rows,
+        n_s: splits.count,
+        g_t: splits.tiles_of_group,
     }
 
 

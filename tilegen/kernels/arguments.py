@@ -17,7 +17,9 @@ Taken = Literal[
 tiles; a stride, in the kernel's unit; a size; a size in that unit; the number itself; a scale times
 log2(e); a truth value as an int. Scratch pointers, which kernels here do not use, hold nothing."""
 
-FP32_TENSORS = frozenset(("lse", "delta", "maxima", "sums", "acc", "sinks"))
+FP32_TENSORS = frozenset(
+    ("lse", "delta", "maxima", "sums", "acc", "sinks", "partials", "partial_lse")
+)
 """Tensors of fp32, whatever the dtype of a problem."""
 PANELS = frozenset(("weights", "ds", "panel"))
 """Tensors (heads, rows, columns) that kernels of a panel share, all of the same strides."""
@@ -37,6 +39,7 @@ _SIZES: dict[str, tuple[str, int]] = {
     "num_heads": ("weights ds panel", 0),
     "num_rows": ("weights ds panel", 1),
     "score_tiles": ("maxima", 1),
+    "num_splits": ("partial_lse", 2),
 }
 """Where a size is read: the first of these tensors that a kernel has, and the dimension."""
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
 
 from tilegen.errors import Unsupported
 
@@ -17,8 +17,15 @@ Dim = Literal["qk", "v"]
 """A head dim: that of q and k, or that of v."""
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
+FEW_ROWS = (1, 2, 4, 8)
+"""Query rows of tiles that hold those of several heads, or one row."""
 NUM_WARPS = (4, 8)
 NUM_STAGES = (1, 2, 3, 4)
+HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
+SPLITS = tuple(1 << i for i in range(4, 17))
+
+
+_ALWAYS = ("block_m", "block_n", "num_warps", "num_stages")
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -37,12 +44,18 @@ class TileConfig:
     """Columns of a head-dim slice; 0 for kernels that hold head dims whole."""
     descriptors: bool = False
     """True: streamed tiles are loaded through tensor descriptors (see descriptors.py)."""
+    heads: int = 1
+    """Query heads of a group whose rows make up a tile together, rounded up to a power of two."""
+    split_kv: int = 0
+    """Key-value rows of a split, which has programs of its own; 0: programs go through all."""
 
     def __post_init__(self) -> None:
         for name, allowed in (
-            ("block_m", BLOCK_SIZES),
+            ("block_m", (*FEW_ROWS, *BLOCK_SIZES)),
             ("block_n", BLOCK_SIZES),
             ("block_d", (0, *BLOCK_SIZES)),
+            ("heads", HEADS),
+            ("split_kv", (0, *SPLITS)),
             ("num_warps", (1, 2, 4, 8, 16)),
             ("num_stages", (1, 2, 3, 4, 5, 6)),
         ):
@@ -55,30 +68,51 @@ class TileConfig:
     def __repr__(self) -> str:
         slice_ = f", block_d={self.block_d}" if self.block_d else ""
         described = ", descriptors=True" if self.descriptors else ""
+        packed = f", heads={self.heads}" if self.heads > 1 else ""
+        split = f", split_kv={self.split_kv}" if self.split_kv else ""
         return (
             f"TileConfig(block_m={self.block_m}, block_n={self.block_n}{slice_}, "
-            f"num_warps={self.num_warps}, num_stages={self.num_stages}{described})"
+            f"num_warps={self.num_warps}, num_stages={self.num_stages}{described}{packed}{split})"
         )
 
     @property
+    def rows(self) -> int:
+        """Rows of a tile of scores: the query rows of all heads that it holds."""
+        return self.block_m * self.heads
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The knobs by name, as files hold them: without those that most kernels do not have and
+        that are as usual."""
+        usual = {field.name: field.default for field in fields(self)}
+        return {
+            name: one for name, one in asdict(self).items() if one != usual[name] or name in _ALWAYS
+        }
+
+    @property
     def key(self) -> str:
-        """Short text, `m128n64w8s3`, `m128n64d32w8s3`, or `m128n64w8s3t` with tensor descriptors;
-        `TileConfig.parse(config.key) == config`."""
+        """Short text, `m128n64w8s3`, `m128n64d32w8s3`, `m128n64w8s3t` with tensor descriptors, or
+        `m2h8n64k1024w4s3` with 8 heads a tile and 1024 keys a split; `TileConfig.parse(config.key)
+        == config`."""
+        packed = f"h{self.heads}" if self.heads > 1 else ""
         slice_ = f"d{self.block_d}" if self.block_d else ""
+        split = f"k{self.split_kv}" if self.split_kv else ""
         described = "t" if self.descriptors else ""
-        sides = f"m{self.block_m}n{self.block_n}{slice_}"
+        sides = f"m{self.block_m}{packed}n{self.block_n}{slice_}{split}"
         return f"{sides}w{self.num_warps}s{self.num_stages}{described}"
 
     @classmethod
     def parse(cls, text: str) -> TileConfig:
         """Return the config that `m128n64w8s3` describes. Raises Unsupported."""
         match = re.fullmatch(
-            r"m(\d{1,4})n(\d{1,4})(?:d(\d{1,4}))?w(\d{1,2})s(\d{1,2})(t?)", text.strip()
+            r"m(\d{1,4})(?:h(\d{1,4}))?n(\d{1,4})(?:d(\d{1,4}))?(?:k(\d{1,5}))?"
+            r"w(\d{1,2})s(\d{1,2})(t?)",
+            text.strip(),
         )
         if not match:
             raise Unsupported(f"expected a config such as m128n64w8s3, got {text!r}")
         *numbers, described = match.groups(default="0")
-        block_m, block_n, block_d, num_warps, num_stages = map(int, numbers)
+        block_m, heads, block_n, block_d, split_kv, num_warps, num_stages = map(int, numbers)
         return cls(
             block_m=block_m,
             block_n=block_n,
@@ -86,6 +120,8 @@ class TileConfig:
             num_stages=num_stages,
             block_d=block_d,
             descriptors=described == "t",
+            heads=heads if match[2] else 1,
+            split_kv=split_kv,
         )
 
 

@@ -15,6 +15,9 @@ LIKE = {"out": ("q", "v"), "dq": ("q", "q"), "dk": ("k", "k"), "dv": ("v", "v")}
 """Results laid out like a tensor, and the tensor whose head dim they have."""
 OF_ROWS = {"lse": "q", "delta": "out"}
 """Results of an fp32 number for each row of a tensor."""
+OF_SPLITS = {"partials": ("v",), "partial_lse": ()}
+"""Results in fp32 for each row of q and each split of the keys, and the tensor whose head dim they
+have."""
 
 
 def empty_like(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
@@ -31,11 +34,11 @@ def strides_like(tensor: torch.Tensor, head_dim: int) -> tuple[int, int, int, in
     return whole, seqlen * head_dim, head_dim, 1
 
 
-def allocate(name: str, given: Mapping[str, Any], unit: int, block_n: int) -> torch.Tensor:
+def allocate(name: str, given: Mapping[str, Any], unit: int, keys: int) -> torch.Tensor:
     """Return an uninitialised tensor for a result of a launch.
 
     `given` is what the launch takes, by name; `unit` the elements that strides are counted by, to
-    which rows of a panel are padded; `block_n` the keys of a score tile.
+    which rows of a panel are padded; `keys` those of a score tile, or of a split.
     """
     import torch
 
@@ -46,8 +49,13 @@ def allocate(name: str, given: Mapping[str, Any], unit: int, block_n: int) -> to
         like = given[OF_ROWS[name]]
         return torch.empty(like.shape[:3], device=like.device, dtype=torch.float32)
     q, seqlen_kv = given["q"], given["k"].shape[2]
+    if name in OF_SPLITS:
+        batch, heads, rows, _ = q.shape
+        width = [given[one].shape[3] for one in OF_SPLITS[name]]
+        shape = batch, heads, -(-seqlen_kv // keys), rows, *width
+        return torch.empty(shape, device=q.device, dtype=torch.float32)
     heads, rows = given["num_heads"], given["num_rows"]
     if name in PANELS:
         return q.new_empty((heads, rows, -(-seqlen_kv // unit) * unit))
-    shape = heads, -(-seqlen_kv // block_n), rows
+    shape = heads, -(-seqlen_kv // keys), rows
     return torch.empty(shape, device=q.device, dtype=torch.float32)  # maxima and sums

@@ -7,11 +7,12 @@ from collections.abc import Collection
 from dataclasses import asdict
 
 from tilegen.errors import Unsupported
-from tilegen.kernels.config import Family, Kernel, TileConfig
+from tilegen.kernels.config import BLOCK_SIZES, Family, Kernel, TileConfig
 from tilegen.kernels.q_stationary import Q_STATIONARY
 from tilegen.kernels.q_streamed import Q_STREAMED
 from tilegen.kernels.small_cache import SMALL_CACHE_BACKWARD, SMALL_CACHE_FORWARD
 from tilegen.kernels.spec import Direction, FamilySpec, KernelSpec
+from tilegen.kernels.split_kv import SPLIT_KV
 from tilegen.kernels.two_pass import TWO_PASS
 
 FORWARD: dict[Family, FamilySpec] = {}
@@ -20,7 +21,7 @@ FAMILIES: dict[Direction, dict[Family, FamilySpec]] = {"forward": FORWARD, "back
 KERNELS: dict[Kernel, KernelSpec] = {}
 """Every kernel by its name, forward first."""
 
-_ALL = (Q_STATIONARY, Q_STREAMED, SMALL_CACHE_FORWARD, TWO_PASS, SMALL_CACHE_BACKWARD)
+_ALL = (Q_STATIONARY, SPLIT_KV, Q_STREAMED, SMALL_CACHE_FORWARD, TWO_PASS, SMALL_CACHE_BACKWARD)
 
 
 def register(family: FamilySpec) -> None:
@@ -55,8 +56,14 @@ def direction_of(kernel: Kernel) -> Direction:
 
 def grid_of(kernel: Kernel, config: TileConfig, group_size: int) -> tuple[tuple[str, int], ...]:
     """Return the grid of one launch: sizes, and what each is divided by."""
-    knobs = {"group_size": group_size, **asdict(config)}
+    knobs = {"group_size": group_size, "tile_heads": tile_heads(config, group_size)}
+    knobs |= asdict(config)
     return tuple((name, knobs.get(by, by)) for name, by in KERNELS[kernel].grid)  # type: ignore
+
+
+def tile_heads(config: TileConfig, group_size: int) -> int:
+    """Return the query heads whose rows a tile holds: one, or all of a group."""
+    return group_size if config.heads > 1 else 1
 
 
 def check_config(config: TileConfig, kernel: Kernel) -> None:
@@ -64,13 +71,20 @@ def check_config(config: TileConfig, kernel: Kernel) -> None:
     spec = KERNELS[kernel]
     if config.descriptors and not spec.described:
         raise Unsupported(f"{kernel} has no tensor descriptors, expected no t in {config.key}")
-    if not spec.sliced:
-        if config.block_d:
-            raise Unsupported(f"{kernel} holds head dims whole, expected no d in {config.key}")
-        return
-    for name in ("block_m", "block_n", "block_d"):
+    if not spec.sliced and config.block_d:
+        raise Unsupported(f"{kernel} holds head dims whole, expected no d in {config.key}")
+    if not spec.splits and (config.heads > 1 or config.split_kv):
+        raise Unsupported(f"{kernel} splits no keys, expected no h and no k in {config.key}")
+    if spec.splits and (not config.split_kv or config.split_kv % config.block_n):
+        raise Unsupported(
+            f"splits of {kernel} hold whole tiles of {config.block_n} keys, expected a k that is a "
+            f"multiple, got {config.key}"
+        )
+    values = {"block_m": config.rows, "block_n": config.block_n}
+    values |= {"block_d": config.block_d}
+    for name, value in values.items():
         allowed = getattr(spec.knobs, name)
-        if (value := getattr(config, name)) not in allowed:
+        if value not in allowed and (spec.sliced or spec.splits or value < BLOCK_SIZES[0]):
             raise Unsupported(
                 f"{name} of {kernel} must be one of {allowed}, got {value} in {config.key}"
             )

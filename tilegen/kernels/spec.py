@@ -58,8 +58,10 @@ class Knobs:
     """The tiles and launch options that a kernel may be tuned over."""
 
     block_m: tuple[int, ...] = BLOCK_SIZES
+    """Rows of a tile: query rows, times the heads where a tile holds those of several."""
     block_n: tuple[int, ...] = BLOCK_SIZES
     block_d: tuple[int, ...] = (0,)
+    split_kv: tuple[int, ...] = (0,)
     num_warps: tuple[int, ...] = NUM_WARPS
     num_stages: tuple[int, ...] = NUM_STAGES
 
@@ -115,7 +117,7 @@ class KernelSpec:
     """A knob that a launch returns after its tensors, for the next kernel."""
     lines: tuple[Line, ...]
     """The function's arguments but for those that masks and scores add."""
-    grid: tuple[tuple[str, Knob | Literal["group_size"] | int], ...]
+    grid: tuple[tuple[str, Knob | Literal["group_size", "tile_heads", "split_kv"] | int], ...]
     """One-dimensional: the product of ceil(size / divisor) over these pairs."""
     loop: Whole | Sliced | None
     """The inner loop; None for kernels that go over their rows once."""
@@ -165,6 +167,11 @@ class KernelSpec:
         return self.loop if isinstance(self.loop, Whole) else None
 
     @property
+    def splits(self) -> bool:
+        """True: streamed rows are split over programs, and a tile may hold several heads."""
+        return self.knobs.split_kv != (0,)
+
+    @property
     def panel(self) -> str:
         """The kernel's part in a panel of scores: `writes`, `reads`, or nothing."""
         return self.loop.panel if isinstance(self.loop, Sliced) else ""
@@ -203,6 +210,9 @@ class FamilySpec:
 
     large_heads_only: bool = False
     """True: the family can win only where on-chip memory holds few rows of a head dim."""
+    few_programs_only: bool = False
+    """True: the family can win only where programs for each tile of query rows leave SMs idle, or
+    where heads have too few query rows for a tile each."""
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -97,18 +97,18 @@ def _loads(mask: Mask) -> Loads:
     )
 
 
-def ranges_source(mask: Mask, side: Side, *, in_panel: bool = False) -> Ranges:
-    """Return the tiles to visit, in the simplest form that can say them; `in_panel` leaves out
-    those outside of [panel_lo, panel_hi)."""
+def ranges_source(mask: Mask, side: Side, *, in_part: bool = False) -> Ranges:
+    """Return the tiles to visit, in the simplest form that can say them; `in_part` leaves out
+    those outside of [part_lo, part_hi)."""
     axis = "q" if side == "rows" else "k"
     names = {FIRST: f"{axis}_first", LAST: f"{axis}_last"} | NAMES
     sets = closed_form(mask, side)
     if sets is None:
-        return _lists(mask, side, in_panel)
+        return _lists(mask, side, in_part)
     writer = Writer(names, _loads(mask), stem="r")
     if sets.full is not None:
         return _single(sets.live[0], sets.full, writer)
-    return _several(sets, writer, side, in_panel)
+    return _several(sets, writer, side, in_part)
 
 
 def closed_form(mask: Mask, side: Side) -> StreamSets | None:
@@ -145,7 +145,7 @@ def _single(live: Interval, full: Interval, writer: Writer) -> Ranges:
     )
 
 
-def _several(sets: StreamSets, writer: Writer, side: Side, in_panel: bool) -> Ranges:
+def _several(sets: StreamSets, writer: Writer, side: Side, in_part: bool) -> Ranges:
     intervals = [*sets.live, *sets.dropped]
     emitted = [e for one in intervals for e in (one.lo, one.hi, *one.guards)]
     do = _AsSource("BLOCK_N" if side == "rows" else "BLOCK_M")
@@ -166,19 +166,19 @@ def _several(sets: StreamSets, writer: Writer, side: Side, in_panel: bool) -> Ra
         uses_last=any(expression.has(LAST) for expression in emitted),
         per_head=any(expression.has(H) for expression in emitted),
         statements=(*writer.statements, *do.statements),
-        full=_loop("full", found.full, side, in_panel),
-        partial=_loop("partial", found.partial, side, in_panel),
+        full=_loop("full", found.full, side, in_part),
+        partial=_loop("partial", found.partial, side, in_part),
     )
 
 
-def _loop(name: str, ranges: tuple[Range, ...], side: Side, in_panel: bool) -> TileLoop:
+def _loop(name: str, ranges: tuple[Range, ...], side: Side, in_part: bool) -> TileLoop:
     """Return the loop over ranges of tiles, one after the other."""
     step, tile = ("i", "tile_n") if side == "rows" else ("step", "tile_m")
     setup: list[str] = []
-    if in_panel:
+    if in_part:
         clipped: list[Range] = []
         for i, (lo, hi) in enumerate(ranges):
-            setup += [f"{name}{i}_{end} = tl.minimum(tl.maximum({edge}, panel_lo), panel_hi)"
+            setup += [f"{name}{i}_{end} = tl.minimum(tl.maximum({edge}, part_lo), part_hi)"
                       for end, edge in (("lo", lo), ("hi", hi))]  # fmt: skip
             clipped.append((f"{name}{i}_lo", f"{name}{i}_hi"))
         ranges = tuple(clipped)
@@ -200,7 +200,7 @@ def _loop(name: str, ranges: tuple[Range, ...], side: Side, in_panel: bool) -> T
     return TileLoop(tuple(setup), reached or "0", tuple(steps), holds or ("tile_n < 0",))
 
 
-def _lists(mask: Mask, side: Side, in_panel: bool) -> Ranges:
+def _lists(mask: Mask, side: Side, in_part: bool) -> Ranges:
     stays, step, tile = (
         ("q_first // BLOCK_M", "i", "tile_n") if side == "rows" else ("tile_n", "step", "tile_m")
     )
@@ -219,12 +219,12 @@ def _lists(mask: Mask, side: Side, in_panel: bool) -> Ranges:
 
     def loop(name: str, first: str, last: str) -> TileLoop:
         setup = [f"num_{name} = ({last} - {first}).to(tl.int32)"]
-        if in_panel:
+        if in_part:
             setup = [
-                f"{name}_from = _count_below(tiles_ptr, {first}, {last}, panel_lo)",
-                f"num_{name} = _count_below(tiles_ptr, {first}, {last}, panel_hi) - {name}_from",
+                f"{name}_from = _count_below(tiles_ptr, {first}, {last}, part_lo)",
+                f"num_{name} = _count_below(tiles_ptr, {first}, {last}, part_hi) - {name}_from",
             ]
-        start = f"{first} + {name}_from" if in_panel else first
+        start = f"{first} + {name}_from" if in_part else first
         return TileLoop(
             tuple(setup),
             f"num_{name}",

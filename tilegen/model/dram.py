@@ -225,11 +225,22 @@ def dram_bytes(
         return moved.read_bytes + moved.write_bytes
     if KERNELS[kernel].sliced:
         return _dram_of_slices(problem, gpu, kernel, moved)
+    if KERNELS[kernel].splits:
+        return _dram_of_splits(problem, kernel, moved)
     streams = _streams(problem, gpu, kernel, counts, in_flight, order)
     row = streamed_bytes(problem, kernel)
     streamed = int(row * streams.heads * problem.group_size * counts.rows)
     delivered = int(streams.sweeps * streams.once * streams.heads)
     return moved.read_bytes + moved.write_bytes - streamed + min(streamed, delivered)
+
+
+def _dram_of_splits(problem: AttentionProblem, kernel: Kernel, moved: Traffic) -> int:
+    """Return the bytes between L2 and DRAM of a kernel whose keys are split over programs: inputs
+    move once, since programs that stream a split are neighbours, and L2 holds the split."""
+    size = mask_size(problem.mask, problem.seqlen_q, problem.seqlen_kv)
+    queries = problem.num_heads_q * size.rows * problem.head_dim_qk * problem.element_bytes
+    keys = problem.num_heads_kv * size.columns * streamed_bytes(problem, kernel)
+    return moved.write_bytes + min(moved.read_bytes, problem.batch * (queries + keys))
 
 
 def _dram_of_slices(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, moved: Traffic) -> int:

@@ -42,7 +42,9 @@ def footprint(
     elif isinstance(loop, Whole):
         smem += _shared_whole(rules, work, problem, config, kernel)
     else:
-        smem += 4 * work.rows * config.num_warps  # sums of rows across warps
+        # Sums of rows, or of results that are joined, across warps.
+        joined = "partials" in KERNELS[kernel].given
+        smem += 4 * (sum(work.results) if joined else work.rows) * config.num_warps
     if config.descriptors:
         aligned = in_place_of(rules, work, problem.element_bytes)
         smem += max(0, ALIGNED_BARRIERS - rules.smem_overhead) if aligned else BARRIERS

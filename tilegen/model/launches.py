@@ -11,7 +11,7 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import panels, rows_for
 from tilegen.kernels.registry import KERNELS, direction_of
 from tilegen.kernels.spec import Sliced
-from tilegen.model.traffic import Visits
+from tilegen.model.traffic import Visits, splits_of
 from tilegen.problem import AttentionProblem
 
 
@@ -38,6 +38,16 @@ def launches(
     spec, heads = KERNELS[kernel], problem.batch * problem.num_heads_q
     steps, partial = heads * counts.tiles, heads * counts.partial_tiles
     columns = spec.stays == "columns"
+    if spec.splits:  # programs of splits that the mask leaves nothing end at once
+        splits = splits_of(problem, config, kernel)
+        tiles = heads // problem.group_size * splits.tiles_of_group
+        return Launches(
+            count=1,
+            programs=int(tiles * splits.programs),
+            steps=tiles * counts.tiles,
+            partial=tiles * counts.partial_tiles,
+            longest=min(counts.longest, config.split_kv // config.block_n),
+        )
     if not spec.panel:
         group = problem.group_size if columns else 1
         return Launches(

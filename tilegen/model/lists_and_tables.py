@@ -33,7 +33,7 @@ def lists_and_tables(
         width = config.block_d or problem.head_dim_qk + problem.head_dim_v
         smem += streamed * width * problem.element_bytes
     if problem.score and problem.score.changes:
-        scores = config.block_m * config.block_n
+        scores = config.rows * config.block_n
         tables = _tables(problem.score)
         smem += config.num_stages * scores * sum(tables)
         spec = KERNELS[kernel]
@@ -43,7 +43,7 @@ def lists_and_tables(
         registers += alive * scores // (32 * config.num_warps)
     if problem.dropout and KERNELS[kernel].drops:
         threads = 32 * config.num_warps
-        registers += int(DRAWN_REGISTERS * config.block_m * config.block_n / threads)
+        registers += int(DRAWN_REGISTERS * config.rows * config.block_n / threads)
     return smem, registers
 
 

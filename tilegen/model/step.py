@@ -85,7 +85,7 @@ class Step:
 def step(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> Step:
     """Return one step of a kernel; configs that differ in warps and stages share it."""
     dims = problem.head_dim_qk, problem.head_dim_v
-    return _step(*dims, config.block_m, config.block_n, config.block_d, kernel)
+    return _step(*dims, config.rows, config.block_n, config.block_d, kernel)
 
 
 @lru_cache(maxsize=8192)
@@ -102,7 +102,7 @@ def _step(qk: int, v: int, m: int, n: int, d: int, kernel: Kernel) -> Step:
     widths = {"qk": chunks(qk), "v": chunks(v)}
     read = tuple(w for one in spec.given if one in WIDTHS for w in widths[WIDTHS[one]])
     return Step(
-        rows=m,
+        rows=n if "partials" in spec.given else m,  # a step joins the results of so many splits
         columns=0,
         products=(),
         kept=0,

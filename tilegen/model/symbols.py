@@ -22,6 +22,8 @@
 # | V_kv   | T_r N_kv if unmasked   | visited_rows of side "rows": KV rows a query head streams    |
 # | V_q    | T_c N_q if unmasked    | visited_rows of side "columns": query rows streamed, a head |
 # | W_q    |                        | query rows of all visited tiles, for a query head            |
+# | W_s    |                        | query rows of a head, once for each split its tile visits    |
+# | g_t    |                        | tiles that hold a group's heads: g, or 1 that holds all      |
 # | A_w    |                        | entries of all visited tiles, in rows padded to 16 bytes     |
 # | T_s    | T_c                    | score tiles of a row, in the small-cache forward             |
 # | n_p    |                        | panels that a group of query heads is computed in            |
@@ -66,6 +68,7 @@ M, x = sp.symbols("M x", positive=True)
 P, nnz, w, n_q, n_kv = sp.symbols("P nnz w n_q n_kv", positive=True, integer=True)
 V_kv, V_q = sp.symbols("V_kv V_q", positive=True, integer=True)
 W_q, A_w, T_s, n_p = sp.symbols("W_q A_w T_s n_p", positive=True, integer=True)
+W_s, g_t = sp.symbols("W_s g_t", positive=True, integer=True)
 alpha, kappa, e = sp.symbols("alpha kappa e", positive=True)
 B, B_d, B_e, B_k, B_p = sp.symbols("B B_d B_e B_k B_p", positive=True, integer=True)
 n, n_s, c = sp.symbols("n n_s c", positive=True, integer=True)

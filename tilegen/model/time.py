@@ -9,7 +9,7 @@ and README.md lists every constant with its source.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from tilegen.gpus.nearest import on_tensor_cores
@@ -138,6 +138,16 @@ class Time:
     dram_bytes: int
     flops: int
     """Tensor flops executed: whole tiles and slices, at padded head dims."""
+    busy_seconds: float
+    """Seconds that the SMs take in a kernel with a loop: of configs that wait for memory alike, the
+    least leaves most room for what the model does not know."""
+    left_seconds: float = 0.0
+    """Seconds that the next kernel takes to read what this one leaves for it."""
+
+    @property
+    def cost(self) -> float:
+        """Seconds by which configs are ranked: the kernel's own, and what it leaves to the next."""
+        return self.seconds + self.left_seconds
 
 
 def time(
@@ -215,6 +225,8 @@ def time(
         waves=waves,
         dram_bytes=dram,
         flops=int(2 * run.steps * work.multiply_adds),
+        busy_seconds=total / gpu.clock_hz if spec.loop else 0.0,
+        left_seconds=l2_seconds(gpu, replace(moved, read_bytes=0)) if spec.splits else 0.0,
     )
 
 

@@ -20,6 +20,8 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import SCORE_WIDTH, panels_per_group
 from tilegen.kernels.registry import KERNELS
 from tilegen.kernels.spec import Moved
+from tilegen.kernels.split_kv import FWD_SPLIT
+from tilegen.masks.grouping import packed_heads
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.tiles.tile_ranges import counted_over, tile_ranges
 from tilegen.masks.tiles.visits import TileRanges
@@ -36,11 +38,14 @@ from tilegen.model.symbols import (
     V_kv,
     V_q,
     W_q,
+    W_s,
     d_qk,
     d_v,
     e,
     g,
+    g_t,
     n_p,
+    n_s,
 )
 from tilegen.problem import AttentionProblem
 
@@ -118,14 +123,17 @@ def traffic(
     aligned: bool | None = None,
     panel_rows: int | None = None,
     score_width: int = SCORE_WIDTH,
+    before: TileConfig | None = None,
 ) -> Traffic:
     """Return the exact bytes that `kernel` loads and stores for the whole problem.
 
-    Those of the small-cache kernels depend on more than their own config: `aligned` kernels (by
+    Those of some kernels depend on more than their own config: `aligned` small-cache kernels (by
     default where the head dims allow it) pad a panel's rows, `panel_rows` (by default all) go into
-    a panel, and score tiles are `score_width` keys wide.
+    a panel, and score tiles are `score_width` keys wide; `before` is the config of the kernel that
+    left the splits' results (by default `usual_split`).
     """
     counts = visits(problem, config.block_m, config.block_n, kernel, aligned=aligned)
+    splits = splits_of(problem, config, kernel, before)
     width = config.block_n if "maxima" in KERNELS[kernel].made else score_width
     rows = problem.batch * problem.num_heads_q * problem.seqlen_q
     arguments = (
@@ -143,12 +151,55 @@ def traffic(
         panels_per_group(problem.group_size, problem.seqlen_q, panel_rows or rows),
         config.block_d or 1,
         problem.element_bytes,
+        splits.rows,
+        splits.count,
+        splits.tiles_of_group,
     )
     read, write = _evaluators(kernel)
     return Traffic(
         read_bytes=int(read(*arguments)) + state_bytes(problem, kernel, counts),
         write_bytes=int(write(*arguments)),
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Splits:
+    """The splits of the keys that a query head's tiles visit; one of all keys in most kernels."""
+
+    count: int
+    """Splits of all keys."""
+    programs: int | Fraction
+    """Pairs of a query tile and a split of which it visits anything."""
+    rows: int | Fraction
+    """Query rows of these, inside the sequence."""
+    tiles_of_group: int
+    """Tiles that hold the query heads of a key-value head: one, or one for each."""
+
+
+def splits_of(
+    problem: AttentionProblem, config: TileConfig, kernel: Kernel, before: TileConfig | None = None
+) -> Splits:
+    """Return the splits of a kernel that makes them, or of the config `before` it."""
+    spec, group = KERNELS[kernel], problem.group_size
+    if not spec.splits and "partials" not in spec.given:
+        return Splits(count=1, programs=0, rows=0, tiles_of_group=group)
+    split = config if spec.splits else before or usual_split(problem)
+    keys = split.split_kv
+    # A split is visited where any of its tiles is: as if it were a tile itself.
+    counts = visits(problem, split.block_m, keys, FWD_SPLIT.name)
+    return Splits(
+        count=-(-problem.seqlen_kv // keys),
+        programs=counts.tiles,
+        rows=counts.row_steps,
+        tiles_of_group=group if split.heads == 1 else 1,
+    )
+
+
+def usual_split(problem: AttentionProblem) -> TileConfig:
+    """Return the splits that a kernel is taken to join where nobody says which: of 1024 keys, near
+    which the published optimum lies (benchmarks/results/published/README.md)."""
+    heads = packed_heads(problem)
+    return TileConfig(block_m=max(1, 16 // heads), block_n=64, heads=heads, split_kv=1024)
 
 
 def state_bytes(problem: AttentionProblem, kernel: Kernel, counts: Visits) -> int:
@@ -253,6 +304,7 @@ def _each(total: int, heads: int) -> int | Fraction:
 def _evaluators(kernel: Kernel) -> tuple[Callable[..., int], Callable[..., int]]:
     """Return (read, write) as functions of Python integers, which do not overflow."""
     arguments = [H_kv, g, N_q, N_kv, d_qk, d_v, V_kv, V_q, W_q, A_w, T_s, n_p, B_e, e]
+    arguments += [W_s, n_s, g_t]
 
     def evaluator(direction: str) -> Any:
         moved = [term for term in terms_of(kernel) if term.direction == direction]

@@ -101,7 +101,8 @@ class LaunchText:
                 f"{name} = empty(({', '.join(n)}), ({', '.join(s)}), {like}.dtype)",
             ]
         given = ", ".join(f"{one}={one}" for one in self.spec.given)
-        return [f"{name} = allocate({name!r}, dict({given}), {self.unit}, {self.config.block_n})"]
+        keys = self.config.split_kv or self.config.block_n
+        return [f"{name} = allocate({name!r}, dict({given}), {self.unit}, {keys})"]
 
     def _check(self) -> list[str]:
         """Return a test of strides; the bits of all together tell as much as each number."""

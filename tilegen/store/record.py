@@ -149,13 +149,10 @@ class TuningRecord:
             for field in dataclasses.fields(self)
             if field.name not in (*KEY, "rivals")
         }
-        for name in ("config", "estimate", "versions"):
+        for name in ("estimate", "versions"):
             values[name] = values[name] and dataclasses.asdict(values[name])
         values["measurement"] = measurement_values(self.measurement)
-        if not self.config.block_d:
-            del values["config"]["block_d"]
-        if not self.config.descriptors:
-            del values["config"]["descriptors"]
+        values["config"] = self.config.values
         return values
 
     @classmethod

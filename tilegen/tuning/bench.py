@@ -48,6 +48,7 @@ def safe(kernel: Kernel) -> TileConfig:
         block_m=knobs.block_m[0],
         block_n=knobs.block_n[0],
         block_d=knobs.block_d[0],
+        split_kv=knobs.split_kv[0],
         num_warps=4,
         num_stages=1,
     )
@@ -243,6 +244,7 @@ def make_launches(
     import torch
 
     from tilegen.check.reference import TORCH_DTYPES
+    from tilegen.model.traffic import usual_split
 
     generator = torch.Generator(device).manual_seed(0)
     dtype = TORCH_DTYPES[problem.dtype]
@@ -253,6 +255,7 @@ def make_launches(
     def random(shape: Sequence[int], dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
+    keys = usual_split(problem).split_kv
     found: list[tuple[Any, ...]] = []
     made: dict[tuple[str, torch.Size], torch.Tensor] = {}
 
@@ -263,7 +266,7 @@ def make_launches(
             named = dict(zip(spec.given, given, strict=True))
             results: list[Any] = []
             for name in spec.made:
-                like = allocate(name, named, 8, SCORE_WIDTH)
+                like = allocate(name, named, 8, keys if spec.splits else SCORE_WIDTH)
                 # One tensor serves all panels of its size.
                 if (key := (name, like.shape)) not in made:
                     made[key] = random(like.shape, like.dtype)

@@ -1,0 +1,38 @@
+"""Kernels that split the keys, compiled: what a call takes first may be used on each family of
+GPUs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tilegen import pipeline
+from tilegen.build.acceptable import acceptable
+from tilegen.errors import BuildFailed
+from tilegen.gpus.spec import gpu
+from tilegen.problem import AttentionProblem
+
+GPUS = ("a100", "h200", "b200", "rtx5090")
+CASES = [
+    "b1 hq64 hkv8 q1 kv8192 d128 bf16",
+    "b1 hq16 hkv2 q8 kv131072 d128 bf16 causal(bottom_right)",
+    "b1 hq8 hkv1 q8 kv131072 d256 bf16 causal(bottom_right)",
+    "b1 hq8 hkv1 q256 kv131072 d128 bf16 causal(bottom_right)",
+]
+
+
+@pytest.mark.parametrize("text", CASES)
+def test_first_choices_compile_to_what_may_be_used(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
+    problem = AttentionProblem.parse(text)
+    for name in GPUS[CASES.index(text) % 2 :: 2]:
+        spec = gpu(name)
+        chosen = pipeline.choose(problem, spec, "forward", may_compile=True)
+        assert list(chosen) == ["fwd_split", "fwd_combine"]
+        for kernel, one in chosen.items():
+            built = one.tried[one.config]
+            assert not isinstance(built, BuildFailed)
+            assert acceptable(built, spec), (name, kernel, built)

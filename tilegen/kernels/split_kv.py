@@ -1,0 +1,120 @@
+"""Forward with the keys split over programs, for few queries: a tile holds the query rows of all
+heads that share a key-value head, a program streams the keys of one split past it, and a second
+kernel joins what the splits give (Flash-Decoding: Dao, Haziza, Massa, Sizov, 2023).
+
+A split is a fixed number of keys, counted from the first: what a row's splits are depends on
+nothing but its keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from tilegen.kernels.arguments import SCALE_IN_BASE_2, pointers, sizes, strides
+from tilegen.kernels.layout import empty_like
+from tilegen.kernels.panels import Launch
+from tilegen.kernels.spec import FamilySpec, KernelSpec, Knobs, Whole, read, write
+
+if TYPE_CHECKING:
+    import torch
+
+FWD_SPLIT = KernelSpec(
+    name="fwd_split",
+    template="split_kv/attention_fwd_split.py.jinja",
+    title="Attention forward, keys split over programs: out and lse of each split.",
+    given=("q", "k", "v", "softmax_scale"),
+    made=("partials", "partial_lse"),
+    lines=(
+        pointers("q", "k", "v", "partials", "partial_lse"),
+        strides("q", "batch, head and row strides"),
+        strides("k"),
+        strides("v"),
+        sizes("num_heads_q seqlen_q seqlen_kv", "q k"),
+        SCALE_IN_BASE_2,
+    ),
+    grid=(
+        ("seqlen_q", "block_m"),
+        ("num_heads_q", "tile_heads"),
+        ("batch", 1),
+        ("seqlen_kv", "split_kv"),
+    ),
+    loop=Whole(
+        keeps=("q",),
+        streams=("k", "v"),
+        accumulates=("out",),
+        products=("qk", "v"),  # S = Q K^T; O += P V
+        score_tiles=1,
+    ),
+    traffic=(
+        read("q", "g*W_s*d_qk"),
+        read("k", "g_t*V_kv*d_qk"),
+        read("v", "g_t*V_kv*d_v"),
+        write("partials", "g*W_s*d_v", fp32=True),
+        write("partial_lse", "g*N_q*n_s", fp32=True),
+    ),
+    floor=(read("q", "g*n_q*d_qk"), read("k", "n_kv*d_qk"), read("v", "n_kv*d_v")),
+    shows=("out", "lse"),
+    described=("k", "v"),
+    knobs=Knobs(
+        block_m=(16, 32, 64, 128),
+        block_n=(16, 32, 64, 128),
+        split_kv=(256, 512, 1024, 2048, 4096, 8192),
+    ),
+    computes_scores=True,
+    like="fwd",
+)
+
+FWD_COMBINE = KernelSpec(
+    name="fwd_combine",
+    template="split_kv/attention_fwd_combine.py.jinja",
+    title="Attention forward, keys split over programs: out and lse of all splits together.",
+    given=("partials", "partial_lse", "out", "lse"),
+    made=(),
+    lines=(
+        pointers("partials", "partial_lse", "out", "lse"),
+        strides("out", "batch, head and row strides"),
+        sizes("num_heads_q seqlen_q num_splits", "out partial_lse"),
+    ),
+    grid=(("seqlen_q", "block_m"), ("num_heads_q", 1), ("batch", 1)),
+    loop=None,
+    traffic=(
+        read("partial_lse", "g*N_q*n_s", fp32=True),
+        read("partials", "g*W_s*d_v", fp32=True),
+        write("out", "g*N_q*d_v"),
+        write("lse", "g*N_q", fp32=True),
+    ),
+    floor=(write("out", "g*N_q*d_v"), write("lse", "g*N_q", fp32=True)),
+    shows=("out", "lse"),
+    knobs=Knobs(block_m=(1,), block_n=(16, 32), num_warps=(4,), num_stages=(1,)),
+    masked=False,
+    has_sinks=True,
+)
+
+
+def run(
+    launch: Mapping[str, Launch],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    *,
+    panel_rows: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse)."""
+    import torch
+
+    partials = launch[FWD_SPLIT.name](q, k, v, scale)
+    out = empty_like(q, v.shape[3])
+    lse = torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
+    launch[FWD_COMBINE.name](*partials, out, lse)
+    return out, lse
+
+
+SPLIT_KV = FamilySpec(
+    name="split_kv",
+    direction="forward",
+    kernels=(FWD_SPLIT, FWD_COMBINE),
+    run=run,
+    few_programs_only=True,
+)

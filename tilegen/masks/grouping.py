@@ -1,0 +1,31 @@
+"""Query heads that one tile may hold together: those of a group, where nothing tells them apart."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from tilegen.kernels.config import HEADS
+from tilegen.masks.language.symbols import H
+from tilegen.masks.mask import Mask
+from tilegen.masks.score import ScoreForm
+from tilegen.masks.tiles.closed_form import predicate
+
+if TYPE_CHECKING:
+    from tilegen.problem import AttentionProblem
+
+
+def packed_heads(problem: AttentionProblem) -> int:
+    """Return the heads of a tile that holds those of a group, a power of two; 1 where each head
+    needs tiles of its own: it is alone, too many share a key-value head, or mask or score depend on
+    the head."""
+    heads = 1 << (problem.group_size - 1).bit_length()
+    if heads not in HEADS or _tells_heads_apart(problem.mask.general, problem.score):
+        return 1
+    return heads
+
+
+@lru_cache(maxsize=1024)
+def _tells_heads_apart(mask: Mask, score: ScoreForm | None) -> bool:
+    changes = score is not None and score.changes
+    return predicate(mask).has(H) or (changes and score.expression().has(H))
