@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from tilegen.problem import AttentionProblem
     from tilegen.runtime.attention import attention
     from tilegen.runtime.flex import flex_attention, from_block_mask
+    from tilegen.runtime.paged import attention_paged
     from tilegen.runtime.ranks import agree
     from tilegen.runtime.varlen import attention_jagged, attention_varlen
     from tilegen.store import TuningRecord
@@ -76,6 +77,7 @@ _HOME = {
     "agree": "tilegen.runtime.ranks",
     "alibi": "tilegen.masks.score",
     "attention": "tilegen.runtime.attention",
+    "attention_paged": "tilegen.runtime.paged",
     "attention_jagged": "tilegen.runtime.varlen",
     "attention_varlen": "tilegen.runtime.varlen",
     "bias": "tilegen.masks.score",
@@ -134,6 +136,7 @@ __all__ = [
     "alibi",
     "attention",
     "attention_jagged",
+    "attention_paged",
     "attention_varlen",
     "bias",
     "bigbird",

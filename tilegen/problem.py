@@ -21,7 +21,13 @@ MIN_HEAD_DIM = 8
 MAX_HEAD_DIM: dict[str, int] = {"fp16": 1024, "bf16": 1024, "fp32": 512}
 MAX_LENGTH = 2**28  # row and column indices in kernels are 32-bit, and masks add a few of them
 MAX_HEADS = 2**20
+PAGES = tuple(1 << i for i in range(9))
+"""Keys that a page of a cache may hold."""
 MAX_DIGITS = 12
+
+
+INVARIANT = 1, 16, 8192
+"""Batch, queries and keys for which the kernels of all batch-invariant problems are chosen."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +60,10 @@ class AttentionProblem:
     """Change of the scores after scaling; None: none."""
     dropout: bool = False
     """True: weights are dropped, with a probability that only a call knows."""
+    invariant: bool = False
+    """True: what a row gives hangs on its own request only (batch-invariant)."""
+    page: int = 0
+    """Keys of a page, where keys and values lie in the pages of a cache; 0: they lie whole."""
 
     def __post_init__(self) -> None:
         _check_range("batch", self.batch, 1, MAX_HEADS)
@@ -78,6 +88,10 @@ class AttentionProblem:
                     f"{name} must be {MIN_HEAD_DIM}..{limit} in {self.dtype}, got {value}; "
                     "use torch.nn.functional.scaled_dot_product_attention for this size"
                 )
+        if self.page not in (0, *PAGES):
+            raise Unsupported(
+                f"page must be a power of two of at most {PAGES[-1]} keys, got {self.page!r}"
+            )
         if not isinstance(self.mask, Mask):
             raise InvalidProblem(
                 "mask must be a tilegen mask such as tilegen.causal(), "
@@ -118,6 +132,8 @@ class AttentionProblem:
             f"d{dims} {self.dtype} {self.mask.notation}"
             + (f" {self.score.notation}" if self.score else "")
             + (" dropout" if self.dropout else "")
+            + (" invariant" if self.invariant else "")
+            + (f" page{self.page}" if self.page else "")
         )
 
     def __str__(self) -> str:
@@ -130,7 +146,7 @@ class AttentionProblem:
         entry of its own under the rest of the mask (see masks/dilation.py).
         """
         step = step_of(self.mask, self.score.text if self.score else "", self.batch)
-        if step == 1:
+        if step == 1 or self.page:
             return self
         groups = self.batch * step
         return replace(
@@ -159,7 +175,11 @@ class AttentionProblem:
 
     @property
     def rounded(self) -> AttentionProblem:
-        """The same problem with batch and lengths rounded up to powers of two."""
+        """The same problem with batch and lengths rounded up to powers of two; what is computed for
+        batch-invariant problems hangs on neither."""
+        if self.invariant:
+            batch, rows, columns = INVARIANT
+            return replace(self, batch=batch, seqlen_q=rows, seqlen_kv=columns)
         return replace(
             self,
             batch=_power_of_two_at_least(self.batch),
@@ -172,7 +192,9 @@ class AttentionProblem:
         """Return the problem that `b4 hq32 hkv8 q4096 kv4096 d128 bf16 causal` describes.
 
         `b` defaults to 1, `hkv` to `hq`, `kv` to `q`, the mask to `full`; `d192/128` gives
-        head_dim_qk/head_dim_v, and the word `dropout` has weights dropped.
+        head_dim_qk/head_dim_v, the word `dropout` has weights dropped, `invariant` asks for
+        results that do not hang on the batch, and `page16` says that keys and values lie in pages
+        of 16 keys.
         Raises InvalidProblem or Unsupported.
         """
         if not isinstance(text, str):
@@ -181,9 +203,9 @@ class AttentionProblem:
         dtypes: list[str] = []
         masks: list[str] = []
         scores: list[str] = []
-        dropouts: list[str] = []
+        words: dict[str, list[str]] = {"dropout": [], "invariant": []}
         for token in _tokens(text):
-            if match := re.fullmatch(r"(b|hq|hkv|q|kv)([0-9]+)", token):
+            if match := re.fullmatch(r"(b|hq|hkv|q|kv|page)([0-9]+)", token):
                 _set_once(numbers, match[1], _number(*match.groups()), text)
             elif match := re.fullmatch(r"d([0-9]+)(?:/([0-9]+))?", token):
                 _set_once(numbers, "d", _number("d", match[1]), text)
@@ -192,8 +214,8 @@ class AttentionProblem:
                 dtypes.append(token)
             elif token.startswith("score("):
                 scores.append(token)
-            elif token == "dropout":
-                dropouts.append(token)
+            elif token in words:
+                words[token].append(token)
             else:
                 masks.append(token)
         missing = [name for name in ("hq", "q", "d") if name not in numbers]
@@ -212,8 +234,8 @@ class AttentionProblem:
             what = f"two masks, {masks[0]} and {masks[1]}; join them by &, | and ~"
         elif len(scores) > 1:
             what = "two scores"
-        elif len(dropouts) > 1:
-            what = "the word dropout twice"
+        elif twice := next((word for word, found in words.items() if len(found) > 1), ""):
+            what = f"the word {twice} twice"
         else:
             what = ""
         if what:
@@ -232,7 +254,9 @@ class AttentionProblem:
             dtype=cast("DType", dtypes[0]),
             mask=parse_mask(masks[0]) if masks else full(),
             score=parse_score(scores[0]) if scores else None,
-            dropout=bool(dropouts),
+            dropout=bool(words["dropout"]),
+            invariant=bool(words["invariant"]),
+            page=numbers.get("page", 0),
         )
 
 

@@ -15,6 +15,7 @@ TUNE = "TILEGEN_TUNE"
 DETERMINISTIC = "TILEGEN_DETERMINISTIC"
 CHECK = "TILEGEN_CHECK"
 LIBRARIES = "TILEGEN_LIBRARIES"
+BATCH_INVARIANT = "TILEGEN_BATCH_INVARIANT"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,9 @@ class Settings:
     """TILEGEN_DETERMINISTIC: choose by records and model only, so that all ranks agree."""
     check: bool
     """TILEGEN_CHECK: look at the values of tensors on a GPU at every call, which waits for it."""
+    batch_invariant: bool
+    """TILEGEN_BATCH_INVARIANT: whether the forward of a request gives the same bits whatever else
+    is in its batch, however its prompt is cut into chunks, and wherever its keys lie."""
     libraries: bool
     """TILEGEN_LIBRARIES: whether PyTorch's own kernels are tuned too, and used where they were
     measured to be faster."""
@@ -48,6 +52,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         tune=_switch(TUNE, env.get(TUNE, "")),
         deterministic=_switch(DETERMINISTIC, env.get(DETERMINISTIC, "")),
         check=checks(env),
+        batch_invariant=_switch(BATCH_INVARIANT, env.get(BATCH_INVARIANT, "")),
         libraries=_switch(LIBRARIES, env.get(LIBRARIES, "")),
     )
 

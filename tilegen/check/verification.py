@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilegen.build import workers
 from tilegen.check import interpreter
+from tilegen.check.paging import in_pages, out_of_pages
 from tilegen.check.reference import Inputs, attention_reference, make_inputs, torch_attention
 from tilegen.check.rounding import rounding_floors
 from tilegen.dropout import Dropout
@@ -233,7 +234,13 @@ def run(
         kernel: _launch(rendered, rendered.problem.mask if mask is None else mask, reads, q, k)
         for kernel, rendered in kernels.items()
     }
-    out, lse = passes.forward(launch, q, k, v, scale, panel_rows=panel_rows)
+    page = next(iter(kernels.values())).problem.page
+    if page:
+        *paged, requests = in_pages(q, k, v, page)
+        found = passes.forward(launch, *paged, scale, panel_rows=panel_rows, requests=requests)
+        out, lse = (out_of_pages(x, len(q)) for x in found)
+    else:
+        out, lse = passes.forward(launch, q, k, v, scale, panel_rows=panel_rows)
     results: dict[str, Any] = {"out": out, "lse": lse}
     if family_among(kernels, "backward"):
         delta = launch[BWD_PREPROCESS.name](out, dout)

@@ -96,7 +96,10 @@ def family(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> Fam
 
 
 def _may_win(spec: FamilySpec, problem: AttentionProblem, gpu: GpuSpec) -> bool:
-    """Return whether a family may be the fastest, by what its record says of where it can be."""
+    """Return whether a family may be the fastest, by what its record says of where it can be; what
+    batch-invariant problems take does not hang on sizes."""
+    if problem.invariant:
+        return True
     head_dim = max(problem.head_dim_qk, problem.head_dim_v)
     if spec.large_heads_only:
         return gpu.on_chip_bytes / problem.element_bytes < CLEARLY_LARGE * head_dim**2

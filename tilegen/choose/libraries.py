@@ -36,6 +36,8 @@ def why_not(problem: AttentionProblem, backend: Backend) -> str:
         return f"{backend} is asked for causal masks of equal lengths only"
     if problem.score or problem.dropout:
         return f"{backend} changes no scores and is asked to drop none"
+    if problem.invariant:
+        return f"{backend} adds up in an order that hangs on the batch"
     if problem.dtype == "fp32":
         return f"{backend} is asked for fp16 and bf16 only: others round products of fp32"
     if problem.head_dim_qk != problem.head_dim_v:

@@ -16,6 +16,7 @@ from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import BLOCK_SIZES, Kernel, TileConfig
 from tilegen.kernels.descriptors import why_not_described, without
 from tilegen.kernels.registry import KERNELS
+from tilegen.kernels.split_kv import FWD_SPLIT
 from tilegen.masks.grouping import packed_heads
 from tilegen.model.as_compiled import clocks_as_compiled
 from tilegen.model.bounds import lower_bound_bytes
@@ -55,6 +56,15 @@ def propose(
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
         raise Unsupported(f"top must be an int of at least 1, got {top!r}")
     return _best(_Model(problem.normal(), gpu, kernel, describable), top, spilling=True)
+
+
+@one_at_a_time
+def invariant_config(problem: AttentionProblem, gpu: GpuSpec) -> TileConfig:
+    """Return the config by which all batch-invariant problems are computed that differ in batch,
+    lengths and pages only: kernels for whole and for paged keys add up alike. Raises
+    Unsupported."""
+    one = replace(problem.rounded, page=0)
+    return propose(one, gpu, kernel=FWD_SPLIT.name, top=1, describable=False)[0].config
 
 
 @one_at_a_time
@@ -233,7 +243,8 @@ class _Model:
             if KERNELS[self.kernel].sliced:
                 rows = rows_of_panels(self.problem, self.gpu, self.kernel)
             moved = traffic(self.problem, config, self.kernel, panel_rows=rows)
-            counts = visits(self.problem, config.block_m, config.block_n, self.kernel)
+            sides = config.block_m, config.block_n
+            counts = visits(self.problem, *sides, self.kernel, split_kv=config.split_kv)
             least = least_seconds(self.gpu, moved)
             found = self._by_tile[tile] = moved, counts, least
         return found

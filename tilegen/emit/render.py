@@ -133,6 +133,11 @@ def _context(
     unit = stride_unit(problem, aligned)
     function = _function_name(problem, config, kernel)
     ranges = ranges_source(problem.mask, side, in_part=_in_part(spec))
+    if spec.pages and ranges.form == "lists":
+        raise Unsupported(
+            f"lengths of requests are known on the device only, where the tiles of mask "
+            f"{problem.mask} are not listed: expected one of intervals, such as causal or a window"
+        )
     keep = keep_source(problem.mask, side)
     change = ScoreSource()
     if spec.computes_scores:
@@ -171,6 +176,7 @@ def _context(
         "dropout": drops,
         "needs_log2_e": bool(change.forward) or sinks,
         "tests_tile": spec.panel == "writes",
+        "paged": spec.pages,
         "tile_heads": tile_heads(config, problem.group_size),
         "in_part": _in_part(spec),
     }
@@ -185,6 +191,8 @@ def _header(
     flag = "" if aligned else " --unaligned"
     score = f"{problem.score.notation},\n          " if problem.score else ""
     score += "dropout, " if problem.dropout else ""
+    score += "batch-invariant, " if problem.invariant and KERNELS[kernel].in_order else ""
+    score += f"pages of {problem.page} keys, " if KERNELS[kernel].pages else ""
     key = one.key.replace(" score(", "\n          score(")
     tile = f"block_m={config.block_m} block_n={config.block_n}"
     tile += f" block_d={config.block_d}" if config.block_d else ""

@@ -40,6 +40,7 @@ _SIZES: dict[str, tuple[str, int]] = {
     "num_rows": ("weights ds panel", 1),
     "score_tiles": ("maxima", 1),
     "num_splits": ("partial_lse", 2),
+    "total_q": ("q", 2),
 }
 """Where a size is read: the first of these tensors that a kernel has, and the dimension."""
 
@@ -183,6 +184,12 @@ def tensor(name: str, type_: str, dimensions: int) -> tuple[Argument, ...]:
     return Argument(f"{name}_ptr", type_, name, "address"), *shape
 
 
+PAGES = (
+    Argument("table_ptr", "*i32", "block_table", "address"),
+    Argument("lengths_ptr", "*i32", "lengths", "address"),
+    Argument("q_starts_ptr", "*i32", "q_starts", "address"),
+)
+"""The pages of each request, its number of keys, and where its queries start."""
 LISTS = Line(
     (
         Argument("tiles_ptr", "*i32", "tiles", "address"),

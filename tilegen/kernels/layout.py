@@ -52,7 +52,7 @@ def allocate(name: str, given: Mapping[str, Any], unit: int, keys: int) -> torch
     if name in OF_SPLITS:
         batch, heads, rows, _ = q.shape
         width = [given[one].shape[3] for one in OF_SPLITS[name]]
-        shape = batch, heads, -(-seqlen_kv // keys), rows, *width
+        shape = batch, heads, -(-given.get("longest_kv", seqlen_kv) // keys), rows, *width
         return torch.empty(shape, device=q.device, dtype=torch.float32)
     heads, rows = given["num_heads"], given["num_rows"]
     if name in PANELS:

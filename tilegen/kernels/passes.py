@@ -23,13 +23,15 @@ def forward(
     scale: float,
     *,
     panel_rows: int,
+    **more: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) by the family of forward kernels that `launch` has.
 
     `panel_rows` bounds the memory of the small-cache family: 16 bits or 32 for each of its
-    seqlen_kv scores.
+    seqlen_kv scores. `more` is what the family's `run` needs besides.
     """
-    return family_of(launch, "forward").run(launch, q, k, v, scale, panel_rows=panel_rows)
+    family = family_of(launch, "forward")
+    return family.run(launch, q, k, v, scale, panel_rows=panel_rows, **more)
 
 
 def gradients(

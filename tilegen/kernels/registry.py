@@ -12,7 +12,7 @@ from tilegen.kernels.q_stationary import Q_STATIONARY
 from tilegen.kernels.q_streamed import Q_STREAMED
 from tilegen.kernels.small_cache import SMALL_CACHE_BACKWARD, SMALL_CACHE_FORWARD
 from tilegen.kernels.spec import Direction, FamilySpec, KernelSpec
-from tilegen.kernels.split_kv import SPLIT_KV
+from tilegen.kernels.split_kv import PAGED, SPLIT_KV
 from tilegen.kernels.two_pass import TWO_PASS
 
 FORWARD: dict[Family, FamilySpec] = {}
@@ -21,7 +21,10 @@ FAMILIES: dict[Direction, dict[Family, FamilySpec]] = {"forward": FORWARD, "back
 KERNELS: dict[Kernel, KernelSpec] = {}
 """Every kernel by its name, forward first."""
 
-_ALL = (Q_STATIONARY, SPLIT_KV, Q_STREAMED, SMALL_CACHE_FORWARD, TWO_PASS, SMALL_CACHE_BACKWARD)
+_ALL = (
+    *(Q_STATIONARY, SPLIT_KV, PAGED, Q_STREAMED, SMALL_CACHE_FORWARD),
+    *(TWO_PASS, SMALL_CACHE_BACKWARD),
+)
 
 
 def register(family: FamilySpec) -> None:

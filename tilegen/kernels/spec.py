@@ -143,6 +143,11 @@ class KernelSpec:
     """True: the kernel adds up the gradients of the tensors that a score reads."""
     has_sinks: bool = False
     """True: a row starts from the logit of its head's sink."""
+    in_order: bool = False
+    """True: the kernel adds up the keys of a row in an order that hangs on the row's keys only,
+    where a problem asks for it."""
+    pages: bool = False
+    """True: keys and values are read from the pages of a cache, for requests of any lengths."""
     launches_per_panel: int = 1
     like: str = ""
     """The kernel whose counted numbers it takes: instructions and buffers; empty: its own."""
@@ -224,6 +229,13 @@ class FamilySpec:
         for one in self.kernels:
             if one.requires and arch not in one.requires:
                 return f"{one.name} needs {' or '.join(one.requires)}, not {arch}"
+        if problem.page and not any(one.pages for one in self.kernels):
+            return f"{self.name} does not read pages of a cache"
+        if not problem.page and any(one.pages for one in self.kernels):
+            return f"{self.name} reads pages of a cache only"
+        is_forward = self.direction == "forward"
+        if problem.invariant and is_forward and not all(one.in_order for one in self.kernels):
+            return f"{self.name} adds up keys in an order that hangs on the tile"
         score = problem.score
         if score and score.changes and not any(one.computes_scores for one in self.kernels):
             return f"{self.name} does not change scores"

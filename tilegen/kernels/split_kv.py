@@ -9,9 +9,18 @@ nothing but its keys.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from tilegen.kernels.arguments import SCALE_IN_BASE_2, pointers, sizes, strides
+from tilegen.kernels.arguments import (
+    PAGES,
+    SCALE_IN_BASE_2,
+    Line,
+    numbers,
+    pointers,
+    sizes,
+    strides,
+)
 from tilegen.kernels.layout import empty_like
 from tilegen.kernels.panels import Launch
 from tilegen.kernels.spec import FamilySpec, KernelSpec, Knobs, Whole, read, write
@@ -62,7 +71,35 @@ FWD_SPLIT = KernelSpec(
         split_kv=(256, 512, 1024, 2048, 4096, 8192),
     ),
     computes_scores=True,
+    in_order=True,
     like="fwd",
+)
+
+FWD_PAGED = replace(
+    FWD_SPLIT,
+    name="fwd_paged",
+    title="Attention forward, keys in pages and split over programs: out and lse of each split.",
+    given=(
+        *("q", "k", "v", "block_table", "lengths", "q_starts"),
+        *("requests", "longest_q", "longest_kv", "table_row", "softmax_scale"),
+    ),
+    lines=(
+        Line((*FWD_SPLIT.lines[0].arguments, *PAGES)),
+        strides("q", "batch, head and row strides"),
+        strides("k", "page, head and row strides"),
+        strides("v"),
+        sizes("num_heads_q total_q", "q k"),
+        numbers("longest_q", "longest_kv", "table_row", why="of all requests; stride of the table"),
+        SCALE_IN_BASE_2,
+    ),
+    grid=(
+        ("longest_q", "block_m"),
+        ("num_heads_q", "tile_heads"),
+        ("requests", 1),
+        ("longest_kv", "split_kv"),
+    ),
+    described=(),  # rows beyond a request's length lie in its last page, and are not loaded
+    pages=True,
 )
 
 FWD_COMBINE = KernelSpec(
@@ -88,6 +125,7 @@ FWD_COMBINE = KernelSpec(
     shows=("out", "lse"),
     knobs=Knobs(block_m=(1,), block_n=(16, 32), num_warps=(4,), num_stages=(1,)),
     masked=False,
+    in_order=True,
     has_sinks=True,
 )
 
@@ -102,15 +140,59 @@ def run(
     panel_rows: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse)."""
+    return _combined(launch, launch[FWD_SPLIT.name](q, k, v, scale), q, v)
+
+
+@dataclass(frozen=True)
+class Requests:
+    """Where the queries and keys of requests lie: tensors on the device, and what bounds them."""
+
+    block_table: torch.Tensor
+    """int32 (requests, pages): the pages of each request, in the order of its keys."""
+    lengths: torch.Tensor
+    """int32 (requests,): the keys of each request."""
+    q_starts: torch.Tensor
+    """int32 (requests + 1,): the first query of each request, and the end of the last."""
+    longest_q: int
+    longest_kv: int
+    """The most queries and keys that a request has."""
+
+
+def run_paged(
+    launch: Mapping[str, Launch],
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    *,
+    panel_rows: int,
+    requests: Requests,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) of q (1, heads, all queries, head_dim_qk), and of pages k and v (pages,
+    heads, keys of a page, head dim)."""
+    its = requests
+    where = its.block_table, its.lengths, its.q_starts, len(its.lengths)
+    bounds = its.longest_q, its.longest_kv, its.block_table.stride(0)
+    return _combined(launch, launch[FWD_PAGED.name](q, k, v, *where, *bounds, scale), q, v)
+
+
+def _combined(
+    launch: Mapping[str, Launch],
+    partials: tuple[torch.Tensor, torch.Tensor],
+    q: torch.Tensor,
+    v: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
     import torch
 
-    partials = launch[FWD_SPLIT.name](q, k, v, scale)
     out = empty_like(q, v.shape[3])
     lse = torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
     launch[FWD_COMBINE.name](*partials, out, lse)
     return out, lse
 
 
+PAGED = FamilySpec(
+    name="paged", direction="forward", kernels=(FWD_PAGED, FWD_COMBINE), run=run_paged
+)
 SPLIT_KV = FamilySpec(
     name="split_kv",
     direction="forward",

@@ -111,6 +111,12 @@ def ranges_source(mask: Mask, side: Side, *, in_part: bool = False) -> Ranges:
     return _several(sets, writer, side, in_part)
 
 
+def is_single(mask: Mask, side: Side) -> bool:
+    """Return whether a kernel visits one range of tiles, in order."""
+    sets = closed_form(mask, side)
+    return sets is not None and sets.full is not None
+
+
 def closed_form(mask: Mask, side: Side) -> StreamSets | None:
     """Return the closed form, or None where there is none or it is too long."""
     try:

@@ -7,7 +7,7 @@ A contract: the loads and stores of an emitted kernel, counted in Triton's inter
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache, lru_cache
 from typing import Any, Literal
@@ -23,6 +23,7 @@ from tilegen.kernels.spec import Moved
 from tilegen.kernels.split_kv import FWD_SPLIT
 from tilegen.masks.grouping import packed_heads
 from tilegen.masks.mask import Mask, Side
+from tilegen.masks.source import is_single
 from tilegen.masks.tiles.tile_ranges import counted_over, tile_ranges
 from tilegen.masks.tiles.visits import TileRanges
 from tilegen.model import symbols
@@ -132,7 +133,8 @@ def traffic(
     a panel, and score tiles are `score_width` keys wide; `before` is the config of the kernel that
     left the splits' results (by default `usual_split`).
     """
-    counts = visits(problem, config.block_m, config.block_n, kernel, aligned=aligned)
+    tile = config.block_m, config.block_n
+    counts = visits(problem, *tile, kernel, aligned=aligned, split_kv=config.split_kv)
     splits = splits_of(problem, config, kernel, before)
     width = config.block_n if "maxima" in KERNELS[kernel].made else score_width
     rows = problem.batch * problem.num_heads_q * problem.seqlen_q
@@ -157,9 +159,24 @@ def traffic(
     )
     read, write = _evaluators(kernel)
     return Traffic(
-        read_bytes=int(read(*arguments)) + state_bytes(problem, kernel, counts),
+        read_bytes=int(read(*arguments))
+        + state_bytes(problem, kernel, counts)
+        + table_bytes(problem, config, kernel, counts),
         write_bytes=int(write(*arguments)),
     )
+
+
+def table_bytes(
+    problem: AttentionProblem, config: TileConfig, kernel: Kernel, counts: Visits
+) -> int:
+    """Return the bytes that say where requests lie: three numbers for each program, also for those
+    of empty splits, and for each tile its page, or those of its keys where pages are smaller."""
+    if not KERNELS[kernel].pages:
+        return 0
+    splits = splits_of(problem, config, kernel)
+    tiles = problem.batch * problem.num_heads_kv * splits.tiles_of_group
+    pages = counts.tiles if problem.page >= config.block_n else counts.rows
+    return 4 * int(tiles * (3 * counts.programs * splits.count + pages))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,10 +257,13 @@ def visits(
     kernel: Kernel,
     *,
     aligned: bool | None = None,
+    split_kv: int = 0,
 ) -> Visits:
     """Return the tiles that one query head visits under the problem's mask.
 
-    `aligned` kernels pad the rows of a panel to 16 bytes; by default the head dims decide.
+    `aligned` kernels pad the rows of a panel to 16 bytes; by default the head dims decide. Those of
+    batch-invariant problems take the tiles of a split of `split_kv` keys in order, as partial ones,
+    and where they are not in one range, all of them.
     """
     if not KERNELS[kernel].masked:
         tiles = -(-problem.seqlen_q // block_m)
@@ -253,7 +273,15 @@ def visits(
     unit = stride_unit(problem, aligned)
     lengths = problem.seqlen_q, problem.seqlen_kv
     over = counted_over(problem.mask, problem.batch, problem.num_heads_q)
-    return _visits(problem.mask, side, *lengths, block_m, block_n, unit, *over)
+    found = _visits(problem.mask, side, *lengths, block_m, block_n, unit, *over)
+    if not (split_kv and problem.invariant):
+        return found
+    if not is_single(problem.mask, side):  # all tiles of the splits that hold any of them
+        splits = _visits(problem.mask, side, *lengths, block_m, split_kv, unit, *over)
+        each = split_kv // block_n
+        most = min(splits.tiles * each, splits.programs * -(-problem.seqlen_kv // block_n))
+        found = replace(found, tiles=most, rows=splits.rows, longest=splits.longest * each)
+    return replace(found, partial_tiles=found.tiles)
 
 
 @lru_cache(maxsize=8192)

@@ -21,6 +21,7 @@ from tilegen.masks.tracing.fingerprint import Traces
 from tilegen.problem import MIN_HEAD_DIM, AttentionProblem, DType
 from tilegen.runtime.changes import Changes
 from tilegen.runtime.launch_text import MAX_ROW_STRIDE
+from tilegen.settings import settings
 
 _DTYPES: dict[torch.dtype, DType] = {
     torch.float16: "fp16",
@@ -149,6 +150,7 @@ def problem_of(
         mask=changes.kind.mask,
         score=form_of(changes),
         dropout=changes.dropout is not None,
+        invariant=settings().batch_invariant,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from threading import RLock
@@ -23,6 +24,7 @@ from tilegen.kernels.descriptors import described_lines
 from tilegen.kernels.panels import Launch, rows_for
 from tilegen.kernels.registry import KERNELS, grid_of
 from tilegen.kernels.spec import Direction
+from tilegen.kernels.split_kv import Requests
 from tilegen.kernels.two_pass import BWD_PREPROCESS
 from tilegen.masks.mask import Causal
 from tilegen.masks.shapes import Shape
@@ -114,6 +116,24 @@ class Kernels:
                 reads |= score_tensors(score.captured, score.sink_logits)
             launches = self._completed(its, changes, reads, q, k)
         return its.run(launches, q, k, v, scale, panel_rows=its.panel_rows)
+
+    def forward_paged(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        requests: Requests,
+        tables: tuple[torch.Tensor, ...],
+        reads: Mapping[str, Any],
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (out, lse) of requests over pages; `tables` are what the mask reads, `reads` what
+        the score does."""
+        with torch.cuda.device(self.device) if self._on_gpu else nullcontext():
+            its = self._passes.get("forward") or self.load("forward")
+            launches = {name: one.reading(tables, reads) for name, one in its.kernels.items()}
+            rows = its.panel_rows
+            return its.run(launches, q, k, v, scale, panel_rows=rows, requests=requests)
 
     def backward(
         self,

@@ -243,6 +243,7 @@ def make_launches(
     """
     import torch
 
+    from tilegen.check.paging import in_pages
     from tilegen.check.reference import TORCH_DTYPES
     from tilegen.model.traffic import usual_split
 
@@ -281,7 +282,10 @@ def make_launches(
     q, k, v = random((*rows, qk)), random((*columns, qk)), random((*columns, v_dim))
     panel_rows = rows_for(problem, gpu, family.direction)
     if family.direction == "forward":
-        family.run(launches, q, k, v, qk**-0.5, panel_rows=panel_rows)
+        more: dict[str, Any] = {}
+        if problem.page:
+            q, k, v, more["requests"] = in_pages(q, k, v, problem.page)
+        family.run(launches, q, k, v, qk**-0.5, panel_rows=panel_rows, **more)
         return found
     out, dout = random((*rows, v_dim)), random((*rows, v_dim))
     delta = launches[BWD_PREPROCESS.name](out, dout)
