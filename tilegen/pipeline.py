@@ -123,6 +123,12 @@ def rank(
             config = without(config)
         return Ranked(kernel, (config,), origin, source)
 
+    if known.problem.invariant and KERNELS[kernel].in_order:
+        from tilegen.choose.ranking import invariant_config  # loads SymPy
+
+        # Not by records: those of other problems, whose rows are to give the same, may differ.
+        config = invariant_config(known.problem, known.gpu, kernel)
+        return one(config, "model", "the model, for any batch, lengths and pages")
     if config := known.agreed(kernel):
         return one(config, "agreement", "all ranks agreed")
     found = known.own(kernel)
@@ -130,11 +136,8 @@ def rank(
         return one(config, "tuning", "tuned now")
     if found := found or known.borrowed(kernel):
         return one(found.record.config, "record", str(found))
-    from tilegen.choose.ranking import hopefuls, invariant_config, propose  # load SymPy
+    from tilegen.choose.ranking import hopefuls, propose  # load SymPy
 
-    if known.problem.invariant and KERNELS[kernel].splits:
-        config = invariant_config(known.problem, known.gpu)
-        return one(config, "model", "the model, for any batch, lengths and pages")
     ask, top = (hopefuls, ASKED) if may_compile else (propose, 1)
     candidates = ask(known.problem, known.gpu, kernel=kernel, top=top, describable=describable)
     configs = tuple(one.config for one in candidates)

@@ -59,12 +59,13 @@ def propose(
 
 
 @one_at_a_time
-def invariant_config(problem: AttentionProblem, gpu: GpuSpec) -> TileConfig:
-    """Return the config by which all batch-invariant problems are computed that differ in batch,
-    lengths and pages only: kernels for whole and for paged keys add up alike. Raises
+def invariant_config(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> TileConfig:
+    """Return the config by which a kernel computes all batch-invariant problems that differ in
+    batch, lengths and pages only: kernels for whole and for paged keys add up alike. Raises
     Unsupported."""
+    alike = FWD_SPLIT.name if KERNELS[kernel].splits else kernel
     one = replace(problem.rounded, page=0)
-    return propose(one, gpu, kernel=FWD_SPLIT.name, top=1, describable=False)[0].config
+    return propose(one, gpu, kernel=alike, top=1, describable=False)[0].config
 
 
 @one_at_a_time

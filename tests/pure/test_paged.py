@@ -1,0 +1,214 @@
+"""Calls over the pages of a cache: what PyTorch computes of them on a CPU, what is refused, and
+what batch-invariant calls choose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import tilegen
+from tests.conftest import CheckGolden
+from tilegen import pipeline
+from tilegen.choose.families import kernels_of
+from tilegen.choose.ranking import invariant_config
+from tilegen.emit.render import render
+from tilegen.errors import InvalidProblem, TilegenError, Unsupported
+from tilegen.gpus.spec import gpu
+from tilegen.kernels.config import TileConfig
+from tilegen.problem import AttentionProblem
+from tilegen.runtime import paged
+
+H200 = gpu("h200")
+BOTTOM = tilegen.causal("bottom_right")
+
+
+def call(**changes: Any) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    given: dict[str, Any] = {
+        "q": torch.randn(3, 4, 2, 32, generator=generator),
+        "k_pages": torch.randn(20, 16, 2, 32, generator=generator),
+        "v_pages": torch.randn(20, 16, 2, 24, generator=generator),
+        "block_table": torch.randperm(20, generator=generator)[:15].view(3, 5),
+        "kv_lengths": torch.tensor([80, 2, 33]),
+    }
+    return given | changes
+
+
+def dense(given: dict[str, Any], i: int, rows: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Return what attention gives for the rows (heads, rows, dim) of request i."""
+    length = int(given["kv_lengths"][i])
+    k, v = (
+        given[name][given["block_table"][i]].flatten(0, 1)[:length].transpose(0, 1)[None]
+        for name in ("k_pages", "v_pages")
+    )
+    return tilegen.attention(rows[None], k, v, **options)[0]
+
+
+@pytest.mark.parametrize("mask", [None, BOTTOM, BOTTOM & tilegen.sliding_window(9, 0)])
+def test_requests_are_what_attention_gives_of_each(mask: tilegen.Mask | None) -> None:
+    given = call()
+    out, lse = tilegen.attention_paged(**given, mask=mask, return_lse=True)
+    assert out.shape == (3, 4, 2, 24)
+    assert lse.shape == (3, 4, 2)
+    for i in range(3):
+        torch.testing.assert_close(out[i], dense(given, i, given["q"][i], mask=mask))
+
+
+def test_packed_queries() -> None:
+    given = call(q=torch.randn(9, 4, 32), q_starts=torch.tensor([0, 7, 8, 9]), max_q_length=7)
+    out = tilegen.attention_paged(**given, mask=BOTTOM, scale=-0.1)
+    for i, (first, end) in enumerate([(0, 7), (7, 8), (8, 9)]):
+        rows = given["q"][first:end].transpose(0, 1)
+        expected = dense(given, i, rows, mask=BOTTOM, scale=-0.1).transpose(0, 1)
+        torch.testing.assert_close(out[first:end], expected)
+
+
+def test_a_request_without_keys_gives_nothing() -> None:
+    out, lse = tilegen.attention_paged(**call(kv_lengths=torch.tensor([0, 2, 3])), return_lse=True)
+    assert (out[0] == 0).all()
+    assert (lse[0] == float("-inf")).all()
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "layout": ({"layout": "DNH"}, "layout must be one of NHD, HND, got 'DNH'"),
+    "dims of q": ({"q": torch.randn(4, 2, 32)}, r"q must be a tensor of 4 dimensions, got \(4, 2"),
+    "no tensor": ({"block_table": [[1]]}, "block_table must be a tensor of 2 dimensions, got list"),
+    "dtypes": ({"k_pages": torch.randn(20, 16, 2, 32).half()}, "must have one dtype"),
+    "fp8": (
+        {
+            name: torch.zeros(20, 16, 2, 32, dtype=torch.float8_e4m3fn)
+            for name in ("k_pages", "v_pages")
+        },
+        "fp8 caches are not supported",
+    ),
+    "page": (
+        {name: torch.randn(20, 24, 2, 32) for name in ("k_pages", "v_pages")},
+        "a power of two of at most 256 keys, got 24",
+    ),
+    "heads": ({"v_pages": torch.randn(20, 16, 4, 24)}, "must hold as many keys and heads"),
+    "width": ({"k_pages": torch.randn(20, 16, 2, 40)}, "keys of q's head dim"),
+    "rows": ({"block_table": torch.zeros(2, 5).long()}, "block_table must have 3 rows"),
+    "requests": ({"q": torch.randn(2, 4, 2, 32)}, "q must have 3 requests, got 2"),
+    "floats": ({"kv_lengths": torch.rand(3)}, "must be integers, got torch.float32"),
+    "too long": ({"kv_lengths": torch.tensor([81, 2, 3])}, r"kv_lengths must be 0\.\.80"),
+    "negative": ({"kv_lengths": torch.tensor([-1, 2, 3])}, r"kv_lengths must be 0\.\.80"),
+    "bound": ({"max_kv_length": 81}, r"max_kv_length must be 1\.\.80"),
+    "no such page": ({"block_table": torch.full((3, 5), 20)}, r"must name pages 0\.\.19"),
+    "starts": (
+        {"q": torch.randn(9, 4, 32), "q_starts": torch.tensor([0, 9]), "max_q_length": 9},
+        "q_starts must have 4 entries, got 2",
+    ),
+    "no bound": (
+        {"q": torch.randn(9, 4, 32), "q_starts": torch.tensor([0, 7, 8, 9])},
+        "max_q_length is needed",
+    ),
+    "bound of queries": (
+        {
+            "q": torch.randn(9, 4, 32),
+            "q_starts": torch.tensor([0, 7, 8, 9]),
+            "max_q_length": 6,
+        },
+        "q_starts must rise by at most 6",
+    ),
+    "beyond the queries": (
+        {
+            "q": torch.randn(8, 4, 32),
+            "q_starts": torch.tensor([0, 7, 8, 9]),
+            "max_q_length": 9,
+        },
+        r"q_starts must be 0\.\.8",
+    ),
+    "scale": ({"scale": float("nan")}, "scale must be a finite number"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_together_is_refused(name: str) -> None:
+    changes, error = WRONG[name]
+    with pytest.raises(TilegenError, match=error) as raised:
+        tilegen.attention_paged(**call(**changes))
+    assert "the call was paged" in str(raised.value)
+
+
+def test_sinks_of_another_number_of_heads_are_refused() -> None:
+    with pytest.raises(InvalidProblem, match="sinks must have size 4 along query heads, got 3"):
+        tilegen.attention_paged(**call(), score=tilegen.sinks(torch.zeros(3)))
+
+
+# --------------------------------------------------------------------------------------------------
+# Problems and choices
+
+
+def test_problems_say_their_pages() -> None:
+    text = "b4 hq32 hkv8 q1 kv8192 d128 bf16 full page16"
+    problem = AttentionProblem.parse(text)
+    assert (problem.page, problem.key) == (16, text)
+    assert problem.bucket.page == 16
+    with pytest.raises(Unsupported, match="page must be a power of two of at most 256 keys"):
+        AttentionProblem.parse("hq1 q1 d64 fp16 page24")
+
+
+def test_pages_have_kernels_of_their_own() -> None:
+    problem = AttentionProblem.parse("b4 hq32 hkv8 q1 kv8192 d128 bf16 full page16")
+    assert kernels_of(problem, H200, "forward") == ("fwd_paged", "fwd_combine")
+    with pytest.raises(Unsupported, match="two_pass does not read pages of a cache"):
+        kernels_of(problem, H200, "backward")
+    listed = AttentionProblem.parse("hq32 hkv8 q8 kv8192 d128 bf16 dilated(3) page16")
+    with pytest.raises(Unsupported, match="expected one of intervals, such as causal or a window"):
+        render(listed, TileConfig.parse("m4h4n64k1024w4s2"), "fwd_paged")
+
+
+@pytest.mark.parametrize("page, block_n", [(16, 64), (128, 64)])
+def test_emitted_kernels(page: int, block_n: int, golden: CheckGolden) -> None:
+    problem = AttentionProblem.parse(
+        f"hq8 hkv2 q8 kv4096 d128 bf16 causal(bottom_right) page{page}"
+    )
+    golden(render(problem, TileConfig.parse(f"m4h4n{block_n}k1024w4s2"), "fwd_paged").source)
+
+
+def test_batch_invariant_calls_choose_one_config() -> None:
+    """Whatever the batch, the lengths and the pages are."""
+    texts = (
+        "b1 hq16 hkv2 q1 kv100 d128 bf16 causal(bottom_right) invariant",
+        "b64 hq16 hkv2 q1 kv131072 d128 bf16 causal(bottom_right) invariant",
+        "b3 hq16 hkv2 q4096 d128 bf16 causal(bottom_right) invariant",
+        "b3 hq16 hkv2 q40 kv5000 d128 bf16 causal(bottom_right) invariant page16",
+        "b3 hq16 hkv2 q40 kv5000 d128 bf16 causal(bottom_right) invariant page128",
+    )
+    configs: list[tuple[TileConfig, ...]] = []
+    for text in texts:
+        problem = AttentionProblem.parse(text)
+        assert problem.key == text
+        chosen = pipeline.choose(problem, H200, "forward")
+        assert list(chosen)[1] == "fwd_combine"
+        configs.append(tuple(one.config for one in chosen.values()))
+    assert len(set(configs)) == 1
+    assert configs[0][0] == invariant_config(AttentionProblem.parse(texts[0]), H200)
+    assert not configs[0][0].descriptors
+
+
+def test_batch_invariant_problems_have_one_record() -> None:
+    one, other = (
+        AttentionProblem.parse(f"{sizes} d128 bf16 causal invariant")
+        for sizes in ("b1 hq16 hkv2 q1 kv100", "b64 hq16 hkv2 q70 kv9000")
+    )
+    assert one.bucket == other.bucket
+
+
+def test_no_other_family_takes_batch_invariant_problems() -> None:
+    with pytest.raises(Unsupported, match="adds up keys in an order that hangs on the tile"):
+        kernels_of(AttentionProblem.parse("hq4 q64 d64 fp16 causal dropout invariant"), H200)
+
+
+def test_one_loop_in_the_order_of_the_keys(golden: CheckGolden) -> None:
+    problem = AttentionProblem.parse("hq8 hkv2 q8 kv4096 d128 bf16 causal(bottom_right) invariant")
+    golden(render(problem, TileConfig.parse("m4h4n64k1024w4s2"), "fwd_split").source)
+
+
+def test_starts_of_queries_are_made_once() -> None:
+    tilegen.attention_paged(**call())
+    before = len(paged._starts)  # pyright: ignore[reportPrivateUsage]
+    tilegen.attention_paged(**call())
+    assert len(paged._starts) == before  # pyright: ignore[reportPrivateUsage]
