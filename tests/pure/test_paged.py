@@ -173,7 +173,7 @@ def test_batch_invariant_calls_choose_one_config() -> None:
     texts = (
         "b1 hq16 hkv2 q1 kv100 d128 bf16 causal(bottom_right) invariant",
         "b64 hq16 hkv2 q1 kv131072 d128 bf16 causal(bottom_right) invariant",
-        "b3 hq16 hkv2 q4096 d128 bf16 causal(bottom_right) invariant",
+        "b3 hq16 hkv2 q4096 kv4096 d128 bf16 causal(bottom_right) invariant",
         "b3 hq16 hkv2 q40 kv5000 d128 bf16 causal(bottom_right) invariant page16",
         "b3 hq16 hkv2 q40 kv5000 d128 bf16 causal(bottom_right) invariant page128",
     )
@@ -185,7 +185,7 @@ def test_batch_invariant_calls_choose_one_config() -> None:
         assert list(chosen)[1] == "fwd_combine"
         configs.append(tuple(one.config for one in chosen.values()))
     assert len(set(configs)) == 1
-    assert configs[0][0] == invariant_config(AttentionProblem.parse(texts[0]), H200)
+    assert configs[0][0] == invariant_config(AttentionProblem.parse(texts[0]), H200, "fwd_split")
     assert not configs[0][0].descriptors
 
 

@@ -236,8 +236,9 @@ def run(
     }
     page = next(iter(kernels.values())).problem.page
     if page:
-        *paged, requests = in_pages(q, k, v, page)
-        found = passes.forward(launch, *paged, scale, panel_rows=panel_rows, requests=requests)
+        q_rows, k, v, requests = in_pages(q, k, v, page)
+        its = launch, q_rows, k, v, scale
+        found = passes.forward(*its, panel_rows=panel_rows, requests=requests)
         out, lse = (out_of_pages(x, len(q)) for x in found)
     else:
         out, lse = passes.forward(launch, q, k, v, scale, panel_rows=panel_rows)

@@ -27,5 +27,6 @@ def packed_heads(problem: AttentionProblem) -> int:
 
 @lru_cache(maxsize=1024)
 def _tells_heads_apart(mask: Mask, score: ScoreForm | None) -> bool:
-    changes = score is not None and score.changes
-    return predicate(mask).has(H) or (changes and score.expression().has(H))
+    if score is not None and score.changes and score.expression().has(H):
+        return True
+    return predicate(mask).has(H)

@@ -155,14 +155,14 @@ class _Call:
             raise InvalidProblem(
                 f"block_table must have {requests} rows, as kv_lengths has, got {len(block_table)}"
             )
-        tables = [_int32(x) for x in (block_table, lengths)]
+        tables = _int32(block_table), _int32(lengths)
         if q_starts is None:
             if len(q) != requests:
                 raise InvalidProblem(f"q must have {requests} requests, got {len(q)}")
-            longest_q = q.shape[2]
-            starts = _even_starts(requests, longest_q, q.device)
+            longest = q.shape[2]
+            starts = _even_starts(requests, longest, q.device)
             # A view, where heads lie inside of rows.
-            packed = q.transpose(1, 2).reshape(requests * longest_q, heads, q.shape[3])
+            packed = q.transpose(1, 2).reshape(requests * longest, heads, q.shape[3])
         else:
             if len(q_starts) != requests + 1:
                 raise InvalidProblem(
@@ -173,10 +173,10 @@ class _Call:
                     "with q_starts max_q_length is needed, the most queries of a request, got "
                     f"{longest_q!r}"
                 )
-            starts, packed = _int32(q_starts), q
-        one = [packed.transpose(0, 1)[None], k, v]
-        one = [x if addressable(x) else x.contiguous() for x in one]
-        return cls(*one, *tables, starts, longest_q)
+            starts, packed, longest = _int32(q_starts), q, longest_q
+        rows = packed.transpose(0, 1)[None]
+        tensors = _addressed(rows), _addressed(k), _addressed(v)
+        return cls(*tensors, *tables, starts, longest)
 
     def longest_kv(self, given: int | None) -> int:
         """Return what bounds the keys of a request. Raises InvalidProblem for lengths beyond it,
@@ -271,6 +271,10 @@ def _by_request(call: _Call, changes: Changes, scale: float) -> tuple[torch.Tens
 def _unpacked(x: torch.Tensor, requests: int) -> torch.Tensor:
     """Return (requests, heads, rows, ...) of (1, heads, requests * rows, ...)."""
     return x[0].unflatten(1, (requests, -1)).transpose(0, 1)
+
+
+def _addressed(x: torch.Tensor) -> torch.Tensor:
+    return x if addressable(x) else x.contiguous()
 
 
 def _int32(x: torch.Tensor) -> torch.Tensor:
