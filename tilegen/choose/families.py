@@ -19,16 +19,19 @@ if TYPE_CHECKING:
     from tilegen.gpus.spec import GpuSpec
     from tilegen.model.estimate import Candidate
 
-CLEARLY_LARGE = 2.0
-"""M / d^2 from which FlashAttention's schedules move least by a margin, so that the other families
-are not ranked: the traffic of the schedules crosses between 0.7 and 1.8 (theory/optimum.py),
-forward and backward.
-
-Ranking them all the same would take four to five times as long (14 ms, not 3, for a forward never
-seen before), and load SymPy where there is a record. It would also turn many a backward pass to
-small-cache kernels by differences in predicted time that are within what the model may err. What
-was measured counts more: see `kernels_used`.
-"""
+LARGE = 2.0
+"""M / d^2 from which FlashAttention's schedules move least by a margin: the traffic of the
+schedules crosses between 0.7 and 1.8 (theory/optimum.py), forward and backward. Another family is
+taken there only if it is predicted to be faster by CLEARLY_FASTER. What was measured counts more:
+see `kernels_used`."""
+CLEARLY_LARGE = 4.0
+"""M / d^2 from which the other families are not ranked: head dims of 128 in 16 bits have 15 on an
+H200, 256 have 3.8, where registers for the gradients of 64 keys and values are short and few heads
+leave SMs idle. Ranking takes four to five times as long (14 ms, not 3, for a forward never seen
+before), and loads SymPy where there is a record."""
+CLEARLY_FASTER = 1.25
+"""Factor in predicted time that says more than the model may err between kernels nobody timed: a
+guess."""
 
 
 @one_at_a_time
@@ -82,15 +85,20 @@ def _measured(known: Known, kernels: tuple[Kernel, ...]) -> float | None:
 def family(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> Family:
     """Return the family predicted to be fastest. Raises Unsupported where none fits."""
     head_dim = max(problem.head_dim_qk, problem.head_dim_v)
-    if gpu.on_chip_bytes / problem.element_bytes >= CLEARLY_LARGE * head_dim**2:
-        small = [
-            name
-            for name, one in FAMILIES[direction].items()
-            if not one.large_heads_only and not one.why_not(problem, gpu.arch)
-        ]
-        if len(small) == 1:
-            return small[0]
-    return ranked_families(problem.bucket, gpu, direction)[0][0]
+    room = gpu.on_chip_bytes / problem.element_bytes / head_dim**2
+    small = [
+        name
+        for name, one in FAMILIES[direction].items()
+        if not one.large_heads_only and not one.why_not(problem, gpu.arch)
+    ]
+    usual = small[0] if len(small) == 1 and room >= LARGE else None
+    if usual and room >= CLEARLY_LARGE:
+        return usual
+    ranked = ranked_families(problem.bucket, gpu, direction)
+    best, shortest = ranked[0]
+    return (
+        usual if usual and dict(ranked).get(usual, math.inf) <= CLEARLY_FASTER * shortest else best
+    )
 
 
 @lru_cache(maxsize=1024)
