@@ -15,8 +15,9 @@ import ast
 import csv
 import hashlib
 import random
+import subprocess
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
@@ -76,7 +77,7 @@ class Sample:
     registers: int
     spill_bytes: int
     serialized: str
-    """yes or no, as `CompiledKernel` has it; empty where nobody looked."""
+    """yes or no: a loop waits for each of its products; empty where nothing spills."""
     error: str
 
     @property
@@ -144,11 +145,19 @@ def collect(
     count: int,
     top: int,
     workers: int | None,
-    architectures: Iterable[str],
+    architectures: Collection[str],
     kernels: Sequence[Kernel] = KERNELS,
 ) -> None:
-    """Compile what the samples lack; a kernel that has changed since is compiled again."""
-    kept = [sample for sample in read_samples() if is_current(sample)]
+    """Compile what the samples lack; a kernel that has changed since is compiled again. Samples of
+    other architectures and kernels than these stay as they are."""
+    samples = read_samples()
+    changed = [
+        sample
+        for sample in samples
+        if sample.arch in architectures and sample.kernel in kernels and not is_current(sample)
+    ]
+    dropped = set(changed)
+    kept = [sample for sample in samples if sample not in dropped]
     SAMPLES.parent.mkdir(parents=True, exist_ok=True)
     with SAMPLES.open("w", newline="", encoding="utf-8", buffering=1) as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Sample)])
@@ -172,6 +181,8 @@ def collect(
             return len(missing)
 
         for arch in architectures:
+            again = [(*one.parsed, one.kernel) for one in changed if one.arch == arch]
+            compile_missing(arch, (render(*one) for one in again))
             compile_missing(
                 arch, (one for kernel in kernels for one in random_kernels(kernel, count))
             )
@@ -191,9 +202,17 @@ def sample_of(one: RenderedKernel, arch: str, result: object) -> Sample:
         shared_bytes=compiled.shared_bytes if compiled else 0,
         registers=compiled.registers if compiled else 0,
         spill_bytes=compiled.spill_bytes if compiled else 0,
-        serialized=("yes" if compiled.serialized else "no") if compiled else "",
+        serialized=serialized(compiled) if compiled and compiled.spill_bytes else "",
         error="" if compiled else str(result)[:200],
     )
+
+
+def serialized(compiled: CompiledKernel) -> str:
+    """Return whether a loop waits for each matrix product, empty for what cannot be read."""
+    try:
+        return "yes" if any(loop.serialized for loop in compiled.code.loops) else "no"
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return ""
 
 
 def code_digest(one: RenderedKernel) -> str:
@@ -278,7 +297,9 @@ def features_of(sample: Sample) -> tuple[float, ...]:
     """Return what the fit multiplies."""
     problem, config = sample.parsed
     work = step(problem, config, sample.kernel)
-    return model.register_features(work, problem.element_bytes, config.num_warps, sample.arch)
+    return model.register_features(
+        work, problem.element_bytes, config.num_warps, sample.arch, config.descriptors
+    )
 
 
 def write_fits(samples: list[Sample]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from tilegen.disk import log
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS
@@ -40,15 +41,28 @@ def propose(
     kernel: Kernel = "fwd",
     top: int = 10,
     fast_memory: int | str | None = None,
+    compile: bool = False,
 ) -> list[Candidate]:
     """Return the `top` tiles of a kernel by the cost model, best first, with the reason for each.
 
+    Nothing is compiled, but what a compiler said earlier of one of them is in its `compiled`. With
+    `compile` the head of the ranking is compiled for the GPU, which needs none, and comes first,
+    ranked by machine code: the first is what a call settles on that finds no record.
     `fast_memory` ([bytes], or text such as `48KiB`) replaces the GPU's shared memory per program.
+    Raises Unsupported, and BuildFailed where nothing compiles and fits.
     """
     from tilegen.choose.ranking import propose as ranked
+    from tilegen.choose.told import with_verdicts
+    from tilegen.pipeline import choose_by_model
 
-    spec = gpu_of(gpu, fast_memory)
-    return ranked(problem_of(problem), spec, kernel=kernel_named(kernel), top=top)
+    parsed, spec, which = (
+        problem_of(problem).normal(),
+        gpu_of(gpu, fast_memory),
+        kernel_named(kernel),
+    )
+    candidates = ranked(parsed, spec, kernel=which, top=top)
+    tried = choose_by_model(parsed, spec, which).tried if compile else {}
+    return with_verdicts(parsed, spec, which, candidates, tried)[:top]
 
 
 def explain(
@@ -100,14 +114,24 @@ def show(
 ) -> RenderedKernel:
     """Return an emitted kernel; its `source` is a Python file that needs torch and triton only.
 
-    `config` replaces the one that a call would use; `unaligned` allows strides of any number of
-    elements.
+    `config` replaces the recorded one, and where nothing is recorded the model's first: then a call
+    compiles a few and may settle on another, which is logged. `unaligned` allows strides of any
+    number of elements.
     """
     from tilegen.emit.render import render
     from tilegen.pipeline import choose_kernel
 
     parsed, which, spec = problem_of(problem).normal(), kernel_named(kernel), gpu_of(gpu)
-    tile = config_of(config) or choose_kernel(parsed, spec, which).config
+    tile = config_of(config)
+    if tile is None:
+        chosen = choose_kernel(parsed, spec, which)
+        tile = chosen.config
+        if chosen.ranked.origin == "model":
+            log.info(
+                "%s is the model's first; a call compiles a few and may settle on another: "
+                "tilegen propose --compile",
+                tile.key,
+            )
     return render(parsed, tile, which, aligned=False if unaligned else None)
 
 

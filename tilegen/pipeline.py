@@ -136,10 +136,16 @@ def rank(
         return one(config, "tuning", "tuned now")
     if found := found or known.borrowed(kernel):
         return one(found.record.config, "record", str(found))
+    return _by_model(known.problem, known.gpu, kernel, describable, may_compile)
+
+
+def _by_model(
+    problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, describable: bool, may_compile: bool
+) -> Ranked:
     from tilegen.choose.ranking import hopefuls, propose  # load SymPy
 
     ask, top = (hopefuls, ASKED) if may_compile else (propose, 1)
-    candidates = ask(known.problem, known.gpu, kernel=kernel, top=top, describable=describable)
+    candidates = ask(problem, gpu, kernel=kernel, top=top, describable=describable)
     configs = tuple(one.config for one in candidates)
     return Ranked(kernel, configs, "model", "the model", tuple(candidates))
 
@@ -148,17 +154,30 @@ def settle(known: Known, ranked: Ranked, *, aligned: bool, may_compile: bool) ->
     """Return the best of the model's configs that compile here to what may be used, if anything may
     be compiled; what is known is taken as it is."""
     if may_compile and ranked.origin == "model":
-        from tilegen.build.verdicts import verdict
-
-        def compile(config: TileConfig) -> Usage | BuildFailed:
-            asked = known.problem, config, ranked.kernel, known.gpu.arch
-            return verdict(*asked, aligned=aligned)
-
         try:
-            return best_acceptable(known.problem, known.gpu, ranked, compile)
+            return _best_compiled_here(known.problem, known.gpu, ranked, aligned)
         except (TilegenError, OSError, SubprocessError) as error:  # the launch says what is wrong
             say_once(f"compiled nothing ahead: {error}")
     return Chosen(config=ranked.configs[0], ranked=ranked)
+
+
+def choose_by_model(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> Chosen:
+    """Return what a call with dense tensors settles on where nothing is recorded: the best of the
+    model's configs that compile here to what may be used. Raises Unsupported and BuildFailed."""
+    problem = problem.normal()
+    ranked = _by_model(problem, gpu, kernel, describable=True, may_compile=True)
+    return _best_compiled_here(problem, gpu, ranked, rows_are_aligned(problem))
+
+
+def _best_compiled_here(
+    problem: AttentionProblem, gpu: GpuSpec, ranked: Ranked, aligned: bool
+) -> Chosen:
+    from tilegen.build.verdicts import verdict
+
+    def compile(config: TileConfig) -> Usage | BuildFailed:
+        return verdict(problem, config, ranked.kernel, gpu.arch, aligned=aligned)
+
+    return best_acceptable(problem, gpu, ranked, compile)
 
 
 def best_acceptable(

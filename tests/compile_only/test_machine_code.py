@@ -19,8 +19,9 @@ from tilegen.emit.render import render
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import BLOCK_SIZES, TileConfig
 from tilegen.model.as_compiled import clocks_as_compiled
-from tilegen.model.footprint import repetition
+from tilegen.model.footprint import executed
 from tilegen.model.step import step
+from tilegen.model.time import step_clocks
 from tilegen.problem import AttentionProblem
 
 PARSE = AttentionProblem.parse
@@ -30,6 +31,7 @@ KERNELS = (
     ("hq4 hkv1 q4096 d128 bf16 causal", "fwd", "m128n64w8s2"),
     ("hq4 hkv1 q4096 d128 bf16 causal", "bwd_dkdv", "m64n64w4s2"),
     ("hq4 hkv1 q4096 d128 bf16 causal", "bwd_dq", "m64n64w4s2"),
+    ("hq4 hkv1 q4096 d128 bf16 causal", "bwd_dkdv", "m64n64w8s2"),
     (WIDE, "bwd_scores", "m128n128d64w8s3"),
     (WIDE, "bwd_columns", "m64n128d128w8s3"),
     (WIDE, "bwd_rows", "m64n64d128w4s3"),
@@ -48,11 +50,35 @@ def test_steps_are_found_in_machine_code(text: str, kernel: str, config: str, ar
     code = built.step_code
     assert code is not None
     work = step(problem, tile, kernel)
-    assert code.multiply_adds == work.multiply_adds * repetition(work, 2, tile.num_warps, arch)
+    assert code.multiply_adds == executed(work, 2, tile.num_warps, arch)
     least = work.scores * (kernel != "bwd_columns")  # an exponential for each score
     assert 32 * code.exponentials >= least
     assert code.instructions <= code.partial_instructions
     assert clocks_as_compiled(code, gpu(GPUS[arch])).bound > 0
+
+
+@pytest.mark.parametrize(
+    "arch, kernel, config",
+    [
+        ("sm_90", "fwd", "m128n128w8s2"),
+        ("sm_90", "fwd", "m64n64w8s2"),
+        ("sm_90", "bwd_dkdv", "m64n64w4s2t"),
+        ("sm_90", "bwd_dq", "m64n128w8s2"),
+        ("sm_90", "bwd_dkdv", "m128n32w4s2"),
+        ("sm_90", "bwd_dq", "m32n128w4s2"),
+        ("sm_80", "fwd", "m128n64w4s2"),
+        ("sm_80", "bwd_dkdv", "m64n64w8s2"),
+        ("sm_100", "fwd", "m128n128w8s2"),
+    ],
+)
+def test_shared_memory_moves_what_the_model_says(arch: str, kernel: str, config: str) -> None:
+    """Operands, tiles as they come in, and weights that other warps need; reductions are left out,
+    and reads that the compiler repeats."""
+    problem, tile, spec = PARSE(KERNELS[0][0]), TileConfig.parse(config), gpu(GPUS[arch])
+    code = compile_for(render(problem, tile, kernel), arch).step_code
+    assert code is not None
+    predicted = step_clocks(problem, spec, tile, kernel).smem
+    assert 0.8 < predicted / clocks_as_compiled(code, spec).smem <= 1.0
 
 
 def test_amd_is_counted() -> None:

@@ -92,6 +92,24 @@ def test_show() -> None:
     assert values(*asked)["digest"] == shown.digest
 
 
+def test_an_explanation_says_where_a_call_may_take_another_tile() -> None:
+    line = "  choice     the model's first; a call takes a record"
+    assert line in tilegen.explain(PROBLEM, "h200", kernel="fwd").text()
+    assert (
+        "  choice "
+        not in tilegen.explain(PROBLEM, "h200", kernel="fwd", config="m64n32w4s2").text()
+    )
+
+
+def test_show_says_where_a_call_may_take_another_tile(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="tilegen")
+    tilegen.show(PROBLEM, "h200", config="m64n32w4s2")
+    assert not caplog.messages
+    shown = tilegen.show(PROBLEM, "h200")
+    (said,) = caplog.messages
+    assert said.startswith(f"{shown.config.key} is the model's first; a call compiles a few")
+
+
 def test_generate_hands_over_what_the_bundle_holds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -6,7 +6,8 @@ from itertools import pairwise
 
 import pytest
 
-from tilegen.choose.families import family, kernels_of, ranked_families
+from tilegen.choose import families
+from tilegen.choose.families import CLEARLY_FASTER, family, kernels_of, ranked_families
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import gpu, with_fast_memory
 from tilegen.kernels.config import TileConfig
@@ -17,7 +18,7 @@ from tilegen.theory.regimes import critical_head_dim
 
 H200 = gpu("h200")
 FAST_MEMORY = (48, 64, 99, 163, 227)
-HEAD_DIMS = (128, 192, 256, 320, 384, 448, 512, 576, 768, 1024)
+HEAD_DIMS = (128, 192, 256, 320, 384, 448, 512, 640, 768, 1024)
 
 
 def layer(head_dim: int, dtype: str = "bf16") -> AttentionProblem:
@@ -32,9 +33,34 @@ def test_ordinary_head_dims_keep_queries_on_chip() -> None:
 
 
 def test_large_head_dims_go_through_panels() -> None:
-    """At the theorem's crossovers on an H200, 545 forward and 437 backward, and beyond."""
-    assert kernels_of(layer(576), H200) == SMALL_CACHE
+    """Beyond the theorem's crossovers on an H200, 545 forward and 437 backward; 576 is no
+    multiple of their slices."""
+    assert kernels_of(layer(640), H200) == SMALL_CACHE
     assert family(layer(448), H200, "backward") == "small_cache"
+
+
+def test_a_backward_of_few_wide_heads_goes_through_panels() -> None:
+    """At head dim 256 one key-value head has 32 programs for dK and dV, and 132 SMs; sixteen have
+    enough, and are not turned by what the model may err."""
+    few, many = (
+        AttentionProblem.parse(f"b1 hq48 hkv{heads} q2048 kv2048 d256 bf16 causal")
+        for heads in (1, 16)
+    )
+    assert family(few, H200, "backward") == "small_cache"
+    assert family(many, H200, "backward") == "two_pass"
+    assert family(few, H200, "forward") == "q_stationary"
+    for problem, expected in ((few, True), (many, False)):
+        of = dict(ranked_families(problem.bucket, H200, "backward"))
+        assert (of["two_pass"] > CLEARLY_FASTER * of["small_cache"]) == expected
+
+
+def test_other_families_of_ordinary_head_dims_are_not_ranked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(families, "ranked_families", None)
+    assert family(layer(128), H200, "backward") == "two_pass"
+    with pytest.raises(TypeError):
+        family(layer(256), H200, "backward")
 
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
@@ -123,7 +149,8 @@ def test_memory_of_panels_is_linear_in_the_length() -> None:
 
 def test_configs_belong_to_a_kind_of_kernel() -> None:
     whole = TileConfig(block_m=64, block_n=64)
-    for kernel in KERNELS:
+    others = ("fwd_split", "fwd_paged", "fwd_combine")  # see test_split_kv.py
+    for kernel in (one for one in KERNELS if one not in others):
         if KERNELS[kernel].sliced:
             with pytest.raises(Unsupported, match=f"block_d of {kernel} must be one of"):
                 check_config(whole, kernel)

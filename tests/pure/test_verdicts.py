@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+import tilegen
 from tilegen import pipeline
 from tilegen.build import compiler, verdicts
 from tilegen.build.verdicts import MAX_BYTES, Verdict, verdict
+from tilegen.choose.ranking import seconds_as_compiled
+from tilegen.cli.main import app
 from tilegen.emit.identity import RenderedKernel
 from tilegen.errors import BuildFailed
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
+from tilegen.model.estimate import Candidate, Compiled
 from tilegen.problem import AttentionProblem
 
 H200 = gpu("h200")
@@ -30,6 +37,8 @@ class Compiler:
         self.asked: list[tuple[TileConfig, str, bool]] = []
         self.failure: str | None = None
         self.cause: Exception | None = None
+        self.spilled: dict[TileConfig, int] = {}
+        """Bytes that configs spill; others spill what GOOD does."""
 
     def __call__(self, rendered: RenderedKernel, arch: str) -> compiler.CompiledKernel:
         self.asked.append((rendered.config, arch, rendered.aligned))
@@ -41,7 +50,7 @@ class Compiler:
             binary=b"",
             shared_bytes=GOOD.shared_bytes,
             registers=GOOD.registers,
-            spill_bytes=GOOD.spill_bytes,
+            spill_bytes=self.spilled.get(rendered.config, GOOD.spill_bytes),
             scratch_pointers=0,
             seconds=0.0,
         )
@@ -172,3 +181,83 @@ def test_verdicts_lie_in_folders_that_nobody_else_gets_into(
     kernels = file.parent.parent
     assert kernels == tmp_path / "cache" / "kernels"
     assert kernels.stat().st_mode & 0o077 == 0
+
+
+def by_config(found: list[Candidate]) -> dict[TileConfig, Candidate]:
+    return {one.config: one for one in found}
+
+
+def test_a_proposal_says_what_was_compiled_and_what_is_predicted(compile_: Compiler) -> None:
+    before = tilegen.propose(PROBLEM, H200, top=3)
+    assert [one.compiled for one in before] == [None] * 3
+    config = before[1].config
+    verdict(PROBLEM, config, "fwd", "sm_90", aligned=True)
+    verdict(PROBLEM, before[0].config, "fwd", "sm_80", aligned=True)
+    compile_.failure = "PassManager::run failed"
+    verdict(PROBLEM, before[2].config, "fwd", "sm_90", aligned=True)
+    compile_.asked.clear()
+    after = tilegen.propose(PROBLEM, H200, top=3)
+    assert not compile_.asked, "a proposal compiles nothing"
+    assert [replace(one, compiled=None) for one in after] == before, "nor changes its order"
+    assert after[0].compiled is None, "compiled for another architecture"
+    assert after[1].compiled == Compiled(
+        triton=version("triton"),
+        registers=GOOD.registers,
+        spill_bytes=GOOD.spill_bytes,
+        shared_bytes=GOOD.shared_bytes,
+        seconds=seconds_as_compiled(PROBLEM, H200, config, "fwd", GOOD),
+        objection="",
+    )
+    assert after[2].compiled == Compiled(triton=version("triton"), objection=compile_.failure)
+
+
+def test_a_proposal_that_compiles_comes_in_the_order_of_a_call(compile_: Compiler) -> None:
+    best = tilegen.propose(PROBLEM, H200, top=1)[0].config
+    compile_.spilled = {best: 128}
+    call = pipeline.choose_kernel(PROBLEM, H200, "fwd", may_compile=True)
+    assert len(call.seconds) > 1
+    found = tilegen.propose(PROBLEM, H200, top=50, compile=True)
+    first = found[: len(call.tried)]
+    assert first[0].config == call.config
+    assert by_config(first).keys() == call.tried.keys()
+    seconds = [one.compiled.seconds for one in first if one.compiled]
+    assert seconds == sorted(call.seconds.values())
+    rest = [one for one in tilegen.propose(PROBLEM, H200, top=50) if one.config not in call.tried]
+    assert found[len(first) :] == rest, "what was not compiled stays in the model's order"
+
+
+def test_what_may_not_be_used_comes_last(compile_: Compiler) -> None:
+    best = [one.config for one in tilegen.propose(PROBLEM, H200, top=2)]
+    compile_.spilled = dict.fromkeys(best, 400)
+    found = tilegen.propose(PROBLEM, H200, top=50, compile=True)
+    for one in found[-2:]:
+        assert one.config in best
+        assert one.compiled
+        assert one.compiled.objection.startswith("400 bytes of registers spilled a thread")
+    assert not any(one.compiled and one.compiled.objection for one in found[:-2])
+    call = pipeline.choose_kernel(PROBLEM, H200, "fwd", may_compile=True)
+    assert found[0].config == call.config
+
+
+def test_the_command_says_what_was_compiled(compile_: Compiler) -> None:
+    def lines(*more: str) -> list[str]:
+        asked = ["propose", PROBLEM.key, "--gpu", "h200", "--top", "3", *more]
+        result = CliRunner().invoke(app, asked, catch_exceptions=False)
+        return [one.rstrip() for one in result.stdout.splitlines()]
+
+    assert all("us predicted  " in one and "Triton" not in one for one in lines())
+    first, *_ = lines("--compile")
+    made = f"Triton {version('triton')} made 255 registers, 16 bytes spilled and 0.9766 KiB"
+    assert "us predicted  " in first
+    assert "us compiled  " in first
+    assert made in first
+    (told,) = [one for one in lines() if "Triton" in one]
+    assert told.startswith(first.split()[0])
+    compile_.failure = "PassManager::run failed"
+    (other,) = {one.config for one in tilegen.propose(PROBLEM, H200, top=2)} - {
+        TileConfig.parse(first.split()[0])
+    }
+    verdict(PROBLEM, other, "fwd", "sm_90", aligned=True)
+    (told,) = [one for one in lines() if one.startswith(other.key)]
+    assert "us predicted             refused  " in told
+    assert told.endswith(f"made nothing of it: {compile_.failure}")

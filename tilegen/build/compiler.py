@@ -75,7 +75,7 @@ class CompiledKernel:
     def _step_code(self) -> StepCode | None:
         if self.arch.startswith("gfx"):
             return None
-        from tilegen.model.footprint import repetition
+        from tilegen.model.footprint import executed
         from tilegen.model.step import step
 
         rendered = self.rendered
@@ -83,9 +83,9 @@ class CompiledKernel:
         work = step(problem, config, rendered.kernel)
         if not work.products:
             return None
-        repeated = repetition(work, problem.element_bytes, config.num_warps, self.arch)
+        done = executed(work, problem.element_bytes, config.num_warps, self.arch)
         try:
-            found = self.code.step(round(repeated * work.multiply_adds))
+            found = self.code.step(round(done))
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             log.debug("machine code of %s could not be read: %s", rendered.function, error)
             return None

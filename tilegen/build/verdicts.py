@@ -45,10 +45,7 @@ def verdict(
 ) -> Verdict | BuildFailed:
     """Return what compiling a kernel in this process gives, or gave in an earlier one with the same
     version of Triton. Raises Unsupported where nothing can be compiled."""
-    digest = kernel_digest(problem, config, kernel, aligned)
-    path = folder_of(digest) / f"{kernel}.{arch}.json"
-    triton = installed("triton")
-    if (known := _read(path, triton)) is not None:
+    if (known := remembered(problem, config, kernel, arch, aligned=aligned)) is not None:
         return known
     from tilegen.emit.render import render  # loads Jinja and SymPy
 
@@ -56,10 +53,25 @@ def verdict(
     if lasts:
         failed = str(found)[:MAX_MESSAGE] if isinstance(found, BuildFailed) else ""
         used = {} if isinstance(found, BuildFailed) else asdict(found)
-        values = {"triton": triton, "failed": failed, **used}
+        values = {"triton": installed("triton"), "failed": failed, **used}
+        path = _path(problem, config, kernel, arch, aligned)
         with contextlib.suppress(Unsupported):  # the folder may be for reading only
             write_beside(path, f"{json.dumps(values)}\n".encode())
     return found
+
+
+def remembered(
+    problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: str, *, aligned: bool
+) -> Verdict | BuildFailed | None:
+    """Return what compiling a kernel gave in an earlier process with the version of Triton that is
+    installed, None where that is not known. Compiles nothing."""
+    return _read(_path(problem, config, kernel, arch, aligned), installed("triton"))
+
+
+def _path(
+    problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: str, aligned: bool
+) -> Path:
+    return folder_of(kernel_digest(problem, config, kernel, aligned)) / f"{kernel}.{arch}.json"
 
 
 def _compiled(rendered: RenderedKernel, arch: str) -> tuple[Verdict | BuildFailed, bool]:

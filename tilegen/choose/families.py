@@ -19,16 +19,19 @@ if TYPE_CHECKING:
     from tilegen.gpus.spec import GpuSpec
     from tilegen.model.estimate import Candidate
 
-CLEARLY_LARGE = 2.0
-"""M / d^2 from which FlashAttention's schedules move least by a margin, so that the other families
-are not ranked: the traffic of the schedules crosses between 0.7 and 1.8 (theory/optimum.py),
-forward and backward.
-
-Ranking them all the same would take four to five times as long (14 ms, not 3, for a forward never
-seen before), and load SymPy where there is a record. It would also turn many a backward pass to
-small-cache kernels by differences in predicted time that are within what the model may err. What
-was measured counts more: see `kernels_used`.
-"""
+LARGE = 2.0
+"""M / d^2 from which FlashAttention's schedules move least by a margin: the traffic of the
+schedules crosses between 0.7 and 1.8 (theory/optimum.py), forward and backward. Another family is
+taken there only if it is predicted to be faster by CLEARLY_FASTER. What was measured counts more:
+see `kernels_used`."""
+CLEARLY_LARGE = 4.0
+"""M / d^2 from which the other families are not ranked: head dims of 128 in 16 bits have 15 on an
+H200, 256 have 3.8, where registers for the gradients of 64 keys and values are short and few heads
+leave SMs idle. Ranking takes four to five times as long (14 ms, not 3, for a forward never seen
+before), and loads SymPy where there is a record."""
+CLEARLY_FASTER = 1.25
+"""Factor in predicted time that says more than the model may err between kernels nobody timed: a
+guess."""
 
 TALL, FEW_WAVES, FEW_ROWS = 128, 2, 16
 """Rows of a tall tile, and the programs for each SM from which a family for few programs is not
@@ -92,7 +95,21 @@ def family(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> Fam
         for name, one in FAMILIES[direction].items()
         if not one.why_not(problem, gpu.arch) and _may_win(one, bucket, gpu)
     ]
-    return able[0] if len(able) == 1 else ranked_families(bucket, gpu, direction)[0][0]
+    if len(able) == 1:
+        return able[0]
+    ranked = ranked_families(bucket, gpu, direction)
+    best, shortest = ranked[0]
+    if _room(problem, gpu) >= LARGE:
+        usual = (one for one in ranked if not FAMILIES[direction][one[0]].large_heads_only)
+        name, seconds = next(usual, ranked[0])
+        best = name if seconds <= CLEARLY_FASTER * shortest else best
+    return best
+
+
+def _room(problem: AttentionProblem, gpu: GpuSpec) -> float:
+    """Return M / d^2 of a problem."""
+    head_dim = max(problem.head_dim_qk, problem.head_dim_v)
+    return gpu.on_chip_bytes / problem.element_bytes / head_dim**2
 
 
 def _may_win(spec: FamilySpec, problem: AttentionProblem, gpu: GpuSpec) -> bool:
@@ -100,9 +117,8 @@ def _may_win(spec: FamilySpec, problem: AttentionProblem, gpu: GpuSpec) -> bool:
     batch-invariant problems take does not hang on sizes."""
     if problem.invariant:
         return True
-    head_dim = max(problem.head_dim_qk, problem.head_dim_v)
     if spec.large_heads_only:
-        return gpu.on_chip_bytes / problem.element_bytes < CLEARLY_LARGE * head_dim**2
+        return _room(problem, gpu) < CLEARLY_LARGE
     if spec.few_programs_only:
         rows = problem.seqlen_q * problem.group_size
         tiles = problem.batch * problem.num_heads_kv * -(-rows // TALL)

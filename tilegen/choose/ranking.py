@@ -148,6 +148,13 @@ def estimate(
     return model.cost(model.time(config, needs), config, needs)
 
 
+def candidate_of(
+    problem: AttentionProblem, gpu: GpuSpec, config: TileConfig, kernel: Kernel
+) -> Candidate:
+    """Return a config as `propose` would, wherever it ranks."""
+    return _candidate(problem.normal(), gpu, estimate(problem, gpu, config, kernel))
+
+
 Timed = tuple[Time, TileConfig, Footprint]
 
 

@@ -19,6 +19,7 @@ from rich.logging import RichHandler
 from tilegen import api
 from tilegen.cli.bundle import bundle, generate
 from tilegen.cli.cache import cache_app
+from tilegen.cli.candidates import candidate_line
 from tilegen.cli.fleet import fleet_app, worker
 from tilegen.cli.options import (
     DryRun,
@@ -133,25 +134,28 @@ def propose(
     kernel: OneKernel = "fwd",
     top: Annotated[int, typer.Option(help="how many")] = 10,
     fast_memory: FastMemory = None,
+    compile_: Annotated[
+        bool,
+        typer.Option("--compile", help="compile the first few, and rank those by machine code"),
+    ] = False,
     json_: Json = False,
 ) -> None:
-    """Rank tiles by the cost model, best first, with the reason for each.
+    """Rank tiles by the cost model, best first, with the reason for each; and say of those that
+    were compiled here, now or before, what the compiler made of them.
 
     Example: tilegen propose "b4 hq32 hkv8 q4096 d128 bf16 causal" --gpu h200
     """
     parsed = api.problem_of(problem)
-    found = api.propose(parsed, gpu, kernel=kernel, top=top, fast_memory=fast_memory)
+    found = api.propose(
+        parsed, gpu, kernel=kernel, top=top, fast_memory=fast_memory, compile=compile_
+    )
     if json_:
         print_json([asdict(candidate) for candidate in found])
         return
     if parsed.rewriting:
         console.print(parsed.rewriting)
     for candidate in found:
-        cost = candidate.estimate
-        console.print(
-            f"{candidate.config.key:14}{1e6 * cost.seconds:9.1f} us  {cost.limit:8}"
-            f"{candidate.reason}"
-        )
+        console.print(candidate_line(candidate))
 
 
 @app.command()
@@ -196,7 +200,9 @@ def show(
     problem: Problem,
     gpu: Gpu = None,
     kernel: OneKernel = "fwd",
-    config: Annotated[str | None, typer.Option(help="m128n64w8s3; default: the choice")] = None,
+    config: Annotated[
+        str | None, typer.Option(help="m128n64w8s3; default: the recorded, else the model's first")
+    ] = None,
     unaligned: Annotated[bool, typer.Option(help="for strides of any number of elements")] = False,
     json_: Json = False,
 ) -> None:

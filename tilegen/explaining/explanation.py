@@ -47,6 +47,11 @@ from tilegen.model.traffic import Traffic, Visits, state_bytes, terms_of, total_
 from tilegen.problem import AttentionProblem
 from tilegen.theory.regimes import critical_head_dim
 
+MODELS_FIRST = (
+    "the model's first; a call takes a record where there is one, and otherwise compiles a few and "
+    "may settle on another: tilegen propose --compile"
+)
+
 
 def explain_all(
     problem: AttentionProblem,
@@ -95,6 +100,7 @@ def explain(
         "fast_memory": gpu.smem_per_block,
         "kernel": kernel,
         "config": asdict(chosen.config),
+        "choice": MODELS_FIRST if config is None else "",
         "reason": chosen.reason,
         "loads": _loads(problem, gpu, kernel, chosen.config),
         "mask": explain_mask(problem, gpu, kernel, chosen),

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
-from tilegen.choose.families import CLEARLY_LARGE, family, ranked_families
+from tilegen.choose.families import CLEARLY_FASTER, LARGE, family, ranked_families
 from tilegen.choose.ranking import propose, spills_much
 from tilegen.errors import Unsupported
 from tilegen.explaining.formulas import formula, named
@@ -44,7 +44,7 @@ def explain_pass(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) 
     return {
         "direction": direction,
         "family": chosen,
-        "because": _because(problem, regime, chosen, found),
+        "because": _because(problem, direction, regime, chosen, found),
         "kernels": [one["kernel"] for one in mine["kernels"]],
         "seconds": mine["seconds"],
         "read_bytes": mine["read_bytes"],
@@ -130,15 +130,22 @@ def _family(
 
 def _because(
     problem: AttentionProblem,
+    direction: Direction,
     regime: dict[str, Any],
     chosen: Family,
     found: list[dict[str, Any]],
 ) -> str:
-    if regime["m_over_d2"] >= CLEARLY_LARGE:
-        beyond = f"M is {regime['m_over_d2']:.1f} d^2, and from {CLEARLY_LARGE:g} d^2 on "
+    usual = not FAMILIES[direction][chosen].large_heads_only
+    if regime["m_over_d2"] >= LARGE and usual:
+        beyond = f"M is {regime['m_over_d2']:.1f} d^2, and from {LARGE:g} d^2 on "
         beyond += "FlashAttention's schedules move least by a margin"
         faster = found[0]["family"]
-        return beyond + (f"; yet {faster} is predicted to be faster" if faster != chosen else "")
+        if faster == chosen:
+            return beyond
+        return (
+            f"{beyond}; {faster} is predicted to be faster, which counts from "
+            f"{CLEARLY_FASTER:g} times on"
+        )
     if found[0]["family"] != chosen:
         return f"predicted to be the fastest for '{problem.bucket.key}', which stands for this one"
     why = (

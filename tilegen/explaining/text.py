@@ -130,6 +130,7 @@ def explain_lines(told: dict[str, Any]) -> list[str]:
     return [
         f"{told['kernel']} for {_subject(told)}",
         f"  tile       {TileConfig(**told['config'])!r}",
+        *([f"  choice     {told['choice']}"] if told["choice"] else []),
         f"  because    {told['reason']}",
         *([f"  loads      {told['loads']}"] if told["loads"] else []),
         "",

@@ -84,6 +84,7 @@ def clocks_as_compiled(code: StepCode, gpu: GpuSpec) -> StepClocks:
         masking=more / SCHEDULERS,
         smem=code.shared_bytes / SMEM_BYTES_PER_CLK,
         exposed=exposed,
+        asynchronous=code.asynchronous,
         # In L1, behind the port of shared memory; 4 bytes a thread. What was spilled is wanted by
         # the next instruction.
         local=code.local * LANES * 4 / SMEM_BYTES_PER_CLK,

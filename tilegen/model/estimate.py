@@ -1,4 +1,5 @@
-"""What the model says about a config: `CostEstimate`; and `Candidate`, a config with its reason."""
+"""What the model says about a config: `CostEstimate`; what a compiler made of it: `Compiled`; and
+`Candidate`, a config with its reason."""
 
 from __future__ import annotations
 
@@ -44,6 +45,24 @@ class CostEstimate:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Compiled:
+    """What compiling a config gave, in this process or in an earlier one. Nobody has run it."""
+
+    triton: str
+    """Version of Triton that compiled it."""
+    registers: int | None = None
+    """32-bit registers of one thread; None where it did not compile."""
+    spill_bytes: int | None = None
+    """Bytes of registers that one thread spills; None where it did not compile."""
+    shared_bytes: int | None = None
+    """Shared memory of one program; None where it did not compile."""
+    seconds: float | None = None
+    """Predicted time with these, and with what its machine code issues; None as above."""
+    objection: str
+    """Why no call uses it; empty where calls may."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Candidate:
     """One proposed config."""
 
@@ -52,6 +71,8 @@ class Candidate:
     config: TileConfig
     """The tiles and launch options proposed."""
     estimate: CostEstimate
-    """Predicted time, traffic and use of the chip."""
+    """Predicted time, traffic and use of the chip, by the model alone."""
     reason: str
-    """One sentence: why this tile."""
+    """One sentence: why this tile, by the model alone."""
+    compiled: Compiled | None = None
+    """What a compiler made of it; None where nobody here has asked one."""

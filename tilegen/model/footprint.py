@@ -168,7 +168,7 @@ def register_features(
         operands = 0 if in_place else work.kept * element_bytes / 4 / threads
     return (
         1.0,
-        repeated * work.result_words / threads,
+        result_repetition(work, element_bytes, warps, arch) * work.result_words / threads,
         repeated * work.score_tiles * work.scores / threads,
         0.0 if exact else repeated * work.changed * element_bytes / 4 / threads,
         operands,
@@ -194,16 +194,37 @@ def _registers(
 
 
 def repetition(work: Step, element_bytes: int, warps: int, arch: str) -> float:
-    """Return the times that a score tile is computed: repeated where warps outnumber its parts."""
+    """Return the times that a score tile is computed: repeated where warps outnumber its parts, but
+    not from tensor memory, where one instruction of the program forms it."""
     rules = family(arch)
-    if element_bytes == 4 or not work.scores:
-        return 1.0
     in_place = in_place_of(rules, work, element_bytes)
-    # Warps divide the tile along its rows, or across where it is wide and low.
-    share_rows = in_place or work.rows >= min(work.results)
-    along, across = (warps, 1) if share_rows else (1, warps)
+    if element_bytes == 4 or not work.scores or (in_place and rules.tensor_memory):
+        return 1.0
+    along, across = (warps, 1) if divides_rows(work, element_bytes, arch) else (1, warps)
     rows = max(1.0, ROWS_PER_WARP * along / work.rows)
     return rows * max(1.0, COLUMNS_PER_WARP * across / work.columns)
+
+
+def divides_rows(work: Step, element_bytes: int, arch: str) -> bool:
+    """True where warps divide a score tile along its rows; False: across, where it is wide and
+    low."""
+    return in_place_of(family(arch), work, element_bytes) or work.rows >= min(work.results)
+
+
+def result_repetition(work: Step, element_bytes: int, warps: int, arch: str) -> float:
+    """Return the times that a result which the loop adds up is computed: as often as scores where
+    warps in excess share its rows, once where they divide it by columns."""
+    in_place = in_place_of(family(arch), work, element_bytes)
+    if in_place or not divides_rows(work, element_bytes, arch):
+        return 1.0
+    return repetition(work, element_bytes, warps, arch)
+
+
+def executed(work: Step, element_bytes: int, warps: int, arch: str) -> float:
+    """Return the multiply-adds of a step that matrix instructions do, repeated ones included."""
+    of = work, element_bytes, warps, arch
+    times = {True: repetition(*of), False: result_repetition(*of)}
+    return sum(times[one.scores] * one.multiply_adds for one in work.products)
 
 
 def in_place_of(rules: Family, work: Step, element_bytes: int) -> bool:

@@ -30,6 +30,8 @@ class Product:
     rows_in_shared: bool = True
     """True: the first operand comes from shared memory. False: from registers, or it has been read
     by another product of the step."""
+    scores: bool = False
+    """True: its result is a tile of scores, or of their gradients, that another product reads."""
 
     @property
     def multiply_adds(self) -> int:
@@ -122,11 +124,13 @@ def _whole(
     stays, passes = (n, m) if spec.stays == "columns" else (m, n)
     widths = {"qk": qk, "v": v}
     kept = sum(width for one in loop.keeps for width in widths[WIDTHS[one]])
+    scored = loop.score_tiles  # the first products make scores, the others read them
     return Step(
         rows=stays,
         columns=passes,
         products=tuple(
-            Product(stays, passes, sum(widths[one]), rows_in_shared=False) for one in loop.products
+            Product(stays, passes, sum(widths[one]), rows_in_shared=False, scores=i < scored)
+            for i, one in enumerate(loop.products)
         ),
         kept=stays * kept,
         results=tuple(width for one in loop.accumulates for width in widths[WIDTHS[one]]),
@@ -157,7 +161,7 @@ def _panel(loop: Sliced, rows: int, columns: int, depth: int) -> Step:
 
 
 def _streamed(rows: int, columns: int, depth: int, *, slices: int, values: tuple[int, ...]) -> Step:
-    products = [Product(rows, columns, depth)] * slices
+    products = [Product(rows, columns, depth, scores=True)] * slices
     return Step(
         rows=rows,
         columns=columns,

@@ -17,11 +17,12 @@ from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS
 from tilegen.model.dram import dram_bytes
-from tilegen.model.footprint import in_place_of, repetition
+from tilegen.model.footprint import executed, in_place_of, repetition
 from tilegen.model.launches import launches
-from tilegen.model.on_chip import ROWS_PER_WARP, Footprint, family, residents, threads_of
+from tilegen.model.on_chip import Footprint, family, residents, threads_of
+from tilegen.model.operands import shared_words
 from tilegen.model.rates import instructions, peak_flops_per_clk, rates_of
-from tilegen.model.step import Step, step
+from tilegen.model.step import step
 from tilegen.model.traffic import Traffic, Visits
 from tilegen.problem import AttentionProblem
 
@@ -51,6 +52,8 @@ class StepClocks:
     smem: float
     exposed: float
     """Part of issue or exponentials, whichever is longer, that no matrix product hides."""
+    asynchronous: bool
+    """True: a warp goes on while its matrix products run, which read their operands themselves."""
     local: float = 0.0
     """Loads and stores of local memory, which nothing hides."""
 
@@ -83,34 +86,22 @@ def step_clocks(
         each = sum(one.operands_of_thread(threads) for one in work.products)
         operands = each * threads / SHARED_READS
     else:
-        in_place = in_place_of(family(gpu.arch), work, size)
-        operands = _operand_words(work, config.num_warps, rates.operand_rows if in_place else 0)
+        of = work, size, config.num_warps, gpu.arch
+        operands = shared_words(*of, rows_per_read=rates.operand_rows)
     return StepClocks(
-        tensor=repeated * 2 * work.multiply_adds / peak,
+        tensor=2 * executed(work, size, config.num_warps, gpu.arch) / peak,
         exp=repeated * work.scores / gpu.exp_per_clk_per_sm,
         issue=issue / ISSUE_PER_CLK,
         masking=repeated * per.masked_score * work.scores / ISSUE_PER_CLK,
         smem=operands * size / SMEM_BYTES_PER_CLK,
         exposed=rates.exposed_of(kernel),
+        asynchronous=in_place_of(family(gpu.arch), work, size),
     )
 
 
 def drawn_of(problem: AttentionProblem, kernel: Kernel) -> int:
     """Return the instructions that drawing adds to each score."""
     return DRAWN_INSTRUCTIONS if problem.dropout and KERNELS[kernel].drops else 0
-
-
-def _operand_words(work: Step, warps: int, rows_per_read: int) -> float:
-    """Return the operand words that matrix instructions read from shared memory in a step.
-
-    A read of the passing operand serves `rows_per_read` rows where they read both operands in
-    place. Otherwise (0) each warp reads it for its own rows, and keeps those in registers.
-    """
-    passing = sum(one.columns * one.depth for one in work.products)
-    if not rows_per_read:
-        return max(1.0, min(warps, work.rows / ROWS_PER_WARP)) * passing
-    own = sum(one.rows * one.depth for one in work.products if one.rows_in_shared)
-    return max(1.0, work.rows / rows_per_read) * passing + work.kept + own
 
 
 def local_clocks(needs: Footprint, gpu: GpuSpec, config: TileConfig) -> float:
@@ -179,7 +170,7 @@ def time(
     ahead = config.num_stages - 1 if spec.masked else 0
     wait = latency / max(ahead, 1)
     if rates.exposed:
-        busy, smem = max(clk.tensor + clk.exposed * softmax, softmax), clk.smem
+        busy, smem = busy_clocks(clk, softmax, config.num_warps * together), clk.smem
         busy += rates.step_clk / together
     else:
         units = clk.tensor, softmax, clk.smem
@@ -243,6 +234,21 @@ def l2_seconds(gpu: GpuSpec, moved: Traffic) -> float:
 
 SCHEDULERS = 4
 """Parts of an SM that issue for warps of their own, each with its share of every unit."""
+
+
+def busy_clocks(clk: StepClocks, softmax: float, warps: int) -> float:
+    """Return the clocks that a step keeps busy the `warps` that an SM holds, `softmax` of them with
+    what is no matrix product.
+
+    Asynchronous products take their operands from shared memory themselves. Where each scheduler
+    has a single warp, one warpgroup alone on its SM, they take what is longer, that or the
+    multiplication, and then the softmax follows, but for what its machine code has beside them
+    (`exposed`): no other warp fills the time. Times that others published for synchronous products
+    bear no such rule out (benchmarks/results/published/README.md).
+    """
+    alone = clk.asynchronous and warps <= SCHEDULERS
+    products = max(clk.tensor, clk.smem) if alone else clk.tensor
+    return max(products + clk.exposed * softmax, softmax)
 
 
 @lru_cache(maxsize=8192)
