@@ -8,6 +8,12 @@ from tilegen.problem import AttentionProblem
 
 NAMES: tuple[Kernel, Kernel] = ("fwd_split", "fwd_combine")
 COMBINE = TileConfig(block_m=1, block_n=16)
+ALL: dict[Kernel, TileConfig] = {
+    "fwd_split": TileConfig(block_m=16, block_n=32, split_kv=64),
+    "fwd_paged": TileConfig(block_m=16, block_n=32, split_kv=64),
+    "fwd_combine": COMBINE,
+}
+"""Configs that are legal whatever mask and score are: each head has tiles of its own."""
 
 
 def splits(

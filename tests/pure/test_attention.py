@@ -173,9 +173,9 @@ import sys, torch, tilegen
 from tilegen import disk, store
 from tilegen.runtime import dispatch, plans
 from tilegen.measure import Measurement
-q = torch.randn(1, 1, 16, 16)
+q = torch.randn(300, 1, 16, 16)  # programs enough for an H200: keys need not be split
 def record():
-    problem = tilegen.AttentionProblem.parse("hq1 q16 d16 fp32 causal")
+    problem = tilegen.AttentionProblem.parse("b300 hq1 q16 d16 fp32 causal").bucket
     config = tilegen.TileConfig(block_m=16, block_n=16)
     store.save(store.TuningRecord(gpu="h200", arch="sm_90", kernel="fwd", problem=problem,
     config=config,

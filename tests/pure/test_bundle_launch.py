@@ -13,8 +13,8 @@ import pytest
 import torch
 
 import tilegen
+from tests import sliced, splits
 from tests.bundles import StandIn, not_compiled
-from tests.sliced import ALL
 from tilegen.bundles.launching import launcher_of
 from tilegen.bundles.manifest import Binary
 from tilegen.dropout import Dropout
@@ -39,7 +39,8 @@ CONFIGS: dict[Kernel, TileConfig] = {
     "fwd": TileConfig(block_m=64, block_n=32),
     "bwd_dkdv": TileConfig(block_m=64, block_n=32),
     "bwd_dq": TileConfig(block_m=64, block_n=32),
-    **ALL,
+    **sliced.ALL,
+    **splits.ALL,
 }
 BATCH, HEADS, GROUP, SEQLEN_Q, SEQLEN_KV, DIM_QK, DIM_V = 2, 4, 2, 100, 203, 96, 64
 TABLE = torch.randn(HEADS, 301)
@@ -131,8 +132,18 @@ def given_to(kernel: Kernel, *, heads_inside: bool = False) -> tuple[Any, ...]:
     notes = torch.zeros(1, 4, 64), torch.zeros(1, 4, 64)
     inside = (3, 1, 0, 64)  # head_first, num_heads, row_first, num_rows
     match kernel:
-        case "fwd" | "fwd_streamed":
+        case "fwd" | "fwd_streamed" | "fwd_split":
             return q, k, v, 0.125
+        case "fwd_paged":
+            rows = tensor(1, HEADS, 2 * SEQLEN_Q, DIM_QK, heads_inside=heads_inside)
+            pages = tensor(30, heads_kv, 16, DIM_QK), tensor(30, heads_kv, 16, DIM_V)
+            table, lengths = (torch.zeros(n, dtype=torch.int32) for n in ((BATCH, 13), BATCH))
+            starts = torch.zeros(BATCH + 1, dtype=torch.int32)
+            bounds = BATCH, SEQLEN_Q, SEQLEN_KV, 13
+            return rows, *pages, table, lengths, starts, *bounds, 0.125
+        case "fwd_combine":
+            partials = torch.zeros(BATCH, HEADS, 4, SEQLEN_Q, DIM_V)
+            return partials, torch.zeros(partials.shape[:4]), out, lse
         case "fwd_scores":
             return q, k, *inside, 0.125
         case "fwd_values":
@@ -169,7 +180,10 @@ def test_the_driver_reads_what_the_emitted_launch_passes(
         mask=mask.stand_in,
         score=score and score.form,
         dropout="dropout" in case,
+        page=16 if KERNELS[kernel].pages else 0,
     )
+    if kernel == "fwd_paged" and case == "blocks":
+        pytest.skip("kernels of pages take no masks of lists")
     rendered = render(problem, CONFIGS[kernel], kernel)
     binary = not_compiled(rendered)
     module, recorder = kernel_files.load(rendered), Recorder()

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests import sliced
+from tests import sliced, splits
 from tests.conftest import CheckGolden
 from tilegen.emit.render import RenderedKernel, render
 from tilegen.kernels.config import Kernel, TileConfig
@@ -53,7 +53,8 @@ def rendered(kernel: Kernel, mask: str, score: str = "") -> RenderedKernel:
     form = (made := SCORES[score]) and made.form
     drops = mask == "dropped"
     problem = replace(PROBLEM, mask=MASKS[mask].stand_in, score=form, dropout=drops)
-    return render(problem, WHOLE if kernel in LARGE_CACHE else SLICES, kernel)
+    config = splits.ALL.get(kernel) or (WHOLE if kernel in LARGE_CACHE else SLICES)
+    return render(problem, config, kernel)
 
 
 GOLDENS: list[tuple[Kernel, str, str]] = [

@@ -72,6 +72,8 @@ def _family_used(known: Known, direction: Direction) -> Family:
         return mine
     best, shortest = mine, math.inf
     for name, spec in families.items():
+        if spec.why_not(known.problem, known.gpu.arch):
+            continue
         if (seconds := _measured(known, spec.names)) is not None and seconds < shortest:
             best, shortest = name, seconds
     return best
@@ -90,11 +92,7 @@ def _measured(known: Known, kernels: tuple[Kernel, ...]) -> float | None:
 def family(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> Family:
     """Return the family predicted to be fastest. Raises Unsupported where none fits."""
     bucket = problem.bucket
-    able = [
-        name
-        for name, one in FAMILIES[direction].items()
-        if not one.why_not(problem, gpu.arch) and _may_win(one, bucket, gpu)
-    ]
+    able = _able(problem, gpu, direction)
     if len(able) == 1:
         return able[0]
     ranked = ranked_families(bucket, gpu, direction)
@@ -104,6 +102,15 @@ def family(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> Fam
         name, seconds = next(usual, ranked[0])
         best = name if seconds <= CLEARLY_FASTER * shortest else best
     return best
+
+
+def _able(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> list[Family]:
+    """Return the families that can compute a problem, and may be the fastest."""
+    return [
+        name
+        for name, one in FAMILIES[direction].items()
+        if not one.why_not(problem, gpu.arch) and _may_win(one, problem.bucket, gpu)
+    ]
 
 
 def _room(problem: AttentionProblem, gpu: GpuSpec) -> float:
