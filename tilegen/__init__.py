@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     )
     from tilegen.model.estimate import Candidate
     from tilegen.problem import AttentionProblem
+    from tilegen.runtime.append import append_paged
     from tilegen.runtime.attention import attention
     from tilegen.runtime.flex import flex_attention, from_block_mask
     from tilegen.runtime.paged import attention_paged
@@ -76,6 +77,7 @@ _HOME = {
     "activate": "tilegen.integrations.flash_backend",
     "agree": "tilegen.runtime.ranks",
     "alibi": "tilegen.masks.score",
+    "append_paged": "tilegen.runtime.append",
     "attention": "tilegen.runtime.attention",
     "attention_paged": "tilegen.runtime.paged",
     "attention_jagged": "tilegen.runtime.varlen",
@@ -134,6 +136,7 @@ __all__ = [
     "activate",
     "agree",
     "alibi",
+    "append_paged",
     "attention",
     "attention_jagged",
     "attention_paged",

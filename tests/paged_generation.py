@@ -1,0 +1,150 @@
+"""A Llama-shaped decoder with random weights that generates greedily: by dense attention over all
+tokens, or over a paged cache, with chunks of the prompt and with drafts that are verified."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.nn.functional import rms_norm, scaled_dot_product_attention, silu
+
+import tilegen
+
+VOCABULARY, WIDTH, HEADS, HEADS_KV, DIM, LAYERS = 53, 32, 4, 2, 16, 2
+PAGE = 16
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Attention of a layer: (layer, q, k, v), each (tokens, heads, dim), gives (tokens, heads, dim)."""
+
+
+@dataclass
+class Decoder:
+    """Random weights; `logits` are those of each token."""
+
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator().manual_seed(5)
+        sizes = {"embed": (VOCABULARY, WIDTH), "q": (WIDTH, HEADS * DIM), "o": (HEADS * DIM, WIDTH)}
+        sizes |= {name: (WIDTH, HEADS_KV * DIM) for name in "kv"}
+        sizes |= {"up": (WIDTH, 48), "gate": (WIDTH, 48), "down": (48, WIDTH)}
+        for layer in range(LAYERS):
+            for name, size in sizes.items():
+                random = torch.randn(size, generator=generator)
+                self.weights[f"{name}{layer}"] = random * (1.0 if name in ("embed", "o") else 0.4)
+
+    def logits(self, tokens: torch.Tensor, places: torch.Tensor, attend: Attend) -> torch.Tensor:
+        w = self.weights
+        x = w["embed0"][tokens]
+        for layer in range(LAYERS):
+            h = rms_norm(x, (WIDTH,))
+            q, k, v = ((h @ w[f"{one}{layer}"]).unflatten(-1, (-1, DIM)) for one in "qkv")
+            read = attend(layer, turned(q, places), turned(k, places), v)
+            x = x + read.flatten(1) @ w[f"o{layer}"]
+            h = rms_norm(x, (WIDTH,))
+            x = x + (silu(h @ w[f"gate{layer}"]) * (h @ w[f"up{layer}"])) @ w[f"down{layer}"]
+        return rms_norm(x, (WIDTH,)) @ w["embed0"].T
+
+
+def turned(x: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Return rotary embeddings of (tokens, heads, dim) at their places."""
+    angles = places[:, None] * 10000.0 ** (-torch.arange(0, DIM, 2) / DIM)
+    cos, sin = angles.cos()[:, None], angles.sin()[:, None]
+    left, right = x.chunk(2, -1)
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+
+
+def dense(model: Decoder, prompt: Sequence[int], count: int) -> list[int]:
+    """Return the tokens that follow a prompt, all computed anew at each step."""
+    tokens = list(prompt)
+
+    def attend(_: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+    for _ in range(count):
+        every = torch.arange(len(tokens))
+        tokens.append(int(model.logits(torch.tensor(tokens), every, attend)[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+@dataclass
+class Served:
+    """Requests over one paged cache."""
+
+    model: Decoder
+    requests: int
+    pages_each: int = 4
+
+    def __post_init__(self) -> None:
+        pages = self.requests * self.pages_each
+        order = torch.randperm(pages, generator=torch.Generator().manual_seed(6))
+        self.table = order.view(self.requests, self.pages_each)
+        self.cache = torch.full((LAYERS, 2, pages, PAGE, HEADS_KV, DIM), float("nan"))
+        self.lengths = torch.zeros(self.requests, dtype=torch.int64)
+
+    def step(self, tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """Return the logits of each request's new tokens, any number of them, in one call a
+        layer."""
+        counts = torch.tensor([len(one) for one in tokens])
+        starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+        self.lengths = self.lengths + counts
+        places = torch.cat(
+            [torch.arange(n - c, n) for n, c in zip(self.lengths, counts, strict=True)]
+        )
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            pages = self.cache[layer]
+            tilegen.append_paged(
+                k, v, pages[0], pages[1], self.table, self.lengths, q_starts=starts
+            )
+            return tilegen.attention_paged(
+                *(q, pages[0], pages[1], self.table, self.lengths),
+                q_starts=starts,
+                max_q_length=int(counts.max()),
+                mask=tilegen.causal("bottom_right"),
+            )
+
+        flat = torch.tensor([token for one in tokens for token in one])
+        return [*self.model.logits(flat, places, attend).split(counts.tolist())]
+
+    def forget(self, dropped: Sequence[int]) -> None:
+        """Drop the last tokens of each request: drafts that were wrong."""
+        self.lengths = self.lengths - torch.tensor(dropped)
+
+
+def served(
+    model: Decoder, prompts: Sequence[Sequence[int]], count: int, *, chunk: int, drafts: int
+) -> list[list[int]]:
+    """Return the tokens that follow each prompt: prompts go in by chunks, in the same calls as
+    other requests decode; each step verifies `drafts` guesses, every other one wrong on purpose."""
+    all_served = Served(model, len(prompts))
+    waiting = [list(one) for one in prompts]
+    found: list[list[int]] = [[] for _ in prompts]
+    right = [dense(model, one, count + drafts) for one in prompts]  # what drafts are made of
+    while min(map(len, found)) < count:
+        given: list[list[int]] = []
+        for one, known, guess in zip(waiting, found, right, strict=True):
+            if one:
+                given.append([one.pop(0) for _ in range(min(chunk, len(one)))])
+                continue
+            ahead = guess[len(known) : len(known) + drafts]
+            if len(known) % 2:  # a draft that is wrong from its second token on
+                ahead = [*ahead[:1], *((token + 1) % VOCABULARY for token in ahead[1:])]
+            given.append([known[-1], *ahead])
+        dropped: list[int] = []
+        for i, logits in enumerate(all_served.step(given)):
+            best = logits.argmax(-1).tolist()
+            if not found[i]:
+                dropped.append(0)
+                if not waiting[i]:
+                    found[i].append(best[-1])
+                continue
+            accepted = 1
+            while accepted < len(best) and given[i][accepted] == best[accepted - 1]:
+                accepted += 1
+            found[i] += best[:accepted]
+            dropped.append(len(best) - accepted)
+        all_served.forget(dropped)
+    return [one[:count] for one in found]
