@@ -164,7 +164,7 @@ MUTATIONS = [
     Mutation("ends-too-early", "bwd_columns", "(acc * factor)", "(acc * (1 - begins) * factor)"),
     Mutation("scale-forgotten-columns", "bwd_columns", "(acc * factor)", "(acc * 1.0)"),
     Mutation(
-        "panel-not-transposed", "bwd_columns", "panel_lo = row_first // BLOCK_M", "panel_lo = 0"
+        "panel-not-transposed", "bwd_columns", "part_lo = row_first // BLOCK_M", "part_lo = 0"
     ),
     Mutation(
         "group-member-skipped",
@@ -189,6 +189,29 @@ MUTATIONS = [
         "acc = acc * 1.0",
     ),
     Mutation("drop-the-mask-streamed", "fwd_streamed", "k_idx <= q_idx", "k_idx <= q_idx + 1"),
+    # Keys split over programs.
+    Mutation("drop-the-mask-split", "fwd_split", "k_idx <= q_idx", "k_idx <= q_idx + 1"),
+    Mutation(
+        "a-tile-less-in-a-split", "fwd_split", "part_hi = part_lo + ", "part_hi = part_lo - 1 + "
+    ),
+    Mutation(
+        "splits-overlap", "fwd_split", "part_lo = split * ", "part_lo = tl.maximum(split, 1) * "
+    ),
+    Mutation("other-head-split", "fwd_split", "head + offs_m // BLOCK_M", "head + offs_m * 0"),
+    Mutation(
+        "wrong-gqa-head-split", "fwd_split", "head = head_kv * GROUP_SIZE", "head = head_kv * 1"
+    ),
+    Mutation("row-of-another-split", "fwd_split", "num_splits + split)", "num_splits)"),
+    Mutation("lse-without-the-sum-split", "fwd_split", "m_i + tl.log2(l_safe)", "m_i"),
+    Mutation(
+        "empty-rows-weigh-split", "fwd_split", "tl.where(empty, NOTHING,", "tl.where(empty, 0.0,"
+    ),
+    Mutation("a-split-less", "fwd_combine", "offs_n < num_splits", "offs_n < num_splits - 1"),
+    Mutation("splits-not-weighed", "fwd_combine", "partial * weights[:, None]", "partial"),
+    Mutation("sum-of-splits", "fwd_combine", "tl.sum(weights, 0)", "tl.max(weights, 0)"),
+    Mutation("lse-in-base-2-combine", "fwd_combine", "* LN_2)", "* 1.0)"),
+    Mutation("no-normalisation-combine", "fwd_combine", "acc / l_safe", "acc"),
+    Mutation("unwritten-splits-read", "fwd_combine", "0.0, tl.exp2(lse - m_safe)", "1.0, 1.0"),
 ]
 
 CHANGED = [
