@@ -234,7 +234,7 @@ class _Model:
                 rows = rows_of_panels(self.problem, self.gpu, self.kernel)
             moved = traffic(self.problem, config, self.kernel, panel_rows=rows)
             counts = visits(self.problem, config.block_m, config.block_n, self.kernel)
-            least = least_seconds(self.gpu, moved)
+            least = least_seconds(self.gpu, moved, self.kernel)
             found = self._by_tile[tile] = moved, counts, least
         return found
 
