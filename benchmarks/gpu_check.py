@@ -2,16 +2,17 @@
 
     python -m benchmarks.gpu_check --out DIR --minutes 9
 
-Runs tests/gpu, tunes the head of the catalogue, benchmarks it and times first results; where
-Nsight Compute is installed, compares predicted with counted bytes and runs the experiments on I/O.
-Each part is a process with its own slice of the time; what is on disk when one fails, or when the
-time is over, stays:
+Runs tests/gpu, tunes the head of the catalogue, benchmarks it and decoding, and times first
+results; where Nsight Compute is installed, compares predicted with counted bytes and runs the
+experiments on I/O. Each part is a process with its own slice of the time; what is on disk when one
+fails, or when the time is over, stays:
 
     summary.md        all of it in short, written again after every part
     environment.txt   GPU, driver, versions, commit
     tests.xml         of tests/gpu, as JUnit writes it
     records.tar.gz    the tuning records, packed again after every kernel
     benchmarks.csv    one row per workload, provider, direction
+    decode_predicted.csv  what the model predicts of few queries on many keys
     first_result.csv  one row per provider: bundle, compiling, FlexAttention
     counters.csv      one row per workload and kernel
     io/               experiments on I/O: rows.csv and verdicts.csv
@@ -86,6 +87,16 @@ def parts(out: Path) -> list[Part]:
                 "run", "--head", minutes(s), f"--csv={out / 'benchmarks.csv'}"
             ),
             share=0.3,
+        ),
+        Part(
+            name="decode",
+            command=lambda s: module(
+                "decode",
+                minutes(s),
+                f"--predicted={out / 'decode_predicted.csv'}",
+                f"--csv={out / 'benchmarks.csv'}",
+            ),
+            share=0.15,
         ),
         Part(
             name="first result",

@@ -52,6 +52,7 @@ def providers() -> tuple[Provider, ...]:
             slow_to_start=True,
         ),
         Provider(name="varlen", prepare=_varlen, rows_first=True),
+        Provider(name="flashinfer", prepare=_flashinfer, rows_first=True, slow_to_start=True),
     )
 
 
@@ -111,6 +112,83 @@ def _varlen(problem: AttentionProblem, device: str) -> Attention:
         return out.unflatten(0, (problem.batch, problem.seqlen_q)).transpose(1, 2)
 
     return attention
+
+
+PAGE = 16
+"""Keys of a page, where a library wants pages: those of one sequence follow each other."""
+WORKSPACE_BYTES = 512 * 2**20
+
+
+def _flashinfer(problem: AttentionProblem, device: str) -> Attention:
+    """FlashInfer as servers call it: a token over pages, more queries over packed sequences."""
+    import torch
+
+    from tilegen.check.reference import TORCH_DTYPES
+
+    try:
+        import flashinfer
+    except ImportError as error:
+        raise Unsupported(f"FlashInfer is not installed: {error}") from None
+    if varlen_window(problem) not in ((-1, -1), (-1, 0)):
+        raise Unsupported("windows are not passed on")
+    if (dtype := TORCH_DTYPES[problem.dtype]) == torch.float32:
+        raise Unsupported("takes fp16 and bf16")
+    batch, heads = problem.batch, (problem.num_heads_q, problem.num_heads_kv)
+    workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+
+    def starts(length: int) -> Tensor:
+        ends = (batch + 1) * length
+        return torch.arange(0, ends, length, dtype=torch.int32, device=device)
+
+    if problem.seqlen_q == 1 and problem.seqlen_kv % PAGE == 0:
+        if problem.head_dim_qk != problem.head_dim_v:
+            raise Unsupported("takes one head dim for pages of keys and values")
+        pages = problem.seqlen_kv // PAGE
+        decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            workspace, "NHD", use_tensor_cores=problem.group_size > 1
+        )
+        decode.plan(
+            starts(pages),
+            torch.arange(batch * pages, dtype=torch.int32, device=device),
+            torch.full((batch,), PAGE, dtype=torch.int32, device=device),
+            *heads,
+            problem.head_dim_qk,
+            PAGE,
+            q_data_type=dtype,
+            kv_data_type=dtype,
+        )
+
+        def over_pages(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            _refuse_gradients(q)
+            rows = (one.transpose(1, 2).flatten(0, 1) for one in (k, v))
+            paged = tuple(one.unflatten(0, (-1, PAGE)) for one in rows)
+            return decode.run(q.squeeze(2), paged).unsqueeze(2)
+
+        return over_pages
+
+    prefill = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(workspace, "NHD")
+    prefill.plan(
+        starts(problem.seqlen_q),
+        starts(problem.seqlen_kv),
+        *heads,
+        problem.head_dim_qk,
+        head_dim_vo=problem.head_dim_v,
+        causal=isinstance(problem.mask, Causal),
+        q_data_type=dtype,
+        kv_data_type=dtype,
+    )
+
+    def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        _refuse_gradients(q)
+        out = prefill.run(*(one.transpose(1, 2).flatten(0, 1) for one in (q, k, v)))
+        return out.unflatten(0, (batch, problem.seqlen_q)).transpose(1, 2)
+
+    return packed
+
+
+def _refuse_gradients(q: Tensor) -> None:
+    if q.requires_grad:
+        raise Unsupported("computes no gradients")
 
 
 def varlen_window(problem: AttentionProblem) -> tuple[int, int]:

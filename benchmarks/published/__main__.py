@@ -14,11 +14,20 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.arithmetic import compulsory_bytes
 from benchmarks.environment import ROOT
-from benchmarks.published import aotriton, attentionfuse, curves, ffpa, fit, ibm, report, splits
+from benchmarks.published import (
+    aotriton,
+    attentionfuse,
+    curves,
+    decoding,
+    ffpa,
+    fit,
+    ibm,
+    report,
+    splits,
+)
 from benchmarks.published.judge import judge_point, judge_sweep, judge_winners, predictions
-from benchmarks.published.records import Point, Sweep
+from benchmarks.published.records import Sweep
 from tilegen.errors import TilegenError, Unsupported
 
 RESULTS = ROOT / "benchmarks" / "results" / "published"
@@ -57,20 +66,6 @@ def _factors(factors: fit.Factors) -> str:
     return ", ".join(f"{name.split('.')[1]} x {value:.2f}" for name, value in factors.items())
 
 
-def device(points: Sequence[Point]) -> str:
-    """Return what decoding says of a device: a latency and a bandwidth."""
-    times = [
-        (float(compulsory_bytes(one.problem, "forward")), one.seconds)
-        for one in points
-        if one.name == "decode" and one.problem.seqlen_q == 1
-    ]
-    latency, bandwidth, residual = report.line_fit(times)
-    return (
-        f"  decoding a token on an H200 is {latency * 1e6:.1f} us + bytes / "
-        f"{bandwidth / 1e12:.2f} TB/s, median residual {residual:.0%} of {len(times)} problems"
-    )
-
-
 def main(
     data: Annotated[Path, typer.Option(help="Folder of published tables.")],
     out: Annotated[Path, typer.Option(help="Folder of results; files are replaced.")] = RESULTS,
@@ -102,14 +97,17 @@ def main(
             except Unsupported as error:
                 print(f"  left out: {one.problem}: {error}")
         print("Times of libraries, and the model's of tilegen's kernels:")
-        print(*report.point_lines(envelope), device(points), sep="\n")
+        print(*report.point_lines(envelope), sep="\n")
         report.write(out / "curves.csv", envelope)
-        best = splits.best_splits(data / "flash-attention-lab" / "decode_splits_h100.csv")
-        report.write(out / "splits.csv", best)
+        decoded = decoding.judge(points)
+        print(*decoding.lines(points, decoded), sep="\n")
+        report.write(out / "decode.csv", decoded)
+        print("Split counts of a decoding kernel on an H100:")
+        counts = splits.judge(data / "flash-attention-lab" / "decode_splits_h100.csv")
+        print(*report.sweep_lines(counts), sep="\n")
+        report.write(out / "splits.csv", counts)
     except TilegenError as error:
         raise SystemExit(str(error)) from None
-    for one in best:
-        print(f"  {one.problem}: {one.smallest_good} splits, {one.keys_per_split} keys each")
     print(f"written to {out}")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, fields
@@ -66,16 +65,3 @@ def point_lines(verdicts: Sequence[PointVerdict]) -> Iterator[str]:
             f"{statistics.median(ratios):5.2f} ({min(ratios):.2f}..{max(ratios):.2f})  "
             f"model/bound at least {min(bounds):.2f}"
         )
-
-
-def line_fit(points: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """Return latency [s], bandwidth [bytes/s] and the median relative residual of times that are
-    latency + bytes / bandwidth: least squares of relative errors."""
-    a = b = c = d = e = 0.0
-    for moved, seconds in points:
-        x, y = moved / seconds, 1 / seconds  # seconds = latency + moved / bandwidth, over seconds
-        a, b, c, d, e = a + y * y, b + x * y, c + x * x, d + y, e + x
-    determinant = a * c - b * b
-    latency, inverse = (d * c - b * e) / determinant, (a * e - b * d) / determinant
-    residuals = [abs(latency + moved * inverse - s) / s for moved, s in points]
-    return latency, 1 / inverse if inverse else math.inf, statistics.median(residuals)

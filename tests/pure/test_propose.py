@@ -189,7 +189,7 @@ def test_what_is_shared_between_configs_changes_no_ranking(
         assert (needs.smem_bytes, needs.registers) == (found.smem_bytes, found.registers)
         assert (moved.read_bytes, moved.write_bytes) == (found.read_bytes, found.write_bytes)
         assert estimate(problem, spec, candidate.config, kernel) == found
-        assert least_seconds(spec, moved) <= found.seconds
+        assert least_seconds(spec, moved, kernel) <= found.seconds
         described = not candidate.config.descriptors
         order.append((alone.seconds, alone.busy_seconds, described, candidate.config))
     assert sorted(order) == order

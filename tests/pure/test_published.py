@@ -22,17 +22,19 @@ from benchmarks.published import (
     aotriton,
     attentionfuse,
     curves,
+    decoding,
     ffpa,
     fit,
     ibm,
     judge,
     records,
-    report,
     splits,
 )
 from benchmarks.published.records import Sweep, UnreadableTable, Winners
 from tilegen import gpu
+from tilegen.choose.ranking import estimate
 from tilegen.kernels.config import TileConfig
+from tilegen.model.rates import rates_of
 from tilegen.problem import AttentionProblem
 
 PARSE, CONFIG = AttentionProblem.parse, TileConfig.parse
@@ -248,10 +250,20 @@ def test_times_of_libraries(data: Path) -> None:
     assert points[1].seconds == pytest.approx(flops / 500e12)
 
 
-def test_best_split_is_the_smallest_within_two_per_cent(data: Path) -> None:
-    (best,) = splits.best_splits(data / "flash-attention-lab" / "decode_splits_h100.csv")
-    assert (best.best_splits, best.smallest_good, best.keys_per_split) == (64, 32, 1024)
-    assert best.gain_over_one == pytest.approx(20)
+def test_split_counts_are_judged_with_either_tile(data: Path) -> None:
+    path = data / "flash-attention-lab" / "decode_splits_h100.csv"
+    ((problem, seconds),) = splits.times(path).items()
+    assert seconds == pytest.approx({32768: 4e-3, 1024: 0.202e-3, 512: 0.2e-3})
+    own, waiting = splits.judge(path)
+    assert "k512" in own.best, "the published optimum, whatever the tile"
+    assert (own.configs, waiting.configs) == (2, 3), "tilegen takes 8192 keys a split at most"
+    assert (waiting.spread, waiting.noise) == (pytest.approx(20), 0.01)
+    costs = splits.with_waiting_tile(problem, seconds)
+    one_split, *others = costs.values()
+    assert one_split == pytest.approx(4e-3, rel=2e-3), "what the latency is fitted to"
+    assert max(others) < one_split / 10
+    assert waiting.spearman > 0.4
+    assert {one.num_stages for one in costs} == {1}
 
 
 @pytest.mark.parametrize(
@@ -359,11 +371,43 @@ def test_what_does_not_fit_comes_last() -> None:
     assert judge.hoped(problem, spec, CONFIG("m64n32w4s1"), "fwd") < 1
 
 
-def test_a_line_through_times() -> None:
-    points = [(moved, 5e-6 + moved / 4e12) for moved in (1e6, 1e7, 1e8, 1e9)]
-    latency, bandwidth, residual = report.line_fit(points)
-    assert (latency, bandwidth) == pytest.approx((5e-6, 4e12))
-    assert residual == pytest.approx(0, abs=1e-9)
+def test_an_envelope_of_times_is_found_again() -> None:
+    true = decoding.Envelope(fixed=4e-6, bandwidth=4e12, pushed_out=0.5, l2_bytes=60_000_000)
+    assert true.seconds(1e6) == pytest.approx(4e-6 + 1.5e6 / 4e12)
+    assert true.seconds(1e9) == pytest.approx(4e-6 + 1.03e9 / 4e12)
+    times = [(moved, true.seconds(moved)) for moved in (1e6, 1e7, 3e7, 1e8, 1e9)]
+    found = decoding.envelope(times, true.l2_bytes)
+    assert (found.fixed, found.bandwidth, found.pushed_out) == pytest.approx((4e-6, 4e12, 0.5))
+
+
+def test_decoding_is_judged_without_launches(data: Path) -> None:
+    points = curves.points(data)
+    verdicts = decoding.judge(points)
+    assert [one.published_us for one in verdicts] == pytest.approx([6.4, 24.8, 200])
+    spec = gpu("h200")
+    for one, point in zip(verdicts, decoding.decoded(points), strict=True):
+        both = [
+            estimate(point.problem, spec, CONFIG(key), kernel).seconds
+            for key, kernel in zip(one.chosen.split(), ("fwd_split", "fwd_combine"), strict=True)
+        ]
+        launches = rates_of("sm_90").launch_seconds + rates_of("sm_90").following_seconds
+        alone = 1e6 * (sum(both) - launches)
+        assert one.split_us + one.combine_us == pytest.approx(alone)
+        assert one.model_over_published == pytest.approx(alone / one.published_us)
+        assert one.splits == -(-point.problem.seqlen_kv // CONFIG(one.chosen.split()[0]).split_kv)
+
+
+def test_a_following_launch_is_what_short_kernels_take_besides(data: Path) -> None:
+    problem, config, spec = PARSE("b1 hq8 q32 d64 fp16 full"), CONFIG("m32n32w4s2"), gpu("h100")
+    programs = estimate(problem, spec, config).seconds - rates_of("sm_90").launch_seconds
+    point = replace(
+        ibm.timed(data / "ibm-vllm-triton-backend")[0],
+        problem=problem,
+        config=config,
+        seconds=programs + 1e-6,
+    )
+    slow = replace(point, seconds=1e-3)
+    assert decoding.following_launch([point, slow]) == pytest.approx(1e-6)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -422,10 +466,11 @@ def test_the_command_writes_every_verdict(data: Path, tmp_path: Path) -> None:
         ("sweeps_left_out", judge.SweepVerdict),
         ("winners", judge.WinnersVerdict),
         ("curves", judge.PointVerdict),
-        ("splits", splits.BestSplit),
+        ("decode", decoding.Decoding),
+        ("splits", judge.SweepVerdict),
     ):
         header = (out / f"{name}.csv").read_text().splitlines()[0].split(",")
-        assert header[-1] == fields(record)[-1].name
+        assert header[-1] == fields(record)[-1].name, name
         assert "source" in header
     missing = CliRunner().invoke(app, ["--data", str(tmp_path / "none"), "--out", str(out)])
     assert missing.exit_code == 1

@@ -16,8 +16,18 @@ from tilegen.model.footprint import footprint
 from tilegen.model.on_chip import residents
 from tilegen.model.rates import rates_of
 from tilegen.model.step import step
-from tilegen.model.time import StepClocks, busy_clocks, local_clocks, queued, step_clocks, time
-from tilegen.model.traffic import traffic, visits
+from tilegen.model.time import (
+    StepClocks,
+    busy_clocks,
+    dram_seconds,
+    l2_seconds,
+    launch_seconds,
+    local_clocks,
+    queued,
+    step_clocks,
+    time,
+)
+from tilegen.model.traffic import Traffic, traffic, visits
 from tilegen.problem import AttentionProblem
 
 PARSE = AttentionProblem.parse
@@ -190,7 +200,7 @@ def test_a_small_grid_leaves_one_warpgroup_on_each_sm() -> None:
                 counts=visits(problem, 64, 64, "fwd"),
                 needs=needs,
                 clocks=replace(clocks, smem=times * clocks.tensor),
-            ).seconds
+            ).busy_seconds
             for times in (1.0, 1.5)
         )
         return (slow - quick) / (heads / 132)
@@ -367,7 +377,49 @@ def test_a_better_gpu_is_never_slower(kernel: Kernel, field: str) -> None:
     for problem in (LLAMA, PARSE("b1 hq8 hkv1 q200 kv40000 d64 fp16 full")):
         for text in ("m64n64w4s2", "m128n32w8s3"):
             before = estimate(problem, spec, config(text), kernel).seconds
+            if field == "l2_bytes":  # a larger L2 holds more that others wrote
+                held = rates_of("sm_90").pushed_out * (better.l2_bytes - spec.l2_bytes)
+                before += held / (spec.dram_bandwidth * rates_of("sm_90").dram_efficiency)
             assert estimate(problem, better, config(text), kernel).seconds <= before
+
+
+def test_what_others_wrote_leaves_l2_once() -> None:
+    """Until as much has come from DRAM as L2 holds, 0.45 of it goes back besides."""
+    spec, rates = gpu("h200"), rates_of("sm_90")
+    bandwidth = spec.dram_bandwidth * rates.dram_efficiency
+    ends = 2 * rates.latency_seconds
+    for moved, in_all in (
+        (0, 0),
+        (spec.l2_bytes // 2, 1.45 * (spec.l2_bytes // 2)),
+        (10 * spec.l2_bytes, 10.45 * spec.l2_bytes),
+    ):
+        assert dram_seconds(spec, moved) == pytest.approx(ends + in_all / bandwidth)
+
+
+def test_launches_that_follow_take_less() -> None:
+    spec, rates = gpu("h200"), rates_of("sm_90")
+    assert launch_seconds(spec, "fwd_split", 1) == rates.launch_seconds
+    assert launch_seconds(spec, "fwd_combine", 1) == rates.following_seconds
+    panels = launch_seconds(spec, "fwd_scores", 5)
+    assert panels == pytest.approx(rates.launch_seconds + 4 * rates.following_seconds)
+    assert rates.following_seconds < rates.launch_seconds
+
+
+def test_idle_sms_draw_nothing_from_l2() -> None:
+    spec = gpu("h200")
+    moved = Traffic(read_bytes=10**9, write_bytes=0)
+    half, all_sms, more = (l2_seconds(spec, moved, spec.num_sms * part) for part in (0.5, 1, 7))
+    assert half == pytest.approx(2 * all_sms)
+    assert all_sms == more == l2_seconds(spec, moved)
+
+
+def test_joining_reads_from_l2_what_the_splits_left_there() -> None:
+    problem = PARSE("b1 hq64 hkv8 q1 kv131072 d128 bf16")
+    cost = estimate(problem, gpu("h200"), config("m1n16w4s1"), "fwd_combine")
+    assert 0 < cost.read_bytes < gpu("h200").l2_bytes
+    assert cost.dram_bytes == cost.write_bytes
+    huge = estimate(replace(problem, batch=128), gpu("h200"), config("m1n16w4s1"), "fwd_combine")
+    assert huge.dram_bytes == huge.read_bytes - gpu("h200").l2_bytes + huge.write_bytes
 
 
 def throughput(cost: CostEstimate, problem: AttentionProblem) -> float:

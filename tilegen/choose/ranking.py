@@ -253,7 +253,7 @@ class _Model:
             moved = traffic(self.problem, config, self.kernel, panel_rows=rows)
             sides = config.block_m, config.block_n
             counts = visits(self.problem, *sides, self.kernel, split_kv=config.split_kv)
-            least = least_seconds(self.gpu, moved)
+            least = least_seconds(self.gpu, moved, self.kernel)
             found = self._by_tile[tile] = moved, counts, least
         return found
 

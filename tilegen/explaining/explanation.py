@@ -41,7 +41,6 @@ from tilegen.model.estimate import Candidate, CostEstimate
 from tilegen.model.footprint import footprint
 from tilegen.model.launches import launches
 from tilegen.model.on_chip import TENSOR_MEMORY_COLUMNS, residents
-from tilegen.model.rates import rates_of
 from tilegen.model.symbols import H_kv
 from tilegen.model.traffic import Traffic, Visits, state_bytes, terms_of, total_bytes, visits
 from tilegen.problem import AttentionProblem
@@ -239,14 +238,14 @@ def _time(
     problem: AttentionProblem, gpu: GpuSpec, cost: CostEstimate, counts: Visits
 ) -> dict[str, Any]:
     """Return the predicted time and what it is composed of: see `time.time`."""
-    launch = rates_of(gpu.arch).launch_seconds
     run = launches(problem, gpu, cost.config, cost.kernel, counts)
     moved = Traffic(read_bytes=cost.read_bytes, write_bytes=cost.write_bytes)
     shares = {
-        "l2": time.l2_seconds(gpu, moved),
+        "l2": time.l2_seconds(gpu, moved, run.programs / run.count),
         "dram": dict(cost.terms)["dram"],
     }
-    running = cost.seconds - run.count * launch
+    launch = time.launch_seconds(gpu, cost.kernel, run.count)
+    running = cost.seconds - launch
     largest = max(shares, key=lambda name: shares[name])
     # Programs take as long as the launch does, or less where all of L2's or DRAM's traffic is more.
     by_programs = running > shares[largest] * (1 + 1e-9)
@@ -260,7 +259,7 @@ def _time(
             "largest": "programs" if by_programs else largest,
             "programs": running if by_programs else None,
             **shares,
-            "launch": run.count * launch,
+            "launch": launch,
             "launches": run.count,
             # What `time.time` assumes: unequal programs fill the last wave, but for a tail.
             "whole_waves": run.longest * run.programs == run.steps,

@@ -314,7 +314,8 @@ def kernel_latex(told: dict[str, Any]) -> list[str]:
     ] or [(names["DRAM bytes"], rf"{dram['bytes']}\ \text{{bytes}}", None)]
     time = (
         r"\max\left(T_{\mathrm{programs}},\ \frac{Q_{\mathrm{L2}}}{\beta_{\mathrm{L2}}},\ "
-        r"\frac{Q_{\mathrm{DRAM}}}{\beta_{\mathrm{DRAM}}}\right) + T_{\mathrm{launch}}"
+        r"2 T_{\mathrm{latency}} + \frac{Q_{\mathrm{DRAM}} + Q_{\mathrm{pushed\ out}}}"
+        r"{\beta_{\mathrm{DRAM}}}\right) + T_{\mathrm{launch}}"
     )
     norm = parts["overlap_norm"]
     step = rf"\left(\sum_{{\mathrm{{units}}}} t_{{\mathrm{{unit}}}}^{{{norm}}}\right)^{{1/{norm}}}"

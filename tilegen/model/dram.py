@@ -221,11 +221,14 @@ def dram_bytes(
     What a program keeps moves once, what streams `sweeps` times, but never more often than it
     crosses from L2 to the SMs (which is less where a mask leaves each program a part of the rows).
     """
-    if not KERNELS[kernel].masked:
+    spec = KERNELS[kernel]
+    if "partials" in spec.given:  # the kernel before has just written them
+        return max(0, moved.read_bytes - gpu.l2_bytes) + moved.write_bytes
+    if not spec.masked:
         return moved.read_bytes + moved.write_bytes
-    if KERNELS[kernel].sliced:
+    if spec.sliced:
         return _dram_of_slices(problem, gpu, kernel, moved)
-    if KERNELS[kernel].splits:
+    if spec.splits:
         return _dram_of_splits(problem, kernel, moved)
     streams = _streams(problem, gpu, kernel, counts, in_flight, order)
     row = streamed_bytes(problem, kernel)

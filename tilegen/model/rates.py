@@ -26,10 +26,12 @@ class Rates:
     operand_rows: int
     l2_efficiency: float
     dram_efficiency: float
+    pushed_out: float
     latency_seconds: float
     step_clk: float
     spilled: float
     launch_seconds: float
+    following_seconds: float
 
     def exposed_of(self, kernel: Kernel) -> float:
         """Return the part of a kernel's softmax that no matrix product hides."""

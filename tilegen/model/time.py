@@ -15,7 +15,7 @@ from functools import lru_cache
 from tilegen.gpus.nearest import on_tensor_cores
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.kernels.registry import KERNELS
+from tilegen.kernels.registry import KERNELS, family_with
 from tilegen.model.dram import dram_bytes
 from tilegen.model.footprint import executed, in_place_of, repetition
 from tilegen.model.launches import launches
@@ -196,8 +196,8 @@ def time(
         total = max(one_step * run.longest + overhead, mean * run.programs / gpu.num_sms + tail)
 
     dram = dram_bytes(problem, gpu, kernel, moved, counts, in_flight=gpu.num_sms * fits)
-    on_l2 = l2_seconds(gpu, moved)
-    dram_seconds = dram / (gpu.dram_bandwidth * rates.dram_efficiency)
+    on_l2 = l2_seconds(gpu, moved, per_launch)
+    on_dram = dram_seconds(gpu, dram)
     per_step, per_program = (
         number / (gpu.num_sms * gpu.clock_hz) for number in (run.steps, run.programs)
     )
@@ -207,11 +207,11 @@ def time(
         "issue": (clk.issue + masked * clk.masking) * per_step + issue_after * per_program,
         "smem": (clk.smem + local) * per_step,
         "l2": on_l2,
-        "dram": dram_seconds,
+        "dram": on_dram,
         "latency": wait * work.loads * per_step + 2 * latency * per_program,
     }
     return Time(
-        seconds=max(total / gpu.clock_hz, on_l2, dram_seconds) + run.count * rates.launch_seconds,
+        seconds=max(total / gpu.clock_hz, on_l2, on_dram) + launch_seconds(gpu, kernel, run.count),
         terms=tuple(sorted(terms.items(), key=lambda item: -item[1])),
         waves=waves,
         dram_bytes=dram,
@@ -221,15 +221,42 @@ def time(
     )
 
 
-def least_seconds(gpu: GpuSpec, moved: Traffic) -> float:
+def least_seconds(gpu: GpuSpec, moved: Traffic, kernel: Kernel) -> float:
     """Return the time that L2 alone takes: `time` is never below, whatever else a config does."""
-    return l2_seconds(gpu, moved) + rates_of(gpu.arch).launch_seconds
+    return l2_seconds(gpu, moved) + launch_seconds(gpu, kernel, 1)
 
 
-def l2_seconds(gpu: GpuSpec, moved: Traffic) -> float:
-    """Return the time that bytes take between SMs and L2."""
+def launch_seconds(gpu: GpuSpec, kernel: Kernel, count: int) -> float:
+    """Return the time that `count` launches of a kernel take besides what its programs do.
+
+    The first launch of a pass is prepared while nothing of it runs, each that follows on the stream
+    while the one before it still does.
+    """
+    rates = rates_of(gpu.arch)
+    first = kernel == family_with(kernel).names[0]
+    return (count - first) * rates.following_seconds + first * rates.launch_seconds
+
+
+def dram_seconds(gpu: GpuSpec, moved: int) -> float:
+    """Return the time that bytes take between L2 and DRAM, from a cold L2.
+
+    What comes pushes out of L2 what others wrote there, which goes to DRAM besides, until as much
+    has come as L2 holds: so it is after any large kernel, and in every measurement, where L2 is
+    cleared by writing zeros. Before the first bytes and after the last a latency passes, as at a
+    program's beginning and end.
+    """
+    rates = rates_of(gpu.arch)
+    pushed_out = rates.pushed_out * min(moved, gpu.l2_bytes)
+    bandwidth = gpu.dram_bandwidth * rates.dram_efficiency
+    return 2 * rates.latency_seconds + (moved + pushed_out) / bandwidth
+
+
+def l2_seconds(gpu: GpuSpec, moved: Traffic, programs: float = math.inf) -> float:
+    """Return the time that bytes take between SMs and L2 in launches of so many programs: an SM
+    has no more than its share of the bandwidth, however many others are idle."""
     moved_bytes = moved.read_bytes + moved.write_bytes
-    return moved_bytes / (gpu.l2_bandwidth * rates_of(gpu.arch).l2_efficiency)
+    busy = min(1.0, programs / gpu.num_sms)
+    return moved_bytes / (busy * gpu.l2_bandwidth * rates_of(gpu.arch).l2_efficiency)
 
 
 SCHEDULERS = 4

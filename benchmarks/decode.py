@@ -1,0 +1,188 @@
+"""Few queries on many keys: what the model predicts for each target of an H200, beside the best
+published time and the goal; on a GPU, tilegen and its peers are then timed side by side.
+
+    python -m benchmarks.decode --minutes 10
+
+The table goes to benchmarks/results/decode_predicted.csv, and needs no GPU. A predicted time is
+that of a measurement here: launches count, and L2 is cold. Published times are those of kernels
+alone (benchmarks/results/published/README.md).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.arithmetic import compulsory_bytes
+from benchmarks.environment import environment, gpu_folder, has_gpu
+from benchmarks.providers import providers
+from benchmarks.published.report import write
+from benchmarks.run import RESULTS, cases, run
+from benchmarks.workloads import SERVED, Workload
+from tilegen.choose.families import family
+from tilegen.choose.ranking import propose
+from tilegen.gpus.spec import detect, gpu
+from tilegen.kernels.registry import FORWARD, KERNELS
+from tilegen.measure import DeviceLost
+from tilegen.model.time import launch_seconds
+from tilegen.model.traffic import splits_of
+from tilegen.problem import AttentionProblem
+
+GPU = "h200"
+PREDICTED = RESULTS / "decode_predicted.csv"
+BANDWIDTH = 4.3e12
+"""Bytes a second from DRAM that a good kernel reads on an H200."""
+DECODE_SWEEP = "NVIDIA/cudnn-frontend@b1214d5c, decode_sweep_20260928_131747.csv: cuDNN 9.27.0"
+PREFILL_SWEEP = "NVIDIA/cudnn-frontend, prefill_sweep_20260928_142443.csv: cuDNN"
+PEERS = ("tilegen", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flashinfer", "flex")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """A problem of few queries, the best published time of it on an H200, and a goal."""
+
+    workload: Workload
+    published_us: float
+    goal_us: float
+
+
+def _target(
+    name: str, problem: str, published_us: float, goal_us: float, source: str = DECODE_SWEEP
+) -> Target:
+    return Target(
+        workload=Workload(
+            name=name,
+            problem=AttentionProblem.parse(problem),
+            source=source,
+            directions=SERVED,
+        ),
+        published_us=published_us,
+        goal_us=goal_us,
+    )
+
+
+def _at_bandwidth(problem: str) -> float:
+    """Return the microseconds of all compulsory bytes at BANDWIDTH."""
+    return 1e6 * compulsory_bytes(AttentionProblem.parse(problem), "forward") / BANDWIDTH
+
+
+_BATCH_8, _BATCH_32 = (f"b{batch} hq64 hkv8 q1 kv8192 d128 bf16" for batch in (8, 32))
+_LAST = "bf16 causal(bottom_right)"
+TARGETS = (
+    _target("decode-8k-64h", "b1 hq64 hkv8 q1 kv8192 d128 bf16", 14.56, 10),
+    _target("decode-8k-16h", "b1 hq16 hkv2 q1 kv8192 d128 bf16", 6.208, 4),
+    _target("verify-q8-128k-16h", f"b1 hq16 hkv2 q8 kv131072 d128 {_LAST}", 1496.1, 50),
+    _target("verify-q8-128k-64h", f"b1 hq64 hkv8 q8 kv131072 d128 {_LAST}", 1506.1, 150),
+    _target("verify-q8-128k-d256", f"b1 hq8 hkv1 q8 kv131072 d256 {_LAST}", 2805.8, 60),
+    _target(
+        "prefill-q256-128k-8h", f"b1 hq8 hkv1 q256 kv131072 d128 {_LAST}", 1715, 300, PREFILL_SWEEP
+    ),
+    _target("prompt-2k-8h", "b1 hq8 hkv1 q2048 d128 bf16 causal", 30, 20, PREFILL_SWEEP),
+    _target("decode-8k-64h-b8", _BATCH_8, 72.0, _at_bandwidth(_BATCH_8)),
+    _target("decode-8k-64h-b32", _BATCH_32, 251.52, _at_bandwidth(_BATCH_32)),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Predicted:
+    """The model's choice for a target, and its time beside others."""
+
+    name: str
+    problem: str
+    family: str
+    configs: str
+    splits: int
+    """Parts of the keys that programs of their own take; 1 where keys are not split."""
+    predicted_us: float
+    launches_us: float
+    """The part of it that is launches."""
+    bytes_us: float
+    """Compulsory bytes at 4.3 TB/s."""
+    published_us: float
+    goal_us: float
+    predicted_over_goal: float
+    published_by: str
+
+
+def predict(target: Target) -> Predicted:
+    """Return the row of a target."""
+    problem, spec = target.workload.problem, gpu(GPU)
+    name = family(problem, spec, "forward")
+    best = [
+        propose(problem, spec, kernel=kernel, top=1)[0].estimate for kernel in FORWARD[name].names
+    ]
+    seconds = sum(cost.seconds for cost in best)
+    launches = sum(launch_seconds(spec, cost.kernel, 1) for cost in best)
+    split = [one for one in best if KERNELS[one.kernel].splits]
+    counts = [splits_of(problem, one.config, one.kernel).count for one in split]
+    return Predicted(
+        name=target.workload.name,
+        problem=problem.key,
+        family=name,
+        configs=" ".join(cost.config.key for cost in best),
+        splits=max(counts, default=1),
+        predicted_us=1e6 * seconds,
+        launches_us=1e6 * launches,
+        bytes_us=_at_bandwidth(problem.key),
+        published_us=target.published_us,
+        goal_us=target.goal_us,
+        predicted_over_goal=1e6 * seconds / target.goal_us,
+        published_by=target.workload.source,
+    )
+
+
+def lines(rows: Iterable[Predicted]) -> Iterator[str]:
+    """Yield the table as a terminal shows it, in microseconds."""
+    yield f"{'target':22}{'predicted':>10}{'bytes':>8}{'published':>11}{'goal':>8}  choice"
+    for row in rows:
+        yield (
+            f"{row.name:22}{row.predicted_us:10.1f}{row.bytes_us:8.1f}{row.published_us:11.1f}"
+            f"{row.goal_us:8.1f}  {row.family} {row.configs}, {row.splits} splits"
+        )
+
+
+def main(
+    minutes: Annotated[
+        float, typer.Option(help="Stop starting new measurements after this long.")
+    ] = 10.0,
+    seconds: Annotated[float, typer.Option(help="Measuring time of one row.")] = 0.3,
+    predicted: Annotated[
+        Path, typer.Option(help="File for the table of predictions; replaced.")
+    ] = PREDICTED,
+    csv: Annotated[
+        Path | None,
+        typer.Option(help="File of measured rows. Default: benchmarks/results/<gpu>/<date>.csv."),
+    ] = None,
+) -> None:
+    """Print what is predicted for few queries, and measure it where there is a GPU.
+
+    Example: python -m benchmarks.decode --minutes 10
+    """
+    started = time.monotonic()
+    rows = [predict(target) for target in TARGETS]
+    write(predicted, rows)
+    print(*lines(rows), sep="\n")
+    if not has_gpu():
+        print("no GPU that PyTorch can use: nothing is measured")
+        return
+    todo = cases(
+        [target.workload for target in TARGETS],
+        [provider for provider in providers() if provider.name in PEERS],
+    )
+    path = csv or RESULTS / gpu_folder() / f"{environment().date}.csv"
+    deadline = started + 60 * minutes
+    try:
+        left = run(todo, path, deadline=deadline, seconds=seconds, spec=detect())
+    except DeviceLost as lost:
+        raise SystemExit(f"{lost}; the same command goes on after that row") from None
+    if left:
+        print(f"time is over, {left} rows left; the same command goes on from here")
+
+
+if __name__ == "__main__":
+    typer.run(main)
