@@ -109,7 +109,7 @@ def _able(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> list
     return [
         name
         for name, one in FAMILIES[direction].items()
-        if not one.why_not(problem, gpu.arch) and _may_win(one, problem.bucket, gpu)
+        if not one.why_not(problem, gpu.arch) and not why_not_ranked(one, problem.bucket, gpu)
     ]
 
 
@@ -119,19 +119,19 @@ def _room(problem: AttentionProblem, gpu: GpuSpec) -> float:
     return gpu.on_chip_bytes / problem.element_bytes / head_dim**2
 
 
-def _may_win(spec: FamilySpec, problem: AttentionProblem, gpu: GpuSpec) -> bool:
-    """Return whether a family may be the fastest, by what its record says of where it can be; what
-    batch-invariant problems take does not hang on sizes."""
+def why_not_ranked(spec: FamilySpec, problem: AttentionProblem, gpu: GpuSpec) -> str:
+    """Return why a family is not worth ranking, by what its record says of where it can win; empty
+    if it is. What batch-invariant problems take does not hang on sizes."""
     if problem.invariant:
-        return True
-    if spec.large_heads_only:
-        return _room(problem, gpu) < CLEARLY_LARGE
-    if spec.few_programs_only:
-        rows = problem.seqlen_q * problem.group_size
-        tiles = problem.batch * problem.num_heads_kv * -(-rows // TALL)
-        shares = problem.group_size > 1 and problem.seqlen_q < FEW_ROWS
-        return tiles < FEW_WAVES * gpu.num_sms or shares
-    return True
+        return ""
+    if spec.large_heads_only and (room := _room(problem, gpu)) >= CLEARLY_LARGE:
+        return f"M is {room:.1f} d^2, and from {CLEARLY_LARGE:g} d^2 on others move clearly less"
+    rows = problem.seqlen_q * problem.group_size
+    tiles = problem.batch * problem.num_heads_kv * -(-rows // TALL)
+    shares = problem.group_size > 1 and problem.seqlen_q < FEW_ROWS
+    if spec.few_programs_only and tiles >= FEW_WAVES * gpu.num_sms and not shares:
+        return f"{tiles} tiles of {TALL} rows keep {gpu.num_sms} SMs busy"
+    return ""
 
 
 @lru_cache(maxsize=1024)
@@ -148,7 +148,7 @@ def ranked_families(
     found: list[tuple[bool, float, Family]] = []
     trouble: list[str] = []
     for name, spec in FAMILIES[direction].items():
-        if not _may_win(spec, problem, gpu):
+        if why_not_ranked(spec, problem, gpu):
             continue
         if reason := spec.why_not(problem, gpu.arch):
             trouble.append(reason)

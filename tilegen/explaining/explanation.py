@@ -42,7 +42,16 @@ from tilegen.model.footprint import footprint
 from tilegen.model.launches import launches
 from tilegen.model.on_chip import TENSOR_MEMORY_COLUMNS, residents
 from tilegen.model.symbols import H_kv
-from tilegen.model.traffic import Traffic, Visits, state_bytes, terms_of, total_bytes, visits
+from tilegen.model.traffic import (
+    Traffic,
+    Visits,
+    splits_of,
+    state_bytes,
+    table_bytes,
+    terms_of,
+    total_bytes,
+    visits,
+)
 from tilegen.problem import AttentionProblem
 from tilegen.theory.regimes import critical_head_dim
 
@@ -101,6 +110,7 @@ def explain(
         "config": asdict(chosen.config),
         "choice": MODELS_FIRST if config is None else "",
         "reason": chosen.reason,
+        "splits": _splits(problem, gpu, kernel, chosen.config),
         "loads": _loads(problem, gpu, kernel, chosen.config),
         "mask": explain_mask(problem, gpu, kernel, chosen),
         "tiles": {
@@ -120,6 +130,7 @@ def explain(
             "bytes": formula("bytes", both_ways),
             "values": named(values, [both_ways]),
             "seed_bytes": state_bytes(problem, kernel, counts),
+            "table_bytes": table_bytes(problem, chosen.config, kernel, counts),
             "read_bytes": cost.read_bytes,
             "write_bytes": cost.write_bytes,
             "dram_bytes": cost.dram_bytes,
@@ -151,6 +162,19 @@ def explain(
             for mask in other_masks(problem)
         ],
     }
+
+
+def _splits(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, config: TileConfig) -> str:
+    """Return how keys are split over programs; empty for kernels that split none."""
+    if not KERNELS[kernel].splits:
+        return ""
+    found = splits_of(problem, config, kernel)
+    tiles = problem.batch * problem.num_heads_kv * found.tiles_of_group
+    held = f"{problem.group_size} heads" if config.heads > 1 else "1 head"
+    return (
+        f"{found.count} of {config.split_kv} keys, in tiles of {config.block_m} queries of {held}: "
+        f"{int(tiles * found.programs)} programs that find keys to visit, for {gpu.num_sms} SMs"
+    )
 
 
 def _loads(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, config: TileConfig) -> str:

@@ -29,6 +29,9 @@ from tilegen.model.symbols import (
     V_q,
     W_q,
     W_s,
+    d_qk,
+    d_v,
+    e,
     g,
     g_t,
     n_kv,
@@ -96,6 +99,11 @@ def dram_bytes(kernel: Kernel) -> sp.Expr:
     What a program keeps moves once. What streams moves rho times, or as often as it crosses from L2
     to the SMs where that is less.
     """
+    if KERNELS[kernel].splits:  # inputs move once, as long as they cross to the SMs
+        written = H_kv * total_bytes(one for one in terms_of(kernel) if one.direction == "write")
+        reads = H_kv * total_bytes(one for one in terms_of(kernel) if one.direction == "read")
+        once = H_kv * e * (g * n_q * d_qk + n_kv * (d_qk + d_v))
+        return sp.factor(written) + sp.Min(sp.factor(reads), once)
     kept = H_kv * total_bytes(term for term in terms_of(kernel) if not term.words.has(V_kv, V_q))
     crossing = H_kv * total_bytes(term for term in terms_of(kernel) if term.words.has(V_kv, V_q))
     if not crossing:

@@ -7,7 +7,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
-from tilegen.choose.families import CLEARLY_FASTER, LARGE, family, ranked_families
+from tilegen.choose.families import (
+    CLEARLY_FASTER,
+    LARGE,
+    family,
+    ranked_families,
+    why_not_ranked,
+)
 from tilegen.choose.ranking import propose, spills_much
 from tilegen.errors import Unsupported
 from tilegen.explaining.formulas import formula, named
@@ -50,7 +56,13 @@ def explain_pass(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) 
         "read_bytes": mine["read_bytes"],
         "write_bytes": mine["write_bytes"],
         "families": found,
-        "unfit": [name for name in FAMILIES[direction] if name not in fitting],
+        "left_out": {
+            name: one.why_not(problem, gpu.arch)
+            or why_not_ranked(one, problem, gpu)
+            or "nothing fits"
+            for name, one in FAMILIES[direction].items()
+            if name not in fitting
+        },
         "optimum": formula("optimum", complexity(direction)),
         "bound": bound | {"ratio": moved / bound["bytes"]},
         "regime": regime,
@@ -135,17 +147,18 @@ def _because(
     chosen: Family,
     found: list[dict[str, Any]],
 ) -> str:
-    usual = not FAMILIES[direction][chosen].large_heads_only
-    if regime["m_over_d2"] >= LARGE and usual:
+    families = FAMILIES[direction]
+    names = [one["family"] for one in found]
+    if regime["m_over_d2"] >= LARGE and not families[chosen].large_heads_only:
         beyond = f"M is {regime['m_over_d2']:.1f} d^2, and from {LARGE:g} d^2 on "
         beyond += "FlashAttention's schedules move least by a margin"
-        faster = found[0]["family"]
-        if faster == chosen:
-            return beyond
-        return (
-            f"{beyond}; {faster} is predicted to be faster, which counts from "
-            f"{CLEARLY_FASTER:g} times on"
-        )
+        if families[names[0]].large_heads_only:
+            return (
+                f"{beyond}; {names[0]} is predicted to be faster, which counts from "
+                f"{CLEARLY_FASTER:g} times on"
+            )
+        alike = [name for name in names if not families[name].large_heads_only]
+        return f"{beyond}; the fastest of {', '.join(alike)}" if len(alike) > 1 else beyond
     if found[0]["family"] != chosen:
         return f"predicted to be the fastest for '{problem.bucket.key}', which stands for this one"
     why = (

@@ -82,8 +82,7 @@ def pass_lines(told: dict[str, Any]) -> list[str]:
         f"  because    {way['because']}",
         *_table("families", map(_family, way["families"])),
     ]
-    if way["unfit"]:
-        lines.append(f"             nothing fits of {', '.join(way['unfit'])}")
+    lines += [f"             {name:12} left out: {why}" for name, why in way["left_out"].items()]
     lines += [
         f"  traffic    {_bytes(moved)} between SMs and L2, {bound['ratio']:.1f} times the lower "
         f"bound of the pass: {_bound(bound)}",
@@ -126,12 +125,13 @@ def explain_lines(told: dict[str, Any]) -> list[str]:
     """Return the explanation of one kernel."""
     traffic, bound, time, mask = told["traffic"], told["bound"], told["time"], told["mask"]
     tiles, moved = told["tiles"], (traffic["read_bytes"], traffic["write_bytes"])
-    seeds = traffic["seed_bytes"]
+    seeds, tables = traffic["seed_bytes"], traffic["table_bytes"]
     return [
         f"{told['kernel']} for {_subject(told)}",
         f"  tile       {TileConfig(**told['config'])!r}",
         *([f"  choice     {told['choice']}"] if told["choice"] else []),
         f"  because    {told['reason']}",
+        *([f"  splits     {told['splits']}"] if told["splits"] else []),
         *([f"  loads      {told['loads']}"] if told["loads"] else []),
         "",
         *mask_lines(mask),
@@ -147,6 +147,7 @@ def explain_lines(told: dict[str, Any]) -> list[str]:
         f"    in all {_bytes(moved[0])} read, {_bytes(moved[1])} written, with "
         f"{_values(traffic['values'])}",
         *([f"    {seeds} bytes of it are seeds, for dropout"] if seeds else []),
+        *([f"    {tables} bytes of it say where requests and pages lie"] if tables else []),
         *_dram_lines(told["dram"]),
         "",
         f"  optimum    Theta({bound['complexity']})",
