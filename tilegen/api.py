@@ -32,18 +32,21 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 ALL = "all"
 """Stands for the kernels that a problem needs, forward and backward."""
+FORWARD = "forward"
+"""Stands for the first kernel of a problem's forward."""
 
 
 def propose(
     problem: AttentionProblem | str,
     gpu: GpuSpec | str | None = None,
     *,
-    kernel: Kernel = "fwd",
+    kernel: Kernel = FORWARD,
     top: int = 10,
     fast_memory: int | str | None = None,
     compile: bool = False,
 ) -> list[Candidate]:
-    """Return the `top` tiles of a kernel by the cost model, best first, with the reason for each.
+    """Return the `top` tiles of a kernel by the cost model, best first, with the reason for each;
+    by default of the first kernel of the forward.
 
     Nothing is compiled, but what a compiler said earlier of one of them is in its `compiled`. With
     `compile` the head of the ranking is compiled for the GPU, which needs none, and comes first,
@@ -55,11 +58,8 @@ def propose(
     from tilegen.choose.told import with_verdicts
     from tilegen.pipeline import choose_by_model
 
-    parsed, spec, which = (
-        problem_of(problem).normal(),
-        gpu_of(gpu, fast_memory),
-        kernel_named(kernel),
-    )
+    parsed, spec = problem_of(problem).normal(), gpu_of(gpu, fast_memory)
+    which = kernel_for(kernel, parsed, spec)
     candidates = ranked(parsed, spec, kernel=which, top=top)
     tried = choose_by_model(parsed, spec, which).tried if compile else {}
     return with_verdicts(parsed, spec, which, candidates, tried)[:top]
@@ -108,11 +108,12 @@ def show(
     problem: AttentionProblem | str,
     gpu: GpuSpec | str | None = None,
     *,
-    kernel: Kernel = "fwd",
+    kernel: Kernel = FORWARD,
     config: TileConfig | str | None = None,
     unaligned: bool = False,
 ) -> RenderedKernel:
-    """Return an emitted kernel; its `source` is a Python file that needs torch and triton only.
+    """Return an emitted kernel, by default the first of the forward; its `source` is a Python file
+    that needs torch and triton only.
 
     `config` replaces the recorded one, and where nothing is recorded the model's first: then a call
     compiles a few and may settle on another, which is logged. `unaligned` allows strides of any
@@ -121,7 +122,8 @@ def show(
     from tilegen.emit.render import render
     from tilegen.pipeline import choose_kernel
 
-    parsed, which, spec = problem_of(problem).normal(), kernel_named(kernel), gpu_of(gpu)
+    parsed, spec = problem_of(problem).normal(), gpu_of(gpu)
+    which = kernel_for(kernel, parsed, spec)
     tile = config_of(config)
     if tile is None:
         chosen = choose_kernel(parsed, spec, which)
@@ -337,6 +339,12 @@ def kernel_named(name: str) -> Kernel:
         if kernel == name:
             return kernel
     raise Unsupported(f"kernel must be one of {', '.join(KERNELS)}, got {name!r}")
+
+
+def kernel_for(name: str, problem: AttentionProblem, gpu: GpuSpec) -> Kernel:
+    """Return the kernel of a name, and for `forward` the first that a call uses. Raises
+    Unsupported."""
+    return kernels_in_use(ALL, problem, gpu)[0] if name == FORWARD else kernel_named(name)
 
 
 def kernels_in_use(name: str, problem: AttentionProblem, gpu: GpuSpec) -> tuple[Kernel, ...]:

@@ -19,7 +19,7 @@ from tilegen.build.tools import nvidia_tool
 from tilegen.build.workers import Pool
 from tilegen.bundles.folder import Folder
 from tilegen.bundles.manifest import Binary, Manifest, Origin, Pass, Served
-from tilegen.choose.families import kernels_used
+from tilegen.choose.families import kernels_used, passes_of
 from tilegen.choose.known import Known
 from tilegen.emit.identity import (
     RenderedKernel,
@@ -136,7 +136,7 @@ class _Builder:
         """Start to build the kernels of a problem."""
         choices: list[_Choice] = []
         known = Known(problem, gpu)
-        for direction in directions:
+        for direction in (one for one in directions if one in passes_of(known.problem)):
             for kernel in kernels_used(known, direction):
                 # A program that launches raw binaries would have to build descriptors itself.
                 ranked = rank(known, kernel, describable=False)

@@ -26,6 +26,7 @@ Origin = Literal["record", "model"]
 GRID_SIZES = (
     *("batch", "num_heads_q", "num_heads_kv", "seqlen_q", "seqlen_kv"),
     *("num_heads", "num_rows", "head_dim", "head_dim_qk", "head_dim_v"),
+    *("requests", "longest_q", "longest_kv"),
 )
 TYPES = ["*fp16", "*bf16", "*fp32", "*fp64", "*i8", "*u8", "*i16", "*i32", "*i64", "i32", "fp32"]
 """Of arguments, as Triton names them; `*` is a pointer."""

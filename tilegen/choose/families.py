@@ -46,7 +46,12 @@ def kernels_of(
     """Return the kernels that compute a problem, or one of its passes, on a GPU."""
     if direction is not None:
         return FAMILIES[direction][family(problem, gpu, direction)].names
-    return (*kernels_of(problem, gpu, "forward"), *kernels_of(problem, gpu, "backward"))
+    return tuple(name for way in passes_of(problem) for name in kernels_of(problem, gpu, way))
+
+
+def passes_of(problem: AttentionProblem) -> tuple[Direction, ...]:
+    """Return the passes that a problem has: no gradients reach what lies in pages."""
+    return ("forward",) if problem.page else ("forward", "backward")
 
 
 def kernels_used(known: Known, direction: Direction | None = None) -> tuple[Kernel, ...]:
@@ -54,7 +59,7 @@ def kernels_used(known: Known, direction: Direction | None = None) -> tuple[Kern
     or of the model's."""
     if direction is not None:
         return FAMILIES[direction][_family_used(known, direction)].names
-    return (*kernels_used(known, "forward"), *kernels_used(known, "backward"))
+    return tuple(name for way in passes_of(known.problem) for name in kernels_used(known, way))
 
 
 def _family_used(known: Known, direction: Direction) -> Family:

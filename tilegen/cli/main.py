@@ -131,7 +131,7 @@ def demo(
 def propose(
     problem: Problem,
     gpu: Gpu = None,
-    kernel: OneKernel = "fwd",
+    kernel: OneKernel = api.FORWARD,
     top: Annotated[int, typer.Option(help="how many")] = 10,
     fast_memory: FastMemory = None,
     compile_: Annotated[
@@ -199,7 +199,7 @@ def explain(
 def show(
     problem: Problem,
     gpu: Gpu = None,
-    kernel: OneKernel = "fwd",
+    kernel: OneKernel = api.FORWARD,
     config: Annotated[
         str | None, typer.Option(help="m128n64w8s3; default: the recorded, else the model's first")
     ] = None,

@@ -18,7 +18,7 @@ Gpu = Annotated[str | None, typer.Option(help="catalogue name; default: the one 
 FastMemory = Annotated[
     str | None, typer.Option(help="shared memory per program instead of the GPU's, such as 48KiB")
 ]
-OneKernel = Annotated[str, typer.Option(help=", ".join(KERNELS))]
+OneKernel = Annotated[str, typer.Option(help=f"{', '.join(KERNELS)}; forward: its first")]
 Kernels = Annotated[str, typer.Option(help=f"{', '.join(KERNELS)}; all: what the problem needs")]
 Json = Annotated[bool, typer.Option("--json", help="print JSON")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="say what would happen, change nothing")]
