@@ -23,9 +23,9 @@ def _everywhere(name: str, old: str, new: str) -> list[Mutation]:
 
 MUTATIONS = [
     # Which pairs count.
-    *_everywhere("drop-the-mask", "keep &= k_idx <= q_idx\n", "keep &= k_idx >= 0\n"),
-    *_everywhere("diagonal-off-by-one", "keep &= k_idx <= q_idx\n", "keep &= k_idx < q_idx\n"),
-    *_everywhere("ignore-the-end", "keep = k_exists[None, :]\n", "keep = offs_n[None, :] >= 0\n"),
+    *_everywhere("drop-the-mask", "tl.minimum(q_idx + 1, seqlen_kv)\n", "seqlen_kv\n"),
+    *_everywhere("diagonal-off-by-one", "tl.minimum(q_idx + 1, s", "tl.minimum(q_idx, s"),
+    *_everywhere("ignore-the-end", "tl.minimum(q_idx + 4, seqlen_kv)\n", "q_idx + 4\n"),
     Mutation("drop-the-mask-dkdv", "bwd_dkdv", "keep = k_idx <= q_idx\n", "keep = k_idx >= 0\n"),
     Mutation("window-edge-off-by-one", "fwd", "q_idx - 20 <= k_idx", "q_idx - 20 < k_idx"),
     Mutation("window-edge-dkdv", "bwd_dkdv", "q_idx - 20 <= k_idx", "q_idx - 21 <= k_idx"),
@@ -226,7 +226,7 @@ CHANGED = [
     ),
     # Scores.
     Mutation("not-scaled", "fwd", "s *= softmax_scale\n", "s *= 1.0\n"),
-    Mutation("not-in-base-2", "fwd", "s *= LOG2_E", "s *= 1.0"),
+    Mutation("not-in-base-2", "fwd", "exp2(s * LOG2_E", "exp2(s * 1.0"),
     Mutation("slope-forgotten", "bwd_dq", "ds * slope", "ds"),
     Mutation("slope-forgotten-dkdv", "bwd_dkdv", "ds * slope", "ds"),
     Mutation("score-of-another-head", "fwd", "head * c0_n1", "head_kv * c0_n1"),

@@ -23,6 +23,7 @@ from tilegen.errors import Unsupported
 from tilegen.kernels.config import Kernel, TileConfig, head_dim_chunks
 from tilegen.kernels.registry import KERNELS, LARGE_CACHE
 from tilegen.masks import parse_mask
+from tilegen.masks.source import keep_source
 from tilegen.problem import AttentionProblem
 
 CONFIG = TileConfig(block_m=128, block_n=64, num_warps=8, num_stages=3)
@@ -124,8 +125,42 @@ def test_a_mask_brings_only_its_own_code() -> None:
     assert causal.count("keep &=") == 1
     assert "num_left" not in causal
     window = render(replace(LLAMA, mask=parse_mask("window(9,9)")), CONFIG).source
-    assert window.count("keep &=") == 2
+    assert window.count("keep &=") == 1
     assert "num_left" in window
+
+
+@pytest.mark.parametrize(
+    "mask, forward, backward",
+    [
+        ("full", ["k_idx < seqlen_kv"], ["k_idx < seqlen_kv"]),
+        (
+            "causal",
+            ["k_idx < seqlen_kv", "k_idx <= q_idx"],
+            ["k_idx < tl.minimum(q_idx + 1, seqlen_kv)"],
+        ),
+        (
+            "window(9,4)",
+            ["k_idx < tl.minimum(q_idx + 5, seqlen_kv)", "q_idx - 9 <= k_idx"],
+            ["k_idx < tl.minimum(q_idx + 5, seqlen_kv)", "q_idx - 9 <= k_idx"],
+        ),
+        (
+            "causal & kv_prefix(7)",
+            ["k_idx < 7", "k_idx < seqlen_kv", "k_idx <= q_idx"],
+            ["k_idx < tl.minimum(tl.minimum(7, q_idx + 1), seqlen_kv)"],
+        ),
+        (
+            "causal & dilated(2)",
+            ["k_idx < tl.minimum(q_idx + 1, seqlen_kv)", "tl.where(m0 < 0, m0 + 2, m0) == 0"],
+            ["k_idx < tl.minimum(q_idx + 1, seqlen_kv)", "tl.where(m0 < 0, m0 + 2, m0) == 0"],
+        ),
+    ],
+)
+def test_what_bounds_the_column_from_above_is_one_comparison(
+    mask: str, forward: list[str], backward: list[str]
+) -> None:
+    given = parse_mask(mask)
+    assert list(keep_source(given, "rows", softmax=True).atoms) == forward
+    assert list(keep_source(given, "rows").atoms) == backward
 
 
 def test_full_tiles_have_no_mask_code() -> None:

@@ -138,7 +138,7 @@ def _context(
             f"lengths of requests are known on the device only, where the tiles of mask "
             f"{problem.mask} are not listed: expected one of intervals, such as causal or a window"
         )
-    keep = keep_source(problem.mask, side)
+    keep = keep_source(problem.mask, side, softmax="out" in spec.shows)
     change = ScoreSource()
     if spec.computes_scores:
         change = score_source(problem.score, trains=spec.trains, precise=problem.dtype == "fp32")
@@ -166,8 +166,7 @@ def _context(
         "v_dim": _slices("HEAD_DIM_V", problem.head_dim_v, config),
         "ranges": ranges,
         "heavy_last": ranges.form != "lists" and spec.masked and _heavy_last(problem.mask, side),
-        "keep": keep.atoms,
-        "keep_reads": keep.reads,
+        "keep": keep,
         "per_head": side == "columns" and ranges.per_head,
         "needs_head": keep.per_head,
         "arguments": arguments,

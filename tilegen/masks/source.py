@@ -7,15 +7,17 @@ tile numbers read from memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import sympy
 
 from tilegen.errors import Unsupported
+from tilegen.masks.language.integers import is_int
 from tilegen.masks.language.loads import Loads
 from tilegen.masks.language.nodes import normalise
-from tilegen.masks.language.symbols import FIRST, LAST, B, H
+from tilegen.masks.language.symbols import FIRST, LAST, SEQLEN_KV, B, H, K, Lookup
 from tilegen.masks.language.triton_source import NAMES, Writer
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.tiles.closed_form import Interval, StreamSets, edges, predicate, stream_sets
@@ -69,18 +71,52 @@ class Keep:
     per_head: bool
     """Whether the batch or the head matters."""
 
+    @property
+    def indices(self) -> tuple[str, ...]:
+        """Names of a pair's indices that occur."""
+        text = " ".join((*self.reads, *self.atoms))
+        return tuple(name for name in ("q_idx", "k_idx") if name in text)
 
-def keep_source(mask: Mask, side: Side) -> Keep:
-    """Return the conditions on `q_idx` and `k_idx` of a pair."""
+
+def keep_source(mask: Mask, side: Side, *, softmax: bool = False) -> Keep:
+    """Return the conditions on `q_idx` and `k_idx` of a pair; where rows stay, the end of the keys
+    is one. `softmax` says that a row's maximum is taken of what they leave."""
     keep = predicate(mask, side)
-    if keep == True:  # noqa: E712 - SymPy's true
-        return Keep((), (), False)
+    conditions: Sequence[sympy.Basic] = sympy.And.make_args(normalise(keep))
+    if side == "rows":
+        conditions = _ended(conditions, apart=softmax)
     writer = Writer(NAMES, _loads(mask), stem="m")
     # In an order that SymPy's hashes do not change.
-    conditions = sorted(sympy.And.make_args(normalise(keep)), key=str)
-    atoms = writer.sources({str(i): one for i, one in enumerate(conditions)})
+    named = {str(i): one for i, one in enumerate(sorted(conditions, key=str)) if one != sympy.true}
+    atoms = writer.sources(named)
     per_head = bool(keep.free_symbols & {B, H})
     return Keep(tuple(writer.statements), tuple(sorted(atoms.values())), per_head)
+
+
+def _ended(conditions: Sequence[sympy.Basic], *, apart: bool) -> list[sympy.Basic]:
+    """Return conditions to which the end of the keys is added, as one comparison with all that
+    bound the column from above by a number of the row.
+
+    If that left a single comparison and the end is to be `apart`, it is: ptxas then selects scores
+    by one predicate after the other, for which it otherwise makes room among registers (Triton
+    3.7.1, sm_90 and sm_100; templates/README.md).
+    """
+    ends: list[sympy.Expr] = [SEQLEN_KV]
+    rest: list[sympy.Basic] = []
+    for one in conditions:
+        room = sympy.S.Zero
+        if isinstance(one, sympy.Le | sympy.Lt):
+            room = one.rhs - one.lhs + int(isinstance(one, sympy.Le))  # at least 1, of integers
+        end = room + K
+        # What is looked up may be the largest integer.
+        grows = isinstance(one, sympy.Le) and end.has(Lookup)
+        if room.coeff(K) == -1 and not end.has(K) and is_int(end) and not grows:
+            ends.append(end)
+        else:
+            rest.append(one)
+    if apart and all(one == sympy.true for one in rest):
+        return [*conditions, sympy.Lt(K, SEQLEN_KV)]
+    return [*rest, sympy.Lt(K, sympy.Min(*ends))]
 
 
 def _loads(mask: Mask) -> Loads:
