@@ -19,6 +19,12 @@ from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.spec import Direction
 from tilegen.problem import AttentionProblem
 
+PROBLEMS = [
+    "b1 hq8 hkv2 q512 d64 bf16 causal",
+    "b1 hq8 hkv2 q65536 d64 bf16 causal",
+    "b1 hq8 hkv2 q512 d512 bf16 causal",
+    "b1 hq8 q512 d64 bf16 window(127,0) score(s+t0[h,k-q+512],float32+)",
+]
 FORMATS = {"i32": "i", "fp32": "f"}
 
 
@@ -78,3 +84,10 @@ class StandIn:
             memory = ctypes.string_at(address, struct.calcsize(form))
             values += struct.unpack(form, memory)
         self._launched(grid, values)
+
+
+def copy(folder: Path, to: Path) -> None:
+    """Copy a bundle into a folder that exists."""
+    for path in folder.rglob("*.*"):
+        (to / path.relative_to(folder)).parent.mkdir(exist_ok=True)
+        (to / path.relative_to(folder)).write_bytes(path.read_bytes())

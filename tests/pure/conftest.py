@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.libraries import BACKWARD, FORWARD, PROBLEM, SPEC
+from tests.records import place, record
 from tilegen.disk import say_once
-from tilegen.store import reach
+from tilegen.kernels.config import TileConfig
+from tilegen.store import current_versions, reach
 
 
 @pytest.fixture
@@ -30,3 +33,14 @@ def first_contact(
     monkeypatch.setattr(reach, "_down", {})
     say_once.cache_clear()
     caplog.set_level(logging.INFO, logger="tilegen")
+
+
+@pytest.fixture
+def measured(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The setting, and records of all kernels of the problem, each of 30 us."""
+    monkeypatch.setenv("TILEGEN_LIBRARIES", "1")
+    for kernel in (*FORWARD, *BACKWARD):
+        config = TileConfig(block_m=32, block_n=32)
+        its = record(gpu=SPEC.name, arch=SPEC.arch, kernel=kernel, problem=PROBLEM, config=config,
+                     us=30.0, versions=current_versions())  # fmt: skip
+        place(own_cache, its)

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.records import H200, PROBLEM, RECORD, folder_of, own, place, record
 from tilegen.disk import say_once
@@ -367,37 +365,3 @@ def test_set_aside_gives_up_after_a_hundred(tmp_path: Path) -> None:
     assert None not in kept
     (tmp_path / "x.json").write_text("{")
     assert set_aside(tmp_path / "x.json") is None
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
-    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
-    max_leaves=8,
-)
-FIELDS = [(name,) for name in json.loads(GOOD)] + [
-    (name, inner)
-    for name, group in json.loads(GOOD).items()
-    if isinstance(group, dict)
-    for inner in group
-]
-
-
-@given(st.sampled_from(FIELDS), JSON)
-@settings(max_examples=200)
-def test_any_value_in_any_field_is_a_record_or_invalid(path: tuple[str, ...], value: Any) -> None:
-    text, message = edited(*path, value=value).decode(), ""
-    try:
-        found = TuningRecord.from_json(text)
-        assert TuningRecord.from_json(found.to_json()) == found
-    except InvalidRecord as error:
-        message = str(error)
-    assert message.isprintable()
-
-
-@given(st.binary(max_size=200) | st.integers(0, len(GOOD)).map(lambda n: GOOD[:n].encode()))
-def test_any_bytes_are_a_record_or_invalid(data: bytes) -> None:
-    try:
-        found = TuningRecord.from_json(data.decode("utf-8", errors="replace"))
-    except InvalidRecord:
-        return
-    assert found == RECORD

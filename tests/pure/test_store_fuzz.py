@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from tests.pure.test_hostile_records import CONTENTS, THINGS
-from tests.records import H200, PROBLEM, own, place, record
+from tests.pure.test_hostile_records import CONTENTS, GOOD, THINGS, edited
+from tests.records import H200, PROBLEM, RECORD, own, place, record
 from tilegen.disk import say_once
 from tilegen.errors import InvalidRecord
 from tilegen.problem import AttentionProblem
@@ -231,3 +233,37 @@ def test_fuzzing_covers_every_way() -> None:
         except (InvalidRecord, UnicodeDecodeError) as error:
             messages.add(str(error)[:20])
     assert len(messages) > 30
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+FIELDS = [(name,) for name in json.loads(GOOD)] + [
+    (name, inner)
+    for name, group in json.loads(GOOD).items()
+    if isinstance(group, dict)
+    for inner in group
+]
+
+
+@given(st.sampled_from(FIELDS), JSON)
+@settings(max_examples=200)
+def test_any_value_in_any_field_is_a_record_or_invalid(path: tuple[str, ...], value: Any) -> None:
+    text, message = edited(*path, value=value).decode(), ""
+    try:
+        found = TuningRecord.from_json(text)
+        assert TuningRecord.from_json(found.to_json()) == found
+    except InvalidRecord as error:
+        message = str(error)
+    assert message.isprintable()
+
+
+@given(st.binary(max_size=200) | st.integers(0, len(GOOD)).map(lambda n: GOOD[:n].encode()))
+def test_any_bytes_are_a_record_or_invalid(data: bytes) -> None:
+    try:
+        found = TuningRecord.from_json(data.decode("utf-8", errors="replace"))
+    except InvalidRecord:
+        return
+    assert found == RECORD

@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from functools import cache
-from typing import get_args
 
 import numpy as np
 import pytest
@@ -15,34 +14,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from benchmarks.study.tiles import configs_of, held_words, moved_words
-from tests.least_traffic import least_bytes
 from tests.mask_zoo import ZOO, Case
-from tests.problems import PROBLEMS
-from tests.splits import splits
-from tilegen.gpus.spec import gpu
-from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.kernels.registry import FAMILIES as FAMILIES_OF
-from tilegen.kernels.spec import Direction
 from tilegen.masks import causal, documents, full, parse_mask, prefix_lm, sliding_window
 from tilegen.masks.mask import Mask
 from tilegen.model import symbols
-from tilegen.model.bounds import bound_values, bounds_of, pattern_bound
+from tilegen.model.bounds import pattern_bound
 from tilegen.model.mask_size import Bands, mask_size
 from tilegen.model.subgrids import (
     PRECISION,
-    Family,
     Subgrids,
     by_degrees,
-    closed_form,
     counted,
     densest_nested,
     of_staircase,
     spanned_by_all_heads,
     subgrids,
 )
-from tilegen.model.symbols import H_kv, M, N, P, d_qk, g, k, nnz, u, w, w_b
-from tilegen.problem import AttentionProblem
+from tilegen.model.symbols import H_kv, M, N, P, d_qk, g, k, nnz, u, w_b
 from tilegen.theory.schedules import SCHEDULES
 
 Pairs = NDArray[np.bool_]
@@ -340,86 +328,3 @@ def test_the_bound_says_something() -> None:
         if mask == sliding_window(50, 0):
             pairs &= ~np.tril(pairs, -51)
         assert check_schedules(pairs, found, 1) > 0.05
-
-
-# --------------------------------------------------------------------------------------------------
-# Beside the degrees
-
-
-@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
-def test_it_is_never_below_the_bound_by_degrees(problem: AttentionProblem) -> None:
-    for spec in (gpu("h200"), gpu("h200", fast_memory=4096)):
-        by_degree, by_shape = both_bounds(bound_values(problem, spec))
-        assert by_shape >= by_degree - 1e-6 * abs(by_degree)
-
-
-@pytest.mark.parametrize("mask", ["causal", "window(999,0)", "prefix_lm(64)", "documents(@q:512)"])
-def test_it_says_more_where_memory_holds_more_than_the_mask(mask: str) -> None:
-    mask += "" if mask.startswith("window") else "&causal"
-    problem = AttentionProblem.parse(f"b64 hq32 hkv8 q2048 d64 bf16 {mask}")
-    by_degree, by_shape = both_bounds(bound_values(problem, gpu("h200")) | {P: 1})
-    assert by_shape > 1.05 * by_degree
-
-
-@cache
-def _both() -> tuple[list[sp.Symbol], Callable[..., tuple[float, float]]]:
-    bounds = [bounds_of("fwd")[name] for name in ("LB1", "LB1G")]
-    arguments = sorted(set().union(*(one.free_symbols for one in bounds)), key=str)
-    return arguments, sp.lambdify(arguments, bounds, "math")
-
-
-def both_bounds(values: dict[sp.Symbol, float]) -> tuple[float, float]:
-    """Return LB1 and LB1G in bytes."""
-    arguments, evaluate = _both()
-    return evaluate(*(values[one] for one in arguments))
-
-
-def test_forms_are_of_the_symbols_that_explanations_name() -> None:
-    known = {symbols.N_q, symbols.N_kv, g, w_b, symbols.p}
-    assert all(closed_form(one).free_symbols <= known for one in get_args(Family))
-    assert w not in spanned_by_all_heads().free_symbols
-
-
-# --------------------------------------------------------------------------------------------------
-# Emitted kernels
-
-TEXTS = [
-    *("full", "causal", "causal(bottom_right)", "window(99,0)", "window(200,50)", "prefix_lm(300)"),
-    *("documents(@q:256)&causal", "dilated(4)", "global(20)|window(40,40)", "~window(30,30)"),
-    *("neighborhood(32x32,9x9)", "causal&(kv_prefix(9)|window(80,-1))"),
-]
-SIDES = (16, 32, 128)
-
-
-@pytest.mark.parametrize("direction", FAMILIES_OF)
-@pytest.mark.parametrize("text", TEXTS)
-def test_no_family_of_kernels_beats_the_bound(text: str, direction: Direction) -> None:
-    """With as much fast memory as one program holds; by the formulas that are equal to what is
-    counted of emitted kernels."""
-    problem = AttentionProblem.parse(f"hq2 hkv1 q1024 kv1024 d16 fp32 {text}").normal()
-    for family in FAMILIES_OF[direction].values():
-        if family.why_not(problem, "sm_90"):
-            continue
-        for side in SIDES:
-            if family.name == "split_kv":
-                configs = splits(problem, rows=side, block_n=side, keys=256)
-                moved = moved_words(problem, configs)
-                held = held_words("fwd", TileConfig(block_m=side, block_n=side), 16, 4)
-                assert least_bytes(problem, direction, held) <= 4 * moved, side
-                continue
-            configs = {kernel: _config(kernel, side) for kernel in family.names}
-            moved = moved_words(problem, configs)
-            held = max(
-                held_words(kernel, config, 16, 4)
-                for kernel, config in configs.items()
-                if kernel != "bwd_preprocess"
-            )
-            assert least_bytes(problem, direction, held) <= 4 * moved, (family.name, side)
-
-
-def _config(kernel: Kernel, side: int) -> TileConfig:
-    """Return the config of a kernel whose sides are closest to `side`."""
-    return min(
-        configs_of(kernel),
-        key=lambda one: sum(abs(n - side) for n in (one.block_m, one.block_n, one.block_d or side)),
-    )
