@@ -65,7 +65,8 @@ def training(path: Path) -> Iterator[Point]:
 
 
 def decoding(path: Path) -> Iterator[Point]:
-    """Yield cuDNN's passes of few queries over pages of keys; those that failed have no time."""
+    """Yield cuDNN's passes of few queries; those that failed have no time. The table's page size is
+    that of other libraries of the sweep: cuDNN got whole sequences."""
     needed = [
         "batch",
         "q_tokens",
