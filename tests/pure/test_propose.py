@@ -217,8 +217,8 @@ def test_a_new_length_is_proposed_for_with_little_work(monkeypatch: pytest.Monke
     monkeypatch.setattr(ranking, "time", noting)
     problem = PARSE("b1 hq32 hkv8 q4097 d128 bf16 causal")
     found = propose(problem, gpu("h200"))
-    # A tile that the other length did not come to has 16: warps, stages, descriptors.
-    assert footprint.cache_info().misses - before <= len(found) + 16
+    # Tiles that the other length did not come to have 16 each: warps, stages, descriptors.
+    assert footprint.cache_info().misses - before <= len(found) + 3 * 16
     assert 0 < len(timed) < len(all_configs(problem, "fwd")) / 2
 
 

@@ -41,11 +41,11 @@ def with_verdicts(
         built = tried.get(config)
         if built is None:
             built = remembered(problem, config, kernel, gpu.arch, aligned=aligned)
-        code = built and _compiled(problem, gpu, one, built)
-        place = (1, 0.0)
-        if config in tried and code:
-            place = (2, 0.0) if code.objection else (0, code.seconds or 0.0)
-        told.append((*place, replace(one, compiled=code)))
+        code = None if built is None else _compiled(problem, gpu, one, built)
+        rank, seconds = 1, 0.0
+        if config in tried and code is not None:
+            rank, seconds = (2, 0.0) if code.objection else (0, code.seconds or 0.0)
+        told.append((rank, seconds, replace(one, compiled=code)))
     return [one for *_, one in sorted(told, key=lambda one: one[:2])]
 
 

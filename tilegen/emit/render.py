@@ -29,14 +29,13 @@ from tilegen.errors import Unsupported
 from tilegen.kernels.arguments import DROPOUT, SINKS
 from tilegen.kernels.config import Kernel, TileConfig, head_dim_chunks
 from tilegen.kernels.descriptors import why_not_described
+from tilegen.kernels.launch_order import heavy_end, rows_together
 from tilegen.kernels.registry import KERNELS, check_config, tile_heads
 from tilegen.kernels.spec import KernelSpec
 from tilegen.masks.extras import extras
 from tilegen.masks.grouping import packed_heads
-from tilegen.masks.mask import Mask, Side
 from tilegen.masks.score_source import ScoreSource, score_source
 from tilegen.masks.source import keep_source, ranges_source
-from tilegen.masks.tiles.tile_ranges import tile_ranges
 from tilegen.problem import AttentionProblem
 from tilegen.sympy_lock import one_at_a_time
 
@@ -165,7 +164,9 @@ def _context(
         "qk_dim": _slices("HEAD_DIM_QK", problem.head_dim_qk, config),
         "v_dim": _slices("HEAD_DIM_V", problem.head_dim_v, config),
         "ranges": ranges,
-        "heavy_last": ranges.form != "lists" and spec.masked and _heavy_last(problem.mask, side),
+        "heavy_first": heavy_end(problem.mask, spec),
+        "rows_in_l2": rows_together(problem),
+        "heads_per_read": "" if side == "columns" else " * GROUP_SIZE",
         "keep": keep,
         "per_head": side == "columns" and ranges.per_head,
         "needs_head": keep.per_head,
@@ -259,11 +260,3 @@ def _slices(limit: str, head_dim: int, config: TileConfig) -> Slices:
 def _in_part(spec: KernelSpec) -> bool:
     """True where the tiles that pass are those of a panel, or of a split."""
     return spec.splits or (spec.panel == "reads" and spec.stays == "columns")
-
-
-def _heavy_last(mask: Mask, side: Side) -> bool:
-    """True where later tiles have more work; they then start first, so that the launch ends with
-    light ones."""
-    ranges = tile_ranges(mask, side, seqlen_q=4096, seqlen_kv=4096, block_m=64, block_n=64)
-    work = ranges.visited[0, 0]
-    return bool(work[-1] > work[0])

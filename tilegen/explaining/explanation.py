@@ -233,20 +233,21 @@ def _dram(
 ) -> dict[str, Any]:
     """Return what moves between L2 and DRAM and why; sliced kernels have a number only."""
     kernel, cost = chosen.kernel, chosen.estimate
+    order = dram.order_of(problem, kernel)
     # Panels stay in L2 between kernels, so a bound that reads them from DRAM says nothing.
     bound = None if _through_panels(kernel) else dram.dram_bound_bytes(problem, gpu, kernel)
     told: dict[str, Any] = {
         "bytes": cost.dram_bytes,
         "bound_bytes": bound,
         "ratio": cost.dram_bytes / bound if bound else None,
-        "formulas": dram_formulas(kernel),
+        "formulas": dram_formulas(kernel, order),
         "values": {},
         "wave": None,
     }
     if not KERNELS[kernel].sliced:
         found = dram.levels(problem, gpu, chosen.config, kernel)
         values = values | level_values(problem, kernel, counts, found)
-        used = [dram_bytes(kernel), sweeps_of_heads()]
+        used = [dram_bytes(kernel), sweeps_of_heads(order)]
         told["values"] = named(values, used[: len(told["formulas"])])
         told["wave"] = {
             "programs": found.in_flight,

@@ -15,7 +15,7 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import SCORE_WIDTH, panels_per_group
 from tilegen.kernels.registry import KERNELS
 from tilegen.model.bounds import bound_values
-from tilegen.model.dram import Levels, sweeps
+from tilegen.model.dram import Levels, Order, sweeps
 from tilegen.model.launches import rows_of_panels
 from tilegen.model.symbols import (
     A_w,
@@ -34,6 +34,7 @@ from tilegen.model.symbols import (
     e,
     g,
     g_t,
+    h_t,
     n_kv,
     n_p,
     n_q,
@@ -75,21 +76,21 @@ def latex(expression: sp.Expr) -> str:
     return sp.latex(expression, symbol_names=words)
 
 
-def dram_formulas(kernel: Kernel) -> list[Formula]:
+def dram_formulas(kernel: Kernel, order: Order) -> list[Formula]:
     """Return the bytes between L2 and DRAM, and rho; nothing for sliced kernels, which have no
     closed form."""
     if KERNELS[kernel].sliced:
         return []
     found = [formula("DRAM bytes", dram_bytes(kernel))]
     if rho in dram_bytes(kernel).free_symbols:
-        found.append(formula("rho", sweeps_of_heads()))
+        found.append(formula("rho", sweeps_of_heads(order)))
     return found
 
 
 @cache
-def sweeps_of_heads() -> sp.Expr:
-    """Return what rho is in kernels that take one head after the other."""
-    return sweeps("head_major")
+def sweeps_of_heads(order: Order) -> sp.Expr:
+    """Return what rho is in kernels whose programs start in an order."""
+    return sweeps(order)
 
 
 @cache
@@ -143,6 +144,7 @@ def level_values(
     return {
         T_h: group * counts.programs,
         n_w: found.in_flight,
+        h_t: found.started,
         C: found.heads_in_l2,
         F: found.part_of_head,
         rho: found.sweeps,

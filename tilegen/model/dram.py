@@ -20,6 +20,7 @@ import sympy as sp
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.launch_order import heads_together, heavy_end
 from tilegen.kernels.registry import KERNELS, direction_of
 from tilegen.kernels.spec import WIDTHS
 from tilegen.masks.mask import Mask, Side
@@ -29,26 +30,27 @@ from tilegen.model.footprint import footprint
 from tilegen.model.launches import rows_of_panels, sliced_dims
 from tilegen.model.mask_size import mask_size
 from tilegen.model.on_chip import residents
-from tilegen.model.symbols import C, F, Gcd, H_kv, T_h, n_w
+from tilegen.model.symbols import C, F, Gcd, H_kv, T_h, h_t, n_w
 from tilegen.model.traffic import Traffic, Visits, traffic, visits
 from tilegen.problem import AttentionProblem
 
-Order = Literal["head_major", "interleaved"]
-"""Consecutive programs work on the same key-value head, or on different ones."""
+Order = Literal["head_major", "interleaved", "heavy_first"]
+"""Consecutive programs work on the same key-value head; or on different ones, of all heads or of
+those that start together (kernels/launch_order.py)."""
 
 
 def touches(order: Order) -> sp.Expr:
     """Return how many (wave, head) pairs there are: reads of a head's rows if nothing is kept.
 
     Head-major: one per head, and one more for each wave that ends inside a head. Interleaved: every
-    wave meets n_w heads, or all.
+    wave meets n_w heads, or all; heavy first, n_w of the h_t heads that start together.
     """
-    return _touches(_SYMBOLIC, order, H_kv, T_h, n_w)
+    return _touches(_SYMBOLIC, order, _started(order), T_h, n_w)
 
 
 def live_heads(order: Order) -> sp.Expr:
     """Return h_w, the most heads that programs of one wave read."""
-    return _live_heads(_SYMBOLIC, order, H_kv, T_h, n_w)
+    return _live_heads(_SYMBOLIC, order, _started(order), T_h, n_w)
 
 
 def sweeps(order: Order) -> sp.Expr:
@@ -60,9 +62,14 @@ def sweeps(order: Order) -> sp.Expr:
     programs, a wave ends R behind a head's end; of S - 1 waves that end inside a head, S - 2R + 1
     meet few heads on both sides, 2R - S - 1 many, the others some of each. Interleaved, a head
     returns after H_kv heads, or, where waves are shorter than that, after whole waves. Under a mask
-    a wave reads a part F of a head's rows, so that C / F such parts fit.
+    a wave reads a part F of a head's rows, so that C / F such parts fit. Heavy first is interleaved
+    over h_t heads at a time.
     """
-    return _sweeps(_SYMBOLIC, order, H_kv, T_h, n_w, C, F)
+    return _sweeps(_SYMBOLIC, order, _started(order), T_h, n_w, C, F)
+
+
+def _started(order: Order) -> sp.Symbol:
+    return h_t if order == "heavy_first" else H_kv
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +115,7 @@ def _touches(on: _Arithmetic, order: Order, heads: Any, each: Any, wave: Any) ->
 
 
 def _live_heads(on: _Arithmetic, order: Order, heads: Any, each: Any, wave: Any) -> Any:
-    if order == "interleaved":
+    if order != "head_major":
         return on.least(wave, heads)
     return on.least(heads, 1 + on.ceil((wave - on.divisor(each, wave)) / each))
 
@@ -121,7 +128,7 @@ def _sweeps(
     def too_small(live: Any) -> Any:
         return on.where(live > room, 1, 0)
 
-    if order == "interleaved":
+    if order != "head_major":
         whole = on.floor(heads / wave)
         late = (heads - whole * wave) / wave
         waves = (1 - late) * too_small(whole * wave) + late * too_small(heads)
@@ -152,6 +159,8 @@ class Levels:
     """What no algorithm can go below with L2 and all SMs as fast memory."""
     in_flight: int
     """Programs of a wave."""
+    started: int
+    """Key-value heads whose programs start together; all where programs run head after head."""
     live_heads: int
     """Most key-value heads that a wave reads."""
     heads_in_l2: float
@@ -168,12 +177,12 @@ def levels(
     config: TileConfig,
     kernel: Kernel,
     *,
-    order: Order = "head_major",
+    order: Order | None = None,
 ) -> Levels:
     """Return what one launch of `kernel` moves at both levels.
 
-    Emitted kernels launch head after head; `interleaved` says what another order would cost. Raises
-    Unsupported for kernels that take head dims in slices.
+    `order` says what another order than that of the emitted kernel would cost. Raises Unsupported
+    for kernels that take head dims in slices.
     """
     if KERNELS[kernel].sliced:
         whole = ", ".join(name for name, one in KERNELS.items() if not one.sliced)
@@ -189,11 +198,19 @@ def levels(
         ),
         dram_bound_bytes=dram_bound_bytes(problem, gpu, kernel),
         in_flight=in_flight,
-        live_heads=_live_heads(_NUMERIC, order, streams.heads, streams.programs, in_flight),
+        started=streams.started,
+        live_heads=_live_heads(
+            _NUMERIC, streams.order, streams.started, streams.programs, in_flight
+        ),
         heads_in_l2=streams.capacity,
         part_of_head=streams.part,
         sweeps=streams.sweeps,
     )
+
+
+def order_of(problem: AttentionProblem, kernel: Kernel) -> Order:
+    """Return the order in which the programs of an emitted kernel start."""
+    return "heavy_first" if heavy_end(problem.mask, KERNELS[kernel]) else "head_major"
 
 
 def streamed_bytes(problem: AttentionProblem, kernel: Kernel) -> int:
@@ -214,7 +231,7 @@ def dram_bytes(
     counts: Visits,
     *,
     in_flight: int,
-    order: Order = "head_major",
+    order: Order | None = None,
 ) -> int:
     """Return the bytes between L2 and DRAM.
 
@@ -300,6 +317,9 @@ class _Streams:
     """What the programs of a launch stream."""
 
     heads: int
+    started: int
+    """Key-value heads whose programs start together; all where programs run head after head."""
+    order: Order
     programs: int
     """Of each key-value head."""
     once: int
@@ -315,10 +335,12 @@ def _streams(
     kernel: Kernel,
     counts: Visits,
     in_flight: int,
-    order: Order,
+    order: Order | None,
 ) -> _Streams:
     size = mask_size(problem.mask, problem.seqlen_q, problem.seqlen_kv)
     heads, group = problem.batch * problem.num_heads_kv, problem.group_size
+    order = order or order_of(problem, kernel)
+    started = heads_together(problem, KERNELS[kernel]) if order == "heavy_first" else heads
     if KERNELS[kernel].stays == "columns":  # a program takes the queries of a whole group
         side, programs, rows = "columns", counts.programs, size.rows
         once = streamed_bytes(problem, kernel) * group * rows
@@ -326,7 +348,10 @@ def _streams(
         side, programs, rows = "rows", group * counts.programs, size.columns
         once = streamed_bytes(problem, kernel) * rows
     capacity, part = gpu.l2_bytes / once if once else math.inf, 1.0
-    together = in_flight if order == "head_major" else max(1, in_flight // heads)
+    together = in_flight
+    if order != "head_major":
+        of_head = group if order == "heavy_first" and side == "rows" else 1
+        together = max(1, in_flight // (started * of_head))
     if together < counts.programs and once:
         part = (
             _part(
@@ -334,9 +359,15 @@ def _streams(
             )
             / rows
         )
-    sweeps = _sweeps(_NUMERIC, order, heads, programs, in_flight, capacity, part)
     return _Streams(
-        heads=heads, programs=programs, once=once, capacity=capacity, part=part, sweeps=sweeps
+        heads=heads,
+        started=started,
+        order=order,
+        programs=programs,
+        once=once,
+        capacity=capacity,
+        part=part,
+        sweeps=_sweeps(_NUMERIC, order, started, programs, in_flight, capacity, part),
     )
 
 

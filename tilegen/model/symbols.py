@@ -46,6 +46,7 @@
 # | p      |                        | columns of a prefix, which all query rows keep               |
 # | T_h    |                        | programs that stream the same rows: those of a KV head       |
 # | n_w    |                        | programs in flight, a wave                                   |
+# | h_t    |                        | key-value heads whose programs start together                |
 # | C      |                        | heads whose streamed rows L2 holds together                  |
 # | F      |                        | part of a head's rows that one wave streams; 1 if unmasked   |
 # | Z      | Z_input                | nonzeros of Q and K together; 2 N d if dense                 |
@@ -76,7 +77,7 @@ s = sp.Symbol("s", positive=True)
 k, b, w_b = sp.symbols("k b w_b", positive=True, integer=True)
 p = sp.Symbol("p", nonnegative=True, integer=True)
 u = sp.Symbol("u", positive=True)
-T_h, n_w = sp.symbols("T_h n_w", positive=True, integer=True)
+T_h, n_w, h_t = sp.symbols("T_h n_w h_t", positive=True, integer=True)
 C = sp.Symbol("C", nonnegative=True)
 F = sp.Symbol("F", positive=True)
 Z, Z_A, Z_X, Z_AX, Z_S = sp.symbols("Z Z_A Z_X Z_AX Z_S", positive=True)

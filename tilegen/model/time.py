@@ -15,10 +15,11 @@ from functools import lru_cache
 from tilegen.gpus.nearest import on_tensor_cores
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.launch_order import heads_together, heavy_end
 from tilegen.kernels.registry import KERNELS, family_with
 from tilegen.model.dram import dram_bytes
 from tilegen.model.footprint import executed, in_place_of, repetition
-from tilegen.model.launches import launches
+from tilegen.model.launches import Launches, launches
 from tilegen.model.on_chip import Footprint, family, residents, threads_of
 from tilegen.model.operands import shared_words
 from tilegen.model.rates import instructions, peak_flops_per_clk, rates_of
@@ -192,7 +193,9 @@ def time(
     if run.longest * run.programs == run.steps:  # equal programs run in waves
         total = run.count * math.ceil(per_launch / gpu.num_sms) * mean
     else:  # long ones start first, so short ones fill the last wave
-        tail = mean / 2 if waves > 1 else 0.0
+        in_flight = gpu.num_sms * fits
+        tail = tail_of(problem, kernel, run, in_flight, one_step=one_step, overhead=overhead)
+        tail = tail if waves > 1 else 0.0
         total = max(one_step * run.longest + overhead, mean * run.programs / gpu.num_sms + tail)
 
     dram = dram_bytes(problem, gpu, kernel, moved, counts, in_flight=gpu.num_sms * fits)
@@ -219,6 +222,30 @@ def time(
         busy_seconds=total / gpu.clock_hz if spec.loop else 0.0,
         left_seconds=l2_seconds(gpu, replace(moved, read_bytes=0)) if spec.splits else 0.0,
     )
+
+
+def tail_of(
+    problem: AttentionProblem,
+    kernel: Kernel,
+    run: Launches,
+    in_flight: int,
+    *,
+    one_step: float,
+    overhead: float,
+) -> float:
+    """Return the clocks in which a launch of unequal programs ends, while not all SMs are busy.
+
+    Half of a program: a mean one, or where heavy tiles start first, one of the `in_flight` lightest
+    of the heads that start together. Lengths are taken to rise evenly to the longest.
+    """
+    mean = float(run.steps / run.programs)
+    if not heavy_end(problem.mask, KERNELS[kernel]):
+        return (mean * one_step + overhead) / 2
+    heads = problem.batch * problem.num_heads_kv
+    sections = -(-heads // heads_together(problem, KERNELS[kernel]))
+    shortest = max(0.0, 2 * mean - run.longest)
+    part = min(1.0, in_flight * sections / run.programs)
+    return ((shortest + part / 2 * (run.longest - shortest)) * one_step + overhead) / 2
 
 
 def least_seconds(gpu: GpuSpec, moved: Traffic, kernel: Kernel) -> float:
