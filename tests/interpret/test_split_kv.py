@@ -92,8 +92,8 @@ def test_heads_inside_rows() -> None:
     agrees(problem, inputs=inputs)
 
 
-@pytest.mark.parametrize("case, dtype", list(zip(ZOO, itertools.cycle(DTYPES))), ids=str)
-def test_every_mask_of_the_zoo(case: Case, dtype: DType) -> None:
+@pytest.mark.parametrize("case, dtype", list(zip(ZOO[::2], itertools.cycle(DTYPES))), ids=str)
+def test_masks_of_the_zoo(case: Case, dtype: DType) -> None:
     problem = AttentionProblem(
         batch=BATCH if case.varies else 1,
         num_heads_q=HEADS,
@@ -105,7 +105,7 @@ def test_every_mask_of_the_zoo(case: Case, dtype: DType) -> None:
         dtype=dtype,
         mask=case.mask,
     )
-    configs = splits(problem, keys=16 << ZOO.index(case) % 2)
+    configs = splits(problem, keys=16 << ZOO.index(case) // 2 % 2)
     kernels = {name: render(problem, one, name) for name, one in configs.items()}
     require(check(kernels, make_inputs(problem), mask=case.judged(problem.batch)))
 

@@ -136,7 +136,8 @@ class _Builder:
         """Start to build the kernels of a problem."""
         choices: list[_Choice] = []
         known = Known(problem, gpu)
-        for direction in (one for one in directions if one in passes_of(known.problem)):
+        passes = passes_of(known.problem)
+        for direction in passes if len(directions) > 1 else directions:
             for kernel in kernels_used(known, direction):
                 # A program that launches raw binaries would have to build descriptors itself.
                 ranked = rank(known, kernel, describable=False)
