@@ -29,6 +29,7 @@ from tilegen.masks.score import Score, alibi, sinks, softcap
 from tilegen.model.traffic import traffic
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import plans
+from tilegen.tuning.bench import Timed, check_config
 
 PAGES = (1, 4, 16, 32, 64, 256)
 CASES = [
@@ -77,6 +78,16 @@ def test_bytes_are_what_the_model_says(mask: str, page: int) -> None:
     for name, config in kernels.items():
         expected = traffic(problem, config, name, before=kernels["fwd_paged"])
         assert counted[name] == (expected.read_bytes, expected.write_bytes), name
+
+
+@pytest.mark.parametrize("pages", ["", " page16"])
+@pytest.mark.parametrize("kernel", ["split", "fwd_combine"])
+def test_the_tuner_runs_and_checks_them(kernel: str, pages: str) -> None:
+    problem = AttentionProblem.parse(f"b2 hq4 hkv2 q2 kv600 d16 fp16 full{pages}")
+    name = ("fwd_paged" if pages else "fwd_split") if kernel == "split" else kernel
+    config = COMBINE if kernel == "fwd_combine" else configs(problem)["fwd_paged"]
+    assert check_config(problem, name, config) is None
+    Timed.of(problem, name, "cpu", tilegen.gpu("h200")).runs(config)()
 
 
 # --------------------------------------------------------------------------------------------------

@@ -56,7 +56,7 @@ def test_real_check_judges_the_outputs_of_the_kernel(
         assert found is None
     problem, configs = asked[0]
     assert problem == verification.reduced(PROBLEM)
-    others = {k: bench_module.safe(k) for k in bench_module.partners(kernel) if k != kernel}
+    others = {k: bench_module.safe(k) for k in bench_module.partners(kernel, PROBLEM) if k != kernel}
     assert configs == {kernel: TRIED, **others}
 
 

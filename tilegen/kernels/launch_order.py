@@ -38,8 +38,9 @@ def heads_together(problem: AttentionProblem, spec: KernelSpec) -> int:
 
 def heavy_end(mask: Mask, spec: KernelSpec) -> End:
     """Return the end of a head's tiles that has most work, where programs of a kernel start by
-    it."""
-    return _heavy_end(mask, spec.stays) if spec.masked and not spec.panel else ""
+    it: not those of panels, nor those of splits, which are equally long."""
+    by_work = spec.masked and not spec.panel and not spec.splits
+    return _heavy_end(mask, spec.stays) if by_work else ""
 
 
 @lru_cache(maxsize=1024)

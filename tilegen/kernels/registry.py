@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import BLOCK_SIZES, Family, Kernel, TileConfig
@@ -14,6 +15,9 @@ from tilegen.kernels.small_cache import SMALL_CACHE_BACKWARD, SMALL_CACHE_FORWAR
 from tilegen.kernels.spec import Direction, FamilySpec, KernelSpec
 from tilegen.kernels.split_kv import PAGED, SPLIT_KV
 from tilegen.kernels.two_pass import TWO_PASS
+
+if TYPE_CHECKING:
+    from tilegen.problem import AttentionProblem
 
 FORWARD: dict[Family, FamilySpec] = {}
 BACKWARD: dict[Family, FamilySpec] = {}
@@ -47,9 +51,13 @@ def family_among(kernels: Collection[Kernel], direction: Direction) -> FamilySpe
     return next(found, None)
 
 
-def family_with(kernel: Kernel) -> FamilySpec:
-    """Return the first family that a kernel belongs to."""
-    return next(one for its in FAMILIES.values() for one in its.values() if kernel in one.names)
+def family_with(kernel: Kernel, problem: AttentionProblem | None = None) -> FamilySpec:
+    """Return the first family that a kernel belongs to; of those that read pages, or whole keys, as
+    a `problem` has them."""
+    found = [one for its in FAMILIES.values() for one in its.values() if kernel in one.names]
+    paged = problem is not None and problem.page > 0
+    alike = (one for one in found if any(each.pages for each in one.kernels) == paged)
+    return next(alike, found[0])
 
 
 def direction_of(kernel: Kernel) -> Direction:

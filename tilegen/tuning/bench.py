@@ -277,7 +277,7 @@ def make_launches(
 
         return launch
 
-    family = family_with(kernel)
+    family = family_with(kernel, problem)
     launches = {spec.name: noted(spec) for spec in family.kernels}
     q, k, v = random((*rows, qk)), random((*columns, qk)), random((*columns, v_dim))
     panel_rows = rows_for(problem, gpu, family.direction)
@@ -307,7 +307,7 @@ def check_config(
     from tilegen.check.verification import reduced
 
     small = reduced(problem)
-    others: dict[Kernel, TileConfig] = {name: safe(name) for name in partners(kernel)}
+    others: dict[Kernel, TileConfig] = {name: safe(name) for name in partners(kernel, problem)}
     trouble = _trouble(small, {**others, kernel: config}, kernel)
     if len(others) == 1 or trouble is None:
         return trouble
@@ -320,10 +320,10 @@ def check_config(
     return trouble
 
 
-def partners(kernel: Kernel) -> tuple[Kernel, ...]:
+def partners(kernel: Kernel, problem: AttentionProblem) -> tuple[Kernel, ...]:
     """Return the kernels that have to run for the results of this one to be seen, itself among
     them."""
-    family = family_with(kernel)
+    family = family_with(kernel, problem)
     return family.names if family.direction == "forward" else (*Q_STATIONARY.names, *family.names)
 
 
