@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tilegen.errors import InvalidProblem, Unsupported
-from tilegen.integrations import flash_attn
+from tilegen.errors import InvalidProblem
+from tilegen.integrations import flash_attn, flash_changes
 from tilegen.masks.language.texts import from_text, to_text
 from tilegen.runtime import plans
 from tilegen.runtime.attention import attention
@@ -229,15 +229,6 @@ def test_signatures_are_those_of_flash_attn(name: str) -> None:
     assert [(one.name, one.default) for one in found.values()] == list(expected.items())
 
 
-def test_what_is_not_there_yet() -> None:
-    """Libraries look whether the name exists."""
-    assert not hasattr(flash_attn, "flash_attn_with_kvcache")
-    q, k, v = inputs((8, 4, 16), (8, 2, 16), (8, 2, 16))
-    cu = torch.tensor([0, 8])
-    with pytest.raises(Unsupported, match=r"^expected block_table=None, since .*$"):
-        flash_attn.flash_attn_varlen_func(q, k, v, cu, cu, 8, 8, block_table=torch.zeros(1, 1))
-
-
 @pytest.mark.parametrize(
     "options, expected",
     [
@@ -284,7 +275,7 @@ def test_a_second_call_chooses_nothing_and_traces_nothing(
         with monkeypatch.context() as patch:
             patch.setattr("tilegen.masks.language.texts.to_text", None)
             first, second = (
-                flash_attn._mask(options.get("window_size", (-1, -1)), True, "top_left")
+                flash_changes.mask_of(options.get("window_size", (-1, -1)), True, "top_left")
                 for _ in range(2)
             )
             assert first is second
@@ -297,5 +288,5 @@ def test_a_second_call_chooses_nothing_and_traces_nothing(
 @pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
 @pytest.mark.parametrize("softcap", [0.0, 0.7, 30.0, 1e9])
 def test_texts_are_canonical(softcap: float, alignment: Any) -> None:
-    text = flash_attn._text(softcap, "h", alignment)
+    text = flash_changes._text(softcap, "h", alignment)
     assert text == to_text(from_text(text, ("float",)))

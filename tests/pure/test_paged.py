@@ -134,6 +134,14 @@ def test_what_does_not_fit_together_is_refused(name: str) -> None:
     assert "the call was paged" in str(raised.value)
 
 
+def test_gradients_are_refused() -> None:
+    given = call(q=torch.randn(3, 4, 2, 32, requires_grad=True))
+    with pytest.raises(Unsupported, match="no gradients reach what lies in pages"):
+        tilegen.attention_paged(**given)
+    with torch.no_grad():
+        tilegen.attention_paged(**given)
+
+
 def test_sinks_of_another_number_of_heads_are_refused() -> None:
     with pytest.raises(InvalidProblem, match="sinks must have size 4 along query heads, got 3"):
         tilegen.attention_paged(**call(), score=tilegen.sinks(torch.zeros(3)))

@@ -5,7 +5,7 @@ heads, dim). Masks end at the last query and the last key. What differs: gradien
 deterministic whether asked for or not, alibi_slopes get gradients where they require them, lse is
 differentiable, and that of a row that is left nothing is -inf. The lengths of the longest sequences
 are not looked at. Whoever asks for attention probabilities gets (out, lse, None): they are never
-made. There is no `flash_attn_with_kvcache`, since keys and values in pages are not done yet.
+made. `flash_attn_with_kvcache` is in flash_cache.py.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ import torch
 
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.integrations import windows
-from tilegen.masks import score as scores
-from tilegen.masks.made import made_once
-from tilegen.masks.mask import Mask
+from tilegen.integrations.flash_cache import flash_attn_with_kvcache as flash_attn_with_kvcache
+from tilegen.integrations.flash_changes import mask_of, score_of
 from tilegen.masks.parts import Alignment
-from tilegen.masks.score import Score
 from tilegen.runtime.attention import attention
+from tilegen.runtime.paged import attention_paged
 from tilegen.runtime.varlen import attention_varlen
 
 
@@ -51,8 +50,8 @@ def flash_attn_func(
     alignment = windows.alignment_of(q.shape[1], k.shape[1])
     out, lse = attention(
         *(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)),
-        mask=_mask(window_size, causal, alignment),
-        score=_score(softcap, alibi_slopes, alignment),
+        mask=mask_of(window_size, causal, alignment),
+        score=score_of(softcap, alibi_slopes, alignment),
         scale=softmax_scale,
         dropout_p=dropout_p,
         return_lse=True,
@@ -127,14 +126,29 @@ def flash_attn_varlen_func(
     the last query and the last key of each. Other arguments are those of `flash_attn_func`, slopes
     of shape (documents, heads) among them; lse is (heads, tokens_q). Raises InvalidProblem or
     Unsupported.
+
+    With a `block_table` (documents, most pages of one) k and v are pages (pages, keys, heads_kv,
+    dim), and there is neither dropout nor a gradient.
     """
     if block_table is not None:
-        raise Unsupported("expected block_table=None, since keys and values in pages are not done")
+        if dropout_p or max_seqlen_q is None:
+            raise Unsupported("with a block_table expected no dropout_p, and max_seqlen_q")
+        out, lse = attention_paged(
+            *(q, k, v, block_table, cu_seqlens_k.diff()),
+            q_starts=cu_seqlens_q,
+            max_q_length=max_seqlen_q,
+            max_kv_length=max_seqlen_k,
+            mask=mask_of(window_size, causal, "bottom_right"),
+            score=score_of(softcap, alibi_slopes, "bottom_right"),
+            scale=softmax_scale,
+            return_lse=True,
+        )
+        return (out, lse, None) if return_attn_probs else out
     alignment: Alignment = "top_left" if cu_seqlens_q is cu_seqlens_k else "bottom_right"
     out, lse = attention_varlen(
         *(q, k, v, cu_seqlens_q, cu_seqlens_k),
-        mask=_mask(window_size, causal, alignment),
-        score=_score(softcap, alibi_slopes, alignment),
+        mask=mask_of(window_size, causal, alignment),
+        score=score_of(softcap, alibi_slopes, alignment),
         scale=softmax_scale,
         dropout_p=dropout_p,
         return_lse=True,
@@ -197,41 +211,3 @@ def _parts(name: str, x: torch.Tensor, dimensions: int, count: int) -> tuple[tor
             f"{name} must have shape ({leading}, {count}, heads, dim), got {tuple(x.shape)}"
         )
     return x.unbind(-3)
-
-
-def _mask(window_size: Sequence[int], causal: bool, alignment: Alignment) -> Mask:
-    """Return the mask of a call. Raises InvalidProblem."""
-    try:
-        left, right = window_size
-    except (TypeError, ValueError):
-        raise InvalidProblem(
-            f"window_size must be two distances (left, right), got {window_size!r}"
-        ) from None
-    return windows.flash_attn(left, right, bool(causal), alignment)
-
-
-def _score(softcap: float, alibi_slopes: torch.Tensor | None, alignment: Alignment) -> Score | None:
-    """Return the change of the scores of a call, None where there is none. Raises
-    InvalidProblem."""
-    if alibi_slopes is None:
-        return None if softcap <= 0 else _softcap(softcap)
-    if alibi_slopes.ndim not in (1, 2):
-        raise InvalidProblem(
-            "alibi_slopes must have shape (heads,) or (batch, heads), got "
-            f"{tuple(alibi_slopes.shape)}"
-        )
-    axes = "h" if alibi_slopes.ndim == 1 else "bh"
-    text = _text(max(0.0, softcap), axes, alignment)
-    return Score(text, (alibi_slopes,), sizes=((0, axes),))
-
-
-_softcap = made_once(scores.softcap)
-
-
-@made_once
-def _text(softcap: float, axes: str, alignment: Alignment) -> str:
-    """Return the canonical text of a soft cap, where it is above 0, and then of the distance of a
-    pair times a slope."""
-    capped = scores.softcap(softcap).text if softcap else "s"
-    distance = "k-q" if alignment == "top_left" else "k+seqlen_q-q-seqlen_kv"
-    return f"{capped}-abs({distance})*t0[{','.join(axes)}]"

@@ -11,7 +11,7 @@ from tilegen.bounded_cache import BoundedCache
 from tilegen.check import interpreter
 from tilegen.disk import say_once
 from tilegen.emit.identity import is_aligned
-from tilegen.errors import InvalidProblem, TilegenError
+from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.kernels.split_kv import Requests
 from tilegen.masks.mask import Mask, full
 from tilegen.masks.score import Score
@@ -72,6 +72,11 @@ def attention_paged(
         found = None if score is None else score_of(score)
         kept = full() if mask is None else mask
         longest = call.longest_kv(max_kv_length)
+        reached = (q, k_pages, v_pages, *(found.captured if found else ()))
+        if torch.is_grad_enabled() and any(x.requires_grad for x in reached):
+            raise Unsupported(
+                "no gradients reach what lies in pages: call under torch.no_grad(), or detach"
+            )
         factor = call.q.shape[3] ** -0.5 if scale is None else checked_scale(scale)
         if factor < 0:  # kernels take a row's maximum before scaling: the scale must keep the order
             call.q, factor = -call.q, -factor

@@ -1,0 +1,126 @@
+"""flash-attn's functions over caches, against its functions over whole keys and values."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+from tilegen.errors import InvalidProblem, Unsupported
+from tilegen.integrations import flash_attn
+
+HEADS, HEADS_KV, DIM, ROOM = 4, 2, 16, 48
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"causal": True},
+    {"causal": True, "window_size": (5, 0), "softcap": 3.0},
+    {"alibi_slopes": torch.tensor([1.0, 0.5, 0.25, 0.125]), "softmax_scale": 0.1},
+]
+
+
+def random(*size: int) -> torch.Tensor:
+    return torch.randn(*size, generator=torch.Generator().manual_seed(sum(size)))
+
+
+def expected_of(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, length: int, options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) of one entry of the batch."""
+    found = flash_attn.flash_attn_func(
+        q[None], k[None, :length], v[None, :length], **options, return_attn_probs=True
+    )
+    return found[0][0], found[1][0]
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("new", [0, 3])
+def test_a_cache_of_whole_rows_grows_and_is_read(options: dict[str, Any], new: int) -> None:
+    q, caches = random(2, 3, HEADS, DIM), [random(4, ROOM, HEADS_KV, DIM) for _ in "kv"]
+    chosen, lengths = torch.tensor([3, 1]), torch.tensor([20, 7], dtype=torch.int32)
+    added = [random(2, new, HEADS_KV, DIM) * x for x in (1, 2)] if new else [None, None]
+    before = [x.clone() for x in caches]
+    out, lse = flash_attn.flash_attn_with_kvcache(
+        *(q, *caches, *added),
+        cache_seqlens=lengths,
+        cache_batch_idx=chosen,
+        return_softmax_lse=True,
+        **options,
+    )
+    for i in range(2):
+        whole = [x[chosen[i]].clone() for x in before]
+        length = int(lengths[i])
+        for row, tokens in zip(whole, added, strict=True):
+            if tokens is not None:
+                row[length : length + new] = tokens[i]
+        for cache, row in zip(caches, whole, strict=True):
+            assert torch.equal(cache[chosen[i]], row), "written in place"
+        found = expected_of(q[i], *whole, length + new, options)
+        torch.testing.assert_close((out[i], lse[i]), found)
+
+
+def test_pages_and_one_length_for_all() -> None:
+    q, pages = random(2, 1, HEADS, DIM), [random(9, 16, HEADS_KV, DIM) for _ in "kv"]
+    table = torch.tensor([[3, 0, 8], [1, 7, 2]], dtype=torch.int32)
+    for lengths, length in ((33, 33), (None, 48)):
+        out = flash_attn.flash_attn_with_kvcache(
+            q, *pages, cache_seqlens=lengths, block_table=table, causal=True
+        )
+        for i in range(2):
+            k, v = (x[table[i].long()].flatten(0, 1) for x in pages)
+            torch.testing.assert_close(out[i], expected_of(q[i], k, v, length, {})[0])
+
+
+def test_packed_queries_over_pages() -> None:
+    q, pages = random(6, HEADS, DIM), [random(9, 16, HEADS_KV, DIM) for _ in "kv"]
+    table = torch.tensor([[3, 0, 8], [1, 7, 2]])
+    starts, keys = torch.tensor([0, 5, 6]), torch.tensor([0, 20, 60])
+    out, lse, _ = flash_attn.flash_attn_varlen_func(
+        *(q, *pages, starts, keys, 5, 40),
+        causal=True,
+        block_table=table,
+        return_attn_probs=True,
+    )
+    for i, (first, end, length) in enumerate(((0, 5, 20), (5, 6, 40))):
+        k, v = (x[table[i]].flatten(0, 1) for x in pages)
+        found = expected_of(q[first:end], k, v, length, {"causal": True})
+        torch.testing.assert_close((out[first:end], lse[:, first:end]), found)
+    with pytest.raises(Unsupported, match="expected no dropout_p, and max_seqlen_q"):
+        flash_attn.flash_attn_varlen_func(
+            q, *pages, starts, keys, 5, 40, dropout_p=0.1, block_table=table
+        )
+
+
+def test_signature_is_that_of_flash_attn() -> None:
+    found = inspect.signature(flash_attn.flash_attn_with_kvcache).parameters
+    assert list(found) == [
+        *("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens"),
+        *("cache_batch_idx", "cache_leftpad", "block_table", "softmax_scale", "causal"),
+        *("window_size", "softcap", "rotary_interleaved", "alibi_slopes", "num_splits"),
+        "return_softmax_lse",
+    ]
+
+
+@pytest.mark.parametrize(
+    "options, error",
+    [
+        ({"rotary_cos": torch.zeros(1)}, "rotate q and k before the call"),
+        ({"cache_leftpad": torch.zeros(2)}, "keys begin at the first"),
+        ({"k": torch.zeros(2, 1, HEADS_KV, DIM)}, "expected k and v together"),
+        (
+            {"block_table": torch.zeros(2, 1), "cache_batch_idx": torch.zeros(2)},
+            "expected cache_batch_idx=None beside a block_table",
+        ),
+    ],
+)
+def test_what_is_not_done_is_refused(options: dict[str, Any], error: str) -> None:
+    q, caches = random(2, 1, HEADS, DIM), [random(2, ROOM, HEADS_KV, DIM) for _ in "kv"]
+    with pytest.raises((InvalidProblem, Unsupported), match=error):
+        flash_attn.flash_attn_with_kvcache(q, *caches, **options)
+
+
+def test_a_cache_that_has_no_pages_is_refused() -> None:
+    q, caches = random(2, 1, HEADS, DIM), [random(ROOM, 2, HEADS_KV, DIM) for _ in "kv"]
+    with pytest.raises(Unsupported, match="k_cache must be dense from one cache to the next"):
+        flash_attn.flash_attn_with_kvcache(q, *(x.transpose(0, 1) for x in caches))

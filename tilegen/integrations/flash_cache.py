@@ -1,0 +1,114 @@
+"""flash-attn's attention over a cache of keys and values that grows in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tilegen.bounded_cache import BoundedCache
+from tilegen.errors import InvalidProblem, Unsupported
+from tilegen.integrations.flash_changes import mask_of, score_of
+from tilegen.problem import PAGES
+from tilegen.runtime.append import append_paged
+from tilegen.runtime.paged import attention_paged
+
+
+def flash_attn_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    k: torch.Tensor | None = None,
+    v: torch.Tensor | None = None,
+    rotary_cos: torch.Tensor | None = None,
+    rotary_sin: torch.Tensor | None = None,
+    cache_seqlens: torch.Tensor | int | None = None,
+    cache_batch_idx: torch.Tensor | None = None,
+    cache_leftpad: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: torch.Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:
+    """Return attention (batch, seqlen_q, heads, dim) of q (batch, seqlen_q, heads, dim) over a
+    cache, without gradients.
+
+    k_cache and v_cache are (caches, seqlen_cache, heads_kv, dim), of which `cache_batch_idx`
+    (batch,) picks those of the batch, or with a `block_table` (batch, most pages of one) pages
+    (pages, page, heads_kv, dim) of a power of two of at most 256 keys. `cache_seqlens` (batch,), or
+    one number for all, says how many keys are there (by default all). New k and v (batch,
+    seqlen_new, heads_kv, dim) are first written behind them, in place. Masks end at the last query
+    and the last key. `num_splits` is chosen by the model whatever is given. Rotary embeddings and
+    padding on the left are refused: rotate q and k before. With `return_softmax_lse` (out, lse
+    (batch, heads, seqlen_q)). Raises InvalidProblem or Unsupported.
+    """
+    if rotary_cos is not None or rotary_sin is not None:
+        raise Unsupported("expected rotary_cos=None: rotate q and k before the call")
+    if cache_leftpad is not None:
+        raise Unsupported("expected cache_leftpad=None: keys begin at the first")
+    if (k is None) != (v is None):
+        raise InvalidProblem("expected k and v together, or neither")
+    if block_table is None:
+        k_pages, v_pages = _as_pages("k_cache", k_cache), _as_pages("v_cache", v_cache)
+        table = _table_of(k_cache, k_pages, cache_batch_idx)
+    elif cache_batch_idx is not None:
+        raise InvalidProblem("expected cache_batch_idx=None beside a block_table, which says it")
+    else:
+        k_pages, v_pages, table = k_cache, v_cache, block_table
+    lengths = _lengths(cache_seqlens, q, table.shape[1] * k_pages.shape[1])
+    if k is not None and v is not None:
+        lengths = lengths + k.shape[1]
+        append_paged(
+            *(k.transpose(1, 2), v.transpose(1, 2), k_pages, v_pages, table, lengths),
+        )
+    out, lse = attention_paged(
+        *(q.transpose(1, 2), k_pages, v_pages, table, lengths),
+        mask=mask_of(window_size, causal, "bottom_right"),
+        score=score_of(softcap, alibi_slopes, "bottom_right"),
+        scale=softmax_scale,
+        return_lse=True,
+    )
+    out = out.transpose(1, 2)
+    return (out, lse) if return_softmax_lse else out
+
+
+def _as_pages(name: str, cache: torch.Tensor) -> torch.Tensor:
+    """Return a cache (caches, seqlen, heads, dim) as pages, a view that is written through. Raises
+    Unsupported where there is none."""
+    page = max(one for one in PAGES if cache.shape[1] % one == 0)
+    try:
+        return cache.view(-1, page, *cache.shape[2:])
+    except RuntimeError:
+        raise Unsupported(
+            f"{name} must be dense from one cache to the next, got strides {cache.stride()} for "
+            f"shape {tuple(cache.shape)}"
+        ) from None
+
+
+def _table_of(
+    cache: torch.Tensor, pages: torch.Tensor, chosen: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the pages of each cache, or of those that are `chosen`."""
+    caches, each = cache.shape[0], cache.shape[1] // pages.shape[1]
+
+    def made() -> torch.Tensor:
+        every = torch.arange(caches * each, dtype=torch.int32, device=cache.device)
+        return every.view(caches, each)
+
+    table = _tables.get((caches, each, cache.device), made)
+    return table if chosen is None else table[chosen.long()]
+
+
+def _lengths(given: torch.Tensor | int | None, q: torch.Tensor, room: int) -> torch.Tensor:
+    if isinstance(given, torch.Tensor):
+        return given
+    return torch.full((q.shape[0],), room if given is None else given, device=q.device)
+
+
+_tables: BoundedCache[Any, torch.Tensor] = BoundedCache(64)

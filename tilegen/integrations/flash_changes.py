@@ -1,0 +1,55 @@
+"""What flash-attn's arguments do to scores: the mask of a window, soft caps and slopes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from tilegen.errors import InvalidProblem
+from tilegen.integrations import windows
+from tilegen.masks import score as scores
+from tilegen.masks.made import made_once
+from tilegen.masks.mask import Mask
+from tilegen.masks.parts import Alignment
+from tilegen.masks.score import Score
+
+
+def mask_of(window_size: Sequence[int], causal: bool, alignment: Alignment) -> Mask:
+    """Return the mask of a call. Raises InvalidProblem."""
+    try:
+        left, right = window_size
+    except (TypeError, ValueError):
+        raise InvalidProblem(
+            f"window_size must be two distances (left, right), got {window_size!r}"
+        ) from None
+    return windows.flash_attn(left, right, bool(causal), alignment)
+
+
+def score_of(
+    softcap: float, alibi_slopes: torch.Tensor | None, alignment: Alignment
+) -> Score | None:
+    """Return the change of the scores of a call, None where there is none. Raises
+    InvalidProblem."""
+    if alibi_slopes is None:
+        return None if softcap <= 0 else _softcap(softcap)
+    if alibi_slopes.ndim not in (1, 2):
+        raise InvalidProblem(
+            "alibi_slopes must have shape (heads,) or (batch, heads), got "
+            f"{tuple(alibi_slopes.shape)}"
+        )
+    axes = "h" if alibi_slopes.ndim == 1 else "bh"
+    text = _text(max(0.0, softcap), axes, alignment)
+    return Score(text, (alibi_slopes,), sizes=((0, axes),))
+
+
+_softcap = made_once(scores.softcap)
+
+
+@made_once
+def _text(softcap: float, axes: str, alignment: Alignment) -> str:
+    """Return the canonical text of a soft cap, where it is above 0, and then of the distance of a
+    pair times a slope."""
+    capped = scores.softcap(softcap).text if softcap else "s"
+    distance = "k-q" if alignment == "top_left" else "k+seqlen_q-q-seqlen_kv"
+    return f"{capped}-abs({distance})*t0[{','.join(axes)}]"
