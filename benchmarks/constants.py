@@ -28,6 +28,7 @@ from tilegen.problem import AttentionProblem
 
 GPUS = ("a100", "h100", "h200", "b200")
 NAMES = [
+    "time.IDLE",
     "time.OVERLAP_NORM",
     "time.CHANGED_INSTRUCTIONS",
     "time.SHARED_READS",

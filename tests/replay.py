@@ -97,6 +97,7 @@ def candidate(config: TileConfig, seconds: float) -> Candidate:
         limit="tensor",
         terms=(("tensor", seconds),),
         waves=1.5,
+        cost=seconds,
     )
     return Candidate(kernel="fwd", config=config, estimate=estimate, reason="for a test")
 

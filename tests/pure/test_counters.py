@@ -49,6 +49,7 @@ def test_counters_are_parsed_and_compared() -> None:
         limit="dram",
         terms=(("dram", 1e-6),),
         waves=1.0,
+        cost=1e-6,
     )
     row = counters.compare(a_workload("w"), predicted, forward)
     assert (row.predicted_read_bytes, row.counted_read_bytes, row.read_ratio) == (3000, 4500, 1.5)

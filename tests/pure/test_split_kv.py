@@ -14,7 +14,7 @@ from tilegen.emit.render import render
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
-from tilegen.kernels.registry import check_config, grid_of
+from tilegen.kernels.registry import KERNELS, check_config, grid_of
 from tilegen.masks import predicate
 from tilegen.masks.grouping import packed_heads
 from tilegen.masks.score import softcap
@@ -62,7 +62,8 @@ def test_splits_fill_the_gpu() -> None:
     for one, problem in ((most, DECODE), (least, few)):
         counts = visits(problem, one.config.block_m, one.config.block_n, "fwd_split")
         run = launches(problem, H200, one.config, "fwd_split", counts)
-        assert run.programs >= 0.4 * H200.num_sms
+        finest = one.config.split_kv == KERNELS["fwd_split"].knobs.split_kv[0]
+        assert finest or run.programs >= 0.9 * H200.num_sms
     assert least.config.split_kv < most.config.split_kv
 
 
@@ -72,7 +73,7 @@ def test_what_splits_leave_counts_in_their_ranking() -> None:
         estimate(VERIFY, H200, TileConfig.parse(f"m8h8n64k{keys}w4s3"), "fwd_split")
         for keys in (256, 2048)
     )
-    assert small.left_seconds > 7 * large.left_seconds > 0
+    assert small.cost - small.seconds > 5 * (large.cost - large.seconds) > 0
     assert small.cost > large.cost
     found = propose(VERIFY, H200, kernel="fwd_split", top=30)
     costs = [one.estimate.cost for one in found]

@@ -240,7 +240,7 @@ class _Model:
             limit=time.terms[0][0],
             terms=time.terms,
             waves=time.waves,
-            left_seconds=time.left_seconds,
+            cost=time.cost,
         )
 
     def _tile(self, config: TileConfig) -> tuple[Traffic, Visits, float]:

@@ -68,7 +68,7 @@ FWD_SPLIT = KernelSpec(
     knobs=Knobs(
         block_m=(16, 32, 64, 128),
         block_n=(16, 32, 64, 128),
-        split_kv=(256, 512, 1024, 2048, 4096, 8192),
+        split_kv=(128, 256, 512, 1024, 2048, 4096, 8192),
     ),
     computes_scores=True,
     in_order=True,

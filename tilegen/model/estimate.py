@@ -35,13 +35,8 @@ class CostEstimate:
     """(name, seconds) of every roofline term."""
     waves: float
     """Programs over programs resident at once."""
-    left_seconds: float = 0.0
-    """Seconds that the next kernel takes to read what this one leaves for it."""
-
-    @property
-    def cost(self) -> float:
-        """Seconds by which configs are ranked: the kernel's own, and what it leaves to the next."""
-        return self.seconds + self.left_seconds
+    cost: float
+    """Seconds by which configs are ranked: see `time.Time`."""
 
 
 @dataclass(frozen=True, kw_only=True)

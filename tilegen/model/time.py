@@ -37,6 +37,9 @@ CHANGED_INSTRUCTIONS = 2.5
 """Instructions of a thread for each word of a panel that it scales or masks, and rounds again."""
 DRAWN_INSTRUCTIONS = 13
 """Instructions of a thread that dropout adds to each score of a kernel that drops weights."""
+IDLE = 0.04
+"""Part of its time that a kernel with splits must win to leave all SMs idle: programs may draw less
+bandwidth than predicted, and published times punish few splits more than many."""
 SHARED_READS = 2
 """Threads of a warp that one read of an operand serves, in IEEE fp32."""
 
@@ -135,11 +138,14 @@ class Time:
     least leaves most room for what the model does not know."""
     left_seconds: float = 0.0
     """Seconds that the next kernel takes to read what this one leaves for it."""
+    idle: float = 0.0
+    """Part of the SMs that have no program, of kernels that could have more."""
 
     @property
     def cost(self) -> float:
-        """Seconds by which configs are ranked: the kernel's own, and what it leaves to the next."""
-        return self.seconds + self.left_seconds
+        """Seconds by which configs are ranked: the kernel's own, what it leaves to the next, and
+        IDLE of its own for SMs without a program."""
+        return (1 + IDLE * self.idle) * self.seconds + self.left_seconds
 
 
 def time(
@@ -221,6 +227,7 @@ def time(
         flops=int(2 * run.steps * work.multiply_adds),
         busy_seconds=total / gpu.clock_hz if spec.loop else 0.0,
         left_seconds=l2_seconds(gpu, replace(moved, read_bytes=0)) if spec.splits else 0.0,
+        idle=max(0.0, 1 - per_launch / gpu.num_sms) if spec.splits else 0.0,
     )
 
 
