@@ -80,7 +80,7 @@ MASKS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
     "sigmoid": lambda b, h, q, k: torch.sigmoid(0.3 * (q - k)) > 0.4,
     "sign": lambda b, h, q, k: torch.sign(q - k) * (k - 30) > -5,
     "floor of a float": lambda b, h, q, k: torch.floor(0.3 * q) >= k // 4,
-    "logarithm": lambda b, h, q, k: torch.log1p(q) >= torch.log(k + 1.0),
+    "logarithm": lambda b, h, q, k: torch.log1p(q) >= torch.log(k + 0.5),
     # Tables.
     "floats": lambda b, h, q, k: WEIGHTS[k] <= WEIGHTS[q],
     "halves": lambda b, h, q, k: WEIGHTS.half()[k] * 2 <= WEIGHTS.half()[q] + 1,

@@ -171,6 +171,8 @@ def _families(
 ) -> Iterator[Case]:
     """Yield a case for each family that fits, with the tiles that move least."""
     for family, spec in FAMILIES[direction].items():
+        if spec.why_not(problem, gpu.arch):
+            continue
         try:
             configs: dict[Kernel, TileConfig] = {
                 kernel: _thriftiest(problem, gpu, kernel) for kernel in spec.names

@@ -17,17 +17,20 @@ import sympy as sp
 from tilegen.kernels.config import BLOCK_SIZES, Family, Kernel, TileConfig
 from tilegen.kernels.panels import SCORE_WIDTH
 from tilegen.kernels.registry import BACKWARD, FORWARD, KERNELS
-from tilegen.kernels.spec import Direction
+from tilegen.kernels.spec import Direction, FamilySpec
 from tilegen.model.symbols import B_c, B_d, B_e, B_k, B_p, B_r, alpha, d_qk, d_v, n
 from tilegen.model.traffic import ACCUMULATOR_BYTES, traffic
 from tilegen.problem import AttentionProblem
 from tilegen.theory.schedules import SCHEDULES, Held
 from tilegen.theory.schedules.record import weight
 
-FAMILIES: dict[Direction, dict[Family, tuple[Kernel, ...]]] = {
-    "forward": FORWARD,
+FAMILIES: dict[Direction, dict[Family, FamilySpec]] = {
+    "forward": {
+        name: one for name, one in FORWARD.items() if not any(k.splits for k in one.kernels)
+    },
     "backward": BACKWARD,
 }
+"""The families that a schedule of theory/ describes: not those that split keys over programs."""
 LARGE_CACHE: dict[Direction, Family] = {"forward": "q_stationary", "backward": "two_pass"}
 DTYPES = {4: "fp32", 2: "fp16"}
 """What kernels are counted in, by the bytes of an element."""

@@ -11,6 +11,7 @@ from tilegen.build.machine_code.loops import loops_of
 from tilegen.build.machine_code.reading import MachineCode, read
 from tilegen.gpus.spec import gpu
 from tilegen.model.as_compiled import StepCode, clocks_as_compiled, issue_clocks
+from tilegen.model.rates import rates_of
 
 H200 = gpu("h200")
 QK = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8].tnspB, RZ, !UPT ;"
@@ -244,7 +245,7 @@ def test_clocks_follow_from_counts() -> None:
     # Integers run on half of the lanes that issue could fill.
     assert issue_clocks(replace(code, integer=code.instructions), H200) == code.instructions / 2
     narrow = clocks_as_compiled(replace(code, rows=16), H200)
-    assert narrow.tensor == 2 * clocks.tensor
+    assert narrow.tensor == pytest.approx(clocks.tensor / rates_of("sm_90").narrow_rate)
     waiting = clocks_as_compiled(replace(code, exposed=code.instructions), H200)
     assert waiting.exposed == 1
     assert clocks_as_compiled(replace(code, partial_instructions=664), H200).masking == 100

@@ -21,6 +21,7 @@ def test_defaults() -> None:
         deterministic=False,
         check=False,
         libraries=False,
+        batch_invariant=False,
     )
     assert expected == settings({})
 
@@ -35,6 +36,7 @@ def test_all_set(tmp_path: Path) -> None:
             "TILEGEN_DETERMINISTIC": "1",
             "TILEGEN_CHECK": "1",
             "TILEGEN_LIBRARIES": "1",
+            "TILEGEN_BATCH_INVARIANT": "1",
         }
     )
     expected = Settings(
@@ -44,6 +46,7 @@ def test_all_set(tmp_path: Path) -> None:
         deterministic=True,
         check=True,
         libraries=True,
+        batch_invariant=True,
     )
     assert expected == found
 

@@ -62,7 +62,12 @@ FWD_SPLIT = KernelSpec(
         write("partials", "g*W_s*d_v", fp32=True),
         write("partial_lse", "g*N_q*n_s", fp32=True),
     ),
-    floor=(read("q", "g*n_q*d_qk"), read("k", "n_kv*d_qk"), read("v", "n_kv*d_v")),
+    floor=(
+        read("q", "g*n_q*d_qk"),
+        read("k", "n_kv*d_qk"),
+        read("v", "n_kv*d_v"),
+        write("partial_lse", "g*N_q", fp32=True),
+    ),
     shows=("out", "lse"),
     described=("k", "v"),
     knobs=Knobs(

@@ -43,7 +43,7 @@ def launches(
         tiles = heads // problem.group_size * splits.tiles_of_group
         return Launches(
             count=1,
-            programs=int(tiles * splits.programs),
+            programs=max(1, int(tiles * splits.programs)),
             steps=tiles * counts.tiles,
             partial=tiles * counts.partial_tiles,
             longest=min(counts.longest, config.split_kv // config.block_n),
