@@ -208,9 +208,9 @@ def best_acceptable(
             continue
         if not at_best:  # known, not predicted
             return Chosen(config=config, ranked=ranked, tried=tried)
-        from tilegen.choose.ranking import seconds_as_compiled  # loads SymPy
+        from tilegen.choose.ranking import time_as_compiled  # loads SymPy
 
-        seconds[config] = seconds_as_compiled(problem, gpu, config, ranked.kernel, built)
+        seconds[config] = time_as_compiled(problem, gpu, config, ranked.kernel, built).cost
     if seconds:
         best = min(seconds, key=lambda config: seconds[config])
         return Chosen(config=best, ranked=ranked, tried=tried, seconds=seconds)

@@ -123,6 +123,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         r"q_starts must be 0\.\.8",
     ),
     "scale": ({"scale": float("nan")}, "scale must be a finite number"),
+    "strides": (
+        {"k_pages": torch.randn(20, 16, 32, 2).mT},
+        "k_pages must have a dense last dimension",
+    ),
 }
 
 
@@ -140,6 +144,9 @@ def test_gradients_are_refused() -> None:
         tilegen.attention_paged(**given)
     with torch.no_grad():
         tilegen.attention_paged(**given)
+    trained = tilegen.sinks(torch.zeros(4, requires_grad=True))
+    with pytest.raises(Unsupported, match="no gradients reach what lies in pages"):
+        tilegen.attention_paged(**call(), score=trained)
 
 
 def test_sinks_of_another_number_of_heads_are_refused() -> None:

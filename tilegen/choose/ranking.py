@@ -98,16 +98,23 @@ def _best(model: _Model, top: int, *, spilling: bool) -> list[Candidate]:
 
 
 @one_at_a_time
-def seconds_as_compiled(
+def time_as_compiled(
     problem: AttentionProblem, gpu: GpuSpec, config: TileConfig, kernel: Kernel, built: Usage
-) -> float:
+) -> Time:
     """Return the predicted time of a config with what the compiler says that it uses, and with what
     its machine code issues in a step, where that could be told."""
     model = _Model(problem.normal(), gpu, kernel)
     needs = model.needs(config)
     used = needs.as_compiled(built.registers, built.spill_bytes, built.shared_bytes)
     code = built.step_code
-    return model.time(config, used, clocks_as_compiled(code, gpu) if code else None).cost
+    return model.time(config, used, clocks_as_compiled(code, gpu) if code else None)
+
+
+def seconds_as_compiled(
+    problem: AttentionProblem, gpu: GpuSpec, config: TileConfig, kernel: Kernel, built: Usage
+) -> float:
+    """Return the seconds of `time_as_compiled`."""
+    return time_as_compiled(problem, gpu, config, kernel, built).seconds
 
 
 def search_space(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> list[TileConfig]:

@@ -72,7 +72,8 @@ def attention_paged(
         found = None if score is None else score_of(score)
         kept = full() if mask is None else mask
         longest = call.longest_kv(max_kv_length)
-        reached = (q, k_pages, v_pages, *(found.captured if found else ()))
+        read = (*found.captured, found.sink_logits) if found else ()
+        reached = (one for one in (q, k_pages, v_pages, *read) if one is not None)
         if torch.is_grad_enabled() and any(x.requires_grad for x in reached):
             raise Unsupported(
                 "no gradients reach what lies in pages: call under torch.no_grad(), or detach"
@@ -180,8 +181,14 @@ class _Call:
                 )
             starts, packed, longest = _int32(q_starts), q, longest_q
         rows = packed.transpose(0, 1)[None]
-        tensors = _addressed(rows), _addressed(k), _addressed(v)
-        return cls(*tensors, *tables, starts, longest)
+        for name, x in (("k_pages", k), ("v_pages", v)):
+            if not addressable(x):  # a copy would be one of the whole cache
+                raise InvalidProblem(
+                    f"{name} must have a dense last dimension, got strides {x.stride()} for "
+                    f"{tuple(x.shape)} as (pages, heads, keys, head dim)"
+                )
+        rows = rows if addressable(rows) else rows.contiguous()
+        return cls(rows, k, v, *tables, starts, longest)
 
     def longest_kv(self, given: int | None) -> int:
         """Return what bounds the keys of a request. Raises InvalidProblem for lengths beyond it,
@@ -276,10 +283,6 @@ def _by_request(call: _Call, changes: Changes, scale: float) -> tuple[torch.Tens
 def _unpacked(x: torch.Tensor, requests: int) -> torch.Tensor:
     """Return (requests, heads, rows, ...) of (1, heads, requests * rows, ...)."""
     return x[0].unflatten(1, (requests, -1)).transpose(0, 1)
-
-
-def _addressed(x: torch.Tensor) -> torch.Tensor:
-    return x if addressable(x) else x.contiguous()
 
 
 def _int32(x: torch.Tensor) -> torch.Tensor:
