@@ -51,10 +51,13 @@ def make_inputs(
         )
         return values.transpose(1, 2).contiguous().transpose(1, 2) if rows_first else values
 
+    q = tensor(problem.num_heads_q, problem.seqlen_q, problem.head_dim_qk)
+    k = tensor(problem.num_heads_kv, problem.seqlen_kv, problem.head_dim_qk)
+    v = tensor(problem.num_heads_kv, problem.seqlen_kv, problem.head_dim_v)
     return Inputs(
-        q=tensor(problem.num_heads_q, problem.seqlen_q, problem.head_dim_qk),
-        k=tensor(problem.num_heads_kv, problem.seqlen_kv, problem.head_dim_qk),
-        v=tensor(problem.num_heads_kv, problem.seqlen_kv, problem.head_dim_v),
+        q=q,
+        k=k,
+        v=k[..., : problem.head_dim_v] if problem.latent else v,
         dout=tensor(problem.num_heads_q, problem.seqlen_q, problem.head_dim_v),
     )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, cast
 
 from tilegen.errors import InvalidProblem, Unsupported
-from tilegen.kernels.config import Dim
+from tilegen.kernels.config import Dim, shares_columns
 from tilegen.masks.dilation import grouped_length, grouped_mask, step_of
 from tilegen.masks.mask import Mask, full
 from tilegen.masks.notation import parse_mask
@@ -64,6 +64,9 @@ class AttentionProblem:
     """True: what a row gives hangs on its own request only (batch-invariant)."""
     page: int = 0
     """Keys of a page, where keys and values lie in the pages of a cache; 0: they lie whole."""
+    latent: bool = False
+    """True: values are the first columns of keys, as in multi-head latent attention in its absorbed
+    form (DeepSeek-V2, arXiv 2405.04434). The forward loads them once."""
 
     def __post_init__(self) -> None:
         _check_range("batch", self.batch, 1, MAX_HEADS)
@@ -91,6 +94,11 @@ class AttentionProblem:
         if self.page not in (0, *PAGES):
             raise Unsupported(
                 f"page must be a power of two of at most {PAGES[-1]} keys, got {self.page!r}"
+            )
+        if self.latent and not shares_columns(self.head_dim_qk, self.head_dim_v):
+            raise Unsupported(
+                "latent needs a head_dim_v whose tiles are the first of those of keys, such as "
+                f"d576/512 or d192/128, got d{self.head_dim_qk}/{self.head_dim_v}"
             )
         if not isinstance(self.mask, Mask):
             raise InvalidProblem(
@@ -134,6 +142,7 @@ class AttentionProblem:
             + (" dropout" if self.dropout else "")
             + (" invariant" if self.invariant else "")
             + (f" page{self.page}" if self.page else "")
+            + (" latent" if self.latent else "")
         )
 
     def __str__(self) -> str:
@@ -193,8 +202,8 @@ class AttentionProblem:
 
         `b` defaults to 1, `hkv` to `hq`, `kv` to `q`, the mask to `full`; `d192/128` gives
         head_dim_qk/head_dim_v, the word `dropout` has weights dropped, `invariant` asks for
-        results that do not hang on the batch, and `page16` says that keys and values lie in pages
-        of 16 keys.
+        results that do not hang on the batch, `page16` says that keys and values lie in pages of 16
+        keys, and `latent` that values are the first columns of keys.
         Raises InvalidProblem or Unsupported.
         """
         if not isinstance(text, str):
@@ -203,7 +212,7 @@ class AttentionProblem:
         dtypes: list[str] = []
         masks: list[str] = []
         scores: list[str] = []
-        words: dict[str, list[str]] = {"dropout": [], "invariant": []}
+        words: dict[str, list[str]] = {"dropout": [], "invariant": [], "latent": []}
         for token in _tokens(text):
             if match := re.fullmatch(r"(b|hq|hkv|q|kv|page)([0-9]+)", token):
                 _set_once(numbers, match[1], _number(*match.groups()), text)
@@ -257,6 +266,7 @@ class AttentionProblem:
             dropout=bool(words["dropout"]),
             invariant=bool(words["invariant"]),
             page=numbers.get("page", 0),
+            latent=bool(words["latent"]),
         )
 
 

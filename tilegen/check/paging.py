@@ -34,7 +34,9 @@ def in_pages(
     lengths = torch.full((batch,), length, dtype=torch.int32, device=q.device)
     requests = Requests(table.to(torch.int32), lengths, starts, rows, length)
     packed = q.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None]
-    return packed, paged(k), paged(v), requests
+    pages = paged(k)
+    values = pages[..., : v.shape[3]] if v.data_ptr() == k.data_ptr() else paged(v)
+    return packed, pages, values, requests
 
 
 def out_of_pages(x: torch.Tensor, batch: int) -> torch.Tensor:

@@ -54,10 +54,13 @@ def make_inputs(
         values = (torch.randn(shape, generator=generator) * scale).to(device=device, dtype=dtype)
         return values.transpose(1, 2) if heads_inside else values
 
+    q = tensor(problem.num_heads_q, problem.seqlen_q, problem.head_dim_qk, sigma)
+    k = tensor(problem.num_heads_kv, problem.seqlen_kv, problem.head_dim_qk)
+    v = tensor(problem.num_heads_kv, problem.seqlen_kv, problem.head_dim_v)
     return Inputs(
-        q=tensor(problem.num_heads_q, problem.seqlen_q, problem.head_dim_qk, sigma),
-        k=tensor(problem.num_heads_kv, problem.seqlen_kv, problem.head_dim_qk),
-        v=tensor(problem.num_heads_kv, problem.seqlen_kv, problem.head_dim_v),
+        q=q,
+        k=k,
+        v=k[..., : problem.head_dim_v] if problem.latent else v,
         dout=tensor(problem.num_heads_q, problem.seqlen_q, problem.head_dim_v),
     )
 

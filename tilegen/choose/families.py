@@ -50,8 +50,9 @@ def kernels_of(
 
 
 def passes_of(problem: AttentionProblem) -> tuple[Direction, ...]:
-    """Return the passes that a problem has: no gradients reach what lies in pages."""
-    return ("forward",) if problem.page else ("forward", "backward")
+    """Return the passes that a problem has: no gradients reach what lies in pages, and those of
+    values in keys are of a problem where they lie apart."""
+    return ("forward",) if problem.page or problem.latent else ("forward", "backward")
 
 
 def kernels_used(known: Known, direction: Direction | None = None) -> tuple[Kernel, ...]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from tilegen.choose.reason import reason_of
 from tilegen.disk import say_once
 from tilegen.emit.identity import rows_are_aligned
 from tilegen.errors import Unsupported
@@ -17,13 +18,13 @@ from tilegen.kernels.config import BLOCK_SIZES, Kernel, TileConfig
 from tilegen.kernels.descriptors import why_not_described, without
 from tilegen.kernels.registry import KERNELS
 from tilegen.kernels.split_kv import FWD_SPLIT
-from tilegen.masks.grouping import packed_heads
+from tilegen.masks.grouping import heads_of_tiles
 from tilegen.model.as_compiled import clocks_as_compiled
 from tilegen.model.bounds import lower_bound_bytes
 from tilegen.model.estimate import Candidate, CostEstimate
 from tilegen.model.footprint import footprint
 from tilegen.model.launches import rows_of_panels
-from tilegen.model.on_chip import Footprint, residents
+from tilegen.model.on_chip import Footprint
 from tilegen.model.time import StepClocks, Time, least_seconds, time
 from tilegen.model.traffic import Traffic, Visits, traffic, visits
 from tilegen.problem import AttentionProblem
@@ -252,7 +253,7 @@ class _Model:
 
     def _tile(self, config: TileConfig) -> tuple[Traffic, Visits, float]:
         """Return what is moved and visited, and the least time: warps and stages do not matter."""
-        tile = config.block_m, config.block_n, config.block_d, config.split_kv
+        tile = config.block_m, config.heads, config.block_n, config.block_d, config.split_kv
         if (found := self._by_tile.get(tile)) is None:
             rows = None
             if KERNELS[self.kernel].sliced:
@@ -291,9 +292,12 @@ def legal_configs(
 def all_configs(problem: AttentionProblem, kernel: Kernel) -> list[TileConfig]:
     """Return every tile shape that is not larger than the problem, in a fixed order, loaded by
     addresses."""
-    heads = packed_heads(problem) if KERNELS[kernel].splits else 1
-    rows = _rounded(problem.seqlen_q * heads)
-    return list(_configs(rows, _rounded(problem.seqlen_kv), problem.seqlen_kv, heads, kernel))
+    columns = _rounded(problem.seqlen_kv), problem.seqlen_kv
+    return [
+        one
+        for heads in (heads_of_tiles(problem) if KERNELS[kernel].splits else (1,))
+        for one in _configs(_rounded(problem.seqlen_q * heads), *columns, heads, kernel)
+    ]
 
 
 @lru_cache(maxsize=256)
@@ -348,48 +352,8 @@ def _without_lengths(problem: AttentionProblem) -> AttentionProblem:
 
 def _candidate(problem: AttentionProblem, gpu: GpuSpec, cost: CostEstimate) -> Candidate:
     return Candidate(
-        kernel=cost.kernel, config=cost.config, estimate=cost, reason=_reason(problem, gpu, cost)
+        kernel=cost.kernel, config=cost.config, estimate=cost, reason=reason_of(problem, gpu, cost)
     )
-
-
-_WAITS_FOR = {
-    "tensor": "the tensor cores",
-    "exp": "exponentials",
-    "issue": "instruction issue",
-    "smem": "shared memory",
-    "l2": "L2 bandwidth",
-    "dram": "DRAM bandwidth",
-    "latency": "memory latency",
-}
-
-
-def _reason(problem: AttentionProblem, gpu: GpuSpec, cost: CostEstimate) -> str:
-    config, moved = cost.config, cost.read_bytes + cost.write_bytes
-    spec = KERNELS[cost.kernel]
-    if not spec.masked:
-        tile = f"{config.block_m} rows per program"
-    elif spec.whole and spec.stays == "columns":
-        tile = f"{config.block_n} key-value rows stay while tiles of {config.block_m} queries pass"
-    else:
-        tile = f"{config.block_m} query rows stay, {config.block_n} keys pass at a time"
-    needs = footprint(problem, config, cost.kernel, gpu.arch)
-    together = residents(needs, gpu, config)
-    waits_for = _WAITS_FOR[cost.limit]
-    if cost.limit == "tensor" and not on_tensor_cores(problem.dtype, gpu.arch):
-        waits_for = "fp32 multiply-adds"
-    spills = f"; may spill {needs.spill_bytes} bytes a thread" if needs.spill_bytes else ""
-    return (
-        f"{tile}: {_size(moved)} to and from L2, {moved / cost.lower_bound_bytes:.1f} times the "
-        f"lower bound; waits for {waits_for}, {together} program{'s' * (together > 1)} per SM with "
-        f"{_size(cost.smem_bytes)} and {cost.registers} registers{spills}"
-    )
-
-
-def _size(count: int) -> str:
-    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
-        if count >= scale:
-            return f"{count / scale:.1f} {unit}"
-    return f"{count / 1024:.0f} KiB"
 
 
 def _nothing_fits(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> str:

@@ -33,7 +33,7 @@ from tilegen.kernels.launch_order import heavy_end, rows_together
 from tilegen.kernels.registry import KERNELS, check_config, tile_heads
 from tilegen.kernels.spec import KernelSpec
 from tilegen.masks.extras import extras
-from tilegen.masks.grouping import packed_heads
+from tilegen.masks.grouping import heads_of_tiles
 from tilegen.masks.score_source import ScoreSource, score_source
 from tilegen.masks.source import keep_source, ranges_source
 from tilegen.problem import AttentionProblem
@@ -84,10 +84,11 @@ def render(
     compiler cannot solve.
     """
     check_config(config, kernel)
-    if KERNELS[kernel].splits and config.heads not in (1, packed_heads(problem)):
+    if KERNELS[kernel].splits and config.heads not in (1, *heads_of_tiles(problem)):
+        allowed = " or ".join(f"h{one}" for one in heads_of_tiles(problem))
         raise Unsupported(
-            f"expected h{packed_heads(problem)} or no h in {config.key}: what a tile holds are all "
-            f"of a group's {problem.group_size} heads, where mask and score are the same for them"
+            f"expected {allowed} or no h in {config.key}: a tile holds heads of a group of "
+            f"{problem.group_size}, where mask and score are the same for them"
         )
     if aligned is None:
         aligned = rows_are_aligned(problem)
@@ -145,7 +146,9 @@ def _context(
     added = (*extras(problem.mask, side), *change.extras) if spec.masked else ()
     drops = spec.drops and problem.dropout
     added += ((SINKS,) if sinks else ()) + ((DROPOUT,) if drops else ())
-    arguments = Arguments.of(spec, config, problem.head_dims, added, bool(change.forward))
+    in_keys = spec.values_in_keys(problem)
+    absent = "v" if in_keys else ""
+    arguments = Arguments.of(spec, config, problem.head_dims, added, bool(change.forward), absent)
     return {
         "header": _header(problem, config, kernel, aligned, unit),
         "function": function,
@@ -177,6 +180,7 @@ def _context(
         "needs_log2_e": bool(change.forward) or sinks,
         "tests_tile": spec.panel == "writes",
         "paged": spec.pages,
+        "values_in_keys": in_keys,
         "tile_heads": tile_heads(config, problem.group_size),
         "in_part": _in_part(spec),
     }
@@ -193,6 +197,7 @@ def _header(
     score += "dropout, " if problem.dropout else ""
     score += "batch-invariant, " if problem.invariant and KERNELS[kernel].in_order else ""
     score += f"pages of {problem.page} keys, " if KERNELS[kernel].pages else ""
+    score += "values in keys, " if KERNELS[kernel].values_in_keys(problem) else ""
     key = one.key.replace(" score(", "\n          score(")
     tile = f"block_m={config.block_m} block_n={config.block_n}"
     tile += f" block_d={config.block_d}" if config.block_d else ""

@@ -33,7 +33,7 @@ from tilegen.explaining.pass_choice import (
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.descriptors import why_not_described
-from tilegen.kernels.registry import KERNELS, check_config, direction_of
+from tilegen.kernels.registry import KERNELS, check_config, direction_of, tile_heads
 from tilegen.kernels.spec import Direction
 from tilegen.model import dram, time
 from tilegen.model.bounds import complexity, lower_bound
@@ -170,7 +170,8 @@ def _splits(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, config: Til
         return ""
     found = splits_of(problem, config, kernel)
     tiles = problem.batch * problem.num_heads_kv * found.tiles_of_group
-    held = f"{problem.group_size} heads" if config.heads > 1 else "1 head"
+    heads = tile_heads(config, problem.group_size)
+    held = f"{heads} heads" if heads > 1 else "1 head"
     return (
         f"{found.count} of {config.split_kv} keys, in tiles of {config.block_m} queries of {held}: "
         f"{int(tiles * found.programs)} programs that find keys to visit, for {gpu.num_sms} SMs"

@@ -101,6 +101,12 @@ class Line:
         """The line in the kernel's list of parameters."""
         return f"{self.names}," + (f"  # {self.why}" if self.why else "")
 
+    def without(self, tensor: str) -> Line:
+        """Return the line with none of a tensor's arguments."""
+        if all(one.of != tensor for one in self.arguments):
+            return self
+        return replace(self, arguments=tuple(one for one in self.arguments if one.of != tensor))
+
     def expressions(self, known: frozenset[str]) -> list[str]:
         """Return what the emitted `launch` passes for the line."""
         first = self.arguments[0]

@@ -139,6 +139,14 @@ def head_dim_chunks(head_dim: int) -> tuple[int, ...]:
     return best if sum(best) < one else (one,)
 
 
+def shares_columns(head_dim_qk: int, head_dim_v: int) -> bool:
+    """Whether tiles of values that are the first columns of keys are tiles of keys."""
+    keys, values = head_dim_chunks(head_dim_qk), head_dim_chunks(head_dim_v)
+    if head_dim_v == head_dim_qk:
+        return True
+    return keys[: len(values)] == values and sum(values) == head_dim_v < head_dim_qk
+
+
 def threads_of(arch: str, config: TileConfig) -> int:
     """Return the threads of one program."""
     return (64 if arch.startswith("gfx") else 32) * config.num_warps

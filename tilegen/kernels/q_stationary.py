@@ -58,6 +58,7 @@ FWD = KernelSpec(
     computes_scores=True,
     drops=True,
     has_sinks=True,
+    takes_latent=True,
 )
 
 

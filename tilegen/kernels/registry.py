@@ -73,8 +73,8 @@ def grid_of(kernel: Kernel, config: TileConfig, group_size: int) -> tuple[tuple[
 
 
 def tile_heads(config: TileConfig, group_size: int) -> int:
-    """Return the query heads whose rows a tile holds: one, or all of a group."""
-    return group_size if config.heads > 1 else 1
+    """Return the query heads whose rows a tile holds: one, or a part of a group, or all of it."""
+    return min(config.heads, group_size)
 
 
 def check_config(config: TileConfig, kernel: Kernel) -> None:

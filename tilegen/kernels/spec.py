@@ -148,6 +148,8 @@ class KernelSpec:
     where a problem asks for it."""
     pages: bool = False
     """True: keys and values are read from the pages of a cache, for requests of any lengths."""
+    takes_latent: bool = False
+    """True: values that are the first columns of keys are not loaded again."""
     launches_per_panel: int = 1
     like: str = ""
     """The kernel whose counted numbers it takes: instructions and buffers; empty: its own."""
@@ -194,6 +196,10 @@ class KernelSpec:
         if isinstance(self.loop, Sliced):
             return self.loop.results
         return self.loop.score_tiles if self.loop else 1
+
+    def values_in_keys(self, problem: AttentionProblem) -> bool:
+        """Whether the kernel takes a problem's values from the keys that it has loaded."""
+        return problem.latent and self.takes_latent
 
     @cached_property
     def by_name(self) -> dict[str, Argument]:

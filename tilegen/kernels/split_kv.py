@@ -77,6 +77,7 @@ FWD_SPLIT = KernelSpec(
     ),
     computes_scores=True,
     in_order=True,
+    takes_latent=True,
     like="fwd",
 )
 

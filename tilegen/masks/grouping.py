@@ -25,6 +25,14 @@ def packed_heads(problem: AttentionProblem) -> int:
     return heads
 
 
+def heads_of_tiles(problem: AttentionProblem) -> tuple[int, ...]:
+    """Return the numbers of heads that a tile may hold: all of a group, or a part of at least 16
+    that divides it, or one where each needs tiles of its own."""
+    heads = packed_heads(problem)
+    parts = (one for one in HEADS if 16 <= one < heads and problem.group_size % one == 0)
+    return *parts, heads
+
+
 @lru_cache(maxsize=1024)
 def _tells_heads_apart(mask: Mask, score: ScoreForm | None) -> bool:
     if score is not None and score.changes and score.expression().has(H):

@@ -220,7 +220,9 @@ def streamed_bytes(problem: AttentionProblem, kernel: Kernel) -> int:
         return 0
     width = problem.head_dims
     size = problem.element_bytes
-    return sum(size * width[WIDTHS[one]] if one in WIDTHS else 4 for one in loop.streams)
+    absent = "v" if KERNELS[kernel].values_in_keys(problem) else ""
+    streams = (one for one in loop.streams if one != absent)
+    return sum(size * width[WIDTHS[one]] if one in WIDTHS else 4 for one in streams)
 
 
 def dram_bytes(

@@ -76,7 +76,8 @@ def _shared_whole(
     vectors, buffers = 0, _buffers(rules, config, in_place=in_place)
     if not buffers:
         # One tile at a time; the backward needs each twice, the second time in another layout.
-        reads = len(spec.whole.products) / sum(one in WIDTHS for one in spec.whole.streams)
+        streams = sum(one in WIDTHS for one in spec.whole.streams)
+        reads = len(spec.whole.products) / (streams - spec.values_in_keys(problem))
         again = 1.5 if reads == 2 and not (in_place or exact) else 1.0
         widest = max(sum(chunks(dim)) for dim in problem.head_dims.values())
         buffered = widest if reads == 1 else width * again

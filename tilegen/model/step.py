@@ -87,14 +87,15 @@ class Step:
 def step(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> Step:
     """Return one step of a kernel; configs that differ in warps and stages share it."""
     dims = problem.head_dim_qk, problem.head_dim_v
-    return _step(*dims, config.rows, config.block_n, config.block_d, kernel)
+    in_keys = KERNELS[kernel].values_in_keys(problem)
+    return _step(*dims, config.rows, config.block_n, config.block_d, kernel, in_keys)
 
 
 @lru_cache(maxsize=8192)
-def _step(qk: int, v: int, m: int, n: int, d: int, kernel: Kernel) -> Step:
+def _step(qk: int, v: int, m: int, n: int, d: int, kernel: Kernel, values_in_keys: bool) -> Step:
     spec = KERNELS[kernel]
     if isinstance(spec.loop, Whole):
-        return _whole(spec, spec.loop, chunks(qk), chunks(v), m, n)
+        return _whole(spec, spec.loop, chunks(qk), chunks(v), m, n, values_in_keys)
     if isinstance(spec.loop, Sliced):
         knobs = {"block_m": m, "block_n": n, "block_d": d}
         sizes = [knobs[one] for one in (spec.loop.rows, spec.loop.columns, spec.loop.depth)]
@@ -119,11 +120,18 @@ def _step(qk: int, v: int, m: int, n: int, d: int, kernel: Kernel) -> Step:
 
 
 def _whole(
-    spec: KernelSpec, loop: Whole, qk: tuple[int, ...], v: tuple[int, ...], m: int, n: int
+    spec: KernelSpec,
+    loop: Whole,
+    qk: tuple[int, ...],
+    v: tuple[int, ...],
+    m: int,
+    n: int,
+    values_in_keys: bool,
 ) -> Step:
     stays, passes = (n, m) if spec.stays == "columns" else (m, n)
     widths = {"qk": qk, "v": v}
     kept = sum(width for one in loop.keeps for width in widths[WIDTHS[one]])
+    passing = qk if values_in_keys else qk + v
     scored = loop.score_tiles  # the first products make scores, the others read them
     return Step(
         rows=stays,
@@ -138,8 +146,8 @@ def _whole(
         score_tiles=loop.score_tiles,
         scores=m * n,
         changed=m * n,  # weights are rounded
-        passing=qk + v,
-        loaded=passes * sum(qk + v),
+        passing=passing,
+        loaded=passes * sum(passing),
     )
 
 

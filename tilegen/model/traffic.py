@@ -18,7 +18,7 @@ import sympy as sp
 from tilegen.emit.identity import rows_are_aligned, stride_unit
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import SCORE_WIDTH, panels_per_group
-from tilegen.kernels.registry import KERNELS
+from tilegen.kernels.registry import KERNELS, tile_heads
 from tilegen.kernels.spec import Moved
 from tilegen.kernels.split_kv import FWD_SPLIT
 from tilegen.masks.grouping import packed_heads
@@ -97,9 +97,11 @@ def terms(moved: Iterable[Moved]) -> tuple[Term, ...]:
 
 
 @cache
-def terms_of(kernel: Kernel) -> tuple[Term, ...]:
-    """Return what a kernel moves; where nothing is masked, see UNMASKED."""
-    return terms(KERNELS[kernel].traffic)
+def terms_of(kernel: Kernel, *, values_in_keys: bool = False) -> tuple[Term, ...]:
+    """Return what a kernel moves; where nothing is masked, see UNMASKED. Values that are taken from
+    the keys are not read."""
+    moved = terms(KERNELS[kernel].traffic)
+    return tuple(one for one in moved if one.tensor != "v") if values_in_keys else moved
 
 
 UNMASKED = {V_kv: sp.ceiling(N_q / B_r) * N_kv, V_q: sp.ceiling(N_kv / B_c) * N_q}
@@ -157,7 +159,7 @@ def traffic(
         splits.count,
         splits.tiles_of_group,
     )
-    read, write = _evaluators(kernel)
+    read, write = _evaluators(kernel, KERNELS[kernel].values_in_keys(problem))
     return Traffic(
         read_bytes=int(read(*arguments))
         + state_bytes(problem, kernel, counts)
@@ -208,7 +210,7 @@ def splits_of(
         count=-(-problem.seqlen_kv // keys),
         programs=counts.tiles,
         rows=counts.row_steps,
-        tiles_of_group=group if split.heads == 1 else 1,
+        tiles_of_group=group // tile_heads(split, group),
     )
 
 
@@ -329,13 +331,16 @@ def _each(total: int, heads: int) -> int | Fraction:
 
 
 @cache
-def _evaluators(kernel: Kernel) -> tuple[Callable[..., int], Callable[..., int]]:
+def _evaluators(
+    kernel: Kernel, values_in_keys: bool
+) -> tuple[Callable[..., int], Callable[..., int]]:
     """Return (read, write) as functions of Python integers, which do not overflow."""
     arguments = [H_kv, g, N_q, N_kv, d_qk, d_v, V_kv, V_q, W_q, A_w, T_s, n_p, B_e, e]
     arguments += [W_s, n_s, g_t]
 
     def evaluator(direction: str) -> Any:
-        moved = [term for term in terms_of(kernel) if term.direction == direction]
+        every = terms_of(kernel, values_in_keys=values_in_keys)
+        moved = [term for term in every if term.direction == direction]
         return sp.lambdify(arguments, H_kv * total_bytes(moved), modules="math")
 
     return evaluator("read"), evaluator("write")

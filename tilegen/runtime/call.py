@@ -14,6 +14,7 @@ import torch
 from tilegen.dropout import Dropout
 from tilegen.emit.identity import VECTOR_BYTES
 from tilegen.errors import InvalidProblem
+from tilegen.kernels.config import shares_columns
 from tilegen.masks import score as scores
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score, ScoreForm
@@ -61,11 +62,13 @@ def call_key(q: Any, k: Any, v: Any, changes: Changes) -> Any:
         q_stride, k_stride, v_stride = q.stride(), k.stride(), v.stride()
         q_dtype, k_dtype, v_dtype = q.dtype, k.dtype, v.dtype
         q_device, k_device, v_device = q.device, k.device, v.device
-        offset = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % VECTOR_BYTES
+        k_at, v_at = k.data_ptr(), v.data_ptr()
+        offset = (q.data_ptr() | k_at | v_at) % VECTOR_BYTES
         where = "cuda" if q.is_cuda else "cpu"
     except (AttributeError, RuntimeError):  # RuntimeError: sparse, nested and such
         names = ", ".join(_kind(x) for x in (q, k, v))
         raise InvalidProblem(f"q, k and v must be dense torch tensors, got {names}") from None
+    in_keys = k_at == v_at and k_stride == v_stride
     cast = torch.is_autocast_enabled(where) and torch.get_autocast_dtype(where)
     if len(q_shape) == len(k_shape) == len(v_shape) == 4:
         batch, heads, rows, width = q_shape
@@ -96,12 +99,12 @@ def call_key(q: Any, k: Any, v: Any, changes: Changes) -> Any:
             return (
                 *(batch, heads, heads_kv, width, v_width, expanded),
                 *((rows - 1).bit_length(), (columns - 1).bit_length(), unit, offset),
-                *(q_dtype, q_device, kind, form, cast, changes.dropout is None),
+                *(q_dtype, q_device, kind, form, cast, changes.dropout is None, in_keys),
             )
     return (  # looked at closely
         *(q_shape, k_shape, v_shape, q_stride, k_stride, v_stride, offset),
         *(q_dtype, k_dtype, v_dtype, q_device, k_device, v_device, kind, form, cast),
-        changes.dropout is None,
+        *(changes.dropout is None, in_keys),
     )
 
 
@@ -151,7 +154,15 @@ def problem_of(
         score=form_of(changes),
         dropout=changes.dropout is not None,
         invariant=settings().batch_invariant,
+        latent=values_in_keys(k, v),
     )
+
+
+def values_in_keys(k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether values are the first columns of keys, as `k[..., :512]` is, and are not to be loaded
+    again."""
+    same = k.data_ptr() == v.data_ptr() and k.stride() == v.stride()
+    return same and shares_columns(k.shape[-1], v.shape[-1])
 
 
 def checked_scale(scale: float) -> float:

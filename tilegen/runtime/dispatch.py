@@ -7,7 +7,7 @@ every further one is a dictionary look-up and a launch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -176,6 +176,7 @@ def _kernel_run(problem: AttentionProblem, *tensors: torch.Tensor) -> tuple[Run,
             f"{names}: copied on every call, since kernels need a dense last dimension; "
             "pass a contiguous tensor"
         )
+        problem = replace(problem, latent=False)  # copies lie apart
     tensors = tuple(t.contiguous() if copy else t for t, copy in zip(tensors, copied, strict=True))
     aligned = all(map(is_aligned, tensors))
     describable = aligned and all(map(is_describable, tensors))

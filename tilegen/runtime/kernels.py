@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from threading import RLock
 from typing import Any
@@ -69,6 +69,8 @@ class Kernels:
     ) -> None:
         """`aligned` and `describable` are what tensors may be taken for."""
         self.problem = problem
+        # Gradients of keys and of the values in them are formed apart.
+        self._problems = {"forward": problem, "backward": replace(problem, latent=False)}
         self.device = device
         self.aligned = aligned
         self.describable = aligned and describable
@@ -80,7 +82,7 @@ class Kernels:
         """Return a pass, whose kernels are chosen and loaded the first time."""
         with self._lock:
             if direction not in self._passes:
-                spec = _spec(self.device)
+                spec, problem = _spec(self.device), self._problems[direction]
                 found = self._from_bundle(spec, direction)
                 library = None
                 if found is None:
@@ -89,7 +91,7 @@ class Kernels:
                 self._passes[direction] = Pass(
                     found,
                     {name: one.launch for name, one in found.items()},
-                    rows_for(self.problem, spec, direction),
+                    rows_for(problem, spec, direction),
                     passes.family_of(found, direction).run,
                     all(one.reads_nothing for one in found.values()),
                     any(one.reads_lists for one in found.values()),
@@ -199,8 +201,9 @@ class Kernels:
         return {name: one.given(*read) for name, one in its.kernels.items()}
 
     def _compiled_here(self, spec: GpuSpec, direction: Direction) -> dict[Kernel, BoundKernel]:
+        problem = self._problems[direction]
         chosen = pipeline.choose(
-            self.problem,
+            problem,
             spec,
             direction,
             aligned=self.aligned,
@@ -208,10 +211,10 @@ class Kernels:
             may_tune=self._on_gpu,
             may_compile=self._on_gpu,
         )
-        modules = pipeline.load(self.problem, chosen, aligned=self.aligned)
-        unit = stride_unit(self.problem, self.aligned)
+        modules = pipeline.load(problem, chosen, aligned=self.aligned)
+        unit = stride_unit(problem, self.aligned)
         return {
-            kernel: bound_module(module, self.problem, kernel, chosen[kernel].config, unit)
+            kernel: bound_module(module, problem, kernel, chosen[kernel].config, unit)
             for kernel, module in modules.items()
         }
 
@@ -221,16 +224,17 @@ class Kernels:
         """Return the library that was measured to be faster than these kernels, if one was."""
         if not settings().libraries:
             return None
-        known = Known(self.problem, spec)
+        known = Known(self._problems[direction], spec)
         if (record := library_used(known, direction, kernels)) is None:
             return None
-        log.info("%s of '%s': %s", direction, self.problem, record.config)
+        log.info("%s of '%s': %s", direction, known.problem, record.config)
         return Library(record.library, causal=isinstance(known.problem.mask, Causal))
 
     def _from_bundle(self, spec: GpuSpec, direction: Direction) -> dict[Kernel, BoundKernel] | None:
         """Return the kernels of a pass from the first bundle that has them."""
         for bundle in bundles.loaded:
-            if found := bundle.launches(self.problem, spec, direction, aligned=self.aligned):
+            problem = self._problems[direction]
+            if found := bundle.launches(problem, spec, direction, aligned=self.aligned):
                 return found
         return None
 

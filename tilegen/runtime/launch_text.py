@@ -91,7 +91,8 @@ class LaunchText:
             ]
         if name in LIKE:
             like, width = LIKE[name]
-            batch, heads, rows, width = (*(f"{like}_n{axis}" for axis in range(3)), f"{width}_n3")
+            batch, heads, rows = (f"{like}_n{axis}" for axis in range(3))
+            width = f"{width}_n3" if width in self._rows else f"{width}.shape[3]"
             n, s = ([f"{name}_{what}{axis}" for axis in range(4)] for what in "ns")
             return [
                 f"{', '.join(n)} = {batch}, {heads}, {rows}, {width}",

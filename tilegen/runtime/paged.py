@@ -21,7 +21,13 @@ from tilegen.masks.values import is_checked
 from tilegen.problem import PAGES, AttentionProblem
 from tilegen.runtime import plans
 from tilegen.runtime.autograd import addressable
-from tilegen.runtime.call import ScoreFunction, checked_scale, form_of, score_of
+from tilegen.runtime.call import (
+    ScoreFunction,
+    checked_scale,
+    form_of,
+    score_of,
+    values_in_keys,
+)
 from tilegen.runtime.changes import Changes
 from tilegen.runtime.kernels import Kernels
 from tilegen.settings import settings
@@ -240,6 +246,7 @@ def _run(
         score=form_of(changes),
         page=k.shape[2],
         invariant=settings().batch_invariant,
+        latent=values_in_keys(k, v),
     )
     shape = Shape(call.requests, q.shape[1], call.longest_q, longest_kv)
     check_fit(changes.given, changes.score, shape)

@@ -279,7 +279,8 @@ def make_launches(
 
     family = family_with(kernel, problem)
     launches = {spec.name: noted(spec) for spec in family.kernels}
-    q, k, v = random((*rows, qk)), random((*columns, qk)), random((*columns, v_dim))
+    q, k = random((*rows, qk)), random((*columns, qk))
+    v = k[..., :v_dim] if problem.latent else random((*columns, v_dim))
     panel_rows = rows_for(problem, gpu, family.direction)
     if family.direction == "forward":
         more: dict[str, Any] = {}

@@ -1,0 +1,51 @@
+"""Why a tile, in one sentence: what `propose` says beside its numbers."""
+
+from __future__ import annotations
+
+from tilegen.gpus.nearest import on_tensor_cores
+from tilegen.gpus.spec import GpuSpec
+from tilegen.kernels.registry import KERNELS
+from tilegen.model.estimate import CostEstimate
+from tilegen.model.footprint import footprint
+from tilegen.model.on_chip import residents
+from tilegen.problem import AttentionProblem
+
+_WAITS_FOR = {
+    "tensor": "the tensor cores",
+    "exp": "exponentials",
+    "issue": "instruction issue",
+    "smem": "shared memory",
+    "l2": "L2 bandwidth",
+    "dram": "DRAM bandwidth",
+    "latency": "memory latency",
+}
+
+
+def reason_of(problem: AttentionProblem, gpu: GpuSpec, cost: CostEstimate) -> str:
+    """Return one sentence: what stays and passes, what moves, and what the tile waits for."""
+    config, moved = cost.config, cost.read_bytes + cost.write_bytes
+    spec = KERNELS[cost.kernel]
+    if not spec.masked:
+        tile = f"{config.block_m} rows per program"
+    elif spec.whole and spec.stays == "columns":
+        tile = f"{config.block_n} key-value rows stay while tiles of {config.block_m} queries pass"
+    else:
+        tile = f"{config.block_m} query rows stay, {config.block_n} keys pass at a time"
+    needs = footprint(problem, config, cost.kernel, gpu.arch)
+    together = residents(needs, gpu, config)
+    waits_for = _WAITS_FOR[cost.limit]
+    if cost.limit == "tensor" and not on_tensor_cores(problem.dtype, gpu.arch):
+        waits_for = "fp32 multiply-adds"
+    spills = f"; may spill {needs.spill_bytes} bytes a thread" if needs.spill_bytes else ""
+    return (
+        f"{tile}: {_size(moved)} to and from L2, {moved / cost.lower_bound_bytes:.1f} times the "
+        f"lower bound; waits for {waits_for}, {together} program{'s' * (together > 1)} per SM with "
+        f"{_size(cost.smem_bytes)} and {cost.registers} registers{spills}"
+    )
+
+
+def _size(count: int) -> str:
+    for unit, scale in (("GB", 1e9), ("MB", 1e6)):
+        if count >= scale:
+            return f"{count / scale:.1f} {unit}"
+    return f"{count / 1024:.0f} KiB"
