@@ -100,7 +100,8 @@ def explain(
     counts = visits(problem, chosen.config.block_m, chosen.config.block_n, kernel)
     direction = direction_of(kernel)
     values = kernel_values(problem, gpu, kernel, chosen.config, counts)
-    both_ways = H_kv * total_bytes(terms_of(kernel))
+    moved = terms_of(kernel, values_in_keys=KERNELS[kernel].values_in_keys(problem))
+    both_ways = H_kv * total_bytes(moved)
     bound = bound_of(problem, gpu, kernel)
     return {
         "problem": problem.key,
@@ -125,7 +126,7 @@ def explain(
                     "latex": formula(term.tensor, term.words)["latex"],
                     "size": term.size,
                 }
-                for term in terms_of(kernel)
+                for term in moved
             ],
             "bytes": formula("bytes", both_ways),
             "values": named(values, [both_ways]),
@@ -140,7 +141,7 @@ def explain(
         | {
             "complexity": str(complexity(direction)),
             "complexity_latex": formula("optimum", complexity(direction))["latex"],
-            "formula": str(lower_bound(kernel)),
+            "formula": str(lower_bound(kernel, values_in_keys=problem.latent)),
             "ratio": (cost.read_bytes + cost.write_bytes) / cost.lower_bound_bytes,
             "critical_head_dim": critical_head_dim(
                 gpu, direction, element_bytes=problem.element_bytes
@@ -234,21 +235,21 @@ def _dram(
 ) -> dict[str, Any]:
     """Return what moves between L2 and DRAM and why; sliced kernels have a number only."""
     kernel, cost = chosen.kernel, chosen.estimate
-    order = dram.order_of(problem, kernel)
+    order, in_keys = dram.order_of(problem, kernel), KERNELS[kernel].values_in_keys(problem)
     # Panels stay in L2 between kernels, so a bound that reads them from DRAM says nothing.
     bound = None if _through_panels(kernel) else dram.dram_bound_bytes(problem, gpu, kernel)
     told: dict[str, Any] = {
         "bytes": cost.dram_bytes,
         "bound_bytes": bound,
         "ratio": cost.dram_bytes / bound if bound else None,
-        "formulas": dram_formulas(kernel, order),
+        "formulas": dram_formulas(kernel, order, in_keys),
         "values": {},
         "wave": None,
     }
     if not KERNELS[kernel].sliced:
         found = dram.levels(problem, gpu, chosen.config, kernel)
         values = values | level_values(problem, kernel, counts, found)
-        used = [dram_bytes(kernel), sweeps_of_heads(order)]
+        used = [dram_bytes(kernel, in_keys), sweeps_of_heads(order)]
         told["values"] = named(values, used[: len(told["formulas"])])
         told["wave"] = {
             "programs": found.in_flight,

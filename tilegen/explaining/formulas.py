@@ -76,13 +76,14 @@ def latex(expression: sp.Expr) -> str:
     return sp.latex(expression, symbol_names=words)
 
 
-def dram_formulas(kernel: Kernel, order: Order) -> list[Formula]:
+def dram_formulas(kernel: Kernel, order: Order, values_in_keys: bool) -> list[Formula]:
     """Return the bytes between L2 and DRAM, and rho; nothing for sliced kernels, which have no
     closed form."""
     if KERNELS[kernel].sliced:
         return []
-    found = [formula("DRAM bytes", dram_bytes(kernel))]
-    if rho in dram_bytes(kernel).free_symbols:
+    moved = dram_bytes(kernel, values_in_keys)
+    found = [formula("DRAM bytes", moved)]
+    if rho in moved.free_symbols:
         found.append(formula("rho", sweeps_of_heads(order)))
     return found
 
@@ -94,19 +95,21 @@ def sweeps_of_heads(order: Order) -> sp.Expr:
 
 
 @cache
-def dram_bytes(kernel: Kernel) -> sp.Expr:
+def dram_bytes(kernel: Kernel, values_in_keys: bool) -> sp.Expr:
     """Return the bytes between L2 and DRAM of a whole launch.
 
     What a program keeps moves once. What streams moves rho times, or as often as it crosses from L2
     to the SMs where that is less.
     """
+    moved = terms_of(kernel, values_in_keys=values_in_keys)
     if KERNELS[kernel].splits:  # inputs move once, as long as they cross to the SMs
-        written = H_kv * total_bytes(one for one in terms_of(kernel) if one.direction == "write")
-        reads = H_kv * total_bytes(one for one in terms_of(kernel) if one.direction == "read")
-        once = H_kv * e * (g * n_q * d_qk + n_kv * (d_qk + d_v))
+        written = H_kv * total_bytes(one for one in moved if one.direction == "write")
+        reads = H_kv * total_bytes(one for one in moved if one.direction == "read")
+        of_key = d_qk if values_in_keys else d_qk + d_v
+        once = H_kv * e * (g * n_q * d_qk + n_kv * of_key)
         return sp.factor(written) + sp.Min(sp.factor(reads), once)
-    kept = H_kv * total_bytes(term for term in terms_of(kernel) if not term.words.has(V_kv, V_q))
-    crossing = H_kv * total_bytes(term for term in terms_of(kernel) if term.words.has(V_kv, V_q))
+    kept = H_kv * total_bytes(term for term in moved if not term.words.has(V_kv, V_q))
+    crossing = H_kv * total_bytes(term for term in moved if term.words.has(V_kv, V_q))
     if not crossing:
         return sp.factor(kept)
     once = crossing.subs({V_kv: n_kv / g, V_q: n_q})

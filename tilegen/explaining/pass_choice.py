@@ -91,7 +91,8 @@ def other_masks(problem: AttentionProblem) -> Iterator[Mask]:
 
 def bound_of(problem: AttentionProblem, gpu: GpuSpec, what: Kernel | Direction) -> dict[str, Any]:
     """Return the lower bounds of a kernel or pass in bytes, and which of them is the largest."""
-    expressions, values = bounds_of(what), bound_values(problem, gpu)
+    expressions = bounds_of(what, values_in_keys=problem.latent)
+    values = bound_values(problem, gpu)
     sizes = {name: float(one.subs(values)) for name, one in expressions.items()}
     return {
         "bytes": lower_bound_bytes(problem, gpu, what),

@@ -166,7 +166,7 @@ def curves(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> Cur
     del values[M]
     bounds = {
         name: np.broadcast_to(_evaluated(one, values, {M: words}), words.shape)
-        for name, one in bounds_of(direction).items()
+        for name, one in bounds_of(direction, values_in_keys=problem.latent).items()
     }
     large = sum(_large_cache(name, problem, values, words) for name in LARGE_CACHE[direction])
     small = _small_cache(SMALL_CACHE[direction], problem, values, words)

@@ -121,12 +121,12 @@ def product_bound() -> sp.Expr:
     return 2 * entries * d_qk / sp.sqrt(M) - entries - 2 * M * P
 
 
-def floor_terms(what: Kernel | Direction) -> tuple[Term, ...]:
-    """Return what must move anyway, per key-value head: inputs that matter, and all outputs."""
-    if what == "forward":
-        return terms(FWD.floor)
+def floor_terms(what: Kernel | Direction, *, values_in_keys: bool = False) -> tuple[Term, ...]:
+    """Return what must move anyway, per key-value head: inputs that matter, and all outputs. Values
+    that are columns of keys move with them."""
     if what != "backward":
-        return terms(KERNELS[what].floor)
+        found = terms(FWD.floor if what == "forward" else KERNELS[what].floor)
+        return tuple(one for one in found if not (values_in_keys and one.tensor == "v"))
     rows, live = g * N_q, g * n_q
     return (
         Term("q", "read", live * d_qk),
@@ -141,10 +141,10 @@ def floor_terms(what: Kernel | Direction) -> tuple[Term, ...]:
     )
 
 
-def lower_bound(what: Kernel | Direction) -> sp.Expr:
+def lower_bound(what: Kernel | Direction, *, values_in_keys: bool = False) -> sp.Expr:
     """Return max(LB1, LB1G, LB2, floor) in words; for a kernel that reads or writes scores, or
     forms none, the floor alone."""
-    floor = H_kv * total_words(floor_terms(what))
+    floor = H_kv * total_words(floor_terms(what, values_in_keys=values_in_keys))
     if _floor_alone(what):
         return floor
     return sp.Max(partition_bound(), pattern_bound(), product_bound(), floor)
@@ -160,7 +160,8 @@ def lower_bound_bytes(problem: AttentionProblem, gpu: GpuSpec, what: Kernel | Di
     """Return the bytes that every algorithm for a kernel or pass must move on this GPU, whole
     launch."""
     values = bound_values(problem, gpu)
-    return max(0, math.floor(max(_evaluator(what)(*(values[symbol] for symbol in _ARGUMENTS)))))
+    found = _evaluator(what, problem.latent)(*(values[symbol] for symbol in _ARGUMENTS))
+    return max(0, math.floor(max(found)))
 
 
 def bound_values(problem: AttentionProblem, gpu: GpuSpec) -> dict[sp.Symbol, float]:
@@ -189,9 +190,10 @@ def bound_values(problem: AttentionProblem, gpu: GpuSpec) -> dict[sp.Symbol, flo
     }
 
 
-def bounds_of(what: Kernel | Direction) -> dict[str, sp.Expr]:
+def bounds_of(what: Kernel | Direction, *, values_in_keys: bool = False) -> dict[str, sp.Expr]:
     """Return LB1, LB1G, LB2 and the floor in bytes of a whole launch; the largest holds."""
-    floor = {"floor": H_kv * total_bytes(floor_terms(what))}
+    moved = floor_terms(what, values_in_keys=values_in_keys)
+    floor = {"floor": H_kv * total_bytes(moved)}
     if _floor_alone(what):
         return floor
     bounds = {"LB1": partition_bound(), "LB1G": pattern_bound(), "LB2": product_bound()}
@@ -202,7 +204,9 @@ _ARGUMENTS = (H_kv, g, N_q, N_kv, d_qk, d_v, nnz, w, u, w_b, n_q, n_kv, M, P, e)
 
 
 @cache
-def _evaluator(what: Kernel | Direction) -> Callable[..., list[float]]:
+def _evaluator(what: Kernel | Direction, values_in_keys: bool) -> Callable[..., list[float]]:
     # Not their `sp.Max`, which compares them by their symbols, for a tenth of a second.
-    evaluate: Any = sp.lambdify(_ARGUMENTS, [*bounds_of(what).values()], modules="math")
+    evaluate: Any = sp.lambdify(
+        _ARGUMENTS, [*bounds_of(what, values_in_keys=values_in_keys).values()], modules="math"
+    )
     return evaluate

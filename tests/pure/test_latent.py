@@ -1,0 +1,163 @@
+"""Values that are the first columns of keys: what the model knows of it, and what is emitted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import tilegen
+from tests.conftest import CheckGolden
+from tilegen.choose.families import family, kernels_of, passes_of
+from tilegen.choose.ranking import all_configs, estimate, propose
+from tilegen.emit.render import render
+from tilegen.errors import Unsupported
+from tilegen.gpus.spec import gpu
+from tilegen.kernels.config import TileConfig, shares_columns
+from tilegen.kernels.registry import KERNELS, tile_heads
+from tilegen.masks.grouping import heads_of_tiles
+from tilegen.model.bounds import lower_bound_bytes
+from tilegen.model.footprint import footprint
+from tilegen.model.traffic import splits_of, terms_of, traffic
+from tilegen.problem import AttentionProblem
+from tilegen.runtime.call import values_in_keys
+
+H200 = gpu("h200")
+DECODE = AttentionProblem.parse("b1 hq64 hkv1 q1 kv131072 d576/512 bf16 latent")
+APART = replace(DECODE, latent=False)
+
+
+@pytest.mark.parametrize(
+    "qk, v, expected",
+    [
+        (576, 512, True),
+        (512, 512, True),
+        (192, 128, True),
+        (40, 40, True),  # padded, but so are the keys
+        (48, 32, True),
+        (576, 256, False),  # keys come in tiles of 512 and 64 columns
+        (24, 16, False),  # one tile of 32
+        (64, 128, False),
+        (96, 80, False),
+    ],
+)
+def test_tiles_of_values_are_tiles_of_keys(qk: int, v: int, expected: bool) -> None:
+    assert shares_columns(qk, v) == expected
+    k = torch.zeros(1, 1, 4, max(qk, v))[..., :qk]
+    assert values_in_keys(k, torch.as_strided(k, (1, 1, 4, v), k.stride())) == expected
+
+
+def test_notation() -> None:
+    assert DECODE.latent
+    assert DECODE.key == "b1 hq64 hkv1 q1 kv131072 d576/512 bf16 full latent"
+    assert AttentionProblem.parse(DECODE.key) == DECODE
+    with pytest.raises(Unsupported, match="whose tiles are the first of those of keys"):
+        replace(DECODE, head_dim_v=256)
+
+
+def test_gradients_are_those_of_values_apart() -> None:
+    assert passes_of(DECODE) == ("forward",)
+    assert all(not KERNELS[name].takes_latent for name in kernels_of(APART, H200, "backward"))
+
+
+def test_half_of_the_traffic_is_gone() -> None:
+    config = TileConfig.parse("m1h64n64k1024w8s1")
+    together, apart = (traffic(one, config, "fwd_split") for one in (DECODE, APART))
+    values = 131072 * 512 * 2
+    assert apart.read_bytes - together.read_bytes == values
+    assert apart.write_bytes == together.write_bytes
+    # Floors hold the keys, or keys and values; the rest is small here.
+    bounds = [lower_bound_bytes(one, H200, "fwd_split") for one in (DECODE, APART)]
+    assert bounds[1] - bounds[0] == values
+    assert {one.tensor for one in terms_of("fwd", values_in_keys=True)} == {
+        *("q", "k", "out", "lse")
+    }
+    seconds = [propose(one, H200, kernel="fwd_split", top=1)[0] for one in (DECODE, APART)]
+    assert seconds[0].estimate.seconds < 0.8 * seconds[1].estimate.seconds
+    assert seconds[0].estimate.dram_bytes < 0.6 * seconds[1].estimate.dram_bytes
+
+
+def test_a_program_holds_one_tile_for_both() -> None:
+    config = TileConfig.parse("m1h64n64k1024w8s2")
+    together, apart = (footprint(one, config, "fwd_split", "sm_90") for one in (DECODE, APART))
+    assert apart.smem_bytes - together.smem_bytes >= 2 * 64 * 512 * 2
+
+
+@pytest.mark.parametrize(
+    "heads, expected",
+    [
+        ("hq128 hkv1", (16, 32, 64, 128)),
+        ("hq64 hkv1", (16, 32, 64)),
+        ("hq48 hkv1", (16, 64)),  # 32 does not divide a group of 48
+        ("hq8 hkv1", (8,)),
+        ("hq8 hkv8", (1,)),
+    ],
+)
+def test_a_tile_may_hold_a_part_of_a_group(heads: str, expected: tuple[int, ...]) -> None:
+    problem = AttentionProblem.parse(f"{heads} q1 kv4096 d512 bf16 latent")
+    assert heads_of_tiles(problem) == expected
+    assert {one.heads for one in all_configs(problem, "fwd_split")} == set(expected)
+    for one in expected:
+        config = TileConfig(block_m=max(1, 16 // one), block_n=64, heads=one, split_kv=512)
+        held = tile_heads(config, problem.group_size)
+        assert splits_of(problem, config, "fwd_split").tiles_of_group * held == problem.group_size
+
+
+def test_tiles_of_other_heads_are_ranked_by_their_own_traffic() -> None:
+    """A tile of 64 heads loads keys once; four of 16 heads load them four times."""
+    all_, part = (
+        estimate(DECODE, H200, TileConfig.parse(f"m1h{heads}n64k1024w8s2"), "fwd_split")
+        for heads in (64, 16)
+    )
+    assert part.read_bytes > 3.5 * all_.read_bytes
+    ranked = {one.config.key: one for one in propose(DECODE, H200, kernel="fwd_split", top=5000)}
+    for one in (all_, part):
+        if one.config.key in ranked:
+            assert ranked[one.config.key].estimate.read_bytes == one.read_bytes
+    assert sum(one.config.heads == 16 for one in ranked.values()) > 0
+    for key, one in ranked.items():
+        expected = traffic(DECODE, TileConfig.parse(key), "fwd_split")
+        assert one.estimate.read_bytes == expected.read_bytes
+
+
+@pytest.mark.parametrize(
+    "text, chosen, most",
+    [
+        # The goal of each: published times of values apart, and what the model says of ours.
+        ("b1 hq64 hkv1 q1 kv131072 d576/512 bf16 latent", "split_kv", 100e-6),
+        ("b1 hq64 hkv1 q1 kv131072 d512 bf16 latent", "split_kv", 100e-6),
+        ("b1 hq128 hkv1 q1 kv131072 d576/512 bf16 latent", "split_kv", 200e-6),
+    ],
+)
+def test_what_decoding_takes(text: str, chosen: str, most: float) -> None:
+    problem = AttentionProblem.parse(text)
+    assert family(problem, H200, "forward") == chosen
+    kernels = kernels_of(problem, H200, "forward")
+    each = [propose(problem, H200, kernel=name, top=1)[0] for name in kernels]
+    assert sum(one.estimate.seconds for one in each) < most
+
+
+EMITTED = {
+    "fwd": ("hq8 hkv8 q512 kv512 d192/128 bf16 causal latent", "m64n64w4s2"),
+    "fwd_split": (
+        "hq128 hkv1 q2 kv4096 d576/512 bf16 causal(bottom_right) latent",
+        "m1h64n64k1024w8s1t",
+    ),
+    "fwd_paged": ("hq64 hkv1 q1 kv4096 d576/512 bf16 full page64 latent", "m1h64n32k1024w8s2"),
+}
+
+
+@pytest.mark.parametrize("kernel", EMITTED)
+def test_emitted_kernels(kernel: str, golden: CheckGolden) -> None:
+    text, config = EMITTED[kernel]
+    source = render(AttentionProblem.parse(text), TileConfig.parse(config), kernel).source
+    assert "v_ptr" not in source
+    assert "stride_v" not in source
+    golden(source)
+
+
+def test_calls_on_a_cpu() -> None:
+    q, k = torch.randn(1, 4, 3, 48), torch.randn(1, 1, 9, 48)
+    out = tilegen.attention(q, k, k[..., :32])
+    torch.testing.assert_close(out, tilegen.attention(q, k, k[..., :32].clone()))
