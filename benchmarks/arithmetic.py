@@ -39,7 +39,7 @@ def compulsory_bytes(problem: AttentionProblem, direction: Direction) -> int:
     q_rows = problem.batch * problem.num_heads_q * problem.seqlen_q
     kv_rows = problem.batch * problem.num_heads_kv * problem.seqlen_kv
     qk, v = problem.head_dim_qk, problem.head_dim_v
-    q_and_out, k_and_v = q_rows * (qk + v), kv_rows * (qk + v)
+    q_and_out, k_and_v = q_rows * (qk + v), kv_rows * (qk if problem.latent else qk + v)
     if direction == "forward":
         elements = q_and_out + k_and_v
     else:  # q, out, k, v and dout come in, dq, dk and dv go out

@@ -83,6 +83,13 @@ TARGETS = (
         "prefill-q256-128k-8h", f"b1 hq8 hkv1 q256 kv131072 d128 {_LAST}", 1715, 300, PREFILL_SWEEP
     ),
     _target("prompt-2k-8h", "b1 hq8 hkv1 q2048 d128 bf16 causal", 30, 20, PREFILL_SWEEP),
+    _target("mla-decode-128k", f"b1 hq64 hkv1 q1 kv131072 d512 {_LAST} latent", 402, 100),
+    _target("mla-verify-q2-128k", f"b1 hq64 hkv1 q2 kv131072 d512 {_LAST} latent", 10850, 130),
+    _target("mla-decode-128k-576", f"b1 hq64 hkv1 q1 kv131072 d576/512 {_LAST} latent", 402, 100),
+    # 4.4 TFLOP, at 350 TFLOP/s.
+    _target(
+        "mla-prefill-8k", "b1 hq64 hkv1 q8192 d512 bf16 causal latent", 43600, 12566, PREFILL_SWEEP
+    ),
     _target("decode-8k-64h-b8", _BATCH_8, 72.0, _at_bandwidth(_BATCH_8)),
     _target("decode-8k-64h-b32", _BATCH_32, 251.52, _at_bandwidth(_BATCH_32)),
 )

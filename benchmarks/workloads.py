@@ -128,7 +128,7 @@ CATALOGUE: tuple[Workload, ...] = (
     ),
     Workload(
         name="deepseek-v3-absorbed-4k",
-        problem=_parse("b1 hq128 hkv1 q4096 kv4096 d576/512 bf16 causal"),
+        problem=_parse("b1 hq128 hkv1 q4096 kv4096 d576/512 bf16 causal latent"),
         source="DeepSeek V2 and V3 with the projections absorbed: 128 query heads on one latent of "
         "512 and 64 rotary columns (arXiv 2405.04434, section 2.1)",
         directions=SERVED,

@@ -18,6 +18,7 @@ CASES = [
     "b1 hq64 hkv8 q1 kv8192 d128 bf16",
     "b1 hq16 hkv2 q8 kv131072 d128 bf16 causal(bottom_right)",
     "b1 hq8 hkv1 q8 kv131072 d256 bf16 causal(bottom_right)",
+    "b1 hq64 hkv1 q1 kv131072 d576/512 bf16 latent",
     "b1 hq8 hkv1 q256 kv131072 d128 bf16 causal(bottom_right)",
 ]
 
