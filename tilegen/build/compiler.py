@@ -139,7 +139,7 @@ def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) 
     except Exception as error:  # Triton raises many types, down to RuntimeError from its passes
         raise BuildFailed(f"{rendered.function} for {arch}: {_one_line(error)}") from error
     seconds = time.perf_counter() - started
-    used = _resources(compiled, arch)
+    used = resources_of(compiled, arch)
     parameters = sum(map(_parameters, rendered.signature))
     return CompiledKernel(
         rendered=rendered,
@@ -171,7 +171,7 @@ class _Used:
     spill_bytes: int
 
 
-def _resources(compiled: Any, arch: str) -> _Used:
+def resources_of(compiled: Any, arch: str) -> _Used:
     """Return the binary of a compiled kernel, and what it says of itself."""
     if arch.startswith("gfx"):
         text = compiled.asm["amdgcn"]

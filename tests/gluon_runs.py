@@ -1,0 +1,84 @@
+"""The Gluon forward in the memory model: inputs, what it should give, and what came of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from tilegen.gluon.forward import TWINS, HopperForward
+from tilegen.memory_model import Fault, Report, run
+
+TRITON = "3.7.1"
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A forward, and the sizes that it runs on."""
+
+    kernel: HopperForward
+    batch: int = 1
+    heads: int = 1
+    rows: int = 128
+    keys: int = 128
+
+    def __str__(self) -> str:
+        its = self.kernel
+        mask = "causal" if its.causal else "full"
+        return (
+            f"d{its.head_dim}-{its.dtype}-n{its.block_n}s{its.stages}-{mask}-b{self.batch}"
+            f"-h{self.heads}/{its.group_size}-q{self.rows}-kv{self.keys}"
+        )
+
+
+@cache
+def inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    its = case.kernel
+
+    def random(heads: int, rows: int) -> torch.Tensor:
+        shape = case.batch, heads, rows, its.head_dim
+        return torch.randn(shape, generator=generator).to(DTYPES[its.dtype])
+
+    heads_kv = case.heads // its.group_size
+    return random(case.heads, case.rows), random(heads_kv, case.keys), random(heads_kv, case.keys)
+
+
+@cache
+def expected(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) in fp64."""
+    q, k, v = (one.double() for one in inputs(case))
+    k, v = (one.repeat_interleave(case.kernel.group_size, 1) for one in (k, v))
+    s = q @ k.transpose(2, 3) * case.kernel.head_dim**-0.5
+    if case.kernel.causal:
+        above = torch.ones(case.rows, case.keys, dtype=torch.bool).triu(1)
+        s = s.masked_fill(above, float("-inf"))
+    return torch.softmax(s, -1) @ v, torch.logsumexp(s, -1)
+
+
+def results(case: Case, source: str = "", **options: Any) -> tuple[Any, Report]:
+    """Return what `launch` gives, and the report."""
+    text = source or case.kernel.source(TRITON)
+    return run(text, *inputs(case), case.kernel.head_dim**-0.5, twins=TWINS, **options)
+
+
+def is_right(case: Case, found: Any) -> bool:
+    """Whether out and lse are those of fp64, but for roundings of weights and out."""
+    out, lse = expected(case)
+    unit = 2.0**-8 if case.kernel.dtype == "bf16" else 2.0**-11
+    return bool(
+        ((found[0].double() - out).abs() <= 4 * unit * (1 + out.abs())).all()
+        and ((found[1].double() - lse).abs() <= 1e-5 * (1 + lse.abs())).all()
+    )
+
+
+def verdict(case: Case, source: str, seed: int) -> str:
+    """Return what a run says: `right`, `wrong`, or its fault."""
+    try:
+        found, _ = results(case, source, seed=seed)
+    except Fault as fault:
+        return str(fault)
+    return "right" if is_right(case, found) else "wrong"

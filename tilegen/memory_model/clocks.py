@@ -1,0 +1,102 @@
+"""Order of events, by vector clocks; and races: accesses that nothing orders.
+
+An actor is a partition, or one asynchronous operation. Each counts its releases (arrivals at a
+barrier, operations issued, fences); an access carries its actor's count. What an actor has `seen`
+of others is passed on through barriers and waits (Lamport; Mattern, 1989). Two accesses of the same
+bytes, one of them a write, must be ordered, whichever came first in the schedule that was run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from tilegen.memory_model.faults import Fault
+
+Actor = int
+Region = tuple[tuple[int, int], ...]
+"""First and last but one index of each dimension of an allocation."""
+
+
+@dataclass(slots=True)
+class View:
+    """What an actor knows to have happened, as counts of other actors."""
+
+    seen: dict[Actor, int] = field(default_factory=dict)
+    fenced: dict[Actor, int] = field(default_factory=dict)
+    """Of ordinary stores, those that the asynchronous proxy sees too: a fence came after them."""
+
+    def copy(self) -> View:
+        """Return a view that changes apart from this one."""
+        return View(dict(self.seen), dict(self.fenced))
+
+    def join(self, other: View) -> None:
+        """Know what another actor knows."""
+        for mine, others in ((self.seen, other.seen), (self.fenced, other.fenced)):
+            for actor, count in others.items():
+                if mine.get(actor, 0) < count:
+                    mine[actor] = count
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """Bytes that an actor reads or writes."""
+
+    actor: Actor
+    count: int
+    """The actor's releases before."""
+    writes: bool
+    ordinary: bool
+    """True: by ordinary loads and stores. False: by the asynchronous proxy, as TMA and wgmma."""
+    region: Region
+    what: str
+    """The access in words, with its line."""
+
+
+class Ledger:
+    """The accesses of one allocation, as far as they may race with later ones."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._accesses: list[Access] = []
+
+    def note(self, new: Access, view: View, fault: Callable[[str], Fault]) -> None:
+        """Note an access of an actor with a view. Raises Fault where it races with an earlier one,
+        or where the asynchronous proxy does not see the ordinary store before it."""
+        kept: list[Access] = []
+        for old in self._accesses:
+            if not _overlap(old.region, new.region):
+                kept.append(old)
+                continue
+            if old.writes or new.writes:
+                if view.seen.get(old.actor, 0) < old.count:
+                    raise fault(
+                        f"race on {self.name}{_shown(new.region)}: nothing orders {new.what} after "
+                        f"{old.what}"
+                    )
+                unseen = view.fenced.get(old.actor, 0) < old.count
+                if old.writes and old.ordinary and not new.ordinary and unseen:
+                    raise fault(
+                        f"no proxy fence on {self.name}{_shown(new.region)}: {new.what} may not "
+                        f"see {old.what}; fence_async_shared() belongs after the store, in the "
+                        "partition that stores"
+                    )
+            covers = _covers(new.region, old.region)
+            again = old.actor == new.actor and old.writes == new.writes
+            if not (covers and (new.writes or again)):
+                kept.append(old)
+        kept.append(new)
+        self._accesses = kept
+
+
+def _overlap(one: Region, other: Region) -> bool:
+    return all(a < d and c < b for (a, b), (c, d) in zip(one, other, strict=True))
+
+
+def _covers(one: Region, other: Region) -> bool:
+    return all(a <= c and d <= b for (a, b), (c, d) in zip(one, other, strict=True))
+
+
+def _shown(region: Region) -> str:
+    parts = (str(a) if b == a + 1 else f"{a}:{b}" for a, b in region)
+    return f"[{', '.join(parts)}]"

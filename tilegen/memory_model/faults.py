@@ -1,0 +1,14 @@
+"""What a kernel does wrong: `Fault`."""
+
+from __future__ import annotations
+
+from tilegen.errors import TilegenError
+
+
+class Fault(TilegenError):
+    """A kernel breaks a rule of the machine. The message says which, where, and by which schedule:
+    its seed is enough to see the same again."""
+
+
+class NotModelled(TilegenError):
+    """A kernel does what the model does not know."""
