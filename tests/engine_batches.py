@@ -227,12 +227,12 @@ def sglang_runner(tokens: Tokens, page: int, pool: type[Pool] = Pool) -> Any:
         made.moved[old[:-24]] = -1  # tokens that left their window
     return SimpleNamespace(
         use_mla_backend=False,
+        prefill_aware_swa=False,
         kv_index_translator=SimpleNamespace(is_translating=False),
         req_to_token_pool=SimpleNamespace(req_to_token=to_token),
         token_to_kv_pool=made,
         page_size=page,
-        model_config=SimpleNamespace(context_len=64),
-        device="cpu",
+        model_config=SimpleNamespace(context_len=64, is_encoder_decoder=False),
     )
 
 

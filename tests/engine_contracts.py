@@ -36,6 +36,8 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
         "sglang/srt/mem_cache/memory_pool.py": ("KVWriteLoc", "MHATokenToKVPool", "ReqToTokenPool"),
         "sglang/srt/mem_cache/swa_memory_pool.py": ("SWAKVPool",),
         "sglang/srt/model_executor/forward_batch_info.py": ("ForwardBatch", "ForwardMode"),
+        "sglang/srt/model_executor/model_runner.py": ("ModelRunner",),
+        "sglang/srt/runtime_context.py": ("get_parallel",),
     },
 }
 """The files that are read, and the names that are recorded of each."""

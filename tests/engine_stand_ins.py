@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import make_dataclass
 from enum import Enum, auto
 from functools import cache
-from types import ModuleType, new_class
+from types import ModuleType, SimpleNamespace, new_class
 from typing import Any, Generic, TypeVar
 
 import pytest
@@ -169,6 +169,7 @@ def _sglang() -> dict[str, Any]:
     assert set(asked) <= set(methods(its["ForwardMode"]))
     for name, those in asked.items():
         setattr(mode, name, lambda self, those=frozenset(those): self.name in those)
+    alone = SimpleNamespace(attn_cp_size=1, attn_dcp_size=1)
     layers, memory = "sglang.srt.layers", "sglang.srt.mem_cache"
     return {
         "sglang.srt.arg_groups.choices:ATTENTION_BACKEND_CHOICES": choices,
@@ -184,6 +185,7 @@ def _sglang() -> dict[str, Any]:
         ),
         f"{memory}.swa_memory_pool:SWAKVPool": type("SWAKVPool", (), {}),
         "sglang.srt.model_executor.forward_batch_info:ForwardMode": mode,
+        "sglang.srt.runtime_context:get_parallel": lambda: alone,
     }
 
 

@@ -17,6 +17,7 @@ from benchmarks.published.report import _text
 from tilegen.measure import Measurement
 from tilegen.problem import PAGES, AttentionProblem
 
+ROOT = Path(__file__).parents[2]
 BY_COMPILER = ("registers", "spill_bytes", "instructions", "compiled_us")
 SMALL = AttentionProblem.parse("b2 hq4 hkv2 q1 kv40 d40 fp16 page8")
 
@@ -62,6 +63,18 @@ def test_rows_of_the_repository_are_what_the_model_says(monkeypatch: pytest.Monk
     assert {one.tables_bytes for one in made if one.page >= 128} != {
         one.tables_bytes for one in made if one.page < 128
     }
+
+
+def test_the_page_on_integrations_shows_these_numbers() -> None:
+    page = (ROOT / "tilegen" / "integrations" / "README.md").read_text(encoding="utf-8")
+    with OUT.open(encoding="utf-8", newline="") as file:
+        kept = list(csv.DictReader(file))
+    for one in kept:
+        tables = f"{int(one['tables_bytes']) / 2**20:.2f} MiB"
+        shown = (one["page"], tables, one["registers"], one["instructions"])
+        assert f"| {' | '.join(shown)} |" in page
+        assert f" | {one['row_stride_bytes']} bytes |" in page
+    assert f"predicted time is {kept[0]['predicted_us']} us for all {len(kept)} rows" in page
 
 
 def test_calls_over_each_layout_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import inspect
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,6 +49,9 @@ def sglang(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
 
     from tilegen.integrations import sglang_backend as ours
 
+    if request.param == "installed":  # and not running
+        alone = SimpleNamespace(attn_cp_size=1, attn_dcp_size=1)
+        monkeypatch.setattr(ours, "get_parallel", lambda: alone)
     windows = type("Windows", (Pool, SWAKVPool), {})
     windows.__abstractmethods__ = frozenset()
     return SimpleNamespace(
@@ -111,6 +115,9 @@ def test_what_is_read_of_batches_and_layers_exists() -> None:
     assert pool | {"translate_loc_from_full_to_swa"} <= set(methods(NAMES["SWAKVPool"]))
     assert {"layers_mapping", "swa_layer_nums"} <= set(NAMES["SWAKVPool"]["assigned"])
     assert "req_to_token" in NAMES["ReqToTokenPool"]["assigned"]
+    runner = read("__init__", "model_runner")
+    assert len(runner) >= 6
+    assert runner <= set(NAMES["ModelRunner"]["assigned"])
 
 
 def test_the_installed_package_is_the_one_that_was_read() -> None:
@@ -139,11 +146,19 @@ def test_registering_twice_is_registering_once(monkeypatch: pytest.MonkeyPatch) 
     [
         ({"use_mla_backend": True}, "latent attention"),
         ({"kv_index_translator": SimpleNamespace(is_translating=True)}, "unified pool"),
+        ({"model_config": SimpleNamespace(is_encoder_decoder=True)}, "encoder"),
+        ({"prefill_aware_swa": True}, "whole prompts"),
+        ({}, "context parallelism"),
     ],
 )
-def test_models_that_are_refused(sglang: Any, changed: dict[str, Any], named: str) -> None:
+def test_models_that_are_refused(
+    sglang: Any, changed: dict[str, Any], named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runner = sglang_runner(Tokens.of([1]), 1)
     vars(runner).update(changed)
+    if not changed:
+        many = SimpleNamespace(attn_cp_size=1, attn_dcp_size=2)
+        monkeypatch.setattr(sys.modules[sglang.Backend.__module__], "get_parallel", lambda: many)
     with pytest.raises(Unsupported, match=named):
         sglang.Backend(runner)
 

@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.memory_pool import KVWriteLoc  # pyright: ignore[repor
 from sglang.srt.mem_cache.swa_memory_pool import (  # pyright: ignore[reportMissingImports]
     SWAKVPool,
 )
+from sglang.srt.runtime_context import get_parallel  # pyright: ignore[reportMissingImports]
 
 from tilegen.errors import Unsupported
 from tilegen.integrations import windows
@@ -53,13 +54,15 @@ class TilegenAttnBackend(AttentionBackend):
     def __init__(self, model_runner: Any) -> None:
         """Raises Unsupported for models whose keys and values tilegen's back end does not read."""
         super().__init__()
-        if model_runner.use_mla_backend:
-            raise Unsupported(
-                "tilegen's back end for sglang has no multi-head latent attention (MLA): serve "
-                "this model with another --attention-backend"
-            )
-        if model_runner.kv_index_translator.is_translating:
-            raise Unsupported("tilegen's back end does not read sglang's unified pool of keys")
+        parallel = get_parallel()
+        refused = {
+            "multi-head latent attention (MLA)": model_runner.use_mla_backend,
+            "models of encoder and decoder": model_runner.model_config.is_encoder_decoder,
+            "windows that see whole prompts": model_runner.prefill_aware_swa,
+            "unified pools of keys": model_runner.kv_index_translator.is_translating,
+            "context parallelism": parallel.attn_cp_size > 1 or parallel.attn_dcp_size > 1,
+        }
+        _refuse(refused, "; serve this model with another --attention-backend")
         self.req_to_token: torch.Tensor = model_runner.req_to_token_pool.req_to_token
         self.pool: Any = model_runner.token_to_kv_pool
         self.has_windows = isinstance(self.pool, SWAKVPool) and self.pool.swa_layer_nums > 0
@@ -242,8 +245,13 @@ def _changes_of(layer: Any) -> tuple[Mask, Score | None]:
         f"caps by {layer.logit_capping_method}": layer.logit_cap > 0
         and layer.logit_capping_method != "tanh",
     }
-    for what, is_asked in refused.items():
-        if is_asked:
-            raise Unsupported(f"tilegen's back end for sglang has no {what}")
+    _refuse(refused)
     window = -1 if layer.sliding_window_size is None else layer.sliding_window_size
     return windows.sglang(window), score_of(layer.logit_cap, None, "bottom_right")
+
+
+def _refuse(asked: dict[str, bool], advice: str = "") -> None:
+    """Raise Unsupported for the first of the things that is asked."""
+    for what, is_asked in asked.items():
+        if is_asked:
+            raise Unsupported(f"tilegen's back end for sglang has no {what}{advice}")
