@@ -236,12 +236,22 @@ def test_layers_that_are_refused(vllm: Any, changed: dict[str, Any], named: str)
     ],
 )
 def test_batches_that_are_refused(vllm: Any, changed: dict[str, Any], named: str) -> None:
-    plain = dict.fromkeys(NAMES[f"{MODULE}:CommonAttentionMetadata"]["names"])
-    common = SimpleNamespace(**plain | {"causal": True} | changed)
-    config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=64))
-    builder = vllm.TilegenMetadataBuilder(None, [], config, torch.device("cpu"))
+    builder = vllm.TilegenMetadataBuilder(None, [], config(64), torch.device("cpu"))
     with pytest.raises(Unsupported, match=named):
-        builder.build(0, common)
+        builder.build(0, batch(**changed))
+
+
+def config(longest: int, drafts: int = 0) -> Any:
+    """Return vLLM's configuration, as far as a back end reads it."""
+    speculative = SimpleNamespace(num_speculative_tokens=drafts) if drafts else None
+    model = SimpleNamespace(max_model_len=longest)
+    return SimpleNamespace(model_config=model, speculative_config=speculative)
+
+
+def batch(**changed: Any) -> Any:
+    """Return the fields of a batch that say nothing but what is changed."""
+    plain = dict.fromkeys(NAMES[f"{MODULE}:CommonAttentionMetadata"]["names"])
+    return SimpleNamespace(**plain | {"causal": True} | changed)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -295,16 +305,22 @@ def test_all_orders_of_the_cache_are_read_and_written_where_they_are(vllm: Any, 
 
 
 def test_a_graph_is_captured_for_the_longest_sequence(vllm: Any) -> None:
+    """Its kernels are those of the first such batch, which is run before it is captured."""
     tokens = Tokens.of([1, 4])
     plain, _ = vllm_forward(vllm, tokens, {})
     captured, _ = vllm_forward(vllm, tokens, {}, capture=True)
     torch.testing.assert_close(captured, plain)
-    config = SimpleNamespace(model_config=SimpleNamespace(max_model_len=512))
-    builder = vllm.TilegenMetadataBuilder(None, [], config, torch.device("cpu"))
-    plain = dict.fromkeys(NAMES[f"{MODULE}:CommonAttentionMetadata"]["names"])
-    common = SimpleNamespace(**plain | {"causal": True, "max_seq_len": 7})
-    assert builder.build(0, common).longest_kv == 7
-    assert builder.build_for_cudagraph_capture(common).longest_kv == 512
+    builder = vllm.TilegenMetadataBuilder(None, [], config(512, drafts=3), torch.device("cpu"))
+
+    def longest(requests: int, queries: int) -> tuple[int, int]:
+        common = batch(seq_lens=torch.ones(requests), max_query_len=queries, max_seq_len=7)
+        built = builder.build(0, common).longest_kv
+        return built, builder.build_for_cudagraph_capture(common).longest_kv
+
+    for shape in ((2, 1), (2, 4), (3, 4)):
+        assert longest(*shape) == (512, 512), shape
+        assert longest(*shape) == (7, 512), shape
+    assert longest(2, 300) == (7, 512), "prompts are not captured"
 
 
 def test_a_profiling_run_gives_zeros(vllm: Any) -> None:

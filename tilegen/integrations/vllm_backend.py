@@ -132,7 +132,9 @@ class TilegenMetadataBuilder(AttentionMetadataBuilder[TilegenMetadata]):
     A CUDA graph holds the launch of the longest query and the longest sequence that it was captured
     with. Of batches with one number of queries for each request (decoding, drafts to verify) these
     are all there are, so such graphs are claimed; graphs that mix prompts in would launch a
-    program for each tile of the longest possible prompt of each request.
+    program for each tile of the longest possible prompt of each request. vLLM runs each such batch
+    once before it captures it, as a short one: its first build is as long as the captured one, so
+    that kernels are chosen, compiled and loaded then.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
@@ -142,6 +144,10 @@ class TilegenMetadataBuilder(AttentionMetadataBuilder[TilegenMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.capacity: int = vllm_config.model_config.max_model_len
+        drafts = vllm_config.speculative_config
+        # Some drafters append as many tokens again.
+        self._most_uniform = 1 + 2 * ((drafts and drafts.num_speculative_tokens) or 0)
+        self._built: set[tuple[int, int]] = set()
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
@@ -154,13 +160,17 @@ class TilegenMetadataBuilder(AttentionMetadataBuilder[TilegenMetadata]):
             raise Unsupported("tilegen's back end has no prefixes of images that see themselves")
         if its.rswa_prefix_lens is not None:
             raise Unsupported("tilegen's back end has no windows with reference prefixes (R-SWA)")
+        longest, shape = its.max_seq_len, (len(its.seq_lens), its.max_query_len)
+        if its.max_query_len <= self._most_uniform and shape not in self._built:
+            self._built.add(shape)
+            longest = self.capacity
         return TilegenMetadata(
             num_tokens=its.num_actual_tokens,
             q_starts=its.query_start_loc,
             lengths=its.seq_lens,
             block_table=its.block_table_tensor,
             longest_q=its.max_query_len,
-            longest_kv=its.max_seq_len,
+            longest_kv=longest,
             causal=its.causal,
         )
 
