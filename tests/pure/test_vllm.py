@@ -148,6 +148,7 @@ def test_registering_twice_is_registering_once_and_takes_nothing_from_others(
     entry.register_backend(backends.CUSTOM, "another.Backend")
     entry.register()
     assert backends.CUSTOM.get_path() == "another.Backend"
+    assert "CUSTOM is another.Backend" in caplog.text
 
 
 @pytest.mark.parametrize("package", ["vllm", "sglang"])
