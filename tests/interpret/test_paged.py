@@ -194,6 +194,22 @@ def test_layouts(layout: str) -> None:
     assert torch.equal(out, plain)
 
 
+def test_out_is_written_in_place() -> None:
+    k_pages, v_pages = cache(12, 16, 2, (32, 32), torch.float16)
+    table, lengths = torch.arange(12).view(3, 4).flip(0), torch.tensor([64, 20, 1])
+    q = torch.randn(5, 4, 32, generator=torch.Generator().manual_seed(3)).half()
+    packed = {"q_starts": torch.tensor([0, 2, 4, 5]), "max_q_length": 2, "mask": BOTTOM}
+    plain = tilegen.attention_paged(q, k_pages, v_pages, table, lengths, **packed)
+    for width in (32, 33):  # rows at multiples of 16 bytes, and not
+        whole = torch.full((6, 4, width), 7.0).half()
+        out = whole[:5, :, :32]
+        found = tilegen.attention_paged(q, k_pages, v_pages, table, lengths, **packed, out=out)
+        assert found is out
+        assert torch.equal(out, plain)
+        assert (whole[5:] == 7).all()
+        assert (whole[..., 32:] == 7).all()
+
+
 def test_a_bound_of_the_keys_changes_nothing_but_the_work() -> None:
     k_pages, v_pages = cache(12, 16, 2, (32, 32), torch.float32)
     table, lengths = torch.arange(12).view(2, 6), torch.tensor([33, 20])

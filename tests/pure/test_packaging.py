@@ -137,7 +137,10 @@ def test_metadata_states_what_is_required(wheel: Path) -> None:
         (name,) = [n for n in archive.namelist() if n.endswith(".dist-info/METADATA")]
         metadata = HeaderParser().parsestr(archive.read(name).decode())
         (scripts,) = [n for n in archive.namelist() if n.endswith("entry_points.txt")]
-        assert "tilegen = tilegen.cli.main:main" in archive.read(scripts).decode()
+        entries = archive.read(scripts).decode()
+    assert "tilegen = tilegen.cli.main:main" in entries
+    for group, module in (("vllm.general_plugins", "vllm"), ("sglang.srt.plugins", "sglang")):
+        assert f"[{group}]\ntilegen = tilegen.integrations.{module}:register\n" in f"{entries}\n"
     requirements = metadata.get_all("Requires-Dist") or []
     assert metadata["Requires-Python"] == ">=3.11"
     assert "torch>=2.11" in requirements

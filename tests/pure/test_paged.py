@@ -21,6 +21,7 @@ from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import paged
+from tilegen.runtime.append import write_slots
 
 H200 = gpu("h200")
 BOTTOM = tilegen.causal("bottom_right")
@@ -65,6 +66,31 @@ def test_packed_queries() -> None:
         rows = given["q"][first:end].transpose(0, 1)
         expected = dense(given, i, rows, mask=BOTTOM, scale=-0.1).transpose(0, 1)
         torch.testing.assert_close(out[first:end], expected)
+
+
+def test_out_is_written_in_place() -> None:
+    given = call()
+    expected = tilegen.attention_paged(**given)
+    whole = torch.full((3, 2, 4, 40), 7.0)  # (requests, rows, heads, dim), wider than needed
+    out = whole[..., :24].transpose(1, 2)
+    assert tilegen.attention_paged(**given, out=out) is out
+    assert torch.equal(out, expected)
+    assert (whole[..., 24:] == 7).all()
+    packed = given | {"q": given["q"].transpose(1, 2).flatten(0, 1)}
+    starts = {"q_starts": torch.tensor([0, 2, 4, 6]), "max_q_length": 2}
+    rows = torch.empty(6, 4, 24)
+    found, lse = tilegen.attention_paged(**packed, **starts, out=rows, return_lse=True)
+    assert found is rows
+    assert torch.equal(rows.unflatten(0, (3, 2)).transpose(1, 2), expected)
+    assert lse.shape == (4, 6)
+    for wrong, said in (
+        (out[:, :1], "out must be"),
+        (out.half(), "out must be"),
+        (out.contiguous(), "heads inside of rows"),
+        (torch.empty(3, 2, 24, 4).permute(0, 3, 1, 2), "dense last dimension"),
+    ):
+        with pytest.raises(InvalidProblem, match=said):
+            tilegen.attention_paged(**given, out=wrong)
 
 
 def test_a_request_without_keys_gives_nothing() -> None:
@@ -193,6 +219,27 @@ def test_tokens_of_no_request_are_not_written() -> None:
     changed = [x.clone() for x in pages]
     tilegen.append_paged(*new, *pages, *where, q_starts=torch.zeros(4, dtype=torch.int64))
     assert all(torch.equal(one, other) for one, other in zip(pages, changed, strict=True))
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_tokens_go_to_the_slots_that_are_named(layout: str) -> None:
+    old = torch.randn(2, 6, 4, 2, 8)  # k and v: pages, rows, heads, dim
+    whole = old if layout == "NHD" else old.transpose(2, 3)
+    pages = [x.clone() for x in whole]
+    new = torch.randn(2, 5, 2, 8)
+    slots = torch.tensor([-1, 23, 0, -1, 9])
+    write_slots(*new, *pages, slots, layout=layout)
+    for x, before, tokens in zip(pages, old, new, strict=True):
+        expected = before.flatten(0, 1).clone()
+        expected[[23, 0, 9]] = tokens[[1, 2, 4]]
+        shown = x if layout == "NHD" else x.transpose(1, 2)
+        assert torch.equal(shown.flatten(0, 1), expected)
+    kept = [x.clone() for x in pages]
+    write_slots(*new, *pages, torch.full((5,), -1), layout=layout)
+    write_slots(*new[:, :0], *pages, slots[:0], layout=layout)
+    assert all(map(torch.equal, pages, kept)), "tokens that go nowhere were written"
+    with pytest.raises(InvalidProblem, match="one place for each"):
+        write_slots(*new, *pages, slots[:3], layout=layout)
 
 
 def test_what_cannot_be_appended_is_refused() -> None:

@@ -21,6 +21,7 @@ PAGES = {
     "transformers": "transformers",
     "flex_attention": None,
     "packed_documents": "transformers",
+    "serving": None,
     "ship_kernels": None,
 }
 """Pages with code, and the package that each needs besides."""

@@ -173,13 +173,14 @@ def run_paged(
     *,
     panel_rows: int,
     requests: Requests,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of q (1, heads, all queries, head_dim_qk), and of pages k and v (pages,
-    heads, keys of a page, head dim)."""
+    heads, keys of a page, head dim); `out`, where it is given, is written and returned."""
     its = requests
     where = its.block_table, its.lengths, its.q_starts, len(its.lengths)
     bounds = its.longest_q, its.longest_kv, its.block_table.stride(0)
-    return _combined(launch, launch[FWD_PAGED.name](q, k, v, *where, *bounds, scale), q, v)
+    return _combined(launch, launch[FWD_PAGED.name](q, k, v, *where, *bounds, scale), q, v, out)
 
 
 def _combined(
@@ -187,10 +188,11 @@ def _combined(
     partials: tuple[torch.Tensor, torch.Tensor],
     q: torch.Tensor,
     v: torch.Tensor,
+    out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     import torch
 
-    out = empty_like(q, v.shape[3])
+    out = empty_like(q, v.shape[3]) if out is None else out
     lse = torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
     launch[FWD_COMBINE.name](*partials, out, lse)
     return out, lse

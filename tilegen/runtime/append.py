@@ -28,8 +28,7 @@ def append_paged(
     takes them. Nothing is read on the host, so that a CUDA graph may hold it. Raises
     InvalidProblem.
     """
-    if layout not in LAYOUTS:
-        raise InvalidProblem(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    k_nhd, _ = _as_nhd(k_pages, v_pages, layout)
     if k.shape[:-1] != v.shape[:-1] or k.ndim != (4 if q_starts is None else 3):
         raise InvalidProblem(
             "k and v must hold as many tokens and heads, (requests, heads, new, dim), or with "
@@ -49,15 +48,51 @@ def append_paged(
         )
     tokens = torch.arange(len(k), device=k.device)
     ends = q_starts[1:].to(torch.int64)
-    # Tokens behind the last write again what the last one writes; where there is none, what is
-    # there already.
-    token = torch.minimum(tokens, ends[-1] - 1).clamp(min=0)
-    request = torch.searchsorted(ends, token, right=True).clamp(max=requests - 1)
-    at = (kv_lengths.to(torch.int64) - ends)[request] + token
-    pages = [x if layout == "NHD" else x.transpose(1, 2) for x in (k_pages, v_pages)]
-    page = pages[0].shape[1]
+    request = torch.searchsorted(ends, tokens, right=True).clamp(max=requests - 1)
+    at = (kv_lengths.to(torch.int64) - ends)[request] + tokens
+    page = k_nhd.shape[1]
     at = at.clamp(0, block_table.shape[1] * page - 1)
-    slots = block_table[request, at // page].long(), at % page
-    is_new = (token < ends[-1])[:, None, None]
+    slots = block_table[request, at // page].long() * page + at % page
+    write_slots(k, v, k_pages, v_pages, slots.where(tokens < ends[-1], -1), layout=layout)
+
+
+def write_slots(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    layout: str = "NHD",
+) -> None:
+    """Write keys and values of tokens to places of a cache, in place.
+
+    Shapes: k and v (tokens, heads_kv, d), slots (tokens,): `page * keys of a page + row`, each at
+    most once, -1 for a token that is left out. Pages and `layout` are those of `attention_paged`.
+    Nothing is read on the host, so that a CUDA graph may hold it. Raises InvalidProblem.
+    """
+    pages = _as_nhd(k_pages, v_pages, layout)
+    if k.ndim != 3 or k.shape[:-1] != v.shape[:-1] or slots.shape != k.shape[:1]:
+        raise InvalidProblem(
+            "k and v must hold as many tokens and heads, (tokens, heads, dim), and slots one place "
+            f"for each, got {tuple(k.shape)}, {tuple(v.shape)} and {tuple(slots.shape)}"
+        )
+    if not len(slots):
+        return
+    # A token that is left out writes again what another one writes; where all are left out, what
+    # is there already.
+    kept = slots >= 0
+    tokens = torch.arange(len(slots), device=slots.device)
+    token = tokens.where(kept, kept.to(torch.uint8).argmax())
+    at = slots[token].clamp(min=0).long()
+    at = at // pages[0].shape[1], at % pages[0].shape[1]
+    is_new = kept[token][:, None, None]
     for cache, x in zip(pages, (k, v), strict=True):
-        cache.index_put_(slots, torch.where(is_new, x[token].to(cache.dtype), cache[slots]))
+        cache.index_put_(at, torch.where(is_new, x[token].to(cache.dtype), cache[at]))
+
+
+def _as_nhd(k_pages: torch.Tensor, v_pages: torch.Tensor, layout: str) -> list[torch.Tensor]:
+    """Return views (pages, page, heads, d). Raises InvalidProblem."""
+    if layout not in LAYOUTS:
+        raise InvalidProblem(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    return [x if layout == "NHD" else x.transpose(1, 2) for x in (k_pages, v_pages)]

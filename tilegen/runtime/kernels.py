@@ -128,14 +128,15 @@ class Kernels:
         requests: Requests,
         tables: tuple[torch.Tensor, ...],
         reads: Mapping[str, Any],
+        out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (out, lse) of requests over pages; `tables` are what the mask reads, `reads` what
-        the score does."""
+        the score does, and `out` is written where it is given."""
         with torch.cuda.device(self.device) if self._on_gpu else nullcontext():
             its = self._passes.get("forward") or self.load("forward")
             launches = {name: one.reading(tables, reads) for name, one in its.kernels.items()}
             rows = its.panel_rows
-            return its.run(launches, q, k, v, scale, panel_rows=rows, requests=requests)
+            return its.run(launches, q, k, v, scale, panel_rows=rows, requests=requests, out=out)
 
     def backward(
         self,

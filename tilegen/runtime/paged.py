@@ -52,6 +52,7 @@ def attention_paged(
     scale: float | None = None,
     layout: str = "NHD",
     return_lse: bool = False,
+    out: torch.Tensor | None = None,
 ) -> Any:
     """Return attention of queries over the pages of a cache of keys and values, without gradients.
 
@@ -67,9 +68,10 @@ def attention_paged(
     `mask` and `score` see positions, lengths and b of a request: `tilegen.causal("bottom_right")`
     lets its last query see its last key. `max_kv_length` bounds kv_lengths (by default what the
     block table has room for), and `max_q_length` the queries of a request, needed with `q_starts`;
-    both only bound the work, so that a CUDA graph of the largest serves all lengths. out is like q,
-    lse (requests, heads_q, seqlen_q) or (heads_q, total_q), fp32; rows of no request are undefined.
-    Raises InvalidProblem or Unsupported, naming the call.
+    both only bound the work, so that a CUDA graph of the largest serves all lengths. The result is
+    like q, lse (requests, heads_q, seqlen_q) or (heads_q, total_q), fp32; rows of no request are
+    undefined. `out`, a tensor of the result's shape and of q's dtype, is written in place and
+    returned. Raises InvalidProblem or Unsupported, naming the call.
     """
     try:
         call = _Call.of(
@@ -87,7 +89,8 @@ def attention_paged(
         factor = call.q.shape[3] ** -0.5 if scale is None else checked_scale(scale)
         if factor < 0:  # kernels take a row's maximum before scaling: the scale must keep the order
             call.q, factor = -call.q, -factor
-        out, lse = _run(call, longest, Changes(kept, found), factor)
+        written = None if out is None else call.rows_of(out, is_packed=q_starts is not None)
+        made, lse = _run(call, longest, Changes(kept, found), factor, written)
     except TilegenError as error:
         shapes = ", ".join(
             f"{name} {tuple(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else f"{name} {x!r}"
@@ -95,10 +98,11 @@ def attention_paged(
         )
         raise type(error)(f"{error}; the call was paged, {shapes}, mask {mask}") from None
     if q_starts is not None:
-        out, lse = out[0].transpose(0, 1), lse[0]
+        made, lse = made[0].transpose(0, 1), lse[0]
     else:
-        out, lse = _unpacked(out, call.requests), _unpacked(lse, call.requests)
-    return (out, lse) if return_lse else out
+        made, lse = _unpacked(made, call.requests), _unpacked(lse, call.requests)
+    made = made if out is None else out
+    return (made, lse) if return_lse else made
 
 
 @dataclass
@@ -196,6 +200,30 @@ class _Call:
         rows = rows if addressable(rows) else rows.contiguous()
         return cls(rows, k, v, *tables, starts, longest)
 
+    def rows_of(self, out: torch.Tensor, *, is_packed: bool) -> torch.Tensor:
+        """Return what the caller wants written as kernels write it (1, heads, rows, head dim), a
+        view. Raises InvalidProblem."""
+        rows, heads, dim = self.q.shape[2], self.q.shape[1], self.v.shape[3]
+        shape = (rows, heads, dim)
+        if not is_packed:
+            shape = (self.requests, heads, rows // self.requests, dim)
+        if out.shape != shape or out.dtype != self.q.dtype or out.device != self.q.device:
+            raise InvalidProblem(
+                f"out must be {shape} {self.q.dtype} on {self.q.device}, got {tuple(out.shape)} "
+                f"{out.dtype} on {out.device}"
+            )
+        view = out if is_packed else out.transpose(1, 2)
+        try:
+            view = view.view(1, rows, heads, dim).transpose(1, 2)
+        except RuntimeError:
+            view = None
+        if view is None or not addressable(view):
+            raise InvalidProblem(
+                "out must have heads inside of rows and a dense last dimension, as a transposed "
+                f"(requests, rows, heads, head dim) has, got strides {out.stride()}"
+            )
+        return view
+
     def longest_kv(self, given: int | None) -> int:
         """Return what bounds the keys of a request. Raises InvalidProblem for lengths beyond it,
         where values are checked."""
@@ -230,8 +258,9 @@ class _Call:
 
 
 def _run(
-    call: _Call, longest_kv: int, changes: Changes, scale: float
+    call: _Call, longest_kv: int, changes: Changes, scale: float, out: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse), `out` the given one where there is one."""
     q, k, v = call.q, call.k, call.v
     problem = AttentionProblem(
         batch=call.requests,
@@ -255,17 +284,18 @@ def _run(
             "CPU tensors: computing with PyTorch; "
             "set TRITON_INTERPRET=1 before Python starts to run the emitted kernels"
         )
-        return _by_request(call, changes, scale)
+        made, lse = _by_request(call, changes, scale)
+        return (made if out is None else out.copy_(made)), lse
     if q.device.type == "cpu":
         interpreter.prepare()
-    aligned = all(map(is_aligned, (q, k, v)))
+    aligned = all(is_aligned(x) for x in (q, k, v, out) if x is not None)
     key = problem.bucket, q.device, aligned, False
     kernels = plans.by_problem.get(key, lambda: Kernels(*key))
     changes = changes.on(q.device)
     reads = score_tensors(changes.captured, changes.sinks) if changes.score else {}
     tables = tensors_of(changes.given, shape, q.device)
     requests = Requests(call.block_table, call.lengths, call.q_starts, call.longest_q, longest_kv)
-    return kernels.forward_paged(q, k, v, scale, requests, tables, reads)
+    return kernels.forward_paged(q, k, v, scale, requests, tables, reads, out)
 
 
 def _by_request(call: _Call, changes: Changes, scale: float) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,215 @@
+"""What each layout of a paged cache costs a decoding step: what is counted and predicted, what the
+compiler makes of it, and on a GPU the time of calls.
+
+    python -m benchmarks.layouts
+
+One row for each size of page and layout. Kernels take strides as arguments, so that all layouts of
+a size of page have one binary, and the model tells no two of them apart: rows of a layout differ in
+what is contiguous, which is counted here from the strides of a cache, and in the measured time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+import tilegen
+from benchmarks.environment import has_gpu
+from benchmarks.published.report import write
+from benchmarks.run import RESULTS
+from tilegen.build.verdicts import verdict
+from tilegen.check.reference import TORCH_DTYPES
+from tilegen.choose.ranking import propose, seconds_as_compiled
+from tilegen.errors import BuildFailed
+from tilegen.gpus.spec import gpu
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import FORWARD
+from tilegen.measure import measure
+from tilegen.model.traffic import table_bytes, traffic, visits
+from tilegen.problem import PAGES, AttentionProblem
+
+GPU = "h200"
+OUT = RESULTS / "paged_layouts.csv"
+STEP = "b32 hq64 hkv8 q1 kv8192 d128 bf16"
+"""32 requests of 8k keys, a layer of Llama 3 70B."""
+SECTOR = 32
+"""Bytes of a sector, the least that L2 and DRAM of NVIDIA's GPUs move."""
+LAYOUTS = {
+    "NHD": "(pages, page, heads, dim)",
+    "HND": "(pages, heads, page, dim)",
+    "vLLM LBNHC": "(pages, page, heads, 2 * dim), keys before values",
+    "vLLM LBHNC": "(pages, heads, page, 2 * dim), keys before values",
+}
+"""Layouts, and how a layer's cache lies in memory; NHD and HND are of keys or of values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One layout with one size of page; times are of all kernels of a call, launches counted."""
+
+    problem: str
+    gpu: str
+    page: int
+    layout: str
+    row_bytes: int
+    """Of one key of one head: what is contiguous in every layout."""
+    row_stride_bytes: int
+    """From a key of a head to its next."""
+    run_bytes: int
+    """Of the keys of one head and page, as far as they are contiguous."""
+    sectors_per_key: float
+    """32-byte sectors that hold keys of one head and page, by the keys."""
+    tables_bytes: int
+    """Read of block table and lengths, counted."""
+    moved_bytes: int
+    """Read and written by all kernels of a call, counted."""
+    predicted_us: float
+    config: str
+    registers: int
+    spill_bytes: int
+    instructions: int
+    """Of a step over one tile of keys, of all warps, in the machine code."""
+    compiled_us: float
+    """The model's time with what the machine code issues."""
+    measured_us: float | None
+
+
+def cache_of(
+    layout: str, page: int, pages: int, problem: AttentionProblem, device: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys and values of a cache, views (pages, page, heads, dim)."""
+    heads, dims = problem.num_heads_kv, (problem.head_dim_qk, problem.head_dim_v)
+    dtype = TORCH_DTYPES[problem.dtype]
+
+    def made(dim: int) -> torch.Tensor:
+        if layout in ("HND", "vLLM LBHNC"):
+            return torch.empty(pages, heads, page, dim, dtype=dtype, device=device).transpose(1, 2)
+        return torch.empty(pages, page, heads, dim, dtype=dtype, device=device)
+
+    if not layout.startswith("vLLM"):
+        return made(dims[0]), made(dims[1])
+    whole = made(sum(dims))
+    return whole[..., : dims[0]], whole[..., dims[0] :]
+
+
+def contiguous(k: torch.Tensor) -> dict[str, Any]:
+    """Return what of a row says how keys (pages, page, heads, dim) lie, of the first head and page,
+    which starts a sector."""
+    size, (_, page, _, dim) = k.element_size(), k.shape
+    row, stride = dim * size, k.stride(1) * size
+    rows = (range(at * stride // SECTOR, -(-(at * stride + row) // SECTOR)) for at in range(page))
+    sectors = {sector for one in rows for sector in one}
+    return {
+        "row_bytes": row,
+        "row_stride_bytes": stride,
+        "run_bytes": row * page if stride == row else row,
+        "sectors_per_key": len(sectors) / page,
+    }
+
+
+@cache
+def predicted(problem: AttentionProblem) -> dict[str, Any]:
+    """Return what of a row is counted and predicted by the model, and the configs that it takes."""
+    spec = gpu(GPU)
+    names = FORWARD["paged"].names
+    best = {name: propose(problem, spec, kernel=name, top=1)[0] for name in names}
+    split = best[names[0]].config
+    moved = [traffic(problem, best[name].config, name, before=split) for name in names]
+    counts = visits(problem, split.block_m, split.block_n, names[0], split_kv=split.split_kv)
+    return {
+        "tables_bytes": table_bytes(problem, split, names[0], counts),
+        "moved_bytes": sum(one.read_bytes + one.write_bytes for one in moved),
+        "predicted_us": 1e6 * sum(one.estimate.seconds for one in best.values()),
+        "config": " ".join(one.config.key for one in best.values()),
+    }
+
+
+@cache
+def compiled(problem: AttentionProblem) -> dict[str, Any]:
+    """Return what of a row the compiler says, of the kernel that reads pages; times are of all."""
+    spec = gpu(GPU)
+    first: dict[str, Any] = {}
+    seconds = 0.0
+    for name in FORWARD["paged"].names:
+        config = propose(problem, spec, kernel=name, top=1)[0].config
+        found = _compiled(problem, config, name)
+        seconds += seconds_as_compiled(problem, spec, config, name, found)
+        code = found.step_code
+        first = first or {
+            "registers": found.registers,
+            "spill_bytes": found.spill_bytes,
+            "instructions": code.instructions if code else 0,
+        }
+    return {**first, "compiled_us": 1e6 * seconds}
+
+
+def _compiled(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> Any:
+    found = verdict(problem, config, kernel, gpu(GPU).arch, aligned=True)
+    if isinstance(found, BuildFailed):
+        raise found
+    return found
+
+
+def measured(problem: AttentionProblem, layout: str, device: str = "cuda") -> float | None:
+    """Return the microseconds of a call over a cache whose pages are in no order; None where the
+    call fails."""
+    each = math.ceil(problem.seqlen_kv / problem.page)
+    k, v = cache_of(layout, problem.page, problem.batch * each, problem, device)
+    k.normal_()
+    v.normal_()
+    q = torch.randn(problem.batch, problem.num_heads_q, 1, problem.head_dim_qk).to(k)
+    table = torch.randperm(problem.batch * each).view(problem.batch, each).int().to(k.device)
+    lengths = torch.full((problem.batch,), problem.seqlen_kv, dtype=torch.int32, device=k.device)
+    return measure(lambda: tilegen.attention_paged(q, k, v, table, lengths)).median_us
+
+
+def rows(step: str = STEP) -> Iterator[Row]:
+    """Yield a row for each size of page and layout."""
+    for page in PAGES:
+        problem = replace(AttentionProblem.parse(step), page=page)
+        for layout in LAYOUTS:
+            k, _ = cache_of(layout, page, 1, problem, "meta")
+            yield Row(
+                problem=problem.key,
+                gpu=GPU,
+                page=page,
+                layout=layout,
+                **contiguous(k),
+                **predicted(problem),
+                **compiled(problem),
+                measured_us=measured(problem, layout) if has_gpu() else None,
+            )
+
+
+def line(row: Row) -> str:
+    """Return a row as a terminal shows it."""
+    time = "" if row.measured_us is None else f"  measured {row.measured_us:.1f} us"
+    return (
+        f"page {row.page:3} {row.layout:10} run {row.run_bytes:6} bytes, stride "
+        f"{row.row_stride_bytes:5}  tables {row.tables_bytes / 2**20:5.2f} MiB  predicted "
+        f"{row.predicted_us:.1f} us  {row.registers} registers, {row.instructions} instructions "
+        f"a step{time}"
+    )
+
+
+def main(out: Annotated[Path, typer.Option(help="File for the table; replaced.")] = OUT) -> None:
+    """Print and write what each layout costs.
+
+    Example: python -m benchmarks.layouts
+    """
+    found: list[Row] = []
+    for row in rows():
+        found.append(row)
+        print(line(row))
+    write(out, found)
+
+
+if __name__ == "__main__":
+    typer.run(main)

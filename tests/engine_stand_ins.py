@@ -1,0 +1,199 @@
+"""vLLM and sglang where neither is installed: modules with the classes that back ends derive from
+or are handed, of the recorded names and parameters (engine_contracts.py), with as little behind
+them as a batch needs."""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import make_dataclass
+from enum import Enum, auto
+from functools import cache
+from types import ModuleType, SimpleNamespace, new_class
+from typing import Any, Generic, TypeVar
+
+import pytest
+import torch
+
+from tests.engine_contracts import methods, parameters, recorded
+
+T = TypeVar("T")
+
+
+def install(monkeypatch: pytest.MonkeyPatch, package: str) -> dict[str, Any]:
+    """Put the stand-in of a package where imports look, for a test; return what it has by name."""
+    forget(monkeypatch, package)
+    for name in [*sys.modules]:
+        if name.split(".")[0] == package:
+            monkeypatch.delitem(sys.modules, name)
+    made = {"vllm": _vllm, "sglang": _sglang}[package]()
+    for path, one in made.items():
+        module, _, name = path.rpartition(":")
+        parts = module.split(".")
+        for i in range(1, len(parts) + 1):
+            at = ".".join(parts[:i])
+            if at not in sys.modules:
+                monkeypatch.setitem(sys.modules, at, ModuleType(at))
+                vars(sys.modules[at])["__path__"] = []
+                if i > 1:
+                    setattr(sys.modules[".".join(parts[: i - 1])], parts[i - 1], sys.modules[at])
+        setattr(sys.modules[module], name, one)
+    return {path.rpartition(":")[2]: one for path, one in made.items()}
+
+
+def forget(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    """Have our back end for a package imported anew in a test, and again after it."""
+    import tilegen.integrations as ours
+
+    for name in (package, f"{package}_backend"):
+        monkeypatch.delitem(sys.modules, f"tilegen.integrations.{name}", raising=False)
+        monkeypatch.delattr(ours, name, raising=False)
+
+
+def class_of(described: dict[str, Any], *, bases: tuple[Any, ...] = (), **bodies: Any) -> type:
+    """Return a class with the recorded methods. Those in `bodies`, which must have the recorded
+    parameters, are as given; others return None, and abstract ones are abstract."""
+    found: dict[str, Any] = {}
+    for name, line in methods(described).items():
+        words, given = line.partition("(")[0].split()[:-1], parameters(line)
+        body = bodies.pop(name, None)
+        if body is None:
+            text = ", ".join(f"{one}None" if one.endswith("=") else one for one in given)
+            scope: dict[str, Any] = {}
+            exec(f"def {name}({text}): pass", scope)
+            body = scope[name]
+        else:
+            code = body.__code__
+            assert [one.rstrip("=*") for one in given] == [*code.co_varnames[: code.co_argcount]]
+        body = abstractmethod(body) if "abstract" in words else body
+        wrap: dict[str, Callable[..., Any]] = {
+            "static": staticmethod,
+            "class": classmethod,
+            "property": property,
+        }
+        for word in words:
+            body = wrap[word](body) if word in wrap else body
+        found[name] = body
+    assert set(bodies) <= set(described["names"]), "fields have the recorded names"
+    return new_class("StandIn", (*bases, ABC), exec_body=lambda space: space.update(found | bodies))
+
+
+def names_of(described: dict[str, Any]) -> type[Enum]:
+    """Return an enumeration of the recorded members, each of which is its name in small letters, as
+    vLLM's and sglang's types of attention are."""
+    members = {name: name.lower() for name in described["names"]}
+    return Enum("StandIn", members, type=str)
+
+
+@cache
+def _record(package: str) -> dict[str, Any]:
+    return {name.partition(":")[2]: one for name, one in recorded(package)["names"].items()}
+
+
+def _vllm() -> dict[str, Any]:
+    its = _record("vllm")
+    overridden: dict[Any, str] = {}
+
+    def builder(
+        self: Any, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any
+    ) -> None:
+        self.kv_cache_spec, self.layer_names = kv_cache_spec, layer_names
+        self.vllm_config, self.device = vllm_config, device
+
+    class Backends(Enum):
+        FLASH_ATTN = "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
+        CUSTOM = None
+
+        def is_overridden(self) -> bool:
+            return self in overridden
+
+        def get_path(self, include_classname: bool = True) -> str:
+            return overridden.get(self, self.value)
+
+    def register_backend(backend: Any, class_path: Any = None, is_mamba: Any = False) -> Any:
+        overridden[backend] = class_path
+
+    assert {"CUSTOM", "FLASH_ATTN"} <= set(its["AttentionBackendEnum"]["names"])
+    assert {"is_overridden", "get_path"} <= set(methods(its["AttentionBackendEnum"]))
+    fields = [
+        (name, Any, None if name != "causal" else True)
+        for name in its["CommonAttentionMetadata"]["names"]
+    ]
+    levels = its["AttentionCGSupport"]["names"]
+    generic = (Generic[T],)
+    backend, registry = "vllm.v1.attention.backend", "vllm.v1.attention.backends.registry"
+    return {
+        "vllm.envs:VLLM_BATCH_INVARIANT": False,
+        f"{backend}:AttentionBackend": class_of(its["AttentionBackend"]),
+        f"{backend}:AttentionMetadataBuilder": class_of(
+            its["AttentionMetadataBuilder"], bases=generic, __init__=builder
+        ),
+        f"{backend}:AttentionImpl": class_of(its["AttentionImpl"], bases=generic),
+        f"{backend}:AttentionType": names_of(its["AttentionType"]),
+        f"{backend}:AttentionCGSupport": Enum("AttentionCGSupport", levels),
+        f"{backend}:CommonAttentionMetadata": make_dataclass("CommonAttentionMetadata", fields),
+        f"{registry}:AttentionBackendEnum": Backends,
+        f"{registry}:register_backend": register_backend,
+    }
+
+
+def _sglang() -> dict[str, Any]:
+    its = _record("sglang")
+    choices, registered = ["triton"], {}
+
+    def register_attention_backend(name: str) -> Any:
+        return lambda made: registered.setdefault(name, made)
+
+    def for_batch(
+        cls: Any, forward_batch: Any, *, swa_loc: Any = None, full_loc: Any = None
+    ) -> Any:
+        made = cls()
+        made.loc, made.swa_loc = forward_batch.out_cache_loc, swa_loc
+        return made
+
+    assert parameters(methods(its["KVWriteLoc"])["for_batch"]) == [
+        *("cls", "forward_batch", "*", "swa_loc=", "full_loc=")
+    ]
+    # The members that batches of these tests have, with the questions that a back end asks.
+    mode = Enum("ForwardMode", {name: auto() for name in its["ForwardMode"]["names"]})
+    prompts = {"EXTEND", "MIXED", "TARGET_VERIFY", "SPLIT_PREFILL", "DLLM_EXTEND"}
+    asked = {
+        "is_idle": {"IDLE"},
+        "is_decode": {"DECODE"},
+        "is_decode_or_idle": {"DECODE", "IDLE"},
+        "is_extend": prompts,
+        "is_target_verify": {"TARGET_VERIFY"},
+        "is_dllm_extend": {"DLLM_EXTEND"},
+    }
+    assert set(asked) <= set(methods(its["ForwardMode"]))
+    for name, those in asked.items():
+        setattr(mode, name, lambda self, those=frozenset(those): self.name in those)
+    alone = SimpleNamespace(attn_cp_size=1, attn_dcp_size=1)
+    layers, memory = "sglang.srt.layers", "sglang.srt.mem_cache"
+    return {
+        "sglang.srt.arg_groups.choices:ATTENTION_BACKEND_CHOICES": choices,
+        "sglang.srt.arg_groups.choices:add_attention_backend_choices": choices.extend,
+        f"{layers}.attention.attention_registry:register_attention_backend": (
+            register_attention_backend
+        ),
+        f"{layers}.attention.attention_registry:ATTENTION_BACKENDS": registered,
+        f"{layers}.attention.base_attn_backend:AttentionBackend": class_of(its["AttentionBackend"]),
+        f"{layers}.radix_attention:AttentionType": names_of(its["AttentionType"]),
+        f"{memory}.memory_pool:KVWriteLoc": type(
+            "KVWriteLoc", (), {"for_batch": classmethod(for_batch)}
+        ),
+        f"{memory}.swa_memory_pool:SWAKVPool": type("SWAKVPool", (), {}),
+        "sglang.srt.model_executor.forward_batch_info:ForwardMode": mode,
+        "sglang.srt.runtime_context:get_parallel": lambda: alone,
+    }
+
+
+def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let nothing look at the elements of a tensor, as each look would wait for a GPU."""
+
+    def refuse(self: torch.Tensor, *given: Any) -> Any:
+        raise AssertionError("the host looked at a tensor's elements")
+
+    for name in ("item", "tolist", "__bool__", "__int__", "__index__", "cpu", "numpy", "nonzero"):
+        monkeypatch.setattr(torch.Tensor, name, refuse)

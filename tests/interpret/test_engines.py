@@ -1,0 +1,47 @@
+"""Batches of vLLM and sglang through emitted kernels, against dense attention."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests import engine_batches as batches
+from tests.engine_batches import QUERIES, Kept, Tokens
+from tests.engine_stand_ins import install
+
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
+TOLERANCE = {"atol": 3e-6, "rtol": 3e-6}
+
+
+@pytest.mark.parametrize("capture", [False, True])
+def test_a_mixed_batch_of_vllm(monkeypatch: pytest.MonkeyPatch, capture: bool) -> None:
+    theirs = install(monkeypatch, "vllm")
+    from tilegen.integrations import vllm_backend
+
+    classes = SimpleNamespace(**theirs | vars(vllm_backend))
+    tokens = Tokens.of(QUERIES)
+    layer = {"sliding_window": 7, "logits_soft_cap": 1.5, "sinks": SINKS}
+    output, _ = batches.vllm_forward(classes, tokens, layer, capture=capture)
+    expected = tokens.expected(Kept(left=6, cap=1.5, sinks=SINKS))
+    torch.testing.assert_close(output[: len(expected)].double(), expected, **TOLERANCE)
+    assert (output[len(expected) :] == -7).all(), "what is padding was written"
+
+
+@pytest.mark.parametrize("mode, page", [("MIXED", 16), ("DECODE", 1)])
+def test_batches_of_sglang(monkeypatch: pytest.MonkeyPatch, mode: str, page: int) -> None:
+    theirs = install(monkeypatch, "sglang")
+    from tilegen.integrations.sglang_backend import TilegenAttnBackend
+
+    tokens = Tokens.of(QUERIES if mode == "MIXED" else [1])
+    runner = batches.sglang_runner(tokens, page)
+    backend = TilegenAttnBackend(runner)
+    batch = batches.sglang_batch(runner, tokens, theirs["ForwardMode"][mode])
+    backend.init_forward_metadata(batch)
+    decoder = theirs["AttentionType"].DECODER
+    layer = batches.sglang_layer(0, decoder, sliding_window_size=6, logit_cap=1.5)
+    run = backend.forward_decode if mode == "DECODE" else backend.forward_extend
+    out = run(*batches.sglang_new(tokens), layer, batch, sinks=SINKS)
+    expected = tokens.expected(Kept(left=6, cap=1.5, sinks=SINKS)).flatten(1)
+    torch.testing.assert_close(out.double(), expected, **TOLERANCE)

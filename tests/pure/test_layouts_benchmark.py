@@ -1,0 +1,102 @@
+"""What layouts of paged caches cost: rows say what strides, model and compiler say, and the table
+of the repository is what the command writes."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks import layouts
+from benchmarks.layouts import LAYOUTS, OUT, cache_of, contiguous
+from benchmarks.published.report import _text
+from tilegen.measure import Measurement
+from tilegen.problem import PAGES, AttentionProblem
+
+ROOT = Path(__file__).parents[2]
+BY_COMPILER = ("registers", "spill_bytes", "instructions", "compiled_us")
+SMALL = AttentionProblem.parse("b2 hq4 hkv2 q1 kv40 d40 fp16 page8")
+
+
+@pytest.mark.parametrize(
+    "layout, stride, run",
+    [("NHD", 160, 80), ("HND", 80, 640), ("vLLM LBNHC", 320, 80), ("vLLM LBHNC", 160, 80)],
+)
+def test_what_is_contiguous_is_counted_from_strides(layout: str, stride: int, run: int) -> None:
+    k, v = cache_of(layout, 8, 3, SMALL, "cpu")
+    assert k.shape == v.shape == (3, 8, 2, 40)
+    found = contiguous(k)
+    assert (found["row_bytes"], found["row_stride_bytes"], found["run_bytes"]) == (80, stride, run)
+    # Keys of 80 bytes start a sector, or lie in the midst of one, which their neighbour shares.
+    held = {(key * stride + byte) // layouts.SECTOR for key in range(8) for byte in range(80)}
+    assert found["sectors_per_key"] == len(held) / 8
+    assert (len(held) == 20) == (layout == "HND")
+
+
+def test_keys_and_values_of_one_tensor_share_its_memory() -> None:
+    for layout in LAYOUTS:
+        k, v = cache_of(layout, 8, 3, SMALL, "cpu")
+        shared = k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
+        assert shared == layout.startswith("vLLM")
+        if shared:
+            assert v.storage_offset() == 40
+
+
+def test_rows_of_the_repository_are_what_the_model_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All but what was compiled."""
+    monkeypatch.setattr(layouts, "compiled", lambda problem: dict.fromkeys(BY_COMPILER, 0))
+    monkeypatch.setattr(layouts, "has_gpu", lambda: False)
+    with OUT.open(encoding="utf-8", newline="") as file:
+        kept = list(csv.DictReader(file))
+    made = list(layouts.rows())
+    assert len(made) == len(kept) == len(PAGES) * len(LAYOUTS)
+    for one, line in zip(made, kept, strict=True):
+        for name, shown in line.items():
+            value = getattr(one, name)
+            if name not in BY_COMPILER:
+                assert shown == str(_text(value) if value is not None else ""), name
+    assert len({one.predicted_us for one in made}) == 1, "README says that the model sees none"
+    assert {one.tables_bytes for one in made if one.page >= 128} != {
+        one.tables_bytes for one in made if one.page < 128
+    }
+
+
+def test_the_page_on_integrations_shows_these_numbers() -> None:
+    page = (ROOT / "tilegen" / "integrations" / "README.md").read_text(encoding="utf-8")
+    with OUT.open(encoding="utf-8", newline="") as file:
+        kept = list(csv.DictReader(file))
+    for one in kept:
+        tables = f"{int(one['tables_bytes']) / 2**20:.2f} MiB"
+        shown = (one["page"], tables, one["registers"], one["instructions"])
+        assert f"| {' | '.join(shown)} |" in page
+        assert f" | {one['row_stride_bytes']} bytes |" in page
+    assert f"predicted time is {kept[0]['predicted_us']} us for all {len(kept)} rows" in page
+
+
+def test_calls_over_each_layout_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[torch.Tensor] = []
+
+    def measure(launch: Callable[[], Any]) -> Measurement:
+        given.append(launch())
+        return Measurement(status="ok", median_us=7.0)
+
+    monkeypatch.setattr(layouts, "measure", measure)
+    for layout in LAYOUTS:
+        assert layouts.measured(SMALL, layout, "cpu") == 7.0
+    assert all(out.shape == (2, 4, 1, 40) and out.isfinite().all() for out in given)
+
+
+def test_the_command_writes_what_it_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(layouts, "PAGES", (16,))
+    monkeypatch.setattr(layouts, "has_gpu", lambda: False)
+    layouts.main(tmp_path / "table.csv")
+    printed = capsys.readouterr().out.splitlines()
+    written = (tmp_path / "table.csv").read_text(encoding="utf-8").splitlines()
+    assert [one.split()[2] for one in printed] == ["NHD", "HND", "vLLM", "vLLM"]
+    assert len(written) == 5
