@@ -255,7 +255,7 @@ def _run(
             "CPU tensors: computing with PyTorch; "
             "set TRITON_INTERPRET=1 before Python starts to run the emitted kernels"
         )
-        return _by_request(call, changes, scale)
+        return _by_request(call, changes, scale, shape)
     if q.device.type == "cpu":
         interpreter.prepare()
     aligned = all(map(is_aligned, (q, k, v)))
@@ -268,9 +268,13 @@ def _run(
     return kernels.forward_paged(q, k, v, scale, requests, tables, reads)
 
 
-def _by_request(call: _Call, changes: Changes, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) as PyTorch computes them, request after request."""
-    from tilegen.runtime.autograd import torch_run
+def _by_request(
+    call: _Call, changes: Changes, scale: float, shape: Shape
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) as PyTorch computes them, request after request, in fp32."""
+    from tilegen.check.reference import attention_reference
+
+    tensors_of(changes.given, shape, call.q.device)  # which checks their sizes
 
     q, heads, page = call.q, call.q.shape[1], call.k.shape[2]
     out = q.new_zeros((*q.shape[:3], call.v.shape[3]))
@@ -281,8 +285,12 @@ def _by_request(call: _Call, changes: Changes, scale: float) -> tuple[torch.Tens
             continue
         pages = call.block_table[i, : -(-length // page)].long()
         k, v = (x[pages].transpose(0, 1).flatten(1, 2)[None, :, :length] for x in (call.k, call.v))
-        out[:, :, first:end], lse[:, :, first:end] = torch_run(
-            q[:, :, first:end], k, v, scale, changes
+        out[:, :, first:end], lse[:, :, first:end] = attention_reference(
+            *(x.float() for x in (q[:, :, first:end], k, v)),
+            mask=changes.given,
+            score=changes.score,
+            scale=scale,
+            entry=i,
         )
     return out, lse
 
