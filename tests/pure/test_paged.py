@@ -20,7 +20,7 @@ from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem
-from tilegen.runtime import paged
+from tilegen.runtime import paged_call
 
 H200 = gpu("h200")
 BOTTOM = tilegen.causal("bottom_right")
@@ -288,6 +288,6 @@ def test_one_loop_in_the_order_of_the_keys(golden: CheckGolden) -> None:
 
 def test_starts_of_queries_are_made_once() -> None:
     tilegen.attention_paged(**call())
-    before = len(paged._starts)  # pyright: ignore[reportPrivateUsage]
+    before = len(paged_call._starts)  # pyright: ignore[reportPrivateUsage]
     tilegen.attention_paged(**call())
-    assert len(paged._starts) == before  # pyright: ignore[reportPrivateUsage]
+    assert len(paged_call._starts) == before  # pyright: ignore[reportPrivateUsage]

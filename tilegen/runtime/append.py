@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tilegen.errors import InvalidProblem
-from tilegen.runtime.paged import LAYOUTS
+from tilegen.runtime.paged_call import LAYOUTS
 
 
 def append_paged(
