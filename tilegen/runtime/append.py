@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from tilegen.errors import InvalidProblem
+from tilegen.runtime.entry import is_watched
 from tilegen.runtime.paged_call import LAYOUTS
 
 
@@ -28,6 +29,26 @@ def append_paged(
     takes them. Nothing is read on the host, so that a CUDA graph may hold it. Raises
     InvalidProblem.
     """
+    call = k, v, k_pages, v_pages, block_table, kv_lengths, q_starts, layout
+    if is_watched(k):
+        from tilegen.runtime.operators.pages import append_operator
+
+        append_operator(*call)
+    else:
+        append(*call)
+
+
+def append(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    block_table: torch.Tensor,
+    kv_lengths: torch.Tensor,
+    q_starts: torch.Tensor | None,
+    layout: str,
+) -> None:
+    """Write keys and values as `append_paged` says, whoever watches."""
     if layout not in LAYOUTS:
         raise InvalidProblem(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
     if k.shape[:-1] != v.shape[:-1] or k.ndim != (4 if q_starts is None else 3):

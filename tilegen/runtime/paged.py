@@ -10,6 +10,7 @@ import torch
 from tilegen.check import interpreter
 from tilegen.disk import say_once
 from tilegen.errors import TilegenError, Unsupported
+from tilegen.kernels.layout import empty_like
 from tilegen.kernels.split_kv import Requests
 from tilegen.masks.mask import Mask, full
 from tilegen.masks.score import Score
@@ -197,7 +198,7 @@ def _by_request(
     from tilegen.check.reference import attention_reference
 
     q, heads, page = call.q, call.q.shape[1], call.k.shape[2]
-    out = q.new_zeros((*q.shape[:3], call.v.shape[3]))
+    out = empty_like(q, call.v.shape[3]).zero_()
     lse = torch.full((1, heads, q.shape[2]), float("-inf"), device=q.device)
     starts, lengths = call.q_starts.tolist(), call.lengths.tolist()
     for i, (first, end, length) in enumerate(zip(starts, starts[1:], lengths, strict=False)):
