@@ -41,7 +41,8 @@ from tilegen.settings import checks
 
 BASELINE = "SDPA of one row"
 TILE = TileConfig(block_m=16, block_n=16)
-PAGED: dict[Kernel, TileConfig] = {
+SPLIT: dict[Kernel, TileConfig] = {
+    "fwd_split": TileConfig(block_m=16, block_n=16, split_kv=256),
     "fwd_paged": TileConfig(block_m=4, heads=4, block_n=16, split_kv=256),
     "fwd_combine": TileConfig(block_m=1, block_n=16),
 }
@@ -158,7 +159,7 @@ def as_on_a_gpu(*, notes: bool = False) -> Generator[StandInDriver]:
     """Have CPU tensors take the path of GPU tensors, up to a stand-in for the driver."""
 
     def ranked(_: AttentionProblem, kernel: Kernel, **__: object) -> Ranked:
-        return Ranked(kernel, (PAGED.get(kernel, TILE),), "agreement", "the benchmark")
+        return Ranked(kernel, (SPLIT.get(kernel, TILE),), "agreement", "the benchmark")
 
     # As `is_checked` of tensors on a GPU.
     def unseen(tensor: torch.Tensor) -> bool:
