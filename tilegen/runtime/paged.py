@@ -116,8 +116,8 @@ def attend_pages(
     longest = call.longest_kv(max_kv_length)
     refuse_gradients(q, k_pages, v_pages, changes.score)
     key = call.key(longest, changes)
-    plan: _Plan | None = plans.by_call.known(key)
-    plan = plan or plans.by_call.get(key, lambda: _new_plan(call, longest, changes))
+    known: _Plan | None = plans.by_call.known(key)
+    plan = known or _planned(key, call, longest, changes)
     factor = plan.default_scale if scale is None else checked_scale(scale)
     if factor < 0:  # kernels take a row's maximum before scaling: the scale must keep the order
         call.q, factor = -call.q, -factor
@@ -158,6 +158,10 @@ class _Plan:
     default_scale: float
     checks_fit: bool
     """Whether sizes may not fit the mask or the score, which only a call shows."""
+
+
+def _planned(key: Any, call: PagedCall, longest_kv: int, changes: Changes) -> _Plan:
+    return plans.by_call.get(key, lambda: _new_plan(call, longest_kv, changes))
 
 
 def _new_plan(call: PagedCall, longest_kv: int, changes: Changes) -> _Plan:

@@ -91,15 +91,15 @@ class PagedCall:
             k, v = k.transpose(1, 2), v.transpose(1, 2)
         tables = _int32(block_table), _int32(lengths)
         if q_starts is None:
-            requests, heads, longest_q, width = q.shape
-            q_starts = _even_starts(requests, longest_q, q.device)
+            requests, heads, longest, width = q.shape
+            q_starts = _even_starts(requests, longest, q.device)
             # A view, where heads lie inside of rows.
-            q = q.transpose(1, 2).reshape(requests * longest_q, heads, width)
+            q = q.transpose(1, 2).reshape(requests * longest, heads, width)
         else:
-            q_starts = _int32(q_starts)
+            q_starts, longest = _int32(q_starts), longest_q or 0
         rows = q.transpose(0, 1).unsqueeze(0)
         rows = rows if addressable(rows) else rows.contiguous()
-        return cls(rows, k, v, *tables, q_starts, longest_q)
+        return cls(rows, k, v, *tables, q_starts, longest)
 
     def longest_kv(self, given: int | None) -> int:
         """Return what bounds the keys of a request. Raises InvalidProblem for lengths beyond it,
