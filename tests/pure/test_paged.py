@@ -90,6 +90,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {name: torch.randn(20, 24, 2, 32) for name in ("k_pages", "v_pages")},
         "a power of two of at most 256 keys, got 24",
     ),
+    "no heads": ({"q": torch.randn(3, 0, 2, 32)}, r"of 4 dimensions, got \(3, 0, 2, 32\)"),
     "heads": ({"v_pages": torch.randn(20, 16, 4, 24)}, "must hold as many keys and heads"),
     "width": ({"k_pages": torch.randn(20, 16, 2, 40)}, "keys of q's head dim"),
     "rows": ({"block_table": torch.zeros(2, 5).long()}, "block_table must have 3 rows"),

@@ -62,11 +62,12 @@ def attention_paged(
     and none is read on the host. A page holds a power of two of at most 256 keys.
 
     `mask` and `score` see positions, lengths and b of a request: `tilegen.causal("bottom_right")`
-    lets its last query see its last key. `max_kv_length` bounds kv_lengths (by default what the
-    block table has room for), and `max_q_length` the queries of a request, needed with `q_starts`;
-    both only bound the work, so that a CUDA graph of the largest serves all lengths. out is like q,
-    lse (requests, heads_q, seqlen_q) or (heads_q, total_q), fp32; rows of no request are undefined.
-    Raises InvalidProblem or Unsupported, naming the call.
+    lets its last query see its last key, and `tilegen.tree(parents)` verifies a tree of drafts.
+    `max_kv_length` bounds kv_lengths (by default what the block table has room for), and
+    `max_q_length` the queries of a request, needed with `q_starts`; both only bound the work, so
+    that a CUDA graph of the largest serves all lengths. out is like q, lse (requests, heads_q,
+    seqlen_q) or (heads_q, total_q), fp32; rows of no request are undefined. Raises InvalidProblem
+    or Unsupported, naming the call.
     """
     where = block_table, kv_lengths, q_starts
     bounds = max_q_length, max_kv_length

@@ -147,7 +147,7 @@ def _fits(
     """Whether `_check` surely finds nothing: in one go, for calls that are made over and over."""
     try:
         requests, *more = lengths.shape
-        rows, _, *rest = q.shape
+        rows, heads_q, *rest = q.shape
         if q_starts is None:
             fits = rows == requests and len(rest) == 2 and rest[0] > 0
         else:
@@ -174,7 +174,7 @@ def _fits(
             and table_rows == requests
             and k_dense == v_dense == 1
             and (k_row | v_row) < MAX_ROW_STRIDE
-            and min(requests, rows, first, heads, width, v_width, columns) > 0
+            and min(requests, rows, heads_q, first, heads, width, v_width, columns) > 0
             and q.dtype in DTYPES
             and q.dtype is k.dtype is v.dtype
             and q.device == k.device == v.device
