@@ -136,6 +136,27 @@ def test_what_is_written_is_seen_by_what_reads_it() -> None:
     assert not torch.equal(mine, cache)
 
 
+def test_values_in_keys_are_written_and_read() -> None:
+    """Pages of values that overlap those of keys, which the operator changes both."""
+
+    def step(
+        new: torch.Tensor, cache: torch.Tensor, table: torch.Tensor, lengths: torch.Tensor
+    ) -> torch.Tensor:
+        pages = cache, cache[..., :WIDTH]
+        tilegen.append_paged(new, new[..., :WIDTH], *pages, table, lengths)
+        return tilegen.attention_paged(new.repeat_interleave(2, 1), *pages, table, lengths)
+
+    generator = torch.Generator().manual_seed(4)
+    cache = torch.randn(6, PAGE, HEADS_KV, 48, generator=generator)
+    new = torch.randn(2, HEADS_KV, 2, 48, generator=generator)
+    where = torch.arange(6).view(2, 3), torch.tensor([40, 2])
+    mine, other = cache.clone(), cache.clone()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(new, mine, *where), step(new, other, *where))
+    assert torch.equal(mine, other)
+    assert not torch.equal(mine, cache)
+
+
 def _operands(name: str) -> tuple[Any, tuple[Any, ...]]:
     given = call([70, 9], [3, 2])
     if name == "append":

@@ -20,7 +20,7 @@ from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem
-from tilegen.runtime import paged, paged_call, plans
+from tilegen.runtime import paged_call, paged_dispatch, plans
 from tilegen.runtime.changes import Changes
 
 H200 = gpu("h200")
@@ -231,7 +231,7 @@ def test_calls_of_one_kind_have_one_plan(monkeypatch: pytest.MonkeyPatch) -> Non
     def fail(*_: Any) -> Any:
         raise AssertionError("decided again")
 
-    monkeypatch.setattr(paged, "_new_plan", fail)
+    monkeypatch.setattr(paged_dispatch, "_new_plan", fail)
     monkeypatch.setattr(paged_call, "_check", fail)
     others: list[dict[str, Any]] = [
         {"kv_lengths": torch.tensor([70, 1, 3])},
@@ -272,6 +272,17 @@ def test_other_kinds_have_other_plans(changed: dict[str, Any]) -> None:
     assert len(plans.by_call) == 1
     tilegen.attention_paged(**given | changed)
     assert len(plans.by_call) == 2
+
+
+def test_values_in_keys_are_of_a_kind_of_their_own() -> None:
+    """After calls with values apart, which kernels for values in keys would not read."""
+    keys = torch.randn(20, 16, 2, 48)
+    given = call(q=torch.randn(3, 4, 2, 48), k_pages=keys, v_pages=keys[..., :32].clone())
+    plans.forget()
+    apart = tilegen.attention_paged(**given)
+    inside = tilegen.attention_paged(**given | {"v_pages": keys[..., :32]})
+    assert len(plans.by_call) == 2
+    torch.testing.assert_close(inside, apart)
 
 
 def test_addresses_and_strides_are_part_of_the_kind() -> None:

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from tilegen.errors import InvalidProblem
-from tilegen.runtime.append import append
 from tilegen.runtime.operators.crossing import crossing
 from tilegen.runtime.operators.rebuilding import rebuilt
-from tilegen.runtime.paged import attend_pages, refuse_gradients
+from tilegen.runtime.paged_dispatch import append, attend_pages, refuse_gradients
 
 
 def attend_pages_watched(
