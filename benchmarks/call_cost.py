@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import tilegen
 from benchmarks.stand_in import StandInDriver, stand_in
-from tilegen import attention, pipeline
+from tilegen import attention, attention_paged, pipeline
 from tilegen.bounded_cache import BoundedCache
 from tilegen.choose.chosen import Ranked
 from tilegen.emit import kernel_files
@@ -32,7 +32,7 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import Launch
 from tilegen.masks import tensors
 from tilegen.problem import AttentionProblem
-from tilegen.runtime import dispatch, plans
+from tilegen.runtime import dispatch, paged_call, plans
 from tilegen.runtime.call import call_key
 from tilegen.runtime.changes import Changes
 from tilegen.runtime.kernels import Kernels
@@ -41,7 +41,13 @@ from tilegen.settings import checks
 
 BASELINE = "SDPA of one row"
 TILE = TileConfig(block_m=16, block_n=16)
+SPLIT: dict[Kernel, TileConfig] = {
+    "fwd_split": TileConfig(block_m=16, block_n=16, split_kv=256),
+    "fwd_paged": TileConfig(block_m=4, heads=4, block_n=16, split_kv=256),
+    "fwd_combine": TileConfig(block_m=1, block_n=16),
+}
 HEADS, ROWS, HEAD_DIM = 8, 16, 64
+REQUESTS, PAGE = 4, 16
 LONGEST = 2**13
 """Keys of the longest cache that is decoded from; each step has another length than the last."""
 
@@ -74,6 +80,26 @@ def kinds() -> dict[str, Callable[[], object]]:
         "kv_lengths of 64 bits": partial(attention, q, k, v, kv_lengths=lengths),
         "decode, the same length": lambda: attention(one_row, same, same),
         "decode, a new length": decode,
+        **_paged_kinds(),
+    }
+
+
+def _paged_kinds() -> dict[str, Callable[[], object]]:
+    """Return calls over pages: of one query for each request, packed, and of a tree of drafts."""
+    pages = torch.zeros(2, 32, PAGE, HEADS // 4, HEAD_DIM)
+    table = torch.arange(32, dtype=torch.int32).view(REQUESTS, 8)
+    lengths = torch.tensor([100, 3, 50, 128], dtype=torch.int32)
+    starts = torch.arange(REQUESTS + 1, dtype=torch.int32)
+    q = torch.zeros(REQUESTS, HEADS, 1, HEAD_DIM)
+    packed = q.transpose(1, 2).flatten(0, 1)
+    cache = *pages, table, lengths
+    options: dict[str, Any] = {"q_starts": starts, "max_q_length": 1}
+    causal = tilegen.causal("bottom_right")
+    tree = tilegen.tree(torch.ones(1, 1, dtype=torch.bool))
+    return {
+        "paged": lambda: attention_paged(q, *cache),
+        "paged, packed queries": lambda: attention_paged(packed, *cache, mask=causal, **options),
+        "paged, a tree": lambda: attention_paged(packed, *cache, mask=tree, **options),
     }
 
 
@@ -133,7 +159,7 @@ def as_on_a_gpu(*, notes: bool = False) -> Generator[StandInDriver]:
     """Have CPU tensors take the path of GPU tensors, up to a stand-in for the driver."""
 
     def ranked(_: AttentionProblem, kernel: Kernel, **__: object) -> Ranked:
-        return Ranked(kernel, (TILE,), "agreement", "the benchmark")
+        return Ranked(kernel, (SPLIT.get(kernel, TILE),), "agreement", "the benchmark")
 
     # As `is_checked` of tensors on a GPU.
     def unseen(tensor: torch.Tensor) -> bool:
@@ -143,6 +169,7 @@ def as_on_a_gpu(*, notes: bool = False) -> Generator[StandInDriver]:
         stand_in(notes=notes) as driver,
         mock.patch.object(tensors, "is_checked", unseen),
         mock.patch.object(import_module("tilegen.masks.values"), "is_checked", unseen),
+        mock.patch.object(paged_call, "is_checked", unseen),
         mock.patch.multiple(dispatch.interpreter, is_active=lambda: True, prepare=lambda: None),
         mock.patch.object(plans, "by_call", BoundedCache(plans.MAX_PLANS)),
         mock.patch.object(plans, "by_problem", BoundedCache(9)),

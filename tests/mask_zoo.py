@@ -32,6 +32,7 @@ from tilegen.masks import (
     random_blocks,
     sliding_window,
     streaming,
+    tree,
     values,
 )
 from tilegen.masks.mask import Side
@@ -203,6 +204,13 @@ _BOTH_WINDOWS = [[3, 0], [30, 9]]
 _PREFIXES = [11, 48]
 _VISIBLE = [0] * 12 + [1] * 20 + [2] * 9 + [3] * 29  # images that each text token comes after
 _SPANS = [-1] * 10 + [0] * 13 + [-1] * 20 + [1] * 22 + [-1] * 5  # images inside a text
+
+
+_PARENTS = [-1, -1, *(i // 3 for i in range(48))]  # two roots, three children each
+_DESCENDS = [[False] * 50 for _ in range(50)]
+for _i, _parent in enumerate(_PARENTS):
+    _DESCENDS[_i] = [j == _i or (_parent >= 0 and _DESCENDS[_parent][j]) for j in range(50)]
+_TREES = _random(BATCH, 60, 60) | torch.eye(60).bool()  # wider than there are queries
 
 
 def _layout_of(mask: Mask) -> Any:
@@ -387,6 +395,21 @@ def _zoo() -> list[Case]:
              lambda b, h, q, k: k <= q or h % 2 == 1, **tall, varies=True),
         Case("rising_columns", KvPrefix(values(rows * 7, "q")),
              lambda b, h, q, k: k < (rows * 7)[q]),
+        Case("tree", tree(torch.tensor(_PARENTS)),
+             lambda b, h, q, k: k < 33 or _DESCENDS[q][k - 33], **cross, exact=False),
+        Case("tree_by_batch", tree(_TREES), lambda b, h, q, k: k < 33 or _TREES[b, q, k - 33],
+             **cross, varies=True, exact=False),
+        Case("tree_of_lengths", tree(torch.tensor(_PARENTS), [83, 60]), lambda b, h, q, k:
+             k < (base := [33, 10][b]) or (k < base + 50 and _DESCENDS[q][k - base]),
+             **cross, varies=True, exact=False),
+        Case("tree_of_more_tokens", tree(torch.tensor(_PARENTS)),
+             lambda b, h, q, k: k >= 23 or _DESCENDS[q][k + 9], 32, 23, exact=False),
+        Case("tree_window", tree(_TREES) & sliding_window(45, 45, "bottom_right"),
+             lambda b, h, q, k: abs(q + 33 - k) <= 45 and (k < 33 or _TREES[b, q, k - 33]),
+             **cross, varies=True, exact=False),
+        Case("beside_the_tree", ~tree(torch.tensor(_PARENTS)) & causal("bottom_right"),
+             lambda b, h, q, k: 33 <= k <= q + 33 and not _DESCENDS[q][k - 33], **cross,
+             exact=False),
     ]  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """A Llama-shaped decoder with random weights that generates greedily: by dense attention over all
-tokens, or over a paged cache, with chunks of the prompt and with drafts that are verified."""
+tokens, or over a paged cache, with chunks of the prompt, and with drafts that are verified, one
+after the other or as a tree."""
 
 from __future__ import annotations
 
@@ -84,15 +85,24 @@ class Served:
         self.cache = torch.full((LAYERS, 2, pages, PAGE, HEADS_KV, DIM), float("nan"))
         self.lengths = torch.zeros(self.requests, dtype=torch.int64)
 
-    def step(self, tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-        """Return the logits of each request's new tokens, any number of them, in one call a
-        layer."""
+    def step(
+        self, tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]] | None = None
+    ) -> list[torch.Tensor]:
+        """Return the logits of each request's new tokens, any number of them, in one call a layer;
+        tokens with `parents` form a tree."""
         counts = torch.tensor([len(one) for one in tokens])
         starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
         self.lengths = self.lengths + counts
-        places = torch.cat(
-            [torch.arange(n - c, n) for n, c in zip(self.lengths, counts, strict=True)]
-        )
+        mask = tilegen.causal("bottom_right")
+        depths = [torch.arange(count) for count in counts]
+        if parents is not None:
+            widest = int(counts.max())
+            padded = [[*one, *[-1] * (widest - len(one))] for one in parents]
+            seen = tilegen.ancestors(torch.tensor(padded))
+            mask = tilegen.tree(seen)
+            depths = [one.sum(-1)[:count] - 1 for one, count in zip(seen, counts, strict=True)]
+        before = self.lengths - counts
+        places = torch.cat([n + depth for n, depth in zip(before, depths, strict=True)])
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             pages = self.cache[layer]
@@ -103,7 +113,7 @@ class Served:
                 *(q, pages[0], pages[1], self.table, self.lengths),
                 q_starts=starts,
                 max_q_length=int(counts.max()),
-                mask=tilegen.causal("bottom_right"),
+                mask=mask,
             )
 
         flat = torch.tensor([token for one in tokens for token in one])
@@ -148,3 +158,41 @@ def served(
             dropped.append(len(best) - accepted)
         all_served.forget(dropped)
     return [one[:count] for one in found]
+
+
+def served_by_trees(
+    model: Decoder, prompts: Sequence[Sequence[int]], count: int
+) -> tuple[list[list[int]], int]:
+    """Return the tokens that follow each prompt, and the number of steps: each step goes on with
+    the tokens of the last one, behind which a tree of drafts branches, some of them right."""
+    all_served = Served(model, len(prompts))
+    pending = [list(one) for one in prompts]
+    found: list[list[int]] = [[] for _ in prompts]
+    right = [dense(model, one, count + 3) for one in prompts]  # what drafts are made of
+    steps = 0
+    while min(map(len, found)) < count:
+        steps += 1
+        tokens: list[list[int]] = []
+        parents: list[list[int]] = []
+        for chain, known, guess in zip(pending, found, right, strict=True):
+            next_one, second, third = guess[len(known) :][:3] if len(known) < count else [0, 1, 2]
+            wrong, last = (next_one + 1) % VOCABULARY, len(chain) - 1
+            # Two children, of the wrong one one, of the right one two, of these one each.
+            drafts = [wrong, next_one, second, wrong, second, third, third]
+            above = [last, last, last + 1, last + 2, last + 2, last + 4, last + 5]
+            size = 2 + 5 * (len(known) % 2)  # trees of a call differ
+            tokens.append([*chain, *drafts[:size]])
+            parents.append([*range(-1, last), *above[:size]])
+        dropped: list[int] = []
+        for i, logits in enumerate(all_served.step(tokens, parents)):
+            best, at = logits.argmax(-1).tolist(), len(pending[i]) - 1
+            dropped.append(len(tokens[i]) - len(pending[i]))
+            accepted: list[int] = []
+            while at is not None:
+                accepted.append(best[at])
+                children = [j for j, up in enumerate(parents[i]) if up == at]
+                at = next((j for j in children if tokens[i][j] == best[at]), None)
+            found[i] += accepted
+            pending[i] = accepted
+        all_served.forget(dropped)
+    return [one[:count] for one in found], steps

@@ -74,6 +74,7 @@ def calls() -> dict[str, Call]:
         "values": dict(mask=tilegen.sliding_window(tilegen.values([1, 2, 3, 4], "h"), 0)),
         "predicate": dict(mask=tilegen.predicate(lambda b, h, i, j: ((IDS * 2)[i] > j) & (i >= j))),
         "ranked": dict(mask=tilegen.predicate(lambda b, h, i, j: IDS[j] <= IDS[i])),
+        "tree": dict(mask=tilegen.tree(torch.arange(ROWS).sub(1).div(2, rounding_mode="floor"))),
         "dilated": dict(mask=tilegen.dilated(2)),
         "lengths": dict(kv_lengths=torch.tensor([5, 20])),
         "negative scale": dict(scale=-0.3),
@@ -98,6 +99,15 @@ def calls() -> dict[str, Call]:
         "documents", lambda *x: call(*x[:3], mask=tilegen.documents(x[3]) | tilegen.causal()), ids
     )
     inside("cu_seqlens", lambda *x: call(*x[:3], mask=tilegen.documents(cu_seqlens=x[3])), CU)
+    trees = torch.stack([torch.arange(ROWS) - 1, torch.arange(ROWS) // 3 - 1])
+    inside(
+        "trees",
+        lambda *x: call(*x[:3], mask=tilegen.tree(x[3], x[4]) & tilegen.sliding_window(20, 3)),
+        *(trees, torch.tensor([ROWS, ROWS - 9])),
+    )
+    inside(
+        "table of a tree", lambda *x: call(*x[:3], mask=tilegen.tree(x[3])), normal(ROWS, ROWS) > 0
+    )
     inside(
         "blocks",
         lambda *x: call(*x[:3], mask=tilegen.block_sparse(x[3] > 0, 8)),

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from tilegen.kernels.config import TileConfig
     from tilegen.masks import (
         Mask,
+        ancestors,
         bigbird,
         block_sparse,
         causal,
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
         random_blocks,
         sliding_window,
         streaming,
+        tree,
         values,
     )
     from tilegen.masks.score import (
@@ -77,6 +79,7 @@ _HOME = {
     "activate": "tilegen.integrations.flash_backend",
     "agree": "tilegen.runtime.ranks",
     "alibi": "tilegen.masks.score",
+    "ancestors": "tilegen.masks",
     "append_paged": "tilegen.runtime.append",
     "attention": "tilegen.runtime.attention",
     "attention_paged": "tilegen.runtime.paged",
@@ -115,6 +118,7 @@ _HOME = {
     "softcap": "tilegen.masks.score",
     "streaming": "tilegen.masks",
     "temperature": "tilegen.masks.score",
+    "tree": "tilegen.masks",
     "tune": "tilegen.api",
     "values": "tilegen.masks",
     "verify": "tilegen.api",
@@ -136,6 +140,7 @@ __all__ = [
     "activate",
     "agree",
     "alibi",
+    "ancestors",
     "append_paged",
     "attention",
     "attention_jagged",
@@ -174,6 +179,7 @@ __all__ = [
     "softcap",
     "streaming",
     "temperature",
+    "tree",
     "tune",
     "values",
     "verify",

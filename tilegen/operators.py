@@ -1,9 +1,13 @@
-"""The operators `tilegen::forward` and `tilegen::backward`, for programs that were exported.
+"""The operators tilegen::forward, tilegen::backward, tilegen::paged and tilegen::append, for
+programs that were exported.
 
 Graphs of torch.export and AOTInductor name the operators and nothing else of tilegen: whoever loads
-one imports this module first. Calls of `attention` load it by themselves where they need it.
+one imports this module first. Calls of `attention` and of its paged kin load it by themselves where
+they need it.
 """
 
 from tilegen.runtime.operators.library import backward, forward
+from tilegen.runtime.operators.pages import append_operator as append
+from tilegen.runtime.operators.pages import paged
 
-__all__ = ["backward", "forward"]
+__all__ = ["append", "backward", "forward", "paged"]

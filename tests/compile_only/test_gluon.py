@@ -1,5 +1,5 @@
-"""The Gluon forward, compiled for sm_90: what the memory model ran is what ptxas takes, and it keeps
-its registers."""
+"""The Gluon forward, compiled for sm_90: ptxas takes what the memory model ran, and spills next to
+nothing."""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ from tilegen.masks import (
     global_tokens,
     prefix_lm,
     sliding_window,
+    tree,
     values,
 )
 from tilegen.masks.score import Score, alibi, relative_bias, sinks, softcap
@@ -47,6 +48,7 @@ MASKS: dict[str, Mask] = {
     "values_by_batch": prefix_lm(values([64, 100], "b")),
     "values_by_head": sliding_window(values([64, 100, 3, 1000], "h")),
     "documents": causal() & documents(cu_seqlens=[0, 1000, 1024]),
+    "tree_by_batch": tree(torch.eye(64).bool().expand(2, 64, 64)),
     "lists": block_sparse(torch.eye(8).bool(), 128),
     "lists_by_head": block_sparse(torch.eye(8).bool().expand(4, 8, 8), 128),
 }

@@ -19,6 +19,7 @@ CASES = [
     "b1 hq16 hkv2 q8 kv131072 d128 bf16 causal(bottom_right)",
     "b1 hq8 hkv1 q8 kv131072 d256 bf16 causal(bottom_right)",
     "b1 hq64 hkv1 q1 kv131072 d576/512 bf16 latent",
+    "b1 hq32 hkv8 q64 kv65536 d128 bf16 tree(@b:64)",
     "b1 hq8 hkv1 q256 kv131072 d128 bf16 causal(bottom_right)",
 ]
 

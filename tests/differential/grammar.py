@@ -194,6 +194,9 @@ GRAMMAR: dict[str, Productions] = {
         (2, "dilated(<2..5>)"),
         (3, "documents(<ids>)"),
         (1, "documents(cu_seqlens=<cuts>)"),
+        (1, "tree(<drafts>)"),
+        (1, "tree(<parents>)"),
+        (1, "tree(<parents>, <batch ints>)"),
         (1, "neighborhood(rows, <odd>)"),
         (2, "block_sparse(<layout 4>, 4)"),
         (1, "block_sparse(<layout 16>, 16)"),
@@ -238,6 +241,11 @@ TABLES: dict[str, Productions] = {
     ],
     "cuts": [(1, "cuts(<seed>, <1..5>, longest)")],
     "pairs": [(1, "bools(<seed>, <20..80>, <lead>rows, columns)")],
+    "drafts": [(1, "bools(<seed>, <20..80>, rows + 3, rows + 3)")],
+    "parents": [
+        (2, "parents(<seed>, rows + <0..9>, dtype=<ints>)"),
+        (1, "parents(<seed>, batch, rows + <0..9>, dtype=<ints>)"),
+    ],
     "distances": [
         (1, "floats(<seed>, <0..30> * 2 + 1, dtype=<floats>)"),
         (1, "floats(<seed>, heads, <0..30> * 2 + 1, dtype=<floats>)"),

@@ -125,6 +125,31 @@ def documents(ids: torch.Tensor | None = None, *, cu_seqlens: torch.Tensor | Non
     return Kept(keep)
 
 
+def tree(of: torch.Tensor, lengths: torch.Tensor | None = None) -> Kept:
+    def sees(b: int, row: int, at: int) -> bool:
+        if of.dtype == torch.bool:
+            return bool(of[row, at])
+        up: list[int] = (of if of.ndim == 1 else of[b]).tolist()
+        while row > at:  # parents come before their children
+            row = up[row]
+        return row == at
+
+    def keep(at: Pairs) -> torch.Tensor:
+        ends = [at.columns] * len(at.b) if lengths is None else lengths.tolist()
+        bases = torch.tensor([end - at.rows for end in ends]).view(-1, 1, 1, 1)
+        known = max(at.rows, *(at.columns - base for base in bases.flatten().tolist()))
+        table = torch.tensor(
+            [
+                [[j < at.rows and sees(b, i, j) for j in range(known)] for i in range(at.rows)]
+                for b in range(len(ends))
+            ]
+        )
+        behind = (at.k - bases).clamp(min=0)
+        return (at.k < bases) | table[at.b, at.q, behind]
+
+    return Kept(keep)
+
+
 def neighborhood(size: int, window: int) -> Kept:
     def keep(at: Pairs) -> torch.Tensor:
         first = (at.q - window // 2).clamp(0, max(size - window, 0))
@@ -199,7 +224,7 @@ NAMES: dict[str, Any] = {"Changed": Changed} | {
     function.__name__: function
     for function in (
         *(predicate, full, causal, sliding_window, prefix_lm, global_tokens, streaming),
-        *(kv_lengths, dilated, documents, neighborhood, block_sparse, from_bool, values),
+        *(kv_lengths, dilated, documents, tree, neighborhood, block_sparse, from_bool, values),
         *(score, softcap, alibi, temperature, relative_bias, bias, sinks),
     )
 }

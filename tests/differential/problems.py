@@ -161,9 +161,15 @@ def makers(problem: Problem, more: int = 0) -> dict[str, Any]:
         inner = ints(seed, 0, size, count - 1).sort().values
         return torch.cat([torch.tensor([0]), inner, torch.tensor([size])])
 
+    def parents(seed: int, *sizes: int, dtype: str = "int64") -> torch.Tensor:
+        """Tokens of trees, each before its children; -1 for a root."""
+        before = torch.arange(sizes[-1]) + 1
+        made = (torch.rand(sizes, generator=generator(seed)) * before).long() - 1
+        return made.to(getattr(torch, dtype))
+
     sizes = {"batch": problem.batch, "heads": problem.heads}
     lengths = {"rows": problem.rows, "columns": problem.columns}
-    functions = (ints, floats, positive, bools, runs, cuts)
+    functions = (ints, floats, positive, bools, runs, cuts, parents)
     return {
         "torch": torch,
         "longest": max(lengths.values()),

@@ -17,7 +17,7 @@ OUTCOMES = ("right", "refused", "wrong", "crashed")
 FORMS: dict[str, str] = {
     "a user's mask": r"predicate\(",
     "a ready-made mask": r"\b(causal|sliding_window|prefix_lm|global_tokens|streaming|kv_lengths"
-    r"|dilated|documents|neighborhood|block_sparse|from_bool)\(",
+    r"|dilated|documents|tree|neighborhood|block_sparse|from_bool)\(",
     "masks joined": r"\) [&|] [a-z~(]+.*\(|~[a-z]+\(",
     "a user's score": r"score\(",
     "a ready-made score": r"\b(softcap|alibi|relative_bias|bias|temperature|sinks)\(",

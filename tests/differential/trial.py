@@ -46,6 +46,7 @@ TILEGEN_NAMES: dict[str, Any] = {
         *("streaming", "kv_lengths", "dilated", "documents", "neighborhood", "block_sparse"),
         *("from_bool", "score", "softcap", "alibi", "temperature", "relative_bias", "bias"),
         "sinks",
+        "tree",
     )
 } | {"values": values}
 

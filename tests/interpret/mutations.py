@@ -224,6 +224,21 @@ CHANGED = [
     Mutation(
         "full-and-partial-mixed", "fwd", "tiles_ptr + full_at + i", "tiles_ptr + partial_at + i"
     ),
+    Mutation("tree-counted-full", "fwd", "kept_hi = seqlen_kv - seqlen_q", "kept_hi = seqlen_kv"),
+    Mutation("tree-of-another-token", "fwd", "k_idx + seqlen_q - s", "k_idx + seqlen_q - 1 - s"),
+    Mutation(
+        "tree-transposed",
+        "fwd",
+        "(batch * t0_n1 + q_idx) * t0_n2 + m0",
+        "(batch * t0_n1 + m0) * t0_n2 + q_idx",
+    ),
+    Mutation("tree-of-the-first-request", "fwd", "(batch * t0_n1 + q_idx)", "(q_idx)"),
+    Mutation(
+        "last-token-before-the-tree", "fwd", "k_idx < seqlen_kv - s", "k_idx < seqlen_kv - 1 - s"
+    ),
+    Mutation(
+        "prefix-dropped-dkdv", "bwd_dkdv", "(k_idx < seqlen_kv - seqlen_q) |", "(k_idx < 0) |"
+    ),
     # Scores.
     Mutation("not-scaled", "fwd", "s *= softmax_scale\n", "s *= 1.0\n"),
     Mutation("not-in-base-2", "fwd", "exp2(s * LOG2_E", "exp2(s * 1.0"),

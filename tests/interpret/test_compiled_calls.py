@@ -6,9 +6,10 @@ import pytest
 import torch
 import torch._dynamo
 
+from tests.pure import test_compiled_pages
 from tests.traced_calls import calls, gradients, qkv
 
-CALLS = calls()
+CALLS, PAGED = calls(), test_compiled_pages.CALLS
 NAMES = (
     "documents outside",
     "function inside",
@@ -27,3 +28,11 @@ def test_a_compiled_call_is_the_same(name: str) -> None:
     found, expected = gradients(compiled, given), gradients(call.run, given)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("name", ["tree", "score", "sinks"])
+def test_a_compiled_call_over_pages_is_the_same(name: str) -> None:
+    torch._dynamo.reset()
+    given, run = test_compiled_pages.call([70, 9], [3, 2]), PAGED[name]
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(**given), run(**given))

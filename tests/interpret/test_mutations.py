@@ -17,8 +17,9 @@ from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.render import render
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS, LARGE_CACHE
-from tilegen.masks import Mask, block_sparse, causal, documents, global_tokens, sliding_window
+from tilegen.masks import Mask, block_sparse, causal, documents, global_tokens, sliding_window, tree
 from tilegen.masks.score import Score, relative_bias, sinks, softcap
+from tilegen.masks.tree import trees_of
 from tilegen.problem import AttentionProblem
 
 # Three problems of the kind every kernel test runs: a ragged causal window in groups, the same with
@@ -48,10 +49,12 @@ SLICED_CASES: list[tuple[AttentionProblem, float]] = [
 _HEADS = torch.tensor([[[i * j % 3 != 1 for j in range(5)] for i in range(5)]] * 2)
 _HEADS[1] = ~_HEADS[0]
 _IDS = [i // 30 for i in range(75)]
+_TREES = torch.stack([torch.ones(75, 75).tril(), torch.eye(75)]) > 0
 CHANGES: list[tuple[Mask, Score | None, Dropout | None]] = [
     (causal() & (global_tokens(20) | sliding_window(9)), None, None),
     (causal() & documents(_IDS), None, None),
     (block_sparse(_HEADS, 16), None, None),
+    (tree(_TREES), None, None),
     (causal(), relative_bias(torch.linspace(-2, 3, 62).view(2, 31)).then(softcap(3.0)), None),
     (causal(), sinks(torch.tensor([2.0, -1.0])), None),
     (causal(), None, Dropout(0.3, torch.tensor([1 << 40, 3]))),
@@ -92,10 +95,14 @@ def test_unbroken_kernels_pass(case: int, kernel: Kernel) -> None:
 @pytest.mark.parametrize("mutation", CHANGED, ids=lambda mutation: mutation.name)
 def test_mutation_of_masks_scores_and_dropout_is_noticed(mutation: Mutation) -> None:
     plain = AttentionProblem.parse("b1 hq2 hkv1 q75 kv75 d16 fp32 full")
+    drafted = AttentionProblem.parse("b2 hq2 hkv1 q40 kv75 d16 fp32 full")
     applied = False
     for mask, score, dropout in CHANGES:
         problem = replace(
-            plain, mask=mask.stand_in, score=score and score.form, dropout=dropout is not None
+            drafted if trees_of(mask) else plain,
+            mask=mask.stand_in,
+            score=score and score.form,
+            dropout=dropout is not None,
         )
         kernels = _kernels(problem, mutation.kernel)
         whole = kernels[mutation.kernel]

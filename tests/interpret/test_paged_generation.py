@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.paged_generation import Decoder, dense, served
+from tests.paged_generation import Decoder, dense, served, served_by_trees
 
 PROMPTS = [[*range(1, 20)], [20, 5, 3], [7]]
 
@@ -15,3 +15,11 @@ def test_prompts_in_chunks_and_drafts_that_are_verified(chunk: int, drafts: int)
     expected = [dense(model, one, 8) for one in PROMPTS]
     assert len({token for one in expected for token in one}) > 8, "tokens that could be told apart"
     assert served(model, PROMPTS, 8, chunk=chunk, drafts=drafts) == expected
+
+
+def test_trees_of_drafts_that_are_verified() -> None:
+    model = Decoder()
+    expected = [dense(model, one, 8) for one in PROMPTS]
+    found, steps = served_by_trees(model, PROMPTS, 8)
+    assert found == expected
+    assert steps <= 5, "drafts of a tree are taken over"

@@ -28,6 +28,7 @@ HOSTILE = [
     "documents(@b:5)", "documents(@k:5)", "documents(@qk:5)", "same_id(@:1,@:1)",
     "same_id(@k:1,@q:1)", "same_id(@b:1,@h:1)", "block_sparse(@:50)", "block_sparse(50,16)",
     "block_sparse(@:50,0)", "block_sparse(@:50,-4)", "block_sparse(@:500,16)",
+    "tree()", "tree(64)", "tree(@q:64)", "tree(@:0)", "tree(@:64,@q:3)", "tree(@:99999)",
     "block_sparse(@q:50,16)", "block_sparse(@:50,99999999999)", "within(causal,causal)",
     "within(same_id(@q:4,@k:4))", "within(same_id(@q:4,@k:4),nothing)",
     "within(same_id(@q:4,@k:4),within(same_id(@q:4,@k:4),causal))", "keep()", "keep(,)", "keep(q)",

@@ -20,8 +20,9 @@ from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem
-from tilegen.runtime import paged
-from tilegen.runtime.append import write_slots
+from tilegen.runtime import paged_call, paged_dispatch, plans
+from tilegen.runtime.changes import Changes
+from tilegen.runtime.slots import write_slots
 
 H200 = gpu("h200")
 BOTTOM = tilegen.causal("bottom_right")
@@ -115,6 +116,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {name: torch.randn(20, 24, 2, 32) for name in ("k_pages", "v_pages")},
         "a power of two of at most 256 keys, got 24",
     ),
+    "no heads": ({"q": torch.randn(3, 0, 2, 32)}, r"of 4 dimensions, got \(3, 0, 2, 32\)"),
     "heads": ({"v_pages": torch.randn(20, 16, 4, 24)}, "must hold as many keys and heads"),
     "width": ({"k_pages": torch.randn(20, 16, 2, 40)}, "keys of q's head dim"),
     "rows": ({"block_table": torch.zeros(2, 5).long()}, "block_table must have 3 rows"),
@@ -264,6 +266,101 @@ def test_generation_over_pages_gives_the_tokens_of_dense_attention() -> None:
 
 
 # --------------------------------------------------------------------------------------------------
+# Plans
+
+
+def test_calls_of_one_kind_have_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other lengths of the same bucket, other tables, layouts and contents decide nothing anew."""
+    plans.forget()
+    given = call()
+    tilegen.attention_paged(**given, mask=BOTTOM)
+
+    def fail(*_: Any) -> Any:
+        raise AssertionError("decided again")
+
+    monkeypatch.setattr(paged_dispatch, "_new_plan", fail)
+    monkeypatch.setattr(paged_call, "_check", fail)
+    others: list[dict[str, Any]] = [
+        {"kv_lengths": torch.tensor([70, 1, 3])},
+        {"block_table": given["block_table"].int()},
+        {"q": given["q"].transpose(1, 2).contiguous().transpose(1, 2)},
+        {"layout": "HND"} | {n: given[n].transpose(1, 2) for n in ("k_pages", "v_pages")},
+        {"max_kv_length": 80},
+    ]
+    for changed in others:
+        options = {"layout": "NHD", "max_kv_length": None} | changed
+        its = given | options
+        out = tilegen.attention_paged(**its, mask=tilegen.causal("bottom_right"))
+        assert out.shape == (3, 4, 2, 24)
+    packed = torch.randn(5, 4, 32)
+    starts = torch.tensor([0, 2, 3, 5])
+    tilegen.attention_paged(**given | {"q": packed}, q_starts=starts, max_q_length=2, mask=BOTTOM)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"q": torch.randn(3, 4, 3, 32)},
+        {"max_kv_length": 60},
+        {"q": torch.randn(3, 2, 2, 32)},
+        {"v_pages": torch.randn(20, 16, 2, 32)},
+        {n: torch.randn(20, 8, 2, 32) for n in ("k_pages", "v_pages")},
+        {"mask": None},
+        {"score": tilegen.softcap(2.0)},
+        {"kv_lengths": torch.tensor([5, 2, 33, 1, 1]), "q": torch.randn(5, 4, 2, 32),
+         "block_table": torch.arange(20).view(5, 4)},
+    ],
+    ids=["queries", "keys", "heads", "values", "page", "mask", "score", "requests"],
+)  # fmt: skip
+def test_other_kinds_have_other_plans(changed: dict[str, Any]) -> None:
+    given = call(mask=BOTTOM, kv_lengths=torch.tensor([40, 2, 33]))
+    plans.forget()
+    tilegen.attention_paged(**given)
+    assert len(plans.by_call) == 1
+    tilegen.attention_paged(**given | changed)
+    assert len(plans.by_call) == 2
+
+
+def test_values_in_keys_are_of_a_kind_of_their_own() -> None:
+    """After calls with values apart, which kernels for values in keys would not read."""
+    keys = torch.randn(20, 16, 2, 48)
+    given = call(q=torch.randn(3, 4, 2, 48), k_pages=keys, v_pages=keys[..., :32].clone())
+    plans.forget()
+    apart = tilegen.attention_paged(**given)
+    inside = tilegen.attention_paged(**given | {"v_pages": keys[..., :32]})
+    assert len(plans.by_call) == 2
+    torch.testing.assert_close(inside, apart)
+
+
+def test_addresses_and_strides_are_part_of_the_kind() -> None:
+    """Kernels for aligned tensors are for no others, wherever the packed queries came from."""
+    whole = torch.zeros(20 * 16 * 2 * 32 + 4)
+    odd = whole[1:-3].view(20, 16, 2, 32)
+    plain = call(kv_lengths=torch.tensor([60, 2, 33]))
+
+    def key(**changed: Any) -> Any:
+        its = plain | changed
+        one = paged_call.PagedCall.of(*its.values(), None, None, "NHD")
+        return one.is_aligned, one.key(80, Changes(tilegen.full()))
+
+    (is_aligned, first), (still, second) = key(), key(q=torch.randn(3, 4, 2, 33)[..., :32])
+    assert is_aligned
+    assert still, "copied: heads do not lie inside of rows"
+    assert first == second
+    for name, changed in {
+        "address": {"k_pages": odd},
+        "stride": {"k_pages": torch.zeros(20, 16, 2, 33)[..., :32]},
+        "queries": {"q": torch.zeros(3, 2, 4, 33)[..., :32].transpose(1, 2)},
+    }.items():
+        found = key(**changed)
+        assert not found[0], name
+        assert found[1] != first, name
+    narrow = {"v_pages": torch.zeros(20, 16, 2, 23)}
+    assert not key(**narrow)[0]
+    assert key(k_pages=torch.zeros(1, 16, 2, 32), v_pages=torch.zeros(1, 16, 2, 24))[0]
+
+
+# --------------------------------------------------------------------------------------------------
 # Problems and choices
 
 
@@ -335,6 +432,6 @@ def test_one_loop_in_the_order_of_the_keys(golden: CheckGolden) -> None:
 
 def test_starts_of_queries_are_made_once() -> None:
     tilegen.attention_paged(**call())
-    before = len(paged._starts)  # pyright: ignore[reportPrivateUsage]
+    before = len(paged_call._starts)  # pyright: ignore[reportPrivateUsage]
     tilegen.attention_paged(**call())
-    assert len(paged._starts) == before  # pyright: ignore[reportPrivateUsage]
+    assert len(paged_call._starts) == before  # pyright: ignore[reportPrivateUsage]

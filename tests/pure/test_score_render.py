@@ -21,6 +21,7 @@ from tilegen.masks import (
     full,
     global_tokens,
     sliding_window,
+    tree,
 )
 from tilegen.masks.score import Score, alibi, bias, relative_bias, sinks, softcap
 from tilegen.problem import AttentionProblem
@@ -36,6 +37,7 @@ MASKS: dict[str, Mask] = {
     "causal": causal(),
     "several_ranges": causal() & (global_tokens(64) | sliding_window(255)),
     "documents": causal() & documents(cu_seqlens=[0, 1000, 4096]),
+    "tree": tree(torch.eye(64).bool().expand(4, 64, 64)),
     "lists": block_sparse(torch.eye(32).bool(), 128),
     "lists_by_head": block_sparse(torch.eye(32).bool().expand(4, 32, 32, 32), 128),
 }
@@ -61,6 +63,8 @@ GOLDENS: list[tuple[Kernel, str, str]] = [
     ("fwd", "several_ranges", ""),
     ("fwd", "documents", ""),
     ("bwd_dkdv", "documents", ""),
+    ("fwd_split", "tree", ""),
+    ("bwd_dkdv", "tree", ""),
     ("fwd", "lists", ""),
     ("bwd_columns", "lists", ""),
     ("fwd", "causal", "softcap"),
@@ -121,6 +125,7 @@ def test_each_mask_brings_only_its_own_code() -> None:
     }
     assert {mask for mask, source in sources.items() if "num_partial" in source} == {
         "several_ranges",
+        "tree",  # by columns
         "lists",
         "lists_by_head",
     }

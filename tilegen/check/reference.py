@@ -73,13 +73,15 @@ def dense_mask(
     *,
     batch: int = 1,
     heads: int = 1,
+    entry: int = 0,
 ) -> torch.Tensor:
-    """Return the mask as a bool tensor: True where a pair is kept.
+    """Return the mask as a bool tensor: True where a pair is kept; batch entries count from
+    `entry`.
 
     Its shape is (seqlen_q, seqlen_kv) where that says all, else (1 or batch, 1 or heads, seqlen_q,
     seqlen_kv).
     """
-    b = torch.arange(batch, device=device)[:, None, None, None]
+    b = torch.arange(entry, entry + batch, device=device)[:, None, None, None]
     h = torch.arange(heads, device=device)[:, None, None]
     q = torch.arange(seqlen_q, device=device)[:, None]
     k = torch.arange(seqlen_kv, device=device)[None, :]
@@ -96,14 +98,16 @@ def attention_reference(
     score: Score | None = None,
     scale: float | None = None,
     dropout: Dropout | None = None,
+    entry: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) in the dtype of the inputs, differentiable; N² memory.
 
     A row with nothing kept gives out 0, lse -inf and zero gradients; lse is that of the weights
-    before dropout. The default scale is head_dim_qk ** -0.5.
+    before dropout. The default scale is head_dim_qk ** -0.5. Mask and score see the first batch
+    entry as number `entry`.
     """
     factor: float = q.shape[-1] ** -0.5 if scale is None else scale
-    softmax = softmax_of(q, k, mask, score, factor)
+    softmax = softmax_of(q, k, mask, score, factor, entry)
     weights = softmax.weights
     if dropout is not None:
         weights = weights * dropout.factors(*weights.shape).to(weights)
@@ -124,14 +128,20 @@ class Softmax:
 
 
 def softmax_of(
-    q: torch.Tensor, k: torch.Tensor, mask: Mask | None, score: Score | None, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    mask: Mask | None,
+    score: Score | None,
+    scale: float,
+    entry: int = 0,
 ) -> Softmax:
-    """Return the weights of all pairs and what they came from, differentiable."""
+    """Return the weights of all pairs and what they came from, differentiable; mask and score see
+    the first batch entry as number `entry`."""
     k = for_each_query_head(k, q)
-    keep = _dense(full() if mask is None else mask, q, k)
+    keep = _dense(full() if mask is None else mask, q, k, entry)
     changed = scores = q @ k.mT * scale
     if score is not None and score.form.changes:
-        changed = _changed(score, scores)
+        changed = _changed(score, scores, entry)
     changed = changed.masked_fill(~keep, float("-inf"))
     # PyTorch's gradient of a row of infinities is not a number, though nothing hangs on the row.
     empty = (changed == float("-inf")).all(-1)
@@ -148,7 +158,7 @@ def for_each_query_head(rows: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     return rows.repeat_interleave(q.shape[1] // rows.shape[1], 1)
 
 
-def _changed(score: Score, scores: torch.Tensor) -> torch.Tensor:
+def _changed(score: Score, scores: torch.Tensor, entry: int) -> torch.Tensor:
     from tilegen.masks.language.evaluation import evaluate
 
     batch, heads, seqlen_q, seqlen_kv = scores.shape
@@ -160,7 +170,7 @@ def _changed(score: Score, scores: torch.Tensor) -> torch.Tensor:
     return evaluate(
         score.expression(),
         captured,
-        **{"b": b, "h": h, "q": q, "k": k, "s": scores},
+        **{"b": b + entry, "h": h, "q": q, "k": k, "s": scores},
         seqlen_q=seqlen_q,
         seqlen_kv=seqlen_kv,
     ).expand(batch, heads, seqlen_q, seqlen_kv)
@@ -182,5 +192,7 @@ def torch_attention(
     return out if keep is None else out.masked_fill(~keep.any(-1)[..., None], 0.0)
 
 
-def _dense(mask: Mask, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    return dense_mask(mask, q.shape[2], k.shape[2], q.device, batch=q.shape[0], heads=q.shape[1])
+def _dense(mask: Mask, q: torch.Tensor, k: torch.Tensor, entry: int = 0) -> torch.Tensor:
+    batch, heads = q.shape[:2]
+    lengths = q.shape[2], k.shape[2]
+    return dense_mask(mask, *lengths, q.device, batch=batch, heads=heads, entry=entry)

@@ -15,16 +15,19 @@ from tilegen.masks.constructors import (
     prefix_lm,
     random_blocks,
     streaming,
+    tree,
 )
 from tilegen.masks.mask import Mask, causal, full, intersect, sliding_window, unite
 from tilegen.masks.notation import parse_mask
 from tilegen.masks.parts import Alignment
+from tilegen.masks.tree import ancestors
 from tilegen.masks.values import Values, values
 
 __all__ = [
     "Alignment",
     "Mask",
     "Values",
+    "ancestors",
     "bigbird",
     "block_sparse",
     "causal",
@@ -42,6 +45,7 @@ __all__ = [
     "random_blocks",
     "sliding_window",
     "streaming",
+    "tree",
     "unite",
     "values",
 ]

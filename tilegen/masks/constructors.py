@@ -6,11 +6,20 @@ from collections.abc import Callable
 from typing import Any
 
 from tilegen.errors import InvalidProblem
+from tilegen.masks.kinds import lengths_of
 from tilegen.masks.made import is_traced, noted
 from tilegen.masks.mask import Mask, Pending, causal, full, sliding_window
 from tilegen.masks.parts import check_number
+from tilegen.masks.tree import Tree, tables
 from tilegen.masks.usual import BlockSparse, Dilated, GlobalTokens, KvPrefix, Neighborhood, PrefixLM
-from tilegen.masks.values import Values, as_tensor, typical_of, values
+from tilegen.masks.values import (
+    Recipe,
+    Values,
+    as_tensor,
+    power_of_two_near,
+    typical_of,
+    values,
+)
 from tilegen.sympy_lock import tracing
 
 
@@ -66,6 +75,54 @@ def documents(ids: Any = None, *, cu_seqlens: Any = None) -> Mask:
     if (ids is None) == (cu_seqlens is None):
         raise InvalidProblem("documents needs either ids or cu_seqlens")
     return packed.from_ids(ids) if cu_seqlens is None else packed.packed(cu_seqlens)
+
+
+def tree(of: Any, kv_lengths: Any = None) -> Mask:
+    """Return the mask of drafted tokens that form a tree, as speculative decoding verifies them.
+
+    The queries are the last keys, in the order of the tree's tokens: each sees all keys before
+    those of the queries, and of the queries' keys its ancestors and itself. `of` is either integers
+    (tokens,) or (batch, tokens), the index of each token's parent, -1 for a root; or a bool table
+    (tokens, tokens) or (batch, tokens, tokens), True where a row sees a column, such as
+    `tilegen.ancestors(parents)` gives for all layers at once. A call may have fewer queries than
+    the tree has tokens: the first ones. In `attention` the queries are the last of `kv_lengths`
+    (batch,), where these are given, and keys from there on are dropped; by default, and always in
+    `attention_paged`, of all keys of a request. Raises InvalidProblem.
+    """
+    import torch
+
+    if is_traced():
+        return Pending(("tree", of, kv_lengths))
+    of = as_tensor("a tree", of)
+    is_table = of.dtype == torch.bool
+    dims = (2, 3) if is_table else (1, 2)
+    square = not is_table or of.ndim < 2 or of.shape[-1] == of.shape[-2]
+    if of.ndim not in dims or not of.numel() or not square or of.is_floating_point():
+        raise InvalidProblem(
+            "a tree must be integers (tokens,) or (batch, tokens), or bools (tokens, tokens) or "
+            f"(batch, tokens, tokens), got {of.dtype} {tuple(of.shape)}"
+        )
+    table = Values(
+        axes="b" if of.ndim == dims[1] else "",
+        typical=power_of_two_near(of.shape[-1]),
+        tensor=of if is_table else None,
+        recipe=None if is_table else Recipe(tables, (of,)),
+        kind="bool",
+        pattern="tree",
+    )
+    if not is_table:
+        table.on(of.device, (1, 1))  # which refuses what is no tree, where values are checked
+    return noted(Tree(table, _lengths(kv_lengths)), ("tree", of, kv_lengths))
+
+
+def _lengths(kv_lengths: Any) -> Values | None:
+    from tilegen.masks.tensors import check_kv_lengths
+
+    if kv_lengths is None:
+        return None
+    lengths = as_tensor("kv_lengths", kv_lengths)
+    check_kv_lengths(lengths)
+    return lengths_of(lengths)
 
 
 def block_sparse(layout: Any, block: int) -> Mask:

@@ -10,6 +10,7 @@ from typing import Literal, cast, get_args
 from tilegen.errors import InvalidProblem
 from tilegen.masks.mask import Causal, Full, Mask, intersect, sliding_window, unite
 from tilegen.masks.parts import Alignment, check_alignment, check_number
+from tilegen.masks.tree import Tree
 from tilegen.masks.usual import (
     BlockSparse,
     Dilated,
@@ -23,6 +24,8 @@ from tilegen.masks.usual import (
 from tilegen.masks.values import AXES, Kind, Pattern, Values
 
 MAX_DEPTH = 32
+MAX_TREE = 2**14
+"""Most drafted tokens of a tree."""
 MAX_TEXT = 2**14
 """Longest notation read, in characters."""
 
@@ -40,7 +43,8 @@ def parse_mask(text: str) -> Mask:
 FORMS = (
     "full, causal, causal(bottom_right), window(LEFT,RIGHT), window(LEFT,RIGHT,bottom_right), "
     "prefix_lm(N), global(N), kv_prefix(N), dilated(STEP), neighborhood(HxW,HxW), "
-    "documents(@q:LENGTH), block_sparse(@:PERCENT,BLOCK), joined by & | ~ and parentheses"
+    "documents(@q:LENGTH), tree(@:TOKENS), block_sparse(@:PERCENT,BLOCK), joined by & | ~ and "
+    "parentheses"
 )
 
 
@@ -161,6 +165,13 @@ def _block_sparse(layout: str, block: str) -> Mask:
     return BlockSparse(blocks, size)
 
 
+def _tree(table: str, lengths: str | None = None) -> Tree:
+    found = _stand_in(table, "tree", "bool", axes=("", "b"))
+    if not 1 <= found.typical <= MAX_TREE:
+        raise InvalidProblem(f"expected a tree of 1..{MAX_TREE} tokens, got {table!r}")
+    return Tree(found, None if lengths is None else _stand_in(lengths, axes=("b",)))
+
+
 def _keep(text: str, *tables: str) -> Mask:
     from tilegen.masks.expression_mask import Expression, canonical  # loads SymPy
 
@@ -192,6 +203,7 @@ _MAKERS: dict[str, Callable[..., Mask]] = {
     "documents": _documents,
     "same_id": _same_id,
     "within": _within,
+    "tree": _tree,
     "block_sparse": _block_sparse,
     "keep": _keep,
     "ordered": lambda column: _comparison("<", column),

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import torch
 
 Kind = Literal["bool", "int", "int64", "float", "float64"]
-Pattern = Literal["constant", "firsts", "ends", "ids", "layout", "table", "rising"]
+Pattern = Literal["constant", "firsts", "ends", "ids", "layout", "tree", "table", "rising"]
 AXES = ("", "b", "h", "bh", "q", "k", "bq", "bk", "bhq", "bhk")
 LIMIT = 2**30
 """Values of masks stay below LIMIT in size, so that sums with positions fit into 32 bits."""
@@ -77,7 +77,8 @@ class Values:
     pattern: Pattern = "constant"
     """The elements of a stand-in: `typical` everywhere; the first index of each token's document,
     or one past its last, or its id, for documents of `typical` tokens; a layout of blocks of which
-    `typical` percent are kept; or a table of which nothing is known, or only that it rises, in a
+    `typical` percent are kept; a tree of at
+    least `typical` tokens; or a table of which nothing is known, or only that it rises, in a
     mask that keeps `typical` percent of pairs."""
     block: int = 1
     """Rows and columns that an element of a layout stands for."""
@@ -205,6 +206,11 @@ class Values:
             size = (*(shape[axis] for axis in axes), *blocks)
             return np.random.default_rng(0).random(size) * 100 < self.typical
         size = tuple(shape[axis] for axis in axes)
+        if self.pattern == "tree":
+            tree = np.eye(max(self.typical, shape["q"]), dtype=bool)
+            for i in range(1, len(tree)):  # two children each
+                tree[i] |= tree[(i - 1) // 2]
+            return np.broadcast_to(tree, (*size, *tree.shape))
         if self.pattern == "constant":
             return np.full(size, self.typical)
         length, width = shape[axes[-1]], max(1, self.typical)

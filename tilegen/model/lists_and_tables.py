@@ -1,4 +1,4 @@
-"""What lists of tiles, captured tensors and dropout add to a kernel's footprint.
+"""What lists of tiles, trees, captured tensors and dropout add to a kernel's footprint.
 
 Seen in compiled kernels (Triton 3.7.1): a load whose address another load gives is pipelined one
 stage deeper, and tiles of a captured table are buffered like those of keys and values. Drawing
@@ -15,6 +15,7 @@ from tilegen.kernels.registry import KERNELS
 from tilegen.masks.language.elements import ELEMENTS
 from tilegen.masks.mask import And, Causal, Full, Mask, Side, SlidingWindow
 from tilegen.masks.score import ScoreForm
+from tilegen.masks.tree import trees_of
 from tilegen.masks.usual import Intervals
 from tilegen.problem import AttentionProblem
 
@@ -32,6 +33,12 @@ def lists_and_tables(
         streamed = config.block_m if side == "columns" else config.block_n
         width = config.block_d or problem.head_dim_qk + problem.head_dim_v
         smem += streamed * width * problem.element_bytes
+    whole = KERNELS[kernel].whole
+    if whole and trees_of(problem.mask):
+        # Seen where matrix instructions read shared memory: a forward keeps a tile of keys more, a
+        # backward the table's bytes of a tile.
+        keys = problem.head_dim_qk * problem.element_bytes
+        smem += config.block_n * (keys if "out" in whole.accumulates else config.rows)
     if problem.score and problem.score.changes:
         scores = config.rows * config.block_n
         tables = _tables(problem.score)

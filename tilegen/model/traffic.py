@@ -27,6 +27,7 @@ from tilegen.masks.source import is_single
 from tilegen.masks.tiles.tile_ranges import counted_over, tile_ranges
 from tilegen.masks.tiles.visits import TileRanges
 from tilegen.model import symbols
+from tilegen.model.mask_tables import tree_bytes
 from tilegen.model.symbols import (
     A_w,
     B_c,
@@ -163,7 +164,8 @@ def traffic(
     return Traffic(
         read_bytes=int(read(*arguments))
         + state_bytes(problem, kernel, counts)
-        + table_bytes(problem, config, kernel, counts),
+        + table_bytes(problem, config, kernel, counts)
+        + tree_bytes(problem, config, kernel),
         write_bytes=int(write(*arguments)),
     )
 

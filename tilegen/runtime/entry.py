@@ -36,14 +36,8 @@ def attend(
     """Return (out, lse) of a call of `attention`. Raises InvalidProblem or Unsupported, naming the
     call."""
     try:
-        is_transformed = _transform() is not None
-        if (
-            is_dynamo_compiling()
-            or is_transformed
-            or _count_modes()
-            or (type(q) not in _PLAIN and isinstance(q, torch.Tensor))
-        ):
-            call = mask, score, kv_lengths, scale, dropout_p, is_transformed
+        if is_watched(q):
+            call = mask, score, kv_lengths, scale, dropout_p, _transform() is not None
             return _watched(q, k, v, *call)
         score = None if score is None else score_of(score)
         dropout = None if dropout_p == 0 else dropout_of(dropout_p, q)
@@ -52,6 +46,16 @@ def attend(
     except TilegenError as error:
         call = describe(q, k, v, mask, score, kv_lengths, scale, dropout_p)
         raise type(error)(f"{error}; the call was {call}") from None
+
+
+def is_watched(q: Any) -> bool:
+    """Whether PyTorch traces, counts or transforms a call with these queries."""
+    return bool(
+        is_dynamo_compiling()
+        or _transform() is not None
+        or _count_modes()
+        or (type(q) not in _PLAIN and isinstance(q, torch.Tensor))
+    )
 
 
 def _watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any) -> tuple[Any, Any]:

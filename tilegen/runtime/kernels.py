@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from threading import RLock
@@ -132,11 +131,15 @@ class Kernels:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (out, lse) of requests over pages; `tables` are what the mask reads, `reads` what
         the score does, and `out` is written where it is given."""
-        with torch.cuda.device(self.device) if self._on_gpu else nullcontext():
-            its = self._passes.get("forward") or self.load("forward")
+        if self._on_gpu and self.device.index != torch.cuda.current_device():
+            with torch.cuda.device(self.device):
+                return self.forward_paged(q, k, v, scale, requests, tables, reads, out)
+        its = self._passes.get("forward") or self.load("forward")
+        launches = its.launches
+        if not its.is_plain:
             launches = {name: one.reading(tables, reads) for name, one in its.kernels.items()}
-            rows = its.panel_rows
-            return its.run(launches, q, k, v, scale, panel_rows=rows, requests=requests, out=out)
+        rows = its.panel_rows
+        return its.run(launches, q, k, v, scale, panel_rows=rows, requests=requests, out=out)
 
     def backward(
         self,

@@ -81,6 +81,9 @@ class StreamSets:
         lo: list[sympy.Expr] = []
         hi: list[sympy.Expr] = [self.length]
         for one in self.dropped:
+            if one.lo.is_infinite and one.hi.is_infinite and not one.guards:
+                hi.append(sympy.S.Zero)  # nothing is kept for certain
+                continue
             (lo if one.lo.is_infinite else hi).append(one.hi if one.lo.is_infinite else one.lo)
             if one.guards or not (one.lo.is_infinite or one.hi.is_infinite):
                 return None

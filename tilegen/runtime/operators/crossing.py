@@ -82,6 +82,9 @@ def _mask(mask: Any, found: Crossing) -> str:
     if how == "packed":
         _, cu_q, cu_kv, inner = made
         return f'["packed",{found.place(cu_q)},{found.place(cu_kv)},{_mask(inner, found)}]'
+    if how == "tree":
+        lengths = "null" if made[2] is None else str(found.place(made[2]))
+        return f'["tree",{found.place(made[1])},{lengths}]'
     if how == "blocks":
         _, tensors, sides, inner = made
         sizes = f"[{int(sides[0])},{int(sides[1])}]"

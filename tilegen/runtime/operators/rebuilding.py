@@ -20,6 +20,7 @@ from tilegen.bounded_cache import BoundedCache
 from tilegen.dropout import Dropout
 from tilegen.errors import InvalidProblem
 from tilegen.masks.blocks import Blocks
+from tilegen.masks.constructors import tree
 from tilegen.masks.kinds import kind_of_mask
 from tilegen.masks.mask import Mask, full, intersect, unite, with_values
 from tilegen.masks.notation import parse_mask
@@ -126,6 +127,8 @@ def _mask(spec: Any, tensors: Tensors) -> Mask:
             return of_ids(tensors[place], are_whole)
         case "packed", cu_q, cu_kv, inner:
             return packed(tensors[cu_q], tensors[cu_kv], _mask(inner, tensors))
+        case "tree", of, lengths:
+            return tree(tensors[of], None if lengths is None else tensors[lengths])
         case "~", inner:
             return ~_mask(inner, tensors)
         case ("&" | "|") as sign, *parts:

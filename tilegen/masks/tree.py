@@ -1,0 +1,110 @@
+"""Masks of drafted tokens that form a tree: what speculative decoding verifies in one call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from tilegen.errors import InvalidProblem
+from tilegen.masks.mask import Mask
+from tilegen.masks.parts import number
+from tilegen.masks.values import Lengths, Values, is_checked, is_symbolic
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Tree(Mask):
+    """`k < base or table[(b,) q, k - base]`, `base` the keys before those of the queries.
+
+    The queries are the last `seqlen_q` of `seqlen_kv` keys, or of `lengths[b]` where these are
+    given; keys from there on are dropped.
+    """
+
+    table: Values
+    """bool, indexed by query and by key behind `base`; beyond its end nothing is kept."""
+    lengths: Values | None = None
+
+    @property
+    def notation(self) -> str:
+        lengths = "" if self.lengths is None else f",{self.lengths.notation}"
+        return f"tree({self.table.notation}{lengths})"
+
+    def check_lengths(self, seqlen_q: int, seqlen_kv: int) -> None:
+        if self.table.is_stand_in:
+            return
+        width = self.table.sources[0].shape[-1]
+        if seqlen_q > width:
+            raise InvalidProblem(
+                f"a tree of {width} tokens has rows for as many queries, got {seqlen_q}"
+            )
+
+    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
+        at = (b, h, q, k)
+        end = seqlen_kv if self.lengths is None else number(self.lengths, *at)
+        base = end - seqlen_q
+        found = self.table.at(*at, (seqlen_q, seqlen_kv), q, _at_least_0(k - base))
+        kept = (k < base) | found
+        return kept if self.lengths is None else kept & (k < end)
+
+    def enclosing(self, *at: Any) -> tuple[Any, Any]:
+        q, k, seqlen_q, seqlen_kv, b, h = at
+        if self.lengths is None:
+            return True, k < seqlen_kv - seqlen_q
+        end = number(self.lengths, b, h, q, k)
+        return k < end, k < end - seqlen_q
+
+
+def trees_of(mask: Mask) -> int:
+    """Return how many tables of trees a mask reads."""
+    return isinstance(mask, Tree) + sum(map(trees_of, mask.parts))
+
+
+def _at_least_0(index: Any) -> Any:
+    if is_symbolic(index):
+        import sympy
+
+        return sympy.Max(index, 0)
+    import torch
+
+    return torch.as_tensor(index).clamp(min=0)
+
+
+def ancestors(parents: Any) -> torch.Tensor:
+    """Return which tokens of a tree each token descends from, itself among them: bool (..., tokens,
+    tokens).
+
+    parents are integers (..., tokens): the index of each token's parent, -1 for a root. Nothing
+    waits for a device: in log2(tokens) steps, what a token sees doubles its depth. Raises
+    InvalidProblem for parents that make no tree, where values are checked.
+    """
+    import torch
+
+    from tilegen.masks.values import as_tensor
+
+    parents = as_tensor("parents", parents)
+    if parents.ndim == 0 or parents.is_floating_point() or parents.dtype is torch.bool:
+        raise InvalidProblem(
+            f"parents must be integers (..., tokens), got {parents.dtype} {tuple(parents.shape)}"
+        )
+    width = parents.shape[-1]
+    is_root = (parents < 0) | (parents >= width)
+    # One token more, which sees nothing, is the parent of roots and of itself.
+    above = torch.nn.functional.pad(parents.long().masked_fill(is_root, width), (0, 1), value=width)
+    eye = torch.eye(width + 1, width, dtype=torch.bool, device=parents.device)
+    seen = eye.expand(*parents.shape[:-1], width + 1, width)
+    for _ in range(max(width - 1, 0).bit_length()):
+        seen = seen | seen.gather(-2, above[..., None].expand_as(seen))
+        above = above.gather(-1, above)
+    if is_checked(parents) and width:
+        if int(parents.min()) < -1 or int(parents.max()) >= width:
+            raise InvalidProblem(f"parents must be -1..{width - 1}, got {parents.tolist()}")
+        if bool((above < width).any()):
+            raise InvalidProblem(f"parents must lead to a root, got {parents.tolist()}")
+    return seen[..., :width, :].contiguous()
+
+
+def tables(parents: torch.Tensor, lengths: Lengths) -> tuple[torch.Tensor, ...]:
+    """Return the table of a tree by its parents: the recipe of `tilegen.tree`."""
+    return (ancestors(parents),)

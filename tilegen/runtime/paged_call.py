@@ -1,0 +1,299 @@
+"""Calls over the pages of a cache in the form that kernels take, and what is no such call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilegen.bounded_cache import BoundedCache
+from tilegen.emit.identity import VECTOR_BYTES, is_aligned
+from tilegen.errors import InvalidProblem
+from tilegen.masks.values import is_checked
+from tilegen.problem import PAGES, DType
+from tilegen.runtime.autograd import addressable
+from tilegen.runtime.call import form_of, values_in_keys
+from tilegen.runtime.changes import Changes
+from tilegen.runtime.launch_text import MAX_ROW_STRIDE
+
+DTYPES: dict[torch.dtype, DType] = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+}
+LAYOUTS = ("NHD", "HND")
+"""Pages as (keys, heads, head dim) or (heads, keys, head dim)."""
+
+
+@dataclass
+class PagedCall:
+    """A call in the form that kernels take: queries of all requests one after the other, pages as
+    (pages, heads, keys, head dim)."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    block_table: torch.Tensor
+    lengths: torch.Tensor
+    q_starts: torch.Tensor
+    longest_q: int
+    out: torch.Tensor | None = None
+    """What is written where the caller gives it, as kernels write it (1, heads, queries, d_v)."""
+
+    @property
+    def requests(self) -> int:
+        """The number of requests."""
+        return self.lengths.shape[0]
+
+    @property
+    def is_aligned(self) -> bool:
+        """Whether addresses, strides and rows of q, of the pages and of what is written are
+        multiples of 16 bytes."""
+        q, k, v = self.q, self.k, self.v
+        if self.out is not None and not is_aligned(self.out):
+            return False
+        qh, qm = q.stride()[1:3]
+        kb, kh, kn, _ = k.stride()
+        vb, vh, vn, _ = v.stride()
+        sizes = qh | qm | kb | kh | kn | vb | vh | vn | q.shape[3] | v.shape[3]
+        addresses = q.data_ptr() | k.data_ptr() | v.data_ptr()
+        if not (sizes * q.element_size() | addresses) % VECTOR_BYTES:
+            return True
+        return all(map(is_aligned, (q, k, v)))  # strides of dimensions of size 1 say nothing
+
+    def key(self, longest_kv: int, changes: Changes) -> Any:
+        """Return what calls of one kind have in common: numbers of requests, queries and keys only
+        as far as their bucket goes."""
+        q, v = self.q, self.v
+        score = None if changes.score is None else form_of(changes)
+        _, heads, _, width = q.shape
+        _, heads_kv, page, v_width = v.shape
+        return (
+            *("paged", heads, heads_kv, width, v_width, page),
+            *((self.requests - 1).bit_length(), (self.longest_q - 1).bit_length()),
+            *((longest_kv - 1).bit_length(), q.dtype, q.device, self.is_aligned),
+            *(changes.kind, score, values_in_keys(self.k, v)),
+        )
+
+    @classmethod
+    def of(
+        cls,
+        q: Any,
+        k: Any,
+        v: Any,
+        block_table: Any,
+        lengths: Any,
+        q_starts: Any,
+        longest_q: int | None,
+        layout: str,
+    ) -> PagedCall:
+        """Return a call whose tensors fit together. Raises InvalidProblem."""
+        given = q, k, v, block_table, lengths, q_starts, longest_q, layout
+        if not _fits(*given):
+            _check(*given)
+        if layout == "NHD":
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+        tables = _int32(block_table), _int32(lengths)
+        if q_starts is None:
+            requests, heads, longest, width = q.shape
+            q_starts = _even_starts(requests, longest, q.device)
+            # A view, where heads lie inside of rows.
+            q = q.transpose(1, 2).reshape(requests * longest, heads, width)
+        else:
+            q_starts, longest = _int32(q_starts), longest_q or 0
+        rows = q.transpose(0, 1).unsqueeze(0)
+        rows = rows if addressable(rows) else rows.contiguous()
+        return cls(rows, k, v, *tables, q_starts, longest)
+
+    def rows_of(self, out: torch.Tensor, *, is_packed: bool) -> torch.Tensor:
+        """Return what the caller wants written as kernels write it (1, heads, rows, head dim), a
+        view. Raises InvalidProblem."""
+        rows, heads, dim = self.q.shape[2], self.q.shape[1], self.v.shape[3]
+        shape = (rows, heads, dim)
+        if not is_packed:
+            shape = (self.requests, heads, rows // self.requests, dim)
+        if out.shape != shape or out.dtype != self.q.dtype or out.device != self.q.device:
+            raise InvalidProblem(
+                f"out must be {shape} {self.q.dtype} on {self.q.device}, got {tuple(out.shape)} "
+                f"{out.dtype} on {out.device}"
+            )
+        view = out if is_packed else out.transpose(1, 2)
+        try:
+            view = view.view(1, rows, heads, dim).transpose(1, 2)
+        except RuntimeError:
+            view = None
+        if view is None or not addressable(view):
+            raise InvalidProblem(
+                "out must have heads inside of rows and a dense last dimension, as a transposed "
+                f"(requests, rows, heads, head dim) has, got strides {out.stride()}"
+            )
+        return view
+
+    def longest_kv(self, given: int | None) -> int:
+        """Return what bounds the keys of a request. Raises InvalidProblem for lengths beyond it,
+        where values are checked."""
+        room = self.block_table.shape[1] * self.k.shape[2]
+        if given is not None and (not isinstance(given, int) or not 1 <= given <= room):
+            raise InvalidProblem(
+                f"max_kv_length must be 1..{room}, what the block table has room for, got {given!r}"
+            )
+        longest = room if given is None else given
+        if is_checked(self.lengths):
+            most, queries = int(self.lengths.max()), self.q_starts.diff()
+            if not 0 <= int(self.lengths.min()) <= most <= longest:
+                raise InvalidProblem(
+                    f"kv_lengths must be 0..{longest}, got {self.lengths.tolist()}"
+                )
+            if int(queries.min()) < 0 or int(queries.max()) > self.longest_q:
+                raise InvalidProblem(
+                    f"q_starts must rise by at most {self.longest_q}, got {self.q_starts.tolist()}"
+                )
+            if int(self.q_starts[0]) < 0 or int(self.q_starts[-1]) > self.q.shape[2]:
+                raise InvalidProblem(
+                    f"q_starts must be 0..{self.q.shape[2]}, got {self.q_starts.tolist()}"
+                )
+            pages = -(-self.lengths // self.k.shape[2])
+            for row, count in zip(self.block_table, pages.tolist(), strict=True):
+                used = row[:count]
+                if count and not 0 <= int(used.min()) <= int(used.max()) < len(self.k):
+                    raise InvalidProblem(
+                        f"block_table must name pages 0..{len(self.k) - 1}, got {used.tolist()}"
+                    )
+        return longest
+
+
+def _fits(
+    q: Any,
+    k: Any,
+    v: Any,
+    block_table: Any,
+    lengths: Any,
+    q_starts: Any,
+    longest_q: int | None,
+    layout: str,
+) -> bool:
+    """Whether `_check` surely finds nothing: in one go, for calls that are made over and over."""
+    try:
+        requests, *more = lengths.shape
+        rows, heads_q, *rest = q.shape
+        if q_starts is None:
+            fits = rows == requests and len(rest) == 2 and rest[0] > 0
+        else:
+            fits = (
+                q_starts.shape == (requests + 1,)
+                and q_starts.device == q.device
+                and len(rest) == 1
+                and type(longest_q) is int
+                and longest_q > 0
+            )
+        first, second, third, width = k.shape
+        *v_first, v_width = v.shape
+        heads, page = (third, second) if layout == "NHD" else (second, third)
+        table_rows, columns = block_table.shape
+        (*_, k_dense), (*_, v_dense) = k.stride(), v.stride()
+        k_row, v_row = (one.stride(1 if layout == "NHD" else 2) for one in (k, v))
+        return (
+            fits
+            and not more
+            and layout in LAYOUTS
+            and v_first == [first, second, third]
+            and width == rest[-1]
+            and page in PAGES
+            and table_rows == requests
+            and k_dense == v_dense == 1
+            and (k_row | v_row) < MAX_ROW_STRIDE
+            and min(requests, rows, heads_q, first, heads, width, v_width, columns) > 0
+            and q.dtype in DTYPES
+            and q.dtype is k.dtype is v.dtype
+            and q.device == k.device == v.device
+            and block_table.device == lengths.device == q.device
+        )
+    except (AttributeError, TypeError, ValueError):  # no tensors, or of other dimensions
+        return False
+
+
+def _check(
+    q: Any,
+    k: Any,
+    v: Any,
+    block_table: Any,
+    lengths: Any,
+    q_starts: Any,
+    longest_q: int | None,
+    layout: str,
+) -> None:
+    """Raise InvalidProblem for what does not fit together, naming it."""
+    if layout not in LAYOUTS:
+        raise InvalidProblem(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    for name, x, dims in (
+        ("q", q, 4 if q_starts is None else 3),
+        ("k_pages", k, 4),
+        ("v_pages", v, 4),
+        ("block_table", block_table, 2),
+        ("kv_lengths", lengths, 1),
+        *([("q_starts", q_starts, 1)] if q_starts is not None else []),
+    ):
+        if not isinstance(x, torch.Tensor) or x.ndim != dims or not x.numel():
+            got = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
+            raise InvalidProblem(f"{name} must be a tensor of {dims} dimensions, got {got}")
+        if x.device != q.device:
+            raise InvalidProblem(f"{name} must be on {q.device} as q is, got {x.device}")
+    if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
+        raise InvalidProblem(
+            "q, k_pages and v_pages must have one dtype, fp16, bf16 or fp32, got "
+            f"{q.dtype}, {k.dtype} and {v.dtype}; fp8 caches are not supported"
+        )
+    if layout == "NHD":
+        k, v = k.transpose(1, 2), v.transpose(1, 2)
+    requests = len(lengths)
+    if k.shape[:3] != v.shape[:3] or k.shape[3] != q.shape[-1]:
+        raise InvalidProblem(
+            "pages of k and v must hold as many keys and heads, and keys of q's head dim, got "
+            f"{tuple(k.shape)} and {tuple(v.shape)} as (pages, heads, keys, head dim)"
+        )
+    if k.shape[2] not in PAGES:
+        raise InvalidProblem(
+            f"a page must hold a power of two of at most {PAGES[-1]} keys, got {k.shape[2]}"
+        )
+    if len(block_table) != requests:
+        raise InvalidProblem(
+            f"block_table must have {requests} rows, as kv_lengths has, got {len(block_table)}"
+        )
+    if q_starts is None:
+        if len(q) != requests:
+            raise InvalidProblem(f"q must have {requests} requests, got {len(q)}")
+    else:
+        if len(q_starts) != requests + 1:
+            raise InvalidProblem(f"q_starts must have {requests + 1} entries, got {len(q_starts)}")
+        if not isinstance(longest_q, int) or isinstance(longest_q, bool) or longest_q < 1:
+            raise InvalidProblem(
+                "with q_starts max_q_length is needed, the most queries of a request, got "
+                f"{longest_q!r}"
+            )
+    for name, x in (("k_pages", k), ("v_pages", v)):
+        if not addressable(x):  # a copy would be one of the whole cache
+            raise InvalidProblem(
+                f"{name} must have a dense last dimension, got strides {x.stride()} for "
+                f"{tuple(x.shape)} as (pages, heads, keys, head dim)"
+            )
+
+
+def _int32(x: torch.Tensor) -> torch.Tensor:
+    """Return integers as kernels read them, with rows that are dense. Raises InvalidProblem."""
+    if x.dtype is torch.int32 and x.stride(-1) == 1:
+        return x
+    if x.is_floating_point() or x.is_complex() or x.dtype is torch.bool:
+        raise InvalidProblem(f"tables and lengths must be integers, got {x.dtype}")
+    x = x.to(torch.int32)
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _even_starts(requests: int, rows: int, device: torch.device) -> torch.Tensor:
+    def made() -> torch.Tensor:
+        return torch.arange(0, (requests + 1) * rows, rows, dtype=torch.int32, device=device)
+
+    return _starts.get((requests, rows, device), made)
+
+
+_starts: BoundedCache[Any, torch.Tensor] = BoundedCache(256)

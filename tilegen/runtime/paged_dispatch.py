@@ -1,0 +1,155 @@
+"""Calls over the pages of a cache, by the plan of their kind: whoever watches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tilegen.check import interpreter
+from tilegen.disk import say_once
+from tilegen.errors import Unsupported
+from tilegen.kernels.layout import empty_like
+from tilegen.kernels.split_kv import Requests
+from tilegen.masks.score import Score
+from tilegen.masks.shapes import Shape
+from tilegen.masks.tensors import check_fit, score_tensors, tensors_of
+from tilegen.problem import AttentionProblem
+from tilegen.runtime import plans
+from tilegen.runtime.call import checked_scale, form_of, values_in_keys
+from tilegen.runtime.changes import Changes
+from tilegen.runtime.kernels import Kernels
+from tilegen.runtime.paged_call import DTYPES, PagedCall
+from tilegen.settings import settings
+
+
+def attend_pages(
+    q: torch.Tensor,
+    k_pages: torch.Tensor,
+    v_pages: torch.Tensor,
+    block_table: torch.Tensor,
+    kv_lengths: torch.Tensor,
+    q_starts: torch.Tensor | None,
+    max_q_length: int | None,
+    max_kv_length: int | None,
+    changes: Changes,
+    scale: float | None,
+    layout: str,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) of a call of `attention_paged` in the form that kernels give: (1, heads,
+    queries of all requests, d_v) and (1, heads, queries). `out` is written where it is given.
+    Raises InvalidProblem or Unsupported."""
+    where = block_table, kv_lengths, q_starts
+    call = PagedCall.of(q, k_pages, v_pages, *where, max_q_length, layout)
+    if out is not None:
+        call.out = call.rows_of(out, is_packed=q_starts is not None)
+    longest = call.longest_kv(max_kv_length)
+    refuse_gradients(q, k_pages, v_pages, changes.score)
+    key = call.key(longest, changes)
+    known: _Plan | None = plans.by_call.known(key)
+    plan = known or _planned(key, call, longest, changes)
+    factor = plan.default_scale if scale is None else checked_scale(scale)
+    if factor < 0:  # kernels take a row's maximum before scaling: the scale must keep the order
+        call.q, factor = -call.q, -factor
+    if plan.kernels is None or plan.checks_fit or changes.given.values:
+        shape = Shape(call.requests, call.q.shape[1], call.longest_q, longest)
+        if plan.checks_fit:
+            check_fit(changes.given, changes.score, shape)
+        tables = tensors_of(changes.given, shape, call.q.device)
+        if plan.kernels is None:
+            made, lse = _by_request(call, changes, factor)
+            return (made if call.out is None else call.out.copy_(made)), lse
+    else:
+        tables = ()
+    reads: dict[str, torch.Tensor] = {}
+    if changes.score is not None:
+        changes = changes.on(call.q.device)
+        reads = score_tensors(changes.captured, changes.sinks)
+    its = call.block_table, call.lengths, call.q_starts, call.longest_q, longest
+    return plan.kernels.forward_paged(
+        *(call.q, call.k, call.v, factor, Requests(*its), tables, reads, call.out)
+    )
+
+
+def refuse_gradients(q: Any, k: Any, v: Any, score: Score | None) -> None:
+    """Raise Unsupported where anything would need a gradient."""
+    if not torch.is_grad_enabled():
+        return
+    read = () if score is None else (*score.captured, score.sink_logits)
+    if any(x is not None and x.requires_grad for x in (q, k, v, *read)):
+        raise Unsupported(
+            "no gradients reach what lies in pages: call under torch.no_grad(), or detach"
+        )
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How calls of one kind are computed."""
+
+    kernels: Kernels | None
+    """None: PyTorch computes."""
+    default_scale: float
+    checks_fit: bool
+    """Whether sizes may not fit the mask or the score, which only a call shows."""
+
+
+def _planned(key: Any, call: PagedCall, longest_kv: int, changes: Changes) -> _Plan:
+    return plans.by_call.get(key, lambda: _new_plan(call, longest_kv, changes))
+
+
+def _new_plan(call: PagedCall, longest_kv: int, changes: Changes) -> _Plan:
+    q = call.q
+    problem = AttentionProblem(
+        batch=call.requests,
+        num_heads_q=q.shape[1],
+        num_heads_kv=call.k.shape[1],
+        seqlen_q=call.longest_q,
+        seqlen_kv=longest_kv,
+        head_dim_qk=q.shape[3],
+        head_dim_v=call.v.shape[3],
+        dtype=DTYPES[q.dtype],  # type: ignore[arg-type]
+        mask=changes.kind.mask,
+        score=form_of(changes),
+        page=call.k.shape[2],
+        invariant=settings().batch_invariant,
+        latent=values_in_keys(call.k, call.v),
+    )
+    checks_fit = changes.score is not None or changes.kind.checks_lengths
+    scale = problem.head_dim_qk**-0.5
+    if q.device.type == "cpu" and not interpreter.is_active():
+        say_once(
+            "CPU tensors: computing with PyTorch; "
+            "set TRITON_INTERPRET=1 before Python starts to run the emitted kernels"
+        )
+        return _Plan(None, scale, checks_fit)
+    if q.device.type == "cpu":
+        interpreter.prepare()
+    key = problem.bucket, q.device, call.is_aligned, False
+    return _Plan(plans.by_problem.get(key, lambda: Kernels(*key)), scale, checks_fit)
+
+
+def _by_request(
+    call: PagedCall, changes: Changes, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) as PyTorch computes them, request after request, in fp32."""
+    from tilegen.check.reference import attention_reference
+
+    q, heads, page = call.q, call.q.shape[1], call.k.shape[2]
+    out = empty_like(q, call.v.shape[3]).zero_()
+    lse = torch.full((1, heads, q.shape[2]), float("-inf"), device=q.device)
+    starts, lengths = call.q_starts.tolist(), call.lengths.tolist()
+    for i, (first, end, length) in enumerate(zip(starts, starts[1:], lengths, strict=False)):
+        if first == end or not length:
+            continue
+        pages = call.block_table[i, : -(-length // page)].long()
+        k, v = (x[pages].transpose(0, 1).flatten(1, 2)[None, :, :length] for x in (call.k, call.v))
+        out[:, :, first:end], lse[:, :, first:end] = attention_reference(
+            *(x.float() for x in (q[:, :, first:end], k, v)),
+            mask=changes.given,
+            score=changes.score,
+            scale=scale,
+            entry=i,
+        )
+    return out, lse
