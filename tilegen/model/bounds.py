@@ -141,6 +141,25 @@ def floor_terms(what: Kernel | Direction) -> tuple[Term, ...]:
     )
 
 
+def inputs_once(kernel: Kernel) -> sp.Expr:
+    """Return the bytes of the inputs that matter to a kernel, each read once."""
+    return H_kv * total_bytes(one for one in floor_terms(kernel) if one.direction == "read")
+
+
+def bytes_of_inputs(problem: AttentionProblem, kernel: Kernel) -> int:
+    """Return the value of `inputs_once` for a problem."""
+    size = mask_size(problem.mask, problem.seqlen_q, problem.seqlen_kv)
+    heads = problem.batch * problem.num_heads_kv, problem.group_size
+    dims = problem.head_dim_qk, problem.head_dim_v, problem.element_bytes
+    return int(_inputs(kernel)(*heads, size.rows, size.columns, *dims))
+
+
+@cache
+def _inputs(kernel: Kernel) -> Callable[..., Any]:
+    symbols = [H_kv, g, n_q, n_kv, d_qk, d_v, e]
+    return sp.lambdify(symbols, inputs_once(kernel), modules="math")
+
+
 def lower_bound(what: Kernel | Direction) -> sp.Expr:
     """Return max(LB1, LB1G, LB2, floor) in words; for a kernel that reads or writes scores, or
     forms none, the floor alone."""
