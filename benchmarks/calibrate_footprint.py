@@ -30,7 +30,8 @@ from benchmarks.quantile_fit import quantile_fit
 from benchmarks.workloads import CATALOGUE, LARGE_FP32_DIMS, LARGE_HEAD_DIMS, SHAPES
 from tilegen.build.compiler import CompiledKernel
 from tilegen.build.workers import compile_many
-from tilegen.choose.ranking import all_configs, propose
+from tilegen.choose.configs import all_configs
+from tilegen.choose.ranking import propose
 from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.render import render, representative
 from tilegen.gpus.spec import gpu

@@ -22,7 +22,7 @@ from unittest import mock
 from benchmarks.workloads import catalogue
 from tilegen import gpu
 from tilegen.choose.families import kernels_of, ranked_families
-from tilegen.choose.ranking import propose
+from tilegen.choose.ranking import best_of, propose
 from tilegen.model import rates
 from tilegen.problem import AttentionProblem
 
@@ -67,6 +67,7 @@ def changed(problems: list[AttentionProblem], before: Choices) -> int:
 def forget() -> None:
     """Empty what the model remembers of earlier constants."""
     ranked_families.cache_clear()
+    best_of.cache_clear()
     for name, module in list(sys.modules.items()):
         if name.startswith("tilegen.model"):
             for one in vars(module).values():

@@ -175,6 +175,11 @@ CATALOGUE: tuple[Workload, ...] = (
         source="SigLIP so400m/14 at 384 pixels: 27 * 27 tokens, heads of 72",
     ),
     Workload(
+        name="sdxl-cross-1024",
+        problem=_parse("b1 hq10 hkv10 q4096 kv77 d64 bf16 full"),
+        source="SDXL's UNet at 1024 pixels: 10 heads of 64, 64 * 64 latents onto 77 tokens of text",
+    ),
+    Workload(
         name="wan-14b-480p",
         problem=_parse("b1 hq40 hkv40 q32760 kv32760 d128 bf16 full"),
         source="Wan 2.1 14B, 81 frames of 832 * 480: 21 * 30 * 52 tokens, 40 heads of 128",
@@ -190,6 +195,12 @@ CATALOGUE: tuple[Workload, ...] = (
         problem=_parse("b1 hq64 hkv8 q256 kv131072 d128 bf16 causal(bottom_right)"),
         source="Llama 3 70B on one GPU, last 256 tokens of 128k",
         directions=SERVED,
+    ),
+    Workload(
+        name="suffix-q256-kv32k",
+        problem=_parse("b1 hq8 hkv1 q256 kv32768 d128 bf16 causal(bottom_right)"),
+        source="Llama 3 70B on one of eight tensor-parallel ranks, fine-tuned on the last 256 "
+        "tokens behind a cached prefix of 32k",
     ),
     Workload(
         name="packed-documents-32k",

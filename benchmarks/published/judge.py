@@ -10,8 +10,9 @@ from functools import lru_cache
 from benchmarks.arithmetic import ideal_seconds
 from benchmarks.published.records import Point, Sweep, Winners
 from benchmarks.tuner_quality import spearman
+from tilegen.choose.configs import all_configs
 from tilegen.choose.families import kernels_of
-from tilegen.choose.ranking import all_configs, estimate, propose, seconds_as_compiled
+from tilegen.choose.ranking import estimate, propose, seconds_as_compiled
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import GpuSpec, gpu
 from tilegen.kernels.config import Kernel, TileConfig

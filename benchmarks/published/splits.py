@@ -17,7 +17,8 @@ from pathlib import Path
 from benchmarks.published.fit import scaled
 from benchmarks.published.judge import SweepVerdict, judge_sweep
 from benchmarks.published.records import Built, Sweep, csv_rows
-from tilegen.choose.ranking import all_configs, estimate, propose, seconds_as_compiled
+from tilegen.choose.configs import all_configs
+from tilegen.choose.ranking import estimate, propose, seconds_as_compiled
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.split_kv import FWD_SPLIT

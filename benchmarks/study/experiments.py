@@ -12,12 +12,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain, zip_longest
 
+from benchmarks.study.tiles import FAMILIES
 from tilegen.choose.ranking import propose
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import GpuSpec, with_fast_memory
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import SCORE_WIDTH, rows_for
-from tilegen.kernels.registry import BACKWARD, FAMILIES, FORWARD
+from tilegen.kernels.registry import BACKWARD, FORWARD
 from tilegen.kernels.spec import Direction
 from tilegen.model.dram import levels
 from tilegen.model.traffic import Traffic, traffic

@@ -14,9 +14,10 @@ from typing import Any
 
 import sympy as sp
 
+from tilegen.kernels import registry
 from tilegen.kernels.config import BLOCK_SIZES, Family, Kernel, TileConfig
 from tilegen.kernels.panels import SCORE_WIDTH
-from tilegen.kernels.registry import BACKWARD, FORWARD, KERNELS
+from tilegen.kernels.registry import KERNELS
 from tilegen.kernels.spec import Direction, FamilySpec
 from tilegen.model.symbols import B_c, B_d, B_e, B_k, B_p, B_r, alpha, d_qk, d_v, n
 from tilegen.model.traffic import ACCUMULATOR_BYTES, traffic
@@ -25,12 +26,11 @@ from tilegen.theory.schedules import SCHEDULES, Held
 from tilegen.theory.schedules.record import weight
 
 FAMILIES: dict[Direction, dict[Family, FamilySpec]] = {
-    "forward": {
-        name: one for name, one in FORWARD.items() if not any(k.splits for k in one.kernels)
-    },
-    "backward": BACKWARD,
+    direction: {name: one for name, one in its.items() if not any(k.splits for k in one.kernels)}
+    for direction, its in registry.FAMILIES.items()
 }
-"""The families that a schedule of theory/ describes: not those that split keys over programs."""
+"""The families that a schedule of theory/ describes: not those that split
+what streams over programs."""
 LARGE_CACHE: dict[Direction, Family] = {"forward": "q_stationary", "backward": "two_pass"}
 DTYPES = {4: "fp32", 2: "fp16"}
 """What kernels are counted in, by the bytes of an element."""

@@ -212,6 +212,40 @@ MUTATIONS = [
     Mutation("lse-in-base-2-combine", "fwd_combine", "* LN_2)", "* 1.0)"),
     Mutation("no-normalisation-combine", "fwd_combine", "acc / l_safe", "acc"),
     Mutation("unwritten-splits-read", "fwd_combine", "0.0, tl.exp2(lse - m_safe)", "1.0, 1.0"),
+    # What streams past a backward split over programs.
+    *(
+        Mutation(f"{name}-{kernel}", kernel, old, new)
+        for kernel in ("bwd_dkdv_split", "bwd_dq_split")
+        for name, old, new in (
+            ("a-tile-less-in-a-split", "part_hi = part_lo + ", "part_hi = part_lo - 1 + "),
+            ("splits-overlap", "part_lo = split * ", "part_lo = tl.maximum(split, 1) * "),
+            ("row-of-another-split", "num_splits + split)", "num_splits)"),
+            ("empty-splits-count", "part_offs * 0.0, mask", "part_offs * 0.0 + 1.0, mask"),
+            ("no-split-counts", "part_offs * 0.0 + 1.0", "part_offs * 0.0"),
+            ("scale-forgotten", " * softmax_scale\n    part_at", "\n    part_at"),
+        )
+    ),
+    Mutation("other-split-of-queries", "bwd_dkdv_split", "num_tiles % num_splits", "num_tiles % 2"),
+    Mutation(
+        "other-head-of-the-group",
+        "bwd_dq_split",
+        "num_tiles % GROUP_SIZE\n",
+        "num_tiles % GROUP_SIZE * 0\n",
+    ),
+    Mutation("wrong-group", "bwd_dq_split", "head = group * GROUP_SIZE", "head = group * 1"),
+    Mutation("dv-for-dk", "bwd_dkdv_split", "partial_dv_ptr + part_at", "partial_dk_ptr + part_at"),
+    *(
+        Mutation(f"{name}-{kernel}", kernel, old, new)
+        for kernel in ("bwd_dkdv_sum", "bwd_dq_sum")
+        for name, old, new in (
+            ("a-split-less", "split < num_splits", "split < num_splits - 1"),
+            ("the-first-splits-only", "range(0, num_splits, BLOCK_N)", "range(0, 1, BLOCK_N)"),
+            ("last-of-the-splits", " += tl.sum(", " = tl.sum("),
+            ("unwritten-splits-added", "other=0.0) != 0.0", "other=0.0) > -1.0"),
+            ("rows-of-a-tile-mixed", "offs % BLOCK_M", "offs % BLOCK_M * 0"),
+        )
+    ),
+    Mutation("sums-swapped", "bwd_dkdv_sum", "tl.load(partial_dv_ptr", "tl.load(partial_dk_ptr"),
 ]
 
 CHANGED = [

@@ -73,6 +73,8 @@ def _kernels(problem: AttentionProblem, broken: Kernel) -> dict[Kernel, Rendered
         configs = sliced.FORWARD if broken in sliced.FORWARD else sliced.SMALL_CACHE
     elif broken in splits.NAMES:
         configs = splits.splits(problem, rows=16, block_n=16, keys=16)
+    elif broken in splits.ALL:
+        configs = splits.backward("split_backward", length=16)
     else:
         configs: Mapping[Kernel, TileConfig] = dict.fromkeys(LARGE_CACHE, CONFIG)
         configs = {"fwd": CONFIG} if broken == "fwd" else configs
@@ -85,7 +87,9 @@ def _inputs(problem: AttentionProblem, sigma: float) -> Inputs:
     return make_inputs(problem, sigma=sigma, heads_inside=True)
 
 
-@pytest.mark.parametrize("kernel", ["bwd_dq", "bwd_rows", "fwd_streamed", "fwd_split"])
+@pytest.mark.parametrize(
+    "kernel", ["bwd_dq", "bwd_rows", "fwd_streamed", "fwd_split", "bwd_dq_split"]
+)
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_unbroken_kernels_pass(case: int, kernel: Kernel) -> None:
     problem, sigma = _cases(kernel)[case]

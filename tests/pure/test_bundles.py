@@ -276,7 +276,7 @@ print(*sorted({"triton", "jinja2", "sympy", "optuna"} & set(sys.modules)))
 
 def test_serving_loads_no_compiler_no_templates_and_no_algebra(folder: Path) -> None:
     said = warm.output(SERVE, str(folder))
-    assert said.splitlines() == ["fwd bwd_preprocess bwd_dq bwd_dkdv", ""]
+    assert said.splitlines() == ["fwd bwd_preprocess bwd_dq bwd_dkdv_split bwd_dkdv_sum", ""]
 
 
 def test_calls_go_back_to_the_usual_way_when_it_is_unloaded(folder: Path) -> None:

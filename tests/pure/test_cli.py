@@ -16,6 +16,7 @@ import tilegen
 from tilegen import pipeline
 from tilegen.check import interpreter
 from tilegen.check.verification import Check
+from tilegen.choose.families import kernels_of
 from tilegen.choose.ranking import search_space
 from tilegen.cli import main
 from tilegen.cli.demo import Demo
@@ -116,7 +117,9 @@ def test_explain_says_why() -> None:
     for what in ("because", "V_kv*d_qk*g", "bound", "next best", "with other fast memory", "waves"):
         assert what in text
     explained = json.loads(run("explain", PROBLEM, "--gpu", "a100", "--json"))
-    assert [one["kernel"] for one in explained] == ["fwd", "bwd_preprocess", "bwd_dkdv", "bwd_dq"]
+    kernels = kernels_of(AttentionProblem.parse(PROBLEM), gpu("a100"))
+    assert [one["kernel"] for one in explained] == list(kernels)
+    assert {"fwd", "bwd_preprocess"} < set(kernels)
     assert all(one["bound"]["ratio"] >= 1 for one in explained)
     assert all(one["traffic"]["write_bytes"] > 0 for one in explained)
 

@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 
+from tests import splits
 from tilegen.choose import families
 from tilegen.choose.families import CLEARLY_FASTER, family, kernels_of, ranked_families
 from tilegen.errors import Unsupported
@@ -39,14 +40,14 @@ def test_large_head_dims_go_through_panels() -> None:
     assert family(layer(448), H200, "backward") == "small_cache"
 
 
-def test_a_backward_of_few_wide_heads_goes_through_panels() -> None:
-    """At head dim 256 one key-value head has 32 programs for dK and dV, and 132 SMs; sixteen have
-    enough, and are not turned by what the model may err."""
+def test_a_backward_of_few_wide_heads_does_not_leave_sms_idle() -> None:
+    """At head dim 256 one key-value head has 32 programs for dK and dV, and 132 SMs, unless queries
+    are split over more; sixteen have enough, and are not turned by what the model may err."""
     few, many = (
         AttentionProblem.parse(f"b1 hq48 hkv{heads} q2048 kv2048 d256 bf16 causal")
         for heads in (1, 16)
     )
-    assert family(few, H200, "backward") == "small_cache"
+    assert family(few, H200, "backward") == "split_dkdv"
     assert family(many, H200, "backward") == "two_pass"
     assert family(few, H200, "forward") == "q_stationary"
     for problem, expected in ((few, True), (many, False)):
@@ -149,7 +150,7 @@ def test_memory_of_panels_is_linear_in_the_length() -> None:
 
 def test_configs_belong_to_a_kind_of_kernel() -> None:
     whole = TileConfig(block_m=64, block_n=64)
-    others = ("fwd_split", "fwd_paged", "fwd_combine")  # see test_split_kv.py
+    others = splits.ALL  # see test_split_kv.py and test_split_backward.py
     for kernel in (one for one in KERNELS if one not in others):
         if KERNELS[kernel].sliced:
             with pytest.raises(Unsupported, match=f"block_d of {kernel} must be one of"):

@@ -9,8 +9,9 @@ import torch
 
 import tilegen
 from tests.conftest import CheckGolden
+from tilegen.choose.configs import all_configs
 from tilegen.choose.families import family, kernels_of, passes_of
-from tilegen.choose.ranking import all_configs, estimate, propose
+from tilegen.choose.ranking import estimate, propose
 from tilegen.emit.render import render
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import gpu

@@ -117,14 +117,15 @@ def test_records_are_read_once_and_of_other_families_only_if_they_can_win(
 
 
 def test_a_record_of_a_large_cache_problem_is_found_without_the_model(tmp_path: Path) -> None:
+    problem = replace(LARGE, batch=64)  # as many programs as leave no SM idle
     for kernel in ("fwd", "bwd_preprocess", "bwd_dkdv", "bwd_dq"):
-        measured(LARGE, kernel, 100.0)
+        measured(problem, kernel, 100.0)
     code = (
         "import sys\n"
         "from tilegen import pipeline\n"
         "from tilegen.gpus.spec import gpu\n"
         "from tilegen.problem import AttentionProblem\n"
-        f"chosen = pipeline.choose(AttentionProblem.parse({LARGE.key!r}), gpu('h200'))\n"
+        f"chosen = pipeline.choose(AttentionProblem.parse({problem.key!r}), gpu('h200'))\n"
         "print({one.ranked.origin for one in chosen.values()})\n"
         "print(sorted({'sympy', 'optuna', 'jinja2', 'triton'} & set(sys.modules)))\n"
     )

@@ -11,7 +11,8 @@ import pytest
 
 from tests import warm
 from tilegen.choose import ranking
-from tilegen.choose.ranking import all_configs, estimate, propose, search_space
+from tilegen.choose.configs import all_configs
+from tilegen.choose.ranking import estimate, propose, search_space
 from tilegen.disk import say_once
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import GpuSpec, catalogue, gpu

@@ -17,7 +17,6 @@ from tilegen.sympy_lock import one_at_a_time
 if TYPE_CHECKING:
     from tilegen.choose.known import Known
     from tilegen.gpus.spec import GpuSpec
-    from tilegen.model.estimate import Candidate
 
 LARGE = 2.0
 """M / d^2 from which FlashAttention's schedules move least by a margin: the traffic of the
@@ -128,15 +127,18 @@ def _room(problem: AttentionProblem, gpu: GpuSpec) -> float:
 def why_not_ranked(spec: FamilySpec, problem: AttentionProblem, gpu: GpuSpec) -> str:
     """Return why a family is not worth ranking, by what its record says of where it can win; empty
     if it is. What batch-invariant problems take does not hang on sizes."""
-    if problem.invariant:
+    if problem.invariant and spec.direction == "forward":
         return ""
     if spec.large_heads_only and (room := _room(problem, gpu)) >= CLEARLY_LARGE:
         return f"M is {room:.1f} d^2, and from {CLEARLY_LARGE:g} d^2 on others move clearly less"
-    rows = problem.seqlen_q * problem.group_size
-    tiles = problem.batch * problem.num_heads_kv * -(-rows // TALL)
-    shares = problem.group_size > 1 and problem.seqlen_q < FEW_ROWS
-    if spec.few_programs_only and tiles >= FEW_WAVES * gpu.num_sms and not shares:
-        return f"{tiles} tiles of {TALL} rows keep {gpu.num_sms} SMs busy"
+    for one in spec.kernels if spec.few_programs_only else ():
+        rows = problem.seqlen_q * problem.group_size
+        if one.stays == "columns":
+            rows = problem.seqlen_kv
+        tiles = problem.batch * problem.num_heads_kv * -(-rows // TALL)
+        shares = one.packs and problem.group_size > 1 and problem.seqlen_q < FEW_ROWS
+        if one.splits and tiles >= FEW_WAVES * gpu.num_sms and not shares:
+            return f"{tiles} tiles of {TALL} rows keep {gpu.num_sms} SMs busy"
     return ""
 
 
@@ -149,7 +151,7 @@ def ranked_families(
     Those whose kernels spill more than a usable kernel may come last. Raises Unsupported where none
     fits.
     """
-    from tilegen.choose.ranking import propose, spills_much  # which load SymPy
+    from tilegen.choose.ranking import best_of, spills_much  # which load SymPy
 
     found: list[tuple[bool, float, Family]] = []
     trouble: list[str] = []
@@ -160,9 +162,7 @@ def ranked_families(
             trouble.append(reason)
             continue
         try:
-            best: list[Candidate] = [
-                propose(problem, gpu, kernel=kernel, top=1)[0] for kernel in spec.names
-            ]
+            best = [best_of(problem, gpu, kernel) for kernel in spec.names]
         except Unsupported as error:
             trouble.append(str(error))
             continue

@@ -8,17 +8,16 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from tilegen.choose.configs import legal_configs
 from tilegen.choose.reason import reason_of
 from tilegen.disk import say_once
-from tilegen.emit.identity import rows_are_aligned
 from tilegen.errors import Unsupported
 from tilegen.gpus.nearest import on_tensor_cores
 from tilegen.gpus.spec import GpuSpec
-from tilegen.kernels.config import BLOCK_SIZES, Kernel, TileConfig
-from tilegen.kernels.descriptors import why_not_described, without
-from tilegen.kernels.registry import KERNELS
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.descriptors import without
+from tilegen.kernels.registry import KERNELS, family_with
 from tilegen.kernels.split_kv import FWD_SPLIT
-from tilegen.masks.grouping import heads_of_tiles
 from tilegen.model.as_compiled import clocks_as_compiled
 from tilegen.model.bounds import lower_bound_bytes
 from tilegen.model.estimate import Candidate, CostEstimate
@@ -57,6 +56,12 @@ def propose(
     if isinstance(top, bool) or not isinstance(top, int) or top < 1:
         raise Unsupported(f"top must be an int of at least 1, got {top!r}")
     return _best(_Model(problem.normal(), gpu, kernel, describable), top, spilling=True)
+
+
+@lru_cache(maxsize=1024)
+def best_of(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> Candidate:
+    """Return the first candidate of `propose`. Raises Unsupported."""
+    return propose(problem, gpu, kernel=kernel, top=1)[0]
 
 
 @one_at_a_time
@@ -173,6 +178,7 @@ class _Model:
         self, problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, describable: bool = True
     ) -> None:
         self.problem, self.gpu = problem, gpu
+        self._joined = joined_splits(problem, gpu, kernel)
         self.kernel: Kernel = kernel
         self._configs = legal_configs(problem, gpu, kernel, describable=describable)
         self._alike = _without_lengths(problem)
@@ -258,12 +264,23 @@ class _Model:
             rows = None
             if KERNELS[self.kernel].sliced:
                 rows = rows_of_panels(self.problem, self.gpu, self.kernel)
-            moved = traffic(self.problem, config, self.kernel, panel_rows=rows)
+            of = self.problem, config, self.kernel
+            moved = traffic(*of, panel_rows=rows, before=self._joined)
             sides = config.block_m, config.block_n
-            counts = visits(self.problem, *sides, self.kernel, split_kv=config.split_kv)
+            split = (self._joined or config).split_kv
+            counts = visits(self.problem, *sides, self.kernel, split_kv=split)
             least = least_seconds(self.gpu, moved, self.kernel)
             found = self._by_tile[tile] = moved, counts, least
         return found
+
+
+def joined_splits(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> TileConfig | None:
+    """Return the model's config of the kernel whose splits a kernel joins, None for kernels that
+    join none. Raises Unsupported."""
+    if not KERNELS[kernel].joins:
+        return None
+    names = family_with(kernel, problem).names
+    return best_of(problem, gpu, names[names.index(kernel) - 1]).config
 
 
 def _ranked(times: list[Timed]) -> list[Timed]:
@@ -276,62 +293,6 @@ def _ranked(times: list[Timed]) -> list[Timed]:
 def spills_much(problem: AttentionProblem, gpu: GpuSpec, candidate: Candidate) -> bool:
     """True for a candidate that surely spills more registers than a usable kernel may."""
     return footprint(problem, candidate.config, candidate.kernel, gpu.arch).spills_much
-
-
-def legal_configs(
-    problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, *, describable: bool = True
-) -> list[TileConfig]:
-    """Return the same, and those with tensor descriptors where there can be any."""
-    plain = all_configs(problem, kernel)
-    aligned = describable and rows_are_aligned(problem)
-    if why_not_described(KERNELS[kernel], problem.dtype, aligned=aligned, arch=gpu.arch):
-        return plain
-    return [replace(one, descriptors=way) for one in plain for way in (False, True)]
-
-
-def all_configs(problem: AttentionProblem, kernel: Kernel) -> list[TileConfig]:
-    """Return every tile shape that is not larger than the problem, in a fixed order, loaded by
-    addresses."""
-    columns = _rounded(problem.seqlen_kv), problem.seqlen_kv
-    return [
-        one
-        for heads in (heads_of_tiles(problem) if KERNELS[kernel].splits else (1,))
-        for one in _configs(_rounded(problem.seqlen_q * heads), *columns, heads, kernel)
-    ]
-
-
-@lru_cache(maxsize=256)
-def _configs(
-    max_rows: int, max_columns: int, seqlen_kv: int, heads: int, kernel: Kernel
-) -> tuple[TileConfig, ...]:
-    knobs = KERNELS[kernel].knobs
-    # A tile larger than the problem is better than none.
-    least = max(knobs.block_m[0], heads)
-    rows = [block for block in knobs.block_m if least <= block <= max(max_rows, least)]
-    splits = [split for split in knobs.split_kv if split < 2 * seqlen_kv or not split]
-    columns = [block for block in knobs.block_n if block <= max(max_columns, knobs.block_n[0])]
-    return tuple(
-        TileConfig(
-            block_m=block_m // heads,
-            block_n=block_n,
-            block_d=block_d,
-            num_warps=num_warps,
-            num_stages=num_stages,
-            heads=heads,
-            split_kv=split_kv,
-        )
-        for block_m in rows
-        for block_n in columns
-        for block_d in knobs.block_d
-        for split_kv in splits or knobs.split_kv[:1]
-        for num_warps in knobs.num_warps
-        for num_stages in knobs.num_stages
-    )
-
-
-def _rounded(length: int) -> int:
-    """Return the largest block that a length can use; the same for all long ones."""
-    return min(max(BLOCK_SIZES[0], 1 << (length - 1).bit_length()), BLOCK_SIZES[-1])
 
 
 def _footprints(

@@ -31,7 +31,7 @@ from tilegen.kernels.config import Kernel, TileConfig, head_dim_chunks
 from tilegen.kernels.descriptors import why_not_described
 from tilegen.kernels.launch_order import heavy_end, rows_together
 from tilegen.kernels.registry import KERNELS, check_config, tile_heads
-from tilegen.kernels.spec import KernelSpec
+from tilegen.kernels.spec import WIDTHS, KernelSpec
 from tilegen.masks.extras import extras
 from tilegen.masks.grouping import heads_of_tiles
 from tilegen.masks.score_source import ScoreSource, score_source
@@ -84,7 +84,7 @@ def render(
     compiler cannot solve.
     """
     check_config(config, kernel)
-    if KERNELS[kernel].splits and config.heads not in (1, *heads_of_tiles(problem)):
+    if KERNELS[kernel].packs and config.heads not in (1, *heads_of_tiles(problem)):
         allowed = " or ".join(f"h{one}" for one in heads_of_tiles(problem))
         raise Unsupported(
             f"expected {allowed} or no h in {config.key}: a tile holds heads of a group of "
@@ -182,6 +182,7 @@ def _context(
         "paged": spec.pages,
         "values_in_keys": in_keys,
         "tile_heads": tile_heads(config, problem.group_size),
+        "stays": side,
         "in_part": _in_part(spec),
     }
 
@@ -202,7 +203,7 @@ def _header(
     tile = f"block_m={config.block_m} block_n={config.block_n}"
     tile += f" block_d={config.block_d}" if config.block_d else ""
     tile += f" heads={config.heads}" if config.heads > 1 else ""
-    tile += f" split_kv={config.split_kv}" if config.split_kv else ""
+    tile += f" {_split_name(KERNELS[kernel])}={config.split_kv}" if config.split_kv else ""
     options = f"num_warps={config.num_warps} num_stages={config.num_stages}"
     options += " descriptors" if config.descriptors else ""
     return f'''"""{KERNELS[kernel].title}
@@ -223,7 +224,9 @@ def _function_name(problem: AttentionProblem, config: TileConfig, kernel: Kernel
         "" if problem.head_dim_qk == problem.head_dim_v else f"v{problem.head_dim_v}"
     )
     if not KERNELS[kernel].masked:
-        return f"attention_{kernel}_d{problem.head_dim_v}_m{config.block_m}"
+        only_values = all(WIDTHS.get(one, "v") == "v" for one in KERNELS[kernel].given)
+        dims = f"d{problem.head_dim_v}" if only_values else dims
+        return f"attention_{kernel}_{dims}_m{config.block_m}"
     mask = re.sub(r"[^a-z0-9]+", "_", problem.mask.notation.replace("-1", "inf")).strip("_")
     mask = mask[:MAX_NAME].rstrip("_")
     tile = config.key.partition("w")[0] + ("t" if config.descriptors else "")
@@ -260,6 +263,11 @@ def _slices(limit: str, head_dim: int, config: TileConfig) -> Slices:
         and_exists=" & d_exists[None, :]" if padded else "",
         only_exists=", mask=d_exists[None, :], other=0.0" if padded else "",
     )
+
+
+def _split_name(spec: KernelSpec) -> str:
+    """Return what a kernel calls the rows of a split."""
+    return "split_q" if spec.stays == "columns" else "split_kv"
 
 
 def _in_part(spec: KernelSpec) -> bool:

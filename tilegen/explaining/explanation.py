@@ -9,7 +9,7 @@ from dataclasses import asdict, replace
 from fractions import Fraction
 from typing import Any
 
-from tilegen.choose.ranking import SMEM_DOUBT, estimate, propose
+from tilegen.choose.ranking import SMEM_DOUBT, estimate, joined_splits, propose
 from tilegen.emit.identity import rows_are_aligned
 from tilegen.errors import Unsupported
 from tilegen.explaining.formulas import (
@@ -99,7 +99,8 @@ def explain(
     cost = chosen.estimate
     counts = visits(problem, chosen.config.block_m, chosen.config.block_n, kernel)
     direction = direction_of(kernel)
-    values = kernel_values(problem, gpu, kernel, chosen.config, counts)
+    joined = joined_splits(problem, gpu, kernel)
+    values = kernel_values(problem, gpu, kernel, chosen.config, counts, joined)
     moved = terms_of(kernel, values_in_keys=KERNELS[kernel].values_in_keys(problem))
     both_ways = H_kv * total_bytes(moved)
     bound = bound_of(problem, gpu, kernel)
@@ -130,7 +131,7 @@ def explain(
             ],
             "bytes": formula("bytes", both_ways),
             "values": named(values, [both_ways]),
-            "seed_bytes": state_bytes(problem, kernel, counts),
+            "seed_bytes": state_bytes(problem, chosen.config, kernel, counts),
             "table_bytes": table_bytes(problem, chosen.config, kernel, counts),
             "read_bytes": cost.read_bytes,
             "write_bytes": cost.write_bytes,
@@ -166,16 +167,19 @@ def explain(
 
 
 def _splits(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, config: TileConfig) -> str:
-    """Return how keys are split over programs; empty for kernels that split none."""
+    """Return how what streams is split over programs; empty for kernels that split nothing."""
     if not KERNELS[kernel].splits:
         return ""
     found = splits_of(problem, config, kernel)
     tiles = problem.batch * problem.num_heads_kv * found.tiles_of_group
     heads = tile_heads(config, problem.group_size)
     held = f"{heads} heads" if heads > 1 else "1 head"
+    split, whose = "keys", f"in tiles of {config.block_m} queries of {held}"
+    if KERNELS[kernel].stays == "columns":
+        split, whose = "queries", f"for tiles of {config.block_n} keys"
     return (
-        f"{found.count} of {config.split_kv} keys, in tiles of {config.block_m} queries of {held}: "
-        f"{int(tiles * found.programs)} programs that find keys to visit, for {gpu.num_sms} SMs"
+        f"{found.count} of {config.split_kv} {split}, {whose}: {int(tiles * found.programs)} "
+        f"programs that find {split} to visit, for {gpu.num_sms} SMs"
     )
 
 

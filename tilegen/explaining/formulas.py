@@ -14,7 +14,7 @@ from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import SCORE_WIDTH, panels_per_group
 from tilegen.kernels.registry import KERNELS
-from tilegen.model.bounds import bound_values
+from tilegen.model.bounds import bound_values, inputs_once
 from tilegen.model.dram import Levels, Order, sweeps
 from tilegen.model.launches import rows_of_panels
 from tilegen.model.symbols import (
@@ -29,9 +29,6 @@ from tilegen.model.symbols import (
     V_q,
     W_q,
     W_s,
-    d_qk,
-    d_v,
-    e,
     g,
     g_t,
     h_t,
@@ -105,8 +102,7 @@ def dram_bytes(kernel: Kernel, values_in_keys: bool) -> sp.Expr:
     if KERNELS[kernel].splits:  # inputs move once, as long as they cross to the SMs
         written = H_kv * total_bytes(one for one in moved if one.direction == "write")
         reads = H_kv * total_bytes(one for one in moved if one.direction == "read")
-        of_key = d_qk if values_in_keys else d_qk + d_v
-        once = H_kv * e * (g * n_q * d_qk + n_kv * of_key)
+        once = inputs_once(kernel, values_in_keys=values_in_keys)
         return sp.factor(written) + sp.Min(sp.factor(reads), once)
     kept = H_kv * total_bytes(term for term in moved if not term.words.has(V_kv, V_q))
     crossing = H_kv * total_bytes(term for term in moved if term.words.has(V_kv, V_q))
@@ -117,14 +113,19 @@ def dram_bytes(kernel: Kernel, values_in_keys: bool) -> sp.Expr:
 
 
 def kernel_values(
-    problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, config: TileConfig, counts: Visits
+    problem: AttentionProblem,
+    gpu: GpuSpec,
+    kernel: Kernel,
+    config: TileConfig,
+    counts: Visits,
+    before: TileConfig | None = None,
 ) -> Values:
-    """Return what the symbols of a kernel's traffic and bounds are."""
+    """Return what the symbols of a kernel's traffic and bounds are; `before` is as in `traffic`."""
     rows = problem.batch * problem.num_heads_q * problem.seqlen_q
     if KERNELS[kernel].sliced:
         rows = rows_of_panels(problem, gpu, kernel)
     width = config.block_n if "maxima" in KERNELS[kernel].made else SCORE_WIDTH
-    splits = splits_of(problem, config, kernel)
+    splits = splits_of(problem, config, kernel, before)
     return bound_values(problem, gpu) | {
         V_kv: counts.rows,
         V_q: counts.rows,

@@ -18,7 +18,10 @@ tiles; a stride, in the kernel's unit; a size; a size in that unit; the number i
 log2(e); a truth value as an int. Scratch pointers, which kernels here do not use, hold nothing."""
 
 FP32_TENSORS = frozenset(
-    ("lse", "delta", "maxima", "sums", "acc", "sinks", "partials", "partial_lse")
+    (
+        *("lse", "delta", "maxima", "sums", "acc", "sinks", "partials", "partial_lse"),
+        *("partial_dq", "partial_dk", "partial_dv", "has_dq", "has_dkdv"),
+    )
 )
 """Tensors of fp32, whatever the dtype of a problem."""
 PANELS = frozenset(("weights", "ds", "panel"))
@@ -28,18 +31,18 @@ COLUMN_TENSORS = frozenset(("k", "v", "dk", "dv", "grad"))
 _STRIDE_NAMES = {"out": "o", "dout": "do", "grad": "g", **dict.fromkeys(PANELS, "w")}
 """Names in strides, where they are not those of the tensors."""
 _SIZES: dict[str, tuple[str, int]] = {
-    "batch": ("q out dq y", 0),
+    "batch": ("q out dq y dk", 0),
     "num_heads_q": ("q out dq y", 1),
     "seqlen_q": ("q out dq y", 2),
-    "num_heads_kv": ("k v grad", 1),
-    "seqlen_kv": ("k v grad", 2),
+    "num_heads_kv": ("k v grad dk", 1),
+    "seqlen_kv": ("k v grad dk", 2),
     "head_dim": ("grad", 3),
     "head_dim_qk": ("k", 3),
     "head_dim_v": ("v", 3),
     "num_heads": ("weights ds panel", 0),
     "num_rows": ("weights ds panel", 1),
     "score_tiles": ("maxima", 1),
-    "num_splits": ("partial_lse", 2),
+    "num_splits": ("partial_lse has_dq has_dkdv", 2),
     "total_q": ("q", 2),
 }
 """Where a size is read: the first of these tensors that a kernel has, and the dimension."""

@@ -18,7 +18,8 @@ Dim = Literal["qk", "v"]
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 FEW_ROWS = (1, 2, 4, 8)
-"""Query rows of tiles that hold those of several heads, or one row."""
+"""Query rows of tiles that hold those of several heads; rows, and splits, of kernels that join the
+results of splits."""
 NUM_WARPS = (4, 8)
 NUM_STAGES = (1, 2, 3, 4)
 HEADS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -35,7 +36,8 @@ class TileConfig:
     block_m: int
     """Query rows per tile."""
     block_n: int
-    """Key-value rows per tile; the preprocess kernel has none and keeps it at 16."""
+    """Key-value rows per tile; the preprocess kernel has none and keeps it at 16. Splits per step,
+    where their results are joined."""
     num_warps: int = 4
     """Warps per program, Triton's option."""
     num_stages: int = 2
@@ -47,12 +49,13 @@ class TileConfig:
     heads: int = 1
     """Query heads of a group whose rows make up a tile together, rounded up to a power of two."""
     split_kv: int = 0
-    """Key-value rows of a split, which has programs of its own; 0: programs go through all."""
+    """Rows of a split of what streams, which has programs of its own: key-value rows, or where
+    those stay, query rows; 0: programs go through all."""
 
     def __post_init__(self) -> None:
         for name, allowed in (
             ("block_m", (*FEW_ROWS, *BLOCK_SIZES)),
-            ("block_n", BLOCK_SIZES),
+            ("block_n", (*FEW_ROWS, *BLOCK_SIZES)),
             ("block_d", (0, *BLOCK_SIZES)),
             ("heads", HEADS),
             ("split_kv", (0, *SPLITS)),
@@ -92,7 +95,7 @@ class TileConfig:
     @property
     def key(self) -> str:
         """Short text, `m128n64w8s3`, `m128n64d32w8s3`, `m128n64w8s3t` with tensor descriptors, or
-        `m2h8n64k1024w4s3` with 8 heads a tile and 1024 keys a split; `TileConfig.parse(config.key)
+        `m2h8n64k1024w4s3` with 8 heads a tile and 1024 rows a split; `TileConfig.parse(config.key)
         == config`."""
         packed = f"h{self.heads}" if self.heads > 1 else ""
         slice_ = f"d{self.block_d}" if self.block_d else ""

@@ -15,9 +15,17 @@ LIKE = {"out": ("q", "v"), "dq": ("q", "q"), "dk": ("k", "k"), "dv": ("v", "v")}
 """Results laid out like a tensor, and the tensor whose head dim they have."""
 OF_ROWS = {"lse": "q", "delta": "out"}
 """Results of an fp32 number for each row of a tensor."""
-OF_SPLITS = {"partials": ("v",), "partial_lse": ()}
-"""Results in fp32 for each row of q and each split of the keys, and the tensor whose head dim they
-have."""
+OF_SPLITS = {
+    "partials": ("q", "k", "v"),
+    "partial_lse": ("q", "k"),
+    "partial_dq": ("q", "k", "q"),
+    "has_dq": ("q", "k"),
+    "partial_dk": ("k", "q", "k"),
+    "partial_dv": ("k", "q", "v"),
+    "has_dkdv": ("k", "q"),
+}
+"""Results in fp32 for each row of a tensor and each split of another one's rows, and a tensor whose
+head dim they have."""
 
 
 def empty_like(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
@@ -38,7 +46,7 @@ def allocate(name: str, given: Mapping[str, Any], unit: int, keys: int) -> torch
     """Return an uninitialised tensor for a result of a launch.
 
     `given` is what the launch takes, by name; `unit` the elements that strides are counted by, to
-    which rows of a panel are padded; `keys` those of a score tile, or of a split.
+    which rows of a panel are padded; `keys` those of a score tile, or the rows of a split.
     """
     import torch
 
@@ -50,9 +58,11 @@ def allocate(name: str, given: Mapping[str, Any], unit: int, keys: int) -> torch
         return torch.empty(like.shape[:3], device=like.device, dtype=torch.float32)
     q, seqlen_kv = given["q"], given["k"].shape[2]
     if name in OF_SPLITS:
-        batch, heads, rows, _ = q.shape
-        width = [given[one].shape[3] for one in OF_SPLITS[name]]
-        shape = batch, heads, -(-given.get("longest_kv", seqlen_kv) // keys), rows, *width
+        stays, passes, *of = OF_SPLITS[name]
+        batch, heads, rows, _ = given[stays].shape
+        width = [given[one].shape[3] for one in of]
+        splits = -(-given.get("longest_kv", given[passes].shape[2]) // keys)
+        shape = batch, heads, splits, rows, *width
         return torch.empty(shape, device=q.device, dtype=torch.float32)
     heads, rows = given["num_heads"], given["num_rows"]
     if name in PANELS:

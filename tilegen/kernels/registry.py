@@ -13,6 +13,7 @@ from tilegen.kernels.q_stationary import Q_STATIONARY
 from tilegen.kernels.q_streamed import Q_STREAMED
 from tilegen.kernels.small_cache import SMALL_CACHE_BACKWARD, SMALL_CACHE_FORWARD
 from tilegen.kernels.spec import Direction, FamilySpec, KernelSpec
+from tilegen.kernels.split_backward import SPLIT_BACKWARD, SPLIT_DKDV, SPLIT_DQ
 from tilegen.kernels.split_kv import PAGED, SPLIT_KV
 from tilegen.kernels.two_pass import TWO_PASS
 
@@ -27,7 +28,7 @@ KERNELS: dict[Kernel, KernelSpec] = {}
 
 _ALL = (
     *(Q_STATIONARY, SPLIT_KV, PAGED, Q_STREAMED, SMALL_CACHE_FORWARD),
-    *(TWO_PASS, SMALL_CACHE_BACKWARD),
+    *(TWO_PASS, SPLIT_DKDV, SPLIT_DQ, SPLIT_BACKWARD, SMALL_CACHE_BACKWARD),
 )
 
 
@@ -68,6 +69,7 @@ def direction_of(kernel: Kernel) -> Direction:
 def grid_of(kernel: Kernel, config: TileConfig, group_size: int) -> tuple[tuple[str, int], ...]:
     """Return the grid of one launch: sizes, and what each is divided by."""
     knobs = {"group_size": group_size, "tile_heads": tile_heads(config, group_size)}
+    knobs["split_q"] = config.split_kv
     knobs |= asdict(config)
     return tuple((name, knobs.get(by, by)) for name, by in KERNELS[kernel].grid)  # type: ignore
 
@@ -85,10 +87,15 @@ def check_config(config: TileConfig, kernel: Kernel) -> None:
     if not spec.sliced and config.block_d:
         raise Unsupported(f"{kernel} holds head dims whole, expected no d in {config.key}")
     if not spec.splits and (config.heads > 1 or config.split_kv):
-        raise Unsupported(f"{kernel} splits no keys, expected no h and no k in {config.key}")
-    if spec.splits and (not config.split_kv or config.split_kv % config.block_n):
+        raise Unsupported(f"{kernel} splits nothing, expected no h and no k in {config.key}")
+    if config.heads > 1 and not spec.packs:
+        raise Unsupported(f"a tile of {kernel} is of one head, expected no h in {config.key}")
+    size, rows = (
+        (config.block_m, "queries") if spec.stays == "columns" else (config.block_n, "keys")
+    )
+    if spec.splits and (not config.split_kv or config.split_kv % size):
         raise Unsupported(
-            f"splits of {kernel} hold whole tiles of {config.block_n} keys, expected a k that is a "
+            f"splits of {kernel} hold whole tiles of {size} {rows}, expected a k that is a "
             f"multiple, got {config.key}"
         )
     values = {"block_m": config.rows, "block_n": config.block_n}

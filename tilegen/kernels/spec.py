@@ -117,7 +117,9 @@ class KernelSpec:
     """A knob that a launch returns after its tensors, for the next kernel."""
     lines: tuple[Line, ...]
     """The function's arguments but for those that masks and scores add."""
-    grid: tuple[tuple[str, Knob | Literal["group_size", "tile_heads", "split_kv"] | int], ...]
+    grid: tuple[
+        tuple[str, Knob | Literal["group_size", "tile_heads", "split_kv", "split_q"] | int], ...
+    ]
     """One-dimensional: the product of ceil(size / divisor) over these pairs."""
     loop: Whole | Sliced | None
     """The inner loop; None for kernels that go over their rows once."""
@@ -175,8 +177,18 @@ class KernelSpec:
 
     @property
     def splits(self) -> bool:
-        """True: streamed rows are split over programs, and a tile may hold several heads."""
+        """True: streamed rows are split over programs."""
         return self.knobs.split_kv != (0,)
+
+    @property
+    def joins(self) -> bool:
+        """True: the kernel puts together what the programs of splits made."""
+        return any(one.startswith("partial") for one in self.given)
+
+    @property
+    def packs(self) -> bool:
+        """True: a tile may hold the query rows of several heads."""
+        return any(by == "tile_heads" for _, by in self.grid)
 
     @property
     def panel(self) -> str:
@@ -222,8 +234,8 @@ class FamilySpec:
     large_heads_only: bool = False
     """True: the family can win only where on-chip memory holds few rows of a head dim."""
     few_programs_only: bool = False
-    """True: the family can win only where programs for each tile of query rows leave SMs idle, or
-    where heads have too few query rows for a tile each."""
+    """True: the family can win only where a program for each tile that stays leaves SMs idle, or in
+    the forward, where heads have too few query rows for a tile each."""
 
     @property
     def names(self) -> tuple[str, ...]:

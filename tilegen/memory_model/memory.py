@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from tilegen.memory_model.clocks import Ledger, Region
+from tilegen.memory_model.clocks import Ledger, Region, View
 from tilegen.memory_model.faults import Fault, NotModelled
 from tilegen.memory_model.values import Tile, as_operand
-
-if TYPE_CHECKING:
-    from tilegen.memory_model.machine import Machine
 
 SMEM_PER_BLOCK = 227 * 1024
 """Bytes of shared memory that one program may have on sm_90 (CUDA C++ programming guide)."""
@@ -24,6 +21,22 @@ MAX_BOX = 256
 
 
 _NARROW = (torch.float16, torch.bfloat16)
+
+
+class Machine(Protocol):
+    """What memory needs of the machine that runs (machine.py)."""
+
+    def fault(self, message: str) -> Fault:
+        """Return a fault of the partition that runs."""
+        ...
+
+    def access(self, buffer: Buffer, *, writes: bool, what: str, by: View | None = None) -> None:
+        """Note that shared memory is read or written."""
+        ...
+
+    def pause(self) -> None:
+        """Let others go on."""
+        ...
 
 
 class Allocation:

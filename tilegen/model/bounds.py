@@ -141,6 +141,28 @@ def floor_terms(what: Kernel | Direction, *, values_in_keys: bool = False) -> tu
     )
 
 
+def inputs_once(kernel: Kernel, *, values_in_keys: bool = False) -> sp.Expr:
+    """Return the bytes of the inputs that matter to a kernel, each read once."""
+    moved = floor_terms(kernel, values_in_keys=values_in_keys)
+    return H_kv * total_bytes(one for one in moved if one.direction == "read")
+
+
+def bytes_of_inputs(problem: AttentionProblem, kernel: Kernel) -> int:
+    """Return the value of `inputs_once` for a problem."""
+    size = mask_size(problem.mask, problem.seqlen_q, problem.seqlen_kv)
+    heads = problem.batch * problem.num_heads_kv, problem.group_size
+    dims = problem.head_dim_qk, problem.head_dim_v, problem.element_bytes
+    inputs = _inputs(kernel, KERNELS[kernel].values_in_keys(problem))
+    return int(inputs(*heads, size.rows, size.columns, *dims))
+
+
+@cache
+def _inputs(kernel: Kernel, values_in_keys: bool) -> Callable[..., Any]:
+    symbols = [H_kv, g, n_q, n_kv, d_qk, d_v, e]
+    once = inputs_once(kernel, values_in_keys=values_in_keys)
+    return sp.lambdify(symbols, once, modules="math")
+
+
 def lower_bound(what: Kernel | Direction, *, values_in_keys: bool = False) -> sp.Expr:
     """Return max(LB1, LB1G, LB2, floor) in words; for a kernel that reads or writes scores, or
     forms none, the floor alone."""

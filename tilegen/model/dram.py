@@ -25,7 +25,7 @@ from tilegen.kernels.registry import KERNELS, direction_of
 from tilegen.kernels.spec import WIDTHS
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.tiles.tile_ranges import is_solved, tile_ranges
-from tilegen.model.bounds import lower_bound_bytes
+from tilegen.model.bounds import bytes_of_inputs, lower_bound_bytes
 from tilegen.model.footprint import footprint
 from tilegen.model.launches import rows_of_panels, sliced_dims
 from tilegen.model.mask_size import mask_size
@@ -241,7 +241,7 @@ def dram_bytes(
     crosses from L2 to the SMs (which is less where a mask leaves each program a part of the rows).
     """
     spec = KERNELS[kernel]
-    if "partials" in spec.given:  # the kernel before has just written them
+    if spec.joins:  # the kernel before has just written what it reads
         return max(0, moved.read_bytes - gpu.l2_bytes) + moved.write_bytes
     if not spec.masked:
         return moved.read_bytes + moved.write_bytes
@@ -257,12 +257,9 @@ def dram_bytes(
 
 
 def _dram_of_splits(problem: AttentionProblem, kernel: Kernel, moved: Traffic) -> int:
-    """Return the bytes between L2 and DRAM of a kernel whose keys are split over programs: inputs
-    move once, since programs that stream a split are neighbours, and L2 holds the split."""
-    size = mask_size(problem.mask, problem.seqlen_q, problem.seqlen_kv)
-    queries = problem.num_heads_q * size.rows * problem.head_dim_qk * problem.element_bytes
-    keys = problem.num_heads_kv * size.columns * streamed_bytes(problem, kernel)
-    return moved.write_bytes + min(moved.read_bytes, problem.batch * (queries + keys))
+    """Return the bytes between L2 and DRAM of a kernel whose streamed rows are split over programs:
+    inputs move once, since programs that stream a split are neighbours, and L2 holds the split."""
+    return moved.write_bytes + min(moved.read_bytes, bytes_of_inputs(problem, kernel))
 
 
 def _dram_of_slices(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, moved: Traffic) -> int:

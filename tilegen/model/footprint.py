@@ -43,14 +43,14 @@ def footprint(
         smem += _shared_whole(rules, work, problem, config, kernel)
     else:
         # Sums of rows, or of results that are joined, across warps.
-        joined = "partials" in KERNELS[kernel].given
-        smem += 4 * (sum(work.results) if joined else work.rows) * config.num_warps
+        each = sum(work.results) * config.block_m if KERNELS[kernel].joins else work.rows
+        smem += 4 * each * config.num_warps
     if config.descriptors:
         aligned = in_place_of(rules, work, problem.element_bytes)
         smem += max(0, ALIGNED_BARRIERS - rules.smem_overhead) if aligned else BARRIERS
     return Footprint(
         smem_bytes=smem,
-        registers=registers + _registers(rules, work, problem, config, arch),
+        registers=registers + _registers(rules, work, problem, config, kernel, arch),
         columns=_columns(rules, work, problem.element_bytes),
         max_registers=max_registers(arch, config.num_warps),
     )
@@ -179,11 +179,17 @@ def register_features(
 
 
 def _registers(
-    rules: Family, work: Step, problem: AttentionProblem, config: TileConfig, arch: str
+    rules: Family,
+    work: Step,
+    problem: AttentionProblem,
+    config: TileConfig,
+    kernel: Kernel,
+    arch: str,
 ) -> int:
     """Return the registers of a thread, had it no limit."""
     size, threads = problem.element_bytes, threads_of(arch, config.num_warps)
-    if not work.products:  # rows are held whole
+    if not work.products:  # rows are held whole, those of splits in fp32
+        size = 4 if KERNELS[kernel].joins else size
         return 32 + math.ceil(work.result_words * size / 4 / threads)
     features = register_features(work, size, config.num_warps, arch, config.descriptors)
     fit = rules.registers["fp32" if size == 4 else "16"]

@@ -38,18 +38,28 @@ def launches(
     spec, heads = KERNELS[kernel], problem.batch * problem.num_heads_q
     steps, partial = heads * counts.tiles, heads * counts.partial_tiles
     columns = spec.stays == "columns"
+    group = problem.group_size if columns else 1
+    if not spec.masked:
+        each = heads // group
+        return Launches(
+            count=1,
+            programs=each * counts.programs,
+            steps=each * counts.tiles,
+            partial=0,
+            longest=counts.longest,
+        )
     if spec.splits:  # programs of splits that the mask leaves nothing end at once
         splits = splits_of(problem, config, kernel)
         tiles = heads // problem.group_size * splits.tiles_of_group
+        passes = config.block_m if columns else config.block_n
         return Launches(
             count=1,
             programs=max(1, int(tiles * splits.programs)),
-            steps=tiles * counts.tiles,
-            partial=tiles * counts.partial_tiles,
-            longest=min(counts.longest, config.split_kv // config.block_n),
+            steps=tiles * group * counts.tiles,
+            partial=tiles * group * counts.partial_tiles,
+            longest=group * min(counts.longest, config.split_kv // passes),
         )
     if not spec.panel:
-        group = problem.group_size if columns else 1
         return Launches(
             count=1,
             programs=heads // group * counts.programs,

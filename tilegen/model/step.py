@@ -105,7 +105,7 @@ def _step(qk: int, v: int, m: int, n: int, d: int, kernel: Kernel, values_in_key
     widths = {"qk": chunks(qk), "v": chunks(v)}
     read = tuple(w for one in spec.given if one in WIDTHS for w in widths[WIDTHS[one]])
     return Step(
-        rows=n if "partials" in spec.given else m,  # a step joins the results of so many splits
+        rows=m * n if spec.joins else m,  # a step joins the results of n splits
         columns=0,
         products=(),
         kept=0,

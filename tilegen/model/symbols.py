@@ -22,7 +22,7 @@
 # | V_kv   | T_r N_kv if unmasked   | visited_rows of side "rows": KV rows a query head streams    |
 # | V_q    | T_c N_q if unmasked    | visited_rows of side "columns": query rows streamed, a head |
 # | W_q    |                        | query rows of all visited tiles, for a query head            |
-# | W_s    |                        | query rows of a head, once for each split its tile visits    |
+# | W_s    |                        | rows of a head that stay, once for each split a tile visits  |
 # | g_t    |                        | tiles that hold a group's heads: g, or 1 that holds all      |
 # | A_w    |                        | entries of all visited tiles, in rows padded to 16 bytes     |
 # | T_s    | T_c                    | score tiles of a row, in the small-cache forward             |
@@ -37,7 +37,7 @@
 # | B_e    |                        | output columns per tile                                      |
 # | B_k    |                        | rows read at a time by a product that sums over rows         |
 # | B_p    |                        | query rows per tile of the second phase of a small cache     |
-# | n_s    |                        | num_splits, of split-KV                                      |
+# | n_s    |                        | num_splits, of what streams                                  |
 # | s      | s                      | density: kept entries / all entries                          |
 # | k      |                        | query and key-value rows together, of a part of the scores   |
 # | b      |                        | side of the blocks of a block-diagonal mask                  |

@@ -20,10 +20,11 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import SCORE_WIDTH, panels_per_group
 from tilegen.kernels.registry import KERNELS, tile_heads
 from tilegen.kernels.spec import Moved
+from tilegen.kernels.split_backward import BWD_DKDV_SPLIT
 from tilegen.kernels.split_kv import FWD_SPLIT
 from tilegen.masks.grouping import packed_heads
 from tilegen.masks.mask import Mask, Side
-from tilegen.masks.source import is_single
+from tilegen.masks.source import is_single, ranges_source
 from tilegen.masks.tiles.tile_ranges import counted_over, tile_ranges
 from tilegen.masks.tiles.visits import TileRanges
 from tilegen.model import symbols
@@ -163,7 +164,7 @@ def traffic(
     read, write = _evaluators(kernel, KERNELS[kernel].values_in_keys(problem))
     return Traffic(
         read_bytes=int(read(*arguments))
-        + state_bytes(problem, kernel, counts)
+        + state_bytes(problem, config, kernel, counts)
         + table_bytes(problem, config, kernel, counts)
         + tree_bytes(problem, config, kernel),
         write_bytes=int(write(*arguments)),
@@ -185,16 +186,17 @@ def table_bytes(
 
 @dataclass(frozen=True, kw_only=True)
 class Splits:
-    """The splits of the keys that a query head's tiles visit; one of all keys in most kernels."""
+    """The splits of what streams past a head's tiles; one of all rows in most kernels."""
 
     count: int
-    """Splits of all keys."""
+    """Splits of all rows that stream."""
     programs: int | Fraction
-    """Pairs of a query tile and a split of which it visits anything."""
+    """Pairs of a tile that stays and a split of which it visits anything."""
     rows: int | Fraction
-    """Query rows of these, inside the sequence."""
+    """Rows that stay of these, inside the sequence."""
     tiles_of_group: int
-    """Tiles that hold the query heads of a key-value head: one, or one for each."""
+    """Tiles of the query heads of a key-value head: one that stays or streams for all of them, or
+    one for each."""
 
 
 def splits_of(
@@ -202,11 +204,20 @@ def splits_of(
 ) -> Splits:
     """Return the splits of a kernel that makes them, or of the config `before` it."""
     spec, group = KERNELS[kernel], problem.group_size
-    if not spec.splits and "partials" not in spec.given:
+    if not (spec.splits or spec.joins):
         return Splits(count=1, programs=0, rows=0, tiles_of_group=group)
     split = config if spec.splits else before or usual_split(problem)
     keys = split.split_kv
     # A split is visited where any of its tiles is: as if it were a tile itself.
+    if spec.stays == "columns":
+        counts = visits(problem, keys, split.block_n, BWD_DKDV_SPLIT.name, aligned=False)
+        count, every = -(-problem.seqlen_q // keys), _goes_through_heads(problem.mask.general)
+        return Splits(
+            count=count,
+            programs=count * counts.programs if every else counts.tiles,
+            rows=count * problem.seqlen_kv if every else counts.row_steps,
+            tiles_of_group=1,
+        )
     counts = visits(problem, split.block_m, keys, FWD_SPLIT.name)
     return Splits(
         count=-(-problem.seqlen_kv // keys),
@@ -216,21 +227,32 @@ def splits_of(
     )
 
 
+@lru_cache(maxsize=256)
+def _goes_through_heads(mask: Mask) -> bool:
+    """True where the query heads of a group visit different tiles, so that a program goes through
+    the heads one after the other, and is not left out where none of them visits anything."""
+    return ranges_source(mask, "columns").per_head
+
+
 def usual_split(problem: AttentionProblem) -> TileConfig:
-    """Return the splits that a kernel is taken to join where nobody says which: of 1024 keys, near
-    which the published optimum lies (benchmarks/results/published/README.md)."""
+    """Return the splits that a kernel is taken to join where nobody says which: of 1024 rows, near
+    which the published optimum of decoding lies (benchmarks/results/published/README.md)."""
     heads = packed_heads(problem)
     return TileConfig(block_m=max(1, 16 // heads), block_n=64, heads=heads, split_kv=1024)
 
 
-def state_bytes(problem: AttentionProblem, kernel: Kernel, counts: Visits) -> int:
-    """Return the bytes of seeds that programs read which draw for dropout; those of score tiles
-    that nothing is kept of do not draw."""
+def state_bytes(
+    problem: AttentionProblem, config: TileConfig, kernel: Kernel, counts: Visits
+) -> int:
+    """Return the bytes of seeds that programs read which draw for dropout; those of score tiles,
+    and of splits, that nothing is kept of do not draw."""
     spec = KERNELS[kernel]
     if not (problem.dropout and spec.drops):
         return 0
     heads = problem.num_heads_kv if spec.stays == "columns" else problem.num_heads_q
     each = counts.tiles if spec.panel == "writes" else counts.programs
+    if spec.splits:
+        each = splits_of(problem, config, kernel).programs
     return STATE_BYTES * int(problem.batch * heads * each)
 
 
@@ -267,18 +289,26 @@ def visits(
 
     `aligned` kernels pad the rows of a panel to 16 bytes; by default the head dims decide. Those of
     batch-invariant problems take the tiles of a split of `split_kv` keys in order, as partial ones,
-    and where they are not in one range, all of them.
+    and where they are not in one range, all of them. Those that join splits of `split_kv` rows take
+    `block_n` of them a step.
     """
-    if not KERNELS[kernel].masked:
-        tiles = -(-problem.seqlen_q // block_m)
-        return Visits(programs=tiles, tiles=tiles, partial_tiles=0, rows=0, longest=1)
     side: Side = KERNELS[kernel].stays
+    if not KERNELS[kernel].masked:
+        stays, passes = problem.seqlen_q, problem.seqlen_kv
+        if side == "columns":
+            stays, passes = passes, stays
+        tiles, steps = -(-stays // block_m), 1
+        if KERNELS[kernel].joins and split_kv:
+            splits = -(-passes // split_kv)
+            steps = -(-splits // block_n)
+        every = tiles * steps
+        return Visits(programs=tiles, tiles=every, partial_tiles=0, rows=0, longest=steps)
     aligned = rows_are_aligned(problem) if aligned is None else aligned
     unit = stride_unit(problem, aligned)
     lengths = problem.seqlen_q, problem.seqlen_kv
     over = counted_over(problem.mask, problem.batch, problem.num_heads_q)
     found = _visits(problem.mask, side, *lengths, block_m, block_n, unit, *over)
-    if not (split_kv and problem.invariant):
+    if not (split_kv and problem.invariant and KERNELS[kernel].in_order):
         return found
     if not is_single(problem.mask, side):  # all tiles of the splits that hold any of them
         splits = _visits(problem.mask, side, *lengths, block_m, split_kv, unit, *over)

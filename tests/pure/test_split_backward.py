@@ -1,0 +1,188 @@
+"""Backwards that split what streams over programs: when that is chosen, and what the model says of
+it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.conftest import CheckGolden
+from tilegen.choose.configs import all_configs
+from tilegen.choose.families import family, kernels_of, ranked_families, why_not_ranked
+from tilegen.choose.ranking import estimate, joined_splits, propose
+from tilegen.emit.render import render
+from tilegen.errors import Unsupported
+from tilegen.explaining.explanation import explain
+from tilegen.gpus.spec import gpu
+from tilegen.kernels.config import TileConfig
+from tilegen.kernels.registry import BACKWARD, check_config, grid_of
+from tilegen.masks import predicate
+from tilegen.model.launches import launches
+from tilegen.model.traffic import splits_of, visits
+from tilegen.problem import AttentionProblem
+
+H200 = gpu("h200")
+CROSS = AttentionProblem.parse("b1 hq16 hkv16 q4096 kv77 d64 bf16")
+SUFFIX = AttentionProblem.parse("b1 hq32 hkv8 q64 kv131072 d128 bf16 causal(bottom_right)")
+SPLIT = ("split_dkdv", "split_dq", "split_backward")
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        (CROSS.key, "split_dkdv"),
+        ("b1 hq1 hkv1 q65536 kv77 d128 bf16", "split_dkdv"),
+        ("b1 hq24 hkv24 q4096 kv256 d128 bf16", "split_dkdv"),
+        ("b1 hq4 hkv1 q8192 kv8192 d128 bf16 causal", "split_dkdv"),  # a group shares its keys
+        (SUFFIX.key, "split_dq"),
+        ("b1 hq2 hkv2 q2048 kv2048 d128 bf16 causal", "split_backward"),
+        ("b1 hq16 hkv16 q2048 kv2048 d128 bf16 causal", "two_pass"),
+        ("b4 hq32 hkv8 q8192 d128 bf16 causal", "two_pass"),
+        ("b16 hq16 hkv16 q4096 kv77 d64 bf16", "two_pass"),  # 256 programs for dK and dV
+    ],
+)
+def test_it_is_chosen_where_one_kernel_alone_leaves_sms_idle(text: str, expected: str) -> None:
+    assert family(AttentionProblem.parse(text), H200, "backward") == expected
+
+
+def test_each_kernel_is_split_without_the_other() -> None:
+    """Those with tiles enough for all SMs are not even ranked."""
+    assert kernels_of(CROSS, H200, "backward") == (
+        *("bwd_preprocess", "bwd_dkdv_split", "bwd_dkdv_sum", "bwd_dq"),
+    )
+    assert kernels_of(SUFFIX, H200, "backward") == (
+        *("bwd_preprocess", "bwd_dkdv", "bwd_dq_split", "bwd_dq_sum"),
+    )
+    for problem, one in ((CROSS, "split_dkdv"), (SUFFIX, "split_dq")):
+        names = {name for name, _ in ranked_families(problem, H200, "backward")}
+        assert names == {"two_pass", one}
+    reason = why_not_ranked(BACKWARD["split_dq"], CROSS, H200)
+    assert reason == "512 tiles of 128 rows keep 132 SMs busy"
+    large = AttentionProblem.parse("b4 hq32 hkv8 q8192 d128 bf16 causal")
+    assert [name for name, _ in ranked_families(large, H200, "backward")] == ["two_pass"]
+
+
+def test_a_batch_invariant_forward_does_not_hinder_the_backward() -> None:
+    large = AttentionProblem.parse("b4 hq32 hkv8 q8192 d128 bf16 causal invariant")
+    assert all(why_not_ranked(BACKWARD[name], large, H200) for name in SPLIT)
+    assert family(large, H200, "backward") == "two_pass"
+
+
+@pytest.mark.parametrize(
+    "problem, kernel", [(CROSS, "bwd_dkdv_split"), (SUFFIX, "bwd_dq_split")], ids=str
+)
+def test_splits_fill_the_gpu(problem: AttentionProblem, kernel: str) -> None:
+    plain = kernel.removesuffix("_split")
+    best, alone = (propose(problem, H200, kernel=one, top=1)[0] for one in (kernel, plain))
+    programs: list[int] = []
+    for one in (best, alone):
+        tile = one.config.block_m, one.config.block_n
+        counts = visits(problem, *tile, one.kernel)
+        programs.append(launches(problem, H200, one.config, one.kernel, counts).programs)
+    assert programs[0] >= 0.9 * H200.num_sms
+    assert programs[0] >= 2 * programs[1]
+    assert best.estimate.seconds < 0.5 * alone.estimate.seconds
+
+
+def test_programs_steps_and_rows_of_splits() -> None:
+    """Of 4096 queries in 8 splits, each of 2 tiles of 64 keys has a program; under a causal mask
+    those that see nothing have none, and the others have less."""
+    config = TileConfig.parse("m64n64k512w4s2")
+    found = splits_of(CROSS, config, "bwd_dkdv_split")
+    assert (found.count, found.programs, found.rows, found.tiles_of_group) == (8, 16, 8 * 77, 1)
+    counts = visits(CROSS, 64, 64, "bwd_dkdv_split")
+    run = launches(CROSS, H200, config, "bwd_dkdv_split", counts)
+    assert (run.programs, run.steps, run.longest) == (256, 16 * 2 * 64, 8)
+    causal = AttentionProblem.parse("b1 hq4 hkv1 q1024 kv1024 d64 bf16 causal")
+    found = splits_of(causal, config, "bwd_dkdv_split")
+    assert (found.count, found.programs, found.rows) == (2, 16 + 8, 64 * (16 + 8))
+    run = launches(causal, H200, config, "bwd_dkdv_split", visits(causal, 64, 64, "bwd_dkdv_split"))
+    assert (run.programs, run.steps, run.longest) == (24, 4 * 136, 4 * 8)
+    found = splits_of(causal, config, "bwd_dq_split")
+    assert (found.count, found.programs, found.tiles_of_group) == (2, 16 + 8, 4)
+
+
+def test_no_split_is_left_out_where_heads_visit_different_tiles() -> None:
+    by_head = predicate(lambda b, h, q, k: k <= q - 300 * h)
+    problem = AttentionProblem.parse("b1 hq4 hkv1 q1024 kv1024 d64 bf16 full")
+    problem = replace(problem, mask=by_head)
+    found = splits_of(problem, TileConfig.parse("m64n64k512w4s2"), "bwd_dkdv_split")
+    assert (found.programs, found.rows) == (2 * 16, 2 * 1024)
+
+
+def test_sums_are_of_the_splits_that_the_model_proposes() -> None:
+    for problem, kernel in ((CROSS, "bwd_dkdv"), (SUFFIX, "bwd_dq")):
+        split = propose(problem, H200, kernel=f"{kernel}_split", top=1)[0].config
+        assert joined_splits(problem, H200, f"{kernel}_sum") == split
+        assert joined_splits(problem, H200, kernel) is None
+        told = explain(problem, H200, f"{kernel}_sum")["traffic"]
+        count = splits_of(problem, split, f"{kernel}_split").count
+        assert told["values"]["n_s"] == count > 1
+
+
+def test_fewer_splits_a_step_take_longer() -> None:
+    """A step waits for the splits that it loads."""
+    long = AttentionProblem.parse("b1 hq1 hkv1 q65536 kv77 d128 bf16")
+    few, many = (
+        estimate(long, H200, TileConfig.parse(f"m1n{n}w4s1"), "bwd_dkdv_sum").seconds
+        for n in (2, 16)
+    )
+    assert few > 2 * many
+
+
+def test_configs() -> None:
+    for kernel in ("bwd_dkdv_split", "bwd_dq_split"):
+        for one in all_configs(SUFFIX, kernel):
+            check_config(one, kernel)
+            assert one.heads == 1
+    longest = max(one.split_kv for one in all_configs(CROSS, "bwd_dkdv_split"))
+    assert longest == 4096, "no longer than the queries, which are split"
+    assert max(one.split_kv for one in all_configs(CROSS, "bwd_dq_split")) == 128
+    config = TileConfig.parse("m64n128k512w4s2")
+    assert grid_of("bwd_dkdv_split", config, 4) == (
+        *(("seqlen_kv", 128), ("num_heads_kv", 1), ("batch", 1), ("seqlen_q", 512)),
+    )
+
+
+@pytest.mark.parametrize(
+    "key, kernel, error",
+    [
+        ("m64n64w4s2", "bwd_dkdv_split", "whole tiles of 64 queries, expected a k"),
+        ("m128n16k64w4s2", "bwd_dkdv_split", "whole tiles of 128 queries"),
+        ("m16n128k64w4s2", "bwd_dq_split", "whole tiles of 128 keys"),
+        ("m8h2n16k64w4s2", "bwd_dq_split", "of one head, expected no h"),
+        ("m64n64k128w4s2", "bwd_dq", "splits nothing"),
+        ("m3n4w4s1", "bwd_dq_sum", "block_m must be one of"),
+        ("m32n1w4s1", "bwd_dq_sum", "block_n of bwd_dq_sum must be one of"),
+        ("m64n4w4s2", "bwd_dq", "block_n of bwd_dq must be one of"),
+    ],
+)
+def test_configs_of_other_kernels_are_refused(key: str, kernel: str, error: str) -> None:
+    with pytest.raises(Unsupported, match=error):
+        check_config(TileConfig.parse(key), kernel)
+
+
+def test_an_explanation_says_how_it_is_split() -> None:
+    told = explain(CROSS, H200, "bwd_dkdv_split", TileConfig.parse("m64n64k512w4s2"))
+    assert told["splits"] == (
+        "8 of 512 queries, for tiles of 64 keys: 256 programs that find queries to visit, "
+        "for 132 SMs"
+    )
+    told = explain(SUFFIX, H200, "bwd_dq_split", TileConfig.parse("m64n64k8192w4s2"))
+    assert told["splits"].startswith("16 of 8192 keys, in tiles of 64 queries of 1 head: 512 ")
+
+
+RENDERED = {
+    "columns": (CROSS.key, "bwd_dkdv_split", "m64n64k512w4s2"),
+    "columns_lists": ("hq8 hkv2 q4096 d80 fp16 dilated(3)", "bwd_dkdv_split", "m32n32k256w4s2"),
+    "rows": (SUFFIX.key, "bwd_dq_split", "m64n64k4096w4s2t"),
+    "sum_of_columns": ("hq8 hkv2 q4096 kv77 d192/80 bf16", "bwd_dkdv_sum", "m4n8w4s1"),
+    "sum_of_rows": (SUFFIX.key, "bwd_dq_sum", "m1n16w4s1"),
+}
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_emitted_kernels(name: str, golden: CheckGolden) -> None:
+    text, kernel, config = RENDERED[name]
+    golden(render(AttentionProblem.parse(text), TileConfig.parse(config), kernel).source)

@@ -1,0 +1,73 @@
+"""Every tile that a kernel can have for a problem: what there is to rank."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from tilegen.emit.identity import rows_are_aligned
+from tilegen.gpus.spec import GpuSpec
+from tilegen.kernels.config import BLOCK_SIZES, Kernel, TileConfig
+from tilegen.kernels.descriptors import why_not_described
+from tilegen.kernels.registry import KERNELS
+from tilegen.masks.grouping import heads_of_tiles
+from tilegen.problem import AttentionProblem
+
+
+def legal_configs(
+    problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, *, describable: bool = True
+) -> list[TileConfig]:
+    """Return what `all_configs` does, and those with tensor descriptors where there can be any."""
+    plain = all_configs(problem, kernel)
+    aligned = describable and rows_are_aligned(problem)
+    if why_not_described(KERNELS[kernel], problem.dtype, aligned=aligned, arch=gpu.arch):
+        return plain
+    return [replace(one, descriptors=way) for one in plain for way in (False, True)]
+
+
+def all_configs(problem: AttentionProblem, kernel: Kernel) -> list[TileConfig]:
+    """Return every tile shape that is not larger than the problem, in a fixed order, loaded by
+    addresses."""
+    spec, keys = KERNELS[kernel], problem.seqlen_kv
+    passing = problem.seqlen_q if spec.stays == "columns" else keys
+    return [
+        one
+        for heads in (heads_of_tiles(problem) if spec.packs else (1,))
+        for one in _configs(
+            _rounded(problem.seqlen_q * heads), _rounded(keys), passing, heads, kernel
+        )
+    ]
+
+
+@lru_cache(maxsize=256)
+def _configs(
+    max_rows: int, max_columns: int, passing: int, heads: int, kernel: Kernel
+) -> tuple[TileConfig, ...]:
+    knobs = KERNELS[kernel].knobs
+    # A tile larger than the problem is better than none.
+    least = max(knobs.block_m[0], heads)
+    rows = [block for block in knobs.block_m if least <= block <= max(max_rows, least)]
+    splits = [split for split in knobs.split_kv if split < 2 * passing or not split]
+    columns = [block for block in knobs.block_n if block <= max(max_columns, knobs.block_n[0])]
+    return tuple(
+        TileConfig(
+            block_m=block_m // heads,
+            block_n=block_n,
+            block_d=block_d,
+            num_warps=num_warps,
+            num_stages=num_stages,
+            heads=heads,
+            split_kv=split_kv,
+        )
+        for block_m in rows
+        for block_n in columns
+        for block_d in knobs.block_d
+        for split_kv in splits or knobs.split_kv[:1]
+        for num_warps in knobs.num_warps
+        for num_stages in knobs.num_stages
+    )
+
+
+def _rounded(length: int) -> int:
+    """Return the largest block that a length can use; the same for all long ones."""
+    return min(max(BLOCK_SIZES[0], 1 << (length - 1).bit_length()), BLOCK_SIZES[-1])

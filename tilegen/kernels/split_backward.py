@@ -1,0 +1,164 @@
+"""Backward with the rows that stream split over programs, for few tiles that stay: a program gives
+its split's part of a gradient, and a second kernel adds up the parts, in the order of the splits,
+so that the sum has the same bits in each run.
+
+dK and dV of few keys (cross attention onto a short text) have queries split, dQ of few queries
+(onto a long prefix) has keys split, and few heads may have both. A split is a fixed number of rows,
+counted from the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from tilegen.kernels import two_pass
+from tilegen.kernels.arguments import pointers, sizes, strides
+from tilegen.kernels.layout import empty_like
+from tilegen.kernels.panels import Launch
+from tilegen.kernels.spec import FamilySpec, KernelSpec, Knobs, read, write
+from tilegen.kernels.two_pass import BWD_DKDV, BWD_DQ, BWD_PREPROCESS, READ_ONCE
+
+if TYPE_CHECKING:
+    import torch
+
+_INPUTS = tuple(one for one in two_pass.GIVEN if one != "softmax_scale")
+_KNOBS = Knobs(
+    block_m=(16, 32, 64, 128),
+    block_n=(16, 32, 64, 128),
+    split_kv=(128, 256, 512, 1024, 2048, 4096, 8192),
+)
+_JOINS = Knobs(block_m=(1, 2, 4, 8, 16), block_n=(2, 4, 8, 16), num_warps=(4,), num_stages=(1,))
+
+BWD_DKDV_SPLIT = replace(
+    BWD_DKDV,
+    name="bwd_dkdv_split",
+    title="Attention backward, queries split over programs: dk and dv of each split.",
+    made=("partial_dk", "partial_dv", "has_dkdv"),
+    lines=(
+        pointers(*_INPUTS, "partial_dk", "partial_dv", "has_dkdv"),
+        *(line for line in BWD_DKDV.lines[1:] if line.arguments[0].of not in ("dk", "dv")),
+    ),
+    grid=(*BWD_DKDV.grid, ("seqlen_q", "split_q")),
+    traffic=(
+        read("k", "W_s*d_qk"),
+        read("v", "W_s*d_v"),
+        *(one for one in BWD_DKDV.traffic if one.tensor in ("q", "dout", "lse", "delta")),
+        write("partial_dk", "W_s*d_qk", fp32=True),
+        write("partial_dv", "W_s*d_v", fp32=True),
+        write("has_dkdv", "N_kv*n_s", fp32=True),
+    ),
+    floor=(*READ_ONCE, write("has_dkdv", "N_kv", fp32=True)),
+    knobs=_KNOBS,
+    like=BWD_DKDV.name,
+)
+
+BWD_DKDV_SUM = KernelSpec(
+    name="bwd_dkdv_sum",
+    template="split_backward/attention_bwd_sum.py.jinja",
+    title="Attention backward, queries split over programs: dk and dv of all splits together.",
+    given=("partial_dk", "partial_dv", "has_dkdv", "dk", "dv"),
+    made=(),
+    lines=(
+        pointers("partial_dk", "partial_dv", "has_dkdv", "dk", "dv"),
+        strides("dk", "batch, head and row strides"),
+        strides("dv"),
+        sizes("num_heads_kv seqlen_kv num_splits", "dk has_dkdv"),
+    ),
+    grid=(("seqlen_kv", "block_m"), ("num_heads_kv", 1), ("batch", 1)),
+    loop=None,
+    traffic=(
+        read("has_dkdv", "N_kv*n_s", fp32=True),
+        read("partial_dk", "W_s*d_qk", fp32=True),
+        read("partial_dv", "W_s*d_v", fp32=True),
+        write("dk", "N_kv*d_qk"),
+        write("dv", "N_kv*d_v"),
+    ),
+    floor=(write("dk", "N_kv*d_qk"), write("dv", "N_kv*d_v")),
+    shows=("dk", "dv"),
+    stays="columns",
+    knobs=_JOINS,
+    masked=False,
+)
+
+BWD_DQ_SPLIT = replace(
+    BWD_DQ,
+    name="bwd_dq_split",
+    title="Attention backward, keys split over programs: dq of each split.",
+    made=("partial_dq", "has_dq"),
+    lines=(
+        pointers(*_INPUTS, "partial_dq", "has_dq"),
+        *(line for line in BWD_DQ.lines[1:] if line.arguments[0].of != "dq"),
+    ),
+    grid=(*BWD_DQ.grid, ("seqlen_kv", "split_kv")),
+    traffic=(
+        read("q", "g*W_s*d_qk"),
+        read("dout", "g*W_s*d_v"),
+        read("lse", "g*W_s", fp32=True),
+        read("delta", "g*W_s", fp32=True),
+        read("k", "g*V_kv*d_qk"),
+        read("v", "g*V_kv*d_v"),
+        write("partial_dq", "g*W_s*d_qk", fp32=True),
+        write("has_dq", "g*N_q*n_s", fp32=True),
+    ),
+    floor=(*READ_ONCE, write("has_dq", "g*N_q", fp32=True)),
+    knobs=_KNOBS,
+    like=BWD_DQ.name,
+)
+
+BWD_DQ_SUM = replace(
+    BWD_DKDV_SUM,
+    name="bwd_dq_sum",
+    title="Attention backward, keys split over programs: dq of all splits together.",
+    given=("partial_dq", "has_dq", "dq"),
+    lines=(
+        pointers("partial_dq", "has_dq", "dq"),
+        strides("dq", "batch, head and row strides"),
+        sizes("num_heads_q seqlen_q num_splits", "dq has_dq"),
+    ),
+    grid=(("seqlen_q", "block_m"), ("num_heads_q", 1), ("batch", 1)),
+    traffic=(
+        read("has_dq", "g*N_q*n_s", fp32=True),
+        read("partial_dq", "g*W_s*d_qk", fp32=True),
+        write("dq", "g*N_q*d_qk"),
+    ),
+    floor=(write("dq", "g*N_q*d_qk"),),
+    shows=("dq",),
+    stays="rows",
+)
+
+
+def run(launch: Mapping[str, Launch], *given: Any, **options: Any) -> Any:
+    """Return (dq, dk, dv) as the `run` of two passes does, each by the kernels that `launch` has
+    for it."""
+
+    def dq(q: torch.Tensor, *others: Any) -> torch.Tensor:
+        found = empty_like(q, q.shape[3])
+        launch[BWD_DQ_SUM.name](*launch[BWD_DQ_SPLIT.name](q, *others), found)
+        return found
+
+    def dkdv(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        found = empty_like(k, k.shape[3]), empty_like(v, v.shape[3])
+        launch[BWD_DKDV_SUM.name](*launch[BWD_DKDV_SPLIT.name](q, k, v, *others), *found)
+        return found
+
+    both = {BWD_DQ.name: dq, BWD_DKDV.name: dkdv}
+    return two_pass.run({**both, **launch}, *given, **options)
+
+
+def _family(name: str, *kernels: KernelSpec) -> FamilySpec:
+    return FamilySpec(
+        name=name,
+        direction="backward",
+        kernels=(BWD_PREPROCESS, *kernels),
+        run=run,
+        few_programs_only=True,
+    )
+
+
+SPLIT_DKDV = _family("split_dkdv", BWD_DKDV_SPLIT, BWD_DKDV_SUM, BWD_DQ)
+SPLIT_DQ = _family("split_dq", BWD_DKDV, BWD_DQ_SPLIT, BWD_DQ_SUM)
+SPLIT_BACKWARD = _family("split_backward", BWD_DKDV_SPLIT, BWD_DKDV_SUM, BWD_DQ_SPLIT, BWD_DQ_SUM)
