@@ -1,0 +1,106 @@
+"""Registers of products in flight, read off machine code: emitted kernels leave them alone, and a
+binary whose waits come too early is found out."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.compile_only.test_gluon import KERNELS
+from tilegen.build.compiler import compile_for, resources_of
+from tilegen.build.machine_code.hazards import Hazard, hazards
+from tilegen.build.machine_code.instructions import read_sass
+from tilegen.build.machine_code.reading import disassembled
+from tilegen.emit.render import render
+from tilegen.gluon.forward import HopperForward
+from tilegen.kernels.config import TileConfig
+from tilegen.problem import AttentionProblem
+
+WAIT_FOR_ALL = re.compile(rb"\xc5\x79\x00\x00\x00\x80\x00\x00\x00(\x00)\x01\x00", re.DOTALL)
+"""WARPGROUP.DEPBAR.LE gsb0, 0x0: the byte says how many groups may be in flight."""
+
+
+def of_binary(cubin: bytes) -> list[Hazard]:
+    return [one for code in read_sass(disassembled(cubin)).values() for one in hazards(code)]
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=repr)
+def test_the_gluon_forward_has_none(kernel: HopperForward) -> None:
+    cubin = resources_of(kernel.compile(), "sm_90").binary
+    assert of_binary(cubin) == []
+
+
+@pytest.mark.parametrize(
+    "kernel, config",
+    [("fwd", "m128n128w8s2"), ("bwd_dkdv", "m64n128w8s2"), ("bwd_dq", "m128n128w8s2")],
+)
+def test_emitted_kernels_have_none(kernel: str, config: str) -> None:
+    problem = AttentionProblem.parse("hq4 q1024 d128 bf16 causal")
+    compiled = compile_for(render(problem, TileConfig.parse(config), kernel), "sm_90")
+    assert of_binary(compiled.binary) == []
+
+
+def test_a_binary_whose_waits_come_too_early_is_found_out() -> None:
+    cubin = bytearray(resources_of(HopperForward().compile(), "sm_90").binary)
+    places = [one.start(1) for one in WAIT_FOR_ALL.finditer(bytes(cubin))]
+    assert len(places) > 4
+    for place in places:
+        cubin[place] = 1
+    found = {one.what for one in of_binary(bytes(cubin))}
+    assert found >= {"reads a result", "writes a result"}
+
+
+# --------------------------------------------------------------------------------------------------
+# By hand
+
+HEAD = '\t.section .text.kernel,"ax",@progbits\n'
+PRODUCT = "HGMMA.64x64x16.F32.BF16 R24, R4, gdesc[UR4], R24, gsb0"
+
+
+def of(*lines: str) -> list[tuple[int, int, str]]:
+    text = HEAD + "".join(f"        /*{16 * i:04x}*/ {one} ;\n" for i, one in enumerate(lines))
+    return [(one.at, one.register, one.what) for one in hazards(read_sass(text)["kernel"])]
+
+
+@pytest.mark.parametrize(
+    "line, found",
+    [
+        ("MOV R4, R9", [(1, 4, "writes an operand")]),
+        ("MOV R8, R4", []),  # read twice
+        ("MOV R8, R9", []),
+        ("FADD R3, R55, R9", [(1, 55, "reads a result")]),
+        ("FMUL R24, R24, 2", [(1, 24, "writes a result"), (1, 24, "reads a result")]),
+        ("LDS.128 R0, [R80]", []),
+        ("LDS.128 R4, [R80]", [(1, at, "writes an operand") for at in (4, 5, 6, 7)]),
+        ("STS [R80], R56", []),
+        ("STS [R80], R30", [(1, 30, "reads a result")]),
+        ("SHFL.BFLY PT, R5, R9, 0x1, 0x1f", [(1, 5, "writes an operand")]),
+        ("ISETP.GE.AND P0, PT, R24, R9, PT", [(1, 24, "reads a result")]),
+        ("IMAD.WIDE R6, R9, 4, R10", [(1, 6, "writes an operand"), (1, 7, "writes an operand")]),
+    ],
+)
+def test_what_touches_a_product_in_flight(line: str, found: list[tuple[int, int, str]]) -> None:
+    assert of(PRODUCT, line) == found
+    assert of(PRODUCT, "WARPGROUP.DEPBAR.LE gsb0, 0x0", line) == []
+
+
+def test_groups_retire_in_order() -> None:
+    other = PRODUCT.replace("R24", "R60").replace("R4,", "R8,")
+    lines = PRODUCT, other, "WARPGROUP.DEPBAR.LE gsb0, 0x1", "FADD R3, R24, R25", "MOV R8, R9"
+    assert of(*lines) == [(4, 8, "writes an operand")]
+
+
+def test_products_of_one_accumulator_may_follow_each_other() -> None:
+    assert of(PRODUCT, PRODUCT.replace("R4,", "R8,"), "WARPGROUP.DEPBAR.LE gsb0, 0x0") == []
+
+
+def test_paths_of_a_loop_are_followed() -> None:
+    """What is issued at the end of a loop is in flight at its beginning."""
+    lines = ["MOV R0, R1", "FADD R3, R24, R9", PRODUCT, "@P0 BRA `(.L_x_0)", "EXIT"]
+    text = HEAD + "".join(
+        (".L_x_0:\n" if i == 1 else "") + f"        /*{16 * i:04x}*/ {one} ;\n"
+        for i, one in enumerate(lines)
+    )
+    found = hazards(read_sass(text)["kernel"])
+    assert [(one.at, one.register, one.what) for one in found] == [(1, 24, "reads a result")]
