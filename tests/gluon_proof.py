@@ -1,0 +1,126 @@
+"""The Gluon forward in the memory model, in full: sizes, rings and tiles under many schedules, all
+schedules of small ones, and each deliberate break.
+
+    python -m tests.gluon_proof
+
+The summary goes to benchmarks/results/gluon_proof.csv.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import triton
+import typer
+
+from tests.gluon_breaks import BREAKS, HARMLESS
+from tests.gluon_runs import TRITON, Case, is_right, results, verdict
+from tilegen.gluon.forward import HopperForward
+from tilegen.memory_model.schedules import EverySchedule, Schedule
+
+OUT = Path(__file__).parents[1] / "benchmarks/results/gluon_proof.csv"
+SEEDS = 32
+SIZES = [(1, 1), (64, 64), (65, 63), (128, 400), (200, 129), (300, 230)]
+SMALL = HopperForward(head_dim=64, block_n=64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Some runs of one kind."""
+
+    what: str
+    kernels: int
+    """Texts that were run."""
+    schedules: int
+    """Schedules of all of them together."""
+    as_expected: int
+    """Schedules that gave what they should: right results, or the fault of a break."""
+    seconds: float
+    triton: str = triton.__version__
+
+
+def forwards() -> Iterator[HopperForward]:
+    for head_dim, dtype, group, causal, block_n, stages in itertools.product(
+        (64, 128), ("bf16", "fp16"), (1, 4), (True, False), (64, 128), (2, 3)
+    ):
+        yield HopperForward(
+            head_dim=head_dim,
+            dtype=dtype,
+            group_size=group,
+            causal=causal,
+            block_n=block_n,
+            stages=stages,
+        )
+
+
+def right() -> Row:
+    """Return the row of results under random schedules."""
+    cases = [
+        Case(one, batch=1 + i % 2, heads=one.group_size, rows=rows, keys=keys)
+        for one in forwards()
+        for i, (rows, keys) in enumerate(SIZES)
+    ]
+    started, good = time.perf_counter(), 0
+    for i, case in enumerate(cases):
+        for seed in range(4):
+            found, _ = results(case, seed=100 * i + seed)
+            good += is_right(case, found)
+    return _row("results of sizes, rings and tiles", len(cases), 4 * len(cases), good, started)
+
+
+def every() -> Iterator[Row]:
+    """Yield the rows of all schedules of small problems."""
+    for rows, keys, its in (
+        (128, 128, SMALL),
+        (128, 192, HopperForward(head_dim=64, block_n=64, causal=False)),
+        (128, 192, HopperForward(head_dim=64, block_n=64, causal=False, stages=3)),
+    ):
+        case = Case(its, rows=rows, keys=keys)
+        runs: list[bool] = []
+
+        def run(schedule: Schedule, case: Case = case, runs: list[bool] = runs) -> None:
+            found, _ = results(case, schedule=lambda program: schedule)
+            runs.append(is_right(case, found))
+
+        started = time.perf_counter()
+        states = EverySchedule().each(run)
+        yield _row(f"every schedule of {case}, {states} states", 1, len(runs), sum(runs), started)
+
+
+def breaks() -> Iterator[Row]:
+    """Yield the rows of deliberate breaks, and of harmless changes."""
+    case = Case(SMALL, rows=300, keys=230)
+    source = SMALL.source(TRITON)
+    for what, changes in (("deliberate breaks", BREAKS), ("harmless changes", HARMLESS)):
+        started, good = time.perf_counter(), 0
+        for one, seed in itertools.product(changes, range(SEEDS)):
+            good += bool(re.search(one.says, verdict(case, one.of(source), seed)))
+        yield _row(what, len(changes), SEEDS * len(changes), good, started)
+
+
+def _row(what: str, kernels: int, schedules: int, good: int, started: float) -> Row:
+    seconds = round(time.perf_counter() - started, 1)
+    return Row(what=what, kernels=kernels, schedules=schedules, as_expected=good, seconds=seconds)
+
+
+def main() -> None:
+    """Run all, and write the summary. Exits with 1 where anything is not as expected."""
+    rows = [right(), *every(), *breaks()]
+    with OUT.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(asdict(rows[0])))
+        writer.writeheader()
+        writer.writerows(map(asdict, rows))
+    for one in rows:
+        typer.echo(f"{one.what}: {one.as_expected} of {one.schedules} schedules, {one.seconds} s")
+    if any(one.as_expected != one.schedules for one in rows):
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    typer.run(main)
