@@ -95,6 +95,11 @@ class AttentionProblem:
             raise Unsupported(
                 f"page must be a power of two of at most {PAGES[-1]} keys, got {self.page!r}"
             )
+        if self.latent and not self.num_heads_kv == 1 < self.num_heads_q:
+            raise Unsupported(
+                "latent needs several query heads on one key-value head, got "
+                f"hq{self.num_heads_q} hkv{self.num_heads_kv}"
+            )
         if self.latent and not shares_columns(self.head_dim_qk, self.head_dim_v):
             raise Unsupported(
                 "latent needs a head_dim_v whose tiles are the first of those of keys, such as "

@@ -29,13 +29,13 @@ PARTS = TileConfig(block_m=1, block_n=16, heads=16, split_kv=64)
 SPLIT = {"fwd_split": PARTS, "fwd_combine": COMBINE}
 PAGED = {"fwd_paged": PARTS, "fwd_combine": COMBINE}
 CASES = [
-    ("b2 hq4 hkv2 q50 kv70 d48/32 bf16 causal latent", FWD),
+    ("b2 hq4 hkv1 q50 kv70 d48/32 bf16 causal latent", FWD),
     ("b1 hq4 hkv1 q20 kv90 d32 fp16 window(40,0,bottom_right) latent", FWD),
-    ("b1 hq2 hkv2 q40 kv40 d48/32 fp32 full score(s*0.5) latent", FWD),
-    ("b1 hq2 hkv2 q40 kv40 d72/64 fp16 dilated(3) latent", FWD),
+    ("b1 hq2 hkv1 q40 kv40 d48/32 fp32 full score(s*0.5) latent", FWD),
+    ("b1 hq2 hkv1 q40 kv40 d72/64 fp16 dilated(3) latent", FWD),
     ("b2 hq32 hkv1 q1 kv300 d80/64 bf16 full latent", SPLIT),
     ("b1 hq48 hkv1 q3 kv130 d40 fp16 causal(bottom_right) latent", SPLIT),
-    ("b1 hq64 hkv2 q5 kv200 d48/32 fp32 causal(bottom_right) latent", SPLIT),
+    ("b1 hq64 hkv1 q5 kv200 d48/32 fp32 causal(bottom_right) latent", SPLIT),
     ("b2 hq32 hkv1 q2 kv300 d72/64 bf16 causal(bottom_right) page16 latent", PAGED),
     ("b1 hq32 hkv1 q1 kv90 d80/64 fp16 full page64 latent", PAGED),
 ]
@@ -133,9 +133,9 @@ def test_calls_find_them_by_their_address(heads_inside: bool) -> None:
 
 def test_values_elsewhere_in_the_keys_are_loaded_apart() -> None:
     plans.forget()
-    problem = AttentionProblem.parse("b1 hq2 hkv2 q20 kv30 d48/32 fp32")
+    problem = AttentionProblem.parse("b1 hq2 hkv1 q20 kv30 d48/32 fp32")
     x = make_inputs(problem)
-    packed = torch.as_strided(x.k, (1, 2, 30, 32), (960, 480, 32, 1))  # the keys' address
+    packed = torch.as_strided(x.k, (1, 1, 30, 32), (960, 960, 32, 1))  # the keys' address
     for values in (x.k[..., 16:], x.k[..., :24], packed):
         out = tilegen.attention(x.q, x.k, values)
         expected, _ = attention_reference(
@@ -161,7 +161,7 @@ def test_gradients_of_keys_hold_those_of_the_values_in_them() -> None:
 def test_keys_that_are_copied_share_nothing() -> None:
     """Keys without a dense last dimension are copied for kernels, and their values apart."""
     plans.forget()
-    problem = AttentionProblem.parse("b1 hq2 hkv2 q20 kv30 d48/32 fp32")
+    problem = AttentionProblem.parse("b1 hq2 hkv1 q20 kv30 d48/32 fp32")
     x = make_inputs(problem)
     k = x.k.transpose(2, 3).contiguous().transpose(2, 3)
     found = tilegen.attention(x.q, k, k[..., :32])

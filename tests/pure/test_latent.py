@@ -46,7 +46,9 @@ APART = replace(DECODE, latent=False)
 def test_tiles_of_values_are_tiles_of_keys(qk: int, v: int, expected: bool) -> None:
     assert shares_columns(qk, v) == expected
     k = torch.zeros(1, 1, 4, max(qk, v))[..., :qk]
-    assert values_in_keys(k, torch.as_strided(k, (1, 1, 4, v), k.stride())) == expected
+    values = torch.as_strided(k, (1, 1, 4, v), k.stride())
+    assert values_in_keys(torch.zeros(1, 4, 2, qk), k, values) == expected
+    assert not values_in_keys(torch.zeros(1, 1, 2, qk), k, values)  # a head of its own
 
 
 def test_notation() -> None:
@@ -55,6 +57,8 @@ def test_notation() -> None:
     assert AttentionProblem.parse(DECODE.key) == DECODE
     with pytest.raises(Unsupported, match="whose tiles are the first of those of keys"):
         replace(DECODE, head_dim_v=256)
+    with pytest.raises(Unsupported, match="several query heads on one key-value head"):
+        replace(DECODE, num_heads_kv=2)
 
 
 def test_gradients_are_those_of_values_apart() -> None:
@@ -92,7 +96,7 @@ def test_a_program_holds_one_tile_for_both() -> None:
         ("hq64 hkv1", (16, 32, 64)),
         ("hq48 hkv1", (16, 64)),  # 32 does not divide a group of 48
         ("hq8 hkv1", (8,)),
-        ("hq8 hkv8", (1,)),
+        ("hq2 hkv1", (2,)),
     ],
 )
 def test_a_tile_may_hold_a_part_of_a_group(heads: str, expected: tuple[int, ...]) -> None:
@@ -140,7 +144,7 @@ def test_what_decoding_takes(text: str, chosen: str, most: float) -> None:
 
 
 EMITTED = {
-    "fwd": ("hq8 hkv8 q512 kv512 d192/128 bf16 causal latent", "m64n64w4s2"),
+    "fwd": ("hq8 hkv1 q512 kv512 d192/128 bf16 causal latent", "m64n64w4s2"),
     "fwd_split": (
         "hq128 hkv1 q2 kv4096 d576/512 bf16 causal(bottom_right) latent",
         "m1h64n64k1024w8s1t",

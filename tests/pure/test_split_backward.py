@@ -9,11 +9,18 @@ import pytest
 
 from tests.conftest import CheckGolden
 from tilegen.choose.configs import all_configs
-from tilegen.choose.families import family, kernels_of, ranked_families, why_not_ranked
+from tilegen.choose.families import (
+    WORTH_SPLITTING,
+    family,
+    kernels_of,
+    ranked_families,
+    why_not_ranked,
+)
 from tilegen.choose.ranking import estimate, joined_splits, propose
 from tilegen.emit.render import render
 from tilegen.errors import Unsupported
 from tilegen.explaining.explanation import explain
+from tilegen.explaining.pass_choice import explain_pass
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.registry import BACKWARD, check_config, grid_of
@@ -186,3 +193,13 @@ RENDERED = {
 def test_emitted_kernels(name: str, golden: CheckGolden) -> None:
     text, kernel, config = RENDERED[name]
     golden(render(AttentionProblem.parse(text), TileConfig.parse(config), kernel).source)
+
+
+def test_a_split_that_wins_little_is_not_taken() -> None:
+    """A part of what a model may err by; explain says so."""
+    problem = AttentionProblem.parse("hq32 hkv8 q4096 d128 bf16 causal")
+    ranked = dict(ranked_families(problem, H200, "backward"))
+    assert ranked["split_dkdv"] < ranked["two_pass"] < WORTH_SPLITTING * ranked["split_dkdv"]
+    assert family(problem, H200, "backward") == "two_pass"
+    told = explain_pass(problem, H200, "backward")
+    assert "split_dkdv is predicted to be faster, which counts from 1.1 times on" in str(told)

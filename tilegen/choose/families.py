@@ -32,6 +32,9 @@ CLEARLY_FASTER = 1.25
 """Factor in predicted time that says more than the model may err between kernels nobody timed: a
 guess."""
 
+WORTH_SPLITTING = 1.1
+"""Factor in predicted time by which a backward with splits must be faster than one without: sums of
+parts take memory and a launch more. A guess."""
 TALL, FEW_WAVES, FEW_ROWS = 128, 2, 16
 """Rows of a tall tile, and the programs for each SM from which a family for few programs is not
 ranked: with so many, and of tiles this tall, no SM is idle for long. It is, all the same, where the
@@ -101,6 +104,10 @@ def family(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> Fam
     if len(able) == 1:
         return able[0]
     ranked = ranked_families(bucket, gpu, direction)
+    if direction == "backward":
+        whole = [one for one in ranked if not FAMILIES[direction][one[0]].few_programs_only]
+        if whole and whole[0][1] < WORTH_SPLITTING * ranked[0][1]:
+            ranked = tuple(whole)
     best, shortest = ranked[0]
     if _room(problem, gpu) >= LARGE:
         usual = (one for one in ranked if not FAMILIES[direction][one[0]].large_heads_only)

@@ -62,10 +62,10 @@ def attention(
     gradients too. `kv_lengths` (batch,), integers, leaves each batch entry its first columns, for
     padded keys and values. `scale` defaults to d_qk ** -0.5. lse is each row's natural
     log-sum-exp, fp32, (batch, heads_q, seqlen_q). A row that the mask leaves nothing gives out 0,
-    lse -inf and zero gradients. Values that are the first columns of the keys, `k[..., :d_v]` as in
-    absorbed multi-head latent attention, are loaded once by the forward. `dropout_p` is the
-    probability that a weight is dropped, which torch.manual_seed makes reproducible; lse is that of
-    all weights. torch.autocast is followed as PyTorch's own attention does.
+    lse -inf and zero gradients. Values that are the first columns of one head's keys, `k[...,
+    :d_v]` as in absorbed multi-head latent attention, are loaded once by the forward. `dropout_p`
+    is the probability that a weight is dropped, which torch.manual_seed makes reproducible; lse is
+    that of all weights. torch.autocast is followed as PyTorch's own attention does.
 
     Never tunes unless TILEGEN_TUNE=1. CPU tensors run the emitted kernels where TRITON_INTERPRET=1
     is set, otherwise PyTorch. Raises InvalidProblem or Unsupported, naming the call.

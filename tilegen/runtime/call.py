@@ -154,15 +154,15 @@ def problem_of(
         score=form_of(changes),
         dropout=changes.dropout is not None,
         invariant=settings().batch_invariant,
-        latent=values_in_keys(k, v),
+        latent=values_in_keys(q, k, v),
     )
 
 
-def values_in_keys(k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether values are the first columns of keys, as `k[..., :512]` is, and are not to be loaded
-    again."""
+def values_in_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether values are the first columns of the keys of one head that several query heads share,
+    as `k[..., :512]` is in absorbed multi-head latent attention: they are not loaded again."""
     same = k.data_ptr() == v.data_ptr() and k.stride() == v.stride()
-    return same and shares_columns(k.shape[-1], v.shape[-1])
+    return same and k.shape[1] == 1 < q.shape[1] and shares_columns(k.shape[-1], v.shape[-1])
 
 
 def checked_scale(scale: float) -> float:

@@ -73,7 +73,7 @@ class PagedCall:
             *("paged", heads, heads_kv, width, v_width, page),
             *((self.requests - 1).bit_length(), (self.longest_q - 1).bit_length()),
             *((longest_kv - 1).bit_length(), q.dtype, q.device, self.is_aligned),
-            *(changes.kind, score, values_in_keys(self.k, v)),
+            *(changes.kind, score, values_in_keys(q, self.k, v)),
         )
 
     @classmethod

@@ -114,7 +114,7 @@ def _new_plan(call: PagedCall, longest_kv: int, changes: Changes) -> _Plan:
         score=form_of(changes),
         page=call.k.shape[2],
         invariant=settings().batch_invariant,
-        latent=values_in_keys(call.k, call.v),
+        latent=values_in_keys(call.q, call.k, call.v),
     )
     checks_fit = changes.score is not None or changes.kind.checks_lengths
     scale = problem.head_dim_qk**-0.5
