@@ -3,7 +3,8 @@ published time and the goal; on a GPU, tilegen and its peers are then timed side
 
     python -m benchmarks.decode --minutes 10
 
-The table goes to benchmarks/results/decode_predicted.csv, and needs no GPU. A predicted time is
+The table goes to benchmarks/results/decode_predicted.csv, and needs no GPU. With
+TILEGEN_BATCH_INVARIANT=1, tilegen's calls are measured as batch-invariant ones. A predicted time is
 that of a measurement here: launches count, and L2 is cold. Published times are those of kernels
 alone (benchmarks/results/published/README.md).
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +26,7 @@ from benchmarks.published.report import write
 from benchmarks.run import RESULTS, cases, run
 from benchmarks.workloads import SERVED, Workload
 from tilegen.choose.families import family
-from tilegen.choose.ranking import propose
+from tilegen.choose.ranking import estimate, invariant_config, propose
 from tilegen.gpus.spec import detect, gpu
 from tilegen.kernels.registry import FORWARD, KERNELS
 from tilegen.measure import DeviceLost
@@ -106,8 +107,10 @@ class Predicted:
     splits: int
     """Parts of the keys that programs of their own take; 1 where keys are not split."""
     predicted_us: float
+    invariant_us: float
+    """The same problem, batch-invariant: one config for all batches and lengths."""
     launches_us: float
-    """The part of it that is launches."""
+    """The part of `predicted_us` that is launches."""
     bytes_us: float
     """Compulsory bytes at 4.3 TB/s."""
     published_us: float
@@ -134,6 +137,7 @@ def predict(target: Target) -> Predicted:
         configs=" ".join(cost.config.key for cost in best),
         splits=max(counts, default=1),
         predicted_us=1e6 * seconds,
+        invariant_us=1e6 * _invariant_seconds(problem),
         launches_us=1e6 * launches,
         bytes_us=_at_bandwidth(problem.key),
         published_us=target.published_us,
@@ -143,13 +147,22 @@ def predict(target: Target) -> Predicted:
     )
 
 
+def _invariant_seconds(problem: AttentionProblem) -> float:
+    spec, alike = gpu(GPU), replace(problem, invariant=True)
+    kernels = FORWARD[family(alike, spec, "forward")].names
+    configs = [(invariant_config(alike, spec, name), name) for name in kernels]
+    return sum(estimate(alike, spec, *one).seconds for one in configs)
+
+
 def lines(rows: Iterable[Predicted]) -> Iterator[str]:
     """Yield the table as a terminal shows it, in microseconds."""
-    yield f"{'target':22}{'predicted':>10}{'bytes':>8}{'published':>11}{'goal':>8}  choice"
+    heads = ("predicted", 10), ("invariant", 11), ("bytes", 8), ("published", 11), ("goal", 9)
+    yield f"{'target':22}{''.join(f'{name:>{width}}' for name, width in heads)}  choice"
     for row in rows:
         yield (
-            f"{row.name:22}{row.predicted_us:10.1f}{row.bytes_us:8.1f}{row.published_us:11.1f}"
-            f"{row.goal_us:8.1f}  {row.family} {row.configs}, {row.splits} splits"
+            f"{row.name:22}{row.predicted_us:10.1f}{row.invariant_us:11.1f}{row.bytes_us:8.1f}"
+            f"{row.published_us:11.1f}{row.goal_us:9.1f}  {row.family} {row.configs}, "
+            f"{row.splits} splits"
         )
 
 

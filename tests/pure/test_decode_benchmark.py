@@ -116,6 +116,7 @@ def test_targets_are_compared_with_what_bounds_them() -> None:
     assert len({row.name for row in rows}) == len(rows)
     for row in rows:
         assert row.predicted_us > row.bytes_us + row.launches_us
+        assert row.invariant_us >= row.predicted_us
         assert row.launches_us == pytest.approx(3 + 1.75 * (len(row.configs.split()) - 1))
         assert row.predicted_over_goal == pytest.approx(row.predicted_us / row.goal_us)
     last = rows[-1]

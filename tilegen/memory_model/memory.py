@@ -16,8 +16,8 @@ from tilegen.memory_model.values import Tile, as_operand
 
 SMEM_PER_BLOCK = 227 * 1024
 """Bytes of shared memory that one program may have on sm_90 (CUDA C++ programming guide)."""
-MAX_BOX = 256
-"""Elements of a side of what one TMA instruction moves; wider tiles go in several."""
+MAX_RANK = 5
+"""Dimensions of a tensor map (PTX, tensors: cp.async.bulk.tensor, 1 to 5)."""
 
 
 _NARROW = (torch.float16, torch.bfloat16)
@@ -244,13 +244,20 @@ def described(
     machine: Machine, name: str, tensor: GlobalTensor, given: Any, dtype: Any
 ) -> Descriptor:
     """Return a descriptor as Triton's TensorDescriptor says. Raises Fault for what the hardware
-    refuses: strides that are no multiples of 16 bytes, a last dimension that is not dense."""
+    refuses: an address or strides that are no multiples of 16 bytes, a last dimension that is not
+    dense, or whose tiles are less than 16 bytes, more than five dimensions."""
     size = tensor.element_bytes
     if given.strides[-1] != 1 or any(one * size % 16 for one in given.strides[:-1]):
         raise Fault(
             f"descriptor {name} needs a dense last dimension and strides that are multiples of 16 "
             f"bytes, got strides {list(given.strides)} of {size} bytes"
         )
+    if given.base.data_ptr() % 16 or given.block_shape[-1] * size % 16:
+        raise Fault(
+            f"descriptor {name} needs an address and rows of tiles in multiples of 16 bytes"
+        )
+    if not 1 <= len(given.shape) <= MAX_RANK:
+        raise Fault(f"descriptor {name} has {len(given.shape)} dimensions, not 1 to {MAX_RANK}")
     return Descriptor(
         machine,
         tensor,
