@@ -323,7 +323,7 @@ def test_other_kinds_have_other_plans(changed: dict[str, Any]) -> None:
 
 def test_values_in_keys_are_of_a_kind_of_their_own() -> None:
     """After calls with values apart, which kernels for values in keys would not read."""
-    keys = torch.randn(20, 16, 2, 48)
+    keys = torch.randn(20, 16, 1, 48)
     given = call(q=torch.randn(3, 4, 2, 48), k_pages=keys, v_pages=keys[..., :32].clone())
     plans.forget()
     apart = tilegen.attention_paged(**given)
