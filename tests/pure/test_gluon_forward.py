@@ -10,6 +10,8 @@ from contextlib import suppress
 
 import pytest
 
+pytest.importorskip("greenlet", reason="greenlet, which runs partitions in the memory model")
+
 from tests.conftest import CheckGolden
 from tests.gluon_breaks import BREAKS, EQUIVALENT, HARMLESS, Break
 from tests.gluon_runs import TRITON, Case, is_right, results, verdict
@@ -18,8 +20,6 @@ from tilegen.gluon.forward import HopperForward
 from tilegen.memory_model import Fault
 from tilegen.memory_model.schedules import EverySchedule, Schedule
 from tilegen.problem import AttentionProblem
-
-pytest.importorskip("greenlet", reason="greenlet, which runs partitions in the memory model")
 
 SMALL = HopperForward(head_dim=64, block_n=64)
 RAGGED = Case(SMALL, rows=300, keys=230)

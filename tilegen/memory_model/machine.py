@@ -14,7 +14,13 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from greenlet import GreenletExit, greenlet
+try:
+    from greenlet import GreenletExit, greenlet
+except ImportError:
+    raise ImportError(
+        "the memory model runs partitions as greenlets, which are not installed: pip install "
+        "greenlet"
+    ) from None
 
 from tilegen.memory_model.barriers import Barrier
 from tilegen.memory_model.clocks import Access, View
