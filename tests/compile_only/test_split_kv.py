@@ -30,7 +30,9 @@ def test_first_choices_compile_to_what_may_be_used(
 ) -> None:
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
     problem = AttentionProblem.parse(text)
-    for name in GPUS[CASES.index(text) % 2 :: 2]:
+    # Where calls of a kind compile a dozen tiles of a kernel before one may be used, one GPU.
+    gpus = ("h200",) if "tree" in text or "latent" in text else GPUS[CASES.index(text) % 2 :: 2]
+    for name in gpus:
         spec = gpu(name)
         chosen = pipeline.choose(problem, spec, "forward", may_compile=True)
         assert list(chosen) == ["fwd_split", "fwd_combine"]
