@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
+from tilegen.check.reference import TORCH_DTYPES
 from tilegen.gluon.forward import TWINS, HopperForward
 from tilegen.memory_model import Fault, Report, run
 
 TRITON = "3.7.1"
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def inputs(case: Case) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
     def random(heads: int, rows: int) -> torch.Tensor:
         shape = case.batch, heads, rows, its.head_dim
-        return torch.randn(shape, generator=generator).to(DTYPES[its.dtype])
+        return torch.randn(shape, generator=generator).to(TORCH_DTYPES[its.dtype])
 
     heads_kv = case.heads // its.group_size
     return random(case.heads, case.rows), random(heads_kv, case.keys), random(heads_kv, case.keys)

@@ -44,6 +44,7 @@ from tilegen.masks.tiles.tile_lists import build
 from tilegen.masks.tiles.tile_ranges import tile_ranges
 from tilegen.masks.usual import KvPrefix
 from tilegen.masks.values import is_symbolic
+from tilegen.problem import AttentionProblem, DType
 
 BATCH, HEADS = 2, 2
 Pairs = NDArray[np.bool_]
@@ -74,6 +75,20 @@ class Case:
         sizes = (batch, heads, self.seqlen_q, self.seqlen_kv)
         pairs = [bool(self.keeps(*index)) for index in itertools.product(*map(range, sizes))]
         return np.broadcast_to(np.array(pairs).reshape(sizes), (BATCH, HEADS, *sizes[2:]))
+
+    def problem(self, dtype: DType) -> AttentionProblem:
+        """Return the problem of small heads, two of which share a key-value head."""
+        return AttentionProblem(
+            batch=BATCH if self.varies else 1,
+            num_heads_q=HEADS,
+            num_heads_kv=HEADS // 2,
+            seqlen_q=self.seqlen_q,
+            seqlen_kv=self.seqlen_kv,
+            head_dim_qk=16,
+            head_dim_v=16,
+            dtype=dtype,
+            mask=self.mask,
+        )
 
     def judged(self, batch: int) -> Mask:
         """Return the mask for kernels, the oracle for everything that computes pairs."""

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 import tilegen
+from tests.counted import counted, predicted
 from tests.splits import COMBINE
-from tilegen.check import interpreter
-from tilegen.check.paging import in_pages
 from tilegen.check.reference import attention_reference, make_inputs
 from tilegen.check.verification import check, require, verify
 from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
-from tilegen.kernels import passes
 from tilegen.kernels.config import TileConfig
 from tilegen.model.traffic import traffic
 from tilegen.problem import AttentionProblem
@@ -55,31 +52,11 @@ def test_bytes_are_what_the_model_says(text: str, configs: dict[str, TileConfig]
     problem = AttentionProblem.parse(text)
     x = make_inputs(problem)
     assert x.v.data_ptr() == x.k.data_ptr()
-    given: tuple[Any, ...] = (x.q, x.k, x.v)
-    more: dict[str, Any] = {}
-    if problem.page:
-        *given, more["requests"] = in_pages(x.q, x.k, x.v, problem.page)
-    counted: dict[str, tuple[int, int]] = {}
-
-    def counting(name: str) -> Any:
-        launch = load(render(problem, configs[name], name)).launch
-
-        def run(*given: Any) -> Any:
-            with interpreter.count_traffic() as found:
-                made = launch(*given)
-            counted[name] = found.read_bytes, found.write_bytes
-            return made
-
-        return run
-
-    launches = {name: counting(name) for name in configs}
-    passes.forward(launches, *given, 0.2, panel_rows=1, **more)
+    moved = counted(problem, configs)
+    assert moved == predicted(problem, configs)
     first = next(iter(configs))
-    for name, config in configs.items():
-        expected = traffic(problem, config, name, before=configs[first])
-        assert counted[name] == (expected.read_bytes, expected.write_bytes), name
     apart = traffic(replace(problem, latent=False), configs[first], first)
-    assert apart.read_bytes > 1.4 * counted[first][0]
+    assert apart.read_bytes > 1.4 * moved[first][0]
 
 
 @pytest.mark.parametrize("kernel, configs", [("fwd", FWD), ("fwd_split", SPLIT)])

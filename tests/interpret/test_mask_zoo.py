@@ -15,7 +15,7 @@ from tilegen.check.verification import check, require
 from tilegen.emit.render import render
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.masks.mask import Side
-from tilegen.problem import AttentionProblem, DType
+from tilegen.problem import DType
 
 TILES = [(16, 32), (64, 8)]
 WHOLE_HEADS: dict[Kernel, TileConfig] = {
@@ -55,17 +55,7 @@ def test_tiles(case: Case, side: Side) -> None:
 
 
 def agrees(case: Case, configs: Mapping[Kernel, TileConfig], dtype: DType) -> None:
-    problem = AttentionProblem(
-        batch=BATCH if case.varies else 1,
-        num_heads_q=HEADS,
-        num_heads_kv=HEADS // 2,
-        seqlen_q=case.seqlen_q,
-        seqlen_kv=case.seqlen_kv,
-        head_dim_qk=16,
-        head_dim_v=16,
-        dtype=dtype,
-        mask=case.mask,
-    )
+    problem = case.problem(dtype)
     kernels = {kernel: render(problem, config, kernel) for kernel, config in configs.items()}
     judged = case.judged(problem.batch)
     require(check(kernels, make_inputs(problem), mask=judged))

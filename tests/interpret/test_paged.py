@@ -13,20 +13,17 @@ import triton.language as tl
 import triton.runtime.interpreter
 
 import tilegen
+from tests.counted import counted, predicted
 from tests.splits import COMBINE
 from tilegen.check import interpreter
-from tilegen.check.paging import in_pages
-from tilegen.check.reference import attention_reference, make_inputs
+from tilegen.check.reference import attention_reference
 from tilegen.check.verification import require, verify
 from tilegen.choose import ranking
-from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
-from tilegen.kernels import passes
 from tilegen.kernels.config import TileConfig
 from tilegen.masks import Mask
 from tilegen.masks.grouping import packed_heads
 from tilegen.masks.score import Score, alibi, sinks, softcap
-from tilegen.model.traffic import traffic
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import plans
 from tilegen.tuning.bench import Timed, check_config
@@ -57,27 +54,8 @@ def test_pages_smaller_and_larger_than_a_tile(page: int) -> None:
 @pytest.mark.parametrize("mask", ["full", "causal(bottom_right)", "global(5)|window(9,9)"])
 def test_bytes_are_what_the_model_says(mask: str, page: int) -> None:
     problem = AttentionProblem.parse(f"b2 hq4 hkv2 q9 kv100 d16 fp16 {mask} page{page}")
-    x = make_inputs(problem)
-    *paged, requests = in_pages(x.q, x.k, x.v, page)
-    counted: dict[str, Any] = {}
     kernels = configs(problem)
-
-    def counting(name: str) -> Any:
-        launch = load(render(problem, kernels[name], name)).launch
-
-        def run(*given: Any) -> Any:
-            with interpreter.count_traffic() as found:
-                made = launch(*given)
-            counted[name] = found.read_bytes, found.write_bytes
-            return made
-
-        return run
-
-    launches = {name: counting(name) for name in kernels}
-    passes.forward(launches, *paged, 0.2, panel_rows=1, requests=requests)
-    for name, config in kernels.items():
-        expected = traffic(problem, config, name, before=kernels["fwd_paged"])
-        assert counted[name] == (expected.read_bytes, expected.write_bytes), name
+    assert counted(problem, kernels) == predicted(problem, kernels)
 
 
 @pytest.mark.parametrize("pages", ["", " page16"])

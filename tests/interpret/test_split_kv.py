@@ -12,7 +12,7 @@ import torch
 
 from tests import score_inputs
 from tests.interpret.test_scores import SCORES, made_from
-from tests.mask_zoo import BATCH, HEADS, ZOO, Case
+from tests.mask_zoo import ZOO, Case
 from tests.splits import NAMES, splits
 from tilegen.check import interpreter
 from tilegen.check.reference import Inputs, make_inputs
@@ -94,17 +94,7 @@ def test_heads_inside_rows() -> None:
 
 @pytest.mark.parametrize("case, dtype", list(zip(ZOO[::2], itertools.cycle(DTYPES))), ids=str)
 def test_masks_of_the_zoo(case: Case, dtype: DType) -> None:
-    problem = AttentionProblem(
-        batch=BATCH if case.varies else 1,
-        num_heads_q=HEADS,
-        num_heads_kv=HEADS // 2,
-        seqlen_q=case.seqlen_q,
-        seqlen_kv=case.seqlen_kv,
-        head_dim_qk=16,
-        head_dim_v=16,
-        dtype=dtype,
-        mask=case.mask,
-    )
+    problem = case.problem(dtype)
     configs = splits(problem, keys=16 << ZOO.index(case) // 2 % 2)
     kernels = {name: render(problem, one, name) for name, one in configs.items()}
     require(check(kernels, make_inputs(problem), mask=case.judged(problem.batch)))

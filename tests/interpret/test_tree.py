@@ -10,15 +10,14 @@ import pytest
 import torch
 
 import tilegen
+from tests.counted import counted, predicted
 from tests.interpret.test_paged import configs, expected_of
 from tests.splits import NAMES, splits
 from tilegen.check import interpreter
-from tilegen.check.paging import in_pages
 from tilegen.check.reference import make_inputs
 from tilegen.check.verification import require, verify
 from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
-from tilegen.kernels import passes
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.masks import Mask
 from tilegen.masks.score import Score, alibi, sinks, softcap
@@ -70,28 +69,9 @@ def test_bytes_are_what_the_model_says(kernel: Kernel, window: tuple[int, int] |
 def test_bytes_of_pages(page: int) -> None:
     mask = tilegen.tree(PARENTS)
     problem = replace(problem_of(f"q{WIDTH} kv300", mask, "b2 hq4 hkv2"), page=page)
-    x = make_inputs(problem)
-    *paged, requests = in_pages(x.q, x.k, x.v, page)
-    counted: dict[str, Any] = {}
     kernels = configs(problem)
-
-    def counting(name: str) -> Any:
-        launch = load(render(problem, kernels[name], name)).launch
-        table = {"t0": tilegen.ancestors(PARENTS).view(torch.uint8)} if name == "fwd_paged" else {}
-
-        def run(*given: Any) -> Any:
-            with interpreter.count_traffic() as found:
-                made = launch(*given, **table)
-            counted[name] = found.read_bytes, found.write_bytes
-            return made
-
-        return run
-
-    launches = {name: counting(name) for name in kernels}
-    passes.forward(launches, *paged, 0.2, panel_rows=1, requests=requests)
-    for name, config in kernels.items():
-        expected = traffic(problem, config, name, before=kernels["fwd_paged"])
-        assert counted[name] == (expected.read_bytes, expected.write_bytes), name
+    reads = {"fwd_paged": {"t0": tilegen.ancestors(PARENTS).view(torch.uint8)}}
+    assert counted(problem, kernels, reads) == predicted(problem, kernels)
 
 
 @pytest.mark.parametrize("mask", ["tree(@:8)", "tree(@b:4)&window(30,0,bottom_right)"])

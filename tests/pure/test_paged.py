@@ -22,7 +22,6 @@ from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import paged_call, paged_dispatch, plans
 from tilegen.runtime.changes import Changes
-from tilegen.runtime.slots import write_slots
 
 H200 = gpu("h200")
 BOTTOM = tilegen.causal("bottom_right")
@@ -180,82 +179,6 @@ def test_gradients_are_refused() -> None:
 def test_sinks_of_another_number_of_heads_are_refused() -> None:
     with pytest.raises(InvalidProblem, match="sinks must have size 4 along query heads, got 3"):
         tilegen.attention_paged(**call(), score=tilegen.sinks(torch.zeros(3)))
-
-
-# --------------------------------------------------------------------------------------------------
-# Caches that grow
-
-
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_new_tokens_are_written_behind_the_old_ones(layout: str) -> None:
-    given = call(kv_lengths=torch.tensor([80, 17, 33]))
-    before = [given[name].clone() for name in ("k_pages", "v_pages")]
-    pages = [given[name] for name in ("k_pages", "v_pages")]
-    shown = [x.transpose(1, 2).contiguous() if layout == "HND" else x for x in pages]
-    new = [torch.randn(3, 2, 2, width) for width in (32, 24)]
-    where = given["block_table"], given["kv_lengths"]
-    tilegen.append_paged(*new, *shown, *where, layout=layout)
-    shown = [x.transpose(1, 2) if layout == "HND" else x for x in shown]
-    for old, found, x in zip(before, shown, new, strict=True):
-        expected = old.clone()
-        for i, length in enumerate((80, 17, 33)):
-            for token in range(2):
-                place = length - 2 + token
-                page = given["block_table"][i, place // 16]
-                expected[page, place % 16] = x[i, :, token]
-        assert torch.equal(found, expected)
-
-
-def test_tokens_of_no_request_are_not_written() -> None:
-    given = call()
-    pages = [given[name] for name in ("k_pages", "v_pages")]
-    before = [x.clone() for x in pages]
-    new = [torch.randn(6, 2, width) for width in (32, 24)]
-    where = given["block_table"], given["kv_lengths"]
-    tilegen.append_paged(*new, *pages, *where, q_starts=torch.tensor([0, 1, 1, 3]))
-    for old, found, x in zip(before, pages, new, strict=True):
-        expected = old.clone()
-        for i, place, token in ((0, 79, 0), (2, 31, 1), (2, 32, 2)):
-            expected[given["block_table"][i, place // 16], place % 16] = x[token]
-        assert torch.equal(found, expected)
-    changed = [x.clone() for x in pages]
-    tilegen.append_paged(*new, *pages, *where, q_starts=torch.zeros(4, dtype=torch.int64))
-    assert all(torch.equal(one, other) for one, other in zip(pages, changed, strict=True))
-
-
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_tokens_go_to_the_slots_that_are_named(layout: str) -> None:
-    old = torch.randn(2, 6, 4, 2, 8)  # k and v: pages, rows, heads, dim
-    whole = old if layout == "NHD" else old.transpose(2, 3)
-    pages = [x.clone() for x in whole]
-    new = torch.randn(2, 5, 2, 8)
-    slots = torch.tensor([-1, 23, 0, -1, 9])
-    write_slots(*new, *pages, slots, layout=layout)
-    for x, before, tokens in zip(pages, old, new, strict=True):
-        expected = before.flatten(0, 1).clone()
-        expected[[23, 0, 9]] = tokens[[1, 2, 4]]
-        shown = x if layout == "NHD" else x.transpose(1, 2)
-        assert torch.equal(shown.flatten(0, 1), expected)
-    kept = [x.clone() for x in pages]
-    write_slots(*new, *pages, torch.full((5,), -1), layout=layout)
-    write_slots(*new[:, :0], *pages, slots[:0], layout=layout)
-    assert all(map(torch.equal, pages, kept)), "tokens that go nowhere were written"
-    with pytest.raises(InvalidProblem, match="one place for each"):
-        write_slots(*new, *pages, slots[:3], layout=layout)
-
-
-def test_what_cannot_be_appended_is_refused() -> None:
-    given = call()
-    where = given["k_pages"], given["v_pages"], given["block_table"], given["kv_lengths"]
-    new = torch.randn(3, 2, 1, 32)
-    with pytest.raises(InvalidProblem, match="must hold as many tokens and heads"):
-        tilegen.append_paged(new, new[:, :1], *where)
-    with pytest.raises(InvalidProblem, match="k must have 3 requests, got 2"):
-        tilegen.append_paged(new[:2], new[:2], *where)
-    with pytest.raises(InvalidProblem, match="layout must be one of"):
-        tilegen.append_paged(new, new, *where, layout="NDH")
-    with pytest.raises(InvalidProblem, match="block_table must have 3 rows"):
-        tilegen.append_paged(new, new, *where[:2], where[2][:2], where[3])
 
 
 def test_generation_over_pages_gives_the_tokens_of_dense_attention() -> None:

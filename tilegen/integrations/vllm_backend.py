@@ -25,11 +25,11 @@ from tilegen.integrations import windows
 from tilegen.integrations.flash_changes import score_of
 from tilegen.masks.score import Score
 from tilegen.problem import MAX_HEAD_DIM, MIN_HEAD_DIM
+from tilegen.runtime.call import DTYPES
 from tilegen.runtime.paged import attention_paged
 from tilegen.runtime.slots import write_slots
 from tilegen.settings import BATCH_INVARIANT
 
-DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 CACHES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 """vLLM's names for caches of a dtype of their own; `auto` is the model's."""
 

@@ -232,11 +232,7 @@ def tma_load(
         raise NotModelled("multicast to a cluster is not modelled")
     if not pred:
         return
-    if list(descriptor.block_shape) != result.shape or str(descriptor.dtype) != str(result.dtype):
-        raise machine.fault(
-            f"a descriptor of tiles {list(descriptor.block_shape)} of {descriptor.dtype} loads to "
-            f"{result.shape} of {result.dtype}"
-        )
+    _check_tile(machine, descriptor, "loads to", result)
     awaited = machine.barrier(barrier)
     at, exists = descriptor.places(coordinates)
     view = machine.fork()
@@ -254,14 +250,20 @@ def tma_load(
     machine.pause()
 
 
+def _check_tile(machine: Machine, descriptor: Descriptor, does: str, buffer: Buffer) -> None:
+    """Raise Fault where shared memory is no tile of a descriptor."""
+    tile = list(descriptor.block_shape)
+    if tile != buffer.shape or str(descriptor.dtype) != str(buffer.dtype):
+        raise machine.fault(
+            f"a descriptor of tiles {tile} of {descriptor.dtype} {does} {buffer.shape} of "
+            f"{buffer.dtype}"
+        )
+
+
 def tma_store(descriptor: Descriptor, coordinates: Sequence[int], source: Buffer) -> None:
     """cp.async.bulk.tensor from shared to global memory; reads until `store_wait`."""
     machine = now()
-    if list(descriptor.block_shape) != source.shape or str(descriptor.dtype) != str(source.dtype):
-        raise machine.fault(
-            f"a descriptor of tiles {list(descriptor.block_shape)} of {descriptor.dtype} stores "
-            f"{source.shape} of {source.dtype}"
-        )
+    _check_tile(machine, descriptor, "stores", source)
     at, exists = descriptor.places(coordinates)
     view = machine.fork()
     machine.access(source, writes=False, what="this TMA store", by=view)

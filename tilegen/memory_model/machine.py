@@ -25,7 +25,7 @@ except ImportError:
 from tilegen.memory_model.barriers import Barrier
 from tilegen.memory_model.clocks import Access, View
 from tilegen.memory_model.faults import Fault, NotModelled
-from tilegen.memory_model.memory import Allocation, Buffer, checked_size
+from tilegen.memory_model.memory import SMEM_PER_BLOCK, Allocation, Buffer
 from tilegen.memory_model.schedules import Schedule
 from tilegen.memory_model.values import Tile
 
@@ -251,8 +251,10 @@ class Machine:
         """Return new shared memory. Raises Fault beyond what a program has."""
         allocation = Allocation(self._variable(), dtype, [int(one) for one in shape])
         self._used += allocation.bytes
-        if trouble := checked_size(self._used):
-            raise self.fault(trouble)
+        if self._used > SMEM_PER_BLOCK:
+            raise self.fault(
+                f"{self._used} bytes of shared memory are allocated, a program has {SMEM_PER_BLOCK}"
+            )
         region = tuple((0, int(one)) for one in shape)
         return Buffer(self, allocation, layout, region, tuple(range(len(shape))))
 

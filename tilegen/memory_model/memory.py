@@ -267,10 +267,3 @@ def described(
         tuple(given.block_shape),
         given.layout,
     )
-
-
-def checked_size(used: int) -> str:
-    """Return what is wrong with the shared memory of a program; empty if it fits."""
-    if used <= SMEM_PER_BLOCK:
-        return ""
-    return f"{used} bytes of shared memory are allocated, a program has {SMEM_PER_BLOCK}"

@@ -24,7 +24,7 @@ from tilegen.runtime.changes import Changes
 from tilegen.runtime.launch_text import MAX_ROW_STRIDE
 from tilegen.settings import settings
 
-_DTYPES: dict[torch.dtype, DType] = {
+DTYPES: dict[torch.dtype, DType] = {
     torch.float16: "fp16",
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
@@ -129,7 +129,7 @@ def problem_of(
             )
         if tensor.numel() == 0:
             raise InvalidProblem(f"{name} must not be empty, got shape {tuple(tensor.shape)}")
-        if tensor.dtype not in _DTYPES:
+        if tensor.dtype not in DTYPES:
             raise InvalidProblem(f"{name} must be fp16, bf16 or fp32, got {tensor.dtype}")
         if tensor.dtype != q.dtype or tensor.device != q.device:
             raise InvalidProblem(
@@ -149,7 +149,7 @@ def problem_of(
         seqlen_kv=k.shape[2],
         head_dim_qk=q.shape[3],
         head_dim_v=v.shape[3],
-        dtype=_DTYPES[q.dtype],
+        dtype=DTYPES[q.dtype],
         mask=changes.kind.mask,
         score=form_of(changes),
         dropout=changes.dropout is not None,
@@ -200,7 +200,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 def autocast(x: Any, dtype: torch.dtype) -> Any:
     """Return a tensor as torch.autocast casts those of PyTorch's attention: floats, but for
     fp64."""
-    return x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in _DTYPES else x
+    return x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in DTYPES else x
 
 
 def is_narrow(q: Any, k: Any, v: Any) -> bool:

@@ -11,17 +11,12 @@ from tilegen.bounded_cache import BoundedCache
 from tilegen.emit.identity import VECTOR_BYTES, is_aligned
 from tilegen.errors import InvalidProblem
 from tilegen.masks.values import is_checked
-from tilegen.problem import PAGES, DType
+from tilegen.problem import PAGES
 from tilegen.runtime.autograd import addressable
-from tilegen.runtime.call import form_of, values_in_keys
+from tilegen.runtime.call import DTYPES, form_of, values_in_keys
 from tilegen.runtime.changes import Changes
 from tilegen.runtime.launch_text import MAX_ROW_STRIDE
 
-DTYPES: dict[torch.dtype, DType] = {
-    torch.float16: "fp16",
-    torch.bfloat16: "bf16",
-    torch.float32: "fp32",
-}
 LAYOUTS = ("NHD", "HND")
 """Pages as (keys, heads, head dim) or (heads, keys, head dim)."""
 

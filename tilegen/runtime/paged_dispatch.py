@@ -17,10 +17,10 @@ from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import check_fit, score_tensors, tensors_of
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import plans
-from tilegen.runtime.call import checked_scale, form_of, values_in_keys
+from tilegen.runtime.call import DTYPES, checked_scale, form_of, values_in_keys
 from tilegen.runtime.changes import Changes
 from tilegen.runtime.kernels import Kernels
-from tilegen.runtime.paged_call import DTYPES, PagedCall
+from tilegen.runtime.paged_call import PagedCall
 from tilegen.settings import settings
 
 
@@ -109,7 +109,7 @@ def _new_plan(call: PagedCall, longest_kv: int, changes: Changes) -> _Plan:
         seqlen_kv=longest_kv,
         head_dim_qk=q.shape[3],
         head_dim_v=call.v.shape[3],
-        dtype=DTYPES[q.dtype],  # type: ignore[arg-type]
+        dtype=DTYPES[q.dtype],
         mask=changes.kind.mask,
         score=form_of(changes),
         page=call.k.shape[2],

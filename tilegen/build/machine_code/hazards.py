@@ -86,8 +86,6 @@ def _after(one: Instruction, groups: tuple[Group, ...]) -> tuple[Group, ...]:
         first = one.operands.split(",")[1].strip()
         reads = _range(first[1:], OPERAND_REGISTERS) if re.match(r"R\d+$", first) else frozenset()
         *others, (open_reads, open_writes) = groups or ((frozenset(), frozenset()),)
-        if groups and groups[-1][0] == groups[-1][1] == frozenset():
-            others = list(groups[:-1])
         now = open_reads | reads, open_writes | writes
         if len(others) >= MOST_GROUPS:  # of a loop that never waits
             (a, b), (c, d), *rest = others
