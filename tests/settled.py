@@ -1,7 +1,8 @@
-"""The config that a call would settle on, compiled in this process."""
+"""The config that a call would settle on, compiled in this process, and whether it may be used."""
 
 from __future__ import annotations
 
+from tilegen.build.acceptable import acceptable
 from tilegen.build.compiler import CompiledKernel, compile_for
 from tilegen.choose.chosen import Ranked
 from tilegen.choose.ranking import hopefuls
@@ -12,6 +13,25 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.model.estimate import CostEstimate
 from tilegen.pipeline import ASKED, best_acceptable
 from tilegen.problem import AttentionProblem
+
+OVER, UNDER, SLACK_BYTES = 0.05, 0.01, 1024
+"""Predicted shared memory lies within -1 % and +5 % of what pipelined kernels take, or 1 KiB."""
+
+
+def is_close(predicted: int, reported: int) -> bool:
+    """Whether predicted bytes are within the slack above."""
+    low, high = (1 - UNDER) * reported - SLACK_BYTES, (1 + OVER) * reported + SLACK_BYTES
+    return low <= predicted <= high
+
+
+def usable(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> CompiledKernel:
+    """Return what a call settles on, which may be used and takes as much shared memory as
+    predicted."""
+    predicted, built = settled(problem, gpu, kernel)
+    what = f"{problem.key} {kernel} {predicted.config}"
+    assert acceptable(built, gpu), what
+    assert is_close(predicted.smem_bytes, built.shared_bytes), what
+    return built
 
 
 def settled(

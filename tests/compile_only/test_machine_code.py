@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import tilegen
 from benchmarks.machine_code import neighbourhood
 from tests.conftest import CheckGolden
-from tests.settled import settled
+from tests.settled import usable
 from tilegen.build.compiler import CompiledKernel, compile_for
 from tilegen.cli.main import app
 from tilegen.emit.render import render
@@ -126,8 +126,7 @@ known_triton = pytest.mark.skipif(
 def test_static_bounds(name: str, golden: CheckGolden) -> None:
     text, kernel = TWELVE[name]
     problem = PARSE(text)
-    _, chosen = settled(problem, gpu("h200"), kernel)
-    golden(told(problem, chosen))
+    golden(told(problem, usable(problem, gpu("h200"), kernel)))
 
 
 @known_triton
