@@ -46,6 +46,33 @@ def cache(
     return pages[0], pages[1], table
 
 
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_new_tokens_are_written_as_on_a_cpu(layout: str) -> None:
+    """By one kernel, in a graph too, which other lengths are written to before it runs again."""
+    k_pages, v_pages, table = cache(3, 256)
+    if layout == "HND":
+        k_pages, v_pages = (x.transpose(1, 2).contiguous() for x in (k_pages, v_pages))
+    k, v = torch.randn(2, 9, 2, 128, device="cuda", dtype=torch.bfloat16)
+    lengths = torch.tensor([40, 1, 256], device="cuda", dtype=torch.int32)
+    starts = torch.tensor([0, 5, 6, 8], device="cuda", dtype=torch.int32)
+    given = k, v, k_pages, v_pages, table, lengths
+    tilegen.append_paged(*given, q_starts=starts, layout=layout)
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with torch.cuda.graph(graph):
+            tilegen.append_paged(*given, q_starts=starts, layout=layout)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for now in ([40, 1, 256], [17, 200, 16]):
+        lengths.copy_(torch.tensor(now))
+        expected = [x.cpu() for x in given]
+        tilegen.append_paged(*expected, q_starts=starts.cpu(), layout=layout)
+        graph.replay()
+        assert torch.equal(k_pages.cpu(), expected[2])
+        assert torch.equal(v_pages.cpu(), expected[3])
+
+
 def test_one_graph_serves_all_lengths() -> None:
     k_pages, v_pages, table = cache(4, 4096)
     lengths = torch.tensor([1, 100, 2000, 4096], device="cuda", dtype=torch.int32)

@@ -30,6 +30,7 @@ from tests.engine_batches import (
 from tests.engine_contracts import methods, parameters, recorded
 from tests.engine_stand_ins import forget, install, no_waiting
 from tilegen.errors import Unsupported
+from tilegen.runtime import slots
 
 MODULE = "vllm.v1.attention.backend"
 NAMES = recorded("vllm")["names"]
@@ -339,8 +340,12 @@ def test_output_is_not_quantised(vllm: Any) -> None:
 
 
 def test_the_host_waits_for_nothing(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """But for `forward`: on a CPU PyTorch computes, which looks at lengths."""
+    """But for `forward`: on a CPU PyTorch computes, which looks at lengths. New tokens are written
+    as on a GPU, up to the launch."""
     looked: list[str] = []
+    monkeypatch.setattr(slots, "is_checked", lambda x: False)
+    monkeypatch.setattr(slots, "_runs_kernel", lambda k: True)
+    monkeypatch.setattr(slots, "_launch", lambda *given, slots: looked.append("launch"))
 
     def watch(owner: Any, name: str) -> None:
         method = getattr(owner, name)
@@ -357,7 +362,8 @@ def test_the_host_waits_for_nothing(vllm: Any, monkeypatch: pytest.MonkeyPatch) 
     watch(vllm.TilegenImpl, "do_kv_cache_update")
     watch(vllm.TilegenMetadataBuilder, "build")
     vllm_forward(vllm, Tokens.of(QUERIES), {})
-    assert looked == [*["do_kv_cache_update"] * 4, "build", "do_kv_cache_update"]
+    write = ["do_kv_cache_update", "launch"]
+    assert looked == [*write * 4, "build", *write]
 
 
 def test_batch_invariance_is_vllms_setting(vllm: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,14 +89,14 @@ class PagedCall:
             _check(*given)
         if layout == "NHD":
             k, v = k.transpose(1, 2), v.transpose(1, 2)
-        tables = _int32(block_table), _int32(lengths)
+        tables = as_int32(block_table), as_int32(lengths)
         if q_starts is None:
             requests, heads, longest, width = q.shape
-            q_starts = _even_starts(requests, longest, q.device)
+            q_starts = even_starts(requests, longest, q.device)
             # A view, where heads lie inside of rows.
             q = q.transpose(1, 2).reshape(requests * longest, heads, width)
         else:
-            q_starts, longest = _int32(q_starts), longest_q or 0
+            q_starts, longest = as_int32(q_starts), longest_q or 0
         rows = q.transpose(0, 1).unsqueeze(0)
         rows = rows if addressable(rows) else rows.contiguous()
         return cls(rows, k, v, *tables, q_starts, longest)
@@ -274,7 +274,7 @@ def _check(
             )
 
 
-def _int32(x: torch.Tensor) -> torch.Tensor:
+def as_int32(x: torch.Tensor) -> torch.Tensor:
     """Return integers as kernels read them, with rows that are dense. Raises InvalidProblem."""
     if x.dtype is torch.int32 and x.stride(-1) == 1:
         return x
@@ -284,7 +284,10 @@ def _int32(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _even_starts(requests: int, rows: int, device: torch.device) -> torch.Tensor:
+def even_starts(requests: int, rows: int, device: torch.device) -> torch.Tensor:
+    """Return where the rows of each request start, and the end of the last, int32
+    (requests + 1,)."""
+
     def made() -> torch.Tensor:
         return torch.arange(0, (requests + 1) * rows, rows, dtype=torch.int32, device=device)
 

@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
+from tilegen.check import interpreter
 from tilegen.errors import InvalidProblem
-from tilegen.runtime.paged_call import LAYOUTS
+from tilegen.masks.values import is_checked
+from tilegen.runtime.paged_call import LAYOUTS, as_int32, even_starts
+
+Pages = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values, each (pages, rows, heads, head dim)."""
+WRITTEN_AT_ONCE, REQUESTS_AT_ONCE = 4096, 1024
+"""Elements of keys that a program writes, and requests that it looks through in a step."""
 
 
 def append(
@@ -19,7 +28,6 @@ def append(
     layout: str,
 ) -> None:
     """Write keys and values as `append_paged` says. Raises InvalidProblem."""
-    k_nhd, _ = _as_nhd(k_pages, v_pages, layout)
     if k.shape[:-1] != v.shape[:-1] or k.ndim != (4 if q_starts is None else 3):
         raise InvalidProblem(
             "k and v must hold as many tokens and heads, (requests, heads, new, dim), or with "
@@ -27,24 +35,25 @@ def append(
         )
     requests = len(kv_lengths)
     if q_starts is None:
-        new = k.shape[2]
+        if len(k) != requests:
+            raise InvalidProblem(f"k must have {requests} requests, got {len(k)}")
+        q_starts = even_starts(requests, k.shape[2], k.device)
         k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
-        q_starts = torch.arange(0, (requests + 1) * new, new, device=k.device)
-        if len(k) != requests * new:
-            raise InvalidProblem(f"k must have {requests} requests, got {len(k) // new}")
     if len(block_table) != requests or len(q_starts) != requests + 1:
         raise InvalidProblem(
             f"block_table must have {requests} rows, as kv_lengths has, and q_starts one more, got "
             f"{len(block_table)} and {len(q_starts)}"
         )
-    tokens = torch.arange(len(k), device=k.device)
-    ends = q_starts[1:].to(torch.int64)
-    request = torch.searchsorted(ends, tokens, right=True).clamp(max=requests - 1)
-    at = (kv_lengths.to(torch.int64) - ends)[request] + tokens
-    page = k_nhd.shape[1]
-    at = at.clamp(0, block_table.shape[1] * page - 1)
-    slots = block_table[request, at // page].long() * page + at % page
-    write_slots(k, v, k_pages, v_pages, slots.where(tokens < ends[-1], -1), layout=layout)
+    pages = _fitting(k, v, k_pages, v_pages, layout)
+    where = as_int32(block_table), as_int32(kv_lengths), as_int32(q_starts)
+    for name, x in zip(("block_table", "kv_lengths", "q_starts"), where, strict=True):
+        _check_device(name, x, k)
+    if not _runs_kernel(k):
+        _compute(k, v, pages, _slots(*where, len(k), pages))
+        return
+    if is_checked(k):
+        _slots(*where, len(k), pages)
+    _launch(k, v, pages, where=where)
 
 
 def write_slots(
@@ -62,28 +71,129 @@ def write_slots(
     most once, -1 for a token that is left out. Pages and `layout` are those of `attention_paged`.
     Nothing is read on the host, so that a CUDA graph may hold it. Raises InvalidProblem.
     """
-    pages = _as_nhd(k_pages, v_pages, layout)
     if k.ndim != 3 or k.shape[:-1] != v.shape[:-1] or slots.shape != k.shape[:1]:
         raise InvalidProblem(
             "k and v must hold as many tokens and heads, (tokens, heads, dim), and slots one place "
             f"for each, got {tuple(k.shape)}, {tuple(v.shape)} and {tuple(slots.shape)}"
         )
-    if not len(slots):
-        return
-    # A token that is left out writes again what another one writes; where all are left out, what
-    # is there already.
-    kept = slots >= 0
-    tokens = torch.arange(len(slots), device=slots.device)
-    token = tokens.where(kept, kept.to(torch.uint8).argmax())
-    at = slots[token].clamp(min=0).long()
-    at = at // pages[0].shape[1], at % pages[0].shape[1]
-    is_new = kept[token][:, None, None]
-    for cache, x in zip(pages, (k, v), strict=True):
-        cache.index_put_(at, torch.where(is_new, x[token].to(cache.dtype), cache[at]))
+    pages = _fitting(k, v, k_pages, v_pages, layout)
+    _check_device("slots", slots, k)
+    if is_checked(slots):
+        _check_slots(slots, pages)
+    if _runs_kernel(k):
+        _launch(k, v, pages, slots=slots.contiguous())
+    else:
+        _compute(k, v, pages, slots)
 
 
-def _as_nhd(k_pages: torch.Tensor, v_pages: torch.Tensor, layout: str) -> list[torch.Tensor]:
-    """Return views (pages, page, heads, d). Raises InvalidProblem."""
+def _fitting(
+    k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, layout: str
+) -> Pages:
+    """Return views of pages that hold such keys and values. Raises InvalidProblem."""
     if layout not in LAYOUTS:
         raise InvalidProblem(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
-    return [x if layout == "NHD" else x.transpose(1, 2) for x in (k_pages, v_pages)]
+    for name, x, cache in (("k", k, k_pages), ("v", v, v_pages)):
+        if cache.ndim != 4 or cache.stride(3) != 1:
+            raise InvalidProblem(
+                f"{name}_pages must have 4 dimensions, of which the last is dense, got shape "
+                f"{tuple(cache.shape)} and strides {cache.stride()}"
+            )
+        held = cache.shape[1 if layout == "HND" else 2], cache.shape[3]
+        if x.shape[-2:] != held:
+            raise InvalidProblem(
+                f"{name} must have the heads and the head dim of {name}_pages, {held}, got "
+                f"{tuple(x.shape[-2:])}"
+            )
+        _check_device(f"{name}_pages", cache, k)
+    if layout == "HND":
+        k_pages, v_pages = k_pages.transpose(1, 2), v_pages.transpose(1, 2)
+    if k_pages.shape[:2] != v_pages.shape[:2]:
+        raise InvalidProblem(
+            "k_pages and v_pages must have as many pages of as many keys, got "
+            f"{tuple(k_pages.shape[:2])} and {tuple(v_pages.shape[:2])}"
+        )
+    return k_pages, v_pages
+
+
+def _check_device(name: str, x: torch.Tensor, k: torch.Tensor) -> None:
+    if x.device != k.device:
+        raise InvalidProblem(f"{name} must be on {k.device} as k is, got {x.device}")
+
+
+def _check_slots(slots: torch.Tensor, pages: Pages) -> None:
+    room = pages[0].shape[0] * pages[0].shape[1]
+    if slots.numel() and not -1 <= int(slots.min()) <= int(slots.max()) < room:
+        raise InvalidProblem(f"slots must be -1..{room - 1}, got {slots.tolist()}")
+
+
+def _slots(
+    table: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor, tokens: int, pages: Pages
+) -> torch.Tensor:
+    """Return the place of each token behind the keys of its request, -1 for those of none. Raises
+    InvalidProblem for places that a table does not have."""
+    page, ends, requests = pages[0].shape[1], starts[1:].long(), len(lengths)
+    token = torch.arange(tokens, device=table.device)
+    request = torch.searchsorted(ends, token, right=True)
+    kept = request < requests
+    request = request.clamp(max=requests - 1)
+    at = ((lengths - ends)[request] + token).where(kept, 0)
+    room = table.shape[1] * page
+    if tokens and not 0 <= int(at.min()) <= int(at.max()) < room:
+        raise InvalidProblem(
+            "kv_lengths must count the new tokens, and be at most what block_table has room for, "
+            f"{room}, got {lengths.tolist()} with tokens that end at {ends.tolist()}"
+        )
+    slots = (table[request, at // page].long() * page + at % page).where(kept, -1)
+    _check_slots(slots, pages)
+    return slots
+
+
+def _runs_kernel(k: torch.Tensor) -> bool:
+    return k.is_cuda or (k.device.type == "cpu" and interpreter.is_active())
+
+
+def _compute(k: torch.Tensor, v: torch.Tensor, pages: Pages, slots: torch.Tensor) -> None:
+    """Write by PyTorch."""
+    kept = slots >= 0
+    at, page = slots[kept].long(), pages[0].shape[1]
+    for cache, x in zip(pages, (k, v), strict=True):
+        cache.detach()[at // page, at % page] = x.detach()[kept].to(cache.dtype)
+
+
+def _launch(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pages: Pages,
+    *,
+    slots: torch.Tensor | None = None,
+    where: tuple[torch.Tensor, ...] | None = None,
+) -> None:
+    """Write by one kernel: to slots, or where the block table, the lengths and the starts of
+    requests say."""
+    from tilegen.runtime.write_kernel import write_tokens
+
+    tokens, heads, k_dim = k.shape
+    if not tokens:
+        return
+    if interpreter.is_active():
+        interpreter.prepare()
+    elif (
+        k.is_cuda and k.device.index != torch.cuda.current_device()
+    ):  # Triton launches on the current device
+        with torch.cuda.device(k.device):
+            return _launch(k, v, pages, slots=slots, where=where)
+    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+    k_pages, v_pages = pages
+    page, v_dim = k_pages.shape[1], v.shape[2]
+    k_block, v_block = (1 << (dim - 1).bit_length() for dim in (k_dim, v_dim))
+    at_once = min(1 << (heads - 1).bit_length(), max(1, WRITTEN_AT_ONCE // max(k_block, v_block)))
+    of_requests: tuple[Any, ...] = (None, None, None, 0, 0, 0)
+    if where is not None:
+        requests, columns = where[0].shape
+        of_requests = *where, requests, where[0].stride(0), columns * page
+    kernel: Any = write_tokens
+    kernel[tokens, -(-heads // at_once)](
+        *(k, v, k_pages, v_pages, slots, *of_requests),
+        *(*k.stride()[:2], *v.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3], heads),
+        *(page, k_dim, v_dim, k_block, v_block, at_once, REQUESTS_AT_ONCE),
+    )
