@@ -204,7 +204,7 @@ def _fits(
             and q.device == k.device == v.device
             and block_table.device == lengths.device == q.device
         )
-    except (AttributeError, TypeError, ValueError):  # no tensors, or of other dimensions
+    except (AttributeError, IndexError, TypeError, ValueError):  # no such tensors
         return False
 
 
