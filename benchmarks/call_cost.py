@@ -161,14 +161,14 @@ def as_on_a_gpu(*, notes: bool = False) -> Generator[StandInDriver]:
     def ranked(_: AttentionProblem, kernel: Kernel, **__: object) -> Ranked:
         return Ranked(kernel, (SPLIT.get(kernel, TILE),), "agreement", "the benchmark")
 
-    # As `is_checked` of tensors on a GPU.
+    # As `has_values` of tensors on a GPU.
     def unseen(tensor: torch.Tensor) -> bool:
-        return tensor.device.type != "cpu" or checks()
+        return not tensor.is_meta and (not tensor.is_cpu or checks())
 
     with (
         stand_in(notes=notes) as driver,
-        mock.patch.object(tensors, "is_checked", unseen),
-        mock.patch.object(import_module("tilegen.masks.values"), "is_checked", unseen),
+        mock.patch.object(tensors, "has_values", unseen),
+        mock.patch.object(import_module("tilegen.masks.values"), "has_values", unseen),
         mock.patch.object(paged_call, "is_checked", unseen),
         mock.patch.multiple(dispatch.interpreter, is_active=lambda: True, prepare=lambda: None),
         mock.patch.object(plans, "by_call", BoundedCache(plans.MAX_PLANS)),
