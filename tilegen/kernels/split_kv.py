@@ -190,11 +190,10 @@ def _combined(
     v: torch.Tensor,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    import torch
-
+    values, weights = partials
     out = empty_like(q, v.shape[3]) if out is None else out
-    lse = torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
-    launch[FWD_COMBINE.name](*partials, out, lse)
+    lse = weights.new_empty(q.shape[:3])
+    launch[FWD_COMBINE.name](values, weights, out, lse)
     return out, lse
 
 
