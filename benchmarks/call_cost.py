@@ -33,7 +33,7 @@ from tilegen.kernels.panels import Launch
 from tilegen.masks import tensors
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import dispatch, paged_call, plans
-from tilegen.runtime.call import call_key
+from tilegen.runtime.call import call_key, facts_of
 from tilegen.runtime.changes import Changes
 from tilegen.runtime.kernels import Kernels
 from tilegen.runtime.operators.call import crossing
@@ -116,7 +116,7 @@ def parts() -> dict[str, Callable[[], object]]:
     changes = Changes(tilegen.causal())
     attention(q, k, v, mask=changes.mask)
     known: BoundedCache[Any, int] = BoundedCache(9)
-    key = call_key(q, k, v, changes)
+    key = call_key(facts_of(q, k, v, changes))
     known.get(key, lambda: 1)
     trained = q.clone().requires_grad_()
     launch = _launch(q.device)
@@ -126,7 +126,8 @@ def parts() -> dict[str, Callable[[], object]]:
         for one in made
     ]
     return {
-        "key": lambda: call_key(q, k, v, changes),
+        "facts": lambda: facts_of(q, k, v, changes),
+        "key": lambda: call_key(facts_of(q, k, v, changes)),
         "plan": lambda: known.known(key),
         "launch": lambda: launch(q, k, v, 0.125),
         "launch: allocation": lambda: [make() for make in empty],

@@ -3,6 +3,8 @@ launched first, and is refused what it would have been refused."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -11,12 +13,16 @@ import torch
 
 import tilegen
 from benchmarks.call_cost import as_on_a_gpu
+from tilegen.dropout import Dropout
 from tilegen.emit.identity import stride_unit
 from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem
+from tilegen.runtime import dispatch, plans
+from tilegen.runtime.changes import Changes
+from tilegen.runtime.dispatch import Plan
 from tilegen.runtime.kernels import launcher_of_module
 from tilegen.runtime.launcher import Launcher
 from tilegen.runtime.triton_function import TritonFunction
@@ -138,3 +144,82 @@ def test_strides_that_a_kernel_is_not_for_are_refused_every_time() -> None:
                 ours.launch(tensors(4, 32, 1), k, k, 0.125)
             ours.launch(q, k, k, 0.125)
     assert len(driver.launches) == 3
+
+
+# --------------------------------------------------------------------------------------------------
+# Plans
+
+
+def kinds() -> dict[str, Callable[[], Plan]]:
+    """Return calls of different kinds, most of which differ from the first in one thing alone."""
+    q, k, v = (torch.zeros(1, heads, 40, 64, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    flat = torch.zeros(2 * 4 * 40 * 64 + 8, dtype=torch.bfloat16)
+    shared, lengths = torch.zeros(1, 1, 40, 64, dtype=torch.bfloat16), torch.tensor([3])
+    trained = tilegen.bias(torch.zeros(40, 40, requires_grad=True))
+    causal, half = tilegen.causal(), (q.half(), k.half(), v.half())
+
+    def call(*x: torch.Tensor, mask: tilegen.Mask = causal, **changes: Any) -> Plan:
+        return dispatch.plan_of(*x, Changes(mask, **changes))
+
+    def under(context: Any, *x: torch.Tensor, **changes: Any) -> Plan:
+        with context:
+            return call(*x, **changes)
+
+    found: dict[str, Callable[[], Plan]] = {
+        "first": partial(call, q, k, v),
+        "more rows": partial(call, q.repeat(1, 1, 3, 1), k, v),
+        "more columns": partial(call, q, k.repeat(1, 1, 3, 1), v.repeat(1, 1, 3, 1)),
+        "fewer rows of the same strides": partial(call, q[:, :, :9], k, v),
+        "fewer heads of the same strides": partial(call, q[:, :2], k, v),
+        "narrower": partial(call, q[..., :32], k[..., :32], v),
+        "narrower values": partial(call, q, k, v[..., :32]),
+        "fp16": partial(call, *half),
+        "keys of fp16": partial(call, q, half[1], v),
+        "keys elsewhere": partial(call, q, k.to("meta"), v),
+        "three dimensions": partial(call, q[0], k[0], v[0]),
+        "an odd address": partial(call, flat[1 : q.numel() + 1].view(q.shape), k, v),
+        "odd strides": partial(call, *(torch.zeros(1, 4, 40, 65).bfloat16()[..., :64], k, v)),
+        "expanded keys": partial(call, q, k[:, :, :1].expand(k.shape), v),
+        "heads inside of rows": partial(call, q, k, v.transpose(1, 2).clone().transpose(1, 2)),
+        "no head in common": partial(call, q, shared, shared.clone()),
+        "values in keys": partial(call, q, shared, shared),
+        "full": partial(call, q, k, v, mask=tilegen.full()),
+        "lengths": partial(call, q, k, v, kv_lengths=lengths),
+        "softcap": partial(call, q, k, v, score=tilegen.softcap(9.0)),
+        "trained": partial(call, q, k, v, score=trained),
+        "not trained": lambda: under(torch.no_grad(), q, k, v, score=trained),
+        "dropout": partial(call, q, k, v, dropout=Dropout(0.1, torch.zeros(2).long())),
+    }
+    for dtype in (torch.bfloat16, torch.float16):
+        context = partial(torch.autocast, "cpu", dtype=dtype)
+        found[f"autocast to {dtype}"] = lambda its=context: under(its(), q, k, v)
+    return found
+
+
+def test_a_plan_is_the_same_whatever_was_called_before() -> None:
+    def planned(call: Callable[[], Plan]) -> Plan | str:
+        try:
+            return call()
+        except InvalidProblem as error:
+            return str(error)
+
+    named = kinds()
+    with as_on_a_gpu():
+        expected: dict[str, Plan | str] = {}
+        for name, call in named.items():
+            plans.by_call.latest = (None, None)
+            expected[name] = planned(call)
+        apart = {name: one for name, one in expected.items() if name != "heads inside of rows"}
+        assert len({id(one) for one in apart.values()}) == len(apart)
+        for (before, one), (after, other) in product(named.items(), named.items()):
+            planned(one)
+            assert planned(other) == expected[after], before
+
+
+def test_plans_that_are_forgotten_are_made_anew() -> None:
+    with as_on_a_gpu():
+        call = kinds()["first"]
+        one = call()
+        assert call() is one
+        plans.forget()
+        assert call() is not one
