@@ -15,11 +15,11 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from tilegen.errors import Unsupported
+from tilegen.kernels.allocation import allocator
 from tilegen.kernels.arguments import Argument, extra, size
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import Launch
 from tilegen.kernels.registry import KERNELS
-from tilegen.runtime.allocation import empty_on_cpu, empty_on_gpu
 from tilegen.runtime.launch_text import MAX_ROW_STRIDE, LaunchText
 
 Run = Callable[[int, list[Any], torch.device], None]
@@ -122,7 +122,8 @@ class Launcher:
         )
         module: dict[str, Any] = {
             **dict(its=self, torch=torch, Unfamiliar=Unfamiliar, Described=Described),
-            **dict(empty_on_cpu=empty_on_cpu, empty_on_gpu=empty_on_gpu),
+            "empty_on_cpu": allocator(is_cuda=False),
+            "empty_on_gpu": allocator(is_cuda=True),
             "LOG2_E": math.log2(math.e),
         }
         exec(compile(self.text, f"<launch of {launched.where}>", "exec"), module)
