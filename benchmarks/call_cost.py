@@ -33,7 +33,7 @@ from tilegen.kernels.panels import Launch
 from tilegen.masks import tensors
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import dispatch, paged_call, plans
-from tilegen.runtime.call import call_key
+from tilegen.runtime.call import call_key, facts_of
 from tilegen.runtime.changes import Changes
 from tilegen.runtime.kernels import Kernels
 from tilegen.runtime.operators.call import crossing
@@ -116,7 +116,7 @@ def parts() -> dict[str, Callable[[], object]]:
     changes = Changes(tilegen.causal())
     attention(q, k, v, mask=changes.mask)
     known: BoundedCache[Any, int] = BoundedCache(9)
-    key = call_key(q, k, v, changes)
+    key = call_key(facts_of(q, k, v, changes))
     known.get(key, lambda: 1)
     trained = q.clone().requires_grad_()
     launch = _launch(q.device)
@@ -126,7 +126,8 @@ def parts() -> dict[str, Callable[[], object]]:
         for one in made
     ]
     return {
-        "key": lambda: call_key(q, k, v, changes),
+        "facts": lambda: facts_of(q, k, v, changes),
+        "key": lambda: call_key(facts_of(q, k, v, changes)),
         "plan": lambda: known.known(key),
         "launch": lambda: launch(q, k, v, 0.125),
         "launch: allocation": lambda: [make() for make in empty],
@@ -161,14 +162,14 @@ def as_on_a_gpu(*, notes: bool = False) -> Generator[StandInDriver]:
     def ranked(_: AttentionProblem, kernel: Kernel, **__: object) -> Ranked:
         return Ranked(kernel, (SPLIT.get(kernel, TILE),), "agreement", "the benchmark")
 
-    # As `is_checked` of tensors on a GPU.
+    # As `has_values` of tensors on a GPU.
     def unseen(tensor: torch.Tensor) -> bool:
-        return tensor.device.type != "cpu" or checks()
+        return not tensor.is_meta and (not tensor.is_cpu or checks())
 
     with (
         stand_in(notes=notes) as driver,
-        mock.patch.object(tensors, "is_checked", unseen),
-        mock.patch.object(import_module("tilegen.masks.values"), "is_checked", unseen),
+        mock.patch.object(tensors, "has_values", unseen),
+        mock.patch.object(import_module("tilegen.masks.values"), "has_values", unseen),
         mock.patch.object(paged_call, "is_checked", unseen),
         mock.patch.multiple(dispatch.interpreter, is_active=lambda: True, prepare=lambda: None),
         mock.patch.object(plans, "by_call", BoundedCache(plans.MAX_PLANS)),

@@ -26,6 +26,9 @@ class BoundedCache(Generic[K, V]):
         self._making: dict[K, RLock] = {}
         self._lock = Lock()
         self._on_drop = on_drop
+        self.latest: tuple[Any, Any] = (None, None)
+        """The facts that the last key was made of, and its value, for callers whose keys take
+        longer to make than facts to compare."""
 
     def __len__(self) -> int:
         return len(self._values)
@@ -65,6 +68,7 @@ class BoundedCache(Generic[K, V]):
         """Forget all values."""
         with self._lock:
             self._values.clear()
+            self.latest = (None, None)
 
     def _put(self, key: K, value: V) -> None:
         while self._used:

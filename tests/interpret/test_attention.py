@@ -52,6 +52,17 @@ def test_autograd_through_out_and_lse() -> None:
         _close(a, b)
 
 
+def test_a_second_derivative_is_refused() -> None:
+    q, k, v = (t.requires_grad_() for t in _inputs("b1 hq2 hkv2 q20 kv20 d16 fp32 full"))
+    out = tilegen.attention(q, k, v)
+    once = torch.autograd.grad(out.square().sum(), q, retain_graph=True)[0]
+    found = torch.autograd.grad(out.square().sum(), q, create_graph=True)[0]
+    assert found.requires_grad
+    assert torch.equal(found, once)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        found.sum().backward()
+
+
 def test_lse_alone_has_gradients() -> None:
     q, k, v = (t.requires_grad_() for t in _inputs("b1 hq2 hkv2 q20 kv20 d16 fp32 full"))
     _, lse = tilegen.attention(q, k, v, return_lse=True)

@@ -1,7 +1,7 @@
 """Other ways to call: dilated masks regrouped, packed sequences, nested tensors, FlexAttention's
 signature. Against the reference, forward and backward."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -271,6 +271,22 @@ def test_lengths_that_are_none() -> None:
         tilegen.attention(q, q, q, kv_lengths=torch.ones(2))
     with pytest.raises(InvalidProblem, match="size 2 along batch"):
         tilegen.attention(q, q, q, kv_lengths=torch.tensor([1, 2, 3]))
+
+
+@pytest.mark.parametrize(
+    "form", [torch.Tensor.int, torch.Tensor.long, lambda x: x.int().repeat_interleave(2)[::2]]
+)
+def test_lengths_changed_in_place_are_seen(form: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    q, k = leaf(2, 2, 20, 16), leaf(2, 2, 30, 16, seed=1)
+    lengths = form(torch.tensor([30, 7]))
+    for now in ([30, 7], [0, 29], [12, 12]):
+        lengths.copy_(torch.tensor(now))
+        out = tilegen.attention(q, k, k, kv_lengths=lengths)
+        expected = attention_reference(q, k, k, mask=tilegen.kv_lengths(torch.tensor(now)))[0]
+        torch.testing.assert_close(out, expected)
+    lengths[1] = 2**30 if lengths.dtype == torch.int32 else 2**40
+    with pytest.raises(InvalidProblem, match=r"below 2\*\*30"):
+        tilegen.attention(q, k, k, kv_lengths=lengths)
 
 
 def test_tables_with_too_few_heads_are_refused() -> None:

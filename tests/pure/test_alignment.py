@@ -77,6 +77,7 @@ CASES = {
     "4 elements on": (dense(offset=4), False),
     "fp32, 4 elements on": (dense(offset=4, dtype=torch.float32), True),
     "fp32, 2 elements on": (dense(offset=2, dtype=torch.float32), False),
+    "a batch of one": (dense().as_strided((1, 2, 8, 32), (3, 256, 32, 1)), True),
     "rows of 40": (wide(40), True),
     "rows of 36": (wide(36), False),
     "head dim 36": (dense(width=36), False),

@@ -22,6 +22,7 @@ from tilegen.emit import kernel_files
 from tilegen.emit.identity import stride_unit
 from tilegen.emit.render import render
 from tilegen.errors import Unsupported
+from tilegen.kernels.allocation import allocator
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS
 from tilegen.masks import Mask
@@ -29,7 +30,6 @@ from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import score_tensors
 from tilegen.problem import AttentionProblem
-from tilegen.runtime import allocation
 from tilegen.runtime.binding import BoundKernel
 from tilegen.runtime.kernels import launcher_of_module
 from tilegen.runtime.launcher import Launcher
@@ -385,9 +385,10 @@ def test_results_are_allocated_alike_where_pytorch_offers_less(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: Any = (2, 3, 5, 16), (240, 16, 48, 1), torch.bfloat16
-    found = [allocation.empty_on_cpu(*asked)]
+    made = allocator.__wrapped__
+    found = [made(is_cuda=False)(*asked)]
     monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cpu")
-    found.append(allocation.allocator("cpu")(*asked))
+    found.append(made(is_cuda=False)(*asked))
     for one in found:
         assert (tuple(one.shape), one.stride(), one.dtype) == asked
         assert one.device == torch.device("cpu")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from tilegen import resources
 from tilegen.errors import Unsupported
-from tilegen.settings import Settings, settings
+from tilegen.settings import Settings, checks, settings
 
 pytestmark = pytest.mark.oldest
 
@@ -58,6 +59,21 @@ def test_reads_the_process_environment_at_every_call(
     assert tmp_path / "one" == settings().cache_dir
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path / "two"))
     assert tmp_path / "two" == settings().cache_dir
+
+
+def test_whether_to_check_is_read_at_every_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TILEGEN_CHECK", raising=False)
+    assert not checks()
+    for text, expected in (("1", True), ("0", False), ("", False), ("1", True)):
+        monkeypatch.setenv("TILEGEN_CHECK", text)
+        assert checks() is expected
+    monkeypatch.setenv("TILEGEN_CHECK", "yes")
+    with pytest.raises(Unsupported, match="TILEGEN_CHECK must be 0 or 1, got 'yes'"):
+        checks()
+    monkeypatch.delenv("TILEGEN_CHECK")
+    assert not checks()
+    monkeypatch.setattr(os, "environ", {"TILEGEN_CHECK": "1"})
+    assert checks()
 
 
 def test_xdg_cache_home_is_honoured_unless_relative(tmp_path: Path) -> None:

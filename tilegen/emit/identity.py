@@ -122,12 +122,13 @@ def stride_unit(problem: AttentionProblem, aligned: bool) -> int:
 def is_aligned(tensor: torch.Tensor) -> bool:
     """Whether a tensor's address, strides (batch, head, row) and rows are multiples of 16 bytes."""
     unit = VECTOR_BYTES // tensor.element_size()
-    strides = zip(tensor.shape[:3], tensor.stride()[:3], strict=True)
-    return (
-        tensor.data_ptr() % VECTOR_BYTES == 0
-        and tensor.shape[3] % unit == 0
-        and all(n == 1 or s % unit == 0 for n, s in strides)
-    )
+    shape, (batch, head, row, _) = tensor.shape, tensor.stride()
+    if tensor.data_ptr() % VECTOR_BYTES or shape[3] % unit:
+        return False
+    if not (batch | head | row) % unit:
+        return True
+    # Strides of dimensions of size 1 say nothing.
+    return all(n == 1 or s % unit == 0 for n, s in zip(shape[:3], (batch, head, row), strict=True))
 
 
 @lru_cache(maxsize=1)

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from tilegen.kernels.allocation import allocator
 from tilegen.kernels.arguments import (
     PAGES,
     SCALE_IN_BASE_2,
@@ -21,7 +22,7 @@ from tilegen.kernels.arguments import (
     sizes,
     strides,
 )
-from tilegen.kernels.layout import empty_like
+from tilegen.kernels.layout import strides_like
 from tilegen.kernels.panels import Launch
 from tilegen.kernels.spec import FamilySpec, KernelSpec, Knobs, Whole, read, write
 
@@ -149,9 +150,10 @@ def run(
     return _combined(launch, launch[FWD_SPLIT.name](q, k, v, scale), q, v)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Requests:
-    """Where the queries and keys of requests lie: tensors on the device, and what bounds them."""
+    """Where the queries and keys of requests lie: tensors on the device, and what bounds them.
+    Nobody changes it; it is not frozen since that takes longer to make."""
 
     block_table: torch.Tensor
     """int32 (requests, pages): the pages of each request, in the order of its keys."""
@@ -190,11 +192,12 @@ def _combined(
     v: torch.Tensor,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    import torch
-
-    out = empty_like(q, v.shape[3]) if out is None else out
-    lse = torch.empty(q.shape[:3], device=q.device, dtype=torch.float32)
-    launch[FWD_COMBINE.name](*partials, out, lse)
+    values, weights = partials
+    empty, (batch, heads, rows, _), width = allocator(is_cuda=q.is_cuda), q.shape, v.shape[3]
+    if out is None:
+        out = empty((batch, heads, rows, width), strides_like(q, width), q.dtype)
+    lse = empty((batch, heads, rows), (heads * rows, rows, 1), weights.dtype)
+    launch[FWD_COMBINE.name](values, weights, out, lse)
     return out, lse
 
 

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 
 from tilegen.errors import InvalidProblem
-from tilegen.masks.kinds import lengths_of
 from tilegen.masks.mask import Mask
 from tilegen.masks.notation import split_arguments
 from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
-from tilegen.masks.values import Made, Values, is_checked
+from tilegen.masks.values import LIMIT, Made, Values, check_range, has_values
 
 
 def tensors_of(mask: Mask, shape: Shape, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -49,14 +48,20 @@ def check_kv_lengths(lengths: Any) -> None:
 def lengths_table(lengths: Any, batch: int, device: torch.device) -> torch.Tensor:
     """Return the lengths of a padded batch as kernels read them. Raises InvalidProblem for others
     than one for each entry."""
-    is_table = getattr(lengths, "dtype", None) is torch.int32 and lengths.device == device
-    if not is_table or not lengths.is_contiguous() or is_checked(lengths):
-        check_kv_lengths(lengths)
-        lengths = lengths_of(lengths).on(device)
-    if lengths.shape != (batch,):
-        check_kv_lengths(lengths)
+    if (
+        getattr(lengths, "dtype", None) is torch.int32
+        and lengths.shape == (batch,)
+        and lengths.device == device
+        and lengths.is_contiguous()
+        and not has_values(lengths)
+    ):
+        return lengths
+    check_kv_lengths(lengths)
+    if has_values(lengths):
+        check_range(lengths, LIMIT)
+    if lengths.shape[0] != batch:
         raise _wrong_size("the mask's values", batch, _AXIS_NAMES["b"], lengths.shape[0])
-    return lengths
+    return lengths.to(device, torch.int32).contiguous()
 
 
 def check_fit(mask: Mask, score: Score | None, shape: Shape) -> None:

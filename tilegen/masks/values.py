@@ -296,7 +296,12 @@ def is_checked(tensor: Any) -> bool:
     torch.compile has none."""
     if is_traced():
         return False
-    return tensor.device.type == "cpu" or (tensor.device.type != "meta" and checks())
+    return has_values(tensor)
+
+
+def has_values(tensor: Any) -> bool:
+    """Whether values may be looked at where nobody traces."""
+    return tensor.is_cpu or (not tensor.is_meta and checks())
 
 
 def check_range(tensor: Any, limit: int | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -75,22 +74,30 @@ class _Attention(_Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
     ) -> tuple[Any, ...]:
-        scale, changes, kernels = cast("tuple[float, Changes, Kernels]", ctx.call)
-        needs = ctx.needs_input_grad
-        wanted = Wanted(
-            dq=needs[0],
-            dkdv=needs[1] or needs[2],
-            sinks=any(needs[4:5]),
-            captured=tuple(slot for slot, need in enumerate(needs[5:]) if need),
-        )
-        found = gradients(kernels, ctx.saved_tensors[:5], dout, dlse, scale, changes, wanted)
-        captured = (found.captured.get(slot) for slot, _ in enumerate(changes.captured))
-        read = (found.sinks, *captured) if changes.score is not None else ()
-        return found.dq, found.dk, found.dv, None, *read
+        # What refuses a second derivative is needed only where one can be asked for.
+        run = _backward_once if torch.is_grad_enabled() else _backward
+        return run(ctx, dout, dlse)
+
+
+def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
+    """Return what `_Attention.backward` does."""
+    scale, changes, kernels = cast("tuple[float, Changes, Kernels]", ctx.call)
+    needs, saved = ctx.needs_input_grad, ctx.saved_tensors[:5]
+    wanted = Wanted(needs[0], needs[1] or needs[2])
+    if changes.score is not None:
+        wanted.sinks = needs[4]
+        wanted.captured = tuple(slot for slot, need in enumerate(needs[5:]) if need)
+    found = gradients(kernels, saved, dout, dlse, scale, changes, wanted)
+    if changes.score is None:
+        return found.dq, found.dk, found.dv, None
+    captured = (found.captured.get(slot) for slot, _ in enumerate(changes.captured))
+    return found.dq, found.dk, found.dv, None, found.sinks, *captured
+
+
+_backward_once = torch.autograd.function.once_differentiable(_backward)
 
 
 def gradients(
@@ -112,8 +119,9 @@ def gradients(
         # Not `contiguous`, which leaves a dense tensor at an odd address where it is.
         dout = dout.clone(memory_format=torch.contiguous_format)
     found = kernels.backward(saved, dout, dlse, scale, changes, wanted)
-    captured = {slot: one.to(changes.captured[slot].dtype) for slot, one in found.captured.items()}
-    return replace(found, captured=captured) if captured else found
+    for slot, one in found.captured.items():
+        found.captured[slot] = one.to(changes.captured[slot].dtype)
+    return found
 
 
 def reaching(

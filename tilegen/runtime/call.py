@@ -51,61 +51,58 @@ def score_of(score: Score | ScoreFunction | None) -> Score | None:
 _traces = Traces(scores.traced)
 
 
-def call_key(q: Any, k: Any, v: Any, changes: Changes) -> Any:
-    """Return what calls of one kind have in common: lengths only as far as their bucket goes, and
-    of strides and addresses only whether kernels can take them as they are. Raises InvalidProblem
-    for what is no tensor."""
-    kind, score = changes.kind, changes.score
-    form = None if score is None else form_of(changes)
+def facts_of(q: Any, k: Any, v: Any, changes: Changes) -> tuple[Any, ...]:
+    """Return all that the plan of a call depends on. Raises InvalidProblem for what is no tensor,
+    and for what is no mask."""
+    kind, form = changes.kind, None if changes.score is None else form_of(changes)
     try:
-        q_shape, k_shape, v_shape = q.shape, k.shape, v.shape
-        q_stride, k_stride, v_stride = q.stride(), k.stride(), v.stride()
-        q_dtype, k_dtype, v_dtype = q.dtype, k.dtype, v.dtype
-        q_device, k_device, v_device = q.device, k.device, v.device
+        shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
+        dtypes, devices = (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device)
         k_at, v_at = k.data_ptr(), v.data_ptr()
         offset = (q.data_ptr() | k_at | v_at) % VECTOR_BYTES
         where = "cuda" if q.is_cuda else "cpu"
     except (AttributeError, RuntimeError):  # RuntimeError: sparse, nested and such
         names = ", ".join(_kind(x) for x in (q, k, v))
         raise InvalidProblem(f"q, k and v must be dense torch tensors, got {names}") from None
-    in_keys = k_at == v_at and k_stride == v_stride
     cast = torch.is_autocast_enabled(where) and torch.get_autocast_dtype(where)
-    if len(q_shape) == len(k_shape) == len(v_shape) == 4:
-        batch, heads, rows, width = q_shape
-        k_batch, heads_kv, columns, k_width = k_shape
-        v_batch, v_heads, v_columns, v_width = v_shape
-        qb, qh, qm, q_dense = q_stride
-        kb, kh, kn, k_dense = k_stride
-        vb, vh, vn, v_dense = v_stride
-        if (
-            k_batch == v_batch == batch
-            and v_heads == heads_kv
-            and v_columns == columns
-            and k_width == width
-            and q_dense == k_dense == v_dense == 1
-            and (qm | kn | vn) < MAX_ROW_STRIDE
-            and rows
-            and columns
-            and q_dtype is k_dtype is v_dtype
-            and q_device == k_device == v_device
-            and batch * heads * (rows | columns) <= MAX_PROGRAMS
-        ):
-            unit = (qb | qh | qm | kb | kh | kn | vb | vh | vn) % VECTOR_BYTES
-            if unit:  # perhaps of dimensions of size 1, whose strides say nothing
-                sizes = (*q_shape[:3], *k_shape[:3], *v_shape[:3])
-                found = zip(sizes, (qb, qh, qm, kb, kh, kn, vb, vh, vn), strict=True)
-                unit = reduce(or_, (0 if n == 1 else stride for n, stride in found)) % VECTOR_BYTES
-            expanded = not (qb and qh and qm and kb and kh and kn and vb and vh and vn)
-            return (
-                *(batch, heads, heads_kv, width, v_width, expanded),
-                *((rows - 1).bit_length(), (columns - 1).bit_length(), unit, offset),
-                *(q_dtype, q_device, kind, form, cast, changes.dropout is None, in_keys),
-            )
-    return (  # looked at closely
-        *(q_shape, k_shape, v_shape, q_stride, k_stride, v_stride, offset),
-        *(q_dtype, k_dtype, v_dtype, q_device, k_device, v_device, kind, form, cast),
-        *(changes.dropout is None, in_keys),
-    )
+    asked = kind, form, cast, changes.dropout is None
+    return shapes, strides, dtypes, devices, offset, k_at == v_at, asked
+
+
+def call_key(facts: tuple[Any, ...]) -> Any:
+    """Return what calls of one kind have in common, of the facts of one: lengths only as far as
+    their bucket goes, and of strides and addresses only whether kernels can take them as they
+    are."""
+    shapes, strides, dtypes, devices, offset, is_shared, asked = facts
+    q_shape, k_shape, v_shape = shapes
+    if not len(q_shape) == len(k_shape) == len(v_shape) == 4:
+        return facts  # looked at closely
+    batch, heads, rows, width = q_shape
+    k_batch, heads_kv, columns, k_width = k_shape
+    (qb, qh, qm, q_dense), (kb, kh, kn, k_dense), (vb, vh, vn, v_dense) = strides
+    if not (
+        k_batch == batch
+        and v_shape[:3] == (batch, heads_kv, columns)
+        and k_width == width
+        and q_dense == k_dense == v_dense == 1
+        and (qm | kn | vn) < MAX_ROW_STRIDE
+        and rows
+        and columns
+        and dtypes[0] is dtypes[1] is dtypes[2]
+        and devices[0] == devices[1] == devices[2]
+        and batch * heads * (rows | columns) <= MAX_PROGRAMS
+    ):
+        return facts
+    unit = (qb | qh | qm | kb | kh | kn | vb | vh | vn) % VECTOR_BYTES
+    if unit:  # perhaps of dimensions of size 1, whose strides say nothing
+        sizes = (size for shape in shapes for size in shape[:3])
+        found = zip(sizes, (qb, qh, qm, kb, kh, kn, vb, vh, vn), strict=True)
+        unit = reduce(or_, (0 if n == 1 else stride for n, stride in found)) % VECTOR_BYTES
+    expanded = not (qb and qh and qm and kb and kh and kn and vb and vh and vn)
+    sizes = batch, heads, heads_kv, width, v_shape[3]
+    lengths = (rows - 1).bit_length(), (columns - 1).bit_length()
+    in_keys = is_shared and strides[1] == strides[2]
+    return sizes, lengths, unit, offset, expanded, in_keys, dtypes[0], devices[0], asked
 
 
 def form_of(changes: Changes) -> ScoreForm | None:

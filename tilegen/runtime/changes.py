@@ -90,7 +90,7 @@ class Changes:
         return replace(self, score=replace(self.score, captured=captured, sink_logits=sinks))
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Gradients:
     """What a backward gives; None for what was not wanted."""
 
@@ -102,11 +102,11 @@ class Gradients:
     """By slot."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Wanted:
     """Which gradients a backward must give."""
 
     dq: bool
     dkdv: bool
-    sinks: bool
-    captured: tuple[int, ...]
+    sinks: bool = False
+    captured: tuple[int, ...] = ()

@@ -32,6 +32,7 @@ from tilegen.runtime.call import (
     autocast_dtype,
     call_key,
     checked_scale,
+    facts_of,
     is_narrow,
     problem_of,
     widened,
@@ -57,9 +58,15 @@ def planned(
 
 def plan_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes) -> Plan:
     """Return how calls of a call's kind are computed, decided when the first is made."""
-    key = call_key(q, k, v, changes)
+    facts = facts_of(q, k, v, changes)
+    latest, plan = plans.by_call.latest
+    if facts == latest:  # as in the layer before
+        return plan
+    key = call_key(facts)
     known: Plan | None = plans.by_call.known(key)
-    return known or plans.by_call.get(key, partial(_new_plan, q, k, v, changes))
+    known = known or plans.by_call.get(key, partial(_new_plan, q, k, v, changes))
+    plans.by_call.latest = facts, known  # at once, since other threads may call too
+    return known
 
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, Changes], tuple[Any, Any]]

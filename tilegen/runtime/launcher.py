@@ -15,17 +15,18 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from tilegen.errors import Unsupported
+from tilegen.kernels.allocation import allocator
 from tilegen.kernels.arguments import Argument, extra, size
 from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.kernels.layout import allocate
 from tilegen.kernels.panels import Launch
 from tilegen.kernels.registry import KERNELS
-from tilegen.runtime.allocation import empty_on_cpu, empty_on_gpu
 from tilegen.runtime.launch_text import MAX_ROW_STRIDE, LaunchText
 
 Run = Callable[[int, list[Any], torch.device], None]
 """Launches a grid of programs on the current stream of a device, with the values of all
 arguments: numbers, and addresses of tensors."""
+Laid = tuple[tuple[int, ...], tuple[int, ...]]
+"""The shape and the strides of a tensor."""
 
 
 class Function(Protocol):
@@ -92,6 +93,8 @@ class Launcher:
     launch: Launch
     run: Run | None = None
     """Launches the kernel with what is usual: dense results, and sizes within 32 bits."""
+    arranged: tuple[Any, Any] = (None, None)
+    """The sizes and strides of the last launch, and what follows from them."""
 
     def __init__(
         self, launched: Launched, function: Function, emitted: Launch | None = None
@@ -118,8 +121,9 @@ class Launcher:
             )
         )
         module: dict[str, Any] = {
-            **dict(its=self, torch=torch, allocate=allocate, Unfamiliar=Unfamiliar),
-            **dict(empty_on_cpu=empty_on_cpu, empty_on_gpu=empty_on_gpu, Described=Described),
+            **dict(its=self, torch=torch, Unfamiliar=Unfamiliar, Described=Described),
+            "empty_on_cpu": allocator(is_cuda=False),
+            "empty_on_gpu": allocator(is_cuda=True),
             "LOG2_E": math.log2(math.e),
         }
         exec(compile(self.text, f"<launch of {launched.where}>", "exec"), module)
@@ -151,25 +155,25 @@ class Launcher:
 
         return TensorDescriptor(tensor, [*one.shape], [*one.strides], [1, 1, rows, columns])
 
-    def refuse_expanded(self, *tensors: torch.Tensor) -> None:
+    def refuse_expanded(self, *laid: Laid) -> None:
         """Raise Unsupported for strides that descriptors cannot hold."""
-        strides = " and ".join(str(one.stride()) for one in tensors)
+        strides = " and ".join(str(stride) for _, stride in laid)
         raise Unsupported(
             f"expected no expanded dimension of what {self._launched.where} loads through "
             f"descriptors, got strides {strides}"
         )
 
-    def check_strides(self, *tensors: torch.Tensor) -> None:
+    def check_strides(self, *laid: Laid) -> None:
         """Raise Unsupported for strides that the kernel is not for."""
         unit = self._launched.stride_unit
-        for one in tensors:
-            sizes = zip(one.shape, one.stride(), strict=True)
+        for shape, strides in laid:
+            sizes = zip(shape, strides, strict=True)
             *found, dense = (0 if n == 1 else stride for n, stride in sizes)
             if dense > 1 or any(s % unit for s in found) or found[2] >= MAX_ROW_STRIDE:
                 raise Unsupported(
                     f"expected a dense last dimension, strides that are multiples of {unit} "
                     f"elements and a row stride below {MAX_ROW_STRIDE}, got strides "
-                    f"{one.stride()} for shape {tuple(one.shape)}"
+                    f"{strides} for shape {tuple(shape)}"
                 )
 
 

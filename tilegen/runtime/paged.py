@@ -71,13 +71,13 @@ def attention_paged(
             for name, x in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages))
         )
         raise type(error)(f"{error}; the call was paged, {shapes}, mask {mask}") from None
-    if q_starts is not None:
-        made, lse = made.squeeze(0).transpose(0, 1), lse.squeeze(0)
-    else:
-        made, lse = (_unpacked(x, len(kv_lengths)) for x in (made, lse))
-    if out is not None:
-        made = out.copy_(made) if watched else out
-    return (made, lse) if return_lse else made
+    if out is None or watched:
+        is_packed = q_starts is not None
+        made = made.squeeze(0).transpose(0, 1) if is_packed else _unpacked(made, kv_lengths)
+        out = made if out is None else out.copy_(made)
+    if not return_lse:
+        return out
+    return out, lse.squeeze(0) if q_starts is not None else _unpacked(lse, kv_lengths)
 
 
 def _watched(q: torch.Tensor, *call: Any) -> tuple[Any, Any]:
@@ -86,6 +86,7 @@ def _watched(q: torch.Tensor, *call: Any) -> tuple[Any, Any]:
     return attend_pages_watched(q, *call)
 
 
-def _unpacked(x: torch.Tensor, requests: int) -> torch.Tensor:
-    """Return (requests, heads, rows, ...) of (1, heads, requests * rows, ...)."""
-    return x[0].unflatten(1, (requests, -1)).transpose(0, 1)
+def _unpacked(x: torch.Tensor, kv_lengths: torch.Tensor) -> torch.Tensor:
+    """Return (requests, heads, rows, ...) of (1, heads, requests * rows, ...), a view."""
+    _, heads, _, *rest = x.shape
+    return x.view(heads, kv_lengths.shape[0], -1, *rest).transpose(0, 1)

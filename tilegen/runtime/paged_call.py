@@ -21,7 +21,7 @@ LAYOUTS = ("NHD", "HND")
 """Pages as (keys, heads, head dim) or (heads, keys, head dim)."""
 
 
-@dataclass
+@dataclass(slots=True)
 class PagedCall:
     """A call in the form that kernels take: queries of all requests one after the other, pages as
     (pages, heads, keys, head dim)."""

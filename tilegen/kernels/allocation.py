@@ -7,24 +7,25 @@ the time of `torch.empty_strided`; that serves where they are missing.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-Empty = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
-"""Returns a tensor of a size, strides and dtype."""
+    Empty = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
+    """Returns a tensor of a size, strides and dtype."""
 
 
-def allocator(device: str) -> Empty:
-    """Return what allocates on a device, `cpu` or `cuda`."""
+@cache
+def allocator(*, is_cuda: bool) -> Empty:
+    """Return what allocates on the CPU, or on the current GPU, which must be that of the launch."""
+    import torch
+
+    device = "cuda" if is_cuda else "cpu"
     found: Any = torch
     for name in ("_C", "_dynamo", "guards", f"_empty_strided_{device}"):
         found = getattr(found, name, None)
     if found is not None:
         return found
     return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
-
-
-empty_on_cpu: Empty = allocator("cpu")
-empty_on_gpu: Empty = allocator("cuda")
-"""On the current GPU, which must be that of the launch."""

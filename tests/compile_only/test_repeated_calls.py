@@ -1,0 +1,225 @@
+"""What is kept from one call to the next changes nothing: each call launches what it would have
+launched first, and is refused what it would have been refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+import tilegen
+from benchmarks.call_cost import as_on_a_gpu
+from tilegen.dropout import Dropout
+from tilegen.emit.identity import stride_unit
+from tilegen.emit.kernel_files import load
+from tilegen.emit.render import render
+from tilegen.errors import InvalidProblem, Unsupported
+from tilegen.kernels.config import TileConfig
+from tilegen.problem import AttentionProblem
+from tilegen.runtime import dispatch, plans
+from tilegen.runtime.changes import Changes
+from tilegen.runtime.dispatch import Plan
+from tilegen.runtime.kernels import launcher_of_module
+from tilegen.runtime.launcher import Launcher
+from tilegen.runtime.triton_function import TritonFunction
+
+CONFIG = TileConfig(block_m=16, block_n=16)
+
+# --------------------------------------------------------------------------------------------------
+# Lengths of padded batches
+
+NO_LENGTHS: dict[str, tuple[Any, type[Exception], str]] = {
+    "two of three": (torch.ones(2).int(), InvalidProblem, "size 3 along batch, got 2"),
+    "two dimensions": (torch.ones(3, 1).int(), InvalidProblem, r"shape \(batch,\)"),
+    "no dimension": (torch.tensor(3).int(), InvalidProblem, r"shape \(batch,\)"),
+    "64 bits, four": (torch.ones(4).long(), InvalidProblem, "size 3 along batch, got 4"),
+    "floats": (torch.ones(3), InvalidProblem, "must be integers, got torch.float32"),
+    "truths": (torch.ones(3).bool(), InvalidProblem, "must be integers, got torch.bool"),
+    "a list": ([1, 2, 3], InvalidProblem, r"must be a tensor of shape \(batch,\)"),
+    "nowhere": (torch.ones(3, device="meta").int(), NotImplementedError, "meta"),
+}
+
+
+@pytest.mark.parametrize("name", NO_LENGTHS)
+def test_lengths_are_refused_alike_on_the_first_and_the_hundredth_call(name: str) -> None:
+    lengths, error, said = NO_LENGTHS[name]
+    right = torch.tensor([1, 2, 3], dtype=torch.int32)
+    q = torch.zeros(3, 2, 32, 16, dtype=torch.bfloat16)
+    with as_on_a_gpu(notes=True) as driver:
+        for i in range(1, 101):
+            if i in (1, 100):
+                with pytest.raises(error, match=said):
+                    tilegen.attention(q, q, q, kv_lengths=lengths)
+            tilegen.attention(q, q, q, kv_lengths=right)
+    assert len(driver.launches) == 100
+
+
+def test_kernels_read_the_lengths_themselves_where_they_can() -> None:
+    q = torch.zeros(3, 2, 32, 16, dtype=torch.bfloat16)
+    dense = torch.tensor([1, 2, 3], dtype=torch.int32)
+    given = (dense, dense.long(), dense.repeat_interleave(2)[::2], dense.short(), dense)
+    with as_on_a_gpu(notes=True) as driver:
+        for lengths in given:
+            tilegen.attention(q, q, q, kv_lengths=lengths)
+    *_, values = driver.launches[0]
+    at = values.index(dense.data_ptr())
+    taken = [values[at] for *_, values in driver.launches]
+    own = [lengths.data_ptr() for lengths in given]
+    assert [a == b for a, b in zip(taken, own, strict=True)] == [True, False, False, False, True]
+
+
+def test_what_the_environment_asks_for_is_seen_at_the_next_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    q = torch.zeros(1, 2, 32, 16, dtype=torch.bfloat16)
+    for lengths in (torch.tensor([2**30]), torch.tensor([2**30], dtype=torch.int32)):
+        with as_on_a_gpu(notes=True) as driver:
+            for _ in range(2):
+                tilegen.attention(q, q, q, kv_lengths=lengths)
+                monkeypatch.setenv("TILEGEN_CHECK", "1")
+                with pytest.raises(InvalidProblem, match=r"below 2\*\*30"):
+                    tilegen.attention(q, q, q, kv_lengths=lengths)
+                monkeypatch.delenv("TILEGEN_CHECK")
+        assert len(driver.launches) == 2
+
+
+# --------------------------------------------------------------------------------------------------
+# Sizes and strides
+
+
+def launches() -> tuple[Launcher, Any]:
+    """Return a launcher, and the emitted module whose kernel it launches."""
+    problem = AttentionProblem.parse("hq4 hkv2 q64 d64 bf16 causal")
+    module = load(render(problem, CONFIG))
+    function = TritonFunction.of(module, CONFIG)
+    assert function is not None
+    unit = stride_unit(problem, True)
+    return launcher_of_module(module, function, problem, "fwd", CONFIG, unit), module
+
+
+def tensors(heads: int, rows: int, wide: int = 0, *, inside: bool = False) -> torch.Tensor:
+    """Return bf16 zeros (2, heads, rows, 64) in rows of `wide` more elements; `inside`: heads lie
+    inside of rows."""
+    if inside:
+        return tensors(rows, heads, wide).transpose(1, 2)
+    return torch.zeros(2, heads, rows, 64 + wide, dtype=torch.bfloat16)[..., :64]
+
+
+def test_a_launch_is_the_same_whatever_was_launched_before() -> None:
+    """Sizes or strides of one tensor after the other differ from those of the launch before."""
+    queries, cache = tensors(4, 40), tensors(2, 60)
+    q, k, less = queries[:, :, :32], cache[:, :, :48], cache[:, :, :47]
+    given = [
+        *((q, k, k), (queries[:, :, :33], k, k), (tensors(2, 32), k, k)),
+        *((q, less, k), (q[:1], k[:1], k[:1])),
+        *((tensors(4, 32, 8), k, k), (q, tensors(2, 48, 8), k), (q, k, tensors(2, 48, 8))),
+        *((tensors(4, 32, inside=True), k, k), (q, tensors(2, 48, inside=True), k)),
+        (q, k, tensors(2, 48, inside=True)),
+    ]
+
+    def launched(launch: Any, x: tuple[torch.Tensor, ...]) -> Any:
+        out, lse = launch(*x, 0.125)
+        grid, _, values = driver.launches.pop()
+        return grid, values[5:], out.shape, out.stride(), lse.shape, lse.stride()
+
+    with as_on_a_gpu(notes=True) as driver:
+        ours, module = launches()
+        expected = [launched(module.launch, x) for x in given]
+        assert len({str(one) for one in expected}) == len(given)
+        for (_, before), (i, after) in product(enumerate(given), enumerate(given)):
+            launched(ours.launch, before)
+            assert launched(ours.launch, after) == expected[i]
+
+
+def test_strides_that_a_kernel_is_not_for_are_refused_every_time() -> None:
+    q, k = tensors(4, 32), tensors(2, 48)
+    with as_on_a_gpu(notes=True) as driver:
+        ours, _ = launches()
+        for _ in range(3):
+            with pytest.raises(Unsupported, match=r"multiples of 8 elements.*got strides"):
+                ours.launch(tensors(4, 32, 1), k, k, 0.125)
+            ours.launch(q, k, k, 0.125)
+    assert len(driver.launches) == 3
+
+
+# --------------------------------------------------------------------------------------------------
+# Plans
+
+
+def kinds() -> dict[str, Callable[[], Plan]]:
+    """Return calls of different kinds, most of which differ from the first in one thing alone."""
+    q, k, v = (torch.zeros(1, heads, 40, 64, dtype=torch.bfloat16) for heads in (4, 2, 2))
+    flat = torch.zeros(2 * 4 * 40 * 64 + 8, dtype=torch.bfloat16)
+    shared, lengths = torch.zeros(1, 1, 40, 64, dtype=torch.bfloat16), torch.tensor([3])
+    trained = tilegen.bias(torch.zeros(40, 40, requires_grad=True))
+    causal, half = tilegen.causal(), (q.half(), k.half(), v.half())
+
+    def call(*x: torch.Tensor, mask: tilegen.Mask = causal, **changes: Any) -> Plan:
+        return dispatch.plan_of(*x, Changes(mask, **changes))
+
+    def under(context: Any, *x: torch.Tensor, **changes: Any) -> Plan:
+        with context:
+            return call(*x, **changes)
+
+    found: dict[str, Callable[[], Plan]] = {
+        "first": partial(call, q, k, v),
+        "more rows": partial(call, q.repeat(1, 1, 3, 1), k, v),
+        "more columns": partial(call, q, k.repeat(1, 1, 3, 1), v.repeat(1, 1, 3, 1)),
+        "fewer rows of the same strides": partial(call, q[:, :, :9], k, v),
+        "fewer heads of the same strides": partial(call, q[:, :2], k, v),
+        "narrower": partial(call, q[..., :32], k[..., :32], v),
+        "narrower values": partial(call, q, k, v[..., :32]),
+        "fp16": partial(call, *half),
+        "keys of fp16": partial(call, q, half[1], v),
+        "keys elsewhere": partial(call, q, k.to("meta"), v),
+        "three dimensions": partial(call, q[0], k[0], v[0]),
+        "an odd address": partial(call, flat[1 : q.numel() + 1].view(q.shape), k, v),
+        "odd strides": partial(call, *(torch.zeros(1, 4, 40, 65).bfloat16()[..., :64], k, v)),
+        "expanded keys": partial(call, q, k[:, :, :1].expand(k.shape), v),
+        "heads inside of rows": partial(call, q, k, v.transpose(1, 2).clone().transpose(1, 2)),
+        "no head in common": partial(call, q, shared, shared.clone()),
+        "values in keys": partial(call, q, shared, shared),
+        "full": partial(call, q, k, v, mask=tilegen.full()),
+        "lengths": partial(call, q, k, v, kv_lengths=lengths),
+        "softcap": partial(call, q, k, v, score=tilegen.softcap(9.0)),
+        "trained": partial(call, q, k, v, score=trained),
+        "not trained": lambda: under(torch.no_grad(), q, k, v, score=trained),
+        "dropout": partial(call, q, k, v, dropout=Dropout(0.1, torch.zeros(2).long())),
+    }
+    for dtype in (torch.bfloat16, torch.float16):
+        context = partial(torch.autocast, "cpu", dtype=dtype)
+        found[f"autocast to {dtype}"] = lambda its=context: under(its(), q, k, v)
+    return found
+
+
+def test_a_plan_is_the_same_whatever_was_called_before() -> None:
+    def planned(call: Callable[[], Plan]) -> Plan | str:
+        try:
+            return call()
+        except InvalidProblem as error:
+            return str(error)
+
+    named = kinds()
+    with as_on_a_gpu():
+        expected: dict[str, Plan | str] = {}
+        for name, call in named.items():
+            plans.by_call.latest = (None, None)
+            expected[name] = planned(call)
+        apart = {name: one for name, one in expected.items() if name != "heads inside of rows"}
+        assert len({id(one) for one in apart.values()}) == len(apart)
+        for (before, one), (after, other) in product(named.items(), named.items()):
+            planned(one)
+            assert planned(other) == expected[after], before
+
+
+def test_plans_that_are_forgotten_are_made_anew() -> None:
+    with as_on_a_gpu():
+        call = kinds()["first"]
+        one = call()
+        assert call() is one
+        plans.forget()
+        assert call() is not one
