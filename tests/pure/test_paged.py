@@ -3,7 +3,6 @@ what batch-invariant calls choose."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,12 +17,8 @@ from tilegen.choose.families import kernels_of
 from tilegen.choose.ranking import invariant_config
 from tilegen.emit.render import render
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
-from tilegen.explaining.explanation import explain
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
-from tilegen.kernels.split_kv import usual_tiles
-from tilegen.model.launches import launches
-from tilegen.model.traffic import splits_of, visits
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import paged_call, paged_dispatch, plans
 from tilegen.runtime.changes import Changes
@@ -363,72 +358,3 @@ def test_starts_of_queries_are_made_once() -> None:
     before = len(paged_call._starts)  # pyright: ignore[reportPrivateUsage]
     tilegen.attention_paged(**call())
     assert len(paged_call._starts) == before  # pyright: ignore[reportPrivateUsage]
-
-
-# --------------------------------------------------------------------------------------------------
-# Keys divided over splits
-
-
-SPLIT = TileConfig.parse("m2h8n128k8192w4s2")
-ENDS = tilegen.predicate(lambda b, h, q, k: (k < 9) | (k >= 130_000))
-
-
-@pytest.mark.parametrize(
-    "mask, programs, longest",
-    [
-        ("full", 16, 64),
-        ("window(4096,0,bottom_right)", 11, 3),  # of 33 tiles
-        (ENDS, 2, 64),  # several ranges: splits share all tiles
-        ("full invariant", 16, 64),
-        ("window(4096,0,bottom_right) invariant", 1, 64),  # of which the window leaves 33
-    ],
-    ids=["full", "window", "several ranges", "invariant", "invariant window"],
-)
-def test_splits_share_what_a_mask_leaves(
-    mask: str | tilegen.Mask, programs: int, longest: int
-) -> None:
-    text = f"b1 hq8 hkv1 q1 kv131072 d128 bf16 {mask if isinstance(mask, str) else 'full'} page16"
-    problem = AttentionProblem.parse(text)
-    problem = problem if isinstance(mask, str) else replace(problem, mask=mask)
-    found = splits_of(problem, SPLIT, "fwd_paged")
-    assert (found.count, found.programs, found.longest) == (16, programs, longest)
-    joined = splits_of(problem, TileConfig.parse("m1n16w4s1"), "fwd_combine", SPLIT)
-    assert joined == found
-
-
-def test_splits_are_alike_where_lengths_are_no_multiple() -> None:
-    """Of 71 tiles, one program has 36 and the other 35, where fixed splits would have 64 and 7."""
-    problem = AttentionProblem.parse("b1 hq8 hkv1 q1 kv9000 d128 bf16 full page16")
-    for invariant, longest in ((False, 36), (True, 64)):
-        one = replace(problem, invariant=invariant)
-        counts = visits(one, 2, 128, "fwd_paged", split_kv=8192)
-        run = launches(one, H200, SPLIT, "fwd_paged", counts)
-        assert (run.programs, run.steps, run.longest) == (2, 71, longest)
-
-
-def test_results_of_a_split_are_small_beside_what_it_reads() -> None:
-    """Rows of 128 values in fp32, written and read again, 32 times smaller than keys and values;
-    where values are columns of the keys, these are read once."""
-    for text, config, tiles in (
-        ("hq8 hkv1 q1 d128 bf16 full page16", "m2h8n128k8192w4s2", 8),
-        ("hq8 hkv1 q1 d128 bf16 full page16", "m16h8n128k8192w8s2", 64),
-        ("hq8 hkv1 q1 d128 bf16 full page16", "m2h8n128k512w4s2", 4),  # the largest split
-        ("hq16 hkv1 q1 d576/512 bf16 full page16 latent", "m1h16n64k8192w4s2", 29),
-    ):
-        problem, found = AttentionProblem.parse(text), TileConfig.parse(config)
-        assert usual_tiles(problem, found) == tiles
-        width = 576 if problem.latent else 256
-        left, read = 2 * 4 * found.rows * problem.head_dim_v, 2 * found.block_n * width
-        assert (
-            tiles * found.block_n == found.split_kv or 32 * left <= tiles * read < 32 * left + read
-        )
-
-
-def test_an_explanation_says_that_keys_are_divided() -> None:
-    problem = AttentionProblem.parse("b8 hq64 hkv8 q1 kv131072 d128 bf16 full page16")
-    assert explain(problem, H200, "fwd_paged", SPLIT)["splits"] == (
-        "16 of at most 8192 keys, over which the keys of each request are divided, in tiles of 2 "
-        "queries of 8 heads: 1024 programs that find keys to visit, for 132 SMs"
-    )
-    alike = explain(replace(problem, invariant=True), H200, "fwd_paged", SPLIT)["splits"]
-    assert alike.startswith("16 of 8192 keys, in tiles of 2 queries of 8 heads: 1024 programs")
