@@ -1,19 +1,22 @@
 """Keys of requests divided over the splits of a grid: how many splits and tiles the model counts,
-and what partial results may take."""
+what partial results may take, and what short requests cost in a grid for long ones."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 import tilegen
+from benchmarks import capacity
+from benchmarks.published.report import write
 from tilegen.choose.configs import MOST_LEFT, all_configs
 from tilegen.choose.ranking import propose
 from tilegen.explaining.explanation import explain
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
-from tilegen.kernels.split_kv import usual_tiles
+from tilegen.kernels.split_kv import FILLING, usual_tiles
 from tilegen.model.launches import launches
 from tilegen.model.traffic import splits_of, visits
 from tilegen.problem import AttentionProblem
@@ -105,3 +108,44 @@ def test_an_explanation_says_that_keys_are_divided() -> None:
     )
     alike = explain(replace(problem, invariant=True), H200, "fwd_paged", SPLIT)["splits"]
     assert alike.startswith("16 of 8192 keys, in tiles of 2 queries of 8 heads: 1024 programs")
+
+
+# --------------------------------------------------------------------------------------------------
+# Short requests in a grid for long ones
+
+
+def test_the_table_of_the_repository_is_what_the_model_predicts(tmp_path: Path) -> None:
+    path = tmp_path / "capacity.csv"
+    write(path, capacity.rows())
+    assert path.read_text() == capacity.OUT.read_text(), "python -m benchmarks.capacity"
+
+
+def test_splits_of_short_requests_are_those_of_the_kernel() -> None:
+    """By hand: 4096 keys are 32 tiles of 128, 64 of 64."""
+    for model, batch, fixed, tiles in (
+        ("Llama 3 70B", 1, 1, 2),  # a 16th, as the grid has 16 splits
+        ("Llama 3 70B", 8, 1, 8),  # a quarter gives 256 programs, and is the usual split
+        ("Llama 3 70B", 256, 1, 8),
+        ("DeepSeek V3", 1, 2, 1),  # of 64 splits
+        ("DeepSeek V3", 8, 1, 4),  # a 16th, which gives 256 programs
+        ("DeepSeek V3", 256, 1, 64),  # 512 programs without splits: the usual split is larger
+    ):
+        row = capacity.row(model, batch)
+        short = AttentionProblem.parse(row.problem.replace("kv131072", "kv4096"))
+        config = TileConfig.parse(row.config)
+        groups = row.fixed_programs // fixed
+        assert groups == batch * (8 if model == "Llama 3 70B" else 2)
+        every = 4096 // config.block_n
+        assert row.divided_programs == groups * -(-every // tiles)
+        to_fill = -(-FILLING // groups)
+        usual = usual_tiles(short, config)
+        assert tiles == max(min(usual, -(-every // to_fill)), -(-every // row.splits))
+
+
+def test_short_requests_win_where_programs_are_few_and_lose_little_elsewhere() -> None:
+    for row in capacity.rows():
+        assert row.divided_programs >= row.fixed_programs
+        assert row.divided_us < 1.01 * row.fixed_us
+        if row.fixed_programs < H200.num_sms / 2:
+            assert row.divided_us < 0.85 * row.fixed_us
+        assert row.partials_mib <= MOST_LEFT / 2**20
