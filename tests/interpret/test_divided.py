@@ -281,7 +281,7 @@ def test_mutation_is_noticed(name: str) -> None:
     "text, config",
     [
         ("b1 hq2 hkv1 q3 kv1000 d16 fp16 full", "m8h2n32k256w4s2"),
-        ("b2 hq2 hkv1 q300 kv700 d16 fp16 causal(bottom_right)", "m8h2n32k64w4s2"),
+        ("b2 hq2 hkv1 q130 kv400 d16 fp16 causal(bottom_right)", "m8h2n32k64w4s2"),
         ("b1 hq1 hkv1 q40 kv900 d16 fp16 window(333,0,bottom_right)", "m16n32k256w4s2"),
         ("b1 hq2 hkv1 q530 kv530 d16/8 fp16 window(300,0)", "m8h2n32k64w4s2"),
         ("b1 hq4 hkv2 q70 kv900 d16 fp16 global(5)|window(40,9)", "m8h2n32k256w4s2"),

@@ -8,6 +8,7 @@ from fractions import Fraction
 from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.split_kv import FILLING, usual_tiles
@@ -80,7 +81,7 @@ def _divided(
     """Return the splits of one head that hold tiles, the query rows of these, and the tiles of the
     largest one."""
 
-    def visited(block: int) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    def visited(block: int) -> NDArray[np.int64]:
         lengths = {"seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv}
         over = {"block_m": block_m, "block_n": block, "batch": batch, "heads": heads}
         return tile_ranges(mask, "rows", **lengths, **over).visited
@@ -95,8 +96,8 @@ def _divided(
         splits = visited(longest * block_n)
     rows = np.minimum(block_m, seqlen_q - block_m * np.arange(splits.shape[-1], dtype=np.int64))
     alike = splits.shape[0] * splits.shape[1]
-    whole = (mean_of(int(one.sum()), alike) for one in (splits, rows * splits))
-    return *whole, longest
+    stay = mean_of(int((rows * splits).sum()), alike)
+    return mean_of(int(splits.sum()), alike), stay, longest
 
 
 def mean_of(total: int, heads: int) -> int | Fraction:
