@@ -90,6 +90,9 @@ def test_one_graph_serves_all_lengths() -> None:
         lengths.copy_(torch.tensor(found))
         graph.replay()
         torch.testing.assert_close(out, tilegen.attention_paged(*given, mask=BOTTOM))
+        # Other splits, of a grid that is made for these lengths.
+        bounded = tilegen.attention_paged(*given, mask=BOTTOM, max_kv_length=max(found))
+        torch.testing.assert_close(out, bounded)
 
 
 def test_the_same_bits_in_any_batch_chunk_and_page(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,8 +10,12 @@ from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import BLOCK_SIZES, Kernel, TileConfig
 from tilegen.kernels.descriptors import why_not_described
 from tilegen.kernels.registry import KERNELS
+from tilegen.kernels.split_kv import FWD_SPLIT, is_divided
 from tilegen.masks.grouping import heads_of_tiles
 from tilegen.problem import AttentionProblem
+
+MOST_LEFT = 2**28
+"""Bytes of partial results for which a serving engine is taken to have room beside its cache."""
 
 
 def legal_configs(
@@ -28,26 +32,43 @@ def legal_configs(
 def all_configs(problem: AttentionProblem, kernel: Kernel) -> list[TileConfig]:
     """Return every tile shape that is not larger than the problem, in a fixed order, loaded by
     addresses."""
-    spec, keys = KERNELS[kernel], problem.seqlen_kv
-    passing = problem.seqlen_q if spec.stays == "columns" else keys
+    spec, keys, splits = KERNELS[kernel], problem.seqlen_kv, _splits(problem, kernel)
     return [
         one
         for heads in (heads_of_tiles(problem) if spec.packs else (1,))
         for one in _configs(
-            _rounded(problem.seqlen_q * heads), _rounded(keys), passing, heads, kernel
+            _rounded(problem.seqlen_q * heads), _rounded(keys), splits, heads, kernel
         )
     ]
 
 
+def _splits(problem: AttentionProblem, kernel: Kernel) -> tuple[int, ...]:
+    """Return the rows that a split may have; 0 for kernels without splits.
+
+    Splits over which requests divide their keys leave MOST_LEFT bytes of partial results at most,
+    or are the largest. Only then are they larger than others, and as small as that allows: queries
+    are many, so that programs are, too.
+    """
+    spec = KERNELS[kernel]
+    passing = problem.seqlen_q if spec.stays == "columns" else problem.seqlen_kv
+    every = spec.knobs.split_kv
+    splits = tuple(split for split in every if split < 2 * passing or not split) or every[:1]
+    usual = tuple(one for one in splits if one <= FWD_SPLIT.knobs.split_kv[-1])
+    if not (spec.pages and is_divided(problem)):
+        return usual
+    each = 4 * problem.batch * problem.num_heads_q * problem.seqlen_q * problem.head_dim_v
+    few = tuple(one for one in splits if each * -(-passing // one) <= MOST_LEFT) or splits[-1:]
+    return tuple(one for one in few if one in usual) or few[:1]
+
+
 @lru_cache(maxsize=256)
 def _configs(
-    max_rows: int, max_columns: int, passing: int, heads: int, kernel: Kernel
+    max_rows: int, max_columns: int, splits: tuple[int, ...], heads: int, kernel: Kernel
 ) -> tuple[TileConfig, ...]:
     knobs = KERNELS[kernel].knobs
     # A tile larger than the problem is better than none.
     least = max(knobs.block_m[0], heads)
     rows = [block for block in knobs.block_m if least <= block <= max(max_rows, least)]
-    splits = [split for split in knobs.split_kv if split < 2 * passing or not split]
     columns = [block for block in knobs.block_n if block <= max(max_columns, knobs.block_n[0])]
     return tuple(
         TileConfig(
@@ -62,7 +83,7 @@ def _configs(
         for block_m in rows
         for block_n in columns
         for block_d in knobs.block_d
-        for split_kv in splits or knobs.split_kv[:1]
+        for split_kv in splits
         for num_warps in knobs.num_warps
         for num_stages in knobs.num_stages
     )

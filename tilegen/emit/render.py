@@ -32,6 +32,7 @@ from tilegen.kernels.descriptors import why_not_described
 from tilegen.kernels.launch_order import heavy_end, rows_together
 from tilegen.kernels.registry import KERNELS, check_config, tile_heads
 from tilegen.kernels.spec import WIDTHS, KernelSpec
+from tilegen.kernels.split_kv import FILLING, is_divided, usual_tiles
 from tilegen.masks.extras import extras
 from tilegen.masks.grouping import heads_of_tiles
 from tilegen.masks.score_source import ScoreSource, score_source
@@ -146,6 +147,7 @@ def _context(
     added = (*extras(problem.mask, side), *change.extras) if spec.masked else ()
     drops = spec.drops and problem.dropout
     added += ((SINKS,) if sinks else ()) + ((DROPOUT,) if drops else ())
+    divided = spec.pages and is_divided(problem)
     in_keys = spec.values_in_keys(problem)
     absent = "v" if in_keys else ""
     arguments = Arguments.of(spec, config, problem.head_dims, added, bool(change.forward), absent)
@@ -180,6 +182,9 @@ def _context(
         "needs_log2_e": bool(change.forward) or sinks,
         "tests_tile": spec.panel == "writes",
         "paged": spec.pages,
+        "divided": divided,
+        "usual_tiles": usual_tiles(problem, config) if divided else 0,
+        "filling": FILLING,
         "values_in_keys": in_keys,
         "tile_heads": tile_heads(config, problem.group_size),
         "stays": side,

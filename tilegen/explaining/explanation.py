@@ -35,6 +35,7 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.descriptors import why_not_described
 from tilegen.kernels.registry import KERNELS, check_config, direction_of, tile_heads
 from tilegen.kernels.spec import Direction
+from tilegen.kernels.split_kv import is_divided
 from tilegen.model import dram, time
 from tilegen.model.bounds import complexity, lower_bound
 from tilegen.model.estimate import Candidate, CostEstimate
@@ -177,8 +178,11 @@ def _splits(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, config: Til
     split, whose = "keys", f"in tiles of {config.block_m} queries of {held}"
     if KERNELS[kernel].stays == "columns":
         split, whose = "queries", f"for tiles of {config.block_n} keys"
+    each = f"{config.split_kv} {split}"
+    if is_divided(problem):
+        each = f"at most {each}, over which the keys of each request are divided"
     return (
-        f"{found.count} of {config.split_kv} {split}, {whose}: {int(tiles * found.programs)} "
+        f"{found.count} of {each}, {whose}: {int(tiles * found.programs)} "
         f"programs that find {split} to visit, for {gpu.num_sms} SMs"
     )
 

@@ -3,7 +3,8 @@ heads that share a key-value head, a program streams the keys of one split past 
 kernel joins what the splits give (Flash-Decoding: Dao, Haziza, Massa, Sizov, 2023).
 
 A split is a fixed number of keys, counted from the first: what a row's splits are depends on
-nothing but its keys.
+nothing but its keys. The keys of requests in pages are divided over their programs instead, unless
+they are batch-invariant: a grid is made for as many keys as a request may have, and many have few.
 """
 
 from __future__ import annotations
@@ -28,6 +29,16 @@ from tilegen.kernels.spec import FamilySpec, KernelSpec, Knobs, Whole, read, wri
 
 if TYPE_CHECKING:
     import torch
+
+    from tilegen.kernels.config import TileConfig
+    from tilegen.problem import AttentionProblem
+
+FILLING = 256
+"""Programs that are taken to fill a GPU, near two for each SM: a guess. An emitted kernel serves
+GPUs of any number of SMs."""
+READ_OVER_LEFT = 32
+"""Bytes of keys and values that a split of a request reads where programs fill the GPU, over those
+of its partial results, which are written and read again: a guess."""
 
 FWD_SPLIT = KernelSpec(
     name="fwd_split",
@@ -106,6 +117,8 @@ FWD_PAGED = replace(
         ("longest_kv", "split_kv"),
     ),
     described=(),  # rows beyond a request's length lie in its last page, and are not loaded
+    # The largest are for grids whose partial results would take much memory: choose/configs.py.
+    knobs=replace(FWD_SPLIT.knobs, split_kv=(*FWD_SPLIT.knobs.split_kv, 16384, 32768, 65536)),
     pages=True,
 )
 
@@ -135,6 +148,21 @@ FWD_COMBINE = KernelSpec(
     in_order=True,
     has_sinks=True,
 )
+
+
+def is_divided(problem: AttentionProblem) -> bool:
+    """Return whether the keys of a request are divided over the programs that it has: a split has a
+    number of keys that the kernel finds when it runs."""
+    return problem.page > 0 and not problem.invariant
+
+
+def usual_tiles(problem: AttentionProblem, config: TileConfig) -> int:
+    """Return the tiles of keys that a split of a divided request has at least, where splits of as
+    many leave no SM idle: what READ_OVER_LEFT says, but not more than `config.split_kv` keys."""
+    left = 2 * 4 * config.rows * problem.head_dim_v
+    width = problem.head_dim_qk + (0 if problem.latent else problem.head_dim_v)
+    tile = config.block_n * width * problem.element_bytes
+    return min(-(-READ_OVER_LEFT * left // tile), config.split_kv // config.block_n)
 
 
 def run(

@@ -51,13 +51,12 @@ def launches(
     if spec.splits:  # programs of splits that the mask leaves nothing end at once
         splits = splits_of(problem, config, kernel)
         tiles = heads // problem.group_size * splits.tiles_of_group
-        passes = config.block_m if columns else config.block_n
         return Launches(
             count=1,
             programs=max(1, int(tiles * splits.programs)),
             steps=tiles * group * counts.tiles,
             partial=tiles * group * counts.partial_tiles,
-            longest=group * min(counts.longest, config.split_kv // passes),
+            longest=group * min(counts.longest, splits.longest),
         )
     if not spec.panel:
         return Launches(

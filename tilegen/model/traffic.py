@@ -21,14 +21,14 @@ from tilegen.kernels.panels import SCORE_WIDTH, panels_per_group
 from tilegen.kernels.registry import KERNELS, tile_heads
 from tilegen.kernels.spec import Moved
 from tilegen.kernels.split_backward import BWD_DKDV_SPLIT
-from tilegen.kernels.split_kv import FWD_SPLIT
-from tilegen.masks.grouping import packed_heads
+from tilegen.kernels.split_kv import FWD_SPLIT, is_divided
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.source import is_single, ranges_source
 from tilegen.masks.tiles.tile_ranges import counted_over, tile_ranges
 from tilegen.masks.tiles.visits import TileRanges
 from tilegen.model import symbols
 from tilegen.model.mask_tables import tree_bytes
+from tilegen.model.splits import Splits, divided_splits, mean_of, usual_split
 from tilegen.model.symbols import (
     A_w,
     B_c,
@@ -184,28 +184,13 @@ def table_bytes(
     return 4 * int(tiles * (3 * counts.programs * splits.count + pages))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Splits:
-    """The splits of what streams past a head's tiles; one of all rows in most kernels."""
-
-    count: int
-    """Splits of all rows that stream."""
-    programs: int | Fraction
-    """Pairs of a tile that stays and a split of which it visits anything."""
-    rows: int | Fraction
-    """Rows that stay of these, inside the sequence."""
-    tiles_of_group: int
-    """Tiles of the query heads of a key-value head: one that stays or streams for all of them, or
-    one for each."""
-
-
 def splits_of(
     problem: AttentionProblem, config: TileConfig, kernel: Kernel, before: TileConfig | None = None
 ) -> Splits:
     """Return the splits of a kernel that makes them, or of the config `before` it."""
     spec, group = KERNELS[kernel], problem.group_size
     if not (spec.splits or spec.joins):
-        return Splits(count=1, programs=0, rows=0, tiles_of_group=group)
+        return Splits(count=1, programs=0, rows=0, tiles_of_group=group, longest=0)
     split = config if spec.splits else before or usual_split(problem)
     keys = split.split_kv
     # A split is visited where any of its tiles is: as if it were a tile itself.
@@ -217,13 +202,18 @@ def splits_of(
             programs=count * counts.programs if every else counts.tiles,
             rows=count * problem.seqlen_kv if every else counts.row_steps,
             tiles_of_group=1,
+            longest=keys // split.block_m,
         )
+    count, tiles_of_group = -(-problem.seqlen_kv // keys), group // tile_heads(split, group)
+    if is_divided(problem):
+        return divided_splits(problem, split, count, tiles_of_group)
     counts = visits(problem, split.block_m, keys, FWD_SPLIT.name)
     return Splits(
-        count=-(-problem.seqlen_kv // keys),
+        count=count,
         programs=counts.tiles,
         rows=counts.row_steps,
-        tiles_of_group=group // tile_heads(split, group),
+        tiles_of_group=tiles_of_group,
+        longest=keys // split.block_n,
     )
 
 
@@ -232,13 +222,6 @@ def _goes_through_heads(mask: Mask) -> bool:
     """True where the query heads of a group visit different tiles, so that a program goes through
     the heads one after the other, and is not left out where none of them visits anything."""
     return ranges_source(mask, "columns").per_head
-
-
-def usual_split(problem: AttentionProblem) -> TileConfig:
-    """Return the splits that a kernel is taken to join where nobody says which: of 1024 rows, near
-    which the published optimum of decoding lies (benchmarks/results/published/README.md)."""
-    heads = packed_heads(problem)
-    return TileConfig(block_m=max(1, 16 // heads), block_n=64, heads=heads, split_kv=1024)
 
 
 def state_bytes(
@@ -347,19 +330,14 @@ def _visits(
     heads = ranges.heads
     mine = np.minimum(block, stays - block * np.arange(ranges.visited.shape[-1], dtype=np.int64))
     return Visits(
-        row_steps=_each(int((mine * ranges.visited).sum()), heads),
-        cells=_each(int((mine * ranges.rows(length)).sum()), heads),
+        row_steps=mean_of(int((mine * ranges.visited).sum()), heads),
+        cells=mean_of(int((mine * ranges.rows(length)).sum()), heads),
         programs=ranges.visited.shape[-1],
-        tiles=_each(ranges.visited_tiles, heads),
-        partial_tiles=_each(ranges.partial_tiles, heads),
-        rows=_each(ranges.visited_rows, heads),
+        tiles=mean_of(ranges.visited_tiles, heads),
+        partial_tiles=mean_of(ranges.partial_tiles, heads),
+        rows=mean_of(ranges.visited_rows, heads),
         longest=int(ranges.visited.max()),
     )
-
-
-def _each(total: int, heads: int) -> int | Fraction:
-    """Return the mean over heads, exactly."""
-    return total // heads if total % heads == 0 else Fraction(total, heads)
 
 
 @cache

@@ -245,7 +245,7 @@ def make_launches(
 
     from tilegen.check.paging import in_pages
     from tilegen.check.reference import TORCH_DTYPES
-    from tilegen.model.traffic import usual_split
+    from tilegen.model.splits import usual_split
 
     generator = torch.Generator(device).manual_seed(0)
     dtype = TORCH_DTYPES[problem.dtype]

@@ -1,0 +1,121 @@
+"""What a grid for the longest requests costs short ones, as CUDA graphs of decoding have it: the
+model's time where each split is a fixed number of keys, and where requests divide their keys.
+
+    python -m benchmarks.capacity
+
+Times are of the kernel that reads the keys, launch included. Programs of splits without keys end
+after three loads, and are in no time here. Nothing is measured.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from benchmarks.published.report import write
+from benchmarks.run import RESULTS
+from tilegen.choose.ranking import estimate, propose
+from tilegen.gpus.spec import gpu
+from tilegen.kernels.config import TileConfig
+from tilegen.model.splits import divided_splits
+from tilegen.model.traffic import splits_of
+from tilegen.problem import AttentionProblem
+
+GPU = "h200"
+OUT = RESULTS / "paged_capacity.csv"
+CAPACITY, KEYS = 131072, 4096
+"""Keys that the grid is made for, and those that each request has."""
+KINDS = {
+    "Llama 3 70B": "hq64 hkv8 q1 kv{keys} d128 bf16 full page16",
+    "DeepSeek V3": "hq128 hkv1 q1 kv{keys} d576/512 bf16 full page64 latent",
+}
+BATCHES = (1, 8, 32, 256)
+KERNEL = "fwd_paged"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One batch of requests of KEYS keys, in a grid for CAPACITY."""
+
+    model: str
+    problem: str
+    config: str
+    """The model's choice for requests of CAPACITY keys."""
+    splits: int
+    partials_mib: float
+    """Partial results, which are as large as the grid has splits."""
+    fixed_programs: int
+    """Programs with keys, where each split is a fixed number of keys."""
+    fixed_us: float
+    divided_programs: int
+    """Those where a request divides its keys over the splits."""
+    divided_us: float
+
+
+def row(model: str, batch: int) -> Row:
+    """Return the row of a batch of requests of one model."""
+    problem, short = (
+        AttentionProblem.parse(f"b{batch} {KINDS[model].format(keys=keys)}")
+        for keys in (CAPACITY, KEYS)
+    )
+    config = propose(problem, gpu(GPU), kernel=KERNEL, top=1)[0].config
+    splits = splits_of(problem, config, KERNEL).count
+    partials = batch * problem.num_heads_q * splits * problem.head_dim_v * 4
+    fixed, divided = (_programs(short, one) for one in (config, as_divided(problem, short, config)))
+    return Row(
+        model=model,
+        problem=problem.key,
+        config=config.key,
+        splits=splits,
+        partials_mib=partials / 2**20,
+        fixed_programs=fixed[0],
+        fixed_us=fixed[1],
+        divided_programs=divided[0],
+        divided_us=divided[1],
+    )
+
+
+def as_divided(
+    problem: AttentionProblem, short: AttentionProblem, config: TileConfig
+) -> TileConfig:
+    """Return the config with which a grid for `short` has the splits that requests of as many keys
+    have in the grid for `problem`; sizes of both are powers of two."""
+    grid = splits_of(problem, config, KERNEL)
+    tiles = divided_splits(short, config, grid.count, grid.tiles_of_group).longest
+    return replace(config, split_kv=tiles * config.block_n)
+
+
+def _programs(problem: AttentionProblem, config: TileConfig) -> tuple[int, float]:
+    """Return the programs with keys, and the predicted microseconds."""
+    found = splits_of(problem, config, KERNEL)
+    each = problem.batch * problem.num_heads_kv * found.tiles_of_group
+    seconds = estimate(problem, gpu(GPU), config, KERNEL).seconds
+    return int(each * found.programs), 1e6 * seconds
+
+
+def rows() -> list[Row]:
+    """Return a row for each model and batch."""
+    return [row(model, batch) for model in KINDS for batch in BATCHES]
+
+
+def main(out: Annotated[Path, typer.Option(help="File for the table; replaced.")] = OUT) -> None:
+    """Print and write what is predicted for short requests in a grid for long ones.
+
+    Example: python -m benchmarks.capacity
+    """
+    found = rows()
+    for one in found:
+        print(
+            f"{one.model} {one.problem.split()[0]:5} {one.config:20} {one.splits:3} splits  fixed "
+            f"{one.fixed_programs:5} programs, {one.fixed_us:6.1f} us  divided "
+            f"{one.divided_programs:5} programs, {one.divided_us:6.1f} us  partial results "
+            f"{one.partials_mib:.1f} MiB"
+        )
+    write(out, found)
+
+
+if __name__ == "__main__":
+    typer.run(main)

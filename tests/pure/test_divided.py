@@ -1,0 +1,151 @@
+"""Keys of requests divided over the splits of a grid: how many splits and tiles the model counts,
+what partial results may take, and what short requests cost in a grid for long ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import tilegen
+from benchmarks import capacity
+from benchmarks.published.report import write
+from tilegen.choose.configs import MOST_LEFT, all_configs
+from tilegen.choose.ranking import propose
+from tilegen.explaining.explanation import explain
+from tilegen.gpus.spec import gpu
+from tilegen.kernels.config import TileConfig
+from tilegen.kernels.split_kv import FILLING, usual_tiles
+from tilegen.model.launches import launches
+from tilegen.model.traffic import splits_of, visits
+from tilegen.problem import AttentionProblem
+
+H200 = gpu("h200")
+SPLIT = TileConfig.parse("m2h8n128k8192w4s2")
+ENDS = tilegen.predicate(lambda b, h, q, k: (k < 9) | (k >= 130_000))
+
+
+@pytest.mark.parametrize(
+    "mask, programs, longest",
+    [
+        ("full", 16, 64),
+        ("window(4096,0,bottom_right)", 11, 3),  # of 33 tiles
+        (ENDS, 2, 64),  # several ranges: splits share all tiles
+        ("full invariant", 16, 64),
+        ("window(4096,0,bottom_right) invariant", 1, 64),  # of which the window leaves 33
+    ],
+    ids=["full", "window", "several ranges", "invariant", "invariant window"],
+)
+def test_splits_share_what_a_mask_leaves(
+    mask: str | tilegen.Mask, programs: int, longest: int
+) -> None:
+    text = f"b1 hq8 hkv1 q1 kv131072 d128 bf16 {mask if isinstance(mask, str) else 'full'} page16"
+    problem = AttentionProblem.parse(text)
+    problem = problem if isinstance(mask, str) else replace(problem, mask=mask)
+    found = splits_of(problem, SPLIT, "fwd_paged")
+    assert (found.count, found.programs, found.longest) == (16, programs, longest)
+    joined = splits_of(problem, TileConfig.parse("m1n16w4s1"), "fwd_combine", SPLIT)
+    assert joined == found
+
+
+def test_splits_are_alike_where_lengths_are_no_multiple() -> None:
+    """Of 71 tiles, one program has 36 and the other 35, where fixed splits would have 64 and 7."""
+    problem = AttentionProblem.parse("b1 hq8 hkv1 q1 kv9000 d128 bf16 full page16")
+    for invariant, longest in ((False, 36), (True, 64)):
+        one = replace(problem, invariant=invariant)
+        counts = visits(one, 2, 128, "fwd_paged", split_kv=8192)
+        run = launches(one, H200, SPLIT, "fwd_paged", counts)
+        assert (run.programs, run.steps, run.longest) == (2, 71, longest)
+
+
+def test_results_of_a_split_are_small_beside_what_it_reads() -> None:
+    """Rows of 128 values in fp32, written and read again, 32 times smaller than keys and values;
+    where values are columns of the keys, these are read once."""
+    for text, config, tiles in (
+        ("hq8 hkv1 q1 d128 bf16 full page16", "m2h8n128k8192w4s2", 8),
+        ("hq8 hkv1 q1 d128 bf16 full page16", "m16h8n128k8192w8s2", 64),
+        ("hq8 hkv1 q1 d128 bf16 full page16", "m2h8n128k512w4s2", 4),  # the largest split
+        ("hq16 hkv1 q1 d576/512 bf16 full page16 latent", "m1h16n64k8192w4s2", 29),
+    ):
+        problem, found = AttentionProblem.parse(text), TileConfig.parse(config)
+        assert usual_tiles(problem, found) == tiles
+        width = 576 if problem.latent else 256
+        left, read = 2 * 4 * found.rows * problem.head_dim_v, 2 * found.block_n * width
+        assert (
+            tiles * found.block_n == found.split_kv or 32 * left <= tiles * read < 32 * left + read
+        )
+
+
+@pytest.mark.parametrize(
+    "text, least, most",
+    [
+        # Partial results of 16 splits are 128 MiB, and of 32 the bound.
+        ("b256 hq64 hkv8 q1 kv131072 d128 bf16 full page16", 4096, 8192),
+        ("b1 hq64 hkv8 q1 kv131072 d128 bf16 full page16", 128, 8192),
+        ("b256 hq128 hkv1 q1 kv131072 d576/512 bf16 full page64 latent", 32768, 32768),
+        ("b256 hq64 hkv8 q4 kv131072 d128 bf16 causal(bottom_right) page16", 16384, 16384),
+        ("b1 hq64 hkv8 q8192 kv131072 d128 bf16 causal(bottom_right) page16", 65536, 65536),
+        ("b256 hq64 hkv8 q4 kv131072 d128 bf16 causal(bottom_right) invariant page16", 128, 8192),
+        ("b256 hq64 hkv8 q4 kv16 d128 bf16 causal(bottom_right) page16", 128, 128),
+    ],
+)
+def test_partial_results_take_a_bounded_room(text: str, least: int, most: int) -> None:
+    problem = AttentionProblem.parse(text)
+    splits = {one.split_kv for one in all_configs(problem, "fwd_paged")}
+    assert (min(splits), max(splits)) == (least, most)
+    rows = problem.batch * problem.num_heads_q * problem.seqlen_q
+    bytes_left = rows * -(-problem.seqlen_kv // least) * problem.head_dim_v * 4
+    assert bytes_left <= MOST_LEFT or problem.invariant or least == 65536
+    assert propose(problem, H200, kernel="fwd_paged", top=1)[0].config.split_kv in splits
+
+
+def test_an_explanation_says_that_keys_are_divided() -> None:
+    problem = AttentionProblem.parse("b8 hq64 hkv8 q1 kv131072 d128 bf16 full page16")
+    assert explain(problem, H200, "fwd_paged", SPLIT)["splits"] == (
+        "16 of at most 8192 keys, over which the keys of each request are divided, in tiles of 2 "
+        "queries of 8 heads: 1024 programs that find keys to visit, for 132 SMs"
+    )
+    alike = explain(replace(problem, invariant=True), H200, "fwd_paged", SPLIT)["splits"]
+    assert alike.startswith("16 of 8192 keys, in tiles of 2 queries of 8 heads: 1024 programs")
+
+
+# --------------------------------------------------------------------------------------------------
+# Short requests in a grid for long ones
+
+
+def test_the_table_of_the_repository_is_what_the_model_predicts(tmp_path: Path) -> None:
+    path = tmp_path / "capacity.csv"
+    write(path, capacity.rows())
+    assert path.read_text() == capacity.OUT.read_text(), "python -m benchmarks.capacity"
+
+
+def test_splits_of_short_requests_are_those_of_the_kernel() -> None:
+    """By hand: 4096 keys are 32 tiles of 128, 64 of 64."""
+    for model, batch, fixed, tiles in (
+        ("Llama 3 70B", 1, 1, 2),  # a 16th, as the grid has 16 splits
+        ("Llama 3 70B", 8, 1, 8),  # a quarter gives 256 programs, and is the usual split
+        ("Llama 3 70B", 256, 1, 8),
+        ("DeepSeek V3", 1, 2, 1),  # of 64 splits
+        ("DeepSeek V3", 8, 1, 4),  # a 16th, which gives 256 programs
+        ("DeepSeek V3", 256, 1, 64),  # 512 programs without splits: the usual split is larger
+    ):
+        row = capacity.row(model, batch)
+        short = AttentionProblem.parse(row.problem.replace("kv131072", "kv4096"))
+        config = TileConfig.parse(row.config)
+        groups = row.fixed_programs // fixed
+        assert groups == batch * (8 if model == "Llama 3 70B" else 2)
+        every = 4096 // config.block_n
+        assert row.divided_programs == groups * -(-every // tiles)
+        to_fill = -(-FILLING // groups)
+        usual = usual_tiles(short, config)
+        assert tiles == max(min(usual, -(-every // to_fill)), -(-every // row.splits))
+
+
+def test_short_requests_win_where_programs_are_few_and_lose_little_elsewhere() -> None:
+    for row in capacity.rows():
+        assert row.divided_programs >= row.fixed_programs
+        assert row.divided_us < 1.01 * row.fixed_us
+        if row.fixed_programs < H200.num_sms / 2:
+            assert row.divided_us < 0.85 * row.fixed_us
+        assert row.partials_mib <= MOST_LEFT / 2**20
