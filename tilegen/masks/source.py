@@ -21,7 +21,7 @@ from tilegen.masks.language.symbols import FIRST, LAST, SEQLEN_KV, B, H, K, Look
 from tilegen.masks.language.triton_source import NAMES, Writer
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.tiles.closed_form import Interval, StreamSets, edges, predicate, stream_sets
-from tilegen.masks.tiles.intervals import Edges, Range, merge
+from tilegen.masks.tiles.intervals import Arithmetic, Edges, Range, merge
 from tilegen.masks.values import LIMIT
 
 MAX_RANGES = 3
@@ -283,11 +283,11 @@ def _lists(mask: Mask, side: Side, in_part: bool) -> Ranges:
     )
 
 
-class _AsSource:
+class _AsSource(Arithmetic):
     """The arithmetic of `merge` as Triton source."""
 
     def __init__(self, block: str) -> None:
-        self._block = block
+        super().__init__(block)
         self.statements: list[str] = []
 
     def maximum(self, left: Any, right: Any) -> Any:
@@ -306,10 +306,10 @@ class _AsSource:
         return f"tl.where({condition}, {left}, {right})"
 
     def tile_of(self, index: Any) -> Any:
-        return f"{index} // {self._block}"
+        return f"{index} // {self.block}"
 
     def tiles_up_to(self, index: Any) -> Any:
-        return f"tl.cdiv({index}, {self._block})"
+        return f"tl.cdiv({index}, {self.block})"
 
     def named(self, name: str, value: Any) -> Any:
         if value != name:

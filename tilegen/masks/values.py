@@ -140,10 +140,10 @@ class Values:
         """The SymPy symbol that names the table in a look-up."""
         import sympy
 
-        facts = {"real": True} if self.kind.startswith("float") else {"integer": True}
-        if self.rising or self.kind == "bool":
-            facts["nonnegative"] = True
-        return sympy.Dummy("values", **facts)
+        from tilegen.masks.language.symbols import captured_name
+
+        name = captured_name(0, "bool" if self.rising else self.kind)
+        return sympy.Dummy("values", **name.assumptions0)
 
     def beside(self, part: int, pattern: Pattern, axes: str) -> Values:
         """Return another table of the same recipe, or a stand-in for one."""

@@ -379,7 +379,7 @@ def _part(
     block = together * -(-stays // programs)
     fine = 1
     if not is_solved(mask, side):  # counted from lists, which are put together from smaller tiles
-        from tilegen.masks.tiles.tile_counts import FINE
+        from tilegen.masks.tiles.tile_ranges import FINE
 
         fine = FINE[0]
         block = fine * max(1, round(block / fine))

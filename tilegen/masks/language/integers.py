@@ -23,9 +23,7 @@ class FloorDiv(sympy.Function):
     """`FloorDiv(n, d)`: n / d of two integers, rounded down."""
 
     nargs = 2
-
-    def _eval_is_integer(self) -> bool:
-        return True
+    is_integer = True
 
     def _eval_is_nonnegative(self) -> bool | None:
         numerator, denominator = self.args
@@ -36,9 +34,7 @@ class Exact(sympy.Function):
     """`Exact(e)`: the integer e, computed as one, then used as a float."""
 
     nargs = 1
-
-    def _eval_is_real(self) -> bool:
-        return True
+    is_real = True
 
     def _eval_is_nonnegative(self) -> bool | None:
         return self.args[0].is_nonnegative
