@@ -1,5 +1,5 @@
 """Triton source of a mask, as the templates put it into a kernel: the tiles to visit, the kept
-pairs of a tile, and the loads that both need.
+pairs of a tile, and the tensors that both load.
 
 Three forms: `single`, one interval of tiles; `several`, a few merged when the kernel runs; `lists`,
 tile numbers read from memory.
@@ -14,8 +14,9 @@ from typing import Any, Literal
 import sympy
 
 from tilegen.errors import Unsupported
+from tilegen.kernels.arguments import LISTS, Line
 from tilegen.masks.language.integers import is_int
-from tilegen.masks.language.loads import Loads
+from tilegen.masks.language.loads import Loads, reading
 from tilegen.masks.language.nodes import normalise
 from tilegen.masks.language.symbols import FIRST, LAST, SEQLEN_KV, B, H, K, Lookup
 from tilegen.masks.language.triton_source import NAMES, Writer
@@ -164,6 +165,17 @@ def closed_form(mask: Mask, side: Side) -> StreamSets | None:
         for part in (sets.live, sets.dropped)
     ]
     return None if any(len(part) > MAX_RANGES for part in middle) else sets
+
+
+def extras(mask: Mask, side: Side) -> tuple[Line, ...]:
+    """Return the tensors and sizes that the kernels of a side read for a mask."""
+    ranges = closed_form(mask, side)
+    expressions: list[Any] = [predicate(mask, side)]
+    for one in (*ranges.live, *ranges.dropped) if ranges else ():
+        expressions += [one.lo, one.hi, *one.guards]
+    elements = [value.elements for value in mask.values]
+    found = reading(expressions, "t", elements, "what the mask reads, with its sizes")
+    return found if ranges else (*found, LISTS)
 
 
 def _single(live: Interval, full: Interval, writer: Writer) -> Ranges:
