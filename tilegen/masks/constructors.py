@@ -190,10 +190,11 @@ def predicate(fn: Callable[[Any, Any, Any, Any], Any]) -> Mask:
     """
     if is_traced():
         return Pending(("function", fn))
-    from tilegen.masks.expression_mask import mask_of  # loads SymPy
+    from tilegen.masks.expression_mask import mask_of_trace  # loads SymPy
+    from tilegen.masks.tracing.trace import trace_mask
 
     with tracing():
-        return noted(mask_of(fn), ("function", fn))
+        return noted(mask_of_trace(trace_mask(fn), are_whole=None), ("function", fn))
 
 
 def _table(tensor: Any, block: int) -> Values:

@@ -307,7 +307,8 @@ class _AsSource(Arithmetic):
             return left
         if left == 0:
             left, right = right, left
-        if right == 0 and self._is_natural(left):
+        # A length, or what comes from a bound that is not below 0.
+        if right == 0 and (left.startswith(("seqlen", "live")) or left.endswith(("_lo", "_right"))):
             return left
         return f"tl.maximum({left}, {right})"
 
@@ -327,10 +328,6 @@ class _AsSource(Arithmetic):
         if value != name:
             self.statements.append(f"{name} = {value}")
         return name
-
-    def _is_natural(self, source: str) -> bool:
-        """Whether a source is a length, or comes from a bound that is not below 0."""
-        return source.startswith(("seqlen", "live")) or source.endswith(("_lo", "_right"))
 
     def in_order(self, first: Range, second: Range) -> tuple[Range, Range]:
         names = ", ".join((*first, *second))

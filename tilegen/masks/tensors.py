@@ -16,7 +16,7 @@ from tilegen.masks.mask import Mask
 from tilegen.masks.notation import split_arguments
 from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
-from tilegen.masks.values import Made, Values, is_checked
+from tilegen.masks.values import Made, is_checked
 
 
 def tensors_of(mask: Mask, shape: Shape, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -25,17 +25,17 @@ def tensors_of(mask: Mask, shape: Shape, device: torch.device) -> tuple[torch.Te
     if mask.is_stand_in:
         raise InvalidProblem(f"expected a mask with its tensors, got {mask}")
     made: Made = {}
-    return tuple(_fitting(value, shape, device, made) for value in mask.values)
-
-
-def _fitting(value: Values, shape: Shape, device: torch.device, made: Made) -> torch.Tensor:
-    table = value.on(device, (shape.seqlen_q, shape.seqlen_kv), made)
-    if value.recipe is not None and (value.axes or "").startswith("b"):
-        table = table[: shape.by_axis["b"]]  # what a function reads may be for more batches
-    for axis, size in zip(value.axes or "", table.shape, strict=False):
-        if size != shape.by_axis[axis]:
-            raise _wrong_size("the mask's values", shape.by_axis[axis], _AXIS_NAMES[axis], size)
-    return table
+    tables: list[torch.Tensor] = []
+    for value in mask.values:
+        axes = value.axes or ""
+        table = value.on(device, (shape.seqlen_q, shape.seqlen_kv), made)
+        if value.recipe is not None and axes.startswith("b"):
+            table = table[: shape.batch]  # what a function reads may be for more batches
+        for axis, size in zip(axes, table.shape, strict=False):
+            if size != shape.by_axis[axis]:
+                raise _wrong_size("the mask's values", shape.by_axis[axis], _AXIS_NAMES[axis], size)
+        tables.append(table)
+    return tuple(tables)
 
 
 def check_kv_lengths(lengths: Any) -> None:

@@ -173,8 +173,9 @@ def _disjunctive_normal_form(keep: Boolean) -> list[list[sympy.Expr]]:
     keep = keep.replace(lambda node: isinstance(node, Relational), _without_choices)
     for atom in keep.atoms(Relational):  # before anything is expanded
         for expression in _at_least_zero(atom):
-            for symbol in (Q, K):
-                _check_linear(expression, symbol)
+            for symbol in (Q, K):  # in integer multiples, look-ups and quotients alone
+                known = [*expression.atoms(Lookup), *_steps(expression, symbol)]
+                _coefficient(expression.xreplace({found: sympy.Dummy() for found in known}), symbol)
     too_many = f"expected a mask of at most {MAX_CONJUNCTIONS} conjunctions, got {keep}"
     if _conjunctions(keep, True) > MAX_EXPANDED:
         raise Unsupported(too_many)
@@ -219,13 +220,6 @@ def _check_terms(expression: Any) -> None:
 
 
 _LINEAR = (sympy.Add, sympy.Mul, sympy.Abs, sympy.Min, sympy.Max, sympy.logic.boolalg.Boolean)
-
-
-def _check_linear(expression: sympy.Expr, symbol: sympy.Symbol) -> None:
-    """Raise Unsupported unless the symbol stands in integer multiples and look-ups alone."""
-    known = [*expression.atoms(Lookup), *_steps(expression, symbol)]
-    others = {found: sympy.Dummy() for found in known}
-    _coefficient(expression.xreplace(others), symbol)
 
 
 def _without_choices(atom: Boolean) -> Boolean:

@@ -4,13 +4,12 @@ closed form, or counted from lists where there is none."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import sympy
 import torch
 from numpy.typing import NDArray
 
@@ -115,21 +114,26 @@ def tile_ranges(
     `batch` and `heads` matter only to a mask that depends on them.
     """
     shape = Shape(batch, heads, seqlen_q, seqlen_kv).tiled(block_m, block_n)
-    stays, stays_block, length, block = (
-        (seqlen_q, block_m, seqlen_kv, block_n)
-        if side == "rows"
-        else (seqlen_kv, block_n, seqlen_q, block_m)
-    )
+    (stays, stays_block), (length, block) = _sides(side, shape)
     try:
-        depends, evaluate, values = _evaluator(mask, side)
+        general, values = _solved(mask, side)
     except Unsupported:
         return listed_ranges(mask, side, shape)
+    depends = depends_on(general)
     first = np.arange(0, stays, stays_block, dtype=np.int64)[None, None]
     last = np.minimum(first + stays_block, stays) - 1
     b = np.arange(batch if B in depends else 1)[:, None, None]
     h = np.arange(heads if H in depends else 1)[None, :, None]
     symbols = {FIRST: first, LAST: last, B: b, H: h, SEQLEN_Q: seqlen_q, SEQLEN_KV: seqlen_kv}
-    live, dropped = evaluate(symbols, [value.sample(shape.by_axis) for value in values])
+    points = Points(
+        [torch.from_numpy(np.array(value.sample(shape.by_axis))) for value in values],
+        {symbol: torch.as_tensor(value) for symbol, value in symbols.items()},
+        torch.device("cpu"),
+    )
+    live, dropped = (
+        [Edges(*(None if e is None else points(e).numpy() for e in one)) for one in part]
+        for part in _intervals(general, side)
+    )
     found = merge(Arithmetic(block), live, dropped, length)
     every = np.broadcast_shapes(first.shape, b.shape, h.shape)
     zero = np.zeros(every, dtype=np.int64)
@@ -147,10 +151,16 @@ def tile_ranges(
     )
 
 
+def _sides(side: Side, shape: TiledShape) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the length and the tile of what stays on chip, then of what streams past it."""
+    q, k = (shape.seqlen_q, shape.block_m), (shape.seqlen_kv, shape.block_n)
+    return (q, k) if side == "rows" else (k, q)
+
+
 def is_solved(mask: Mask, side: Side) -> bool:
     """Whether tiles come in closed form; counting those of others takes time."""
     try:
-        _evaluator(mask, side)
+        _solved(mask, side)
     except Unsupported:
         return False
     return True
@@ -165,14 +175,14 @@ def counted_over(mask: Mask, batch: int, heads: int) -> tuple[int, int]:
     return batch if B in depends else 1, heads if H in depends else 1
 
 
-def _evaluator(mask: Mask, side: Side) -> tuple[frozenset[Any], Evaluator, tuple[Values, ...]]:
-    """Return which of B and H a mask depends on, its intervals as a function of numbers, and the
-    values that it reads."""
+def _solved(mask: Mask, side: Side) -> tuple[Mask, tuple[Values, ...]]:
+    """Return the mask that is solved in the place of one, and the values that it reads. Raises
+    Unsupported where it has no closed form."""
     alike = _with_scalars(mask)
-    values = alike.values
-    if any(value.is_unknown for value in values):
+    if any(value.is_unknown for value in alike.values):
         raise Unsupported(f"expected a mask with its tensors, got {mask}")
-    return *_evaluator_of(alike.general, side), values
+    _intervals(alike.general, side)
+    return alike.general, alike.values
 
 
 def _with_scalars(mask: Mask) -> Mask:
@@ -186,28 +196,17 @@ def _with_scalars(mask: Mask) -> Mask:
     return replace(mask, left=scalar(mask.left), right=scalar(mask.right))
 
 
-Evaluator = Callable[[Mapping[sympy.Symbol, Any], Sequence[Any]], tuple[list[Edges], list[Edges]]]
-
-
 @lru_cache(maxsize=512)
-def _evaluator_of(mask: Mask, side: Side) -> tuple[frozenset[Any], Evaluator]:
+def _intervals(mask: Mask, side: Side) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+    """Return the edges of the live and of the dropped intervals, as they are computed."""
     sets = stream_sets(mask, side)
-    intervals = [edges(one, sets.length) for one in sets.live]
-    intervals += [edges(one) for one in sets.dropped]
-    prepared = [tuple(e if e is None else exact(e) for e in one) for one in intervals]
-
-    def evaluate(
-        symbols: Mapping[sympy.Symbol, Any], samples: Sequence[Any]
-    ) -> tuple[list[Edges], list[Edges]]:
-        tensors = [torch.from_numpy(np.array(sample)) for sample in samples]
-        given = {symbol: torch.as_tensor(value) for symbol, value in symbols.items()}
-        points = Points(tensors, given, torch.device("cpu"))
-        numbers = [
-            Edges(*(None if e is None else points(e).numpy() for e in one)) for one in prepared
-        ]
-        return numbers[: len(sets.live)], numbers[len(sets.live) :]
-
-    return depends_on(mask), evaluate
+    live = [edges(one, sets.length) for one in sets.live]
+    dropped = [edges(one) for one in sets.dropped]
+    found = [
+        [tuple(e if e is None else exact(e) for e in one) for one in part]
+        for part in (live, dropped)
+    ]
+    return found[0], found[1]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -235,7 +234,7 @@ def listed_ranges(mask: Mask, side: Side, shape: TiledShape) -> TileRanges:
     live, full = _tiles(mask, shape)
     if side == "columns":
         live, full = live.swapaxes(2, 3), full.swapaxes(2, 3)
-    length, block = _streamed(side, shape)
+    _, (length, block) = _sides(side, shape)
     ends = live[..., -1].astype(np.int64)
     return TileRanges(visited=live.sum(3), full=full.sum(3), ends=ends, block=block, length=length)
 
@@ -255,12 +254,16 @@ def _tiles(mask: Mask, shape: TiledShape) -> tuple[Flags, Flags]:
 
 @lru_cache(maxsize=12)
 def _built(mask: Mask, shape: TiledShape) -> tuple[Flags, Flags]:
-    """Return the same as `_tiles`, from lists."""
+    """Return the same as `_tiles`, from lists; typical tensors stand for missing ones."""
     mask = typical(mask).realized(shape)
-    tensors = tensors_of(mask, shape, torch.device("cpu"))
-    lists = build(predicate(mask, "rows"), tensors, shape, device="cpu", side="rows")
-    live, full = lists.flags(shape.columns)
+    live, full = flags(mask, shape, torch.device("cpu"))
     return live.numpy(), full.numpy()
+
+
+def flags(mask: Mask, shape: TiledShape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which tiles (batch, heads, rows, columns) keep anything, and which keep all."""
+    tensors = tensors_of(mask, shape, device)
+    return build(predicate(mask), tensors, shape, device=device, side="rows").flags(shape.columns)
 
 
 def _joined(flags: Flags, by: tuple[int, int], how: Callable[..., Any]) -> Flags:
@@ -296,9 +299,9 @@ def _scaled(mask: Mask, side: Side, shape: TiledShape, shrink: float) -> TileRan
 
 def _stretched(near: TileRanges, side: Side, shape: TiledShape, factor: float = 1.0) -> TileRanges:
     """Return the tiles at `shape` from those of shorter sequences, `factor` times as many each."""
-    tiles = shape.rows if side == "rows" else shape.columns
+    (stays, stays_block), (length, block) = _sides(side, shape)
+    tiles = -(-stays // stays_block)
     same = np.arange(tiles) * near.visited.shape[-1] // tiles
-    length, block = _streamed(side, shape)
     limit = -(-length // block)
     return TileRanges(
         visited=np.minimum(np.rint(near.visited[..., same] * factor).astype(np.int64), limit),
@@ -307,13 +310,6 @@ def _stretched(near: TileRanges, side: Side, shape: TiledShape, factor: float = 
         block=block,
         length=length,
     )
-
-
-def _streamed(side: Side, shape: TiledShape) -> tuple[int, int]:
-    """Return the length and the tile of what streams."""
-    if side == "rows":
-        return shape.seqlen_kv, shape.block_n
-    return shape.seqlen_q, shape.block_m
 
 
 def _is_tied(mask: Mask) -> bool:

@@ -1,6 +1,7 @@
 """Values that remember how they were computed; traced functions are called with them.
 
-They stand for tensors: of no dimension (`Term`), or of a few small ones (`Rows`, `Several`).
+They stand for tensors: of no dimension (`Term`), or of a few small ones (`Rows`, `Several`), which
+may be reduced.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sympy
 import torch
 
 from tilegen.errors import Unsupported
+from tilegen.masks.language.operations import condition, number
 from tilegen.masks.language.symbols import is_condition
 
 MAX_ELEMENTS = 256
@@ -228,3 +230,37 @@ def _find_tracer(values: Sequence[Any]) -> Tracer:
         if isinstance(value, (tuple, list)):
             queue.extend(value)
     raise Unsupported("expected a traced value among the arguments of a torch function")
+
+
+REDUCTIONS: dict[str, Callable[[list[Any]], Any]] = {
+    "any": lambda parts: sympy.Or(*(condition(part, "any") for part in parts)),
+    "all": lambda parts: sympy.And(*(condition(part, "all") for part in parts)),
+    "sum": lambda parts: sympy.Add(*map(number, parts)),
+    "prod": lambda parts: sympy.Mul(*map(number, parts)),
+    "mean": lambda parts: sympy.Add(*map(number, parts)) / max(1, len(parts)),
+    "amax": lambda parts: sympy.Max(*map(number, parts)),
+    "amin": lambda parts: sympy.Min(*map(number, parts)),
+}
+"""PyTorch's reductions by name, of the elements along a dimension."""
+
+RESHAPES: dict[str, Callable[..., Any]] = {
+    "unsqueeze": lambda values, dim: np.expand_dims(values, dim),
+    "squeeze": lambda values, dim=None: np.squeeze(values, dim),
+    "flatten": lambda values: values.reshape(-1),
+}
+
+
+def reduced(name: str, values: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    """Return a reduction along one dimension, several, or all. Raises Unsupported."""
+    every = tuple(range(values.ndim))
+    chosen = every if dim is None else dim if isinstance(dim, tuple | list) else (dim,)
+    axes = {axis % max(1, values.ndim) for axis in chosen}
+    if not axes <= set(every):
+        raise Unsupported(f"expected dimensions of {values.shape} in {name}, got {dim}")
+    kept = [axis for axis in every if axis not in axes]
+    moved = np.moveaxis(values, kept, range(len(kept)))
+    flat = moved.reshape(*(values.shape[axis] for axis in kept), -1)
+    found = np.empty(flat.shape[:-1], dtype=object)
+    for place in np.ndindex(found.shape):
+        found[place] = REDUCTIONS[name](list(flat[place]))
+    return np.expand_dims(found, tuple(sorted(axes))) if keepdim else found

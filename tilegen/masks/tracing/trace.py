@@ -25,8 +25,17 @@ from tilegen.masks.language.symbols import B, H, K, Lookup, Q, S, captured_name,
 from tilegen.masks.language.texts import kind_of_tensor, merge, without
 from tilegen.masks.tracing.derived import Derived
 from tilegen.masks.tracing.no_numbers import MAY_GIVE_NONE, check_numbers
-from tilegen.masks.tracing.reductions import REDUCTIONS, RESHAPES, reduced
-from tilegen.masks.tracing.terms import MAX_ELEMENTS, Elements, Rows, Several, Term, Value
+from tilegen.masks.tracing.terms import (
+    MAX_ELEMENTS,
+    REDUCTIONS,
+    RESHAPES,
+    Elements,
+    Rows,
+    Several,
+    Term,
+    Value,
+    reduced,
+)
 
 MAX_CHOICES = 8
 """Most choices between numbers (`torch.where`) in a mask that are made choices between comparisons:
@@ -226,7 +235,9 @@ class Tracer:
         for key, value in bound.arguments.items():
             if _is_value(value):
                 bound.arguments[key] = self.expression(value)
-        result = self.expression_of_result(function(*bound.args, **bound.kwargs))
+        result = sympy.sympify(function(*bound.args, **bound.kwargs))
+        if result.has(sympy.nan, sympy.zoo, sympy.I):
+            raise Unsupported(f"expected a real number, got {result}")
         return Term(self, result if dtype is None else cast(result, dtype))
 
     def several(self, elements: Any) -> Term | Several:
@@ -269,13 +280,6 @@ class Tracer:
         found = np.empty((), dtype=object)
         found[()] = self.expression(value)
         return found
-
-    def expression_of_result(self, value: Any) -> Any:
-        """Return a result, which must be a real number. Raises Unsupported."""
-        expr = sympy.sympify(value)
-        if expr.has(sympy.nan, sympy.zoo, sympy.I):
-            raise Unsupported(f"expected a real number, got {expr}")
-        return expr
 
 
 def _is_safe(name: str, args: Sequence[Any]) -> bool:
