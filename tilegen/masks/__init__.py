@@ -19,9 +19,8 @@ from tilegen.masks.constructors import (
 )
 from tilegen.masks.mask import Mask, causal, full, intersect, sliding_window, unite
 from tilegen.masks.notation import parse_mask
-from tilegen.masks.parts import Alignment
 from tilegen.masks.tree import ancestors
-from tilegen.masks.values import Values, values
+from tilegen.masks.values import Alignment, Values, values
 
 __all__ = [
     "Alignment",

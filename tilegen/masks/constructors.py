@@ -9,13 +9,13 @@ from tilegen.errors import InvalidProblem
 from tilegen.masks.kinds import lengths_of
 from tilegen.masks.made import is_traced, noted
 from tilegen.masks.mask import Mask, Pending, causal, full, sliding_window
-from tilegen.masks.parts import check_number
 from tilegen.masks.tree import Tree, tables
 from tilegen.masks.usual import BlockSparse, Dilated, GlobalTokens, KvPrefix, Neighborhood, PrefixLM
 from tilegen.masks.values import (
     Recipe,
     Values,
     as_tensor,
+    check_number,
     power_of_two_near,
     typical_of,
     values,

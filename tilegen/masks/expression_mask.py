@@ -18,14 +18,13 @@ from tilegen.masks.language.symbols import PAIR, B, K, Lookup, Q, S, is_captured
 from tilegen.masks.language.texts import from_text, kind_of_tensor, merge, to_text
 from tilegen.masks.mask import Mask, Side, causal, full, intersect, sliding_window
 from tilegen.masks.packed import of_ids
-from tilegen.masks.parts import MAX_WINDOW
 from tilegen.masks.shapes import Shape
 from tilegen.masks.source import closed_form
 from tilegen.masks.tiles.tile_lists import build
 from tilegen.masks.tracing.derived import Derived
 from tilegen.masks.tracing.trace import Traced
 from tilegen.masks.usual import BlockSparse, Dilated
-from tilegen.masks.values import Values, is_symbolic, table
+from tilegen.masks.values import MAX_WINDOW, Values, is_symbolic, table
 
 
 @dataclass(frozen=True)
@@ -48,8 +47,6 @@ class Expression(Mask):
             for symbol in filter(is_captured, keep.free_symbols):
                 given[symbol] = self.captured[int(symbol.name[1:])].symbol
             return keep.xreplace({s: sympy.sympify(to) for s, to in given.items() if s != to})
-        if self.is_stand_in:
-            raise InvalidProblem(f"expected a mask with its tensors, got {self}")
         device = next((x.device for x in (q, k) if isinstance(x, torch.Tensor)), None)
         tensors = tuple(one.on(device or "cpu", (seqlen_q, seqlen_kv)) for one in self.captured)
         b, h, q, k = (torch.as_tensor(x, device=device) for x in (b, h, q, k))

@@ -9,7 +9,6 @@ from typing import Literal, cast, get_args
 
 from tilegen.errors import InvalidProblem
 from tilegen.masks.mask import Causal, Full, Mask, intersect, sliding_window, unite
-from tilegen.masks.parts import check_number
 from tilegen.masks.tree import Tree
 from tilegen.masks.usual import (
     BlockSparse,
@@ -21,7 +20,7 @@ from tilegen.masks.usual import (
     PrefixLM,
     SameDocument,
 )
-from tilegen.masks.values import AXES, Kind, Pattern, Values
+from tilegen.masks.values import AXES, Kind, Pattern, Values, check_number
 
 MAX_DEPTH = 32
 MAX_TREE = 2**14

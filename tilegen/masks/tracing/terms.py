@@ -7,7 +7,7 @@ may be reduced.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import numpy as np
 import sympy
@@ -20,26 +20,6 @@ from tilegen.masks.language.symbols import is_condition
 MAX_ELEMENTS = 256
 """Most elements of a row that a function computes with: each is a look-up of its own."""
 Elements = np.ndarray[Any, np.dtype[np.object_]]
-
-
-class Tracer(Protocol):
-    """The interface of `trace.Tracer`, which is told of every operation on traced values."""
-
-    def apply(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return what one of torch's functions or methods makes of its arguments."""
-        ...
-
-    def element(self, tensor: torch.Tensor, index: Sequence[Any]) -> Any:
-        """Return one element of a real tensor."""
-        ...
-
-    def index(self, tensor: torch.Tensor, index: tuple[Any, ...]) -> Term | Rows:
-        """Return `tensor[index]`: an element, or rows that still lack an index."""
-        ...
-
-    def several(self, elements: Any) -> Term | Several:
-        """Return a small tensor, or the one value of one without dimensions."""
-        ...
 
 
 def _operator(name: str, *, reflected: bool = False) -> Callable[..., Any]:
@@ -61,7 +41,8 @@ class Value:
 
     __array_ufunc__ = None  # numpy's numbers leave arithmetic to this class
     __hash__ = object.__hash__
-    tracer: Tracer
+    tracer: Any
+    """The `trace.Tracer` that is told of every operation."""
     shape: torch.Size
 
     @property
@@ -126,7 +107,7 @@ def _refusal(what: str, function: str) -> Callable[..., NoReturn]:
 class Term(Value):
     """A value that remembers how it was computed; stands for a 0-dimensional tensor."""
 
-    def __init__(self, tracer: Tracer, expr: Any) -> None:
+    def __init__(self, tracer: Any, expr: Any) -> None:
         """Operations on the value collect tensors in `tracer`."""
         self.tracer = tracer
         self.expr = expr
@@ -163,7 +144,7 @@ class Rows(Value):
     """A real tensor with some of its indices given: `bias[h]` before `[q_idx - kv_idx]`, or a few
     elements to compute with: `(table[q_idx] == kv_idx).any(-1)`."""
 
-    def __init__(self, tracer: Tracer, tensor: torch.Tensor, index: tuple[Any, ...]) -> None:
+    def __init__(self, tracer: Any, tensor: torch.Tensor, index: tuple[Any, ...]) -> None:
         """`index` holds the expressions given so far."""
         self.tracer = tracer
         self._tensor = tensor
@@ -207,7 +188,7 @@ class Rows(Value):
 class Several(Value):
     """A small tensor of traced values."""
 
-    def __init__(self, tracer: Tracer, elements: Elements) -> None:
+    def __init__(self, tracer: Any, elements: Elements) -> None:
         """`elements` holds an expression for each."""
         self.tracer = tracer
         self.elements = elements
@@ -220,7 +201,7 @@ class Several(Value):
         raise Unsupported("expected a function without if, and, or, not on traced values")
 
 
-def _find_tracer(values: Sequence[Any]) -> Tracer:
+def _find_tracer(values: Sequence[Any]) -> Any:
     """Return the tracer of the first traced value among arguments, inside tuples and lists too."""
     queue = list(values)
     while queue:
