@@ -182,7 +182,8 @@ class Writer:
                 is_float = not self._double and slot_of(expr) in self.loads.doubles
                 return f"{name}.to(tl.float32)" if is_float else name, ATOM
             case sympy.Add():
-                return self._sum(expr, integers), SUM
+                spell = self._widened(expr) if integers else self._in_floats
+                return spelt_sum(expr.args, spell, " "), SUM
             case sympy.Mul():
                 return self._product(expr, integers)
             case sympy.Pow():
@@ -235,10 +236,6 @@ class Writer:
         name, statements = self.loads.load(expr, indices, natural)
         self.statements += statements
         return name
-
-    def _sum(self, expr: sympy.Add, integers: bool) -> str:
-        spell = self._widened(expr) if integers else self._in_floats
-        return spelt_sum(expr.args, spell, " ")
 
     def _in_floats(self, expr: sympy.Basic, binding: int) -> str:
         return self._operand(expr, False, binding)
