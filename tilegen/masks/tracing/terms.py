@@ -6,7 +6,7 @@ may be reduced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -66,7 +66,7 @@ class Value:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        tracer = _find_tracer([*args, *(kwargs or {}).values()])
+        tracer = next(one.tracer for one in leaves((args, kwargs)) if isinstance(one, Value))
         return tracer.apply(func.__name__, args, kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
@@ -201,16 +201,16 @@ class Several(Value):
         raise Unsupported("expected a function without if, and, or, not on traced values")
 
 
-def _find_tracer(values: Sequence[Any]) -> Any:
-    """Return the tracer of the first traced value among arguments, inside tuples and lists too."""
-    queue = list(values)
-    while queue:
-        value = queue.pop(0)
-        if isinstance(value, Value):
-            return value.tracer
-        if isinstance(value, (tuple, list)):
-            queue.extend(value)
-    raise Unsupported("expected a traced value among the arguments of a torch function")
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield what tuples, lists and dicts hold, however deep."""
+    match value:
+        case tuple() | list():
+            for one in value:
+                yield from leaves(one)
+        case dict():
+            yield from leaves(list(value.values()))
+        case _:
+            yield value
 
 
 REDUCTIONS: dict[str, Callable[[list[Any]], Any]] = {
