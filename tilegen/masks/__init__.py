@@ -17,13 +17,12 @@ from tilegen.masks.constructors import (
     streaming,
     tree,
 )
-from tilegen.masks.mask import Mask, causal, full, intersect, sliding_window, unite
+from tilegen.masks.mask import Mask, causal, full, intersect, sliding_window
 from tilegen.masks.notation import parse_mask
 from tilegen.masks.tree import ancestors
-from tilegen.masks.values import Alignment, Values, values
+from tilegen.masks.values import Values, values
 
 __all__ = [
-    "Alignment",
     "Mask",
     "Values",
     "ancestors",
@@ -45,6 +44,5 @@ __all__ = [
     "sliding_window",
     "streaming",
     "tree",
-    "unite",
     "values",
 ]
