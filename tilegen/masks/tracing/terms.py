@@ -74,6 +74,9 @@ class Value:
             raise AttributeError(name)
         return lambda *args, **kwargs: self.tracer.apply(name, [self, *args], kwargs)
 
+    def __bool__(self) -> bool:
+        raise Unsupported("expected a function without if, and, or, not on traced values")
+
     __add__, __radd__ = _operators("add")
     __sub__, __rsub__ = _operators("sub")
     __mul__, __rmul__ = _operators("mul")
@@ -176,6 +179,9 @@ class Rows(Value):
             raise AttributeError(name)
         return getattr(Several(self.tracer, self.elements), name)
 
+    def __iter__(self) -> Iterator[Any]:
+        return iter(Several(self.tracer, self.elements))
+
     def incomplete(self) -> NoReturn:
         """Raise Unsupported: too many rows to compute with."""
         raise Unsupported(
@@ -196,9 +202,6 @@ class Several(Value):
 
     def __getitem__(self, index: Any) -> Any:
         return self.tracer.several(self.elements[index])
-
-    def __bool__(self) -> NoReturn:
-        raise Unsupported("expected a function without if, and, or, not on traced values")
 
 
 def leaves(value: Any) -> Iterator[Any]:
