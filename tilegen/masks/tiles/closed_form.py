@@ -335,20 +335,16 @@ def _solve(inequalities: Iterable[sympy.Expr], symbol: sympy.Symbol) -> Interval
     hi: list[sympy.Expr] = []
     guards: list[sympy.Expr] = []
     for inequality in inequalities:
-        steps = _steps(inequality, symbol)
+        n, steps = 1, _steps(inequality, symbol)
         if steps and not inequality.xreplace({steps[0]: sympy.S.Zero}).has(symbol):
             n, coefficient = _step(steps[0], symbol), int(inequality.coeff(steps[0]))
             rest = inequality - coefficient * steps[0]
-            if coefficient > 0:
-                lo.append(-n * sympy.floor(rest / coefficient))
-            else:
-                hi.append(n * (sympy.floor(rest / -coefficient) + 1))
-            continue
-        coefficient, rest = _coefficient(inequality, symbol)
+        else:
+            coefficient, rest = _coefficient(inequality, symbol)
         if coefficient > 0:
-            lo.append(-sympy.floor(rest / coefficient))
+            lo.append(-n * sympy.floor(rest / coefficient))
         elif coefficient < 0:
-            hi.append(sympy.floor(rest / -coefficient) + 1)
+            hi.append(n * (sympy.floor(rest / -coefficient) + 1))
         elif not rest.is_nonnegative:
             guards.append(rest)
     return Interval(
