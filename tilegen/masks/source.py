@@ -214,14 +214,14 @@ def _several(sets: StreamSets, writer: Writer, side: Side, in_part: bool) -> Ran
 
     live = [numbers(f"live{i}", one, sets.length) for i, one in enumerate(sets.live)]
     dropped = [numbers(f"dropped{i}", one) for i, one in enumerate(sets.dropped)]
-    found = merge(do, live, dropped, str(sets.length))
+    partial, full = merge(do, live, dropped, str(sets.length))
     return Ranges(
         form="several",
         uses_last=any(expression.has(LAST) for expression in emitted),
         per_head=any(expression.has(H) for expression in emitted),
         statements=(*writer.statements, *do.statements),
-        full=_loop("full", found.full, side, in_part),
-        partial=_loop("partial", found.partial, side, in_part),
+        full=_loop("full", full, side, in_part),
+        partial=_loop("partial", partial, side, in_part),
     )
 
 

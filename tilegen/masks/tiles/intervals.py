@@ -61,12 +61,8 @@ class Edges:
     """Condition under which it holds anything; None where it always does."""
 
 
-@dataclass(frozen=True)
-class Visited:
-    """Tiles that a stationary tile visits, as disjoint ranges; some are empty."""
-
-    partial: tuple[Range, ...]
-    full: tuple[Range, ...]
+Visited = tuple[tuple[Range, ...], tuple[Range, ...]]
+"""Partial and full tiles that a stationary tile visits, as disjoint ranges; some are empty."""
 
 
 def merge(do: Arithmetic, live: Sequence[Edges], dropped: Sequence[Edges], length: Any) -> Visited:
@@ -91,7 +87,7 @@ def merge(do: Arithmetic, live: Sequence[Edges], dropped: Sequence[Edges], lengt
             name = f"partial{len(partial)}"
             lo = do.named(f"{name}_lo", do.maximum(a, c))
             partial.append((lo, do.named(f"{name}_hi", do.maximum(do.minimum(b, d), lo))))
-    return Visited(tuple(partial), tuple(full))
+    return tuple(partial), tuple(full)
 
 
 def _disjoint(

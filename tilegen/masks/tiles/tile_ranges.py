@@ -23,7 +23,7 @@ from tilegen.masks.mask import Mask, Side, SlidingWindow
 from tilegen.masks.shapes import Shape, TiledShape
 from tilegen.masks.tensors import tensors_of
 from tilegen.masks.tiles.closed_form import depends_on, edges, predicate, stream_sets
-from tilegen.masks.tiles.intervals import Arithmetic, Edges, Range, merge
+from tilegen.masks.tiles.intervals import Arithmetic, Edges, Range, Visited, merge
 from tilegen.masks.tiles.tile_lists import build
 from tilegen.masks.usual import Neighborhood
 from tilegen.masks.values import Values
@@ -53,7 +53,7 @@ class TileRanges:
     block: int
     length: int
     """The numbers of streamed rows: `block` of a tile, `length` of the sequence."""
-    ranges: tuple[tuple[Range, ...], tuple[Range, ...]] = ((), ())
+    ranges: Visited = ((), ())
     """Partial and full tiles, where the mask is solved in closed form; `pieces` in full shape."""
 
     @property
@@ -134,20 +134,20 @@ def tile_ranges(
         [Edges(*(None if e is None else points(e).numpy() for e in one)) for one in part]
         for part in _intervals(general, side)
     )
-    found = merge(Arithmetic(block), live, dropped, length)
+    partial, whole = merge(Arithmetic(block), live, dropped, length)
     every = np.broadcast_shapes(first.shape, b.shape, h.shape)
     zero = np.zeros(every, dtype=np.int64)
-    full = sum((hi - lo for lo, hi in found.full), zero)
-    visited = sum((hi - lo for lo, hi in found.partial), full)
+    full = sum((hi - lo for lo, hi in whole), zero)
+    visited = sum((hi - lo for lo, hi in partial), full)
     tiles = -(-length // block)
-    ends = sum(((hi == tiles) & (hi > lo) for lo, hi in (*found.partial, *found.full)), zero)
+    ends = sum(((hi == tiles) & (hi > lo) for lo, hi in (*partial, *whole)), zero)
     return TileRanges(
         visited=visited,
         full=full,
         ends=ends,
         block=block,
         length=length,
-        ranges=(found.partial, found.full),
+        ranges=(partial, whole),
     )
 
 
