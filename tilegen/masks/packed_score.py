@@ -28,7 +28,8 @@ def within_documents(
         return score
     _check_sizes(score, cu_seqlens_q, cu_seqlens_kv)
     document, _, *others = places(cu_seqlens_q.detach(), cu_seqlens_kv.detach(), lengths)
-    tables = dict(zip(("b", "q", "k", "seqlen_q", "seqlen_kv"), (document, *others), strict=True))
+    names = ("b", "q", "k", "seqlen_q", "seqlen_kv")
+    tables: dict[str, torch.Tensor] = dict(zip(names, (document, *others), strict=True))
     captured = (*score.captured, *(tables[name] for name in wanted))
     sizes = tuple((slot, re.sub("[bqk]", ".", axes)) for slot, axes in score.sizes)
     return replace(score, text=text, captured=captured, sizes=sizes)
