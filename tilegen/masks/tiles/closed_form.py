@@ -39,6 +39,7 @@ from tilegen.masks.language.symbols import (
     captured_name,
 )
 from tilegen.masks.mask import Mask, Side
+from tilegen.masks.tiles.intervals import Edges
 
 MAX_CONJUNCTIONS = 16
 """Most conjunctions of a predicate in disjunctive normal form; one with more goes to tile lists."""
@@ -92,14 +93,14 @@ class StreamSets:
         return Interval(sympy.Max(*lo) if lo else sympy.S.NegativeInfinity, sympy.Min(*hi))
 
 
-def edges(interval: Interval, length: sympy.Expr | None = None) -> tuple[Any, Any, Any]:
-    """Return (lo, hi, condition under which it holds anything), with None for what is unbounded or
-    always true. A live interval is unbounded where it touches an end of the `length` indices."""
+def edges(interval: Interval, length: sympy.Expr | None = None) -> Edges:
+    """Return the edges of an interval, as expressions. A live one is unbounded where it touches an
+    end of the `length` indices."""
     live = length is not None
     lo = None if interval.lo.is_infinite or (live and interval.lo == 0) else interval.lo
     hi = None if interval.hi.is_infinite or (live and interval.hi == length) else interval.hi
     nonempty = interval.nonempty
-    return lo, hi, None if nonempty == True else nonempty  # noqa: E712 - SymPy's true
+    return Edges(lo, hi, None if nonempty == True else nonempty)  # noqa: E712 - SymPy's true
 
 
 def predicate(mask: Mask, side: Side = "rows") -> Boolean:

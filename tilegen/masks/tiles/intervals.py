@@ -5,9 +5,8 @@ The same arithmetic runs on numpy arrays (the model) and prints itself as Triton
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,14 +50,17 @@ class Arithmetic:
         return low, (np.where(swap, first[0], second[0]), np.where(swap, first[1], second[1]))
 
 
-@dataclass(frozen=True)
-class Edges:
+class Edges(NamedTuple):
     """An interval as numbers; `lo` or `hi` is None where it is unbounded."""
 
     lo: Any
     hi: Any
     nonempty: Any = None
     """Condition under which it holds anything; None where it always does."""
+
+    def each(self, change: Callable[[Any], Any]) -> Edges:
+        """Return what a change makes of each that is there."""
+        return Edges(*(None if one is None else change(one) for one in self))
 
 
 Visited = tuple[tuple[Range, ...], tuple[Range, ...]]

@@ -131,7 +131,7 @@ def tile_ranges(
         torch.device("cpu"),
     )
     live, dropped = (
-        [Edges(*(None if e is None else points(e).numpy() for e in one)) for one in part]
+        [one.each(lambda edge: points(edge).numpy()) for one in part]
         for part in _intervals(general, side)
     )
     partial, whole = merge(Arithmetic(block), live, dropped, length)
@@ -197,16 +197,11 @@ def _with_scalars(mask: Mask) -> Mask:
 
 
 @lru_cache(maxsize=512)
-def _intervals(mask: Mask, side: Side) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+def _intervals(mask: Mask, side: Side) -> tuple[list[Edges], list[Edges]]:
     """Return the edges of the live and of the dropped intervals, as they are computed."""
     sets = stream_sets(mask, side)
-    live = [edges(one, sets.length) for one in sets.live]
-    dropped = [edges(one) for one in sets.dropped]
-    found = [
-        [tuple(e if e is None else exact(e) for e in one) for one in part]
-        for part in (live, dropped)
-    ]
-    return found[0], found[1]
+    live = [edges(one, sets.length).each(exact) for one in sets.live]
+    return live, [edges(one).each(exact) for one in sets.dropped]
 
 
 # --------------------------------------------------------------------------------------------------
