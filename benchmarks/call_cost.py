@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
@@ -56,8 +56,9 @@ def kinds() -> dict[str, Callable[[], object]]:
     """Return every kind of call that is measured, by its name."""
     q, k, v = (torch.zeros(1, HEADS, ROWS, HEAD_DIM) for _ in "qkv")
     trained = q.clone().requires_grad_()
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     one_row, cache = (torch.zeros(1, HEADS, rows, HEAD_DIM) for rows in (1, LONGEST))
-    same, *others = [cache[:, :, :length] for length in range(ROWS, LONGEST)]
+    *others, same = [cache[:, :, :length] for length in range(ROWS, LONGEST)]
     longer = cycle(others)
     lengths = torch.tensor([ROWS - 3])
     causal, window = tilegen.causal(), tilegen.sliding_window(7, 0)
@@ -73,8 +74,10 @@ def kinds() -> dict[str, Callable[[], object]]:
     return {
         "forward": lambda: attention(q, k, v, mask=causal),
         "with gradients": lambda: attention(trained, k, v, mask=causal),
+        "forward and backward": differentiated(partial(attention, *leaves, mask=causal), leaves),
         "as an operator": lambda: operator(q, k, v, *crossed),
         "as an operator, with gradients": lambda: operator(trained, k, v, *crossed),
+        "full": lambda: attention(q, k, v),
         "window": lambda: attention(q, k, v, mask=window),
         "kv_lengths": partial(attention, q, k, v, kv_lengths=lengths.int()),
         "kv_lengths of 64 bits": partial(attention, q, k, v, kv_lengths=lengths),
@@ -108,6 +111,19 @@ def sdpa(*, gradients: bool) -> Callable[[], object]:
     row = torch.zeros(1, 1, 1, 8)
     first = row.clone().requires_grad_(gradients)
     return lambda: scaled_dot_product_attention(first, row, row)
+
+
+def differentiated(
+    call: Callable[[], torch.Tensor], leaves: Sequence[torch.Tensor]
+) -> Callable[[], object]:
+    """Return a call with its backward."""
+    dout = torch.ones(())
+
+    def both() -> object:
+        out = call()
+        return torch.autograd.grad(out, leaves, dout.expand_as(out))
+
+    return both
 
 
 def parts() -> dict[str, Callable[[], object]]:
@@ -202,15 +218,24 @@ def measured(*, calls: int, repeats: int) -> Generator[tuple[str, float, str, fl
     kind of call, then each part of a forward."""
     measure = partial(microseconds, calls=calls, repeats=repeats)
     with as_on_a_gpu():
-        named = kinds()
-        plain, trained, *found = measure(
-            sdpa(gradients=False), sdpa(gradients=True), *named.values()
+        named, row = kinds(), torch.zeros(1, 1, 1, 8)
+        leaves = [row.clone().requires_grad_() for _ in "qkv"]
+        plain, trained, both, *found = measure(
+            sdpa(gradients=False),
+            sdpa(gradients=True),
+            differentiated(partial(scaled_dot_product_attention, *leaves), leaves),
+            *named.values(),
         )
+        its_own = {"with gradients": trained, "forward and backward": both}
         for name, its in zip(named, found, strict=True):
             what, base = BASELINE, plain
-            if name.endswith("with gradients"):
-                what, base = f"{BASELINE}, with gradients", trained
+            for ending, of_ending in its_own.items():
+                if name.endswith(ending):
+                    what, base = f"{BASELINE}, {ending}", of_ending
             yield f"attention() up to the driver, {name}", its, what, base
+            if name.startswith("kv_lengths"):
+                whole = found[list(named).index("full")]
+                yield f"attention() up to the driver, {name}", its, "the same without", whole
         alone = parts()
         for name, its in zip(alone, measure(*alone.values()), strict=True):
             yield f"part of a forward: {name}", its, BASELINE, plain

@@ -15,7 +15,7 @@ from tilegen.check.reference import attention_reference, dense_mask
 from tilegen.errors import InvalidProblem
 from tilegen.masks import predicate
 from tilegen.masks.packed import packed
-from tilegen.masks.tiles.list_cache import ListCache
+from tilegen.masks.tiles.tile_lists import ListCache
 from tilegen.masks.values import is_checked
 
 

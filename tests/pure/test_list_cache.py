@@ -12,9 +12,8 @@ import torch
 
 from tests.listed_masks import SAME_DOCUMENT, shape_of
 from tilegen.masks.shapes import TiledShape
-from tilegen.masks.tiles import list_cache
-from tilegen.masks.tiles.list_cache import ListCache
-from tilegen.masks.tiles.tile_lists import TileLists, build
+from tilegen.masks.tiles import tile_lists
+from tilegen.masks.tiles.tile_lists import ListCache, TileLists, build
 
 SHAPE = shape_of(64, 16, batch=2, heads=4)
 
@@ -65,7 +64,7 @@ def test_threads_build_lists_once(monkeypatch: pytest.MonkeyPatch) -> None:
         builds.append(1)
         return build(*arguments, **options)
 
-    monkeypatch.setattr(list_cache, "build", slow_build)
+    monkeypatch.setattr(tile_lists, "build", slow_build)
     cache, ids = ListCache(), torch.arange(64) // 10
     found: list[TileLists] = []
 

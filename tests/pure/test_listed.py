@@ -14,11 +14,10 @@ from tilegen.masks.expression_mask import typical
 from tilegen.masks.mask import Side
 from tilegen.masks.shapes import Shape, TiledShape
 from tilegen.masks.tensors import tensors_of
-from tilegen.masks.tiles import tile_counts
+from tilegen.masks.tiles import tile_ranges
 from tilegen.masks.tiles.closed_form import predicate
 from tilegen.masks.tiles.tile_lists import build
-from tilegen.masks.tiles.tile_ranges import is_solved
-from tilegen.masks.tiles.visits import TileRanges
+from tilegen.masks.tiles.tile_ranges import TileRanges, is_solved
 
 BLOCKS = [(16, 16), (64, 32), (16, 64), (128, 64), (48, 16), (40, 24), (256, 256)]
 
@@ -53,7 +52,7 @@ def test_tiles_put_together_are_those_of_lists(unsolved: list[Case], side: Side)
     assert len(unsolved) > 9
     for case, blocks in itertools.product(unsolved, BLOCKS):
         shape = Shape(2, 2, case.seqlen_q, case.seqlen_kv).tiled(*blocks)
-        assert said(tile_counts.listed_ranges(case.mask, side, shape)) == counted(
+        assert said(tile_ranges.listed_ranges(case.mask, side, shape)) == counted(
             case.mask, side, shape
         ), (case.name, blocks)
 
@@ -67,9 +66,9 @@ def test_large_neighborhoods_are_counted_on_fewer_rows(
     points = int(np.prod(grid))
     for blocks in ((64, 64), (128, 32), (32, 16)):
         shape = Shape(1, 1, points, points).tiled(*blocks)
-        ours = tile_counts.listed_ranges(mask, side, shape)
+        ours = tile_ranges.listed_ranges(mask, side, shape)
         exact = np.array(counted(mask, side, shape))
-        assert tile_counts._lower(mask) != mask
+        assert tile_ranges._lower(mask) != mask
         assert ours.visited.size == len(exact)
         assert ours.visited_tiles == pytest.approx(exact[:, 0].sum(), rel=0.05)
         assert ours.full_tiles == pytest.approx(exact[:, 1].sum(), rel=0.1, abs=8)
@@ -77,17 +76,17 @@ def test_large_neighborhoods_are_counted_on_fewer_rows(
 
 def test_a_long_neighborhood_is_never_classified_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
-    built = tile_counts._built
+    built = tile_ranges._built
 
-    def note(mask: Mask, shape: TiledShape) -> tuple[tile_counts.Flags, tile_counts.Flags]:
+    def note(mask: Mask, shape: TiledShape) -> tuple[tile_ranges.Flags, tile_ranges.Flags]:
         seen.append(shape.seqlen_q)
         return built(mask, shape)
 
-    monkeypatch.setattr(tile_counts, "_built", note)
+    monkeypatch.setattr(tile_ranges, "_built", note)
     mask = tilegen.neighborhood((4096, 64), (5, 5))
     for blocks in ((64, 64), (16, 32)):
         shape = Shape(1, 1, 4096 * 64, 4096 * 64).tiled(*blocks)
-        tile_counts.listed_ranges(mask, "rows", shape)
+        tile_ranges.listed_ranges(mask, "rows", shape)
     assert seen == [2048, 2048]
 
 
@@ -116,9 +115,9 @@ def test_tiles_beyond_what_is_counted_grow_as_they_did_before(name: str, side: S
     mask = tilegen.predicate(function)
     assert not is_solved(mask, side)
     long, short = (
-        Shape(1, 1, n, n).tiled(64, 64) for n in (4 * tile_counts.LONGEST, tile_counts.LONGEST)
+        Shape(1, 1, n, n).tiled(64, 64) for n in (4 * tile_ranges.LONGEST, tile_ranges.LONGEST)
     )
-    ours, before = (tile_counts.listed_ranges(mask, side, shape) for shape in (long, short))
+    ours, before = (tile_ranges.listed_ranges(mask, side, shape) for shape in (long, short))
     assert ours.visited.mean() / before.visited.mean() == pytest.approx(growth, rel=0.08)
     exact = np.array(counted(mask, side, long))
     assert ours.visited_tiles == pytest.approx(exact[:, 0].sum(), rel=0.08)

@@ -12,8 +12,7 @@ from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks import Mask, causal, full, parse_mask, sliding_window
 from tilegen.masks.mask import Full, Side
 from tilegen.masks.tiles.closed_form import FIRST, LAST, SEQLEN_KV, stream_sets
-from tilegen.masks.tiles.tile_ranges import tile_ranges
-from tilegen.masks.tiles.visits import TileRanges
+from tilegen.masks.tiles.tile_ranges import TileRanges, tile_ranges
 
 MASKS = [
     "full",

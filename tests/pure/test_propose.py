@@ -201,9 +201,9 @@ def test_what_is_shared_between_configs_changes_no_ranking(
 def test_windows_of_other_widths_are_solved_once() -> None:
     """Which saves 30 ms each; `test_masks` has their tiles."""
     propose(PARSE("hq8 q4000 d64 bf16 causal&window(100,7)"), gpu("h200"))
-    before = tile_ranges._evaluator_of.cache_info().misses
+    before = tile_ranges._intervals.cache_info().misses
     propose(PARSE("hq8 q4000 d64 bf16 causal&window(333,12)"), gpu("h200"))
-    assert tile_ranges._evaluator_of.cache_info().misses == before
+    assert tile_ranges._intervals.cache_info().misses == before
 
 
 def test_a_new_length_is_proposed_for_with_little_work(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -261,6 +261,16 @@ def test_rows_may_be_indexed_first() -> None:
     assert to_text(traced.expr) == "(t0[b,1,k]!=0)&(t0[b,q//3,k//3]!=0)"
 
 
+def test_a_few_elements_may_be_taken_apart() -> None:
+    bounds = torch.tensor([[1, 2], [3, 4]])
+
+    def between(b: Any, h: Any, q: Any, k: Any) -> Any:
+        low, high = bounds[h]
+        return (q >= low) & (k < high)
+
+    assert to_text(trace_mask(between).expr) == "(k<t0[h,1])&(t0[h,0]<=q)"
+
+
 def test_parameters_are_captured_themselves() -> None:
     table = torch.nn.Parameter(torch.zeros(HEADS))
     assert trace_score(lambda s, b, h, q, k: s + table[h]).captured[0] is table
@@ -272,6 +282,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         r"if, and, or.*bool\(h > 1\).*torch\.where",
     ),
     "and": (lambda b, h, q, k: q >= k and k > 3, r"bool\(.*torch\.where, &"),
+    "if_rows": (lambda b, h, q, k: q >= k if LAYOUT[b, q] else q < k, "without if, and, or"),
     "not": (lambda b, h, q, k: not q, r"bool\(q\)"),
     "chained": (lambda b, h, q, k: 0 <= q - k <= 3, r"chained comparisons"),
     "built_in_max": (lambda b, h, q, k: max(q, k) > 3, r"torch\.maximum"),

@@ -230,7 +230,7 @@ def test_steps_of_a_generation_find_the_plans_of_the_first(
         return new_plan(*given)
 
     monkeypatch.setattr(dispatch, "_new_plan", counted)
-    monkeypatch.setattr("tilegen.masks.expression_mask.mask_of", refused)
+    monkeypatch.setattr("tilegen.masks.tracing.trace.trace_mask", refused)
     ids = inputs("gemma3", batch=3)["input_ids"]
     steps: list[int] = []
     forward = type(model).forward

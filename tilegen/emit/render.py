@@ -33,10 +33,9 @@ from tilegen.kernels.launch_order import heavy_end, rows_together
 from tilegen.kernels.registry import KERNELS, check_config, tile_heads
 from tilegen.kernels.spec import WIDTHS, KernelSpec
 from tilegen.kernels.split_kv import FILLING, is_divided, usual_tiles
-from tilegen.masks.extras import extras
 from tilegen.masks.grouping import heads_of_tiles
 from tilegen.masks.score_source import ScoreSource, score_source
-from tilegen.masks.source import keep_source, ranges_source
+from tilegen.masks.source import extras, keep_source, ranges_source
 from tilegen.problem import AttentionProblem
 from tilegen.sympy_lock import one_at_a_time
 

@@ -19,7 +19,7 @@ from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.integrations import windows
 from tilegen.integrations.flash_cache import flash_attn_with_kvcache as flash_attn_with_kvcache
 from tilegen.integrations.flash_changes import mask_of, score_of
-from tilegen.masks.parts import Alignment
+from tilegen.masks.values import Alignment
 from tilegen.runtime.attention import attention
 from tilegen.runtime.paged import attention_paged
 from tilegen.runtime.varlen import attention_varlen

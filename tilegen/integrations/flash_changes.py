@@ -11,8 +11,8 @@ from tilegen.integrations import windows
 from tilegen.masks import score as scores
 from tilegen.masks.made import made_once
 from tilegen.masks.mask import Mask
-from tilegen.masks.parts import Alignment
 from tilegen.masks.score import Score
+from tilegen.masks.values import Alignment
 
 
 def mask_of(window_size: Sequence[int], causal: bool, alignment: Alignment) -> Mask:

@@ -23,7 +23,7 @@ from tilegen.integrations.model_masks import ModelMask, model_mask
 from tilegen.masks.made import is_traced
 from tilegen.masks.mask import Causal, Mask, causal, full
 from tilegen.masks.packed import packed
-from tilegen.masks.parts import Alignment
+from tilegen.masks.values import Alignment
 from tilegen.runtime.attention import attention
 from tilegen.runtime.flex import from_block_mask
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from tilegen.errors import InvalidProblem
 from tilegen.masks.made import made_once
 from tilegen.masks.mask import Mask, causal, full, sliding_window
-from tilegen.masks.parts import Alignment
+from tilegen.masks.values import Alignment
 
 
 def alignment_of(seqlen_q: int, seqlen_kv: int) -> Alignment:

@@ -17,14 +17,12 @@ from tilegen.masks.constructors import (
     streaming,
     tree,
 )
-from tilegen.masks.mask import Mask, causal, full, intersect, sliding_window, unite
+from tilegen.masks.mask import Mask, causal, full, intersect, sliding_window
 from tilegen.masks.notation import parse_mask
-from tilegen.masks.parts import Alignment
 from tilegen.masks.tree import ancestors
 from tilegen.masks.values import Values, values
 
 __all__ = [
-    "Alignment",
     "Mask",
     "Values",
     "ancestors",
@@ -46,6 +44,5 @@ __all__ = [
     "sliding_window",
     "streaming",
     "tree",
-    "unite",
     "values",
 ]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, cast
 
 import torch
 
 from tilegen.masks.constructors import block_sparse
 from tilegen.masks.mask import Mask
+from tilegen.masks.shapes import Shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,21 +62,11 @@ class Blocks:
     ) -> bool:
         """Whether a mask leaves exactly the blocks that are listed, and keeps all of those listed
         as whole, in which it is not asked."""
-        from tilegen.masks.shapes import Shape
-        from tilegen.masks.tensors import tensors_of
-        from tilegen.masks.tiles.closed_form import predicate as predicate_of
-        from tilegen.masks.tiles.tile_lists import build
+        from tilegen.masks.tiles.tile_ranges import flags  # loads SymPy
 
         batch, heads, rows, columns = visited.shape
         shape = Shape(batch, heads, *lengths).tiled(*self.sides)
         if (rows, columns) != (shape.rows, shape.columns):
             return False
-        lists = build(
-            cast("Any", predicate_of(inside)),
-            tensors_of(inside, shape, visited.device),
-            shape,
-            device=visited.device,
-            side="rows",
-        )
-        live, full = lists.flags(columns)
+        live, full = flags(inside, shape, visited.device)
         return torch.equal(live.expand_as(visited), visited) and bool((whole <= full).all())

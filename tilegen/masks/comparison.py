@@ -240,14 +240,9 @@ Spans = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 def _below(column: torch.Tensor, row: torch.Tensor) -> Spans:
     """Return the spans of a mask in which each row keeps the columns of smaller rank."""
-
-    def back(one: torch.Tensor) -> torch.Tensor:
-        return one.flip(-1)
-
     row, length = row.contiguous(), column.shape[-1]
     lowest, highest = column.cummin(-1).values, column.cummax(-1).values
-    lowest_on = back(back(column).cummin(-1).values)
-    highest_on = back(back(column).cummax(-1).values)
+    lowest_on, highest_on = _smallest_on(column), -_smallest_on(-column)
     first = torch.searchsorted(-lowest, -row, right=True)
     end = torch.searchsorted(lowest_on.contiguous(), row)
     dropped_first = torch.searchsorted(highest, row)
@@ -279,23 +274,24 @@ def _rising(spans: Spans, length: int) -> Spans:
     """Return spans that never fall from one row to the next, the outer no smaller, the inner no
     larger."""
     first, end, sure_first, sure_end = spans
-
-    def smallest_on(one: torch.Tensor) -> torch.Tensor:
-        return one.flip(-1).cummin(-1).values.flip(-1)
-
     # A row that keeps nothing for certain spoils the rows before it, or those after it: the latter
     # where all of them are such rows.
     is_empty = sure_first >= sure_end
-    ends_so = smallest_on(is_empty.int()).bool()
+    ends_so = _smallest_on(is_empty.int()).bool()
     edge = torch.where(ends_so, length, 0)
     sure_first = torch.where(is_empty, edge, sure_first)
     sure_end = torch.where(is_empty, edge, sure_end)
     return (
-        smallest_on(first),
+        _smallest_on(first),
         end.cummax(-1).values,
         sure_first.cummax(-1).values,
-        smallest_on(sure_end),
+        _smallest_on(sure_end),
     )
+
+
+def _smallest_on(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the smallest number of each place and those behind it."""
+    return numbers.flip(-1).cummin(-1).values.flip(-1)
 
 
 def _counts(column: torch.Tensor, row: torch.Tensor, relation: Relation) -> torch.Tensor:

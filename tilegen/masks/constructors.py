@@ -9,13 +9,13 @@ from tilegen.errors import InvalidProblem
 from tilegen.masks.kinds import lengths_of
 from tilegen.masks.made import is_traced, noted
 from tilegen.masks.mask import Mask, Pending, causal, full, sliding_window
-from tilegen.masks.parts import check_number
 from tilegen.masks.tree import Tree, tables
 from tilegen.masks.usual import BlockSparse, Dilated, GlobalTokens, KvPrefix, Neighborhood, PrefixLM
 from tilegen.masks.values import (
     Recipe,
     Values,
     as_tensor,
+    check_number,
     power_of_two_near,
     typical_of,
     values,
@@ -91,6 +91,8 @@ def tree(of: Any, kv_lengths: Any = None) -> Mask:
     """
     import torch
 
+    from tilegen.masks.tensors import check_kv_lengths
+
     if is_traced():
         return Pending(("tree", of, kv_lengths))
     of = as_tensor("a tree", of)
@@ -112,17 +114,12 @@ def tree(of: Any, kv_lengths: Any = None) -> Mask:
     )
     if not is_table:
         table.on(of.device, (1, 1))  # which refuses what is no tree, where values are checked
-    return noted(Tree(table, _lengths(kv_lengths)), ("tree", of, kv_lengths))
-
-
-def _lengths(kv_lengths: Any) -> Values | None:
-    from tilegen.masks.tensors import check_kv_lengths
-
-    if kv_lengths is None:
-        return None
-    lengths = as_tensor("kv_lengths", kv_lengths)
-    check_kv_lengths(lengths)
-    return lengths_of(lengths)
+    lengths = None
+    if kv_lengths is not None:
+        lengths = as_tensor("kv_lengths", kv_lengths)
+        check_kv_lengths(lengths)
+        lengths = lengths_of(lengths)
+    return noted(Tree(table, lengths), ("tree", of, kv_lengths))
 
 
 def block_sparse(layout: Any, block: int) -> Mask:
@@ -140,7 +137,16 @@ def block_sparse(layout: Any, block: int) -> Mask:
             "layout must be a bool tensor of 2 to 4 dimensions, got "
             f"{layout.dtype} {tuple(layout.shape)}"
         )
-    return BlockSparse(_table(layout, block), block)
+    leading = range(layout.ndim - 2)  # without those dimensions that say nothing
+    kept = Values(
+        axes="".join("bh"[i - len(leading)] for i in leading if layout.shape[i] != 1),
+        typical=typical_of(layout),
+        tensor=layout.squeeze(tuple(leading)),
+        kind="bool",
+        pattern="layout",
+        block=block,
+    )
+    return BlockSparse(kept, block)
 
 
 def from_bool(keep: Any) -> Mask:
@@ -190,23 +196,8 @@ def predicate(fn: Callable[[Any, Any, Any, Any], Any]) -> Mask:
     """
     if is_traced():
         return Pending(("function", fn))
-    from tilegen.masks.expression_mask import mask_of  # loads SymPy
+    from tilegen.masks.expression_mask import mask_of_trace  # loads SymPy
+    from tilegen.masks.tracing.trace import trace_mask
 
     with tracing():
-        return noted(mask_of(fn), ("function", fn))
-
-
-def _table(tensor: Any, block: int) -> Values:
-    """Return a bool layout without the leading dimensions that say nothing."""
-    percent = typical_of(tensor)
-    leading = range(tensor.ndim - 2)
-    axes = "".join("bh"[i - len(leading)] for i in leading if tensor.shape[i] != 1)
-    tensor = tensor.squeeze(tuple(leading))
-    return Values(
-        axes=axes,
-        typical=percent,
-        tensor=tensor,
-        kind="bool",
-        pattern="layout",
-        block=block,
-    )
+        return noted(mask_of_trace(trace_mask(fn), are_whole=None), ("function", fn))

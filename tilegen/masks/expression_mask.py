@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -15,18 +14,17 @@ from sympy.core.relational import Relational
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.comparison import Comparison, comparison_of
 from tilegen.masks.language.evaluation import evaluate
-from tilegen.masks.language.symbols import PAIR, B, K, Lookup, Q, S, is_condition
+from tilegen.masks.language.symbols import PAIR, B, K, Lookup, Q, S, is_captured, is_condition
 from tilegen.masks.language.texts import from_text, kind_of_tensor, merge, to_text
 from tilegen.masks.mask import Mask, Side, causal, full, intersect, sliding_window
 from tilegen.masks.packed import of_ids
-from tilegen.masks.parts import MAX_WINDOW
 from tilegen.masks.shapes import Shape
 from tilegen.masks.source import closed_form
 from tilegen.masks.tiles.tile_lists import build
 from tilegen.masks.tracing.derived import Derived
-from tilegen.masks.tracing.trace import Traced, trace_mask
+from tilegen.masks.tracing.trace import Traced
 from tilegen.masks.usual import BlockSparse, Dilated
-from tilegen.masks.values import Values, is_symbolic, table
+from tilegen.masks.values import MAX_WINDOW, Values, is_symbolic, table
 
 
 @dataclass(frozen=True)
@@ -45,16 +43,10 @@ class Expression(Mask):
         kinds = tuple(one.kind for one in self.captured)
         if is_symbolic(b, h, q, k):
             keep = predicate_of(self.text, kinds)
-            names = {
-                symbol: self.captured[int(str(symbol)[1:])].symbol
-                for symbol in keep.free_symbols
-                if str(symbol)[0] == "t"
-            }
-            renamed = keep.xreplace(names)
-            given = zip(PAIR, (b, h, q, k, seqlen_q, seqlen_kv), strict=True)
-            return renamed.xreplace({s: sympy.sympify(to) for s, to in given if s != to})
-        if self.is_stand_in:
-            raise InvalidProblem(f"expected a mask with its tensors, got {self}")
+            given = dict(zip(PAIR, (b, h, q, k, seqlen_q, seqlen_kv), strict=True))
+            for symbol in filter(is_captured, keep.free_symbols):
+                given[symbol] = self.captured[int(symbol.name[1:])].symbol
+            return keep.xreplace({s: sympy.sympify(to) for s, to in given.items() if s != to})
         device = next((x.device for x in (q, k) if isinstance(x, torch.Tensor)), None)
         tensors = tuple(one.on(device or "cpu", (seqlen_q, seqlen_kv)) for one in self.captured)
         b, h, q, k = (torch.as_tensor(x, device=device) for x in (b, h, q, k))
@@ -79,11 +71,6 @@ def canonical(text: str, kinds: tuple[str, ...]) -> str:
         return to_text(predicate_of(text, kinds))
     except Unsupported as error:
         raise InvalidProblem(str(error)) from None
-
-
-def mask_of(fn: Callable[..., Any]) -> Mask:
-    """Return the mask that `fn(b, h, q_idx, kv_idx)` computes. Raises Unsupported."""
-    return mask_of_trace(trace_mask(fn), are_whole=None)
 
 
 def mask_of_text(text: str, captured: tuple[torch.Tensor, ...]) -> Mask:

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING
 from tilegen.bounded_cache import BoundedCache
 from tilegen.errors import InvalidProblem
 from tilegen.masks.mask import Mask
-from tilegen.masks.parts import MAX_WINDOW
 from tilegen.masks.usual import KvPrefix
-from tilegen.masks.values import Values
+from tilegen.masks.values import MAX_WINDOW, Values
 
 if TYPE_CHECKING:
     import torch

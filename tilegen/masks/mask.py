@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.drawing import check_sides, draw
 from tilegen.masks.made import is_traced, noted
-from tilegen.masks.parts import Alignment, check_alignment, check_number, number, shown
 from tilegen.masks.shapes import Shape
-from tilegen.masks.values import Values
+from tilegen.masks.values import Alignment, Values, check_alignment, check_number, number, shown
 
 if TYPE_CHECKING:
     import numpy as np

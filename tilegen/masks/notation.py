@@ -9,7 +9,6 @@ from typing import Literal, cast, get_args
 
 from tilegen.errors import InvalidProblem
 from tilegen.masks.mask import Causal, Full, Mask, intersect, sliding_window, unite
-from tilegen.masks.parts import Alignment, check_alignment, check_number
 from tilegen.masks.tree import Tree
 from tilegen.masks.usual import (
     BlockSparse,
@@ -21,7 +20,7 @@ from tilegen.masks.usual import (
     PrefixLM,
     SameDocument,
 )
-from tilegen.masks.values import AXES, Kind, Pattern, Values
+from tilegen.masks.values import AXES, Kind, Pattern, Values, check_number
 
 MAX_DEPTH = 32
 MAX_TREE = 2**14
@@ -124,25 +123,8 @@ def _grid(text: str) -> tuple[int, ...]:
     return tuple(map(_integer, text.split("x")))
 
 
-def _alignment(text: str) -> Alignment:
-    check_alignment(text)
-    return cast("Alignment", text)
-
-
-def _window(left: str, right: str, alignment: str = get_args(Alignment)[0]) -> Mask:
-    return sliding_window(_number(left), _number(right), _alignment(alignment))
-
-
 ROWS, COLUMNS = (tuple(axes for axes in AXES if axes.endswith(end)) for end in "qk")
 """Axes of values for each row, and for each column."""
-
-
-def _documents(firsts: str) -> Mask:
-    return Intervals.of(_stand_in(firsts, axes=ROWS))
-
-
-def _same_id(q: str, k: str) -> SameDocument:
-    return SameDocument(_stand_in(q, "ids", axes=ROWS), _stand_in(k, "ids", axes=COLUMNS))
 
 
 def _within(same: str, mask: str) -> Mask:
@@ -193,15 +175,19 @@ def _comparison(relation: Literal["<", "=="], column: str) -> Mask:
 
 _MAKERS: dict[str, Callable[..., Mask]] = {
     "full": Full,
-    "causal": lambda alignment="top_left": Causal(_alignment(alignment)),
-    "window": _window,
+    "causal": Causal,
+    "window": lambda left, right, *alignment: sliding_window(
+        _number(left), _number(right), *alignment
+    ),
     "prefix_lm": lambda prefix: PrefixLM(_number(prefix)),
     "global": lambda tokens: GlobalTokens(_number(tokens)),
     "kv_prefix": lambda length: KvPrefix(_number(length)),
     "dilated": lambda step: Dilated(_integer(step)),
     "neighborhood": lambda grid, window: Neighborhood(_grid(grid), _grid(window)),
-    "documents": _documents,
-    "same_id": _same_id,
+    "documents": lambda firsts: Intervals.of(_stand_in(firsts, axes=ROWS)),
+    "same_id": lambda q, k: SameDocument(
+        _stand_in(q, "ids", axes=ROWS), _stand_in(k, "ids", axes=COLUMNS)
+    ),
     "within": _within,
     "tree": _tree,
     "block_sparse": _block_sparse,

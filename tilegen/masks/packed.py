@@ -69,8 +69,8 @@ def _packed(cu_q: torch.Tensor, cu_kv: torch.Tensor, mask: Mask, tokens: int | N
     if not all(isinstance(part, Full | Causal | SlidingWindow) for part in parts) or any(
         part.values for part in parts
     ):
-        places = Recipe(_places, (cu_q, cu_kv), check=check_cu_seqlens)
-        return Within.of(_same(places, typical), mask)
+        recipe = Recipe(places, (cu_q, cu_kv), check=check_cu_seqlens)
+        return Within.of(_same(recipe, typical), mask)
     if cu_q is cu_kv:  # positions in the sequence differ as those in a document do
         aligned = [replace(p, alignment="top_left") for p in parts if not isinstance(p, Full)]  # type: ignore[arg-type]
         recipe = Recipe(_crossed, (cu_q, cu_q), check=check_cu_seqlens)
@@ -222,7 +222,7 @@ def _crossed(
     return first.int(), end.int(), first_row.int(), end_row.int()
 
 
-def _places(cu_q: torch.Tensor, cu_kv: torch.Tensor, lengths: Lengths) -> Tables:
+def places(cu_q: torch.Tensor, cu_kv: torch.Tensor, lengths: Lengths) -> Tables:
     """Return the document of rows and of columns, its start for both, and by row its lengths in
     rows and in columns."""
     rows, columns = Documents.of(cu_q, lengths[0]), Documents.of(cu_kv, lengths[1])

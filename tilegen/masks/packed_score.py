@@ -11,7 +11,7 @@ import torch
 
 from tilegen.masks.language.symbols import SEQLEN_KV, SEQLEN_Q, B, K, Lookup, Q, captured_name
 from tilegen.masks.language.texts import free_parts, from_text, to_text
-from tilegen.masks.packed import Documents
+from tilegen.masks.packed import places
 from tilegen.masks.score import Score
 from tilegen.masks.tensors import check_axes
 from tilegen.masks.values import Lengths, is_checked
@@ -27,16 +27,10 @@ def within_documents(
     if not wanted:
         return score
     _check_sizes(score, cu_seqlens_q, cu_seqlens_kv)
-    rows = Documents.of(cu_seqlens_q.detach(), lengths[0])
-    columns = Documents.of(cu_seqlens_kv.detach(), lengths[1])
-    tables = {
-        "b": rows.document,
-        "q": rows.start[rows.document],
-        "k": columns.start[columns.document],
-        "seqlen_q": rows.length[rows.document],
-        "seqlen_kv": columns.length[rows.document],
-    }
-    captured = (*score.captured, *(tables[name].int() for name in wanted))
+    document, _, *others = places(cu_seqlens_q.detach(), cu_seqlens_kv.detach(), lengths)
+    names = ("b", "q", "k", "seqlen_q", "seqlen_kv")
+    tables: dict[str, torch.Tensor] = dict(zip(names, (document, *others), strict=True))
+    captured = (*score.captured, *(tables[name] for name in wanted))
     sizes = tuple((slot, re.sub("[bqk]", ".", axes)) for slot, axes in score.sizes)
     return replace(score, text=text, captured=captured, sizes=sizes)
 

@@ -10,9 +10,8 @@ import sympy
 
 from tilegen.errors import Unsupported
 from tilegen.kernels.arguments import Line
-from tilegen.masks.extras import reading
 from tilegen.masks.language.derivatives import derivative
-from tilegen.masks.language.loads import Loads
+from tilegen.masks.language.loads import Loads, reading
 from tilegen.masks.language.nodes import normalise
 from tilegen.masks.language.symbols import Lookup, S, slot_of
 from tilegen.masks.language.texts import free_parts, to_text

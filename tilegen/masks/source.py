@@ -1,5 +1,5 @@
 """Triton source of a mask, as the templates put it into a kernel: the tiles to visit, the kept
-pairs of a tile, and the loads that both need.
+pairs of a tile, and the tensors that both load.
 
 Three forms: `single`, one interval of tiles; `several`, a few merged when the kernel runs; `lists`,
 tile numbers read from memory.
@@ -14,14 +14,15 @@ from typing import Any, Literal
 import sympy
 
 from tilegen.errors import Unsupported
+from tilegen.kernels.arguments import LISTS, Line
 from tilegen.masks.language.integers import is_int
-from tilegen.masks.language.loads import Loads
+from tilegen.masks.language.loads import Loads, reading
 from tilegen.masks.language.nodes import normalise
 from tilegen.masks.language.symbols import FIRST, LAST, SEQLEN_KV, B, H, K, Lookup
 from tilegen.masks.language.triton_source import NAMES, Writer
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.tiles.closed_form import Interval, StreamSets, edges, predicate, stream_sets
-from tilegen.masks.tiles.intervals import Edges, Range, merge
+from tilegen.masks.tiles.intervals import Arithmetic, Edges, Range, merge
 from tilegen.masks.values import LIMIT
 
 MAX_RANGES = 3
@@ -166,6 +167,17 @@ def closed_form(mask: Mask, side: Side) -> StreamSets | None:
     return None if any(len(part) > MAX_RANGES for part in middle) else sets
 
 
+def extras(mask: Mask, side: Side) -> tuple[Line, ...]:
+    """Return the tensors and sizes that the kernels of a side read for a mask."""
+    ranges = closed_form(mask, side)
+    expressions: list[Any] = [predicate(mask, side)]
+    for one in (*ranges.live, *ranges.dropped) if ranges else ():
+        expressions += [one.lo, one.hi, *one.guards]
+    elements = [value.elements for value in mask.values]
+    found = reading(expressions, "t", elements, "what the mask reads, with its sizes")
+    return found if ranges else (*found, LISTS)
+
+
 def _single(live: Interval, full: Interval, writer: Writer) -> Ranges:
     emitted = [live.lo, live.hi, full.lo, full.hi, *live.guards]
     uses_last = any(expression.has(LAST) for expression in emitted)
@@ -202,14 +214,14 @@ def _several(sets: StreamSets, writer: Writer, side: Side, in_part: bool) -> Ran
 
     live = [numbers(f"live{i}", one, sets.length) for i, one in enumerate(sets.live)]
     dropped = [numbers(f"dropped{i}", one) for i, one in enumerate(sets.dropped)]
-    found = merge(do, live, dropped, str(sets.length))
+    partial, full = merge(do, live, dropped, str(sets.length))
     return Ranges(
         form="several",
         uses_last=any(expression.has(LAST) for expression in emitted),
         per_head=any(expression.has(H) for expression in emitted),
         statements=(*writer.statements, *do.statements),
-        full=_loop("full", found.full, side, in_part),
-        partial=_loop("partial", found.partial, side, in_part),
+        full=_loop("full", full, side, in_part),
+        partial=_loop("partial", partial, side, in_part),
     )
 
 
@@ -283,11 +295,11 @@ def _lists(mask: Mask, side: Side, in_part: bool) -> Ranges:
     )
 
 
-class _AsSource:
+class _AsSource(Arithmetic):
     """The arithmetic of `merge` as Triton source."""
 
     def __init__(self, block: str) -> None:
-        self._block = block
+        super().__init__(block)
         self.statements: list[str] = []
 
     def maximum(self, left: Any, right: Any) -> Any:
@@ -295,7 +307,8 @@ class _AsSource:
             return left
         if left == 0:
             left, right = right, left
-        if right == 0 and self._is_natural(left):
+        # A length, or what comes from a bound that is not below 0.
+        if right == 0 and (left.startswith(("seqlen", "live")) or left.endswith(("_lo", "_right"))):
             return left
         return f"tl.maximum({left}, {right})"
 
@@ -306,19 +319,15 @@ class _AsSource:
         return f"tl.where({condition}, {left}, {right})"
 
     def tile_of(self, index: Any) -> Any:
-        return f"{index} // {self._block}"
+        return f"{index} // {self.block}"
 
     def tiles_up_to(self, index: Any) -> Any:
-        return f"tl.cdiv({index}, {self._block})"
+        return f"tl.cdiv({index}, {self.block})"
 
     def named(self, name: str, value: Any) -> Any:
         if value != name:
             self.statements.append(f"{name} = {value}")
         return name
-
-    def _is_natural(self, source: str) -> bool:
-        """Whether a source is a length, or comes from a bound that is not below 0."""
-        return source.startswith(("seqlen", "live")) or source.endswith(("_lo", "_right"))
 
     def in_order(self, first: Range, second: Range) -> tuple[Range, Range]:
         names = ", ".join((*first, *second))

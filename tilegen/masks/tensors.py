@@ -15,7 +15,7 @@ from tilegen.masks.mask import Mask
 from tilegen.masks.notation import split_arguments
 from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
-from tilegen.masks.values import LIMIT, Made, Values, check_range, has_values
+from tilegen.masks.values import LIMIT, Made, check_range, has_values
 
 
 def tensors_of(mask: Mask, shape: Shape, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -24,17 +24,15 @@ def tensors_of(mask: Mask, shape: Shape, device: torch.device) -> tuple[torch.Te
     if mask.is_stand_in:
         raise InvalidProblem(f"expected a mask with its tensors, got {mask}")
     made: Made = {}
-    return tuple(_fitting(value, shape, device, made) for value in mask.values)
-
-
-def _fitting(value: Values, shape: Shape, device: torch.device, made: Made) -> torch.Tensor:
-    table = value.on(device, (shape.seqlen_q, shape.seqlen_kv), made)
-    if value.recipe is not None and (value.axes or "").startswith("b"):
-        table = table[: shape.by_axis["b"]]  # what a function reads may be for more batches
-    for axis, size in zip(value.axes or "", table.shape, strict=False):
-        if size != shape.by_axis[axis]:
-            raise _wrong_size("the mask's values", shape.by_axis[axis], _AXIS_NAMES[axis], size)
-    return table
+    tables: list[torch.Tensor] = []
+    for value in mask.values:
+        axes = value.axes or ""
+        table = value.on(device, (shape.seqlen_q, shape.seqlen_kv), made)
+        if value.recipe is not None and axes.startswith("b"):
+            table = table[: shape.batch]  # what a function reads may be for more batches
+        _check_axes(_VALUES, axes, table, shape.by_axis, _AXIS_NAMES)
+        tables.append(table)
+    return tuple(tables)
 
 
 def check_kv_lengths(lengths: Any) -> None:
@@ -60,7 +58,7 @@ def lengths_table(lengths: Any, batch: int, device: torch.device) -> torch.Tenso
     if has_values(lengths):
         check_range(lengths, LIMIT)
     if lengths.shape[0] != batch:
-        raise _wrong_size("the mask's values", batch, _AXIS_NAMES["b"], lengths.shape[0])
+        raise _wrong_size(_VALUES, batch, _AXIS_NAMES["b"], lengths.shape[0])
     return lengths.to(device, torch.int32).contiguous()
 
 
@@ -89,9 +87,15 @@ def check_axes(score: Score, needed: Mapping[str, int], names: Mapping[str, str]
     """Raise InvalidProblem where a tensor that a score reads has another size along an axis than is
     `needed`; errors call the axes by their `names`."""
     for slot, axes in score.sizes:
-        for axis, size in zip(axes, score.captured[slot].shape, strict=True):
-            if size != needed.get(axis, size):
-                raise _wrong_size(_READ, needed[axis], names[axis], size)
+        _check_axes(_READ, axes, score.captured[slot], needed, names)
+
+
+def _check_axes(
+    what: str, axes: str, table: torch.Tensor, needed: Mapping[str, int], names: Mapping[str, str]
+) -> None:
+    for axis, size in zip(axes, table.shape, strict=False):
+        if size != needed.get(axis, size):
+            raise _wrong_size(what, needed[axis], names[axis], size)
 
 
 def _wrong_size(what: str, needed: int, along: str, size: int) -> InvalidProblem:
@@ -125,5 +129,5 @@ def score_tensors(
     return reads | {f"dc{slot}": one for slot, one in (gradients or {}).items()}
 
 
-_READ = "a tensor that the score reads"
+_READ, _VALUES = "a tensor that the score reads", "the mask's values"
 _AXIS_NAMES = {"b": "batch", "h": "query heads", "q": "query rows", "k": "key-value columns"}

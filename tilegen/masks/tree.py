@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilegen.errors import InvalidProblem
 from tilegen.masks.mask import Mask
-from tilegen.masks.parts import number
-from tilegen.masks.values import Lengths, Values, is_checked, is_symbolic
+from tilegen.masks.values import Lengths, Values, as_tensor, is_checked, is_symbolic, number
 
 if TYPE_CHECKING:
     import torch
@@ -80,8 +79,6 @@ def ancestors(parents: Any) -> torch.Tensor:
     InvalidProblem for parents that make no tree, where values are checked.
     """
     import torch
-
-    from tilegen.masks.values import as_tensor
 
     parents = as_tensor("parents", parents)
     if parents.ndim == 0 or parents.is_floating_point() or parents.dtype is torch.bool:

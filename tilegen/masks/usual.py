@@ -9,8 +9,7 @@ from typing import Any
 
 from tilegen.errors import InvalidProblem
 from tilegen.masks.mask import Mask, Side
-from tilegen.masks.parts import check_number, number
-from tilegen.masks.values import Pattern, Values, is_symbolic
+from tilegen.masks.values import Pattern, Values, check_number, is_symbolic, number
 
 
 @dataclass(frozen=True)

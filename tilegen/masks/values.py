@@ -1,5 +1,5 @@
-"""Numbers in a mask that a kernel reads at run time: one scalar, or one per batch, head, row or
-column."""
+"""Numbers and alignments in masks, and numbers that a kernel reads at run time: one scalar, or one
+per batch, head, row or column."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.language.elements import kind_of
@@ -25,6 +25,11 @@ LIMIT = 2**30
 """Values of masks stay below LIMIT in size, so that sums with positions fit into 32 bits."""
 UNKNOWN = 1024
 """The typical integer of a tensor on a GPU: looking at its elements would wait for the GPU."""
+Alignment = Literal["top_left", "bottom_right"]
+"""The diagonal where seqlen_q != seqlen_kv: it starts at (0, 0), as that of SDPA's `is_causal`, or
+ends at the last query and the last key."""
+MAX_WINDOW = 2**28
+"""Largest number in a mask: q + window + seqlen stays within 32-bit index arithmetic."""
 Lengths = tuple[int, int]
 """seqlen_q and seqlen_kv of a call."""
 Made = dict[Any, tuple[Any, ...]]
@@ -140,10 +145,10 @@ class Values:
         """The SymPy symbol that names the table in a look-up."""
         import sympy
 
-        facts = {"real": True} if self.kind.startswith("float") else {"integer": True}
-        if self.rising or self.kind == "bool":
-            facts["nonnegative"] = True
-        return sympy.Dummy("values", **facts)
+        from tilegen.masks.language.symbols import captured_name
+
+        name = captured_name(0, "bool" if self.rising else self.kind)
+        return sympy.Dummy("values", **name.assumptions0)
 
     def beside(self, part: int, pattern: Pattern, axes: str) -> Values:
         """Return another table of the same recipe, or a stand-in for one."""
@@ -268,6 +273,33 @@ def values(tensor: Any, axes: str) -> Values:
         raise InvalidProblem("values must not be empty")
     check_range(tensor, LIMIT)
     return Values(axes=axes, typical=typical_of(tensor), tensor=tensor)
+
+
+def number(value: int | Values, b: Any, h: Any, q: Any, k: Any) -> Any:
+    """Return a number of a mask as its predicate needs it for a pair."""
+    return value.at(b, h, q, k) if isinstance(value, Values) else value
+
+
+def shown(value: int | tuple[int, ...] | Values) -> str:
+    """Return a part of a mask as its notation spells it."""
+    if isinstance(value, tuple):
+        return "x".join([shown(one) for one in value])
+    # torch.compile may have made a variable of an integer, and makes a constant of it for `int`.
+    return value.notation if isinstance(value, Values) else f"{int(value)}"
+
+
+def check_number(name: str, value: object, *, low: int = 0, or_else: str = "") -> None:
+    """Raise InvalidProblem unless `value` is an int in low..MAX_WINDOW."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= MAX_WINDOW:
+        raise InvalidProblem(
+            f"{name} must be an int in {low}..{MAX_WINDOW}{or_else}; got {value!r}"
+        )
+
+
+def check_alignment(alignment: str) -> None:
+    """Raise InvalidProblem unless `alignment` is one."""
+    if alignment not in get_args(Alignment):
+        raise InvalidProblem(f"alignment must be top_left or bottom_right, got {alignment!r}")
 
 
 def typical_of(tensor: torch.Tensor) -> int:

@@ -24,7 +24,7 @@ from tilegen.kernels.launch_order import heads_together, heavy_end
 from tilegen.kernels.registry import KERNELS, direction_of
 from tilegen.kernels.spec import WIDTHS
 from tilegen.masks.mask import Mask, Side
-from tilegen.masks.tiles.tile_ranges import is_solved, tile_ranges
+from tilegen.masks.tiles.tile_ranges import FINE, is_solved, tile_ranges
 from tilegen.model.bounds import bytes_of_inputs, lower_bound_bytes
 from tilegen.model.footprint import footprint
 from tilegen.model.launches import rows_of_panels, sliced_dims
@@ -379,8 +379,6 @@ def _part(
     block = together * -(-stays // programs)
     fine = 1
     if not is_solved(mask, side):  # counted from lists, which are put together from smaller tiles
-        from tilegen.masks.tiles.tile_counts import FINE
-
         fine = FINE[0]
         block = fine * max(1, round(block / fine))
     blocks = (

@@ -9,8 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tilegen.masks.mask import Mask, Side
-from tilegen.masks.tiles.tile_ranges import is_solved, tile_ranges
-from tilegen.masks.tiles.visits import TileRanges
+from tilegen.masks.tiles.tile_ranges import TileRanges, is_solved, tile_ranges
 
 TILE = 64
 """Side of the tiles that entries of masks without a closed form are counted by."""

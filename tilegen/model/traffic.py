@@ -24,8 +24,7 @@ from tilegen.kernels.split_backward import BWD_DKDV_SPLIT
 from tilegen.kernels.split_kv import FWD_SPLIT, is_divided
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.source import is_single, ranges_source
-from tilegen.masks.tiles.tile_ranges import counted_over, tile_ranges
-from tilegen.masks.tiles.visits import TileRanges
+from tilegen.masks.tiles.tile_ranges import TileRanges, counted_over, tile_ranges
 from tilegen.model import symbols
 from tilegen.model.mask_tables import tree_bytes
 from tilegen.model.splits import Splits, divided_splits, mean_of, usual_split

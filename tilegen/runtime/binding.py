@@ -19,7 +19,7 @@ from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import tensors_of
 
 if TYPE_CHECKING:
-    from tilegen.masks.tiles.list_cache import ListCache
+    from tilegen.masks.tiles.tile_lists import ListCache
 
 NOTHING: Mapping[str, Any] = {}
 
@@ -97,6 +97,6 @@ class BoundKernel:
 
 @cache
 def _list_cache() -> ListCache:
-    from tilegen.masks.tiles.list_cache import ListCache  # loads SymPy
+    from tilegen.masks.tiles.tile_lists import ListCache  # loads SymPy
 
     return ListCache()

@@ -63,10 +63,10 @@ def plan_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes)
     if facts == latest:  # as in the layer before
         return plan
     key = call_key(facts)
-    known: Plan | None = plans.by_call.known(key)
-    known = known or plans.by_call.get(key, partial(_new_plan, q, k, v, changes))
-    plans.by_call.latest = facts, known  # at once, since other threads may call too
-    return known
+    new_plan = partial(_new_plan, q, k, v, changes)
+    plan = plans.by_call.known(key) or plans.by_call.get(key, new_plan)
+    plans.by_call.latest = facts, plan  # at once, since other threads may call too
+    return plan
 
 
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, Changes], tuple[Any, Any]]

@@ -9,6 +9,7 @@ remainders are Python's; an integer divided by 0 is left as it is, with remainde
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from functools import partial, reduce
 from typing import Any
 
@@ -174,7 +175,8 @@ class Points:
     def _comparison(self, expr: Relational) -> Any:
         if self._dtype != torch.float64 and reads(expr, self._doubles):
             if self._in_double is None:
-                self._in_double = self.twin(torch.float64)
+                self._in_double = copy(self)
+                self._in_double._done, self._in_double._dtype = dict(self._values), torch.float64
             return self._in_double(expr)
         left, right = map(self if all(map(is_int, expr.args)) else self._float, expr.args)
         return self.apply(_COMPARE[type(expr)], left, right)
@@ -191,10 +193,6 @@ class Points:
     def _number(self, value: float) -> Any:
         dtype = torch.int64 if isinstance(value, int) else self._dtype
         return self.constant(torch.tensor(value, dtype=dtype, device=self._device))
-
-    def twin(self, dtype: torch.dtype) -> Points:
-        """Return an evaluation of the same symbols that computes floats in another dtype."""
-        return type(self)(self._captured, self._values, self._device, dtype)
 
     def constant(self, value: torch.Tensor) -> Any:
         """Return what stands for a number or a truth that is the same everywhere."""

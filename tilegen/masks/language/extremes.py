@@ -45,7 +45,7 @@ class BoxExtremes:
         smallest, largest = self._table(shifts)
         starts = [index >> shift for index, shift in zip(first, shifts, strict=True)]
         ends = [index >> shift for index, shift in zip(last, shifts, strict=True)]
-        counts = [_largest(end - start) + 1 for start, end in zip(starts, ends, strict=True)]
+        counts = [int((end - start).max()) + 1 for start, end in zip(starts, ends, strict=True)]
         blocks = [
             (row, *map(torch.minimum, map(torch.add, starts, steps), ends))
             for steps in product(*map(range, counts))
@@ -90,10 +90,6 @@ def _pool(table: torch.Tensor, dim: int, shift: int) -> torch.Tensor:
 def _shift(first: torch.Tensor, last: torch.Tensor) -> int:
     """Return the logarithm of the smallest block size at which a few blocks cover every range."""
     shift = 0
-    while _largest((last >> shift) - (first >> shift)) >= MOST_BLOCKS:
+    while int(((last >> shift) - (first >> shift)).max()) >= MOST_BLOCKS:
         shift += 1
     return shift
-
-
-def _largest(values: torch.Tensor) -> int:
-    return int(values.max()) if values.numel() else 0

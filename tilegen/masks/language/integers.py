@@ -23,9 +23,7 @@ class FloorDiv(sympy.Function):
     """`FloorDiv(n, d)`: n / d of two integers, rounded down."""
 
     nargs = 2
-
-    def _eval_is_integer(self) -> bool:
-        return True
+    is_integer = True
 
     def _eval_is_nonnegative(self) -> bool | None:
         numerator, denominator = self.args
@@ -36,9 +34,7 @@ class Exact(sympy.Function):
     """`Exact(e)`: the integer e, computed as one, then used as a float."""
 
     nargs = 1
-
-    def _eval_is_real(self) -> bool:
-        return True
+    is_real = True
 
     def _eval_is_nonnegative(self) -> bool | None:
         return self.args[0].is_nonnegative
@@ -120,11 +116,11 @@ def _relation(expr: Relational) -> sympy.Basic:
     """Compare integers where both sides are rational multiples of integers."""
     terms = [term.as_coeff_Mul()[0] for side in expr.args for term in sympy.Add.make_args(side)]
     scale = sympy.ilcm(1, 1, *(factor.q for factor in terms if factor.is_Rational))
-    scaled = [
-        sympy.Add(*(scale * term for term in sympy.Add.make_args(side))) for side in expr.args
-    ]
-    if scale > 1 and all(map(is_int, map(exact, scaled))):
-        return expr.func(*map(exact, scaled))
+    if scale > 1:
+        scaled = (sympy.Add(*(scale * one for one in sympy.Add.make_args(s))) for s in expr.args)
+        whole = list(map(exact, scaled))
+        if all(map(is_int, whole)):
+            return expr.func(*whole)
     return expr.func(*map(exact, expr.args))
 
 

@@ -1,4 +1,5 @@
-"""Loads of elements of captured tensors in kernels, for masks and for scores.
+"""Loads of elements of captured tensors in kernels, for masks and for scores, and the arguments
+that say where these tensors lie.
 
 A negative index counts from the end, and an index beyond the end loads 0. An index that surely is
 inside, or was checked before the launch, is loaded without a guard.
@@ -7,12 +8,14 @@ inside, or was checked before the launch, is loaded without a guard.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import sympy
 
-from tilegen.masks.language.elements import kind_of
+from tilegen.kernels import arguments
+from tilegen.masks.language.elements import ELEMENTS, kind_of
 from tilegen.masks.language.integer_bounds import INT32, Bounds
 from tilegen.masks.language.symbols import Lookup, captured_name, slot_of
 
@@ -142,3 +145,27 @@ class Loads:
         to = "tl.float32" if kind_of(element) == "float" else "tl.int32"
         cast = "" if element in _AS_THEY_ARE else f".to({to})"
         return Load(name, tensor, tuple(wrapped), flat, tuple(conditions), cast)
+
+
+def reading(
+    expressions: Iterable[Any],
+    letter: str,
+    elements: Sequence[str],
+    why: str,
+    gradients: Sequence[int] = (),
+) -> tuple[arguments.Line, ...]:
+    """Return the arguments for the captured tensors that expressions read, called `letter` and a
+    number: pointers, sizes, and pointers of the gradients of some; `elements` has PyTorch's names
+    by slot."""
+    looked_up = {one for expression in expressions for one in expression.atoms(Lookup)}
+    dimensions = {slot_of(one): len(one.args) - 1 for one in looked_up}
+    read = [
+        one
+        for slot in sorted(dimensions)
+        for one in arguments.tensor(
+            f"{letter}{slot}", f"*{ELEMENTS[elements[slot]]}", dimensions[slot]
+        )
+    ]
+    for slot in gradients:
+        read += arguments.tensor(f"d{letter}{slot}", "*fp32", 0)
+    return (arguments.Line(tuple(read), why),) if read else ()

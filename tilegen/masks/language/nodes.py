@@ -115,6 +115,7 @@ class Bits(sympy.Function):
 
     nargs = 2
     is_commutative = True
+    is_integer = True
 
     sign: str
     """The operator in Python and in Triton."""
@@ -131,12 +132,6 @@ class Bits(sympy.Function):
             if (first, second) != (left, right):
                 return cls(first, second)
         return None
-
-    def _eval_is_real(self) -> bool:
-        return True
-
-    def _eval_is_integer(self) -> bool:
-        return True
 
     def _eval_is_nonnegative(self) -> bool | None:
         signs = [bool(arg.is_nonnegative) for arg in self.args]

@@ -92,7 +92,7 @@ def truncate(x: Any) -> Any:
 def cast(expr: Any, dtype: torch.dtype) -> Any:
     """Return an expression in another dtype; narrow floats round nothing."""
     if dtype == torch.bool:
-        return expr if is_condition(expr) else sympy.Ne(expr, 0)
+        return logical(expr)
     if dtype.is_complex:
         raise Unsupported(f"expected real numbers, got a conversion to {dtype}")
     return number(expr) if dtype.is_floating_point else truncate(number(expr))

@@ -25,9 +25,7 @@ class Lookup(sympy.Function):
     """
 
     nargs = None
-
-    def _eval_is_real(self) -> bool:
-        return True
+    is_real = True
 
     def _eval_is_integer(self) -> bool | None:
         return self.args[0].is_integer

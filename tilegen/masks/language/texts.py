@@ -173,7 +173,6 @@ _COMPARE: dict[type[ast.cmpop], Any] = {
     ast.Gt: sympy.Gt,
     ast.GtE: sympy.Ge,
 }
-_SUMS, _PRODUCTS = (ast.Add, ast.Sub), (ast.Mult, ast.Div)
 
 
 class _Reader:
@@ -205,9 +204,8 @@ class _Reader:
             case ast.BinOp(op=ast.Add() | ast.Sub()):
                 return sympy.Add(*self._terms(node, depth))
             case ast.BinOp(op=ast.BitAnd() | ast.BitOr() as op):
-                parts = self._chain(node, type(op))
                 join = sympy.And if isinstance(op, ast.BitAnd) else sympy.Or
-                return join(*(self._condition(part, depth) for part in parts))
+                return join(*(self._condition(part, depth) for _, part in _chain(node, type(op))))
             case ast.BinOp(left=left, op=ast.Pow(), right=right):
                 return self._power(self._value(left, depth), self._value(right, depth))
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
@@ -265,39 +263,38 @@ class _Reader:
             return sympy.Float(float(base) ** float(exponent))
         return base**exponent
 
-    def _chain(self, node: ast.expr, op: type[ast.operator]) -> list[ast.expr]:
-        """Return the operands of `a & b & c`, however long."""
-        parts: list[ast.expr] = []
-        while isinstance(node, ast.BinOp) and isinstance(node.op, op):
-            parts.append(node.right)
-            node = node.left
-        return [node, *reversed(parts)]
-
     def _terms(self, node: ast.expr, depth: int) -> list[Any]:
         """Return the terms of a sum, added up at once as `to_text` took them apart."""
-        terms: list[Any] = []
-        while isinstance(node, ast.BinOp) and isinstance(node.op, _SUMS):
-            if isinstance(node.op, ast.Sub):
-                terms.append(sympy.Mul(-1, *self._factors(node.right, depth)))
-            else:
-                terms.append(self._value(node.right, depth))
-            node = node.left
-        return [*terms, self._value(node, depth)]
+        return [
+            sympy.Mul(-1, *self._factors(part, depth))
+            if isinstance(op, ast.Sub)
+            else self._value(part, depth)
+            for op, part in _chain(node, ast.Add, ast.Sub)
+        ]
 
     def _factors(self, node: ast.expr, depth: int) -> list[Any]:
         """Return the factors of a product, multiplied at once as `to_text` took them apart."""
         factors: list[Any] = []
-        while True:
-            match node:
-                case ast.BinOp(left=left, op=ast.Mult() | ast.Div() as op, right=right):
-                    value = self._value(right, depth)
-                    factors.append(1 / value if isinstance(op, ast.Div) else value)
-                    node = left
-                case ast.UnaryOp(op=ast.USub(), operand=operand):
-                    factors.append(sympy.Integer(-1))
-                    node = operand
+        for op, part in _chain(node, ast.Mult, ast.Div):
+            match part:
+                case ast.UnaryOp(op=ast.USub(), operand=operand) if op is None:
+                    factors += [sympy.Integer(-1), *self._factors(operand, depth)]
                 case _:
-                    return [*factors, self._value(node, depth)]
+                    value = self._value(part, depth)
+                    factors.append(1 / value if isinstance(op, ast.Div) else value)
+        return factors
+
+
+def _chain(
+    node: ast.expr, *operators: type[ast.operator]
+) -> list[tuple[ast.operator | None, ast.expr]]:
+    """Return the operands of `a - b + c`, however long, from the last, each with the operator
+    before it."""
+    parts: list[tuple[ast.operator | None, ast.expr]] = []
+    while isinstance(node, ast.BinOp) and isinstance(node.op, operators):
+        parts.append((node.op, node.right))
+        node = node.left
+    return [*parts, (None, node)]
 
 
 def free_parts(expr: sympy.Basic) -> frozenset[str]:

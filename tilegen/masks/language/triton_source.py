@@ -149,7 +149,7 @@ class Writer:
             return self._inside(expr, binding)
         return f"{self._inside(expr, ATOM)}.to(tl.int64)"
 
-    def _operand(self, expr: sympy.Basic, as_int: bool, binding: int) -> str:
+    def _operand(self, expr: sympy.Basic, binding: int, as_int: bool = False) -> str:
         """Return the source of an operand; Triton itself makes integers floats beside floats."""
         if as_int:
             return self._int(expr, binding)
@@ -157,9 +157,11 @@ class Writer:
             return self._float(expr, binding)
         return self._inside(expr, binding)
 
-    def _widened(self, expr: sympy.Basic) -> Callable[[sympy.Basic, int], str]:
-        """Return the function that writes operands of an integer operation: in 64 bits where the
+    def _speller(self, expr: sympy.Basic) -> Callable[[sympy.Basic, int], str]:
+        """Return the function that writes operands of an operation: integers in 64 bits where the
         result, or a part of it, may not fit into 32."""
+        if not is_int(expr):
+            return self._operand
 
         def write(arg: sympy.Basic, binding: int) -> str:
             if isinstance(arg, sympy.Number) or self._sizes.is_wide(arg):
@@ -182,7 +184,7 @@ class Writer:
                 is_float = not self._double and slot_of(expr) in self.loads.doubles
                 return f"{name}.to(tl.float32)" if is_float else name, ATOM
             case sympy.Add():
-                return self._sum(expr, integers), SUM
+                return spelt_sum(expr.args, self._speller(expr), " "), SUM
             case sympy.Mul():
                 return self._product(expr, integers)
             case sympy.Pow():
@@ -203,7 +205,7 @@ class Writer:
                 return self._sign(expr.args[0], integers), ATOM
             case Where():
                 keep = self._inside(expr.args[0], LOWEST)
-                values = [self._operand(arg, integers, LOWEST) for arg in expr.args[1:]]
+                values = [self._operand(arg, LOWEST, integers) for arg in expr.args[1:]]
                 return f"tl.where({keep}, {', '.join(values)})", ATOM
             case sympy.And():
                 return " & ".join(sorted(self._inside(arg, SUM) for arg in expr.args)), AND
@@ -222,7 +224,7 @@ class Writer:
         both = all(map(is_int, expr.args))
         outer = self._double
         self._double = outer or reads(expr, self.loads.doubles)
-        sides = [self._operand(arg, both, OR) for arg in expr.args]
+        sides = [self._operand(arg, OR, both) for arg in expr.args]
         self._double = outer
         return f" {_RELATIONS[type(expr)]} ".join(sides)
 
@@ -236,16 +238,9 @@ class Writer:
         self.statements += statements
         return name
 
-    def _sum(self, expr: sympy.Add, integers: bool) -> str:
-        spell = self._widened(expr) if integers else self._in_floats
-        return spelt_sum(expr.args, spell, " ")
-
-    def _in_floats(self, expr: sympy.Basic, binding: int) -> str:
-        return self._operand(expr, False, binding)
-
     def _product(self, expr: sympy.Mul, integers: bool) -> tuple[str, int]:
         coefficient, times, over = factors(expr)
-        spell = self._widened(expr) if integers else self._in_floats
+        spell = self._speller(expr)
         if over and all(map(is_int, times)):  # `div_rn` takes floats alone
             spell = self._float
         above = sorted(spell(factor, UNARY) for factor in times)
@@ -273,8 +268,8 @@ class Writer:
         if exponent.is_Rational and exponent < 0:
             return self._quotient("1.0", self._float(sympy.Pow(base, -exponent)))
         if exponent.is_Integer:
-            spell = self._widened(expr) if is_int(expr) else self._in_floats
-            return self._repeated(self.name(spell(base, LOWEST)), int(exponent)), PRODUCT
+            base = self.name(self._speller(expr)(base, LOWEST))
+            return self._repeated(base, int(exponent)), PRODUCT
         if exponent == sympy.Rational(1, 2):
             return self._root(self._float(base)), ATOM
         if exponent.is_Rational and exponent.q == 2:
@@ -331,7 +326,7 @@ class Writer:
         return f"({self._int(left, SUM)} - {rest}) // {divisor}"
 
     def _bits(self, expr: Bits) -> tuple[str, int]:
-        spell = self._widened(expr)
+        spell = self._speller(expr)
         value, shift = expr.args
         if not isinstance(expr, ShiftLeft | ShiftRight):
             return f"{spell(value, ATOM)} {expr.sign} {spell(shift, ATOM)}", OR
@@ -344,7 +339,7 @@ class Writer:
 
     def _extreme(self, expr: sympy.Max | sympy.Min, integers: bool) -> str:
         name = "tl.maximum" if isinstance(expr, sympy.Max) else "tl.minimum"
-        values = sorted(self._operand(arg, integers, LOWEST) for arg in expr.args)
+        values = sorted(self._operand(arg, LOWEST, integers) for arg in expr.args)
         # As in PyTorch, what is not a number wins.
         nan = "" if integers else ", tl.PropagateNan.ALL"
         return reduce(lambda left, right: f"{name}({left}, {right}{nan})", values)

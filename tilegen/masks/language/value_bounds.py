@@ -76,13 +76,9 @@ class TileBounds(Points):
         values: Mapping[sympy.Symbol, Interval],
         device: torch.device,
         tables: Tables,
-        dtype: torch.dtype = torch.float32,
     ) -> None:
-        super().__init__(captured, values, device, dtype)
+        super().__init__(captured, values, device)
         self._tables = tables
-
-    def twin(self, dtype: torch.dtype) -> TileBounds:
-        return TileBounds(self._captured, self._values, self._device, self._tables, dtype)
 
     def constant(self, value: torch.Tensor) -> Interval | Verdict:
         return Verdict(value, ~value) if value.dtype == torch.bool else _single(value)

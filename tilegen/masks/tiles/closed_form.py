@@ -39,6 +39,7 @@ from tilegen.masks.language.symbols import (
     captured_name,
 )
 from tilegen.masks.mask import Mask, Side
+from tilegen.masks.tiles.intervals import Edges
 
 MAX_CONJUNCTIONS = 16
 """Most conjunctions of a predicate in disjunctive normal form; one with more goes to tile lists."""
@@ -92,14 +93,14 @@ class StreamSets:
         return Interval(sympy.Max(*lo) if lo else sympy.S.NegativeInfinity, sympy.Min(*hi))
 
 
-def edges(interval: Interval, length: sympy.Expr | None = None) -> tuple[Any, Any, Any]:
-    """Return (lo, hi, condition under which it holds anything), with None for what is unbounded or
-    always true. A live interval is unbounded where it touches an end of the `length` indices."""
+def edges(interval: Interval, length: sympy.Expr | None = None) -> Edges:
+    """Return the edges of an interval, as expressions. A live one is unbounded where it touches an
+    end of the `length` indices."""
     live = length is not None
     lo = None if interval.lo.is_infinite or (live and interval.lo == 0) else interval.lo
     hi = None if interval.hi.is_infinite or (live and interval.hi == length) else interval.hi
     nonempty = interval.nonempty
-    return lo, hi, None if nonempty == True else nonempty  # noqa: E712 - SymPy's true
+    return Edges(lo, hi, None if nonempty == True else nonempty)  # noqa: E712 - SymPy's true
 
 
 def predicate(mask: Mask, side: Side = "rows") -> Boolean:
@@ -173,8 +174,9 @@ def _disjunctive_normal_form(keep: Boolean) -> list[list[sympy.Expr]]:
     keep = keep.replace(lambda node: isinstance(node, Relational), _without_choices)
     for atom in keep.atoms(Relational):  # before anything is expanded
         for expression in _at_least_zero(atom):
-            for symbol in (Q, K):
-                _check_linear(expression, symbol)
+            for symbol in (Q, K):  # in integer multiples, look-ups and quotients alone
+                known = [*expression.atoms(Lookup), *_steps(expression, symbol)]
+                _coefficient(expression.xreplace({found: sympy.Dummy() for found in known}), symbol)
     too_many = f"expected a mask of at most {MAX_CONJUNCTIONS} conjunctions, got {keep}"
     if _conjunctions(keep, True) > MAX_EXPANDED:
         raise Unsupported(too_many)
@@ -219,13 +221,6 @@ def _check_terms(expression: Any) -> None:
 
 
 _LINEAR = (sympy.Add, sympy.Mul, sympy.Abs, sympy.Min, sympy.Max, sympy.logic.boolalg.Boolean)
-
-
-def _check_linear(expression: sympy.Expr, symbol: sympy.Symbol) -> None:
-    """Raise Unsupported unless the symbol stands in integer multiples and look-ups alone."""
-    known = [*expression.atoms(Lookup), *_steps(expression, symbol)]
-    others = {found: sympy.Dummy() for found in known}
-    _coefficient(expression.xreplace(others), symbol)
 
 
 def _without_choices(atom: Boolean) -> Boolean:
@@ -341,20 +336,16 @@ def _solve(inequalities: Iterable[sympy.Expr], symbol: sympy.Symbol) -> Interval
     hi: list[sympy.Expr] = []
     guards: list[sympy.Expr] = []
     for inequality in inequalities:
-        steps = _steps(inequality, symbol)
+        n, steps = 1, _steps(inequality, symbol)
         if steps and not inequality.xreplace({steps[0]: sympy.S.Zero}).has(symbol):
             n, coefficient = _step(steps[0], symbol), int(inequality.coeff(steps[0]))
             rest = inequality - coefficient * steps[0]
-            if coefficient > 0:
-                lo.append(-n * sympy.floor(rest / coefficient))
-            else:
-                hi.append(n * (sympy.floor(rest / -coefficient) + 1))
-            continue
-        coefficient, rest = _coefficient(inequality, symbol)
+        else:
+            coefficient, rest = _coefficient(inequality, symbol)
         if coefficient > 0:
-            lo.append(-sympy.floor(rest / coefficient))
+            lo.append(-n * sympy.floor(rest / coefficient))
         elif coefficient < 0:
-            hi.append(sympy.floor(rest / -coefficient) + 1)
+            hi.append(n * (sympy.floor(rest / -coefficient) + 1))
         elif not rest.is_nonnegative:
             guards.append(rest)
     return Interval(

@@ -5,49 +5,52 @@ The same arithmetic runs on numpy arrays (the model) and prints itself as Triton
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
 
 Range = tuple[Any, Any]
 """First and past-the-last tile."""
 
 
-class Arithmetic(Protocol):
-    """The operations on numbers that merging needs."""
+class Arithmetic:
+    """The operations that merging needs, on numpy arrays."""
+
+    def __init__(self, block: Any) -> None:
+        """`block` is the number of indices of a tile."""
+        self.block = block
 
     def maximum(self, left: Any, right: Any) -> Any:
-        """Return the larger."""
-        ...
+        return np.maximum(left, right)
 
     def minimum(self, left: Any, right: Any) -> Any:
-        """Return the smaller."""
-        ...
+        return np.minimum(left, right)
 
     def where(self, condition: Any, left: Any, right: Any) -> Any:
-        """Return `left` where the condition holds, else `right`."""
-        ...
+        return np.where(condition, left, right)
 
     def tile_of(self, index: Any) -> Any:
         """Return the tile that an index lies in; anything up to 0 for a negative one."""
-        ...
+        return index // self.block
 
     def tiles_up_to(self, index: Any) -> Any:
         """Return how many tiles the indices before `index` touch; anything up to 0 for a negative
         one."""
-        ...
+        return -(-index // self.block)
 
     def named(self, name: str, value: Any) -> Any:
         """Return `value`, which a kernel calls `name` from here on."""
-        ...
+        return value
 
     def in_order(self, first: Range, second: Range) -> tuple[Range, Range]:
         """Return both ranges, the one that begins first before the other."""
-        ...
+        swap = second[0] < first[0]
+        low = np.where(swap, second[0], first[0]), np.where(swap, second[1], first[1])
+        return low, (np.where(swap, first[0], second[0]), np.where(swap, first[1], second[1]))
 
 
-@dataclass(frozen=True)
-class Edges:
+class Edges(NamedTuple):
     """An interval as numbers; `lo` or `hi` is None where it is unbounded."""
 
     lo: Any
@@ -55,13 +58,13 @@ class Edges:
     nonempty: Any = None
     """Condition under which it holds anything; None where it always does."""
 
+    def each(self, change: Callable[[Any], Any]) -> Edges:
+        """Return what a change makes of each that is there."""
+        return Edges(*(None if one is None else change(one) for one in self))
 
-@dataclass(frozen=True)
-class Visited:
-    """Tiles that a stationary tile visits, as disjoint ranges; some are empty."""
 
-    partial: tuple[Range, ...]
-    full: tuple[Range, ...]
+Visited = tuple[tuple[Range, ...], tuple[Range, ...]]
+"""Partial and full tiles that a stationary tile visits, as disjoint ranges; some are empty."""
 
 
 def merge(do: Arithmetic, live: Sequence[Edges], dropped: Sequence[Edges], length: Any) -> Visited:
@@ -86,7 +89,7 @@ def merge(do: Arithmetic, live: Sequence[Edges], dropped: Sequence[Edges], lengt
             name = f"partial{len(partial)}"
             lo = do.named(f"{name}_lo", do.maximum(a, c))
             partial.append((lo, do.named(f"{name}_hi", do.maximum(do.minimum(b, d), lo))))
-    return Visited(tuple(partial), tuple(full))
+    return tuple(partial), tuple(full)
 
 
 def _disjoint(

@@ -3,13 +3,13 @@
 Coarse squares of tiles come first. What interval arithmetic proves empty is dropped at once, what
 it proves full is kept whole, and the rest is divided until single tiles remain. Those still open
 are looked at in a few pairs each, which usually finds both a kept and a dropped one; the next are
-divided once more, and only the last are evaluated pair by pair. Work is done in chunks of bounded
-memory.
+divided once more, then looked at in more pairs, and only the last are evaluated pair by pair. Work
+is done in chunks of bounded memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -35,8 +35,6 @@ SAMPLES = 16
 
 Range = tuple[torch.Tensor, torch.Tensor]
 """First and last index, both inclusive."""
-ChoosePairs = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""A choice of some pairs of each tile: returns their rows and their columns, (tiles, pairs)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,14 +104,13 @@ class _Classifier:
         """Find the live tiles in squares of FAN**level tiles each way."""
         for chunk in self._chunks(squares, 2):
             always, never = self._prove(chunk[0], *self._ranges(chunk, level))
+            self._expand(chunk[:, always], level)
+            undecided = chunk[:, ~always & ~never]
             if level == 0:
-                self._emit(chunk[:, always], is_full=True)
-                self._settle(chunk[:, ~always & ~never])
-            else:
-                for part in self._chunks(chunk[:, always], 2 * FAN**2):
-                    self._expand(self._children(part, level), level - 1)
-                for part in self._chunks(chunk[:, ~always & ~never], 2 * FAN**2):
-                    self._divide(self._children(part, level), level - 1)
+                self._settle(undecided)
+                continue
+            for part in self._chunks(undecided, 2 * FAN**2):
+                self._divide(self._children(part, level), level - 1)
 
     def _expand(self, squares: torch.Tensor, level: int) -> None:
         """Note all tiles of full squares."""
@@ -153,17 +150,21 @@ class _Classifier:
     def _settle(self, tiles: torch.Tensor) -> None:
         """Classify tiles that interval arithmetic leaves open."""
         self._open_tiles += tiles.shape[1]
-        tiles = self._sample(tiles, self._scattered, SAMPLES)
+        tiles = self._sample(tiles, SAMPLES)
         tiles = self._prove_parts(tiles)
-        tiles = self._sample(tiles, self._cross, self._shape.block_m + self._shape.block_n)
+        tiles = self._sample(tiles, max(SAMPLES, self._shape.block_m + self._shape.block_n))
         self._evaluate_all(tiles)
 
-    def _sample(self, tiles: torch.Tensor, pairs: ChoosePairs, count: int) -> torch.Tensor:
-        """Note the tiles in which some of a few pairs are kept and some dropped; return the
-        others."""
+    def _sample(self, tiles: torch.Tensor, count: int) -> torch.Tensor:
+        """Note the tiles in which some of so many pairs, spread out, are kept and some dropped;
+        return the others."""
+        down, along = _spread(count, self._device)
         others = [tiles[:, :0]]
         for chunk in self._chunks(tiles, count):
-            kept = self._evaluate(chunk, *pairs(chunk))
+            (q0, q1), (k0, k1) = self._ranges(chunk, 0)
+            q = q0[:, None] + ((q1 - q0 + 1)[:, None] * down >> _SPREAD_BITS)
+            k = k0[:, None] + ((k1 - k0 + 1)[:, None] * along >> _SPREAD_BITS)
+            kept = self._evaluate(chunk, q, k)
             is_mixed = kept.any(1) & ~(kept.all(1) & self._is_inside(chunk))
             self._emit(chunk[:, is_mixed], is_full=False)
             others.append(chunk[:, ~is_mixed])
@@ -193,29 +194,6 @@ class _Classifier:
         starts = first[:, None] + size * step // FAN
         ends = first[:, None] + size * (step + 1) // FAN - 1
         return starts, torch.maximum(starts, ends)  # a short range has parts in common
-
-    def _scattered(self, tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows and columns of a few pairs of each tile: its corners, and spread out."""
-        (q0, q1), (k0, k1) = self._ranges(tiles, 0)
-        q, k = _spread(SAMPLES, self._device)
-        return (
-            q0[:, None] + ((q1 - q0 + 1)[:, None] * q >> _SPREAD_BITS),
-            k0[:, None] + ((k1 - k0 + 1)[:, None] * k >> _SPREAD_BITS),
-        )
-
-    def _cross(self, tiles: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows and columns of the pairs in the middle row and the middle column."""
-        (q0, q1), (k0, k1) = (
-            (first[:, None], last[:, None]) for first, last in self._ranges(tiles, 0)
-        )
-        block_m, block_n = self._shape.block_m, self._shape.block_n
-        down = torch.minimum(q0 + torch.arange(block_m, device=self._device), q1)
-        along = torch.minimum(k0 + torch.arange(block_n, device=self._device), k1)
-        middle_q, middle_k = (q0 + q1) // 2, (k0 + k1) // 2
-        return (
-            torch.cat([down, middle_q.expand(-1, block_n)], 1),
-            torch.cat([middle_k.expand(-1, block_m), along], 1),
-        )
 
     def _evaluate_all(self, tiles: torch.Tensor) -> None:
         """Classify tiles pair by pair."""

@@ -1,27 +1,100 @@
-"""The tiles that a mask leaves at given lengths and tile shapes, as numbers for the model."""
+"""The tiles that a mask leaves at given lengths and tile shapes, as numbers for the model: by the
+closed form, or counted from lists where there is none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
-import sympy
 import torch
+from numpy.typing import NDArray
 
 from tilegen.errors import Unsupported
+from tilegen.kernels.config import BLOCK_SIZES
+from tilegen.masks.expression_mask import typical
 from tilegen.masks.language.evaluation import Points
 from tilegen.masks.language.integers import exact
 from tilegen.masks.language.symbols import FIRST, LAST, SEQLEN_KV, SEQLEN_Q, B, H
 from tilegen.masks.mask import Mask, Side, SlidingWindow
-from tilegen.masks.shapes import Shape
-from tilegen.masks.tiles.closed_form import depends_on, edges, stream_sets
-from tilegen.masks.tiles.intervals import Edges, Range, merge
-from tilegen.masks.tiles.tile_counts import listed_ranges
-from tilegen.masks.tiles.visits import TileRanges
+from tilegen.masks.shapes import Shape, TiledShape
+from tilegen.masks.tensors import tensors_of
+from tilegen.masks.tiles.closed_form import depends_on, edges, predicate, stream_sets
+from tilegen.masks.tiles.intervals import Arithmetic, Edges, Range, Visited, merge
+from tilegen.masks.tiles.tile_lists import build
+from tilegen.masks.usual import Neighborhood
 from tilegen.masks.values import Values
+
+LONGEST = 2048
+"""Most rows or columns for which tiles are counted where nothing ties a mask to its lengths."""
+FINE = (64, 32, 16)
+"""Sides of the tiles that others are put together from, so that one list serves many."""
+MAX_FINE = 2**24
+"""Most tiles of a FINE side that are held at once, in two bytes each."""
+
+Counts = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class TileRanges:
+    """The streamed tiles of stationary tiles: arrays (batches, heads, stationary tiles), with 1
+    where the mask is the same for all."""
+
+    visited: Counts
+    """The number of non-empty tiles."""
+    full: Counts
+    """The number of visited tiles that run without mask code."""
+    ends: Counts
+    """1 where the stationary tile visits the last streamed tile, which may be cut off; else 0."""
+    block: int
+    length: int
+    """The numbers of streamed rows: `block` of a tile, `length` of the sequence."""
+    ranges: Visited = ((), ())
+    """Partial and full tiles, where the mask is solved in closed form; `pieces` in full shape."""
+
+    @property
+    def pieces(self) -> tuple[tuple[Range, ...], ...]:
+        """Partial and full tiles as ranges of tiles: arrays shaped like `visited`."""
+        shape = self.visited.shape
+        return tuple(
+            tuple((np.broadcast_to(lo, shape), np.broadcast_to(hi, shape)) for lo, hi in part)
+            for part in self.ranges
+        )
+
+    @property
+    def heads(self) -> int:
+        """The number of heads, of all batches, over which tiles are counted."""
+        return self.visited.shape[0] * self.visited.shape[1]
+
+    @property
+    def visited_tiles(self) -> int:
+        """`A(block_m, block_n)`: the visited tiles of all heads that differ."""
+        return int(self.visited.sum())
+
+    @property
+    def full_tiles(self) -> int:
+        """The number of tiles that run without mask code, over all heads that differ."""
+        return int(self.full.sum())
+
+    @property
+    def partial_tiles(self) -> int:
+        """The number of tiles that the mask's edge or the end of the sequence crosses."""
+        return self.visited_tiles - self.full_tiles
+
+    @property
+    def visited_rows(self) -> int:
+        """The number of streamed rows in all visited tiles, inside the sequence: the loads of a
+        kernel read them."""
+        return int(self.rows(self.length).sum())
+
+    def rows(self, length: int) -> Counts:
+        """Return the streamed rows of the visited tiles, cut off at `length`."""
+        beyond = -(-self.length // self.block) * self.block - length
+        return self.visited * self.block - self.ends * beyond
 
 
 def tile_ranges(
@@ -41,65 +114,53 @@ def tile_ranges(
     `batch` and `heads` matter only to a mask that depends on them.
     """
     shape = Shape(batch, heads, seqlen_q, seqlen_kv).tiled(block_m, block_n)
-    stays, stays_block, length, block = (
-        (seqlen_q, block_m, seqlen_kv, block_n)
-        if side == "rows"
-        else (seqlen_kv, block_n, seqlen_q, block_m)
-    )
+    (stays, stays_block), (length, block) = _sides(side, shape)
     try:
-        depends, evaluate, values = _evaluator(mask, side)
+        general, values = _solved(mask, side)
     except Unsupported:
         return listed_ranges(mask, side, shape)
+    depends = depends_on(general)
     first = np.arange(0, stays, stays_block, dtype=np.int64)[None, None]
     last = np.minimum(first + stays_block, stays) - 1
     b = np.arange(batch if B in depends else 1)[:, None, None]
     h = np.arange(heads if H in depends else 1)[None, :, None]
     symbols = {FIRST: first, LAST: last, B: b, H: h, SEQLEN_Q: seqlen_q, SEQLEN_KV: seqlen_kv}
-    live, dropped = evaluate(symbols, [value.sample(shape.by_axis) for value in values])
-    found = merge(_OnArrays(block), live, dropped, length)
+    points = Points(
+        [torch.from_numpy(np.array(value.sample(shape.by_axis))) for value in values],
+        {symbol: torch.as_tensor(value) for symbol, value in symbols.items()},
+        torch.device("cpu"),
+    )
+    live, dropped = (
+        [one.each(lambda edge: points(edge).numpy()) for one in part]
+        for part in _intervals(general, side)
+    )
+    partial, whole = merge(Arithmetic(block), live, dropped, length)
     every = np.broadcast_shapes(first.shape, b.shape, h.shape)
     zero = np.zeros(every, dtype=np.int64)
-    full = sum((hi - lo for lo, hi in found.full), zero)
-    visited = sum((hi - lo for lo, hi in found.partial), full)
+    full = sum((hi - lo for lo, hi in whole), zero)
+    visited = sum((hi - lo for lo, hi in partial), full)
     tiles = -(-length // block)
-    ends = sum(((hi == tiles) & (hi > lo) for lo, hi in (*found.partial, *found.full)), zero)
+    ends = sum(((hi == tiles) & (hi > lo) for lo, hi in (*partial, *whole)), zero)
     return TileRanges(
         visited=visited,
         full=full,
         ends=ends,
         block=block,
         length=length,
-        ranges=(found.partial, found.full),
+        ranges=(partial, whole),
     )
 
 
-class _OnArrays:
-    """The arithmetic of `merge` on numpy arrays."""
-
-    def __init__(self, block: int) -> None:
-        self._block = block
-        numpy: Any = np
-        self.maximum, self.minimum, self.where = numpy.maximum, numpy.minimum, numpy.where
-
-    def tile_of(self, index: Any) -> Any:
-        return index // self._block
-
-    def tiles_up_to(self, index: Any) -> Any:
-        return -(-index // self._block)
-
-    def named(self, name: str, value: Any) -> Any:
-        return value
-
-    def in_order(self, first: Range, second: Range) -> tuple[Range, Range]:
-        swap = second[0] < first[0]
-        low = np.where(swap, second[0], first[0]), np.where(swap, second[1], first[1])
-        return low, (np.where(swap, first[0], second[0]), np.where(swap, first[1], second[1]))
+def _sides(side: Side, shape: TiledShape) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the length and the tile of what stays on chip, then of what streams past it."""
+    q, k = (shape.seqlen_q, shape.block_m), (shape.seqlen_kv, shape.block_n)
+    return (q, k) if side == "rows" else (k, q)
 
 
 def is_solved(mask: Mask, side: Side) -> bool:
     """Whether tiles come in closed form; counting those of others takes time."""
     try:
-        _evaluator(mask, side)
+        _solved(mask, side)
     except Unsupported:
         return False
     return True
@@ -114,14 +175,14 @@ def counted_over(mask: Mask, batch: int, heads: int) -> tuple[int, int]:
     return batch if B in depends else 1, heads if H in depends else 1
 
 
-def _evaluator(mask: Mask, side: Side) -> tuple[frozenset[Any], Evaluator, tuple[Values, ...]]:
-    """Return which of B and H a mask depends on, its intervals as a function of numbers, and the
-    values that it reads."""
+def _solved(mask: Mask, side: Side) -> tuple[Mask, tuple[Values, ...]]:
+    """Return the mask that is solved in the place of one, and the values that it reads. Raises
+    Unsupported where it has no closed form."""
     alike = _with_scalars(mask)
-    values = alike.values
-    if any(value.is_unknown for value in values):
+    if any(value.is_unknown for value in alike.values):
         raise Unsupported(f"expected a mask with its tensors, got {mask}")
-    return *_evaluator_of(alike.general, side), values
+    _intervals(alike.general, side)
+    return alike.general, alike.values
 
 
 def _with_scalars(mask: Mask) -> Mask:
@@ -135,25 +196,121 @@ def _with_scalars(mask: Mask) -> Mask:
     return replace(mask, left=scalar(mask.left), right=scalar(mask.right))
 
 
-Evaluator = Callable[[Mapping[sympy.Symbol, Any], Sequence[Any]], tuple[list[Edges], list[Edges]]]
+@lru_cache(maxsize=512)
+def _intervals(mask: Mask, side: Side) -> tuple[list[Edges], list[Edges]]:
+    """Return the edges of the live and of the dropped intervals, as they are computed."""
+    sets = stream_sets(mask, side)
+    live = [edges(one, sets.length).each(exact) for one in sets.live]
+    return live, [edges(one).each(exact) for one in sets.dropped]
+
+
+# --------------------------------------------------------------------------------------------------
+# Counted from lists
 
 
 @lru_cache(maxsize=512)
-def _evaluator_of(mask: Mask, side: Side) -> tuple[frozenset[Any], Evaluator]:
-    sets = stream_sets(mask, side)
-    intervals = [edges(one, sets.length) for one in sets.live]
-    intervals += [edges(one) for one in sets.dropped]
-    prepared = [tuple(e if e is None else exact(e) for e in one) for one in intervals]
+def listed_ranges(mask: Mask, side: Side, shape: TiledShape) -> TileRanges:
+    """Return the tiles every stationary tile visits.
 
-    def evaluate(
-        symbols: Mapping[sympy.Symbol, Any], samples: Sequence[Any]
-    ) -> tuple[list[Edges], list[Edges]]:
-        tensors = [torch.from_numpy(np.array(sample)) for sample in samples]
-        given = {symbol: torch.as_tensor(value) for symbol, value in symbols.items()}
-        points = Points(tensors, given, torch.device("cpu"))
-        numbers = [
-            Edges(*(None if e is None else points(e).numpy() for e in one)) for one in prepared
-        ]
-        return numbers[: len(sets.live)], numbers[len(sets.live) :]
+    Exact for masks with their tensors, and up to LONGEST for others, where typical tensors stand
+    for missing ones. Tiles of longer sequences are scaled: the number that a tile visits grows on
+    as it did before. The number that a tile of a neighborhood visits does not grow with the rows of
+    its grid.
+    """
+    shrink = max(shape.seqlen_q, shape.seqlen_kv) / LONGEST
+    if shrink > 1 and not _is_tied(mask):
+        return _scaled(mask, side, shape, shrink)
+    if shrink > 1 and isinstance(mask, Neighborhood):
+        lower = _lower(mask)
+        if lower != mask and max(shape.block_m, shape.block_n) <= BLOCK_SIZES[-1]:
+            points = math.prod(lower.grid)
+            few = Shape(1, 1, points, points).tiled(shape.block_m, shape.block_n)
+            return _stretched(listed_ranges(lower, side, few), side, shape)
+    live, full = _tiles(mask, shape)
+    if side == "columns":
+        live, full = live.swapaxes(2, 3), full.swapaxes(2, 3)
+    _, (length, block) = _sides(side, shape)
+    ends = live[..., -1].astype(np.int64)
+    return TileRanges(visited=live.sum(3), full=full.sum(3), ends=ends, block=block, length=length)
 
-    return depends_on(mask), evaluate
+
+def _tiles(mask: Mask, shape: TiledShape) -> tuple[Flags, Flags]:
+    """Return which tiles (batch, heads, rows, columns) keep anything, and which keep all."""
+    short = max(shape.seqlen_q, shape.seqlen_kv) <= LONGEST  # one list of the finest serves all
+    for side in FINE[-1:] if short else FINE:
+        fine = shape.tiled(side, side)
+        fits = not (shape.block_m % side or shape.block_n % side)
+        if fits and fine.rows * fine.columns <= MAX_FINE:
+            live, full = _built(mask, fine)
+            by = (shape.block_m // side, shape.block_n // side)
+            return _joined(live, by, np.any), _joined(full, by, np.all)
+    return _built(mask, shape)
+
+
+@lru_cache(maxsize=12)
+def _built(mask: Mask, shape: TiledShape) -> tuple[Flags, Flags]:
+    """Return the same as `_tiles`, from lists; typical tensors stand for missing ones."""
+    mask = typical(mask).realized(shape)
+    live, full = flags(mask, shape, torch.device("cpu"))
+    return live.numpy(), full.numpy()
+
+
+def flags(mask: Mask, shape: TiledShape, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return which tiles (batch, heads, rows, columns) keep anything, and which keep all."""
+    tensors = tensors_of(mask, shape, device)
+    return build(predicate(mask), tensors, shape, device=device, side="rows").flags(shape.columns)
+
+
+def _joined(flags: Flags, by: tuple[int, int], how: Callable[..., Any]) -> Flags:
+    """Return the flags of tiles that are `by` fine tiles high and wide; beyond the end all flags
+    are false."""
+    batch, heads, *fine = flags.shape
+    rows, columns = (-(-size // step) for size, step in zip(fine, by, strict=True))
+    whole = np.zeros((batch, heads, rows * by[0], columns * by[1]), dtype=np.bool_)
+    whole[..., : fine[0], : fine[1]] = flags
+    return how(whole.reshape(batch, heads, rows, by[0], columns, by[1]), axis=(3, 5))
+
+
+def _lower(mask: Neighborhood) -> Neighborhood:
+    """Return the mask on a grid of fewer rows, where every point still sees as many others."""
+    stride = math.prod(mask.grid[1:])
+    rows = max(2 * mask.window[0], -(-LONGEST // stride))
+    return Neighborhood((min(rows, mask.grid[0]), *mask.grid[1:]), mask.window)
+
+
+def _scaled(mask: Mask, side: Side, shape: TiledShape, shrink: float) -> TileRanges:
+    """Return the tiles at `shape` from those of sequences shorter by `shrink` and by twice it."""
+
+    def shorter(by: float) -> TileRanges:
+        lengths = (max(1, round(n / by)) for n in (shape.seqlen_q, shape.seqlen_kv))
+        tiled = Shape(1, 1, *lengths).tiled(shape.block_m, shape.block_n)
+        return listed_ranges(mask, side, tiled)
+
+    near, half = shorter(shrink), shorter(2 * shrink)
+    growth = float(near.visited.mean() / max(half.visited.mean(), 1e-9))
+    factor = shrink ** min(1.0, max(0.0, math.log2(growth))) if growth > 0 else 1.0
+    return _stretched(near, side, shape, factor)
+
+
+def _stretched(near: TileRanges, side: Side, shape: TiledShape, factor: float = 1.0) -> TileRanges:
+    """Return the tiles at `shape` from those of shorter sequences, `factor` times as many each."""
+    (stays, stays_block), (length, block) = _sides(side, shape)
+    tiles = -(-stays // stays_block)
+    same = np.arange(tiles) * near.visited.shape[-1] // tiles
+    limit = -(-length // block)
+    return TileRanges(
+        visited=np.minimum(np.rint(near.visited[..., same] * factor).astype(np.int64), limit),
+        full=np.minimum(np.rint(near.full[..., same] * factor).astype(np.int64), limit),
+        ends=near.ends[..., same],
+        block=block,
+        length=length,
+    )
+
+
+def _is_tied(mask: Mask) -> bool:
+    """Whether a mask has a meaning at its own lengths only."""
+    return (
+        isinstance(mask, Neighborhood)
+        or any(not value.is_stand_in for value in mask.values)
+        or any(map(_is_tied, mask.parts))
+    )

@@ -19,10 +19,10 @@ from torch.compiler import assume_constant_result
 from torch.overrides import TorchFunctionMode
 
 from tilegen.errors import TilegenError, Unsupported
-from tilegen.masks.language.symbols import B, H, K, Q, S
 from tilegen.masks.language.texts import to_text
+from tilegen.masks.tracing.derived import Derived
 from tilegen.masks.tracing.terms import MAX_ELEMENTS, Rows, Term
-from tilegen.masks.tracing.trace import Tracer, predicate_of, score_of
+from tilegen.masks.tracing.trace import Tracer
 from tilegen.sympy_lock import lock
 
 MAX_SESSIONS = 64
@@ -176,9 +176,8 @@ _numbers = count()
 def _started(is_score: bool) -> int:
     """Return the number of a new trace, whose first values are the function's arguments."""
     tracer = Tracer()
-    symbols = (S, B, H, Q, K) if is_score else (B, H, Q, K)
     number = next(_numbers)
-    _sessions[number] = _Session(tracer, [Term(tracer, symbol) for symbol in symbols])
+    _sessions[number] = _Session(tracer, list(tracer.arguments(is_score=is_score)))
     return number
 
 
@@ -212,7 +211,7 @@ def _finished(number: int, told: Any, is_score: bool, is_checked: bool) -> Any:
     try:
         with lock:
             value = session.actual(told)
-            traced = (score_of if is_score else predicate_of)(session.tracer, value)
+            traced = session.tracer.traced(value, Derived(), is_score=is_score)
             text = to_text(traced.expr)
     except TilegenError as error:
         return str(error)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tilegen.masks.tracing.terms import leaves
 from tilegen.masks.values import Recipe
 
 
@@ -99,12 +100,4 @@ def _same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    match value:
-        case torch.Tensor():
-            return [value]
-        case tuple() | list():
-            return [tensor for one in value for tensor in _tensors(one)]
-        case dict():
-            return [tensor for one in value.values() for tensor in _tensors(one)]
-        case _:
-            return []
+    return [one for one in leaves(value) if isinstance(one, torch.Tensor)]

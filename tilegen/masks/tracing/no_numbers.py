@@ -7,7 +7,7 @@ where PyTorch meets one there and the traced expression says something else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import sympy
@@ -46,13 +46,12 @@ class _Watching(TorchFunctionMode):
 def check_numbers(
     fn: Callable[..., Any],
     expr: sympy.Basic,
-    captured: Iterable[torch.Tensor],
+    captured: Sequence[torch.Tensor],
     *,
     is_score: bool,
 ) -> None:
     """Raise Unsupported where a traced expression differs from its function because a result is not
     a number. Of scores, only whether they are numbers is compared."""
-    captured = tuple(captured)
     device = captured[0].device if captured else torch.device("cpu")
     score = torch.tensor(SCORE, device=device)
     zero = torch.tensor(0, device=device)

@@ -1,43 +1,25 @@
 """Values that remember how they were computed; traced functions are called with them.
 
-They stand for tensors: of no dimension (`Term`), or of a few small ones (`Rows`, `Several`).
+They stand for tensors: of no dimension (`Term`), or of a few small ones (`Rows`, `Several`), which
+may be reduced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
 
 import numpy as np
 import sympy
 import torch
 
 from tilegen.errors import Unsupported
+from tilegen.masks.language.operations import condition, number
 from tilegen.masks.language.symbols import is_condition
 
 MAX_ELEMENTS = 256
 """Most elements of a row that a function computes with: each is a look-up of its own."""
 Elements = np.ndarray[Any, np.dtype[np.object_]]
-
-
-class Tracer(Protocol):
-    """The interface of `trace.Tracer`, which is told of every operation on traced values."""
-
-    def apply(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return what one of torch's functions or methods makes of its arguments."""
-        ...
-
-    def element(self, tensor: torch.Tensor, index: Sequence[Any]) -> Any:
-        """Return one element of a real tensor."""
-        ...
-
-    def index(self, tensor: torch.Tensor, index: tuple[Any, ...]) -> Term | Rows:
-        """Return `tensor[index]`: an element, or rows that still lack an index."""
-        ...
-
-    def several(self, elements: Any) -> Term | Several:
-        """Return a small tensor, or the one value of one without dimensions."""
-        ...
 
 
 def _operator(name: str, *, reflected: bool = False) -> Callable[..., Any]:
@@ -59,7 +41,8 @@ class Value:
 
     __array_ufunc__ = None  # numpy's numbers leave arithmetic to this class
     __hash__ = object.__hash__
-    tracer: Tracer
+    tracer: Any
+    """The `trace.Tracer` that is told of every operation."""
     shape: torch.Size
 
     @property
@@ -83,13 +66,16 @@ class Value:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        tracer = _find_tracer([*args, *(kwargs or {}).values()])
+        tracer = next(one.tracer for one in leaves((args, kwargs)) if isinstance(one, Value))
         return tracer.apply(func.__name__, args, kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         return lambda *args, **kwargs: self.tracer.apply(name, [self, *args], kwargs)
+
+    def __bool__(self) -> bool:
+        raise Unsupported("expected a function without if, and, or, not on traced values")
 
     __add__, __radd__ = _operators("add")
     __sub__, __rsub__ = _operators("sub")
@@ -124,7 +110,7 @@ def _refusal(what: str, function: str) -> Callable[..., NoReturn]:
 class Term(Value):
     """A value that remembers how it was computed; stands for a 0-dimensional tensor."""
 
-    def __init__(self, tracer: Tracer, expr: Any) -> None:
+    def __init__(self, tracer: Any, expr: Any) -> None:
         """Operations on the value collect tensors in `tracer`."""
         self.tracer = tracer
         self.expr = expr
@@ -161,7 +147,7 @@ class Rows(Value):
     """A real tensor with some of its indices given: `bias[h]` before `[q_idx - kv_idx]`, or a few
     elements to compute with: `(table[q_idx] == kv_idx).any(-1)`."""
 
-    def __init__(self, tracer: Tracer, tensor: torch.Tensor, index: tuple[Any, ...]) -> None:
+    def __init__(self, tracer: Any, tensor: torch.Tensor, index: tuple[Any, ...]) -> None:
         """`index` holds the expressions given so far."""
         self.tracer = tracer
         self._tensor = tensor
@@ -193,6 +179,9 @@ class Rows(Value):
             raise AttributeError(name)
         return getattr(Several(self.tracer, self.elements), name)
 
+    def __iter__(self) -> Iterator[Any]:
+        return iter(Several(self.tracer, self.elements))
+
     def incomplete(self) -> NoReturn:
         """Raise Unsupported: too many rows to compute with."""
         raise Unsupported(
@@ -205,7 +194,7 @@ class Rows(Value):
 class Several(Value):
     """A small tensor of traced values."""
 
-    def __init__(self, tracer: Tracer, elements: Elements) -> None:
+    def __init__(self, tracer: Any, elements: Elements) -> None:
         """`elements` holds an expression for each."""
         self.tracer = tracer
         self.elements = elements
@@ -214,17 +203,48 @@ class Several(Value):
     def __getitem__(self, index: Any) -> Any:
         return self.tracer.several(self.elements[index])
 
-    def __bool__(self) -> NoReturn:
-        raise Unsupported("expected a function without if, and, or, not on traced values")
+
+def leaves(value: Any) -> Iterator[Any]:
+    """Yield what tuples, lists and dicts hold, however deep."""
+    match value:
+        case tuple() | list():
+            for one in value:
+                yield from leaves(one)
+        case dict():
+            yield from leaves(list(value.values()))
+        case _:
+            yield value
 
 
-def _find_tracer(values: Sequence[Any]) -> Tracer:
-    """Return the tracer of the first traced value among arguments, inside tuples and lists too."""
-    queue = list(values)
-    while queue:
-        value = queue.pop(0)
-        if isinstance(value, Value):
-            return value.tracer
-        if isinstance(value, (tuple, list)):
-            queue.extend(value)
-    raise Unsupported("expected a traced value among the arguments of a torch function")
+REDUCTIONS: dict[str, Callable[[list[Any]], Any]] = {
+    "any": lambda parts: sympy.Or(*(condition(part, "any") for part in parts)),
+    "all": lambda parts: sympy.And(*(condition(part, "all") for part in parts)),
+    "sum": lambda parts: sympy.Add(*map(number, parts)),
+    "prod": lambda parts: sympy.Mul(*map(number, parts)),
+    "mean": lambda parts: sympy.Add(*map(number, parts)) / max(1, len(parts)),
+    "amax": lambda parts: sympy.Max(*map(number, parts)),
+    "amin": lambda parts: sympy.Min(*map(number, parts)),
+}
+"""PyTorch's reductions by name, of the elements along a dimension."""
+
+RESHAPES: dict[str, Callable[..., Any]] = {
+    "unsqueeze": lambda values, dim: np.expand_dims(values, dim),
+    "squeeze": lambda values, dim=None: np.squeeze(values, dim),
+    "flatten": lambda values: values.reshape(-1),
+}
+
+
+def reduced(name: str, values: Any, dim: Any = None, keepdim: bool = False) -> Any:
+    """Return a reduction along one dimension, several, or all. Raises Unsupported."""
+    every = tuple(range(values.ndim))
+    chosen = every if dim is None else dim if isinstance(dim, tuple | list) else (dim,)
+    axes = {axis % max(1, values.ndim) for axis in chosen}
+    if not axes <= set(every):
+        raise Unsupported(f"expected dimensions of {values.shape} in {name}, got {dim}")
+    kept = [axis for axis in every if axis not in axes]
+    moved = np.moveaxis(values, kept, range(len(kept)))
+    flat = moved.reshape(*(values.shape[axis] for axis in kept), -1)
+    found = np.empty(flat.shape[:-1], dtype=object)
+    for place in np.ndindex(found.shape):
+        found[place] = REDUCTIONS[name](list(flat[place]))
+    return np.expand_dims(found, tuple(sorted(axes))) if keepdim else found

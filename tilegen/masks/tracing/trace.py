@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
@@ -25,8 +25,17 @@ from tilegen.masks.language.symbols import B, H, K, Lookup, Q, S, captured_name,
 from tilegen.masks.language.texts import kind_of_tensor, merge, without
 from tilegen.masks.tracing.derived import Derived
 from tilegen.masks.tracing.no_numbers import MAY_GIVE_NONE, check_numbers
-from tilegen.masks.tracing.reductions import REDUCTIONS, RESHAPES, reduced
-from tilegen.masks.tracing.terms import MAX_ELEMENTS, Elements, Rows, Several, Term, Value
+from tilegen.masks.tracing.terms import (
+    MAX_ELEMENTS,
+    REDUCTIONS,
+    RESHAPES,
+    Elements,
+    Rows,
+    Several,
+    Term,
+    Value,
+    reduced,
+)
 
 MAX_CHOICES = 8
 """Most choices between numbers (`torch.where`) in a mask that are made choices between comparisons:
@@ -57,11 +66,7 @@ def trace_mask(fn: Callable[..., Any]) -> Traced:
 
     Raises Unsupported, naming the term, for what has no expression.
     """
-    tracer, value, derived = _called(fn, "(b, h, q_idx, kv_idx)", (B, H, Q, K))
-    traced = predicate_of(tracer, value, derived)
-    if traced.may_give_none:
-        check_numbers(fn, traced.expr, traced.captured, is_score=False)
-    return traced
+    return _traced(fn, "(b, h, q_idx, kv_idx)", is_score=False)
 
 
 def trace_score(fn: Callable[..., Any]) -> Traced:
@@ -69,19 +74,12 @@ def trace_score(fn: Callable[..., Any]) -> Traced:
 
     Raises Unsupported, naming the term, for what has no expression.
     """
-    tracer, value, derived = _called(fn, "(score, b, h, q_idx, kv_idx)", (S, B, H, Q, K))
-    traced = score_of(tracer, value, derived)
-    if traced.may_give_none:
-        check_numbers(fn, traced.expr, traced.captured, is_score=True)
-    return traced
+    return _traced(fn, "(score, b, h, q_idx, kv_idx)", is_score=True)
 
 
-def _called(
-    fn: Callable[..., Any], arguments: str, symbols: Sequence[sympy.Symbol]
-) -> tuple[Tracer, Any, Derived]:
-    """Return what a function gives for symbols, and what has been noted meanwhile."""
+def _traced(fn: Callable[..., Any], arguments: str, *, is_score: bool) -> Traced:
     tracer = Tracer()
-    terms = [Term(tracer, symbol) for symbol in symbols]
+    terms = tracer.arguments(is_score=is_score)
     try:
         inspect.signature(fn).bind(*terms)
     except ValueError:
@@ -89,31 +87,11 @@ def _called(
     except TypeError:
         raise InvalidProblem(f"expected a function of {arguments}, got {fn}") from None
     with Derived() as derived:
-        return tracer, fn(*terms), derived
-
-
-def predicate_of(tracer: Tracer, value: Any, derived: Derived | None = None) -> Traced:
-    """Return the predicate that a traced value is. Raises Unsupported."""
-    traced = _finished(tracer, value, derived)
-    if not is_condition(traced.expr):
-        raise Unsupported(f"expected a mask function that returns a bool, got {traced.expr}")
-    return replace(traced, expr=_without_where(traced.expr))
-
-
-def score_of(tracer: Tracer, value: Any, derived: Derived | None = None) -> Traced:
-    """Return the score change that a traced value is. Raises Unsupported."""
-    traced = _finished(tracer, value, derived)
-    if is_condition(traced.expr):
-        raise Unsupported(f"expected a score function that returns a number, got {traced.expr}")
-    return traced
-
-
-def _finished(tracer: Tracer, value: Any, derived: Derived | None) -> Traced:
-    result = normalise(tracer.expression(value))
-    # Only tensors that still matter keep a slot: `0 * bias[q]` needs none.
-    (expr,), captured = merge([(result, tracer.captured)])
-    unused = without(tracer.captured, captured)
-    return Traced(expr, captured, unused, derived or Derived(), tracer.may_give_none)
+        value = fn(*terms)
+    found = tracer.traced(value, derived, is_score=is_score)
+    if found.may_give_none:
+        check_numbers(fn, found.expr, found.captured, is_score=is_score)
+    return found
 
 
 def _without_where(expr: sympy.Basic) -> sympy.Basic:
@@ -144,6 +122,26 @@ class Tracer:
     captured: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     may_give_none: bool = False
     """True once an operation was met that gives no number for some numbers."""
+
+    def arguments(self, *, is_score: bool) -> list[Term]:
+        """Return what a function of a score, or of a mask, is called with."""
+        return [Term(self, symbol) for symbol in ((S,) * is_score + (B, H, Q, K))]
+
+    def traced(self, value: Any, derived: Derived, *, is_score: bool) -> Traced:
+        """Return the score, or the mask, that a traced value is. Raises Unsupported."""
+        result = normalise(self.expression(value))
+        # Only tensors that still matter keep a slot: `0 * bias[q]` needs none.
+        (expr,), captured = merge([(result, self.captured)])
+        if is_condition(expr) == is_score:
+            what = (
+                "score function that returns a number"
+                if is_score
+                else "mask function that returns a bool"
+            )
+            raise Unsupported(f"expected a {what}, got {expr}")
+        unused = without(self.captured, captured)
+        expr = expr if is_score else _without_where(expr)
+        return Traced(expr, captured, unused, derived, self.may_give_none)
 
     def expression(self, value: Any) -> Any:
         """Return the expression of an operand: a traced value, a number, a 0-dimensional
@@ -237,7 +235,9 @@ class Tracer:
         for key, value in bound.arguments.items():
             if _is_value(value):
                 bound.arguments[key] = self.expression(value)
-        result = self.expression_of_result(function(*bound.args, **bound.kwargs))
+        result = sympy.sympify(function(*bound.args, **bound.kwargs))
+        if result.has(sympy.nan, sympy.zoo, sympy.I):
+            raise Unsupported(f"expected a real number, got {result}")
         return Term(self, result if dtype is None else cast(result, dtype))
 
     def several(self, elements: Any) -> Term | Several:
@@ -280,13 +280,6 @@ class Tracer:
         found = np.empty((), dtype=object)
         found[()] = self.expression(value)
         return found
-
-    def expression_of_result(self, value: Any) -> Any:
-        """Return a result, which must be a real number. Raises Unsupported."""
-        expr = sympy.sympify(value)
-        if expr.has(sympy.nan, sympy.zoo, sympy.I):
-            raise Unsupported(f"expected a real number, got {expr}")
-        return expr
 
 
 def _is_safe(name: str, args: Sequence[Any]) -> bool:
