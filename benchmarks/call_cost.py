@@ -116,14 +116,9 @@ def sdpa(*, gradients: bool) -> Callable[[], object]:
 def differentiated(
     call: Callable[[], torch.Tensor], leaves: Sequence[torch.Tensor]
 ) -> Callable[[], object]:
-    """Return a call with its backward."""
-    dout = torch.ones(())
-
-    def both() -> object:
-        out = call()
-        return torch.autograd.grad(out, leaves, dout.expand_as(out))
-
-    return both
+    """Return a call with its backward, from a gradient as dense as what it is of."""
+    dout = torch.ones_like(call())
+    return lambda: torch.autograd.grad(call(), leaves, dout)
 
 
 def parts() -> dict[str, Callable[[], object]]:
