@@ -11,6 +11,7 @@ import pytest
 import benchmarks.calibrate_footprint as calibrate
 from benchmarks import quantile_fit
 from tests.settled import SLACK_BYTES, UNDER, is_close, usable
+from tilegen.build.compiler import compile_for
 from tilegen.emit.render import render
 from tilegen.gpus.spec import catalogue, gpu
 from tilegen.kernels.config import Kernel, TileConfig
@@ -38,7 +39,7 @@ PROBLEMS = (
 )
 
 
-SLICES = [kernel for kernel in KERNELS if KERNELS[kernel].sliced]
+SLICES_AND_SPLITS = [name for name, spec in KERNELS.items() if spec.sliced or spec.splits]
 
 
 @pytest.mark.parametrize("arch", GPUS)
@@ -75,7 +76,7 @@ def fits_registers(sample: calibrate.Sample) -> bool:
 
 
 @pytest.mark.parametrize("arch", GPUS)
-@pytest.mark.parametrize("kernel", SLICES)
+@pytest.mark.parametrize("kernel", SLICES_AND_SPLITS)
 def test_shared_memory_of_every_recorded_kernel_of_slices(arch: str, kernel: Kernel) -> None:
     """Never less than the compiler takes, but for 1 %; more in few."""
     cell = [s for s in SAMPLES if (s.arch, s.kernel) == (arch, kernel) and fits_registers(s)]
@@ -100,6 +101,16 @@ def test_the_register_fit_hides_few_usable_kernels(arch: str) -> None:
     assert np.mean([needs.spills_much for needs in spilling]) > 0.4
     assert np.mean([needs.spill_bytes > 0 for needs in spilling]) > 0.75
     assert np.mean([needs.spill_bytes > 0 for needs in usable]) < 0.4
+
+
+@pytest.mark.parametrize("page, tile", [(16, "m2h8n64k1024w4s3"), (64, "m2h8n32k1024w4s4")])
+@pytest.mark.parametrize("mode", ["", "invariant "])
+def test_tiles_in_pages_are_loaded_as_far_ahead_as_others(page: int, tile: str, mode: str) -> None:
+    problem = PARSE(f"hq8 hkv1 q1 kv8192 d128 bf16 causal(bottom_right) {mode}page{page}")
+    config = TileConfig.parse(tile)
+    built = compile_for(render(problem, config, "fwd_paged"), "sm_90")
+    predicted = footprint(problem, config, "fwd_paged", "sm_90").smem_bytes
+    assert is_close(predicted, built.shared_bytes)
 
 
 def test_more_stages_take_more_shared_memory() -> None:

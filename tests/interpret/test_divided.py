@@ -251,6 +251,8 @@ MUTATIONS = {
     ),
     "from the first key": (r"tile_lo \+ split \* tiles_of_split", "split * tiles_of_split"),
     "a split for all": (r"split \* tiles_of_split", "tl.minimum(split, 1) * tiles_of_split"),
+    "the page of the tile before": (r"keys = \(tile_n \+ 1\)", "keys = tile_n"),
+    "the page of the tile after": (r"keys = full_lo \*", "keys = (full_lo + 1) *"),
 }
 
 

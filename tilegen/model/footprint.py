@@ -89,9 +89,13 @@ def _shared_whole(
             split = len(work.passing) > 2  # then the wider chunks are kept once more again
             copied = width + 2 * max(work.passing) * split
             buffered += rules.once_more.get(spec.fitted_as, 0.0) * copied
+            if rules.tensor_memory and spec.values_in_keys(problem):
+                buffered += 2 * problem.head_dim_v  # columns of keys, laid out again in two buffers
     staged = exact or (not in_place and work.rows < min(work.results))
     words = work.kept + work.columns * buffered + work.scores * staged
-    return math.ceil(words * size) + vectors + (rules.smem_overhead if in_place else 0)
+    smem = math.ceil(words * size) + vectors + (rules.smem_overhead if in_place else 0)
+    # Results in fp32 are laid out for their stores where everything else has been.
+    return max(smem, 4 * work.rows * max(work.results)) if spec.splits and not in_place else smem
 
 
 def _shared_sliced(
