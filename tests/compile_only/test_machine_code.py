@@ -114,8 +114,6 @@ TWELVE = {
     )
     for kernel in ("fwd", "bwd_dkdv", "bwd_dq")
 }
-SOME = ("fwd-d64-window", "bwd_dkdv-d128-causal", "bwd_dq-d64-window")
-"""Those whose neighbours are compiled here; `python -m benchmarks.machine_code` does it for all."""
 known_triton = pytest.mark.skipif(
     version("triton") != "3.7.1", reason="needs Triton 3.7.1, for which the numbers are known"
 )
@@ -130,11 +128,11 @@ def test_static_bounds(name: str, golden: CheckGolden) -> None:
 
 
 @known_triton
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name", TWELVE)
 def test_nothing_better_is_hidden_beside_a_choice(name: str) -> None:
     text, kernel = TWELVE[name]
     found = neighbourhood(PARSE(text), gpu("h200"), kernel)
-    assert len(found) > 2
+    assert len(found) > 1
     chosen, *others = found
     assert [one for one in others if one.hidden and one.seconds < chosen.seconds] == []
     assert min(one.seconds for one in others if one.usable) > 0.9 * chosen.seconds

@@ -93,9 +93,14 @@ def _shared_whole(
                 buffered += 2 * problem.head_dim_v  # columns of keys, laid out again in two buffers
     staged = exact or (not in_place and work.rows < min(work.results))
     words = work.kept + work.columns * buffered + work.scores * staged
-    smem = math.ceil(words * size) + vectors + (rules.smem_overhead if in_place else 0)
+    overhead = rules.smem_overhead if in_place else 0
+    if overhead and not buffers:  # then sums of rows across warps are not where tiles have been
+        overhead = max(overhead, 4 * min(work.rows, TENSOR_MEMORY_LANES) * config.num_warps)
+    smem = math.ceil(words * size) + vectors + overhead
+    if not spec.splits or (in_place and rules.tensor_memory):
+        return smem
     # Results in fp32 are laid out for their stores where everything else has been.
-    return max(smem, 4 * work.rows * max(work.results)) if spec.splits and not in_place else smem
+    return max(smem, 4 * work.rows * max(work.results))
 
 
 def _shared_sliced(

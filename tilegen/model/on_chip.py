@@ -41,9 +41,9 @@ product before it issues the next.
 
 SPILL_DOUBT = 1.35
 """Factor of the registers of a thread up to which the fit may predict and a config still be
-proposed. Among kernels compiled for NVIDIA's architectures 1 to 2 % of the usable ones lie above,
-and 45 to 59 % of those that spill too much (benchmarks/results/footprint.csv): the fit takes out
-the hopeless, compiling decides about the others."""
+proposed. Among kernels compiled for NVIDIA's architectures 1.0 to 1.3 % of the usable ones lie
+above, and 31 to 63 % of those that spill too much (benchmarks/results/footprint.csv): the fit takes
+out the hopeless, compiling decides about the others."""
 
 
 MAX_WARPS_PER_SM = {"sm_": 48, "gfx": 32}
