@@ -13,20 +13,21 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from benchmarks.environment import ROOT, Environment, environment
 from benchmarks.rows import append, read, same_values, with_environment
 from benchmarks.workloads import catalogue
 from tilegen import gpu as gpu_named
-from tilegen.build.acceptable import Usage, objection
+from tilegen.build.acceptable import Usage, acceptable
 from tilegen.build.verdicts import verdict
 from tilegen.choose.families import kernels_of
 from tilegen.choose.ranking import estimate, search_space, seconds_as_compiled
 from tilegen.errors import BuildFailed
 from tilegen.gpus.spec import GpuSpec
-from tilegen.kernels.config import BLOCK_SIZES, NUM_STAGES, NUM_WARPS, Kernel, TileConfig
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import KERNELS
 from tilegen.model.as_compiled import clocks_as_compiled
 from tilegen.pipeline import choose_kernel
 from tilegen.problem import AttentionProblem
@@ -46,7 +47,7 @@ class Compiled:
     seconds: float
     usable: bool
     hidden: bool
-    """True: a tuner would not try it, or not time it."""
+    """True: a tuner would not try it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,21 +73,22 @@ class Row(Environment):
     better: str = ""
     """Neighbours that are faster by their machine code, with their part of the time."""
     hidden: str = ""
-    """Those of them that a tuner would not time."""
+    """Those that a tuner would not try."""
+    refused: str = ""
+    """Neighbours that would be faster but may not be used: their machine code waits for each matrix
+    product, or for what it has spilled."""
 
 
-def neighbours(config: TileConfig) -> list[TileConfig]:
-    """Return the configs that differ by one step of a tile, of warps or of stages."""
-    found: list[TileConfig] = []
-    for name, values in (
-        ("block_m", BLOCK_SIZES),
-        ("block_n", BLOCK_SIZES),
-        ("num_warps", NUM_WARPS),
-        ("num_stages", NUM_STAGES),
-    ):
-        at = values.index(getattr(config, name))
-        found += [replace(config, **{name: one}) for one in values[max(0, at - 1) : at + 2]]
-    return [one for one in dict.fromkeys(found) if one != config]
+def neighbours(config: TileConfig, kernel: Kernel) -> list[TileConfig]:
+    """Return the configs that differ by one step of one of a kernel's knobs."""
+    knobs, found = KERNELS[kernel].knobs, []
+    for field in fields(knobs):
+        values: tuple[int, ...] = getattr(knobs, field.name)
+        if field.name == "block_m":  # of each of the heads of a tile
+            values = tuple(one // config.heads for one in values if one >= config.heads)
+        at = values.index(getattr(config, field.name))
+        found += [replace(config, **{field.name: one}) for one in values[max(0, at - 1) : at + 2]]
+    return [one for one in found if one != config]
 
 
 def neighbourhood(
@@ -98,7 +100,7 @@ def neighbourhood(
     longest = NEAR * estimate(problem, spec, chosen, kernel).seconds
     others = [
         one
-        for one in neighbours(chosen)
+        for one in neighbours(chosen, kernel)
         if near and estimate(problem, spec, one, kernel).seconds <= longest
     ]
     found: list[Compiled] = []
@@ -106,15 +108,13 @@ def neighbourhood(
         built = verdict(problem, config, kernel, spec.arch, aligned=True)
         if isinstance(built, BuildFailed) or built.shared_bytes > spec.smem_per_block:
             continue
-        usable = not objection(built, spec)
-        seconds = seconds_as_compiled(problem, spec, config, kernel, built)
         found.append(
             Compiled(
                 config=config,
                 built=built,
-                seconds=seconds,
-                usable=usable,
-                hidden=not usable or config not in tried,
+                seconds=seconds_as_compiled(problem, spec, config, kernel, built),
+                usable=acceptable(built, spec),
+                hidden=config not in tried,
             )
         )
     return found
@@ -124,7 +124,8 @@ def row(problem: AttentionProblem, spec: GpuSpec, kernel: Kernel, *, near: bool)
     """Return the line of one kernel."""
     chosen, *others = neighbourhood(problem, spec, kernel, near=near)
     config, built, seconds = chosen.config, chosen.built, chosen.seconds
-    better = [one for one in others if one.seconds < seconds]
+    faster = [one for one in others if one.seconds < seconds]
+    better = [one for one in faster if one.usable]
     line = with_environment(
         Row,
         environment(),
@@ -136,8 +137,9 @@ def row(problem: AttentionProblem, spec: GpuSpec, kernel: Kernel, *, near: bool)
         spill_bytes=built.spill_bytes,
         predicted_us=round(1e6 * estimate(problem, spec, config, kernel).seconds, 2),
         static_us=round(1e6 * seconds, 2),
-        better=" ".join(f"{one.config.key}:{one.seconds / seconds:.3f}" for one in better),
-        hidden=" ".join(one.config.key for one in better if one.hidden),
+        better=_listed(better, seconds),
+        hidden=_listed([one for one in better if one.hidden], seconds),
+        refused=_listed([one for one in faster if not one.usable], seconds),
     )
     if (code := built.step_code) is None:
         return line
@@ -146,6 +148,10 @@ def row(problem: AttentionProblem, spec: GpuSpec, kernel: Kernel, *, near: bool)
     units = ("tensor", "exp", "issue", "smem", "local", "masking", "bound")
     shown = {name: round(scale * getattr(clocks, name)) for name in units}
     return replace(line, **shown, exposed=round(clocks.exposed, 3))
+
+
+def _listed(faster: list[Compiled], seconds: float) -> str:
+    return " ".join(f"{one.config.key}:{one.seconds / seconds:.3f}" for one in faster)
 
 
 def _wanted(names: list[str]) -> Iterator[tuple[GpuSpec, AttentionProblem, Kernel]]:

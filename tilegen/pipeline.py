@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from subprocess import SubprocessError
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -211,6 +212,11 @@ def best_acceptable(
         from tilegen.choose.ranking import time_as_compiled  # loads SymPy
 
         seconds[config] = time_as_compiled(problem, gpu, config, ranked.kernel, built).cost
+        for other in ranked.configs:  # if it has fewer registers than predicted, they do, too
+            if other not in tried and replace(other, num_stages=config.num_stages) == config:
+                of = problem, gpu, other, ranked.kernel, built
+                as_this = time_as_compiled(*of, stages=config.num_stages).cost
+                at_best[other] = min(at_best[other], as_this)
     if seconds:
         best = min(seconds, key=lambda config: seconds[config])
         return Chosen(config=best, ranked=ranked, tried=tried, seconds=seconds)

@@ -134,8 +134,10 @@ def test_nothing_better_is_hidden_beside_a_choice(name: str) -> None:
     found = neighbourhood(PARSE(text), gpu("h200"), kernel)
     assert len(found) > 1
     chosen, *others = found
-    assert [one for one in others if one.hidden and one.seconds < chosen.seconds] == []
-    assert min(one.seconds for one in others if one.usable) > 0.9 * chosen.seconds
+    assert chosen.usable
+    better = [one for one in others if one.usable and one.seconds < chosen.seconds]
+    assert [one.config.key for one in better if one.hidden] == []
+    assert all(one.seconds > 0.95 * chosen.seconds for one in better)
 
 
 def told(problem: AttentionProblem, built: CompiledKernel) -> str:

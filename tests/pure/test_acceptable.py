@@ -10,6 +10,7 @@ import pytest
 from tilegen import pipeline
 from tilegen.build import compiler
 from tilegen.build.acceptable import MOST_LOCAL, acceptable, objection
+from tilegen.choose.chosen import Ranked
 from tilegen.choose.ranking import hopefuls, propose, seconds_as_compiled
 from tilegen.emit.identity import RenderedKernel
 from tilegen.errors import BuildFailed
@@ -173,6 +174,27 @@ def test_a_call_takes_what_is_fastest_as_compiled(
     found = pipeline.choose_kernel(PROBLEM, H200, "bwd_dq", may_compile=True)
     assert (found.config, found.source) == (proposals[2], "the model")
     assert list(compiled) == proposals[:3]
+
+
+def test_registers_of_a_tile_tell_of_its_other_stages() -> None:
+    """Fewer than predicted let more programs share an SM, if they take less shared memory."""
+    problem = AttentionProblem.parse("b1 hq32 hkv8 q8192 d64 bf16 window(127,0)")
+    tile = TileConfig.parse("m64n32w4s4")
+    asked = hopefuls(problem, H200, kernel="bwd_dq", top=ASKED)
+    alike = [one for one in asked if replace(one.config, num_stages=4) == tile]
+    ranked = Ranked("bwd_dq", tuple(one.config for one in alike), "model", "", tuple(alike))
+
+    def compiled(registers: int) -> tuple[TileConfig, int]:
+        def compile_(config: TileConfig) -> Used:
+            needs = footprint(problem, config, "bwd_dq", "sm_90")
+            return Used(shared_bytes=needs.smem_bytes, registers=registers, step_code=None)
+
+        found = pipeline.best_acceptable(problem, H200, ranked, compile_)
+        return found.config, len(found.tried)
+
+    predicted = footprint(problem, tile, "bwd_dq", "sm_90").registers
+    assert compiled(predicted) == (tile, 1)
+    assert compiled(96) == (replace(tile, num_stages=3), 2)
 
 
 def test_what_spills_a_little_is_taken_if_it_is_still_the_fastest(

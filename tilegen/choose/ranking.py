@@ -105,13 +105,24 @@ def _best(model: _Model, top: int, *, spilling: bool) -> list[Candidate]:
 
 @one_at_a_time
 def time_as_compiled(
-    problem: AttentionProblem, gpu: GpuSpec, config: TileConfig, kernel: Kernel, built: Usage
+    problem: AttentionProblem,
+    gpu: GpuSpec,
+    config: TileConfig,
+    kernel: Kernel,
+    built: Usage,
+    *,
+    stages: int | None = None,
 ) -> Time:
     """Return the predicted time of a config with what the compiler says that it uses, and with what
-    its machine code issues in a step, where that could be told."""
+    its machine code issues in a step, where that could be told.
+
+    What was compiled may have another number of stages, `stages`: then shared memory, which alone
+    hangs on it, is as predicted.
+    """
     model = _Model(problem.normal(), gpu, kernel)
     needs = model.needs(config)
-    used = needs.as_compiled(built.registers, built.spill_bytes, built.shared_bytes)
+    shared = needs.smem_bytes if stages not in (None, config.num_stages) else built.shared_bytes
+    used = needs.as_compiled(built.registers, built.spill_bytes, shared)
     code = built.step_code
     return model.time(config, used, clocks_as_compiled(code, gpu) if code else None)
 
