@@ -38,7 +38,8 @@ class BoundKernel:
         """`names` are those of the launch's parameters, where its signature does not say them."""
         names = inspect.signature(launch).parameters if names is None else names
         self.launch = launch
-        self._slots = [(int(name[1:]), name) for name in names if re.fullmatch(r"t\d+", name)]
+        slots = [(int(name[1:]), name) for name in names if re.fullmatch(r"t\d+", name)]
+        self._slots = [(slot, name, mask.values[slot].kind == "bool") for slot, name in slots]
         self._reads = [name for name in names if re.fullmatch(r"d?c\d+|sinks|dropout(_p)?", name)]
         self._side: Side = KERNELS[kernel].stays
         self._blocks = {"block_m": config.block_m, "block_n": config.block_n}
@@ -88,10 +89,11 @@ class BoundKernel:
 
     def reading(self, tables: Sequence[torch.Tensor], reads: Mapping[str, Any] = NOTHING) -> Launch:
         """Return the same but for lists of tiles."""
-        extras = {name: reads[name] for name in self._reads} if self._reads else {}
-        for slot, name in self._slots:
-            one = tables[slot]
-            extras[name] = one.view(torch.uint8) if one.dtype is torch.bool else one
+        extras: dict[str, Any] = {}
+        for name in self._reads:
+            extras[name] = reads[name]
+        for slot, name, is_bool in self._slots:
+            extras[name] = tables[slot].view(torch.uint8) if is_bool else tables[slot]
         return partial(self.launch, **extras) if extras else self.launch
 
 

@@ -18,6 +18,7 @@ from tilegen.kernels.config import shares_columns
 from tilegen.masks import score as scores
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score, ScoreForm
+from tilegen.masks.tensors import check_kv_lengths
 from tilegen.masks.tracing.fingerprint import Traces
 from tilegen.problem import MIN_HEAD_DIM, AttentionProblem, DType
 from tilegen.runtime.changes import Changes
@@ -55,17 +56,26 @@ def facts_of(q: Any, k: Any, v: Any, changes: Changes) -> tuple[Any, ...]:
     """Return all that the plan of a call depends on. Raises InvalidProblem for what is no tensor,
     and for what is no mask."""
     kind, form = changes.kind, None if changes.score is None else form_of(changes)
+    lengths = changes.kv_lengths
     try:
         shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
         dtypes, devices = (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device)
         k_at, v_at = k.data_ptr(), v.data_ptr()
         offset = (q.data_ptr() | k_at | v_at) % VECTOR_BYTES
         where = "cuda" if q.is_cuda else "cpu"
+        padding = lengths is not None and (
+            lengths.dtype,
+            lengths.shape,
+            lengths.device,
+            lengths.is_contiguous(),
+        )
     except (AttributeError, RuntimeError):  # RuntimeError: sparse, nested and such
+        if lengths is not None:
+            check_kv_lengths(lengths)
         names = ", ".join(_kind(x) for x in (q, k, v))
         raise InvalidProblem(f"q, k and v must be dense torch tensors, got {names}") from None
     cast = torch.is_autocast_enabled(where) and torch.get_autocast_dtype(where)
-    asked = kind, form, cast, changes.dropout is None
+    asked = kind, form, cast, changes.dropout is None, padding
     return shapes, strides, dtypes, devices, offset, k_at == v_at, asked
 
 
