@@ -89,11 +89,13 @@ def call_key(facts: tuple[Any, ...]) -> Any:
         return facts  # looked at closely
     batch, heads, rows, width = q_shape
     k_batch, heads_kv, columns, k_width = k_shape
+    v_batch, v_heads, v_columns, v_width = v_shape
     (qb, qh, qm, q_dense), (kb, kh, kn, k_dense), (vb, vh, vn, v_dense) = strides
     if not (
-        k_batch == batch
-        and v_shape[:3] == (batch, heads_kv, columns)
-        and k_width == width
+        batch == k_batch == v_batch
+        and heads_kv == v_heads
+        and columns == v_columns
+        and width == k_width
         and q_dense == k_dense == v_dense == 1
         and (qm | kn | vn) < MAX_ROW_STRIDE
         and rows
@@ -109,7 +111,7 @@ def call_key(facts: tuple[Any, ...]) -> Any:
         found = zip(sizes, (qb, qh, qm, kb, kh, kn, vb, vh, vn), strict=True)
         unit = reduce(or_, (0 if n == 1 else stride for n, stride in found)) % VECTOR_BYTES
     expanded = not (qb and qh and qm and kb and kh and kn and vb and vh and vn)
-    sizes = batch, heads, heads_kv, width, v_shape[3]
+    sizes = batch, heads, heads_kv, width, v_width
     lengths = (rows - 1).bit_length(), (columns - 1).bit_length()
     in_keys = is_shared and strides[1] == strides[2]
     return sizes, lengths, unit, offset, expanded, in_keys, dtypes[0], devices[0], asked
