@@ -9,7 +9,7 @@ from typing import Literal, cast
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.kernels.config import Dim, shares_columns
 from tilegen.masks.dilation import grouped_length, grouped_mask, step_of
-from tilegen.masks.mask import Mask, full
+from tilegen.masks.mask import Mask, check_mask, full
 from tilegen.masks.notation import parse_mask
 from tilegen.masks.score import ScoreForm, parse_score
 from tilegen.masks.shapes import Shape
@@ -105,11 +105,7 @@ class AttentionProblem:
                 "latent needs a head_dim_v whose tiles are the first of those of keys, such as "
                 f"d576/512 or d192/128, got d{self.head_dim_qk}/{self.head_dim_v}"
             )
-        if not isinstance(self.mask, Mask):
-            raise InvalidProblem(
-                "mask must be a tilegen mask such as tilegen.causal(), "
-                f"got {type(self.mask).__name__}"
-            )
+        check_mask(self.mask)
 
     @property
     def group_size(self) -> int:

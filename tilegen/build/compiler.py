@@ -53,7 +53,7 @@ class CompiledKernel:
     @property
     def threads(self) -> int:
         """Threads of one program."""
-        return threads_of(self.arch, self.rendered.config)
+        return threads_of(self.arch, self.rendered.config.num_warps)
 
     @cached_property
     def code(self) -> MachineCode:

@@ -150,6 +150,6 @@ def shares_columns(head_dim_qk: int, head_dim_v: int) -> bool:
     return keys[: len(values)] == values and sum(values) == head_dim_v < head_dim_qk
 
 
-def threads_of(arch: str, config: TileConfig) -> int:
-    """Return the threads of one program."""
-    return (64 if arch.startswith("gfx") else 32) * config.num_warps
+def threads_of(arch: str, num_warps: int) -> int:
+    """Return the threads of a program: warps have 64 on AMD's GPUs, 32 on NVIDIA's."""
+    return (64 if arch.startswith("gfx") else 32) * num_warps

@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from tilegen.kernels.config import BLOCK_SIZES
 
 if TYPE_CHECKING:
     from tilegen.gpus.spec import GpuSpec
+    from tilegen.kernels.spec import Direction
     from tilegen.problem import AttentionProblem
 
 Launch = Callable[..., Any]
@@ -76,9 +77,7 @@ def panel_rows(
     return max(in_l2, one_wave)
 
 
-def rows_for(
-    problem: AttentionProblem, gpu: GpuSpec, direction: Literal["forward", "backward"]
-) -> int:
+def rows_for(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> int:
     """Return the query rows that a panel of a pass holds on a GPU."""
     panels_at_once = 1 if direction == "forward" else 2  # weights, and in the backward gradients
     return panel_rows(

@@ -7,8 +7,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from tilegen.bounded_cache import BoundedCache
-from tilegen.errors import InvalidProblem
-from tilegen.masks.mask import Mask
+from tilegen.masks.mask import Mask, check_mask
 from tilegen.masks.usual import KvPrefix
 from tilegen.masks.values import MAX_WINDOW, Values
 
@@ -51,10 +50,7 @@ def kind_of_mask(mask: Mask) -> MaskKind:
     """Return the kind of a mask, which it then keeps. Raises InvalidProblem for what is none."""
     kind: MaskKind | None = getattr(mask, "_kind", None)
     if kind is None:
-        if not isinstance(mask, Mask):
-            raise InvalidProblem(
-                f"mask must be a tilegen mask such as tilegen.causal(), got {type(mask).__name__}"
-            )
+        check_mask(mask)
         stand_in = mask.stand_in
         kind = vars(mask)["_kind"] = _kinds.get(stand_in, lambda: MaskKind(stand_in))
     return kind

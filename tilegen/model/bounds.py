@@ -96,17 +96,18 @@ def partition_bound() -> sp.Expr:
     A part of the computation that touches 2M words completes at most `largest_subgrid()` entries
     and reaches 4M more. One dense head on one processor: N_q N_kv d^2 / (M + 4 d^2) - M.
     """
-    return _partitioned(largest_subgrid())
+    return partitioned(largest_subgrid())
 
 
 def pattern_bound() -> sp.Expr:
     """Return LB1G in words: LB1 with what the densest sub-grids of the mask hold, `e_G(2M/d)`, in
     the place of what its degrees allow. It is never below LB1."""
-    return _partitioned(spanned_by_all_heads().subs(k, 2 * M / d_qk))
+    return partitioned(spanned_by_all_heads().subs(k, 2 * M / d_qk))
 
 
-def _partitioned(entries: sp.Expr) -> sp.Expr:
-    """Return the bound for parts of the computation that complete at most so many entries."""
+def partitioned(entries: sp.Expr) -> sp.Expr:
+    """Return the bound in words for parts of the computation that touch 2M words, and complete at
+    most so many entries."""
     return M * (H_kv * g * nnz / (entries + 4 * M) - P)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.config import Kernel, TileConfig, threads_of
 from tilegen.kernels.registry import KERNELS
 from tilegen.kernels.spec import WIDTHS, Sliced, Whole
 from tilegen.model.lists_and_tables import lists_and_tables
@@ -23,7 +23,6 @@ from tilegen.model.on_chip import (
     Footprint,
     family,
     max_registers,
-    threads_of,
 )
 from tilegen.model.step import Step, chunks, step
 from tilegen.problem import AttentionProblem

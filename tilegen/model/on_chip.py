@@ -15,7 +15,7 @@ from typing import Any
 
 from tilegen.gpus.nearest import nearest
 from tilegen.gpus.spec import SMEM_RESERVED_PER_PROGRAM, GpuSpec
-from tilegen.kernels.config import TileConfig
+from tilegen.kernels.config import TileConfig, threads_of
 
 TENSOR_MEMORY_COLUMNS = 512
 
@@ -90,7 +90,6 @@ class Footprint:
 class Family:
     """One family of footprint.toml; the fields are described there."""
 
-    warp_threads: int
     max_registers: int
     registers_per_sm: int
     rows_in_place: int
@@ -101,11 +100,6 @@ class Family:
     once_more: dict[str, float]
     registers: dict[str, tuple[float, ...]]
     """Coefficients of `footprint.register_features`, for 16-bit and for fp32 operands."""
-
-
-def threads_of(arch: str, num_warps: int) -> int:
-    """Return the threads of a program."""
-    return family(arch).warp_threads * num_warps
 
 
 def max_registers(arch: str, num_warps: int) -> int:
@@ -125,7 +119,7 @@ def residents(needs: Footprint, gpu: GpuSpec, config: TileConfig) -> int:
         MAX_PROGRAMS_PER_SM,
     ]
     if needs.columns:  # allocated in powers of two, at least 32
-        limits.append(TENSOR_MEMORY_COLUMNS // max(32, _power_of_two(needs.columns)))
+        limits.append(TENSOR_MEMORY_COLUMNS // max(32, 1 << (needs.columns - 1).bit_length()))
     return max(1, min(limits))
 
 
@@ -148,7 +142,3 @@ def family(arch: str) -> Family:
 
 def _table(name: str) -> dict[str, Any]:
     return tomllib.loads((files("tilegen.model") / name).read_text(encoding="utf-8"))
-
-
-def _power_of_two(value: int) -> int:
-    return 1 << (value - 1).bit_length()

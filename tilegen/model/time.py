@@ -14,13 +14,13 @@ from functools import lru_cache
 
 from tilegen.gpus.nearest import on_tensor_cores
 from tilegen.gpus.spec import GpuSpec
-from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.config import Kernel, TileConfig, threads_of
 from tilegen.kernels.launch_order import heads_together, heavy_end
 from tilegen.kernels.registry import KERNELS, family_with
 from tilegen.model.dram import dram_bytes
 from tilegen.model.footprint import executed, in_place_of, repetition
 from tilegen.model.launches import Launches, launches
-from tilegen.model.on_chip import Footprint, family, residents, threads_of
+from tilegen.model.on_chip import Footprint, family, residents
 from tilegen.model.operands import shared_words
 from tilegen.model.rates import instructions, peak_flops_per_clk, rates_of
 from tilegen.model.step import step

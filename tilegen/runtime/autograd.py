@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from tilegen.check import interpreter
+from tilegen.disk import say_once
 from tilegen.emit.identity import is_aligned
 from tilegen.kernels.descriptors import is_describable
 from tilegen.masks.score import Score
@@ -153,6 +155,21 @@ class _Reaching(torch.autograd.Function):
             torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.unused
         )
         return dout, dlse, *zeros
+
+
+def computes_by_torch(device: torch.device) -> bool:
+    """Whether PyTorch computes calls on a device, which is said once: on a CPU, unless Triton's
+    interpreter runs the emitted kernels there. Raises Unsupported where it cannot."""
+    if device.type != "cpu":
+        return False
+    if interpreter.is_active():
+        interpreter.prepare()
+        return False
+    say_once(
+        "CPU tensors: computing with PyTorch; "
+        "set TRITON_INTERPRET=1 before Python starts to run the emitted kernels"
+    )
+    return True
 
 
 def torch_run(

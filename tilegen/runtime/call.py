@@ -41,11 +41,7 @@ def score_of(score: Score | ScoreFunction | None) -> Score | None:
     """Return a score as given, or traced from a function, once while what it reads is the same."""
     if score is None or isinstance(score, Score):
         return score and score.anew()
-    if not callable(score):
-        raise InvalidProblem(
-            "score must be a tilegen score such as tilegen.softcap(20.0), or a function of "
-            f"(score, b, h, q_idx, kv_idx); got {type(score).__name__}"
-        )
+    scores.check_function(score)
     return _traces(score).anew()
 
 
@@ -132,10 +128,7 @@ def problem_of(
 ) -> AttentionProblem:
     """Return the problem of a call. Raises InvalidProblem and Unsupported."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.ndim != 4:
-            raise InvalidProblem(
-                f"{name} must have 4 dimensions (batch, heads, seqlen, head_dim), got {tensor.ndim}"
-            )
+        check_dimensions(name, tensor)
         if tensor.numel() == 0:
             raise InvalidProblem(f"{name} must not be empty, got shape {tuple(tensor.shape)}")
         if tensor.dtype not in DTYPES:
@@ -165,6 +158,14 @@ def problem_of(
         invariant=settings().batch_invariant,
         latent=values_in_keys(q, k, v),
     )
+
+
+def check_dimensions(name: str, tensor: torch.Tensor) -> None:
+    """Raise InvalidProblem unless a tensor has four dimensions."""
+    if tensor.ndim != 4:
+        raise InvalidProblem(
+            f"{name} must have 4 dimensions (batch, heads, seqlen, head_dim), got {tensor.ndim}"
+        )
 
 
 def values_in_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from tilegen.check import interpreter
 from tilegen.disk import say_once
 from tilegen.emit.identity import is_aligned
 from tilegen.errors import Unsupported
@@ -25,7 +24,7 @@ from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import are_readable, check_fit, check_kv_lengths
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import autograd, plans
-from tilegen.runtime.autograd import addressable, reaching, torch_run
+from tilegen.runtime.autograd import addressable, computes_by_torch, reaching, torch_run
 from tilegen.runtime.call import (
     MAX_PROGRAMS,
     autocast,
@@ -152,23 +151,15 @@ def _new_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Change
     checks_fit = changes.score is not None or kind_of_mask(changes.given).checks_lengths
     problem = problem_of(q, k, v, changes)
     scale = problem.head_dim_qk**-0.5
-    if checks_fit:
-        check_fit(changes.given, changes.score, Shape.of(q, k))
     lengths_dtype = None
     if lengths is not None and are_readable(lengths, problem.batch, q.device):
         lengths_dtype = lengths.dtype
-    if q.device.type == "cpu" and not interpreter.is_active():
-        say_once(
-            "CPU tensors: computing with PyTorch; "
-            "set TRITON_INTERPRET=1 before Python starts to run the emitted kernels"
-        )
+    if computes_by_torch(q.device):
         return Plan(torch_run, scale, checks_fit=checks_fit)
-    if q.device.type in ("cpu", "cuda"):
-        if q.device.type == "cpu":
-            interpreter.prepare()
-        run, kernels = _kernel_run(problem, lengths_dtype, q, k, v)
-        return Plan(run, scale, kernels=kernels, checks_fit=checks_fit)
-    raise Unsupported(f"q must be on a CUDA or CPU device, got {q.device}")
+    if q.device.type not in ("cpu", "cuda"):
+        raise Unsupported(f"q must be on a CUDA or CPU device, got {q.device}")
+    run, kernels = _kernel_run(problem, lengths_dtype, q, k, v)
+    return Plan(run, scale, kernels=kernels, checks_fit=checks_fit)
 
 
 def _kernel_run(

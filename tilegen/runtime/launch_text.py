@@ -52,11 +52,11 @@ class LaunchText:
             *(
                 line
                 for name in self._strided
-                if name not in self._made
+                if name not in self.spec.made
                 for line in self._read(name)
             ),
             *(f"{name}_n{axis} = {name}_shape[{axis}]" for name, axis in self._other_sizes),
-            *(line for name in self._made for line in self._make(name)),
+            *(line for name in self.spec.made for line in self._make(name)),
             *(
                 f"if {name}_n{axis} == 1: {name}_s{axis} = {self._idle_stride(name)}"
                 for name in self._rows
@@ -78,7 +78,7 @@ class LaunchText:
     def _launch(self) -> str:
         keywords = f", *, {', '.join(self.extras)}" if self.extras else ""
         tells = self.spec.tells
-        results = [*self._made, *([str(getattr(self.config, tells))] if tells else [])]
+        results = [*self.spec.made, *([str(getattr(self.config, tells))] if tells else [])]
         extras = (f"{name}={name}" for name in self.extras)
         body = [
             f"device = {self.spec.given[0]}.device",
@@ -91,7 +91,7 @@ class LaunchText:
             f"{', '.join(self._told)} = told",
             *(
                 f"{name} = empty({name}_shape, {name}_stride, {self._dtype(name)})"
-                for name in self._made
+                for name in self.spec.made
             ),
             *(f"{name}_at = {name}.data_ptr()" for name in self._addresses),
             *(
@@ -117,7 +117,7 @@ class LaunchText:
     @cached_property
     def _facts(self) -> dict[str, str]:
         """The parameters of `arranged`, and what `launch` gives it for them."""
-        given = [name for name in self._strided if name not in self._made]
+        given = [name for name in self._strided if name not in self.spec.made]
         shapes = dict.fromkeys((*given, *(name for name, _ in self._other_sizes)))
         return (
             {f"{name}_shape": f"{name}.shape" for name in shapes}
@@ -128,7 +128,7 @@ class LaunchText:
     @property
     def _told(self) -> list[str]:
         """The results of `arranged`."""
-        made = (f"{name}_{what}" for name in self._made for what in ("shape", "stride"))
+        made = (f"{name}_{what}" for name in self.spec.made for what in ("shape", "stride"))
         tiled = (f"{name}_tiled" for name in self._described)
         return ["grid", "is_wide", *made, *tiled, *(name for name, _ in self._groups if name)]
 
@@ -220,10 +220,6 @@ class LaunchText:
         sizes = ", ".join(f"{name}_n{axis}" for axis in range(4))
         return f"({sizes}), ({', '.join(f'{name}_s{axis}' for axis in range(3))}, 1)"
 
-    @property
-    def _made(self) -> tuple[str, ...]:
-        return self.spec.made
-
     @cached_property
     def _rows(self) -> list[str]:
         """The tensors (batch, heads, rows, head dim) whose strides are arguments."""
@@ -244,9 +240,9 @@ class LaunchText:
         """The sizes that are taken of tensors whose strides are no arguments."""
         taken = (*self.arguments, *(one for one, _ in self.grid))
         sizes = [(one.of, one.axis) for one in taken if one.taken in ("size", "units")]
-        sizes += [(LIKE[name][1], 3) for name in self._made if name in LIKE]
-        sizes += [(one, 3) for name in self._made for one in OF_SPLITS.get(name, ())[2:]]
-        known = (*self._strided, *self._made)
+        sizes += [(LIKE[name][1], 3) for name in self.spec.made if name in LIKE]
+        sizes += [(one, 3) for name in self.spec.made for one in OF_SPLITS.get(name, ())[2:]]
+        known = (*self._strided, *self.spec.made)
         return list(dict.fromkeys(one for one in sizes if one[0] not in known))
 
     @cached_property
@@ -258,7 +254,7 @@ class LaunchText:
     @cached_property
     def _addresses(self) -> list[str]:
         """The tensors, but for those of masks and scores, whose addresses are arguments."""
-        named = (*self.spec.given, *self._made)
+        named = (*self.spec.given, *self.spec.made)
         taken = [one.of for one in self.arguments if one.taken == "address"]
         return [name for name in taken if name in named]
 

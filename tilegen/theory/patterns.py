@@ -13,19 +13,16 @@ from typing import Literal
 
 import sympy as sp
 
+from tilegen.model.bounds import partitioned
 from tilegen.model.symbols import (
     B_c,
     B_r,
     Gcd,
-    H_kv,
     M,
     N,
-    P,
     b,
     d_qk,
-    g,
     k,
-    nnz,
     s,
     w,
 )
@@ -89,8 +86,7 @@ def pattern_bound(pattern: Pattern) -> sp.Expr:
 
 def bound_of(entries: sp.Expr) -> sp.Expr:
     """Return the bound in words that follows from an `e_G(k)`."""
-    at = entries.subs(k, sp.floor(2 * M / d_qk))
-    return M * (H_kv * g * nnz / (at + 4 * M) - P)
+    return partitioned(entries.subs(k, sp.floor(2 * M / d_qk)))
 
 
 def kept_entries(pattern: Literal["dense", "causal", "window", "block_diagonal"]) -> sp.Expr:

@@ -17,9 +17,8 @@ import sympy as sp
 from tilegen.gpus.spec import GpuSpec, catalogue
 from tilegen.kernels.spec import Direction
 from tilegen.model.symbols import Z_A, Z_AX, Z_S, Z_X, M, N, Z, alpha, d, kappa, s
+from tilegen.model.traffic import ACCUMULATOR_BYTES
 from tilegen.theory.optimum import crossover
-
-ACCUMULATOR_BYTES = 4
 
 
 def standard_complexity() -> sp.Expr:

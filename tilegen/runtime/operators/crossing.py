@@ -9,8 +9,8 @@ import torch
 
 from tilegen.errors import InvalidProblem
 from tilegen.masks.made import Chain, InDocuments
-from tilegen.masks.mask import TYPICAL, Mask, Not, Pending, values_of
-from tilegen.masks.score import Score
+from tilegen.masks.mask import TYPICAL, Mask, Not, Pending, check_mask, values_of
+from tilegen.masks.score import Score, check_function
 
 
 class Crossing:
@@ -34,6 +34,12 @@ class Crossing:
                 return i
         self.tensors.append(tensor)
         return len(self.tensors) - 1
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        """Place a tensor that nobody reads where a program is exported with none: AOTInductor makes
+        None of an empty list."""
+        if torch.compiler.is_exporting() and not self.tensors:
+            self.place(tensor)
 
     def places(self, tensors: Any) -> str:
         """Return the places of tensors, as JSON."""
@@ -64,10 +70,7 @@ def crossing(mask: Any, score: Any, kv_lengths: torch.Tensor | None) -> Crossing
 
 
 def _mask(mask: Any, found: Crossing) -> str:
-    if not isinstance(mask, Mask):
-        raise InvalidProblem(
-            f"mask must be a tilegen mask such as tilegen.causal(), got {type(mask).__name__}"
-        )
+    check_mask(mask)
     made = getattr(mask, "_made", None)
     if made is None:
         return _not(mask, found) if isinstance(mask, Not) else _plain(mask, found)
@@ -117,11 +120,7 @@ def _score(score: Any, found: Crossing) -> str:
         if made is None:
             return _spelt(score.text, score.captured, score.sizes, score.sink_logits, found)
         return _function(made[1], True, found) if made[0] == "function" else _score(made[1], found)
-    if not callable(score):
-        raise InvalidProblem(
-            "score must be a tilegen score such as tilegen.softcap(20.0), or a function of "
-            f"(score, b, h, q_idx, kv_idx); got {type(score).__name__}"
-        )
+    check_function(score)
     return _function(score, False, found)
 
 

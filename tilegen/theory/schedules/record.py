@@ -8,6 +8,7 @@ from typing import Literal
 
 import sympy as sp
 
+from tilegen.kernels.spec import Direction
 from tilegen.model.symbols import (
     B_c,
     B_r,
@@ -55,7 +56,7 @@ class Schedule:
 
     name: str
     citation: str
-    direction: Literal["forward", "backward"]
+    direction: Direction
     terms: tuple[Term, ...]
     phases: tuple[tuple[Held, ...], ...]
     """Words that are on chip together, by phase; each phase must fit, for tiles not cut off."""
