@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ALL = "all"
-"""Stands for the kernels that a problem needs, forward and backward."""
+"""Name that stands for the kernels that a problem needs, forward and backward."""
 FORWARD = "forward"
-"""Stands for the first kernel of a problem's forward."""
+"""Name that stands for the first kernel of a problem's forward."""
 
 
 def propose(

@@ -28,7 +28,7 @@ MAX_REPEATS = 1000
 MAX_BATCH = 50
 """Runs between two looks at the clock; their launches all fit into the driver's queue."""
 MIN_FLUSH_BYTES = 256 * 2**20
-"""Long enough to write that the next launch is queued before the GPU is done with it."""
+"""Bytes whose writing takes so long that the next launch is queued before the GPU is done."""
 MAX_MESSAGE = 200
 
 

@@ -57,11 +57,11 @@ class AttentionProblem:
     mask: Mask = field(default_factory=full)
     """The (query, key) pairs that count; by default all."""
     score: ScoreForm | None = None
-    """Change of the scores after scaling; None: none."""
+    """Change of the scores after scaling; None where they stay as they are."""
     dropout: bool = False
     """True: weights are dropped, with a probability that only a call knows."""
     invariant: bool = False
-    """True: what a row gives hangs on its own request only (batch-invariant)."""
+    """True: the result of a row depends on its own request only (batch-invariant)."""
     page: int = 0
     """Keys of a page, where keys and values lie in the pages of a cache; 0: they lie whole."""
     latent: bool = False
@@ -185,8 +185,8 @@ class AttentionProblem:
 
     @property
     def rounded(self) -> AttentionProblem:
-        """The same problem with batch and lengths rounded up to powers of two; what is computed for
-        batch-invariant problems hangs on neither."""
+        """The same problem with batch and lengths rounded up to powers of two; kernels of
+        batch-invariant problems are chosen for INVARIANT sizes."""
         if self.invariant:
             batch, rows, columns = INVARIANT
             return replace(self, batch=batch, seqlen_q=rows, seqlen_kv=columns)

@@ -40,9 +40,9 @@ def acceptable(built: Usage | BuildFailed, gpu: GpuSpec) -> bool:
 def objection(built: Usage | BuildFailed, gpu: GpuSpec) -> str:
     """Return why a compiled kernel may not be used on a GPU, an empty text where it may.
 
-    It has to fit into shared memory, its matrix products must not each be waited for, and what it
-    lacks registers for must take little of its inner loop's time: see MOST_LOCAL. Where that loop
-    cannot be told from its machine code, it may spill a little (see MOST_SPILLED).
+    A kernel has to fit into shared memory, must not wait for each of its matrix products, and may
+    spend little of its inner loop's time on what it lacks registers for: see MOST_LOCAL. A kernel
+    whose inner loop cannot be told from its machine code may spill a little (see MOST_SPILLED).
     """
     if isinstance(built, BuildFailed):
         return str(built)

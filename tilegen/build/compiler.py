@@ -43,7 +43,7 @@ class CompiledKernel:
     """Pointers that the binary takes after the arguments of its signature; all may be null."""
     seconds: float
     assembly: str = ""
-    """For AMD, the text that the binary was assembled from; others are disassembled."""
+    """Text that a binary for AMD was assembled from; empty for binaries that are disassembled."""
 
     @property
     def extension(self) -> str:
@@ -57,7 +57,8 @@ class CompiledKernel:
 
     @cached_property
     def code(self) -> MachineCode:
-        """Its machine code; disassembled when first asked for, which takes half a second."""
+        """The kernel's machine code, disassembled when first asked for, which takes half a
+        second."""
         from tilegen.build.machine_code.reading import disassembled, read  # loads networkx
 
         warps = self.rendered.config.num_warps
@@ -67,8 +68,9 @@ class CompiledKernel:
 
     @property
     def step_code(self) -> StepCode | None:
-        """What a step of its inner loop issues; None where its loop has no matrix instructions,
-        where its machine code cannot be read, or for GPUs whose units have no rates here: AMD's."""
+        """The instructions of a step of the inner loop; None where the loop has no matrix
+        instructions, where machine code cannot be read, or on AMD's GPUs, whose units have no rates
+        here."""
         return self._step_code
 
     @cached_property
@@ -115,7 +117,7 @@ def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) 
     # As the launcher specialises pointers, so that what is compiled here is found in Triton's
     # cache.
     divisible = [["tt.divisibility", 16]] if rendered.aligned else []
-    # They come first, among descriptors; what a mask reads comes last and is not specialised.
+    # Pointers come first, among descriptors; what a mask reads comes last and is not specialised.
     leading = takewhile(lambda one: one[1].startswith(("*", "tensordesc")), rendered.signature)
     pointers = [i for i, (_, type_) in enumerate(leading) if type_.startswith("*")]
     source = ASTSource(

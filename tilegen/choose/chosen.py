@@ -40,8 +40,8 @@ class Chosen:
     tried: Mapping[TileConfig, Usage | BuildFailed] = field(default_factory=dict)
     """Result of compiling, for each config that was compiled."""
     seconds: Mapping[TileConfig, float] = field(default_factory=dict)
-    """Predicted time with what the compiler says that a config uses, for those of the model that
-    compiled to what may be used."""
+    """Predicted time [s] of configs of the model that compiled to what may be used, with what the
+    compiler says that they use."""
 
     @property
     def source(self) -> str:

@@ -28,7 +28,7 @@ HEAD_DIM_STEP = 8
 def why_not(problem: AttentionProblem, backend: Backend) -> str:
     """Return why a library does not compute what a problem says, an empty text where it does.
 
-    What it does not do on a GPU, it says when it is measured there.
+    A library that does not do it on some GPU says so itself, when it is measured there.
     """
     if not isinstance(problem.mask, Full | Causal):
         return f"{backend} takes no mask but causal, got {problem.mask}"

@@ -36,8 +36,8 @@ class TileConfig:
     block_m: int
     """Query rows per tile."""
     block_n: int
-    """Key-value rows per tile; the preprocess kernel has none and keeps it at 16. Splits per step,
-    where their results are joined."""
+    """Key-value rows per tile; 16 in the preprocess kernel, which has none; splits per step, in
+    kernels that join the results of splits."""
     num_warps: int = 4
     """Warps per program, Triton's option."""
     num_stages: int = 2

@@ -20,8 +20,8 @@ Launch = Callable[..., Any]
 SCORE_WIDTH = 128
 """Keys of one score tile of the small-cache forward where nobody says otherwise."""
 PANEL_STEP = BLOCK_SIZES[-1]
-"""Panels start at multiples of it, so that their tiles are tiles of the whole, whatever its
-size."""
+"""Query rows: panels start at multiples, so that the tiles of a panel are tiles of the whole,
+whatever the size of the panel."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def panels(num_heads: int, group_size: int, seqlen_q: int, rows: int) -> Iterato
 
 
 L2_PART = 0.5
-"""Share of L2 that a panel may fill; the tiles that stream past it need the rest."""
+"""Share of L2 that a panel may fill; tiles that stream past the panel need the rest."""
 TILE = 128
 """Side of the tile by which programs of a small-cache kernel are counted."""
 

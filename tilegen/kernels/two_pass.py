@@ -153,7 +153,7 @@ def run(
     wants_dq: bool = True,
     wants_dkdv: bool = True,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Return (dq, dk, dv), None for those not wanted."""
+    """Return (dq, dk, dv), None for gradients that are not wanted."""
     dq = dk = dv = None
     if wants_dq:
         dq = launch[BWD_DQ.name](q, k, v, dout, lse, delta, scale)

@@ -1,6 +1,6 @@
 """What an SM has for its programs, and what a program may have: rules by family of architectures.
 
-They are calibrated against what the compiler reports: footprint.toml holds rules about shared
+The rules are calibrated against what the compiler reports: footprint.toml holds rules about shared
 memory, registers.toml a fit of registers that `python -m benchmarks.calibrate_footprint` makes
 again.
 """
@@ -18,36 +18,26 @@ from tilegen.gpus.spec import SMEM_RESERVED_PER_PROGRAM, GpuSpec
 from tilegen.kernels.config import TileConfig, threads_of
 
 TENSOR_MEMORY_COLUMNS = 512
-
-
 TENSOR_MEMORY_LANES = 128
-
-
+"""Words of 32 bits in a column of tensor memory, which has as many lanes."""
 ROWS_PER_WARP, COLUMNS_PER_WARP = 16, 8
 """Smallest tile that one warp's matrix instructions make."""
-
-
 MAX_PROGRAMS_PER_SM = 32
-
-
 MOST_SPILLED = 128
 """Bytes of registers that a thread of a usable kernel may spill: 32 of 255.
 
-Of kernels compiled for sm_90 that spill 120, inner loops have about 5 loads and stores of local
-memory in 100 instructions, at 136 as many as 7; at 160 ptxas was seen to wait for each matrix
-product before it issues the next.
+Inner loops of kernels compiled for sm_90 have about 5 loads and stores of local memory in 100
+instructions where a thread spills 120 bytes, and 7 where it spills 136; at 160 bytes ptxas was seen
+to wait for each matrix product before it issues the next.
 """
-
-
 SPILL_DOUBT = 1.35
 """Factor of the registers of a thread up to which the fit may predict and a config still be
 proposed. Among kernels compiled for NVIDIA's architectures 1 to 2 % of the usable ones lie above,
 and 45 to 59 % of those that spill too much (benchmarks/results/footprint.csv): the fit takes out
 the hopeless, compiling decides about the others."""
-
-
 MAX_WARPS_PER_SM = {"sm_": 48, "gfx": 32}
-"""Of 64 or 32 threads; some parts hold 64 warps, but registers end sooner."""
+"""Warps of an SM that run at once, each of 64 (AMD) or 32 threads; some parts hold 64 warps, but
+registers end sooner."""
 
 
 @dataclass(frozen=True, kw_only=True)

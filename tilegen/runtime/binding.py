@@ -35,7 +35,7 @@ class BoundKernel:
         config: TileConfig,
         names: Collection[str] | None = None,
     ) -> None:
-        """`names` are those of the launch's parameters, where its signature does not say them."""
+        """`names` are those of the launch's parameters; by default its signature says them."""
         names = inspect.signature(launch).parameters if names is None else names
         self.launch = launch
         slots = [(int(name[1:]), name) for name in names if re.fullmatch(r"t\d+", name)]
@@ -88,7 +88,7 @@ class BoundKernel:
         )
 
     def reading(self, tables: Sequence[torch.Tensor], reads: Mapping[str, Any] = NOTHING) -> Launch:
-        """Return the same but for lists of tiles."""
+        """Return the launch with what mask, score and dropout read, but without lists of tiles."""
         extras: dict[str, Any] = {}
         for name in self._reads:
             extras[name] = reads[name]

@@ -34,7 +34,7 @@ MAX_PROGRAMS = 2**31 - 1  # CUDA's limit on a one-dimensional grid
 MAX_SCALE = torch.finfo(torch.float32).max / math.log2(math.e)
 """Kernels multiply a scale by log2(e)."""
 ScoreFunction = Callable[..., Any]
-"""Of (score, b, h, q_idx, kv_idx), as FlexAttention's score_mod."""
+"""A function of (score, b, h, q_idx, kv_idx), as FlexAttention's score_mod is."""
 
 
 def score_of(score: Score | ScoreFunction | None) -> Score | None:

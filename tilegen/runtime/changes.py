@@ -20,7 +20,7 @@ from tilegen.masks.values import LIMIT, check_range, has_values
 @dataclass(slots=True)
 class Changes:
     """What a call does to the scores: a mask, and perhaps a score change, lengths of padded batches
-    and dropout of weights. Nobody changes it; it is not frozen since that takes longer to make."""
+    and dropout of weights. The record is never changed; a frozen one would take longer to make."""
 
     given: Mask
     """The mask but for the lengths."""

@@ -87,7 +87,7 @@ _READS = (
     *("mask_mod", "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"),
     *("BLOCK_SIZE", "seq_lengths"),
 )
-"""What of a BlockMask its mask is made of."""
+"""The attributes of a BlockMask that its mask is made of."""
 
 
 def _converted(block_mask: Any) -> Mask:

@@ -43,10 +43,10 @@ class Pass:
 
     kernels: Mapping[Kernel, BoundKernel]
     launches: Mapping[Kernel, Launch]
-    """Of the same kernels, but for what mask and score add."""
+    """The launches of the same kernels, without what mask and score add."""
     panel_rows: int
     run: Callable[..., Any]
-    """The `run` of the kernels' family."""
+    """The function that launches them in order: `run` of their family."""
     is_plain: bool
     """Whether neither mask nor score nor dropout adds to what launches are given."""
     reads_lists: bool

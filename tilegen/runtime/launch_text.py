@@ -1,9 +1,9 @@
 """The Python of a launch, written for one kernel from the records of its arguments.
 
-What a launch does is known when its kernel is: which tensor each argument is taken from, and what
-of it. Written out there is nothing to look up from call to call. What follows from sizes and
-strides is kept until a launch is given others: the layers of a model are given the same. The
-emitted `launch` does all that too, for people.
+A kernel's record says what its launch does: which tensor each argument is taken from, and what is
+taken of it. So a launch is written out, and looks nothing up from call to call. What follows from
+sizes and strides is kept until a launch is given others: the layers of a model are given the same.
+The emitted `launch` does all that too, for people.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_ROW_STRIDE = 2**22  # elements; emitted kernels address a tile of rows with 
 _COUNTS = ("num_heads", "num_rows", "requests", "longest_q", "longest_kv")
 """Numbers given to launches that grids and sizes of results follow from."""
 _LAID = ("stride", "size", "units")
-"""What is taken of a tensor for arguments that follow from its size and strides."""
+"""Kinds of arguments that follow from the size and the strides of a tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +30,8 @@ class LaunchText:
     """The text of `launch`, a function with the parameters and results of a kernel's emitted
     `launch`, and of `arranged`, which tells it what follows from sizes and strides.
 
-    It reads names of its module: `its`, the launcher, `torch`, `empty_on_cpu`, `empty_on_gpu`,
-    `LOG2_E`, `Described`, and `Unfamiliar`.
+    The text reads names of the module that it runs in: `its`, the launcher, `torch`,
+    `empty_on_cpu`, `empty_on_gpu`, `LOG2_E`, `Described`, and `Unfamiliar`.
     """
 
     spec: KernelSpec
@@ -41,7 +41,7 @@ class LaunchText:
     extras: Sequence[str]
     """The names of what masks and scores give."""
     unit: int
-    """Elements that strides are counted by."""
+    """The elements by which strides are counted."""
     config: TileConfig
 
     def __str__(self) -> str:

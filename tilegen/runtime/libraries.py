@@ -1,8 +1,8 @@
 """The kernels of PyTorch's attention that a pass may go to: cuDNN, FlashAttention and the
 memory-efficient ones, by the operators that return lse.
 
-Their semantics are those of a pass without a score or dropout, whose mask is full, or causal with
-as many queries as keys: there `is_causal` means the same for all of them.
+A library computes passes without a score or dropout whose mask is full, or causal with as many
+queries as keys: there `is_causal` means the same in all libraries.
 """
 
 from __future__ import annotations

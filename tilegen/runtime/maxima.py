@@ -7,7 +7,7 @@ import torch
 from tilegen.runtime.changes import Changes
 
 PAIRS = 2**24
-"""Scores that are held at once, about."""
+"""Number of scores that are held at once, roughly."""
 
 
 @torch.no_grad()

@@ -89,7 +89,7 @@ class _Plan:
     """How calls of one kind are computed."""
 
     kernels: Kernels | None
-    """None: PyTorch computes."""
+    """The kernels of the calls; None where PyTorch computes them."""
     default_scale: float
     checks_fit: bool
     """Whether sizes may not fit the mask or the score, which only a call shows."""

@@ -14,7 +14,8 @@ from tilegen.model.as_compiled import LANES
 
 WARPS_OF_GROUP = 4
 HOMES = {"g": "S", "t": "T"}
-"""Homes of an operand, by the first letter of its name: gdesc is shared memory, tmem tensor's."""
+"""Homes of operands by the first letter of their names: gdesc is shared memory, tmem tensor
+memory."""
 WIDTHS = (("128", 16), ("64", 8), ("U16", 2), ("S16", 2), ("U8", 1), ("S8", 1))
 """Bytes that a thread moves, by a modifier of the instruction; 4 without one."""
 

@@ -1,5 +1,5 @@
-"""What of a call crosses into an operator: a text that says how mask and score are made, and the
-tensors they are made of. torch.compile traces this module."""
+"""The part of a call that crosses into an operator: a text that says how mask and score are made,
+and the tensors that they are made of. torch.compile traces this module."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Crossing:
     """The text and the tensors of a call's mask, score and lengths.
 
     The text is JSON: `{"mask": ["&", ["plain", "causal", []], ["ids", 0, false]]}`, where
-    numbers of tensors are their places in the list. "trained" are those that a score gives
-    gradients to.
+    numbers of tensors are their places in the list. "trained" has the places of tensors that a
+    score gives gradients to.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Crossing:
 
 
 def crossing(mask: Any, score: Any, kv_lengths: torch.Tensor | None) -> Crossing:
-    """Return what of a call crosses. Raises InvalidProblem and Unsupported."""
+    """Return the text and the tensors of a call. Raises InvalidProblem and Unsupported."""
     found = Crossing()
     parts: list[str] = []
     if mask is not None:

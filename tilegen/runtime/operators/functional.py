@@ -12,11 +12,11 @@ from tilegen.runtime.operators.library import mapped
 from tilegen.runtime.operators.rebuilding import trained_places
 
 Call = tuple[str, float, float, bool]
-"""What of a call is no tensor: changes, scale, dropout_p, and whether it drops."""
+"""The parts of a call that are no tensors: changes, scale, dropout_p, and whether it drops."""
 
 
 class Attention(torch.autograd.Function):
-    """The operators as a function of its tensors alone; what is no tensor comes first."""
+    """The operators as one function: what is no tensor comes first, then all tensors."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -133,7 +133,7 @@ def _computed_again(
     changes: Changes,
     scale: float,
 ) -> list[torch.Tensor | None]:
-    """Return the same of a call that is brought into another form, whose steps autograd knows."""
+    """Return the gradients of a call that is brought into another form, by autograd."""
     with torch.inference_mode(False), torch.enable_grad():  # autograd is excluded in an operator
         q, k, v = (one.detach().requires_grad_() for one in given[:3])
         out, lse = planned(q, k, v, changes, scale)

@@ -120,7 +120,8 @@ FWD_KV_STATIONARY = _kv_stationary(
     ),
     False,
 )
-"""The same, starting from nothing in the first KV tile and storing the result in the last."""
+"""The schedule of FA1 that starts from nothing in the first KV tile and stores the result in the
+last."""
 
 _PARTS = sp.ceiling(_T_C / sp.ceiling(_T_C / n_s))  # splits that have any tile
 FWD_SPLIT_KV = Schedule(
@@ -220,7 +221,7 @@ FWD_SMALL_CACHE_FP32 = _small_cache(
     _ONE,
     _SQUARE,
 )
-"""The same with S as it was accumulated: more words, no rounding."""
+"""The small-cache forward with S as it was accumulated: more words, no rounding."""
 
 FWD_SPARSE_SMALL_CACHE = _small_cache(
     "fwd_sparse_small_cache",

@@ -81,12 +81,12 @@ class Schedule:
 
     @property
     def footprint(self) -> sp.Expr:
-        """Words on chip."""
+        """Words on chip, in the phase that holds most."""
         return _largest(sp.Add(*(held.words for held in phase)) for phase in self.phases)
 
     @property
     def footprint_bytes(self) -> sp.Expr:
-        """Bytes on chip; `e` is the size of an element."""
+        """Bytes on chip, in the phase that holds most; `e` is the size of an element."""
         sizes: dict[Size, sp.Expr | int] = {"element": e, "fp32": ACCUMULATOR_BYTES}
         return _largest(
             sp.Add(*(held.words * sizes[held.size] for held in phase)) for phase in self.phases
@@ -101,8 +101,8 @@ class Schedule:
     def per_score(self) -> sp.Expr:
         """Return weighted words / N^2 for N to infinity, as an expression of the tiles.
 
-        One head, equal lengths and head dims, nothing masked except for a density; a last tile
-        that is cut off no longer matters.
+        The expression is that of one head, equal lengths and head dims, and no mask but a density;
+        a last tile that is cut off no longer matters.
         """
         words = smooth(self.weighted_words().subs(UNMASKED))
         words = words.subs({nnz: s * N**2, g: 1, N_q: N, N_kv: N, d_qk: d, d_v: d})
