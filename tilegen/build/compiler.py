@@ -71,7 +71,7 @@ class CompiledKernel:
         """The instructions of a step of the inner loop; None where the loop has no matrix
         instructions, where machine code cannot be read, or on AMD's GPUs, whose units have no rates
         here."""
-        return self._step_code
+        return self._step_code  # `Usage` asks for a property, which a cached one is not
 
     @cached_property
     def _step_code(self) -> StepCode | None:

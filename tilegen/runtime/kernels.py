@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from threading import RLock
@@ -55,6 +55,15 @@ class Pass:
     """Whether lengths of padded batches are made int32 and contiguous before kernels read them."""
     library: Library | None = None
     """What computes the pass wherever a call means the same by it."""
+
+    def reading(
+        self, tables: Sequence[torch.Tensor], reads: Mapping[str, Any]
+    ) -> Mapping[Kernel, Launch]:
+        """Return the launches with what mask, score and dropout read, but without lists."""
+        launches: dict[Kernel, Launch] = {}
+        for name, one in self.kernels.items():  # takes half the time of a comprehension
+            launches[name] = one.reading(tables, reads)
+        return launches
 
 
 class Kernels:
@@ -144,9 +153,7 @@ class Kernels:
             with torch.cuda.device(self.device):
                 return self.forward_paged(q, k, v, scale, requests, tables, reads, out)
         its = self._passes.get("forward") or self.load("forward")
-        launches = its.launches
-        if not its.is_plain:
-            launches = {name: one.reading(tables, reads) for name, one in its.kernels.items()}
+        launches = its.launches if its.is_plain else its.reading(tables, reads)
         rows = its.panel_rows
         return its.run(launches, q, k, v, scale, panel_rows=rows, requests=requests, out=out)
 
@@ -206,16 +213,13 @@ class Kernels:
         reads: Mapping[str, Any],
         q: torch.Tensor,
         k: torch.Tensor,
-    ) -> dict[Kernel, Launch]:
+    ) -> Mapping[Kernel, Launch]:
         """Return the launches of a pass, given what mask, score and dropout read."""
         tables = changes.tables(q, k, self.device, its.converts_lengths)
-        if its.reads_lists:
-            read = (changes.mask, Shape.of(q, k), self.device, reads, tables)
-            return {name: one.given(*read) for name, one in its.kernels.items()}
-        launches: dict[Kernel, Launch] = {}
-        for name, one in its.kernels.items():  # half the time of a comprehension's
-            launches[name] = one.reading(tables, reads)
-        return launches
+        if not its.reads_lists:
+            return its.reading(tables, reads)
+        read = (changes.mask, Shape.of(q, k), self.device, reads, tables)
+        return {name: one.given(*read) for name, one in its.kernels.items()}
 
     def _compiled_here(self, spec: GpuSpec, direction: Direction) -> dict[Kernel, BoundKernel]:
         problem = self._problems[direction]
