@@ -72,8 +72,8 @@ def _waits_for_local_memory(code: StepCode, gpu: GpuSpec) -> str:
 def first_that_fits(built: Sequence[U | BuildFailed], gpu: GpuSpec) -> U:
     """Return the first kernel that is acceptable on this GPU.
 
-    Where all spill much, the one that spills least. Raises BuildFailed where none compiled and
-    fits.
+    Where all kernels spill much, the one that spills least is returned. Raises BuildFailed where
+    none compiled and fits.
     """
     fitting = [
         (0 if acceptable(result, gpu) else result.spill_bytes, i, result)

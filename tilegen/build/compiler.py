@@ -114,8 +114,8 @@ def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) 
         raise Unsupported(f"{rendered.function}: {arch} loads nothing through tensor descriptors")
     target = _target(arch)
     function = getattr(load(rendered), rendered.function)
-    # As the launcher specialises pointers, so that what is compiled here is found in Triton's
-    # cache.
+    # Pointers are specialised as the launcher does it, so that what is compiled here is found in
+    # Triton's cache.
     divisible = [["tt.divisibility", 16]] if rendered.aligned else []
     # Pointers come first, among descriptors; what a mask reads comes last and is not specialised.
     leading = takewhile(lambda one: one[1].startswith(("*", "tensordesc")), rendered.signature)
@@ -126,7 +126,7 @@ def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) 
         constexprs={},
         attrs={(i,): divisible for i in pointers},
     )
-    # As `launch` passes them; fusion is spelt out since Triton 3.10 changes its default.
+    # Options are those of `launch`; fusion is spelt out since Triton 3.10 changes its default.
     options = {
         "num_warps": rendered.config.num_warps,
         "num_stages": rendered.config.num_stages,

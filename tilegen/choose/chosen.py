@@ -26,7 +26,7 @@ class Ranked:
     configs: tuple[TileConfig, ...]
     origin: Origin
     source: str
-    """For people: the file of a record, or how else the configs are known."""
+    """The file of a record, or another source of the configs, for people."""
     candidates: tuple[Candidate, ...] = ()
     """The model's reasons, where the configs are its own."""
 
@@ -45,5 +45,5 @@ class Chosen:
 
     @property
     def source(self) -> str:
-        """Where the config comes from, for people."""
+        """The source of the config, for people."""
         return self.ranked.source

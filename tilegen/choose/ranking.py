@@ -222,7 +222,7 @@ class _Model:
         if not fitting:  # predictions err on the large side
             fitting = [pair for pair in needed if pair[1].fits(self.gpu, doubt=SMEM_DOUBT)]
         legal = [pair for pair in fitting if not pair[1].spills_much]
-        # Where every config spills, those that spill least.
+        # The configs that spill least, where every config spills much.
         least = sorted(fitting, key=lambda pair: (pair[1].registers, pair[0]))[: max(top, 20)]
         return _ranked(
             [(self.time(config, needs), config, needs) for config, needs in legal or least]

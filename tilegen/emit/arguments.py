@@ -58,7 +58,7 @@ class Arguments:
 
     @property
     def unspecialised(self) -> int:
-        """Where the arguments end that must not trigger a compilation for their values: integers,
+        """The end of the arguments that must not trigger a compilation for their values: integers,
         and all that masks and scores add."""
         every = [
             one for line in (self._all if self.extras else self.lines) for one in line.arguments

@@ -53,7 +53,7 @@ class GpuSpec:
     exp_per_clk_per_sm: int
     """Exponentials the special-function units start each clock."""
     source: str
-    """Where the numbers come from, and which are estimates."""
+    """Sources of the numbers, and which of the numbers are estimates."""
 
     @property
     def on_chip_bytes(self) -> int:

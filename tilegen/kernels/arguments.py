@@ -45,7 +45,8 @@ _SIZES: dict[str, tuple[str, int]] = {
     "num_splits": ("partial_lse has_dq has_dkdv", 2),
     "total_q": ("q", 2),
 }
-"""Where a size is read: the first of these tensors that a kernel has, and the dimension."""
+"""Tensors that a size is read from, of which the first that a kernel has counts, and the
+dimension."""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,8 @@ from tilegen.model.symbols import N, N_kv, N_q, g, k, p, u, w_b
 PRECISION = 1e-6
 """Part by which a density that is found in steps is rounded up, so that it holds."""
 MAX_PARTS = 256
-"""Most parts of a mask that falls apart which are looked at one by one."""
+"""Parts of a mask that are looked at one by one, at most: a mask that falls into more is taken
+whole."""
 
 
 def spanned_by_all_heads() -> sp.Expr:

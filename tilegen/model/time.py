@@ -303,10 +303,10 @@ def busy_clocks(clk: StepClocks, softmax: float, warps: int) -> float:
     what is no matrix product.
 
     Asynchronous products take their operands from shared memory themselves. Where each scheduler
-    has a single warp, one warpgroup alone on its SM, they take what is longer, that or the
-    multiplication, and then the softmax follows, but for what its machine code has beside them
-    (`exposed`): no other warp fills the time. Times that others published for synchronous products
-    bear no such rule out (benchmarks/results/published/README.md).
+    has a single warp, as with one warpgroup alone on its SM, products take the longer of both,
+    reading or multiplying, and then the softmax follows, but for what its machine code has beside
+    products (`exposed`): no other warp fills the time. Times that others published for synchronous
+    products bear no such rule out (benchmarks/results/published/README.md).
     """
     alone = clk.asynchronous and warps <= SCHEDULERS
     products = max(clk.tensor, clk.smem) if alone else clk.tensor

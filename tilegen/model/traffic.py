@@ -99,8 +99,8 @@ def terms(moved: Iterable[Moved]) -> tuple[Term, ...]:
 
 @cache
 def terms_of(kernel: Kernel, *, values_in_keys: bool = False) -> tuple[Term, ...]:
-    """Return what a kernel moves; where nothing is masked, see UNMASKED. Values that are taken from
-    the keys are not read."""
+    """Return what a kernel moves; UNMASKED has the visited rows where nothing is masked. Values
+    that are taken from the keys are not read."""
     moved = terms(KERNELS[kernel].traffic)
     return tuple(one for one in moved if one.tensor != "v") if values_in_keys else moved
 

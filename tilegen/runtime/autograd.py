@@ -118,7 +118,7 @@ def gradients(
         or (kernels.aligned and not is_aligned(dout))
         or (kernels.describable and not is_describable(dout))
     ):
-        # Not `contiguous`, which leaves a dense tensor at an odd address where it is.
+        # A clone, since `contiguous` leaves a dense tensor at an odd address where it is.
         dout = dout.clone(memory_format=torch.contiguous_format)
     found = kernels.backward(saved, dout, dlse, scale, changes, wanted)
     for slot, one in found.captured.items():

@@ -98,7 +98,7 @@ class Gradients:
     dv: torch.Tensor | None
     sinks: torch.Tensor | None
     captured: dict[int, torch.Tensor]
-    """By slot."""
+    """The gradients of captured tensors, by slot."""
 
 
 @dataclass(slots=True)

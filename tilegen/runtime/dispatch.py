@@ -73,7 +73,8 @@ Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, Changes], tuple
 
 @dataclass(frozen=True)
 class Plan:
-    """How calls of one kind are computed. All that their key determines is decided here, once."""
+    """How calls of one kind are computed. All that the key of these calls determines is decided
+    here, once."""
 
     run: Run
     default_scale: float

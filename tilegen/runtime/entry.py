@@ -1,5 +1,5 @@
-"""Where calls come in: those that PyTorch traces, counts or transforms go by operators, all others
-straight to their plan."""
+"""The entrance of calls: those that PyTorch traces, counts or transforms go by operators, all
+others straight to their plan."""
 
 from __future__ import annotations
 

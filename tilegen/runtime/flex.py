@@ -70,8 +70,8 @@ def from_block_mask(block_mask: Any) -> Mask:
     """Return the mask of a FlexAttention BlockMask; made once for each, while its blocks and what
     its mask_mod reads are the same.
 
-    Where its blocks are those that its mask_mod leaves, as `create_block_mask` makes them, it is
-    the mask_mod's, at any tile shape. Raises InvalidProblem or Unsupported.
+    The mask is that of the mask_mod, at any tile shape, where the blocks are those that the
+    mask_mod leaves, as `create_block_mask` makes them. Raises InvalidProblem or Unsupported.
     """
     if is_traced():
         listed = (block_mask.kv_num_blocks, block_mask.kv_indices, *(_whole(block_mask) or ()))

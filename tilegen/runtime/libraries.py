@@ -23,9 +23,10 @@ from tilegen.runtime.changes import Gradients, Wanted
 
 Tensors = tuple[torch.Tensor, ...]
 Forward = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-"""From q, k, v, whether the mask is causal, and the scale, to out and lse."""
+"""A function of q, k, v, whether the mask is causal, and the scale; returns out and lse."""
 Backward = Callable[..., Tensors]
-"""From dout, q, k, v, out, lse, whether the mask is causal, and the scale, to dq, dk and dv."""
+"""A function of dout, q, k, v, out, lse, whether the mask is causal, and the scale; returns dq, dk
+and dv."""
 
 EFFICIENT_LSE = 32
 """Rows to which the memory-efficient kernels pad lse."""

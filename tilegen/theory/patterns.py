@@ -76,8 +76,9 @@ def pattern_bound(pattern: Pattern) -> sp.Expr:
     """Return the pattern-aware bound in words, for H_kv heads (g = 1) on P processors of M words.
 
     Q >= M (nnz / (e_G(floor(2M / d)) + 4M) - 1): a part of the computation that touches 2M words
-    completes at most e_G entries and reaches 4M more. For `dense` this is LB1. Not for
-    `unstructured`, whose `e_G` is a mean: substitute `unstructured_limit` in `bound_of`.
+    completes at most e_G entries and reaches 4M more. For `dense` this is LB1. The pattern
+    `unstructured` has no such bound, since its `e_G` is a mean: substitute `unstructured_limit` in
+    `bound_of`.
     """
     if pattern == "unstructured":
         raise ValueError("the mean of unstructured masks bounds nothing; use unstructured_limit")

@@ -61,7 +61,7 @@ class LoopCode:
     fp32_slots: int
     """Issue slots of the fp32 lanes: an instruction that works on pairs takes two."""
     waits: tuple[int, ...]
-    """For each wait for matrix products, the groups of them that it leaves in flight."""
+    """Groups of matrix products that each wait leaves in flight."""
     exposed: Counter[Unit]
     """Instructions that are issued while no matrix product of the warp is in flight; all, where
     matrix instructions are not asynchronous."""
@@ -71,7 +71,7 @@ class LoopCode:
 
     @property
     def instructions(self) -> int:
-        """All instructions."""
+        """Number of all instructions."""
         return self.units.total()
 
     @property

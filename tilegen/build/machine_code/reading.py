@@ -83,7 +83,7 @@ def disassembled(cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        # Without the analysis of registers' lives, which takes longer.
+        # `-ndf` leaves out the analysis of registers' lives, which takes longer.
         command = [nvidia_tool("nvdisasm"), "-c", "-ndf", file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 

@@ -164,7 +164,8 @@ FWD_SAHA_YE = Schedule(
     flops=_FLOPS,
     exps=_SQUARE,
 )
-"""Square blocks of exp(Q K^T) are stored, then multiplied by V. Not numerically safe."""
+"""Square blocks of exp(Q K^T) are stored, then multiplied by V. The schedule is not numerically
+safe."""
 
 
 def _small_cache(name: str, citation: str, size: Size, density: sp.Expr, kept: sp.Expr) -> Schedule:
