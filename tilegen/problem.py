@@ -9,7 +9,8 @@ from typing import Literal, cast
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.kernels.config import Dim, shares_columns
 from tilegen.masks.dilation import grouped_length, grouped_mask, step_of
-from tilegen.masks.mask import Mask, check_mask, full
+from tilegen.masks.kinds import check_mask
+from tilegen.masks.mask import Mask, full
 from tilegen.masks.notation import parse_mask
 from tilegen.masks.score import ScoreForm, parse_score
 from tilegen.masks.shapes import Shape

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tilegen.bounded_cache import BoundedCache
-from tilegen.masks.mask import Mask, check_mask
+from tilegen.errors import InvalidProblem
+from tilegen.masks.mask import Mask, full
 from tilegen.masks.usual import KvPrefix
 from tilegen.masks.values import MAX_WINDOW, Values
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     import torch
 
 MAX_KINDS = 4096
+FULL = full()
+"""The mask of calls without one, which keeps its kind from call to call."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,6 +47,14 @@ def lengths_of(tensor: torch.Tensor | None) -> Values:
     """Return the lengths of padded batches as a mask reads them, or a stand-in. Tiles are chosen as
     if nothing was padded, since nobody looks."""
     return Values(axes="b", typical=MAX_WINDOW, tensor=tensor)
+
+
+def check_mask(given: Any) -> None:
+    """Raise InvalidProblem for what is no mask."""
+    if not isinstance(given, Mask):
+        raise InvalidProblem(
+            f"mask must be a tilegen mask such as tilegen.causal(), got {type(given).__name__}"
+        )
 
 
 def kind_of_mask(mask: Mask) -> MaskKind:

@@ -361,14 +361,6 @@ def _flat(masks: tuple[Mask, ...], kind: type[And | Or]) -> list[Mask]:
     return sorted(parts, key=lambda part: part.notation)
 
 
-def check_mask(given: Any) -> None:
-    """Raise InvalidProblem for what is no mask."""
-    if not isinstance(given, Mask):
-        raise InvalidProblem(
-            f"mask must be a tilegen mask such as tilegen.causal(), got {type(given).__name__}"
-        )
-
-
 def values_of(mask: Mask) -> Iterator[Values]:
     """Yield the tensors that a mask reads, in the order in which it names them."""
     for field in fields(mask):  # type: ignore[arg-type]

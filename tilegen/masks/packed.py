@@ -13,18 +13,9 @@ from typing import Any
 import torch
 
 from tilegen.errors import InvalidProblem
+from tilegen.masks.kinds import check_mask
 from tilegen.masks.made import is_traced, noted
-from tilegen.masks.mask import (
-    And,
-    Causal,
-    Full,
-    Mask,
-    Pending,
-    SlidingWindow,
-    check_mask,
-    full,
-    intersect,
-)
+from tilegen.masks.mask import And, Causal, Full, Mask, Pending, SlidingWindow, full, intersect
 from tilegen.masks.usual import Intervals, SameDocument
 from tilegen.masks.values import (
     UNKNOWN,

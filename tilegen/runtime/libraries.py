@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from tilegen.choose.libraries import Backend
 from tilegen.disk import say_once
-from tilegen.kernels.layout import empty_like
+from tilegen.kernels.layout import laid_like
 from tilegen.measure import one_line
 from tilegen.runtime.changes import Gradients, Wanted
 
@@ -121,7 +121,7 @@ class Library:
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return (out, lse), laid out as by tilegen's kernels."""
         found = self._run(OPERATORS[self.backend].forward, (), (q, k, v), (), scale)
-        return None if found is None else (_laid_out(found[0], q), found[1].contiguous())
+        return None if found is None else (laid_like(found[0], q), found[1].contiguous())
 
     def backward(
         self, saved: Tensors, dout: torch.Tensor, scale: float, wanted: Wanted
@@ -131,7 +131,7 @@ class Library:
         found = self._run(OPERATORS[self.backend].backward, (dout,), (q, k, v), (out, lse), scale)
         if found is None:
             return None
-        dq, dk, dv = (_laid_out(one, like) for one, like in zip(found, (q, k, v), strict=True))
+        dq, dk, dv = (laid_like(one, like) for one, like in zip(found, (q, k, v), strict=True))
         both = (dk, dv) if wanted.dkdv else (None, None)
         return Gradients(dq if wanted.dq else None, *both, None, {})
 
@@ -159,9 +159,3 @@ class Library:
             return None
         finally:
             _inside.active = False
-
-
-def _laid_out(found: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a result in the layout that tilegen's kernels give it."""
-    wanted = empty_like(like, found.shape[3])
-    return found if found.stride() == wanted.stride() else wanted.copy_(found)

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from tilegen.errors import InvalidProblem
+from tilegen.masks.kinds import check_mask
 from tilegen.masks.made import Chain, InDocuments
-from tilegen.masks.mask import TYPICAL, Mask, Not, Pending, check_mask, values_of
+from tilegen.masks.mask import TYPICAL, Mask, Not, Pending, values_of
 from tilegen.masks.score import Score, check_function
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from tilegen.dropout import Dropout
-from tilegen.kernels.layout import empty_like, strides_like
+from tilegen.kernels.layout import empty_like, laid_like
 from tilegen.runtime.autograd import gradients
 from tilegen.runtime.changes import Changes, Wanted
 from tilegen.runtime.dispatch import plan_of, planned
@@ -153,12 +153,7 @@ def _dropout(p: float, state: torch.Tensor | None) -> Dropout | None:
 
 def _as_promised(found: torch.Tensor, like: torch.Tensor | None) -> torch.Tensor:
     """Return a result with the strides that were promised for it: as q, k or v lie, or dense."""
-    if like is None:
-        return found.contiguous()
-    strides = strides_like(like, found.shape[3])
-    if found.stride() == strides:
-        return found
-    return found.new_empty_strided(found.shape, strides).copy_(found)
+    return found.contiguous() if like is None else laid_like(found, like)
 
 
 # --------------------------------------------------------------------------------------------------
