@@ -34,7 +34,7 @@ MAX_MESSAGE = 200
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """Time of one launch in microseconds, or why there is none."""
+    """Time of one launch [us], or why there is none."""
 
     status: Status
     median_us: float | None = None

@@ -32,13 +32,13 @@ class CompiledKernel:
     rendered: RenderedKernel
     arch: str
     binary: bytes
-    """cubin, or hsaco for AMD."""
+    """The binary itself: a cubin, or for AMD an hsaco."""
     shared_bytes: int
-    """Shared memory of one program."""
+    """Shared memory of one program [bytes]."""
     registers: int
     """Registers of one thread."""
     spill_bytes: int
-    """Local memory of one thread; 0 means that nothing spilled."""
+    """Local memory of one thread [bytes]; 0 means that nothing spilled."""
     scratch_pointers: int
     """Pointers that the binary takes after the arguments of its signature; all may be null."""
     seconds: float

@@ -78,9 +78,9 @@ class Launched:
 def noting_launches() -> Generator[Launched, None, None]:
     """Note which kernels Triton launches meanwhile in this process; launches are slower.
 
-    Relies on what Triton does not document: that every launch asks `launch_metadata` of a compiled
-    kernel while something hangs on `launch_enter_hook` (Triton 3.6 to 3.9). Elsewhere, and where
-    Triton is missing, nothing is seen.
+    The digests rely on what Triton does not document: that every launch asks `launch_metadata` of a
+    compiled kernel while something hangs on `launch_enter_hook` (Triton 3.6 to 3.9). Elsewhere, and
+    where Triton is missing, nothing is seen.
     """
     seen = Launched()
     try:

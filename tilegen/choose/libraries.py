@@ -13,13 +13,11 @@ from tilegen.kernels.spec import Direction
 from tilegen.masks.mask import Causal, Full
 from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
-from tilegen.store.library_record import BACKENDS, Backend, LibraryRecord, library_record
+from tilegen.store.library_record import Backend, LibraryRecord, library_record
 from tilegen.store.versions import current_versions
 
 if TYPE_CHECKING:
     from tilegen.gpus.spec import GpuSpec
-
-__all__ = ["BACKENDS", "Backend", "library_of", "library_used", "why_not"]
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_STEP = 8

@@ -154,9 +154,9 @@ class Levels:
     """Bytes that one launch moves at both levels, and why."""
 
     l2_bytes: int
-    """Between SMs and L2, both directions. Exact."""
+    """Bytes between SMs and L2, both directions. Exact."""
     dram_bytes: int
-    """Between L2 and DRAM, both directions."""
+    """Bytes between L2 and DRAM, both directions."""
     dram_bound_bytes: int
     """Bytes that any algorithm moves at least, with L2 and all SMs as fast memory."""
     in_flight: int

@@ -157,7 +157,8 @@ class Subgrids:
     per_row: float
     """`u`: entries for each row and column of any sub-grid, at most."""
     width: int
-    """`w_b`: so many differences of query and key-value row, in a row, hold all that is kept."""
+    """`w_b`: number of differences of query and key-value row, each one more than the last, that
+    hold all that is kept."""
     family: Family | None = None
     """The family whose closed form `per_row` is; None where `per_row` is counted from the mask's
     rows and columns."""

@@ -106,7 +106,7 @@ def terms_of(kernel: Kernel, *, values_in_keys: bool = False) -> tuple[Term, ...
 
 
 UNMASKED = {V_kv: sp.ceiling(N_q / B_r) * N_kv, V_q: sp.ceiling(N_kv / B_c) * N_q}
-"""Substitute these for the visited rows when nothing is masked."""
+"""Visited rows where nothing is masked, to substitute for their symbols."""
 
 
 def total_words(terms: Iterable[Term]) -> sp.Expr:

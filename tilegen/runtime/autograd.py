@@ -50,8 +50,8 @@ _Function: Any = getattr(torch.autograd.function, "_SingleLevelFunction", torch.
 
 
 class _Attention(_Function):
-    """Forward keeps out and lse. The backward has no atomics, but for tensors that a score
-    reads."""
+    """Attention by kernels, as autograd knows it: the forward keeps out and lse, the backward has
+    no atomics, but for tensors that a score reads."""
 
     @staticmethod
     def forward(
@@ -137,7 +137,8 @@ def reaching(
 
 
 class _Reaching(torch.autograd.Function):
-    """Passes out and lse on; what else is given gets zeros, as of `0 * bias[q]` in PyTorch."""
+    """A function that passes out and lse on, and gives gradients of 0 to all else, as PyTorch does
+    for `0 * bias[q]`."""
 
     @staticmethod
     def forward(

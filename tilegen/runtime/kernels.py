@@ -79,8 +79,8 @@ class Kernels:
         lengths_dtype: torch.dtype | None = None,
     ) -> None:
         """`aligned` and `describable` are what tensors may be taken for. `lengths_dtype`, int32 or
-        int64, is that of lengths of padded batches which kernels can read as they are; None where
-        each call converts them."""
+        int64, is the dtype of lengths of padded batches that kernels can read as they are; None
+        where each call converts the lengths."""
         self.problem = problem
         # Gradients of keys and of the values in them are formed apart.
         self._problems = {"forward": problem, "backward": replace(problem, latent=False)}

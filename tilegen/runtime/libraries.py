@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from tilegen.choose.libraries import Backend
 from tilegen.disk import say_once
 from tilegen.kernels.layout import laid_like
 from tilegen.measure import one_line
 from tilegen.runtime.changes import Gradients, Wanted
+from tilegen.store.library_record import Backend
 
 Tensors = tuple[torch.Tensor, ...]
 Forward = Callable[..., tuple[torch.Tensor, torch.Tensor]]

@@ -1,4 +1,5 @@
-"""Calls over the pages of a cache, by the plan of their kind: whoever watches."""
+"""Calls over the pages of a cache, by the plan of their kind, whether PyTorch watches them or
+not."""
 
 from __future__ import annotations
 

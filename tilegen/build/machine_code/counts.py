@@ -30,7 +30,7 @@ class Product:
     operands: str
     """Homes of both operands: S is shared memory, R registers, T tensor memory."""
     warps: int
-    """Warps that issue it together; 0: one thread does for the whole program."""
+    """Warps that issue the instruction together; 0: one thread issues it for the whole program."""
 
     def __str__(self) -> str:
         return f"{self.rows}x{self.columns}x{self.depth}.{self.operands}"
@@ -42,7 +42,7 @@ class Product:
 
     @property
     def shared_words(self) -> int:
-        """16-bit words that it reads from shared memory by itself."""
+        """16-bit words that the instruction reads from shared memory by itself."""
         first, second = (home == "S" for home in self.operands)
         return first * self.rows * self.depth + second * self.columns * self.depth
 
@@ -66,8 +66,9 @@ class LoopCode:
     """Instructions that are issued while no matrix product of the warp is in flight; all, where
     matrix instructions are not asynchronous."""
     timeline: str
-    """M matrix instruction, wN wait until N groups are left, X or x exponential outside or inside
-    of a product's time, B barrier, S wait for a transfer or another warp."""
+    """The events of a pass: M matrix instruction, wN wait until N groups are left, X or x
+    exponential outside or inside of a product's time, B barrier, S wait for a transfer or another
+    warp."""
 
     @property
     def instructions(self) -> int:

@@ -23,7 +23,8 @@ class Crossing:
     """
 
     def __init__(self) -> None:
-        """`trained` holds the places of a score's tensors that need gradients, be it 0."""
+        """`trained` holds the places of a score's tensors that need gradients, even gradients of
+        0."""
         self.text = ""
         self.tensors: list[torch.Tensor] = []
         self.trained: list[int] = []

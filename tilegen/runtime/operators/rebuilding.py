@@ -74,7 +74,7 @@ def _spec(text: str) -> Any:
 
 @dataclass(frozen=True)
 class _Place:
-    """Stands for a tensor in a mask or a score that is kept for other tensors."""
+    """The place of a tensor in a mask or a score that is kept for other tensors."""
 
     number: int
 
