@@ -17,10 +17,10 @@ from tilegen.kernels.arguments import Argument, Line
 from tilegen.kernels.config import BLOCK_SIZES, NUM_STAGES, NUM_WARPS, Dim
 
 if TYPE_CHECKING:
+    from tilegen.masks.mask import Side
     from tilegen.problem import AttentionProblem
 
 Direction = Literal["forward", "backward"]
-Side = Literal["rows", "columns"]
 WIDTHS: dict[str, Dim] = {
     **dict.fromkeys(("q", "k", "dq", "dk"), "qk"),
     **dict.fromkeys(("v", "out", "dout", "dv"), "v"),

@@ -51,6 +51,8 @@ from tilegen.model.symbols import (
 )
 from tilegen.problem import AttentionProblem
 
+Size = Literal["element", "fp32"]
+"""Words of the problem's dtype, or of fp32."""
 ACCUMULATOR_BYTES = 4
 """Bytes of a number of lse or delta: fp32 whatever the dtype of the inputs."""
 STATE_BYTES = 16
@@ -64,7 +66,7 @@ class Term:
     tensor: str
     direction: Literal["read", "write"]
     words: sp.Expr
-    size: Literal["element", "fp32"] = "element"
+    size: Size = "element"
 
     @property
     def bytes(self) -> sp.Expr:

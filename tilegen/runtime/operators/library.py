@@ -175,10 +175,18 @@ def _give(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tup
         *(q, k, v, out, lse, torch.zeros_like(out) if dout is None else dout, dlse),
         *(changes, tensors, scale, dropout_p, state),
     )
-    of_tensors: list[torch.Tensor | None] = [None] * len(tensors)
-    for i, grad in zip(trained_places(changes), found[3:], strict=True):
-        of_tensors[i] = grad
+    of_tensors = by_place(changes, found[3:], len(tensors))
     return *found[:3], None, of_tensors, None, None, None
+
+
+def by_place(
+    changes: str, gradients: Sequence[torch.Tensor], count: int
+) -> list[torch.Tensor | None]:
+    """Return the gradients of the `count` tensors of a crossing, of which some are trained."""
+    found: list[torch.Tensor | None] = [None] * count
+    for i, one in zip(trained_places(changes), gradients, strict=True):
+        found[i] = one
+    return found
 
 
 forward.register_autograd(_give, setup_context=_keep)

@@ -25,8 +25,8 @@ from tilegen.model.symbols import (
     nnz,
     s,
 )
-from tilegen.model.traffic import Term, terms_of
-from tilegen.theory.schedules.record import Held, Schedule, Size
+from tilegen.model.traffic import Size, Term, terms_of
+from tilegen.theory.schedules.record import Held, Schedule
 
 _ROWS = g * N_q
 _T_R, _T_C = sp.ceiling(N_q / B_r), sp.ceiling(N_kv / B_c)

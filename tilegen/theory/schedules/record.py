@@ -29,12 +29,11 @@ from tilegen.model.symbols import (
 from tilegen.model.traffic import (
     ACCUMULATOR_BYTES,
     UNMASKED,
+    Size,
     Term,
     total_bytes,
     total_words,
 )
-
-Size = Literal["element", "fp32"]
 
 
 @dataclass(frozen=True)
