@@ -226,11 +226,6 @@ class LaunchText:
         return [name for name in self._strided if name not in PANELS]
 
     @cached_property
-    def _panels(self) -> list[str]:
-        """The tensors (heads, rows, columns) whose strides are arguments."""
-        return [name for name in self._strided if name in PANELS]
-
-    @cached_property
     def _strided(self) -> list[str]:
         strided = (one.of for one in self.arguments if one.taken in ("stride", "descriptor"))
         return list(dict.fromkeys(strided))
@@ -271,7 +266,7 @@ class LaunchText:
         numbers += [
             self._value(one)
             for one in self.arguments
-            if one.taken in ("size", "units") or (one.taken == "stride" and one.of in self._panels)
+            if one.taken in ("size", "units") or (one.taken == "stride" and one.of in PANELS)
         ]
         return f"({' | '.join(numbers)}) >> 31" if numbers else "0"
 

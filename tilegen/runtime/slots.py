@@ -177,9 +177,8 @@ def _launch(
         return
     if interpreter.is_active():
         interpreter.prepare()
-    elif (
-        k.is_cuda and k.device.index != torch.cuda.current_device()
-    ):  # Triton launches on the current device
+    # Triton launches on the current device.
+    elif k.is_cuda and k.device.index != torch.cuda.current_device():
         with torch.cuda.device(k.device):
             return _launch(k, v, pages, slots=slots, where=where)
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))

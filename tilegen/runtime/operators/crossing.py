@@ -75,7 +75,9 @@ def _mask(mask: Any, found: Crossing) -> str:
     check_mask(mask)
     made = getattr(mask, "_made", None)
     if made is None:
-        return _not(mask, found) if isinstance(mask, Not) else _plain(mask, found)
+        if isinstance(mask, Not):
+            return f'["~",{_mask(mask.part, found)}]'
+        return _plain(mask, found)
     how = made[0]
     if how == "function":
         from tilegen.masks.tracing.compiled import trace
@@ -95,10 +97,6 @@ def _mask(mask: Any, found: Crossing) -> str:
         sizes = f"[{int(sides[0])},{int(sides[1])}]"
         return f'["blocks",{found.places(tensors)},{sizes},{_mask(inner, found)}]'
     return f'["{how}",' + ",".join([_mask(one, found) for one in made[1]]) + "]"
-
-
-def _not(mask: Not, found: Crossing) -> str:
-    return f'["~",{_mask(mask.part, found)}]'
 
 
 def _plain(mask: Mask, found: Crossing) -> str:
