@@ -31,10 +31,11 @@ from benchmarks.workloads import CATALOGUE, MASKED, SHAPES
 from tilegen import attention, bundles, pipeline
 from tilegen.bounded_cache import BoundedCache
 from tilegen.bundles.served import Bundle
+from tilegen.check import interpreter
 from tilegen.check.reference import TORCH_DTYPES
 from tilegen.gpus.spec import gpu_for
 from tilegen.problem import AttentionProblem
-from tilegen.runtime import dispatch, plans
+from tilegen.runtime import plans
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 PROBLEMS: dict[str, AttentionProblem] = {
@@ -92,7 +93,7 @@ def calling(bundle: Bundle, problem: AttentionProblem) -> Number:
     idle = SimpleNamespace(launch=lambda *_, **__: None)
     with (
         # As in the interpreter, where CPU tensors take the path of GPU tensors.
-        mock.patch.multiple(dispatch.interpreter, is_active=lambda: True, prepare=lambda: None),
+        mock.patch.multiple(interpreter, is_active=lambda: True, prepare=lambda: None),
         mock.patch.object(plans, "by_call", BoundedCache(9)),
         mock.patch.object(bundles, "loaded", [bundle]),
         mock.patch.object(Bundle, "function", return_value=idle),

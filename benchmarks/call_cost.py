@@ -26,13 +26,13 @@ import tilegen
 from benchmarks.stand_in import StandInDriver, stand_in
 from tilegen import attention, attention_paged, pipeline
 from tilegen.bounded_cache import BoundedCache
+from tilegen.check import interpreter
 from tilegen.choose.chosen import Ranked
 from tilegen.emit import kernel_files
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import Launch
-from tilegen.masks import tensors
 from tilegen.problem import AttentionProblem
-from tilegen.runtime import dispatch, paged_call, plans
+from tilegen.runtime import paged_call, plans
 from tilegen.runtime.call import call_key, facts_of
 from tilegen.runtime.changes import Changes
 from tilegen.runtime.kernels import Kernels
@@ -175,14 +175,14 @@ def as_on_a_gpu(*, notes: bool = False) -> Generator[StandInDriver]:
 
     # As `has_values` of tensors on a GPU.
     def unseen(tensor: torch.Tensor) -> bool:
-        return not tensor.is_meta and (not tensor.is_cpu or checks())
+        return (not tensor.is_cpu or checks()) and not tensor.is_meta
 
     with (
         stand_in(notes=notes) as driver,
-        mock.patch.object(tensors, "has_values", unseen),
+        mock.patch.object(import_module("tilegen.runtime.changes"), "has_values", unseen),
         mock.patch.object(import_module("tilegen.masks.values"), "has_values", unseen),
         mock.patch.object(paged_call, "is_checked", unseen),
-        mock.patch.multiple(dispatch.interpreter, is_active=lambda: True, prepare=lambda: None),
+        mock.patch.multiple(interpreter, is_active=lambda: True, prepare=lambda: None),
         mock.patch.object(plans, "by_call", BoundedCache(plans.MAX_PLANS)),
         mock.patch.object(plans, "by_problem", BoundedCache(9)),
         # Triton keeps what it compiled with the functions of a module, and its launcher with that.

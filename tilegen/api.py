@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 ALL = "all"
-"""Stands for the kernels that a problem needs, forward and backward."""
+"""Name that stands for the kernels that a problem needs, forward and backward."""
 FORWARD = "forward"
-"""Stands for the first kernel of a problem's forward."""
+"""Name that stands for the first kernel of a problem's forward."""
 
 
 def propose(
@@ -48,9 +48,9 @@ def propose(
     """Return the `top` tiles of a kernel by the cost model, best first, with the reason for each;
     by default of the first kernel of the forward.
 
-    Nothing is compiled, but what a compiler said earlier of one of them is in its `compiled`. With
-    `compile` the head of the ranking is compiled for the GPU, which needs none, and comes first,
-    ranked by machine code: the first is what a call settles on that finds no record.
+    Nothing is compiled, but what a compiler said earlier of one of them is in its `compiled`.
+    `compile` has the head of the ranking compiled, which needs no GPU: these configs come first,
+    ranked by machine code, and the first is what a call settles on that finds no record.
     `fast_memory` ([bytes], or text such as `48KiB`) replaces the GPU's shared memory per program.
     Raises Unsupported, and BuildFailed where nothing compiles and fits.
     """

@@ -16,7 +16,7 @@ MAX_USED = 64
 
 
 class BoundedCache(Generic[K, V]):
-    """Values by key. May be used from many threads; none waits for a value of another key."""
+    """Values by key, for many threads, none of which waits for a value of another key."""
 
     def __init__(self, size: int, on_drop: Callable[[V], Any] | None = None) -> None:
         """`on_drop` gets the values that make room for others."""

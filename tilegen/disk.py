@@ -55,7 +55,7 @@ def printable(text: str) -> str:
 
 
 class _SayOnce:
-    """Logs a warning, the first time only; of many messages, those said last are remembered."""
+    """Logs each warning the first time only; of many messages, the last MAX_SAID are remembered."""
 
     def __init__(self) -> None:
         self._said: BoundedCache[str, None] = BoundedCache(MAX_SAID)

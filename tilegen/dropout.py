@@ -44,7 +44,8 @@ class Dropout:
 
     @classmethod
     def typical(cls, is_on: bool, device: torch.device, *, seed: int = 0) -> Dropout | None:
-        """Return what problems are checked and timed with; None for those without dropout."""
+        """Return the dropout that problems are checked and timed with; None for problems
+        without."""
         return cls(TYPICAL, torch.tensor([seed, 1], device=device)) if is_on else None
 
     @property

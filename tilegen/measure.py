@@ -28,13 +28,13 @@ MAX_REPEATS = 1000
 MAX_BATCH = 50
 """Runs between two looks at the clock; their launches all fit into the driver's queue."""
 MIN_FLUSH_BYTES = 256 * 2**20
-"""Long enough to write that the next launch is queued before the GPU is done with it."""
+"""Bytes whose writing takes so long that the next launch is queued before the GPU is done."""
 MAX_MESSAGE = 200
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """Time of one launch in microseconds, or why there is none."""
+    """Time of one launch [us], or why there is none."""
 
     status: Status
     median_us: float | None = None

@@ -127,7 +127,7 @@ def rank(
     if known.problem.invariant and KERNELS[kernel].in_order:
         from tilegen.choose.ranking import invariant_config  # loads SymPy
 
-        # Not by records: those of other problems, whose rows are to give the same, may differ.
+        # Records have no say: those of other problems, whose rows are to give the same, may differ.
         config = invariant_config(known.problem, known.gpu, kernel)
         return one(config, "model", "the model, for any batch, lengths and pages")
     if config := known.agreed(kernel):
@@ -191,8 +191,8 @@ def best_acceptable(
     uses, among those that may be used on a GPU.
 
     Another tile is compiled before the same one with other stages or loads, and none that cannot be
-    faster by more than CLOSE. Where none may be used, the one that spills least. Raises BuildFailed
-    where none compiles and fits.
+    faster by more than CLOSE. Where none may be used, it is the one that spills least. Raises
+    BuildFailed where none compiles and fits.
     """
     from tilegen.build.acceptable import acceptable, first_that_fits
 

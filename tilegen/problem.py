@@ -9,6 +9,7 @@ from typing import Literal, cast
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.kernels.config import Dim, shares_columns
 from tilegen.masks.dilation import grouped_length, grouped_mask, step_of
+from tilegen.masks.kinds import check_mask
 from tilegen.masks.mask import Mask, full
 from tilegen.masks.notation import parse_mask
 from tilegen.masks.score import ScoreForm, parse_score
@@ -57,11 +58,11 @@ class AttentionProblem:
     mask: Mask = field(default_factory=full)
     """The (query, key) pairs that count; by default all."""
     score: ScoreForm | None = None
-    """Change of the scores after scaling; None: none."""
+    """Change of the scores after scaling; None where they stay as they are."""
     dropout: bool = False
     """True: weights are dropped, with a probability that only a call knows."""
     invariant: bool = False
-    """True: what a row gives hangs on its own request only (batch-invariant)."""
+    """True: the result of a row depends on its own request only (batch-invariant)."""
     page: int = 0
     """Keys of a page, where keys and values lie in the pages of a cache; 0: they lie whole."""
     latent: bool = False
@@ -105,11 +106,7 @@ class AttentionProblem:
                 "latent needs a head_dim_v whose tiles are the first of those of keys, such as "
                 f"d576/512 or d192/128, got d{self.head_dim_qk}/{self.head_dim_v}"
             )
-        if not isinstance(self.mask, Mask):
-            raise InvalidProblem(
-                "mask must be a tilegen mask such as tilegen.causal(), "
-                f"got {type(self.mask).__name__}"
-            )
+        check_mask(self.mask)
 
     @property
     def group_size(self) -> int:
@@ -189,8 +186,8 @@ class AttentionProblem:
 
     @property
     def rounded(self) -> AttentionProblem:
-        """The same problem with batch and lengths rounded up to powers of two; what is computed for
-        batch-invariant problems hangs on neither."""
+        """The same problem with batch and lengths rounded up to powers of two; kernels of
+        batch-invariant problems are chosen for INVARIANT sizes."""
         if self.invariant:
             batch, rows, columns = INVARIANT
             return replace(self, batch=batch, seqlen_q=rows, seqlen_kv=columns)

@@ -32,7 +32,7 @@ def tracing() -> Generator[None]:
     """Hold the lock, and let an `autograd.Function` mark traced values as it marks tensors.
 
     PyTorch refuses what is no tensor there; marks mean nothing to a trace, which takes the
-    derivative itself. Those of tensors, which other threads may set meanwhile, stay.
+    derivative itself. Marks of tensors, which other threads may set meanwhile, stay.
     """
     import torch
     from torch.autograd.function import FunctionCtx

@@ -3,6 +3,7 @@ launched first, and is refused what it would have been refused."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from itertools import product
@@ -20,7 +21,7 @@ from tilegen.emit.render import render
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem
-from tilegen.runtime import dispatch, plans
+from tilegen.runtime import dispatch, plans, triton_function
 from tilegen.runtime.changes import Changes
 from tilegen.runtime.dispatch import Plan
 from tilegen.runtime.kernels import launcher_of_module
@@ -39,7 +40,8 @@ NO_LENGTHS: dict[str, tuple[Any, type[Exception], str]] = {
     "64 bits, four": (torch.ones(4).long(), InvalidProblem, "size 3 along batch, got 4"),
     "floats": (torch.ones(3), InvalidProblem, "must be integers, got torch.float32"),
     "truths": (torch.ones(3).bool(), InvalidProblem, "must be integers, got torch.bool"),
-    "a list": ([1, 2, 3], InvalidProblem, r"must be a tensor of shape \(batch,\)"),
+    "a list": ([1, 2, 3], InvalidProblem, r"must be a dense tensor of shape \(batch,\)"),
+    "sparse": (torch.ones(3).int().to_sparse(), InvalidProblem, "must be a dense tensor"),
     "nowhere": (torch.ones(3, device="meta").int(), NotImplementedError, "meta"),
 }
 
@@ -69,7 +71,30 @@ def test_kernels_read_the_lengths_themselves_where_they_can() -> None:
     at = values.index(dense.data_ptr())
     taken = [values[at] for *_, values in driver.launches]
     own = [lengths.data_ptr() for lengths in given]
-    assert [a == b for a, b in zip(taken, own, strict=True)] == [True, False, False, False, True]
+    assert [a == b for a, b in zip(taken, own, strict=True)] == [True, True, False, False, True]
+
+
+def test_lengths_of_each_dtype_have_a_kernel_that_differs_in_its_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled: list[str] = []
+    run_of = triton_function._run_of
+
+    def noted(kernel: Any) -> Any:
+        compiled.append(kernel.asm["ttir"])
+        return run_of(kernel)
+
+    monkeypatch.setattr(triton_function, "_run_of", noted)
+    q = torch.zeros(3, 2, 32, 16, dtype=torch.bfloat16)
+    lengths = torch.tensor([1, 2, 3], dtype=torch.int32)
+    with as_on_a_gpu():
+        for given in (lengths, lengths.long(), lengths.short()):
+            tilegen.attention(q, q, q, kv_lengths=given)
+    narrow, wide, converted = compiled
+    read = [set(re.findall(r"tt.load %\w+ : !tt.ptr<(i\d+)>", text)) for text in compiled]
+    assert read == [{"i32"}, {"i64"}, {"i32"}]
+    # Positions in 64 bits would take twice the registers.
+    assert narrow.count("xi64>") == wide.count("xi64>") == converted.count("xi64>")
 
 
 def test_what_the_environment_asks_for_is_seen_at_the_next_call(
@@ -185,6 +210,9 @@ def kinds() -> dict[str, Callable[[], Plan]]:
         "values in keys": partial(call, q, shared, shared),
         "full": partial(call, q, k, v, mask=tilegen.full()),
         "lengths": partial(call, q, k, v, kv_lengths=lengths),
+        "lengths of 32 bits": partial(call, q, k, v, kv_lengths=lengths.int()),
+        "lengths of 16 bits": partial(call, q, k, v, kv_lengths=lengths.short()),
+        "two lengths": partial(call, q, k, v, kv_lengths=torch.tensor([3, 4])),
         "softcap": partial(call, q, k, v, score=tilegen.softcap(9.0)),
         "trained": partial(call, q, k, v, score=trained),
         "not trained": lambda: under(torch.no_grad(), q, k, v, score=trained),

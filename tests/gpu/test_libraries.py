@@ -11,7 +11,7 @@ import tilegen
 from tests.records import place, record
 from tilegen.check import verification
 from tilegen.check.reference import make_inputs
-from tilegen.choose.libraries import BACKENDS, Backend, why_not
+from tilegen.choose.libraries import why_not
 from tilegen.gpus.spec import detect
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.registry import LARGE_CACHE
@@ -20,7 +20,7 @@ from tilegen.problem import AttentionProblem
 from tilegen.runtime import libraries, plans
 from tilegen.runtime.libraries import OPERATORS
 from tilegen.store import current_versions
-from tilegen.store.library_record import PASSES
+from tilegen.store.library_record import BACKENDS, PASSES, Backend
 from tilegen.tuning.libraries import check_library, tune_libraries
 
 PROBLEM = AttentionProblem.parse("b2 hq8 hkv8 q1024 kv1024 d64 bf16 causal")

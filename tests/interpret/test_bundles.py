@@ -168,3 +168,20 @@ def test_a_pass_the_bundle_lacks_is_computed_as_without_it(
     (ours,), (theirs,) = (torch.autograd.grad(x.square().sum(), q) for x in (out, expected))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     assert interpreted.launched == ["fwd"]
+
+
+def test_a_bundle_is_given_lengths_in_32_bits(interpreted: Interpreted, tmp_path: Path) -> None:
+    lengths = torch.tensor([70, 31])
+    mask = tilegen.causal() & tilegen.kv_lengths(lengths)
+    q = torch.randn(2, 2, 70, 16, requires_grad=True)
+    write_bundle([problem_of(q, q, q, Changes(mask))], [gpu("h200")], tmp_path)
+    bundle = tilegen.load_bundle(tmp_path)
+    expected, _ = attention_reference(q, q, q, mask=mask)
+    for its in (lengths, lengths.int(), lengths):
+        out = tilegen.attention(q, q, q, mask=tilegen.causal(), kv_lengths=its)
+        ours, theirs = (
+            torch.autograd.grad(x.square().sum(), q, retain_graph=True)[0] for x in (out, expected)
+        )
+        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert set(interpreted.launched) == {one.kernel for one in bundle.manifest.binaries}

@@ -49,10 +49,10 @@ def test_dilated_masks_regroup_rows_and_columns(
     mask: Mask, lengths: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     problems: list[Any] = []
-    kernels = dispatch._kernels
+    kernels = dispatch.Kernels
     monkeypatch.setattr(
         dispatch,
-        "_kernels",
+        "Kernels",
         lambda problem, *rest: problems.append(problem) or kernels(problem, *rest),
     )
     plans.forget()

@@ -48,7 +48,7 @@ def test_jagged_tensors_take_no_kv_lengths() -> None:
     [
         (torch.ones(2, 2, dtype=torch.int32), r"shape \(batch,\)"),
         (torch.ones(2), "must be integers, got torch.float32"),
-        ([3, 3], r"must be a tensor of shape \(batch,\)"),
+        ([3, 3], r"must be a dense tensor of shape \(batch,\)"),
         (torch.tensor([3, 3, 3]), "size 2 along batch, got 3"),
     ],
     ids=["two dimensions", "floats", "a list", "three"],

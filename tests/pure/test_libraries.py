@@ -15,7 +15,7 @@ from tests.libraries import BACKWARD, PROBLEM, SPEC, of_library, used
 from tests.records import UNMEASURED, record, timed
 from tilegen import api
 from tilegen.choose.known import Known
-from tilegen.choose.libraries import BACKENDS, Backend, why_not
+from tilegen.choose.libraries import why_not
 from tilegen.cli import main
 from tilegen.errors import InvalidRecord
 from tilegen.kernels.config import TileConfig
@@ -24,6 +24,8 @@ from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.store import current_versions
 from tilegen.store.library_record import (
+    BACKENDS,
+    Backend,
     LibraryRecord,
     library_path,
     library_record,

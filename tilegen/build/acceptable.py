@@ -40,9 +40,9 @@ def acceptable(built: Usage | BuildFailed, gpu: GpuSpec) -> bool:
 def objection(built: Usage | BuildFailed, gpu: GpuSpec) -> str:
     """Return why a compiled kernel may not be used on a GPU, an empty text where it may.
 
-    It has to fit into shared memory, its matrix products must not each be waited for, and what it
-    lacks registers for must take little of its inner loop's time: see MOST_LOCAL. Where that loop
-    cannot be told from its machine code, it may spill a little (see MOST_SPILLED).
+    A kernel has to fit into shared memory, must not wait for each of its matrix products, and may
+    spend little of its inner loop's time on what it lacks registers for: see MOST_LOCAL. A kernel
+    whose inner loop cannot be told from its machine code may spill a little (see MOST_SPILLED).
     """
     if isinstance(built, BuildFailed):
         return str(built)
@@ -72,8 +72,8 @@ def _waits_for_local_memory(code: StepCode, gpu: GpuSpec) -> str:
 def first_that_fits(built: Sequence[U | BuildFailed], gpu: GpuSpec) -> U:
     """Return the first kernel that is acceptable on this GPU.
 
-    Where all spill much, the one that spills least. Raises BuildFailed where none compiled and
-    fits.
+    Where all kernels spill much, the one that spills least is returned. Raises BuildFailed where
+    none compiled and fits.
     """
     fitting = [
         (0 if acceptable(result, gpu) else result.spill_bytes, i, result)

@@ -32,18 +32,18 @@ class CompiledKernel:
     rendered: RenderedKernel
     arch: str
     binary: bytes
-    """cubin, or hsaco for AMD."""
+    """The binary itself: a cubin, or for AMD an hsaco."""
     shared_bytes: int
-    """Shared memory of one program."""
+    """Shared memory of one program [bytes]."""
     registers: int
     """Registers of one thread."""
     spill_bytes: int
-    """Local memory of one thread; 0 means that nothing spilled."""
+    """Local memory of one thread [bytes]; 0 means that nothing spilled."""
     scratch_pointers: int
     """Pointers that the binary takes after the arguments of its signature; all may be null."""
     seconds: float
     assembly: str = ""
-    """For AMD, the text that the binary was assembled from; others are disassembled."""
+    """Text that a binary for AMD was assembled from; empty for binaries that are disassembled."""
 
     @property
     def extension(self) -> str:
@@ -53,11 +53,12 @@ class CompiledKernel:
     @property
     def threads(self) -> int:
         """Threads of one program."""
-        return threads_of(self.arch, self.rendered.config)
+        return threads_of(self.arch, self.rendered.config.num_warps)
 
     @cached_property
     def code(self) -> MachineCode:
-        """Its machine code; disassembled when first asked for, which takes half a second."""
+        """The kernel's machine code, disassembled when first asked for, which takes half a
+        second."""
         from tilegen.build.machine_code.reading import disassembled, read  # loads networkx
 
         warps = self.rendered.config.num_warps
@@ -67,9 +68,10 @@ class CompiledKernel:
 
     @property
     def step_code(self) -> StepCode | None:
-        """What a step of its inner loop issues; None where its loop has no matrix instructions,
-        where its machine code cannot be read, or for GPUs whose units have no rates here: AMD's."""
-        return self._step_code
+        """The instructions of a step of the inner loop; None where the loop has no matrix
+        instructions, where machine code cannot be read, or on AMD's GPUs, whose units have no rates
+        here."""
+        return self._step_code  # `Usage` asks for a property, which a cached one is not
 
     @cached_property
     def _step_code(self) -> StepCode | None:
@@ -112,10 +114,10 @@ def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) 
         raise Unsupported(f"{rendered.function}: {arch} loads nothing through tensor descriptors")
     target = _target(arch)
     function = getattr(load(rendered), rendered.function)
-    # As the launcher specialises pointers, so that what is compiled here is found in Triton's
-    # cache.
+    # Pointers are specialised as the launcher does it, so that what is compiled here is found in
+    # Triton's cache.
     divisible = [["tt.divisibility", 16]] if rendered.aligned else []
-    # They come first, among descriptors; what a mask reads comes last and is not specialised.
+    # Pointers come first, among descriptors; what a mask reads comes last and is not specialised.
     leading = takewhile(lambda one: one[1].startswith(("*", "tensordesc")), rendered.signature)
     pointers = [i for i, (_, type_) in enumerate(leading) if type_.startswith("*")]
     source = ASTSource(
@@ -124,7 +126,7 @@ def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) 
         constexprs={},
         attrs={(i,): divisible for i in pointers},
     )
-    # As `launch` passes them; fusion is spelt out since Triton 3.10 changes its default.
+    # Options are those of `launch`; fusion is spelt out since Triton 3.10 changes its default.
     options = {
         "num_warps": rendered.config.num_warps,
         "num_stages": rendered.config.num_stages,

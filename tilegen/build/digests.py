@@ -17,8 +17,8 @@ def digest_of(binary: bytes, *, num_warps: int, shared_bytes: int) -> str:
     """Return twelve hexadecimal digits of the SHA-256 of a binary's machine code, with the warps
     and the shared memory that it is launched with.
 
-    What the compiler named it and which file it came from do not count: emitted files of two
-    configs have names of their own, even where both come out as the same instructions.
+    The compiler's name for a binary and the file that it came from do not count: emitted files of
+    two configs have names of their own, even where both come out as the same instructions.
     """
     code = hashlib.sha256(f"{num_warps} {shared_bytes}".encode())
     code.update(instructions(binary))
@@ -26,8 +26,8 @@ def digest_of(binary: bytes, *, num_warps: int, shared_bytes: int) -> str:
 
 
 def instructions(binary: bytes) -> bytes:
-    """Return what the executable sections of an ELF file hold (cubin, hsaco); of anything else, or
-    a damaged one, all of it."""
+    """Return what the executable sections of an ELF file hold (cubin, hsaco), or all of a file of
+    another kind or of a damaged one."""
     if not binary.startswith(b"\x7fELF\x02\x01"):  # 64 bits, little-endian
         return binary
     try:
@@ -78,9 +78,9 @@ class Launched:
 def noting_launches() -> Generator[Launched, None, None]:
     """Note which kernels Triton launches meanwhile in this process; launches are slower.
 
-    Relies on what Triton does not document: that every launch asks `launch_metadata` of a compiled
-    kernel while something hangs on `launch_enter_hook` (Triton 3.6 to 3.9). Elsewhere, and where
-    Triton is missing, nothing is seen.
+    The digests rely on what Triton does not document: that every launch asks `launch_metadata` of a
+    compiled kernel while something hangs on `launch_enter_hook` (Triton 3.6 to 3.9). Elsewhere, and
+    where Triton is missing, nothing is seen.
     """
     seen = Launched()
     try:

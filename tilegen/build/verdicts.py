@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tilegen.problem import AttentionProblem
 
 MAX_BYTES = 4096
-"""A file has about 450 bytes, and the message of a failure at most 500."""
+"""Bytes of a file, at most: about 450 are usual, and messages of failures have at most 500."""
 MAX_MESSAGE = 500
 
 
@@ -37,7 +37,7 @@ class Verdict:
     registers: int
     spill_bytes: int
     step_code: StepCode | None
-    """What a step issues, from its machine code."""
+    """The instructions of a step, from machine code; None where they could not be told."""
 
 
 def verdict(

@@ -1,7 +1,8 @@
 """Other Python processes: one that compiles kernels on request, one that answers a question.
 
-Not `multiprocessing`: its children import the caller's main script again, which a training script
-without a main guard does not survive, and one crash of the compiler breaks the whole pool.
+`multiprocessing` does not serve: its children import the caller's main script again, which a
+training script without a main guard does not survive, and one crash of the compiler breaks the
+whole pool.
 """
 
 from __future__ import annotations

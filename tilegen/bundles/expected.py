@@ -60,7 +60,7 @@ def _difference(path: Path, served: Served, one: Binary) -> str:
         return "its digest is that of another kernel, mask, config or tilegen"
     unit = VECTOR_BYTES // DTYPE_BYTES[dtype] if served.aligned else 1
     for name, found, expected in (
-        ("threads", one.threads, threads_of(one.arch, one.config)),
+        ("threads", one.threads, threads_of(one.arch, one.config.num_warps)),
         ("stride_unit", one.stride_unit, unit),
         ("grid", one.grid, grid_of(one.kernel, one.config, group_size)),
         ("folder", one.file.partition("/")[0], one.arch),

@@ -26,7 +26,7 @@ class Ranked:
     configs: tuple[TileConfig, ...]
     origin: Origin
     source: str
-    """For people: the file of a record, or how else the configs are known."""
+    """The file of a record, or another source of the configs, for people."""
     candidates: tuple[Candidate, ...] = ()
     """The model's reasons, where the configs are its own."""
 
@@ -40,10 +40,10 @@ class Chosen:
     tried: Mapping[TileConfig, Usage | BuildFailed] = field(default_factory=dict)
     """Result of compiling, for each config that was compiled."""
     seconds: Mapping[TileConfig, float] = field(default_factory=dict)
-    """Predicted time with what the compiler says that a config uses, for those of the model that
-    compiled to what may be used."""
+    """Predicted time [s] of configs of the model that compiled to what may be used, with what the
+    compiler says that they use."""
 
     @property
     def source(self) -> str:
-        """Where the config comes from, for people."""
+        """The source of the config, for people."""
         return self.ranked.source

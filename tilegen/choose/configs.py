@@ -46,8 +46,8 @@ def _splits(problem: AttentionProblem, kernel: Kernel) -> tuple[int, ...]:
     """Return the rows that a split may have; 0 for kernels without splits.
 
     Splits over which requests divide their keys leave MOST_LEFT bytes of partial results at most,
-    or are the largest. Only then are they larger than others, and as small as that allows: queries
-    are many, so that programs are, too.
+    or are the largest. Where only splits larger than those of other kernels do, the smallest of
+    them is taken: queries are many there, and so are programs.
     """
     spec = KERNELS[kernel]
     passing = problem.seqlen_q if spec.stays == "columns" else problem.seqlen_kv

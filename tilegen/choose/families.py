@@ -37,8 +37,9 @@ WORTH_SPLITTING = 1.1
 parts take memory and a launch more. A guess."""
 TALL, FEW_WAVES, FEW_ROWS = 128, 2, 16
 """Rows of a tall tile, and the programs for each SM from which a family for few programs is not
-ranked: with so many, and of tiles this tall, no SM is idle for long. It is, all the same, where the
-queries of one head do not fill the least tile, so that the heads of a group may share one."""
+ranked: with so many, and of tiles this tall, no SM is idle for long. Such a family is ranked all
+the same where the queries of one head do not fill the least tile, so that heads of a group may
+share one."""
 
 
 @one_at_a_time
@@ -52,8 +53,8 @@ def kernels_of(
 
 
 def passes_of(problem: AttentionProblem) -> tuple[Direction, ...]:
-    """Return the passes that a problem has: no gradients reach what lies in pages, and those of
-    values in keys are of a problem where they lie apart."""
+    """Return the passes that a problem has: no gradients reach what lies in pages, and
+    gradients of values in keys belong to a problem whose values lie apart."""
     return ("forward",) if problem.page or problem.latent else ("forward", "backward")
 
 
@@ -155,8 +156,8 @@ def ranked_families(
 ) -> tuple[tuple[Family, float], ...]:
     """Return (family, predicted seconds), the fastest first.
 
-    Those whose kernels spill more than a usable kernel may come last. Raises Unsupported where none
-    fits.
+    Families whose kernels spill more than a usable kernel may come last. Raises Unsupported where
+    none fits.
     """
     from tilegen.choose.ranking import best_of, spills_much  # which load SymPy
 

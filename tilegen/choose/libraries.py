@@ -13,13 +13,11 @@ from tilegen.kernels.spec import Direction
 from tilegen.masks.mask import Causal, Full
 from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
-from tilegen.store.library_record import BACKENDS, Backend, LibraryRecord, library_record
+from tilegen.store.library_record import Backend, LibraryRecord, library_record
 from tilegen.store.versions import current_versions
 
 if TYPE_CHECKING:
     from tilegen.gpus.spec import GpuSpec
-
-__all__ = ["BACKENDS", "Backend", "library_of", "library_used", "why_not"]
 
 MAX_HEAD_DIM = 256
 HEAD_DIM_STEP = 8
@@ -28,7 +26,7 @@ HEAD_DIM_STEP = 8
 def why_not(problem: AttentionProblem, backend: Backend) -> str:
     """Return why a library does not compute what a problem says, an empty text where it does.
 
-    What it does not do on a GPU, it says when it is measured there.
+    A library that does not do it on some GPU says so itself, when it is measured there.
     """
     if not isinstance(problem.mask, Full | Causal):
         return f"{backend} takes no mask but causal, got {problem.mask}"

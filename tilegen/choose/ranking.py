@@ -49,7 +49,7 @@ def propose(
     Raises Unsupported.
 
     A dtype that the tensor cores of the GPU do not take is ranked by its multiply-adds, which is
-    said once. A config ranks by its time and the traffic of what it is predicted to spill; those
+    said once. A config ranks by its time and the traffic of what it is predicted to spill; configs
     that surely spill more than a usable kernel come where there is nothing else. Tensor descriptors
     are proposed for tiles that would spill without, and not where tensors are not `describable`.
     """
@@ -83,9 +83,9 @@ def hopefuls(
     top: int,
     describable: bool = True,
 ) -> list[Candidate]:
-    """Return up to `top` candidates as `propose` does, but in the order of their times if they
-    compile without spilling, which are their estimates: a compiler asked about one after the other
-    has found the best as soon as what it found is no slower than the next can be."""
+    """Return up to `top` candidates as `propose` does, but in the order of their times without
+    spilling, which are their estimates: a compiler that is asked about one after the other has
+    found the best as soon as what it found is no slower than the next can be."""
     return _best(_Model(problem.normal(), gpu, kernel, describable), top, spilling=False)
 
 
@@ -199,7 +199,7 @@ class _Model:
         """Return the `top` fastest configs that fit and do not surely spill much, timed with what
         they are predicted to spill or as if none was.
 
-        Those that L2 alone makes slower than what is found already are not looked at.
+        Configs that L2 alone makes slower than what is found already are not looked at.
         """
         found: list[Timed] = []
         best: list[float] = []  # a heap of the `top` shortest times, negated
@@ -226,13 +226,14 @@ class _Model:
         return config.descriptors and not self.needs(without(config)).spill_bytes
 
     def last_resort(self, top: int) -> list[Timed]:
-        """Return the `top` fastest of what spills much, or of what predictions do not quite fit."""
+        """Return the `top` fastest configs that spill much, or that do not quite fit by
+        prediction."""
         needed = [(config, self.needs(config)) for config in self._configs]
         fitting = [pair for pair in needed if pair[1].fits(self.gpu)]
         if not fitting:  # predictions err on the large side
             fitting = [pair for pair in needed if pair[1].fits(self.gpu, doubt=SMEM_DOUBT)]
         legal = [pair for pair in fitting if not pair[1].spills_much]
-        # Where every config spills, those that spill least.
+        # The configs that spill least, where every config spills much.
         least = sorted(fitting, key=lambda pair: (pair[1].registers, pair[0]))[: max(top, 20)]
         return _ranked(
             [(self.time(config, needs), config, needs) for config, needs in legal or least]
@@ -295,7 +296,7 @@ def joined_splits(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> Ti
 
 
 def _ranked(times: list[Timed]) -> list[Timed]:
-    # Of the same tile, the one that is less likely to spill.
+    # Configs of the same tile and time come in the order in which they are less likely to spill.
     return sorted(
         times, key=lambda one: (one[0].cost, one[0].busy_seconds, not one[1].descriptors, one[1])
     )

@@ -30,9 +30,9 @@ def with_verdicts(
 ) -> list[Candidate]:
     """Return the candidates of a problem in normal form, each with what a compiler said of it.
 
-    What was `tried` just now comes first, the fastest by its machine code before the others, and
-    what of it may not be used last. Verdicts on other candidates are those that are remembered, and
-    change no order.
+    Configs `tried` just now come first, the fastest by its machine code before the others; tried
+    configs that may not be used come last. Other candidates have the verdicts that are remembered,
+    which change no order.
     """
     known, aligned = {one.config: one for one in candidates}, rows_are_aligned(problem)
     told: list[tuple[int, float, Candidate]] = []

@@ -33,8 +33,8 @@ class Arguments:
         changes_scores: bool,
         absent: str = "",
     ) -> Arguments:
-        """Return a kernel's arguments; where scores are changed, their scale comes as it is. It has
-        no address and no strides of a tensor that is `absent`."""
+        """Return a kernel's arguments; where scores are changed, their scale comes as it is.
+        A tensor that is `absent` has no address and no strides."""
         lines = described_lines(spec, config, head_dims) if config.descriptors else spec.lines
         lines = [kept for line in lines if (kept := line.without(absent)).arguments]
         lines = (SCALE if changes_scores and line is SCALE_IN_BASE_2 else line for line in lines)
@@ -58,7 +58,7 @@ class Arguments:
 
     @property
     def unspecialised(self) -> int:
-        """Where the arguments end that must not trigger a compilation for their values: integers,
+        """The end of the arguments that must not trigger a compilation for their values: integers,
         and all that masks and scores add."""
         every = [
             one for line in (self._all if self.extras else self.lines) for one in line.arguments

@@ -113,13 +113,13 @@ def _import_rendered(rendered: RenderedKernel) -> ModuleType:
 def _import(source: bytes, file: str, digest: str) -> ModuleType:
     """Return the module that a text makes. No byte code is read, which others may have put there.
 
-    Its lines are handed to `linecache`, where Triton looks for them.
+    The lines of the source are handed to `linecache`, where Triton looks for them.
     """
     module = ModuleType(f"tilegen_kernels_{digest}_{Path(file).stem}")
     module.__file__ = file
     code = compile(source, file, "exec")
     text = source.decode("utf-8")
-    # Without a time of change they stay valid, whatever becomes of the file.
+    # Lines without a time of change stay valid, whatever becomes of the file.
     linecache.cache[file] = len(source), None, text.splitlines(keepends=True), file
     sys.modules[module.__name__] = module  # Triton looks a kernel's module up by name
     exec(code, module.__dict__)

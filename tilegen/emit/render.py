@@ -62,8 +62,8 @@ class Chunk:
 class Slices:
     """A head dim in slices of BLOCK_D columns, as the templates see it."""
 
-    limit: str  # constant that is its width
-    padded: bool  # whether the last slice reaches beyond it
+    limit: str  # constant that is the width of the head dim
+    padded: bool  # whether the last slice reaches beyond that
     and_exists: str  # "" or " & d_exists[None, :]"
     only_exists: str  # "" or ", mask=d_exists[None, :], other=0.0"
 

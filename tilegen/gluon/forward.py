@@ -1,7 +1,7 @@
 """The forward for Hopper in Gluon: its text, and its binary.
 
-No family of the compiler yet: no call takes it. The memory model proves it (tilegen/memory_model),
-and machines without a GPU compile it.
+The kernel belongs to no family of the compiler yet, so that no call takes it. The memory model
+proves it (tilegen/memory_model), and machines without a GPU compile it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from tilegen.errors import BuildFailed, Unsupported
 
 TEMPLATE = "hopper/attention_fwd_hopper.py.jinja"
 STAY = "{ .reg .pred p; setp.lt.f32 p, $1, 0fBF800000; @p nanosleep.u32 1; mov.f32 $0, $1; }"
-"""Assembly that gives its operand: ptxas does not move it, nor what it needs, beyond a wait."""
+"""Assembly that returns its operand: ptxas moves neither the assembly nor what it needs beyond a
+wait."""
 TWINS = {STAY: lambda x: x}
-"""What the assembly computes, for the memory model."""
+"""Functions that compute what assembly does, for the memory model."""
 _NEW_NAMES = (3, 8)
 """Version of Triton from which TMA's operations are called `async_load` and `async_store`."""
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16"}

@@ -18,8 +18,8 @@ def nearest(arch: str, known: Collection[str]) -> str:
 def on_tensor_cores(dtype: str, arch: str) -> bool:
     """True where matrix products of a dtype run on an architecture's tensor cores.
 
-    Those of NVIDIA take bf16 from sm_80 on; IEEE fp32 runs on none. Other products are made of
-    fp32 multiply-adds.
+    NVIDIA's tensor cores take bf16 from sm_80 on; IEEE fp32 runs on none. Other products are made
+    of fp32 multiply-adds.
     """
     return dtype == "fp16" or (
         dtype == "bf16" and not (arch.startswith("sm_") and _number(arch) < 80)

@@ -11,6 +11,7 @@ from importlib.resources import files
 from typing import Any
 
 from tilegen.errors import Unsupported
+from tilegen.gpus.nearest import nearest
 
 MIN_FAST_MEMORY, MAX_FAST_MEMORY = 4 * 1024, 16 * 1024 * 1024
 SMEM_RESERVED_PER_PROGRAM = 1024
@@ -52,7 +53,7 @@ class GpuSpec:
     exp_per_clk_per_sm: int
     """Exponentials the special-function units start each clock."""
     source: str
-    """Where the numbers come from, and which are estimates."""
+    """Sources of the numbers, and which of the numbers are estimates."""
 
     @property
     def on_chip_bytes(self) -> int:
@@ -212,17 +213,10 @@ _DRIVER_SIZES = {
 
 
 def _stand_in(arch: str, num_sms: int) -> GpuSpec:
-    """Return the row that is nearest: the newest architecture up to `arch`, then the SM count."""
-    same_vendor = [spec for spec in catalogue() if spec.arch[:3] == arch[:3]]
-    older = [spec for spec in same_vendor if _arch_number(spec.arch) <= _arch_number(arch)]
-    return max(
-        older or same_vendor[:1],
-        key=lambda spec: (_arch_number(spec.arch), -abs(spec.num_sms - num_sms)),
-    )
-
-
-def _arch_number(arch: str) -> int:
-    return int(re.sub(r"\D", "", arch) or 0)
+    """Return the row of the nearest architecture whose number of SMs is nearest."""
+    near = nearest(arch, {spec.arch for spec in catalogue()})
+    alike = (spec for spec in catalogue() if spec.arch == near)
+    return min(alike, key=lambda spec: abs(spec.num_sms - num_sms))
 
 
 @cache

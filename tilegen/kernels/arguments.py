@@ -29,7 +29,7 @@ PANELS = frozenset(("weights", "ds", "panel"))
 COLUMN_TENSORS = frozenset(("k", "v", "dk", "dv", "grad"))
 """Tensors whose rows are key-value rows."""
 _STRIDE_NAMES = {"out": "o", "dout": "do", "grad": "g", **dict.fromkeys(PANELS, "w")}
-"""Names in strides, where they are not those of the tensors."""
+"""Names of tensors in the names of their strides, where these are not the tensors' own."""
 _SIZES: dict[str, tuple[str, int]] = {
     "batch": ("q out dq y dk", 0),
     "num_heads_q": ("q out dq y", 1),
@@ -45,7 +45,8 @@ _SIZES: dict[str, tuple[str, int]] = {
     "num_splits": ("partial_lse has_dq has_dkdv", 2),
     "total_q": ("q", 2),
 }
-"""Where a size is read: the first of these tensors that a kernel has, and the dimension."""
+"""Tensors that a size is read from, of which the first that a kernel has counts, and the
+dimension."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +55,10 @@ class Argument:
 
     name: str
     type: str
-    """As Triton names it; `element` stands for the problem's dtype. Empty where it is a
-    pointer to elements that only masks and scores know."""
+    """The type as Triton names it; `element` stands for the problem's dtype. Empty for a pointer to
+    elements that only masks and scores know."""
     of: str
-    """The tensor or number that it is taken from, as `launch` names it."""
+    """The tensor or number that the argument is taken from, as `launch` names it."""
     taken: Taken
     axis: int = 0
     """The dimension of a stride or a size; the columns of a descriptor's tiles."""
@@ -184,7 +185,7 @@ SCALE_IN_BASE_2 = Line(
 )
 """The scale of kernels that take scores to base 2 with it."""
 SCALE = factor("softmax_scale", "not negative")
-"""The scale of the same kernels where scores are changed before."""
+"""The scale of kernels that change scores before they take them to base 2."""
 
 
 def tensor(name: str, type_: str, dimensions: int) -> tuple[Argument, ...]:

@@ -36,8 +36,8 @@ class TileConfig:
     block_m: int
     """Query rows per tile."""
     block_n: int
-    """Key-value rows per tile; the preprocess kernel has none and keeps it at 16. Splits per step,
-    where their results are joined."""
+    """Key-value rows per tile; 16 in the preprocess kernel, which has none; splits per step, in
+    kernels that join the results of splits."""
     num_warps: int = 4
     """Warps per program, Triton's option."""
     num_stages: int = 2
@@ -150,6 +150,6 @@ def shares_columns(head_dim_qk: int, head_dim_v: int) -> bool:
     return keys[: len(values)] == values and sum(values) == head_dim_v < head_dim_qk
 
 
-def threads_of(arch: str, config: TileConfig) -> int:
-    """Return the threads of one program."""
-    return (64 if arch.startswith("gfx") else 32) * config.num_warps
+def threads_of(arch: str, num_warps: int) -> int:
+    """Return the threads of a program: warps have 64 on AMD's GPUs, 32 on NVIDIA's."""
+    return (64 if arch.startswith("gfx") else 32) * num_warps

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tilegen.problem import AttentionProblem
 
 End = Literal["", "first", "last"]
-"""The end of a head's tiles where work is heaviest; empty: neither, or not known."""
+"""The end of a head's tiles where work is heaviest; empty where neither is, or none is known."""
 TOGETHER_BYTES = 2**25
 """Bytes of streamed rows of the heads that start together: a part of L2 that GPUs for data centres
 have, from 40 MB on. An emitted kernel serves GPUs of any L2."""

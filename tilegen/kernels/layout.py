@@ -33,6 +33,14 @@ def empty_like(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
     return tensor.new_empty_strided((*tensor.shape[:3], head_dim), strides_like(tensor, head_dim))
 
 
+def laid_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a tensor as `empty_like(like, ...)` is laid out: the tensor itself, or a copy."""
+    strides = strides_like(like, tensor.shape[3])
+    if tensor.stride() == strides:
+        return tensor
+    return tensor.new_empty_strided(tensor.shape, strides).copy_(tensor)
+
+
 def strides_like(tensor: torch.Tensor, head_dim: int) -> tuple[int, int, int, int]:
     """Return the strides of `empty_like`."""
     _, heads, seqlen, _ = tensor.shape

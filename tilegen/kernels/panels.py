@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from tilegen.kernels.config import BLOCK_SIZES
 
 if TYPE_CHECKING:
     from tilegen.gpus.spec import GpuSpec
+    from tilegen.kernels.spec import Direction
     from tilegen.problem import AttentionProblem
 
 Launch = Callable[..., Any]
@@ -19,8 +20,8 @@ Launch = Callable[..., Any]
 SCORE_WIDTH = 128
 """Keys of one score tile of the small-cache forward where nobody says otherwise."""
 PANEL_STEP = BLOCK_SIZES[-1]
-"""Panels start at multiples of it, so that their tiles are tiles of the whole, whatever its
-size."""
+"""Query rows: panels start at multiples, so that the tiles of a panel are tiles of the whole,
+whatever the size of the panel."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def panels(num_heads: int, group_size: int, seqlen_q: int, rows: int) -> Iterato
 
 
 L2_PART = 0.5
-"""Share of L2 that a panel may fill; the tiles that stream past it need the rest."""
+"""Share of L2 that a panel may fill; tiles that stream past the panel need the rest."""
 TILE = 128
 """Side of the tile by which programs of a small-cache kernel are counted."""
 
@@ -76,9 +77,7 @@ def panel_rows(
     return max(in_l2, one_wave)
 
 
-def rows_for(
-    problem: AttentionProblem, gpu: GpuSpec, direction: Literal["forward", "backward"]
-) -> int:
+def rows_for(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> int:
     """Return the query rows that a panel of a pass holds on a GPU."""
     panels_at_once = 1 if direction == "forward" else 2  # weights, and in the backward gradients
     return panel_rows(

@@ -38,7 +38,7 @@ def gradients(
     launch: Mapping[Kernel, Launch], *given: Any, **options: Any
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """Return (dq, dk, dv) by the family of backward kernels that `launch` has, as its `run` does;
-    None for those not wanted."""
+    None for gradients that are not wanted."""
     return family_of(launch, "backward").run(launch, *given, **options)
 
 

@@ -53,8 +53,8 @@ def family_among(kernels: Collection[Kernel], direction: Direction) -> FamilySpe
 
 
 def family_with(kernel: Kernel, problem: AttentionProblem | None = None) -> FamilySpec:
-    """Return the first family that a kernel belongs to; of those that read pages, or whole keys, as
-    a `problem` has them."""
+    """Return the first family that a kernel belongs to, among those that read pages, or whole keys,
+    as a `problem` has them."""
     found = [one for its in FAMILIES.values() for one in its.values() if kernel in one.names]
     paged = problem is not None and problem.page > 0
     alike = (one for one in found if any(each.pages for each in one.kernels) == paged)

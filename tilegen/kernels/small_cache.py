@@ -293,7 +293,7 @@ def backward(
     wants_dq: bool = True,
     wants_dkdv: bool = True,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Return (dq, dk, dv), None for those not wanted."""
+    """Return (dq, dk, dv), None for gradients that are not wanted."""
     import torch
 
     dq = dk = dv = None

@@ -17,10 +17,10 @@ from tilegen.kernels.arguments import Argument, Line
 from tilegen.kernels.config import BLOCK_SIZES, NUM_STAGES, NUM_WARPS, Dim
 
 if TYPE_CHECKING:
+    from tilegen.masks.mask import Side
     from tilegen.problem import AttentionProblem
 
 Direction = Literal["forward", "backward"]
-Side = Literal["rows", "columns"]
 WIDTHS: dict[str, Dim] = {
     **dict.fromkeys(("q", "k", "dq", "dk"), "qk"),
     **dict.fromkeys(("v", "out", "dout", "dv"), "v"),
@@ -116,15 +116,15 @@ class KernelSpec:
     tells: Knob | None = None
     """A knob that a launch returns after its tensors, for the next kernel."""
     lines: tuple[Line, ...]
-    """The function's arguments but for those that masks and scores add."""
+    """The function's arguments, without those that masks and scores add."""
     grid: tuple[
         tuple[str, Knob | Literal["group_size", "tile_heads", "split_kv", "split_q"] | int], ...
     ]
-    """One-dimensional: the product of ceil(size / divisor) over these pairs."""
+    """The size of the grid: the product of ceil(size / divisor) over these pairs."""
     loop: Whole | Sliced | None
     """The inner loop; None for kernels that go over their rows once."""
     traffic: tuple[Moved, ...]
-    """Exact: counted in the interpreter, loads and stores equal it to the byte."""
+    """Words that a launch moves, exactly: as many as are counted in the interpreter."""
     floor: tuple[Moved, ...]
     """Tensors that must move under any schedule: inputs that matter, and all outputs."""
     shows: tuple[str, ...]
@@ -154,25 +154,25 @@ class KernelSpec:
     """True: values that are the first columns of keys are not loaded again."""
     launches_per_panel: int = 1
     like: str = ""
-    """The kernel whose counted numbers it takes: instructions and buffers; empty: its own."""
+    """The kernel whose counted numbers (instructions, buffers) this one takes; empty: its own."""
     requires: tuple[str, ...] = ()
-    """Architectures that it needs, such as sm_90; empty: any."""
+    """Architectures that the kernel needs, such as sm_90; empty: any will do."""
     folder: Path | None = None
-    """Where templates lie; None: those of tilegen."""
+    """The folder of the kernel's template; None: that of tilegen's templates."""
 
     @property
     def fitted_as(self) -> str:
-        """The kernel whose counted numbers it takes."""
+        """The kernel whose counted numbers this one takes."""
         return self.like or self.name
 
     @property
     def sliced(self) -> Sliced | None:
-        """Its inner loop, where head dims are taken in slices."""
+        """The inner loop of a kernel that takes head dims in slices; None for others."""
         return self.loop if isinstance(self.loop, Sliced) else None
 
     @property
     def whole(self) -> Whole | None:
-        """Its inner loop, where head dims are held whole."""
+        """The inner loop of a kernel that holds head dims whole; None for others."""
         return self.loop if isinstance(self.loop, Whole) else None
 
     @property
@@ -197,7 +197,7 @@ class KernelSpec:
 
     @property
     def products(self) -> tuple[Dim, ...]:
-        """Its matrix products, each of query rows, key-value rows and a head dim."""
+        """The matrix products of a step, each of query rows, key-value rows and a head dim."""
         if isinstance(self.loop, Sliced):
             return self.loop.slices if self.loop.panel else (*self.loop.slices, "v")
         return self.loop.products if self.loop else ()
@@ -215,7 +215,7 @@ class KernelSpec:
 
     @cached_property
     def by_name(self) -> dict[str, Argument]:
-        """Its arguments by their names, but for those that masks and scores add."""
+        """The kernel's arguments by their names, without those that masks and scores add."""
         return {one.name: one for line in self.lines for one in line.arguments}
 
 
@@ -229,7 +229,7 @@ class FamilySpec:
     run: Callable[..., Any]
     """Launches the kernels. Forward: `run(launch, q, k, v, scale, panel_rows=)` returns (out, lse).
     Backward: `run(launch, q, k, v, dout, lse, delta, scale, panel_rows=, wants_dq=, wants_dkdv=)`
-    returns (dq, dk, dv), None for what is not wanted."""
+    returns (dq, dk, dv), None for gradients that are not wanted."""
 
     large_heads_only: bool = False
     """True: the family can win only where on-chip memory holds few rows of a head dim."""
@@ -239,7 +239,7 @@ class FamilySpec:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of its kernels, in the order of their launches."""
+        """The names of the family's kernels, in the order of their launches."""
         return tuple(kernel.name for kernel in self.kernels)
 
     def why_not(self, problem: AttentionProblem, arch: str) -> str:

@@ -18,12 +18,11 @@ from tilegen.kernels.arguments import pointers, sizes, strides
 from tilegen.kernels.layout import empty_like
 from tilegen.kernels.panels import Launch
 from tilegen.kernels.spec import FamilySpec, KernelSpec, Knobs, read, write
-from tilegen.kernels.two_pass import BWD_DKDV, BWD_DQ, BWD_PREPROCESS, READ_ONCE
+from tilegen.kernels.two_pass import BWD_DKDV, BWD_DQ, BWD_PREPROCESS, INPUTS, READ_ONCE
 
 if TYPE_CHECKING:
     import torch
 
-_INPUTS = tuple(one for one in two_pass.GIVEN if one != "softmax_scale")
 _KNOBS = Knobs(
     block_m=(16, 32, 64, 128),
     block_n=(16, 32, 64, 128),
@@ -37,7 +36,7 @@ BWD_DKDV_SPLIT = replace(
     title="Attention backward, queries split over programs: dk and dv of each split.",
     made=("partial_dk", "partial_dv", "has_dkdv"),
     lines=(
-        pointers(*_INPUTS, "partial_dk", "partial_dv", "has_dkdv"),
+        pointers(*INPUTS, "partial_dk", "partial_dv", "has_dkdv"),
         *(line for line in BWD_DKDV.lines[1:] if line.arguments[0].of not in ("dk", "dv")),
     ),
     grid=(*BWD_DKDV.grid, ("seqlen_q", "split_q")),
@@ -88,7 +87,7 @@ BWD_DQ_SPLIT = replace(
     title="Attention backward, keys split over programs: dq of each split.",
     made=("partial_dq", "has_dq"),
     lines=(
-        pointers(*_INPUTS, "partial_dq", "has_dq"),
+        pointers(*INPUTS, "partial_dq", "has_dq"),
         *(line for line in BWD_DQ.lines[1:] if line.arguments[0].of != "dq"),
     ),
     grid=(*BWD_DQ.grid, ("seqlen_kv", "split_kv")),

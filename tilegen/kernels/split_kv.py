@@ -181,7 +181,7 @@ def run(
 @dataclass(slots=True)
 class Requests:
     """Where the queries and keys of requests lie: tensors on the device, and what bounds them.
-    Nobody changes it; it is not frozen since that takes longer to make."""
+    The record is never changed; a frozen one would take longer to make."""
 
     block_table: torch.Tensor
     """int32 (requests, pages): the pages of each request, in the order of its keys."""

@@ -14,8 +14,7 @@ from tilegen.kernels.spec import FamilySpec, KernelSpec, Knobs, Whole, read, wri
 if TYPE_CHECKING:
     import torch
 
-GIVEN = ("q", "k", "v", "dout", "lse", "delta", "softmax_scale")
-_INPUTS = ("q", "k", "v", "dout", "lse", "delta")
+INPUTS = ("q", "k", "v", "dout", "lse", "delta")
 READ_ONCE = (
     read("q", "g*n_q*d_qk"),
     read("k", "n_kv*d_qk"),
@@ -65,10 +64,10 @@ BWD_DKDV = KernelSpec(
     name="bwd_dkdv",
     template="two_pass/attention_bwd_dkdv.py.jinja",
     title="Attention backward: dk and dv.",
-    given=GIVEN,
+    given=(*INPUTS, "softmax_scale"),
     made=("dk", "dv"),
     lines=(
-        pointers(*_INPUTS, "dk", "dv"),
+        pointers(*INPUTS, "dk", "dv"),
         *_STRIDES,
         strides("dk"),
         strides("dv"),
@@ -105,10 +104,10 @@ BWD_DQ = KernelSpec(
     name="bwd_dq",
     template="two_pass/attention_bwd_dq.py.jinja",
     title="Attention backward: dq.",
-    given=GIVEN,
+    given=(*INPUTS, "softmax_scale"),
     made=("dq",),
     lines=(
-        pointers(*_INPUTS, "dq"),
+        pointers(*INPUTS, "dq"),
         *_STRIDES,
         strides("dq"),
         sizes("num_heads_q seqlen_q seqlen_kv", "q k"),
@@ -154,7 +153,7 @@ def run(
     wants_dq: bool = True,
     wants_dkdv: bool = True,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
-    """Return (dq, dk, dv), None for those not wanted."""
+    """Return (dq, dk, dv), None for gradients that are not wanted."""
     dq = dk = dv = None
     if wants_dq:
         dq = launch[BWD_DQ.name](q, k, v, dout, lse, delta, scale)

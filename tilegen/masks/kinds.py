@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tilegen.bounded_cache import BoundedCache
 from tilegen.errors import InvalidProblem
-from tilegen.masks.mask import Mask
+from tilegen.masks.mask import Mask, full
 from tilegen.masks.usual import KvPrefix
 from tilegen.masks.values import MAX_WINDOW, Values
 
@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     import torch
 
 MAX_KINDS = 4096
+FULL = full()
+"""The mask of calls without one, which keeps its kind from call to call."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,14 +49,19 @@ def lengths_of(tensor: torch.Tensor | None) -> Values:
     return Values(axes="b", typical=MAX_WINDOW, tensor=tensor)
 
 
+def check_mask(given: Any) -> None:
+    """Raise InvalidProblem for what is no mask."""
+    if not isinstance(given, Mask):
+        raise InvalidProblem(
+            f"mask must be a tilegen mask such as tilegen.causal(), got {type(given).__name__}"
+        )
+
+
 def kind_of_mask(mask: Mask) -> MaskKind:
     """Return the kind of a mask, which it then keeps. Raises InvalidProblem for what is none."""
     kind: MaskKind | None = getattr(mask, "_kind", None)
     if kind is None:
-        if not isinstance(mask, Mask):
-            raise InvalidProblem(
-                f"mask must be a tilegen mask such as tilegen.causal(), got {type(mask).__name__}"
-            )
+        check_mask(mask)
         stand_in = mask.stand_in
         kind = vars(mask)["_kind"] = _kinds.get(stand_in, lambda: MaskKind(stand_in))
     return kind

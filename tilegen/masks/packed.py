@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from tilegen.errors import InvalidProblem
+from tilegen.masks.kinds import check_mask
 from tilegen.masks.made import is_traced, noted
 from tilegen.masks.mask import And, Causal, Full, Mask, Pending, SlidingWindow, full, intersect
 from tilegen.masks.usual import Intervals, SameDocument
@@ -43,10 +44,8 @@ def packed(
     same in rows and columns where cu_seqlens_kv is missing or the same object. How many `tokens`
     there are to expect saves a look at the values. Raises InvalidProblem.
     """
-    if not isinstance(mask, Mask | None):
-        raise InvalidProblem(
-            f"mask must be a tilegen mask such as tilegen.causal(), got {type(mask).__name__}"
-        )
+    mask = full() if mask is None else mask
+    check_mask(mask)
     cu_q = _checked(cu_seqlens_q, "cu_seqlens_q")
     same = cu_seqlens_kv is None or cu_seqlens_kv is cu_seqlens_q
     cu_kv = cu_q if same else _checked(cu_seqlens_kv, "cu_seqlens_kv")
@@ -55,7 +54,6 @@ def packed(
             "cu_seqlens_q and cu_seqlens_kv must describe the same documents, got shapes "
             f"{tuple(cu_q.shape)} on {cu_q.device} and {tuple(cu_kv.shape)} on {cu_kv.device}"
         )
-    mask = full() if mask is None else mask
     how = ("packed", cu_q, cu_kv, mask)
     if is_traced():
         return Pending(how)

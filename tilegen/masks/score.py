@@ -68,6 +68,15 @@ class ScoreForm:
         return expr
 
 
+def check_function(score: Any) -> None:
+    """Raise InvalidProblem for what is neither a score nor a function."""
+    if not callable(score):
+        raise InvalidProblem(
+            "score must be a tilegen score such as tilegen.softcap(20.0), or a function of "
+            f"(score, b, h, q_idx, kv_idx); got {type(score).__name__}"
+        )
+
+
 def parse_score(notation: str) -> ScoreForm:
     """Return the form that `score(...)` describes. Raises InvalidProblem."""
     from tilegen.masks.notation import split_arguments

@@ -131,6 +131,7 @@ def _loads(mask: Mask) -> Loads:
         letter="t",
         inside=[(slot, name) for slot, axes in sized for axis in axes for name in inside[axis]],
         limits={slot: (-LIMIT, LIMIT) for slot, _ in sized},
+        narrowed=[slot for slot, axes in sized if axes == "b"],  # lengths of padded batches
     )
 
 

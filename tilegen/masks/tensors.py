@@ -15,7 +15,7 @@ from tilegen.masks.mask import Mask
 from tilegen.masks.notation import split_arguments
 from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
-from tilegen.masks.values import LIMIT, Made, check_range, has_values
+from tilegen.masks.values import Made
 
 
 def tensors_of(mask: Mask, shape: Shape, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -37,29 +37,20 @@ def tensors_of(mask: Mask, shape: Shape, device: torch.device) -> tuple[torch.Te
 
 def check_kv_lengths(lengths: Any) -> None:
     """Raise InvalidProblem unless these can be the lengths of a padded batch."""
-    if not isinstance(lengths, torch.Tensor) or lengths.ndim != 1:
-        raise InvalidProblem("kv_lengths must be a tensor of shape (batch,)")
+    is_dense = isinstance(lengths, torch.Tensor) and lengths.layout is torch.strided
+    if not is_dense or lengths.ndim != 1:
+        raise InvalidProblem("kv_lengths must be a dense tensor of shape (batch,)")
     if lengths.is_floating_point() or lengths.dtype is torch.bool:
         raise InvalidProblem(f"kv_lengths must be integers, got {lengths.dtype}")
 
 
-def lengths_table(lengths: Any, batch: int, device: torch.device) -> torch.Tensor:
-    """Return the lengths of a padded batch as kernels read them. Raises InvalidProblem for others
-    than one for each entry."""
-    if (
-        getattr(lengths, "dtype", None) is torch.int32
-        and lengths.shape == (batch,)
-        and lengths.device == device
-        and lengths.is_contiguous()
-        and not has_values(lengths)
-    ):
-        return lengths
-    check_kv_lengths(lengths)
-    if has_values(lengths):
-        check_range(lengths, LIMIT)
-    if lengths.shape[0] != batch:
-        raise _wrong_size(_VALUES, batch, _AXIS_NAMES["b"], lengths.shape[0])
-    return lengths.to(device, torch.int32).contiguous()
+def are_readable(lengths: torch.Tensor, batch: int, device: torch.device) -> bool:
+    """Whether kernels can read the lengths of a padded batch as they are, once compiled for their
+    dtype. Raises InvalidProblem unless there is one for each batch entry."""
+    if len(lengths) != batch:
+        raise _wrong_size(_VALUES, batch, _AXIS_NAMES["b"], len(lengths))
+    is_int = lengths.dtype in (torch.int32, torch.int64)
+    return is_int and lengths.device == device and lengths.is_contiguous()
 
 
 def check_fit(mask: Mask, score: Score | None, shape: Shape) -> None:

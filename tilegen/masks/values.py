@@ -333,7 +333,7 @@ def is_checked(tensor: Any) -> bool:
 
 def has_values(tensor: Any) -> bool:
     """Whether values may be looked at where nobody traces."""
-    return tensor.is_cpu or (not tensor.is_meta and checks())
+    return tensor.is_cpu or (checks() and not tensor.is_meta)
 
 
 def check_range(tensor: Any, limit: int | None) -> None:

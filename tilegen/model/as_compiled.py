@@ -29,7 +29,7 @@ class StepCode:
     integer: int
     """Instructions of the units for integers, comparisons and conversions."""
     multiply_adds: int
-    """Of matrix instructions."""
+    """Multiply-adds of matrix instructions."""
     rows: int
     """Rows of the smallest matrix instruction."""
     shared_bytes: int
@@ -48,7 +48,7 @@ class StepCode:
 
 
 NUMBERS = tuple(one.name for one in fields(StepCode) if one.type == "int" and one.name != "rows")
-"""What adds up over steps."""
+"""Names of the fields that add up over steps."""
 
 
 def issue_clocks(code: StepCode, gpu: GpuSpec) -> float:

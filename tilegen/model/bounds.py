@@ -96,17 +96,18 @@ def partition_bound() -> sp.Expr:
     A part of the computation that touches 2M words completes at most `largest_subgrid()` entries
     and reaches 4M more. One dense head on one processor: N_q N_kv d^2 / (M + 4 d^2) - M.
     """
-    return _partitioned(largest_subgrid())
+    return partitioned(largest_subgrid())
 
 
 def pattern_bound() -> sp.Expr:
     """Return LB1G in words: LB1 with what the densest sub-grids of the mask hold, `e_G(2M/d)`, in
-    the place of what its degrees allow. It is never below LB1."""
-    return _partitioned(spanned_by_all_heads().subs(k, 2 * M / d_qk))
+    the place of what its degrees allow. LB1G is never below LB1."""
+    return partitioned(spanned_by_all_heads().subs(k, 2 * M / d_qk))
 
 
-def _partitioned(entries: sp.Expr) -> sp.Expr:
-    """Return the bound for parts of the computation that complete at most so many entries."""
+def partitioned(entries: sp.Expr) -> sp.Expr:
+    """Return the bound in words for parts of the computation that touch 2M words, and complete at
+    most so many entries."""
     return M * (H_kv * g * nnz / (entries + 4 * M) - P)
 
 
@@ -123,7 +124,7 @@ def product_bound() -> sp.Expr:
 
 def floor_terms(what: Kernel | Direction, *, values_in_keys: bool = False) -> tuple[Term, ...]:
     """Return what must move anyway, per key-value head: inputs that matter, and all outputs. Values
-    that are columns of keys move with them."""
+    that are columns of keys move with the keys."""
     if what != "backward":
         found = terms(FWD.floor if what == "forward" else KERNELS[what].floor)
         return tuple(one for one in found if not (values_in_keys and one.tensor == "v"))
@@ -187,7 +188,7 @@ def lower_bound_bytes(problem: AttentionProblem, gpu: GpuSpec, what: Kernel | Di
 
 
 def bound_values(problem: AttentionProblem, gpu: GpuSpec) -> dict[sp.Symbol, float]:
-    """Return what the symbols of the bounds are.
+    """Return the values of the symbols in the bounds.
 
     Slow memory is L2, fast memory everything on an SM: M = on_chip_bytes / element_bytes words.
     """
@@ -227,7 +228,7 @@ _ARGUMENTS = (H_kv, g, N_q, N_kv, d_qk, d_v, nnz, w, u, w_b, n_q, n_kv, M, P, e)
 
 @cache
 def _evaluator(what: Kernel | Direction, values_in_keys: bool) -> Callable[..., list[float]]:
-    # Not their `sp.Max`, which compares them by their symbols, for a tenth of a second.
+    # A list, not its `sp.Max`: SymPy would compare bounds by their symbols, which takes 0.1 s.
     evaluate: Any = sp.lambdify(
         _ARGUMENTS, [*bounds_of(what, values_in_keys=values_in_keys).values()], modules="math"
     )

@@ -35,8 +35,9 @@ from tilegen.model.traffic import Traffic, Visits, traffic, visits
 from tilegen.problem import AttentionProblem
 
 Order = Literal["head_major", "interleaved", "heavy_first"]
-"""Consecutive programs work on the same key-value head; or on different ones, of all heads or of
-those that start together (kernels/launch_order.py)."""
+"""Orders in which programs start: consecutive programs work on the same key-value head, on
+different heads out of all, or on different heads out of those that start together
+(kernels/launch_order.py)."""
 
 
 def touches(order: Order) -> sp.Expr:
@@ -76,7 +77,8 @@ def _started(order: Order) -> sp.Symbol:
 class _Arithmetic:
     """The operations of the formulas, for symbols or for numbers.
 
-    `propose` evaluates them for its first problem before SymPy could have compiled them.
+    `propose` evaluates the formulas as numbers for its first problem, before SymPy could have
+    compiled them.
     """
 
     ceil: Callable[[Any], Any]
@@ -149,14 +151,14 @@ def _sweeps(
 
 @dataclass(frozen=True, kw_only=True)
 class Levels:
-    """What one launch moves at both levels, and why."""
+    """Bytes that one launch moves at both levels, and why."""
 
     l2_bytes: int
-    """Between SMs and L2, both directions. Exact."""
+    """Bytes between SMs and L2, both directions. Exact."""
     dram_bytes: int
-    """Between L2 and DRAM, both directions."""
+    """Bytes between L2 and DRAM, both directions."""
     dram_bound_bytes: int
-    """What no algorithm can go below with L2 and all SMs as fast memory."""
+    """Bytes that any algorithm moves at least, with L2 and all SMs as fast memory."""
     in_flight: int
     """Programs of a wave."""
     started: int
@@ -263,8 +265,8 @@ def _dram_of_splits(problem: AttentionProblem, kernel: Kernel, moved: Traffic) -
 
 
 def _dram_of_slices(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, moved: Traffic) -> int:
-    """Return the bytes between L2 and DRAM of a kernel that takes head dims in slices; no more than
-    one of panels that adds to nothing in memory moves at all.
+    """Return the bytes between L2 and DRAM of a kernel that takes head dims in slices; a kernel of
+    panels that adds to nothing in memory moves no more there than at L2.
 
     Inputs and outputs move once, what streams again with every panel unless L2 holds it besides the
     panel. A panel that L2 does not hold is written and read back once.
@@ -320,9 +322,9 @@ class _Streams:
     """Key-value heads whose programs start together; all where programs run head after head."""
     order: Order
     programs: int
-    """Of each key-value head."""
+    """Programs of each key-value head."""
     once: int
-    """Bytes of the rows that they stream."""
+    """Bytes of the rows that the programs of a head stream."""
     capacity: float
     part: float
     sweeps: float
@@ -374,7 +376,8 @@ def _streams(
 def _part(
     mask: Mask, side: Side, seqlen_q: int, seqlen_kv: int, programs: int, together: int
 ) -> float:
-    """Return the mean rows that `together` neighbours of a head's programs stream: as one tile."""
+    """Return the mean number of rows that `together` neighbouring programs of a head stream, as if
+    they were one tile."""
     stays = seqlen_q if side == "rows" else seqlen_kv
     block = together * -(-stays // programs)
     fine = 1

@@ -21,14 +21,15 @@ class CostEstimate:
     dram_bytes: int
     """Bytes between L2 and DRAM, both directions: a model of what L2 keeps."""
     lower_bound_bytes: int
-    """What no algorithm can go below with this GPU's on-chip memory."""
+    """Bytes that any algorithm moves at least, with this GPU's on-chip memory."""
     smem_bytes: int
-    """Shared memory of one program."""
+    """Shared memory of one program [bytes]."""
     registers: int
     """32-bit registers of one thread; over 255 the compiler spills."""
     flops: int
     """Tensor flops executed: whole tiles at padded head dims."""
     seconds: float
+    """Predicted time of the launch [s]."""
     limit: str
     """The largest of `terms`: what the kernel waits for."""
     terms: tuple[tuple[str, float], ...]
@@ -41,20 +42,21 @@ class CostEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """What compiling a config gave, in this process or in an earlier one. Nobody has run it."""
+    """What compiling a config gave, in this process or in an earlier one. Nothing has run."""
 
     triton: str
-    """Version of Triton that compiled it."""
+    """Version of Triton that compiled the config."""
     registers: int | None = None
-    """32-bit registers of one thread; None where it did not compile."""
+    """32-bit registers of one thread; None where the config did not compile."""
     spill_bytes: int | None = None
-    """Bytes of registers that one thread spills; None where it did not compile."""
+    """Bytes of registers that one thread spills; None where the config did not compile."""
     shared_bytes: int | None = None
-    """Shared memory of one program; None where it did not compile."""
+    """Shared memory of one program [bytes]; None where the config did not compile."""
     seconds: float | None = None
-    """Predicted time with these, and with what its machine code issues; None as above."""
+    """Predicted time [s] with these resources, and with what the machine code issues; None where
+    the config did not compile."""
     objection: str
-    """Why no call uses it; empty where calls may."""
+    """Reason for which no call uses the config; empty where calls may."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,4 +72,4 @@ class Candidate:
     reason: str
     """One sentence: why this tile, by the model alone."""
     compiled: Compiled | None = None
-    """What a compiler made of it; None where nobody here has asked one."""
+    """What a compiler made of the config; None where no compiler was asked here."""

@@ -1,8 +1,8 @@
 """What one program of an emitted kernel holds on chip, as Triton compiles it.
 
 Two pools, not one M: shared memory, by rules about where Triton keeps operands, and registers, by a
-fit over all kernels; on_chip.py reads both from tables. Neither decides: a config is used only if
-it compiles to what may be used (see `tilegen.build.acceptable`).
+fit over all kernels; on_chip.py reads both from tables. Neither pool decides: a config is used only
+if it compiles to what may be used (see `tilegen.build.acceptable`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from functools import lru_cache
 
-from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.config import Kernel, TileConfig, threads_of
 from tilegen.kernels.registry import KERNELS
 from tilegen.kernels.spec import WIDTHS, Sliced, Whole
 from tilegen.model.lists_and_tables import lists_and_tables
@@ -23,7 +23,6 @@ from tilegen.model.on_chip import (
     Footprint,
     family,
     max_registers,
-    threads_of,
 )
 from tilegen.model.step import Step, chunks, step
 from tilegen.problem import AttentionProblem
@@ -144,8 +143,8 @@ def _columns(rules: Family, work: Step, element_bytes: int) -> int:
 
 BARRIERS, ALIGNED_BARRIERS = 128, 1024
 """Bytes, at most, of the barriers that tell when tiles have come through descriptors; the second is
-for tiles that matrix instructions read in place, which are aligned to 1024. They are a part of the
-overhead that such tiles have without descriptors, too."""
+for tiles that matrix instructions read in place, which are aligned to 1024. The overhead that such
+tiles have without descriptors includes barriers."""
 
 REGISTER_FEATURES = (
     "constant",

@@ -1,8 +1,9 @@
 """What lists of tiles, trees, captured tensors and dropout add to a kernel's footprint.
 
-Seen in compiled kernels (Triton 3.7.1): a load whose address another load gives is pipelined one
-stage deeper, and tiles of a captured table are buffered like those of keys and values. Drawing
-takes up to 2 registers a score where there are some left, and fewer where there are none.
+The rules were seen in compiled kernels (Triton 3.7.1): a load whose address another load gives is
+pipelined one stage deeper, and tiles of a captured table are buffered like those of keys and
+values. Drawing takes up to 2 registers a score where there are some left, and fewer where there are
+none.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ def lists_and_tables(
         smem += streamed * width * problem.element_bytes
     whole = KERNELS[kernel].whole
     if whole and trees_of(problem.mask):
-        # Seen where matrix instructions read shared memory: a forward keeps a tile of keys more, a
-        # backward the table's bytes of a tile.
+        # Where matrix instructions read shared memory, a forward was seen to keep a tile of keys
+        # more, and a backward the table's bytes of a tile.
         keys = problem.head_dim_qk * problem.element_bytes
         smem += config.block_n * (keys if "out" in whole.accumulates else config.rows)
     if problem.score and problem.score.changes:

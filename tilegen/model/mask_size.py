@@ -22,8 +22,8 @@ Numbers = NDArray[np.int64]
 class MaskSize:
     """A mask as a bipartite graph of query and key-value rows; exact for up to 16384 of each.
 
-    Beyond that they are counted in bands: `entries`, `rows` and `columns` may come out too small
-    and `degree` too large, which keeps the bounds valid.
+    Longer masks are counted in bands: `entries`, `rows` and `columns` may come out too small and
+    `degree` too large, which keeps the bounds valid.
     """
 
     entries: int
@@ -41,14 +41,14 @@ class Bands:
     number for each band."""
 
     first: Numbers
-    """The lowest of its rows."""
+    """The lowest row of each band."""
     size: Numbers
-    """The number of its rows."""
+    """The number of rows of each band."""
     degree: Numbers
-    """At least as many as one of its rows keeps."""
+    """Entries that a row of the band keeps, at most."""
     low: Numbers
     end: Numbers
-    """Everything that its rows keep lies in `low` to `end` (excluded)."""
+    """All that the rows of a band keep lies in `low` to `end` (excluded)."""
 
 
 @lru_cache(maxsize=1024)
@@ -73,7 +73,7 @@ def bands(mask: Mask, side: Side, seqlen_q: int, seqlen_kv: int) -> Bands | None
     for lo, hi in (piece for part in ranges.pieces for piece in part):
         low = np.where(hi > lo, np.minimum(low, lo), low)
         end = np.where(hi > lo, np.maximum(end, hi), end)
-    # Where a mask differs between heads, one that is as large as each of them.
+    # Where heads have different masks, a band is as large as that of each head.
     low, end, degree = low.min((0, 1)), end.max((0, 1)), ranges.visited.max((0, 1))
     live = degree > 0
     sizes = np.minimum(size, length - first)

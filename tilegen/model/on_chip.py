@@ -1,6 +1,6 @@
 """What an SM has for its programs, and what a program may have: rules by family of architectures.
 
-They are calibrated against what the compiler reports: footprint.toml holds rules about shared
+The rules are calibrated against what the compiler reports: footprint.toml holds rules about shared
 memory, registers.toml a fit of registers that `python -m benchmarks.calibrate_footprint` makes
 again.
 """
@@ -15,39 +15,29 @@ from typing import Any
 
 from tilegen.gpus.nearest import nearest
 from tilegen.gpus.spec import SMEM_RESERVED_PER_PROGRAM, GpuSpec
-from tilegen.kernels.config import TileConfig
+from tilegen.kernels.config import TileConfig, threads_of
 
 TENSOR_MEMORY_COLUMNS = 512
-
-
 TENSOR_MEMORY_LANES = 128
-
-
+"""Words of 32 bits in a column of tensor memory, which has as many lanes."""
 ROWS_PER_WARP, COLUMNS_PER_WARP = 16, 8
 """Smallest tile that one warp's matrix instructions make."""
-
-
 MAX_PROGRAMS_PER_SM = 32
-
-
 MOST_SPILLED = 128
 """Bytes of registers that a thread of a usable kernel may spill: 32 of 255.
 
-Of kernels compiled for sm_90 that spill 120, inner loops have about 5 loads and stores of local
-memory in 100 instructions, at 136 as many as 7; at 160 ptxas was seen to wait for each matrix
-product before it issues the next.
+Inner loops of kernels compiled for sm_90 have about 5 loads and stores of local memory in 100
+instructions where a thread spills 120 bytes, and 7 where it spills 136; at 160 bytes ptxas was seen
+to wait for each matrix product before it issues the next.
 """
-
-
 SPILL_DOUBT = 1.35
 """Factor of the registers of a thread up to which the fit may predict and a config still be
 proposed. Among kernels compiled for NVIDIA's architectures 1.0 to 1.3 % of the usable ones lie
 above, and 31 to 63 % of those that spill too much (benchmarks/results/footprint.csv): the fit takes
 out the hopeless, compiling decides about the others."""
-
-
 MAX_WARPS_PER_SM = {"sm_": 48, "gfx": 32}
-"""Of 64 or 32 threads; some parts hold 64 warps, but registers end sooner."""
+"""Warps of an SM that run at once, each of 64 (AMD) or 32 threads; some parts hold 64 warps, but
+registers end sooner."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +80,6 @@ class Footprint:
 class Family:
     """One family of footprint.toml; the fields are described there."""
 
-    warp_threads: int
     max_registers: int
     registers_per_sm: int
     rows_in_place: int
@@ -101,11 +90,6 @@ class Family:
     once_more: dict[str, float]
     registers: dict[str, tuple[float, ...]]
     """Coefficients of `footprint.register_features`, for 16-bit and for fp32 operands."""
-
-
-def threads_of(arch: str, num_warps: int) -> int:
-    """Return the threads of a program."""
-    return family(arch).warp_threads * num_warps
 
 
 def max_registers(arch: str, num_warps: int) -> int:
@@ -125,7 +109,7 @@ def residents(needs: Footprint, gpu: GpuSpec, config: TileConfig) -> int:
         MAX_PROGRAMS_PER_SM,
     ]
     if needs.columns:  # allocated in powers of two, at least 32
-        limits.append(TENSOR_MEMORY_COLUMNS // max(32, _power_of_two(needs.columns)))
+        limits.append(TENSOR_MEMORY_COLUMNS // max(32, 1 << (needs.columns - 1).bit_length()))
     return max(1, min(limits))
 
 
@@ -148,7 +132,3 @@ def family(arch: str) -> Family:
 
 def _table(name: str) -> dict[str, Any]:
     return tomllib.loads((files("tilegen.model") / name).read_text(encoding="utf-8"))
-
-
-def _power_of_two(value: int) -> int:
-    return 1 << (value - 1).bit_length()

@@ -28,7 +28,7 @@ class Splits:
     programs: int | Fraction
     """Pairs of a tile that stays and a split of which it visits anything."""
     rows: int | Fraction
-    """Rows that stay of these, inside the sequence."""
+    """Rows that stay, inside the sequence, added up over these pairs."""
     tiles_of_group: int
     """Tiles of the query heads of a key-value head: one that stays or streams for all of them, or
     one for each."""
@@ -90,7 +90,7 @@ def _divided(
         tiles = visited(block_n)
         each = np.maximum(np.minimum(usual, -(-tiles // to_fill)), -(-tiles // count))
         splits, longest = -(-tiles // np.maximum(each, 1)), int(each.max())
-    else:  # all tiles of the request are, of which a split may visit none
+    else:  # all tiles of the request are divided, and a split may visit none of its own
         every = -(-seqlen_kv // block_n)
         longest = max(min(usual, -(-every // to_fill)), -(-every // count))
         splits = visited(longest * block_n)

@@ -1,7 +1,7 @@
 """One step of a kernel's inner loop: its matrix products, what they read, and what they add to.
 
 Kernels that hold head dims whole work on one tile of the side that stays and one of the side that
-passes. Those that take head dims in slices work on one slice; the forward that streams Q again
+passes. Kernels that take head dims in slices work on one slice; the forward that streams Q again
 takes all slices of a key tile in a step. Footprint and time are computed from this record alone.
 """
 

@@ -34,7 +34,8 @@ from tilegen.model.symbols import N, N_kv, N_q, g, k, p, u, w_b
 PRECISION = 1e-6
 """Part by which a density that is found in steps is rounded up, so that it holds."""
 MAX_PARTS = 256
-"""Most parts of a mask that falls apart which are looked at one by one."""
+"""Parts of a mask that are looked at one by one, at most: a mask that falls into more is taken
+whole."""
 
 
 def spanned_by_all_heads() -> sp.Expr:
@@ -53,8 +54,8 @@ def within_band() -> sp.Expr:
         W(I, J) <= I J - max(0, I + J - w_b)^2 / 4 + 1 / 4    for |I - J| <= w_b,
         W(I, J) <= w_b min(I, J)                              otherwise.
 
-    Both are one function of I, concave, with J fixed; so of g heads that share J columns each has
-    most with as many rows as the others. With g I + J = k the first is largest at J - I =
+    Both bounds are one function of I, concave, with J fixed; so of g heads that share J columns
+    each has most with as many rows as the others. With g I + J = k the first is largest at J - I =
     w_b (g - 1) / (g + 1), where g times it is nu (k - nu) + g / 4 once k > 2 nu; the second is
     nowhere larger, nor I J with I + J <= w_b.
     """
@@ -156,16 +157,18 @@ class Subgrids:
     per_row: float
     """`u`: entries for each row and column of any sub-grid, at most."""
     width: int
-    """`w_b`: so many differences of query and key-value row, in a row, hold all that is kept."""
+    """`w_b`: number of differences of query and key-value row, each one more than the last, that
+    hold all that is kept."""
     family: Family | None = None
-    """The family whose closed form `per_row` is; None: counted from the mask's rows and columns."""
+    """The family whose closed form `per_row` is; None where `per_row` is counted from the mask's
+    rows and columns."""
 
 
 @lru_cache(maxsize=1024)
 def subgrids(mask: Mask, seqlen_q: int, seqlen_kv: int, group: int) -> Subgrids:
     """Return the numbers of a mask whose columns are shared by `group` query heads.
 
-    Those of a mask without a closed form of its tiles follow from its largest degree alone.
+    The numbers of a mask whose tiles have no closed form follow from its largest degree alone.
     """
     degree, width = mask_size(mask, seqlen_q, seqlen_kv).degree, seqlen_q + seqlen_kv - 1
     most: float = by_degrees(degree, degree, group)
@@ -234,7 +237,7 @@ def _of_part(rows: Bands, columns: Bands, group: int) -> Subgrids:
 
 
 def _parts(rows: Bands, columns: Bands) -> list[tuple[Bands, Bands]]:
-    """Return the parts that a mask falls into, equal ones once; documents fall apart so."""
+    """Return the parts that a mask falls into, equal ones once; documents are such parts."""
     if not rows.first.size:
         return []
     order = np.argsort(rows.low, kind="stable")

@@ -14,13 +14,13 @@ from functools import lru_cache
 
 from tilegen.gpus.nearest import on_tensor_cores
 from tilegen.gpus.spec import GpuSpec
-from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.config import Kernel, TileConfig, threads_of
 from tilegen.kernels.launch_order import heads_together, heavy_end
 from tilegen.kernels.registry import KERNELS, family_with
 from tilegen.model.dram import dram_bytes
 from tilegen.model.footprint import executed, in_place_of, repetition
 from tilegen.model.launches import Launches, launches
-from tilegen.model.on_chip import Footprint, family, residents, threads_of
+from tilegen.model.on_chip import Footprint, family, residents
 from tilegen.model.operands import shared_words
 from tilegen.model.rates import instructions, peak_flops_per_clk, rates_of
 from tilegen.model.step import step
@@ -111,7 +111,7 @@ def drawn_of(problem: AttentionProblem, kernel: Kernel) -> int:
 def local_clocks(needs: Footprint, gpu: GpuSpec, config: TileConfig) -> float:
     """Return the clocks that a step takes longer for what it spills, at the rate of L1.
 
-    Local memory is cached there, behind the port of shared memory. On sm_90 a spilled byte counts
+    Local memory is cached in L1, behind the port of shared memory. On sm_90 a spilled byte counts
     as moved once a step: inner loops compiled for it that spill 120 bytes, 30 words, have 17 to 26
     loads and stores of them, since some words live around the loop. Measured times of sm_86 ask for
     more (`spilled`). Nothing is taken to hide them: what was spilled is wanted by the next
@@ -134,12 +134,12 @@ class Time:
     flops: int
     """Tensor flops executed: whole tiles and slices, at padded head dims."""
     busy_seconds: float
-    """Seconds that the SMs take in a kernel with a loop: of configs that wait for memory alike, the
-    least leaves most room for what the model does not know."""
+    """Seconds that the SMs take in a kernel with a loop: where configs wait for memory alike, the
+    one with the least leaves most room for what the model does not know."""
     left_seconds: float = 0.0
     """Seconds that the next kernel takes to read what this one leaves for it."""
     idle: float = 0.0
-    """Part of the SMs that have no program, of kernels that could have more."""
+    """Part of the SMs that have no program, in kernels that could have more programs."""
 
     @property
     def cost(self) -> float:
@@ -242,8 +242,9 @@ def tail_of(
 ) -> float:
     """Return the clocks in which a launch of unequal programs ends, while not all SMs are busy.
 
-    Half of a program: a mean one, or where heavy tiles start first, one of the `in_flight` lightest
-    of the heads that start together. Lengths are taken to rise evenly to the longest.
+    The end takes as long as half a program: a mean one, or where heavy tiles start first, one of
+    the `in_flight` lightest of the heads that start together. Lengths are taken to rise evenly to
+    the longest.
     """
     mean = float(run.steps / run.programs)
     if not heavy_end(problem.mask, KERNELS[kernel]):
@@ -274,9 +275,9 @@ def launch_seconds(gpu: GpuSpec, kernel: Kernel, count: int) -> float:
 def dram_seconds(gpu: GpuSpec, moved: int) -> float:
     """Return the time that bytes take between L2 and DRAM, from a cold L2.
 
-    What comes pushes out of L2 what others wrote there, which goes to DRAM besides, until as much
-    has come as L2 holds: so it is after any large kernel, and in every measurement, where L2 is
-    cleared by writing zeros. Before the first bytes and after the last a latency passes, as at a
+    Bytes that come push out of L2 what others wrote there, which goes to DRAM besides, until as
+    much has come as L2 holds: so it is after any large kernel, and in every measurement, where L2
+    is cleared by writing zeros. Before the first bytes and after the last a latency passes, as at a
     program's beginning and end.
     """
     rates = rates_of(gpu.arch)
@@ -302,10 +303,10 @@ def busy_clocks(clk: StepClocks, softmax: float, warps: int) -> float:
     what is no matrix product.
 
     Asynchronous products take their operands from shared memory themselves. Where each scheduler
-    has a single warp, one warpgroup alone on its SM, they take what is longer, that or the
-    multiplication, and then the softmax follows, but for what its machine code has beside them
-    (`exposed`): no other warp fills the time. Times that others published for synchronous products
-    bear no such rule out (benchmarks/results/published/README.md).
+    has a single warp, as with one warpgroup alone on its SM, products take the longer of both,
+    reading or multiplying, and then the softmax follows, but for what its machine code has beside
+    products (`exposed`): no other warp fills the time. Times that others published for synchronous
+    products bear no such rule out (benchmarks/results/published/README.md).
     """
     alone = clk.asynchronous and warps <= SCHEDULERS
     products = max(clk.tensor, clk.smem) if alone else clk.tensor

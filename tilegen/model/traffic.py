@@ -51,10 +51,12 @@ from tilegen.model.symbols import (
 )
 from tilegen.problem import AttentionProblem
 
+Size = Literal["element", "fp32"]
+"""Words of the problem's dtype, or of fp32."""
 ACCUMULATOR_BYTES = 4
-"""lse and delta are fp32 whatever the dtype of the inputs."""
+"""Bytes of a number of lse or delta: fp32 whatever the dtype of the inputs."""
 STATE_BYTES = 16
-"""Seed and offset of dropout, which every program reads that draws."""
+"""Bytes of the seed and the offset of dropout, which every program reads that draws."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Term:
     tensor: str
     direction: Literal["read", "write"]
     words: sp.Expr
-    size: Literal["element", "fp32"] = "element"
+    size: Size = "element"
 
     @property
     def bytes(self) -> sp.Expr:
@@ -99,14 +101,14 @@ def terms(moved: Iterable[Moved]) -> tuple[Term, ...]:
 
 @cache
 def terms_of(kernel: Kernel, *, values_in_keys: bool = False) -> tuple[Term, ...]:
-    """Return what a kernel moves; where nothing is masked, see UNMASKED. Values that are taken from
-    the keys are not read."""
+    """Return what a kernel moves; UNMASKED has the visited rows where nothing is masked. Values
+    that are taken from the keys are not read."""
     moved = terms(KERNELS[kernel].traffic)
     return tuple(one for one in moved if one.tensor != "v") if values_in_keys else moved
 
 
 UNMASKED = {V_kv: sp.ceiling(N_q / B_r) * N_kv, V_q: sp.ceiling(N_kv / B_c) * N_q}
-"""Substitute these for the visited rows when nothing is masked."""
+"""Visited rows where nothing is masked, to substitute for their symbols."""
 
 
 def total_words(terms: Iterable[Term]) -> sp.Expr:
@@ -131,10 +133,10 @@ def traffic(
 ) -> Traffic:
     """Return the exact bytes that `kernel` loads and stores for the whole problem.
 
-    Those of some kernels depend on more than their own config: `aligned` small-cache kernels (by
-    default where the head dims allow it) pad a panel's rows, `panel_rows` (by default all) go into
-    a panel, and score tiles are `score_width` keys wide; `before` is the config of the kernel that
-    left the splits' results (by default `usual_split`).
+    The bytes of some kernels depend on more than their own config: `aligned` small-cache kernels
+    (by default where the head dims allow it) pad a panel's rows, `panel_rows` (by default all) go
+    into a panel, and score tiles are `score_width` keys wide; `before` is the config of the kernel
+    that left the splits' results (by default `usual_split`).
     """
     tile = config.block_m, config.block_n
     counts = visits(problem, *tile, kernel, aligned=aligned, split_kv=config.split_kv)
@@ -173,8 +175,9 @@ def traffic(
 def table_bytes(
     problem: AttentionProblem, config: TileConfig, kernel: Kernel, counts: Visits
 ) -> int:
-    """Return the bytes that say where requests lie: three numbers for each program, also for those
-    of empty splits, and for each tile its page, or those of its keys where pages are smaller."""
+    """Return the bytes that say where requests lie: three numbers for each program, also for
+    programs of empty splits, and for each tile its page, or the pages of its keys where pages are
+    smaller."""
     if not KERNELS[kernel].pages:
         return 0
     splits = splits_of(problem, config, kernel)
@@ -247,7 +250,7 @@ class Visits:
     tiles: int | Fraction
     """Streamed tiles of all stationary tiles together."""
     partial_tiles: int | Fraction
-    """Those of them that need mask code."""
+    """Streamed tiles that need mask code."""
     rows: int | Fraction
     """Streamed rows inside the sequence."""
     longest: int
@@ -269,10 +272,10 @@ def visits(
 ) -> Visits:
     """Return the tiles that one query head visits under the problem's mask.
 
-    `aligned` kernels pad the rows of a panel to 16 bytes; by default the head dims decide. Those of
-    batch-invariant problems take the tiles of a split of `split_kv` keys in order, as partial ones,
-    and where they are not in one range, all of them. Those that join splits of `split_kv` rows take
-    `block_n` of them a step.
+    `aligned` kernels pad the rows of a panel to 16 bytes; by default the head dims decide. Kernels
+    of batch-invariant problems take the tiles of a split of `split_kv` keys in order, as partial
+    ones, and all tiles of a split where a mask leaves no single range. Kernels that join splits of
+    `split_kv` rows take `block_n` splits a step.
     """
     side: Side = KERNELS[kernel].stays
     if not KERNELS[kernel].masked:

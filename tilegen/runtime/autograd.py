@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from tilegen.check import interpreter
+from tilegen.disk import say_once
 from tilegen.emit.identity import is_aligned
 from tilegen.kernels.descriptors import is_describable
 from tilegen.masks.score import Score
@@ -48,8 +50,8 @@ _Function: Any = getattr(torch.autograd.function, "_SingleLevelFunction", torch.
 
 
 class _Attention(_Function):
-    """Forward keeps out and lse. The backward has no atomics, but for tensors that a score
-    reads."""
+    """Attention by kernels, as autograd knows it: the forward keeps out and lse, the backward has
+    no atomics, but for tensors that a score reads."""
 
     @staticmethod
     def forward(
@@ -116,7 +118,7 @@ def gradients(
         or (kernels.aligned and not is_aligned(dout))
         or (kernels.describable and not is_describable(dout))
     ):
-        # Not `contiguous`, which leaves a dense tensor at an odd address where it is.
+        # A clone, since `contiguous` leaves a dense tensor at an odd address where it is.
         dout = dout.clone(memory_format=torch.contiguous_format)
     found = kernels.backward(saved, dout, dlse, scale, changes, wanted)
     for slot, one in found.captured.items():
@@ -135,7 +137,8 @@ def reaching(
 
 
 class _Reaching(torch.autograd.Function):
-    """Passes out and lse on; what else is given gets zeros, as of `0 * bias[q]` in PyTorch."""
+    """A function that passes out and lse on, and gives gradients of 0 to all else, as PyTorch does
+    for `0 * bias[q]`."""
 
     @staticmethod
     def forward(
@@ -153,6 +156,21 @@ class _Reaching(torch.autograd.Function):
             torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.unused
         )
         return dout, dlse, *zeros
+
+
+def computes_by_torch(device: torch.device) -> bool:
+    """Whether PyTorch computes calls on a device, which is said once: on a CPU, unless Triton's
+    interpreter runs the emitted kernels there. Raises Unsupported where it cannot."""
+    if device.type != "cpu":
+        return False
+    if interpreter.is_active():
+        interpreter.prepare()
+        return False
+    say_once(
+        "CPU tensors: computing with PyTorch; "
+        "set TRITON_INTERPRET=1 before Python starts to run the emitted kernels"
+    )
+    return True
 
 
 def torch_run(

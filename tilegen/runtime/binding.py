@@ -35,10 +35,11 @@ class BoundKernel:
         config: TileConfig,
         names: Collection[str] | None = None,
     ) -> None:
-        """`names` are those of the launch's parameters, where its signature does not say them."""
+        """`names` are those of the launch's parameters; by default its signature says them."""
         names = inspect.signature(launch).parameters if names is None else names
         self.launch = launch
-        self._slots = [(int(name[1:]), name) for name in names if re.fullmatch(r"t\d+", name)]
+        slots = [(int(name[1:]), name) for name in names if re.fullmatch(r"t\d+", name)]
+        self._slots = [(slot, name, mask.values[slot].kind == "bool") for slot, name in slots]
         self._reads = [name for name in names if re.fullmatch(r"d?c\d+|sinks|dropout(_p)?", name)]
         self._side: Side = KERNELS[kernel].stays
         self._blocks = {"block_m": config.block_m, "block_n": config.block_n}
@@ -87,11 +88,12 @@ class BoundKernel:
         )
 
     def reading(self, tables: Sequence[torch.Tensor], reads: Mapping[str, Any] = NOTHING) -> Launch:
-        """Return the same but for lists of tiles."""
-        extras = {name: reads[name] for name in self._reads} if self._reads else {}
-        for slot, name in self._slots:
-            one = tables[slot]
-            extras[name] = one.view(torch.uint8) if one.dtype is torch.bool else one
+        """Return the launch with what mask, score and dropout read, but without lists of tiles."""
+        extras: dict[str, Any] = {}
+        for name in self._reads:
+            extras[name] = reads[name]
+        for slot, name, is_bool in self._slots:
+            extras[name] = tables[slot].view(torch.uint8) if is_bool else tables[slot]
         return partial(self.launch, **extras) if extras else self.launch
 
 

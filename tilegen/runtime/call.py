@@ -18,6 +18,7 @@ from tilegen.kernels.config import shares_columns
 from tilegen.masks import score as scores
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score, ScoreForm
+from tilegen.masks.tensors import check_kv_lengths
 from tilegen.masks.tracing.fingerprint import Traces
 from tilegen.problem import MIN_HEAD_DIM, AttentionProblem, DType
 from tilegen.runtime.changes import Changes
@@ -33,18 +34,14 @@ MAX_PROGRAMS = 2**31 - 1  # CUDA's limit on a one-dimensional grid
 MAX_SCALE = torch.finfo(torch.float32).max / math.log2(math.e)
 """Kernels multiply a scale by log2(e)."""
 ScoreFunction = Callable[..., Any]
-"""Of (score, b, h, q_idx, kv_idx), as FlexAttention's score_mod."""
+"""A function of (score, b, h, q_idx, kv_idx), as FlexAttention's score_mod is."""
 
 
 def score_of(score: Score | ScoreFunction | None) -> Score | None:
     """Return a score as given, or traced from a function, once while what it reads is the same."""
     if score is None or isinstance(score, Score):
         return score and score.anew()
-    if not callable(score):
-        raise InvalidProblem(
-            "score must be a tilegen score such as tilegen.softcap(20.0), or a function of "
-            f"(score, b, h, q_idx, kv_idx); got {type(score).__name__}"
-        )
+    scores.check_function(score)
     return _traces(score).anew()
 
 
@@ -55,17 +52,26 @@ def facts_of(q: Any, k: Any, v: Any, changes: Changes) -> tuple[Any, ...]:
     """Return all that the plan of a call depends on. Raises InvalidProblem for what is no tensor,
     and for what is no mask."""
     kind, form = changes.kind, None if changes.score is None else form_of(changes)
+    lengths = changes.kv_lengths
     try:
         shapes, strides = (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride())
         dtypes, devices = (q.dtype, k.dtype, v.dtype), (q.device, k.device, v.device)
         k_at, v_at = k.data_ptr(), v.data_ptr()
         offset = (q.data_ptr() | k_at | v_at) % VECTOR_BYTES
         where = "cuda" if q.is_cuda else "cpu"
+        padding = lengths is not None and (
+            lengths.dtype,
+            lengths.shape,
+            lengths.device,
+            lengths.is_contiguous(),
+        )
     except (AttributeError, RuntimeError):  # RuntimeError: sparse, nested and such
+        if lengths is not None:
+            check_kv_lengths(lengths)
         names = ", ".join(_kind(x) for x in (q, k, v))
         raise InvalidProblem(f"q, k and v must be dense torch tensors, got {names}") from None
     cast = torch.is_autocast_enabled(where) and torch.get_autocast_dtype(where)
-    asked = kind, form, cast, changes.dropout is None
+    asked = kind, form, cast, changes.dropout is None, padding
     return shapes, strides, dtypes, devices, offset, k_at == v_at, asked
 
 
@@ -79,11 +85,13 @@ def call_key(facts: tuple[Any, ...]) -> Any:
         return facts  # looked at closely
     batch, heads, rows, width = q_shape
     k_batch, heads_kv, columns, k_width = k_shape
+    v_batch, v_heads, v_columns, v_width = v_shape
     (qb, qh, qm, q_dense), (kb, kh, kn, k_dense), (vb, vh, vn, v_dense) = strides
     if not (
-        k_batch == batch
-        and v_shape[:3] == (batch, heads_kv, columns)
-        and k_width == width
+        batch == k_batch == v_batch
+        and heads_kv == v_heads
+        and columns == v_columns
+        and width == k_width
         and q_dense == k_dense == v_dense == 1
         and (qm | kn | vn) < MAX_ROW_STRIDE
         and rows
@@ -99,7 +107,7 @@ def call_key(facts: tuple[Any, ...]) -> Any:
         found = zip(sizes, (qb, qh, qm, kb, kh, kn, vb, vh, vn), strict=True)
         unit = reduce(or_, (0 if n == 1 else stride for n, stride in found)) % VECTOR_BYTES
     expanded = not (qb and qh and qm and kb and kh and kn and vb and vh and vn)
-    sizes = batch, heads, heads_kv, width, v_shape[3]
+    sizes = batch, heads, heads_kv, width, v_width
     lengths = (rows - 1).bit_length(), (columns - 1).bit_length()
     in_keys = is_shared and strides[1] == strides[2]
     return sizes, lengths, unit, offset, expanded, in_keys, dtypes[0], devices[0], asked
@@ -120,10 +128,7 @@ def problem_of(
 ) -> AttentionProblem:
     """Return the problem of a call. Raises InvalidProblem and Unsupported."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.ndim != 4:
-            raise InvalidProblem(
-                f"{name} must have 4 dimensions (batch, heads, seqlen, head_dim), got {tensor.ndim}"
-            )
+        check_dimensions(name, tensor)
         if tensor.numel() == 0:
             raise InvalidProblem(f"{name} must not be empty, got shape {tuple(tensor.shape)}")
         if tensor.dtype not in DTYPES:
@@ -153,6 +158,14 @@ def problem_of(
         invariant=settings().batch_invariant,
         latent=values_in_keys(q, k, v),
     )
+
+
+def check_dimensions(name: str, tensor: torch.Tensor) -> None:
+    """Raise InvalidProblem unless a tensor has four dimensions."""
+    if tensor.ndim != 4:
+        raise InvalidProblem(
+            f"{name} must have 4 dimensions (batch, heads, seqlen, head_dim), got {tensor.ndim}"
+        )
 
 
 def values_in_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:

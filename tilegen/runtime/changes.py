@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -13,14 +12,15 @@ from tilegen.masks.kinds import MaskKind, kind_of_mask, lengths_of
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
-from tilegen.masks.tensors import check_kv_lengths, lengths_table, tensors_of
+from tilegen.masks.tensors import check_kv_lengths, tensors_of
 from tilegen.masks.usual import KvPrefix
+from tilegen.masks.values import LIMIT, check_range, has_values
 
 
 @dataclass(slots=True)
 class Changes:
     """What a call does to the scores: a mask, and perhaps a score change, lengths of padded batches
-    and dropout of weights. Nobody changes it; it is not frozen since that takes longer to make."""
+    and dropout of weights. The record is never changed; a frozen one would take longer to make."""
 
     given: Mask
     """The mask but for the lengths."""
@@ -51,14 +51,18 @@ class Changes:
             yield self.kv_lengths
 
     def tables(
-        self, q: torch.Tensor, k: torch.Tensor, device: torch.device
+        self, q: torch.Tensor, k: torch.Tensor, device: torch.device, converts: bool
     ) -> tuple[torch.Tensor, ...]:
-        """Return what kernels read of the mask's tensors, in the order of its values. Raises
-        InvalidProblem where sizes do not fit."""
-        given = self.given
-        if self.kv_lengths is None:
+        """Return what kernels read of the mask's tensors, in the order of its values. Lengths have
+        been checked by the plan of the call; `converts` has them made int32, on the device. Raises
+        InvalidProblem where other sizes do not fit."""
+        given, lengths = self.given, self.kv_lengths
+        if lengths is None:
             return tensors_of(given, Shape.of(q, k), device)
-        lengths = lengths_table(self.kv_lengths, q.shape[0], device)
+        if has_values(lengths):
+            check_range(lengths, LIMIT)
+        if converts:
+            lengths = lengths.to(device, torch.int32).contiguous()
         if not given.values:
             return (lengths,)
         tables = tensors_of(given, Shape.of(q, k), device)
@@ -74,11 +78,6 @@ class Changes:
     def sinks(self) -> torch.Tensor | None:
         """The logits of the sinks, (heads,)."""
         return self.score.sink_logits if self.score else None
-
-    @property
-    def dropped(self) -> dict[str, Any]:
-        """What launches are given for dropout, by name."""
-        return {} if self.dropout is None else self.dropout.given
 
     def on(self, device: torch.device) -> Changes:
         """Return the same with the score's tensors on a device, differentiably."""
@@ -99,7 +98,7 @@ class Gradients:
     dv: torch.Tensor | None
     sinks: torch.Tensor | None
     captured: dict[int, torch.Tensor]
-    """By slot."""
+    """The gradients of captured tensors, by slot."""
 
 
 @dataclass(slots=True)

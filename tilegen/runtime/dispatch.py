@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from tilegen.check import interpreter
 from tilegen.disk import say_once
 from tilegen.emit.identity import is_aligned
 from tilegen.errors import Unsupported
@@ -22,10 +21,10 @@ from tilegen.kernels.descriptors import is_describable
 from tilegen.masks.dilation import grouped_mask, step_of
 from tilegen.masks.kinds import kind_of_mask
 from tilegen.masks.shapes import Shape
-from tilegen.masks.tensors import check_fit, check_kv_lengths
+from tilegen.masks.tensors import are_readable, check_fit, check_kv_lengths
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import autograd, plans
-from tilegen.runtime.autograd import addressable, reaching, torch_run
+from tilegen.runtime.autograd import addressable, computes_by_torch, reaching, torch_run
 from tilegen.runtime.call import (
     MAX_PROGRAMS,
     autocast,
@@ -63,8 +62,8 @@ def plan_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes)
     if facts == latest:  # as in the layer before
         return plan
     key = call_key(facts)
-    new_plan = partial(_new_plan, q, k, v, changes)
-    plan = plans.by_call.known(key) or plans.by_call.get(key, new_plan)
+    found: Plan | None = plans.by_call.known(key)
+    plan = found or plans.by_call.get(key, partial(_new_plan, q, k, v, changes))
     plans.by_call.latest = facts, plan  # at once, since other threads may call too
     return plan
 
@@ -74,7 +73,8 @@ Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, Changes], tuple
 
 @dataclass(frozen=True)
 class Plan:
-    """How calls of one kind are computed. All that their key determines is decided here, once."""
+    """How calls of one kind are computed. All that the key of these calls determines is decided
+    here, once."""
 
     run: Run
     default_scale: float
@@ -144,30 +144,28 @@ def _regrouped(
 
 
 def _new_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes) -> Plan:
-    if changes.kv_lengths is not None:
-        check_kv_lengths(changes.kv_lengths)
+    lengths = changes.kv_lengths
+    if lengths is not None:
+        check_kv_lengths(lengths)
     if (rewritten := _rewritten(q, k, v, changes)) is not None:
         return Plan(*rewritten, rewrites=True)
     checks_fit = changes.score is not None or kind_of_mask(changes.given).checks_lengths
     problem = problem_of(q, k, v, changes)
     scale = problem.head_dim_qk**-0.5
-    if checks_fit:
-        check_fit(changes.given, changes.score, Shape.of(q, k))
-    if q.device.type == "cpu" and not interpreter.is_active():
-        say_once(
-            "CPU tensors: computing with PyTorch; "
-            "set TRITON_INTERPRET=1 before Python starts to run the emitted kernels"
-        )
+    lengths_dtype = None
+    if lengths is not None and are_readable(lengths, problem.batch, q.device):
+        lengths_dtype = lengths.dtype
+    if computes_by_torch(q.device):
         return Plan(torch_run, scale, checks_fit=checks_fit)
-    if q.device.type in ("cpu", "cuda"):
-        if q.device.type == "cpu":
-            interpreter.prepare()
-        run, kernels = _kernel_run(problem, q, k, v)
-        return Plan(run, scale, kernels=kernels, checks_fit=checks_fit)
-    raise Unsupported(f"q must be on a CUDA or CPU device, got {q.device}")
+    if q.device.type not in ("cpu", "cuda"):
+        raise Unsupported(f"q must be on a CUDA or CPU device, got {q.device}")
+    run, kernels = _kernel_run(problem, lengths_dtype, q, k, v)
+    return Plan(run, scale, kernels=kernels, checks_fit=checks_fit)
 
 
-def _kernel_run(problem: AttentionProblem, *tensors: torch.Tensor) -> tuple[Run, Kernels | None]:
+def _kernel_run(
+    problem: AttentionProblem, lengths_dtype: torch.dtype | None, *tensors: torch.Tensor
+) -> tuple[Run, Kernels | None]:
     """Return how a problem runs with emitted kernels, copying first what kernels cannot address;
     and the kernels, where nothing is copied."""
     tiles = -(-max(problem.seqlen_q, problem.seqlen_kv) // min(BLOCK_SIZES))
@@ -187,7 +185,8 @@ def _kernel_run(problem: AttentionProblem, *tensors: torch.Tensor) -> tuple[Run,
     tensors = tuple(t.contiguous() if copy else t for t, copy in zip(tensors, copied, strict=True))
     aligned = all(map(is_aligned, tensors))
     describable = aligned and all(map(is_describable, tensors))
-    kernels = _kernels(problem.bucket, tensors[0].device, aligned, describable)
+    key = problem.bucket, tensors[0].device, aligned, describable, lengths_dtype
+    kernels = plans.by_problem.get(key, lambda: Kernels(*key))
     if not any(copied):
         return partial(autograd.run, kernels), kernels
 
@@ -198,10 +197,3 @@ def _kernel_run(problem: AttentionProblem, *tensors: torch.Tensor) -> tuple[Run,
         return autograd.run(kernels, q, k, v, scale, changes)
 
     return run, None
-
-
-def _kernels(
-    problem: AttentionProblem, device: torch.device, aligned: bool, describable: bool
-) -> Kernels:
-    key = problem, device, aligned, describable
-    return plans.by_problem.get(key, lambda: Kernels(*key))

@@ -1,5 +1,5 @@
-"""Where calls come in: those that PyTorch traces, counts or transforms go by operators, all others
-straight to their plan."""
+"""The entrance of calls: those that PyTorch traces, counts or transforms go by operators, all
+others straight to their plan."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from tilegen.errors import TilegenError
-from tilegen.masks.mask import Mask, full
+from tilegen.masks.kinds import FULL
+from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
 from tilegen.runtime.call import ScoreFunction, describe, dropout_of, score_of
 from tilegen.runtime.changes import Changes
 from tilegen.runtime.dispatch import planned
 
-_FULL = full()
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 """Types of tensors that have elements; others may have none."""
 # PyTorch documents no way to ask for modes that watch operators, and for transforms of torch.func.
@@ -41,7 +41,7 @@ def attend(
             return _watched(q, k, v, *call)
         score = None if score is None else score_of(score)
         dropout = None if dropout_p == 0 else dropout_of(dropout_p, q)
-        changes = Changes(_FULL if mask is None else mask, score, kv_lengths, dropout)
+        changes = Changes(FULL if mask is None else mask, score, kv_lengths, dropout)
         return planned(q, k, v, changes, scale)
     except TilegenError as error:
         call = describe(q, k, v, mask, score, kv_lengths, scale, dropout_p)

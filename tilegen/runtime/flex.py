@@ -70,8 +70,8 @@ def from_block_mask(block_mask: Any) -> Mask:
     """Return the mask of a FlexAttention BlockMask; made once for each, while its blocks and what
     its mask_mod reads are the same.
 
-    Where its blocks are those that its mask_mod leaves, as `create_block_mask` makes them, it is
-    the mask_mod's, at any tile shape. Raises InvalidProblem or Unsupported.
+    The mask is that of the mask_mod, at any tile shape, where the blocks are those that the
+    mask_mod leaves, as `create_block_mask` makes them. Raises InvalidProblem or Unsupported.
     """
     if is_traced():
         listed = (block_mask.kv_num_blocks, block_mask.kv_indices, *(_whole(block_mask) or ()))
@@ -87,7 +87,7 @@ _READS = (
     *("mask_mod", "kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"),
     *("BLOCK_SIZE", "seq_lengths"),
 )
-"""What of a BlockMask its mask is made of."""
+"""The attributes of a BlockMask that its mask is made of."""
 
 
 def _converted(block_mask: Any) -> Mask:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from threading import RLock
@@ -43,16 +43,27 @@ class Pass:
 
     kernels: Mapping[Kernel, BoundKernel]
     launches: Mapping[Kernel, Launch]
-    """Of the same kernels, but for what mask and score add."""
+    """The launches of the same kernels, without what mask and score add."""
     panel_rows: int
     run: Callable[..., Any]
-    """The `run` of the kernels' family."""
+    """The function that launches them in order: `run` of their family."""
     is_plain: bool
     """Whether neither mask nor score nor dropout adds to what launches are given."""
     reads_lists: bool
     """Whether kernels are given lists of tiles."""
+    converts_lengths: bool
+    """Whether lengths of padded batches are made int32 and contiguous before kernels read them."""
     library: Library | None = None
     """What computes the pass wherever a call means the same by it."""
+
+    def reading(
+        self, tables: Sequence[torch.Tensor], reads: Mapping[str, Any]
+    ) -> Mapping[Kernel, Launch]:
+        """Return the launches with what mask, score and dropout read, but without lists."""
+        launches: dict[Kernel, Launch] = {}
+        for name, one in self.kernels.items():  # takes half the time of a comprehension
+            launches[name] = one.reading(tables, reads)
+        return launches
 
 
 class Kernels:
@@ -65,14 +76,18 @@ class Kernels:
         device: torch.device,
         aligned: bool,
         describable: bool = True,
+        lengths_dtype: torch.dtype | None = None,
     ) -> None:
-        """`aligned` and `describable` are what tensors may be taken for."""
+        """`aligned` and `describable` are what tensors may be taken for. `lengths_dtype`, int32 or
+        int64, is the dtype of lengths of padded batches that kernels can read as they are; None
+        where each call converts the lengths."""
         self.problem = problem
         # Gradients of keys and of the values in them are formed apart.
         self._problems = {"forward": problem, "backward": replace(problem, latent=False)}
         self.device = device
         self.aligned = aligned
         self.describable = aligned and describable
+        self._lengths_dtype = lengths_dtype
         self._on_gpu = device.type == "cuda"
         self._passes: dict[Direction, Pass] = {}
         self._lock = RLock()
@@ -83,8 +98,10 @@ class Kernels:
             if direction not in self._passes:
                 spec, problem = _spec(self.device), self._problems[direction]
                 found = self._from_bundle(spec, direction)
+                readable = (torch.int32,)  # by binaries of a bundle
                 library = None
                 if found is None:
+                    readable = torch.int32, torch.int64
                     found = self._compiled_here(spec, direction)
                     library = self._library(spec, direction, tuple(found))
                 self._passes[direction] = Pass(
@@ -94,6 +111,7 @@ class Kernels:
                     passes.family_of(found, direction).run,
                     all(one.reads_nothing for one in found.values()),
                     any(one.reads_lists for one in found.values()),
+                    self._lengths_dtype not in readable,
                     library,
                 )
             return self._passes[direction]
@@ -112,7 +130,7 @@ class Kernels:
         launches = its.launches
         if not its.is_plain:
             score = changes.score
-            reads = changes.dropped
+            reads = {} if changes.dropout is None else changes.dropout.given
             if score is not None:
                 reads |= score_tensors(score.captured, score.sink_logits)
             launches = self._completed(its, changes, reads, q, k)
@@ -135,9 +153,7 @@ class Kernels:
             with torch.cuda.device(self.device):
                 return self.forward_paged(q, k, v, scale, requests, tables, reads, out)
         its = self._passes.get("forward") or self.load("forward")
-        launches = its.launches
-        if not its.is_plain:
-            launches = {name: one.reading(tables, reads) for name, one in its.kernels.items()}
+        launches = its.launches if its.is_plain else its.reading(tables, reads)
         rows = its.panel_rows
         return its.run(launches, q, k, v, scale, panel_rows=rows, requests=requests, out=out)
 
@@ -170,7 +186,8 @@ class Kernels:
             }
             gradients = {s: q.new_zeros(size, dtype=torch.float32) for s, size in sizes.items()}
             captured = {slot: gradients[slot] for slot in wanted.captured}
-            reads = changes.dropped | score_tensors(changes.captured, None, gradients)
+            reads = {} if changes.dropout is None else changes.dropout.given
+            reads |= score_tensors(changes.captured, None, gradients)
             launches = self._completed(its, changes, reads, q, k)
         delta = launches[BWD_PREPROCESS.name](out, dout)
         if dlse is not None:  # d lse / d s = p, as if delta were smaller by dlse
@@ -196,11 +213,11 @@ class Kernels:
         reads: Mapping[str, Any],
         q: torch.Tensor,
         k: torch.Tensor,
-    ) -> dict[Kernel, Launch]:
+    ) -> Mapping[Kernel, Launch]:
         """Return the launches of a pass, given what mask, score and dropout read."""
-        tables = changes.tables(q, k, self.device)
+        tables = changes.tables(q, k, self.device, its.converts_lengths)
         if not its.reads_lists:
-            return {name: one.reading(tables, reads) for name, one in its.kernels.items()}
+            return its.reading(tables, reads)
         read = (changes.mask, Shape.of(q, k), self.device, reads, tables)
         return {name: one.given(*read) for name, one in its.kernels.items()}
 

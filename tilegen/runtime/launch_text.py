@@ -1,9 +1,9 @@
 """The Python of a launch, written for one kernel from the records of its arguments.
 
-What a launch does is known when its kernel is: which tensor each argument is taken from, and what
-of it. Written out there is nothing to look up from call to call. What follows from sizes and
-strides is kept until a launch is given others: the layers of a model are given the same. The
-emitted `launch` does all that too, for people.
+A kernel's record says what its launch does: which tensor each argument is taken from, and what is
+taken of it. So a launch is written out, and looks nothing up from call to call. What follows from
+sizes and strides is kept until a launch is given others: the layers of a model are given the same.
+The emitted `launch` does all that too, for people.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_ROW_STRIDE = 2**22  # elements; emitted kernels address a tile of rows with 
 _COUNTS = ("num_heads", "num_rows", "requests", "longest_q", "longest_kv")
 """Numbers given to launches that grids and sizes of results follow from."""
 _LAID = ("stride", "size", "units")
-"""What is taken of a tensor for arguments that follow from its size and strides."""
+"""Kinds of arguments that follow from the size and the strides of a tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +30,8 @@ class LaunchText:
     """The text of `launch`, a function with the parameters and results of a kernel's emitted
     `launch`, and of `arranged`, which tells it what follows from sizes and strides.
 
-    It reads names of its module: `its`, the launcher, `torch`, `empty_on_cpu`, `empty_on_gpu`,
-    `LOG2_E`, `Described`, and `Unfamiliar`.
+    The text reads names of the module that it runs in: `its`, the launcher, `torch`,
+    `empty_on_cpu`, `empty_on_gpu`, `LOG2_E`, `Described`, and `Unfamiliar`.
     """
 
     spec: KernelSpec
@@ -41,7 +41,7 @@ class LaunchText:
     extras: Sequence[str]
     """The names of what masks and scores give."""
     unit: int
-    """Elements that strides are counted by."""
+    """The elements by which strides are counted."""
     config: TileConfig
 
     def __str__(self) -> str:
@@ -52,11 +52,11 @@ class LaunchText:
             *(
                 line
                 for name in self._strided
-                if name not in self._made
+                if name not in self.spec.made
                 for line in self._read(name)
             ),
             *(f"{name}_n{axis} = {name}_shape[{axis}]" for name, axis in self._other_sizes),
-            *(line for name in self._made for line in self._make(name)),
+            *(line for name in self.spec.made for line in self._make(name)),
             *(
                 f"if {name}_n{axis} == 1: {name}_s{axis} = {self._idle_stride(name)}"
                 for name in self._rows
@@ -78,7 +78,7 @@ class LaunchText:
     def _launch(self) -> str:
         keywords = f", *, {', '.join(self.extras)}" if self.extras else ""
         tells = self.spec.tells
-        results = [*self._made, *([str(getattr(self.config, tells))] if tells else [])]
+        results = [*self.spec.made, *([str(getattr(self.config, tells))] if tells else [])]
         extras = (f"{name}={name}" for name in self.extras)
         body = [
             f"device = {self.spec.given[0]}.device",
@@ -91,7 +91,7 @@ class LaunchText:
             f"{', '.join(self._told)} = told",
             *(
                 f"{name} = empty({name}_shape, {name}_stride, {self._dtype(name)})"
-                for name in self._made
+                for name in self.spec.made
             ),
             *(f"{name}_at = {name}.data_ptr()" for name in self._addresses),
             *(
@@ -117,7 +117,7 @@ class LaunchText:
     @cached_property
     def _facts(self) -> dict[str, str]:
         """The parameters of `arranged`, and what `launch` gives it for them."""
-        given = [name for name in self._strided if name not in self._made]
+        given = [name for name in self._strided if name not in self.spec.made]
         shapes = dict.fromkeys((*given, *(name for name, _ in self._other_sizes)))
         return (
             {f"{name}_shape": f"{name}.shape" for name in shapes}
@@ -128,7 +128,7 @@ class LaunchText:
     @property
     def _told(self) -> list[str]:
         """The results of `arranged`."""
-        made = (f"{name}_{what}" for name in self._made for what in ("shape", "stride"))
+        made = (f"{name}_{what}" for name in self.spec.made for what in ("shape", "stride"))
         tiled = (f"{name}_tiled" for name in self._described)
         return ["grid", "is_wide", *made, *tiled, *(name for name, _ in self._groups if name)]
 
@@ -220,19 +220,10 @@ class LaunchText:
         sizes = ", ".join(f"{name}_n{axis}" for axis in range(4))
         return f"({sizes}), ({', '.join(f'{name}_s{axis}' for axis in range(3))}, 1)"
 
-    @property
-    def _made(self) -> tuple[str, ...]:
-        return self.spec.made
-
     @cached_property
     def _rows(self) -> list[str]:
         """The tensors (batch, heads, rows, head dim) whose strides are arguments."""
         return [name for name in self._strided if name not in PANELS]
-
-    @cached_property
-    def _panels(self) -> list[str]:
-        """The tensors (heads, rows, columns) whose strides are arguments."""
-        return [name for name in self._strided if name in PANELS]
 
     @cached_property
     def _strided(self) -> list[str]:
@@ -244,9 +235,9 @@ class LaunchText:
         """The sizes that are taken of tensors whose strides are no arguments."""
         taken = (*self.arguments, *(one for one, _ in self.grid))
         sizes = [(one.of, one.axis) for one in taken if one.taken in ("size", "units")]
-        sizes += [(LIKE[name][1], 3) for name in self._made if name in LIKE]
-        sizes += [(one, 3) for name in self._made for one in OF_SPLITS.get(name, ())[2:]]
-        known = (*self._strided, *self._made)
+        sizes += [(LIKE[name][1], 3) for name in self.spec.made if name in LIKE]
+        sizes += [(one, 3) for name in self.spec.made for one in OF_SPLITS.get(name, ())[2:]]
+        known = (*self._strided, *self.spec.made)
         return list(dict.fromkeys(one for one in sizes if one[0] not in known))
 
     @cached_property
@@ -258,7 +249,7 @@ class LaunchText:
     @cached_property
     def _addresses(self) -> list[str]:
         """The tensors, but for those of masks and scores, whose addresses are arguments."""
-        named = (*self.spec.given, *self._made)
+        named = (*self.spec.given, *self.spec.made)
         taken = [one.of for one in self.arguments if one.taken == "address"]
         return [name for name in taken if name in named]
 
@@ -275,7 +266,7 @@ class LaunchText:
         numbers += [
             self._value(one)
             for one in self.arguments
-            if one.taken in ("size", "units") or (one.taken == "stride" and one.of in self._panels)
+            if one.taken in ("size", "units") or (one.taken == "stride" and one.of in PANELS)
         ]
         return f"({' | '.join(numbers)}) >> 31" if numbers else "0"
 

@@ -40,7 +40,7 @@ class Function(Protocol):
 
 @dataclass(slots=True)
 class Described:
-    """What Triton's launcher reads of a tensor descriptor; it does not keep the tensor."""
+    """The part of a tensor descriptor that Triton's launcher reads; the tensor is not kept."""
 
     address: int
     shape: tuple[int, ...]
@@ -50,7 +50,7 @@ class Described:
 
     @property
     def base(self) -> Described:
-        """What has the address."""
+        """The object that has the address, which is this one."""
         return self
 
     def data_ptr(self) -> int:
@@ -64,7 +64,7 @@ class Unfamiliar(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class Launched:
-    """What a launcher has to know of a kernel."""
+    """The facts about a kernel that its launcher needs."""
 
     kernel: Kernel
     config: TileConfig
@@ -72,11 +72,11 @@ class Launched:
     """Names of the function's arguments, in order."""
     stride_unit: int
     grid: tuple[tuple[str, int], ...]
-    """One-dimensional: the product of ceil(size / divisor) over these pairs."""
+    """The size of the grid: the product of ceil(size / divisor) over these pairs."""
     where: str
-    """What errors call it."""
+    """The name of the kernel in errors."""
     described: tuple[Argument, ...] = ()
-    """Those of the arguments that are tensor descriptors."""
+    """The arguments that are tensor descriptors."""
 
 
 def extra_names(arguments: Iterable[str]) -> tuple[str, ...]:
@@ -100,7 +100,7 @@ class Launcher:
         self, launched: Launched, function: Function, emitted: Launch | None = None
     ) -> None:
         """`emitted` serves where `function` is unfamiliar. Raises Unsupported for arguments that
-        nobody here knows."""
+        are not known here."""
         spec = KERNELS[launched.kernel]
         names = extra_names(launched.arguments)
         self.extra_names = tuple(name for name in names if name not in spec.given)
@@ -130,8 +130,8 @@ class Launcher:
         self.launch = module["launch"]
 
     def prepare(self, grid: int, arguments: Sequence[Any], unusual: int) -> Run:
-        """Return what launches the kernel with arguments like these, and keep what is usual. Raises
-        Unfamiliar."""
+        """Return what launches the kernel with arguments like these, and keep it unless they are
+        `unusual`. Raises Unfamiliar."""
         if self._is_unfamiliar:
             raise Unfamiliar
         try:

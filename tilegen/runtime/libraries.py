@@ -1,8 +1,8 @@
 """The kernels of PyTorch's attention that a pass may go to: cuDNN, FlashAttention and the
 memory-efficient ones, by the operators that return lse.
 
-Their semantics are those of a pass without a score or dropout, whose mask is full, or causal with
-as many queries as keys: there `is_causal` means the same for all of them.
+A library computes passes without a score or dropout whose mask is full, or causal with as many
+queries as keys: there `is_causal` means the same in all libraries.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from tilegen.choose.libraries import Backend
 from tilegen.disk import say_once
-from tilegen.kernels.layout import empty_like
+from tilegen.kernels.layout import laid_like
 from tilegen.measure import one_line
 from tilegen.runtime.changes import Gradients, Wanted
+from tilegen.store.library_record import Backend
 
 Tensors = tuple[torch.Tensor, ...]
 Forward = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-"""From q, k, v, whether the mask is causal, and the scale, to out and lse."""
+"""A function of q, k, v, whether the mask is causal, and the scale; returns out and lse."""
 Backward = Callable[..., Tensors]
-"""From dout, q, k, v, out, lse, whether the mask is causal, and the scale, to dq, dk and dv."""
+"""A function of dout, q, k, v, out, lse, whether the mask is causal, and the scale; returns dq, dk
+and dv."""
 
 EFFICIENT_LSE = 32
 """Rows to which the memory-efficient kernels pad lse."""
@@ -120,7 +121,7 @@ class Library:
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return (out, lse), laid out as by tilegen's kernels."""
         found = self._run(OPERATORS[self.backend].forward, (), (q, k, v), (), scale)
-        return None if found is None else (_laid_out(found[0], q), found[1].contiguous())
+        return None if found is None else (laid_like(found[0], q), found[1].contiguous())
 
     def backward(
         self, saved: Tensors, dout: torch.Tensor, scale: float, wanted: Wanted
@@ -130,7 +131,7 @@ class Library:
         found = self._run(OPERATORS[self.backend].backward, (dout,), (q, k, v), (out, lse), scale)
         if found is None:
             return None
-        dq, dk, dv = (_laid_out(one, like) for one, like in zip(found, (q, k, v), strict=True))
+        dq, dk, dv = (laid_like(one, like) for one, like in zip(found, (q, k, v), strict=True))
         both = (dk, dv) if wanted.dkdv else (None, None)
         return Gradients(dq if wanted.dq else None, *both, None, {})
 
@@ -158,9 +159,3 @@ class Library:
             return None
         finally:
             _inside.active = False
-
-
-def _laid_out(found: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a result in the layout that tilegen's kernels give it."""
-    wanted = empty_like(like, found.shape[3])
-    return found if found.stride() == wanted.stride() else wanted.copy_(found)

@@ -7,7 +7,7 @@ import torch
 from tilegen.runtime.changes import Changes
 
 PAIRS = 2**24
-"""Scores that are held at once, about."""
+"""Number of scores that are held at once, roughly."""
 
 
 @torch.no_grad()
@@ -17,7 +17,7 @@ def row_maxima(
     """Return the largest score of each row after scale, change and mask: fp32, (batch, heads_q,
     seqlen_q), -inf where nothing is kept.
 
-    As much work as a forward's first product, in panels of rows; no gradients.
+    The work is that of a forward's first product, in panels of rows. The maxima have no gradients.
     """
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     rows = max(1, PAIRS // max(1, q.shape[0] * q.shape[1] * k.shape[2]))

@@ -7,14 +7,13 @@ from typing import Any
 import torch
 
 from tilegen.errors import TilegenError
-from tilegen.masks.mask import Mask, full
+from tilegen.masks.kinds import FULL
+from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
 from tilegen.runtime.call import ScoreFunction, score_of
 from tilegen.runtime.changes import Changes
 from tilegen.runtime.entry import is_watched
 from tilegen.runtime.paged_dispatch import attend_pages
-
-_FULL = full()
 
 
 def attention_paged(
@@ -62,7 +61,7 @@ def attention_paged(
             made, lse = _watched(q, k_pages, v_pages, *where, *bounds, mask, score, scale, layout)
         else:
             found = None if score is None else score_of(score)
-            changes = Changes(_FULL if mask is None else mask, found)
+            changes = Changes(FULL if mask is None else mask, found)
             given = q, k_pages, v_pages, *where, *bounds, changes, scale, layout
             made, lse = attend_pages(*given, out)
     except TilegenError as error:

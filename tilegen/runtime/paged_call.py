@@ -18,7 +18,7 @@ from tilegen.runtime.changes import Changes
 from tilegen.runtime.launch_text import MAX_ROW_STRIDE
 
 LAYOUTS = ("NHD", "HND")
-"""Pages as (keys, heads, head dim) or (heads, keys, head dim)."""
+"""Layouts of a page: (keys, heads, head dim) and (heads, keys, head dim)."""
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class PagedCall:
     q_starts: torch.Tensor
     longest_q: int
     out: torch.Tensor | None = None
-    """What is written where the caller gives it, as kernels write it (1, heads, queries, d_v)."""
+    """The caller's tensor for the result, as kernels write it (1, heads, queries, d_v)."""
 
     @property
     def requests(self) -> int:

@@ -1,14 +1,14 @@
-"""Calls over the pages of a cache, by the plan of their kind: whoever watches."""
+"""Calls over the pages of a cache, by the plan of their kind, whether PyTorch watches them or
+not."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from tilegen.check import interpreter
-from tilegen.disk import say_once
 from tilegen.errors import Unsupported
 from tilegen.kernels.layout import empty_like
 from tilegen.kernels.split_kv import Requests
@@ -17,6 +17,7 @@ from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import check_fit, score_tensors, tensors_of
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import plans
+from tilegen.runtime.autograd import computes_by_torch
 from tilegen.runtime.call import DTYPES, checked_scale, form_of, values_in_keys
 from tilegen.runtime.changes import Changes
 from tilegen.runtime.kernels import Kernels
@@ -49,7 +50,7 @@ def attend_pages(
     refuse_gradients(q, k_pages, v_pages, changes.score)
     key = call.key(longest, changes)
     known: _Plan | None = plans.by_call.known(key)
-    plan = known or _planned(key, call, longest, changes)
+    plan = known or plans.by_call.get(key, partial(_new_plan, call, longest, changes))
     factor = plan.default_scale if scale is None else checked_scale(scale)
     if factor < 0:  # kernels take a row's maximum before scaling: the scale must keep the order
         call.q, factor = -call.q, -factor
@@ -89,14 +90,10 @@ class _Plan:
     """How calls of one kind are computed."""
 
     kernels: Kernels | None
-    """None: PyTorch computes."""
+    """The kernels of the calls; None where PyTorch computes them."""
     default_scale: float
     checks_fit: bool
     """Whether sizes may not fit the mask or the score, which only a call shows."""
-
-
-def _planned(key: Any, call: PagedCall, longest_kv: int, changes: Changes) -> _Plan:
-    return plans.by_call.get(key, lambda: _new_plan(call, longest_kv, changes))
 
 
 def _new_plan(call: PagedCall, longest_kv: int, changes: Changes) -> _Plan:
@@ -118,14 +115,8 @@ def _new_plan(call: PagedCall, longest_kv: int, changes: Changes) -> _Plan:
     )
     checks_fit = changes.score is not None or changes.kind.checks_lengths
     scale = problem.head_dim_qk**-0.5
-    if q.device.type == "cpu" and not interpreter.is_active():
-        say_once(
-            "CPU tensors: computing with PyTorch; "
-            "set TRITON_INTERPRET=1 before Python starts to run the emitted kernels"
-        )
+    if computes_by_torch(q.device):
         return _Plan(None, scale, checks_fit)
-    if q.device.type == "cpu":
-        interpreter.prepare()
     key = problem.bucket, q.device, call.is_aligned, False
     return _Plan(plans.by_problem.get(key, lambda: Kernels(*key)), scale, checks_fit)
 

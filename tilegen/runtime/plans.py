@@ -1,4 +1,4 @@
-"""What a process keeps of its calls. Who changes what calls choose has them choose again."""
+"""What a process keeps of its calls, until what they choose changes: plans and kernels."""
 
 from __future__ import annotations
 

@@ -153,7 +153,7 @@ def _runs_kernel(k: torch.Tensor) -> bool:
 
 
 def _compute(k: torch.Tensor, v: torch.Tensor, pages: Pages, slots: torch.Tensor) -> None:
-    """Write by PyTorch."""
+    """Write keys and values to slots, by PyTorch."""
     kept = slots >= 0
     at, page = slots[kept].long(), pages[0].shape[1]
     for cache, x in zip(pages, (k, v), strict=True):
@@ -168,8 +168,8 @@ def _launch(
     slots: torch.Tensor | None = None,
     where: tuple[torch.Tensor, ...] | None = None,
 ) -> None:
-    """Write by one kernel: to slots, or where the block table, the lengths and the starts of
-    requests say."""
+    """Write keys and values by one kernel: to slots, or where the block table, the lengths and the
+    starts of requests say."""
     from tilegen.runtime.write_kernel import write_tokens
 
     tokens, heads, k_dim = k.shape
@@ -177,9 +177,8 @@ def _launch(
         return
     if interpreter.is_active():
         interpreter.prepare()
-    elif (
-        k.is_cuda and k.device.index != torch.cuda.current_device()
-    ):  # Triton launches on the current device
+    # Triton launches on the current device.
+    elif k.is_cuda and k.device.index != torch.cuda.current_device():
         with torch.cuda.device(k.device):
             return _launch(k, v, pages, slots=slots, where=where)
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))

@@ -47,12 +47,12 @@ class TritonFunction:
 
     @property
     def arguments(self) -> tuple[str, ...]:
-        """The names of its arguments."""
+        """The names of the function's arguments."""
         return tuple(self._jitted.arg_names)
 
     def prepare(self, grid: int, arguments: Sequence[Any]) -> Run:
-        """Return what launches it with arguments like these: compiled by Triton, or found in its
-        cache, as by a launch of its own."""
+        """Return what launches the function with arguments like these: Triton compiles it, or
+        finds it in its cache, as for a launch of Triton's own."""
         kind = tuple(
             [
                 (one.dtype, one.data_ptr() % 16 == 0)

@@ -37,10 +37,10 @@ def attention_varlen(
     Shapes: q (total_q, heads_q, d_qk), k (total_kv, heads_kv, d_qk), v (total_kv, heads_kv, d_v),
     out (total_q, heads_q, d_v); lse (heads_q, total_q) with `return_lse`. cu_seqlens are integers
     (documents + 1,), from 0 to the total; those of keys default to those of queries, and documents
-    are known to be the same only then, or where both are one object. They may be changed in place:
-    tables are made of them at each call. Positions and lengths that `mask` and `score` see are
-    those within a document, and b is the document. `dropout_p` is the probability that a weight is
-    dropped, drawn by its place among all tokens. Nothing is padded, and other lengths need no
+    are known to be the same only then, or where both are one object. cu_seqlens may be changed in
+    place: tables are made of them at each call. Positions and lengths that `mask` and `score` see
+    are those within a document, and b is the document. `dropout_p` is the probability that a weight
+    is dropped, drawn by its place among all tokens. Nothing is padded, and other lengths need no
     other kernels. Raises InvalidProblem or Unsupported.
     """
     cu_kv = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv

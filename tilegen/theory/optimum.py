@@ -59,8 +59,8 @@ def optimal_tiles(
 ) -> Optimum:
     """Return the tiles that minimise `words` subject to every `held` <= `memory` and sides >= `c`.
 
-    Both are polynomials in the sides and their inverses, and all other symbols positive. Raises
-    ValueError where no solution, or more than one, is positive.
+    Words and what is held are polynomials in the sides and their inverses, and all other symbols
+    are positive. Raises ValueError where no solution, or more than one, is positive.
     """
     lowest, free = _split_sides(words, sides)
     limits = [limit.subs(lowest) for limit in held]
@@ -96,7 +96,7 @@ def exact_tiles(schedule: str) -> Mapping[sp.Symbol, sp.Expr]:
 def product_tiles() -> Mapping[sp.Symbol, sp.Expr]:
     """Return the tiles of a matrix product that sums over chunks of c: sqrt(M + c^2) - c each.
 
-    They minimise N_q N_kv d (1 / B_r + 1 / B_c) with B_r B_c + c (B_r + B_c) words on chip.
+    The tiles minimise N_q N_kv d (1 / B_r + 1 / B_c) with B_r B_c + c (B_r + B_c) words on chip.
     """
     words = N_q * N_kv * d_qk * (1 / B_r + 1 / B_c)
     return optimal_tiles(words, [B_r * B_c + c * (B_r + B_c)], (B_r, B_c)).tiles

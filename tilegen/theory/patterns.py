@@ -13,19 +13,16 @@ from typing import Literal
 
 import sympy as sp
 
+from tilegen.model.bounds import partitioned
 from tilegen.model.symbols import (
     B_c,
     B_r,
     Gcd,
-    H_kv,
     M,
     N,
-    P,
     b,
     d_qk,
-    g,
     k,
-    nnz,
     s,
     w,
 )
@@ -79,8 +76,9 @@ def pattern_bound(pattern: Pattern) -> sp.Expr:
     """Return the pattern-aware bound in words, for H_kv heads (g = 1) on P processors of M words.
 
     Q >= M (nnz / (e_G(floor(2M / d)) + 4M) - 1): a part of the computation that touches 2M words
-    completes at most e_G entries and reaches 4M more. For `dense` this is LB1. Not for
-    `unstructured`, whose `e_G` is a mean: substitute `unstructured_limit` in `bound_of`.
+    completes at most e_G entries and reaches 4M more. For `dense` this is LB1. The pattern
+    `unstructured` has no such bound, since its `e_G` is a mean: substitute `unstructured_limit` in
+    `bound_of`.
     """
     if pattern == "unstructured":
         raise ValueError("the mean of unstructured masks bounds nothing; use unstructured_limit")
@@ -89,8 +87,7 @@ def pattern_bound(pattern: Pattern) -> sp.Expr:
 
 def bound_of(entries: sp.Expr) -> sp.Expr:
     """Return the bound in words that follows from an `e_G(k)`."""
-    at = entries.subs(k, sp.floor(2 * M / d_qk))
-    return M * (H_kv * g * nnz / (at + 4 * M) - P)
+    return partitioned(entries.subs(k, sp.floor(2 * M / d_qk)))
 
 
 def kept_entries(pattern: Literal["dense", "causal", "window", "block_diagonal"]) -> sp.Expr:

@@ -17,9 +17,8 @@ import sympy as sp
 from tilegen.gpus.spec import GpuSpec, catalogue
 from tilegen.kernels.spec import Direction
 from tilegen.model.symbols import Z_A, Z_AX, Z_S, Z_X, M, N, Z, alpha, d, kappa, s
+from tilegen.model.traffic import ACCUMULATOR_BYTES
 from tilegen.theory.optimum import crossover
-
-ACCUMULATOR_BYTES = 4
 
 
 def standard_complexity() -> sp.Expr:
@@ -57,9 +56,9 @@ def block_sparse_complexity() -> sp.Expr:
 def worst_case_over_instances(direction: Direction) -> sp.Expr:
     """Return Li, Theorem 4.5, without its constant. For reports only: NOT a bound for one mask.
 
-    It is a worst case over all instances with these counts of nonzeros, and it counts nonzeros of
-    the factors; a mask has dense factors. Windows and blocks of fixed size move Theta(N d) words,
-    of which the formula asks N^1.5. The backward's subscripts are quoted from memory. Use
+    The formula is a worst case over all instances with these counts of nonzeros, and it counts
+    nonzeros of the factors; a mask has dense factors. Windows and blocks of fixed size move Theta(N
+    d) words, of which the formula asks N^1.5. The backward's subscripts are quoted from memory. Use
     `patterns.pattern_bound` for a mask.
     """
     if direction == "forward":
@@ -113,7 +112,8 @@ def dividing_bytes(
 class DeviceRegime:
     """One GPU and one size of inputs: fast memory in words, and head dims where regimes change.
 
-    Optimistic: a whole SM for one program, and no second buffer; buffers make M smaller.
+    The numbers are optimistic: a whole SM for one program, and no second buffer; buffers make M
+    smaller.
     """
 
     gpu: str
@@ -121,13 +121,14 @@ class DeviceRegime:
     smem_words: float
     """Shared memory of one program, in words of the inputs."""
     on_chip_words: float
-    """With all registers and tensor memory, in words of the inputs: the M of the bounds."""
+    """Shared memory, all registers and tensor memory, in words of the inputs: the M of the
+    bounds."""
     head_dim_smem: float
     """sqrt(M) with shared memory alone."""
     head_dim_on_chip: float
     """sqrt(M) with registers and tensor memory too, which hold one 32-bit word each."""
     dividing_head_dims: Mapping[Direction, float]
-    """Above these, the small-cache schedules move fewer bytes; backward in two passes."""
+    """Head dims above which the small-cache schedules move fewer bytes; backward in two passes."""
 
 
 @cache
@@ -163,7 +164,8 @@ def _device_regime(spec: GpuSpec, element_bytes: int) -> DeviceRegime:
 def critical_head_dim(gpu: GpuSpec, direction: Direction, *, element_bytes: int = 2) -> float:
     """Return the head dim above which the small-cache schedule moves fewer bytes on this GPU.
 
-    The optimistic one: a whole SM for one program and no second buffer; backward in two passes.
+    The head dim is optimistic: a whole SM for one program and no second buffer; backward in two
+    passes.
     """
     return _dividing_x(direction, element_bytes) * (gpu.on_chip_bytes / element_bytes) ** 0.5
 

@@ -6,14 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from tilegen.choose.libraries import BACKENDS, Backend, why_not
+from tilegen.choose.libraries import why_not
 from tilegen.disk import log
 from tilegen.errors import Unsupported
 from tilegen.kernels.spec import Direction
 from tilegen.masks.mask import Causal
 from tilegen.measure import DeviceLost, Measurement, failed, measure, one_line, survived
 from tilegen.problem import AttentionProblem
-from tilegen.store.library_record import LibraryRecord, save_library
+from tilegen.store.library_record import BACKENDS, Backend, LibraryRecord, save_library
 from tilegen.store.versions import current_versions, now
 from tilegen.tuning.bench import DEVICE
 from tilegen.tuning.report import us

@@ -2,6 +2,6 @@
 
     disassembly -> instructions -> loops of the control-flow graph -> counts -> clocks
 
-A reading needs no GPU. It says what a kernel asks of each unit, which bounds its time from below;
-it does not say how long memory takes to answer, or how the hardware interleaves warps.
+Reading needs no GPU. Counts say what a kernel asks of each unit, which bounds its time from below;
+they do not say how long memory takes to answer, or how the hardware interleaves warps.
 """

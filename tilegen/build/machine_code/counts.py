@@ -14,7 +14,8 @@ from tilegen.model.as_compiled import LANES
 
 WARPS_OF_GROUP = 4
 HOMES = {"g": "S", "t": "T"}
-"""Homes of an operand, by the first letter of its name: gdesc is shared memory, tmem tensor's."""
+"""Homes of operands by the first letter of their names: gdesc is shared memory, tmem tensor
+memory."""
 WIDTHS = (("128", 16), ("64", 8), ("U16", 2), ("S16", 2), ("U8", 1), ("S8", 1))
 """Bytes that a thread moves, by a modifier of the instruction; 4 without one."""
 
@@ -29,7 +30,7 @@ class Product:
     operands: str
     """Homes of both operands: S is shared memory, R registers, T tensor memory."""
     warps: int
-    """Warps that issue it together; 0: one thread does for the whole program."""
+    """Warps that issue the instruction together; 0: one thread issues it for the whole program."""
 
     def __str__(self) -> str:
         return f"{self.rows}x{self.columns}x{self.depth}.{self.operands}"
@@ -41,7 +42,7 @@ class Product:
 
     @property
     def shared_words(self) -> int:
-        """16-bit words that it reads from shared memory by itself."""
+        """16-bit words that the instruction reads from shared memory by itself."""
         first, second = (home == "S" for home in self.operands)
         return first * self.rows * self.depth + second * self.columns * self.depth
 
@@ -60,17 +61,18 @@ class LoopCode:
     fp32_slots: int
     """Issue slots of the fp32 lanes: an instruction that works on pairs takes two."""
     waits: tuple[int, ...]
-    """For each wait for matrix products, the groups of them that it leaves in flight."""
+    """Groups of matrix products that each wait leaves in flight."""
     exposed: Counter[Unit]
     """Instructions that are issued while no matrix product of the warp is in flight; all, where
     matrix instructions are not asynchronous."""
     timeline: str
-    """M matrix instruction, wN wait until N groups are left, X or x exponential outside or inside
-    of a product's time, B barrier, S wait for a transfer or another warp."""
+    """The events of a pass: M matrix instruction, wN wait until N groups are left, X or x
+    exponential outside or inside of a product's time, B barrier, S wait for a transfer or another
+    warp."""
 
     @property
     def instructions(self) -> int:
-        """All instructions."""
+        """Number of all instructions."""
         return self.units.total()
 
     @property

@@ -34,7 +34,7 @@ class Hazard:
     text: str
     register: int
     what: str
-    """`writes an operand`, `writes a result` or `reads a result`."""
+    """The hazard: `writes an operand`, `writes a result` or `reads a result`."""
 
 
 def hazards(code: Sequence[Instruction]) -> list[Hazard]:

@@ -32,10 +32,10 @@ class Instruction:
     """One instruction of one warp."""
 
     opcode: str
-    """With its modifiers: `HGMMA.64x128x16.F32.BF16`."""
+    """Name with its modifiers: `HGMMA.64x128x16.F32.BF16`."""
     operands: str
     target: int | None = None
-    """The instruction that it may jump to, counted from 0."""
+    """The instruction that may come next by a jump, counted from 0."""
     falls_through: bool = True
     """False: the next instruction never follows it."""
     scatters: bool = False

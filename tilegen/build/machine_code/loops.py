@@ -16,12 +16,12 @@ from tilegen.build.machine_code.instructions import Instruction
 
 @dataclass(frozen=True)
 class Loop:
-    """One loop; the instructions of loops inside of it are theirs alone."""
+    """One loop, without the instructions of the loops inside of it."""
 
     first: int
-    """The instruction that it begins with, counted from 0."""
+    """The first instruction of the loop, counted from 0."""
     depth: int
-    """Loops around it."""
+    """Number of loops around this one."""
     instructions: tuple[Instruction, ...]
 
 

@@ -25,10 +25,11 @@ class MachineCode:
     """Loops in the order of their first instructions."""
 
     def step(self, multiply_adds: int) -> StepCode | None:
-        """Return what a step of the inner loop issues that has so many multiply-adds, on matrix
-        units; None where no loop is made of such steps, as where products are not theirs.
+        """Return what a step of the inner loop issues, where a step has so many multiply-adds of
+        matrix units; None where no loop is made of such steps, as where these units form no
+        products.
 
-        A loop may have been unrolled, or altogether; and a step may have a loop of its own, over
+        A loop may be unrolled, in part or altogether; and a step may have a loop of its own, over
         slices of a head dim. Tiles that a mask crosses have a loop of their own, with more
         instructions.
         """
@@ -82,7 +83,7 @@ def disassembled(cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        # Without the analysis of registers' lives, which takes longer.
+        # `-ndf` leaves out the analysis of registers' lives, which takes longer.
         command = [nvidia_tool("nvdisasm"), "-c", "-ndf", file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 

@@ -81,13 +81,16 @@ class Loads:
         letter: str,
         inside: Collection[tuple[int, str]] = (),
         limits: dict[int, Bounds] | None = None,
+        narrowed: Collection[int] = (),
     ) -> None:
         """`elements` are PyTorch's names by slot; a kernel calls the tensors `letter` and a number.
         Indices `inside`, as (slot, source), are surely within their tensor; `limits` bound the
-        integers of a slot more closely than their type."""
+        integers of a slot more closely than their type. Integers in slots `narrowed` are made
+        int32: a launch may give them in 64 bits."""
         self._elements = tuple(elements)
         self._letter = letter
         self._inside = set(inside)
+        self._narrowed = set(narrowed)
         self.found: dict[str, Load] = {}
         """The loads by the names of what they load."""
         self._names: dict[tuple[str, ...], str] = {}
@@ -143,7 +146,8 @@ class Loads:
                 flat = index
         element = self._elements[slot]
         to = "tl.float32" if kind_of(element) == "float" else "tl.int32"
-        cast = "" if element in _AS_THEY_ARE else f".to({to})"
+        stays = element in _AS_THEY_ARE and slot not in self._narrowed
+        cast = "" if stays else f".to({to})"
         return Load(name, tensor, tuple(wrapped), flat, tuple(conditions), cast)
 
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from tilegen.errors import InvalidProblem
-from tilegen.runtime.call import autocast, autocast_dtype, dropout_of
+from tilegen.runtime.call import autocast, autocast_dtype, check_dimensions, dropout_of
 from tilegen.runtime.operators.crossing import crossing
 from tilegen.runtime.operators.functional import Attention
 from tilegen.runtime.operators.sharded import is_sharded, on_each_device
@@ -28,10 +27,7 @@ def attend_watched(
     """Return (out, lse) of a call of `attention`, perhaps in a transform of torch.func. Raises
     InvalidProblem or Unsupported."""
     for name, one in (("q", q), ("k", k), ("v", v)):
-        if one.ndim != 4:
-            raise InvalidProblem(
-                f"{name} must have 4 dimensions (batch, heads, seqlen, head_dim), got {one.ndim}"
-            )
+        check_dimensions(name, one)
     if is_sharded(q):
         call = partial(
             attend_watched,
@@ -43,8 +39,7 @@ def attend_watched(
         )
         return on_each_device(call, q, k, v, mask, score, kv_lengths)
     its = crossing(mask, score, kv_lengths)
-    if torch.compiler.is_exporting() and not its.tensors:
-        its.place(k)  # AOTInductor makes None of an empty list
+    its.fill(k)
     if (dtype := autocast_dtype(q.device)) is not None:
         q, k, v = [autocast(one, dtype) for one in (q, k, v)]
     dropout = dropout_of(dropout_p, q)

@@ -1,5 +1,5 @@
-"""What of a call crosses into an operator: a text that says how mask and score are made, and the
-tensors they are made of. torch.compile traces this module."""
+"""The part of a call that crosses into an operator: a text that says how mask and score are made,
+and the tensors that they are made of. torch.compile traces this module."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from typing import Any
 import torch
 
 from tilegen.errors import InvalidProblem
+from tilegen.masks.kinds import check_mask
 from tilegen.masks.made import Chain, InDocuments
 from tilegen.masks.mask import TYPICAL, Mask, Not, Pending, values_of
-from tilegen.masks.score import Score
+from tilegen.masks.score import Score, check_function
 
 
 class Crossing:
     """The text and the tensors of a call's mask, score and lengths.
 
     The text is JSON: `{"mask": ["&", ["plain", "causal", []], ["ids", 0, false]]}`, where
-    numbers of tensors are their places in the list. "trained" are those that a score gives
-    gradients to.
+    numbers of tensors are their places in the list. "trained" has the places of tensors that a
+    score gives gradients to.
     """
 
     def __init__(self) -> None:
-        """`trained` holds the places of a score's tensors that need gradients, be it 0."""
+        """`trained` holds the places of a score's tensors that need gradients, even gradients of
+        0."""
         self.text = ""
         self.tensors: list[torch.Tensor] = []
         self.trained: list[int] = []
@@ -34,6 +36,12 @@ class Crossing:
                 return i
         self.tensors.append(tensor)
         return len(self.tensors) - 1
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        """Place a tensor that nobody reads where a program is exported with none: AOTInductor makes
+        None of an empty list."""
+        if torch.compiler.is_exporting() and not self.tensors:
+            self.place(tensor)
 
     def places(self, tensors: Any) -> str:
         """Return the places of tensors, as JSON."""
@@ -48,7 +56,7 @@ class Crossing:
 
 
 def crossing(mask: Any, score: Any, kv_lengths: torch.Tensor | None) -> Crossing:
-    """Return what of a call crosses. Raises InvalidProblem and Unsupported."""
+    """Return the text and the tensors of a call. Raises InvalidProblem and Unsupported."""
     found = Crossing()
     parts: list[str] = []
     if mask is not None:
@@ -64,13 +72,12 @@ def crossing(mask: Any, score: Any, kv_lengths: torch.Tensor | None) -> Crossing
 
 
 def _mask(mask: Any, found: Crossing) -> str:
-    if not isinstance(mask, Mask):
-        raise InvalidProblem(
-            f"mask must be a tilegen mask such as tilegen.causal(), got {type(mask).__name__}"
-        )
+    check_mask(mask)
     made = getattr(mask, "_made", None)
     if made is None:
-        return _not(mask, found) if isinstance(mask, Not) else _plain(mask, found)
+        if isinstance(mask, Not):
+            return f'["~",{_mask(mask.part, found)}]'
+        return _plain(mask, found)
     how = made[0]
     if how == "function":
         from tilegen.masks.tracing.compiled import trace
@@ -90,10 +97,6 @@ def _mask(mask: Any, found: Crossing) -> str:
         sizes = f"[{int(sides[0])},{int(sides[1])}]"
         return f'["blocks",{found.places(tensors)},{sizes},{_mask(inner, found)}]'
     return f'["{how}",' + ",".join([_mask(one, found) for one in made[1]]) + "]"
-
-
-def _not(mask: Not, found: Crossing) -> str:
-    return f'["~",{_mask(mask.part, found)}]'
 
 
 def _plain(mask: Mask, found: Crossing) -> str:
@@ -117,11 +120,7 @@ def _score(score: Any, found: Crossing) -> str:
         if made is None:
             return _spelt(score.text, score.captured, score.sizes, score.sink_logits, found)
         return _function(made[1], True, found) if made[0] == "function" else _score(made[1], found)
-    if not callable(score):
-        raise InvalidProblem(
-            "score must be a tilegen score such as tilegen.softcap(20.0), or a function of "
-            f"(score, b, h, q_idx, kv_idx); got {type(score).__name__}"
-        )
+    check_function(score)
     return _function(score, False, found)
 
 

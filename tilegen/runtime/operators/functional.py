@@ -8,15 +8,14 @@ from typing import Any
 import torch
 
 from tilegen.errors import Unsupported
-from tilegen.runtime.operators.library import mapped
-from tilegen.runtime.operators.rebuilding import trained_places
+from tilegen.runtime.operators.library import by_place, mapped
 
 Call = tuple[str, float, float, bool]
-"""What of a call is no tensor: changes, scale, dropout_p, and whether it drops."""
+"""The parts of a call that are no tensors: changes, scale, dropout_p, and whether it drops."""
 
 
 class Attention(torch.autograd.Function):
-    """The operators as a function of its tensors alone; what is no tensor comes first."""
+    """The operators as one function: what is no tensor comes first, then all tensors."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -43,10 +42,7 @@ class Attention(torch.autograd.Function):
         dout = torch.zeros_like(out) if dout is None else dout
         dlse = torch.zeros_like(lse) if dlse is None else dlse
         found = _Gradients.apply(ctx.call, q, k, v, out, lse, dout, dlse, *rest)
-        of_rest: list[Any] = [None] * len(rest)
-        for i, grad in zip(trained_places(ctx.call[0]), found[3:], strict=True):
-            of_rest[i] = grad
-        return None, *found[:3], *of_rest
+        return None, *found[:3], *by_place(ctx.call[0], found[3:], len(rest))
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, call: Any, *given: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]

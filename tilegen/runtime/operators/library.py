@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from tilegen.dropout import Dropout
-from tilegen.kernels.layout import empty_like, strides_like
+from tilegen.kernels.layout import empty_like, laid_like
 from tilegen.runtime.autograd import gradients
 from tilegen.runtime.changes import Changes, Wanted
 from tilegen.runtime.dispatch import plan_of, planned
@@ -133,7 +133,7 @@ def _computed_again(
     changes: Changes,
     scale: float,
 ) -> list[torch.Tensor | None]:
-    """Return the same of a call that is brought into another form, whose steps autograd knows."""
+    """Return the gradients of a call that is brought into another form, by autograd."""
     with torch.inference_mode(False), torch.enable_grad():  # autograd is excluded in an operator
         q, k, v = (one.detach().requires_grad_() for one in given[:3])
         out, lse = planned(q, k, v, changes, scale)
@@ -153,12 +153,7 @@ def _dropout(p: float, state: torch.Tensor | None) -> Dropout | None:
 
 def _as_promised(found: torch.Tensor, like: torch.Tensor | None) -> torch.Tensor:
     """Return a result with the strides that were promised for it: as q, k or v lie, or dense."""
-    if like is None:
-        return found.contiguous()
-    strides = strides_like(like, found.shape[3])
-    if found.stride() == strides:
-        return found
-    return found.new_empty_strided(found.shape, strides).copy_(found)
+    return found.contiguous() if like is None else laid_like(found, like)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -180,10 +175,18 @@ def _give(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tup
         *(q, k, v, out, lse, torch.zeros_like(out) if dout is None else dout, dlse),
         *(changes, tensors, scale, dropout_p, state),
     )
-    of_tensors: list[torch.Tensor | None] = [None] * len(tensors)
-    for i, grad in zip(trained_places(changes), found[3:], strict=True):
-        of_tensors[i] = grad
+    of_tensors = by_place(changes, found[3:], len(tensors))
     return *found[:3], None, of_tensors, None, None, None
+
+
+def by_place(
+    changes: str, gradients: Sequence[torch.Tensor], count: int
+) -> list[torch.Tensor | None]:
+    """Return the gradients of the `count` tensors of a crossing, of which some are trained."""
+    found: list[torch.Tensor | None] = [None] * count
+    for i, one in zip(trained_places(changes), gradients, strict=True):
+        found[i] = one
+    return found
 
 
 forward.register_autograd(_give, setup_context=_keep)

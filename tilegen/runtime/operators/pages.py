@@ -36,8 +36,7 @@ def attend_pages_watched(
     its = crossing(mask, score, None)
     if its.trained:
         refuse_gradients(its.tensors[its.trained[0]], k_pages, v_pages, None)
-    if torch.compiler.is_exporting() and not its.tensors:
-        its.place(q)  # AOTInductor makes None of an empty list
+    its.fill(q)
     if q_starts is None:
         requests, _, max_q_length, _ = q.shape
         end = (requests + 1) * max_q_length

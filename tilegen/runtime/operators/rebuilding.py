@@ -21,8 +21,8 @@ from tilegen.dropout import Dropout
 from tilegen.errors import InvalidProblem
 from tilegen.masks.blocks import Blocks
 from tilegen.masks.constructors import tree
-from tilegen.masks.kinds import kind_of_mask
-from tilegen.masks.mask import Mask, full, intersect, unite, with_values
+from tilegen.masks.kinds import FULL, kind_of_mask
+from tilegen.masks.mask import Mask, intersect, unite, with_values
 from tilegen.masks.notation import parse_mask
 from tilegen.masks.packed import of_ids, packed
 from tilegen.masks.score import Score
@@ -31,7 +31,6 @@ from tilegen.runtime.changes import Changes
 
 MAX_KNOWN = 512
 MAX_BLOCK_MASKS = 64
-_FULL = full()
 Tensors = Sequence[torch.Tensor]
 
 
@@ -53,7 +52,7 @@ def rebuilt(
         for i, one in enumerate(tensors)
     ]
     spec = _spec(text)
-    mask = _FULL if "mask" not in spec else _filled_mask(spec["mask"], tensors, lengths)
+    mask = FULL if "mask" not in spec else _filled_mask(spec["mask"], tensors, lengths)
     score = _filled_score(spec["score"], tensors, lengths) if "score" in spec else None
     kv_lengths = tensors[spec["lengths"]] if "lengths" in spec else None
     return Changes(mask, score, kv_lengths, dropout), tensors
@@ -75,7 +74,7 @@ def _spec(text: str) -> Any:
 
 @dataclass(frozen=True)
 class _Place:
-    """Stands for a tensor in a mask or a score that is kept for other tensors."""
+    """The place of a tensor in a mask or a score that is kept for other tensors."""
 
     number: int
 

@@ -17,7 +17,7 @@ NAMES = {0: "b", 1: "h"}
 def is_sharded(q: Any) -> bool:
     """Whether a tensor is spread over devices. Loads nothing: the module is there once imported.
 
-    Not looked for in `sys.modules`: torch.compile would wrap each of some thousand modules.
+    `sys.modules` is not searched: torch.compile would wrap each of some thousand modules.
     """
     module = getattr(torch.distributed, "tensor", None)
     return module is not None and isinstance(q, module.DTensor)

@@ -13,4 +13,4 @@ SCHEDULES: dict[str, Schedule] = {
     for schedule in vars(module).values()
     if isinstance(schedule, Schedule)
 }
-"""By name."""
+"""Schedules by their names."""

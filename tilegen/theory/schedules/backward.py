@@ -83,7 +83,8 @@ BWD_DKDV_PER_HEAD = Schedule(
     exps=_SQUARE,
     masks=True,
 )
-"""More programs where heads and KV tiles are few."""
+"""The dK/dV pass with a program for each query head: more programs where heads and KV tiles are
+few."""
 
 BWD_DQ = Schedule(
     name="bwd_dq",
@@ -121,7 +122,7 @@ BWD_FUSED = Schedule(
     exps=_SQUARE,
     masks=True,
 )
-"""As the dK/dV pass, and dQ is added up in slow memory."""
+"""The dK/dV pass, in which dQ is added up in slow memory too."""
 
 BWD_FUSED_FA2 = Schedule(
     name="bwd_fused_fa2",
@@ -133,7 +134,7 @@ BWD_FUSED_FA2 = Schedule(
     exps=_SQUARE,
     masks=True,
 )
-"""As printed: every step loads O too, although delta replaces it."""
+"""FA2's backward as printed: every step loads O too, although delta replaces it."""
 
 BWD_CONVERT = Schedule(
     name="bwd_convert",
@@ -148,7 +149,7 @@ BWD_CONVERT = Schedule(
     exps=_NONE,
     masks=True,
 )
-"""Rounds the accumulated dQ to the dtype of the inputs."""
+"""The kernel that rounds the accumulated dQ to the dtype of the inputs."""
 
 BWD_FUSED_Q_STATIONARY = Schedule(
     name="bwd_fused_q_stationary",
@@ -166,7 +167,7 @@ BWD_FUSED_Q_STATIONARY = Schedule(
     exps=_SQUARE,
     masks=True,
 )
-"""As the dQ pass, and dK and dV are added up in slow memory."""
+"""The dQ pass, in which dK and dV are added up in slow memory too."""
 
 BWD_FA1 = Schedule(
     name="bwd_fa1",
@@ -199,7 +200,8 @@ BWD_FA1 = Schedule(
     exps=_SQUARE,
     masks=True,
 )
-"""As printed: dQ goes out and back for every KV tile, and delta is computed from O every time."""
+"""FA1's backward as printed: dQ goes out and back for every KV tile, and delta is computed from O
+every time."""
 
 _T_C, _T_R = sp.ceiling(N_kv / B_c), sp.ceiling(N_q / B_r)
 _T_EK, _T_EV = sp.ceiling(d_qk / B_e), sp.ceiling(d_v / B_e)

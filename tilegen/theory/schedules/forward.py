@@ -25,8 +25,8 @@ from tilegen.model.symbols import (
     nnz,
     s,
 )
-from tilegen.model.traffic import Term, terms_of
-from tilegen.theory.schedules.record import Held, Schedule, Size
+from tilegen.model.traffic import Size, Term, terms_of
+from tilegen.theory.schedules.record import Held, Schedule
 
 _ROWS = g * N_q
 _T_R, _T_C = sp.ceiling(N_q / B_r), sp.ceiling(N_kv / B_c)
@@ -120,7 +120,8 @@ FWD_KV_STATIONARY = _kv_stationary(
     ),
     False,
 )
-"""The same, starting from nothing in the first KV tile and storing the result in the last."""
+"""The schedule of FA1 that starts from nothing in the first KV tile and stores the result in the
+last."""
 
 _PARTS = sp.ceiling(_T_C / sp.ceiling(_T_C / n_s))  # splits that have any tile
 FWD_SPLIT_KV = Schedule(
@@ -163,7 +164,8 @@ FWD_SAHA_YE = Schedule(
     flops=_FLOPS,
     exps=_SQUARE,
 )
-"""Square blocks of exp(Q K^T) are stored, then multiplied by V. Not numerically safe."""
+"""Square blocks of exp(Q K^T) are stored, then multiplied by V. The schedule is not numerically
+safe."""
 
 
 def _small_cache(name: str, citation: str, size: Size, density: sp.Expr, kept: sp.Expr) -> Schedule:
@@ -220,7 +222,7 @@ FWD_SMALL_CACHE_FP32 = _small_cache(
     _ONE,
     _SQUARE,
 )
-"""The same with S as it was accumulated: more words, no rounding."""
+"""The small-cache forward with S as it was accumulated: more words, no rounding."""
 
 FWD_SPARSE_SMALL_CACHE = _small_cache(
     "fwd_sparse_small_cache",

@@ -8,6 +8,7 @@ from typing import Literal
 
 import sympy as sp
 
+from tilegen.kernels.spec import Direction
 from tilegen.model.symbols import (
     B_c,
     B_r,
@@ -28,12 +29,11 @@ from tilegen.model.symbols import (
 from tilegen.model.traffic import (
     ACCUMULATOR_BYTES,
     UNMASKED,
+    Size,
     Term,
     total_bytes,
     total_words,
 )
-
-Size = Literal["element", "fp32"]
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Schedule:
 
     name: str
     citation: str
-    direction: Literal["forward", "backward"]
+    direction: Direction
     terms: tuple[Term, ...]
     phases: tuple[tuple[Held, ...], ...]
     """Words that are on chip together, by phase; each phase must fit, for tiles not cut off."""
@@ -80,12 +80,12 @@ class Schedule:
 
     @property
     def footprint(self) -> sp.Expr:
-        """Words on chip."""
+        """Words on chip, in the phase that holds most."""
         return _largest(sp.Add(*(held.words for held in phase)) for phase in self.phases)
 
     @property
     def footprint_bytes(self) -> sp.Expr:
-        """Bytes on chip; `e` is the size of an element."""
+        """Bytes on chip, in the phase that holds most; `e` is the size of an element."""
         sizes: dict[Size, sp.Expr | int] = {"element": e, "fp32": ACCUMULATOR_BYTES}
         return _largest(
             sp.Add(*(held.words * sizes[held.size] for held in phase)) for phase in self.phases
@@ -100,8 +100,8 @@ class Schedule:
     def per_score(self) -> sp.Expr:
         """Return weighted words / N^2 for N to infinity, as an expression of the tiles.
 
-        One head, equal lengths and head dims, nothing masked except for a density; a last tile
-        that is cut off no longer matters.
+        The expression is that of one head, equal lengths and head dims, and no mask but a density;
+        a last tile that is cut off no longer matters.
         """
         words = smooth(self.weighted_words().subs(UNMASKED))
         words = words.subs({nnz: s * N**2, g: 1, N_q: N, N_kv: N, d_qk: d, d_v: d})
