@@ -40,7 +40,7 @@ SPLIT = ("split_dkdv", "split_dq", "split_backward")
     [
         (CROSS.key, "split_dkdv"),
         ("b1 hq1 hkv1 q65536 kv77 d128 bf16", "split_dkdv"),
-        ("b1 hq24 hkv24 q4096 kv256 d128 bf16", "split_dkdv"),
+        ("b1 hq20 hkv20 q4096 kv256 d128 bf16", "split_dkdv"),
         ("b1 hq4 hkv1 q8192 kv8192 d128 bf16 causal", "split_dkdv"),  # a group shares its keys
         (SUFFIX.key, "split_dq"),
         ("b1 hq2 hkv2 q2048 kv2048 d128 bf16 causal", "split_backward"),

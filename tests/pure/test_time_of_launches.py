@@ -114,6 +114,24 @@ def test_one_program_too_many_starts_a_wave() -> None:
     assert seconds(200) == pytest.approx(seconds(101), rel=0.02)
 
 
+def test_a_last_wave_of_few_programs_has_nobody_to_hide_behind() -> None:
+    """Programs that share an SM fill each other's waits; one alone takes as long as ever (published
+    times of 512 programs in 396 places: benchmarks/results/published/README.md, split counts)."""
+    spec = replace(gpu("h200"), l2_bandwidth=1e18, dram_bandwidth=1e18)
+    tiles = config("m64n16w4s1")
+
+    def seconds(heads: int) -> float:
+        problem = PARSE(f"b1 hq{heads} hkv{heads} q64 kv8192 d64 bf16 full")
+        return estimate(problem, spec, tiles).seconds - rates_of(spec.arch).launch_seconds
+
+    needs = footprint(PARSE("hq1 q64 kv8192 d64 bf16 full"), tiles, "fwd", spec.arch)
+    places = spec.num_sms * residents(needs, spec, tiles)
+    alone, full = seconds(spec.num_sms), seconds(places)
+    assert full < 0.9 * alone * places / spec.num_sms
+    assert seconds(places + 1) == pytest.approx(full + alone)
+    assert seconds(2 * places) == pytest.approx(2 * full)
+
+
 def test_waves_count_resident_programs() -> None:
     spec, tiles = gpu("h200"), config("m64n32w4s2")
     problem = PARSE("b4 hq32 hkv8 q4096 d64 bf16 full")

@@ -30,6 +30,11 @@ class Launches:
     longest: float
     """Steps of the program that has most."""
 
+    @property
+    def masked(self) -> float:
+        """Part of the steps that need mask code."""
+        return float(self.partial / self.steps) if self.steps else 0.0
+
 
 def launches(
     problem: AttentionProblem, gpu: GpuSpec, config: TileConfig, kernel: Kernel, counts: Visits

@@ -163,18 +163,92 @@ def time(
 
     `clocks` are those of a step where its machine code is known.
     """
-    rates, spec = rates_of(gpu.arch), KERNELS[kernel]
-    work = step(problem, config, kernel)
+    spec, work = KERNELS[kernel], step(problem, config, kernel)
     clk = clocks or step_clocks(problem, gpu, config, kernel)
     run = launches(problem, gpu, config, kernel, counts)
     per_launch = run.programs / run.count
 
     fits = residents(needs, gpu, config)
-    together = min(fits, math.ceil(per_launch / gpu.num_sms))  # programs that share an SM
+    slots = gpu.num_sms * fits
+    local = clocks.local if clocks else local_clocks(needs, gpu, config)
+
+    def shared(together: int) -> ProgramClocks:
+        return _program_clocks(problem, gpu, config, kernel, clk, run, local, together=together)
+
+    waves = per_launch / slots
+    last = math.ceil(per_launch % slots / gpu.num_sms)  # programs of an SM in the last wave
+    one = shared(fits if waves >= 1 else last)
+    mean = one.step * run.steps / run.programs + one.ends
+    if run.longest * run.programs == run.steps:  # equal programs run in waves
+        alone = shared(last) if last else one
+        total = int(waves) * fits * mean + last * (alone.step * run.longest + alone.ends)
+        total *= run.count
+    else:  # long ones start first, so short ones fill the last wave
+        tail = 0.0
+        if waves > 1:
+            tail = tail_of(problem, kernel, run, slots, one_step=one.step, overhead=one.ends)
+        total = max(one.step * run.longest + one.ends, mean * run.programs / gpu.num_sms + tail)
+
+    dram = dram_bytes(problem, gpu, kernel, moved, counts, in_flight=slots)
+    on_l2 = l2_seconds(gpu, moved, per_launch)
+    on_dram = dram_seconds(gpu, dram)
+    per_step, per_program = (
+        number / (gpu.num_sms * gpu.clock_hz) for number in (run.steps, run.programs)
+    )
+    terms = {
+        "tensor": clk.tensor * per_step,
+        "exp": clk.exp * per_step + one.exp_after * per_program,
+        "issue": (clk.issue + run.masked * clk.masking) * per_step + one.issue_after * per_program,
+        "smem": (clk.smem + local) * per_step,
+        "l2": on_l2,
+        "dram": on_dram,
+        "latency": one.wait * per_step + 2 * one.latency * per_program,
+    }
+    return Time(
+        seconds=max(total / gpu.clock_hz, on_l2, on_dram) + launch_seconds(gpu, kernel, run.count),
+        terms=tuple(sorted(terms.items(), key=lambda item: -item[1])),
+        waves=waves,
+        dram_bytes=dram,
+        flops=int(2 * run.steps * work.multiply_adds),
+        busy_seconds=total / gpu.clock_hz if spec.loop else 0.0,
+        left_seconds=l2_seconds(gpu, replace(moved, read_bytes=0)) if spec.splits else 0.0,
+        idle=max(0.0, 1 - per_launch / gpu.num_sms) if spec.splits else 0.0,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramClocks:
+    """Clocks of an SM that a program takes where a number of programs share it."""
+
+    step: float
+    latency: float
+    wait: float
+    """For what a step loads."""
+    exp_after: float
+    issue_after: float
+
+    @property
+    def ends(self) -> float:
+        """Clocks of its beginning and end: its own tile comes in, the pipeline fills, the result
+        goes out."""
+        return 2 * self.latency + max(self.exp_after, self.issue_after)
+
+
+def _program_clocks(
+    problem: AttentionProblem,
+    gpu: GpuSpec,
+    config: TileConfig,
+    kernel: Kernel,
+    clk: StepClocks,
+    run: Launches,
+    local: float,
+    *,
+    together: int,
+) -> ProgramClocks:
+    rates, work = rates_of(gpu.arch), step(problem, config, kernel)
     latency = rates.latency_seconds * gpu.clock_hz / together
-    masked = run.partial / run.steps if run.steps else 0.0
-    softmax = max(clk.issue + masked * clk.masking, clk.exp)
-    ahead = config.num_stages - 1 if spec.masked else 0
+    softmax = max(clk.issue + run.masked * clk.masking, clk.exp)
+    ahead = config.num_stages - 1 if KERNELS[kernel].masked else 0
     wait = latency / max(ahead, 1)
     if rates.exposed:
         busy, smem = busy_clocks(clk, softmax, config.num_warps * together), clk.smem
@@ -186,48 +260,13 @@ def time(
         busy += wait
     if work.loads > 1:  # every key tile starts the pipeline of slices again
         busy += 2 * latency
-    waves = per_launch / (gpu.num_sms * fits)
-    local = clocks.local if clocks else local_clocks(needs, gpu, config)
-    one_step = _overlapped(busy, smem, wait * work.loads) + local
-
-    # A program's beginning and end: its own tile comes in, the pipeline fills, the result goes out.
-    exp_after = work.scores_after / gpu.exp_per_clk_per_sm
     after = instructions(kernel).score * len(work.results) + drawn_of(problem, kernel)
-    issue_after = after * work.scores_after / ISSUE_PER_CLK
-    overhead = 2 * latency + max(exp_after, issue_after)
-    mean = one_step * run.steps / run.programs + overhead
-    if run.longest * run.programs == run.steps:  # equal programs run in waves
-        total = run.count * math.ceil(per_launch / gpu.num_sms) * mean
-    else:  # long ones start first, so short ones fill the last wave
-        in_flight = gpu.num_sms * fits
-        tail = tail_of(problem, kernel, run, in_flight, one_step=one_step, overhead=overhead)
-        tail = tail if waves > 1 else 0.0
-        total = max(one_step * run.longest + overhead, mean * run.programs / gpu.num_sms + tail)
-
-    dram = dram_bytes(problem, gpu, kernel, moved, counts, in_flight=gpu.num_sms * fits)
-    on_l2 = l2_seconds(gpu, moved, per_launch)
-    on_dram = dram_seconds(gpu, dram)
-    per_step, per_program = (
-        number / (gpu.num_sms * gpu.clock_hz) for number in (run.steps, run.programs)
-    )
-    terms = {
-        "tensor": clk.tensor * per_step,
-        "exp": clk.exp * per_step + exp_after * per_program,
-        "issue": (clk.issue + masked * clk.masking) * per_step + issue_after * per_program,
-        "smem": (clk.smem + local) * per_step,
-        "l2": on_l2,
-        "dram": on_dram,
-        "latency": wait * work.loads * per_step + 2 * latency * per_program,
-    }
-    return Time(
-        seconds=max(total / gpu.clock_hz, on_l2, on_dram) + launch_seconds(gpu, kernel, run.count),
-        terms=tuple(sorted(terms.items(), key=lambda item: -item[1])),
-        waves=waves,
-        dram_bytes=dram,
-        flops=int(2 * run.steps * work.multiply_adds),
-        busy_seconds=total / gpu.clock_hz if spec.loop else 0.0,
-        left_seconds=l2_seconds(gpu, replace(moved, read_bytes=0)) if spec.splits else 0.0,
-        idle=max(0.0, 1 - per_launch / gpu.num_sms) if spec.splits else 0.0,
+    return ProgramClocks(
+        step=_overlapped(busy, smem, wait * work.loads) + local,
+        latency=latency,
+        wait=wait * work.loads,
+        exp_after=work.scores_after / gpu.exp_per_clk_per_sm,
+        issue_after=after * work.scores_after / ISSUE_PER_CLK,
     )
 
 
