@@ -83,7 +83,7 @@ class Folder:
         named = {name for one in manifest.binaries for name in (one.file, one.source)}
         for name in self._files - named:
             (self.path / name).unlink(missing_ok=True)
-        (self.path / NOTES).unlink()
+        (self.path / NOTES).unlink(missing_ok=True)  # another run may have finished before
         return path
 
     def _manifest(self) -> tuple[dict[str, str], list[Binary]] | None:

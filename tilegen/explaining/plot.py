@@ -3,6 +3,7 @@ which only `tilegen explain --plot` needs (the extra `plot`)."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import sympy as sp
 
 from tilegen.choose.ranking import propose
+from tilegen.disk import write_whole
 from tilegen.errors import Unsupported
 from tilegen.gpus.nearest import on_tensor_cores
 from tilegen.gpus.spec import GpuSpec
@@ -80,7 +82,9 @@ def draw(
             _draw_mask(axes, problem, shown)
         _draw_traffic(traffic, problem, gpu, way)
         _draw_roofline(roofline, problem, gpu, shown)
-    figure.savefig(file)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=file.suffix.removeprefix("."))
+    write_whole(file, drawn.getvalue())
 
 
 # --------------------------------------------------------------------------------------------------
