@@ -32,9 +32,8 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS
 from tilegen.measure import DeviceLost
 from tilegen.problem import AttentionProblem
-from tilegen.store.trials import of_one_binary, one_binary_line
+from tilegen.store.trials import Trial, of_one_binary, one_binary_line
 from tilegen.tuning.bench import Ahead, Bench, real_bench, refused
-from tilegen.tuning.trials import Trial
 from tilegen.tuning.tuner import pick
 
 

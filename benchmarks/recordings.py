@@ -26,9 +26,9 @@ from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.store.fields import Fields, parse_json
 from tilegen.store.record import MAX_SECONDS, measurement_from, measurement_values, slug
-from tilegen.store.trials import of_one_binary
+from tilegen.store.trials import Trial, of_one_binary
 from tilegen.tuning.bench import as_tuned
-from tilegen.tuning.trials import Trial, append_line
+from tilegen.tuning.trials import append_line
 
 RESULTS = ROOT / "benchmarks" / "results"
 SCHEMA = 1

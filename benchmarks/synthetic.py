@@ -22,7 +22,7 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.measure import Measurement
 from tilegen.model.footprint import footprint
 from tilegen.problem import AttentionProblem
-from tilegen.tuning.trials import Trial
+from tilegen.store.trials import Trial
 
 SPREAD = 0.005
 """Of p20 and p80 round the median."""

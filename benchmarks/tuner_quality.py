@@ -40,9 +40,8 @@ from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
 from tilegen.measure import Measurement
 from tilegen.model.estimate import Candidate
-from tilegen.store.trials import one_binary_line
+from tilegen.store.trials import Trial, one_binary_line
 from tilegen.tuning import tuner as tune_module
-from tilegen.tuning.trials import Trial
 from tilegen.tuning.tuner import pick, tune
 
 Strategy = Literal["model", "prior", "no prior", "random"]

@@ -26,8 +26,8 @@ from tilegen.kernels.config import TileConfig
 from tilegen.measure import DeviceLost, Measurement
 from tilegen.model.as_compiled import StepCode
 from tilegen.problem import AttentionProblem
+from tilegen.store.trials import Trial
 from tilegen.tuning.bench import Bench
-from tilegen.tuning.trials import Trial
 from tilegen.tuning.tuner import SEEDS
 
 SMALL = AttentionProblem.parse("hq2 q64 kv64 d64 bf16 causal")
