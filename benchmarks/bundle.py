@@ -1,4 +1,4 @@
-"""A bundle of the whole catalogue: how long it takes, how large it is, how fast it loads.
+"""Time, size and loading of a bundle of the whole catalogue.
 
     python -m benchmarks.bundle
 

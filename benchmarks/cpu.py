@@ -25,7 +25,7 @@ import typer
 
 from benchmarks.environment import ROOT, environment
 from benchmarks.rows import CpuRow, append, with_environment
-from benchmarks.workloads import catalogue, head
+from benchmarks.workloads import CATALOGUE, head
 from tilegen.build.workers import compile_many
 from tilegen.choose.ranking import propose
 from tilegen.emit.render import RenderedKernel, render
@@ -35,10 +35,10 @@ from tilegen.problem import AttentionProblem
 
 REPEATS = 7
 CALLS, TURNS = 100, 70
-"""Of `attention` in one turn, and turns, so many since other programs disturb some."""
+"""Number of calls of `attention` in one turn, and of turns: other programs disturb some turns."""
 PROPOSED: tuple[Kernel, ...] = ("fwd", "bwd_preprocess", "bwd_dkdv", "bwd_dq")
 COMPILED = 16
-"""Kernels that the throughput of compiling is measured with."""
+"""Number of kernels that the throughput of compiling is measured with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,7 +98,7 @@ def proposing() -> Iterator[Number]:
     other lengths and head dims. (A mask of a new form adds 30 ms: SymPy solves it.)
     """
     h200 = gpu("h200")
-    problems = [workload.problem for workload in catalogue()]
+    problems = [workload.problem for workload in CATALOGUE]
     first = _milliseconds(lambda: propose(problems[0], h200))
     yield Number(benchmark="propose, first call", value=first, unit="ms")
     for kernel in PROPOSED:

@@ -1,4 +1,4 @@
-"""How soon a first result is there on a GPU: from a bundle, and by compiling.
+"""Time to a first result on a GPU: from a bundle, and by compiling.
 
     python -m benchmarks.first_result
 
@@ -85,7 +85,7 @@ module = sys.modules["emitted"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 out, _ = module.launch(q, k, v, p.head_dim_qk**-0.5)
 """
-"""An emitted kernel alone, without tilegen: what Triton itself takes. Forward only."""
+"""Program of an emitted forward alone, without tilegen: its time is that of Triton itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,10 +96,11 @@ class FirstResultRow(Environment):
     direction: str
     provider: str
     seconds: float
-    """Median of processes."""
+    """Median over processes [seconds]."""
     slowest: float
+    """Time of the slowest process [seconds]."""
     ratio: float
-    """To the bundle."""
+    """Time over that of the bundle."""
 
 
 def rows(workload: str, *, repeats: int) -> Iterator[FirstResultRow]:

@@ -1,4 +1,4 @@
-"""What tilegen's kernels move, beside what the papers prove: the study of I/O, with no GPU.
+"""The study of I/O: words that tilegen's kernels move beside what the papers prove. No GPU needed.
 
     python -m benchmarks.io_study
 

@@ -50,11 +50,11 @@ class ProposalRow(Environment):
     kernel: str
     arch: str
     configs: str
-    """Best first."""
+    """Keys of the configs, the best first."""
     spill_bytes: str
-    """Of each config; -: does not compile, or not within shared memory."""
+    """Size of spilled registers of each config [bytes]; `-` does not compile, or does not fit."""
     smem_error: int
-    """Largest difference in bytes between predicted and reported shared memory."""
+    """Largest difference between predicted and reported shared memory [bytes]."""
     first_legal: bool
     all_legal: bool
 

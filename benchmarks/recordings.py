@@ -33,12 +33,12 @@ from tilegen.tuning.trials import append_line
 RESULTS = ROOT / "benchmarks" / "results"
 SCHEMA = 1
 MEASURED = "measured"
-"""Source of what a GPU has timed; another source says how its times were made up."""
+"""Source of what a GPU has timed; any other source says how the times were made up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """What one run of the recorder times, and what with."""
+    """One run of the recorder: what it times, and with which versions."""
 
     source: str = MEASURED
     gpu: str
@@ -48,7 +48,7 @@ class Session:
     problem: AttentionProblem
     template_digest: str
     space: int
-    """Configs there are to be timed."""
+    """Number of configs to be timed."""
     environment: Environment
 
     @property
@@ -73,15 +73,15 @@ def new_session(spec: GpuSpec, kernel: Kernel, problem: AttentionProblem, space:
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """What is known of one kernel of a problem on a GPU."""
+    """Timings of one kernel of a problem on a GPU."""
 
     session: Session
-    """The last one."""
+    """Session that recorded last."""
     trials: dict[TileConfig, Trial] = field(default_factory=dict[TileConfig, Trial])
 
     @property
     def name(self) -> str:
-        """Return `fwd of 'b1 ...' on h200`."""
+        """Name of the recording: `fwd of 'b1 ...' on h200`."""
         return f"{self.session.kernel} of '{self.session.problem}' on {self.session.gpu}"
 
     def distinct(self) -> Recording:

@@ -118,5 +118,12 @@ def same_values(rows: Iterable[dict[str, str]], names: Iterable[str]) -> set[tup
     return {tuple(row[name] for name in wanted) for row in rows}
 
 
+def markdown(names: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a table of Markdown."""
+    lines = [[text.replace("|", "\\|") for text in row] for row in (names, *rows)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
 def _text(value: object) -> object:
     return float(f"{value:.5g}") if isinstance(value, float) else value

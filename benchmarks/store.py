@@ -1,4 +1,4 @@
-"""What the store of records costs: look-ups among very many records, saving, merging.
+"""Time of the store of records: look-ups among very many records, saving, merging.
 
     python -m benchmarks.store
 
@@ -37,7 +37,7 @@ RECORDS = 100_000
 LOOKED_UP = 2000
 MERGED = 500
 KINDS = 100
-"""Of calls in one job, which a hot look-up is one of."""
+"""Number of kinds of calls in one job, of which a hot look-up is one."""
 REPEATS = 20
 
 

@@ -8,8 +8,6 @@ alone, so a run that was stopped goes on where it was.
 
 from __future__ import annotations
 
-import os
-import sys
 import tarfile
 import time
 from collections.abc import Sequence
@@ -18,11 +16,11 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.environment import has_gpu
-from benchmarks.workloads import Workload, catalogue, head
+from benchmarks.environment import gpu_at_hand, start_over
+from benchmarks.workloads import CATALOGUE, Workload, head
 from tilegen.choose.families import kernels_of
 from tilegen.errors import TilegenError
-from tilegen.gpus.spec import GpuSpec, detect
+from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel
 from tilegen.measure import DeviceLost
 from tilegen.problem import AttentionProblem
@@ -107,19 +105,14 @@ def main(
 
     Example: python -m benchmarks.tune --minutes 10
     """
-    spec = detect() if has_gpu() else None
-    if spec is None:
-        print("no GPU that PyTorch can use: nothing to tune")
-        raise typer.Exit(1)
+    spec = gpu_at_hand("nothing to tune")
     deadline = time.monotonic() + 60 * minutes
-    todo = untuned(jobs(catalogue() if whole else head(), spec), spec)
+    todo = untuned(jobs(CATALOGUE if whole else head(), spec), spec)
     try:
         failures = tune_all(todo, spec, deadline=deadline, pack=pack)
     except DeviceLost as lost:
         print(f"{lost}; starting over with the next kernel", flush=True)
-        left = max(0.0, deadline - time.monotonic()) / 60
-        again = [*sys.argv[1:], f"--minutes={left:.3f}"]
-        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.tune", *again])
+        start_over(deadline)
     if failures:
         raise typer.Exit(1)
 

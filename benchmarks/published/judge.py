@@ -192,11 +192,12 @@ class PointVerdict:
     problem: str
     published_us: float
     model_us: float
-    """Of the model's first choices, or of the tile that was timed."""
+    """Time by the model of its first choices, or of the tile that was timed [us]."""
     ratio: float
-    """Model over published."""
+    """Time by the model over the published time."""
     bound_us: float
-    """What no kernel falls below: products of kept pairs, or compulsory bytes, at peak rates."""
+    """Time that no kernel falls below [us]: products of kept pairs, or compulsory bytes, at peak
+    rates."""
     published_over_bound: float
     model_over_bound: float
     chosen: str

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.rows import read
+from benchmarks.rows import markdown, read
 from benchmarks.study import closed, sweep
 from benchmarks.study.tiles import LARGE_CACHE
 from tilegen.kernels.spec import Direction
@@ -202,12 +202,6 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "long_masks": long_masks,
     "devices": devices,
 }
-
-
-def markdown(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table."""
-    lines = [names, ["---"] * len(names), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def number(text: str, digits: int = 2) -> str:

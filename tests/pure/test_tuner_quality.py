@@ -200,7 +200,7 @@ def test_a_file_that_is_no_recording_says_so(path: Path) -> None:
 
 
 def test_without_a_gpu_one_line_and_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exhaustive, "has_gpu", lambda: False)
+    monkeypatch.setattr("tilegen.gpus.spec.detect", lambda: None)
     result = call(exhaustive.main, "llama3-8b-8k", SMALL.key)
     assert result.exit_code == 1
     assert result.output == "no GPU that PyTorch can use: nothing to time\n"
