@@ -23,9 +23,9 @@ NOTES = ".unfinished.jsonl"
 """Binaries that no manifest names yet: the versions, then one binary a line."""
 
 MAX_FILE = 2**26
-"""Bytes of the longest binary or source that is read."""
+"""Limit of a binary or source that is read [bytes]."""
 MAX_MANIFEST = 2**28
-"""Bytes of the longest manifest that is read."""
+"""Limit of a manifest that is read [bytes]."""
 
 
 class Folder:

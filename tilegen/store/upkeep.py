@@ -1,4 +1,4 @@
-"""Look after stores: `check` names what is wrong in them, `prune` removes what is of no use."""
+"""Upkeep of stores: `check` names what is wrong in them, `prune` removes what is of no use."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ from tilegen.store.trials import MAX_TRIALS_BYTES, parse_trial
 from tilegen.store.versions import is_credible
 
 TMP_SECONDS = 3600.0
-"""A writer needs milliseconds; a temporary file so old was left by one that was killed."""
+"""Age at which a temporary file was left by a writer that was killed [seconds]: a write takes
+milliseconds."""
 MAX_DAYS = 36_500
+"""Largest age of records that can be asked for [days]."""
 COPY_SECONDS = 7 * 24 * 3600.0
-"""Copies of remote records are made again when they are asked for."""
+"""Age at which a copy of a remote record is removed [seconds]; a look-up makes it again."""
 
 
 @dataclass(frozen=True, kw_only=True)

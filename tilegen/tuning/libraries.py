@@ -29,7 +29,8 @@ class LibraryBench:
 
     measure: Callable[[Backend], Measurement]
     check: Callable[[Backend], Measurement | None]
-    """None if its results are right, else the measurement that says what is wrong."""
+    """Function that returns None if the results of a library are right, else the measurement that
+    says what is wrong."""
 
 
 def tune_libraries(
