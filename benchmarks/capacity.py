@@ -15,8 +15,8 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.environment import RESULTS
 from benchmarks.published.report import write
-from benchmarks.run import RESULTS
 from tilegen.choose.ranking import estimate, propose
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig

@@ -20,10 +20,10 @@ from typing import Annotated
 import typer
 
 from benchmarks.arithmetic import compulsory_bytes
-from benchmarks.environment import environment, gpu_folder, has_gpu
+from benchmarks.environment import RESULTS, environment, gpu_folder, has_gpu
 from benchmarks.providers import providers
 from benchmarks.published.report import write
-from benchmarks.run import RESULTS, cases, run
+from benchmarks.run import cases, run
 from benchmarks.workloads import SERVED, Workload
 from tilegen.choose.families import family
 from tilegen.choose.ranking import estimate, invariant_config, propose

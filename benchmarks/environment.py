@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from tilegen.gpus.spec import GpuSpec
 
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+"""Folder of result files."""
 
 
 @dataclass(frozen=True, kw_only=True)

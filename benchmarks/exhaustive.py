@@ -18,8 +18,8 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.environment import gpu_at_hand, start_over
-from benchmarks.recordings import RESULTS, Recorder, file_of, new_session
+from benchmarks.environment import RESULTS, gpu_at_hand, start_over
+from benchmarks.recordings import Recorder, file_of, new_session
 from benchmarks.workloads import CATALOGUE
 from tilegen.build.acceptable import Usage, spills_much
 from tilegen.build.workers import Pool

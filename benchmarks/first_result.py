@@ -22,7 +22,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.environment import ROOT, Environment, environment, gpu_folder, has_gpu
+from benchmarks.environment import RESULTS, ROOT, Environment, environment, gpu_folder, has_gpu
 from benchmarks.rows import append, with_environment
 from benchmarks.workloads import CATALOGUE
 from tilegen.check.reference import TORCH_DTYPES
@@ -194,7 +194,7 @@ def main(
     if not has_gpu():
         print("no GPU that PyTorch can use on this machine: nothing to time")
         raise typer.Exit(1)
-    path = csv or ROOT / "benchmarks" / "results" / gpu_folder() / "first_result.csv"
+    path = csv or RESULTS / gpu_folder() / "first_result.csv"
     for row in rows(workload, repeats=repeats):
         print(
             f"{row.direction:22}{row.provider:22}{row.seconds:8.3f} s  {row.ratio:.2f}", flush=True

@@ -34,7 +34,7 @@ from unittest import mock
 import typer
 
 from benchmarks.cpu import Number, write
-from benchmarks.environment import ROOT
+from benchmarks.environment import RESULTS
 from benchmarks.recordings import Recorder, new_session
 from benchmarks.synthetic import make
 from tilegen.fleet.bench import ReplayMachine
@@ -253,7 +253,7 @@ def main(
 
     Example: python -m benchmarks.fleet
     """
-    path = csv or ROOT / "benchmarks" / "results" / "cpu" / "fleet.csv"
+    path = csv or RESULTS / "cpu" / "fleet.csv"
     if member_of:
         member(member_of, crowd_, think, seconds, run, path)
     if crowd_ and not storage:

@@ -21,9 +21,8 @@ import torch
 import typer
 
 import tilegen
-from benchmarks.environment import has_gpu
+from benchmarks.environment import RESULTS, has_gpu
 from benchmarks.published.report import write
-from benchmarks.run import RESULTS
 from tilegen.build.verdicts import verdict
 from tilegen.check.reference import TORCH_DTYPES
 from tilegen.choose.ranking import propose, seconds_as_compiled

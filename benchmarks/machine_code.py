@@ -18,7 +18,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.environment import ROOT, Environment, environment
+from benchmarks.environment import RESULTS, Environment, environment
 from benchmarks.rows import append, read, same_values, with_environment
 from benchmarks.workloads import CATALOGUE
 from tilegen import gpu as gpu_named
@@ -35,7 +35,7 @@ from tilegen.model.as_compiled import clocks_as_compiled
 from tilegen.pipeline import choose_kernel
 from tilegen.problem import AttentionProblem
 
-OUT = ROOT / "benchmarks" / "results" / "machine_code.csv"
+OUT = RESULTS / "machine_code.csv"
 NEAR = 1.15
 """Predicted time over that of the choice up to which a neighbour is compiled."""
 

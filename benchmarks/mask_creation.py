@@ -25,7 +25,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import typer
 
-from benchmarks.environment import ROOT, Environment, environment, gpu_folder, has_gpu
+from benchmarks.environment import RESULTS, Environment, environment, gpu_folder, has_gpu
 from benchmarks.mask_cases import WINDOW, Case, cases
 from benchmarks.rows import Status, append, with_environment
 
@@ -266,7 +266,7 @@ def main(
 
     Example: python -m benchmarks.mask_creation --mask documents
     """
-    path = out or ROOT / "benchmarks" / "results" / gpu_folder() / "mask_creation.csv"
+    path = out or RESULTS / gpu_folder() / "mask_creation.csv"
     lengths = [length for length in LENGTHS if length <= longest]
     counts: dict[tuple[str, int], int] = {}
     here = environment()

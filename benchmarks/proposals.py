@@ -18,7 +18,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.environment import ROOT, Environment, environment
+from benchmarks.environment import RESULTS, Environment, environment
 from benchmarks.rows import append, with_environment
 from benchmarks.workloads import CATALOGUE, SHAPES
 from tilegen.build.acceptable import acceptable
@@ -38,7 +38,7 @@ from tilegen.problem import AttentionProblem
 LARGE = "large head dims"
 """Name of the rows of problems that are no model's."""
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
-RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "proposals.csv"
+OUT = RESULTS / "cpu" / "proposals.csv"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +112,7 @@ def judge(one: Asked, outcome: dict[str, CompiledKernel | BuildFailed]) -> Propo
 def main(
     top: Annotated[int, typer.Option(help="proposals per kernel")] = 5,
     arch: Annotated[list[str] | None, typer.Option(help="repeatable")] = None,
-    out: Annotated[Path, typer.Option(help="result file; replaced")] = RESULTS,
+    out: Annotated[Path, typer.Option(help="result file; replaced")] = OUT,
 ) -> None:
     """Compile the proposals and print what is not legal."""
     rows: list[ProposalRow] = []

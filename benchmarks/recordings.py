@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from benchmarks.environment import ROOT, Environment, environment
+from benchmarks.environment import RESULTS, Environment, environment
 from tilegen.emit.identity import template_digest
 from tilegen.errors import InvalidRecord, TilegenError
 from tilegen.gpus.spec import GpuSpec
@@ -30,7 +30,6 @@ from tilegen.store.trials import Trial, of_one_binary
 from tilegen.tuning.bench import as_tuned
 from tilegen.tuning.trials import append_line
 
-RESULTS = ROOT / "benchmarks" / "results"
 SCHEMA = 1
 MEASURED = "measured"
 """Source of what a GPU has timed; any other source says how the times were made up."""

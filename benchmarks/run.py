@@ -20,7 +20,7 @@ import typer
 
 from benchmarks import cpu
 from benchmarks.arithmetic import compulsory_bytes, flops, ideal_seconds
-from benchmarks.environment import environment, gpu_folder, has_gpu, start_over
+from benchmarks.environment import RESULTS, environment, gpu_folder, has_gpu, start_over
 from benchmarks.providers import Provider, providers
 from benchmarks.rows import Row, Status, append, read, same_values, with_environment
 from benchmarks.workloads import CATALOGUE, MASKED, Workload, head
@@ -32,8 +32,6 @@ from tilegen.problem import AttentionProblem
 
 if TYPE_CHECKING:
     from benchmarks.check import Verdict
-
-RESULTS = Path(__file__).parent / "results"
 
 SAME_RUN = ("workload", "problem", "provider", "direction", "gpu", "torch", "triton", "commit")
 """Columns that say whether a row has been measured already."""

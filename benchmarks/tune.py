@@ -8,6 +8,7 @@ alone, so a run that was stopped goes on where it was.
 
 from __future__ import annotations
 
+import io
 import tarfile
 import time
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ import typer
 from benchmarks.environment import gpu_at_hand, start_over
 from benchmarks.workloads import CATALOGUE, Workload, head
 from tilegen.choose.families import kernels_of
+from tilegen.disk import write_whole
 from tilegen.errors import TilegenError
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel
@@ -82,14 +84,14 @@ def tune_all(todo: Sequence[Job], spec: GpuSpec, *, deadline: float, pack: Path 
 
 
 def pack_records(path: Path) -> None:
-    """Put the own directory's records into one archive, at once: readers never see half of it."""
+    """Put the records of the own directory into one archive, which is written whole."""
     root = settings().cache_dir
     own = [location for location in locations() if location.origin == "own"]
-    temporary = path.with_name(f".{path.name}.tmp")
-    with tarfile.open(temporary, "w:gz") as archive:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
         for listed in list_records(own):
             archive.add(root / listed.name, arcname=listed.name)
-    temporary.replace(path)
+    write_whole(path, packed.getvalue())
 
 
 def main(

@@ -31,8 +31,8 @@ import numpy as np
 import typer
 
 from benchmarks import synthetic
-from benchmarks.environment import Environment, environment
-from benchmarks.recordings import RESULTS, Recording, Replayed, committed, read
+from benchmarks.environment import RESULTS, Environment, environment
+from benchmarks.recordings import Recording, Replayed, committed, read
 from benchmarks.rows import append, with_environment
 from tilegen.choose.ranking import propose
 from tilegen.errors import NoRecord, TilegenError

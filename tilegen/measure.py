@@ -46,6 +46,11 @@ class Measurement:
     """Digests of the binaries that were timed (tilegen/build/digests.py), in the order of their
     first launch, with spaces between; empty where they are not known, as a library's are not."""
 
+    @property
+    def failure(self) -> str:
+        """Reason why there is no time, in words: `launch failed: MESSAGE`."""
+        return f"{self.status.replace('_', ' ')}: {self.message}"
+
 
 class DeviceLost(TilegenError):
     """A launch broke the CUDA context: nothing more can be measured in this process."""

@@ -153,11 +153,8 @@ class Worker:
         counts = queue.finish(claim, trial, job.conditions, now())
         self._drop(claim)
         self.measured += counts
-        time_or_why = (
-            f"{us(measurement.median_us)} us"
-            if measurement.median_us is not None
-            else f"{measurement.status.replace('_', ' ')}: {measurement.message}"
-        )
+        time_us = measurement.median_us
+        time_or_why = measurement.failure if time_us is None else f"{us(time_us)} us"
         log.info("%s %s %s%s", job, claim.config.key, time_or_why, "" if counts else " (too late)")
         if lost:
             raise lost

@@ -94,6 +94,12 @@ def trials_path(gpu: str, kernel: Kernel, problem: AttentionProblem) -> PurePosi
     return PurePosixPath("trials", slug(gpu), kernel, f"{slug(problem.rounded.key)}.jsonl")
 
 
+def of_trials(path: str) -> tuple[str, Kernel]:
+    """Return the GPU, as paths spell it, and the kernel of a file of trials."""
+    _, gpu, kernel, _ = path.split("/")
+    return gpu, kernel
+
+
 def trial_line(trial: Trial, conditions: Conditions, date: str) -> dict[str, Any]:
     """Return the values of the line that a trial is written as."""
     groups = {"config": vars(trial.config), "measurement": measurement_values(trial.measurement)}

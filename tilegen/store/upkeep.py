@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 from tilegen.disk import printable
 from tilegen.errors import InvalidRecord, TilegenError, Unsupported
@@ -22,7 +21,7 @@ from tilegen.store.lookup import illegal
 from tilegen.store.places import Location
 from tilegen.store.reach import Unreachable
 from tilegen.store.record import TuningRecord
-from tilegen.store.trials import MAX_TRIALS_BYTES, parse_trial
+from tilegen.store.trials import MAX_TRIALS_BYTES, of_trials, parse_trial
 from tilegen.store.versions import is_credible
 
 TMP_SECONDS = 3600.0
@@ -77,7 +76,7 @@ def _trouble(record: TuningRecord) -> str:
 
 
 def _bad_lines(name: str, data: bytes | None) -> str:
-    kernel: Any = name.split("/")[2]
+    _, kernel = of_trials(name)
     bad: list[str] = []
     for number, line in enumerate((data or b"").splitlines(), start=1):
         try:

@@ -317,8 +317,8 @@ def check_config(
     if (theirs := _trouble(small, others, kernel)) is not None:
         raise WrongResult(
             f"expected kernels that are right with the smallest tiles ({safe(kernel).key}), to "
-            f"check {kernel} with; for '{small}' they are {theirs.status.replace('_', ' ')}: "
-            f"{theirs.message}; look closer: tilegen verify '{small}'"
+            f"check {kernel} with; for '{small}' they are {theirs.failure}; "
+            f"look closer: tilegen verify '{small}'"
         )
     return trouble
 

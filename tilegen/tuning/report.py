@@ -85,7 +85,7 @@ class Report:
         )
         best = "" if winner is None else f"best {us(trials[winner].measurement.median_us)}"
         if measurement.median_us is None:
-            self.say(f"{head} {measurement.status.replace('_', ' ')}: {measurement.message}")
+            self.say(f"{head} {measurement.failure}")
         else:
             predicted = "" if estimate is None else f"  predicted {us(1e6 * estimate.seconds)}"
             self.say(f"{head}  {us(measurement.median_us)} us{predicted}  {best}")

@@ -69,9 +69,9 @@ def tune(
     The problem measured is the bucket's. The budget is `trials` in all runs together, or `seconds`
     in this one, or both; without either the whole space is tried. Every trial is on disk when it is
     known, and is not repeated by a later run unless its launch failed without breaking the CUDA
-    context. `candidates` (ranked) and `space` default to the
-    model's; `measure`, `compile` and `check` to the GPU at hand, and given `measure` alone the
-    others are left out. `progress` defaults to a bar where there is a terminal.
+    context. `candidates` (ranked) and `space` default to the model's; `measure`, `compile` and
+    `check` to the GPU at hand, and given `measure` alone the others are left out. `progress`
+    defaults to a bar where there is a terminal.
 
     Raises Unsupported without that GPU, NoRecord if no config runs, WrongResult if none can be
     checked, DeviceLost if one breaks the CUDA context. After KeyboardInterrupt or DeviceLost, too,
@@ -306,8 +306,7 @@ class _Run:
                 self._right.add(best)
             else:
                 self._keep(best, trouble, started)
-                status = trouble.status.replace("_", " ")
-                self.report.say(f"{best!r} is fastest but {status}: {trouble.message}")
+                self.report.say(f"{best!r} is fastest but {trouble.failure}")
         self.winner = best
 
 
