@@ -37,7 +37,7 @@ class Part:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a part ended."""
+    """End of a part."""
 
     name: str
     status: Literal["passed", "failed", "time over", "no time left"]

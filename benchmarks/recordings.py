@@ -52,7 +52,7 @@ class Session:
 
     @property
     def conditions(self) -> tuple[str, ...]:
-        """What a timing depends on besides its config."""
+        """Conditions that a timing depends on besides its config."""
         versions = self.environment.triton, self.environment.driver
         return (self.source, self.gpu, self.arch, self.template_digest, *versions)
 

@@ -35,7 +35,7 @@ class Envelope:
 
     fixed: float
     bandwidth: float
-    """Bytes per second."""
+    """Bandwidth of DRAM [bytes/s]."""
     pushed_out: float
     l2_bytes: int
 

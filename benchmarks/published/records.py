@@ -20,7 +20,7 @@ class UnreadableTable(TilegenError):
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """What a compiled kernel uses."""
+    """Registers and memory that a compiled kernel uses."""
 
     registers: int
     spill_bytes: int

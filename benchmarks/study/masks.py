@@ -101,12 +101,12 @@ class MaskRow(Environment):
     head_dim: int
     tiles: str
     memory_words: int
-    """What one program needs: the M of the formulas."""
+    """Fast memory that one program needs, the M of the formulas [words]."""
     density: float
     """Kept entries / N^2."""
     predicted_words: int
     counted_words: int | None
-    """Empty: predicted alone."""
+    """Words that were counted; empty where they are predicted alone."""
     theorem_4_5: float
     pattern_bound: float
     floor: float

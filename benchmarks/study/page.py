@@ -37,7 +37,7 @@ def links_of(text: str) -> list[str]:
 
 
 def totals(folder: Path) -> str:
-    """How much was counted, and how much of it is as predicted."""
+    """Numbers of counted cases, and of those that are as predicted."""
     rows = read(folder / "counts.csv")
     words = sum(int(row["counted_words"]) + int(row["counted_words_twice"] or 0) for row in rows)
     equal = sum(row["equal"] == "True" for row in rows)

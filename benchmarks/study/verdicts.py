@@ -1,4 +1,4 @@
-"""From counters to verdicts: rows of what was measured, and pass or fail per experiment."""
+"""Verdicts from counters: rows of what was measured, and pass or fail per experiment."""
 
 from __future__ import annotations
 

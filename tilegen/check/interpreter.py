@@ -26,7 +26,7 @@ _KNOWN = ((3, 6), (3, 9))
 
 @dataclass
 class Traffic:
-    """Bytes that loads and stores moved; masked-off elements are not counted."""
+    """Traffic of loads and stores [bytes]; masked-off elements are not counted."""
 
     read_bytes: int = 0
     write_bytes: int = 0

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from optuna.storages import BaseStorage
 
 AT_ONCE = 4
-"""Configs claimed at once where a compiler works ahead of the GPU."""
+"""Number of configs claimed at once where a compiler works ahead of the GPU."""
 SHORTEST_POLL, LONGEST_POLL = 0.1, 5.0
 """Pauses between two looks at studies in which others measure the last configs [seconds]."""
 

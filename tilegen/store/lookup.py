@@ -162,7 +162,7 @@ class _Asked:
         return join(left).findings if left and wrong else left
 
     def _best_of(self, findings: Sequence[TuningRecord]) -> TuningRecord:
-        """Return the finding to use: under the present conditions, if there is one."""
+        """Return the finding to use, one under the present conditions if there is any."""
         winner, *rivals = findings
         if not rivals or not soft(self.versions, self.template_digest, winner):
             return winner
