@@ -1,4 +1,4 @@
-"""What a problem asks for, whoever computes it: flops, bytes that must move, and the ideal time.
+"""Demands of a problem, whoever computes it: flops, bytes that must move, and the ideal time.
 
 Convention: flops count the score entries that the mask keeps, exactly (no "half for causal"), and
 only the matrix products of the algorithm: two in the forward, five in the backward, one of them the
@@ -7,8 +7,8 @@ recomputed scores. Whole tiles that a kernel computes beyond that are its own lo
 
 from __future__ import annotations
 
-from benchmarks.workloads import Direction
 from tilegen.gpus.spec import GpuSpec
+from tilegen.kernels.spec import Direction
 from tilegen.masks.tiles.tile_ranges import tile_ranges
 from tilegen.problem import AttentionProblem
 

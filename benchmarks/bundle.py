@@ -1,4 +1,4 @@
-"""A bundle of the whole catalogue: how long it takes, how large it is, how fast it loads.
+"""Time, size and loading of a bundle of the whole catalogue.
 
     python -m benchmarks.bundle
 
@@ -26,7 +26,7 @@ import yaml
 
 from benchmarks.call_cost import BASELINE, microseconds, sdpa
 from benchmarks.cpu import CALLS, TURNS, Number, write
-from benchmarks.environment import ROOT
+from benchmarks.environment import RESULTS, ROOT
 from benchmarks.workloads import CATALOGUE, MASKED, SHAPES
 from tilegen import attention, bundles, pipeline
 from tilegen.bounded_cache import BoundedCache
@@ -145,7 +145,7 @@ def main(
 
     Example: python -m benchmarks.bundle
     """
-    path = csv or ROOT / "benchmarks" / "results" / "cpu" / "bundle.csv"
+    path = csv or RESULTS / "cpu" / "bundle.csv"
     with tempfile.TemporaryDirectory() as folder:
         write(numbers(Path(folder), tuple(arch or ARCHITECTURES)), path)
 

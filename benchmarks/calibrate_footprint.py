@@ -10,7 +10,6 @@ compiled again. Needs no GPU.
 
 from __future__ import annotations
 
-import argparse
 import ast
 import csv
 import hashlib
@@ -21,9 +20,10 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, cast
+from typing import Annotated, Any, cast
 
 import numpy as np
+import typer
 
 import tilegen.model.footprint as model
 from benchmarks.quantile_fit import quantile_fit
@@ -339,22 +339,27 @@ def report(samples: Iterable[Sample]) -> None:
         )
 
 
-def main() -> None:
-    """Compile, then fit."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--count", type=int, default=40, help="random samples of each kernel")
-    parser.add_argument("--top", type=int, default=5, help="proposals of each kernel for a problem")
-    parser.add_argument("--workers", type=int, default=None)
-    parser.add_argument("--arch", action="append", choices=list(GPUS))
-    parser.add_argument("--fit-only", action="store_true", help="compile nothing")
-    arguments = parser.parse_args()
-    if not arguments.fit_only:
-        architectures = arguments.arch or GPUS
-        collect(arguments.count, arguments.top, arguments.workers, architectures)
+def main(
+    count: Annotated[int, typer.Option(help="Random samples of each kernel.")] = 40,
+    top: Annotated[int, typer.Option(help="Proposals of each kernel for a problem.")] = 5,
+    workers: Annotated[int | None, typer.Option(help="Default: one for each core.")] = None,
+    arch: Annotated[
+        list[str] | None, typer.Option(help=f"Of {', '.join(GPUS)}; may be repeated. Default: all.")
+    ] = None,
+    fit_only: Annotated[bool, typer.Option("--fit-only", help="Compile nothing.")] = False,
+) -> None:
+    """Compile what is missing, then fit the registers.
+
+    Example: python -m benchmarks.calibrate_footprint --arch sm_90
+    """
+    if unknown := set(arch or ()) - GPUS.keys():
+        raise typer.BadParameter(f"arch must be one of {', '.join(GPUS)}; got {unknown.pop()}")
+    if not fit_only:
+        collect(count, top, workers, arch or GPUS)
     samples = read_samples()
     write_fits(samples)
     report(samples)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

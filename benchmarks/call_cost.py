@@ -1,5 +1,5 @@
-"""What a warm call of `attention` costs the CPU up to the driver, part by part, beside SDPA; one of
-the benchmarks of cpu.py.
+"""CPU time of a warm call of `attention` up to the driver, part by part, beside SDPA: one of the
+benchmarks of cpu.py.
 
 Triton and its compiler are real, only the driver is a stand-in, so no GPU is needed; tensors are on
 the CPU, where PyTorch allocates as fast as from the cache of a GPU. SDPA computes one row of one
@@ -49,7 +49,7 @@ SPLIT: dict[Kernel, TileConfig] = {
 HEADS, ROWS, HEAD_DIM = 8, 16, 64
 REQUESTS, PAGE = 4, 16
 LONGEST = 2**13
-"""Keys of the longest cache that is decoded from; each step has another length than the last."""
+"""Number of keys of the longest cache that is decoded from; each step has another length."""
 
 
 def kinds() -> dict[str, Callable[[], object]]:

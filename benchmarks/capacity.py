@@ -1,4 +1,4 @@
-"""What a grid for the longest requests costs short ones, as CUDA graphs of decoding have it: the
+"""Cost of a grid for the longest requests to short ones, as CUDA graphs of decoding have it: the
 model's time where each split is a fixed number of keys, and where requests divide their keys.
 
     python -m benchmarks.capacity
@@ -15,8 +15,8 @@ from typing import Annotated
 
 import typer
 
+from benchmarks.environment import RESULTS
 from benchmarks.published.report import write
-from benchmarks.run import RESULTS
 from tilegen.choose.ranking import estimate, propose
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
@@ -27,7 +27,7 @@ from tilegen.problem import AttentionProblem
 GPU = "h200"
 OUT = RESULTS / "paged_capacity.csv"
 CAPACITY, KEYS = 131072, 4096
-"""Keys that the grid is made for, and those that each request has."""
+"""Numbers of keys that the grid is made for, and that each request has."""
 KINDS = {
     "Llama 3 70B": "hq64 hkv8 q1 kv{keys} d128 bf16 full page16",
     "DeepSeek V3": "hq128 hkv1 q1 kv{keys} d576/512 bf16 full page64 latent",
@@ -46,13 +46,15 @@ class Row:
     """The model's choice for requests of CAPACITY keys."""
     splits: int
     partials_mib: float
-    """Partial results, which are as large as the grid has splits."""
+    """Size of partial results, one for each split of the grid [MiB]."""
     fixed_programs: int
-    """Programs with keys, where each split is a fixed number of keys."""
+    """Number of programs with keys, where each split is a fixed number of keys."""
     fixed_us: float
+    """Predicted time there [us]."""
     divided_programs: int
-    """Those where a request divides its keys over the splits."""
+    """Number of programs with keys, where a request divides its keys over the splits."""
     divided_us: float
+    """Predicted time there [us]."""
 
 
 def row(model: str, batch: int) -> Row:

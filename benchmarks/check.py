@@ -1,5 +1,4 @@
-"""Whether a provider's results are right at the full size: the rule of `tilegen verify` on some
-heads.
+"""Check of a provider's results at the full size: the rule of `tilegen verify` on some heads.
 
 The first and the last key-value head are judged, with all their query heads. The reference runs one
 query head at a time, because its score matrix has 8 GiB at a length of 32k.
@@ -30,7 +29,7 @@ class Verdict:
     error: float
     allowed: float
     detail: str
-    """Empty, or the first failed check."""
+    """Failed checks; empty where all are ok."""
 
 
 def make_inputs(

@@ -1,5 +1,5 @@
-"""How many first choices of the model hang on each of its constants: halved and doubled, over the
-catalogue on four GPUs.
+"""Number of first choices of the model that hang on each of its constants: halved and doubled, over
+the catalogue on four GPUs.
 
     python -m benchmarks.constants [--out FILE]
 
@@ -8,7 +8,6 @@ A constant that changes nothing either way does not belong in the model. Needs n
 
 from __future__ import annotations
 
-import argparse
 import csv
 import importlib
 import sys
@@ -16,10 +15,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from unittest import mock
 
-from benchmarks.workloads import catalogue
+import typer
+
+from benchmarks.workloads import CATALOGUE
 from tilegen import gpu
 from tilegen.choose.families import kernels_of, ranked_families
 from tilegen.choose.ranking import best_of, propose
@@ -103,12 +104,12 @@ def scaled(group: str, name: str, factor: float) -> Iterator[None]:
         yield
 
 
-def main() -> None:
-    """Print one line for each constant, and write them as CSV."""
-    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
-    parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    problems = list(dict.fromkeys(one.problem for one in catalogue()))
+def main(out: Annotated[Path | None, typer.Option(help="File for the table.")] = None) -> None:
+    """Print a line for each constant: how many first choices change when it is halved or doubled.
+
+    Example: python -m benchmarks.constants --out constants.csv
+    """
+    problems = list(dict.fromkeys(one.problem for one in CATALOGUE))
     before = choices(problems)
     rows: list[dict[str, object]] = []
     for full in NAMES:
@@ -119,12 +120,12 @@ def main() -> None:
         halved, doubled = counts
         rows.append({"constant": full, "halved": halved, "doubled": doubled, "of": len(before)})
         print(f"{full:40s} {halved:4d} {doubled:4d} of {len(before)}", flush=True)
-    if arguments.out:
-        with arguments.out.open("w", newline="", encoding="utf-8") as file:
+    if out:
+        with out.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, list(rows[0]))
             writer.writeheader()
             writer.writerows(rows)
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

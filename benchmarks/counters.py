@@ -23,13 +23,13 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.environment import ROOT, Environment, environment, has_gpu
+from benchmarks.environment import ROOT, Environment, environment, gpu_at_hand
 from benchmarks.rows import append, with_environment
 from benchmarks.workloads import Workload, head
 from tilegen.build.digests import noting_launches
 from tilegen.choose.ranking import estimate
 from tilegen.emit.render import render
-from tilegen.gpus.spec import GpuSpec, detect
+from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.model.estimate import CostEstimate
 from tilegen.pipeline import choose
@@ -41,7 +41,7 @@ DRAM_WRITE = "dram__bytes_write.sum"
 REGISTERS = "launch__registers_per_thread"
 SMEM = "launch__shared_mem_per_block_dynamic"
 DIGEST = "binary:"
-"""Start of the lines in which the watched program names its binaries."""
+"""Start of the lines in which the profiled program names its binaries."""
 METRICS = (READ, WRITE, DRAM_READ, DRAM_WRITE, REGISTERS, SMEM)
 
 
@@ -78,7 +78,7 @@ class Counted:
 
     function: str
     values: dict[str, float]
-    """By metric; bytes are bytes."""
+    """Counts by metric; those of traffic in bytes."""
     digest: str = ""
     """Digest of the binary, where the program named it."""
 
@@ -205,10 +205,7 @@ def main(
 
     Example: python -m benchmarks.counters --csv counters.csv
     """
-    spec = detect() if has_gpu() else None
-    if spec is None:
-        print("no GPU that PyTorch can use: nothing to count")
-        raise typer.Exit(1)
+    spec = gpu_at_hand("nothing to count")
     if launch_only is not None:
         launch(next(w for w in head() if w.name == launch_only), spec)
         return

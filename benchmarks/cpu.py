@@ -23,9 +23,9 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.environment import ROOT, environment
+from benchmarks.environment import RESULTS, ROOT, environment
 from benchmarks.rows import CpuRow, append, with_environment
-from benchmarks.workloads import catalogue, head
+from benchmarks.workloads import CATALOGUE, head
 from tilegen.build.workers import compile_many
 from tilegen.choose.ranking import propose
 from tilegen.emit.render import RenderedKernel, render
@@ -35,10 +35,10 @@ from tilegen.problem import AttentionProblem
 
 REPEATS = 7
 CALLS, TURNS = 100, 70
-"""Of `attention` in one turn, and turns, so many since other programs disturb some."""
+"""Number of calls of `attention` in one turn, and of turns: other programs disturb some turns."""
 PROPOSED: tuple[Kernel, ...] = ("fwd", "bwd_preprocess", "bwd_dkdv", "bwd_dq")
 COMPILED = 16
-"""Kernels that the throughput of compiling is measured with."""
+"""Number of kernels that the throughput of compiling is measured with."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,26 +98,26 @@ def proposing() -> Iterator[Number]:
     other lengths and head dims. (A mask of a new form adds 30 ms: SymPy solves it.)
     """
     h200 = gpu("h200")
-    problems = [workload.problem for workload in catalogue()]
-    first = _milliseconds(lambda: propose(problems[0], h200))
-    yield Number(benchmark="propose, first call", value=first, unit="ms")
+    problems = [workload.problem for workload in CATALOGUE]
+    first = seconds_of(lambda: propose(problems[0], h200))
+    yield Number(benchmark="propose, first call", value=1e3 * first, unit="ms")
     for kernel in PROPOSED:
         for problem in problems:
             propose(problem, h200, kernel=kernel)
         longer = [replace(one, seqlen_q=one.seqlen_q + 8) for one in problems]
         narrower = [replace(one, head_dim_qk=one.head_dim_qk - 8) for one in longer]
         for what, new in (("new lengths", longer), ("new head dims", narrower)):
-            times = [_milliseconds(partial(propose, one, h200, kernel=kernel)) for one in new]
+            times = [seconds_of(partial(propose, one, h200, kernel=kernel)) for one in new]
             name = f"propose {kernel}, {what}"
-            yield Number(benchmark=name, value=statistics.median(times), unit="ms")
+            yield Number(benchmark=name, value=1e3 * statistics.median(times), unit="ms")
 
 
 def rendering() -> Iterator[Number]:
     """Kernels rendered per second, on one core."""
     kernels = list(_proposals())
     render(*kernels[0])  # loads the templates
-    times = [_milliseconds(partial(render, *arguments)) for arguments in kernels]
-    yield Number(benchmark="render", value=1e3 / statistics.median(times), unit="kernels/s")
+    times = [seconds_of(partial(render, *arguments)) for arguments in kernels]
+    yield Number(benchmark="render", value=1 / statistics.median(times), unit="kernels/s")
 
 
 def compiling() -> Iterator[Number]:
@@ -139,9 +139,7 @@ def _compile_seconds(kernels: list[RenderedKernel], *, workers: int) -> float:
     with tempfile.TemporaryDirectory() as empty:
         os.environ["TRITON_CACHE_DIR"] = empty
         try:
-            return 1e-3 * _milliseconds(
-                lambda: list(compile_many(kernels, "sm_90", workers=workers))
-            )
+            return seconds_of(lambda: list(compile_many(kernels, "sm_90", workers=workers)))
         finally:
             del os.environ["TRITON_CACHE_DIR"]
             if before is not None:
@@ -155,10 +153,11 @@ def _proposals() -> Iterator[tuple[AttentionProblem, TileConfig, Kernel]]:
             yield workload.problem, candidate.config, kernel
 
 
-def _milliseconds(function: Callable[[], object]) -> float:
+def seconds_of(function: Callable[[], object]) -> float:
+    """Return the time of a call."""
     start = time.perf_counter()
     function()
-    return 1e3 * (time.perf_counter() - start)
+    return time.perf_counter() - start
 
 
 def _milliseconds_of_import(module: str) -> float:
@@ -204,7 +203,7 @@ def main(
     chosen = [one for one in benchmarks() if only in ("", one.__name__)]
     if not chosen:
         raise typer.BadParameter(f"expected a name of a benchmark, got {only!r}")
-    path = csv or ROOT / "benchmarks" / "results" / "cpu" / f"{environment().date}.csv"
+    path = csv or RESULTS / "cpu" / f"{environment().date}.csv"
     write((number for benchmark in chosen for number in benchmark()), path)
 
 

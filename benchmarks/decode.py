@@ -1,4 +1,4 @@
-"""Few queries on many keys: what the model predicts for each target of an H200, beside the best
+"""Targets of few queries on many keys: the model's prediction for an H200, beside the best
 published time and the goal; on a GPU, tilegen and its peers are then timed side by side.
 
     python -m benchmarks.decode --minutes 10
@@ -20,10 +20,10 @@ from typing import Annotated
 import typer
 
 from benchmarks.arithmetic import compulsory_bytes
-from benchmarks.environment import environment, gpu_folder, has_gpu
+from benchmarks.environment import RESULTS, environment, gpu_folder, has_gpu
 from benchmarks.providers import providers
 from benchmarks.published.report import write
-from benchmarks.run import RESULTS, cases, run
+from benchmarks.run import cases, run
 from benchmarks.workloads import SERVED, Workload
 from tilegen.choose.families import family
 from tilegen.choose.ranking import estimate, invariant_config, propose
@@ -37,7 +37,7 @@ from tilegen.problem import AttentionProblem
 GPU = "h200"
 PREDICTED = RESULTS / "decode_predicted.csv"
 BANDWIDTH = 4.3e12
-"""Bytes a second from DRAM that a good kernel reads on an H200."""
+"""Bandwidth of DRAM that a good kernel reaches on an H200 [bytes/s]."""
 DECODE_SWEEP = "NVIDIA/cudnn-frontend@b1214d5c, decode_sweep_20260928_131747.csv: cuDNN 9.27.0"
 PREFILL_SWEEP = "NVIDIA/cudnn-frontend, prefill_sweep_20260928_142443.csv: cuDNN"
 PEERS = ("tilegen", "sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flashinfer", "flex")
@@ -105,14 +105,14 @@ class Predicted:
     family: str
     configs: str
     splits: int
-    """Parts of the keys that programs of their own take; 1 where keys are not split."""
+    """Number of parts that the keys are split into; 1 where they are not split."""
     predicted_us: float
     invariant_us: float
-    """The same problem, batch-invariant: one config for all batches and lengths."""
+    """Predicted time of the problem in batch-invariant mode [us]."""
     launches_us: float
-    """The part of `predicted_us` that is launches."""
+    """Part of `predicted_us` that is launches [us]."""
     bytes_us: float
-    """Compulsory bytes at 4.3 TB/s."""
+    """Time of the compulsory bytes at 4.3 TB/s [us]."""
     published_us: float
     goal_us: float
     predicted_over_goal: float

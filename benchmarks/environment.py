@@ -1,4 +1,4 @@
-"""What a measurement was taken with: GPU, driver, versions, commit."""
+"""Environment of a measurement: GPU, driver, versions, commit."""
 
 from __future__ import annotations
 
@@ -7,16 +7,22 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
 from tilegen.store import current_versions
 
+if TYPE_CHECKING:
+    from tilegen.gpus.spec import GpuSpec
+
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+"""Folder of result files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,17 +30,17 @@ class Environment:
     """Columns that every row of a result file ends with; rows inherit them."""
 
     gpu: str
-    """Name the driver gives the GPU; the processor's where there is none."""
+    """Name that the driver gives the GPU; the processor's where there is none."""
     driver: str
     cuda: str
     python: str
     torch: str
     triton: str
     commit: str
-    """Of this checkout; ends in -dirty when files differ from it."""
+    """Commit of this checkout; ends in -dirty when files differ from it."""
     date: str
     command: str
-    """What to type to get the row again."""
+    """Command line that makes the row again."""
 
 
 def has_gpu() -> bool:
@@ -42,6 +48,23 @@ def has_gpu() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+def gpu_at_hand(without: str) -> GpuSpec:
+    """Return the GPU at hand; where there is none, print so and `without`, and exit with 1."""
+    from tilegen.gpus.spec import detect
+
+    if (spec := detect()) is None:
+        print(f"no GPU that PyTorch can use: {without}")
+        raise typer.Exit(1)
+    return spec
+
+
+def start_over(deadline: float, *options: str) -> NoReturn:
+    """Run this command again in the place of this process, until `deadline`: after a launch that
+    broke the CUDA context nothing else helps. `deadline` is a time of `time.monotonic`."""
+    minutes = f"--minutes={max(0.0, deadline - time.monotonic()) / 60:.3f}"
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], *options, minutes])
 
 
 @cache

@@ -10,8 +10,6 @@ what this writes.
 
 from __future__ import annotations
 
-import os
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -20,21 +18,20 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.environment import has_gpu
-from benchmarks.recordings import RESULTS, Recorder, file_of, new_session
-from benchmarks.workloads import catalogue
+from benchmarks.environment import RESULTS, gpu_at_hand, start_over
+from benchmarks.recordings import Recorder, file_of, new_session
+from benchmarks.workloads import CATALOGUE
 from tilegen.build.acceptable import Usage, spills_much
 from tilegen.build.workers import Pool
 from tilegen.choose.ranking import search_space
 from tilegen.errors import BuildFailed, TilegenError
-from tilegen.gpus.spec import GpuSpec, detect
+from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS
 from tilegen.measure import DeviceLost
 from tilegen.problem import AttentionProblem
-from tilegen.store.trials import of_one_binary, one_binary_line
+from tilegen.store.trials import Trial, of_one_binary, one_binary_line
 from tilegen.tuning.bench import Ahead, Bench, real_bench, refused
-from tilegen.tuning.trials import Trial
 from tilegen.tuning.tuner import pick
 
 
@@ -108,7 +105,7 @@ def _check_the_fastest(recorder: Recorder, bench: Bench) -> None:
 
 def problems_of(texts: Sequence[str]) -> list[AttentionProblem]:
     """Return the buckets of problems given by workload name or notation. Raises TilegenError."""
-    by_name = {workload.name: workload.problem for workload in catalogue()}
+    by_name = {workload.name: workload.problem for workload in CATALOGUE}
     return [(by_name.get(text) or AttentionProblem.parse(text)).bucket for text in texts]
 
 
@@ -135,10 +132,7 @@ def main(
     except TilegenError as error:
         print(error)
         raise typer.Exit(1) from None
-    spec = detect() if has_gpu() else None
-    if spec is None:
-        print("no GPU that PyTorch can use: nothing to time")
-        raise typer.Exit(1)
+    spec = gpu_at_hand("nothing to time")
     deadline = time.monotonic() + 60 * minutes
     folder = out or RESULTS / spec.name / "exhaustive"
     with Pool() as pool:
@@ -164,9 +158,7 @@ def _record_one(
         left = record(recorder, space, spec, bench, deadline=deadline)
     except DeviceLost as lost:
         print(f"{lost}; starting over with the next config", flush=True)
-        remaining = max(0.0, deadline - time.monotonic()) / 60
-        again = [*sys.argv[1:], f"--minutes={remaining:.3f}"]
-        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.exhaustive", *again])
+        start_over(deadline)
     timed = sum(t.measurement.status == "ok" for t in recorder.trials.values())
     state = f"{left} left; the same command goes on from here" if left else "complete"
     print(f"{kernel} '{problem}': {timed} of {len(space)} timed, {state}: {path}", flush=True)

@@ -1,4 +1,4 @@
-"""How soon a first result is there on a GPU: from a bundle, and by compiling.
+"""Time to a first result on a GPU: from a bundle, and by compiling.
 
     python -m benchmarks.first_result
 
@@ -22,7 +22,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.environment import ROOT, Environment, environment, gpu_folder, has_gpu
+from benchmarks.environment import RESULTS, ROOT, Environment, environment, gpu_folder, has_gpu
 from benchmarks.rows import append, with_environment
 from benchmarks.workloads import CATALOGUE
 from tilegen.check.reference import TORCH_DTYPES
@@ -85,7 +85,7 @@ module = sys.modules["emitted"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
 out, _ = module.launch(q, k, v, p.head_dim_qk**-0.5)
 """
-"""An emitted kernel alone, without tilegen: what Triton itself takes. Forward only."""
+"""Program of an emitted forward alone, without tilegen: its time is that of Triton itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,10 +96,11 @@ class FirstResultRow(Environment):
     direction: str
     provider: str
     seconds: float
-    """Median of processes."""
+    """Median over processes [seconds]."""
     slowest: float
+    """Time of the slowest process [seconds]."""
     ratio: float
-    """To the bundle."""
+    """Time over that of the bundle."""
 
 
 def rows(workload: str, *, repeats: int) -> Iterator[FirstResultRow]:
@@ -193,7 +194,7 @@ def main(
     if not has_gpu():
         print("no GPU that PyTorch can use on this machine: nothing to time")
         raise typer.Exit(1)
-    path = csv or ROOT / "benchmarks" / "results" / gpu_folder() / "first_result.csv"
+    path = csv or RESULTS / gpu_folder() / "first_result.csv"
     for row in rows(workload, repeats=repeats):
         print(
             f"{row.direction:22}{row.provider:22}{row.seconds:8.3f} s  {row.ratio:.2f}", flush=True

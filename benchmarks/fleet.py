@@ -1,4 +1,4 @@
-"""What a fleet costs: wall time of 8 workers against 1, and many workers over the gRPC proxy.
+"""Wall time of a fleet of 8 workers against 1, and of many workers over the gRPC proxy.
 
     python -m benchmarks.fleet
     python -m benchmarks.fleet --storage postgresql://user@host/empty --crowd 1000
@@ -34,7 +34,7 @@ from unittest import mock
 import typer
 
 from benchmarks.cpu import Number, write
-from benchmarks.environment import ROOT
+from benchmarks.environment import RESULTS
 from benchmarks.recordings import Recorder, new_session
 from benchmarks.synthetic import make
 from tilegen.fleet.bench import ReplayMachine
@@ -51,11 +51,11 @@ from tilegen.store.trials import Trial
 H200 = gpu("h200")
 PROBLEMS = [AttentionProblem.parse(f"b4 hq32 hkv8 q{1 << n} d128 bf16 causal") for n in (11, 12)]
 TRIALS = 32
-"""Of each problem."""
+"""Number of trials of each problem."""
 STUDIES, CONFIGS = 80, 50
-"""What the crowd shares."""
+"""Numbers of studies that the crowd shares, and of configs of each."""
 PROCESSES = 4
-"""That the crowd's threads are in."""
+"""Number of processes that the threads of the crowd are in."""
 
 
 def recordings(folder: Path, seconds: float) -> list[Job]:
@@ -253,7 +253,7 @@ def main(
 
     Example: python -m benchmarks.fleet
     """
-    path = csv or ROOT / "benchmarks" / "results" / "cpu" / "fleet.csv"
+    path = csv or RESULTS / "cpu" / "fleet.csv"
     if member_of:
         member(member_of, crowd_, think, seconds, run, path)
     if crowd_ and not storage:

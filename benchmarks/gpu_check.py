@@ -41,9 +41,9 @@ from benchmarks.parts import Outcome, Part, run_parts
 from benchmarks.summary import summarise
 
 STOPS_ITSELF = 0.92
-"""Of its time, after which a part that watches the clock starts nothing new."""
+"""Share of its time after which a part that watches the clock starts nothing new."""
 LAST_SECONDS = 16.0
-"""Kept back for the summary and for a part that is slow to end."""
+"""Time that is kept for the summary and for a part that is slow to end [seconds]."""
 
 
 def parts(out: Path) -> list[Part]:

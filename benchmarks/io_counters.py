@@ -22,7 +22,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.counters import Counted, ncu
-from benchmarks.environment import has_gpu
+from benchmarks.environment import gpu_at_hand
 from benchmarks.rows import append
 from benchmarks.study.experiments import EXPERIMENTS, PEERS, Case, cases
 from benchmarks.study.verdicts import (
@@ -33,10 +33,10 @@ from benchmarks.study.verdicts import (
     rows_of,
     verdicts,
 )
-from tilegen.gpus.spec import GpuSpec, detect
+from tilegen.gpus.spec import GpuSpec
 
 ONE_CASE = 180.0
-"""Seconds that a case may take at most."""
+"""Longest time of a case [seconds]."""
 
 
 def program(case: Case) -> list[str]:
@@ -165,10 +165,7 @@ def main(
     if unknown := set(only or ()) - EXPERIMENTS.keys():
         print(f"expected experiments out of {', '.join(EXPERIMENTS)}, got {', '.join(unknown)}")
         raise typer.Exit(1)
-    gpu = detect() if has_gpu() else None
-    if gpu is None:
-        print("no GPU that PyTorch can use: nothing to count")
-        raise typer.Exit(1)
+    gpu = gpu_at_hand("nothing to count")
     if launch_only is not None:
         launch(Case.from_json(launch_only))
         return

@@ -1,4 +1,4 @@
-"""What tilegen's kernels move, beside what the papers prove: the study of I/O, with no GPU.
+"""The study of I/O: words that tilegen's kernels move beside what the papers prove. No GPU needed.
 
     python -m benchmarks.io_study
 
@@ -15,10 +15,10 @@ from typing import Annotated, Any
 
 import typer
 
-from benchmarks.environment import ROOT
+from benchmarks.environment import RESULTS, ROOT
 from benchmarks.rows import append, read
 
-RESULTS = ROOT / "benchmarks" / "results" / "io_study"
+OUT = RESULTS / "io_study"
 PAGE = ROOT / "benchmarks" / "io_study.md"
 
 
@@ -30,7 +30,7 @@ def write(path: Path, rows: Iterable[Any]) -> None:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="Folder for result files and figures.")] = RESULTS,
+    out: Annotated[Path, typer.Option(help="Folder for result files and figures.")] = OUT,
     processes: Annotated[
         int, typer.Option(help="Interpreters that count; 0: one for each core.")
     ] = 0,
@@ -73,7 +73,7 @@ def main(
     unequal = [row["tiles"] for row in read(out / "counts.csv") if row["equal"] != "True"]
     figures.draw_all(out)
     say("figures: drawn")
-    if out == RESULTS:
+    if out == OUT:
         PAGE.write_text(page.fill(PAGE.read_text(encoding="utf-8"), out), encoding="utf-8")
     say(f"{len(unequal)} tile sets moved other words than predicted {unequal or ''}")
     if unequal:

@@ -1,5 +1,5 @@
-"""What each layout of a paged cache costs a decoding step: what is counted and predicted, what the
-compiler makes of it, and on a GPU the time of calls.
+"""Cost of each layout of a paged cache to a decoding step: counted, predicted, and as the compiler
+has it; on a GPU the time of calls, too.
 
     python -m benchmarks.layouts
 
@@ -21,9 +21,8 @@ import torch
 import typer
 
 import tilegen
-from benchmarks.environment import has_gpu
+from benchmarks.environment import RESULTS, has_gpu
 from benchmarks.published.report import write
-from benchmarks.run import RESULTS
 from tilegen.build.verdicts import verdict
 from tilegen.check.reference import TORCH_DTYPES
 from tilegen.choose.ranking import propose, seconds_as_compiled
@@ -38,9 +37,9 @@ from tilegen.problem import PAGES, AttentionProblem
 GPU = "h200"
 OUT = RESULTS / "paged_layouts.csv"
 STEP = "b32 hq64 hkv8 q1 kv8192 d128 bf16"
-"""32 requests of 8k keys, a layer of Llama 3 70B."""
+"""Problem of the step: 32 requests of 8k keys, a layer of Llama 3 70B."""
 SECTOR = 32
-"""Bytes of a sector, the least that L2 and DRAM of NVIDIA's GPUs move."""
+"""Size of a sector, the least that L2 and DRAM of NVIDIA's GPUs move [bytes]."""
 LAYOUTS = {
     "NHD": "(pages, page, heads, dim)",
     "HND": "(pages, heads, page, dim)",
@@ -59,25 +58,25 @@ class Row:
     page: int
     layout: str
     row_bytes: int
-    """Of one key of one head: what is contiguous in every layout."""
+    """Size of one key of one head, which is contiguous in every layout [bytes]."""
     row_stride_bytes: int
-    """From a key of a head to its next."""
+    """Distance from a key of a head to its next [bytes]."""
     run_bytes: int
-    """Of the keys of one head and page, as far as they are contiguous."""
+    """Size of what is contiguous of the keys of one head and page [bytes]."""
     sectors_per_key: float
-    """32-byte sectors that hold keys of one head and page, by the keys."""
+    """Number of 32-byte sectors that hold keys of one head and page, over the number of keys."""
     tables_bytes: int
-    """Read of block table and lengths, counted."""
+    """Traffic of block table and lengths, counted [bytes]."""
     moved_bytes: int
-    """Read and written by all kernels of a call, counted."""
+    """Traffic of all kernels of a call, counted [bytes]."""
     predicted_us: float
     config: str
     registers: int
     spill_bytes: int
     instructions: int
-    """Of a step over one tile of keys, of all warps, in the machine code."""
+    """Number of instructions of a step over one tile of keys, of all warps, in the machine code."""
     compiled_us: float
-    """The model's time with what the machine code issues."""
+    """Time by the model with what the machine code issues [us]."""
     measured_us: float | None
 
 

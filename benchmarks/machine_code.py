@@ -11,20 +11,23 @@ written, and goes on where it was stopped.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from typing import Annotated
 
-from benchmarks.environment import ROOT, Environment, environment
+import typer
+
+from benchmarks.environment import RESULTS, Environment, environment
 from benchmarks.rows import append, read, same_values, with_environment
-from benchmarks.workloads import catalogue
+from benchmarks.workloads import CATALOGUE
 from tilegen import gpu as gpu_named
 from tilegen.build.acceptable import Usage, acceptable
 from tilegen.build.verdicts import verdict
 from tilegen.choose.families import kernels_of
 from tilegen.choose.ranking import estimate, search_space, seconds_as_compiled
 from tilegen.errors import BuildFailed
+from tilegen.explaining.machine_code import SHOWN
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS
@@ -32,10 +35,9 @@ from tilegen.model.as_compiled import clocks_as_compiled
 from tilegen.pipeline import choose_kernel
 from tilegen.problem import AttentionProblem
 
-OUT = ROOT / "benchmarks" / "results" / "machine_code.csv"
+OUT = RESULTS / "machine_code.csv"
 NEAR = 1.15
-"""Neighbours whose predicted time is more than this times that of the choice are not compiled."""
-SHOWN = 128 * 128
+"""Predicted time over that of the choice up to which a neighbour is compiled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +75,7 @@ class Row(Environment):
     better: str = ""
     """Neighbours that are faster by their machine code, with their part of the time."""
     hidden: str = ""
-    """Those that a tuner would not try."""
+    """Configs among `better` that a tuner would not try."""
     refused: str = ""
     """Neighbours that would be faster but may not be used: their machine code waits for each matrix
     product, or for what it has spilled."""
@@ -157,31 +159,35 @@ def _listed(faster: list[Compiled], seconds: float) -> str:
 def _wanted(names: list[str]) -> Iterator[tuple[GpuSpec, AttentionProblem, Kernel]]:
     for name in names:
         spec = gpu_named(name)
-        for one in catalogue():
+        for one in CATALOGUE:
             problem = one.problem.normal()
             for kernel in kernels_of(problem, spec):
                 yield spec, problem, kernel
 
 
-def main(argv: list[str] | None = None) -> None:
-    """Write a line for each kernel that has none yet."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--gpu", action="append", help="default: h200; may be repeated")
-    parser.add_argument("--neighbours", action="store_true")
-    parser.add_argument("--out", type=Path, default=OUT)
-    parser.add_argument("--most", type=int, default=2**31, help="end after so many new lines")
-    asked = parser.parse_args(argv)
-    done = same_values(read(asked.out), ("compiled_for", "problem", "kernel"))
-    left = asked.most
-    for spec, problem, kernel in _wanted(asked.gpu or ["h200"]):
+def main(
+    gpu: Annotated[list[str] | None, typer.Option(help="Default: h200; may be repeated.")] = None,
+    near: Annotated[
+        bool, typer.Option("--neighbours", help="Compile configs beside each choice too.")
+    ] = False,
+    out: Annotated[Path, typer.Option(help="Result file.")] = OUT,
+    most: Annotated[int, typer.Option(help="End after so many new lines.")] = 2**31,
+) -> None:
+    """Write a line for each kernel that has none yet.
+
+    Example: python -m benchmarks.machine_code --neighbours
+    """
+    done = same_values(read(out), ("compiled_for", "problem", "kernel"))
+    left = most
+    for spec, problem, kernel in _wanted(gpu or ["h200"]):
         if (spec.name, problem.key, kernel) in done or left <= 0:
             continue
         done.add((spec.name, problem.key, kernel))
-        line = row(problem, spec, kernel, near=asked.neighbours)
-        append(asked.out, line)
+        line = row(problem, spec, kernel, near=near)
+        append(out, line)
         left -= 1
         print(f"{spec.name} {problem.key} {kernel} {line.config} {line.static_us} us {line.better}")
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -8,10 +8,10 @@ from typing import Any
 
 WINDOW = 4096
 DOCUMENT = 2000
-"""Longest document; the shortest are single tokens."""
+"""Length of the longest document; the shortest are single tokens."""
 LAYOUT_BLOCK = 64
 LIVE_BLOCKS = 16
-"""Of a row of the layout, on average."""
+"""Number of live blocks of a row of the layout, on average."""
 STEP = 4
 GRID_WIDTH = 128
 RADIUS = 6

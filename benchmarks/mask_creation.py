@@ -1,4 +1,4 @@
-"""What making a mask costs, beside FlexAttention's `create_block_mask`: time and memory.
+"""Time and memory that making a mask takes, beside FlexAttention's `create_block_mask`.
 
     python -m benchmarks.mask_creation
 
@@ -25,7 +25,7 @@ from typing import Annotated, Any, Literal, get_args
 
 import typer
 
-from benchmarks.environment import ROOT, Environment, environment, gpu_folder, has_gpu
+from benchmarks.environment import RESULTS, Environment, environment, gpu_folder, has_gpu
 from benchmarks.mask_cases import WINDOW, Case, cases
 from benchmarks.rows import Status, append, with_environment
 
@@ -34,25 +34,25 @@ LENGTHS = (4096, 16_384, 65_536, 262_144, 1_048_576)
 TILE = 128
 REPEATS = 5
 SLOW_MS = 1000
-"""What takes longer is done once more only."""
+"""Time from which making a mask is repeated once only [ms]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Creation:
-    """What making one mask once more costs."""
+    """Time and memory of making one mask once more."""
 
     status: Status = "ok"
     first_ms: float | None = None
-    """The first time at this length, with all that is loaded, solved or compiled on the way."""
+    """First time at this length [ms], with all that is loaded, solved or compiled on the way."""
     median_ms: float | None = None
-    """Of later times, with nothing kept from earlier ones."""
+    """Median of later times [ms], with nothing kept from earlier ones."""
     mask_bytes: int | None = None
-    """What a mask holds besides the tensors it is made of."""
+    """Size of a mask besides the tensors that it is made of [bytes]."""
     peak_bytes: int | None = None
-    """Largest memory in use while it is made again, beyond that before. On a CPU, what the process
-    has not given back is not seen: coarse below some megabytes."""
+    """Peak of memory while the mask is made again, over the use before [bytes]. On a CPU, what the
+    process has not given back is not seen: coarse below some megabytes."""
     live_tiles: int | None = None
-    """Empty where no count is needed."""
+    """Number of tiles that are visited; empty where no count is needed."""
     detail: str = ""
 
 
@@ -64,7 +64,7 @@ class CreationRow(Environment, Creation):
     provider: str
     seqlen: int
     form: str
-    """What the mask is then: closed form, lists, or a BlockMask."""
+    """Form of the mask once it is made: closed form, lists, or a BlockMask."""
 
 
 @dataclass(frozen=True)
@@ -266,7 +266,7 @@ def main(
 
     Example: python -m benchmarks.mask_creation --mask documents
     """
-    path = out or ROOT / "benchmarks" / "results" / gpu_folder() / "mask_creation.csv"
+    path = out or RESULTS / gpu_folder() / "mask_creation.csv"
     lengths = [length for length in LENGTHS if length <= longest]
     counts: dict[tuple[str, int], int] = {}
     here = environment()

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 ENDING = ((signal.SIGINT, 12.0), (signal.SIGTERM, 2.0))
-"""What a part is sent before it is killed, and the seconds each has to take effect.
+"""Signals that a part is sent before it is killed, and the time that each has to work [seconds].
 
 First what Ctrl-C sends: it lets pytest write its report and the tuner its best so far. With
 several workers, pytest gives those 10 seconds to end.
@@ -30,22 +30,22 @@ class Part:
 
     name: str
     command: Callable[[float], Sequence[str]]
-    """From the seconds it gets to its arguments."""
+    """Function from the time that the part gets [seconds] to the arguments of the command."""
     share: float
-    """Of the time that is left when it starts, relative to the shares of the parts after it."""
+    """Share of the time that is left when the part starts, relative to those of later parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a part ended."""
+    """End of a part."""
 
     name: str
     status: Literal["passed", "failed", "time over", "no time left"]
     seconds: float
     allowed: float
-    """Seconds it was given."""
+    """Time that the part was given [seconds]."""
     message: str
-    """The last line it printed, before it was asked to end."""
+    """Last line that the part printed before it was asked to end."""
 
 
 def run_parts(

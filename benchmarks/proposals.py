@@ -18,7 +18,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.environment import ROOT, Environment, environment
+from benchmarks.environment import RESULTS, Environment, environment
 from benchmarks.rows import append, with_environment
 from benchmarks.workloads import CATALOGUE, SHAPES
 from tilegen.build.acceptable import acceptable
@@ -38,7 +38,7 @@ from tilegen.problem import AttentionProblem
 LARGE = "large head dims"
 """Name of the rows of problems that are no model's."""
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120")
-RESULTS = ROOT / "benchmarks" / "results" / "cpu" / "proposals.csv"
+OUT = RESULTS / "cpu" / "proposals.csv"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,11 +50,11 @@ class ProposalRow(Environment):
     kernel: str
     arch: str
     configs: str
-    """Best first."""
+    """Keys of the configs, the best first."""
     spill_bytes: str
-    """Of each config; -: does not compile, or not within shared memory."""
+    """Size of spilled registers of each config [bytes]; `-` does not compile, or does not fit."""
     smem_error: int
-    """Largest difference in bytes between predicted and reported shared memory."""
+    """Largest difference between predicted and reported shared memory [bytes]."""
     first_legal: bool
     all_legal: bool
 
@@ -112,7 +112,7 @@ def judge(one: Asked, outcome: dict[str, CompiledKernel | BuildFailed]) -> Propo
 def main(
     top: Annotated[int, typer.Option(help="proposals per kernel")] = 5,
     arch: Annotated[list[str] | None, typer.Option(help="repeatable")] = None,
-    out: Annotated[Path, typer.Option(help="result file; replaced")] = RESULTS,
+    out: Annotated[Path, typer.Option(help="result file; replaced")] = OUT,
 ) -> None:
     """Compile the proposals and print what is not legal."""
     rows: list[ProposalRow] = []

@@ -1,4 +1,4 @@
-"""Who computes attention in a benchmark: tilegen, and PyTorch with each of its kernels pinned.
+"""Providers of attention in a benchmark: tilegen, and PyTorch with each of its kernels pinned.
 
 `prepare(problem, device)` returns the function that is timed, or raises Unsupported with why not.
 It takes and returns (batch, heads, seqlen, head_dim) as SDPA does, and autograd goes through.
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from benchmarks.workloads import Direction
 from tilegen.check.peers import Attention, flex, sdpa
 from tilegen.errors import Unsupported
+from tilegen.kernels.spec import Direction
 from tilegen.masks.mask import Causal, Full, SlidingWindow
 from tilegen.problem import AttentionProblem
 
@@ -28,13 +28,14 @@ class Provider:
 
     name: str
     prepare: Callable[[AttentionProblem, str], Attention]
-    """From the problem and the device."""
+    """Function of the problem and the device that returns what is timed."""
     rows_first: bool = False
-    """Wants (batch, seqlen, heads, head_dim) in memory; it gets transposed views of that."""
+    """True for a provider that wants (batch, seqlen, heads, head_dim) in memory; it gets transposed
+    views of that."""
     describe: Callable[[AttentionProblem, Direction], str] = lambda problem, direction: ""
-    """What runs on the GPU at hand, where that is not plain from the name."""
+    """Function that returns what runs on the GPU at hand, where the name does not say it."""
     slow_to_start: bool = False
-    """Compiles for long before the first result: measured after all others."""
+    """True for a provider that compiles for long before the first result: it is measured last."""
 
 
 def providers() -> tuple[Provider, ...]:
@@ -115,8 +116,9 @@ def _varlen(problem: AttentionProblem, device: str) -> Attention:
 
 
 PAGE = 16
-"""Keys of a page, where a library wants pages: those of one sequence follow each other."""
+"""Number of keys of a page, where a library wants pages; pages of one sequence are neighbours."""
 WORKSPACE_BYTES = 512 * 2**20
+"""Workspace that FlashInfer gets [bytes]."""
 
 
 def _flashinfer(problem: AttentionProblem, device: str) -> Attention:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
-from benchmarks.environment import ROOT, Environment, environment
+from benchmarks.environment import RESULTS, Environment, environment
 from tilegen.emit.identity import template_digest
 from tilegen.errors import InvalidRecord, TilegenError
 from tilegen.gpus.spec import GpuSpec
@@ -26,19 +26,18 @@ from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.store.fields import Fields, parse_json
 from tilegen.store.record import MAX_SECONDS, measurement_from, measurement_values, slug
-from tilegen.store.trials import of_one_binary
+from tilegen.store.trials import Trial, of_one_binary
 from tilegen.tuning.bench import as_tuned
-from tilegen.tuning.trials import Trial, append_line
+from tilegen.tuning.trials import append_line
 
-RESULTS = ROOT / "benchmarks" / "results"
 SCHEMA = 1
 MEASURED = "measured"
-"""Source of what a GPU has timed; another source says how its times were made up."""
+"""Source of what a GPU has timed; any other source says how the times were made up."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """What one run of the recorder times, and what with."""
+    """One run of the recorder: what it times, and with which versions."""
 
     source: str = MEASURED
     gpu: str
@@ -48,12 +47,12 @@ class Session:
     problem: AttentionProblem
     template_digest: str
     space: int
-    """Configs there are to be timed."""
+    """Number of configs to be timed."""
     environment: Environment
 
     @property
     def conditions(self) -> tuple[str, ...]:
-        """What a timing depends on besides its config."""
+        """Conditions that a timing depends on besides its config."""
         versions = self.environment.triton, self.environment.driver
         return (self.source, self.gpu, self.arch, self.template_digest, *versions)
 
@@ -73,15 +72,15 @@ def new_session(spec: GpuSpec, kernel: Kernel, problem: AttentionProblem, space:
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """What is known of one kernel of a problem on a GPU."""
+    """Timings of one kernel of a problem on a GPU."""
 
     session: Session
-    """The last one."""
+    """Session that recorded last."""
     trials: dict[TileConfig, Trial] = field(default_factory=dict[TileConfig, Trial])
 
     @property
     def name(self) -> str:
-        """Return `fwd of 'b1 ...' on h200`."""
+        """Name of the recording: `fwd of 'b1 ...' on h200`."""
         return f"{self.session.kernel} of '{self.session.problem}' on {self.session.gpu}"
 
     def distinct(self) -> Recording:

@@ -22,7 +22,7 @@ Status = Literal[
     "launch_failed",
     "unmeasured",
 ]
-"""ok: checked and timed. wrong: timed, but the check failed. The others: why there is no time."""
+"""Outcomes. ok: checked and timed. wrong: timed, but not right. Others: why there is no time."""
 
 
 R = TypeVar("R")
@@ -45,16 +45,16 @@ class Row(Environment):
     """Digests of the binaries that were timed, with spaces between; empty where they are not known,
     as a library's are not."""
     tflops: float | None = None
-    """Flops of the kept pairs over the median, in 1e12 per second: benchmarks/arithmetic.py."""
+    """Flops of the kept pairs over the median [1e12/s]; benchmarks/arithmetic.py counts them."""
     gbytes_per_s: float | None = None
-    """Compulsory bytes over the median."""
+    """Compulsory traffic over the median [1e9 bytes/s]."""
     roofline_fraction: float | None = None
     """Ideal time over the median."""
     max_error: float | None = None
     """Largest error of the tensor that came closest to its limit."""
     allowed_error: float | None = None
     detail: str = ""
-    """What ran, or why nothing did."""
+    """Kernels that ran, or the reason why none did."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +116,13 @@ def same_values(rows: Iterable[dict[str, str]], names: Iterable[str]) -> set[tup
     """Return the values that rows have in the columns `names`."""
     wanted = tuple(names)
     return {tuple(row[name] for name in wanted) for row in rows}
+
+
+def markdown(names: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Return a table of Markdown."""
+    lines = [[text.replace("|", "\\|") for text in row] for row in (names, *rows)]
+    lines.insert(1, ["---"] * len(lines[0]))
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _text(value: object) -> object:

@@ -10,8 +10,6 @@ where it was when started again with the same file. Without a GPU the CPU benchm
 from __future__ import annotations
 
 import itertools
-import os
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -22,25 +20,24 @@ import typer
 
 from benchmarks import cpu
 from benchmarks.arithmetic import compulsory_bytes, flops, ideal_seconds
-from benchmarks.environment import environment, gpu_folder, has_gpu
+from benchmarks.environment import RESULTS, environment, gpu_folder, has_gpu, start_over
 from benchmarks.providers import Provider, providers
 from benchmarks.rows import Row, Status, append, read, same_values, with_environment
-from benchmarks.workloads import MASKED, Direction, Workload, catalogue, head
+from benchmarks.workloads import CATALOGUE, MASKED, Workload, head
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import GpuSpec, detect
+from tilegen.kernels.spec import Direction
 from tilegen.measure import DeviceLost, Measurement, measure, survived
 from tilegen.problem import AttentionProblem
 
 if TYPE_CHECKING:
     from benchmarks.check import Verdict
 
-RESULTS = Path(__file__).parent / "results"
-
 SAME_RUN = ("workload", "problem", "provider", "direction", "gpu", "torch", "triton", "commit")
 """Columns that say whether a row has been measured already."""
 
 REFUSALS = ("No available kernel", "not supported", "NotImplemented", "unsupported", "Unsupported")
-"""In the messages with which libraries refuse a problem."""
+"""Words in the messages with which libraries refuse a problem."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,7 +223,7 @@ def main(
         cpu.main(csv=csv)
         return
     started = time.monotonic()
-    known = MASKED if masks else head() if only_head else catalogue()
+    known = MASKED if masks else head() if only_head else CATALOGUE
     workloads = _named("workload", known, workload)
     chosen = list(cases(workloads, _named("provider", providers(), provider)))
     path = csv or RESULTS / gpu_folder() / f"{environment().date}.csv"
@@ -236,9 +233,7 @@ def main(
         left = run(chosen, path, deadline=deadline, seconds=seconds, spec=detect())
     except DeviceLost as lost:
         print(f"{lost}; starting over after the row that caused it", flush=True)
-        remaining = max(0.0, deadline - time.monotonic()) / 60
-        again = [*sys.argv[1:], f"--minutes={remaining:.3f}", f"--csv={path}"]
-        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.run", *again])
+        start_over(deadline, f"--csv={path}")
     if left:
         print(f"time is over, {left} rows left; the same command goes on from here")
 

@@ -13,11 +13,11 @@ from triton.backends.compiler import GPUTarget
 
 
 class StandInDriver:
-    """What Triton asks of a driver. Notes launches where `notes` is set."""
+    """A driver as Triton asks for one, which notes launches where `notes` is set."""
 
     def __init__(self, *, notes: bool) -> None:
         self.launches: list[tuple[Any, ...]] = []
-        """(grid, launcher, values of all arguments)."""
+        """Launches that were noted: (grid, name of the kernel, values of all arguments)."""
         self.launcher_cls = _noting(self.launches) if notes else _silent
         self.utils = SimpleNamespace(
             load_binary=lambda name, code, shared, device: (1, 2, 64, 0, 1024),
@@ -25,11 +25,11 @@ class StandInDriver:
         )
 
     def get_current_target(self) -> GPUTarget:
-        """Return what kernels are compiled for."""
+        """Return the target that kernels are compiled for."""
         return GPUTarget("cuda", 90, 32)
 
     def get_current_device(self) -> int:
-        """Return the only one."""
+        """Return the only device."""
         return 0
 
     def get_current_stream(self, device: int) -> int:

@@ -1,4 +1,4 @@
-"""What the store of records costs: look-ups among very many records, saving, merging.
+"""Time of the store of records: look-ups among very many records, saving, merging.
 
     python -m benchmarks.store
 
@@ -14,16 +14,15 @@ import os
 import random
 import statistics
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from benchmarks.cpu import Number, write
-from benchmarks.environment import ROOT
+from benchmarks.cpu import Number, seconds_of, write
+from benchmarks.environment import RESULTS
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
 from tilegen.measure import Measurement
@@ -37,7 +36,7 @@ RECORDS = 100_000
 LOOKED_UP = 2000
 MERGED = 500
 KINDS = 100
-"""Of calls in one job, which a hot look-up is one of."""
+"""Number of kinds of calls in one job, of which a hot look-up is one."""
 REPEATS = 20
 
 
@@ -91,10 +90,10 @@ def _looking_up(where: Location, many: list[AttentionProblem]) -> Iterator[Numbe
     files = [where.folder / record(problem).path for problem in chosen]
     for file in files:
         _drop(file)
-    cold = [_seconds(lambda p=p: _found(p, where)) for p in chosen]
+    cold = [seconds_of(lambda p=p: _found(p, where)) for p in chosen]
     for file in files:
         _drop(file)
-    plain = [_seconds(lambda f=file: json.loads(f.read_bytes())) for file in files]
+    plain = [seconds_of(lambda f=file: json.loads(f.read_bytes())) for file in files]
     baseline = 1e3 * statistics.median(plain)
     for name, value in (("median", statistics.median(cold)), ("p99", _p99(cold))):
         yield Number(
@@ -105,12 +104,12 @@ def _looking_up(where: Location, many: list[AttentionProblem]) -> Iterator[Numbe
             baseline_value=baseline,
         )
     job = chosen[:KINDS]
-    hot = [_seconds(lambda p=p: _found(p, where)) for _ in range(REPEATS) for p in job]
+    hot = [seconds_of(lambda p=p: _found(p, where)) for _ in range(REPEATS) for p in job]
     yield Number(
         benchmark=f"look-up, hot, {among} records", value=1e6 * statistics.median(hot), unit="us"
     )
     absent = [replace(p, num_heads_q=8 * 1001) for p in chosen]
-    misses = [_seconds(lambda p=p: look_up(p, spec, "fwd", where=[where])) for p in absent]
+    misses = [seconds_of(lambda p=p: look_up(p, spec, "fwd", where=[where])) for p in absent]
     yield Number(
         benchmark=f"look-up of what is not there, {among} records, with GPUs to borrow from",
         value=1e3 * statistics.median(misses),
@@ -130,7 +129,7 @@ def _with_rivals(where: Location, some: list[AttentionProblem]) -> Iterator[Numb
     os.sync()
     for file in files:
         _drop(file)
-    cold = [_seconds(lambda p=p: _found(p, where)) for p in some]
+    cold = [seconds_of(lambda p=p: _found(p, where)) for p in some]
     yield Number(
         benchmark=f"look-up, cold, of records with {MAX_RIVALS} rivals, median",
         value=1e3 * statistics.median(cold),
@@ -140,11 +139,11 @@ def _with_rivals(where: Location, some: list[AttentionProblem]) -> Iterator[Numb
 
 def _writing(folder: Path, some: list[AttentionProblem]) -> Iterator[Number]:
     a, b, c = (Location(str(folder / name), "own") for name in "abc")
-    times = [_seconds(lambda p=p: save(record(p), location=a)) for p in some]
+    times = [seconds_of(lambda p=p: save(record(p), location=a)) for p in some]
     yield Number(benchmark="save", value=1e3 * statistics.median(times), unit="ms")
     for problem in some:
         save(record(problem, 390.0, "bb"), location=b)
-    spent = _seconds(lambda: list(merge([a, b], c)))
+    spent = seconds_of(lambda: list(merge([a, b], c)))
     yield Number(
         benchmark="merge of two stores with the same keys",
         value=2 * len(some) / spent,
@@ -165,12 +164,6 @@ def _drop(file: Path) -> None:
         os.close(handle)
 
 
-def _seconds(function: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    function()
-    return time.perf_counter() - start
-
-
 def _p99(times: list[float]) -> float:
     return statistics.quantiles(times, n=100)[98]
 
@@ -185,7 +178,7 @@ def main(
 
     Example: python -m benchmarks.store
     """
-    path = csv or ROOT / "benchmarks" / "results" / "cpu" / "store.csv"
+    path = csv or RESULTS / "cpu" / "store.csv"
     with tempfile.TemporaryDirectory() as folder:
         write(numbers(Path(folder), records), path)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.parts import Outcome
-from benchmarks.rows import read
+from benchmarks.rows import markdown, read
 
 
 def summarise(out: Path, outcomes: Sequence[Outcome]) -> str:
@@ -149,11 +149,9 @@ def _experiments(path: Path) -> str:
 
 
 def _table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [" | ".join(text.replace("|", "\\|") for text in row) for row in rows]
-    if not lines:
-        return ""
-    head = [" | ".join(names), " | ".join("---" for _ in names)]
-    return "\n".join(f"| {line} |" for line in [*head, *lines])
+    """Return a table, empty without rows."""
+    rows = list(rows)
+    return markdown(names, rows) if rows else ""
 
 
 def _number(value: float | None, digits: int = 1) -> str:

@@ -22,12 +22,12 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.measure import Measurement
 from tilegen.model.footprint import footprint
 from tilegen.problem import AttentionProblem
-from tilegen.tuning.trials import Trial
+from tilegen.store.trials import Trial
 
 SPREAD = 0.005
-"""Of p20 and p80 round the median."""
+"""Distance of p20 and p80 from the median, relative to the median."""
 FAILING_LAUNCHES = 0.02
-"""Share of the configs that fit and fail nevertheless."""
+"""Share of the configs that fail although they fit."""
 
 Logs = NDArray[np.float64]
 Error = Callable[[Logs, Logs, np.random.Generator], Logs]

@@ -8,8 +8,7 @@ alone, so a run that was stopped goes on where it was.
 
 from __future__ import annotations
 
-import os
-import sys
+import io
 import tarfile
 import time
 from collections.abc import Sequence
@@ -18,11 +17,12 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.environment import has_gpu
-from benchmarks.workloads import Workload, catalogue, head
+from benchmarks.environment import gpu_at_hand, start_over
+from benchmarks.workloads import CATALOGUE, Workload, head
 from tilegen.choose.families import kernels_of
+from tilegen.disk import write_whole
 from tilegen.errors import TilegenError
-from tilegen.gpus.spec import GpuSpec, detect
+from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel
 from tilegen.measure import DeviceLost
 from tilegen.problem import AttentionProblem
@@ -84,14 +84,14 @@ def tune_all(todo: Sequence[Job], spec: GpuSpec, *, deadline: float, pack: Path 
 
 
 def pack_records(path: Path) -> None:
-    """Put the own directory's records into one archive, at once: readers never see half of it."""
+    """Put the records of the own directory into one archive, which is written whole."""
     root = settings().cache_dir
     own = [location for location in locations() if location.origin == "own"]
-    temporary = path.with_name(f".{path.name}.tmp")
-    with tarfile.open(temporary, "w:gz") as archive:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
         for listed in list_records(own):
             archive.add(root / listed.name, arcname=listed.name)
-    temporary.replace(path)
+    write_whole(path, packed.getvalue())
 
 
 def main(
@@ -107,19 +107,14 @@ def main(
 
     Example: python -m benchmarks.tune --minutes 10
     """
-    spec = detect() if has_gpu() else None
-    if spec is None:
-        print("no GPU that PyTorch can use: nothing to tune")
-        raise typer.Exit(1)
+    spec = gpu_at_hand("nothing to tune")
     deadline = time.monotonic() + 60 * minutes
-    todo = untuned(jobs(catalogue() if whole else head(), spec), spec)
+    todo = untuned(jobs(CATALOGUE if whole else head(), spec), spec)
     try:
         failures = tune_all(todo, spec, deadline=deadline, pack=pack)
     except DeviceLost as lost:
         print(f"{lost}; starting over with the next kernel", flush=True)
-        left = max(0.0, deadline - time.monotonic()) / 60
-        again = [*sys.argv[1:], f"--minutes={left:.3f}"]
-        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.tune", *again])
+        start_over(deadline)
     if failures:
         raise typer.Exit(1)
 

@@ -1,4 +1,4 @@
-"""How good are the model's ranking and the search? Replays recorded timings; needs no GPU.
+"""Quality of the model's ranking and of the search, by recorded timings; needs no GPU.
 
     python -m benchmarks.tuner_quality
 
@@ -31,8 +31,8 @@ import numpy as np
 import typer
 
 from benchmarks import synthetic
-from benchmarks.environment import Environment, environment
-from benchmarks.recordings import RESULTS, Recording, Replayed, committed, read
+from benchmarks.environment import RESULTS, Environment, environment
+from benchmarks.recordings import Recording, Replayed, committed, read
 from benchmarks.rows import append, with_environment
 from tilegen.choose.ranking import propose
 from tilegen.errors import NoRecord, TilegenError
@@ -40,17 +40,16 @@ from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
 from tilegen.measure import Measurement
 from tilegen.model.estimate import Candidate
-from tilegen.store.trials import one_binary_line
+from tilegen.store.trials import Trial, one_binary_line
 from tilegen.tuning import tuner as tune_module
-from tilegen.tuning.trials import Trial
 from tilegen.tuning.tuner import pick, tune
 
 Strategy = Literal["model", "prior", "no prior", "random"]
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 BUDGETS = (1, 3, 5, 10, 20, 40)
-"""Trials after which regret is looked at."""
+"""Numbers of trials after which regret is looked at."""
 DRAWS = 100
-"""Orders that random search is averaged over; they cost nothing."""
+"""Number of orders that random search is averaged over; they cost nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +62,9 @@ class QualityRow(Environment):
     kernel: str
     problem: str
     space: int
-    """Configs there are."""
+    """Number of configs there are."""
     timed: int
-    """Configs recorded with a time; the others failed or were not reached."""
+    """Number of configs recorded with a time; the others failed or were not reached."""
     spearman: float
     """Rank correlation of predicted and recorded times."""
     strategy: Strategy

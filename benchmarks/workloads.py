@@ -6,11 +6,10 @@ What a problem cannot say yet stands in `note`, so that no table claims more tha
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
+from tilegen.kernels.spec import Direction
 from tilegen.problem import AttentionProblem
 
-Direction = Literal["forward", "backward"]
 TRAINED: tuple[Direction, ...] = ("forward", "backward")
 SERVED: tuple[Direction, ...] = ("forward",)
 
@@ -25,11 +24,11 @@ class Workload:
     name: str
     problem: AttentionProblem
     source: str
-    """Where the shape comes from."""
+    """Model or table that the shape comes from."""
     directions: tuple[Direction, ...] = TRAINED
-    """What the model needs: a layer that only serves has no backward."""
+    """Passes that the model needs: a layer that only serves has no backward."""
     note: str = ""
-    """How the problem differs from what the model computes; empty: not at all."""
+    """Difference of the problem from what the model computes; empty for none."""
 
     @property
     def tokens(self) -> int:
@@ -211,7 +210,8 @@ CATALOGUE: tuple[Workload, ...] = (
 )
 
 HEAD = ("llama3-8b-8k", "gpt-oss-window-8k", "bert-large", "deepseek-v3-4k", "prefill-q256-kv128k")
-"""Tuned and measured first: causal, windowed, full, unequal head dims, few rows."""
+"""Names of the workloads that are tuned and measured first: causal, windowed, full, unequal head
+dims, few rows."""
 
 
 MASKED: tuple[Workload, ...] = tuple(
@@ -247,12 +247,8 @@ SHAPES: tuple[AttentionProblem, ...] = tuple(
     for dtype, widths in (("bf16", LARGE_HEAD_DIMS), ("fp32", LARGE_FP32_DIMS))
     for dims in widths
 )
-"""No model's, but what the kernels that slice head dims exist for: they must be legal here too."""
-
-
-def catalogue() -> tuple[Workload, ...]:
-    """Return every workload, in a fixed order."""
-    return CATALOGUE
+"""Problems of no model that the kernels which slice head dims exist for: these kernels must be
+legal here too."""
 
 
 def head() -> tuple[Workload, ...]:

@@ -46,6 +46,11 @@ class Measurement:
     """Digests of the binaries that were timed (tilegen/build/digests.py), in the order of their
     first launch, with spaces between; empty where they are not known, as a library's are not."""
 
+    @property
+    def failure(self) -> str:
+        """Reason why there is no time, in words: `launch failed: MESSAGE`."""
+        return f"{self.status.replace('_', ' ')}: {self.message}"
+
 
 class DeviceLost(TilegenError):
     """A launch broke the CUDA context: nothing more can be measured in this process."""
@@ -135,6 +140,13 @@ def survived(error: Exception) -> Measurement:
     if not _device_answers():
         raise DeviceLost(failure) from error
     return failure
+
+
+def us(value: float | None) -> str:
+    """Return microseconds with three digits or more, `?` for no time."""
+    if value is None:
+        return "?"
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def one_line(error: Exception | str) -> str:

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.environment import ROOT
+from benchmarks.environment import RESULTS
 from benchmarks.published import (
     aotriton,
     attentionfuse,
@@ -30,7 +30,7 @@ from benchmarks.published.judge import judge_point, judge_sweep, judge_winners, 
 from benchmarks.published.records import Sweep
 from tilegen.errors import TilegenError, Unsupported
 
-RESULTS = ROOT / "benchmarks" / "results" / "published"
+OUT = RESULTS / "published"
 FITTED = ("rates.tensor_efficiency", "rates.step_clk", "rates.spilled")
 """Constants of the RTX 3090's family that its sweeps can tell apart."""
 
@@ -68,7 +68,7 @@ def _factors(factors: fit.Factors) -> str:
 
 def main(
     data: Annotated[Path, typer.Option(help="Folder of published tables.")],
-    out: Annotated[Path, typer.Option(help="Folder of results; files are replaced.")] = RESULTS,
+    out: Annotated[Path, typer.Option(help="Folder of results; files are replaced.")] = OUT,
     stride: Annotated[
         int, typer.Option(help="Every which row of the largest tables is judged.", min=1)
     ] = 37,

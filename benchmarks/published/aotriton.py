@@ -27,13 +27,13 @@ GPUS = {"gfx942": "mi300x", "gfx950": "mi300x"}
 """MI350 is not in the catalogue; the nearest known stands for it."""
 DTYPES = {"torch.float16": "fp16", "torch.bfloat16": "bf16", "torch.float32": "fp32"}
 BATCH, HEADS = 3, 5
-"""What the tuner of that repository runs; the tables do not record them."""
+"""Batch and heads that the tuner of that repository runs; the tables do not record them."""
 MEMORY_GB = {"gfx942": 192, "gfx950": 288}
 FEWER = ((3, 3), (3, 2), (2, 2))
-"""Batch and heads that it falls back to, one after the other, where its estimate of the memory
-that a problem takes with its reference is above that of the GPU."""
+"""Batches and heads that the tuner falls back to, one after the other, where its estimate of the
+memory that a problem takes with its reference is above that of the GPU."""
 GB_OF_PAIR = 0.22 / 2**30
-"""That estimate, of a pair of a query and a key and of an element of a head dim."""
+"""Memory of a pair of a query and a key for each element of a head dim, by that estimate [GB]."""
 
 
 def winners(folder: Path, stride: int) -> list[Winners]:

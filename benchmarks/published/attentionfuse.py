@@ -13,14 +13,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.environment import ROOT
+from benchmarks.environment import RESULTS
 from benchmarks.published.records import Built, Sweep, csv_rows, tile
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.problem import AttentionProblem
 
 COMMIT = "vkd14/AttentionFuse@bb5d1bd8"
 GPU = "rtx3090"
-COMPILED = ROOT / "benchmarks" / "results" / "published" / "attentionfuse_compiled.csv"
+COMPILED = RESULTS / "published" / "attentionfuse_compiled.csv"
 KNOBS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
 FORWARD_BESIDE = TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=2)
 """The tile of the causal forward that ran before each backward."""

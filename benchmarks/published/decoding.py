@@ -1,5 +1,5 @@
-"""What decoding a token says of an H200: a fixed time, a bandwidth, what leaves L2 meanwhile; and
-the model's time of tilegen's pass beside each published one.
+"""Law of an H200 by published times of decoding a token: a fixed time, a bandwidth, what leaves L2
+meanwhile; and the model's time of tilegen's pass beside each published one.
 
 The published times are those of kernels alone, by the profiler, after 256 MiB of zeros were written
 (`benchmark_single_attention.py` of NVIDIA/cudnn-frontend): no launch is in them, and L2 is full of
@@ -26,16 +26,16 @@ from tilegen.model.traffic import splits_of
 FITTED_HEAD_DIM = 128
 """Head dim whose times are the envelope: cuDNN's kernel for 256 takes a fifth longer throughout."""
 SHORTEST = 5e-6
-"""Seconds below which a kernel's time is mostly that of launching it."""
+"""Time below which a kernel's time is mostly that of launching it [seconds]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Envelope:
-    """seconds = fixed + (bytes + pushed_out * min(bytes, L2)) / bandwidth."""
+    """Time of a pass [seconds]: fixed + (bytes + pushed_out * min(bytes, L2)) / bandwidth."""
 
     fixed: float
     bandwidth: float
-    """Bytes per second."""
+    """Bandwidth of DRAM [bytes/s]."""
     pushed_out: float
     l2_bytes: int
 
@@ -62,13 +62,13 @@ class Decoding:
 
     problem: str
     megabytes: float
-    """Compulsory bytes, in 1e6."""
+    """Compulsory traffic [1e6 bytes]."""
     published_us: float
     envelope_us: float
     split_us: float
-    """The model's, without launches."""
+    """Time of `fwd_split` by the model, without the launch [us]."""
     combine_us: float
-    """The same."""
+    """Time of `fwd_combine` by the model, without the launch [us]."""
     model_over_published: float
     splits: int
     chosen: str

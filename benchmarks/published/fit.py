@@ -1,4 +1,4 @@
-"""Few constants of the model, fitted to measured times: sweeps of one length are left out, and
+"""Fit of a few constants of the model to measured times: sweeps of one length are left out, and
 judged with the constants that the other lengths gave."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from benchmarks.published.records import Sweep
 from tilegen.kernels.config import TileConfig
 
 Factors = dict[str, float]
-"""What constants are multiplied by, by names such as `rates.exposed`."""
+"""Factors of constants, by names such as `rates.exposed`."""
 Array = NDArray[Any]
 
 LIMIT = math.log(30)
@@ -25,11 +25,10 @@ LIMIT = math.log(30)
 STEP = 0.05
 """Step in the logarithm of a factor by which derivatives are taken."""
 PRIOR = 1e-4
-"""Weight of staying at a constant's old value: it decides where the times say nothing."""
+"""Weight of the old value of a constant, which decides where the times say nothing."""
 ROUNDS = 12
 HEAD = 2.0
-"""Power of best time over time, by which tiles count: those that nobody would choose count
-little."""
+"""Power of the best time over a tile's time that the tile counts by: slow tiles count little."""
 
 
 @contextmanager

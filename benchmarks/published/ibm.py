@@ -25,7 +25,7 @@ GPUS = {
 """MI250X is not in the catalogue; the nearest known stands for it."""
 PLAIN, PAGED = "attn_fwd", "kernel_unified_attention_2d"
 BATCH = {PLAIN: 1, PAGED: 8}
-"""What the times say: with these, the model's are right in the median, on both GPUs."""
+"""Batches that the times speak for: with them the model is right in the median, on both GPUs."""
 NEEDED = ["gpu", "kernel", "best_BLOCK_M", "best_BLOCK_N", "best_num_warps", "best_num_stages"]
 KNOBS = ("BLOCK_M", "BLOCK_N", "num_warps", "num_stages")
 REPEATS = {"6", "10"}

@@ -27,7 +27,7 @@ FIRST = (1, 4, 8, 16)
 
 @dataclass(frozen=True, kw_only=True)
 class SweepVerdict:
-    """How the model ranks the tiles of one sweep."""
+    """Ranking of the tiles of one sweep by the model."""
 
     source: str
     sweep: str
@@ -37,7 +37,7 @@ class SweepVerdict:
     """The slowest time over the fastest."""
     spearman: float
     regret: float
-    """Time of the model's first choice over the best, less one."""
+    """Time of the model's first choice over the best time, less 1."""
     trials: int
     """Tiles to try in the model's order until one is within 2 % of the best, or within noise."""
     noise: float
@@ -88,7 +88,7 @@ def predictions(sweep: Sweep, *, compiled: bool = True) -> dict[TileConfig, floa
 
 @dataclass(frozen=True, kw_only=True)
 class WinnersVerdict:
-    """How often the model has a published winner among its first."""
+    """Shares of the published winners that the model has among its first configs."""
 
     source: str
     table: str
@@ -98,7 +98,7 @@ class WinnersVerdict:
     judged: int
     left_out: str
     grid: int
-    """Configs that are ranked: the product of all knob values that win somewhere in the table."""
+    """Number of configs that are ranked: all products of knob values that win somewhere."""
     median_rank: float
     first_1: float
     first_4: float
@@ -192,11 +192,12 @@ class PointVerdict:
     problem: str
     published_us: float
     model_us: float
-    """Of the model's first choices, or of the tile that was timed."""
+    """Time by the model of its first choices, or of the tile that was timed [us]."""
     ratio: float
-    """Model over published."""
+    """Time by the model over the published time."""
     bound_us: float
-    """What no kernel falls below: products of kept pairs, or compulsory bytes, at peak rates."""
+    """Time that no kernel falls below [us]: products of kept pairs, or compulsory bytes, at peak
+    rates."""
     published_over_bound: float
     model_over_bound: float
     chosen: str

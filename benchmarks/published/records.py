@@ -1,4 +1,4 @@
-"""What the readers of published tables make of them."""
+"""Records that the readers of published tables make: sweeps, winners, times of libraries."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class UnreadableTable(TilegenError):
 
 @dataclass(frozen=True, kw_only=True)
 class Built:
-    """What a compiled kernel uses."""
+    """Registers and memory that a compiled kernel uses."""
 
     registers: int
     spill_bytes: int
     shared_bytes: int
     step_code: None = None
-    """Nothing is said of what the machine code issues in a step."""
+    """Instructions of a step, which no publisher tells."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,13 +34,13 @@ class Sweep:
     """Times of one problem under several tiles."""
 
     source: str
-    """Repository, commit and file."""
+    """Repository, commit and file of the table."""
     name: str
     gpu: str
-    """Of the catalogue."""
+    """Name of the GPU in the catalogue."""
     problem: AttentionProblem
     kernels: tuple[Kernel, ...]
-    """Kernels that ran with the tile; the time is theirs together."""
+    """Kernels that ran with the tile; a time is that of all of them together."""
     beside: tuple[tuple[Kernel, TileConfig], ...] = ()
     """Kernels that ran as well, always with the same tile."""
     seconds: dict[TileConfig, float] = field(compare=False)
@@ -79,7 +79,7 @@ class Winners:
     rows: tuple[tuple[AttentionProblem, TileConfig], ...]
     """Problems and their winners, as far as tilegen can write them."""
     left_out: Counter[str] = field(default_factory=Counter[str])
-    """How many rows are not among them, and why."""
+    """Numbers of the rows of the table that are not among `rows`, by the reason."""
 
     @property
     def grid(self) -> list[TileConfig]:

@@ -35,7 +35,7 @@ BUILT = {
 """The published kernel for sm_90, bf16 and head dim 128, by query heads of a program:
 profiling/ptxas/cc64b18.txt of the same repository."""
 LARGEST_FACTOR = 64.0
-"""Times the model's latency, among which that of a waiting tile is looked for."""
+"""Largest factor of the model's latency among which that of a waiting tile is looked for."""
 
 
 def times(path: Path) -> dict[AttentionProblem, dict[int, float]]:

@@ -1,4 +1,4 @@
-"""What an addition into slow memory costs: one-way reductions, load and store, or a store alone.
+"""Cost of an addition into slow memory: one-way reductions, load and store, or a store alone.
 
 The fused backward adds dQ tiles so. tilegen emits no fused backward: these kernels do nothing but
 its additions, to an fp32 buffer of its shape.
@@ -15,7 +15,7 @@ import triton.language as tl
 
 ROWS, COLUMNS = tl.constexpr(64), tl.constexpr(64)
 ADDITIONS = 16
-"""Programs that add to each tile, as so many KV tiles would."""
+"""Number of programs that add to each tile, as so many KV tiles would."""
 
 
 @triton.jit

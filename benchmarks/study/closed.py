@@ -1,4 +1,4 @@
-"""Closed forms beside which tiles are put: bounds, and what the best real-valued tiles move.
+"""Closed forms to compare tiles with: bounds, and the words that the best real-valued tiles move.
 
 All in words / N^2 of one head with d = head_dim, at M words of fast memory; `element_bytes` says
 what a word is, and so what an fp32 accumulator weighs.
@@ -45,7 +45,7 @@ from tilegen.theory.schedules import SCHEDULES
 LARGE: dict[Direction, str] = {"forward": "fwd_q_stationary", "backward": "bwd_two_pass"}
 SMALL: dict[Direction, str] = {"forward": "fwd_small_cache", "backward": "bwd_small_cache"}
 ROWS_IN = 16
-"""Fewest rows that an emitted tile streams at a time: `c` of the model."""
+"""Fewest rows that an emitted tile streams at a time, `c` of the model."""
 COLUMNS_IN = 32
 """Fewest columns that a slice of a head dim has."""
 
@@ -89,14 +89,15 @@ def ideal(direction: Direction, memory: float, head_dim: int, element_bytes: int
 
 
 def ideal_large(direction: Direction, memory: float, head_dim: int, element_bytes: int) -> float:
-    """Return those of FlashAttention's schedule: 4 x^2 forward, 14 x^2 backward for alpha = 1."""
+    """Return the words / N^2 of FlashAttention's schedule: 4 x^2 forward, 14 x^2 backward for
+    alpha = 1."""
     at = head_dim / math.sqrt(memory)
     return _in_x(leading_words(LARGE[direction]))(at, accumulator_words(element_bytes))
 
 
 def ideal_small(direction: Direction, memory: float, head_dim: int, element_bytes: int) -> float:
-    """Return those of the small-cache schedule: 1 + 4 x forward, 3 + 10 x backward for alpha = 1,
-    and a little less where the best B_e would be wider than d."""
+    """Return the words / N^2 of the small-cache schedule: 1 + 4 x forward, 3 + 10 x backward for
+    alpha = 1, and a little less where the best B_e would be wider than d."""
     at, weight = head_dim / math.sqrt(memory), accumulator_words(element_bytes)
     narrow, below = narrow_words(SMALL[direction])
     chosen = narrow if at < _in_x(below)(at, weight) else leading_words(SMALL[direction])

@@ -22,14 +22,15 @@ class DeviceRow(Environment):
     element_bytes: int
     smem_kb: float
     on_chip_kb: float
-    """Shared memory of one program, registers, tensor memory: the M of the bounds."""
+    """Shared memory of one program, registers and tensor memory, the M of the bounds [KB]."""
     head_dim_smem: float
-    """sqrt(M), M shared memory alone."""
+    """Head dim sqrt(M), where M is shared memory alone."""
     head_dim_on_chip: float
-    """sqrt(M), each register one word."""
+    """Head dim sqrt(M), where M is all on-chip memory and each register one word."""
     dividing_forward: float
-    """Above this head dim the small-cache schedule moves fewer bytes."""
+    """Head dim above which the small-cache schedule of the forward moves fewer bytes."""
     dividing_backward: float
+    """Head dim above which the small-cache schedule of the backward moves fewer bytes."""
 
 
 def device_rows() -> Iterator[DeviceRow]:

@@ -1,4 +1,4 @@
-"""What the experiments on a GPU run, and what the model says they should find.
+"""Cases of the experiments on a GPU, and what the model says that they should find.
 
 A case is one process under the profiler; several cases together may decide one thing. E2 is the
 study without a GPU, E8 to E12 are not here. tilegen emits no fused and no split-KV kernel, so E1
@@ -35,9 +35,9 @@ EXPERIMENTS = {
 WIRE_TOLERANCE, DRAM_TOLERANCE, EXP_TOLERANCE = 0.03, 0.10, 0.20
 EXACT_FROM = 4096
 WAYS = ("atomic", "load_store", "store")
-"""How E7 adds: see atomics.py."""
+"""Ways in which E7 adds: see atomics.py."""
 BUFFERS = (8 * 2**20, 512 * 2**20)
-"""Bytes that L2 holds, and that no L2 does."""
+"""Sizes of a buffer that L2 holds and of one that no L2 holds [bytes]."""
 PEERS = ("sdpa-flash", "sdpa-cudnn", "flex")
 
 
@@ -47,14 +47,14 @@ class Case:
 
     experiment: str
     group: str
-    """Cases that are compared with each other."""
+    """Name that cases which are compared with each other have in common."""
     problem: str
-    """Key; of E7 the bytes of the buffer."""
+    """Key of the problem; for E7 the size of the buffer [bytes]."""
     provider: str
-    """tilegen, one of PEERS, or how E7 adds."""
+    """Name of who computes: tilegen, one of PEERS, or how E7 adds."""
     family: str = ""
     configs: Mapping[str, str] | None = None
-    """Config keys by kernel; of tilegen alone."""
+    """Keys of configs by kernel; libraries have none."""
     panel_rows: int = 1
 
     @property

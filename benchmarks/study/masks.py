@@ -22,9 +22,9 @@ ELEMENT_BYTES = 4
 HEAD_DIM, BLOCK = 64, 64
 LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384)
 LONGEST_SQUARE = 2048
-"""Of the masks whose tiles grow as N^2."""
+"""Longest length of the masks whose tiles grow as N^2."""
 LONG_HEAD_DIM, LONG_BLOCK, LONG = 128, 128, 65536
-"""What is predicted beside it, at a size where asymptotics show."""
+"""Head dim, tile and length of what is predicted only, at a size where asymptotics show."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,11 +33,11 @@ class Case:
 
     pattern: Pattern
     parameter: int = 0
-    """Entries of a window, side of a block; of unstructured masks 1 / density."""
+    """Entries of a row of a window, side of a block, or 1 / density of an unstructured mask."""
 
     @property
     def name(self) -> str:
-        """The mask in words."""
+        """Name of the mask."""
         return f"{self.pattern} {self.parameter}" if self.parameter else self.pattern
 
     def problem(self, seqlen: int, head_dim: int) -> AttentionProblem | None:
@@ -101,12 +101,12 @@ class MaskRow(Environment):
     head_dim: int
     tiles: str
     memory_words: int
-    """What one program needs: the M of the formulas."""
+    """Fast memory that one program needs, the M of the formulas [words]."""
     density: float
     """Kept entries / N^2."""
     predicted_words: int
     counted_words: int | None
-    """Empty: predicted alone."""
+    """Words that were counted; empty where they are predicted alone."""
     theorem_4_5: float
     pattern_bound: float
     floor: float

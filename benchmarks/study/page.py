@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.rows import read
+from benchmarks.rows import markdown, read
 from benchmarks.study import closed, sweep
 from benchmarks.study.tiles import LARGE_CACHE
 from tilegen.kernels.spec import Direction
@@ -37,7 +37,7 @@ def links_of(text: str) -> list[str]:
 
 
 def totals(folder: Path) -> str:
-    """How much was counted, and how much of it is as predicted."""
+    """Numbers of counted cases, and of those that are as predicted."""
     rows = read(folder / "counts.csv")
     words = sum(int(row["counted_words"]) + int(row["counted_words_twice"] or 0) for row in rows)
     equal = sum(row["equal"] == "True" for row in rows)
@@ -202,12 +202,6 @@ TABLES: dict[str, Callable[[Path], str]] = {
     "long_masks": long_masks,
     "devices": devices,
 }
-
-
-def markdown(names: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table."""
-    lines = [names, ["---"] * len(names), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def number(text: str, digits: int = 2) -> str:

@@ -27,9 +27,10 @@ from tilegen.kernels.spec import Direction
 
 HEAD_DIMS = (64, 128, 256, 512)
 MEMORY_KB = tuple(2.0 ** (step / 2) for step in range(2, 19))
-"""2 KB to 512 KB in steps of the square root of two."""
+"""Sizes of fast memory from 2 to 512 KB, in steps of the square root of two [KB]."""
 LARGEST_COUNTED_KB = 2200
-"""Steps of the staircases up to here are counted: d = 512 crosses beyond the sweep."""
+"""Fast memory up to which steps of the staircases are counted [KB]: the crossover of d = 512 lies
+beyond the sweep."""
 LONG = 65536
 """Length that predictions are made for: terms that grow with N alone no longer count."""
 SHORT = 128
@@ -49,15 +50,15 @@ class SweepRow(Environment):
     memory_words: int
     memory_over_d2: float
     family: str
-    """Of the tiles that move least; empty where no emitted tile fits."""
+    """Family of the tiles that move least; empty where no emitted tile fits."""
     tiles: str
     words: float | None
     large_cache: float | None
-    """Best tiles of FlashAttention's schedule."""
+    """Words of the best tiles of FlashAttention's schedule."""
     small_cache: float | None
-    """Best tiles of the small-cache kernels."""
+    """Words of the best tiles of the small-cache kernels."""
     ideal: float
-    """Best known schedule, where chunks take no room: min of the two closed forms."""
+    """Words of the best known schedule where chunks take no room: the less of two closed forms."""
     lb1: float
     lb2: float
     floor: float
@@ -84,7 +85,7 @@ class CountRow(Environment):
     predicted_words_twice: int | None
     counted_words_twice: int | None
     equal: bool
-    """Counted = predicted, at both lengths."""
+    """True where counted and predicted words are equal, at both lengths."""
     words_long: float
     """Predicted words / N^2 at N = 65536."""
     words_counted: float | None
@@ -99,13 +100,13 @@ class CrossoverRow(Environment):
     dtype: str
     head_dim: int
     ideal: float
-    """Leading terms of the schedules."""
+    """Crossover by the leading terms of the schedules."""
     chunked: float
-    """Tiles of any size, with chunks as wide as the narrowest emitted ones."""
+    """Crossover of tiles of any size, with chunks as wide as the narrowest emitted ones."""
     emitted: float | None
-    """Emitted tiles, predicted at N = 65536; empty: small-cache tiles never win."""
+    """Crossover of emitted tiles, predicted at N = 65536; empty where small-cache tiles lose."""
     counted: float | None
-    """Emitted tiles, by the counted words that grow as N^2."""
+    """Crossover of emitted tiles by the counted words that grow as N^2."""
 
 
 def kilobytes(words: float, element_bytes: int) -> float:

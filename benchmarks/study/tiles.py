@@ -1,4 +1,4 @@
-"""Which tiles a memory of M words allows, of those that tilegen emits, and what they move.
+"""Emitted tiles that a memory of M words allows, and the words that they move.
 
 Words are words of the inputs: 4 bytes in fp32, where all elements weigh the same, as in the papers;
 2 bytes in fp16, where an fp32 accumulator weighs two.
@@ -29,11 +29,10 @@ FAMILIES: dict[Direction, dict[Family, FamilySpec]] = {
     direction: {name: one for name, one in its.items() if not any(k.splits for k in one.kernels)}
     for direction, its in registry.FAMILIES.items()
 }
-"""The families that a schedule of theory/ describes: not those that split
-what streams over programs."""
+"""The families that a schedule of theory/ describes; it describes none that splits what streams."""
 LARGE_CACHE: dict[Direction, Family] = {"forward": "q_stationary", "backward": "two_pass"}
 DTYPES = {4: "fp32", 2: "fp16"}
-"""What kernels are counted in, by the bytes of an element."""
+"""Dtypes that kernels are counted in, by the bytes of an element."""
 
 
 def problem_of(seqlen: int, head_dim: int, element_bytes: int, mask: str = "full") -> Any:
@@ -115,10 +114,10 @@ class TileSet:
 
     family: Family
     memory: int
-    """Words that the largest of its programs needs."""
+    """Words that the largest of the programs needs."""
     configs: Mapping[Kernel, TileConfig]
     words: int
-    """That all its kernels move, at the length it was chosen for."""
+    """Words that all kernels of the family move, at the length that the tiles were chosen for."""
 
     @property
     def key(self) -> str:

@@ -1,4 +1,4 @@
-"""From counters to verdicts: rows of what was measured, and pass or fail per experiment."""
+"""Verdicts from counters: rows of what was measured, and pass or fail per experiment."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LOCAL = (
     "l1tex__t_bytes_pipe_lsu_mem_local_op_ld.sum",
     "l1tex__t_bytes_pipe_lsu_mem_local_op_st.sum",
 )
-"""Bytes of spilled registers: they cross the wire too, and no formula has them."""
+"""Counters of spilled registers [bytes]: they cross the wire too, and no formula has them."""
 REDUCTIONS = ("lts__t_sectors_op_red.sum", "lts__t_sectors_op_atom.sum")
 NEEDED = (READ, WRITE, DRAM_READ, DRAM_WRITE)
 WANTED = (*NEEDED, TIME, EXPS, *LOCAL, *REDUCTIONS)
@@ -54,7 +54,7 @@ class MeasureRow(Environment):
     predicted: float | None
     measured: float | None
     ratio: float | None
-    """Measured over predicted."""
+    """Measured over predicted quantity."""
     tolerance: float | None
     verdict: Verdict
     detail: str
@@ -70,9 +70,9 @@ class VerdictRow(Environment):
     passed: int
     failed: int
     measured: int
-    """Quantities with nothing to compare with."""
+    """Number of quantities with nothing to compare with."""
     broken: int
-    """Cases that failed to run: no evidence either way."""
+    """Number of cases that failed to run, which are no evidence either way."""
     worst: str
     """Quantity that is furthest off."""
 

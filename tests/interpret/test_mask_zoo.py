@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from tests import sliced
-from tests.mask_zoo import BATCH, HEADS, ZOO, Case, brute_force, found_classes
+from tests.mask_zoo import BATCH, HEADS, ZOO, Case
+from tests.tile_classes import brute_force, found_classes
 from tilegen.check.reference import dense_mask, make_inputs
 from tilegen.check.verification import check, require
 from tilegen.emit.render import render

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
@@ -17,10 +18,10 @@ from benchmarks import cpu, rows, run
 from benchmarks.arithmetic import compulsory_bytes, flops, ideal_seconds, kept_pairs
 from benchmarks.call_cost import as_on_a_gpu
 from benchmarks.check import Verdict, check, make_inputs
-from benchmarks.environment import Environment, environment
+from benchmarks.environment import Environment, environment, start_over
 from benchmarks.providers import providers, varlen_window
 from benchmarks.run import with_tensors
-from benchmarks.workloads import HEAD, MASKED, Workload, catalogue, head
+from benchmarks.workloads import CATALOGUE, HEAD, MASKED, Workload, head
 from tests.cases import PROBLEM, a_provider, a_row, a_workload
 from tests.problems import PROBLEMS
 from tilegen.build.compiler import compile_for
@@ -42,7 +43,7 @@ RIGHT = Verdict(ok=True, error=0.1, allowed=0.2, detail="")
 
 
 def test_catalogue_names_are_unique_and_head_is_part_of_it() -> None:
-    names = [workload.name for workload in catalogue()]
+    names = [workload.name for workload in CATALOGUE]
     assert len(set(names)) == len(names)
     assert [workload.name for workload in head()] == list(HEAD)
 
@@ -56,13 +57,13 @@ def test_catalogue_names_are_unique_and_head_is_part_of_it() -> None:
     ],
 )
 def test_catalogue_has_the_model(model: str) -> None:
-    found = [workload for workload in catalogue() if workload.name.startswith(model)]
+    found = [workload for workload in CATALOGUE if workload.name.startswith(model)]
     assert found
     assert all(workload.source for workload in found)
 
 
 def test_tokens_counts_the_whole_batch() -> None:
-    (workload,) = [w for w in catalogue() if w.name == "packed-documents-32k"]
+    (workload,) = [w for w in CATALOGUE if w.name == "packed-documents-32k"]
     assert workload.tokens == 32768
 
 
@@ -85,7 +86,7 @@ def test_flops_and_bytes_by_hand() -> None:
 
 
 def test_ideal_time_is_bound_by_arithmetic_or_by_memory() -> None:
-    by_name = {workload.name: workload.problem for workload in catalogue()}
+    by_name = {workload.name: workload.problem for workload in CATALOGUE}
     dense, window = by_name["wan-14b-480p"], by_name["window-128-32k"]
     seconds = ideal_seconds(dense, "forward", H200)
     assert seconds == flops(dense, "forward") / H200.tensor_flops_16
@@ -282,7 +283,7 @@ def test_lost_device_is_a_row_and_ends_the_process(
 
 def test_unknown_names_are_refused() -> None:
     with pytest.raises(typer.BadParameter, match="llama3-8b-8k"):
-        run._named("workload", catalogue(), ["llama"])
+        run._named("workload", CATALOGUE, ["llama"])
 
 
 def test_without_a_gpu_the_cpu_benchmarks_run(
@@ -324,11 +325,24 @@ def test_varlen_refuses_what_it_would_compute_differently(text: str) -> None:
 
 def test_large_masks_and_scores_are_refused() -> None:
     by_name = {provider.name: provider for provider in providers()}
-    window = next(w.problem for w in catalogue() if w.name == "window-128-32k")
+    window = next(w.problem for w in CATALOGUE if w.name == "window-128-32k")
     with pytest.raises(Unsupported, match="dense mask of 1 GiB"):
         by_name["sdpa-efficient"].prepare(window, "cpu")
     with pytest.raises(Unsupported, match="512 GiB of scores"):
         by_name["sdpa-math"].prepare(window, "cpu")
+
+
+def test_starting_over_repeats_the_command_for_the_time_that_is_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ran: list[list[str]] = []
+    monkeypatch.setattr("os.execv", lambda program, command: ran.append(command))
+    given = ["-m", "benchmarks.run", "--minutes", "9"]
+    monkeypatch.setattr(sys, "orig_argv", ["python", *given])
+    start_over(time.monotonic() + 600, "--csv=a.csv")
+    ((program, *options, minutes),) = ran
+    assert [program, *options] == [sys.executable, *given, "--csv=a.csv"]
+    assert 9 < float(minutes.removeprefix("--minutes=")) <= 10
 
 
 def test_cpu_benchmarks_give_numbers(
@@ -337,8 +351,8 @@ def test_cpu_benchmarks_give_numbers(
     for name, value in (("REPEATS", 1), ("TURNS", 1), ("CALLS", 20), ("COMPILED", 2)):
         monkeypatch.setattr(cpu, name, value)
     small = replace(head()[0], problem=AttentionProblem.parse("hq2 hkv1 q64 d16 fp16 causal"))
-    for name, few in (("catalogue", catalogue()[:2]), ("head", [small])):
-        monkeypatch.setattr(cpu, name, lambda few=few: few)
+    monkeypatch.setattr(cpu, "CATALOGUE", CATALOGUE[:2])
+    monkeypatch.setattr(cpu, "head", lambda: [small])
     # In this process: others would import PyTorch and Triton first.
     monkeypatch.setattr(
         cpu, "compile_many", lambda kernels, arch, workers: [compile_for(k, arch) for k in kernels]

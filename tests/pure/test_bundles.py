@@ -13,7 +13,7 @@ import tilegen
 from tests import warm
 from tests.bundles import PROBLEMS, copy, write_bundle
 from tilegen import bundles
-from tilegen.bundles.folder import NOTES
+from tilegen.bundles.folder import NOTES, Folder
 from tilegen.bundles.manifest import MANIFEST, Manifest
 from tilegen.bundles.served import Bundle, load_bundle, runs_on
 from tilegen.errors import Unsupported
@@ -47,6 +47,13 @@ def found(
     """Return the files that serve a problem."""
     its = bundle.find(AttentionProblem.parse(text), spec, direction, aligned=aligned)
     return its and [one.file for one in its]
+
+
+def test_two_runs_into_one_folder_may_both_finish(tmp_path: Path) -> None:
+    manifest = Manifest(versions={}, problems=(), binaries=())
+    runs = [Folder(tmp_path, {}) for _ in range(2)]
+    assert {one.finish(manifest) for one in runs} == {tmp_path / MANIFEST}
+    assert [file.name for file in tmp_path.iterdir()] == [MANIFEST]
 
 
 def test_any_batch_heads_and_lengths_are_served_by_the_nearest(folder: Path) -> None:

@@ -25,7 +25,8 @@ from tilegen.fleet.jobs import jobs_of
 from tilegen.gpus.spec import gpu
 from tilegen.measure import Measurement, summarise
 from tilegen.problem import AttentionProblem
-from tilegen.tuning.trials import Trial, TrialLog
+from tilegen.store.trials import Trial
+from tilegen.tuning.trials import TrialLog
 
 pytestmark = pytest.mark.oldest
 

@@ -11,7 +11,7 @@ import pytest
 
 import tilegen.model
 from benchmarks import constants
-from benchmarks.workloads import catalogue
+from benchmarks.workloads import CATALOGUE
 from tilegen.model import time
 from tilegen.model.on_chip import Family
 from tilegen.model.rates import Instructions, Rates
@@ -50,7 +50,7 @@ def test_what_hangs_on_them_is_recorded() -> None:
 
 
 def test_a_scaled_constant_changes_choices_and_is_put_back() -> None:
-    problems = [catalogue()[0].problem]
+    problems = [CATALOGUE[0].problem]
     before = constants.choices(problems)
     value = time.OVERLAP_NORM
     with constants.scaled("time", "OVERLAP_NORM", 0.25):

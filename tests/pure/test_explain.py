@@ -14,9 +14,9 @@ from tilegen.choose.ranking import propose
 from tilegen.cli.main import app
 from tilegen.errors import Unsupported
 from tilegen.explaining.explanation import direction_of, explain, explain_all
-from tilegen.explaining.pass_choice import OTHER_FAST_MEMORY, explain_pass, limited
+from tilegen.explaining.pass_choice import OTHER_FAST_MEMORY, explain_pass
 from tilegen.explaining.text import latex_of_all, lines_of_all
-from tilegen.gpus.spec import GpuSpec, gpu
+from tilegen.gpus.spec import GpuSpec, gpu, with_fast_memory
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import rows_for
 from tilegen.kernels.registry import KERNELS, LARGE_CACHE
@@ -218,7 +218,8 @@ def test_another_memory_may_choose_another_family() -> None:
         way = explain_pass(problem, H200, direction)
         chosen = {one["fast_memory"]: one["family"] for one in way["other_fast_memory"]}
         assert chosen == {
-            size: family(problem, limited(H200, size), direction) for size in OTHER_FAST_MEMORY
+            size: family(problem, with_fast_memory(H200, size), direction)
+            for size in OTHER_FAST_MEMORY
         }
         assert len(set(chosen.values())) > 1
 

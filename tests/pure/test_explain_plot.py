@@ -2,6 +2,7 @@
 
 import math
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def test_a_plot_has_traffic_roofline_and_mask_for_each_pass(
 ) -> None:
     figure = pytest.importorskip("matplotlib.figure")
     saved: list[Any] = []
-    monkeypatch.setattr(figure.Figure, "savefig", lambda self, file: saved.append(self))
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: saved.append(self))
     problem = parse(SMALL)
     draw(problem, H200, explain_all(problem, H200, kernels_of(problem, H200)), tmp_path / "a.png")
     (drawn,) = saved
@@ -109,7 +110,7 @@ def test_the_mask_has_tiles_of_a_kernel_that_visits_them(
     """The kernel of delta reads rows of results: its tile says nothing about the mask."""
     figure = pytest.importorskip("matplotlib.figure")
     saved: list[Any] = []
-    monkeypatch.setattr(figure.Figure, "savefig", lambda self, file: saved.append(self))
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: saved.append(self))
     problem = parse("hq2 q256 d64 bf16 causal")
     told = explain_all(problem, H200, kernels)
     draw(problem, H200, told, tmp_path / "a.png")
@@ -122,6 +123,24 @@ def test_the_mask_has_tiles_of_a_kernel_that_visits_them(
     config = told[1]["config"]
     assert f"tiles {config['block_m']} x {config['block_n']} of bwd_dkdv" in axes.get_title()
     assert axes.get_yticks()[1] == config["block_m"] != told[0]["config"]["block_m"]
+
+
+def test_a_plot_that_is_cut_short_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure = pytest.importorskip("matplotlib.figure")
+    file, problem = tmp_path / "plot.png", parse(LARGE)
+    file.write_bytes(b"the one before")
+
+    def cut_short(self: Any, out: Any, **_: Any) -> None:
+        with Path(out).open("wb") if isinstance(out, Path) else nullcontext(out) as opened:
+            opened.write(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(figure.Figure, "savefig", cut_short)
+    with pytest.raises(KeyboardInterrupt):
+        draw(problem, H200, explain_all(problem, H200, ("fwd",)), file)
+    assert file.read_bytes() == b"the one before"
 
 
 def test_plot_errors_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -250,7 +250,7 @@ def test_failing_cases_and_the_end_of_time_keep_what_was_found(
 def test_without_a_gpu_it_says_so_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(io_counters, "has_gpu", lambda: False)
+    monkeypatch.setattr("tilegen.gpus.spec.detect", lambda: None)
     with pytest.raises(typer.Exit) as ended:
         io_counters.main(out=tmp_path / "out")
     assert ended.value.exit_code == 1

@@ -19,7 +19,7 @@ from tilegen.model.symbols import B_r, M, c
 from tilegen.model.traffic import traffic
 from tilegen.theory.optimum import product_tiles
 
-RESULTS = io_study.RESULTS
+RESULTS = io_study.OUT
 
 
 def test_what_programs_hold_by_hand() -> None:

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tests.mask_zoo import brute_force, found_classes
+from tests.tile_classes import brute_force, found_classes
 from tilegen.masks import (
     Mask,
     Values,

@@ -188,3 +188,9 @@ def test_doctor_names_a_folder_that_others_can_write(kernel: Path) -> None:
     kernel.parents[2].chmod(0o777)
     (said,) = (one.value for one in doctor.examine() if "no kernel is imported" in one.value)
     assert "can be written to by anybody" in said
+
+
+def test_doctor_names_an_own_directory_that_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILEGEN_CACHE_DIR", f"/{'x' * 300}")
+    (said,) = (one.value for one in doctor.examine() if one.name == "own directory")
+    assert "cannot be written (File name too long); set TILEGEN_CACHE_DIR" in said

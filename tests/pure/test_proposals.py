@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.workloads import catalogue
+from benchmarks.workloads import CATALOGUE
 from tests.conftest import CheckGolden
 from tilegen import gpu
 from tilegen.choose.families import kernels_of
@@ -19,7 +19,7 @@ GPUS = ("a100", "h100", "h200", "b200")
 def test_first_proposals(name: str, golden: CheckGolden) -> None:
     spec = gpu(name)
     lines: list[str] = []
-    for problem in dict.fromkeys(one.problem for one in catalogue()):
+    for problem in dict.fromkeys(one.problem for one in CATALOGUE):
         lines.append(problem.key)
         for direction in FAMILIES:
             best = [

@@ -125,8 +125,29 @@ def test_a_missing_package_is_named(
 def test_passwords_are_not_shown(caplog: pytest.LogCaptureFixture) -> None:
     url = "nosuch://user:secret@host/x"
     look_up(PROBLEM, H200, "fwd", where=[shared(url)])
-    assert "nosuch://host/x" in caplog.text
+    assert "nosuch://user@host/x" in caplog.text
     assert "secret" not in caplog.text + str(reach.copies(url))
+
+
+@pytest.mark.parametrize(
+    "url, expected",
+    [
+        ("postgresql://me:secret@db:5432/x", "postgresql://me@db:5432/x"),
+        ("postgresql://me:sec/ret@db/x", "postgresql://me@db/x"),
+        ("s3://key:sec@ret@host/a@b", "s3://key@host/a@b"),
+        ("http://host:8080/a@b", "http://host:8080/a@b"),
+        ("abfs://one@account/x", "abfs://one@account/x"),
+        ("journal:/a@b", "journal:/a@b"),
+    ],
+)
+def test_a_url_is_shown_without_its_password_alone(url: str, expected: str) -> None:
+    assert reach.shown(url) == expected
+
+
+def test_containers_of_one_account_keep_their_copies_apart() -> None:
+    """A record of another container would be served from a common copy."""
+    one, other = (reach.copies(f"abfs://{name}@account/tilegen") for name in ("one", "other"))
+    assert one != other
 
 
 def test_a_hanging_network_folder_costs_one_warning(

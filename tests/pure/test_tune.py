@@ -19,9 +19,9 @@ from tilegen.kernels.config import TileConfig
 from tilegen.measure import TIE_LIMIT, Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.store import look_up, save
+from tilegen.store.trials import Trial
 from tilegen.tuning import tuner as tune_module
 from tilegen.tuning.report import Report
-from tilegen.tuning.trials import Trial
 from tilegen.tuning.tuner import SEEDS, pick, tune
 
 pytestmark = [pytest.mark.oldest, pytest.mark.usefixtures("own_cache")]

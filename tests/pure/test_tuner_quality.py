@@ -26,8 +26,8 @@ from tilegen.kernels.config import TileConfig
 from tilegen.measure import DeviceLost, Measurement
 from tilegen.model.as_compiled import StepCode
 from tilegen.problem import AttentionProblem
+from tilegen.store.trials import Trial
 from tilegen.tuning.bench import Bench
-from tilegen.tuning.trials import Trial
 from tilegen.tuning.tuner import SEEDS
 
 SMALL = AttentionProblem.parse("hq2 q64 kv64 d64 bf16 causal")
@@ -200,7 +200,7 @@ def test_a_file_that_is_no_recording_says_so(path: Path) -> None:
 
 
 def test_without_a_gpu_one_line_and_exit_code_1(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exhaustive, "has_gpu", lambda: False)
+    monkeypatch.setattr("tilegen.gpus.spec.detect", lambda: None)
     result = call(exhaustive.main, "llama3-8b-8k", SMALL.key)
     assert result.exit_code == 1
     assert result.output == "no GPU that PyTorch can use: nothing to time\n"

@@ -30,15 +30,11 @@ def said(
 def test_each_library_keeps_what_it_says(window: int, lengths: tuple[int, int]) -> None:
     w = window
     conventions: dict[str, tuple[Mask, Keeps]] = {
-        "transformers": (windows.transformers(w), lambda q, k: q - w < k <= q),
-        "bidirectional": (windows.transformers_bidirectional(w), lambda q, k: abs(q - k) <= w),
         "flash-attn": (windows.flash_attn(w, w), lambda q, k: q - w <= k <= q + w),
         "tokens": (windows.flash_attn(w - 1, 0), lambda q, k: k <= q and q - k + 1 <= w),
         "causal wins": (windows.flash_attn(w, w, True), lambda q, k: q - w <= k <= q),
         "left": (windows.flash_attn(w, -1), lambda q, k: q - w <= k),
         "right": (windows.flash_attn(-1, w), lambda q, k: k <= q + w),
-        "flashinfer": (windows.flashinfer(w), lambda q, k: k <= q <= k + w),
-        "flashinfer ahead": (windows.flashinfer(w, causal=False), lambda q, k: q <= k + w),
         "vllm": (windows.vllm(w), lambda q, k: k <= q < k + w),
         "vllm encoder": (windows.vllm(w, causal=False), lambda q, k: abs(q - k) + 1 <= w),
         "sglang": (windows.sglang(w), lambda q, k: k <= q <= k + w),
@@ -53,8 +49,6 @@ def test_without_a_window(lengths: tuple[int, int]) -> None:
         windows.flash_attn(-1, -1, True),
         windows.flash_attn(-1, 0),
         windows.flash_attn(None, None, True),
-        windows.transformers(None),
-        windows.flashinfer(-1),
         windows.vllm(None),
         windows.sglang(-1),
         windows.sglang(None),
@@ -63,8 +57,6 @@ def test_without_a_window(lengths: tuple[int, int]) -> None:
         assert kept(mask, *lengths) == said(lambda q, k: k <= q, *lengths)
     for mask in (
         windows.flash_attn(-1, -1),
-        windows.transformers_bidirectional(None),
-        windows.flashinfer(-1, causal=False),
         windows.vllm(None, causal=False),
         windows.sdpa(False),
     ):
@@ -81,7 +73,7 @@ def test_equal_lengths_share_kernels_with_masks_that_name_no_alignment() -> None
 
 def test_masks_are_made_once() -> None:
     assert windows.flash_attn(7, 0) is windows.flash_attn(7, 0)
-    assert windows.transformers(7) is windows.transformers(7)
+    assert windows.vllm(7) is windows.vllm(7)
 
 
 @pytest.mark.parametrize(
@@ -89,11 +81,8 @@ def test_masks_are_made_once() -> None:
     [
         lambda: windows.flash_attn(-2, 0),
         lambda: windows.flash_attn(1.5, 0),  # type: ignore[arg-type]
-        lambda: windows.transformers(0),
-        lambda: windows.transformers_bidirectional(-1),
         lambda: windows.vllm(0),
         lambda: windows.sglang(-2),
-        lambda: windows.flashinfer(-3),
     ],
 )
 def test_what_is_no_window_is_refused_in_one_line(make: Callable[[], Mask]) -> None:

@@ -41,18 +41,18 @@ if TYPE_CHECKING:
     from tilegen.gpus.spec import GpuSpec
 
 MAX_COMPILED = 1024
-"""Kernels that are remembered, for other problems that may ask for them."""
+"""Number of kernels that are remembered for other problems that may ask for them."""
 BOTH: tuple[Direction, ...] = ("forward", "backward")
 
 
 @dataclass(frozen=True)
 class Made:
-    """One kernel of one problem is there."""
+    """One kernel of one problem that has been built."""
 
     problem: AttentionProblem
     binary: Binary
     problems_done: int
-    """Counted for each architecture."""
+    """Number of problems that are built; one counts once for each architecture."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 from tilegen.errors import BuildFailed, Unsupported
 
 MAX_STATIC_SHARED = 48 * 1024
-"""Bytes of shared memory that a program may use without asking."""
+"""Shared memory that a program may use without asking [bytes]."""
 
 _thread = threading.local()
 

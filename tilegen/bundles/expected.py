@@ -1,4 +1,4 @@
-"""What this tilegen makes of the kernels that a bundle serves, without making them again.
+"""Comparison of a bundle with what this tilegen would make, without making it again.
 
 A binary is launched with what its manifest says, so a manifest of another tilegen, or one that was
 changed, would have kernels read the wrong memory. This is no protection from somebody who means
@@ -21,10 +21,10 @@ from tilegen.problem import DTYPE_BYTES
 from tilegen.version import __version__
 
 SCRATCH_POINTERS = 2
-"""Pointers that Triton appends for NVIDIA GPUs; kernels here use none of that memory."""
+"""Number of pointers that Triton appends for NVIDIA GPUs; kernels here use none of that memory."""
 
 KIND = re.compile(r"b1 hq(\d{1,9}) hkv1 q1024 kv1024 d\S+ (fp16|bf16|fp32) \S.*")
-"""What all problems of one class are served as: group size and dtype."""
+"""Notation that stands for a class of problems; its groups are the group size and the dtype."""
 
 
 def why_not_ours(path: Path, manifest: Manifest) -> str:

@@ -23,9 +23,9 @@ NOTES = ".unfinished.jsonl"
 """Binaries that no manifest names yet: the versions, then one binary a line."""
 
 MAX_FILE = 2**26
-"""Bytes of the longest binary or source that is read."""
+"""Limit of a binary or source that is read [bytes]."""
 MAX_MANIFEST = 2**28
-"""Bytes of the longest manifest that is read."""
+"""Limit of a manifest that is read [bytes]."""
 
 
 class Folder:
@@ -83,7 +83,7 @@ class Folder:
         named = {name for one in manifest.binaries for name in (one.file, one.source)}
         for name in self._files - named:
             (self.path / name).unlink(missing_ok=True)
-        (self.path / NOTES).unlink()
+        (self.path / NOTES).unlink(missing_ok=True)  # another run may have finished before
         return path
 
     def _manifest(self) -> tuple[dict[str, str], list[Binary]] | None:

@@ -6,7 +6,7 @@ import ctypes
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,29 +14,25 @@ from tilegen.bundles.manifest import Binary
 from tilegen.errors import Unsupported
 from tilegen.runtime.launcher import Launched, Launcher, Run
 
-_FORMATS = {"i32": "i", "fp32": "f"}  # of `struct`; all others are pointers
+if TYPE_CHECKING:
+    from tilegen.bundles.driver import Function
 
-
-class Loaded(Protocol):
-    """A kernel that the driver has loaded."""
-
-    def launch(self, grid: int, threads: int, parameters: int, *, device: int, stream: int) -> None:
-        """Run `grid` programs; `parameters` is the address of an array of their addresses."""
-        ...
+_FORMATS = {"i32": "i", "fp32": "f"}
+"""Formats of `struct` by the types of arguments; all other types are pointers."""
 
 
 class Packed:
     """A function of the driver, whose arguments are packed into memory."""
 
     def __init__(
-        self, types: Sequence[str], threads: int, where: str, load: Callable[[], Loaded]
+        self, types: Sequence[str], threads: int, where: str, load: Callable[[], Function]
     ) -> None:
-        """`load` is called when it is first needed."""
+        """`load` is called at the first launch."""
         self._struct = struct.Struct("".join(_FORMATS.get(one, "P") for one in types))
         self._threads = threads
         self._where = where
         self._load = load
-        self._loaded: Loaded | None = None
+        self._loaded: Function | None = None
         self._memory = threading.local()
 
     def prepare(self, grid: int, arguments: Sequence[Any]) -> Run:
@@ -73,10 +69,10 @@ class Packed:
         return self._memory.buffers
 
 
-def launcher_of(binary: Binary, load: Callable[[], Loaded]) -> Launcher:
+def launcher_of(binary: Binary, load: Callable[[], Function]) -> Launcher:
     """Return a function with the parameters and results of the emitted kernel's `launch`.
 
-    `load` is called when it is first needed. Raises Unsupported for arguments nobody here knows.
+    `load` is called at the first launch. Raises Unsupported for arguments nobody here knows.
     """
     launched = Launched(
         kernel=binary.kernel,

@@ -20,7 +20,8 @@ from tilegen.store.record import ARCH, arch_of, config_from, gpu_of, kernel_of
 
 MANIFEST = "manifest.json"
 SCHEMA = 2
-"""Raise it when an older tilegen, or another program, would misread a newer manifest."""
+"""Version of the JSON form. It rises when an older tilegen, or another program, would misread a
+newer manifest."""
 
 Origin = Literal["record", "model"]
 GRID_SIZES = (
@@ -29,7 +30,7 @@ GRID_SIZES = (
     *("requests", "longest_q", "longest_kv"),
 )
 TYPES = ["*fp16", "*bf16", "*fp32", "*fp64", "*i8", "*u8", "*i16", "*i32", "*i64", "i32", "fp32"]
-"""Of arguments, as Triton names them; `*` is a pointer."""
+"""Types of arguments as Triton names them; `*` is a pointer."""
 MAX_ENTRIES = 100_000
 MAX_BYTES = 2**30
 
@@ -41,31 +42,34 @@ class Binary:
     file: str
     """`sm_90/NAME.cubin`, relative to the manifest."""
     sha256: str
-    """Of the file."""
+    """Digest of the file."""
     source: str
     """`kernels/NAME.py`: the emitted kernel."""
     source_sha256: str
+    """Digest of the emitted kernel."""
     kernel: Kernel
     arch: str
     function: str
-    """Its name in the binary."""
+    """Name of the kernel in the binary."""
     config: TileConfig
     arguments: tuple[tuple[str, str], ...]
-    """(name, type), in order."""
+    """Name and type of each argument, in order."""
     stride_unit: int
-    """Elements that arguments `stride_*` count by."""
+    """Number of elements that a unit of the arguments `stride_*` stands for."""
     grid: tuple[tuple[str, int], ...]
-    """One-dimensional: the product of ceil(size / divisor) over these pairs."""
+    """Pairs of a size and a divisor; the product of ceil(size / divisor) programs are launched."""
     threads: int
-    """Of one program."""
+    """Number of threads of one program."""
     shared_bytes: int
-    """Dynamic shared memory of one program."""
+    """Dynamic shared memory of one program [bytes]."""
     registers: int
+    """Number of registers of one thread."""
     spill_bytes: int
-    """Registers and local memory of one thread."""
+    """Local memory of one thread [bytes]."""
     digest: str
-    """Of everything that determines the source."""
+    """Digest of everything that determines the source."""
     template_digest: str
+    """Digest of the template that the kernel came from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +77,9 @@ class Pass:
     """The forward or the backward of a problem."""
 
     binaries: Mapping[Kernel, str]
-    """Files by kernel."""
+    """Files of the binaries, by kernel."""
     config_from: Mapping[Kernel, Origin]
+    """Origins of the configs, by kernel."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,22 +91,22 @@ class Served:
     serves: str
     """Notation of all problems that the same binaries compute: any batch, heads and lengths."""
     gpu: str
-    """Whose tiles these are."""
+    """Name of the GPU that the tiles were chosen for."""
     arch: str
     aligned: bool
-    """Whether addresses and strides must be multiples of 16 bytes."""
+    """True where addresses and strides must be multiples of 16 bytes."""
     passes: Mapping[Direction, Pass]
 
     @cached_property
     def sizes(self) -> tuple[int, int, int]:
-        """(batch * query heads, seqlen_q, seqlen_kv) of the problem."""
+        """Sizes of the problem: (batch * query heads, seqlen_q, seqlen_kv)."""
         batch, heads, _, seqlen_q, seqlen_kv = _sizes(self.problem)
         return batch * heads, seqlen_q, seqlen_kv
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a bundle holds."""
+    """The problems that a bundle serves, and its binaries."""
 
     versions: Mapping[str, str]
     """Versions of the tools that made the binaries, by name."""
@@ -117,7 +122,7 @@ class Manifest:
 
     @property
     def architectures(self) -> tuple[str, ...]:
-        """What there are binaries for, in the manifest's order."""
+        """Architectures of the binaries, in the order of the manifest."""
         return tuple(dict.fromkeys(one.arch for one in self.binaries))
 
     def to_json(self) -> str:

@@ -26,7 +26,7 @@ _KNOWN = ((3, 6), (3, 9))
 
 @dataclass
 class Traffic:
-    """Bytes that loads and stores moved; masked-off elements are not counted."""
+    """Traffic of loads and stores [bytes]; masked-off elements are not counted."""
 
     read_bytes: int = 0
     write_bytes: int = 0
@@ -216,8 +216,8 @@ _REFLECTED = {name.replace("__", "__r", 1): name for name in _OPERATORS}
 
 @dataclass
 class _Operation:
-    """What an operator does with operands of certain types: how numpy computes it, and the result's
-    attributes but for its handle."""
+    """An operator on operands of certain types: how numpy computes it, and the attributes of the
+    result but for its handle."""
 
     compute: Callable[[Any, Any], Any]
     dtype: Any
@@ -225,7 +225,8 @@ class _Operation:
 
 
 _operations = dict[Any, _Operation | None]()
-"""By the operator and the operands' types; None where numpy does not compute it alone."""
+"""Operations by the operator and the types of the operands; None where numpy alone does not compute
+one."""
 
 
 def _remember_operators(scope: Any) -> None:

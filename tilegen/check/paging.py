@@ -12,7 +12,7 @@ def in_pages(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, page: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Requests]:
     """Return q (1, heads, batch * seqlen_q, dim), pages (pages, heads, page, dim) of k and of v,
-    and where they lie.
+    and the requests, which say where the pages of each lie.
 
     The pages of a batch entry are not neighbours, and one more page than is needed is there; what
     lies beyond the last key is not a number, so that results show where it is read.

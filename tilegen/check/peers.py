@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Attention = Callable[["Tensor", "Tensor", "Tensor"], "Tensor"]
 
 MAX_DENSE_MASK = 2**28
-"""Elements of a mask tensor that a comparison is willing to make for a library that needs one."""
+"""Largest number of elements of a mask tensor that is made for a library that needs one."""
 MAX_SCORES_BYTES = 16 * 2**30
 """Limit of the score matrix that the math back end writes to memory [bytes]."""
 

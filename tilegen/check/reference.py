@@ -119,12 +119,13 @@ class Softmax:
     """Scores and softmax of attention: everything before the product with v."""
 
     scores: torch.Tensor
-    """q k^T, scaled: (batch, heads, seqlen_q, seqlen_kv), as the next two."""
+    """Scaled products q k^T: (batch, heads, seqlen_q, seqlen_kv), as `changed` and `weights`."""
     changed: torch.Tensor
     """Products after the change by a score; -inf where the mask drops a pair."""
     weights: torch.Tensor
+    """Softmax of `changed` over the keys."""
     lse: torch.Tensor
-    """(batch, heads, seqlen_q)."""
+    """Logarithm of the sum of exponentials of each row: (batch, heads, seqlen_q)."""
 
 
 def softmax_of(

@@ -1,4 +1,4 @@
-"""What roundings in fp32 may cost each result of attention, from the sizes of all terms.
+"""Errors that roundings in fp32 may cause in each result of attention, from the sizes of all terms.
 
 Terms that cancel still leave their roundings, and in which order they are added up is nobody's
 promise: a processor, a GPU and a tile size each have their own. So the error that a right kernel
@@ -20,9 +20,9 @@ from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
 
 UNIT = 2.0**-24
-"""Half a unit in the last place of 1 in fp32, whatever the inputs are: kernels compute in fp32."""
+"""Half a unit in the last place of 1 in fp32: kernels compute in fp32 whatever the inputs are."""
 UNITS = 4
-"""How many units of its size the roundings of a term may add up to.
+"""Number of units, each of the size of a term, that the roundings of the term may add up to.
 
 A weight is exp2(s * scale_log2 - lse_log2). What rounds in its exponent is an absolute error there,
 hence a relative one of the weight: the sum q k^T (twice a term: product and sum), the scale (as a

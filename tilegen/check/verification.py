@@ -44,7 +44,8 @@ from tilegen.problem import AttentionProblem
 from tilegen.runtime.binding import BoundKernel
 
 REDUCED_LENGTH = 300
-"""Ragged for every tile, several tiles of most sizes, and quick in the interpreter."""
+"""Length of reduced problems: ragged for every tile, several tiles of most sizes, and quick in the
+interpreter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -280,7 +281,7 @@ def run_device() -> torch.device:
 
 
 def answer() -> None:
-    """The other end of `verify_anywhere`."""
+    """Answer `verify_anywhere` from a process of its own: checks as JSON for a request as JSON."""
     request = json.load(sys.stdin)
     configs = {kernel: TileConfig.parse(key) for kernel, key in request["configs"].items()}
     checks = verify(AttentionProblem.parse(request["problem"]), configs)

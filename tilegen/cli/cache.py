@@ -208,9 +208,9 @@ def cache_merge(
 ) -> None:
     """Join stores, in any order to the same result, and explain every clash.
 
-    What was measured stands before what was not. Of one machine the later finding counts. Findings
-    with the versions and template of the latest one stand before others; of those the fastest
-    wins, and among equal measurements the config that most machines chose, then the first in order.
+    What nobody has measured is left out. Of one machine the later finding counts. Findings with
+    the newest versions and template stand before others; of those the fastest wins, and among
+    equal measurements the config that most machines chose, then the first in order.
 
     Example: tilegen cache merge /mnt/a/tilegen /mnt/b/tilegen --into /mnt/all/tilegen
     """

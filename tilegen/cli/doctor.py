@@ -6,7 +6,6 @@ import os
 import platform
 import tempfile
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from tilegen import resources
@@ -16,6 +15,7 @@ from tilegen.gpus.spec import detect
 from tilegen.private_files import NotPrivate, check_private
 from tilegen.settings import settings
 from tilegen.store import Location, list_records, locations
+from tilegen.store.versions import installed
 from tilegen.version import __version__
 
 PACKAGES = ("torch", "triton", "numpy", "sympy", "jinja2", "optuna")
@@ -27,7 +27,7 @@ OPTIONAL = {
     "grpcio": "grpc",
     "matplotlib": "plot",
 }
-"""Packages by the extra that installs them."""
+"""Packages that may be missing, and the extra of tilegen that installs each."""
 
 
 @dataclass(frozen=True)
@@ -42,10 +42,10 @@ def examine() -> list[Finding]:
     """Return what was found; a problem is a finding, not an error."""
     found = [Finding("tilegen", __version__), Finding("python", platform.python_version())]
     found += [
-        Finding(name, _version(name) or "missing; install tilegen again") for name in PACKAGES
+        Finding(name, installed(name) or "missing; install tilegen again") for name in PACKAGES
     ]
     found += [
-        Finding(name, _version(name) or f"not installed; pip install 'tilegen[{extra}]'")
+        Finding(name, installed(name) or f"not installed; pip install 'tilegen[{extra}]'")
         for name, extra in OPTIONAL.items()
     ]
     if gpu := detect():
@@ -65,13 +65,6 @@ def examine() -> list[Finding]:
     return found
 
 
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
-
-
 def _count(location: Location) -> str:
     listed = list(list_records([location]))
     broken = sum(one.record is None for one in listed)
@@ -81,8 +74,8 @@ def _count(location: Location) -> str:
 
 
 def _writable(folder: Path) -> str:
-    there = next(path for path in (folder, *folder.parents) if path.exists())
     try:
+        there = next(path for path in (folder, *folder.parents) if path.exists())
         with tempfile.TemporaryFile(dir=there):
             check_private(folder / "kernels")
             return str(folder)

@@ -48,7 +48,7 @@ Trials = Annotated[
     int | None, typer.Option(help="per problem and kernel, in the model's order", min=1)
 ]
 MOST_WORKERS = 64
-"""Workers that one command starts."""
+"""Largest number of workers that one command starts."""
 
 
 def worker(

@@ -51,7 +51,7 @@ app.add_typer(fleet_app, name="fleet")
 CommandLineError: Any = next(
     one for one in typer.BadParameter.__mro__ if one.__name__ == "ClickException"
 )
-"""click's own, from whichever click this typer brings."""
+"""Error of click, which typer brings under a name of its own in some versions."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Places of records as the command line names them: `own`, `shipped`, a folder or a URL."""
+"""Locations of records as the command line names them: `own`, `shipped`, a folder or a URL."""
 
 from __future__ import annotations
 

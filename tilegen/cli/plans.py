@@ -21,8 +21,9 @@ class Plan:
     kernel: str
     problem: str
     configs: int
+    """Number of configs there are."""
     measured: int
-    """Configs whose trials lie in a location already, under the present conditions."""
+    """Number of configs whose trials lie in a location already, under the present conditions."""
 
     def __str__(self) -> str:
         return (
@@ -33,15 +34,9 @@ class Plan:
 
 def plan_of(job: Job, space: Sequence[TileConfig]) -> Plan:
     """Return what tuning would try of a space. Changes nothing."""
-    from tilegen.settings import settings
-    from tilegen.store import locations
-    from tilegen.tuning.trials import TrialLog
+    from tilegen.tuning.trials import trials_of
 
-    others = [location for location in locations() if location.origin != "own"]
-    log = TrialLog(
-        settings().cache_dir, job.gpu.name, job.kernel, job.problem, job.conditions, others=others
-    )
-    known = log.read()
+    known = trials_of(job.gpu.name, job.kernel, job.problem, job.conditions).read()
     return Plan(
         **{name: value for name, value in job.attributes.items() if name != "policy"},
         configs=len(space),

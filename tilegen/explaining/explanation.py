@@ -1,5 +1,5 @@
-"""Why these tiles: the formulas, the numbers, the bound, the runner-up, and what would change the
-choice. Plain values, which `explain_text` writes and `explain_plot` draws."""
+"""Reasons for tiles: the formulas, the numbers, the bound, the runner-up, and what would change the
+choice, as plain values, which text.py writes and plot.py draws."""
 
 from __future__ import annotations
 
@@ -27,10 +27,9 @@ from tilegen.explaining.pass_choice import (
     OTHER_FAST_MEMORY,
     bound_of,
     explain_pass,
-    limited,
     other_masks,
 )
-from tilegen.gpus.spec import GpuSpec
+from tilegen.gpus.spec import GpuSpec, with_fast_memory
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.descriptors import why_not_described
 from tilegen.kernels.registry import KERNELS, check_config, direction_of, tile_heads
@@ -157,7 +156,7 @@ def explain(
         "time": _time(problem, gpu, cost, counts),
         "next_best": [_short(other) | _versus(problem, gpu, chosen, other) for other in others],
         "other_fast_memory": [
-            {"fast_memory": size} | _other(problem, limited(gpu, size), kernel)
+            {"fast_memory": size} | _other(problem, with_fast_memory(gpu, size), kernel)
             for size in OTHER_FAST_MEMORY
         ],
         "other_masks": [
@@ -245,7 +244,7 @@ def _dram(
     kernel, cost = chosen.kernel, chosen.estimate
     order, in_keys = dram.order_of(problem, kernel), KERNELS[kernel].values_in_keys(problem)
     # Panels stay in L2 between kernels, so a bound that reads them from DRAM says nothing.
-    bound = None if _through_panels(kernel) else dram.dram_bound_bytes(problem, gpu, kernel)
+    bound = None if KERNELS[kernel].panel else dram.dram_bound_bytes(problem, gpu, kernel)
     told: dict[str, Any] = {
         "bytes": cost.dram_bytes,
         "bound_bytes": bound,
@@ -301,11 +300,6 @@ def _time(
             "overlap_norm": time.OVERLAP_NORM,
         },
     }
-
-
-def _through_panels(kernel: Kernel) -> bool:
-    """True for a kernel that is launched panel by panel: those of the small-cache family."""
-    return bool(KERNELS[kernel].panel)
 
 
 # --------------------------------------------------------------------------------------------------

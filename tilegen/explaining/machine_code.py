@@ -1,5 +1,5 @@
-"""What the machine code of a kernel says: resources, and for each loop with matrix products what it
-issues, how long it keeps each unit busy, and what its products hide."""
+"""Findings in the machine code of a kernel: resources, and for each loop with matrix products what
+the loop issues, how long it keeps each unit busy, and what its products hide."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tilegen.pipeline import choose_kernel
 from tilegen.problem import AttentionProblem
 
 SHOWN = 128 * 128
-"""Scores for which clocks are shown, so that tiles compare."""
+"""Number of scores for which clocks are shown, so that tiles compare."""
 
 
 def static(

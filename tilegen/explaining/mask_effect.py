@@ -105,7 +105,7 @@ def _waste(problem: AttentionProblem, chosen: Candidate) -> float | None:
 def _dense_choice(
     problem: AttentionProblem, gpu: GpuSpec, chosen: Candidate
 ) -> dict[str, Any] | None:
-    """Return how the config for no mask does under this one."""
+    """Return how the config that is best without a mask does under the mask of the problem."""
     if isinstance(problem.mask, Full) or not KERNELS[chosen.kernel].masked:
         return None
     kernel = chosen.kernel

@@ -1,5 +1,5 @@
-"""Why these kernels: the families that could compute a pass, its lower bound, its regime, and what
-another fast memory or another mask would choose."""
+"""Reasons for kernels: the families that could compute a pass, the lower bound of the pass, its
+regime, and what another fast memory or another mask would choose."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tilegen.choose.families import (
 from tilegen.choose.ranking import propose, spills_much
 from tilegen.errors import Unsupported
 from tilegen.explaining.formulas import formula, named
-from tilegen.gpus.spec import GpuSpec
+from tilegen.gpus.spec import GpuSpec, with_fast_memory
 from tilegen.kernels.config import Family, Kernel
 from tilegen.kernels.panels import panels, rows_for
 from tilegen.kernels.registry import FAMILIES
@@ -35,7 +35,7 @@ from tilegen.problem import AttentionProblem
 from tilegen.theory import regimes
 
 OTHER_FAST_MEMORY = tuple(kib * 1024 for kib in (48, 64, 99, 163, 227))
-"""Bytes of shared memory per program of GPUs from the GTX 1060 to the H200."""
+"""Shared memory per program of GPUs from the GTX 1060 to the H200 [bytes]."""
 
 
 def explain_pass(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> dict[str, Any]:
@@ -69,7 +69,7 @@ def explain_pass(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) 
         "regime": regime,
         "panel": _panel(problem, gpu, direction) if chosen == "small_cache" else None,
         "other_fast_memory": [
-            {"fast_memory": size} | _choice(problem, limited(gpu, size), direction)
+            {"fast_memory": size} | _choice(problem, with_fast_memory(gpu, size), direction)
             for size in OTHER_FAST_MEMORY
         ],
         "other_masks": [
@@ -77,12 +77,6 @@ def explain_pass(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) 
             for mask in other_masks(problem)
         ],
     }
-
-
-def limited(gpu: GpuSpec, fast_memory: int) -> GpuSpec:
-    """Return a GPU with other shared memory per program."""
-    shared = max(fast_memory + 1024, gpu.smem_per_sm)
-    return replace(gpu, smem_per_block=fast_memory, smem_per_sm=shared)
 
 
 def other_masks(problem: AttentionProblem) -> Iterator[Mask]:

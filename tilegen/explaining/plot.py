@@ -3,6 +3,7 @@ which only `tilegen explain --plot` needs (the extra `plot`)."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import sympy as sp
 
 from tilegen.choose.ranking import propose
+from tilegen.disk import write_whole
 from tilegen.errors import Unsupported
 from tilegen.gpus.nearest import on_tensor_cores
 from tilegen.gpus.spec import GpuSpec
@@ -47,12 +49,12 @@ Array = np.ndarray[Any, np.dtype[np.float64]]
 FORMATS = (".png", ".svg", ".pdf")
 POINTS = 120
 CANDIDATES = 8
-"""Configs of each kernel on the roofline."""
+"""Number of configs of each kernel on the roofline."""
 LARGE_CACHE: dict[Direction, tuple[str, ...]] = {
     "forward": ("fwd_q_stationary",),
     "backward": ("bwd_preprocess", "bwd_dkdv", "bwd_dq"),
 }
-"""Schedules that make up FlashAttention's passes."""
+"""Names of the schedules that make up FlashAttention's passes."""
 
 
 def draw(
@@ -80,7 +82,9 @@ def draw(
             _draw_mask(axes, problem, shown)
         _draw_traffic(traffic, problem, gpu, way)
         _draw_roofline(roofline, problem, gpu, shown)
-    figure.savefig(file)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=file.suffix.removeprefix("."))
+    write_whole(file, drawn.getvalue())
 
 
 # --------------------------------------------------------------------------------------------------
@@ -88,7 +92,7 @@ def draw(
 
 
 MASK_SIDE = 512
-"""Rows and columns of a mask that are drawn: its first."""
+"""Number of rows and of columns of a mask that are drawn, from the first."""
 
 
 def _draw_mask(axes: Axes, problem: AttentionProblem, shown: Sequence[dict[str, Any]]) -> None:
@@ -143,14 +147,15 @@ def mask_picture(problem: AttentionProblem, config: TileConfig, rows: int, colum
 
 @dataclass(frozen=True, kw_only=True)
 class Curves:
-    """Bytes of a pass against bytes of fast memory."""
+    """Traffic of a pass [bytes] against fast memory [bytes]."""
 
     memory: Array
     large_cache: Array
     """FlashAttention's schedule at its best tiles; not a number where none fits."""
     small_cache: Array
+    """The small-cache schedule at its best tiles."""
     bounds: Mapping[str, Array]
-    """LB1, LB1G, LB2 and floor."""
+    """The bounds LB1, LB1G, LB2 and floor, by name."""
 
 
 def curves(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> Curves:

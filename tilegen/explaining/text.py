@@ -98,8 +98,10 @@ def pass_lines(told: dict[str, Any]) -> list[str]:
             f"  panel      {panel['rows']} query rows, {_bytes(panel['bytes'])} of scores in "
             f"{_bytes(panel['l2_bytes'])} of L2; {panel['panels']} of them"
         )
-    others = [*map(_memory, way["other_fast_memory"]), *map(_other_mask, way["other_masks"])]
-    choices = [f"{name:10} {_choice(one)}" for name, one in others]
+    choices = [
+        f"{one['fast_memory'] // 1024:3} KiB    {_choice(one)}" for one in way["other_fast_memory"]
+    ]
+    choices += [f"{one['mask']:10} {_choice(one)}" for one in way["other_masks"]]
     return [*lines, *_table("would be", choices)]
 
 
@@ -244,14 +246,6 @@ def _subgrid_lines(found: dict[str, Any] | None) -> Iterator[str]:
             f"    LB1G  u = {found['per_row']:.1f} scores for each row and column of a sub-grid of "
             f"the mask, at most: {form}; w_b = {found['width']}"
         )
-
-
-def _memory(other: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    return f"{other['fast_memory'] // 1024:3} KiB", other
-
-
-def _other_mask(other: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    return other["mask"], other
 
 
 def _table(name: str, rows: Iterable[str]) -> Iterator[str]:

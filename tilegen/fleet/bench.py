@@ -30,7 +30,7 @@ class Machine(Protocol):
         ...
 
     def bench(self, job: Job) -> Bench:
-        """Return what compiles, measures and checks them."""
+        """Return the bench that compiles, measures and checks the configs."""
         ...
 
 
@@ -45,14 +45,14 @@ class RealMachine:
         return search_space(job.problem, job.gpu, job.kernel)
 
     def bench(self, job: Job) -> Bench:
-        """Return the GPU's. Raises Unsupported if it is another than the job's."""
+        """Return the bench of the GPU at hand. Raises Unsupported if the job is for another GPU."""
         return real_bench(job.problem, job.gpu, job.kernel, self._pool)
 
 
 class ReplayMachine:
-    """Recordings (benchmarks/recordings.py): a config takes as long as it says, and comes out so.
+    """Recordings of timings (benchmarks/recordings.py) in the place of a GPU.
 
-    So a whole fleet can be run without a GPU.
+    A config takes as long as its recording says, and comes out as the recording says.
     """
 
     def __init__(self, where: Path) -> None:
@@ -66,11 +66,11 @@ class ReplayMachine:
 
     @property
     def gpus(self) -> list[str]:
-        """Return the GPU models there are recordings of."""
+        """The GPU models there are recordings of."""
         return sorted({gpu for gpu, _, _ in self._recorded})
 
     def jobs(self, problems: Sequence[AttentionProblem], gpu: str) -> list[Job]:
-        """Return what of a catalogue has been recorded on a GPU model."""
+        """Return the jobs of a catalogue that have been recorded on a GPU model."""
         spec = gpu_named(gpu)
         wanted = dict.fromkeys(problem.bucket.key for problem in problems)
         return [
@@ -85,7 +85,7 @@ class ReplayMachine:
         return list(self._recorded[_key(job)])
 
     def bench(self, job: Job) -> Bench:
-        """Return what answers as the recording does, after as long."""
+        """Return a bench that answers as the recording does, after as long."""
         recorded = self._recorded[_key(job)]
 
         def measure(config: TileConfig) -> Measurement:

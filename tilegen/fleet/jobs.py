@@ -19,7 +19,7 @@ from tilegen.store.trials import Conditions
 from tilegen.store.versions import current_versions
 
 ATTRIBUTES = ("gpu", "kernel", "problem", "policy")
-"""Attributes in which a study describes its job, for `tilegen fleet status`."""
+"""Names of the attributes in which a study describes its job, for `tilegen fleet status`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,30 +29,24 @@ class Job:
     gpu: GpuSpec
     kernel: Kernel
     problem: AttentionProblem
-    """A bucket's."""
+    """The problem of a bucket."""
 
     @cached_property
     def conditions(self) -> Conditions:
         """Conditions of the timings; workers under other conditions have a study of their own."""
-        versions = current_versions()
-        return Conditions(
-            problem=self.problem.key,
-            arch=self.gpu.arch,
-            triton=versions.triton,
-            driver=versions.driver,
-            template_digest=template_digest(self.kernel),
-        )
+        digest = template_digest(self.kernel)
+        return Conditions.of(self.problem, self.gpu.arch, current_versions(), digest)
 
     @cached_property
     def study(self) -> str:
-        """The name of its study."""
+        """The name of the study of this job."""
         conditions = json.dumps(asdict(self.conditions), sort_keys=True).encode()
         digest = hashlib.sha256(conditions).hexdigest()[:12]
         return f"{slug(self.gpu.name)}/{self.kernel}/{slug(self.problem.key)}/{digest}"
 
     @property
     def attributes(self) -> dict[str, str]:
-        """Return what its study says of itself."""
+        """The values by which the study of this job describes it."""
         values = self.gpu.name, self.kernel, self.problem.key, self.conditions.policy
         return dict(zip(ATTRIBUTES, values, strict=True))
 

@@ -1,9 +1,10 @@
 """One study: every config of a kernel, problem and GPU model is one of its trials.
 
 Optuna's own heartbeats are left alone. They work for databases only, not for journals or through
-the proxy; a trial whose worker dies before the first of them stays claimed for ever; and one whose
-finder dies between failing it and putting it back is lost. What is here needs no more of a storage
-than that trials are numbered and that only one of two workers makes a waiting trial a running one.
+the proxy; a trial whose worker dies before the first heartbeat stays claimed for ever; and a trial
+is lost if the worker that found it abandoned dies between failing it and putting it back. A queue
+needs no more of a storage than that trials are numbered and that only one of two workers makes a
+waiting trial a running one.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ if TYPE_CHECKING:
     from optuna.storages import BaseStorage
 
 CONFIG, RESULT, BEAT, FILLED = "config", "result", "beat", "filled"
-"""Names of what trials and studies carry besides Optuna's own."""
+"""Names of the attributes that trials and studies carry besides Optuna's own."""
 PUBLISHED = "published to "
 """Start of the marks of studies whose winner is in a store."""
 STALE_SECONDS = 60.0
-"""A claim without a beat for so long belongs to nobody: its config is measured by another."""
+"""Time without a beat after which a claim belongs to nobody [seconds]: another worker measures its
+config."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,8 @@ class Queue:
         self._stale = stale_seconds
         self._filled = False
         self._beats: dict[int, tuple[int, float]] = {}
-        """Last beat of each running trial, and when it was new, by this process's clock."""
+        """Last beat of each running trial, and the time when it was new by this process's clock
+        [seconds]."""
 
     def ready(
         self,

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """Counts of the configs of one study by what has become of them."""
+    """Progress of one study: how many of its configs wait, run and are finished."""
 
     gpu: str
     kernel: str
@@ -30,14 +30,15 @@ class Progress:
     running: int
     finished: int
     abandoned: int
-    """Claims that were put back."""
+    """Number of claims that were put back."""
     best_us: float | None
+    """Shortest time so far [us]."""
     winner: str
-    """Config that was published, empty before; a sentence if none runs."""
+    """Config that was published; `none runs` where none does, empty before."""
 
     @property
     def configs(self) -> int:
-        """Configs there are."""
+        """Number of configs there are."""
         return self.waiting + self.running + self.finished
 
     @property

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import random
 import time
@@ -15,13 +14,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 import optuna
 
+from tilegen.disk import log
 from tilegen.errors import TilegenError, Unsupported
 from tilegen.measure import one_line
+from tilegen.store.reach import shown
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
-
-log = logging.getLogger("tilegen")
 
 FORMS = (
     "postgresql://user@host/database, journal:FILE on a shared folder, grpc://host:port of a "
@@ -32,11 +31,13 @@ OPENING_SECONDS = 30.0
 PATIENCE_SECONDS = 600.0
 """Time that workers wait for a storage that answered before [seconds]: a restart, an upgrade."""
 LONGEST_PAUSE = 10.0
+"""Longest pause between two calls [seconds]."""
 MAX_LINE = 2**20
-"""Bytes of a journal's first line; the longest is a few hundred."""
+"""Limit of a journal's first line [bytes]; the longest is a few hundred."""
 SQLITE_BROKEN = ("SQLITE_NOTADB", "SQLITE_CORRUPT", "SQLITE_CANTOPEN")
 LOCK_SECONDS = 10
-"""After which the lock of a journal belongs to a killed worker: it is held for milliseconds."""
+"""Time after which the lock of a journal belongs to a killed worker [seconds]: a living one holds
+it for milliseconds."""
 
 
 class StorageAway(TilegenError):
@@ -53,7 +54,7 @@ class Patient:
     def __init__(self, storage: BaseStorage, where: str, journal: Path | None = None) -> None:
         self._storage, self._where, self._journal = storage, where, journal
         self.failed_at = -math.inf
-        """When it last did not answer, by `time.monotonic`."""
+        """Time at which the storage last did not answer, by `time.monotonic` [seconds]."""
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._storage, name)
@@ -226,12 +227,3 @@ def _database(url: str) -> BaseStorage:
     from optuna.storages import RDBStorage, get_storage
 
     return get_storage(RDBStorage(url, engine_kwargs={"pool_pre_ping": True}))
-
-
-def shown(url: str) -> str:
-    """Return a URL without its password."""
-    head, at, tail = url.rpartition("@")
-    if not at or "://" not in head:
-        return url
-    scheme, _, user = head.partition("://")
-    return f"{scheme}://{user.partition(':')[0]}@{tail}"

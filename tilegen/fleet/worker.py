@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import random
 import socket
 import threading
@@ -15,32 +14,30 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from tilegen.choose.ranking import ranked_space
+from tilegen.disk import log
 from tilegen.errors import NoRecord, TilegenError
 from tilegen.fleet.bench import Machine
 from tilegen.fleet.jobs import Job
 from tilegen.fleet.queue import PUBLISHED, STALE_SECONDS, Claim, Queue
 from tilegen.fleet.storage import StorageAway
 from tilegen.kernels.config import TileConfig
-from tilegen.measure import DeviceLost, one_line
+from tilegen.measure import DeviceLost, one_line, us
 from tilegen.model.estimate import Candidate
 from tilegen.settings import settings
-from tilegen.store import Location, TuningRecord, locations, now
+from tilegen.store import Location, TuningRecord, now
 from tilegen.store.transfer import put, put_trials
 from tilegen.store.trials import Trial, trial_line, trials_path
 from tilegen.tuning.bench import Ahead, Bench, refused
-from tilegen.tuning.report import us
-from tilegen.tuning.trials import TrialLog
+from tilegen.tuning.trials import trials_of
 from tilegen.tuning.tuner import tune
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage
 
-log = logging.getLogger("tilegen")
-
 AT_ONCE = 4
-"""Configs claimed at once where a compiler works ahead of the GPU."""
+"""Number of configs claimed at once where a compiler works ahead of the GPU."""
 SHORTEST_POLL, LONGEST_POLL = 0.1, 5.0
-"""Seconds between two looks at studies in which others measure the last configs."""
+"""Pauses between two looks at studies in which others measure the last configs [seconds]."""
 
 
 class Worker:
@@ -68,7 +65,7 @@ class Worker:
         self._held: list[Claim] = []
         self._lock = threading.Lock()
         self.measured = 0
-        """Configs this worker has finished."""
+        """Number of configs that this worker has finished."""
 
     def run(self, jobs: Sequence[Job]) -> dict[Job, TuningRecord | None]:
         """Work until all jobs are done, by whomever; return the records this worker has published,
@@ -156,11 +153,8 @@ class Worker:
         counts = queue.finish(claim, trial, job.conditions, now())
         self._drop(claim)
         self.measured += counts
-        time_or_why = (
-            f"{us(measurement.median_us)} us"
-            if measurement.median_us is not None
-            else f"{measurement.status.replace('_', ' ')}: {measurement.message}"
-        )
+        time_us = measurement.median_us
+        time_or_why = measurement.failure if time_us is None else f"{us(time_us)} us"
         log.info("%s %s %s%s", job, claim.config.key, time_or_why, "" if counts else " (too late)")
         if lost:
             raise lost
@@ -198,7 +192,8 @@ class Worker:
 
     @property
     def _mark(self) -> str:
-        """The mark of studies whose winner is in the store; every machine has an own one."""
+        """The mark of studies whose winner is in the store; for an own directory it has the name of
+        the machine."""
         where = f"{socket.gethostname()}:" if self._store == self._own else ""
         return f"{PUBLISHED}{where}{self._store.address()}"
 
@@ -222,16 +217,7 @@ class Worker:
     def _known(self, job: Job) -> list[dict[str, Any]]:
         """Return what tuning without this storage has found, here or at shared locations."""
         configs, _ = self._plan(job)
-        others = [location for location in locations() if location.origin != "own"]
-        trial_log = TrialLog(
-            settings().cache_dir,
-            job.gpu.name,
-            job.kernel,
-            job.problem,
-            job.conditions,
-            others=others,
-        )
-        found = trial_log.read()
+        found = trials_of(job.gpu.name, job.kernel, job.problem, job.conditions).read()
         return [
             trial_line(found[config], job.conditions, now())
             for config in configs

@@ -16,7 +16,7 @@ from diffusers.models import attention_dispatch
 from torch.nn.attention.flex_attention import BlockMask
 
 from tilegen.errors import InvalidProblem, Unsupported
-from tilegen.integrations.given import of_tensor, score_of
+from tilegen.integrations.given import is_mask, of_tensor, score_of, shown
 from tilegen.masks.mask import Mask, causal, full
 from tilegen.runtime import attention as runtime
 from tilegen.runtime.flex import from_block_mask
@@ -95,19 +95,11 @@ def _mask_of(given: Any, batch: int, lengths: tuple[int, int]) -> tuple[Mask, to
         return full(), None
     if isinstance(given, BlockMask):
         return from_block_mask(given), None
-    is_mask = isinstance(given, torch.Tensor) and (
-        given.dtype == torch.bool or given.is_floating_point()
-    )
-    if is_mask and given.shape == (batch, lengths[1]):
+    if is_mask(given) and given.shape == (batch, lengths[1]):
         return of_tensor(given[:, None, None], batch, lengths)
-    if not is_mask or given.ndim not in (2, 3, 4):
-        shown = (
-            f"{given.dtype} {tuple(given.shape)}"
-            if isinstance(given, torch.Tensor)
-            else type(given).__name__
-        )
+    if not is_mask(given) or given.ndim not in (2, 3, 4):
         raise InvalidProblem(
             "expected attn_mask to be a bool or floating tensor (batch, seqlen_kv) or (batch, "
-            f"heads, seqlen_q, seqlen_kv), or a BlockMask; got {shown}"
+            f"heads, seqlen_q, seqlen_kv), or a BlockMask; got {shown(given)}"
         )
     return of_tensor(given[(None,) * (4 - given.ndim)], batch, lengths)

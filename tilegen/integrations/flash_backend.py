@@ -260,7 +260,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
     "_scaled_dot_product_flash_attention": sdpa_flash_attention,
     "_scaled_dot_product_flash_attention_backward": sdpa_flash_attention_backward,
 }
-"""What stands in for each operator of `aten`."""
+"""Functions that stand in for operators of `aten`, by the name of the operator."""
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""What flash-attn's arguments do to scores: the mask of a window, soft caps and slopes."""
+"""Masks and scores for flash-attn's arguments: windows, soft caps and slopes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What callers hand over as tensors beside q, k and v, as masks and scores of tilegen."""
+"""Masks and scores for tensors that callers hand over beside q, k and v."""
 
 from __future__ import annotations
 
@@ -16,10 +16,24 @@ from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
 
 MAX_MASKS = 4
-"""Masks of tensors kept for further layers of a forward that gets the same tensors; each may be as
-large as the scores of a head."""
+"""Number of masks of tensors that are kept for further layers of a forward that gets the same
+tensors; each may be as large as the scores of a head."""
 Given = tuple[Mask, torch.Tensor | None]
 """A mask, and what is added to the scores of the pairs that it keeps."""
+
+
+def is_mask(given: Any) -> bool:
+    """True for a tensor that may be a mask: a bool or a floating one."""
+    return isinstance(given, torch.Tensor) and (
+        given.dtype == torch.bool or given.is_floating_point()
+    )
+
+
+def shown(given: Any) -> str:
+    """Return what was handed over, for a message: dtype and shape of a tensor, else the type."""
+    if isinstance(given, torch.Tensor):
+        return f"{given.dtype} {tuple(given.shape)}"
+    return type(given).__name__
 
 
 def of_tensor(given: torch.Tensor, batch: int, lengths: tuple[int, int]) -> Given:

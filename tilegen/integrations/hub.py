@@ -26,7 +26,7 @@ Backend = Literal["cuda", "rocm", "cpu"]
 BACKWARD: tuple[Kernel, ...] = ("bwd_preprocess", "bwd_dkdv", "bwd_dq")
 NAME = re.compile(r"[a-z][-a-z0-9]*[a-z0-9]")
 _TENSORS = re.compile(r"(t\d+|c\d+|dc\d+|sinks|tiles|dropout)_ptr")
-"""Arguments that are tensors of a mask or a score, lists of tiles made of them, or seeds."""
+"""Names of arguments: tensors of masks and scores, lists of tiles made of these, seeds."""
 
 
 def lay_out(

@@ -44,7 +44,7 @@ class ModelMask:
 
     mask: Mask
     lengths: tuple[int, int]
-    """The numbers of queries and of keys that it was made for."""
+    """The numbers of queries and of keys that the mask was made for."""
     batch: int
     is_padded: bool
     ndim = 4
@@ -61,7 +61,7 @@ class ModelMask:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the queries and keys of a forward lie in the sequence that a model has seen."""
+    """Place of the queries and keys of a forward in the sequence that a model has seen."""
 
     batch: int
     seqlen_q: int
@@ -78,7 +78,7 @@ class Place:
 
     @property
     def ends_together(self) -> bool:
-        """Whether the last query is known to have the position of the last key."""
+        """True where the last query is known to have the position of the last key."""
         shift = self.shift
         return not isinstance(shift, torch.Tensor) and shift == self.seqlen_kv - self.seqlen_q
 
@@ -263,7 +263,7 @@ def _flat(function: MaskFunction) -> list[MaskFunction]:
 
 
 def _fit(ids: torch.Tensor, positions: torch.Tensor) -> bool:
-    """Whether positions rise by one within documents, where that may be looked at: transformers
+    """True where positions rise by one within documents, as far as may be looked at: transformers
     finds documents by just that."""
     if not is_checked(ids):
         return True
@@ -300,7 +300,7 @@ def _samples() -> list[tuple[Any, Reader]]:
 
 
 def _agrees(function: Any, reader: Reader) -> bool:
-    """Whether a building block keeps what its reader says, on a few positions."""
+    """True where a building block keeps what its reader says, on a few positions."""
     b, h, q, k = (
         torch.arange(n).view(-1, *[1] * (3 - axis)) for axis, n in enumerate((2, 1, 4, 7))
     )

@@ -34,7 +34,7 @@ from tilegen.runtime.paged import attention_paged
 
 @dataclass
 class Batch:
-    """What the layers of a forward share: tensors on the device, and numbers that bound them."""
+    """A forward as its layers share it: tensors on the device, and numbers that bound them."""
 
     block_table: torch.Tensor
     lengths: torch.Tensor
@@ -44,7 +44,7 @@ class Batch:
     window_table: torch.Tensor | None = None
     """The pages of layers whose keys lie in a pool of their own, for windows."""
     window_slots: torch.Tensor | None = None
-    """Where new tokens go in that pool."""
+    """Slots in the pool for windows that new tokens go to."""
 
 
 class TilegenAttnBackend(AttentionBackend):
@@ -230,7 +230,7 @@ class TilegenAttnBackend(AttentionBackend):
 
 
 def _is_prompt(mode: Any) -> bool:
-    """Whether a batch computes new tokens of prompts, or those and decoding."""
+    """True for a batch that computes new tokens of prompts, alone or beside decoding."""
     return mode.is_extend() and not (mode.is_target_verify() or mode.is_dllm_extend())
 
 

@@ -18,7 +18,7 @@ import torch
 _TABLE: list[dict[str, Any]] = json.loads((Path(__file__).parent / "table.json").read_text())
 _DTYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 _VECTOR = 16
-"""Bytes of which addresses and strides are multiples where kernels count on it."""
+"""Unit of addresses and strides where kernels count on alignment [bytes]."""
 
 
 def attention(

@@ -15,8 +15,8 @@ from tilegen.masks.usual import BlockSparse, Intervals, SameDocument
 from tilegen.masks.values import UNKNOWN, Pattern, Values
 
 TYPICAL = 50
-"""Percent that bool masks are taken to keep: looking at each would wait for the GPU, and choose
-other kernels for each."""
+"""Share of pairs that bool masks are taken to keep [percent]: looking at each would wait for the
+GPU, and choose other kernels for each."""
 Tables = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 

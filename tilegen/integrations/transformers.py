@@ -18,7 +18,7 @@ from tilegen.bounded_cache import BoundedCache
 from tilegen.disk import say_once
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.integrations import windows
-from tilegen.integrations.given import of_tensor, score_of
+from tilegen.integrations.given import is_mask, of_tensor, score_of, shown
 from tilegen.integrations.model_masks import ModelMask, model_mask
 from tilegen.masks.made import is_traced
 from tilegen.masks.mask import Causal, Mask, causal, full
@@ -29,7 +29,7 @@ from tilegen.runtime.flex import from_block_mask
 
 NAME = "tilegen"
 MAX_MASKS = 64
-"""Masks of packed documents kept for further layers of a forward."""
+"""Number of masks of packed documents that are kept for further layers of a forward."""
 
 
 def register() -> None:
@@ -113,21 +113,12 @@ def _mask_of(
         return given.mask, None
     if isinstance(given, BlockMask):
         return from_block_mask(given), None
-    if not isinstance(given, torch.Tensor) or given.ndim != 4 or not _is_mask(given.dtype):
-        shown = (
-            f"{given.dtype} {tuple(given.shape)}"
-            if isinstance(given, torch.Tensor)
-            else type(given).__name__
-        )
+    if not is_mask(given) or given.ndim != 4:
         raise InvalidProblem(
             "expected attention_mask to be a bool or floating tensor (batch, heads, seqlen_q, "
-            f"seqlen_kv), a BlockMask, or what the model makes; got {shown}"
+            f"seqlen_kv), a BlockMask, or what the model makes; got {shown(given)}"
         )
     return of_tensor(given[..., : lengths[1]], batch, lengths)
-
-
-def _is_mask(dtype: torch.dtype) -> bool:
-    return dtype == torch.bool or dtype.is_floating_point
 
 
 def _default_mask(

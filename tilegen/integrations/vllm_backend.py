@@ -31,13 +31,13 @@ from tilegen.runtime.slots import write_slots
 from tilegen.settings import BATCH_INVARIANT
 
 CACHES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-"""vLLM's names for caches of a dtype of their own; `auto` is the model's."""
+"""Dtypes by vLLM's names for caches of a dtype of their own; `auto` is the model's dtype."""
 
 
 class TilegenBackend(AttentionBackend):
-    """What tilegen supports, as vLLM asks it. It refuses what it does not with a reason: other
-    caches than fp16, bf16 and fp32 (fp8), attention of encoders and across, MLA, prefixes of images
-    that see themselves, R-SWA, ALiBi under a square root, and context parallelism."""
+    """Answers to what vLLM asks of a back end. Refused with a reason are other caches than fp16,
+    bf16 and fp32 (fp8), attention of encoders and across, MLA, prefixes of images that see
+    themselves, R-SWA, ALiBi under a square root, and context parallelism."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = list(DTYPES)
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *CACHES]
@@ -117,7 +117,7 @@ class TilegenMetadata:
     """A batch: tensors on the device, which the host does not read, and what bounds them."""
 
     num_tokens: int
-    """Tokens of the batch; tensors of a layer may have more."""
+    """Number of tokens of the batch; tensors of a layer may have more."""
     q_starts: torch.Tensor
     lengths: torch.Tensor
     block_table: torch.Tensor

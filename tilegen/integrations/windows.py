@@ -39,39 +39,20 @@ def flash_attn(
 
     Both sides are distances that are kept, -1 or None is unbounded; `causal` sets `right` to 0.
     """
-    left, right = (_distance("window_size", side, unbounded=-1) for side in (left, right))
+    left, right = (_distance("window_size", side) for side in (left, right))
     return _window(left, 0 if causal else right, alignment)
-
-
-@made_once
-def transformers(window: int | None, alignment: Alignment = "bottom_right") -> Mask:
-    """Return the causal mask of transformers' `sliding_window`: as many tokens, the query's own
-    among them; None is unbounded."""
-    return _window(_others("sliding_window", window), 0, alignment)
-
-
-@made_once
-def transformers_bidirectional(window: int | None, alignment: Alignment = "bottom_right") -> Mask:
-    """Return the mask of transformers' `sliding_window` in a model that is not causal: a distance
-    that is kept on both sides; None is unbounded."""
-    distance = _distance("sliding_window", window)
-    return _window(distance, distance, alignment)
-
-
-@made_once
-def flashinfer(
-    window_left: int | None, causal: bool = True, alignment: Alignment = "bottom_right"
-) -> Mask:
-    """Return the mask of FlashInfer's `window_left`: a distance that is kept; -1 is unbounded."""
-    left = _distance("window_left", window_left, unbounded=-1)
-    return _window(left, 0 if causal else None, alignment)
 
 
 @made_once
 def vllm(window: int | None, causal: bool = True, alignment: Alignment = "bottom_right") -> Mask:
     """Return the mask of vLLM's `sliding_window`: as many tokens, the query's own among them, on
     both sides where a model is not causal; None is unbounded."""
-    others = _others("sliding_window", window)
+    if window is not None and (isinstance(window, bool) or window < 1):
+        raise InvalidProblem(
+            "sliding_window counts the query's own token and must be 1 or more, or None for "
+            f"unbounded; got {window!r}"
+        )
+    others = None if window is None else window - 1
     return _window(others, 0 if causal else others, alignment)
 
 
@@ -79,7 +60,7 @@ def vllm(window: int | None, causal: bool = True, alignment: Alignment = "bottom
 def sglang(window: int | None, alignment: Alignment = "bottom_right") -> Mask:
     """Return the causal mask of sglang's `sliding_window_size`: a distance that is kept, -1 or None
     is unbounded."""
-    return _window(_distance("sliding_window_size", window, unbounded=-1), 0, alignment)
+    return _window(_distance("sliding_window_size", window), 0, alignment)
 
 
 def _window(left: int | None, right: int | None, alignment: Alignment) -> Mask:
@@ -89,23 +70,12 @@ def _window(left: int | None, right: int | None, alignment: Alignment) -> Mask:
     return sliding_window(left, right, alignment)
 
 
-def _distance(name: str, value: int | None, unbounded: int | None = None) -> int | None:
+def _distance(name: str, value: int | None) -> int | None:
     """Return a distance, None for unbounded. Raises InvalidProblem."""
-    if value is None or value == unbounded:
+    if value is None or value == -1:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        spelt = "None" if unbounded is None else f"{unbounded}"
         raise InvalidProblem(
-            f"{name} must hold distances of 0 or more, or {spelt} for unbounded; got {value!r}"
+            f"{name} must hold distances of 0 or more, or -1 for unbounded; got {value!r}"
         )
     return value
-
-
-def _others(name: str, tokens: int | None) -> int | None:
-    """Return the distance that a window of so many tokens keeps, the query's own among them."""
-    if tokens is not None and (isinstance(tokens, bool) or tokens < 1):
-        raise InvalidProblem(
-            f"{name} counts the query's own token and must be 1 or more, or None for unbounded; "
-            f"got {tokens!r}"
-        )
-    return None if tokens is None else tokens - 1

@@ -14,7 +14,7 @@ from tilegen.memory_model.clocks import Actor, View
 from tilegen.memory_model.faults import Fault
 
 MAX_COUNT = 2**20 - 1
-"""Largest count of arrivals, and of transactions in bytes (PTX, mbarrier: limits)."""
+"""Largest count of arrivals, and of transactions [bytes] (PTX, mbarrier: limits)."""
 
 MakeFault = Callable[[str], Fault]
 
@@ -25,19 +25,19 @@ class Barrier:
 
     name: str
     count: int = 0
-    """Arrivals of each phase; 0 before it is initialised."""
+    """Number of arrivals that complete a phase; 0 before the barrier is initialised."""
     pending: int = 0
     bytes_left: int = 0
-    """Bytes that were expected and did not come, less those that came unexpected."""
+    """Bytes that were expected and did not come, less those that came unexpected [bytes]."""
     phase: int = 0
     made: View | None = None
-    """What was known where the barrier was initialised."""
+    """View of the actor that initialised the barrier."""
     known: View = field(default_factory=View)
-    """What those know that arrived in this phase."""
+    """Joined view of the actors that arrived in this phase."""
     done: dict[int, View] = field(default_factory=dict)
-    """What was known when a phase completed; of the last two."""
+    """Views with which the last two phases completed, by the number of the phase."""
     waits: dict[Actor, tuple[int, int]] = field(default_factory=dict)
-    """Of each actor that waited: the phase that it waited for last, and its count then."""
+    """Phase that each actor waited for last, and the count of the actor then."""
 
     def start(self, count: int, view: View, fault: MakeFault) -> None:
         """Initialise the barrier. Raises Fault where it is already, or for a count out of range."""

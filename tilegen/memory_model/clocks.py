@@ -20,11 +20,11 @@ Region = tuple[tuple[int, int], ...]
 
 @dataclass(slots=True)
 class View:
-    """What an actor knows to have happened, as counts of other actors."""
+    """Knowledge of an actor of what has happened, as counts of other actors."""
 
     seen: dict[Actor, int] = field(default_factory=dict)
     fenced: dict[Actor, int] = field(default_factory=dict)
-    """Of ordinary stores, those that the asynchronous proxy sees too: a fence came after them."""
+    """Counts of ordinary stores that the asynchronous proxy sees too: a fence came after them."""
 
     def copy(self) -> View:
         """Return a view that changes apart from this one."""
@@ -44,7 +44,7 @@ class Access:
 
     actor: Actor
     count: int
-    """The actor's releases before."""
+    """Number of releases of the actor before the access."""
     writes: bool
     ordinary: bool
     """True: by ordinary loads and stores. False: by the asynchronous proxy, as TMA and wgmma."""

@@ -1,4 +1,4 @@
-"""What a kernel does wrong: `Fault`."""
+"""Errors of the memory model: `Fault` and `NotModelled`."""
 
 from __future__ import annotations
 

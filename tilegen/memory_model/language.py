@@ -16,7 +16,7 @@ from tilegen.memory_model.values import Int, Tile, as_operand, combined, rounded
 
 _machine: Machine | None = None
 Twins = Mapping[str, Callable[..., Tile]]
-"""What inline assembly computes, by its text: of tiles, a tile."""
+"""Functions from tiles to a tile, by the text of the inline assembly that each stands for."""
 _twins: Twins = {}
 
 values.add_operators(real.int1)
@@ -111,7 +111,7 @@ def function_of(run: Callable[..., np.ndarray]) -> Callable[[Tile], Tile]:
 def inline_asm_elementwise(
     asm: str, constraints: str, args: Sequence[Tile], dtype: Any, is_pure: bool, pack: int
 ) -> Tile:
-    """What the twin of an assembly text computes. Raises NotModelled where it has none."""
+    """Result of the twin of an assembly text. Raises NotModelled where there is none."""
     if (twin := _twins.get(asm)) is None:
         raise NotModelled(f"inline assembly needs a twin in Python (run(..., twins=)): {asm}")
     return twin(*args)
@@ -147,7 +147,7 @@ def program_id(axis: int) -> Int:
 
 
 class constexpr:  # noqa: N801, the name in Gluon
-    """What the compiler knows: the value itself."""
+    """A value that the compiler knows: the value itself."""
 
     def __new__(cls, value: Any) -> Any:
         """Return the value."""

@@ -48,9 +48,9 @@ class Partition:
     stores: list[View] = field(default_factory=list)
     """TMA stores whose shared memory is still read, in the order of their issue."""
     transfers: int = 0
-    """TMA loads that it has issued."""
+    """Number of TMA loads that the partition has issued."""
     waits_for: tuple[Callable[[], bool], str] | None = None
-    """What it waits for, and that in words with its line."""
+    """Condition that the partition waits for, and the condition in words with its line."""
     done: bool = False
 
     def release(self) -> None:

@@ -15,16 +15,14 @@ from tilegen.memory_model.faults import Fault, NotModelled
 from tilegen.memory_model.values import Tile, as_operand
 
 SMEM_PER_BLOCK = 227 * 1024
-"""Bytes of shared memory that one program may have on sm_90 (CUDA C++ programming guide)."""
+"""Shared memory that one program may have on sm_90 [bytes] (CUDA C++ programming guide)."""
 MAX_RANK = 5
-"""Dimensions of a tensor map (PTX, tensors: cp.async.bulk.tensor, 1 to 5)."""
-
-
+"""Largest number of dimensions of a tensor map (PTX, tensors: cp.async.bulk.tensor, 1 to 5)."""
 _NARROW = (torch.float16, torch.bfloat16)
 
 
 class Machine(Protocol):
-    """What memory needs of the machine that runs (machine.py)."""
+    """The machine that runs (machine.py), as far as memory needs it."""
 
     def fault(self, message: str) -> Fault:
         """Return a fault of the partition that runs."""
@@ -64,12 +62,12 @@ class Buffer:
 
     @property
     def dtype(self) -> Any:
-        """The dtype of its elements."""
+        """The dtype of the elements."""
         return self.allocation.dtype
 
     @property
     def shape(self) -> list[int]:
-        """Its sides."""
+        """The length of each dimension of the view."""
         return [self.region[axis][1] - self.region[axis][0] for axis in self.axes]
 
     def index(self, index: int) -> Buffer:
@@ -164,7 +162,7 @@ class GlobalTensor:
 
     @property
     def element_bytes(self) -> int:
-        """Bytes of one element."""
+        """Size of one element [bytes]."""
         return self.tensor.element_size()
 
     def load(self, at: np.ndarray) -> np.ndarray:
@@ -236,7 +234,7 @@ class Descriptor:
 
     @property
     def bytes(self) -> int:
-        """Bytes of a tile, which a transfer counts whether its elements exist or not."""
+        """Size of a tile, which a transfer counts whether its elements exist or not [bytes]."""
         return prod(self.block_shape) * self.tensor.element_bytes
 
 

@@ -1,4 +1,4 @@
-"""What an emitted Gluon file imports, by its names in Triton: 3.6 to 3.9 differ, all are here."""
+"""Modules that an emitted Gluon file imports, with the names of Triton 3.6 to 3.9, which differ."""
 
 from __future__ import annotations
 

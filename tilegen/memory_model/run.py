@@ -26,14 +26,14 @@ _OPTIONS = ("num_warps", "num_ctas", "num_stages", "maxnreg")
 
 @dataclass
 class Report:
-    """What the launches of a file moved, and how long their schedules were."""
+    """Traffic of the launches of a file, and the length of their schedules."""
 
     read_bytes: dict[str, int] = field(default_factory=dict)
-    """Bytes that were loaded from each tensor, by the name of its argument."""
+    """Traffic loaded from each tensor [bytes], by the name of the argument."""
     written_bytes: dict[str, int] = field(default_factory=dict)
-    """Bytes that were stored to each tensor."""
+    """Traffic stored to each tensor [bytes], by the name of the argument."""
     steps: int = 0
-    """Choices of who goes on, of all programs."""
+    """Number of choices of who goes on, in all programs together."""
 
 
 def run(
@@ -47,8 +47,8 @@ def run(
 
     The programs of a launch run one after the other; `schedule` makes the schedule of a program by
     its number, by default a random one of `seed`; `twins` say what inline assembly computes, by its
-    text. Each element of the tensors that `launch` returns
-    must be written exactly once. Raises Fault, which names the seed, and NotModelled.
+    text. Each element of the tensors that `launch` returns must be written exactly once. Raises
+    Fault, which names the seed, and NotModelled.
     """
     module, lines = _loaded(source)
     launches = _Launches(lines, seed, schedule, twins)

@@ -1,4 +1,4 @@
-"""Who goes on: schedules drawn at random, and all there are."""
+"""Schedules, which say who goes on: drawn at random, and all there are."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Protocol
 
 
 class Schedule(Protocol):
-    """Who goes on."""
+    """Order in which partitions and transfers go on."""
 
     anywhere: bool
     """True: a partition may be left at each synchronisation and each asynchronous issue. False:
@@ -52,7 +52,7 @@ class RandomSchedule:
 
 
 State = tuple[tuple[str, int], ...]
-"""How often each partition and transfer went on."""
+"""Number of times that each partition and transfer went on."""
 
 
 class EverySchedule:

@@ -102,7 +102,7 @@ class Tile:
         self.dtype = dtype
         self.layout = layout
         self.in_flight = ""
-        """What still writes it; empty where its values are there."""
+        """The operation that still writes the tile, in words; empty where the values are there."""
 
     @property
     def data(self) -> np.ndarray:
@@ -118,7 +118,7 @@ class Tile:
 
     @property
     def shape(self) -> list[int]:
-        """Its sides."""
+        """The length of each dimension of the tile."""
         return list(self._data.shape)
 
     def to(self, dtype: Any) -> Tile:

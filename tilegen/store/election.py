@@ -31,7 +31,8 @@ from tilegen.store.record import MAX_RIVALS, TuningRecord
 from tilegen.store.versions import Versions, is_credible, numbers
 
 SOFTWARE = tuple(f.name for f in fields(Versions) if f.name not in ("tilegen", "sympy"))
-"""Versions that a timing depends on; in place of tilegen's stands the template's digest."""
+"""Names of the versions that a timing depends on; in place of tilegen's stands the template's
+digest."""
 
 
 def join(records: Iterable[TuningRecord]) -> TuningRecord:

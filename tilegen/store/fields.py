@@ -22,7 +22,7 @@ class Fields:
 
     values: dict[str, Any]
     where: str = ""
-    """Prefix of the names in messages: `measurement.`"""
+    """Prefix of the names in messages, such as `measurement.`."""
 
     def integer(self, name: str, low: int, high: int) -> int:
         """Return the int `low <= name <= high`."""

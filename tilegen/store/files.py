@@ -16,20 +16,22 @@ from tilegen.errors import InvalidRecord, Unsupported
 from tilegen.measure import one_line
 
 MAX_FILE_BYTES = 64 * 1024
-"""A record has about 1.5 KiB, and at most fifteen rivals of 1 KiB."""
+"""Limit of a record's file [bytes]: a record has about 1.5 KiB, and at most 15 rivals of 1 KiB."""
 BLOCK = 128 * 1024
+"""Size of the pieces that a file is read in [bytes]."""
 LOCK = ".tilegen.lock"
 """Name of the file whose lock writers hold; NFS has locks between machines for files alone."""
 LOCK_SECONDS = 60.0
-"""A writer holds the lock for milliseconds; one that hangs must not hang all others."""
+"""Time that the lock is waited for [seconds]: a writer holds it for milliseconds, and one that
+hangs must not hang all others."""
 NOT_LETTING_IN = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOENT)
 """Errors about writing a file, not about locks."""
-
 BROKEN = ".broken"
+"""Ending of the names of files that were set aside."""
 
 Change = Callable[[bytes | None], bytes | None]
-"""From what is there (None: nothing) to what shall be there (None: leave it). Raises InvalidRecord
-if what is there cannot be used, and is then asked again with None."""
+"""Function from what is there (None: nothing) to what shall be there (None: leave it). It raises
+InvalidRecord if what is there cannot be used, and is then called again with None."""
 
 
 class Locked(Unsupported):
@@ -122,10 +124,6 @@ def only_writer(folder: Path) -> Generator[None, None, None]:
     On a file system without locks every write is still whole; only one of two findings written at
     the same moment may then be lost. Raises Unsupported when the folder cannot be written to.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise cannot_write(folder, error) from error
     with locked(folder / LOCK, LOCK_SECONDS, f"to write into {str(folder)!r}"):
         yield
         _last(folder)
@@ -133,11 +131,16 @@ def only_writer(folder: Path) -> Generator[None, None, None]:
 
 @contextlib.contextmanager
 def locked(file: Path, seconds: float, wanted: str) -> Generator[None, None, None]:
-    """Hold the lock of a file, which is made; a thread that holds it may take it again.
+    """Hold the lock of a file, which is made with its folder; a thread that holds the lock may take
+    it again.
 
     On a file system without locks nobody is kept out, with a warning. Raises Locked if another
     process, which wanted the same, holds it for `seconds`; Unsupported if the file cannot be made.
     """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise cannot_write(file.parent, error) from error
     lock = FileLock(file, mode=0o666, is_singleton=True)  # for all who may write into the folder
     held = False
     try:

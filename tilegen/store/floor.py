@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING
 from tilegen.kernels.config import Dim, Kernel
 from tilegen.kernels.registry import KERNELS
 from tilegen.kernels.spec import WIDTHS
-from tilegen.measure import Measurement
+from tilegen.measure import Measurement, us
 from tilegen.problem import AttentionProblem
 
 if TYPE_CHECKING:
     from tilegen.gpus.spec import GpuSpec
 
 ALLOWED = 0.75
-"""Part of the floor that a median may have: some boards run faster than the catalogue says."""
+"""Part of the least time that a median may have: some boards run faster than the catalogue says."""
 _OF_ROWS = ("q", "out", "dout")
+"""Tensors with a row for each query; the others have one for each key."""
 
 
 def too_fast(measurement: Measurement, problem: AttentionProblem, gpu: str, kernel: Kernel) -> str:
@@ -30,8 +31,8 @@ def too_fast(measurement: Measurement, problem: AttentionProblem, gpu: str, kern
     if median >= ALLOWED * least:
         return ""
     return (
-        f"median_us must be at least {_us(ALLOWED * least)}, since {gpu} at its peaks takes "
-        f"{_us(least)} us for the bytes and products of {kernel}; got {median:g}"
+        f"median_us must be at least {us(ALLOWED * least)}, since {gpu} at its peaks takes "
+        f"{us(least)} us for the bytes and products of {kernel}; got {median:g}"
     )
 
 
@@ -56,10 +57,6 @@ def _floor_us(problem: AttentionProblem, gpu: str, kernel: Kernel, *, masked: bo
     flops = 2 * heads * entries * _width(problem, kind.products)
     peak = spec.vector_flops_32 if problem.dtype == "fp32" else spec.tensor_flops_16
     return 1e6 * max(words * e / spec.dram_bandwidth, flops / peak)
-
-
-def _us(value: float) -> str:
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _width(problem: AttentionProblem, dims: Iterable[Dim]) -> int:

@@ -50,19 +50,19 @@ class LibraryRecord:
     arch: str
     direction: Direction
     problem: AttentionProblem
-    """The bucket's problem: what was measured."""
+    """The problem that was measured, a bucket's."""
     policy: str = POLICY
     library: Backend
     measurement: Measurement
     """The time of the whole pass; status ok."""
     versions: Versions
-    """Versions that it was measured with; it says nothing of another PyTorch's kernels."""
+    """Versions that the library was measured with; another PyTorch has other kernels."""
     date: str
     command: str = ""
 
     @property
     def config(self) -> str:
-        """The name where kernels have tiles: `library: cudnn`."""
+        """Name of the library in the place of tiles: `library: cudnn`."""
         return f"library: {self.library}"
 
     def to_json(self) -> str:

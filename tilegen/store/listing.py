@@ -28,13 +28,13 @@ class Listed:
 
     location: Location
     name: str
-    """Relative to the location."""
+    """Name of the file, relative to the location."""
     record: TuningRecord | None
     trouble: str
 
     @property
     def file(self) -> str:
-        """Where it is."""
+        """Address of the file, for people."""
         return self.location.address(self.name)
 
     @property
@@ -126,7 +126,7 @@ def _examine(location: Location, name: str, data: bytes | TilegenError | None) -
     return Listed(location=location, name=name, record=record, trouble=trouble)
 
 
-_WEIGHTS = {
+_WEIGHTS = {  # of a difference in a field; all others weigh 1
     "kernel": 100.0,
     "policy": 100.0,
     "arch": 40.0,

@@ -52,11 +52,12 @@ class Found:
     file: str
     origin: Origin
     differences: tuple[Difference, ...]
-    """From `look_up`: soft ones, which leave its optimality in doubt. From `why`: all of them."""
+    """Differences from what was asked for. `look_up` gives soft ones, which leave in doubt whether
+    the record is still the best; `why` gives all."""
     borrowed: bool = False
     """True: the record is of another GPU of the same architecture."""
     others: tuple[TuningRecord, ...] = ()
-    """From `look_up`: what other machines found, before which `record` stands."""
+    """Findings of other machines, before which `record` stands; `look_up` gives them."""
 
     def __str__(self) -> str:
         return f"{self.file}, borrowed from {self.record.gpu}" if self.borrowed else self.file
@@ -161,7 +162,7 @@ class _Asked:
         return join(left).findings if left and wrong else left
 
     def _best_of(self, findings: Sequence[TuningRecord]) -> TuningRecord:
-        """Return the finding to use: under the present conditions, if there is one."""
+        """Return the finding to use, one under the present conditions if there is any."""
         winner, *rivals = findings
         if not rivals or not soft(self.versions, self.template_digest, winner):
             return winner
@@ -332,7 +333,7 @@ def identity(
 
 
 def soft(current: Versions, template_digest: str, record: TuningRecord) -> tuple[Difference, ...]:
-    """Return the soft differences; what either side does not know is none."""
+    """Return the soft differences: versions that both sides know and that are not the same."""
     stored = conditions(record)
     known = {
         name: (wanted, stored[name])

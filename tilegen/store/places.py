@@ -1,4 +1,4 @@
-"""Where records are: own directory, shared locations, shipped `cache/`; reading, changing them."""
+"""Locations of records: own directory, shared locations, shipped `cache/`; reading and changing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tilegen.store.trials import MAX_TRIALS_BYTES
 
 Origin = Literal["own", "shared", "shipped"]
 ENTRY_POINTS = "tilegen.caches"
-"""Group in which a package adds a shared location: its entry point is the text of one."""
+"""Group of entry points in which a package adds a shared location: each is the text of one."""
 Kind = Literal["records", "trials", "broken"]
 _NAMES: dict[Kind, tuple[str, str]] = {
     "records": ("", ".json"),
@@ -33,7 +33,7 @@ _NAMES: dict[Kind, tuple[str, str]] = {
     "broken": ("", files.BROKEN),
 }
 AT_ONCE = 16
-"""Requests to a remote location in flight, where many records are read."""
+"""Number of requests to a remote location in flight, where many records are read."""
 
 
 @dataclass(frozen=True)

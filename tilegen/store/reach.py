@@ -1,8 +1,9 @@
-"""Asking places that may not answer: every request has a time limit, and silence is remembered."""
+"""Requests to locations that may not answer: each has a time limit, and silence is remembered."""
 
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -17,9 +18,9 @@ from tilegen.settings import settings
 from tilegen.store.record import slug
 
 ANSWER_SECONDS = 5.0
-"""For one record."""
+"""Time that a location may take to answer for one record [seconds]."""
 DOWN_SECONDS = 300.0
-"""For so long nobody on this machine asks a place again that did not answer."""
+"""Time for which nobody on this machine asks a location again that did not answer [seconds]."""
 
 T = TypeVar("T")
 
@@ -28,15 +29,17 @@ class Unreachable(Unsupported):
     """A location that does not answer, or does not let us in."""
 
 
+_PASSWORD = re.compile(r"(://[^:/@]*):(?!\d+/)(?:[^/]*|[^@]*)@")
+"""User and password of a URL; a number before a slash is a port."""
 _down: dict[str, tuple[float, str]] = {}
-"""Places that did not answer: when, by the clock of this process, and what happened."""
+"""Locations that did not answer: when, by the clock of this process, and what happened."""
 
 
 def ask(
     url: str, request: Callable[[], T], *, seconds: float | None = None, again: bool = False
 ) -> T:
     """Return `request()`, which talks to `url`, within `seconds`. Raises Unreachable, also at once
-    for a place that did not answer a moment ago, unless `again`; errors of tilegen's own pass
+    for a location that did not answer a moment ago, unless `again`; errors of tilegen's own pass
     through."""
     if not again and (trouble := _trouble(url)):
         raise Unreachable(trouble)
@@ -74,10 +77,9 @@ def copies(url: str) -> Path:
 
 
 def shown(url: str) -> str:
-    """Return a URL without the password it may hold."""
-    scheme, separator, rest = url.partition("://")
-    host, slash, path = rest.partition("/")
-    return f"{scheme}{separator}{host.rpartition('@')[2]}{slash}{path}" if separator else url
+    """Return a URL without the password it may hold. The user before it stays, which in Azure's
+    URLs is the container: `abfs://container@account.dfs.core.windows.net/tilegen`."""
+    return _PASSWORD.sub(r"\1@", url, count=1)
 
 
 def _mark(url: str) -> Path:
@@ -85,7 +87,7 @@ def _mark(url: str) -> Path:
 
 
 def _trouble(url: str) -> str:
-    """Return why a place should not be asked now; an empty text if it may be."""
+    """Return why a location should not be asked now; an empty text if it may be."""
     if url in _down:
         when, trouble = _down[url]
         if time.monotonic() - when < DOWN_SECONDS:

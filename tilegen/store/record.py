@@ -72,7 +72,7 @@ class TuningRecord:
     kernel: Kernel
     """Name of the kernel: fwd, bwd_dq, ..."""
     problem: AttentionProblem
-    """The bucket's problem: batch and lengths are powers of two. What was measured."""
+    """The problem that was measured, a bucket's: batch and lengths are powers of two."""
     policy: str = POLICY
     """Way in which times are taken; times of another policy are not comparable."""
     config: TileConfig
@@ -86,13 +86,13 @@ class TuningRecord:
     template_digest: str = ""
     """Digest of the template that the kernel came from; another one makes the record stale."""
     trials: int = 0
-    """Configs tried for this record, over all runs."""
+    """Number of configs tried for this record, over all runs."""
     seconds_spent: float = 0.0
     """Time spent on those trials, over all runs [seconds]."""
     source: str = ""
     """Hexadecimal digits that stand for the machine; of one machine the later finding counts."""
     date: str
-    """UTC, `2026-11-21T09:30:00Z`."""
+    """Date of the measurement in UTC, `2026-11-21T09:30:00Z`."""
     command: str = ""
     """Command line that makes the record again."""
     rivals: tuple[TuningRecord, ...] = ()
@@ -131,7 +131,7 @@ class TuningRecord:
 
     @property
     def path(self) -> PurePosixPath:
-        """Where it lies in every location: `h200/fwd/b4_hq32_..._causal.json`."""
+        """Path of the record in every location: `h200/fwd/b4_hq32_..._causal.json`."""
         return record_path(self.gpu, self.kernel, self.problem, self.policy)
 
     def to_json(self) -> str:

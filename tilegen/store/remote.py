@@ -17,11 +17,13 @@ from tilegen.store.files import BROKEN, Change, read_bytes, read_to_end
 from tilegen.store.reach import Unreachable, ask, copies, shown
 
 FRESH_SECONDS = 3600.0
-"""For so long a copy stands for the record, and a miss for a record that is not there."""
+"""Time for which a copy stands for a record, and a miss for there being none [seconds]."""
 LIST_SECONDS = 120.0
+"""Time that a location may take to list its files [seconds]."""
 WRITE_SECONDS = 30.0
+"""Time that a location may take for one step of an update [seconds]."""
 TRIES = 100
-"""Attempts at one update that other writers get in the way of."""
+"""Number of attempts at one update that other writers get in the way of."""
 
 S3, AZURE, GOOGLE = ("s3", "s3a"), ("abfs", "abfss", "az"), ("gs", "gcs")
 CREATING = (*S3, *AZURE, *GOOGLE)
@@ -29,7 +31,7 @@ CREATING = (*S3, *AZURE, *GOOGLE)
 ONE_PUT = (*CREATING, "memory", "oci", "oss")
 """Stores where a put is seen whole or not at all; elsewhere a file gets its name afterwards."""
 UNTAGGED = "untagged"
-"""Stands for the tag of what has none."""
+"""Tag of what has none."""
 
 
 def read(url: str, path: str, limit: int, *, fresh: bool = False) -> bytes | None:

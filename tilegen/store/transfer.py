@@ -22,7 +22,14 @@ from tilegen.store.lookup import OtherTilegen, save
 from tilegen.store.places import Location
 from tilegen.store.reach import Unreachable
 from tilegen.store.record import TuningRecord, gpu_of, kernel_of, problem_of, slug
-from tilegen.store.trials import MAX_TRIALS_BYTES, Entry, join_trials, parse_trial, trials_path
+from tilegen.store.trials import (
+    MAX_TRIALS_BYTES,
+    Entry,
+    join_trials,
+    of_trials,
+    parse_trial,
+    trials_path,
+)
 
 EXPORT = 1
 """Form of the files that `export` writes."""
@@ -103,7 +110,7 @@ def put_trials(
     name: str, contents: Sequence[bytes], target: Location, *, dry_run: bool = False
 ) -> Moved:
     """Join the lines of trials with those that `target` holds at `name`."""
-    kernel: Any = name.split("/")[2]
+    _, kernel = of_trials(name)
     before, after = b"", b""
     known: dict[bytes, Entry | None] = {}
 
@@ -217,12 +224,11 @@ def _import_line(line: bytes, first: bool, target: Location, dry_run: bool) -> I
 
 def _export_of(name: str, data: bytes) -> dict[str, Any] | None:
     """Return the line of a file of trials, None if there are none."""
-    _, gpu, kernel, _ = name.split("/")
-    which: Any = kernel
-    joined = join_trials([data], which).splitlines()
+    gpu, kernel = of_trials(name)
+    joined = join_trials([data], kernel).splitlines()
     if not joined:
         return None
-    parsed = parse_trial(joined[0], which)
+    parsed = parse_trial(joined[0], kernel)
     problem = parsed[1].problem if parsed else ""
     trials = [json.loads(line) for line in joined]
     return {"gpu": gpu, "kernel": kernel, "problem": problem, "trials": trials}
@@ -234,7 +240,7 @@ def _trials(source: Location, wanted: Wanted) -> Iterator[tuple[str, bytes | Til
         found = places.names(source, "trials")
     except Unreachable:  # said when its records were listed
         return
-    chosen = [name for name in found if wanted.has(*name.split("/")[1:3])]
+    chosen = [name for name in found if wanted.has(*of_trials(name))]
     for name, data in places.read_all(source, chosen, MAX_TRIALS_BYTES):
         if data is not None:
             yield name, data

@@ -22,9 +22,10 @@ from tilegen.store.record import (
     measurement_values,
     slug,
 )
-from tilegen.store.versions import is_credible
+from tilegen.store.versions import Versions, is_credible
 
 MAX_TRIALS_BYTES = 64 * 2**20
+"""Limit of a file of trials [bytes]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +35,10 @@ class Trial:
     config: TileConfig
     measurement: Measurement
     seconds: float = 0.0
-    """Time that the trial took: waiting for the compiler, checking, measuring."""
+    """Time that the trial took, waiting for the compiler, checking and measuring [seconds]."""
     spill_bytes: int = 0
-    """Registers of one thread that the compiler put into memory; with many it is a last resort."""
+    """Size of what the compiler put into memory of one thread's registers [bytes]; a config with
+    much of it is a last resort."""
     device_lost: bool = False
     """True: the launch broke the CUDA context, so the config is never tried again."""
 
@@ -58,6 +60,19 @@ class Conditions:
     template_digest: str
     policy: str = POLICY
 
+    @classmethod
+    def of(
+        cls, problem: AttentionProblem, arch: str, versions: Versions, template_digest: str
+    ) -> Conditions:
+        """Return the conditions of timings of a bucket's problem."""
+        return cls(
+            problem=problem.key,
+            arch=arch,
+            triton=versions.triton,
+            driver=versions.driver,
+            template_digest=template_digest,
+        )
+
 
 def of_one_binary(trials: Iterable[Trial]) -> list[tuple[TileConfig, ...]]:
     """Return the groups of configs that timed one and the same binary, each in the order of
@@ -77,6 +92,12 @@ def one_binary_line(configs: Iterable[TileConfig]) -> str:
 def trials_path(gpu: str, kernel: Kernel, problem: AttentionProblem) -> PurePosixPath:
     """Return where the trials of a problem lie, relative to a location."""
     return PurePosixPath("trials", slug(gpu), kernel, f"{slug(problem.rounded.key)}.jsonl")
+
+
+def of_trials(path: str) -> tuple[str, Kernel]:
+    """Return the GPU, as paths spell it, and the kernel of a file of trials."""
+    _, gpu, kernel, _ = path.split("/")
+    return gpu, kernel
 
 
 def trial_line(trial: Trial, conditions: Conditions, date: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Look after stores: `check` names what is wrong in them, `prune` removes what is of no use."""
+"""Upkeep of stores: `check` names what is wrong in them, `prune` removes what is of no use."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Any
 
 from tilegen.disk import printable
 from tilegen.errors import InvalidRecord, TilegenError, Unsupported
@@ -22,14 +21,16 @@ from tilegen.store.lookup import illegal
 from tilegen.store.places import Location
 from tilegen.store.reach import Unreachable
 from tilegen.store.record import TuningRecord
-from tilegen.store.trials import MAX_TRIALS_BYTES, parse_trial
+from tilegen.store.trials import MAX_TRIALS_BYTES, of_trials, parse_trial
 from tilegen.store.versions import is_credible
 
 TMP_SECONDS = 3600.0
-"""A writer needs milliseconds; a temporary file so old was left by one that was killed."""
+"""Age at which a temporary file was left by a writer that was killed [seconds]: a write takes
+milliseconds."""
 MAX_DAYS = 36_500
+"""Largest age of records that can be asked for [days]."""
 COPY_SECONDS = 7 * 24 * 3600.0
-"""Copies of remote records are made again when they are asked for."""
+"""Age at which a copy of a remote record is removed [seconds]; a look-up makes it again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,7 +76,7 @@ def _trouble(record: TuningRecord) -> str:
 
 
 def _bad_lines(name: str, data: bytes | None) -> str:
-    kernel: Any = name.split("/")[2]
+    _, kernel = of_trials(name)
     bad: list[str] = []
     for number, line in enumerate((data or b"").splitlines(), start=1):
         try:

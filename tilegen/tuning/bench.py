@@ -33,12 +33,13 @@ if TYPE_CHECKING:
 
 Measure = Callable[[TileConfig], Measurement]
 Compile = Callable[[Sequence[TileConfig]], Iterable[tuple[TileConfig, Usage | BuildFailed]]]
-"""Compiles configs without the GPU and yields each as it finishes, in any order."""
+"""Function that compiles configs without the GPU and yields each as it finishes, in any order."""
 Check = Callable[[TileConfig], Measurement | None]
-"""None if the kernel's results are right, else the measurement that says what is wrong."""
+"""Function of a config that returns None if the kernel's results are right, else the measurement
+that says what is wrong."""
 
 DEVICE = "cuda:0"
-"""Where configs are timed."""
+"""Device that configs are timed on."""
 
 
 def safe(kernel: Kernel) -> TileConfig:
@@ -56,7 +57,7 @@ def safe(kernel: Kernel) -> TileConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """The functions that compile, measure and check a config; a part that is None is left out."""
+    """The functions that compile, measure and check a config; what is None is left out."""
 
     measure: Measure
     compile: Compile | None = None
@@ -184,8 +185,9 @@ class Timed:
     kernel: Kernel
     device: torch.device
     launches: list[tuple[Any, ...]]
+    """Arguments of each launch."""
     mask: Mask
-    """With typical tensors, where it reads any."""
+    """Mask of the problem, with typical tensors where it reads any."""
     reads: dict[str, Any]
     """Typical tensors of the score and what dropout reads, by the names of launches' parameters."""
 
@@ -315,8 +317,8 @@ def check_config(
     if (theirs := _trouble(small, others, kernel)) is not None:
         raise WrongResult(
             f"expected kernels that are right with the smallest tiles ({safe(kernel).key}), to "
-            f"check {kernel} with; for '{small}' they are {theirs.status.replace('_', ' ')}: "
-            f"{theirs.message}; look closer: tilegen verify '{small}'"
+            f"check {kernel} with; for '{small}' they are {theirs.failure}; "
+            f"look closer: tilegen verify '{small}'"
         )
     return trouble
 

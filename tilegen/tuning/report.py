@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -12,14 +11,14 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from tilegen.disk import log
 from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.tuning.trials import Trial
+from tilegen.measure import us
+from tilegen.store.trials import Trial
 
 if TYPE_CHECKING:
     from tilegen.model.estimate import CostEstimate
     from tilegen.store import TuningRecord
-
-log = logging.getLogger("tilegen")
 
 
 class Report:
@@ -86,7 +85,7 @@ class Report:
         )
         best = "" if winner is None else f"best {us(trials[winner].measurement.median_us)}"
         if measurement.median_us is None:
-            self.say(f"{head} {measurement.status.replace('_', ' ')}: {measurement.message}")
+            self.say(f"{head} {measurement.failure}")
         else:
             predicted = "" if estimate is None else f"  predicted {us(1e6 * estimate.seconds)}"
             self.say(f"{head}  {us(measurement.median_us)} us{predicted}  {best}")
@@ -98,10 +97,3 @@ def describe(record: TuningRecord) -> str:
     """Return `412 us, fwd, h200, b4 hq32 ...`: what a pasted config is for."""
     time_us = us(record.measurement.median_us)
     return f"{time_us} us, {record.kernel}, {record.gpu}, {record.problem}"
-
-
-def us(value: float | None) -> str:
-    """Return microseconds with three digits or more."""
-    if value is None:
-        return "?"
-    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"

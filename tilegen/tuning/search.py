@@ -15,7 +15,8 @@ from tilegen.errors import Unsupported
 from tilegen.kernels.config import TileConfig
 
 MAX_MISSES = 30
-"""Proposals in a row that are illegal or tried before the next config is taken by rank instead."""
+"""Number of proposals in a row that may be illegal or tried before; then the next config is taken
+by rank."""
 
 
 class Search:

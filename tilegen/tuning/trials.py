@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import math
 import os
 from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
-from tilegen.disk import cannot_write
-from tilegen.errors import InvalidRecord, Unsupported
+from tilegen.disk import cannot_write, log
+from tilegen.errors import InvalidRecord
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.measure import one_line
 from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
 from tilegen.store.files import Locked, inside, locked, only_writer
 from tilegen.store.floor import too_fast
-from tilegen.store.places import Location, read_trials
+from tilegen.store.places import Location, locations, read_trials
 from tilegen.store.trials import Conditions, Trial, parse_trial, trial_line, trials_path
 from tilegen.store.versions import now
-
-__all__ = ["Conditions", "Trial", "TrialLog", "alone", "append_line"]
-
-log = logging.getLogger("tilegen")
 
 
 class TrialLog:
@@ -78,10 +73,7 @@ class TrialLog:
             with only_writer(file.parent):  # somebody may be joining others' trials with these
                 append_line(file, trial_line(trial, self._conditions, now()))
         except OSError as error:
-            raise Unsupported(
-                f"cannot write {str(self.file)!r}: {error.strerror}; "
-                "set TILEGEN_CACHE_DIR to a folder you can write to"
-            ) from error
+            raise cannot_write(file, error) from error
 
     def _parse(self, line: bytes) -> Trial | None:
         """Return the trial of a line, None for one under other conditions. Raises InvalidRecord."""
@@ -91,6 +83,14 @@ class TrialLog:
         if trouble := too_fast(trial.measurement, self._problem, self._gpu, self._kernel):
             raise InvalidRecord(trouble)
         return trial
+
+
+def trials_of(
+    gpu: str, kernel: Kernel, problem: AttentionProblem, conditions: Conditions
+) -> TrialLog:
+    """Return the log of trials in the own directory, with those of all other locations."""
+    others = [location for location in locations() if location.origin != "own"]
+    return TrialLog(settings().cache_dir, gpu, kernel, problem, conditions, others=others)
 
 
 @contextlib.contextmanager
@@ -104,10 +104,6 @@ def alone(
     """
     path, what = trials_path(gpu, kernel, problem), f"{kernel} for '{problem.bucket}'"
     lock = inside(settings().cache_dir, path.with_name(f".{path.name}.lock"))
-    try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise cannot_write(lock, error) from error
     with contextlib.ExitStack() as held:
         try:
             held.enter_context(locked(lock, 0, f"to tune {what}"))

@@ -16,39 +16,37 @@ from tilegen.errors import BuildFailed, NoRecord, Unsupported
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.measure import DeviceLost, Measurement, tie_limit
 from tilegen.problem import AttentionProblem
-from tilegen.settings import settings
 from tilegen.store import (
     EstimateSummary,
     TuningRecord,
     Versions,
     current_versions,
     dated,
-    locations,
     now,
     save,
     this_machine,
 )
-from tilegen.store.trials import of_one_binary, one_binary_line
+from tilegen.store.trials import Conditions, Trial, of_one_binary, one_binary_line
 from tilegen.tuning.bench import Ahead, Bench, Check, Compile, Measure, real_bench, refused
 from tilegen.tuning.report import Report, describe
 from tilegen.tuning.search import Search
-from tilegen.tuning.trials import Conditions, Trial, TrialLog, alone
+from tilegen.tuning.trials import alone, trials_of
 
 if TYPE_CHECKING:
     from tilegen.gpus.spec import GpuSpec
     from tilegen.model.estimate import Candidate
 
 SEEDS = 10
-"""Proposals of the model that are tried before Optuna is asked."""
+"""Number of the model's proposals that are tried before Optuna is asked."""
 BATCH = 4
-"""Configs compiled together after the seeds; the next are asked for when half of them are left.
+"""Number of configs compiled together after the seeds; when half are left, the next are asked for.
 
 More would keep more cores busy, but they are chosen before the measurements of those ahead are
 known: on recorded timings, batches of 16 searched no better than chance.
 """
 SAMPLER_SEED = 0
 PATIENCE = 4.0
-"""Factor of its budget that another process may take, which compiles and checks besides."""
+"""Time that is waited for another process, over its budget: it compiles and checks besides."""
 
 
 def tune(
@@ -71,9 +69,9 @@ def tune(
     The problem measured is the bucket's. The budget is `trials` in all runs together, or `seconds`
     in this one, or both; without either the whole space is tried. Every trial is on disk when it is
     known, and is not repeated by a later run unless its launch failed without breaking the CUDA
-    context. `candidates` (ranked) and `space` default to the
-    model's; `measure`, `compile` and `check` to the GPU at hand, and given `measure` alone the
-    others are left out. `progress` defaults to a bar where there is a terminal.
+    context. `candidates` (ranked) and `space` default to the model's; `measure`, `compile` and
+    `check` to the GPU at hand, and given `measure` alone the others are left out. `progress`
+    defaults to a bar where there is a terminal.
 
     Raises Unsupported without that GPU, NoRecord if no config runs, WrongResult if none can be
     checked, DeviceLost if one breaks the CUDA context. After KeyboardInterrupt or DeviceLost, too,
@@ -160,17 +158,8 @@ class _Run:
         self.estimates = {c.config: c.estimate for c in candidates}
         self.versions: Versions = current_versions()
         self.template_digest = template_digest(kernel)
-        conditions = Conditions(
-            problem=problem.key,
-            arch=gpu.arch,
-            triton=self.versions.triton,
-            driver=self.versions.driver,
-            template_digest=self.template_digest,
-        )
-        others = [location for location in locations() if location.origin != "own"]
-        self.log = TrialLog(
-            settings().cache_dir, gpu.name, kernel, problem, conditions, others=others
-        )
+        conditions = Conditions.of(problem, gpu.arch, self.versions, self.template_digest)
+        self.log = trials_of(gpu.name, kernel, problem, conditions)
         # What an earlier version's space had besides this one's is left out of account.
         legal = set(space)
         known = {c: trial for c, trial in self.log.read().items() if c in legal}
@@ -317,8 +306,7 @@ class _Run:
                 self._right.add(best)
             else:
                 self._keep(best, trouble, started)
-                status = trouble.status.replace("_", " ")
-                self.report.say(f"{best!r} is fastest but {status}: {trouble.message}")
+                self.report.say(f"{best!r} is fastest but {trouble.failure}")
         self.winner = best
 
 
