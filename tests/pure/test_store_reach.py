@@ -136,6 +136,8 @@ def test_passwords_are_not_shown(caplog: pytest.LogCaptureFixture) -> None:
         ("postgresql://me:sec/ret@db/x", "postgresql://me@db/x"),
         ("s3://key:sec@ret@host/a@b", "s3://key@host/a@b"),
         ("http://host:8080/a@b", "http://host:8080/a@b"),
+        ("https://token@host/a@b", "https://host/a@b"),
+        ("https://me:secret@host/x", "https://host/x"),
         ("abfs://one@account/x", "abfs://one@account/x"),
         ("journal:/a@b", "journal:/a@b"),
     ],

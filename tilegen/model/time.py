@@ -218,14 +218,19 @@ def time(
 
 @dataclass(frozen=True, slots=True)
 class ProgramClocks:
-    """Clocks of an SM that a program takes where a number of programs share it."""
+    """Clocks that a program takes of an SM that a number of programs share: their sum is the time
+    of all of them together."""
 
     step: float
+    """Clocks of one step."""
     latency: float
+    """Clocks from issuing a load to its data; other programs work meanwhile."""
     wait: float
-    """For what a step loads."""
+    """Part of a step that waits for its loads."""
     exp_after: float
+    """Clocks of exponentials after the last step."""
     issue_after: float
+    """Issue slots, in clocks, after the last step."""
 
     @property
     def ends(self) -> float:

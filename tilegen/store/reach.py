@@ -31,6 +31,8 @@ class Unreachable(Unsupported):
 
 _PASSWORD = re.compile(r"(://[^:/@]*):(?!\d+/)(?:[^/]*|[^@]*)@")
 """User and password of a URL; a number before a slash is a port."""
+_TOKEN = re.compile(r"^(https?://)[^/]*@")
+"""User of a web address, which may be a token."""
 _down: dict[str, tuple[float, str]] = {}
 """Locations that did not answer: when, by the clock of this process, and what happened."""
 
@@ -77,9 +79,9 @@ def copies(url: str) -> Path:
 
 
 def shown(url: str) -> str:
-    """Return a URL without the password it may hold. The user before it stays, which in Azure's
-    URLs is the container: `abfs://container@account.dfs.core.windows.net/tilegen`."""
-    return _PASSWORD.sub(r"\1@", url, count=1)
+    """Return a URL without the password or the token it may hold. The user before a password stays,
+    which in Azure's URLs is the container: `abfs://container@account.dfs.core.windows.net/x`."""
+    return _TOKEN.sub(r"\1", _PASSWORD.sub(r"\1@", url, count=1))
 
 
 def _mark(url: str) -> Path:
