@@ -42,7 +42,7 @@ NO_LENGTHS: dict[str, tuple[Any, type[Exception], str]] = {
     "truths": (torch.ones(3).bool(), InvalidProblem, "must be integers, got torch.bool"),
     "a list": ([1, 2, 3], InvalidProblem, r"must be a dense tensor of shape \(batch,\)"),
     "sparse": (torch.ones(3).int().to_sparse(), InvalidProblem, "must be a dense tensor"),
-    "nowhere": (torch.ones(3, device="meta").int(), NotImplementedError, "meta"),
+    "nowhere": (torch.ones(3, device="meta").int(), InvalidProblem, "must hold values"),
 }
 
 

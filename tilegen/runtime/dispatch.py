@@ -15,7 +15,7 @@ import torch
 
 from tilegen.disk import say_once
 from tilegen.emit.identity import is_aligned
-from tilegen.errors import Unsupported
+from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.kernels.config import BLOCK_SIZES
 from tilegen.kernels.descriptors import is_describable
 from tilegen.masks.dilation import grouped_mask, step_of
@@ -147,6 +147,8 @@ def _new_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Change
     lengths = changes.kv_lengths
     if lengths is not None:
         check_kv_lengths(lengths)
+        if lengths.is_meta:
+            raise InvalidProblem("kv_lengths must hold values, got a tensor on the meta device")
     if (rewritten := _rewritten(q, k, v, changes)) is not None:
         return Plan(*rewritten, rewrites=True)
     checks_fit = changes.score is not None or kind_of_mask(changes.given).checks_lengths
