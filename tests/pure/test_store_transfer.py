@@ -12,7 +12,7 @@ from tilegen.errors import Unsupported
 from tilegen.kernels.config import TileConfig
 from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
-from tilegen.store import Location, TuningRecord, list_records, save
+from tilegen.store import Location, TuningRecord, list_records, save, transfer
 from tilegen.store.transfer import Wanted, export, import_, merge, promote, summary
 from tilegen.store.trials import Conditions, Trial, join_trials, trial_line
 from tilegen.store.upkeep import check, prune
@@ -188,6 +188,24 @@ def test_export_then_import_is_a_merge(tmp_path: Path) -> None:
     export([a, b], carried)
     assert carried.read_bytes() == text, "the same stores give the same bytes"
     assert {one.action for one in import_(carried, own(tmp_path / "all"))} == {"same"}
+
+
+def test_a_large_file_of_trials_is_exported_in_several_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An import reads a limited number of bytes a line."""
+    monkeypatch.setattr(transfer, "TRIALS_OF_A_LINE", 2)
+    source, carried = own(tmp_path / "a"), tmp_path / "x.jsonl"
+    log = log_of(tmp_path / "a")
+    for n, config in enumerate(CONFIGS):
+        log.append(trial(config, 100.0 + n))
+    (moved,) = export([source], carried)
+    assert moved.action == "added"
+    lines = [json.loads(line) for line in carried.read_text().splitlines()]
+    assert [len(line["trials"]) for line in lines[1:]] == [2, 1]
+    list(import_(carried, own(tmp_path / "b")))
+    list(merge([source], own(tmp_path / "merged")))
+    assert files(tmp_path / "b") == files(tmp_path / "merged")
 
 
 def test_export_dry_run_writes_nothing(tmp_path: Path) -> None:

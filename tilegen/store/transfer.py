@@ -33,6 +33,8 @@ from tilegen.store.trials import (
 
 EXPORT = 1
 """Form of the files that `export` writes."""
+TRIALS_OF_A_LINE = 10_000
+"""Number of trials that a line of such a file holds at most, about 5 MB; `import_` reads 64."""
 
 Action = Literal["added", "changed", "same", "refused"]
 
@@ -174,8 +176,8 @@ def export(
                 moved.append(
                     Moved(file=source.address(name), action="refused", reason=one_line(data))
                 )
-            elif entry := _export_of(name, data):
-                lines.append(entry)
+            elif entries := _exports_of(name, data):
+                lines += entries
                 moved.append(Moved(file=source.address(name), action="added"))
     if not dry_run:
         text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
@@ -222,16 +224,15 @@ def _import_line(line: bytes, first: bool, target: Location, dry_run: bool) -> I
         yield put_trials(str(trials_path(gpu, kernel, problem)), contents, target, dry_run=dry_run)
 
 
-def _export_of(name: str, data: bytes) -> dict[str, Any] | None:
-    """Return the line of a file of trials, None if there are none."""
+def _exports_of(name: str, data: bytes) -> list[dict[str, Any]]:
+    """Return the lines of a file of trials, each of TRIALS_OF_A_LINE at most."""
     gpu, kernel = of_trials(name)
     joined = join_trials([data], kernel).splitlines()
-    if not joined:
-        return None
-    parsed = parse_trial(joined[0], kernel)
+    parsed = parse_trial(joined[0], kernel) if joined else None
     problem = parsed[1].problem if parsed else ""
     trials = [json.loads(line) for line in joined]
-    return {"gpu": gpu, "kernel": kernel, "problem": problem, "trials": trials}
+    parts = [trials[at : at + TRIALS_OF_A_LINE] for at in range(0, len(trials), TRIALS_OF_A_LINE)]
+    return [{"gpu": gpu, "kernel": kernel, "problem": problem, "trials": one} for one in parts]
 
 
 def _trials(source: Location, wanted: Wanted) -> Iterator[tuple[str, bytes | TilegenError]]:
