@@ -296,7 +296,7 @@ def _time(
             "launch": launch,
             "launches": run.count,
             # What `time.time` assumes: unequal programs fill the last wave, but for a tail.
-            "whole_waves": run.longest * run.programs == run.steps,
+            "equal_programs": run.longest * run.programs == run.steps,
             "overlap_norm": time.OVERLAP_NORM,
         },
     }

@@ -212,8 +212,9 @@ def _time_lines(time: dict[str, Any]) -> Iterator[str]:
         f"{time['waves']:.1f} waves"
     )
     took = f"{1e6 * programs:.1f}" if programs is not None else "less"
-    waves = "in whole waves" if parts["whole_waves"] else "the longest first"
-    if time["waves"] > 1 and not parts["whole_waves"]:
+    equal = parts["equal_programs"]
+    waves = "in waves, those of the last among themselves" if equal else "the longest first"
+    if time["waves"] > 1 and not equal:
         waves += ", half of one as tail"
     named = {"programs": "programs", "l2": "L2", "dram": "DRAM"}[largest]
     yield (
