@@ -26,7 +26,12 @@ def legal_configs(
     aligned = describable and rows_are_aligned(problem)
     if why_not_described(KERNELS[kernel], problem.dtype, aligned=aligned, arch=gpu.arch):
         return plain
-    return [replace(one, descriptors=way) for one in plain for way in (False, True)]
+    return [one for config in plain for one in (config, _described(config))]
+
+
+@lru_cache(maxsize=8192)
+def _described(config: TileConfig) -> TileConfig:
+    return replace(config, descriptors=True)
 
 
 def all_configs(problem: AttentionProblem, kernel: Kernel) -> list[TileConfig]:

@@ -237,7 +237,7 @@ class FamilySpec:
     """True: the family can win only where a program for each tile that stays leaves SMs idle, or in
     the forward, where heads have too few query rows for a tile each."""
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         """The names of the family's kernels, in the order of their launches."""
         return tuple(kernel.name for kernel in self.kernels)
