@@ -26,8 +26,8 @@ see `kernels_used`."""
 CLEARLY_LARGE = 4.0
 """M / d^2 from which the other families are not ranked: head dims of 128 in 16 bits have 15 on an
 H200, 256 have 3.8, where registers for the gradients of 64 keys and values are short and few heads
-leave SMs idle. Ranking takes four to five times as long (14 ms, not 3, for a forward never seen
-before), and loads SymPy where there is a record."""
+leave SMs idle. Ranking takes four to five times as long for a forward never seen before, and loads
+SymPy where there is a record."""
 CLEARLY_FASTER = 1.25
 """Factor in predicted time that says more than the model may err between kernels nobody timed: a
 guess."""
