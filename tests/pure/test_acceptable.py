@@ -11,6 +11,7 @@ from tilegen import pipeline
 from tilegen.build import compiler
 from tilegen.build.acceptable import MOST_LOCAL, acceptable, objection
 from tilegen.choose.chosen import Ranked
+from tilegen.choose.fastest import KernelModel
 from tilegen.choose.ranking import hopefuls, propose, seconds_as_compiled
 from tilegen.emit.identity import RenderedKernel
 from tilegen.errors import BuildFailed
@@ -20,8 +21,6 @@ from tilegen.model.as_compiled import StepCode, clocks_as_compiled
 from tilegen.model.estimate import Candidate
 from tilegen.model.footprint import footprint
 from tilegen.model.on_chip import MOST_SPILLED, SPILL_DOUBT, Footprint
-from tilegen.model.time import time
-from tilegen.model.traffic import traffic, visits
 from tilegen.pipeline import ASKED, CLOSE, TRIED
 from tilegen.problem import AttentionProblem
 from tilegen.tuning import bench
@@ -119,14 +118,9 @@ def test_predicted_spills_are_what_registers_lack() -> None:
 def test_what_spills_more_takes_longer() -> None:
     config = TileConfig.parse("m64n128w8s2")
     needs = footprint(PROBLEM, config, "bwd_dkdv", "sm_90")
-    asked = PROBLEM, H200, config, "bwd_dkdv"
+    model = KernelModel(PROBLEM, H200, "bwd_dkdv")
     seconds = [
-        time(
-            *asked,
-            moved=traffic(PROBLEM, config, "bwd_dkdv"),
-            counts=visits(PROBLEM, 64, 128, "bwd_dkdv"),
-            needs=replace(needs, registers=255 + spilled // 4),
-        ).seconds
+        model.time(config, replace(needs, registers=255 + spilled // 4)).seconds
         for spilled in (0, 8, 120)
     ]
     assert seconds == sorted(set(seconds))

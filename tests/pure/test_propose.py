@@ -10,18 +10,19 @@ from typing import Any
 import pytest
 
 from tests import warm
-from tilegen.choose import ranking
+from tilegen.choose import fastest
 from tilegen.choose.configs import all_configs
-from tilegen.choose.ranking import estimate, propose, search_space
+from tilegen.choose.ranking import estimate, hopefuls, propose, search_space
 from tilegen.disk import say_once
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import GpuSpec, catalogue, gpu
 from tilegen.kernels.config import BLOCK_SIZES, Kernel, TileConfig
-from tilegen.kernels.registry import LARGE_CACHE
+from tilegen.kernels.registry import KERNELS, LARGE_CACHE
 from tilegen.masks.tiles import tile_ranges
 from tilegen.model.footprint import footprint
+from tilegen.model.launches import kept_entries, launches
 from tilegen.model.rates import rates_of
-from tilegen.model.time import least_seconds, time
+from tilegen.model.time import least_seconds, local_clocks, step_clocks, time
 from tilegen.model.traffic import traffic, visits
 from tilegen.problem import AttentionProblem
 
@@ -48,6 +49,16 @@ PROBLEMS = [
         "b1 hq2 hkv2 q256 kv64 d64 fp32 causal(bottom_right)",  # rows that keep nothing
     )
 ]
+
+
+SAMPLE = (
+    "b1 hq32 hkv8 q4096 d128 bf16 causal",
+    "b2 hq12 hkv4 q1000 kv3000 d64 bf16 causal(bottom_right)&window(127,0)",
+    "b1 hq8 hkv2 q2 kv9000 d128 fp16 full",
+    "b1 hq4 hkv4 q2048 d320 bf16 causal",
+    "b4 hq16 hkv1 q1 kv5000 d576/512 bf16 latent",
+    "b1 hq4 hkv2 q700 d80 fp32 causal",
+)
 
 
 @pytest.mark.parametrize("spec", catalogue(), ids=lambda spec: spec.name)
@@ -178,24 +189,40 @@ def test_what_is_shared_between_configs_changes_no_ranking(
     longer = replace(problem, batch=3, seqlen_q=2 * problem.seqlen_q + 5)
     propose(longer, spec, kernel=kernel)
     order: list[Any] = []
-    for candidate in (ranked := propose(problem, spec, kernel=kernel, top=1000)):
+    for candidate in propose(problem, spec, kernel=kernel, top=1000):
         needs = footprint.__wrapped__(problem, candidate.config, kernel, spec.arch)
         moved = traffic(problem, candidate.config, kernel)
         counts = visits(problem, candidate.config.block_m, candidate.config.block_n, kernel)
-        alone = time(
-            problem, spec, candidate.config, kernel, moved=moved, counts=counts, needs=needs
-        )
+        of = problem, spec, candidate.config, kernel
+        run, clocks = launches(*of, counts), step_clocks(*of)
+        local = local_clocks(needs, spec, candidate.config)
+        model = {"moved": moved, "counts": counts, "run": run, "needs": needs}
+        alone = time(*of, **model, clocks=clocks, local=local)
         found = candidate.estimate
         assert (alone.seconds, alone.terms) == (found.seconds, found.terms)
         assert (needs.smem_bytes, needs.registers) == (found.smem_bytes, found.registers)
         assert (moved.read_bytes, moved.write_bytes) == (found.read_bytes, found.write_bytes)
         assert estimate(problem, spec, candidate.config, kernel) == found
-        assert least_seconds(spec, moved, kernel) <= found.seconds
+        assert least_seconds(spec, clocks, float(run.steps), moved) <= found.seconds
+        tile = candidate.config.rows * candidate.config.block_n
+        assert kept_entries(problem, kernel) <= run.steps * tile
         described = not candidate.config.descriptors
         order.append((alone.seconds, alone.busy_seconds, described, candidate.config))
     assert sorted(order) == order
-    for top in (1, 10):  # for which most configs are not looked at
-        assert propose(problem, spec, kernel=kernel, top=top) == ranked[:top]
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("text", SAMPLE)
+def test_configs_that_are_not_looked_at_would_not_be_among_the_first(
+    text: str, kernel: Kernel
+) -> None:
+    for name in ("h200", "a100", "rtx3090", "mi300x"):
+        try:
+            ranked = propose(PARSE(text), gpu(name), kernel=kernel, top=2**16)
+        except Unsupported:  # as for heads that no tile takes whole
+            continue
+        for top in (1, 10):
+            assert propose(PARSE(text), gpu(name), kernel=kernel, top=top) == ranked[:top]
 
 
 def test_windows_of_other_widths_are_solved_once() -> None:
@@ -215,7 +242,7 @@ def test_a_new_length_is_proposed_for_with_little_work(monkeypatch: pytest.Monke
         timed.append(arguments)
         return time(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(ranking, "time", noting)
+    monkeypatch.setattr(fastest, "time", noting)
     problem = PARSE("b1 hq32 hkv8 q4097 d128 bf16 causal")
     found = propose(problem, gpu("h200"))
     # Tiles that the other length did not come to have 16 each: warps, stages, descriptors.
@@ -256,7 +283,7 @@ def test_bf16_without_tensor_cores_is_ranked_by_multiply_adds_and_said(
 
 def test_a_call_that_may_compile_is_told_of_bf16_too(caplog: pytest.LogCaptureFixture) -> None:
     say_once.cache_clear()
-    ranking.hopefuls(PARSE("hq8 q2048 d128 bf16 causal"), gpu("v100"), kernel="fwd", top=3)
+    hopefuls(PARSE("hq8 q2048 d128 bf16 causal"), gpu("v100"), kernel="fwd", top=3)
     assert "no tensor cores for bf16" in caplog.text
 
 

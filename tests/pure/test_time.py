@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from tilegen.choose.fastest import KernelModel
 from tilegen.choose.ranking import estimate
 from tilegen.gpus.spec import GpuSpec, gpu
 from tilegen.kernels.config import Kernel, TileConfig
@@ -19,9 +20,7 @@ from tilegen.model.time import (
     local_clocks,
     queued,
     step_clocks,
-    time,
 )
-from tilegen.model.traffic import traffic, visits
 from tilegen.problem import AttentionProblem
 
 PARSE = AttentionProblem.parse
@@ -141,22 +140,12 @@ def test_two_warps_that_share_two_units() -> None:
 def test_four_warps_alone_on_an_rtx_3090_overlap_little() -> None:
     """Published: 6.58 ms for the first, 4.64 for the second (GQA forward of 4096 rows)."""
     problem, spec = PARSE("b2 hq32 hkv8 q4096 d128 fp16 causal"), gpu("rtx3090")
+    model = KernelModel(problem, spec, "fwd")
     alone, shared = (
-        time(
-            problem,
-            spec,
-            config(text),
-            "fwd",
-            moved=traffic(problem, config(text), "fwd"),
-            counts=visits(problem, *size, "fwd"),
-            needs=replace(
-                footprint(problem, config(text), "fwd", spec.arch), registers=255, smem_bytes=smem
-            ),
+        model.time(
+            config(text), replace(model.needs(config(text)), registers=255, smem_bytes=smem)
         ).seconds
-        for text, size, smem in (
-            ("m64n64w4s2", (64, 64), 57344),
-            ("m128n32w4s2", (128, 32), 49154),
-        )
+        for text, smem in (("m64n64w4s2", 57344), ("m128n32w4s2", 49154))
     )
     assert 1.25 < alone / shared < 1.6
     assert shared == pytest.approx(4.636e-3, rel=0.12)
@@ -184,17 +173,9 @@ def test_a_small_grid_leaves_one_warpgroup_on_each_sm() -> None:
         clocks = step_clocks(problem, spec, tile, "fwd")
         needs = footprint(problem, tile, "fwd", spec.arch)
         assert residents(needs, spec, tile) == 2
+        model = KernelModel(problem, spec, "fwd")
         quick, slow = (
-            time(
-                problem,
-                spec,
-                tile,
-                "fwd",
-                moved=traffic(problem, tile, "fwd"),
-                counts=visits(problem, 64, 64, "fwd"),
-                needs=needs,
-                clocks=replace(clocks, smem=times * clocks.tensor),
-            ).busy_seconds
+            model.time(tile, needs, replace(clocks, smem=times * clocks.tensor)).busy_seconds
             for times in (1.0, 1.5)
         )
         return (slow - quick) / (heads / 132)

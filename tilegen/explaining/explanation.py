@@ -9,7 +9,8 @@ from dataclasses import asdict, replace
 from fractions import Fraction
 from typing import Any
 
-from tilegen.choose.ranking import SMEM_DOUBT, estimate, joined_splits, propose
+from tilegen.choose.fastest import SMEM_DOUBT
+from tilegen.choose.ranking import estimate, joined_splits, propose
 from tilegen.emit.identity import rows_are_aligned
 from tilegen.errors import Unsupported
 from tilegen.explaining.formulas import (

@@ -11,6 +11,7 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import panels, rows_for
 from tilegen.kernels.registry import KERNELS, direction_of
 from tilegen.kernels.spec import Sliced
+from tilegen.model.mask_size import mask_size
 from tilegen.model.traffic import Visits, splits_of
 from tilegen.problem import AttentionProblem
 
@@ -89,6 +90,15 @@ def launches(
         partial=0,
         longest=steps / programs,
     )
+
+
+def kept_entries(problem: AttentionProblem, kernel: Kernel) -> int:
+    """Return the scores of all heads that the mask keeps: programs take a step, at least, for each
+    tile that they would fill; 0 where a step is no tile of scores."""
+    if not KERNELS[kernel].masked or KERNELS[kernel].panel:
+        return 0
+    kept = mask_size(problem.mask, problem.seqlen_q, problem.seqlen_kv).entries
+    return problem.batch * problem.num_heads_q * kept
 
 
 def sliced_dims(problem: AttentionProblem, loop: Sliced) -> list[int]:

@@ -19,7 +19,7 @@ from tilegen.kernels.launch_order import heads_together, heavy_end
 from tilegen.kernels.registry import KERNELS, family_with
 from tilegen.model.dram import dram_bytes
 from tilegen.model.footprint import executed, in_place_of, repetition
-from tilegen.model.launches import Launches, launches
+from tilegen.model.launches import Launches
 from tilegen.model.on_chip import Footprint, family, residents
 from tilegen.model.operands import shared_words
 from tilegen.model.rates import instructions, peak_flops_per_clk, rates_of
@@ -156,21 +156,21 @@ def time(
     *,
     moved: Traffic,
     counts: Visits,
+    run: Launches,
     needs: Footprint,
-    clocks: StepClocks | None = None,
+    clocks: StepClocks,
+    local: float,
 ) -> Time:
     """Return the predicted time of a kernel, over all panels where it works on those.
 
-    `clocks` are those of a step where its machine code is known.
+    `run` is what `launches` says of `counts`; `clocks` and `local` are those of a step, predicted
+    (`step_clocks`, `local_clocks`) or from its machine code.
     """
-    spec, work = KERNELS[kernel], step(problem, config, kernel)
-    clk = clocks or step_clocks(problem, gpu, config, kernel)
-    run = launches(problem, gpu, config, kernel, counts)
+    spec, work, clk = KERNELS[kernel], step(problem, config, kernel), clocks
     per_launch = run.programs / run.count
 
     fits = residents(needs, gpu, config)
     slots = gpu.num_sms * fits
-    local = clocks.local if clocks else local_clocks(needs, gpu, config)
 
     def shared(together: int) -> ProgramClocks:
         return _program_clocks(problem, gpu, config, kernel, clk, run, local, together=together)
@@ -300,9 +300,13 @@ def tail_of(
     return ((shortest + part / 2 * (run.longest - shortest)) * one_step + overhead) / 2
 
 
-def least_seconds(gpu: GpuSpec, moved: Traffic, kernel: Kernel) -> float:
-    """Return the time that L2 alone takes: `time` is never below, whatever else a config does."""
-    return l2_seconds(gpu, moved) + launch_seconds(gpu, kernel, 1)
+def least_seconds(
+    gpu: GpuSpec, clocks: StepClocks, steps: float, moved: Traffic | None = None
+) -> float:
+    """Return seconds that programs never take less than, whatever else a config does: those of SMs
+    that wait for nothing in so many steps, or of L2 alone, where it is known what moves."""
+    on_sms = clocks.bound * steps / (gpu.num_sms * gpu.clock_hz)
+    return max(on_sms, l2_seconds(gpu, moved) if moved else 0.0)
 
 
 def launch_seconds(gpu: GpuSpec, kernel: Kernel, count: int) -> float:

@@ -1,0 +1,234 @@
+"""The cost model of one kernel of a problem: which of its configs are fastest."""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from operator import itemgetter
+
+from tilegen.choose.configs import legal_configs
+from tilegen.gpus.spec import GpuSpec
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.descriptors import without
+from tilegen.kernels.registry import KERNELS
+from tilegen.model.bounds import lower_bound_bytes
+from tilegen.model.estimate import CostEstimate
+from tilegen.model.footprint import footprint
+from tilegen.model.launches import Launches, kept_entries, launches, rows_of_panels
+from tilegen.model.on_chip import Footprint
+from tilegen.model.time import (
+    StepClocks,
+    Time,
+    launch_seconds,
+    least_seconds,
+    local_clocks,
+    step_clocks,
+    time,
+)
+from tilegen.model.traffic import Traffic, Visits, traffic, visits
+from tilegen.problem import AttentionProblem
+
+SMEM_DOUBT, REGISTER_DOUBT = 1.1, 1.6
+"""Factors of a limit up to which a prediction may go for a tuner to compile the config."""
+
+Timed = tuple[Time, TileConfig, Footprint]
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What the model says of a config whatever the lengths."""
+
+    needs: Footprint
+    clocks: StepClocks
+    promising: bool
+    """True for a config that fits, does not surely spill much, and has no descriptors that it can
+    do without: they save registers, and little else (templates/README.md)."""
+
+
+class _Known(dict[TileConfig, _Facts]):
+    """Facts of the configs of one kernel, found when first asked for."""
+
+    def __init__(self, problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> None:
+        super().__init__()
+        self._of = problem, gpu, kernel
+        self._least: dict[TileConfig, StepClocks] = {}
+
+    def __missing__(self, config: TileConfig) -> _Facts:
+        problem, gpu, kernel = self._of
+        needs = footprint(problem, config, kernel, gpu.arch)
+        promising = not needs.spills_much and needs.fits(gpu)
+        if promising and config.descriptors:
+            promising = self[without(config)].needs.spill_bytes > 0
+        clocks = step_clocks(problem, gpu, config, kernel)
+        self[config] = facts = _Facts(needs, clocks, promising)
+        return facts
+
+    def least_clocks(self, plain: TileConfig) -> StepClocks:
+        """Return the clocks of a step in one stage: more stages, or descriptors, take no less."""
+        if (found := self._least.get(plain)) is None:
+            problem, gpu, kernel = self._of
+            found = self._least[plain] = step_clocks(problem, gpu, plain, kernel)
+        return found
+
+
+@lru_cache(maxsize=8192)
+def _plain(config: TileConfig) -> TileConfig:
+    return replace(config, num_stages=1, descriptors=False)
+
+
+_known = lru_cache(maxsize=64)(_Known)
+"""Facts for problems without their lengths, which the next length has in common."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    """What the model says of a tile, whatever the warps and stages."""
+
+    moved: Traffic
+    counts: Visits
+    run: Launches
+
+
+class KernelModel:
+    """The cost model of one kernel of a problem; keeps the results that configs have in common."""
+
+    def __init__(
+        self,
+        problem: AttentionProblem,
+        gpu: GpuSpec,
+        kernel: Kernel,
+        *,
+        joined: TileConfig | None = None,
+        describable: bool = True,
+    ) -> None:
+        """`joined` is the config of the kernel whose splits this one joins."""
+        self.problem, self.gpu, self.kernel = problem, gpu, kernel
+        self._joined = joined
+        self._configs = legal_configs(problem, gpu, kernel, describable=describable)
+        self._launch = launch_seconds(gpu, kernel, 1)
+        self._known = _known(without_lengths(problem), gpu, kernel)
+        self._by_tile: dict[tuple[int, ...], _Tile] = {}
+
+    def fastest(self, top: int, *, spilling: bool) -> list[Timed]:
+        """Return the `top` fastest configs that fit and do not surely spill much, timed with what
+        they are predicted to spill or as if none was.
+
+        Configs that the SMs' units, or L2, alone make slower than what is found already are not
+        timed, and their tiles not counted.
+        """
+        found: list[Timed] = []
+        best: list[float] = []  # a heap of the `top` shortest times, negated
+        least_of_each = zip(self._least_seconds(), self._configs, strict=True)
+        for least, config in sorted(least_of_each, key=itemgetter(0)):
+            if len(best) == top and least > -best[0]:
+                break
+            if not self._known[config].promising:
+                continue
+            if len(best) == top and self._least_as_counted(config) > -best[0]:
+                continue
+            needs = self.needs(config)
+            if not spilling and needs.spill_bytes:
+                timed = self.time(config, replace(needs, registers=needs.max_registers))
+            else:
+                timed = self.time(config, needs)
+            found.append((timed, config, needs))
+            heapq.heappush(best, -timed.cost)
+            if len(best) > top:
+                heapq.heappop(best)
+        return _ranked(found)[:top]
+
+    def last_resort(self, top: int) -> list[Timed]:
+        """Return the `top` fastest configs that spill much, or that do not quite fit by
+        prediction."""
+        needed = [(config, self.needs(config)) for config in self._configs]
+        fitting = [pair for pair in needed if pair[1].fits(self.gpu)]
+        if not fitting:  # predictions err on the large side
+            fitting = [pair for pair in needed if pair[1].fits(self.gpu, doubt=SMEM_DOUBT)]
+        legal = [pair for pair in fitting if not pair[1].spills_much]
+        # The configs that spill least, where every config spills much.
+        least = sorted(fitting, key=lambda pair: (pair[1].registers, pair[0]))[: max(top, 20)]
+        return _ranked(
+            [(self.time(config, needs), config, needs) for config, needs in legal or least]
+        )[:top]
+
+    def needs(self, config: TileConfig) -> Footprint:
+        """Return what a program holds on chip."""
+        return self._known[config].needs
+
+    def time(self, config: TileConfig, needs: Footprint, code: StepClocks | None = None) -> Time:
+        """Return the predicted time: all that ranking needs. `code` are the clocks of a step where
+        its machine code is known."""
+        tile = self._tile(config)
+        return time(
+            self.problem,
+            self.gpu,
+            config,
+            self.kernel,
+            moved=tile.moved,
+            counts=tile.counts,
+            run=tile.run,
+            needs=needs,
+            clocks=code or self._known[config].clocks,
+            local=code.local if code else local_clocks(needs, self.gpu, config),
+        )
+
+    def _least_seconds(self) -> list[float]:
+        """Return seconds that the time of no config is below, known without counting tiles."""
+        kept = kept_entries(self.problem, self.kernel)
+        found: dict[TileConfig, float] = {}
+        for plain in dict.fromkeys(alike := [_plain(config) for config in self._configs]):
+            clocks, steps = self._known.least_clocks(plain), kept / (plain.rows * plain.block_n)
+            found[plain] = self._launch + least_seconds(self.gpu, clocks, steps)
+        return [found[plain] for plain in alike]
+
+    def _least_as_counted(self, config: TileConfig) -> float:
+        clocks, tile = self._known[config].clocks, self._tile(config)
+        return self._launch + least_seconds(self.gpu, clocks, float(tile.run.steps), tile.moved)
+
+    def cost(self, time: Time, config: TileConfig, needs: Footprint) -> CostEstimate:
+        """Return the estimate that a time belongs to."""
+        moved = self._tile(config).moved
+        return CostEstimate(
+            kernel=self.kernel,
+            config=config,
+            read_bytes=moved.read_bytes,
+            write_bytes=moved.write_bytes,
+            dram_bytes=time.dram_bytes,
+            lower_bound_bytes=lower_bound_bytes(self.problem, self.gpu, self.kernel),
+            smem_bytes=needs.smem_bytes,
+            registers=needs.registers,
+            flops=time.flops,
+            seconds=time.seconds,
+            limit=time.terms[0][0],
+            terms=time.terms,
+            waves=time.waves,
+            cost=time.cost,
+        )
+
+    def _tile(self, config: TileConfig) -> _Tile:
+        tile = config.block_m, config.heads, config.block_n, config.block_d, config.split_kv
+        if (found := self._by_tile.get(tile)) is None:
+            rows = None
+            if KERNELS[self.kernel].sliced:
+                rows = rows_of_panels(self.problem, self.gpu, self.kernel)
+            of = self.problem, config, self.kernel
+            moved = traffic(*of, panel_rows=rows, before=self._joined)
+            sides = config.block_m, config.block_n
+            split = (self._joined or config).split_kv
+            counts = visits(self.problem, *sides, self.kernel, split_kv=split)
+            run = launches(self.problem, self.gpu, config, self.kernel, counts)
+            found = self._by_tile[tile] = _Tile(moved, counts, run)
+        return found
+
+
+def _ranked(times: list[Timed]) -> list[Timed]:
+    # Configs of the same tile and time come in the order in which they are less likely to spill.
+    return sorted(
+        times, key=lambda one: (one[0].cost, one[0].busy_seconds, not one[1].descriptors, one[1])
+    )
+
+
+def without_lengths(problem: AttentionProblem) -> AttentionProblem:
+    """Return a problem with the same footprints, which are remembered for the next length too."""
+    return replace(problem, batch=1, seqlen_q=1, seqlen_kv=1)
