@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from operator import itemgetter
 
 from tilegen.choose.configs import legal_configs
 from tilegen.gpus.spec import GpuSpec
@@ -20,6 +19,7 @@ from tilegen.model.on_chip import Footprint
 from tilegen.model.time import (
     StepClocks,
     Time,
+    l2_seconds,
     launch_seconds,
     least_seconds,
     local_clocks,
@@ -35,40 +35,31 @@ SMEM_DOUBT, REGISTER_DOUBT = 1.1, 1.6
 Timed = tuple[Time, TileConfig, Footprint]
 
 
-@dataclass(frozen=True, slots=True)
-class _Facts:
-    """What the model says of a config whatever the lengths."""
-
-    needs: Footprint
-    clocks: StepClocks
-    promising: bool
-    """True for a config that fits, does not surely spill much, and has no descriptors that it can
-    do without: they save registers, and little else (templates/README.md)."""
-
-
-class _Known(dict[TileConfig, _Facts]):
-    """Facts of the configs of one kernel, found when first asked for."""
+class _Known(dict[TileConfig, tuple[Footprint, bool]]):
+    """What the model says of the configs of a kernel whatever the lengths, found when first asked
+    for: what each holds on chip, and whether it is promising, since it fits, does not surely spill
+    much, and has no descriptors that it can do without: they save registers, and little else
+    (templates/README.md)."""
 
     def __init__(self, problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> None:
         super().__init__()
         self._of = problem, gpu, kernel
-        self._least: dict[TileConfig, StepClocks] = {}
+        self._clocks: dict[TileConfig, StepClocks] = {}
 
-    def __missing__(self, config: TileConfig) -> _Facts:
+    def __missing__(self, config: TileConfig) -> tuple[Footprint, bool]:
         problem, gpu, kernel = self._of
         needs = footprint(problem, config, kernel, gpu.arch)
         promising = not needs.spills_much and needs.fits(gpu)
         if promising and config.descriptors:
-            promising = self[without(config)].needs.spill_bytes > 0
-        clocks = step_clocks(problem, gpu, config, kernel)
-        self[config] = facts = _Facts(needs, clocks, promising)
-        return facts
+            promising = self[without(config)][0].spill_bytes > 0
+        self[config] = found = needs, promising
+        return found
 
-    def least_clocks(self, plain: TileConfig) -> StepClocks:
-        """Return the clocks of a step in one stage: more stages, or descriptors, take no less."""
-        if (found := self._least.get(plain)) is None:
+    def clocks(self, config: TileConfig) -> StepClocks:
+        """Return the clocks of a step. Stages only add to them, descriptors change nothing."""
+        if (found := self._clocks.get(config)) is None:
             problem, gpu, kernel = self._of
-            found = self._least[plain] = step_clocks(problem, gpu, plain, kernel)
+            found = self._clocks[config] = step_clocks(problem, gpu, config, kernel)
         return found
 
 
@@ -119,23 +110,27 @@ class KernelModel:
         """
         found: list[Timed] = []
         best: list[float] = []  # a heap of the `top` shortest times, negated
-        least_of_each = zip(self._least_seconds(), self._configs, strict=True)
-        for least, config in sorted(least_of_each, key=itemgetter(0)):
+        alike: dict[TileConfig, list[TileConfig]] = {}
+        for config in self._configs:
+            alike.setdefault(_plain(config), []).append(config)
+        kept = kept_entries(self.problem, self.kernel)
+        for least, plain in sorted((self._least_seconds(one, kept), one) for one in alike):
             if len(best) == top and least > -best[0]:
                 break
-            if not self._known[config].promising:
+            promising = [one for one in alike[plain] if self._known[one][1]]
+            full = len(best) == top
+            if not promising or (full and self._least_as_counted(plain) > -best[0]):
                 continue
-            if len(best) == top and self._least_as_counted(config) > -best[0]:
-                continue
-            needs = self.needs(config)
-            if not spilling and needs.spill_bytes:
-                timed = self.time(config, replace(needs, registers=needs.max_registers))
-            else:
-                timed = self.time(config, needs)
-            found.append((timed, config, needs))
-            heapq.heappush(best, -timed.cost)
-            if len(best) > top:
-                heapq.heappop(best)
+            for config in promising:
+                needs = self.needs(config)
+                if not spilling and needs.spill_bytes:
+                    timed = self.time(config, replace(needs, registers=needs.max_registers))
+                else:
+                    timed = self.time(config, needs)
+                found.append((timed, config, needs))
+                heapq.heappush(best, -timed.cost)
+                if len(best) > top:
+                    heapq.heappop(best)
         return _ranked(found)[:top]
 
     def last_resort(self, top: int) -> list[Timed]:
@@ -154,7 +149,7 @@ class KernelModel:
 
     def needs(self, config: TileConfig) -> Footprint:
         """Return what a program holds on chip."""
-        return self._known[config].needs
+        return self._known[config][0]
 
     def time(self, config: TileConfig, needs: Footprint, code: StepClocks | None = None) -> Time:
         """Return the predicted time: all that ranking needs. `code` are the clocks of a step where
@@ -169,22 +164,22 @@ class KernelModel:
             counts=tile.counts,
             run=tile.run,
             needs=needs,
-            clocks=code or self._known[config].clocks,
+            clocks=code or self._known.clocks(config),
             local=code.local if code else local_clocks(needs, self.gpu, config),
         )
 
-    def _least_seconds(self) -> list[float]:
-        """Return seconds that the time of no config is below, known without counting tiles."""
-        kept = kept_entries(self.problem, self.kernel)
-        found: dict[TileConfig, float] = {}
-        for plain in dict.fromkeys(alike := [_plain(config) for config in self._configs]):
-            clocks, steps = self._known.least_clocks(plain), kept / (plain.rows * plain.block_n)
-            found[plain] = self._launch + least_seconds(self.gpu, clocks, steps)
-        return [found[plain] for plain in alike]
+    def _least_seconds(self, plain: TileConfig, kept: int) -> float:
+        """Return seconds that no config of this tile and these warps is below, however many stages
+        it has and however tiles are loaded: those of as many steps as `kept` scores would fill."""
+        steps = kept / (plain.rows * plain.block_n)
+        return self._launch + least_seconds(self.gpu, self._known.clocks(plain), steps)
 
-    def _least_as_counted(self, config: TileConfig) -> float:
-        clocks, tile = self._known[config].clocks, self._tile(config)
-        return self._launch + least_seconds(self.gpu, clocks, float(tile.run.steps), tile.moved)
+    def _least_as_counted(self, plain: TileConfig) -> float:
+        """Return such seconds from the tiles that are visited, which takes longer to tell."""
+        clocks, tile = self._known.clocks(plain), self._tile(plain)
+        steps = float(tile.run.steps)
+        on_sms = least_seconds(self.gpu, clocks, steps, masked=tile.run.masked)
+        return self._launch + max(on_sms, l2_seconds(self.gpu, tile.moved))
 
     def cost(self, time: Time, config: TileConfig, needs: Footprint) -> CostEstimate:
         """Return the estimate that a time belongs to."""

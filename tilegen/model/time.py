@@ -300,13 +300,13 @@ def tail_of(
     return ((shortest + part / 2 * (run.longest - shortest)) * one_step + overhead) / 2
 
 
-def least_seconds(
-    gpu: GpuSpec, clocks: StepClocks, steps: float, moved: Traffic | None = None
-) -> float:
+def least_seconds(gpu: GpuSpec, clocks: StepClocks, steps: float, *, masked: float = 0.0) -> float:
     """Return seconds that programs never take less than, whatever else a config does: those of SMs
-    that wait for nothing in so many steps, or of L2 alone, where it is known what moves."""
-    on_sms = clocks.bound * steps / (gpu.num_sms * gpu.clock_hz)
-    return max(on_sms, l2_seconds(gpu, moved) if moved else 0.0)
+    that wait for nothing in so many steps, a part of them `masked`."""
+    softmax = max(clocks.issue + masked * clocks.masking, clocks.exp)
+    busy = max(clocks.tensor + clocks.exposed * softmax, softmax)
+    of_step = _overlapped if rates_of(gpu.arch).exposed else max
+    return of_step(busy, clocks.smem) * steps / (gpu.num_sms * gpu.clock_hz)
 
 
 def launch_seconds(gpu: GpuSpec, kernel: Kernel, count: int) -> float:
