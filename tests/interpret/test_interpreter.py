@@ -52,7 +52,7 @@ def _operators(x_ptr, i_ptr, out_ptr, n: tl.constexpr):  # noqa: ANN001, ANN202
     at = row * n + tl.arange(0, n)
     x, i, one = tl.load(x_ptr + at), tl.load(i_ptr + at), tl.load(x_ptr + row)
     wide = i.to(tl.int64)
-    out = out_ptr + row * 15 * n + tl.arange(0, n)
+    out = out_ptr + row * 17 * n + tl.arange(0, n)
     tl.store(out + 0 * n, x + i)
     tl.store(out + 1 * n, i * 2.5 - x)
     tl.store(out + 2 * n, (i > 16777216.0) | (x < -1))
@@ -68,6 +68,8 @@ def _operators(x_ptr, i_ptr, out_ptr, n: tl.constexpr):  # noqa: ANN001, ANN202
     tl.store(out + 12 * n, -x >= one)
     tl.store(out + 13 * n, x.to(tl.bfloat16) + x.to(tl.bfloat16))
     tl.store(out + 14 * n, tl.load(x_ptr + row + 1))
+    tl.store(out + 15 * n, i // 3 + wide // -5 + 100 // (i | 1))
+    tl.store(out + 16 * n, i % 3 + wide % -5 + 100 % (i | 1))
 
 
 def test_operators_give_what_triton_gives(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -75,7 +77,7 @@ def test_operators_give_what_triton_gives(monkeypatch: pytest.MonkeyPatch) -> No
     inf = float("inf")
     x = torch.tensor([[1.0] * 8, [0.0, -0.0, 1.5, -2.0, inf, -inf, inf - inf, 16777216.0]])
     i = torch.tensor([[1] * 8, [0, 1, -1, 5, -7, 2**31 - 1, -(2**31), 16777217]])
-    i, (remembered, tritons) = i.int(), torch.zeros(2, 2, 15, 8)
+    i, (remembered, tritons) = i.int(), torch.zeros(2, 2, 17, 8)
     monkeypatch.setattr(interpreter, "_operations", {})
     _operators[(2,)](x, i, remembered, 8)
     assert any(interpreter._operations.values())

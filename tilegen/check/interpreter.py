@@ -196,11 +196,18 @@ def _remember_types(module: Any) -> None:
     module._get_np_dtype = dtype
 
 
+def _quotient(left: Any, right: Any) -> Any:
+    """Return integers divided and rounded towards 0, as kernels and the interpreter divide."""
+    return (left - np.fmod(left, right)) // right
+
+
 _OPERATORS: dict[str, Any] = {
     "__add__": np.add,
     "__sub__": np.subtract,
     "__mul__": np.multiply,
     "__truediv__": np.divide,
+    "__floordiv__": _quotient,
+    "__mod__": np.fmod,
     "__lt__": np.less,
     "__le__": np.less_equal,
     "__gt__": np.greater,
