@@ -33,22 +33,18 @@ SAMPLES = calibrate.read_samples()
 PROBLEMS = (
     "b4 hq32 hkv8 q4096 d128 bf16 causal",
     "b8 hq12 hkv12 q1024 d64 fp16 causal",
-    "b1 hq128 hkv128 q4096 d192/128 bf16 causal",
     "b32 hq16 hkv16 q729 d72 fp16 full",
-    "b4 hq16 hkv16 q4096 d128 fp32 causal",
 )
 
 
 SLICES_AND_SPLITS = [name for name, spec in KERNELS.items() if spec.sliced or spec.splits]
 
 
-@pytest.mark.parametrize("arch", GPUS)
+@pytest.mark.parametrize("arch", [arch for arch in GPUS if arch != "sm_90"])
 def test_one_of_the_first_proposals_may_be_used(arch: str) -> None:
-    """And takes as much shared memory as predicted; so do those of test_machine_code, which says
-    more of what an H200 runs."""
-    problem = PARSE(PROBLEMS[2 if arch == "sm_90" else 1])
+    """And takes as much shared memory as predicted; those of sm_90 are in test_machine_code."""
     for kernel in ("fwd", "bwd_dkdv", "bwd_dq"):
-        usable(problem, gpu(GPUS[arch]), kernel)
+        usable(PARSE(PROBLEMS[1]), gpu(GPUS[arch]), kernel)
 
 
 @pytest.mark.parametrize("arch", GPUS)
@@ -196,7 +192,7 @@ def test_more_warps_leave_less_registers_on_amd() -> None:
 
 def test_register_features_have_their_names() -> None:
     config = TileConfig.parse("m128n64w8s2")
-    work = step(PARSE(PROBLEMS[3]), config, "fwd")
+    work = step(PARSE(PROBLEMS[2]), config, "fwd")
     found = register_features(work, 2, 8, "sm_80")
     named = dict(zip(REGISTER_FEATURES, found, strict=True))
     assert named == {

@@ -237,7 +237,8 @@ one."""
 
 
 def _remember_operators(scope: Any) -> None:
-    """Have numpy alone compute operators, which broadcasts, as long as the launch of `scope` lasts.
+    """Have numpy alone compute operators, which broadcasts, and reshape blocks (`x[:, None]`), as
+    long as the launch of `scope` lasts.
 
     Triton's way of converting and broadcasting operands costs far more than what it computes. An
     operation of certain types goes Triton's way once, and by numpy if that gave the same bits.
@@ -245,6 +246,13 @@ def _remember_operators(scope: Any) -> None:
     import triton.language as tl
 
     tensor, constexpr, handle_of = tl.core.tensor, tl.core.constexpr, _handle_type()
+
+    def made(operation: _Operation, left: Any, right: Any) -> Any:
+        result = object.__new__(tensor)
+        result.__dict__.update(operation.attributes)
+        data = operation.compute(left.handle.data, right)
+        result.handle = handle_of(data, operation.dtype)
+        return result
 
     def quick(name: str, slow: Callable[..., Any]) -> Callable[..., Any]:
         def operator(self: Any, other: Any, **_: Any) -> Any:
@@ -262,17 +270,32 @@ def _remember_operators(scope: Any) -> None:
                 return found
             if (operation := _operations[key]) is None:
                 return slow(self, other)
-            result = object.__new__(tensor)
-            result.__dict__.update(operation.attributes)
-            data = operation.compute(self.handle.data, right)
-            result.handle = handle_of(data, operation.dtype)
-            return result
+            return made(operation, self, right)
 
         return operator
 
     for name in (*_OPERATORS, *_REFLECTED):
         if (slow := getattr(tensor, name, None)) is not None:
             scope.set_attr(tensor, name, quick(name, slow))
+
+    slow_item, every = tensor.__getitem__, slice(None)
+
+    def item(self: Any, slices: Any, **_: Any) -> Any:
+        """Return a block with more dimensions of one element: `x[:, None]`."""
+        key = (self.kind, *(one is None for one in slices)) if type(slices) is tuple else None
+        if key is None or any(one is not None and one != every for one in slices):
+            return slow_item(self, slices)
+        if key not in _operations:
+            found, data = slow_item(self, slices), self.handle.data[slices]
+            same = data.shape == found.handle.data.shape
+            known = _Operation(np.ndarray.__getitem__, found.handle.dtype, _attributes(found))
+            _operations[key] = known if same else None
+            return found
+        if (operation := _operations[key]) is None:
+            return slow_item(self, slices)
+        return made(operation, self, slices)
+
+    scope.set_attr(tensor, "__getitem__", item)
 
 
 def _is_plain(number: Any) -> bool:
@@ -307,9 +330,12 @@ def _operation(name: str, self: Any, other: Any, right: Any, found: Any) -> _Ope
     same = (data.dtype, data.shape) == (expected.dtype, expected.shape)
     if not same or data.tobytes() != expected.tobytes():
         return None
-    attributes = {name: value for name, value in vars(found).items() if name != "handle"}
     dtype = tl.int1 if data.dtype == bool else found.handle.dtype
-    return _Operation(compute, dtype, attributes)
+    return _Operation(compute, dtype, _attributes(found))
+
+
+def _attributes(found: Any) -> dict[str, Any]:
+    return {name: value for name, value in vars(found).items() if name != "handle"}
 
 
 @contextmanager
