@@ -23,6 +23,7 @@ import typer
 from benchmarks.workloads import CATALOGUE
 from tilegen import gpu
 from tilegen.choose.families import kernels_of, ranked_families
+from tilegen.choose.fastest import known
 from tilegen.choose.ranking import best_of, propose
 from tilegen.model import rates
 from tilegen.problem import AttentionProblem
@@ -78,7 +79,7 @@ def forget() -> None:
 
 @contextmanager
 def scaled(group: str, name: str, factor: float) -> Iterator[None]:
-    """Have the model use a constant times a factor."""
+    """Have the model use a constant times a factor, and forget the clocks of steps."""
     if group in ("rates", "instructions"):
         read = "rates_of" if group == "rates" else group
         users = [
@@ -99,8 +100,10 @@ def scaled(group: str, name: str, factor: float) -> Iterator[None]:
         module = importlib.import_module(f"tilegen.model.{group}")
         changes = [mock.patch.object(module, name, getattr(module, name) * factor)]
     with ExitStack() as stack:
+        stack.callback(known.cache_clear)
         for change in changes:
             stack.enter_context(change)
+        known.cache_clear()
         yield
 
 

@@ -14,6 +14,7 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.model.dram import dram_bytes
 from tilegen.model.estimate import CostEstimate
 from tilegen.model.footprint import footprint
+from tilegen.model.launches import launches
 from tilegen.model.on_chip import residents
 from tilegen.model.rates import rates_of
 from tilegen.model.time import (
@@ -70,15 +71,16 @@ def test_partial_tiles_make_a_launch_slower() -> None:
     masked = replace(problem, mask=PARSE("hq1 q1 d64 bf16 window(1024,1024)").mask)
     tiles = config("m128n64w8s3")
     plain, partial = visits(problem, 128, 64, "fwd"), visits(masked, 128, 64, "fwd")
+    of, needs = (problem, spec, tiles, "fwd"), footprint(problem, tiles, "fwd", spec.arch)
     times = [
         time(
-            problem,
-            spec,
-            tiles,
-            "fwd",
+            *of,
             moved=traffic(problem, tiles, "fwd"),
             counts=counts,
-            needs=footprint(problem, tiles, "fwd", spec.arch),
+            run=launches(*of, counts),
+            needs=needs,
+            clocks=step_clocks(*of),
+            local=0.0,
         ).seconds
         for counts in (plain, replace(plain, partial_tiles=plain.tiles))
     ]

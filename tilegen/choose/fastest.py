@@ -68,8 +68,8 @@ def _plain(config: TileConfig) -> TileConfig:
     return replace(config, num_stages=1, descriptors=False)
 
 
-_known = lru_cache(maxsize=64)(_Known)
-"""Facts for problems without their lengths, which the next length has in common."""
+known = lru_cache(maxsize=64)(_Known)
+"""What the model knows of a problem without its lengths, which the next length has in common."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class KernelModel:
         self._joined = joined
         self._configs = legal_configs(problem, gpu, kernel, describable=describable)
         self._launch = launch_seconds(gpu, kernel, 1)
-        self._known = _known(without_lengths(problem), gpu, kernel)
+        self._known = known(without_lengths(problem), gpu, kernel)
         self._by_tile: dict[tuple[int, ...], _Tile] = {}
 
     def fastest(self, top: int, *, spilling: bool) -> list[Timed]:

@@ -215,6 +215,7 @@ def order_of(problem: AttentionProblem, kernel: Kernel) -> Order:
     return "heavy_first" if heavy_end(problem.mask, KERNELS[kernel]) else "head_major"
 
 
+@lru_cache(maxsize=256)
 def streamed_bytes(problem: AttentionProblem, kernel: Kernel) -> int:
     """Return the bytes of one streamed row: K and V, or Q, dO, lse and delta."""
     loop = KERNELS[kernel].whole

@@ -113,29 +113,17 @@ def tile_ranges(
 
     `batch` and `heads` matter only to a mask that depends on them.
     """
-    shape = Shape(batch, heads, seqlen_q, seqlen_kv).tiled(block_m, block_n)
+    sizes = Shape(batch, heads, seqlen_q, seqlen_kv)
+    shape = sizes.tiled(block_m, block_n)
     (stays, stays_block), (length, block) = _sides(side, shape)
     try:
         general, values = _solved(mask, side)
     except Unsupported:
         return listed_ranges(mask, side, shape)
-    depends = depends_on(general)
-    first = np.arange(0, stays, stays_block, dtype=np.int64)[None, None]
-    last = np.minimum(first + stays_block, stays) - 1
-    b = np.arange(batch if B in depends else 1)[:, None, None]
-    h = np.arange(heads if H in depends else 1)[None, :, None]
-    symbols = {FIRST: first, LAST: last, B: b, H: h, SEQLEN_Q: seqlen_q, SEQLEN_KV: seqlen_kv}
-    points = Points(
-        [torch.from_numpy(np.array(value.sample(shape.by_axis))) for value in values],
-        {symbol: torch.as_tensor(value) for symbol, value in symbols.items()},
-        torch.device("cpu"),
-    )
-    live, dropped = (
-        [one.each(lambda edge: points(edge).numpy()) for one in part]
-        for part in _intervals(general, side)
-    )
+    fixed = all(value.is_stand_in for value in values)
+    edges_of = _fixed_edges if fixed else _edges_of
+    every, live, dropped = edges_of(general, values, side, sizes, stays, stays_block)
     partial, whole = merge(Arithmetic(block), live, dropped, length)
-    every = np.broadcast_shapes(first.shape, b.shape, h.shape)
     zero = np.zeros(every, dtype=np.int64)
     full = sum((hi - lo for lo, hi in whole), zero)
     visited = sum((hi - lo for lo, hi in partial), full)
@@ -149,6 +137,35 @@ def tile_ranges(
         length=length,
         ranges=(partial, whole),
     )
+
+
+def _edges_of(
+    general: Mask, values: tuple[Values, ...], side: Side, shape: Shape, stays: int, block: int
+) -> tuple[tuple[int, ...], list[Edges], list[Edges]]:
+    """Return the shape of arrays with a number for each stationary tile, and the edges of the live
+    and of the dropped intervals of all."""
+    depends = depends_on(general)
+    first = np.arange(0, stays, block, dtype=np.int64)[None, None]
+    last = np.minimum(first + block, stays) - 1
+    b = np.arange(shape.batch if B in depends else 1)[:, None, None]
+    h = np.arange(shape.heads if H in depends else 1)[None, :, None]
+    lengths = {SEQLEN_Q: shape.seqlen_q, SEQLEN_KV: shape.seqlen_kv}
+    symbols = {FIRST: first, LAST: last, B: b, H: h} | lengths
+    points = Points(
+        [torch.from_numpy(np.array(value.sample(shape.by_axis))) for value in values],
+        {symbol: torch.as_tensor(value) for symbol, value in symbols.items()},
+        torch.device("cpu"),
+    )
+    live, dropped = (
+        [one.each(lambda edge: points(edge).numpy()) for one in part]
+        for part in _intervals(general, side)
+    )
+    return np.broadcast_shapes(first.shape, b.shape, h.shape), live, dropped
+
+
+_fixed_edges = lru_cache(maxsize=8)(_edges_of)
+"""The same for masks whose tensors nobody changes: tiles that only stream by another size have the
+edges in common."""
 
 
 def _sides(side: Side, shape: TiledShape) -> tuple[tuple[int, int], tuple[int, int]]:
