@@ -217,7 +217,7 @@ def test_what_is_shared_between_configs_changes_no_ranking(
 def test_configs_that_are_not_looked_at_would_not_be_among_the_first(
     text: str, kernel: Kernel
 ) -> None:
-    for name in ("h200", "a100", "rtx3090", "mi300x"):
+    for name in ("h200", "rtx3090"):  # whose units overlap by a rule, and by queues
         try:
             ranked = propose(PARSE(text), gpu(name), kernel=kernel, top=2**16)
         except Unsupported:  # as for heads that no tile takes whole

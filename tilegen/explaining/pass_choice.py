@@ -28,6 +28,7 @@ from tilegen.model.bounds import (
     bound_values,
     bounds_of,
     complexity,
+    each_bound,
     lower_bound_bytes,
 )
 from tilegen.model.subgrids import closed_form, subgrids
@@ -87,8 +88,7 @@ def other_masks(problem: AttentionProblem) -> Iterator[Mask]:
 def bound_of(problem: AttentionProblem, gpu: GpuSpec, what: Kernel | Direction) -> dict[str, Any]:
     """Return the lower bounds of a kernel or pass in bytes, and which of them is the largest."""
     expressions = bounds_of(what, values_in_keys=problem.latent)
-    values = bound_values(problem, gpu)
-    sizes = {name: float(one.subs(values)) for name, one in expressions.items()}
+    values, sizes = bound_values(problem, gpu), each_bound(problem, gpu, what)
     return {
         "bytes": lower_bound_bytes(problem, gpu, what),
         "applies": max(sizes, key=lambda name: sizes[name]),

@@ -164,6 +164,7 @@ def _inputs(kernel: Kernel, values_in_keys: bool) -> Callable[..., Any]:
     return sp.lambdify(symbols, once, modules="math")
 
 
+@cache
 def lower_bound(what: Kernel | Direction, *, values_in_keys: bool = False) -> sp.Expr:
     """Return max(LB1, LB1G, LB2, floor) in words; for a kernel that reads or writes scores, or
     forms none, the floor alone."""
@@ -182,9 +183,16 @@ def _floor_alone(what: Kernel | Direction) -> bool:
 def lower_bound_bytes(problem: AttentionProblem, gpu: GpuSpec, what: Kernel | Direction) -> int:
     """Return the bytes that every algorithm for a kernel or pass must move on this GPU, whole
     launch."""
+    return max(0, math.floor(max(each_bound(problem, gpu, what).values())))
+
+
+def each_bound(
+    problem: AttentionProblem, gpu: GpuSpec, what: Kernel | Direction
+) -> dict[str, float]:
+    """Return the values of `bounds_of` [bytes], whole launch."""
     values = bound_values(problem, gpu)
     found = _evaluator(what, problem.latent)(*(values[symbol] for symbol in _ARGUMENTS))
-    return max(0, math.floor(max(found)))
+    return dict(zip(bounds_of(what, values_in_keys=problem.latent), map(float, found), strict=True))
 
 
 def bound_values(problem: AttentionProblem, gpu: GpuSpec) -> dict[sp.Symbol, float]:
@@ -213,6 +221,7 @@ def bound_values(problem: AttentionProblem, gpu: GpuSpec) -> dict[sp.Symbol, flo
     }
 
 
+@cache
 def bounds_of(what: Kernel | Direction, *, values_in_keys: bool = False) -> dict[str, sp.Expr]:
     """Return LB1, LB1G, LB2 and the floor in bytes of a whole launch; the largest holds."""
     moved = floor_terms(what, values_in_keys=values_in_keys)
