@@ -235,7 +235,8 @@ def test_windows_of_other_widths_are_solved_once() -> None:
 
 
 def test_a_new_length_is_proposed_for_with_little_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Footprints are known, and few configs are timed: 3 ms when this was written."""
+    """Footprints are known, and few configs are timed (`python -m benchmarks.cpu --only proposing`
+    says how long that takes)."""
     propose(PARSE("b1 hq32 hkv8 q4096 d128 bf16 causal"), gpu("h200"))
     before, timed = footprint.cache_info().misses, []
 
