@@ -6,7 +6,8 @@ from dataclasses import replace
 from functools import reduce
 
 from tests.user_forms import MASKS, SCORES
-from tilegen.build.workers import compile_many
+from tilegen.build.compiler import CompiledKernel
+from tilegen.build.workers import Pool, compile_many
 from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.render import render
 from tilegen.errors import BuildFailed
@@ -41,3 +42,11 @@ def test_kernels_compile() -> None:
         if isinstance(built, BuildFailed)
     }
     assert not failed
+
+
+def test_functions_without_a_name_are_compiled_in_another_process(compiler: Pool) -> None:
+    """As a call that tunes has it done, for masks and scores of the user's lambdas."""
+    mask = predicate(lambda b, h, q, k: q >= k) & predicate(lambda b, h, q, k: (q - k) % 3 == 0)
+    made = score(lambda s, b, h, q, k: 2 * s).then(score(lambda s, b, h, q, k: s - q))
+    problem = replace(PROBLEM, mask=mask.stand_in, score=made.form)
+    assert isinstance(compiler.compile(render(problem, CONFIG), "sm_90"), CompiledKernel)

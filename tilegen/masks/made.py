@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from functools import lru_cache, wraps
 from typing import Any, ParamSpec, TypeVar
 
@@ -17,9 +18,23 @@ T = TypeVar("T")
 MAX_KNOWN = 1024
 
 
+class _Making(tuple[Any, ...]):
+    """How a mask or score was made: a word and what it was made of. Functions stay in their
+    process, since no other may know them by name."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        has_functions = self[0] in ("function", "chain")
+        return (type(None), ()) if has_functions else (_Making, (tuple(self),))
+
+    def __deepcopy__(self, known: dict[int, Any]) -> _Making:
+        return _Making(deepcopy(tuple(self), known))
+
+
 def noted(made: T, how: tuple[Any, ...]) -> T:
     """Return a new mask or score, which keeps how it was made: a word and what it was made of."""
-    vars(made)["_made"] = how
+    vars(made)["_made"] = _Making(how)
     return made
 
 
