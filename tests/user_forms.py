@@ -80,6 +80,8 @@ MASKS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
     "sigmoid": lambda b, h, q, k: torch.sigmoid(0.3 * (q - k)) > 0.4,
     "sign": lambda b, h, q, k: torch.sign(q - k) * (k - 30) > -5,
     "floor of a float": lambda b, h, q, k: torch.floor(0.3 * q) >= k // 4,
+    "bound that is the floor of a float": lambda b, h, q, k: k >= torch.floor(5.5 * h),
+    "bounds by batch and head": lambda b, h, q, k: (k <= h) | ((k >= q) & (k < q + b + 9)),
     "logarithm": lambda b, h, q, k: torch.log1p(q) >= torch.log(k + 0.5),
     # Tables.
     "floats": lambda b, h, q, k: WEIGHTS[k] <= WEIGHTS[q],

@@ -1,6 +1,7 @@
 """Kernels that load what passes through tensor descriptors compile to fewer registers."""
 
 import inspect
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -18,6 +19,7 @@ from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.masks import predicate
 from tilegen.model.footprint import footprint
 from tilegen.model.on_chip import SPILL_DOUBT
 from tilegen.problem import AttentionProblem
@@ -70,6 +72,24 @@ def test_tiles_that_pass_come_by_tma_alone(kernel: Kernel) -> None:
     ptx = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
     assert "cp.async.bulk.tensor.4d.shared" in ptx
     assert "cp.async.cg" not in ptx
+
+
+STAMPS = torch.arange(2)
+BY_HEAD: dict[str, Any] = {
+    "one range": lambda b, h, q, k: (k >= h) & (k < q + b),
+    "several ranges": lambda b, h, q, k: (k <= h) | ((k >= q) & (k < q + b + 9)),
+    "a table of 64 bits": lambda b, h, q, k: k < STAMPS[h],
+}
+
+
+@pytest.mark.parametrize("kernel", [*DESCRIBED, "fwd_split"])
+@pytest.mark.parametrize("name", BY_HEAD)
+def test_tiles_are_counted_in_32_bits(name: str, kernel: Kernel) -> None:
+    """Whatever their bounds have, such as numbers of heads and batches, which address 64 bits."""
+    problem = PARSE("b2 hq2 hkv2 q1024 d16 fp16 full")
+    problem = replace(problem, mask=predicate(BY_HEAD[name]).stand_in)
+    config = CONFIG("m32n32k128w4s2t" if kernel == "fwd_split" else "m32n32w4s2t")
+    assert compile_for(render(problem, config, kernel), "sm_90").binary
 
 
 def test_a_gpu_without_tma_is_refused() -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
-from typing import Any
 
 from tests.differential import trial
 from tests.differential.language import Writer
 from tests.differential.problems import DENSE, Layout, Problem, reads
-from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.kernels.registry import KERNELS
+from tilegen.kernels.config import TileConfig
+from tilegen.kernels.registry import FAMILIES
+from tilegen.kernels.spec import KernelSpec
 
 LAYOUTS: tuple[Layout, ...] = ("dense", "inside", "padded", "sliced", "expanded", "transposed")
 HEAD_DIMS = (8, 12, 16, 16, 16, 24, 32, 32, 40, 64, 72)
@@ -18,6 +19,9 @@ COUNTS = (
     (3, 1, 1), (1, 3, 1), (1, 1, 3), (2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 2, 3), (2, 2, 2),
 )  # fmt: skip
 """Batch, key/value heads, query heads of each: mostly few, as the interpreter runs them in turn."""
+DENSE_FORWARD = [
+    name for name, one in FAMILIES["forward"].items() if not any(k.pages for k in one.kernels)
+]
 ATTEMPTS = 100
 
 
@@ -69,7 +73,7 @@ def _drawn(random: Random) -> Problem:
         tables=tables,
         trained=tuple(trained) if backward else (),
         layouts=DENSE if random.random() < 0.5 else tuple(random.choices(LAYOUTS, k=4)),
-        configs={} if flex or random.random() < 0.12 else _configs(random),
+        configs={} if flex or random.random() < 0.12 else _configs(random, group),
         call="flex" if flex else "attention",
         scale=random.choice([None] * 8 + [0.5, 0.05, -0.3, 0.0]),
         backward=backward,
@@ -109,20 +113,26 @@ def _texts(random: Random, writer: Writer, flex: bool) -> tuple[str, str]:
     return mask, score
 
 
-def _configs(random: Random) -> dict[str, str]:
+def _configs(random: Random, group: int) -> dict[str, str]:
     """Return kernels of one forward and one backward, each with tiles of its own."""
+    passes = ("forward", DENSE_FORWARD), ("backward", list(FAMILIES["backward"]))
+    kernels = (one for way, names in passes for one in FAMILIES[way][random.choice(names)].kernels)
+    return {one.name: _tiles(random, one, group) for one in kernels}
 
-    def tiles(kernel: Kernel) -> str:
-        knobs = KERNELS[kernel].knobs
-        sizes = (knobs.block_m, knobs.block_n, knobs.block_d)
-        m, n, d = (random.choice([s for s in each if s <= 64] or each[:1]) for each in sizes)
-        described = bool(KERNELS[kernel].described) and m < n  # of all tiles, as good as at random
-        return TileConfig(block_m=m, block_n=n, block_d=d, descriptors=described).key
 
-    forward: Any = random.choice([("fwd",), ("fwd_streamed",), ("fwd_scores", "fwd_values")])
-    backward: Any = random.choice(
-        [("bwd_dkdv", "bwd_dq")] * 2 + [("bwd_scores", "bwd_columns", "bwd_rows")]
+def _tiles(random: Random, spec: KernelSpec, group: int) -> str:
+    sizes = (spec.knobs.block_m, spec.knobs.block_n, spec.knobs.block_d)
+    m, n, d = (random.choice([s for s in each if s <= 64] or each[:1]) for each in sizes)
+    config = TileConfig(
+        block_m=m,
+        block_n=n,
+        block_d=d,
+        descriptors=bool(spec.described) and m < n,  # of all tiles, as good as at random
+        split_kv=(m if spec.stays == "columns" else n) * random.choice((1, 2, 4))
+        if spec.splits
+        else 0,
     )
-    found = {kernel: tiles(kernel) for kernel in (*forward, *backward)}
-    m = random.choice([16, 32, 64])
-    return found | {"bwd_preprocess": TileConfig(block_m=m, block_n=16).key}
+    heads = 1 << (group - 1).bit_length()
+    if spec.packs and 1 < heads <= m and random.random() < 0.5:
+        config = replace(config, block_m=m // heads, heads=heads)
+    return config.key

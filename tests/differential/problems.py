@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 
+from tilegen.kernels.registry import family_among
 from tilegen.problem import DType
 
 Layout = Literal["dense", "inside", "padded", "sliced", "expanded", "transposed"]
@@ -77,17 +78,8 @@ class Problem:
         """The kernels that compute it, as the summary counts them."""
         if self.call == "flex":
             return "flex_attention"
-        return "+".join(
-            name
-            for kernel, name in (
-                ("fwd", "whole heads"),
-                ("fwd_streamed", "streamed"),
-                ("fwd_scores", "small cache"),
-                ("bwd_dkdv", "two passes"),
-                ("bwd_scores", "small cache backward"),
-            )
-            if kernel in self.configs
-        ) or "the model's choice"  # fmt: skip
+        found = (family_among(self.configs, way) for way in ("forward", "backward"))
+        return "+".join(one.name for one in found if one) or "the model's choice"
 
     def captured(self) -> dict[str, Any]:
         """Return the tables, those that are trained as leaves."""

@@ -48,8 +48,7 @@ def _steps(problem: Problem) -> Iterator[dict[str, Any]]:
     yield {"changed": False}
     yield {"call": "attention", "configs": PLAIN}
     yield {"configs": PLAIN}
-    yield {"configs": {name: "m16n16w4s2" if "d" not in key else key
-                       for name, key in problem.configs.items()}}  # fmt: skip
+    yield {"configs": {name: PLAIN.get(name, key) for name, key in problem.configs.items()}}
     yield {"batch": 1, "heads": 1, "heads_kv": 1}
     yield {"batch": 1}
     yield {"heads": problem.heads_kv}

@@ -30,6 +30,7 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import family_among
 from tilegen.kernels.spec import Direction
 from tilegen.masks import values
+from tilegen.masks.grouping import packed_heads
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import plans
 
@@ -137,8 +138,11 @@ def _kernels(problem: Problem, asked: list[Callable[[], RenderedKernel]]) -> Gen
         assert family is not None, f"no {direction} among {names}"
         return family.names
 
-    def agreed(_: Any, kernel: Kernel) -> TileConfig:
-        return TileConfig.parse(problem.configs[kernel])
+    def agreed(known: Known, kernel: Kernel) -> TileConfig:
+        config = TileConfig.parse(problem.configs[kernel])
+        if config.heads > packed_heads(known.problem):  # mask or score tell heads apart
+            config = replace(config, block_m=config.rows, heads=1)
+        return config
 
     def load_kernel(
         one: AttentionProblem, config: TileConfig, kernel: Kernel, *, aligned: bool

@@ -49,6 +49,9 @@ class Ranges:
     uses_last: bool = False
     per_head: bool = False
     """Whether query heads of one group visit different tiles."""
+    is_wide: bool = False
+    """Whether bounds of the form `single` have 64 bits; tiles are counted in 32 in every form, as
+    tensor descriptors ask for."""
     statements: tuple[str, ...] = ()
     """Statements that come before the loops, or the bounds, and that these use."""
     live_lo: str = ""
@@ -191,6 +194,7 @@ def _single(live: Interval, full: Interval, writer: Writer) -> Ranges:
         form="single",
         uses_last=uses_last,
         per_head=per_head,
+        is_wide=any(map(writer.is_wide, emitted)),
         live_lo=live_lo,
         live_hi=writer.inline(live.hi),
         nonempty=" & ".join(conditions) or None,
@@ -216,18 +220,22 @@ def _several(sets: StreamSets, writer: Writer, side: Side, in_part: bool) -> Ran
     live = [numbers(f"live{i}", one, sets.length) for i, one in enumerate(sets.live)]
     dropped = [numbers(f"dropped{i}", one) for i, one in enumerate(sets.dropped)]
     partial, full = merge(do, live, dropped, str(sets.length))
+    is_wide = any(map(writer.is_wide, emitted))
     return Ranges(
         form="several",
         uses_last=any(expression.has(LAST) for expression in emitted),
         per_head=any(expression.has(H) for expression in emitted),
         statements=(*writer.statements, *do.statements),
-        full=_loop("full", full, side, in_part),
-        partial=_loop("partial", partial, side, in_part),
+        full=_loop("full", full, side, in_part, is_wide),
+        partial=_loop("partial", partial, side, in_part, is_wide),
     )
 
 
-def _loop(name: str, ranges: tuple[Range, ...], side: Side, in_part: bool) -> TileLoop:
-    """Return the loop over ranges of tiles, one after the other."""
+def _loop(
+    name: str, ranges: tuple[Range, ...], side: Side, in_part: bool, is_wide: bool
+) -> TileLoop:
+    """Return the loop over ranges of tiles, one after the other; `is_wide` says that their ends
+    have 64 bits."""
     step, tile = ("i", "tile_n") if side == "rows" else ("step", "tile_m")
     setup: list[str] = []
     if in_part:
@@ -251,6 +259,8 @@ def _loop(name: str, ranges: tuple[Range, ...], side: Side, in_part: bool) -> Ti
         last = f"num_{name}" if i == len(ranges) - 1 else f"{name}_until{i}"
         setup.append(f"{last} = {reached} + {size}" if reached else f"{last} = {size}")
         reached = last
+    if is_wide and steps:
+        steps.append(f"{tile} = tl.cast({tile}, tl.int32)")
     holds = tuple(f"(tile_n >= {lo}) & (tile_n < {hi})" for lo, hi in ranges)
     return TileLoop(tuple(setup), reached or "0", tuple(steps), holds or ("tile_n < 0",))
 

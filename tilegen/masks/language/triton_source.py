@@ -109,6 +109,10 @@ class Writer:
         """Return the source of a condition, or of an integer as one."""
         return self._inside(exact(expr), LOWEST)
 
+    def is_wide(self, expr: sympy.Basic) -> bool:
+        """Whether the source of an integer has 64 bits; infinity has none."""
+        return not expr.is_infinite and self._sizes.is_wide(exact(expr))
+
     def name(self, source: str) -> str:
         """Return the name of a statement with this source, written once."""
         if source.isidentifier():

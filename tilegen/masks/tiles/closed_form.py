@@ -26,6 +26,7 @@ from sympy.core.relational import Relational
 from sympy.logic.boolalg import Boolean, to_dnf
 
 from tilegen.errors import Unsupported
+from tilegen.masks.language.integers import exact, is_int
 from tilegen.masks.language.symbols import (
     FIRST,
     LAST,
@@ -158,6 +159,9 @@ def _solve_sets(mask: Mask, side: Side) -> StreamSets:
 
     live = [solved([*one, *inside]) for one in _disjunctive_normal_form(most)]
     dropped = [solved(one) for one in _disjunctive_normal_form(sympy.Not(sure))]
+    for edge in (edge for one in (*live, *dropped) for edge in (one.lo, one.hi)):
+        if not edge.is_infinite and not is_int(exact(edge)):
+            raise Unsupported(f"expected bounds that are computed in integers, got {edge}")
     return StreamSets(_some(live), _some(dropped), length)
 
 
