@@ -59,6 +59,8 @@ MASKS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
     "divisor zero is never chosen": lambda b, h, q, k: (
         torch.where(q > 0, k % (q + (q == 0)), 1) < 9
     ),
+    "even by twice an odd number": lambda b, h, q, k: (4 * k - 4 * q).abs() // 18 == b,
+    "even by an odd number": lambda b, h, q, k: torch.maximum(4 * k, 4 * q) / 3 == 8 * h,
     # Rationals.
     "rationals": lambda b, h, q, k: q / 3 >= k / 7,
     "quotient of a head": lambda b, h, q, k: (h / (h + 1) < 0.05) | (k < q / (h + 1)),

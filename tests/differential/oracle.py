@@ -204,6 +204,8 @@ class Roundings(TorchFunctionMode):
     CONSTANT = frozenset(("div", "true_divide", "__truediv__", "__rtruediv__", "mul", "multiply",
                           "__mul__", "__rmul__", "pow", "__pow__", "__rpow__"))  # fmt: skip
 
+    POWERS = frozenset(("pow", "__pow__", "__rpow__"))
+
     def __init__(self, noise: Noise) -> None:
         """`noise` says how large an error is."""
         super().__init__()
@@ -220,6 +222,8 @@ class Roundings(TorchFunctionMode):
             exact = func(*map(_widened, args), **{k: _widened(v) for k, v in kwargs.items()})
             rounded = found != exact
             size = found.abs().nan_to_num(posinf=0.0) * rounded
+            if func.__name__ in self.POWERS:  # computed as 2 to a number that is rounded
+                size *= 1 + found.abs().log2().nan_to_num(0, 0, 0).abs()
             shared = torch.zeros(())
             if func.__name__ in self.CONSTANT and any(isinstance(v, int | float) for v in args):
                 shared = self._noise.of(shared, torch.ones(()))

@@ -7,6 +7,8 @@ from typing import Any
 import sympy
 from sympy.logic.boolalg import Boolean
 
+from tilegen.masks.language import sympy_repair  # noqa: F401
+
 B, H, Q, K = sympy.symbols("b h q k", integer=True, nonnegative=True)
 """Batch, query head, query row, key-value column."""
 SEQLEN_Q, SEQLEN_KV = sympy.symbols("seqlen_q seqlen_kv", integer=True, positive=True)
