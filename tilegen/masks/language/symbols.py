@@ -7,7 +7,9 @@ from typing import Any
 import sympy
 from sympy.logic.boolalg import Boolean
 
-from tilegen.masks.language import sympy_repair  # noqa: F401
+from tilegen.masks.language.sympy_repair import repair
+
+repair()  # before anything is made of the symbols below
 
 B, H, Q, K = sympy.symbols("b h q k", integer=True, nonnegative=True)
 """Batch, query head, query row, key-value column."""

@@ -23,4 +23,6 @@ def _is_integer(product: Any) -> bool | None:
     return None if denominator & (denominator - 1) and len(product.args) > 1 else found
 
 
-Mul._eval_is_integer = Mul._prop_handler["integer"] = _is_integer
+def repair() -> None:
+    """Have SymPy say of no product that it is an integer, or none, where it cannot be told."""
+    Mul._eval_is_integer = Mul._prop_handler["integer"] = _is_integer
