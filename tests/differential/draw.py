@@ -53,7 +53,11 @@ def _drawn(random: Random) -> Problem:
     writer = Writer(random)
     mask, score = _texts(random, writer, flex)
     square = "neighborhood" in mask or "cu_seqlens" in mask
-    tables = writer.tables
+    tables, kv_lengths = writer.tables, ""
+    if not flex and random.random() < 0.12:
+        kv_lengths, dtype = "lengths", random.choice(["int32", "int64"])
+        seed = random.randrange(1000)
+        tables[kv_lengths] = f'ints({seed}, 0, columns, batch, dtype="{dtype}")'
     backward = random.random() < 0.75
     in_score = [name for name, text in reads(score, tables).items() if _trains(text)]
     in_mask = reads(mask, tables)
@@ -69,6 +73,7 @@ def _drawn(random: Random) -> Problem:
         head_dim_v=head_dim_v,
         dtype=random.choice(["fp32", "fp32", "fp16", "bf16"]),
         mask=mask,
+        kv_lengths=kv_lengths,
         score=score,
         tables=tables,
         trained=tuple(trained) if backward else (),

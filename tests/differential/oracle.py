@@ -50,14 +50,14 @@ def kept(problem: Problem, tables: dict[str, Any]) -> torch.Tensor:
 
     Raises Unclear where that hangs on rounding.
     """
-    found = _kept(problem, problem.mask, tables)
-    if _is_whole(problem.mask, tables):
+    found = _kept(problem, problem.keeps, tables)
+    if _is_whole(problem.keeps, tables):
         return found
     wide = {name: _wide(table) for name, table in tables.items()}
     with default_dtype(torch.float64):
         with Margins() as margins:
-            exact = _kept(problem, problem.mask, wide)
-        moved = [_kept(problem, text, wide) for text in _with_moved_literals(problem.mask)]
+            exact = _kept(problem, problem.keeps, wide)
+        moved = [_kept(problem, text, wide) for text in _with_moved_literals(problem.keeps)]
     if margins.narrow or any(not torch.equal(found, other) for other in (exact, *moved)):
         raise Unclear("the mask hangs on rounding")
     return found

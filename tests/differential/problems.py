@@ -39,6 +39,8 @@ class Problem:
     dtype: DType = "fp32"
     mask: str = "full()"
     """Source text of tilegen's masks; `predicate(lambda b, h, q, k: ...)` is a user's function."""
+    kv_lengths: str = ""
+    """The table that says how many keys each batch entry has; empty for all."""
     score: str = ""
     """Source text of tilegen's scores; empty for none."""
     tables: dict[str, str] = field(default_factory=dict[str, str])
@@ -67,6 +69,12 @@ class Problem:
             if value != getattr(defaults, name)
         )
         return f"Problem({', '.join(shown)})"
+
+    @property
+    def keeps(self) -> str:
+        """Source text of all that decides which pairs are kept."""
+        lengths = f"kv_lengths({self.kv_lengths})"
+        return f"({self.mask}) & {lengths}" if self.kv_lengths else self.mask
 
     @property
     def factor(self) -> float:

@@ -103,6 +103,7 @@ def forms(problem: Problem) -> list[str]:
     text = f"{problem.mask} {problem.score}"
     found = [name for name, pattern in FORMS.items() if re.search(pattern, text)]
     extra = {
+        "lengths of padded batches": bool(problem.kv_lengths),
         "trained tables": bool(problem.trained),
         "tables changed in place": problem.changed,
         "gradients": problem.backward,

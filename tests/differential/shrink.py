@@ -33,7 +33,7 @@ def simpler(problem: Problem) -> Iterator[Problem]:
     """Yield problems with one thing less, the largest steps first."""
     for changes in _steps(problem):
         candidate = replace(problem, **changes)
-        texts = f"{candidate.mask} {candidate.score}"
+        texts = f"{candidate.keeps} {candidate.score}"
         tables = reads(texts, candidate.tables)
         trained = tuple(name for name in candidate.trained if name in tables)
         candidate = replace(candidate, tables=tables, trained=trained)
@@ -44,6 +44,7 @@ def simpler(problem: Problem) -> Iterator[Problem]:
 def _steps(problem: Problem) -> Iterator[dict[str, Any]]:
     yield {"score": "", "trained": ()}
     yield {"mask": "full()"}
+    yield {"kv_lengths": ""}
     yield {"backward": False, "trained": (), "trains_lse": False}
     yield {"changed": False}
     yield {"call": "attention", "configs": PLAIN}

@@ -256,6 +256,7 @@ def _calls(question: Question) -> Iterator[list[str]]:
 def _attention(problem: Problem, tables: dict[str, Any]) -> Callable[..., Any]:
     options: dict[str, Any] = {"scale": problem.scale, "return_lse": True}
     options["mask"] = oracle.evaluate(problem.mask, problem, tables, TILEGEN_NAMES)
+    options["kv_lengths"] = tables[problem.kv_lengths] if problem.kv_lengths else None
     if problem.score:
         options["score"] = oracle.evaluate(problem.score, problem, tables, TILEGEN_NAMES)
     return lambda q, k, v: tilegen.attention(q, k, v, **options)
