@@ -63,6 +63,7 @@ def _drawn(random: Random) -> Problem:
     in_mask = reads(mask, tables)
     trained = [name for name in in_score if name not in in_mask and random.random() < 0.6]
     tensors = [text for text in tables.values() if "(" in text]
+    configs = {} if flex or random.random() < 0.15 else _configs(random, group)
     return Problem(
         batch=batch,
         heads=heads_kv * group,
@@ -78,7 +79,8 @@ def _drawn(random: Random) -> Problem:
         tables=tables,
         trained=tuple(trained) if backward else (),
         layouts=DENSE if random.random() < 0.5 else tuple(random.choices(LAYOUTS, k=4)),
-        configs={} if flex or random.random() < 0.12 else _configs(random, group),
+        configs=configs,
+        invariant=not (flex or configs) and random.random() < 0.5,
         call="flex" if flex else "attention",
         scale=random.choice([None] * 8 + [0.5, 0.05, -0.3, 0.0]),
         backward=backward,

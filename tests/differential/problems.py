@@ -51,6 +51,8 @@ class Problem:
     """How q, k, v and the gradient of out lie in memory."""
     configs: dict[str, str] = field(default_factory=dict[str, str])
     """The kernels and their tiles; none: what the model chooses."""
+    invariant: bool = False
+    """Whether kernels are those of batch-invariant mode."""
     call: Literal["attention", "flex"] = "attention"
     scale: float | None = None
     backward: bool = True

@@ -104,6 +104,7 @@ def forms(problem: Problem) -> list[str]:
     found = [name for name, pattern in FORMS.items() if re.search(pattern, text)]
     extra = {
         "lengths of padded batches": bool(problem.kv_lengths),
+        "batch-invariant": problem.invariant,
         "trained tables": bool(problem.trained),
         "tables changed in place": problem.changed,
         "gradients": problem.backward,

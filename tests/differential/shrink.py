@@ -45,6 +45,7 @@ def _steps(problem: Problem) -> Iterator[dict[str, Any]]:
     yield {"score": "", "trained": ()}
     yield {"mask": "full()"}
     yield {"kv_lengths": ""}
+    yield {"invariant": False}
     yield {"backward": False, "trained": (), "trains_lse": False}
     yield {"changed": False}
     yield {"call": "attention", "configs": PLAIN}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -33,6 +34,7 @@ from tilegen.masks import values
 from tilegen.masks.grouping import packed_heads
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import plans
+from tilegen.settings import BATCH_INVARIANT
 
 SECONDS = 60
 """That a problem may take, and COMPILING to build its kernels."""
@@ -153,6 +155,8 @@ def _kernels(problem: Problem, asked: list[Callable[[], RenderedKernel]]) -> Gen
     plans.forget()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(pipeline, "load_kernel", load_kernel))
+        invariant = {BATCH_INVARIANT: str(int(problem.invariant))}
+        stack.enter_context(mock.patch.dict(os.environ, invariant))
         if names:
             stack.enter_context(mock.patch.object(pipeline, "kernels_used", kernels_used))
             stack.enter_context(mock.patch.object(Known, "agreed", agreed))
