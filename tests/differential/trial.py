@@ -249,8 +249,13 @@ def _calls(question: Question) -> Iterator[list[str]]:
             outputs = [(out, x.dout)]
             if question.dlse is not None:
                 outputs.append((finite, question.dlse))
+            # A table that only decides what is chosen has no gradient, which is one of 0.
             gradients = torch.autograd.grad(
-                [y for y, _ in outputs], wanted, [dy for _, dy in outputs]
+                [y for y, _ in outputs],
+                wanted,
+                [dy for _, dy in outputs],
+                allow_unused=True,
+                materialize_grads=True,
             )
             names = ["dq", "dk", "dv", *(f"d{name}" for name in problem.trained)]
             found |= dict(zip(names, gradients, strict=True))
