@@ -111,10 +111,13 @@ class Margins(TorchFunctionMode):
     ROUND = frozenset(("floor", "ceil", "trunc", "round", "int", "long", "to"))
     DIVIDE = frozenset(("floor_divide", "__floordiv__", "remainder", "__mod__", "fmod", "div"))
 
+    SHARE = frozenset(("maximum", "minimum", "max", "min"))
+
     def __init__(self) -> None:
-        """`narrow` says whether any was seen."""
+        """`narrow` says whether any was seen, `tied` whether the larger or smaller of two equal
+        values was, whose gradient PyTorch shares and kernels give to the first."""
         super().__init__()
-        self.narrow = False
+        self.narrow = self.tied = False
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -130,6 +133,8 @@ class Margins(TorchFunctionMode):
                 elif name in self.DIVIDE and (name != "div" or kwargs.get("rounding_mode")):
                     quotient = args[0] / args[1]
                     self._look(quotient, torch.round(quotient))
+                elif name in self.SHARE and len(args) > 1 and is_float(args[1]):
+                    self.tied |= bool((args[0] == args[1]).any())
         return func(*args, **kwargs)
 
     def _look(self, one: Any, other: Any) -> None:
@@ -160,6 +165,8 @@ def require_clear_score(problem: Problem, x: Inputs, tables: dict[str, Any]) -> 
     near = (torch.allclose(exact, other, atol=1e-3, rtol=1e-3) for other in moved)
     if margins.narrow or not all(near):
         raise Unclear("the score hangs on rounding")
+    if margins.tied and problem.trained:
+        raise Unclear("gradients hang on which of two equal values is taken")
 
 
 # --------------------------------------------------------------------------------------------------
