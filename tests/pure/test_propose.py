@@ -189,7 +189,7 @@ def test_what_is_shared_between_configs_changes_no_ranking(
     longer = replace(problem, batch=3, seqlen_q=2 * problem.seqlen_q + 5)
     propose(longer, spec, kernel=kernel)
     order: list[Any] = []
-    for candidate in propose(problem, spec, kernel=kernel, top=1000):
+    for candidate in (ranked := propose(problem, spec, kernel=kernel, top=1000)):
         needs = footprint.__wrapped__(problem, candidate.config, kernel, spec.arch)
         moved = traffic(problem, candidate.config, kernel)
         counts = visits(problem, candidate.config.block_m, candidate.config.block_n, kernel)
@@ -210,6 +210,8 @@ def test_what_is_shared_between_configs_changes_no_ranking(
         described = not candidate.config.descriptors
         order.append((alone.seconds, alone.busy_seconds, described, candidate.config))
     assert sorted(order) == order
+    for top in (1, 10):  # for which most configs are not looked at
+        assert propose(problem, spec, kernel=kernel, top=top) == ranked[:top]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from tilegen.choose.configs import legal_configs
 from tilegen.gpus.spec import GpuSpec
@@ -96,10 +96,21 @@ class KernelModel:
         """`joined` is the config of the kernel whose splits this one joins."""
         self.problem, self.gpu, self.kernel = problem, gpu, kernel
         self._joined = joined
-        self._configs = legal_configs(problem, gpu, kernel, describable=describable)
+        self._describable = describable
         self._launch = launch_seconds(gpu, kernel, 1)
-        self._known = known(without_lengths(problem), gpu, kernel)
+        # The next length has in common what is known without lengths.
+        alike = replace(problem, batch=1, seqlen_q=1, seqlen_kv=1)
+        self._known = known(alike, gpu, kernel)
         self._by_tile: dict[tuple[int, ...], _Tile] = {}
+
+    @cached_property
+    def _configs(self) -> list[TileConfig]:
+        return legal_configs(self.problem, self.gpu, self.kernel, describable=self._describable)
+
+    @property
+    def footprints(self) -> list[tuple[TileConfig, Footprint]]:
+        """Every config, and what a program of it holds on chip."""
+        return [(config, self.needs(config)) for config in self._configs]
 
     def fastest(self, top: int, *, spilling: bool) -> list[Timed]:
         """Return the `top` fastest configs that fit and do not surely spill much, timed with what
@@ -136,7 +147,7 @@ class KernelModel:
     def last_resort(self, top: int) -> list[Timed]:
         """Return the `top` fastest configs that spill much, or that do not quite fit by
         prediction."""
-        needed = [(config, self.needs(config)) for config in self._configs]
+        needed = self.footprints
         fitting = [pair for pair in needed if pair[1].fits(self.gpu)]
         if not fitting:  # predictions err on the large side
             fitting = [pair for pair in needed if pair[1].fits(self.gpu, doubt=SMEM_DOUBT)]
@@ -222,8 +233,3 @@ def _ranked(times: list[Timed]) -> list[Timed]:
     return sorted(
         times, key=lambda one: (one[0].cost, one[0].busy_seconds, not one[1].descriptors, one[1])
     )
-
-
-def without_lengths(problem: AttentionProblem) -> AttentionProblem:
-    """Return a problem with the same footprints, which are remembered for the next length too."""
-    return replace(problem, batch=1, seqlen_q=1, seqlen_kv=1)

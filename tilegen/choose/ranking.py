@@ -7,8 +7,7 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from tilegen.choose.configs import legal_configs
-from tilegen.choose.fastest import REGISTER_DOUBT, SMEM_DOUBT, KernelModel, without_lengths
+from tilegen.choose.fastest import REGISTER_DOUBT, SMEM_DOUBT, KernelModel
 from tilegen.choose.reason import reason_of
 from tilegen.disk import say_once
 from tilegen.errors import Unsupported
@@ -20,7 +19,6 @@ from tilegen.kernels.split_kv import FWD_SPLIT
 from tilegen.model.as_compiled import clocks_as_compiled
 from tilegen.model.estimate import Candidate, CostEstimate
 from tilegen.model.footprint import footprint
-from tilegen.model.on_chip import Footprint
 from tilegen.model.time import Time
 from tilegen.problem import AttentionProblem
 from tilegen.sympy_lock import one_at_a_time
@@ -92,7 +90,7 @@ def _best(model: KernelModel, top: int, *, spilling: bool) -> list[Candidate]:
         )
     best = model.fastest(top, spilling=spilling) or model.last_resort(top)
     if not best:
-        raise Unsupported(_nothing_fits(problem, gpu, model.kernel))
+        raise Unsupported(_nothing_fits(model))
     return [_candidate(problem, gpu, model.cost(*one)) for one in best]
 
 
@@ -131,7 +129,7 @@ def search_space(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> lis
     """Return everything a tuner may try: what fits, and what only compiling can tell."""
     return [
         config
-        for config, needs in _footprints(problem.normal(), gpu, kernel)
+        for config, needs in KernelModel(problem.normal(), gpu, kernel).footprints
         if needs.fits(gpu, doubt=SMEM_DOUBT)
         and needs.registers <= REGISTER_DOUBT * needs.max_registers
     ]
@@ -193,26 +191,16 @@ def spills_much(problem: AttentionProblem, gpu: GpuSpec, candidate: Candidate) -
     return footprint(problem, candidate.config, candidate.kernel, gpu.arch).spills_much
 
 
-def _footprints(
-    problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel
-) -> list[tuple[TileConfig, Footprint]]:
-    """Return every config and what it needs on chip."""
-    alike = without_lengths(problem)
-    return [
-        (config, footprint(alike, config, kernel, gpu.arch))
-        for config in legal_configs(problem, gpu, kernel)
-    ]
-
-
 def _candidate(problem: AttentionProblem, gpu: GpuSpec, cost: CostEstimate) -> Candidate:
     return Candidate(
         kernel=cost.kernel, config=cost.config, estimate=cost, reason=reason_of(problem, gpu, cost)
     )
 
 
-def _nothing_fits(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> str:
-    smallest = min(needs.smem_bytes for _, needs in _footprints(problem, gpu, kernel))
+def _nothing_fits(model: KernelModel) -> str:
+    problem, gpu = model.problem, model.gpu
+    smallest = min(needs.smem_bytes for _, needs in model.footprints)
     return (
-        f"expected a {kernel} tile within {gpu.smem_per_block} bytes of shared memory on "
+        f"expected a {model.kernel} tile within {gpu.smem_per_block} bytes of shared memory on "
         f"{gpu.name}, found none for {problem.key}: the smallest needs {smallest}"
     )
