@@ -7,7 +7,7 @@ from random import Random
 
 from tests.differential import trial
 from tests.differential.language import Writer
-from tests.differential.problems import DENSE, Layout, Problem, reads
+from tests.differential.problems import DENSE, Call, Layout, Problem, reads
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.registry import FAMILIES
 from tilegen.kernels.spec import KernelSpec
@@ -19,9 +19,6 @@ COUNTS = (
     (3, 1, 1), (1, 3, 1), (1, 1, 3), (2, 2, 1), (2, 1, 2), (1, 2, 2), (1, 2, 3), (2, 2, 2),
 )  # fmt: skip
 """Batch, key/value heads, query heads of each: mostly few, as the interpreter runs them in turn."""
-DENSE_FORWARD = [
-    name for name, one in FAMILIES["forward"].items() if not any(k.pages for k in one.kernels)
-]
 ATTEMPTS = 100
 
 
@@ -49,27 +46,42 @@ def _drawn(random: Random) -> Problem:
     head_dim_v = head_dim if random.random() < 0.6 else random.choice(HEAD_DIMS)
     if random.random() < 0.02:  # of short sequences, since these take long in the interpreter
         head_dim, rows = random.choice([128, 192, 256]), random.randint(1, 20)
-    flex = random.random() < 0.15
+    calls: list[Call] = ["attention", "flex", "varlen", "paged", "packed pages"]
+    (call,) = random.choices(calls, [65, 13, 11, 5, 6])
+    flex, paged = call == "flex", call in ("paged", "packed pages")
     writer = Writer(random)
     mask, score = _texts(random, writer, flex)
     square = "neighborhood" in mask or "cu_seqlens" in mask
+    columns = rows if square or head_dim > 72 or random.random() < 0.5 else _length(random)
+    requests: tuple[tuple[int, int], ...] = ()
+    if call in ("varlen", "paged", "packed pages"):
+        if square:
+            mask = "full()"
+        requests = _requests(random, call, rows, columns)
+        rows, columns = (max(1, *each) for each in zip(*requests, strict=True))
+        batch = len(requests)
     tables, kv_lengths = writer.tables, ""
-    if not flex and random.random() < 0.12:
+    if call == "attention" and random.random() < 0.12:
         kv_lengths, dtype = "lengths", random.choice(["int32", "int64"])
         seed = random.randrange(1000)
         tables[kv_lengths] = f'ints({seed}, 0, columns, batch, dtype="{dtype}")'
-    backward = random.random() < 0.75
+    backward = not paged and random.random() < 0.75
+    dropout = 0.0
+    if not flex and not paged and random.random() < 0.12:
+        dropout = random.choice([0.1, 0.1, 0.5, 0.9, 1.0])
+    latent = not flex and head_dim_v <= head_dim and random.random() < (0.2 if paged else 0.04)
     in_score = [name for name, text in reads(score, tables).items() if _trains(text)]
     in_mask = reads(mask, tables)
     trained = [name for name in in_score if name not in in_mask and random.random() < 0.6]
     tensors = [text for text in tables.values() if "(" in text]
-    configs = {} if flex or random.random() < 0.15 else _configs(random, group)
+    configs = {} if flex or random.random() < 0.15 else _configs(random, group, paged, dropout > 0)
     return Problem(
         batch=batch,
         heads=heads_kv * group,
         heads_kv=heads_kv,
         rows=rows,
-        columns=rows if square or head_dim > 72 or random.random() < 0.5 else _length(random),
+        columns=columns,
+        requests=requests,
         head_dim=head_dim,
         head_dim_v=head_dim_v,
         dtype=random.choice(["fp32", "fp32", "fp16", "bf16"]),
@@ -78,10 +90,14 @@ def _drawn(random: Random) -> Problem:
         score=score,
         tables=tables,
         trained=tuple(trained) if backward else (),
-        layouts=DENSE if random.random() < 0.5 else tuple(random.choices(LAYOUTS, k=4)),
+        layouts=DENSE if requests or random.random() < 0.5 else tuple(random.choices(LAYOUTS, k=4)),
         configs=configs,
         invariant=not (flex or configs) and random.random() < 0.5,
-        call="flex" if flex else "attention",
+        call=call,
+        latent=latent,
+        page=random.choice([1, 4, 16, 16, 32, 64]) if paged else 0,
+        page_layout=random.choice(["NHD", "HND"]) if paged else "NHD",
+        dropout=dropout,
         scale=random.choice([None] * 8 + [0.5, 0.05, -0.3, 0.0]),
         backward=backward,
         trains_lse=backward and random.random() < 0.3,
@@ -92,6 +108,20 @@ def _drawn(random: Random) -> Problem:
 
 def _trains(text: str) -> bool:
     return text.startswith(("floats", "positive"))
+
+
+def _requests(random: Random, call: Call, rows: int, columns: int) -> tuple[tuple[int, int], ...]:
+    """Return the queries and keys of some requests; at times of none, but not of all."""
+    count = random.choice([1, 2, 2, 3, 4])
+    same = call == "varlen" and random.random() < 0.5  # one length for queries and for keys
+    found: list[tuple[int, int]] = []
+    for _ in range(count):
+        queries = rows if call == "paged" else random.choice([1, rows, random.randint(0, rows)])
+        keys = queries if same else random.randint(0, columns)
+        found.append((queries, keys))
+    if not all(map(sum, zip(*found, strict=True))):
+        found[0] = (rows, rows if same else columns)
+    return tuple(found)
 
 
 def _length(random: Random) -> int:
@@ -120,10 +150,17 @@ def _texts(random: Random, writer: Writer, flex: bool) -> tuple[str, str]:
     return mask, score
 
 
-def _configs(random: Random, group: int) -> dict[str, str]:
+def _configs(random: Random, group: int, paged: bool, drops: bool) -> dict[str, str]:
     """Return kernels of one forward and one backward, each with tiles of its own."""
-    passes = ("forward", DENSE_FORWARD), ("backward", list(FAMILIES["backward"]))
-    kernels = (one for way, names in passes for one in FAMILIES[way][random.choice(names)].kernels)
+    kernels: list[KernelSpec] = []
+    for families in FAMILIES.values():
+        able = [
+            one.kernels
+            for one in families.values()
+            if (not drops or any(kernel.drops for kernel in one.kernels))
+            and (one.direction == "backward" or paged == any(each.pages for each in one.kernels))
+        ]
+        kernels += random.choice(able)
     return {one.name: _tiles(random, one, group) for one in kernels}
 
 

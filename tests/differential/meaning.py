@@ -12,26 +12,36 @@ import torch
 
 @dataclass(frozen=True)
 class Pairs:
-    """Index tensors of all pairs, and both lengths."""
+    """Index tensors of all pairs, and both lengths: of all entries, or (batch, 1, 1, 1)."""
 
     b: torch.Tensor
     h: torch.Tensor
     q: torch.Tensor
     k: torch.Tensor
-    rows: int
-    columns: int
+    rows: Any
+    columns: Any
 
     @classmethod
-    def of(cls, batch: int, heads: int, rows: int, columns: int) -> Pairs:
-        """Return the pairs of a problem; its indices broadcast to (batch, heads, rows, columns)."""
+    def of(
+        cls,
+        batch: int,
+        heads: int,
+        rows: int,
+        columns: int,
+        requests: tuple[tuple[int, int], ...] = (),
+    ) -> Pairs:
+        """Return the pairs of a problem; its indices broadcast to (batch, heads, rows, columns).
+        `requests` have the queries and keys of each entry, where these differ."""
         sizes = (batch, heads, rows, columns)
         b, h, q, k = (
             torch.arange(n).view([-1 if i == j else 1 for j in range(4)])
             for i, n in enumerate(sizes)
         )
-        return cls(b, h, q, k, rows, columns)
+        if not requests:
+            return cls(b, h, q, k, rows, columns)
+        return cls(b, h, q, k, *torch.tensor(requests).view(-1, 2, 1, 1, 1).unbind(1))
 
-    def shift(self, alignment: str) -> int:
+    def shift(self, alignment: str) -> Any:
         """Return what rows are ahead of the columns on the diagonal."""
         return self.columns - self.rows if alignment == "bottom_right" else 0
 
@@ -135,13 +145,14 @@ def tree(of: torch.Tensor, lengths: torch.Tensor | None = None) -> Kept:
         return row == at
 
     def keep(at: Pairs) -> torch.Tensor:
-        ends = [at.columns] * len(at.b) if lengths is None else lengths.tolist()
-        bases = torch.tensor([end - at.rows for end in ends]).view(-1, 1, 1, 1)
-        known = max(at.rows, *(at.columns - base for base in bases.flatten().tolist()))
+        rows, columns = at.q.numel(), at.k.numel()
+        ends = at.columns if lengths is None else lengths.view(-1, 1, 1, 1)
+        bases = torch.as_tensor(ends - at.rows).expand(len(at.b), 1, 1, 1)
+        known = max(rows, columns - int(bases.min()))
         table = torch.tensor(
             [
-                [[j < at.rows and sees(b, i, j) for j in range(known)] for i in range(at.rows)]
-                for b in range(len(ends))
+                [[j < rows and sees(b, i, j) for j in range(known)] for i in range(rows)]
+                for b in range(len(at.b))
             ]
         )
         behind = (at.k - bases).clamp(min=0)

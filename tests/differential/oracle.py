@@ -14,7 +14,9 @@ from torch.overrides import TorchFunctionMode
 from tests.differential import meaning
 from tests.differential.meaning import Changed, Kept, Pairs
 from tests.differential.problems import Problem
+from tests.differential.requests import inside, only, starts
 from tilegen.check.reference import Inputs
+from tilegen.dropout import Dropout
 
 INF = float("inf")
 Results = dict[str, torch.Tensor]
@@ -42,7 +44,8 @@ def evaluate(text: str, problem: Problem, tables: dict[str, Any], names: dict[st
 
 
 def pairs(problem: Problem) -> Pairs:
-    return Pairs.of(problem.batch, problem.heads, problem.rows, problem.columns)
+    sizes = problem.batch, problem.heads, problem.rows, problem.columns
+    return Pairs.of(*sizes, problem.requests)
 
 
 def kept(problem: Problem, tables: dict[str, Any]) -> torch.Tensor:
@@ -69,6 +72,8 @@ def _kept(problem: Problem, text: str, tables: dict[str, Any]) -> torch.Tensor:
         keep = mask.keep(pairs(problem))
     if keep.dtype != torch.bool:
         raise Unclear(f"a mask of {keep.dtype}")
+    if problem.requests:
+        keep = keep & inside(problem)
     return keep.expand(problem.batch, problem.heads, problem.rows, problem.columns)
 
 
@@ -169,6 +174,23 @@ def require_clear_score(problem: Problem, x: Inputs, tables: dict[str, Any]) -> 
         raise Unclear("gradients hang on which of two equal values is taken")
 
 
+def dropped(problem: Problem) -> torch.Tensor | None:
+    """Return what the weight of each pair is multiplied by, (batch, heads, rows, columns), after
+    PyTorch is seeded with the problem's seed; None where nothing is dropped."""
+    if not problem.dropout:
+        return None
+    torch.manual_seed(problem.seed)
+    drawn = Dropout.drawn(problem.dropout, torch.device("cpu"))
+    if not problem.requests:
+        return drawn.factors(problem.batch, problem.heads, problem.rows, problem.columns)
+    queries, keys = (starts(each).tolist() for each in zip(*problem.requests, strict=True))
+    whole = drawn.factors(1, problem.heads, queries[-1], keys[-1])[0]  # by places among all tokens
+    found = whole.new_zeros((problem.batch, problem.heads, problem.rows, problem.columns))
+    for one, i, j, (rows, columns) in zip(found, queries, keys, problem.requests, strict=False):
+        one[:, :rows, :columns] = whole[:, i : i + rows, j : j + columns]
+    return found
+
+
 # --------------------------------------------------------------------------------------------------
 # Attention
 
@@ -253,49 +275,60 @@ def reference(
     x: Inputs,
     dlse: torch.Tensor | None,
     keep: torch.Tensor,
+    factors: torch.Tensor | None,
     tables: dict[str, Any],
     dtype: torch.dtype = torch.float64,
     noise: Noise = NONE,
 ) -> Results:
     """Return out, lse and all gradients: dq, dk, dv and `d<name>` of trained tables.
 
-    Computes in `dtype`; with noise, the score's own function in fp32, with its Roundings.
+    `factors` are those that weights are multiplied by. Computes in `dtype`; with noise, the score's
+    own function in fp32, with its Roundings.
     """
     x, group = x.to(dtype), problem.heads // problem.heads_kv
     k, v = (one.repeat_interleave(group, 1) for one in (x.k, x.v))
     inner = torch.float32 if noise.scale else dtype
     tables = {name: _wide(table, inner) for name, table in tables.items()}
     made: Changed = evaluate(problem.score or "Changed()", problem, tables, meaning.NAMES)
-    raw = noise.product(x.q, k.mT) * problem.factor
-    raw = raw.to(inner).requires_grad_()
-    changed, sink = raw, None
-    if problem.score:
-        sink = made.sink
-        errors = Roundings(noise) if noise.scale else contextlib.nullcontext()
-        with default_dtype(torch.promote_types(inner, torch.float32)), errors:
-            changed = torch.as_tensor(made.change(raw, pairs(problem))).expand(raw.shape)
-    logits = changed.detach().to(dtype).masked_fill(~keep, -INF)
-    logits = noise.of(logits, logits.abs().nan_to_num(posinf=0.0))
+    sink = made.sink
+
+    def scores() -> tuple[torch.Tensor, ...]:
+        """Return raw scores, a leaf, changed ones, and the logits of what is kept."""
+        raw = noise.product(x.q, k.mT) * problem.factor
+        changed = raw = raw.to(inner).requires_grad_()
+        if problem.score:
+            errors = Roundings(noise) if noise.scale else contextlib.nullcontext()
+            with default_dtype(torch.promote_types(inner, torch.float32)), errors:
+                changed = torch.as_tensor(made.change(raw, pairs(problem))).expand(raw.shape)
+        logits = changed.detach().to(dtype).masked_fill(~keep, -INF)
+        return raw, changed, noise.of(logits, logits.abs().nan_to_num(posinf=0.0))
+
+    raw, changed, logits = scores()
     lse = logits.logsumexp(-1)
     if sink is not None:
         lse = torch.logaddexp(lse, sink.detach().to(dtype)[:, None])
     lse = noise.of(lse, lse.abs().nan_to_num(posinf=0.0) + 1)
     finite = lse.masked_fill(lse == -INF, 0.0)
+    drop = torch.ones(()).to(dtype) if factors is None else factors.to(dtype)
     p = (logits - finite[..., None]).exp()
     p = noise.of(p, p, stored=True)
-    out = noise.product(p, v)
+    out = noise.product(p * drop, v)
     out = noise.of(out, out.abs(), stored=True)
     found = {"out": out, "lse": lse}
     if not problem.backward:
-        return found
+        return only(problem, found)
+    if noise.scale:  # a backward computes scores anew, with other errors than lse has
+        raw, changed, logits = scores()
+        p = (logits - finite[..., None]).exp()
+        p = noise.of(p, p, stored=True)
     delta = noise.of((x.dout * out).sum(-1), (x.dout * out).abs().sum(-1))
     if dlse is not None:
         delta = delta - dlse.to(dtype)
-    ds = p * (noise.product(x.dout, v.mT) - delta[..., None])
+    ds = p * (drop * noise.product(x.dout, v.mT) - delta[..., None])
     leaves = [tables[name] for name in problem.trained]
     draw, *rest = _grads(changed, [raw, *leaves], noise.of(ds, ds.abs()).to(changed.dtype))
     draw = noise.of(draw.to(dtype), draw.abs().to(dtype), stored=True)
-    dk, dv = noise.product(draw.mT, x.q), noise.product(p.mT, x.dout)
+    dk, dv = noise.product(draw.mT, x.q), noise.product((p * drop).mT, x.dout)
     grouped = (problem.batch, problem.heads_kv, group, problem.columns, -1)
     found |= {
         "dq": noise.product(draw, k) * problem.factor,
@@ -308,7 +341,7 @@ def reference(
             weights = (leaf.detach().to(dtype)[:, None] - finite).exp()
             gradient = -(weights * delta).masked_fill(lse == -INF, 0.0).sum((0, 2))
         found[f"d{name}"] = gradient.to(dtype)
-    return found
+    return only(problem, found)
 
 
 def _grads(y: torch.Tensor, leaves: list[torch.Tensor], dy: torch.Tensor) -> list[torch.Tensor]:
@@ -328,14 +361,16 @@ def floors(
     x: Inputs,
     dlse: torch.Tensor | None,
     keep: torch.Tensor,
+    factors: torch.Tensor | None,
     tables: dict[str, Any],
     exact: Results,
 ) -> dict[str, float]:
     """Return how far rounding alone may move each result."""
+    given = (problem, x, dlse, keep, factors, tables)
     largest = dict.fromkeys(exact, 0.0)
     for seed in range(SAMPLES):
         noise = Noise(NARROW[problem.dtype], torch.Generator().manual_seed(seed))
-        for name, one in reference(problem, x, dlse, keep, tables, noise=noise).items():
+        for name, one in reference(*given, noise=noise).items():
             apart = (one - exact[name]).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs()
             largest[name] = max(largest[name], ROOM * float(apart.max()))
     return largest

@@ -13,6 +13,7 @@ from tilegen.kernels.registry import family_among
 from tilegen.problem import DType
 
 Layout = Literal["dense", "inside", "padded", "sliced", "expanded", "transposed"]
+Call = Literal["attention", "flex", "varlen", "paged", "packed pages"]
 DENSE: tuple[Layout, ...] = ("dense",) * 4
 PLAIN = {
     "fwd": "m16n16w4s2",
@@ -27,13 +28,16 @@ CHANGED = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A call of `tilegen.attention` or `tilegen.flex_attention`; prints as what re-creates it."""
+    """A call of one of tilegen's functions; prints as what re-creates it."""
 
     batch: int = 1
     heads: int = 1
     heads_kv: int = 1
     rows: int
     columns: int
+    requests: tuple[tuple[int, int], ...] = ()
+    """Queries and keys of each batch entry, where these have their own: rows and columns at most.
+    """
     head_dim: int = 16
     head_dim_v: int = 16
     dtype: DType = "fp32"
@@ -53,7 +57,16 @@ class Problem:
     """The kernels and their tiles; none: what the model chooses."""
     invariant: bool = False
     """Whether kernels are those of batch-invariant mode."""
-    call: Literal["attention", "flex"] = "attention"
+    call: Call = "attention"
+    """The function: attention, flex_attention, attention_varlen, or attention_paged with as many
+    queries for each request, or with packed queries."""
+    latent: bool = False
+    """Whether values are the first columns of keys."""
+    page: int = 0
+    """Keys of a page, where they lie in pages."""
+    page_layout: Literal["NHD", "HND"] = "NHD"
+    dropout: float = 0.0
+    """The probability that a weight is dropped."""
     scale: float | None = None
     backward: bool = True
     trains_lse: bool = False
@@ -88,6 +101,8 @@ class Problem:
         """The kernels that compute it, as the summary counts them."""
         if self.call == "flex":
             return "flex_attention"
+        if self.call == "varlen":
+            return "attention_varlen"
         found = (family_among(self.configs, way) for way in ("forward", "backward"))
         return "+".join(one.name for one in found if one) or "the model's choice"
 

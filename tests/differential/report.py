@@ -105,6 +105,10 @@ def forms(problem: Problem) -> list[str]:
     extra = {
         "lengths of padded batches": bool(problem.kv_lengths),
         "batch-invariant": problem.invariant,
+        "packed requests": problem.call in ("varlen", "packed pages"),
+        "keys in pages": problem.page > 0,
+        "values in keys": problem.latent,
+        "dropout": problem.dropout > 0,
         "trained tables": bool(problem.trained),
         "tables changed in place": problem.changed,
         "gradients": problem.backward,

@@ -33,6 +33,11 @@ def simpler(problem: Problem) -> Iterator[Problem]:
     """Yield problems with one thing less, the largest steps first."""
     for changes in _steps(problem):
         candidate = replace(problem, **changes)
+        if candidate.requests:
+            requests = candidate.requests[: candidate.batch]
+            most = candidate.rows, candidate.columns
+            requests = tuple((min(q, most[0]), min(k, most[1])) for q, k in requests)
+            candidate = replace(candidate, batch=len(requests), requests=requests)
         texts = f"{candidate.keeps} {candidate.score}"
         tables = reads(texts, candidate.tables)
         trained = tuple(name for name in candidate.trained if name in tables)
@@ -48,11 +53,15 @@ def _steps(problem: Problem) -> Iterator[dict[str, Any]]:
     yield {"invariant": False}
     yield {"backward": False, "trained": (), "trains_lse": False}
     yield {"changed": False}
-    yield {"call": "attention", "configs": PLAIN}
-    yield {"configs": PLAIN}
+    yield {"call": "attention", "requests": (), "page": 0, "configs": PLAIN}
+    yield {"dropout": 0.0}
+    yield {"latent": False}
+    if not problem.page:
+        yield {"configs": PLAIN}
     yield {"configs": {name: PLAIN.get(name, key) for name, key in problem.configs.items()}}
     yield {"batch": 1, "heads": 1, "heads_kv": 1}
     yield {"batch": 1}
+    yield {"requests": problem.requests[1:] or problem.requests}
     yield {"heads": problem.heads_kv}
     yield {"heads": problem.heads // problem.heads_kv, "heads_kv": 1}
     for share in (8, 4, 2):

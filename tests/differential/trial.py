@@ -18,6 +18,7 @@ import torch
 import tilegen
 from tests.differential import oracle
 from tests.differential.problems import Layout, Problem
+from tests.differential.requests import Packing, attend_pages, attend_varlen, inside, only
 from tilegen import pipeline
 from tilegen.build.workers import Pool
 from tilegen.check.reference import TORCH_DTYPES, Inputs, make_inputs
@@ -182,9 +183,13 @@ class Question:
         tensors = (x.q, x.k, x.v, x.dout)
         laid_out = zip(tensors, problem.layouts, strict=True)
         self.x = Inputs(*(_laid_out(tensor, layout) for tensor, layout in laid_out))
+        if problem.latent:
+            self.x = replace(self.x, v=self.x.k[..., : problem.head_dim_v])
         generator = torch.Generator().manual_seed(problem.seed)
         rows = (problem.batch, problem.heads, problem.rows)
         self.dlse = torch.randn(rows, generator=generator) if problem.trains_lse else None
+        if problem.requests and self.dlse is not None:
+            self.dlse = self.dlse * inside(problem).any(-1)
         self.tables = problem.captured()
         self.block_mask = _block_mask(problem, self.tables) if problem.call == "flex" else None
         self.answers = [self._answer(self.tables)]
@@ -203,7 +208,7 @@ class Question:
         keep = oracle.kept(problem, tables)
         if problem.score:
             oracle.require_clear_score(problem, self.x, tables)
-        given = (problem, self.x, self.dlse, keep, tables)
+        given = (problem, self.x, self.dlse, keep, oracle.dropped(problem), tables)
         exact = oracle.reference(*given)
         oracle.require_numbers(problem, exact)
         own = oracle.reference(*given, dtype=dtype)
@@ -234,21 +239,23 @@ class Answer:
 
 def _calls(question: Question) -> Iterator[list[str]]:
     """Make the call, and once more with changed tables; yield what is wrong of each."""
-    problem, tables = question.problem, question.tables
-    call = _attention(problem, tables) if problem.call == "attention" else _flex(question)
+    problem, tables, packing = question.problem, question.tables, Packing(question.problem)
+    call = _flex(question) if problem.call == "flex" else _attention(problem, tables)
+    x, dlse = question.x, question.dlse
+    given = {name: packing.given(name, getattr(x, name)) for name in ("q", "k", "v", "dout")}
     for number, answer in enumerate(question.answers):
         if number:
             problem.change(tables)
-        x = question.x
-        leaves = [t.detach().requires_grad_(problem.backward) for t in (x.q, x.k, x.v)]
+        leaves = [given[name].detach().requires_grad_(problem.backward) for name in "qkv"]
+        torch.manual_seed(problem.seed)  # what dropout draws by
         out, lse = call(*leaves)
         found = {"out": out.detach(), "lse": lse.detach()}
         if problem.backward:
             wanted = [*leaves, *(tables[name] for name in problem.trained)]
             finite = lse.masked_fill(lse == -oracle.INF, 0.0)
-            outputs = [(out, x.dout)]
-            if question.dlse is not None:
-                outputs.append((finite, question.dlse))
+            outputs = [(out, given["dout"])]
+            if dlse is not None:
+                outputs.append((finite, packing.given("dlse", dlse)))
             # A table that only decides what is chosen has no gradient, which is one of 0.
             gradients = torch.autograd.grad(
                 [y for y, _ in outputs],
@@ -259,15 +266,21 @@ def _calls(question: Question) -> Iterator[list[str]]:
             )
             names = ["dq", "dk", "dv", *(f"d{name}" for name in problem.trained)]
             found |= dict(zip(names, gradients, strict=True))
-        yield answer.failures(found)
+        padded = {name: packing.padded(name, one) for name, one in found.items()}
+        yield answer.failures(only(problem, padded))
 
 
 def _attention(problem: Problem, tables: dict[str, Any]) -> Callable[..., Any]:
     options: dict[str, Any] = {"scale": problem.scale, "return_lse": True}
     options["mask"] = oracle.evaluate(problem.mask, problem, tables, TILEGEN_NAMES)
-    options["kv_lengths"] = tables[problem.kv_lengths] if problem.kv_lengths else None
     if problem.score:
         options["score"] = oracle.evaluate(problem.score, problem, tables, TILEGEN_NAMES)
+    if problem.page:
+        return attend_pages(problem, options)
+    options["dropout_p"] = problem.dropout
+    if problem.requests:
+        return attend_varlen(problem, options)
+    options["kv_lengths"] = tables[problem.kv_lengths] if problem.kv_lengths else None
     return lambda q, k, v: tilegen.attention(q, k, v, **options)
 
 

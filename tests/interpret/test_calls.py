@@ -97,9 +97,12 @@ def one_by_one(
     ends = zip(CU[:-1], CU[1:], cu_kv[:-1], cu_kv[1:], strict=True)
     parts = [
         attention_reference(
-            *(x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d])), mask=mask, score=score
+            *(x.transpose(0, 1)[None] for x in (q[a:b], k[c:d], v[c:d])),
+            mask=mask,
+            score=score,
+            entry=number,
         )[0][0].transpose(0, 1)
-        for a, b, c, d in ends
+        for number, (a, b, c, d) in enumerate(ends)
         if b > a
     ]
     return torch.cat(parts)
@@ -112,6 +115,40 @@ def test_packed_sequences_attend_within_documents(mask: Mask | None, cu_kv: torc
     q, k, v = leaf(77, 4, 16), leaf(total, 2, 16), leaf(total, 2, 16, seed=1)
     out = tilegen.attention_varlen(q, k, v, CU, cu_kv, mask=mask)
     require_same(out, one_by_one(q, k, v, cu_kv, mask), [q, k, v])
+
+
+LENGTHS, KEPT = torch.tensor([9, 2, 30, 11]), torch.arange(120) * 7 % 10 < 6
+BLOCKS = (torch.arange(4 * 5 * 5).view(4, 1, 5, 5) * 5 % 8 < 5).expand(4, 4, 5, 5)
+BY_PLACE = {
+    "b": (tilegen.predicate(lambda b, h, q, k: (b % 2 == 0) | (k <= q)), None),
+    "b of a table": (tilegen.predicate(lambda b, h, q, k: k < LENGTHS[b]), None),
+    "lengths": (tilegen.kv_lengths(LENGTHS), lambda b, h, q, k: k < LENGTHS[b]),
+    "q of a table": (tilegen.predicate(lambda b, h, q, k: KEPT[q] | (k < 3)), None),
+    "k of a table": (tilegen.predicate(lambda b, h, q, k: KEPT[k]), None),
+    "ids": (
+        tilegen.documents(torch.arange(120) // 5),
+        lambda b, h, q, k: q // 5 == k // 5,
+    ),
+    "ids as long as the longest": (
+        tilegen.documents(torch.arange(40) % 3),
+        lambda b, h, q, k: q % 3 == k % 3,
+    ),
+    "blocks": (
+        tilegen.block_sparse(BLOCKS, 8) & tilegen.causal(),
+        lambda b, h, q, k: BLOCKS[b, h, q // 8, k // 8] & (k <= q),
+    ),
+}
+"""Masks, and what they keep where that is written in another way."""
+
+
+@pytest.mark.parametrize("name", BY_PLACE)
+def test_masks_of_packed_sequences_see_their_document_and_places_in_it(name: str) -> None:
+    """Before, b was 0 throughout, and tables were refused or read by places among all tokens."""
+    mask, plain = BY_PLACE[name]
+    q, k, v = leaf(77, 4, 16), leaf(90, 2, 16), leaf(90, 2, 16, seed=1)
+    out = tilegen.attention_varlen(q, k, v, CU, CU_KV, mask=mask)
+    expected = mask if plain is None else tilegen.predicate(plain)
+    require_same(out, one_by_one(q, k, v, CU_KV, expected), [q, k, v])
 
 
 @pytest.mark.any_triton

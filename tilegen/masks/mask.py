@@ -35,8 +35,7 @@ TYPICAL = 64
 
 
 class Mask(ABC):
-    """Predicate over (batch, head, query row, key column). Immutable and hashable; combine with
-    `&`, `|` and `~`."""
+    """Predicate over (batch, head, query row, key column), immutable; join by `&`, `|` and `~`."""
 
     name: ClassVar[str]
     """The first word of the notation."""
@@ -53,14 +52,13 @@ class Mask(ABC):
         arguments are."""
 
     def enclosing(self, *at: Any) -> tuple[Any, Any]:
-        """Return conditions that are easier to solve: one that holds wherever row `q` sees column
-        `k`, and one that holds nowhere else; `at` are the arguments of `keep`."""
+        """Return conditions that are easier to solve, of the arguments of `keep`: one that holds
+        wherever row `q` sees column `k`, and one that holds nowhere else."""
         keep = self.keep(*at)
         return keep, keep
 
     def for_side(self, side: Side) -> Mask:
-        """Return the same mask, as it is solved best for tiles that keep rows, or columns, on
-        chip."""
+        """Return the same mask, as it is solved best for tiles that keep a side on chip."""
         return self.with_parts(lambda part: part.for_side(side))
 
     def with_parts(self, changed: Callable[[Mask], Mask]) -> Mask:
@@ -72,6 +70,10 @@ class Mask(ABC):
         """The masks this one combines."""
         return ()
 
+    def shape_of_parts(self, shape: Shape) -> Shape:
+        """Return what `parts` see of a call's shape."""
+        return shape
+
     def check_lengths(self, seqlen_q: int, seqlen_kv: int) -> None:
         """Raise InvalidProblem where the mask has no meaning at these lengths."""
         for part in self.parts:
@@ -79,8 +81,8 @@ class Mask(ABC):
 
     @cached_property
     def values(self) -> tuple[Values, ...]:
-        """The tensors that the predicate reads at run time, in the order in which it names them."""
-        return tuple(values_of(self))
+        """The tensors that the predicate reads, in the order in which it names them."""
+        return tuple(value for value, _ in values_of(self))
 
     @cached_property
     def is_stand_in(self) -> bool:
@@ -99,9 +101,8 @@ class Mask(ABC):
 
     def described(self, **changes: Any) -> Mask:
         """Return the mask with stand-ins in the place of its values."""
-        return with_values(
-            self, lambda one: replace(one, tensor=None, recipe=None, part=0, **changes)
-        )
+        changes |= {"tensor": None, "recipe": None, "part": 0}
+        return with_values(self, lambda one: replace(one, **changes))
 
     def show(
         self, seqlen_q: int, seqlen_kv: int | None = None, *, block_m: int = 16, block_n: int = 16
@@ -121,15 +122,16 @@ class Mask(ABC):
 
         real = self.realized(Shape(1, 1, seqlen_q, seqlen_kv))
         q, k = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_kv)[None]
-        first = torch.tensor(0)
-        keep = torch.as_tensor(real.keep(q, k, seqlen_q, seqlen_kv, first, first))
+        keep = torch.as_tensor(real.keep(q, k, seqlen_q, seqlen_kv, *torch.tensor([0, 0])))
         return keep.expand(seqlen_q, seqlen_kv).numpy()
 
     def realized(self, shape: Shape, device: torch.device | str = "cpu") -> Mask:
-        """Return the mask with typical tensors for stand-ins: kernels are tuned and checked so."""
+        """Return the mask with typical tensors for stand-ins, as kernels are tuned and checked."""
         if not self.is_stand_in:
             return self
-        return with_values(self, lambda one: one.realized(shape.by_axis, device))
+        inside, sizes = self.shape_of_parts(shape), shape.by_axis
+        whole = self.with_parts(lambda part: part.realized(inside, device))
+        return with_values(whole, lambda one: one.realized(sizes, device))
 
     def __and__(self, other: Mask) -> Mask:
         """Return the mask that keeps what both keep."""
@@ -157,8 +159,7 @@ class Mask(ABC):
 
 
 class Pending(Mask):
-    """A mask that is made when a function runs that torch.compile traces: nothing of its tensors
-    can be looked at before."""
+    """A mask that torch.compile makes when its function runs, from tensors not seen before."""
 
     name = "pending"
 
@@ -327,10 +328,8 @@ def causal(alignment: Alignment = "top_left") -> Mask:
 def sliding_window(
     left: int | Values | None, right: int | Values | None = 0, alignment: Alignment = "top_left"
 ) -> Mask:
-    """Return `q - left <= k <= q + right` (both inclusive; -1 or None: unbounded).
-
-    Mistral's window of 4096 tokens, itself included, is `sliding_window(4095, 0)`.
-    """
+    """Return `q - left <= k <= q + right` (inclusive; -1 or None: unbounded). Mistral's window of
+    4096 tokens, itself included, is `sliding_window(4095, 0)`."""
     window = SlidingWindow(left, right, alignment)
     return Full() if window.left is None and window.right is None else window
 
@@ -361,15 +360,18 @@ def _flat(masks: tuple[Mask, ...], kind: type[And | Or]) -> list[Mask]:
     return sorted(parts, key=lambda part: part.notation)
 
 
-def values_of(mask: Mask) -> Iterator[Values]:
-    """Yield the tensors that a mask reads, in the order in which it names them."""
+def values_of(mask: Mask, shape: Shape | None = None) -> Iterator[tuple[Values, Shape | None]]:
+    """Yield the tensors that a mask reads, in the order in which it names them, each with the shape
+    that its axes are of in a call of a `shape`."""
+    inside = None if shape is None else mask.shape_of_parts(shape)
     for field in fields(mask):  # type: ignore[arg-type]
         value = getattr(mask, field.name)
         for item in value if isinstance(value, tuple) else (value,):
             if isinstance(item, Values):
-                yield item
+                yield item, shape
             elif isinstance(item, Mask):
-                yield from values_of(item)
+                is_part = any(item is part for part in mask.parts)
+                yield from values_of(item, inside if is_part else shape)
 
 
 def with_values(item: Any, changed: Callable[[Values], Values]) -> Any:

@@ -7,6 +7,7 @@ call, on its device, from the ids or cu_seqlens that the user holds.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +16,18 @@ import torch
 from tilegen.errors import InvalidProblem
 from tilegen.masks.kinds import check_mask
 from tilegen.masks.made import is_traced, noted
-from tilegen.masks.mask import And, Causal, Full, Mask, Pending, SlidingWindow, full, intersect
+from tilegen.masks.mask import (
+    And,
+    Causal,
+    Full,
+    Mask,
+    Pending,
+    SlidingWindow,
+    full,
+    intersect,
+    with_values,
+)
+from tilegen.masks.shapes import Shape
 from tilegen.masks.usual import Intervals, SameDocument
 from tilegen.masks.values import (
     UNKNOWN,
@@ -24,6 +36,7 @@ from tilegen.masks.values import (
     Values,
     as_tensor,
     is_checked,
+    is_symbolic,
     power_of_two_near,
 )
 
@@ -143,9 +156,9 @@ def check_cu_seqlens(cu_q: torch.Tensor, cu_kv: torch.Tensor, lengths: Lengths, 
 @dataclass(frozen=True)
 class Within(Mask):
     """A mask within documents: `document(q) == document(k) and mask.keep(...)` at positions and
-    lengths within the document."""
+    lengths within the document, whose number is b."""
 
-    same: Mask
+    same: SameDocument
     mask: Mask
     start_q: Values
     start_kv: Values
@@ -164,19 +177,51 @@ class Within(Mask):
     def notation(self) -> str:
         return f"within({self.same.notation},{self.mask.notation})"
 
+    @property
+    def parts(self) -> tuple[Mask, ...]:
+        return (self.mask,)
+
+    def with_parts(self, changed: Callable[[Mask], Mask]) -> Mask:
+        return replace(self, mask=changed(self.mask))
+
+    def shape_of_parts(self, shape: Shape) -> Shape:
+        """Return as many batch entries as there are documents, and the lengths of the longest: 1
+        where these may not be looked at, those of all tokens where nothing is known of any."""
+        recipe = self.start_q.recipe
+        if recipe is None:
+            documents = -(-shape.seqlen_q // max(1, self.start_q.typical))
+            return Shape(documents, shape.heads, shape.seqlen_q, shape.seqlen_kv)
+        return Shape(len(recipe.sources[0]) - 1, shape.heads, *(self._longest() or (1, 1)))
+
     def check_lengths(self, seqlen_q: int, seqlen_kv: int) -> None:
         """Check the mask at the length of the longest document, where that may be looked at."""
+        if longest := self._longest():
+            self.mask.check_lengths(*longest)
+
+    def _longest(self) -> Lengths | None:
+        """Return the rows and the columns of the longest document; None where these are not to be
+        looked at."""
         sources = self.start_q.recipe.sources if self.start_q.recipe else ()
-        if sources and all(map(is_checked, sources)):
-            self.mask.check_lengths(*(int(cu.diff().max()) for cu in sources))
+        if not sources or not all(map(is_checked, sources)):
+            return None
+        cu_q, cu_kv = sources
+        return int(cu_q.diff().max()), int(cu_kv.diff().max())
 
     def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
-        start_q, start_kv, length_q, length_kv = (
-            value.at(b, h, q, k, (seqlen_q, seqlen_kv))
-            for value in (self.start_q, self.start_kv, self.length_q, self.length_kv)
+        lengths = (seqlen_q, seqlen_kv)
+        document, start_q, start_kv, length_q, length_kv = (
+            value.at(b, h, q, k, lengths)
+            for value in (
+                *(self.same.ids_q, self.start_q, self.start_kv),
+                *(self.length_q, self.length_kv),
+            )
         )
-        inside = self.mask.keep(q - start_q, k - start_kv, length_q, length_kv, b, h)
-        return self.same.keep(q, k, seqlen_q, seqlen_kv, b, h) & inside
+        inner = self.mask
+        if not is_symbolic(b, h, q, k):  # tables are made for the lengths of the call
+            device = getattr(q, "device", "cpu")
+            inner = with_values(inner, lambda one: one.made(device, lengths))
+        inside = inner.keep(q - start_q, k - start_kv, length_q, length_kv, document, h)
+        return self.same.keep(q, k, *lengths, b, h) & inside
 
 
 def _same(recipe: Recipe, typical: int, axes: str = "") -> SameDocument:

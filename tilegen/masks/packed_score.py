@@ -13,7 +13,7 @@ from tilegen.masks.language.symbols import SEQLEN_KV, SEQLEN_Q, B, K, Lookup, Q,
 from tilegen.masks.language.texts import free_parts, from_text, to_text
 from tilegen.masks.packed import places
 from tilegen.masks.score import Score
-from tilegen.masks.tensors import check_axes
+from tilegen.masks.tensors import DOCUMENT_AXES, check_axes
 from tilegen.masks.values import Lengths, is_checked
 from tilegen.sympy_lock import one_at_a_time
 
@@ -41,8 +41,7 @@ def _check_sizes(score: Score, cu_q: torch.Tensor, cu_kv: torch.Tensor) -> None:
     needed = {"b": len(cu_q) - 1}
     if is_checked(cu_q) and is_checked(cu_kv):
         needed |= {"q": int(cu_q.diff().max()), "k": int(cu_kv.diff().max())}
-    of_the_longest = {"q": "rows of the longest document", "k": "columns of the longest document"}
-    check_axes(score, needed, {"b": "documents", **of_the_longest})
+    check_axes(score, needed, DOCUMENT_AXES)
 
 
 @one_at_a_time

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tilegen.errors import InvalidProblem
-from tilegen.masks.mask import Mask
+from tilegen.masks.mask import Mask, values_of
 from tilegen.masks.notation import split_arguments
 from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
@@ -25,12 +25,18 @@ def tensors_of(mask: Mask, shape: Shape, device: torch.device) -> tuple[torch.Te
         raise InvalidProblem(f"expected a mask with its tensors, got {mask}")
     made: Made = {}
     tables: list[torch.Tensor] = []
-    for value in mask.values:
+    for value, its in values_of(mask, shape):
+        assert its is not None
         axes = value.axes or ""
         table = value.on(device, (shape.seqlen_q, shape.seqlen_kv), made)
         if value.recipe is not None and axes.startswith("b"):
-            table = table[: shape.batch]  # what a function reads may be for more batches
-        _check_axes(_VALUES, axes, table, shape.by_axis, _AXIS_NAMES)
+            table = table[: its.batch]  # what a function reads may be for more batches
+        if its is shape:
+            _check_axes(_VALUES, axes, table, shape.by_axis, _AXIS_NAMES)
+        else:  # within documents, of which there may be longer ones another time
+            sizes = zip(axes, table.shape, strict=False)
+            longer = {one: max(size, its.by_axis[one]) for one, size in sizes if one in "qk"}
+            _check_axes(_VALUES, axes, table, its.by_axis | longer, DOCUMENT_AXES)
         tables.append(table)
     return tuple(tables)
 
@@ -122,3 +128,9 @@ def score_tensors(
 
 _READ, _VALUES = "a tensor that the score reads", "the mask's values"
 _AXIS_NAMES = {"b": "batch", "h": "query heads", "q": "query rows", "k": "key-value columns"}
+DOCUMENT_AXES = _AXIS_NAMES | {
+    "b": "documents",
+    "q": "rows of the longest document",
+    "k": "columns of the longest document",
+}
+"""What the axes are called of tensors that are read within documents."""

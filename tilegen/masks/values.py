@@ -154,6 +154,11 @@ class Values:
         """Return another table of the same recipe, or a stand-in for one."""
         return replace(self, axes=axes, pattern=pattern, part=part if self.recipe else 0)
 
+    def made(self, device: Any, lengths: Lengths) -> Values:
+        """Return the values of a table that is on a device as kernels read it, for a call of such
+        lengths. Raises InvalidProblem."""
+        return replace(self, tensor=self.on(device, lengths), recipe=None, part=0)
+
     def on(self, device: Any, lengths: Lengths | None = None, made: Made | None = None) -> Any:
         """Return the table on a device, as kernels read it: contiguous, of `elements`.
 
@@ -219,7 +224,8 @@ class Values:
         if self.pattern == "constant":
             return np.full(size, self.typical)
         length, width = shape[axes[-1]], max(1, self.typical)
-        first = np.arange(length) // width * width
+        number = np.arange(length) // width
+        first = number if self.pattern == "ids" else number * width
         return np.broadcast_to(first + width if self.pattern == "ends" else first, size)
 
     def realized(self, shape: dict[str, int], device: torch.device | str) -> Values:

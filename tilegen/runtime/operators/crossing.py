@@ -101,7 +101,7 @@ def _mask(mask: Any, found: Crossing) -> str:
 
 def _plain(mask: Mask, found: Crossing) -> str:
     """Return a mask whose notation says all but its tensors."""
-    tensors = [one.tensor for one in values_of(mask)]
+    tensors = [one.tensor for one, _ in values_of(mask)]
     for one in tensors:
         if one is None:
             raise InvalidProblem(f"expected a mask with its tensors, got {mask.notation}")
