@@ -14,6 +14,7 @@ from tilegen.masks.mask import Mask, full
 from tilegen.masks.notation import parse_mask
 from tilegen.masks.score import ScoreForm, parse_score
 from tilegen.masks.shapes import Shape
+from tilegen.masks.unlisted import unlisted
 
 DType = Literal["fp16", "bf16", "fp32"]
 DTYPE_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4}
@@ -154,10 +155,14 @@ class AttentionProblem:
         """Return the problem that a call computes in the place of this one: mostly the same.
 
         A dilated mask is computed in groups of rows and columns with one remainder, each a batch
-        entry of its own under the rest of the mask (see masks/dilation.py).
+        entry of its own under the rest of the mask (see masks/dilation.py). A mask of keys in pages
+        needs no lists of tiles (see masks/unlisted.py).
         """
+        if self.page:
+            mask = unlisted(self.mask)
+            return self if mask is self.mask else replace(self, mask=mask)
         step = step_of(self.mask, self.score.text if self.score else "", self.batch)
-        if step == 1 or self.page:
+        if step == 1:
             return self
         groups = self.batch * step
         return replace(

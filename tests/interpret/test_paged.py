@@ -98,6 +98,8 @@ def expected_of(
 
 
 BOTTOM = tilegen.causal("bottom_right")
+BLOCKS = torch.arange(3 * 8).view(3, 8) * 5 % 7 < 4
+IDS = torch.arange(128) * 11 % 3
 
 
 @pytest.mark.parametrize(
@@ -108,8 +110,15 @@ BOTTOM = tilegen.causal("bottom_right")
         (None, softcap(3.0)),
         (BOTTOM, sinks(torch.tensor([0.5, -1.0, 2.0, 0.0]))),
         (BOTTOM, alibi(torch.tensor([1.0, 0.5, 0.25, 0.125]))),
+        (tilegen.dilated(3), None),
+        (tilegen.block_sparse(BLOCKS, 16) & BOTTOM, None),
+        (tilegen.documents(IDS) | BOTTOM, None),
+        (tilegen.predicate(lambda b, h, q, k: ((k // 4) ^ (q // 4)) % 2 == h % 2), None),
     ],
-    ids=["causal", "window", "softcap", "sinks", "alibi"],
+    ids=[
+        *("causal", "window", "softcap", "sinks", "alibi"),
+        *("dilated", "blocks", "ids", "bits"),
+    ],
 )
 def test_prompts_chunks_and_decoding_in_one_call(mask: Mask | None, score: Score | None) -> None:
     page, heads, queries = 16, 4, [1, 17, 0, 40, 1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +20,7 @@ from tilegen.emit.render import render
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
+from tilegen.masks.tiles.tile_ranges import tile_ranges
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import paged_call, paged_dispatch, plans
 from tilegen.runtime.changes import Changes
@@ -301,9 +303,42 @@ def test_pages_have_kernels_of_their_own() -> None:
     assert kernels_of(problem, H200, "forward") == ("fwd_paged", "fwd_combine")
     with pytest.raises(Unsupported, match="two_pass does not read pages of a cache"):
         kernels_of(problem, H200, "backward")
-    listed = AttentionProblem.parse("hq32 hkv8 q8 kv8192 d128 bf16 dilated(3) page16")
-    with pytest.raises(Unsupported, match="expected one of intervals, such as causal or a window"):
-        render(listed, TileConfig.parse("m4h4n64k1024w4s2"), "fwd_paged")
+
+
+@pytest.mark.parametrize(
+    "mask, visited",
+    [
+        ("dilated(3)", "0, kv"),
+        ("block_sparse(@:50,16)&causal(bottom_right)", "0, up to the diagonal"),
+        ("documents(@q:64)&same_id(@q:64,@k:64)", "the document"),
+        ("causal&(kv_prefix(5)|window(15,-1))|keep((q-k)%3==0)", "0, kv"),
+        ("~block_sparse(@bh:50,16)&~causal", "from the diagonal"),
+    ],
+)
+def test_masks_of_lists_visit_what_the_rest_of_them_leaves(mask: str, visited: str) -> None:
+    """No pair is lost, and none is taken for kept that is dropped."""
+    listed = AttentionProblem.parse(f"hq32 hkv8 q40 kv100 d128 bf16 {mask} page16")
+    normal = listed.normal()
+    assert "unlisted(" in normal.key
+    assert AttentionProblem.parse(normal.key).key == normal.key
+    with pytest.raises(Unsupported, match="expected the problem's normal form"):
+        render(listed, TileConfig.parse("m16n64k1024w4s2"), "fwd_paged")
+    found = tile_ranges(normal.mask, "rows", seqlen_q=40, seqlen_kv=100, block_m=10, block_n=10)
+    counts = {
+        "0, kv": [10, 10, 10, 10],
+        "0, up to the diagonal": [7, 8, 9, 10],
+        "the document": [7, 7, 7, 7],
+        "from the diagonal": [10, 9, 8, 7],
+    }
+    assert found.visited[0, 0].tolist() == counts[visited]
+    kept = normal.mask.pairs(40, 100).reshape(4, 10, 10, 10)
+    tiles = np.arange(10)
+    partial, full = (
+        sum((tiles >= lo[0, 0][:, None]) & (tiles < hi[0, 0][:, None]) for lo, hi in pieces)
+        for pieces in found.pieces
+    )
+    assert not kept.any((1, 3))[partial + full == 0].any()
+    assert kept.all((1, 3))[full == 1].all()
 
 
 @pytest.mark.parametrize("page, block_n", [(16, 64), (128, 64)])

@@ -135,8 +135,8 @@ def _context(
     ranges = ranges_source(problem.mask, side, in_part=_in_part(spec))
     if spec.pages and ranges.form == "lists":
         raise Unsupported(
-            f"lengths of requests are known on the device only, where the tiles of mask "
-            f"{problem.mask} are not listed: expected one of intervals, such as causal or a window"
+            f"keys in pages have no lists of tiles, as mask {problem.mask} needs: expected the "
+            f"problem's normal form, '{problem.normal()}'"
         )
     keep = keep_source(problem.mask, side, softmax="out" in spec.shows)
     change = ScoreSource()

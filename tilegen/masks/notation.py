@@ -10,6 +10,7 @@ from typing import Literal, cast, get_args
 from tilegen.errors import InvalidProblem
 from tilegen.masks.mask import Causal, Full, Mask, intersect, sliding_window, unite
 from tilegen.masks.tree import Tree
+from tilegen.masks.unlisted import Unlisted
 from tilegen.masks.usual import (
     BlockSparse,
     Dilated,
@@ -190,6 +191,7 @@ _MAKERS: dict[str, Callable[..., Mask]] = {
     ),
     "within": _within,
     "tree": _tree,
+    "unlisted": lambda mask: Unlisted(parse_mask(mask)),
     "block_sparse": _block_sparse,
     "keep": _keep,
     "ordered": lambda column: _comparison("<", column),

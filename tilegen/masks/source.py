@@ -25,10 +25,6 @@ from tilegen.masks.tiles.closed_form import Interval, StreamSets, edges, predica
 from tilegen.masks.tiles.intervals import Arithmetic, Edges, Range, merge
 from tilegen.masks.values import LIMIT
 
-MAX_RANGES = 3
-"""Most live, and most dropped, intervals away from the ends of the sequence that a kernel merges;
-masks with more go to lists."""
-
 
 @dataclass(frozen=True)
 class TileLoop:
@@ -164,19 +160,13 @@ def closed_form(mask: Mask, side: Side) -> StreamSets | None:
         sets = stream_sets(mask, side)
     except Unsupported:
         return None
-    middle = [
-        [one for one in part if not one.lo.is_infinite and not one.hi.is_infinite]
-        for part in (sets.live, sets.dropped)
-    ]
-    return None if any(len(part) > MAX_RANGES for part in middle) else sets
+    return sets if sets.is_short else None
 
 
 def extras(mask: Mask, side: Side) -> tuple[Line, ...]:
     """Return the tensors and sizes that the kernels of a side read for a mask."""
     ranges = closed_form(mask, side)
-    expressions: list[Any] = [predicate(mask, side)]
-    for one in (*ranges.live, *ranges.dropped) if ranges else ():
-        expressions += [one.lo, one.hi, *one.guards]
+    expressions = [predicate(mask, side), *(ranges.bounds if ranges else ())]
     elements = [value.elements for value in mask.values]
     found = reading(expressions, "t", elements, "what the mask reads, with its sizes")
     return found if ranges else (*found, LISTS)
@@ -205,8 +195,6 @@ def _single(live: Interval, full: Interval, writer: Writer) -> Ranges:
 
 
 def _several(sets: StreamSets, writer: Writer, side: Side, in_part: bool) -> Ranges:
-    intervals = [*sets.live, *sets.dropped]
-    emitted = [e for one in intervals for e in (one.lo, one.hi, *one.guards)]
     do = _AsSource("BLOCK_N" if side == "rows" else "BLOCK_M")
 
     def numbers(name: str, one: Interval, end: Any = None) -> Edges:
@@ -220,11 +208,11 @@ def _several(sets: StreamSets, writer: Writer, side: Side, in_part: bool) -> Ran
     live = [numbers(f"live{i}", one, sets.length) for i, one in enumerate(sets.live)]
     dropped = [numbers(f"dropped{i}", one) for i, one in enumerate(sets.dropped)]
     partial, full = merge(do, live, dropped, str(sets.length))
-    is_wide = any(map(writer.is_wide, emitted))
+    is_wide = any(map(writer.is_wide, sets.bounds))
     return Ranges(
         form="several",
-        uses_last=any(expression.has(LAST) for expression in emitted),
-        per_head=any(expression.has(H) for expression in emitted),
+        uses_last=any(expression.has(LAST) for expression in sets.bounds),
+        per_head=any(expression.has(H) for expression in sets.bounds),
         statements=(*writer.statements, *do.statements),
         full=_loop("full", full, side, in_part, is_wide),
         partial=_loop("partial", partial, side, in_part, is_wide),

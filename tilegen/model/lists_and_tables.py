@@ -14,10 +14,10 @@ from functools import lru_cache
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS
 from tilegen.masks.language.elements import ELEMENTS
-from tilegen.masks.mask import And, Causal, Full, Mask, Side, SlidingWindow
+from tilegen.masks.mask import Mask, Side
 from tilegen.masks.score import ScoreForm
 from tilegen.masks.tree import trees_of
-from tilegen.masks.usual import Intervals
+from tilegen.masks.unlisted import is_interval
 from tilegen.problem import AttentionProblem
 
 DRAWN_REGISTERS = 0.75
@@ -57,8 +57,7 @@ def lists_and_tables(
 
 @lru_cache(maxsize=1024)
 def _is_listed(mask: Mask, side: Side) -> bool:
-    parts = mask.parts if isinstance(mask, And) else (mask,)
-    if all(isinstance(part, Full | Causal | SlidingWindow | Intervals) for part in parts):
+    if is_interval(mask):
         return False  # known without SymPy, which a call that finds its kernels does not load
     from tilegen.masks.tiles.tile_ranges import is_solved
 

@@ -27,25 +27,20 @@ from sympy.logic.boolalg import Boolean, to_dnf
 
 from tilegen.errors import Unsupported
 from tilegen.masks.language.integers import exact, is_int
-from tilegen.masks.language.symbols import (
-    FIRST,
-    LAST,
-    SEQLEN_KV,
-    SEQLEN_Q,
-    B,
-    H,
-    K,
-    Lookup,
-    Q,
-    captured_name,
-)
+from tilegen.masks.language.symbols import FIRST, LAST, SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q
+from tilegen.masks.language.symbols import captured_name as named
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.tiles.intervals import Edges
+from tilegen.masks.unlisted import Unlisted
 
 MAX_CONJUNCTIONS = 16
 """Most conjunctions of a predicate in disjunctive normal form; one with more goes to tile lists."""
 MAX_EXPANDED = 256
 """Most conjunctions before equal ones are joined: more are not even written down."""
+
+MAX_RANGES = 3
+"""Most live, and most dropped, intervals away from the ends of the sequence that a kernel merges;
+masks with more go to lists."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +70,20 @@ class StreamSets:
     dropped: tuple[Interval, ...]
     length: sympy.Symbol
     """The number of streamed indices: a length of the call."""
+
+    @property
+    def bounds(self) -> list[sympy.Expr]:
+        """The expressions that bound the intervals."""
+        intervals = (*self.live, *self.dropped)
+        return [bound for one in intervals for bound in (one.lo, one.hi, *one.guards)]
+
+    @property
+    def is_short(self) -> bool:
+        """Whether a kernel can visit the intervals one after the other."""
+        return all(
+            sum(not (one.lo.is_infinite or one.hi.is_infinite) for one in part) <= MAX_RANGES
+            for part in (self.live, self.dropped)
+        )
 
     @cached_property
     def full(self) -> Interval | None:
@@ -116,7 +125,7 @@ _AT = (Q, K, SEQLEN_Q, SEQLEN_KV, B, H)
 def _named(mask: Mask, condition: Any) -> Boolean:
     """Return a condition with its values named by their slots."""
     names = {
-        value.symbol: captured_name(slot, "bool" if value.rising else value.kind)
+        value.symbol: named(slot, "bool" if value.rising else value.kind)
         for slot, value in enumerate(mask.values)
     }
     return sympy.sympify(condition).xreplace(names)
@@ -151,18 +160,45 @@ def _solved(mask: Mask, side: Side) -> StreamSets | str:
 def _solve_sets(mask: Mask, side: Side) -> StreamSets:
     stationary, streamed, length = (Q, K, SEQLEN_KV) if side == "rows" else (K, Q, SEQLEN_Q)
     most, sure = (_named(mask, one) for one in mask.for_side(side).enclosing(*_AT))
-    rising = {captured_name(slot, "bool") for slot, value in enumerate(mask.values) if value.rising}
+    rising = {named(slot, "bool") for slot, value in enumerate(mask.values) if value.rising}
     inside = [streamed, length - 1 - streamed]
 
     def solved(conjunction: list[sympy.Expr]) -> Interval:
         return _solve(_eliminate(conjunction, stationary, rising), streamed)
 
-    live = [solved([*one, *inside]) for one in _disjunctive_normal_form(most)]
-    dropped = [solved(one) for one in _disjunctive_normal_form(sympy.Not(sure))]
-    for edge in (edge for one in (*live, *dropped) for edge in (one.lo, one.hi)):
-        if not edge.is_infinite and not is_int(exact(edge)):
-            raise Unsupported(f"expected bounds that are computed in integers, got {edge}")
-    return StreamSets(_some(live), _some(dropped), length)
+    def sets(most: Boolean, sure: Boolean) -> StreamSets:
+        live = [solved([*one, *inside]) for one in _disjunctive_normal_form(most)]
+        dropped = [solved(one) for one in _disjunctive_normal_form(sympy.Not(sure))]
+        for edge in (edge for one in (*live, *dropped) for edge in (one.lo, one.hi)):
+            if not edge.is_infinite and not is_int(exact(edge)):
+                raise Unsupported(f"expected bounds that are computed in integers, got {edge}")
+        return StreamSets(_some(live), _some(dropped), length)
+
+    return _enclosing(most, sure, sets) if isinstance(mask, Unlisted) else sets(most, sure)
+
+
+def _enclosing(
+    most: Boolean, sure: Boolean, sets: Callable[[Boolean, Boolean], StreamSets]
+) -> StreamSets:
+    """Return the sets of the conditions without the terms that have no closed form: of one that
+    holds wherever `most` does, and of one that holds only where `sure` does."""
+
+    def is_short(*conditions: Boolean) -> bool:
+        try:
+            return sets(*conditions).is_short
+        except Unsupported:
+            return False
+
+    def without(terms: Boolean, other: Boolean) -> Boolean:
+        if isinstance(terms, sympy.And | sympy.Or):
+            return terms.func(*(without(one, other) for one in terms.args))
+        return terms if is_short(terms, terms) else other
+
+    weaker, stronger = (
+        without(sympy.to_nnf(one, simplify=False), other)
+        for one, other in ((most, sympy.true), (sure, sympy.false))
+    )
+    return sets(weaker, stronger) if is_short(weaker, stronger) else sets(sympy.true, sympy.false)
 
 
 def _some(intervals: list[Interval]) -> tuple[Interval, ...]:

@@ -18,7 +18,16 @@ from tilegen.kernels.config import BLOCK_SIZES
 from tilegen.masks.expression_mask import typical
 from tilegen.masks.language.evaluation import Points
 from tilegen.masks.language.integers import exact
-from tilegen.masks.language.symbols import FIRST, LAST, SEQLEN_KV, SEQLEN_Q, B, H
+from tilegen.masks.language.symbols import (
+    FIRST,
+    LAST,
+    SEQLEN_KV,
+    SEQLEN_Q,
+    B,
+    H,
+    Lookup,
+    slot_of,
+)
 from tilegen.masks.mask import Mask, Side, SlidingWindow
 from tilegen.masks.shapes import Shape, TiledShape
 from tilegen.masks.tensors import tensors_of
@@ -151,8 +160,14 @@ def _edges_of(
     h = np.arange(shape.heads if H in depends else 1)[None, :, None]
     lengths = {SEQLEN_Q: shape.seqlen_q, SEQLEN_KV: shape.seqlen_kv}
     symbols = {FIRST: first, LAST: last, B: b, H: h} | lengths
+    read = _read(general, side)
     points = Points(
-        [torch.from_numpy(np.array(value.sample(shape.by_axis))) for value in values],
+        [
+            torch.from_numpy(np.array(value.sample(shape.by_axis)))
+            if slot in read
+            else torch.empty(0)
+            for slot, value in enumerate(values)
+        ],
         {symbol: torch.as_tensor(value) for symbol, value in symbols.items()},
         torch.device("cpu"),
     )
@@ -196,9 +211,8 @@ def _solved(mask: Mask, side: Side) -> tuple[Mask, tuple[Values, ...]]:
     """Return the mask that is solved in the place of one, and the values that it reads. Raises
     Unsupported where it has no closed form."""
     alike = _with_scalars(mask)
-    if any(value.is_unknown for value in alike.values):
+    if any(alike.values[slot].is_unknown for slot in _read(alike.general, side)):
         raise Unsupported(f"expected a mask with its tensors, got {mask}")
-    _intervals(alike.general, side)
     return alike.general, alike.values
 
 
@@ -211,6 +225,13 @@ def _with_scalars(mask: Mask) -> Mask:
         return Values(axes="", typical=side) if isinstance(side, int) else side
 
     return replace(mask, left=scalar(mask.left), right=scalar(mask.right))
+
+
+@lru_cache(maxsize=512)
+def _read(mask: Mask, side: Side) -> frozenset[int]:
+    """Return the slots of the values that decide which tiles are visited. Raises Unsupported."""
+    bounds = stream_sets(mask, side).bounds
+    return frozenset(slot_of(found) for one in bounds for found in one.atoms(Lookup))
 
 
 @lru_cache(maxsize=512)

@@ -1,0 +1,53 @@
+"""Masks of keys in pages, whose lengths the host does not know: no lists of tiles can be made.
+
+What of such a mask has a closed form says which tiles are visited, and the rest of it is computed
+for each of their pairs. `AttentionProblem.normal` rewrites problems so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from tilegen.masks.mask import And, Causal, Full, Mask, SlidingWindow
+from tilegen.masks.tree import Tree
+from tilegen.masks.usual import Intervals, KvPrefix
+
+
+@dataclass(frozen=True)
+class Unlisted(Mask):
+    """The same mask, of which no tile is dropped, or taken for full, that has no closed form."""
+
+    mask: Mask
+
+    @property
+    def notation(self) -> str:
+        return f"unlisted({self.mask.notation})"
+
+    @property
+    def parts(self) -> tuple[Mask, ...]:
+        return (self.mask,)
+
+    def with_parts(self, changed: Callable[[Mask], Mask]) -> Mask:
+        return Unlisted(changed(self.mask))
+
+    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
+        return self.mask.keep(q, k, seqlen_q, seqlen_kv, b, h)
+
+
+def is_interval(mask: Mask) -> bool:
+    """Whether a mask is known, without SymPy, to leave each row one interval of columns in closed
+    form."""
+    parts = mask.parts if isinstance(mask, And) else (mask,)
+    return all(isinstance(part, Full | Causal | SlidingWindow | Intervals) for part in parts)
+
+
+def unlisted(mask: Mask) -> Mask:
+    """Return the mask that kernels of keys in pages compute in the place of one: itself where tiles
+    of rows come in closed form."""
+    if isinstance(mask, Unlisted | Tree | KvPrefix) or is_interval(mask):
+        return mask
+    from tilegen.masks.source import closed_form
+
+    return mask if closed_form(mask.general, "rows") else Unlisted(mask)
