@@ -92,7 +92,7 @@ def _drawn(random: Random) -> Problem:
         trained=tuple(trained) if backward else (),
         layouts=DENSE if requests or random.random() < 0.5 else tuple(random.choices(LAYOUTS, k=4)),
         configs=configs,
-        invariant=not (flex or configs) and random.random() < 0.5,
+        invariant=not (flex or configs or dropout) and random.random() < 0.5,
         call=call,
         latent=latent,
         page=random.choice([1, 4, 16, 16, 32, 64]) if paged else 0,

@@ -100,6 +100,63 @@ def test_a_broken_gradient_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) 
     assert small.rows * small.columns <= 2
 
 
+SPLIT = {"fwd_paged": "m16n16k128w4s2", "fwd_combine": "m1n16w4s1"}
+LONGEST = {"rows": 20, "columns": 37, "batch": 3, "requests": ((20, 37), (7, 30), (0, 5))}
+CALLS = {
+    "packed": Problem(
+        **LONGEST,
+        call="varlen",
+        mask="predicate(lambda b, h, q, k: (b % 2 == 0) | (k <= q))",
+        configs=PLAIN,
+    ),
+    "pages": Problem(
+        **LONGEST,
+        call="packed pages",
+        page=4,
+        mask="causal('bottom_right')",
+        configs=SPLIT,
+        backward=False,
+    ),
+    "dropout": Problem(rows=20, columns=37, heads=2, dropout=0.3, configs=PLAIN),
+}
+BREAKS: dict[str, tuple[str, str, Kernel]] = {
+    "packed": ("t0_q_idx % 2", "0 % 2", "fwd"),
+    "pages": ("table_ptr + batch * table_row", "table_ptr", "fwd_paged"),
+    "dropout": ("tl.load(dropout_ptr)", "tl.load(dropout_ptr) + 1", "bwd_dkdv"),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_calls_of_every_kind_are_right_and_found_where_they_are_broken(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem = CALLS[name]
+    assert attempt(problem).what == "right", attempt(problem)
+    old, new, kernel = BREAKS[name]
+    monkeypatch.setattr(trial.kernel_files, "load_kernel", broken(old, new, (kernel,)))
+    assert attempt(problem).what == "wrong", attempt(problem)
+
+
+def test_a_row_of_one_key_may_round_as_a_backward_rounds() -> None:
+    """Its weight is 1, but a backward computes its score again, in another order of sums."""
+    problem = Problem(
+        heads=2,
+        heads_kv=2,
+        rows=19,
+        columns=20,
+        head_dim=128,
+        head_dim_v=8,
+        mask="tree(t0, t1)",
+        tables={
+            "t0": 'parents(974, rows + 7, dtype="int64")',
+            "t1": "ints(492, 0, columns, batch)",
+        },
+        configs=PLAIN,
+        seed=746,
+    )
+    assert attempt(problem).what == "right", attempt(problem)
+
+
 def test_a_stale_table_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is changed in place must be seen: here, the call's own table stays as it was."""
     kept = oracle.evaluate
