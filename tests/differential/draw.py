@@ -97,6 +97,7 @@ def _drawn(random: Random) -> Problem:
         latent=latent,
         page=random.choice([1, 4, 16, 16, 32, 64]) if paged else 0,
         page_layout=random.choice(["NHD", "HND"]) if paged else "NHD",
+        compiled=call in ("attention", "varlen") and random.random() < 0.05,
         dropout=dropout,
         scale=random.choice([None] * 8 + [0.5, 0.05, -0.3, 0.0]),
         backward=backward,

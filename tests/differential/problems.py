@@ -65,6 +65,8 @@ class Problem:
     page: int = 0
     """Keys of a page, where they lie in pages."""
     page_layout: Literal["NHD", "HND"] = "NHD"
+    compiled: bool = False
+    """Whether torch.compile traces the call, and what makes its mask and score."""
     dropout: float = 0.0
     """The probability that a weight is dropped."""
     scale: float | None = None

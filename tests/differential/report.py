@@ -108,6 +108,7 @@ def forms(problem: Problem) -> list[str]:
         "packed requests": problem.call in ("varlen", "packed pages"),
         "keys in pages": problem.page > 0,
         "values in keys": problem.latent,
+        "torch.compile": problem.compiled,
         "dropout": problem.dropout > 0,
         "trained tables": bool(problem.trained),
         "tables changed in place": problem.changed,

@@ -97,8 +97,8 @@ def attend_varlen(problem: Problem, options: dict[str, Any]) -> Any:
     cu_q = starts(queries)
     cu_kv = None if queries == keys else starts(keys)
 
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Any, Any]:
-        out, lse = tilegen.attention_varlen(q, k, v, cu_q, cu_kv, **options)
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **changes: Any) -> Any:
+        out, lse = tilegen.attention_varlen(q, k, v, cu_q, cu_kv, **options, **changes)
         return out, lse.mT
 
     return call
@@ -122,7 +122,7 @@ def attend_pages(problem: Problem, options: dict[str, Any]) -> Any:
     if problem.tables or problem.seed % 2:  # tables need not reach to the end of the last page
         options["max_kv_length"] = problem.columns
 
-    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[Any, Any]:
+    def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **changes: Any) -> Any:
         widest = max(k.shape[-1], v.shape[-1])
         both = k.new_full((2, len(order), page, problem.heads_kv, widest), float("nan"))
         for pages, padded in zip(both, (k, v), strict=True):
@@ -137,7 +137,8 @@ def attend_pages(problem: Problem, options: dict[str, Any]) -> Any:
             if problem.seed % 3 and not problem.latent:
                 k_pages, v_pages = k_pages.contiguous(), v_pages.contiguous()
         lengths = torch.tensor(keys)
-        out, lse = tilegen.attention_paged(q, k_pages, v_pages, table, lengths, **options)
+        given = q, k_pages, v_pages, table, lengths
+        out, lse = tilegen.attention_paged(*given, **options, **changes)
         return out, lse.mT if problem.call == "packed pages" else lse
 
     return call

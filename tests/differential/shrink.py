@@ -54,6 +54,7 @@ def _steps(problem: Problem) -> Iterator[dict[str, Any]]:
     yield {"backward": False, "trained": (), "trains_lse": False}
     yield {"changed": False}
     yield {"call": "attention", "requests": (), "page": 0, "configs": PLAIN}
+    yield {"compiled": False}
     yield {"dropout": 0.0}
     yield {"latent": False}
     if not problem.page:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -14,6 +16,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch._dynamo
 
 import tilegen
 from tests.differential import oracle
@@ -32,6 +35,7 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import family_among
 from tilegen.kernels.spec import Direction
 from tilegen.masks import values
+from tilegen.masks.dilation import step_of
 from tilegen.masks.grouping import packed_heads
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import plans
@@ -118,6 +122,10 @@ def _attempt(problem: Problem, pool: Pool | None) -> Outcome:
         return Outcome("crashed", f"timeout: {error}")
     except (Unsupported, InvalidProblem) as error:
         return Outcome("refused", str(error).split("; the call was")[0])
+    except torch._dynamo.exc.Unsupported as error:
+        refusal = re.search(r"raised exception (?:Unsupported|InvalidProblem)\((.*)\)", str(error))
+        what = "refused" if refusal else "crashed"
+        return Outcome(what, refusal[1] if refusal else f"torch.compile: {str(error)[:300]}")
     except Exception as error:
         return Outcome("crashed", f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
     failures = [line for call in calls for line in call]
@@ -191,6 +199,10 @@ class Question:
         if problem.requests and self.dlse is not None:
             self.dlse = self.dlse * inside(problem).any(-1)
         self.tables = problem.captured()
+        if problem.dropout and not problem.requests:
+            mask = oracle.evaluate(problem.mask, problem, self.tables, TILEGEN_NAMES)
+            if step_of(mask, problem.score, problem.batch) > 1:
+                raise oracle.Unclear("weights are drawn by places in groups")
         self.block_mask = _block_mask(problem, self.tables) if problem.call == "flex" else None
         self.answers = [self._answer(self.tables)]
         if problem.changed:
@@ -272,16 +284,45 @@ def _calls(question: Question) -> Iterator[list[str]]:
 
 def _attention(problem: Problem, tables: dict[str, Any]) -> Callable[..., Any]:
     options: dict[str, Any] = {"scale": problem.scale, "return_lse": True}
-    options["mask"] = oracle.evaluate(problem.mask, problem, tables, TILEGEN_NAMES)
-    if problem.score:
-        options["score"] = oracle.evaluate(problem.score, problem, tables, TILEGEN_NAMES)
+    attend: Callable[..., Any]
     if problem.page:
-        return attend_pages(problem, options)
-    options["dropout_p"] = problem.dropout
-    if problem.requests:
-        return attend_varlen(problem, options)
-    options["kv_lengths"] = tables[problem.kv_lengths] if problem.kv_lengths else None
-    return lambda q, k, v: tilegen.attention(q, k, v, **options)
+        attend = attend_pages(problem, options)
+    elif problem.requests:
+        attend = attend_varlen(problem, options | {"dropout_p": problem.dropout})
+    else:
+        options["kv_lengths"] = tables[problem.kv_lengths] if problem.kv_lengths else None
+        attend = partial(tilegen.attention, **options, dropout_p=problem.dropout)
+    texts = problem.mask, problem.score or "None"
+    if problem.compiled:
+        return _traced(attend, problem, tables, *texts)
+    mask, score = (oracle.evaluate(text, problem, tables, TILEGEN_NAMES) for text in texts)
+    return partial(attend, mask=mask, score=score)
+
+
+def _traced(
+    attend: Callable[..., Any], problem: Problem, tables: dict[str, Any], mask: str, score: str
+) -> Callable[..., Any]:
+    """Return a function that torch.compile compiles, in which mask and score are made."""
+    sizes = {"rows": problem.rows, "columns": problem.columns}
+    names = TILEGEN_NAMES | sizes | {"torch": torch, "attend": attend}
+    given = ", ".join(("q", "k", "v", *tables))
+    mask = ast.unparse(_Inverted().visit(ast.parse(mask, mode="eval")))
+    text = f"def call({given}):\n    return attend(q, k, v, mask={mask}, score={score})\n"
+    exec(text, names)
+    torch._dynamo.reset()
+    compiled = torch.compile(names["call"], fullgraph=True, backend="aot_eager")
+    return lambda q, k, v: compiled(q, k, v, **tables)
+
+
+class _Inverted(ast.NodeTransformer):
+    """Spells `~` of masks as torch.compile takes it."""
+
+    def visit_Lambda(self, node: ast.Lambda) -> ast.AST:
+        return node  # what it inverts are tensors
+
+    def visit_UnaryOp(self, node: ast.UnaryOp) -> ast.AST:
+        inner: Any = self.generic_visit(node)
+        return ast.Call(ast.Attribute(inner.operand, "inverted"), [], [])
 
 
 PLAIN_NAMES: dict[str, Any] = {name: lambda fn: fn for name in ("predicate", "score")}

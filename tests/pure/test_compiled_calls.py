@@ -140,8 +140,38 @@ def test_what_may_be_no_number_is_tried_outside() -> None:
     compiled = torch.compile(run, fullgraph=True, backend="eager")
     with pytest.raises(Exception, match="has tried outside of the compiled function"):
         compiled(*qkv(), fn)
+    for score in (lambda: tilegen.score(fn), lambda: tilegen.softcap(9.0).then(tilegen.score(fn))):
+        with pytest.raises(Exception, match="has tried outside of the compiled function"):
+            torch.compile(lambda *x, made=score: run(*x, made()), fullgraph=True)(*qkv())
     tried = tilegen.score(fn)
     torch.testing.assert_close(compiled(*qkv(), tried), run(*qkv(), tried))
+
+
+LEFT: dict[str, Callable[[Any], Any]] = {
+    "//": lambda i: 17 // (i + 1),
+    "%": lambda i: 17 % (i + 1),
+    "**": lambda i: 1.5**i,
+    "<<": lambda i: 1 << i % 5,
+    ">>": lambda i: 100 >> i % 5,
+    "&": lambda i: 5 & i,
+    "-": lambda i: 2 - i,
+    ">": lambda i: i < 9,
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_numbers_on_the_left_of_an_operator(name: str) -> None:
+    def fn(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s + 0.1 * LEFT[name]((i - j).abs()) * j
+
+    outside = tilegen.score(fn)
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        made = fn if name not in "//%" else outside  # what divides by q is tried outside
+        return tilegen.attention(q, k, v, score=made)
+
+    compiled = torch.compile(run, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(*qkv()), run(*qkv()))
 
 
 def test_what_cannot_be_traced_is_named() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.compiler import is_dynamo_compiling
 
 from tilegen.errors import TilegenError
 from tilegen.masks.kinds import FULL
@@ -65,6 +66,8 @@ def attention_paged(
             given = q, k_pages, v_pages, *where, *bounds, changes, scale, layout
             made, lse = attend_pages(*given, out)
     except TilegenError as error:
+        if is_dynamo_compiling():  # which names the call itself, and may not join texts
+            raise
         shapes = ", ".join(
             f"{name} {tuple(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else f"{name} {x!r}"
             for name, x in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages))

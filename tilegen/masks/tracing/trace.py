@@ -206,6 +206,8 @@ class Tracer:
     def apply(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return what one of torch's functions or methods makes of its arguments."""
         name = name.strip("_") if name.startswith("__") else name.removeprefix("special_")
+        if name not in OPERATIONS and name.startswith("r") and name[1:] in OPERATIONS:
+            name, args = name[1:], args[::-1]  # `2 ** q` is __rpow__ of q
         self.may_give_none |= name in MAY_GIVE_NONE and not _is_safe(name, args)
         if name == "getitem":
             tensor, index = args
@@ -283,9 +285,11 @@ class Tracer:
 
 
 def _is_safe(name: str, args: Sequence[Any]) -> bool:
-    """Whether an operation's second operand is a number for which the result is always one."""
+    """Whether an operand is a number for which the result is always one."""
     divides = "div" in name or name in ("mod", "fmod", "remainder")
     match args:
+        case (int() | float() as base, *_) if name == "pow":
+            return base > 0 and isfinite(base)
         case (_, bool() | int() | float() as number, *_):
             return isfinite(number) and (
                 number != 0 if divides else name == "pow" and number in (1, 2, 3)
