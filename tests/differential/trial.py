@@ -200,8 +200,11 @@ class Question:
             self.dlse = self.dlse * inside(problem).any(-1)
         self.tables = problem.captured()
         if problem.dropout and not problem.requests:
-            mask = oracle.evaluate(problem.mask, problem, self.tables, TILEGEN_NAMES)
-            if step_of(mask, problem.score, problem.batch) > 1:
+            texts = problem.mask, problem.score or "softcap(1.0)"
+            mask, score = (
+                oracle.evaluate(text, problem, self.tables, TILEGEN_NAMES) for text in texts
+            )
+            if step_of(mask, score.text, problem.batch) > 1:
                 raise oracle.Unclear("weights are drawn by places in groups")
         self.block_mask = _block_mask(problem, self.tables) if problem.call == "flex" else None
         self.answers = [self._answer(self.tables)]
