@@ -97,6 +97,25 @@ def test_lengths_of_each_dtype_have_a_kernel_that_differs_in_its_load(
     assert narrow.count("xi64>") == wide.count("xi64>") == converted.count("xi64>")
 
 
+def test_kernels_read_where_requests_lie_as_it_is_given() -> None:
+    """In 32 and in 64 bits, without an operator that converts them."""
+    q, pages = torch.zeros(3, 8, 1, 16, dtype=torch.bfloat16), torch.zeros(9, 16, 2, 16).bfloat16()
+    table, lengths = torch.arange(9, dtype=torch.int32).view(3, 3), torch.tensor([40, 1, 33])
+    kinds = {
+        "32 bits": (table, lengths.int()),
+        "64 bits": (table.long(), lengths),
+        "of both": (table, lengths),
+        "16 bits": (table.short(), lengths.short()),
+    }
+    for name, where in kinds.items():
+        with as_on_a_gpu(notes=True) as driver:
+            for _ in range(2):
+                tilegen.attention_paged(q, pages, pages, *where)
+        own = {x.data_ptr() for x in where}
+        taken = [own <= set(values) for *_, values in driver.launches[::2]]  # and the combine
+        assert taken == [name != "16 bits"] * 2, name
+
+
 def test_what_the_environment_asks_for_is_seen_at_the_next_call(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -185,3 +185,21 @@ def test_a_bundle_is_given_lengths_in_32_bits(interpreted: Interpreted, tmp_path
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     assert set(interpreted.launched) == {one.kernel for one in bundle.manifest.binaries}
+
+
+@pytest.mark.parametrize("mask", ["full", "dilated(3)"])
+def test_a_bundle_is_told_where_requests_lie_in_32_bits(
+    interpreted: Interpreted, tmp_path: Path, mask: str
+) -> None:
+    problem = AttentionProblem.parse(f"b3 hq4 hkv2 q2 kv48 d16 fp32 {mask} page16")
+    write_bundle([problem], [gpu("h200")], tmp_path)
+    q, pages = torch.randn(3, 4, 2, 16), torch.randn(9, 16, 2, 16)
+    table, lengths = torch.randperm(9).view(3, 3), torch.tensor([40, 2, 33])
+    tilegen.load_bundle(tmp_path)
+    for its in ((table, lengths), (table.int(), lengths.int()), (table, lengths)):
+        out = tilegen.attention_paged(q, pages, pages, *its, mask=problem.mask)
+        for i, length in enumerate(lengths.tolist()):
+            keys = pages[table[i]].flatten(0, 1)[:length].transpose(0, 1)[None]
+            expected, _ = attention_reference(q[i : i + 1], keys, keys, mask=problem.mask)
+            torch.testing.assert_close(out[i : i + 1], expected, rtol=1e-5, atol=1e-5)
+    assert interpreted.launched == ["fwd_paged", "fwd_combine"] * 3

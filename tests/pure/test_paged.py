@@ -207,7 +207,7 @@ def test_calls_of_one_kind_have_one_plan(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(paged_call, "_check", fail)
     others: list[dict[str, Any]] = [
         {"kv_lengths": torch.tensor([70, 1, 3])},
-        {"block_table": given["block_table"].int()},
+        {"block_table": given["block_table"].flip(0)},
         {"q": given["q"].transpose(1, 2).contiguous().transpose(1, 2)},
         {"layout": "HND"} | {n: given[n].transpose(1, 2) for n in ("k_pages", "v_pages")},
         {"max_kv_length": 80},

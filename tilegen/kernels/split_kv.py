@@ -184,14 +184,21 @@ class Requests:
     The record is never changed; a frozen one would take longer to make."""
 
     block_table: torch.Tensor
-    """int32 (requests, pages): the pages of each request, in the order of its keys."""
+    """(requests, pages), int32 or int64: the pages of each request, in the order of its keys."""
     lengths: torch.Tensor
-    """int32 (requests,): the keys of each request."""
+    """(requests,): the keys of each request."""
     q_starts: torch.Tensor
-    """int32 (requests + 1,): the first query of each request, and the end of the last."""
+    """(requests + 1,): the first query of each request, and the end of the last."""
     longest_q: int
     longest_kv: int
     """The most queries and keys that a request has."""
+
+    @property
+    def narrow(self) -> Requests:
+        """The same in 32 bits, as kernels of bundles read it."""
+        tensors = (self.block_table, self.lengths, self.q_starts)
+        table, lengths, starts = (one.int() for one in tensors)
+        return replace(self, block_table=table, lengths=lengths, q_starts=starts)
 
 
 def run_paged(

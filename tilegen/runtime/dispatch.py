@@ -154,19 +154,19 @@ def _new_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Change
     checks_fit = changes.score is not None or kind_of_mask(changes.given).checks_lengths
     problem = problem_of(q, k, v, changes)
     scale = problem.head_dim_qk**-0.5
-    lengths_dtype = None
+    integers: tuple[torch.dtype, ...] = ()
     if lengths is not None and are_readable(lengths, problem.batch, q.device):
-        lengths_dtype = lengths.dtype
+        integers = (lengths.dtype,)
     if computes_by_torch(q.device):
         return Plan(torch_run, scale, checks_fit=checks_fit)
     if q.device.type not in ("cpu", "cuda"):
         raise Unsupported(f"q must be on a CUDA or CPU device, got {q.device}")
-    run, kernels = _kernel_run(problem, lengths_dtype, q, k, v)
+    run, kernels = _kernel_run(problem, integers, q, k, v)
     return Plan(run, scale, kernels=kernels, checks_fit=checks_fit)
 
 
 def _kernel_run(
-    problem: AttentionProblem, lengths_dtype: torch.dtype | None, *tensors: torch.Tensor
+    problem: AttentionProblem, integers: tuple[torch.dtype, ...], *tensors: torch.Tensor
 ) -> tuple[Run, Kernels | None]:
     """Return how a problem runs with emitted kernels, copying first what kernels cannot address;
     and the kernels, where nothing is copied."""
@@ -187,7 +187,7 @@ def _kernel_run(
     tensors = tuple(t.contiguous() if copy else t for t, copy in zip(tensors, copied, strict=True))
     aligned = all(map(is_aligned, tensors))
     describable = aligned and all(map(is_describable, tensors))
-    key = problem.bucket, tensors[0].device, aligned, describable, lengths_dtype
+    key = problem.bucket, tensors[0].device, aligned, describable, integers
     kernels = plans.by_problem.get(key, lambda: Kernels(*key))
     if not any(copied):
         return partial(autograd.run, kernels), kernels

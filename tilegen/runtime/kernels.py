@@ -36,6 +36,9 @@ from tilegen.runtime.libraries import Library
 from tilegen.runtime.triton_function import TritonFunction
 from tilegen.settings import settings
 
+READABLE = torch.int32, torch.int64
+"""Dtypes of lengths and tables that kernels compiled here read as they are."""
+
 
 @dataclass(frozen=True)
 class Pass:
@@ -51,8 +54,9 @@ class Pass:
     """Whether neither mask nor score nor dropout adds to what launches are given."""
     reads_lists: bool
     """Whether kernels are given lists of tiles."""
-    converts_lengths: bool
-    """Whether lengths of padded batches are made int32 and contiguous before kernels read them."""
+    converts_integers: bool
+    """Whether lengths, and where requests lie, are made int32 and contiguous before kernels read
+    them."""
     library: Library | None = None
     """What computes the pass wherever a call means the same by it."""
 
@@ -76,18 +80,18 @@ class Kernels:
         device: torch.device,
         aligned: bool,
         describable: bool = True,
-        lengths_dtype: torch.dtype | None = None,
+        integers: tuple[torch.dtype, ...] = (),
     ) -> None:
-        """`aligned` and `describable` are what tensors may be taken for. `lengths_dtype`, int32 or
-        int64, is the dtype of lengths of padded batches that kernels can read as they are; None
-        where each call converts the lengths."""
+        """`aligned` and `describable` are what tensors may be taken for. `integers` are the dtypes,
+        of READABLE, of the lengths of padded batches, or of what says where requests lie in pages:
+        kernels read these as they are. There are none where each call converts the lengths."""
         self.problem = problem
         # Gradients of keys and of the values in them are formed apart.
         self._problems = {"forward": problem, "backward": replace(problem, latent=False)}
         self.device = device
         self.aligned = aligned
         self.describable = aligned and describable
-        self._lengths_dtype = lengths_dtype
+        self._integers = integers
         self._on_gpu = device.type == "cuda"
         self._passes: dict[Direction, Pass] = {}
         self._lock = RLock()
@@ -101,7 +105,7 @@ class Kernels:
                 readable = (torch.int32,)  # by binaries of a bundle
                 library = None
                 if found is None:
-                    readable = torch.int32, torch.int64
+                    readable = READABLE
                     found = self._compiled_here(spec, direction)
                     library = self._library(spec, direction, tuple(found))
                 self._passes[direction] = Pass(
@@ -111,7 +115,7 @@ class Kernels:
                     passes.family_of(found, direction).run,
                     all(one.reads_nothing for one in found.values()),
                     any(one.reads_lists for one in found.values()),
-                    self._lengths_dtype not in readable,
+                    not self._integers or not set(self._integers) <= set(readable),
                     library,
                 )
             return self._passes[direction]
@@ -154,6 +158,8 @@ class Kernels:
                 return self.forward_paged(q, k, v, scale, requests, tables, reads, out)
         its = self._passes.get("forward") or self.load("forward")
         launches = its.launches if its.is_plain else its.reading(tables, reads)
+        if its.converts_integers:
+            requests = requests.narrow
         rows = its.panel_rows
         return its.run(launches, q, k, v, scale, panel_rows=rows, requests=requests, out=out)
 
@@ -215,7 +221,7 @@ class Kernels:
         k: torch.Tensor,
     ) -> Mapping[Kernel, Launch]:
         """Return the launches of a pass, given what mask, score and dropout read."""
-        tables = changes.tables(q, k, self.device, its.converts_lengths)
+        tables = changes.tables(q, k, self.device, its.converts_integers)
         if not its.reads_lists:
             return its.reading(tables, reads)
         read = (changes.mask, Shape.of(q, k), self.device, reads, tables)

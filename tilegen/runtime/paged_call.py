@@ -15,6 +15,7 @@ from tilegen.problem import PAGES
 from tilegen.runtime.autograd import addressable
 from tilegen.runtime.call import DTYPES, form_of, values_in_keys
 from tilegen.runtime.changes import Changes
+from tilegen.runtime.kernels import READABLE
 from tilegen.runtime.launch_text import MAX_ROW_STRIDE
 
 LAYOUTS = ("NHD", "HND")
@@ -40,6 +41,11 @@ class PagedCall:
     def requests(self) -> int:
         """The number of requests."""
         return self.lengths.shape[0]
+
+    @property
+    def integers(self) -> tuple[torch.dtype, ...]:
+        """The dtypes of the block table, the lengths and where queries start."""
+        return self.block_table.dtype, self.lengths.dtype, self.q_starts.dtype
 
     @property
     def is_aligned(self) -> bool:
@@ -68,6 +74,7 @@ class PagedCall:
             *("paged", heads, heads_kv, width, v_width, page),
             *((self.requests - 1).bit_length(), (self.longest_q - 1).bit_length()),
             *((longest_kv - 1).bit_length(), q.dtype, q.device, self.is_aligned),
+            *self.integers,
             *(changes.kind, score, values_in_keys(q, self.k, v)),
         )
 
@@ -89,14 +96,14 @@ class PagedCall:
             _check(*given)
         if layout == "NHD":
             k, v = k.transpose(1, 2), v.transpose(1, 2)
-        tables = as_int32(block_table), as_int32(lengths)
+        tables = readable(block_table), readable(lengths)
         if q_starts is None:
             requests, heads, longest, width = q.shape
-            q_starts = even_starts(requests, longest, q.device)
+            q_starts = even_starts(requests, longest, q.device, tables[1].dtype)
             # A view, where heads lie inside of rows.
             q = q.transpose(1, 2).reshape(requests * longest, heads, width)
         else:
-            q_starts, longest = as_int32(q_starts), longest_q or 0
+            q_starts, longest = readable(q_starts), longest_q or 0
         rows = q.transpose(0, 1).unsqueeze(0)
         rows = rows if addressable(rows) else rows.contiguous()
         return cls(rows, k, v, *tables, q_starts, longest)
@@ -274,24 +281,24 @@ def _check(
             )
 
 
-def as_int32(x: torch.Tensor) -> torch.Tensor:
-    """Return integers as kernels read them, with rows that are dense. Raises InvalidProblem."""
-    if x.dtype is torch.int32 and x.stride(-1) == 1:
+def readable(x: torch.Tensor) -> torch.Tensor:
+    """Return integers as kernels that are compiled for their dtype read them: int32 or int64, in
+    rows that are dense. Raises InvalidProblem."""
+    if x.dtype in READABLE and x.stride(-1) == 1:
         return x
     if x.is_floating_point() or x.is_complex() or x.dtype is torch.bool:
         raise InvalidProblem(f"tables and lengths must be integers, got {x.dtype}")
-    x = x.to(torch.int32)
+    x = x if x.dtype in READABLE else x.to(torch.int32)
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def even_starts(requests: int, rows: int, device: torch.device) -> torch.Tensor:
-    """Return where the rows of each request start, and the end of the last, int32
-    (requests + 1,)."""
+def even_starts(requests: int, rows: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Return where the rows of each request start, and the end of the last, (requests + 1,)."""
 
     def made() -> torch.Tensor:
-        return torch.arange(0, (requests + 1) * rows, rows, dtype=torch.int32, device=device)
+        return torch.arange(0, (requests + 1) * rows, rows, dtype=dtype, device=device)
 
-    return _starts.get((requests, rows, device), made)
+    return _starts.get((requests, rows, device, dtype), made)
 
 
 _starts: BoundedCache[Any, torch.Tensor] = BoundedCache(256)

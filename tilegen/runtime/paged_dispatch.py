@@ -117,7 +117,7 @@ def _new_plan(call: PagedCall, longest_kv: int, changes: Changes) -> _Plan:
     scale = problem.head_dim_qk**-0.5
     if computes_by_torch(q.device):
         return _Plan(None, scale, checks_fit)
-    key = problem.bucket, q.device, call.is_aligned, False
+    key = problem.bucket, q.device, call.is_aligned, False, call.integers
     return _Plan(plans.by_problem.get(key, lambda: Kernels(*key)), scale, checks_fit)
 
 

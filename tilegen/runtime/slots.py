@@ -9,7 +9,7 @@ import torch
 from tilegen.check import interpreter
 from tilegen.errors import InvalidProblem
 from tilegen.masks.values import is_checked
-from tilegen.runtime.paged_call import LAYOUTS, as_int32, even_starts
+from tilegen.runtime.paged_call import LAYOUTS, even_starts, readable
 
 Pages = tuple[torch.Tensor, torch.Tensor]
 """Keys and values, each (pages, rows, heads, head dim)."""
@@ -37,7 +37,7 @@ def append(
     if q_starts is None:
         if len(k) != requests:
             raise InvalidProblem(f"k must have {requests} requests, got {len(k)}")
-        q_starts = even_starts(requests, k.shape[2], k.device)
+        q_starts = even_starts(requests, k.shape[2], k.device, torch.int32)
         k, v = (x.transpose(1, 2).flatten(0, 1) for x in (k, v))
     if len(block_table) != requests or len(q_starts) != requests + 1:
         raise InvalidProblem(
@@ -45,7 +45,7 @@ def append(
             f"{len(block_table)} and {len(q_starts)}"
         )
     pages = _fitting(k, v, k_pages, v_pages, layout)
-    where = as_int32(block_table), as_int32(kv_lengths), as_int32(q_starts)
+    where = readable(block_table), readable(kv_lengths), readable(q_starts)
     for name, x in zip(("block_table", "kv_lengths", "q_starts"), where, strict=True):
         _check_device(name, x, k)
     if not _runs_kernel(k):
