@@ -174,6 +174,55 @@ def test_numbers_on_the_left_of_an_operator(name: str) -> None:
     torch.testing.assert_close(compiled(*qkv()), run(*qkv()))
 
 
+UNSEEN: dict[str, Callable[[Any], Any]] = {
+    "abs": abs,
+    "in an operation": lambda i: i + abs(i),
+    "given back": lambda i: abs(i) < 3,
+    "data": lambda i: i.data,
+}
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_the_tracer_is_not_shown_is_refused(name: str) -> None:
+    """torch.compile calls no function mode for the builtin abs: what came of it was garbage."""
+
+    def mask(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return UNSEEN[name](i - j) if name == "given back" else UNSEEN[name](i - IDS[j]) < 3
+
+    def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s + UNSEEN[name](i - j) * IDS[j]
+
+    def run(*x: Any) -> Any:
+        return tilegen.attention(*x, mask=tilegen.predicate(mask), score=tilegen.score(score))
+
+    for inside in (
+        run,
+        lambda *x: tilegen.attention(*x, mask=tilegen.predicate(mask)),
+        lambda *x: tilegen.attention(*x, score=score),
+    ):
+        with pytest.raises(Exception, match=r"write torch\.abs\(x\), or make the mask"):
+            torch.compile(inside, fullgraph=True, backend="eager")(*qkv())
+    if name != "data":  # nor is it traced outside
+        made = dict(mask=tilegen.predicate(mask), score=tilegen.score(score))
+        compiled = torch.compile(
+            lambda *x: tilegen.attention(*x, **made), fullgraph=True, backend="eager"
+        )
+        torch.testing.assert_close(compiled(*qkv()), run(*qkv()))
+
+
+def test_numbers_that_are_given_are_followed() -> None:
+    def run(q: Any, k: Any, v: Any, width: int, slope: float) -> Any:
+        return tilegen.attention(
+            *(q, k, v),
+            mask=tilegen.predicate(lambda b, h, i, j: i - j < width),
+            score=lambda s, b, h, i, j: s + slope * (i % width),
+        )
+
+    compiled = torch.compile(run, fullgraph=True, backend="eager", dynamic=True)
+    for numbers in ((3, 0.25), (3, 0.5), (7, 0.5), (7, 0.25)):
+        torch.testing.assert_close(compiled(*qkv(), *numbers), run(*qkv(), *numbers))
+
+
 def test_what_cannot_be_traced_is_named() -> None:
     def run(q: Any, k: Any, v: Any) -> Any:
         return tilegen.attention(q, k, v, score=lambda s, b, h, i, j: torch.lgamma(s).cumsum(0))

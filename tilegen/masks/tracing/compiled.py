@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
+from operator import index
 from typing import Any
 
 import torch
@@ -40,9 +41,13 @@ class CompiledTrace:
     unused: list[torch.Tensor]
 
 
+class Unseen(Unsupported):
+    """A function does what torch.compile does not show the tracer."""
+
+
 def trace(fn: Callable[..., Any], *, is_score: bool, is_checked: bool) -> CompiledTrace:
     """Return what a function of a score or a mask computes. `is_checked` says that it has been
-    tried where its operations may give what is no number. Raises Unsupported."""
+    tried where its operations may give what is no number. Raises Unseen or Unsupported."""
     number = _started(is_score)
     teller = _Teller(number)
     arguments = [teller.value(i) for i in range(4 + is_score)]
@@ -57,8 +62,9 @@ def trace(fn: Callable[..., Any], *, is_score: bool, is_checked: bool) -> Compil
 
 
 class _Teller(TorchFunctionMode):
-    """The graph's side of a trace. Values are tensors without meaning, known by identity; the mode
-    is told of all that is done with them, inside of an index too: `bias[h, q_idx]`."""
+    """The graph's side of a trace. Values are tensors without elements, known by identity; the mode
+    is told of all that is done with them, inside of an index too: `bias[h, q_idx]`. What it is not
+    told of gives another tensor without elements."""
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -72,7 +78,7 @@ class _Teller(TorchFunctionMode):
         if isinstance(number, str):
             raise Unsupported(number)
         dtype, shape = _described(self.number, number)
-        value = torch.empty((), dtype=dtype).expand(shape)
+        value = torch.empty((), dtype=dtype, device="meta").expand(shape)
         self.values.append(value)
         return value
 
@@ -100,6 +106,12 @@ class _Teller(TorchFunctionMode):
             number = _place(self.values, value)
             if number is not None:
                 return ("value", number)
+            if value.is_meta:  # made of values by what the mode was not told of
+                raise Unseen(
+                    "expected operations that torch.compile shows the tracer, which it does not "
+                    "the builtin abs, or attributes such as .T and .data: write torch.abs(x), or "
+                    "make the mask or the score outside of the compiled function"
+                )
             slot = _place(self.captured, value)
             if slot is None:
                 slot = len(self.captured)
@@ -113,6 +125,11 @@ class _Teller(TorchFunctionMode):
             return ("tuple", tuple([self.told(one) for one in value]))
         if isinstance(value, list):
             return ("list", tuple([self.told(one) for one in value]))
+        # torch.compile may have made variables of numbers, and makes constants of them here.
+        if isinstance(value, int) and not isinstance(value, bool):
+            value = index(value)
+        elif isinstance(value, float):
+            value = value.__float__()
         return ("constant", value)
 
     def _has_value(self, given: Any) -> bool:
