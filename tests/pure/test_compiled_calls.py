@@ -155,7 +155,7 @@ LEFT: dict[str, Callable[[Any], Any]] = {
     ">>": lambda i: 100 >> i % 5,
     "&": lambda i: 5 & i,
     "-": lambda i: 2 - i,
-    ">": lambda i: i < 9,
+    "|": lambda i: 5 | i,
 }
 
 

@@ -2,8 +2,7 @@
 
 A mask is a small frozen value. Its one definition, `keep`, is written with ordinary operators, so
 the same function accepts Python integers, torch tensors (the dense reference) and SymPy symbols
-(the mask compiler).
-Nothing here imports SymPy: a cached call only hashes masks.
+(the mask compiler). Nothing here imports SymPy: a cached call only hashes masks.
 """
 
 from __future__ import annotations
@@ -82,7 +81,13 @@ class Mask(ABC):
     @cached_property
     def values(self) -> tuple[Values, ...]:
         """The tensors that the predicate reads, in the order in which it names them."""
-        return tuple(value for value, _ in values_of(self))
+        return tuple(value for value, _ in self.places_of_values)
+
+    @cached_property
+    def places_of_values(self) -> tuple[tuple[Values, Mask | None], ...]:
+        """The same tensors, each with the mask that says which shape its axes are of, by
+        `shape_of_parts`; None for the shape of a call."""
+        return tuple(values_of(self))
 
     @cached_property
     def is_stand_in(self) -> bool:
@@ -107,10 +112,7 @@ class Mask(ABC):
     def show(
         self, seqlen_q: int, seqlen_kv: int | None = None, *, block_m: int = 16, block_n: int = 16
     ) -> str:
-        """Return a drawing of the mask at small lengths (128 at most), with the class of each tile.
-
-        `print(tilegen.causal().show(32))`
-        """
+        """Return a drawing of the mask at small lengths (128 at most), with each tile's class."""
         seqlen_kv = seqlen_q if seqlen_kv is None else seqlen_kv
         check_sides(seqlen_q, seqlen_kv)
         keep = self.pairs(seqlen_q, seqlen_kv)
@@ -320,8 +322,7 @@ def full() -> Mask:
 
 
 def causal(alignment: Alignment = "top_left") -> Mask:
-    """Return `k <= q`; `alignment="bottom_right"` lets the last row see the last column at any
-    lengths."""
+    """Return `k <= q`; with "bottom_right" the last row sees the last column at any lengths."""
     return Causal(alignment)
 
 
@@ -360,18 +361,17 @@ def _flat(masks: tuple[Mask, ...], kind: type[And | Or]) -> list[Mask]:
     return sorted(parts, key=lambda part: part.notation)
 
 
-def values_of(mask: Mask, shape: Shape | None = None) -> Iterator[tuple[Values, Shape | None]]:
-    """Yield the tensors that a mask reads, in the order in which it names them, each with the shape
-    that its axes are of in a call of a `shape`."""
-    inside = None if shape is None else mask.shape_of_parts(shape)
+def values_of(mask: Mask, within: Mask | None = None) -> Iterator[tuple[Values, Mask | None]]:
+    """Yield what `places_of_values` has of a mask that is a part of `within`."""
+    inside = within if type(mask).shape_of_parts is Mask.shape_of_parts else mask
     for field in fields(mask):  # type: ignore[arg-type]
         value = getattr(mask, field.name)
         for item in value if isinstance(value, tuple) else (value,):
             if isinstance(item, Values):
-                yield item, shape
+                yield item, within
             elif isinstance(item, Mask):
                 is_part = any(item is part for part in mask.parts)
-                yield from values_of(item, inside if is_part else shape)
+                yield from values_of(item, inside if is_part else within)
 
 
 def with_values(item: Any, changed: Callable[[Values], Values]) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tilegen.errors import InvalidProblem
-from tilegen.masks.mask import Mask, values_of
+from tilegen.masks.mask import Mask
 from tilegen.masks.notation import split_arguments
 from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
@@ -25,18 +25,17 @@ def tensors_of(mask: Mask, shape: Shape, device: torch.device) -> tuple[torch.Te
         raise InvalidProblem(f"expected a mask with its tensors, got {mask}")
     made: Made = {}
     tables: list[torch.Tensor] = []
-    for value, its in values_of(mask, shape):
-        assert its is not None
+    for value, within in mask.places_of_values:
         axes = value.axes or ""
         table = value.on(device, (shape.seqlen_q, shape.seqlen_kv), made)
-        if value.recipe is not None and axes.startswith("b"):
-            table = table[: its.batch]  # what a function reads may be for more batches
-        if its is shape:
-            _check_axes(_VALUES, axes, table, shape.by_axis, _AXIS_NAMES)
-        else:  # within documents, of which there may be longer ones another time
+        needed, names = shape.by_axis, _AXIS_NAMES
+        if within is not None:  # documents, of which there may be longer ones another time
+            needed, names = within.shape_of_parts(shape).by_axis, DOCUMENT_AXES
             sizes = zip(axes, table.shape, strict=False)
-            longer = {one: max(size, its.by_axis[one]) for one, size in sizes if one in "qk"}
-            _check_axes(_VALUES, axes, table, its.by_axis | longer, DOCUMENT_AXES)
+            needed |= {axis: max(size, needed[axis]) for axis, size in sizes if axis in "qk"}
+        if value.recipe is not None and axes.startswith("b"):
+            table = table[: needed["b"]]  # what a function reads may be for more batches
+        _check_axes(_VALUES, axes, table, needed, names)
         tables.append(table)
     return tuple(tables)
 

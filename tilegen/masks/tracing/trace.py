@@ -205,9 +205,11 @@ class Tracer:
 
     def apply(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return what one of torch's functions or methods makes of its arguments."""
-        name = name.strip("_") if name.startswith("__") else name.removeprefix("special_")
-        if name not in OPERATIONS and name.startswith("r") and name[1:] in OPERATIONS:
-            name, args = name[1:], args[::-1]  # `2 ** q` is __rpow__ of q
+        if name.startswith("__"):
+            name = name.strip("_")
+            if name not in OPERATIONS and name[0] == "r" and name[1:] in OPERATIONS:
+                name, args = name[1:], args[::-1]  # `2 ** q` is __rpow__ of q
+        name = name.removeprefix("special_")
         self.may_give_none |= name in MAY_GIVE_NONE and not _is_safe(name, args)
         if name == "getitem":
             tensor, index = args
