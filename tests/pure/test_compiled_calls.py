@@ -210,6 +210,29 @@ def test_what_the_tracer_is_not_shown_is_refused(name: str) -> None:
         torch.testing.assert_close(compiled(*qkv()), run(*qkv()))
 
 
+def test_what_is_made_outside_is_what_it_was_when_it_was_made() -> None:
+    width, table = 3, torch.arange(ROWS) % 5
+
+    def mask(b: Any, h: Any, i: Any, j: Any) -> Any:
+        return (i - j).abs() < width + table[j]
+
+    def score(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        return s + (i - j) * width + table[i]
+
+    made = dict(mask=tilegen.predicate(mask), score=tilegen.score(score))
+    expected = tilegen.attention(*qkv(), **made)
+    width = 5
+    compiled = torch.compile(
+        lambda *x: tilegen.attention(*x, **made), fullgraph=True, backend="eager"
+    )
+    torch.testing.assert_close(tilegen.attention(*qkv(), **made), expected)
+    torch.testing.assert_close(compiled(*qkv()), expected)
+    table += 2  # what tensors hold is read at each call
+    found = compiled(*qkv())
+    torch.testing.assert_close(found, tilegen.attention(*qkv(), **made))
+    assert not torch.allclose(found, expected)
+
+
 def test_numbers_that_are_given_are_followed() -> None:
     def run(q: Any, k: Any, v: Any, width: int, slope: float) -> Any:
         return tilegen.attention(

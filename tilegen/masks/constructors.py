@@ -195,9 +195,14 @@ def predicate(fn: Callable[[Any, Any, Any, Any], Any]) -> Mask:
     tensors; `if`, `and` and `or` cannot be. Raises Unsupported, naming what it cannot trace.
     """
     if is_traced():
-        return Pending(("function", fn))
+        return Pending(("function", fn, "", ()))
     from tilegen.masks.expression_mask import mask_of_trace  # loads SymPy
+    from tilegen.masks.language.texts import to_text
     from tilegen.masks.tracing.trace import trace_mask
 
     with tracing():
-        return noted(mask_of_trace(trace_mask(fn), are_whole=None), ("function", fn))
+        found = trace_mask(fn)
+        # Tensors that the function makes are made again by the function alone.
+        text = "" if found.makes_tensors else to_text(found.expr)
+        how = ("function", fn, text, found.captured)
+        return noted(mask_of_trace(found, are_whole=None), how)

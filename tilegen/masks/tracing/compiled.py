@@ -41,13 +41,9 @@ class CompiledTrace:
     unused: list[torch.Tensor]
 
 
-class Unseen(Unsupported):
-    """A function does what torch.compile does not show the tracer."""
-
-
 def trace(fn: Callable[..., Any], *, is_score: bool, is_checked: bool) -> CompiledTrace:
     """Return what a function of a score or a mask computes. `is_checked` says that it has been
-    tried where its operations may give what is no number. Raises Unseen or Unsupported."""
+    tried where its operations may give what is no number. Raises Unsupported."""
     number = _started(is_score)
     teller = _Teller(number)
     arguments = [teller.value(i) for i in range(4 + is_score)]
@@ -107,7 +103,7 @@ class _Teller(TorchFunctionMode):
             if number is not None:
                 return ("value", number)
             if value.is_meta:  # made of values by what the mode was not told of
-                raise Unseen(
+                raise Unsupported(
                     "expected operations that torch.compile shows the tracer, which it does not "
                     "the builtin abs, or attributes such as .T and .data: write torch.abs(x), or "
                     "make the mask or the score outside of the compiled function"

@@ -80,15 +80,12 @@ def _mask(mask: Any, found: Crossing) -> str:
         return _plain(mask, found)
     how = made[0]
     if how == "function":
-        from tilegen.masks.tracing.compiled import Unseen, trace
+        _, function, text, captured = made
+        if text:  # as it was traced outside
+            return f'["keep","{text}",{found.places(captured)}]'
+        from tilegen.masks.tracing.compiled import trace
 
-        is_pending = isinstance(mask, Pending)
-        try:
-            its = trace(made[1], is_score=False, is_checked=not is_pending)
-        except Unseen:
-            if is_pending:
-                raise
-            return _plain(mask, found)  # as it was traced outside
+        its = trace(function, is_score=False, is_checked=not isinstance(mask, Pending))
         return f'["keep","{its.text}",{found.places(its.captured)}]'
     if how == "ids":
         return f'["ids",{found.place(made[1])},{"true" if made[2] else "false"}]'
@@ -125,13 +122,9 @@ def _score(score: Any, found: Crossing) -> str:
         made = getattr(score, "_made", None)
         if made is not None and made[0] != "function":
             return _score(made[1], found)
-        if made is not None:
-            from tilegen.masks.tracing.compiled import Unseen
-
-            try:
-                return _function(made[1], True, found)
-            except Unseen:  # it stays as it was traced outside
-                pass
+        if made is not None and score.derived:  # made again by the function alone
+            return _function(made[1], True, found)
+        found.trained_places(score.unused)
         return _spelt(score.text, score.captured, score.sizes, score.sink_logits, found)
     check_function(score)
     return _function(score, False, found)
