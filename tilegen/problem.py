@@ -14,7 +14,7 @@ from tilegen.masks.mask import Mask, full
 from tilegen.masks.notation import parse_mask
 from tilegen.masks.score import ScoreForm, parse_score
 from tilegen.masks.shapes import Shape
-from tilegen.masks.unlisted import unlisted
+from tilegen.masks.unlisted import is_surely_solved
 
 DType = Literal["fp16", "bf16", "fp32"]
 DTYPE_BYTES: dict[str, int] = {"fp16": 2, "bf16": 2, "fp32": 4}
@@ -159,8 +159,7 @@ class AttentionProblem:
         needs no lists of tiles (see masks/unlisted.py).
         """
         if self.page:
-            mask = unlisted(self.mask)
-            return self if mask is self.mask else replace(self, mask=mask)
+            return self if is_surely_solved(self.mask) else self._without_lists()
         step = step_of(self.mask, self.score.text if self.score else "", self.batch)
         if step == 1:
             return self
@@ -172,6 +171,12 @@ class AttentionProblem:
             seqlen_kv=grouped_length(self.seqlen_kv, step),
             mask=grouped_mask(self.mask, step, self.seqlen_kv, groups),
         )
+
+    def _without_lists(self) -> AttentionProblem:
+        from tilegen.masks.source import unlisted  # loads SymPy
+
+        mask = unlisted(self.mask)
+        return self if mask is self.mask else replace(self, mask=mask)
 
     @property
     def rewriting(self) -> str:

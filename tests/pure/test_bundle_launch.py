@@ -28,8 +28,8 @@ from tilegen.kernels.registry import KERNELS
 from tilegen.masks import Mask
 from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
+from tilegen.masks.source import unlisted
 from tilegen.masks.tensors import score_tensors
-from tilegen.masks.unlisted import unlisted
 from tilegen.problem import AttentionProblem
 from tilegen.runtime.binding import BoundKernel
 from tilegen.runtime.kernels import launcher_of_module

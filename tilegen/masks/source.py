@@ -23,6 +23,7 @@ from tilegen.masks.language.triton_source import NAMES, Writer
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.tiles.closed_form import Interval, StreamSets, edges, predicate, stream_sets
 from tilegen.masks.tiles.intervals import Arithmetic, Edges, Range, merge
+from tilegen.masks.unlisted import Unlisted
 from tilegen.masks.values import LIMIT
 
 
@@ -161,6 +162,12 @@ def closed_form(mask: Mask, side: Side) -> StreamSets | None:
     except Unsupported:
         return None
     return sets if sets.is_short else None
+
+
+def unlisted(mask: Mask) -> Mask:
+    """Return the mask that kernels of keys in pages compute in the place of one: itself where tiles
+    of rows come in closed form."""
+    return mask if closed_form(mask.general, "rows") else Unlisted(mask)
 
 
 def extras(mask: Mask, side: Side) -> tuple[Line, ...]:

@@ -36,18 +36,9 @@ class Unlisted(Mask):
         return self.mask.keep(q, k, seqlen_q, seqlen_kv, b, h)
 
 
-def is_interval(mask: Mask) -> bool:
-    """Whether a mask is known, without SymPy, to leave each row one interval of columns in closed
-    form."""
+def is_surely_solved(mask: Mask) -> bool:
+    """Whether a mask is known, without SymPy, to have a closed form."""
+    if isinstance(mask, Unlisted | Tree | KvPrefix):
+        return True
     parts = mask.parts if isinstance(mask, And) else (mask,)
     return all(isinstance(part, Full | Causal | SlidingWindow | Intervals) for part in parts)
-
-
-def unlisted(mask: Mask) -> Mask:
-    """Return the mask that kernels of keys in pages compute in the place of one: itself where tiles
-    of rows come in closed form."""
-    if isinstance(mask, Unlisted | Tree | KvPrefix) or is_interval(mask):
-        return mask
-    from tilegen.masks.source import closed_form
-
-    return mask if closed_form(mask.general, "rows") else Unlisted(mask)

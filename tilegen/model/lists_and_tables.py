@@ -17,7 +17,7 @@ from tilegen.masks.language.elements import ELEMENTS
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.score import ScoreForm
 from tilegen.masks.tree import trees_of
-from tilegen.masks.unlisted import is_interval
+from tilegen.masks.unlisted import is_surely_solved
 from tilegen.problem import AttentionProblem
 
 DRAWN_REGISTERS = 0.75
@@ -57,7 +57,7 @@ def lists_and_tables(
 
 @lru_cache(maxsize=1024)
 def _is_listed(mask: Mask, side: Side) -> bool:
-    if is_interval(mask):
+    if is_surely_solved(mask):
         return False  # known without SymPy, which a call that finds its kernels does not load
     from tilegen.masks.tiles.tile_ranges import is_solved
 
