@@ -184,7 +184,7 @@ UNSEEN: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("name", UNSEEN)
 def test_what_the_tracer_is_not_shown_is_refused(name: str) -> None:
-    """torch.compile calls no function mode for the builtin abs: what came of it was garbage."""
+    """torch.compile of PyTorch 2.13 calls no function mode for the builtin abs."""
 
     def mask(b: Any, h: Any, i: Any, j: Any) -> Any:
         return UNSEEN[name](i - j) if name == "given back" else UNSEEN[name](i - IDS[j]) < 3
@@ -200,8 +200,13 @@ def test_what_the_tracer_is_not_shown_is_refused(name: str) -> None:
         lambda *x: tilegen.attention(*x, mask=tilegen.predicate(mask)),
         lambda *x: tilegen.attention(*x, score=score),
     ):
-        with pytest.raises(Exception, match=r"write torch\.abs\(x\), or make the mask"):
-            torch.compile(inside, fullgraph=True, backend="eager")(*qkv())
+        try:
+            found = torch.compile(inside, fullgraph=True, backend="eager")(*qkv())
+        except Exception as error:
+            if "write torch.abs(x), or make the mask" not in str(error):
+                raise
+        else:  # another version of PyTorch shows it
+            torch.testing.assert_close(found, inside(*qkv()))
     if name != "data":  # nor is it traced outside
         made = dict(mask=tilegen.predicate(mask), score=tilegen.score(score))
         compiled = torch.compile(
