@@ -26,6 +26,7 @@ from tilegen.masks import (
     causal,
     documents,
     global_tokens,
+    predicate,
     prefix_lm,
     sliding_window,
     tree,
@@ -88,6 +89,13 @@ def test_kernels_compile_within_shared_memory(arch: str) -> None:
         assert isinstance(compiled, CompiledKernel), (one.function, compiled)
         assert compiled.binary[:4] == b"\x7fELF"
         assert compiled.shared_bytes <= limit, one.function
+
+
+def test_kernels_of_a_mask_that_keeps_nothing_compile() -> None:
+    nothing = causal() & predicate(lambda b, h, q, k: False)
+    kernels = [rendered(kernel, nothing) for kernel in (*WHOLE, *SLICES)]
+    for one, compiled in compile_many(kernels, "sm_90", workers=1):
+        assert isinstance(compiled, CompiledKernel), (one.function, compiled)
 
 
 def launched(

@@ -231,7 +231,8 @@ def _function_name(problem: AttentionProblem, config: TileConfig, kernel: Kernel
         only_values = all(WIDTHS.get(one, "v") == "v" for one in KERNELS[kernel].given)
         dims = f"d{problem.head_dim_v}" if only_values else dims
         return f"attention_{kernel}_{dims}_m{config.block_m}"
-    mask = re.sub(r"[^a-z0-9]+", "_", problem.mask.notation.replace("-1", "inf")).strip("_")
+    notation = problem.mask.notation.replace("-1", "inf").lower()
+    mask = re.sub(r"[^a-z0-9]+", "_", notation).strip("_")
     mask = mask[:MAX_NAME].rstrip("_")
     tile = config.key.partition("w")[0] + ("t" if config.descriptors else "")
     return f"attention_{kernel}_{dims}_{mask}_{tile}"

@@ -257,7 +257,9 @@ def _loop(
     if is_wide and steps:
         steps.append(f"{tile} = tl.cast({tile}, tl.int32)")
     holds = tuple(f"(tile_n >= {lo}) & (tile_n < {hi})" for lo, hi in ranges)
-    return TileLoop(tuple(setup), reached or "0", tuple(steps), holds or ("tile_n < 0",))
+    if not ranges:  # a loop of no steps is compiled like any other
+        return TileLoop((), "0", (f"{tile} = {step}",), ("tile_n < 0",))
+    return TileLoop(tuple(setup), reached, tuple(steps), holds)
 
 
 def _lists(mask: Mask, side: Side, in_part: bool) -> Ranges:
