@@ -208,12 +208,12 @@ class Noise:
     single: float = 2.0**-24
 
     def of(self, value: torch.Tensor, size: torch.Tensor, *, stored: bool = False) -> torch.Tensor:
-        """Return a value with an error in proportion to a size."""
+        """Return a value with an error in proportion to a size; an infinite one has none."""
         if not self.scale:
             return value
         unit = self.single + (self.narrow if stored else 0.0)
         moved = torch.randn(value.shape, generator=self.generator, dtype=torch.float64)
-        return value + self.scale * unit * moved.to(value.dtype) * size
+        return value + self.scale * unit * moved.to(value.dtype) * size.nan_to_num(posinf=0.0)
 
     def product(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return self.of(a @ b, a.abs() @ b.abs() if self.scale else a)
@@ -301,13 +301,13 @@ def reference(
             with default_dtype(torch.promote_types(inner, torch.float32)), errors:
                 changed = torch.as_tensor(made.change(raw, pairs(problem))).expand(raw.shape)
         logits = changed.detach().to(dtype).masked_fill(~keep, -INF)
-        return raw, changed, noise.of(logits, logits.abs().nan_to_num(posinf=0.0))
+        return raw, changed, noise.of(logits, logits.abs())
 
     raw, changed, logits = scores()
     lse = logits.logsumexp(-1)
     if sink is not None:
         lse = torch.logaddexp(lse, sink.detach().to(dtype)[:, None])
-    lse = noise.of(lse, lse.abs().nan_to_num(posinf=0.0) + 1)
+    lse = noise.of(lse, lse.abs() + 1)
     finite = lse.masked_fill(lse == -INF, 0.0)
     drop = torch.ones(()).to(dtype) if factors is None else factors.to(dtype)
     p = (logits - finite[..., None]).exp()
@@ -370,7 +370,9 @@ def floors(
     largest = dict.fromkeys(exact, 0.0)
     for seed in range(SAMPLES):
         noise = Noise(NARROW[problem.dtype], torch.Generator().manual_seed(seed))
-        for name, one in reference(*given, noise=noise).items():
+        rounded = reference(*given, noise=noise)
+        require_numbers(problem, rounded)  # in fp32 a factor may vanish, and -inf * 0 is no number
+        for name, one in rounded.items():
             apart = (one - exact[name]).nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs()
             largest[name] = max(largest[name], ROOM * float(apart.max()))
     return largest

@@ -222,6 +222,14 @@ def test_what_hangs_on_rounding_is_no_problem() -> None:
         assert trial.Question(problem).answers[0].keeps_any, mask
 
 
+def test_scores_that_are_numbers_only_in_fp64_are_no_problem() -> None:
+    """A factor of e^-200 vanishes in fp32, and then -inf * 0 is no number."""
+    score = 'score(lambda s, b, h, q, k: torch.where(q >= k, s, float("-inf")) * {})'
+    rows = {"rows": 1, "columns": 20, "configs": PLAIN, "backward": False}
+    assert attempt(Problem(score=score.format("torch.exp(k * -10.0)"), **rows)).what == "unclear"
+    assert attempt(Problem(score=score.format("torch.exp(k * -1.0)"), **rows)).what == "right"
+
+
 def test_results_are_kept_and_summarised(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     wrong = trial.Outcome("wrong", "out", 0.5)
