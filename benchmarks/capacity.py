@@ -17,7 +17,7 @@ import typer
 
 from benchmarks.environment import RESULTS
 from benchmarks.published.report import write
-from tilegen.choose.ranking import estimate, propose
+from tilegen.choose.ranking import best_of, estimate
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
 from tilegen.model.splits import divided_splits
@@ -63,7 +63,7 @@ def row(model: str, batch: int) -> Row:
         AttentionProblem.parse(f"b{batch} {KINDS[model].format(keys=keys)}")
         for keys in (CAPACITY, KEYS)
     )
-    config = propose(problem, gpu(GPU), kernel=KERNEL, top=1)[0].config
+    config = best_of(problem, gpu(GPU), KERNEL).config
     splits = splits_of(problem, config, KERNEL).count
     partials = batch * problem.num_heads_q * splits * problem.head_dim_v * 4
     fixed, divided = (_programs(short, one) for one in (config, as_divided(problem, short, config)))

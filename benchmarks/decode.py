@@ -26,7 +26,7 @@ from benchmarks.published.report import write
 from benchmarks.run import cases, run
 from benchmarks.workloads import SERVED, Workload
 from tilegen.choose.families import family
-from tilegen.choose.ranking import estimate, invariant_config, propose
+from tilegen.choose.ranking import best_of, estimate, invariant_config
 from tilegen.gpus.spec import detect, gpu
 from tilegen.kernels.registry import FORWARD, KERNELS
 from tilegen.measure import DeviceLost
@@ -123,9 +123,7 @@ def predict(target: Target) -> Predicted:
     """Return the row of a target."""
     problem, spec = target.workload.problem, gpu(GPU)
     name = family(problem, spec, "forward")
-    best = [
-        propose(problem, spec, kernel=kernel, top=1)[0].estimate for kernel in FORWARD[name].names
-    ]
+    best = [best_of(problem, spec, kernel).estimate for kernel in FORWARD[name].names]
     seconds = sum(cost.seconds for cost in best)
     launches = sum(launch_seconds(spec, cost.kernel, 1) for cost in best)
     split = [one for one in best if KERNELS[one.kernel].splits]

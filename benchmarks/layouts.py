@@ -25,7 +25,7 @@ from benchmarks.environment import RESULTS, has_gpu
 from benchmarks.published.report import write
 from tilegen.build.verdicts import verdict
 from tilegen.check.reference import TORCH_DTYPES
-from tilegen.choose.ranking import propose, seconds_as_compiled
+from tilegen.choose.ranking import best_of, seconds_as_compiled
 from tilegen.errors import BuildFailed
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import Kernel, TileConfig
@@ -118,7 +118,7 @@ def predicted(problem: AttentionProblem) -> dict[str, Any]:
     """Return what of a row is counted and predicted by the model, and the configs that it takes."""
     spec = gpu(GPU)
     names = FORWARD["paged"].names
-    best = {name: propose(problem, spec, kernel=name, top=1)[0] for name in names}
+    best = {name: best_of(problem, spec, name) for name in names}
     split = best[names[0]].config
     moved = [traffic(problem, best[name].config, name, before=split) for name in names]
     counts = visits(problem, split.block_m, split.block_n, names[0], split_kv=split.split_kv)
@@ -137,7 +137,7 @@ def compiled(problem: AttentionProblem) -> dict[str, Any]:
     first: dict[str, Any] = {}
     seconds = 0.0
     for name in FORWARD["paged"].names:
-        config = propose(problem, spec, kernel=name, top=1)[0].config
+        config = best_of(problem, spec, name).config
         found = _compiled(problem, config, name)
         seconds += seconds_as_compiled(problem, spec, config, name, found)
         code = found.step_code

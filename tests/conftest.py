@@ -74,6 +74,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if folders and not (asked_for or watched or on_gpu):
         options.numprocesses = min(os.cpu_count() or 1, MOST_WORKERS)
         options.dist = "worksteal"  # neighbours stay together, and share what their module set up
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # else threads of all workers wait for cores
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:

@@ -18,7 +18,7 @@ def test_interpret_tier() -> None:
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "tests/interpret", "-q", "--durations=10", *spread],
         cwd=ROOT,
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        env={"OMP_NUM_THREADS": "1", **os.environ, "TRITON_INTERPRET": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

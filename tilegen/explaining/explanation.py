@@ -10,7 +10,7 @@ from fractions import Fraction
 from typing import Any
 
 from tilegen.choose.fastest import SMEM_DOUBT
-from tilegen.choose.ranking import estimate, joined_splits, propose
+from tilegen.choose.ranking import best_of, estimate, joined_splits, propose
 from tilegen.emit.identity import rows_are_aligned
 from tilegen.errors import Unsupported
 from tilegen.explaining.formulas import (
@@ -365,6 +365,6 @@ def _steps(problem: AttentionProblem, candidate: Candidate) -> int:
 
 def _other(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> dict[str, Any]:
     try:
-        return _short(propose(problem, gpu, kernel=kernel, top=1)[0])
+        return _short(best_of(problem, gpu, kernel))
     except Unsupported as error:
         return {"config": None, "seconds": None, "limit": None, "reason": str(error)}

@@ -7,7 +7,7 @@ from typing import Any
 
 import sympy
 
-from tilegen.choose.ranking import estimate, propose
+from tilegen.choose.ranking import best_of, estimate
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel
@@ -109,7 +109,7 @@ def _dense_choice(
     if isinstance(problem.mask, Full) or not KERNELS[chosen.kernel].masked:
         return None
     kernel = chosen.kernel
-    dense = propose(replace(problem, mask=full()), gpu, kernel=kernel, top=1)[0].config
+    dense = best_of(replace(problem, mask=full()), gpu, kernel).config
     if dense == chosen.config:
         return None
     its, mine = estimate(problem, gpu, dense, kernel), chosen.estimate

@@ -15,7 +15,7 @@ from tilegen.choose.families import (
     ranked_families,
     why_not_ranked,
 )
-from tilegen.choose.ranking import propose, spills_much
+from tilegen.choose.ranking import best_of, spills_much
 from tilegen.errors import Unsupported
 from tilegen.explaining.formulas import formula, named
 from tilegen.gpus.spec import GpuSpec, with_fast_memory
@@ -114,9 +114,7 @@ def _subgrids(problem: AttentionProblem) -> dict[str, Any]:
 def _family(
     problem: AttentionProblem, gpu: GpuSpec, direction: Direction, name: Family
 ) -> dict[str, Any]:
-    best = [
-        propose(problem, gpu, kernel=kernel, top=1)[0] for kernel in FAMILIES[direction][name].names
-    ]
+    best = [best_of(problem, gpu, kernel) for kernel in FAMILIES[direction][name].names]
     return {
         "family": name,
         "seconds": sum(one.estimate.seconds for one in best),

@@ -153,9 +153,10 @@ class GlobalTensor:
             raise NotModelled(f"{name} must be contiguous, got strides {tensor.stride()}")
         self.name = name
         self.tensor = tensor
-        self._given = tensor.detach().reshape(-1)
-        exact = self._given.float() if tensor.dtype in _NARROW else self._given
-        self._values = exact.numpy()
+        given = tensor.detach().reshape(-1)
+        narrow = tensor.dtype in _NARROW
+        self._values = (given.float() if narrow else given).numpy()
+        self._bits = given.view(torch.int16).numpy() if narrow else None
         self.writes = np.zeros(tensor.numel(), np.int64)
         self.read_bytes = 0
         self.written_bytes = 0
@@ -175,8 +176,9 @@ class GlobalTensor:
         self.written_bytes += at.size * self.element_bytes
         self.writes[at] += 1
         self._values[at] = values
-        found = torch.from_numpy(np.ascontiguousarray(values).reshape(-1))
-        self._given[torch.from_numpy(at.reshape(-1))] = found.to(self._given.dtype)
+        if self._bits is not None:
+            found = torch.from_numpy(np.ascontiguousarray(values)).to(self.tensor.dtype)
+            self._bits[at] = found.view(torch.int16).numpy()
 
 
 @dataclass(frozen=True)
