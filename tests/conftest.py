@@ -7,7 +7,7 @@ Folders are spread over all cores by pytest-xdist, where it is installed.
 | pure         | nothing          | yes                                                 |
 | compile_only | Triton, no GPU   | yes                                                 |
 | interpret    | Triton, no GPU   | through test_interpret.py, in a process of its own  |
-| gpu          | a CUDA device    | yes; skipped, with that reason, where there is none |
+| gpu          | a CUDA device    | yes; where there is none, rehearsed by rehearsal.py |
 """
 
 from __future__ import annotations
@@ -77,11 +77,13 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # else threads of all workers wait for cores
 
 
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Keep the interpreter apart: a process that interprets kernels cannot compile any."""
     if not collection_path.is_relative_to(TESTS) or collection_path == TESTS:
         return None
-    is_interpreted = collection_path.is_relative_to(TESTS / "interpret")
+    is_rehearsal = config.pluginmanager.hasplugin("tests.rehearsal")
+    tier = TESTS / ("gpu" if is_rehearsal else "interpret")
+    is_interpreted = collection_path.is_relative_to(tier)
     return None if is_interpreted == INTERPRETING else True
 
 

@@ -1,4 +1,5 @@
-"""Runs tests/interpret in a process where TRITON_INTERPRET is set before triton is imported."""
+"""Runs tests/interpret, and tests/gpu as far as that can be rehearsed, in processes where
+TRITON_INTERPRET is set before triton is imported."""
 
 from __future__ import annotations
 
@@ -8,15 +9,27 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 TIME_LIMIT = 2400  # seconds; other tests may run on the same cores
 
 
 def test_interpret_tier() -> None:
+    run("tests/interpret", "--durations=10")
+
+
+def test_gpu_tier_is_rehearsed() -> None:
+    if Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists():
+        pytest.skip("tests/gpu itself runs on a machine with a GPU")
+    run("tests/gpu", "-p", "tests.rehearsal")
+
+
+def run(*arguments: str) -> None:
     # Interpreted kernels run on one core each, so the tests spread over all of them.
     spread = ["-n", str(os.cpu_count() or 1)] if find_spec("xdist") else []
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "tests/interpret", "-q", "--durations=10", *spread],
+        [sys.executable, "-m", "pytest", "-q", *arguments, *spread],
         cwd=ROOT,
         env={"OMP_NUM_THREADS": "1", **os.environ, "TRITON_INTERPRET": "1"},
         stdout=subprocess.PIPE,
@@ -27,4 +40,5 @@ def test_interpret_tier() -> None:
     )
     print(result.stdout)
     exit_code = result.returncode
-    assert exit_code == 0, f"pytest tests/interpret exited with {exit_code}; its output is above"
+    shown = " ".join(arguments)
+    assert exit_code == 0, f"pytest {shown} exited with {exit_code}; its output is above"
