@@ -63,16 +63,16 @@ def test_tokens_go_where_tables_and_lengths_say(
     at_once: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Requests with no, one and several tokens; tokens after the last, which belong to none."""
+    """Requests with no, one and several tokens; tokens before and after them belong to none."""
     monkeypatch.setattr(slots, "REQUESTS_AT_ONCE", at_once)
     torch.manual_seed(page)
     pages = [x.to(dtype) for x in cache(heads, dims, page, layout)]
     fourth, end = 1 + min(page, 3), 6 if page > 2 else 1 + 2 * page
     # Behind the last request lies what would do for another.
     table = torch.tensor([[*range(11), 10]]).view(6, 2).int()[:5]
-    starts = torch.tensor([0, 0, 1, fourth, fourth, end, 9]).int()[:6]
+    starts = torch.tensor([0, 0, 1, fourth, fourth, end, 9]).int()[:6] + 2
     lengths = torch.tensor([0, 1, 2 * page, 1, min(5, 2 * page), 2 * page]).int()[:5]
-    k, v = (torch.randn(9, heads, dim).to(dtype) for dim in dims)
+    k, v = (torch.randn(11, heads, dim).to(dtype) for dim in dims)
     expected = [x.clone() for x in pages]
     given = table, lengths
     tilegen.append_paged(k, v, *pages, *given, q_starts=starts, layout=layout)

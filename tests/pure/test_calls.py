@@ -37,6 +37,19 @@ def test_the_lse_of_jagged_tensors_is_nested() -> None:
         torch.testing.assert_close(one[4][None], expected[1])
 
 
+def test_jagged_tensors_must_have_sequences_side_by_side_and_alike() -> None:
+    q, k = jagged(), jagged((6, 2, 3))
+    for v in (jagged((3, 6, 2)), jagged((6, 2, 4))):
+        with pytest.raises(InvalidProblem, match="k and v must have sequences of the same lengths"):
+            tilegen.attention(q, k, v)
+    padded = random(2, 8, 4, 16)
+    starts, lengths = torch.tensor([0, 3]), torch.tensor([3, 5])
+    holes = torch.nested.narrow(padded, 1, starts, lengths, layout=torch.jagged).transpose(1, 2)
+    for x in (holes, q.transpose(1, 2)):
+        with pytest.raises(InvalidProblem, match="ragged, dim\\) without holes"):
+            tilegen.attention(x, x, x)
+
+
 def test_jagged_tensors_take_no_kv_lengths() -> None:
     q = jagged()
     with pytest.raises(InvalidProblem, match="lengths of their own"):

@@ -112,12 +112,27 @@ def test_signature_is_that_of_flash_attn() -> None:
             {"block_table": torch.zeros(2, 1), "cache_batch_idx": torch.zeros(2)},
             "expected cache_batch_idx=None beside a block_table",
         ),
+        ({"cache_batch_idx": torch.tensor([-1, 0])}, "cache_batch_idx must be 0..1"),
+        ({"cache_batch_idx": torch.tensor([2, 0])}, "cache_batch_idx must be 0..1"),
+        ({"cache_batch_idx": torch.tensor([1.0, 0.0])}, "must be integers, got torch.float32"),
+        ({"cache_batch_idx": torch.tensor([1])}, r"cache_batch_idx must be \(2,\), got \(1,\)"),
+        ({"q": torch.zeros(3, 1, HEADS, DIM)}, "must hold at least 3 caches, got 2"),
+        ({"v_cache": torch.zeros(ROOM, 2, HEADS_KV, DIM)}, "as many caches, keys and heads"),
     ],
 )
 def test_what_is_not_done_is_refused(options: dict[str, Any], error: str) -> None:
-    q, caches = random(2, 1, HEADS, DIM), [random(2, ROOM, HEADS_KV, DIM) for _ in "kv"]
+    given = {name: random(2, ROOM, HEADS_KV, DIM) for name in ("k_cache", "v_cache")}
+    given |= {"q": random(2, 1, HEADS, DIM)} | options
     with pytest.raises((InvalidProblem, Unsupported), match=error):
-        flash_attn.flash_attn_with_kvcache(q, *caches, **options)
+        flash_attn.flash_attn_with_kvcache(**given)
+
+
+def test_a_cache_may_have_room_for_a_larger_batch() -> None:
+    q, caches = random(2, 1, HEADS, DIM), [random(3, ROOM, HEADS_KV, DIM) for _ in "kv"]
+    out = flash_attn.flash_attn_with_kvcache(q, *caches, cache_seqlens=5)
+    for i in range(2):
+        found = expected_of(q[i], *(x[i] for x in caches), 5, {})
+        torch.testing.assert_close(out[i], found[0])
 
 
 def test_a_cache_that_has_no_pages_is_refused() -> None:

@@ -96,9 +96,14 @@ def test_out_is_written_in_place() -> None:
 
 
 def test_a_request_without_keys_gives_nothing() -> None:
-    out, lse = tilegen.attention_paged(**call(kv_lengths=torch.tensor([0, 2, 3])), return_lse=True)
+    given = call(kv_lengths=torch.tensor([0, 2, 3]))
+    out, lse = tilegen.attention_paged(**given, return_lse=True)
     assert (out[0] == 0).all()
     assert (lse[0] == float("-inf")).all()
+    logits = torch.tensor([0.5, -1.0, 2.0, 0.0])
+    out, lse = tilegen.attention_paged(**given, score=tilegen.sinks(logits), return_lse=True)
+    assert (out[0] == 0).all()
+    assert (lse[0] == logits[:, None]).all()
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {

@@ -31,16 +31,17 @@ def test_new_tokens_are_written_behind_the_old_ones(layout: str) -> None:
         assert torch.equal(found, expected)
 
 
-def test_tokens_of_no_request_are_not_written() -> None:
+@pytest.mark.parametrize("first", [0, 2])
+def test_tokens_of_no_request_are_not_written(first: int) -> None:
     given = call()
     pages = [given[name] for name in ("k_pages", "v_pages")]
     before = [x.clone() for x in pages]
     new = [torch.randn(6, 2, width) for width in (32, 24)]
     where = given["block_table"], given["kv_lengths"]
-    tilegen.append_paged(*new, *pages, *where, q_starts=torch.tensor([0, 1, 1, 3]))
+    tilegen.append_paged(*new, *pages, *where, q_starts=torch.tensor([0, 1, 1, 3]) + first)
     for old, found, x in zip(before, pages, new, strict=True):
         expected = old.clone()
-        for i, place, token in ((0, 79, 0), (2, 31, 1), (2, 32, 2)):
+        for i, place, token in ((0, 79, first), (2, 31, first + 1), (2, 32, first + 2)):
             expected[given["block_table"][i, place // 16], place % 16] = x[token]
         assert torch.equal(found, expected)
     changed = [x.clone() for x in pages]
@@ -67,6 +68,8 @@ def test_tokens_go_to_the_slots_that_are_named(layout: str) -> None:
     assert all(map(torch.equal, pages, kept)), "tokens that go nowhere were written"
     with pytest.raises(InvalidProblem, match="one place for each"):
         write_slots(*new, *pages, slots[:3], layout=layout)
+    with pytest.raises(InvalidProblem, match="must be integers"):
+        write_slots(*new, *pages, slots > 0, layout=layout)
 
 
 def test_what_cannot_be_appended_is_refused() -> None:
@@ -81,3 +84,15 @@ def test_what_cannot_be_appended_is_refused() -> None:
         tilegen.append_paged(new, new, *where, layout="NDH")
     with pytest.raises(InvalidProblem, match="block_table must have 3 rows"):
         tilegen.append_paged(new, new, *where[:2], where[2][:2], where[3])
+    tokens = new[:, :, 0]
+    for starts in ([-1, 1, 2, 3], [0, 2, 1, 3], [0, 1, 2, 4]):
+        with pytest.raises(InvalidProblem, match="q_starts must rise from at least 0 to at most"):
+            tilegen.append_paged(tokens, tokens[..., :24], *where, q_starts=torch.tensor(starts))
+
+
+def test_no_new_tokens_write_nothing() -> None:
+    given = call()
+    where = given["k_pages"], given["v_pages"], given["block_table"], given["kv_lengths"]
+    before = [x.clone() for x in where[:2]]
+    tilegen.append_paged(torch.randn(3, 2, 0, 32), torch.randn(3, 2, 0, 24), *where)
+    assert all(map(torch.equal, where[:2], before))

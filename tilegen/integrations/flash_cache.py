@@ -10,9 +10,11 @@ import torch
 from tilegen.bounded_cache import BoundedCache
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.integrations.flash_changes import mask_of, score_of
+from tilegen.masks.values import is_checked
 from tilegen.problem import PAGES
 from tilegen.runtime.append import append_paged
 from tilegen.runtime.paged import attention_paged
+from tilegen.runtime.paged_call import readable
 
 
 def flash_attn_with_kvcache(
@@ -40,13 +42,13 @@ def flash_attn_with_kvcache(
     cache, without gradients.
 
     k_cache and v_cache are (caches, seqlen_cache, heads_kv, dim), of which `cache_batch_idx`
-    (batch,) picks those of the batch, or with a `block_table` (batch, most pages of one) pages
-    (pages, page, heads_kv, dim) of a power of two of at most 256 keys. `cache_seqlens` (batch,), or
-    one number for all, says how many keys are there (by default all). New k and v (batch,
-    seqlen_new, heads_kv, dim) are first written behind them, in place. Masks end at the last query
-    and the last key. `num_splits` is chosen by the model whatever is given. Rotary embeddings and
-    padding on the left are refused: rotate q and k before. With `return_softmax_lse` (out, lse
-    (batch, heads, seqlen_q)). Raises InvalidProblem or Unsupported.
+    (batch,) picks those of the batch (by default the first), or with a `block_table` (batch, most
+    pages of one) pages (pages, page, heads_kv, dim) of a power of two of at most 256 keys.
+    `cache_seqlens` (batch,), or one number for all, says how many keys are there (by default all).
+    New k and v (batch, seqlen_new, heads_kv, dim) are first written behind them, in place. Masks
+    end at the last query and the last key. `num_splits` is chosen by the model whatever is given.
+    Rotary embeddings and padding on the left are refused: rotate q and k before. With
+    `return_softmax_lse` (out, lse (batch, heads, seqlen_q)). Raises InvalidProblem or Unsupported.
     """
     if rotary_cos is not None or rotary_sin is not None:
         raise Unsupported("expected rotary_cos=None: rotate q and k before the call")
@@ -56,7 +58,12 @@ def flash_attn_with_kvcache(
         raise InvalidProblem("expected k and v together, or neither")
     if block_table is None:
         k_pages, v_pages = _as_pages("k_cache", k_cache), _as_pages("v_cache", v_cache)
-        table = _table_of(k_cache, k_pages, cache_batch_idx)
+        if k_cache.shape[:3] != v_cache.shape[:3]:
+            raise InvalidProblem(
+                "k_cache and v_cache must hold as many caches, keys and heads, got "
+                f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
+            )
+        table = _table_of(k_cache, k_pages, cache_batch_idx, q.shape[0])
     elif cache_batch_idx is not None:
         raise InvalidProblem("expected cache_batch_idx=None beside a block_table, which says it")
     else:
@@ -92,9 +99,10 @@ def _as_pages(name: str, cache: torch.Tensor) -> torch.Tensor:
 
 
 def _table_of(
-    cache: torch.Tensor, pages: torch.Tensor, chosen: torch.Tensor | None
+    cache: torch.Tensor, pages: torch.Tensor, chosen: torch.Tensor | None, batch: int
 ) -> torch.Tensor:
-    """Return the pages of each cache, or of those that are `chosen`."""
+    """Return the pages of the first caches, or of those that are `chosen`, one for each entry of a
+    batch. Raises InvalidProblem."""
     caches, each = cache.shape[0], cache.shape[1] // pages.shape[1]
 
     def made() -> torch.Tensor:
@@ -102,7 +110,16 @@ def _table_of(
         return every.view(caches, each)
 
     table = _tables.get((caches, each, cache.device), made)
-    return table if chosen is None else table[chosen.long()]
+    if chosen is None:
+        if caches < batch:
+            raise InvalidProblem(f"k_cache must hold at least {batch} caches, got {caches}")
+        return table[:batch]
+    if chosen.shape != (batch,):
+        raise InvalidProblem(f"cache_batch_idx must be ({batch},), got {tuple(chosen.shape)}")
+    chosen = readable(chosen)
+    if is_checked(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < caches:
+        raise InvalidProblem(f"cache_batch_idx must be 0..{caches - 1}, got {chosen.tolist()}")
+    return table[chosen]
 
 
 def _lengths(given: torch.Tensor | int | None, q: torch.Tensor, room: int) -> torch.Tensor:

@@ -296,7 +296,7 @@ def even_starts(requests: int, rows: int, device: torch.device, dtype: torch.dty
     """Return where the rows of each request start, and the end of the last, (requests + 1,)."""
 
     def made() -> torch.Tensor:
-        return torch.arange(0, (requests + 1) * rows, rows, dtype=dtype, device=device)
+        return torch.arange(requests + 1, dtype=dtype, device=device) * rows
 
     return _starts.get((requests, rows, device, dtype), made)
 

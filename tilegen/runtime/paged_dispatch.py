@@ -132,7 +132,11 @@ def _by_request(
     lse = torch.full((1, heads, q.shape[2]), float("-inf"), device=q.device)
     starts, lengths = call.q_starts.tolist(), call.lengths.tolist()
     for i, (first, end, length) in enumerate(zip(starts, starts[1:], lengths, strict=False)):
-        if first == end or not length:
+        if first == end:
+            continue
+        if not length:
+            if changes.sinks is not None:
+                lse[0, :, first:end] = changes.sinks.float()[:, None]
             continue
         pages = call.block_table[i, : -(-length // page)].long()
         k, v = (x[pages].transpose(0, 1).flatten(1, 2)[None, :, :length] for x in (call.k, call.v))

@@ -78,6 +78,7 @@ def write_slots(
         )
     pages = _fitting(k, v, k_pages, v_pages, layout)
     _check_device("slots", slots, k)
+    slots = readable(slots)
     if is_checked(slots):
         _check_slots(slots, pages)
     if _runs_kernel(k):
@@ -130,12 +131,18 @@ def _slots(
     table: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor, tokens: int, pages: Pages
 ) -> torch.Tensor:
     """Return the place of each token behind the keys of its request, -1 for those of none. Raises
-    InvalidProblem for places that a table does not have."""
+    InvalidProblem for places that a table does not have, and for starts that fall."""
+    if int(starts[0]) < 0 or int(starts[-1]) > tokens or int(starts.diff().min()) < 0:
+        raise InvalidProblem(
+            f"q_starts must rise from at least 0 to at most the {tokens} tokens of k, got "
+            f"{starts.tolist()}"
+        )
     page, ends, requests = pages[0].shape[1], starts[1:].long(), len(lengths)
     token = torch.arange(tokens, device=table.device)
     request = torch.searchsorted(ends, token, right=True)
     kept = request < requests
     request = request.clamp(max=requests - 1)
+    kept &= starts[request] <= token
     at = ((lengths - ends)[request] + token).where(kept, 0)
     room = table.shape[1] * page
     if tokens and not 0 <= int(at.min()) <= int(at.max()) < room:

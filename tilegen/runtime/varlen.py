@@ -12,6 +12,7 @@ from tilegen.masks.made import InDocuments, is_traced
 from tilegen.masks.mask import Mask
 from tilegen.masks.packed import packed
 from tilegen.masks.score import Score
+from tilegen.masks.values import is_checked
 from tilegen.runtime.call import ScoreFunction, score_of
 from tilegen.runtime.entry import attend
 
@@ -93,9 +94,21 @@ def attention_jagged(
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not x.is_nested or x.layout != torch.jagged or x.dim() != 4:
             raise InvalidProblem(f"{name} must be a jagged nested tensor of 4 dimensions")
-        rows = x.transpose(1, 2)  # (batch, ragged, heads, dim)
+        rows = cast("Any", x.transpose(1, 2))  # (batch, ragged, heads, dim)
+        if rows.lengths() is not None or rows._ragged_idx != 1:
+            raise InvalidProblem(
+                f"{name} must be (batch, heads, ragged, dim) without holes between sequences; "
+                "torch.nested.nested_tensor(list(x.unbind()), layout=torch.jagged) has none"
+            )
         parts.append(rows.values())
-        offsets.append(cast("Any", rows).offsets())
+        offsets.append(rows.offsets())
+    if offsets[1] is not offsets[2] and is_checked(offsets[1]):
+        lengths = [one.diff().tolist() for one in offsets[1:]]
+        if lengths[0] != lengths[1]:
+            raise InvalidProblem(
+                f"k and v must have sequences of the same lengths, got {lengths[0]} and "
+                f"{lengths[1]}"
+            )
     out, lse = attention_varlen(
         *(parts[0], parts[1], parts[2], offsets[0], offsets[1]),
         mask=mask,

@@ -67,7 +67,8 @@ def write_tokens(
             each = first + tl.arange(0, REQUESTS)
             ends = tl.load(starts_ptr + 1 + each, mask=each < requests, other=0).to(tl.int64)
             request += tl.sum(((ends <= token) & (each < requests)).to(tl.int64))
-        exists = request < requests  # tokens after the last belong to none
+        exists = request < requests  # tokens after the last belong to none, as those before all do
+        exists &= tl.load(starts_ptr + request, mask=exists, other=0).to(tl.int64) <= token
         end = tl.load(starts_ptr + 1 + request, mask=exists, other=0).to(tl.int64)
         length = tl.load(lengths_ptr + request, mask=exists, other=0).to(tl.int64)
         at = length - end + token
