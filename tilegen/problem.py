@@ -283,9 +283,15 @@ class AttentionProblem:
 
 
 def _tokens(text: str) -> list[str]:
-    """Split at white space, but not inside a mask: `causal & ~window(4095, 0)` is one token."""
+    """Split at white space, but not inside a mask or a score: `causal & ~window(4095, 0)` is one
+    token, and so is `score(s * 2)`."""
     text = re.sub(r"\s*([&|,])\s*", r"\1", text.strip())
-    return re.sub(r"\s+(?=\))|(?<=[(~])\s+", "", text).split()
+    text = re.sub(r"(?<=~)\s+", "", text)
+    depth, tokens = 0, ""
+    for part in re.split(r"(\s+|[()])", text):
+        depth += (part == "(") - (part == ")")
+        tokens += part if depth <= 0 or not part.isspace() else ""
+    return (text if depth else tokens).split()
 
 
 def _number(name: str, digits: str) -> int:

@@ -176,7 +176,11 @@ BAD = {
     "no port": (["fleet", "proxy", "--storage", "x", "--port", "0"], "--port"),
     "a name too long": (
         ["worker", "--storage", "x", "--catalog", "a" * 5000],
-        "expected a problem",
+        "File name too long",
+    ),
+    "no such catalogue": (
+        ["worker", "--storage", "x", "--catalog", "/none.txt"],
+        "cannot read /none",
     ),
     "malformed notation": (["propose", "hq8"], "expected a problem"),
     "mask nobody knows": (["explain", "hq8 q8 d64 bf16 diagonal"], "expected a mask"),
@@ -334,6 +338,16 @@ def test_what_the_system_refuses_is_one_line(
     monkeypatch.setattr("tilegen.cli.doctor.examine", full)
     line = failing(monkeypatch, capsys, "doctor")
     assert line == r"error: '/mnt/a\n\x1b[31m': No space left on device"
+
+
+def test_ctrl_c_is_said_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tilegen.cli.doctor.examine", interrupted)
+    assert failing(monkeypatch, capsys, "doctor") == "error: interrupted"
 
 
 def test_tune_without_a_gpu(

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from tests.pure.test_store_trials import lines_of
 from tests.records import PROBLEM, RECORD, own, place, record
 from tilegen.cli import main
 from tilegen.store import save
+from tilegen.store.trials import trials_path
 
 KEY = PROBLEM.key
 ASK = (KEY, "--gpu", "h200", "--kernel", "fwd")
@@ -57,6 +59,17 @@ def test_show() -> None:
     (borrowed,) = told("show", KEY, "--gpu", "h100", "--kernel", "fwd")
     assert borrowed["borrowed"]
     assert "borrowed from h200" in run("show", KEY, "--gpu", "h100", "--kernel", "fwd")
+
+
+def test_trials_that_several_places_hold_count_once(
+    mine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TILEGEN_CACHE_PATH", str(tmp_path / "shared"))
+    for place_ in (mine, tmp_path / "shared"):
+        path = place_ / trials_path(RECORD.gpu, "fwd", PROBLEM)
+        path.parent.mkdir(parents=True)
+        path.write_bytes(b"\n".join([*lines_of(3), b'{"torn"']))
+    assert "(own), 3 trials" in run("show", *ASK)
 
 
 @pytest.mark.usefixtures("mine")

@@ -125,6 +125,13 @@ def test_the_bound_that_applies_is_the_largest(kernel: Kernel, text: str) -> Non
     assert bound["ratio"] >= 1
 
 
+@pytest.mark.parametrize("mask", ["~full", "kv_prefix(0)", "window(0,0)&~causal"])
+def test_a_mask_that_keeps_nothing_is_explained(mask: str) -> None:
+    """Nothing streams: L2 holds all heads."""
+    for kernel in ("fwd", "bwd_dq"):
+        assert "L2 holds all" in run(f"hq8 q1024 d64 bf16 {mask}", "--kernel", kernel)
+
+
 def test_other_bounds_apply_where_sequences_are_long_and_memory_is_small() -> None:
     long = "hq1 q131072 d512 bf16"
     assert told(long, "fwd", gpu("t4"))["bound"]["applies"] == "LB2"

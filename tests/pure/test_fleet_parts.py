@@ -286,7 +286,10 @@ def recordings(tmp_path: Path) -> Path:
 
 def test_a_replay_answers_as_recorded(recordings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = ReplayMachine(recordings)
-    (job,) = machine.jobs([PROBLEM, replace(PROBLEM, batch=1)], machine.gpus[0])
+    other = replace(PROBLEM, batch=1)
+    with pytest.raises(Unsupported, match=f"expected recordings of '{other}' on h200, found those"):
+        machine.jobs([other], "h200")
+    (job,) = machine.jobs([PROBLEM, other], machine.gpus[0])
     assert (job.gpu, job.kernel, job.problem) == (H200, "fwd", PROBLEM)
     *space, spilled = machine.space(job)
     assert space == FEW

@@ -87,6 +87,11 @@ def test_order_and_space_do_not_matter(text: str) -> None:
 def test_spaces_inside_a_mask() -> None:
     problem = AttentionProblem.parse("hq8 q128 d192/128 fp32 causal & window( 63 , 0 ) hkv2")
     assert problem.key == "b1 hq8 hkv2 q128 kv128 d192/128 fp32 causal&window(63,0)"
+    spaced, dense = (
+        AttentionProblem.parse(f"hq8 q128 d64 bf16 causal & keep({mask}) score({score})")
+        for mask, score in (("k <= 2 * (q + 1)", "s * 2"), ("k<=2*(q+1)", "s*2"))
+    )
+    assert spaced.key == dense.key
 
 
 MALFORMED = {
@@ -98,6 +103,8 @@ MALFORMED = {
     "hq8 hq4 q8 d64 bf16": "two in",
     "hq8 q8 d64 bf16 causal full": "two masks",
     "hq8 q8 d64 bf16 causl": "expected a mask",
+    "hq8 q8 d64 bf16 score(s*2": ") is missing",
+    "hq8 q8 d64 bf16 score(s*(2": ") is missing",
     "hq8 q8 d64 bf16 window(1,2": "expected a mask",
     "hq8 q0 d64 bf16": "seqlen_q must be an int in 1..",
     "hq0 q8 d64 bf16": "num_heads_q must be an int in 1..",

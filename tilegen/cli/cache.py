@@ -83,7 +83,7 @@ def cache_show(
     from tilegen.store import locations
     from tilegen.store.election import verdict
     from tilegen.store.places import read_trials
-    from tilegen.store.trials import trials_path
+    from tilegen.store.trials import join_trials, trials_path
 
     parsed, spec = AttentionProblem.parse(problem), gpu_of(gpu)
     shown: list[dict[str, Any]] = []
@@ -91,7 +91,8 @@ def cache_show(
         if (found := _found(parsed, spec, one)) is None:
             continue
         path = trials_path(found.record.gpu, one, found.record.problem)
-        trials = sum(len(read_trials(where, path).splitlines()) for where in locations())
+        joined = join_trials((read_trials(where, path) for where in locations()), one)
+        trials = len(joined.splitlines())
         shown.append(
             {
                 "file": found.file,

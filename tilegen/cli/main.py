@@ -48,6 +48,8 @@ app = typer.Typer(
 app.add_typer(cache_app, name="cache")
 app.add_typer(fleet_app, name="fleet")
 
+INTERRUPTED = 130
+"""What a command that Ctrl-C ended returns, by typer's convention."""
 CommandLineError: Any = next(
     one for one in typer.BadParameter.__mro__ if one.__name__ == "ClickException"
 )
@@ -69,6 +71,8 @@ def main() -> None:
     try:
         code = app(prog_name="tilegen", standalone_mode=False)
         sys.stdout.flush()  # here, where a reader that is gone is no error
+        if code == INTERRUPTED:
+            _fail("interrupted")
         if code:  # of a command that found something wrong
             sys.exit(int(code))
     except CommandLineError as error:

@@ -198,9 +198,10 @@ def _dram_lines(dram: dict[str, Any]) -> Iterator[str]:
     else:
         yield "    inputs and outputs once; what streams again with each panel, unless L2 holds it"
     if (wave := dram["wave"]) and len(dram["formulas"]) > 1:
+        held = "all" if wave["heads_in_l2"] is None else f"{wave['heads_in_l2']:.1f}"
         yield (
             f"    rho = {wave['sweeps']:.2f}: {wave['programs']} programs in flight read at most "
-            f"{wave['heads']} key-value heads, and L2 holds {wave['heads_in_l2']:.1f}"
+            f"{wave['heads']} key-value heads, and L2 holds {held}"
         )
 
 

@@ -19,6 +19,9 @@ from tilegen.store.fields import parse_json
 from tilegen.store.record import MAX_SECONDS, kernel_of, measurement_from
 from tilegen.tuning.bench import Bench, as_tuned, real_bench
 
+MAX_NAMED = 8
+"""Number of recordings that an error names at the most."""
+
 Key = tuple[str, Kernel, str]
 
 
@@ -70,15 +73,25 @@ class ReplayMachine:
         return sorted({gpu for gpu, _, _ in self._recorded})
 
     def jobs(self, problems: Sequence[AttentionProblem], gpu: str) -> list[Job]:
-        """Return the jobs of a catalogue that have been recorded on a GPU model."""
+        """Return the jobs of a catalogue that have been recorded on a GPU model. Raises Unsupported
+        where none has been."""
         spec = gpu_named(gpu)
         wanted = dict.fromkeys(problem.bucket.key for problem in problems)
-        return [
+        jobs = [
             Job(gpu=spec, kernel=kernel, problem=AttentionProblem.parse(problem))
             for problem in wanted
             for model, kernel, recorded in self._recorded
             if (model, recorded) == (gpu, problem)
         ]
+        if not jobs:
+            known = dict.fromkeys(
+                f"{recorded!r} on {model}" for model, _, recorded in self._recorded
+            )
+            raise Unsupported(
+                f"expected recordings of {' or '.join(map(repr, wanted))} on {gpu}, found those of "
+                f"{', '.join([*known][:MAX_NAMED])}{', ...' if len(known) > MAX_NAMED else ''}"
+            )
+        return jobs
 
     def space(self, job: Job) -> Sequence[TileConfig]:
         """Return the configs recorded."""

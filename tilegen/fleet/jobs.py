@@ -72,7 +72,7 @@ def read_problems(catalogue: Sequence[str]) -> list[AttentionProblem]:
 
     found: list[AttentionProblem] = []
     for entry in catalogue:
-        is_file = _is_file(Path(entry))
+        is_file = len(entry.split()) == 1 or _is_file(Path(entry))  # no problem is one word
         found += read_catalogue(Path(entry)) if is_file else [AttentionProblem.parse(entry)]
     return found
 

@@ -81,6 +81,8 @@ def parse_score(notation: str) -> ScoreForm:
     """Return the form that `score(...)` describes. Raises InvalidProblem."""
     from tilegen.masks.notation import split_arguments
 
+    if not notation.endswith(")"):
+        raise InvalidProblem(f"expected score(...), got {notation[:200]!r}: ) is missing")
     text, *rest = split_arguments(notation.removeprefix("score(").removesuffix(")"), notation)
     sinks = rest[-1:] == ["sinks"]
     form = ScoreForm(text, tuple(rest[:-1] if sinks else rest), sinks)
