@@ -22,11 +22,11 @@ def append_paged(
     """Write keys and values of new tokens behind those that requests have, in place.
 
     Shapes: k and v (requests, heads_kv, new, d), or (total, heads_kv, d) with `q_starts`
-    (requests + 1,), which says where each request's tokens start; tokens after the last are left
-    out. Pages, `block_table` and `layout` are those of `attention_paged`, and `kv_lengths`
-    (requests,) the keys of each request with the new ones, as the call of attention that follows
-    takes them. Nothing is read on the host, so that a CUDA graph may hold it. Raises
-    InvalidProblem.
+    (requests + 1,), which says where each request's tokens start; tokens before the first and
+    after the last are left out. Pages, whose dtype k and v are cast to, `block_table` and `layout`
+    are those of `attention_paged`, and `kv_lengths` (requests,) the keys of each request with the
+    new ones, as the call of attention that follows takes them. Nothing is read on the host, so that
+    a CUDA graph may hold it. Raises InvalidProblem.
     """
     call = k, v, k_pages, v_pages, block_table, kv_lengths, q_starts, layout
     if is_watched(k):
