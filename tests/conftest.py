@@ -70,8 +70,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     watched = options.usepdb or options.capture == "no" or options.collectonly
     folders = any(Path(arg).is_dir() for arg in config.args)
     # Tests on a GPU have it to themselves: some measure time, some fill its memory.
-    on_gpu = any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd"))
-    if folders and not (asked_for or watched or on_gpu):
+    if folders and not (asked_for or watched or has_gpu_device()):
         options.numprocesses = min(os.cpu_count() or 1, MOST_WORKERS)
         options.dist = "worksteal"  # neighbours stay together, and share what their module set up
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # else threads of all workers wait for cores
@@ -164,6 +163,11 @@ def golden_path(node: pytest.Item, suffix: str) -> Path:
     """Return golden/render/kernel-fwd-causal.txt for test_render.py::test_kernel[fwd-causal]."""
     name = re.sub(r"[^\w.]+", "-", node.name.removeprefix("test_")).strip("-")
     return TESTS / "golden" / node.path.stem.removeprefix("test_") / f"{name}{suffix}"
+
+
+def has_gpu_device() -> bool:
+    """Whether this machine has a GPU of NVIDIA's or AMD's; loads nothing."""
+    return any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/kfd"))
 
 
 def _why_no_gpu() -> str | None:

@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tests.pure.test_device import H200_DRIVER
 from tilegen.problem import AttentionProblem
 
 SMALL = AttentionProblem.parse("b1 hq2 hkv1 q100 kv100 d32 bf16 causal")
@@ -166,16 +167,7 @@ def graph(its: Graph) -> Generator[None]:
 # --------------------------------------------------------------------------------------------------
 # An H200, as PyTorch describes it
 
-H200 = SimpleNamespace(
-    name="NVIDIA H200",
-    major=9,
-    minor=0,
-    multi_processor_count=132,
-    total_memory=150754820096,
-    L2_cache_size=50 * 2**20,
-    shared_memory_per_block_optin=232448,
-    gcnArchName="",
-)
+H200 = SimpleNamespace(**H200_DRIVER)
 
 
 class Event:

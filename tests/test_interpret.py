@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import has_gpu_device
+
 ROOT = Path(__file__).parent.parent
 TIME_LIMIT = 2400  # seconds; other tests may run on the same cores
 
@@ -20,7 +22,7 @@ def test_interpret_tier() -> None:
 
 
 def test_gpu_tier_is_rehearsed() -> None:
-    if Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists():
+    if has_gpu_device():
         pytest.skip("tests/gpu itself runs on a machine with a GPU")
     run("tests/gpu", "-p", "tests.rehearsal")
 

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import has_gpu_device
+
 TESTS = Path(__file__).parents[1]
 
 PURE = """
@@ -101,7 +103,7 @@ def test_interpret_tier_is_refused_without_the_variable(suite: Path) -> None:
 
 def test_folders_are_spread_over_the_cores_and_files_are_not(suite: Path) -> None:
     pytest.importorskip("xdist")
-    if Path("/dev/nvidiactl").exists() or Path("/dev/kfd").exists():
+    if has_gpu_device():
         pytest.skip("tests are not spread on a machine with a GPU")
     code, output = spread_pytest_in(suite, "tests/compile_only")
     assert code == 0
