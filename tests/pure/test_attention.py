@@ -29,7 +29,11 @@ def tensors(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> lis
 
 GOOD = (1, 4, 8, 16)
 BAD = {
-    "three dimensions": ([torch.zeros(4, 8, 16)] * 3, {}, "q must have 4 dimensions"),
+    "three dimensions": (
+        [torch.zeros(4, 8, 16)] * 3,
+        {},
+        "q must be a tensor (batch, heads, seqlen",
+    ),
     "head dims that differ": (tensors(GOOD, (1, 4, 8, 32), GOOD), {}, "head_dim"),
     "batches that differ": (tensors(GOOD, (2, 4, 8, 16), (2, 4, 8, 16)), {}, "batch"),
     "kv lengths that differ": (tensors(GOOD, GOOD, (1, 4, 9, 16)), {}, "v must have k's"),

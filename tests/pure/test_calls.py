@@ -274,7 +274,7 @@ NO_TENSORS = {
     ),
     "tokens in a list": (
         lambda: tilegen.attention_varlen([[1.0]], TOKENS, TOKENS, CU_SEQLENS),
-        "q must have 3 dimensions .* got list",
+        r"q must be a tensor \(tokens, heads, head_dim\), got list",
     ),
     "a mask by its name": (
         lambda: tilegen.attention_varlen(TOKENS, TOKENS, TOKENS, CU_SEQLENS, mask="causal"),

@@ -155,7 +155,7 @@ def test_what_is_not_done_is_refused_in_one_line() -> None:
     q, k, v = qkv(4)
     with pytest.raises(Unsupported, match="no context parallelism"):
         integration.backend(q, k, v, _parallel_config=object())
-    with pytest.raises(InvalidProblem, match=r"expected attn_mask .* got torch.int64 \(2, 5\)"):
+    with pytest.raises(InvalidProblem, match=r"expected attn_mask .* got \(2, 5\) torch.int64"):
         integration.backend(q, k, v, attn_mask=TOKENS.long())
     with pytest.raises(InvalidProblem, match="pass enable_gqa=True"):
         integration.backend(*qkv(2))

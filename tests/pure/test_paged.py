@@ -108,8 +108,8 @@ def test_a_request_without_keys_gives_nothing() -> None:
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "layout": ({"layout": "DNH"}, "layout must be one of NHD, HND, got 'DNH'"),
-    "dims of q": ({"q": torch.randn(4, 2, 32)}, r"q must be a tensor of 4 dimensions, got \(4, 2"),
-    "no tensor": ({"block_table": [[1]]}, "block_table must be a tensor of 2 dimensions, got list"),
+    "dims of q": ({"q": torch.randn(4, 2, 32)}, r"q must be a tensor \(requests, .* got \(4, 2"),
+    "no tensor": ({"block_table": [[1]]}, r"block_table must be a tensor \(requests, .* got list"),
     "dtypes": ({"k_pages": torch.randn(20, 16, 2, 32).half()}, "must have one dtype"),
     "fp8": (
         {
@@ -122,7 +122,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {name: torch.randn(20, 24, 2, 32) for name in ("k_pages", "v_pages")},
         "a power of two of at most 256 keys, got 24",
     ),
-    "no heads": ({"q": torch.randn(3, 0, 2, 32)}, r"of 4 dimensions, got \(3, 0, 2, 32\)"),
+    "no heads": ({"q": torch.randn(3, 0, 2, 32)}, r"q must not be empty, got .* \(3, 0, 2"),
     "heads": ({"v_pages": torch.randn(20, 16, 4, 24)}, "must hold as many keys and heads"),
     "width": ({"k_pages": torch.randn(20, 16, 2, 40)}, "keys of q's head dim"),
     "rows": ({"block_table": torch.zeros(2, 5).long()}, "block_table must have 3 rows"),

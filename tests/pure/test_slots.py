@@ -66,7 +66,7 @@ def test_tokens_go_to_the_slots_that_are_named(layout: str) -> None:
     write_slots(*new, *pages, torch.full((5,), -1), layout=layout)
     write_slots(*new[:, :0], *pages, slots[:0], layout=layout)
     assert all(map(torch.equal, pages, kept)), "tokens that go nowhere were written"
-    with pytest.raises(InvalidProblem, match="one place for each"):
+    with pytest.raises(InvalidProblem, match="slots must have a place for each of 5, got 3"):
         write_slots(*new, *pages, slots[:3], layout=layout)
     with pytest.raises(InvalidProblem, match="must be integers"):
         write_slots(*new, *pages, slots > 0, layout=layout)

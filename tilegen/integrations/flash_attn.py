@@ -21,6 +21,7 @@ from tilegen.integrations.flash_cache import flash_attn_with_kvcache as flash_at
 from tilegen.integrations.flash_changes import mask_of, score_of
 from tilegen.masks.values import Alignment
 from tilegen.runtime.attention import attention
+from tilegen.runtime.call import check_axes
 from tilegen.runtime.paged import attention_paged
 from tilegen.runtime.varlen import attention_varlen
 
@@ -47,6 +48,8 @@ def flash_attn_func(
     logit by its distance, in both directions. With `return_attn_probs` (out, lse (batch, heads,
     seqlen_q), None). Raises InvalidProblem or Unsupported.
     """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_axes(name, x, "batch, seqlen, heads, dim")
     alignment = windows.alignment_of(q.shape[1], k.shape[1])
     out, lse = attention(
         *(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)),
@@ -72,7 +75,7 @@ def flash_attn_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """Return `flash_attn_func` of qkv (batch, seqlen, 3, heads, dim)."""
-    q, k, v = _parts("qkv", qkv, 5, 3)
+    q, k, v = _parts("qkv", qkv, "batch, seqlen, 3, heads, dim")
     return flash_attn_func(
         *(q, k, v),
         *(dropout_p, softmax_scale, causal, window_size),
@@ -93,7 +96,7 @@ def flash_attn_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """Return `flash_attn_func` of kv (batch, seqlen_kv, 2, heads_kv, dim)."""
-    k, v = _parts("kv", kv, 5, 2)
+    k, v = _parts("kv", kv, "batch, seqlen, 2, heads_kv, dim")
     return flash_attn_func(
         *(q, k, v),
         *(dropout_p, softmax_scale, causal, window_size),
@@ -130,6 +133,8 @@ def flash_attn_varlen_func(
     With a `block_table` (documents, most pages of one) k and v are pages (pages, keys, heads_kv,
     dim), and there is neither dropout nor a gradient.
     """
+    for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_k", cu_seqlens_k)):
+        check_axes(name, x, "documents + 1")
     if block_table is not None:
         if dropout_p or max_seqlen_q is None:
             raise Unsupported("with a block_table expected no dropout_p, and max_seqlen_q")
@@ -170,7 +175,7 @@ def flash_attn_varlen_qkvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """Return `flash_attn_varlen_func` of qkv (tokens, 3, heads, dim)."""
-    q, k, v = _parts("qkv", qkv, 4, 3)
+    q, k, v = _parts("qkv", qkv, "tokens, 3, heads, dim")
     return flash_attn_varlen_func(
         *(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen),
         *(dropout_p, softmax_scale, causal, window_size),
@@ -195,7 +200,7 @@ def flash_attn_varlen_kvpacked_func(
     return_attn_probs: bool = False,
 ) -> Any:
     """Return `flash_attn_varlen_func` of kv (tokens_kv, 2, heads_kv, dim)."""
-    k, v = _parts("kv", kv, 4, 2)
+    k, v = _parts("kv", kv, "tokens, 2, heads_kv, dim")
     return flash_attn_varlen_func(
         *(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
         *(dropout_p, softmax_scale, causal, window_size),
@@ -203,11 +208,9 @@ def flash_attn_varlen_kvpacked_func(
     )
 
 
-def _parts(name: str, x: torch.Tensor, dimensions: int, count: int) -> tuple[torch.Tensor, ...]:
+def _parts(name: str, x: torch.Tensor, axes: str) -> tuple[torch.Tensor, ...]:
     """Return what is packed along the third dimension from behind. Raises InvalidProblem."""
-    if x.ndim != dimensions or x.shape[-3] != count:
-        leading = "batch, seqlen" if dimensions == 5 else "tokens"
-        raise InvalidProblem(
-            f"{name} must have shape ({leading}, {count}, heads, dim), got {tuple(x.shape)}"
-        )
+    check_axes(name, x, axes)
+    if x.shape[-3] != len(name):  # "qkv" or "kv"
+        raise InvalidProblem(f"{name} must have shape ({axes}), got {tuple(x.shape)}")
     return x.unbind(-3)

@@ -13,8 +13,11 @@ from tilegen.integrations.flash_changes import mask_of, score_of
 from tilegen.masks.values import is_checked
 from tilegen.problem import PAGES
 from tilegen.runtime.append import append_paged
+from tilegen.runtime.call import check_axes, shown
 from tilegen.runtime.paged import attention_paged
-from tilegen.runtime.paged_call import readable
+from tilegen.runtime.paged_call import PAGE_AXES, readable
+
+NEW_AXES, CACHE_AXES = "batch, seqlen, heads, dim", "caches, seqlen, heads_kv, dim"
 
 
 def flash_attn_with_kvcache(
@@ -56,6 +59,11 @@ def flash_attn_with_kvcache(
         raise Unsupported("expected cache_leftpad=None: keys begin at the first")
     if (k is None) != (v is None):
         raise InvalidProblem("expected k and v together, or neither")
+    new = () if k is None else (("k", k, NEW_AXES), ("v", v, NEW_AXES))
+    caches = ("k_cache", k_cache), ("v_cache", v_cache)
+    axes = CACHE_AXES if block_table is None else PAGE_AXES["NHD"]
+    for name, x, its in (("q", q, NEW_AXES), *((*one, axes) for one in caches), *new):
+        check_axes(name, x, its)
     if block_table is None:
         k_pages, v_pages = _as_pages("k_cache", k_cache), _as_pages("v_cache", v_cache)
         if k_cache.shape[:3] != v_cache.shape[:3]:
@@ -67,6 +75,7 @@ def flash_attn_with_kvcache(
     elif cache_batch_idx is not None:
         raise InvalidProblem("expected cache_batch_idx=None beside a block_table, which says it")
     else:
+        check_axes("block_table", block_table, "batch, pages of one")
         k_pages, v_pages, table = k_cache, v_cache, block_table
     lengths = _lengths(cache_seqlens, q, table.shape[1] * k_pages.shape[1])
     if k is not None and v is not None:
@@ -114,7 +123,8 @@ def _table_of(
         if caches < batch:
             raise InvalidProblem(f"k_cache must hold at least {batch} caches, got {caches}")
         return table[:batch]
-    if chosen.shape != (batch,):
+    check_axes("cache_batch_idx", chosen, "batch")
+    if len(chosen) != batch:
         raise InvalidProblem(f"cache_batch_idx must be ({batch},), got {tuple(chosen.shape)}")
     chosen = readable(chosen)
     if is_checked(chosen) and not 0 <= int(chosen.min()) <= int(chosen.max()) < caches:
@@ -125,6 +135,10 @@ def _table_of(
 def _lengths(given: torch.Tensor | int | None, q: torch.Tensor, room: int) -> torch.Tensor:
     if isinstance(given, torch.Tensor):
         return given
+    if given is not None and (isinstance(given, bool) or not isinstance(given, int)):
+        raise InvalidProblem(
+            f"cache_seqlens must be a tensor (batch,) or one integer, got {shown(given)}"
+        )
     return torch.full((q.shape[0],), room if given is None else given, device=q.device)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Real
 
 import torch
 
@@ -13,6 +14,7 @@ from tilegen.masks.made import made_once
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
 from tilegen.masks.values import Alignment
+from tilegen.runtime.call import shown
 
 
 def mask_of(window_size: Sequence[int], causal: bool, alignment: Alignment) -> Mask:
@@ -31,15 +33,16 @@ def score_of(
 ) -> Score | None:
     """Return the change of the scores of a call, None where there is none. Raises
     InvalidProblem."""
+    if not isinstance(softcap, Real):
+        raise InvalidProblem(f"softcap must be a number, 0 for none, got {shown(softcap)}")
     if alibi_slopes is None:
         return None if softcap <= 0 else _softcap(softcap)
-    if alibi_slopes.ndim not in (1, 2):
+    if not isinstance(alibi_slopes, torch.Tensor) or alibi_slopes.ndim not in (1, 2):
         raise InvalidProblem(
-            "alibi_slopes must have shape (heads,) or (batch, heads), got "
-            f"{tuple(alibi_slopes.shape)}"
+            f"alibi_slopes must be (heads,) or (batch, heads), got {shown(alibi_slopes)}"
         )
     axes = "h" if alibi_slopes.ndim == 1 else "bh"
-    text = _text(max(0.0, softcap), axes, alignment)
+    text = _text(0.0 if softcap <= 0 else softcap, axes, alignment)
     return Score(text, (alibi_slopes,), sizes=((0, axes),))
 
 

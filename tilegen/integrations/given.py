@@ -29,13 +29,6 @@ def is_mask(given: Any) -> bool:
     )
 
 
-def shown(given: Any) -> str:
-    """Return what was handed over, for a message: dtype and shape of a tensor, else the type."""
-    if isinstance(given, torch.Tensor):
-        return f"{given.dtype} {tuple(given.shape)}"
-    return type(given).__name__
-
-
 def of_tensor(given: torch.Tensor, batch: int, lengths: tuple[int, int]) -> Given:
     """Return what a mask of four dimensions says, each as large as the call's or 1: a bool tensor
     keeps pairs, a floating one is added to their scores, -inf or its dtype's lowest number drops

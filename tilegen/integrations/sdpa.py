@@ -13,9 +13,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from tilegen.disk import say_once
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.integrations import tables, windows
+from tilegen.integrations.given import is_mask
 from tilegen.masks.made import is_traced, made_once
 from tilegen.masks.score import Score, bias
 from tilegen.runtime.attention import attention
+from tilegen.runtime.call import shown
 
 
 def scaled_dot_product_attention(
@@ -43,6 +45,9 @@ def scaled_dot_product_attention(
         raise InvalidProblem(
             "expected attn_mask or is_causal, got both; write the causal part into attn_mask"
         )
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(x, torch.Tensor):
+            raise InvalidProblem(f"{name} must be a tensor, got {shown(x)}")
     heads = query.shape[-3:-2]
     leading = query.shape[:-3]
     plain = (
@@ -99,12 +104,12 @@ def _explicit(
     attn_mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor, leading: Sequence[int]
 ) -> Mapping[str, Any]:
     """Return what `attention` is given for a mask that is a tensor. Raises InvalidProblem."""
+    if not is_mask(attn_mask):
+        raise InvalidProblem(f"attn_mask must be bool or floating, got {shown(attn_mask)}")
     needed = (*leading, query.shape[1], query.shape[2], key.shape[2])
     _check_sizes(attn_mask.shape, needed)
     if attn_mask.dtype is torch.bool:
         return _of_bool(attn_mask, query.shape[0], leading)
-    if not attn_mask.dtype.is_floating_point:
-        raise InvalidProblem(f"attn_mask must be bool or floating, got {attn_mask.dtype}")
     return {"score": bias(_table(attn_mask, leading))}
 
 

@@ -18,13 +18,14 @@ from tilegen.bounded_cache import BoundedCache
 from tilegen.disk import say_once
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.integrations import windows
-from tilegen.integrations.given import is_mask, of_tensor, score_of, shown
+from tilegen.integrations.given import is_mask, of_tensor, score_of
 from tilegen.integrations.model_masks import ModelMask, model_mask
 from tilegen.masks.made import is_traced
 from tilegen.masks.mask import Causal, Mask, causal, full
 from tilegen.masks.packed import packed
 from tilegen.masks.values import Alignment
 from tilegen.runtime.attention import attention
+from tilegen.runtime.call import shown
 from tilegen.runtime.flex import from_block_mask
 
 NAME = "tilegen"

@@ -30,6 +30,8 @@ DTYPES: dict[torch.dtype, DType] = {
     torch.bfloat16: "bf16",
     torch.float32: "fp32",
 }
+AXES = "batch, heads, seqlen, head_dim"
+"""The dimensions of q, k and v."""
 MAX_PROGRAMS = 2**31 - 1  # CUDA's limit on a one-dimensional grid
 MAX_SCALE = torch.finfo(torch.float32).max / math.log2(math.e)
 """Kernels multiply a scale by log2(e)."""
@@ -128,7 +130,7 @@ def problem_of(
 ) -> AttentionProblem:
     """Return the problem of a call. Raises InvalidProblem and Unsupported."""
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_dimensions(name, tensor)
+        check_axes(name, tensor, AXES)
         if tensor.numel() == 0:
             raise InvalidProblem(f"{name} must not be empty, got shape {tuple(tensor.shape)}")
         if tensor.dtype not in DTYPES:
@@ -160,12 +162,11 @@ def problem_of(
     )
 
 
-def check_dimensions(name: str, tensor: torch.Tensor) -> None:
-    """Raise InvalidProblem unless a tensor has four dimensions."""
-    if tensor.ndim != 4:
-        raise InvalidProblem(
-            f"{name} must have 4 dimensions (batch, heads, seqlen, head_dim), got {tensor.ndim}"
-        )
+def check_axes(name: str, x: Any, axes: str) -> None:
+    """Raise InvalidProblem unless x is a tensor with a dimension for each of the `axes` that commas
+    part."""
+    if not isinstance(x, torch.Tensor) or x.ndim != axes.count(",") + 1:
+        raise InvalidProblem(f"{name} must be a tensor ({axes}), got {shown(x)}")
 
 
 def values_in_keys(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -232,7 +233,9 @@ def _kind(value: Any) -> str:
     return f"{name} ({value.layout})" if isinstance(value, torch.Tensor) else name
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """Return what was handed over, for a message: shape, dtype and device of a tensor, else the
+    type."""
     if isinstance(value, torch.Tensor):
         return f"{tuple(value.shape)} {value.dtype} on {value.device}"
     return type(value).__name__
@@ -242,12 +245,12 @@ def describe(
     q: Any, k: Any, v: Any, mask: Any, score: Any, kv_lengths: Any, scale: Any, dropout_p: Any = 0
 ) -> str:
     """Return the call in a line, for errors."""
-    shapes = (f"{name} {_shown(x)}" for name, x in (("q", q), ("k", k), ("v", v)))
-    shown = mask if mask is None or isinstance(mask, Mask) else type(mask).__name__
+    shapes = (f"{name} {shown(x)}" for name, x in (("q", q), ("k", k), ("v", v)))
+    named = mask if mask is None or isinstance(mask, Mask) else type(mask).__name__
     changed = "" if score is None else f", score {getattr(score, '__name__', score)}"
     if kv_lengths is not None:
-        changed += f", kv_lengths {_shown(kv_lengths)}"
+        changed += f", kv_lengths {shown(kv_lengths)}"
     changed += f", scale {scale}"
-    if dropout_p:
+    if not isinstance(dropout_p, Real) or dropout_p:
         changed += f", dropout_p {dropout_p}"
-    return f"{', '.join(shapes)}, mask {shown}{changed}"
+    return f"{', '.join(shapes)}, mask {named}{changed}"

@@ -40,7 +40,8 @@ def attend(
             call = mask, score, kv_lengths, scale, dropout_p, _transform() is not None
             return _watched(q, k, v, *call)
         score = None if score is None else score_of(score)
-        dropout = None if dropout_p == 0 else dropout_of(dropout_p, q)
+        is_off = type(dropout_p) is float and dropout_p == 0  # by far most calls
+        dropout = None if is_off else dropout_of(dropout_p, q)
         changes = Changes(FULL if mask is None else mask, score, kv_lengths, dropout)
         return planned(q, k, v, changes, scale)
     except TilegenError as error:

@@ -15,7 +15,7 @@ from tilegen.masks.mask import Mask, Pending, full
 from tilegen.masks.score import Score
 from tilegen.masks.tracing.fingerprint import Traces
 from tilegen.runtime.attention import attention
-from tilegen.runtime.call import ScoreFunction, score_of
+from tilegen.runtime.call import AXES, ScoreFunction, check_axes, score_of
 from tilegen.runtime.changes import Changes
 from tilegen.runtime.maxima import row_maxima
 
@@ -43,11 +43,13 @@ def flex_attention(
         raise InvalidProblem(f"return_aux must be an AuxRequest, got {type(return_aux).__name__}")
     if return_aux is not None and return_lse:
         raise InvalidProblem("expected return_lse or return_aux, got both")
-    if query.ndim == 4 and key.ndim == 4 and query.shape[1] != key.shape[1] and not enable_gqa:
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_axes(name, x, AXES)
+    if query.shape[1] != key.shape[1] and not enable_gqa:
         raise InvalidProblem(
             f"query has {query.shape[1]} heads and key {key.shape[1]}; pass enable_gqa=True"
         )
-    if key.ndim == value.ndim == query.ndim == 4 and key.shape[0] == value.shape[0] == 1:
+    if key.shape[0] == value.shape[0] == 1:
         key, value = (x.expand(query.shape[0], -1, -1, -1) for x in (key, value))
     mask = block_mask
     if block_mask is not None and not isinstance(block_mask, Mask):

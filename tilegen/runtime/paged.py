@@ -11,7 +11,7 @@ from tilegen.errors import TilegenError
 from tilegen.masks.kinds import FULL
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
-from tilegen.runtime.call import ScoreFunction, score_of
+from tilegen.runtime.call import ScoreFunction, score_of, shown
 from tilegen.runtime.changes import Changes
 from tilegen.runtime.entry import is_watched
 from tilegen.runtime.paged_dispatch import attend_pages
@@ -68,10 +68,8 @@ def attention_paged(
     except TilegenError as error:
         if is_dynamo_compiling():  # which names the call itself, and may not join texts
             raise
-        shapes = ", ".join(
-            f"{name} {tuple(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else f"{name} {x!r}"
-            for name, x in (("q", q), ("k_pages", k_pages), ("v_pages", v_pages))
-        )
+        given = (("q", q), ("k_pages", k_pages), ("v_pages", v_pages))
+        shapes = ", ".join(f"{name} {shown(x)}" for name, x in given)
         raise type(error)(f"{error}; the call was paged, {shapes}, mask {mask}") from None
     if out is None or watched:
         is_packed = q_starts is not None

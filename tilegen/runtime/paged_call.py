@@ -13,13 +13,15 @@ from tilegen.errors import InvalidProblem
 from tilegen.masks.values import is_checked
 from tilegen.problem import PAGES
 from tilegen.runtime.autograd import addressable
-from tilegen.runtime.call import DTYPES, form_of, values_in_keys
+from tilegen.runtime.call import DTYPES, check_axes, form_of, shown, values_in_keys
 from tilegen.runtime.changes import Changes
 from tilegen.runtime.kernels import READABLE
 from tilegen.runtime.launch_text import MAX_ROW_STRIDE
 
-LAYOUTS = ("NHD", "HND")
-"""Layouts of a page: (keys, heads, head dim) and (heads, keys, head dim)."""
+PAGE_AXES = {"NHD": "pages, keys, heads, head_dim", "HND": "pages, heads, keys, head_dim"}
+"""The dimensions of pages by their layout."""
+QUERY_AXES = "requests, heads, seqlen, head_dim", "total, heads, head_dim"
+"""The dimensions of queries, and of those that `q_starts` parts."""
 
 
 @dataclass(slots=True)
@@ -111,14 +113,14 @@ class PagedCall:
     def rows_of(self, out: torch.Tensor, *, is_packed: bool) -> torch.Tensor:
         """Return what the caller wants written as kernels write it (1, heads, rows, head dim), a
         view. Raises InvalidProblem."""
+        check_axes("out", out, QUERY_AXES[is_packed])
         rows, heads, dim = self.q.shape[2], self.q.shape[1], self.v.shape[3]
         shape = (rows, heads, dim)
         if not is_packed:
             shape = (self.requests, heads, rows // self.requests, dim)
         if out.shape != shape or out.dtype != self.q.dtype or out.device != self.q.device:
             raise InvalidProblem(
-                f"out must be {shape} {self.q.dtype} on {self.q.device}, got {tuple(out.shape)} "
-                f"{out.dtype} on {out.device}"
+                f"out must be {shape} {self.q.dtype} on {self.q.device}, got {shown(out)}"
             )
         view = out if is_packed else out.transpose(1, 2)
         try:
@@ -198,7 +200,7 @@ def _fits(
         return (
             fits
             and not more
-            and layout in LAYOUTS
+            and layout in PAGE_AXES
             and v_first == [first, second, third]
             and width == rest[-1]
             and page in PAGES
@@ -226,19 +228,17 @@ def _check(
     layout: str,
 ) -> None:
     """Raise InvalidProblem for what does not fit together, naming it."""
-    if layout not in LAYOUTS:
-        raise InvalidProblem(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
-    for name, x, dims in (
-        ("q", q, 4 if q_starts is None else 3),
-        ("k_pages", k, 4),
-        ("v_pages", v, 4),
-        ("block_table", block_table, 2),
-        ("kv_lengths", lengths, 1),
-        *([("q_starts", q_starts, 1)] if q_starts is not None else []),
+    page = page_axes(layout)
+    for name, x, axes in (
+        ("q", q, QUERY_AXES[q_starts is not None]),
+        *(("k_pages", k, page), ("v_pages", v, page)),
+        ("block_table", block_table, "requests, pages of one"),
+        ("kv_lengths", lengths, "requests"),
+        *([("q_starts", q_starts, "requests + 1")] if q_starts is not None else []),
     ):
-        if not isinstance(x, torch.Tensor) or x.ndim != dims or not x.numel():
-            got = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-            raise InvalidProblem(f"{name} must be a tensor of {dims} dimensions, got {got}")
+        check_axes(name, x, axes)
+        if not x.numel():
+            raise InvalidProblem(f"{name} must not be empty, got shape {tuple(x.shape)}")
         if x.device != q.device:
             raise InvalidProblem(f"{name} must be on {q.device} as q is, got {x.device}")
     if q.dtype not in DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
@@ -279,6 +279,13 @@ def _check(
                 f"{name} must have a dense last dimension, got strides {x.stride()} for "
                 f"{tuple(x.shape)} as (pages, heads, keys, head dim)"
             )
+
+
+def page_axes(layout: Any) -> str:
+    """Return the dimensions of pages in a layout. Raises InvalidProblem for what is none."""
+    if layout not in (*PAGE_AXES,):
+        raise InvalidProblem(f"layout must be one of {', '.join(PAGE_AXES)}, got {layout!r}")
+    return PAGE_AXES[layout]
 
 
 def readable(x: torch.Tensor) -> torch.Tensor:

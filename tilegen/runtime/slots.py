@@ -9,10 +9,12 @@ import torch
 from tilegen.check import interpreter
 from tilegen.errors import InvalidProblem
 from tilegen.masks.values import is_checked
-from tilegen.runtime.paged_call import LAYOUTS, even_starts, readable
+from tilegen.runtime.call import check_axes
+from tilegen.runtime.paged_call import even_starts, page_axes, readable
 
 Pages = tuple[torch.Tensor, torch.Tensor]
 """Keys and values, each (pages, rows, heads, head dim)."""
+TOKEN_AXES = "tokens, heads, dim"
 WRITTEN_AT_ONCE, REQUESTS_AT_ONCE = 4096, 1024
 """Elements of keys that a program writes, and requests that it looks through in a step."""
 
@@ -28,11 +30,11 @@ def append(
     layout: str,
 ) -> None:
     """Write keys and values as `append_paged` says. Raises InvalidProblem."""
-    if k.shape[:-1] != v.shape[:-1] or k.ndim != (4 if q_starts is None else 3):
-        raise InvalidProblem(
-            "k and v must hold as many tokens and heads, (requests, heads, new, dim), or with "
-            f"q_starts (total, heads, dim), got {tuple(k.shape)} and {tuple(v.shape)}"
-        )
+    _check_tokens(k, v, "requests, heads, new, dim" if q_starts is None else TOKEN_AXES)
+    check_axes("block_table", block_table, "requests, pages of one")
+    check_axes("kv_lengths", kv_lengths, "requests")
+    if q_starts is not None:
+        check_axes("q_starts", q_starts, "requests + 1")
     requests = len(kv_lengths)
     if q_starts is None:
         if len(k) != requests:
@@ -71,11 +73,10 @@ def write_slots(
     most once, -1 for a token that is left out. Pages and `layout` are those of `attention_paged`.
     Nothing is read on the host, so that a CUDA graph may hold it. Raises InvalidProblem.
     """
-    if k.ndim != 3 or k.shape[:-1] != v.shape[:-1] or slots.shape != k.shape[:1]:
-        raise InvalidProblem(
-            "k and v must hold as many tokens and heads, (tokens, heads, dim), and slots one place "
-            f"for each, got {tuple(k.shape)}, {tuple(v.shape)} and {tuple(slots.shape)}"
-        )
+    _check_tokens(k, v, TOKEN_AXES)
+    check_axes("slots", slots, "tokens")
+    if len(slots) != len(k):
+        raise InvalidProblem(f"slots must have a place for each of {len(k)}, got {len(slots)}")
     pages = _fitting(k, v, k_pages, v_pages, layout)
     _check_device("slots", slots, k)
     slots = readable(slots)
@@ -87,17 +88,25 @@ def write_slots(
         _compute(k, v, pages, slots)
 
 
+def _check_tokens(k: torch.Tensor, v: torch.Tensor, axes: str) -> None:
+    check_axes("k", k, axes)
+    check_axes("v", v, axes)
+    if k.shape[:-1] != v.shape[:-1]:
+        raise InvalidProblem(
+            f"k and v must hold as many tokens and heads, got {tuple(k.shape)} and {tuple(v.shape)}"
+        )
+
+
 def _fitting(
     k: torch.Tensor, v: torch.Tensor, k_pages: torch.Tensor, v_pages: torch.Tensor, layout: str
 ) -> Pages:
     """Return views of pages that hold such keys and values. Raises InvalidProblem."""
-    if layout not in LAYOUTS:
-        raise InvalidProblem(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}")
+    axes = page_axes(layout)
     for name, x, cache in (("k", k, k_pages), ("v", v, v_pages)):
-        if cache.ndim != 4 or cache.stride(3) != 1:
+        check_axes(f"{name}_pages", cache, axes)
+        if cache.stride(3) != 1:
             raise InvalidProblem(
-                f"{name}_pages must have 4 dimensions, of which the last is dense, got shape "
-                f"{tuple(cache.shape)} and strides {cache.stride()}"
+                f"{name}_pages must have a dense last dimension, got strides {cache.stride()}"
             )
         held = cache.shape[1 if layout == "HND" else 2], cache.shape[3]
         if x.shape[-2:] != held:

@@ -8,12 +8,13 @@ import torch
 
 from tilegen.bounded_cache import BoundedCache
 from tilegen.errors import InvalidProblem
+from tilegen.masks.kinds import check_mask
 from tilegen.masks.made import InDocuments, is_traced
 from tilegen.masks.mask import Mask
 from tilegen.masks.packed import packed
 from tilegen.masks.score import Score
 from tilegen.masks.values import is_checked
-from tilegen.runtime.call import ScoreFunction, score_of
+from tilegen.runtime.call import ScoreFunction, check_axes, score_of
 from tilegen.runtime.entry import attend
 
 MAX_MASKS = 64
@@ -49,11 +50,7 @@ def attention_varlen(
         if not isinstance(x, torch.Tensor):  # what is changed in place must be seen
             raise InvalidProblem(f"{name} must be a tensor of integers, got {type(x).__name__}")
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, torch.Tensor) or x.ndim != 3:
-            got = tuple(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
-            raise InvalidProblem(
-                f"{name} must have 3 dimensions (tokens, heads, head_dim), got {got}"
-            )
+        check_axes(name, x, "tokens, heads, head_dim")
     lengths = q.shape[0], k.shape[0]
     whole = packed_mask(cu_seqlens_q, cu_kv, mask, lengths[1])
     inside: Any = score
@@ -92,7 +89,7 @@ def attention_jagged(
     parts: list[torch.Tensor] = []
     offsets: list[torch.Tensor] = []
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not x.is_nested or x.layout != torch.jagged or x.dim() != 4:
+        if not getattr(x, "is_nested", False) or x.layout != torch.jagged or x.dim() != 4:
             raise InvalidProblem(f"{name} must be a jagged nested tensor of 4 dimensions")
         rows = cast("Any", x.transpose(1, 2))  # (batch, ragged, heads, dim)
         if rows.lengths() is not None or rows._ragged_idx != 1:
@@ -128,6 +125,8 @@ def packed_mask(cu_q: torch.Tensor, cu_kv: torch.Tensor, mask: Mask | None, toke
     """Return the packed mask, made once for the same tensors."""
     if is_traced():
         return packed(cu_q, cu_kv, mask)
+    if mask is not None:
+        check_mask(mask)
     key = (id(cu_q), id(cu_kv), mask, tokens.bit_length())
     # The tensors are kept too, so that nothing else gets their ids.
     return _masks.get(key, lambda: (packed(cu_q, cu_kv, mask, tokens=tokens), cu_q, cu_kv))[0]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from tilegen.runtime.call import autocast, autocast_dtype, check_dimensions, dropout_of
+from tilegen.runtime.call import AXES, autocast, autocast_dtype, check_axes, dropout_of
 from tilegen.runtime.operators.crossing import crossing
 from tilegen.runtime.operators.functional import Attention
 from tilegen.runtime.operators.sharded import is_sharded, on_each_device
@@ -27,7 +27,7 @@ def attend_watched(
     """Return (out, lse) of a call of `attention`, perhaps in a transform of torch.func. Raises
     InvalidProblem or Unsupported."""
     for name, one in (("q", q), ("k", k), ("v", v)):
-        check_dimensions(name, one)
+        check_axes(name, one, AXES)
     if is_sharded(q):
         call = partial(
             attend_watched,

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from tilegen.errors import InvalidProblem
+from tilegen.runtime.call import check_axes
 from tilegen.runtime.operators.crossing import crossing
 from tilegen.runtime.operators.rebuilding import rebuilt
+from tilegen.runtime.paged_call import QUERY_AXES
 from tilegen.runtime.paged_dispatch import attend_pages, refuse_gradients
 from tilegen.runtime.slots import append
 
@@ -29,9 +31,7 @@ def attend_pages_watched(
     layout: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) as `attend_pages` does. Raises InvalidProblem or Unsupported."""
-    dims = 4 if q_starts is None else 3
-    if q.ndim != dims:
-        raise InvalidProblem(f"q must be a tensor of {dims} dimensions, got {tuple(q.shape)}")
+    check_axes("q", q, QUERY_AXES[q_starts is not None])
     refuse_gradients(q, k_pages, v_pages, None)
     its = crossing(mask, score, None)
     if its.trained:
