@@ -153,6 +153,12 @@ def test_hostile_texts_are_refused(text: str) -> None:
         from_text(text, KINDS)
 
 
+@pytest.mark.parametrize("text", ["1/0", "s/0.0", "s+q/(b-b)", "(q%0)+s", "q//(h-h)<=k"])
+def test_a_division_by_zero_is_said(text: str) -> None:
+    with pytest.raises(InvalidProblem, match=r"division by '.*', which is 0$"):
+        from_text(text, KINDS)
+
+
 def test_long_chains_are_no_nesting() -> None:
     terms = "+".join(f"{i}*t0[h,{i}]" for i in range(2, 300))
     assert len(from_text(terms, KINDS).args) == 298

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tilegen.errors import InvalidProblem, Unsupported
-from tilegen.masks import parse_mask
+from tilegen.masks import notation, parse_mask
 from tilegen.masks.tiles.tile_ranges import tile_ranges
 
 HOSTILE = [
@@ -120,3 +120,8 @@ def test_whatever_is_read_is_a_mask(text: str) -> None:
 )
 def test_many_spellings_have_one_notation(text: str, canonical: str) -> None:
     assert parse_mask(text).notation == canonical
+
+
+def test_every_form_is_named_in_the_error() -> None:
+    for name in notation._MAKERS:
+        assert f"{name}(" in notation.FORMS or f"{name}," in notation.FORMS

@@ -43,8 +43,9 @@ def parse_mask(text: str) -> Mask:
 FORMS = (
     "full, causal, causal(bottom_right), window(LEFT,RIGHT), window(LEFT,RIGHT,bottom_right), "
     "prefix_lm(N), global(N), kv_prefix(N), dilated(STEP), neighborhood(HxW,HxW), "
-    "documents(@q:LENGTH), tree(@:TOKENS), block_sparse(@:PERCENT,BLOCK), joined by & | ~ and "
-    "parentheses"
+    "documents(@q:LENGTH), same_id(@q:LENGTH,@k:LENGTH), within(same_id(...),MASK), "
+    "tree(@:TOKENS), block_sparse(@:PERCENT,BLOCK), ordered(@k:LENGTH), matched(@k:LENGTH), "
+    "keep(EXPRESSION of b, h, q and k), unlisted(MASK), joined by & | ~ and parentheses"
 )
 
 

@@ -154,7 +154,9 @@ def from_text(text: str, kinds: Sequence[str] = ()) -> sympy.Basic:
         )
     try:
         return normalise(_Reader(kinds).read(ast.parse(text, mode="eval").body, 0))
-    except (SyntaxError, ValueError, TypeError, ArithmeticError, RecursionError, MemoryError) as e:
+    except SyntaxError:
+        reason = "it does not read as an expression of Python"
+    except (ValueError, TypeError, ArithmeticError, RecursionError, MemoryError) as e:
         reason = str(e) if isinstance(e, InvalidProblem) else f"{type(e).__name__}: {e}"
     except TilegenError as e:
         reason = str(e)
@@ -209,7 +211,7 @@ class _Reader:
             case ast.BinOp(left=left, op=ast.Pow(), right=right):
                 return self._power(self._value(left, depth), self._value(right, depth))
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
-                return _BINARY[type(op)](self._value(left, depth), self._value(right, depth))
+                return _BINARY[type(op)](self._value(left, depth), self._divisor(right, depth))
             case _:
                 raise InvalidProblem(f"{ast.unparse(node)[:80]!r} is not part of an expression")
 
@@ -217,6 +219,12 @@ class _Reader:
         value = self.read(node, depth)
         if is_condition(value):
             raise InvalidProblem(f"expected a number, got the condition {ast.unparse(node)!r}")
+        return value
+
+    def _divisor(self, node: ast.expr, depth: int) -> Any:
+        value = self._value(node, depth)
+        if value.is_zero:
+            raise InvalidProblem(f"division by {ast.unparse(node)!r}, which is 0")
         return value
 
     def _condition(self, node: ast.expr, depth: int) -> Any:
@@ -280,8 +288,10 @@ class _Reader:
                 case ast.UnaryOp(op=ast.USub(), operand=operand) if op is None:
                     factors += [sympy.Integer(-1), *self._factors(operand, depth)]
                 case _:
-                    value = self._value(part, depth)
-                    factors.append(1 / value if isinstance(op, ast.Div) else value)
+                    if isinstance(op, ast.Div):
+                        factors.append(1 / self._divisor(part, depth))
+                    else:
+                        factors.append(self._value(part, depth))
         return factors
 
 
