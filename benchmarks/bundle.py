@@ -117,14 +117,13 @@ def calling(bundle: Bundle, problem: AttentionProblem) -> Number:
 
 def generate(catalogue: Path, archs: tuple[str, ...], out: Path, *, caches: Path) -> dict[str, Any]:
     """Run `tilegen generate` and return what it says of itself."""
-    command = "from tilegen.cli.main import main; main()"
     arguments = ["generate", "--catalog", str(catalogue), "--arch", *archs, "--out", str(out)]
     environment = {
         "TILEGEN_CACHE_DIR": str(caches / "tilegen"),
         "TRITON_CACHE_DIR": str(caches / "triton"),
     }
     said = subprocess.run(
-        [sys.executable, "-c", command, *arguments, "--json"],
+        [sys.executable, "-m", "tilegen", *arguments, "--json"],
         cwd=ROOT,
         env=os.environ | environment,
         stdout=subprocess.PIPE,

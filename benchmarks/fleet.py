@@ -171,8 +171,7 @@ def _proxy(storage: str) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = int(free.getsockname()[1])
-    program = "from tilegen.cli.main import main; main()"
-    command = [sys.executable, "-c", program, "fleet", "proxy", "--storage", storage]
+    command = [sys.executable, "-m", "tilegen", "fleet", "proxy", "--storage", storage]
     process = subprocess.Popen([*command, "--host", "127.0.0.1", "--port", str(port)])
     try:
         open_storage(f"grpc://127.0.0.1:{port}")

@@ -318,8 +318,7 @@ def test_tuning_can_be_planned_without_a_gpu(
 
 
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
-    code = "from tilegen.cli.main import main; main()"
-    command = [sys.executable, "-c", code, "bundle", "--help"]
+    command = [sys.executable, "-m", "tilegen", "bundle", "--help"]
     reader, writer = os.pipe()
     os.close(reader)
     try:
@@ -359,7 +358,7 @@ def test_tune_without_a_gpu(
 
 def test_the_installed_command_runs() -> None:
     result = subprocess.run(
-        [sys.executable, "-c", "from tilegen.cli.main import main; main()", "propose", "nonsense"],
+        [sys.executable, "-m", "tilegen", "propose", "nonsense"],
         capture_output=True,
         text=True,
         check=False,

@@ -38,7 +38,6 @@ from tilegen.store.trials import Trial
 from tilegen.tuning.bench import Bench
 
 FEW = SPACE[:4]
-PROGRAM = "from tilegen.cli.main import main; main()"
 STALE = 0.4
 
 
@@ -317,7 +316,7 @@ def test_workers_by_one_command_and_their_status(
     url = f"journal:{tmp_path}/trials.journal"
     common = ["--storage", url, "--catalog", str(catalogue)]
     command = ["worker", *common, "--replay", str(recordings), "--gpus", "2"]
-    assert subprocess.call([sys.executable, "-c", PROGRAM, *command]) == 0
+    assert subprocess.call([sys.executable, "-m", "tilegen", *command]) == 0
     counts = [int(line.split()[0]) for line in capfd.readouterr().out.splitlines()]
     assert len(counts) == 2
     assert sum(counts) == len(FEW) + 1
@@ -337,7 +336,7 @@ def test_workers_over_the_proxy(tmp_path: Path) -> None:
         port = str(free.getsockname()[1])
     database = f"sqlite:///{tmp_path}/trials.db"
     command = ["fleet", "proxy", "--storage", database, "--host", "127.0.0.1", "--port", port]
-    with subprocess.Popen([sys.executable, "-c", PROGRAM, *command]) as proxy:
+    with subprocess.Popen([sys.executable, "-m", "tilegen", *command]) as proxy:
         try:
             over = open_storage(f"grpc://127.0.0.1:{port}")
             assert worker(over, Machine(tmp_path)).run([JOB])[JOB] is not None
