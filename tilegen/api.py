@@ -246,14 +246,18 @@ def verify(
 
     The kernels are those chosen for `gpu`; they run on the GPU at hand, and without one in Triton's
     interpreter. `config` replaces every kernel's choice. A wrong output is a `Check` that is not
-    `ok`.
+    `ok`. A problem that is too large to be checked here is checked at a reduced size, which is
+    said.
     """
+    from tilegen.check.sizes import checkable
     from tilegen.check.verification import verify_anywhere
     from tilegen.pipeline import choose
 
     parsed, spec, tile = problem_of(problem).normal(), gpu_of(gpu), config_of(config)
     chosen = choose(parsed, spec)
-    return verify_anywhere(parsed, {kernel: tile or one.config for kernel, one in chosen.items()})
+    if (smaller := checkable(parsed)) != parsed:
+        log.info("too large to be checked here; the same kernels are checked on '%s'", smaller)
+    return verify_anywhere(smaller, {kernel: tile or one.config for kernel, one in chosen.items()})
 
 
 # --------------------------------------------------------------------------------------------------

@@ -160,7 +160,7 @@ def test_tune_for_a_gpu_that_is_elsewhere() -> None:
         tilegen.tune(PROBLEM, "b200", kernel="fwd")
 
 
-def test_verify(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     wrong = Check(
         tensor="out", ok=False, error=1.0, allowed=0.5, index=(0, 1), found=2.0, expected=1.0
     )
@@ -177,6 +177,10 @@ def test_verify(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 1  # as WrongResult, which becomes one line
     assert result.stdout == f"{wrong}\n"
     assert asked[0] == asked[1]
+    caplog.set_level("INFO", logger="tilegen")
+    tilegen.verify("b2 hq32 hkv8 q100000 d64 bf16 causal", "h200")
+    assert str(asked[2][0]) == "b1 hq4 hkv1 q300 kv300 d64 bf16 causal"
+    assert caplog.messages[-1].endswith(f"are checked on '{asked[2][0]}'")
 
 
 ANY: Any = None

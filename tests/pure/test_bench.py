@@ -9,6 +9,7 @@ import pytest
 
 from tests.records import H200, PROBLEM
 from tilegen.check import verification
+from tilegen.check.sizes import reduced
 from tilegen.check.verification import Check
 from tilegen.errors import Unsupported, WrongResult
 from tilegen.kernels.config import Kernel, TileConfig
@@ -55,7 +56,7 @@ def test_real_check_judges_the_outputs_of_the_kernel(
     else:
         assert found is None
     problem, configs = asked[0]
-    assert problem == verification.reduced(PROBLEM)
+    assert problem == reduced(PROBLEM)
     others = {k: bench_module.safe(k) for k in bench_module.partners(kernel, PROBLEM)}
     assert configs == {**others, kernel: TRIED}
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from tilegen.check import interpreter
-from tilegen.check.verification import judge, reduced, require, run_device, verify_anywhere
+from tilegen.check.sizes import checkable, reduced
+from tilegen.check.verification import judge, require, run_device, verify_anywhere
 from tilegen.cli import doctor
 from tilegen.errors import Unsupported, WrongResult
 from tilegen.kernels.config import TileConfig
@@ -71,6 +72,19 @@ def test_reduced_problems_keep_the_kernel() -> None:
     problem = AttentionProblem.parse("b4 hq32 hkv8 q8192 kv100 d192/128 bf16 causal")
     assert reduced(problem, 64).key == "b1 hq4 hkv1 q64 kv64 d192/128 bf16 causal"
     assert reduced(problem).seqlen_kv == 100
+
+
+def test_what_is_too_large_is_checked_at_a_reduced_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    small, large, huge = (
+        AttentionProblem.parse(f"hq32 hkv8 {lengths} d64 bf16 causal")
+        for lengths in ("q300", "q4096", "q100000")
+    )
+    assert checkable(small) == small
+    assert checkable(large) == reduced(large)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**37, 2**37))
+    assert checkable(large) == large
+    assert checkable(huge) == reduced(huge)
 
 
 def test_an_interpreter_that_cannot_work_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

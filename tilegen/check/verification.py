@@ -43,10 +43,6 @@ from tilegen.masks.typical import typical_score
 from tilegen.problem import AttentionProblem
 from tilegen.runtime.binding import BoundKernel
 
-REDUCED_LENGTH = 300
-"""Length of reduced problems: ragged for every tile, several tiles of most sizes, and quick in the
-interpreter."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Check:
@@ -137,21 +133,6 @@ def verify_anywhere(
         raise WrongResult(f"the interpreter failed on '{problem}': {last}")
     checks: Any = json.loads(result.stdout)
     return tuple(Check(**(check | {"index": tuple(check["index"])})) for check in checks)
-
-
-def reduced(problem: AttentionProblem, length: int = REDUCED_LENGTH) -> AttentionProblem:
-    """Return the smallest problem with the same emitted kernels that is still worth checking.
-
-    One batch, one group of heads, lengths of at most `length`.
-    """
-    return replace(
-        problem,
-        batch=1,
-        num_heads_q=problem.group_size,
-        num_heads_kv=1,
-        seqlen_q=min(problem.seqlen_q, length),
-        seqlen_kv=min(problem.seqlen_kv, length),
-    )
 
 
 def check(

@@ -10,7 +10,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tilegen import pipeline
-from tilegen.check.verification import Check, reduced, require, verify_anywhere
+from tilegen.check.sizes import reduced
+from tilegen.check.verification import Check, require, verify_anywhere
 from tilegen.emit.kernel_files import write
 from tilegen.emit.render import render
 from tilegen.errors import BuildFailed

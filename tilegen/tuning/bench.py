@@ -307,7 +307,7 @@ def check_config(
     A kernel runs together with its partners, which take the smallest tiles. Raises WrongResult
     where they fail by themselves, which says nothing about the config; DeviceLost.
     """
-    from tilegen.check.verification import reduced
+    from tilegen.check.sizes import reduced
 
     small = reduced(problem)
     others: dict[Kernel, TileConfig] = {name: safe(name) for name in partners(kernel, problem)}

@@ -117,7 +117,8 @@ def check_library(
     import torch
 
     from tilegen.check.reference import make_inputs
-    from tilegen.check.verification import judge_all, reduced
+    from tilegen.check.sizes import reduced
+    from tilegen.check.verification import judge_all
     from tilegen.runtime.libraries import OPERATORS
 
     small, operators = reduced(problem), OPERATORS[backend]
