@@ -128,7 +128,7 @@ def test_a_launch_is_that_of_the_binder_and_compiles_nothing_else(
     kernel: Kernel, text: str
 ) -> None:
     """Triton's launcher makes the same maps of what it is given either way."""
-    problem, config = PARSE(f"b1 hq4 hkv2 q64 {text}"), CONFIG("m32n32w4s2t")
+    problem, config = PARSE(f"b1 hq4 hkv2 q64 {text}"), CONFIG("m64n32w4s2t")
     rendered = render(problem, config, kernel)
     module = load(rendered)
     function = TritonFunction.of(module, config)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from triton.runtime.jit import JITFunction
 
 import tilegen
 from benchmarks.call_cost import as_on_a_gpu
@@ -145,6 +146,12 @@ def launches() -> tuple[Launcher, Any]:
     return launcher_of_module(module, function, problem, "fwd", CONFIG, unit), module
 
 
+def binaries(module: Any) -> int:
+    """Return how many binaries Triton has of a module's kernel."""
+    kernel, *_ = (one for one in vars(module).values() if isinstance(one, JITFunction))
+    return len(kernel.device_caches[0][0])
+
+
 def tensors(heads: int, rows: int, wide: int = 0, *, inside: bool = False) -> torch.Tensor:
     """Return bf16 zeros (2, heads, rows, 64) in rows of `wide` more elements; `inside`: heads lie
     inside of rows."""
@@ -177,6 +184,20 @@ def test_a_launch_is_the_same_whatever_was_launched_before() -> None:
         for (_, before), (i, after) in product(enumerate(given), enumerate(given)):
             launched(ours.launch, before)
             assert launched(ours.launch, after) == expected[i]
+
+
+def test_an_address_that_16_does_not_divide_has_a_binary_of_its_own() -> None:
+    """As a gradient that a caller hands over may have; what is usual stays the other binary."""
+    q, k = tensors(4, 32), tensors(2, 48)
+    shifted = torch.zeros(q.numel() + 1, dtype=q.dtype)[1:].view(q.shape)
+    with as_on_a_gpu(notes=True):
+        ours, module = launches()
+        ours.launch(q, k, k, 0.125)
+        usual, compiled = ours.run, binaries(module)
+        ours.launch(shifted, k, k, 0.125)
+        assert (ours.run, binaries(module)) == (usual, compiled + 1)
+        module.launch(shifted, k, k, 0.125)
+        assert binaries(module) == compiled + 1
 
 
 def test_strides_that_a_kernel_is_not_for_are_refused_every_time() -> None:
