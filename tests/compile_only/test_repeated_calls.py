@@ -200,6 +200,37 @@ def test_an_address_that_16_does_not_divide_has_a_binary_of_its_own() -> None:
         assert binaries(module) == compiled + 1
 
 
+class Far(torch.Tensor):
+    """A tensor of a batch stride that is longer than the memory at hand."""
+
+    @staticmethod
+    def __new__(cls: type[Far], like: torch.Tensor, stride: int) -> Far:
+        strides = (stride, *like.stride()[1:])
+        make: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+        return make(cls, like.shape, strides=strides, dtype=like.dtype, device=like.device)
+
+    @classmethod
+    def __torch_dispatch__(cls, *_: Any) -> Any:
+        return NotImplemented
+
+    def data_ptr(self) -> int:
+        """Return an address that 16 divides."""
+        return 4096
+
+
+def test_a_stride_beyond_32_bits_has_a_binary_of_its_own() -> None:
+    q, k = tensors(4, 32), tensors(2, 48)
+    with as_on_a_gpu(notes=True) as driver:
+        ours, module = launches()
+        ours.launch(q, k, k, 0.125)
+        usual, compiled = ours.run, binaries(module)
+        ours.launch(q, Far(k, 2**33), k, 0.125)  # in units of 8 elements: 32 bits hold it
+        assert (ours.run, binaries(module)) == (usual, compiled)
+        ours.launch(q, Far(k, 2**34), k, 0.125)
+        assert (ours.run, binaries(module)) == (usual, compiled + 1)
+    assert [values[8] for *_, values in driver.launches] == [768, 2**30, 2**31]
+
+
 def test_strides_that_a_kernel_is_not_for_are_refused_every_time() -> None:
     q, k = tensors(4, 32), tensors(2, 48)
     with as_on_a_gpu(notes=True) as driver:
