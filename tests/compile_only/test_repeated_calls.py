@@ -201,11 +201,11 @@ def test_an_address_that_16_does_not_divide_has_a_binary_of_its_own() -> None:
 
 
 class Far(torch.Tensor):
-    """A tensor of a batch stride that is longer than the memory at hand."""
+    """A tensor like another but for one stride, in no memory."""
 
     @staticmethod
-    def __new__(cls: type[Far], like: torch.Tensor, stride: int) -> Far:
-        strides = (stride, *like.stride()[1:])
+    def __new__(cls: type[Far], like: torch.Tensor, axis: int, stride: int) -> Far:
+        strides = (*like.stride()[:axis], stride, *like.stride()[axis + 1 :])
         make: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
         return make(cls, like.shape, strides=strides, dtype=like.dtype, device=like.device)
 
@@ -224,22 +224,25 @@ def test_a_stride_beyond_32_bits_has_a_binary_of_its_own() -> None:
         ours, module = launches()
         ours.launch(q, k, k, 0.125)
         usual, compiled = ours.run, binaries(module)
-        ours.launch(q, Far(k, 2**33), k, 0.125)  # in units of 8 elements: 32 bits hold it
+        ours.launch(q, Far(k, 0, 2**33), k, 0.125)  # in units of 8 elements: 32 bits hold it
         assert (ours.run, binaries(module)) == (usual, compiled)
-        ours.launch(q, Far(k, 2**34), k, 0.125)
+        ours.launch(q, Far(k, 0, 2**34), k, 0.125)
         assert (ours.run, binaries(module)) == (usual, compiled + 1)
     assert [values[8] for *_, values in driver.launches] == [768, 2**30, 2**31]
 
 
-def test_strides_that_a_kernel_is_not_for_are_refused_every_time() -> None:
+@pytest.mark.parametrize(
+    "axis, stride", [(0, 2**20 + 4), (1, 2**20 + 4), (2, 65), (2, 66), (2, 68), (2, 2**22), (3, 2)]
+)
+def test_strides_that_a_kernel_is_not_for_are_refused_every_time(axis: int, stride: int) -> None:
     q, k = tensors(4, 32), tensors(2, 48)
     with as_on_a_gpu(notes=True) as driver:
         ours, _ = launches()
-        for _ in range(3):
+        for given in ((Far(q, axis, stride), k, k), (q, Far(k, axis, stride), k)) * 2:
             with pytest.raises(Unsupported, match=r"multiples of 8 elements.*got strides"):
-                ours.launch(tensors(4, 32, 1), k, k, 0.125)
+                ours.launch(*given, 0.125)
             ours.launch(q, k, k, 0.125)
-    assert len(driver.launches) == 3
+    assert len(driver.launches) == 4
 
 
 # --------------------------------------------------------------------------------------------------
