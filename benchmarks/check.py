@@ -6,10 +6,10 @@ query head at a time, because its score matrix has 8 GiB at a length of 32k.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilegen.check.reference import TORCH_DTYPES, Inputs, attention_reference, torch_attention
 from tilegen.check.verification import Check, judge  # the rule; there is one
-from tilegen.masks.mask import Mask
+from tilegen.masks.mask import Full, Mask
 from tilegen.problem import AttentionProblem
 
 
@@ -75,8 +75,9 @@ def check(problem: AttentionProblem, inputs: Inputs, found: Mapping[str, Tensor]
             v=inputs.v[kv_side],
             dout=inputs.dout[q_side],
         )
-        expected = _expected(some, problem.mask, found)
-        own = [_own(some, problem.mask, found, plain=plain) for plain in (False, True)]
+        masks = [_of_head(problem.mask, batch, head) for head in range(heads.start, heads.stop)]
+        expected = _expected(some, masks, found)
+        own = [_own(some, masks, found, plain=plain) for plain in (False, True)]
         for name, tensor in found.items():
             part = tensor[q_side if name in ("out", "dq") else kv_side].detach()
             checks.append(judge(name, part, expected[name], [result[name] for result in own]))
@@ -89,33 +90,56 @@ def check(problem: AttentionProblem, inputs: Inputs, found: Mapping[str, Tensor]
     )
 
 
-def _expected(inputs: Inputs, mask: Mask, names: Iterable[str]) -> dict[str, Tensor]:
-    def reference(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class _OfHead(Mask):
+    """What a mask keeps of one query head of one batch entry, the only one that it is asked for."""
+
+    whole: Mask
+    batch: int
+    head: int
+
+    @property
+    def notation(self) -> str:
+        return self.whole.notation
+
+    def keep(self, q: Any, k: Any, seqlen_q: Any, seqlen_kv: Any, b: Any = 0, h: Any = 0) -> Any:
+        return self.whole.keep(q, k, seqlen_q, seqlen_kv, b + self.batch, h + self.head)
+
+
+def _of_head(mask: Mask, batch: int, head: int) -> Mask:
+    return mask if isinstance(mask, Full) else _OfHead(mask, batch, head)
+
+
+def _expected(inputs: Inputs, masks: Sequence[Mask], names: Iterable[str]) -> dict[str, Tensor]:
+    def reference(q: Tensor, k: Tensor, v: Tensor, *, mask: Mask) -> Tensor:
         return attention_reference(q, k, v, mask=mask)[0]
 
-    return _head_by_head(reference, inputs.to(torch.float64), names)
+    return _head_by_head(reference, inputs.to(torch.float64), masks, names)
 
 
-def _own(inputs: Inputs, mask: Mask, names: Iterable[str], *, plain: bool) -> dict[str, Tensor]:
+def _own(
+    inputs: Inputs, masks: Sequence[Mask], names: Iterable[str], *, plain: bool
+) -> dict[str, Tensor]:
     """Return PyTorch's own results at the inputs' precision: of its choice, or its plain
     kernels."""
     with sdpa_kernel(SDPBackend.MATH) if plain else nullcontext():
-        own = _head_by_head(partial(torch_attention, mask=mask), inputs, names)
+        own = _head_by_head(torch_attention, inputs, masks, names)
     return {name: tensor.to(inputs.q.dtype) for name, tensor in own.items()}
 
 
 def _head_by_head(
-    attention: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Inputs, names: Iterable[str]
+    attention: Callable[..., Tensor], inputs: Inputs, masks: Sequence[Mask], names: Iterable[str]
 ) -> dict[str, Tensor]:
-    """Return out, or dq, dk and dv, of one group; dk and dv are added up in fp32 or wider."""
+    """Return out, or dq, dk and dv, of one group, whose heads have `masks`; dk and dv are added up
+    in fp32 or wider."""
     results: dict[str, list[Tensor]] = {name: [] for name in names}
-    for head in range(inputs.q.shape[1]):
+    for head, mask in enumerate(masks):
         one = slice(head, head + 1)
         leaves = [
             t.detach().requires_grad_("dq" in results)
             for t in (inputs.q[:, one], inputs.k, inputs.v)
         ]
-        out = attention(*leaves)
+        out = attention(*leaves, mask=mask)
         if "dq" in results:
             grads = torch.autograd.grad(out, leaves, inputs.dout[:, one])
             found = dict(zip(("dq", "dk", "dv"), grads, strict=True))

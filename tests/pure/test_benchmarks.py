@@ -26,7 +26,7 @@ from tests.cases import PROBLEM, a_provider, a_row, a_workload
 from tests.problems import PROBLEMS
 from tilegen.build.compiler import compile_for
 from tilegen.check.peers import flex, sdpa
-from tilegen.check.reference import dense_mask
+from tilegen.check.reference import dense_mask, torch_attention
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import gpu
 from tilegen.masks import parse_mask
@@ -161,6 +161,22 @@ def test_sdpa_gets_the_right_mask(problem: AttentionProblem) -> None:
     for found in results(problem, "sdpa-math"):
         verdict = check(problem, inputs, found)
         assert verdict.ok, verdict.detail
+
+
+@pytest.mark.parametrize("grid", ["@h:4,16", "@b:4,16", "@bh:4,16"])
+def test_each_head_is_checked_against_its_own_part_of_a_mask(grid: str) -> None:
+    problem = AttentionProblem.parse(
+        f"b2 hq4 hkv2 q70 kv70 d16 fp32 kv_prefix(1)|block_sparse({grid})"
+    )
+    problem = run.with_tensors(problem, "cpu")
+    inputs = make_inputs(problem, device="cpu")
+    out = torch_attention(inputs.q, inputs.k, inputs.v, mask=problem.mask)
+    verdict = check(problem, inputs, {"out": out})
+    assert verdict.ok, verdict.detail
+    swapped = torch_attention(
+        *(one.flip(0).flip(1) for one in (inputs.q, inputs.k, inputs.v)), mask=problem.mask
+    )
+    assert not check(problem, inputs, {"out": swapped.flip(0).flip(1)}).ok
 
 
 @pytest.mark.parametrize("name", ["out", "dq", "dk", "dv"])
