@@ -27,6 +27,7 @@ from benchmarks.rows import append, with_environment
 from benchmarks.workloads import CATALOGUE
 from tilegen.check.reference import TORCH_DTYPES
 from tilegen.masks import causal
+from tilegen.measure import one_line
 from tilegen.problem import AttentionProblem
 
 REPEATS = 3
@@ -95,18 +96,21 @@ class FirstResultRow(Environment):
     problem: str
     direction: str
     provider: str
-    seconds: float
-    """Median over processes [seconds]."""
-    slowest: float
+    seconds: float | None
+    """Median over processes [seconds]; None where one of them failed."""
+    slowest: float | None
     """Time of the slowest process [seconds]."""
-    ratio: float
-    """Time over that of the bundle."""
+    ratio: float | None
+    """Time over that of the bundle, where both are known."""
+    detail: str
+    """Reason why there is no time."""
 
 
 def rows(workload: str, *, repeats: int) -> Iterator[FirstResultRow]:
-    """Yield a row per direction and provider, the bundle first. Only causal workloads: the mask of
-    the peers is written out."""
-    known = {one.name: one.problem for one in CATALOGUE if one.problem.mask == causal()}
+    """Yield a row per direction and provider, the bundle first. Only causal workloads whose values
+    are a tensor of their own: the mask of the peers is written out, and so are inputs."""
+    problems = {one.name: one.problem for one in CATALOGUE}
+    known = {k: p for k, p in problems.items() if p.mask == causal() and not p.latent}
     if workload not in known:
         raise typer.BadParameter(f"workload must be one of {', '.join(known)}; got {workload!r}")
     problem = known[workload]
@@ -118,22 +122,27 @@ def rows(workload: str, *, repeats: int) -> Iterator[FirstResultRow]:
             programs = dict(PROVIDERS)
             if not backward:
                 programs["triton, compiling"] = f"source = {str(source_of(bundle))!r}{TRITON}"
-            baseline = None
+            of_bundle = None
             for provider, program in programs.items():
                 given = arguments(problem, bundle, backward=backward)
                 code = PREPARE + program + FINISH
-                times = [first_result(code, given) for _ in range(repeats)]
-                seconds = statistics.median(times)
-                baseline = seconds if baseline is None else baseline
+                times, detail = list[float](), ""
+                try:
+                    times += [first_result(code, given) for _ in range(repeats)]
+                except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+                    detail = _reason(error)  # which costs no other provider its row
+                seconds = statistics.median(times) if times else None
+                of_bundle = seconds if provider == "bundle" else of_bundle
                 yield with_environment(
                     FirstResultRow,
                     environment(),
                     problem=problem.key,
                     direction=direction,
                     provider=provider,
-                    seconds=round(seconds, 4),
-                    slowest=round(max(times), 4),
-                    ratio=round(seconds / baseline, 3),
+                    seconds=seconds and round(seconds, 4),
+                    slowest=round(max(times), 4) if times else None,
+                    ratio=round(seconds / of_bundle, 3) if seconds and of_bundle else None,
+                    detail=detail,
                 )
 
 
@@ -164,7 +173,8 @@ def source_of(bundle: Path) -> Path:
 
 
 def first_result(code: str, given: str) -> float:
-    """Return the seconds that a fresh process with empty caches takes."""
+    """Return the seconds that a fresh process with empty caches takes. Raises
+    CalledProcessError and TimeoutExpired."""
     with tempfile.TemporaryDirectory() as caches:
         names = ("TILEGEN_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR")
         return float(
@@ -172,11 +182,28 @@ def first_result(code: str, given: str) -> float:
                 [sys.executable, "-c", code, given],
                 cwd=ROOT,
                 env=os.environ | {name: f"{caches}/{name.lower()}" for name in names},
-                stdout=subprocess.PIPE,
+                capture_output=True,
                 timeout=TIME_LIMIT,
                 check=True,
             ).stdout.splitlines()[-1]
         )
+
+
+def line(row: FirstResultRow) -> str:
+    """Return a row as a terminal shows it."""
+    ratio = "" if row.ratio is None else f"  {row.ratio:.2f}"
+    time = row.detail if row.seconds is None else f"{row.seconds:8.3f} s{ratio}"
+    return f"{row.direction:22}{row.provider:22}{time}"
+
+
+def _reason(error: subprocess.CalledProcessError | subprocess.TimeoutExpired) -> str:
+    """Return why a process gave no time, its own last words where it ended by itself."""
+    if isinstance(error, subprocess.TimeoutExpired):
+        return f"no result in {error.timeout:.0f} s"
+    words = error.stderr.decode(errors="replace")
+    print(words, file=sys.stderr, flush=True)
+    lines = [line for line in words.splitlines() if line.strip()]
+    return one_line(lines[-1]) if lines else f"exit status {error.returncode}"
 
 
 def main(
@@ -196,9 +223,7 @@ def main(
         raise typer.Exit(1)
     path = csv or RESULTS / gpu_folder() / "first_result.csv"
     for row in rows(workload, repeats=repeats):
-        print(
-            f"{row.direction:22}{row.provider:22}{row.seconds:8.3f} s  {row.ratio:.2f}", flush=True
-        )
+        print(line(row), flush=True)
         append(path, row)
     print(f"written to {path}")
 

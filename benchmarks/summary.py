@@ -139,7 +139,7 @@ def _counters(path: Path) -> str:
 
 
 def _first_results(path: Path) -> str:
-    names = ("problem", "direction", "provider", "seconds", "ratio")
+    names = ("problem", "direction", "provider", "seconds", "ratio", "detail")
     return _table(names, ([row[name] for name in names] for row in read(path)))
 
 

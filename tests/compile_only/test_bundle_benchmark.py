@@ -67,7 +67,34 @@ def test_a_first_result_is_timed_in_a_process_of_its_own() -> None:
         first_result.first_result("raise SystemExit(3)", given)
 
 
-@pytest.mark.parametrize("workload", ["window-128-32k", "nobody's"])
+def test_a_provider_that_fails_costs_its_own_row_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The bundle's fails here, too: no other time is then the baseline."""
+    endings = {
+        "bundle": "raise SystemExit('no driver')",
+        "flex, compiling": "import time; time.sleep(60)",
+        "sdpa": "print(0.5)",
+    }
+    monkeypatch.setattr(first_result, "make_bundle", lambda *_: Path())
+    monkeypatch.setattr(first_result, "source_of", lambda _: Path())
+    monkeypatch.setattr(first_result, "TIME_LIMIT", 2.0)
+    monkeypatch.setattr(first_result, "PREPARE", "")
+    monkeypatch.setattr(first_result, "FINISH", "")
+    monkeypatch.setattr(first_result, "TRITON", "; raise SystemExit(3)")
+    monkeypatch.setattr(first_result, "PROVIDERS", endings)
+    found = list(first_result.rows("gpt2", repeats=1))
+    assert [(row.seconds, row.ratio, row.detail) for row in found] == [
+        *((None, None, "no driver"), (None, None, "no result in 2 s"), (0.5, None, "")),
+        (None, None, "exit status 3"),
+        *((None, None, "no driver"), (None, None, "no result in 2 s"), (0.5, None, "")),
+    ]
+    assert "no driver" in first_result.line(found[0])
+    assert "0.500 s" in first_result.line(found[2])
+    assert "no driver" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("workload", ["window-128-32k", "deepseek-v3-absorbed-4k", "nobody's"])
 def test_only_causal_workloads_are_timed(workload: str) -> None:
     with pytest.raises(typer.BadParameter, match="workload must be one of gpt2, llama3-8b-2k"):
         next(first_result.rows(workload, repeats=1))

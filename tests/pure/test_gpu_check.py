@@ -146,14 +146,14 @@ def test_summary_of_results_that_are_there(tmp_path: Path) -> None:
     rows.append(benchmarks, a_row(provider="q", status="wrong", tflops=99.0))
     rows.append(benchmarks, a_row(provider="r", status="out_of_memory", median_us=None))
     (tmp_path / "first_result.csv").write_text(
-        "problem,direction,provider,seconds,ratio\np,forward,bundle,0.12,1.0\n"
+        "problem,direction,provider,seconds,ratio,detail\np,forward,bundle,0.12,1.0,\n"
     )
     outcome = Outcome(name="tests", status="failed", seconds=9.6, allowed=60.0, message="1 | 2")
     text = summarise(tmp_path, [outcome])
     assert "| tests | failed | 10 | 60 | 1 \\| 2 |" in text
     assert "NVIDIA H200" in text
     assert "3 tests, 1 failures, 0 errors, 0 skipped; 10 s\n- tests.gpu::b: off by 1\n" in text
-    assert "| p | forward | bundle | 0.12 | 1.0 |" in text
+    assert "| p | forward | bundle | 0.12 | 1.0 |  |" in text
     assert "| w | forward | 123.5 | 99.0 (wrong) | out_of_memory |" in text
 
 
