@@ -31,6 +31,7 @@ from tilegen.choose.ranking import estimate
 from tilegen.emit.render import render
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import KERNELS
 from tilegen.model.estimate import CostEstimate
 from tilegen.pipeline import choose
 
@@ -183,13 +184,16 @@ def compare(workload: Workload, predicted: CostEstimate, counted: Counted) -> Co
 def measure(workload: Workload, spec: GpuSpec, *, timeout: float) -> Iterator[CounterRow]:
     """Yield one row per kernel of the workload. Raises RuntimeError if ncu fails."""
     counted = {launch.function: launch for launch in profile(workload, timeout=timeout)}
+    split: TileConfig | None = None
     for kernel, config in kernels_of(workload, spec).items():
         function = render(workload.problem, config, kernel).function
         if function not in counted:
             raise RuntimeError(f"ncu saw no launch of {function}, only {', '.join(counted)}")
         if missing := [m for m in METRICS if m not in counted[function].values]:
             raise RuntimeError(f"ncu has no value of {', '.join(missing)} for {function}")
-        predicted = estimate(workload.problem, spec, config, kernel)
+        joined = split if KERNELS[kernel].joins else None
+        predicted = estimate(workload.problem, spec, config, kernel, joined=joined)
+        split = config if KERNELS[kernel].splits else split
         yield compare(workload, predicted, counted[function])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,10 @@ from tests.cases import PROBLEM, a_workload
 from tests.records import H200
 from tilegen.choose.chosen import Chosen, Ranked
 from tilegen.choose.ranking import estimate
-from tilegen.kernels.config import TileConfig
+from tilegen.emit.render import render
+from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.model.estimate import CostEstimate
+from tilegen.problem import AttentionProblem
 
 NCU = """\
 ==PROF== Connected to process 4242 (/usr/bin/python3.12)
@@ -76,6 +79,30 @@ def test_profiled_kernels_become_rows(tmp_path: Path, monkeypatch: pytest.Monkey
     (row,) = counters.measure(a_workload("w"), H200, timeout=30)
     assert (row.kernel, row.config, row.counted_registers) == ("fwd", config.key, 100)
     assert row.predicted_read_bytes == estimate(PROBLEM, H200, config).read_bytes
+
+
+def test_splits_that_are_joined_are_those_that_were_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record may have other splits than the model, and with them other partial results."""
+    problem = AttentionProblem.parse("b1 hq8 hkv1 q16 kv16384 d64 bf16")
+    workload = replace(a_workload("w"), problem=problem)
+    read: list[int] = []
+    for split_kv in (1024, 4096):
+        configs: dict[Kernel, TileConfig] = {
+            "fwd_split": TileConfig(block_m=16, block_n=64, heads=8, split_kv=split_kv),
+            "fwd_combine": TileConfig(block_m=1, block_n=16, num_stages=1),
+        }
+        lines = ['"ID","Kernel Name","Metric Name","Metric Value"']
+        for index, (kernel, config) in enumerate(configs.items()):
+            function = render(problem, config, kernel).function
+            lines += [f'"{index}","{function}","{metric}","64"' for metric in counters.METRICS]
+        fake_ncu(tmp_path, "\n".join(lines), monkeypatch)
+        named = {name: chosen(config) for name, config in configs.items()}
+        monkeypatch.setattr(counters, "choose", lambda *_, named=named, **__: named)
+        _, combined = counters.measure(workload, H200, timeout=30)
+        read.append(combined.predicted_read_bytes)
+    assert read[0] == pytest.approx(4 * read[1], rel=0.01)
 
 
 @pytest.mark.parametrize(

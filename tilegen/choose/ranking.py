@@ -155,10 +155,16 @@ def ranked_space(
 
 
 def estimate(
-    problem: AttentionProblem, gpu: GpuSpec, config: TileConfig, kernel: Kernel = "fwd"
+    problem: AttentionProblem,
+    gpu: GpuSpec,
+    config: TileConfig,
+    kernel: Kernel = "fwd",
+    *,
+    joined: TileConfig | None = None,
 ) -> CostEstimate:
-    """Return what the model predicts for one config, legal or not."""
-    model = _model(problem.normal(), gpu, kernel)
+    """Return what the model predicts for one config, legal or not; `joined` is the config of the
+    kernel whose splits this one joins, where it is not the model's own."""
+    model = _model(problem.normal(), gpu, kernel, joined=joined)
     needs = model.needs(config)
     return model.cost(model.time(config, needs), config, needs)
 
@@ -171,9 +177,14 @@ def candidate_of(
 
 
 def _model(
-    problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, describable: bool = True
+    problem: AttentionProblem,
+    gpu: GpuSpec,
+    kernel: Kernel,
+    describable: bool = True,
+    *,
+    joined: TileConfig | None = None,
 ) -> KernelModel:
-    joined = joined_splits(problem, gpu, kernel)
+    joined = joined or joined_splits(problem, gpu, kernel)
     return KernelModel(problem, gpu, kernel, joined=joined, describable=describable)
 
 
