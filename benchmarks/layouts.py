@@ -1,5 +1,5 @@
 """Cost of each layout of a paged cache to a decoding step: counted, predicted, and as the compiler
-has it; on a GPU the time of calls, too.
+has it; on an H200 the time of calls, too.
 
     python -m benchmarks.layouts
 
@@ -27,7 +27,7 @@ from tilegen.build.verdicts import verdict
 from tilegen.check.reference import TORCH_DTYPES
 from tilegen.choose.ranking import best_of, seconds_as_compiled
 from tilegen.errors import BuildFailed
-from tilegen.gpus.spec import gpu
+from tilegen.gpus.spec import detect, gpu
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import FORWARD
 from tilegen.measure import measure
@@ -169,6 +169,12 @@ def measured(problem: AttentionProblem, layout: str, device: str = "cuda") -> fl
     return measure(lambda: tilegen.attention_paged(q, k, v, table, lengths)).median_us
 
 
+def is_here() -> bool:
+    """Whether the GPU that rows are of is at hand: no other's times may stand in them."""
+    here = detect() if has_gpu() else None
+    return here is not None and here.name == GPU
+
+
 def rows(step: str = STEP) -> Iterator[Row]:
     """Yield a row for each size of page and layout."""
     for page in PAGES:
@@ -183,7 +189,7 @@ def rows(step: str = STEP) -> Iterator[Row]:
                 **contiguous(k),
                 **predicted(problem),
                 **compiled(problem),
-                measured_us=measured(problem, layout) if has_gpu() else None,
+                measured_us=measured(problem, layout) if is_here() else None,
             )
 
 
@@ -199,15 +205,15 @@ def line(row: Row) -> str:
 
 
 def main(out: Annotated[Path, typer.Option(help="File for the table; replaced.")] = OUT) -> None:
-    """Print and write what each layout costs.
+    """Print what each layout costs, and write it after every row.
 
     Example: python -m benchmarks.layouts
     """
     found: list[Row] = []
     for row in rows():
         found.append(row)
-        print(line(row))
-    write(out, found)
+        print(line(row), flush=True)
+        write(out, found)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ import torch
 from benchmarks import layouts
 from benchmarks.layouts import LAYOUTS, OUT, cache_of, contiguous
 from benchmarks.published.report import _text
-from tilegen.measure import Measurement
+from tilegen.gpus.spec import gpu
+from tilegen.measure import DeviceLost, Measurement
 from tilegen.problem import PAGES, AttentionProblem
 
 ROOT = Path(__file__).parents[2]
@@ -88,6 +89,39 @@ def test_calls_over_each_layout_are_measured(monkeypatch: pytest.MonkeyPatch) ->
     for layout in LAYOUTS:
         assert layouts.measured(SMALL, layout, "cpu") == 7.0
     assert all(out.shape == (2, 4, 1, 40) and out.isfinite().all() for out in given)
+
+
+@pytest.mark.parametrize("there, is_measured", [("h200", True), ("a100", False), (None, False)])
+def test_calls_are_measured_on_the_gpu_that_rows_are_of(
+    there: str | None, is_measured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layouts, "PAGES", (16,))
+    monkeypatch.setattr(layouts, "compiled", lambda problem: dict.fromkeys(BY_COMPILER, 0))
+    monkeypatch.setattr(layouts, "measured", lambda problem, layout: 7.0)
+    monkeypatch.setattr(layouts, "has_gpu", lambda: there is not None)
+    monkeypatch.setattr(layouts, "detect", lambda: gpu(there))
+    times = [row.measured_us for row in layouts.rows()]
+    assert times == [7.0 if is_measured else None] * len(LAYOUTS)
+
+
+def test_rows_before_one_that_fails_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lost = DeviceLost(Measurement(status="launch_failed", message="illegal address"))
+    times = iter([7.0, 8.0])
+
+    def measured(*_: object) -> float:
+        if (us := next(times, None)) is None:
+            raise lost
+        return us
+
+    monkeypatch.setattr(layouts, "compiled", lambda problem: dict.fromkeys(BY_COMPILER, 0))
+    monkeypatch.setattr(layouts, "measured", measured)
+    monkeypatch.setattr(layouts, "is_here", lambda: True)
+    with pytest.raises(DeviceLost):
+        layouts.main(tmp_path / "table.csv")
+    with (tmp_path / "table.csv").open(encoding="utf-8", newline="") as file:
+        assert [row["measured_us"] for row in csv.DictReader(file)] == ["7", "8"]
 
 
 def test_the_command_writes_what_it_prints(
