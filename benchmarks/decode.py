@@ -20,7 +20,7 @@ from typing import Annotated
 import typer
 
 from benchmarks.arithmetic import compulsory_bytes
-from benchmarks.environment import RESULTS, environment, gpu_folder, has_gpu
+from benchmarks.environment import RESULTS, environment, gpu_folder, has_gpu, start_over
 from benchmarks.providers import providers
 from benchmarks.published.report import write
 from benchmarks.run import cases, run
@@ -197,7 +197,8 @@ def main(
     try:
         left = run(todo, path, deadline=deadline, seconds=seconds, spec=detect())
     except DeviceLost as lost:
-        raise SystemExit(f"{lost}; the same command goes on after that row") from None
+        print(f"{lost}; starting over after the row that caused it", flush=True)
+        start_over(deadline, f"--csv={path}")
     if left:
         print(f"time is over, {left} rows left; the same command goes on from here")
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from benchmarks.check import check, make_inputs
 from benchmarks.providers import providers
 from benchmarks.run import Case
 from tilegen.errors import Unsupported
+from tilegen.measure import DeviceLost, Measurement
 from tilegen.problem import AttentionProblem
 
 
@@ -109,6 +110,27 @@ def test_decoding_is_measured_where_there_is_a_gpu(
     assert ("3 rows left" in said, "nothing is measured" in said) == (there, not there)
     everything = itertools.product([one.workload.name for one in decode.TARGETS], decode.PEERS)
     assert sorted(asked) == (sorted(everything) if there else [])
+
+
+def test_after_a_lost_device_decoding_starts_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run(todo: Iterable[Case], path: Path, **options: object) -> int:
+        raise DeviceLost(Measurement(status="launch_failed", message="illegal address"))
+
+    started: list[str] = []
+
+    def start_over(deadline: float, *options: str) -> NoReturn:
+        started.extend(options)
+        raise SystemExit
+
+    monkeypatch.setattr(decode, "has_gpu", lambda: True)
+    monkeypatch.setattr(decode, "run", run)
+    monkeypatch.setattr(decode, "start_over", start_over)
+    rows = tmp_path / "rows.csv"
+    with pytest.raises(SystemExit):
+        decode.main(predicted=tmp_path / "predicted.csv", csv=rows)
+    assert started == [f"--csv={rows}"]
 
 
 def test_targets_are_compared_with_what_bounds_them() -> None:
