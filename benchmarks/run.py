@@ -115,6 +115,8 @@ def refusal(error: Exception) -> Status | None:
 
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return "out_of_memory"
+    if isinstance(error, TypeError | AttributeError):  # "unsupported operand": broken, no refusal
+        return None
     refused = isinstance(error, Unsupported | NotImplementedError)
     return "unsupported" if refused or any(text in str(error) for text in REFUSALS) else None
 

@@ -266,6 +266,7 @@ def test_wrong_results_are_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
         (RuntimeError("No available kernel. Aborting execution."), "unsupported"),
         (torch.cuda.OutOfMemoryError("tried to allocate 99 GiB"), "out_of_memory"),
         (RuntimeError("unexpected"), "launch_failed"),
+        (TypeError("unsupported operand type(s) for |"), "launch_failed"),
     ],
 )
 def test_failures_are_rows(
