@@ -82,7 +82,9 @@ class Worker:
                     if not self._work_on(job):
                         left.append(job)
                     elif self._again or not self._queue(job).marked(self._mark):
-                        published[job] = self._publish(job)
+                        record, is_news = self._publish(job)
+                        if self._again or is_news:
+                            published[job] = record
                 except (DeviceLost, StorageAway):
                     raise
                 except TilegenError as error:  # other jobs may be in order
@@ -159,8 +161,9 @@ class Worker:
         if lost:
             raise lost
 
-    def _publish(self, job: Job) -> TuningRecord | None:
-        """Put the trials of a study into the stores, and the winner `tune` finds among them."""
+    def _publish(self, job: Job) -> tuple[TuningRecord | None, bool]:
+        """Put the trials of a study into the stores, and the winner `tune` finds among them; return
+        it, and whether nobody else has published it meanwhile."""
         queue, (configs, candidates) = self._queue(job), self._plan(job)
         results = queue.results(configs)
         assert results is not None
@@ -186,9 +189,14 @@ class Worker:
         except NoRecord as error:
             log.warning("%s", error)
         if record is not None and self._store != self._own:
-            log.info("%s", put(record, self._store))
+            moved = put(record, self._store)
+            if moved.action == "refused":  # no mark: another worker may publish it
+                log.warning("%s", moved)
+                return record, False
+            log.info("%s", moved)
+        is_news = not queue.marked(self._mark)
         queue.mark(self._mark, "none runs" if record is None else record.config.key)
-        return record
+        return record, is_news
 
     @property
     def _mark(self) -> str:
