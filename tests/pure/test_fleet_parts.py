@@ -34,6 +34,7 @@ from tilegen.fleet.worker import Worker
 from tilegen.kernels.config import TileConfig
 from tilegen.measure import DeviceLost, Measurement
 from tilegen.store import Location
+from tilegen.store.record import record_path
 from tilegen.store.trials import Trial
 from tilegen.tuning.bench import Bench
 
@@ -223,8 +224,55 @@ def test_winners_are_published_to_a_shared_store_once_and_to_every_own_one(
     assert published("b", None, again=True)
 
 
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_a_winner_that_another_has_published_meanwhile_is_not_published_here(
+    is_shared: bool, storage: Any, tmp_path: Path
+) -> None:
+    """The last two workers of a study see both that it is done and not yet published."""
+    store = Location(str(tmp_path / "shared"), "shared") if is_shared else None
+    first, second = (Worker(storage, Machine(tmp_path), trials=4, store=store) for _ in "ab")
+    publish = second._publish
+
+    def late(job: Job) -> Any:
+        assert first.run([JOB])[JOB] is not None
+        return publish(job)
+
+    second._publish = late
+    assert second.run([JOB]) == {}
+
+
+def test_a_winner_that_the_store_refuses_is_not_published(
+    storage: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    shared = Location(str(tmp_path / "shared"), "shared")
+    there = tmp_path / "shared" / record_path(JOB.gpu.name, JOB.kernel, JOB.problem)
+    there.parent.mkdir(parents=True)
+    there.write_text('{"schema": 99}')
+    one = Worker(storage, Machine(tmp_path), trials=4, store=shared)
+    with caplog.at_level(logging.WARNING, "tilegen"):
+        assert one.run([JOB]) == {}
+    assert "refused" in caplog.text
+    assert progress(storage)[0].state == "done"
+    there.unlink()
+    assert JOB in one.run([JOB])
+    assert progress(storage)[0].state == "published"
+
+
 # --------------------------------------------------------------------------------------------------
 # Storages
+
+
+@pytest.mark.parametrize("form", ["journal:{}", "sqlite:///{}", "sqlite:///{}?timeout=9"])
+def test_looking_at_a_storage_makes_none(form: str, tmp_path: Path) -> None:
+    """Its file's name may be misspelt, or its folder not mounted."""
+    file = tmp_path / "folder" / "trials"
+    told = CliRunner().invoke(app, ["fleet", "status", "--storage", form.format(file)])
+    assert isinstance(told.exception, Unsupported)
+    assert "found no file there" in str(told.exception)
+    assert list(tmp_path.iterdir()) == []
+    file.parent.mkdir()
+    open_storage(form.format(file))
+    assert CliRunner().invoke(app, ["fleet", "status", "--storage", form.format(file)]).stdout
 
 
 @pytest.mark.parametrize("url", ["redis://host", "journal:", "grpc://host", "postgresql:db", "x"])

@@ -139,7 +139,7 @@ def fleet_status(
     from tilegen.fleet.status import progress
     from tilegen.fleet.storage import open_storage
 
-    opened = open_storage(storage)
+    opened = open_storage(storage, make=False)
     found = progress(opened)
     if catalog:
         problems = read_problems(catalog)

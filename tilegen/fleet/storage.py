@@ -158,8 +158,9 @@ def _is_operation(line: bytes) -> bool | None:
     return isinstance(value, dict) and "op_code" in value
 
 
-def open_storage(url: str) -> BaseStorage:
-    """Return the storage of a URL, which has answered. Raises Unsupported or StorageAway."""
+def open_storage(url: str, *, make: bool = True) -> BaseStorage:
+    """Return the storage of a URL, which has answered; `make` makes its file where there is none.
+    Raises Unsupported or StorageAway."""
     # Optuna tells everybody what a study does; here many are made, by whoever comes first.
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     where = shown(url)
@@ -167,6 +168,12 @@ def open_storage(url: str) -> BaseStorage:
     # Absolute: Optuna's lock is a link to it, and a relative one would lead nowhere.
     path = Path(rest.removeprefix("//")).expanduser().absolute()
     journal = path if scheme == "journal" and rest else None
+    file = Path(rest[3:].partition("?")[0]) if scheme == "sqlite" and rest[3:] else journal
+    if file and not make and not _is_there(file):
+        raise Unsupported(
+            f"expected the storage {where}, found no file there; check how it is spelt, and "
+            "whether it is mounted"
+        )
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
@@ -180,6 +187,14 @@ def open_storage(url: str) -> BaseStorage:
             f"pip install 'tilegen[{extra}]'"
         ) from error
     return cast("BaseStorage", Patient(storage, where, journal))
+
+
+def _is_there(file: Path) -> bool:
+    """True for a file, and where the system will not tell: opening it says why."""
+    try:
+        return file.exists()
+    except OSError:
+        return True
 
 
 def _opener(scheme: str, rest: str, url: str, journal: Path | None) -> Callable[[], BaseStorage]:
