@@ -73,6 +73,14 @@ def test_why_lines(tmp_path: Path) -> None:
     )
 
 
+def test_one_of_several_equals_is_the_one(tmp_path: Path) -> None:
+    where = [place(tmp_path / name, RECORD, name) for name in ("own", "shipped")]
+    nearest = why(PROBLEM, H200, "fwd", where=where)
+    _, mine, shipped = why_lines(PROBLEM, H200, "fwd", nearest)
+    assert mine.endswith(": this is the one")
+    assert shipped.endswith(": of the same; the one above is found first")
+
+
 def test_list_shows_all_files_of_all_locations_and_changes_none(tmp_path: Path) -> None:
     good = place(tmp_path / "own", RECORD)
     folder = (folder_of(good) / RECORD.path).parent

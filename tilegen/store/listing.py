@@ -103,9 +103,12 @@ def why_lines(
     if not nearest:
         return [f"no record of any kind; to make one: tilegen tune '{bucket}' --kernel {kernel}"]
     lines = [f"{kernel} on {gpu.name} for '{bucket}'; {len(nearest)} nearest records:"]
+    same = "this is the one"
     for entry in nearest:
         state = "" if entry.record.is_measured else ", unmeasured"
-        differs = joined(entry.differences) if entry.differences else "this is the one"
+        differs = joined(entry.differences) or same
+        if not entry.differences:
+            same = "of the same; the one above is found first"
         lines.append(f"  {entry.origin}{state}  {entry.file!r}: {differs}")
     return lines
 
