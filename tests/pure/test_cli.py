@@ -317,6 +317,19 @@ def test_tuning_can_be_planned_without_a_gpu(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_what_is_logged_is_one_line_in_a_file_and_names_the_gpu_of_a_plan() -> None:
+    """Without a GPU `tune --dry-run` plans for another's; a file has no width to fold lines at."""
+    code = "from tilegen.cli.main import main; main()"
+    asked = ["tune", PROBLEM, "--kernel", "bwd_preprocess", "--dry-run"]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "COLUMNS": "30"}
+    result = subprocess.run(
+        [sys.executable, "-c", code, *asked], env=environment, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    (line,) = result.stderr.splitlines()
+    assert line == "no GPU that PyTorch can use here: this is the plan for h200"
+
+
 def test_a_reader_that_has_seen_enough_is_no_error() -> None:
     command = [sys.executable, "-m", "tilegen", "bundle", "--help"]
     reader, writer = os.pipe()

@@ -35,7 +35,7 @@ from tilegen.cli.options import (
     say_unless,
 )
 from tilegen.cli.plans import plan_of, print_plans
-from tilegen.disk import printable
+from tilegen.disk import log, printable
 from tilegen.errors import TilegenError
 
 app = typer.Typer(
@@ -60,12 +60,11 @@ def main() -> None:
     """Run the command line; errors of the user's become one line and exit code 1."""
     if isinstance(sys.stdout, io.TextIOWrapper):  # names of files may be anything
         sys.stdout.reconfigure(errors="backslashreplace")
-    handler = RichHandler(
-        console=Console(stderr=True, soft_wrap=True),
-        show_time=False,
-        show_path=False,
-        show_level=False,
-    )
+    handler: logging.Handler = logging.StreamHandler()  # a file has no width to fold lines at
+    if sys.stderr.isatty():
+        handler = RichHandler(
+            console=Console(stderr=True), show_time=False, show_path=False, show_level=False
+        )
     logging.basicConfig(level=logging.WARNING, handlers=[handler], format="%(message)s")
     logging.getLogger("tilegen").setLevel(logging.INFO)
     try:
@@ -255,8 +254,11 @@ def tune(
     if dry_run:
         from tilegen.choose.ranking import search_space
         from tilegen.fleet.jobs import jobs_of
+        from tilegen.gpus.spec import detect
 
         parsed, spec = api.problem_of(problem), api.gpu_of(None)
+        if detect() is None:
+            log.warning("no GPU that PyTorch can use here: this is the plan for %s", spec.name)
         jobs = jobs_of([parsed], spec, api.kernels_named(kernel, parsed, spec))
         plans = [plan_of(job, search_space(job.problem, spec, job.kernel)) for job in jobs]
         print_plans(plans, json_)
