@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from tilegen.kernels.registry import KERNELS
 from tilegen.measure import one_line
 from tilegen.store import places
 from tilegen.store.election import join, no_finding
-from tilegen.store.files import inside
+from tilegen.store.files import inside, only_writer, text_of
 from tilegen.store.listing import Listed, list_records
 from tilegen.store.lookup import illegal
 from tilegen.store.places import Location
@@ -122,19 +123,41 @@ def prune(
     if where.origin == "own":
         copies = _old(folder, "remote/**/*", COPY_SECONDS)
         found |= dict.fromkeys(copies, "copy of a remote record")
+    records: dict[Path, Listed] = {}
     for listed in list_records([where]):
         if reason := _useless(listed, limit, unmeasured):
-            found[folder / listed.name] = reason
+            found[file := folder / listed.name] = reason
+            if listed.record is not None:
+                records[file] = listed
     found = {file: reason for file, reason in found.items() if _is_inside(folder, file)}
-    for file in found:
-        if not dry_run:
-            try:
-                file.unlink(missing_ok=True)
-            except OSError as error:
-                raise Unsupported(f"cannot remove {str(file)!r}: {error.strerror}") from error
     return [
-        Pruned(file=printable(str(file)), reason=reason) for file, reason in sorted(found.items())
+        Pruned(file=printable(str(file)), reason=reason)
+        for file, reason in sorted(found.items())
+        if dry_run or _remove(file, records.get(file))
     ]
+
+
+def _remove(file: Path, listed: Listed | None) -> bool:
+    """Remove a file, a record's only as it was listed: somebody may have found better since."""
+    try:
+        if listed is None:
+            file.unlink(missing_ok=True)
+            return True
+        with only_writer(file.parent):
+            is_same = _record_of(listed) == listed.record
+            if is_same:
+                file.unlink()
+            return is_same
+    except OSError as error:
+        raise Unsupported(f"cannot remove {str(file)!r}: {error.strerror}") from error
+
+
+def _record_of(listed: Listed) -> TuningRecord | None:
+    """Return the record that lies there now, None if it cannot be read."""
+    with contextlib.suppress(InvalidRecord, Unreachable):
+        if (data := places.peek(listed.location, listed.name)) is not None:
+            return TuningRecord.from_json(text_of(data))
+    return None
 
 
 def _is_inside(folder: Path, file: Path) -> bool:
@@ -148,7 +171,7 @@ def _is_inside(folder: Path, file: Path) -> bool:
 def _useless(listed: Listed, limit: str | None, unmeasured: bool) -> str:
     if (record := listed.record) is None:
         return "was set aside" if listed.name.endswith(".broken") else ""
-    if unmeasured and not record.is_measured:
+    if unmeasured and not any(one.is_measured for one in record.findings):
         return "nobody has measured it"
     if limit is not None and all(one.date < limit for one in record.findings):
         return f"of {record.date}"
