@@ -106,6 +106,33 @@ def test_merge_push_and_pull(mine: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert (tmp_path / "c" / RECORD.path).read_bytes() == (mine / RECORD.path).read_bytes()
 
 
+@pytest.mark.usefixtures("mine")
+def test_a_gpu_is_named_as_everywhere_or_unknown(tmp_path: Path) -> None:
+    """The catalogue lacks some GPUs that records are of."""
+    save(record(gpu="h100-pcie"))
+    save(record(gpu="gh200-480gb"))
+    for name, added in (("H200", 1), ("H100 PCIe", 1), ("h100_pcie", 1), ("gh200-480gb", 1)):
+        assert f"{added} added" in run("export", str(tmp_path / "x"), "--gpu", name)
+    for command in (
+        ("export", str(tmp_path / "x")),
+        ("merge", "own", "--into", str(tmp_path / "a")),
+        ("push", str(tmp_path / "a")),
+        ("promote", "--into", str(tmp_path / "a")),
+    ):
+        told = CliRunner().invoke(main.app, ["cache", *command, "--gpu", "h20"])
+        assert "did you mean" in str(told.exception), command
+
+
+def test_a_place_that_does_not_answer_is_named(mine: Path) -> None:
+    for command in (("push",), ("pull",), ("list",)):
+        told = CliRunner().invoke(main.app, ["cache", *command, "http://127.0.0.1:9/x"])
+        assert "location 'http://127.0.0.1:9/x' cannot be reached" in str(told.exception), command
+    for file in mine.rglob("*.json"):
+        file.unlink()
+    told = CliRunner().invoke(main.app, ["cache", "push", "http://127.0.0.1:9/x"])
+    assert "cannot be reached" in str(told.exception), "with nothing to push"
+
+
 def test_push_without_a_shared_location_says_so(
     mine: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -223,6 +223,15 @@ def test_one_silent_source_does_not_keep_the_others_from_being_merged(tmp_path: 
     assert (tmp_path / "b" / RECORD.path).read_text() == RECORD.to_json()
 
 
+def test_a_target_that_does_not_answer_is_named(tmp_path: Path) -> None:
+    silent = shared("http://127.0.0.1:9/x")
+    with pytest.raises(Unreachable, match=r"location 'http://127\.0\.0\.1:9/x' cannot be reached"):
+        list(merge([place(tmp_path / "a", RECORD)], silent))
+    with pytest.raises(Unreachable) as told:
+        list(list_records([silent], strict=True))
+    assert "Error:" not in str(told.value), "a name of Python's"
+
+
 def test_a_server_without_index_pages_says_so(tmp_path: Path) -> None:
     pytest.importorskip("aiohttp", reason="needs the package aiohttp; pip install 'tilegen[dev]'")
     with http_server(tmp_path) as address:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +14,7 @@ from tilegen.errors import Unsupported
 from tilegen.kernels.config import TileConfig
 from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
-from tilegen.store import Location, TuningRecord, list_records, save, transfer
+from tilegen.store import Location, TuningRecord, list_records, save, transfer, upkeep
 from tilegen.store.transfer import Wanted, export, import_, merge, promote, summary
 from tilegen.store.trials import Conditions, Trial, join_trials, trial_line
 from tilegen.store.upkeep import check, prune
@@ -224,7 +226,7 @@ def test_export_refuses_the_second_of_two_about_different_things(tmp_path: Path)
 @pytest.mark.parametrize(
     "content, message",
     [
-        (b"", None),
+        (b"", "which ends in line 0 of 1"),
         (b"{}\n", "expected the field tilegen_export"),
         (b"hello\n", "expected JSON"),
         (b'{"tilegen_export": 2}\n', "tilegen_export must be"),
@@ -232,14 +234,11 @@ def test_export_refuses_the_second_of_two_about_different_things(tmp_path: Path)
     ],
     ids=["empty", "no export", "no JSON", "another form", "no text"],
 )
-def test_import_of_something_else(tmp_path: Path, content: bytes, message: str | None) -> None:
+def test_import_of_something_else(tmp_path: Path, content: bytes, message: str) -> None:
     file = tmp_path / "x.jsonl"
     file.write_bytes(content)
-    if message is None:
-        assert list(import_(file, own(tmp_path / "b"))) == []
-        return
     with pytest.raises(
-        Unsupported, match=f"expected a file that tilegen cache export wrote.*{message}"
+        Unsupported, match=f"expected a.* file that tilegen cache export wrote.*{message}"
     ):
         list(import_(file, own(tmp_path / "b")))
     with pytest.raises(Unsupported, match="cannot read"):
@@ -252,12 +251,43 @@ def test_import_takes_the_good_lines_and_names_the_bad(tmp_path: Path) -> None:
     evil = json.loads(RECORD.to_json()) | {"gpu": "../../evil"}
     trials = {"gpu": "../../x", "kernel": "fwd", "problem": PROBLEM.key, "trials": [{"config": 1}]}
     lines = [{"tilegen_export": 1}, {"record": {"schema": 1}}, good, {"record": evil}, trials, {}]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines) + "[" * 5000)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines) + "[" * 5000 + "\n")
     moved = list(import_(file, own(tmp_path / "b")))
     assert [one.action for one in moved] == ["refused", "added", "added", "same", *["refused"] * 2]
     assert ", line 2" in moved[0].file
     assert all(path.is_relative_to(tmp_path / "b") for path in tmp_path.rglob("*.json"))
     assert len(files(tmp_path / "b")) == 2
+
+
+@pytest.mark.parametrize("cut", [0.5, "line"])
+def test_import_of_a_file_that_was_cut_says_so_after_joining_what_it_has(
+    tmp_path: Path, cut: float | str
+) -> None:
+    where = tuned_apart(tmp_path / "a", 0)
+    whole, file = tmp_path / "whole.jsonl", tmp_path / "cut.jsonl"
+    export([where], whole)
+    *lines, last = whole.read_bytes().splitlines(keepends=True)
+    kept = b"".join(lines) if cut == "line" else b"".join(lines) + last[: len(last) // 2]
+    file.write_bytes(kept)
+    target = own(tmp_path / "b")
+    with pytest.raises(Unsupported, match=f"ends in line .* of {len(lines) + 1}; export it again"):
+        list(import_(file, target))
+    assert len(list(list_records([target]))) == len(list(list_records([where])))
+    older = [b'{"tilegen_export": 1}\n', *lines[1:], last]
+    file.write_bytes(b"".join(older))
+    assert len(list(import_(file, target))) == len(lines), "which says no number of lines"
+
+
+def test_a_target_that_takes_nothing_is_an_error_even_without_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(Unsupported, match=r"cannot write .*file': Not a directory"):
+        list(merge([own(tmp_path / "none")], own(tmp_path / "file" / "store")))
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    with pytest.raises(Unsupported, match=r"cannot write .*: Permission denied"):
+        list(merge([own(tmp_path / "none")], own(tmp_path / "new" / "store")))
+    assert not (tmp_path / "new").exists()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -363,6 +393,21 @@ def test_prune_of_old_and_unmeasured_records_only_if_told(tmp_path: Path) -> Non
     rivals = (record(date="2999-01-01T00:00:00Z", source="aa", us=500.0),)
     place(tmp_path, record(date="2020-01-01T00:00:00Z", rivals=rivals))
     assert prune(where, older_than_days=365) == [], "what anybody found lately stays"
+
+
+def test_prune_leaves_what_was_found_since_it_looked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    where = place(tmp_path, record(date="2020-01-01T00:00:00Z"))
+
+    def looked_at(*given: Any) -> Any:
+        listed = list(list_records(*given))
+        place(tmp_path, record(us=300.0))
+        return listed
+
+    monkeypatch.setattr(upkeep, "list_records", looked_at)
+    assert prune(where, older_than_days=365) == []
+    assert TuningRecord.from_json((tmp_path / RECORD.path).read_text()) == record(us=300.0)
 
 
 def test_trials_of_other_locations_are_not_measured_again(tmp_path: Path) -> None:

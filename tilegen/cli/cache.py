@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
@@ -22,7 +23,7 @@ from tilegen.cli.options import (
     print_json,
 )
 from tilegen.cli.places import PLACE, answering, check_file, location, shared, source, sources
-from tilegen.errors import NoRecord
+from tilegen.errors import NoRecord, Unsupported
 from tilegen.problem import AttentionProblem
 
 if TYPE_CHECKING:
@@ -179,7 +180,7 @@ def cache_export(
 
     check_file(file)
     stores = sources(where or ["own"])
-    _report(export(stores, file, wanted=_wanted(gpu, kernel), dry_run=dry_run), json_)
+    _report(export(stores, file, wanted=_wanted(gpu, kernel), dry_run=dry_run), json_, gpu)
 
 
 @cache_app.command("import")
@@ -221,7 +222,7 @@ def cache_merge(
     # The target among them brings its own files into the form that all others get.
     everything = [*map(source, stores), target]
     moved = merge(everything, target, wanted=_wanted(gpu, kernel), dry_run=dry_run)
-    _report(moved, json_)
+    _report(moved, json_, gpu)
 
 
 @cache_app.command("verify")
@@ -259,8 +260,10 @@ def cache_push(
     from tilegen.store.transfer import merge
 
     target = location(to) if to else shared()[0]
+    if target.folder is None:
+        source(to)  # answers, even if there is nothing to push
     moved = merge([location("own")], target, wanted=_wanted(gpu, kernel), dry_run=dry_run)
-    _report(moved, json_)
+    _report(moved, json_, gpu)
 
 
 @cache_app.command("pull")
@@ -279,7 +282,7 @@ def cache_pull(
 
     stores = [source(where)] if where else shared()
     moved = merge(stores, location("own"), wanted=_wanted(gpu, kernel), dry_run=dry_run)
-    _report(moved, json_)
+    _report(moved, json_, gpu)
 
 
 @cache_app.command("promote")
@@ -299,7 +302,7 @@ def cache_promote(
 
     stores = sources(where or ["own"])
     moved = promote(stores, location(into), wanted=_wanted(gpu, kernel), dry_run=dry_run)
-    _report(moved, json_)
+    _report(moved, json_, gpu)
 
 
 @cache_app.command("prune")
@@ -327,7 +330,8 @@ def cache_prune(
     console.print(f"{len(pruned)} files {'would be ' if dry_run else ''}removed")
 
 
-def _report(moved: Iterable[Moved], as_json: bool) -> None:
+def _report(moved: Iterable[Moved], as_json: bool, gpu: str | None = None) -> None:
+    """Print what was moved. Raises Unsupported where nothing is of a GPU that nobody knows."""
     from tilegen.store.transfer import summary
 
     def printed() -> Iterator[Moved]:
@@ -337,6 +341,8 @@ def _report(moved: Iterable[Moved], as_json: bool) -> None:
             yield one
 
     done = list(printed())
+    if gpu is not None and not done:
+        gpu_of(gpu)
     if as_json:
         print_json([asdict(one) for one in done])
     else:
@@ -346,6 +352,8 @@ def _report(moved: Iterable[Moved], as_json: bool) -> None:
 def _wanted(gpu: str | None, kernel: str | None) -> Wanted:
     from tilegen.store.transfer import Wanted
 
+    with contextlib.suppress(Unsupported):  # records may be of GPUs that the catalogue lacks
+        gpu = gpu if gpu is None else gpu_of(gpu).name
     return Wanted(gpu=gpu, kernel=None if kernel is None else kernel_named(kernel))
 
 

@@ -87,9 +87,13 @@ def is_folder(path: Path) -> bool:
 
 def _there(one: Location) -> Location:
     from tilegen.store import places
+    from tilegen.store.reach import Unreachable
 
     if one.folder is None:
-        places.names(one, "records")
+        try:
+            places.names(one, "records")
+        except Unreachable as error:
+            raise Unreachable(f"location {one.address()!r} {error}") from error
     elif one.origin == "shared" and not is_folder(one.folder):
         raise Unsupported(
             f"expected a folder of records at {one.address()!r}, found none; check how it is "

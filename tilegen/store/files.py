@@ -117,6 +117,14 @@ def update(path: Path, change: Change, limit: int = MAX_FILE_BYTES) -> str:
     return note
 
 
+def check_writable(folder: Path) -> None:
+    """Raise Unsupported for a folder that cannot be written to, or made. Changes nothing."""
+    there = next(one for one in (folder, *folder.parents) if os.path.lexists(one))
+    wrong = errno.EACCES if there.is_dir() else errno.ENOTDIR
+    if wrong == errno.ENOTDIR or not os.access(there, os.W_OK | os.X_OK):
+        raise cannot_write(there, OSError(wrong, os.strerror(wrong)))
+
+
 @contextlib.contextmanager
 def only_writer(folder: Path) -> Generator[None, None, None]:
     """Make `folder`, and keep other processes, of all machines, from writing into it meanwhile.

@@ -65,7 +65,7 @@ def ask(
     except ImportError as error:
         trouble = f"needs a package that is not installed: {one_line(error)}"
     except Exception as error:  # botocore's, aiohttp's and others' errors have nothing in common
-        what = getattr(error, "strerror", None) or f"{type(error).__name__}: {one_line(error)}"
+        what = getattr(error, "strerror", None) or one_line(error)
         trouble = f"cannot be reached: {what}"
     _down[url] = time.monotonic(), trouble
     with contextlib.suppress(TilegenError):

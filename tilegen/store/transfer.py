@@ -3,8 +3,9 @@ less, and doing it again changes nothing."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +17,7 @@ from tilegen.measure import one_line
 from tilegen.store import places
 from tilegen.store.election import join, no_finding
 from tilegen.store.fields import parse_json
-from tilegen.store.files import text_of
+from tilegen.store.files import check_writable, text_of
 from tilegen.store.listing import list_records
 from tilegen.store.lookup import OtherTilegen, save
 from tilegen.store.places import Location
@@ -72,6 +73,8 @@ def merge(
     """Join all records and trials of `sources` with those of `target`, in any order to one result;
     yield what becomes of each. Raises Unsupported for the target; Unreachable for it, and at the
     end if a source did not answer."""
+    if target.folder is not None:
+        check_writable(target.folder)
     silent: list[str] = []
     for source in sources:
         try:
@@ -98,7 +101,8 @@ def put(
 ) -> Moved:
     """Join one record with what `target` holds; `alone` leaves the rivals out."""
     try:
-        saved = save(record, location=target, dry_run=dry_run, alone=alone)
+        with _naming(target):
+            saved = save(record, location=target, dry_run=dry_run, alone=alone)
     except (OtherTilegen, InvalidRecord) as error:
         where = target.address(record.path)
         return Moved(file=where, action="refused", reason=one_line(error))
@@ -127,16 +131,27 @@ def put_trials(
     # Lines are read here, so that those who wait for the lock only wait for a file to be written.
     broken = False
     try:
-        change(places.peek(target, name, MAX_TRIALS_BYTES))
+        with _naming(target):
+            change(places.peek(target, name, MAX_TRIALS_BYTES))
     except InvalidRecord:
         if dry_run:
             raise
         broken = True
     if not dry_run and (broken or after != before):
-        places.update(target, name, change, MAX_TRIALS_BYTES)
+        with _naming(target):
+            places.update(target, name, change, MAX_TRIALS_BYTES)
     new = after.count(b"\n") - before.count(b"\n")
     action: Action = "same" if after == before else "changed" if before else "added"
     return Moved(file=target.address(name), action=action, reason=f"{max(0, new)} new trials")
+
+
+@contextlib.contextmanager
+def _naming(target: Location) -> Generator[None, None, None]:
+    """Have what says that a location does not answer say which."""
+    try:
+        yield
+    except Unreachable as error:
+        raise Unreachable(f"location {target.address()!r} {error}") from error
 
 
 def promote(
@@ -168,8 +183,7 @@ def export(
                 continue
             records[listed.name] = record if known is None else join([known, record])
             moved.append(Moved(file=listed.file, action="added"))
-    lines: list[Any] = [{"tilegen_export": EXPORT}]
-    lines += [{"record": json.loads(records[name].to_json())} for name in sorted(records)]
+    lines: list[Any] = [{"record": json.loads(records[name].to_json())} for name in sorted(records)]
     for source in sources:
         for name, data in _trials(source, wanted):
             if isinstance(data, TilegenError):
@@ -179,6 +193,7 @@ def export(
             elif entries := _exports_of(name, data):
                 lines += entries
                 moved.append(Moved(file=source.address(name), action="added"))
+    lines.insert(0, {"tilegen_export": EXPORT, "lines": len(lines) + 1})
     if not dry_run:
         text = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines)
         write_whole(file, text.encode())
@@ -187,22 +202,39 @@ def export(
 
 def import_(file: Path, target: Location, *, dry_run: bool = False) -> Iterator[Moved]:
     """Join what `export` wrote with what `target` holds. Raises Unsupported if it is no such
-    file; a line that is broken is refused."""
+    file, and at the end if it is not whole; a line that is broken is refused."""
+    number, expected, is_torn = 0, 1, False
     try:
         with file.open("rb") as lines:
             for number, line in enumerate(_lines(lines), start=1):
                 where = f"{file}, line {number}"
                 try:
-                    yield from _import_line(line, number == 1, target, dry_run)
+                    if number == 1:
+                        expected = _lines_of_export(line)
+                    else:
+                        yield from _import_line(line, target, dry_run)
                 except InvalidRecord as error:
                     if number == 1:
                         raise Unsupported(
                             f"expected a file that tilegen cache export wrote, got {str(file)!r}: "
                             f"{error}"
                         ) from None
+                    is_torn = not line.endswith(b"\n")
                     yield Moved(file=where, action="refused", reason=one_line(error))
     except OSError as error:
         raise Unsupported(f"cannot read {str(file)!r}: {error.strerror}") from error
+    if number < expected or is_torn:
+        raise Unsupported(
+            f"expected a whole file that tilegen cache export wrote, got {str(file)!r}, which "
+            f"ends in line {number} of {max(number, expected)}; export it again"
+        )
+
+
+def _lines_of_export(line: bytes) -> int:
+    """Return how many lines the first one says there are; it says so since 2026-11-24."""
+    fields = parse_json(text_of(line))
+    fields.integer("tilegen_export", EXPORT, EXPORT)
+    return fields.integer("lines", 1, 2**40) if "lines" in fields.values else 1
 
 
 def _lines(file: Any) -> Iterator[bytes]:
@@ -210,11 +242,9 @@ def _lines(file: Any) -> Iterator[bytes]:
         yield line
 
 
-def _import_line(line: bytes, first: bool, target: Location, dry_run: bool) -> Iterator[Moved]:
+def _import_line(line: bytes, target: Location, dry_run: bool) -> Iterator[Moved]:
     fields = parse_json(text_of(line))
-    if first:
-        fields.integer("tilegen_export", EXPORT, EXPORT)
-    elif "record" in fields.values:
+    if "record" in fields.values:
         record = TuningRecord.from_json(json.dumps(fields.group("record").values))
         yield put(record, target, dry_run=dry_run)
     else:
