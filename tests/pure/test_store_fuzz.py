@@ -212,7 +212,7 @@ def test_hostile_exports(tmp_path: Path) -> None:
     file, target = tmp_path / "x.jsonl", own(tmp_path / "b")
     for n in range(150):
         body = fuzzed(chance, {"record": good} if n % 2 else {"trials": [good], **good})
-        file.write_bytes(b'{"tilegen_export": 1}\n' + body)
+        file.write_bytes(b'{"tilegen_export": 1}\n' + body + b"\n")
         assert {one.action for one in import_(file, target)} <= {
             "added",
             "changed",
