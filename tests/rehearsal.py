@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Choose what is rehearsed, and have this process take the CPU for a GPU from here on."""
     for name, stand_in in STAND_INS.items():
         setattr(torch.cuda, name, stand_in)
-    torch.Generator = lambda device="cpu": _Generator(_here(device))  # type: ignore
+    torch.Generator = OnCpuGenerator  # type: ignore
     _note_launches()
     OnCpu().__enter__()
     seen: set[str] = set()
@@ -87,6 +87,13 @@ _Generator = torch.Generator
 
 def _here(device: Any) -> Any:
     return "cpu" if str(device).startswith("cuda") else device
+
+
+class OnCpuGenerator(_Generator):
+    """A generator on the CPU where one on a GPU is asked for; a class, as annotations want it."""
+
+    def __new__(cls, device: Any = "cpu") -> Any:
+        return _Generator.__new__(cls, _here(device))
 
 
 class OnCpu(TorchFunctionMode):
