@@ -11,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import csv as csv_module
 import io
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -126,16 +128,21 @@ def ncu(
         *("--clock-control", "none", "--cache-control", "all", *options),
         *program,
     ]
-    try:
-        result = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=timeout
-        )
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"ncu took longer than {timeout:.0f} s") from None
-    counted = parse(result.stdout)
-    if result.returncode or not counted:  # without the right to count it exits with 0
-        words = (result.stdout + result.stderr).strip().splitlines()[-3:]
-        raise RuntimeError(f"ncu counted nothing ({result.returncode}): {' / '.join(words)}")
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=pipe, stderr=pipe, text=True, process_group=0
+    ) as process:
+        try:
+            said, errors = process.communicate(timeout=timeout)
+        except BaseException as error:  # no program that is profiled may go on beside the next
+            os.killpg(process.pid, signal.SIGKILL)
+            if isinstance(error, subprocess.TimeoutExpired):
+                raise RuntimeError(f"ncu took longer than {timeout:.0f} s") from None
+            raise
+    counted = parse(said)
+    if process.returncode or not counted:  # without the right to count it exits with 0
+        words = (said + errors).strip().splitlines()[-3:]
+        raise RuntimeError(f"ncu counted nothing ({process.returncode}): {' / '.join(words)}")
     return counted
 
 
@@ -228,7 +235,7 @@ def main(
                 append(csv, row)
                 print(f"{row.workload} {row.kernel} {row.config}: {ratios(row)}", flush=True)
         except RuntimeError as error:
-            failures += 1
+            failures += time.monotonic() < deadline  # or only its time was over
             print(f"{workload.name}: {error}", flush=True)
     if failures:
         raise typer.Exit(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from pathlib import Path
 
@@ -121,6 +122,18 @@ def test_a_profiler_that_cannot_count_is_an_error(
     monkeypatch.setattr(counters, "choose", lambda *_, **__: {"fwd": chosen(config)})
     with pytest.raises(RuntimeError, match=message):
         list(counters.measure(a_workload("w"), H200, timeout=30))
+
+
+def test_a_program_that_takes_too_long_is_ended_with_the_profiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_ncu(tmp_path, "", monkeypatch)
+    (tmp_path / "ncu").write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {tmp_path}/pid\nwait\n")
+    with pytest.raises(RuntimeError, match="took longer than 1 s"):
+        counters.ncu(["program"], timeout=1)
+    state = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
+    with contextlib.suppress(FileNotFoundError):  # or nobody has asked for its exit code yet
+        assert state.read_text().split()[2] == "Z"
 
 
 def test_counted_rows_are_summarised(tmp_path: Path) -> None:

@@ -247,6 +247,22 @@ def test_failing_cases_and_the_end_of_time_keep_what_was_found(
     assert found == dict.fromkeys(EXPERIMENTS, "not run") | {"E1": "pass"}
 
 
+def test_a_case_that_the_end_of_time_cuts_off_is_not_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = Clock()
+
+    def profile(case: Case, *, timeout: float) -> list[Counted]:
+        clock.sleep(timeout)
+        raise RuntimeError("ncu took longer")
+
+    monkeypatch.setattr(io_counters, "profile", profile)
+    clock.replaces_time_of("benchmarks.io_counters", monkeypatch)
+    assert io_counters.run_all([ONE, ONE], H200, tmp_path, deadline=0.5)
+    assert "time is over, 1 cases left" in capsys.readouterr().out
+    assert {row["broken"] for row in read(tmp_path / "verdicts.csv")} == {"0"}
+
+
 def test_without_a_gpu_it_says_so_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
