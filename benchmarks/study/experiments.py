@@ -1,8 +1,8 @@
 """Cases of the experiments on a GPU, and what the model says that they should find.
 
 A case is one process under the profiler; several cases together may decide one thing. E2 is the
-study without a GPU, E8 to E12 are not here. tilegen emits no fused and no split-KV kernel, so E1
-does without them.
+study without a GPU, E8 to E12 are not here. tilegen emits no fused kernel, and E1's problems split
+no keys, so E1 does without both.
 """
 
 from __future__ import annotations

@@ -145,8 +145,8 @@ def verdicts(rows: Sequence[MeasureRow], broken: Mapping[str, int]) -> Iterator[
     for name, question in EXPERIMENTS.items():
         mine = [row for row in rows if row.experiment == name]
         counts = {v: sum(row.verdict == v for row in mine) for v in ("pass", "fail", "measured")}
-        judged = [row for row in mine if row.ratio and row.tolerance is not None]
-        worst = max(judged, key=lambda row: abs((row.ratio or 1) - 1), default=None)
+        judged = [row for row in mine if row.ratio is not None and row.tolerance is not None]
+        worst = max(judged, key=lambda row: abs((row.ratio or 0) - 1), default=None)
         yield with_environment(
             VerdictRow,
             environment(),

@@ -180,6 +180,8 @@ def test_experiments_pass_fail_or_were_not_run() -> None:
     assert (found["E1"].verdict, found["E1"].passed, found["E1"].failed) == ("fail", 2, 2)
     assert "1.5" in found["E1"].worst
     assert (found["E3"].verdict, found["E3"].broken) == ("not run", 2)
+    none = verdicts.rows_of(ONE, parse(recorded(ONE, wire=0)), H200)
+    assert next(iter(verdicts.verdicts([*bad, *none], {}))).worst.endswith(": 0.0")
     assert next(iter(verdicts.verdicts(good, {}))).verdict == "pass"
 
 
