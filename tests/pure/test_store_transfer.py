@@ -393,6 +393,8 @@ def test_prune_of_old_and_unmeasured_records_only_if_told(tmp_path: Path) -> Non
     rivals = (record(date="2999-01-01T00:00:00Z", source="aa", us=500.0),)
     place(tmp_path, record(date="2020-01-01T00:00:00Z", rivals=rivals))
     assert prune(where, older_than_days=365) == [], "what anybody found lately stays"
+    place(tmp_path, record(measurement=UNMEASURED, rivals=(record(source="aa", us=500.0),)))
+    assert prune(where, unmeasured=True) == [], "what anybody has measured stays"
 
 
 def test_prune_leaves_what_was_found_since_it_looked(
