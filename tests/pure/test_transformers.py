@@ -361,6 +361,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: call(*_qkv(), model_masks.model_mask(1, 4, 5)),
         "expected 4 queries and 5 keys",
     ),
+    "blocks that an indexer has chosen": (
+        lambda: call(*_qkv(), None, block_indices=torch.zeros(1, 2, 5, 1)),
+        "expected no block_indices",
+    ),
+    "sinks of each query": (
+        lambda: call(*_qkv(), None, sinks=torch.zeros(1, 2, 5, 1)),
+        "expected no sinks",
+    ),
     "packed documents in two rows": (
         lambda: call(*_qkv(2), None, cu_seq_lens_q=_CU, cu_seq_lens_k=_CU),
         "expected one row of packed documents",

@@ -29,6 +29,9 @@ from tilegen.runtime.call import shown
 from tilegen.runtime.flex import from_block_mask
 
 NAME = "tilegen"
+CHOICES = ("indices", "block_indices", "sinks")
+"""What layers of some models hand over besides, which changes what each query sees: the keys or
+blocks that an indexer has chosen for it, and logits of its own beside its scores."""
 MAX_MASKS = 64
 """Number of masks of packed documents that are kept for further layers of a forward."""
 
@@ -56,7 +59,7 @@ def attention_forward(
     cu_seq_lens_q: Any = None,
     cu_seq_lens_k: Any = None,
     position_ids: torch.Tensor | None = None,
-    **_: Any,
+    **rest: Any,
 ) -> tuple[torch.Tensor, None]:
     """Return (out, None), out (batch, seqlen, heads, dim), as transformers' layers ask for it.
 
@@ -71,6 +74,12 @@ def attention_forward(
             "expected keys and values as tensors, got a paged cache; use "
             'attn_implementation="paged|sdpa" for continuous batching'
         )
+    for name in CHOICES:
+        if rest.get(name) is not None:
+            raise Unsupported(
+                f"expected no {name}, which a layer of this model makes for each query; use "
+                'attn_implementation="eager"'
+            )
     lengths = query.shape[2], key.shape[2]
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     batch = max(query.shape[0], key.shape[0])
