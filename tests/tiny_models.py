@@ -52,6 +52,12 @@ def _layers(*kinds: str) -> dict[str, Any]:
     return {"layer_types": list(kinds)}
 
 
+GEMMA4 = SMALL | WINDOW | {
+    "head_dim": 8, "global_head_dim": 16, "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCABULARY,
+}  # fmt: skip
+
+
 DECODERS = {
     "llama": TinyModel("Llama:LlamaForCausalLM", SMALL),
     "mistral": TinyModel("Mistral:MistralForCausalLM", SMALL | WINDOW),
@@ -68,9 +74,12 @@ DECODERS = {
     ),
     "gemma4": TinyModel(
         "Gemma4Text:Gemma4ForCausalLM",
-        SMALL | WINDOW | {"head_dim": 8, "global_head_dim": 16, "hidden_size_per_layer_input": 8,
-                          "vocab_size_per_layer_input": VOCABULARY, "num_kv_shared_layers": 0}
-        | _layers("sliding_attention", "full_attention"),
+        GEMMA4 | {"num_kv_shared_layers": 0} | _layers("sliding_attention", "full_attention"),
+    ),
+    "gemma4_shared": TinyModel(  # the last two layers read keys of the first two
+        "Gemma4Text:Gemma4ForCausalLM",
+        GEMMA4 | {"num_kv_shared_layers": 2, "num_hidden_layers": 4}
+        | _layers(*["sliding_attention", "full_attention"] * 2),
     ),
     "gpt_oss": TinyModel(
         "GptOss:GptOssForCausalLM",

@@ -175,9 +175,13 @@ def test_documents_given_by_cu_seqlens_are_kept_apart_in_spite_of_a_cache() -> N
     torch.testing.assert_close(together, apart, rtol=1e-5, atol=1e-5)
 
 
+NOT_GENERATING = ("qwen2", "qwen3", "gemma4", "deepseek_v3")
+"""Decoders whose caches and masks are those of others."""
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize(
-    "name", ["llama", "mistral", "gemma2", "gemma3", "gpt_oss", "llama4", "gpt2", "t5", "whisper"]
+    "name", [*(one for one in DECODERS if one not in NOT_GENERATING), "t5", "whisper"]
 )
 def test_generated_tokens(name: str, cache: str) -> None:
     given = inputs(name, batch=3)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,6 +17,7 @@ from transformers import masking_utils  # noqa: E402
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS  # noqa: E402
 
 import tilegen  # noqa: E402
+from tilegen.errors import Unsupported  # noqa: E402
 from tilegen.integrations import model_masks  # noqa: E402
 from tilegen.integrations import transformers as integration  # noqa: E402
 from tilegen.masks.usual import BlockSparse  # noqa: E402
@@ -75,6 +79,54 @@ def test_masks_keep_what_transformers_keeps(block: str, place: str) -> None:
         made = model_masks.model_mask(*given)
         assert not any(isinstance(one, BlockSparse) for one in (made.mask, *made.mask.parts))
         assert torch.equal(dense(made.mask, seqlen_q, seqlen_kv), expected.expand(2, 1, -1, -1))
+
+
+@pytest.mark.parametrize("place", [one for one in PLACES if one != "a step"])
+@pytest.mark.parametrize("block", BLOCKS)
+def test_rows_of_a_mask_are_masks(block: str, place: str) -> None:
+    """Gemma 4 computes the last rows alone in layers that share keys."""
+    seqlen_q, seqlen_kv, q_offset, kv_offset = PLACES[place]
+    is_token = torch.tensor([[1] * 9 + [0], [0, 0] + [1] * 8]).bool()
+    given = (2, seqlen_q, seqlen_kv, q_offset, kv_offset, BLOCKS[block], is_token)
+    whole = model_masks.model_mask(*given)
+    expected = dense(whole.mask, seqlen_q, seqlen_kv)
+    assert whole[:, :, -0:, :] is whole
+    for rows in (slice(-1, None), slice(-2, None), slice(0, 1)):
+        made = whole[:, :, rows, :]
+        count = expected[:, :, rows].shape[2]
+        assert made.shape == (2, 1, count, seqlen_kv)
+        assert torch.equal(dense(made.mask, count, seqlen_kv), expected[:, :, rows])
+
+
+def test_rows_of_a_mask_of_packed_documents_are_masks() -> None:
+    ids = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2], [0, 0, 0, 0, 0, 0, 0, 1]])
+    positions = torch.tensor([[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6, 0]])
+    packed = masking_utils.packed_sequence_compatibility_function(
+        masking_utils.causal_mask_function, positions, ids
+    )
+    whole = model_masks.model_mask(2, 8, 8, mask_function=packed)
+    assert torch.equal(dense(whole[:, :, -2:, :].mask, 2, 8), dense(whole.mask, 8, 8)[:, :, -2:])
+
+
+TENSORS: dict[str, Callable[[Any], Any]] = {
+    "added": lambda mask: torch.zeros(1, 2, 5, 5) + mask,
+    "filled": lambda mask: torch.zeros(1, 2, 5, 5).masked_fill(mask, 0.0),
+    "cast": lambda mask: mask.to(torch.bool),
+    "sized": lambda mask: mask.size(),
+    "without heads": lambda mask: mask[:, 0, :, :],
+    "of fewer columns": lambda mask: mask[:, :, :, :4],
+}
+
+
+@pytest.mark.parametrize("case", TENSORS)
+def test_models_that_compute_attention_themselves_are_refused(case: str) -> None:
+    """As BLOOM, MPT, Doge, MVP, DeepSeek V3.2 and Longformer do with their masks."""
+    mask = model_masks.model_mask(1, 5, 5)
+    with pytest.raises(Unsupported, match='use attn_implementation="eager"') as error:
+        TENSORS[case](mask)
+    assert "\n" not in str(error.value)
+    assert not hasattr(mask, "to")
+    assert copy.deepcopy(mask) == pickle.loads(pickle.dumps(mask)) == mask
 
 
 def dense(mask: tilegen.Mask, seqlen_q: int, seqlen_kv: int) -> torch.Tensor:

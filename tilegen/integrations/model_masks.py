@@ -10,13 +10,15 @@ masks with blocks that are not known are spelled out as a bool tensor, by transf
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from types import CodeType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers import masking_utils
 
+from tilegen.errors import Unsupported
 from tilegen.integrations import tables
 from tilegen.integrations.windows import alignment_of
 from tilegen.masks.mask import (
@@ -34,6 +36,10 @@ from tilegen.masks.values import UNKNOWN, Values, is_checked
 MaskFunction = Callable[..., Any]
 
 
+class NoTensor(Unsupported, AttributeError):
+    """A model does with its mask what only a tensor can; `hasattr` takes this for False."""
+
+
 @dataclass(frozen=True)
 class ModelMask:
     """A mask as models carry it from the function that makes it to their layers.
@@ -47,6 +53,9 @@ class ModelMask:
     """The numbers of queries and of keys that the mask was made for."""
     batch: int
     is_padded: bool
+    of_rows: Callable[..., ModelMask] = field(repr=False, compare=False)
+    """Makes the mask of so many queries (`q_length`) from another first position (`q_offset`)."""
+    q_offset: Any = 0
     ndim = 4
 
     @property
@@ -57,6 +66,35 @@ class ModelMask:
     def contiguous(self) -> ModelMask:
         """Return the same mask: transformers asks for this of masks that it makes ahead."""
         return self
+
+    def __getitem__(self, index: Any) -> ModelMask:
+        """Return the mask of some rows, `[:, :, first:end, :]`: Gemma 4 computes the last alone in
+        layers that share keys. Raises Unsupported for other parts."""
+        match index:
+            case (first, second, slice() as rows, last) if first == second == last == slice(
+                None
+            ) and rows.step in (None, 1):
+                start, end, _ = rows.indices(self.lengths[0])
+                if (start, end) == (0, self.lengths[0]):
+                    return self
+                return self.of_rows(q_length=end - start, q_offset=self.q_offset + start)
+            case _:
+                _refuse("looks at parts of it")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        _refuse(f"asks for its {name}")
+
+    @classmethod
+    def __torch_function__(cls, func: Any, *_: Any) -> NoReturn:
+        """Refuse to be an operand: models that add masks to their scores compute attention."""
+        _refuse(f"gives it to {getattr(func, '__name__', func)}")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise NoTensor(
+        f"expected a model that hands its mask to its attention, got one that {what}; use "
+        'attn_implementation="eager"'
+    )
 
 
 @dataclass(frozen=True)
@@ -122,6 +160,16 @@ def model_mask(
     layer."""
     if isinstance(attention_mask, ModelMask):
         return attention_mask
+    of_rows = partial(
+        model_mask,
+        batch_size,
+        kv_length=kv_length,
+        kv_offset=kv_offset,
+        mask_function=mask_function,
+        attention_mask=attention_mask,
+        use_vmap=use_vmap,
+        device=device,
+    )
     place = Place(batch_size, q_length, kv_length, q_offset, kv_offset, device)
     mask = read(mask_function, place)
     if mask is None:
@@ -136,7 +184,8 @@ def model_mask(
     if attention_mask is not None:
         known: Any = masking_utils.prepare_padding_mask(attention_mask, kv_length, kv_offset)
         mask = mask & tables.padding(known[:, kv_offset : kv_offset + kv_length], q_length)
-    return ModelMask(mask, (q_length, kv_length), batch_size, attention_mask is not None)
+    lengths, is_padded = (q_length, kv_length), attention_mask is not None
+    return ModelMask(mask, lengths, batch_size, is_padded, of_rows, q_offset)
 
 
 def read(function: MaskFunction, place: Place) -> Mask | None:
