@@ -300,3 +300,39 @@ def test_what_is_no_tensor_is_refused_in_a_line(name: str) -> None:
     with pytest.raises(InvalidProblem, match=message) as caught:
         call()
     assert "\n" not in str(caught.value)
+
+
+IDS, PLACES = torch.tensor([0, 0, 1, 1, 2, 2]), torch.arange(6)
+LAYOUT, PARENTS, WIDTHS = torch.eye(3) > 0, PLACES - 1, torch.tensor([1, 2])
+MASKS: dict[str, Any] = {
+    "documents": lambda: tilegen.documents(IDS),
+    "documents anywhere": lambda: tilegen.documents(IDS % 2),
+    "cu_seqlens": lambda: tilegen.documents(cu_seqlens=torch.tensor([0, 2, 6], device="cpu")),
+    "a look-up": lambda: tilegen.predicate(lambda b, h, q, k: PLACES[q] >= PLACES[k]),
+    "joined": lambda: ~tilegen.documents(IDS) | tilegen.causal(),
+    "windows": lambda: tilegen.sliding_window(tilegen.values(WIDTHS, "h"), 0),
+    "blocks": lambda: tilegen.block_sparse(LAYOUT, 2),
+    "tree": lambda: tilegen.tree(PARENTS),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_a_default_device_is_not_that_of_a_mask(name: str) -> None:
+    """Tables stay where they are."""
+    q, k, v = (random(1, 2, 6, 8, seed=seed) for seed in range(3))
+    expected = tilegen.attention(q, k, v, mask=MASKS[name]())
+    with torch.device("meta"):
+        mask = MASKS[name]()
+        found = tilegen.attention(q, k, v, mask=mask)
+        drawn = mask.show(6)
+    assert torch.equal(found, expected)
+    assert drawn == MASKS[name]().show(6)
+
+
+def test_dropout_draws_alike_under_a_default_device() -> None:
+    q, k, v = (random(1, 2, 6, 8, seed=seed) for seed in range(3))
+    torch.manual_seed(1)
+    expected = tilegen.attention(q, k, v, dropout_p=0.5)
+    torch.manual_seed(1)
+    with torch.device("meta"):
+        assert torch.equal(tilegen.attention(q, k, v, dropout_p=0.5), expected)

@@ -43,6 +43,8 @@ def test_all_building_blocks_of_masks_are_known() -> None:
     version = f"transformers {transformers.__version__} has moved"
     assert len(model_masks._known) == 8, version
     assert len(model_masks._code_of_packed) == 2, version
+    with torch.device("meta"):  # as within a model's __init__, where someone imports this
+        assert len(model_masks.known_blocks()) == 8
 
 
 BLOCKS: dict[str, Any] = {

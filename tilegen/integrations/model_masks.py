@@ -331,7 +331,8 @@ def known_blocks() -> dict[CodeType | None, Reader]:
         masking_utils.and_masks(_yes).__code__: _all_of,
         masking_utils.or_masks(_yes).__code__: _any_of,
     }
-    return joins | {one.__code__: reader for one, reader in _samples() if _agrees(one, reader)}
+    with torch.device("cpu"):  # whatever device a user has made the default when this is imported
+        return joins | {one.__code__: reader for one, reader in _samples() if _agrees(one, reader)}
 
 
 def _samples() -> list[tuple[Any, Reader]]:

@@ -202,9 +202,10 @@ def _numbers(
     for expr, symbol, length in ((sides.column, K, lengths[1]), (sides.row, Q, lengths[0])):
         index = torch.arange(length, device=device)
         symbols = {symbol: index, B: torch.arange(batch, device=device)[:, None]}
-        symbols |= {SEQLEN_Q: torch.tensor(lengths[0]), SEQLEN_KV: torch.tensor(lengths[1])}
+        of_q, of_kv = torch.tensor(lengths, device=device)
+        symbols |= {SEQLEN_Q: of_q, SEQLEN_KV: of_kv}
         with sympy_lock.lock:
-            number = torch.as_tensor(Points(captured, symbols, device, dtype)(prepared(expr)))
+            number = Points(captured, symbols, device, dtype)(prepared(expr))
         number = number.long() if number.dtype == torch.bool else number
         found.append(number.expand(*shape, length))
     common = torch.promote_types(found[0].dtype, found[1].dtype)

@@ -123,9 +123,9 @@ class Mask(ABC):
         import torch
 
         real = self.realized(Shape(1, 1, seqlen_q, seqlen_kv))
-        q, k = torch.arange(seqlen_q)[:, None], torch.arange(seqlen_kv)[None]
-        keep = torch.as_tensor(real.keep(q, k, seqlen_q, seqlen_kv, *torch.tensor([0, 0])))
-        return keep.expand(seqlen_q, seqlen_kv).numpy()
+        q, k, first = (torch.arange(n, device="cpu") for n in (seqlen_q, seqlen_kv, 1))
+        keep = real.keep(q[:, None], k[None], seqlen_q, seqlen_kv, first[0], first[0])
+        return torch.as_tensor(keep, device="cpu").expand(seqlen_q, seqlen_kv).numpy()
 
     def realized(self, shape: Shape, device: torch.device | str = "cpu") -> Mask:
         """Return the mask with typical tensors for stand-ins, as kernels are tuned and checked."""

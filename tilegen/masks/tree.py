@@ -67,7 +67,8 @@ def _at_least_0(index: Any) -> Any:
         return sympy.Max(index, 0)
     import torch
 
-    return torch.as_tensor(index).clamp(min=0)
+    at = index if isinstance(index, torch.Tensor) else torch.as_tensor(index)
+    return at.clamp(min=0)
 
 
 def ancestors(parents: Any) -> torch.Tensor:

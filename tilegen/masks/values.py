@@ -234,7 +234,7 @@ class Values:
 
         if not self.is_stand_in:
             return self
-        tensor = torch.as_tensor(self.sample(shape).copy())
+        tensor = torch.from_numpy(self.sample(shape).copy())
         tensor = tensor.to(torch.int32) if self.kind == "int" else tensor
         return replace(self, tensor=tensor.to(device))
 
@@ -250,7 +250,8 @@ def as_tensor(name: str, value: Any) -> torch.Tensor:
     import torch
 
     try:
-        return torch.as_tensor(value)
+        # Where PyTorch has a default device, as_tensor takes tensors there.
+        return value if isinstance(value, torch.Tensor) else torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError):
         raise InvalidProblem(
             f"{name} must be a tensor, or lists of numbers of one length, got "

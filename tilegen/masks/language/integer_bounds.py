@@ -57,7 +57,7 @@ class Sizes(TileBounds):
         name = expr.args[0] if isinstance(expr, Lookup) else expr
         if isinstance(name, sympy.Symbol):
             low, high = self._known.get(name, ANYTHING if name.is_integer else REALS)
-            return Interval(torch.tensor(low), torch.tensor(high))
+            return Interval(*(torch.tensor(end, device="cpu") for end in (low, high)))
         found = super()._compute(expr)
         if isinstance(found, Interval) and not is_int(expr) and expr.is_nonnegative:
             return Interval(found.lo.nan_to_num(0).clamp(min=0), found.hi)

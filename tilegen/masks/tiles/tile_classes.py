@@ -258,8 +258,9 @@ _SPREAD_BITS = 16
 def _spread(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return points of the unit square, times 2**_SPREAD_BITS: its corners, then evenly spread."""
     # Multiples of these two irrationals, modulo 1, fill the square evenly (the R2 sequence).
-    steps = torch.arange(1, count - 3, dtype=torch.float64)
-    corners = torch.tensor([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0]], dtype=torch.float64)
+    wide: Any = {"dtype": torch.float64, "device": "cpu"}
+    steps = torch.arange(1, count - 3, **wide)
+    corners = torch.tensor([[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0]], **wide)
     inner = torch.stack([steps * 0.7548776662466927 % 1, steps * 0.5698402909980532 % 1], 1)
     points = torch.cat([corners, inner]) * (2**_SPREAD_BITS - 1)
     q, k = points.long().T.to(device)

@@ -165,10 +165,10 @@ def _edges_of(
         [
             torch.from_numpy(np.array(value.sample(shape.by_axis)))
             if slot in read
-            else torch.empty(0)
+            else torch.empty(0, device="cpu")
             for slot, value in enumerate(values)
         ],
-        {symbol: torch.as_tensor(value) for symbol, value in symbols.items()},
+        {symbol: torch.as_tensor(value, device="cpu") for symbol, value in symbols.items()},
         torch.device("cpu"),
     )
     live, dropped = (

@@ -61,7 +61,9 @@ def check_numbers(
             watching = _Watching()
             try:
                 with watching:
-                    expected = torch.as_tensor(fn(*[score] * is_score, zero, zero, q, k))
+                    expected = torch.as_tensor(
+                        fn(*[score] * is_score, zero, zero, q, k), device=device
+                    )
             except (IndexError, RuntimeError):
                 continue  # a table is smaller, or the function takes no tensors of one pair
             if not watching.met:
