@@ -202,8 +202,8 @@ def _numbers(
     for expr, symbol, length in ((sides.column, K, lengths[1]), (sides.row, Q, lengths[0])):
         index = torch.arange(length, device=device)
         symbols = {symbol: index, B: torch.arange(batch, device=device)[:, None]}
-        of_q, of_kv = torch.tensor(lengths, device=device)
-        symbols |= {SEQLEN_Q: of_q, SEQLEN_KV: of_kv}
+        for name, value in zip((SEQLEN_Q, SEQLEN_KV), lengths, strict=True):
+            symbols[name] = torch.full((), value, device=device)  # a copy could not be captured
         with sympy_lock.lock:
             number = Points(captured, symbols, device, dtype)(prepared(expr))
         number = number.long() if number.dtype == torch.bool else number

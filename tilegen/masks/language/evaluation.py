@@ -131,7 +131,7 @@ class Points:
             case sympy.Not():
                 return self.apply(torch.logical_not, self(expr.args[0]))
             case _ if expr in (sympy.true, sympy.false):
-                return self.constant(torch.tensor(bool(expr), device=self._device))
+                return self.constant(torch.full((), bool(expr), device=self._device))
             case sympy.Ne():
                 return self.apply(torch.logical_not, self(sympy.Eq(*expr.args, evaluate=False)))
             case sympy.Gt() | sympy.Ge():
@@ -192,7 +192,8 @@ class Points:
 
     def _number(self, value: float) -> Any:
         dtype = torch.int64 if isinstance(value, int) else self._dtype
-        return self.constant(torch.tensor(value, dtype=dtype, device=self._device))
+        # Filled where it is: a copy onto a GPU waits for it, and cannot be captured in a graph.
+        return self.constant(torch.full((), value, dtype=dtype, device=self._device))
 
     def constant(self, value: torch.Tensor) -> Any:
         """Return what stands for a number or a truth that is the same everywhere."""
