@@ -56,9 +56,8 @@ class Dropout:
     def factors(self, batch: int, heads: int, rows: int, columns: int) -> torch.Tensor:
         """Return what the weight of each pair is multiplied by, 0 or 1 / (1 - p): fp64, (batch,
         heads, rows, columns)."""
-        p = float(
-            torch.tensor(self.p, dtype=torch.float32, device="cpu")
-        )  # as kernels are given it
+        as_given = torch.tensor(self.p, dtype=torch.float32, device="cpu")  # to kernels
+        p = as_given.item()
         kept = drawn_words(self.state, batch, heads, rows, columns) >= min(int(p * 2**32), _WORD)
         return kept * (1 / (1 - p) if p < 1 else 0.0)
 

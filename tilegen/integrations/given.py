@@ -33,15 +33,19 @@ def of_tensor(given: torch.Tensor, batch: int, lengths: tuple[int, int]) -> Give
     """Return what a mask of four dimensions says, each as large as the call's or 1: a bool tensor
     keeps pairs, a floating one is added to their scores, -inf or its dtype's lowest number drops
     them."""
-    # Inference tensors count no changes, and a CUDA graph replays only what is made while it is
-    # captured: with tables from before it would not see later changes of its mask.
-    is_captured = given.is_cuda and torch.cuda.is_current_stream_capturing()
-    if given.requires_grad or is_traced() or given.is_inference() or is_captured:
+    # Inference tensors count no changes.
+    if given.requires_grad or is_traced() or given.is_inference() or _is_captured(given):
         return _of_tensor(given, batch, lengths)
     view = (given.data_ptr(), given.shape, given.stride(), given.dtype, given.device)
     key = (*view, given._version, batch, lengths)
     # The tensor is kept too, so that nothing else gets its memory.
     return _masks.get(key, lambda: (_of_tensor(given, batch, lengths), given))[0]
+
+
+def _is_captured(given: torch.Tensor) -> bool:
+    """Whether a CUDA graph is captured, which replays only what is made meanwhile: with tables from
+    before it would not see later changes of its mask."""
+    return given.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 _masks: BoundedCache[Any, tuple[Given, torch.Tensor]] = BoundedCache(MAX_MASKS)
