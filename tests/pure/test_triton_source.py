@@ -75,12 +75,25 @@ def _binary(function: Callable[..., torch.Tensor]) -> Callable[..., Tile]:
 
 
 _BITS = {name: f"bitwise_{name}" for name in ("and", "or", "xor")}
-_BITS |= {"lshift": "bitwise_left_shift", "rshift": "bitwise_right_shift", "truediv": "div"}
+_BITS |= {"truediv": "div"}
 for _name in ("add", "sub", "mul", "lt", "le", "gt", "ge", "eq", "ne", *_BITS):
     _torch = _BITS.get(_name, _name)
     _function = _binary(getattr(torch, _torch))
     setattr(Tile, f"__{_name}__", _function)
     setattr(Tile, f"__r{_name}__", lambda self, other, f=_function: f(other, self))
+
+
+def _shift(function: Callable[..., torch.Tensor]) -> Callable[..., Tile]:
+    def shift(value: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+        bits = torch.iinfo(torch.promote_types(value.dtype, by.dtype)).bits
+        assert 0 <= int(by.min()) <= int(by.max()) < bits, "LLVM leaves others undefined"
+        return function(value, by)
+
+    return _binary(shift)
+
+
+Tile.__lshift__ = _shift(torch.bitwise_left_shift)  # type: ignore[attr-defined]
+Tile.__rshift__ = _shift(torch.bitwise_right_shift)  # type: ignore[attr-defined]
 Tile.__neg__ = lambda self: Tile(-self.value)  # type: ignore[attr-defined]
 Tile.__invert__ = lambda self: Tile(~self.value)  # type: ignore[attr-defined]
 
@@ -232,6 +245,22 @@ def test_bits_of_rounded_floats_are_those_of_integers(text: str) -> None:
     assert torch.equal(
         found.double(), value_of(expr, (), torch.zeros(SHAPE)).double().expand(SHAPE)
     )
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("shl(k+1,q-2)", "shr(9*q+k,q%5-2)", "shl(k,h*40)", "shr(-k,h*40)", "shr(k,q%5*10)"),
+        *("q//(k-2)", "q%(k-2)", "(q-3)//(-h)", "(q-3)%(-h)", "(q-k)//h", "(q-k)%(h*b)"),
+    ],
+)
+def test_shifts_and_divisions_of_no_meaning_are_defined(text: str) -> None:
+    """Shifts by less than 0 or more bits than there are, and divisions by 0, as everywhere else."""
+    expr: Any = from_text(text)
+    _, scope = run({"keep": sympy.Lt(expr, 3), "is_2": sympy.Eq(expr, 2)}, (), torch.zeros(SHAPE))
+    expected = value_of(expr, (), torch.zeros(SHAPE)).expand(SHAPE)
+    assert torch.equal(Tile.of(scope["keep"]).expand(SHAPE), expected < 3)
+    assert torch.equal(Tile.of(scope["is_2"]).expand(SHAPE), expected == 2)
 
 
 def test_tanh_is_right_everywhere_in_fp32() -> None:
