@@ -46,7 +46,7 @@ CHANGES: dict[str, Callable[[], dict[str, Any]]] = {
 
 @contextlib.contextmanager
 def captured() -> Generator[None]:
-    """Refuse what cannot be captured."""
+    """Refuse what cannot be captured, and tensors that are made without saying on which device."""
 
     def forbidden(owner: Any, name: str, when: Callable[[Any], bool] = lambda _: True) -> Any:
         does = getattr(owner, name)
@@ -63,6 +63,7 @@ def captured() -> Generator[None]:
                 stack.enter_context(forbidden(owner, name))
         elsewhere = forbidden(torch, "as_tensor", lambda x: not isinstance(x, torch.Tensor))
         stack.enter_context(elsewhere)
+        stack.enter_context(torch.device("meta"))
         yield
 
 
