@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.listed_masks import SAME_DOCUMENT, shape_of
+from tilegen.errors import Unsupported
 from tilegen.masks.shapes import TiledShape
 from tilegen.masks.tiles import tile_lists
 from tilegen.masks.tiles.tile_lists import ListCache, TileLists, build
@@ -44,6 +45,16 @@ def test_a_modified_tensor_gives_new_lists() -> None:
     ids.zero_()
     after = rows(cache, SAME_DOCUMENT, ids)
     assert before.visited_tiles < after.visited_tiles == 16
+
+
+def test_lists_are_not_made_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, ids = ListCache(), torch.arange(64) // 10
+    before = rows(cache, SAME_DOCUMENT, ids)
+    monkeypatch.setattr(tile_lists, "is_captured", lambda device: device.type == "cpu")
+    assert rows(cache, SAME_DOCUMENT, ids) is before
+    for given in (ids.zero_(), ids.clone()):
+        with pytest.raises(Unsupported, match="make the call once before"):
+            rows(cache, SAME_DOCUMENT, given)
 
 
 def test_lists_die_with_their_tensors_and_are_few() -> None:

@@ -14,6 +14,7 @@ from tilegen.masks import score as scores
 from tilegen.masks.made import is_traced
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
+from tilegen.masks.values import is_captured
 
 MAX_MASKS = 4
 """Number of masks of tensors that are kept for further layers of a forward that gets the same
@@ -33,19 +34,15 @@ def of_tensor(given: torch.Tensor, batch: int, lengths: tuple[int, int]) -> Give
     """Return what a mask of four dimensions says, each as large as the call's or 1: a bool tensor
     keeps pairs, a floating one is added to their scores, -inf or its dtype's lowest number drops
     them."""
-    # Inference tensors count no changes.
-    if given.requires_grad or is_traced() or given.is_inference() or _is_captured(given):
+    # Inference tensors count no changes, and a CUDA graph would replay padding of the call before.
+    if given.requires_grad or is_traced() or given.is_inference():
+        return _of_tensor(given, batch, lengths)
+    if _is_padding(given, lengths) and is_captured(given.device):
         return _of_tensor(given, batch, lengths)
     view = (given.data_ptr(), given.shape, given.stride(), given.dtype, given.device)
     key = (*view, given._version, batch, lengths)
     # The tensor is kept too, so that nothing else gets its memory.
     return _masks.get(key, lambda: (_of_tensor(given, batch, lengths), given))[0]
-
-
-def _is_captured(given: torch.Tensor) -> bool:
-    """Whether a CUDA graph is captured, which replays only what is made meanwhile: with tables from
-    before it would not see later changes of its mask."""
-    return given.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 _masks: BoundedCache[Any, tuple[Given, torch.Tensor]] = BoundedCache(MAX_MASKS)
@@ -58,9 +55,14 @@ def _of_tensor(given: torch.Tensor, batch: int, lengths: tuple[int, int]) -> Giv
     return _kept(keep.detach(), batch, lengths), given.masked_fill(~keep, 0.0)
 
 
+def _is_padding(given: torch.Tensor, lengths: tuple[int, int]) -> bool:
+    """Whether a mask says the same for all heads and rows."""
+    return given.shape[1] == given.shape[2] == 1 and lengths[0] > 1
+
+
 def _kept(keep: torch.Tensor, batch: int, lengths: tuple[int, int]) -> Mask:
-    """Return the mask of a bool tensor; one that says the same for all rows is padding."""
-    if keep.shape[1] == keep.shape[2] == 1 and lengths[0] > 1:
+    """Return the mask of a bool tensor."""
+    if _is_padding(keep, lengths):
         return tables.padding(keep[:, 0, 0].expand(batch, lengths[1]), lengths[0])
     return tables.dense(keep.expand(*keep.shape[:2], *lengths))
 

@@ -338,6 +338,14 @@ def is_checked(tensor: Any) -> bool:
     return has_values(tensor)
 
 
+def is_captured(device: Any) -> bool:
+    """Whether a CUDA graph is captured on a device: it replays only what is made meanwhile, and
+    nothing may wait."""
+    import torch
+
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def has_values(tensor: Any) -> bool:
     """Whether values may be looked at where nobody traces."""
     return tensor.is_cpu or (checks() and not tensor.is_meta)

@@ -17,10 +17,11 @@ from cachetools import LRUCache
 from sympy.logic.boolalg import Boolean
 
 from tilegen import sympy_lock
+from tilegen.errors import Unsupported
 from tilegen.masks.mask import Side
 from tilegen.masks.shapes import TiledShape
 from tilegen.masks.tiles.tile_classes import TileClasses, classify, distinguished
-from tilegen.masks.values import is_checked
+from tilegen.masks.values import is_captured, is_checked
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,7 +140,8 @@ class ListCache:
         sources: Sequence[torch.Tensor] | None = None,
         origin: Hashable = None,
     ) -> TileLists:
-        """Return what `build` does, built at most once.
+        """Return what `build` does, built at most once. Raises Unsupported while a CUDA graph is
+        captured, unless they are there.
 
         `captured` are made of `sources` in a way that `origin` names; by default they are the same.
         """
@@ -149,6 +151,11 @@ class ListCache:
         entry = self._entry(key, sources)
         with entry.lock:
             if entry.lists is None or not all(map(_is_unchanged, sources, entry.states)):
+                if is_captured(device):
+                    raise Unsupported(
+                        "lists of tiles cannot be made while a CUDA graph is captured: make the "
+                        "call once before, with the same tensors as they are"
+                    )
                 entry.states = tuple(map(_state, sources))
                 with sympy_lock.lock:
                     entry.lists = build(keep, captured, shape, device=device, side=side)
