@@ -24,8 +24,9 @@ building.Pool = partial(Pool, 1)
 
 def generated(command: list[str], *, env: dict[str, str], **_: object) -> SimpleNamespace:
     """Stand for `subprocess.run`: one process starts to compile, not one for each core."""
-    _, _, code, *arguments = command
-    return SimpleNamespace(stdout=warm.output(ONE_COMPILER + code, *arguments, env=env))
+    _, _, module, *arguments = command
+    code = f"{ONE_COMPILER}\nfrom runpy import run_module; run_module({module!r}, None, '__main__')"
+    return SimpleNamespace(stdout=warm.output(code, *arguments, env=env))
 
 
 def test_a_bundle_is_generated_again_checked_and_searched(
