@@ -191,8 +191,9 @@ def best_acceptable(
     uses, among those that may be used on a GPU.
 
     Another tile is compiled before the same one with other stages or loads, and none that cannot be
-    faster by more than CLOSE. Where none may be used, it is the one that spills least. Raises
-    BuildFailed where none compiles and fits.
+    faster by more than CLOSE: a config takes at best as long as predicted without spilling, or as
+    the code of its tile with other stages would, where that was compiled. Where none may be used,
+    it is the one that spills least. Raises BuildFailed where none compiles and fits.
     """
     from tilegen.build.acceptable import acceptable, first_that_fits
 
@@ -212,11 +213,13 @@ def best_acceptable(
         from tilegen.choose.ranking import time_as_compiled  # loads SymPy
 
         seconds[config] = time_as_compiled(problem, gpu, config, ranked.kernel, built).cost
-        for other in ranked.configs:  # if it has fewer registers than predicted, they do, too
+        for other in ranked.configs:  # the same code but for the depth of its pipeline
             if other not in tried and replace(other, num_stages=config.num_stages) == config:
                 of = problem, gpu, other, ranked.kernel, built
                 as_this = time_as_compiled(*of, stages=config.num_stages).cost
-                at_best[other] = min(at_best[other], as_this)
+                # Without a pipeline the code is another.
+                is_read = built.step_code and min(other.num_stages, config.num_stages) > 1
+                at_best[other] = as_this if is_read else min(at_best[other], as_this)
     if seconds:
         best = min(seconds, key=lambda config: seconds[config])
         return Chosen(config=best, ranked=ranked, tried=tried, seconds=seconds)

@@ -191,6 +191,26 @@ def test_registers_of_a_tile_tell_of_its_other_stages() -> None:
     assert compiled(96) == (replace(tile, num_stages=3), 2)
 
 
+def test_a_tile_that_is_slower_as_compiled_is_not_compiled_with_other_stages() -> None:
+    """The code of a step is that of its other stages, but for one stage, which has no pipeline."""
+    tile = TileConfig.parse("m64n128w8s3")
+    stages = [replace(tile, num_stages=number) for number in (3, 4, 2, 1)]
+    (first,) = hopefuls(PROBLEM, H200, kernel="bwd_dkdv", top=1)
+    alike = tuple(replace(first, config=one) for one in stages)
+    asked: list[TileConfig] = []
+
+    def compile_(config: TileConfig) -> Used:
+        asked.append(config)
+        needs = footprint(PROBLEM, config, "bwd_dkdv", "sm_90")
+        code = replace(STEP, exposed=STEP.instructions)
+        return Used(shared_bytes=needs.smem_bytes, step_code=code)
+
+    ranked = Ranked("bwd_dkdv", tuple(stages), "model", "", alike)
+    found = pipeline.best_acceptable(PROBLEM, H200, ranked, compile_)
+    assert found.seconds[tile] > 1.2 * first.estimate.cost
+    assert asked == [stages[0], stages[3]]
+
+
 def test_what_spills_a_little_is_taken_if_it_is_still_the_fastest(
     compiled: dict[TileConfig, int | None],
 ) -> None:
