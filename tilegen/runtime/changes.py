@@ -56,18 +56,24 @@ class Changes:
         """Return what kernels read of the mask's tensors, in the order of its values. Lengths have
         been checked by the plan of the call; `converts` has them made int32, on the device. Raises
         InvalidProblem where other sizes do not fit."""
-        given, lengths = self.given, self.kv_lengths
-        if lengths is None:
+        given = self.given
+        if self.kv_lengths is None:
             return tensors_of(given, Shape.of(q, k), device)
-        if has_values(lengths):
-            check_range(lengths, LIMIT)
-        if converts:
-            lengths = lengths.to(device, torch.int32).contiguous()
+        lengths = self.lengths(device, converts)
         if not given.values:
             return (lengths,)
         tables = tensors_of(given, Shape.of(q, k), device)
         at = kind_of_mask(given).padded[1]
         return *tables[:at], lengths, *tables[at:]
+
+    def lengths(self, device: torch.device, converts: bool) -> torch.Tensor:
+        """Return the lengths of padded batches, of which there are some, as kernels read them (see
+        `tables`). Raises InvalidProblem."""
+        lengths = self.kv_lengths
+        assert lengths is not None
+        if has_values(lengths):
+            check_range(lengths, LIMIT)
+        return lengths.to(device, torch.int32).contiguous() if converts else lengths
 
     @property
     def captured(self) -> tuple[torch.Tensor, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property, partial
 from threading import RLock
 from typing import Any
 
@@ -59,6 +59,15 @@ class Pass:
     them."""
     library: Library | None = None
     """What computes the pass wherever a call means the same by it."""
+
+    @cached_property
+    def padded(self) -> tuple[tuple[Kernel, Launch, str], ...]:
+        """The launches, each with the name of the tensor that it reads, where no kernel reads more
+        than one: for calls with lengths of padded batches and no more, nothing is looked up."""
+        its = self.kernels.items()
+        if self.is_plain or not all(one.only or one.reads_nothing for _, one in its):
+            return ()
+        return tuple((name, one.launch, one.only) for name, one in its)
 
     def reading(
         self, tables: Sequence[torch.Tensor], reads: Mapping[str, Any]
@@ -132,7 +141,12 @@ class Kernels:
         if its.library and (found := its.library.forward(q, k, v, scale)) is not None:
             return found
         launches = its.launches
-        if not its.is_plain:
+        if its.padded and changes.kv_lengths is not None:
+            lengths = changes.lengths(self.device, its.converts_integers)
+            launches = {}
+            for name, launch, what in its.padded:
+                launches[name] = partial(launch, **{what: lengths}) if what else launch
+        elif not its.is_plain:
             score = changes.score
             reads = {} if changes.dropout is None else changes.dropout.given
             if score is not None:
