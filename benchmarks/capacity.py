@@ -15,8 +15,8 @@ from typing import Annotated
 
 import typer
 
-from benchmarks.environment import RESULTS
-from benchmarks.published.report import write
+from benchmarks.environment import RESULTS, Environment, environment
+from benchmarks.rows import with_environment, write
 from tilegen.choose.ranking import best_of, estimate
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
@@ -37,7 +37,7 @@ KERNEL = "fwd_paged"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(Environment):
     """One batch of requests of KEYS keys, in a grid for CAPACITY."""
 
     model: str
@@ -67,7 +67,9 @@ def row(model: str, batch: int) -> Row:
     splits = splits_of(problem, config, KERNEL).count
     partials = batch * problem.num_heads_q * splits * problem.head_dim_v * 4
     fixed, divided = (_programs(short, one) for one in (config, as_divided(problem, short, config)))
-    return Row(
+    return with_environment(
+        Row,
+        environment(),
         model=model,
         problem=problem.key,
         config=config.key,

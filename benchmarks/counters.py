@@ -26,7 +26,7 @@ from typing import Annotated, Any
 import typer
 
 from benchmarks.environment import ROOT, Environment, environment, gpu_at_hand
-from benchmarks.rows import append, with_environment
+from benchmarks.rows import with_environment, write
 from benchmarks.workloads import Workload, head
 from tilegen.build.digests import noting_launches
 from tilegen.choose.ranking import estimate
@@ -205,7 +205,7 @@ def measure(workload: Workload, spec: GpuSpec, *, timeout: float) -> Iterator[Co
 
 
 def main(
-    csv: Annotated[Path, typer.Option(help="Result file.")] = Path("counters.csv"),
+    csv: Annotated[Path, typer.Option(help="Result file; replaced.")] = Path("counters.csv"),
     minutes: Annotated[float, typer.Option(help="Start nothing new after this long.")] = 10.0,
     launch_only: Annotated[
         str | None,
@@ -225,6 +225,7 @@ def main(
         return
     deadline = time.monotonic() + 60 * minutes
     failures = 0
+    found: list[CounterRow] = []
     for workload in head():
         left = deadline - time.monotonic()
         if left <= 0:
@@ -232,7 +233,8 @@ def main(
             break
         try:
             for row in measure(workload, spec, timeout=left):
-                append(csv, row)
+                found.append(row)
+                write(csv, found)
                 print(f"{row.workload} {row.kernel} {row.config}: {ratios(row)}", flush=True)
         except RuntimeError as error:
             failures += time.monotonic() < deadline  # or only its time was over

@@ -20,9 +20,16 @@ from typing import Annotated
 import typer
 
 from benchmarks.arithmetic import compulsory_bytes
-from benchmarks.environment import RESULTS, environment, gpu_folder, has_gpu, start_over
+from benchmarks.environment import (
+    RESULTS,
+    Environment,
+    environment,
+    gpu_folder,
+    has_gpu,
+    start_over,
+)
 from benchmarks.providers import providers
-from benchmarks.published.report import write
+from benchmarks.rows import with_environment, write
 from benchmarks.run import cases, run
 from benchmarks.workloads import SERVED, Workload
 from tilegen.choose.families import family
@@ -97,7 +104,7 @@ TARGETS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Predicted:
+class Predicted(Environment):
     """The model's choice for a target, and its time beside others."""
 
     name: str
@@ -128,7 +135,9 @@ def predict(target: Target) -> Predicted:
     launches = sum(launch_seconds(spec, cost.kernel, 1) for cost in best)
     split = [one for one in best if KERNELS[one.kernel].splits]
     counts = [splits_of(problem, one.config, one.kernel).count for one in split]
-    return Predicted(
+    return with_environment(
+        Predicted,
+        environment(),
         name=target.workload.name,
         problem=problem.key,
         family=name,

@@ -21,8 +21,8 @@ import torch
 import typer
 
 import tilegen
-from benchmarks.environment import RESULTS, has_gpu
-from benchmarks.published.report import write
+from benchmarks.environment import RESULTS, Environment, environment, has_gpu
+from benchmarks.rows import with_environment, write
 from tilegen.build.verdicts import verdict
 from tilegen.check.reference import TORCH_DTYPES
 from tilegen.choose.ranking import best_of, seconds_as_compiled
@@ -50,11 +50,12 @@ LAYOUTS = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Row:
+class Row(Environment):
     """One layout with one size of page; times are of all kernels of a call, launches counted."""
 
     problem: str
-    gpu: str
+    predicted_for: str
+    """Catalogue key of the GPU that rows are of."""
     page: int
     layout: str
     row_bytes: int
@@ -181,9 +182,11 @@ def rows(step: str = STEP) -> Iterator[Row]:
         problem = replace(AttentionProblem.parse(step), page=page)
         for layout in LAYOUTS:
             k, _ = cache_of(layout, page, 1, problem, "meta")
-            yield Row(
+            yield with_environment(
+                Row,
+                environment(),
                 problem=problem.key,
-                gpu=GPU,
+                predicted_for=GPU,
                 page=page,
                 layout=layout,
                 **contiguous(k),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -96,9 +96,18 @@ def append(path: Path, row: Any) -> None:
             writer.writeheader()
         elif not before.endswith(b"\n"):
             file.write("\n")  # a killed run left half a row
-        writer.writerow({name: _text(value) for name, value in asdict(row).items()})
+        writer.writerow(_line(row))
         file.flush()
         os.fsync(file.fileno())
+
+
+def write(path: Path, rows: Sequence[Any]) -> None:
+    """Write a result file anew, from rows of one kind."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns(type(rows[0])), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(map(_line, rows))
 
 
 def read(path: Path) -> list[dict[str, str]]:
@@ -123,6 +132,10 @@ def markdown(names: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     lines = [[text.replace("|", "\\|") for text in row] for row in (names, *rows)]
     lines.insert(1, ["---"] * len(lines[0]))
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _line(row: Any) -> dict[str, object]:
+    return {name: _text(value) for name, value in asdict(row).items()}
 
 
 def _text(value: object) -> object:

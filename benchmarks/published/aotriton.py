@@ -23,8 +23,7 @@ KERNELS: dict[str, Kernel] = {
     "bwd_kernel_dk_dv": "bwd_dkdv",
     "bwd_kernel_dq": "bwd_dq",
 }
-GPUS = {"gfx942": "mi300x", "gfx950": "mi300x"}
-"""MI350 is not in the catalogue; the nearest known stands for it."""
+GPUS = {"gfx942": "mi300x", "gfx950": "mi350x"}
 DTYPES = {"torch.float16": "fp16", "torch.bfloat16": "bf16", "torch.float32": "fp32"}
 BATCH, HEADS = 3, 5
 """Batch and heads that the tuner of that repository runs; the tables do not record them."""

@@ -23,7 +23,7 @@ CONFIG = TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=2)
 PROBLEM = AttentionProblem.parse("hq4 hkv1 q1024 d64 bf16 causal&window(255,0)")
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120", "gfx942"])
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950"])
 @pytest.mark.parametrize("kernel", LARGE_CACHE)
 def test_every_kernel_on_every_architecture(kernel: Kernel, arch: str) -> None:
     compiled = compile_for(render(PROBLEM, CONFIG, kernel), arch)
@@ -31,7 +31,7 @@ def test_every_kernel_on_every_architecture(kernel: Kernel, arch: str) -> None:
     assert acceptable(compiled, gpu_for(arch))
     assert 16 < compiled.registers <= 512
     assert compiled.shared_bytes <= 65536
-    assert compiled.extension == ("hsaco" if arch == "gfx942" else "cubin")
+    assert compiled.extension == ("hsaco" if arch.startswith("gfx") else "cubin")
 
 
 SPLIT_OR_PADDED = ["d80 fp16 causal", "d192/128 bf16 full", "d72/60 fp32 window(9,9)"]

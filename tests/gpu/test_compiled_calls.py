@@ -59,6 +59,20 @@ def test_a_warm_call_waits_for_nothing_and_is_captured() -> None:
     assert not torch.equal(found, expected)
 
 
+def test_replays_see_changes_of_a_dense_mask() -> None:
+    """Which lists of tiles are made for at other calls."""
+    q, k, v = (x.detach() for x in given())
+    keep = torch.rand(200, 200, device="cuda") < 0.1
+    tilegen.scaled_dot_product_attention(q, k, v, attn_mask=keep)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = tilegen.scaled_dot_product_attention(q, k, v, attn_mask=keep)
+    keep.logical_not_()
+    graph.replay()
+    expected = tilegen.scaled_dot_product_attention(q, k, v, attn_mask=keep.clone())
+    torch.testing.assert_close(found, expected)
+
+
 def test_replays_drop_other_weights() -> None:
     q, k, v = (x.detach() for x in given())
     tilegen.attention(q, k, v, dropout_p=0.5)

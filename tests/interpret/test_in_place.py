@@ -10,6 +10,7 @@ import torch
 import tilegen
 from tests.in_place import CASES, WAYS, given, inputs
 from tilegen.check.reference import attention_reference
+from tilegen.masks.tiles import tile_lists
 
 LISTED = "scattered documents"
 """Whose lists of tiles are kept from call to call."""
@@ -29,6 +30,25 @@ def test_a_mask_follows_its_tensor(name: str, way: str) -> None:
     WAYS[way](tensor, after)
     expected = attention_reference(q, k, v, mask=make(after))[0]
     torch.testing.assert_close(tilegen.attention(q, k, v, mask=mask), expected)
+
+
+def test_a_captured_call_is_right_for_values_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of a replay read the tensor, and nothing that calls before have kept of it."""
+    q, k, v = (x.requires_grad_() for x in inputs())
+    make, before, after = CASES[LISTED]
+    mask = make(tensor := before.clone())
+    tilegen.attention(q, k, v, mask=mask)
+    monkeypatch.setattr(tile_lists, "is_captured", lambda _: True)
+    monkeypatch.setattr(tile_lists, "build", None)
+    tensor.copy_(after)
+    found = tilegen.attention(q, k, v, mask=mask)
+    expected = attention_reference(q, k, v, mask=make(after))[0]
+    torch.testing.assert_close(found, expected)
+    weights = torch.randn_like(found)
+    for one, other in zip(
+        *(torch.autograd.grad(out, (q, k, v), weights) for out in (found, expected)), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("way", WAYS)

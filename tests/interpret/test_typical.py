@@ -71,7 +71,7 @@ def test_scores_that_read_tensors_are_verified(name: str, family: str) -> None:
     problem = problem_with(made_from(SCORES[name]), "q40 kv50 d40/32 fp32 causal")
     checks = verify(problem, FAMILIES[family])
     require(checks)
-    backward = {"out", "lse", "dq", "dk", "dv"}
+    backward = {"out", "lse", "dq", "dk", "dv", *(["dsinks"] * problem.score.sinks)}
     assert {check.tensor for check in checks} == (
         {"out", "lse"} if family == "streamed" else backward
     )
@@ -84,6 +84,20 @@ def test_gradients_of_what_is_trained_are_verified(name: str, family: str) -> No
     checks = {check.tensor: check for check in verify(problem, FAMILIES[family])}
     require(tuple(checks.values()))
     assert checks["dt0"].found != 0
+    assert ("dsinks" in checks) == (name == "distances_and_sinks")
+
+
+def test_wrong_gradients_of_sinks_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And held against the kernel that makes delta, from which they follow."""
+    problem = problem_with(TRAINED["distances_and_sinks"], "q40 kv50 d16 fp32 full")
+    right = passes.gradient_of_sinks
+    monkeypatch.setattr(passes, "gradient_of_sinks", lambda *given: 1.001 * right(*given))
+    checks = {check.tensor: check.ok for check in verify(problem, FAMILIES["whole_heads"])}
+    names = ("out", "lse", "dq", "dk", "dv", "dt0")
+    assert checks == {**dict.fromkeys(names, True), "dsinks": False}
+    assert check_config(problem, "bwd_dq", TRIED) is None
+    with pytest.raises(WrongResult, match=r"they are wrong: dsinks +WRONG"):
+        check_config(problem, "bwd_preprocess", TRIED)
 
 
 def test_wrong_gradients_of_what_is_trained_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,7 +111,8 @@ def test_wrong_gradients_of_what_is_trained_are_found(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(passes, "gradients", twice)
     checks = {check.tensor: check.ok for check in verify(problem, FAMILIES["whole_heads"])}
-    assert checks == {**dict.fromkeys(("out", "lse", "dq", "dk", "dv"), True), "dt0": False}
+    names = ("out", "lse", "dq", "dk", "dv", "dsinks")
+    assert checks == {**dict.fromkeys(names, True), "dt0": False}
     assert check_config(problem, "bwd_dkdv", TRIED) is None
     with pytest.raises(WrongResult, match=r"to check bwd_dq with; .* they are wrong: dt0 +WRONG"):
         check_config(problem, "bwd_dq", TRIED)

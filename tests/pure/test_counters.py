@@ -12,6 +12,7 @@ from benchmarks import counters, rows
 from benchmarks.summary import summarise
 from tests.cases import PROBLEM, a_workload
 from tests.records import H200
+from tests.result_files import own_columns
 from tilegen.choose.chosen import Chosen, Ranked
 from tilegen.choose.ranking import estimate
 from tilegen.emit.render import render
@@ -134,6 +135,23 @@ def test_a_program_that_takes_too_long_is_ended_with_the_profiler(
     state = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
     with contextlib.suppress(FileNotFoundError):  # or nobody has asked for its exit code yet
         assert state.read_text().split()[2] == "Z"
+
+
+def test_a_run_replaces_the_rows_of_the_run_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, _ = counters.parse(NCU)
+    predicted = estimate(PROBLEM, H200, TileConfig(block_m=64, block_n=32))
+    monkeypatch.setattr(counters, "gpu_at_hand", lambda _: H200)
+    monkeypatch.setattr(counters.shutil, "which", lambda _: "ncu")
+    monkeypatch.setattr(counters, "head", lambda: [a_workload("a"), a_workload("b")])
+    monkeypatch.setattr(
+        counters, "measure", lambda w, *_, **__: [counters.compare(w, predicted, forward)]
+    )
+    for _ in range(2):
+        counters.main(csv=tmp_path / "counters.csv", minutes=1.0, launch_only=None)
+        found = own_columns(tmp_path / "counters.csv", counters.CounterRow)
+        assert [row[0] for row in found] == ["workload", "a", "b"]
 
 
 def test_counted_rows_are_summarised(tmp_path: Path) -> None:

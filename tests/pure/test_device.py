@@ -23,6 +23,7 @@ FLOPS_PER_CLOCK_AND_SM = {
     "b200": 8192,
     "rtx5090": 512,
     "mi300x": 2048,
+    "mi350x": 4096,
 }
 NAMES = list(FLOPS_PER_CLOCK_AND_SM)
 CRITICAL_DIMS = {  # sqrt of the 16-bit words of shared memory, alone and with a word per register
@@ -38,6 +39,7 @@ CRITICAL_DIMS = {  # sqrt of the 16-bit words of shared memory, alone and with a
     "b200": (340, 497),
     "rtx5090": (225, 340),
     "mi300x": (181, 404),
+    "mi350x": (286, 461),
 }
 H200_DRIVER = {
     "name": "NVIDIA H200",
@@ -54,7 +56,7 @@ H200_DRIVER = {
 }
 
 
-def test_catalogue_holds_the_twelve() -> None:
+def test_catalogue_holds_these() -> None:
     assert [spec.name for spec in catalogue()] == NAMES
     assert all(gpu(name).name == name for name in NAMES)
 

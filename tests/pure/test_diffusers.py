@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,6 +16,7 @@ diffusers = pytest.importorskip("diffusers", reason=REASON)
 from diffusers.models import attention_dispatch  # noqa: E402
 from torch.nn.attention.flex_attention import create_block_mask  # noqa: E402
 
+from tilegen.check.reference import dense_mask  # noqa: E402
 from tilegen.errors import InvalidProblem, Unsupported  # noqa: E402
 from tilegen.integrations import diffusers as integration  # noqa: E402
 from tilegen.integrations import given  # noqa: E402
@@ -136,17 +138,46 @@ def test_lse_is_laid_out_as_diffusers_lays_it_out() -> None:
     torch.testing.assert_close(lse, scores.logsumexp(-1))
 
 
-def test_a_captured_graph_makes_what_it_reads_of_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a call before made of the same tensor would stay as it was when the graph replays. Lists
-    of tiles cannot be made meanwhile, and so masks that need them are those of the call before."""
+def test_a_captured_graph_makes_what_it_reads_of_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a call before made of the same tensor would stay as it was when the graph replays."""
     dense, padding = torch.randn(2, 1, 5, 5), torch.ones(2, 1, 1, 5, dtype=torch.bool)
     for tensor in (dense, padding):
         once = given.of_tensor(tensor, 2, (5, 5))
         assert given.of_tensor(tensor, 2, (5, 5)) is once
         with monkeypatch.context() as patched:
             patched.setattr(given, "is_captured", lambda _: True)
-            assert (given.of_tensor(tensor, 2, (5, 5)) is once) == (tensor is dense)
+            assert given.of_tensor(tensor, 2, (5, 5)) is not once
         assert given.of_tensor(tensor, 2, (5, 5)) is once
+
+
+def kept_of(mask: torch.Tensor) -> torch.Tensor:
+    """Return which pairs the mask of a tensor keeps, made as all layers of a model make it."""
+    found, _ = given.of_tensor(mask[:, None], 1, (5, 5))
+    return dense_mask(found, 5, 5).reshape(5, 5)
+
+
+def test_what_changes_a_mask_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    dropped = torch.full((1, 5, 5), -torch.inf)
+    for looked_at in (True, False):  # as on a CPU, and as on a GPU
+        monkeypatch.setattr(given, "is_checked", lambda _, seen=looked_at: seen)
+        mask = torch.zeros(1, 5, 5)
+        assert kept_of(mask).all()
+        mask[0, 0] = -torch.inf
+        assert kept_of(mask).sum() == 20
+        assert kept_of(mask.data).sum() == 20
+        mask.fill_(-torch.inf)
+        assert not kept_of(mask.data).any()
+        mask.fill_(0.0)
+        assert kept_of(mask).all()
+        mask.data = dropped
+        assert not kept_of(mask).any()
+
+
+def test_what_numpy_writes_to_a_mask_is_seen() -> None:
+    mask = torch.zeros(1, 5, 5)
+    assert kept_of(mask).all()
+    mask.numpy()[0, 1] = -np.inf
+    assert kept_of(mask).sum() == 20
 
 
 def test_nothing_is_left_behind() -> None:

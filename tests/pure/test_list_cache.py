@@ -8,10 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import sympy
 import torch
 
 from tests.listed_masks import SAME_DOCUMENT, shape_of
 from tilegen.errors import Unsupported
+from tilegen.masks.language.symbols import K, Q
+from tilegen.masks.mask import Side
 from tilegen.masks.shapes import TiledShape
 from tilegen.masks.tiles import tile_lists
 from tilegen.masks.tiles.tile_lists import ListCache, TileLists, build
@@ -47,14 +50,47 @@ def test_a_modified_tensor_gives_new_lists() -> None:
     assert before.visited_tiles < after.visited_tiles == 16
 
 
-def test_lists_are_not_made_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_elements_give_new_lists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where elements are not looked at, as on a GPU."""
+    monkeypatch.setattr(tile_lists, "is_checked", lambda _: False)
+    cache, ids = ListCache(), torch.arange(64) // 10
+    before = rows(cache, SAME_DOCUMENT, ids)
+    assert rows(cache, SAME_DOCUMENT, ids) is before
+    ids.data = torch.zeros_like(ids)
+    assert before.visited_tiles < rows(cache, SAME_DOCUMENT, ids).visited_tiles == 16
+
+
+def test_a_captured_graph_is_right_for_values_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its lists are those of no call: a replay reads what is in the tensors by then."""
     cache, ids = ListCache(), torch.arange(64) // 10
     before = rows(cache, SAME_DOCUMENT, ids)
     monkeypatch.setattr(tile_lists, "is_captured", lambda device: device.type == "cpu")
+    shape = replace(SHAPE, seqlen_kv=100)
+    sides: tuple[Side, ...] = ("rows", "columns")
+    for side, (stationary, streamed) in zip(sides, ((4, 7), (7, 4)), strict=True):
+        found = cache.get(SAME_DOCUMENT, [ids], shape, device="cpu", side=side)
+        live, full = found.flags(streamed)
+        assert live.shape == (1, 1, stationary, streamed)
+        assert live.all()
+        assert not full.any()
+    monkeypatch.undo()
     assert rows(cache, SAME_DOCUMENT, ids) is before
-    for given in (ids.zero_(), ids.clone()):
-        with pytest.raises(Unsupported, match="make the call once before"):
-            rows(cache, SAME_DOCUMENT, given)
+
+
+def test_lists_without_tensors_are_not_made_while_a_graph_is_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cache = ListCache()
+
+    def lists(step: int) -> TileLists:
+        keep: Any = sympy.Eq(sympy.Mod(Q - K, step), 0)
+        return cache.get(keep, [], SHAPE, device="cpu", side="rows")
+
+    before = lists(16)
+    monkeypatch.setattr(tile_lists, "is_captured", lambda device: device.type == "cpu")
+    assert lists(16) is before
+    with pytest.raises(Unsupported, match="make the call once before"):
+        lists(32)
 
 
 def test_lists_die_with_their_tensors_and_are_few() -> None:

@@ -172,6 +172,7 @@ HEAD_DIMS = [  # sqrt(M) of shared memory and of everything; dividing points of 
     ("b200", 340, 497, 674, 540),
     ("rtx5090", 225, 340, 467, 374),
     ("mi300x", 181, 404, 595, 477),
+    ("mi350x", 286, 461, 642, 515),
 ]
 
 
@@ -207,7 +208,7 @@ def test_device_table_covers_the_catalogue() -> None:
 
 def test_head_dim_512_is_small_cache_backward_nearly_everywhere() -> None:
     large = {r.gpu for r in device_regimes((2,)) if r.dividing_head_dims["backward"] > 512}
-    assert large == {"b200"}
+    assert large == {"b200", "mi350x"}
     wide = {r.gpu for r in device_regimes((2,)) if r.dividing_head_dims["forward"] > 512}
     assert wide >= {"h100", "h200", "b200", "mi300x"}
     assert not wide & {"v100", "t4", "a100", "l4", "rtx3090", "rtx4090", "rtx5090"}

@@ -49,7 +49,7 @@ class Check:
     """One output tensor judged, by its element furthest beyond, or nearest to, what is allowed."""
 
     tensor: str
-    """Name of the output: out, lse, dq, dk, dv, or dt0, dt1, ... of a score's tensors."""
+    """Name of the output: out, lse, dq, dk, dv, dt0, dt1, ... of a score's tensors, or dsinks."""
     ok: bool
     """True where no element lies further off than is allowed."""
     error: float
@@ -81,9 +81,9 @@ def verify(
     """Run the kernels of `configs` on random inputs of the problem's shape and judge every output.
 
     The kernels of a forward alone judge out and lse; those of a backward dq, dk and dv too, and
-    dt0, dt1, ... of the tensors that a score trains. Mask and score read typical tensors.
-    `device` defaults to the GPU, or to the CPU where Triton's interpreter is on. Raises Unsupported
-    where emitted kernels cannot run.
+    dt0, dt1, ... of the tensors that a score trains and dsinks of its sinks. Mask and score read
+    typical tensors. `device` defaults to the GPU, or to the CPU where Triton's interpreter is on.
+    Raises Unsupported where emitted kernels cannot run.
     """
     device = torch.device(device or run_device())
     with _own_modes(device):
@@ -206,11 +206,11 @@ def run(
         run_device()
         interpreter.prepare()
     q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout
-    trained = _trained(score)
-    sums = [q.new_zeros(one.shape, dtype=torch.float32) for one in trained.values()]
     reads: dict[str, Any] = dropout.given if dropout else {}
+    gradients: dict[int, torch.Tensor] = {}
     if score:
-        gradients = dict(zip(score.form.trained, sums, strict=True))
+        sizes = {slot: score.captured[slot].shape for slot in score.form.trained}
+        gradients = {s: q.new_zeros(size, dtype=torch.float32) for s, size in sizes.items()}
         reads |= score_tensors(score.captured, score.sink_logits, gradients)
     launch: dict[Kernel, Launch] = {
         kernel: _launch(rendered, rendered.problem.mask if mask is None else mask, reads, q, k)
@@ -231,10 +231,11 @@ def run(
             launch, q, k, v, dout, lse, delta, scale, panel_rows=panel_rows
         )
         results |= {"dq": dq, "dk": dk, "dv": dv}
-        results |= {
-            name: one.to(tensor.dtype)
-            for (name, tensor), one in zip(trained.items(), sums, strict=True)
-        }
+        if score:
+            its = score.captured
+            results |= {f"dt{slot}": x.to(its[slot].dtype) for slot, x in gradients.items()}
+            if score.sink_logits is not None and score.sink_logits.requires_grad:
+                results["dsinks"] = passes.gradient_of_sinks(score.sink_logits, lse, delta)
     return results
 
 
@@ -270,19 +271,24 @@ def answer() -> None:
 
 
 def _trained(score: Score | None) -> dict[str, torch.Tensor]:
-    """Return the tensors that a score trains, by the names of their gradients."""
-    return {f"dt{slot}": score.captured[slot] for slot in score.form.trained} if score else {}
+    """Return the tensors and sinks that a score trains, by the names of their gradients."""
+    if score is None:
+        return {}
+    trained = {f"dt{slot}": score.captured[slot] for slot in score.form.trained}
+    sinks = score.sink_logits
+    return trained if sinks is None or not sinks.requires_grad else trained | {"dsinks": sinks}
 
 
 def _widened(score: Score | None) -> Score | None:
-    """Return a score whose trained tensors are leaves in fp64."""
+    """Return a score whose trained tensors and sinks are leaves in fp64."""
     if score is None:
         return None
-    captured = tuple(
-        one.detach().to(torch.float64).requires_grad_() if one.requires_grad else one
-        for one in score.captured
-    )
-    return replace(score, captured=captured)
+
+    def wide(one: torch.Tensor) -> torch.Tensor:
+        return one.detach().to(torch.float64).requires_grad_() if one.requires_grad else one
+
+    sinks = None if score.sink_logits is None else wide(score.sink_logits)
+    return replace(score, captured=tuple(map(wide, score.captured)), sink_logits=sinks)
 
 
 def _reference(

@@ -14,7 +14,7 @@ from tilegen.masks import score as scores
 from tilegen.masks.made import is_traced
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
-from tilegen.masks.values import is_captured
+from tilegen.masks.values import is_captured, is_checked
 
 MAX_MASKS = 4
 """Number of masks of tensors that are kept for further layers of a forward that gets the same
@@ -34,18 +34,28 @@ def of_tensor(given: torch.Tensor, batch: int, lengths: tuple[int, int]) -> Give
     """Return what a mask of four dimensions says, each as large as the call's or 1: a bool tensor
     keeps pairs, a floating one is added to their scores, -inf or its dtype's lowest number drops
     them."""
-    # Inference tensors count no changes, and a CUDA graph would replay padding of the call before.
-    if given.requires_grad or is_traced() or given.is_inference():
+    # Inference tensors count no changes, and a CUDA graph would replay what a call before made.
+    if given.requires_grad or is_traced() or given.is_inference() or is_captured(given.device):
         return _of_tensor(given, batch, lengths)
-    if _is_padding(given, lengths) and is_captured(given.device):
-        return _of_tensor(given, batch, lengths)
-    view = (given.data_ptr(), given.shape, given.stride(), given.dtype, given.device)
+    # Views count the changes of their base, but those through `.data` each count their own.
+    base = given if given._base is None else given._base
+    view = (id(base), given.data_ptr(), given.shape, given.stride(), given.dtype, given.device)
     key = (*view, given._version, batch, lengths)
-    # The tensor is kept too, so that nothing else gets its memory.
-    return _masks.get(key, lambda: (_of_tensor(given, batch, lengths), given))[0]
+
+    def make() -> _Kept:
+        elements = given.detach().clone() if is_checked(given) else None
+        # The base is kept too, so that nothing else gets its id, and an alias, so that nothing
+        # else gets its memory, whatever `.data` is made.
+        return _of_tensor(given, batch, lengths), elements, (base, given.detach())
+
+    found, elements, _ = _masks.get(key, make)
+    if elements is not None and not elements.equal(given):  # changed through numpy or `.data`
+        return _of_tensor(given, batch, lengths)
+    return found
 
 
-_masks: BoundedCache[Any, tuple[Given, torch.Tensor]] = BoundedCache(MAX_MASKS)
+_Kept = tuple[Given, torch.Tensor | None, tuple[torch.Tensor, torch.Tensor]]
+_masks: BoundedCache[Any, _Kept] = BoundedCache(MAX_MASKS)
 
 
 def _of_tensor(given: torch.Tensor, batch: int, lengths: tuple[int, int]) -> Given:
@@ -55,14 +65,10 @@ def _of_tensor(given: torch.Tensor, batch: int, lengths: tuple[int, int]) -> Giv
     return _kept(keep.detach(), batch, lengths), given.masked_fill(~keep, 0.0)
 
 
-def _is_padding(given: torch.Tensor, lengths: tuple[int, int]) -> bool:
-    """Whether a mask says the same for all heads and rows."""
-    return given.shape[1] == given.shape[2] == 1 and lengths[0] > 1
-
-
 def _kept(keep: torch.Tensor, batch: int, lengths: tuple[int, int]) -> Mask:
-    """Return the mask of a bool tensor."""
-    if _is_padding(keep, lengths):
+    """Return the mask of a bool tensor; one that says the same for all heads and rows is
+    padding."""
+    if keep.shape[1] == keep.shape[2] == 1 and lengths[0] > 1:
         return tables.padding(keep[:, 0, 0].expand(batch, lengths[1]), lengths[0])
     return tables.dense(keep.expand(*keep.shape[:2], *lengths))
 

@@ -42,6 +42,14 @@ def gradients(
     return family_of(launch, "backward").run(launch, *given, **options)
 
 
+def gradient_of_sinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+    """Return the gradient of sinks' logits, (heads,): a sink is a key that weighs exp(sink - lse)
+    and has the value 0. `delta` is that of a backward, less the gradient by lse."""
+    weights = (sinks.detach().float()[:, None] - lse).exp()
+    weights = weights.masked_fill(lse == float("-inf"), 0.0)  # nothing kept, and no sink
+    return -(weights * delta).sum((0, 2)).to(sinks.dtype)
+
+
 def family_of(launch: Mapping[Kernel, Any], direction: Direction) -> FamilySpec:
     """Return the family that the kernels of a pass make up."""
     given = {*launch, BWD_PREPROCESS.name}  # whose result, delta, is there already

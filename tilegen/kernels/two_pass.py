@@ -55,7 +55,7 @@ BWD_PREPROCESS = KernelSpec(
         read("dout", "g*N_q*d_v"),
         write("delta", "g*N_q", fp32=True),
     ),
-    shows=("dq", "dk", "dv", "dt"),  # delta is seen in all of them
+    shows=("dq", "dk", "dv", "dt", "dsinks"),  # delta is seen in all of them
     knobs=Knobs(block_n=BLOCK_SIZES[:1], num_stages=(1,)),  # no loop to pipeline, no second side
     masked=False,
 )

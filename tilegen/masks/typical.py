@@ -39,7 +39,7 @@ def typical_score(
     seed: int = 0,
 ) -> Score | None:
     """Return a score of this form that reads random tensors of the sizes that `shape` needs; those
-    that the form trains need a gradient.
+    that the form trains need a gradient, and so do sinks.
 
     Floats are normal, integers count from 0. Raises InvalidProblem where a tensor is looked up by
     different numbers of indices.
@@ -60,8 +60,8 @@ def typical_score(
         return values.requires_grad_(slot in form.trained)
 
     captured = tuple(map(tensor, range(len(form.captured))))
-    sinks = torch.randn(shape.heads, generator=generator, device=device) if form.sinks else None
-    return Score(form.text, captured, sinks)
+    sinks = torch.randn(shape.heads, generator=generator, device=device)
+    return Score(form.text, captured, sinks.requires_grad_() if form.sinks else None)
 
 
 @one_at_a_time

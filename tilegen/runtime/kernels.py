@@ -220,10 +220,8 @@ class Kernels:
             wants_dkdv=wanted.dkdv,
         )
         sinks = None
-        if wanted.sinks and changes.sinks is not None:  # a key that weighs exp(sink - lse), value 0
-            weights = (changes.sinks.float()[:, None] - lse).exp()
-            weights = weights.masked_fill(lse == float("-inf"), 0.0)  # nothing kept, and no sink
-            sinks = -(weights * delta).sum((0, 2)).to(changes.sinks.dtype)
+        if wanted.sinks and changes.sinks is not None:
+            sinks = passes.gradient_of_sinks(changes.sinks, lse, delta)
         return Gradients(dq, dk, dv, sinks, captured)
 
     def _completed(

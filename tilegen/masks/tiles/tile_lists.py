@@ -17,11 +17,15 @@ from cachetools import LRUCache
 from sympy.logic.boolalg import Boolean
 
 from tilegen import sympy_lock
+from tilegen.disk import say_once
 from tilegen.errors import Unsupported
 from tilegen.masks.mask import Side
 from tilegen.masks.shapes import TiledShape
 from tilegen.masks.tiles.tile_classes import TileClasses, classify, distinguished
 from tilegen.masks.values import is_captured, is_checked
+
+State = torch.Tensor | tuple[int, int] | None
+"""State of a tensor: its elements, or its version and address, or nothing that would tell."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +106,14 @@ def lists_of(classes: TileClasses, side: Side) -> TileLists:
     )
 
 
+def every_tile(shape: TiledShape, side: Side, device: torch.device) -> TileLists:
+    """Return lists of all tiles as partial ones, right for any mask; nothing waits for a GPU."""
+    stationary, streamed = (shape.rows, shape.columns)[:: 1 if side == "rows" else -1]
+    ends = torch.arange(2 * stationary + 1, device=device) // 2 * streamed
+    tiles = torch.arange(streamed, dtype=torch.int32, device=device).repeat(stationary)
+    return TileLists(tiles=tiles, starts=ends, batch=1, heads=1, num_stationary=stationary)
+
+
 @dataclass
 class _Entry:
     sources: tuple[ref[torch.Tensor], ...]
@@ -109,7 +121,7 @@ class _Entry:
     lock: Lock = field(default_factory=Lock)
     """The lock that is held while the lists are built, so that threads build them once."""
     lists: TileLists | None = None
-    states: tuple[torch.Tensor | int | None, ...] = ()
+    states: tuple[State, ...] = ()
     """The states of the sources when the lists were built, as `_state` returns them."""
 
 
@@ -140,13 +152,19 @@ class ListCache:
         sources: Sequence[torch.Tensor] | None = None,
         origin: Hashable = None,
     ) -> TileLists:
-        """Return what `build` does, built at most once. Raises Unsupported while a CUDA graph is
-        captured, unless they are there.
+        """Return what `build` does, built at most once.
+
+        While a CUDA graph is captured, the lists of a mask that reads tensors have every tile, as
+        their values may be others at a replay, and those of other masks must be there already, or
+        else Unsupported is raised.
 
         `captured` are made of `sources` in a way that `origin` names; by default they are the same.
         """
         sources = captured if sources is None else sources
         shape, device = distinguished(keep, shape), torch.device(device)
+        if sources and is_captured(device):
+            say_once("a CUDA graph visits every tile of masks that lists of tiles are made for")
+            return every_tile(shape, side, device)
         key = (keep, origin, tuple(map(id, sources)), shape, device, side)
         entry = self._entry(key, sources)
         with entry.lock:
@@ -154,7 +172,7 @@ class ListCache:
                 if is_captured(device):
                     raise Unsupported(
                         "lists of tiles cannot be made while a CUDA graph is captured: make the "
-                        "call once before, with the same tensors as they are"
+                        "call once before"
                     )
                 entry.states = tuple(map(_state, sources))
                 with sympy_lock.lock:
@@ -175,15 +193,16 @@ class ListCache:
             return entry
 
 
-def _state(tensor: torch.Tensor) -> torch.Tensor | int | None:
+def _state(tensor: torch.Tensor) -> State:
     """Return the state of a tensor, in which a later change shows; None where no change would
     show."""
     if is_checked(tensor):  # changes through `.data` or numpy leave the version as it is
         return tensor.detach().clone()
-    return None if tensor.is_inference() else tensor._version
+    # `tensor.data = other` leaves the version as it is, too.
+    return None if tensor.is_inference() else (tensor._version, tensor.data_ptr())
 
 
-def _is_unchanged(tensor: torch.Tensor, state: torch.Tensor | int | None) -> bool:
+def _is_unchanged(tensor: torch.Tensor, state: State) -> bool:
     if is_checked(tensor):
         return isinstance(state, torch.Tensor) and torch.equal(tensor, state)
-    return isinstance(state, int) and not tensor.is_inference() and state == tensor._version
+    return isinstance(state, tuple) and state == _state(tensor)
