@@ -3,7 +3,8 @@ published time and the goal; on a GPU, tilegen and its peers are then timed side
 
     python -m benchmarks.decode --minutes 10
 
-The table goes to benchmarks/results/decode_predicted.csv, and needs no GPU. With
+The table goes to benchmarks/results/decode_predicted.csv, and needs no GPU; it also says what the
+choice is once its kernels are compiled, which takes half a minute the first time. With
 TILEGEN_BATCH_INVARIANT=1, tilegen's calls are measured as batch-invariant ones. A predicted time is
 that of a measurement here: launches count, and L2 is cold. Published times are those of kernels
 alone (benchmarks/results/published/README.md).
@@ -32,13 +33,16 @@ from benchmarks.providers import providers
 from benchmarks.rows import with_environment, write
 from benchmarks.run import cases, run
 from benchmarks.workloads import SERVED, Workload
+from tilegen.build.verdicts import verdict
 from tilegen.choose.families import family
-from tilegen.choose.ranking import best_of, estimate, invariant_config
+from tilegen.choose.ranking import best_of, estimate, invariant_config, seconds_as_compiled
+from tilegen.errors import BuildFailed
 from tilegen.gpus.spec import detect, gpu
 from tilegen.kernels.registry import FORWARD, KERNELS
 from tilegen.measure import DeviceLost
 from tilegen.model.time import launch_seconds
 from tilegen.model.traffic import splits_of
+from tilegen.pipeline import choose_kernel
 from tilegen.problem import AttentionProblem
 
 GPU = "h200"
@@ -124,6 +128,11 @@ class Predicted(Environment):
     goal_us: float
     predicted_over_goal: float
     published_by: str
+    compiled: str = ""
+    """Configs that a call settles on once the compiler was asked, each with its registers and the
+    bytes that a thread spills, `m1n32w4s1:48:0`."""
+    compiled_us: float | None = None
+    """Predicted time of these with what the compiler says that they use [us]."""
 
 
 def predict(target: Target) -> Predicted:
@@ -154,6 +163,20 @@ def predict(target: Target) -> Predicted:
     )
 
 
+def as_compiled(row: Predicted) -> Predicted:
+    """Return a row with what compiling its kernels tells, which takes seconds."""
+    problem, spec = AttentionProblem.parse(row.problem), gpu(GPU)
+    told, seconds = [], 0.0
+    for name in FORWARD[row.family].names:
+        config = choose_kernel(problem, spec, name, may_compile=True).config
+        built = verdict(problem, config, name, spec.arch, aligned=True)
+        if isinstance(built, BuildFailed):
+            raise built
+        told.append(f"{config.key}:{built.registers}:{built.spill_bytes}")
+        seconds += seconds_as_compiled(problem, spec, config, name, built)
+    return replace(row, compiled=" ".join(told), compiled_us=1e6 * seconds)
+
+
 def _invariant_seconds(problem: AttentionProblem) -> float:
     spec, alike = gpu(GPU), replace(problem, invariant=True)
     kernels = FORWARD[family(alike, spec, "forward")].names
@@ -163,13 +186,15 @@ def _invariant_seconds(problem: AttentionProblem) -> float:
 
 def lines(rows: Iterable[Predicted]) -> Iterator[str]:
     """Yield the table as a terminal shows it, in microseconds."""
-    heads = ("predicted", 10), ("invariant", 11), ("bytes", 8), ("published", 11), ("goal", 9)
+    heads = ("predicted", 10), ("compiled", 10), ("invariant", 11), ("bytes", 8)
+    heads += ("published", 11), ("goal", 9)
     yield f"{'target':22}{''.join(f'{name:>{width}}' for name, width in heads)}  choice"
     for row in rows:
+        compiled = "" if row.compiled_us is None else f"{row.compiled_us:.1f}"
         yield (
-            f"{row.name:22}{row.predicted_us:10.1f}{row.invariant_us:11.1f}{row.bytes_us:8.1f}"
-            f"{row.published_us:11.1f}{row.goal_us:9.1f}  {row.family} {row.configs}, "
-            f"{row.splits} splits"
+            f"{row.name:22}{row.predicted_us:10.1f}{compiled:>10}{row.invariant_us:11.1f}"
+            f"{row.bytes_us:8.1f}{row.published_us:11.1f}{row.goal_us:9.1f}  {row.family} "
+            f"{row.configs}, {row.splits} splits"
         )
 
 
@@ -191,7 +216,7 @@ def main(
     Example: python -m benchmarks.decode --minutes 10
     """
     started = time.monotonic()
-    rows = [predict(target) for target in TARGETS]
+    rows = [as_compiled(predict(target)) for target in TARGETS]
     write(predicted, rows)
     print(*lines(rows), sep="\n")
     if not has_gpu():

@@ -3,10 +3,13 @@ GPUs."""
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
+from benchmarks import decode
+from benchmarks.rows import read
 from tilegen import pipeline
 from tilegen.build.acceptable import acceptable
 from tilegen.errors import BuildFailed
@@ -40,3 +43,18 @@ def test_first_choices_compile_to_what_may_be_used(
             built = one.tried[one.config]
             assert not isinstance(built, BuildFailed)
             assert acceptable(built, spec), (name, kernel, built)
+
+
+@pytest.mark.skipif(
+    version("triton") != "3.7.1", reason="needs Triton 3.7.1, by which the table was made"
+)
+def test_the_table_of_decoding_says_what_was_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
+    name = "prefill-q256-128k-8h"
+    (target,) = (one for one in decode.TARGETS if one.workload.name == name)
+    (kept,) = (one for one in read(decode.PREDICTED) if one["name"] == name)
+    row = decode.as_compiled(decode.predict(target))
+    assert (row.compiled, f"{row.compiled_us:.5g}") == (kept["compiled"], kept["compiled_us"])
+    assert row.compiled_us < row.goal_us, "README says so"
