@@ -17,7 +17,7 @@ from tilegen.gpus.spec import catalogue, gpu
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS
 from tilegen.model.footprint import REGISTER_FEATURES, footprint, register_features
-from tilegen.model.on_chip import MOST_SPILLED, Footprint, max_registers, residents
+from tilegen.model.on_chip import MOST_SPILLED, Footprint, family, max_registers, residents
 from tilegen.model.step import step
 from tilegen.problem import AttentionProblem
 
@@ -102,13 +102,20 @@ def test_shared_memory_of_every_recorded_kernel_of_slices(arch: str, kernel: Ker
 @pytest.mark.parametrize("arch", GPUS)
 def test_the_register_fit_hides_few_usable_kernels(arch: str) -> None:
     """Most samples lie near the limit, where a fit errs most: they are what the model proposes."""
+    for kernel in ("fwd", "bwd_dkdv", "bwd_dq"):
+        its = [s for s in SAMPLES if (s.arch, s.kernel) == (arch, kernel) and not s.error]
+        known = [s for s in its if s.spill_bytes <= MOST_SPILLED]
+        hidden = np.mean([footprint(*s.parsed, kernel, arch).spills_much for s in known])
+        assert hidden < 0.08, kernel
     cell = [s for s in SAMPLES if s.arch == arch and s.kernel != "bwd_preprocess" and not s.error]
     found = [(s, footprint(*s.parsed, s.kernel, arch)) for s in cell]
     spilling = [needs for s, needs in found if s.spill_bytes > MOST_SPILLED]
     usable = [needs for s, needs in found if s.spill_bytes <= MOST_SPILLED]
     assert len(spilling) > 30
     assert np.mean([needs.spills_much for needs in usable]) < 0.03
-    assert np.mean([needs.spills_much for needs in spilling]) > 0.3
+    # Where more are given the benefit of the doubt, fewer are taken out.
+    least = 0.3 if family(arch).more_doubt == 1 else 0.2
+    assert np.mean([needs.spills_much for needs in spilling]) > least
     assert np.mean([needs.spill_bytes > 0 for needs in spilling]) > 0.75
     assert np.mean([needs.spill_bytes > 0 for needs in usable]) < 0.4
 

@@ -52,6 +52,7 @@ def footprint(
         registers=registers + _registers(rules, work, problem, config, kernel, arch),
         columns=_columns(rules, work, problem.element_bytes),
         max_registers=max_registers(arch, config.num_warps),
+        more_doubt=rules.more_doubt,
     )
 
 
