@@ -7,6 +7,7 @@ import ast
 import importlib.metadata
 import inspect
 import sys
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -41,6 +42,7 @@ def sglang(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     layers have one of their own."""
     if request.param == "installed":
         forget(monkeypatch, "sglang")
+        _name_operators_of_torchvision()
     else:
         install(monkeypatch, "sglang")
     from sglang.srt.layers.radix_attention import AttentionType  # pyright: ignore
@@ -57,6 +59,16 @@ def sglang(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     return SimpleNamespace(
         Backend=ours.TilegenAttnBackend, Type=AttentionType, Mode=ForwardMode, Windows=windows
     )
+
+
+@cache
+def _name_operators_of_torchvision() -> None:
+    """Declare what a torchvision that was built for another PyTorch does not find on import; sglang
+    imports it for images, and nothing here calls it."""
+    if find_spec("torchvision"):
+        boxes = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+        for name in ("nms", "qnms"):
+            torch.library.define(f"torchvision::{name}", boxes)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -121,7 +133,10 @@ def test_what_is_read_of_batches_and_layers_exists() -> None:
 
 
 def test_the_installed_package_is_the_one_that_was_read() -> None:
-    reason = "needs the package sglang, whose requirements do not go with ours"
+    reason = (
+        "needs the package sglang, whose requirements do not go with ours: .ci/run installs it "
+        "with what of them an import needs"
+    )
     pytest.importorskip("sglang", reason=reason)
     assert importlib.metadata.version("sglang") == recorded("sglang")["version"]
 
