@@ -26,6 +26,8 @@ class Kept:
     cap: float = 0.0
     slopes: list[float] = field(default_factory=list)
     sinks: torch.Tensor | None = None
+    trees: list[torch.Tensor] = field(default_factory=list)
+    """Which drafts each draft sees, of each request: bool (drafts, drafts)."""
 
 
 def drawn(tokens: int, heads: int, dim: int, seed: int) -> torch.Tensor:
@@ -39,6 +41,15 @@ class Tokens:
     q: list[torch.Tensor]
     k: list[torch.Tensor]
     v: list[torch.Tensor]
+
+    @classmethod
+    def drafts(cls, lengths: list[int], drafts: int) -> Tokens:
+        """Return requests of these lengths, each with as many drafts at its end."""
+        return cls(
+            [drawn(drafts, HEADS, DIM, 40 + i) for i in range(len(lengths))],
+            [drawn(length, HEADS_KV, DIM, 50 + i) for i, length in enumerate(lengths)],
+            [drawn(length, HEADS_KV, DIM, 60 + i) for i, length in enumerate(lengths)],
+        )
 
     @classmethod
     def of(cls, queries: list[int], dim_v: int = DIM) -> Tokens:
@@ -62,10 +73,14 @@ class Tokens:
 
     def expected(self, kept: Kept) -> torch.Tensor:
         """Return dense attention (all new tokens, heads, dim), computed in fp64."""
-        return torch.cat([_dense(*one, kept) for one in zip(self.q, self.k, self.v, strict=True)])
+        trees = kept.trees or [None] * len(self.q)
+        every = zip(self.q, self.k, self.v, trees, strict=True)
+        return torch.cat([_dense(q, k, v, kept, tree) for q, k, v, tree in every])
 
 
-def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kept: Kept) -> torch.Tensor:
+def _dense(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kept: Kept, tree: torch.Tensor | None
+) -> torch.Tensor:
     group = HEADS // HEADS_KV
     q, k, v = (x.transpose(0, 1).double() for x in (q, k, v))
     k, v = (x.repeat_interleave(group, 0) for x in (k, v))
@@ -77,7 +92,10 @@ def _dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kept: Kept) -> tor
     behind = at - torch.arange(k.shape[1])
     if kept.slopes:
         scores -= torch.tensor(kept.slopes).double()[:, None, None] * behind.abs()
-    scores.masked_fill_((behind > kept.left) | (-behind > kept.right), float("-inf"))
+    dropped = (behind > kept.left) | (-behind > kept.right)
+    if tree is not None:
+        dropped[:, -len(tree) :] |= ~tree
+    scores.masked_fill_(dropped, float("-inf"))
     if kept.sinks is not None:
         scores = torch.cat([scores, kept.sinks.double()[:, None, None].expand(-1, len(at), 1)], -1)
     weights = scores.softmax(-1)[..., : k.shape[1]]
@@ -256,6 +274,27 @@ def sglang_batch(runner: Any, tokens: Tokens, mode: Any) -> Any:
         out_cache_loc_is_physical=False,
         spec_info=None,
     )
+
+
+def sglang_drafts(runner: Any, tokens: Tokens, mode: Any, trees: list[torch.Tensor] | None) -> Any:
+    """Return the batch that verifies all new tokens as drafts: lengths are without them, and the
+    mask has for each draft a row of all keys, then those of the next request."""
+    batch = sglang_batch(runner, tokens, mode)
+    (drafts,) = set(tokens.queries)
+    batch.seq_lens = batch.seq_lens - drafts
+    batch.seq_lens_cpu = batch.seq_lens.clone()
+    mask = None
+    if trees is not None:
+        before = [torch.ones(drafts, int(n), dtype=torch.bool) for n in batch.seq_lens]
+        pairs = zip(before, trees, strict=True)
+        mask = torch.cat([torch.cat(pair, 1).flatten() for pair in pairs])
+    batch.spec_info = speculation(drafts, mask)
+    return batch
+
+
+def speculation(drafts: int, mask: torch.Tensor | None) -> Any:
+    """Return what a back end reads of sglang's `spec_info`."""
+    return SimpleNamespace(num_tokens_per_req=drafts, custom_mask=mask, ragged_verify_layout=None)
 
 
 def sglang_layer(layer_id: int, decoder: Any, dim_v: int = DIM, **changed: Any) -> Any:

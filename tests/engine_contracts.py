@@ -38,6 +38,7 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
         "sglang/srt/model_executor/forward_batch_info.py": ("ForwardBatch", "ForwardMode"),
         "sglang/srt/model_executor/model_runner.py": ("ModelRunner",),
         "sglang/srt/runtime_context.py": ("get_parallel",),
+        "sglang/srt/speculative/spec_info.py": ("SpecInput",),
     },
 }
 """The files that are read, and the names that are recorded of each."""

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import tilegen
 from tests import engine_batches as batches
 from tests.engine_batches import QUERIES, Kept, Tokens
 from tests.engine_stand_ins import install
@@ -44,4 +45,20 @@ def test_batches_of_sglang(monkeypatch: pytest.MonkeyPatch, mode: str, page: int
     run = backend.forward_decode if mode == "DECODE" else backend.forward_extend
     out = run(*batches.sglang_new(tokens), layer, batch, sinks=SINKS)
     expected = tokens.expected(Kept(left=6, cap=1.5, sinks=SINKS)).flatten(1)
+    torch.testing.assert_close(out.double(), expected, **TOLERANCE)
+
+
+def test_trees_of_drafts_of_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = install(monkeypatch, "sglang")
+    from tilegen.integrations.sglang_backend import TilegenAttnBackend
+
+    tokens = Tokens.drafts([37, 9], 6)
+    trees = list(tilegen.ancestors(torch.tensor([[-1, 0, 0, 1, 1, 2], [-1, -1, 0, 1, -1, 4]])))
+    runner = batches.sglang_runner(tokens, 16)
+    backend = TilegenAttnBackend(runner)
+    batch = batches.sglang_drafts(runner, tokens, theirs["ForwardMode"].TARGET_VERIFY, trees)
+    backend.init_forward_metadata(batch)
+    layer = batches.sglang_layer(0, theirs["AttentionType"].DECODER, sliding_window_size=20)
+    out = backend.forward_extend(*batches.sglang_new(tokens), layer, batch)
+    expected = tokens.expected(Kept(left=20, trees=trees)).flatten(1)
     torch.testing.assert_close(out.double(), expected, **TOLERANCE)

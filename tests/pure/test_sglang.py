@@ -7,8 +7,6 @@ import ast
 import importlib.metadata
 import inspect
 import sys
-from functools import cache
-from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,9 +23,11 @@ from tests.engine_batches import (
     sglang_layer,
     sglang_new,
     sglang_runner,
+    speculation,
 )
+from tests.engine_classes import FORMS, sglang_classes
 from tests.engine_contracts import methods, parameters, recorded
-from tests.engine_stand_ins import forget, install, no_waiting
+from tests.engine_stand_ins import install, no_waiting
 from tilegen.errors import Unsupported
 
 NAMES = {name.partition(":")[2]: one for name, one in recorded("sglang")["names"].items()}
@@ -36,39 +36,9 @@ SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
 TOLERANCE = {"atol": 2e-6, "rtol": 2e-6}
 
 
-@pytest.fixture(params=["stand-in", *["installed"] * bool(find_spec("sglang"))])
+@pytest.fixture(params=FORMS)
 def sglang(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return our class, and what of sglang's a batch is made of; `Windows` is a pool of which some
-    layers have one of their own."""
-    if request.param == "installed":
-        forget(monkeypatch, "sglang")
-        _name_operators_of_torchvision()
-    else:
-        install(monkeypatch, "sglang")
-    from sglang.srt.layers.radix_attention import AttentionType  # pyright: ignore
-    from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool  # pyright: ignore
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode  # pyright: ignore
-
-    from tilegen.integrations import sglang_backend as ours
-
-    if request.param == "installed":  # and not running
-        alone = SimpleNamespace(attn_cp_size=1, attn_dcp_size=1)
-        monkeypatch.setattr(ours, "get_parallel", lambda: alone)
-    windows = type("Windows", (Pool, SWAKVPool), {})
-    windows.__abstractmethods__ = frozenset()
-    return SimpleNamespace(
-        Backend=ours.TilegenAttnBackend, Type=AttentionType, Mode=ForwardMode, Windows=windows
-    )
-
-
-@cache
-def _name_operators_of_torchvision() -> None:
-    """Declare what a torchvision that was built for another PyTorch does not find on import; sglang
-    imports it for images, and nothing here calls it."""
-    if find_spec("torchvision"):
-        boxes = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-        for name in ("nms", "qnms"):
-            torch.library.define(f"torchvision::{name}", boxes)
+    return sglang_classes(request.param, monkeypatch)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -119,6 +89,17 @@ def test_what_is_read_of_batches_and_layers_exists() -> None:
     batch |= read("init_forward_metadata_out_graph", "its")
     assert len(batch) >= 8
     assert batch <= set(NAMES["ForwardBatch"]["names"])
+    batch |= read("_drafts_of", "its") | read("_seen", "its")
+    assert batch <= set(NAMES["ForwardBatch"]["names"])
+    speculative = {
+        one.attr
+        for one in ast.walk(tree)
+        if isinstance(one, ast.Attribute)
+        and isinstance(one.value, ast.Attribute)
+        and one.value.attr == "spec_info"
+    }
+    assert len(speculative) == 3
+    assert speculative <= set(NAMES["SpecInput"]["names"])
     layer = read("_attend", "layer") | read("_changes_of", "layer")
     assert len(layer) >= 12
     assert layer <= set(NAMES["RadixAttention"]["assigned"])
@@ -205,15 +186,18 @@ def test_arguments_that_are_refused(sglang: Any) -> None:
         forward(sglang, tokens, layer, "DECODE", q_rope=torch.ones(3))
 
 
-@pytest.mark.parametrize("mode", ["TARGET_VERIFY", "DRAFT_EXTEND_V2", "DLLM_EXTEND"])
+@pytest.mark.parametrize("mode", ["TARGET_VERIFY", "DRAFT_EXTEND_V2", "DLLM_EXTEND", "DECODE"])
 def test_forwards_that_are_refused(sglang: Any, mode: str) -> None:
+    """Among them a step of a drafter, which decodes with something speculative."""
     runner = sglang_runner(Tokens.of([1]), 1)
     backend = sglang.Backend(runner)
     batch = sglang_batch(runner, Tokens.of([1]), sglang.Mode[mode])
-    with pytest.raises(Unsupported, match="speculative"):
+    if mode == "DECODE":
+        batch.spec_info = speculation(1, None)
+    with pytest.raises(Unsupported, match="verifies drafts, and makes none"):
         backend.init_forward_metadata(batch)
     backend.init_cuda_graph_state(4, 4)
-    with pytest.raises(Unsupported, match="decoding only"):
+    with pytest.raises(Unsupported, match=r"verif(ies|ying) drafts"):
         backend.init_forward_metadata_out_graph(batch)
 
 

@@ -7,7 +7,7 @@ the page of each first token of a page.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,10 +26,16 @@ from sglang.srt.runtime_context import get_parallel  # pyright: ignore[reportMis
 from tilegen.errors import Unsupported
 from tilegen.integrations import windows
 from tilegen.integrations.flash_changes import score_of
+from tilegen.masks.constructors import tree
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
 from tilegen.problem import PAGES
 from tilegen.runtime.paged import attention_paged
+
+_NO_DRAFTING = (
+    "tilegen's back end for sglang verifies drafts, and makes none: "
+    "name another --speculative-draft-attention-backend"
+)
 
 
 @dataclass
@@ -45,11 +51,16 @@ class Batch:
     """The pages of layers whose keys lie in a pool of their own, for windows."""
     window_slots: torch.Tensor | None = None
     """Slots in the pool for windows that new tokens go to."""
+    seen: torch.Tensor | None = None
+    """Drafts that each draft of a request sees, itself among them, (requests, drafts, drafts), of
+    drafts that form trees."""
+    trees: dict[int, Mask] = field(default_factory=dict)
+    """Masks of layers joined with that of the trees, by the identity of the former."""
 
 
 class TilegenAttnBackend(AttentionBackend):
-    """Prompts, chunks of prompts, batches that mix them with decoding, and decoding, the latter in
-    CUDA graphs too. Speculative decoding, MLA and encoders are refused."""
+    """Prompts, chunks of prompts, batches that mix them with decoding, decoding and verifying
+    drafts, the last two in CUDA graphs too. Drafting, MLA and encoders are refused."""
 
     def __init__(self, model_runner: Any) -> None:
         """Raises Unsupported for models whose keys and values tilegen's back end does not read."""
@@ -80,29 +91,35 @@ class TilegenAttnBackend(AttentionBackend):
         self.forward_metadata = None
         if mode.is_idle():
             return
-        if its.spec_info is not None or not (mode.is_decode() or _is_prompt(mode)):
-            raise Unsupported("tilegen's back end for sglang has no speculative decoding")
+        drafts = _drafts_of(its)
+        if not (drafts or mode.is_decode() or _is_prompt(mode)):
+            raise Unsupported(_NO_DRAFTING)
         # Without lengths on the host, a launch is as long as the context.
-        known = its.seq_lens_cpu
-        longest = self.capacity if known is None else max(1, int(known.max()))
-        if mode.is_decode():
-            starts = torch.arange(len(its.seq_lens) + 1, device=its.seq_lens.device)
-            longest_q = 1
+        known, most = its.seq_lens_cpu, self._longest(drafts)
+        longest = most if known is None else min(most, max(1, int(known.max())) + drafts)
+        if drafts or mode.is_decode():
+            longest_q = drafts or 1
+            starts = longest_q * torch.arange(len(its.seq_lens) + 1, device=its.seq_lens.device)
         else:
             starts = torch.nn.functional.pad(its.extend_seq_lens.cumsum(0), (1, 0))
             longest_q = max(its.extend_seq_lens_cpu)
-        self.forward_metadata = self._batch(its, starts.int(), longest_q, longest)
+        self.forward_metadata = self._batch(its, starts.int(), longest_q, longest, drafts)
+        if drafts and its.spec_info.custom_mask is not None:
+            self.forward_metadata.seen = _seen(its, drafts)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Allocate what graphs of decoding read, for `max_bs` requests of the longest context."""
-        device = self.req_to_token.device
-        table = torch.zeros(max_bs, -(-self.capacity // self.page), dtype=torch.int32).to(device)
+        """Allocate what graphs of decoding, or of verifying drafts, read, for `max_bs` requests of
+        the longest context, each of as many tokens."""
+        device, tokens = self.req_to_token.device, max(1, max_num_tokens // max_bs)
+        longest = self._longest(tokens if tokens > 1 else 0)
+        table = torch.zeros(max_bs, -(-longest // self.page), dtype=torch.int32).to(device)
         self._captured = Batch(
             block_table=table,
             lengths=torch.ones(max_bs, dtype=torch.int32, device=device),
-            q_starts=torch.arange(max_bs + 1, dtype=torch.int32, device=device),
-            longest_q=1,
-            longest_kv=self.capacity,
+            q_starts=tokens * torch.arange(max_bs + 1, dtype=torch.int32, device=device),
+            longest_q=tokens,
+            longest_kv=longest,
+            seen=torch.ones(max_bs, tokens, tokens, dtype=torch.bool, device=device).tril(),
         )
         if self.has_windows:
             self._captured.window_table = torch.zeros_like(table)
@@ -111,13 +128,21 @@ class TilegenAttnBackend(AttentionBackend):
             )
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Fill what a graph of decoding reads, before it is captured or replayed. Raises
-        Unsupported."""
+        """Fill what a graph of decoding, or of verifying drafts, reads, before it is captured or
+        replayed. Raises Unsupported."""
         its, whole = forward_batch, self._captured
-        if whole is None or its.spec_info is not None or not its.forward_mode.is_decode_or_idle():
-            raise Unsupported("tilegen's back end for sglang has CUDA graphs of decoding only")
+        drafts = _drafts_of(its)
+        if whole is None or not (drafts or its.forward_mode.is_decode_or_idle()):
+            raise Unsupported(
+                "tilegen's back end for sglang has CUDA graphs of decoding, and of verifying drafts"
+            )
+        if not its.forward_mode.is_idle() and (drafts or 1) != whole.longest_q:
+            raise Unsupported(
+                f"expected {whole.longest_q} tokens of each request, as init_cuda_graph_state was "
+                f"told, got {drafts or 1}"
+            )
         requests = its.batch_size
-        now = self._batch(its, whole.q_starts, 1, self.capacity)
+        now = self._batch(its, whole.q_starts, whole.longest_q, whole.longest_kv, drafts)
         whole.block_table[:requests].copy_(now.block_table)
         whole.lengths[:requests].copy_(now.lengths)
         self.forward_metadata = replace(
@@ -125,7 +150,15 @@ class TilegenAttnBackend(AttentionBackend):
             block_table=whole.block_table[:requests],
             lengths=whole.lengths[:requests],
             q_starts=whole.q_starts[: requests + 1],
+            seen=None,
+            trees={},
         )
+        if drafts and whole.seen is not None:  # a graph has one mask: chains are trees, too
+            self.forward_metadata.seen = seen = whole.seen[:requests]
+            if its.spec_info.custom_mask is not None:
+                seen.copy_(_seen(its, drafts))
+            else:
+                seen.copy_(torch.ones_like(seen).tril())
         for name in ("window_table", "window_slots") if self.has_windows else ():
             filled = getattr(whole, name)[: len(getattr(now, name))]
             setattr(self.forward_metadata, name, filled.copy_(getattr(now, name)))
@@ -182,6 +215,10 @@ class TilegenAttnBackend(AttentionBackend):
         if layer.layer_id not in self._changes:
             self._changes[layer.layer_id] = _changes_of(layer)
         mask, score = self._changes[layer.layer_id]
+        if its.seen is not None:  # no draft comes before one that it sees
+            if id(mask) not in its.trees:
+                its.trees[id(mask)] = tree(its.seen) & mask
+            mask = its.trees[id(mask)]
         if sinks is not None:
             score = replace(score or Score(), sink_logits=sinks)
         if save_kv_cache and k is not None and v is not None:
@@ -204,18 +241,23 @@ class TilegenAttnBackend(AttentionBackend):
         )
         return out.flatten(1)
 
-    def _batch(self, its: Any, starts: torch.Tensor, longest_q: int, longest_kv: int) -> Batch:
+    def _batch(
+        self, its: Any, starts: torch.Tensor, longest_q: int, longest_kv: int, drafts: int
+    ) -> Batch:
         """Return a batch of sglang's; its tables cover `longest_kv` keys."""
         firsts = self.req_to_token[:, : longest_kv : self.page][its.req_pool_indices]
-        batch = Batch(
-            (firsts // self.page).int(), its.seq_lens.int(), starts, longest_q, longest_kv
-        )
+        lengths = (its.seq_lens + drafts).int()
+        batch = Batch((firsts // self.page).int(), lengths, starts, longest_q, longest_kv)
         if self.has_windows:
             # Tokens that left their window have no slot there: any page stands for theirs.
             slots = self.pool.translate_loc_from_full_to_swa(firsts)
             batch.window_table = (slots.clamp(min=0) // self.page).int()
             batch.window_slots = self.pool.translate_loc_from_full_to_swa(its.out_cache_loc)
         return batch
+
+    def _longest(self, drafts: int) -> int:
+        """Return the most keys of a request with as many drafts behind its text."""
+        return min(self.capacity + drafts, self.req_to_token.shape[1])
 
     def _pages(self, slots: torch.Tensor) -> torch.Tensor:
         """Return keys or values of a layer (slots, heads, dim) as pages, a view. Raises
@@ -227,6 +269,38 @@ class TilegenAttnBackend(AttentionBackend):
             )
         whole = len(slots) // self.page * self.page
         return slots[:whole].unflatten(0, (-1, self.page))
+
+
+def _drafts_of(its: Any) -> int:
+    """Return how many drafts of each request a batch verifies; 0 for one that verifies none. Raises
+    Unsupported for other steps of speculative decoding."""
+    if its.forward_mode.is_idle():
+        return 0
+    if its.forward_mode.is_target_verify() and its.spec_info is not None:
+        mask = its.spec_info.custom_mask
+        _refuse(
+            {
+                "numbers of drafts that differ by request": its.spec_info.ragged_verify_layout
+                is not None,
+                "masks of drafts that are no bools": mask is not None and mask.dtype != torch.bool,
+            }
+        )
+        if (drafts := int(its.spec_info.num_tokens_per_req)) > 0:
+            return drafts
+    elif its.spec_info is None and not its.forward_mode.is_target_verify():
+        return 0
+    raise Unsupported(_NO_DRAFTING)
+
+
+def _seen(its: Any, drafts: int) -> torch.Tensor:
+    """Return which drafts each draft sees, (requests, drafts, drafts), of sglang's mask: for each
+    request a row for each draft, of all keys before the drafts, then the drafts."""
+    flat, before = its.spec_info.custom_mask, its.seq_lens.long()
+    row = before + drafts
+    first = (drafts * row).cumsum(0) - drafts * row
+    one = torch.arange(drafts, device=flat.device)
+    at = (first + before)[:, None, None] + one[:, None] * row[:, None, None] + one
+    return flat[at.clamp(max=len(flat) - 1)]  # a graph's idle requests have no part in it
 
 
 def _is_prompt(mode: Any) -> bool:
