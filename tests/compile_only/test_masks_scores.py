@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests import sliced
-from tilegen.build.compiler import CompiledKernel
+from tilegen.build.compiler import CompiledKernel, compile_for
 from tilegen.build.workers import compile_many
 from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.kernel_files import load
@@ -89,6 +89,29 @@ def test_kernels_compile_within_shared_memory(arch: str) -> None:
         assert isinstance(compiled, CompiledKernel), (one.function, compiled)
         assert compiled.binary[:4] == b"\x7fELF"
         assert compiled.shared_bytes <= limit, one.function
+
+
+@pytest.mark.parametrize(
+    "kernel, text, config",
+    [
+        *(("bwd_dkdv", "d64", f"m64n64w4s{stages}") for stages in (3, 4)),
+        ("bwd_columns", "d256", "m64n128d128w8s4"),
+    ],
+)
+def test_lists_leave_tiles_as_far_ahead(kernel: Kernel, text: str, config: str) -> None:
+    """As many stages hold tiles as where no list says which come."""
+    shared = [
+        compile_for(
+            render(
+                AttentionProblem.parse(f"hq4 hkv1 q1024 {text} bf16 {mask}"),
+                TileConfig.parse(config),
+                kernel,
+            ),
+            "sm_90",
+        ).shared_bytes
+        for mask in ("causal", "block_sparse(@:25,64)")
+    ]
+    assert shared[0] <= shared[1] <= shared[0] + 64 * 64
 
 
 def test_kernels_of_a_mask_that_keeps_nothing_compile() -> None:

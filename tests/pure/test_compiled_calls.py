@@ -33,6 +33,36 @@ def test_a_compiled_call_is_the_same(name: str) -> None:
         torch.testing.assert_close(one, other)
 
 
+def test_functions_that_change_in_place_are_traced() -> None:
+    def kept(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        same = kv_idx
+        kv_idx += 2
+        q_idx //= 2
+        keep = q_idx <= same
+        keep &= same % 3 > 0
+        keep |= q_idx == 4
+        return keep
+
+    def changed(s: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+        s *= 2
+        kv_idx -= q_idx
+        s += kv_idx
+        return s
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        return tilegen.attention(q, k, v, mask=tilegen.predicate(kept), score=changed)
+
+    given = qkv(trained=False)
+    at = torch.arange(ROWS)
+    rows, columns = at[:, None] // 2, at + 2
+    keep = (rows <= columns) & (columns % 3 > 0) | (rows == 4)
+    q, k, v = (x.repeat_interleave(HEADS // x.shape[1], 1) for x in given)
+    scores = q @ k.mT * q.shape[-1] ** -0.5 * 2 + (at - at[:, None])
+    expected = scores.masked_fill(~keep, -torch.inf).softmax(-1) @ v
+    for one in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        torch.testing.assert_close(one(*given), expected)
+
+
 def _graphs(run: Callable[..., Any], given: list[Any], **options: Any) -> int:
     """Return how many graphs are compiled for some calls, which must give what they give."""
     graphs: list[Any] = []

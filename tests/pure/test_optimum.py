@@ -26,7 +26,6 @@ from tilegen.model.symbols import (
 )
 from tilegen.model.traffic import UNMASKED
 from tilegen.theory.optimum import (
-    PRINTED_TILES,
     crossover,
     exact_tiles,
     leading_tiles,
@@ -34,7 +33,6 @@ from tilegen.theory.optimum import (
     narrow_words,
     optimal_tiles,
     product_tiles,
-    words_at,
 )
 from tilegen.theory.schedules import SCHEDULES, smooth
 
@@ -83,15 +81,6 @@ def test_words_at_the_best_tiles(schedule: str, values: dict, expected: sp.Expr)
 
 
 @pytest.mark.parametrize(
-    "schedule, expected",
-    [("fwd_kv_stationary_fa1", 12 * x**2), ("bwd_fa1", 20 * x**2), ("fwd_saha_ye", 1 + 8 * x)],
-)
-def test_words_at_printed_tiles(schedule: str, expected: sp.Expr) -> None:
-    found = words_at(schedule, PRINTED_TILES[schedule]).subs(alpha, 1)
-    assert sp.simplify(found - expected) == 0
-
-
-@pytest.mark.parametrize(
     "large, small, values, expected",
     [
         ("fwd_q_stationary", "fwd_small_cache", {alpha: 1}, 0.6863),
@@ -134,15 +123,6 @@ def test_sparse_crossover_is_the_dense_one_over_the_density() -> None:
     sparse = crossover("fwd_q_stationary", "fwd_sparse_small_cache").subs(alpha, 1)
     assert sp.simplify(sparse - dense * SQRT_S) == 0
     assert float(1 / sparse.subs(s, 0.01) ** 2) == pytest.approx(68.6, abs=0.05)
-
-
-def test_printed_constants_cross_at_1668() -> None:
-    fa1, saha_ye = (
-        words_at(name, PRINTED_TILES[name]).subs(alpha, 1)
-        for name in ("fwd_kv_stationary_fa1", "fwd_saha_ye")
-    )
-    (at,) = (root for root in sp.solve(fa1 - saha_ye, x) if root > 0)
-    assert float(1 / at**2) == pytest.approx(1.668, abs=5e-4)
 
 
 def test_memory_belongs_to_block_m() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import cache
 from typing import get_args
 
@@ -11,20 +10,17 @@ import pytest
 import sympy as sp
 from numpy.typing import NDArray
 
-from tilegen.masks.tiles.tile_ranges import tile_ranges
 from tilegen.model.bounds import partition_bound
 from tilegen.model.mask_size import mask_size
-from tilegen.model.symbols import B_c, B_r, H_kv, M, N, P, b, d_qk, g, k, nnz, s, w
+from tilegen.model.symbols import H_kv, M, N, P, b, d_qk, g, k, nnz, s, w
 from tilegen.problem import AttentionProblem
 from tilegen.theory.patterns import (
     Pattern,
     bound_of,
-    causal_tiles,
     kept_entries,
     pattern_bound,
     spanned,
     unstructured_limit,
-    window_tiles,
 )
 
 SIDE = 12
@@ -155,26 +151,6 @@ def test_a_mean_is_no_bound() -> None:
     with pytest.raises(ValueError, match="unstructured_limit"):
         pattern_bound("unstructured")
     assert set(get_args(Pattern)) >= {"dense", "causal", "window", "block_diagonal", "degree"}
-
-
-def tiles(text: str, length: int, block_m: int, block_n: int) -> int:
-    mask = AttentionProblem.parse(f"hq1 q1 d64 bf16 {text}").mask
-    return tile_ranges(
-        mask, "rows", seqlen_q=length, seqlen_kv=length, block_m=block_m, block_n=block_n
-    ).visited_tiles
-
-
-@pytest.mark.parametrize("block_m, block_n", [(16, 16), (16, 48), (64, 32), (24, 16), (96, 64)])
-def test_tiles_of_a_causal_mask(block_m: int, block_n: int) -> None:
-    length = 4 * math.lcm(block_m, block_n)
-    found = causal_tiles().subs({N: length, B_r: block_m, B_c: block_n})
-    assert found == tiles("causal", length, block_m, block_n)
-
-
-@pytest.mark.parametrize("width", [1, 16, 17, 40, 200, 500])
-def test_tiles_of_a_window(width: int) -> None:
-    found = window_tiles().subs({N: 320, B_r: 16, w: width}).doit()
-    assert found == tiles(f"window({width - 1},0)", 320, 16, 16)
 
 
 def test_pattern_bounds_hold_for_the_masks_of_the_compiler() -> None:

@@ -150,6 +150,32 @@ def test_traced_masks_equal_the_functions(name: str) -> None:
         assert torch.equal(found.expand(SHAPE), expected)
 
 
+def in_place(b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
+    same = kv_idx
+    kv_idx += 2
+    kv_idx -= h
+    q_idx *= 3
+    q_idx //= 2
+    q_idx %= 7
+    q_idx ^= 1
+    q_idx |= 4
+    h <<= 1
+    h &= 6
+    keep = q_idx + h <= same.add_(1)
+    keep &= b + kv_idx > 2
+    keep |= same == 5
+    keep ^= q_idx == 4
+    return keep
+
+
+def test_what_is_changed_in_place_is_changed_under_all_its_names() -> None:
+    traced = trace_mask(in_place)
+    b, h, q, k = GRID
+    found = evaluate(traced.expr, [], b=b, h=h, q=q, k=k, seqlen_q=SEQLEN_Q, seqlen_kv=SEQLEN_KV)
+    expected = in_place(*(one.expand(SHAPE).clone() for one in GRID))
+    assert torch.equal(found.expand(SHAPE), expected)
+
+
 def t5_bucket(score: Any, b: Any, h: Any, q_idx: Any, kv_idx: Any) -> Any:
     """T5's buckets of past distances: exact ones, then logarithmically wider ones."""
     distance = torch.clamp(q_idx - kv_idx, min=0)
@@ -315,6 +341,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "root_of_negative": (lambda b, h, q, k: torch.sqrt(0 * q - 1) > k, "real number"),
     "new_shape": (lambda b, h, q, k: q.new_ones((3,)) > k, r"shape \(\), got \(3,\)"),
     "softmax": (lambda b, h, q, k: torch.softmax(q, 0) > k, "got softmax"),
+    "condition_in_place": (lambda b, h, q, k: q.eq_(k) > 3, "leave a number a number"),
     "signature": (lambda b, h: b == h, r"function of \(b, h, q_idx, kv_idx\)"),
 }
 

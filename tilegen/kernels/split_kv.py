@@ -143,7 +143,7 @@ FWD_COMBINE = KernelSpec(
     ),
     floor=(write("out", "g*N_q*d_v"), write("lse", "g*N_q", fp32=True)),
     shows=("out", "lse"),
-    knobs=Knobs(block_m=(1,), block_n=(16, 32), num_warps=(4,), num_stages=(1,)),
+    knobs=Knobs(block_m=(1,), block_n=(16, 32), num_warps=(1, 4), num_stages=(1,)),
     masked=False,
     in_order=True,
     has_sinks=True,

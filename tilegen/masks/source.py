@@ -36,6 +36,9 @@ class TileLoop:
     steps: tuple[str, ...]
     holds: tuple[str, ...]
     """Conditions, under any of which `tile_n` is one of the tiles."""
+    ahead: str = ""
+    """Line before the loop that looks up the first tile, where each step looks up the tile of the
+    step `after` it."""
 
 
 @dataclass(frozen=True)
@@ -286,13 +289,16 @@ def _lists(mask: Mask, side: Side, in_part: bool) -> Ranges:
                 f"{name}_from = _count_below(tiles_ptr, {first}, {last}, part_lo)",
                 f"num_{name} = _count_below(tiles_ptr, {first}, {last}, part_hi) - {name}_from",
             ]
-        start = f"{first} + {name}_from" if in_part else first
-        return TileLoop(
-            tuple(setup),
-            f"num_{name}",
-            (f"{tile} = tl.load(tiles_ptr + {start} + {step})",),
-            (f"_is_listed(tiles_ptr, {first}, {last}, tile_n)",),
-        )
+        start = f"tiles_ptr + {first} + {name}_from" if in_part else f"tiles_ptr + {first}"
+        steps, ahead = (f"{tile} = tl.load({start} + {step})",), ""
+        if side == "columns":
+            steps = (
+                f"{tile} = listed",
+                f"listed = tl.load({start} + after, mask=after < num_{name}, other=0)",
+            )
+            ahead = f"listed = tl.load({start}, mask=0 < num_{name}, other=0)\n"
+        holds = (f"_is_listed(tiles_ptr, {first}, {last}, tile_n)",)
+        return TileLoop(tuple(setup), f"num_{name}", steps, holds, ahead)
 
     return Ranges(
         form="lists",

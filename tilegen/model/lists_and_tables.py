@@ -31,9 +31,11 @@ def lists_and_tables(
     side: Side = KERNELS[kernel].stays
     smem = registers = 0
     if _is_listed(problem.mask, side):
-        streamed = config.block_m if side == "columns" else config.block_n
-        width = config.block_d or problem.head_dim_qk + problem.head_dim_v
-        smem += streamed * width * problem.element_bytes
+        if side == "columns":  # whose steps look up the next tile: a table's bytes of a tile
+            smem += config.block_m * config.block_n
+        else:
+            width = config.block_d or problem.head_dim_qk + problem.head_dim_v
+            smem += config.block_n * width * problem.element_bytes
     whole = KERNELS[kernel].whole
     if whole and trees_of(problem.mask):
         # Where matrix instructions read shared memory, a forward was seen to keep a tile of keys

@@ -137,15 +137,6 @@ def narrow_words(schedule: str) -> tuple[sp.Expr, sp.Expr]:
     return words_at(schedule, tiles), below
 
 
-PRINTED_TILES: dict[str, dict[sp.Symbol, sp.Expr]] = {
-    "fwd_kv_stationary_fa1": {B_c: 1 / (4 * x)},
-    "bwd_fa1": {B_c: 1 / (4 * x)},
-    "fwd_saha_ye": {B: sp.Rational(1, 2)},
-}
-"""Tiles as printed, in units of sqrt(M): B_c = M / 4d (FlashAttention, Algorithms 1 and 4; B_r does
-not matter) and B = sqrt(M / 4) (Saha and Ye, Algorithm 1)."""
-
-
 def words_at(schedule: str, tiles: Mapping[sp.Symbol, sp.Expr]) -> sp.Expr:
     """Return words / N^2 for tiles in units of sqrt(M)."""
     return _tidy(_scaled_words(SCHEDULES[schedule]).subs(tiles))

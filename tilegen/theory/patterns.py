@@ -15,9 +15,6 @@ import sympy as sp
 
 from tilegen.model.bounds import partitioned
 from tilegen.model.symbols import (
-    B_c,
-    B_r,
-    Gcd,
     M,
     N,
     b,
@@ -98,22 +95,6 @@ def kept_entries(pattern: Literal["dense", "causal", "window", "block_diagonal"]
         "window": w * N - _triangle(w - 1),
         "block_diagonal": b * N,
     }[pattern]
-
-
-def causal_tiles() -> sp.Expr:
-    """Return A(B_r, B_c), the non-empty tiles of an N x N causal mask.
-
-    Exact where both sides divide N and one divides the other, or their least common multiple
-    divides N.
-    """
-    return N * (N + B_r + B_c - Gcd(B_r, B_c)) / (2 * B_r * B_c)
-
-
-def window_tiles() -> sp.Expr:
-    """Return A(B_r, B_r) of an N x N causal window of w entries, where B_r divides N."""
-    t = sp.Symbol("t", integer=True, nonnegative=True)
-    across = 1 + sp.ceiling((w - 1) / B_r)
-    return sp.Sum(sp.Min(t + 1, across), (t, 0, N / B_r - 1))
 
 
 def _triangle(side: sp.Expr) -> sp.Expr:

@@ -10,47 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
-from typing import Literal
 
 import sympy as sp
 
 from tilegen.gpus.spec import GpuSpec, catalogue
 from tilegen.kernels.spec import Direction
-from tilegen.model.symbols import Z_A, Z_AX, Z_S, Z_X, M, N, Z, alpha, d, kappa, s
+from tilegen.model.symbols import Z_A, Z_AX, Z_S, Z_X, M, Z, alpha, d, kappa, s
 from tilegen.model.traffic import ACCUMULATOR_BYTES
 from tilegen.theory.optimum import crossover
-
-
-def standard_complexity() -> sp.Expr:
-    """Return N d + N^2: attention that stores S, forward or backward (FA1, Theorems 2 and 5)."""
-    return N * d + N**2
-
-
-def any_product_complexity(entries: Literal["large", "binary"] = "large") -> sp.Expr:
-    """Return what attention must move, up to a constant, with any matrix multiplication algorithm.
-
-    Saha and Ye, Theorem 4.8 (entries of a field of more than N elements) and Theorem 4.14 (binary
-    entries). Strassen-like algorithms too, which the bounds elsewhere exclude for M < d^2.
-    """
-    square = N**2 * d**2 / M
-    return sp.Min(square if entries == "large" else square / sp.log(N, 2) ** 2, N**2)
-
-
-def sparse_product_complexity() -> sp.Expr:
-    """Return the words that a sparse matrix product moves, up to polylogarithmic factors.
-
-    Pagh and Stoeckel, arXiv 1403.3551, with blocks of one word: Z nonzeros in the factors, Z_S in
-    the product. Li's sparse theorem builds on it.
-    """
-    return Z * sp.Min(sp.sqrt(Z_S / M), Z / M)
-
-
-def block_sparse_complexity() -> sp.Expr:
-    """Return N d + s N^2 d^2 / M, up to a constant, for d <= M <= N d (FA1, Proposition 4).
-
-    `s` is the density of blocks of the kernel's own tile shape, not of entries.
-    """
-    return N * d + s * N**2 * d**2 / M
 
 
 def worst_case_over_instances(direction: Direction) -> sp.Expr:
@@ -67,11 +34,6 @@ def worst_case_over_instances(direction: Direction) -> sp.Expr:
         (Z_A**2 + Z_A * Z_X) / M,
         (Z_A * sp.sqrt(Z_S) + sp.sqrt(Z_A * Z_X * Z_AX)) / sp.sqrt(M),
     )
-
-
-def worst_case_dividing_point() -> sp.Expr:
-    """Return the M where both terms of the forward meet: Z_input^2 / Z_QK (Li, Theorem 4.5)."""
-    return Z**2 / Z_S
 
 
 LARGE_CACHE: dict[Direction, str] = {"forward": "fwd_q_stationary", "backward": "bwd_two_pass"}

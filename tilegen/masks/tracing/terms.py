@@ -132,6 +132,12 @@ class Term(Value):
 
     shape = torch.Size()
 
+    __iadd__, __isub__, __imul__ = _operator("add_"), _operator("sub_"), _operator("mul_")
+    __itruediv__, __ifloordiv__ = _operator("truediv_"), _operator("floordiv_")
+    __imod__, __ipow__ = _operator("mod_"), _operator("pow_")
+    __iand__, __ior__, __ixor__ = _operator("and_"), _operator("or_"), _operator("xor_")
+    __ilshift__, __irshift__ = _operator("lshift_"), _operator("rshift_")
+
     def __getitem__(self, index: Any) -> Any:
         return self.tracer.apply("getitem", [self, index], {})
 

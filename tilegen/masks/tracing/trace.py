@@ -203,13 +203,31 @@ class Tracer:
             return Rows(self, tensor, tuple(parts))
         return Term(self, self.element(tensor, parts))
 
+    def _in_place(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Term:
+        """Give the first argument what an operation makes of it, under all its names, as torch
+        does."""
+        changed, found = args[0], self.apply(name, args, kwargs)
+        fits = isinstance(changed, Term) and isinstance(found, Term)
+        # Whether a number is an integer, a value that was cast does not say.
+        if not fits or (changed.dtype == torch.bool) != (found.dtype == torch.bool):
+            raise Unsupported(
+                f"expected {name} in place to leave a number a number, a condition a condition, "
+                "and a shape as it is; write x = x + y in the place of x += y"
+            )
+        changed.expr = found.expr
+        return changed
+
     def apply(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """Return what one of torch's functions or methods makes of its arguments."""
         if name.startswith("__"):
             name = name.strip("_")
             if name not in OPERATIONS and name[0] == "r" and name[1:] in OPERATIONS:
                 name, args = name[1:], args[::-1]  # `2 ** q` is __rpow__ of q
+            elif name not in OPERATIONS and name[0] == "i" and name[1:] in OPERATIONS:
+                name = f"{name[1:]}_"  # `x &= y` is __iand__ of x
         name = name.removeprefix("special_")
+        if name.endswith("_") and name[:-1] in OPERATIONS:
+            return self._in_place(name[:-1], args, kwargs)
         self.may_give_none |= name in MAY_GIVE_NONE and not _is_safe(name, args)
         if name == "getitem":
             tensor, index = args
