@@ -1,12 +1,12 @@
 """First choices by their machine code, and whether anything better was hidden beside them.
 
-    python -m benchmarks.machine_code [--gpu h200] [--neighbours] [--out FILE]
+    python -m benchmarks.machine_code [--gpu h200] [--neighbours] [--problem TEXT] [--out FILE]
 
-Each kernel of each problem of the catalogue is compiled as a call would settle on it, and its main
-loop read: one row with resources, clocks of each unit for 128 x 128 scores, and the predicted time
-before and after. With --neighbours the configs that differ by one step of one knob are compiled as
-well, and those that are faster by their machine code are named. Needs no GPU; keeps what it has
-written, and goes on where it was stopped.
+Each kernel of each problem of the catalogue, or of those that are named, is compiled as a call
+would settle on it, and its main loop read: one row with resources, clocks of each unit for
+128 x 128 scores, and the predicted time before and after. With --neighbours the configs that differ
+by one step of one knob are compiled as well, and those that are faster by their machine code are
+named. Needs no GPU; keeps what it has written, and goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def row(problem: AttentionProblem, spec: GpuSpec, kernel: Kernel, *, near: bool)
     if (code := built.step_code) is None:
         return line
     clocks = clocks_as_compiled(code, spec)
-    scale = SHOWN / (config.block_m * config.block_n)
+    scale = SHOWN / (config.rows * config.block_n)
     units = ("tensor", "exp", "issue", "smem", "local", "masking", "bound")
     shown = {name: round(scale * getattr(clocks, name)) for name in units}
     return replace(line, **shown, exposed=round(clocks.exposed, 3))
@@ -156,11 +156,13 @@ def _listed(faster: list[Compiled], seconds: float) -> str:
     return " ".join(f"{one.config.key}:{one.seconds / seconds:.3f}" for one in faster)
 
 
-def _wanted(names: list[str]) -> Iterator[tuple[GpuSpec, AttentionProblem, Kernel]]:
+def _wanted(
+    names: list[str], problems: list[AttentionProblem]
+) -> Iterator[tuple[GpuSpec, AttentionProblem, Kernel]]:
     for name in names:
         spec = gpu_named(name)
-        for one in CATALOGUE:
-            problem = one.problem.normal()
+        for one in problems:
+            problem = one.normal()
             for kernel in kernels_of(problem, spec):
                 yield spec, problem, kernel
 
@@ -172,6 +174,9 @@ def main(
     ] = False,
     out: Annotated[Path, typer.Option(help="Result file.")] = OUT,
     most: Annotated[int, typer.Option(help="End after so many new lines.")] = 2**31,
+    problem: Annotated[
+        list[str] | None, typer.Option(help="In the place of the catalogue; may be repeated.")
+    ] = None,
 ) -> None:
     """Write a line for each kernel that has none yet.
 
@@ -179,14 +184,17 @@ def main(
     """
     done = same_values(read(out), ("compiled_for", "problem", "kernel"))
     left = most
-    for spec, problem, kernel in _wanted(gpu or ["h200"]):
-        if (spec.name, problem.key, kernel) in done or left <= 0:
+    asked = [one.problem for one in CATALOGUE]
+    if problem:
+        asked = list(map(AttentionProblem.parse, problem))
+    for spec, one, kernel in _wanted(gpu or ["h200"], asked):
+        if (spec.name, one.key, kernel) in done or left <= 0:
             continue
-        done.add((spec.name, problem.key, kernel))
-        line = row(problem, spec, kernel, near=near)
+        done.add((spec.name, one.key, kernel))
+        line = row(one, spec, kernel, near=near)
         append(out, line)
         left -= 1
-        print(f"{spec.name} {problem.key} {kernel} {line.config} {line.static_us} us {line.better}")
+        print(f"{spec.name} {one.key} {kernel} {line.config} {line.static_us} us {line.better}")
 
 
 if __name__ == "__main__":

@@ -153,6 +153,16 @@ def told(problem: AttentionProblem, built: CompiledKernel) -> str:
     )
 
 
+def test_clocks_of_a_tile_with_the_rows_of_several_heads_are_those_of_its_scores() -> None:
+    problem = "b1 hq8 hkv1 q64 kv8192 d128 bf16 full"
+
+    def shown(kernel: str, config: str) -> float:
+        (told,) = tilegen.read_code(problem, "h200", kernel=kernel, config=config)
+        return told["step"]["scale"] * told["step"]["tensor"]
+
+    assert shown("fwd_split", "m8h8n64k1024w4s3") == pytest.approx(shown("fwd", "m64n64w4s3"))
+
+
 def test_the_command_says_what_the_function_returns() -> None:
     text, kernel, config = KERNELS[1]
     asked = "explain", text, "--gpu", "h200", "--kernel", kernel, "--config", config, "--static"

@@ -79,7 +79,7 @@ def _loop(loop: LoopCode, warps: int) -> dict[str, Any]:
 def _step(code: StepCode, gpu: GpuSpec, config: TileConfig) -> dict[str, Any]:
     """Return the clocks of a step on a full tile, as they are and for 128 x 128 scores."""
     clocks = clocks_as_compiled(code, gpu)
-    scale = SHOWN / (config.block_m * config.block_n)
+    scale = SHOWN / (config.rows * config.block_n)
     return asdict(clocks) | {"bound": clocks.bound, "scale": scale, "code": asdict(code)}
 
 
