@@ -28,6 +28,7 @@ import typer
 import tilegen.model.footprint as model
 from benchmarks.quantile_fit import quantile_fit
 from benchmarks.workloads import CATALOGUE, LARGE_FP32_DIMS, LARGE_HEAD_DIMS, SHAPES
+from tilegen.build.acceptable import FEWEST_REGISTERS
 from tilegen.build.compiler import CompiledKernel
 from tilegen.build.workers import compile_many
 from tilegen.choose.configs import all_configs
@@ -60,7 +61,6 @@ SLICED_FROM = 256  # head dims that kernels of slices are asked for
 
 FEW_BYTES = 64  # of local memory, for values that live around the loop
 MARGIN = 15  # registers that even a small spill is taken for
-MIN_REGISTERS = 16  # below, the kernel is a trap: it asked for more tensor memory than there is
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -283,7 +283,7 @@ def fit_registers(samples: Iterable[Sample]) -> dict[str, dict[str, list[float]]
     """
     cells: dict[tuple[str, str], list[Sample]] = {}
     for sample in samples:
-        if sample.registers > MIN_REGISTERS and KERNELS[sample.kernel].loop:
+        if sample.registers >= FEWEST_REGISTERS and KERNELS[sample.kernel].loop:
             dtype = "fp32" if " fp32 " in sample.problem else "16"
             cells.setdefault((sample.arch, dtype), []).append(sample)
     fits: dict[str, dict[str, list[float]]] = {}
@@ -323,7 +323,7 @@ def report(samples: Iterable[Sample]) -> None:
     """Print how the predictions compare with the samples, per architecture and kernel."""
     cells: dict[tuple[str, str], list[tuple[Sample, on_chip.Footprint]]] = {}
     for sample in samples:
-        if sample.registers > MIN_REGISTERS:
+        if sample.registers >= FEWEST_REGISTERS:
             needs = model.footprint(*sample.parsed, sample.kernel, sample.arch)
             cells.setdefault((sample.arch, sample.kernel), []).append((sample, needs))
     print("                                 shared memory         spilling kernels")

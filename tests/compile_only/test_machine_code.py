@@ -13,6 +13,7 @@ import tilegen
 from benchmarks.machine_code import neighbourhood
 from tests.conftest import CheckGolden
 from tests.settled import usable
+from tilegen.build.acceptable import objection
 from tilegen.build.compiler import CompiledKernel, compile_for
 from tilegen.cli.main import app
 from tilegen.emit.render import render
@@ -161,6 +162,15 @@ def test_clocks_of_a_tile_with_the_rows_of_several_heads_are_those_of_its_scores
         return told["step"]["scale"] * told["step"]["tensor"]
 
     assert shown("fwd_split", "m8h8n64k1024w4s3") == pytest.approx(shown("fwd", "m64n64w4s3"))
+
+
+@known_triton
+def test_traps_are_not_chosen() -> None:
+    """A head dim of 72 is two pieces in tensor memory, which this tile has no room for."""
+    problem, b200 = PARSE("b32 hq16 hkv16 q729 d72 bf16 full"), gpu("b200")
+    trap = compile_for(render(problem, TileConfig.parse("m128n256w8s2t"), "fwd"), "sm_100")
+    assert "made a trap" in objection(trap, b200)
+    assert usable(problem, b200, "fwd").registers > trap.registers
 
 
 def test_the_command_says_what_the_function_returns() -> None:

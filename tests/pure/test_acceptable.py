@@ -9,7 +9,7 @@ import pytest
 
 from tilegen import pipeline
 from tilegen.build import compiler
-from tilegen.build.acceptable import MOST_LOCAL, acceptable, objection
+from tilegen.build.acceptable import MOST_LOCAL, acceptable, first_that_fits, objection
 from tilegen.choose.chosen import Ranked
 from tilegen.choose.fastest import KernelModel
 from tilegen.choose.ranking import hopefuls, propose, seconds_as_compiled
@@ -47,6 +47,18 @@ def test_a_binary_may_spill_a_little() -> None:
     found = bench.refused(much, H200)
     assert found is not None
     assert (found.status, found.message) == ("out_of_resources", objection(much, H200))
+
+
+def test_a_trap_is_no_kernel() -> None:
+    """ptxas makes one of what asks for more tensor memory than there is, with 4 registers."""
+    trap, spills = Used(registers=4), Used(spill_bytes=4000)
+    assert "made a trap" in objection(trap, gpu("b200"))
+    assert not acceptable(trap, gpu("b200"))
+    assert first_that_fits([trap, spills], gpu("b200")) is spills
+    with pytest.raises(BuildFailed, match="none did"):
+        first_that_fits([trap], gpu("b200"))
+    assert acceptable(Used(registers=22), gpu("b200"))
+    assert acceptable(trap, gpu("mi300x")), "AMD's kernels may have few"
 
 
 STEP = StepCode(

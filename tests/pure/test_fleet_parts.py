@@ -169,6 +169,7 @@ def test_what_is_claimed_is_put_back_when_a_worker_fails(storage: Any, tmp_path:
 
     class Uses:
         shared_bytes = spill_bytes = 0
+        registers = 255
         step_code = None
 
     with pytest.raises(DeviceLost):

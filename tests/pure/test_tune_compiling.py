@@ -29,6 +29,7 @@ class Used:
     """What a compiler would say."""
 
     shared_bytes: int = 64 * 1024
+    registers: int = 255
     spill_bytes: int = 0
     step_code: StepCode | None = None
 

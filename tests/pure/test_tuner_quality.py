@@ -41,6 +41,7 @@ BROKEN = Measurement(status="launch_failed", message="no such luck")
 @dataclass(frozen=True)
 class Used:
     shared_bytes: int = 1024
+    registers: int = 255
     spill_bytes: int = 0
     step_code: StepCode | None = None
 

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
 MOST_LOCAL = 0.1
 """Part of a step's time that loads and stores of local memory may take, at most."""
+FEWEST_REGISTERS = 16
+"""Registers that a thread of any kernel for NVIDIA has at least: real ones have 22 and more. The
+assembler makes a trap with 4 of a kernel that asks for more tensor memory than there is, and says
+nothing."""
 
 
 class Usage(Protocol):
@@ -40,21 +44,28 @@ def acceptable(built: Usage | BuildFailed, gpu: GpuSpec) -> bool:
 def objection(built: Usage | BuildFailed, gpu: GpuSpec) -> str:
     """Return why a compiled kernel may not be used on a GPU, an empty text where it may.
 
-    A kernel has to fit into shared memory, must not wait for each of its matrix products, and may
-    spend little of its inner loop's time on what it lacks registers for: see MOST_LOCAL. A kernel
-    whose inner loop cannot be told from its machine code may spill a little (see MOST_SPILLED).
+    A kernel has to fit into shared memory and tensor memory, must not wait for each of its matrix
+    products, and may spend little of its inner loop's time on what it lacks registers for: see
+    MOST_LOCAL. A kernel whose inner loop cannot be told from its machine code may spill a little
+    (see MOST_SPILLED).
     """
     if isinstance(built, BuildFailed):
         return str(built)
     if built.shared_bytes > gpu.smem_per_block:
         sizes = (f"{size / 1024:.4g} KiB" for size in (built.shared_bytes, gpu.smem_per_block))
         return " > ".join(sizes)
+    if _is_trap(built, gpu):
+        return "more tensor memory than there is: the assembler made a trap of the kernel"
     code = built.step_code
     if code is None:
         return spills_much(built.spill_bytes)
     if code.serialized:
         return f"{built.spill_bytes} bytes spilled, and each matrix product is waited for"
     return _waits_for_local_memory(code, gpu) if code.local else ""
+
+
+def _is_trap(built: Usage, gpu: GpuSpec) -> bool:
+    return built.registers < FEWEST_REGISTERS and gpu.arch.startswith("sm_")
 
 
 def _waits_for_local_memory(code: StepCode, gpu: GpuSpec) -> str:
@@ -78,7 +89,9 @@ def first_that_fits(built: Sequence[U | BuildFailed], gpu: GpuSpec) -> U:
     fitting = [
         (0 if acceptable(result, gpu) else result.spill_bytes, i, result)
         for i, result in enumerate(built)
-        if not isinstance(result, BuildFailed) and result.shared_bytes <= gpu.smem_per_block
+        if not isinstance(result, BuildFailed)
+        and result.shared_bytes <= gpu.smem_per_block
+        and not _is_trap(result, gpu)
     ]
     if not fitting:
         raise BuildFailed(
