@@ -133,6 +133,29 @@ def test_registering_twice_is_registering_once(monkeypatch: pytest.MonkeyPatch) 
     assert type(backend).__name__ == "TilegenAttnBackend"
 
 
+@pytest.mark.skipif(FORMS == ["stand-in"], reason="needs the package sglang, which registers")
+def test_the_installed_package_knows_the_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    sglang_classes("installed", monkeypatch)
+    from sglang.srt.arg_groups import choices as arguments  # pyright: ignore
+    from sglang.srt.layers.attention import attention_registry  # pyright: ignore
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend  # pyright: ignore
+
+    from tilegen.integrations import sglang as entry
+    from tilegen.integrations.sglang_backend import TilegenAttnBackend
+
+    choices, backends = arguments.ATTENTION_BACKEND_CHOICES, attention_registry.ATTENTION_BACKENDS
+    before = [*choices]
+    monkeypatch.setitem(backends, "tilegen", None)  # and as it was after the test
+    try:
+        entry.register()
+        entry.register()
+        assert choices == [*before, "tilegen"]
+    finally:
+        choices[:] = before
+    assert backends["tilegen"] is entry.create
+    assert issubclass(TilegenAttnBackend, AttentionBackend)
+
+
 # --------------------------------------------------------------------------------------------------
 # What is supported
 

@@ -36,9 +36,9 @@ def check(out: torch.Tensor, tokens: Tokens, kept: Kept) -> None:
 
 
 PARENTS = torch.tensor(
-    [[-1, 0, 0, 1, 1, 2], [-1, 0, 1, 2, 3, 4], [-1, -1, 0, 1, -1, 4], [-1, 0, 0, 0, 0, 0]]
+    [[-1, 0, 0, 1, 1, 2], [-1, 0, 1, 2, 3, 4], [3, -1, 0, 1, 5, 1], [-1, 0, 0, 0, 0, 0]]
 )
-"""Parents of six drafts of each request: branches, a chain, several roots, a fan."""
+"""Parents of six drafts of each request: branches, a chain, some before theirs, a fan."""
 DRAFTED = [37, 50, 6, 30]
 """Lengths of the requests, drafts included: one is all drafts."""
 
@@ -62,7 +62,8 @@ def test_drafts_are_verified(
         batch.seq_lens_cpu = known
         backend.init_forward_metadata(batch)
         out = backend.forward_extend(*sglang_new(tokens), layer, batch)
-        check(out, tokens, Kept(left=left, cap=cap, trees=trees or []))
+        right = float("inf") if trees else 0  # what a tree keeps may lie behind
+        check(out, tokens, Kept(left=left, right=right, cap=cap, trees=trees or []))
 
 
 @pytest.mark.parametrize("windows", [False, True])
@@ -89,7 +90,8 @@ def test_a_graph_that_verifies_reads_what_is_filled(sglang: Any, form: str, wind
     its = {"sliding_window_size": 7} if windows else {}
     layer = sglang_layer(int(windows), sglang.Type.DECODER, **its)
     out = backend.forward_extend(*sglang_new(tokens), layer, batch)
-    check(out, tokens, Kept(left=7 if windows else float("inf"), trees=trees or []))
+    left, right = 7 if windows else float("inf"), float("inf") if trees else 0
+    check(out, tokens, Kept(left=left, right=right, trees=trees or []))
 
 
 def test_idle_requests_of_a_graph_have_no_part_in_the_mask(sglang: Any) -> None:

@@ -27,7 +27,7 @@ from tilegen.errors import Unsupported
 from tilegen.integrations import windows
 from tilegen.integrations.flash_changes import score_of
 from tilegen.masks.constructors import tree
-from tilegen.masks.mask import Mask
+from tilegen.masks.mask import Mask, sliding_window
 from tilegen.masks.score import Score
 from tilegen.problem import PAGES
 from tilegen.runtime.paged import attention_paged
@@ -55,7 +55,7 @@ class Batch:
     """Drafts that each draft of a request sees, itself among them, (requests, drafts, drafts), of
     drafts that form trees."""
     trees: dict[int, Mask] = field(default_factory=dict)
-    """Masks of layers joined with that of the trees, by the identity of the former."""
+    """Masks of the trees, by the window that they are joined with, -1 for none."""
 
 
 class TilegenAttnBackend(AttentionBackend):
@@ -215,10 +215,13 @@ class TilegenAttnBackend(AttentionBackend):
         if layer.layer_id not in self._changes:
             self._changes[layer.layer_id] = _changes_of(layer)
         mask, score = self._changes[layer.layer_id]
-        if its.seen is not None:  # no draft comes before one that it sees
-            if id(mask) not in its.trees:
-                its.trees[id(mask)] = tree(its.seen) & mask
-            mask = its.trees[id(mask)]
+        if its.seen is not None:
+            left = -1 if layer.sliding_window_size is None else layer.sliding_window_size
+            if left not in its.trees:  # windows count places, as in sglang's own kernels
+                its.trees[left] = tree(its.seen)
+                if left >= 0:
+                    its.trees[left] &= sliding_window(left, None, "bottom_right")
+            mask = its.trees[left]
         if sinks is not None:
             score = replace(score or Score(), sink_logits=sinks)
         if save_kv_cache and k is not None and v is not None:
