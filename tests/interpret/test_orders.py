@@ -3,6 +3,7 @@ own: tiles are visited from the last to the first, and all sums add up backwards
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -42,6 +43,8 @@ def backwards(*bounds):
     """Count like range, from the end."""
     return reversed(range(*map(int, bounds)))
 '''
+LOOKED_UP = re.compile(r"tl\.load\((tiles_ptr[\w+ ]*?)(?: \+ after)?, mask=(0|after) < (\w+),")
+"""The look-up of a list's first tile, or of the one `after` a step."""
 CASES: dict[str, tuple[str, Mask, Score | None]] = {
     # Rows of a single key, whose gradients are exactly 0.
     "one_key": ("b1 hq2 hkv1 q33 kv31 d16 fp32 full", causal() & sliding_window(20), None),
@@ -62,10 +65,14 @@ CASES: dict[str, tuple[str, Mask, Score | None]] = {
 
 
 def reversed_tiles(rendered: RenderedKernel) -> RenderedKernel:
-    """Return a kernel whose loops run from their last step to their first."""
+    """Return a kernel whose loops run from their last step to their first; those that look a list
+    up a step ahead go through it from its end."""
     head, _, body = rendered.source.partition("\n@triton.jit")
-    source = head + BACKWARDS + "\n\n@triton.jit" + body.replace(" in range(", " in backwards(")
-    assert source.count(" in backwards(") >= 1
+    body, ahead = LOOKED_UP.subn(r"tl.load(\1 + \3 - 1 - \2, mask=\2 < \3,", body)
+    if not ahead:
+        body = body.replace(" in range(", " in backwards(")
+    source = head + BACKWARDS + "\n\n@triton.jit" + body
+    assert ahead or " in backwards(" in source
     return replace(rendered, source=source, digest=f"{rendered.digest}-backwards")
 
 

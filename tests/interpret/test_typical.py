@@ -56,6 +56,7 @@ class Fits:
     """What the compiler would say of a config that fits."""
 
     shared_bytes: int = 0
+    registers: int = 255
     spill_bytes: int = 0
     step_code: StepCode | None = None
 

@@ -32,7 +32,10 @@ def test_closed_forms_and_scores_without_tables_add_nothing(text: str) -> None:
 
 def test_a_list_buffers_a_stage_more() -> None:
     assert adds("dilated(3)") == (32 * 128 * 2, 0)
-    assert adds("dilated(3)", "bwd_dkdv") == (64 * 128 * 2, 0)
+
+
+def test_where_columns_stay_a_list_is_looked_up_a_step_ahead_and_buffers_bytes_of_a_tile() -> None:
+    assert adds("dilated(3)", "bwd_dkdv") == (64 * 32, 0)
 
 
 def test_a_tree_buffers_a_tile_of_keys_or_of_its_table() -> None:
