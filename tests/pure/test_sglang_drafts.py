@@ -57,7 +57,6 @@ def test_drafts_are_verified(
     batch = sglang_drafts(runner, tokens, sglang.Mode.TARGET_VERIFY, trees)
     window = -1 if left == float("inf") else int(left)
     layer = sglang_layer(layer_id, sglang.Type.DECODER, sliding_window_size=window, logit_cap=cap)
-    backend.init_forward_metadata(batch)
     for known in (batch.seq_lens_cpu, None):
         batch.seq_lens_cpu = known
         backend.init_forward_metadata(batch)
@@ -69,7 +68,7 @@ def test_drafts_are_verified(
 @pytest.mark.parametrize("windows", [False, True])
 @pytest.mark.parametrize("form", ["trees", "chains"])
 def test_a_graph_that_verifies_reads_what_is_filled(sglang: Any, form: str, windows: bool) -> None:
-    """Graphs are captured without trees, and with one request more than are replayed."""
+    """Graphs are captured without trees, of requests of one key."""
     tokens = Tokens.drafts(DRAFTED, 6)
     trees = list(tilegen.ancestors(PARENTS)) if form == "trees" else None
     runner = sglang_runner(tokens, 16, sglang.Windows if windows else Pool)

@@ -154,11 +154,7 @@ class TilegenAttnBackend(AttentionBackend):
             trees={},
         )
         if drafts and whole.seen is not None:  # a graph has one mask: chains are trees, too
-            self.forward_metadata.seen = seen = whole.seen[:requests]
-            if its.spec_info.custom_mask is not None:
-                seen.copy_(_seen(its, drafts))
-            else:
-                seen.copy_(torch.ones_like(seen).tril())
+            self.forward_metadata.seen = whole.seen[:requests].copy_(_seen(its, drafts))
         for name in ("window_table", "window_slots") if self.has_windows else ():
             filled = getattr(whole, name)[: len(getattr(now, name))]
             setattr(self.forward_metadata, name, filled.copy_(getattr(now, name)))
@@ -297,8 +293,11 @@ def _drafts_of(its: Any) -> int:
 
 def _seen(its: Any, drafts: int) -> torch.Tensor:
     """Return which drafts each draft sees, (requests, drafts, drafts), of sglang's mask: for each
-    request a row for each draft, of all keys before the drafts, then the drafts."""
+    request a row for each draft, of all keys before the drafts, then the drafts. Without a mask
+    drafts are chains, one table for all requests."""
     flat, before = its.spec_info.custom_mask, its.seq_lens.long()
+    if flat is None:
+        return torch.ones(drafts, drafts, dtype=torch.bool, device=before.device).tril()
     row = before + drafts
     first = (drafts * row).cumsum(0) - drafts * row
     one = torch.arange(drafts, device=flat.device)
