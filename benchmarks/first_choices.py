@@ -27,7 +27,7 @@ from tilegen.choose.ranking import seconds_as_compiled
 from tilegen.errors import BuildFailed, Unsupported
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.kernels.registry import KERNELS
+from tilegen.kernels.registry import KERNELS, direction_of
 from tilegen.kernels.spec import Direction
 from tilegen.pipeline import choose_kernel
 from tilegen.problem import AttentionProblem
@@ -97,7 +97,7 @@ def passes(kernels: tuple[Kernel, ...]) -> dict[Direction, tuple[Kernel, ...]]:
     """Return kernels by the pass that they belong to."""
     found: dict[Direction, tuple[Kernel, ...]] = {}
     for kernel in kernels:
-        way: Direction = "backward" if kernel.startswith("bwd") else "forward"
+        way = direction_of(kernel)
         found[way] = (*found.get(way, ()), kernel)
     return found
 
