@@ -61,6 +61,7 @@ def kinds() -> dict[str, Callable[[], object]]:
     *others, same = [cache[:, :, :length] for length in range(ROWS, LONGEST)]
     longer = cycle(others)
     lengths = torch.tensor([ROWS - 3])
+    short = lengths.int()
     causal, window = tilegen.causal(), tilegen.sliding_window(7, 0)
 
     its = crossing(causal, None, None)
@@ -79,8 +80,8 @@ def kinds() -> dict[str, Callable[[], object]]:
         "as an operator, with gradients": lambda: operator(trained, k, v, *crossed),
         "full": lambda: attention(q, k, v),
         "window": lambda: attention(q, k, v, mask=window),
-        "kv_lengths": partial(attention, q, k, v, kv_lengths=lengths.int()),
-        "kv_lengths of 64 bits": partial(attention, q, k, v, kv_lengths=lengths),
+        "kv_lengths": lambda: attention(q, k, v, kv_lengths=short),
+        "kv_lengths of 64 bits": lambda: attention(q, k, v, kv_lengths=lengths),
         "decode, the same length": lambda: attention(one_row, same, same),
         "decode, a new length": decode,
         **_paged_kinds(),

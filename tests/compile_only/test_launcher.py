@@ -99,6 +99,7 @@ def calls() -> Iterator[tuple[torch.Tensor, torch.Tensor, Mask, Any]]:
         lengths = torch.tensor([columns, 1], dtype=torch.int32)
         yield cache[:, :, :rows], inside[:, :, :columns], tilegen.sliding_window(5, 0), lengths
         yield cache[:, :, :rows], cache[:, :, :columns], tilegen.sliding_window(5, 0), lengths
+        yield cache[:1, :, :rows], cache[:1, :, :columns], causal, lengths[:1]
 
 
 def test_calls_of_all_lengths_launch_what_the_emitted_launch_does(

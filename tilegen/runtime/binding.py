@@ -51,9 +51,8 @@ class BoundKernel:
                 self._keep = predicate(mask.general, self._side)
 
         alone = bool(slots) and len(mask.values) == 1 and not self._reads and self._keep is None
-        self.only = slots[0][1] if alone and not self._slots[0][2] else ""
-        """The name of the mask's one tensor, where the kernel reads it as it is given and nothing
-        else; empty elsewhere."""
+        self.reads_t0_alone = alone and not self._slots[0][2]
+        """Whether the kernel reads the mask's one tensor as it is given, and nothing else."""
         self.reads_nothing = not self._slots and not self._reads and self._keep is None
         self.reads_lists = self._keep is not None
 

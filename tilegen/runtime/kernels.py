@@ -61,13 +61,13 @@ class Pass:
     """What computes the pass wherever a call means the same by it."""
 
     @cached_property
-    def padded(self) -> tuple[tuple[Kernel, Launch, str], ...]:
-        """The launches, each with the name of the tensor that it reads, where no kernel reads more
-        than one: for calls with lengths of padded batches and no more, nothing is looked up."""
+    def padded(self) -> tuple[tuple[Kernel, Launch, bool], ...]:
+        """The launches, each with whether it reads the mask's tensor `t0`, where no kernel reads
+        more: for calls with lengths of padded batches and no more, nothing is looked up."""
         its = self.kernels.items()
-        if self.is_plain or not all(one.only or one.reads_nothing for _, one in its):
+        if self.is_plain or not all(one.reads_t0_alone or one.reads_nothing for _, one in its):
             return ()
-        return tuple((name, one.launch, one.only) for name, one in its)
+        return tuple((name, one.launch, one.reads_t0_alone) for name, one in its)
 
     def reading(
         self, tables: Sequence[torch.Tensor], reads: Mapping[str, Any]
@@ -144,8 +144,8 @@ class Kernels:
         if its.padded and changes.kv_lengths is not None:
             lengths = changes.lengths(self.device, its.converts_integers)
             launches = {}
-            for name, launch, what in its.padded:
-                launches[name] = partial(launch, **{what: lengths}) if what else launch
+            for name, launch, reads in its.padded:
+                launches[name] = partial(launch, t0=lengths) if reads else launch
         elif not its.is_plain:
             score = changes.score
             reads = {} if changes.dropout is None else changes.dropout.given
@@ -303,6 +303,10 @@ def launcher_of_module(
         described_lines(KERNELS[kernel], config, problem.head_dims) if config.descriptors else []
     )
     every = (one for line in lines for one in line.arguments)
+    of_batch: list[str] = []
+    if not problem.page and "q" in KERNELS[kernel].given:
+        places = enumerate(problem.mask.places_of_values)
+        of_batch = [f"t{i}_n0" for i, (one, within) in places if one.axes == "b" and not within]
     launched = Launched(
         kernel=kernel,
         config=config,
@@ -311,6 +315,7 @@ def launcher_of_module(
         grid=grid_of(kernel, config, problem.group_size),
         where=module.__name__,
         described=tuple(one for one in every if one.taken == "descriptor"),
+        of_batch=frozenset(of_batch),
     )
     return Launcher(launched, function, module.launch)
 

@@ -77,6 +77,9 @@ class Launched:
     """The name of the kernel in errors."""
     described: tuple[Argument, ...] = ()
     """The arguments that are tensor descriptors."""
+    of_batch: frozenset[str] = frozenset()
+    """The arguments that are the size of q's batch, whatever tensor they are named after: lengths
+    of padded batches have that size wherever a call gets as far as a launch."""
 
 
 def extra_names(arguments: Iterable[str]) -> tuple[str, ...]:
@@ -183,6 +186,8 @@ def _argument(name: str, launched: Launched) -> Argument:
     if found is None and (found := extra(name)) is not None and found.taken == "size":
         # A size of a tensor that the kernel does not read says nothing.
         found = found if f"{found.of}_ptr" in launched.arguments else None
+        if name in launched.of_batch:
+            found = Argument(name, "i32", "q", "size")
     if found is None:
         raise Unsupported(
             f"{launched.where} takes {name!r}, which a {launched.kernel} of this tilegen does not; "
