@@ -5,6 +5,9 @@ Folders are spread over all cores by pytest-xdist, where it is installed.
 | folder       | needs            | runs with plain `pytest`                            |
 | ------------ | ---------------- | --------------------------------------------------- |
 | pure         | nothing          | yes                                                 |
+| theory       | nothing          | yes                                                 |
+| traced       | PyTorch compiles | yes                                                 |
+| programs     | other processes  | yes                                                 |
 | compile_only | Triton, no GPU   | yes                                                 |
 | interpret    | Triton, no GPU   | through test_interpret.py, in a process of its own  |
 | gpu          | a CUDA device    | yes; where there is none, rehearsed by rehearsal.py |

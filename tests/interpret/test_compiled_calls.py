@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch._dynamo
 
-from tests.pure import test_compiled_pages
+from tests.traced import test_compiled_pages
 from tests.traced_calls import calls, gradients, qkv
 
 CALLS, PAGED = calls(), test_compiled_pages.CALLS

@@ -1,8 +1,6 @@
 """`tilegen.attention` without an interpreter or a GPU: bad input, the PyTorch fallback, records."""
 
 import logging
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +8,7 @@ import pytest
 import torch
 
 import tilegen
-from tests import warm
 from tilegen import disk, pipeline, store
-from tilegen.check import interpreter
 from tilegen.check.reference import attention_reference, make_inputs
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.kernels.config import TileConfig
@@ -149,53 +145,6 @@ def test_choice_takes_the_record_before_the_model(
     assert chosen.config == other
     assert chosen.source.startswith(str(tmp_path))
     assert pipeline.choose_kernel(problem, gpu, "bwd_dq").source == "the model"
-
-
-def test_import_loads_nothing_heavy() -> None:
-    """Nor does a mask, a problem or a record: SymPy, Optuna and Jinja belong to single stages."""
-    code = """
-import sys
-import tilegen
-others = {"transformers", "diffusers", "kernels", "torchtitan", "vllm", "sglang"}
-heavy = {"sympy", "optuna", "jinja2", "torch", "triton", "numpy", *others} & set(sys.modules)
-assert not heavy, heavy
-tilegen.causal() & tilegen.sliding_window(3, 0)
-tilegen.AttentionProblem.parse("hq8 q128 d64 bf16 causal")
-tilegen.gpu("h200")
-tilegen.attention
-heavy = {"sympy", "optuna", "jinja2", *others} & set(sys.modules)
-assert not heavy, heavy
-"""
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.skipif(bool(interpreter.trouble()), reason=interpreter.trouble())
-def test_a_kernel_on_disk_is_used_without_rendering(tmp_path: Path) -> None:
-    """With a record and the emitted file there, a new process computes without SymPy and Jinja."""
-    code = """
-import sys, torch, tilegen
-from tilegen import disk, store
-from tilegen.runtime import dispatch, plans
-from tilegen.measure import Measurement
-q = torch.randn(300, 1, 16, 16)  # programs enough for an H200: keys need not be split
-def record():
-    problem = tilegen.AttentionProblem.parse("b300 hq1 q16 d16 fp32 causal").bucket
-    config = tilegen.TileConfig(block_m=16, block_n=16)
-    store.save(store.TuningRecord(gpu="h200", arch="sm_90", kernel="fwd", problem=problem,
-    config=config,
-        measurement=Measurement(status="ok", median_us=1.0, p20_us=1.0, p80_us=1.0, repeats=9,
-        message=""), versions=store.current_versions(), date=store.now()))
-if sys.argv[1] == "first":
-    record()
-tilegen.attention(q, q, q, mask=tilegen.causal())
-print(sorted({"sympy", "optuna", "jinja2"} & set(sys.modules)))
-"""
-    environment = {
-        "TILEGEN_CACHE_DIR": str(tmp_path),
-        "TRITON_INTERPRET": "1",
-    }
-    outputs = [warm.output(code, which, env=environment).strip() for which in ("first", "second")]
-    assert outputs == ["['jinja2', 'sympy']", "[]"]
 
 
 def test_configs_and_names_of_the_package() -> None:

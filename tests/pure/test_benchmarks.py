@@ -14,7 +14,7 @@ import torch
 import typer
 
 import tilegen
-from benchmarks import cpu, rows, run
+from benchmarks import rows, run
 from benchmarks.arithmetic import compulsory_bytes, flops, ideal_seconds, kept_pairs
 from benchmarks.call_cost import as_on_a_gpu
 from benchmarks.check import Verdict, check, make_inputs
@@ -24,7 +24,6 @@ from benchmarks.run import with_tensors
 from benchmarks.workloads import CATALOGUE, HEAD, MASKED, Workload, head
 from tests.cases import PROBLEM, a_provider, a_row, a_workload
 from tests.problems import PROBLEMS
-from tilegen.build.compiler import compile_for
 from tilegen.check.peers import flex, sdpa
 from tilegen.check.reference import dense_mask, torch_attention
 from tilegen.errors import Unsupported
@@ -360,32 +359,6 @@ def test_starting_over_repeats_the_command_for_the_time_that_is_left(
     ((program, *options, minutes),) = ran
     assert [program, *options] == [sys.executable, *given, "--csv=a.csv"]
     assert 9 < float(minutes.removeprefix("--minutes=")) <= 10
-
-
-def test_cpu_benchmarks_give_numbers(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in (("REPEATS", 1), ("TURNS", 1), ("CALLS", 20), ("COMPILED", 2)):
-        monkeypatch.setattr(cpu, name, value)
-    small = replace(head()[0], problem=AttentionProblem.parse("hq2 hkv1 q64 d16 fp16 causal"))
-    monkeypatch.setattr(cpu, "CATALOGUE", CATALOGUE[:2])
-    monkeypatch.setattr(cpu, "head", lambda: [small])
-    # In this process: others would import PyTorch and Triton first.
-    monkeypatch.setattr(
-        cpu, "compile_many", lambda kernels, arch, workers: [compile_for(k, arch) for k in kernels]
-    )
-    path = tmp_path / "cpu.csv"
-    cpu.main(csv=path)
-    found = rows.read(path)
-    assert len(found) == len({(row["benchmark"], row["baseline"]) for row in found}) == 34
-    assert all(float(row["value"]) > 0 for row in found)
-    assert capsys.readouterr().out.count("\n") == 35
-    for kernel in cpu.PROPOSED:
-        times = [row["value"] for row in found if row["benchmark"].startswith(f"propose {kernel},")]
-        assert len(times) == 2
-    (call, *_) = [row for row in found if row["benchmark"].startswith("attention()")]
-    assert call["baseline"] == "SDPA of one row"
-    assert float(call["ratio"]) > 0
 
 
 def test_hot_path_benchmark_leaves_attention_as_it_was() -> None:

@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 
 import tilegen
 from tilegen import pipeline
-from tilegen.check import interpreter
 from tilegen.check.verification import Check
 from tilegen.choose.families import kernels_of
 from tilegen.choose.ranking import search_space
@@ -204,18 +203,6 @@ def test_user_errors_are_one_line_and_exit_code_1(
     assert message in failing(monkeypatch, capsys, *arguments)
 
 
-@pytest.mark.skipif(bool(interpreter.trouble()), reason=interpreter.trouble())
-def test_scores_that_read_tensors_are_verified() -> None:
-    """In an interpreter of its own: typical tensors stand for those of a call."""
-    problem = "hq2 hkv1 q20 d16 fp32 causal score((k-q)*t0[h]+s,float32+,sinks)"
-    checks = json.loads(run("verify", problem, "--gpu", "h200", "--json"))
-    assert [check["tensor"] for check in checks] == [
-        *("out", "lse", "dq", "dk", "dv"),
-        *("dt0", "dsinks"),
-    ]
-    assert all(check["ok"] for check in checks)
-
-
 def test_demo_compares_with_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """For mask and score; PyTorch's own attention is left out where there is a score."""
     said: list[str] = []
@@ -318,30 +305,6 @@ def test_tuning_can_be_planned_without_a_gpu(
         assert json.loads(run(*asked, "--json")) == [told]
         assert run(*asked).startswith(f"would tune fwd {len(space):15} configs, 1 of them measured")
     assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_what_is_logged_is_one_line_in_a_file_and_names_the_gpu_of_a_plan() -> None:
-    """Without a GPU `tune --dry-run` plans for another's; a file has no width to fold lines at."""
-    code = "from tilegen.cli.main import main; main()"
-    asked = ["tune", PROBLEM, "--kernel", "bwd_preprocess", "--dry-run"]
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1", "COLUMNS": "30"}
-    result = subprocess.run(
-        [sys.executable, "-c", code, *asked], env=environment, capture_output=True, text=True,
-        check=True,
-    )  # fmt: skip
-    (line,) = result.stderr.splitlines()
-    assert line == "no GPU that PyTorch can use here: this is the plan for h200"
-
-
-def test_a_reader_that_has_seen_enough_is_no_error() -> None:
-    command = [sys.executable, "-m", "tilegen", "bundle", "--help"]
-    reader, writer = os.pipe()
-    os.close(reader)
-    try:
-        result = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, check=False)
-    finally:
-        os.close(writer)
-    assert (result.returncode, result.stderr) == (1, b"")
 
 
 def test_what_the_system_refuses_is_one_line(

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests import warm
 from tests.pure.test_explain import DIRECTIONS, H200, LARGE, SMALL, parse, run
 from tilegen.choose.families import kernels_of
 from tilegen.choose.ranking import propose
@@ -154,14 +153,3 @@ def test_plot_errors_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(Unsupported, match=r"pip install 'tilegen\[plot\]'"):
         draw(problem, H200, explained, tmp_path / "plot.png")
-
-
-def test_nothing_but_plots_needs_matplotlib() -> None:
-    code = (
-        "import sys; sys.modules['matplotlib'] = None\n"
-        "import tilegen\n"
-        "from tilegen.cli.main import main\n"
-        f"sys.argv = ['tilegen', 'explain', '{LARGE}', '--gpu', 'h200', '--kernel', 'fwd']\n"
-        "main()\n"
-    )
-    assert warm.output(code).startswith("fwd for")

@@ -11,7 +11,7 @@ from pathlib import Path
 import jinja2.meta
 import pytest
 
-from tests import sliced, warm
+from tests import sliced
 from tests.conftest import CheckGolden
 from tests.described import DESCRIBED
 from tests.problems import PROBLEMS
@@ -301,38 +301,3 @@ def test_a_digest_tells_kernels_apart() -> None:
         for aligned in (True, False)
     }
     assert len(requests) == 3 * 2 * 4 * 2
-
-
-SEEDED = """
-import hashlib
-from tilegen.kernels.config import TileConfig
-from tilegen.kernels.registry import LARGE_CACHE
-from tilegen.problem import AttentionProblem
-from tilegen.emit.render import render
-for mask in ("causal&(global(20)|window(7,0))", "documents(@bq:64)&prefix_lm(@b:9)",
-             "window(@h:5,3)|~kv_prefix(@:7)", "neighborhood(70,13)", "dilated(3)&global(4)",
-             "keep((t0[q,h]<k)&(k<=q+t1[k]),@:9int,@:9int)"):
-    problem = AttentionProblem.parse(
-        f"hq4 hkv2 q64 d32 bf16 {mask} score(tanh(s)*t0[h]+t1[k-q]*s,float32+,bfloat16,sinks)"
-    )
-    for kernel in LARGE_CACHE:
-        source = render(problem, TileConfig(block_m=32, block_n=32), kernel).source
-        print(mask, kernel, hashlib.sha256(source.encode()).hexdigest())
-
-from tilegen.masks.language.texts import from_text, to_text
-from tilegen.masks.language.loads import Loads
-from tilegen.masks.language.triton_source import Writer
-from tilegen.masks.language.symbols import *
-e = from_text("max(s,exp(t0[h]),3*q)*min(s,k,abs(q-k))+max(k,tanh(s),t0[q]*t0[k])"
-    "+where((q<k)&(h<2)|(b<3)&(k<5)|(t0[h]<s),max(s,q),min(t0[h],s))", ["float"])
-print(to_text(e))
-writer = Writer({B: "b", H: "h", Q: "q", K: "k", S: "s"}, Loads(["float32"], letter="t"))
-print(writer.sources({"out": e, "again": e * e}), writer.statements)
-"""
-
-
-def test_hash_seeds_change_no_byte() -> None:
-    """SymPy orders what it can by hashes, which differ from process to process."""
-    outputs = {warm.output(SEEDED, seed=seed) for seed in (1, 2)}
-    assert len(outputs) == 1
-    assert len(outputs.pop().splitlines()) == 24 + 2

@@ -106,14 +106,6 @@ def test_an_interpreter_that_cannot_work_says_so(monkeypatch: pytest.MonkeyPatch
         assert interpreter.trouble() == ""
 
 
-@pytest.mark.skipif(bool(interpreter.trouble()), reason=interpreter.trouble())
-def test_without_a_gpu_the_interpreter_answers_from_its_own_process() -> None:
-    problem = AttentionProblem.parse("hq1 q20 d16 fp32 causal")
-    checks = verify_anywhere(problem, {"fwd": TileConfig(block_m=16, block_n=16)})
-    assert [check.tensor for check in checks] == ["out", "lse"]
-    assert all(check.ok for check in checks)
-
-
 def test_where_kernels_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(Unsupported, match="TRITON_INTERPRET=1"):
