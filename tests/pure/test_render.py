@@ -83,9 +83,10 @@ def test_emitted_files_are_well_formed(tmp_path: Path) -> None:
         assert text.endswith("\n")
         assert not text.endswith("\n\n")
         assert "\n\n\n\n" not in text
-        imported = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+        nodes = [*ast.walk(tree)]
+        imported = {a.name for n in nodes if isinstance(n, ast.Import) for a in n.names}
         assert imported <= {"math", "torch", "triton", "triton.language"}
-        others = {node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
+        others = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
         descriptors = {"triton.tools.tensor_descriptor"} if kernel.config.descriptors else set()
         assert others == descriptors
         functions = {n.name: n for n in tree.body if isinstance(n, ast.FunctionDef)}
