@@ -81,9 +81,8 @@ class Tokens:
 def _dense(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kept: Kept, tree: torch.Tensor | None
 ) -> torch.Tensor:
-    group = HEADS // HEADS_KV
     q, k, v = (x.transpose(0, 1).double() for x in (q, k, v))
-    k, v = (x.repeat_interleave(group, 0) for x in (k, v))
+    k, v = (x.repeat_interleave(len(q) // len(k), 0) for x in (k, v))
     scores = q @ k.transpose(1, 2) * SCALE
     if kept.cap:
         scores = kept.cap * (scores / kept.cap).tanh()
@@ -228,7 +227,7 @@ class Pool:
         return self.moved[kv_indices.long()]
 
 
-def sglang_runner(tokens: Tokens, page: int, pool: type[Pool] = Pool) -> Any:
+def sglang_runner(tokens: Tokens, page: int, pool: Any = Pool) -> Any:
     """Return what of sglang's runner a back end is made of, with all old tokens in its pools."""
     table, pages = tables(tokens.lengths, page)
     made = pool((pages + 1) * page, page, tokens.v[0].shape[2])
@@ -245,6 +244,8 @@ def sglang_runner(tokens: Tokens, page: int, pool: type[Pool] = Pool) -> Any:
         made.moved[old[:-24]] = -1  # tokens that left their window
     return SimpleNamespace(
         use_mla_backend=False,
+        dtype=tokens.q[0].dtype,
+        kv_cache_dtype=tokens.q[0].dtype,
         prefill_aware_swa=False,
         kv_index_translator=SimpleNamespace(is_translating=False),
         req_to_token_pool=SimpleNamespace(req_to_token=to_token),
@@ -270,6 +271,9 @@ def sglang_batch(runner: Any, tokens: Tokens, mode: Any) -> Any:
         seq_lens_cpu=torch.tensor(tokens.lengths),
         extend_seq_lens=torch.tensor(tokens.queries),
         extend_seq_lens_cpu=tokens.queries,
+        extend_prefix_lens_cpu=[
+            length - new for length, new in zip(tokens.lengths, tokens.queries, strict=True)
+        ],
         out_cache_loc=torch.cat(new),
         out_cache_loc_is_physical=False,
         spec_info=None,

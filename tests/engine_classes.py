@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.engine_batches import Pool
+from tests.engine_latents import LatentPool
 from tests.engine_stand_ins import forget, install
 
 FORMS = ["stand-in", *["installed"] * bool(find_spec("sglang"))]
@@ -18,7 +19,7 @@ FORMS = ["stand-in", *["installed"] * bool(find_spec("sglang"))]
 
 def sglang_classes(form: str, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Return our class, and what of sglang's a batch is made of; `Windows` is a pool of which some
-    layers have one of their own."""
+    layers have one of their own, and `Latents` one of latent attention."""
     if form == "installed":
         forget(monkeypatch, "sglang")
         _name_operators_of_torchvision()
@@ -30,14 +31,36 @@ def sglang_classes(form: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
     from tilegen.integrations import sglang_backend as ours
 
+    latents: Any = LatentPool
     if form == "installed":  # and not running
-        alone = SimpleNamespace(attn_cp_size=1, attn_dcp_size=1)
-        monkeypatch.setattr(ours, "get_parallel", lambda: alone)
+        from sglang.srt.mem_cache import memory_pool  # pyright: ignore[reportMissingImports]
+
+        alone = SimpleNamespace(attn_cp_size=1, attn_dcp_size=1, dcp_enabled=False)
+        for module in (ours, memory_pool):
+            monkeypatch.setattr(module, "get_parallel", lambda: alone)
+        latents = _latents_of(memory_pool.MLATokenToKVPool)
     windows = type("Windows", (Pool, SWAKVPool), {})
     windows.__abstractmethods__ = frozenset()
     return SimpleNamespace(
-        Backend=ours.TilegenAttnBackend, Type=AttentionType, Mode=ForwardMode, Windows=windows
+        Backend=ours.TilegenAttnBackend,
+        Type=AttentionType,
+        Mode=ForwardMode,
+        Windows=windows,
+        Latents=latents,
     )
+
+
+def _latents_of(theirs: Any) -> Any:
+    """Return sglang's pool of latents, to be made and filled as the stand-in."""
+
+    def made(slots: int, page: int, rank: int, rope: int, dtype: torch.dtype) -> Any:
+        its = {"kv_lora_rank": rank, "qk_rope_head_dim": rope, "layer_num": 2, "device": "cpu"}
+        pool = theirs(slots - page, page, dtype, enable_memory_saver=False, **its)
+        for buffer in pool.kv_buffer:
+            buffer[page:] = float("nan")
+        return pool
+
+    return made
 
 
 @cache

@@ -33,7 +33,10 @@ READ: dict[str, dict[str, tuple[str, ...]]] = {
         "sglang/srt/layers/attention/attention_registry.py": ("register_attention_backend",),
         "sglang/srt/layers/attention/base_attn_backend.py": ("AttentionBackend",),
         "sglang/srt/layers/radix_attention.py": ("AttentionType", "RadixAttention"),
-        "sglang/srt/mem_cache/memory_pool.py": ("KVWriteLoc", "MHATokenToKVPool", "ReqToTokenPool"),
+        "sglang/srt/mem_cache/memory_pool.py": (
+            *("KVWriteLoc", "MHATokenToKVPool", "MLATokenToKVPool", "HybridLinearKVPool"),
+            "ReqToTokenPool",
+        ),
         "sglang/srt/mem_cache/swa_memory_pool.py": ("SWAKVPool",),
         "sglang/srt/model_executor/forward_batch_info.py": ("ForwardBatch", "ForwardMode"),
         "sglang/srt/model_executor/model_runner.py": ("ModelRunner",),

@@ -88,7 +88,7 @@ def test_what_is_read_of_batches_and_layers_exists() -> None:
     batch = read("init_forward_metadata", "its") | read("_batch", "its")
     batch |= read("init_forward_metadata_out_graph", "its")
     assert len(batch) >= 8
-    batch |= read("_drafts_of", "its") | read("_seen", "its")
+    batch |= read("_drafts_of", "its") | read("_seen", "its") | read("_are_whole", "its")
     assert batch <= set(NAMES["ForwardBatch"]["names"])
     speculative = {
         one.attr
@@ -104,11 +104,14 @@ def test_what_is_read_of_batches_and_layers_exists() -> None:
     assert layer <= set(NAMES["RadixAttention"]["assigned"])
     pool = {"get_kv_buffer", "set_kv_buffer"}
     assert pool <= set(methods(NAMES["MHATokenToKVPool"]))
+    for latent in (NAMES["MLATokenToKVPool"], NAMES["HybridLinearKVPool"]):
+        assert pool <= set(methods(latent))
+        assert "use_dsa" in latent["assigned"]
     assert pool | {"translate_loc_from_full_to_swa"} <= set(methods(NAMES["SWAKVPool"]))
     assert {"layers_mapping", "swa_layer_nums"} <= set(NAMES["SWAKVPool"]["assigned"])
     assert "req_to_token" in NAMES["ReqToTokenPool"]["assigned"]
     runner = read("__init__", "model_runner")
-    assert len(runner) >= 6
+    assert len(runner) >= 8
     assert runner <= set(NAMES["ModelRunner"]["assigned"])
 
 
@@ -162,7 +165,7 @@ def test_the_installed_package_knows_the_name(monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.parametrize(
     "changed, named",
     [
-        ({"use_mla_backend": True}, "latent attention"),
+        ({"kv_cache_dtype": torch.float8_e4m3fn}, "another dtype"),
         ({"kv_index_translator": SimpleNamespace(is_translating=True)}, "unified pool"),
         ({"model_config": SimpleNamespace(is_encoder_decoder=True)}, "encoder"),
         ({"prefill_aware_swa": True}, "whole prompts"),

@@ -3,6 +3,11 @@
 Read with sglang 0.5.23. A layer's keys are one tensor (slots, heads, head dim) and its values
 another, seen here as pages; `req_to_token` has the slot of each token of each request, and with it
 the page of each first token of a page.
+
+Latent attention (MLA) has one tensor, (slots, 1, kv_lora_rank + qk_rope_head_dim), of which values
+are the first columns. For a back end that it does not know, sglang joins the parts of queries and
+keys in this, absorbed, form, which reads the cache. Whole prompts come with keys and values of each
+head instead, after sglang has written their latents to the cache itself.
 """
 
 from __future__ import annotations
@@ -31,6 +36,7 @@ from tilegen.masks.mask import Mask, sliding_window
 from tilegen.masks.score import Score
 from tilegen.problem import PAGES
 from tilegen.runtime.paged import attention_paged
+from tilegen.runtime.varlen import attention_varlen
 
 _NO_DRAFTING = (
     "tilegen's back end for sglang verifies drafts, and makes none: "
@@ -60,29 +66,38 @@ class Batch:
 
 class TilegenAttnBackend(AttentionBackend):
     """Prompts, chunks of prompts, batches that mix them with decoding, decoding and verifying
-    drafts, the last two in CUDA graphs too. Drafting, MLA and encoders are refused."""
+    drafts, the last two in CUDA graphs too, and all of them of latent attention (MLA). Drafting,
+    encoders, and keys that an indexer chooses are refused."""
 
     def __init__(self, model_runner: Any) -> None:
         """Raises Unsupported for models whose keys and values tilegen's back end does not read."""
         super().__init__()
         parallel = get_parallel()
+        # Models find both pools here, by these names.
+        self.req_to_token_pool: Any = model_runner.req_to_token_pool
+        self.token_to_kv_pool: Any = model_runner.token_to_kv_pool
+        self.req_to_token: torch.Tensor = self.req_to_token_pool.req_to_token
+        pool = self.token_to_kv_pool
+        self.has_windows = isinstance(pool, SWAKVPool) and pool.swa_layer_nums > 0
+        self.is_latent: bool = model_runner.use_mla_backend
         refused = {
-            "multi-head latent attention (MLA)": model_runner.use_mla_backend,
+            "caches of another dtype than the model's, such as fp8": model_runner.kv_cache_dtype
+            != model_runner.dtype,
+            "pools for windows of latent attention (MLA)": self.is_latent and self.has_windows,
+            "latent attention (MLA) to keys that an indexer chooses": self.is_latent
+            and getattr(pool, "use_dsa", True),
             "models of encoder and decoder": model_runner.model_config.is_encoder_decoder,
             "windows that see whole prompts": model_runner.prefill_aware_swa,
             "unified pools of keys": model_runner.kv_index_translator.is_translating,
             "context parallelism": parallel.attn_cp_size > 1 or parallel.attn_dcp_size > 1,
         }
         _refuse(refused, "; serve this model with another --attention-backend")
-        self.req_to_token: torch.Tensor = model_runner.req_to_token_pool.req_to_token
-        self.pool: Any = model_runner.token_to_kv_pool
-        self.has_windows = isinstance(self.pool, SWAKVPool) and self.pool.swa_layer_nums > 0
         # Pages of kernels are powers of two: those of sglang, or parts of them.
         self.page = max(one for one in PAGES if model_runner.page_size % one == 0)
         self.capacity: int = model_runner.model_config.context_len
         self.forward_metadata: Batch | None = None
         self._captured: Batch | None = None
-        self._changes: dict[int, tuple[Mask, Score | None]] = {}
+        self._changes: dict[int, tuple[Mask, Score | None, Any]] = {}
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
         """Prepare the layers of a forward outside of CUDA graphs. Raises Unsupported."""
@@ -205,12 +220,12 @@ class TilegenAttnBackend(AttentionBackend):
         unknown = [name for name, x in others.items() if x is not None and x is not False]
         if unknown:
             raise Unsupported(f"tilegen's back end for sglang does not take {', '.join(unknown)}")
-        its = self.forward_metadata
+        its, pool = self.forward_metadata, self.token_to_kv_pool
         if its is None:
             raise Unsupported("expected init_forward_metadata before the first layer of a forward")
-        if layer.layer_id not in self._changes:
-            self._changes[layer.layer_id] = _changes_of(layer)
-        mask, score = self._changes[layer.layer_id]
+        if id(layer) not in self._changes:  # a number may be that of two layers, in one cache
+            self._changes[id(layer)] = *_changes_of(layer), layer
+        mask, score, _ = self._changes[id(layer)]
         if its.seen is not None:
             left = -1 if layer.sliding_window_size is None else layer.sliding_window_size
             if left not in its.trees:  # windows count places, as in sglang's own kernels
@@ -220,13 +235,20 @@ class TilegenAttnBackend(AttentionBackend):
             mask = its.trees[left]
         if sinks is not None:
             score = replace(score or Score(), sink_logits=sinks)
-        if save_kv_cache and k is not None and v is not None:
-            where = KVWriteLoc.for_batch(forward_batch, swa_loc=its.window_slots)
-            self.pool.set_kv_buffer(layer, where, k, v)
-        of_window = self.has_windows and self.pool.layers_mapping[layer.layer_id][1]
-        k_pages, v_pages = map(self._pages, self.pool.get_kv_buffer(layer.layer_id))
-        table = its.window_table if of_window and its.window_table is not None else its.block_table
         rows = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        if k is not None and v is not None:
+            if save_kv_cache:
+                where = KVWriteLoc.for_batch(forward_batch, swa_loc=its.window_slots)
+                pool.set_kv_buffer(layer, where, k, v)
+            elif self.is_latent:
+                in_part = not _are_whole(forward_batch)
+                _refuse({"keys of each head beside the latent cache": in_part})
+                new = rows, k, v, its.q_starts
+                out = attention_varlen(*new, mask=mask, score=score, scale=layer.scaling)
+                return out.flatten(1)
+        of_window = self.has_windows and pool.layers_mapping[layer.layer_id][1]
+        k_pages, v_pages = map(self._pages, pool.get_kv_buffer(layer.layer_id))
+        table = its.window_table if of_window and its.window_table is not None else its.block_table
         out = q.new_empty(len(rows), layer.tp_q_head_num, layer.v_head_dim)
         attention_paged(
             *(rows, k_pages, v_pages, table, its.lengths),
@@ -249,9 +271,9 @@ class TilegenAttnBackend(AttentionBackend):
         batch = Batch((firsts // self.page).int(), lengths, starts, longest_q, longest_kv)
         if self.has_windows:
             # Tokens that left their window have no slot there: any page stands for theirs.
-            slots = self.pool.translate_loc_from_full_to_swa(firsts)
-            batch.window_table = (slots.clamp(min=0) // self.page).int()
-            batch.window_slots = self.pool.translate_loc_from_full_to_swa(its.out_cache_loc)
+            moved = self.token_to_kv_pool.translate_loc_from_full_to_swa
+            batch.window_table = (moved(firsts).clamp(min=0) // self.page).int()
+            batch.window_slots = moved(its.out_cache_loc)
         return batch
 
     def _longest(self, drafts: int) -> int:
@@ -308,6 +330,12 @@ def _seen(its: Any, drafts: int) -> torch.Tensor:
 def _is_prompt(mode: Any) -> bool:
     """True for a batch that computes new tokens of prompts, alone or beside decoding."""
     return mode.is_extend() and not (mode.is_target_verify() or mode.is_dllm_extend())
+
+
+def _are_whole(its: Any) -> bool:
+    """True for prompts of which nothing was in the cache before."""
+    before = its.extend_prefix_lens_cpu
+    return _is_prompt(its.forward_mode) and before is not None and not any(before)
 
 
 def _changes_of(layer: Any) -> tuple[Mask, Score | None]:
