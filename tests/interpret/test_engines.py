@@ -10,7 +10,10 @@ import torch
 import tilegen
 from tests import engine_batches as batches
 from tests.engine_batches import QUERIES, Kept, Tokens
+from tests.engine_classes import sglang_classes
+from tests.engine_latents import Latents
 from tests.engine_stand_ins import install
+from tilegen.runtime import plans
 
 SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
 TOLERANCE = {"atol": 3e-6, "rtol": 3e-6}
@@ -62,3 +65,30 @@ def test_trees_of_drafts_of_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
     out = backend.forward_extend(*batches.sglang_new(tokens), layer, batch)
     expected = tokens.expected(Kept(left=20, trees=trees)).flatten(1)
     torch.testing.assert_close(out.double(), expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize("mode", ["DECODE", "MIXED", "TARGET_VERIFY", "EXTEND"])
+def test_latent_attention_of_sglang(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    """Whole prompts have keys and values of each head, other batches read the cache, values with
+    keys."""
+    plans.forget()
+    sglang = sglang_classes("stand-in", monkeypatch)
+    trees = list(tilegen.ancestors(torch.tensor([[-1, 0, 0, 1, 1, 2], [-1, -1, 0, 1, -1, 4]])))
+    queries = {"DECODE": [1, 1], "MIXED": [9, 1], "TARGET_VERIFY": [6, 6], "EXTEND": [37, 9]}[mode]
+    latents = Latents.of(queries, [37, 9])
+    runner = latents.runner(16, sglang.Latents)
+    backend = sglang.Backend(runner)
+    batch = latents.batch(runner, sglang.Mode[mode], trees)
+    backend.init_forward_metadata(batch)
+    if mode == "EXTEND":
+        layer = latents.layer(sglang.Type.DECODER, absorbed=False)
+        new = (x.float() for x in batches.sglang_new(latents.heads))
+        out = backend.forward_extend(*new, layer, batch, save_kv_cache=False)
+    else:
+        layer = latents.layer(sglang.Type.DECODER, absorbed=True)
+        run = backend.forward_decode if mode == "DECODE" else backend.forward_extend
+        out = latents.of_heads(run(*batches.sglang_new(latents.absorbed), layer, batch))
+    (key,) = plans.by_problem._values  # pyright: ignore[reportPrivateUsage]
+    assert key[0].latent == (mode != "EXTEND")
+    kept = Kept(right=float("inf"), trees=trees) if mode == "TARGET_VERIFY" else Kept()
+    torch.testing.assert_close(out.double(), latents.expected(kept), **TOLERANCE)

@@ -15,6 +15,7 @@ from tests.engine_classes import FORMS, sglang_classes
 from tests.engine_latents import Latents
 from tests.engine_stand_ins import no_waiting
 from tilegen.errors import Unsupported
+from tilegen.runtime.call import values_in_keys
 
 TOLERANCE = {"atol": 5e-6, "rtol": 5e-6}
 PROMPTS = [37, 9, 1]
@@ -58,6 +59,9 @@ def test_the_cache_is_read_in_absorbed_form(
     backend.init_forward_metadata(batch)
     layer = latents.layer(sglang.Type.DECODER, absorbed=True)
     check(absorbed(backend, latents, layer, batch), latents, Kept())
+    k, v = map(backend._pages, runner.token_to_kv_pool.get_kv_buffer(0))
+    q = latents.absorbed.q[0][None]
+    assert values_in_keys(*(x.transpose(1, 2) for x in (q, k, v))), "values are loaded apart"
     again = backend.forward_extend(sglang_new(latents.absorbed)[0], None, None, layer, batch)
     check(latents.of_heads(again), latents, Kept())
 
@@ -153,8 +157,32 @@ def test_layers_of_one_number_keep_what_is_theirs(sglang: Any) -> None:
             check(run(backend, latents, layer, batch), latents, Kept(left=left, cap=cap))
 
 
-def test_models_find_the_pools_where_sglang_looks(sglang: Any) -> None:
-    """Whole prompts are written to the cache through what sglang asks of the back end."""
+@pytest.mark.skipif(FORMS == ["stand-in"], reason="needs the package sglang, whose layers call")
+@pytest.mark.parametrize("is_absorbed", [False, True])
+def test_layers_of_sglang_call(monkeypatch: pytest.MonkeyPatch, is_absorbed: bool) -> None:
+    """Before whole prompts models write to the pool that the back end of the forward has."""
+    sglang = sglang_classes("installed", monkeypatch)
+    from sglang.srt.layers.radix_attention import RadixAttention  # pyright: ignore
+    from sglang.srt.model_executor import forward_context as theirs  # pyright: ignore
+
+    latents = Latents.of(PROMPTS, PROMPTS)
+    runner = latents.runner(16, sglang.Latents)
+    backend = sglang.Backend(runner)
+    batch = latents.batch(runner, sglang.Mode.EXTEND)
+    batch.global_num_token_non_padded_cpu = None
+    backend.init_forward_metadata(batch)
+    its = latents.layer(sglang.Type.DECODER, absorbed=is_absorbed)
+    heads = its.tp_q_head_num, its.qk_head_dim, its.scaling, its.tp_k_head_num
+    layer = RadixAttention(*heads, layer_id=0, v_head_dim=its.v_head_dim)
+    new = latents.absorbed if is_absorbed else latents.heads
+    with theirs.forward_context(theirs.ForwardContext(backend)):
+        assert theirs.get_token_to_kv_pool() is runner.token_to_kv_pool
+        assert theirs.get_req_to_token_pool() is runner.req_to_token_pool
+        out = layer(*(x.float() for x in sglang_new(new)), batch, save_kv_cache=is_absorbed)
+    check(latents.of_heads(out) if is_absorbed else out, latents, Kept())
+
+
+def test_models_find_the_pools_by_their_names(sglang: Any) -> None:
     runner = Latents.of([1], [9]).runner(1, sglang.Latents)
     backend = sglang.Backend(runner)
     assert backend.token_to_kv_pool is runner.token_to_kv_pool
@@ -196,6 +224,20 @@ def test_keys_of_each_head_are_those_of_whole_prompts(
             continue
         with pytest.raises(Unsupported, match="keys of each head beside the latent cache"):
             of_heads(backend, latents, layer, batch)
+
+
+def test_batch_invariance_has_one_form(sglang: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether prompts come with keys of each head hangs on what else is in the batch."""
+    monkeypatch.setenv("TILEGEN_BATCH_INVARIANT", "1")
+    latents = Latents.of(PROMPTS, PROMPTS)
+    runner = latents.runner(16, sglang.Latents)
+    backend = sglang.Backend(runner)
+    batch = latents.batch(runner, sglang.Mode.EXTEND)
+    backend.init_forward_metadata(batch)
+    with pytest.raises(Unsupported, match="keys of each head under TILEGEN_BATCH_INVARIANT=1"):
+        of_heads(backend, latents, latents.layer(sglang.Type.DECODER, absorbed=False), batch)
+    layer = latents.layer(sglang.Type.DECODER, absorbed=True)
+    check(absorbed(backend, latents, layer, batch), latents, Kept())
 
 
 def test_parts_of_queries_and_keys_come_joined(sglang: Any) -> None:

@@ -37,6 +37,7 @@ from tilegen.masks.score import Score
 from tilegen.problem import PAGES
 from tilegen.runtime.paged import attention_paged
 from tilegen.runtime.varlen import attention_varlen
+from tilegen.settings import BATCH_INVARIANT, settings
 
 _NO_DRAFTING = (
     "tilegen's back end for sglang verifies drafts, and makes none: "
@@ -241,8 +242,12 @@ class TilegenAttnBackend(AttentionBackend):
                 where = KVWriteLoc.for_batch(forward_batch, swa_loc=its.window_slots)
                 pool.set_kv_buffer(layer, where, k, v)
             elif self.is_latent:
-                in_part = not _are_whole(forward_batch)
-                _refuse({"keys of each head beside the latent cache": in_part})
+                refused = {
+                    "keys of each head beside the latent cache": not _are_whole(forward_batch),
+                    # sglang takes this form where no prompt of a batch has a cached part.
+                    f"keys of each head under {BATCH_INVARIANT}=1": settings().batch_invariant,
+                }
+                _refuse(refused)
                 new = rows, k, v, its.q_starts
                 out = attention_varlen(*new, mask=mask, score=score, scale=layer.scaling)
                 return out.flatten(1)
@@ -288,8 +293,9 @@ class TilegenAttnBackend(AttentionBackend):
                 "tilegen's back end for sglang reads keys and values laid out (slots, heads, dim), "
                 f"got {tuple(slots.shape)}"
             )
-        whole = len(slots) // self.page * self.page
-        return slots[:whole].unflatten(0, (-1, self.page))
+        # Strides are those of slots, so that values among keys are seen to be.
+        shape = len(slots) // self.page, self.page, *slots.shape[1:]
+        return slots.as_strided(shape, (self.page * slots.stride(0), *slots.stride()))
 
 
 def _drafts_of(its: Any) -> int:
