@@ -11,6 +11,7 @@ run. To read them again, from wheels in a folder:
 from __future__ import annotations
 
 import ast
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -20,9 +21,18 @@ from zipfile import ZipFile
 RECORD = Path(__file__).with_name("engine_contracts.json")
 READ: dict[str, dict[str, tuple[str, ...]]] = {
     "vllm": {
+        "vllm/config/vllm.py": ("get_current_vllm_config", "get_current_vllm_config_or_none"),
+        "vllm/model_executor/layers/attention/mla_attention.py": (
+            *("MLACommonBackend", "MLACommonMetadata", "MLACommonDecodeMetadata"),
+            *("MLACommonMetadataBuilder", "MLACommonImpl", "QueryLenSupport"),
+        ),
         "vllm/v1/attention/backend.py": (
             *("AttentionBackend", "AttentionMetadataBuilder", "AttentionImplBase", "AttentionImpl"),
             *("CommonAttentionMetadata", "AttentionCGSupport", "AttentionType"),
+        ),
+        "vllm/v1/attention/backends/mla/prefill/base.py": ("MLAPrefillBackend",),
+        "vllm/v1/attention/backends/mla/prefill/registry.py": (
+            *("MLAPrefillBackendEnum", "register_mla_prefill_backend"),
         ),
         "vllm/v1/attention/backends/registry.py": ("AttentionBackendEnum", "register_backend"),
     },
@@ -61,6 +71,12 @@ def methods(described: dict[str, Any]) -> dict[str, str]:
 def parameters(line: str) -> list[str]:
     """Return the parameters of a recorded method, with `=` behind those that have a default."""
     return [one for one in line.partition("(")[2].rstrip(")").split(", ") if one]
+
+
+def written(function: Any) -> list[str]:
+    """Return the parameters of a function of ours as the record has them."""
+    given = inspect.signature(function).parameters.values()
+    return [one.name + "=" * (one.default is not one.empty) for one in given]
 
 
 def read_wheel(path: Path) -> tuple[str, dict[str, Any]]:

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import make_dataclass
 from enum import Enum, auto
 from functools import cache
@@ -46,14 +47,15 @@ def forget(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
     """Have our back end for a package imported anew in a test, and again after it."""
     import tilegen.integrations as ours
 
-    for name in (package, f"{package}_backend"):
+    for name in (package, f"{package}_backend", f"{package}_latent"):
         monkeypatch.delitem(sys.modules, f"tilegen.integrations.{name}", raising=False)
         monkeypatch.delattr(ours, name, raising=False)
 
 
 def class_of(described: dict[str, Any], *, bases: tuple[Any, ...] = (), **bodies: Any) -> type:
     """Return a class with the recorded methods. Those in `bodies`, which must have the recorded
-    parameters, are as given; others return None, and abstract ones are abstract."""
+    parameters, are as given; `__init__` keeps what it is given, others return None, and abstract
+    ones are abstract."""
     found: dict[str, Any] = {}
     for name, line in methods(described).items():
         words, given = line.partition("(")[0].split()[:-1], parameters(line)
@@ -61,7 +63,8 @@ def class_of(described: dict[str, Any], *, bases: tuple[Any, ...] = (), **bodies
         if body is None:
             text = ", ".join(f"{one}None" if one.endswith("=") else one for one in given)
             scope: dict[str, Any] = {}
-            exec(f"def {name}({text}): pass", scope)
+            does = "vars(self).update(locals())" if name == "__init__" else "pass"
+            exec(f"def {name}({text}): {does}", scope)
             body = scope[name]
         else:
             code = body.__code__
@@ -93,49 +96,111 @@ def _record(package: str) -> dict[str, Any]:
 
 def _vllm() -> dict[str, Any]:
     its = _record("vllm")
+    backends, register_backend = _registry(its["AttentionBackendEnum"])
+    prefills, register_mla_prefill_backend = _registry(its["MLAPrefillBackendEnum"])
+    current: list[Any] = [None]
+
+    @contextmanager
+    def set_current_vllm_config(vllm_config: Any) -> Iterator[None]:
+        current.append(vllm_config)
+        yield
+        current.pop()
+
+    def record(name: str, *, has_defaults: bool = True) -> type:
+        defaults = {"causal": True}
+        fields = [
+            (one, Any, defaults.get(one)) if has_defaults else (one, Any)
+            for one in its[name]["names"]
+        ]
+        return make_dataclass(name, fields)
+
+    levels = its["AttentionCGSupport"]["names"]
+    generic = (Generic[T],)
+    backend = "vllm.v1.attention.backend"
+    latent = "vllm.model_executor.layers.attention.mla_attention"
+    prefill = "vllm.v1.attention.backends.mla.prefill"
+    answers = class_of(its["AttentionBackend"])
+    builder = class_of(its["AttentionMetadataBuilder"], bases=generic)
+    metadata = record("MLACommonMetadata")
+
+    def build(
+        self: Any, common_prefix_len: Any, common_attn_metadata: Any, fast_build: Any = False
+    ) -> Any:
+        given, drafts = common_attn_metadata, self.vllm_config.speculative_config
+        most = 1 + (drafts.num_speculative_tokens if drafts else 0)
+        n = sum(one <= most for one in given.query_start_loc_cpu.diff().tolist())
+        starts, host = (x[: n + 1] for x in (given.query_start_loc, given.query_start_loc_cpu))
+        decode = self._build_decode(
+            block_table_tensor=given.block_table_tensor[:n],
+            seq_lens_device=given.seq_lens[:n],
+            max_seq_len=given.max_seq_len,
+            query_start_loc_cpu=host,
+            query_start_loc_device=starts,
+            num_decode_tokens=int(host[-1]),
+            max_query_len=min(given.max_query_len, most),
+            dcp_tot_seq_lens_device=None,
+        )
+        return metadata(num_decodes=n, causal=given.causal, decode=decode)
+
+    return {
+        "vllm.config:get_current_vllm_config": lambda: current[-1],
+        "vllm.config:get_current_vllm_config_or_none": lambda: current[-1],
+        "vllm.config:set_current_vllm_config": set_current_vllm_config,
+        "vllm.envs:VLLM_BATCH_INVARIANT": False,
+        f"{backend}:AttentionBackend": answers,
+        f"{backend}:AttentionMetadataBuilder": builder,
+        f"{backend}:AttentionImpl": class_of(its["AttentionImpl"], bases=generic),
+        f"{backend}:AttentionType": names_of(its["AttentionType"]),
+        f"{backend}:AttentionCGSupport": Enum("AttentionCGSupport", levels),
+        f"{backend}:CommonAttentionMetadata": record("CommonAttentionMetadata"),
+        f"{latent}:MLACommonBackend": class_of(
+            its["MLACommonBackend"],
+            bases=(answers,),
+            get_supported_head_sizes=lambda cls: [320, 512, 576],
+            is_mla=lambda cls: True,
+        ),
+        f"{latent}:MLACommonMetadata": metadata,
+        f"{latent}:MLACommonDecodeMetadata": record("MLACommonDecodeMetadata", has_defaults=False),
+        f"{latent}:MLACommonMetadataBuilder": class_of(
+            its["MLACommonMetadataBuilder"],
+            bases=(builder, *generic),
+            build=build,
+            build_for_cudagraph_capture=lambda self, common_attn_metadata: self.build(
+                0, common_attn_metadata
+            ),
+        ),
+        f"{latent}:MLACommonImpl": class_of(its["MLACommonImpl"], bases=generic),
+        f"{latent}:QueryLenSupport": Enum("QueryLenSupport", its["QueryLenSupport"]["names"]),
+        f"{prefill}.base:MLAPrefillBackend": class_of(
+            its["MLAPrefillBackend"],
+            prepare_metadata=lambda self, prefill_metadata: setattr(
+                self, "_prefill_metadata", prefill_metadata
+            ),
+        ),
+        f"{prefill}.registry:MLAPrefillBackendEnum": prefills,
+        f"{prefill}.registry:register_mla_prefill_backend": register_mla_prefill_backend,
+        "vllm.v1.attention.backends.registry:AttentionBackendEnum": backends,
+        "vllm.v1.attention.backends.registry:register_backend": register_backend,
+    }
+
+
+def _registry(described: dict[str, Any]) -> tuple[Any, Any]:
+    """Return an enumeration of back ends, and what gives them classes."""
     overridden: dict[Any, str] = {}
 
-    def builder(
-        self: Any, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any
-    ) -> None:
-        self.kv_cache_spec, self.layer_names = kv_cache_spec, layer_names
-        self.vllm_config, self.device = vllm_config, device
-
     class Backends(Enum):
-        FLASH_ATTN = "vllm.v1.attention.backends.flash_attn.FlashAttentionBackend"
+        FLASH_ATTN = "vllm.of_its_own.FlashAttention"
         CUSTOM = None
 
         def is_overridden(self) -> bool:
             return self in overridden
 
-        def get_path(self, include_classname: bool = True) -> str:
+        def get_path(self) -> str:
             return overridden.get(self, self.value)
 
-    def register_backend(backend: Any, class_path: Any = None, is_mamba: Any = False) -> Any:
-        overridden[backend] = class_path
-
-    assert {"CUSTOM", "FLASH_ATTN"} <= set(its["AttentionBackendEnum"]["names"])
-    assert {"is_overridden", "get_path"} <= set(methods(its["AttentionBackendEnum"]))
-    fields = [
-        (name, Any, None if name != "causal" else True)
-        for name in its["CommonAttentionMetadata"]["names"]
-    ]
-    levels = its["AttentionCGSupport"]["names"]
-    generic = (Generic[T],)
-    backend, registry = "vllm.v1.attention.backend", "vllm.v1.attention.backends.registry"
-    return {
-        "vllm.envs:VLLM_BATCH_INVARIANT": False,
-        f"{backend}:AttentionBackend": class_of(its["AttentionBackend"]),
-        f"{backend}:AttentionMetadataBuilder": class_of(
-            its["AttentionMetadataBuilder"], bases=generic, __init__=builder
-        ),
-        f"{backend}:AttentionImpl": class_of(its["AttentionImpl"], bases=generic),
-        f"{backend}:AttentionType": names_of(its["AttentionType"]),
-        f"{backend}:AttentionCGSupport": Enum("AttentionCGSupport", levels),
-        f"{backend}:CommonAttentionMetadata": make_dataclass("CommonAttentionMetadata", fields),
-        f"{registry}:AttentionBackendEnum": Backends,
-        f"{registry}:register_backend": register_backend,
-    }
+    assert {one.name for one in Backends} <= set(described["names"])
+    assert {"is_overridden", "get_path"} <= set(methods(described))
+    return Backends, overridden.__setitem__
 
 
 def _sglang() -> dict[str, Any]:

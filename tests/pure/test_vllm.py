@@ -27,7 +27,7 @@ from tests.engine_batches import (
     drawn,
     vllm_forward,
 )
-from tests.engine_contracts import methods, parameters, recorded
+from tests.engine_contracts import methods, parameters, recorded, written
 from tests.engine_stand_ins import forget, install, no_waiting
 from tilegen.errors import Unsupported
 from tilegen.runtime import slots
@@ -61,12 +61,6 @@ def vllm(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any
 # The interface
 
 
-def written(function: Any) -> list[str]:
-    """Return the parameters of a function of ours as the record has them."""
-    given = inspect.signature(function).parameters.values()
-    return [one.name + "=" * (one.default is not one.empty) for one in given]
-
-
 @pytest.mark.parametrize(
     "ours, theirs, added",
     [
@@ -97,14 +91,11 @@ def test_methods_have_the_parameters_that_vllm_gives(
 
 def test_fields_that_are_read_exist() -> None:
     path = Path(__file__).parents[2] / "tilegen" / "integrations" / "vllm_backend.py"
-    (build,) = (
-        one
-        for one in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(one, ast.FunctionDef) and one.name == "build"
-    )
     read = {
         one.attr
-        for one in ast.walk(build)
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(function, ast.FunctionDef) and function.name in ("build", "refuse_batches")
+        for one in ast.walk(function)
         if isinstance(one, ast.Attribute) and isinstance(one.value, ast.Name)
         if one.value.id == "its"
     }
@@ -137,18 +128,25 @@ def test_the_installed_package_is_the_one_that_was_read() -> None:
 def test_registering_twice_is_registering_once_and_takes_nothing_from_others(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    backends = install(monkeypatch, "vllm")["AttentionBackendEnum"]
+    theirs = install(monkeypatch, "vllm")
     from tilegen.integrations import vllm as entry
 
     entry.register()
     entry.register()
-    assert backends.CUSTOM.get_path() == "tilegen.integrations.vllm_backend.TilegenBackend"
+    for names, path in (
+        (theirs["AttentionBackendEnum"], "tilegen.integrations.vllm.Backend"),
+        (
+            theirs["MLAPrefillBackendEnum"],
+            "tilegen.integrations.vllm_latent.TilegenPrefillBackend",
+        ),
+    ):
+        assert names.CUSTOM.get_path() == path
     from tilegen.integrations.vllm_backend import TilegenBackend
 
     assert TilegenBackend.get_name() == "CUSTOM"
-    entry.register_backend(backends.CUSTOM, "another.Backend")
+    entry.register_backend(theirs["AttentionBackendEnum"].CUSTOM, "another.Backend")
     entry.register()
-    assert backends.CUSTOM.get_path() == "another.Backend"
+    assert theirs["AttentionBackendEnum"].CUSTOM.get_path() == "another.Backend"
     assert "CUSTOM is another.Backend" in caplog.text
 
 

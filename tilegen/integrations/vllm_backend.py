@@ -36,8 +36,9 @@ CACHES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 class TilegenBackend(AttentionBackend):
     """Answers to what vLLM asks of a back end. Refused with a reason are other caches than fp16,
-    bf16 and fp32 (fp8), attention of encoders and across, MLA, prefixes of images that see
-    themselves, R-SWA, ALiBi under a square root, and context parallelism."""
+    bf16 and fp32 (fp8), attention of encoders and across, prefixes of images that see themselves,
+    R-SWA, ALiBi under a square root, and context parallelism. Models with MLA have a back end of
+    their own, in vllm_latent.py."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = list(DTYPES)
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", *CACHES]
@@ -83,7 +84,7 @@ class TilegenBackend(AttentionBackend):
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """Return True: VLLM_BATCH_INVARIANT sets TILEGEN_BATCH_INVARIANT (see TilegenImpl)."""
+        """Return True: VLLM_BATCH_INVARIANT sets TILEGEN_BATCH_INVARIANT."""
         return True
 
     @classmethod
@@ -112,6 +113,58 @@ class TilegenBackend(AttentionBackend):
         return None
 
 
+def refuse_layers(attn_type: str, kv_cache_dtype: str) -> None:
+    """Raise Unsupported for layers that are not computed."""
+    if attn_type != AttentionType.DECODER:
+        raise Unsupported(
+            f"tilegen's back end computes attention over a cache of keys, not {attn_type}; use "
+            "another back end for these layers (backend_per_kind)"
+        )
+    if kv_cache_dtype not in ("auto", *CACHES):
+        raise Unsupported(
+            f"tilegen reads fp16, bf16 and fp32 caches, not {kv_cache_dtype}; use "
+            "--kv-cache-dtype auto"
+        )
+
+
+def follow_batch_invariance() -> bool:
+    """Have kernels follow vLLM's setting, which is returned."""
+    if envs.VLLM_BATCH_INVARIANT:
+        os.environ[BATCH_INVARIANT] = "1"
+    return bool(envs.VLLM_BATCH_INVARIANT)
+
+
+def refuse_batches(its: Any) -> None:
+    """Raise Unsupported for batches that are not computed."""
+    if not isinstance(its.causal, bool):
+        raise Unsupported("expected one `causal` for a batch, got one for each request")
+    if its.mm_req_doc_ranges:
+        raise Unsupported("tilegen's back end has no prefixes of images that see themselves")
+    if its.rswa_prefix_lens is not None:
+        raise Unsupported("tilegen's back end has no windows with reference prefixes (R-SWA)")
+
+
+class Longest:
+    """The keys that a batch is launched for. vLLM runs each batch that it captures once before, as
+    a short one: the first of its shape is as long as the captured one, so that kernels are chosen,
+    compiled and loaded then."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self.capacity: int = vllm_config.model_config.max_model_len
+        drafts = vllm_config.speculative_config
+        # Some drafters append as many tokens again.
+        self._most_uniform = 1 + 2 * ((drafts and drafts.num_speculative_tokens) or 0)
+        self._built: set[tuple[int, int]] = set()
+
+    def of(self, lengths: torch.Tensor, longest_q: int, longest_kv: int) -> int:
+        """Return the keys to launch for, where requests have at most longest_kv."""
+        shape = len(lengths), longest_q
+        if longest_q > self._most_uniform or shape in self._built:
+            return longest_kv
+        self._built.add(shape)
+        return self.capacity
+
+
 @dataclass
 class TilegenMetadata:
     """A batch: tensors on the device, which the host does not read, and what bounds them."""
@@ -132,9 +185,7 @@ class TilegenMetadataBuilder(AttentionMetadataBuilder[TilegenMetadata]):
     A CUDA graph holds the launch of the longest query and the longest sequence that it was captured
     with. Of batches with one number of queries for each request (decoding, drafts to verify) these
     are all there are, so such graphs are claimed; graphs that mix prompts in would launch a
-    program for each tile of the longest possible prompt of each request. vLLM runs each such batch
-    once before it captures it, as a short one: its first build is as long as the captured one, so
-    that kernels are chosen, compiled and loaded then.
+    program for each tile of the longest possible prompt of each request.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
@@ -143,40 +194,27 @@ class TilegenMetadataBuilder(AttentionMetadataBuilder[TilegenMetadata]):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self.capacity: int = vllm_config.model_config.max_model_len
-        drafts = vllm_config.speculative_config
-        # Some drafters append as many tokens again.
-        self._most_uniform = 1 + 2 * ((drafts and drafts.num_speculative_tokens) or 0)
-        self._built: set[tuple[int, int]] = set()
+        self._longest = Longest(vllm_config)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> TilegenMetadata:
         """Return a batch. Raises Unsupported."""
         its = common_attn_metadata
-        if not isinstance(its.causal, bool):
-            raise Unsupported("expected one `causal` for a batch, got one for each request")
-        if its.mm_req_doc_ranges:
-            raise Unsupported("tilegen's back end has no prefixes of images that see themselves")
-        if its.rswa_prefix_lens is not None:
-            raise Unsupported("tilegen's back end has no windows with reference prefixes (R-SWA)")
-        longest, shape = its.max_seq_len, (len(its.seq_lens), its.max_query_len)
-        if its.max_query_len <= self._most_uniform and shape not in self._built:
-            self._built.add(shape)
-            longest = self.capacity
+        refuse_batches(its)
         return TilegenMetadata(
             num_tokens=its.num_actual_tokens,
             q_starts=its.query_start_loc,
             lengths=its.seq_lens,
             block_table=its.block_table_tensor,
             longest_q=its.max_query_len,
-            longest_kv=longest,
+            longest_kv=self._longest.of(its.seq_lens, its.max_query_len, its.max_seq_len),
             causal=its.causal,
         )
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> TilegenMetadata:
         """Return a batch whose launch serves sequences as long as the model's longest."""
-        return replace(self.build(0, common_attn_metadata), longest_kv=self.capacity)
+        return replace(self.build(0, common_attn_metadata), longest_kv=self._longest.capacity)
 
 
 class TilegenImpl(AttentionImpl[TilegenMetadata]):
@@ -199,16 +237,8 @@ class TilegenImpl(AttentionImpl[TilegenMetadata]):
     ) -> None:
         """Raises Unsupported; `sliding_window` counts the query's own token, ALiBi is
         flash-attn's, minus a slope times the distance."""
-        if attn_type != AttentionType.DECODER:
-            raise Unsupported(
-                f"tilegen's back end computes attention over a cache of keys, not {attn_type}; use "
-                "another back end for these layers (backend_per_kind)"
-            )
-        if kv_cache_dtype not in ("auto", *CACHES):
-            raise Unsupported(
-                f"tilegen reads fp16, bf16 and fp32 caches, not {kv_cache_dtype}; use "
-                "--kv-cache-dtype auto"
-            )
+        refuse_layers(attn_type, kv_cache_dtype)
+        follow_batch_invariance()
         self.num_heads = num_heads
         self.head_size = head_size
         self.scale = float(scale)
@@ -221,8 +251,6 @@ class TilegenImpl(AttentionImpl[TilegenMetadata]):
         self.score = score_of(logits_soft_cap or 0.0, slopes, "bottom_right")
         if sinks is not None:
             self.score = replace(self.score or Score(), sink_logits=sinks)
-        if envs.VLLM_BATCH_INVARIANT:
-            os.environ[BATCH_INVARIANT] = "1"
 
     def forward(
         self,
