@@ -132,10 +132,12 @@ ORDERS = {
 """Physical orders of vLLM's caches (layers, blocks, heads, keys of a block, content)."""
 
 
-def vllm_cache(order: str, blocks: int, page: int, content: int = 2 * DIM) -> torch.Tensor:
+def vllm_cache(
+    order: str, blocks: int, page: int, content: int = 2 * DIM, heads: int = HEADS_KV
+) -> torch.Tensor:
     """Return a layer's view (blocks, heads, keys, content) of the cache of three, all of it no
     numbers."""
-    sizes = (3, blocks, HEADS_KV, page, content)
+    sizes = (3, blocks, heads, page, content)
     physical = torch.full([sizes[i] for i in ORDERS[order]], float("nan"))
     return physical.permute(*[ORDERS[order].index(i) for i in range(5)])[1]
 

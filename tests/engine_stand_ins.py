@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import make_dataclass
 from enum import Enum, auto
@@ -101,7 +101,7 @@ def _vllm() -> dict[str, Any]:
     current: list[Any] = [None]
 
     @contextmanager
-    def set_current_vllm_config(vllm_config: Any) -> Iterator[None]:
+    def set_current_vllm_config(vllm_config: Any) -> Generator[None]:
         current.append(vllm_config)
         yield
         current.pop()
@@ -196,7 +196,7 @@ def _registry(described: dict[str, Any]) -> tuple[Any, Any]:
             return self in overridden
 
         def get_path(self) -> str:
-            return overridden.get(self, self.value)
+            return overridden.get(self) or self.value
 
     assert {one.name for one in Backends} <= set(described["names"])
     assert {"is_overridden", "get_path"} <= set(methods(described))

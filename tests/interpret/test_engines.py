@@ -12,6 +12,7 @@ from tests import engine_batches as batches
 from tests.engine_batches import QUERIES, Kept, Tokens
 from tests.engine_classes import sglang_classes
 from tests.engine_latents import Latents
+from tests.engine_latent import Latent, Prompts, merged
 from tests.engine_stand_ins import install
 from tilegen.runtime import plans
 
@@ -31,6 +32,33 @@ def test_a_mixed_batch_of_vllm(monkeypatch: pytest.MonkeyPatch, capture: bool) -
     expected = tokens.expected(Kept(left=6, cap=1.5, sinks=SINKS))
     torch.testing.assert_close(output[: len(expected)].double(), expected, **TOLERANCE)
     assert (output[len(expected) :] == -7).all(), "what is padding was written"
+
+
+@pytest.mark.parametrize("causal, drafts", [(True, [3, 1, 2]), (False, [3, 3, 3])])
+def test_latent_attention_of_vllm(
+    monkeypatch: pytest.MonkeyPatch, causal: bool, drafts: list[int]
+) -> None:
+    theirs = install(monkeypatch, "vllm")
+    from tilegen.integrations import vllm_latent
+
+    classes = SimpleNamespace(**theirs | vars(vllm_latent))
+    requests = [*zip(drafts, [37, 5, 50], strict=True), (0, 0)]
+    its = Latent(requests, rank=128, drafts=2)
+    plans.forget()
+    found = its.decode(classes, causal=causal, capture=True, padding=2)
+    assert [key[0].latent for key in plans.by_problem._values] == [True]  # pyright: ignore
+    expected = its.expected(causal=causal)
+    torch.testing.assert_close(found[: len(expected)].double(), expected, **TOLERANCE)
+
+
+def test_prompts_of_latent_attention_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = install(monkeypatch, "vllm")
+    from tilegen.integrations import vllm_latent
+
+    its = Prompts()
+    parts = its.parts(its.backend(SimpleNamespace(**theirs | vars(vllm_latent))))
+    assert all(x.is_contiguous() for part in parts for x in part)
+    torch.testing.assert_close(merged(parts), its.expected(), **TOLERANCE)
 
 
 @pytest.mark.parametrize("mode, page", [("MIXED", 16), ("DECODE", 1)])

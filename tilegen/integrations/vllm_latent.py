@@ -191,7 +191,6 @@ class TilegenLatentImpl(MLACommonImpl[MLACommonMetadata]):
             mask=MASKS[attn_metadata.causal],
             scale=self.scale,
             layout="HND",
-            out=rows.new_empty(*rows.shape[:2], self.kv_lora_rank),
         )
         return out, None
 
