@@ -199,6 +199,10 @@ class TilegenPrefillBackend(MLAPrefillBackend):
     """Attention of prompts, whose keys and values vLLM has projected for each head: to themselves,
     and to each chunk of what is cached of them, which vLLM merges by lse."""
 
+    def __init__(self, **sizes: Any) -> None:
+        super().__init__(**sizes)
+        follow_batch_invariance()
+
     @staticmethod
     def get_name() -> str:
         """Return the member of vLLM's enumeration that `register` takes."""
