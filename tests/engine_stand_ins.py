@@ -128,7 +128,8 @@ def _vllm() -> dict[str, Any]:
     ) -> Any:
         given, drafts = common_attn_metadata, self.vllm_config.speculative_config
         most = 1 + (drafts.num_speculative_tokens if drafts else 0)
-        n = sum(one <= most for one in given.query_start_loc_cpu.diff().tolist())
+        new = given.query_start_loc_cpu.diff().tolist()
+        n = sum(one <= most for one in new) if given.causal else len(new)
         starts, host = (x[: n + 1] for x in (given.query_start_loc, given.query_start_loc_cpu))
         decode = self._build_decode(
             block_table_tensor=given.block_table_tensor[:n],

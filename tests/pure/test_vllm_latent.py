@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 import os
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -166,8 +167,10 @@ def test_a_batch_is_what_dense_attention_gives(vllm: Any, name: str, capture: bo
     torch.testing.assert_close(found[: len(expected)].double(), expected, **allowed)
 
 
-def test_drafts_that_all_see_all(vllm: Any) -> None:
-    its = BATCHES["drafts"]
+@pytest.mark.parametrize("drafts", [2, 1])
+def test_drafts_that_all_see_all(vllm: Any, drafts: int) -> None:
+    """Of any number, more than are verified, too."""
+    its = replace(BATCHES["drafts"], drafts=drafts)
     found = its.decode(vllm, causal=False).double()
     torch.testing.assert_close(found, its.expected(causal=False), **TOLERANCE)
 

@@ -103,7 +103,10 @@ class TilegenLatentMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
     ) -> MLACommonMetadata:
         """Return a batch. Raises Unsupported."""
         refuse_batches(common_attn_metadata)
-        return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        made = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        if not made.causal:  # all is decoded, however many tokens requests have
+            made.decode.longest_q = common_attn_metadata.max_query_len
+        return made
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> MLACommonMetadata:
         """Return a batch whose launch serves sequences as long as the model's longest."""
