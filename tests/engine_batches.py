@@ -75,18 +75,23 @@ class Tokens:
         """Return dense attention (all new tokens, heads, dim), computed in fp64."""
         trees = kept.trees or [None] * len(self.q)
         every = zip(self.q, self.k, self.v, trees, strict=True)
-        return torch.cat([_dense(q, k, v, kept, tree) for q, k, v, tree in every])
+        return torch.cat([dense(q, k, v, kept, tree) for q, k, v, tree in every])
 
 
-def _dense(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, kept: Kept, tree: torch.Tensor | None
+def dense(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    kept: Kept,
+    tree: torch.Tensor | None = None,
+    scale: float = SCALE,
 ) -> torch.Tensor:
+    """Return attention (queries, heads, columns) in fp64; the last query is at the last key."""
     q, k, v = (x.transpose(0, 1).double() for x in (q, k, v))
     k, v = (x.repeat_interleave(len(q) // len(k), 0) for x in (k, v))
-    scores = q @ k.transpose(1, 2) * SCALE
+    scores = q @ k.transpose(1, 2) * scale
     if kept.cap:
         scores = kept.cap * (scores / kept.cap).tanh()
-    # The last query is at the last key.
     at = torch.arange(q.shape[1])[:, None] + k.shape[1] - q.shape[1]
     behind = at - torch.arange(k.shape[1])
     if kept.slopes:

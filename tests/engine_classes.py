@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.engine_batches import Pool
-from tests.engine_latents import LatentPool
 from tests.engine_stand_ins import forget, install
+from tests.sglang_latents import LatentPool
 
 FORMS = ["stand-in", *["installed"] * bool(find_spec("sglang"))]
 

@@ -12,8 +12,8 @@ import torch
 import tilegen
 from tests.engine_batches import LENGTHS, QUERIES, Kept, sglang_new, speculation
 from tests.engine_classes import FORMS, sglang_classes
-from tests.engine_latents import Latents
 from tests.engine_stand_ins import no_waiting
+from tests.sglang_latents import Latents
 from tilegen.errors import Unsupported
 from tilegen.runtime.call import values_in_keys
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine_batches import HEADS, drawn, slots_of, tables, vllm_cache
+from tests.engine_batches import HEADS, Kept, dense, drawn, slots_of, tables, vllm_cache
 from tests.engine_stand_ins import forget, install
 
 NOPE, ROPE, DIM_V = 24, 64, 16
@@ -40,7 +40,9 @@ class Latent:
     def expected(self, *, causal: bool = True) -> torch.Tensor:
         """Return dense attention (new tokens, heads, rank), computed in fp64."""
         pairs = zip(self.q, self.keys, strict=True)
-        return torch.cat([dense(q, k[:, None], k[:, None, : self.rank], causal) for q, k in pairs])
+        kept = Kept(right=0 if causal else float("inf"))
+        shared = ((q, k[:, None], k[:, None, : self.rank], kept) for q, k in pairs)
+        return torch.cat([dense(*one, scale=SCALE) for one in shared])
 
     def config(self) -> Any:
         """Return vLLM's configuration, as far as it is read."""
@@ -201,7 +203,7 @@ class Prompts:
             rows, columns = slice(*self.starts[i : i + 2]), slice(*self.chunk[i : i + 2])
             pairs = zip(self.old, self.own, strict=True)
             k, v = (torch.cat([a[columns][: None if cached else 0], b[rows]]) for a, b in pairs)
-            found.append(dense(self.q[rows], k, v, causal=True))
+            found.append(dense(self.q[rows], k, v, Kept(), scale=SCALE))
         return torch.cat(found)
 
 
@@ -209,16 +211,6 @@ def merged(parts: list[tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
     """Return attention to the keys of all parts, from that to each and its lse."""
     outs, lses = (torch.stack(each).double() for each in zip(*parts, strict=True))
     return (outs * lses.softmax(0).transpose(1, 2)[..., None]).sum(0)
-
-
-def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
-    """Return attention (queries, heads, columns) in fp64; the last query is at the last key."""
-    q, k, v = (x.transpose(0, 1).double() for x in (q, k, v))
-    scores = q @ k.transpose(1, 2) * SCALE
-    if causal:
-        kept = torch.ones(scores.shape[1:], dtype=torch.bool)
-        scores.masked_fill_(~kept.tril(scores.shape[2] - scores.shape[1]), float("-inf"))
-    return (scores.softmax(-1) @ v).transpose(0, 1)
 
 
 # --------------------------------------------------------------------------------------------------
