@@ -6,6 +6,8 @@ Folders are spread over all cores by pytest-xdist, where it is installed.
 | ------------ | ---------------- | --------------------------------------------------- |
 | pure         | nothing          | yes                                                 |
 | theory       | nothing          | yes                                                 |
+| memory_model | nothing          | yes                                                 |
+| benchmarks   | nothing          | yes                                                 |
 | traced       | PyTorch compiles | yes                                                 |
 | programs     | other processes  | yes                                                 |
 | compile_only | Triton, no GPU   | yes                                                 |
