@@ -117,8 +117,8 @@ def jitted(names: Sequence[str], compiled: Compiled) -> Any:
 def tensor(*shape: int, heads_inside: bool = False, dtype: Any = torch.float16) -> torch.Tensor:
     if heads_inside:
         batch, heads, rows, dim = shape
-        return torch.zeros((batch, rows, heads, dim), dtype=dtype).transpose(1, 2)
-    return torch.zeros(shape, dtype=dtype)
+        return torch.empty((batch, rows, heads, dim), dtype=dtype).transpose(1, 2)
+    return torch.empty(shape, dtype=dtype)
 
 
 def given_to(kernel: Kernel, *, heads_inside: bool = False) -> tuple[Any, ...]:

@@ -18,7 +18,7 @@ from tilegen.problem import AttentionProblem
 from tilegen.theory.regimes import critical_head_dim
 
 H200 = gpu("h200")
-FAST_MEMORY = (48, 64, 99, 163, 227)
+FAST_MEMORY = (48, 99, 227)
 HEAD_DIMS = (128, 192, 256, 320, 384, 448, 512, 640, 768, 1024)
 
 
