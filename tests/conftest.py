@@ -5,14 +5,13 @@ Folders are spread over all cores by pytest-xdist, where it is installed.
 | folder       | needs            | runs with plain `pytest`                            |
 | ------------ | ---------------- | --------------------------------------------------- |
 | pure         | nothing          | yes                                                 |
-| theory       | nothing          | yes                                                 |
-| memory_model | nothing          | yes                                                 |
-| benchmarks   | nothing          | yes                                                 |
 | traced       | PyTorch compiles | yes                                                 |
 | programs     | other processes  | yes                                                 |
 | compile_only | Triton, no GPU   | yes                                                 |
 | interpret    | Triton, no GPU   | through test_interpret.py, in a process of its own  |
 | gpu          | a CUDA device    | yes; where there is none, rehearsed by rehearsal.py |
+
+explaining, theory, memory_model and benchmarks are as pure, and about one thing each.
 """
 
 from __future__ import annotations

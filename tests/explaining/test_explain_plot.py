@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.pure.test_explain import DIRECTIONS, H200, LARGE, SMALL, parse, run
+from tests.explaining.test_explain import DIRECTIONS, H200, LARGE, SMALL, parse, run
 from tilegen.choose.families import kernels_of
 from tilegen.choose.ranking import propose
 from tilegen.errors import Unsupported
