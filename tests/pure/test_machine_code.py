@@ -126,6 +126,17 @@ def test_a_step_is_found_by_its_multiply_adds() -> None:
     assert code.step(2 * whole) is None
 
 
+def test_what_is_spilled_outside_of_loops_is_of_the_program() -> None:
+    spilled = ["STL.64 [R1+0x8], R4 ;", "STL [R1+0x4], R5 ;", *["LDL.LU.128 R4, [R1] ;"] * 2]
+    loop = [".L_x_0:", "LDL.64 R4, [R1] ;", PV, "@P0| BRA `(.L_x_0) ;"]
+    step = step_of(read(sass(*spilled, *loop, "EXIT ;"), warps=4), 64 * 128 * 16)
+    assert (step.local, step.local_once) == (4 * 2, 4 * (2 + 1 + 2 * 4))
+    unrolled = step_of(read(sass(*spilled, *[PV] * 8, "EXIT ;"), warps=4), 8 * 64 * 128 * 16)
+    assert (unrolled.local, unrolled.local_once) == (4 * 11, 0)
+    clocks = clocks_as_compiled(step, H200)
+    assert (clocks.local, clocks.local_once) == (step.local, step.local_once)
+
+
 def test_a_loop_over_slices_belongs_to_its_step() -> None:
     text = sass(
         ".L_x_0:",

@@ -187,3 +187,20 @@ def test_spilled_bytes_move_as_often_as_was_measured() -> None:
     needs = replace(footprint(LLAMA, config("m64n64w4s2"), "fwd", "sm_90"), registers=265)
     assert local_clocks(needs, gpu("h200"), config("m64n64w4s2")) == 40 * 128 / 128
     assert local_clocks(needs, gpu("rtx3090"), config("m64n64w4s2")) == 7.5 * 40 * 128 / 128
+
+
+def test_what_is_spilled_outside_of_loops_is_paid_by_each_program() -> None:
+    """Splits of few keys pay it more often for the same steps."""
+    spec, problem = gpu("h200"), PARSE("b1 hq64 hkv8 q1 kv65536 d128 bf16 full")
+    for keys, programs in ((1024, 512), (4096, 128)):
+        tile = config(f"m2h8n128k{keys}w4s4")
+        model = KernelModel(problem, spec, "fwd_split")
+        clocks = step_clocks(problem, spec, tile, "fwd_split")
+        less, more = (
+            model.time(tile, model.needs(tile), replace(clocks, local_once=words))
+            for words in (0.0, 4000.0)
+        )
+        paid = 1e6 * (more.busy_seconds - less.busy_seconds)
+        waves = -(-programs // spec.num_sms)
+        assert paid == pytest.approx(1e6 * waves * 4000 / spec.clock_hz, rel=0.3)
+        assert dict(more.terms)["smem"] > dict(less.terms)["smem"]

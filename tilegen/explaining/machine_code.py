@@ -109,6 +109,11 @@ def static_lines(told: dict[str, Any]) -> Iterator[str]:
             f"  {step['exposed']:.0%} of the softmax is under no matrix product; a partial tile "
             f"takes {scale * step['masking']:.0f} clocks more"
         )
+        if step["local_once"]:
+            yield (
+                f"  local memory outside of loops takes {step['local_once']:.0f} clocks of each "
+                "program"
+            )
         yield (
             f"  predicted {1e6 * told['predicted_seconds']:.1f} us, "
             f"{1e6 * told['seconds']:.1f} us with these clocks"

@@ -35,7 +35,7 @@ class StepCode:
     shared_bytes: int
     """Bytes to and from shared memory, operands of matrix instructions included."""
     local: int
-    """Loads and stores of what registers lack room for."""
+    """Words that are loaded and stored of what registers lack room for, of 4 bytes a thread."""
     exposed: int
     """Instructions that are issued while no matrix product of the warp is in flight."""
     exposed_exponentials: int
@@ -45,6 +45,8 @@ class StepCode:
     """True: each matrix instruction is waited for before the next."""
     partial_instructions: int = 0
     """Instructions of a step on a partial tile; 0 where the loop is the same."""
+    local_once: int = 0
+    """The same outside of loops, which a program loads and stores once."""
 
 
 NUMBERS = tuple(one.name for one in fields(StepCode) if one.type == "int" and one.name != "rows")
@@ -85,7 +87,12 @@ def clocks_as_compiled(code: StepCode, gpu: GpuSpec) -> StepClocks:
         smem=code.shared_bytes / SMEM_BYTES_PER_CLK,
         exposed=exposed,
         asynchronous=code.asynchronous,
-        # In L1, behind the port of shared memory; 4 bytes a thread. What was spilled is wanted by
-        # the next instruction.
-        local=code.local * LANES * 4 / SMEM_BYTES_PER_CLK,
+        local=_local_clocks(code.local),
+        local_once=_local_clocks(code.local_once),
     )
+
+
+def _local_clocks(words: int) -> float:
+    """Return the clocks that words of all warps take to or from local memory: it is cached in L1,
+    behind the port of shared memory, and what was spilled is wanted by the next instruction."""
+    return words * LANES * 4 / SMEM_BYTES_PER_CLK

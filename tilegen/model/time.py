@@ -60,6 +60,8 @@ class StepClocks:
     """True: a warp goes on while its matrix products run, which read their operands themselves."""
     local: float = 0.0
     """Loads and stores of local memory, which nothing hides."""
+    local_once: float = 0.0
+    """Clocks of those outside of the loop, which each program does once."""
 
     @property
     def bound(self) -> float:
@@ -199,7 +201,7 @@ def time(
         "tensor": clk.tensor * per_step,
         "exp": clk.exp * per_step + one.exp_after * per_program,
         "issue": (clk.issue + run.masked * clk.masking) * per_step + one.issue_after * per_program,
-        "smem": (clk.smem + local) * per_step,
+        "smem": (clk.smem + local) * per_step + clk.local_once * per_program,
         "l2": on_l2,
         "dram": on_dram,
         "latency": one.wait * per_step + 2 * one.latency * per_program,
@@ -231,12 +233,14 @@ class ProgramClocks:
     """Clocks of exponentials after the last step."""
     issue_after: float
     """Issue slots, in clocks, after the last step."""
+    local_once: float
+    """Loads and stores of local memory before the first step and after the last."""
 
     @property
     def ends(self) -> float:
         """Clocks of its beginning and end: its own tile comes in, the pipeline fills, the result
         goes out."""
-        return 2 * self.latency + max(self.exp_after, self.issue_after)
+        return 2 * self.latency + max(self.exp_after, self.issue_after) + self.local_once
 
 
 def _program_clocks(
@@ -272,6 +276,7 @@ def _program_clocks(
         wait=wait * work.loads,
         exp_after=work.scores_after / gpu.exp_per_clk_per_sm,
         issue_after=after * work.scores_after / ISSUE_PER_CLK,
+        local_once=clk.local_once,
     )
 
 

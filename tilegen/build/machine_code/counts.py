@@ -58,6 +58,8 @@ class LoopCode:
     products: Counter[Product]
     shared_bytes: int
     """Bytes that loads and stores of shared memory move."""
+    local_words: int
+    """Words of 4 bytes that loads and stores of local memory move for a thread."""
     fp32_slots: int
     """Issue slots of the fp32 lanes: an instruction that works on pairs takes two."""
     waits: tuple[int, ...]
@@ -110,6 +112,9 @@ def count(first: int, depth: int, body: Sequence[Instruction]) -> LoopCode:
             product for i, one in enumerate(body) if (product := _product(body, i, one))
         ),
         shared_bytes=sum(_shared_bytes(one.opcode) for one in body),
+        local_words=sum(
+            _width(one.opcode) // 4 or 1 for one in body if unit_of(one.opcode) == "local"
+        ),
         fp32_slots=units["fp32"] + sum(one.opcode[4:5] == "2" for one in body if _pairs(one)),
         waits=waits,
         exposed=exposed,
@@ -160,8 +165,13 @@ def _shared_bytes(opcode: str) -> int:
         return 0
     if opcode.startswith(("LDSM", "STSM")):  # 8 x 8 matrices of 16 bits
         return 128 * int(found[1] if (found := re.search(r"M\w*\.(\d)$", opcode)) else 1)
+    return LANES * _width(opcode)
+
+
+def _width(opcode: str) -> int:
+    """Return the bytes that a load or a store moves for a thread."""
     parts = opcode.split(".")
-    return LANES * next((size for name, size in WIDTHS if name in parts), 4)
+    return next((size for name, size in WIDTHS if name in parts), 4)
 
 
 def _in_flight(body: Sequence[Instruction]) -> tuple[Counter[Unit], tuple[int, ...], str]:

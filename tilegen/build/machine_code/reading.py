@@ -36,7 +36,22 @@ class MachineCode:
         found = sorted(self._steps(multiply_adds), key=lambda one: one.instructions)
         if not found:
             return None
-        return replace(found[0], partial_instructions=found[-1].instructions)
+        return replace(
+            found[0],
+            partial_instructions=found[-1].instructions,
+            local_once=self.warps * self._local_once,
+        )
+
+    @property
+    def _local_once(self) -> int:
+        """Words of local memory that each warp moves outside of loops."""
+        in_loops = sum(one.local_words for one in self.loops)
+        return 0 if self._is_step else self.body.local_words - in_loops
+
+    @property
+    def _is_step(self) -> bool:
+        """Whether all matrix products are outside of loops: then the kernel itself is a step."""
+        return not any(one.products for one in self.loops)
 
     def _steps(self, multiply_adds: int) -> Iterator[StepCode]:
         outer = [one for one in self.loops if not one.depth]
@@ -46,7 +61,7 @@ class MachineCode:
             end = outer[outer.index(one) + 1].first if one is not outer[-1] else 2**62
             inner = [each for each in self.loops[i + 1 :] if each.first < end and each.products]
             yield from self._nest(one, inner, multiply_adds)
-        if not any(one.products for one in self.loops):
+        if self._is_step:
             yield from self._nest(self.body, [], multiply_adds)
 
     def _nest(
@@ -102,7 +117,7 @@ def _step_code(loop: LoopCode, warps: int) -> StepCode:
         multiply_adds=loop.multiply_adds(warps),
         rows=min((one.rows for one in loop.products), default=0),
         shared_bytes=loop.shared_bytes * warps + 2 * words,
-        local=loop.units["local"] * warps,
+        local=loop.local_words * warps,
         exposed=loop.exposed.total() * warps,
         exposed_exponentials=loop.exposed["exp"] * warps,
         asynchronous=loop.asynchronous,
