@@ -29,7 +29,7 @@ Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Dropout:
-    """What a call drops."""
+    """Weights that a call drops."""
 
     p: float
     """Probability that a weight is dropped, 0..1."""
@@ -50,7 +50,7 @@ class Dropout:
 
     @property
     def given(self) -> dict[str, Any]:
-        """What launches of kernels that drop weights are given, by name."""
+        """Arguments of launches of kernels that drop weights, by name."""
         return {"dropout": self.state, "dropout_p": self.p}
 
     def factors(self, batch: int, heads: int, rows: int, columns: int) -> torch.Tensor:

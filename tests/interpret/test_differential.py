@@ -33,11 +33,11 @@ def test_random_problems(number: int) -> None:
 
 
 def test_a_problem_is_a_function_of_seed_and_number() -> None:
-    problems = [draw(SEED, number) for number in range(12)]
-    assert problems == [draw(SEED, number) for number in reversed(range(12))][::-1]
+    problems = [draw(SEED, number) for number in range(6)]
+    assert problems == [draw(SEED, number) for number in reversed(range(6))][::-1]
     texts = [str(problem) for problem in problems]
     assert [str(parse(text)) for text in texts] == texts
-    assert len(set(texts)) == 12
+    assert len(set(texts)) == 6
 
 
 RICH = Problem(

@@ -1,4 +1,4 @@
-"""What all ranks of a job have agreed on: a table of configs, which comes before all records."""
+"""Agreement of all ranks of a job: a table of configs, which comes before all records."""
 
 from __future__ import annotations
 

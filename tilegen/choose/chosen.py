@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 Origin = Literal["agreement", "record", "tuning", "model"]
-"""How configs are known."""
+"""Sources of configs."""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ Timed = tuple[Time, TileConfig, Footprint]
 
 
 class _Known(dict[TileConfig, tuple[Footprint, bool]]):
-    """What the model says of the configs of a kernel whatever the lengths, found when first asked
+    """Facts about the configs of a kernel that hold for all lengths, found when first asked
     for: what each holds on chip, and whether it is promising, since it fits, does not surely spill
     much, and has no descriptors that it can do without: they save registers, and little else
     (templates/README.md)."""
@@ -71,12 +71,12 @@ def _plain(config: TileConfig) -> TileConfig:
 
 
 known = lru_cache(maxsize=64)(_Known)
-"""What the model knows of a problem without its lengths, which the next length has in common."""
+"""Facts about problems without their lengths, which the next length has in common."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tile:
-    """What the model says of a tile, whatever the warps and stages."""
+    """Facts about a tile, whatever the warps and stages."""
 
     moved: Traffic
     counts: Visits

@@ -49,7 +49,7 @@ app.add_typer(cache_app, name="cache")
 app.add_typer(fleet_app, name="fleet")
 
 INTERRUPTED = 130
-"""What a command that Ctrl-C ended returns, by typer's convention."""
+"""Exit code of a command that Ctrl-C ended, by typer's convention."""
 CommandLineError: Any = next(
     one for one in typer.BadParameter.__mro__ if one.__name__ == "ClickException"
 )

@@ -30,7 +30,7 @@ from tilegen.runtime.flex import from_block_mask
 
 NAME = "tilegen"
 CHOICES = ("indices", "block_indices", "sinks")
-"""What layers of some models hand over besides, which changes what each query sees: the keys or
+"""Arguments that layers of some models hand over and that change what each query sees: the keys or
 blocks that an indexer has chosen for it, and logits of its own beside its scores."""
 MAX_MASKS = 64
 """Number of masks of packed documents that are kept for further layers of a forward."""

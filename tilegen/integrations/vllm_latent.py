@@ -41,7 +41,7 @@ from tilegen.runtime.paged import attention_paged
 from tilegen.runtime.varlen import attention_varlen
 
 MASKS = [windows.vllm(None, causal) for causal in (False, True)]
-"""What a request's drafts see: all keys, or those up to their own."""
+"""Masks of a request's drafts, which see all keys, or those up to their own."""
 
 
 class TilegenLatentBackend(TilegenBackend, MLACommonBackend):

@@ -13,9 +13,9 @@ from typing import Literal
 Taken = Literal[
     "address", "descriptor", "stride", "size", "units", "number", "base 2", "flag", "nothing"
 ]
-"""What an argument holds of the tensor or number it is taken from: its address; a descriptor of its
-tiles; a stride, in the kernel's unit; a size; a size in that unit; the number itself; a scale times
-log2(e); a truth value as an int. Scratch pointers, which kernels here do not use, hold nothing."""
+"""Parts of a tensor or number that an argument holds: its address; a descriptor of its tiles; a
+stride, in the kernel's unit; a size; a size in that unit; the number itself; a scale times log2(e);
+a truth value as an int. Scratch pointers, which kernels here do not use, hold nothing."""
 
 FP32_TENSORS = frozenset(
     (
@@ -218,7 +218,7 @@ DROPOUT = Line(
     ),
     "seed and offset; the probability that a weight is dropped",
 )
-"""What dropout reads, in kernels that drop weights."""
+"""Arguments that dropout reads, in kernels that drop weights."""
 
 _BY_NAME = {one.name: one for line in (LISTS, SINKS, DROPOUT, SCALE) for one in line.arguments}
 

@@ -1,4 +1,4 @@
-"""What a kernel is: `KernelSpec`; and what a pass is made of: `FamilySpec`.
+"""Records of a kernel, `KernelSpec`, and of the kernels of a pass, `FamilySpec`.
 
 Everything that the compiler has to know of a kernel stands in its record: the names and sizes that
 the template prints, the knobs that the tuner may turn, the traffic that the model counts. Templates

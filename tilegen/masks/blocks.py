@@ -17,7 +17,7 @@ class Blocks:
     """Blocks that are visited, as lists for each row of blocks."""
 
     counts: torch.Tensor
-    """How many blocks of each row are asked pair by pair, (batch, heads, rows)."""
+    """Number of blocks of each row that are asked pair by pair, (batch, heads, rows)."""
     indices: torch.Tensor
     """The columns of these blocks, (batch, heads, rows, columns)."""
     whole: tuple[torch.Tensor, torch.Tensor] | None

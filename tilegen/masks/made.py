@@ -1,4 +1,4 @@
-"""How masks and scores were made, which is what crosses into a graph of torch.compile.
+"""Origins of masks and scores, which are what crosses into a graph of torch.compile.
 
 Masks and scores that read tensors keep how they were made (`noted`). While torch.compile traces, no
 element of a tensor can be looked at and nothing is solved: constructors then note only what is to
@@ -19,7 +19,7 @@ MAX_KNOWN = 1024
 
 
 class _Making(tuple[Any, ...]):
-    """How a mask or score was made: a word and what it was made of. Functions stay in their
+    """Origin of a mask or score: a word and what it was made of. Functions stay in their
     process, since no other may know them by name."""
 
     __slots__ = ()

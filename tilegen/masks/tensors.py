@@ -132,4 +132,4 @@ DOCUMENT_AXES = _AXIS_NAMES | {
     "q": "rows of the longest document",
     "k": "columns of the longest document",
 }
-"""What the axes are called of tensors that are read within documents."""
+"""Names of the axes of tensors that are read within documents."""

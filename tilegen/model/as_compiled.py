@@ -19,7 +19,7 @@ ALU_LANES = 64
 
 @dataclass(frozen=True, kw_only=True)
 class StepCode:
-    """What a step of a program issues: instructions of all its warps together, and bytes."""
+    """Instructions of a step of a program, of all its warps together, and bytes that it moves."""
 
     instructions: int
     exponentials: int

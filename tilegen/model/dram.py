@@ -170,7 +170,7 @@ class Levels:
     part_of_head: float
     """Part of a head's streamed rows that one wave reads: 1, or less under a mask."""
     sweeps: float
-    """How often DRAM delivers streamed rows."""
+    """Times that DRAM delivers streamed rows."""
 
 
 def levels(
@@ -316,7 +316,7 @@ def dram_bound_bytes(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) ->
 
 @dataclass(frozen=True, kw_only=True)
 class _Streams:
-    """What the programs of a launch stream."""
+    """Rows that the programs of a launch stream."""
 
     heads: int
     started: int

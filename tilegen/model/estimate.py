@@ -1,5 +1,5 @@
-"""What the model says about a config: `CostEstimate`; what a compiler made of it: `Compiled`; and
-`Candidate`, a config with its reason."""
+"""Records about a config: `CostEstimate` is the model's, `Compiled` a compiler's, and `Candidate`
+has the config with its reason."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class CostEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """What compiling a config gave, in this process or in an earlier one. Nothing has run."""
+    """Resources that compiling a config found, in this process or in an earlier one. Nothing has
+    run."""
 
     triton: str
     """Version of Triton that compiled the config."""
@@ -72,4 +73,4 @@ class Candidate:
     reason: str
     """One sentence: why this tile, by the model alone."""
     compiled: Compiled | None = None
-    """What a compiler made of the config; None where no compiler was asked here."""
+    """Resources that a compiler found; None where no compiler was asked here."""

@@ -1,4 +1,4 @@
-"""What one program of an emitted kernel holds on chip, as Triton compiles it.
+"""Footprint of one program of an emitted kernel on chip, as Triton compiles it.
 
 Two pools, not one M: shared memory, by rules about where Triton keeps operands, and registers, by a
 fit over all kernels; on_chip.py reads both from tables. Neither pool decides: a config is used only
@@ -156,7 +156,7 @@ REGISTER_FEATURES = (
     "vectors",
     "slices",
 )
-"""What registers of one thread hold, in this order: addresses and counters; fp32 results; fp32
+"""Contents of one thread's registers, in this order: addresses and counters; fp32 results; fp32
 score tiles; an operand that changes before its product (16-bit operands only); operands that stay
 in registers (in IEEE fp32: those of a product's multiply-adds, all unrolled); 16-byte vectors that
 a step loads (their addresses, and data in flight); 1 for loads of several slices in one step."""

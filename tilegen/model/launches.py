@@ -18,7 +18,7 @@ from tilegen.problem import AttentionProblem
 
 @dataclass(frozen=True, kw_only=True)
 class Launches:
-    """What a kernel runs for a problem."""
+    """Launches, programs and steps of a kernel for a problem."""
 
     count: int
     """Launches, one after the other and alike."""

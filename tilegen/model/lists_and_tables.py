@@ -1,4 +1,4 @@
-"""What lists of tiles, trees, captured tensors and dropout add to a kernel's footprint.
+"""Footprint that lists of tiles, trees, captured tensors and dropout add to that of a kernel.
 
 The rules were seen in compiled kernels (Triton 3.7.1): a load whose address another load gives is
 pipelined one stage deeper, and tiles of a captured table are buffered like those of keys and

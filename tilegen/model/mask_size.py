@@ -1,4 +1,4 @@
-"""What a mask leaves, as a bipartite graph of query and key-value rows."""
+"""Size of a mask, a bipartite graph of query and key-value rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What kernels read of a mask's tables that are as large as the tiles they are read for.
+"""Elements that kernels read of a mask's tables that are as large as the tiles they are read for.
 
 Tables with a number for each row or column are small beside what tiles hold, and are not counted.
 """

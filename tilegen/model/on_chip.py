@@ -1,4 +1,5 @@
-"""What an SM has for its programs, and what a program may have: rules by family of architectures.
+"""Resources that an SM has for its programs, and limits of a program: rules by family of
+architectures.
 
 The rules are calibrated against what the compiler reports: footprint.toml holds rules about shared
 memory, registers.toml a fit of registers that `python -m benchmarks.calibrate_footprint` makes
@@ -47,7 +48,7 @@ registers end sooner."""
 
 @dataclass(frozen=True, kw_only=True)
 class Footprint:
-    """What one program needs, and what it may have."""
+    """Resources that one program needs, and its limits."""
 
     smem_bytes: int
     registers: int

@@ -1,5 +1,5 @@
-"""What a step moves to and from shared memory: operands of its matrix instructions, tiles as they
-come in, and weights on their way to other warps."""
+"""Words that a step moves to and from shared memory: operands of its matrix instructions, tiles as
+they come in, and weights on their way to other warps."""
 
 from __future__ import annotations
 

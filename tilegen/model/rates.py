@@ -1,4 +1,5 @@
-"""What kernels reach of a GPU's peaks, and the instructions they need: rates.toml, read."""
+"""Rates that kernels reach, as parts of a GPU's peaks, and the instructions that they need:
+rates.toml, read."""
 
 from __future__ import annotations
 

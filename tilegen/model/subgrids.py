@@ -1,4 +1,4 @@
-"""How many score entries I query and J key-value rows have in common, whatever rows they are.
+"""Number of score entries that any I query and J key-value rows have in common, at most.
 
 The mask is a bipartite graph G, and `e_G(k)` the largest number of its entries in a sub-grid with
 I + J <= k. A launch has H_kv times the same graph, in which g query heads share the columns of a
@@ -152,7 +152,7 @@ def family_of(mask: Mask, seqlen_q: int, seqlen_kv: int) -> Family | None:
 
 @dataclass(frozen=True)
 class Subgrids:
-    """What decides over the entries of a mask's sub-grids."""
+    """Numbers that bound the entries of a mask's sub-grids."""
 
     per_row: float
     """`u`: entries for each row and column of any sub-grid, at most."""

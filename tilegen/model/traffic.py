@@ -243,7 +243,7 @@ def state_bytes(
 
 @dataclass(frozen=True, kw_only=True)
 class Visits:
-    """Which tiles a kernel visits for one query head; preprocess visits each of its own once."""
+    """Tiles that a kernel visits for one query head; preprocess visits each of its own once."""
 
     programs: int
     """Stationary tiles."""

@@ -1,4 +1,4 @@
-"""How a call runs once its kernels are known: forward and backward as one differentiable step."""
+"""Run of a call whose kernels are known: forward and backward as one differentiable step."""
 
 from __future__ import annotations
 

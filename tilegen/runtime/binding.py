@@ -1,4 +1,4 @@
-"""What a mask hands to an emitted kernel when it is launched: its tensors, and lists of tiles."""
+"""Arguments that an emitted kernel is launched with for a mask: tensors, and lists of tiles."""
 
 from __future__ import annotations
 

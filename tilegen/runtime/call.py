@@ -1,4 +1,4 @@
-"""What a call asks for: its score, its problem, the key of its plan, and how errors describe it."""
+"""Facts of a call: its score, its problem, the key of its plan, and its description in errors."""
 
 from __future__ import annotations
 

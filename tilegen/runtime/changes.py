@@ -1,4 +1,4 @@
-"""What a call asks beside its tensors: how scores change, and which gradients it wants."""
+"""Wishes of a call beside its tensors: changes of scores, and the gradients that it wants."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ from tilegen.masks.values import LIMIT, check_range, has_values
 
 @dataclass(slots=True)
 class Changes:
-    """What a call does to the scores: a mask, and perhaps a score change, lengths of padded batches
-    and dropout of weights. The record is never changed; a frozen one would take longer to make."""
+    """Changes that a call makes to the scores: a mask, and perhaps a score change, lengths of padded
+    batches and dropout of weights. The record is never changed; a frozen one would take longer to
+    make."""
 
     given: Mask
     """The mask but for the lengths."""
@@ -97,7 +98,7 @@ class Changes:
 
 @dataclass(slots=True)
 class Gradients:
-    """What a backward gives; None for what was not wanted."""
+    """Results of a backward; None for those that were not wanted."""
 
     dq: torch.Tensor | None
     dk: torch.Tensor | None
@@ -109,7 +110,7 @@ class Gradients:
 
 @dataclass(slots=True)
 class Wanted:
-    """Which gradients a backward must give."""
+    """Gradients that a backward must give."""
 
     dq: bool
     dkdv: bool

@@ -73,8 +73,7 @@ Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float, Changes], tuple
 
 @dataclass(frozen=True)
 class Plan:
-    """How calls of one kind are computed. All that the key of these calls determines is decided
-    here, once."""
+    """Plan of calls of one kind: all that their key determines, decided once."""
 
     run: Run
     default_scale: float

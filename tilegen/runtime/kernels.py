@@ -58,7 +58,7 @@ class Pass:
     """Whether lengths, and where requests lie, are made int32 and contiguous before kernels read
     them."""
     library: Library | None = None
-    """What computes the pass wherever a call means the same by it."""
+    """The library that computes the pass wherever a call means the same by it."""
 
     @cached_property
     def padded(self) -> tuple[tuple[Kernel, Launch, bool], ...]:

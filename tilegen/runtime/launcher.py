@@ -1,4 +1,4 @@
-"""How a kernel is launched: results are allocated, and every argument is found by its name.
+"""Launcher of a kernel: results are allocated, and every argument is found by its name.
 
 One launcher serves kernels that Triton compiles here and binaries of bundles; what differs is the
 `Function` that takes the arguments. tilegen/bundles/README.md has the same table of names, for
@@ -90,7 +90,7 @@ def extra_names(arguments: Iterable[str]) -> tuple[str, ...]:
 
 
 class Launcher:
-    """How one kernel is launched; `launch` has the parameters and results of its emitted `launch`,
+    """Launcher of one kernel; `launch` has the parameters and results of its emitted `launch`,
     and allocates and launches on the current stream of the tensors' device."""
 
     launch: Launch

@@ -87,7 +87,7 @@ def refuse_gradients(q: Any, k: Any, v: Any, score: Score | None) -> None:
 
 @dataclass(frozen=True)
 class _Plan:
-    """How calls of one kind are computed."""
+    """Plan of calls of one kind."""
 
     kernels: Kernels | None
     """The kernels of the calls; None where PyTorch computes them."""

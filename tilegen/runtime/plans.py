@@ -1,4 +1,4 @@
-"""What a process keeps of its calls, until what they choose changes: plans and kernels."""
+"""Plans and kernels that a process keeps of its calls, until what they choose changes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_PLANS = 4096
 MAX_LOADED = 1024
 
 by_call: BoundedCache[Any, Any] = BoundedCache(MAX_PLANS)  # a server sees ever new lengths
-"""How calls of one kind are computed, by the key of a call."""
+"""Plans of calls of one kind, by the key of a call."""
 by_problem: BoundedCache[Any, Any] = BoundedCache(MAX_LOADED)
 """The kernels of one problem bucket on one device."""
 

@@ -1,4 +1,4 @@
-"""What one pass through a loop issues: instructions by unit, matrix products, bytes, and what runs
+"""Counts of one pass through a loop: instructions by unit, matrix products, bytes, and what runs
 while matrix products are in flight."""
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ LARGE = 2 * MAX_ELEMENTS
 
 @dataclass(frozen=True)
 class CompiledTrace:
-    """What a function computes, and the tensors of the graph that it reads."""
+    """Expression that a function computes, and the tensors of the graph that it reads."""
 
     text: str
     captured: list[torch.Tensor]

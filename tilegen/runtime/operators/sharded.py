@@ -11,7 +11,7 @@ import torch
 from tilegen.errors import Unsupported
 
 NAMES = {0: "b", 1: "h"}
-"""What masks and scores call the dimensions along which calls fall apart."""
+"""Names that masks and scores have for the dimensions along which calls fall apart."""
 
 
 def is_sharded(q: Any) -> bool:
