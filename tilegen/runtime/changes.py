@@ -19,9 +19,9 @@ from tilegen.masks.values import LIMIT, check_range, has_values
 
 @dataclass(slots=True)
 class Changes:
-    """Changes that a call makes to the scores: a mask, and perhaps a score change, lengths of padded
-    batches and dropout of weights. The record is never changed; a frozen one would take longer to
-    make."""
+    """Changes that a call makes to the scores: a mask, and perhaps a score change, lengths of
+    padded batches and dropout of weights. The record is never changed; a frozen one would take
+    longer to make."""
 
     given: Mask
     """The mask but for the lengths."""
