@@ -1,8 +1,6 @@
 """Traced functions compute what the functions themselves compute, called with index tensors."""
 
-import copy
 import math
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -17,10 +15,8 @@ from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks import predicate
 from tilegen.masks.language.evaluation import evaluate
 from tilegen.masks.language.texts import from_text, kind_of_tensor, to_text
-from tilegen.masks.score import Score
 from tilegen.masks.tiles.tile_ranges import is_solved
 from tilegen.masks.tracing.trace import trace_mask, trace_score
-from tilegen.runtime.operators.crossing import crossing
 
 BATCH, HEADS, SEQLEN_Q, SEQLEN_KV = 2, 3, 11, 13
 GRID = [
@@ -398,28 +394,3 @@ def test_dilated_masks_are_known_however_they_are_written() -> None:
     assert alone.notation == "dilated(4)"
     other = predicate(lambda b, h, q, k: ((k - q) % 4 == 0) & (k < 9))
     assert other.notation.startswith("keep(")
-
-
-DOCUMENTS_OF_A_BATCH = DOCUMENTS[None].int()
-MADE: dict[str, Callable[[], Any]] = {
-    "a function": lambda: predicate(lambda b, h, q, k: q >= k),
-    "a function of a tensor": lambda: predicate(lambda b, h, q, k: DOCUMENTS[q] >= DOCUMENTS[k]),
-    "not a function": lambda: ~predicate(lambda b, h, q, k: q >= k),
-    "two masks": lambda: tilegen.causal() & predicate(lambda b, h, q, k: (q - k) % 3 == 0),
-    "documents": lambda: tilegen.documents(DOCUMENTS_OF_A_BATCH),
-    "a tree": lambda: tilegen.tree(torch.ones(1, 1, dtype=torch.bool)),
-    "a score": lambda: tilegen.score(lambda s, b, h, q, k: s + BIAS[h, q]),
-    "two scores": lambda: tilegen.softcap(3.0).then(tilegen.score(lambda s, b, h, q, k: s * h)),
-}
-
-
-@pytest.mark.parametrize("name", MADE)
-def test_another_process_and_a_copy_get_what_was_made(name: str) -> None:
-    """A copy in this process crosses into graphs of torch.compile as the original does."""
-    made = MADE[name]()
-    text = made.text if isinstance(made, Score) else made.stand_in.notation
-    elsewhere = pickle.loads(pickle.dumps(made))
-    assert (elsewhere.text if isinstance(made, Score) else elsewhere.stand_in.notation) == text
-    pair = (None, made) if isinstance(made, Score) else (made, None)
-    its, copied = (crossing(*one, None) for one in (pair, copy.deepcopy(pair)))
-    assert its.text == copied.text
