@@ -93,6 +93,23 @@ def test_a_graph_that_verifies_reads_what_is_filled(sglang: Any, form: str, wind
     check(out, tokens, Kept(left=left, right=right, trees=trees or []))
 
 
+def test_graphs_of_other_sizes_share_no_masks(sglang: Any) -> None:
+    """Graphs of many sizes are captured in turn, from the largest on."""
+    whole = Tokens.drafts(DRAFTED, 6)
+    trees = list(tilegen.ancestors(PARENTS))
+    runner = sglang_runner(whole, 1)
+    backend = sglang.Backend(runner)
+    backend.init_cuda_graph_state(4, 24)
+    layer = sglang_layer(0, sglang.Type.DECODER)
+    for requests in (4, 2, 3):
+        tokens = Tokens(*(one[:requests] for one in (whole.q, whole.k, whole.v)))
+        its = trees[:requests]
+        batch = sglang_drafts(runner, tokens, sglang.Mode.TARGET_VERIFY, its)
+        backend.init_forward_metadata_out_graph(batch)
+        out = backend.forward_extend(*sglang_new(tokens), layer, batch)
+        check(out, tokens, Kept(right=float("inf"), trees=its))
+
+
 def test_idle_requests_of_a_graph_have_no_part_in_the_mask(sglang: Any) -> None:
     """A batch is filled up with requests of one key, of which sglang's mask says nothing."""
     tokens = Tokens.drafts([37, 50], 6)
