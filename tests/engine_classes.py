@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine_batches import Pool
-from tests.engine_stand_ins import forget, install
+from tests.engine_batches import Pool, speculation
+from tests.engine_stand_ins import forget, install, no_waiting
 from tests.sglang_latents import LatentPool
 
 FORMS = ["stand-in", *["installed"] * bool(find_spec("sglang"))]
@@ -48,6 +48,23 @@ def sglang_classes(form: str, monkeypatch: pytest.MonkeyPatch) -> Any:
         Windows=windows,
         Latents=latents,
     )
+
+
+def fill_captured(backend: Any, batch: Any) -> None:
+    """Leave a back end with the metadata that a graph was captured with, without trees and of
+    requests of one key, filled for a batch without a look at any element."""
+    dummy = SimpleNamespace(**vars(batch))
+    dummy.req_pool_indices = torch.zeros_like(batch.req_pool_indices)
+    dummy.seq_lens = torch.full_like(batch.seq_lens, backend.get_cuda_graph_seq_len_fill_value())
+    dummy.out_cache_loc = torch.zeros_like(batch.out_cache_loc)
+    if batch.spec_info is not None:
+        dummy.spec_info = speculation(batch.spec_info.num_tokens_per_req, None)
+    backend.init_forward_metadata_out_graph(dummy, in_capture=True)
+    captured = backend.forward_metadata
+    with pytest.MonkeyPatch.context() as patch:
+        no_waiting(patch)
+        backend.init_forward_metadata_out_graph(batch)
+    backend.forward_metadata = captured
 
 
 def _latents_of(theirs: Any) -> Any:

@@ -25,9 +25,9 @@ from tests.engine_batches import (
     sglang_runner,
     speculation,
 )
-from tests.engine_classes import FORMS, sglang_classes
+from tests.engine_classes import FORMS, fill_captured, sglang_classes
 from tests.engine_contracts import methods, parameters, recorded
-from tests.engine_stand_ins import install, no_waiting
+from tests.engine_stand_ins import install
 from tilegen.errors import Unsupported
 
 NAMES = {name.partition(":")[2]: one for name, one in recorded("sglang")["names"].items()}
@@ -315,17 +315,8 @@ def test_a_graph_reads_what_is_filled_before_each_replay(sglang: Any, windows: b
     backend = sglang.Backend(runner)
     backend.init_cuda_graph_state(4, 4)
     batch = sglang_batch(runner, tokens, sglang.Mode.DECODE)
-    dummy = SimpleNamespace(**vars(batch))
-    dummy.req_pool_indices = torch.zeros_like(batch.req_pool_indices)
-    dummy.seq_lens = torch.full_like(batch.seq_lens, backend.get_cuda_graph_seq_len_fill_value())
-    dummy.out_cache_loc = torch.zeros_like(batch.out_cache_loc)
-    backend.init_forward_metadata_out_graph(dummy, in_capture=True)
-    captured = backend.forward_metadata
-    assert captured.longest_kv == 64
-    with pytest.MonkeyPatch.context() as patch:
-        no_waiting(patch)
-        backend.init_forward_metadata_out_graph(batch)
-    backend.forward_metadata = captured
+    fill_captured(backend, batch)
+    assert backend.forward_metadata.longest_kv == 64
     check(backend.forward_decode(*sglang_new(tokens), layer, batch), tokens, Kept())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +16,8 @@ from tests.engine_batches import (
     sglang_layer,
     sglang_new,
     sglang_runner,
-    speculation,
 )
-from tests.engine_classes import FORMS, sglang_classes
-from tests.engine_stand_ins import no_waiting
+from tests.engine_classes import FORMS, fill_captured, sglang_classes
 from tilegen.errors import Unsupported
 
 TOLERANCE = {"atol": 2e-6, "rtol": 2e-6}
@@ -75,17 +72,7 @@ def test_a_graph_that_verifies_reads_what_is_filled(sglang: Any, form: str, wind
     backend = sglang.Backend(runner)
     backend.init_cuda_graph_state(4, 24)
     batch = sglang_drafts(runner, tokens, sglang.Mode.TARGET_VERIFY, trees)
-    dummy = SimpleNamespace(**vars(batch))
-    dummy.req_pool_indices = torch.zeros_like(batch.req_pool_indices)
-    dummy.seq_lens = torch.ones_like(batch.seq_lens)
-    dummy.out_cache_loc = torch.zeros_like(batch.out_cache_loc)
-    dummy.spec_info = speculation(6, None)
-    backend.init_forward_metadata_out_graph(dummy, in_capture=True)
-    captured = backend.forward_metadata
-    with pytest.MonkeyPatch.context() as patch:
-        no_waiting(patch)
-        backend.init_forward_metadata_out_graph(batch)
-    backend.forward_metadata = captured
+    fill_captured(backend, batch)
     its = {"sliding_window_size": 7} if windows else {}
     layer = sglang_layer(int(windows), sglang.Type.DECODER, **its)
     out = backend.forward_extend(*sglang_new(tokens), layer, batch)

@@ -10,9 +10,8 @@ import pytest
 import torch
 
 import tilegen
-from tests.engine_batches import LENGTHS, QUERIES, Kept, sglang_new, speculation
-from tests.engine_classes import FORMS, sglang_classes
-from tests.engine_stand_ins import no_waiting
+from tests.engine_batches import LENGTHS, QUERIES, Kept, sglang_new
+from tests.engine_classes import FORMS, fill_captured, sglang_classes
 from tests.sglang_latents import Latents
 from tilegen.errors import Unsupported
 from tilegen.runtime.call import values_in_keys
@@ -102,16 +101,7 @@ def test_a_graph_reads_what_is_filled_before_each_replay(sglang: Any, form: str)
     backend.init_cuda_graph_state(4, 4 * tokens)
     mode = sglang.Mode.DECODE if form == "decoding" else sglang.Mode.TARGET_VERIFY
     batch = latents.batch(runner, mode, trees or None)
-    dummy = SimpleNamespace(**vars(batch))
-    dummy.req_pool_indices = torch.zeros_like(batch.req_pool_indices)
-    dummy.seq_lens = torch.ones_like(batch.seq_lens)
-    dummy.spec_info = None if tokens == 1 else speculation(tokens, None)
-    backend.init_forward_metadata_out_graph(dummy, in_capture=True)
-    captured = backend.forward_metadata
-    with pytest.MonkeyPatch.context() as patch:
-        no_waiting(patch)
-        backend.init_forward_metadata_out_graph(batch)
-    backend.forward_metadata = captured
+    fill_captured(backend, batch)
     layer = latents.layer(sglang.Type.DECODER, absorbed=True)
     kept = Kept(right=float("inf") if trees else 0, trees=trees)
     check(absorbed(backend, latents, layer, batch), latents, kept)

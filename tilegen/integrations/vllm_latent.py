@@ -229,7 +229,8 @@ class TilegenPrefillBackend(MLAPrefillBackend):
         if output_scale is not None:
             raise Unsupported("tilegen's back end does not quantise its output")
         starts = self._prefill_metadata.query_start_loc
-        return self._attend(q, k, v, starts, starts, MASKS[True], return_softmax_lse)
+        found = self._attend(q, k, v, starts, starts, causal=True)
+        return found if return_softmax_lse else found[0]
 
     def run_prefill_context_chunk(
         self,
@@ -241,10 +242,10 @@ class TilegenPrefillBackend(MLAPrefillBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return attention to a chunk of what is cached, and its lse."""
         starts = chunk.query_start_loc, chunk.cu_seq_lens
-        return self._attend(q, k, v, *starts, MASKS[False], True)
+        return self._attend(q, k, v, *starts, causal=False)
 
-    def _attend(self, *given: Any) -> Any:
-        *packed, mask, return_lse = given
+    def _attend(self, *packed: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return out and lse of packed q, k and v, whose starts follow them."""
+        mask = MASKS[causal]
         out, lse = attention_varlen(*packed, mask=mask, scale=self.scale, return_lse=True)
-        out = out.contiguous()  # as what merges parts takes them to be
-        return (out, lse) if return_lse else out
+        return out.contiguous(), lse  # as what merges parts takes them to be
