@@ -1,0 +1,163 @@
+"""From LLVM IR to machine code in this process: llvmlite compiles, links and hands out addresses."""
+
+from __future__ import annotations
+
+import itertools
+from functools import cache
+from threading import Lock
+from typing import Any
+
+from tilegen.cpu.lower import Lowered
+from tilegen.cpu.target import Target
+from tilegen.errors import BuildFailed
+
+_lock = Lock()
+_number = itertools.count()
+_WORD = {"i1": "i8"}
+
+
+def object_of(lowered: Lowered, target: Target) -> bytes:
+    """Return the object file of a kernel. Raises BuildFailed where LLVM refuses the IR."""
+    return bytes(_compiled(lowered, target, assembly=False))
+
+
+def assembly_of(lowered: Lowered, target: Target) -> str:
+    """Return the assembly of a kernel. Raises BuildFailed where LLVM refuses the IR."""
+    return _compiled(lowered, target, assembly=True)
+
+
+def _compiled(lowered: Lowered, target: Target, *, assembly: bool) -> Any:
+    import llvmlite.binding as llvm
+
+    _initialise()
+    try:
+        module = llvm.parse_assembly(lowered.ir + driver(lowered))
+        module.verify()
+    except RuntimeError as error:
+        raise BuildFailed(f"{lowered.name}: LLVM refuses the IR: {error}") from error
+    machine = llvm.Target.from_triple(target.triple).create_target_machine(
+        cpu=target.cpu, features=target.features, opt=2, reloc="pic", codemodel="small"
+    )
+    options = llvm.create_pipeline_tuning_options(speed_level=2)
+    # The IR is vectorised and unrolled already.
+    options.loop_unrolling = options.slp_vectorization = options.loop_vectorization = False
+    builder = llvm.create_pass_builder(machine, options)
+    builder.getModulePassManager().run(module, builder)
+    return machine.emit_assembly(module) if assembly else machine.emit_object(module)
+
+
+class Linked:
+    """Machine code that is linked into this process."""
+
+    def __init__(self, binary: bytes) -> None:
+        """Raises BuildFailed where a symbol is missing."""
+        import llvmlite.binding as llvm
+
+        _initialise()
+        name = f"tilegen{next(_number)}"
+        builder = llvm.JITLibraryBuilder().add_object_img(binary).add_current_process()
+        builder.export_symbol("launch")
+        with _lock:
+            try:
+                self._library = builder.link(_linker(), name)
+            except RuntimeError as error:
+                raise BuildFailed(f"cannot link a compiled kernel: {error}") from error
+            self.launch: int = self._library["launch"]
+            """Address of the function that runs a grid; see `driver`."""
+
+
+@cache
+def _initialise() -> None:
+    import llvmlite.binding as llvm
+
+    with _lock:
+        for name in ("initialize_native_target", "initialize_native_asmprinter"):
+            getattr(llvm, name)()
+
+
+def initialise_all() -> None:
+    """Make the processors known that this machine is not, to compile for them."""
+    import llvmlite.binding as llvm
+
+    _initialise()
+    llvm.initialize_all_targets()
+    llvm.initialize_all_asmprinters()
+
+
+@cache
+def _linker() -> Any:
+    import llvmlite.binding as llvm
+
+    machine = llvm.Target.from_default_triple().create_target_machine(jit=True)
+    return llvm.create_lljit_compiler(machine)
+
+
+def driver(lowered: Lowered) -> str:
+    """Return the IR of `launch`, which runs the programs of a grid on some threads.
+
+    `launch(arguments, grid_x, grid_y, grid_z, threads, parallel, scratch, scratch_stride, extra)`:
+    arguments are words of 8 bytes; `parallel` is GOMP_parallel, not called for one thread; each
+    thread takes its part of `scratch`, and programs from one counter until none is left.
+    """
+    reads, passed = [], []
+    for i, type_ in enumerate(lowered.arguments):
+        held = _WORD.get(type_, type_)
+        reads.append(f"  %p{i} = getelementptr i64, ptr %args, i64 {i}")
+        reads.append(f"  %x{i} = load {held}, ptr %p{i}")
+        if held != type_:
+            reads.append(f"  %y{i} = trunc {held} %x{i} to {type_}")
+        passed.append(f"{type_} %{'x' if held == type_ else 'y'}{i}")
+    ids = "i32 %x, i32 %gx, i32 %y, i32 %gy, i32 %z, i32 %gz"
+    fields = [("args", "ptr"), ("scratch", "ptr"), ("stride", "i64"), ("extra", "ptr")]
+    fields += [("gx", "i32"), ("gy", "i32"), ("gz", "i32")]
+    loads, stores, given = [], [], {"stride": "i64 %scratch_stride"}
+    for i, (name, type_) in enumerate(fields):
+        place = f"%at_{name} = getelementptr i64, ptr %shared, i64 {i + 1}"
+        loads += [f"  {place}", f"  %{name} = load {type_}, ptr %at_{name}"]
+        value = given.get(name, f"{type_} %{name}")
+        stores += [f"  {place}", f"  store {value}, ptr %at_{name}"]
+    lines = [
+        "define internal void @work(ptr %shared) #0 {",
+        "entry:",
+        *loads,
+        # Two counters: threads that came, and programs that were taken.
+        "  %thread = atomicrmw add ptr %shared, i32 1 monotonic",
+        "  %taken = getelementptr i32, ptr %shared, i64 1",
+        "  %thread64 = zext i32 %thread to i64",
+        "  %offset = mul i64 %thread64, %stride",
+        "  %own = getelementptr i8, ptr %scratch, i64 %offset",
+        *reads,
+        "  %xy = mul i32 %gx, %gy",
+        "  %all = mul i32 %xy, %gz",
+        "  br label %head",
+        "head:",
+        "  %i = atomicrmw add ptr %taken, i32 1 monotonic",
+        "  %more = icmp ult i32 %i, %all",
+        "  br i1 %more, label %body, label %done",
+        "body:",
+        "  %x = urem i32 %i, %gx",
+        "  %yz = udiv i32 %i, %gx",
+        "  %y = urem i32 %yz, %gy",
+        "  %z = udiv i32 %yz, %gy",
+        f"  call void @program({', '.join(passed)}, {ids}, ptr %own, ptr %extra)",
+        "  br label %head",
+        "done:",
+        "  ret void",
+        "}",
+        "define void @launch(ptr %args, i32 %gx, i32 %gy, i32 %gz, i32 %threads, ptr %parallel, "
+        "ptr %scratch, i64 %scratch_stride, ptr %extra) #0 {",
+        "entry:",
+        "  %shared = alloca [64 x i8], align 64",
+        "  store i64 0, ptr %shared",
+        *stores,
+        "  %alone = icmp sle i32 %threads, 1",
+        "  br i1 %alone, label %one, label %many",
+        "one:",
+        "  call void @work(ptr %shared)",
+        "  ret void",
+        "many:",
+        "  call void %parallel(ptr @work, ptr %shared, i32 %threads, i32 0)",
+        "  ret void",
+        "}",
+    ]
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,521 @@
+"""From TTIR to LLVM IR: the function that computes one program of a kernel's grid.
+
+Scalars are written where they stand. Tiles become lazy nodes (`tiles`); a float that several
+operations read is stored in scratch memory. `loops` writes what waits to be stored, `products` the
+matrix products.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+from tilegen.cpu.access import ZEROS_TEXT, Access
+from tilegen.cpu.arithmetic import compute
+from tilegen.cpu.ir import FLOATS, MEMORY, REGISTER, Code, Module, bits
+from tilegen.cpu.loops import Loops, Root
+from tilegen.cpu.mlir import Block, Function, Op, Value
+from tilegen.cpu.products import Init, Products
+from tilegen.cpu.target import Target
+from tilegen.cpu.tiles import (
+    Address,
+    Buffer,
+    Constant,
+    Elementwise,
+    Load,
+    Node,
+    Range,
+    Splat,
+    View,
+    reshaped,
+    view,
+)
+
+_VIEWS = ("tt.expand_dims", "tt.broadcast", "tt.trans", "tt.reshape")
+_POINTERS = ("tt.splat", "tt.addptr", "tt.bitcast", *_VIEWS)
+_SCALARS = ("arith.", "math.", "tt.mulhiui", "tt.bitcast", "tt.precise_")
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """A kernel as LLVM IR."""
+
+    name: str
+    ir: str
+    """The module. Its function `program` computes one program of the grid."""
+    arguments: tuple[str, ...]
+    """LLVM types of the kernel's arguments."""
+    scratch_bytes: int
+    """Scratch memory of one thread [bytes]."""
+    stored: tuple[int, ...]
+    """Arguments through which the kernel writes."""
+
+
+def lower(function: Function, target: Target, access: type[Access] = Access) -> Lowered:
+    """Return a kernel as LLVM IR. Raises Unsupported, naming the operation and the kernel's line."""
+    return _Lowering(function, target, access).lowered()
+
+
+class _Lowering:
+    def __init__(self, function: Function, target: Target, access: type[Access]) -> None:
+        self.function = function
+        self.module = Module(target)
+        self.module.functions["@zeros"] = ZEROS_TEXT
+        self.code = Code(self.module)
+        self.access = access(self.code.scratch(256))
+        self.loops = Loops(self.code, self.access)
+        self.products = Products(self.code, self.loops)
+        self.env: dict[Value, Any] = {}
+        self.types = tuple(REGISTER[arg.type.elem] for arg in function.args)
+        self.args = {arg: i for i, arg in enumerate(function.args)}
+        self.stored_args: set[int | None] = set()
+        for block in function.blocks:
+            self._find_stores(block)
+
+    def lowered(self) -> Lowered:
+        for arg, i in self.args.items():
+            self.env[arg] = f"%a{i}"
+        for i, block in enumerate(self.function.blocks):
+            if i:
+                self.code.label(block.label.strip("^"))
+                self.products.packed.clear()  # those of the block before may not have been run
+            self.ops(block)
+        given = ", ".join(
+            f"ptr noalias %a{i}" if type_ == "ptr" else f"{type_} %a{i}"
+            for i, type_ in enumerate(self.types)
+        )
+        ids = ", ".join(f"i32 %pid_{axis}, i32 %num_{axis}" for axis in "xyz")
+        self.module.functions["@program"] = (
+            f"define void @program({given}, {ids}, ptr noalias %scratch, ptr %extra) "
+            f"noinline #0 {{\n{self.code.body()}\n}}"
+        )
+        return Lowered(
+            name=self.function.name,
+            ir=self.module.text(),
+            arguments=self.types,
+            scratch_bytes=self.code.scratch_bytes,
+            stored=tuple(sorted(arg for arg in self.stored_args if arg is not None)),
+        )
+
+    # ---- where pointers come from
+
+    def _find_stores(self, block: Block) -> None:
+        for op in block.ops:
+            if op.name in ("tt.store", "tt.atomic_rmw"):
+                self.stored_args.add(self._argument(op.operands[0]))
+            for region in op.regions:
+                self._find_stores(region)
+
+    def _argument(self, pointer: Value) -> int | None:
+        """Return the argument that a pointer is computed from, None where it is unknown."""
+        while pointer not in self.args:
+            if pointer.op is None or pointer.op.name not in _POINTERS:
+                return None
+            pointer = pointer.op.operands[0]
+        return self.args[pointer]
+
+    # ---- operations
+
+    def ops(self, block: Block) -> None:
+        for op in block.ops:
+            self.op(op)
+
+    def op(self, op: Op) -> None:
+        handler = getattr(self, "_op_" + op.name.replace(".", "_"), None)
+        if handler is not None:
+            handler(op)
+        elif op.name.startswith(_SCALARS):
+            self._elementwise(op)
+        else:
+            raise op.refused("unknown to the CPU compiler; use a GPU, or TILEGEN_CPU=torch")
+
+    def _op_arith_constant(self, op: Op) -> None:
+        type_ = op.result.type
+        text = op.text.strip()
+        text = text.split("}")[-1].strip() if text.startswith("{") else text
+        text = text[6:-1] if text.startswith("dense<") else text
+        if type_.elem in FLOATS:
+            text = bits(_float(text, type_.elem), type_.elem)
+        self.env[op.result] = Constant(type_.elem, type_.shape, text) if type_.shape else text
+
+    def _op_tt_splat(self, op: Op) -> None:
+        value, type_ = self.env[op.operands[0]], op.result.type
+        if type_.elem == "ptr":
+            arg = self._argument(op.operands[0])
+            self.env[op.result] = Address(type_.shape, value, type_.pointee, [], arg)
+        elif value.startswith("%"):
+            self.env[op.result] = Splat(type_.elem, type_.shape, value)
+        else:
+            self.env[op.result] = Constant(type_.elem, type_.shape, value)
+
+    def _op_tt_make_range(self, op: Op) -> None:
+        self.env[op.result] = Range("i32", op.result.type.shape, int(op.attribute("start")))
+
+    def _op_tt_get_program_id(self, op: Op) -> None:
+        self.env[op.result] = f"%pid_{op.text.split()[0]}"
+
+    def _op_tt_get_num_programs(self, op: Op) -> None:
+        self.env[op.result] = f"%num_{op.text.split()[0]}"
+
+    def _view(self, op: Op) -> None:
+        self.env[op.result] = view(self.env[op.operands[0]], op, op.result.type.shape)
+
+    _op_tt_expand_dims = _op_tt_broadcast = _op_tt_trans = _view
+
+    def _op_tt_reshape(self, op: Op) -> None:
+        self.env[op.result] = reshaped(self.env[op.operands[0]], op.result.type.shape)
+
+    def _op_tt_addptr(self, op: Op) -> None:
+        base, offset = (self.env[value] for value in op.operands)
+        if isinstance(base, Address):
+            offsets = [*base.offsets, offset]
+            self.env[op.result] = Address(
+                base.shape, base.base, base.pointee, offsets, base.arg
+            )
+            return
+        memory, type_ = MEMORY[op.result.type.pointee], op.operands[1].type.elem
+        self.env[op.result] = self.code.emit(
+            f"getelementptr {memory}, ptr {base}, {type_} {offset}"
+        )
+
+    def _op_tt_bitcast(self, op: Op) -> None:
+        value, type_ = self.env[op.operands[0]], op.result.type
+        if type_.elem != "ptr":
+            self._elementwise(op)
+        elif not isinstance(value, Address):
+            self.env[op.result] = value
+        elif MEMORY[value.pointee] == MEMORY[type_.pointee] or not value.offsets:
+            self.env[op.result] = Address(
+                value.shape, value.base, type_.pointee, value.offsets, value.arg
+            )
+        else:
+            raise op.refused(f"addresses of {value.pointee} as those of {type_.pointee}")
+
+    def _elementwise(self, op: Op) -> None:
+        args = [self.env[value] for value in op.operands]
+        type_ = op.result.type
+        if not type_.shape:
+            elems = [value.type.elem for value in op.operands]
+            self.env[op.result] = compute(self.code, op, elems, type_.elem, args, None)
+            return
+        nodes = [
+            arg if isinstance(arg, Node) else Splat(value.type.elem, type_.shape, arg)
+            for arg, value in zip(args, op.operands, strict=True)
+        ]
+        self._settle(op.result, Elementwise(type_.elem, type_.shape, op, nodes))
+
+    # ---- memory
+
+    def _op_tt_load(self, op: Op) -> None:
+        pointer, *rest = (self.env[value] for value in op.operands)
+        mask, other = (*rest, None, None)[:2]
+        type_, arg = op.result.type, self._argument(op.operands[0])
+        if not isinstance(pointer, Address):
+            self.access.executed_scalar(self.code, mask, type_.elem, arg)
+            self.env[op.result] = self.access.scalar(
+                self.code, pointer, type_.elem, mask, other, arg, op.line
+            )
+            return
+        mask, other = self._tile(op, 1), self._tile(op, 2)
+        self.access.executed(self.loops, pointer, mask, type_.elem)
+        node = Load(type_.elem, type_.shape, pointer, mask, other, self.access, op.line)
+        if self.stored_args and (arg is None or {arg, None} & self.stored_args):
+            # A store to the same tensor may come before the tile is read.
+            self.env[op.result] = self.loops.stored(node)
+            self.loops.flush()
+            return
+        self._settle(op.result, node)
+
+    def _tile(self, op: Op, operand: int) -> Node | None:
+        """Return an operand of a load or store as a tile, None where it has none."""
+        if operand >= len(op.operands):
+            return None
+        value = op.operands[operand]
+        node = self.env[value]
+        shape = op.operands[0].type.shape
+        return node if isinstance(node, Node) else Splat(value.type.elem, shape, node)
+
+    def _op_tt_store(self, op: Op) -> None:
+        pointer, arg = self.env[op.operands[0]], self._argument(op.operands[0])
+        elem = op.operands[1].type.elem
+        if not isinstance(pointer, Address):
+            value, *mask = (self.env[one] for one in op.operands[1:])
+            self.access.scalar_store(
+                self.code, pointer, elem, value, mask[0] if mask else None, arg, op.line
+            )
+            return
+        value, mask = self._tile(op, 1), self._tile(op, 2)
+        assert value is not None
+        self.loops.add(Root("store", value, pointer, mask, line=op.line))
+        self.loops.flush()
+
+    def _op_tt_atomic_rmw(self, op: Op) -> None:
+        kind = op.text.split(",")[0].strip()
+        if kind not in ("fadd", "add") or op.result.users:
+            raise op.refused(f"{kind}, expected an addition whose old value is not used")
+        pointer, arg = self.env[op.operands[0]], self._argument(op.operands[0])
+        elem = op.operands[1].type.elem
+        if elem in ("bf16", "f16"):
+            raise op.refused(f"an atomic addition of {elem}")
+        if not isinstance(pointer, Address):
+            value, *mask = (self.env[one] for one in op.operands[1:])
+            self.access.scalar_add(
+                self.code, pointer, elem, value, mask[0] if mask else None, arg, op.line
+            )
+            return
+        value, mask = self._tile(op, 1), self._tile(op, 2)
+        assert value is not None
+        self.loops.add(Root("add", value, pointer, mask, line=op.line))
+        self.loops.flush()
+
+    # ---- where tiles are stored
+
+    def _settle(self, value: Value, node: Node) -> None:
+        """Leave a tile to the operation that reads it, or have it stored.
+
+        Integers and masks are never stored. A float is stored if it is read twice, or in a block
+        that may run often.
+        """
+        self.env[value] = node
+        users = _readers(value)
+        if not users or (node.elem not in FLOATS and not isinstance(node, Load)):
+            return
+        near = all(user.block is value.block for user in users)
+        if near and len(users) == 1:
+            return
+        only_products = all(user.name == "tt.dot" for user in users)
+        if only_products and isinstance(node, Load):  # packed once for each form that is needed
+            return
+        narrow = only_products and node.elem == "bf16" and bool(self.code.target.pairs)
+        self.env[value] = self.loops.stored(node, narrow=narrow)
+
+    def _op_tt_reduce(self, op: Op) -> None:
+        body = op.regions[0].ops
+        if len(op.operands) != 1 or len(body) != 2:
+            raise op.refused("a reduction by more than one operation")
+        node, axis = self.env[op.operands[0]], int(op.attribute("axis"))
+        if len(node.shape) == 1:
+            type_ = REGISTER[node.elem]
+            slot = self.code.slot(type_, align=8)
+            self.loops.add(Root("reduce", node, slot, axis=0, combine=body[0]))
+            self.loops.flush()
+            self.env[op.result] = self.code.emit(f"load {type_}, ptr {slot}")
+            return
+        shape = tuple(size for i, size in enumerate(node.shape) if i != axis)
+        buffer = self.loops.buffer(node.elem, shape)
+        self.loops.add(Root("reduce", node, buffer, axis=axis, combine=body[0]))
+        self.env[op.result] = buffer
+
+    def _op_tt_dot(self, op: Op) -> None:
+        left, right, start = op.operands
+        if len(op.result.type.shape) != 2 or op.result.type.elem != "f32":
+            raise op.refused(f"a product of type {op.result.type}")
+        into, init, scale = self._start(op, start)
+        self.products.product(
+            (left, self.env[left]), (right, self.env[right]), into, init, scale
+        )
+        self.env[op.result] = into
+
+    def _start(self, op: Op, value: Value) -> tuple[Buffer, Init, str]:
+        """Return the buffer of a product, what it starts from, and the factors of its rows."""
+        node = self.env[value]
+        if isinstance(node, Constant) and node.text == bits(0.0):
+            return self.loops.buffer("f32", node.shape), "zero", "null"
+        if isinstance(node, Elementwise) and node.op.name == "arith.mulf":
+            for i, factor in enumerate(node.args):
+                before = node.op.operands[1 - i]
+                held = self.env[before]
+                if isinstance(held, Buffer) and held.shape == node.shape and factor.step(1) == 0:
+                    # The factors of rows first: they may be read from what waits.
+                    scale = self.loops.stored(_column(factor))
+                    alone = before.users == [node.op] and value.users == [op]
+                    into = self._reused(held, alone and before.block is op.block)
+                    return into, "scale", scale.pointer
+        if isinstance(node, Buffer):
+            alone = value.users == [op] and value.block is op.block
+            return self._reused(node, alone), "load", "null"
+        return self.loops.stored(node), "load", "null"
+
+    def _reused(self, buffer: Buffer, alone: bool) -> Buffer:
+        """Return the buffer that a product adds to: that of its start, if the product alone reads it
+        and no other iteration does, else a copy."""
+        if alone:
+            return buffer
+        copy = self.loops.buffer(buffer.elem, buffer.shape)
+        self.loops.add(Root("buffer", buffer, copy))
+        return copy
+
+    # ---- control flow
+
+    def _op_scf_for(self, op: Op) -> None:
+        (body,) = op.regions
+        first, last, step = (self.env[value] for value in op.operands[:3])
+        self._pack_before(body)
+        slots = [self._slot(op, start) for start in op.operands[3:]]
+        self.loops.flush()
+        counter, *carried = body.args
+        with self._region(), self.code.loop(first, last, step, REGISTER[counter.type.elem]) as i:
+            self.env[counter] = i
+            for value, slot in zip(carried, slots, strict=True):
+                self.env[value] = self._read(value, slot)
+            self.ops(body)
+            self._hand_over(body.ends, slots)
+        for value, slot in zip(op.results, slots, strict=True):
+            self.env[value] = self._read(value, slot)
+
+    def _region(self) -> Any:
+        """Scratch memory and packed operands of a region end with it."""
+        return _Scope(self)
+
+    def _slot(self, op: Op, start: Value) -> Any:
+        """Return where a value that a loop carries lies: a variable, or a buffer of its own."""
+        value, type_ = self.env[start], start.type
+        if not type_.shape:
+            slot = self.code.slot(REGISTER[type_.elem], align=8)
+            self.code.do(f"store {REGISTER[type_.elem]} {value}, ptr {slot}")
+            return slot
+        if type_.elem == "ptr":
+            raise op.refused("a loop that carries a tile of addresses")
+        if isinstance(value, Buffer) and start.users == [op] and start.block is op.block:
+            return value  # nobody else reads it
+        buffer = self.loops.buffer(type_.elem, type_.shape)
+        self.loops.add(Root("buffer", value, buffer))
+        return buffer
+
+    def _read(self, value: Value, slot: Any) -> Any:
+        if value.type.shape:
+            return slot
+        return self.code.emit(f"load {REGISTER[value.type.elem]}, ptr {slot}")
+
+    def _hand_over(self, ends: list[Value], slots: list[Any]) -> None:
+        """Write what a region yields to its slots; all of it is read before any is written."""
+        values = [self.env[end] for end in ends]
+        for i, (value, slot) in enumerate(zip(values, slots, strict=True)):
+            if not isinstance(value, Node) or value is slot:
+                continue
+            if not isinstance(value, Buffer) or value in slots:
+                values[i] = self.loops.buffer(value.elem, value.shape)
+                self.loops.add(Root("buffer", value, values[i]))
+        self.loops.flush()
+        for end, value, slot in zip(ends, values, slots, strict=True):
+            if not isinstance(value, Node):
+                self.code.do(f"store {REGISTER[end.type.elem]} {value}, ptr {slot}")
+            elif value is not slot:
+                self.loops.add(Root("buffer", value, slot))
+        self.loops.flush()
+
+    def _pack_before(self, body: Block) -> None:
+        """Pack, before a loop, operands of products that do not change in it."""
+        for op in body.ops:
+            if op.name == "scf.for":
+                self._pack_before(op.regions[0])
+            if op.name != "tt.dot":
+                continue
+            left, right = op.operands[:2]
+            for value in (left, right):
+                source = value
+                while source not in self.env and source.op and source.op.name == "tt.trans":
+                    source = source.op.operands[0]
+                if source not in self.env:
+                    continue
+                self._transposed_here(value)
+                depth = left.type.shape[1]
+                elem = left.type.elem
+                pairs = bool(self.code.target.pairs) and elem == "bf16" and depth >= 2
+                if value is left:
+                    self.products.left(value, self.env[value], pairs)
+                else:
+                    self.products.right(value, self.env[value], pairs)
+
+    def _transposed_here(self, value: Value) -> None:
+        """Make the transpositions of a tile known before the loop in which they stand."""
+        if value not in self.env:
+            assert value.op
+            self._transposed_here(value.op.operands[0])
+            self._view(value.op)
+
+    def _op_scf_if(self, op: Op) -> None:
+        slots = [
+            self.loops.buffer(value.type.elem, value.type.shape)
+            if value.type.shape
+            else self.code.slot(REGISTER[value.type.elem], align=8)
+            for value in op.results
+        ]
+        self.loops.flush()
+        yes, no, done = self.code.labels("then", "else", "fi")
+        self.code.do(f"br i1 {self.env[op.operands[0]]}, label %{yes}, label %{no}")
+        for i, label in enumerate((yes, no)):
+            self.code.label(label)
+            if i < len(op.regions):
+                with self._region():
+                    self.ops(op.regions[i])
+                    self._hand_over(op.regions[i].ends, slots)
+            self.code.do(f"br label %{done}")
+        self.code.label(done)
+        for value, slot in zip(op.results, slots, strict=True):
+            self.env[value] = self._read(value, slot)
+
+    def _op_scf_yield(self, op: Op) -> None:
+        pass  # the loop or branch that it ends hands its operands over
+
+    def _op_cf_cond_br(self, op: Op) -> None:
+        self.loops.flush()
+        yes, no = (name.strip("^,") for name in op.text.split() if name.startswith("^"))
+        test = self.env[op.operands[0]]
+        self.code.do(f"br i1 {test}, label %{yes}, label %{no}")
+
+    def _op_cf_br(self, op: Op) -> None:
+        if op.operands:
+            raise op.refused("a branch that hands values over")
+        self.loops.flush()
+        self.code.do(f"br label %{op.text.strip().strip('^,')}")
+
+    def _op_tt_return(self, op: Op) -> None:
+        self.loops.flush()
+        self.code.do("ret void")
+
+
+class _Scope:
+    def __init__(self, lowering: _Lowering) -> None:
+        self._lowering = lowering
+        self._scratch = lowering.code.released_scratch()
+
+    def __enter__(self) -> None:
+        self._scratch.__enter__()
+        self._packed = dict(self._lowering.products.packed)
+
+    def __exit__(self, *error: Any) -> None:
+        self._lowering.products.packed = self._packed
+        self._scratch.__exit__(*error)
+
+
+def _readers(value: Value) -> list[Op]:
+    """Return the operations that read a value, through views of it."""
+    found: list[Op] = []
+    for user in value.users:
+        found += _readers(user.result) if user.name in _VIEWS else [user]
+    return found
+
+
+def _column(node: Node) -> Node:
+    """Return the values of rows of a tile that are the same along each row, as a tile of one axis."""
+    while isinstance(node, View) and node.axes.count(0) == 1:
+        if len(node.of.shape) == 1 and node.axes == (0,):
+            return node.of
+        if len(node.of.shape) != 2 or node.axes[0] != 0:
+            break
+        node = node.of
+    return View(node.elem, node.shape[:1], node, (0, None))
+
+
+def _float(text: str, elem: str) -> float:
+    """Return the number of a constant: decimal, or the bits of its type."""
+    if not text.startswith("0x"):
+        return float(text)
+    raw = bytes.fromhex(text[2:])
+    if elem == "bf16":
+        return struct.unpack(">f", raw + b"\0\0")[0]
+    return struct.unpack({"f16": ">e", "f32": ">f", "f64": ">d"}[elem], raw)[0]
+
+

@@ -1,0 +1,320 @@
+"""Matrix products: operands packed for a microkernel, microkernels shared by all loops of a kernel.
+
+The right operand is packed into panels: for each panel of columns, row by row. The left operand is
+read by broadcasts, so a transposed one costs nothing. A microkernel keeps rows x vectors
+accumulators in registers and adds up over the whole depth.
+
+With instructions for pairs of bf16, two rows of depth lie side by side in 32 bits, on both sides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tilegen.cpu.arithmetic import from_memory, fused, to_memory
+from tilegen.cpu.ir import Code, Index, typed
+from tilegen.cpu.loops import Loops
+from tilegen.cpu.mlir import Value
+from tilegen.cpu.tiles import Buffer, Node, View
+
+Init = Literal["zero", "load", "scale"]
+
+
+@dataclass(frozen=True)
+class Left:
+    """A left operand in scratch memory; strides count words of 32 bits."""
+
+    pointer: str
+    row: int
+    column: int
+
+
+def stripped(node: Node) -> tuple[Node, bool]:
+    """Return a tile without its transpositions, and whether they transpose it."""
+    swapped = False
+    while isinstance(node, View) and node.axes == (1, 0):
+        node, swapped = node.of, not swapped
+    return node, swapped
+
+
+class Products:
+    """The products of one function."""
+
+    def __init__(self, code: Code, loops: Loops) -> None:
+        self.code = code
+        self.loops = loops
+        self.packed: dict[tuple[str, Value, bool], Left | str] = {}
+        """Operands that were packed where everything that follows can read them."""
+
+    def pairs(self, left: Node, depth: int) -> bool:
+        """Return True where a product of bf16 goes by pairs."""
+        return bool(self.code.target.pairs) and left.elem == "bf16" and depth >= 2
+
+    # ---- operands
+
+    def left(self, value: Value, node: Node, pairs: bool) -> Left:
+        """Return a left operand (rows, depth), packed once."""
+        key = "left", value, pairs
+        if key not in self.packed:
+            inner, swapped = stripped(node)
+            if pairs and swapped:
+                width = inner.shape[1]
+                self.packed[key] = Left(self._panels(inner, False, width, True), 1, width)
+            elif pairs:
+                buffer = self.loops.stored(inner, narrow=True)
+                self.packed[key] = Left(buffer.pointer, inner.shape[1] // 2, 1)
+            else:
+                buffer = self.loops.stored(inner)
+                stride = inner.shape[1]
+                strides = (1, stride) if swapped else (stride, 1)
+                self.packed[key] = Left(buffer.pointer, *strides)
+            self.loops.flush()
+        found = self.packed[key]
+        assert isinstance(found, Left)
+        return found
+
+    def right(self, value: Value, node: Node, pairs: bool) -> str:
+        """Return the panels of a right operand (depth, columns), packed once."""
+        key = "right", value, pairs
+        if key not in self.packed:
+            self.loops.flush()
+            inner, swapped = stripped(node)
+            width = self._panel_width(node.shape[1])
+            self.packed[key] = self._panels(inner, swapped, width, pairs)
+        found = self.packed[key]
+        assert isinstance(found, str)
+        return found
+
+    def _panel_width(self, columns: int) -> int:
+        return min(columns, self.code.target.lanes * self.code.target.vectors)
+
+    def _panels(self, node: Node, swapped: bool, width: int, pairs: bool) -> str:
+        """Write a tile (depth, columns), or one that is `swapped`, in panels of `width` columns."""
+        code = self.code
+        depth, columns = node.shape[::-1] if swapped else node.shape
+        out = code.scratch(2 * depth * columns if pairs else 4 * depth * columns)
+        words = depth // 2 if pairs else depth
+        lanes = min(code.target.lanes, columns, words) if swapped else min(code.target.lanes, columns)
+        with code.own_memo(), code.loop(0, columns, lanes) as column:
+            panel = code.emit(f"udiv i64 {column}, {width}")
+            inside = code.emit(f"urem i64 {column}, {width}")
+            first = code.plus(code.times(panel, words * width), inside)
+            if swapped:
+                with code.loop(0, words, lanes) as word:
+                    rows = [
+                        self._words(node, code.plus(column, r), word, lanes, pairs)
+                        for r in range(lanes)
+                    ]
+                    for r, row in enumerate(transposed(code, rows)):
+                        at = code.plus(first, code.times(code.plus(word, r), width))
+                        self._put(out, at, row, lanes)
+            else:
+                with code.loop(0, words) as word:
+                    row = self._interleaved(node, word, column, lanes, pairs)
+                    self._put(out, code.plus(first, code.times(word, width)), row, lanes)
+        return out
+
+    def _put(self, out: str, at: Index, row: str, lanes: int) -> None:
+        place = self.code.gep("float", out, at)
+        self.code.do(f"store {typed('float', (0, lanes))} {row}, ptr {place}, align 4")
+
+    def _words(self, node: Node, row: Index, word: Index, lanes: int, pairs: bool) -> str:
+        """Return words along a row: fp32 elements, or pairs of bf16."""
+        code = self.code
+        if not pairs:
+            return node.at(code, (row, word), (1, lanes) if lanes > 1 else None)
+        wide = 1, 2 * lanes
+        value = node.at(code, (row, code.times(word, 2)), wide)
+        halves = to_memory(code, value, "bf16", wide)
+        return code.emit(f"bitcast <{2 * lanes} x i16> {halves} to {typed('float', (0, lanes))}")
+
+    def _interleaved(
+        self, node: Node, word: Index, column: Index, lanes: int, pairs: bool
+    ) -> str:
+        """Return words of neighbouring columns: fp32 elements, or pairs of two rows."""
+        code = self.code
+        lane = (1, lanes) if lanes > 1 else None
+        if not pairs:
+            return node.at(code, (word, column), lane)
+        halves = [
+            to_memory(code, node.at(code, (code.plus(code.times(word, 2), i), column), lane), "bf16", lane)
+            for i in (0, 1)
+        ]
+        if not lane:
+            both = code.joined("i16", halves, 1)
+            return code.emit(f"bitcast <2 x i16> {both} to float")
+        order = [i // 2 + lanes * (i % 2) for i in range(2 * lanes)]
+        both = code.shuffle(typed("i16", lane), *halves, order)
+        return code.emit(f"bitcast <{2 * lanes} x i16> {both} to {typed('float', lane)}")
+
+    # ---- the product
+
+    def product(
+        self,
+        left: tuple[Value, Node],
+        right: tuple[Value, Node],
+        into: Buffer,
+        init: Init,
+        scale: str = "null",
+    ) -> None:
+        """Write `into = init + left @ right`; `scale` points to a factor of each row of `into`."""
+        (m, depth), n = left[1].shape, right[1].shape[1]
+        pairs = self.pairs(left[1], depth)
+        a = self.left(*left, pairs)
+        b = self.right(*right, pairs)
+        self.loops.flush()
+        steps = depth // 2 if pairs else depth
+        key = ("product", m, n, steps, a.row, a.column, init, pairs)
+        name, new = self.code.module.shared(key, "product")
+        if new:
+            kernel = _Microkernels(Code(self.code.module), m, n, steps, a, init, pairs)
+            self.code.module.functions[name] = kernel.text(name, self._panel_width(n))
+        self.code.do(
+            f"call void {name}(ptr {a.pointer}, ptr {b}, ptr {into.pointer}, ptr {scale})"
+        )
+
+
+@dataclass
+class _Microkernels:
+    """The function of one shape of a product."""
+
+    code: Code
+    rows: int
+    columns: int
+    steps: int
+    left: Left
+    init: Init
+    pairs: bool
+
+    def text(self, name: str, width: int) -> str:
+        code, target = self.code, self.code.target
+        lanes = min(target.lanes, width)
+        vectors = width // lanes
+        most = max(target.rows * target.vectors // vectors, 1)
+        with code.loop(0, self.columns, width) as column:
+            panel = code.gep("float", "%b", code.times(column, self.steps))
+            first = 0
+            for rows, count in row_blocks(self.rows, most):
+                end = first + rows * count
+                if count == 1:
+                    with code.own_memo():
+                        self._block(rows, vectors, lanes, first, column, panel)
+                else:
+                    with code.loop(first, end, rows) as row:
+                        self._block(rows, vectors, lanes, row, column, panel)
+                first = end
+        code.do("ret void")
+        arguments = ", ".join(f"ptr noalias %{one}" for one in ("a", "b", "c", "scale"))
+        return f"define internal void {name}({arguments}) noinline #0 {{\n{code.body()}\n}}"
+
+    def _block(
+        self, rows: int, vectors: int, lanes: int, row: Index, column: Index, panel: str
+    ) -> None:
+        """Compute a block of rows x vectors of the result."""
+        code = self.code
+        lane = (0, lanes) if lanes > 1 else None
+        vector = typed("float", lane)
+        places = {
+            (r, v): code.gep(
+                "float",
+                "%c",
+                code.plus(
+                    code.times(code.plus(row, r), self.columns), code.plus(column, v * lanes)
+                ),
+            )
+            for r in range(rows)
+            for v in range(vectors)
+        }
+        sums = {place: code.slot(vector) for place in places}
+        for (r, v), slot in sums.items():
+            start = code.number("float", 0.0, lane)
+            if self.init != "zero":
+                start = code.emit(f"load {vector}, ptr {places[r, v]}, align 4")
+            if self.init == "scale":
+                factor = code.gep("float", "%scale", code.plus(row, r))
+                factor = code.splat("float", code.emit(f"load float, ptr {factor}, align 4"), lane)
+                start = code.emit(f"fmul {vector} {start}, {factor}")
+            code.do(f"store {vector} {start}, ptr {slot}")
+        left = code.gep("float", "%a", code.times(row, self.left.row))
+        unrolled = min(code.target.unroll, self.steps)
+        with code.loop(0, self.steps, unrolled) as step:
+            at_left = code.gep("float", left, code.times(step, self.left.column))
+            at_right = code.gep("float", panel, code.times(step, vectors * lanes))
+            for u in range(unrolled):
+                rights: list[str] = []
+                for v in range(vectors):
+                    at = code.gep("float", at_right, (u * vectors + v) * lanes)
+                    rights.append(code.emit(f"load {vector}, ptr {at}, align 4"))
+                for r in range(rows):
+                    at = code.gep("float", at_left, r * self.left.row + u * self.left.column)
+                    factor = code.emit(f"load float, ptr {at}, align 4")
+                    factor = code.splat("float", factor, lane)
+                    for v in range(vectors):
+                        so_far = code.emit(f"load {vector}, ptr {sums[r, v]}")
+                        total = self._added(so_far, factor, rights[v], lanes)
+                        code.do(f"store {vector} {total}, ptr {sums[r, v]}")
+        for place, slot in sums.items():
+            value = code.emit(f"load {vector}, ptr {slot}")
+            code.do(f"store {vector} {value}, ptr {places[place]}, align 4")
+
+    def _added(self, so_far: str, left: str, right: str, lanes: int) -> str:
+        """Return so_far + left * right, by elements or by pairs."""
+        code = self.code
+        lane = (0, lanes) if lanes > 1 else None
+        if not self.pairs:
+            return fused(code, left, right, so_far, lane=lane)
+        single, way = typed("float", lane), code.target.pairs
+        if way == "emulated" or lanes != code.target.lanes:
+            return self._emulated(so_far, left, right, lanes)
+        both = f"<{2 * lanes} x bfloat>"
+        x, y = (code.emit(f"bitcast {single} {one} to {both}") for one in (left, right))
+        if way == "x86":
+            name = f"@llvm.x86.avx512bf16.dpbf16ps.{32 * lanes}"
+        else:
+            name = f"@llvm.aarch64.neon.bfdot.v{lanes}f32.v{2 * lanes}bf16"
+        code.module.declare(f"declare {single} {name}({single}, {both}, {both})")
+        return code.emit(f"call {single} {name}({single} {so_far}, {both} {x}, {both} {y})")
+
+    def _emulated(self, so_far: str, left: str, right: str, lanes: int) -> str:
+        """Multiply pairs of bf16 as two products in fp32."""
+        code = self.code
+        lane = (0, lanes) if lanes > 1 else None
+        whole = typed("i32", lane)
+        words = [
+            code.emit(f"bitcast {typed('float', lane)} {one} to {whole}") for one in (left, right)
+        ]
+        for shift in (0, 16):
+            parts: list[str] = []
+            for word in words:
+                half = code.emit(f"lshr {whole} {word}, {code.number('i32', shift, lane)}")
+                half = code.emit(f"trunc {whole} {half} to {typed('i16', lane)}")
+                parts.append(from_memory(code, half, "bf16", lane))
+            so_far = fused(code, parts[0], parts[1], so_far, lane=lane)
+        return so_far
+
+
+def row_blocks(rows: int, most: int) -> list[tuple[int, int]]:
+    """Return block heights and how many there are of each: as many as possible of the tallest, and
+    blocks of 4 rather than a thin rest, which would leave the multipliers idle."""
+    for tall in range(rows // most, -1, -1):
+        rest = rows - tall * most
+        low = min(4, most)
+        if rest % low == 0 or tall == 0:
+            blocks = [(most, tall), (low, rest // low), (rest % low, 1)]
+            return [(height, count) for height, count in blocks if height and count]
+    raise AssertionError(rows)
+
+
+def transposed(code: Code, rows: list[str]) -> list[str]:
+    """Transpose a square of fp32: interleave rows that are half a square apart, log2 times."""
+    size = len(rows)
+    vector = typed("float", (0, size))
+    halves = [range(size // 2), range(size // 2, size)]
+    for _ in range(size.bit_length() - 1):
+        rows = [
+            code.shuffle(vector, rows[i], rows[i + size // 2], [x for c in half for x in (c, c + size)])
+            for i in range(size // 2)
+            for half in halves
+        ]
+    return rows
