@@ -26,11 +26,16 @@ class Access:
         """`dummy` is scratch memory of 256 bytes, written where a mask is false."""
         self._dummy = dummy
 
-    def executed(self, loops: Loops, address: Address, mask: Node | None, elem: str) -> None:
-        """Called where a load of a tile stands in the kernel, to count what it reads."""
-
-    def executed_scalar(self, code: Code, mask: str | None, elem: str, arg: int | None) -> None:
-        """Called where a load of a scalar stands in the kernel."""
+    def executed(
+        self,
+        loops: Loops,
+        kind: str,
+        arg: int | None,
+        elem: str,
+        shape: tuple[int, ...],
+        mask: Node | str | None,
+    ) -> None:
+        """Called where a load or a store stands in the kernel, so that builds can count it."""
 
     def allowed(
         self, code: Code, pointer: str, mask: str | None, elem: str, arg: int | None, line: int

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from tilegen.cpu.checks import Traffic, bounds_words, finding
 from tilegen.cpu.jit import Linked
-from tilegen.errors import Unsupported
+from tilegen.cpu.objects import CompiledObject
+from tilegen.errors import Unsupported, WrongResult
+
+Mode = Literal["", "bounds", "count"]
+"""What a build does besides: nothing, check addresses, or count bytes."""
 
 _CODES = {"ptr": "q", "i64": "q", "i32": "i4x", "i16": "h6x", "i8": "b7x", "i1": "b7x"}
 _CODES |= {"float": "f4x", "double": "d"}
@@ -29,62 +34,89 @@ _LAUNCH = ctypes.CFUNCTYPE(
 class CpuFunction:
     """Stands where the emitted module has its `@triton.jit` function."""
 
-    def __init__(
-        self,
-        binary: bytes,
-        arguments: tuple[str, ...],
-        scratch_bytes: int,
-        stored: tuple[int, ...] = (),
-        name: str = "",
-    ) -> None:
-        self.name = name
-        self._linked = Linked(binary)
+    def __init__(self, made: CompiledObject, mode: Mode = "") -> None:
+        self.made = made
+        self.traffic = Traffic()
+        """Bytes that launches of a counting build have moved."""
+        self._mode = mode
+        self._linked = Linked(made.binary)
         self._launch = _LAUNCH(self._linked.launch)
-        self._pack = struct.Struct("=" + "".join(_CODES[type_] for type_ in arguments)).pack
-        self._stride = (scratch_bytes + 4095) // 4096 * 4096 + 64
-        self._stored = stored
+        self._pack = struct.Struct("=" + "".join(_CODES[one] for one in made.arguments)).pack
+        # Threads write to their own pages; 64 bytes more keep them off each other's cache sets.
+        self._stride = (made.scratch_bytes + 4095) // 4096 * 4096 + 64
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         gx, gy, gz = (*grid, 1, 1)[:3]
 
         def launch(*given: Any, **_options: Any) -> None:
-            if gx * gy * gz == 0:
+            programs = gx * gy * gz
+            if programs == 0:
                 return
-            values = flat(given)
-            self._refuse_overlaps(given)
-            words = self._pack(*values)
-            threads = min(torch.get_num_threads(), gx * gy * gz)
+            values, owners = flat(given)
+            self._refuse_overlaps(owners)
+            extra = self._extra(owners)
+            threads = min(torch.get_num_threads(), programs)
             scratch = torch.empty(threads * self._stride + 64, dtype=torch.uint8)
-            first = (scratch.data_ptr() + 63) // 64 * 64
-            self._launch(words, gx, gy, gz, threads, _parallel(), first, self._stride, None)
+            self._launch(
+                self._pack(*values),
+                *(gx, gy, gz, threads),
+                _parallel() if threads > 1 else None,
+                (scratch.data_ptr() + 63) // 64 * 64,
+                self._stride,
+                None if extra is None else extra.data_ptr(),
+            )
+            if extra is not None:
+                self._look(extra, owners)
 
         return launch
 
-    def _refuse_overlaps(self, given: tuple[Any, ...]) -> None:
-        """Raise Unsupported if memory that the kernel writes is also given as another argument."""
-        tensors = [(i, one) for i, one in enumerate(given) if isinstance(one, torch.Tensor)]
-        for i in self._stored:
-            if i >= len(given) or not isinstance(given[i], torch.Tensor):
-                continue
-            for j, other in tensors:
-                if j != i and overlap(given[i], other):
-                    raise Unsupported(
-                        f"{self.name}: argument {i} is written and shares memory with argument "
-                        f"{j}; pass a copy of one of them"
-                    )
+    def _extra(self, owners: list[torch.Tensor | None]) -> torch.Tensor | None:
+        if self._mode == "bounds":
+            return bounds_words(owners)
+        if self._mode == "count":
+            return torch.zeros(2 * len(owners) + 2, dtype=torch.int64)
+        return None
+
+    def _look(self, extra: torch.Tensor, owners: list[torch.Tensor | None]) -> None:
+        """Read what a checking or counting launch left. Raises WrongResult."""
+        if self._mode == "count":
+            self.traffic.add(self.made.names, extra)
+        elif found := finding(extra, self.made.name, self.made.names, owners):
+            raise WrongResult(found)
+
+    def _refuse_overlaps(self, owners: list[torch.Tensor | None]) -> None:
+        """Raise Unsupported if memory that the kernel writes is also given as another argument: the
+        machine code relies on that it is not."""
+        for i in self.made.stored:
+            for j, other in enumerate(owners):
+                written = owners[i]
+                if j == i or other is None or written is None or not overlap(written, other):
+                    continue
+                raise Unsupported(
+                    f"{self.made.name}: {self.made.names[i]} is written and shares memory with "
+                    f"{self.made.names[j]}; pass a copy of one of them"
+                )
 
 
-def flat(given: tuple[Any, ...]) -> list[Any]:
-    """Return arguments as numbers; a tensor descriptor is what Triton expands it to."""
+def flat(given: tuple[Any, ...]) -> tuple[list[Any], list[torch.Tensor | None]]:
+    """Return arguments as numbers, and the tensor that each is an address of.
+
+    A tensor descriptor becomes the arguments that Triton expands it to.
+    """
     values: list[Any] = []
+    owners: list[torch.Tensor | None] = []
     for one in given:
         if isinstance(one, torch.Tensor):
             values.append(one.data_ptr())
+            owners.append(one)
         elif hasattr(one, "block_shape"):
-            values += _described(one)
+            parts = _described(one)
+            values += parts
+            owners += [one.base, *[None] * (len(parts) - 1)]
         else:
             values.append(one)
-    return values
+            owners.append(None)
+    return values, owners
 
 
 def _described(one: Any) -> list[int]:
@@ -93,6 +125,26 @@ def _described(one: Any) -> list[int]:
     if hasattr(one, "round_f32_to_tf32"):  # since Triton 3.7
         flags.append(bool(one.round_f32_to_tf32))
     return [one.base.data_ptr(), *sizes, *strides, *flags, *sizes, *strides]
+
+
+def names_of(signature: Sequence[tuple[str, str]], arguments: Sequence[str]) -> tuple[str, ...]:
+    """Return the name of each argument of the compiled function; `signature` has descriptors as one
+    argument each."""
+    names: list[str] = []
+    for i, (name, type_) in enumerate(signature):
+        if type_.startswith("tensordesc"):
+            rest = sum(_width(later) for _, later in signature[i + 1 :] if "tensordesc" not in later)
+            others = sum("tensordesc" in later for _, later in signature[i + 1 :])
+            # Descriptors have the same number of parts, whatever the version of Triton.
+            parts = (len(arguments) - len(names) - rest) // (others + 1)
+            names += [name] * parts
+        else:
+            names.append(name)
+    return tuple(names)
+
+
+def _width(type_: str) -> int:
+    return 0 if type_ == "constexpr" else 1
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:

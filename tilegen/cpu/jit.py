@@ -14,6 +14,7 @@ from tilegen.errors import BuildFailed
 _lock = Lock()
 _number = itertools.count()
 _WORD = {"i1": "i8"}
+_PASSES = ("sroa", "instruction_combine", "simplify_cfg", "new_gvn", "dead_code_elimination")
 
 
 def object_of(lowered: Lowered, target: Target) -> bytes:
@@ -38,11 +39,13 @@ def _compiled(lowered: Lowered, target: Target, *, assembly: bool) -> Any:
     machine = llvm.Target.from_triple(target.triple).create_target_machine(
         cpu=target.cpu, features=target.features, opt=2, reloc="pic", codemodel="small"
     )
-    options = llvm.create_pipeline_tuning_options(speed_level=2)
-    # The IR is vectorised and unrolled already.
-    options.loop_unrolling = options.slp_vectorization = options.loop_vectorization = False
-    builder = llvm.create_pass_builder(machine, options)
-    builder.getModulePassManager().run(module, builder)
+    # The IR is vectorised and unrolled already: these passes give the same speed as LLVM's O2, which
+    # takes four times as long.
+    manager = llvm.create_new_module_pass_manager()
+    for name in _PASSES:
+        getattr(manager, f"add_{name}_pass")()
+    tuning = llvm.create_pipeline_tuning_options(speed_level=2)
+    manager.run(module, llvm.create_pass_builder(machine, tuning))
     return machine.emit_assembly(module) if assembly else machine.emit_object(module)
 
 

@@ -52,14 +52,22 @@ class Lowered:
     """Arguments through which the kernel writes."""
 
 
-def lower(function: Function, target: Target, access: type[Access] = Access) -> Lowered:
-    """Return a kernel as LLVM IR. Raises Unsupported, naming the operation and the kernel's line."""
-    return _Lowering(function, target, access).lowered()
+def lower(
+    function: Function, target: Target, access: type[Access] = Access, *, aliases: bool = False
+) -> Lowered:
+    """Return a kernel as LLVM IR. Raises Unsupported, naming the operation and the kernel's line.
+
+    With `aliases` arguments may share memory that the kernel writes.
+    """
+    return _Lowering(function, target, access, aliases).lowered()
 
 
 class _Lowering:
-    def __init__(self, function: Function, target: Target, access: type[Access]) -> None:
+    def __init__(
+        self, function: Function, target: Target, access: type[Access], aliases: bool
+    ) -> None:
         self.function = function
+        self.aliases = aliases
         self.module = Module(target)
         self.module.functions["@zeros"] = ZEROS_TEXT
         self.code = Code(self.module)
@@ -72,6 +80,8 @@ class _Lowering:
         self.stored_args: set[int | None] = set()
         for block in function.blocks:
             self._find_stores(block)
+        if aliases:
+            self.stored_args.add(None)
 
     def lowered(self) -> Lowered:
         for arg, i in self.args.items():
@@ -82,7 +92,7 @@ class _Lowering:
                 self.products.packed.clear()  # those of the block before may not have been run
             self.ops(block)
         given = ", ".join(
-            f"ptr noalias %a{i}" if type_ == "ptr" else f"{type_} %a{i}"
+            f"ptr noalias %a{i}" if type_ == "ptr" and not self.aliases else f"{type_} %a{i}"
             for i, type_ in enumerate(self.types)
         )
         ids = ", ".join(f"i32 %pid_{axis}, i32 %num_{axis}" for axis in "xyz")
@@ -95,7 +105,9 @@ class _Lowering:
             ir=self.module.text(),
             arguments=self.types,
             scratch_bytes=self.code.scratch_bytes,
-            stored=tuple(sorted(arg for arg in self.stored_args if arg is not None)),
+            stored=()
+            if self.aliases
+            else tuple(sorted(arg for arg in self.stored_args if arg is not None)),
         )
 
     # ---- where pointers come from
@@ -123,6 +135,8 @@ class _Lowering:
 
     def op(self, op: Op) -> None:
         handler = getattr(self, "_op_" + op.name.replace(".", "_"), None)
+        if op.name.endswith("barrier"):  # a program is one thread
+            return
         if handler is not None:
             handler(op)
         elif op.name.startswith(_SCALARS):
@@ -212,13 +226,13 @@ class _Lowering:
         mask, other = (*rest, None, None)[:2]
         type_, arg = op.result.type, self._argument(op.operands[0])
         if not isinstance(pointer, Address):
-            self.access.executed_scalar(self.code, mask, type_.elem, arg)
+            self.access.executed(self.loops, "load", arg, type_.elem, (), mask)
             self.env[op.result] = self.access.scalar(
                 self.code, pointer, type_.elem, mask, other, arg, op.line
             )
             return
         mask, other = self._tile(op, 1), self._tile(op, 2)
-        self.access.executed(self.loops, pointer, mask, type_.elem)
+        self.access.executed(self.loops, "load", arg, type_.elem, type_.shape, mask)
         node = Load(type_.elem, type_.shape, pointer, mask, other, self.access, op.line)
         if self.stored_args and (arg is None or {arg, None} & self.stored_args):
             # A store to the same tensor may come before the tile is read.
@@ -240,13 +254,13 @@ class _Lowering:
         pointer, arg = self.env[op.operands[0]], self._argument(op.operands[0])
         elem = op.operands[1].type.elem
         if not isinstance(pointer, Address):
-            value, *mask = (self.env[one] for one in op.operands[1:])
-            self.access.scalar_store(
-                self.code, pointer, elem, value, mask[0] if mask else None, arg, op.line
-            )
+            value, mask = (*(self.env[one] for one in op.operands[1:]), None)[:2]
+            self.access.executed(self.loops, "store", arg, elem, (), mask)
+            self.access.scalar_store(self.code, pointer, elem, value, mask, arg, op.line)
             return
         value, mask = self._tile(op, 1), self._tile(op, 2)
         assert value is not None
+        self.access.executed(self.loops, "store", arg, elem, value.shape, mask)
         self.loops.add(Root("store", value, pointer, mask, line=op.line))
         self.loops.flush()
 

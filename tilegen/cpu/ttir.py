@@ -7,10 +7,11 @@ the types of block arguments.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Any
 
-from tilegen.emit.identity import RenderedKernel
 from tilegen.errors import BuildFailed
 
 _ARCH = 80
@@ -18,10 +19,39 @@ _ARCH = 80
 through descriptors into loads by address."""
 
 
-def ttir_of(rendered: RenderedKernel, function: Any) -> str:
-    """Return the printed TTIR module of a `@triton.jit` function, with locations.
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A `@triton.jit` function with the types of its arguments."""
 
-    Raises BuildFailed where Triton refuses the kernel.
+    function: Any
+    signature: Sequence[tuple[str, str]]
+    """(argument, Triton type); `constexpr` for arguments that are constants."""
+    constants: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    aligned: bool = False
+    """True: addresses are multiples of 16 bytes."""
+    aliases: bool = False
+    """True: what is written through one argument may be read through another."""
+
+    @property
+    def name(self) -> str:
+        """The function's name."""
+        return self.function.__name__
+
+    @property
+    def file(self) -> str:
+        """The file that lines of refusals and checks are of."""
+        return self.function.fn.__code__.co_filename
+
+    @property
+    def arguments(self) -> list[tuple[str, str]]:
+        """The arguments that a compiled function takes: all but constants."""
+        return [one for one in self.signature if one[1] != "constexpr"]
+
+
+def ttir_of(source: Source) -> str:
+    """Return the printed TTIR module of a function, with locations.
+
+    Raises BuildFailed where Triton refuses the function.
     """
     from triton._C.libtriton import ir
     from triton.backends.compiler import GPUTarget
@@ -30,13 +60,14 @@ def ttir_of(rendered: RenderedKernel, function: Any) -> str:
 
     target = GPUTarget("cuda", _ARCH, 32)
     backend = make_backend(target)
-    leading = takewhile(lambda one: one[1].startswith(("*", "tensordesc")), rendered.signature)
+    leading = takewhile(lambda one: one[1].startswith(("*", "tensordesc")), source.signature)
     pointers = [i for i, (_, type_) in enumerate(leading) if type_.startswith("*")]
-    divisible = [["tt.divisibility", 16]] if rendered.aligned else []
-    source = ASTSource(
-        fn=function,
-        signature=dict(rendered.signature),
-        constexprs={},
+    places = {name: i for i, (name, _) in enumerate(source.signature)}
+    divisible = [["tt.divisibility", 16]] if source.aligned else []
+    parsed = ASTSource(
+        fn=source.function,
+        signature=dict(source.signature),
+        constexprs={(places[name],): value for name, value in source.constants.items()},
         attrs={(i,): divisible for i in pointers},
     )
     # Warps and stages change nothing before TTIR; Triton only wants them set.
@@ -46,9 +77,9 @@ def ttir_of(rendered: RenderedKernel, function: Any) -> str:
         ir.load_dialects(context)
         backend.load_dialects(context)
         maps = backend.get_codegen_implementation(options), backend.get_module_map()
-        module = source.make_ir(target, options, *maps, context)
+        module = parsed.make_ir(target, options, *maps, context)
         stages: dict[str, Any] = {}
-        backend.add_stages(stages, options, source.language)
+        backend.add_stages(stages, options, parsed.language)
         return str(stages["ttir"](module, {}))
     except Exception as error:  # Triton raises many types, down to RuntimeError from its passes
-        raise BuildFailed(f"{rendered.function}: no TTIR: {type(error).__name__}: {error}") from error
+        raise BuildFailed(f"{source.name}: no TTIR: {type(error).__name__}: {error}") from error

@@ -1,0 +1,113 @@
+"""Emitted kernels compiled for the CPU.
+
+    RenderedKernel -> TTIR (ttir) -> values and operations (mlir) -> LLVM IR (lower)
+    -> machine code (jit), kept on disk (objects) -> CpuFunction (function)
+
+The Triton text stays as it is emitted for a GPU. `lower` makes tiles of it (tiles, access), loops
+over tiles (loops), matrix products (products) and operations on elements (arithmetic). README.md
+says how, and what is refused.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from tilegen.bounded_cache import BoundedCache
+from tilegen.errors import Unsupported
+
+if TYPE_CHECKING:
+    from tilegen.cpu.function import CpuFunction, Mode
+    from tilegen.cpu.objects import CompiledObject
+    from tilegen.cpu.target import Target
+    from tilegen.cpu.ttir import Source
+    from tilegen.emit.identity import RenderedKernel
+
+MAX_MODULES = 2048
+"""Compiled modules that stay in memory."""
+_modules: BoundedCache[tuple[str, str, Mode], ModuleType] = BoundedCache(MAX_MODULES)
+
+
+def trouble() -> str:
+    """Return why kernels cannot be compiled for the CPU here, empty where they can."""
+    if importlib.util.find_spec("llvmlite") is None:
+        return "llvmlite is not installed; run pip install llvmlite"
+    try:
+        import llvmlite.binding  # noqa: F401
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"llvmlite does not load ({error}); run pip install --force-reinstall llvmlite"
+    return ""
+
+
+def load(rendered: RenderedKernel, mode: Mode = "") -> ModuleType:
+    """Return the emitted module with its kernel compiled for this CPU; `.launch(...)` runs it.
+
+    `mode` "bounds" checks every address (a launch raises WrongResult), "count" counts bytes
+    (`function_of(...).traffic`). Raises Unsupported where nothing can be compiled, and for
+    operations that the compiler does not know.
+    """
+    key = rendered.digest, rendered.kernel, mode
+    return _modules.get(key, lambda: _loaded(rendered, mode))
+
+
+def function_of(module: ModuleType) -> CpuFunction:
+    """Return the compiled function of a module that `load` made."""
+    return vars(module)[module.FUNCTION]
+
+
+def _loaded(rendered: RenderedKernel, mode: Mode) -> ModuleType:
+    if reason := trouble():
+        raise Unsupported(reason)
+    from tilegen.cpu.function import CpuFunction
+    from tilegen.cpu.objects import path_of, read, write
+    from tilegen.cpu.target import host
+    from tilegen.emit import kernel_files
+
+    emitted = kernel_files.load(rendered)
+    target = host()
+    path = path_of(rendered.digest, rendered.kernel, target, mode)
+    made = read(path)
+    if made is None:
+        made = compiled(source_of(rendered), target, mode)
+        write(path, made)
+    module = ModuleType(f"{emitted.__name__}_cpu{mode}")
+    module.__file__ = emitted.__file__
+    exec(compile(rendered.source, str(emitted.__file__), "exec"), module.__dict__)
+    setattr(module, rendered.function, CpuFunction(made, mode))
+    module.FUNCTION = rendered.function  # type: ignore[attr-defined]
+    return module
+
+
+def source_of(rendered: RenderedKernel) -> Source:
+    """Return what there is to compile of an emitted kernel."""
+    from tilegen.cpu.ttir import Source
+    from tilegen.emit import kernel_files
+
+    function = getattr(kernel_files.load(rendered), rendered.function)
+    return Source(function=function, signature=rendered.signature, aligned=rendered.aligned)
+
+
+def compiled(source: Source, target: Target, mode: Mode = "") -> CompiledObject:
+    """Compile a kernel for a processor, which need not be this machine's. Raises Unsupported and
+    BuildFailed."""
+    from tilegen.cpu import access, checks, jit, mlir
+    from tilegen.cpu.function import names_of
+    from tilegen.cpu.lower import lower
+    from tilegen.cpu.objects import CompiledObject
+    from tilegen.cpu.ttir import ttir_of
+
+    ways = {"": access.Access, "bounds": checks.CheckedAccess, "count": checks.CountingAccess}
+    started = time.perf_counter()
+    function = mlir.parse(ttir_of(source), source.file)
+    lowered = lower(function, target, ways[mode], aliases=source.aliases)
+    return CompiledObject(
+        binary=jit.object_of(lowered, target),
+        name=lowered.name,
+        arguments=lowered.arguments,
+        names=names_of(source.arguments, lowered.arguments),
+        scratch_bytes=lowered.scratch_bytes,
+        stored=lowered.stored,
+        seconds=time.perf_counter() - started,
+    )

@@ -1,0 +1,90 @@
+"""`@triton.jit` functions of the package itself, compiled for the CPU when they are launched.
+
+Emitted kernels come with the types of their arguments; here a launch's arguments tell them, as they
+do in Triton.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable
+from functools import partial
+from threading import Lock
+from typing import Any
+
+import torch
+
+from tilegen import cpu
+from tilegen.cpu.function import CpuFunction, Mode
+from tilegen.cpu.objects import path_of, read, write
+from tilegen.cpu.target import host
+from tilegen.cpu.ttir import Source
+
+_TYPES = {
+    **{torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"},
+    **{torch.float64: "fp64", torch.int64: "i64", torch.int32: "i32", torch.int16: "i16"},
+    **{torch.int8: "i8", torch.uint8: "i8", torch.bool: "i1"},
+}
+
+
+class DirectFunction:
+    """A `@triton.jit` function, launched as `function[grid](*arguments)` on CPU tensors."""
+
+    def __init__(self, function: Any, *, aliases: bool = False) -> None:
+        """`aliases` says that what is written through one argument may be read through another."""
+        self._function = function
+        self._aliases = aliases
+        self._known: dict[tuple[Any, ...], CpuFunction] = {}
+        self._lock = Lock()
+        parameters = inspect.signature(function.fn).parameters.values()
+        self._names = [one.name for one in parameters]
+        self._constant = ["constexpr" in str(one.annotation) for one in parameters]
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *given: Any) -> None:
+        types = [
+            "constexpr" if constant or value is None else _type_of(value)
+            for value, constant in zip(given, self._constant, strict=True)
+        ]
+        constants = {
+            name: value
+            for name, value, type_ in zip(self._names, given, types, strict=True)
+            if type_ == "constexpr"
+        }
+        key = (*types, *constants.values())
+        with self._lock:
+            if key not in self._known:
+                signature = list(zip(self._names, types, strict=True))
+                self._known[key] = self._compiled(signature, constants)
+        passed = (value for value, type_ in zip(given, types, strict=True) if type_ != "constexpr")
+        self._known[key][grid](*passed)
+
+    def _compiled(
+        self, signature: list[tuple[str, str]], constants: dict[str, Any], mode: Mode = ""
+    ) -> CpuFunction:
+        source = Source(
+            function=self._function,
+            signature=signature,
+            constants=constants,
+            aliases=self._aliases,
+        )
+        text = f"{inspect.getsource(inspect.getmodule(self._function.fn))} {signature} {constants}"
+        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        target = host()
+        path = path_of(digest, source.name, target, mode)
+        made = read(path)
+        if made is None:
+            made = cpu.compiled(source, target, mode)
+            write(path, made)
+        return CpuFunction(made, mode)
+
+
+def _type_of(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"*{_TYPES[value.dtype]}"
+    if isinstance(value, float):
+        return "fp32"
+    return "i32" if -(2**31) <= value < 2**31 else "i64"

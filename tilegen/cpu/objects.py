@@ -1,0 +1,98 @@
+"""Compiled kernels on disk, beside the emitted ones: a later process links them in milliseconds.
+
+A file is a line of JSON and an object file. The name has the target and the compiler: what another
+processor, another LLVM or another tilegen made is not read, and `tilegen cache prune` removes the
+latter two. Only files that nobody else can have written are linked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+
+from tilegen.cpu.target import Target
+from tilegen.disk import log, say_once
+from tilegen.emit.kernel_files import folder_of, write_beside
+from tilegen.errors import Unsupported
+from tilegen.private_files import NotPrivate, check_private, read_private
+
+SUFFIX = ".o"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompiledObject:
+    """The machine code of a kernel, and what a launch has to know of it."""
+
+    binary: bytes
+    name: str
+    """Name of the kernel's function."""
+    arguments: tuple[str, ...]
+    """LLVM types of the arguments."""
+    names: tuple[str, ...]
+    """Names of the arguments; of a tensor descriptor, that of the descriptor for each part."""
+    scratch_bytes: int
+    """Scratch memory of one thread [bytes]."""
+    stored: tuple[int, ...]
+    """Arguments through which the kernel writes."""
+    seconds: float
+    """Time that compiling took [s]."""
+
+
+@cache
+def compiler_digest() -> str:
+    """Return the digest of all that compiles: tilegen's modules, LLVM and Triton."""
+    digest = hashlib.sha256(f"{version('llvmlite')} {version('triton')}".encode())
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def path_of(digest: str, kernel: str, target: Target, mode: str) -> Path:
+    """Return where the object of a kernel lies; `digest` covers the kernel's text."""
+    processor = hashlib.sha256(target.key.encode()).hexdigest()[:8]
+    parts = [kernel, target.name, processor, *([mode] if mode else []), compiler_digest()]
+    return folder_of(digest) / (".".join(parts) + SUFFIX)
+
+
+def is_stale(path: Path) -> bool:
+    """Return True for an object that another compiler made, which nothing will read again."""
+    return path.name.endswith(SUFFIX) and path.name.split(".")[-2] != compiler_digest()
+
+
+def read(path: Path) -> CompiledObject | None:
+    """Return the object of a kernel; None if there is none, or none that may be linked."""
+    try:
+        data = read_private(path)
+    except NotPrivate as doubt:
+        say_once(
+            f"{doubt}, so compiled kernels there are not linked but compiled in every process; set "
+            "TILEGEN_CACHE_DIR to a folder that only you can write to"
+        )
+        return None
+    if data is None:
+        return None
+    try:
+        head, _, binary = data.partition(b"\n")
+        fields = json.loads(head)
+        if fields.pop("sha256") != hashlib.sha256(binary).hexdigest():
+            raise ValueError("its digest is another")
+        for name in ("arguments", "names", "stored"):
+            fields[name] = tuple(fields[name])
+        return CompiledObject(binary=binary, **fields)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        log.warning("compiled kernel %s is damaged (%s); compiled again", path, error)
+        return None
+
+
+def write(path: Path, made: CompiledObject) -> None:
+    """Keep an object where later processes may link it; a folder for reading only is no error."""
+    fields = {**asdict(made), "sha256": hashlib.sha256(made.binary).hexdigest()}
+    fields.pop("binary")
+    with contextlib.suppress(NotPrivate, Unsupported):
+        check_private(path)
+        write_beside(path, json.dumps(fields).encode() + b"\n" + made.binary)
