@@ -244,20 +244,21 @@ def verify(
 ) -> tuple[Check, ...]:
     """Return the verdict on each output of forward and backward, judged by the reference.
 
-    The kernels are those chosen for `gpu`; they run on the GPU at hand, and without one in Triton's
-    interpreter. `config` replaces every kernel's choice. A wrong output is a `Check` that is not
+    The kernels are those chosen for `gpu`; they run on the GPU at hand, and without one compiled
+    for the CPU. `config` replaces every kernel's choice. A wrong output is a `Check` that is not
     `ok`. A problem that is too large to be checked here is checked at a reduced size, which is
     said.
     """
+    from tilegen.check import verification
     from tilegen.check.sizes import checkable
-    from tilegen.check.verification import verify_anywhere
     from tilegen.pipeline import choose
 
     parsed, spec, tile = problem_of(problem).normal(), gpu_of(gpu), config_of(config)
     chosen = choose(parsed, spec)
     if (smaller := checkable(parsed)) != parsed:
         log.info("too large to be checked here; the same kernels are checked on '%s'", smaller)
-    return verify_anywhere(smaller, {kernel: tile or one.config for kernel, one in chosen.items()})
+    configs = {kernel: tile or one.config for kernel, one in chosen.items()}
+    return verification.verify(smaller, configs)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from tilegen.choose.chosen import Chosen, Origin, Ranked
 from tilegen.choose.families import kernels_used
 from tilegen.choose.known import Known
+from tilegen.cpu import executable, runs_compiled
 from tilegen.disk import log, say_once
 from tilegen.emit.identity import rows_are_aligned
 from tilegen.emit.kernel_files import load_kernel
@@ -30,6 +31,8 @@ from tilegen.kernels.spec import Direction
 from tilegen.problem import AttentionProblem
 
 if TYPE_CHECKING:
+    import torch
+
     from tilegen.build.acceptable import Usage
     from tilegen.gpus.spec import GpuSpec
 
@@ -240,11 +243,21 @@ def _by_tile(configs: Sequence[TileConfig]) -> list[TileConfig]:
 
 
 def load(
-    problem: AttentionProblem, chosen: Mapping[Kernel, Chosen], *, aligned: bool
+    problem: AttentionProblem,
+    chosen: Mapping[Kernel, Chosen],
+    *,
+    aligned: bool,
+    device: torch.device,
 ) -> dict[Kernel, ModuleType]:
-    """Return the emitted module of each kernel, rendered where it is not on disk."""
+    """Return the module of each kernel for a device: as it is emitted, or compiled for the CPU."""
     modules: dict[Kernel, ModuleType] = {}
     for kernel, one in chosen.items():
         log.debug("%s for '%s': %s, from %s", kernel, problem, one.config, one.source)
-        modules[kernel] = load_kernel(problem.normal(), one.config, kernel, aligned=aligned)
+        if runs_compiled(device):
+            from tilegen.emit.render import render  # loads Jinja and SymPy
+
+            rendered = render(problem.normal(), one.config, kernel, aligned=aligned)
+            modules[kernel] = executable(rendered, device)
+        else:
+            modules[kernel] = load_kernel(problem.normal(), one.config, kernel, aligned=aligned)
     return modules

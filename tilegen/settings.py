@@ -17,6 +17,8 @@ DETERMINISTIC = "TILEGEN_DETERMINISTIC"
 CHECK = "TILEGEN_CHECK"
 LIBRARIES = "TILEGEN_LIBRARIES"
 BATCH_INVARIANT = "TILEGEN_BATCH_INVARIANT"
+CPU = "TILEGEN_CPU"
+BOUNDS = "bounds"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +35,11 @@ class Settings:
     deterministic: bool
     """TILEGEN_DETERMINISTIC: choose by records and model only, so that all ranks agree."""
     check: bool
-    """TILEGEN_CHECK: look at the values of tensors on a GPU at every call, which waits for it."""
+    """TILEGEN_CHECK=1: look at the values of tensors on a GPU at every call, which waits for it."""
+    check_bounds: bool
+    """TILEGEN_CHECK=bounds: kernels compiled for the CPU compare each address with its tensor."""
+    cpu_kernels: bool
+    """TILEGEN_CPU=kernels: calls on CPU tensors run kernels compiled for the CPU, not PyTorch."""
     batch_invariant: bool
     """TILEGEN_BATCH_INVARIANT: whether the forward of a request gives the same bits whatever else
     is in its batch, however its prompt is cut into chunks, and wherever its keys lie."""
@@ -52,7 +58,9 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         ),
         tune=_switch(TUNE, env.get(TUNE, "")),
         deterministic=_switch(DETERMINISTIC, env.get(DETERMINISTIC, "")),
-        check=_switch(CHECK, env.get(CHECK, "")),
+        check=_checks(env.get(CHECK, "")),
+        check_bounds=env.get(CHECK) == BOUNDS,
+        cpu_kernels=_cpu_kernels(env.get(CPU, "")),
         batch_invariant=_switch(BATCH_INVARIANT, env.get(BATCH_INVARIANT, "")),
         libraries=_switch(LIBRARIES, env.get(LIBRARIES, "")),
     )
@@ -65,7 +73,19 @@ def checks() -> bool:
     held = getattr(os.environ, "_data", None)
     if held is not None and _CHECK_KEY not in held:
         return False
-    return _switch(CHECK, os.environ.get(CHECK, ""))
+    return _checks(os.environ.get(CHECK, ""))
+
+
+def _checks(text: str) -> bool:
+    if text not in ("", "0", "1", BOUNDS):
+        raise Unsupported(f"{CHECK} must be 0, 1 or {BOUNDS}, got {text!r}")
+    return text == "1"
+
+
+def _cpu_kernels(text: str) -> bool:
+    if text not in ("", "torch", "kernels"):
+        raise Unsupported(f"{CPU} must be torch or kernels, got {text!r}")
+    return text == "kernels"
 
 
 _CHECK_KEY: Any = getattr(os.environ, "encodekey", str)(CHECK)

@@ -9,25 +9,21 @@ roundings may cost is known for each element: see rounding.py.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
-import subprocess
-import sys
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tilegen.build import workers
+from tilegen import cpu
 from tilegen.check import interpreter
 from tilegen.check.paging import in_pages, out_of_pages
 from tilegen.check.reference import Inputs, attention_reference, make_inputs, torch_attention
 from tilegen.check.rounding import rounding_floors
 from tilegen.dropout import Dropout
 from tilegen.emit.identity import RenderedKernel
-from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
 from tilegen.errors import Unsupported, WrongResult
 from tilegen.kernels import passes
@@ -82,7 +78,7 @@ def verify(
 
     The kernels of a forward alone judge out and lse; those of a backward dq, dk and dv too, and
     dt0, dt1, ... of the tensors that a score trains and dsinks of its sinks. Mask and score read
-    typical tensors. `device` defaults to the GPU, or to the CPU where Triton's interpreter is on.
+    typical tensors. `device` defaults to the GPU, or to the CPU where there is none.
     Raises Unsupported where emitted kernels cannot run.
     """
     device = torch.device(device or run_device())
@@ -106,33 +102,6 @@ def _own_modes(device: torch.device) -> Generator[None]:
         torch.autocast(device.type, enabled=False),
     ):
         yield
-
-
-def verify_anywhere(
-    problem: AttentionProblem, configs: Mapping[Kernel, TileConfig]
-) -> tuple[Check, ...]:
-    """Return what `verify` does; without a GPU, from a new process with the interpreter on.
-
-    Raises Unsupported where the interpreter cannot work either.
-    """
-    if interpreter.is_active() or torch.cuda.is_available():
-        return verify(problem, configs)
-    if reason := interpreter.trouble():
-        raise Unsupported(reason)
-    request = {"problem": problem.key, "configs": {k: c.key for k, c in configs.items()}}
-    result = subprocess.run(
-        workers.python("from tilegen.check.verification import answer; answer()"),
-        input=json.dumps(request),
-        capture_output=True,
-        text=True,
-        env=workers.environment(TRITON_INTERPRET="1"),
-        check=False,
-    )
-    if result.returncode:
-        last = (result.stderr.strip().splitlines() or ["no message"])[-1]
-        raise WrongResult(f"the interpreter failed on '{problem}': {last}")
-    checks: Any = json.loads(result.stdout)
-    return tuple(Check(**(check | {"index": tuple(check["index"])})) for check in checks)
 
 
 def check(
@@ -202,8 +171,7 @@ def run(
     """Return out and lse, and with all kernels of a backward the gradients, as the emitted kernels
     compute them. `mask` defaults to that of their problem; panels are small by default, so that
     short sequences need several."""
-    if inputs.q.device.type == "cpu":
-        run_device()
+    if interpreter.is_active():
         interpreter.prepare()
     q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout
     reads: dict[str, Any] = dropout.given if dropout else {}
@@ -213,7 +181,7 @@ def run(
         gradients = {s: q.new_zeros(size, dtype=torch.float32) for s, size in sizes.items()}
         reads |= score_tensors(score.captured, score.sink_logits, gradients)
     launch: dict[Kernel, Launch] = {
-        kernel: _launch(rendered, rendered.problem.mask if mask is None else mask, reads, q, k)
+        kernel: launch_of(rendered, rendered.problem.mask if mask is None else mask, reads, q, k)
         for kernel, rendered in kernels.items()
     }
     page = next(iter(kernels.values())).problem.page
@@ -239,35 +207,27 @@ def run(
     return results
 
 
-def _launch(
+def launch_of(
     rendered: RenderedKernel,
     mask: Mask,
     reads: Mapping[str, Any],
     q: torch.Tensor,
     k: torch.Tensor,
 ) -> Launch:
-    bound = BoundKernel(load(rendered).launch, mask, rendered.kernel, rendered.config)
+    """Return the launch of a rendered kernel on the device of q, given what the mask and `reads`
+    name."""
+    launch = cpu.executable(rendered, q.device).launch
+    bound = BoundKernel(launch, mask, rendered.kernel, rendered.config)
     return bound.given(mask, Shape.of(q, k), q.device, reads)
 
 
 def run_device() -> torch.device:
     """Return where emitted kernels run in this process. Raises Unsupported where they cannot."""
-    if interpreter.is_active():
-        return torch.device("cpu")
-    if torch.cuda.is_available():
+    if torch.cuda.is_available() and not interpreter.is_active():
         return torch.device("cuda")
-    raise Unsupported(
-        "running an emitted kernel needs a GPU or Triton's interpreter, found neither;"
-        " set TRITON_INTERPRET=1 before Python starts"
-    )
-
-
-def answer() -> None:
-    """Answer `verify_anywhere` from a process of its own: checks as JSON for a request as JSON."""
-    request = json.load(sys.stdin)
-    configs = {kernel: TileConfig.parse(key) for kernel, key in request["configs"].items()}
-    checks = verify(AttentionProblem.parse(request["problem"]), configs)
-    json.dump([asdict(check) for check in checks], sys.stdout)
+    if not interpreter.is_active() and (reason := cpu.trouble()):
+        raise Unsupported(f"running an emitted kernel needs a GPU or the CPU compiler: {reason}")
+    return torch.device("cpu")
 
 
 def _trained(score: Score | None) -> dict[str, torch.Tensor]:

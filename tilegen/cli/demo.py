@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from tilegen import pipeline
 from tilegen.check.sizes import reduced
-from tilegen.check.verification import Check, require, verify_anywhere
+from tilegen.check.verification import Check, require, verify
 from tilegen.emit.kernel_files import write
 from tilegen.emit.render import render
 from tilegen.errors import BuildFailed
@@ -143,7 +143,7 @@ class Demo:
         self._heading(f"verify: the same kernels on a reduced problem, {where}")
         self._line("problem", str(problem))
         self._line("allowed", "twice PyTorch's own error, both judged by an fp64 reference")
-        checks = verify_anywhere(problem, configs)
+        checks = verify(problem, configs)
         for check in checks:
             tensor, verdict = str(check).split(" ", 1)
             self._line(tensor, verdict.strip(), lead=6)

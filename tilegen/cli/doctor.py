@@ -18,7 +18,7 @@ from tilegen.store import Location, list_records, locations
 from tilegen.store.versions import installed
 from tilegen.version import __version__
 
-PACKAGES = ("torch", "triton", "numpy", "sympy", "jinja2", "optuna")
+PACKAGES = ("torch", "triton", "llvmlite", "numpy", "sympy", "jinja2", "optuna")
 OPTIONAL = {
     "cuda-bindings": "bundle",
     "s3fs": "s3",
@@ -52,7 +52,8 @@ def examine() -> list[Finding]:
         sizes = f"{gpu.num_sms} SMs, {gpu.smem_per_block} bytes of shared memory per program"
         found.append(Finding("gpu", f"{gpu.title}: {gpu.arch}, {sizes}"))
     else:
-        found.append(Finding("gpu", "none that PyTorch sees: kernels compile, nothing is timed"))
+        found.append(Finding("gpu", "none that PyTorch sees"))
+    found.append(Finding("cpu compiler", _cpu_compiler()))
     interpreting = "on" if interpreter.is_active() else "off; TRITON_INTERPRET=1 turns it on"
     found.append(Finding("interpreter", interpreter.trouble() or interpreting))
     found.append(Finding("cores", str(len(os.sched_getaffinity(0)))))
@@ -63,6 +64,19 @@ def examine() -> list[Finding]:
     except TilegenError as error:
         found.append(Finding("trouble", str(error)))
     return found
+
+
+def _cpu_compiler() -> str:
+    """Return the processor that kernels are compiled for, or why none are."""
+    from tilegen import cpu
+
+    if reason := cpu.trouble():
+        return reason
+    from tilegen.cpu.target import host, processor
+
+    target = host()
+    pairs = ", products of bf16" if target.pairs else ""
+    return f"{processor()}: {target.name} ({target.cpu}), {target.lanes} lanes of fp32{pairs}"
 
 
 def _count(location: Location) -> str:

@@ -120,9 +120,18 @@ def demo(
 ) -> None:
     """Run the whole pipeline on one attention layer and tell what happens.
 
-    Without a GPU everything but the timing runs. Example: tilegen demo
+    Without a GPU the kernels are compiled for the CPU, verified and measured. Example: tilegen demo
     """
     from tilegen.cli.demo import LLAMA, demonstrate
+    from tilegen.gpus.spec import detect
+
+    if detect() is None:
+        from tilegen.cli.demo_cpu import demonstrate_on_cpu
+
+        results = demonstrate_on_cpu(problem, say_unless(json_))
+        if json_:
+            print_json(results)
+        return
 
     width = console.width if console.is_terminal else 0
     results = demonstrate(problem or LLAMA, seconds, say_unless(json_), width)

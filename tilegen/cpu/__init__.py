@@ -10,15 +10,20 @@ says how, and what is refused.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import time
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from tilegen.bounded_cache import BoundedCache
+from tilegen.check import interpreter
 from tilegen.errors import Unsupported
+from tilegen.settings import settings
 
 if TYPE_CHECKING:
+    import torch
+
     from tilegen.cpu.function import CpuFunction, Mode
     from tilegen.cpu.objects import CompiledObject
     from tilegen.cpu.target import Target
@@ -35,7 +40,7 @@ def trouble() -> str:
     if importlib.util.find_spec("llvmlite") is None:
         return "llvmlite is not installed; run pip install llvmlite"
     try:
-        import llvmlite.binding  # noqa: F401
+        importlib.import_module("llvmlite.binding")
     except (ImportError, OSError, RuntimeError) as error:
         return f"llvmlite does not load ({error}); run pip install --force-reinstall llvmlite"
     return ""
@@ -50,6 +55,21 @@ def load(rendered: RenderedKernel, mode: Mode = "") -> ModuleType:
     """
     key = rendered.digest, rendered.kernel, mode
     return _modules.get(key, lambda: _loaded(rendered, mode))
+
+
+def runs_compiled(device: torch.device) -> bool:
+    """Return True where emitted kernels run compiled for the CPU."""
+    return device.type == "cpu" and not interpreter.is_active()
+
+
+def executable(rendered: RenderedKernel, device: torch.device) -> ModuleType:
+    """Return the module whose `launch` runs on a device: compiled for the CPU, or as it is emitted
+    for a GPU and for Triton's interpreter. Raises what `load` raises."""
+    if not runs_compiled(device):
+        from tilegen.emit import kernel_files
+
+        return kernel_files.load(rendered)
+    return load(rendered, "bounds" if settings().check_bounds else "")
 
 
 def function_of(module: ModuleType) -> CpuFunction:

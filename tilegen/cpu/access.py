@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tilegen.cpu.arithmetic import from_memory, to_memory
+from tilegen.cpu.conversions import from_memory, to_memory
 from tilegen.cpu.ir import BYTES, MEMORY, REGISTER, Code, Lane, bits, typed
 from tilegen.cpu.tiles import Address, Constant, Load, Node, Place, View
 
@@ -91,7 +91,9 @@ class Access:
             return value
         return code.select(mask, value, other, REGISTER[elem], None)
 
-    def _row(self, code: Code, node: Load, idx: Place, lane: tuple[int, int], other: str | None) -> str:
+    def _row(
+        self, code: Code, node: Load, idx: Place, lane: tuple[int, int], other: str | None
+    ) -> str:
         """Load a vector under no mask, or under one that is the same for all lanes."""
         elem = node.elem
         pointer, mask = node.address.place(code, idx, None), None
@@ -254,9 +256,8 @@ class Access:
             code.do(f"br i1 {mask}, label %{yes}, label %{done}")
             code.label(yes)
         add = "fadd" if elem in ("f32", "f64") else "add"
-        code.emit(
-            f"atomicrmw {add} ptr {pointer}, {REGISTER[elem]} {value} monotonic, align {BYTES[elem]}"
-        )
+        given = f"ptr {pointer}, {REGISTER[elem]} {value}"
+        code.emit(f"atomicrmw {add} {given} monotonic, align {BYTES[elem]}")
         if mask is not None:
             code.do(f"br label %{done}")
             code.label(done)

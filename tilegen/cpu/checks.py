@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from tilegen.cpu.loops import Loops
     from tilegen.cpu.tiles import Node
 
-REPORT = """define internal void @report(i1 %bad, i64 %line, i64 %arg, i64 %address, ptr %extra) noinline #0 {
+_ARGUMENTS = "i1 %bad, i64 %line, i64 %arg, i64 %address, ptr %extra"
+REPORT = (
+    f"define internal void @report({_ARGUMENTS}) noinline #0 {{"
+    """
 entry:
   br i1 %bad, label %first, label %done
 first:
@@ -32,6 +35,7 @@ write:
 done:
   ret void
 }"""
+)
 """The first address outside of its tensor is kept: line, argument, address."""
 BOUNDS = 3
 """Words before the bounds of arguments: first byte, and the byte after the last, of each."""
@@ -62,9 +66,7 @@ class CheckedAccess(Access):
         if mask is not None:
             bad = code.emit(f"and i1 {bad}, {mask}")
             inside = code.emit(f"and i1 {inside}, {mask}")
-        code.do(
-            f"call void @report(i1 {bad}, i64 {line}, i64 {arg}, i64 {first}, ptr %extra)"
-        )
+        code.do(f"call void @report(i1 {bad}, i64 {line}, i64 {arg}, i64 {first}, ptr %extra)")
         return inside
 
 
@@ -121,7 +123,9 @@ class Traffic:
     def add(self, names: tuple[str, ...], words: torch.Tensor) -> None:
         """Add the counters of one launch."""
         for i, name in enumerate(("unknown", *names)):
-            for moved, number in zip((self.read, self.written), words[2 * i : 2 * i + 2], strict=True):
+            for moved, number in zip(
+                (self.read, self.written), words[2 * i : 2 * i + 2], strict=True
+            ):
                 if number:
                     moved[name] = moved.get(name, 0) + int(number)
 
@@ -152,6 +156,6 @@ def finding(
     element = (address - owner.data_ptr()) // owner.element_size()
     shape = tuple(owner.shape)
     return (
-        f"{name}, line {line}: {names[arg]}: element {element} (counted from the first) lies outside "
-        f"of the tensor's storage; shape {shape}, strides {owner.stride()}"
+        f"{name}, line {line}: {names[arg]}: element {element}, counted from the first, lies "
+        f"outside of the tensor's storage; shape {shape}, strides {owner.stride()}"
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import sys
 from collections.abc import Callable
 from functools import partial
 from threading import Lock
@@ -71,7 +72,8 @@ class DirectFunction:
             constants=constants,
             aliases=self._aliases,
         )
-        text = f"{inspect.getsource(inspect.getmodule(self._function.fn))} {signature} {constants}"
+        module = sys.modules[self._function.fn.__module__]
+        text = f"{inspect.getsource(module)} {signature} {constants}"
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
         target = host()
         path = path_of(digest, source.name, target, mode)

@@ -1,4 +1,4 @@
-"""A compiled kernel as a function: `function[grid](*arguments)`, as the emitted `launch` calls it."""
+"""A compiled kernel as a function, `function[grid](*arguments)`, as emitted launches call it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from tilegen.errors import Unsupported, WrongResult
 Mode = Literal["", "bounds", "count"]
 """What a build does besides: nothing, check addresses, or count bytes."""
 
-_CODES = {"ptr": "q", "i64": "q", "i32": "i4x", "i16": "h6x", "i8": "b7x", "i1": "b7x"}
-_CODES |= {"float": "f4x", "double": "d"}
+_CODES = {
+    **{"ptr": "q", "i64": "q", "i32": "i4x", "i16": "h6x", "i8": "b7x", "i1": "b7x"},
+    **{"float": "f4x", "double": "d"},
+}
 _LAUNCH = ctypes.CFUNCTYPE(
     None,
     ctypes.c_char_p,
@@ -130,21 +132,13 @@ def _described(one: Any) -> list[int]:
 def names_of(signature: Sequence[tuple[str, str]], arguments: Sequence[str]) -> tuple[str, ...]:
     """Return the name of each argument of the compiled function; `signature` has descriptors as one
     argument each."""
+    described = sum(type_.startswith("tensordesc") for _, type_ in signature)
+    # Descriptors have the same number of parts, which depends on the version of Triton.
+    parts = (len(arguments) - len(signature) + described) // max(described, 1)
     names: list[str] = []
-    for i, (name, type_) in enumerate(signature):
-        if type_.startswith("tensordesc"):
-            rest = sum(_width(later) for _, later in signature[i + 1 :] if "tensordesc" not in later)
-            others = sum("tensordesc" in later for _, later in signature[i + 1 :])
-            # Descriptors have the same number of parts, whatever the version of Triton.
-            parts = (len(arguments) - len(names) - rest) // (others + 1)
-            names += [name] * parts
-        else:
-            names.append(name)
+    for name, type_ in signature:
+        names += [name] * (parts if type_.startswith("tensordesc") else 1)
     return tuple(names)
-
-
-def _width(type_: str) -> int:
-    return 0 if type_ == "constexpr" else 1
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:

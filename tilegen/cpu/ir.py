@@ -1,7 +1,7 @@
 """Text of LLVM IR: a module, and a function under construction.
 
-Values are texts such as `%t12` or `0`. A lane is None for a scalar, or (axis, width) for a vector of
-`width` elements along an axis of a tile.
+Values are texts such as `%t12` or `0`. A lane is None for a scalar, or (axis, width) for a vector
+of `width` elements along an axis of a tile.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ REGISTER = {
 }
 """Types in registers: bf16 and fp16 are computed with as fp32, and rounded after each operation."""
 MEMORY = REGISTER | {"bf16": "i16", "f16": "i16", "i1": "i8"}
-BYTES = {"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "index": 8, "ptr": 8}
-BYTES |= {"f32": 4, "bf16": 2, "f16": 2, "f64": 8}
+BYTES = {
+    **{"i1": 1, "i8": 1, "i16": 2, "i32": 4, "i64": 8, "index": 8, "ptr": 8},
+    **{"f32": 4, "bf16": 2, "f16": 2, "f64": 8},
+}
 FLOATS = ("f32", "bf16", "f16", "f64")
 
 

@@ -1,4 +1,4 @@
-"""From LLVM IR to machine code in this process: llvmlite compiles, links and hands out addresses."""
+"""From LLVM IR to machine code in this process: llvmlite compiles and links."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def _compiled(lowered: Lowered, target: Target, *, assembly: bool) -> Any:
     machine = llvm.Target.from_triple(target.triple).create_target_machine(
         cpu=target.cpu, features=target.features, opt=2, reloc="pic", codemodel="small"
     )
-    # The IR is vectorised and unrolled already: these passes give the same speed as LLVM's O2, which
-    # takes four times as long.
+    # The IR is vectorised and unrolled already: these passes give the same speed as LLVM's O2,
+    # which takes four times as long.
     manager = llvm.create_new_module_pass_manager()
     for name in _PASSES:
         getattr(manager, f"add_{name}_pass")()

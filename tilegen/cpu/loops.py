@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from tilegen.cpu.access import Access
 from tilegen.cpu.arithmetic import reduced
-from tilegen.cpu.ir import BYTES, REGISTER, Code, Index, Lane, bits, typed
+from tilegen.cpu.ir import BYTES, REGISTER, Code, Index, Lane, typed
 from tilegen.cpu.mlir import Op
 from tilegen.cpu.tiles import Buffer, Node, Place
 
@@ -109,7 +109,9 @@ class Loops:
                 for size in shape[:-1]
             ]
             group = min(width // lanes, UNROLLED)
-            sums = {root: self._sums(root, lane, group) for root in roots if self._along(root, shape)}
+            sums = {
+                root: self._sums(root, lane, group) for root in roots if self._along(root, shape)
+            }
             for chunk, first in self._chunks(width, lanes, group):
                 for root in roots:
                     self._write(root, (*outer, first), lane, sums.get(root, []), chunk)

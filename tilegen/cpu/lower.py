@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
-from typing import Any
 
 from tilegen.cpu.access import ZEROS_TEXT, Access
 from tilegen.cpu.arithmetic import compute
-from tilegen.cpu.ir import FLOATS, MEMORY, REGISTER, Code, Module, bits
-from tilegen.cpu.loops import Loops, Root
+from tilegen.cpu.control import ControlFlow
+from tilegen.cpu.ir import FLOATS, MEMORY, REGISTER, bits
+from tilegen.cpu.loops import Root
 from tilegen.cpu.mlir import Block, Function, Op, Value
-from tilegen.cpu.products import Init, Products
+from tilegen.cpu.products import Init
 from tilegen.cpu.target import Target
 from tilegen.cpu.tiles import (
     Address,
@@ -62,19 +62,14 @@ def lower(
     return _Lowering(function, target, access, aliases).lowered()
 
 
-class _Lowering:
+class _Lowering(ControlFlow):
     def __init__(
         self, function: Function, target: Target, access: type[Access], aliases: bool
     ) -> None:
+        super().__init__(target, access)
         self.function = function
         self.aliases = aliases
-        self.module = Module(target)
         self.module.functions["@zeros"] = ZEROS_TEXT
-        self.code = Code(self.module)
-        self.access = access(self.code.scratch(256))
-        self.loops = Loops(self.code, self.access)
-        self.products = Products(self.code, self.loops)
-        self.env: dict[Value, Any] = {}
         self.types = tuple(REGISTER[arg.type.elem] for arg in function.args)
         self.args = {arg: i for i, arg in enumerate(function.args)}
         self.stored_args: set[int | None] = set()
@@ -184,9 +179,7 @@ class _Lowering:
         base, offset = (self.env[value] for value in op.operands)
         if isinstance(base, Address):
             offsets = [*base.offsets, offset]
-            self.env[op.result] = Address(
-                base.shape, base.base, base.pointee, offsets, base.arg
-            )
+            self.env[op.result] = Address(base.shape, base.base, base.pointee, offsets, base.arg)
             return
         memory, type_ = MEMORY[op.result.type.pointee], op.operands[1].type.elem
         self.env[op.result] = self.code.emit(
@@ -254,7 +247,8 @@ class _Lowering:
         pointer, arg = self.env[op.operands[0]], self._argument(op.operands[0])
         elem = op.operands[1].type.elem
         if not isinstance(pointer, Address):
-            value, mask = (*(self.env[one] for one in op.operands[1:]), None)[:2]
+            value = self.env[op.operands[1]]
+            mask = self.env[op.operands[2]] if len(op.operands) > 2 else None
             self.access.executed(self.loops, "store", arg, elem, (), mask)
             self.access.scalar_store(self.code, pointer, elem, value, mask, arg, op.line)
             return
@@ -326,9 +320,7 @@ class _Lowering:
         if len(op.result.type.shape) != 2 or op.result.type.elem != "f32":
             raise op.refused(f"a product of type {op.result.type}")
         into, init, scale = self._start(op, start)
-        self.products.product(
-            (left, self.env[left]), (right, self.env[right]), into, init, scale
-        )
+        self.products.product((left, self.env[left]), (right, self.env[right]), into, init, scale)
         self.env[op.result] = into
 
     def _start(self, op: Op, value: Value) -> tuple[Buffer, Init, str]:
@@ -352,156 +344,13 @@ class _Lowering:
         return self.loops.stored(node), "load", "null"
 
     def _reused(self, buffer: Buffer, alone: bool) -> Buffer:
-        """Return the buffer that a product adds to: that of its start, if the product alone reads it
-        and no other iteration does, else a copy."""
+        """Return the buffer that a product adds to: that of its start if the product alone reads
+        it, in this iteration, else a copy."""
         if alone:
             return buffer
         copy = self.loops.buffer(buffer.elem, buffer.shape)
         self.loops.add(Root("buffer", buffer, copy))
         return copy
-
-    # ---- control flow
-
-    def _op_scf_for(self, op: Op) -> None:
-        (body,) = op.regions
-        first, last, step = (self.env[value] for value in op.operands[:3])
-        self._pack_before(body)
-        slots = [self._slot(op, start) for start in op.operands[3:]]
-        self.loops.flush()
-        counter, *carried = body.args
-        with self._region(), self.code.loop(first, last, step, REGISTER[counter.type.elem]) as i:
-            self.env[counter] = i
-            for value, slot in zip(carried, slots, strict=True):
-                self.env[value] = self._read(value, slot)
-            self.ops(body)
-            self._hand_over(body.ends, slots)
-        for value, slot in zip(op.results, slots, strict=True):
-            self.env[value] = self._read(value, slot)
-
-    def _region(self) -> Any:
-        """Scratch memory and packed operands of a region end with it."""
-        return _Scope(self)
-
-    def _slot(self, op: Op, start: Value) -> Any:
-        """Return where a value that a loop carries lies: a variable, or a buffer of its own."""
-        value, type_ = self.env[start], start.type
-        if not type_.shape:
-            slot = self.code.slot(REGISTER[type_.elem], align=8)
-            self.code.do(f"store {REGISTER[type_.elem]} {value}, ptr {slot}")
-            return slot
-        if type_.elem == "ptr":
-            raise op.refused("a loop that carries a tile of addresses")
-        if isinstance(value, Buffer) and start.users == [op] and start.block is op.block:
-            return value  # nobody else reads it
-        buffer = self.loops.buffer(type_.elem, type_.shape)
-        self.loops.add(Root("buffer", value, buffer))
-        return buffer
-
-    def _read(self, value: Value, slot: Any) -> Any:
-        if value.type.shape:
-            return slot
-        return self.code.emit(f"load {REGISTER[value.type.elem]}, ptr {slot}")
-
-    def _hand_over(self, ends: list[Value], slots: list[Any]) -> None:
-        """Write what a region yields to its slots; all of it is read before any is written."""
-        values = [self.env[end] for end in ends]
-        for i, (value, slot) in enumerate(zip(values, slots, strict=True)):
-            if not isinstance(value, Node) or value is slot:
-                continue
-            if not isinstance(value, Buffer) or value in slots:
-                values[i] = self.loops.buffer(value.elem, value.shape)
-                self.loops.add(Root("buffer", value, values[i]))
-        self.loops.flush()
-        for end, value, slot in zip(ends, values, slots, strict=True):
-            if not isinstance(value, Node):
-                self.code.do(f"store {REGISTER[end.type.elem]} {value}, ptr {slot}")
-            elif value is not slot:
-                self.loops.add(Root("buffer", value, slot))
-        self.loops.flush()
-
-    def _pack_before(self, body: Block) -> None:
-        """Pack, before a loop, operands of products that do not change in it."""
-        for op in body.ops:
-            if op.name == "scf.for":
-                self._pack_before(op.regions[0])
-            if op.name != "tt.dot":
-                continue
-            left, right = op.operands[:2]
-            for value in (left, right):
-                source = value
-                while source not in self.env and source.op and source.op.name == "tt.trans":
-                    source = source.op.operands[0]
-                if source not in self.env:
-                    continue
-                self._transposed_here(value)
-                depth = left.type.shape[1]
-                elem = left.type.elem
-                pairs = bool(self.code.target.pairs) and elem == "bf16" and depth >= 2
-                if value is left:
-                    self.products.left(value, self.env[value], pairs)
-                else:
-                    self.products.right(value, self.env[value], pairs)
-
-    def _transposed_here(self, value: Value) -> None:
-        """Make the transpositions of a tile known before the loop in which they stand."""
-        if value not in self.env:
-            assert value.op
-            self._transposed_here(value.op.operands[0])
-            self._view(value.op)
-
-    def _op_scf_if(self, op: Op) -> None:
-        slots = [
-            self.loops.buffer(value.type.elem, value.type.shape)
-            if value.type.shape
-            else self.code.slot(REGISTER[value.type.elem], align=8)
-            for value in op.results
-        ]
-        self.loops.flush()
-        yes, no, done = self.code.labels("then", "else", "fi")
-        self.code.do(f"br i1 {self.env[op.operands[0]]}, label %{yes}, label %{no}")
-        for i, label in enumerate((yes, no)):
-            self.code.label(label)
-            if i < len(op.regions):
-                with self._region():
-                    self.ops(op.regions[i])
-                    self._hand_over(op.regions[i].ends, slots)
-            self.code.do(f"br label %{done}")
-        self.code.label(done)
-        for value, slot in zip(op.results, slots, strict=True):
-            self.env[value] = self._read(value, slot)
-
-    def _op_scf_yield(self, op: Op) -> None:
-        pass  # the loop or branch that it ends hands its operands over
-
-    def _op_cf_cond_br(self, op: Op) -> None:
-        self.loops.flush()
-        yes, no = (name.strip("^,") for name in op.text.split() if name.startswith("^"))
-        test = self.env[op.operands[0]]
-        self.code.do(f"br i1 {test}, label %{yes}, label %{no}")
-
-    def _op_cf_br(self, op: Op) -> None:
-        if op.operands:
-            raise op.refused("a branch that hands values over")
-        self.loops.flush()
-        self.code.do(f"br label %{op.text.strip().strip('^,')}")
-
-    def _op_tt_return(self, op: Op) -> None:
-        self.loops.flush()
-        self.code.do("ret void")
-
-
-class _Scope:
-    def __init__(self, lowering: _Lowering) -> None:
-        self._lowering = lowering
-        self._scratch = lowering.code.released_scratch()
-
-    def __enter__(self) -> None:
-        self._scratch.__enter__()
-        self._packed = dict(self._lowering.products.packed)
-
-    def __exit__(self, *error: Any) -> None:
-        self._lowering.products.packed = self._packed
-        self._scratch.__exit__(*error)
 
 
 def _readers(value: Value) -> list[Op]:
@@ -513,7 +362,7 @@ def _readers(value: Value) -> list[Op]:
 
 
 def _column(node: Node) -> Node:
-    """Return the values of rows of a tile that are the same along each row, as a tile of one axis."""
+    """Return the values of a tile that are the same along each row, as a tile of one axis."""
     while isinstance(node, View) and node.axes.count(0) == 1:
         if len(node.of.shape) == 1 and node.axes == (0,):
             return node.of
@@ -531,5 +380,3 @@ def _float(text: str, elem: str) -> float:
     if elem == "bf16":
         return struct.unpack(">f", raw + b"\0\0")[0]
     return struct.unpack({"f16": ">e", "f32": ">f", "f64": ">d"}[elem], raw)[0]
-
-

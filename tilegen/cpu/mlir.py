@@ -180,7 +180,8 @@ class _Reader:
             raise Unsupported(f"a kernel must be one function, got {len(heads)}")
         self._at = heads[0]
         head = re.match(
-            r"tt\.func (?:public |private )?@(\w+)\((.*)\) (?:attributes|\{)", self._lines[self._at][0]
+            r"tt\.func (?:public |private )?@(\w+)\((.*)\) (?:attributes|\{)",
+            self._lines[self._at][0],
         )
         assert head, self._lines[self._at][0]
         arguments = re.sub(r" \{[^}]*\}", "", head[2])

@@ -12,7 +12,7 @@ import hashlib
 import json
 from dataclasses import asdict, dataclass
 from functools import cache
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from tilegen.cpu.target import Target
@@ -46,7 +46,10 @@ class CompiledObject:
 @cache
 def compiler_digest() -> str:
     """Return the digest of all that compiles: tilegen's modules, LLVM and Triton."""
-    digest = hashlib.sha256(f"{version('llvmlite')} {version('triton')}".encode())
+    digest = hashlib.sha256()
+    for package in ("llvmlite", "triton"):
+        with contextlib.suppress(PackageNotFoundError):
+            digest.update(version(package).encode())
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:12]

@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tilegen.cpu.arithmetic import from_memory, fused, to_memory
+from tilegen.cpu.conversions import from_memory, to_memory
+from tilegen.cpu.exponentials import fused
 from tilegen.cpu.ir import Code, Index, typed
 from tilegen.cpu.loops import Loops
 from tilegen.cpu.mlir import Value
@@ -47,9 +48,9 @@ class Products:
         self.packed: dict[tuple[str, Value, bool], Left | str] = {}
         """Operands that were packed where everything that follows can read them."""
 
-    def pairs(self, left: Node, depth: int) -> bool:
-        """Return True where a product of bf16 goes by pairs."""
-        return bool(self.code.target.pairs) and left.elem == "bf16" and depth >= 2
+    def pairs(self, elem: str, depth: int) -> bool:
+        """Return True where a product goes by pairs."""
+        return bool(self.code.target.pairs) and elem == "bf16" and depth >= 2
 
     # ---- operands
 
@@ -95,7 +96,9 @@ class Products:
         depth, columns = node.shape[::-1] if swapped else node.shape
         out = code.scratch(2 * depth * columns if pairs else 4 * depth * columns)
         words = depth // 2 if pairs else depth
-        lanes = min(code.target.lanes, columns, words) if swapped else min(code.target.lanes, columns)
+        lanes = (
+            min(code.target.lanes, columns, words) if swapped else min(code.target.lanes, columns)
+        )
         with code.own_memo(), code.loop(0, columns, lanes) as column:
             panel = code.emit(f"udiv i64 {column}, {width}")
             inside = code.emit(f"urem i64 {column}, {width}")
@@ -129,23 +132,23 @@ class Products:
         halves = to_memory(code, value, "bf16", wide)
         return code.emit(f"bitcast <{2 * lanes} x i16> {halves} to {typed('float', (0, lanes))}")
 
-    def _interleaved(
-        self, node: Node, word: Index, column: Index, lanes: int, pairs: bool
-    ) -> str:
+    def _interleaved(self, node: Node, word: Index, column: Index, lanes: int, pairs: bool) -> str:
         """Return words of neighbouring columns: fp32 elements, or pairs of two rows."""
         code = self.code
         lane = (1, lanes) if lanes > 1 else None
         if not pairs:
             return node.at(code, (word, column), lane)
         halves = [
-            to_memory(code, node.at(code, (code.plus(code.times(word, 2), i), column), lane), "bf16", lane)
+            to_memory(
+                code, node.at(code, (code.plus(code.times(word, 2), i), column), lane), "bf16", lane
+            )
             for i in (0, 1)
         ]
         if not lane:
             both = code.joined("i16", halves, 1)
             return code.emit(f"bitcast <2 x i16> {both} to float")
         order = [i // 2 + lanes * (i % 2) for i in range(2 * lanes)]
-        both = code.shuffle(typed("i16", lane), *halves, order)
+        both = code.shuffle(typed("i16", lane), halves[0], halves[1], order)
         return code.emit(f"bitcast <{2 * lanes} x i16> {both} to {typed('float', lane)}")
 
     # ---- the product
@@ -160,7 +163,7 @@ class Products:
     ) -> None:
         """Write `into = init + left @ right`; `scale` points to a factor of each row of `into`."""
         (m, depth), n = left[1].shape, right[1].shape[1]
-        pairs = self.pairs(left[1], depth)
+        pairs = self.pairs(left[1].elem, depth)
         a = self.left(*left, pairs)
         b = self.right(*right, pairs)
         self.loops.flush()
@@ -170,9 +173,7 @@ class Products:
         if new:
             kernel = _Microkernels(Code(self.code.module), m, n, steps, a, init, pairs)
             self.code.module.functions[name] = kernel.text(name, self._panel_width(n))
-        self.code.do(
-            f"call void {name}(ptr {a.pointer}, ptr {b}, ptr {into.pointer}, ptr {scale})"
-        )
+        self.code.do(f"call void {name}(ptr {a.pointer}, ptr {b}, ptr {into.pointer}, ptr {scale})")
 
 
 @dataclass
@@ -310,11 +311,12 @@ def transposed(code: Code, rows: list[str]) -> list[str]:
     """Transpose a square of fp32: interleave rows that are half a square apart, log2 times."""
     size = len(rows)
     vector = typed("float", (0, size))
-    halves = [range(size // 2), range(size // 2, size)]
+    halves = range(size // 2), range(size // 2, size)
+    orders = [[place for i in half for place in (i, i + size)] for half in halves]
     for _ in range(size.bit_length() - 1):
         rows = [
-            code.shuffle(vector, rows[i], rows[i + size // 2], [x for c in half for x in (c, c + size)])
+            code.shuffle(vector, rows[i], rows[i + size // 2], order)
             for i in range(size // 2)
-            for half in halves
+            for order in orders
         ]
     return rows

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 
 X86_TRIPLE = "x86_64-unknown-linux-gnu"
 ARM_TRIPLE = "aarch64-unknown-linux-gnu"
@@ -99,3 +101,13 @@ def host() -> Target:
     if base is SSE2:  # what an old processor has beyond SSE2 must not change the layout of vectors
         values |= {"cpu": "x86-64", "features": ""}
     return Target(**values)
+
+
+def processor() -> str:
+    """Return the processor's name, as the system tells it."""
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

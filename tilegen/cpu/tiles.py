@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from tilegen.cpu.arithmetic import compute, from_memory, to_memory
+from tilegen.cpu.arithmetic import compute
+from tilegen.cpu.conversions import from_memory, to_memory
 from tilegen.cpu.ir import BYTES, MEMORY, REGISTER, Code, Index, Lane, typed
 from tilegen.cpu.mlir import Op
 
@@ -310,7 +311,9 @@ class Buffer(Node):
     def code(self, code: Code, idx: Place, lane: Lane) -> str:
         if lane and any(size > 1 for size in self.shape[lane[0] + 1 :]):  # down a column
             elements = [
-                self.at(code, (*idx[: lane[0]], code.plus(idx[lane[0]], i), *idx[lane[0] + 1 :]), None)
+                self.at(
+                    code, (*idx[: lane[0]], code.plus(idx[lane[0]], i), *idx[lane[0] + 1 :]), None
+                )
                 for i in range(lane[1])
             ]
             return code.joined(REGISTER[self.elem], elements, 1)

@@ -15,6 +15,7 @@ from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import tensors_of
 from tilegen.runtime.changes import Changes, Gradients, Wanted
 from tilegen.runtime.launch_text import MAX_ROW_STRIDE
+from tilegen.settings import settings
 
 if TYPE_CHECKING:
     from tilegen.runtime.kernels import Kernels
@@ -159,16 +160,19 @@ class _Reaching(torch.autograd.Function):
 
 
 def computes_by_torch(device: torch.device) -> bool:
-    """Whether PyTorch computes calls on a device, which is said once: on a CPU, unless Triton's
-    interpreter runs the emitted kernels there. Raises Unsupported where it cannot."""
+    """Return True where PyTorch computes calls on a device, which is said once: on a CPU, unless
+    TILEGEN_CPU=kernels or Triton's interpreter has the emitted kernels run there. Raises
+    Unsupported where they cannot."""
     if device.type != "cpu":
         return False
     if interpreter.is_active():
         interpreter.prepare()
         return False
+    if settings().cpu_kernels:
+        return False
     say_once(
         "CPU tensors: computing with PyTorch; "
-        "set TRITON_INTERPRET=1 before Python starts to run the emitted kernels"
+        "set TILEGEN_CPU=kernels to run the emitted kernels, compiled for the CPU"
     )
     return True
 

@@ -250,7 +250,7 @@ class Kernels:
             may_tune=self._on_gpu,
             may_compile=self._on_gpu,
         )
-        modules = pipeline.load(problem, chosen, aligned=self.aligned)
+        modules = pipeline.load(problem, chosen, aligned=self.aligned, device=self.device)
         unit = stride_unit(problem, self.aligned)
         return {
             kernel: bound_module(module, problem, kernel, chosen[kernel].config, unit)

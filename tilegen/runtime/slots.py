@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from tilegen.errors import InvalidProblem
 from tilegen.masks.values import is_checked
 from tilegen.runtime.call import check_axes
 from tilegen.runtime.paged_call import even_starts, page_axes, readable
+from tilegen.settings import settings
 
 Pages = tuple[torch.Tensor, torch.Tensor]
 """Keys and values, each (pages, rows, heads, head dim)."""
@@ -164,8 +166,19 @@ def _slots(
     return slots
 
 
+@functools.cache
+def _compiled() -> Any:
+    """Return the kernel compiled for the CPU; values may lie in keys."""
+    from tilegen.cpu.direct import DirectFunction
+    from tilegen.runtime.write_kernel import write_tokens
+
+    return DirectFunction(write_tokens, aliases=True)
+
+
 def _runs_kernel(k: torch.Tensor) -> bool:
-    return k.is_cuda or (k.device.type == "cpu" and interpreter.is_active())
+    if k.device.type != "cpu":
+        return k.is_cuda
+    return interpreter.is_active() or settings().cpu_kernels
 
 
 def _compute(k: torch.Tensor, v: torch.Tensor, pages: Pages, slots: torch.Tensor) -> None:
@@ -206,7 +219,7 @@ def _launch(
     if where is not None:
         requests, columns = where[0].shape
         of_requests = *where, requests, where[0].stride(0), columns * page
-    kernel: Any = write_tokens
+    kernel: Any = write_tokens if k.is_cuda or interpreter.is_active() else _compiled()
     kernel[tokens, -(-heads // at_once)](
         *(k, v, k_pages, v_pages, slots, *of_requests),
         *(*k.stride()[:2], *v.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3], heads),

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+from tilegen.cpu.objects import is_stale
 from tilegen.disk import printable
 from tilegen.errors import InvalidRecord, TilegenError, Unsupported
 from tilegen.gpus.spec import catalogue
@@ -102,8 +103,9 @@ def prune(
     unmeasured: bool = False,
     dry_run: bool = False,
 ) -> list[Pruned]:
-    """Remove from a folder what killed writers left and what was set aside, from the own directory
-    old copies of remote records too; if told to, old or unmeasured records. Raises Unsupported."""
+    """Remove from a folder what killed writers left, what was set aside, and compiled kernels of
+    other compilers; from the own directory old copies of remote records too; if told to, old or
+    unmeasured records. Raises Unsupported."""
     folder = where.folder
     if folder is None:
         raise Unsupported(f"expected a folder to prune, got {where.address()!r}")
@@ -123,6 +125,8 @@ def prune(
     if where.origin == "own":
         copies = _old(folder, "remote/**/*", COPY_SECONDS)
         found |= dict.fromkeys(copies, "copy of a remote record")
+    objects = _old(folder, "kernels/*/*.o", 0)
+    found |= {file: "made by another compiler" for file in objects if is_stale(file)}
     records: dict[Path, Listed] = {}
     for listed in list_records([where]):
         if reason := _useless(listed, limit, unmeasured):

@@ -1,0 +1,172 @@
+"""`tilegen demo` on a machine without a GPU: kernels compiled for the CPU, checked and measured."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from tilegen import cpu
+from tilegen.check.peers import sdpa
+from tilegen.check.reference import make_inputs
+from tilegen.check.sizes import checkable
+from tilegen.check.verification import Check, launch_of, require, verify
+from tilegen.cpu.tile_table import cpu_config
+from tilegen.cpu.timing import timed_in_turns
+from tilegen.emit.render import render
+from tilegen.errors import TilegenError, Unsupported
+from tilegen.kernels import passes
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import LARGE_CACHE
+from tilegen.problem import AttentionProblem
+
+if TYPE_CHECKING:
+    from tilegen.emit.identity import RenderedKernel
+
+PROBLEM = "b1 hq8 hkv2 q2048 kv2048 d128 fp32 causal"
+NARROW = "b1 hq8 hkv2 q2048 kv2048 d128 bf16 causal"
+"""The same for processors that multiply bf16."""
+SECONDS = 1.0
+"""Time that each function is measured for [s]."""
+
+
+def usual_problem() -> str:
+    """Return the problem that suits this machine: about a second for all of it."""
+    from tilegen.cpu.target import host
+
+    return NARROW if host().pairs else PROBLEM
+
+
+@dataclass
+class CpuDemo:
+    """One demonstration, told line by line."""
+
+    say: Callable[[str], None]
+
+    def run(self, problem: AttentionProblem) -> dict[str, Any]:
+        """Emit, compile, verify and measure the kernels of a problem; return results as plain
+        values. Raises Unsupported where nothing can be compiled."""
+        import torch
+
+        from tilegen.cpu.target import host, processor
+
+        if reason := cpu.trouble():
+            raise Unsupported(reason)
+        started = time.perf_counter()
+        target, threads = host(), torch.get_num_threads()
+        self.say(f"problem   {problem}")
+        self.say(f"CPU       {processor()}, {target.name}, {threads} threads; no GPU found")
+        problem = problem.normal()
+        configs = {kernel: cpu_config(problem, kernel) for kernel in LARGE_CACHE}
+        rendered = {kernel: render(problem, config, kernel) for kernel, config in configs.items()}
+        self._compile(rendered)
+        checks = self._verify(problem, configs)
+        times = self._measure(problem, rendered)
+        self.say("")
+        self.say(f"{len(checks)} outputs right; {time.perf_counter() - started:.1f} s in all")
+        self.say(f'to read a kernel, type: tilegen show "{problem}" --kernel fwd')
+        return {
+            "problem": problem.key,
+            "processor": processor(),
+            "target": target.name,
+            "threads": threads,
+            "configs": {kernel: config.key for kernel, config in configs.items()},
+            "times": times,
+        }
+
+    def _compile(self, rendered: Mapping[Kernel, RenderedKernel]) -> None:
+        self.say("")
+        self.say("-- compile: emitted Triton kernels to machine code, kept on disk")
+        for kernel, one in rendered.items():
+            started = time.perf_counter()
+            made = cpu.function_of(cpu.load(one)).made
+            seconds = time.perf_counter() - started
+            self.say(
+                f"{kernel:15}{one.config.key:14}{len(made.binary) / 1024:5.0f} KiB  "
+                f"{1e3 * seconds:5.0f} ms"
+            )
+
+    def _verify(
+        self, problem: AttentionProblem, configs: Mapping[Kernel, TileConfig]
+    ) -> tuple[Check, ...]:
+        smaller = checkable(problem)
+        self.say("")
+        self.say(f"-- verify: against fp64, at most twice PyTorch's own error, on {smaller}")
+        checks = verify(smaller, configs, device="cpu")
+        for check in checks:
+            self.say(str(check))
+        require(checks)
+        return checks
+
+    def _measure(
+        self, problem: AttentionProblem, rendered: Mapping[Kernel, RenderedKernel]
+    ) -> dict[str, Any]:
+        self.say("")
+        self.say("-- measure: kernels and SDPA in turns, median times, forward and backward")
+        times: dict[str, Any] = {}
+        for name, functions in passes_in_turns(problem, rendered).items():
+            timings = timed_in_turns(functions, seconds=SECONDS)
+            ours = timings["tilegen"]
+            times[name] = {who: timing.median for who, timing in timings.items()}
+            line = f"{name:10}tilegen {1e3 * ours.median:8.2f} ms"
+            for who, timing in timings.items():
+                if timing is not ours:
+                    line += f"  {who} {1e3 * timing.median:8.2f} ms:"
+                    line += f" {timing.ratio:.2f} times {who}'s speed"
+            self.say(line)
+        return times
+
+
+def passes_in_turns(
+    problem: AttentionProblem, rendered: Mapping[Kernel, RenderedKernel]
+) -> dict[str, dict[str, Callable[[], object]]]:
+    """Return functions to time for each pass: the compiled kernels first, then SDPA if it has the
+    mask."""
+    import torch
+
+    from tilegen.kernels.two_pass import BWD_PREPROCESS
+
+    x = make_inputs(problem, device="cpu")
+    scale = x.q.shape[-1] ** -0.5
+    problem = replace(problem, mask=problem.mask.realized(problem.shape, "cpu"))
+    launches = {
+        kernel: launch_of(one, problem.mask, {}, x.q, x.k) for kernel, one in rendered.items()
+    }
+    forward = {"fwd": launches["fwd"]}
+    out, lse = passes.forward(forward, x.q, x.k, x.v, scale, panel_rows=1)
+    backward = {name: launch for name, launch in launches.items() if name != "fwd"}
+
+    def ours() -> object:
+        delta = launches[BWD_PREPROCESS.name](out, x.dout)
+        return passes.gradients(backward, x.q, x.k, x.v, x.dout, lse, delta, scale, panel_rows=1)
+
+    found: dict[str, dict[str, Callable[[], object]]] = {
+        "forward": {
+            "tilegen": partial(passes.forward, forward, x.q, x.k, x.v, scale, panel_rows=1)
+        },
+        "backward": {"tilegen": ours},
+    }
+    try:
+        attention = sdpa(problem, "cpu")
+    except TilegenError:  # SDPA has no scores and no dropout of this kind
+        return found
+    leaves = [one.detach().clone().requires_grad_() for one in (x.q, x.k, x.v)]
+    result = attention(*leaves)
+
+    def inference() -> object:
+        with torch.no_grad():
+            return attention(x.q, x.k, x.v)
+
+    found["forward"]["SDPA"] = inference
+    found["backward"]["SDPA"] = lambda: torch.autograd.grad(
+        result, leaves, x.dout, retain_graph=True
+    )
+    return found
+
+
+def demonstrate_on_cpu(problem: str, say: Callable[[str], None]) -> dict[str, Any]:
+    """Run the demonstration on a problem's notation, by default one of this machine's size, and
+    return its results as plain values."""
+    return CpuDemo(say).run(AttentionProblem.parse(problem or usual_problem()))

@@ -1,0 +1,54 @@
+"""Times of functions on the CPU, taken in turns: a change of the machine's load meets all."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+MIN_ROUNDS = 5
+MAX_ROUNDS = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Times of one function [s]."""
+
+    median: float
+    least: float
+    rounds: int
+    ratio: float
+    """Time of the first function over that of this one, the median over rounds: above 1, the first
+    one is faster."""
+
+
+def timed_in_turns(
+    functions: Mapping[str, Callable[[], object]], *, seconds: float = 1.0
+) -> dict[str, Timing]:
+    """Return the times of functions that are called in turns, once each a round, by the wall clock.
+
+    The first round warms up and does not count. About `seconds` are spent on each function, and at
+    least MIN_ROUNDS rounds.
+    """
+    for function in functions.values():
+        function()
+    times: dict[str, list[float]] = {name: [] for name in functions}
+    end = time.perf_counter() + seconds * len(functions)
+    rounds = 0
+    while rounds < MIN_ROUNDS or (time.perf_counter() < end and rounds < MAX_ROUNDS):
+        for name, function in functions.items():
+            start = time.perf_counter()
+            function()
+            times[name].append(time.perf_counter() - start)
+        rounds += 1
+    first = next(iter(times.values()))
+    return {
+        name: Timing(
+            median=statistics.median(taken),
+            least=min(taken),
+            rounds=rounds,
+            ratio=statistics.median(b / a for a, b in zip(first, taken, strict=True)),
+        )
+        for name, taken in times.items()
+    }
