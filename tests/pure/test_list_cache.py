@@ -127,3 +127,18 @@ def test_threads_build_lists_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(builds) == 1
     assert len(found) == 4
     assert len(set(map(id, found))) == 1
+
+
+def test_stale_lists_are_rebuilt_after_a_failed_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache, ids = ListCache(), torch.arange(64) // 10
+    stale = rows(cache, SAME_DOCUMENT, ids)
+    ids.zero_()
+    monkeypatch.setattr(tile_lists, "build", _out_of_memory)
+    with pytest.raises(torch.OutOfMemoryError):
+        rows(cache, SAME_DOCUMENT, ids)
+    monkeypatch.undo()
+    assert stale.visited_tiles < 16 == rows(cache, SAME_DOCUMENT, ids).visited_tiles
+
+
+def _out_of_memory(*_: Any, **__: Any) -> TileLists:
+    raise torch.OutOfMemoryError

@@ -174,9 +174,10 @@ class ListCache:
                         "lists of tiles cannot be made while a CUDA graph is captured: make the "
                         "call once before"
                     )
-                entry.states = tuple(map(_state, sources))
+                states = tuple(map(_state, sources))
                 with sympy_lock.lock:
-                    entry.lists = build(keep, captured, shape, device=device, side=side)
+                    lists = build(keep, captured, shape, device=device, side=side)
+                entry.lists, entry.states = lists, states  # together: a build may fail
             return entry.lists
 
     def _entry(self, key: Hashable, sources: Sequence[torch.Tensor]) -> _Entry:
