@@ -9,9 +9,12 @@ import pytest
 
 from tilegen.choose import fastest
 from tilegen.choose.configs import all_configs
+from tilegen.choose.families import kernels_of
 from tilegen.choose.ranking import estimate, hopefuls, propose, search_space
 from tilegen.disk import say_once
 from tilegen.errors import Unsupported
+from tilegen.explaining.explanation import explain_all
+from tilegen.explaining.text import lines_of_all
 from tilegen.gpus.spec import GpuSpec, catalogue, gpu
 from tilegen.kernels.config import BLOCK_SIZES, Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS, LARGE_CACHE
@@ -21,6 +24,7 @@ from tilegen.model.launches import kept_entries, launches
 from tilegen.model.rates import rates_of
 from tilegen.model.time import l2_seconds, least_seconds, local_clocks, step_clocks, time
 from tilegen.model.traffic import traffic, visits
+from tilegen.pipeline import choose
 from tilegen.problem import AttentionProblem
 
 PARSE = AttentionProblem.parse
@@ -91,6 +95,16 @@ def test_reasons_are_one_sentence_with_numbers(kernel: Kernel) -> None:
         block = candidate.config.block_n if kernel == "bwd_dkdv" else candidate.config.block_m
         assert candidate.reason.startswith(f"{block} ")
         assert f"{candidate.estimate.registers} registers" in candidate.reason
+
+
+@pytest.mark.parametrize("head_dim", [64, 512, "1024/512"])
+def test_masks_that_keep_no_pair(head_dim: int | str) -> None:
+    problem = PARSE(f"b2 hq4 hkv2 q1024 kv1024 d{head_dim} bf16 keep(k<0)")
+    told = explain_all(problem, gpu("h200"), kernels_of(problem, gpu("h200")))
+    assert all(one["bound"]["ratio"] is None or one["bound"]["ratio"] >= 1 for one in told)
+    assert "times the lower bound of the pass" in "\n".join(lines_of_all(told, with_passes=True))
+    for kernel, one in choose(problem, gpu("h200")).items():
+        assert one.ranked.candidates[0].reason, kernel
 
 
 def test_less_fast_memory_means_smaller_tiles() -> None:

@@ -37,9 +37,13 @@ def reason_of(problem: AttentionProblem, gpu: GpuSpec, cost: CostEstimate) -> st
     if cost.limit == "tensor" and not on_tensor_cores(problem.dtype, gpu.arch):
         waits_for = "fp32 multiply-adds"
     spills = f"; may spill {needs.spill_bytes} bytes a thread" if needs.spill_bytes else ""
+    # A kernel that only passes intermediates on need not move anything where no pair is kept.
+    bound = (
+        f", {moved / least:.1f} times the lower bound" if (least := cost.lower_bound_bytes) else ""
+    )
     return (
-        f"{tile}: {_size(moved)} to and from L2, {moved / cost.lower_bound_bytes:.1f} times the "
-        f"lower bound; waits for {waits_for}, {together} program{'s' * (together > 1)} per SM with "
+        f"{tile}: {_size(moved)} to and from L2{bound}; waits for {waits_for}, "
+        f"{together} program{'s' * (together > 1)} per SM with "
         f"{_size(cost.smem_bytes)} and {cost.registers} registers{spills}"
     )
 

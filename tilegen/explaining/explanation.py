@@ -98,6 +98,7 @@ def explain(
     chosen = ranked[0] if config is None else _candidate(problem, gpu, kernel, config, ranked)
     others = [c for c in ranked if c.config != chosen.config][:3]
     cost = chosen.estimate
+    least = cost.lower_bound_bytes  # 0 where no pair is kept and all results are intermediates
     counts = visits(problem, chosen.config.block_m, chosen.config.block_n, kernel)
     direction = direction_of(kernel)
     joined = joined_splits(problem, gpu, kernel)
@@ -144,7 +145,7 @@ def explain(
             "complexity": str(complexity(direction)),
             "complexity_latex": formula("optimum", complexity(direction))["latex"],
             "formula": str(lower_bound(kernel, values_in_keys=problem.latent)),
-            "ratio": (cost.read_bytes + cost.write_bytes) / cost.lower_bound_bytes,
+            "ratio": (cost.read_bytes + cost.write_bytes) / least if least else None,
             "critical_head_dim": critical_head_dim(
                 gpu, direction, element_bytes=problem.element_bytes
             ),
@@ -326,10 +327,12 @@ def _versus(
     grown = {name: seconds - own[name] for name, seconds in its.terms}
     slower = its.seconds >= mine.seconds
     term = (max if slower else min)(grown, key=lambda name: grown[name])
-    traffic = (its.read_bytes + its.write_bytes) / (mine.read_bytes + mine.write_bytes)
+    moved, others = (one.read_bytes + one.write_bytes for one in (mine, its))
+    traffic = others / moved if moved else None
     together = _residents(problem, gpu, chosen), _residents(problem, gpu, other)
     steps = _steps(problem, chosen), _steps(problem, other)
-    said = ["the same traffic" if traffic == 1 else f"{traffic:.2f} times the traffic"]
+    times = "traffic where this has none" if traffic is None else f"{traffic:.2f} times the traffic"
+    said = ["the same traffic" if moved == others else times]
     if steps[0] != steps[1]:
         said.append(f"{steps[1]} steps a head, not {steps[0]}")
     if together[0] != together[1]:

@@ -114,9 +114,12 @@ def _dense_choice(
         return None
     its, mine = estimate(problem, gpu, dense, kernel), chosen.estimate
     as_candidate = replace(chosen, config=dense, estimate=its)
+    moved = mine.read_bytes + mine.write_bytes
+    if not moved:  # nothing is kept, and all results are intermediates
+        return None
     return {
         "config": dense.key,
         "slowdown": its.seconds / mine.seconds,
-        "traffic_ratio": (its.read_bytes + its.write_bytes) / (mine.read_bytes + mine.write_bytes),
+        "traffic_ratio": (its.read_bytes + its.write_bytes) / moved,
         "scores_ratio": _scores(problem, as_candidate) / max(1.0, _scores(problem, chosen)),
     }

@@ -153,8 +153,8 @@ def explain_lines(told: dict[str, Any]) -> list[str]:
         *_dram_lines(told["dram"]),
         "",
         f"  optimum    Theta({bound['complexity']})",
-        f"  bound      {_bound(bound)} with {_bytes(bound['on_chip_bytes'])} on chip: "
-        f"these tiles move {bound['ratio']:.1f} times that",
+        f"  bound      {_bound(bound)} with {_bytes(bound['on_chip_bytes'])} on chip"
+        + ("" if bound["ratio"] is None else f": these tiles move {bound['ratio']:.1f} times that"),
         *(
             f"    {one['name']:5} {one['text']}"
             for one in bound["formulas"]
