@@ -49,6 +49,28 @@ def test_kernel_with_dropout(kernel: Kernel, golden: CheckGolden) -> None:
     golden(render(replace(LLAMA, dropout=True), config, kernel).source)
 
 
+@pytest.mark.parametrize(
+    "kernel, config",
+    [
+        ("fwd_split", "m8h2n16k128w4s1"),
+        ("fwd_paged", "m8h2n16k128w4s1"),
+        ("fwd_combine", "m1n16w1s1"),
+    ],
+)
+def test_kernels_that_drop_nothing_refuse_dropout(kernel: Kernel, config: str) -> None:
+    problem = AttentionProblem.parse("b2 hq4 hkv2 q256 kv256 d64 bf16 causal")
+    tile = TileConfig.parse(config)
+    assert render(problem, tile, kernel).source
+    with pytest.raises(Unsupported, match=f"{kernel} does not drop weights, .*dropout'"):
+        render(replace(problem, dropout=True), tile, kernel)
+
+
+def test_splits_are_joined_row_by_row() -> None:
+    problem = AttentionProblem.parse("b2 hq4 hkv2 q256 kv256 d64 bf16 causal")
+    with pytest.raises(Unsupported, match=r"block_m of fwd_combine must be .*\(1,\), got 16"):
+        render(problem, TileConfig.parse("m16n16w1s1"), "fwd_combine")
+
+
 def test_preprocess(golden: CheckGolden) -> None:
     golden(render(LLAMA, CONFIG, "bwd_preprocess").source)
 

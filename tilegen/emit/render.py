@@ -30,7 +30,7 @@ from tilegen.kernels.arguments import DROPOUT, SINKS
 from tilegen.kernels.config import Kernel, TileConfig, head_dim_chunks
 from tilegen.kernels.descriptors import why_not_described
 from tilegen.kernels.launch_order import heavy_end, rows_together
-from tilegen.kernels.registry import KERNELS, check_config, tile_heads
+from tilegen.kernels.registry import KERNELS, check_config, family_with, tile_heads
 from tilegen.kernels.spec import WIDTHS, KernelSpec
 from tilegen.kernels.split_kv import FILLING, is_divided, usual_tiles
 from tilegen.masks.grouping import heads_of_tiles
@@ -89,6 +89,11 @@ def render(
         raise Unsupported(
             f"expected {allowed} or no h in {config.key}: a tile holds heads of a group of "
             f"{problem.group_size}, where mask and score are the same for them"
+        )
+    if problem.dropout and not any(one.drops for one in family_with(kernel).kernels):
+        raise Unsupported(
+            f"{kernel} does not drop weights, expected a problem without dropout, got "
+            f"'{problem.key}'"
         )
     if aligned is None:
         aligned = rows_are_aligned(problem)

@@ -102,7 +102,9 @@ def check_config(config: TileConfig, kernel: Kernel) -> None:
     values |= {"block_d": config.block_d}
     for name, value in values.items():
         allowed = getattr(spec.knobs, name)
-        if value not in allowed and (spec.sliced or spec.splits or value < BLOCK_SIZES[0]):
+        least = BLOCK_SIZES[0]
+        is_free = not (spec.sliced or spec.splits or max(allowed) < least) and value >= least
+        if value not in allowed and not is_free:
             raise Unsupported(
                 f"{name} of {kernel} must be one of {allowed}, got {value} in {config.key}"
             )
