@@ -30,6 +30,7 @@ TIMES = STAMPS.sort().values
 WEIGHTS_RISING = WEIGHTS.sort().values
 IS_TOKEN = torch.arange(LONGEST) < torch.tensor([50, 90])[:, None]
 TRAINED = torch.randn(LONGEST, generator=_random).requires_grad_()
+BYTES = torch.randint(0, 256, (LONGEST,), generator=_random, dtype=torch.uint8)
 
 
 def _morton(x: Any) -> Any:
@@ -73,6 +74,15 @@ MASKS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
     "wide product": lambda b, h, q, k: q * 1000000 * k <= 5e9,
     "wide table": lambda b, h, q, k: STAMPS[q] >= STAMPS[k],
     "wide shift": lambda b, h, q, k: ((q << 33) ^ (k << 32)) % 7 < 4,
+    # Fewer than 32 bits, or as many.
+    "int8 sums": lambda b, h, q, k: BYTES.to(torch.int8)[q] + BYTES.to(torch.int8)[k] > 0,
+    "uint8 distances": lambda b, h, q, k: BYTES[q] - BYTES[k] <= 100,
+    "int16 products": lambda b, h, q, k: (q * k * 1000).short() > 0,
+    "int32 products": lambda b, h, q, k: (BYTES[q].int() << 20) * BYTES[k] % 9 < 4,
+    "complements": lambda b, h, q, k: ~BYTES[q] // 3 >= ~BYTES[k] % 50,
+    "sums of bools": lambda b, h, q, k: ((q > 3) + (k > 5)) == (IS_TOKEN[b, k] * (k > q)),
+    "shifts beyond": lambda b, h, q, k: (1 << (q - k)) > (q >> (k - 7)),
+    "powers of two": lambda b, h, q, k: (2 ** (q - k)).int() > k,
     # Powers and functions.
     "square": lambda b, h, q, k: (q - k) ** 2 <= 25,
     "product of distances": lambda b, h, q, k: (q - k) * (q - k) < 200,

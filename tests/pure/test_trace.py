@@ -328,8 +328,14 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "slice": (lambda b, h, q, k: LAYOUT[b, :, k] > 3, "one index per dimension"),
     "float_index": (lambda b, h, q, k: DOCUMENTS[q / 2] > 3, r"integer index, got q/2; use //"),
     "bool_index": (lambda b, h, q, k: DOCUMENTS[q > 2] > 3, "integer index, got q > 2"),
-    "bits": (lambda b, h, q, k: ((q / 2) & 1) == 0, "conditions or integers in &"),
-    "shift": (lambda b, h, q, k: ((q / 2) >> 1) == 0, "integers in an operation on bits"),
+    "bits": (
+        lambda b, h, q, k: ((q / 2) & 1) == 0,
+        "PyTorch has, got and of float32",
+    ),
+    "shift": (
+        lambda b, h, q, k: ((q / 2) >> 1) == 0,
+        "PyTorch has, got rshift of float",
+    ),
     "number": (lambda b, h, q, k: q - k, "returns a bool, got"),
     "text": (lambda b, h, q, k: "causal", "got 'causal'"),
     "complex": (lambda b, h, q, k: (q + 1j) == k, "real number, got q"),
@@ -337,7 +343,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
     "root_of_negative": (lambda b, h, q, k: torch.sqrt(0 * q - 1) > k, "real number"),
     "new_shape": (lambda b, h, q, k: q.new_ones((3,)) > k, r"shape \(\), got \(3,\)"),
     "softmax": (lambda b, h, q, k: torch.softmax(q, 0) > k, "got softmax"),
-    "condition_in_place": (lambda b, h, q, k: q.eq_(k) > 3, "leave a number a number"),
+    "float_in_place": (lambda b, h, q, k: q.div_(2) > 3, "in place to give a torch.int64"),
     "signature": (lambda b, h: b == h, r"function of \(b, h, q_idx, kv_idx\)"),
 }
 

@@ -63,6 +63,30 @@ def test_functions_that_change_in_place_are_traced() -> None:
         torch.testing.assert_close(one(*given), expected)
 
 
+def test_narrow_integers_wrap_around() -> None:
+    large = torch.arange(ROWS, dtype=torch.uint8) * 11  # 23 * 11 = 253
+    is_even = torch.arange(ROWS) % 2 == 0
+
+    def kept(b: Any, h: Any, i: Any, j: Any) -> Any:
+        apart = (large[i] - large[j] < 100) | (i == j)
+        return (is_even[i] + is_even[j] > 0).where(apart, large[j].to(torch.int8) > i)
+
+    def changed(s: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        i *= 100
+        return s + 0.0002 * (i.short() * large[j])
+
+    def run(q: Any, k: Any, v: Any) -> Any:
+        return tilegen.attention(q, k, v, mask=tilegen.predicate(kept), score=changed)
+
+    given = qkv(trained=False)
+    rows, columns = torch.arange(ROWS)[:, None], torch.arange(ROWS)[None]
+    q, k, v = (x.repeat_interleave(HEADS // x.shape[1], 1) for x in given)
+    scores = changed(q @ k.mT * q.shape[-1] ** -0.5, 0, 0, rows.clone(), columns)
+    expected = scores.masked_fill(~kept(0, 0, rows, columns), -torch.inf).softmax(-1) @ v
+    for one in (run, torch.compile(run, fullgraph=True, backend="aot_eager")):
+        torch.testing.assert_close(one(*given), expected)
+
+
 def _graphs(run: Callable[..., Any], given: list[Any], **options: Any) -> int:
     """Return how many graphs are compiled for some calls, which must give what they give."""
     graphs: list[Any] = []

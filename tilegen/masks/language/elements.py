@@ -14,6 +14,15 @@ ELEMENTS = {
 }
 """Triton's name for elements of captured tensors, by PyTorch's."""
 
+BOUNDS = {
+    "bool": (0, 1),
+    "int8": (-(2**7), 2**7 - 1),
+    "uint8": (0, 2**8 - 1),
+    "int16": (-(2**15), 2**15 - 1),
+    "int32": (-(2**31), 2**31 - 1),
+}
+"""Smallest and largest value of elements of fewer than 64 bits, by PyTorch's name."""
+
 
 def kind_of(element: str) -> str:
     """Return bool, int or float, by PyTorch's name for elements."""

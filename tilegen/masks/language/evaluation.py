@@ -21,6 +21,7 @@ from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.language.integers import Exact, FloorDiv, is_int, prepared
 from tilegen.masks.language.nodes import ELEMENTARY, Bits, Where, ties
 from tilegen.masks.language.symbols import PAIR, Lookup, S, is_condition, reads, slot_of
+from tilegen.masks.language.widths import Wrapped
 
 _HALF = sympy.Rational(1, 2)
 _ELEMENTARY: dict[type, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -110,6 +111,8 @@ class Points:
                 return self.apply(remainder, *map(self._integer, expr.args))
             case Bits():
                 return self.apply(bits, type(expr), *map(self._integer, expr.args))
+            case Wrapped():
+                return self.apply(wrapped, type(expr), self._integer(expr.args[0]))
             case Exact():
                 return self._float(expr.args[0])
             case sympy.Max():
@@ -219,6 +222,11 @@ def maximum(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 def bits(operation: type[Bits], left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """Return what an operation makes of the bits of two integers."""
     return operation.of(left, right)
+
+
+def wrapped(kind: type[Wrapped], value: torch.Tensor) -> torch.Tensor:
+    """Return an integer as narrow ones hold it."""
+    return value.to(getattr(torch, kind.element)).long()
 
 
 def remainder(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from typing import Any
 import sympy
 import torch
 
+from tilegen.masks.language.elements import BOUNDS
 from tilegen.masks.language.integers import is_int
 from tilegen.masks.language.nodes import ShiftLeft, Where
 from tilegen.masks.language.symbols import (
@@ -24,13 +25,14 @@ from tilegen.masks.language.symbols import (
     slot_of,
 )
 from tilegen.masks.language.value_bounds import LARGEST, Interval, TileBounds
+from tilegen.masks.language.widths import Wrapped
 
 Bounds = tuple[int, int]
 """Smallest and largest value, both inclusive."""
 
 MAX_LENGTH = 2**28
 """Longest sequence of a call with a mask or score that computes with positions."""
-INT32: Bounds = (-(2**31), 2**31 - 1)
+INT32: Bounds = BOUNDS["int32"]
 ANYTHING: Bounds = (-LARGEST, LARGEST)
 """Bounds of integers of which nothing is known."""
 REALS = (-math.inf, math.inf)
@@ -94,6 +96,8 @@ class Sizes(TileBounds):
                 return True
             case Where():
                 return any(map(self.is_wide, expr.args[1:]))
+            case Wrapped():
+                return False
             case _ if not is_int(expr):
                 return True
             case _:

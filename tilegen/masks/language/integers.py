@@ -15,6 +15,7 @@ from sympy.core.relational import Relational
 
 from tilegen.masks.language.nodes import Bits, Where, normalise
 from tilegen.masks.language.symbols import Lookup
+from tilegen.masks.language.widths import Wrapped
 
 MAX_RATIO = 2**20
 
@@ -45,7 +46,7 @@ def is_int(expr: sympy.Basic) -> bool:
     match expr:
         case sympy.Symbol() | Lookup() | sympy.Number():
             return bool(expr.is_integer)
-        case FloorDiv() | sympy.Mod() | Bits():
+        case FloorDiv() | sympy.Mod() | Bits() | Wrapped():
             return True
         case sympy.Add() | sympy.Mul() | sympy.Max() | sympy.Min() | sympy.Abs() | sympy.sign():
             return all(map(is_int, expr.args))

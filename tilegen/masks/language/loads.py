@@ -15,18 +15,11 @@ from typing import Any
 import sympy
 
 from tilegen.kernels import arguments
-from tilegen.masks.language.elements import ELEMENTS, kind_of
-from tilegen.masks.language.integer_bounds import INT32, Bounds
+from tilegen.masks.language.elements import BOUNDS, ELEMENTS, kind_of
+from tilegen.masks.language.integer_bounds import Bounds
 from tilegen.masks.language.symbols import Lookup, captured_name, slot_of
 
 _AS_THEY_ARE = ("int32", "int64", "float32", "float64")
-_SMALL: dict[str, Bounds] = {
-    "bool": (0, 1),
-    "int8": (-(2**7), 2**7 - 1),
-    "uint8": (0, 2**8 - 1),
-    "int16": (-(2**15), 2**15 - 1),
-    "int32": INT32,
-}
 _NAMED = re.compile(r"[qk]_(?:idx|first|last)|batch|head")
 _WIDE = ("batch", "head")
 """Names of indices that have 64 bits."""
@@ -96,9 +89,9 @@ class Loads:
         self._names: dict[tuple[str, ...], str] = {}
         names = [captured_name(slot, kind_of(one)) for slot, one in enumerate(elements)]
         self.bounds: dict[sympy.Basic, Bounds] = {
-            names[slot]: (limits or {}).get(slot, _SMALL[one])
+            names[slot]: (limits or {}).get(slot, BOUNDS[one])
             for slot, one in enumerate(elements)
-            if one in _SMALL
+            if one in BOUNDS
         }
         """Bounds of integer elements, by the tensor's name."""
         self.doubles = {slot for slot, one in enumerate(elements) if one == "float64"}

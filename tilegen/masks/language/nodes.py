@@ -28,11 +28,12 @@ from tilegen.masks.language.symbols import (
     is_captured,
     is_condition,
 )
+from tilegen.masks.language.widths import WRAPPED, Wrapped
 
 MAX_EXPONENT = 64
 """Largest integer exponent: powers are printed as products."""
-MAX_SHIFT = 62
-"""Largest shift; integers have 64 bits."""
+MAX_SHIFT = 63
+"""Largest shift of integers of 64 bits that is not the same as a larger one."""
 
 
 def _of_both(fact: str) -> Callable[[sympy.Basic], bool | None]:
@@ -156,20 +157,29 @@ class BitXor(Bits):
     sign, of = "^", staticmethod(operator.xor)
 
 
-class ShiftLeft(Bits):
-    """`left << right`; right is in 0..MAX_SHIFT."""
+def _shifted_left(left: Any, right: Any) -> Any:
+    if not isinstance(left, int):
+        return left << right
+    bits = left << right if 0 <= right <= MAX_SHIFT else 0
+    return (bits + 2**63) % 2**64 - 2**63
 
-    sign, of = "<<", staticmethod(lambda left, right: left << _shift(right))
+
+def _shifted_right(left: Any, right: Any) -> Any:
+    if isinstance(left, int):
+        return left >> (right if 0 <= right <= MAX_SHIFT else MAX_SHIFT)
+    return left >> right
+
+
+class ShiftLeft(Bits):
+    """`left << right`, 0 where right is not in 0..MAX_SHIFT, as in PyTorch."""
+
+    sign, of = "<<", staticmethod(_shifted_left)
 
 
 class ShiftRight(Bits):
-    """`left >> right`, rounded down; right is in 0..MAX_SHIFT."""
+    """`left >> right`, rounded down: 0 or -1 where right is not in 0..MAX_SHIFT."""
 
-    sign, of = ">>", staticmethod(lambda left, right: left >> _shift(right))
-
-
-def _shift(by: Any) -> Any:
-    return min(max(by, 0), MAX_SHIFT) if isinstance(by, int) else by.clamp(0, MAX_SHIFT)
+    sign, of = ">>", staticmethod(_shifted_right)
 
 
 SYMBOLS = {str(symbol): symbol for symbol in (B, H, Q, K, S, SEQLEN_Q, SEQLEN_KV)}
@@ -198,6 +208,7 @@ BITS: dict[str, type[Bits]] = {
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     **ELEMENTARY,
     **BITS,
+    **WRAPPED,
     "abs": sympy.Abs,
     "sqrt": sympy.sqrt,
     "sign": sympy.sign,
@@ -210,6 +221,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 _KNOWN = (
     *(sympy.Add, sympy.Mul, sympy.Pow, sympy.Mod, sympy.floor, sympy.ceiling, sympy.sign),
     *(sympy.Abs, sympy.Max, sympy.Min, *ELEMENTARY.values(), *BITS.values()),
+    *WRAPPED.values(),
     *(sympy.Eq, sympy.Ne, sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt),
     *(sympy.And, sympy.Or, sympy.Not, Where),
 )
@@ -267,6 +279,8 @@ def _one(expr: sympy.Basic, known: dict[sympy.Basic, sympy.Basic]) -> sympy.Basi
             return expr  # to make one again takes SymPy long
         case Bits():
             return _bits(expr, args)
+        case Wrapped() if args[0].is_integer is False:
+            raise Unsupported(f"expected an integer in {expr.element}(...), got {args[0]}")
         case sympy.Abs():
             return _absolute(args[0])
         case sympy.Mul():
@@ -302,9 +316,9 @@ def _bits(expr: Bits, args: list[Any]) -> sympy.Basic:
             raise Unsupported(f"expected integers in an operation on bits, got {arg} in {expr}")
     if right.is_Integer and right >= 0:
         number = int(right)
-        if isinstance(expr, ShiftLeft) and number <= MAX_SHIFT:
+        if isinstance(expr, ShiftLeft) and number < MAX_SHIFT:
             return left * 2**number
-        if isinstance(expr, ShiftRight) and number <= MAX_SHIFT:
+        if isinstance(expr, ShiftRight) and number < MAX_SHIFT:
             return sympy.floor(left / 2**number)
         if isinstance(expr, BitAnd) and number & (number + 1) == 0:
             return sympy.Mod(left, number + 1)

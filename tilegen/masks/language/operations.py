@@ -105,6 +105,19 @@ def power(base: Any, exponent: Any) -> Any:
     return sympy.Pow(number(base), number(exponent))
 
 
+def integer_power(input: Any, exponent: Any) -> Any:
+    """Return input ** exponent, both integers."""
+    base, exponent = number(input), number(exponent)
+    if exponent.is_Integer and exponent >= 0:
+        return power(base, exponent)
+    if base == 2:  # negative powers of which are rounded to 0
+        return ShiftLeft(sympy.S.One, exponent)
+    raise Unsupported(
+        f"expected a power of 2 or a constant exponent, got the integer {base} ** ({exponent}); "
+        "write it with floats"
+    )
+
+
 def floor_divide(input: Any, other: Any) -> Any:
     """Return input / other rounded down."""
     return sympy.floor(_quotient(input, other))
@@ -240,8 +253,6 @@ _UNARY: dict[str, Callable[[Any], Any]] = {
     "trunc fix": truncate,
     "isinf": lambda x: sympy.Eq(sympy.Abs(x), sympy.oo),
     "isneginf": lambda x: sympy.Eq(x, -sympy.oo),
-    "float double half bfloat16": lambda x: x,
-    "int long short": truncate,
     "zeros_like": lambda _: sympy.S.Zero,
     "ones_like": lambda _: sympy.S.One,
 }
@@ -294,7 +305,6 @@ _OTHER: dict[str, Callable[..., Any]] = {
         number(input) + number(weight) * (number(end) - number(input))
     ),
     "silu": lambda input, inplace=False: number(input) * Sigmoid(number(input)),
-    "bool": lambda input: cast(input, torch.bool),
     "full_like": lambda input, fill_value: number(fill_value),
     "new_full": lambda input, size, fill_value: _scalar(size, fill_value),
     "new_zeros": lambda input, size=(): _scalar(size, sympy.S.Zero),

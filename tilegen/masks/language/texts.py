@@ -40,6 +40,7 @@ from tilegen.masks.language.symbols import (
     is_captured,
     is_condition,
 )
+from tilegen.masks.language.widths import WRAPPED
 
 if TYPE_CHECKING:
     import torch
@@ -261,7 +262,7 @@ class _Reader:
         if name == "where" or len(args) != arity:
             raise InvalidProblem(f"{name} does not take {len(args)} arguments")
         values = [self._value(arg, depth) for arg in args]
-        if name not in ("min", "max", "abs", "sign", *BITS) and values[0].is_number:
+        if name not in ("min", "max", "abs", "sign", *BITS, *WRAPPED) and values[0].is_number:
             # SymPy might compute billions of digits of an exact number's function.
             values[0] = sympy.Float(float(normalise(values[0])))
         return FUNCTIONS[name](*values)

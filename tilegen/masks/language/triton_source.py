@@ -46,6 +46,7 @@ from tilegen.masks.language.spelling import (
 )
 from tilegen.masks.language.symbols import PAIR, Lookup, S, is_condition, reads, slot_of
 from tilegen.masks.language.triton_functions import log1p, tanh
+from tilegen.masks.language.widths import Wrapped
 
 FP32_TINY, FP32_MAX = 2.0**-126, (2 - 2.0**-23) * 2.0**127
 
@@ -199,6 +200,8 @@ class Writer:
                 return self._remainder(*expr.args)
             case Bits():
                 return self._bits(expr)
+            case Wrapped():
+                return self._wrapped(expr), ATOM
             case Exact():
                 return f"{self._inside(expr.args[0], ATOM)}.to({self._dtype})", ATOM
             case sympy.Max() | sympy.Min():
@@ -223,6 +226,11 @@ class Writer:
                 return self._relation(expr), COMPARISON
             case _:
                 return self._function(expr)
+
+    def _wrapped(self, expr: Wrapped) -> str:
+        """Return the source of a narrow integer, in 32 bits."""
+        narrow = f"{self._int(expr.args[0], ATOM)}.to(tl.{expr.element})"
+        return narrow if expr.element == "int32" else f"{narrow}.to(tl.int32)"
 
     def _relation(self, expr: Relational) -> str:
         both = all(map(is_int, expr.args))
@@ -337,9 +345,15 @@ class Writer:
         most = 31 if not self._sizes.is_wide(expr) else MAX_SHIFT
         low, high = self._sizes.bounds(shift)
         amount = spell(shift, ATOM)
-        if low < 0 or high > most:
-            amount = f"tl.minimum(tl.maximum({amount}, 0), {most})"
-        return f"{spell(value, ATOM)} {expr.sign} {amount}", OR
+        if low >= 0 and high <= most:
+            return f"{spell(value, ATOM)} {expr.sign} {amount}", OR
+        amount = self.name(amount)
+        inside = f"({amount} >= 0) & ({amount} <= {most})"
+        amount = f"tl.where({inside}, {amount}, {most})"
+        shifted = f"{spell(value, ATOM)} {expr.sign} {amount}"
+        if isinstance(expr, ShiftRight):
+            return shifted, OR
+        return f"tl.where({inside}, {shifted}, 0)", ATOM
 
     def _extreme(self, expr: sympy.Max | sympy.Min, integers: bool) -> str:
         name = "tl.maximum" if isinstance(expr, sympy.Max) else "tl.minimum"

@@ -23,9 +23,11 @@ from tilegen.masks.language.evaluation import (
     nonzero,
     power,
     read,
+    wrapped,
 )
 from tilegen.masks.language.extremes import BoxExtremes
-from tilegen.masks.language.nodes import Bits, BitXor, ShiftLeft, ShiftRight
+from tilegen.masks.language.nodes import MAX_SHIFT, Bits, BitXor, ShiftLeft, ShiftRight
+from tilegen.masks.language.widths import Wrapped
 
 LARGEST = 2**62
 """Largest integer that is bounded: beyond it sums and products may wrap around."""
@@ -140,11 +142,19 @@ class TileBounds(Points):
 
     def bits(self, operation: type[Bits], left: Interval, right: Interval) -> Interval:
         compute = operation.of
-        if operation in (ShiftLeft, ShiftRight) or (left.is_single and right.is_single):
-            found = _hull([compute(a, b) for a in left.ends for b in right.ends])
-            if operation is not ShiftLeft:
+        if left.is_single and right.is_single:
+            return _single(compute(left.lo, right.lo))
+        if operation in (ShiftLeft, ShiftRight):
+            shifts = [end.clamp(0, MAX_SHIFT) for end in right.ends]
+            ends = [compute(a, b) for a in left.ends for b in shifts]
+            # Shifts beyond either end, and the largest, clear the bits or leave the sign.
+            beyond = (right.lo < 0) | (right.hi >= MAX_SHIFT)
+            most = torch.full_like(right.lo, MAX_SHIFT + 1)
+            last = [torch.where(beyond, compute(a, most), ends[0]) for a in left.ends]
+            found = _hull(ends + last)
+            if operation is ShiftRight:
                 return found
-            return _unless_wrapped(found, _size(left) * 2.0 ** _size(right))
+            return _unless_wrapped(found, _size(left) * 2.0 ** _size(_hull(shifts)))
         # Above the highest bit in which its ends differ, all values of an interval are the same.
         open_left, open_right = (_ones(end.lo ^ end.hi) for end in (left, right))
         least = compute(left.lo & ~open_left, right.lo & ~open_right)
@@ -158,6 +168,13 @@ class TileBounds(Points):
         ones = _ones(reduce(torch.bitwise_or, sizes))
         either = _unless_wrapped(Interval(~ones, ones), ones.double())
         return _where((least >= 0) & (most < 0), either, Interval(least, most))
+
+    def wrapped(self, kind: type[Wrapped], value: Interval) -> Interval:
+        if value.is_single:
+            return _single(wrapped(kind, value.lo))
+        fits = (value.lo >= kind.low) & (value.hi <= kind.high)
+        ends = (torch.full_like(value.lo, end) for end in (kind.low, kind.high))
+        return _where(fits, value, Interval(*ends))
 
     def power(self, base: Interval, exponent: int) -> Interval:
         base = base if exponent % 2 else self.abs(base)

@@ -22,8 +22,9 @@ from torch.overrides import TorchFunctionMode
 from tilegen.errors import TilegenError, Unsupported
 from tilegen.masks.language.texts import to_text
 from tilegen.masks.tracing.derived import Derived
-from tilegen.masks.tracing.terms import MAX_ELEMENTS, Rows, Term
-from tilegen.masks.tracing.trace import Tracer
+from tilegen.masks.tracing.terms import MAX_ELEMENTS
+from tilegen.masks.tracing.trace import traced
+from tilegen.masks.tracing.tracer import Tracer
 from tilegen.sympy_lock import lock
 
 MAX_SESSIONS = 64
@@ -84,6 +85,8 @@ class _Teller(TorchFunctionMode):
             return func(*args, **named)
         if func.__name__ in ("__get__", "__set__", "dim", "size"):
             return func(*args, **named)  # of what stands for the value: its dtype, its shape
+        if func is torch.Tensor.where:  # `x.where(condition, y)` is torch.where(condition, x, y)
+            args = (args[1], args[0], *args[2:])
         told = tuple([self.told(one) for one in args])
         if func.__name__ == "__getitem__" and told[0][0] == "tensor":
             given = len(args[1]) if isinstance(args[1], tuple) else 1
@@ -212,8 +215,7 @@ def _applied(number: int, name: str, args: Any, kwargs: Any) -> int | str:
 def _described(number: int, value: int) -> tuple[torch.dtype, tuple[int, ...]]:
     """Return the dtype and the shape of what stands for a value."""
     found = _sessions[number].values[value]
-    dtype = found.dtype if isinstance(found, (Term, Rows)) else torch.float32
-    return dtype, tuple(found.shape)
+    return found.dtype, tuple(found.shape)
 
 
 @assume_constant_result
@@ -224,11 +226,11 @@ def _finished(number: int, told: Any, is_score: bool, is_checked: bool) -> Any:
     try:
         with lock:
             value = session.actual(told)
-            traced = session.tracer.traced(value, Derived(), is_score=is_score)
-            text = to_text(traced.expr)
+            found = traced(session.tracer, value, Derived(), is_score=is_score)
+            text = to_text(found.expr)
     except TilegenError as error:
         return str(error)
-    if traced.may_give_none and not is_checked:
+    if found.may_give_none and not is_checked:
         return (
             "expected a function whose operations give numbers for all numbers, or one that "
             "tilegen.predicate or tilegen.score has tried outside of the compiled function"
@@ -236,5 +238,5 @@ def _finished(number: int, told: Any, is_score: bool, is_checked: bool) -> Any:
     slots = {id(tensor): slot for slot, tensor in session.tensors.items()}
     return (
         text,
-        *(tuple(slots[id(one)] for one in some) for some in (traced.captured, traced.unused)),
+        *(tuple(slots[id(one)] for one in some) for some in (found.captured, found.unused)),
     )

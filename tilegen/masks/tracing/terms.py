@@ -15,7 +15,6 @@ import torch
 
 from tilegen.errors import Unsupported
 from tilegen.masks.language.operations import condition, number
-from tilegen.masks.language.symbols import is_condition
 
 MAX_ELEMENTS = 256
 """Most elements of a row that a function computes with: each is a look-up of its own."""
@@ -44,6 +43,8 @@ class Value:
     tracer: Any
     """The `trace.Tracer` that is told of every operation."""
     shape: torch.Size
+    dtype: torch.dtype
+    """The dtype of the tensor that PyTorch has here."""
 
     @property
     def ndim(self) -> int:
@@ -72,6 +73,8 @@ class Value:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
+        if name == "where":  # `x.where(condition, y)` is torch.where(condition, x, y)
+            return lambda condition, other: self.tracer.apply(name, [condition, self, other], {})
         return lambda *args, **kwargs: self.tracer.apply(name, [self, *args], kwargs)
 
     def __bool__(self) -> bool:
@@ -110,20 +113,14 @@ def _refusal(what: str, function: str) -> Callable[..., NoReturn]:
 class Term(Value):
     """A value that remembers how it was computed; stands for a 0-dimensional tensor."""
 
-    def __init__(self, tracer: Any, expr: Any) -> None:
+    def __init__(self, tracer: Any, expr: Any, dtype: torch.dtype) -> None:
         """Operations on the value collect tensors in `tracer`."""
         self.tracer = tracer
         self.expr = expr
+        self.dtype = dtype
 
     def __repr__(self) -> str:
         return str(self.expr)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype that stands for the value's kind: bool, int64 or float32."""
-        if is_condition(self.expr):
-            return torch.bool
-        return torch.int64 if self.expr.is_integer else torch.float32
 
     @property
     def device(self) -> torch.device:
@@ -175,18 +172,18 @@ class Rows(Value):
 
     def __getitem__(self, index: Any) -> Any:
         parts = index if isinstance(index, tuple) else (index,)
-        given = (Term(self.tracer, part) for part in self._index)
+        given = (Term(self.tracer, part, torch.int64) for part in self._index)
         if any(part is None or part is Ellipsis or isinstance(part, slice) for part in parts):
-            return Several(self.tracer, self.elements)[index]
+            return Several(self.tracer, self.elements, self.dtype)[index]
         return self.tracer.index(self._tensor, (*given, *parts))
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(Several(self.tracer, self.elements), name)
+        return getattr(Several(self.tracer, self.elements, self.dtype), name)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(Several(self.tracer, self.elements))
+        return iter(Several(self.tracer, self.elements, self.dtype))
 
     def incomplete(self) -> NoReturn:
         """Raise Unsupported: too many rows to compute with."""
@@ -200,14 +197,15 @@ class Rows(Value):
 class Several(Value):
     """A small tensor of traced values."""
 
-    def __init__(self, tracer: Any, elements: Elements) -> None:
+    def __init__(self, tracer: Any, elements: Elements, dtype: torch.dtype) -> None:
         """`elements` holds an expression for each."""
         self.tracer = tracer
         self.elements = elements
+        self.dtype = dtype
         self.shape = torch.Size(elements.shape)
 
     def __getitem__(self, index: Any) -> Any:
-        return self.tracer.several(self.elements[index])
+        return self.tracer.several(self.elements[index], self.dtype)
 
 
 def leaves(value: Any) -> Iterator[Any]:
