@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from tests.records import RECORD, UNMEASURED, VERSIONS, record, timed
 from tilegen.errors import InvalidRecord
 from tilegen.kernels.config import TileConfig
-from tilegen.store import TuningRecord
+from tilegen.store import TuningRecord, Versions
 from tilegen.store.election import join, verdict
 from tilegen.store.record import MAX_RIVALS
+from tilegen.store.versions import release_order
 
 OLD = replace(VERSIONS, triton="3.6.0")
 CONFIGS = [TileConfig.parse(text) for text in ("m128n64w8s3", "m64n64w4s2", "m128n128w8s2")]
@@ -23,6 +24,10 @@ CONFIGS = [TileConfig.parse(text) for text in ("m128n64w8s3", "m64n64w4s2", "m12
 
 def day(n: int) -> str:
     return f"2026-11-{n:02}T09:30:00Z"
+
+
+def newer(triton: str) -> Versions:
+    return replace(VERSIONS, triton=triton)
 
 
 RULE: dict[str, tuple[list[TuningRecord], int, str]] = {
@@ -59,6 +64,14 @@ RULE: dict[str, tuple[list[TuningRecord], int, str]] = {
         ],
         1,
         "measured with the newest versions (triton 3.7.1, the other 3.6.0)",
+    ),
+    "a release before its candidates": (
+        [
+            record(us=500.0, source="aa", date=day(22), versions=newer("3.8.0rc1")),
+            record(us=300.0, source="bb", date=day(1), versions=newer("3.8.0")),
+        ],
+        1,
+        "measured with the newest versions (triton 3.8.0, the other 3.8.0rc1)",
     ),
     "a clock that is years ahead makes nothing the latest": (
         [
@@ -140,6 +153,26 @@ def test_rule(name: str) -> None:
         assert join([guess, *order, guess]) == join(order), "what nobody measured changes nothing"
         assert join(order).findings[0] == findings[wins]
     assert verdict(findings[wins], findings[0 if wins else 1]) == reason
+
+
+def test_versions_are_in_the_order_of_their_releases() -> None:
+    released = [
+        "",
+        "git",
+        "2.13.0",
+        "2.14.0.dev20261120+cu130",
+        "2.14.0a0+git1234567",
+        "2.14.0rc1",
+        "2.14.0rc10",
+        "2.14.0+cu130",
+        "2.14.0.post1",
+        "2.100",
+        "6.2.41133-dd7f95766",
+        "580.65.06",
+    ]
+    shuffled = sorted(released, reverse=True)
+    assert sorted(shuffled, key=release_order)[2:] == released[2:]
+    assert release_order("2.13.0+cu130") == release_order("2.13.0+cpu")
 
 
 def test_only_records_about_one_key_can_be_joined() -> None:

@@ -28,7 +28,7 @@ from tilegen.errors import InvalidRecord
 from tilegen.measure import tie_limit
 from tilegen.store.floor import too_fast
 from tilegen.store.record import MAX_RIVALS, TuningRecord
-from tilegen.store.versions import Versions, is_credible, numbers
+from tilegen.store.versions import Versions, is_credible, release_order
 
 SOFTWARE = tuple(f.name for f in fields(Versions) if f.name not in ("tilegen", "sympy"))
 """Names of the versions that a timing depends on; in place of tilegen's stands the template's
@@ -112,7 +112,7 @@ def _order(finding: TuningRecord) -> tuple[Any, ...]:
 def _newness(finding: TuningRecord) -> tuple[Any, ...]:
     """Findings with higher versions sort behind those with lower ones, tilegen's first of all."""
     versions = [getattr(finding.versions, name) for name in ("tilegen", "triton", *SOFTWARE)]
-    return *map(numbers, versions), *_order(finding)
+    return *map(release_order, versions), *_order(finding)
 
 
 def _speed(finding: TuningRecord) -> tuple[float, str]:

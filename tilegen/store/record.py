@@ -18,7 +18,7 @@ from tilegen.kernels.registry import KERNELS, check_config
 from tilegen.measure import MAX_REPEATS, POLICY, Measurement, Status
 from tilegen.problem import AttentionProblem
 from tilegen.store.fields import MAX_TEXT, Fields, parse_json
-from tilegen.store.versions import Versions, installed, numbers
+from tilegen.store.versions import Versions, installed, release_order
 from tilegen.version import __version__
 
 if TYPE_CHECKING:
@@ -353,7 +353,7 @@ def _other_writer(fields: Fields) -> str:
             there = versions.get(name) if isinstance(versions, dict) else None
             if not isinstance(there, str) or not re.fullmatch(r"\d{1,6}(\.\w{1,12}){0,6}", there):
                 continue
-            if numbers(there) > numbers(here) or (name == "sympy" and there != here):
+            if release_order(there) > release_order(here) or (name == "sympy" and there != here):
                 return f"{name} {there}, here is {here}"
     return ""
 

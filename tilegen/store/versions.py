@@ -7,9 +7,11 @@ import platform
 import re
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from functools import cache
+from functools import cache, lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from packaging.version import InvalidVersion, Version
 
 from tilegen.version import __version__
 
@@ -53,9 +55,19 @@ def this_machine() -> str:
     return hashlib.sha256(f"{platform.node()}\n{identity}".encode()).hexdigest()[:12]
 
 
-def numbers(text: str) -> tuple[int, ...]:
-    """Return the numbers of a version: (2, 13, 0) for 2.13.0+cu130."""
-    return tuple(map(int, re.findall(r"\d+", text.partition("+")[0])))
+@lru_cache(maxsize=1024)
+def release_order(text: str) -> tuple[bool, Version]:
+    """Return the place of a version among others, by PEP 440: a candidate comes before its release.
+
+    What follows the numbers is left out where PEP 440 does not know it, as in 6.2.4-dd7f; what has
+    no numbers comes first.
+    """
+    public = text.partition("+")[0]
+    try:
+        return True, Version(public)
+    except InvalidVersion:
+        digits = re.match(r"\d+(\.\d+)*", public)
+        return digits is not None, Version(digits[0] if digits else "0")
 
 
 def now() -> str:
