@@ -67,12 +67,17 @@ def child(where: Location, process: int, steps: int, log: Path) -> None:
     told = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     step = 0
     try:
-        trial = Trial(config=record().config, measurement=record().measurement, seconds=process)
+        trial = Trial(
+            config=record().config,
+            measurement=record().measurement,
+            seconds=process,
+            date=record().date,
+        )
         problem = KEYS[process % len(KEYS)]
         conditions = Conditions(
             problem=problem.key, arch="sm_90", triton="3", driver="5", template_digest="a"
         )
-        line = json.dumps(trial_line(trial, conditions, record().date)).encode()
+        line = json.dumps(trial_line(trial, conditions)).encode()
         put_trials(str(trials_path("h200", "fwd", problem)), [line], where)
         os.write(told, json.dumps(["trial", process]).encode() + b"\n")
         while not steps or step < steps:

@@ -27,7 +27,6 @@ from tilegen.fleet.worker import Worker
 from tilegen.kernels.config import TileConfig
 from tilegen.measure import DeviceLost, Measurement
 from tilegen.store.trials import Trial, trial_line
-from tilegen.store.versions import now
 
 
 @pytest.fixture
@@ -110,7 +109,7 @@ def test_forged_results_win_nothing(opened: Any, tmp_path: Path, name: str) -> N
     claim = queue.claim()
     assert claim is not None
     honest = Machine(tmp_path)._measure(claim.config)
-    said = trial_line(Trial(config=claim.config, measurement=honest), JOB.conditions, now())
+    said = trial_line(Trial(config=claim.config, measurement=honest), JOB.conditions)
     forged = FORGED[name]
     if forged is not None:
         said["measurement"] = {**said["measurement"], **forged}

@@ -54,7 +54,7 @@ def taken(one: Queue) -> Claim:
 def finish(one: Queue, claim: Claim, us: float = 5.0) -> bool:
     measurement = Measurement(status="ok", median_us=us, p20_us=us, p80_us=us, repeats=9)
     trial = Trial(config=claim.config, measurement=measurement)
-    return one.finish(claim, trial, JOB.conditions, "2026-11-21T09:30:00Z")
+    return one.finish(claim, trial, JOB.conditions)
 
 
 @pytest.fixture(autouse=True)

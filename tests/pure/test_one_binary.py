@@ -59,7 +59,7 @@ def test_a_digest_is_checked_when_it_is_read(bad: object) -> None:
 
 def test_trials_keep_the_digest_and_older_lines_stay_as_they_are() -> None:
     lines = [
-        json.dumps(trial_line(Trial(config=FIRST, measurement=one), CONDITIONS, DATE)).encode()
+        json.dumps(trial_line(Trial(config=FIRST, measurement=one, date=DATE), CONDITIONS)).encode()
         for one in (timed(100.0), of(ONE))
     ]
     assert ["digest" in json.loads(line)["measurement"] for line in lines] == [False, True]

@@ -86,9 +86,9 @@ def test_a_forged_trial_is_a_bad_line(tmp_path: Path, caplog: pytest.LogCaptureF
     )
     log = TrialLog(tmp_path, "h200", "fwd", PROBLEM, conditions)
     log.append(Trial(config=RECORD.config, measurement=HONEST.measurement))
-    forged = Trial(config=RECORD.config, measurement=FORGED.measurement)
+    forged = Trial(config=RECORD.config, measurement=FORGED.measurement, date=RECORD.date)
     with log.file.open("a") as file:
-        file.write(json.dumps(trial_line(forged, conditions, RECORD.date)) + "\n")
+        file.write(json.dumps(trial_line(forged, conditions)) + "\n")
     assert [one.measurement for one in log.read().values()] == [HONEST.measurement]
     (warning,) = caplog.messages
     assert "passed over 1 bad lines, first line 2: " + WHY in warning

@@ -24,7 +24,9 @@ CONDITIONS = Conditions(
     problem=PROBLEM.key, arch="sm_90", triton="3", driver="5", template_digest="a"
 )
 LINE = json.dumps(
-    trial_line(Trial(config=RECORD.config, measurement=RECORD.measurement), CONDITIONS, RECORD.date)
+    trial_line(
+        Trial(config=RECORD.config, measurement=RECORD.measurement, date=RECORD.date), CONDITIONS
+    )
 ).encode()
 TRIALS = (LINE + b"\n") * (69_600 // len(LINE))
 

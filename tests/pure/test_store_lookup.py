@@ -168,12 +168,10 @@ def test_other_schema_is_passed_over_and_left_alone(
     "versions, digest, field",
     [
         (replace(VERSIONS, triton="3.9.0"), "87ebae389eec", "triton"),
-        (replace(VERSIONS, torch="2.15.0"), "87ebae389eec", "torch"),
         (replace(VERSIONS, driver="590.1"), "87ebae389eec", "driver"),
-        (replace(VERSIONS, cuda="13.2"), "87ebae389eec", "cuda"),
         (VERSIONS, "0123456789ab", "template_digest"),
     ],
-    ids=["triton", "torch", "driver", "cuda", "template_digest"],
+    ids=["triton", "driver", "template_digest"],
 )
 def test_soft_mismatch_is_used_and_said_once(
     tmp_path: Path,
@@ -192,6 +190,18 @@ def test_soft_mismatch_is_used_and_said_once(
     (message,) = caplog.messages
     assert str(tmp_path / RECORD.path) in message
     assert f"{field}: current " in message
+
+
+def test_versions_that_no_timing_depends_on_are_no_mismatch(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    here = replace(VERSIONS, tilegen="9", torch="2.15.0", cuda="13.2", sympy="1.0")
+    digest = RECORD.template_digest
+    where = [place(tmp_path, RECORD)]
+    found = look_up(PROBLEM, H200, "fwd", versions=here, template_digest=digest, where=where)
+    assert found is not None
+    assert found.differences == ()
+    assert caplog.messages == []
 
 
 def test_same_versions_and_unknown_ones_are_no_mismatch(

@@ -89,7 +89,7 @@ def test_what_is_broken_by_its_own_tilegen_is_broken() -> None:
 
 def test_lines_of_trials_with_a_newer_knob_are_kept(tmp_path: Path) -> None:
     known = trial_line(
-        Trial(config=RECORD.config, measurement=RECORD.measurement), CONDITIONS, RECORD.date
+        Trial(config=RECORD.config, measurement=RECORD.measurement, date=RECORD.date), CONDITIONS
     )
     newer = json.dumps(known | {"config": known["config"] | {"cluster": 2}}).encode()
     old = json.dumps(known).encode()

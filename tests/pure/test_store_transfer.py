@@ -30,9 +30,9 @@ def log_of(root: Path) -> TrialLog:
     return TrialLog(root, "h200", "fwd", PROBLEM, CONDITIONS)
 
 
-def trial(config: TileConfig, us: float) -> Trial:
+def trial(config: TileConfig, us: float, date: str = RECORD.date) -> Trial:
     measured = Measurement(status="ok", median_us=us, p20_us=us, p80_us=us, repeats=10)
-    return Trial(config=config, measurement=measured, seconds=0.5)
+    return Trial(config=config, measurement=measured, seconds=0.5, date=date)
 
 
 def tuned_apart(folder: Path, seed: int) -> Location:
@@ -294,7 +294,7 @@ def test_trials_of_other_locations_are_not_measured_again(tmp_path: Path) -> Non
 def test_trials_are_joined_each_once_and_oldest_first() -> None:
     dates = [f"2026-10-{day:02}T00:00:00Z" for day in range(1, 29)]
     lines = [
-        json.dumps(trial_line(trial(CONFIGS[n % 3], 100.0 + n), CONDITIONS, date)).encode()
+        json.dumps(trial_line(trial(CONFIGS[n % 3], 100.0 + n, date), CONDITIONS)).encode()
         for n, date in enumerate(dates)
     ]
     content = b"\n".join([*reversed(lines), b"{torn", b""])

@@ -24,9 +24,12 @@ def lines_of(count: int) -> list[bytes]:
     return [
         json.dumps(
             trial_line(
-                Trial(config=RECORD.config, measurement=timed(100.0 + n)),
+                Trial(
+                    config=RECORD.config,
+                    measurement=timed(100.0 + n),
+                    date=f"2026-11-21T09:30:{n:02}Z",
+                ),
                 CONDITIONS,
-                f"2026-11-21T09:30:{n:02}Z",
             )
         ).encode()
         for n in range(count)

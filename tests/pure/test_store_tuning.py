@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from benchmarks import rows, store
 from tests.records import H200, PROBLEM, own, timed
-from tests.replay import TABLE, Replay, ranking, run
+from tests.replay import TABLE, Replay, ranking, run, trial_file
 from tilegen import pipeline
 from tilegen.build import verdicts
 from tilegen.build.verdicts import Verdict
 from tilegen.kernels.config import TileConfig
 from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
-from tilegen.store import Location, TuningRecord, look_up
+from tilegen.store import Location, TuningRecord, Versions, current_versions, look_up
 from tilegen.store.transfer import merge
 from tilegen.store.trials import Conditions, Trial, join_trials, trial_line
 
@@ -46,12 +47,84 @@ def test_a_second_machine_measures_only_what_the_first_did_not(
     same = Replay(dict(list(SMALL.items())[:5]))
     record = run(same)
     assert same.measured == []
-    assert (record.trials, record.source) == (5, "bb")
+    assert (record.trials, record.source) == (5, "aa"), "who has measured it"
     added = Replay(SMALL)
     record = run(added)
     assert {config.key for config in added.measured} == set(list(SMALL)[5:])
     assert record.trials == 8
     assert record.config == added.fastest
+
+
+def test_a_finding_names_the_machine_and_versions_that_measured_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured_with = Versions(tilegen="0.0.9", torch="2.11.0", triton="3.7.1", cuda="12.6")
+    monkeypatch.setattr("tilegen.tuning.tuner.current_versions", lambda: measured_with)
+    monkeypatch.setattr("tilegen.tuning.tuner.now", lambda: "2026-11-21T09:30:00Z")
+    first = machine(tmp_path, "aa", tmp_path / "none", monkeypatch)
+    run(Replay(SMALL))
+    list(merge([first], own(tmp_path / "bb")))
+
+    machine(tmp_path, "bb", tmp_path / "none", monkeypatch)
+    here = replace(measured_with, tilegen="0.1.0", torch="2.13.0", cuda="13.0", sympy="1.14")
+    monkeypatch.setattr("tilegen.tuning.tuner.current_versions", lambda: here)
+    monkeypatch.setattr("tilegen.tuning.tuner.now", lambda: "2026-11-22T09:30:00Z")
+    remembered = Replay(SMALL)
+    record = run(remembered)
+    assert remembered.measured == []
+    assert (record.source, record.date) == ("aa", "2026-11-21T09:30:00Z")
+    assert record.versions == replace(measured_with, sympy="1.14"), "SymPy spells the problem here"
+
+
+def test_a_trial_of_nobody_knows_whom_makes_a_finding_of_nobody_knows_whom(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(tmp_path, "aa", tmp_path / "none", monkeypatch)
+    run(Replay(SMALL))
+    file = trial_file(tmp_path / "aa")
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    for line in lines:  # as they were written before 2026-11-25
+        del line["source"], line["versions"]
+    for name in ("bb", "cc"):
+        other = tmp_path / name / file.relative_to(tmp_path / "aa")
+        other.parent.mkdir(parents=True)
+        other.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    stores = []
+    for name in ("bb", "cc"):
+        stores.append(machine(tmp_path, name, tmp_path / "none", monkeypatch))
+        record = run(Replay(SMALL))
+        assert (record.source, record.versions.torch, record.versions.cuda) == ("", "", "")
+        assert record.versions.triton == current_versions().triton, "a condition of the trial"
+    list(merge(stores, own(tmp_path / "all")))
+    found = look_up(PROBLEM, H200, "fwd", where=[own(tmp_path / "all")])
+    assert found is not None
+    assert found.others == (), "one measurement, however many have written it down"
+
+
+def test_a_measurement_has_one_vote_however_many_machines_remember_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two machines measured m64n64w8s3, one m128n64w8s3, which three others remember."""
+    equal: dict[str, float | str] = {"m128n64w8s3": 100.5, "m64n64w8s3": 100.6}
+    stores = []
+    for name, favourite, us in (
+        ("aa", "m64n64w8s3", 99.0),
+        ("bb", "m64n64w8s3", 99.1),
+        ("cc", "m128n64w8s3", 99.2),
+    ):
+        stores.append(machine(tmp_path, name, tmp_path / "none", monkeypatch))
+        run(Replay({**equal, favourite: us}, spread=0.002))
+    for name in ("dd", "ee", "ff"):
+        list(merge([stores[2]], own(tmp_path / name)))
+        stores.append(machine(tmp_path, name, tmp_path / "none", monkeypatch))
+        remembered = Replay(equal)
+        assert run(remembered).config == TileConfig.parse("m128n64w8s3")
+        assert remembered.measured == []
+    list(merge(stores, own(tmp_path / "all")))
+    found = look_up(PROBLEM, H200, "fwd", where=[own(tmp_path / "all")])
+    assert found is not None
+    assert found.record.config == TileConfig.parse("m64n64w8s3")
+    assert sorted(one.source for one in (found.record, *found.others)) == ["aa", "bb", "cc"]
 
 
 def test_a_later_run_of_one_machine_takes_the_place_of_its_earlier_one(
@@ -85,7 +158,9 @@ def test_trials_of_a_clock_that_is_years_ahead_do_not_count_as_the_last(tmp_path
     )
     config = TileConfig.parse("m64n64w8s3")
     lines = [
-        json.dumps(trial_line(Trial(config=config, measurement=one), conditions, date)).encode()
+        json.dumps(
+            trial_line(Trial(config=config, measurement=one, date=date), conditions)
+        ).encode()
         for one, date in (
             (timed(10.0), "2026-11-21T09:30:00Z"),
             (Measurement(status="launch_failed"), "2099-01-01T00:00:00Z"),

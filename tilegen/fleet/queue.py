@@ -116,9 +116,9 @@ class Queue:
             self._study.tell(trial, state=TrialState.FAIL)
         return None
 
-    def finish(self, claim: Claim, trial: Trial, conditions: Conditions, date: str) -> bool:
+    def finish(self, claim: Claim, trial: Trial, conditions: Conditions) -> bool:
         """Write down what was measured; False if others have taken the config for abandoned."""
-        result = trial_line(trial, conditions, date)
+        result = trial_line(trial, conditions)
         value = trial.measurement.median_us
         state = TrialState.PRUNED if value is None else TrialState.COMPLETE
         try:

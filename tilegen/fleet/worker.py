@@ -24,7 +24,7 @@ from tilegen.kernels.config import TileConfig
 from tilegen.measure import DeviceLost, one_line, us
 from tilegen.model.estimate import Candidate
 from tilegen.settings import settings
-from tilegen.store import Location, TuningRecord, now
+from tilegen.store import Location, TuningRecord, current_versions, now, this_machine
 from tilegen.store.transfer import put, put_trials
 from tilegen.store.trials import Trial, trial_line, trials_path
 from tilegen.tuning.bench import Ahead, Bench, refused
@@ -151,8 +151,11 @@ class Worker:
             seconds=round(time.monotonic() - started, 3),
             spill_bytes=getattr(built, "spill_bytes", 0),
             device_lost=lost is not None,
+            source=this_machine(),
+            versions=current_versions(),
+            date=now(),
         )
-        counts = queue.finish(claim, trial, job.conditions, now())
+        counts = queue.finish(claim, trial, job.conditions)
         self._drop(claim)
         self.measured += counts
         time_us = measurement.median_us
@@ -227,7 +230,7 @@ class Worker:
         configs, _ = self._plan(job)
         found = trials_of(job.gpu.name, job.kernel, job.problem, job.conditions).read()
         return [
-            trial_line(found[config], job.conditions, now())
+            trial_line(found[config], job.conditions)
             for config in configs
             if config in found and found[config].is_final
         ]

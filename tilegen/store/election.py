@@ -6,7 +6,8 @@ The rule, which cache/README.md explains to people:
 2. Findings taken with the newest versions stand before all others. Newest is what has the highest
    numbers, so no clock decides that; dates tell templates of one tilegen apart.
 3. Of those the fastest wins. Medians that tie with it are equal measurements: then the config that
-   most machines found wins, then the first in the order of configs.
+   most machines measured wins, then the first in the order of configs. A measurement that several
+   machines have written down is one.
 
 A finding whose date is more than a day ahead comes from a wrong clock: it counts as older than all
 others, and its time as any other's.
@@ -20,7 +21,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -28,9 +29,9 @@ from tilegen.errors import InvalidRecord
 from tilegen.measure import tie_limit
 from tilegen.store.floor import too_fast
 from tilegen.store.record import MAX_RIVALS, TuningRecord
-from tilegen.store.versions import Versions, is_credible, release_order
+from tilegen.store.versions import is_credible, release_order
 
-SOFTWARE = tuple(f.name for f in fields(Versions) if f.name not in ("tilegen", "sympy"))
+SOFTWARE = ("triton", "driver")
 """Names of the versions that a timing depends on; in place of tilegen's stands the template's
 digest."""
 
@@ -48,7 +49,7 @@ def join(records: Iterable[TuningRecord]) -> TuningRecord:
             if trouble := no_finding(finding):
                 wrong = trouble
                 continue
-            who = finding.source or _text(finding)
+            who = finding.source or _measured(finding)
             last[who] = max(last.get(who, finding), finding, key=_order)
     if len(keys) != 1:
         raise InvalidRecord(f"expected records about one key, got {sorted(keys)}")
@@ -66,7 +67,7 @@ def elect(findings: Sequence[TuningRecord]) -> TuningRecord:
     fastest = min(peers, key=_speed)
     limit = tie_limit(fastest.measurement)
     equal = [one for one in peers if (one.measurement.median_us or 0.0) <= limit]
-    votes = Counter(one.config for one in equal)
+    votes = Counter(config for config, _ in {(one.config, one.measurement) for one in equal})
     config = min(votes, key=lambda one: (-votes[one], one))
     return min((one for one in equal if one.config == config), key=_speed)
 
@@ -111,12 +112,18 @@ def _order(finding: TuningRecord) -> tuple[Any, ...]:
 
 def _newness(finding: TuningRecord) -> tuple[Any, ...]:
     """Findings with higher versions sort behind those with lower ones, tilegen's first of all."""
-    versions = [getattr(finding.versions, name) for name in ("tilegen", "triton", *SOFTWARE)]
+    versions = [getattr(finding.versions, name) for name in ("tilegen", *SOFTWARE)]
     return *map(release_order, versions), *_order(finding)
 
 
 def _speed(finding: TuningRecord) -> tuple[float, str]:
     return finding.measurement.median_us or 0.0, _text(finding)
+
+
+def _measured(finding: TuningRecord) -> str:
+    """Return the measurement of an unknown machine, with its conditions: it is a finding once,
+    however many have written it down."""
+    return f"{finding.config} {finding.measurement} {conditions(finding)}"
 
 
 @lru_cache(maxsize=1024)

@@ -82,7 +82,7 @@ class TuningRecord:
     estimate: EstimateSummary | None = None
     """Prediction for the config, where the model made one."""
     versions: Versions
-    """Versions of the tools that compiled and measured."""
+    """Versions of the tools that compiled and measured, and SymPy's that spelled the problem."""
     template_digest: str = ""
     """Digest of the template that the kernel came from; another one makes the record stale."""
     trials: int = 0
@@ -90,9 +90,10 @@ class TuningRecord:
     seconds_spent: float = 0.0
     """Time spent on those trials, over all runs [seconds]."""
     source: str = ""
-    """Hexadecimal digits that stand for the machine; of one machine the later finding counts."""
+    """Hexadecimal digits that stand for the machine that measured; of one machine the later
+    finding counts."""
     date: str
-    """Date of the measurement in UTC, `2026-11-21T09:30:00Z`."""
+    """Date of the finding in UTC, `2026-11-21T09:30:00Z`; of another machine's trial its own."""
     command: str = ""
     """Command line that makes the record again."""
     rivals: tuple[TuningRecord, ...] = ()
@@ -199,9 +200,7 @@ def _finding_from(fields: Fields, kernel: Kernel) -> dict[str, Any]:
         "template_digest": fields.text("template_digest", r"[0-9a-f]{0,64}", "hexadecimal digits"),
         "trials": fields.integer("trials", 0, 10**9),
         "seconds_spent": fields.number("seconds_spent", 0, MAX_SECONDS),
-        "source": fields.text("source", r"[0-9a-f]{0,64}", "hexadecimal digits")
-        if "source" in fields.values
-        else "",
+        "source": source_of(fields),
         "date": date_of(fields),
         "command": fields.text("command", longest=MAX_TEXT),
     }
@@ -356,6 +355,13 @@ def _other_writer(fields: Fields) -> str:
             if release_order(there) > release_order(here) or (name == "sympy" and there != here):
                 return f"{name} {there}, here is {here}"
     return ""
+
+
+def source_of(fields: Fields) -> str:
+    """Return the field `source`, an empty text where there is none. Raises InvalidRecord."""
+    if "source" not in fields.values:
+        return ""
+    return fields.text("source", r"[0-9a-f]{0,64}", "hexadecimal digits")
 
 
 def date_of(fields: Fields) -> str:

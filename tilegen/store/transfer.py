@@ -35,7 +35,7 @@ from tilegen.store.trials import (
 EXPORT = 1
 """Form of the files that `export` writes."""
 TRIALS_OF_A_LINE = 10_000
-"""Number of trials that a line of such a file holds at most, about 5 MB; `import_` reads 64."""
+"""Number of trials that a line of such a file holds at most, about 6 MB; `import_` reads 64."""
 
 Action = Literal["added", "changed", "same", "refused"]
 

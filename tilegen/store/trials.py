@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -21,11 +21,14 @@ from tilegen.store.record import (
     measurement_from,
     measurement_values,
     slug,
+    source_of,
 )
-from tilegen.store.versions import Versions, is_credible
+from tilegen.store.versions import Versions, is_credible, now
 
 MAX_TRIALS_BYTES = 64 * 2**20
 """Limit of a file of trials [bytes]."""
+BESIDES = ("tilegen", "torch", "cuda")
+"""Names of the versions that a line has besides its conditions: no timing depends on them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,6 +44,12 @@ class Trial:
     much of it is a last resort."""
     device_lost: bool = False
     """True: the launch broke the CUDA context, so the config is never tried again."""
+    source: str = ""
+    """Hexadecimal digits that stand for the machine, empty where a line does not say it."""
+    versions: Versions = field(default_factory=Versions)
+    """Versions that the machine had."""
+    date: str = field(default_factory=now, compare=False)
+    """Date of the trial in UTC."""
 
     @property
     def is_final(self) -> bool:
@@ -100,17 +109,25 @@ def of_trials(path: str) -> tuple[str, Kernel]:
     return gpu, kernel
 
 
-def trial_line(trial: Trial, conditions: Conditions, date: str) -> dict[str, Any]:
+def trial_line(trial: Trial, conditions: Conditions) -> dict[str, Any]:
     """Return the values of the line that a trial is written as."""
     groups = {"config": vars(trial.config), "measurement": measurement_values(trial.measurement)}
-    return {"date": date, **vars(trial), **groups, "conditions": vars(conditions)}
+    values = {"date": trial.date, **vars(trial), **groups, "conditions": vars(conditions)}
+    versions = {name: getattr(trial.versions, name) for name in BESIDES}
+    if not any(versions.values()):
+        del values["versions"]
+    else:
+        values["versions"] = versions
+    if not trial.source:
+        del values["source"]
+    return values
 
 
 def parse_trial(
     line: bytes, kernel: Kernel, only: Conditions | None = None
-) -> tuple[Trial, Conditions, str] | None:
-    """Return what a line says: trial, conditions and date; None for other conditions than `only`.
-    Raises InvalidRecord."""
+) -> tuple[Trial, Conditions] | None:
+    """Return what a line says: trial and conditions; None for other conditions than `only`. Raises
+    InvalidRecord."""
     try:
         values = parse_json(line.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -121,14 +138,21 @@ def parse_trial(
     )
     if only is not None and conditions != only:
         return None
+    versions = Versions(triton=conditions.triton, driver=conditions.driver)
+    if "versions" in values.values:  # which older lines lack
+        there = values.group("versions")
+        versions = replace(versions, **{name: there.text(name, longest=80) for name in BESIDES})
     trial = Trial(
         config=config_from(values.group("config"), kernel),
         measurement=measurement_from(values.group("measurement")),
         seconds=values.number("seconds", 0, MAX_SECONDS),
         spill_bytes=values.integer("spill_bytes", 0, 2**31),
         device_lost=values.values.get("device_lost") is True,
+        source=source_of(values),
+        versions=versions,
+        date=date_of(values),
     )
-    return trial, conditions, date_of(values)
+    return trial, conditions
 
 
 Entry = tuple[bool, str, bytes]
@@ -163,7 +187,8 @@ def _entry(line: bytes, kernel: Kernel) -> Entry | None:
         if (parsed := parse_trial(line, kernel)) is None:
             return None
         text = json.dumps(trial_line(*parsed), allow_nan=False)
-        return is_credible(parsed[2]), parsed[2], text.encode()
+        date = parsed[0].date
+        return is_credible(date), date, text.encode()
     except OtherSchema:  # which its own tilegen can read
         return False, "", line
     except InvalidRecord:  # torn by a kill, or written by others

@@ -66,7 +66,7 @@ def release_order(text: str) -> tuple[bool, Version]:
     try:
         return True, Version(public)
     except InvalidVersion:
-        digits = re.match(r"\d+(\.\d+)*", public)
+        digits = re.match(r"[0-9]+(\.[0-9]+)*", public)
         return digits is not None, Version(digits[0] if digits else "0")
 
 

@@ -20,7 +20,6 @@ from tilegen.store.files import Locked, inside, locked, only_writer
 from tilegen.store.floor import too_fast
 from tilegen.store.places import Location, locations, read_trials
 from tilegen.store.trials import Conditions, Trial, parse_trial, trial_line, trials_path
-from tilegen.store.versions import now
 
 
 class TrialLog:
@@ -71,7 +70,7 @@ class TrialLog:
         file = inside(Path(self._own.url), self._path)
         try:
             with only_writer(file.parent):  # somebody may be joining others' trials with these
-                append_line(file, trial_line(trial, self._conditions, now()))
+                append_line(file, trial_line(trial, self._conditions))
         except OSError as error:
             raise cannot_write(file, error) from error
 

@@ -8,6 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tilegen.build.workers import Pool
@@ -211,26 +212,27 @@ class _Run:
         return self.winner is not None or any(map(_spills_much, self.trials.values()))
 
     def record(self, winner: TileConfig, command: str) -> TuningRecord:
-        """Return the record of these trials."""
-        estimate = self.estimates.get(winner)
-        return dated(
-            TuningRecord(
-                gpu=self.gpu.name,
-                arch=self.gpu.arch,
-                kernel=self.kernel,
-                problem=self.problem,
-                config=winner,
-                measurement=self.trials[winner].measurement,
-                estimate=None if estimate is None else EstimateSummary.of(estimate),
-                versions=self.versions,
-                template_digest=self.template_digest,
-                trials=len(self.trials),
-                seconds_spent=round(sum(trial.seconds for trial in self.trials.values()), 3),
-                source=this_machine(),
-                date=now(),
-                command=command,
-            )
+        """Return the record of these trials: a finding of the machine that measured the winner."""
+        estimate, trial = self.estimates.get(winner), self.trials[winner]
+        finding = TuningRecord(
+            gpu=self.gpu.name,
+            arch=self.gpu.arch,
+            kernel=self.kernel,
+            problem=self.problem,
+            config=winner,
+            measurement=trial.measurement,
+            estimate=None if estimate is None else EstimateSummary.of(estimate),
+            versions=replace(trial.versions, sympy=self.versions.sympy),
+            template_digest=self.template_digest,
+            trials=len(self.trials),
+            seconds_spent=round(sum(trial.seconds for trial in self.trials.values()), 3),
+            source=trial.source,
+            date=trial.date,
+            command=command,
         )
+        # Another machine's may have found more since; this one's has just been compared with all.
+        is_own = trial.source == this_machine()
+        return dated(replace(finding, date=now())) if is_own else finding
 
     def nothing_ran(self) -> str:
         """Return the message for a search in which every config failed."""
@@ -288,6 +290,9 @@ class _Run:
             seconds=round(spent, 3),
             spill_bytes=spill_bytes,
             device_lost=device_lost,
+            source=this_machine(),
+            versions=self.versions,
+            date=now(),
         )
         self.log.append(trial)  # first of all: from here on it survives whatever happens
         self.trials[config] = trial
