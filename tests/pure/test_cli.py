@@ -186,6 +186,11 @@ BAD = {
     "unknown GPU": (["propose", PROBLEM, "--gpu", "h201"], "did you mean h200"),
     "unknown kernel": (["show", PROBLEM, "--kernel", "bwd"], "kernel must be one of"),
     "unknown arch": (["generate", PROBLEM, "--arch", "hopper"], "arch must be one of"),
+    "one of two archs unknown": (
+        ["generate", PROBLEM, "--arch", "sm_90", "sm_9x"],
+        "arch must be one of",
+    ),
+    "arch for a problem": (["generate", "sm_90", "--gpu", "h200"], "expected a problem"),
     "neither arch nor gpu": (["generate", PROBLEM], "expected --arch or --gpu"),
     "no problem": (["generate", "--arch", "sm_90"], "problems or a catalog"),
     "no such file": (["generate", "--catalog", "none.txt", "--arch", "sm_90"], "none.txt"),

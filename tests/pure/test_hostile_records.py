@@ -15,8 +15,8 @@ import pytest
 from tests.records import H200, PROBLEM, RECORD, folder_of, own, place, record
 from tilegen.disk import say_once
 from tilegen.errors import InvalidRecord
-from tilegen.store import Location, TuningRecord, list_records, look_up, save, why
-from tilegen.store.files import MAX_FILE_BYTES, set_aside
+from tilegen.store import Location, TuningRecord, files, list_records, look_up, places, save, why
+from tilegen.store.files import MAX_FILE_BYTES
 
 GOOD = RECORD.to_json()
 
@@ -356,12 +356,33 @@ def test_location_that_may_not_be_looked_into_is_passed_over(
     assert "locked' cannot be listed: Permission denied" in listed
 
 
+def test_a_file_that_a_writer_repaired_meanwhile_is_not_set_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the look at the broken file and its renaming."""
+    where, file = place(tmp_path, RECORD), tmp_path / RECORD.path
+    good = file.read_bytes()
+    file.write_bytes(b"{torn")
+    read = places.read
+
+    def then_repaired(*arguments: Any, **options: Any) -> bytes | None:
+        data = read(*arguments, **options)
+        save(RECORD, location=where)
+        return data
+
+    with monkeypatch.context() as patch:
+        patch.setattr(places, "read", then_repaired)
+        look_up(PROBLEM, H200, "fwd", where=[where])
+    assert file.read_bytes() == good
+    assert look_up(PROBLEM, H200, "fwd", where=[where]) is not None
+
+
 def test_set_aside_gives_up_after_a_hundred(tmp_path: Path) -> None:
     kept = []
     for _ in range(99):
         (tmp_path / "x.json").write_text("{")
-        kept.append(set_aside(tmp_path / "x.json"))
+        kept.append(files.set_aside(tmp_path / "x.json"))
     assert len(set(kept)) == 99
     assert None not in kept
     (tmp_path / "x.json").write_text("{")
-    assert set_aside(tmp_path / "x.json") is None
+    assert files.set_aside(tmp_path / "x.json") is None

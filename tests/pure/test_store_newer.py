@@ -14,8 +14,9 @@ from tests.records import H200, PROBLEM, RECORD, own, place, record
 from tilegen.disk import say_once
 from tilegen.errors import InvalidRecord, Unsupported
 from tilegen.store import TuningRecord, current_versions, look_up, save
-from tilegen.store.transfer import merge, put_trials
+from tilegen.store.transfer import export, import_, merge, put_trials
 from tilegen.store.trials import Conditions, Trial, join_trials, trial_line, trials_path
+from tilegen.store.upkeep import check
 from tilegen.store.versions import installed
 
 CONDITIONS = Conditions(
@@ -100,6 +101,27 @@ def test_lines_of_trials_with_a_newer_knob_are_kept(tmp_path: Path) -> None:
     for content in (newer, old):
         put_trials(name, [content], own(tmp_path))
     assert (tmp_path / name).read_bytes() == joined
+
+
+def test_a_newer_line_stops_no_export_and_is_in_order(tmp_path: Path) -> None:
+    known = trial_line(
+        Trial(config=RECORD.config, measurement=RECORD.measurement, date=RECORD.date), CONDITIONS
+    )
+    newer = json.dumps(known | {"config": known["config"] | {"cluster": 2}})
+    name, stores = str(trials_path("h200", "fwd", PROBLEM)), []
+    for store, lines in (("both", [newer, json.dumps(known)]), ("newer", [newer])):
+        file = tmp_path / store / name
+        file.parent.mkdir(parents=True)
+        file.write_text("".join(f"{line}\n" for line in lines))
+        stores.append(own(tmp_path / store))
+        (checked,) = check(stores[-1:])
+        assert checked.trouble == ""
+        exported = tmp_path / f"{store}.jsonl"
+        (moved,) = export(stores[-1:], exported)
+        assert moved.action == "added"
+        target = own(tmp_path / f"{store} again")
+        assert [one.action for one in import_(exported, target)] == ["added"]
+        assert (tmp_path / f"{store} again" / name).read_bytes() == file.read_bytes()
 
 
 def test_versions_name_sympy_and_records_without_it_are_read() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import time
 from collections import Counter
 from pathlib import Path
@@ -17,8 +16,6 @@ from tilegen.errors import Unsupported
 if TYPE_CHECKING:
     from tilegen.bundles.building import Made
     from tilegen.bundles.served import Bundle
-
-ARCH = r"sm_\d+|gfx[0-9a-f]+"
 
 
 def generate(
@@ -40,10 +37,10 @@ def generate(
     from tilegen.bundles.manifest import MANIFEST
     from tilegen.bundles.served import Bundle
 
-    # `--arch sm_80 sm_90`: all but the first arrive among the problems, and look like none.
-    words = problem or []
-    archs = [*(arch or []), *(word for word in words if re.fullmatch(ARCH, word))]
-    notations = [word for word in words if not re.fullmatch(ARCH, word)]
+    # `--arch sm_80 sm_90`: all but the first arrive among the problems, none of which is one word.
+    given = problem or []
+    more = [word for word in given if arch and len(word.split()) == 1]
+    archs, notations = [*(arch or []), *more], [one for one in given if one not in more]
     problems = api.problems_of(notations, catalog)
     if bool(archs) == bool(gpu):
         raise Unsupported("expected --arch or --gpu, got both or neither; such as --arch sm_90")

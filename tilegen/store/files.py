@@ -183,8 +183,24 @@ def _last(folder: Path) -> None:
             os.close(handle)
 
 
+def set_aside_if_broken(path: Path, parse: Callable[[bytes], object]) -> Path | None:
+    """Set aside a file that `parse` raises InvalidRecord for; return its new name, None if it
+    stays. Raises Unsupported where somebody writes into the folder, or nobody can."""
+    with locked(path.parent / LOCK, 0, f"to tidy {str(path.parent)!r}"):
+        try:
+            # Read again: a writer may have repaired it since it was found to be broken.
+            if (data := read_bytes(path)) is not None:
+                parse(data)
+        except Unreadable:
+            return None
+        except InvalidRecord:
+            return set_aside(path)
+    return None
+
+
 def set_aside(path: Path) -> Path | None:
-    """Rename a broken file to a free name ending in `.broken`; return it, None if impossible."""
+    """Rename a broken file to a free name ending in `.broken`; return it, None if impossible.
+    Nobody else may write into the folder meanwhile."""
     names = [f"{path.name}{BROKEN}", *(f"{path.name}.{n}{BROKEN}" for n in range(2, 100))]
     for free in (path.with_name(name) for name in names):
         if not os.path.lexists(free):

@@ -185,7 +185,7 @@ class _Asked:
         except (OtherSchema, Unreadable) as error:  # may be in order, so it stays where it is
             say_once(f"record {file!r} passed over: {one_line(error)}")
         except InvalidRecord as error:
-            aside = places.set_aside(location, path)
+            aside = places.set_aside(location, path, lambda data: _parsed(text_of(data)))
             done = f"set aside as {aside!r}" if aside else "passed over"
             say_once(f"record {file!r} {done}: {one_line(error)}")
         return None

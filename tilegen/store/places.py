@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -115,12 +115,13 @@ def update(
     return files.update(files.inside(folder, path), change, limit)
 
 
-def set_aside(location: Location, path: PurePath | str) -> str:
-    """Rename a broken file of the own directory; return its new name, empty if it stays."""
+def set_aside(location: Location, path: PurePath | str, parse: Callable[[bytes], object]) -> str:
+    """Rename a file of the own directory that `parse` raises InvalidRecord for; return its new
+    name, empty if it stays."""
     if location.origin != "own" or (folder := location.folder) is None:
         return ""
-    with contextlib.suppress(Unsupported):  # it is another's, whom a link leads to
-        aside = files.set_aside(files.inside(folder, path))
+    with contextlib.suppress(Unsupported):  # it is another's, whom a link leads to, or is written
+        aside = files.set_aside_if_broken(files.inside(folder, path), parse)
         return aside.name if aside else ""
     return ""
 

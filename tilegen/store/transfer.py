@@ -26,9 +26,9 @@ from tilegen.store.record import TuningRecord, gpu_of, kernel_of, problem_of, sl
 from tilegen.store.trials import (
     MAX_TRIALS_BYTES,
     Entry,
+    conditions_of,
     join_trials,
     of_trials,
-    parse_trial,
     trials_path,
 )
 
@@ -258,8 +258,7 @@ def _exports_of(name: str, data: bytes) -> list[dict[str, Any]]:
     """Return the lines of a file of trials, each of TRIALS_OF_A_LINE at most."""
     gpu, kernel = of_trials(name)
     joined = join_trials([data], kernel).splitlines()
-    parsed = parse_trial(joined[0], kernel) if joined else None
-    problem = parsed[1].problem if parsed else ""
+    problem = conditions_of(parse_json(text_of(joined[0]))).problem if joined else ""
     trials = [json.loads(line) for line in joined]
     parts = [trials[at : at + TRIALS_OF_A_LINE] for at in range(0, len(trials), TRIALS_OF_A_LINE)]
     return [{"gpu": gpu, "kernel": kernel, "problem": problem, "trials": one} for one in parts]

@@ -12,7 +12,7 @@ from tilegen.errors import InvalidRecord
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.measure import POLICY, Measurement
 from tilegen.problem import AttentionProblem
-from tilegen.store.fields import MAX_TEXT, parse_json
+from tilegen.store.fields import MAX_TEXT, Fields, parse_json
 from tilegen.store.record import (
     MAX_SECONDS,
     OtherSchema,
@@ -132,10 +132,7 @@ def parse_trial(
         values = parse_json(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise InvalidRecord(f"expected UTF-8, found {error.reason}") from None
-    group = values.group("conditions")
-    conditions = Conditions(
-        **{field.name: group.text(field.name, longest=MAX_TEXT) for field in fields(Conditions)}
-    )
+    conditions = conditions_of(values)
     if only is not None and conditions != only:
         return None
     versions = Versions(triton=conditions.triton, driver=conditions.driver)
@@ -153,6 +150,15 @@ def parse_trial(
         date=date_of(values),
     )
     return trial, conditions
+
+
+def conditions_of(line: Fields) -> Conditions:
+    """Return the conditions of a line, which another tilegen may have written. Raises
+    InvalidRecord."""
+    group = line.group("conditions")
+    return Conditions(
+        **{field.name: group.text(field.name, longest=MAX_TEXT) for field in fields(Conditions)}
+    )
 
 
 Entry = tuple[bool, str, bytes]

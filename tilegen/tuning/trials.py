@@ -19,6 +19,7 @@ from tilegen.settings import settings
 from tilegen.store.files import Locked, inside, locked, only_writer
 from tilegen.store.floor import too_fast
 from tilegen.store.places import Location, locations, read_trials
+from tilegen.store.record import OtherSchema
 from tilegen.store.trials import Conditions, Trial, parse_trial, trial_line, trials_path
 
 
@@ -58,6 +59,8 @@ class TrialLog:
                 try:
                     if line and (trial := self._parse(line)) is not None:
                         trials[trial.config] = trial
+                except OtherSchema:  # another tilegen's, which can read it
+                    continue
                 except InvalidRecord as error:
                     bad.append(f"line {number}: {one_line(error)}")
             if bad:
