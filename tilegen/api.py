@@ -233,6 +233,7 @@ def _tune_together(
     with Pool() as pool:
         worker = Worker(open_storage(storage), RealMachine(pool), trials=trials, again=True)
         records = worker.run(jobs)
+    worker.require_saved()
     return [record for record in records.values() if record]
 
 

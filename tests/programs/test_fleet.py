@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -17,7 +19,7 @@ from tests.postgres import Server, postgres
 from tests.replay import Replay, run
 from tilegen.choose.ranking import ranked_space
 from tilegen.fleet.status import progress
-from tilegen.fleet.storage import open_storage
+from tilegen.fleet.storage import StorageBroken, open_storage
 from tilegen.store import Location, TuningRecord, look_up
 from tilegen.store.places import read_trials
 from tilegen.store.trials import trials_path
@@ -103,6 +105,76 @@ def test_killed_workers_on_postgres(tmp_path: Path, server: Server) -> None:
     codes = start(storage, tmp_path, 6, 3, 0.05).codes()
     assert sorted(codes.values()) == [-signal.SIGKILL] * 3 + [0] * 3
     check(storage, tmp_path, codes, range(2, 4))
+
+
+def test_a_worker_leaves_a_server_that_is_gone_at_the_first_ctrl_c(
+    tmp_path: Path, server: Server
+) -> None:
+    storage = server.database("gone")
+    one = warm.start(
+        "import logging, signal\nfrom pathlib import Path\n"
+        "from tests.fleet_workers import warm_up, work\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "logging.basicConfig(level=logging.INFO)\n"
+        f"folder = Path({str(tmp_path)!r})\n"
+        f"warm_up(folder / 'warm')\nwork({storage!r}, folder, 0.1)"
+    )
+    while len(measured(tmp_path)) < 2:
+        assert one.poll() is None
+        time.sleep(0.02)
+    server.stop()
+    try:
+        time.sleep(1.5)  # the worker finds out, and waits for the server
+        (process,) = {process for _, process in measured(tmp_path)}
+        os.kill(process, signal.SIGINT)
+        _, err = one.communicate(timeout=60)
+    finally:
+        server.start()
+    assert err.rstrip().endswith("KeyboardInterrupt")
+
+
+@pytest.mark.parametrize("wrong", ["no such database", "no such user", "no right"])
+def test_what_waiting_does_not_help_ends_at_once(
+    wrong: str, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def wait(_: float) -> NoReturn:
+        raise AssertionError("waiting does not help")
+
+    import psycopg
+
+    url = server.database(wrong.replace(" ", "_"))
+    expected = "permission denied for schema public"
+    if wrong == "no such database":
+        url, expected = f"{url}_at_all", 'database "no_such_database_at_all" does not exist'
+    elif wrong == "no such user":
+        url, expected = url.replace("tilegen@", "me@"), 'role "me" does not exist'
+    else:
+        with psycopg.connect(url) as connection:
+            connection.execute("CREATE ROLE guest LOGIN")
+        url = url.replace("tilegen@", "guest@")
+    monkeypatch.setattr(time, "sleep", wait)
+    with pytest.raises(StorageBroken, match=expected):
+        open_storage(url)
+
+
+def test_workers_that_find_an_empty_database_make_its_tables_once(server: Server) -> None:
+    url = server.database("empty")
+    opening = (
+        "from tilegen.fleet import storage\n"
+        "make = storage._opener\n"
+        "def opener(*of):\n"
+        "    once = make(*of)\n"
+        "    def call():\n"
+        "        try:\n"
+        "            return once()\n"
+        "        except Exception as error:\n"
+        "            print(error)\n"
+        "            raise\n"
+        "    return call\n"
+        "storage._opener = opener\n"
+        f"storage.open_storage({url!r})"
+    )
+    assert [one.communicate()[0] for one in [warm.start(opening) for _ in range(6)]] == [""] * 6
 
 
 def test_a_server_that_restarts_costs_no_worker(tmp_path: Path, server: Server) -> None:

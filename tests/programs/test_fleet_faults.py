@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -13,10 +16,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from optuna.storages.journal import JournalFileBackend
 from typer.testing import CliRunner
 
-from tests.fleet_workers import JOB, Machine
+from benchmarks.recordings import Recorder, new_session
+from tests import warm
+from tests.fleet_workers import JOB, SPACE, Machine
 from tests.records import PROBLEM
+from tests.replay import Replay
 from tilegen.build import workers
 from tilegen.cli import fleet
 from tilegen.cli.main import app
@@ -61,6 +68,75 @@ def test_a_worker_that_is_asked_to_end_puts_back_what_it_has_claimed(
         Worker(opened, Stopped(tmp_path), trials=4).run([JOB])
     (study,) = progress(opened)
     assert (study.finished, study.waiting, study.running) == (1, 3, 0)
+
+
+@pytest.mark.usefixtures("_terminated_as_interrupted")
+@pytest.mark.parametrize("fault", ["away", "hanging"])
+def test_a_worker_that_is_asked_to_end_waits_for_no_storage(
+    fault: str,
+    opened: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(worker, "GIVE_BACK_SECONDS", 0.5)
+    let_go = threading.Event()
+
+    def append_logs(*_: Any) -> None:
+        if fault == "hanging":
+            let_go.wait()
+        raise OSError(errno.EIO, "the server is gone")
+
+    class Stopped(Machine):
+        def _measure(self, config: TileConfig) -> Measurement:
+            monkeypatch.setattr(JournalFileBackend, "append_logs", append_logs)
+            os.kill(os.getpid(), signal.SIGINT)
+            return super()._measure(config)
+
+    with caplog.at_level(logging.INFO, "tilegen"), pytest.raises(KeyboardInterrupt):
+        Worker(opened, Stopped(tmp_path), trials=4).run([JOB])
+    let_go.set()
+    assert "giving back 1 claim, for at most 0.5 s" in caplog.messages
+    assert "1 of 1 claim not given back: other workers take them after 60 s of silence" in (
+        caplog.messages
+    )
+
+
+def test_a_worker_whose_journal_takes_no_more_ends_with_the_reason(tmp_path: Path) -> None:
+    """The limit of a file's size stands for a full disk, which no right is needed for."""
+    recorder = Recorder(tmp_path / "one.jsonl", new_session(JOB.gpu, "fwd", PROBLEM, 8))
+    for config in SPACE[:8]:
+        recorder.append(Trial(config=config, measurement=Replay().timings[config]))
+    command = ["tilegen", "worker", "--storage", f"journal:{tmp_path}/trials.journal"]
+    command += ["--catalog", PROBLEM.key, "--replay", str(tmp_path)]
+    one = warm.start(
+        "import resource, sys\nfrom tilegen.cli.main import main\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))\n"
+        f"sys.argv = {command!r}\nmain()",
+        env={**os.environ, "TILEGEN_CACHE_DIR": str(tmp_path / "own")},
+    )
+    out, err = one.communicate(timeout=60)
+    assert (one.returncode, out) == (1, "")
+    assert "trials.journal': File too large; raise the limit" in err
+    assert "trying again" not in err
+
+
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_a_worker_that_cannot_save_its_winner_fails(is_shared: bool, tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path / "one.jsonl", new_session(JOB.gpu, "fwd", PROBLEM, 4))
+    for config in SPACE[:4]:
+        recorder.append(Trial(config=config, measurement=Replay().timings[config]))
+    (tmp_path / "file").write_text("no folder")
+    url = f"journal:{tmp_path}/trials.journal"
+    command = ["worker", "--storage", url, "--catalog", PROBLEM.key, "--replay", str(tmp_path)]
+    command += ["--store", str(tmp_path / "file")] if is_shared else []
+    own = tmp_path / ("own" if is_shared else "file")
+    result = CliRunner(env={"TILEGEN_CACHE_DIR": str(own)}).invoke(app, command)
+    assert result.exit_code == 1
+    assert "4 configs measured, 0 winners published here" in result.stdout
+    told = str(result.exception)
+    assert told.startswith("1 winner measured, not saved, first fwd ")
+    assert f"cannot write '{tmp_path}/file" in told
 
 
 def test_a_worker_whose_gpu_is_lost_starts_itself_again(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from pathlib import Path
 from typing import NoReturn
@@ -14,7 +16,7 @@ from tilegen.cli.main import app
 from tilegen.errors import Unsupported
 from tilegen.fleet.queue import Queue
 from tilegen.fleet.status import progress
-from tilegen.fleet.storage import open_storage
+from tilegen.fleet.storage import open_storage, patiently
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +84,35 @@ def test_garbage_is_no_storage_without_studies(tmp_path: Path, data: bytes, form
     assert result.exit_code == 1
     assert "name another" in str(result.exception)
     assert file.read_bytes() == data * 40
+
+
+LASTING = ("ENOSPC", "EDQUOT", "EFBIG", "EACCES", "EPERM", "EROFS", "ENAMETOOLONG")
+
+
+@pytest.mark.parametrize("name", LASTING)
+def test_an_error_that_lasts_ends_at_once_in_its_own_words(name: str, journal: Path) -> None:
+    number = getattr(errno, name)
+
+    def call() -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    with pytest.raises(Unsupported, match=f"trials.journal.*: {os.strerror(number)}; "):
+        patiently(call, f"journal:{journal}", 600.0, journal)
+
+
+def test_a_database_that_cannot_grow_ends_at_once(tmp_path: Path) -> None:
+    import sqlalchemy
+
+    one = sqlalchemy.create_engine(f"sqlite:///{tmp_path}/trials.db")
+    with one.connect() as connection:
+        connection.exec_driver_sql("PRAGMA max_page_count = 2")
+        connection.exec_driver_sql("CREATE TABLE t (text)")
+
+        def call() -> None:
+            connection.exec_driver_sql("INSERT INTO t VALUES (zeroblob(99999))")
+
+        with pytest.raises(Unsupported, match=r"found a full disk there .database or disk is"):
+            patiently(call, "sqlite:///trials.db", 600.0)
 
 
 @pytest.mark.parametrize("form", ["journal:{}", "sqlite:///{}"])

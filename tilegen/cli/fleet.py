@@ -120,6 +120,7 @@ def worker(
         count = sum(record is not None for record in published.values())
         winners = "1 winner" if count == 1 else f"{count} winners"
         console.print(f"{one.measured} configs measured, {winners} published here")
+    one.require_saved()
 
 
 @fleet_app.command("status")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import math
 import random
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -16,6 +16,7 @@ import optuna
 
 from tilegen.disk import log
 from tilegen.errors import TilegenError, Unsupported
+from tilegen.fleet.faults import in_words, is_operation, lasting, may_pass
 from tilegen.measure import one_line
 from tilegen.store.reach import shown
 
@@ -34,7 +35,8 @@ LONGEST_PAUSE = 10.0
 """Longest pause between two calls [seconds]."""
 MAX_LINE = 2**20
 """Limit of a journal's first line [bytes]; the longest is a few hundred."""
-SQLITE_BROKEN = ("SQLITE_NOTADB", "SQLITE_CORRUPT", "SQLITE_CANTOPEN")
+TABLES_LOCK = int.from_bytes(b"tilegen", "big")
+"""Number of the lock that whoever makes tables in a database of PostgreSQL's holds."""
 LOCK_SECONDS = 10
 """Time after which the lock of a journal belongs to a killed worker [seconds]: a living one holds
 it for milliseconds."""
@@ -42,6 +44,10 @@ it for milliseconds."""
 
 class StorageAway(TilegenError):
     """A fleet's storage does not answer."""
+
+
+class StorageBroken(Unsupported):
+    """A fleet's storage that waiting does not help: a full disk, a database that is not there."""
 
 
 class Patient:
@@ -55,6 +61,17 @@ class Patient:
         self._storage, self._where, self._journal = storage, where, journal
         self.failed_at = -math.inf
         """Time at which the storage last did not answer, by `time.monotonic` [seconds]."""
+        self._until = math.inf
+        """Time after which no call is made again, by the same clock [seconds]."""
+
+    @contextlib.contextmanager
+    def in_a_hurry(self, seconds: float) -> Generator[None, None, None]:
+        """Make calls that begin in the block again for that long at the most."""
+        self._until = time.monotonic() + seconds
+        try:
+            yield
+        finally:
+            self._until = math.inf
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self._storage, name)
@@ -65,11 +82,18 @@ class Patient:
             try:
                 return call(*args, **options)
             except Exception as error:
-                if _is_away(error):
+                if may_pass(error):
                     self.failed_at = time.monotonic()
                 raise
 
-        return patiently(again, self._where, PATIENCE_SECONDS, self._journal)
+        left = min(PATIENCE_SECONDS, self._until - time.monotonic())
+        return patiently(again, self._where, left, self._journal)
+
+
+def in_a_hurry(storage: object, seconds: float) -> contextlib.AbstractContextManager[None]:
+    """Return a block in which a storage is asked for that long at the most."""
+    is_patient = isinstance(storage, Patient)
+    return storage.in_a_hurry(seconds) if is_patient else contextlib.nullcontext()
 
 
 def last_failure(storage: object) -> float:
@@ -82,25 +106,24 @@ def patiently(
 ) -> Any:
     """Return what `call` returns, called again while the storage is away.
 
-    Raises StorageAway, or Unsupported if its file, maybe a `journal`, is broken: waiting does not
-    help then.
+    Raises StorageAway, or StorageBroken at once where waiting does not help.
     """
     started, pause, said = time.monotonic(), 0.1, False
     while True:
         try:
             return call()
         except Exception as error:
-            if trouble := _damage(error, journal):
-                raise Unsupported(
+            if trouble := lasting(error, journal):
+                raise StorageBroken(
                     f"expected the storage {where} to be in order; {trouble}"
                 ) from error
-            if not _is_away(error):
+            if not may_pass(error):
                 raise
             waited = time.monotonic() - started
             if waited + pause > seconds:
                 raise StorageAway(
                     f"expected the storage {where} to answer, got for {waited:.0f} s: "
-                    f"{one_line(error)}; start it, or name another with --storage"
+                    f"{in_words(error)}; start it, or name another with --storage"
                 ) from error
             if not said and waited > 1:
                 log.warning("the storage %s does not answer; trying again", where)
@@ -108,54 +131,6 @@ def patiently(
         # Not all workers at the same moment, when a server comes back.
         time.sleep(pause * random.uniform(0.5, 1))
         pause = min(2 * pause, LONGEST_PAUSE)
-
-
-def _is_away(error: Exception) -> bool:
-    """True for an error that may pass. Bases are compared by name: no driver need be installed."""
-    names = {f"{base.__module__}.{base.__name__}" for base in type(error).__mro__}
-    if names & {"grpc.RpcError"}:
-        code: Any = getattr(error, "code", lambda: None)()
-        return getattr(code, "name", "") in ("UNAVAILABLE", "UNKNOWN", "DEADLINE_EXCEEDED")
-    return bool(
-        names & {"sqlalchemy.exc.DBAPIError", "optuna.exceptions.StorageInternalError"}
-    ) or isinstance(error, OSError)
-
-
-def _damage(error: Exception, journal: Path | None) -> str:
-    """Return what is broken in the file of a storage that raised `error`, and what to do; an empty
-    text if nothing is."""
-    told = OSError | optuna.exceptions.OptunaError | TilegenError
-    if journal is not None and not isinstance(error, told):
-        return _flaw(journal)
-    if journal and isinstance(error, IsADirectoryError | NotADirectoryError | PermissionError):
-        return f"cannot open {error.filename!r}: {error.strerror}; name another with --storage"
-    for cause in (getattr(error, "orig", None), getattr(error.__cause__, "orig", None)):
-        if str(getattr(cause, "sqlite_errorname", "")).startswith(SQLITE_BROKEN):
-            return f"found no SQLite database there ({cause}); name another with --storage"
-    return ""
-
-
-def _flaw(journal: Path) -> str:
-    """Return which line of a journal is broken, an empty text if none is but the last, which a
-    writer that was killed may have left torn."""
-    with journal.open("rb") as lines:
-        verdicts = [_is_operation(line) for line in lines]
-    broken = [number for number, verdict in enumerate(verdicts, start=1) if not verdict]
-    if not broken or (broken == [len(verdicts)] and verdicts[-1] is None):
-        return ""
-    return (
-        f"line {broken[0]} is no operation of a study: keep the lines before it "
-        f"(head -n {broken[0] - 1}), or name a new file, in which the studies begin anew"
-    )
-
-
-def _is_operation(line: bytes) -> bool | None:
-    """True for a journal's line that is an operation, None for one that is no JSON."""
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return isinstance(value, dict) and "op_code" in value
 
 
 def open_storage(url: str, *, make: bool = True) -> BaseStorage:
@@ -221,7 +196,7 @@ def _journal(file: Path) -> BaseStorage:
         # Optuna takes a first line that it cannot read for one that was torn.
         with file.open("rb") as lines:
             first = lines.readline(MAX_LINE)
-        if first and not (_is_operation(first) if first.endswith(b"\n") else first[:1] == b"{"):
+        if first and not (is_operation(first) if first.endswith(b"\n") else first[:1] == b"{"):
             raise Unsupported(
                 f"expected a journal of Optuna's at {str(file)!r}, found something else; "
                 "name another file with --storage"
@@ -241,4 +216,21 @@ def _proxy(host: str, port: int) -> BaseStorage:
 def _database(url: str) -> BaseStorage:
     from optuna.storages import RDBStorage, get_storage
 
-    return get_storage(RDBStorage(url, engine_kwargs={"pool_pre_ping": True}))
+    # Who is first makes the tables, which PostgreSQL lets two do at the same time, and fails one.
+    with _making_tables(url) if url.startswith("postgresql") else contextlib.nullcontext():
+        return get_storage(RDBStorage(url, engine_kwargs={"pool_pre_ping": True}))
+
+
+@contextlib.contextmanager
+def _making_tables(url: str) -> Generator[None, None, None]:
+    """Keep other workers from making tables in a database of PostgreSQL's meanwhile."""
+    import sqlalchemy
+
+    engine = sqlalchemy.create_engine(url)
+    try:
+        with engine.begin() as connection:
+            connection.exec_driver_sql(f"SET LOCAL lock_timeout = '{OPENING_SECONDS / 3:g}s'")
+            connection.exec_driver_sql(f"SELECT pg_advisory_xact_lock({TABLES_LOCK})")
+            yield
+    finally:
+        engine.dispose()

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from tilegen.choose.ranking import ranked_space
 from tilegen.disk import log
-from tilegen.errors import NoRecord, TilegenError
+from tilegen.errors import NoRecord, TilegenError, Unsupported
 from tilegen.fleet.bench import Machine
 from tilegen.fleet.jobs import Job
 from tilegen.fleet.queue import PUBLISHED, STALE_SECONDS, Claim, Queue
-from tilegen.fleet.storage import StorageAway
+from tilegen.fleet.storage import StorageAway, StorageBroken, in_a_hurry
 from tilegen.kernels.config import TileConfig
 from tilegen.measure import DeviceLost, one_line, us
 from tilegen.model.estimate import Candidate
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 AT_ONCE = 4
 """Number of configs claimed at once where a compiler works ahead of the GPU."""
+GIVE_BACK_SECONDS = 2.0
+"""Time for giving claims back when a worker ends before its work does [seconds]; those that are
+left go stale."""
 SHORTEST_POLL, LONGEST_POLL = 0.1, 5.0
 """Pauses between two looks at studies in which others measure the last configs [seconds]."""
 
@@ -66,6 +69,8 @@ class Worker:
         self._lock = threading.Lock()
         self.measured = 0
         """Number of configs that this worker has finished."""
+        self.unsaved: dict[Job, str] = {}
+        """Jobs of the last run whose winner is measured and not saved, each with the reason."""
 
     def run(self, jobs: Sequence[Job]) -> dict[Job, TuningRecord | None]:
         """Work until all jobs are done, by whomever; return the records this worker has published,
@@ -75,20 +80,25 @@ class Worker:
         left.rotate(random.randrange(len(left)) if left else 0)  # few workers in one study
         published: dict[Job, TuningRecord | None] = {}
         idle, pause = 0, SHORTEST_POLL
+        self.unsaved.clear()
         with self._beating():
             while left:
-                job, before = left.popleft(), self.measured
+                job, before, is_measured = left.popleft(), self.measured, False
                 try:
                     if not self._work_on(job):
                         left.append(job)
                     elif self._again or not self._queue(job).marked(self._mark):
+                        is_measured = True
                         record, is_news = self._publish(job)
                         if self._again or is_news:
                             published[job] = record
-                except (DeviceLost, StorageAway):
+                except (DeviceLost, StorageAway, StorageBroken):
                     raise
                 except TilegenError as error:  # other jobs may be in order
-                    log.warning("%s passed over: %s", job, one_line(error))
+                    became = "measured, not saved" if is_measured else "passed over"
+                    log.warning("%s %s: %s", job, became, one_line(error))
+                    if is_measured:
+                        self.unsaved[job] = one_line(error)
                 if self.measured > before:
                     idle, pause = 0, SHORTEST_POLL
                     continue
@@ -97,6 +107,16 @@ class Worker:
                     time.sleep(pause * random.uniform(0.5, 1))
                     idle, pause = 0, min(2 * pause, LONGEST_POLL, self._stale / 4)
         return published
+
+    def require_saved(self) -> None:
+        """Raise Unsupported if a winner of the last run could not be saved."""
+        if self.unsaved:
+            job, why = next(iter(self.unsaved.items()))
+            winners = "1 winner" if len(self.unsaved) == 1 else f"{len(self.unsaved)} winners"
+            raise Unsupported(
+                f"{winners} measured, not saved, first {job}: {why}; the storage keeps what was "
+                "measured: start the worker again when winners can be written"
+            )
 
     def _work_on(self, job: Job) -> bool:
         """Measure what waits in one study; return whether the study is done."""
@@ -127,10 +147,37 @@ class Worker:
                         self._measure(job, queue, waiting.popleft(), bench, ahead)
                     claim = self._hold(queue.claim())
         finally:
-            for claim in list(self._held):
-                self._drop(claim)
-                with contextlib.suppress(StorageAway):  # then it goes stale
-                    queue.release(claim)
+            self._give_back(queue)
+
+    def _give_back(self, queue: Queue) -> None:
+        """Put back what is claimed and not measured, in the time there is."""
+        with self._lock:
+            claims, self._held[:] = list(self._held), []
+        if not claims:
+            return
+        given: list[Claim] = []
+        is_late = threading.Event()
+
+        def give() -> None:
+            for claim in claims:
+                if not is_late.is_set():
+                    with contextlib.suppress(TilegenError):  # the storage is away, or broken
+                        queue.release(claim)
+                        given.append(claim)
+
+        many = "1 claim" if len(claims) == 1 else f"{len(claims)} claims"
+        log.info("giving back %s, for at most %g s", many, GIVE_BACK_SECONDS)
+        # A call may hang where nobody can interrupt it: in a network, in a file system.
+        thread = threading.Thread(target=give, name="tilegen-give-back", daemon=True)
+        with in_a_hurry(self._storage, GIVE_BACK_SECONDS):
+            thread.start()
+            thread.join(GIVE_BACK_SECONDS)
+            is_late.set()
+        if left := len(claims) - len(given):
+            log.warning(
+                "%d of %s not given back: other workers take them after %g s of silence",
+                *(left, many, self._stale),
+            )
 
     def _measure(
         self, job: Job, queue: Queue, claim: Claim, bench: Bench, ahead: Ahead | None
@@ -194,8 +241,7 @@ class Worker:
         if record is not None and self._store != self._own:
             moved = put(record, self._store)
             if moved.action == "refused":  # no mark: another worker may publish it
-                log.warning("%s", moved)
-                return record, False
+                raise Unsupported(str(moved))
             log.info("%s", moved)
         is_news = not queue.marked(self._mark)
         queue.mark(self._mark, "none runs" if record is None else record.config.key)
