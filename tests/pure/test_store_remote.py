@@ -13,9 +13,11 @@ from typing import Any
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from typer.testing import CliRunner
 
 from tests.records import H200, PROBLEM, RECORD, own, place, record
 from tests.servers import s3_server
+from tilegen.cli.main import app
 from tilegen.errors import Unsupported
 from tilegen.store import (
     Location,
@@ -95,6 +97,16 @@ def test_save_look_up_and_list(url: str) -> None:
     assert (found.record, found.origin, found.file) == (RECORD, "shared", saved.file)
     (listed,) = list_records([where])
     assert (listed.record, listed.trouble, listed.file) == (RECORD, "", saved.file)
+
+
+def test_a_bucket_that_is_not_there_is_named(bucket: str) -> None:
+    assert list(list_records([Location(f"{bucket}/none/yet", "shared")], strict=True)) == []
+    for url in ("s3://misspelt", "s3://misspelt/team"):
+        with pytest.raises(Unreachable, match="has no bucket 'misspelt'"):
+            list(list_records([Location(url, "shared")], strict=True))
+        told = CliRunner().invoke(app, ["cache", "list", url])
+        assert told.exit_code == 1
+        assert f"location '{url}' has no bucket 'misspelt'" in str(told.exception)
 
 
 def test_findings_are_joined(url: str) -> None:

@@ -72,6 +72,7 @@ def names(url: str) -> list[str]:
         except FileNotFoundError:
             if _protocol(url).startswith("http"):
                 raise Unreachable("has no index page that lists its files") from None
+            _check_bucket(fs, url, root)
             return False  # nobody has written to it yet
         return True
 
@@ -82,6 +83,14 @@ def names(url: str) -> list[str]:
     if not ask(url, is_there, again=True):
         return []
     return ask(url, find, seconds=LIST_SECONDS, again=True)
+
+
+def _check_bucket(fs: Any, url: str, root: str) -> None:
+    """Raise Unreachable where a store has no such bucket: its name may be misspelt."""
+    bucket = root.partition("/")[0]
+    with contextlib.suppress(PermissionError):  # of who may list a part of it alone
+        if _protocol(url) in CREATING and not fs.exists(bucket):
+            raise Unreachable(f"has no bucket {bucket!r}; check how it is spelt, or make it first")
 
 
 def update(url: str, path: str, change: Change, limit: int) -> str:
