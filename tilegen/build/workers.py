@@ -33,18 +33,25 @@ def environment(**changes: str) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **changes}
 
 
+class Ended(Exception):
+    """A compilation whose result nobody waits for any more."""
+
+
 class Worker:
     """A process that compiles one kernel after another; started when first needed, again after a
     crash."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._is_killed = False
 
     def compile(
         self, rendered: RenderedKernel, arch: str, *, line_info: bool = True
     ) -> CompiledKernel | BuildFailed:
-        """Return what `compile_for` returns or raises; BuildFailed, too, if the compiler
-        crashes."""
+        """Return what `compile_for` returns or raises; BuildFailed, too, if the compiler crashes.
+        Raises Ended after `kill`."""
+        if self._is_killed:
+            raise Ended
         process = self._process or self._start()
         assert process.stdin
         assert process.stdout
@@ -55,10 +62,18 @@ class Worker:
         except (EOFError, BrokenPipeError):
             code = process.wait()
             self._process = None
+            if self._is_killed:
+                raise Ended from None
             return BuildFailed(f"{rendered.function} for {arch}: the compiler died (exit {code})")
         if isinstance(answer, Exception) and not isinstance(answer, BuildFailed):
             raise answer
         return answer
+
+    def kill(self) -> None:
+        """End the process for good, whatever it compiles for another thread."""
+        self._is_killed = True
+        if process := self._process:
+            process.kill()
 
     def close(self) -> None:
         """End the process."""
@@ -83,9 +98,10 @@ class Pool:
     def __init__(self, size: int | None = None) -> None:
         """`size` defaults to the cores this process may use."""
         self.size = size or len(os.sched_getaffinity(0))
+        self._workers = [Worker() for _ in range(self.size)]
         self._idle: SimpleQueue[Worker] = SimpleQueue()
-        for _ in range(self.size):
-            self._idle.put(Worker())
+        for worker in self._workers:
+            self._idle.put(worker)
 
     def compile(
         self, rendered: RenderedKernel, arch: str, *, line_info: bool = True
@@ -105,8 +121,12 @@ class Pool:
     def __enter__(self) -> Pool:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None or not issubclass(kind, KeyboardInterrupt):
+            self.close()
+            return
+        for worker in self._workers:  # nobody waits for what is being compiled
+            worker.kill()
 
 
 def serve() -> None:

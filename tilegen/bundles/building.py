@@ -7,13 +7,15 @@ import hashlib
 import re
 import subprocess
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tilegen.bounded_cache import BoundedCache
 from tilegen.build.acceptable import acceptable
+from tilegen.build.background import Background
 from tilegen.build.compiler import CompiledKernel
 from tilegen.build.tools import nvidia_tool
 from tilegen.build.workers import Pool
@@ -93,26 +95,22 @@ def generate(
     failures: list[str] = []
     with (
         Pool() as pool,
-        ThreadPoolExecutor(pool.size) as compiling,
-        ThreadPoolExecutor(1) as choosing,  # one: it is SymPy's
+        closing(Background(pool.size)) as compiling,
+        closing(Background(1)) as choosing,  # one: it is SymPy's
     ):
         builder = _Builder(folder, pool, compiling)
         wanted = dict.fromkeys(problem.normal() for problem in problems)
         asked = [(problem, gpu) for gpu in gpus for problem in wanted]
         begun = [choosing.submit(builder.begin, *one, directions) for one in asked]
-        try:
-            for done, future in enumerate(begun, 1):
-                chosen.append(one := future.result())
-                for choice in one.choices:
-                    try:
-                        binary = choice.binary.result()
-                    except BuildFailed as error:
-                        failures.append(f"{choice.kernel} of '{one.problem}': {error}")
-                        continue
-                    on_kernel(Made(one.problem, binary, done - (choice is not one.choices[-1])))
-        finally:  # on an error, or Ctrl-C: what is being compiled is finished, nothing else begun
-            for threads in (choosing, compiling):
-                threads.shutdown(wait=False, cancel_futures=True)
+        for done, future in enumerate(begun, 1):
+            chosen.append(one := future.result())
+            for choice in one.choices:
+                try:
+                    binary = choice.binary.result()
+                except BuildFailed as error:
+                    failures.append(f"{choice.kernel} of '{one.problem}': {error}")
+                    continue
+                on_kernel(Made(one.problem, binary, done - (choice is not one.choices[-1])))
     if failures:
         raise BuildFailed(
             f"{len(failures)} of {sum(len(one.choices) for one in chosen)} kernels could not be "
@@ -124,7 +122,7 @@ def generate(
 class _Builder:
     """Chooses and compiles kernels, each binary once."""
 
-    def __init__(self, folder: Folder, pool: Pool, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, folder: Folder, pool: Pool, threads: Background) -> None:
         self._folder, self._pool, self._threads = folder, pool, threads
         self._started: dict[tuple[str, tuple[TileConfig, ...], GpuSpec], Future[Binary]] = {}
         self._compiled: BoundedCache[tuple[str, str], CompiledKernel | BuildFailed]
