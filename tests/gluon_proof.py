@@ -26,7 +26,7 @@ from tilegen.memory_model.schedules import EverySchedule, Schedule
 
 OUT = Path(__file__).parents[1] / "benchmarks/results/gluon_proof.csv"
 SEEDS = 32
-SIZES = [(1, 1), (64, 64), (65, 63), (128, 400), (200, 129), (300, 230)]
+SIZES = [(1, 1), (64, 64), (65, 63), (128, 400), (200, 129), (300, 230), (65, 0)]
 SMALL = HopperForward(head_dim=64, block_n=64)
 
 

@@ -71,7 +71,7 @@ def is_right(case: Case, found: Any) -> bool:
     unit = 2.0**-8 if case.kernel.dtype == "bf16" else 2.0**-11
     return bool(
         ((found[0].double() - out).abs() <= 4 * unit * (1 + out.abs())).all()
-        and ((found[1].double() - lse).abs() <= 1e-5 * (1 + lse.abs())).all()
+        and torch.isclose(found[1].double(), lse, rtol=1e-5, atol=1e-5).all()
     )
 
 

@@ -44,6 +44,15 @@ def test_results_and_bytes(case: Case) -> None:
     assert sum(report.read_bytes.values()) == read(case)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("rows, keys", [(70, 0), (0, 70), (0, 0)])
+def test_without_keys_or_queries_nothing_is_launched(rows: int, keys: int, causal: bool) -> None:
+    case = Case(HopperForward(head_dim=64, causal=causal), rows=rows, keys=keys)
+    found, report = results(case)
+    assert is_right(case, found)
+    assert report.steps == 0
+
+
 def problem(case: Case) -> AttentionProblem:
     its = case.kernel
     mask = "causal" if its.causal else "full"

@@ -152,6 +152,57 @@ def test_a_fence_belongs_to_the_partition_that_stores() -> None:
             run(late, rows_of(16), seed=seed)
 
 
+READ = """
+@gluon.jit
+def _read(y_ptr, smem, full, empty):
+    rows, columns = gl.arange(0, ROWS), gl.arange(0, COLUMNS)
+    for i in range(2):
+        mbarrier.wait(full, i)
+        x = smem.load(None)
+        fence_async_shared()
+        mbarrier.arrive(empty, count=1)
+        gl.store(y_ptr + (i * ROWS + rows[:, None]) * COLUMNS + columns[None, :], x)
+
+@gluon.jit
+def _load(x_desc, smem, full, empty):
+    for i in range(2):
+        mbarrier.wait(empty, i ^ 1)
+        mbarrier.expect(full, ROWS * COLUMNS * 2)
+        tma.async_load(x_desc, [i * ROWS, 0], full, smem)
+
+@gluon.jit
+def kernel(x_desc, y_ptr):
+    smem = gl.allocate_shared_memory(gl.bfloat16, [ROWS, COLUMNS], x_desc.layout)
+    full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(full, count=1)
+    mbarrier.init(empty, count=1)
+    gl.warp_specialize(
+        [(_read, (y_ptr, smem, full, empty)), (_load, (x_desc, smem, full, empty))], [4], [24])
+
+def launch(x):
+    y = torch.empty_like(x)
+    kernel[(1,)](described(x), y)
+    return y
+"""
+
+
+@pytest.mark.parametrize("place", ["nowhere", "before the load", "in the partition that loads"])
+def test_a_fence_comes_between_a_load_and_the_tma_load_that_overwrites(place: str) -> None:
+    text, x = source(READ), rows_of(32)
+    y, _ = run(text, x)
+    assert torch.equal(x, y)
+    fence = "        fence_async_shared()\n"
+    broken = changed(text, fence, "")
+    if place == "before the load":
+        broken = changed(broken, "        x = smem", f"{fence}        x = smem")
+    elif place == "in the partition that loads":
+        broken = changed(broken, "        mbarrier.expect", f"{fence}        mbarrier.expect")
+    for seed in range(4):
+        with pytest.raises(Fault, match=r"no proxy fence on smem.* may be there before this load"):
+            run(broken, x, seed=seed)
+
+
 def test_a_deadlock_names_lines_and_barriers() -> None:
     text = changed(source(SHARED), "mbarrier.arrive(full, count=1)", "pass")
     with pytest.raises(Fault) as raised:

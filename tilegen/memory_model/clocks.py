@@ -24,7 +24,8 @@ class View:
 
     seen: dict[Actor, int] = field(default_factory=dict)
     fenced: dict[Actor, int] = field(default_factory=dict)
-    """Counts of ordinary stores that the asynchronous proxy sees too: a fence came after them."""
+    """Counts of ordinary loads and stores after which a fence came: what the asynchronous proxy
+    does later is ordered after them."""
 
     def copy(self) -> View:
         """Return a view that changes apart from this one."""
@@ -62,7 +63,7 @@ class Ledger:
 
     def note(self, new: Access, view: View, fault: Callable[[str], Fault]) -> None:
         """Note an access of an actor with a view. Raises Fault where it races with an earlier one,
-        or where the asynchronous proxy does not see the ordinary store before it."""
+        or where no fence orders the asynchronous proxy after an ordinary access."""
         kept: list[Access] = []
         for old in self._accesses:
             if not _overlap(old.region, new.region):
@@ -74,12 +75,14 @@ class Ledger:
                         f"race on {self.name}{_shown(new.region)}: nothing orders {new.what} after "
                         f"{old.what}"
                     )
-                unseen = view.fenced.get(old.actor, 0) < old.count
-                if old.writes and old.ordinary and not new.ordinary and unseen:
+                unfenced = view.fenced.get(old.actor, 0) < old.count
+                if old.ordinary and not new.ordinary and unfenced:
+                    may = "may not see" if old.writes else "may be there before"
+                    who = "store" if old.writes else "load"
                     raise fault(
-                        f"no proxy fence on {self.name}{_shown(new.region)}: {new.what} may not "
-                        f"see {old.what}; fence_async_shared() belongs after the store, in the "
-                        "partition that stores"
+                        f"no proxy fence on {self.name}{_shown(new.region)}: {new.what} {may} "
+                        f"{old.what}; fence_async_shared() belongs after the {who}, in the "
+                        f"partition that {who}s"
                     )
             covers = _covers(new.region, old.region)
             again = old.actor == new.actor and old.writes == new.writes

@@ -281,7 +281,8 @@ def store_wait(pendings: int) -> None:
 
 
 def fence_async_shared(cluster: bool = False) -> None:
-    """fence.proxy.async: ordinary stores of this partition are seen by the asynchronous proxy."""
+    """fence.proxy.async: what the asynchronous proxy does later comes after ordinary loads and
+    stores of this partition."""
     machine, me = now(), now().me
     me.view.fenced[me.actor] = me.view.seen[me.actor]
     me.release()
