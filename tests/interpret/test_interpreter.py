@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -124,6 +125,26 @@ def test_language_is_patched_for_each_launch_and_as_it_was_after(
     assert dict(vars(tl)) == before
     _row_sums[(3,)](x, out.zero_(), 16)
     assert torch.equal(out, x.sum(1) + x.max(1).values)
+
+
+def test_threads_launch_one_after_the_other() -> None:
+    """The language is patched for all threads, and where a program is in the grid, too."""
+    interpreter.prepare()
+    given = torch.arange(8 * 3 * 16.0).view(8, 3, 16)
+    found = torch.full((8, 3), -1.0)
+
+    def launch(thread: int) -> None:
+        for _ in range(5):
+            _row_sums[(3,)](given[thread], found[thread], 16)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            list(threads.map(launch, range(8)))
+    finally:
+        sys.setswitchinterval(before)
+    assert torch.equal(found, given.sum(2) + given.max(2).values)
 
 
 def test_an_unknown_triton_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import version
+from threading import RLock
 from typing import Any, cast
 
 import numpy as np
@@ -60,9 +61,29 @@ def prepare() -> None:
     work."""
     if reason := trouble():
         raise Unsupported(reason)
+    launch_one_by_one()
     repair_bfloat16()
     repair_comparisons()
     skip_idle_work()
+
+
+@cache
+def launch_one_by_one() -> None:
+    """Have threads wait for each other's launches, from now on.
+
+    A launch patches `triton.language` for all threads, and the builder knows one program of one
+    grid: two launches at the same time give wrong numbers.
+    """
+    import triton.runtime.interpreter as module
+
+    executor, lock = cast("Any", module.GridExecutor), RLock()
+    launch = executor.__call__
+
+    def alone(self: Any, *given: Any, **named: Any) -> Any:
+        with lock:
+            return launch(self, *given, **named)
+
+    executor.__call__ = alone
 
 
 @cache
