@@ -59,7 +59,7 @@ class Dropout:
         as_given = torch.tensor(self.p, dtype=torch.float32, device="cpu")  # to kernels
         p = as_given.item()
         kept = drawn_words(self.state, batch, heads, rows, columns) >= min(int(p * 2**32), _WORD)
-        return kept * (1 / (1 - p) if p < 1 else 0.0)
+        return kept.double() * (1 / (1 - p) if p < 1 else 0.0)
 
 
 def drawn_words(

@@ -263,3 +263,24 @@ def test_an_explanation_of_kernels_that_drop_weights() -> None:
     assert "dropout" in text.splitlines()[0]
     assert " bytes of it are seeds, for dropout" in text
     assert "dropout" not in tilegen.explain(TEXT, "h200", kernel="fwd").text()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_scale_is_not_rounded_to_the_default_dtype(dtype: torch.dtype) -> None:
+    """A model that is made in bf16 often leaves it the default."""
+    q, k, v = torch.randn(3, 1, 2, 40, 16, generator=torch.Generator().manual_seed(1))
+
+    def dropped() -> torch.Tensor:
+        torch.manual_seed(0)
+        return tilegen.attention(q, k, v, dropout_p=0.3)
+
+    expected = dropped()
+    torch.set_default_dtype(dtype)
+    try:
+        found = dropped()
+        factors = Dropout(0.3, torch.tensor([1, 2])).factors(1, 1, 8, 8)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found, expected)
+    assert factors.dtype == torch.float64
+    assert factors.max().item() == 1 / (1 - torch.tensor(0.3).item())
