@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from tilegen.check import kept
 from tilegen.dropout import Dropout
+from tilegen.masks.apart import apart
 from tilegen.masks.mask import Full, Mask, full
 from tilegen.masks.score import Score
 from tilegen.problem import AttentionProblem
@@ -104,14 +106,18 @@ def attention_reference(
 
     A row with nothing kept gives out 0, lse -inf and zero gradients; lse is that of the weights
     before dropout. The default scale is head_dim_qk ** -0.5. Mask and score see the first batch
-    entry as number `entry`.
+    entry as number `entry`. NaN passes from no document to another, nor from keys beyond the
+    lengths of a padded batch; under other masks a dropped pair counts as in PyTorch, 0 times NaN.
     """
     factor: float = q.shape[-1] ** -0.5 if scale is None else scale
     softmax = softmax_of(q, k, mask, score, factor, entry)
     weights = softmax.weights
     if dropout is not None:
         weights = weights * dropout.factors(*weights.shape).to(weights)
-    return weights @ for_each_query_head(v, q), softmax.lse
+    rows = for_each_query_head(v, q)
+    if mask is None or not apart(mask):
+        return weights @ rows, softmax.lse
+    return kept.weighed(weights, rows, softmax.keep), softmax.lse
 
 
 @dataclass(frozen=True)
@@ -120,6 +126,8 @@ class Softmax:
 
     scores: torch.Tensor
     """Scaled products q k^T: (batch, heads, seqlen_q, seqlen_kv), as `changed` and `weights`."""
+    keep: torch.Tensor
+    """True where the mask keeps a pair, broadcast to the shape of `scores`."""
     changed: torch.Tensor
     """Products after the change by a score; -inf where the mask drops a pair."""
     weights: torch.Tensor
@@ -139,8 +147,9 @@ def softmax_of(
     """Return the weights of all pairs and what they came from, differentiable; mask and score see
     the first batch entry as number `entry`."""
     k = for_each_query_head(k, q)
-    keep = _dense(full() if mask is None else mask, q, k, entry)
-    changed = scores = q @ k.mT * scale
+    mask = full() if mask is None else mask
+    keep = _dense(mask, q, k, entry)
+    changed = scores = (kept.scores(q, k, keep) if apart(mask) else q @ k.mT) * scale
     if score is not None and score.form.changes:
         changed = _changed(score, scores, entry)
     changed = changed.masked_fill(~keep, float("-inf"))
@@ -151,7 +160,9 @@ def softmax_of(
     if score is not None and score.sink_logits is not None:
         lse = torch.logaddexp(lse, score.sink_logits.to(lse)[:, None])
     weights = (changed - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp()
-    return Softmax(scores, changed, weights, lse)
+    if apart(mask):  # of rows whose sum is NaN, too
+        weights = weights.masked_fill(~keep, 0.0)
+    return Softmax(scores, keep, changed, weights, lse)
 
 
 def for_each_query_head(rows: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ from tilegen.kernels.spec import WIDTHS, KernelSpec
 from tilegen.kernels.split_kv import FILLING, is_divided, usual_tiles
 from tilegen.masks.grouping import heads_of_tiles
 from tilegen.masks.score_source import ScoreSource, score_source
-from tilegen.masks.source import extras, keep_source, ranges_source
+from tilegen.masks.source import extras, guard_of, keep_source, ranges_source
 from tilegen.problem import AttentionProblem
 from tilegen.sympy_lock import one_at_a_time
 
@@ -177,6 +177,7 @@ def _context(
         "rows_in_l2": rows_together(problem),
         "heads_per_read": "" if side == "columns" else " * GROUP_SIZE",
         "keep": keep,
+        "guard": guard_of(problem.mask, ranges, side) if spec.masked else "",
         "per_head": side == "columns" and ranges.per_head,
         "needs_head": keep.per_head,
         "arguments": arguments,

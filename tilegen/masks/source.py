@@ -15,6 +15,7 @@ import sympy
 
 from tilegen.errors import Unsupported
 from tilegen.kernels.arguments import LISTS, Line
+from tilegen.masks.apart import apart
 from tilegen.masks.language.integers import is_int
 from tilegen.masks.language.loads import Loads, reading
 from tilegen.masks.language.nodes import normalise
@@ -95,6 +96,15 @@ def keep_source(mask: Mask, side: Side, *, softmax: bool = False) -> Keep:
     atoms = writer.sources(named)
     per_head = bool(keep.free_symbols & {B, H})
     return Keep(tuple(writer.statements), tuple(sorted(atoms.values())), per_head)
+
+
+def guard_of(mask: Mask, ranges: Ranges, side: Side) -> Literal["", "end", "pairs"]:
+    """Return the way in which a kernel keeps NaN of dropped pairs from the rest: by the end of the
+    keys that a tile may see, where that is a number; by looking at each tile; or not at all."""
+    kind = apart(mask)
+    if kind != "keys":
+        return kind
+    return "end" if ranges.form == "single" or side == "columns" else "pairs"
 
 
 def _ended(conditions: Sequence[sympy.Basic], *, apart: bool) -> list[sympy.Basic]:
