@@ -19,7 +19,7 @@ import torch
 from tilegen import cpu
 from tilegen.cpu.function import CpuFunction, Mode
 from tilegen.cpu.objects import path_of, read, write
-from tilegen.cpu.target import host
+from tilegen.cpu.target import Target, host
 from tilegen.cpu.ttir import Source
 
 _TYPES = {
@@ -32,10 +32,20 @@ _TYPES = {
 class DirectFunction:
     """A `@triton.jit` function, launched as `function[grid](*arguments)` on CPU tensors."""
 
-    def __init__(self, function: Any, *, aliases: bool = False) -> None:
-        """`aliases` says that what is written through one argument may be read through another."""
+    def __init__(
+        self,
+        function: Any,
+        *,
+        aliases: bool = False,
+        target: Target | None = None,
+        mode: Mode = "",
+    ) -> None:
+        """With `aliases` arguments may share memory that the function writes. `target` is the
+        processor to compile for, by default this machine's; see `cpu.load` for `mode`."""
         self._function = function
         self._aliases = aliases
+        self._target = target or host()
+        self._mode: Mode = mode
         self._known: dict[tuple[Any, ...], CpuFunction] = {}
         self._lock = Lock()
         parameters = inspect.signature(function.fn).parameters.values()
@@ -64,7 +74,7 @@ class DirectFunction:
         self._known[key][grid](*passed)
 
     def _compiled(
-        self, signature: list[tuple[str, str]], constants: dict[str, Any], mode: Mode = ""
+        self, signature: list[tuple[str, str]], constants: dict[str, Any]
     ) -> CpuFunction:
         source = Source(
             function=self._function,
@@ -75,13 +85,12 @@ class DirectFunction:
         module = sys.modules[self._function.fn.__module__]
         text = f"{inspect.getsource(module)} {signature} {constants}"
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        target = host()
-        path = path_of(digest, source.name, target, mode)
+        path = path_of(digest, source.name, self._target, self._mode)
         made = read(path)
         if made is None:
-            made = cpu.compiled(source, target, mode)
+            made = cpu.compiled(source, self._target, self._mode)
             write(path, made)
-        return CpuFunction(made, mode)
+        return CpuFunction(made, self._mode)
 
 
 def _type_of(value: Any) -> str:

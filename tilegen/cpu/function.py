@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -33,6 +34,18 @@ _LAUNCH = ctypes.CFUNCTYPE(
 )
 
 
+_forked = False
+"""True in a child of a process that had OpenMP threads, which the child has not."""
+
+
+def _note_fork() -> None:
+    global _forked
+    _forked = True
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
 class CpuFunction:
     """Stands where the emitted module has its `@triton.jit` function."""
 
@@ -57,7 +70,7 @@ class CpuFunction:
             values, owners = flat(given)
             self._refuse_overlaps(owners)
             extra = self._extra(owners)
-            threads = min(torch.get_num_threads(), programs)
+            threads = 1 if _forked else min(torch.get_num_threads(), programs)
             scratch = torch.empty(threads * self._stride + 64, dtype=torch.uint8)
             self._launch(
                 self._pack(*values),

@@ -1,0 +1,219 @@
+"""Small Triton kernels, each for a part of the CPU compiler."""
+
+# Triton takes annotations of arguments for code.
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def unary(x_ptr, out_ptr, n, WHAT: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < n, other=0.0)
+    if WHAT == "exp2":
+        y = tl.exp2(x)
+    elif WHAT == "exp":
+        y = tl.exp(x)
+    elif WHAT == "log2":
+        y = tl.log2(x)
+    elif WHAT == "log":
+        y = tl.log(x)
+    elif WHAT == "floor":
+        y = tl.floor(x)
+    elif WHAT == "sqrt":
+        y = tl.sqrt(x)
+    elif WHAT == "abs":
+        y = tl.abs(x)
+    elif WHAT == "int":
+        y = x.to(tl.int32)
+    else:
+        y = x
+    tl.store(out_ptr + at, y.to(out_ptr.dtype.element_ty), mask=at < n)
+
+
+@triton.jit
+def binary(a_ptr, b_ptr, out_ptr, n, WHAT: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    a = tl.load(a_ptr + at, mask=at < n)
+    b = tl.load(b_ptr + at, mask=at < n)
+    if WHAT == "max":
+        y = tl.maximum(a, b)
+    elif WHAT == "max_nan":
+        y = tl.maximum(a, b, tl.PropagateNan.ALL)
+    elif WHAT == "min":
+        y = tl.minimum(a, b)
+    elif WHAT == "min_nan":
+        y = tl.minimum(a, b, tl.PropagateNan.ALL)
+    elif WHAT == "quotient":
+        y = a // b
+    elif WHAT == "remainder":
+        y = a % b
+    elif WHAT == "high":
+        y = tl.umulhi(a, b)
+    elif WHAT == "add":
+        y = a + b
+    elif WHAT == "mul":
+        y = a * b
+    else:
+        y = tl.where(a < b, a, b)
+    tl.store(out_ptr + at, y, mask=at < n)
+
+
+@triton.jit
+def product(
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    scale_ptr,
+    out_ptr,
+    M: tl.constexpr,
+    N: tl.constexpr,
+    K: tl.constexpr,
+    A_TURNED: tl.constexpr,
+    B_TURNED: tl.constexpr,
+    START: tl.constexpr,
+):
+    rows, columns, depth = tl.arange(0, M), tl.arange(0, N), tl.arange(0, K)
+    if A_TURNED:
+        a = tl.trans(tl.load(a_ptr + depth[:, None] * M + rows[None, :]))
+    else:
+        a = tl.load(a_ptr + rows[:, None] * K + depth[None, :])
+    if B_TURNED:
+        b = tl.trans(tl.load(b_ptr + columns[:, None] * K + depth[None, :]))
+    else:
+        b = tl.load(b_ptr + depth[:, None] * N + columns[None, :])
+    place = rows[:, None] * N + columns[None, :]
+    c = tl.load(c_ptr + place)
+    if START == "zero":
+        c = tl.zeros([M, N], tl.float32)
+    elif START == "scale":
+        c = c * tl.load(scale_ptr + rows)[:, None]
+    elif START == "sum":
+        c = c + tl.load(scale_ptr + rows)[:, None]
+    out = tl.dot(a, b, c, input_precision="ieee")
+    tl.store(out_ptr + place, out)
+
+
+@triton.jit
+def reduction(
+    x_ptr, out_ptr, M: tl.constexpr, N: tl.constexpr, AXIS: tl.constexpr, WHAT: tl.constexpr
+):
+    rows, columns = tl.arange(0, M), tl.arange(0, N)
+    x = tl.load(x_ptr + rows[:, None] * N + columns[None, :])
+    if WHAT == "sum":
+        y = tl.sum(x, AXIS)
+    elif WHAT == "max":
+        y = tl.max(x, AXIS)
+    elif WHAT == "min":
+        y = tl.min(x, AXIS)
+    else:
+        y = tl.xor_sum(x, AXIS)
+    if AXIS == 0:
+        tl.store(out_ptr + columns, y)
+    else:
+        tl.store(out_ptr + rows, y)
+
+
+@triton.jit
+def total(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    """The sum of many blocks: a loop that carries a scalar."""
+    so_far = 0.0
+    for first in range(0, n, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        so_far += tl.sum(tl.load(x_ptr + at, mask=at < n, other=0.0))
+    tl.store(out_ptr, so_far)
+
+
+@triton.jit
+def shifted_sum(x_ptr, out_ptr, steps, M: tl.constexpr, N: tl.constexpr):
+    """Two tiles that a loop hands over crosswise: a, b = b, a + x."""
+    rows, columns = tl.arange(0, M), tl.arange(0, N)
+    place = rows[:, None] * N + columns[None, :]
+    a, b = tl.zeros([M, N], tl.float32), tl.full([M, N], 1.0, tl.float32)
+    for step in range(0, steps):
+        x = tl.load(x_ptr + step * M * N + place)
+        a, b = b, a + x
+    tl.store(out_ptr + place, a - 2.0 * b)
+
+
+@triton.jit
+def branches(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    """Programs that stop early, and a branch that gives a tile."""
+    i = tl.program_id(0)
+    if i * BLOCK >= n:
+        return
+    at = i * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < n, other=0.0)
+    if i % 2 == 0:
+        y = x * 2.0
+    else:
+        y = x - 1.0
+    tl.store(out_ptr + at, y + x, mask=at < n)
+
+
+@triton.jit
+def gather(table_ptr, index_ptr, out_ptr, rows, M: tl.constexpr, N: tl.constexpr):
+    """Rows by their numbers, under a mask of rows, and every third column of them."""
+    i, columns = tl.arange(0, M), tl.arange(0, N)
+    index = tl.load(index_ptr + i, mask=i < rows, other=0)
+    x = tl.load(
+        table_ptr + index[:, None] * 3 * N + 3 * columns[None, :],
+        mask=(i < rows)[:, None] & (columns != 5)[None, :],
+        other=-7.0,
+    )
+    tl.store(out_ptr + i[:, None] * N + columns[None, :], x)
+
+
+@triton.jit
+def scatter_add(value_ptr, index_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    index = tl.load(index_ptr + at, mask=at < n, other=0)
+    value = tl.load(value_ptr + at, mask=at < n, other=0.0)
+    tl.atomic_add(out_ptr + index, value, mask=at < n)
+
+
+@triton.jit
+def reshaped(x_ptr, out_ptr, M: tl.constexpr, N: tl.constexpr):
+    """A tile whose rows are cut in two, added up over the first of three axes."""
+    rows, columns = tl.arange(0, M), tl.arange(0, N)
+    x = tl.load(x_ptr + rows[:, None] * N + columns[None, :])
+    y = tl.sum(tl.reshape(x, [M // 2, 2, N]), 0)
+    halves = tl.arange(0, 2)
+    tl.store(out_ptr + halves[:, None] * N + columns[None, :], y)
+
+
+@triton.jit
+def update(x_ptr, n, BLOCK: tl.constexpr):
+    """Every element becomes the one after it plus 1, in place: all is read before it is written."""
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at + 1, mask=at + 1 < n, other=0.0)
+    tl.store(x_ptr + at, x + 1.0, mask=at < n)
+
+
+@triton.jit
+def skipped_pack(a_ptr, b_ptr, out_ptr, first, second, N: tl.constexpr):
+    """Products with the same operand in two loops, of which the first may not run."""
+    i = tl.arange(0, N)
+    place = i[:, None] * N + i[None, :]
+    a, b = tl.load(a_ptr + place), tl.load(b_ptr + place)
+    c = tl.zeros([N, N], tl.float32)
+    for _ in range(0, first):
+        c = tl.dot(a, b, c, input_precision="ieee")
+    for _ in range(0, second):
+        c = tl.dot(b, a, c, input_precision="ieee") + tl.dot(a, tl.trans(b), input_precision="ieee")
+    tl.store(out_ptr + place, c)
+
+
+@triton.jit
+def beyond(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    """Reads one element too many: a bound that is off by one."""
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at <= n, other=0.0)
+    tl.store(out_ptr + at, x, mask=at < n)
+
+
+@triton.jit
+def sorted_tile(x_ptr, out_ptr, N: tl.constexpr):
+    """Uses an operation that the compiler does not know."""
+    at = tl.arange(0, N)
+    tl.store(out_ptr + at, tl.cumsum(tl.load(x_ptr + at), 0))

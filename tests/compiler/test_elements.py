@@ -1,0 +1,114 @@
+"""Operations on elements against PyTorch: on special values, at the ends of ranges, between."""
+
+import math
+
+import pytest
+import torch
+
+from tests.compiler import kernels
+from tests.compiler.runs import TARGETS, launch
+from tilegen.cpu.target import Target
+
+SPECIAL = [0.0, -0.0, math.inf, -math.inf, math.nan, 1.0, -1.0, 0.5, -0.5, 2.0**-149, 2.0**-126]
+SPECIAL += [3.4e38, -3.4e38, 127.99, 128.0, -126.0, -127.5, -148.7, -149.0, -150.5, 88.7, -103.9]
+SPECIAL += [math.sqrt(0.5), math.sqrt(2.0), 1.0 + 2.0**-23, 1.0 - 2.0**-24, 1e-40, 7e-43]
+
+
+@pytest.fixture(params=TARGETS)
+def target(request: pytest.FixtureRequest) -> Target:
+    return TARGETS[request.param]
+
+
+def _inputs() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randn(2000, generator=generator)
+    return torch.cat([torch.tensor(SPECIAL), random, 40 * random, random.abs() * 1e-38, 2**random])
+
+
+def _unary(x: torch.Tensor, what: str, target: Target, dtype: torch.dtype) -> torch.Tensor:
+    out = torch.empty(x.shape, dtype=dtype)
+    launch(kernels.unary, (-(-len(x) // 64),), x, out, len(x), what, 64, target=target)
+    return out
+
+
+@pytest.mark.parametrize("what", ["exp2", "exp", "log2", "log", "sqrt", "floor", "abs"])
+def test_functions_of_fp32(what: str, target: Target) -> None:
+    """Within 2 units in the last place of the fp64 value; NaN and infinities exactly."""
+    x = _inputs()
+    expected = getattr(torch, what)(x.double())
+    found = _unary(x, what, target, torch.float32).double()
+    rounded = expected.float().double()
+    assert torch.equal(found.isnan(), rounded.isnan())
+    finite = rounded.isfinite() & found.isfinite()
+    assert torch.equal(found[~finite & ~found.isnan()], rounded[~finite & ~found.isnan()])
+    unit = torch.where(rounded == 0, 0, rounded).abs().clamp_min(2.0**-126) * 2.0**-23
+    worst = ((found - expected)[finite].abs() / unit[finite]).max()
+    assert worst <= 2.0, (
+        f"{float(worst):.2f} units at {float(x[finite][((found - expected)[finite].abs() / unit[finite]).argmax()])}"
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_narrow_floats_round_as_in_pytorch(dtype: torch.dtype, target: Target) -> None:
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    every = bits.view(dtype)
+    assert _same_bits(_unary(every, "copy", target, torch.float32), every.float())
+    x = torch.cat([every.float(), _inputs(), every.float() * (1 + 2.0**-9), every.float() * 1.5])
+    # Half way between two neighbours, and a little beside it.
+    between = (every[:-1].float() + every[1:].float()) / 2
+    x = torch.cat([x, between, between * (1 + 2.0**-22), between * (1 - 2.0**-22)])
+    assert _same_bits(_unary(x, "copy", target, dtype), x.to(dtype))
+
+
+def _same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """Compare bits, but for the payload of NaN."""
+    whole = {2: torch.int16, 4: torch.int32}[found.element_size()]
+    nan = expected.isnan()
+    same = torch.equal(found.view(whole)[~nan], expected.view(whole)[~nan])
+    return same and torch.equal(found.isnan(), nan)
+
+
+@pytest.mark.parametrize("what", ["max", "max_nan", "min", "min_nan"])
+def test_extremes_of_floats(what: str, target: Target) -> None:
+    x = torch.tensor(SPECIAL)
+    a, b = x.repeat(len(x)), x.repeat_interleave(len(x))
+    out = torch.empty_like(a)
+    launch(kernels.binary, (-(-len(a) // 64),), a, b, out, len(a), what, 64, target=target)
+    names = {"max": "fmax", "max_nan": "maximum", "min": "fmin", "min_nan": "minimum"}
+    expected = getattr(torch, names[what])(a, b)
+    assert torch.equal(out.nan_to_num(nan=9e9), expected.nan_to_num(nan=9e9))
+
+
+@pytest.mark.parametrize("what", ["quotient", "remainder", "high", "add", "mul", "least"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_integers(what: str, dtype: torch.dtype, target: Target) -> None:
+    """As Triton has them: divisions round towards 0. Where a processor would trap, x // 0 is x."""
+    limits = torch.iinfo(dtype)
+    values = [0, 1, -1, 2, 7, -7, 100, limits.max, limits.min, limits.max - 1, 12345, -54321]
+    x = torch.tensor(values, dtype=dtype)
+    a, b = x.repeat(len(x)), x.repeat_interleave(len(x))
+    out = torch.empty_like(a)
+    launch(kernels.binary, (-(-len(a) // 64),), a, b, out, len(a), what, 64, target=target)
+    assert out.tolist() == [_expected(what, *pair, dtype) for pair in zip(a.tolist(), b.tolist())]
+
+
+def _expected(what: str, a: int, b: int, dtype: torch.dtype) -> int:
+    size = torch.iinfo(dtype).bits
+    divisor = b or 1
+    quotient = abs(a) // abs(divisor) * (1 if (a < 0) == (divisor < 0) else -1)
+    value = {
+        "quotient": quotient,
+        "remainder": a - quotient * divisor,
+        "high": (a % 2**size) * (b % 2**size) >> size,
+        "add": a + b,
+        "mul": a * b,
+        "least": min(a, b),
+    }[what]
+    return (value + 2 ** (size - 1)) % 2**size - 2 ** (size - 1)
+
+
+def test_floats_to_integers_saturate(target: Target) -> None:
+    x = torch.tensor([0.0, 1.9, -1.9, 2.0**31, -(2.0**31), 1e30, -1e30, math.inf, math.nan])
+    found = _unary(x, "int", target, torch.int32).tolist()
+    limits = 2**31 - 1, -(2**31)
+    assert found == [0, 1, -1, limits[0], limits[1], limits[0], limits[1], limits[0], 0]

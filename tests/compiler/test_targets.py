@@ -1,0 +1,70 @@
+"""Kernels compiled for processors that this machine need not be: what their inner loops hold."""
+
+import re
+
+import pytest
+
+from tilegen import cpu
+from tilegen.cpu import jit, mlir
+from tilegen.cpu.lower import lower
+from tilegen.cpu.target import TARGETS, host
+from tilegen.cpu.ttir import ttir_of
+from tilegen.emit.render import render
+from tilegen.kernels.config import TileConfig
+from tilegen.problem import AttentionProblem
+
+PRODUCTS = {
+    ("avx512bf16", "bf16"): r"vdpbf16ps.*zmm",
+    ("avx512bf16", "fp32"): r"vfmadd\w+ps.*zmm",
+    ("avx512", "bf16"): r"vfmadd\w+ps.*zmm",
+    ("avx512", "fp32"): r"vfmadd\w+ps.*zmm",
+    ("avx2", "bf16"): r"vfmadd\w+ps.*ymm",
+    ("avx2", "fp16"): r"vfmadd\w+ps.*ymm",
+    ("avx2", "fp32"): r"vfmadd\w+ps.*ymm",
+    ("sse2", "fp32"): r"mulps.*xmm",
+    ("sse2", "bf16"): r"mulps.*xmm",
+    ("neon", "fp32"): r"fmla\s+v\d+\.4s",
+    ("neon", "fp16"): r"fmla\s+v\d+\.4s",
+    ("neonbf16", "bf16"): r"bfdot\s+v\d+\.4s",
+    ("neonbf16", "fp32"): r"fmla\s+v\d+\.4s",
+}
+"""The instruction of a product, by processor and dtype."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _all_processors() -> None:
+    jit.initialise_all()
+
+
+def _assembly(name: str, dtype: str, kernel: str) -> str:
+    problem = AttentionProblem.parse(f"hq8 hkv8 q1024 d64 {dtype} causal")
+    source = cpu.source_of(render(problem, TileConfig.parse("m64n64w4s1"), kernel))
+    lowered = lower(mlir.parse(ttir_of(source), source.file), TARGETS[name])
+    return jit.assembly_of(lowered, TARGETS[name])
+
+
+@pytest.mark.parametrize(("name", "dtype"), PRODUCTS, ids="-".join)
+@pytest.mark.parametrize("kernel", ["fwd", "bwd_dkdv"])
+def test_inner_loops_hold_products_and_nothing_spilled(name: str, dtype: str, kernel: str) -> None:
+    pattern, target = PRODUCTS[name, dtype], TARGETS[name]
+    blocks = re.split(r"\n(?=[.\w]+:)", _assembly(name, dtype, kernel))
+    loops = [block for block in blocks if len(re.findall(pattern, block)) >= 4 * target.rows]
+    assert loops, f"no loop of {pattern}"
+    for loop in loops:
+        products = len(re.findall(pattern, loop))
+        # A spilled accumulator is stored in the loop; what only copies registers is not.
+        stores = re.findall(r"mov[au]ps\s+%[xyz]mm\d+, .*\(%rsp|str\s+q\d+, \[sp", loop)
+        assert len(stores) * 20 <= products, f"{len(stores)} spills for {products} products"
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_no_function_of_libm_is_called_per_element(name: str) -> None:
+    """Exponentials and roundings are code of the kernel's own, on every processor."""
+    calls = re.findall(r"\b(?:callq|bl)\s+([a-z]\w+)", _assembly(name, "fp16", "fwd"))
+    assert {call for call in calls if not call.startswith("product_")} <= {"program", "work"}
+
+
+def test_this_machine_is_one_of_the_processors() -> None:
+    target = host()
+    assert target.name in TARGETS
+    assert target.lanes == TARGETS[target.name].lanes
