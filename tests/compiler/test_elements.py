@@ -43,9 +43,7 @@ def test_functions_of_fp32(what: str, target: Target) -> None:
     assert torch.equal(found[~finite & ~found.isnan()], rounded[~finite & ~found.isnan()])
     unit = torch.where(rounded == 0, 0, rounded).abs().clamp_min(2.0**-126) * 2.0**-23
     worst = ((found - expected)[finite].abs() / unit[finite]).max()
-    assert worst <= 2.0, (
-        f"{float(worst):.2f} units at {float(x[finite][((found - expected)[finite].abs() / unit[finite]).argmax()])}"
-    )
+    assert worst <= 2.0, f"{float(worst):.2f} units in the last place"
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -89,7 +87,8 @@ def test_integers(what: str, dtype: torch.dtype, target: Target) -> None:
     a, b = x.repeat(len(x)), x.repeat_interleave(len(x))
     out = torch.empty_like(a)
     launch(kernels.binary, (-(-len(a) // 64),), a, b, out, len(a), what, 64, target=target)
-    assert out.tolist() == [_expected(what, *pair, dtype) for pair in zip(a.tolist(), b.tolist())]
+    pairs = zip(a.tolist(), b.tolist(), strict=True)
+    assert out.tolist() == [_expected(what, *pair, dtype) for pair in pairs]
 
 
 def _expected(what: str, a: int, b: int, dtype: torch.dtype) -> int:

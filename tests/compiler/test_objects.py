@@ -2,6 +2,8 @@
 
 import logging
 import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -16,12 +18,12 @@ from tilegen.store.upkeep import prune
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return an own directory of the test."""
-    own = tmp_path / "own"
-    own.mkdir(mode=0o700)
-    monkeypatch.setenv("TILEGEN_CACHE_DIR", str(own))
-    return own
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Yield an own directory that others can read, as pytest's folders cannot be."""
+    with tempfile.TemporaryDirectory() as own:
+        Path(own).chmod(0o755)
+        monkeypatch.setenv("TILEGEN_CACHE_DIR", own)
+        yield Path(own)
 
 
 def _total() -> float:

@@ -43,7 +43,7 @@ def _assembly(name: str, dtype: str, kernel: str) -> str:
     return jit.assembly_of(lowered, TARGETS[name])
 
 
-@pytest.mark.parametrize(("name", "dtype"), PRODUCTS, ids="-".join)
+@pytest.mark.parametrize("name, dtype", PRODUCTS)
 @pytest.mark.parametrize("kernel", ["fwd", "bwd_dkdv"])
 def test_inner_loops_hold_products_and_nothing_spilled(name: str, dtype: str, kernel: str) -> None:
     pattern, target = PRODUCTS[name, dtype], TARGETS[name]

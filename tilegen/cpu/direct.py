@@ -73,9 +73,7 @@ class DirectFunction:
         passed = (value for value, type_ in zip(given, types, strict=True) if type_ != "constexpr")
         self._known[key][grid](*passed)
 
-    def _compiled(
-        self, signature: list[tuple[str, str]], constants: dict[str, Any]
-    ) -> CpuFunction:
+    def _compiled(self, signature: list[tuple[str, str]], constants: dict[str, Any]) -> CpuFunction:
         source = Source(
             function=self._function,
             signature=signature,

@@ -69,7 +69,7 @@ AVX512_BF16 = Target(
     scalef=True,
 )
 AVX2 = Target(name="avx2", cpu="haswell", lanes=8)
-SSE2 = Target(name="sse2", cpu="x86-64", lanes=4, fma=False, rounds=False, halves=False)
+SSE2 = Target(name="sse2", cpu="x86-64", lanes=4, rows=4, fma=False, rounds=False, halves=False)
 NEON = Target(name="neon", triple=ARM_TRIPLE, cpu="neoverse-n1", lanes=4, vectors=4)
 NEON_BF16 = Target(
     name="neonbf16", triple=ARM_TRIPLE, cpu="neoverse-v1", lanes=4, vectors=4, pairs="arm"
