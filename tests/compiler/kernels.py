@@ -165,6 +165,27 @@ def gather(table_ptr, index_ptr, out_ptr, rows, M: tl.constexpr, N: tl.constexpr
 
 
 @triton.jit
+def turned_round(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(out_ptr + at, tl.load(x_ptr + (n - 1 - at), mask=at < n), mask=at < n)
+
+
+@triton.jit
+def softmax(x_ptr, out_ptr, M: tl.constexpr, N: tl.constexpr, AXIS: tl.constexpr):
+    """Reductions whose results the same tile reads."""
+    rows, columns = tl.arange(0, M), tl.arange(0, N)
+    place = rows[:, None] * N + columns[None, :]
+    x = tl.load(x_ptr + place)
+    if AXIS == 0:
+        y = tl.exp(x - tl.max(x, 0)[None, :])
+        y = y / tl.sum(y, 0)[None, :]
+    else:
+        y = tl.exp(x - tl.max(x, 1)[:, None])
+        y = y / tl.sum(y, 1)[:, None]
+    tl.store(out_ptr + place, y)
+
+
+@triton.jit
 def scatter_add(value_ptr, index_ptr, out_ptr, n, BLOCK: tl.constexpr):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     index = tl.load(index_ptr + at, mask=at < n, other=0)

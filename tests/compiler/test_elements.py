@@ -55,6 +55,8 @@ def test_narrow_floats_round_as_in_pytorch(dtype: torch.dtype, target: Target) -
     # Half way between two neighbours, and a little beside it.
     between = (every[:-1].float() + every[1:].float()) / 2
     x = torch.cat([x, between, between * (1 + 2.0**-22), between * (1 - 2.0**-22)])
+    # NaN whose rounding up would carry into the sign.
+    x = torch.cat([x, torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)])
     assert _same_bits(_unary(x, "copy", target, dtype), x.to(dtype))
 
 

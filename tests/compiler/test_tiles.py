@@ -115,6 +115,20 @@ def test_gathers_under_masks(dtype: torch.dtype, target: Target) -> None:
     assert torch.equal(out, expected)
 
 
+def test_rows_that_run_backwards(target: Target) -> None:
+    x, out = _random(50), torch.zeros(64)
+    launch(kernels.turned_round, (1,), x, out, 50, 64, target=target)
+    assert torch.equal(out[:50], x.flip(0))
+    assert not out[50:].any()
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_reductions_that_the_same_tile_reads(axis: int, target: Target) -> None:
+    x, out = _random(32, 64), torch.empty(32, 64)
+    launch(kernels.softmax, (1,), x, out, 32, 64, axis, target=target)
+    torch.testing.assert_close(out, x.softmax(axis))
+
+
 def test_atomic_additions(target: Target) -> None:
     value = _random(500)
     index = torch.randint(7, (500,), generator=torch.Generator().manual_seed(2), dtype=torch.int32)

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from tilegen import cpu
-from tilegen.check.peers import sdpa
-from tilegen.check.reference import make_inputs
 from tilegen.check.sizes import checkable
-from tilegen.check.verification import Check, launch_of, require, verify
+from tilegen.check.verification import Check, require, verify
+from tilegen.cpu.passes import passes_to_time
 from tilegen.cpu.tile_table import cpu_config
 from tilegen.cpu.timing import timed_in_turns
 from tilegen.emit.render import render
-from tilegen.errors import TilegenError, Unsupported
-from tilegen.kernels import passes
+from tilegen.errors import Unsupported
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import LARGE_CACHE
 from tilegen.problem import AttentionProblem
@@ -106,7 +103,7 @@ class CpuDemo:
         self.say("")
         self.say("-- measure: kernels and SDPA in turns, median times, forward and backward")
         times: dict[str, Any] = {}
-        for name, functions in passes_in_turns(problem, rendered).items():
+        for name, functions in passes_to_time(problem, rendered).items():
             timings = timed_in_turns(functions, seconds=SECONDS)
             ours = timings["tilegen"]
             times[name] = {who: timing.median for who, timing in timings.items()}
@@ -117,53 +114,6 @@ class CpuDemo:
                     line += f" {timing.ratio:.2f} times {who}'s speed"
             self.say(line)
         return times
-
-
-def passes_in_turns(
-    problem: AttentionProblem, rendered: Mapping[Kernel, RenderedKernel]
-) -> dict[str, dict[str, Callable[[], object]]]:
-    """Return functions to time for each pass: the compiled kernels first, then SDPA if it has the
-    mask."""
-    import torch
-
-    from tilegen.kernels.two_pass import BWD_PREPROCESS
-
-    x = make_inputs(problem, device="cpu")
-    scale = x.q.shape[-1] ** -0.5
-    problem = replace(problem, mask=problem.mask.realized(problem.shape, "cpu"))
-    launches = {
-        kernel: launch_of(one, problem.mask, {}, x.q, x.k) for kernel, one in rendered.items()
-    }
-    forward = {"fwd": launches["fwd"]}
-    out, lse = passes.forward(forward, x.q, x.k, x.v, scale, panel_rows=1)
-    backward = {name: launch for name, launch in launches.items() if name != "fwd"}
-
-    def ours() -> object:
-        delta = launches[BWD_PREPROCESS.name](out, x.dout)
-        return passes.gradients(backward, x.q, x.k, x.v, x.dout, lse, delta, scale, panel_rows=1)
-
-    found: dict[str, dict[str, Callable[[], object]]] = {
-        "forward": {
-            "tilegen": partial(passes.forward, forward, x.q, x.k, x.v, scale, panel_rows=1)
-        },
-        "backward": {"tilegen": ours},
-    }
-    try:
-        attention = sdpa(problem, "cpu")
-    except TilegenError:  # SDPA has no scores and no dropout of this kind
-        return found
-    leaves = [one.detach().clone().requires_grad_() for one in (x.q, x.k, x.v)]
-    result = attention(*leaves)
-
-    def inference() -> object:
-        with torch.no_grad():
-            return attention(x.q, x.k, x.v)
-
-    found["forward"]["SDPA"] = inference
-    found["backward"]["SDPA"] = lambda: torch.autograd.grad(
-        result, leaves, x.dout, retain_graph=True
-    )
-    return found
 
 
 def demonstrate_on_cpu(problem: str, say: Callable[[str], None]) -> dict[str, Any]:

@@ -1,0 +1,212 @@
+"""Kernels compiled for the CPU beside PyTorch's attention: forward and backward, paired in one run.
+
+    python -m benchmarks.cpu_kernels --minutes 40
+
+Each case is timed in turns with SDPA's back ends and with standard attention (two products and a
+softmax), with one thread and with two. A run that was stopped goes on where it was; losses are
+printed like wins. `--flex` adds compiled FlexAttention's forward, which takes a minute to compile a
+case.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from benchmarks.cpu_peak import peak_gflops
+from benchmarks.environment import RESULTS, Environment, environment
+from benchmarks.rows import append, read, same_values, with_environment
+from tilegen import cpu
+from tilegen.check.peers import Attention, flex, sdpa
+from tilegen.check.reference import dense_mask
+from tilegen.cpu.passes import passes_to_time
+from tilegen.cpu.tile_table import cpu_config
+from tilegen.cpu.timing import timed_in_turns
+from tilegen.emit.render import render
+from tilegen.errors import TilegenError
+from tilegen.kernels.registry import LARGE_CACHE
+from tilegen.masks.mask import Full
+from tilegen.problem import AttentionProblem
+
+HEADS = {512: 8, 2048: 4, 8192: 1}
+"""Heads by length, so that each case takes a while and none takes minutes."""
+MASKS = ("full", "causal", "window(255,0)", "documents(@q:{length})")
+MOST_FLOPS = 4e10
+"""Products of a case, so that all cases fit into 40 minutes."""
+MOST_SCORES = 2**27
+"""Scores that standard attention writes at most."""
+FLEX = product(("fp32", "bf16"), (64, 128), ("full", "causal", "window(255,0)"))
+"""Cases of FlexAttention, at 2048."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelRow(Environment):
+    """One pass of one case by one provider."""
+
+    problem: str
+    threads: int
+    direction: str
+    provider: str
+    config: str
+    """Tiles of tilegen's kernels."""
+    median_ms: float
+    least_ms: float
+    rounds: int
+    gflops: float
+    """Products of the kept pairs over the median: 2 for a forward, 5 for a backward [1e9/s]."""
+    peak_fraction: float
+    """The same over the measured peak of the threads' cores."""
+    tilegen_speedup: float
+    """Time of this provider over tilegen's, the median over rounds: below 1, tilegen is slower."""
+    compile_ms: float
+    """Time that compiling tilegen's kernels took; 0 for others."""
+
+
+def cases() -> Iterator[AttentionProblem]:
+    """Yield the problems of the table, shortest first."""
+    for length, dtype, width, mask in product(HEADS, ("fp32", "bf16"), (64, 128, 256, 512), MASKS):
+        heads = HEADS[length]
+        text = f"hq{heads} q{length} d{width} {dtype} {mask.format(length=length)}"
+        problem = AttentionProblem.parse(text)
+        if products(problem, 2) <= MOST_FLOPS:
+            yield problem
+
+
+def flex_cases() -> Iterator[AttentionProblem]:
+    """Yield the problems that FlexAttention is timed on."""
+    for dtype, width, mask in FLEX:
+        yield AttentionProblem.parse(f"hq4 q2048 d{width} {dtype} {mask}")
+
+
+def products(problem: AttentionProblem, number: int) -> float:
+    """Return the operations of matrix products over the kept pairs [flops]."""
+    mask = problem.mask.realized(problem.shape, "cpu")
+    kept = dense_mask(mask, problem.seqlen_q, problem.seqlen_kv, "cpu")
+    pairs = float(kept.double().mean()) * problem.seqlen_q * problem.seqlen_kv
+    return 2.0 * number * pairs * problem.head_dim_qk * problem.batch * problem.num_heads_q
+
+
+def standard(problem: AttentionProblem) -> Attention | None:
+    """Return attention by two products and a softmax, None where its scores are too many."""
+    scores = problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_kv
+    if scores > MOST_SCORES:
+        return None
+    mask = None
+    if not isinstance(problem.mask, Full):
+        mask = ~dense_mask(problem.mask, problem.seqlen_q, problem.seqlen_kv, "cpu")
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        scores = (q * q.shape[-1] ** -0.5) @ k.transpose(-1, -2)
+        if mask is not None:
+            scores = scores.masked_fill(mask, float("-inf"))
+        return scores.softmax(-1) @ v
+
+    return attention
+
+
+def peers(problem: AttentionProblem, *, with_flex: bool) -> dict[str, Attention]:
+    """Return what a case is compared with."""
+    problem = replace(problem, mask=problem.mask.realized(problem.shape, "cpu"))
+    if with_flex:
+        return {"flex": flex(problem, "cpu")}
+    found: dict[str, Attention] = {}
+    for name, backend in (("sdpa", None), ("sdpa math", "MATH")):
+        try:
+            found[name] = sdpa(problem, "cpu", backend=backend)
+        except TilegenError:  # too many scores for the back end
+            continue
+    if (attention := standard(problem)) is not None:
+        found["standard"] = attention
+    return found
+
+
+def measure(
+    problem: AttentionProblem,
+    threads: int,
+    seconds: float,
+    peak: float,
+    its: Environment,
+    *,
+    with_flex: bool,
+) -> Iterator[KernelRow]:
+    """Yield the rows of one case; with FlexAttention, which has no backward on a CPU, its forward
+    alone."""
+    torch.set_num_threads(threads)
+    configs = {kernel: cpu_config(problem.normal(), kernel) for kernel in LARGE_CACHE}
+    rendered = {name: render(problem.normal(), one, name) for name, one in configs.items()}
+    made = {name: cpu.function_of(cpu.load(one)).made for name, one in rendered.items()}
+    compared = peers(problem, with_flex=with_flex)
+    for direction, functions in passes_to_time(problem, rendered, compared).items():
+        if with_flex and direction == "backward":
+            continue
+        kernels = ["fwd"] if direction == "forward" else [n for n in LARGE_CACHE if n != "fwd"]
+        flops = products(problem, 2 if direction == "forward" else 5)
+        for provider, timing in timed_in_turns(functions, seconds=seconds).items():
+            own = provider == "tilegen"
+            gflops = flops / timing.median / 1e9
+            yield with_environment(
+                KernelRow,
+                its,
+                problem=problem.key,
+                threads=threads,
+                direction=direction,
+                provider=provider,
+                config=" ".join(configs[name].key for name in kernels) if own else "",
+                median_ms=1e3 * timing.median,
+                least_ms=1e3 * timing.least,
+                rounds=timing.rounds,
+                gflops=gflops,
+                peak_fraction=gflops / peak,
+                tilegen_speedup=timing.ratio,
+                compile_ms=1e3 * sum(made[name].seconds for name in kernels) if own else 0.0,
+            )
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="result file")] = RESULTS / "cpu" / "kernels.csv",
+    minutes: Annotated[float, typer.Option(help="time to spend")] = 40.0,
+    seconds: Annotated[float, typer.Option(help="time for each provider of a case")] = 0.3,
+    threads: Annotated[str, typer.Option(help="numbers of threads")] = "1,2",
+    only_flex: Annotated[bool, typer.Option("--flex", help="FlexAttention's forward")] = False,
+) -> None:
+    """Measure cases that the result file does not have yet."""
+    end = time.monotonic() + 60 * minutes
+    its = environment()
+    names = "problem", "threads", "direction", "provider"
+    done = same_values(read(out), names)
+    left = 0
+    for number in [int(text) for text in threads.split(",")]:
+        peak = peak_gflops(number)
+        print(f"{number} threads: peak {peak:.0f} GFLOP/s in fp32", flush=True)
+        for problem in flex_cases() if only_flex else cases():
+            last = ("forward", "flex") if only_flex else ("backward", "tilegen")
+            if (problem.key, str(number), *last) in done:
+                continue
+            if time.monotonic() > end:
+                left += 1
+                continue
+            for row in measure(problem, number, seconds, peak, its, with_flex=only_flex):
+                append(out, row)
+                print(_line(row), flush=True)
+    if left:
+        print(f"time is up: {left} cases left; type the same command again")
+
+
+def _line(row: KernelRow) -> str:
+    verdict = "" if row.provider == "tilegen" else f"{row.tilegen_speedup:6.2f} x"
+    speed = f"{row.gflops:7.1f} GFLOP/s {100 * row.peak_fraction:4.0f} %"
+    return (
+        f"{row.problem:50} {row.direction:9} {row.threads} {row.provider:10} "
+        f"{row.median_ms:9.3f} ms {speed} {verdict}"
+    )
+
+
+if __name__ == "__main__":
+    typer.run(main)
