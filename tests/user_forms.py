@@ -30,6 +30,7 @@ TIMES = STAMPS.sort().values
 WEIGHTS_RISING = WEIGHTS.sort().values
 IS_TOKEN = torch.arange(LONGEST) < torch.tensor([50, 90])[:, None]
 TRAINED = torch.randn(LONGEST, generator=_random).requires_grad_()
+HOLED = torch.where(torch.arange(LONGEST) % 7 == 3, torch.nan, torch.arange(LONGEST) / 9)
 BYTES = torch.randint(0, 256, (LONGEST,), generator=_random, dtype=torch.uint8)
 
 
@@ -83,6 +84,11 @@ MASKS: dict[str, Callable[[Any, Any, Any, Any], Any]] = {
     "sums of bools": lambda b, h, q, k: ((q > 3) + (k > 5)) == (IS_TOKEN[b, k] * (k > q)),
     "shifts beyond": lambda b, h, q, k: (1 << (q - k)) > (q >> (k - 7)),
     "powers of two": lambda b, h, q, k: (2 ** (q - k)).int() > k,
+    # NaN.
+    "not below a root": lambda b, h, q, k: ~(torch.sqrt(40.0 - q) < k / 8),
+    "chosen by a logarithm": lambda b, h, q, k: torch.where(torch.log(50.0 - k) > 0, k <= q, k > q),
+    "not by a quotient": lambda b, h, q, k: ~((q - 30) / (k - 30) < 1.3) & (q != h),
+    "tables with NaN": lambda b, h, q, k: ~(HOLED[k] <= HOLED[q]) | (k == q),
     # Powers and functions.
     "square": lambda b, h, q, k: (q - k) ** 2 <= 25,
     "product of distances": lambda b, h, q, k: (q - k) * (q - k) < 200,

@@ -229,3 +229,24 @@ def test_bad_cu_seqlens_get_one_clear_error(arguments: Any, message: str) -> Non
 def test_bad_documents_get_one_clear_error(arguments: Any) -> None:
     with pytest.raises(InvalidProblem, match=r"documents needs|ids must be"):
         documents(**arguments)
+
+
+@pytest.mark.parametrize("divisor", ["document", "column"])
+def test_bits_of_quotients_within_documents(divisor: str) -> None:
+    """Places within documents are differences of tables, whose quotients SymPy knows less of."""
+
+    def fn(b: Any, h: Any, q: Any, k: Any) -> Any:
+        return ((q // ((b if divisor == "document" else k) + 1)) ^ k) < 3
+
+    cu, at = torch.tensor([0, 8, 20]), torch.arange(20)
+    mask = packed(cu, None, predicate(fn))
+    document = (at >= 8).long()
+    place = at - cu[document]
+    same = document[:, None] == document
+    expected = same & fn(document[:, None], 0, place[:, None], place)
+    assert torch.equal(dense_mask(mask, 20, 20).view(20, 20), expected)
+    found = tile_ranges(mask, "rows", seqlen_q=20, seqlen_kv=20, block_m=2, block_n=2)
+    live = expected.view(10, 2, 10, 2).any(3).any(1)
+    assert found.visited_tiles >= int(live.sum())
+    for kernel, config in CONFIGS.items():
+        assert render(problem(mask, 20, 20), config, kernel).source

@@ -17,8 +17,10 @@ import sympy
 import torch
 
 from tilegen import sympy_lock
+from tilegen.masks.language.comparisons import opposite
 from tilegen.masks.language.evaluation import Points
 from tilegen.masks.language.integers import is_int, prepared
+from tilegen.masks.language.ordered import Ordered
 from tilegen.masks.language.symbols import (
     SEQLEN_KV,
     SEQLEN_Q,
@@ -144,9 +146,9 @@ def _separated(expr: Any) -> Sides | None:
     if K not in free:  # ranks of what holds are 1, of what does not 0
         return Sides(sympy.S.Zero, "<", expr)
     if Q not in free:
-        return Sides(sympy.Not(expr), "<", sympy.S.One)
-    relation = _RELATIONS.get(type(expr))
-    if relation is None:
+        return Sides(opposite(expr), "<", sympy.S.One)
+    relation = _RELATIONS.get(expr.relation if isinstance(expr, Ordered) else type(expr))
+    if relation is None or (isinstance(expr, Ordered) and expr.holds_for_nan):
         return None
     left, right = expr.args
     if is_int(prepared(left)) and is_int(prepared(right)):  # terms change sides without rounding

@@ -14,6 +14,7 @@ from sympy.core.relational import Relational
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.comparison import Comparison, comparison_of
 from tilegen.masks.language.evaluation import evaluate
+from tilegen.masks.language.ordered import Ordered
 from tilegen.masks.language.symbols import PAIR, B, K, Lookup, Q, S, is_captured, is_condition
 from tilegen.masks.language.texts import from_text, kind_of_tensor, merge, to_text
 from tilegen.masks.mask import Mask, Side, causal, full, intersect, sliding_window
@@ -76,7 +77,7 @@ def canonical(text: str, kinds: tuple[str, ...]) -> str:
 def mask_of_text(text: str, captured: tuple[torch.Tensor, ...]) -> Mask:
     """Return the mask of a predicate's text over tensors, right for any elements they may have."""
     expr = predicate_of(text, tuple(map(kind_of_tensor, captured)))
-    return mask_of_trace(Traced(expr, captured, (), Derived(), False), are_whole=False)
+    return mask_of_trace(Traced(expr, captured, (), Derived()), are_whole=False)
 
 
 def mask_of_trace(traced: Traced, *, are_whole: bool | None) -> Mask:
@@ -112,11 +113,17 @@ def _joined(parts: list[Any], traced: Traced) -> Mask:
 def _compared(parts: list[Any], traced: Traced) -> Mask | None:
     """Return the mask with comparisons in the place of conditions that read tensors; None where
     that mask has no closed form."""
-    found = [
-        part if isinstance(part, Mask) or not part.has(Lookup) else comparison_of(part, traced)
-        for part in parts
-    ]
-    if not any(isinstance(one, Comparison) for one in found) or None in found:
+    found: list[Any] = []
+    for part in parts:
+        if isinstance(part, Mask) or not part.has(Lookup):
+            found.append(part)
+            continue
+        is_negated = isinstance(part, Ordered) and part.holds_for_nan
+        one = comparison_of(part.negated if is_negated else part, traced)
+        if one is None:
+            return None
+        found.append(~one if is_negated else one)
+    if not any(isinstance(one, Mask) and one not in parts for one in found):
         return None
     mask = _joined(found, traced)
     sides: tuple[Side, Side] = ("rows", "columns")

@@ -393,7 +393,11 @@ def _joined(sign: str, join: Callable[..., Mask], one: Mask, other: Any) -> Any:
 
 
 def _inverted(keep: Any) -> Any:
-    return not keep if isinstance(keep, bool) else ~keep
+    if not hasattr(keep, "free_symbols"):
+        return not keep if isinstance(keep, bool) else ~keep
+    from tilegen.masks.language.comparisons import opposite  # loads SymPy
+
+    return opposite(keep)
 
 
 def _offset(alignment: Alignment, seqlen_q: Any, seqlen_kv: Any) -> Any:

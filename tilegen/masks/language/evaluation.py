@@ -20,6 +20,7 @@ from sympy.core.relational import Relational
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.masks.language.integers import Exact, FloorDiv, is_int, prepared
 from tilegen.masks.language.nodes import ELEMENTARY, Bits, Where, ties
+from tilegen.masks.language.ordered import Ordered
 from tilegen.masks.language.symbols import PAIR, Lookup, S, is_condition, reads, slot_of
 from tilegen.masks.language.widths import Wrapped
 
@@ -139,6 +140,8 @@ class Points:
                 return self.apply(torch.logical_not, self(sympy.Eq(*expr.args, evaluate=False)))
             case sympy.Gt() | sympy.Ge():
                 return self(expr.reversed)
+            case Ordered() if expr.holds_for_nan:
+                return self.apply(torch.logical_not, self(expr.negated))
             case Relational():
                 return self._comparison(expr)
             case Lookup():
@@ -182,7 +185,8 @@ class Points:
                 self._in_double._done, self._in_double._dtype = dict(self._values), torch.float64
             return self._in_double(expr)
         left, right = map(self if all(map(is_int, expr.args)) else self._float, expr.args)
-        return self.apply(_COMPARE[type(expr)], left, right)
+        relation = expr.relation if isinstance(expr, Ordered) else type(expr)
+        return self.apply(_COMPARE[relation], left, right)
 
     def _tensor(self, expr: Lookup) -> torch.Tensor:
         tensor = self._captured[slot_of(expr)]

@@ -16,6 +16,7 @@ from sympy.core.sorting import default_sort_key
 from sympy.logic.boolalg import BooleanAtom
 
 from tilegen.errors import Unsupported
+from tilegen.masks.language.ordered import NAMES, ORDERED, Ordered, Same
 from tilegen.masks.language.symbols import (
     SEQLEN_KV,
     SEQLEN_Q,
@@ -209,6 +210,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     **ELEMENTARY,
     **BITS,
     **WRAPPED,
+    **{NAMES[relation]: node for relation, node in ORDERED.items()},
     "abs": sympy.Abs,
     "sqrt": sympy.sqrt,
     "sign": sympy.sign,
@@ -221,10 +223,24 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
 _KNOWN = (
     *(sympy.Add, sympy.Mul, sympy.Pow, sympy.Mod, sympy.floor, sympy.ceiling, sympy.sign),
     *(sympy.Abs, sympy.Max, sympy.Min, *ELEMENTARY.values(), *BITS.values()),
-    *WRAPPED.values(),
+    *(*WRAPPED.values(), Ordered),
     *(sympy.Eq, sympy.Ne, sympy.Le, sympy.Lt, sympy.Ge, sympy.Gt),
     *(sympy.And, sympy.Or, sympy.Not, Where),
 )
+
+
+def is_whole(expr: Any) -> bool:
+    """Return whether a number is an integer, also where an integer is divided by one that may be 0,
+    which SymPy takes for no number."""
+    match expr:
+        case sympy.floor() | sympy.ceiling():
+            return True
+        case sympy.Add() | sympy.Mul() | sympy.Max() | sympy.Min() | sympy.Abs() | sympy.Mod():
+            return bool(expr.is_integer) or all(map(is_whole, expr.args))
+        case Where():
+            return all(map(is_whole, expr.args[1:]))
+        case _:
+            return bool(expr.is_integer)
 
 
 def ties(args: Sequence[sympy.Expr]) -> list[sympy.Expr]:
@@ -279,7 +295,7 @@ def _one(expr: sympy.Basic, known: dict[sympy.Basic, sympy.Basic]) -> sympy.Basi
             return expr  # to make one again takes SymPy long
         case Bits():
             return _bits(expr, args)
-        case Wrapped() if args[0].is_integer is False:
+        case Wrapped() if not is_whole(args[0]):
             raise Unsupported(f"expected an integer in {expr.element}(...), got {args[0]}")
         case sympy.Abs():
             return _absolute(args[0])
@@ -294,7 +310,7 @@ def _one(expr: sympy.Basic, known: dict[sympy.Basic, sympy.Basic]) -> sympy.Basi
             return (sympy.Le if isinstance(expr, sympy.Ge) else sympy.Lt)(args[1], args[0])
         case sympy.ceiling():
             return _normalise(-sympy.floor(-args[0]), known)
-        case sympy.Eq() | sympy.Ne():
+        case sympy.Eq() | sympy.Ne() | Same():
             # The constant on the right, else in SymPy's order.
             left, right = sorted(args, key=lambda arg: (arg.is_number, default_sort_key(arg)))
             return expr.func(left, right)
@@ -312,7 +328,7 @@ def _bits(expr: Bits, args: list[Any]) -> sympy.Basic:
     tiles have closer bounds."""
     left, right = args
     for arg in args:
-        if not arg.is_integer:
+        if not is_whole(arg):
             raise Unsupported(f"expected integers in an operation on bits, got {arg} in {expr}")
     if right.is_Integer and right >= 0:
         number = int(right)
@@ -332,7 +348,7 @@ def _lookup(expr: Lookup, known: dict[sympy.Basic, sympy.Basic]) -> sympy.Basic:
     for part in index:
         if is_condition(part):
             raise Unsupported(f"expected an integer index, got the condition {part} in {expr}")
-        if not part.is_integer:
+        if not is_whole(part):
             raise Unsupported(
                 f"expected an integer index, got {part} in {expr}; use // or `.to(torch.int32)`"
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import sympy
@@ -15,6 +16,7 @@ import torch
 from sympy.logic.boolalg import Boolean
 
 from tilegen.errors import Unsupported
+from tilegen.masks.language.comparisons import compared, either, opposite
 from tilegen.masks.language.nodes import (
     ELEMENTARY,
     BitAnd,
@@ -25,6 +27,7 @@ from tilegen.masks.language.nodes import (
     ShiftRight,
     Sigmoid,
     Where,
+    is_whole,
     normalise,
 )
 from tilegen.masks.language.symbols import Lookup, is_condition
@@ -55,7 +58,7 @@ def _bitwise(function: Any, bits: Any, name: str) -> Callable[..., Any]:
         if is_condition(input) and is_condition(other):
             return function(input, other)
         left, right = number(input), number(other)
-        if left.is_integer and right.is_integer:
+        if is_whole(left) and is_whole(right):
             return bits(left, right)
         raise Unsupported(f"expected conditions or integers in {name}, got {left} and {right}")
 
@@ -64,26 +67,26 @@ def _bitwise(function: Any, bits: Any, name: str) -> Callable[..., Any]:
 
 def exclusive_or(left: Any, right: Any) -> Any:
     """Return whether one of two conditions holds."""
-    return (left & ~right) | (~left & right)
+    return either(left & opposite(right), opposite(left) & right)
 
 
 def invert(input: Any) -> Any:
     """Return the opposite of a condition, or an integer with all bits changed."""
     if is_condition(input):
-        return ~input
-    if number(input).is_integer:
+        return opposite(input)
+    if is_whole(number(input)):
         return -1 - input
     raise Unsupported(f"expected a condition or an integer in ~, got {input}")
 
 
 def logical(input: Any) -> Any:
     """Return a condition, or whether a number is not 0."""
-    return input if is_condition(input) else sympy.Ne(input, 0)
+    return input if is_condition(input) else sympy.Not(compared(sympy.Eq, input, sympy.S.Zero))
 
 
 def truncate(x: Any) -> Any:
     """Return a number rounded towards zero, as a conversion to int does."""
-    if x.is_integer:
+    if is_whole(x):
         return x
     down = sympy.floor(x)
     return down if x.is_nonnegative else Where(sympy.Lt(x, 0), -sympy.floor(-x), down)
@@ -158,7 +161,7 @@ def where(condition_: Any, input: Any, other: Any) -> Any:
     """Return input where the condition holds, other elsewhere."""
     keep = condition(condition_, "torch.where")
     if is_condition(input) and is_condition(other):
-        return (keep & input) | (~keep & other)
+        return either(keep & input, opposite(keep) & other)
     return Where(keep, number(input), number(other))
 
 
@@ -173,8 +176,8 @@ def clamp(input: Any, min: Any = None, max: Any = None) -> Any:
 def equal(input: Any, other: Any) -> Any:
     """Return whether two numbers or two conditions are the same."""
     if is_condition(input) and is_condition(other):
-        return (input & other) | (~input & ~other)
-    return sympy.Eq(number(input), number(other))
+        return either(input & other, opposite(input) & opposite(other))
+    return compared(sympy.Eq, number(input), number(other))
 
 
 def softplus(input: Any, beta: float = 1, threshold: float = 20) -> Any:
@@ -261,10 +264,10 @@ _BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "truediv true_divide": _quotient,
     "maximum max": sympy.Max,
     "minimum min": sympy.Min,
-    "lt less": sympy.Lt,
-    "le less_equal": sympy.Le,
-    "gt greater": sympy.Gt,
-    "ge greater_equal": sympy.Ge,
+    "lt less": partial(compared, sympy.Lt),
+    "le less_equal": partial(compared, sympy.Le),
+    "gt greater": partial(compared, sympy.Gt),
+    "ge greater_equal": partial(compared, sympy.Ge),
 }
 _OTHER: dict[str, Callable[..., Any]] = {
     "add": _sum(1),
@@ -276,15 +279,15 @@ _OTHER: dict[str, Callable[..., Any]] = {
     "remainder mod": remainder,
     "fmod": fmod,
     "eq": equal,
-    "ne not_equal": lambda input, other: ~equal(input, other),
+    "ne not_equal": lambda input, other: opposite(equal(input, other)),
     "and bitwise_and": _bitwise(sympy.And, BitAnd, "&"),
-    "or bitwise_or": _bitwise(sympy.Or, BitOr, "|"),
+    "or bitwise_or": _bitwise(either, BitOr, "|"),
     "xor bitwise_xor": _bitwise(exclusive_or, BitXor, "^"),
     "invert bitwise_not": invert,
     "logical_and": lambda input, other: logical(input) & logical(other),
-    "logical_or": lambda input, other: logical(input) | logical(other),
+    "logical_or": lambda input, other: either(logical(input), logical(other)),
     "logical_xor": lambda input, other: exclusive_or(logical(input), logical(other)),
-    "logical_not": lambda input: ~logical(input),
+    "logical_not": lambda input: opposite(logical(input)),
     "lshift bitwise_left_shift": _binary(ShiftLeft),
     "rshift bitwise_right_shift": _binary(ShiftRight),
     "where": lambda condition, input, other: where(condition, input, other),

@@ -16,6 +16,7 @@ from tilegen.errors import InvalidProblem, TilegenError
 from tilegen.masks.language.elements import kind_of
 from tilegen.masks.language.integers import quotient
 from tilegen.masks.language.nodes import BITS, FUNCTIONS, SYMBOLS, Where, normalise
+from tilegen.masks.language.ordered import NAMES, Ordered
 from tilegen.masks.language.spelling import (
     AND,
     ATOM,
@@ -100,6 +101,8 @@ def _text(expr: sympy.Basic) -> tuple[str, int]:
             return "|".join(sorted(_inside(arg, SUM) for arg in expr.args)), OR
         case sympy.Not():
             return f"~{_inside(expr.args[0], ATOM)}", UNARY
+        case Ordered() if expr.holds_for_nan:
+            return f"~{_text(expr.negated)[0]}", UNARY
         case _ if expr in (sympy.true, sympy.false):
             return str(expr), ATOM
         case _ if type(expr) in RELATIONS:
@@ -258,11 +261,12 @@ class _Reader:
         if name == "where" and len(args) == 3:
             condition = self._condition(args[0], depth)
             return Where(condition, *(self._value(arg, depth) for arg in args[1:]))
-        arity = len(args) if name in ("min", "max") and args else 2 if name in BITS else 1
+        pairs = (*BITS, *NAMES.values())
+        arity = len(args) if name in ("min", "max") and args else 2 if name in pairs else 1
         if name == "where" or len(args) != arity:
             raise InvalidProblem(f"{name} does not take {len(args)} arguments")
         values = [self._value(arg, depth) for arg in args]
-        if name not in ("min", "max", "abs", "sign", *BITS, *WRAPPED) and values[0].is_number:
+        if name not in ("min", "max", "abs", "sign", *pairs, *WRAPPED) and values[0].is_number:
             # SymPy might compute billions of digits of an exact number's function.
             values[0] = sympy.Float(float(normalise(values[0])))
         return FUNCTIONS[name](*values)

@@ -31,6 +31,7 @@ from tilegen.masks.language.nodes import (
     Sigmoid,
     Where,
 )
+from tilegen.masks.language.ordered import Ordered
 from tilegen.masks.language.spelling import (
     AND,
     ATOM,
@@ -222,6 +223,8 @@ class Writer:
                 return f"~{self._inside(expr.args[0], ATOM)}", UNARY
             case _ if expr in (sympy.true, sympy.false):
                 return str(expr), ATOM
+            case Ordered() if expr.holds_for_nan:
+                return f"~{self._inside(expr.negated, ATOM)}", UNARY
             case Relational():
                 return self._relation(expr), COMPARISON
             case _:
@@ -238,7 +241,8 @@ class Writer:
         self._double = outer or reads(expr, self.loads.doubles)
         sides = [self._operand(arg, OR, both) for arg in expr.args]
         self._double = outer
-        return f" {_RELATIONS[type(expr)]} ".join(sides)
+        relation = expr.relation if isinstance(expr, Ordered) else type(expr)
+        return f" {_RELATIONS[relation]} ".join(sides)
 
     def _load(self, expr: Lookup) -> str:
         indices: list[str] = []

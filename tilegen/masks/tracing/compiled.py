@@ -42,15 +42,14 @@ class CompiledTrace:
     unused: list[torch.Tensor]
 
 
-def trace(fn: Callable[..., Any], *, is_score: bool, is_checked: bool) -> CompiledTrace:
-    """Return what a function of a score or a mask computes. `is_checked` says that it has been
-    tried where its operations may give what is no number. Raises Unsupported."""
+def trace(fn: Callable[..., Any], *, is_score: bool) -> CompiledTrace:
+    """Return what a function of a score or a mask computes. Raises Unsupported."""
     number = _started(is_score)
     teller = _Teller(number)
     arguments = [teller.value(i) for i in range(4 + is_score)]
     with teller:
         found = fn(*arguments)
-    answer = _finished(number, teller.told(found), is_score, is_checked)
+    answer = _finished(number, teller.told(found), is_score)
     if isinstance(answer, str):
         raise Unsupported(answer)
     text, slots, unused = answer
@@ -219,7 +218,7 @@ def _described(number: int, value: int) -> tuple[torch.dtype, tuple[int, ...]]:
 
 
 @assume_constant_result
-def _finished(number: int, told: Any, is_score: bool, is_checked: bool) -> Any:
+def _finished(number: int, told: Any, is_score: bool) -> Any:
     """Return the text of a trace, the slots that it reads, and those it reads in vain; or why there
     is none."""
     session = _sessions.pop(number)
@@ -230,11 +229,6 @@ def _finished(number: int, told: Any, is_score: bool, is_checked: bool) -> Any:
             text = to_text(found.expr)
     except TilegenError as error:
         return str(error)
-    if found.may_give_none and not is_checked:
-        return (
-            "expected a function whose operations give numbers for all numbers, or one that "
-            "tilegen.predicate or tilegen.score has tried outside of the compiled function"
-        )
     slots = {id(tensor): slot for slot, tensor in session.tensors.items()}
     return (
         text,

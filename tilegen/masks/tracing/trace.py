@@ -17,11 +17,11 @@ import torch
 from sympy.core.relational import Relational
 
 from tilegen.errors import InvalidProblem, Unsupported
+from tilegen.masks.language.comparisons import again, either, opposite
 from tilegen.masks.language.nodes import Where, normalise
 from tilegen.masks.language.symbols import is_condition
 from tilegen.masks.language.texts import merge, without
 from tilegen.masks.tracing.derived import Derived
-from tilegen.masks.tracing.no_numbers import check_numbers
 from tilegen.masks.tracing.tracer import Tracer
 
 MAX_CHOICES = 8
@@ -39,8 +39,6 @@ class Traced:
     """Tensors that the function reads and does not depend on: `bias` in `s + 0 * bias[q]`."""
     derived: Derived
     """The steps by which the function made tensors of those it captures."""
-    may_give_none: bool
-    """True: it uses an operation that gives no number for some numbers."""
 
     @property
     def makes_tensors(self) -> bool:
@@ -75,10 +73,7 @@ def _traced(fn: Callable[..., Any], arguments: str, *, is_score: bool) -> Traced
         raise InvalidProblem(f"expected a function of {arguments}, got {fn}") from None
     with Derived() as derived:
         value = fn(*terms)
-    found = traced(tracer, value, derived, is_score=is_score)
-    if found.may_give_none:
-        check_numbers(fn, found.expr, found.captured, is_score=is_score)
-    return found
+    return traced(tracer, value, derived, is_score=is_score)
 
 
 def traced(tracer: Tracer, value: Any, derived: Derived, *, is_score: bool) -> Traced:
@@ -95,7 +90,7 @@ def traced(tracer: Tracer, value: Any, derived: Derived, *, is_score: bool) -> T
         raise Unsupported(f"expected a {what}, got {expr}")
     unused = without(tracer.captured, captured)
     expr = expr if is_score else _without_where(expr)
-    return Traced(expr, captured, unused, derived, tracer.may_give_none)
+    return Traced(expr, captured, unused, derived)
 
 
 def _without_where(expr: sympy.Basic) -> sympy.Basic:
@@ -107,8 +102,10 @@ def _without_where(expr: sympy.Basic) -> sympy.Basic:
     choice = choices[0]  # holds no other
     condition, then, otherwise = choice.args
     comparisons = {
-        atom: (condition & atom.xreplace({choice: then}))
-        | (~condition & atom.xreplace({choice: otherwise}))
+        atom: either(
+            condition & again(atom.xreplace({choice: then})),
+            opposite(condition) & again(atom.xreplace({choice: otherwise})),
+        )
         for atom in expr.atoms(Relational)
         if atom.has(choice)
     }

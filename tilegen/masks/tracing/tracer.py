@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -13,15 +12,16 @@ import sympy
 import torch
 
 from tilegen.errors import Unsupported
+from tilegen.masks.language.comparisons import check_kept
 from tilegen.masks.language.elements import BOUNDS, kind_of
 from tilegen.masks.language.integer_bounds import Sizes
 from tilegen.masks.language.integers import prepared
+from tilegen.masks.language.nodes import is_whole
 from tilegen.masks.language.operations import OPERATIONS, cast, integer_power, number
 from tilegen.masks.language.symbols import B, H, K, Lookup, Q, S, captured_name, is_condition
 from tilegen.masks.language.texts import kind_of_tensor
 from tilegen.masks.language.widths import WRAPPED
 from tilegen.masks.tracing.dtypes import Kinds, kinds_of
-from tilegen.masks.tracing.no_numbers import MAY_GIVE_NONE
 from tilegen.masks.tracing.terms import (
     MAX_ELEMENTS,
     REDUCTIONS,
@@ -62,8 +62,6 @@ class Tracer:
     """Collects the tensors one function captures."""
 
     captured: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
-    may_give_none: bool = False
-    """True once an operation was met that gives no number for some numbers."""
 
     _sizes: tuple[int, Sizes] = (0, Sizes({}, set()))
     """Bounds of integers, with the number of captured tensors that they know."""
@@ -119,7 +117,7 @@ class Tracer:
                     f"{tuple(tensor.shape)}, got {part!r}"
                 )
             expr = self.expression(part)
-            if is_condition(expr) or not expr.is_integer:
+            if is_condition(expr) or not is_whole(expr):
                 raise Unsupported(
                     f"expected an integer index, got {expr}; use //, or `.to(torch.int32)`"
                 )
@@ -157,7 +155,6 @@ class Tracer:
         name = name.removeprefix("special_")
         if name.endswith("_") and name[:-1] in OPERATIONS:
             return self._in_place(name[:-1], args, kwargs)
-        self.may_give_none |= name in MAY_GIVE_NONE and not _is_safe(name, args)
         if name == "getitem":
             tensor, index = args
             if not isinstance(tensor, torch.Tensor):
@@ -209,6 +206,12 @@ class Tracer:
         result = sympy.sympify(function(*bound.args, **bound.kwargs))
         if result.has(sympy.nan, sympy.zoo, sympy.I):
             raise Unsupported(f"expected a real number, got {result}")
+        if name != "where":
+            given = [one for one in bound.arguments.values() if _is_number(one)]
+            is_quotient = name in ("truediv", "true_divide", "div", "divide")
+            if is_quotient and kinds.result.is_floating_point:
+                given.append(1 / number(given[1]))
+            check_kept(name, given, result)
         return self._cast(result, *kinds)
 
     def _converted(self, value: Any, to: Iterable[Any]) -> Term | Several:
@@ -312,18 +315,8 @@ def _without_dtype(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in kwargs.items() if key != "dtype"}
 
 
-def _is_safe(name: str, args: Sequence[Any]) -> bool:
-    """Whether an operand is a number for which the result is always one."""
-    divides = "div" in name or name in ("mod", "fmod", "remainder")
-    match args:
-        case (int() | float() as base, *_) if name == "pow":
-            return base > 0 and isfinite(base)
-        case (_, bool() | int() | float() as number, *_):
-            return isfinite(number) and (
-                number != 0 if divides else name == "pow" and number in (1, 2, 3)
-            )
-        case _:
-            return False
+def _is_number(argument: Any) -> bool:
+    return isinstance(argument, sympy.Expr)
 
 
 def _is_value(argument: Any) -> bool:

@@ -10,7 +10,7 @@ import torch
 from tilegen.errors import InvalidProblem
 from tilegen.masks.kinds import check_mask
 from tilegen.masks.made import Chain, InDocuments
-from tilegen.masks.mask import TYPICAL, Mask, Not, Pending, values_of
+from tilegen.masks.mask import TYPICAL, Mask, Not, values_of
 from tilegen.masks.score import Score, check_function
 
 
@@ -85,7 +85,7 @@ def _mask(mask: Any, found: Crossing) -> str:
             return f'["keep","{text}",{found.places(captured)}]'
         from tilegen.masks.tracing.compiled import trace
 
-        its = trace(function, is_score=False, is_checked=not isinstance(mask, Pending))
+        its = trace(function, is_score=False)
         return f'["keep","{its.text}",{found.places(its.captured)}]'
     if how == "ids":
         return f'["ids",{found.place(made[1])},{"true" if made[2] else "false"}]'
@@ -123,17 +123,17 @@ def _score(score: Any, found: Crossing) -> str:
         if made is not None and made[0] != "function":
             return _score(made[1], found)
         if made is not None and score.derived:  # made again by the function alone
-            return _function(made[1], True, found)
+            return _function(made[1], found)
         found.trained_places(score.unused)
         return _spelt(score.text, score.captured, score.sizes, score.sink_logits, found)
     check_function(score)
-    return _function(score, False, found)
+    return _function(score, found)
 
 
-def _function(function: Any, is_checked: bool, found: Crossing) -> str:
+def _function(function: Any, found: Crossing) -> str:
     from tilegen.masks.tracing.compiled import trace
 
-    its = trace(function, is_score=True, is_checked=is_checked)
+    its = trace(function, is_score=True)
     found.trained_places(its.unused)
     return _spelt(its.text, its.captured, (), None, found)
 
