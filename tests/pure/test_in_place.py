@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
@@ -101,6 +102,30 @@ def test_tables_of_packed_masks_wait_for_no_device(
         recipe = made.values[0].recipe
         assert recipe is not None
         assert recipe.make(ids.as_subclass(_Unseen), (70, 70))
+
+
+SAME: dict[int, Callable[[torch.Tensor], Any]] = {
+    1: lambda ids: lambda b, h, q, k: ids[q] == ids[k],
+    2: lambda ids: lambda b, h, q, k: ids[b, q] == ids[b, k],
+}
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_ids_of_a_function_need_not_stay_whole(
+    checked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where elements are not looked at, as on a GPU."""
+    for module in ("values", "packed"):
+        module = import_module(f"tilegen.masks.{module}")
+        monkeypatch.setattr(module, "is_checked", lambda _: checked)
+    for ids in (torch.arange(8) // 4, torch.arange(16).view(2, 8) // 4):
+        mask = predicate(SAME[ids.ndim](ids))
+        for changed in (ids.clone(), (torch.arange(8) % 3).expand_as(ids), ids.flip(-1)):
+            ids.copy_(changed)
+            expected = ids[..., :, None] == ids[..., None, :]
+            batch = len(ids) if ids.ndim == 2 else 1
+            found = dense_mask(mask, 8, 8, batch=batch)
+            assert torch.equal(found.expand(batch, 1, 8, 8)[:, 0], expected.expand(batch, 8, 8))
 
 
 def test_tensors_that_a_function_makes_follow_those_it_captures() -> None:

@@ -380,7 +380,7 @@ def test_masks_hold_no_choice_between_numbers() -> None:
 @pytest.mark.parametrize(
     "name, notation",
     [
-        ("documents", "documents(@q:32)&keep(k<=q)"),
+        ("documents", "keep(k<=q)&matched(@k:64)"),
         ("chunks", "keep(k//16==q//16)"),
         ("chunks before", "keep((k//16<=q//16)&(q//16-(k//16)<=2))"),
     ],

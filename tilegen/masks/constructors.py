@@ -205,4 +205,4 @@ def predicate(fn: Callable[[Any, Any, Any, Any], Any]) -> Mask:
         # Tensors that the function makes are made again by the function alone.
         text = "" if found.makes_tensors else to_text(found.expr)
         how = ("function", fn, text, found.captured)
-        return noted(mask_of_trace(found, are_whole=None), how)
+        return noted(mask_of_trace(found), how)

@@ -77,22 +77,23 @@ def canonical(text: str, kinds: tuple[str, ...]) -> str:
 def mask_of_text(text: str, captured: tuple[torch.Tensor, ...]) -> Mask:
     """Return the mask of a predicate's text over tensors, right for any elements they may have."""
     expr = predicate_of(text, tuple(map(kind_of_tensor, captured)))
-    return mask_of_trace(Traced(expr, captured, (), Derived()), are_whole=False)
+    return mask_of_trace(Traced(expr, captured, (), Derived()), looks_at_tables=False)
 
 
-def mask_of_trace(traced: Traced, *, are_whole: bool | None) -> Mask:
-    """Return the mask of a traced predicate; `are_whole` says whether documents by ids are, None
-    that the ids tell."""
+def mask_of_trace(traced: Traced, *, looks_at_tables: bool = True) -> Mask:
+    """Return the mask of a traced predicate. `looks_at_tables` lets the elements of tables say
+    whether ids are compared by rank, which needs no lists of tiles."""
     if traced.expr == True:  # noqa: E712 - SymPy's true
         return full()
     written = sympy.And.make_args(_within_documents(traced.expr))
     near = [_by_distance(part) for part in written]
     if any(isinstance(one, Dilated) for one in near) and None not in near:
         return intersect(*(one for one in near if one is not None))  # rows can be regrouped
-    parts = [
-        part if (found := _same_document(part, traced, are_whole)) is None else found
-        for part in written
-    ]
+    # Ids may be changed in place until their documents are not whole: ranks stay right then.
+    compared = _compared(list(written), traced) if looks_at_tables else None
+    if compared is not None:
+        return compared
+    parts = [part if (found := _same_document(part, traced)) is None else found for part in written]
     compared = _compared(parts, traced)
     return _joined(parts, traced) if compared is None else compared
 
@@ -179,8 +180,8 @@ def _by_distance(part: Any) -> Mask | None:
     return None
 
 
-def _same_document(part: Any, traced: Traced, are_whole: bool | None) -> Mask | None:
-    """Return the mask of `ids[q] == ids[k]`, which has a closed form where documents are whole."""
+def _same_document(part: Any, traced: Traced) -> Mask | None:
+    """Return the mask of `ids[q] == ids[k]`, of documents that need not be whole."""
     match part:
         case sympy.Eq(
             args=(Lookup(args=(left, *at, first)), Lookup(args=(right, *same, second)))
@@ -189,7 +190,7 @@ def _same_document(part: Any, traced: Traced, are_whole: bool | None) -> Mask | 
             is_made = id(ids) in traced.derived.made
             if ids.dtype.is_floating_point or is_made:
                 return None
-            return of_ids(ids, are_whole)
+            return of_ids(ids, are_whole=False)
         case _:
             return None
 
