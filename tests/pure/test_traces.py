@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 import gc
+from collections import deque
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.attention.flex_attention import and_masks, create_block_mask
@@ -169,6 +171,46 @@ def test_changed_attributes_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
         assert text(one) == "2*s"
         one.factor = 3
         assert text(one) == "3*s"
+
+
+class Held:
+    """A number that is read by an operator, which names no attribute."""
+
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    def __getitem__(self, name: str) -> int:
+        return self.factor
+
+
+def test_what_cannot_be_followed_is_traced_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    array, queue, held = np.array([2]), deque([2]), Held(2)
+    view, get = vars(SETTINGS).values(), vars(SETTINGS).get
+    named, width = "factor", functools.lru_cache(lambda: FACTOR)
+    texts: dict[str, Any] = {
+        "an array": lambda s, *_: s * int(array[0]),
+        "a queue": lambda s, *_: s * queue[0],
+        "an item": lambda s, *_: s * held["factor"],
+        "getattr": lambda s, *_: s * getattr(SETTINGS, "factor"),  # noqa: B009
+        "getattr of a name": lambda s, *_: s * getattr(SETTINGS, named),
+        "vars": lambda s, *_: s * vars(SETTINGS)["factor"],
+        "a cache": lambda s, *_: s * width(),
+        "a view": lambda s, *_: s * next(iter(view)),
+        "a method": lambda s, *_: s * get("factor"),
+        "an import": _importing,
+    }
+    assert {text(one) for one in texts.values()} == {"2*s"}
+    array[0] = queue[0] = held.factor = 3
+    monkeypatch.setattr(SETTINGS, "factor", 3)
+    monkeypatch.setitem(globals(), "FACTOR", 3)
+    width.cache_clear()
+    assert {name: text(one) for name, one in texts.items()} == dict.fromkeys(texts, "3*s")
+
+
+def _importing(s: Any, *_: Any) -> Any:
+    from tests.pure.test_traces import FACTOR as factor  # noqa: N811
+
+    return s * factor
 
 
 def test_equal_objects_have_traces_of_their_own() -> None:

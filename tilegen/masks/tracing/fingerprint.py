@@ -4,11 +4,14 @@ fingerprint of its function is the same.
 A trace says what a function computed when it was called with symbols. It holds as long as the
 function is the same object and finds the same in its closure, its defaults, the globals it names
 and the attributes of the objects it reaches: numbers and texts by value, tensors by identity and
-metadata, everything else by identity, as FlexAttention's guards do under torch.compile.
+metadata, functions and objects of Python classes by identity and by what they read in turn. A
+function that reaches anything else (arrays, caches, queues, attributes by computed names) has a
+fingerprint that equals no other, so that it is traced at each call.
 """
 
 from __future__ import annotations
 
+import dis
 import functools
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
@@ -16,15 +19,21 @@ from functools import lru_cache
 from threading import RLock
 from types import (
     BuiltinFunctionType,
+    ClassMethodDescriptorType,
     CodeType,
     FunctionType,
+    GetSetDescriptorType,
     MemberDescriptorType,
+    MethodDescriptorType,
     MethodType,
     ModuleType,
+    SimpleNamespace,
+    WrapperDescriptorType,
 )
 from typing import Any, Generic, TypeVar, cast
 from weakref import ref
 
+import numpy as np
 import torch
 from cachetools import LRUCache
 
@@ -34,6 +43,19 @@ _FOREIGN = frozenset({"builtins", "functools", "math", "numpy", "operator", "sym
 """Packages whose globals no user changes."""
 
 _PLAIN = (bool, int, float, complex, str, bytes)
+_FIXED = (
+    *(CodeType, torch.dtype, torch.device, range, type(...), type(NotImplemented)),
+    *(MemberDescriptorType, GetSetDescriptorType, MethodDescriptorType),
+    *(WrapperDescriptorType, ClassMethodDescriptorType),
+)
+"""Kinds of objects that never change."""
+_DYNAMIC = frozenset(
+    "getattr vars globals locals eval exec attrgetter methodcaller import_module "  # noqa: SIM905
+    "__import__ __dict__ __getattribute__ __closure__ __globals__".split()
+)
+"""Names by which code reads what its names do not tell."""
+_HEAP, _IMMUTABLE = 1 << 9, 1 << 8
+"""CPython's flags of types: both for those of C, the first alone for classes in Python."""
 _HOLDERS = (tuple, list, dict, set, frozenset)
 
 
@@ -131,7 +153,7 @@ class _Reader:
 
     def _value(self, value: Any) -> None:
         """Note what is found in a cell, a global, a default or an attribute."""
-        if value is None or isinstance(value, _PLAIN):
+        if value is None or isinstance(value, (*_PLAIN, np.generic)):
             self.facts.append((type(value), repr(value)))  # which tells -0.0 and nan apart
             return
         if isinstance(value, torch.Tensor):
@@ -172,14 +194,28 @@ class _Reader:
                 yield value.fget
             case staticmethod() | classmethod():
                 yield value.__func__
-            case CodeType() | BuiltinFunctionType() | torch.dtype() | torch.device():
+            case slice():
+                yield from (value.start, value.stop, value.step)
+            case BuiltinFunctionType():
+                if not isinstance(value.__self__, ModuleType):  # a method of an object
+                    yield value.__self__
+            case _ if isinstance(value, _FIXED):
                 return
             case ModuleType() if _root(value.__name__) in _FOREIGN:
                 return
             case type() if _root(value.__module__) in _FOREIGN:
                 return
-            case _:
+            case ModuleType() | type():
                 self._objects.append(value)
+            case _:
+                if not _is_open(value):
+                    self._unknown()
+                yield from _operators(type(value))
+                self._objects.append(value)
+
+    def _unknown(self) -> None:
+        """Note what equals nothing noted at another time."""
+        self.facts.append(object())
 
     def _of_function(self, function: FunctionType) -> Iterator[Any]:
         yield function.__code__
@@ -194,6 +230,8 @@ class _Reader:
             return
         names = _names(function.__code__)
         self._names.update(names)
+        if not _DYNAMIC.isdisjoint(names) or _imports(function.__code__):
+            self._unknown()
         for name in names:
             if name in function.__globals__:
                 yield name
@@ -215,6 +253,37 @@ def _names(code: CodeType) -> tuple[str, ...]:
     """Return the globals and attributes that code and the functions defined in it name."""
     inner = (one for one in code.co_consts if isinstance(one, CodeType))
     return tuple(sorted({*code.co_names, *(name for one in inner for name in _names(one))}))
+
+
+@lru_cache(maxsize=1024)
+def _imports(code: CodeType) -> bool:
+    """Return whether code, or a function defined in it, imports anything."""
+    return any(one.opname == "IMPORT_NAME" for one in dis.get_instructions(code)) or any(
+        _imports(one) for one in code.co_consts if isinstance(one, CodeType)
+    )
+
+
+def _is_open(value: Any) -> bool:
+    """Return whether all that an object holds can be looked at: its classes are written in Python,
+    or in torch or SymPy, which change none of theirs."""
+    if type(value) is object or _root(type(value).__module__) in ("torch", "sympy"):
+        return True
+    classes = (one for one in type(value).__mro__ if one not in (object, SimpleNamespace))
+    return all(one.__flags__ & _HEAP and not one.__flags__ & _IMMUTABLE for one in classes)
+
+
+@lru_cache(maxsize=1024)
+def _operators(kind: type) -> tuple[FunctionType, ...]:
+    """Return the methods that operators call, which no code names."""
+    return tuple(
+        found
+        for one in _classes(kind)
+        for name, found in vars(one).items()
+        if name.startswith("__") and isinstance(found, FunctionType) and name not in _MAKING
+    )
+
+
+_MAKING = ("__init__", "__new__", "__post_init__", "__repr__", "__reduce__", "__del__")
 
 
 def _attribute(value: Any, name: str) -> tuple[Any, ...]:
