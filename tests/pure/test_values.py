@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
+from weakref import ref
 
 import pytest
 import sympy
@@ -27,9 +29,11 @@ from tilegen.masks import (
     values,
 )
 from tilegen.masks.language.evaluation import evaluate
-from tilegen.masks.language.symbols import K, Q, captured_name
+from tilegen.masks.language.symbols import B, K, Q, captured_name
 from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import tensors_of
+from tilegen.masks.tiles.closed_form import depends_on
+from tilegen.masks.tiles.tile_ranges import tile_ranges
 from tilegen.problem import AttentionProblem
 
 SHAPE = Shape(batch=2, heads=4, seqlen_q=20, seqlen_kv=30)
@@ -222,3 +226,20 @@ def test_values_are_read_beside_tensors_as_expressions_read_them(seed: int) -> N
         assert torch.equal(read(q, k).to(expected.dtype).expand_as(expected), expected)
         assert (expected != 0).any()
         assert (expected[..., 0] == 0).all(), "beyond the end"
+
+
+def test_what_is_known_of_a_mask_keeps_no_tensor_alive() -> None:
+    def made() -> list[ref[torch.Tensor]]:
+        lengths, ids = torch.tensor([90, 50]), torch.randint(0, 3, (96,))
+        mask = kv_lengths(lengths) & causal() & documents(ids)
+        other = predicate(lambda b, h, q, k: (ids[q] != ids[k]) & (k < lengths[b]))
+        for one in (mask, other):
+            assert depends_on(one) == {B}
+            for side in ("rows", "columns"):
+                sizes = dict(seqlen_q=96, seqlen_kv=96, block_m=16, block_n=16)
+                assert tile_ranges(one, side, batch=2, **sizes).visited_tiles
+        return [ref(lengths), ref(ids)]
+
+    alive = made()
+    gc.collect()
+    assert [one() for one in alive] == [None, None]

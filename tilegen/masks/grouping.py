@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from tilegen.kernels.config import HEADS
 from tilegen.masks.language.symbols import H
 from tilegen.masks.mask import Mask
+from tilegen.masks.remembered import by_mask
 from tilegen.masks.score import ScoreForm
 from tilegen.masks.tiles.closed_form import predicate
 
@@ -33,7 +33,7 @@ def heads_of_tiles(problem: AttentionProblem) -> tuple[int, ...]:
     return *parts, heads
 
 
-@lru_cache(maxsize=1024)
+@by_mask(1024)
 def _tells_heads_apart(mask: Mask, score: ScoreForm | None) -> bool:
     if score is not None and score.changes and score.expression().has(H):
         return True

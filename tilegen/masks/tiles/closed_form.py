@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import sympy
@@ -30,6 +30,7 @@ from tilegen.masks.language.integers import exact, is_int
 from tilegen.masks.language.symbols import FIRST, LAST, SEQLEN_KV, SEQLEN_Q, B, H, K, Lookup, Q
 from tilegen.masks.language.symbols import captured_name as named
 from tilegen.masks.mask import Mask, Side
+from tilegen.masks.remembered import by_mask
 from tilegen.masks.tiles.intervals import Edges
 from tilegen.masks.unlisted import Unlisted
 
@@ -131,7 +132,7 @@ def _named(mask: Mask, condition: Any) -> Boolean:
     return sympy.sympify(condition).xreplace(names)
 
 
-@lru_cache(maxsize=256)
+@by_mask(256)
 def depends_on(mask: Mask) -> frozenset[sympy.Symbol]:
     """Return which of B and H the predicate depends on."""
     return frozenset(predicate(mask).free_symbols & {B, H})
@@ -148,7 +149,7 @@ def stream_sets(mask: Mask, side: Side) -> StreamSets:
     return found
 
 
-@lru_cache(maxsize=512)
+@by_mask(512)
 def _solved(mask: Mask, side: Side) -> StreamSets | str:
     """Return the sets, or why there are none: asked for every tile, found out once."""
     try:

@@ -29,6 +29,7 @@ from tilegen.masks.language.symbols import (
     slot_of,
 )
 from tilegen.masks.mask import Mask, Side, SlidingWindow
+from tilegen.masks.remembered import by_mask
 from tilegen.masks.shapes import Shape, TiledShape
 from tilegen.masks.tensors import tensors_of
 from tilegen.masks.tiles.closed_form import depends_on, edges, predicate, stream_sets
@@ -227,14 +228,14 @@ def _with_scalars(mask: Mask) -> Mask:
     return replace(mask, left=scalar(mask.left), right=scalar(mask.right))
 
 
-@lru_cache(maxsize=512)
+@by_mask(512)
 def _read(mask: Mask, side: Side) -> frozenset[int]:
     """Return the slots of the values that decide which tiles are visited. Raises Unsupported."""
     bounds = stream_sets(mask, side).bounds
     return frozenset(slot_of(found) for one in bounds for found in one.atoms(Lookup))
 
 
-@lru_cache(maxsize=512)
+@by_mask(512)
 def _intervals(mask: Mask, side: Side) -> tuple[list[Edges], list[Edges]]:
     """Return the edges of the live and of the dropped intervals, as they are computed."""
     sets = stream_sets(mask, side)
@@ -246,7 +247,7 @@ def _intervals(mask: Mask, side: Side) -> tuple[list[Edges], list[Edges]]:
 # Counted from lists
 
 
-@lru_cache(maxsize=512)
+@by_mask(512)
 def listed_ranges(mask: Mask, side: Side, shape: TiledShape) -> TileRanges:
     """Return the tiles every stationary tile visits.
 
@@ -285,7 +286,7 @@ def _tiles(mask: Mask, shape: TiledShape) -> tuple[Flags, Flags]:
     return _built(mask, shape)
 
 
-@lru_cache(maxsize=12)
+@by_mask(12)
 def _built(mask: Mask, shape: TiledShape) -> tuple[Flags, Flags]:
     """Return the same as `_tiles`, from lists; typical tensors stand for missing ones."""
     mask = typical(mask).realized(shape)
