@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 import tilegen
 from tilegen.check.reference import attention_reference, dense_mask
-from tilegen.errors import InvalidProblem
+from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.runtime import maxima
 
 
@@ -54,6 +55,30 @@ def test_jagged_tensors_take_no_kv_lengths() -> None:
     q = jagged()
     with pytest.raises(InvalidProblem, match="lengths of their own"):
         tilegen.attention(q, q, q, kv_lengths=torch.tensor([3, 3, 1]))
+
+
+@pytest.mark.parametrize("lengths", [[10, 3], [-1, 3]])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_lengths_are_those_of_columns_that_are_there(lengths: list[int], dtype: Any) -> None:
+    q = random(2, 2, 9, 16)
+    said = re.escape(f"kv_lengths must be 0..9, got {lengths}")
+    with pytest.raises(InvalidProblem, match=said):
+        tilegen.attention(q, q, q, kv_lengths=torch.tensor(lengths, dtype=dtype))
+
+
+@pytest.mark.parametrize("kind", ["attention", "packed", "paged"])
+def test_tracing_by_torch_jit_is_refused_in_one_line(kind: str) -> None:
+    """A trace keeps the choices of the call that it has seen: kernels, lengths, masks."""
+    q, pages = random(2, 2, 9, 16), random(4, 16, 2, 16)
+    tables, starts = (torch.tensor([[0, 1], [2, 3]]), torch.tensor([20, 30])), torch.tensor([0, 9])
+    calls: dict[str, tuple[Any, Any]] = {
+        "attention": (lambda q: tilegen.attention(q, q, q), q),
+        "packed": (lambda q: tilegen.attention_varlen(q, q, q, starts), random(9, 2, 16)),
+        "paged": (lambda q: tilegen.attention_paged(q, pages, pages, *tables), q),
+    }
+    call, given = calls[kind]
+    with pytest.raises(Unsupported, match=r"torch.jit.trace .* torch.export"):
+        torch.jit.trace(call, (given,), check_trace=False)
 
 
 @pytest.mark.parametrize(

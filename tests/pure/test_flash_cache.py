@@ -135,7 +135,39 @@ def test_a_cache_may_have_room_for_a_larger_batch() -> None:
         torch.testing.assert_close(out[i], found[0])
 
 
-def test_a_cache_that_has_no_pages_is_refused() -> None:
-    q, caches = random(2, 1, HEADS, DIM), [random(ROOM, 2, HEADS_KV, DIM) for _ in "kv"]
-    with pytest.raises(Unsupported, match="k_cache must be dense from one cache to the next"):
-        flash_attn.flash_attn_with_kvcache(q, *(x.transpose(0, 1) for x in caches))
+def test_caches_that_have_no_pages_in_common_are_refused() -> None:
+    q, k = random(2, 1, HEADS, DIM), random(2, ROOM, HEADS_KV, DIM)
+    inside = random(ROOM, 2, HEADS_KV, DIM).transpose(0, 1)
+    odd = random(2, ROOM * HEADS_KV * DIM + 8)[:, :-8].view(2, ROOM, HEADS_KV, DIM)
+    longer = random(2, 128, HEADS_KV, DIM)[:, :ROOM]
+    for caches in ((inside, k), (k, inside), (odd, odd), (k, longer)):
+        with pytest.raises(Unsupported, match="k_cache and v_cache must lie alike, and one cache"):
+            flash_attn.flash_attn_with_kvcache(q, *caches)
+
+
+@pytest.mark.parametrize("length", [40, 100, 48, 33])
+@pytest.mark.parametrize("form", ["sliced", "transposed", "both"])
+def test_caches_are_taken_where_they_lie(length: int, form: str) -> None:
+    def cache(room: int) -> torch.Tensor:
+        if form == "sliced":
+            return random(3, room, HEADS_KV, DIM)[:, :length]
+        if form == "transposed":
+            return random(3, HEADS_KV, length, DIM).transpose(1, 2)
+        return random(3, HEADS_KV, room, DIM).transpose(1, 2)[:, :length]
+
+    q, lengths = random(2, 3, HEADS, DIM), torch.tensor([length - 2, 17])
+    k, v = cache(128), cache(128)
+    v += 1
+    added = [random(2, 2, HEADS_KV, DIM) * x for x in (1, 2)]
+    expected = [x.clone() for x in (k, v)]
+    for whole, tokens in zip(expected, added, strict=True):
+        for i in range(2):
+            whole[i, lengths[i] : lengths[i] + 2] = tokens[i]
+    found = flash_attn.flash_attn_with_kvcache(
+        q, k, v, *added, cache_seqlens=lengths, causal=True, return_softmax_lse=True
+    )
+    assert torch.equal(k, expected[0]), "written in place"
+    assert torch.equal(v, expected[1])
+    for i in range(2):
+        one = expected_of(q[i], *(x[i] for x in expected), int(lengths[i]) + 2, {"causal": True})
+        torch.testing.assert_close((found[0][i], found[1][i]), one)

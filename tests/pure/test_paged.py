@@ -88,11 +88,24 @@ def test_out_is_written_in_place() -> None:
     for wrong, said in (
         (out[:, :1], "out must be"),
         (out.half(), "out must be"),
-        (out.contiguous(), "heads inside of rows"),
         (torch.empty(3, 2, 24, 4).permute(0, 3, 1, 2), "dense last dimension"),
     ):
         with pytest.raises(InvalidProblem, match=said):
             tilegen.attention_paged(**given, out=wrong)
+
+
+@pytest.mark.parametrize("form", ["contiguous", "every other row", "wider"])
+def test_out_of_any_strides_is_written(form: str) -> None:
+    given = call()
+    expected = tilegen.attention_paged(**given)
+    requests, heads, rows, dim = expected.shape
+    out = torch.full((requests, heads, rows, dim), 7.0)
+    if form == "every other row":
+        out = torch.full((requests, heads, 2 * rows, dim), 7.0)[:, :, ::2]
+    elif form == "wider":
+        out = torch.full((requests, heads, rows, 2 * dim), 7.0)[..., :dim]
+    assert tilegen.attention_paged(**given, out=out) is out
+    assert torch.equal(out, expected)
 
 
 def test_a_request_without_keys_gives_nothing() -> None:

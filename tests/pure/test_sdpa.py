@@ -64,6 +64,22 @@ def test_shapes(sizes: tuple[Sizes, Sizes, Sizes], is_causal: bool) -> None:
     check_as_torch(sizes, is_causal=is_causal, scale=0.3 if is_causal else None)
 
 
+@pytest.mark.parametrize(
+    "q_size, kv_size",
+    [
+        ((5, 16), (2, 7, 16)),
+        ((5, 16), (3, 2, 7, 16)),
+        ((5, 16), (1, 7, 16)),
+        ((2, 5, 16), (4, 3, 2, 7, 16)),
+        ((3, 1, 5, 16), (2, 7, 16)),
+    ],
+)
+def test_leading_dimensions_of_keys_alone(q_size: Sizes, kv_size: Sizes) -> None:
+    q, k, v = torch.randn(q_size), torch.randn(kv_size), torch.randn(kv_size)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+    torch.testing.assert_close(tilegen.scaled_dot_product_attention(q, k, v), expected)
+
+
 def test_shared_heads_need_to_be_enabled() -> None:
     sizes = ((2, 4, 5, 8), (2, 2, 7, 8), (2, 2, 7, 16))
     check_as_torch(sizes, enable_gqa=True, is_causal=True)

@@ -185,3 +185,13 @@ def test_masks_are_made_without_a_look_at_values() -> None:
         made = model_masks.model_mask(*given, device="meta")
         assert not isinstance(made.mask, BlockSparse)
         assert all(one.tensor.device.type == "meta" for one in made.mask.values)
+
+
+@pytest.mark.parametrize("name", ["Falcon", "GPTJ", "GPTNeo"])
+def test_models_with_attention_classes_of_their_own_are_refused_in_one_line(name: str) -> None:
+    import transformers
+
+    make = getattr(transformers, f"{name}ForCausalLM")._from_config
+    config = getattr(transformers, f"{name}Config")()
+    with pytest.raises(Unsupported, match=rf"{name}ForCausalLM takes its attention from .*CLASSES"):
+        make(config, attn_implementation="tilegen")

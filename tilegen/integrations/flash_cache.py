@@ -60,18 +60,19 @@ def flash_attn_with_kvcache(
     if (k is None) != (v is None):
         raise InvalidProblem("expected k and v together, or neither")
     new = () if k is None else (("k", k, NEW_AXES), ("v", v, NEW_AXES))
-    caches = ("k_cache", k_cache), ("v_cache", v_cache)
+    given = ("k_cache", k_cache), ("v_cache", v_cache)
     axes = CACHE_AXES if block_table is None else PAGE_AXES["NHD"]
-    for name, x, its in (("q", q, NEW_AXES), *((*one, axes) for one in caches), *new):
+    for name, x, its in (("q", q, NEW_AXES), *((*one, axes) for one in given), *new):
         check_axes(name, x, its)
     if block_table is None:
-        k_pages, v_pages = _as_pages("k_cache", k_cache), _as_pages("v_cache", v_cache)
         if k_cache.shape[:3] != v_cache.shape[:3]:
             raise InvalidProblem(
                 "k_cache and v_cache must hold as many caches, keys and heads, got "
                 f"{tuple(k_cache.shape)} and {tuple(v_cache.shape)}"
             )
-        table = _table_of(k_cache, k_pages, cache_batch_idx, q.shape[0])
+        k_pages, v_pages, step = _as_pages(k_cache, v_cache)
+        caches, seqlen = k_cache.shape[:2]
+        table = _table_of(caches, seqlen // k_pages.shape[1], step, cache_batch_idx, q)
     elif cache_batch_idx is not None:
         raise InvalidProblem("expected cache_batch_idx=None beside a block_table, which says it")
     else:
@@ -94,31 +95,44 @@ def flash_attn_with_kvcache(
     return (out, lse) if return_softmax_lse else out
 
 
-def _as_pages(name: str, cache: torch.Tensor) -> torch.Tensor:
-    """Return a cache (caches, seqlen, heads, dim) as pages, a view that is written through. Raises
-    Unsupported where there is none."""
-    page = max(one for one in PAGES if cache.shape[1] % one == 0)
-    try:
-        return cache.view(-1, page, *cache.shape[2:])
-    except RuntimeError:
-        raise Unsupported(
-            f"{name} must be dense from one cache to the next, got strides {cache.stride()} for "
-            f"shape {tuple(cache.shape)}"
-        ) from None
+def _as_pages(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Return caches (caches, seqlen, heads, dim) as pages, views that are written through, and how
+    many pages lie from one cache to the next. Raises Unsupported where there are none."""
+    caches, seqlen = k.shape[:2]
+    for page in (one for one in reversed(PAGES) if seqlen % one == 0):
+        steps = {_pages_between(x, page) for x in (k, v)} if caches > 1 else {seqlen // page}
+        if len(steps) == 1 and (step := steps.pop()) is not None:
+            pages = (caches - 1) * step + seqlen // page
+            k, v = (
+                x.as_strided((pages, page, *x.shape[2:]), (page * x.stride(1), *x.stride()[1:]))
+                for x in (k, v)
+            )
+            return k, v, step
+    raise Unsupported(
+        "k_cache and v_cache must lie alike, and one cache must begin a whole number of keys after "
+        f"the one before, got strides {k.stride()} and {v.stride()} for shapes {tuple(k.shape)} "
+        f"and {tuple(v.shape)}"
+    )
+
+
+def _pages_between(cache: torch.Tensor, page: int) -> int | None:
+    """Return the number of pages from one cache to the next, None where it is not whole."""
+    step, rest = divmod(cache.stride(0), max(1, page * cache.stride(1)))
+    return None if rest else step
 
 
 def _table_of(
-    cache: torch.Tensor, pages: torch.Tensor, chosen: torch.Tensor | None, batch: int
+    caches: int, each: int, step: int, chosen: torch.Tensor | None, q: torch.Tensor
 ) -> torch.Tensor:
     """Return the pages of the first caches, or of those that are `chosen`, one for each entry of a
     batch. Raises InvalidProblem."""
-    caches, each = cache.shape[0], cache.shape[1] // pages.shape[1]
+    batch, device = q.shape[0], q.device
 
     def made() -> torch.Tensor:
-        every = torch.arange(caches * each, dtype=torch.int32, device=cache.device)
-        return every.view(caches, each)
+        first = torch.arange(caches, dtype=torch.int32, device=device)[:, None] * step
+        return first + torch.arange(each, dtype=torch.int32, device=device)
 
-    table = _tables.get((caches, each, cache.device), made)
+    table = _tables.get((caches, each, step, device), made)
     if chosen is None:
         if caches < batch:
             raise InvalidProblem(f"k_cache must hold at least {batch} caches, got {caches}")

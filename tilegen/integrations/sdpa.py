@@ -76,7 +76,6 @@ def _in_four_dimensions(
         raise InvalidProblem(
             f"query, key and value must have at least 2 dimensions (..., length, dim), got {sizes}"
         )
-    heads = query.shape[-3:-2]
     each = [x if x.ndim > 2 else x[None] for x in given]
     counts = [x.shape[-3] for x in each]
     try:
@@ -93,7 +92,7 @@ def _in_four_dimensions(
         x.expand(*leading, count, -1, -1).reshape(-1, count, *x.shape[-2:])
         for x, count in zip(each, counts, strict=True)
     )
-    return query, key, value, leading, heads and counts[:1]
+    return query, key, value, leading, counts[:1] if max(x.ndim for x in given) > 2 else ()
 
 
 # --------------------------------------------------------------------------------------------------

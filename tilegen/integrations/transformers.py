@@ -7,12 +7,13 @@ the kernels of the last one.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from tilegen.bounded_cache import BoundedCache
 from tilegen.disk import say_once
@@ -40,6 +41,27 @@ def register() -> None:
     """Make `attn_implementation="tilegen"` known to transformers."""
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, model_mask)
+    known = PreTrainedModel.get_correct_attn_implementation
+    if known.__module__ != __name__:
+        PreTrainedModel.get_correct_attn_implementation = _refusing(known)
+
+
+def _refusing(known: Any) -> Any:
+    """Return how transformers checks what a model is asked for, with models refused that look their
+    attention up among classes of their own, where they find a KeyError."""
+
+    def checked(self: Any, requested_attention: str | None, *args: Any, **options: Any) -> str:
+        if requested_attention == NAME:
+            module = sys.modules[type(self).__module__]
+            if own := [name for name in vars(module) if name.endswith("ATTENTION_CLASSES")]:
+                raise Unsupported(
+                    f"{type(self).__name__} takes its attention from {own[0]}, not from the "
+                    "interface that tilegen is registered with; attn_implementation may be "
+                    f"{', '.join(vars(module)[own[0]])}"
+                )
+        return known(self, requested_attention, *args, **options)
+
+    return checked
 
 
 def attention_forward(

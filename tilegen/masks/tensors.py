@@ -15,7 +15,7 @@ from tilegen.masks.mask import Mask
 from tilegen.masks.notation import split_arguments
 from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
-from tilegen.masks.values import Made
+from tilegen.masks.values import Made, has_values
 
 
 def tensors_of(mask: Mask, shape: Shape, device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -47,6 +47,15 @@ def check_kv_lengths(lengths: Any) -> None:
         raise InvalidProblem("kv_lengths must be a dense tensor of shape (batch,)")
     if lengths.is_floating_point() or lengths.dtype is torch.bool:
         raise InvalidProblem(f"kv_lengths must be integers, got {lengths.dtype}")
+
+
+def check_columns(lengths: torch.Tensor, columns: int) -> None:
+    """Raise InvalidProblem where lengths of a padded batch are not those of columns that are there;
+    nothing is looked at on a GPU, but for TILEGEN_CHECK=1."""
+    if has_values(lengths) and lengths.numel():
+        least, most = (int(one) for one in lengths.aminmax())
+        if not 0 <= least <= most <= columns:
+            raise InvalidProblem(f"kv_lengths must be 0..{columns}, got {lengths.tolist()}")
 
 
 def are_readable(lengths: torch.Tensor, batch: int, device: torch.device) -> bool:

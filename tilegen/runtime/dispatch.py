@@ -21,7 +21,7 @@ from tilegen.kernels.descriptors import is_describable
 from tilegen.masks.dilation import grouped_mask, step_of
 from tilegen.masks.kinds import kind_of_mask
 from tilegen.masks.shapes import Shape
-from tilegen.masks.tensors import are_readable, check_fit, check_kv_lengths
+from tilegen.masks.tensors import are_readable, check_columns, check_fit, check_kv_lengths
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import autograd, plans
 from tilegen.runtime.autograd import addressable, computes_by_torch, reaching, torch_run
@@ -51,6 +51,8 @@ def planned(
         return planned(-q, k, v, changes, -factor)
     if plan.checks_fit:
         check_fit(changes.given, changes.score, Shape.of(q, k))
+    if changes.kv_lengths is not None and not plan.rewrites:
+        check_columns(changes.kv_lengths, k.shape[2])
     found = plan.run(q, k, v, factor, changes)
     return found if changes.score is None or plan.rewrites else reaching(*found, changes.score)
 

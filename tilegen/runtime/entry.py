@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
-from tilegen.errors import TilegenError
+from tilegen.errors import TilegenError, Unsupported
 from tilegen.masks.kinds import FULL
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
@@ -21,6 +21,8 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 # PyTorch documents no way to ask for modes that watch operators, and for transforms of torch.func.
 _count_modes = torch._C._len_torch_dispatch_stack  # pyright: ignore[reportPrivateUsage]
 _transform: Any = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
+
+_is_traced_by_jit: Any = torch.jit.is_tracing  # pyright: ignore[reportPrivateImportUsage]
 
 
 def attend(
@@ -35,6 +37,7 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of a call of `attention`. Raises InvalidProblem or Unsupported, naming the
     call."""
+    refuse_jit()
     try:
         if is_watched(q):
             call = mask, score, kv_lengths, scale, dropout_p, _transform() is not None
@@ -49,6 +52,16 @@ def attend(
             raise
         call = describe(q, k, v, mask, score, kv_lengths, scale, dropout_p)
         raise type(error)(f"{error}; the call was {call}") from None
+
+
+def refuse_jit() -> None:
+    """Raise Unsupported inside of torch.jit.trace, which keeps the choices of the call that it
+    sees."""
+    if _is_traced_by_jit():
+        raise Unsupported(
+            "torch.jit.trace would keep this call's lengths and kernels for all others; use "
+            "torch.export or torch.compile, which take the call as an operator"
+        )
 
 
 def is_watched(q: Any) -> bool:

@@ -13,7 +13,7 @@ from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
 from tilegen.runtime.call import ScoreFunction, score_of, shown
 from tilegen.runtime.changes import Changes
-from tilegen.runtime.entry import is_watched
+from tilegen.runtime.entry import is_watched, refuse_jit
 from tilegen.runtime.paged_dispatch import attend_pages
 
 
@@ -56,6 +56,7 @@ def attention_paged(
     """
     where = block_table, kv_lengths, q_starts
     bounds = max_q_length, max_kv_length
+    refuse_jit()
     try:
         watched = is_watched(q)
         if watched:
@@ -71,7 +72,7 @@ def attention_paged(
         given = (("q", q), ("k_pages", k_pages), ("v_pages", v_pages))
         shapes = ", ".join(f"{name} {shown(x)}" for name, x in given)
         raise type(error)(f"{error}; the call was paged, {shapes}, mask {mask}") from None
-    if out is None or watched:
+    if out is None or watched or made.data_ptr() != out.data_ptr():  # not written where it lies
         is_packed = q_starts is not None
         made = made.squeeze(0).transpose(0, 1) if is_packed else _unpacked(made, kv_lengths)
         out = made if out is None else out.copy_(made)

@@ -110,9 +110,10 @@ class PagedCall:
         rows = rows if addressable(rows) else rows.contiguous()
         return cls(rows, k, v, *tables, q_starts, longest)
 
-    def rows_of(self, out: torch.Tensor, *, is_packed: bool) -> torch.Tensor:
+    def rows_of(self, out: torch.Tensor, *, is_packed: bool) -> torch.Tensor | None:
         """Return what the caller wants written as kernels write it (1, heads, rows, head dim), a
-        view. Raises InvalidProblem."""
+        view; None where there is no such view, and what kernels write must be copied. Raises
+        InvalidProblem."""
         check_axes("out", out, QUERY_AXES[is_packed])
         rows, heads, dim = self.q.shape[2], self.q.shape[1], self.v.shape[3]
         shape = (rows, heads, dim)
@@ -122,17 +123,17 @@ class PagedCall:
             raise InvalidProblem(
                 f"out must be {shape} {self.q.dtype} on {self.q.device}, got {shown(out)}"
             )
+        if out.stride(-1) != 1 and dim > 1:
+            raise InvalidProblem(
+                f"out must have a dense last dimension, got strides {out.stride()} for "
+                f"{tuple(out.shape)}"
+            )
         view = out if is_packed else out.transpose(1, 2)
         try:
             view = view.view(1, rows, heads, dim).transpose(1, 2)
-        except RuntimeError:
-            view = None
-        if view is None or not addressable(view):
-            raise InvalidProblem(
-                "out must have heads inside of rows and a dense last dimension, as a transposed "
-                f"(requests, rows, heads, head dim) has, got strides {out.stride()}"
-            )
-        return view
+        except RuntimeError:  # heads do not lie inside of rows
+            return None
+        return view if addressable(view) else None
 
     def longest_kv(self, given: int | None) -> int:
         """Return what bounds the keys of a request. Raises InvalidProblem for lengths beyond it,

@@ -15,7 +15,7 @@ from tilegen.masks.packed import packed
 from tilegen.masks.score import Score
 from tilegen.masks.values import is_checked
 from tilegen.runtime.call import ScoreFunction, check_axes, score_of
-from tilegen.runtime.entry import attend
+from tilegen.runtime.entry import attend, refuse_jit
 
 MAX_MASKS = 64
 """Packed masks kept for further layers and steps with the same tensors as cu_seqlens."""
@@ -45,6 +45,7 @@ def attention_varlen(
     is dropped, drawn by its place among all tokens. Nothing is padded, and other lengths need no
     other kernels. Raises InvalidProblem or Unsupported.
     """
+    refuse_jit()
     cu_kv = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
     for name, x in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_kv)):
         if not isinstance(x, torch.Tensor):  # what is changed in place must be seen
