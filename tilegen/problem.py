@@ -110,6 +110,12 @@ class AttentionProblem:
         check_mask(self.mask)
 
     @property
+    def pair_lse(self) -> bool:
+        """True: kernels keep a row's lse as two numbers, (batch, heads, 2, seqlen_q), since a
+        changed score may shift a row so far from 0 that fp32 loses the logarithm of its sum."""
+        return self.score is not None and self.score.changes
+
+    @property
     def group_size(self) -> int:
         """Query heads that share one key-value head."""
         return self.num_heads_q // self.num_heads_kv

@@ -153,13 +153,21 @@ def softmax_of(
     if score is not None and score.form.changes:
         changed = _changed(score, scores, entry)
     changed = changed.masked_fill(~keep, float("-inf"))
-    # PyTorch's gradient of a row of infinities is not a number, though nothing hangs on the row.
-    empty = (changed == float("-inf")).all(-1)
-    lse = changed.masked_fill(empty[..., None], 0.0).logsumexp(-1)
-    lse = lse.masked_fill(empty, float("-inf"))
+    # Of a row that is shifted far from 0, lse has lost the logarithm of the sum to rounding.
+    top = changed.detach().amax(-1)
+    sinks = None
     if score is not None and score.sink_logits is not None:
-        lse = torch.logaddexp(lse, score.sink_logits.to(lse)[:, None])
-    weights = (changed - lse.masked_fill(lse == float("-inf"), 0.0)[..., None]).exp()
+        sinks = score.sink_logits.to(top)[:, None]
+        top = torch.maximum(top, sinks.detach())
+    empty = top == float("-inf")
+    top = top.masked_fill(empty, 0.0)
+    weights = (changed - top[..., None]).exp()
+    sums = weights.sum(-1)
+    if sinks is not None:
+        sums = sums + (sinks - top).exp()
+    sums = sums.masked_fill(empty, 1.0)
+    lse = (top + sums.log()).masked_fill(empty, float("-inf"))
+    weights = weights / sums[..., None]
     if apart(mask):  # of rows whose sum is NaN, too
         weights = weights.masked_fill(~keep, 0.0)
     return Softmax(scores, keep, changed, weights, lse)

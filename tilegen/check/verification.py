@@ -28,6 +28,7 @@ from tilegen.emit.render import render
 from tilegen.errors import Unsupported, WrongResult
 from tilegen.kernels import passes
 from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.layout import public_lse
 from tilegen.kernels.panels import PANEL_STEP, Launch
 from tilegen.kernels.registry import family_among
 from tilegen.kernels.two_pass import BWD_PREPROCESS
@@ -188,11 +189,13 @@ def run(
     if page:
         q_rows, k, v, requests = in_pages(q, k, v, page)
         its = launch, q_rows, k, v, scale
-        found = passes.forward(*its, panel_rows=panel_rows, requests=requests)
-        out, lse = (out_of_pages(x, len(q)) for x in found)
+        out, lse = passes.forward(*its, panel_rows=panel_rows, requests=requests)
+        out, lse = (out_of_pages(x, len(q)) for x in (out, public_lse(lse)))
     else:
-        out, lse = passes.forward(launch, q, k, v, scale, panel_rows=panel_rows)
-    results: dict[str, Any] = {"out": out, "lse": lse}
+        keeps_pairs = next(iter(kernels.values())).problem.pair_lse
+        more = {"pairs": True} if keeps_pairs else {}
+        out, lse = passes.forward(launch, q, k, v, scale, panel_rows=panel_rows, **more)
+    results: dict[str, Any] = {"out": out, "lse": public_lse(lse)}
     if family_among(kernels, "backward"):
         delta = launch[BWD_PREPROCESS.name](out, dout)
         dq, dk, dv = passes.gradients(

@@ -103,7 +103,8 @@ def explain(
     direction = direction_of(kernel)
     joined = joined_splits(problem, gpu, kernel)
     values = kernel_values(problem, gpu, kernel, chosen.config, counts, joined)
-    moved = terms_of(kernel, values_in_keys=KERNELS[kernel].values_in_keys(problem))
+    in_keys = KERNELS[kernel].values_in_keys(problem)
+    moved = terms_of(kernel, values_in_keys=in_keys, pairs=problem.pair_lse)
     both_ways = H_kv * total_bytes(moved)
     bound = bound_of(problem, gpu, kernel)
     return {
@@ -251,14 +252,14 @@ def _dram(
         "bytes": cost.dram_bytes,
         "bound_bytes": bound,
         "ratio": cost.dram_bytes / bound if bound else None,
-        "formulas": dram_formulas(kernel, order, in_keys),
+        "formulas": dram_formulas(kernel, order, in_keys, problem.pair_lse),
         "values": {},
         "wave": None,
     }
     if not KERNELS[kernel].sliced:
         found = dram.levels(problem, gpu, chosen.config, kernel)
         values = values | level_values(problem, kernel, counts, found)
-        used = [dram_bytes(kernel, in_keys), sweeps_of_heads(order)]
+        used = [dram_bytes(kernel, in_keys, problem.pair_lse), sweeps_of_heads(order)]
         told["values"] = named(values, used[: len(told["formulas"])])
         told["wave"] = {
             "programs": found.in_flight,

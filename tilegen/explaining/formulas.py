@@ -73,12 +73,12 @@ def latex(expression: sp.Expr) -> str:
     return sp.latex(expression, symbol_names=words)
 
 
-def dram_formulas(kernel: Kernel, order: Order, values_in_keys: bool) -> list[Formula]:
+def dram_formulas(kernel: Kernel, order: Order, values_in_keys: bool, pairs: bool) -> list[Formula]:
     """Return the bytes between L2 and DRAM, and rho; nothing for sliced kernels, which have no
     closed form."""
     if KERNELS[kernel].sliced:
         return []
-    moved = dram_bytes(kernel, values_in_keys)
+    moved = dram_bytes(kernel, values_in_keys, pairs)
     found = [formula("DRAM bytes", moved)]
     if rho in moved.free_symbols:
         found.append(formula("rho", sweeps_of_heads(order)))
@@ -92,13 +92,13 @@ def sweeps_of_heads(order: Order) -> sp.Expr:
 
 
 @cache
-def dram_bytes(kernel: Kernel, values_in_keys: bool) -> sp.Expr:
-    """Return the bytes between L2 and DRAM of a whole launch.
+def dram_bytes(kernel: Kernel, values_in_keys: bool, pairs: bool) -> sp.Expr:
+    """Return the bytes between L2 and DRAM of a whole launch; with `pairs` lse is two numbers.
 
     What a program keeps moves once. What streams moves rho times, or as often as it crosses from L2
     to the SMs where that is less.
     """
-    moved = terms_of(kernel, values_in_keys=values_in_keys)
+    moved = terms_of(kernel, values_in_keys=values_in_keys, pairs=pairs)
     if KERNELS[kernel].splits:  # inputs move once, as long as they cross to the SMs
         written = H_kv * total_bytes(one for one in moved if one.direction == "write")
         reads = H_kv * total_bytes(one for one in moved if one.direction == "read")

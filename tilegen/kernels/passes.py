@@ -45,7 +45,14 @@ def gradients(
 def gradient_of_sinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     """Return the gradient of sinks' logits, (heads,): a sink is a key that weighs exp(sink - lse)
     and has the value 0. `delta` is that of a backward, less the gradient by lse."""
-    weights = (sinks.detach().float()[:, None] - lse).exp()
+    import torch
+
+    logits, rest = sinks.detach().float()[:, None], None
+    if lse.dim() == 4:
+        lse, rest = lse.unbind(2)
+    weights = (logits - lse).exp()
+    if rest is not None:
+        weights *= torch.exp2(-rest)
     weights = weights.masked_fill(lse == float("-inf"), 0.0)  # nothing kept, and no sink
     return -(weights * delta).sum((0, 2)).to(sinks.dtype)
 

@@ -73,6 +73,7 @@ def one_launch(kernel: KernelSpec) -> Callable[..., Any]:
         scale: float,
         *,
         panel_rows: int,
+        pairs: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return launch[kernel.name](q, k, v, scale)
 

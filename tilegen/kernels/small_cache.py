@@ -261,14 +261,16 @@ def forward(
     scale: float,
     *,
     panel_rows: int,
+    pairs: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse). `panel_rows` bounds the memory: 16 bits or 32 for each of their seqlen_kv
-    scores."""
+    scores. With `pairs` lse is kept as two numbers."""
     import torch
 
     out = empty_like(q, v.shape[3])
     batch, num_heads_q, seqlen_q, _ = q.shape
-    lse = torch.empty((batch, num_heads_q, seqlen_q), device=q.device, dtype=torch.float32)
+    shape = batch, num_heads_q, *((2,) if pairs else ()), seqlen_q
+    lse = torch.empty(shape, device=q.device, dtype=torch.float32)
     group_size = num_heads_q // k.shape[1]
     for p in panels(batch * num_heads_q, group_size, seqlen_q, panel_rows):
         scores = launch[FWD_SCORES.name](

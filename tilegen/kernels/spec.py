@@ -227,7 +227,8 @@ class FamilySpec:
     direction: Direction
     kernels: tuple[KernelSpec, ...]
     run: Callable[..., Any]
-    """Launches the kernels. Forward: `run(launch, q, k, v, scale, panel_rows=)` returns (out, lse).
+    """Launches the kernels. Forward: `run(launch, q, k, v, scale, panel_rows=, pairs=)` returns
+    (out, lse), with `pairs` (batch, heads, 2, seqlen_q) for lse: see `PAIRED` in layout.py.
     Backward: `run(launch, q, k, v, dout, lse, delta, scale, panel_rows=, wants_dq=, wants_dkdv=)`
     returns (dq, dk, dv), None for gradients that are not wanted."""
 

@@ -173,6 +173,7 @@ def run(
     scale: float,
     *,
     panel_rows: int,
+    pairs: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse)."""
     return _combined(launch, launch[FWD_SPLIT.name](q, k, v, scale), q, v)
@@ -209,6 +210,7 @@ def run_paged(
     scale: float,
     *,
     panel_rows: int,
+    pairs: bool = False,
     requests: Requests,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -231,7 +233,11 @@ def _combined(
     empty, (batch, heads, rows, _), width = allocator(is_cuda=q.is_cuda), q.shape, v.shape[3]
     if out is None:
         out = empty((batch, heads, rows, width), strides_like(q, width), q.dtype)
-    lse = empty((batch, heads, rows), (heads * rows, rows, 1), weights.dtype)
+    if weights.dim() == 4:
+        lse = empty((batch, heads, rows), (heads * rows, rows, 1), weights.dtype)
+    else:
+        whole = 2 * heads * rows, 2 * rows, rows, 1
+        lse = empty((batch, heads, 2, rows), whole, weights.dtype)
     launch[FWD_COMBINE.name](values, weights, out, lse)
     return out, lse
 

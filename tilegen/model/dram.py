@@ -21,6 +21,7 @@ from tilegen.errors import Unsupported
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.launch_order import heads_together, heavy_end
+from tilegen.kernels.layout import PAIRED
 from tilegen.kernels.registry import KERNELS, direction_of
 from tilegen.kernels.spec import WIDTHS
 from tilegen.masks.mask import Mask, Side
@@ -217,7 +218,7 @@ def order_of(problem: AttentionProblem, kernel: Kernel) -> Order:
 
 @lru_cache(maxsize=256)
 def streamed_bytes(problem: AttentionProblem, kernel: Kernel) -> int:
-    """Return the bytes of one streamed row: K and V, or Q, dO, lse and delta."""
+    """Return the bytes of one streamed row: K and V, or Q, dO, lse, perhaps in pairs, and delta."""
     loop = KERNELS[kernel].whole
     if loop is None:
         return 0
@@ -225,7 +226,9 @@ def streamed_bytes(problem: AttentionProblem, kernel: Kernel) -> int:
     size = problem.element_bytes
     absent = "v" if KERNELS[kernel].values_in_keys(problem) else ""
     streams = (one for one in loop.streams if one != absent)
-    return sum(size * width[WIDTHS[one]] if one in WIDTHS else 4 for one in streams)
+    pair = 8 if problem.pair_lse else 4
+    numbers = {one: pair if one in PAIRED else 4 for one in loop.streams}
+    return sum(size * width[WIDTHS[one]] if one in WIDTHS else numbers[one] for one in streams)
 
 
 def dram_bytes(

@@ -17,6 +17,7 @@ import sympy as sp
 
 from tilegen.emit.identity import rows_are_aligned, stride_unit
 from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.layout import PAIRED
 from tilegen.kernels.panels import SCORE_WIDTH, panels_per_group
 from tilegen.kernels.registry import KERNELS, tile_heads
 from tilegen.kernels.spec import Moved
@@ -100,10 +101,16 @@ def terms(moved: Iterable[Moved]) -> tuple[Term, ...]:
 
 
 @cache
-def terms_of(kernel: Kernel, *, values_in_keys: bool = False) -> tuple[Term, ...]:
+def terms_of(
+    kernel: Kernel, *, values_in_keys: bool = False, pairs: bool = False
+) -> tuple[Term, ...]:
     """Return what a kernel moves; UNMASKED has the visited rows where nothing is masked. Values
-    that are taken from the keys are not read."""
+    that are taken from the keys are not read; with `pairs` lse is two numbers for each row."""
     moved = terms(KERNELS[kernel].traffic)
+    if pairs:
+        moved = tuple(
+            replace(one, words=2 * one.words) if one.tensor in PAIRED else one for one in moved
+        )
     return tuple(one for one in moved if one.tensor != "v") if values_in_keys else moved
 
 
@@ -162,7 +169,7 @@ def traffic(
         splits.count,
         splits.tiles_of_group,
     )
-    read, write = _evaluators(kernel, KERNELS[kernel].values_in_keys(problem))
+    read, write = _evaluators(kernel, KERNELS[kernel].values_in_keys(problem), problem.pair_lse)
     return Traffic(
         read_bytes=int(read(*arguments))
         + state_bytes(problem, config, kernel, counts)
@@ -344,14 +351,14 @@ def _visits(
 
 @cache
 def _evaluators(
-    kernel: Kernel, values_in_keys: bool
+    kernel: Kernel, values_in_keys: bool, pairs: bool
 ) -> tuple[Callable[..., int], Callable[..., int]]:
     """Return (read, write) as functions of Python integers, which do not overflow."""
     arguments = [H_kv, g, N_q, N_kv, d_qk, d_v, V_kv, V_q, W_q, A_w, T_s, n_p, B_e, e]
     arguments += [W_s, n_s, g_t]
 
     def evaluator(direction: str) -> Any:
-        every = terms_of(kernel, values_in_keys=values_in_keys)
+        every = terms_of(kernel, values_in_keys=values_in_keys, pairs=pairs)
         moved = [term for term in every if term.direction == direction]
         return sp.lambdify(arguments, H_kv * total_bytes(moved), modules="math")
 

@@ -82,4 +82,4 @@ def attention(
             return_lse=return_lse,
         )
     out, lse = attend(q, k, v, mask, score, kv_lengths, scale, dropout_p)
-    return (out, lse) if return_lse else out
+    return (out, lse.contiguous()) if return_lse else out

@@ -18,6 +18,7 @@ from tilegen.emit.identity import is_aligned
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.kernels.config import BLOCK_SIZES
 from tilegen.kernels.descriptors import is_describable
+from tilegen.kernels.layout import public_lse
 from tilegen.masks.dilation import grouped_mask, step_of
 from tilegen.masks.kinds import kind_of_mask
 from tilegen.masks.shapes import Shape
@@ -141,7 +142,7 @@ def _regrouped(
     rows = q.shape[2]
     q, k, v = (group(x, step) for x in (q, k, v))
     out, lse = planned(q, k, v, Changes(mask, changes.score, dropout=changes.dropout), scale)
-    return ungroup(out, step, rows), ungroup(lse, step, rows)
+    return ungroup(out, step, rows), ungroup(public_lse(lse), step, rows)
 
 
 def _new_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes) -> Plan:

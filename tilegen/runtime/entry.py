@@ -9,6 +9,7 @@ import torch
 from torch.compiler import is_dynamo_compiling
 
 from tilegen.errors import TilegenError, Unsupported
+from tilegen.kernels.layout import public_lse
 from tilegen.masks.kinds import FULL
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
@@ -41,12 +42,14 @@ def attend(
     try:
         if is_watched(q):
             call = mask, score, kv_lengths, scale, dropout_p, _transform() is not None
-            return _watched(q, k, v, *call)
+            out, lse = _watched(q, k, v, *call)
+            return out, public_lse(lse)
         score = None if score is None else score_of(score)
         is_off = type(dropout_p) is float and dropout_p == 0  # by far most calls
         dropout = None if is_off else dropout_of(dropout_p, q)
         changes = Changes(FULL if mask is None else mask, score, kv_lengths, dropout)
-        return planned(q, k, v, changes, scale)
+        out, lse = planned(q, k, v, changes, scale)
+        return out, public_lse(lse)
     except TilegenError as error:
         if is_dynamo_compiling():  # which names the call itself, and may not join texts
             raise

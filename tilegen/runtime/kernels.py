@@ -20,6 +20,7 @@ from tilegen.gpus.spec import ASSUMED, GpuSpec, detect, gpu
 from tilegen.kernels import passes
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.descriptors import described_lines
+from tilegen.kernels.layout import public_lse
 from tilegen.kernels.panels import Launch, rows_for
 from tilegen.kernels.registry import KERNELS, grid_of
 from tilegen.kernels.spec import Direction
@@ -121,7 +122,7 @@ class Kernels:
                     found,
                     {name: one.launch for name, one in found.items()},
                     rows_for(problem, spec, direction),
-                    passes.family_of(found, direction).run,
+                    _run_of(found, direction, problem),
                     all(one.reads_nothing for one in found.values()),
                     any(one.reads_lists for one in found.values()),
                     not self._integers or not set(self._integers) <= set(readable),
@@ -132,7 +133,7 @@ class Kernels:
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, changes: Changes
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (out, lse)."""
+        """Return (out, lse), lse perhaps in pairs, as the backward takes it: see `public_lse`."""
         # Triton launches on the current device.
         if self._on_gpu and self.device.index != torch.cuda.current_device():
             with torch.cuda.device(self.device):
@@ -175,7 +176,8 @@ class Kernels:
         if its.converts_integers:
             requests = requests.narrow
         rows = its.panel_rows
-        return its.run(launches, q, k, v, scale, panel_rows=rows, requests=requests, out=out)
+        made = its.run(launches, q, k, v, scale, panel_rows=rows, requests=requests, out=out)
+        return made[0], public_lse(made[1])
 
     def backward(
         self,
@@ -211,7 +213,7 @@ class Kernels:
             launches = self._completed(its, changes, reads, q, k)
         delta = launches[BWD_PREPROCESS.name](out, dout)
         if dlse is not None:  # d lse / d s = p, as if delta were smaller by dlse
-            delta -= dlse
+            delta -= public_lse(dlse)
         dq, dk, dv = its.run(
             launches,
             *(q, k, v, dout, lse, delta, scale),
@@ -276,6 +278,14 @@ class Kernels:
             if found := bundle.launches(problem, spec, direction, aligned=self.aligned):
                 return found
         return None
+
+
+def _run_of(
+    kernels: Mapping[Kernel, BoundKernel], direction: Direction, problem: AttentionProblem
+) -> Callable[..., Any]:
+    """Return `run` of the family that kernels make up."""
+    run = passes.family_of(kernels, direction).run
+    return partial(run, pairs=True) if direction == "forward" and problem.pair_lse else run
 
 
 def bound_module(

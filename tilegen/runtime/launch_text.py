@@ -15,7 +15,7 @@ from itertools import groupby
 
 from tilegen.kernels.arguments import COLUMN_TENSORS, PANELS, Argument
 from tilegen.kernels.config import TileConfig
-from tilegen.kernels.layout import LIKE, OF_ROWS, OF_SPLITS
+from tilegen.kernels.layout import LIKE, OF_ROWS, OF_SPLITS, PAIRED
 from tilegen.kernels.spec import KernelSpec
 
 MAX_ROW_STRIDE = 2**22  # elements; emitted kernels address a tile of rows with 32 bits
@@ -174,14 +174,19 @@ class LaunchText:
         if name in LIKE:
             like, width = LIKE[name]
             return [*(f"{like}_n{axis}" for axis in range(3)), f"{width}_n3"]
+        # Kernels that change scores take their scale as it is.
+        is_pair = name in PAIRED and any(one.name == "softmax_scale" for one in self.arguments)
+        pair = ["2"] if is_pair else []
         if name in OF_ROWS:
-            return [f"{OF_ROWS[name]}_n{axis}" for axis in range(3)]
+            batch, heads, rows = (f"{OF_ROWS[name]}_n{axis}" for axis in range(3))
+            return [batch, heads, *pair, rows]
         keys = self.config.split_kv or self.config.block_n
         if name in OF_SPLITS:
             stays, passes, *widths = OF_SPLITS[name]
             batch, heads, rows = (f"{stays}_n{axis}" for axis in range(3))
             columns = "longest_kv" if "longest_kv" in self.spec.given else f"{passes}_n2"
-            return [batch, heads, f"-(-{columns} // {keys})", rows, *(f"{x}_n3" for x in widths)]
+            splits, dims = f"-(-{columns} // {keys})", (f"{x}_n3" for x in widths)
+            return [batch, heads, splits, *pair, rows, *dims]
         if name in PANELS:
             return ["num_heads", "num_rows", f"-(-k_n2 // {self.unit}) * {self.unit}"]
         return ["num_heads", f"-(-k_n2 // {keys})", "num_rows"]  # maxima and sums

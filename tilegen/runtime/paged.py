@@ -78,6 +78,7 @@ def attention_paged(
         out = made if out is None else out.copy_(made)
     if not return_lse:
         return out
+    lse = lse.contiguous()
     return out, lse.squeeze(0) if q_starts is not None else _unpacked(lse, kv_lengths)
 
 

@@ -71,7 +71,7 @@ def attention_varlen(
         dropout_p=dropout_p,
     )
     out = out[0].transpose(0, 1)
-    return (out, lse[0]) if return_lse else out
+    return (out, lse[0].contiguous()) if return_lse else out
 
 
 def attention_jagged(

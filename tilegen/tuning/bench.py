@@ -269,7 +269,8 @@ def make_launches(
             named = dict(zip(spec.given, given, strict=True))
             results: list[Any] = []
             for name in spec.made:
-                like = allocate(name, named, 8, keys if spec.splits else SCORE_WIDTH)
+                width = keys if spec.splits else SCORE_WIDTH
+                like = allocate(name, named, 8, width, problem.pair_lse)
                 # One tensor serves all panels of its size.
                 if (key := (name, like.shape)) not in made:
                     made[key] = random(like.shape, like.dtype)
@@ -285,7 +286,7 @@ def make_launches(
     v = k[..., :v_dim] if problem.latent else random((*columns, v_dim))
     panel_rows = rows_for(problem, gpu, family.direction)
     if family.direction == "forward":
-        more: dict[str, Any] = {}
+        more: dict[str, Any] = {"pairs": True} if problem.pair_lse else {}
         if problem.page:
             q, k, v, more["requests"] = in_pages(q, k, v, problem.page)
         family.run(launches, q, k, v, qk**-0.5, panel_rows=panel_rows, **more)
@@ -294,7 +295,9 @@ def make_launches(
     delta = launches[BWD_PREPROCESS.name](out, dout)
     if kernel != BWD_PREPROCESS.name:
         # What a dense forward would give on such inputs: logits are normal with variance 1.
-        lse = torch.full(rows, math.log(problem.seqlen_kv) + 0.5, device=device)
+        pair = (2,) if problem.pair_lse else ()
+        shape = *rows[:2], *pair, rows[2]
+        lse = torch.full(shape, math.log(problem.seqlen_kv) + 0.5, device=device)
         family.run(launches, q, k, v, dout, lse, delta, qk**-0.5, panel_rows=panel_rows)
     return found
 

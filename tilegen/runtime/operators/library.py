@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from tilegen.dropout import Dropout
-from tilegen.kernels.layout import empty_like, laid_like
+from tilegen.kernels.layout import empty_like, laid_like, public_lse
 from tilegen.runtime.autograd import gradients
 from tilegen.runtime.changes import Changes, Wanted
 from tilegen.runtime.dispatch import plan_of, planned
@@ -29,18 +29,23 @@ def forward(
     dropout_p: float,
     dropout_state: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (out, lse) of `attention`; `changes` and `tensors` are a crossing."""
+    """Return (out, lse) of `attention`, lse (batch, heads, 2, seqlen_q) where there is a score: see
+    `public_lse`; `changes` and `tensors` are a crossing."""
     its, _ = rebuilt(changes, tensors, (), _lengths(q, k), _dropout(dropout_p, dropout_state))
     with torch.no_grad():
         out, lse = planned(q, k, v, its, scale)
+    if _has_score(changes) and lse.dim() == 3:
+        lse = torch.stack([lse, torch.zeros_like(lse)], 2)
     return _as_promised(out, q), lse.contiguous()
 
 
 @forward.register_fake
 def _(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: str, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    return empty_like(q, v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+    batch, heads, rows = q.shape[:3]
+    pair = (2,) if _has_score(changes) else ()
+    return empty_like(q, v.shape[3]), q.new_empty((batch, heads, *pair, rows), dtype=torch.float32)
 
 
 @torch.library.custom_op("tilegen::backward", mutates_args=())
@@ -114,8 +119,10 @@ def _by_kernels(
         sinks=any(one is changes.sinks for one in given),
         captured=tuple(slot for slot, one in enumerate(changes.captured) if one.requires_grad),
     )
+    out, lse = results
+    lse = lse if kernels.problem.pair_lse else public_lse(lse).contiguous()
     its = gradients(
-        kernels, (*given[:3], *results), dout, dlse, scale, changes.on(given[0].device), wanted
+        kernels, (*given[:3], out, lse), dout, dlse, scale, changes.on(given[0].device), wanted
     )
     found: list[torch.Tensor | None] = [its.dq, its.dk, its.dv]
     for one in given[3:]:
@@ -139,8 +146,13 @@ def _computed_again(
         out, lse = planned(q, k, v, changes, scale)
         results, grads = [out], [dout]
         if dlse is not None:
-            results, grads = [out, lse], [dout, dlse]
+            results, grads = [out, public_lse(lse)], [dout, public_lse(dlse)]
         return list(torch.autograd.grad(results, [q, k, v, *given[3:]], grads, allow_unused=True))
+
+
+def _has_score(changes: str) -> bool:
+    """True where a crossing has a score: then the operators' lse is in pairs, whatever computes."""
+    return '"score":' in changes
 
 
 def _lengths(q: torch.Tensor, k: torch.Tensor) -> tuple[int, int]:
