@@ -19,6 +19,7 @@ from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.kernels.config import BLOCK_SIZES
 from tilegen.kernels.descriptors import is_describable
 from tilegen.kernels.layout import public_lse
+from tilegen.masks.apart import apart
 from tilegen.masks.dilation import grouped_mask, step_of
 from tilegen.masks.kinds import kind_of_mask
 from tilegen.masks.shapes import Shape
@@ -40,6 +41,7 @@ from tilegen.runtime.call import (
 from tilegen.runtime.changes import Changes
 from tilegen.runtime.dilation import group, ungroup
 from tilegen.runtime.kernels import Kernels
+from tilegen.settings import BATCH_INVARIANT
 
 
 def planned(
@@ -161,6 +163,12 @@ def _new_plan(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Change
         integers = (lengths.dtype,)
     if computes_by_torch(q.device):
         return Plan(torch_run, scale, checks_fit=checks_fit)
+    if problem.invariant and apart(problem.mask) == "pairs":
+        raise Unsupported(
+            f"mask {problem.mask} packs documents, whose last bits would depend on the documents "
+            f"before them: unset {BATCH_INVARIANT}, or call tilegen.attention_varlen under "
+            "torch.no_grad(), neither traced nor with dropout, which begins tiles at each document"
+        )
     if q.device.type not in ("cpu", "cuda"):
         raise Unsupported(f"q must be on a CUDA or CPU device, got {q.device}")
     run, kernels = _kernel_run(problem, integers, q, k, v)

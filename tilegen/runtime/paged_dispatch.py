@@ -76,13 +76,17 @@ def attend_pages(
 
 def refuse_gradients(q: Any, k: Any, v: Any, score: Score | None) -> None:
     """Raise Unsupported where anything would need a gradient."""
-    if not torch.is_grad_enabled():
-        return
-    read = () if score is None else (*score.captured, score.sink_logits)
-    if any(x is not None and x.requires_grad for x in (q, k, v, *read)):
+    if needs_gradients(q, k, v, score):
         raise Unsupported(
             "no gradients reach what lies in pages: call under torch.no_grad(), or detach"
         )
+
+
+def needs_gradients(q: Any, k: Any, v: Any, score: Score | None) -> bool:
+    """Whether anything that a call reads needs a gradient."""
+    read = () if score is None else (*score.captured, score.sink_logits)
+    given = (q, k, v, *read)
+    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
 
 
 @dataclass(frozen=True)

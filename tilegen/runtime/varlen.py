@@ -11,11 +11,15 @@ from tilegen.errors import InvalidProblem
 from tilegen.masks.kinds import check_mask
 from tilegen.masks.made import InDocuments, is_traced
 from tilegen.masks.mask import Mask
-from tilegen.masks.packed import packed
+from tilegen.masks.packed import check_cu_seqlens, packed
 from tilegen.masks.score import Score
-from tilegen.masks.values import is_checked
-from tilegen.runtime.call import ScoreFunction, check_axes, score_of
-from tilegen.runtime.entry import attend, refuse_jit
+from tilegen.masks.values import is_captured, is_checked
+from tilegen.runtime.autograd import computes_by_torch
+from tilegen.runtime.call import ScoreFunction, autocast, autocast_dtype, check_axes, score_of
+from tilegen.runtime.entry import attend, is_watched, refuse_jit
+from tilegen.runtime.paged import attention_paged
+from tilegen.runtime.paged_dispatch import needs_gradients
+from tilegen.settings import settings
 
 MAX_MASKS = 64
 """Packed masks kept for further layers and steps with the same tensors as cu_seqlens."""
@@ -43,7 +47,8 @@ def attention_varlen(
     place: tables are made of them at each call. Positions and lengths that `mask` and `score` see
     are those within a document, and b is the document. `dropout_p` is the probability that a weight
     is dropped, drawn by its place among all tokens. Nothing is padded, and other lengths need no
-    other kernels. Raises InvalidProblem or Unsupported.
+    other kernels. Under TILEGEN_BATCH_INVARIANT=1 a document has the bits that it has alone,
+    without gradients. Raises InvalidProblem or Unsupported.
     """
     refuse_jit()
     cu_kv = cu_seqlens_q if cu_seqlens_kv is None else cu_seqlens_kv
@@ -52,6 +57,11 @@ def attention_varlen(
             raise InvalidProblem(f"{name} must be a tensor of integers, got {type(x).__name__}")
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_axes(name, x, "tokens, heads, head_dim")
+    if settings().batch_invariant and not is_watched(q) and not computes_by_torch(q.device):
+        its = (q, k, v, cu_seqlens_q, cu_kv), mask, score_of(score), scale
+        if not dropout_p and not needs_gradients(*its[0][:3], its[2]):
+            out, lse = _by_document(*its)
+            return (out, lse) if return_lse else out
     lengths = q.shape[0], k.shape[0]
     whole = packed_mask(cu_seqlens_q, cu_kv, mask, lengths[1])
     inside: Any = score
@@ -72,6 +82,38 @@ def attention_varlen(
     )
     out = out[0].transpose(0, 1)
     return (out, lse[0].contiguous()) if return_lse else out
+
+
+def _by_document(
+    packed_tensors: tuple[torch.Tensor, ...],
+    mask: Mask | None,
+    score: Score | None,
+    scale: float | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) with tiles that begin where documents do, so that their bits do not depend
+    on the documents before: keys are pages of one, of as many requests as there are documents."""
+    *tensors, cu_q, cu_kv = packed_tensors
+    if (dtype := autocast_dtype(tensors[0].device)) is not None:
+        tensors = [autocast(one, dtype) for one in tensors]
+    q, k, v = tensors
+    tokens = len(q), len(k)
+    packed_mask(cu_q, cu_kv, mask, tokens[1])  # which checks what it is made of
+    cu_q, cu_kv = (one.to(q.device) for one in (cu_q, cu_kv))
+    if is_checked(cu_q) and is_checked(cu_kv):
+        check_cu_seqlens(cu_q, cu_kv, tokens)
+    longest_q, longest_kv = tokens
+    if not is_captured(q.device):  # they bound the work; the device is waited for
+        longest_q, longest_kv = (max(1, int(one.diff().max())) for one in (cu_q, cu_kv))
+    table = cu_kv[:-1, None] + torch.arange(longest_kv, device=q.device)
+    return attention_paged(
+        *(q, k[:, None], v[:, None], table.clamp(max=tokens[1] - 1).int(), cu_kv.diff()),
+        q_starts=cu_q,
+        max_q_length=longest_q,
+        mask=mask,
+        score=score,
+        scale=scale,
+        return_lse=True,
+    )
 
 
 def attention_jagged(
