@@ -1,11 +1,13 @@
 """`tilegen.attention` on CPU tensors, with the emitted kernels in the interpreter."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 import tilegen
 from tilegen import disk, pipeline
@@ -52,15 +54,52 @@ def test_autograd_through_out_and_lse() -> None:
         _close(a, b)
 
 
-def test_a_second_derivative_is_refused() -> None:
+LOSSES: dict[str, Callable[[Any, Any], Any]] = {
+    "a sum, whose cotangent needs no gradient": lambda out, lse: out.sum(),
+    "squares": lambda out, lse: out.square().sum(),
+    "lse": lambda out, lse: lse.sum(),
+    "both": lambda out, lse: out.sum() + lse.square().sum(),
+}
+
+
+PULLS: dict[str, Callable[..., Any]] = {
+    "backward": lambda penalty, q, k: penalty.backward(),
+    "grad": lambda penalty, q, k: torch.autograd.grad(penalty, q),
+    "grad of the keys": lambda penalty, q, k: torch.autograd.grad(penalty, k),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("pull", PULLS)
+def test_a_second_derivative_is_refused_where_it_is_pulled(name: str, pull: str) -> None:
     q, k, v = (t.requires_grad_() for t in _inputs("b1 hq2 hkv2 q20 kv20 d16 fp32 full"))
-    out = tilegen.attention(q, k, v)
-    once = torch.autograd.grad(out.square().sum(), q, retain_graph=True)[0]
-    found = torch.autograd.grad(out.square().sum(), q, create_graph=True)[0]
-    assert found.requires_grad
-    assert torch.equal(found, once)
+    loss = LOSSES[name](*tilegen.attention(q, k, v, return_lse=True))
+    once = torch.autograd.grad(loss, q, retain_graph=True)[0]
+    found = torch.autograd.grad(loss, q, create_graph=True)[0]
+    assert torch.equal(found, once), "nothing is refused for create_graph alone"
+    penalty = found.square().sum() + q.square().sum() + k.square().sum()
     with pytest.raises(RuntimeError, match="differentiate twice"):
-        found.sum().backward()
+        PULLS[pull](penalty, q, k)
+
+
+def test_a_first_derivative_in_a_graph_is_used_as_a_number() -> None:
+    q, k, v = (t.requires_grad_() for t in _inputs("b1 hq2 hkv2 q20 kv20 d16 fp32 full"))
+    weight = torch.ones((), requires_grad=True)
+    found = torch.autograd.grad(tilegen.attention(q, k, v).sum(), q, create_graph=True)[0]
+    (weight * found.detach().sum()).backward()
+    assert weight.grad is not None
+    assert weight.grad == found.sum()
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_tangents_of_forward_mode_are_refused(trained: bool, which: int) -> None:
+    given = [t.requires_grad_(trained) for t in _inputs("b1 hq2 hkv2 q20 kv20 d16 fp32 full")]
+    with forward_ad.dual_level():
+        tilegen.attention(*given)
+        given[which] = forward_ad.make_dual(given[which], torch.ones_like(given[which]))
+        with pytest.raises(Unsupported, match="no derivatives in forward mode"):
+            tilegen.attention(*given)
 
 
 def test_lse_alone_has_gradients() -> None:

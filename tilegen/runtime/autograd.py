@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 
@@ -14,6 +14,7 @@ from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import tensors_of
 from tilegen.runtime.changes import Changes, Gradients, Wanted
+from tilegen.runtime.derivatives import refuse_second, refuse_tangents
 from tilegen.runtime.launch_text import MAX_ROW_STRIDE
 from tilegen.settings import settings
 
@@ -34,6 +35,7 @@ def run(
     if changes.score is not None:
         changes = changes.on(q.device)
         read = (changes.sinks, *changes.captured)
+    refuse_tangents(q, k, v, *read)
     if torch.is_grad_enabled() and (
         q.requires_grad
         or k.requires_grad
@@ -81,8 +83,24 @@ class _Attention(_Function):
         ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None
     ) -> tuple[Any, ...]:
         # What refuses a second derivative is needed only where one can be asked for.
-        run = _backward_once if torch.is_grad_enabled() else _backward
-        return run(ctx, dout, dlse)
+        if torch.is_grad_enabled():
+            return _Gradients.apply(ctx, dout, dlse, *ctx.saved_tensors)  # type: ignore
+        return _backward(ctx, dout, dlse)
+
+
+class _Gradients(_Function):
+    """The gradients of a call, which hang on all that they are computed from, and have none of
+    their own: `once_differentiable` would see the cotangents alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, of: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None, *_: torch.Tensor
+    ) -> tuple[Any, ...]:
+        return _backward(of, dout, dlse)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> NoReturn:  # pyright: ignore[reportIncompatibleMethodOverride]
+        refuse_second()
 
 
 def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
@@ -98,9 +116,6 @@ def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) ->
         return found.dq, found.dk, found.dv, None
     captured = (found.captured.get(slot) for slot, _ in enumerate(changes.captured))
     return found.dq, found.dk, found.dv, None, found.sinks, *captured
-
-
-_backward_once = torch.autograd.function.once_differentiable(_backward)
 
 
 def gradients(

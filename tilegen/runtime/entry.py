@@ -15,6 +15,7 @@ from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
 from tilegen.runtime.call import ScoreFunction, describe, dropout_of, score_of
 from tilegen.runtime.changes import Changes
+from tilegen.runtime.derivatives import refuse_tangents
 from tilegen.runtime.dispatch import planned
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -41,6 +42,8 @@ def attend(
     refuse_jit()
     try:
         if is_watched(q):
+            if _transform() is None:  # transforms of torch.func have an error of their own
+                refuse_tangents(q, k, v)
             call = mask, score, kv_lengths, scale, dropout_p, _transform() is not None
             out, lse = _watched(q, k, v, *call)
             return out, public_lse(lse)

@@ -20,6 +20,7 @@ from tilegen.runtime import plans
 from tilegen.runtime.autograd import computes_by_torch
 from tilegen.runtime.call import DTYPES, checked_scale, form_of, values_in_keys
 from tilegen.runtime.changes import Changes
+from tilegen.runtime.derivatives import refuse_tangents
 from tilegen.runtime.kernels import Kernels
 from tilegen.runtime.paged_call import PagedCall
 from tilegen.settings import settings
@@ -76,6 +77,7 @@ def attend_pages(
 
 def refuse_gradients(q: Any, k: Any, v: Any, score: Score | None) -> None:
     """Raise Unsupported where anything would need a gradient."""
+    refuse_tangents(q, k, v)
     if needs_gradients(q, k, v, score):
         raise Unsupported(
             "no gradients reach what lies in pages: call under torch.no_grad(), or detach"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
-from tilegen.errors import Unsupported
+from tilegen.runtime.derivatives import refuse_second
 from tilegen.runtime.operators.library import by_place, mapped
 
 Call = tuple[str, float, float, bool]
@@ -62,8 +62,8 @@ class _Gradients(torch.autograd.Function):
         """Keep nothing."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        raise Unsupported("expected first derivatives of attention, got a call for second ones")
+    def backward(ctx: Any, *grads: Any) -> NoReturn:
+        refuse_second()
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, call: Any, *given: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -1,0 +1,77 @@
+"""Second derivatives and those of forward mode where PyTorch computes: as autograd has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import tilegen
+from tilegen.errors import Unsupported
+
+LOSSES: dict[str, Callable[[Any, Any], Any]] = {
+    "a sum": lambda out, lse: out.sum(),
+    "squares": lambda out, lse: out.square().sum(),
+    "lse": lambda out, lse: lse.sum(),
+}
+
+
+def inputs() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(1, 2, 9, 16, generator=generator, requires_grad=True) for _ in "qkv"]
+
+
+def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return (out, lse) of causal attention."""
+    above = torch.ones(9, 9, dtype=torch.bool).triu(1)
+    scores = (q @ k.mT / 4).masked_fill(above, -torch.inf)
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+def ours(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Any:
+    return tilegen.attention(q, k, v, mask=tilegen.causal(), return_lse=True)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_gradient_penalty_is_pytorchs(name: str) -> None:
+    def penalised(attention: Callable[..., Any]) -> list[torch.Tensor]:
+        given = inputs()
+        loss = LOSSES[name](*attention(*given))
+        its = torch.autograd.grad(loss, given, create_graph=True, allow_unused=True)
+        sum(one.square().sum() for one in its if one is not None).backward()  # type: ignore[union-attr]
+        return [given[0].grad, given[1].grad]  # type: ignore[list-item]
+
+    for found, expected in zip(penalised(ours), penalised(plain), strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_tangents_are_pytorchs() -> None:
+    q, k, v = (one.detach() for one in inputs())
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(q, torch.ones_like(q))
+        for found, expected in zip(ours(dual, k, v), plain(dual, k, v), strict=True):
+            tangents = (forward_ad.unpack_dual(one).tangent for one in (found, expected))
+            torch.testing.assert_close(*tangents)
+
+
+def test_tangents_over_pages_are_refused() -> None:
+    q, pages = torch.randn(1, 2, 3, 16), torch.randn(2, 16, 2, 16)
+    tables = torch.tensor([[0, 1]]), torch.tensor([20])
+    with forward_ad.dual_level():
+        for given in (
+            (forward_ad.make_dual(q, torch.ones_like(q)), pages, pages),
+            (q, pages, forward_ad.make_dual(pages, torch.ones_like(pages))),
+        ):
+            with pytest.raises(Unsupported, match="no derivatives in forward mode"):
+                tilegen.attention_paged(*given, *tables)
+
+
+def test_a_watched_call_refuses_second_derivatives_where_they_are_pulled() -> None:
+    q, k, v = inputs()
+    first = torch.func.grad(lambda q: ours(q, k, v)[0].sum())
+    torch.testing.assert_close(first(q), torch.autograd.grad(plain(q, k, v)[0].sum(), q)[0])
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        torch.func.grad(lambda q: first(q).square().sum())(q)

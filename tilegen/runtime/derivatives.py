@@ -1,0 +1,35 @@
+"""Derivatives that kernels do not give, and what says so."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import torch
+from torch.autograd import forward_ad
+
+from tilegen.errors import Unsupported
+
+
+class NoSecondDerivative(Unsupported, RuntimeError):
+    """A second derivative of attention: an error of autograd's, as PyTorch raises its own."""
+
+
+def refuse_second() -> NoReturn:
+    """Raise NoSecondDerivative."""
+    raise NoSecondDerivative(
+        "expected first derivatives of attention alone, whose kernels do not differentiate twice; "
+        "take torch.nn.functional.scaled_dot_product_attention where a second one is needed"
+    )
+
+
+def refuse_tangents(*tensors: Any) -> None:
+    """Raise Unsupported where a tensor has a tangent, which kernels would drop."""
+    level: int = forward_ad._current_level  # pyright: ignore[reportPrivateUsage]
+    if level < 0:  # nobody is in a block of forward mode
+        return
+    for one in tensors:
+        if isinstance(one, torch.Tensor) and forward_ad.unpack_dual(one).tangent is not None:
+            raise Unsupported(
+                "attention has no derivatives in forward mode where its kernels compute; take "
+                "those of reverse mode (torch.autograd.grad), or PyTorch's own attention"
+            )
