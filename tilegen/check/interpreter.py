@@ -69,19 +69,16 @@ def prepare() -> None:
 
 @cache
 def launch_one_by_one() -> None:
-    """Have threads wait for each other's launches, from now on.
+    """Have threads wait for each other's launches, from now on: a launch patches the language for
+    all threads, and the builder knows one program of one grid."""
+    import triton.runtime.interpreter
 
-    A launch patches `triton.language` for all threads, and the builder knows one program of one
-    grid: two launches at the same time give wrong numbers.
-    """
-    import triton.runtime.interpreter as module
-
-    executor, lock = cast("Any", module.GridExecutor), RLock()
+    executor, lock = cast("Any", triton.runtime.interpreter.GridExecutor), RLock()
     launch = executor.__call__
 
-    def alone(self: Any, *given: Any, **named: Any) -> Any:
+    def alone(*given: Any, **named: Any) -> Any:
         with lock:
-            return launch(self, *given, **named)
+            return launch(*given, **named)
 
     executor.__call__ = alone
 
