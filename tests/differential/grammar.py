@@ -41,6 +41,8 @@ GRAMMAR: dict[str, Productions] = {
         (1, "torch.remainder(<int>, <2..9>)"),
         (1, "torch.floor(<decimal> * <int leaf>).to(torch.int64)"),
         (1, "(<cond>).to(torch.int32)"),
+        (1, "((<cond>) + (<cond>)).to(torch.int32)"),
+        (1, "(<int>).to(torch.<width>)"),
     ],
     "int leaf": [
         (5, "q"),
@@ -221,6 +223,7 @@ GRAMMAR: dict[str, Productions] = {
     ],
 }
 
+NARROW = ("int8", "uint8", "int16")
 TABLES: dict[str, Productions] = {
     "int scalar": [(1, "<2..20>"), (1, "ints(<seed>, 1, 20)")],
     "scalar divisor": [(1, "<2..20>")],
@@ -272,6 +275,8 @@ TABLES: dict[str, Productions] = {
 PARTS: dict[str, Productions] = {
     "seed": [(1, "<0..999>")],
     "ints": [(2, "'int64'"), (1, "'int32'")],
+    "widths": [(4, "'int64'"), (2, "'int32'"), *((1, f"'{one}'") for one in NARROW)],
+    "width": [(1, one) for one in NARROW],
     "floats": [(3, "'float32'"), (1, "'float64'"), (1, "'float16'"), (1, "'bfloat16'")],
     "lead": [(2, ""), (1, "heads, "), (1, "batch, heads, "), (1, "batch, 1, ")],
 }

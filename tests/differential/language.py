@@ -58,7 +58,7 @@ class Writer:
             inner = self._expanded(f"ints(<seed>, 0, 9, {sizes}, dtype=<ints>)", depth)
             at, sizes = f"{self._named(inner)}[{at}]", "10"
         text = {
-            "int": f"ints(<seed>, <-5..0>, <3..40>, {sizes}, dtype=<ints>)",
+            "int": f"ints(<seed>, <-5..0>, <3..40>, {sizes}, dtype=<widths>)",
             "float": f"floats(<seed>, {sizes}, dtype=<floats>)",
             "bool": f"bools(<seed>, <20..90>, {sizes})",
         }[kind]
