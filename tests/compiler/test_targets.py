@@ -14,6 +14,7 @@ from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem
 
 PRODUCTS = {
+    ("amx", "fp32"): r"vfmadd\w+ps.*zmm",
     ("avx512bf16", "bf16"): r"vdpbf16ps.*zmm",
     ("avx512bf16", "fp32"): r"vfmadd\w+ps.*zmm",
     ("avx512", "bf16"): r"vfmadd\w+ps.*zmm",
@@ -62,6 +63,20 @@ def test_no_function_of_libm_is_called_per_element(name: str) -> None:
     """Exponentials and roundings are code of the kernel's own, on every processor."""
     calls = re.findall(r"\b(?:callq|bl)\s+([a-z]\w+)", _assembly(name, "fp16", "fwd"))
     assert {call for call in calls if not call.startswith("product_")} <= {"program", "work"}
+
+
+@pytest.mark.parametrize("kernel", ["fwd", "bwd_dkdv"])
+def test_amx_multiplies_by_tiles(kernel: str) -> None:
+    """Four results by two and two operands, all eight tiles; AMX is off on every machine."""
+    text = _assembly("amx", "bf16", kernel)
+    loops = [block for block in re.split(r"\n(?=[.\w]+:)", text) if "tdpbf16ps" in block]
+    assert loops
+    for loop in loops:
+        assert len(re.findall("tdpbf16ps", loop)) == 4
+        assert len(re.findall("tileload", loop)) >= 4
+    assert {f"tmm{i}" for i in range(8)} <= set(re.findall(r"tmm\d", text))
+    assert "ldtilecfg" in text
+    assert not host().amx
 
 
 def test_this_machine_is_one_of_the_processors() -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from tilegen.cpu import amx
 from tilegen.cpu.conversions import from_memory, to_memory
 from tilegen.cpu.exponentials import fused
 from tilegen.cpu.ir import Code, Index, typed
@@ -190,6 +191,10 @@ class _Microkernels:
 
     def text(self, name: str, width: int) -> str:
         code, target = self.code, self.code.target
+        tiles = self.rows, self.columns, self.steps
+        if target.amx and self.pairs and amx.fits(*tiles, self.left.column):
+            amx.product(code, *tiles, self.left.row, width, self.init)
+            return self._function(name)
         lanes = min(target.lanes, width)
         vectors = width // lanes
         most = max(target.rows * target.vectors // vectors, 1)
@@ -205,6 +210,10 @@ class _Microkernels:
                     with code.loop(first, end, rows) as row:
                         self._block(rows, vectors, lanes, row, column, panel)
                 first = end
+        return self._function(name)
+
+    def _function(self, name: str) -> str:
+        code = self.code
         code.do("ret void")
         arguments = ", ".join(f"ptr noalias %{one}" for one in ("a", "b", "c", "scale"))
         return f"define internal void {name}({arguments}) noinline #0 {{\n{code.body()}\n}}"

@@ -42,6 +42,8 @@ class Target:
     """True: one instruction loads or stores 16-bit elements under a mask."""
     scalef: bool = False
     """True: vscalefps multiplies by a power of two."""
+    amx: bool = False
+    """True: products of bf16 go by AMX where they are whole tiles."""
 
     @property
     def key(self) -> str:
@@ -68,13 +70,31 @@ AVX512_BF16 = Target(
     masked16=True,
     scalef=True,
 )
+AMX = Target(
+    name="amx",
+    cpu="sapphirerapids",
+    lanes=16,
+    rows=4,
+    vectors=4,
+    pairs="x86",
+    masked16=True,
+    scalef=True,
+    amx=True,
+)
+"""Compiled in tests only: nobody has run it."""
 AVX2 = Target(name="avx2", cpu="haswell", lanes=8)
 SSE2 = Target(name="sse2", cpu="x86-64", lanes=4, rows=4, fma=False, rounds=False, halves=False)
-NEON = Target(name="neon", triple=ARM_TRIPLE, cpu="neoverse-n1", lanes=4, vectors=4)
+NEON = Target(name="neon", triple=ARM_TRIPLE, cpu="neoverse-n1", lanes=4, rows=4, vectors=4)
 NEON_BF16 = Target(
-    name="neonbf16", triple=ARM_TRIPLE, cpu="neoverse-v1", lanes=4, vectors=4, pairs="arm"
+    name="neonbf16",
+    triple=ARM_TRIPLE,
+    cpu="neoverse-v1",
+    lanes=4,
+    rows=4,
+    vectors=4,
+    pairs="arm",
 )
-TARGETS = {one.name: one for one in (AVX512_BF16, AVX512, AVX2, SSE2, NEON, NEON_BF16)}
+TARGETS = {one.name: one for one in (AMX, AVX512_BF16, AVX512, AVX2, SSE2, NEON, NEON_BF16)}
 
 
 @cache
