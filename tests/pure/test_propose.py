@@ -19,6 +19,7 @@ from tilegen.gpus.spec import GpuSpec, catalogue, gpu
 from tilegen.kernels.config import BLOCK_SIZES, Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS, LARGE_CACHE
 from tilegen.masks.tiles import tile_ranges
+from tilegen.masks.tiles.closed_form import stream_sets
 from tilegen.model.footprint import footprint
 from tilegen.model.launches import kept_entries, launches
 from tilegen.model.rates import rates_of
@@ -225,12 +226,21 @@ def test_configs_that_are_not_looked_at_would_not_be_among_the_first(
             assert propose(PARSE(text), gpu(name), kernel=kernel, top=top) == ranked[:top]
 
 
-def test_windows_of_other_widths_are_solved_once() -> None:
+def test_windows_of_other_widths_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which saves 30 ms each; `test_masks` has their tiles."""
-    propose(PARSE("hq8 q4000 d64 bf16 causal&window(100,7)"), gpu("h200"))
-    before = tile_ranges._intervals.cache_info().misses
-    propose(PARSE("hq8 q4000 d64 bf16 causal&window(333,12)"), gpu("h200"))
-    assert tile_ranges._intervals.cache_info().misses == before
+    solved: list[object] = []
+
+    def noting(*arguments: Any) -> Any:
+        solved.append(arguments)
+        return stream_sets(*arguments)
+
+    monkeypatch.setattr(tile_ranges, "stream_sets", noting)
+    kind = "hq8 q4000 d64 bf16 prefix_lm(7)&"  # that no other test proposes for
+    propose(PARSE(f"{kind}window(100,7)"), gpu("h200"))
+    assert solved
+    solved.clear()
+    propose(PARSE(f"{kind}window(333,12)"), gpu("h200"))
+    assert not solved
 
 
 def test_a_new_length_is_proposed_for_with_little_work(monkeypatch: pytest.MonkeyPatch) -> None:
