@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 from tilegen.cpu.conversions import from_memory, to_memory
 from tilegen.cpu.ir import BYTES, MEMORY, REGISTER, Code, Lane, bits, typed
 from tilegen.cpu.tiles import Address, Constant, Load, Node, Place, View
-
-if TYPE_CHECKING:
-    from tilegen.cpu.loops import Loops
 
 ZEROS = "@zeros"
 """A block of zeros: where a mask is false for a whole vector, this is read instead."""
@@ -28,14 +25,16 @@ class Access:
 
     def executed(
         self,
-        loops: Loops,
+        code: Code,
+        counted: Callable[[Node], str],
         kind: str,
         arg: int | None,
         elem: str,
         shape: tuple[int, ...],
         mask: Node | str | None,
     ) -> None:
-        """Called where a load or a store stands in the kernel, so that builds can count it."""
+        """Called where a load or a store stands in the kernel, so that builds can count it;
+        `counted` writes the number of places where a mask is true."""
 
     def allowed(
         self, code: Code, pointer: str, mask: str | None, elem: str, arg: int | None, line: int

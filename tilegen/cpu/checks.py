@@ -3,6 +3,7 @@ move."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,6 @@ from tilegen.cpu.ir import BYTES, Code
 from tilegen.errors import Unsupported
 
 if TYPE_CHECKING:
-    from tilegen.cpu.loops import Loops
     from tilegen.cpu.tiles import Node
 
 _ARGUMENTS = "i1 %bad, i64 %line, i64 %arg, i64 %address, ptr %extra"
@@ -78,7 +78,8 @@ class CountingAccess(Access):
 
     def executed(
         self,
-        loops: Loops,
+        code: Code,
+        counted: Callable[[Node], str],
         kind: str,
         arg: int | None,
         elem: str,
@@ -86,12 +87,11 @@ class CountingAccess(Access):
         mask: Node | str | None,
     ) -> None:
         """Count a load or store of a tile, or of a scalar."""
-        code = loops.code
         number = "1"
         if isinstance(mask, str):
             number = code.emit(f"zext i1 {mask} to i64")
         elif mask is not None:
-            number = loops.counted(mask)
+            number = counted(mask)
         else:
             count = 1
             for size in shape:

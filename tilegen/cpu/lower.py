@@ -219,13 +219,15 @@ class _Lowering(ControlFlow):
         mask, other = (*rest, None, None)[:2]
         type_, arg = op.result.type, self._argument(op.operands[0])
         if not isinstance(pointer, Address):
-            self.access.executed(self.loops, "load", arg, type_.elem, (), mask)
+            self.access.executed(self.code, self.loops.counted, "load", arg, type_.elem, (), mask)
             self.env[op.result] = self.access.scalar(
                 self.code, pointer, type_.elem, mask, other, arg, op.line
             )
             return
         mask, other = self._tile(op, 1), self._tile(op, 2)
-        self.access.executed(self.loops, "load", arg, type_.elem, type_.shape, mask)
+        self.access.executed(
+            self.code, self.loops.counted, "load", arg, type_.elem, type_.shape, mask
+        )
         node = Load(type_.elem, type_.shape, pointer, mask, other, self.access, op.line)
         if self.stored_args and (arg is None or {arg, None} & self.stored_args):
             # A store to the same tensor may come before the tile is read.
@@ -249,12 +251,12 @@ class _Lowering(ControlFlow):
         if not isinstance(pointer, Address):
             value = self.env[op.operands[1]]
             mask = self.env[op.operands[2]] if len(op.operands) > 2 else None
-            self.access.executed(self.loops, "store", arg, elem, (), mask)
+            self.access.executed(self.code, self.loops.counted, "store", arg, elem, (), mask)
             self.access.scalar_store(self.code, pointer, elem, value, mask, arg, op.line)
             return
         value, mask = self._tile(op, 1), self._tile(op, 2)
         assert value is not None
-        self.access.executed(self.loops, "store", arg, elem, value.shape, mask)
+        self.access.executed(self.code, self.loops.counted, "store", arg, elem, value.shape, mask)
         self.loops.add(Root("store", value, pointer, mask, line=op.line))
         self.loops.flush()
 

@@ -7,15 +7,12 @@ is stored is decided in `lower`; a stored tile is a `Buffer`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from tilegen.cpu.arithmetic import compute
 from tilegen.cpu.conversions import from_memory, to_memory
 from tilegen.cpu.ir import BYTES, MEMORY, REGISTER, Code, Index, Lane, typed
 from tilegen.cpu.mlir import Op
-
-if TYPE_CHECKING:
-    from tilegen.cpu.access import Access
 
 Place = tuple[Index, ...]
 
@@ -264,6 +261,14 @@ class Address(Node):
         return [(offset, True) for offset in self.offsets]
 
 
+class Reader(Protocol):
+    """What reads tiles from memory: see `access.Access`."""
+
+    def load(self, code: Code, node: Load, idx: Place, lane: Lane, other: str | None) -> str:
+        """Return the element of a load at a place, or the vector that begins there."""
+        ...
+
+
 @dataclass(eq=False)
 class Load(Node):
     """A tile read from memory; where the mask is false, `other` or 0."""
@@ -273,7 +278,7 @@ class Load(Node):
     address: Address
     mask: Node | None
     other: Node | None
-    access: Access
+    access: Reader
     line: int
 
     def code(self, code: Code, idx: Place, lane: Lane) -> str:
