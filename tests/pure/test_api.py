@@ -170,7 +170,7 @@ def test_verify(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtur
         asked.append((problem, configs))
         return (wrong,)
 
-    monkeypatch.setattr("tilegen.check.verification.verify_anywhere", judged)
+    monkeypatch.setattr("tilegen.check.verification.verify", judged)
     assert tilegen.verify(PROBLEM, "h200", config="m64n32w4s2") == (wrong,)
     arguments = ["verify", PROBLEM, "--gpu", "h200", "--config", "m64n32w4s2"]
     result = CliRunner().invoke(app, arguments)

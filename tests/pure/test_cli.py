@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 import tilegen
+from tests.records import RECORD
 from tilegen import pipeline
 from tilegen.check.verification import Check
 from tilegen.choose.families import kernels_of
@@ -226,7 +227,7 @@ def test_demo_compares_with_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_demo_fits_the_terminal_and_ends_with_the_next_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without compiling and without the interpreter, which other tests have."""
+    """Without compiling, running and tuning, which other tests have."""
     choose, checks = pipeline.choose, []
     right = Check(
         tensor="out",
@@ -244,8 +245,9 @@ def test_demo_fits_the_terminal_and_ends_with_the_next_command(
 
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr("tilegen.gpus.spec.detect", lambda: None)
-    monkeypatch.setattr("tilegen.cli.demo.detect", lambda: None)
-    monkeypatch.setattr("tilegen.cli.demo.verify_anywhere", verified)
+    monkeypatch.setattr("tilegen.cli.demo.verify", verified)
+    monkeypatch.setattr("tilegen.cli.demo.tune", lambda *_, **__: RECORD)
+    monkeypatch.setattr(Demo, "compare", lambda *_: {"tilegen": 1.0})
     monkeypatch.setattr(pipeline, "choose", lambda *given, **_: choose(*given))
     problem = AttentionProblem.parse(PROBLEM)
     said: list[str] = []
@@ -253,9 +255,7 @@ def test_demo_fits_the_terminal_and_ends_with_the_next_command(
     *lines, last = "\n".join(said).splitlines()
     shown = [line for line in lines if str(tmp_path) not in line]  # a path is not broken
     assert max(map(len, shown)) <= 72
-    assert "-- verify: the same kernels on a reduced problem, in Triton's interpreter" in " ".join(
-        line.strip() for line in lines
-    )
+    assert "-- verify: the same kernels on a reduced problem" in lines
     assert f"problem        {checks[0]}" in lines
     chosen = choose(problem, gpu("h200"), "forward")["fwd"].ranked.candidates[0]
     assert any(line.startswith("forward        1 kernel, ") for line in lines)

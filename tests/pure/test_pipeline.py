@@ -18,6 +18,7 @@ from tilegen import pipeline
 from tilegen.bundles.manifest import MANIFEST, Manifest
 from tilegen.choose import agreement, known
 from tilegen.choose.families import family
+from tilegen.emit.identity import RenderedKernel
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import FAMILIES, KERNELS
@@ -158,10 +159,10 @@ def test_every_caller_takes_what_the_one_chooser_says(
 
     loaded: dict[str, str] = {}
 
-    def load_kernel(_: Any, config: TileConfig, kernel: str, **__: Any) -> Any:
-        loaded[kernel] = config.key
+    def executable(rendered: RenderedKernel, _: torch.device) -> Any:
+        loaded[rendered.kernel] = rendered.config.key
         return SimpleNamespace(launch=lambda: None)
 
-    monkeypatch.setattr(pipeline, "load_kernel", load_kernel)
+    monkeypatch.setattr(pipeline, "executable", executable)
     dispatch.Kernels(LARGE, torch.device("cpu"), True).load("forward")
     assert loaded == expected

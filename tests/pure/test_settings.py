@@ -21,6 +21,8 @@ def test_defaults() -> None:
         tune=False,
         deterministic=False,
         check=False,
+        check_bounds=False,
+        cpu_kernels=False,
         libraries=False,
         batch_invariant=False,
     )
@@ -36,6 +38,7 @@ def test_all_set(tmp_path: Path) -> None:
             "TILEGEN_TUNE": "1",
             "TILEGEN_DETERMINISTIC": "1",
             "TILEGEN_CHECK": "1",
+            "TILEGEN_CPU": "kernels",
             "TILEGEN_LIBRARIES": "1",
             "TILEGEN_BATCH_INVARIANT": "1",
         }
@@ -46,10 +49,20 @@ def test_all_set(tmp_path: Path) -> None:
         tune=True,
         deterministic=True,
         check=True,
+        check_bounds=False,
+        cpu_kernels=True,
         libraries=True,
         batch_invariant=True,
     )
     assert expected == found
+
+
+def test_bounds_are_checked_instead_of_values() -> None:
+    found = settings({"TILEGEN_CHECK": "bounds"})
+    assert found.check_bounds
+    assert not found.check
+    with pytest.raises(Unsupported, match="TILEGEN_CPU must be torch or kernels, got 'gpu'"):
+        settings({"TILEGEN_CPU": "gpu"})
 
 
 def test_reads_the_process_environment_at_every_call(
@@ -68,7 +81,7 @@ def test_whether_to_check_is_read_at_every_call(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setenv("TILEGEN_CHECK", text)
         assert checks() is expected
     monkeypatch.setenv("TILEGEN_CHECK", "yes")
-    with pytest.raises(Unsupported, match="TILEGEN_CHECK must be 0 or 1, got 'yes'"):
+    with pytest.raises(Unsupported, match="TILEGEN_CHECK must be 0, 1 or bounds, got 'yes'"):
         checks()
     monkeypatch.delenv("TILEGEN_CHECK")
     assert not checks()
@@ -95,7 +108,8 @@ def test_no_home_directory_names_the_variable_to_set() -> None:
 @pytest.mark.parametrize("name", ["TILEGEN_TUNE", "TILEGEN_DETERMINISTIC", "TILEGEN_CHECK"])
 @pytest.mark.parametrize("text", ["yes", "2", "true", " 1"])
 def test_switch_that_is_neither_0_nor_1(name: str, text: str) -> None:
-    with pytest.raises(Unsupported, match=f"{name} must be 0 or 1, got"):
+    expected = "0, 1 or bounds" if name == "TILEGEN_CHECK" else "0 or 1"
+    with pytest.raises(Unsupported, match=f"{name} must be {expected}, got"):
         settings({name: text})
 
 

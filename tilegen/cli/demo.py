@@ -1,4 +1,4 @@
-"""`tilegen demo`: the whole pipeline on one attention layer, telling what it does as it does it."""
+"""`tilegen demo` on a GPU: the whole pipeline on one attention layer, told step by step."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from tilegen.check.verification import Check, require, verify
 from tilegen.emit.kernel_files import write
 from tilegen.emit.render import render
 from tilegen.errors import BuildFailed
-from tilegen.gpus.spec import current_gpu, detect
+from tilegen.gpus.spec import current_gpu
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import direction_of
 from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
-from tilegen.store import TuningRecord
 from tilegen.tuning.tuner import tune
 
 if TYPE_CHECKING:
@@ -43,38 +42,32 @@ class Demo:
         """Go through the pipeline and return its results as plain values; `seconds` are spent on
         tuning."""
         started = time.perf_counter()
-        here = detect()
         spec = current_gpu()
         self._line("problem", str(problem), lead=9)
         if problem.rewriting:
             self._line("", problem.rewriting, lead=9)
         problem = problem.normal()
-        nothing_timed = "" if here else " (none here: nothing will be timed)"
-        self._line("GPU", spec.title + nothing_timed, lead=9)
+        self._line("GPU", spec.title, lead=9)
         chosen = pipeline.choose(problem, spec, may_compile=True)
         self._propose(chosen)
         self._render(problem, chosen)
         self._build(chosen, spec)
         configs: dict[Kernel, TileConfig] = {kernel: one.config for kernel, one in chosen.items()}
-        checks = self._verify(reduced(problem), configs, on_gpu=here is not None)
-        records: dict[Kernel, TuningRecord] = {}
-        if here:
-            budget = seconds / len(chosen)
-            records = {k: tune(problem, spec, kernel=k, seconds=budget) for k in chosen}
+        checks = self._verify(reduced(problem), configs)
+        budget = seconds / len(chosen)
+        records = {k: tune(problem, spec, kernel=k, seconds=budget) for k in chosen}
         summary: dict[str, Any] = {
             "problem": problem.key,
             "gpu": spec.name,
-            "measured": here is not None,
+            "measured": True,
             "records": {k: str(settings().cache_dir / one.path) for k, one in records.items()},
-            "configs": {
-                kernel: (records[kernel].config if kernel in records else config).key
-                for kernel, config in configs.items()
-            },
+            "configs": {kernel: one.config.key for kernel, one in records.items()},
+            "forward_us": self.compare(problem),
         }
-        if here:
-            summary["forward_us"] = self.compare(problem)
         self._totals(chosen, checks, time.perf_counter() - started)
-        self._next(problem, spec, timed=here is not None)
+        self._heading("next")
+        self._line("", "To see why these tiles, type:", lead=0)
+        self.say(f'tilegen explain "{problem}" --gpu {spec.name}')
         return summary
 
     def _heading(self, text: str) -> None:
@@ -137,10 +130,9 @@ class Demo:
                 )
 
     def _verify(
-        self, problem: AttentionProblem, configs: Mapping[Kernel, TileConfig], *, on_gpu: bool
+        self, problem: AttentionProblem, configs: Mapping[Kernel, TileConfig]
     ) -> tuple[Check, ...]:
-        where = "on the GPU" if on_gpu else "in Triton's interpreter"
-        self._heading(f"verify: the same kernels on a reduced problem, {where}")
+        self._heading("verify: the same kernels on a reduced problem")
         self._line("problem", str(problem))
         self._line("allowed", "twice PyTorch's own error, both judged by an fp64 reference")
         checks = verify(problem, configs)
@@ -175,18 +167,6 @@ class Demo:
         self._line("compiled", f"{compiled} configs")
         self._line("verified", f"{len(checks)} outputs, all within what is allowed")
         self._line("took", f"{seconds:.1f} s")
-
-    def _next(self, problem: AttentionProblem, spec: GpuSpec, *, timed: bool) -> None:
-        self._heading("next")
-        if not timed:
-            self._line(
-                "",
-                "No record was made, since nothing was measured; on a machine with a GPU the same "
-                "command tunes these kernels, then compares them with PyTorch's.",
-                lead=0,
-            )
-        self._line("", "To see why these tiles, type:", lead=0)
-        self.say(f'tilegen explain "{problem}" --gpu {spec.name}')
 
     def compare(self, problem: AttentionProblem, device: str = "cuda") -> dict[str, float | None]:
         """Return the median of each of tilegen, SDPA and FlexAttention in us; None where it was not
