@@ -165,6 +165,16 @@ def gather(table_ptr, index_ptr, out_ptr, rows, M: tl.constexpr, N: tl.constexpr
 
 
 @triton.jit
+def ragged(x_ptr, out_ptr, n, M: tl.constexpr, N: tl.constexpr):
+    """Whole rows under a mask, which no row beyond the end is read or written under."""
+    rows, columns = tl.arange(0, M), tl.arange(0, N)
+    place = rows[:, None] * N + columns[None, :]
+    exists = (rows < n)[:, None]
+    x = tl.load(x_ptr + place, mask=exists, other=3.0).to(tl.float32)
+    tl.store(out_ptr + place, x + tl.sum(x, 0)[None, :], mask=exists)
+
+
+@triton.jit
 def turned_round(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)
     tl.store(out_ptr + at, tl.load(x_ptr + (n - 1 - at), mask=at < n), mask=at < n)

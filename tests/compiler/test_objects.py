@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from tests.compiler import kernels
-from tilegen import cpu
-from tilegen.cpu import objects
+from tilegen.cpu import build, objects
 from tilegen.cpu.direct import DirectFunction
 from tilegen.store.places import Location
 from tilegen.store.upkeep import prune
@@ -36,13 +35,13 @@ def _total() -> float:
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Return the names of the functions that are compiled from now on."""
     names: list[str] = []
-    compiled = cpu.compiled
+    compiled = build.compiled
 
     def noting(source, *given):  # noqa: ANN001, ANN002, ANN202
         names.append(source.name)
         return compiled(source, *given)
 
-    monkeypatch.setattr(cpu, "compiled", noting)
+    monkeypatch.setattr(build, "compiled", noting)
     return names
 
 

@@ -4,8 +4,7 @@ import re
 
 import pytest
 
-from tilegen import cpu
-from tilegen.cpu import jit, mlir
+from tilegen.cpu import build, jit, mlir
 from tilegen.cpu.lower import lower
 from tilegen.cpu.target import TARGETS, host
 from tilegen.cpu.ttir import ttir_of
@@ -39,7 +38,7 @@ def _all_processors() -> None:
 
 def _assembly(name: str, dtype: str, kernel: str) -> str:
     problem = AttentionProblem.parse(f"hq8 hkv8 q1024 d64 {dtype} causal")
-    source = cpu.source_of(render(problem, TileConfig.parse("m64n64w4s1"), kernel))
+    source = build.source_of(render(problem, TileConfig.parse("m64n64w4s1"), kernel))
     lowered = lower(mlir.parse(ttir_of(source), source.file), TARGETS[name])
     return jit.assembly_of(lowered, TARGETS[name])
 

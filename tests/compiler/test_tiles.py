@@ -115,6 +115,18 @@ def test_gathers_under_masks(dtype: torch.dtype, target: Target) -> None:
     assert torch.equal(out, expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_under_a_mask(dtype: torch.dtype, target: Target) -> None:
+    x, out = _random(16, 32, dtype=dtype), torch.full((16, 32), 9.0)
+    for n in (16, 11, 0):
+        out.fill_(9.0)
+        launch(kernels.ragged, (1,), x, out, n, 16, 32, target=target)
+        seen = x.float().clone()
+        seen[n:] = 3.0
+        torch.testing.assert_close(out[:n], (seen + seen.sum(0))[:n])
+        assert torch.equal(out[n:], torch.full((16 - n, 32), 9.0))
+
+
 def test_rows_that_run_backwards(target: Target) -> None:
     x, out = _random(50), torch.zeros(64)
     launch(kernels.turned_round, (1,), x, out, 50, 64, target=target)

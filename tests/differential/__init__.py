@@ -1,4 +1,4 @@
-"""Random problems through the emitted kernels, in Triton's interpreter, against PyTorch in fp64.
+"""Random problems through the emitted kernels, compiled for the CPU, against PyTorch in fp64.
 
     python -m tests.differential --seed 1 --minutes 60 --out found.jsonl
 

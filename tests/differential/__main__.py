@@ -1,7 +1,7 @@
 """Run the net: `python -m tests.differential --seed 1 --minutes 60 --out found.jsonl`.
 
-The problems are run by a child with Triton's interpreter, a chunk at a time: a crash of the
-interpreter itself costs one problem, and memory starts anew.
+The problems are run by a child, a chunk at a time, on kernels compiled for the CPU: a crash costs
+one problem, and memory starts anew.
 """
 
 from __future__ import annotations
@@ -83,11 +83,11 @@ def _first_missing(seed: int, first: int, end: int, path: Path) -> int | None:
 
 
 def _child(*arguments: str) -> subprocess.CompletedProcess[bytes]:
-    """Run `tests.differential.chunk` with the interpreter on, and a cache of its own."""
+    """Run `tests.differential.chunk` with compiled kernels and a cache directory of its own."""
     with tempfile.TemporaryDirectory() as cache:
         environment = {
             **os.environ,
-            "TRITON_INTERPRET": "1",  # before triton is imported
+            "TILEGEN_CPU": "kernels",
             "OMP_NUM_THREADS": "1",
             "TILEGEN_CACHE_DIR": cache,
         }

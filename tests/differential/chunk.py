@@ -1,4 +1,4 @@
-"""Some problems in this process, which has Triton's interpreter on: what `__main__` starts."""
+"""Some problems in this process, on kernels compiled for the CPU: what `__main__` starts."""
 
 from __future__ import annotations
 

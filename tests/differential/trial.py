@@ -27,9 +27,8 @@ from tilegen.build.workers import Pool
 from tilegen.check.reference import TORCH_DTYPES, Inputs, make_inputs
 from tilegen.check.verification import judge
 from tilegen.choose.known import Known
-from tilegen.emit import kernel_files
+from tilegen.cpu import executable
 from tilegen.emit.identity import RenderedKernel
-from tilegen.emit.render import render
 from tilegen.errors import BuildFailed, InvalidProblem, Unsupported
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import family_among
@@ -45,8 +44,6 @@ SECONDS = 60
 """That a problem may take, and COMPILING to build its kernels."""
 COMPILING = 600
 ARCH = "sm_90"
-Load = Callable[..., ModuleType]
-"""As `tilegen.emit.kernel_files.load_kernel`."""
 TILEGEN_NAMES: dict[str, Any] = {
     name: getattr(tilegen, name)
     for name in (
@@ -112,7 +109,7 @@ def _attempt(problem: Problem, pool: Pool | None) -> Outcome:
     except Exception as error:
         return Outcome("unclear", f"{type(error).__name__}: {error}")
     try:
-        asked: list[Callable[[], RenderedKernel]] = []
+        asked: list[RenderedKernel] = []
         with alarm(SECONDS), _kernels(problem, asked):
             calls = list(_calls(question))
         if pool is not None:
@@ -132,15 +129,15 @@ def _attempt(problem: Problem, pool: Pool | None) -> Outcome:
     return Outcome("wrong", "; ".join(failures)) if failures else Outcome("right")
 
 
-def _compile(kernels: list[Callable[[], RenderedKernel]], pool: Pool) -> None:
+def _compile(kernels: list[RenderedKernel], pool: Pool) -> None:
     """Compile kernels for ARCH. Raises BuildFailed."""
     for one in kernels:
-        if isinstance(compiled := pool.compile(one(), ARCH), BuildFailed):
+        if isinstance(compiled := pool.compile(one, ARCH), BuildFailed):
             raise compiled
 
 
 @contextlib.contextmanager
-def _kernels(problem: Problem, asked: list[Callable[[], RenderedKernel]]) -> Generator[None]:
+def _kernels(problem: Problem, asked: list[RenderedKernel]) -> Generator[None]:
     """Have calls take the problem's kernels and tiles; collect what is loaded."""
     names = set(problem.configs)
 
@@ -155,15 +152,13 @@ def _kernels(problem: Problem, asked: list[Callable[[], RenderedKernel]]) -> Gen
             config = replace(config, block_m=config.rows, heads=1)
         return config
 
-    def load_kernel(
-        one: AttentionProblem, config: TileConfig, kernel: Kernel, *, aligned: bool
-    ) -> ModuleType:
-        asked.append(partial(render, one, config, kernel, aligned=aligned))
-        return kernel_files.load_kernel(one, config, kernel, aligned=aligned)
+    def noted(rendered: RenderedKernel, device: torch.device) -> ModuleType:
+        asked.append(rendered)
+        return executable(rendered, device)
 
     plans.forget()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(pipeline, "load_kernel", load_kernel))
+        stack.enter_context(mock.patch.object(pipeline, "executable", noted))
         invariant = {BATCH_INVARIANT: str(int(problem.invariant))}
         stack.enter_context(mock.patch.dict(os.environ, invariant))
         if names:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import time
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -24,10 +23,8 @@ from tilegen.settings import settings
 if TYPE_CHECKING:
     import torch
 
-    from tilegen.cpu.function import CpuFunction, Mode
-    from tilegen.cpu.objects import CompiledObject
-    from tilegen.cpu.target import Target
-    from tilegen.cpu.ttir import Source
+    from tilegen.cpu.emitted import EmittedFunction
+    from tilegen.cpu.function import Mode
     from tilegen.emit.identity import RenderedKernel
 
 MAX_MODULES = 2048
@@ -72,7 +69,7 @@ def executable(rendered: RenderedKernel, device: torch.device) -> ModuleType:
     return load(rendered, "bounds" if settings().check_bounds else "")
 
 
-def function_of(module: ModuleType) -> CpuFunction:
+def function_of(module: ModuleType) -> EmittedFunction:
     """Return the compiled function of a module that `load` made."""
     return vars(module)[module.FUNCTION]
 
@@ -80,54 +77,14 @@ def function_of(module: ModuleType) -> CpuFunction:
 def _loaded(rendered: RenderedKernel, mode: Mode) -> ModuleType:
     if reason := trouble():
         raise Unsupported(reason)
-    from tilegen.cpu.function import CpuFunction
-    from tilegen.cpu.objects import path_of, read, write
+    from tilegen.cpu.emitted import EmittedFunction
     from tilegen.cpu.target import host
     from tilegen.emit import kernel_files
 
     emitted = kernel_files.load(rendered)
-    target = host()
-    path = path_of(rendered.digest, rendered.kernel, target, mode)
-    made = read(path)
-    if made is None:
-        made = compiled(source_of(rendered), target, mode)
-        write(path, made)
     module = ModuleType(f"{emitted.__name__}_cpu{mode}")
     module.__file__ = emitted.__file__
     exec(compile(rendered.source, str(emitted.__file__), "exec"), module.__dict__)
-    setattr(module, rendered.function, CpuFunction(made, mode))
+    setattr(module, rendered.function, EmittedFunction(rendered, host(), mode))
     module.FUNCTION = rendered.function  # type: ignore[attr-defined]
     return module
-
-
-def source_of(rendered: RenderedKernel) -> Source:
-    """Return what there is to compile of an emitted kernel."""
-    from tilegen.cpu.ttir import Source
-    from tilegen.emit import kernel_files
-
-    function = getattr(kernel_files.load(rendered), rendered.function)
-    return Source(function=function, signature=rendered.signature, aligned=rendered.aligned)
-
-
-def compiled(source: Source, target: Target, mode: Mode = "") -> CompiledObject:
-    """Compile a kernel for a processor, which need not be this machine's. Raises Unsupported and
-    BuildFailed."""
-    from tilegen.cpu import access, checks, jit, mlir
-    from tilegen.cpu.function import names_of
-    from tilegen.cpu.lower import lower
-    from tilegen.cpu.objects import CompiledObject
-    from tilegen.cpu.ttir import ttir_of
-
-    ways = {"": access.Access, "bounds": checks.CheckedAccess, "count": checks.CountingAccess}
-    started = time.perf_counter()
-    function = mlir.parse(ttir_of(source), source.file)
-    lowered = lower(function, target, ways[mode], aliases=source.aliases)
-    return CompiledObject(
-        binary=jit.object_of(lowered, target),
-        name=lowered.name,
-        arguments=lowered.arguments,
-        names=names_of(source.arguments, lowered.arguments),
-        scratch_bytes=lowered.scratch_bytes,
-        stored=lowered.stored,
-        seconds=time.perf_counter() - started,
-    )

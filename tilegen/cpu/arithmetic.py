@@ -63,6 +63,12 @@ def compute(
         )
     if kind == "select":
         return code.select(values[0], values[1], values[2], REGISTER[to], lane)
+    if kind == "absi":
+        zero = code.number(type_, 0, lane)
+        negative = code.emit(f"icmp slt {vector} {values[0]}, {zero}")
+        return code.select(
+            negative, code.emit(f"sub {vector} {zero}, {values[0]}"), values[0], type_, lane
+        )
     if kind == "negf":
         return code.emit(f"fneg {vector} {values[0]}")
     if kind in ("extf", "truncf"):

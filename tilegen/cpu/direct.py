@@ -16,17 +16,11 @@ from typing import Any
 
 import torch
 
-from tilegen import cpu
-from tilegen.cpu.function import CpuFunction, Mode
+from tilegen.cpu import build
+from tilegen.cpu.function import CpuFunction, Mode, triton_type
 from tilegen.cpu.objects import path_of, read, write
 from tilegen.cpu.target import Target, host
 from tilegen.cpu.ttir import Source
-
-_TYPES = {
-    **{torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"},
-    **{torch.float64: "fp64", torch.int64: "i64", torch.int32: "i32", torch.int16: "i16"},
-    **{torch.int8: "i8", torch.uint8: "i8", torch.bool: "i1"},
-}
 
 
 class DirectFunction:
@@ -86,14 +80,14 @@ class DirectFunction:
         path = path_of(digest, source.name, self._target, self._mode)
         made = read(path)
         if made is None:
-            made = cpu.compiled(source, self._target, self._mode)
+            made = build.compiled(source, self._target, self._mode)
             write(path, made)
         return CpuFunction(made, self._mode)
 
 
 def _type_of(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"*{_TYPES[value.dtype]}"
+        return triton_type(value)
     if isinstance(value, float):
         return "fp32"
     return "i32" if -(2**31) <= value < 2**31 else "i64"

@@ -34,6 +34,11 @@ _LAUNCH = ctypes.CFUNCTYPE(
 )
 
 
+_TYPES = {
+    **{torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"},
+    **{torch.float64: "fp64", torch.int64: "i64", torch.int32: "i32", torch.int16: "i16"},
+    **{torch.int8: "i8", torch.uint8: "u8", torch.bool: "i1"},
+}
 _forked = False
 """True in a child of a process that had OpenMP threads, which the child has not."""
 
@@ -49,9 +54,11 @@ os.register_at_fork(after_in_child=_note_fork)
 class CpuFunction:
     """Stands where the emitted module has its `@triton.jit` function."""
 
-    def __init__(self, made: CompiledObject, mode: Mode = "") -> None:
+    def __init__(
+        self, made: CompiledObject, mode: Mode = "", traffic: Traffic | None = None
+    ) -> None:
         self.made = made
-        self.traffic = Traffic()
+        self.traffic = traffic or Traffic()
         """Bytes that launches of a counting build have moved."""
         self._mode = mode
         self._linked = Linked(made.binary)
@@ -111,6 +118,13 @@ class CpuFunction:
                     f"{self.made.name}: {self.made.names[i]} is written and shares memory with "
                     f"{self.made.names[j]}; pass a copy of one of them"
                 )
+
+
+def triton_type(tensor: torch.Tensor) -> str:
+    """Return Triton's type of a tensor's address. Raises Unsupported."""
+    if tensor.dtype not in _TYPES:
+        raise Unsupported(f"kernels compiled for the CPU read no {tensor.dtype}")
+    return f"*{_TYPES[tensor.dtype]}"
 
 
 def flat(given: tuple[Any, ...]) -> tuple[list[Any], list[torch.Tensor | None]]:

@@ -7,6 +7,7 @@ of `width` elements along an axis of a tile.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import struct
 from collections.abc import Generator
 from typing import Any
@@ -31,8 +32,8 @@ FLOATS = ("f32", "bf16", "f16", "f64")
 
 def bits(value: float, elem: str = "f32") -> str:
     """Return a float constant as LLVM writes it: the bits of the double of that value."""
-    if elem != "f64" and abs(value) < 3.4e38:
-        (value,) = struct.unpack("<f", struct.pack("<f", value))
+    if elem != "f64":  # LLVM takes only doubles that fp32 holds exactly
+        value = ctypes.c_float(value).value
     return "0x" + struct.pack(">d", value).hex().upper()
 
 

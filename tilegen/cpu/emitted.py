@@ -1,0 +1,88 @@
+"""The function of an emitted kernel, compiled for the types of the arguments that it is given.
+
+A rendered kernel declares types, and most launches have them. Lengths and tables may be of others,
+as int64 where int32 is declared; then the kernel is compiled once more, as Triton does on a GPU.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from threading import Lock
+from typing import Any
+
+import torch
+
+from tilegen.cpu.build import compiled, source_of
+from tilegen.cpu.checks import Traffic
+from tilegen.cpu.function import CpuFunction, Mode, triton_type
+from tilegen.cpu.objects import CompiledObject, path_of, read, write
+from tilegen.cpu.target import Target
+from tilegen.emit.identity import RenderedKernel
+
+Types = tuple[tuple[str, str], ...]
+
+
+class EmittedFunction:
+    """Stands where an emitted module has its `@triton.jit` function."""
+
+    def __init__(self, rendered: RenderedKernel, target: Target, mode: Mode) -> None:
+        """Compile the kernel for the declared types, or read it from disk. Raises what
+        `build.compiled` raises."""
+        self._rendered, self._target, self._mode = rendered, target, mode
+        self._source = source_of(rendered)
+        self._known: dict[tuple[torch.dtype, ...], CpuFunction] = {}
+        self._wide: dict[tuple[torch.dtype, ...], CpuFunction] = {}
+        self._lock = Lock()
+        self.traffic = Traffic()
+        """Bytes that launches of a counting build have moved."""
+        self._declared = self._function(tuple(rendered.signature))
+
+    @property
+    def made(self) -> CompiledObject:
+        """The machine code for the declared types."""
+        return self._declared.made
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *given: Any, **_options: Any) -> None:
+        kind = tuple([one.dtype for one in given if isinstance(one, torch.Tensor)])
+        function = self._known.get(kind)
+        if function is None:
+            with self._lock:
+                function = self._known[kind] = self._function(self._types(given, wide=False))
+        try:
+            function[grid](*given)
+        except struct.error:  # an integer that is declared with 32 bits has more
+            with self._lock:
+                if kind not in self._wide:
+                    self._wide[kind] = self._function(self._types(given, wide=True))
+            self._wide[kind][grid](*given)
+
+    def _types(self, given: tuple[Any, ...], *, wide: bool) -> Types:
+        """Return the declared arguments with the types of those given."""
+        types: list[tuple[str, str]] = []
+        for (name, declared), value in zip(self._rendered.signature, given, strict=True):
+            type_ = declared
+            if isinstance(value, torch.Tensor):
+                type_ = triton_type(value)
+            elif wide and declared == "i32":
+                type_ = "i64"
+            types.append((name, type_))
+        return tuple(types)
+
+    def _function(self, types: Types) -> CpuFunction:
+        declared = types == tuple(self._rendered.signature)
+        mode = self._mode
+        if not declared:  # part of the file's name
+            mode += hashlib.sha256(str(types).encode()).hexdigest()[:8]
+        path = path_of(self._rendered.digest, self._rendered.kernel, self._target, mode)
+        made = read(path)
+        if made is None:
+            made = compiled(replace(self._source, signature=types), self._target, self._mode)
+            write(path, made)
+        return CpuFunction(made, self._mode, self.traffic)
