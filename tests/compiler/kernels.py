@@ -91,6 +91,8 @@ def product(
     elif START == "sum":
         c = c + tl.load(scale_ptr + rows)[:, None]
     out = tl.dot(a, b, c, input_precision="ieee")
+    if START == "twice":
+        out += c
     tl.store(out_ptr + place, out)
 
 
@@ -125,15 +127,16 @@ def total(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def shifted_sum(x_ptr, out_ptr, steps, M: tl.constexpr, N: tl.constexpr):
-    """Two tiles that a loop hands over crosswise: a, b = b, a + x."""
+def rotated_sum(x_ptr, out_ptr, steps, M: tl.constexpr, N: tl.constexpr):
+    """Three tiles that a loop hands over in a circle."""
     rows, columns = tl.arange(0, M), tl.arange(0, N)
     place = rows[:, None] * N + columns[None, :]
     a, b = tl.zeros([M, N], tl.float32), tl.full([M, N], 1.0, tl.float32)
+    c = a + 2.0 * b
     for step in range(0, steps):
         x = tl.load(x_ptr + step * M * N + place)
-        a, b = b, a + x
-    tl.store(out_ptr + place, a - 2.0 * b)
+        a, b, c = c + x, a, b
+    tl.store(out_ptr + place, a - 2.0 * b + 3.0 * c)
 
 
 @triton.jit
@@ -215,9 +218,9 @@ def reshaped(x_ptr, out_ptr, M: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def update(x_ptr, n, BLOCK: tl.constexpr):
-    """Every element becomes the one after it plus 1, in place: all is read before it is written."""
+    """Every element becomes the one before it plus 1: all is read before any is written."""
     at = tl.arange(0, BLOCK)
-    x = tl.load(x_ptr + at + 1, mask=at + 1 < n, other=0.0)
+    x = tl.load(x_ptr + at - 1, mask=(at > 0) & (at < n), other=0.0)
     tl.store(x_ptr + at, x + 1.0, mask=at < n)
 
 

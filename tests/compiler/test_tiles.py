@@ -35,6 +35,7 @@ def test_products(
         "load": c.double(),
         "scale": c.double() * scale[:, None].double(),
         "sum": c.double() + scale[:, None].double(),
+        "twice": 2 * c.double(),
     }
     for start, before in starts.items():
         out = torch.empty(m, n)
@@ -81,15 +82,15 @@ def test_loops_carry_scalars(target: Target) -> None:
         torch.testing.assert_close(out[0], x[:n].sum())
 
 
-def test_loops_hand_tiles_over_crosswise(target: Target) -> None:
+def test_loops_hand_tiles_over_in_a_circle(target: Target) -> None:
     x, (m, n) = _random(5, 16, 32), (16, 32)
     for steps in (0, 1, 2, 5):
         out = torch.empty(m, n)
-        launch(kernels.shifted_sum, (1,), x, out, steps, m, n, target=target)
-        a, b = torch.zeros(m, n), torch.ones(m, n)
+        launch(kernels.rotated_sum, (1,), x, out, steps, m, n, target=target)
+        a, b, c = torch.zeros(m, n), torch.ones(m, n), 2 * torch.ones(m, n)
         for step in range(steps):
-            a, b = b, a + x[step]
-        torch.testing.assert_close(out, a - 2 * b)
+            a, b, c = c + x[step], a, b
+        torch.testing.assert_close(out, a - 2 * b + 3 * c)
 
 
 def test_branches_and_early_returns(target: Target) -> None:
@@ -159,7 +160,7 @@ def test_tiles_are_read_before_they_are_overwritten(target: Target) -> None:
     x = _random(100)
     found = x.clone()
     launch(kernels.update, (1,), found, 100, 128, target=target)
-    assert torch.equal(found, torch.cat([x[1:], torch.zeros(1)]) + 1)
+    assert torch.equal(found, torch.cat([torch.zeros(1), x[:-1]]) + 1)
 
 
 def test_operands_are_packed_where_every_loop_reads_them(target: Target) -> None:
