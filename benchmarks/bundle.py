@@ -28,10 +28,9 @@ from benchmarks.call_cost import BASELINE, microseconds, sdpa
 from benchmarks.cpu import CALLS, TURNS, Number, write
 from benchmarks.environment import RESULTS, ROOT
 from benchmarks.workloads import CATALOGUE, MASKED, SHAPES
-from tilegen import attention, bundles, pipeline
+from tilegen import attention, bundles, cpu, pipeline
 from tilegen.bounded_cache import BoundedCache
 from tilegen.bundles.served import Bundle
-from tilegen.check import interpreter
 from tilegen.check.reference import TORCH_DTYPES
 from tilegen.gpus.spec import gpu_for
 from tilegen.problem import AttentionProblem
@@ -92,8 +91,8 @@ def calling(bundle: Bundle, problem: AttentionProblem) -> Number:
     q = k.repeat(1, problem.group_size, 1, 1)
     idle = SimpleNamespace(launch=lambda *_, **__: None)
     with (
-        # As in the interpreter, where CPU tensors take the path of GPU tensors.
-        mock.patch.multiple(interpreter, is_active=lambda: True, prepare=lambda: None),
+        # CPU tensors take the path of GPU tensors.
+        mock.patch.multiple(cpu, serves_calls=lambda: True, is_interpreting=lambda: True),
         mock.patch.object(plans, "by_call", BoundedCache(9)),
         mock.patch.object(bundles, "loaded", [bundle]),
         mock.patch.object(Bundle, "function", return_value=idle),

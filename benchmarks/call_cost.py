@@ -24,9 +24,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import tilegen
 from benchmarks.stand_in import StandInDriver, stand_in
-from tilegen import attention, attention_paged, pipeline
+from tilegen import attention, attention_paged, cpu, pipeline
 from tilegen.bounded_cache import BoundedCache
-from tilegen.check import interpreter
 from tilegen.choose.chosen import Ranked
 from tilegen.emit import kernel_files
 from tilegen.kernels.config import Kernel, TileConfig
@@ -183,7 +182,7 @@ def as_on_a_gpu(*, notes: bool = False) -> Generator[StandInDriver]:
         mock.patch.object(import_module("tilegen.runtime.changes"), "has_values", unseen),
         mock.patch.object(import_module("tilegen.masks.values"), "has_values", unseen),
         mock.patch.object(paged_call, "is_checked", unseen),
-        mock.patch.multiple(interpreter, is_active=lambda: True, prepare=lambda: None),
+        mock.patch.multiple(cpu, serves_calls=lambda: True, is_interpreting=lambda: True),
         mock.patch.object(plans, "by_call", BoundedCache(plans.MAX_PLANS)),
         mock.patch.object(plans, "by_problem", BoundedCache(9)),
         # Triton keeps what it compiled with the functions of a module, and its launcher with that.

@@ -33,8 +33,8 @@ from benchmarks.providers import providers
 from benchmarks.rows import with_environment, write
 from benchmarks.run import cases, run
 from benchmarks.workloads import SERVED, Workload
+from tilegen import cpu
 from tilegen.build.verdicts import verdict
-from tilegen.check import interpreter
 from tilegen.choose.families import family
 from tilegen.choose.ranking import best_of, estimate, invariant_config, seconds_as_compiled
 from tilegen.errors import BuildFailed
@@ -218,7 +218,7 @@ def main(
     """
     started = time.monotonic()
     rows = [predict(target) for target in TARGETS]
-    if not interpreter.is_active():  # which compiles nothing
+    if not cpu.is_interpreting():  # which compiles nothing
         rows = list(map(as_compiled, rows))
     write(predicted, rows)
     print(*lines(rows), sep="\n")

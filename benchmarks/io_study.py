@@ -2,7 +2,7 @@
 
     python -m benchmarks.io_study
 
-The emitted kernels run in Triton's interpreter, at sizes that fit, and every word they load or
+The emitted kernels run compiled for the CPU, at sizes that fit, and every word they load or
 store is counted. Writes result files, figures and the tables of benchmarks/io_study.md.
 """
 
@@ -31,9 +31,7 @@ def write(path: Path, rows: Iterable[Any]) -> None:
 
 def main(
     out: Annotated[Path, typer.Option(help="Folder for result files and figures.")] = OUT,
-    processes: Annotated[
-        int, typer.Option(help="Interpreters that count; 0: one for each core.")
-    ] = 0,
+    processes: Annotated[int, typer.Option(help="Processes that count; 0: one for each core.")] = 0,
     quick: Annotated[
         bool, typer.Option("--quick", help="Only d = 64 and short sequences: a minute.")
     ] = False,

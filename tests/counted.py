@@ -1,14 +1,16 @@
-"""Bytes that the kernels of a forward move, counted in Triton's interpreter, beside the model's."""
+"""Bytes that kernels move, counted by builds for the CPU that count, beside the model's."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
-from tilegen.check import interpreter
+from tilegen import cpu
 from tilegen.check.paging import in_pages
 from tilegen.check.reference import make_inputs
-from tilegen.emit.kernel_files import load
+from tilegen.cpu.checks import Traffic
+from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.render import render
 from tilegen.kernels import passes
 from tilegen.kernels.config import Kernel, TileConfig
@@ -17,6 +19,22 @@ from tilegen.problem import AttentionProblem
 
 Bytes = dict[Kernel, tuple[int, int]]
 """Read and written by each kernel."""
+
+
+def counting(rendered: RenderedKernel) -> tuple[Callable[..., Any], Traffic]:
+    """Return the launch of a counting build, and the bytes that launches move from now on."""
+    module = cpu.load(rendered, "count")
+    traffic = cpu.function_of(module).traffic
+    traffic.read.clear()
+    traffic.written.clear()
+    return module.launch, traffic
+
+
+def moved_by(rendered: RenderedKernel, *given: Any, **named: Any) -> tuple[int, int]:
+    """Return the bytes that one launch reads and writes."""
+    launch, found = counting(rendered)
+    launch(*given, **named)
+    return found.read_bytes, found.write_bytes
 
 
 def counted(
@@ -30,22 +48,24 @@ def counted(
     more: dict[str, Any] = {}
     if problem.page:
         *given, more["requests"] = in_pages(x.q, x.k, x.v, problem.page)
-    moved: Bytes = {}
-
-    def counting(name: Kernel) -> Any:
-        launch = load(render(problem, configs[name], name)).launch
-
-        def run(*given: Any) -> Any:
-            with interpreter.count_traffic() as found:
-                made = launch(*given, **(reads or {}).get(name, {}))
-            moved[name] = found.read_bytes, found.write_bytes
-            return made
-
-        return run
-
-    launches = {name: counting(name) for name in configs}
+    launches, moved = counting_all(problem, configs, reads)
     passes.forward(launches, *given, 0.2, panel_rows=1, **more)
-    return moved
+    return {name: (one.read_bytes, one.write_bytes) for name, one in moved.items()}
+
+
+def counting_all(
+    problem: AttentionProblem,
+    configs: Mapping[Kernel, TileConfig],
+    reads: Mapping[Kernel, Mapping[str, Any]] | None = None,
+    **options: Any,
+) -> tuple[dict[Kernel, Callable[..., Any]], dict[Kernel, Traffic]]:
+    """Return the launches of counting builds, and the bytes that all launches of each move."""
+    launches: dict[Kernel, Callable[..., Any]] = {}
+    moved: dict[Kernel, Traffic] = {}
+    for name, config in configs.items():
+        launch, moved[name] = counting(render(problem, config, name, **options))
+        launches[name] = partial(launch, **(reads or {}).get(name, {}))
+    return launches, moved
 
 
 def predicted(problem: AttentionProblem, configs: Mapping[Kernel, TileConfig]) -> Bytes:

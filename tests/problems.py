@@ -1,6 +1,6 @@
 """The one table of small problems that tests of every tier share; a test's id is the problem's key.
 
-Small enough for Triton's interpreter, and together awkward: lengths 1, 63, 200 and 1023; unequal
+Small, and together awkward: lengths 1, 63, 200 and 1023; unequal
 lengths; head dims that are no power of two; every kind of group; a window of one; rows that keep
 nothing; every mask and dtype.
 """

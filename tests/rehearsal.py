@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from tests import interpreting
 from tests.pure.test_device import H200_DRIVER
 from tilegen.problem import AttentionProblem
 
@@ -55,6 +56,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for name, stand_in in STAND_INS.items():
         setattr(torch.cuda, name, stand_in)
     torch.Generator = OnCpuGenerator  # type: ignore
+    interpreting.prepare()
     _note_launches()
     OnCpu().__enter__()
     seen: set[str] = set()

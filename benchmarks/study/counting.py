@@ -1,7 +1,7 @@
-"""Counts what emitted kernels load and store, in processes where Triton's interpreter is on.
+"""Counts what emitted kernels load and store, by builds for the CPU that count.
 
-The interpreter must be on before Triton is imported, so the study itself, which is not such a
-process, starts some (`Counters`) and sends them questions, a line of JSON each.
+Compiling takes most of the time and holds Python's lock, so the study starts processes (`Counters`)
+and sends them questions, a line of JSON each.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from queue import SimpleQueue
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.environment import ROOT
@@ -41,7 +42,7 @@ class Counters:
         """`size` defaults to the cores this process may use."""
         self.size = size or len(os.sched_getaffinity(0))
         self._idle: SimpleQueue[subprocess.Popen[str]] = SimpleQueue()
-        environment = workers.environment(TRITON_INTERPRET="1", OMP_NUM_THREADS="1")
+        environment = workers.environment(TRITON_INTERPRET="0", OMP_NUM_THREADS="1")
         command = workers.python("from benchmarks.study.counting import serve; serve()")
         pipe = subprocess.PIPE
         self._processes = [
@@ -101,11 +102,9 @@ def serve() -> None:
 
 
 def count(problem: AttentionProblem, configs: Mapping[Kernel, TileConfig]) -> Moved:
-    """Return what every kernel of a pass moves; needs the interpreter to be on."""
-    from tilegen.check import interpreter
+    """Return what every kernel of a pass moves."""
     from tilegen.check.reference import make_inputs
 
-    interpreter.prepare()
     inputs = make_inputs(problem)
     moved: Moved = {}
     launch: dict[Kernel, Launch] = {
@@ -135,17 +134,19 @@ def run_pass(launch: Mapping[Kernel, Launch], inputs: Inputs, *, panel_rows: int
 
 def _watched(problem: AttentionProblem, kernel: Kernel, config: TileConfig, moved: Moved) -> Any:
     """Return the kernel's launch function; each call adds to `moved`."""
-    from tilegen.emit.kernel_files import load
+    from tilegen import cpu
     from tilegen.emit.render import render
 
-    return partial(_counted, load(render(problem, config, kernel)).launch, kernel, moved)
+    return partial(_counted, cpu.load(render(problem, config, kernel), "count"), kernel, moved)
 
 
-def _counted(launch: Any, kernel: Kernel, moved: Moved, *arguments: Any) -> Any:
-    from tilegen.check import interpreter
+def _counted(module: ModuleType, kernel: Kernel, moved: Moved, *arguments: Any) -> Any:
+    from tilegen import cpu
 
-    with interpreter.count_traffic() as found:
-        result = launch(*arguments)
+    found = cpu.function_of(module).traffic
+    found.read.clear()
+    found.written.clear()
+    result = module.launch(*arguments)
     read, written = moved.get(kernel, (0, 0))
     moved[kernel] = read + found.read_bytes, written + found.write_bytes
     return result

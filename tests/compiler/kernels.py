@@ -22,6 +22,8 @@ def unary(x_ptr, out_ptr, n, WHAT: tl.constexpr, BLOCK: tl.constexpr):
         y = tl.floor(x)
     elif WHAT == "sqrt":
         y = tl.sqrt(x)
+    elif WHAT == "erf":
+        y = tl.erf(x)
     elif WHAT == "abs":
         y = tl.abs(x)
     elif WHAT == "int":
@@ -251,3 +253,11 @@ def sorted_tile(x_ptr, out_ptr, N: tl.constexpr):
     """Uses an operation that the compiler does not know."""
     at = tl.arange(0, N)
     tl.store(out_ptr + at, tl.cumsum(tl.load(x_ptr + at), 0))
+
+
+@triton.jit
+def filled(like_ptr, out_ptr, VALUE: tl.constexpr, BLOCK: tl.constexpr):
+    i = tl.arange(0, BLOCK)
+    like = tl.load(like_ptr + i)
+    value = tl.full((BLOCK,), VALUE, like_ptr.dtype.element_ty)
+    tl.store(out_ptr + i, tl.where(like == 0, value, like).to(tl.float32))

@@ -31,7 +31,7 @@ def _unary(x: torch.Tensor, what: str, target: Target, dtype: torch.dtype) -> to
     return out
 
 
-@pytest.mark.parametrize("what", ["exp2", "exp", "log2", "log", "sqrt", "floor", "abs"])
+@pytest.mark.parametrize("what", ["exp2", "exp", "log2", "log", "sqrt", "floor", "abs", "erf"])
 def test_functions_of_fp32(what: str, target: Target) -> None:
     """Within 2 units in the last place of the fp64 value; NaN and infinities exactly."""
     x = _inputs()
@@ -58,6 +58,24 @@ def test_narrow_floats_round_as_in_pytorch(dtype: torch.dtype, target: Target) -
     # NaN whose rounding up would carry into the sign.
     x = torch.cat([x, torch.tensor([0x7FFFFFFF, -1], dtype=torch.int32).view(torch.float32)])
     assert _same_bits(_unary(x, "copy", target, dtype), x.to(dtype))
+
+
+@pytest.mark.parametrize(
+    "value, dtype",
+    [
+        *((-3.4028234663852886e38, torch.float32), (1e-40, torch.float32), (0.1, torch.float32)),
+        *((0.1, torch.float16), (65504.0, torch.float16), (2.0**-24, torch.float16)),
+        *((0.1, torch.bfloat16), (math.inf, torch.bfloat16), (-3.38e38, torch.bfloat16)),
+    ],
+    ids=str,
+)
+def test_constants_are_numbers_of_their_type(
+    value: float, dtype: torch.dtype, target: Target
+) -> None:
+    """Decimals in TTIR name the nearest number of their type, and need not be equal to it."""
+    out = torch.empty(16)
+    launch(kernels.filled, (1,), torch.zeros(16, dtype=dtype), out, value, 16, target=target)
+    assert _same_bits(out, torch.full_like(out, value).to(dtype).float())
 
 
 def _same_bits(found: torch.Tensor, expected: torch.Tensor) -> bool:

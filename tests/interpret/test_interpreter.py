@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -13,13 +12,13 @@ import triton
 import triton.language as tl
 import triton.runtime.interpreter as triton_interpreter
 
-from tilegen.check import interpreter
+from tests import interpreting
 
 # In a process of its own: the tests of this folder have it left out from the start.
 COMPARE = """
 import torch
 from tests.problems import PROBLEMS
-from tilegen.check import interpreter
+from tests import interpreting
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.registry import LARGE_CACHE
 from tilegen.problem import AttentionProblem
@@ -27,8 +26,8 @@ from tilegen.check.reference import make_inputs
 from tilegen.emit.render import render
 from tilegen.check.verification import run
 
-interpreter.repair_bfloat16()
-skip, interpreter.skip_idle_work = interpreter.skip_idle_work, lambda: None
+interpreting.repair_bfloat16()
+skip, interpreting.skip_idle_work = interpreting.skip_idle_work, lambda: None
 
 def results():
     ragged = "b2 hq2 hkv2 q33 kv33 d64 fp16 causal", "b1 hq4 hkv1 q70 kv70 d60 bf16 causal"
@@ -79,9 +78,9 @@ def test_operators_give_what_triton_gives(monkeypatch: pytest.MonkeyPatch) -> No
     x = torch.tensor([[1.0] * 8, [0.0, -0.0, 1.5, -2.0, inf, -inf, inf - inf, 16777216.0]])
     i = torch.tensor([[1] * 8, [0, 1, -1, 5, -7, 2**31 - 1, -(2**31), 16777217]])
     i, (remembered, tritons) = i.int(), torch.zeros(2, 2, 17, 8)
-    monkeypatch.setattr(interpreter, "_operations", {})
+    monkeypatch.setattr(interpreting, "_operations", {})
     _operators[(2,)](x, i, remembered, 8)
-    assert any(interpreter._operations.values())
+    assert any(interpreting._operations.values())
 
     class Nothing(dict[object, None]):
         def __contains__(self, key: object) -> bool:
@@ -90,7 +89,7 @@ def test_operators_give_what_triton_gives(monkeypatch: pytest.MonkeyPatch) -> No
         def __missing__(self, key: object) -> None:
             return None
 
-    monkeypatch.setattr(interpreter, "_operations", Nothing())
+    monkeypatch.setattr(interpreting, "_operations", Nothing())
     _operators[(2,)](x, i, tritons, 8)
     assert tritons.abs().nan_to_num(0, 0).sum() > 0
     assert torch.equal(remembered.view(torch.int32), tritons.view(torch.int32))
@@ -127,29 +126,9 @@ def test_language_is_patched_for_each_launch_and_as_it_was_after(
     assert torch.equal(out, x.sum(1) + x.max(1).values)
 
 
-def test_threads_launch_one_after_the_other() -> None:
-    """The language is patched for all threads, and where a program is in the grid, too."""
-    interpreter.prepare()
-    given = torch.arange(8 * 3 * 16.0).view(8, 3, 16)
-    found = torch.full((8, 3), -1.0)
-
-    def launch(thread: int) -> None:
-        for _ in range(5):
-            _row_sums[(3,)](given[thread], found[thread], 16)
-
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        with ThreadPoolExecutor(8) as threads:
-            list(threads.map(launch, range(8)))
-    finally:
-        sys.setswitchinterval(before)
-    assert torch.equal(found, given.sum(2) + given.max(2).values)
-
-
 def test_an_unknown_triton_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     before = dict(vars(triton_interpreter))
     for unknown in ("3.5.1", "3.10.0"):
-        monkeypatch.setattr(interpreter, "version", {"triton": unknown}.__getitem__)
-        interpreter.skip_idle_work.__wrapped__()
+        monkeypatch.setattr(interpreting, "version", {"triton": unknown}.__getitem__)
+        interpreting.skip_idle_work.__wrapped__()
         assert dict(vars(triton_interpreter)) == before

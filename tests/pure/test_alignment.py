@@ -11,8 +11,7 @@ import torch
 
 import tilegen
 from tests.taken import taking
-from tilegen import pipeline
-from tilegen.check import interpreter
+from tilegen import cpu, pipeline
 from tilegen.emit.identity import is_aligned
 from tilegen.kernels.config import TileConfig
 from tilegen.runtime import autograd, plans
@@ -49,8 +48,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Iterator[Seen]:
         asked.kernels.append((kernel, aligned))
         return SimpleNamespace(launch=launch_of(kernel))
 
-    monkeypatch.setattr(interpreter, "is_active", lambda: True)
-    monkeypatch.setattr(interpreter, "prepare", lambda: None)
+    monkeypatch.setattr(cpu, "serves_calls", lambda: True)
+    monkeypatch.setattr(cpu, "is_interpreting", lambda: True)  # which compiles nothing
     monkeypatch.setattr(pipeline, "load_kernel", load_kernel)
     config = TileConfig(block_m=16, block_n=16)
     monkeypatch.setattr(pipeline, "rank", taking(config))

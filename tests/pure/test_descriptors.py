@@ -13,9 +13,8 @@ import tilegen
 from tests.conftest import CheckGolden
 from tests.described import DESCRIBED
 from tests.records import RECORD, timed
-from tilegen import pipeline
+from tilegen import cpu, pipeline
 from tilegen.bundles import building
-from tilegen.check import interpreter
 from tilegen.choose.chosen import Chosen, Ranked
 from tilegen.choose.known import Known
 from tilegen.choose.ranking import hopefuls, propose, search_space
@@ -213,8 +212,7 @@ def test_calls_say_what_descriptors_cannot_hold(monkeypatch: pytest.MonkeyPatch)
         asked.append(describable)
         raise Unsupported("enough")
 
-    monkeypatch.setattr(interpreter, "is_active", lambda: True)
-    monkeypatch.setattr(interpreter, "prepare", lambda: None)
+    monkeypatch.setattr(cpu, "serves_calls", lambda: True)
     monkeypatch.setattr(pipeline, "choose", choose)
     plans.forget()
     dense = torch.zeros(2, 2, 8, 32, dtype=torch.float16)

@@ -2,7 +2,7 @@
 
 Both are held to attention written out in fp64: an error may be twice what the eager model in fp32
 has, plus a rounding floor, and the eager model's must be small itself. Models are random and tiny,
-and PyTorch computes, as on any CPU; tests/interpret/test_transformers.py does so with emitted
+and PyTorch computes, as on any CPU; tests/compiled/test_transformers.py does so with emitted
 kernels.
 """
 

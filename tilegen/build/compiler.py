@@ -11,8 +11,8 @@ from functools import cached_property
 from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
+from tilegen import cpu
 from tilegen.build.tools import nvidia_tool
-from tilegen.check import interpreter
 from tilegen.disk import log
 from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.kernel_files import load
@@ -104,7 +104,7 @@ def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) 
 
     Without `line_info` the binary does not name the emitted file, so it is the same everywhere.
     """
-    if interpreter.is_active():
+    if cpu.is_interpreting():
         raise Unsupported("expected a process without TRITON_INTERPRET=1 to compile in; unset it")
     import triton
     from triton import knobs

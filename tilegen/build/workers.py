@@ -17,8 +17,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from queue import SimpleQueue
 from typing import Any
 
+from tilegen import cpu
 from tilegen.build.compiler import CompiledKernel, compile_for
-from tilegen.check import interpreter
 from tilegen.emit.identity import RenderedKernel
 from tilegen.errors import BuildFailed, TilegenError
 
@@ -165,7 +165,7 @@ def compile_many(
         return
     if pool is None:
         size = min(workers or len(os.sched_getaffinity(0)), len(rendered))
-        if size == 1 and not interpreter.is_active():
+        if size == 1 and not cpu.is_interpreting():
             for one in rendered:
                 yield one, _compile_or_fail(one, arch)
             return

@@ -6,16 +6,15 @@ from dataclasses import replace
 
 import torch
 
-from tilegen.check import interpreter
+from tilegen import cpu
 from tilegen.problem import AttentionProblem
 
 REDUCED_LENGTH = 300
-"""Length of reduced problems: ragged for every tile, several tiles of most sizes, and quick in the
-interpreter."""
-MOST_INTERPRETED = 2**22
-"""Scores, of all heads, that are checked in Triton's interpreter: about a minute on one core."""
+"""Length of reduced problems: ragged for every tile, and several tiles of most sizes."""
+MOST_ON_CPU = 2**23
+"""Scores, of all heads, that are checked on a CPU: ten seconds on two cores, and a gigabyte."""
 BYTES_A_SCORE = 128
-"""Memory [bytes] of a GPU that a check takes for each score, as sixteen fp64 numbers: a guess."""
+"""Memory [bytes] that a check takes for each score, as sixteen fp64 numbers: a guess."""
 
 
 def reduced(problem: AttentionProblem, length: int = REDUCED_LENGTH) -> AttentionProblem:
@@ -34,10 +33,10 @@ def reduced(problem: AttentionProblem, length: int = REDUCED_LENGTH) -> Attentio
 
 
 def checkable(problem: AttentionProblem) -> AttentionProblem:
-    """Return a problem that can be checked here: the same, or reduced where the interpreter would
-    take long, or a GPU's free memory would not hold the reference."""
+    """Return a problem that can be checked here: the same, or reduced where a CPU would take
+    long, or a GPU's free memory would not hold the reference."""
     scores = problem.batch * problem.num_heads_q * problem.seqlen_q * problem.seqlen_kv
-    most = MOST_INTERPRETED
-    if torch.cuda.is_available() and not interpreter.is_active():
+    most = MOST_ON_CPU
+    if torch.cuda.is_available() and not cpu.is_interpreting():
         most = torch.cuda.mem_get_info()[0] // BYTES_A_SCORE
     return problem if scores <= most else reduced(problem)

@@ -18,7 +18,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tilegen import cpu
-from tilegen.check import interpreter
 from tilegen.check.paging import in_pages, out_of_pages
 from tilegen.check.reference import Inputs, attention_reference, make_inputs, torch_attention
 from tilegen.check.rounding import rounding_floors
@@ -172,8 +171,6 @@ def run(
     """Return out and lse, and with all kernels of a backward the gradients, as the emitted kernels
     compute them. `mask` defaults to that of their problem; panels are small by default, so that
     short sequences need several."""
-    if interpreter.is_active():
-        interpreter.prepare()
     q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout
     reads: dict[str, Any] = dropout.given if dropout else {}
     gradients: dict[int, torch.Tensor] = {}
@@ -226,9 +223,9 @@ def launch_of(
 
 def run_device() -> torch.device:
     """Return where emitted kernels run in this process. Raises Unsupported where they cannot."""
-    if torch.cuda.is_available() and not interpreter.is_active():
+    if torch.cuda.is_available() and not cpu.is_interpreting():
         return torch.device("cuda")
-    if not interpreter.is_active() and (reason := cpu.trouble()):
+    if not cpu.is_interpreting() and (reason := cpu.trouble()):
         raise Unsupported(f"running an emitted kernel needs a GPU or the CPU compiler: {reason}")
     return torch.device("cpu")
 

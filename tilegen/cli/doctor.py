@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tilegen import resources
-from tilegen.check import interpreter
 from tilegen.errors import TilegenError
 from tilegen.gpus.spec import detect
 from tilegen.private_files import NotPrivate, check_private
@@ -54,8 +53,6 @@ def examine() -> list[Finding]:
     else:
         found.append(Finding("gpu", "none that PyTorch sees"))
     found.append(Finding("cpu compiler", _cpu_compiler()))
-    interpreting = "on" if interpreter.is_active() else "off; TRITON_INTERPRET=1 turns it on"
-    found.append(Finding("interpreter", interpreter.trouble() or interpreting))
     found.append(Finding("cores", str(len(os.sched_getaffinity(0)))))
     try:
         found.append(Finding("templates", str(resources.data_dir("templates"))))

@@ -287,7 +287,7 @@ def verify(
     gpu: Gpu = None,
     json_: Json = False,
 ) -> None:
-    """Run forward and backward against the reference; without a GPU in Triton's interpreter, and
+    """Run forward and backward against the reference; without a GPU compiled for the CPU, and
     what is large at a reduced size.
 
     Example: tilegen verify "b1 hq4 hkv1 q200 d64 bf16 causal"

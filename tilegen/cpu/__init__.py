@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 from types import ModuleType
 from typing import TYPE_CHECKING
 
 from tilegen.bounded_cache import BoundedCache
-from tilegen.check import interpreter
 from tilegen.errors import Unsupported
 from tilegen.settings import settings
 
@@ -54,14 +54,25 @@ def load(rendered: RenderedKernel, mode: Mode = "") -> ModuleType:
     return _modules.get(key, lambda: _loaded(rendered, mode))
 
 
+def is_interpreting() -> bool:
+    """Return True where TRITON_INTERPRET=1 has Triton interpret kernels, and compile none."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def serves_calls() -> bool:
+    """Return True where calls on CPU tensors run emitted kernels, and PyTorch computes none."""
+    # Triton's interpreter gives wrong numbers for bf16.
+    return settings().cpu_kernels and not is_interpreting()
+
+
 def runs_compiled(device: torch.device) -> bool:
     """Return True where emitted kernels run compiled for the CPU."""
-    return device.type == "cpu" and not interpreter.is_active()
+    return device.type == "cpu" and not is_interpreting()
 
 
 def executable(rendered: RenderedKernel, device: torch.device) -> ModuleType:
     """Return the module whose `launch` runs on a device: compiled for the CPU, or as it is emitted
-    for a GPU and for Triton's interpreter. Raises what `load` raises."""
+    for a GPU, and where Triton interprets it for tests. Raises what `load` raises."""
     if not runs_compiled(device):
         from tilegen.emit import kernel_files
 

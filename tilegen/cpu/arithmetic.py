@@ -32,6 +32,8 @@ _LIBRARY = {
     **{"absf": "fabs", "precise_sqrt": "sqrt"},
     **{name: name for name in ("sqrt", "floor", "ceil", "sin", "cos", *_FUNCTIONS)},
 }
+_CALLED = {"erf": "erf"}
+"""Functions of the C library that LLVM has no intrinsic for."""
 
 
 def compute(
@@ -87,6 +89,9 @@ def compute(
     if kind in _LIBRARY:
         result = code.intrinsic(_LIBRARY.get(kind, kind), type_, lane, *values)
         return rounded(code, result, elem, lane)
+    if kind in _CALLED:
+        name = _CALLED[kind] + "f" * (type_ == "float")
+        return rounded(code, _of_each(code, name, type_, values[0], lane), elem, lane)
     if kind == "fma":
         return rounded(code, fused(code, *values, lane=lane, type_=type_), elem, lane)
     raise op.refused("unknown to the CPU compiler; use a GPU, or TILEGEN_CPU=torch")
@@ -136,6 +141,19 @@ def _extreme(code: Code, kind: str, type_: str, a: str, b: str, lane: Lane) -> s
         f"fcmp uno {vector} {b}, {b}" if "num" in kind else f"fcmp uno {vector} {a}, {a}"
     )
     return code.select(test, a, best, type_, lane)
+
+
+def _of_each(code: Code, name: str, type_: str, value: str, lane: Lane) -> str:
+    """Return a function of the C library of each element."""
+    code.module.declare(f"declare {type_} @{name}({type_})")
+    if not lane:
+        return code.emit(f"call {type_} @{name}({type_} {value})")
+    vector, result = typed(type_, lane), "poison"
+    for i in range(lane[1]):
+        one = code.emit(f"extractelement {vector} {value}, i32 {i}")
+        one = code.emit(f"call {type_} @{name}({type_} {one})")
+        result = code.emit(f"insertelement {vector} {result}, {type_} {one}, i32 {i}")
+    return result
 
 
 def _to_integer(code: Code, kind: str, type_: str, value: str, to: str, lane: Lane) -> str:

@@ -136,7 +136,7 @@ def catalogue() -> tuple[GpuSpec, ...]:
 
 
 ASSUMED = "h200"
-"""The GPU that commands assume, and whose tiles the interpreter runs, where there is none."""
+"""The GPU that commands assume, and whose tiles a CPU runs, where there is none."""
 
 
 def current_gpu() -> GpuSpec:

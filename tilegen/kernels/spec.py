@@ -124,7 +124,7 @@ class KernelSpec:
     loop: Whole | Sliced | None
     """The inner loop; None for kernels that go over their rows once."""
     traffic: tuple[Moved, ...]
-    """Words that a launch moves, exactly: as many as are counted in the interpreter."""
+    """Words that a launch moves, exactly: as many as a counting build counts."""
     floor: tuple[Moved, ...]
     """Tensors that must move under any schedule: inputs that matter, and all outputs."""
     shows: tuple[str, ...]

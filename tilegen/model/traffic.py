@@ -1,6 +1,6 @@
 """Exact traffic of the emitted kernels: which words each one loads and stores, as SymPy terms.
 
-A contract: the loads and stores of an emitted kernel, counted in Triton's interpreter, equal
+A contract: the loads and stores of an emitted kernel, counted by builds for the CPU, equal
 `traffic()` to the byte. Masked-off lanes are not loaded, so ragged tiles cost what they hold.
 """
 

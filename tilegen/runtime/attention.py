@@ -67,7 +67,7 @@ def attention(
     is the probability that a weight is dropped, which torch.manual_seed makes reproducible; lse is
     that of all weights. torch.autocast is followed as PyTorch's own attention does.
 
-    Never tunes unless TILEGEN_TUNE=1. CPU tensors run the emitted kernels where TRITON_INTERPRET=1
+    Never tunes unless TILEGEN_TUNE=1. CPU tensors run the emitted kernels where TILEGEN_CPU=kernels
     is set, otherwise PyTorch. Raises InvalidProblem or Unsupported, naming the call.
     """
     if getattr(q, "is_nested", False):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 
-from tilegen.check import interpreter
+from tilegen import cpu
 from tilegen.disk import say_once
 from tilegen.emit.identity import is_aligned
 from tilegen.kernels.descriptors import is_describable
@@ -16,7 +16,6 @@ from tilegen.masks.tensors import tensors_of
 from tilegen.runtime.changes import Changes, Gradients, Wanted
 from tilegen.runtime.derivatives import refuse_second, refuse_tangents
 from tilegen.runtime.launch_text import MAX_ROW_STRIDE
-from tilegen.settings import settings
 
 if TYPE_CHECKING:
     from tilegen.runtime.kernels import Kernels
@@ -176,18 +175,15 @@ class _Reaching(torch.autograd.Function):
 
 def computes_by_torch(device: torch.device) -> bool:
     """Return True where PyTorch computes calls on a device, which is said once: on a CPU, unless
-    TILEGEN_CPU=kernels or Triton's interpreter has the emitted kernels run there. Raises
-    Unsupported where they cannot."""
-    if device.type != "cpu":
+    TILEGEN_CPU=kernels has the emitted kernels run there, compiled."""
+    if device.type != "cpu" or cpu.serves_calls():
         return False
-    if interpreter.is_active():
-        interpreter.prepare()
-        return False
-    if settings().cpu_kernels:
-        return False
+    ask = "set TILEGEN_CPU=kernels"
+    if cpu.is_interpreting():
+        ask = f"unset TRITON_INTERPRET, with which nothing is compiled, and {ask}"
     say_once(
-        "CPU tensors: computing with PyTorch; "
-        "set TILEGEN_CPU=kernels to run the emitted kernels, compiled for the CPU"
+        f"CPU tensors: computing with PyTorch; {ask} to run the emitted kernels, compiled for the "
+        "CPU"
     )
     return True
 

@@ -291,7 +291,7 @@ def _run_of(
 def bound_module(
     module: Any, problem: AttentionProblem, kernel: Kernel, config: TileConfig, unit: int
 ) -> BoundKernel:
-    """Return an emitted kernel: launched by what Triton compiled, or in the interpreter by its own
+    """Return an emitted kernel: launched by what Triton compiled, or on a CPU by its own
     `launch`."""
     function = TritonFunction.of(module, config)
     if function is None:

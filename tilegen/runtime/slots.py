@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from tilegen.check import interpreter
+from tilegen import cpu
 from tilegen.errors import InvalidProblem
 from tilegen.masks.values import is_checked
 from tilegen.runtime.call import check_axes
 from tilegen.runtime.paged_call import even_starts, page_axes, readable
-from tilegen.settings import settings
 
 Pages = tuple[torch.Tensor, torch.Tensor]
 """Keys and values, each (pages, rows, heads, head dim)."""
@@ -178,7 +177,7 @@ def _compiled() -> Any:
 def _runs_kernel(k: torch.Tensor) -> bool:
     if k.device.type != "cpu":
         return k.is_cuda
-    return interpreter.is_active() or settings().cpu_kernels
+    return cpu.serves_calls()
 
 
 def _compute(k: torch.Tensor, v: torch.Tensor, pages: Pages, slots: torch.Tensor) -> None:
@@ -204,10 +203,8 @@ def _launch(
     tokens, heads, k_dim = k.shape
     if not tokens:
         return
-    if interpreter.is_active():
-        interpreter.prepare()
     # Triton launches on the current device.
-    elif k.is_cuda and k.device.index != torch.cuda.current_device():
+    if k.is_cuda and k.device.index != torch.cuda.current_device():
         with torch.cuda.device(k.device):
             return _launch(k, v, pages, slots=slots, where=where)
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
@@ -219,7 +216,7 @@ def _launch(
     if where is not None:
         requests, columns = where[0].shape
         of_requests = *where, requests, where[0].stride(0), columns * page
-    kernel: Any = write_tokens if k.is_cuda or interpreter.is_active() else _compiled()
+    kernel: Any = write_tokens if k.is_cuda or cpu.is_interpreting() else _compiled()
     kernel[tokens, -(-heads // at_once)](
         *(k, v, k_pages, v_pages, slots, *of_requests),
         *(*k.stride()[:2], *v.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3], heads),

@@ -36,7 +36,7 @@ class TritonFunction:
     @staticmethod
     def of(module: ModuleType, config: TileConfig) -> TritonFunction | None:
         """Return the function that an emitted module's `launch` launches; None where it has none
-        that Triton compiles, as in the interpreter."""
+        that Triton compiles, as on a CPU."""
         from triton.runtime.jit import JITFunction
 
         named = (vars(module).get(name) for name in module.launch.__code__.co_names)

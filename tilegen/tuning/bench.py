@@ -220,11 +220,11 @@ class Timed:
 
     def runs(self, config: TileConfig) -> Callable[[], None]:
         """Return what runs the kernel with a config once. Raises TilegenError."""
-        from tilegen.emit.kernel_files import load
+        from tilegen.cpu import executable
         from tilegen.emit.render import render
         from tilegen.runtime.binding import BoundKernel
 
-        module = load(render(self.problem, config, self.kernel))
+        module = executable(render(self.problem, config, self.kernel), self.device)
         bound = BoundKernel(module.launch, self.problem.mask, self.kernel, config)
         launch = bound.given(self.mask, self.problem.shape, self.device, self.reads)
 

@@ -11,13 +11,12 @@ import pytest
 import torch
 
 from tests import score_inputs
-from tests.interpret.test_scores import SCORES, made_from
+from tests.compiled.test_scores import SCORES, made_from
+from tests.counted import counting
 from tests.mask_zoo import ZOO, Case
 from tests.splits import NAMES, splits
-from tilegen.check import interpreter
 from tilegen.check.reference import Inputs, make_inputs
 from tilegen.check.verification import check, require, run, verify
-from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
 from tilegen.masks import Mask, causal, kv_lengths
 from tilegen.masks.score import Score, alibi, sinks, softcap
@@ -155,9 +154,8 @@ def test_bytes_are_what_the_model_says(mask: str) -> None:
         out, lse = torch.empty(*x.q.shape[:3], 32, dtype=x.q.dtype), torch.empty(x.q.shape[:3])
         given: tuple[Any, ...] = (x.q, x.k, x.v, 0.1)
         for name, config in configs.items():
-            launch = load(render(problem, config, name, aligned=False)).launch
-            with interpreter.count_traffic() as found:
-                made = launch(*given)
+            launch, found = counting(render(problem, config, name, aligned=False))
+            made = launch(*given)
             given = (*(made or ()), out, lse)
             expected = traffic(problem, config, name, aligned=False, before=configs[NAMES[0]])
             counted = found.read_bytes, found.write_bytes
@@ -170,15 +168,10 @@ def test_splits_of_lists_are_counted_as_they_are_visited() -> None:
         problem = AttentionProblem.parse(f"b1 hq4 hkv2 q100 kv100 d16/32 fp16 {mask}")
         config = splits(problem)[NAMES[0]]
         x = make_inputs(problem)
-        bound = BoundKernel(
-            load(render(problem, config, NAMES[0], aligned=False)).launch,
-            problem.mask,
-            NAMES[0],
-            config,
-        )
+        counted, found = counting(render(problem, config, NAMES[0], aligned=False))
+        bound = BoundKernel(counted, problem.mask, NAMES[0], config)
         launch = bound.given(problem.mask, Shape.of(x.q, x.k), x.q.device)
-        with interpreter.count_traffic() as found:
-            launch(x.q, x.k, x.v, 0.1)
+        launch(x.q, x.k, x.v, 0.1)
         assert found.write_bytes == traffic(problem, config, NAMES[0], aligned=False).write_bytes
 
 

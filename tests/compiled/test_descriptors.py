@@ -1,24 +1,21 @@
-"""Kernels that load what passes through tensor descriptors, in Triton's interpreter."""
+"""Kernels that load what passes through tensor descriptors, compiled for the CPU."""
 
 from dataclasses import replace
-from typing import Any
+from types import ModuleType
 
-import numpy as np
 import pytest
 import torch
 
 import tilegen
+from tests.compiled.mutations import Mutation, noticed
+from tests.compiled.test_counts import counted
 from tests.described import DESCRIBED, configs
-from tests.interpret.mutations import Mutation
-from tests.interpret.test_counts import counted
-from tilegen import pipeline
-from tilegen.check import interpreter
+from tilegen import cpu, pipeline
 from tilegen.check.reference import Inputs, make_inputs
 from tilegen.check.verification import check, require, run, verify
 from tilegen.choose import agreement
 from tilegen.dropout import Dropout
 from tilegen.emit.identity import RenderedKernel
-from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
 from tilegen.gpus.spec import ASSUMED, gpu
 from tilegen.kernels.config import Kernel, TileConfig
@@ -108,13 +105,10 @@ def _with_bad_second_head(problem: AttentionProblem) -> tuple[Inputs, Inputs]:
     return clean, bad
 
 
-@pytest.mark.filterwarnings("ignore:All-NaN slice")
 def test_a_tile_at_the_end_of_a_head_holds_nothing_of_the_next() -> None:
     """Not even where it is masked: 0 times NaN would be seen."""
     problem = AttentionProblem.parse("b1 hq2 hkv2 q45 kv45 d64 fp16 causal")
-    results = []
-    with np.errstate(all="ignore"):
-        results = [run(kernels(problem), inputs, 0.2) for inputs in _with_bad_second_head(problem)]
+    results = [run(kernels(problem), inputs, 0.2) for inputs in _with_bad_second_head(problem)]
     for name, tensor in results[0].items():
         assert torch.equal(tensor[:, 0], results[1][name][:, 0]), name
 
@@ -148,15 +142,13 @@ def test_broken_kernels_are_noticed(mutation: Mutation) -> None:
     every[mutation.kernel] = replace(whole, source=source, digest=f"{whole.digest}-{mutation.name}")
     if mutation.kernel == "fwd":
         every = {"fwd": every["fwd"]}
-    with np.errstate(all="ignore"):
-        assert not all(one.ok for one in check(every, make_inputs(problem), mask=problem.mask))
+    assert noticed(every, make_inputs(problem), mask=problem.mask)
 
 
 def test_a_launch_refuses_what_a_descriptor_cannot_hold() -> None:
     problem = AttentionProblem.parse("b1 hq2 hkv2 q40 kv40 d64 fp16 full")
-    interpreter.prepare()
     x = make_inputs(problem)
-    launch = load(kernels(problem)["fwd"]).launch
+    launch = cpu.load(kernels(problem)["fwd"]).launch
     with pytest.raises(ValueError, match="expected no expanded dimension, got strides"):
         launch(x.q, x.k[:, :1].expand_as(x.k), x.v, 0.1)
     one = x.k[:1].as_strided(x.k.shape, (1, *x.k.stride()[1:]))  # of size 1: any stride
@@ -173,13 +165,13 @@ def test_calls_of_all_strides(monkeypatch: pytest.MonkeyPatch) -> None:
     for kernel, config in SQUARE.items():
         agreement.remember(gpu(ASSUMED), kernel, problem.bucket.key, config)
     loaded: list[bool] = []
-    load_kernel = pipeline.load_kernel
+    executable = pipeline.executable
 
-    def noted(problem: Any, config: TileConfig, kernel: Kernel, *, aligned: bool) -> Any:
-        loaded.append(config.descriptors)
-        return load_kernel(problem, config, kernel, aligned=aligned)
+    def noted(rendered: RenderedKernel, device: torch.device) -> ModuleType:
+        loaded.append(rendered.config.descriptors)
+        return executable(rendered, device)
 
-    monkeypatch.setattr(pipeline, "load_kernel", noted)
+    monkeypatch.setattr(pipeline, "executable", noted)
     plans.forget()
     q = torch.randn(2, 4, 40, 64, dtype=torch.float16)
     dense = torch.randn(2, 2, 40, 64, dtype=torch.float16)

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.interpret.test_silent_errors import FAMILIES, problem
+from tests.compiled.test_silent_errors import FAMILIES, problem
 from tests.splits import backward
 from tilegen.check.reference import Inputs, make_inputs
 from tilegen.check.verification import run

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from tilegen import cpu
 from tilegen.check.reference import attention_reference, make_inputs
-from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import Kernel, TileConfig
@@ -30,7 +30,7 @@ def arguments(problem: AttentionProblem, kernel: Kernel) -> list[Any]:
 )
 def test_arguments_fit_the_launch(text: str, kernel: Kernel) -> None:
     problem = AttentionProblem.parse(text)
-    module = load(render(problem, TileConfig(block_m=32, block_n=16), kernel))
+    module = cpu.load(render(problem, TileConfig(block_m=32, block_n=16), kernel))
     results = module.launch(*arguments(problem, kernel))
     results = results if isinstance(results, tuple) else (results,)
     query = (problem.batch, problem.num_heads_q, problem.seqlen_q)
@@ -49,7 +49,7 @@ def test_arguments_fit_the_launch(text: str, kernel: Kernel) -> None:
 def test_arguments_are_in_the_order_of_the_launch(kernel: Kernel) -> None:
     """Each is what its name says, although most would fit in another's place."""
     problem = AttentionProblem.parse("b1 hq4 hkv2 q40 kv3000 d32/16 fp16 full")
-    module = load(render(problem, TileConfig(block_m=32, block_n=16), kernel))
+    module = cpu.load(render(problem, TileConfig(block_m=32, block_n=16), kernel))
     names = list(inspect.signature(module.launch).parameters)
     found = dict(zip(names, arguments(problem, kernel), strict=True))
     shapes = {

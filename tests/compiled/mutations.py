@@ -4,8 +4,16 @@ Each is a mistake that somebody has shipped in some attention kernel. test_mutat
 the checks every kernel test goes through notice every one of them.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import pytest
+
+from tilegen.check.reference import Inputs
+from tilegen.check.verification import check
+from tilegen.emit.identity import RenderedKernel
+from tilegen.errors import WrongResult
 from tilegen.kernels.config import Kernel
 
 
@@ -15,6 +23,16 @@ class Mutation:
     kernel: Kernel
     old: str
     new: str
+
+
+def noticed(kernels: Mapping[Kernel, RenderedKernel], inputs: Inputs, **given: Any) -> bool:
+    """Return True where a result is wrong, or an address outside of its tensor."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TILEGEN_CHECK", "bounds")
+        try:
+            return not all(one.ok for one in check(kernels, inputs, **given))
+        except WrongResult:
+            return True
 
 
 def _everywhere(name: str, old: str, new: str) -> list[Mutation]:

@@ -16,8 +16,6 @@ from tilegen.masks import Mask
 from tilegen.masks.score import Score
 from tilegen.runtime import dispatch, plans
 
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
 
 def leaf(*shape: int, seed: int = 0) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed + sum(shape))

@@ -10,13 +10,12 @@ import pytest
 import torch
 
 import tilegen
-from tests.counted import counted, predicted
-from tests.interpret.test_paged import configs, expected_of
+from tests.compiled.test_paged import configs, expected_of
+from tests.counted import counted, counting, predicted
 from tests.splits import NAMES, splits
-from tilegen.check import interpreter
 from tilegen.check.reference import make_inputs
 from tilegen.check.verification import require, verify
-from tilegen.emit.kernel_files import load
+from tilegen.cpu.checks import Traffic
 from tilegen.emit.render import render
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.masks import Mask
@@ -40,10 +39,12 @@ def problem_of(lengths: str, mask: Mask, heads: str = "b2 hq6 hkv2") -> Attentio
 # Bytes
 
 
-def bound(problem: AttentionProblem, config: TileConfig, kernel: Kernel, mask: Mask) -> Any:
-    launch = load(render(problem, config, kernel, aligned=False)).launch
+def bound(
+    problem: AttentionProblem, config: TileConfig, kernel: Kernel, mask: Mask
+) -> tuple[Any, Traffic]:
+    launch, found = counting(render(problem, config, kernel, aligned=False))
     one = BoundKernel(launch, problem.mask, kernel, config)
-    return one.given(mask, Shape(*problem.shape.by_axis.values()), torch.device("cpu"))
+    return one.given(mask, Shape(*problem.shape.by_axis.values()), torch.device("cpu")), found
 
 
 @pytest.mark.parametrize("window", [None, (60, -1)])
@@ -58,9 +59,8 @@ def test_bytes_are_what_the_model_says(kernel: Kernel, window: tuple[int, int] |
         config = splits(problem)[NAMES[0]] if kernel == "fwd_split" else TILE
         x, rows = make_inputs(problem), torch.zeros(2, 6, WIDTH)
         backward = (x.dout, rows, rows) if kernel.startswith("bwd") else ()
-        launch = bound(problem, config, kernel, mask)
-        with interpreter.count_traffic() as found:
-            launch(x.q, x.k, x.v, *backward, 0.1)
+        launch, found = bound(problem, config, kernel, mask)
+        launch(x.q, x.k, x.v, *backward, 0.1)
         expected = traffic(problem, config, kernel, aligned=False)
         assert (found.read_bytes, found.write_bytes) == (expected.read_bytes, expected.write_bytes)
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import tilegen
-from tests.interpret.test_scores import FAMILIES, SCORES, made_from
+from tests.compiled.test_scores import FAMILIES, SCORES, made_from
 from tests.score_inputs import HEADS, SLOPES, random
 from tilegen import pipeline
 from tilegen.check.reference import make_inputs

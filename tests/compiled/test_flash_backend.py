@@ -14,7 +14,6 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from torch.nn.functional import scaled_dot_product_attention as of_torch
 
 from tests.pure.test_flash_attn import dense, of_documents
-from tilegen.check import interpreter
 from tilegen.check.reference import attention_reference
 from tilegen.disk import say_once
 from tilegen.dropout import Dropout
@@ -23,11 +22,6 @@ from tilegen.masks.mask import causal
 
 Make = Callable[..., torch.Tensor]
 ATEN = torch.ops.aten
-
-
-@pytest.fixture(autouse=True)
-def _prepared() -> None:
-    interpreter.prepare()
 
 
 @pytest.fixture

@@ -6,12 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.counted import moved_by
 from tests.two_sweeps import FWD_TWO_SWEEPS, registered
 from tilegen import gpu
-from tilegen.check import interpreter
 from tilegen.check.reference import make_inputs
 from tilegen.check.verification import require, verify
-from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
 from tilegen.kernels.config import TileConfig
 from tilegen.model.traffic import traffic
@@ -34,11 +33,9 @@ def test_it_is_right_and_moves_what_its_record_says(mask: str) -> None:
     require(verify(problem, {NAME: CONFIG}))
     assert check_config(problem, NAME, CONFIG) is None
     x = make_inputs(problem)
-    launch = load(render(problem, CONFIG, NAME, aligned=False)).launch
-    with interpreter.count_traffic() as found:
-        launch(x.q, x.k, x.v, 0.1)
+    found = moved_by(render(problem, CONFIG, NAME, aligned=False), x.q, x.k, x.v, 0.1)
     expected = traffic(problem, CONFIG, NAME)
-    assert (found.read_bytes, found.write_bytes) == (expected.read_bytes, expected.write_bytes)
+    assert found == (expected.read_bytes, expected.write_bytes)
 
 
 def test_it_is_right_where_tiles_are_listed() -> None:

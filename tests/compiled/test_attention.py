@@ -1,4 +1,4 @@
-"""`tilegen.attention` on CPU tensors, with the emitted kernels in the interpreter."""
+"""`tilegen.attention` on CPU tensors, with the emitted kernels compiled for the CPU."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -13,8 +13,9 @@ import tilegen
 from tilegen import disk, pipeline
 from tilegen.bounded_cache import BoundedCache
 from tilegen.check.reference import attention_reference, make_inputs
+from tilegen.emit.identity import RenderedKernel
 from tilegen.errors import Unsupported
-from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.config import Kernel
 from tilegen.kernels.registry import BACKWARD, FAMILIES, FORWARD
 from tilegen.kernels.spec import Direction
 from tilegen.problem import AttentionProblem
@@ -205,19 +206,17 @@ def test_plans_do_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 def small_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Have every call computed by the small-cache kernels; returns which of them were loaded."""
     loaded: list[str] = []
-    load_kernel = pipeline.load_kernel
+    executable = pipeline.executable
 
     def chosen(known: object, direction: Direction) -> tuple[Kernel, ...]:
         return FAMILIES[direction]["small_cache"].names
 
-    def watched(
-        problem: AttentionProblem, config: TileConfig, kernel: Kernel, *, aligned: bool
-    ) -> ModuleType:
-        loaded.append(kernel)
-        return load_kernel(problem, config, kernel, aligned=aligned)
+    def watched(rendered: RenderedKernel, device: torch.device) -> ModuleType:
+        loaded.append(rendered.kernel)
+        return executable(rendered, device)
 
     monkeypatch.setattr(pipeline, "kernels_used", chosen)
-    monkeypatch.setattr(pipeline, "load_kernel", watched)
+    monkeypatch.setattr(pipeline, "executable", watched)
     plans.forget()
     yield loaded
     plans.forget()

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
+from tests.counted import moved_by
 from tests.problems import PROBLEMS
-from tilegen.check import interpreter
 from tilegen.check.reference import make_inputs
-from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import LARGE_CACHE
@@ -31,7 +30,6 @@ CONFIGS = [TileConfig(block_m=32, block_n=16), TileConfig(block_m=16, block_n=64
 
 
 def counted(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> tuple[int, int]:
-    interpreter.repair_bfloat16()
     x = make_inputs(problem)
     rows = torch.zeros(x.q.shape[:3])
     arguments = {
@@ -40,10 +38,7 @@ def counted(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> tu
         "bwd_dkdv": (x.q, x.k, x.v, x.dout, rows, rows, 0.1),
         "bwd_dq": (x.q, x.k, x.v, x.dout, rows, rows, 0.1),
     }[kernel]
-    launch = load(render(problem, config, kernel, aligned=config.descriptors)).launch
-    with interpreter.count_traffic() as found:
-        launch(*arguments)
-    return found.read_bytes, found.write_bytes
+    return moved_by(render(problem, config, kernel, aligned=config.descriptors), *arguments)
 
 
 @pytest.mark.parametrize("kernel", LARGE_CACHE)

@@ -11,15 +11,13 @@ import pytest
 import torch
 
 from tests import sliced
+from tests.counted import counting_all
 from tests.problems import PROBLEMS
-from tilegen.check import interpreter
 from tilegen.check.reference import make_inputs
 from tilegen.check.verification import check, require, run, verify
-from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
 from tilegen.kernels import passes
 from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.kernels.panels import Launch
 from tilegen.masks import parse_mask
 from tilegen.model.traffic import traffic
 from tilegen.problem import AttentionProblem
@@ -148,27 +146,12 @@ def counted(
     panel_rows: int,
 ) -> dict[Kernel, tuple[int, int]]:
     """Return (read, written) bytes of every kernel, all its launches together."""
-    interpreter.repair_bfloat16()
     x = make_inputs(problem)
-    moved: dict[Kernel, tuple[int, int]] = dict.fromkeys(configs, (0, 0))
-
-    def watched(kernel: Kernel) -> Launch:
-        launch = load(render(problem, configs[kernel], kernel, aligned=aligned)).launch
-
-        def counting(*arguments: Any) -> Any:
-            with interpreter.count_traffic() as found:
-                result = launch(*arguments)
-            read, written = moved[kernel]
-            moved[kernel] = read + found.read_bytes, written + found.write_bytes
-            return result
-
-        return counting
-
-    launch: dict[Kernel, Launch] = {kernel: watched(kernel) for kernel in configs}
+    launch, moved = counting_all(problem, configs, aligned=aligned)
     _, lse = passes.forward(launch, x.q, x.k, x.v, 0.1, panel_rows=panel_rows)
     if "bwd_scores" in configs:
         passes.gradients(launch, x.q, x.k, x.v, x.dout, lse, lse, 0.1, panel_rows=panel_rows)
-    return moved
+    return {kernel: (one.read_bytes, one.write_bytes) for kernel, one in moved.items()}
 
 
 @pytest.mark.parametrize("mask", MASKS)

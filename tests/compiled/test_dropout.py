@@ -1,4 +1,4 @@
-"""Dropout in emitted kernels, run by Triton's interpreter: the same pairs as PyTorch's, whatever
+"""Dropout in emitted kernels, compiled for the CPU: the same pairs as PyTorch's, whatever
 the tiles; outputs and gradients; bytes."""
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ import torch
 
 import tilegen
 from tests import sliced
+from tests.counted import counting_all
 from tests.score_inputs import MASKS, random
-from tilegen.check import interpreter
 from tilegen.check.reference import Inputs, attention_reference, make_inputs
 from tilegen.check.verification import check, require, run, verify
 from tilegen.dropout import Dropout
-from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
 from tilegen.kernels import passes
 from tilegen.kernels.config import Kernel, TileConfig
@@ -175,25 +174,11 @@ def test_packed_sequences_drop_by_their_place_among_all_tokens() -> None:
 @pytest.mark.parametrize("mask", ["full", "causal(bottom_right)", "window(9,3)"])
 def test_bytes_of_the_seed_are_counted(mask: str) -> None:
     problem = AttentionProblem.parse(f"b1 hq2 hkv1 q70 kv60 d32 fp16 {mask} dropout")
-    interpreter.repair_bfloat16()
     x = make_inputs(problem)
     for configs in FAMILIES.values():
-        moved: dict[Kernel, tuple[int, int]] = dict.fromkeys(configs, (0, 0))
-
-        def launch(kernel: Kernel, config: TileConfig, moved: Any = moved) -> Any:
-            rendered = render(problem, config, kernel)
-            given = Dropout(0.5, STATE).given if KERNELS[kernel].drops else {}
-
-            def counting(*arguments: Any) -> Any:
-                with interpreter.count_traffic() as found:
-                    result = load(rendered).launch(*arguments, **given)
-                read, written = moved[kernel]
-                moved[kernel] = read + found.read_bytes, written + found.write_bytes
-                return result
-
-            return counting
-
-        launches = {kernel: launch(kernel, config) for kernel, config in configs.items()}
+        state = Dropout(0.5, STATE).given
+        reads = {kernel: state for kernel in configs if KERNELS[kernel].drops}
+        launches, moved = counting_all(problem, configs, reads)
         _, lse = passes.forward(launches, x.q, x.k, x.v, 0.1, panel_rows=1 << 20)
         if len(configs) > 2:
             passes.gradients(launches, x.q, x.k, x.v, x.dout, lse, lse, 0.1, panel_rows=1 << 20)
@@ -201,7 +186,8 @@ def test_bytes_of_the_seed_are_counted(mask: str) -> None:
             width = configs["fwd_scores"].block_n if "fwd_scores" in configs else 0
             expected = traffic(problem, config, kernel, score_width=width or config.block_n)
             if kernel != "bwd_preprocess":
-                assert moved[kernel] == (expected.read_bytes, expected.write_bytes), kernel
+                found = moved[kernel].read_bytes, moved[kernel].write_bytes
+                assert found == (expected.read_bytes, expected.write_bytes), kernel
 
 
 @pytest.mark.parametrize("kernel", ["fwd", "bwd_preprocess", "bwd_dkdv", "fwd_values"])

@@ -1,4 +1,4 @@
-"""Emitted kernels, run by Triton's interpreter, against the reference: forward and backward."""
+"""Emitted kernels, compiled for the CPU, against the reference: forward and backward."""
 
 from dataclasses import replace
 from itertools import cycle

@@ -10,9 +10,9 @@ import torch
 import tilegen
 from tests.counted import counted, predicted
 from tests.splits import COMBINE
+from tilegen import cpu
 from tilegen.check.reference import attention_reference, make_inputs
 from tilegen.check.verification import check, require, verify
-from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
 from tilegen.kernels.config import TileConfig
 from tilegen.model.traffic import traffic
@@ -77,7 +77,7 @@ def test_the_tuner_runs_and_checks_them() -> None:
 
 def test_other_values_are_refused() -> None:
     problem = AttentionProblem.parse(CASES[0][0])
-    launch = load(render(problem, FWD["fwd"], "fwd")).launch
+    launch = cpu.load(render(problem, FWD["fwd"], "fwd")).launch
     x = make_inputs(problem)
     with pytest.raises(ValueError, match=r"such as k\[\.\.\., :32\], got others"):
         launch(x.q, x.k, x.v.contiguous(), 0.1)

@@ -1,7 +1,7 @@
 """`attention` served from a bundle computes what the reference does, forward and backward.
 
-The driver's place is taken by Triton's interpreter: it runs the bundle's own source, on arguments
-read back from the memory that the driver would read.
+The driver's place is taken by the compiler for the CPU: it compiles the bundle's own source, which
+runs on arguments read back from the memory that the driver would read.
 """
 
 import importlib.util
@@ -21,6 +21,7 @@ from tilegen import bundles
 from tilegen.bundles.manifest import Binary
 from tilegen.bundles.served import Bundle
 from tilegen.check.reference import TORCH_DTYPES, attention_reference
+from tilegen.cpu.direct import DirectFunction
 from tilegen.dropout import Dropout
 from tilegen.gpus.spec import gpu
 from tilegen.masks import Mask
@@ -29,8 +30,6 @@ from tilegen.problem import AttentionProblem
 from tilegen.runtime import plans
 from tilegen.runtime.call import problem_of
 from tilegen.runtime.changes import Changes
-
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 ELEMENTS = {"*i32": torch.int32, "*i64": torch.int64, "*u8": torch.uint8}
 TABLE = torch.linspace(-1, 1, 4 * 61).reshape(4, 61).requires_grad_()
@@ -61,7 +60,7 @@ CASES: dict[str, tuple[str, Mask, Score | None]] = {
 }
 
 
-class Interpreted:
+class Driver:
     """Runs what bundles launch."""
 
     def __init__(self) -> None:
@@ -70,9 +69,9 @@ class Interpreted:
 
     def function(self, bundle: Bundle, binary: Binary) -> StandIn:
         """Stand for `Bundle.function`."""
-        kernel = getattr(imported(bundle.path / binary.source), binary.function)
+        source = imported(bundle.path / binary.source)
+        kernel = DirectFunction(getattr(source, binary.function))
         given = [type_ for name, type_ in binary.arguments if not name.startswith("scratch")]
-        config = binary.config
 
         def run(grid: int, values: list[Any]) -> None:
             arguments = [
@@ -82,7 +81,7 @@ class Interpreted:
                 for value, type_ in zip(values, given, strict=False)
             ]
             self.launched.append(binary.kernel)
-            kernel[(grid,)](*arguments, num_warps=config.num_warps, num_stages=config.num_stages)
+            kernel[(grid,)](*arguments)
 
         return StandIn(binary, run)
 
@@ -97,8 +96,8 @@ def imported(path: Path) -> ModuleType:
 
 
 @pytest.fixture
-def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interpreted]:
-    made = Interpreted()
+def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
+    made = Driver()
     data_ptr = torch.Tensor.data_ptr
 
     def note_tensor(one: torch.Tensor) -> int:
@@ -114,7 +113,7 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Interpreted]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_bundle_computes_what_the_reference_does(
-    name: str, interpreted: Interpreted, tmp_path: Path
+    name: str, driver: Driver, tmp_path: Path
 ) -> None:
     text, mask, score = CASES[name]
     asked = AttentionProblem.parse(text)
@@ -149,28 +148,26 @@ def test_a_bundle_computes_what_the_reference_does(
         weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(3))
         gradients = torch.autograd.grad((out.float() * weight).sum(), leaves)
         results.append([out.detach(), *gradients])
-    assert set(interpreted.launched) == set(needed)
+    assert set(driver.launched) == set(needed)
     tolerance = 1e-4 if dtype == torch.float32 else 2e-2
     for ours, theirs in zip(*results, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
-def test_a_pass_the_bundle_lacks_is_computed_as_without_it(
-    interpreted: Interpreted, tmp_path: Path
-) -> None:
+def test_a_pass_the_bundle_lacks_is_computed_as_without_it(driver: Driver, tmp_path: Path) -> None:
     problem = AttentionProblem.parse("hq2 q70 d16 fp32 causal")
     write_bundle([problem], [gpu("h200")], tmp_path, directions=["forward"])
     tilegen.load_bundle(tmp_path)
     q = torch.randn(1, 2, 70, 16, requires_grad=True)
     out = tilegen.attention(q, q, q, mask=tilegen.causal())
     expected, _ = attention_reference(q, q, q, mask=tilegen.causal())
-    assert interpreted.launched == ["fwd"]
+    assert driver.launched == ["fwd"]
     (ours,), (theirs,) = (torch.autograd.grad(x.square().sum(), q) for x in (out, expected))
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    assert interpreted.launched == ["fwd"]
+    assert driver.launched == ["fwd"]
 
 
-def test_a_bundle_is_given_lengths_in_32_bits(interpreted: Interpreted, tmp_path: Path) -> None:
+def test_a_bundle_is_given_lengths_in_32_bits(driver: Driver, tmp_path: Path) -> None:
     lengths = torch.tensor([70, 31])
     mask = tilegen.causal() & tilegen.kv_lengths(lengths)
     q = torch.randn(2, 2, 70, 16, requires_grad=True)
@@ -184,12 +181,12 @@ def test_a_bundle_is_given_lengths_in_32_bits(interpreted: Interpreted, tmp_path
         )
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    assert set(interpreted.launched) == {one.kernel for one in bundle.manifest.binaries}
+    assert set(driver.launched) == {one.kernel for one in bundle.manifest.binaries}
 
 
 @pytest.mark.parametrize("mask", ["full", "dilated(3)"])
 def test_a_bundle_is_told_where_requests_lie_in_32_bits(
-    interpreted: Interpreted, tmp_path: Path, mask: str
+    driver: Driver, tmp_path: Path, mask: str
 ) -> None:
     problem = AttentionProblem.parse(f"b3 hq4 hkv2 q2 kv48 d16 fp32 {mask} page16")
     write_bundle([problem], [gpu("h200")], tmp_path)
@@ -202,4 +199,4 @@ def test_a_bundle_is_told_where_requests_lie_in_32_bits(
             keys = pages[table[i]].flatten(0, 1)[:length].transpose(0, 1)[None]
             expected, _ = attention_reference(q[i : i + 1], keys, keys, mask=problem.mask)
             torch.testing.assert_close(out[i : i + 1], expected, rtol=1e-5, atol=1e-5)
-    assert interpreted.launched == ["fwd_paged", "fwd_combine"] * 3
+    assert driver.launched == ["fwd_paged", "fwd_combine"] * 3

@@ -12,14 +12,13 @@ import pytest
 import torch
 
 from tests import score_inputs
-from tests.interpret.test_scores import SCORES, made_from
+from tests.compiled.test_scores import SCORES, made_from
+from tests.counted import counting
 from tests.mask_zoo import ZOO, Case
 from tests.splits import backward
-from tilegen.check import interpreter
 from tilegen.check.reference import Inputs, make_inputs
 from tilegen.check.verification import check, require, run, verify
 from tilegen.dropout import Dropout
-from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS
@@ -169,12 +168,11 @@ def moves_what_the_model_says(
         given: tuple[Any, ...] = inputs
         for name in (f"bwd_{result}_split", f"bwd_{result}_sum"):
             config = configs[name]
-            launch = load(render(problem, config, name, aligned=False)).launch
+            launch, found = counting(render(problem, config, name, aligned=False))
             bound = BoundKernel(launch, problem.mask, name, config)
             its = reads if KERNELS[name].drops else {}
             launch = bound.given(problem.mask, Shape.of(x.q, x.k), x.q.device, its)
-            with interpreter.count_traffic() as found:
-                made = launch(*given)
+            made = launch(*given)
             before = configs[f"bwd_{result}_split"]
             expected = traffic(problem, config, name, aligned=False, before=before)
             assert found.write_bytes == expected.write_bytes, (name, problem.key)

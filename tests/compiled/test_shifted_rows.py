@@ -11,13 +11,12 @@ import pytest
 import torch
 
 import tilegen
-from tests.interpret.test_scores import FAMILIES
+from tests.compiled.test_scores import FAMILIES
+from tests.counted import counting_all
 from tests.shifted_rows import COLUMNS, DIM, ROWS, SHIFTS, expected, shifted_bias
 from tests.splits import backward
-from tilegen.check import interpreter
 from tilegen.check.reference import Inputs, make_inputs
 from tilegen.check.verification import run
-from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
 from tilegen.kernels import passes
 from tilegen.kernels.config import Kernel, TileConfig
@@ -100,21 +99,7 @@ def test_a_second_number_of_each_row_is_counted(family: str) -> None:
     problem = AttentionProblem.parse("b1 hq2 hkv1 q70 kv77 d16 fp32 causal score(2*s)")
     assert problem.pair_lse
     configs, x = ALL_FAMILIES[family], make_inputs(problem)
-    moved: dict[Kernel, tuple[int, int]] = dict.fromkeys(configs, (0, 0))
-
-    def counting(name: Kernel) -> Any:
-        launch = load(render(problem, configs[name], name)).launch
-
-        def run(*given: Any) -> Any:
-            with interpreter.count_traffic() as found:
-                made = launch(*given)
-            read, written = moved[name]
-            moved[name] = read + found.read_bytes, written + found.write_bytes
-            return made
-
-        return run
-
-    launches = {name: counting(name) for name in configs}
+    launches, moved = counting_all(problem, configs)
     _, lse = passes.forward(launches, x.q, x.k, x.v, 0.1, panel_rows=1 << 20, pairs=True)
     if len(configs) > 2:
         rows = torch.zeros(1, 2, 70)
@@ -125,7 +110,8 @@ def test_a_second_number_of_each_row_is_counted(family: str) -> None:
         score_width = width or config.block_n
         expected = traffic(problem, config, name, score_width=score_width, before=before)
         if name != "bwd_preprocess":
-            assert moved[name] == (expected.read_bytes, expected.write_bytes), name
+            found = moved[name].read_bytes, moved[name].write_bytes
+            assert found == (expected.read_bytes, expected.write_bytes), name
 
 
 @pytest.mark.parametrize("name", SHIFTS)

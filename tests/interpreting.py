@@ -1,5 +1,5 @@
 """Triton's interpreter, made right for bfloat16, quicker, and able to count what a kernel loads
-and stores.
+and stores: an oracle that shares nothing with the compiler for the CPU.
 
 The interpreter runs emitted kernels on CPU tensors when TRITON_INTERPRET=1 is set before Triton is
 first imported.
@@ -7,18 +7,17 @@ first imported.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import version
-from threading import RLock
 from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tilegen import cpu
 from tilegen.errors import Unsupported
 
 _KNOWN = ((3, 6), (3, 9))
@@ -31,11 +30,6 @@ class Traffic:
 
     read_bytes: int = 0
     write_bytes: int = 0
-
-
-def is_active() -> bool:
-    """True where kernels run in Triton's interpreter in this process."""
-    return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def trouble() -> str:
@@ -57,30 +51,14 @@ def _release(text: str) -> tuple[int, ...]:
 
 
 def prepare() -> None:
-    """Make the interpreter right for bfloat16, and quicker. Raises Unsupported where it cannot
-    work."""
+    """Make the interpreter right for bfloat16, and quicker, and have calls on CPU tensors run in
+    it. Raises Unsupported where it cannot work."""
     if reason := trouble():
         raise Unsupported(reason)
-    launch_one_by_one()
     repair_bfloat16()
     repair_comparisons()
     skip_idle_work()
-
-
-@cache
-def launch_one_by_one() -> None:
-    """Have threads wait for each other's launches, from now on: a launch patches the language for
-    all threads, and the builder knows one program of one grid."""
-    import triton.runtime.interpreter
-
-    executor, lock = cast("Any", triton.runtime.interpreter.GridExecutor), RLock()
-    launch = executor.__call__
-
-    def alone(*given: Any, **named: Any) -> Any:
-        with lock:
-            return launch(*given, **named)
-
-    executor.__call__ = alone
+    cpu.serves_calls = lambda: True
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Score changes in emitted kernels, run by Triton's interpreter, against the reference."""
+"""Score changes in emitted kernels, compiled for the CPU, against the reference."""
 
 from __future__ import annotations
 

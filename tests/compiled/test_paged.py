@@ -6,16 +6,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import triton.language as tl
-import triton.runtime.interpreter
 
 import tilegen
 from tests.counted import counted, predicted
 from tests.splits import COMBINE
-from tilegen.check import interpreter
 from tilegen.check.reference import attention_reference
 from tilegen.check.verification import require, verify
 from tilegen.choose import ranking
@@ -215,23 +211,7 @@ def test_a_bound_of_the_keys_changes_nothing_but_the_work() -> None:
 
 @pytest.fixture
 def invariant(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have calls be batch-invariant, in an interpreter whose products add up in the order of their
-    terms: NumPy's hang on the shape."""
-    interpreter.prepare()
-    module: Any = triton.runtime.interpreter
-
-    def numbers(x: Any) -> Any:
-        if x.dtype.scalar == tl.bfloat16:
-            return (x.data.astype(np.uint32) << 16).view(np.float32)
-        return x.data.astype(np.float32)
-
-    def in_order(a: Any, b: Any, d: Any, *_: Any) -> Any:
-        left, right, total = numbers(a), numbers(b), numbers(d).copy()
-        for i in range(left.shape[1]):
-            total += left[:, i : i + 1] * right[i : i + 1, :]
-        return module.TensorHandle(total, d.dtype.scalar)
-
-    monkeypatch.setattr(module.interpreter_builder, "create_dot", in_order)
+    """Have calls be batch-invariant."""
     small = TileConfig(block_m=8, heads=2, block_n=16, split_kv=32)  # so that splits are several
     configs = {"fwd_combine": COMBINE}
     monkeypatch.setattr(ranking, "invariant_config", lambda *its: configs.get(its[-1], small))
