@@ -32,7 +32,8 @@ class EmittedFunction:
     def __init__(self, rendered: RenderedKernel, target: Target, mode: Mode) -> None:
         """Compile the kernel for the declared types, or read it from disk. Raises what
         `build.compiled` raises."""
-        self._rendered, self._target, self._mode = rendered, target, mode
+        self._rendered, self._target = rendered, target
+        self._mode: Mode = mode
         self._source = source_of(rendered)
         self._known: dict[tuple[torch.dtype, ...], CpuFunction] = {}
         self._wide: dict[tuple[torch.dtype, ...], CpuFunction] = {}
@@ -77,10 +78,10 @@ class EmittedFunction:
 
     def _function(self, types: Types) -> CpuFunction:
         declared = types == tuple(self._rendered.signature)
-        mode = self._mode
+        kind = str(self._mode)
         if not declared:  # part of the file's name
-            mode += hashlib.sha256(str(types).encode()).hexdigest()[:8]
-        path = path_of(self._rendered.digest, self._rendered.kernel, self._target, mode)
+            kind += hashlib.sha256(str(types).encode()).hexdigest()[:8]
+        path = path_of(self._rendered.digest, self._rendered.kernel, self._target, kind)
         made = read(path)
         if made is None:
             made = compiled(replace(self._source, signature=types), self._target, self._mode)

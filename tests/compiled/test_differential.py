@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from zlib import crc32
 
 import pytest
 import torch
@@ -16,10 +18,9 @@ from tests.differential.draw import draw
 from tests.differential.problems import PLAIN, Problem, parse
 from tests.differential.report import Line, append, read, summary
 from tests.differential.trial import attempt
-from tilegen.emit.kernel_files import load
-from tilegen.emit.render import render
-from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.problem import AttentionProblem
+from tilegen.cpu import executable
+from tilegen.emit.identity import RenderedKernel
+from tilegen.kernels.config import Kernel
 
 SEED = 20
 
@@ -60,19 +61,17 @@ RICH = Problem(
 )
 
 
-def broken(old: str, new: str, kernels: tuple[Kernel, ...]) -> trial.Load:
-    """Return how kernels are loaded with an emitted text changed."""
+def broken(old: str, new: str, kernels: tuple[Kernel, ...]) -> Callable[..., ModuleType]:
+    """Return what makes kernels executable, with an emitted text changed."""
 
-    def load_broken(
-        problem: AttentionProblem, config: TileConfig, kernel: Kernel, *, aligned: bool
-    ) -> ModuleType:
-        one = render(problem, config, kernel, aligned=aligned)
-        if kernel in kernels:
-            source = one.source.replace(old, new)
-            one = replace(one, source=source, digest=f"{one.digest[:-6]}broken")
-        return load(one)
+    def executable_broken(rendered: RenderedKernel, device: torch.device) -> ModuleType:
+        if rendered.kernel in kernels:
+            changed = rendered.source.replace(old, new)
+            digest = f"{rendered.digest[:8]}{crc32(changed.encode()):08x}"
+            rendered = replace(rendered, source=changed, digest=digest)
+        return executable(rendered, device)
 
-    return load_broken
+    return executable_broken
 
 
 def test_a_rich_problem_is_right() -> None:
@@ -81,7 +80,7 @@ def test_a_rich_problem_is_right() -> None:
 
 def test_a_broken_mask_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     load_broken = broken("k_idx <= q_idx", "k_idx < q_idx", ("fwd",))
-    monkeypatch.setattr(trial.kernel_files, "load_kernel", load_broken)
+    monkeypatch.setattr(trial, "executable", load_broken)
     outcome, small, why = examine(RICH)
     assert (outcome.what, why.what) == ("wrong", "wrong")
     expected = Problem(rows=1, columns=1, mask="causal()", configs=PLAIN, backward=False)
@@ -90,7 +89,7 @@ def test_a_broken_mask_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_broken_gradient_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -> None:
     load_broken = broken("head // GROUP_SIZE", "head % (num_heads_q // GROUP_SIZE)", ("bwd_dq",))
-    monkeypatch.setattr(trial.kernel_files, "load_kernel", load_broken)
+    monkeypatch.setattr(trial, "executable", load_broken)
     outcome, small, why = examine(RICH)
     assert outcome.what == "wrong"
     assert "dq" in why.detail
@@ -133,7 +132,7 @@ def test_calls_of_every_kind_are_right_and_found_where_they_are_broken(
     problem = CALLS[name]
     assert attempt(problem).what == "right", attempt(problem)
     old, new, kernel = BREAKS[name]
-    monkeypatch.setattr(trial.kernel_files, "load_kernel", broken(old, new, (kernel,)))
+    monkeypatch.setattr(trial, "executable", broken(old, new, (kernel,)))
     assert attempt(problem).what == "wrong", attempt(problem)
 
 
@@ -194,7 +193,7 @@ def test_a_steep_score_may_round_and_no_more(monkeypatch: pytest.MonkeyPatch) ->
     """A kernel multiplies by a seventh that is rounded once, and the cosine's argument is large."""
     assert attempt(STEEP).what == "right", attempt(STEEP)
     load_broken = broken("0.14285714285714285", "0.142857", ("fwd",))
-    monkeypatch.setattr(trial.kernel_files, "load_kernel", load_broken)
+    monkeypatch.setattr(trial, "executable", load_broken)
     assert attempt(STEEP).what == "wrong"  # a seventh that is off by a millionth is no rounding
 
 
