@@ -241,6 +241,21 @@ def skipped_pack(a_ptr, b_ptr, out_ptr, first, second, N: tl.constexpr):
 
 
 @triton.jit
+def rescaled(a_ptr, b_ptr, scale_ptr, out_ptr, steps, M: tl.constexpr, N: tl.constexpr):
+    """Products that are added to a sum whose rows are rescaled before, as flash attention does."""
+    rows, columns = tl.arange(0, M), tl.arange(0, N)
+    place = rows[:, None] * N + columns[None, :]
+    a = tl.load(a_ptr + place)
+    b = tl.load(b_ptr + columns[:, None] * N + columns[None, :])
+    total = tl.zeros([M, N], tl.float32)
+    for step in range(0, steps):
+        scale = tl.load(scale_ptr + step * M + rows)
+        total = total * scale[:, None]
+        total = tl.dot(a, b, total, input_precision="ieee")
+    tl.store(out_ptr + place, total)
+
+
+@triton.jit
 def beyond(x_ptr, out_ptr, n, BLOCK: tl.constexpr):
     """Reads one element too many: a bound that is off by one."""
     at = tl.arange(0, BLOCK)

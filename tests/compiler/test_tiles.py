@@ -171,3 +171,15 @@ def test_operands_are_packed_where_every_loop_reads_them(target: Target) -> None
         launch(kernels.skipped_pack, (1,), a, b, out, first, second, n, target=target)
         expected = first * (a @ b) + second * (b @ a + a @ b.t())
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_sums_whose_rows_are_rescaled(dtype: torch.dtype, target: Target) -> None:
+    m, n, steps = 32, 16, 3
+    a, b = _random(m, n, dtype=dtype), _random(n, n, dtype=dtype, seed=1)
+    scale, out = _random(steps, m, seed=2), torch.empty(m, n)
+    launch(kernels.rescaled, (1,), a, b, scale, out, steps, m, n, target=target)
+    expected = torch.zeros(m, n, dtype=torch.float64)
+    for step in range(steps):
+        expected = expected * scale[step, :, None].double() + a.double() @ b.double()
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
