@@ -148,7 +148,13 @@ def _run(
         if row["backward"] is None:
             raise ValueError(f"expected no gradients: {row['serves']} has no backward kernels here")
         return _Attention.apply(q, k, v, factor, row)  # type: ignore
-    return _forward(q, k, v, factor, row)
+    out, lse = _forward(q, k, v, factor, row)
+    return out, _public(lse)
+
+
+def _public(lse: torch.Tensor) -> torch.Tensor:
+    """Return lse (batch, heads, rows) of what kernels keep of it, which may be in pairs."""
+    return lse if lse.dim() == 3 else lse.select(2, 0)
 
 
 def _forward(
@@ -182,7 +188,7 @@ class _Attention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.call = scale, row
         ctx.set_materialize_grads(False)
-        return out, lse
+        return out, _public(lse)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
