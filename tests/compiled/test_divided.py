@@ -23,6 +23,7 @@ from tilegen.emit.render import render
 from tilegen.errors import WrongResult
 from tilegen.kernels import passes
 from tilegen.kernels.config import TileConfig
+from tilegen.kernels.layout import public_lse
 from tilegen.kernels.split_kv import Requests
 from tilegen.masks import Mask, causal, from_bool, global_tokens, sliding_window, tree
 from tilegen.masks.score import Score, alibi, sinks, softcap
@@ -117,7 +118,7 @@ class Batch:
         out, lse = passes.forward(
             launches, q, k, v, scale, panel_rows=1, requests=self.requests(table)
         )
-        of_each = [x.split(list(self.queries), 2) for x in (out, lse)]
+        of_each = [x.split(list(self.queries), 2) for x in (out, public_lse(lse))]
         gets = [{"out": a, "lse": b} for a, b in zip(*of_each, strict=True)]
         return its, gets, found["partials"][1]
 
