@@ -181,6 +181,7 @@ def as_on_a_gpu(*, notes: bool = False) -> Generator[StandInDriver]:
         stand_in(notes=notes) as driver,
         mock.patch.object(import_module("tilegen.runtime.changes"), "has_values", unseen),
         mock.patch.object(import_module("tilegen.masks.values"), "has_values", unseen),
+        mock.patch.object(import_module("tilegen.masks.tensors"), "has_values", unseen),
         mock.patch.object(paged_call, "is_checked", unseen),
         mock.patch.multiple(cpu, serves_calls=lambda: True, is_interpreting=lambda: True),
         mock.patch.object(plans, "by_call", BoundedCache(plans.MAX_PLANS)),
