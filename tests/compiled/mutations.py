@@ -84,7 +84,13 @@ MUTATIONS = [
         "s = tl.dot(q, tl.trans(k))",
         "s = tl.dot((q * softmax_scale_log2).to(tl.float16), tl.trans(k)) / softmax_scale_log2",
     ),
-    Mutation("weights-in-8-bits", "fwd", "p.to(tl.float16)", "p.to(tl.float8e5).to(tl.float16)"),
+    Mutation(  # as tl.float8e5 has them, which the compiler for the CPU does not know
+        "weights-in-8-bits",
+        "fwd",
+        "p.to(tl.float16)",
+        "((p.to(tl.int32, bitcast=True) + 0x100000) & -0x200000)"
+        ".to(tl.float32, bitcast=True).to(tl.float16)",
+    ),
     # The gradients.
     Mutation(
         "delta-in-fp16", "bwd_preprocess", "out.to(tl.float32) * dout.to(tl.float32)", "out * dout"
@@ -219,7 +225,9 @@ MUTATIONS = [
     Mutation(
         "wrong-gqa-head-split", "fwd_split", "head = head_kv * GROUP_SIZE", "head = head_kv * 1"
     ),
-    Mutation("row-of-another-split", "fwd_split", "num_splits + split)", "num_splits)"),
+    Mutation(
+        "row-of-another-split", "fwd_split", "heads) * num_splits + split", "heads) * num_splits"
+    ),
     Mutation("lse-without-the-sum-split", "fwd_split", "m_i + tl.log2(l_safe)", "m_i"),
     Mutation(
         "empty-rows-weigh-split", "fwd_split", "tl.where(empty, NOTHING,", "tl.where(empty, 0.0,"
@@ -293,7 +301,7 @@ CHANGED = [
     ),
     # Scores.
     Mutation("not-scaled", "fwd", "s *= softmax_scale\n", "s *= 1.0\n"),
-    Mutation("not-in-base-2", "fwd", "exp2(s * LOG2_E", "exp2(s * 1.0"),
+    Mutation("not-in-base-2", "fwd", "(s - m_safe[:, None]) * LOG2_E", "(s - m_safe[:, None])"),
     Mutation("slope-forgotten", "bwd_dq", "ds * slope", "ds"),
     Mutation("slope-forgotten-dkdv", "bwd_dkdv", "ds * slope", "ds"),
     Mutation("score-of-another-head", "fwd", "head * c0_n1", "head_kv * c0_n1"),

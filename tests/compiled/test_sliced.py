@@ -128,7 +128,8 @@ def test_what_was_never_written_is_never_used(monkeypatch: pytest.MonkeyPatch) -
 
     def poisoned(make: Any) -> Any:
         def made(*arguments: Any, **options: Any) -> torch.Tensor:
-            return make(*arguments, **options).fill_(float("nan"))
+            fresh = make(*arguments, **options)
+            return fresh.fill_(float("nan")) if fresh.is_floating_point() else fresh
 
         return made
 
