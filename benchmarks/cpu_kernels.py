@@ -112,7 +112,7 @@ def standard(problem: AttentionProblem) -> Attention | None:
 
 
 def peers(problem: AttentionProblem, *, with_flex: bool) -> dict[str, Attention]:
-    """Return what a case is compared with."""
+    """Return the attention functions that a case is compared with."""
     problem = replace(problem, mask=problem.mask.realized(problem.shape, "cpu"))
     if with_flex:
         return {"flex": flex(problem, "cpu")}

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
+from tilegen.cpu import target
 from tilegen.store import current_versions
 
 if TYPE_CHECKING:
@@ -98,12 +99,7 @@ def gpu_folder() -> str:
 
 def processor() -> str:
     """Return the processor's model and the number of cores this process may use."""
-    model = platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
-        model = names[0].partition(":")[2].strip() if names else model
-    return f"{model}, {len(os.sched_getaffinity(0))} cores"
+    return f"{target.processor()}, {len(os.sched_getaffinity(0))} cores"
 
 
 def command_line() -> str:

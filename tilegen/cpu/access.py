@@ -14,7 +14,7 @@ ZEROS_TEXT = "@zeros = internal constant [256 x i8] zeroinitializer, align 64"
 
 
 class Access:
-    """How tiles of memory are read and written. `checks.CheckedAccess` looks at each address."""
+    """Reads and writes tiles of memory. `checks.CheckedAccess` looks at each address."""
 
     vectors = True
     """True: rows are read and written as vectors; False: each element by itself."""

@@ -17,7 +17,7 @@ _WAYS = {"": access.Access, "bounds": checks.CheckedAccess, "count": checks.Coun
 
 
 def source_of(rendered: RenderedKernel) -> Source:
-    """Return what there is to compile of an emitted kernel."""
+    """Return the function of an emitted kernel, with the types that it declares."""
     function = getattr(kernel_files.load(rendered), rendered.function)
     return Source(function=function, signature=rendered.signature, aligned=rendered.aligned)
 

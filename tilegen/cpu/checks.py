@@ -146,7 +146,7 @@ def bounds_words(owners: list[torch.Tensor | None]) -> torch.Tensor:
 def finding(
     words: torch.Tensor, name: str, names: tuple[str, ...], owners: list[torch.Tensor | None]
 ) -> str:
-    """Return what a checking launch reported, empty where all was in order."""
+    """Return the report of a checking launch, empty where all was in order."""
     line, arg, address = words[:BOUNDS].tolist()
     if not line:
         return ""

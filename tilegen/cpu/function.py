@@ -18,7 +18,7 @@ from tilegen.cpu.objects import CompiledObject
 from tilegen.errors import Unsupported, WrongResult
 
 Mode = Literal["", "bounds", "count"]
-"""What a build does besides: nothing, check addresses, or count bytes."""
+"""Extra work of a build: none, checks of addresses, or counts of bytes."""
 
 _CODES = {
     **{"ptr": "q", "i64": "q", "i32": "i4x", "i16": "h6x", "i8": "b7x", "i1": "b7x"},

@@ -262,7 +262,7 @@ class Address(Node):
 
 
 class Reader(Protocol):
-    """What reads tiles from memory: see `access.Access`."""
+    """Reads tiles from memory: see `access.Access`."""
 
     def load(self, code: Code, node: Load, idx: Place, lane: Lane, other: str | None) -> str:
         """Return the element of a load at a place, or the vector that begins there."""
