@@ -12,6 +12,11 @@ import torch
 from tests.compiler import kernels
 from tilegen.cpu import build, objects
 from tilegen.cpu.direct import DirectFunction
+from tilegen.cpu.target import host
+from tilegen.emit.identity import RenderedKernel
+from tilegen.emit.render import render
+from tilegen.kernels.config import TileConfig
+from tilegen.problem import AttentionProblem
 from tilegen.store.places import Location
 from tilegen.store.upkeep import prune
 
@@ -114,3 +119,22 @@ def test_prune_removes_objects_of_other_compilers(folder: Path) -> None:
     pruned = prune(Location(str(folder), "own"))
     assert [one.file for one in pruned] == [str(stale)]
     assert path.exists()
+
+
+def test_kernels_that_differ_in_the_docstring_share_an_object() -> None:
+    """delta = rowsum(out * dout) has no mask; the text of its kernel has no dtype."""
+
+    def rendered(problem: str) -> RenderedKernel:
+        tile = TileConfig(block_m=32, block_n=32)
+        return render(AttentionProblem.parse(problem), tile, "bwd_preprocess", aligned=False)
+
+    def path(problem: str) -> Path:
+        kernel = rendered(problem)
+        return build.path_of_object(build.source_of(kernel), build.code_of(kernel), host())
+
+    shape = "b1 hq2 hkv1 q70 kv97 d32"
+    causal = path(f"{shape} fp16 causal")
+    assert rendered(f"{shape} fp16 causal").source != rendered(f"{shape} fp16 full").source
+    assert path(f"{shape} fp16 full") == causal
+    assert path(f"{shape} bf16 causal") != causal
+    assert path("b1 hq2 hkv1 q70 kv97 d64 fp16 causal") != causal

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
+from pathlib import Path
 
 from tilegen.cpu import access, checks, jit, mlir
 from tilegen.cpu.function import Mode, names_of
 from tilegen.cpu.lower import lower
-from tilegen.cpu.objects import CompiledObject
+from tilegen.cpu.objects import CompiledObject, path_of, read, write
 from tilegen.cpu.target import Target
 from tilegen.cpu.ttir import Source, ttir_of
 from tilegen.emit import kernel_files
@@ -20,6 +22,38 @@ def source_of(rendered: RenderedKernel) -> Source:
     """Return the function of an emitted kernel, with the types that it declares."""
     function = getattr(kernel_files.load(rendered), rendered.function)
     return Source(function=function, signature=rendered.signature, aligned=rendered.aligned)
+
+
+def code_of(rendered: RenderedKernel) -> str:
+    """Return the text that determines an emitted kernel's machine code, together with its types.
+
+    The module's docstring names the problem; kernels of many problems differ in nothing else. As
+    many empty lines take its place, for the lines that checked builds name.
+    """
+    text = rendered.source
+    if not text.startswith('"""'):
+        return text
+    end = text.index('"""', 3)
+    return "\n" * text.count("\n", 0, end) + text[end:]
+
+
+def object_of(source: Source, text: str, target: Target, mode: Mode = "") -> CompiledObject:
+    """Load a kernel's machine code from disk, or compile and keep it. `text` is all of the code
+    that the function consists of. Raises Unsupported and BuildFailed."""
+    path = path_of_object(source, text, target, mode)
+    made = read(path)
+    if made is None:
+        made = compiled(source, target, mode)
+        write(path, made)
+    return made
+
+
+def path_of_object(source: Source, text: str, target: Target, mode: Mode = "") -> Path:
+    """Return the file of a kernel's machine code."""
+    kind = [text, *source.signature, sorted(source.constants.items())]
+    kind += [source.aligned, source.aliases]
+    digest = hashlib.sha256(repr(kind).encode()).hexdigest()[:16]
+    return path_of(digest, source.name, target, mode)
 
 
 def compiled(source: Source, target: Target, mode: Mode = "") -> CompiledObject:

@@ -6,7 +6,6 @@ do in Triton.
 
 from __future__ import annotations
 
-import hashlib
 import inspect
 import sys
 from collections.abc import Callable
@@ -18,7 +17,6 @@ import torch
 
 from tilegen.cpu import build
 from tilegen.cpu.function import CpuFunction, Mode, triton_type
-from tilegen.cpu.objects import path_of, read, write
 from tilegen.cpu.target import Target, host
 from tilegen.cpu.ttir import Source
 
@@ -75,13 +73,7 @@ class DirectFunction:
             aliases=self._aliases,
         )
         module = sys.modules[self._function.fn.__module__]
-        text = f"{inspect.getsource(module)} {signature} {constants}"
-        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        path = path_of(digest, source.name, self._target, self._mode)
-        made = read(path)
-        if made is None:
-            made = build.compiled(source, self._target, self._mode)
-            write(path, made)
+        made = build.object_of(source, inspect.getsource(module), self._target, self._mode)
         return CpuFunction(made, self._mode)
 
 

@@ -6,7 +6,6 @@ as int64 where int32 is declared; then the kernel is compiled once more, as Trit
 
 from __future__ import annotations
 
-import hashlib
 import struct
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,10 +15,10 @@ from typing import Any
 
 import torch
 
-from tilegen.cpu.build import compiled, source_of
+from tilegen.cpu.build import code_of, object_of, source_of
 from tilegen.cpu.checks import Traffic
 from tilegen.cpu.function import CpuFunction, Mode, triton_type
-from tilegen.cpu.objects import CompiledObject, path_of, read, write
+from tilegen.cpu.objects import CompiledObject
 from tilegen.cpu.target import Target
 from tilegen.emit.identity import RenderedKernel
 
@@ -31,10 +30,11 @@ class EmittedFunction:
 
     def __init__(self, rendered: RenderedKernel, target: Target, mode: Mode) -> None:
         """Compile the kernel for the declared types, or read it from disk. Raises what
-        `build.compiled` raises."""
+        `build.object_of` raises."""
         self._rendered, self._target = rendered, target
         self._mode: Mode = mode
         self._source = source_of(rendered)
+        self._code = code_of(rendered)
         self._known: dict[tuple[torch.dtype, ...], CpuFunction] = {}
         self._wide: dict[tuple[torch.dtype, ...], CpuFunction] = {}
         self._lock = Lock()
@@ -77,13 +77,6 @@ class EmittedFunction:
         return tuple(types)
 
     def _function(self, types: Types) -> CpuFunction:
-        declared = types == tuple(self._rendered.signature)
-        kind = str(self._mode)
-        if not declared:  # part of the file's name
-            kind += hashlib.sha256(str(types).encode()).hexdigest()[:8]
-        path = path_of(self._rendered.digest, self._rendered.kernel, self._target, kind)
-        made = read(path)
-        if made is None:
-            made = compiled(replace(self._source, signature=types), self._target, self._mode)
-            write(path, made)
+        source = replace(self._source, signature=types)
+        made = object_of(source, self._code, self._target, self._mode)
         return CpuFunction(made, self._mode, self.traffic)

@@ -55,10 +55,10 @@ def compiler_digest() -> str:
     return digest.hexdigest()[:12]
 
 
-def path_of(digest: str, kernel: str, target: Target, mode: str) -> Path:
-    """Return where the object of a kernel lies; `digest` covers the kernel's text."""
+def path_of(digest: str, function: str, target: Target, mode: str) -> Path:
+    """Return where an object lies; `digest` covers the function's text and types."""
     processor = hashlib.sha256(target.key.encode()).hexdigest()[:8]
-    parts = [kernel, target.name, processor, *([mode] if mode else []), compiler_digest()]
+    parts = [function, target.name, processor, *([mode] if mode else []), compiler_digest()]
     return folder_of(digest) / (".".join(parts) + SUFFIX)
 
 
