@@ -126,7 +126,7 @@ def test_what_the_environment_asks_for_is_seen_at_the_next_call(
             for _ in range(2):
                 tilegen.attention(q, q, q, kv_lengths=lengths)
                 monkeypatch.setenv("TILEGEN_CHECK", "1")
-                with pytest.raises(InvalidProblem, match=r"below 2\*\*30"):
+                with pytest.raises(InvalidProblem, match=r"must be 0\.\.32"):
                     tilegen.attention(q, q, q, kv_lengths=lengths)
                 monkeypatch.delenv("TILEGEN_CHECK")
         assert len(driver.launches) == 2

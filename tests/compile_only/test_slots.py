@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tilegen
+from tilegen import cpu
 from tilegen.runtime import slots
 from tilegen.runtime.slots import write_slots
 from tilegen.runtime.write_kernel import write_tokens
@@ -17,7 +18,9 @@ from tilegen.runtime.write_kernel import write_tokens
 def test_no_length_recompiles(
     heads: int, dims: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # As on a GPU: the kernel is launched, by Triton.
     monkeypatch.setattr(slots, "_runs_kernel", lambda k: True)
+    monkeypatch.setattr(cpu, "runs_compiled", lambda device: False)
     write_tokens.device_caches.clear()
     pages = [torch.randn(64, 16, heads, dim).bfloat16() for dim in dims]
     for requests, new, columns in ((1, 1, 1), (3, 1, 5), (16, 4, 16), (20, 7, 3)):

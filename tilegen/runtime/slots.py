@@ -216,7 +216,7 @@ def _launch(
     if where is not None:
         requests, columns = where[0].shape
         of_requests = *where, requests, where[0].stride(0), columns * page
-    kernel: Any = write_tokens if k.is_cuda or cpu.is_interpreting() else _compiled()
+    kernel: Any = _compiled() if cpu.runs_compiled(k.device) else write_tokens
     kernel[tokens, -(-heads // at_once)](
         *(k, v, k_pages, v_pages, slots, *of_requests),
         *(*k.stride()[:2], *v.stride()[:2], *k_pages.stride()[:3], *v_pages.stride()[:3], heads),
