@@ -33,7 +33,7 @@ _modules: BoundedCache[tuple[str, str, Mode], ModuleType] = BoundedCache(MAX_MOD
 
 
 def trouble() -> str:
-    """Return why kernels cannot be compiled for the CPU here, empty where they can."""
+    """Return the reason why kernels cannot be compiled for the CPU here; empty where they can."""
     if importlib.util.find_spec("llvmlite") is None:
         return "llvmlite is not installed; run pip install llvmlite"
     try:

@@ -1,7 +1,7 @@
 """Products of bf16 by AMX: tiles of 16 rows of 64 bytes in registers of their own.
 
 Compiled and looked at in tests, but off: no machine has run it yet. `target.host` never chooses it;
-a process would have to ask Linux for the registers first (arch_prctl, ARCH_REQ_XCOMP_PERM).
+a process would have to request the registers from Linux first (arch_prctl, ARCH_REQ_XCOMP_PERM).
 
 The panels of `products` are what AMX reads: pairs of rows side by side in 32 bits.
 """

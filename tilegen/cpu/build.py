@@ -25,10 +25,10 @@ def source_of(rendered: RenderedKernel) -> Source:
 
 
 def code_of(rendered: RenderedKernel) -> str:
-    """Return the text that determines an emitted kernel's machine code, together with its types.
+    """Return the text that, with the types of its arguments, determines a kernel's machine code.
 
-    The module's docstring names the problem; kernels of many problems differ in nothing else. As
-    many empty lines take its place, for the lines that checked builds name.
+    The module's docstring names the problem, and kernels of many problems differ in nothing else.
+    Empty lines replace the docstring, since checked builds name lines of the file.
     """
     text = rendered.source
     if not text.startswith('"""'):

@@ -50,14 +50,14 @@ class ControlFlow:
 
     @contextlib.contextmanager
     def _region(self) -> Generator[None]:
-        """Give back, at the end of a region, its scratch memory and packed operands."""
+        """Release the scratch memory and packed operands of a region at its end."""
         packed = dict(self.products.packed)
         with self.code.released_scratch():
             yield
         self.products.packed = packed
 
     def _slot(self, op: Op, start: Value) -> Any:
-        """Return where a value that a loop carries lies: a variable, or a buffer of its own."""
+        """Return the storage of a value that a loop carries: a variable, or a buffer."""
         value, type_ = self.env[start], start.type
         if not type_.shape:
             slot = self.code.slot(REGISTER[type_.elem], align=8)
@@ -77,7 +77,7 @@ class ControlFlow:
         return self.code.emit(f"load {REGISTER[value.type.elem]}, ptr {slot}")
 
     def _hand_over(self, ends: list[Value], slots: list[Any]) -> None:
-        """Write what a region yields to its slots; all of it is read before any is written."""
+        """Write the values that a region yields to their slots, after all have been read."""
         values = [self.env[end] for end in ends]
         for i, (value, slot) in enumerate(zip(values, slots, strict=True)):
             if not isinstance(value, Node) or value is slot:
@@ -115,7 +115,7 @@ class ControlFlow:
                     self.products.right(value, self.env[value], pairs)
 
     def _transposed_here(self, value: Value) -> None:
-        """Make the transpositions of a tile known before the loop in which they stand."""
+        """Register the transpositions of a tile before the loop that contains them."""
         if value not in self.env:
             assert value.op
             self._transposed_here(value.op.operands[0])

@@ -25,7 +25,7 @@ def converted(code: Code, value: str, of: str, to: str, lane: Lane) -> str:
 
 
 def to_memory(code: Code, value: str, elem: str, lane: Lane, *, exact: bool = True) -> str:
-    """Return a value as it lies in memory. `exact` says that bf16 and fp16 are rounded already."""
+    """Convert a value to its form in memory. With `exact`, bf16 and fp16 are rounded already."""
     whole, half, one_byte = (typed(name, lane) for name in ("i32", "i16", "i8"))
     if elem == "bf16":
         if not exact:

@@ -26,7 +26,7 @@ Types = tuple[tuple[str, str], ...]
 
 
 class EmittedFunction:
-    """Stands where an emitted module has its `@triton.jit` function."""
+    """Replaces the `@triton.jit` function of an emitted module."""
 
     def __init__(self, rendered: RenderedKernel, target: Target, mode: Mode) -> None:
         """Compile the kernel for the declared types, or read it from disk. Raises what

@@ -52,7 +52,7 @@ os.register_at_fork(after_in_child=_note_fork)
 
 
 class CpuFunction:
-    """Stands where the emitted module has its `@triton.jit` function."""
+    """Machine code of one kernel, launched as `function[grid](*arguments)`."""
 
     def __init__(
         self, made: CompiledObject, mode: Mode = "", traffic: Traffic | None = None
@@ -103,8 +103,8 @@ class CpuFunction:
         """Read what a checking or counting launch left. Raises WrongResult."""
         if self._mode == "count":
             self.traffic.add(self.made.names, extra)
-        elif found := finding(extra, self.made.name, self.made.names, owners):
-            raise WrongResult(found)
+        elif error := finding(extra, self.made.name, self.made.names, owners):
+            raise WrongResult(error)
 
     def _refuse_overlaps(self, owners: list[torch.Tensor | None]) -> None:
         """Raise Unsupported if memory that the kernel writes is also given as another argument: the

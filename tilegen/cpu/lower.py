@@ -326,7 +326,7 @@ class _Lowering(ControlFlow):
         self.env[op.result] = into
 
     def _start(self, op: Op, value: Value) -> tuple[Buffer, Init, str]:
-        """Return the buffer of a product, what it starts from, and the factors of its rows."""
+        """Return the buffer of a product, its initial value, and the factors of its rows."""
         node = self.env[value]
         if isinstance(node, Constant) and node.text == bits(0.0):
             return self.loops.buffer("f32", node.shape), "zero", "null"
@@ -357,10 +357,10 @@ class _Lowering(ControlFlow):
 
 def _readers(value: Value) -> list[Op]:
     """Return the operations that read a value, through views of it."""
-    found: list[Op] = []
+    readers: list[Op] = []
     for user in value.users:
-        found += _readers(user.result) if user.name in _VIEWS else [user]
-    return found
+        readers += _readers(user.result) if user.name in _VIEWS else [user]
+    return readers
 
 
 def _column(node: Node) -> Node:

@@ -34,7 +34,7 @@ class CompiledObject:
     arguments: tuple[str, ...]
     """LLVM types of the arguments."""
     names: tuple[str, ...]
-    """Names of the arguments; of a tensor descriptor, that of the descriptor for each part."""
+    """Names of the arguments; parts of a tensor descriptor have the name of the descriptor."""
     scratch_bytes: int
     """Scratch memory of one thread [bytes]."""
     stored: tuple[int, ...]
@@ -56,7 +56,7 @@ def compiler_digest() -> str:
 
 
 def path_of(digest: str, function: str, target: Target, mode: str) -> Path:
-    """Return where an object lies; `digest` covers the function's text and types."""
+    """Return the file of an object; `digest` covers the function's text and types."""
     processor = hashlib.sha256(target.key.encode()).hexdigest()[:8]
     parts = [function, target.name, processor, *([mode] if mode else []), compiler_digest()]
     return folder_of(digest) / (".".join(parts) + SUFFIX)
@@ -83,7 +83,7 @@ def read(path: Path) -> CompiledObject | None:
         head, _, binary = data.partition(b"\n")
         fields = json.loads(head)
         if fields.pop("sha256") != hashlib.sha256(binary).hexdigest():
-            raise ValueError("its digest is another")
+            raise ValueError("the digest does not match")
         for name in ("arguments", "names", "stored"):
             fields[name] = tuple(fields[name])
         return CompiledObject(binary=binary, **fields)

@@ -33,7 +33,7 @@ def passes_to_time(
     """
     x = make_inputs(problem, device="cpu")
     problem = replace(problem, mask=problem.mask.realized(problem.shape, "cpu"))
-    found = _kernels(problem, rendered, x)
+    functions = _kernels(problem, rendered, x)
     if peers is None:
         try:
             peers = {"SDPA": sdpa(problem, "cpu")}
@@ -41,8 +41,8 @@ def passes_to_time(
             peers = {}
     for name, attention in peers.items():
         forward, backward = _peer(attention, x)
-        found["forward"][name], found["backward"][name] = forward, backward
-    return found
+        functions["forward"][name], functions["backward"][name] = forward, backward
+    return functions
 
 
 def _kernels(

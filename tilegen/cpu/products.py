@@ -72,9 +72,9 @@ class Products:
                 strides = (1, stride) if swapped else (stride, 1)
                 self.packed[key] = Left(buffer.pointer, *strides)
             self.loops.flush()
-        found = self.packed[key]
-        assert isinstance(found, Left)
-        return found
+        packed = self.packed[key]
+        assert isinstance(packed, Left)
+        return packed
 
     def right(self, value: Value, node: Node, pairs: bool) -> str:
         """Return the panels of a right operand (depth, columns), packed once."""
@@ -84,9 +84,9 @@ class Products:
             inner, swapped = stripped(node)
             width = self._panel_width(node.shape[1])
             self.packed[key] = self._panels(inner, swapped, width, pairs)
-        found = self.packed[key]
-        assert isinstance(found, str)
-        return found
+        packed = self.packed[key]
+        assert isinstance(packed, str)
+        return packed
 
     def _panel_width(self, columns: int) -> int:
         return min(columns, self.code.target.lanes * self.code.target.vectors)

@@ -18,7 +18,7 @@ Place = tuple[Index, ...]
 
 
 class Node:
-    """A tile. Subclasses say in `code` how an element, or a vector along an axis, is computed."""
+    """A tile. `code` of a subclass computes an element, or a vector along an axis."""
 
     elem: str
     shape: tuple[int, ...]

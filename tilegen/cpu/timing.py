@@ -19,8 +19,8 @@ class Timing:
     least: float
     rounds: int
     ratio: float
-    """Time of the first function over that of this one, the median over rounds: above 1, the first
-    one is faster."""
+    """Time of the first function over the time of this function, the median over rounds. Above 1 the
+    first function is faster."""
 
 
 def timed_in_turns(

@@ -30,7 +30,7 @@ class Source:
     aligned: bool = False
     """True: addresses are multiples of 16 bytes."""
     aliases: bool = False
-    """True: what is written through one argument may be read through another."""
+    """True: memory that is written through one argument may be read through another."""
 
     @property
     def name(self) -> str:
@@ -39,7 +39,7 @@ class Source:
 
     @property
     def file(self) -> str:
-        """The file that lines of refusals and checks are of."""
+        """The file whose lines refusals and checks name."""
         return self.function.fn.__code__.co_filename
 
     @property
@@ -70,7 +70,7 @@ def ttir_of(source: Source) -> str:
         constexprs={(places[name],): value for name, value in source.constants.items()},
         attrs={(i,): divisible for i in pointers},
     )
-    # Warps and stages change nothing before TTIR; Triton only wants them set.
+    # Warps and stages change nothing before TTIR, but Triton requires values.
     options = backend.parse_options({"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True})
     try:
         context = ir.context()
