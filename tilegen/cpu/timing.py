@@ -19,8 +19,8 @@ class Timing:
     least: float
     rounds: int
     ratio: float
-    """Time of the first function over the time of this function, the median over rounds. Above 1 the
-    first function is faster."""
+    """Time of the first function over the time of this function, the median over rounds. The
+    first function is faster where the ratio is above 1."""
 
 
 def timed_in_turns(
