@@ -200,10 +200,10 @@ def sample_of(one: RenderedKernel, arch: str, result: object) -> Sample:
         kernel=one.kernel,
         problem=one.problem.key,
         config=one.config.key,
-        shared_bytes=compiled.shared_bytes if compiled else 0,
-        registers=compiled.registers if compiled else 0,
-        spill_bytes=compiled.spill_bytes if compiled else 0,
-        serialized=serialized(compiled) if compiled and compiled.spill_bytes else "",
+        shared_bytes=compiled.reported.shared_bytes if compiled else 0,
+        registers=compiled.reported.registers if compiled else 0,
+        spill_bytes=compiled.reported.spill_bytes if compiled else 0,
+        serialized=serialized(compiled) if compiled and compiled.reported.spill_bytes else "",
         error="" if compiled else str(result)[:200],
     )
 

@@ -21,7 +21,7 @@ import typer
 from benchmarks.environment import RESULTS, gpu_at_hand, start_over
 from benchmarks.recordings import Recorder, file_of, new_session
 from benchmarks.workloads import CATALOGUE
-from tilegen.build.acceptable import Usage, spills_much
+from tilegen.build.acceptable import spill_objection
 from tilegen.build.workers import Pool
 from tilegen.choose.ranking import search_space
 from tilegen.errors import BuildFailed, TilegenError
@@ -29,6 +29,7 @@ from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS
 from tilegen.measure import DeviceLost
+from tilegen.model.resources import Resources
 from tilegen.problem import AttentionProblem
 from tilegen.store.trials import Trial, of_one_binary, one_binary_line
 from tilegen.tuning.bench import Ahead, Bench, real_bench, refused
@@ -65,7 +66,7 @@ def record(
 
 def _time(
     config: TileConfig,
-    built: Usage | BuildFailed,
+    built: Resources | BuildFailed,
     recorder: Recorder,
     spec: GpuSpec,
     bench: Bench,
@@ -91,7 +92,7 @@ def _time(
 def _check_the_fastest(recorder: Recorder, bench: Bench) -> None:
     """Write down that the fastest config is wrong, if it is; then the next, until one is right."""
     while best := pick(
-        {c: t for c, t in recorder.trials.items() if not spills_much(t.spill_bytes)}
+        {c: t for c, t in recorder.trials.items() if not spill_objection(t.spill_bytes)}
     ):
         try:
             trouble = bench.check(best) if bench.check else None

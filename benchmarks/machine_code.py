@@ -22,7 +22,7 @@ from benchmarks.environment import RESULTS, Environment, environment
 from benchmarks.rows import append, read, same_values, with_environment
 from benchmarks.workloads import CATALOGUE
 from tilegen import gpu as gpu_named
-from tilegen.build.acceptable import Usage, acceptable
+from tilegen.build.acceptable import acceptable
 from tilegen.build.verdicts import verdict
 from tilegen.choose.families import kernels_of
 from tilegen.choose.ranking import estimate, search_space, seconds_as_compiled
@@ -32,6 +32,7 @@ from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS
 from tilegen.model.as_compiled import clocks_as_compiled
+from tilegen.model.resources import Resources
 from tilegen.pipeline import choose_kernel
 from tilegen.problem import AttentionProblem
 
@@ -45,7 +46,7 @@ class Compiled:
     """A config of a kernel, as compiled."""
 
     config: TileConfig
-    built: Usage
+    built: Resources
     seconds: float
     usable: bool
     hidden: bool

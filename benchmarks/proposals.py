@@ -89,11 +89,15 @@ def judge(one: Asked, outcome: dict[str, CompiledKernel | BuildFailed]) -> Propo
     spills, errors, taken = list[int | None](), [0], list[bool]()
     for candidate, rendered in one.ranked:
         result = outcome[rendered.digest]
-        legal = isinstance(result, CompiledKernel) and result.shared_bytes <= one.gpu.smem_per_block
-        spills.append(result.spill_bytes if legal and isinstance(result, CompiledKernel) else None)
-        taken.append(acceptable(result, one.gpu))
-        if isinstance(result, CompiledKernel):
-            errors.append(abs(result.shared_bytes - candidate.estimate.smem_bytes))
+        if isinstance(result, BuildFailed):
+            spills.append(None)
+            taken.append(False)
+            continue
+        used = result.resources
+        fits = used.shared_bytes <= one.gpu.smem_per_block
+        spills.append(used.spill_bytes if fits else None)
+        taken.append(acceptable(used, one.gpu))
+        errors.append(abs(used.shared_bytes - candidate.estimate.smem_bytes))
     return with_environment(
         ProposalRow,
         environment(),

@@ -81,7 +81,7 @@ def make(source: str, problem: AttentionProblem, spec: GpuSpec, kernel: Kernel) 
     trials: dict[TileConfig, Trial] = {}
     for config, us, runs in zip(space, times, lucky, strict=True):
         needs = footprint(problem, config, kernel, spec.arch)
-        if not needs.fits(spec) or needs.spills_much:
+        if not needs.fits(spec) or needs.surely_spills:
             measurement = Measurement(status="out_of_resources", message="made up")
         elif not runs:
             measurement = Measurement(status="launch_failed", message="made up")

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.used import used
 from tilegen.build.compiler import CompiledKernel
 from tilegen.build.workers import Pool
 from tilegen.bundles.manifest import Binary
@@ -41,9 +42,7 @@ def as_if_compiled(rendered: RenderedKernel, arch: str) -> CompiledKernel:
         rendered=rendered,
         arch=arch,
         binary=f"{arch} {rendered.digest}".encode(),
-        shared_bytes=1024,
-        registers=64,
-        spill_bytes=0,
+        reported=used(registers=64),
         scratch_pointers=2,
         seconds=0.0,
     )

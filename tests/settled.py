@@ -11,6 +11,7 @@ from tilegen.errors import BuildFailed
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.model.estimate import CostEstimate
+from tilegen.model.resources import Resources
 from tilegen.pipeline import ASKED, best_acceptable
 from tilegen.problem import AttentionProblem
 
@@ -29,8 +30,8 @@ def usable(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> CompiledK
     predicted."""
     predicted, built = settled(problem, gpu, kernel)
     what = f"{problem.key} {kernel} {predicted.config}"
-    assert acceptable(built, gpu), what
-    assert is_close(predicted.smem_bytes, built.shared_bytes), what
+    assert acceptable(built.resources, gpu), what
+    assert is_close(predicted.smem_bytes, built.resources.shared_bytes), what
     return built
 
 
@@ -42,13 +43,14 @@ def settled(
     predicted = {one.config: one.estimate for one in candidates}
     ranked = Ranked(kernel, tuple(predicted), "model", "the model", tuple(candidates))
 
-    def compile(config: TileConfig) -> CompiledKernel | BuildFailed:
+    compiled: dict[TileConfig, CompiledKernel] = {}
+
+    def compile(config: TileConfig) -> Resources | BuildFailed:
         try:
-            return compile_for(render(problem, config, kernel), gpu.arch)
+            compiled[config] = compile_for(render(problem, config, kernel), gpu.arch)
         except BuildFailed as error:
             return error
+        return compiled[config].resources
 
-    chosen = best_acceptable(problem, gpu, ranked, compile)
-    built = chosen.tried[chosen.config]
-    assert isinstance(built, CompiledKernel), built
-    return predicted[chosen.config], built
+    config = best_acceptable(problem, gpu, ranked, compile).config
+    return predicted[config], compiled[config]

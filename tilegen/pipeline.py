@@ -33,8 +33,8 @@ from tilegen.problem import AttentionProblem
 if TYPE_CHECKING:
     import torch
 
-    from tilegen.build.acceptable import Usage
     from tilegen.gpus.spec import GpuSpec
+    from tilegen.model.resources import Resources
 
 ASKED = 20
 """Number of the model's candidates that the compiler may be asked about until one may be used."""
@@ -106,7 +106,7 @@ def rank(
     *,
     describable: bool = True,
     may_tune: bool = False,
-    may_compile: bool = True,
+    may_compile: bool = False,
 ) -> Ranked:
     """Return the configs to use, best first: one that is known, else the model's best, or with
     `may_compile` the ASKED that a compiler should be asked about, in that order.
@@ -178,7 +178,7 @@ def _best_compiled_here(
 ) -> Chosen:
     from tilegen.build.verdicts import verdict
 
-    def compile(config: TileConfig) -> Usage | BuildFailed:
+    def compile(config: TileConfig) -> Resources | BuildFailed:
         return verdict(problem, config, ranked.kernel, gpu.arch, aligned=aligned)
 
     return best_acceptable(problem, gpu, ranked, compile)
@@ -188,7 +188,7 @@ def best_acceptable(
     problem: AttentionProblem,
     gpu: GpuSpec,
     ranked: Ranked,
-    compile: Callable[[TileConfig], Usage | BuildFailed],
+    compile: Callable[[TileConfig], Resources | BuildFailed],
 ) -> Chosen:
     """Return the config that is fastest by its machine code, or with what the compiler says that it
     uses, among those that may be used on a GPU.
@@ -201,7 +201,7 @@ def best_acceptable(
     from tilegen.build.acceptable import acceptable, first_that_fits
 
     at_best = {one.config: one.estimate.cost for one in ranked.candidates}
-    tried: dict[TileConfig, Usage | BuildFailed] = {}
+    tried: dict[TileConfig, Resources | BuildFailed] = {}
     seconds: dict[TileConfig, float] = {}
     for config in _by_tile(ranked.configs):
         if seconds and len(tried) >= TRIED:
@@ -226,8 +226,7 @@ def best_acceptable(
     if seconds:
         best = min(seconds, key=lambda config: seconds[config])
         return Chosen(config=best, ranked=ranked, tried=tried, seconds=seconds)
-    least = first_that_fits(list(tried.values()), gpu)
-    config = next(config for config, built in tried.items() if built is least)
+    config = list(tried)[first_that_fits(list(tried.values()), gpu)]
     return Chosen(config=config, ranked=ranked, tried=tried)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,11 @@ from benchmarks.rows import columns
 from benchmarks.rows import read as read_rows
 from benchmarks.tuner_quality import BUDGETS, QualityRow, order, quantile, regrets, spearman
 from tests.records import H200, timed
-from tilegen.build.acceptable import Usage
+from tests.used import used
 from tilegen.errors import BuildFailed, InvalidRecord
 from tilegen.kernels.config import TileConfig
 from tilegen.measure import DeviceLost, Measurement
-from tilegen.model.as_compiled import StepCode
+from tilegen.model.resources import Resources
 from tilegen.problem import AttentionProblem
 from tilegen.store.trials import Trial
 from tilegen.tuning.bench import Bench
@@ -38,14 +38,6 @@ SPACE = [FIRST, SECOND, THIRD, FOURTH]
 BROKEN = Measurement(status="launch_failed", message="no such luck")
 
 
-@dataclass(frozen=True)
-class Used:
-    shared_bytes: int = 1024
-    registers: int = 255
-    spill_bytes: int = 0
-    step_code: StepCode | None = None
-
-
 class Machine:
     """A bench of configs that take 100, 200, 300 and 400 us."""
 
@@ -56,10 +48,10 @@ class Machine:
 
     def compile(
         self, configs: Sequence[TileConfig]
-    ) -> Iterator[tuple[TileConfig, Usage | BuildFailed]]:
+    ) -> Iterator[tuple[TileConfig, Resources | BuildFailed]]:
         for config in configs:
             answer = self.answers.get(config.key)
-            yield config, answer if isinstance(answer, Used | BuildFailed) else Used()
+            yield config, answer if isinstance(answer, Resources | BuildFailed) else used()
 
     def measure(self, config: TileConfig) -> Measurement:
         answer = self.answers.get(config.key)
@@ -104,7 +96,7 @@ def test_everything_is_timed_and_reads_back(path: Path) -> None:
 
 def test_failures_are_values(path: Path) -> None:
     machine = Machine(
-        m16n16w4s1=BuildFailed("no layout"), m16n32w4s1=BROKEN, m32n32w4s2=Used(shared_bytes=10**6)
+        m16n16w4s1=BuildFailed("no layout"), m16n32w4s1=BROKEN, m32n32w4s2=used(shared_bytes=10**6)
     )
     record(path, machine)
     status = {c: trial.measurement.status for c, trial in read(path).trials.items()}
@@ -117,7 +109,7 @@ def test_failures_are_values(path: Path) -> None:
 
 
 def test_kernels_that_spill_much_are_timed_but_not_for_the_tuner(path: Path) -> None:
-    record(path, Machine(m16n16w4s1=Used(spill_bytes=136)))
+    record(path, Machine(m16n16w4s1=used(spill_bytes=136)))
     found = read(path)
     assert found.trials[FIRST].measurement.median_us == 100.0
     assert found.trials[FIRST].spill_bytes == 136

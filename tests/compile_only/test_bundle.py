@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,9 @@ from typing import Any
 import pytest
 
 from tests import warm
+from tests.used import used
 from tilegen.build import workers
-from tilegen.build.acceptable import first_that_fits, spills_much
+from tilegen.build.acceptable import first_that_fits, spill_objection
 from tilegen.build.compiler import CompiledKernel
 from tilegen.build.workers import compile_many
 from tilegen.bundles.building import Made, generate
@@ -63,8 +63,8 @@ def test_generate_writes_kernels_binaries_and_a_manifest(tmp_path: Path) -> None
         assert code[:4] == b"\x7fELF"
         assert one.function.encode() in code
         spec = gpu("h200" if one.arch == "sm_90" else "mi300x")
-        assert one.shared_bytes <= spec.smem_per_block
-        assert not spills_much(one.spill_bytes)
+        assert one.resources.shared_bytes <= spec.smem_per_block
+        assert not spill_objection(one.resources.spill_bytes)
         assert one.threads == one.config.num_warps * (32 if one.arch == "sm_90" else 64)
         assert [type_ for _, type_ in one.arguments].count("i32") >= 8
     assert set(digests(tmp_path)) == {
@@ -208,23 +208,12 @@ def test_the_command_says_what_it_made_and_the_other_checks_it(
 
 
 def test_the_first_that_fits_is_taken() -> None:
-    rendered = render(PROBLEM, TileConfig(block_m=16, block_n=16))
-    good = CompiledKernel(
-        rendered=rendered,
-        arch="sm_90",
-        binary=b"",
-        shared_bytes=1000,
-        registers=100,
-        spill_bytes=0,
-        scratch_pointers=2,
-        seconds=0.1,
-    )
-    large, spilling = replace(good, shared_bytes=10**6), replace(good, spill_bytes=136)
-    worse, little = replace(good, spill_bytes=160), replace(good, spill_bytes=120)
+    good, large = used(), used(shared_bytes=10**6)
+    little, spilling, worse = (used(spill_bytes=spilled) for spilled in (120, 136, 160))
     failed, spec = BuildFailed("no"), gpu("h200")
-    assert first_that_fits([failed, large, spilling, good], spec) is good
-    assert first_that_fits([failed, large, spilling, little, good], spec) is little
-    assert first_that_fits([worse, spilling, large], spec) is spilling
+    assert first_that_fits([failed, large, spilling, good], spec) == 3
+    assert first_that_fits([failed, large, spilling, little, good], spec) == 3
+    assert first_that_fits([worse, spilling, large], spec) == 1
     with pytest.raises(BuildFailed, match="none did; the first: no"):
         first_that_fits([failed, large], spec)
 

@@ -101,7 +101,7 @@ def test_the_example_launches_what_the_manifest_says(
     assert (ran.returncode, ran.stderr) == (0, "")
     assert ran.stdout == (
         f"launched {binary.file}: {_programs(binary)} x {binary.threads} threads, "
-        f"{binary.shared_bytes} bytes of shared memory; not checked\n"
+        f"{binary.resources.shared_bytes} bytes of shared memory; not checked\n"
     )
     (launch,) = _launches(tmp_path)
     _check_launch(launch, binary)
@@ -229,11 +229,17 @@ def test_nvidias_bindings_launch_what_the_manifest_says(
 ) -> None:
     pytest.importorskip("cuda.bindings.driver", reason="needs NVIDIA's package cuda-bindings")
     binary = _binary(bundle)
-    assert binary.shared_bytes > 48 * 1024
+    assert binary.resources.shared_bytes > 48 * 1024
     pointers = dict(zip(POINTERS, range(4096, 10**6, 256), strict=False))
     arguments = [(type_, (EXPECTED | pointers)[name]) for name, type_ in binary.arguments]
     code = (bundle / binary.file).read_bytes().hex()
-    given = [code, binary.function, _programs(binary), binary.threads, binary.shared_bytes]
+    given = [
+        code,
+        binary.function,
+        _programs(binary),
+        binary.threads,
+        binary.resources.shared_bytes,
+    ]
     ran = _start(
         tmp_path, stand_in, binary, [sys.executable, "-c", PROGRAM], json.dumps([*given, arguments])
     )
@@ -390,4 +396,4 @@ def _check_launch(launch: dict[str, Any], binary: Binary) -> None:
     assert values == EXPECTED
     assert (launch["function"], launch["stream"]) == (binary.function, 0)
     assert (launch["grid"], launch["block"]) == ([_programs(binary), 1, 1], [binary.threads, 1, 1])
-    assert launch["shared_bytes"] == binary.shared_bytes
+    assert launch["shared_bytes"] == binary.resources.shared_bytes

@@ -28,9 +28,9 @@ PROBLEM = AttentionProblem.parse("hq4 hkv1 q1024 d64 bf16 causal&window(255,0)")
 def test_every_kernel_on_every_architecture(kernel: Kernel, arch: str) -> None:
     compiled = compile_for(render(PROBLEM, CONFIG, kernel), arch)
     assert compiled.binary[:4] == b"\x7fELF"
-    assert acceptable(compiled, gpu_for(arch))
-    assert 16 < compiled.registers <= 512
-    assert compiled.shared_bytes <= 65536
+    assert acceptable(compiled.resources, gpu_for(arch))
+    assert 16 < compiled.reported.registers <= 512
+    assert compiled.reported.shared_bytes <= 65536
     assert compiled.extension == ("hsaco" if arch.startswith("gfx") else "cubin")
 
 

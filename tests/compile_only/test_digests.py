@@ -34,7 +34,7 @@ WIDE = TileConfig(block_m=16, block_n=32)
 def compiled_digest(rendered: RenderedKernel) -> str:
     built = compile_for(rendered, "sm_90")
     warps = rendered.config.num_warps
-    return digest_of(built.binary, num_warps=warps, shared_bytes=built.shared_bytes)
+    return digest_of(built.binary, num_warps=warps, shared_bytes=built.reported.shared_bytes)
 
 
 def timer(launch: Callable[[], object], repeats: int) -> list[float]:

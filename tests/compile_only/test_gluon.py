@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from tilegen.build.compiler import resources_of
+from tilegen.build.compiler import binary_of
 from tilegen.gluon.forward import HopperForward
 
 KERNELS = [
@@ -26,7 +26,7 @@ def test_no_register_is_spilled(kernel: HopperForward) -> None:
     import triton
 
     compiled = kernel.compile()
-    used = resources_of(compiled, "sm_90")
+    _, used = binary_of(compiled, "sm_90")
     version = tuple(int(one) for one in triton.__version__.split(".")[:2])
     assert used.spill_bytes <= (0 if (3, 7) <= version < (3, 9) else 16)
     # Registers are those of the launch; partitions change theirs.

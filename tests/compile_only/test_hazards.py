@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tests.compile_only.test_gluon import KERNELS
-from tilegen.build.compiler import compile_for, resources_of
+from tilegen.build.compiler import binary_of, compile_for
 from tilegen.build.machine_code.hazards import Hazard, hazards
 from tilegen.build.machine_code.instructions import read_sass
 from tilegen.build.machine_code.reading import disassembled
@@ -27,7 +27,7 @@ def of_binary(cubin: bytes) -> list[Hazard]:
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=repr)
 def test_the_gluon_forward_has_none(kernel: HopperForward) -> None:
-    cubin = resources_of(kernel.compile(), "sm_90").binary
+    cubin, _ = binary_of(kernel.compile(), "sm_90")
     assert of_binary(cubin) == []
 
 
@@ -42,7 +42,7 @@ def test_emitted_kernels_have_none(kernel: str, config: str) -> None:
 
 
 def test_a_binary_whose_waits_come_too_early_is_found_out() -> None:
-    cubin = bytearray(resources_of(HopperForward().compile(), "sm_90").binary)
+    cubin = bytearray(binary_of(HopperForward().compile(), "sm_90")[0])
     places = [one.start(1) for one in WAIT_FOR_ALL.finditer(bytes(cubin))]
     assert len(places) > 4
     for place in places:

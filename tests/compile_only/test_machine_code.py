@@ -48,7 +48,7 @@ def test_steps_are_found_in_machine_code(text: str, kernel: str, config: str, ar
         pytest.skip(f"{kernel} is read for sm_90 alone, which has the most forms of instructions")
     problem, tile = PARSE(text), TileConfig.parse(config)
     built = compile_for(render(problem, tile, kernel), arch)
-    code = built.step_code
+    code = built.resources.step_code
     assert code is not None
     work = step(problem, tile, kernel)
     assert code.multiply_adds == executed(work, 2, tile.num_warps, arch)
@@ -76,7 +76,7 @@ def test_shared_memory_moves_what_the_model_says(arch: str, kernel: str, config:
     """Operands, tiles as they come in, and weights that other warps need; reductions are left out,
     and reads that the compiler repeats."""
     problem, tile, spec = PARSE(KERNELS[0][0]), TileConfig.parse(config), gpu(GPUS[arch])
-    code = compile_for(render(problem, tile, kernel), arch).step_code
+    code = compile_for(render(problem, tile, kernel), arch).resources.step_code
     assert code is not None
     predicted = step_clocks(problem, spec, tile, kernel).smem
     assert 0.8 < predicted / clocks_as_compiled(code, spec).smem <= 1.0
@@ -91,7 +91,7 @@ def test_amd_is_counted() -> None:
     # Instructions have 32 rows, a warp of a tile of 64 rows half of them to itself.
     assert {one.multiply_adds(4) for one in loops} == {1.5 * work.multiply_adds}
     assert all(one.units["shared"] and one.units["exp"] for one in loops)
-    assert built.step_code is None
+    assert built.resources.step_code is None
 
 
 def test_kernels_of_another_tile_are_not_taken_for_it() -> None:
@@ -100,8 +100,8 @@ def test_kernels_of_another_tile_are_not_taken_for_it() -> None:
     of_another = replace(
         built, rendered=replace(built.rendered, config=replace(tile, block_n=BLOCK_SIZES[-1]))
     )
-    assert built.step_code is not None
-    assert of_another.step_code is None
+    assert built.resources.step_code is not None
+    assert of_another.resources.step_code is None
 
 
 LONG = "b1 hq32 hkv8 q8192"
@@ -143,13 +143,14 @@ def test_nothing_better_is_hidden_beside_a_choice(name: str) -> None:
 
 def told(problem: AttentionProblem, built: CompiledKernel) -> str:
     """Return the resources and clocks of a kernel as text."""
-    code, config = built.step_code, built.rendered.config
+    code, config = built.resources.step_code, built.rendered.config
     assert code is not None
     clocks = clocks_as_compiled(code, gpu("h200"))
     scale = 128 * 128 / (config.block_m * config.block_n)
     numbers = (clocks.tensor, clocks.exp, clocks.issue, clocks.smem, clocks.local, clocks.bound)
+    used = built.reported
     return (
-        f"{problem.key} {config.key} {built.registers} registers {built.spill_bytes} B "
+        f"{problem.key} {config.key} {used.registers} registers {used.spill_bytes} B "
         f"{' '.join(f'{scale * one:.0f}' for one in numbers)} exposed {clocks.exposed:.2f}\n"
     )
 
@@ -169,8 +170,8 @@ def test_traps_are_not_chosen() -> None:
     """A head dim of 72 is two pieces in tensor memory, which this tile has no room for."""
     problem, b200 = PARSE("b32 hq16 hkv16 q729 d72 bf16 full"), gpu("b200")
     trap = compile_for(render(problem, TileConfig.parse("m128n256w8s2t"), "fwd"), "sm_100")
-    assert "made a trap" in objection(trap, b200)
-    assert usable(problem, b200, "fwd").registers > trap.registers
+    assert "made a trap" in objection(trap.reported, b200)
+    assert usable(problem, b200, "fwd").reported.registers > trap.reported.registers
 
 
 def test_the_command_says_what_the_function_returns() -> None:

@@ -88,7 +88,7 @@ def test_kernels_compile_within_shared_memory(arch: str) -> None:
     for one, compiled in compile_many(share(arch), arch, workers=1):
         assert isinstance(compiled, CompiledKernel), (one.function, compiled)
         assert compiled.binary[:4] == b"\x7fELF"
-        assert compiled.shared_bytes <= limit, one.function
+        assert compiled.reported.shared_bytes <= limit, one.function
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_lists_leave_tiles_as_far_ahead(kernel: Kernel, text: str, config: str) 
                 kernel,
             ),
             "sm_90",
-        ).shared_bytes
+        ).reported.shared_bytes
         for mask in ("causal", "block_sparse(@:25,64)")
     ]
     assert shared[0] <= shared[1] <= shared[0] + 64 * 64

@@ -48,7 +48,7 @@ def test_every_kernel_on_every_architecture(arch: str) -> None:
     for one, compiled in compile_many(rendered, arch, workers=1):
         assert isinstance(compiled, CompiledKernel), (one.kernel, compiled)
         assert compiled.binary[:4] == b"\x7fELF"
-        assert compiled.shared_bytes <= 65536
+        assert compiled.reported.shared_bytes <= 65536
 
 
 @pytest.mark.skipif(
@@ -66,8 +66,8 @@ def test_first_proposals_are_legal_and_as_large_as_predicted(arch: str) -> None:
         problem = AttentionProblem.parse(text)
         predicted, built = settled(problem, spec, kernel)
         what = f"{text} {kernel} {predicted.config}"
-        assert acceptable(built, spec), what
-        assert predicted.smem_bytes >= 0.99 * built.shared_bytes - 1024, what
+        assert acceptable(built.resources, spec), what
+        assert predicted.smem_bytes >= 0.99 * built.resources.shared_bytes - 1024, what
 
 
 @pytest.mark.usefixtures("compile_instead_of_launching")

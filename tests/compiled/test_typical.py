@@ -26,7 +26,7 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import Launch
 from tilegen.masks.score import Score, alibi, bias, relative_bias, sinks, temperature
 from tilegen.measure import Measurement, summarise
-from tilegen.model.as_compiled import StepCode
+from tilegen.model.resources import StepCode
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import plans
 from tilegen.tuning import bench

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tests.used import used
 from tilegen import pipeline
 from tilegen.build import compiler
 from tilegen.build.acceptable import MOST_LOCAL, acceptable, first_that_fits, objection
@@ -17,10 +18,11 @@ from tilegen.emit.identity import RenderedKernel
 from tilegen.errors import BuildFailed
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
-from tilegen.model.as_compiled import StepCode, clocks_as_compiled
+from tilegen.model.as_compiled import clocks_as_compiled
 from tilegen.model.estimate import Candidate
 from tilegen.model.footprint import footprint
 from tilegen.model.on_chip import MOST_SPILLED, SPILL_DOUBT, Footprint
+from tilegen.model.resources import Resources, StepCode
 from tilegen.pipeline import ASKED, CLOSE, TRIED
 from tilegen.problem import AttentionProblem
 from tilegen.tuning import bench
@@ -29,19 +31,11 @@ H200 = gpu("h200")
 PROBLEM = AttentionProblem.parse("b1 hq32 hkv8 q8192 d128 bf16 causal")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Used:
-    shared_bytes: int = 1000
-    registers: int = 255
-    spill_bytes: int = 0
-    step_code: StepCode | None = None
-
-
 def test_a_binary_may_spill_a_little() -> None:
     for spilled in (0, 8, 120, MOST_SPILLED):
-        assert acceptable(Used(spill_bytes=spilled), H200)
-        assert bench.refused(Used(spill_bytes=spilled), H200) is None
-    much = Used(spill_bytes=MOST_SPILLED + 8)
+        assert acceptable(used(spill_bytes=spilled), H200)
+        assert bench.refused(used(spill_bytes=spilled), H200) is None
+    much = used(spill_bytes=MOST_SPILLED + 8)
     assert not acceptable(much, H200)
     assert objection(much, H200).startswith("136 bytes of registers spilled a thread")
     found = bench.refused(much, H200)
@@ -51,13 +45,13 @@ def test_a_binary_may_spill_a_little() -> None:
 
 def test_a_trap_is_no_kernel() -> None:
     """ptxas makes one of what asks for more tensor memory than there is, with 4 registers."""
-    trap, spills = Used(registers=4), Used(spill_bytes=4000)
+    trap, spills = used(registers=4), used(spill_bytes=4000)
     assert "made a trap" in objection(trap, gpu("b200"))
     assert not acceptable(trap, gpu("b200"))
-    assert first_that_fits([trap, spills], gpu("b200")) is spills
+    assert first_that_fits([trap, spills], gpu("b200")) == 1
     with pytest.raises(BuildFailed, match="none did"):
         first_that_fits([trap], gpu("b200"))
-    assert acceptable(Used(registers=22), gpu("b200"))
+    assert acceptable(used(registers=22), gpu("b200"))
     assert acceptable(trap, gpu("mi300x")), "AMD's kernels may have few"
 
 
@@ -79,11 +73,11 @@ STEP = StepCode(
 
 
 def test_a_binary_is_judged_by_its_inner_loop() -> None:
-    assert acceptable(Used(spill_bytes=400, step_code=STEP), H200), "what spills is elsewhere"
+    assert acceptable(used(spill_bytes=400, step_code=STEP), H200), "what spills is elsewhere"
     bound = clocks_as_compiled(STEP, H200).bound
     most = int(MOST_LOCAL * bound)  # a load or store of a warp takes a clock
-    assert acceptable(Used(step_code=replace(STEP, local=most)), H200)
-    much = Used(step_code=replace(STEP, local=most + 1))
+    assert acceptable(used(step_code=replace(STEP, local=most)), H200)
+    much = used(step_code=replace(STEP, local=most + 1))
     assert objection(much, H200).startswith(f"local memory takes {most + 1} clocks of a step")
     found = bench.refused(much, H200)
     assert found is not None
@@ -91,7 +85,7 @@ def test_a_binary_is_judged_by_its_inner_loop() -> None:
 
 
 def test_a_binary_that_waits_for_each_product_is_refused_whatever_it_spills() -> None:
-    waiting = Used(spill_bytes=0, step_code=replace(STEP, serialized=True, local=0))
+    waiting = used(spill_bytes=0, step_code=replace(STEP, serialized=True, local=0))
     assert objection(waiting, H200) == "0 bytes spilled, and each matrix product is waited for"
 
 
@@ -100,8 +94,8 @@ def test_machine_code_ranks_what_was_compiled() -> None:
     asked = PROBLEM, H200, config, "bwd_dkdv"
 
     def seconds(**changes: int) -> float:
-        used = Used(shared_bytes=131584, step_code=replace(STEP, **changes))
-        return seconds_as_compiled(*asked, used)
+        built = used(shared_bytes=131584, step_code=replace(STEP, **changes))
+        return seconds_as_compiled(*asked, built)
 
     as_it_is = seconds()
     assert seconds(local=0) < as_it_is < seconds(exposed=STEP.instructions)
@@ -112,9 +106,9 @@ def test_machine_code_ranks_what_was_compiled() -> None:
 def test_a_binary_has_to_exist_and_fit() -> None:
     assert not acceptable(BuildFailed("no"), H200)
     assert objection(BuildFailed("no"), H200) == "no"
-    large = Used(shared_bytes=H200.smem_per_block + 1024)
+    large = used(shared_bytes=H200.smem_per_block + 1024)
     assert objection(large, H200) == "228 KiB > 227 KiB"
-    assert acceptable(Used(shared_bytes=H200.smem_per_block), H200)
+    assert acceptable(used(shared_bytes=H200.smem_per_block), H200)
 
 
 def test_predicted_spills_are_what_registers_lack() -> None:
@@ -123,8 +117,8 @@ def test_predicted_spills_are_what_registers_lack() -> None:
     assert Footprint(registers=256, **known).spill_bytes == 4
     assert Footprint(registers=255 + 20, **known).spill_bytes == 80
     surely = int(255 * SPILL_DOUBT) + 1
-    assert not Footprint(registers=surely - 1, **known).spills_much, "the compiler decides"
-    assert Footprint(registers=surely, **known).spills_much
+    assert not Footprint(registers=surely - 1, **known).surely_spills, "the compiler decides"
+    assert Footprint(registers=surely, **known).surely_spills
 
 
 def test_what_spills_more_takes_longer() -> None:
@@ -151,9 +145,7 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[TileConfig
             rendered=rendered,
             arch=arch,
             binary=b"",
-            shared_bytes=1000,
-            registers=255,
-            spill_bytes=size,
+            reported=used(spill_bytes=size),
             scratch_pointers=0,
             seconds=0.0,
         )
@@ -191,9 +183,9 @@ def test_registers_of_a_tile_tell_of_its_other_stages() -> None:
     ranked = Ranked("bwd_dq", tuple(one.config for one in alike), "model", "", tuple(alike))
 
     def compiled(registers: int) -> tuple[TileConfig, int]:
-        def compile_(config: TileConfig) -> Used:
+        def compile_(config: TileConfig) -> Resources:
             needs = footprint(problem, config, "bwd_dq", "sm_90")
-            return Used(shared_bytes=needs.smem_bytes, registers=registers, step_code=None)
+            return used(shared_bytes=needs.smem_bytes, registers=registers, step_code=None)
 
         found = pipeline.best_acceptable(problem, H200, ranked, compile_)
         return found.config, len(found.tried)
@@ -211,11 +203,11 @@ def test_a_tile_that_is_slower_as_compiled_is_not_compiled_with_other_stages() -
     alike = tuple(replace(first, config=one) for one in stages)
     asked: list[TileConfig] = []
 
-    def compile_(config: TileConfig) -> Used:
+    def compile_(config: TileConfig) -> Resources:
         asked.append(config)
         needs = footprint(PROBLEM, config, "bwd_dkdv", "sm_90")
         code = replace(STEP, exposed=STEP.instructions)
-        return Used(shared_bytes=needs.smem_bytes, step_code=code)
+        return used(shared_bytes=needs.smem_bytes, step_code=code)
 
     ranked = Ranked("bwd_dkdv", tuple(stages), "model", "", alike)
     found = pipeline.best_acceptable(PROBLEM, H200, ranked, compile_)
@@ -267,9 +259,9 @@ def test_another_tile_is_compiled_before_the_same_with_other_stages() -> None:
     ]
     asked: list[TileConfig] = []
 
-    def compile(config: TileConfig) -> Used:
+    def compile(config: TileConfig) -> Resources:
         asked.append(config)
-        return Used(spill_bytes=MOST_SPILLED + 8 if config == wide else 0)
+        return used(spill_bytes=MOST_SPILLED + 8 if config == wide else 0)
 
     given = pipeline.Ranked("bwd_dq", tuple(ranked), "model", "the model", tuple(candidates))
     chosen = pipeline.best_acceptable(PROBLEM, H200, given, compile)

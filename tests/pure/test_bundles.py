@@ -112,7 +112,7 @@ def test_a_gpu_with_less_shared_memory_is_not_served_what_it_cannot_run(folder: 
     files = found(bundle, PROBLEMS[0], spec=gpu("a100"))
     assert files
     assert files[0].startswith("sm_80/")
-    needs = bundle.manifest.by_file[files[0]].shared_bytes
+    needs = bundle.manifest.by_file[files[0]].resources.shared_bytes
     small = replace(gpu("rtx3090"), smem_per_block=needs)
     assert found(bundle, PROBLEMS[0], spec=small) == files
     assert found(bundle, PROBLEMS[0], spec=replace(small, smem_per_block=needs - 1)) is None

@@ -193,7 +193,7 @@ def test_explain_says_how_tiles_are_loaded() -> None:
 def test_bundles_have_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
 
-    def rank(known: Known, kernel: Kernel, *, describable: bool) -> Ranked:
+    def rank(known: Known, kernel: Kernel, *, describable: bool, may_compile: bool) -> Ranked:
         asked.append(describable)
         raise Unsupported("enough")
 

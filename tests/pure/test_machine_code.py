@@ -10,8 +10,9 @@ from tilegen.build.machine_code.instructions import read_gcn, read_sass, unit_of
 from tilegen.build.machine_code.loops import loops_of
 from tilegen.build.machine_code.reading import MachineCode, read
 from tilegen.gpus.spec import gpu
-from tilegen.model.as_compiled import StepCode, clocks_as_compiled, issue_clocks
+from tilegen.model.as_compiled import clocks_as_compiled, issue_clocks
 from tilegen.model.rates import rates_of
+from tilegen.model.resources import StepCode
 
 H200 = gpu("h200")
 QK = "HGMMA.64x128x16.F32.BF16 R24, gdesc[UR8].tnspB, RZ, !UPT ;"

@@ -21,6 +21,7 @@ from tests.cases import a_provider, a_row, a_workload
 from tests.records import H200, PROBLEM, RECORD, record, timed
 from tests.replay import SMALL, Replay, trial_file
 from tests.replay import run as tune_replay
+from tests.used import used
 from tilegen.errors import InvalidRecord, Unsupported
 from tilegen.kernels.config import TileConfig
 from tilegen.measure import Measurement
@@ -100,14 +101,10 @@ def recorded(tmp_path: Path) -> Path:
     times = {FIRST: of(ONE, 100.0), SECOND: of(ONE, 90.0), THIRD: of(OTHER, 120.0)}
     bench = Bench(
         measure=times.__getitem__,
-        compile=lambda configs: ((config, Used()) for config in configs),
+        compile=lambda configs: ((config, used()) for config in configs),
     )
     assert exhaustive.record(recorder, SPACE, H200, bench, deadline=time.monotonic() + 60) == 0
     return path
-
-
-class Used:
-    shared_bytes, registers, spill_bytes = 1024, 32, 0
 
 
 def test_a_recording_counts_one_binary_once(recorded: Path) -> None:

@@ -12,9 +12,9 @@ import torch
 from benchmarks import rows, store
 from tests.records import H200, PROBLEM, own, timed
 from tests.replay import TABLE, Replay, ranking, run, trial_file
+from tests.used import used
 from tilegen import pipeline
 from tilegen.build import verdicts
-from tilegen.build.verdicts import Verdict
 from tilegen.kernels.config import TileConfig
 from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
@@ -238,7 +238,7 @@ def test_benchmark_gives_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_choice_of_the_model_is_a_line_of_the_log_and_no_record(
     own_cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    built = Verdict(shared_bytes=1000, registers=64, spill_bytes=0, step_code=None)
+    built = used(registers=64)
     monkeypatch.setattr(verdicts, "verdict", lambda *_, **__: built)
     problem = AttentionProblem.parse("hq1 q64 d64 bf16")
     with caplog.at_level("DEBUG", logger="tilegen"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +13,14 @@ import pytest
 from tests.clock import Clock
 from tests.records import H200, PROBLEM
 from tests.replay import SMALL, Replay, ranking, run, slowness, trial_file, trials_on_disk
+from tests.used import used
 from tilegen.errors import BuildFailed
 from tilegen.kernels.config import TileConfig
 from tilegen.measure import Measurement
-from tilegen.model.as_compiled import StepCode
 from tilegen.model.on_chip import MOST_SPILLED
 from tilegen.tuning.tuner import SEEDS, tune
 
 pytestmark = pytest.mark.usefixtures("own_cache")
-
-
-@dataclass(frozen=True)
-class Used:
-    """What a compiler would say."""
-
-    shared_bytes: int = 64 * 1024
-    registers: int = 255
-    spill_bytes: int = 0
-    step_code: StepCode | None = None
 
 
 Built = Iterator[tuple[TileConfig, Any]]
@@ -42,7 +31,7 @@ def compiler(usage: dict[str, Any]) -> Callable[[Sequence[TileConfig]], Built]:
 
     def compile_all(configs: Sequence[TileConfig]) -> Built:
         for config in reversed(configs):
-            yield config, usage.get(config.key, Used())
+            yield config, usage.get(config.key, used())
 
     return compile_all
 
@@ -54,8 +43,8 @@ def test_hopeless_configs_cost_no_gpu_time(
     failed, too_large, spilling = replay.space[:3]
     usage = {
         failed.key: BuildFailed("attention_fwd for sm_90: PassManager::run failed"),
-        too_large.key: Used(shared_bytes=264 * 1024),
-        spilling.key: Used(spill_bytes=160),
+        too_large.key: used(shared_bytes=264 * 1024),
+        spilling.key: used(spill_bytes=160),
     }
     found = run(replay, compile=compiler(usage))
     assert replay.space[3:] == replay.measured
@@ -73,7 +62,7 @@ def test_hopeless_configs_cost_no_gpu_time(
 
 def test_what_spills_a_little_is_measured_and_may_win(own_cache: Path) -> None:
     replay = Replay(SMALL)
-    usage = {replay.fastest.key: Used(spill_bytes=120)}
+    usage = {replay.fastest.key: used(spill_bytes=120)}
     assert run(replay, compile=compiler(usage)).config == replay.fastest
     assert replay.measured == replay.space
     lines = [json.loads(line) for line in trial_file(own_cache).read_text().splitlines()]
@@ -86,7 +75,7 @@ def test_where_everything_spills_much_the_least_is_measured_after_all(own_cache:
     replay = Replay(SMALL)
     slowest_first = sorted(replay.space, key=slowness, reverse=True)
     usage: dict[str, Any] = {
-        config.key: Used(spill_bytes=MOST_SPILLED + 8 + 8 * rank)
+        config.key: used(spill_bytes=MOST_SPILLED + 8 + 8 * rank)
         for rank, config in enumerate(slowest_first)
     }
     usage[slowest_first[1].key] = BuildFailed("no")
@@ -107,7 +96,7 @@ def test_seconds_are_not_all_spent_on_compiling_what_spills(
     def compile_all(configs: Sequence[TileConfig]) -> Built:
         for config in configs:
             clock.sleep(0.1)
-            yield config, Used(spill_bytes=MOST_SPILLED + 8)
+            yield config, used(spill_bytes=MOST_SPILLED + 8)
 
     clock.replaces_time_of("tilegen.tuning.tuner", monkeypatch)
     found = run(replay, seconds=0.05, compile=compile_all)
@@ -122,7 +111,7 @@ def test_the_next_configs_are_compiled_while_one_is_measured() -> None:
     def compile_all(configs: Sequence[TileConfig]) -> Built:
         for config in configs:
             compiled[config].set()
-            yield config, Used()
+            yield config, used()
 
     def measure(config: TileConfig) -> Measurement:
         assert second.wait(timeout=20), "nothing was compiled during the first measurement"
@@ -155,7 +144,7 @@ def test_only_what_may_be_measured_soon_is_compiled() -> None:
 
 def test_a_compiler_that_breaks_is_an_error_not_a_result(own_cache: Path) -> None:
     def compile_all(configs: Sequence[TileConfig]) -> Built:
-        yield configs[0], Used()
+        yield configs[0], used()
         raise OSError("no space left on device")
 
     replay = Replay(SMALL)
@@ -166,7 +155,7 @@ def test_a_compiler_that_breaks_is_an_error_not_a_result(own_cache: Path) -> Non
 
 def test_a_compiler_that_forgets_a_config_does_not_hang() -> None:
     def compile_all(configs: Sequence[TileConfig]) -> Built:
-        yield from ((config, Used()) for config in configs[1:])
+        yield from ((config, used()) for config in configs[1:])
 
     with pytest.raises(BuildFailed, match="gave no result"):
         run(Replay(SMALL), compile=compile_all)
@@ -176,7 +165,7 @@ def test_time_runs_out_while_the_compiler_works(own_cache: Path) -> None:
     release = threading.Event()
 
     def compile_all(configs: Sequence[TileConfig]) -> Built:
-        yield configs[0], Used()
+        yield configs[0], used()
         release.wait()
 
     replay = Replay(SMALL)

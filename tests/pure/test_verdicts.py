@@ -12,9 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 import tilegen
+from tests.used import used
 from tilegen import pipeline
 from tilegen.build import compiler, verdicts
-from tilegen.build.verdicts import MAX_BYTES, Verdict, verdict
+from tilegen.build.verdicts import MAX_BYTES, verdict
 from tilegen.choose.ranking import seconds_as_compiled
 from tilegen.cli.main import app
 from tilegen.emit.identity import RenderedKernel
@@ -22,12 +23,13 @@ from tilegen.errors import BuildFailed
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
 from tilegen.model.estimate import Candidate, Compiled
+from tilegen.model.resources import Resources
 from tilegen.problem import AttentionProblem
 
 H200 = gpu("h200")
 PROBLEM = AttentionProblem.parse("hq8 hkv2 q512 d64 bf16 causal")
 CONFIG = TileConfig(block_m=64, block_n=64)
-GOOD = Verdict(shared_bytes=1000, registers=255, spill_bytes=16, step_code=None)
+GOOD = used(spill_bytes=16)
 
 
 class Compiler:
@@ -48,9 +50,7 @@ class Compiler:
             rendered=rendered,
             arch=arch,
             binary=b"",
-            shared_bytes=GOOD.shared_bytes,
-            registers=GOOD.registers,
-            spill_bytes=self.spilled.get(rendered.config, GOOD.spill_bytes),
+            reported=used(spill_bytes=self.spilled.get(rendered.config, GOOD.spill_bytes)),
             scratch_pointers=0,
             seconds=0.0,
         )
@@ -64,7 +64,7 @@ def compile_(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
     return one
 
 
-def asked(arch: str = "sm_90", aligned: bool = True) -> Verdict | BuildFailed:
+def asked(arch: str = "sm_90", aligned: bool = True) -> Resources | BuildFailed:
     return verdict(PROBLEM, CONFIG, "fwd", arch, aligned=aligned)
 
 
@@ -202,9 +202,7 @@ def test_a_proposal_says_what_was_compiled_and_what_is_predicted(compile_: Compi
     assert after[0].compiled is None, "compiled for another architecture"
     assert after[1].compiled == Compiled(
         triton=version("triton"),
-        registers=GOOD.registers,
-        spill_bytes=GOOD.spill_bytes,
-        shared_bytes=GOOD.shared_bytes,
+        resources=GOOD,
         seconds=seconds_as_compiled(PROBLEM, H200, config, "fwd", GOOD),
         objection="",
     )
@@ -247,7 +245,7 @@ def test_the_command_says_what_was_compiled(compile_: Compiler) -> None:
 
     assert all("us predicted  " in one and "Triton" not in one for one in lines())
     first, *_ = lines("--compile")
-    made = f"Triton {version('triton')} made 255 registers, 16 bytes spilled and 0.9766 KiB"
+    made = f"Triton {version('triton')} made 255 registers, 16 bytes spilled and 1 KiB"
     assert "us predicted  " in first
     assert "us compiled  " in first
     assert made in first

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING
 
 from tilegen.errors import BuildFailed
 from tilegen.model.on_chip import MOST_SPILLED
 
 if TYPE_CHECKING:
     from tilegen.gpus.spec import GpuSpec
-    from tilegen.model.as_compiled import StepCode
+    from tilegen.model.resources import Resources, StepCode
 
 MOST_LOCAL = 0.1
 """Part of a step's time that loads and stores of local memory may take, at most."""
@@ -20,28 +20,12 @@ assembler makes a trap with 4 of a kernel that asks for more tensor memory than 
 nothing."""
 
 
-class Usage(Protocol):
-    """Resources that a kernel uses; a `CompiledKernel` is one, a `Binary` of a bundle too."""
-
-    @property
-    def shared_bytes(self) -> int: ...
-    @property
-    def registers(self) -> int: ...
-    @property
-    def spill_bytes(self) -> int: ...
-    @property
-    def step_code(self) -> StepCode | None: ...
-
-
-U = TypeVar("U", bound=Usage)
-
-
-def acceptable(built: Usage | BuildFailed, gpu: GpuSpec) -> bool:
+def acceptable(built: Resources | BuildFailed, gpu: GpuSpec) -> bool:
     """True for a compiled kernel that may be used on a GPU."""
     return not objection(built, gpu)
 
 
-def objection(built: Usage | BuildFailed, gpu: GpuSpec) -> str:
+def objection(built: Resources | BuildFailed, gpu: GpuSpec) -> str:
     """Return why a compiled kernel may not be used on a GPU, an empty text where it may.
 
     A kernel has to fit into shared memory and tensor memory, must not wait for each of its matrix
@@ -58,13 +42,13 @@ def objection(built: Usage | BuildFailed, gpu: GpuSpec) -> str:
         return "more tensor memory than there is: the assembler made a trap of the kernel"
     code = built.step_code
     if code is None:
-        return spills_much(built.spill_bytes)
+        return spill_objection(built.spill_bytes)
     if code.serialized:
         return f"{built.spill_bytes} bytes spilled, and each matrix product is waited for"
     return _waits_for_local_memory(code, gpu) if code.local else ""
 
 
-def _is_trap(built: Usage, gpu: GpuSpec) -> bool:
+def _is_trap(built: Resources, gpu: GpuSpec) -> bool:
     return built.registers < FEWEST_REGISTERS and gpu.arch.startswith("sm_")
 
 
@@ -80,14 +64,14 @@ def _waits_for_local_memory(code: StepCode, gpu: GpuSpec) -> str:
     )
 
 
-def first_that_fits(built: Sequence[U | BuildFailed], gpu: GpuSpec) -> U:
-    """Return the first kernel that is acceptable on this GPU.
+def first_that_fits(built: Sequence[Resources | BuildFailed], gpu: GpuSpec) -> int:
+    """Return the index of the first kernel that is acceptable on this GPU.
 
-    Where all kernels spill much, the one that spills least is returned. Raises BuildFailed where
-    none compiled and fits.
+    Where all kernels spill much, the kernel that spills least is returned. Raises BuildFailed where
+    no kernel compiled and fits.
     """
     fitting = [
-        (0 if acceptable(result, gpu) else result.spill_bytes, i, result)
+        (0 if acceptable(result, gpu) else result.spill_bytes, i)
         for i, result in enumerate(built)
         if not isinstance(result, BuildFailed)
         and result.shared_bytes <= gpu.smem_per_block
@@ -98,10 +82,10 @@ def first_that_fits(built: Sequence[U | BuildFailed], gpu: GpuSpec) -> U:
             f"expected one of {len(built)} configs to compile for {gpu.name} within "
             f"{gpu.smem_per_block} bytes of shared memory, none did; the first: {built[0]}"
         )
-    return min(fitting, key=lambda one: one[:2])[2]
+    return min(fitting)[1]
 
 
-def spills_much(spill_bytes: int) -> str:
+def spill_objection(spill_bytes: int) -> str:
     """Return the objection to what a thread spills, an empty text where there is none."""
     if spill_bytes <= MOST_SPILLED:
         return ""

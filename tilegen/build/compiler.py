@@ -19,26 +19,23 @@ from tilegen.emit.kernel_files import load
 from tilegen.errors import BuildFailed, Unsupported
 from tilegen.kernels.config import threads_of
 from tilegen.kernels.descriptors import ARCHITECTURES
+from tilegen.model.resources import Resources
 
 if TYPE_CHECKING:
     from tilegen.build.machine_code.reading import MachineCode
-    from tilegen.model.as_compiled import StepCode
+    from tilegen.model.resources import StepCode
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompiledKernel:
-    """A binary for one architecture, and what the compiler says it uses."""
+    """A binary for one architecture, with the resources that the compiler reports."""
 
     rendered: RenderedKernel
     arch: str
     binary: bytes
     """The binary itself: a cubin, or for AMD an hsaco."""
-    shared_bytes: int
-    """Shared memory of one program [bytes]."""
-    registers: int
-    """Registers of one thread."""
-    spill_bytes: int
-    """Local memory of one thread [bytes]; 0 means that nothing spilled."""
+    reported: Resources
+    """Resources without `step_code`, which `resources` has too."""
     scratch_pointers: int
     """Pointers that the binary takes after the arguments of its signature; all may be null."""
     seconds: float
@@ -66,14 +63,11 @@ class CompiledKernel:
             return read(self.assembly, warps, gcn=True)
         return read(disassembled(self.binary), warps)
 
-    @property
-    def step_code(self) -> StepCode | None:
-        """The instructions of a step of the inner loop; None where the loop has no matrix
-        instructions, where machine code cannot be read, or on AMD's GPUs, whose units have no rates
-        here."""
-        return self._step_code  # `Usage` asks for a property, which a cached one is not
-
     @cached_property
+    def resources(self) -> Resources:
+        """Resources with `step_code`, which takes half a second to read."""
+        return replace(self.reported, step_code=self._step_code())
+
     def _step_code(self) -> StepCode | None:
         if self.arch.startswith("gfx"):
             return None
@@ -87,15 +81,15 @@ class CompiledKernel:
             return None
         done = executed(work, problem.element_bytes, config.num_warps, self.arch)
         try:
-            found = self.code.step(round(done))
+            code = self.code.step(round(done))
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             log.debug("machine code of %s could not be read: %s", rendered.function, error)
             return None
-        if found is None or not config.descriptors:
-            return found
+        if code is None or not config.descriptors:
+            return code
         # One instruction writes a whole tile, of a size that it does not say.
         loaded = work.loaded * problem.element_bytes
-        return replace(found, shared_bytes=found.shared_bytes + loaded)
+        return replace(code, shared_bytes=code.shared_bytes + loaded)
 
 
 def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) -> CompiledKernel:
@@ -141,15 +135,13 @@ def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) 
     except Exception as error:  # Triton raises many types, down to RuntimeError from its passes
         raise BuildFailed(f"{rendered.function} for {arch}: {_one_line(error)}") from error
     seconds = time.perf_counter() - started
-    used = resources_of(compiled, arch)
+    binary, reported = binary_of(compiled, arch)
     parameters = sum(map(_parameters, rendered.signature))
     return CompiledKernel(
         rendered=rendered,
         arch=arch,
-        binary=used.binary,
-        shared_bytes=int(compiled.metadata.shared),
-        registers=used.registers,
-        spill_bytes=used.spill_bytes,
+        binary=binary,
+        reported=reported,
         scratch_pointers=_num_parameters(compiled, arch) - parameters,
         seconds=seconds,
         assembly=compiled.asm["amdgcn"] if arch.startswith("gfx") else "",
@@ -166,20 +158,15 @@ def _target(arch: str) -> Any:
     raise Unsupported(f"arch must look like sm_90 or gfx942, got {arch!r}")
 
 
-@dataclass(frozen=True)
-class _Used:
-    binary: bytes
-    registers: int
-    spill_bytes: int
-
-
-def resources_of(compiled: Any, arch: str) -> _Used:
-    """Return the binary of a compiled kernel, and what it says of itself."""
+def binary_of(compiled: Any, arch: str) -> tuple[bytes, Resources]:
+    """Return the binary that Triton compiled, and the resources that it names."""
+    shared_bytes = int(compiled.metadata.shared)
     if arch.startswith("gfx"):
         text = compiled.asm["amdgcn"]
         registers = int(re.findall(r"\.vgpr_count:\s+(\d+)", text)[-1])
         spilled = 4 * int(re.findall(r"\.vgpr_spill_count:\s+(\d+)", text)[-1])
-        return _Used(bytes(compiled.asm["hsaco"]), registers, spilled)
+        used = Resources(registers=registers, spill_bytes=spilled, shared_bytes=shared_bytes)
+        return bytes(compiled.asm["hsaco"]), used
     binary = bytes(compiled.asm["cubin"])
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
@@ -191,7 +178,9 @@ def resources_of(compiled: Any, arch: str) -> _Used:
             raise BuildFailed(
                 f"expected REG and STACK from cuobjdump -res-usage, got {usage[:200]!r}"
             )
-    return _Used(binary, registers=int(match[1]), spill_bytes=int(match[2]))
+    return binary, Resources(
+        registers=int(match[1]), spill_bytes=int(match[2]), shared_bytes=shared_bytes
+    )
 
 
 def _num_parameters(compiled: Any, arch: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from subprocess import SubprocessError
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from tilegen.disk import log
 from tilegen.emit.identity import kernel_digest
 from tilegen.emit.kernel_files import folder_of, write_beside
 from tilegen.errors import BuildFailed, InvalidRecord, Unsupported
-from tilegen.model.as_compiled import NUMBERS, StepCode
+from tilegen.model.resources import NUMBERS, Resources, StepCode
 from tilegen.store.fields import Fields, parse_json
 from tilegen.store.files import read_bytes, text_of
 from tilegen.store.versions import installed
@@ -29,20 +29,9 @@ MAX_BYTES = 4096
 MAX_MESSAGE = 500
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """Resources that a kernel uses: the part of a `CompiledKernel` that choosing needs."""
-
-    shared_bytes: int
-    registers: int
-    spill_bytes: int
-    step_code: StepCode | None
-    """The instructions of a step, from machine code; None where they could not be told."""
-
-
 def verdict(
     problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: str, *, aligned: bool
-) -> Verdict | BuildFailed:
+) -> Resources | BuildFailed:
     """Return what compiling a kernel in this process gives, or gave in an earlier one with the same
     version of Triton. Raises Unsupported where nothing can be compiled."""
     if (known := remembered(problem, config, kernel, arch, aligned=aligned)) is not None:
@@ -62,7 +51,7 @@ def verdict(
 
 def remembered(
     problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: str, *, aligned: bool
-) -> Verdict | BuildFailed | None:
+) -> Resources | BuildFailed | None:
     """Return what compiling a kernel gave in an earlier process with the version of Triton that is
     installed, None where that is not known. Compiles nothing."""
     return _read(_path(problem, config, kernel, arch, aligned), installed("triton"))
@@ -74,7 +63,7 @@ def _path(
     return folder_of(kernel_digest(problem, config, kernel, aligned)) / f"{kernel}.{arch}.json"
 
 
-def _compiled(rendered: RenderedKernel, arch: str) -> tuple[Verdict | BuildFailed, bool]:
+def _compiled(rendered: RenderedKernel, arch: str) -> tuple[Resources | BuildFailed, bool]:
     """Return what compiling gives, and whether it would give the same again."""
     from tilegen.build.compiler import compile_for
 
@@ -83,15 +72,10 @@ def _compiled(rendered: RenderedKernel, arch: str) -> tuple[Verdict | BuildFaile
     except BuildFailed as error:
         passing = isinstance(error.__cause__, OSError | MemoryError | SubprocessError)
         return BuildFailed(str(error)), not passing
-    return Verdict(
-        shared_bytes=built.shared_bytes,
-        registers=built.registers,
-        spill_bytes=built.spill_bytes,
-        step_code=built.step_code,
-    ), True
+    return built.resources, True
 
 
-def _read(path: Path, triton: str) -> Verdict | BuildFailed | None:
+def _read(path: Path, triton: str) -> Resources | BuildFailed | None:
     """Return what a file says; None if there is none, for another Triton, or if it is damaged."""
     try:
         if (data := read_bytes(path, MAX_BYTES)) is None:
@@ -105,7 +89,7 @@ def _read(path: Path, triton: str) -> Verdict | BuildFailed | None:
             name: fields.integer(name, 0, 2**31)
             for name in ("shared_bytes", "registers", "spill_bytes")
         }
-        return Verdict(**sizes, step_code=_step_code(fields))
+        return Resources(**sizes, step_code=_step_code(fields))
     except InvalidRecord as error:
         log.debug("verdict %s is damaged (%s); asked again", path, error)
         return None

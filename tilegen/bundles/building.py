@@ -36,6 +36,7 @@ from tilegen.errors import BuildFailed
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import FAMILIES, grid_of
 from tilegen.kernels.spec import Direction
+from tilegen.model.resources import Resources
 from tilegen.pipeline import Ranked, best_acceptable, rank
 from tilegen.problem import AttentionProblem
 
@@ -138,7 +139,7 @@ class _Builder:
         for direction in passes if len(directions) > 1 else directions:
             for kernel in kernels_used(known, direction):
                 # A program that launches raw binaries would have to build descriptors itself.
-                ranked = rank(known, kernel, describable=False)
+                ranked = rank(known, kernel, describable=False, may_compile=True)
                 key = (
                     kernel_digest(problem, ranked.configs[0], kernel, rows_are_aligned(problem)),
                     ranked.configs,
@@ -154,20 +155,25 @@ class _Builder:
         """Return the best that is acceptable, else the one that spills least."""
 
         kept: dict[TileConfig, Binary] = {}
+        compiled: dict[TileConfig, CompiledKernel] = {}
 
-        def compile(config: TileConfig) -> CompiledKernel | BuildFailed:
+        def compile(config: TileConfig) -> Resources | BuildFailed:
             rendered = render(problem, config, ranked.kernel)
-            known = self._folder.known(rendered, gpu.arch)
-            if known and acceptable(built := self._folder.compiled(known, rendered), gpu):
-                kept[config] = known
+            if known := self._folder.known(rendered, gpu.arch):
+                resources = self._folder.compiled(known, rendered).resources
+                if acceptable(resources, gpu):
+                    kept[config] = known
+                    return resources
+            built = self._compile(rendered, gpu.arch)
+            if isinstance(built, BuildFailed):
                 return built
-            return self._compile(rendered, gpu.arch)
+            compiled[config] = built
+            return built.resources
 
-        chosen = best_acceptable(problem, gpu, ranked, compile)
-        if chosen.config in kept:
-            return kept[chosen.config]
-        built = chosen.tried[chosen.config]
-        assert isinstance(built, CompiledKernel)
+        config = best_acceptable(problem, gpu, ranked, compile).config
+        if config in kept:
+            return kept[config]
+        built = compiled[config]
         return self._folder.add(binary_of(built), built.binary, built.rendered.source.encode())
 
     def _compile(self, rendered: RenderedKernel, arch: str) -> CompiledKernel | BuildFailed:
@@ -198,9 +204,7 @@ def binary_of(compiled: CompiledKernel) -> Binary:
         stride_unit=stride_unit(problem, rendered.aligned),
         grid=grid_of(rendered.kernel, rendered.config, problem.group_size),
         threads=compiled.threads,
-        shared_bytes=compiled.shared_bytes,
-        registers=compiled.registers,
-        spill_bytes=compiled.spill_bytes,
+        resources=compiled.reported,
         digest=rendered.digest,
         template_digest=template_digest(rendered.kernel),
     )

@@ -56,9 +56,7 @@ class Folder:
             rendered=rendered,
             arch=binary.arch,
             binary=(self.path / binary.file).read_bytes(),
-            shared_bytes=binary.shared_bytes,
-            registers=binary.registers,
-            spill_bytes=binary.spill_bytes,
+            reported=binary.resources,
             scratch_pointers=len(binary.arguments) - len(rendered.signature),
             seconds=0.0,
         )

@@ -15,6 +15,7 @@ from tilegen.errors import InvalidRecord
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import FAMILIES, KERNELS
 from tilegen.kernels.spec import Direction
+from tilegen.model.resources import Resources
 from tilegen.store.fields import MAX_TEXT, Fields, parse_json
 from tilegen.store.record import ARCH, arch_of, config_from, gpu_of, kernel_of
 
@@ -60,12 +61,8 @@ class Binary:
     """Pairs of a size and a divisor; the product of ceil(size / divisor) programs are launched."""
     threads: int
     """Number of threads of one program."""
-    shared_bytes: int
-    """Dynamic shared memory of one program [bytes]."""
-    registers: int
-    """Number of registers of one thread."""
-    spill_bytes: int
-    """Local memory of one thread [bytes]."""
+    resources: Resources
+    """Resources that the compiler reported, without the instructions of a step."""
     digest: str
     """Digest of everything that determines the source."""
     template_digest: str
@@ -173,7 +170,11 @@ def _served_values(one: Served) -> dict[str, Any]:
 def binary_values(one: Binary) -> dict[str, Any]:
     """Return the JSON object of a binary."""
     values = {field.name: getattr(one, field.name) for field in dataclasses.fields(one)}
+    used = values.pop("resources")
     return values | {
+        "shared_bytes": used.shared_bytes,
+        "registers": used.registers,
+        "spill_bytes": used.spill_bytes,
         "config": {"block_d": 0, **one.config.values},
         "arguments": [{"name": name, "type": type_} for name, type_ in one.arguments],
         "grid": [{"size": size, "divisor": divisor} for size, divisor in one.grid],
@@ -233,9 +234,11 @@ def binary_from(fields: Fields) -> Binary:
             for one in fields.groups("grid", 4)
         ),
         threads=fields.integer("threads", 32, 1024),
-        shared_bytes=fields.integer("shared_bytes", 0, MAX_BYTES),
-        registers=fields.integer("registers", 0, 1024),
-        spill_bytes=fields.integer("spill_bytes", 0, MAX_BYTES),
+        resources=Resources(
+            shared_bytes=fields.integer("shared_bytes", 0, MAX_BYTES),
+            registers=fields.integer("registers", 0, 1024),
+            spill_bytes=fields.integer("spill_bytes", 0, MAX_BYTES),
+        ),
         digest=fields.text("digest", r"[0-9a-f]{8,64}", "hexadecimal digits"),
         template_digest=fields.text("template_digest", r"[0-9a-f]{8,64}", "hexadecimal digits"),
     )

@@ -83,7 +83,7 @@ class Bundle:
                 continue
             its = [self.manifest.by_file[x] for x in served.passes[direction].binaries.values()]
             rank = (served.arch != gpu.arch, _distance(problem, served))
-            if all(one.shared_bytes <= gpu.smem_per_block for one in its) and (
+            if all(one.resources.shared_bytes <= gpu.smem_per_block for one in its) and (
                 best is None or rank < best[0]
             ):
                 best = rank, its
@@ -114,7 +114,7 @@ class Bundle:
         with self._lock:
             if binary.file not in self._functions:
                 self._functions[binary.file] = Function(
-                    self._code(binary), binary.function, binary.shared_bytes
+                    self._code(binary), binary.function, binary.resources.shared_bytes
                 )
             return self._functions[binary.file]
 

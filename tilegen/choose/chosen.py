@@ -10,8 +10,8 @@ from tilegen.errors import BuildFailed
 from tilegen.kernels.config import Kernel, TileConfig
 
 if TYPE_CHECKING:
-    from tilegen.build.acceptable import Usage
     from tilegen.model.estimate import Candidate
+    from tilegen.model.resources import Resources
 
 
 Origin = Literal["agreement", "record", "tuning", "model"]
@@ -37,7 +37,7 @@ class Chosen:
 
     config: TileConfig
     ranked: Ranked
-    tried: Mapping[TileConfig, Usage | BuildFailed] = field(default_factory=dict)
+    tried: Mapping[TileConfig, Resources | BuildFailed] = field(default_factory=dict)
     """Result of compiling, for each config that was compiled."""
     seconds: Mapping[TileConfig, float] = field(default_factory=dict)
     """Predicted time [s] of configs of the model that compiled to what may be used, with what the

@@ -159,7 +159,7 @@ def ranked_families(
     Families whose kernels spill more than a usable kernel may come last. Raises Unsupported where
     none fits.
     """
-    from tilegen.choose.ranking import best_of, spills_much  # which load SymPy
+    from tilegen.choose.ranking import best_of, surely_spills  # which load SymPy
 
     found: list[tuple[bool, float, Family]] = []
     trouble: list[str] = []
@@ -175,7 +175,7 @@ def ranked_families(
             trouble.append(str(error))
             continue
         seconds = sum(candidate.estimate.seconds for candidate in best)
-        found.append((any(spills_much(problem, gpu, one) for one in best), seconds, name))
+        found.append((any(surely_spills(problem, gpu, one) for one in best), seconds, name))
     if not found:
         raise Unsupported("; ".join(trouble))
     return tuple((name, seconds) for _, seconds, name in sorted(found))

@@ -51,7 +51,7 @@ class _Known(dict[TileConfig, tuple[Footprint, bool]]):
     def __missing__(self, config: TileConfig) -> tuple[Footprint, bool]:
         problem, gpu, kernel = self._of
         needs = footprint(problem, config, kernel, gpu.arch)
-        promising = not needs.spills_much and needs.fits(gpu)
+        promising = not needs.surely_spills and needs.fits(gpu)
         if promising and config.descriptors:
             promising = self[without(config)][0].spill_bytes > 0
         self[config] = found = needs, promising
@@ -153,7 +153,7 @@ class KernelModel:
         fitting = [pair for pair in needed if pair[1].fits(self.gpu)]
         if not fitting:  # predictions err on the large side
             fitting = [pair for pair in needed if pair[1].fits(self.gpu, doubt=SMEM_DOUBT)]
-        legal = [pair for pair in fitting if not pair[1].spills_much]
+        legal = [pair for pair in fitting if not pair[1].surely_spills]
         # The configs that spill least, where every config spills much.
         least = sorted(fitting, key=lambda pair: (pair[1].registers, pair[0]))[: max(top, 20)]
         return _ranked(

@@ -24,7 +24,7 @@ from tilegen.problem import AttentionProblem
 from tilegen.sympy_lock import one_at_a_time
 
 if TYPE_CHECKING:
-    from tilegen.build.acceptable import Usage
+    from tilegen.model.resources import Resources
 
 
 @one_at_a_time
@@ -100,7 +100,7 @@ def time_as_compiled(
     gpu: GpuSpec,
     config: TileConfig,
     kernel: Kernel,
-    built: Usage,
+    built: Resources,
     *,
     stages: int | None = None,
 ) -> Time:
@@ -112,14 +112,15 @@ def time_as_compiled(
     """
     model = _model(problem.normal(), gpu, kernel)
     needs = model.needs(config)
-    shared = needs.smem_bytes if stages not in (None, config.num_stages) else built.shared_bytes
-    used = needs.as_compiled(built.registers, built.spill_bytes, shared)
+    used = needs.as_compiled(built)
+    if stages not in (None, config.num_stages):
+        used = replace(used, smem_bytes=needs.smem_bytes)
     code = built.step_code
     return model.time(config, used, clocks_as_compiled(code, gpu) if code else None)
 
 
 def seconds_as_compiled(
-    problem: AttentionProblem, gpu: GpuSpec, config: TileConfig, kernel: Kernel, built: Usage
+    problem: AttentionProblem, gpu: GpuSpec, config: TileConfig, kernel: Kernel, built: Resources
 ) -> float:
     """Return the seconds of `time_as_compiled`."""
     return time_as_compiled(problem, gpu, config, kernel, built).seconds
@@ -197,9 +198,9 @@ def joined_splits(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> Ti
     return best_of(problem, gpu, names[names.index(kernel) - 1]).config
 
 
-def spills_much(problem: AttentionProblem, gpu: GpuSpec, candidate: Candidate) -> bool:
+def surely_spills(problem: AttentionProblem, gpu: GpuSpec, candidate: Candidate) -> bool:
     """True for a candidate that surely spills more registers than a usable kernel may."""
-    return footprint(problem, candidate.config, candidate.kernel, gpu.arch).spills_much
+    return footprint(problem, candidate.config, candidate.kernel, gpu.arch).surely_spills
 
 
 def _candidate(problem: AttentionProblem, gpu: GpuSpec, cost: CostEstimate) -> Candidate:

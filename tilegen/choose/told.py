@@ -16,8 +16,8 @@ from tilegen.model.estimate import Candidate, Compiled
 from tilegen.store.versions import installed
 
 if TYPE_CHECKING:
-    from tilegen.build.acceptable import Usage
     from tilegen.gpus.spec import GpuSpec
+    from tilegen.model.resources import Resources
     from tilegen.problem import AttentionProblem
 
 
@@ -26,7 +26,7 @@ def with_verdicts(
     gpu: GpuSpec,
     kernel: Kernel,
     candidates: Sequence[Candidate],
-    tried: Mapping[TileConfig, Usage | BuildFailed],
+    tried: Mapping[TileConfig, Resources | BuildFailed],
 ) -> list[Candidate]:
     """Return the candidates of a problem in normal form, each with what a compiler said of it.
 
@@ -50,16 +50,14 @@ def with_verdicts(
 
 
 def _compiled(
-    problem: AttentionProblem, gpu: GpuSpec, one: Candidate, built: Usage | BuildFailed
+    problem: AttentionProblem, gpu: GpuSpec, one: Candidate, built: Resources | BuildFailed
 ) -> Compiled:
     triton = installed("triton")
     if isinstance(built, BuildFailed):
         return Compiled(triton=triton, objection=str(built))
     return Compiled(
         triton=triton,
-        registers=built.registers,
-        spill_bytes=built.spill_bytes,
-        shared_bytes=built.shared_bytes,
+        resources=built,
         seconds=seconds_as_compiled(problem, gpu, one.config, one.kernel, built),
         objection=objection(built, gpu),
     )

@@ -99,10 +99,10 @@ def bundle(
 
 def _line(made: Made) -> str:
     one = made.binary
-    spills = f", {one.spill_bytes} bytes spilled" if one.spill_bytes else ""
+    spills = f", {one.resources.spill_bytes} bytes spilled" if one.resources.spill_bytes else ""
     return (
-        f"{one.arch:8}{one.kernel:15}{one.config.key:14}{one.registers:4} registers "
-        f"{one.shared_bytes:7} bytes shared{spills}  '{made.problem}'"
+        f"{one.arch:8}{one.kernel:15}{one.config.key:14}{one.resources.registers:4} registers "
+        f"{one.resources.shared_bytes:7} bytes shared{spills}  '{made.problem}'"
     )
 
 

@@ -15,12 +15,12 @@ def candidate_line(one: Candidate) -> str:
         if code.seconds is not None and not code.objection:
             by_code = f"{1e6 * code.seconds:.1f} us compiled"
         told = f"; Triton {code.triton} made"
-        if code.registers is None:
+        if (used := code.resources) is None:
             told += f" nothing of it: {code.objection}"
         else:
             told += (
-                f" {code.registers} registers, {code.spill_bytes} bytes spilled and "
-                f"{(code.shared_bytes or 0) / 1024:.4g} KiB of shared memory of it"
+                f" {used.registers} registers, {used.spill_bytes} bytes spilled and "
+                f"{used.shared_bytes / 1024:.4g} KiB of shared memory of it"
             )
             told += f", no call uses it: {code.objection}" if code.objection else ""
     return (

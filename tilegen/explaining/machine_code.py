@@ -13,9 +13,10 @@ from tilegen.choose.ranking import estimate, seconds_as_compiled
 from tilegen.emit.render import render
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.model.as_compiled import StepCode, clocks_as_compiled
+from tilegen.model.as_compiled import clocks_as_compiled
 from tilegen.model.footprint import footprint
 from tilegen.model.on_chip import residents
+from tilegen.model.resources import StepCode
 from tilegen.pipeline import choose_kernel
 from tilegen.problem import AttentionProblem
 
@@ -33,26 +34,25 @@ def static(
     problem = problem.normal()
     chosen = config or choose_kernel(problem, gpu, kernel, may_compile=True).config
     built = compile_for(render(problem, chosen, kernel), gpu.arch)
+    used = built.resources
     needs = footprint(problem, chosen, kernel, gpu.arch)
     told: dict[str, Any] = {
         "kernel": kernel,
         "config": chosen.key,
         "gpu": gpu.name,
-        "registers": built.registers,
-        "spill_bytes": built.spill_bytes,
-        "shared_bytes": built.shared_bytes,
-        "programs_per_sm": residents(
-            needs.as_compiled(built.registers, built.spill_bytes, built.shared_bytes), gpu, chosen
-        ),
+        "registers": used.registers,
+        "spill_bytes": used.spill_bytes,
+        "shared_bytes": used.shared_bytes,
+        "programs_per_sm": residents(needs.as_compiled(used), gpu, chosen),
         "loops": [
             _loop(one, chosen.num_warps) | {"looped": one is not built.code.body}
             for one in _with_products(built)
         ],
         "predicted_seconds": estimate(problem, gpu, chosen, kernel).seconds,
     }
-    if (code := built.step_code) is not None:
+    if (code := used.step_code) is not None:
         told["step"] = _step(code, gpu, chosen)
-        told["seconds"] = seconds_as_compiled(problem, gpu, chosen, kernel, built)
+        told["seconds"] = seconds_as_compiled(problem, gpu, chosen, kernel, used)
     return told
 
 

@@ -15,7 +15,7 @@ from tilegen.choose.families import (
     ranked_families,
     why_not_ranked,
 )
-from tilegen.choose.ranking import best_of, spills_much
+from tilegen.choose.ranking import best_of, surely_spills
 from tilegen.errors import Unsupported
 from tilegen.explaining.formulas import formula, named
 from tilegen.gpus.spec import GpuSpec, with_fast_memory
@@ -121,7 +121,7 @@ def _family(
         "read_bytes": sum(one.estimate.read_bytes for one in best),
         "write_bytes": sum(one.estimate.write_bytes for one in best),
         "dram_bytes": sum(one.estimate.dram_bytes for one in best),
-        "spills": any(spills_much(problem, gpu, one) for one in best),
+        "spills": any(surely_spills(problem, gpu, one) for one in best),
         "kernels": [
             {
                 "kernel": one.kernel,

@@ -1,56 +1,19 @@
 """Clocks of a step as its machine code has them, where that has been read (`build.machine_code`).
 
-What a step issues is then counted, not predicted; so is the part of the softmax that no matrix
-product of the same warps hides, where those are asynchronous.
+The instructions of a step are then counted, not predicted; so is the part of the softmax that no
+matrix product of the same warps hides, where those are asynchronous.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-
 from tilegen.gpus.spec import GpuSpec
 from tilegen.model.rates import peak_flops_per_clk, rates_of
+from tilegen.model.resources import StepCode
 from tilegen.model.time import SCHEDULERS, SMEM_BYTES_PER_CLK, StepClocks
 
 LANES = 32
 ALU_LANES = 64
 """Threads whose integer operations, comparisons or conversions an SM starts each clock."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepCode:
-    """Instructions of a step of a program, of all its warps together, and bytes that it moves."""
-
-    instructions: int
-    exponentials: int
-    """Instructions of the special-function units."""
-    fp32: int
-    """Issue slots of the fp32 lanes."""
-    integer: int
-    """Instructions of the units for integers, comparisons and conversions."""
-    multiply_adds: int
-    """Multiply-adds of matrix instructions."""
-    rows: int
-    """Rows of the smallest matrix instruction."""
-    shared_bytes: int
-    """Bytes to and from shared memory, operands of matrix instructions included."""
-    local: int
-    """Words that are loaded and stored of what registers lack room for, of 4 bytes a thread."""
-    exposed: int
-    """Instructions that are issued while no matrix product of the warp is in flight."""
-    exposed_exponentials: int
-    asynchronous: bool
-    """True: `exposed` says something, since a warp goes on while its matrix products run."""
-    serialized: bool
-    """True: each matrix instruction is waited for before the next."""
-    partial_instructions: int = 0
-    """Instructions of a step on a partial tile; 0 where the loop is the same."""
-    local_once: int = 0
-    """The same outside of loops, which a program loads and stores once."""
-
-
-NUMBERS = tuple(one.name for one in fields(StepCode) if one.type == "int" and one.name != "rows")
-"""Names of the fields that add up over steps."""
 
 
 def issue_clocks(code: StepCode, gpu: GpuSpec) -> float:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.model.resources import Resources
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,12 +48,8 @@ class Compiled:
 
     triton: str
     """Version of Triton that compiled the config."""
-    registers: int | None = None
-    """32-bit registers of one thread; None where the config did not compile."""
-    spill_bytes: int | None = None
-    """Bytes of registers that one thread spills; None where the config did not compile."""
-    shared_bytes: int | None = None
-    """Shared memory of one program [bytes]; None where the config did not compile."""
+    resources: Resources | None = None
+    """Resources of the kernel; None where the config did not compile."""
     seconds: float | None = None
     """Predicted time [s] with these resources, and with what the machine code issues; None where
     the config did not compile."""

@@ -17,6 +17,7 @@ from typing import Any
 from tilegen.gpus.nearest import nearest
 from tilegen.gpus.spec import SMEM_RESERVED_PER_PROGRAM, GpuSpec
 from tilegen.kernels.config import TileConfig, threads_of
+from tilegen.model.resources import Resources
 
 TENSOR_MEMORY_COLUMNS = 512
 TENSOR_MEMORY_LANES = 128
@@ -66,16 +67,17 @@ class Footprint:
         return 4 * max(0, self.registers - self.max_registers)
 
     @property
-    def spills_much(self) -> bool:
+    def surely_spills(self) -> bool:
         """True where even a fit that errs on the high side means more than a usable kernel may
         spill."""
         return self.registers > self.more_doubt * SPILL_DOUBT * self.max_registers
 
-    def as_compiled(self, registers: int, spill_bytes: int, shared_bytes: int) -> Footprint:
-        """Return what the program needs by what the compiler says."""
-        if spill_bytes:
-            registers = self.max_registers + -(-spill_bytes // 4)
-        return replace(self, registers=registers, smem_bytes=shared_bytes)
+    def as_compiled(self, used: Resources) -> Footprint:
+        """Return the footprint with the resources that the compiler reports."""
+        registers = used.registers
+        if used.spill_bytes:
+            registers = self.max_registers + -(-used.spill_bytes // 4)
+        return replace(self, registers=registers, smem_bytes=used.shared_bytes)
 
     def fits(self, gpu: GpuSpec, *, doubt: float = 1.0) -> bool:
         """True for a program that can run at all, with shared memory up to `doubt` times the

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from tilegen.build.acceptable import Usage, objection, spills_much
+from tilegen.build.acceptable import objection, spill_objection
 from tilegen.errors import BuildFailed, TilegenError, Unsupported, WrongResult
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.layout import allocate
@@ -21,6 +21,7 @@ from tilegen.kernels.registry import KERNELS, family_with
 from tilegen.kernels.spec import KernelSpec
 from tilegen.kernels.two_pass import BWD_PREPROCESS
 from tilegen.measure import Measurement, failed, measure, one_line, survived
+from tilegen.model.resources import Resources
 from tilegen.problem import AttentionProblem
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 
 Measure = Callable[[TileConfig], Measurement]
-Compile = Callable[[Sequence[TileConfig]], Iterable[tuple[TileConfig, Usage | BuildFailed]]]
+Compile = Callable[[Sequence[TileConfig]], Iterable[tuple[TileConfig, Resources | BuildFailed]]]
 """Function that compiles configs without the GPU and yields each as it finishes, in any order."""
 Check = Callable[[TileConfig], Measurement | None]
 """Function of a config that returns None if the kernel's results are right, else the measurement
@@ -83,7 +84,7 @@ def real_bench(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, pool: Po
     )
 
 
-def refused(built: Usage | BuildFailed, gpu: GpuSpec) -> Measurement | None:
+def refused(built: Resources | BuildFailed, gpu: GpuSpec) -> Measurement | None:
     """Return why a compiled config is not worth GPU time, None if it is."""
     if isinstance(built, BuildFailed):
         return failed(built)
@@ -94,7 +95,7 @@ def refused(built: Usage | BuildFailed, gpu: GpuSpec) -> Measurement | None:
 
 def as_tuned(measurement: Measurement, spill_bytes: int) -> Measurement:
     """Return what the tuner would have seen: it does not time kernels that spill much."""
-    reason = spills_much(spill_bytes)
+    reason = spill_objection(spill_bytes)
     return Measurement(status="out_of_resources", message=reason) if reason else measurement
 
 
@@ -103,7 +104,7 @@ class Ahead:
 
     def __init__(self, compile_all: Compile) -> None:
         self._compile_all = compile_all
-        self._built: dict[TileConfig, Future[Usage | BuildFailed]] = {}
+        self._built: dict[TileConfig, Future[Resources | BuildFailed]] = {}
         self._batches: SimpleQueue[Sequence[TileConfig] | None] = SimpleQueue()
         self._stopped = False
         threading.Thread(target=self._work, name="tilegen-compile", daemon=True).start()
@@ -113,7 +114,7 @@ class Ahead:
         self._built |= {config: Future() for config in configs}
         self._batches.put(list(configs))
 
-    def result(self, config: TileConfig, timeout: float | None = None) -> Usage | BuildFailed:
+    def result(self, config: TileConfig, timeout: float | None = None) -> Resources | BuildFailed:
         """Wait for a submitted config. Raises TimeoutError, or what broke the compiler itself."""
         return self._built[config].result(timeout)
 
@@ -148,14 +149,15 @@ def compile_ahead(
     kernel: Kernel,
     configs: Sequence[TileConfig],
     pool: Pool,
-) -> Iterable[tuple[TileConfig, Usage | BuildFailed]]:
+) -> Iterable[tuple[TileConfig, Resources | BuildFailed]]:
     """Yield each config as its compilation for `gpu` finishes; a failure is a value."""
     from tilegen.build.workers import compile_many
     from tilegen.emit.render import render
 
     wanted = [render(problem, config, kernel) for config in configs]
     for rendered, built in compile_many(wanted, gpu.arch, pool=pool):
-        yield rendered.config, built
+        failed = isinstance(built, BuildFailed)
+        yield rendered.config, built if failed else built.resources
 
 
 def _measure_with(problem: AttentionProblem, kernel: Kernel, gpu: GpuSpec) -> Measure:

@@ -182,7 +182,9 @@ class _Run:
         with contextlib.closing(ahead) if ahead else contextlib.nullcontext():
             self._search(total, deadline, ahead)
         # Where every config spills much, those that spill least are still worth their time.
-        spilling = sorted((t.spill_bytes, c) for c, t in self.trials.items() if _spills_much(t))
+        spilling = sorted(
+            (t.spill_bytes, c) for c, t in self.trials.items() if _refused_for_spill(t)
+        )
         if self.winner is None:
             for spill_bytes, config in spilling[:SEEDS]:
                 if self.winner is None or time.monotonic() < deadline:
@@ -209,7 +211,7 @@ class _Run:
                 return
 
     def _has_something(self) -> bool:
-        return self.winner is not None or any(map(_spills_much, self.trials.values()))
+        return self.winner is not None or any(map(_refused_for_spill, self.trials.values()))
 
     def record(self, winner: TileConfig, command: str) -> TuningRecord:
         """Return the record of these trials: a finding of the machine that measured the winner."""
@@ -315,7 +317,7 @@ class _Run:
         self.winner = best
 
 
-def _spills_much(trial: Trial) -> bool:
+def _refused_for_spill(trial: Trial) -> bool:
     return trial.measurement.status == "out_of_resources" and trial.spill_bytes > 0
 
 

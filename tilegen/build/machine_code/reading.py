@@ -11,7 +11,7 @@ from tilegen.build.machine_code.counts import LoopCode, count
 from tilegen.build.machine_code.instructions import Instruction, read_gcn, read_sass
 from tilegen.build.machine_code.loops import loops_of
 from tilegen.build.tools import nvidia_tool
-from tilegen.model.as_compiled import NUMBERS, StepCode
+from tilegen.model.resources import NUMBERS, StepCode
 
 
 @dataclass(frozen=True, kw_only=True)
