@@ -13,6 +13,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -32,12 +33,15 @@ from tilegen.cpu.timing import timed_in_turns
 from tilegen.emit.render import render
 from tilegen.errors import TilegenError
 from tilegen.kernels.registry import LARGE_CACHE
-from tilegen.masks.mask import Full
+from tilegen.masks.mask import Full, Mask
+from tilegen.masks.shapes import Shape
 from tilegen.problem import AttentionProblem
 
 HEADS = {512: 8, 2048: 4, 8192: 1}
 """Heads by length, so that each case takes a while and none takes minutes."""
-MASKS = ("full", "causal", "window(255,0)", "documents(@q:{length})")
+MASKS = ("full", "causal", "window(255,0)", "documents(@q:{document})")
+DOCUMENTS = 8
+"""Packed documents of a sequence, each an eighth of it."""
 MOST_FLOPS = 4e10
 """Products of a case, so that all cases fit into 40 minutes."""
 MOST_SCORES = 2**27
@@ -73,7 +77,7 @@ def cases() -> Iterator[AttentionProblem]:
     """Yield the problems of the table, shortest first."""
     for length, dtype, width, mask in product(HEADS, ("fp32", "bf16"), (64, 128, 256, 512), MASKS):
         heads = HEADS[length]
-        text = f"hq{heads} q{length} d{width} {dtype} {mask.format(length=length)}"
+        text = f"hq{heads} q{length} d{width} {dtype} {mask.format(document=length // DOCUMENTS)}"
         problem = AttentionProblem.parse(text)
         if products(problem, 2) <= MOST_FLOPS:
             yield problem
@@ -87,10 +91,15 @@ def flex_cases() -> Iterator[AttentionProblem]:
 
 def products(problem: AttentionProblem, number: int) -> float:
     """Return the operations of matrix products over the kept pairs [flops]."""
-    mask = problem.mask.realized(problem.shape, "cpu")
-    kept = dense_mask(mask, problem.seqlen_q, problem.seqlen_kv, "cpu")
-    pairs = float(kept.double().mean()) * problem.seqlen_q * problem.seqlen_kv
+    pairs = _kept_pairs(problem.mask, problem.shape)
     return 2.0 * number * pairs * problem.head_dim_qk * problem.batch * problem.num_heads_q
+
+
+@cache
+def _kept_pairs(mask: Mask, shape: Shape) -> int:
+    """Count the pairs of a head that a mask keeps."""
+    lengths = shape.seqlen_q, shape.seqlen_kv
+    return int(dense_mask(mask.realized(shape, "cpu"), *lengths, "cpu").count_nonzero())
 
 
 def standard(problem: AttentionProblem) -> Attention | None:

@@ -47,6 +47,11 @@ def test_the_cases_are_those_of_the_table(monkeypatch: pytest.MonkeyPatch) -> No
     assert len(problems) >= 80
     for wanted in ("fp32", "bf16", "d64", "d512", "q512", "q8192", "full", "window", "documents"):
         assert any(wanted in problem.key for problem in problems)
+    full, documents = (
+        cpu_kernels.products(AttentionProblem.parse(f"q512 d64 fp32 {mask}"), 2)
+        for mask in ("full", "documents(@q:64)")
+    )
+    assert full == 8 * documents
 
 
 def test_the_peak_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
