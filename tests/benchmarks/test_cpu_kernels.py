@@ -48,7 +48,7 @@ def test_the_cases_are_those_of_the_table(monkeypatch: pytest.MonkeyPatch) -> No
     for wanted in ("fp32", "bf16", "d64", "d512", "q512", "q8192", "full", "window", "documents"):
         assert any(wanted in problem.key for problem in problems)
     full, documents = (
-        cpu_kernels.products(AttentionProblem.parse(f"q512 d64 fp32 {mask}"), 2)
+        cpu_kernels.products(AttentionProblem.parse(f"hq1 q512 d64 fp32 {mask}"), 2)
         for mask in ("full", "documents(@q:64)")
     )
     assert full == 8 * documents
