@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from triton.backends.compiler import GPUTarget
 
+from tests.bundles import rank_small_tile
 from tilegen.build.workers import Pool
 
 
@@ -51,3 +52,9 @@ def compiler() -> Iterator[Pool]:
 def shared_compiler(compiler: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have `generate` compile there, and leave it running."""
     monkeypatch.setattr("tilegen.bundles.building.Pool", lambda: contextlib.nullcontext(compiler))
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have `generate` compile the smallest tile of each kernel."""
+    monkeypatch.setattr("tilegen.bundles.building.rank", rank_small_tile)

@@ -15,7 +15,7 @@ from tilegen.problem import AttentionProblem
 PROBLEM = AttentionProblem.parse("hq8 hkv2 q256 d32 fp16 causal")
 
 
-@pytest.mark.usefixtures("shared_compiler")
+@pytest.mark.usefixtures("shared_compiler", "small_tiles")
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
 def test_a_binary_takes_the_arguments_that_the_manifest_lists(arch: str, tmp_path: Path) -> None:
     """Read from the binary itself: number, sizes and places of its parameters."""

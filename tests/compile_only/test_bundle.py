@@ -44,7 +44,7 @@ def digests(folder: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.usefixtures("shared_compiler")
+@pytest.mark.usefixtures("shared_compiler", "small_tiles")
 def test_generate_writes_kernels_binaries_and_a_manifest(tmp_path: Path) -> None:
     seen: list[Made] = []
     path = generate(
@@ -90,12 +90,13 @@ def test_the_same_request_gives_the_same_bytes_anywhere(
     assert digests(tmp_path / "a") == digests(tmp_path / "b")
 
 
-@pytest.mark.usefixtures("shared_compiler")
+@pytest.mark.usefixtures("shared_compiler", "small_tiles")
 def test_a_killed_run_goes_on_where_it_was(tmp_path: Path) -> None:
     script = """
 import os, signal, sys
 from functools import partial
 from pathlib import Path
+from tests.bundles import rank_small_tile
 from tilegen.build.workers import Pool
 from tilegen.bundles import building
 from tilegen.bundles.building import generate
@@ -104,6 +105,7 @@ from tilegen.problem import AttentionProblem
 def on_kernel(made):
     if made.binary.kernel == "bwd_dkdv":
         os.kill(os.getpid(), signal.SIGKILL)
+building.rank = rank_small_tile
 building.Pool = partial(Pool, 1)  # a second process takes longer to start than kernels to compile
 problems = [AttentionProblem.parse(sys.argv[1])]
 generate(problems, [gpu("h200")], Path(sys.argv[2]), on_kernel=on_kernel)
@@ -153,7 +155,7 @@ def test_what_is_there_is_not_compiled_again(
     assert not (tmp_path / binary.file).exists()  # the new manifest does not name it
 
 
-@pytest.mark.usefixtures("shared_compiler")
+@pytest.mark.usefixtures("shared_compiler", "small_tiles")
 def test_a_kernel_that_cannot_be_built_does_not_stop_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
