@@ -4,7 +4,8 @@ Triton's interpreter, and a CUDA graph runs again what was launched in it.
     TRITON_INTERPRET=1 pytest -p tests.rehearsal tests/gpu
 
 A GPU is here rarely and not for long: what a test says about the rest of the code should not be
-wrong then. One case of each test is run, on problems that the interpreter is fast enough for.
+wrong then. One case of each test is run, on problems that the interpreter is fast enough for: tests
+say both sizes with `sized`.
 """
 
 from __future__ import annotations
@@ -20,10 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from tests import interpreting
 from tests.pure.test_device import H200_DRIVER
-from tilegen.problem import AttentionProblem
 
-SMALL = AttentionProblem.parse("b1 hq2 hkv1 q100 kv100 d32 bf16 causal")
-"""The problem in the place of those that fill a GPU."""
 FILES_LEFT_OUT = {
     "test_bundles": "needs a driver that loads binaries",
     "test_sliced": "takes minutes",
@@ -68,8 +66,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             kept.append(item)
         if reason := FILES_LEFT_OUT.get(item.path.stem):
             item.add_marker(pytest.mark.skip(reason=reason))
-        if hasattr(item.module, "DENSE"):
-            vars(item.module)["DENSE"] = SMALL
         seen.add(name)
     items[:] = kept
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from benchmarks import decode, io_counters, layouts, rows, run
 from benchmarks.providers import providers
 from benchmarks.study import experiments
 from benchmarks.workloads import Workload
+from tests.sizes import sized
 from tilegen.gpus.spec import GpuSpec, detect
+from tilegen.measure import measure
 from tilegen.problem import AttentionProblem
 
 
@@ -53,12 +56,15 @@ def test_rows_of_few_queries_are_right(
 ) -> None:
     names = ("decode-8k-64h", "verify-q8-128k-d256", "mla-decode-128k-576")
     targets = [one for one in decode.TARGETS if one.workload.name in names]
+    keys = sized(512, rehearsed=200)
     small = [
         replace(
             one,
             workload=replace(
                 one.workload,
-                problem=replace(one.workload.problem, num_heads_q=8, num_heads_kv=1, seqlen_kv=512),
+                problem=replace(
+                    one.workload.problem, num_heads_q=8, num_heads_kv=1, seqlen_kv=keys
+                ),
             ),
         )
         for one in targets
@@ -71,7 +77,8 @@ def test_rows_of_few_queries_are_right(
     assert [row["status"] for row in found] == ["ok"] * 3, [row["detail"] for row in found]
 
 
-def test_calls_over_pages_are_timed() -> None:
+def test_calls_over_pages_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layouts, "measure", partial(measure, seconds=0.01))
     step = AttentionProblem.parse("b2 hq4 hkv2 q1 kv64 d32 bf16 page16")
     for layout in layouts.LAYOUTS:
         assert (layouts.measured(step, layout) or 0) > 0, layout

@@ -9,12 +9,15 @@ import torch
 import torch._dynamo
 
 import tilegen
+from tests.sizes import sized
+
+HEADS, ROWS = sized((8, 200), rehearsed=(2, 80))
 
 
-def given(rows: int = 200) -> list[torch.Tensor]:
+def given() -> list[torch.Tensor]:
     torch.manual_seed(0)
     return [
-        torch.randn(2, 8, rows, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        torch.randn(2, HEADS, ROWS, 64, dtype=torch.bfloat16, device="cuda", requires_grad=True)
         for _ in "qkv"
     ]
 
@@ -30,7 +33,7 @@ def run(q: Any, k: Any, v: Any, bias: Any) -> Any:
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_a_compiled_call_is_that_of_eager(mode: str) -> None:
     torch._dynamo.reset()
-    bias = torch.randn(8, 8, device="cuda", requires_grad=True)
+    bias = torch.randn(HEADS, 8, device="cuda", requires_grad=True)
     compiled = torch.compile(run, fullgraph=True, mode=mode)
     for _ in range(3):  # warmed up, captured, replayed
         its = (*given(), bias)
@@ -44,7 +47,7 @@ def test_a_compiled_call_is_that_of_eager(mode: str) -> None:
 
 def test_a_warm_call_waits_for_nothing_and_is_captured() -> None:
     q, k, v = (x.detach() for x in given())
-    mask = tilegen.causal() & tilegen.documents(torch.arange(200, device="cuda") // 33)
+    mask = tilegen.causal() & tilegen.documents(torch.arange(ROWS, device="cuda") // 33)
     expected = tilegen.attention(q, k, v, mask=mask)
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -62,7 +65,7 @@ def test_a_warm_call_waits_for_nothing_and_is_captured() -> None:
 def test_replays_see_changes_of_a_dense_mask() -> None:
     """Which lists of tiles are made for at other calls."""
     q, k, v = (x.detach() for x in given())
-    keep = torch.rand(200, 200, device="cuda") < 0.1
+    keep = torch.rand(ROWS, ROWS, device="cuda") < 0.1
     tilegen.scaled_dot_product_attention(q, k, v, attn_mask=keep)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import tilegen
+from tests.sizes import sized
 from tilegen.check.reference import attention_reference
 from tilegen.check.verification import require, verify
 from tilegen.choose.ranking import propose
@@ -21,7 +22,8 @@ SMALL_CACHE = (*FORWARD["small_cache"].names, *BACKWARD["small_cache"].names)
 @pytest.mark.parametrize("kernels", [LARGE_CACHE, SMALL_CACHE], ids=["whole_heads", "small_cache"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_agrees_with_the_reference(dtype: str, kernels: tuple[str, ...]) -> None:
-    problem = AttentionProblem.parse(f"b2 hq4 hkv2 q700 kv650 d64 {dtype} causal dropout")
+    sizes = sized("b2 hq4 hkv2 q700 kv650", rehearsed="b1 hq2 hkv1 q140 kv130")
+    problem = AttentionProblem.parse(f"{sizes} d64 {dtype} causal dropout")
     spec = detect()
     assert spec
     require(
@@ -29,9 +31,12 @@ def test_agrees_with_the_reference(dtype: str, kernels: tuple[str, ...]) -> None
     )
 
 
-def made(seqlen: int = 300) -> list[torch.Tensor]:
+HEADS, LENGTH = sized((4, 300), rehearsed=(2, 70))
+
+
+def made() -> list[torch.Tensor]:
     torch.manual_seed(0)
-    return [torch.randn(2, 4, seqlen, 64, device="cuda", requires_grad=True) for _ in range(3)]
+    return [torch.randn(2, HEADS, LENGTH, 64, device="cuda", requires_grad=True) for _ in range(3)]
 
 
 def test_a_seed_makes_calls_reproducible() -> None:
@@ -51,7 +56,12 @@ def test_a_seed_makes_calls_reproducible() -> None:
 
 def test_replays_of_a_graph_drop_other_pairs_and_their_backward_the_same_as_their_forward() -> None:
     q, k, _ = (one.detach() for one in made())
-    v = torch.eye(300, device="cuda").expand(2, 4, 300, 300).contiguous().requires_grad_()
+    v = (
+        torch.eye(LENGTH, device="cuda")
+        .expand(2, HEADS, LENGTH, LENGTH)
+        .contiguous()
+        .requires_grad_()
+    )
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
         out = tilegen.attention(q, k, v, dropout_p=0.5)  # the weights themselves

@@ -12,6 +12,7 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention as of_torch
 
 import tilegen
+from tests.sizes import sized
 from tilegen.integrations import flash_backend, sdpa
 from tilegen.integrations.flash_attn import flash_attn_func
 
@@ -81,10 +82,11 @@ def test_slopes_and_other_refusals_reach_pytorchs_own_kernel(active: list[str]) 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_everywhere_takes_explicit_masks(dtype: torch.dtype) -> None:
-    given = inputs(2, 4, 300, 64, dtype=dtype)
-    keep = torch.rand(2, 1, 300, 300, device="cuda") > 0.3
-    padded = (torch.arange(300, device="cuda") < 200).expand(2, 1, 1, 300)
-    for mask in (keep, padded, torch.randn(300, 300, dtype=dtype, device="cuda")):
+    n = sized(300, rehearsed=90)
+    given = inputs(2, 4, n, 64, dtype=dtype)
+    keep = torch.rand(2, 1, n, n, device="cuda") > 0.3
+    padded = (torch.arange(n, device="cuda") < n * 2 // 3).expand(2, 1, 1, n)
+    for mask in (keep, padded, torch.randn(n, n, dtype=dtype, device="cuda")):
         expected = with_gradients(of_torch(*given, mask), given)
         with sdpa.everywhere():
             compare(with_gradients(of_torch(*given, mask), given), expected)

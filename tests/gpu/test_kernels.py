@@ -16,6 +16,7 @@ from benchmarks.providers import providers
 from benchmarks.workloads import Workload
 from tests.described import configs
 from tests.problems import PROBLEMS
+from tests.sizes import sized
 from tilegen.check import verification
 from tilegen.check.reference import Inputs
 from tilegen.check.reference import make_inputs as make_strided_inputs
@@ -34,7 +35,12 @@ from tilegen.tuning.bench import safe
 from tilegen.tuning.tuner import tune
 
 TUNING_SECONDS = 30.0
-DENSE = AttentionProblem.parse("b2 hq8 hkv2 q1000 kv1000 d128 bf16 causal")
+DENSE = AttentionProblem.parse(
+    sized(
+        "b2 hq8 hkv2 q1000 kv1000 d128 bf16 causal",
+        rehearsed="b1 hq2 hkv1 q100 kv100 d32 bf16 causal",
+    )
+)
 """Large enough for several waves of tiles and for races between programs to show."""
 
 
@@ -94,7 +100,8 @@ def test_lower_ranked_configs_agree_with_the_reference(rank: int, spec: GpuSpec)
 @pytest.mark.parametrize("layout", ["transposed", "unaligned"])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 def test_any_strides(layout: str, dtype: str, spec: GpuSpec) -> None:
-    problem = AttentionProblem.parse(f"b2 hq4 hkv2 q200 kv300 d64 {dtype} window(70,20)")
+    lengths = sized("q200 kv300", rehearsed="q70 kv100")
+    problem = AttentionProblem.parse(f"b2 hq4 hkv2 {lengths} d64 {dtype} window(70,20)")
     inputs = make_strided_inputs(problem, device="cuda", heads_inside=layout == "transposed")
     if layout == "unaligned":
         inputs = unaligned(inputs)
@@ -137,7 +144,8 @@ def test_attention_and_its_gradients(problem: AttentionProblem) -> None:
 @pytest.mark.parametrize("dtype", ["fp16", "bf16", "fp32"])
 def test_unaligned_tensors_right_after_aligned_ones(dtype: str) -> None:
     """The same shape twice: what the first call chose must not serve the second."""
-    problem = AttentionProblem.parse(f"b2 hq4 hkv2 q200 kv300 d64 {dtype} causal")
+    lengths = sized("q200 kv300", rehearsed="q40 kv50")
+    problem = AttentionProblem.parse(f"b2 hq4 hkv2 {lengths} d64 {dtype} causal")
     aligned = make_inputs(problem)
     shifted = unaligned(aligned)
     odd_dout = Inputs(aligned.q, aligned.k, aligned.v, shifted.dout)

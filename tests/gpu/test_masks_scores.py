@@ -10,6 +10,7 @@ import torch
 
 import tilegen
 from tests.mask_zoo import BATCH, HEADS, ZOO, Case
+from tests.sizes import sized
 from tilegen.check.reference import attention_reference, make_inputs
 from tilegen.check.rounding import rounding_floors
 from tilegen.check.verification import check, judge, require
@@ -23,7 +24,7 @@ from tilegen.masks.score import Score, alibi, bias, relative_bias, sinks, softca
 from tilegen.problem import AttentionProblem
 
 SMALL_CACHE = (*FORWARD["small_cache"].names, *BACKWARD["small_cache"].names)
-LENGTH = 700
+LENGTH = sized(700, rehearsed=200)
 IDS = torch.arange(LENGTH) // 190
 LAYOUT = torch.rand(4, 6, 6, generator=torch.Generator().manual_seed(0)) < 0.5
 MASKS: dict[str, Mask] = {
