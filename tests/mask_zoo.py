@@ -355,3 +355,23 @@ def _zoo() -> list[Case]:
 
 
 ZOO = _zoo()
+_DTYPES: tuple[DType, ...] = ("fp32", "bf16", "fp32", "fp16", "fp32")
+_EVERY_FORM = """
+    causal_no_rows  dilated_sliding   local_last_row     longformer
+    prefix_by_batch documents_causal  packed_cross_window neighborhood_2d
+    flamingo        window_by_both    streaming_by_head  kv_lengths_causal
+    layout_by_both  from_bool_by_both rising_columns     nothing_listed
+    tree_of_lengths beside_the_tree
+"""
+FORMS: list[tuple[Case, DType]] = [
+    (next(case for case in ZOO if case.name == name), _DTYPES[i % len(_DTYPES)])
+    for i, name in enumerate(_EVERY_FORM.split())
+]
+"""A mask of every form that kernels have code for: ranges, steps, lists, tables by batch, head and
+row, lengths, trees. Families of kernels take them in turns."""
+
+
+def dtype_of(case: Case) -> DType:
+    """Return a dtype for kernels of a mask, the dtypes in turn."""
+    formed = [dtype for other, dtype in FORMS if other is case]
+    return formed[0] if formed else _DTYPES[ZOO.index(case) % len(_DTYPES)]

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
 from tests.compiler.runs import TARGETS, WIDE
+from tilegen import cpu
+from tilegen.bounded_cache import BoundedCache
 from tilegen.cpu import direct, target
+from tilegen.cpu.target import Target
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -17,11 +21,26 @@ def _compiled_calls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     base = tmp_path_factory.getbasetemp()
     shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "tilegen-compiled"
     shared.mkdir(mode=0o700, exist_ok=True)
+    processor = target.host()
+    if os.environ.get("ATEN_CPU_CAPABILITY") == "default":
+        # As PyTorch then, kernels run code that every x86-64 has.
+        processor = TARGETS.get("sse2", WIDE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TILEGEN_CACHE_DIR", str(shared))
         patch.setenv("TILEGEN_CPU", "kernels")
-        if os.environ.get("ATEN_CPU_CAPABILITY") == "default":
-            # As PyTorch then, kernels run code that every x86-64 has.
-            patch.setattr(target, "host", lambda: TARGETS.get("sse2", WIDE))
-            patch.setattr(direct, "host", target.host)
+        # Compiling is most of the work of these tests. Which instructions LLVM chooses does not
+        # follow from an emitted kernel; test_optimised.py and tests/compiler have it optimise.
+        _compile_for(replace(processor, level=0), patch)
         yield
+
+
+@pytest.fixture
+def optimised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have kernels compiled as for users."""
+    _compile_for(replace(target.host(), level=2), monkeypatch)
+    monkeypatch.setattr(cpu, "_modules", BoundedCache(cpu.MAX_MODULES))
+
+
+def _compile_for(processor: Target, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(target, "host", lambda: processor)
+    patch.setattr(direct, "host", target.host)

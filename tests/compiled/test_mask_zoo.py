@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 
 import numpy as np
 import pytest
 
 from tests import sliced
-from tests.mask_zoo import BATCH, HEADS, ZOO, Case
+from tests.mask_zoo import BATCH, FORMS, HEADS, ZOO, Case, dtype_of
 from tests.tile_classes import brute_force, found_classes
 from tilegen.check.reference import dense_mask, make_inputs
 from tilegen.check.verification import check, require
@@ -19,14 +18,13 @@ from tilegen.masks.mask import Side
 from tilegen.problem import DType
 
 TILES = [(16, 32), (64, 8)]
+FORWARD: dict[Kernel, TileConfig] = {"fwd": TileConfig(block_m=32, block_n=32)}
 WHOLE_HEADS: dict[Kernel, TileConfig] = {
-    "fwd": TileConfig(block_m=32, block_n=32),
+    **FORWARD,
     "bwd_preprocess": TileConfig(block_m=64, block_n=16),
     "bwd_dkdv": TileConfig(block_m=32, block_n=32),
     "bwd_dq": TileConfig(block_m=64, block_n=32),
 }
-DTYPES: tuple[DType, ...] = ("fp32", "bf16", "fp32", "fp16")
-SMALL_CACHE, STREAMED = ZOO[1::4], ZOO[2::4]
 
 
 @pytest.mark.parametrize("case", ZOO, ids=str)
@@ -62,16 +60,18 @@ def agrees(case: Case, configs: Mapping[Kernel, TileConfig], dtype: DType) -> No
     require(check(kernels, make_inputs(problem), mask=judged))
 
 
-@pytest.mark.parametrize("case, dtype", list(zip(ZOO, itertools.cycle(DTYPES))), ids=str)
-def test_kernels_of_whole_heads(case: Case, dtype: DType) -> None:
-    agrees(case, WHOLE_HEADS, dtype)
+@pytest.mark.parametrize("case", ZOO, ids=str)
+def test_kernels_of_whole_heads(case: Case) -> None:
+    """Backward kernels have code for masks in common: every third mask meets them."""
+    backward = ZOO.index(case) % 3 == 0
+    agrees(case, WHOLE_HEADS if backward else FORWARD, dtype_of(case))
 
 
-@pytest.mark.parametrize("case, dtype", list(zip(SMALL_CACHE, itertools.cycle(DTYPES))), ids=str)
+@pytest.mark.parametrize("case, dtype", FORMS[::2], ids=str)
 def test_small_cache_kernels(case: Case, dtype: DType) -> None:
     agrees(case, sliced.SMALL_CACHE, dtype)
 
 
-@pytest.mark.parametrize("case, dtype", list(zip(STREAMED, itertools.cycle(DTYPES))), ids=str)
+@pytest.mark.parametrize("case, dtype", FORMS[1::2], ids=str)
 def test_streamed_kernel(case: Case, dtype: DType) -> None:
     agrees(case, sliced.STREAMED, dtype)

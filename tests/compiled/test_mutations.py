@@ -117,7 +117,7 @@ def test_mutation_of_masks_scores_and_dropout_is_noticed(mutation: Mutation) -> 
             whole, source=source, digest=f"{whole.digest}-{mutation.name}"
         )
         inputs = _inputs(problem, 1.0)
-        if noticed(kernels, inputs, mask=mask, score=score, dropout=dropout):
+        if noticed(kernels, inputs, mutation.kernel, mask=mask, score=score, dropout=dropout):
             return
     assert applied, (
         f"the text {mutation.old!r} is in no emitted {mutation.kernel}; update the mutation"
@@ -139,7 +139,7 @@ def test_mutation_is_noticed(mutation: Mutation) -> None:
             source=whole.source.replace(mutation.old, mutation.new),
             digest=f"{whole.digest}-{mutation.name}",
         )
-        if noticed(kernels, _inputs(problem, sigma), mask=problem.mask):
+        if noticed(kernels, _inputs(problem, sigma), mutation.kernel, mask=problem.mask):
             return
     assert applied, (
         f"the text {mutation.old!r} is in no emitted {mutation.kernel}; update the mutation"

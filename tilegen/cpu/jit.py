@@ -37,7 +37,11 @@ def _compiled(lowered: Lowered, target: Target, *, assembly: bool) -> Any:
     except RuntimeError as error:
         raise BuildFailed(f"{lowered.name}: LLVM refuses the IR: {error}") from error
     machine = llvm.Target.from_triple(target.triple).create_target_machine(
-        cpu=target.cpu, features=target.features, opt=2, reloc="pic", codemodel="small"
+        cpu=target.cpu,
+        features=target.features,
+        opt=target.level,
+        reloc="pic",
+        codemodel="small",
     )
     # The IR is vectorised and unrolled already: these passes give the same speed as LLVM's O2,
     # which takes four times as long.

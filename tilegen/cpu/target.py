@@ -44,11 +44,14 @@ class Target:
     """True: vscalefps multiplies by a power of two."""
     amx: bool = False
     """True: products of bf16 go by AMX where they are whole tiles."""
+    level: int = 2
+    """LLVM's level of code generation. At 0 compiling takes half the time and kernels are slower,
+    for tests of results."""
 
     @property
     def key(self) -> str:
         """A text that names everything that the machine code depends on."""
-        return f"{self.name} {self.triple} {self.cpu} {self.features}"
+        return f"{self.name} {self.triple} {self.cpu} {self.features} O{self.level}"
 
 
 AVX512 = Target(
