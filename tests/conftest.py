@@ -8,12 +8,13 @@ Folders are spread over all cores by pytest-xdist, where it is installed.
 | traced       | PyTorch compiles | yes                                                 |
 | programs     | other processes  | yes                                                 |
 | compile_only | Triton, no GPU   | yes                                                 |
+| gluon        | Triton, no GPU   | yes                                                 |
 | compiler     | Triton, LLVM     | yes                                                 |
 | compiled     | Triton, LLVM     | yes                                                 |
 | interpret    | Triton, no GPU   | through test_interpret.py, in a process of its own  |
 | gpu          | a CUDA device    | yes; where there is none, rehearsed by rehearsal.py |
 
-explaining, theory, memory_model and benchmarks are as pure, and about one thing each.
+explaining, theory and benchmarks are as pure, and about one thing each.
 """
 
 from __future__ import annotations

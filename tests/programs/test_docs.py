@@ -154,6 +154,8 @@ def test_every_argument_of_a_kernel_is_on_the_page_of_bundles() -> None:
         "benchmarks/README.md",
         "cache/README.md",
         "templates/README.md",
+        "tests/gluon/README.md",
+        "tests/gluon/memory_model/README.md",
         "tilegen/bundles/README.md",
         "tilegen/integrations/README.md",
         "tilegen/explaining/README.md",

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from tests.gluon.forward import TWINS, HopperForward
+from tests.gluon.memory_model import Fault, Report, run
 from tilegen.check.reference import TORCH_DTYPES
-from tilegen.gluon.forward import TWINS, HopperForward
-from tilegen.memory_model import Fault, Report, run
 
 TRITON = "3.7.1"
 

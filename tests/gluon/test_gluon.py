@@ -7,8 +7,8 @@ import re
 
 import pytest
 
+from tests.gluon.forward import HopperForward
 from tilegen.build.compiler import binary_of
-from tilegen.gluon.forward import HopperForward
 
 KERNELS = [
     HopperForward(),

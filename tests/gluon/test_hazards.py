@@ -7,13 +7,13 @@ import re
 
 import pytest
 
-from tests.compile_only.test_gluon import KERNELS
+from tests.gluon.forward import HopperForward
+from tests.gluon.hazards import Hazard, hazards
+from tests.gluon.test_gluon import KERNELS
 from tilegen.build.compiler import binary_of, compile_for
-from tilegen.build.machine_code.hazards import Hazard, hazards
 from tilegen.build.machine_code.instructions import read_sass
 from tilegen.build.machine_code.reading import disassembled
 from tilegen.emit.render import render
-from tilegen.gluon.forward import HopperForward
 from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem
 

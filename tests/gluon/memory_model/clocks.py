@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tilegen.memory_model.faults import Fault
+from tests.gluon.memory_model.faults import Fault
 
 Actor = int
 Region = tuple[tuple[int, int], ...]

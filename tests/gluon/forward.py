@@ -1,7 +1,7 @@
 """The forward for Hopper in Gluon: its text, and its binary.
 
 The kernel belongs to no family of the compiler yet, so that no call takes it. The memory model
-proves it (tilegen/memory_model), and machines without a GPU compile it.
+proves it, and machines without a GPU compile it.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
-from tilegen import resources
 from tilegen.emit.render import environment
 from tilegen.errors import BuildFailed, Unsupported
 
-TEMPLATE = "hopper/attention_fwd_hopper.py.jinja"
+TEMPLATE = Path(__file__).parent / "attention_fwd_hopper.py.jinja"
 STAY = "{ .reg .pred p; setp.lt.f32 p, $1, 0fBF800000; @p nanosleep.u32 1; mov.f32 $0, $1; }"
 """Assembly that returns its operand: ptxas moves neither the assembly nor what it needs beyond a
 wait."""
@@ -58,7 +57,7 @@ class HopperForward:
     def source(self, triton: str) -> str:
         """Return the text for a version of Triton, such as 3.7.1."""
         new = tuple(int(one) for one in triton.split(".")[:2]) >= _NEW_NAMES
-        template = environment(resources.data_dir("templates")).get_template(TEMPLATE)
+        template = environment(TEMPLATE.parent).get_template(TEMPLATE.name)
         return (
             template.render(
                 head_dim=self.head_dim,

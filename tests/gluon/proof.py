@@ -1,7 +1,7 @@
 """The Gluon forward in the memory model, in full: sizes, rings and tiles under many schedules, all
 schedules of small ones, and each deliberate break.
 
-    python -m tests.gluon_proof
+    python -m tests.gluon.proof
 
 The summary goes to benchmarks/results/gluon_proof.csv.
 """
@@ -19,12 +19,12 @@ from pathlib import Path
 import triton
 import typer
 
-from tests.gluon_breaks import BREAKS, HARMLESS
-from tests.gluon_runs import TRITON, Case, is_right, results, verdict
-from tilegen.gluon.forward import HopperForward
-from tilegen.memory_model.schedules import EverySchedule, Schedule
+from tests.gluon.breaks import BREAKS, HARMLESS
+from tests.gluon.forward import HopperForward
+from tests.gluon.memory_model.schedules import EverySchedule, Schedule
+from tests.gluon.runs import TRITON, Case, is_right, results, verdict
 
-OUT = Path(__file__).parents[1] / "benchmarks/results/gluon_proof.csv"
+OUT = Path(__file__).parents[2] / "benchmarks/results/gluon_proof.csv"
 SEEDS = 32
 SIZES = [(1, 1), (64, 64), (65, 63), (128, 400), (200, 129), (300, 230), (65, 0)]
 SMALL = HopperForward(head_dim=64, block_n=64)

@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from tilegen.memory_model import language
-from tilegen.memory_model.faults import Fault, NotModelled
-from tilegen.memory_model.language import Twins
-from tilegen.memory_model.machine import Machine
-from tilegen.memory_model.memory import GlobalTensor, Pointer, described
-from tilegen.memory_model.modules import modules
-from tilegen.memory_model.schedules import RandomSchedule, Schedule
-from tilegen.memory_model.values import Int
+from tests.gluon.memory_model import language
+from tests.gluon.memory_model.faults import Fault, NotModelled
+from tests.gluon.memory_model.language import Twins
+from tests.gluon.memory_model.machine import Machine
+from tests.gluon.memory_model.memory import GlobalTensor, Pointer, described
+from tests.gluon.memory_model.modules import modules
+from tests.gluon.memory_model.schedules import RandomSchedule, Schedule
+from tests.gluon.memory_model.values import Int
 
 FILE = "<emitted Gluon>"
 _OPTIONS = ("num_warps", "num_ctas", "num_stages", "maxnreg")

@@ -3,7 +3,7 @@
 README.md says what is modelled, and by which rules.
 """
 
-from tilegen.memory_model.faults import Fault
-from tilegen.memory_model.run import Report, run
+from tests.gluon.memory_model.faults import Fault
+from tests.gluon.memory_model.run import Report, run
 
 __all__ = ["Fault", "Report", "run"]

@@ -1,4 +1,4 @@
-"""Deliberate breaks of the Gluon forward, of gluon_breaks.toml."""
+"""Deliberate breaks of the Gluon forward, of breaks.toml."""
 
 from __future__ import annotations
 

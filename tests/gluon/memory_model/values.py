@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tilegen.memory_model.faults import Fault, NotModelled
+from tests.gluon.memory_model.faults import Fault, NotModelled
 
 INT32 = -(2**31), 2**31 - 1
 _TORCH = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -13,11 +13,11 @@ import torch
 
 pytest.importorskip("greenlet", reason="greenlet, which runs partitions in the memory model")
 
-from tilegen.memory_model import Fault, run
-from tilegen.memory_model.faults import NotModelled
-from tilegen.memory_model.language import real
-from tilegen.memory_model.memory import GlobalTensor, described
-from tilegen.memory_model.values import Int, Tile, rounded
+from tests.gluon.memory_model import Fault, run
+from tests.gluon.memory_model.faults import NotModelled
+from tests.gluon.memory_model.language import real
+from tests.gluon.memory_model.memory import GlobalTensor, described
+from tests.gluon.memory_model.values import Int, Tile, rounded
 
 HEAD = """
 import torch
@@ -308,7 +308,7 @@ def test_conversions_round_as_pytorch_does(name: str, dtype: torch.dtype) -> Non
 
 
 def test_what_is_no_number_stays_so_through_maxima() -> None:
-    from tilegen.memory_model.modules import modules
+    from tests.gluon.memory_model.modules import modules
 
     gl: Any = modules(lambda one: one)["triton.experimental.gluon.language"]
     tile = Tile(np.array([[1.0, np.nan]], np.float32), real.float32)

@@ -10,9 +10,9 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from tilegen.memory_model.clocks import Ledger, Region, View
-from tilegen.memory_model.faults import Fault, NotModelled
-from tilegen.memory_model.values import Tile, as_operand
+from tests.gluon.memory_model.clocks import Ledger, Region, View
+from tests.gluon.memory_model.faults import Fault, NotModelled
+from tests.gluon.memory_model.values import Tile, as_operand
 
 SMEM_PER_BLOCK = 227 * 1024
 """Shared memory that one program may have on sm_90 [bytes] (CUDA C++ programming guide)."""

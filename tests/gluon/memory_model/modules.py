@@ -10,7 +10,7 @@ import numpy as np
 from triton.experimental.gluon import language as real
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier as real_mbarrier
 
-from tilegen.memory_model.language import (
+from tests.gluon.memory_model.language import (
     arange,
     arrive,
     cdiv,

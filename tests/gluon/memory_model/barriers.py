@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tilegen.memory_model.clocks import Actor, View
-from tilegen.memory_model.faults import Fault
+from tests.gluon.memory_model.clocks import Actor, View
+from tests.gluon.memory_model.faults import Fault
 
 MAX_COUNT = 2**20 - 1
 """Largest count of arrivals, and of transactions [bytes] (PTX, mbarrier: limits)."""

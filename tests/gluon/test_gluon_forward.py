@@ -13,12 +13,12 @@ import pytest
 pytest.importorskip("greenlet", reason="greenlet, which runs partitions in the memory model")
 
 from tests.conftest import CheckGolden
-from tests.gluon_breaks import BREAKS, EQUIVALENT, HARMLESS, Break
-from tests.gluon_runs import TRITON, Case, is_right, results, verdict
+from tests.gluon.breaks import BREAKS, EQUIVALENT, HARMLESS, Break
+from tests.gluon.forward import HopperForward
+from tests.gluon.memory_model import Fault
+from tests.gluon.memory_model.schedules import EverySchedule, Schedule
+from tests.gluon.runs import TRITON, Case, is_right, results, verdict
 from tilegen.errors import Unsupported
-from tilegen.gluon.forward import HopperForward
-from tilegen.memory_model import Fault
-from tilegen.memory_model.schedules import EverySchedule, Schedule
 from tilegen.problem import AttentionProblem
 
 SMALL = HopperForward(head_dim=64, block_n=64)

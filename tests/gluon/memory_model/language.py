@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from triton.experimental.gluon import language as real
 
-from tilegen.memory_model import values
-from tilegen.memory_model.faults import Fault, NotModelled
-from tilegen.memory_model.machine import Machine, Product
-from tilegen.memory_model.memory import Buffer, Descriptor, Pointer
-from tilegen.memory_model.values import Int, Tile, as_operand, combined, rounded
+from tests.gluon.memory_model import values
+from tests.gluon.memory_model.faults import Fault, NotModelled
+from tests.gluon.memory_model.machine import Machine, Product
+from tests.gluon.memory_model.memory import Buffer, Descriptor, Pointer
+from tests.gluon.memory_model.values import Int, Tile, as_operand, combined, rounded
 
 _machine: Machine | None = None
 Twins = Mapping[str, Callable[..., Tile]]

@@ -22,12 +22,12 @@ except ImportError:
         "greenlet"
     ) from None
 
-from tilegen.memory_model.barriers import Barrier
-from tilegen.memory_model.clocks import Access, View
-from tilegen.memory_model.faults import Fault, NotModelled
-from tilegen.memory_model.memory import SMEM_PER_BLOCK, Allocation, Buffer
-from tilegen.memory_model.schedules import Schedule
-from tilegen.memory_model.values import Tile
+from tests.gluon.memory_model.barriers import Barrier
+from tests.gluon.memory_model.clocks import Access, View
+from tests.gluon.memory_model.faults import Fault, NotModelled
+from tests.gluon.memory_model.memory import SMEM_PER_BLOCK, Allocation, Buffer
+from tests.gluon.memory_model.schedules import Schedule
+from tests.gluon.memory_model.values import Tile
 
 MAX_STEPS = 10_000_000
 REGISTERS_PER_SM = 65536

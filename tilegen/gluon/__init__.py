@@ -1,1 +1,0 @@
-"""Kernels in Gluon, Triton's lower language: rendered, compiled, and run in the memory model."""
