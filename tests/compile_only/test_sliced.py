@@ -40,10 +40,12 @@ PROPOSED = [kernel for kernel in KERNELS if kernel != "fwd_streamed"]
 
 @pytest.mark.parametrize("arch", [*GPUS, "gfx942"])
 def test_every_kernel_on_every_architecture(arch: str) -> None:
-    """Aligned and not in turn: each kernel, and each architecture, meets both."""
+    """All on sm_90, and half of them on each of the others; aligned and not in turn."""
+    first = [*GPUS, "gfx942"].index(arch)
     rendered = [
-        render(PROBLEM, sliced.ALL[kernel], kernel, aligned=turn % 2 == 0)
-        for turn, kernel in enumerate(KERNELS, [*GPUS, "gfx942"].index(arch))
+        render(PROBLEM, sliced.ALL[kernel], kernel, aligned=turn // 2 % 2 == 0)
+        for turn, kernel in enumerate(KERNELS, first)
+        if arch == "sm_90" or turn % 2 == 0
     ]
     for one, compiled in compile_many(rendered, arch, workers=1):
         assert isinstance(compiled, CompiledKernel), (one.kernel, compiled)
@@ -78,7 +80,7 @@ def test_no_length_recompiles(head_dim: int, aligned: bool) -> None:
     rendered = {k: render(problem, c, k, aligned=aligned) for k, c in sliced.ALL.items()}
     modules = {kernel: load(one) for kernel, one in rendered.items()}
     small: dict[Kernel, Launch] = {kernel: modules[kernel].launch for kernel in sliced.SMALL_CACHE}
-    for i, seqlen_q in enumerate(lengths := [1, 3, 16, 17, 100, 513, 1024]):
+    for i, seqlen_q in enumerate(lengths := [1, 16, 17, 100, 1024]):
         batch, heads, seqlen_kv = 1 + i % 3, 2 * (1 + i % 2), lengths[-1 - i]
 
         def tensor(n: int, heads: int, batch: int = batch) -> torch.Tensor:
