@@ -44,9 +44,9 @@ def counted(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> tu
 @pytest.mark.parametrize("kernel", LARGE_CACHE)
 @pytest.mark.parametrize("mask", MASKS)
 def test_every_mask_on_aligned_and_ragged_shapes(mask: str, kernel: Kernel) -> None:
-    """In tiles of both kinds in turn, so that each mask, shape and kernel meets both."""
-    for i, shape in enumerate(SHAPES, MASKS.index(mask) + LARGE_CACHE.index(kernel)):
-        config = CONFIGS[i % 2]
+    """In tiles of both kinds in turn, so that each shape and kernel meets both."""
+    config = CONFIGS[(MASKS.index(mask) + LARGE_CACHE.index(kernel)) % 2]
+    for shape in SHAPES:
         problem = AttentionProblem.parse(f"b1 hq2 hkv1 {shape} d16 fp16 {mask}")
         expected = traffic(problem, config, kernel)
         assert (expected.read_bytes, expected.write_bytes) == counted(problem, config, kernel)

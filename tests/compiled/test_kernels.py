@@ -48,17 +48,16 @@ MASKS = [
 DTYPES = ["fp16", "bf16", "fp32"]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mask", MASKS)
-def test_every_mask_in_every_dtype(mask: str, dtype: str) -> None:
-    """The lengths in turn: each mask, and each dtype, meets all of them."""
-    lengths = ("q70 kv97", "q97 kv70", "q64 kv64")
-    turn = MASKS.index(mask) + DTYPES.index(dtype)
-    problem = AttentionProblem.parse(f"b1 hq2 hkv1 {lengths[turn % 3]} d32 {dtype} {mask}")
-    require(verify(problem, dict.fromkeys(LARGE_CACHE, TALL)))
+def test_every_mask_at_every_kind_of_lengths(mask: str) -> None:
+    """The dtypes in turn."""
+    dtype = DTYPES[MASKS.index(mask) % 3]
+    for lengths in ("q70 kv97", "q97 kv70", "q64 kv64"):
+        problem = AttentionProblem.parse(f"b1 hq2 hkv1 {lengths} d16 {dtype} {mask}")
+        require(verify(problem, dict.fromkeys(LARGE_CACHE, TALL)))
 
 
-@pytest.mark.parametrize("head_dim", [8, 72, 80, 96, 160, 192, 256, "192/128", "40/24", 59])
+@pytest.mark.parametrize("head_dim", [8, 80, "192/128", "40/24", 59])
 def test_head_dims_padded_and_split(head_dim: object) -> None:
     problem = AttentionProblem.parse(f"b1 hq2 hkv2 q40 kv72 d{head_dim} fp16 causal(bottom_right)")
     require(verify(problem, dict.fromkeys(LARGE_CACHE, SQUARE)))
@@ -127,7 +126,7 @@ def test_every_config_gives_the_same_result_class() -> None:
     """Tiles larger than the sequence, and sequences of one row."""
     for text in ("b1 hq1 hkv1 q1 kv1 d16 fp16 causal", "b1 hq1 hkv1 q3 kv200 d16 fp16 full"):
         problem = AttentionProblem.parse(text)
-        for config in (TileConfig(block_m=128, block_n=128), TileConfig(block_m=256, block_n=16)):
+        for config in (TileConfig(block_m=128, block_n=128), TALL):
             require(verify(problem, dict.fromkeys(LARGE_CACHE, config)))
 
 

@@ -3,7 +3,6 @@ exactly what the model says."""
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,7 @@ import torch
 from tests import score_inputs
 from tests.compiled.test_scores import SCORES, made_from
 from tests.counted import counting
-from tests.mask_zoo import ZOO, Case
+from tests.mask_zoo import FORMS, Case
 from tests.splits import NAMES, splits
 from tilegen.check.reference import Inputs, make_inputs
 from tilegen.check.verification import check, require, run, verify
@@ -63,10 +62,11 @@ LENGTHS = [
 @pytest.mark.parametrize("case", range(len(LENGTHS)))
 def test_any_number_of_queries_keys_and_splits(case: int) -> None:
     queries, keys, split = LENGTHS[case]
-    dtype = DTYPES[case % 3]
-    for heads, mask in (("hq6 hkv2", "causal(bottom_right)"), ("hq3 hkv1", "full")):
-        problem = AttentionProblem.parse(f"b1 {heads} q{queries} kv{keys} d40/24 {dtype} {mask}")
-        agrees(problem, keys=split, rows=16 << case % 2)
+    heads, mask = (("hq6 hkv2", "causal(bottom_right)"), ("hq3 hkv1", "full"))[case % 2]
+    problem = AttentionProblem.parse(
+        f"b1 {heads} q{queries} kv{keys} d40/24 {DTYPES[case % 3]} {mask}"
+    )
+    agrees(problem, keys=split, rows=16 << case % 2)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_groups_of_any_size_share_a_tile(heads: str, rows: int) -> None:
     agrees(problem, rows=rows)
 
 
-@pytest.mark.parametrize("head_dim", ["64", "80", "192/128", "256", "59"])
+@pytest.mark.parametrize("head_dim", ["80", "192/128", "59"])
 def test_head_dims_padded_and_split(head_dim: str) -> None:
     problem = AttentionProblem.parse(f"b1 hq4 hkv2 q5 kv150 d{head_dim} bf16 window(90,0)")
     agrees(problem, keys=64)
@@ -91,15 +91,15 @@ def test_heads_inside_rows() -> None:
     agrees(problem, inputs=inputs)
 
 
-@pytest.mark.parametrize("case, dtype", list(zip(ZOO[::2], itertools.cycle(DTYPES))), ids=str)
+@pytest.mark.parametrize("case, dtype", FORMS, ids=str)
 def test_masks_of_the_zoo(case: Case, dtype: DType) -> None:
     problem = case.problem(dtype)
-    configs = splits(problem, keys=16 << ZOO.index(case) // 2 % 2)
+    configs = splits(problem)
     kernels = {name: render(problem, one, name) for name, one in configs.items()}
     require(check(kernels, make_inputs(problem), mask=case.judged(problem.batch)))
 
 
-@pytest.mark.parametrize("name", SCORES)
+@pytest.mark.parametrize("name", list(SCORES)[1::3])
 def test_scores(name: str) -> None:
     heads = f"b{score_inputs.BATCH} hq{score_inputs.HEADS} hkv1"
     problem = AttentionProblem.parse(f"{heads} q70 kv83 d16 fp32 full")
@@ -147,7 +147,8 @@ MASKS = [
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_bytes_are_what_the_model_says(mask: str) -> None:
-    for i, lengths in enumerate(("q100 kv100", "q1 kv100", "q64 kv33", "q33 kv64")):
+    i = MASKS.index(mask)
+    for lengths in ("q100 kv100", "q1 kv100", "q64 kv33", "q33 kv64"):
         problem = AttentionProblem.parse(f"b1 hq4 hkv2 {lengths} d16/32 fp16 {mask}")
         configs = splits(problem, keys=16 << i % 3, rows=16 << i % 2)
         x = make_inputs(problem)
