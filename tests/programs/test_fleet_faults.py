@@ -111,6 +111,7 @@ def test_a_worker_whose_journal_takes_no_more_ends_with_the_reason(tmp_path: Pat
     command += ["--catalog", PROBLEM.key, "--replay", str(tmp_path)]
     one = warm.start(
         "import resource, sys\nfrom tilegen.cli.main import main\n"
+        "sys.dont_write_bytecode = True\n"  # else modules are kept, cut off at the limit
         "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, 2000))\n"
         f"sys.argv = {command!r}\nmain()",
         env={**os.environ, "TILEGEN_CACHE_DIR": str(tmp_path / "own")},
