@@ -66,8 +66,8 @@ SAMPLE = (
 @pytest.mark.parametrize("spec", catalogue(), ids=lambda spec: spec.name)
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.key)
 def test_every_problem_on_every_gpu(problem: AttentionProblem, spec: GpuSpec) -> None:
-    """For two kernels a pair, so that each kernel meets every problem and every GPU."""
-    for kernel in LARGE_CACHE[(PROBLEMS.index(problem) + catalogue().index(spec)) % 2 :: 2]:
+    """For one kernel a pair, so that each kernel meets every problem and every GPU."""
+    for kernel in LARGE_CACHE[(PROBLEMS.index(problem) + catalogue().index(spec)) % 4 :: 4]:
         found = propose(problem, spec, kernel=kernel)
         assert 1 <= len(found) <= 10
         seconds = [candidate.estimate.seconds for candidate in found]
@@ -98,7 +98,7 @@ def test_reasons_are_one_sentence_with_numbers(kernel: Kernel) -> None:
         assert f"{candidate.estimate.registers} registers" in candidate.reason
 
 
-@pytest.mark.parametrize("head_dim", [64, 512, "1024/512"])
+@pytest.mark.parametrize("head_dim", [64, "1024/512"])
 def test_masks_that_keep_no_pair(head_dim: int | str) -> None:
     problem = PARSE(f"b2 hq4 hkv2 q1024 kv1024 d{head_dim} bf16 keep(k<0)")
     told = explain_all(problem, gpu("h200"), kernels_of(problem, gpu("h200")))
@@ -177,8 +177,11 @@ def test_lengths_of_2_to_the_28_are_fine() -> None:
     assert propose(problem, gpu("b200"), top=1)[0].estimate.read_bytes > 2**36
 
 
-@pytest.mark.parametrize("kernel", LARGE_CACHE)
-@pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.key)
+@pytest.mark.parametrize(
+    "problem, kernel",  # two kernels of each problem
+    [(one, kernel) for i, one in enumerate(PROBLEMS) for kernel in LARGE_CACHE[i // 2 % 2 :: 2]],
+    ids=str,
+)
 def test_what_is_shared_between_configs_changes_no_ranking(
     problem: AttentionProblem, kernel: Kernel
 ) -> None:
@@ -217,13 +220,15 @@ def test_what_is_shared_between_configs_changes_no_ranking(
 def test_configs_that_are_not_looked_at_would_not_be_among_the_first(
     text: str, kernel: Kernel
 ) -> None:
-    for name in ("h200", "rtx3090"):  # whose units overlap by a rule, and by queues
-        try:
-            ranked = propose(PARSE(text), gpu(name), kernel=kernel, top=2**16)
-        except Unsupported:  # as for heads that no tile takes whole
-            continue
-        for top in (1, 10):
-            assert propose(PARSE(text), gpu(name), kernel=kernel, top=top) == ranked[:top]
+    # Units of an H200 overlap by a rule, those of an RTX 3090 by queues.
+    turn = SAMPLE.index(text) + list(KERNELS).index(kernel)
+    spec = gpu(("h200", "rtx3090")[turn % 2])
+    try:
+        ranked = propose(PARSE(text), spec, kernel=kernel, top=2**16)
+    except Unsupported:  # as for heads that no tile takes whole
+        return
+    for top in (1, 10):
+        assert propose(PARSE(text), spec, kernel=kernel, top=top) == ranked[:top]
 
 
 def test_windows_of_other_widths_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""2 000 fuzzed and hostile files: none crashes a look-up or runs anything, each is put aside by
+"""1 000 fuzzed and hostile files: none crashes a look-up or runs anything, each is put aside by
 name, and the record behind it answers."""
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from tilegen.store.transfer import import_, merge
 from tilegen.store.trials import Conditions, trials_path
 from tilegen.tuning.trials import TrialLog
 
-FILES = 2300
-"""Of which at least 2 000 are broken: some changes do no harm."""
+FILES = 1200
+"""Of which at least 1 000 are broken: some changes do no harm."""
 SEED = 5
 HOSTILE_VALUES: tuple[Any, ...] = (
     None, True, -1, 0, 2**31, 2**63, 10**300, -(10**300), 1e308, -0.0, 1e-300, 0.5, "", " ", "NaN",
@@ -161,7 +161,7 @@ def test_none_does_harm_and_each_is_put_aside_by_name(
         aside = origin == "own" and "set aside as" in warning
         assert os.path.lexists(file) != aside
         assert os.path.lexists(file.with_name(f"{file.name}.broken")) == aside
-    assert len(files) - harmless >= 1000, "so many of them are broken"
+    assert len(files) - harmless >= 500, "so many of them are broken"
     assert list((tmp_path / "work").iterdir()) == []
     outside = {path.name for path in tmp_path.iterdir()}
     assert outside == {"first", "behind", "work"}
@@ -186,7 +186,7 @@ def test_hostile_files_of_trials(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     log.file.parent.mkdir(parents=True)
     good = json.loads(record().to_json()) | {"seconds": 1.0, "spill_bytes": 0}
     good["conditions"] = dict(vars(CONDITIONS))
-    for _ in range(200):
+    for _ in range(100):
         lines = [fuzzed(chance, good) for _ in range(chance.randint(1, 4))]
         log.file.write_bytes(b"\n".join(lines))
         for config, trial in log.read().items():
