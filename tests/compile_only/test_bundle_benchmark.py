@@ -16,14 +16,16 @@ SMALL = AttentionProblem.parse("hq2 hkv1 q128 d32 fp16 causal")
 
 ONE_COMPILER = """
 from functools import partial
+from tests.bundles import rank_small_tile
 from tilegen.build.workers import Pool
 from tilegen.bundles import building
-building.Pool = partial(Pool, 1)
+building.Pool, building.rank = partial(Pool, 1), rank_small_tile
 """
 
 
 def generated(command: list[str], *, env: dict[str, str], **_: object) -> SimpleNamespace:
-    """Stand for `subprocess.run`: one process starts to compile, not one for each core."""
+    """Stand for `subprocess.run`: one process starts to compile small tiles, not one for each
+    core."""
     _, _, module, *arguments = command
     code = f"{ONE_COMPILER}\nfrom runpy import run_module; run_module({module!r}, None, '__main__')"
     return SimpleNamespace(stdout=warm.output(code, *arguments, env=env))
