@@ -6,8 +6,9 @@ are not contiguous, masks longer than the sequence, odd group sizes, decoding, r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from itertools import cycle
 
 import pytest
 import torch
@@ -58,6 +59,13 @@ STREAMED: dict[Kernel, TileConfig] = {
 FAMILIES = {"whole_heads": WHOLE_HEADS, "small_cache": SMALL_CACHE, "streamed": STREAMED}
 
 
+def in_turns(names: Iterable[str]) -> list[tuple[str, str]]:
+    """Return pairs of a name and a family: whole heads for each name, and the others in turns."""
+    named = list(names)
+    others = cycle(("small_cache", "streamed"))
+    return [(name, "whole_heads") for name in named] + list(zip(named, others, strict=False))
+
+
 def problem(
     mask: Mask, seqlen_q: int, seqlen_kv: int, *, batch: int = 1, heads: int = 2, heads_kv: int = 1
 ) -> AttentionProblem:
@@ -96,8 +104,14 @@ def agrees(
 # Sizes
 
 
-@pytest.mark.parametrize("sizes", [(), (1,), (2,), (1, 1), (3, 1), (1, 2), (3, 2)], ids=str)
-@pytest.mark.parametrize("expanded", [False, True], ids=["", "expanded"])
+@pytest.mark.parametrize(
+    "sizes, expanded",
+    [
+        *(((), True), ((1,), False), ((2,), True), ((1, 1), True)),
+        *(((3, 1), False), ((3, 1), True), ((1, 2), False), ((3, 2), False)),
+    ],
+    ids=str,
+)
 def test_mask_dims_are_broadcast(sizes: tuple[int, ...], expanded: bool) -> None:
     generator = torch.Generator().manual_seed(len(sizes))
     keep = torch.rand((*sizes, 20, 33), generator=generator) < 0.3
@@ -139,8 +153,7 @@ def test_a_mask_longer_than_the_sequence_is_cut(mask: Mask) -> None:
     torch.testing.assert_close(found(what)["out"], whole["out"])
 
 
-@pytest.mark.parametrize("group", [3, 5, 7])
-@pytest.mark.parametrize("seqlen_q", [1, 20])
+@pytest.mark.parametrize("group, seqlen_q", [(3, 20), (5, 1), (7, 20)])
 def test_odd_group_sizes_with_a_mask_for_each_head(group: int, seqlen_q: int) -> None:
     heads = group
     sides = [(7 * i) % 23 for i in range(heads)]
@@ -182,17 +195,14 @@ EMPTY_ROWS: dict[str, Mask] = {
 }
 
 
-@pytest.mark.parametrize("configs", FAMILIES.values(), ids=list(FAMILIES))
-@pytest.mark.parametrize("name", EMPTY_ROWS)
-def test_rows_without_keys_are_exactly_empty(
-    name: str, configs: Mapping[Kernel, TileConfig]
-) -> None:
+@pytest.mark.parametrize("name, family", in_turns(EMPTY_ROWS))
+def test_rows_without_keys_are_exactly_empty(name: str, family: str) -> None:
     """Out 0, lse -inf, gradients 0, nothing that is not a number; as with 301 rows and 190 keys."""
     mask = EMPTY_ROWS[name]
     length = 76 if name == "documents" else 48
     what = problem(mask, 76, length, batch=2 if name == "a range by batch" else 1)
     batch = what.batch
-    results = found(what, configs)
+    results = found(what, FAMILIES[family])
     keep = dense_mask(mask, 76, length, batch=batch, heads=2).expand(batch, 2, 76, length)
     rows, columns = ~keep.any(3), ~keep.any(1).any(1)
     assert rows.any()
@@ -206,19 +216,17 @@ def test_rows_without_keys_are_exactly_empty(
     assert all(tensor.isfinite().all() for name, tensor in results.items() if name != "lse")
 
 
-@pytest.mark.parametrize("configs", FAMILIES.values(), ids=list(FAMILIES))
-@pytest.mark.parametrize(
-    "mask",
-    [
-        sliding_window(3),  # of 32 rows, most lose the first tile that is visited
-        ~sliding_window(40, 0),
-        causal() & predicate(lambda b, h, q, k: k % 32 >= 20),
-        causal() & block_sparse(torch.tensor([[1, 0], [0, 1]]) > 0, 50) & ~KvPrefix(7),
-    ],
-    ids=["one range", "several ranges", "modular", "lists"],
-)
-def test_rows_that_lose_whole_tiles(mask: Mask, configs: Mapping[Kernel, TileConfig]) -> None:
-    agrees(problem(mask, 76, 76), configs=configs)
+LOSING: dict[str, Mask] = {
+    "one range": sliding_window(3),  # of 32 rows, most lose the first tile that is visited
+    "several ranges": ~sliding_window(40, 0),
+    "lists": causal() & block_sparse(torch.tensor([[1, 0], [0, 1]]) > 0, 50) & ~KvPrefix(7),
+    "modular": causal() & predicate(lambda b, h, q, k: k % 32 >= 20),
+}
+
+
+@pytest.mark.parametrize("name, family", in_turns(LOSING))
+def test_rows_that_lose_whole_tiles(name: str, family: str) -> None:
+    agrees(problem(LOSING[name], 76, 76), configs=FAMILIES[family])
 
 
 # --------------------------------------------------------------------------------------------------
