@@ -28,11 +28,11 @@ import typer
 import tilegen.model.footprint as model
 from benchmarks.quantile_fit import quantile_fit
 from benchmarks.workloads import CATALOGUE, LARGE_FP32_DIMS, LARGE_HEAD_DIMS, SHAPES
-from tilegen.build.acceptable import FEWEST_REGISTERS
-from tilegen.build.compiler import CompiledKernel
-from tilegen.build.workers import compile_many
 from tilegen.choose.configs import all_configs
 from tilegen.choose.ranking import propose
+from tilegen.compiling.acceptable import FEWEST_REGISTERS
+from tilegen.compiling.compiler import CompiledKernel
+from tilegen.compiling.workers import compile_many
 from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.render import render, representative
 from tilegen.gpus.spec import gpu

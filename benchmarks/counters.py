@@ -28,8 +28,8 @@ import typer
 from benchmarks.environment import ROOT, Environment, environment, gpu_at_hand
 from benchmarks.rows import with_environment, write
 from benchmarks.workloads import Workload, head
-from tilegen.build.digests import noting_launches
 from tilegen.choose.ranking import estimate
+from tilegen.compiling.digests import noting_launches
 from tilegen.emit.render import render
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig

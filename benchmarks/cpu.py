@@ -26,8 +26,8 @@ import typer
 from benchmarks.environment import RESULTS, ROOT, environment
 from benchmarks.rows import CpuRow, append, with_environment
 from benchmarks.workloads import CATALOGUE, head
-from tilegen.build.workers import compile_many
 from tilegen.choose.ranking import propose
+from tilegen.compiling.workers import compile_many
 from tilegen.emit.render import RenderedKernel, render
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import Kernel, TileConfig

@@ -34,9 +34,9 @@ from benchmarks.rows import with_environment, write
 from benchmarks.run import cases, run
 from benchmarks.workloads import SERVED, Workload
 from tilegen import cpu
-from tilegen.build.verdicts import verdict
 from tilegen.choose.families import family
 from tilegen.choose.ranking import best_of, estimate, invariant_config, seconds_as_compiled
+from tilegen.compiling.verdicts import verdict
 from tilegen.errors import BuildFailed
 from tilegen.gpus.spec import detect, gpu
 from tilegen.kernels.registry import FORWARD, KERNELS

@@ -21,9 +21,9 @@ import typer
 from benchmarks.environment import RESULTS, gpu_at_hand, start_over
 from benchmarks.recordings import Recorder, file_of, new_session
 from benchmarks.workloads import CATALOGUE
-from tilegen.build.acceptable import spill_objection
-from tilegen.build.workers import Pool
 from tilegen.choose.ranking import search_space
+from tilegen.compiling.acceptable import spill_objection
+from tilegen.compiling.workers import Pool
 from tilegen.errors import BuildFailed, TilegenError
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig

@@ -20,10 +20,10 @@ from benchmarks.environment import RESULTS, Environment, environment
 from benchmarks.rows import append, read, same_values, with_environment
 from benchmarks.workloads import CATALOGUE
 from tilegen import gpu as gpu_named
-from tilegen.build.acceptable import objection
-from tilegen.build.verdicts import verdict
 from tilegen.choose.families import kernels_of
 from tilegen.choose.ranking import seconds_as_compiled
+from tilegen.compiling.acceptable import objection
+from tilegen.compiling.verdicts import verdict
 from tilegen.errors import BuildFailed, Unsupported
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig

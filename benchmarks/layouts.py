@@ -23,9 +23,9 @@ import typer
 import tilegen
 from benchmarks.environment import RESULTS, Environment, environment, has_gpu
 from benchmarks.rows import with_environment, write
-from tilegen.build.verdicts import verdict
 from tilegen.check.reference import TORCH_DTYPES
 from tilegen.choose.ranking import best_of, seconds_as_compiled
+from tilegen.compiling.verdicts import verdict
 from tilegen.errors import BuildFailed
 from tilegen.gpus.spec import detect, gpu
 from tilegen.kernels.config import Kernel, TileConfig

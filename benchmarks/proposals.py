@@ -21,11 +21,11 @@ import typer
 from benchmarks.environment import RESULTS, Environment, environment
 from benchmarks.rows import append, with_environment
 from benchmarks.workloads import CATALOGUE, SHAPES
-from tilegen.build.acceptable import acceptable
-from tilegen.build.compiler import CompiledKernel
-from tilegen.build.workers import compile_many
 from tilegen.choose.families import kernels_of
 from tilegen.choose.ranking import propose
+from tilegen.compiling.acceptable import acceptable
+from tilegen.compiling.compiler import CompiledKernel
+from tilegen.compiling.workers import compile_many
 from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.render import render
 from tilegen.errors import BuildFailed

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 from tests.used import used
-from tilegen.build.compiler import CompiledKernel
-from tilegen.build.workers import Pool
 from tilegen.bundles.manifest import Binary
 from tilegen.choose.chosen import Ranked
 from tilegen.choose.known import Known
+from tilegen.compiling.compiler import CompiledKernel
+from tilegen.compiling.workers import Pool
 from tilegen.emit.identity import RenderedKernel
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from tilegen.build.acceptable import acceptable
-from tilegen.build.compiler import CompiledKernel, compile_for
 from tilegen.choose.chosen import Ranked
 from tilegen.choose.ranking import hopefuls
+from tilegen.compiling.acceptable import acceptable
+from tilegen.compiling.compiler import CompiledKernel, compile_for
 from tilegen.emit.render import render
 from tilegen.errors import BuildFailed
 from tilegen.gpus.spec import GpuSpec

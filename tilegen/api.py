@@ -223,7 +223,7 @@ def _tune_together(
     trials: int | None,
     storage: str,
 ) -> list[TuningRecord]:
-    from tilegen.build.workers import Pool
+    from tilegen.compiling.workers import Pool
     from tilegen.fleet.bench import RealMachine
     from tilegen.fleet.jobs import jobs_of
     from tilegen.fleet.storage import open_storage

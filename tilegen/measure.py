@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from tilegen.build.digests import noting_launches
+from tilegen.compiling.digests import noting_launches
 from tilegen.errors import BuildFailed, TilegenError, Unsupported
 
 Status = Literal["ok", "build_failed", "out_of_resources", "launch_failed", "wrong", "unmeasured"]
@@ -43,7 +43,7 @@ class Measurement:
     repeats: int = 0
     message: str = ""
     digest: str = ""
-    """Digests of the binaries that were timed (tilegen/build/digests.py), in the order of their
+    """Digests of the binaries that were timed (tilegen/compiling/digests.py), in the order of their
     first launch, with spaces between; empty where they are not known, as a library's are not."""
 
     @property

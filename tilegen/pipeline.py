@@ -176,7 +176,7 @@ def choose_by_model(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> 
 def _best_compiled_here(
     problem: AttentionProblem, gpu: GpuSpec, ranked: Ranked, aligned: bool
 ) -> Chosen:
-    from tilegen.build.verdicts import verdict
+    from tilegen.compiling.verdicts import verdict
 
     def compile(config: TileConfig) -> Resources | BuildFailed:
         return verdict(problem, config, ranked.kernel, gpu.arch, aligned=aligned)
@@ -198,7 +198,7 @@ def best_acceptable(
     the code of its tile with other stages would, where that was compiled. Where none may be used,
     it is the one that spills least. Raises BuildFailed where none compiles and fits.
     """
-    from tilegen.build.acceptable import acceptable, first_that_fits
+    from tilegen.compiling.acceptable import acceptable, first_that_fits
 
     at_best = {one.config: one.estimate.cost for one in ranked.candidates}
     tried: dict[TileConfig, Resources | BuildFailed] = {}

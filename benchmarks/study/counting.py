@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.environment import ROOT
-from tilegen.build import workers
+from tilegen.compiling import workers
 from tilegen.kernels.config import Kernel, TileConfig
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import pytest
 from triton.backends.compiler import GPUTarget
 
 from tests.bundles import rank_small_tile
-from tilegen.build.workers import Pool
+from tilegen.compiling.workers import Pool
 
 
 class FakeDriver:

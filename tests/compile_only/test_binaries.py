@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tilegen.build.tools import nvidia_tool
 from tilegen.bundles.building import generate
 from tilegen.bundles.manifest import Manifest
+from tilegen.compiling.tools import nvidia_tool
 from tilegen.gpus.spec import gpu_for
 from tilegen.problem import AttentionProblem
 

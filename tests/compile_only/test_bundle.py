@@ -13,16 +13,16 @@ import pytest
 
 from tests import warm
 from tests.used import used
-from tilegen.build import workers
-from tilegen.build.acceptable import first_that_fits, spill_objection
-from tilegen.build.compiler import CompiledKernel
-from tilegen.build.workers import compile_many
 from tilegen.bundles.building import Made, generate
 from tilegen.bundles.folder import NOTES
 from tilegen.bundles.manifest import Manifest
 from tilegen.bundles.served import Bundle
 from tilegen.choose.families import kernels_of
 from tilegen.cli.main import main
+from tilegen.compiling import workers
+from tilegen.compiling.acceptable import first_that_fits, spill_objection
+from tilegen.compiling.compiler import CompiledKernel
+from tilegen.compiling.workers import compile_many
 from tilegen.emit import kernel_files
 from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.render import render
@@ -97,7 +97,7 @@ import os, signal, sys
 from functools import partial
 from pathlib import Path
 from tests.bundles import rank_small_tile
-from tilegen.build.workers import Pool
+from tilegen.compiling.workers import Pool
 from tilegen.bundles import building
 from tilegen.bundles.building import generate
 from tilegen.gpus.spec import gpu
@@ -250,4 +250,6 @@ def compilers() -> set[Path]:
     """Return the processes that compile for this one, whichever of its threads started them."""
     threads = Path("/proc/self/task").glob("*/children")
     children = [Path("/proc") / pid for one in threads for pid in one.read_text().split()]
-    return {one for one in children if b"tilegen.build.workers" in (one / "cmdline").read_bytes()}
+    return {
+        one for one in children if b"tilegen.compiling.workers" in (one / "cmdline").read_bytes()
+    }

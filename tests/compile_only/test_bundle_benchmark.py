@@ -17,7 +17,7 @@ SMALL = AttentionProblem.parse("hq2 hkv1 q128 d32 fp16 causal")
 ONE_COMPILER = """
 from functools import partial
 from tests.bundles import rank_small_tile
-from tilegen.build.workers import Pool
+from tilegen.compiling.workers import Pool
 from tilegen.bundles import building
 building.Pool, building.rank = partial(Pool, 1), rank_small_tile
 """

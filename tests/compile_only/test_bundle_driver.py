@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from tilegen.build.workers import Pool
 from tilegen.bundles.building import generate
 from tilegen.bundles.manifest import Binary, Manifest
+from tilegen.compiling.workers import Pool
 from tilegen.gpus.spec import gpu_for
 from tilegen.problem import AttentionProblem
 

@@ -8,9 +8,9 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from tilegen.build.acceptable import acceptable
-from tilegen.build.compiler import CompiledKernel, compile_for
-from tilegen.build.workers import compile_many
+from tilegen.compiling.acceptable import acceptable
+from tilegen.compiling.compiler import CompiledKernel, compile_for
+from tilegen.compiling.workers import compile_many
 from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
 from tilegen.errors import BuildFailed, Unsupported

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import cpu, rows
 from benchmarks.workloads import CATALOGUE, head
-from tilegen.build.compiler import compile_for
+from tilegen.compiling.compiler import compile_for
 from tilegen.problem import AttentionProblem
 
 

@@ -13,10 +13,10 @@ from benchmarks import counters
 from benchmarks.call_cost import as_on_a_gpu
 from benchmarks.stand_in import stand_in
 from benchmarks.workloads import Workload
-from tilegen.build.compiler import compile_for
-from tilegen.build.digests import digest_of, instructions, noting_launches
 from tilegen.check import verification
 from tilegen.check.reference import make_inputs
+from tilegen.compiling.compiler import compile_for
+from tilegen.compiling.digests import digest_of, instructions, noting_launches
 from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render

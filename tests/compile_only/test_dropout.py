@@ -9,8 +9,8 @@ import torch
 import tilegen
 from benchmarks.call_cost import as_on_a_gpu
 from tests import sliced
-from tilegen.build.compiler import CompiledKernel
-from tilegen.build.workers import compile_many
+from tilegen.compiling.compiler import CompiledKernel
+from tilegen.compiling.workers import compile_many
 from tilegen.emit.render import render
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.problem import AttentionProblem

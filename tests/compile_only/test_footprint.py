@@ -11,8 +11,8 @@ import pytest
 import benchmarks.calibrate_footprint as calibrate
 from benchmarks import quantile_fit
 from tests.settled import SLACK_BYTES, UNDER, is_close, usable
-from tilegen.build.acceptable import FEWEST_REGISTERS
-from tilegen.build.compiler import compile_for
+from tilegen.compiling.acceptable import FEWEST_REGISTERS
+from tilegen.compiling.compiler import compile_for
 from tilegen.emit.render import render
 from tilegen.gpus.spec import catalogue, gpu
 from tilegen.kernels.config import Kernel, TileConfig

@@ -13,10 +13,10 @@ import tilegen
 from benchmarks.machine_code import neighbourhood
 from tests.conftest import CheckGolden
 from tests.settled import usable
-from tilegen.build.acceptable import objection
-from tilegen.build.compiler import CompiledKernel, compile_for
 from tilegen.choose.chosen import Ranked
 from tilegen.cli.main import app
+from tilegen.compiling.acceptable import objection
+from tilegen.compiling.compiler import CompiledKernel, compile_for
 from tilegen.emit.render import render
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import BLOCK_SIZES, Kernel, TileConfig

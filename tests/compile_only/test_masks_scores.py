@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests import sliced
-from tilegen.build.compiler import CompiledKernel, compile_for
-from tilegen.build.workers import compile_many
+from tilegen.compiling.compiler import CompiledKernel, compile_for
+from tilegen.compiling.workers import compile_many
 from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render

@@ -14,9 +14,9 @@ from triton.backends.compiler import GPUTarget
 
 from tests import sliced
 from tests.settled import settled
-from tilegen.build.acceptable import acceptable
-from tilegen.build.compiler import CompiledKernel
-from tilegen.build.workers import compile_many
+from tilegen.compiling.acceptable import acceptable
+from tilegen.compiling.compiler import CompiledKernel
+from tilegen.compiling.workers import compile_many
 from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
 from tilegen.gpus.spec import gpu

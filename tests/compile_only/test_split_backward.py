@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tilegen import pipeline
-from tilegen.build.acceptable import acceptable
+from tilegen.compiling.acceptable import acceptable
 from tilegen.errors import BuildFailed
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.registry import BACKWARD

@@ -11,7 +11,7 @@ import pytest
 from benchmarks import decode
 from benchmarks.rows import read
 from tilegen import pipeline
-from tilegen.build.acceptable import acceptable
+from tilegen.compiling.acceptable import acceptable
 from tilegen.errors import BuildFailed
 from tilegen.gpus.spec import gpu
 from tilegen.problem import AttentionProblem

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.records import H200, timed
-from tilegen.build.acceptable import spill_objection
-from tilegen.build.compiler import compile_for
-from tilegen.build.workers import Pool
 from tilegen.choose.ranking import propose
+from tilegen.compiling.acceptable import spill_objection
+from tilegen.compiling.compiler import compile_for
+from tilegen.compiling.workers import Pool
 from tilegen.emit.render import render
 from tilegen.gpus.spec import catalogue
 from tilegen.kernels.config import TileConfig

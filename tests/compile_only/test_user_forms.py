@@ -6,8 +6,8 @@ from dataclasses import replace
 from functools import reduce
 
 from tests.user_forms import MASKS, SCORES
-from tilegen.build.compiler import CompiledKernel
-from tilegen.build.workers import Pool, compile_many
+from tilegen.compiling.compiler import CompiledKernel
+from tilegen.compiling.workers import Pool, compile_many
 from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.render import render
 from tilegen.errors import BuildFailed

@@ -11,7 +11,7 @@ from tests.differential.problems import Problem, parse
 from tests.differential.report import Line, append, command, read
 from tests.differential.shrink import shrink
 from tests.differential.trial import Outcome, attempt
-from tilegen.build.workers import Pool
+from tilegen.compiling.workers import Pool
 
 
 def examine(problem: Problem, pool: Pool | None = None) -> tuple[Outcome, Problem, Outcome]:

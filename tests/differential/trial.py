@@ -23,10 +23,10 @@ from tests.differential import oracle
 from tests.differential.problems import Layout, Problem
 from tests.differential.requests import Packing, attend_pages, attend_varlen, inside, only
 from tilegen import pipeline
-from tilegen.build.workers import Pool
 from tilegen.check.reference import TORCH_DTYPES, Inputs, make_inputs
 from tilegen.check.verification import judge
 from tilegen.choose.known import Known
+from tilegen.compiling.workers import Pool
 from tilegen.cpu import executable
 from tilegen.emit.identity import RenderedKernel
 from tilegen.errors import BuildFailed, InvalidProblem, Unsupported

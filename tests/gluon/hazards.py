@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from tilegen.build.machine_code.instructions import Instruction
+from tilegen.compiling.machine_code.instructions import Instruction
 
 OPERAND_REGISTERS = 4
 """Registers of a thread that hold 64 x 16 elements of 16 bits."""

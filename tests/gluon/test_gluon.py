@@ -8,7 +8,7 @@ import re
 import pytest
 
 from tests.gluon.forward import HopperForward
-from tilegen.build.compiler import binary_of
+from tilegen.compiling.compiler import binary_of
 
 KERNELS = [
     HopperForward(),

@@ -10,9 +10,9 @@ import pytest
 from tests.gluon.forward import HopperForward
 from tests.gluon.hazards import Hazard, hazards
 from tests.gluon.test_gluon import KERNELS
-from tilegen.build.compiler import binary_of, compile_for
-from tilegen.build.machine_code.instructions import read_sass
-from tilegen.build.machine_code.reading import disassembled
+from tilegen.compiling.compiler import binary_of, compile_for
+from tilegen.compiling.machine_code.instructions import read_sass
+from tilegen.compiling.machine_code.reading import disassembled
 from tilegen.emit.render import render
 from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem

@@ -24,9 +24,9 @@ from tests import warm
 from tests.fleet_workers import JOB, SPACE, Machine
 from tests.records import PROBLEM
 from tests.replay import Replay
-from tilegen.build import workers
 from tilegen.cli import fleet
 from tilegen.cli.main import app
+from tilegen.compiling import workers
 from tilegen.fleet import bench, storage, worker
 from tilegen.fleet.queue import RESULT, Queue
 from tilegen.fleet.status import progress

@@ -8,7 +8,7 @@ from tests import warm
 
 BUSY = """
 import os, signal, sys, threading, time
-from tilegen.build import workers
+from tilegen.compiling import workers
 from tilegen.bundles import building
 from tilegen.cli.main import main
 

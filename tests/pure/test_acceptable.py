@@ -9,11 +9,11 @@ import pytest
 
 from tests.used import used
 from tilegen import pipeline
-from tilegen.build import compiler
-from tilegen.build.acceptable import MOST_LOCAL, acceptable, first_that_fits, objection
 from tilegen.choose.chosen import Ranked
 from tilegen.choose.fastest import KernelModel
 from tilegen.choose.ranking import hopefuls, propose, seconds_as_compiled
+from tilegen.compiling import compiler
+from tilegen.compiling.acceptable import MOST_LOCAL, acceptable, first_that_fits, objection
 from tilegen.emit.identity import RenderedKernel
 from tilegen.errors import BuildFailed
 from tilegen.gpus.spec import gpu

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from tilegen.build.machine_code.instructions import read_gcn, read_sass, unit_of
-from tilegen.build.machine_code.loops import loops_of
-from tilegen.build.machine_code.reading import MachineCode, read
+from tilegen.compiling.machine_code.instructions import read_gcn, read_sass, unit_of
+from tilegen.compiling.machine_code.loops import loops_of
+from tilegen.compiling.machine_code.reading import MachineCode, read
 from tilegen.gpus.spec import gpu
 from tilegen.model.as_compiled import clocks_as_compiled, issue_clocks
 from tilegen.model.rates import rates_of

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.bundles import as_if_compiled
-from tilegen.build.workers import Pool
 from tilegen.cli.main import app
+from tilegen.compiling.workers import Pool
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "tilegen" / "integrations" / "recipes"

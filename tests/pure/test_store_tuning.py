@@ -14,7 +14,7 @@ from tests.records import H200, PROBLEM, own, timed
 from tests.replay import TABLE, Replay, ranking, run, trial_file
 from tests.used import used
 from tilegen import pipeline
-from tilegen.build import verdicts
+from tilegen.compiling import verdicts
 from tilegen.kernels.config import TileConfig
 from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem

@@ -14,10 +14,10 @@ from typer.testing import CliRunner
 import tilegen
 from tests.used import used
 from tilegen import pipeline
-from tilegen.build import compiler, verdicts
-from tilegen.build.verdicts import MAX_BYTES, verdict
 from tilegen.choose.ranking import seconds_as_compiled
 from tilegen.cli.main import app
+from tilegen.compiling import compiler, verdicts
+from tilegen.compiling.verdicts import MAX_BYTES, verdict
 from tilegen.emit.identity import RenderedKernel
 from tilegen.errors import BuildFailed
 from tilegen.gpus.spec import gpu

@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tilegen.bounded_cache import BoundedCache
-from tilegen.build.acceptable import acceptable
-from tilegen.build.background import Background
-from tilegen.build.compiler import CompiledKernel
-from tilegen.build.tools import nvidia_tool
-from tilegen.build.workers import Pool
 from tilegen.bundles.folder import Folder
 from tilegen.bundles.manifest import Binary, Manifest, Origin, Pass, Served
 from tilegen.choose.families import kernels_used, passes_of
 from tilegen.choose.known import Known
+from tilegen.compiling.acceptable import acceptable
+from tilegen.compiling.background import Background
+from tilegen.compiling.compiler import CompiledKernel
+from tilegen.compiling.tools import nvidia_tool
+from tilegen.compiling.workers import Pool
 from tilegen.emit.identity import (
     RenderedKernel,
     kernel_digest,

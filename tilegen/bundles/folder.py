@@ -9,8 +9,8 @@ from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
 
-from tilegen.build.compiler import CompiledKernel
 from tilegen.bundles.manifest import MANIFEST, Binary, Manifest, binary_from, binary_values
+from tilegen.compiling.compiler import CompiledKernel
 from tilegen.disk import cannot_write, write_whole
 from tilegen.errors import InvalidRecord
 from tilegen.store.fields import Fields, parse_json

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tilegen.build.acceptable import objection
-from tilegen.build.verdicts import remembered
 from tilegen.choose.ranking import candidate_of, seconds_as_compiled
+from tilegen.compiling.acceptable import objection
+from tilegen.compiling.verdicts import remembered
 from tilegen.emit.identity import rows_are_aligned
 from tilegen.errors import BuildFailed
 from tilegen.kernels.config import Kernel, TileConfig

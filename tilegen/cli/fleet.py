@@ -79,7 +79,7 @@ def worker(
     if gpus and not dry_run:
         raise typer.Exit(_one_each(_devices(gpus, replay is not None)))
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # gives back what is claimed
-    from tilegen.build.workers import Pool
+    from tilegen.compiling.workers import Pool
     from tilegen.fleet.bench import RealMachine, ReplayMachine
     from tilegen.fleet.jobs import jobs_of, read_problems
     from tilegen.fleet.storage import open_storage

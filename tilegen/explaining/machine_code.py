@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from tilegen.build.compiler import CompiledKernel, compile_for
-from tilegen.build.machine_code.counts import LoopCode
 from tilegen.choose.ranking import estimate, seconds_as_compiled
+from tilegen.compiling.compiler import CompiledKernel, compile_for
+from tilegen.compiling.machine_code.counts import LoopCode
 from tilegen.emit.render import render
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from tilegen.build.workers import Pool
 from tilegen.choose.ranking import search_space
+from tilegen.compiling.workers import Pool
 from tilegen.errors import InvalidRecord, TilegenError, Unsupported
 from tilegen.fleet.jobs import Job
 from tilegen.gpus.spec import gpu as gpu_named

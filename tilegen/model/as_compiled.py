@@ -1,4 +1,4 @@
-"""Clocks of a step as its machine code has them, where that has been read (`build.machine_code`).
+"""Clocks of a step as its machine code has them, where it was read (`compiling.machine_code`).
 
 The instructions of a step are then counted, not predicted; so is the part of the softmax that no
 matrix product of the same warps hides, where those are asynchronous.

@@ -2,7 +2,7 @@
 
 Two pools, not one M: shared memory, by rules about where Triton keeps operands, and registers, by a
 fit over all kernels; on_chip.py reads both from tables. Neither pool decides: a config is used only
-if it compiles to what may be used (see `tilegen.build.acceptable`).
+if it compiles to what may be used (see `tilegen.compiling.acceptable`).
 """
 
 from __future__ import annotations

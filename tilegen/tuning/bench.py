@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from tilegen.build.acceptable import objection, spill_objection
+from tilegen.compiling.acceptable import objection, spill_objection
 from tilegen.errors import BuildFailed, TilegenError, Unsupported, WrongResult
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.layout import allocate
@@ -27,7 +27,7 @@ from tilegen.problem import AttentionProblem
 if TYPE_CHECKING:
     import torch
 
-    from tilegen.build.workers import Pool
+    from tilegen.compiling.workers import Pool
     from tilegen.gpus.spec import GpuSpec
     from tilegen.masks.mask import Mask
 
@@ -151,7 +151,7 @@ def compile_ahead(
     pool: Pool,
 ) -> Iterable[tuple[TileConfig, Resources | BuildFailed]]:
     """Yield each config as its compilation for `gpu` finishes; a failure is a value."""
-    from tilegen.build.workers import compile_many
+    from tilegen.compiling.workers import compile_many
     from tilegen.emit.render import render
 
     wanted = [render(problem, config, kernel) for config in configs]

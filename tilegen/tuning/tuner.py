@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from tilegen.build.workers import Pool
+from tilegen.compiling.workers import Pool
 from tilegen.emit.identity import template_digest
 from tilegen.errors import BuildFailed, NoRecord, Unsupported
 from tilegen.kernels.config import Kernel, TileConfig

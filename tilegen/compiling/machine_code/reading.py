@@ -7,10 +7,10 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from tilegen.build.machine_code.counts import LoopCode, count
-from tilegen.build.machine_code.instructions import Instruction, read_gcn, read_sass
-from tilegen.build.machine_code.loops import loops_of
-from tilegen.build.tools import nvidia_tool
+from tilegen.compiling.machine_code.counts import LoopCode, count
+from tilegen.compiling.machine_code.instructions import Instruction, read_gcn, read_sass
+from tilegen.compiling.machine_code.loops import loops_of
+from tilegen.compiling.tools import nvidia_tool
 from tilegen.model.resources import NUMBERS, StepCode
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import networkx as nx
 
-from tilegen.build.machine_code.instructions import Instruction
+from tilegen.compiling.machine_code.instructions import Instruction
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from tilegen.build.machine_code.instructions import Instruction, Unit, unit_of
+from tilegen.compiling.machine_code.instructions import Instruction, Unit, unit_of
 from tilegen.model.as_compiled import LANES
 
 WARPS_OF_GROUP = 4

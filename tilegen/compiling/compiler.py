@@ -12,7 +12,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from tilegen import cpu
-from tilegen.build.tools import nvidia_tool
+from tilegen.compiling.tools import nvidia_tool
 from tilegen.disk import log
 from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.kernel_files import load
@@ -22,7 +22,7 @@ from tilegen.kernels.descriptors import ARCHITECTURES
 from tilegen.model.resources import Resources
 
 if TYPE_CHECKING:
-    from tilegen.build.machine_code.reading import MachineCode
+    from tilegen.compiling.machine_code.reading import MachineCode
     from tilegen.model.resources import StepCode
 
 
@@ -56,7 +56,7 @@ class CompiledKernel:
     def code(self) -> MachineCode:
         """The kernel's machine code, disassembled when first asked for, which takes half a
         second."""
-        from tilegen.build.machine_code.reading import disassembled, read  # loads networkx
+        from tilegen.compiling.machine_code.reading import disassembled, read  # loads networkx
 
         warps = self.rendered.config.num_warps
         if self.assembly:

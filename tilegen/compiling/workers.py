@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from tilegen import cpu
-from tilegen.build.compiler import CompiledKernel, compile_for
+from tilegen.compiling.compiler import CompiledKernel, compile_for
 from tilegen.emit.identity import RenderedKernel
 from tilegen.errors import BuildFailed, TilegenError
 
@@ -84,7 +84,7 @@ class Worker:
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._process = subprocess.Popen(
-            python("from tilegen.build.workers import serve; serve()"),
+            python("from tilegen.compiling.workers import serve; serve()"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment(TRITON_INTERPRET="0"),  # the interpreter cannot compile

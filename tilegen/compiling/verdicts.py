@@ -65,7 +65,7 @@ def _path(
 
 def _compiled(rendered: RenderedKernel, arch: str) -> tuple[Resources | BuildFailed, bool]:
     """Return what compiling gives, and whether it would give the same again."""
-    from tilegen.build.compiler import compile_for
+    from tilegen.compiling.compiler import compile_for
 
     try:
         built = compile_for(rendered, arch)
