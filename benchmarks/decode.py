@@ -40,11 +40,11 @@ from tilegen.compiling.verdicts import verdict
 from tilegen.errors import BuildFailed
 from tilegen.gpus.spec import detect, gpu
 from tilegen.kernels.registry import FORWARD, KERNELS
-from tilegen.measure import DeviceLost
 from tilegen.model.time import launch_seconds
 from tilegen.model.traffic import splits_of
 from tilegen.pipeline import choose_kernel
 from tilegen.problem import AttentionProblem
+from tilegen.tuning.measure import DeviceLost
 
 GPU = "h200"
 PREDICTED = RESULTS / "decode_predicted.csv"

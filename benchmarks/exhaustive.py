@@ -28,11 +28,11 @@ from tilegen.errors import BuildFailed, TilegenError
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS
-from tilegen.measure import DeviceLost
 from tilegen.model.resources import Resources
 from tilegen.problem import AttentionProblem
 from tilegen.store.trials import Trial, of_one_binary, one_binary_line
 from tilegen.tuning.bench import Ahead, Bench, real_bench, refused
+from tilegen.tuning.measure import DeviceLost
 from tilegen.tuning.tuner import pick
 
 

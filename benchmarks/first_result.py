@@ -27,8 +27,8 @@ from benchmarks.rows import append, with_environment
 from benchmarks.workloads import CATALOGUE
 from tilegen.check.reference import TORCH_DTYPES
 from tilegen.masks import causal
-from tilegen.measure import one_line
 from tilegen.problem import AttentionProblem
+from tilegen.tuning.measure import one_line
 
 REPEATS = 3
 SIZES = (

@@ -43,9 +43,9 @@ from tilegen.fleet.queue import Claim, Queue
 from tilegen.fleet.storage import open_storage
 from tilegen.fleet.worker import Worker
 from tilegen.gpus.spec import gpu
-from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.store.trials import Trial
+from tilegen.tuning.measure import Measurement
 
 H200 = gpu("h200")
 PROBLEMS = [AttentionProblem.parse(f"b4 hq32 hkv8 q{1 << n} d128 bf16 causal") for n in (11, 12)]

@@ -30,9 +30,9 @@ from tilegen.errors import BuildFailed
 from tilegen.gpus.spec import detect, gpu
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import FORWARD
-from tilegen.measure import measure
 from tilegen.model.traffic import table_bytes, traffic, visits
 from tilegen.problem import PAGES, AttentionProblem
+from tilegen.tuning.measure import measure
 
 GPU = "h200"
 OUT = RESULTS / "paged_layouts.csv"

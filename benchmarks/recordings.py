@@ -22,12 +22,12 @@ from tilegen.errors import InvalidRecord, TilegenError
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS
-from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.store.fields import Fields, parse_json
 from tilegen.store.record import MAX_SECONDS, measurement_from, measurement_values, slug
 from tilegen.store.trials import Trial, of_one_binary
 from tilegen.tuning.bench import as_tuned
+from tilegen.tuning.measure import Measurement
 from tilegen.tuning.trials import append_line
 
 SCHEMA = 1

@@ -27,8 +27,8 @@ from benchmarks.workloads import CATALOGUE, MASKED, Workload, head
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import GpuSpec, detect
 from tilegen.kernels.spec import Direction
-from tilegen.measure import DeviceLost, Measurement, measure, survived
 from tilegen.problem import AttentionProblem
+from tilegen.tuning.measure import DeviceLost, Measurement, measure, survived
 
 if TYPE_CHECKING:
     from benchmarks.check import Verdict

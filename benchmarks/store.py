@@ -25,12 +25,12 @@ from benchmarks.cpu import Number, seconds_of, write
 from benchmarks.environment import RESULTS
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
-from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.store import Location, TuningRecord, Versions, look_up, save
 from tilegen.store.election import join
 from tilegen.store.record import MAX_RIVALS
 from tilegen.store.transfer import merge
+from tilegen.tuning.measure import Measurement
 
 RECORDS = 100_000
 LOOKED_UP = 2000

@@ -19,10 +19,10 @@ from benchmarks.workloads import head
 from tilegen.choose.ranking import estimate, search_space
 from tilegen.gpus.spec import GpuSpec, gpu
 from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.measure import Measurement
 from tilegen.model.footprint import footprint
 from tilegen.problem import AttentionProblem
 from tilegen.store.trials import Trial
+from tilegen.tuning.measure import Measurement
 
 SPREAD = 0.005
 """Distance of p20 and p80 from the median, relative to the median."""

@@ -24,10 +24,10 @@ from tilegen.disk import write_whole
 from tilegen.errors import TilegenError
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel
-from tilegen.measure import DeviceLost
 from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
 from tilegen.store import list_records, locations, look_up
+from tilegen.tuning.measure import DeviceLost
 from tilegen.tuning.tuner import tune
 
 Job = tuple[AttentionProblem, Kernel]

@@ -38,10 +38,10 @@ from tilegen.choose.ranking import propose
 from tilegen.errors import NoRecord, TilegenError
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
-from tilegen.measure import Measurement
 from tilegen.model.estimate import Candidate
 from tilegen.store.trials import Trial, one_binary_line
 from tilegen.tuning import tuner as tune_module
+from tilegen.tuning.measure import Measurement
 from tilegen.tuning.tuner import pick, tune
 
 Strategy = Literal["model", "prior", "no prior", "random"]

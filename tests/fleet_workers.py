@@ -24,9 +24,9 @@ from tilegen.fleet.jobs import Job
 from tilegen.fleet.storage import open_storage
 from tilegen.fleet.worker import Worker
 from tilegen.kernels.config import TileConfig
-from tilegen.measure import Measurement
 from tilegen.store import Location
 from tilegen.tuning.bench import Bench
+from tilegen.tuning.measure import Measurement
 from tilegen.tuning.trials import append_line
 
 JOB = Job(gpu=H200, kernel="fwd", problem=PROBLEM)

@@ -8,11 +8,11 @@ from typing import Any
 
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
-from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.store import EstimateSummary, Location, TuningRecord, Versions, save
 from tilegen.store.files import LOCK
 from tilegen.store.places import Origin
+from tilegen.tuning.measure import Measurement
 
 H200 = gpu("h200")
 A100 = gpu("a100")

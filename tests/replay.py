@@ -17,9 +17,9 @@ from typing import Any, cast
 from benchmarks.recordings import Replayed
 from tests.records import H200, PROBLEM, timed
 from tilegen.kernels.config import TileConfig
-from tilegen.measure import Measurement, Status
 from tilegen.model.estimate import Candidate, CostEstimate
 from tilegen.store import TuningRecord
+from tilegen.tuning.measure import Measurement, Status
 from tilegen.tuning.tuner import tune
 
 TABLE: dict[str, float | str] = json.loads(

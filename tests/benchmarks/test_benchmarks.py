@@ -29,8 +29,8 @@ from tilegen.check.reference import dense_mask, torch_attention
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import gpu
 from tilegen.masks import parse_mask
-from tilegen.measure import DeviceLost, Measurement
 from tilegen.problem import AttentionProblem
+from tilegen.tuning.measure import DeviceLost, Measurement
 
 H200 = gpu("h200")
 TIMED = Measurement(status="ok", median_us=10.0, p20_us=9.0, p80_us=11.0, repeats=10)
@@ -289,7 +289,7 @@ def test_lost_device_is_a_row_and_ends_the_process(
         raise RuntimeError("an illegal memory access was encountered")
 
     monkeypatch.setattr(run, "check_and_time", fail)
-    monkeypatch.setattr("tilegen.measure._device_answers", lambda: False)
+    monkeypatch.setattr("tilegen.tuning.measure._device_answers", lambda: False)
     with pytest.raises(DeviceLost):
         run_driver(tmp_path / "rows.csv", ["1", "2"])
     (row,) = rows.read(tmp_path / "rows.csv")

@@ -19,8 +19,8 @@ from benchmarks.providers import providers
 from benchmarks.run import Case
 from tests.result_files import own_columns
 from tilegen.errors import Unsupported
-from tilegen.measure import DeviceLost, Measurement
 from tilegen.problem import AttentionProblem
+from tilegen.tuning.measure import DeviceLost, Measurement
 
 
 class Planned:

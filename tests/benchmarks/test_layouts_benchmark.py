@@ -15,8 +15,8 @@ from benchmarks import layouts
 from benchmarks.layouts import LAYOUTS, OUT, cache_of, contiguous
 from tests.result_files import own_columns
 from tilegen.gpus.spec import gpu
-from tilegen.measure import DeviceLost, Measurement
 from tilegen.problem import PAGES, AttentionProblem
+from tilegen.tuning.measure import DeviceLost, Measurement
 
 ROOT = Path(__file__).parents[2]
 BY_COMPILER = ("registers", "spill_bytes", "instructions", "compiled_us")

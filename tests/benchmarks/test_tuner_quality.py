@@ -23,11 +23,11 @@ from tests.records import H200, timed
 from tests.used import used
 from tilegen.errors import BuildFailed, InvalidRecord
 from tilegen.kernels.config import TileConfig
-from tilegen.measure import DeviceLost, Measurement
 from tilegen.model.resources import Resources
 from tilegen.problem import AttentionProblem
 from tilegen.store.trials import Trial
 from tilegen.tuning.bench import Bench
+from tilegen.tuning.measure import DeviceLost, Measurement
 from tilegen.tuning.tuner import SEEDS
 
 SMALL = AttentionProblem.parse("hq2 q64 kv64 d64 bf16 causal")

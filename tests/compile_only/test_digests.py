@@ -22,9 +22,9 @@ from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
-from tilegen.measure import Measurement, measure
 from tilegen.problem import AttentionProblem
 from tilegen.tuning.bench import Timed
+from tilegen.tuning.measure import Measurement, measure
 
 PROBLEM = AttentionProblem.parse("hq2 q64 d16 bf16 causal")
 SMALL = TileConfig(block_m=16, block_n=16)

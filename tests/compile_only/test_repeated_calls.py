@@ -15,12 +15,12 @@ from triton.runtime.jit import JITFunction
 
 import tilegen
 from benchmarks.call_cost import as_on_a_gpu
-from tilegen.dropout import Dropout
 from tilegen.emit.identity import stride_unit
 from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.kernels.config import TileConfig
+from tilegen.masks.dropout import Dropout
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import dispatch, plans, triton_function
 from tilegen.runtime.changes import Changes

@@ -15,10 +15,10 @@ from tilegen.emit.render import render
 from tilegen.gpus.spec import catalogue
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.registry import LARGE_CACHE
-from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.store import look_up
 from tilegen.tuning import bench
+from tilegen.tuning.measure import Measurement
 from tilegen.tuning.tuner import tune
 
 

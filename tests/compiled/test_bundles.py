@@ -22,9 +22,9 @@ from tilegen.bundles.manifest import Binary
 from tilegen.bundles.served import Bundle
 from tilegen.check.reference import TORCH_DTYPES, attention_reference
 from tilegen.cpu.direct import DirectFunction
-from tilegen.dropout import Dropout
 from tilegen.gpus.spec import gpu
 from tilegen.masks import Mask
+from tilegen.masks.dropout import Dropout
 from tilegen.masks.score import Score
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import plans

@@ -14,12 +14,12 @@ from tilegen import cpu, pipeline
 from tilegen.check.reference import Inputs, make_inputs
 from tilegen.check.verification import check, require, run, verify
 from tilegen.choose import agreement
-from tilegen.dropout import Dropout
 from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.render import render
 from tilegen.gpus.spec import ASSUMED, gpu
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.masks import Mask, causal, documents, kv_lengths
+from tilegen.masks.dropout import Dropout
 from tilegen.masks.score import alibi, softcap
 from tilegen.model.traffic import traffic
 from tilegen.problem import AttentionProblem

@@ -17,11 +17,11 @@ from tests.counted import counting_all
 from tests.score_inputs import MASKS, random
 from tilegen.check.reference import Inputs, attention_reference, make_inputs
 from tilegen.check.verification import check, require, run, verify
-from tilegen.dropout import Dropout
 from tilegen.emit.render import render
 from tilegen.kernels import passes
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS, LARGE_CACHE
+from tilegen.masks.dropout import Dropout
 from tilegen.masks.score import Score, bias, sinks, softcap
 from tilegen.model.traffic import traffic
 from tilegen.problem import AttentionProblem

@@ -16,8 +16,8 @@ from torch.nn.functional import scaled_dot_product_attention as of_torch
 from tests.pure.test_flash_attn import dense, of_documents
 from tilegen.check.reference import attention_reference
 from tilegen.disk import say_once
-from tilegen.dropout import Dropout
 from tilegen.integrations import flash_backend
+from tilegen.masks.dropout import Dropout
 from tilegen.masks.mask import causal
 
 Make = Callable[..., torch.Tensor]

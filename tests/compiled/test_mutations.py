@@ -11,12 +11,12 @@ from tests import sliced, splits
 from tests.compiled.mutations import CHANGED, MUTATIONS, Mutation, noticed
 from tilegen.check.reference import Inputs, make_inputs
 from tilegen.check.verification import check, require
-from tilegen.dropout import Dropout
 from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.render import render
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS, LARGE_CACHE
 from tilegen.masks import Mask, block_sparse, causal, documents, global_tokens, sliding_window, tree
+from tilegen.masks.dropout import Dropout
 from tilegen.masks.score import Score, relative_bias, sinks, softcap
 from tilegen.masks.tree import trees_of
 from tilegen.problem import AttentionProblem

@@ -17,11 +17,11 @@ from tests.mask_zoo import FORMS, Case
 from tests.splits import backward
 from tilegen.check.reference import Inputs, make_inputs
 from tilegen.check.verification import check, require, run, verify
-from tilegen.dropout import Dropout
 from tilegen.emit.render import render
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS
 from tilegen.masks import Mask, block_sparse, causal, kv_lengths, parse_mask
+from tilegen.masks.dropout import Dropout
 from tilegen.masks.score import Score, sinks, softcap
 from tilegen.masks.shapes import Shape
 from tilegen.model.traffic import traffic

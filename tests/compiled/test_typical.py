@@ -25,12 +25,12 @@ from tilegen.kernels import passes
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import Launch
 from tilegen.masks.score import Score, alibi, bias, relative_bias, sinks, temperature
-from tilegen.measure import Measurement, summarise
 from tilegen.model.resources import StepCode
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import plans
 from tilegen.tuning import bench
 from tilegen.tuning.bench import Timed, check_config
+from tilegen.tuning.measure import Measurement, summarise
 
 TRAINED: dict[str, Score] = {
     "heads": alibi(SLOPES.clone().requires_grad_()),

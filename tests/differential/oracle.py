@@ -16,7 +16,7 @@ from tests.differential.meaning import Changed, Kept, Pairs
 from tests.differential.problems import Problem
 from tests.differential.requests import inside, only, starts
 from tilegen.check.reference import Inputs
-from tilegen.dropout import Dropout
+from tilegen.masks.dropout import Dropout
 
 INF = float("inf")
 Results = dict[str, torch.Tensor]

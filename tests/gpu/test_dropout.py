@@ -11,9 +11,9 @@ from tests.sizes import sized
 from tilegen.check.reference import attention_reference
 from tilegen.check.verification import require, verify
 from tilegen.choose.ranking import propose
-from tilegen.dropout import Dropout
 from tilegen.gpus.spec import detect
 from tilegen.kernels.registry import BACKWARD, FORWARD, LARGE_CACHE
+from tilegen.masks.dropout import Dropout
 from tilegen.problem import AttentionProblem
 
 SMALL_CACHE = (*FORWARD["small_cache"].names, *BACKWARD["small_cache"].names)

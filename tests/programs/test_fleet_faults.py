@@ -32,8 +32,8 @@ from tilegen.fleet.queue import RESULT, Queue
 from tilegen.fleet.status import progress
 from tilegen.fleet.worker import Worker
 from tilegen.kernels.config import TileConfig
-from tilegen.measure import DeviceLost, Measurement
 from tilegen.store.trials import Trial, trial_line
+from tilegen.tuning.measure import DeviceLost, Measurement
 
 
 @pytest.fixture

@@ -31,11 +31,11 @@ from tilegen.fleet.status import progress
 from tilegen.fleet.storage import open_storage
 from tilegen.fleet.worker import Worker
 from tilegen.kernels.config import TileConfig
-from tilegen.measure import DeviceLost, Measurement
 from tilegen.store import Location
 from tilegen.store.record import record_path
 from tilegen.store.trials import Trial
 from tilegen.tuning.bench import Bench
+from tilegen.tuning.measure import DeviceLost, Measurement
 
 FEW = SPACE[:4]
 STALE = 0.4

@@ -50,7 +50,7 @@ import sys, torch, tilegen
 from tilegen import cpu, disk, store
 cpu.serves_calls = lambda: True  # as on a GPU, the kernel is taken as it was emitted
 from tilegen.runtime import dispatch, plans
-from tilegen.measure import Measurement
+from tilegen.tuning.measure import Measurement
 q = torch.randn(300, 1, 16, 16)  # programs enough for an H200: keys need not be split
 def record():
     problem = tilegen.AttentionProblem.parse("b300 hq1 q16 d16 fp32 causal").bucket

@@ -12,9 +12,9 @@ from tilegen import disk, pipeline, store
 from tilegen.check.reference import attention_reference, make_inputs
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.kernels.config import TileConfig
-from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import plans
+from tilegen.tuning.measure import Measurement
 
 pytestmark = pytest.mark.oldest
 

@@ -14,10 +14,10 @@ from tilegen.check.verification import Check
 from tilegen.errors import Unsupported, WrongResult
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import LARGE_CACHE
-from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.tuning import bench as bench_module
 from tilegen.tuning.bench import check_config
+from tilegen.tuning.measure import Measurement
 
 
 def checks_with(*wrong: str) -> tuple[Check, ...]:

@@ -17,7 +17,6 @@ from tests import sliced, splits
 from tests.bundles import StandIn, not_compiled
 from tilegen.bundles.launching import launcher_of
 from tilegen.bundles.manifest import Binary
-from tilegen.dropout import Dropout
 from tilegen.emit import kernel_files
 from tilegen.emit.identity import stride_unit
 from tilegen.emit.render import render
@@ -26,6 +25,7 @@ from tilegen.kernels.allocation import allocator
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS, family_with
 from tilegen.masks import Mask
+from tilegen.masks.dropout import Dropout
 from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
 from tilegen.masks.source import unlisted

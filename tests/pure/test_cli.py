@@ -23,9 +23,9 @@ from tilegen.cli.demo import Demo
 from tilegen.cli.main import app
 from tilegen.fleet.jobs import jobs_of
 from tilegen.gpus.spec import gpu
-from tilegen.measure import Measurement, summarise
 from tilegen.problem import AttentionProblem
 from tilegen.store.trials import Trial
+from tilegen.tuning.measure import Measurement, summarise
 from tilegen.tuning.trials import TrialLog
 
 pytestmark = pytest.mark.oldest
@@ -217,7 +217,7 @@ def test_demo_compares_with_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
         call()
         return summarise([10.0])
 
-    monkeypatch.setattr("tilegen.measure.measure", measured)
+    monkeypatch.setattr("tilegen.tuning.measure.measure", measured)
     problem = "b2 hq2 q20 d16 fp32 prefix_lm(@b:8) score(s/t0[h],float32)"
     times = Demo(said.append).compare(AttentionProblem.parse(problem), "cpu")
     assert times == {"tilegen": 10.0, "sdpa": None, "flex_attention": None}

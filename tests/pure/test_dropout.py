@@ -13,9 +13,9 @@ import tilegen
 from tests import two_sweeps
 from tilegen.check.reference import attention_reference
 from tilegen.choose.families import ranked_families
-from tilegen.dropout import Dropout, drawn_words, philox
 from tilegen.errors import InvalidProblem
 from tilegen.kernels.registry import BACKWARD, FORWARD
+from tilegen.masks.dropout import Dropout, drawn_words, philox
 from tilegen.problem import AttentionProblem
 from tilegen.runtime.dilation import group, ungroup
 

@@ -20,7 +20,6 @@ from tilegen.cli import main
 from tilegen.errors import InvalidRecord
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.registry import LARGE_CACHE
-from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.store import current_versions
 from tilegen.store.library_record import (
@@ -33,6 +32,7 @@ from tilegen.store.library_record import (
 )
 from tilegen.tuning import libraries as tuning
 from tilegen.tuning.libraries import LibraryBench, tune_libraries
+from tilegen.tuning.measure import Measurement
 
 pytestmark = pytest.mark.usefixtures("own_cache")
 

@@ -10,9 +10,9 @@ import pytest
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources, PTXASError
 
-from tilegen import measure as measure_module
 from tilegen.errors import BuildFailed, Unsupported
-from tilegen.measure import (
+from tilegen.tuning import measure as measure_module
+from tilegen.tuning.measure import (
     MAX_MESSAGE,
     MAX_REPEATS,
     DeviceLost,

@@ -24,11 +24,11 @@ from tests.replay import run as tune_replay
 from tests.used import used
 from tilegen.errors import InvalidRecord, Unsupported
 from tilegen.kernels.config import TileConfig
-from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.store import TuningRecord
 from tilegen.store.trials import Conditions, Trial, join_trials, of_one_binary, trial_line
 from tilegen.tuning.bench import Bench
+from tilegen.tuning.measure import Measurement
 
 ONE, OTHER = "0123456789ab", "ba9876543210"
 CONDITIONS = Conditions(

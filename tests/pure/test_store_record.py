@@ -17,7 +17,6 @@ from tilegen.choose import known
 from tilegen.errors import InvalidRecord
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.registry import LARGE_CACHE
-from tilegen.measure import TIE_LIMIT, Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.store import (
     TuningRecord,
@@ -35,6 +34,7 @@ from tilegen.store import versions as versions_module
 from tilegen.store.record import MAX_RIVALS
 from tilegen.store.trials import Conditions, Trial, trial_line
 from tilegen.tuning import tuner
+from tilegen.tuning.measure import TIE_LIMIT, Measurement
 
 pytestmark = pytest.mark.oldest
 

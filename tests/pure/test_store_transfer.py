@@ -12,12 +12,12 @@ import pytest
 from tests.records import PROBLEM, RECORD, UNMEASURED, folder_of, own, place, record, written
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import TileConfig
-from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.store import Location, TuningRecord, list_records, save, upkeep
 from tilegen.store.transfer import Wanted, export, import_, merge, promote, summary
 from tilegen.store.trials import Conditions, Trial, join_trials, trial_line
 from tilegen.store.upkeep import check, prune
+from tilegen.tuning.measure import Measurement
 from tilegen.tuning.trials import TrialLog
 
 CONDITIONS = Conditions(

@@ -16,11 +16,11 @@ from tests.used import used
 from tilegen import pipeline
 from tilegen.compiling import verdicts
 from tilegen.kernels.config import TileConfig
-from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.store import Location, TuningRecord, Versions, current_versions, look_up
 from tilegen.store.transfer import merge
 from tilegen.store.trials import Conditions, Trial, join_trials, trial_line
+from tilegen.tuning.measure import Measurement
 
 SMALL = dict(list(TABLE.items())[:8])
 

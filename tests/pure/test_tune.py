@@ -16,11 +16,11 @@ from tests.replay import SMALL, TABLE, Replay, ranking, run, slowness, stored
 from tilegen.emit.identity import template_digest
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import TileConfig
-from tilegen.measure import TIE_LIMIT, Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.store import look_up, save
 from tilegen.store.trials import Trial
 from tilegen.tuning import tuner as tune_module
+from tilegen.tuning.measure import TIE_LIMIT, Measurement
 from tilegen.tuning.report import Report
 from tilegen.tuning.tuner import SEEDS, pick, tune
 

@@ -16,8 +16,8 @@ from tests.replay import SMALL, Replay, ranking, run, slowness, trial_file, tria
 from tests.used import used
 from tilegen.errors import BuildFailed
 from tilegen.kernels.config import TileConfig
-from tilegen.measure import Measurement
 from tilegen.model.on_chip import MOST_SPILLED
+from tilegen.tuning.measure import Measurement
 from tilegen.tuning.tuner import SEEDS, tune
 
 pytestmark = pytest.mark.usefixtures("own_cache")

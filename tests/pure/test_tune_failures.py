@@ -22,8 +22,8 @@ from tests.replay import (
 )
 from tilegen.errors import NoRecord
 from tilegen.kernels.config import TileConfig
-from tilegen.measure import DeviceLost, Measurement
 from tilegen.store import TuningRecord
+from tilegen.tuning.measure import DeviceLost, Measurement
 from tilegen.tuning.tuner import tune
 
 pytestmark = pytest.mark.usefixtures("own_cache")

@@ -24,9 +24,9 @@ from tests.replay import (
     trials_on_disk,
 )
 from tilegen.kernels.config import TileConfig
-from tilegen.measure import Measurement
 from tilegen.store import look_up
 from tilegen.tuning import tuner as tune_module
+from tilegen.tuning.measure import Measurement
 from tilegen.tuning.tuner import tune
 
 pytestmark = [pytest.mark.oldest, pytest.mark.usefixtures("own_cache")]

@@ -19,9 +19,9 @@ from tilegen import pipeline
 from tilegen.choose import known
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import TileConfig
-from tilegen.measure import Measurement
 from tilegen.store import save
 from tilegen.tuning import tuner as tune_module
+from tilegen.tuning.measure import Measurement
 from tilegen.tuning.trials import alone
 
 SECONDS = 30

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from tilegen.check import kept
-from tilegen.dropout import Dropout
 from tilegen.masks.apart import apart
+from tilegen.masks.dropout import Dropout
 from tilegen.masks.mask import Full, Mask, full
 from tilegen.masks.score import Score
 from tilegen.problem import AttentionProblem

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilegen.check.reference import Inputs, for_each_query_head, softmax_of
-from tilegen.dropout import Dropout
+from tilegen.masks.dropout import Dropout
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
 

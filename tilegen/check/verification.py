@@ -21,7 +21,6 @@ from tilegen import cpu
 from tilegen.check.paging import in_pages, out_of_pages
 from tilegen.check.reference import Inputs, attention_reference, make_inputs, torch_attention
 from tilegen.check.rounding import rounding_floors
-from tilegen.dropout import Dropout
 from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.render import render
 from tilegen.errors import Unsupported, WrongResult
@@ -31,6 +30,7 @@ from tilegen.kernels.layout import public_lse
 from tilegen.kernels.panels import PANEL_STEP, Launch
 from tilegen.kernels.registry import family_among
 from tilegen.kernels.two_pass import BWD_PREPROCESS
+from tilegen.masks.dropout import Dropout
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape

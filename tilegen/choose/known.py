@@ -12,10 +12,10 @@ from tilegen.disk import say_once
 from tilegen.emit.identity import template_digest
 from tilegen.errors import TilegenError
 from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.measure import DeviceLost
 from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
 from tilegen.store import TuningRecord, current_versions, look_up
+from tilegen.tuning.measure import DeviceLost
 
 if TYPE_CHECKING:
     from tilegen.gpus.spec import GpuSpec

@@ -175,9 +175,9 @@ class Demo:
         import tilegen
         from tilegen.check.peers import flex, sdpa
         from tilegen.check.reference import make_inputs
-        from tilegen.dropout import TYPICAL
+        from tilegen.masks.dropout import TYPICAL
         from tilegen.masks.typical import typical_score
-        from tilegen.measure import measure, one_line
+        from tilegen.tuning.measure import measure, one_line
 
         x = make_inputs(problem, device=device)
         problem = replace(problem, mask=problem.mask.realized(problem.shape, device))

@@ -27,7 +27,7 @@ from tilegen.cli.options import (
 )
 from tilegen.cli.plans import plan_of, print_plans
 from tilegen.errors import Unsupported
-from tilegen.measure import DeviceLost
+from tilegen.tuning.measure import DeviceLost
 
 if TYPE_CHECKING:
     from tilegen.kernels.config import Kernel

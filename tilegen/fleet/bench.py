@@ -13,11 +13,11 @@ from tilegen.errors import InvalidRecord, TilegenError, Unsupported
 from tilegen.fleet.jobs import Job
 from tilegen.gpus.spec import gpu as gpu_named
 from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.measure import Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.store.fields import parse_json
 from tilegen.store.record import MAX_SECONDS, kernel_of, measurement_from
 from tilegen.tuning.bench import Bench, as_tuned, real_bench
+from tilegen.tuning.measure import Measurement
 
 MAX_NAMED = 8
 """Number of recordings that an error names at the most."""

@@ -12,7 +12,7 @@ from typing import Any
 from optuna.exceptions import OptunaError
 
 from tilegen.errors import TilegenError
-from tilegen.measure import one_line
+from tilegen.tuning.measure import one_line
 
 ANOTHER = "name another with --storage"
 LASTING: dict[int, str] = {

@@ -17,8 +17,8 @@ import optuna
 from tilegen.disk import log
 from tilegen.errors import TilegenError, Unsupported
 from tilegen.fleet.faults import in_words, is_operation, lasting, may_pass
-from tilegen.measure import one_line
 from tilegen.store.reach import shown
+from tilegen.tuning.measure import one_line
 
 if TYPE_CHECKING:
     from optuna.storages import BaseStorage

@@ -21,13 +21,13 @@ from tilegen.fleet.jobs import Job
 from tilegen.fleet.queue import PUBLISHED, STALE_SECONDS, Claim, Queue
 from tilegen.fleet.storage import StorageAway, StorageBroken, in_a_hurry
 from tilegen.kernels.config import TileConfig
-from tilegen.measure import DeviceLost, one_line, us
 from tilegen.model.estimate import Candidate
 from tilegen.settings import settings
 from tilegen.store import Location, TuningRecord, current_versions, now, this_machine
 from tilegen.store.transfer import put, put_trials
 from tilegen.store.trials import Trial, trial_line, trials_path
 from tilegen.tuning.bench import Ahead, Bench, refused
+from tilegen.tuning.measure import DeviceLost, one_line, us
 from tilegen.tuning.trials import trials_of
 from tilegen.tuning.tuner import tune
 

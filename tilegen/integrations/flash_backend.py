@@ -22,9 +22,9 @@ from torch.nn.attention import (
 )
 
 from tilegen.disk import say_once
-from tilegen.dropout import Dropout
 from tilegen.errors import TilegenError, Unsupported
 from tilegen.integrations import windows
+from tilegen.masks.dropout import Dropout
 from tilegen.masks.mask import Mask
 from tilegen.runtime import dispatch
 from tilegen.runtime.changes import Changes

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from tilegen.dropout import Dropout
 from tilegen.emit.identity import VECTOR_BYTES
 from tilegen.errors import InvalidProblem
 from tilegen.kernels.config import shares_columns
 from tilegen.masks import score as scores
+from tilegen.masks.dropout import Dropout
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score, ScoreForm
 from tilegen.masks.tensors import check_kv_lengths

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tilegen.dropout import Dropout
+from tilegen.masks.dropout import Dropout
 from tilegen.masks.kinds import MaskKind, kind_of_mask, lengths_of
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score

@@ -17,9 +17,9 @@ from torch.nn.functional import pad
 
 from tilegen.disk import say_once
 from tilegen.kernels.layout import laid_like
-from tilegen.measure import one_line
 from tilegen.runtime.changes import Gradients, Wanted
 from tilegen.store.library_record import Backend
+from tilegen.tuning.measure import one_line
 
 Tensors = tuple[torch.Tensor, ...]
 Forward = Callable[..., tuple[torch.Tensor, torch.Tensor]]

@@ -26,10 +26,10 @@ from functools import lru_cache
 from typing import Any
 
 from tilegen.errors import InvalidRecord
-from tilegen.measure import tie_limit
 from tilegen.store.floor import too_fast
 from tilegen.store.record import MAX_RIVALS, TuningRecord
 from tilegen.store.versions import is_credible, release_order
+from tilegen.tuning.measure import tie_limit
 
 SOFTWARE = ("triton", "driver")
 """Names of the versions that a timing depends on; in place of tilegen's stands the template's

@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 
 from tilegen.disk import cannot_write, say_once, write_whole
 from tilegen.errors import InvalidRecord, Unsupported
-from tilegen.measure import one_line
+from tilegen.tuning.measure import one_line
 
 MAX_FILE_BYTES = 64 * 1024
 """Limit of a record's file [bytes]: a record has about 1.5 KiB, and at most 15 rivals of 1 KiB."""

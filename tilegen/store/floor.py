@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from tilegen.kernels.config import Dim, Kernel
 from tilegen.kernels.registry import KERNELS
 from tilegen.kernels.spec import WIDTHS
-from tilegen.measure import Measurement, us
 from tilegen.problem import AttentionProblem
+from tilegen.tuning.measure import Measurement, us
 
 if TYPE_CHECKING:
     from tilegen.gpus.spec import GpuSpec

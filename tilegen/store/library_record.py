@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 from tilegen.disk import say_once
 from tilegen.errors import InvalidRecord
-from tilegen.measure import POLICY, Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
 from tilegen.store.fields import MAX_TEXT, parse_json
@@ -31,6 +30,7 @@ from tilegen.store.record import (
     versions_of,
 )
 from tilegen.store.versions import Versions
+from tilegen.tuning.measure import POLICY, Measurement
 
 if TYPE_CHECKING:
     from tilegen.gpus.spec import GpuSpec

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from tilegen.errors import InvalidRecord, TilegenError
 from tilegen.kernels.config import Kernel
-from tilegen.measure import one_line
 from tilegen.problem import AttentionProblem
 from tilegen.store.files import text_of
 from tilegen.store.lookup import Difference, Found, identity, joined, soft
@@ -17,6 +16,7 @@ from tilegen.store.places import Location, Origin, locations, names, pass_over, 
 from tilegen.store.reach import Unreachable
 from tilegen.store.record import TuningRecord
 from tilegen.store.versions import Versions
+from tilegen.tuning.measure import one_line
 
 if TYPE_CHECKING:
     from tilegen.gpus.spec import GpuSpec

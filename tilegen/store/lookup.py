@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Literal
 from tilegen.disk import say_once
 from tilegen.errors import InvalidRecord, Unsupported
 from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.measure import POLICY, one_line
 from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
 from tilegen.store import places
@@ -23,6 +22,7 @@ from tilegen.store.places import Location, Origin, locations
 from tilegen.store.reach import Unreachable
 from tilegen.store.record import OtherSchema, TuningRecord, bucket_of, record_path
 from tilegen.store.versions import Versions, is_credible, second_after
+from tilegen.tuning.measure import POLICY, one_line
 
 if TYPE_CHECKING:
     from tilegen.gpus.spec import GpuSpec

@@ -15,13 +15,13 @@ from typing import Literal
 from tilegen.disk import printable, say_once
 from tilegen.errors import InvalidRecord, TilegenError, Unsupported
 from tilegen.kernels.registry import KERNELS
-from tilegen.measure import one_line
 from tilegen.resources import data_dir
 from tilegen.settings import Settings, place, settings
 from tilegen.store import files, remote
 from tilegen.store.files import MAX_FILE_BYTES, Change
 from tilegen.store.reach import Unreachable, ask, shown
 from tilegen.store.trials import MAX_TRIALS_BYTES
+from tilegen.tuning.measure import one_line
 
 Origin = Literal["own", "shared", "shipped"]
 ENTRY_POINTS = "tilegen.caches"

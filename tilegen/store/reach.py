@@ -13,9 +13,9 @@ from typing import TypeVar
 
 from tilegen.disk import write_whole
 from tilegen.errors import TilegenError, Unsupported
-from tilegen.measure import one_line
 from tilegen.settings import settings
 from tilegen.store.record import slug
+from tilegen.tuning.measure import one_line
 
 ANSWER_SECONDS = 5.0
 """Time that a location may take to answer for one record [seconds]."""

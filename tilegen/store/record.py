@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, cast, get_args
 from tilegen.errors import InvalidRecord, TilegenError
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS, check_config
-from tilegen.measure import MAX_REPEATS, POLICY, Measurement, Status
 from tilegen.problem import AttentionProblem
 from tilegen.store.fields import MAX_TEXT, Fields, parse_json
 from tilegen.store.versions import Versions, installed, release_order
+from tilegen.tuning.measure import MAX_REPEATS, POLICY, Measurement, Status
 from tilegen.version import __version__
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from typing import Any
 
 from tilegen.disk import write_whole
 from tilegen.errors import InvalidRecord, TilegenError, Unsupported
-from tilegen.measure import one_line
 from tilegen.store.files import BROKEN, Change, read_bytes, read_to_end
 from tilegen.store.reach import Unreachable, ask, copies, shown
+from tilegen.tuning.measure import one_line
 
 FRESH_SECONDS = 3600.0
 """Time for which a copy stands for a record, and a miss for there being none [seconds]."""

@@ -13,7 +13,6 @@ from typing import Any, Literal
 from tilegen.disk import write_whole
 from tilegen.errors import InvalidRecord, TilegenError, Unsupported
 from tilegen.kernels.config import Kernel
-from tilegen.measure import one_line
 from tilegen.store import places
 from tilegen.store.election import join, no_finding
 from tilegen.store.fields import parse_json
@@ -31,6 +30,7 @@ from tilegen.store.trials import (
     of_trials,
     trials_path,
 )
+from tilegen.tuning.measure import one_line
 
 EXPORT = 1
 """Form of the files that `export` writes."""

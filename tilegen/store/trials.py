@@ -10,7 +10,6 @@ from typing import Any
 
 from tilegen.errors import InvalidRecord
 from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.measure import POLICY, Measurement
 from tilegen.problem import AttentionProblem
 from tilegen.store.fields import MAX_TEXT, Fields, parse_json
 from tilegen.store.record import (
@@ -24,6 +23,7 @@ from tilegen.store.record import (
     source_of,
 )
 from tilegen.store.versions import Versions, is_credible, now
+from tilegen.tuning.measure import POLICY, Measurement
 
 MAX_TRIALS_BYTES = 64 * 2**20
 """Limit of a file of trials [bytes]."""

@@ -14,7 +14,6 @@ from tilegen.disk import printable
 from tilegen.errors import InvalidRecord, TilegenError, Unsupported
 from tilegen.gpus.spec import catalogue
 from tilegen.kernels.registry import KERNELS
-from tilegen.measure import one_line
 from tilegen.store import places
 from tilegen.store.election import join, no_finding
 from tilegen.store.files import inside, only_writer, text_of
@@ -25,6 +24,7 @@ from tilegen.store.reach import Unreachable
 from tilegen.store.record import OtherSchema, TuningRecord
 from tilegen.store.trials import MAX_TRIALS_BYTES, of_trials, parse_trial
 from tilegen.store.versions import is_credible
+from tilegen.tuning.measure import one_line
 
 TMP_SECONDS = 3600.0
 """Age at which a temporary file was left by a writer that was killed [seconds]: a write takes

@@ -1,1 +1,2 @@
-"""Tuning one kernel (`tuner`): what to try, what was tried, the machine, what is said."""
+"""Tuning one kernel (`tuner`): what to try, what was tried, the machine, what is said, and how long
+a launch takes (`measure`)."""

@@ -20,9 +20,9 @@ from tilegen.kernels.q_stationary import Q_STATIONARY
 from tilegen.kernels.registry import KERNELS, family_with
 from tilegen.kernels.spec import KernelSpec
 from tilegen.kernels.two_pass import BWD_PREPROCESS
-from tilegen.measure import Measurement, failed, measure, one_line, survived
 from tilegen.model.resources import Resources
 from tilegen.problem import AttentionProblem
+from tilegen.tuning.measure import Measurement, failed, measure, one_line, survived
 
 if TYPE_CHECKING:
     import torch
@@ -198,7 +198,7 @@ class Timed:
         """Make the inputs. Raises RuntimeError where memory does not suffice."""
         import torch
 
-        from tilegen.dropout import Dropout
+        from tilegen.masks.dropout import Dropout
         from tilegen.masks.tensors import score_tensors
         from tilegen.masks.typical import typical_score
 

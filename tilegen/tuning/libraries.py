@@ -11,11 +11,11 @@ from tilegen.disk import log
 from tilegen.errors import Unsupported
 from tilegen.kernels.spec import Direction
 from tilegen.masks.mask import Causal
-from tilegen.measure import DeviceLost, Measurement, failed, measure, one_line, survived, us
 from tilegen.problem import AttentionProblem
 from tilegen.store.library_record import BACKENDS, Backend, LibraryRecord, save_library
 from tilegen.store.versions import current_versions, now
 from tilegen.tuning.bench import DEVICE
+from tilegen.tuning.measure import DeviceLost, Measurement, failed, measure, one_line, survived, us
 
 if TYPE_CHECKING:
     import torch

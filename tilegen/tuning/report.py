@@ -13,8 +13,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tilegen.disk import log
 from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.measure import us
 from tilegen.store.trials import Trial
+from tilegen.tuning.measure import us
 
 if TYPE_CHECKING:
     from tilegen.model.estimate import CostEstimate

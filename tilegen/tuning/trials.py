@@ -13,7 +13,6 @@ from typing import Any
 from tilegen.disk import cannot_write, log
 from tilegen.errors import InvalidRecord
 from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.measure import one_line
 from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
 from tilegen.store.files import Locked, inside, locked, only_writer
@@ -21,6 +20,7 @@ from tilegen.store.floor import too_fast
 from tilegen.store.places import Location, locations, read_trials
 from tilegen.store.record import OtherSchema
 from tilegen.store.trials import Conditions, Trial, parse_trial, trial_line, trials_path
+from tilegen.tuning.measure import one_line
 
 
 class TrialLog:

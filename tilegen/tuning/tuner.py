@@ -15,7 +15,6 @@ from tilegen.compiling.workers import Pool
 from tilegen.emit.identity import template_digest
 from tilegen.errors import BuildFailed, NoRecord, Unsupported
 from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.measure import DeviceLost, Measurement, tie_limit
 from tilegen.problem import AttentionProblem
 from tilegen.store import (
     EstimateSummary,
@@ -29,6 +28,7 @@ from tilegen.store import (
 )
 from tilegen.store.trials import Conditions, Trial, of_one_binary, one_binary_line
 from tilegen.tuning.bench import Ahead, Bench, Check, Compile, Measure, real_bench, refused
+from tilegen.tuning.measure import DeviceLost, Measurement, tie_limit
 from tilegen.tuning.report import Report, describe
 from tilegen.tuning.search import Search
 from tilegen.tuning.trials import alone, trials_of

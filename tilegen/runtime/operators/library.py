@@ -9,8 +9,8 @@ from typing import Any, cast
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
-from tilegen.dropout import Dropout
 from tilegen.kernels.layout import empty_like, laid_like, public_lse
+from tilegen.masks.dropout import Dropout
 from tilegen.runtime.autograd import gradients
 from tilegen.runtime.changes import Changes, Wanted
 from tilegen.runtime.dispatch import plan_of, planned

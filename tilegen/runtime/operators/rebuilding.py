@@ -17,10 +17,10 @@ import torch
 from cachetools import LRUCache
 
 from tilegen.bounded_cache import BoundedCache
-from tilegen.dropout import Dropout
 from tilegen.errors import InvalidProblem
 from tilegen.masks.blocks import Blocks
 from tilegen.masks.constructors import tree
+from tilegen.masks.dropout import Dropout
 from tilegen.masks.kinds import FULL, kind_of_mask
 from tilegen.masks.mask import Mask, intersect, unite, with_values
 from tilegen.masks.notation import parse_mask
