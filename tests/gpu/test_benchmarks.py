@@ -15,8 +15,8 @@ from benchmarks.study import experiments
 from benchmarks.workloads import Workload
 from tests.sizes import sized
 from tilegen.gpus.spec import GpuSpec, detect
-from tilegen.measure import measure
 from tilegen.problem import AttentionProblem
+from tilegen.tuning.measure import measure
 
 
 @pytest.fixture(scope="module")
