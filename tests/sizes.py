@@ -10,5 +10,9 @@ IS_REHEARSED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def sized(on_gpu: Size, *, rehearsed: Size) -> Size:
-    """Return a size for a GPU, or the one for tests/rehearsal.py, which has several tiles too."""
+    """Return the size for a GPU, or in the interpreter the size for tests/rehearsal.py.
+
+    The model gives few rows whole tiles of 64 to 256 keys: a rehearsed problem with less than 257
+    keys has a tail, but not several tiles of keys.
+    """
     return rehearsed if IS_REHEARSED else on_gpu

@@ -24,7 +24,7 @@ from tilegen.masks.score import Score, alibi, bias, relative_bias, sinks, softca
 from tilegen.problem import AttentionProblem
 
 SMALL_CACHE = (*FORWARD["small_cache"].names, *BACKWARD["small_cache"].names)
-LENGTH = sized(700, rehearsed=200)
+LENGTH = sized(700, rehearsed=280)  # more than a tile of keys
 IDS = torch.arange(LENGTH) // 190
 LAYOUT = torch.rand(4, 6, 6, generator=torch.Generator().manual_seed(0)) < 0.5
 MASKS: dict[str, Mask] = {
