@@ -142,7 +142,7 @@ def test_broken_kernels_are_noticed(mutation: Mutation) -> None:
     every[mutation.kernel] = replace(whole, source=source, digest=f"{whole.digest}-{mutation.name}")
     if mutation.kernel == "fwd":
         every = {"fwd": every["fwd"]}
-    assert noticed(every, make_inputs(problem), mask=problem.mask)
+    assert noticed(every, make_inputs(problem), mutation.kernel, mask=problem.mask)
 
 
 def test_a_launch_refuses_what_a_descriptor_cannot_hold() -> None:
