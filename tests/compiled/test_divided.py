@@ -182,8 +182,10 @@ def case(name: str, keys: int, page: int, **its: Any) -> Batch:
     return Batch.of(text, f"{tile}n32k{keys}w4s2", lengths, queries, **more, **its)
 
 
-@pytest.mark.parametrize("keys", [64, 256, CAPACITY])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name, keys",
+    [*zip(CASES, itertools.cycle([64, 256, CAPACITY])), ("causal", 64), ("causal", CAPACITY)],
+)
 def test_requests_far_below_the_capacity(name: str, keys: int) -> None:
     """In 32 splits, in 8 and in one, in pages smaller and larger than a tile."""
     case(name, keys, 16 if keys == 64 else 64).check()
@@ -282,20 +284,19 @@ def test_mutation_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 # Bytes
 
 
-@pytest.mark.parametrize("page", [16, 64])
 @pytest.mark.parametrize(
     "text, config",
     [
-        ("b1 hq2 hkv1 q3 kv1000 d16 fp16 full", "m8h2n32k256w4s2"),
-        ("b2 hq2 hkv1 q130 kv400 d16 fp16 causal(bottom_right)", "m8h2n32k64w4s2"),
-        ("b1 hq1 hkv1 q40 kv900 d16 fp16 window(333,0,bottom_right)", "m16n32k256w4s2"),
-        ("b1 hq2 hkv1 q530 kv530 d16/8 fp16 window(300,0)", "m8h2n32k64w4s2"),
-        ("b1 hq4 hkv2 q70 kv900 d16 fp16 global(5)|window(40,9)", "m8h2n32k256w4s2"),
-        ("b3 hq4 hkv1 q40 kv900 d16 fp16 window(333,0,bottom_right)", "m16n32k64w4s2"),
-        ("b1 hq2 hkv1 q9 kv1000 d16 fp16 full invariant", "m8h2n32k256w4s2"),
+        ("b1 hq2 hkv1 q3 kv1000 d16 fp16 full page16", "m8h2n32k256w4s2"),
+        ("b2 hq2 hkv1 q130 kv400 d16 fp16 causal(bottom_right) page64", "m8h2n32k64w4s2"),
+        ("b1 hq1 hkv1 q40 kv900 d16 fp16 window(333,0,bottom_right) page16", "m16n32k256w4s2"),
+        ("b1 hq2 hkv1 q530 kv530 d16/8 fp16 window(300,0) page64", "m8h2n32k64w4s2"),
+        ("b1 hq4 hkv2 q70 kv900 d16 fp16 global(5)|window(40,9) page64", "m8h2n32k256w4s2"),
+        ("b3 hq4 hkv1 q40 kv900 d16 fp16 window(333,0,bottom_right) page16", "m16n32k64w4s2"),
+        ("b1 hq2 hkv1 q9 kv1000 d16 fp16 full invariant page16", "m8h2n32k256w4s2"),
     ],
 )
-def test_bytes_are_what_the_model_says(text: str, config: str, page: int) -> None:
-    problem = AttentionProblem.parse(f"{text} page{page}")
+def test_bytes_are_what_the_model_says(text: str, config: str) -> None:
+    problem = AttentionProblem.parse(text)
     kernels = {"fwd_paged": TileConfig.parse(config), "fwd_combine": COMBINE}
     assert counted(problem, kernels) == predicted(problem, kernels)

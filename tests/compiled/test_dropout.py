@@ -49,9 +49,17 @@ def of_tiles(configs: Mapping[Kernel, TileConfig], m: int, n: int) -> dict[Kerne
 
 @pytest.mark.any_triton
 @pytest.mark.parametrize(
-    "m, n, p", [(16, 16, 0.3), (64, 32, 0.01), (16, 64, 0.9), (64, 64, 1.0)], ids=str
+    "family, m, n, p",
+    [
+        ("whole_heads", 16, 16, 0.3),
+        ("whole_heads", 64, 32, 0.01),
+        ("whole_heads", 16, 64, 1.0),
+        ("small_cache", 64, 32, 0.3),
+        ("small_cache", 16, 64, 0.9),
+        ("streamed", 16, 16, 0.3),
+        ("streamed", 64, 64, 0.9),
+    ],
 )
-@pytest.mark.parametrize("family", FAMILIES)
 def test_kernels_drop_what_pytorch_drops_whatever_the_tiles(
     family: str, m: int, n: int, p: float
 ) -> None:
@@ -76,16 +84,19 @@ def test_kernels_drop_what_pytorch_drops_whatever_the_tiles(
         torch.testing.assert_close(found["dv"][..., :50].mT * 64, factors.sum(1, keepdim=True))
 
 
+TEXTS = [
+    "b2 hq4 hkv2 q60 kv50 d16 fp32 causal dropout",
+    "b1 hq2 hkv2 q40 kv83 d32/16 bf16 window(20,9) dropout",
+    "b1 hq2 hkv1 q40 kv70 d64 fp16 full score(tanh(s/5)*5) dropout",
+    "b1 hq2 hkv1 q70 kv70 d16 fp32 causal&(kv_prefix(4)|window(8,-1)) score(s,sinks) dropout",
+]
+IN_TURNS = ["small_cache", "streamed", "streamed", "small_cache"]
+
+
 @pytest.mark.parametrize(
-    "text",
-    [
-        "b2 hq4 hkv2 q60 kv50 d16 fp32 causal dropout",
-        "b1 hq2 hkv2 q40 kv83 d32/16 bf16 window(20,9) dropout",
-        "b1 hq2 hkv1 q40 kv70 d64 fp16 full score(tanh(s/5)*5) dropout",
-        "b1 hq2 hkv1 q70 kv70 d16 fp32 causal&(kv_prefix(4)|window(8,-1)) score(s,sinks) dropout",
-    ],
+    "family, text",
+    [*(("whole_heads", text) for text in TEXTS), *zip(IN_TURNS, TEXTS, strict=True)],
 )
-@pytest.mark.parametrize("family", FAMILIES)
 def test_outputs_and_gradients_agree_with_the_reference(family: str, text: str) -> None:
     require(verify(AttentionProblem.parse(text), FAMILIES[family]))
 
@@ -171,23 +182,26 @@ def test_packed_sequences_drop_by_their_place_among_all_tokens() -> None:
     torch.testing.assert_close(out, expected[0].transpose(0, 1), atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("mask", ["full", "causal(bottom_right)", "window(9,3)"])
-def test_bytes_of_the_seed_are_counted(mask: str) -> None:
+@pytest.mark.parametrize(
+    "mask, family",
+    list(zip(["full", "causal(bottom_right)", "window(9,3)"], FAMILIES, strict=True)),
+)
+def test_bytes_of_the_seed_are_counted(mask: str, family: str) -> None:
+    configs = FAMILIES[family]
     problem = AttentionProblem.parse(f"b1 hq2 hkv1 q70 kv60 d32 fp16 {mask} dropout")
     x = make_inputs(problem)
-    for configs in FAMILIES.values():
-        state = Dropout(0.5, STATE).given
-        reads = {kernel: state for kernel in configs if KERNELS[kernel].drops}
-        launches, moved = counting_all(problem, configs, reads)
-        _, lse = passes.forward(launches, x.q, x.k, x.v, 0.1, panel_rows=1 << 20)
-        if len(configs) > 2:
-            passes.gradients(launches, x.q, x.k, x.v, x.dout, lse, lse, 0.1, panel_rows=1 << 20)
-        for kernel, config in configs.items():
-            width = configs["fwd_scores"].block_n if "fwd_scores" in configs else 0
-            expected = traffic(problem, config, kernel, score_width=width or config.block_n)
-            if kernel != "bwd_preprocess":
-                found = moved[kernel].read_bytes, moved[kernel].write_bytes
-                assert found == (expected.read_bytes, expected.write_bytes), kernel
+    state = Dropout(0.5, STATE).given
+    reads = {kernel: state for kernel in configs if KERNELS[kernel].drops}
+    launches, moved = counting_all(problem, configs, reads)
+    _, lse = passes.forward(launches, x.q, x.k, x.v, 0.1, panel_rows=1 << 20)
+    if len(configs) > 2:
+        passes.gradients(launches, x.q, x.k, x.v, x.dout, lse, lse, 0.1, panel_rows=1 << 20)
+    for kernel, config in configs.items():
+        width = configs["fwd_scores"].block_n if "fwd_scores" in configs else 0
+        expected = traffic(problem, config, kernel, score_width=width or config.block_n)
+        if kernel != "bwd_preprocess":
+            found = moved[kernel].read_bytes, moved[kernel].write_bytes
+            assert found == (expected.read_bytes, expected.write_bytes), kernel
 
 
 @pytest.mark.parametrize("kernel", ["fwd", "bwd_preprocess", "bwd_dkdv", "fwd_values"])

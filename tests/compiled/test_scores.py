@@ -124,20 +124,20 @@ def test_kernels_of_whole_heads(name: str, mask: str, dtype: DType) -> None:
 
 
 @pytest.mark.any_triton
-@pytest.mark.parametrize("name, mask, dtype", CASES[::2])
+@pytest.mark.parametrize("name, mask, dtype", CASES[::3])
 def test_kernels_that_take_slices(name: str, mask: str, dtype: DType) -> None:
     """Other pairs of score and mask than above; the two families in turn."""
     at, around = list(SCORES).index(name), list(MASKS)
     kept, *lengths = MASKS[around[(around.index(mask) + 2) % len(around)]]
-    configs = sliced.STREAMED if at % 4 == 0 else sliced.SMALL_CACHE
+    configs = sliced.STREAMED if at % 2 == 0 else sliced.SMALL_CACHE
     agrees(
         made_from(SCORES[name]), kept, configs, lengths=tuple(lengths), dtype=dtype, dims="40/32"
     )
 
 
-@pytest.mark.parametrize("name", ["relative_bias", "sinks"])
-@pytest.mark.parametrize("mask", list(MASKS)[::2])
-def test_the_usual_scores_with_every_mask(name: str, mask: str) -> None:
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_usual_scores_with_every_mask(mask: str) -> None:
+    name = ("relative_bias", "sinks")[list(MASKS).index(mask) % 2]
     kept, *lengths = MASKS[mask]
     agrees(made_from(SCORES[name]), kept, WHOLE_HEADS, lengths=tuple(lengths))
 
@@ -155,7 +155,7 @@ def test_scale_zero(family: str) -> None:
     agrees(alibi(SLOPES), causal(), FAMILIES[family], scale=0.0)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(5))
 def test_random_scores(seed: int) -> None:
     tree = expression_trees.score(Random(seed), 3)
     captured = (
