@@ -360,8 +360,8 @@ _EVERY_FORM = """
     causal_no_rows  dilated_sliding   local_last_row     longformer
     prefix_by_batch documents_causal  packed_cross_window neighborhood_2d
     flamingo        window_by_both    streaming_by_head  kv_lengths_causal
-    layout_by_both  from_bool_by_both rising_columns     nothing_listed
-    tree_of_lengths beside_the_tree
+    layout_by_both  from_bool_by_both rising_columns     layout_by_head
+    nothing_listed  tree_of_lengths   beside_the_tree
 """
 FORMS: list[tuple[Case, DType]] = [
     (next(case for case in ZOO if case.name == name), _DTYPES[i % len(_DTYPES)])
