@@ -241,6 +241,19 @@ def skipped_pack(a_ptr, b_ptr, out_ptr, first, second, N: tl.constexpr):
 
 
 @triton.jit
+def packed_in_branch(a_ptr, b_ptr, out_ptr, taken, N: tl.constexpr):
+    """Products with the same operands in a branch, which may not be taken, and after it."""
+    i = tl.arange(0, N)
+    place = i[:, None] * N + i[None, :]
+    a, b = tl.load(a_ptr + place), tl.load(b_ptr + place)
+    c = tl.zeros([N, N], tl.float32)
+    if taken > 0:
+        c = tl.dot(a, b, c, input_precision="ieee")
+    c = tl.dot(a, b, c, input_precision="ieee")
+    tl.store(out_ptr + place, c)
+
+
+@triton.jit
 def rescaled(a_ptr, b_ptr, scale_ptr, out_ptr, steps, M: tl.constexpr, N: tl.constexpr):
     """Products that are added to a sum whose rows are rescaled before, as flash attention does."""
     rows, columns = tl.arange(0, M), tl.arange(0, N)

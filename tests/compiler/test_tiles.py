@@ -175,6 +175,15 @@ def test_operands_are_packed_where_every_loop_reads_them(target: Target) -> None
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
 
 
+def test_operands_packed_in_a_branch_are_packed_again_after_it(target: Target) -> None:
+    n = 16
+    a, b = _random(n, n), _random(n, n, seed=1)
+    for taken in (0, 1):
+        out = torch.empty(n, n)
+        launch(kernels.packed_in_branch, (1,), a, b, out, taken, n, target=target)
+        torch.testing.assert_close(out, (1 + taken) * (a @ b), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_sums_whose_rows_are_rescaled(dtype: torch.dtype, target: Target) -> None:
     m, n, steps = 32, 16, 3
