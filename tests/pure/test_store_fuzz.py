@@ -31,7 +31,7 @@ from tilegen.store.trials import Conditions, trials_path
 from tilegen.tuning.trials import TrialLog
 
 FILES = 1200
-"""Of which at least 1 000 are broken: some changes do no harm."""
+"""Number of files. At least 1,000 of them are broken; some changes are harmless."""
 SEED = 5
 HOSTILE_VALUES: tuple[Any, ...] = (
     None, True, -1, 0, 2**31, 2**63, 10**300, -(10**300), 1e308, -0.0, 1e-300, 0.5, "", " ", "NaN",

@@ -31,7 +31,7 @@ class EmittedFunction:
     def __init__(self, rendered: RenderedKernel, target: Target, mode: Mode) -> None:
         """Compile the kernel for the declared types, or read it from disk. Raises what
         `build.object_of` raises."""
-        self._rendered, self._target = rendered, target
+        self._target = target
         self._mode: Mode = mode
         self._source = source_of(rendered)
         self._code = code_of(rendered)
@@ -40,7 +40,7 @@ class EmittedFunction:
         self._lock = Lock()
         self.traffic = Traffic()
         """Bytes that launches of a counting build have moved."""
-        self._declared = self._function(tuple(rendered.signature))
+        self._declared = self._function(rendered.signature)
 
     @property
     def made(self) -> CompiledObject:
@@ -67,7 +67,7 @@ class EmittedFunction:
     def _types(self, given: tuple[Any, ...], *, wide: bool) -> Types:
         """Return the declared arguments with the types of those given."""
         types: list[tuple[str, str]] = []
-        for (name, declared), value in zip(self._rendered.signature, given, strict=True):
+        for (name, declared), value in zip(self._source.signature, given, strict=True):
             type_ = declared
             if isinstance(value, torch.Tensor):
                 type_ = triton_type(value)
