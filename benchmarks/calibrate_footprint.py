@@ -28,8 +28,8 @@ import typer
 import tilegen.model.footprint as model
 from benchmarks.quantile_fit import quantile_fit
 from benchmarks.workloads import CATALOGUE, LARGE_FP32_DIMS, LARGE_HEAD_DIMS, SHAPES
-from tilegen.choose.configs import all_configs
-from tilegen.choose.ranking import propose
+from tilegen.choose.ranker import propose
+from tilegen.choose.search_space import all_configs
 from tilegen.compiling.acceptable import FEWEST_REGISTERS
 from tilegen.compiling.compiler import CompiledKernel
 from tilegen.compiling.workers import compile_many
@@ -39,8 +39,9 @@ from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS
 from tilegen.model import on_chip
-from tilegen.model.step import step
+from tilegen.model.step import step_of
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask, memo_of
 
 SAMPLES = Path(__file__).parent / "results" / "footprint.csv"
 FITS = Path(model.__file__).parent / "registers.toml"
@@ -104,7 +105,7 @@ def random_kernels(kernel: Kernel, count: int) -> Iterator[RenderedKernel]:
         if dtype == "fp32" and KERNELS[kernel].sliced and dims not in LARGE_FP32_DIMS:
             continue
         problem = AttentionProblem.parse(f"b1 {heads} q1024 kv1024 d{dims} {dtype} {mask}")
-        config = choice(all_configs(problem, kernel))
+        config = choice(all_configs(KernelTask.of(kernel, problem, gpu("h200"))))
         if is_sensible(problem, config, kernel):
             count -= 1
             if dtype in first:
@@ -114,7 +115,7 @@ def random_kernels(kernel: Kernel, count: int) -> Iterator[RenderedKernel]:
 
 def is_sensible(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> bool:
     """Whether a config comes near fitting the registers and the shared memory of some GPU."""
-    work, threads = step(problem, config, kernel), 32 * config.num_warps
+    work, threads = step_of(KERNELS[kernel], problem, config), 32 * config.num_warps
     size, spec = problem.element_bytes, KERNELS[kernel]
     largest = max((one.multiply_adds for one in work.products), default=0)
     if spec.sliced and size == 4 and largest > on_chip.MAX_UNROLLED * threads:
@@ -138,7 +139,7 @@ def promising_kernels(
     ]
     for kernel in kernels:
         for problem in large if KERNELS[kernel].sliced else problems:
-            for one in propose(problem, spec, kernel=kernel, top=top):
+            for one in propose(KernelTask.of(kernel, problem, spec), top=top):
                 yield render(representative(problem), one.config, kernel)
 
 
@@ -297,7 +298,7 @@ def fit_registers(samples: Iterable[Sample]) -> dict[str, dict[str, list[float]]
 def features_of(sample: Sample) -> tuple[float, ...]:
     """Return what the fit multiplies."""
     problem, config = sample.parsed
-    work = step(problem, config, sample.kernel)
+    work = step_of(KERNELS[sample.kernel], problem, config)
     return model.register_features(
         work, problem.element_bytes, config.num_warps, sample.arch, config.descriptors
     )
@@ -315,7 +316,7 @@ def write_fits(samples: list[Sample]) -> None:
     for arch, rows in fit_registers(samples).items():
         lines += ["", f"[architecture.{arch}]", *(f"{name} = {row}" for name, row in rows.items())]
     FITS.write_text("\n".join(lines) + "\n", encoding="utf-8")
-    for cached in (on_chip.family, model.footprint):
+    for cached in (on_chip.family, memo_of):
         cached.cache_clear()
 
 

@@ -26,7 +26,7 @@ import tilegen
 from benchmarks.stand_in import StandInDriver, stand_in
 from tilegen import attention, attention_paged, cpu, pipeline
 from tilegen.bounded_cache import BoundedCache
-from tilegen.choose.chosen import Ranked
+from tilegen.choose.choice import Ranked
 from tilegen.emit import kernel_files
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import Launch
@@ -37,6 +37,7 @@ from tilegen.runtime.changes import Changes
 from tilegen.runtime.kernels import Kernels
 from tilegen.runtime.operators.call import crossing
 from tilegen.settings import checks
+from tilegen.task import KernelTask
 
 BASELINE = "SDPA of one row"
 TILE = TileConfig(block_m=16, block_n=16)
@@ -170,8 +171,9 @@ class _Nothing(torch.autograd.Function):
 def as_on_a_gpu(*, notes: bool = False) -> Generator[StandInDriver]:
     """Have CPU tensors take the path of GPU tensors, up to a stand-in for the driver."""
 
-    def ranked(_: AttentionProblem, kernel: Kernel, **__: object) -> Ranked:
-        return Ranked(kernel, (SPLIT.get(kernel, TILE),), "agreement", "the benchmark")
+    def ranked(_: object, task: KernelTask, **__: object) -> Ranked:
+        config = SPLIT.get(task.kernel, TILE)
+        return Ranked(task, (config,), "agreement", "the benchmark")
 
     # As `has_values` of tensors on a GPU.
     def unseen(tensor: torch.Tensor) -> bool:

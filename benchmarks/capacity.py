@@ -17,12 +17,12 @@ import typer
 
 from benchmarks.environment import RESULTS, Environment, environment
 from benchmarks.rows import with_environment, write
-from tilegen.choose.ranking import best_of, estimate
+from tilegen.choose.ranker import best_of, estimate
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
-from tilegen.model.splits import divided_splits
-from tilegen.model.traffic import splits_of
+from tilegen.model.splits import divided_splits, splits_of
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask, Tiled
 
 GPU = "h200"
 OUT = RESULTS / "paged_capacity.csv"
@@ -63,8 +63,8 @@ def row(model: str, batch: int) -> Row:
         AttentionProblem.parse(f"b{batch} {KINDS[model].format(keys=keys)}")
         for keys in (CAPACITY, KEYS)
     )
-    config = best_of(problem, gpu(GPU), KERNEL).config
-    splits = splits_of(problem, config, KERNEL).count
+    config = best_of(KernelTask.of(KERNEL, problem, gpu(GPU))).config
+    splits = splits_of(Tiled.of(KERNEL, problem, gpu(GPU), config)).count
     partials = batch * problem.num_heads_q * splits * problem.head_dim_v * 4
     fixed, divided = (_programs(short, one) for one in (config, as_divided(problem, short, config)))
     return with_environment(
@@ -87,16 +87,16 @@ def as_divided(
 ) -> TileConfig:
     """Return the config with which a grid for `short` has the splits that requests of as many keys
     have in the grid for `problem`; sizes of both are powers of two."""
-    grid = splits_of(problem, config, KERNEL)
+    grid = splits_of(Tiled.of(KERNEL, problem, gpu(GPU), config))
     tiles = divided_splits(short, config, grid.count, grid.tiles_of_group).longest
     return replace(config, split_kv=tiles * config.block_n)
 
 
 def _programs(problem: AttentionProblem, config: TileConfig) -> tuple[int, float]:
     """Return the programs with keys, and the predicted microseconds."""
-    found = splits_of(problem, config, KERNEL)
+    found = splits_of(Tiled.of(KERNEL, problem, gpu(GPU), config))
     each = problem.batch * problem.num_heads_kv * found.tiles_of_group
-    seconds = estimate(problem, gpu(GPU), config, KERNEL).seconds
+    seconds = estimate(Tiled.of(KERNEL, problem, gpu(GPU), config)).seconds
     return int(each * found.programs), 1e6 * seconds
 
 

@@ -22,11 +22,11 @@ import typer
 
 from benchmarks.workloads import CATALOGUE
 from tilegen import gpu
-from tilegen.choose.families import kernels_of, ranked_families
-from tilegen.choose.fastest import known
-from tilegen.choose.ranking import best_of, propose
+from tilegen.choose.families import kernels_of
+from tilegen.choose.ranker import propose
 from tilegen.model import rates
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask, memo_of
 
 GPUS = ("a100", "h100", "h200", "b200")
 NAMES = [
@@ -51,7 +51,7 @@ def choices(problems: list[AttentionProblem]) -> Choices:
         spec = gpu(name)
         for problem in problems:
             for kernel in kernels_of(problem, spec):
-                best = propose(problem, spec, kernel=kernel, top=1)[0]
+                best = propose(KernelTask.of(kernel, problem, spec), top=1)[0]
                 found[name, problem.key, kernel] = best.config.key
     return found
 
@@ -68,8 +68,7 @@ def changed(problems: list[AttentionProblem], before: Choices) -> int:
 
 def forget() -> None:
     """Empty what the model remembers of earlier constants."""
-    ranked_families.cache_clear()
-    best_of.cache_clear()
+    memo_of.cache_clear()
     for name, module in list(sys.modules.items()):
         if name.startswith("tilegen.model"):
             for one in vars(module).values():
@@ -89,7 +88,7 @@ def scaled(group: str, name: str, factor: float) -> Iterator[None]:
         ]
         real = getattr(rates, read)
 
-        def other(of: str) -> Any:
+        def other(of: Any) -> Any:
             found, value = real(of), getattr(real(of), name)
             each = isinstance(value, dict)  # by kernel
             grown = {k: v * factor for k, v in value.items()} if each else value * factor
@@ -100,10 +99,10 @@ def scaled(group: str, name: str, factor: float) -> Iterator[None]:
         module = importlib.import_module(f"tilegen.model.{group}")
         changes = [mock.patch.object(module, name, getattr(module, name) * factor)]
     with ExitStack() as stack:
-        stack.callback(known.cache_clear)
+        stack.callback(memo_of.cache_clear)
         for change in changes:
             stack.enter_context(change)
-        known.cache_clear()
+        memo_of.cache_clear()
         yield
 
 

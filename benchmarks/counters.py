@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +28,7 @@ import typer
 from benchmarks.environment import ROOT, Environment, environment, gpu_at_hand
 from benchmarks.rows import with_environment, write
 from benchmarks.workloads import Workload, head
-from tilegen.choose.ranking import estimate
+from tilegen.choose.ranker import estimate
 from tilegen.compiling.digests import noting_launches
 from tilegen.emit.render import render
 from tilegen.gpus.spec import GpuSpec
@@ -36,6 +36,7 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS
 from tilegen.model.estimate import CostEstimate
 from tilegen.pipeline import choose
+from tilegen.task import KernelTask, Tiled
 
 READ = "l1tex__m_xbar2l1tex_read_bytes.sum"
 WRITE = "l1tex__m_l1tex2xbar_write_bytes.sum"
@@ -199,7 +200,9 @@ def measure(workload: Workload, spec: GpuSpec, *, timeout: float) -> Iterator[Co
         if missing := [m for m in METRICS if m not in counted[function].values]:
             raise RuntimeError(f"ncu has no value of {', '.join(missing)} for {function}")
         joined = split if KERNELS[kernel].joins else None
-        predicted = estimate(workload.problem, spec, config, kernel, joined=joined)
+        predicted = estimate(
+            Tiled(replace(KernelTask.of(kernel, workload.problem, spec), joined=joined), config)
+        )
         split = config if KERNELS[kernel].splits else split
         yield compare(workload, predicted, counted[function])
 

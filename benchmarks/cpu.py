@@ -26,12 +26,13 @@ import typer
 from benchmarks.environment import RESULTS, ROOT, environment
 from benchmarks.rows import CpuRow, append, with_environment
 from benchmarks.workloads import CATALOGUE, head
-from tilegen.choose.ranking import propose
+from tilegen.choose.ranker import propose
 from tilegen.compiling.workers import compile_many
 from tilegen.emit.render import RenderedKernel, render
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask
 
 REPEATS = 7
 CALLS, TURNS = 100, 70
@@ -99,11 +100,11 @@ def proposing() -> Iterator[Number]:
     """
     h200 = gpu("h200")
     problems = [workload.problem for workload in CATALOGUE]
-    first = seconds_of(lambda: propose(problems[0], h200))
+    first = seconds_of(lambda: propose(KernelTask.of("fwd", problems[0], h200)))
     yield Number(benchmark="propose, first call", value=1e3 * first, unit="ms")
     for kernel in PROPOSED:
         for problem in problems:
-            propose(problem, h200, kernel=kernel)
+            propose(KernelTask.of(kernel, problem, h200))
         longer = [replace(one, seqlen_q=one.seqlen_q + 8) for one in problems]
         narrower = [replace(one, head_dim_qk=one.head_dim_qk - 8) for one in longer]
         for what, new in (("new lengths", longer), ("new head dims", narrower)):
@@ -149,7 +150,7 @@ def _compile_seconds(kernels: list[RenderedKernel], *, workers: int) -> float:
 def _proposals() -> Iterator[tuple[AttentionProblem, TileConfig, Kernel]]:
     """Yield what `render` takes, for the best configs of the head's problems."""
     for workload, kernel in product(head(), PROPOSED):
-        for candidate in propose(workload.problem, gpu("h200"), kernel=kernel, top=2):
+        for candidate in propose(KernelTask.of(kernel, workload.problem, gpu("h200")), top=2):
             yield workload.problem, candidate.config, kernel
 
 

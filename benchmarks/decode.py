@@ -35,15 +35,21 @@ from benchmarks.run import cases, run
 from benchmarks.workloads import SERVED, Workload
 from tilegen import cpu
 from tilegen.choose.families import family
-from tilegen.choose.ranking import best_of, estimate, invariant_config, seconds_as_compiled
+from tilegen.choose.ranker import (
+    best_of,
+    estimate,
+    invariant_config,
+    time_as_compiled,
+)
 from tilegen.compiling.verdicts import verdict
 from tilegen.errors import BuildFailed
 from tilegen.gpus.spec import detect, gpu
 from tilegen.kernels.registry import FORWARD, KERNELS
+from tilegen.model.splits import splits_of
 from tilegen.model.time import launch_seconds
-from tilegen.model.traffic import splits_of
 from tilegen.pipeline import choose_kernel
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask, Tiled
 from tilegen.tuning.measure import DeviceLost
 
 GPU = "h200"
@@ -140,11 +146,13 @@ def predict(target: Target) -> Predicted:
     """Return the row of a target."""
     problem, spec = target.workload.problem, gpu(GPU)
     name = family(problem, spec, "forward")
-    best = [best_of(problem, spec, kernel).estimate for kernel in FORWARD[name].names]
+    best = [
+        best_of(KernelTask.of(kernel, problem, spec)).estimate for kernel in FORWARD[name].names
+    ]
     seconds = sum(cost.seconds for cost in best)
-    launches = sum(launch_seconds(spec, cost.kernel, 1) for cost in best)
+    launches = sum(launch_seconds(KernelTask.of(cost.kernel, problem, spec), 1) for cost in best)
     split = [one for one in best if KERNELS[one.kernel].splits]
-    counts = [splits_of(problem, one.config, one.kernel).count for one in split]
+    counts = [splits_of(Tiled.of(one.kernel, problem, spec, one.config)).count for one in split]
     return with_environment(
         Predicted,
         environment(),
@@ -169,20 +177,20 @@ def as_compiled(row: Predicted) -> Predicted:
     problem, spec = AttentionProblem.parse(row.problem), gpu(GPU)
     told, seconds = [], 0.0
     for name in FORWARD[row.family].names:
-        config = choose_kernel(problem, spec, name, may_compile=True).config
-        built = verdict(problem, config, name, spec.arch, aligned=True)
+        choice = choose_kernel(KernelTask.of(name, problem, spec), may_compile=True)
+        config, built = choice.config, verdict(choice.tiled, aligned=True)
         if isinstance(built, BuildFailed):
             raise built
         told.append(f"{config.key}:{built.registers}:{built.spill_bytes}")
-        seconds += seconds_as_compiled(problem, spec, config, name, built)
+        seconds += time_as_compiled(choice.tiled, built).seconds
     return replace(row, compiled=" ".join(told), compiled_us=1e6 * seconds)
 
 
 def _invariant_seconds(problem: AttentionProblem) -> float:
     spec, alike = gpu(GPU), replace(problem, invariant=True)
     kernels = FORWARD[family(alike, spec, "forward")].names
-    configs = [(invariant_config(alike, spec, name), name) for name in kernels]
-    return sum(estimate(alike, spec, *one).seconds for one in configs)
+    tasks = [KernelTask.of(name, alike, spec) for name in kernels]
+    return sum(estimate(task.tiled(invariant_config(task))).seconds for task in tasks)
 
 
 def lines(rows: Iterable[Predicted]) -> Iterator[str]:

@@ -21,7 +21,7 @@ import typer
 from benchmarks.environment import RESULTS, gpu_at_hand, start_over
 from benchmarks.recordings import Recorder, file_of, new_session
 from benchmarks.workloads import CATALOGUE
-from tilegen.choose.ranking import search_space
+from tilegen.choose.ranker import search_space
 from tilegen.compiling.acceptable import spill_objection
 from tilegen.compiling.workers import Pool
 from tilegen.errors import BuildFailed, TilegenError
@@ -31,6 +31,7 @@ from tilegen.kernels.registry import KERNELS
 from tilegen.model.resources import Resources
 from tilegen.problem import AttentionProblem
 from tilegen.store.trials import Trial, of_one_binary, one_binary_line
+from tilegen.task import KernelTask
 from tilegen.tuning.bench import Ahead, Bench, real_bench, refused
 from tilegen.tuning.measure import DeviceLost
 from tilegen.tuning.tuner import pick
@@ -151,7 +152,7 @@ def _record_one(
     deadline: float,
 ) -> None:
     """Record one kernel of a problem, and say how far it has come."""
-    space = search_space(problem, spec, kernel)
+    space = search_space(KernelTask.of(kernel, problem, spec))
     path = file_of(folder, kernel, problem)
     recorder = Recorder(path, new_session(spec, kernel, problem, len(space)))
     bench = real_bench(problem, spec, kernel, pool)

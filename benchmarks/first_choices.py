@@ -21,7 +21,7 @@ from benchmarks.rows import append, read, same_values, with_environment
 from benchmarks.workloads import CATALOGUE
 from tilegen import gpu as gpu_named
 from tilegen.choose.families import kernels_of
-from tilegen.choose.ranking import seconds_as_compiled
+from tilegen.choose.ranker import time_as_compiled
 from tilegen.compiling.acceptable import objection
 from tilegen.compiling.verdicts import verdict
 from tilegen.errors import BuildFailed, Unsupported
@@ -31,6 +31,7 @@ from tilegen.kernels.registry import KERNELS, direction_of
 from tilegen.kernels.spec import Direction
 from tilegen.pipeline import choose_kernel
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask, Tiled
 
 BEFORE = RESULTS / "first_choices_before.csv"
 OUT = RESULTS / "first_choices.csv"
@@ -68,14 +69,15 @@ def compiled(
     problem: AttentionProblem, spec: GpuSpec, kernel: Kernel, config: TileConfig
 ) -> Compiled:
     """Return what compiling a config of a kernel gives."""
+    tiled = Tiled.of(kernel, problem, spec, config)
     try:
-        built = verdict(problem, config, kernel, spec.arch, aligned=True)
+        built = verdict(tiled, aligned=True)
     except Unsupported as error:
         return Compiled(seconds=None, objection=str(error))
     why_not = objection(built, spec)
     if isinstance(built, BuildFailed) or built.shared_bytes > spec.smem_per_block:
         return Compiled(seconds=None, objection=why_not)
-    seconds = seconds_as_compiled(problem, spec, config, kernel, built)
+    seconds = time_as_compiled(tiled, built).seconds
     return Compiled(seconds=seconds, objection=why_not)
 
 
@@ -116,7 +118,9 @@ def lines(
             if kernel in before:
                 line["before"] = before[kernel].key
             if kernel in kernels:
-                config = choose_kernel(problem, spec, kernel, may_compile=True).config
+                config = choose_kernel(
+                    KernelTask.of(kernel, problem, spec), may_compile=True
+                ).config
                 today = compiled(problem, spec, kernel, config)
                 line |= {"after": config.key, "after_us": _us(today.seconds)}
                 if before.get(kernel) == config:

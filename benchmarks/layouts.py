@@ -24,14 +24,14 @@ import tilegen
 from benchmarks.environment import RESULTS, Environment, environment, has_gpu
 from benchmarks.rows import with_environment, write
 from tilegen.check.reference import TORCH_DTYPES
-from tilegen.choose.ranking import best_of, seconds_as_compiled
+from tilegen.choose.ranker import best_of, joining, time_as_compiled
 from tilegen.compiling.verdicts import verdict
 from tilegen.errors import BuildFailed
 from tilegen.gpus.spec import detect, gpu
-from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import FORWARD
-from tilegen.model.traffic import table_bytes, traffic, visits
+from tilegen.model.traffic import table_bytes, traffic
 from tilegen.problem import PAGES, AttentionProblem
+from tilegen.task import KernelTask, Tiled
 from tilegen.tuning.measure import measure
 
 GPU = "h200"
@@ -119,12 +119,12 @@ def predicted(problem: AttentionProblem) -> dict[str, Any]:
     """Return what of a row is counted and predicted by the model, and the configs that it takes."""
     spec = gpu(GPU)
     names = FORWARD["paged"].names
-    best = {name: best_of(problem, spec, name) for name in names}
+    best = {name: best_of(KernelTask.of(name, problem, spec)) for name in names}
     split = best[names[0]].config
-    moved = [traffic(problem, best[name].config, name, before=split) for name in names]
-    counts = visits(problem, split.block_m, split.block_n, names[0], split_kv=split.split_kv)
+    tasks = [joining(KernelTask.of(name, problem, spec)) for name in names]
+    moved = [traffic(task.tiled(best[task.kernel].config)) for task in tasks]
     return {
-        "tables_bytes": table_bytes(problem, split, names[0], counts),
+        "tables_bytes": table_bytes(tasks[0].tiled(split)),
         "moved_bytes": sum(one.read_bytes + one.write_bytes for one in moved),
         "predicted_us": 1e6 * sum(one.estimate.seconds for one in best.values()),
         "config": " ".join(one.config.key for one in best.values()),
@@ -138,9 +138,10 @@ def compiled(problem: AttentionProblem) -> dict[str, Any]:
     first: dict[str, Any] = {}
     seconds = 0.0
     for name in FORWARD["paged"].names:
-        config = best_of(problem, spec, name).config
-        found = _compiled(problem, config, name)
-        seconds += seconds_as_compiled(problem, spec, config, name, found)
+        config = best_of(KernelTask.of(name, problem, spec)).config
+        tiled = Tiled.of(name, problem, spec, config)
+        found = _compiled(tiled)
+        seconds += time_as_compiled(tiled, found).seconds
         code = found.step_code
         first = first or {
             "registers": found.registers,
@@ -150,8 +151,8 @@ def compiled(problem: AttentionProblem) -> dict[str, Any]:
     return {**first, "compiled_us": 1e6 * seconds}
 
 
-def _compiled(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> Any:
-    found = verdict(problem, config, kernel, gpu(GPU).arch, aligned=True)
+def _compiled(tiled: Tiled) -> Any:
+    found = verdict(tiled, aligned=True)
     if isinstance(found, BuildFailed):
         raise found
     return found

@@ -23,7 +23,7 @@ from benchmarks.rows import append, read, same_values, with_environment
 from benchmarks.workloads import CATALOGUE
 from tilegen import gpu as gpu_named
 from tilegen.choose.families import kernels_of
-from tilegen.choose.ranking import estimate, search_space, seconds_as_compiled
+from tilegen.choose.ranker import estimate, search_space, time_as_compiled
 from tilegen.compiling.acceptable import acceptable
 from tilegen.compiling.verdicts import verdict
 from tilegen.errors import BuildFailed
@@ -35,6 +35,7 @@ from tilegen.model.as_compiled import clocks_as_compiled
 from tilegen.model.resources import Resources
 from tilegen.pipeline import choose_kernel
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask, Tiled
 
 OUT = RESULTS / "machine_code.csv"
 NEAR = 1.15
@@ -98,24 +99,25 @@ def neighbourhood(
     problem: AttentionProblem, spec: GpuSpec, kernel: Kernel, *, near: bool = True
 ) -> list[Compiled]:
     """Return what a call would settle on, and if `near` its neighbours that compile and fit."""
-    chosen = choose_kernel(problem, spec, kernel, may_compile=True).config
-    tried = set(search_space(problem, spec, kernel))
-    longest = NEAR * estimate(problem, spec, chosen, kernel).seconds
+    task = KernelTask.of(kernel, problem, spec)
+    chosen = choose_kernel(task, may_compile=True).config
+    tried = set(search_space(task))
+    longest = NEAR * estimate(task.tiled(chosen)).seconds
     others = [
         one
         for one in neighbours(chosen, kernel)
-        if near and estimate(problem, spec, one, kernel).seconds <= longest
+        if near and estimate(task.tiled(one)).seconds <= longest
     ]
     found: list[Compiled] = []
     for config in (chosen, *others):
-        built = verdict(problem, config, kernel, spec.arch, aligned=True)
+        built = verdict(task.tiled(config), aligned=True)
         if isinstance(built, BuildFailed) or built.shared_bytes > spec.smem_per_block:
             continue
         found.append(
             Compiled(
                 config=config,
                 built=built,
-                seconds=seconds_as_compiled(problem, spec, config, kernel, built),
+                seconds=time_as_compiled(task.tiled(config), built).seconds,
                 usable=acceptable(built, spec),
                 hidden=config not in tried,
             )
@@ -138,7 +140,7 @@ def row(problem: AttentionProblem, spec: GpuSpec, kernel: Kernel, *, near: bool)
         config=config.key,
         registers=built.registers,
         spill_bytes=built.spill_bytes,
-        predicted_us=round(1e6 * estimate(problem, spec, config, kernel).seconds, 2),
+        predicted_us=round(1e6 * estimate(Tiled.of(kernel, problem, spec, config)).seconds, 2),
         static_us=round(1e6 * seconds, 2),
         better=_listed(better, seconds),
         hidden=_listed([one for one in better if one.hidden], seconds),

@@ -22,7 +22,7 @@ from benchmarks.environment import RESULTS, Environment, environment
 from benchmarks.rows import append, with_environment
 from benchmarks.workloads import CATALOGUE, SHAPES
 from tilegen.choose.families import kernels_of
-from tilegen.choose.ranking import propose
+from tilegen.choose.ranker import propose
 from tilegen.compiling.acceptable import acceptable
 from tilegen.compiling.compiler import CompiledKernel
 from tilegen.compiling.workers import compile_many
@@ -34,6 +34,7 @@ from tilegen.kernels.config import Kernel
 from tilegen.kernels.registry import SMALL_CACHE
 from tilegen.model.estimate import Candidate
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask
 
 LARGE = "large head dims"
 """Name of the rows of problems that are no model's."""
@@ -79,7 +80,7 @@ def asked(arch: str, top: int) -> Iterable[Asked]:
     wanted += [(LARGE, problem, SMALL_CACHE) for problem in SHAPES]
     for name, problem, kernels in wanted:
         for kernel in kernels:
-            ranked = propose(problem, spec, kernel=kernel, top=top)
+            ranked = propose(KernelTask.of(kernel, problem, spec), top=top)
             rendered = tuple((c, render(problem, c.config, kernel)) for c in ranked)
             yield Asked(name, problem, kernel, spec, rendered)
 

@@ -16,12 +16,13 @@ from numpy.typing import NDArray
 
 from benchmarks.recordings import Recording, new_session
 from benchmarks.workloads import head
-from tilegen.choose.ranking import estimate, search_space
+from tilegen.choose.ranker import estimate, search_space
 from tilegen.gpus.spec import GpuSpec, gpu
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.model.footprint import footprint
 from tilegen.problem import AttentionProblem
 from tilegen.store.trials import Trial
+from tilegen.task import KernelTask, Tiled
 from tilegen.tuning.measure import Measurement
 
 SPREAD = 0.005
@@ -73,14 +74,14 @@ def make(source: str, problem: AttentionProblem, spec: GpuSpec, kernel: Kernel) 
     """Return one made-up recording; `source` is a key of ERRORS."""
     digest = hashlib.sha256(f"{source} {problem.key} {spec.name} {kernel}".encode()).digest()
     rng = np.random.default_rng(list(digest))
-    space = search_space(problem, spec, kernel)
+    space = search_space(KernelTask.of(kernel, problem, spec))
     knobs = np.array([_knobs(config) for config in space])
-    seconds = [estimate(problem, spec, config, kernel).seconds for config in space]
+    seconds = [estimate(Tiled.of(kernel, problem, spec, config)).seconds for config in space]
     times = 1e6 * np.exp(ERRORS[source](knobs, np.log(seconds), rng))
     lucky = rng.random(len(space)) >= FAILING_LAUNCHES
     trials: dict[TileConfig, Trial] = {}
     for config, us, runs in zip(space, times, lucky, strict=True):
-        needs = footprint(problem, config, kernel, spec.arch)
+        needs = footprint(Tiled.of(kernel, problem, spec, config))
         if not needs.fits(spec) or needs.surely_spills:
             measurement = Measurement(status="out_of_resources", message="made up")
         elif not runs:

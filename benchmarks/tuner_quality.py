@@ -34,12 +34,13 @@ from benchmarks import synthetic
 from benchmarks.environment import RESULTS, Environment, environment
 from benchmarks.recordings import Recording, Replayed, committed, read
 from benchmarks.rows import append, with_environment
-from tilegen.choose.ranking import propose
+from tilegen.choose.ranker import propose
 from tilegen.errors import NoRecord, TilegenError
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
 from tilegen.model.estimate import Candidate
 from tilegen.store.trials import Trial, one_binary_line
+from tilegen.task import KernelTask
 from tilegen.tuning import tuner as tune_module
 from tilegen.tuning.measure import Measurement
 from tilegen.tuning.tuner import pick, tune
@@ -106,7 +107,7 @@ def _ranks(values: Sequence[float]) -> np.ndarray:
 def ranking(recording: Recording) -> list[Candidate]:
     """Return the model's proposals among the recorded configs, best first. Raises TilegenError."""
     session = recording.session
-    proposals = propose(session.problem, gpu(session.gpu), kernel=session.kernel, top=2**16)
+    proposals = propose(KernelTask.of(session.kernel, session.problem, gpu(session.gpu)), top=2**16)
     return [candidate for candidate in proposals if candidate.config in recording.trials]
 
 

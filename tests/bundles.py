@@ -14,15 +14,15 @@ import pytest
 
 from tests.used import used
 from tilegen.bundles.manifest import Binary
-from tilegen.choose.chosen import Ranked
-from tilegen.choose.known import Known
+from tilegen.choose.choice import Ranked
+from tilegen.choose.records import Records
 from tilegen.compiling.compiler import CompiledKernel
 from tilegen.compiling.workers import Pool
 from tilegen.emit.identity import RenderedKernel
 from tilegen.gpus.spec import GpuSpec
-from tilegen.kernels.config import Kernel
 from tilegen.kernels.spec import Direction
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask
 from tilegen.tuning.bench import safe
 
 PROBLEMS = [
@@ -71,10 +71,10 @@ def write_bundle(
         return generate(problems, gpus, out, directions=directions)
 
 
-def rank_small_tile(known: Known, kernel: Kernel, **_: object) -> Ranked:
+def rank_small_tile(records: Records, task: KernelTask, **_: object) -> Ranked:
     """Stand for `rank` where no test asks which tile is chosen: compiling the tiles that the model
     proposes takes 5 to 25 seconds for each kernel."""
-    return Ranked(kernel, (replace(safe(kernel), num_stages=2),), "model", "the smallest tile")
+    return Ranked(task, (replace(safe(task.kernel), num_stages=2),), "model", "the smallest tile")
 
 
 class StandIn:

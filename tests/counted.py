@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+from tests.tasks import tiled
 from tilegen import cpu
 from tilegen.check.paging import in_pages
 from tilegen.check.reference import make_inputs
@@ -14,7 +15,7 @@ from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.render import render
 from tilegen.kernels import passes
 from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.model.traffic import traffic
+from tilegen.model.traffic import traffic_of
 from tilegen.problem import AttentionProblem
 
 Bytes = dict[Kernel, tuple[int, int]]
@@ -71,5 +72,7 @@ def counting_all(
 def predicted(problem: AttentionProblem, configs: Mapping[Kernel, TileConfig]) -> Bytes:
     """Return what the model says of the same; the first kernel leaves what others join."""
     before = next(iter(configs.values()))
-    each = {name: traffic(problem, one, name, before=before) for name, one in configs.items()}
+    each = {
+        name: traffic_of(tiled(name, problem, one, joined=before)) for name, one in configs.items()
+    }
     return {name: (one.read_bytes, one.write_bytes) for name, one in each.items()}

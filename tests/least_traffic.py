@@ -12,6 +12,7 @@ from tilegen.kernels.spec import Direction
 from tilegen.model.bounds import bound_values, bounds_of
 from tilegen.model.symbols import M, P
 from tilegen.problem import AttentionProblem
+from tilegen.task import PassTask
 
 
 @cache
@@ -23,6 +24,6 @@ def _least(direction: Direction) -> tuple[list[sp.Symbol], Callable[..., list[fl
 
 def least_bytes(problem: AttentionProblem, direction: Direction, held: int) -> float:
     """Return the bound of a pass for one program after the other, with M = `held` words."""
-    values = bound_values(problem, gpu("h200")) | {P: 1, M: held}
+    values = bound_values(PassTask("forward", problem, gpu("h200"))) | {P: 1, M: held}
     arguments, evaluate = _least(direction)
     return max(evaluate(*(values[one] for one in arguments)))

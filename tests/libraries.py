@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 from tests.records import timed
-from tilegen.choose.known import Known
 from tilegen.choose.libraries import library_used
+from tilegen.choose.records import Records
 from tilegen.gpus.spec import ASSUMED, gpu
 from tilegen.kernels.spec import Direction
 from tilegen.problem import AttentionProblem
@@ -37,4 +37,4 @@ def of_library(us: float = 50.0, **changes: Any) -> LibraryRecord:
 
 def used(direction: Direction = "forward", **options: Any) -> LibraryRecord | None:
     """Return the record of the library that computes a pass, if one does."""
-    return library_used(Known(PROBLEM, SPEC, **options), direction, KERNELS_OF[direction])
+    return library_used(Records(PROBLEM, SPEC, **options), direction, KERNELS_OF[direction])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from tilegen.choose.chosen import Ranked
-from tilegen.choose.ranking import hopefuls
+from tilegen.choose.choice import Ranked
+from tilegen.choose.ranker import by_lower_bound
 from tilegen.compiling.acceptable import acceptable
 from tilegen.compiling.compiler import CompiledKernel, compile_for
 from tilegen.emit.render import render
@@ -12,8 +12,9 @@ from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.model.estimate import CostEstimate
 from tilegen.model.resources import Resources
-from tilegen.pipeline import ASKED, best_acceptable
+from tilegen.pipeline import MAX_COMPILES, best_acceptable
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask, Tiled
 
 OVER, UNDER, SLACK_BYTES = 0.05, 0.01, 1024
 """Predicted shared memory lies within -1 % and +5 % of what pipelined kernels take, or 1 KiB."""
@@ -39,18 +40,20 @@ def settled(
     problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel
 ) -> tuple[CostEstimate, CompiledKernel]:
     """Return what the model says of a config, and what the compiler makes of it."""
-    candidates = hopefuls(problem, gpu, kernel=kernel, top=ASKED)
+    task = KernelTask.of(kernel, problem, gpu)
+    candidates = by_lower_bound(task, top=MAX_COMPILES)
     predicted = {one.config: one.estimate for one in candidates}
-    ranked = Ranked(kernel, tuple(predicted), "model", "the model", tuple(candidates))
+    ranked = Ranked(task, tuple(predicted), "model", "the model", tuple(candidates))
 
     compiled: dict[TileConfig, CompiledKernel] = {}
 
-    def compile(config: TileConfig) -> Resources | BuildFailed:
+    def compile(tiled: Tiled) -> Resources | BuildFailed:
+        config = tiled.config
         try:
             compiled[config] = compile_for(render(problem, config, kernel), gpu.arch)
         except BuildFailed as error:
             return error
         return compiled[config].resources
 
-    config = best_acceptable(problem, gpu, ranked, compile).config
+    config = best_acceptable(ranked, compile).config
     return predicted[config], compiled[config]

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tilegen.choose.chosen import Ranked
+from tilegen.choose.choice import Ranked
 from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.task import KernelTask
 
 
 def taking(configs: TileConfig | Mapping[Kernel, TileConfig]) -> Callable[..., Ranked]:
     """Return a ranking of one config, for all kernels or for each its own."""
 
-    def rank(_: Any, kernel: Kernel, **__: Any) -> Ranked:
-        config = configs if isinstance(configs, TileConfig) else configs[kernel]
-        return Ranked(kernel, (config,), "agreement", "a test")
+    def rank(_: Any, task: KernelTask, **__: Any) -> Ranked:
+        config = configs if isinstance(configs, TileConfig) else configs[task.kernel]
+        return Ranked(task, (config,), "agreement", "a test")
 
     return rank

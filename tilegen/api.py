@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from tilegen.gpus.spec import GpuSpec
     from tilegen.model.estimate import Candidate
     from tilegen.store import TuningRecord
+    from tilegen.task import KernelTask
 
 T = TypeVar("T")
 ALL = "all"
@@ -54,15 +55,14 @@ def propose(
     `fast_memory` ([bytes], or text such as `48KiB`) replaces the GPU's shared memory per program.
     Raises Unsupported, and BuildFailed where nothing compiles and fits.
     """
-    from tilegen.choose.ranking import propose as ranked
-    from tilegen.choose.told import with_verdicts
+    from tilegen.choose.compiled_candidates import with_verdicts
+    from tilegen.choose.ranker import propose as ranked
     from tilegen.pipeline import choose_by_model
 
-    parsed, spec = problem_of(problem).normal(), gpu_of(gpu, fast_memory)
-    which = kernel_for(kernel, parsed, spec)
-    candidates = ranked(parsed, spec, kernel=which, top=top)
-    tried = choose_by_model(parsed, spec, which).tried if compile else {}
-    return with_verdicts(parsed, spec, which, candidates, tried)[:top]
+    task = _task(kernel, problem, gpu_of(gpu, fast_memory))
+    candidates = ranked(task, top=top)
+    tried = choose_by_model(task).tried if compile else {}
+    return with_verdicts(task, candidates, tried)[:top]
 
 
 def explain(
@@ -72,17 +72,22 @@ def explain(
     kernel: Kernel = ALL,
     config: TileConfig | str | None = None,
     fast_memory: int | str | None = None,
+    by_model: bool = False,
 ) -> Explanation:
-    """Return why these tiles: formulas, numbers, lower bound, limit, and what would change the
-    choice.
+    """Explain the tiles that a call would launch: formulas, numbers, lower bound, limit, and what
+    would change the choice.
 
-    `config` is explained in place of the model's choice. `fast_memory` is that of `propose`.
+    Where nothing is recorded a few tiles are compiled, as in a call; `by_model` explains the
+    model's first instead, and compiles nothing. `config` is explained in place of both.
+    A device with another `fast_memory` (see `propose`) is explained by the model.
     """
     from tilegen.explaining.explanation import explain_all
     from tilegen.explaining.text import Explanation
 
     spec, parsed, tile = gpu_of(gpu, fast_memory), problem_of(problem), config_of(config)
-    told = explain_all(parsed, spec, kernels_named(kernel, parsed, spec), tile)
+    by_model = by_model or fast_memory is not None
+    named = kernels_named if by_model else kernels_in_use
+    told = explain_all(parsed, spec, named(kernel, parsed, spec), tile, by_model=by_model)
     return Explanation(problem=parsed, gpu=spec, values=tuple(told), with_passes=kernel == ALL)
 
 
@@ -101,7 +106,8 @@ def read_code(
     from tilegen.explaining.machine_code import static
 
     spec, parsed, tile = gpu_of(gpu, fast_memory), problem_of(problem), config_of(config)
-    return [static(parsed, spec, one, tile) for one in kernels_named(kernel, parsed, spec)]
+    kernels = kernels_in_use(kernel, parsed, spec)
+    return [static(_task(one, parsed, spec), tile) for one in kernels]
 
 
 def show(
@@ -111,30 +117,21 @@ def show(
     kernel: Kernel = FORWARD,
     config: TileConfig | str | None = None,
     unaligned: bool = False,
+    by_model: bool = False,
 ) -> RenderedKernel:
     """Return an emitted kernel, by default the first of the forward; its `source` is a Python file
     that needs torch and triton only.
 
-    `config` replaces the recorded one, and where nothing is recorded the model's first: then a call
-    compiles a few and may settle on another, which is logged. `unaligned` allows strides of any
-    number of elements.
+    The config is that of a call, which compiles a few tiles where nothing is recorded; `config`
+    replaces it, and `by_model` takes the model's first instead of compiling any. `unaligned` allows
+    strides of any number of elements.
     """
     from tilegen.emit.render import render
     from tilegen.pipeline import choose_kernel
 
-    parsed, spec = problem_of(problem).normal(), gpu_of(gpu)
-    which = kernel_for(kernel, parsed, spec)
-    tile = config_of(config)
-    if tile is None:
-        chosen = choose_kernel(parsed, spec, which)
-        tile = chosen.config
-        if chosen.ranked.origin == "model":
-            log.info(
-                "%s is the model's first; a call compiles a few and may settle on another: "
-                "tilegen propose --compile",
-                tile.key,
-            )
-    return render(parsed, tile, which, aligned=False if unaligned else None)
+    task, tile = _task(kernel, problem, gpu_of(gpu)), config_of(config)
+    tile = tile or choose_kernel(task, may_compile=not by_model).config
+    return render(task.problem, tile, task.kernel, aligned=False if unaligned else None)
 
 
 def generate(
@@ -353,13 +350,21 @@ def kernel_for(name: str, problem: AttentionProblem, gpu: GpuSpec) -> Kernel:
     return kernels_in_use(ALL, problem, gpu)[0] if name == FORWARD else kernel_named(name)
 
 
+def _task(kernel: str, problem: AttentionProblem | str, device: GpuSpec) -> KernelTask:
+    """Return the task of a kernel by its name, or of the first that a call uses."""
+    from tilegen.task import KernelTask
+
+    parsed = problem_of(problem).normal()
+    return KernelTask.of(kernel_for(kernel, parsed, device), parsed, device)
+
+
 def kernels_in_use(name: str, problem: AttentionProblem, gpu: GpuSpec) -> tuple[Kernel, ...]:
     """Return one kernel, or for `all` those that a call uses: records have a say. Raises
     Unsupported."""
     from tilegen.choose.families import kernels_used
-    from tilegen.choose.known import Known
+    from tilegen.choose.records import Records
 
-    return kernels_used(Known(problem, gpu)) if name == ALL else (kernel_named(name),)
+    return kernels_used(Records(problem, gpu)) if name == ALL else (kernel_named(name),)
 
 
 def kernels_named(name: str, problem: AttentionProblem, gpu: GpuSpec) -> tuple[Kernel, ...]:

@@ -16,12 +16,13 @@ import numpy as np
 
 from benchmarks.arithmetic import compulsory_bytes
 from benchmarks.published.records import Point
-from tilegen.choose.ranking import estimate, propose
+from tilegen.choose.ranker import estimate, propose
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.registry import FORWARD
 from tilegen.kernels.split_kv import FWD_SPLIT
+from tilegen.model.splits import splits_of
 from tilegen.model.time import launch_seconds
-from tilegen.model.traffic import splits_of
+from tilegen.task import KernelTask, Tiled
 
 FITTED_HEAD_DIM = 128
 """Head dim whose times are the envelope: cuDNN's kernel for 256 takes a fifth longer throughout."""
@@ -99,10 +100,13 @@ def judge(points: Sequence[Point]) -> list[Decoding]:
     for one in decoded(points):
         spec, moved = gpu(one.gpu), compulsory_bytes(one.problem, "forward")
         best = [
-            propose(one.problem, spec, kernel=kernel, top=1)[0].estimate
+            propose(KernelTask.of(kernel, one.problem, spec), top=1)[0].estimate
             for kernel in FORWARD["split_kv"].names
         ]
-        split, combine = (cost.seconds - launch_seconds(spec, cost.kernel, 1) for cost in best)
+        split, combine = (
+            cost.seconds - launch_seconds(KernelTask.of(cost.kernel, one.problem, spec), 1)
+            for cost in best
+        )
         found.append(
             Decoding(
                 problem=one.problem.key,
@@ -112,7 +116,7 @@ def judge(points: Sequence[Point]) -> list[Decoding]:
                 split_us=split * 1e6,
                 combine_us=combine * 1e6,
                 model_over_published=(split + combine) / one.seconds,
-                splits=splits_of(one.problem, best[0].config, FWD_SPLIT.name).count,
+                splits=splits_of(Tiled.of(FWD_SPLIT.name, one.problem, spec, best[0].config)).count,
                 chosen=" ".join(cost.config.key for cost in best),
                 library=one.library,
                 source=one.source,
@@ -128,8 +132,10 @@ def following_launch(points: Sequence[Point]) -> float:
     for one in points:
         if one.config and one.gpu == "h100" and one.seconds < SHORTEST:
             spec = gpu(one.gpu)
-            programs = estimate(one.problem, spec, one.config).seconds
-            lacking.append(one.seconds - programs + launch_seconds(spec, "fwd", 1))
+            programs = estimate(Tiled.of("fwd", one.problem, spec, one.config)).seconds
+            lacking.append(
+                one.seconds - programs + launch_seconds(KernelTask.of("fwd", one.problem, spec), 1)
+            )
     return statistics.median(lacking) if lacking else 0.0
 
 

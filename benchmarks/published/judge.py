@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 
 from benchmarks.arithmetic import ideal_seconds
 from benchmarks.published.records import Point, Sweep, Winners
 from benchmarks.tuner_quality import spearman
-from tilegen.choose.configs import all_configs
 from tilegen.choose.families import kernels_of
-from tilegen.choose.ranking import estimate, propose, seconds_as_compiled
+from tilegen.choose.ranker import estimate, propose, time_as_compiled
+from tilegen.choose.search_space import all_configs
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import GpuSpec, gpu
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.model.footprint import footprint
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask, Tiled
 
 GOOD = 0.02
 """Regret at which a search has found what it looked for."""
@@ -76,8 +76,8 @@ def predictions(sweep: Sweep, *, compiled: bool = True) -> dict[TileConfig, floa
 
     def seconds(kernel: Kernel, config: TileConfig) -> float:
         if compiled and (built := sweep.built.get((kernel, config))):
-            return seconds_as_compiled(problem, spec, config, kernel, built)
-        return estimate(problem, spec, config, kernel).seconds
+            return time_as_compiled(Tiled.of(kernel, problem, spec, config), built).seconds
+        return estimate(Tiled.of(kernel, problem, spec, config)).seconds
 
     beside = sum(seconds(kernel, config) for kernel, config in sweep.beside)
     return {
@@ -153,32 +153,28 @@ def judge_winners(table: Winners) -> WinnersVerdict | None:
 
 def hoped(problem: AttentionProblem, spec: GpuSpec, config: TileConfig, kernel: Kernel) -> float:
     """Return the model's time of a config; one that is predicted not to fit comes last."""
-    seconds = estimate(problem, spec, config, kernel).seconds
+    seconds = estimate(Tiled.of(kernel, problem, spec, config)).seconds
     return seconds if fits(problem, spec, config, kernel) else 1e6 + seconds
 
 
 def fits(problem: AttentionProblem, spec: GpuSpec, config: TileConfig, kernel: Kernel) -> bool:
     """True for a config whose program of tilegen's kernel is predicted to fit an SM."""
-    return footprint(_one_row(problem), config, kernel, spec.arch).fits(spec)
+    return footprint(Tiled.of(kernel, problem, spec, config)).fits(spec)
 
 
 def own_rank(
     problem: AttentionProblem, spec: GpuSpec, kernel: Kernel, winner: TileConfig
 ) -> tuple[bool, int]:
     """Return whether tilegen's space has a config, and its place there; 0 if it is not proposed."""
-    if winner not in all_configs(problem, kernel):
+    task = KernelTask.of(kernel, problem, spec)
+    if winner not in all_configs(task):
         return False, 0
     try:
-        ranked = propose(problem, spec, kernel=kernel, top=2**16)
+        ranked = propose(task, top=2**16)
     except Unsupported:
         return True, 0
     times = {one.config: one.estimate.seconds for one in ranked}
     return True, rank(times.values(), times[winner]) if winner in times else 0
-
-
-@lru_cache(maxsize=1024)
-def _one_row(problem: AttentionProblem) -> AttentionProblem:
-    return replace(problem, batch=1, seqlen_q=1, seqlen_kv=1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -207,10 +203,10 @@ def judge_point(point: Point) -> PointVerdict:
     """Return the model's time beside a library's. Raises Unsupported."""
     spec = gpu(point.gpu)
     if point.config:
-        chosen = [estimate(point.problem, spec, point.config)]
+        chosen = [estimate(Tiled.of("fwd", point.problem, spec, point.config))]
     else:
         chosen = [
-            propose(point.problem, spec, kernel=kernel, top=1)[0].estimate
+            propose(KernelTask.of(kernel, point.problem, spec), top=1)[0].estimate
             for kernel in kernels_of(point.problem, spec, point.direction)
         ]
     seconds = sum(one.seconds for one in chosen)

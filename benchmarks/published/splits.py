@@ -17,13 +17,14 @@ from pathlib import Path
 from benchmarks.published.fit import scaled
 from benchmarks.published.judge import SweepVerdict, judge_sweep
 from benchmarks.published.records import Built, Sweep, csv_rows
-from tilegen.choose.configs import all_configs
-from tilegen.choose.ranking import estimate, propose, seconds_as_compiled
+from tilegen.choose.ranker import estimate, propose, time_as_compiled
+from tilegen.choose.search_space import all_configs
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.split_kv import FWD_SPLIT
 from tilegen.masks.grouping import packed_heads
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask, Tiled
 
 SOURCE = "tfan2437/flash-attention-lab@bc7fd945:bench/results/h100-80gb-hbm3"
 GPU = "h100"
@@ -55,7 +56,7 @@ def judge(path: Path) -> list[SweepVerdict]:
     """Return the verdict on each problem's split counts, with either kind of tile."""
     found: list[SweepVerdict] = []
     for problem, seconds in times(path).items():
-        join = propose(problem, gpu(GPU), kernel="fwd_combine", top=1)[0].estimate.seconds
+        join = propose(KernelTask.of("fwd_combine", problem, gpu(GPU)), top=1)[0].estimate.seconds
         for name, costs in (
             ("tilegen's tiles", with_own_tiles(problem, seconds)),
             ("waiting tile", with_waiting_tile(problem, seconds)),
@@ -78,9 +79,10 @@ def with_own_tiles(
     """Return the model's best tile at each number of keys a split that tilegen would take, and its
     seconds."""
     found: dict[TileConfig, float] = {}
+    task = KernelTask.of("fwd_split", problem, gpu(GPU))
     for keys in seconds.keys() & set(FWD_SPLIT.knobs.split_kv):
-        same = {replace(one, split_kv=keys) for one in all_configs(problem, "fwd_split")}
-        costs = {one: estimate(problem, gpu(GPU), one, "fwd_split").cost for one in same}
+        same = {replace(one, split_kv=keys) for one in all_configs(task)}
+        costs = {one: estimate(task.tiled(one)).cost for one in same}
         best = min(costs, key=lambda one: (costs[one], one))
         found[best] = costs[best]
     return found
@@ -100,9 +102,9 @@ def with_waiting_tile(
         ]
         with scaled({"rates.latency_seconds": factor}):
             return {
-                one: seconds_as_compiled(
-                    problem, gpu(GPU), one, "fwd_split", BUILT[problem.group_size]
-                )
+                one: time_as_compiled(
+                    Tiled.of("fwd_split", problem, gpu(GPU), one), BUILT[problem.group_size]
+                ).seconds
                 for one in tiles
             }
 

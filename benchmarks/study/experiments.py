@@ -13,16 +13,18 @@ from dataclasses import asdict, dataclass
 from itertools import chain, zip_longest
 
 from benchmarks.study.tiles import FAMILIES
-from tilegen.choose.ranking import propose
+from tilegen.choose.ranker import propose
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import GpuSpec, with_fast_memory
+from tilegen.gpus.spec import gpu as gpu_named
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import SCORE_WIDTH, rows_for
 from tilegen.kernels.registry import BACKWARD, FORWARD
 from tilegen.kernels.spec import Direction
 from tilegen.model.dram import levels
-from tilegen.model.traffic import Traffic, traffic
+from tilegen.model.traffic import Traffic, traffic_of
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask, Tiled
 
 EXPERIMENTS = {
     "E1": "wire bytes of every kernel equal the formula within 3 % (N of 4096 and more)",
@@ -83,7 +85,11 @@ def predicted(case: Case) -> dict[Kernel, Traffic]:
     problem, tiles = AttentionProblem.parse(case.problem), case.tiles
     width = tiles["fwd_scores"].block_n if "fwd_scores" in tiles else SCORE_WIDTH
     return {
-        kernel: traffic(problem, config, kernel, panel_rows=case.panel_rows, score_width=width)
+        kernel: traffic_of(
+            Tiled.of(kernel, problem, gpu_named("h200"), config),
+            panel_rows=case.panel_rows,
+            score_width=width,
+        )
         for kernel, config in tiles.items()
     }
 
@@ -92,7 +98,7 @@ def predicted_dram(case: Case, gpu: GpuSpec) -> dict[Kernel, int]:
     """Return the bytes between DRAM and L2 that each kernel of a case should move."""
     problem = AttentionProblem.parse(case.problem)
     return {
-        kernel: levels(problem, gpu, config, kernel).dram_bytes
+        kernel: levels(Tiled.of(kernel, problem, gpu, config)).dram_bytes
         for kernel, config in case.tiles.items()
     }
 
@@ -186,7 +192,7 @@ def _families(
 
 def _thriftiest(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> TileConfig:
     """Return the tiles that move the fewest bytes, of those that should fit and not spill."""
-    candidates = propose(problem, gpu, kernel=kernel, top=200)
+    candidates = propose(KernelTask.of(kernel, problem, gpu), top=200)
     return min(
         candidates,
         key=lambda one: (one.estimate.read_bytes + one.estimate.write_bytes, one.estimate.seconds),
@@ -200,7 +206,7 @@ def _different(
     choices: dict[Kernel, list[TileConfig]] = {}
     for kernel in kernels:
         by_side: dict[int, TileConfig] = {}
-        for one in propose(problem, gpu, kernel=kernel, top=200):
+        for one in propose(KernelTask.of(kernel, problem, gpu), top=200):
             side = one.config.block_n if kernel == "bwd_dkdv" else one.config.block_m
             by_side.setdefault(side, one.config)
         choices[kernel] = list(by_side.values())

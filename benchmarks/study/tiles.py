@@ -14,14 +14,16 @@ from typing import Any
 
 import sympy as sp
 
+from tilegen.gpus.spec import gpu
 from tilegen.kernels import registry
 from tilegen.kernels.config import BLOCK_SIZES, Family, Kernel, TileConfig
 from tilegen.kernels.panels import SCORE_WIDTH
 from tilegen.kernels.registry import KERNELS
 from tilegen.kernels.spec import Direction, FamilySpec
 from tilegen.model.symbols import B_c, B_d, B_e, B_k, B_p, B_r, alpha, d_qk, d_v, n
-from tilegen.model.traffic import ACCUMULATOR_BYTES, traffic
+from tilegen.model.traffic import ACCUMULATOR_BYTES, traffic_of
 from tilegen.problem import AttentionProblem
+from tilegen.task import Tiled
 from tilegen.theory.schedules import SCHEDULES, Held
 from tilegen.theory.schedules.record import weight
 
@@ -132,7 +134,7 @@ def moved_bytes(
     width = configs["fwd_scores"].block_n if "fwd_scores" in configs else SCORE_WIDTH
     moved: dict[Kernel, int] = {}
     for kernel, config in configs.items():
-        one = traffic(problem, config, kernel, score_width=width)
+        one = traffic_of(Tiled.of(kernel, problem, gpu("h200"), config), score_width=width)
         moved[kernel] = one.read_bytes + one.write_bytes
     return moved
 

@@ -12,6 +12,7 @@ import pytest
 import tilegen.model
 from benchmarks import constants
 from benchmarks.workloads import CATALOGUE
+from tilegen.kernels.registry import KERNELS
 from tilegen.model import time
 from tilegen.model.on_chip import Family
 from tilegen.model.rates import Instructions, Rates
@@ -64,7 +65,7 @@ def test_a_scaled_constant_changes_choices_and_is_put_back() -> None:
 @pytest.mark.parametrize("group, name", [("rates", "step_clk"), ("instructions", "score")])
 def test_rates_are_scaled_wherever_they_are_read(group: str, name: str) -> None:
     read = getattr(time, "rates_of" if group == "rates" else group)
-    argument = "sm_90" if group == "rates" else "fwd"
+    argument = "sm_90" if group == "rates" else KERNELS["fwd"]
     value = getattr(read(argument), name)
     with constants.scaled(group, name, 2.0):
         read = getattr(time, "rates_of" if group == "rates" else group)

@@ -14,12 +14,14 @@ from benchmarks.summary import summarise
 from tests.cases import PROBLEM, a_workload
 from tests.records import H200
 from tests.result_files import own_columns
-from tilegen.choose.chosen import Chosen, Ranked
-from tilegen.choose.ranking import estimate
+from tilegen.choose.choice import Choice, Ranked
+from tilegen.choose.ranker import estimate
 from tilegen.emit.render import render
+from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.model.estimate import CostEstimate
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask, Tiled
 
 NCU = """\
 ==PROF== Connected to process 4242 (/usr/bin/python3.12)
@@ -71,8 +73,11 @@ def fake_ncu(folder: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
 
 
-def chosen(config: TileConfig) -> Chosen:
-    return Chosen(config=config, ranked=Ranked("fwd", (config,), "agreement", "a test"))
+def chosen(config: TileConfig) -> Choice:
+    return Choice(
+        config=config,
+        ranked=Ranked(KernelTask.of("fwd", PROBLEM, gpu("h200")), (config,), "agreement", "a test"),
+    )
 
 
 def test_profiled_kernels_become_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +86,7 @@ def test_profiled_kernels_become_rows(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(counters, "choose", lambda *_, **__: {"fwd": chosen(config)})
     (row,) = counters.measure(a_workload("w"), H200, timeout=30)
     assert (row.kernel, row.config, row.counted_registers) == ("fwd", config.key, 100)
-    assert row.predicted_read_bytes == estimate(PROBLEM, H200, config).read_bytes
+    assert row.predicted_read_bytes == estimate(Tiled.of("fwd", PROBLEM, H200, config)).read_bytes
 
 
 def test_splits_that_are_joined_are_those_that_were_chosen(
@@ -145,7 +150,7 @@ def test_a_run_replaces_the_rows_of_the_run_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forward, _ = counters.parse(NCU)
-    predicted = estimate(PROBLEM, H200, TileConfig(block_m=64, block_n=32))
+    predicted = estimate(Tiled.of("fwd", PROBLEM, H200, TileConfig(block_m=64, block_n=32)))
     monkeypatch.setattr(counters, "gpu_at_hand", lambda _: H200)
     monkeypatch.setattr(counters.shutil, "which", lambda _: "ncu")
     monkeypatch.setattr(counters, "head", lambda: [a_workload("a"), a_workload("b")])
@@ -160,7 +165,7 @@ def test_a_run_replaces_the_rows_of_the_run_before(
 
 def test_counted_rows_are_summarised(tmp_path: Path) -> None:
     (forward, _) = counters.parse(NCU)
-    predicted = estimate(PROBLEM, H200, TileConfig(block_m=64, block_n=32))
+    predicted = estimate(Tiled.of("fwd", PROBLEM, H200, TileConfig(block_m=64, block_n=32)))
     rows.append(tmp_path / "counters.csv", counters.compare(a_workload("w"), predicted, forward))
     text = summarise(tmp_path, [])
     assert "| workload | kernel | config | read | write | dram | registers | smem |" in text

@@ -16,12 +16,14 @@ from benchmarks.study import experiments, verdicts
 from benchmarks.study.experiments import EXPERIMENTS, Case
 from benchmarks.summary import summarise
 from tests.clock import Clock
+from tests.tasks import tiled
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.panels import rows_for
 from tilegen.kernels.registry import KERNELS
 from tilegen.model.dram import levels
-from tilegen.model.traffic import traffic
+from tilegen.model.traffic import traffic_of
 from tilegen.problem import AttentionProblem
+from tilegen.task import Tiled
 
 H200 = gpu("h200")
 PROBLEM = AttentionProblem.parse("b1 hq2 hkv2 q8192 kv8192 d128 bf16 full")
@@ -44,7 +46,7 @@ def recorded(case: Case, *, wire: float = 1.0, dram: float = 1.0, extra: str = "
         expected = 0
         if not KERNELS[kernel].sliced:
             problem = AttentionProblem.parse(case.problem)
-            expected = levels(problem, H200, case.tiles[kernel], kernel).dram_bytes
+            expected = levels(Tiled.of(kernel, problem, H200, case.tiles[kernel])).dram_bytes
         for metric, value in (
             (READ, wire * moved[kernel].read_bytes),
             (WRITE, wire * moved[kernel].write_bytes),
@@ -89,7 +91,7 @@ def test_closed_forms_of_a_known_case() -> None:
     (moved,) = experiments.predicted(ONE).values()
     assert moved.read_bytes == 2 * 2 * (64 * 8192 * 256 + 8192 * 128)
     (dram,) = experiments.predicted_dram(ONE, H200).values()
-    assert dram == levels(PROBLEM, H200, ONE.tiles["fwd"], "fwd").dram_bytes
+    assert dram == levels(Tiled.of("fwd", PROBLEM, H200, ONE.tiles["fwd"])).dram_bytes
 
 
 @pytest.mark.parametrize("wire, verdict", [(1.0, "pass"), (1.029, "pass"), (0.96, "fail")])
@@ -97,7 +99,7 @@ def test_e1_passes_within_3_percent(wire: float, verdict: str) -> None:
     rows = verdicts.rows_of(ONE, parse(recorded(ONE, wire=wire)), H200)
     assert [row.quantity for row in rows] == ["wire read bytes", "wire write bytes"]
     assert {row.verdict for row in rows} == {verdict}
-    assert rows[0].predicted == traffic(PROBLEM, ONE.tiles["fwd"], "fwd").read_bytes
+    assert rows[0].predicted == traffic_of(tiled("fwd", PROBLEM, ONE.tiles["fwd"])).read_bytes
 
 
 def test_short_sequences_are_measured_but_not_judged() -> None:
@@ -122,8 +124,8 @@ def test_families_are_judged_together() -> None:
     rows = rows_for(problem, H200, "backward")
     assert rows >= problem.seqlen_q  # one panel: with several, sums of dK and dV come back
     for kernel, config in small.tiles.items():
-        assert experiments.predicted(small)[kernel] == traffic(
-            problem, config, kernel, panel_rows=rows
+        assert experiments.predicted(small)[kernel] == traffic_of(
+            tiled(kernel, problem, config), panel_rows=rows
         )
     as_predicted = [
         row for case in mine for row in verdicts.rows_of(case, parse(recorded(case)), H200)

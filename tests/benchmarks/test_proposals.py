@@ -9,8 +9,9 @@ from benchmarks.workloads import CATALOGUE
 from tests.conftest import CheckGolden
 from tilegen import gpu
 from tilegen.choose.families import kernels_of
-from tilegen.choose.ranking import propose
+from tilegen.choose.ranker import propose
 from tilegen.kernels.registry import FAMILIES
+from tilegen.task import KernelTask
 
 GPUS = ("a100", "h100", "h200", "b200")
 
@@ -23,7 +24,7 @@ def test_first_proposals(name: str, golden: CheckGolden) -> None:
         lines.append(problem.key)
         for direction in FAMILIES:
             best = [
-                propose(problem, spec, kernel=kernel, top=1)[0]
+                propose(KernelTask.of(kernel, problem, spec), top=1)[0]
                 for kernel in kernels_of(problem, spec, direction)
             ]
             lines.append("  " + "  ".join(f"{one.kernel} {one.config.key}" for one in best))

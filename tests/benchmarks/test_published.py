@@ -31,10 +31,11 @@ from benchmarks.published import (
 )
 from benchmarks.published.records import UnreadableTable
 from tilegen import gpu
-from tilegen.choose.ranking import estimate
+from tilegen.choose.ranker import estimate
 from tilegen.kernels.config import TileConfig
 from tilegen.model.rates import rates_of
 from tilegen.problem import AttentionProblem
+from tilegen.task import Tiled
 
 PARSE, CONFIG = AttentionProblem.parse, TileConfig.parse
 
@@ -335,7 +336,7 @@ def test_decoding_is_judged_without_launches(data: Path) -> None:
     spec = gpu("h200")
     for one, point in zip(verdicts, decoding.decoded(points), strict=True):
         both = [
-            estimate(point.problem, spec, CONFIG(key), kernel).seconds
+            estimate(Tiled.of(kernel, point.problem, spec, CONFIG(key))).seconds
             for key, kernel in zip(one.chosen.split(), ("fwd_split", "fwd_combine"), strict=True)
         ]
         launches = rates_of("sm_90").launch_seconds + rates_of("sm_90").following_seconds
@@ -347,7 +348,9 @@ def test_decoding_is_judged_without_launches(data: Path) -> None:
 
 def test_a_following_launch_is_what_short_kernels_take_besides(data: Path) -> None:
     problem, config, spec = PARSE("b1 hq8 q32 d64 fp16 full"), CONFIG("m32n32w4s2"), gpu("h100")
-    programs = estimate(problem, spec, config).seconds - rates_of("sm_90").launch_seconds
+    programs = (
+        estimate(Tiled.of("fwd", problem, spec, config)).seconds - rates_of("sm_90").launch_seconds
+    )
     point = replace(
         ibm.timed(data / "ibm-vllm-triton-backend")[0],
         problem=problem,

@@ -11,6 +11,7 @@ import pytest
 import benchmarks.calibrate_footprint as calibrate
 from benchmarks import quantile_fit
 from tests.settled import SLACK_BYTES, UNDER, is_close, usable
+from tests.tasks import tiled
 from tilegen.compiling.acceptable import FEWEST_REGISTERS
 from tilegen.compiling.compiler import compile_for
 from tilegen.emit.render import render
@@ -20,7 +21,7 @@ from tilegen.kernels.registry import KERNELS
 from tilegen.model.footprint import REGISTER_FEATURES, footprint, register_features
 from tilegen.model.on_chip import MOST_SPILLED, Footprint, family, max_registers, residents
 from tilegen.model.resources import Resources
-from tilegen.model.step import step
+from tilegen.model.step import step_of
 from tilegen.problem import AttentionProblem
 
 CALIBRATED = "3.7.1"
@@ -70,7 +71,7 @@ def test_shared_memory_of_every_recorded_kernel(arch: str, kernel: Kernel) -> No
     wrong = []
     for sample in cell:
         problem, config = sample.parsed
-        predicted = footprint(problem, config, kernel, arch).smem_bytes
+        predicted = footprint(tiled(kernel, problem, config, arch)).smem_bytes
         if config.num_stages > 1 and fits_registers(sample):
             assert predicted >= least(sample), sample
             wrong.append(not is_close(predicted, sample.shared_bytes))
@@ -100,7 +101,7 @@ def test_shared_memory_of_every_recorded_kernel_of_slices(arch: str, kernel: Ker
     told = 0
     for sample in cell:
         problem, config = sample.parsed
-        needs, spec = footprint(problem, config, kernel, arch), gpu(GPUS[arch])
+        needs, spec = footprint(tiled(kernel, problem, config, arch)), gpu(GPUS[arch])
         reported = Resources(
             registers=sample.registers,
             spill_bytes=sample.spill_bytes,
@@ -121,10 +122,10 @@ def test_the_register_fit_hides_few_usable_kernels(arch: str) -> None:
     for kernel in ("fwd", "bwd_dkdv", "bwd_dq"):
         its = [s for s in SAMPLES if (s.arch, s.kernel) == (arch, kernel) and not s.error]
         known = [s for s in its if s.spill_bytes <= MOST_SPILLED]
-        hidden = np.mean([footprint(*s.parsed, kernel, arch).surely_spills for s in known])
+        hidden = np.mean([footprint(tiled(kernel, *s.parsed, arch)).surely_spills for s in known])
         assert hidden < 0.08, kernel
     cell = [s for s in SAMPLES if s.arch == arch and s.kernel != "bwd_preprocess" and not s.error]
-    found = [(s, footprint(*s.parsed, s.kernel, arch)) for s in cell]
+    found = [(s, footprint(tiled(s.kernel, *s.parsed, arch))) for s in cell]
     spilling = [needs for s, needs in found if s.spill_bytes > MOST_SPILLED]
     usable = [needs for s, needs in found if s.spill_bytes <= MOST_SPILLED]
     assert len(spilling) > 30
@@ -142,7 +143,7 @@ def test_tiles_in_pages_are_loaded_as_far_ahead_as_others(page: int, tile: str, 
     problem = PARSE(f"hq8 hkv1 q1 kv8192 d128 bf16 causal(bottom_right) {mode}page{page}")
     config = TileConfig.parse(tile)
     built = compile_for(render(problem, config, "fwd_paged"), "sm_90")
-    predicted = footprint(problem, config, "fwd_paged", "sm_90").smem_bytes
+    predicted = footprint(tiled("fwd_paged", problem, config, "sm_90")).smem_bytes
     assert is_close(predicted, built.reported.shared_bytes)
 
 
@@ -153,7 +154,9 @@ def test_more_stages_take_more_shared_memory() -> None:
             continue
         for kernel in ("fwd", "bwd_dkdv", "bwd_dq"):
             sizes = [
-                footprint(problem, TileConfig.parse(f"m64n64w4s{s}"), kernel, spec.arch).smem_bytes
+                footprint(
+                    tiled(kernel, problem, TileConfig.parse(f"m64n64w4s{s}"), spec.arch)
+                ).smem_bytes
                 for s in (2, 3, 4)
             ]
             assert sizes[0] < sizes[1] < sizes[2]
@@ -163,7 +166,7 @@ def test_hopper_and_ampere_differ_by_one_buffer() -> None:
     """wgmma reads the pipeline's tiles in place, so num_stages of them are alive, not one less."""
     problem, config = PARSE(PROBLEMS[0]), TileConfig.parse("m128n64w8s3")
     hopper, ampere = (
-        footprint(problem, config, "fwd", arch).smem_bytes for arch in ("sm_90", "sm_80")
+        footprint(tiled("fwd", problem, config, arch)).smem_bytes for arch in ("sm_90", "sm_80")
     )
     assert ampere == 2 * (128 * 128 + 2 * 64 * 256)
     assert hopper - ampere == 2 * 64 * 256
@@ -172,11 +175,11 @@ def test_hopper_and_ampere_differ_by_one_buffer() -> None:
 def test_tensor_memory_is_limited() -> None:
     """Accumulators and scores of a 256-row tile at d = 256 need more than 512 columns."""
     problem = PARSE("hq16 q4096 d256 bf16 causal")
-    large = footprint(problem, TileConfig.parse("m256n64w8s2"), "fwd", "sm_100")
-    small = footprint(problem, TileConfig.parse("m128n64w8s2"), "fwd", "sm_100")
+    large = footprint(tiled("fwd", problem, TileConfig.parse("m256n64w8s2"), "sm_100"))
+    small = footprint(tiled("fwd", problem, TileConfig.parse("m128n64w8s2"), "sm_100"))
     assert not large.fits(gpu("b200"))
     assert small.fits(gpu("b200"))
-    assert footprint(problem, TileConfig.parse("m256n64w8s2"), "fwd", "sm_90").columns == 0
+    assert footprint(tiled("fwd", problem, TileConfig.parse("m256n64w8s2"), "sm_90")).columns == 0
 
 
 @pytest.mark.parametrize(
@@ -191,7 +194,7 @@ def test_tensor_memory_as_the_compiler_reports_it(kernel: Kernel, text: str, col
     """`metadata.tmem_size`, which is not rounded up where it exceeds the 512 there are."""
     dim, name = text.split()
     problem = PARSE(f"hq1 q1024 {dim} bf16 causal")
-    assert footprint(problem, TileConfig.parse(name), kernel, "sm_100").columns == columns
+    assert footprint(tiled(kernel, problem, TileConfig.parse(name), "sm_100")).columns == columns
 
 
 def test_residents_obey_every_limit() -> None:
@@ -218,7 +221,7 @@ def test_more_warps_leave_less_registers_on_amd() -> None:
 
 def test_register_features_have_their_names() -> None:
     config = TileConfig.parse("m128n64w8s2")
-    work = step(PARSE(PROBLEMS[2]), config, "fwd")
+    work = step_of(KERNELS["fwd"], PARSE(PROBLEMS[2]), config)
     found = register_features(work, 2, 8, "sm_80")
     named = dict(zip(REGISTER_FEATURES, found, strict=True))
     assert named == {
@@ -231,7 +234,7 @@ def test_register_features_have_their_names() -> None:
         "slices": 0,
     }
     config = TileConfig.parse("m64n32d64w4s2")
-    work = step(PARSE("hq1 q4096 d512 fp32 full"), config, "fwd_streamed")
+    work = step_of(KERNELS["fwd_streamed"], PARSE("hq1 q4096 d512 fp32 full"), config)
     named = dict(zip(REGISTER_FEATURES, register_features(work, 4, 4, "sm_80"), strict=True))
     assert (named["changed"], named["slices"]) == (0, 1)
     assert named["results"] == 64 * 512 / 128

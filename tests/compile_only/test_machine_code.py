@@ -13,7 +13,7 @@ import tilegen
 from benchmarks.machine_code import neighbourhood
 from tests.conftest import CheckGolden
 from tests.settled import usable
-from tilegen.choose.chosen import Ranked
+from tilegen.choose.choice import Ranked
 from tilegen.cli.main import app
 from tilegen.compiling.acceptable import objection
 from tilegen.compiling.compiler import CompiledKernel, compile_for
@@ -26,6 +26,7 @@ from tilegen.model.step import step
 from tilegen.model.time import step_clocks
 from tilegen.pipeline import best_acceptable
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask, Tiled
 
 PARSE = AttentionProblem.parse
 GPUS = {"sm_80": "a100", "sm_90": "h200", "sm_100": "b200", "sm_120": "rtx5090"}
@@ -52,7 +53,7 @@ def test_steps_are_found_in_machine_code(text: str, kernel: str, config: str, ar
     built = compile_for(render(problem, tile, kernel), arch)
     code = built.resources.step_code
     assert code is not None
-    work = step(problem, tile, kernel)
+    work = step(Tiled.of(kernel, problem, gpu(GPUS[arch]), tile))
     assert code.multiply_adds == executed(work, 2, tile.num_warps, arch)
     least = work.scores * (kernel != "bwd_columns")  # an exponential for each score
     assert 32 * code.exponentials >= least
@@ -79,7 +80,7 @@ def test_shared_memory_moves_what_the_model_says(arch: str, kernel: str, config:
     problem, tile, spec = PARSE(KERNELS[0][0]), TileConfig.parse(config), gpu(GPUS[arch])
     code = compile_for(render(problem, tile, kernel), arch).resources.step_code
     assert code is not None
-    predicted = step_clocks(problem, spec, tile, kernel).smem
+    predicted = step_clocks(Tiled.of(kernel, problem, spec, tile)).smem
     assert 0.8 < predicted / clocks_as_compiled(code, spec).smem <= 1.0
 
 
@@ -88,7 +89,7 @@ def test_amd_is_counted() -> None:
     built = compile_for(render(problem, tile, "fwd"), "gfx942")
     loops = [one for one in built.code.loops if one.products]
     assert len(loops) == 2
-    work = step(problem, tile, "fwd")
+    work = step(Tiled.of("fwd", problem, gpu("mi300x"), tile))
     # Instructions have 32 rows, a warp of a tile of 64 rows half of them to itself.
     assert {one.multiply_adds(4) for one in loops} == {1.5 * work.multiply_adds}
     assert all(one.units["shared"] and one.units["exp"] for one in loops)
@@ -175,12 +176,10 @@ def test_traps_are_not_chosen() -> None:
     """A head dim of 72 is two pieces in tensor memory, which this tile has no room for."""
     problem, b200 = PARSE("b32 hq16 hkv16 q729 d72 bf16 full"), gpu("b200")
     trap, good = TileConfig.parse("m128n256w8s2t"), TileConfig.parse("m64n32w4s2")
-    ranked = Ranked("fwd", (trap, good), "model", "a test")
+    ranked = Ranked(KernelTask.of("fwd", problem, b200), (trap, good), "model", "a test")
     chosen = best_acceptable(
-        problem,
-        b200,
         ranked,
-        lambda config: compile_for(render(problem, config, "fwd"), "sm_100").resources,
+        lambda tiled: compile_for(render(problem, tiled.config, "fwd"), "sm_100").resources,
     )
     assert "made a trap" in objection(chosen.tried[trap], b200)
     assert chosen.config == good

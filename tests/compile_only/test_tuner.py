@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.records import H200, timed
-from tilegen.choose.ranking import propose
+from tilegen.choose.ranker import propose
 from tilegen.compiling.acceptable import spill_objection
 from tilegen.compiling.compiler import compile_for
 from tilegen.compiling.workers import Pool
@@ -17,6 +17,7 @@ from tilegen.kernels.config import TileConfig
 from tilegen.kernels.registry import LARGE_CACHE
 from tilegen.problem import AttentionProblem
 from tilegen.store import look_up
+from tilegen.task import KernelTask
 from tilegen.tuning import bench
 from tilegen.tuning.measure import Measurement
 from tilegen.tuning.tuner import tune
@@ -42,7 +43,7 @@ def test_the_models_choice_is_compiled_then_measured_first(
         compile=lambda configs: bench.compile_ahead(problem, H200, "fwd", configs, compiler),
         progress=False,
     )
-    ranked = propose(problem, H200, kernel="fwd", top=2)
+    ranked = propose(KernelTask.of("fwd", problem, H200), top=2)
     assert [candidate.config for candidate in ranked] == measured
     assert found.config == ranked[0].config
     assert found.estimate is not None

@@ -5,11 +5,12 @@ import torch
 
 from tests.counted import moved_by
 from tests.problems import PROBLEMS
+from tests.tasks import tiled
 from tilegen.check.reference import make_inputs
 from tilegen.emit.render import render
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import LARGE_CACHE
-from tilegen.model.traffic import traffic
+from tilegen.model.traffic import traffic_of
 from tilegen.problem import AttentionProblem
 
 MASKS = [
@@ -48,7 +49,7 @@ def test_every_mask_on_aligned_and_ragged_shapes(mask: str, kernel: Kernel) -> N
     config = CONFIGS[(MASKS.index(mask) + LARGE_CACHE.index(kernel)) % 2]
     for shape in SHAPES:
         problem = AttentionProblem.parse(f"b1 hq2 hkv1 {shape} d16 fp16 {mask}")
-        expected = traffic(problem, config, kernel)
+        expected = traffic_of(tiled(kernel, problem, config))
         assert (expected.read_bytes, expected.write_bytes) == counted(problem, config, kernel)
 
 
@@ -56,7 +57,7 @@ def test_every_mask_on_aligned_and_ragged_shapes(mask: str, kernel: Kernel) -> N
 @pytest.mark.parametrize("problem", PROBLEMS, ids=str)
 def test_every_problem_of_the_table(problem: AttentionProblem, kernel: Kernel) -> None:
     config = TileConfig(block_m=64, block_n=32)
-    expected = traffic(problem, config, kernel)
+    expected = traffic_of(tiled(kernel, problem, config))
     assert (expected.read_bytes, expected.write_bytes) == counted(problem, config, kernel)
 
 

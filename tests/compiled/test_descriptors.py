@@ -10,10 +10,11 @@ import tilegen
 from tests.compiled.mutations import Mutation, noticed
 from tests.compiled.test_counts import counted
 from tests.described import DESCRIBED, configs
+from tests.tasks import tiled
 from tilegen import cpu, pipeline
 from tilegen.check.reference import Inputs, make_inputs
 from tilegen.check.verification import check, require, run, verify
-from tilegen.choose import agreement
+from tilegen.choose import records
 from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.render import render
 from tilegen.gpus.spec import ASSUMED, gpu
@@ -21,7 +22,7 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.masks import Mask, causal, documents, kv_lengths
 from tilegen.masks.dropout import Dropout
 from tilegen.masks.score import alibi, softcap
-from tilegen.model.traffic import traffic
+from tilegen.model.traffic import traffic_of
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import plans
 
@@ -94,7 +95,7 @@ def test_scores_and_dropout() -> None:
 def test_bytes_are_those_of_the_model(text: str, kernel: Kernel) -> None:
     """What lies outside of a tensor is not moved."""
     problem, config = AttentionProblem.parse(text), WIDE[kernel]
-    expected = traffic(problem, config, kernel)
+    expected = traffic_of(tiled(kernel, problem, config))
     assert (expected.read_bytes, expected.write_bytes) == counted(problem, config, kernel)
 
 
@@ -161,9 +162,9 @@ def test_calls_of_all_strides(monkeypatch: pytest.MonkeyPatch) -> None:
     """Configs with descriptors, agreed on: expanded and odd tensors are loaded by addresses, and an
     expanded gradient is copied."""
     problem = AttentionProblem.parse("b2 hq4 hkv2 q40 kv40 d64 fp16 causal")
-    monkeypatch.setattr(agreement, "_agreed", {})
+    monkeypatch.setattr(records, "_agreed", {})
     for kernel, config in SQUARE.items():
-        agreement.remember(gpu(ASSUMED), kernel, problem.bucket.key, config)
+        records.remember(gpu(ASSUMED), kernel, problem.bucket.key, config)
     loaded: list[bool] = []
     executable = pipeline.executable
 

@@ -15,6 +15,7 @@ import tilegen
 from tests import sliced
 from tests.counted import counting_all
 from tests.score_inputs import MASKS, random
+from tests.tasks import tiled
 from tilegen.check.reference import Inputs, attention_reference, make_inputs
 from tilegen.check.verification import check, require, run, verify
 from tilegen.emit.render import render
@@ -23,7 +24,7 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS, LARGE_CACHE
 from tilegen.masks.dropout import Dropout
 from tilegen.masks.score import Score, bias, sinks, softcap
-from tilegen.model.traffic import traffic
+from tilegen.model.traffic import traffic_of
 from tilegen.problem import AttentionProblem
 from tilegen.tuning.bench import Timed
 
@@ -198,7 +199,7 @@ def test_bytes_of_the_seed_are_counted(mask: str, family: str) -> None:
         passes.gradients(launches, x.q, x.k, x.v, x.dout, lse, lse, 0.1, panel_rows=1 << 20)
     for kernel, config in configs.items():
         width = configs["fwd_scores"].block_n if "fwd_scores" in configs else 0
-        expected = traffic(problem, config, kernel, score_width=width or config.block_n)
+        expected = traffic_of(tiled(kernel, problem, config), score_width=width or config.block_n)
         if kernel != "bwd_preprocess":
             found = moved[kernel].read_bytes, moved[kernel].write_bytes
             assert found == (expected.read_bytes, expected.write_bytes), kernel

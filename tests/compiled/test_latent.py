@@ -10,12 +10,13 @@ import torch
 import tilegen
 from tests.counted import counted, predicted
 from tests.splits import COMBINE
+from tests.tasks import tiled
 from tilegen import cpu
 from tilegen.check.reference import attention_reference, make_inputs
 from tilegen.check.verification import check, require, verify
 from tilegen.emit.render import render
 from tilegen.kernels.config import TileConfig
-from tilegen.model.traffic import traffic
+from tilegen.model.traffic import traffic_of
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import plans
 from tilegen.tuning.bench import check_config
@@ -55,7 +56,7 @@ def test_bytes_are_what_the_model_says(text: str, configs: dict[str, TileConfig]
     moved = counted(problem, configs)
     assert moved == predicted(problem, configs)
     first = next(iter(configs))
-    apart = traffic(replace(problem, latent=False), configs[first], first)
+    apart = traffic_of(tiled(first, replace(problem, latent=False), configs[first]))
     assert apart.read_bytes > 1.4 * moved[first][0]
 
 

@@ -14,7 +14,7 @@ from tests.counted import counted, predicted
 from tests.splits import COMBINE
 from tilegen.check.reference import attention_reference
 from tilegen.check.verification import require, verify
-from tilegen.choose import ranking
+from tilegen.choose import ranker
 from tilegen.emit.render import render
 from tilegen.kernels.config import TileConfig
 from tilegen.masks import Mask
@@ -214,7 +214,7 @@ def invariant(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Have calls be batch-invariant."""
     small = TileConfig(block_m=8, heads=2, block_n=16, split_kv=32)  # so that splits are several
     configs = {"fwd_combine": COMBINE}
-    monkeypatch.setattr(ranking, "invariant_config", lambda *its: configs.get(its[-1], small))
+    monkeypatch.setattr(ranker, "invariant_config", lambda task: configs.get(task.kernel, small))
     monkeypatch.setenv("TILEGEN_BATCH_INVARIANT", "1")
     plans.forget()
     yield

@@ -16,13 +16,14 @@ from tests.compiled.test_scores import FAMILIES
 from tests.counted import counting_all
 from tests.shifted_rows import COLUMNS, DIM, ROWS, SHIFTS, expected, shifted_bias
 from tests.splits import backward
+from tests.tasks import tiled
 from tilegen.check.reference import Inputs, make_inputs
 from tilegen.check.verification import run
 from tilegen.emit.render import render
 from tilegen.kernels import passes
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.masks.score import bias, sinks
-from tilegen.model.traffic import traffic
+from tilegen.model.traffic import traffic_of
 from tilegen.problem import AttentionProblem, DType
 
 SPLIT: dict[Kernel, TileConfig] = {
@@ -111,7 +112,7 @@ def test_a_second_number_of_each_row_is_counted(family: str) -> None:
     for name, config in configs.items():
         before = next((configs[one] for one in BEFORE.get(name, ()) if one in configs), None)
         score_width = width or config.block_n
-        expected = traffic(problem, config, name, score_width=score_width, before=before)
+        expected = traffic_of(tiled(name, problem, config, joined=before), score_width=score_width)
         if name != "bwd_preprocess":
             found = moved[name].read_bytes, moved[name].write_bytes
             assert found == (expected.read_bytes, expected.write_bytes), name

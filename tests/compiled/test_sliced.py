@@ -13,13 +13,14 @@ import torch
 from tests import sliced
 from tests.counted import counting_all
 from tests.problems import PROBLEMS
+from tests.tasks import tiled
 from tilegen.check.reference import make_inputs
 from tilegen.check.verification import check, require, run, verify
 from tilegen.emit.render import render
 from tilegen.kernels import passes
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.masks import parse_mask
-from tilegen.model.traffic import traffic
+from tilegen.model.traffic import traffic_of
 from tilegen.problem import AttentionProblem
 
 FAMILIES = {"small_cache": sliced.SMALL_CACHE, "streamed": sliced.STREAMED}
@@ -165,17 +166,15 @@ def test_counted_bytes_equal_the_formula(mask: str) -> None:
         for panel_rows in (1, 1 << 20):
             found = counted(problem, configs, aligned=aligned, panel_rows=panel_rows)
             for kernel, config in configs.items():
-                expected = traffic(
-                    problem,
-                    config,
-                    kernel,
+                expected = traffic_of(
+                    tiled(kernel, problem, config),
                     aligned=aligned,
                     panel_rows=panel_rows,
                     score_width=configs["fwd_scores"].block_n,
                 )
                 assert found[kernel] == (expected.read_bytes, expected.write_bytes), kernel
         streamed = counted(problem, sliced.STREAMED, aligned=aligned, panel_rows=1)
-        expected = traffic(problem, sliced.STREAMED["fwd_streamed"], "fwd_streamed")
+        expected = traffic_of(tiled("fwd_streamed", problem, sliced.STREAMED["fwd_streamed"]))
         assert streamed["fwd_streamed"] == (expected.read_bytes, expected.write_bytes)
 
 

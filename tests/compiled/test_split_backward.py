@@ -15,6 +15,7 @@ from tests.compiled.test_scores import SCORES, made_from
 from tests.counted import counting
 from tests.mask_zoo import FORMS, Case
 from tests.splits import backward
+from tests.tasks import tiled
 from tilegen.check.reference import Inputs, make_inputs
 from tilegen.check.verification import check, require, run, verify
 from tilegen.emit.render import render
@@ -24,7 +25,7 @@ from tilegen.masks import Mask, block_sparse, causal, kv_lengths, parse_mask
 from tilegen.masks.dropout import Dropout
 from tilegen.masks.score import Score, sinks, softcap
 from tilegen.masks.shapes import Shape
-from tilegen.model.traffic import traffic
+from tilegen.model.traffic import traffic_of
 from tilegen.problem import AttentionProblem, DType
 from tilegen.runtime.binding import BoundKernel
 
@@ -172,7 +173,7 @@ def moves_what_the_model_says(
             launch = bound.given(problem.mask, Shape.of(x.q, x.k), x.q.device, its)
             made = launch(*given)
             before = configs[f"bwd_{result}_split"]
-            expected = traffic(problem, config, name, aligned=False, before=before)
+            expected = traffic_of(tiled(name, problem, config, joined=before), aligned=False)
             assert found.write_bytes == expected.write_bytes, (name, problem.key)
             if not (lists and name.endswith("split")):
                 assert found.read_bytes == expected.read_bytes, (name, problem.key)

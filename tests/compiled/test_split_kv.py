@@ -14,13 +14,14 @@ from tests.compiled.test_scores import SCORES, made_from
 from tests.counted import counting
 from tests.mask_zoo import FORMS, Case
 from tests.splits import NAMES, splits
+from tests.tasks import tiled
 from tilegen.check.reference import Inputs, make_inputs
 from tilegen.check.verification import check, require, run, verify
 from tilegen.emit.render import render
 from tilegen.masks import Mask, causal, kv_lengths
 from tilegen.masks.score import Score, alibi, sinks, softcap
 from tilegen.masks.shapes import Shape
-from tilegen.model.traffic import traffic
+from tilegen.model.traffic import traffic_of
 from tilegen.problem import AttentionProblem, DType
 from tilegen.runtime.binding import BoundKernel
 
@@ -158,7 +159,9 @@ def test_bytes_are_what_the_model_says(mask: str) -> None:
             launch, found = counting(render(problem, config, name, aligned=False))
             made = launch(*given)
             given = (*(made or ()), out, lse)
-            expected = traffic(problem, config, name, aligned=False, before=configs[NAMES[0]])
+            expected = traffic_of(
+                tiled(name, problem, config, joined=configs[NAMES[0]]), aligned=False
+            )
             counted = found.read_bytes, found.write_bytes
             assert counted == (expected.read_bytes, expected.write_bytes), (name, lengths)
 
@@ -173,7 +176,10 @@ def test_splits_of_lists_are_counted_as_they_are_visited() -> None:
         bound = BoundKernel(counted, problem.mask, NAMES[0], config)
         launch = bound.given(problem.mask, Shape.of(x.q, x.k), x.q.device)
         launch(x.q, x.k, x.v, 0.1)
-        assert found.write_bytes == traffic(problem, config, NAMES[0], aligned=False).write_bytes
+        assert (
+            found.write_bytes
+            == traffic_of(tiled(NAMES[0], problem, config), aligned=False).write_bytes
+        )
 
 
 def test_verify_takes_the_family() -> None:

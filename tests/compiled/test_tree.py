@@ -13,6 +13,7 @@ import tilegen
 from tests.compiled.test_paged import configs, expected_of
 from tests.counted import counted, counting, predicted
 from tests.splits import NAMES, splits
+from tests.tasks import tiled
 from tilegen.check.reference import make_inputs
 from tilegen.check.verification import require, verify
 from tilegen.cpu.checks import Traffic
@@ -21,7 +22,7 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.masks import Mask
 from tilegen.masks.score import Score, alibi, sinks, softcap
 from tilegen.masks.shapes import Shape
-from tilegen.model.traffic import traffic
+from tilegen.model.traffic import traffic_of
 from tilegen.problem import AttentionProblem
 from tilegen.runtime.binding import BoundKernel
 
@@ -61,7 +62,7 @@ def test_bytes_are_what_the_model_says(kernel: Kernel, window: tuple[int, int] |
         backward = (x.dout, rows, rows) if kernel.startswith("bwd") else ()
         launch, found = bound(problem, config, kernel, mask)
         launch(x.q, x.k, x.v, *backward, 0.1)
-        expected = traffic(problem, config, kernel, aligned=False)
+        expected = traffic_of(tiled(kernel, problem, config), aligned=False)
         assert (found.read_bytes, found.write_bytes) == (expected.read_bytes, expected.write_bytes)
 
 

@@ -7,13 +7,14 @@ from collections.abc import Iterator
 import pytest
 
 from tests.counted import moved_by
+from tests.tasks import tiled
 from tests.two_sweeps import FWD_TWO_SWEEPS, registered
 from tilegen import gpu
 from tilegen.check.reference import make_inputs
 from tilegen.check.verification import require, verify
 from tilegen.emit.render import render
 from tilegen.kernels.config import TileConfig
-from tilegen.model.traffic import traffic
+from tilegen.model.traffic import traffic_of
 from tilegen.problem import AttentionProblem
 from tilegen.tuning.bench import Timed, check_config
 
@@ -34,7 +35,7 @@ def test_it_is_right_and_moves_what_its_record_says(mask: str) -> None:
     assert check_config(problem, NAME, CONFIG) is None
     x = make_inputs(problem)
     found = moved_by(render(problem, CONFIG, NAME, aligned=False), x.q, x.k, x.v, 0.1)
-    expected = traffic(problem, CONFIG, NAME)
+    expected = traffic_of(tiled(NAME, problem, CONFIG))
     assert found == (expected.read_bytes, expected.write_bytes)
 
 

@@ -17,7 +17,7 @@ from tests.score_inputs import HEADS, SLOPES, random
 from tilegen import pipeline
 from tilegen.check.reference import make_inputs
 from tilegen.check.verification import require, verify
-from tilegen.choose import known
+from tilegen.choose import records
 from tilegen.errors import WrongResult
 from tilegen.gpus import spec
 from tilegen.gpus.spec import gpu
@@ -162,7 +162,7 @@ def test_a_call_that_tunes_takes_any_score(
     monkeypatch.setenv("TILEGEN_TUNE", "1")
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(spec, "detect", lambda *_: h200)
-    monkeypatch.setattr(known, "TUNE_SECONDS", 1e-6)
+    monkeypatch.setattr(records, "TUNE_SECONDS", 1e-6)
     monkeypatch.setattr(pipeline, "choose", lambda *a, **_: choose(*a, may_tune=True))
     monkeypatch.setattr(bench, "DEVICE", "cpu")
     monkeypatch.setattr(bench, "measure", measure)

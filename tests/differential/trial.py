@@ -25,7 +25,7 @@ from tests.differential.requests import Packing, attend_pages, attend_varlen, in
 from tilegen import pipeline
 from tilegen.check.reference import TORCH_DTYPES, Inputs, make_inputs
 from tilegen.check.verification import judge
-from tilegen.choose.known import Known
+from tilegen.choose.records import Records
 from tilegen.compiling.workers import Pool
 from tilegen.cpu import executable
 from tilegen.emit.identity import RenderedKernel
@@ -146,9 +146,9 @@ def _kernels(problem: Problem, asked: list[RenderedKernel]) -> Generator[None]:
         assert family is not None, f"no {direction} among {names}"
         return family.names
 
-    def agreed(known: Known, kernel: Kernel) -> TileConfig:
+    def agreed(records: Records, kernel: Kernel) -> TileConfig:
         config = TileConfig.parse(problem.configs[kernel])
-        if config.heads > packed_heads(known.problem):  # mask or score tell heads apart
+        if config.heads > packed_heads(records.problem):  # mask or score tell heads apart
             config = replace(config, block_m=config.rows, heads=1)
         return config
 
@@ -163,7 +163,7 @@ def _kernels(problem: Problem, asked: list[RenderedKernel]) -> Generator[None]:
         stack.enter_context(mock.patch.dict(os.environ, invariant))
         if names:
             stack.enter_context(mock.patch.object(pipeline, "kernels_used", kernels_used))
-            stack.enter_context(mock.patch.object(Known, "agreed", agreed))
+            stack.enter_context(mock.patch.object(Records, "agreed", agreed))
         yield
     plans.forget()
 

@@ -10,7 +10,7 @@ import sympy
 from typer.testing import CliRunner
 
 from tilegen.choose.families import family, kernels_of, ranked_families
-from tilegen.choose.ranking import propose
+from tilegen.choose.ranker import propose
 from tilegen.cli.main import app
 from tilegen.errors import Unsupported
 from tilegen.explaining.explanation import direction_of, explain, explain_all
@@ -24,6 +24,7 @@ from tilegen.kernels.spec import Direction
 from tilegen.model.bounds import lower_bound_bytes
 from tilegen.model.traffic import terms_of
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask, PassTask
 
 LARGE = "b2 hq8 hkv2 q1000 d128/64 bf16 causal"
 SMALL = "hq6 hkv2 q3000 kv5000 d576/512 bf16 causal"  # several panels a head group
@@ -38,7 +39,7 @@ def parse(text: str) -> AttentionProblem:
 
 @cache  # tests read it, and none changes it
 def told(text: str, kernel: Kernel, spec: GpuSpec = H200) -> dict[str, Any]:
-    return explain(parse(text), spec, kernel)
+    return explain(KernelTask.of(kernel, parse(text), spec))
 
 
 @cache
@@ -48,7 +49,7 @@ def told_of_pass(text: str, direction: Direction, spec: GpuSpec = H200) -> dict[
 
 @cache
 def told_of_all(text: str) -> list[dict[str, Any]]:
-    return explain_all(parse(text), H200, kernels_of(parse(text), H200))
+    return explain_all(parse(text), H200, kernels_of(parse(text), H200), by_model=True)
 
 
 def value(text: str, values: dict[str, float]) -> float:
@@ -108,7 +109,7 @@ def test_rows_that_stream_more_than_once_are_said() -> None:
 def test_small_cache_kernels_have_a_number_for_dram_and_no_formula() -> None:
     for kernel in sorted(name for name, one in KERNELS.items() if one.sliced):
         dram = told(SMALL, kernel)["dram"]
-        cost = propose(parse(SMALL), H200, kernel=kernel, top=1)[0].estimate
+        cost = propose(KernelTask.of(kernel, parse(SMALL), H200), top=1)[0].estimate
         assert (dram["bytes"], dram["formulas"], dram["wave"]) == (cost.dram_bytes, [], None)
         assert (dram["ratio"] is None) == (kernel != "fwd_streamed")
 
@@ -119,7 +120,7 @@ def test_the_bound_that_applies_is_the_largest(kernel: Kernel, text: str) -> Non
     bound = told(text, kernel)["bound"]
     each = {one["name"]: value(one["text"], bound["values"]) for one in bound["formulas"]}
     assert each == pytest.approx(bound["each"])
-    assert bound["bytes"] == lower_bound_bytes(parse(text), H200, kernel)
+    assert bound["bytes"] == lower_bound_bytes(KernelTask.of(kernel, parse(text), H200))
     assert bound["bytes"] == pytest.approx(max(each.values()), abs=1)
     assert each[bound["applies"]] == max(each.values())
     assert bound["ratio"] >= 1
@@ -177,7 +178,7 @@ def test_a_pass_sums_up_its_kernels(text: str, direction: Direction) -> None:
         assert way[key] == sum(one["traffic"][key] for one in explained)
     assert way["seconds"] == pytest.approx(sum(one["time"]["seconds"] for one in explained))
     moved = way["read_bytes"] + way["write_bytes"]
-    assert way["bound"]["ratio"] == moved / lower_bound_bytes(problem, H200, direction)
+    assert way["bound"]["ratio"] == moved / lower_bound_bytes(PassTask.of(direction, problem, H200))
     assert way["bound"]["ratio"] >= 1
     ranked = ranked_families(problem, H200, direction)
     assert [(one["family"], one["seconds"]) for one in way["families"]] == [
@@ -247,7 +248,7 @@ def test_other_masks_are_those_that_the_problem_has_not() -> None:
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_the_next_best_are_slower_and_it_is_said_why(kernel: Kernel) -> None:
     problem = parse(SMALL)
-    ranked = propose(problem, H200, kernel=kernel, top=4)
+    ranked = propose(KernelTask.of(kernel, problem, H200), top=4)
     others = told(SMALL, kernel)["next_best"]
     assert [one["config"] for one in others] == [one.config.key for one in ranked[1:]]
     best = ranked[0].estimate
@@ -265,7 +266,7 @@ def test_the_next_best_are_slower_and_it_is_said_why(kernel: Kernel) -> None:
 
 def test_a_config_of_ones_own_is_compared_with_better_ones() -> None:
     config = TileConfig(block_m=16, block_n=16, num_warps=4, num_stages=1)
-    found = explain(parse(LARGE), H200, "fwd", config)
+    found = explain(KernelTask.of("fwd", parse(LARGE), H200), config)
     assert found["config"]["block_m"] == 16
     assert all(one["slowdown"] < 1 for one in found["next_best"])
     assert all(one["term_seconds"] < 0 for one in found["next_best"])
@@ -277,9 +278,9 @@ def test_a_config_of_another_kind_of_kernel_is_refused() -> None:
         TileConfig(block_m=64, block_n=64, block_d=64),
     )
     with pytest.raises(Unsupported, match="block_d of fwd_values"):
-        explain(parse(SMALL), H200, "fwd_values", whole)
+        explain(KernelTask.of("fwd_values", parse(SMALL), H200), whole)
     with pytest.raises(Unsupported, match="holds head dims whole"):
-        explain(parse(SMALL), H200, "fwd", sliced)
+        explain(KernelTask.of("fwd", parse(SMALL), H200), sliced)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +290,7 @@ def test_a_config_of_another_kind_of_kernel_is_refused() -> None:
 def test_a_config_that_cannot_fit_has_no_time(name: str, needs: str) -> None:
     config = TileConfig(block_m=256, block_n=256, num_warps=8, num_stages=5)
     with pytest.raises(Unsupported, match=f"fits on {name}, got m256n256w8s5: fwd .*{needs}"):
-        explain(parse("hq8 q4096 d512 bf16 causal"), gpu(name), "fwd", config)
+        explain(KernelTask.of("fwd", parse("hq8 q4096 d512 bf16 causal"), gpu(name)), config)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -347,7 +348,7 @@ def test_json_is_finite_and_has_stable_keys() -> None:
 
 
 def test_latex_has_every_formula_and_is_balanced() -> None:
-    explained = explain_all(parse(LARGE), H200, ("fwd", "bwd_dkdv"))
+    explained = explain_all(parse(LARGE), H200, ("fwd", "bwd_dkdv"), by_model=True)
     shown = "\n".join(latex_of_all(explained, with_passes=True))
     assert run(LARGE, "--gpu", "h200", "--kernel", "fwd", "--latex").count("align*") == 8
     for one in explained:

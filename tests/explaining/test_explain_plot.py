@@ -10,15 +10,17 @@ import numpy as np
 import pytest
 
 from tests.explaining.test_explain import DIRECTIONS, H200, LARGE, SMALL, parse, run
+from tests.tasks import task
 from tilegen.choose.families import kernels_of
-from tilegen.choose.ranking import propose
+from tilegen.choose.ranker import propose
 from tilegen.errors import Unsupported
 from tilegen.explaining.explanation import explain_all
 from tilegen.explaining.pass_choice import explain_pass
 from tilegen.explaining.plot import curves, draw
 from tilegen.kernels.config import Kernel
 from tilegen.kernels.spec import Direction
-from tilegen.model.traffic import visits
+from tilegen.model.visits import visits_of
+from tilegen.task import KernelTask
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -44,7 +46,7 @@ def test_real_tiles_lie_above_the_best_ones() -> None:
     for text in (LARGE, "hq8 hkv2 q4096 d128 bf16 window(255,0)"):
         problem = parse(text)
         found = curves(problem, H200, "forward")
-        cost = propose(problem, H200, kernel="fwd", top=1)[0].estimate
+        cost = propose(KernelTask.of("fwd", problem, H200), top=1)[0].estimate
         best = np.interp(H200.on_chip_bytes, found.memory, found.large_cache)
         assert cost.read_bytes + cost.write_bytes >= best
 
@@ -55,7 +57,7 @@ def test_curves_count_what_tiles_visit_under_a_mask() -> None:
     found = curves(problem, H200, "forward")
     for size in (2**18, 2**19, 2**20):
         block_m = int((size / 2 - 256) / (2 * 1 + 2 * 128 + 2 * 2 + 128))  # at B_c = 1, alpha = 2
-        rows = visits(problem, block_m, 1, "fwd").rows
+        rows = visits_of(task("fwd", problem), block_m, 1).rows
         moved = 8 * (8192 * (256 * 2 + 4) + rows * 256 * 2)
         shown = np.interp(size, found.memory, found.large_cache)
         assert shown == pytest.approx(moved, rel=0.05)
@@ -80,7 +82,12 @@ def test_a_plot_has_traffic_roofline_and_mask_for_each_pass(
     saved: list[Any] = []
     monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: saved.append(self))
     problem = parse(SMALL)
-    draw(problem, H200, explain_all(problem, H200, kernels_of(problem, H200)), tmp_path / "a.png")
+    draw(
+        problem,
+        H200,
+        explain_all(problem, H200, kernels_of(problem, H200), by_model=True),
+        tmp_path / "a.png",
+    )
     (drawn,) = saved
     assert len(drawn.axes) == 6
     traffic, roofline = drawn.axes[:2]
@@ -91,7 +98,7 @@ def test_a_plot_has_traffic_roofline_and_mask_for_each_pass(
     assert set(mark.get_xdata()) == {H200.on_chip_bytes}
     labels = " ".join(text.get_text() for text in roofline.get_legend().get_texts())
     assert "L2 9.4 TB/s" in labels
-    best = propose(problem, H200, kernel="fwd_scores", top=1)[0]
+    best = propose(KernelTask.of("fwd_scores", problem, H200), top=1)[0]
     assert best.config.key in labels
     (points,) = (line for line in roofline.lines if line.get_label() == "fwd_scores, L2")
     cost = best.estimate
@@ -111,7 +118,7 @@ def test_the_mask_has_tiles_of_a_kernel_that_visits_them(
     saved: list[Any] = []
     monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: saved.append(self))
     problem = parse("hq2 q256 d64 bf16 causal")
-    told = explain_all(problem, H200, kernels)
+    told = explain_all(problem, H200, kernels, by_model=True)
     draw(problem, H200, told, tmp_path / "a.png")
     axes = saved[0].axes[2]
     if len(kernels) == 1:
@@ -138,13 +145,13 @@ def test_a_plot_that_is_cut_short_leaves_the_one_before(
 
     monkeypatch.setattr(figure.Figure, "savefig", cut_short)
     with pytest.raises(KeyboardInterrupt):
-        draw(problem, H200, explain_all(problem, H200, ("fwd",)), file)
+        draw(problem, H200, explain_all(problem, H200, ("fwd",), by_model=True), file)
     assert file.read_bytes() == b"the one before"
 
 
 def test_plot_errors_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     problem = parse(LARGE)
-    explained = explain_all(problem, H200, ("fwd",))
+    explained = explain_all(problem, H200, ("fwd",), by_model=True)
     with pytest.raises(Unsupported, match=r"end in \.png, \.svg, \.pdf"):
         draw(problem, H200, explained, tmp_path / "plot.gif")
     with pytest.raises(Unsupported, match="no folder"):

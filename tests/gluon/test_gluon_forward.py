@@ -10,6 +10,9 @@ from contextlib import suppress
 
 import pytest
 
+from tests.tasks import task
+from tilegen.model.visits import visits_of
+
 pytest.importorskip("greenlet", reason="greenlet, which runs partitions in the memory model")
 
 from tests.conftest import CheckGolden
@@ -64,10 +67,9 @@ def problem(case: Case) -> AttentionProblem:
 def read(case: Case) -> int:
     """Return the bytes that a program for each 128 query rows reads: its queries, and the keys and
     values that any of them sees, in whole tiles inside of the sequence."""
-    from tilegen.model.traffic import visits
 
     its, whole = case.kernel, problem(case)
-    streamed = visits(whole, 128, its.block_n, "fwd").rows
+    streamed = visits_of(task("fwd", whole), 128, its.block_n).rows
     heads = case.batch * case.heads
     return heads * its.head_dim * 2 * int(case.rows + 2 * streamed)
 

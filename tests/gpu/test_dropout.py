@@ -10,11 +10,12 @@ import tilegen
 from tests.sizes import sized
 from tilegen.check.reference import attention_reference
 from tilegen.check.verification import require, verify
-from tilegen.choose.ranking import propose
+from tilegen.choose.ranker import propose
 from tilegen.gpus.spec import detect
 from tilegen.kernels.registry import BACKWARD, FORWARD, LARGE_CACHE
 from tilegen.masks.dropout import Dropout
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask
 
 SMALL_CACHE = (*FORWARD["small_cache"].names, *BACKWARD["small_cache"].names)
 
@@ -27,7 +28,9 @@ def test_agrees_with_the_reference(dtype: str, kernels: tuple[str, ...]) -> None
     spec = detect()
     assert spec
     require(
-        verify(problem, {k: propose(problem, spec, kernel=k, top=1)[0].config for k in kernels})
+        verify(
+            problem, {k: propose(KernelTask.of(k, problem, spec), top=1)[0].config for k in kernels}
+        )
     )
 
 

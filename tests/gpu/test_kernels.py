@@ -20,7 +20,7 @@ from tests.sizes import sized
 from tilegen.check import verification
 from tilegen.check.reference import Inputs
 from tilegen.check.reference import make_inputs as make_strided_inputs
-from tilegen.choose.ranking import propose
+from tilegen.choose.ranker import propose
 from tilegen.emit.identity import is_aligned
 from tilegen.emit.render import render
 from tilegen.errors import NoRecord
@@ -31,6 +31,7 @@ from tilegen.kernels.registry import LARGE_CACHE
 from tilegen.pipeline import choose_kernel
 from tilegen.problem import AttentionProblem
 from tilegen.store import look_up
+from tilegen.task import KernelTask
 from tilegen.tuning.bench import safe
 from tilegen.tuning.tuner import tune
 
@@ -68,7 +69,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def best(problem: AttentionProblem, spec: GpuSpec, rank: int = 0) -> dict[Kernel, TileConfig]:
     """Return the model's choice for every kernel; at another `rank`, or the last there is."""
-    ranked = {k: propose(problem, spec, kernel=k, top=rank + 1) for k in LARGE_CACHE}
+    ranked = {k: propose(KernelTask.of(k, problem, spec), top=rank + 1) for k in LARGE_CACHE}
     return {kernel: candidates[-1].config for kernel, candidates in ranked.items()}
 
 
@@ -240,7 +241,7 @@ def test_tuning_for_half_a_minute_leaves_a_record_that_calls_use(spec: GpuSpec) 
     found = look_up(problem, spec, "fwd")
     assert found is not None
     assert found.record == record
-    chosen = choose_kernel(problem, spec, "fwd")
+    chosen = choose_kernel(KernelTask.of("fwd", problem, spec))
     assert (chosen.config, chosen.source) == (record.config, str(found.file))
 
 

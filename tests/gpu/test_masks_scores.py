@@ -14,7 +14,7 @@ from tests.sizes import sized
 from tilegen.check.reference import attention_reference, make_inputs
 from tilegen.check.rounding import rounding_floors
 from tilegen.check.verification import check, judge, require
-from tilegen.choose.ranking import propose
+from tilegen.choose.ranker import propose
 from tilegen.emit.render import render
 from tilegen.gpus.spec import detect
 from tilegen.kernels.config import Kernel
@@ -22,6 +22,7 @@ from tilegen.kernels.registry import BACKWARD, FORWARD, LARGE_CACHE
 from tilegen.masks import Mask, block_sparse, causal, documents, global_tokens, sliding_window
 from tilegen.masks.score import Score, alibi, bias, relative_bias, sinks, softcap, temperature
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask
 
 SMALL_CACHE = (*FORWARD["small_cache"].names, *BACKWARD["small_cache"].names)
 LENGTH = sized(700, rehearsed=280)  # more than a tile of keys
@@ -57,7 +58,8 @@ def agrees(
     assert spec
     problem = replace(problem, mask=mask.stand_in, score=score and score.form)
     rendered = {
-        k: render(problem, propose(problem, spec, kernel=k, top=1)[0].config, k) for k in kernels
+        k: render(problem, propose(KernelTask.of(k, problem, spec), top=1)[0].config, k)
+        for k in kernels
     }
     require(check(rendered, make_inputs(problem, device="cuda"), mask=mask, score=score))
 

@@ -12,13 +12,14 @@ import tilegen
 from tilegen.check import verification
 from tilegen.check.verification import run_device
 from tilegen.choose.families import kernels_of
-from tilegen.choose.ranking import propose
+from tilegen.choose.ranker import propose
 from tilegen.errors import NoRecord
 from tilegen.gpus.spec import GpuSpec, detect
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import rows_for
 from tilegen.kernels.registry import BACKWARD, FORWARD
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask
 from tilegen.tuning.tuner import tune
 
 SMALL_CACHE = (*FORWARD["small_cache"].names, *BACKWARD["small_cache"].names)
@@ -38,7 +39,7 @@ def spec() -> GpuSpec:
 def best(
     problem: AttentionProblem, spec: GpuSpec, kernels: tuple[Kernel, ...]
 ) -> Mapping[Kernel, TileConfig]:
-    return {k: propose(problem, spec, kernel=k, top=1)[0].config for k in kernels}
+    return {k: propose(KernelTask.of(k, problem, spec), top=1)[0].config for k in kernels}
 
 
 @pytest.mark.parametrize("mask", MASKS)

@@ -14,6 +14,7 @@ from tests import described, interpreting, sliced, splits
 from tests.compiled.test_scores import SCORES, made_from
 from tests.compiled.test_shifted_rows import BEFORE
 from tests.score_inputs import BATCH, HEADS, MASKS
+from tests.tasks import tiled
 from tilegen.check.reference import make_inputs
 from tilegen.check.verification import check, require, verify
 from tilegen.emit.kernel_files import load
@@ -21,7 +22,7 @@ from tilegen.emit.render import render
 from tilegen.kernels import passes
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import LARGE_CACHE
-from tilegen.model.traffic import traffic
+from tilegen.model.traffic import traffic_of
 from tilegen.problem import AttentionProblem
 
 WHOLE_HEADS: dict[Kernel, TileConfig] = dict.fromkeys(
@@ -128,13 +129,10 @@ def test_bytes_are_what_the_model_says(name: str) -> None:
     width = configs["fwd_scores"].block_n if "fwd_scores" in configs else 0
     for kernel, config in configs.items():
         before = next((configs[one] for one in BEFORE.get(kernel, ()) if one in configs), None)
-        expected = traffic(
-            problem,
-            config,
-            kernel,
+        expected = traffic_of(
+            tiled(kernel, problem, config, joined=before),
             aligned=config.descriptors,
             score_width=width or config.block_n,
-            before=before,
         )
         if kernel != "bwd_preprocess":
             assert moved[kernel] == (expected.read_bytes, expected.write_bytes), kernel

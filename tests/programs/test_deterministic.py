@@ -12,11 +12,12 @@ import pytest
 from tests import warm
 from tests.records import A100, H200, PROBLEM, RECORD, UNMEASURED, own, place, record, timed
 from tilegen import pipeline
-from tilegen.choose import agreement
+from tilegen.choose import records
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import TileConfig
 from tilegen.runtime import ranks
 from tilegen.store import Unreachable, save
+from tilegen.task import KernelTask
 from tilegen.tuning import tuner as tune_module
 
 KEY = PROBLEM.key
@@ -31,9 +32,10 @@ for name in ("time", "monotonic", "perf_counter"):
 from tilegen.gpus.spec import gpu
 from tilegen.pipeline import choose_kernel
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask
 for text, kernel in (("{key}", "fwd"), ("{key}", "bwd_dq"), ("hq8 q512 d64 bf16 causal", "fwd")):
     problem = AttentionProblem.parse(text)
-    print(choose_kernel(problem, gpu("h200"), kernel, may_tune=True).config.key)
+    print(choose_kernel(KernelTask.of(kernel, problem, gpu("h200")), may_tune=True).config.key)
 """
 
 
@@ -89,11 +91,11 @@ def test_it_never_tunes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         raise Unsupported("no GPU")
 
     monkeypatch.setattr(tune_module, "tune", tune)
-    pipeline.choose_kernel(PROBLEM, H200, "fwd", may_tune=True, deterministic=True)
+    pipeline.choose_kernel(KernelTask.of("fwd", PROBLEM, H200), may_tune=True, deterministic=True)
     monkeypatch.setenv("TILEGEN_DETERMINISTIC", "1")
-    pipeline.choose_kernel(PROBLEM, H200, "fwd", may_tune=True)
+    pipeline.choose_kernel(KernelTask.of("fwd", PROBLEM, H200), may_tune=True)
     assert asked == []
-    pipeline.choose_kernel(PROBLEM, H200, "fwd", may_tune=True, deterministic=False)
+    pipeline.choose_kernel(KernelTask.of("fwd", PROBLEM, H200), may_tune=True, deterministic=False)
     assert asked == ["tune"], "the argument counts more than the environment"
 
 
@@ -111,10 +113,10 @@ def test_a_borrowed_record_or_a_guess_does_not_keep_a_call_from_tuning(
         raise Unsupported("no GPU")
 
     monkeypatch.setattr(tune_module, "tune", tune)
-    chosen = pipeline.choose_kernel(PROBLEM, H200, "fwd", may_tune=True)
+    chosen = pipeline.choose_kernel(KernelTask.of("fwd", PROBLEM, H200), may_tune=True)
     assert (chosen.config, asked) == (RECORD.config, ["fwd"])
     assert chosen.source.endswith(", borrowed from h100")
-    pipeline.choose_kernel(PROBLEM, H200, "bwd_dq", may_tune=True)
+    pipeline.choose_kernel(KernelTask.of("bwd_dq", PROBLEM, H200), may_tune=True)
     assert asked == ["fwd", "bwd_dq"]
 
 
@@ -123,11 +125,11 @@ def test_a_location_that_does_not_answer_is_an_error(
 ) -> None:
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TILEGEN_CACHE_PATH", str(tmp_path / "not-mounted"))
-    assert pipeline.choose_kernel(PROBLEM, H200, "fwd", deterministic=False)
+    assert pipeline.choose_kernel(KernelTask.of("fwd", PROBLEM, H200), deterministic=False)
     with pytest.raises(
         Unreachable, match=r"not-mounted' to answer, since all ranks .* not a folder"
     ):
-        pipeline.choose_kernel(PROBLEM, H200, "fwd", deterministic=True)
+        pipeline.choose_kernel(KernelTask.of("fwd", PROBLEM, H200), deterministic=True)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -150,7 +152,9 @@ try:
     told = {f"{kernel} {key}": config.key for (kernel, key), config in chosen.items()}
     for (kernel, key), config in chosen.items():
         from tilegen.problem import AttentionProblem
-        used = pipeline.choose_kernel(AttentionProblem.parse(key), gpu(which), kernel)
+        from tilegen.task import KernelTask
+        task = KernelTask.of(kernel, AttentionProblem.parse(key), gpu(which))
+        used = pipeline.choose_kernel(task)
         assert (used.config, used.source) == (config, "all ranks agreed"), used
 except TilegenError as error:
     told = str(error)
@@ -208,8 +212,9 @@ def test_without_a_process_group_it_says_what_to_do() -> None:
 
 def test_agreement_is_about_one_gpu_and_one_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     config = TileConfig.parse("m16n16w4s1")
-    monkeypatch.setattr(agreement, "_agreed", {("h200", "fwd", KEY): config})
-    chosen = pipeline.choose_kernel(PROBLEM, H200, "fwd")
+    monkeypatch.setattr(records, "_agreed", {("h200", "fwd", KEY): config})
+    chosen = pipeline.choose_kernel(KernelTask.of("fwd", PROBLEM, H200))
     assert (chosen.config, chosen.source) == (config, "all ranks agreed")
-    assert agreement.agreed(PROBLEM, A100, "fwd") is None
-    assert agreement.agreed(PROBLEM, H200, "bwd_dq") is None
+    assert records.Records(PROBLEM, H200).agreed("fwd") == config
+    assert records.Records(PROBLEM, A100).agreed("fwd") is None
+    assert records.Records(PROBLEM, H200).agreed("bwd_dq") is None

@@ -82,12 +82,13 @@ def test_every_setting_is_in_the_readme_and_there_are_few() -> None:
 
 
 def test_shown_output_of_explain_is_real() -> None:
-    from tilegen.explaining.explanation import explain
+    from tilegen.explaining.explanation import explain_all
     from tilegen.explaining.text import explain_lines
     from tilegen.gpus.spec import gpu
 
     problem = AttentionProblem.parse("b4 hq32 hkv8 q4096 d128 bf16 causal")
-    lines = explain_lines(explain(problem, gpu("h200"), "fwd"))
+    (told,) = explain_all(problem, gpu("h200"), ["fwd"])
+    lines = explain_lines(told)
     (shown,) = blocks("console", EXPLAINING)
     assert [line.rstrip() for line in shown.splitlines()[1:]] == [line.rstrip() for line in lines]
 

@@ -17,13 +17,14 @@ from tests import warm
 from tests.fleet_workers import JOB, SPACE, measured
 from tests.postgres import Server, postgres
 from tests.replay import Replay, run
-from tilegen.choose.ranking import ranked_space
+from tilegen.choose.ranker import ranked_space
 from tilegen.fleet.status import progress
 from tilegen.fleet.storage import StorageBroken, open_storage
 from tilegen.store import Location, TuningRecord, look_up
 from tilegen.store.places import read_trials
 from tilegen.store.trials import trials_path
 from tilegen.store.versions import current_versions
+from tilegen.task import KernelTask
 
 RUNS = [config for config in SPACE if not str(Replay().table[config.key]).startswith("launch_")]
 """A failed launch may be another's doing: who publishes tries it once more."""
@@ -55,7 +56,7 @@ class Fleet(warm.Program):
 
 def alone() -> TuningRecord:
     """Return what `tune` finds by itself."""
-    _, candidates = ranked_space(JOB.problem, JOB.gpu, JOB.kernel, SPACE)
+    _, candidates = ranked_space(KernelTask.of(JOB.kernel, JOB.problem, JOB.gpu), SPACE)
     return run(Replay(), candidates=candidates, space=SPACE)
 
 

@@ -76,10 +76,11 @@ def test_order_is_the_same_each_time() -> None:
     code = (
         "from tilegen.gpus.spec import gpu\n"
         "from tilegen.problem import AttentionProblem\n"
-        "from tilegen.choose.ranking import propose\n"
+        "from tilegen.choose.ranker import propose\n"
+        "from tilegen.task import KernelTask\n"
         f"problem = AttentionProblem.parse({PROBLEM!r})\n"
         "for kernel in ('fwd', 'bwd_dkdv', 'bwd_dq', 'bwd_preprocess'):\n"
-        "    print([c.config.key for c in propose(problem, gpu('h200'), kernel=kernel)])\n"
+        "    print([c.config.key for c in propose(KernelTask.of(kernel, problem, gpu('h200')))])\n"
     )
     runs = {warm.output(code, seed=seed) for seed in (1, 2)}
     assert len(runs) == 1

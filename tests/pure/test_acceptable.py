@@ -9,9 +9,8 @@ import pytest
 
 from tests.used import used
 from tilegen import pipeline
-from tilegen.choose.chosen import Ranked
-from tilegen.choose.fastest import KernelModel
-from tilegen.choose.ranking import hopefuls, propose, seconds_as_compiled
+from tilegen.choose.choice import Ranked
+from tilegen.choose.ranker import by_lower_bound, propose, time_as_compiled
 from tilegen.compiling import compiler
 from tilegen.compiling.acceptable import MOST_LOCAL, acceptable, first_that_fits, objection
 from tilegen.emit.identity import RenderedKernel
@@ -23,8 +22,10 @@ from tilegen.model.estimate import Candidate
 from tilegen.model.footprint import footprint
 from tilegen.model.on_chip import MOST_SPILLED, SPILL_DOUBT, Footprint
 from tilegen.model.resources import Resources, StepCode
-from tilegen.pipeline import ASKED, CLOSE, TRIED
+from tilegen.model.time import time
+from tilegen.pipeline import ENOUGH, MAX_COMPILES, MIN_GAIN
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask, Tiled
 from tilegen.tuning import bench
 
 H200 = gpu("h200")
@@ -91,11 +92,11 @@ def test_a_binary_that_waits_for_each_product_is_refused_whatever_it_spills() ->
 
 def test_machine_code_ranks_what_was_compiled() -> None:
     config = TileConfig.parse("m64n128w8s2")
-    asked = PROBLEM, H200, config, "bwd_dkdv"
+    tiled = Tiled.of("bwd_dkdv", PROBLEM, H200, config)
 
     def seconds(**changes: int) -> float:
         built = used(shared_bytes=131584, step_code=replace(STEP, **changes))
-        return seconds_as_compiled(*asked, built)
+        return time_as_compiled(tiled, built).seconds
 
     as_it_is = seconds()
     assert seconds(local=0) < as_it_is < seconds(exposed=STEP.instructions)
@@ -123,11 +124,10 @@ def test_predicted_spills_are_what_registers_lack() -> None:
 
 def test_what_spills_more_takes_longer() -> None:
     config = TileConfig.parse("m64n128w8s2")
-    needs = footprint(PROBLEM, config, "bwd_dkdv", "sm_90")
-    model = KernelModel(PROBLEM, H200, "bwd_dkdv")
+    tiled = Tiled.of("bwd_dkdv", PROBLEM, H200, config)
+    needs = footprint(tiled)
     seconds = [
-        model.time(config, replace(needs, registers=255 + spilled // 4)).seconds
-        for spilled in (0, 8, 120)
+        time(tiled, replace(needs, registers=255 + spilled // 4)).seconds for spilled in (0, 8, 120)
     ]
     assert seconds == sorted(set(seconds))
     assert seconds[2] < 1.2 * seconds[0]
@@ -156,7 +156,7 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[TileConfig
 
 
 def hopeful() -> list[Candidate]:
-    return hopefuls(PROBLEM, H200, kernel="bwd_dq", top=ASKED)
+    return by_lower_bound(KernelTask.of("bwd_dq", PROBLEM, H200), top=MAX_COMPILES)
 
 
 def test_a_call_takes_what_is_fastest_as_compiled(
@@ -165,11 +165,11 @@ def test_a_call_takes_what_is_fastest_as_compiled(
     """Candidates come in the order of their times without spilling; a spill is then added."""
     ranked = hopeful()
     proposals = [one.config for one in ranked]
-    first = propose(PROBLEM, H200, kernel="bwd_dq", top=1)[0].config
-    assert pipeline.choose_kernel(PROBLEM, H200, "bwd_dq").config == first
+    first = propose(KernelTask.of("bwd_dq", PROBLEM, H200), top=1)[0].config
+    assert pipeline.choose_kernel(KernelTask.of("bwd_dq", PROBLEM, H200)).config == first
     assert not compiled, "nothing is compiled unless it may be"
     compiled |= {proposals[0]: 400, proposals[1]: None, proposals[2]: 0}
-    found = pipeline.choose_kernel(PROBLEM, H200, "bwd_dq", may_compile=True)
+    found = pipeline.choose_kernel(KernelTask.of("bwd_dq", PROBLEM, H200), may_compile=True)
     assert (found.config, found.source) == (proposals[2], "the model")
     assert list(compiled) == proposals[:3]
 
@@ -178,19 +178,20 @@ def test_registers_of_a_tile_tell_of_its_other_stages() -> None:
     """Fewer than predicted let more programs share an SM, if they take less shared memory."""
     problem = AttentionProblem.parse("b1 hq32 hkv8 q8192 d64 bf16 window(127,0)")
     tile = TileConfig.parse("m64n32w4s4")
-    asked = hopefuls(problem, H200, kernel="bwd_dq", top=ASKED)
+    task = KernelTask.of("bwd_dq", problem, H200)
+    asked = by_lower_bound(task, top=MAX_COMPILES)
     alike = [one for one in asked if replace(one.config, num_stages=4) == tile]
-    ranked = Ranked("bwd_dq", tuple(one.config for one in alike), "model", "", tuple(alike))
+    ranked = Ranked(task, tuple(one.config for one in alike), "model", "", tuple(alike))
 
     def compiled(registers: int) -> tuple[TileConfig, int]:
-        def compile_(config: TileConfig) -> Resources:
-            needs = footprint(problem, config, "bwd_dq", "sm_90")
+        def compile_(tiled: Tiled) -> Resources:
+            needs = footprint(tiled)
             return used(shared_bytes=needs.smem_bytes, registers=registers, step_code=None)
 
-        found = pipeline.best_acceptable(problem, H200, ranked, compile_)
+        found = pipeline.best_acceptable(ranked, compile_)
         return found.config, len(found.tried)
 
-    predicted = footprint(problem, tile, "bwd_dq", "sm_90").registers
+    predicted = footprint(task.tiled(tile)).registers
     assert compiled(predicted) == (tile, 1)
     assert compiled(96) == (replace(tile, num_stages=3), 2)
 
@@ -199,18 +200,18 @@ def test_a_tile_that_is_slower_as_compiled_is_not_compiled_with_other_stages() -
     """The code of a step is that of its other stages, but for one stage, which has no pipeline."""
     tile = TileConfig.parse("m64n128w8s3")
     stages = [replace(tile, num_stages=number) for number in (3, 4, 2, 1)]
-    (first,) = hopefuls(PROBLEM, H200, kernel="bwd_dkdv", top=1)
+    (first,) = by_lower_bound(KernelTask.of("bwd_dkdv", PROBLEM, H200), top=1)
     alike = tuple(replace(first, config=one) for one in stages)
     asked: list[TileConfig] = []
 
-    def compile_(config: TileConfig) -> Resources:
-        asked.append(config)
-        needs = footprint(PROBLEM, config, "bwd_dkdv", "sm_90")
+    def compile_(tiled: Tiled) -> Resources:
+        asked.append(tiled.config)
+        needs = footprint(tiled)
         code = replace(STEP, exposed=STEP.instructions)
         return used(shared_bytes=needs.smem_bytes, step_code=code)
 
-    ranked = Ranked("bwd_dkdv", tuple(stages), "model", "", alike)
-    found = pipeline.best_acceptable(PROBLEM, H200, ranked, compile_)
+    ranked = Ranked(KernelTask.of("bwd_dkdv", PROBLEM, H200), tuple(stages), "model", "", alike)
+    found = pipeline.best_acceptable(ranked, compile_)
     assert found.seconds[tile] > 1.2 * first.estimate.cost
     assert asked == [stages[0], stages[3]]
 
@@ -220,9 +221,9 @@ def test_what_spills_a_little_is_taken_if_it_is_still_the_fastest(
 ) -> None:
     ranked = hopeful()
     compiled |= {ranked[0].config: 120}
-    found = pipeline.choose_kernel(PROBLEM, H200, "bwd_dq", may_compile=True)
+    found = pipeline.choose_kernel(KernelTask.of("bwd_dq", PROBLEM, H200), may_compile=True)
     seconds = {
-        config: seconds_as_compiled(PROBLEM, H200, config, "bwd_dq", built)
+        config: time_as_compiled(Tiled.of("bwd_dq", PROBLEM, H200, config), built).seconds
         for config, built in found.tried.items()
         if not isinstance(built, BuildFailed)
     }
@@ -232,11 +233,11 @@ def test_what_spills_a_little_is_taken_if_it_is_still_the_fastest(
     order = [one for one in ranked if one.config in seconds]
     for at, one in enumerate(order[1:], 1):
         in_hand = min(seconds[before.config] for before in order[:at])
-        assert in_hand > (1 + CLOSE) * one.estimate.seconds
-    assert len(found.tried) <= TRIED
-    if len(found.tried) < TRIED:
+        assert in_hand > (1 + MIN_GAIN) * one.estimate.seconds
+    assert len(found.tried) <= ENOUGH
+    if len(found.tried) < ENOUGH:
         following = ranked[len(found.tried)].estimate.seconds
-        assert min(seconds.values()) <= (1 + CLOSE) * following
+        assert min(seconds.values()) <= (1 + MIN_GAIN) * following
 
 
 def test_where_nothing_compiles_the_launch_says_why(
@@ -244,7 +245,7 @@ def test_where_nothing_compiles_the_launch_says_why(
 ) -> None:
     proposals = [one.config for one in hopeful()]
     compiled |= dict.fromkeys(proposals)
-    found = pipeline.choose_kernel(PROBLEM, H200, "bwd_dq", may_compile=True)
+    found = pipeline.choose_kernel(KernelTask.of("bwd_dq", PROBLEM, H200), may_compile=True)
     assert (found.config, found.source) == (proposals[0], "the model")
     assert "compiled nothing ahead" in caplog.text
 
@@ -259,11 +260,12 @@ def test_another_tile_is_compiled_before_the_same_with_other_stages() -> None:
     ]
     asked: list[TileConfig] = []
 
-    def compile(config: TileConfig) -> Resources:
-        asked.append(config)
-        return used(spill_bytes=MOST_SPILLED + 8 if config == wide else 0)
+    def compile(tiled: Tiled) -> Resources:
+        asked.append(tiled.config)
+        return used(spill_bytes=MOST_SPILLED + 8 if tiled.config == wide else 0)
 
-    given = pipeline.Ranked("bwd_dq", tuple(ranked), "model", "the model", tuple(candidates))
-    chosen = pipeline.best_acceptable(PROBLEM, H200, given, compile)
+    task = KernelTask.of("bwd_dq", PROBLEM, H200)
+    given = pipeline.Ranked(task, tuple(ranked), "model", "the model", tuple(candidates))
+    chosen = pipeline.best_acceptable(given, compile)
     assert asked[:2] == [wide, narrow]
     assert chosen.config != wide

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -14,9 +15,11 @@ from typer.testing import CliRunner
 import tilegen
 from tests.records import H200
 from tests.replay import SMALL, Replay
+from tilegen import pipeline
 from tilegen.check.verification import Check
 from tilegen.cli.main import app
 from tilegen.errors import TilegenError, Unsupported
+from tilegen.explaining.explanation import BY_MODEL
 from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem
 from tilegen.tuning.bench import Bench
@@ -67,15 +70,17 @@ def test_no_gpu_given_is_the_one_at_hand_or_the_h200(monkeypatch: pytest.MonkeyP
 
 
 def test_explain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = ("explain", PROBLEM, "--gpu", "h200", "--kernel", "bwd_preprocess")
-    told = tilegen.explain(PROBLEM, "h200", kernel="bwd_preprocess")
+    asked = ("explain", PROBLEM, "--gpu", "h200", "--kernel", "bwd_preprocess", "--model")
+    told = tilegen.explain(PROBLEM, "h200", kernel="bwd_preprocess", by_model=True)
     assert told.text() + "\n" == printed(*asked)
     assert "delta" in told.text()
-    monkeypatch.setattr("tilegen.explaining.explanation.explain_all", lambda *_: list(told.values))
+    monkeypatch.setattr(
+        "tilegen.explaining.explanation.explain_all", lambda *_, **__: list(told.values)
+    )
     assert told.latex() + "\n" == printed(*asked, "--latex")
     assert plain(told.values) == values(*asked)
-    whole = tilegen.explain(PROBLEM, "h200")
-    assert whole.text() + "\n" == printed("explain", PROBLEM, "--gpu", "h200")
+    whole = tilegen.explain(PROBLEM, "h200", by_model=True)
+    assert whole.text() + "\n" == printed("explain", PROBLEM, "--gpu", "h200", "--model")
     assert "backward for" in whole.text()
     drawn: list[Any] = []
     monkeypatch.setattr("tilegen.explaining.plot.draw", lambda *given: drawn.append(given))
@@ -92,22 +97,21 @@ def test_show() -> None:
     assert values(*asked)["digest"] == shown.digest
 
 
-def test_an_explanation_says_where_a_call_may_take_another_tile() -> None:
-    line = "  choice     the model's first; a call takes a record"
-    assert line in tilegen.explain(PROBLEM, "h200", kernel="fwd").text()
-    assert (
-        "  choice "
-        not in tilegen.explain(PROBLEM, "h200", kernel="fwd", config="m64n32w4s2").text()
-    )
-
-
-def test_show_says_where_a_call_may_take_another_tile(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO", logger="tilegen")
-    tilegen.show(PROBLEM, "h200", config="m64n32w4s2")
-    assert not caplog.messages
-    shown = tilegen.show(PROBLEM, "h200")
-    (said,) = caplog.messages
-    assert said.startswith(f"{shown.config.key} is the model's first; a call compiles a few")
+def test_explanations_and_listings_are_of_the_tile_that_a_call_launches() -> None:
+    """The model's first spills here, so a call settles on another tile."""
+    problem = "b4 hq32 hkv8 q4096 d128 bf16 causal"
+    chosen = pipeline.choose(AttentionProblem.parse(problem), H200, may_compile=True)
+    (told,) = tilegen.explain(problem, "h200", kernel="bwd_dkdv").values
+    assert TileConfig(**told["config"]) == chosen["bwd_dkdv"].config
+    assert re.fullmatch(r"the model, the fastest by machine code of \d compiled", told["choice"])
+    assert tilegen.show(problem, "h200", kernel="bwd_dkdv").config == chosen["bwd_dkdv"].config
+    first = tilegen.propose(problem, "h200", kernel="bwd_dkdv", top=1)[0].config
+    assert first != chosen["bwd_dkdv"].config, "choose another problem: this test shows nothing"
+    (told,) = tilegen.explain(problem, "h200", kernel="bwd_dkdv", by_model=True).values
+    assert (TileConfig(**told["config"]), told["choice"]) == (first, BY_MODEL)
+    assert tilegen.show(problem, "h200", kernel="bwd_dkdv", by_model=True).config == first
+    (told,) = tilegen.explain(problem, "h200", kernel="fwd", config="m64n32w4s2").values
+    assert told["choice"] == ""
 
 
 def test_generate_hands_over_what_the_bundle_holds(
@@ -148,7 +152,7 @@ def test_tune(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tilegen.gpus.spec.detect", lambda: H200)
     replay = Replay(SMALL)
     monkeypatch.setattr("tilegen.tuning.tuner.real_bench", lambda *_: Bench(measure=replay))
-    monkeypatch.setattr("tilegen.choose.ranking.ranked_space", lambda *_: (replay.space, []))
+    monkeypatch.setattr("tilegen.choose.ranker.ranked_space", lambda *_: (replay.space, []))
     (record,) = tilegen.tune(PROBLEM, kernel="fwd")
     assert record.config == replay.fastest
     (told,) = values("tune", PROBLEM, "--kernel", "fwd")

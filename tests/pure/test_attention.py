@@ -14,6 +14,7 @@ from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import plans
+from tilegen.task import KernelTask
 from tilegen.tuning.measure import Measurement
 
 pytestmark = pytest.mark.oldest
@@ -124,7 +125,7 @@ def test_choice_takes_the_record_before_the_model(
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
     problem = AttentionProblem.parse("b3 hq8 hkv2 q1000 d64 bf16 causal")
     gpu = tilegen.gpu("h200")
-    chosen = pipeline.choose_kernel(problem, gpu, "fwd")
+    chosen = pipeline.choose_kernel(KernelTask.of("fwd", problem, gpu))
     assert chosen.source == "the model"
     other = replace(chosen.config, num_warps=4 if chosen.config.num_warps == 8 else 8)
     store.save(
@@ -141,10 +142,10 @@ def test_choice_takes_the_record_before_the_model(
             date=store.now(),
         )
     )
-    chosen = pipeline.choose_kernel(problem, gpu, "fwd")
+    chosen = pipeline.choose_kernel(KernelTask.of("fwd", problem, gpu))
     assert chosen.config == other
     assert chosen.source.startswith(str(tmp_path))
-    assert pipeline.choose_kernel(problem, gpu, "bwd_dq").source == "the model"
+    assert pipeline.choose_kernel(KernelTask.of("bwd_dq", problem, gpu)).source == "the model"
 
 
 def test_configs_and_names_of_the_package() -> None:

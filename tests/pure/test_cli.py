@@ -17,7 +17,7 @@ from tests.records import RECORD
 from tilegen import pipeline
 from tilegen.check.verification import Check
 from tilegen.choose.families import kernels_of
-from tilegen.choose.ranking import search_space
+from tilegen.choose.ranker import search_space
 from tilegen.cli import main
 from tilegen.cli.demo import Demo
 from tilegen.cli.main import app
@@ -25,6 +25,7 @@ from tilegen.fleet.jobs import jobs_of
 from tilegen.gpus.spec import gpu
 from tilegen.problem import AttentionProblem
 from tilegen.store.trials import Trial
+from tilegen.task import KernelTask
 from tilegen.tuning.measure import Measurement, summarise
 from tilegen.tuning.trials import TrialLog
 
@@ -291,7 +292,7 @@ def test_tuning_can_be_planned_without_a_gpu(
     monkeypatch.setattr("tilegen.gpus.spec.detect", lambda: None)
     spec, problem = gpu("h200"), AttentionProblem.parse(PROBLEM).bucket
     (job,) = jobs_of([problem], spec, ["fwd"])
-    space = search_space(problem, spec, "fwd")
+    space = search_space(KernelTask.of("fwd", problem, spec))
     log = TrialLog(tmp_path, "h200", "fwd", problem, job.conditions)
     log.append(Trial(config=space[0], measurement=summarise([10.0]), seconds=0.1))
     before = sorted(tmp_path.rglob("*"))

@@ -13,11 +13,12 @@ import tilegen
 from tests.conftest import CheckGolden
 from tests.described import DESCRIBED
 from tests.records import RECORD, timed
+from tests.tasks import tiled
 from tilegen import cpu, pipeline
 from tilegen.bundles import building
-from tilegen.choose.chosen import Chosen, Ranked
-from tilegen.choose.known import Known
-from tilegen.choose.ranking import hopefuls, propose, search_space
+from tilegen.choose.choice import Choice, Ranked
+from tilegen.choose.ranker import by_lower_bound, propose, search_space
+from tilegen.choose.records import Records
 from tilegen.emit.render import render
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import gpu
@@ -30,6 +31,7 @@ from tilegen.runtime import plans
 from tilegen.store import save
 from tilegen.store.fields import parse_json
 from tilegen.store.record import config_from
+from tilegen.task import KernelTask
 
 CONFIG = TileConfig(block_m=64, block_n=128, num_warps=8, descriptors=True)
 LLAMA = AttentionProblem.parse("b4 hq32 hkv8 q4096 d128 bf16 causal")
@@ -126,7 +128,7 @@ def test_a_record_is_used_without_them_where_they_cannot_be(
     recorded("a100", "sm_80")
     plain = replace(CONFIG, descriptors=False)
 
-    def chosen(name: str, **how: bool) -> Chosen:
+    def chosen(name: str, **how: bool) -> Choice:
         return pipeline.choose(LLAMA, gpu(name), "forward", **how)["fwd"]
 
     assert chosen("h200").config == CONFIG
@@ -142,15 +144,17 @@ def test_a_record_is_used_without_them_where_they_cannot_be(
 @pytest.mark.parametrize("kernel", DESCRIBED)
 def test_they_are_proposed_for_tiles_that_would_spill_without(kernel: Kernel) -> None:
     h200 = gpu("h200")
-    found = [one.config for one in hopefuls(LLAMA, h200, kernel=kernel, top=20)]
+    found = [one.config for one in by_lower_bound(KernelTask.of(kernel, LLAMA, h200), top=20)]
     described = [one for one in found if one.descriptors]
     assert found[0] == described[0]
     for one in described:
         plain = without(one)
-        spilled = [footprint(LLAMA, each, kernel, "sm_90").spill_bytes for each in (plain, one)]
+        spilled = [
+            footprint(tiled(kernel, LLAMA, each, "sm_90")).spill_bytes for each in (plain, one)
+        ]
         assert spilled[0] > spilled[1]
         assert plain not in found or found.index(one) < found.index(plain)
-    space = search_space(LLAMA, h200, kernel)
+    space = search_space(KernelTask.of(kernel, LLAMA, h200))
     assert TileConfig.parse("m64n64w4s3t") in space
     for problem, name, describable in (
         (LLAMA, "h200", False),
@@ -158,7 +162,9 @@ def test_they_are_proposed_for_tiles_that_would_spill_without(kernel: Kernel) ->
         (replace(LLAMA, dtype="fp32"), "h200", True),
         (AttentionProblem.parse("b4 hq32 hkv8 q4096 d100 bf16 causal"), "h200", True),
     ):
-        every = propose(problem, gpu(name), kernel=kernel, top=2000, describable=describable)
+        every = propose(
+            KernelTask.of(kernel, problem, gpu(name)), top=2000, describable=describable
+        )
         assert not any(one.config.descriptors for one in every)
 
 
@@ -193,7 +199,7 @@ def test_explain_says_how_tiles_are_loaded() -> None:
 def test_bundles_have_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
 
-    def rank(known: Known, kernel: Kernel, *, describable: bool, may_compile: bool) -> Ranked:
+    def rank(records: Records, task: KernelTask, *, describable: bool, may_compile: bool) -> Ranked:
         asked.append(describable)
         raise Unsupported("enough")
 
@@ -208,7 +214,7 @@ def test_calls_say_what_descriptors_cannot_hold(monkeypatch: pytest.MonkeyPatch)
     """Expanded keys are another kind of call, with kernels of its own."""
     asked: list[bool] = []
 
-    def choose(*_: object, describable: bool, **__: object) -> dict[Kernel, Chosen]:
+    def choose(*_: object, describable: bool, **__: object) -> dict[Kernel, Choice]:
         asked.append(describable)
         raise Unsupported("enough")
 

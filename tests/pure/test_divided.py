@@ -11,15 +11,17 @@ import pytest
 import tilegen
 from benchmarks import capacity
 from tests.result_files import own_columns
-from tilegen.choose.configs import MOST_LEFT, all_configs
-from tilegen.choose.ranking import propose
+from tests.tasks import task, tiled
+from tilegen.choose.ranker import propose
+from tilegen.choose.search_space import MOST_LEFT, all_configs
 from tilegen.explaining.explanation import explain
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.split_kv import FILLING, usual_tiles
 from tilegen.model.launches import launches
-from tilegen.model.traffic import splits_of, visits
+from tilegen.model.splits import splits_of
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask, Tiled
 
 H200 = gpu("h200")
 SPLIT = TileConfig.parse("m2h8n128k8192w4s2")
@@ -43,9 +45,9 @@ def test_splits_share_what_a_mask_leaves(
     text = f"b1 hq8 hkv1 q1 kv131072 d128 bf16 {mask if isinstance(mask, str) else 'full'} page16"
     problem = AttentionProblem.parse(text)
     problem = problem if isinstance(mask, str) else replace(problem, mask=mask)
-    found = splits_of(problem, SPLIT, "fwd_paged")
+    found = splits_of(tiled("fwd_paged", problem, SPLIT))
     assert (found.count, found.programs, found.longest) == (16, programs, longest)
-    joined = splits_of(problem, TileConfig.parse("m1n16w4s1"), "fwd_combine", SPLIT)
+    joined = splits_of(tiled("fwd_combine", problem, TileConfig.parse("m1n16w4s1"), joined=SPLIT))
     assert joined == found
 
 
@@ -54,8 +56,7 @@ def test_splits_are_alike_where_lengths_are_no_multiple() -> None:
     problem = AttentionProblem.parse("b1 hq8 hkv1 q1 kv9000 d128 bf16 full page16")
     for invariant, longest in ((False, 36), (True, 64)):
         one = replace(problem, invariant=invariant)
-        counts = visits(one, 2, 128, "fwd_paged", split_kv=8192)
-        run = launches(one, H200, SPLIT, "fwd_paged", counts)
+        run = launches(Tiled.of("fwd_paged", one, H200, SPLIT))
         assert (run.programs, run.steps, run.longest) == (2, 71, longest)
 
 
@@ -92,21 +93,23 @@ def test_results_of_a_split_are_small_beside_what_it_reads() -> None:
 )
 def test_partial_results_take_a_bounded_room(text: str, least: int, most: int) -> None:
     problem = AttentionProblem.parse(text)
-    splits = {one.split_kv for one in all_configs(problem, "fwd_paged")}
+    splits = {one.split_kv for one in all_configs(task("fwd_paged", problem))}
     assert (min(splits), max(splits)) == (least, most)
     rows = problem.batch * problem.num_heads_q * problem.seqlen_q
     bytes_left = rows * -(-problem.seqlen_kv // least) * problem.head_dim_v * 4
     assert bytes_left <= MOST_LEFT or problem.invariant or least == 65536
-    assert propose(problem, H200, kernel="fwd_paged", top=1)[0].config.split_kv in splits
+    assert propose(KernelTask.of("fwd_paged", problem, H200), top=1)[0].config.split_kv in splits
 
 
 def test_an_explanation_says_that_keys_are_divided() -> None:
     problem = AttentionProblem.parse("b8 hq64 hkv8 q1 kv131072 d128 bf16 full page16")
-    assert explain(problem, H200, "fwd_paged", SPLIT)["splits"] == (
+    assert explain(KernelTask.of("fwd_paged", problem, H200), SPLIT)["splits"] == (
         "16 of at most 8192 keys, over which the keys of each request are divided, in tiles of 2 "
         "queries of 8 heads: 1024 programs that find keys to visit, for 132 SMs"
     )
-    alike = explain(replace(problem, invariant=True), H200, "fwd_paged", SPLIT)["splits"]
+    alike = explain(KernelTask.of("fwd_paged", replace(problem, invariant=True), H200), SPLIT)[
+        "splits"
+    ]
     assert alike.startswith("16 of 8192 keys, in tiles of 2 queries of 8 heads: 1024 programs")
 
 

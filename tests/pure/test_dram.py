@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import sympy as sp
 
+from tests.tasks import tiled
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
@@ -26,8 +27,9 @@ from tilegen.model.dram import (
     touches,
 )
 from tilegen.model.symbols import C, F, Gcd, H_kv, T_h, n_w
-from tilegen.model.traffic import traffic, visits
+from tilegen.model.traffic import traffic_of
 from tilegen.problem import AttentionProblem
+from tilegen.task import Tiled
 
 ORDERS: tuple[Order, ...] = ("head_major", "interleaved")
 ARGUMENTS = (H_kv, T_h, n_w, C, F)
@@ -182,8 +184,8 @@ TILE = TileConfig(block_m=64, block_n=64, num_warps=4, num_stages=2)
 @pytest.mark.parametrize("order", ORDERS)
 def test_levels_of_a_problem(kernel: str, order: Order) -> None:
     problem = PARSE("b2 hq32 hkv8 q4096 kv4096 d128 bf16 causal")
-    found = levels(problem, gpu("h200"), TILE, kernel, order=order)  # type: ignore[arg-type]
-    moved = traffic(problem, TILE, kernel)  # type: ignore[arg-type]
+    found = levels(Tiled.of(kernel, problem, gpu("h200"), TILE), order=order)  # type: ignore[arg-type]
+    moved = traffic_of(tiled(kernel, problem, TILE))  # type: ignore[arg-type]
     assert found.l2_bytes == moved.read_bytes + moved.write_bytes
     assert found.dram_bound_bytes <= found.dram_bytes <= found.l2_bytes
     assert found.sweeps >= 1
@@ -195,18 +197,17 @@ def test_numbers_are_those_of_the_formula() -> None:
     problem = PARSE("b1 hq24 hkv6 q3000 kv5000 d64 bf16 full")
     spec = replace(gpu("h200"), l2_bytes=12 * 5000 * 128 * 2 // 5, num_sms=50)
     for order in ORDERS:
-        found = levels(problem, spec, TILE, "fwd", order=order)
+        found = levels(Tiled.of("fwd", problem, spec, TILE), order=order)
         at = 6, 4 * 47, found.in_flight, found.heads_in_l2, found.part_of_head
         assert found.part_of_head == 1
         assert found.heads_in_l2 == pytest.approx(2.4)
         assert found.sweeps == pytest.approx(evaluate(sweeps(order), *at))
         assert found.live_heads == evaluate(live_heads(order), *at[:3])
-        moved, counts = traffic(problem, TILE, "fwd"), visits(problem, 64, 64, "fwd")
         rows = 24 * 3000 * (2 * 64 * 2 + 4)
         streamed = math.floor(found.sweeps * 6 * 5000 * 128 * 2)
         assert found.dram_bytes == rows + streamed
         assert found.dram_bytes == dram_bytes(
-            problem, spec, "fwd", moved, counts, in_flight=found.in_flight, order=order
+            Tiled.of("fwd", problem, spec, TILE), in_flight=found.in_flight, order=order
         )
 
 
@@ -242,8 +243,7 @@ def test_masks_against_a_simulated_cache(mask: str, l2_heads: float, order: Orde
     problem = PARSE(f"b1 hq8 hkv8 q4096 kv4096 d64 bf16 {mask}")
     once = 4096 * 128 * 2
     spec = replace(gpu("h200"), l2_bytes=int(l2_heads * once))
-    counts, moved = visits(problem, 64, 64, "fwd"), traffic(problem, TILE, "fwd")
-    found = dram_bytes(problem, spec, "fwd", moved, counts, in_flight=10, order=order)
+    found = dram_bytes(Tiled.of("fwd", problem, spec, TILE), in_flight=10, order=order)
     found -= 8 * 4096 * (2 * 64 * 2 + 4)
     tiles = tile_ranges(problem.mask, "rows", seqlen_q=4096, seqlen_kv=4096, block_m=64, block_n=64)
     ends = [(lo, hi) for part in tiles.pieces for lo, hi in part]
@@ -261,7 +261,7 @@ def test_masks_against_a_simulated_cache(mask: str, l2_heads: float, order: Orde
 def test_interleaving_is_never_better_than_head_major_on_a_small_l2() -> None:
     problem = PARSE("b4 hq32 hkv32 q4096 kv8192 d128 bf16 full")
     spec = replace(gpu("h200"), l2_bytes=8 * 2**20)
-    ordered, mixed = (levels(problem, spec, TILE, "fwd", order=order) for order in ORDERS)
+    ordered, mixed = (levels(Tiled.of("fwd", problem, spec, TILE), order=order) for order in ORDERS)
     assert mixed.dram_bytes > 4 * ordered.dram_bytes
 
 
@@ -269,7 +269,7 @@ def test_a_mask_leaves_each_program_less_than_a_sweep() -> None:
     """One program after the other, and no L2: DRAM delivers what crosses to the SMs, no more."""
     problem = PARSE("b1 hq4 hkv4 q4096 kv4096 d256 bf16 window(127,0)")
     spec = replace(gpu("h200"), num_sms=1, l2_bytes=2**16)
-    found = levels(problem, spec, TILE, "fwd")
+    found = levels(Tiled.of("fwd", problem, spec, TILE))
     assert 1.5 < found.sweeps < 4
     assert found.part_of_head < 0.1
     assert found.dram_bytes <= found.l2_bytes
@@ -278,4 +278,4 @@ def test_a_mask_leaves_each_program_less_than_a_sweep() -> None:
 def test_kernels_that_stream_in_another_way_are_refused() -> None:
     problem = PARSE("b1 hq4 hkv4 q64 kv64 d64 bf16 full")
     with pytest.raises(Unsupported, match="bwd_dkdv"):
-        levels(problem, gpu("h200"), TILE, "fwd_scores")
+        levels(Tiled.of("fwd_scores", problem, gpu("h200"), TILE))

@@ -259,10 +259,10 @@ def test_the_model_knows_that_drawing_takes_time(gpu: str) -> None:
 
 
 def test_an_explanation_of_kernels_that_drop_weights() -> None:
-    text = tilegen.explain(f"{TEXT} dropout", "h200", kernel="fwd").text()
+    text = tilegen.explain(f"{TEXT} dropout", "h200", kernel="fwd", by_model=True).text()
     assert "dropout" in text.splitlines()[0]
     assert " bytes of it are seeds, for dropout" in text
-    assert "dropout" not in tilegen.explain(TEXT, "h200", kernel="fwd").text()
+    assert "dropout" not in tilegen.explain(TEXT, "h200", kernel="fwd", by_model=True).text()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -9,9 +9,10 @@ import torch
 
 import tilegen
 from tests.conftest import CheckGolden
-from tilegen.choose.configs import all_configs
+from tests.tasks import task, tiled
 from tilegen.choose.families import family, kernels_of, passes_of
-from tilegen.choose.ranking import estimate, propose
+from tilegen.choose.ranker import estimate, propose
+from tilegen.choose.search_space import all_configs
 from tilegen.emit.render import render
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import gpu
@@ -20,9 +21,11 @@ from tilegen.kernels.registry import KERNELS, tile_heads
 from tilegen.masks.grouping import heads_of_tiles
 from tilegen.model.bounds import lower_bound_bytes
 from tilegen.model.footprint import footprint
-from tilegen.model.traffic import splits_of, terms_of, traffic
+from tilegen.model.splits import splits_of
+from tilegen.model.traffic import terms_of, traffic_of
 from tilegen.problem import AttentionProblem
 from tilegen.runtime.call import values_in_keys
+from tilegen.task import KernelTask, Tiled
 
 H200 = gpu("h200")
 DECODE = AttentionProblem.parse("b1 hq64 hkv1 q1 kv131072 d576/512 bf16 latent")
@@ -68,24 +71,26 @@ def test_gradients_are_those_of_values_apart() -> None:
 
 def test_half_of_the_traffic_is_gone() -> None:
     config = TileConfig.parse("m1h64n64k1024w8s1")
-    together, apart = (traffic(one, config, "fwd_split") for one in (DECODE, APART))
+    together, apart = (traffic_of(tiled("fwd_split", one, config)) for one in (DECODE, APART))
     values = 131072 * 512 * 2
     assert apart.read_bytes - together.read_bytes == values
     assert apart.write_bytes == together.write_bytes
     # Floors hold the keys, or keys and values; the rest is small here.
-    bounds = [lower_bound_bytes(one, H200, "fwd_split") for one in (DECODE, APART)]
+    bounds = [lower_bound_bytes(KernelTask.of("fwd_split", one, H200)) for one in (DECODE, APART)]
     assert bounds[1] - bounds[0] == values
     assert {one.tensor for one in terms_of("fwd", values_in_keys=True)} == {
         *("q", "k", "out", "lse")
     }
-    seconds = [propose(one, H200, kernel="fwd_split", top=1)[0] for one in (DECODE, APART)]
+    seconds = [propose(KernelTask.of("fwd_split", one, H200), top=1)[0] for one in (DECODE, APART)]
     assert seconds[0].estimate.seconds < 0.8 * seconds[1].estimate.seconds
     assert seconds[0].estimate.dram_bytes < 0.6 * seconds[1].estimate.dram_bytes
 
 
 def test_a_program_holds_one_tile_for_both() -> None:
     config = TileConfig.parse("m1h64n64k1024w8s2")
-    together, apart = (footprint(one, config, "fwd_split", "sm_90") for one in (DECODE, APART))
+    together, apart = (
+        footprint(tiled("fwd_split", one, config, "sm_90")) for one in (DECODE, APART)
+    )
     assert apart.smem_bytes - together.smem_bytes >= 2 * 64 * 512 * 2
 
 
@@ -102,27 +107,32 @@ def test_a_program_holds_one_tile_for_both() -> None:
 def test_a_tile_may_hold_a_part_of_a_group(heads: str, expected: tuple[int, ...]) -> None:
     problem = AttentionProblem.parse(f"{heads} q1 kv4096 d512 bf16 latent")
     assert heads_of_tiles(problem) == expected
-    assert {one.heads for one in all_configs(problem, "fwd_split")} == set(expected)
+    assert {one.heads for one in all_configs(task("fwd_split", problem))} == set(expected)
     for one in expected:
         config = TileConfig(block_m=max(1, 16 // one), block_n=64, heads=one, split_kv=512)
         held = tile_heads(config, problem.group_size)
-        assert splits_of(problem, config, "fwd_split").tiles_of_group * held == problem.group_size
+        assert (
+            splits_of(tiled("fwd_split", problem, config)).tiles_of_group * held
+            == problem.group_size
+        )
 
 
 def test_tiles_of_other_heads_are_ranked_by_their_own_traffic() -> None:
     """A tile of 64 heads loads keys once; four of 16 heads load them four times."""
     all_, part = (
-        estimate(DECODE, H200, TileConfig.parse(f"m1h{heads}n64k1024w8s2"), "fwd_split")
+        estimate(Tiled.of("fwd_split", DECODE, H200, TileConfig.parse(f"m1h{heads}n64k1024w8s2")))
         for heads in (64, 16)
     )
     assert part.read_bytes > 3.5 * all_.read_bytes
-    ranked = {one.config.key: one for one in propose(DECODE, H200, kernel="fwd_split", top=5000)}
+    ranked = {
+        one.config.key: one for one in propose(KernelTask.of("fwd_split", DECODE, H200), top=5000)
+    }
     for one in (all_, part):
         if one.config.key in ranked:
             assert ranked[one.config.key].estimate.read_bytes == one.read_bytes
     assert sum(one.config.heads == 16 for one in ranked.values()) > 0
     for key, one in ranked.items():
-        expected = traffic(DECODE, TileConfig.parse(key), "fwd_split")
+        expected = traffic_of(tiled("fwd_split", DECODE, TileConfig.parse(key)))
         assert one.estimate.read_bytes == expected.read_bytes
 
 
@@ -139,7 +149,7 @@ def test_what_decoding_takes(text: str, chosen: str, most: float) -> None:
     problem = AttentionProblem.parse(text)
     assert family(problem, H200, "forward") == chosen
     kernels = kernels_of(problem, H200, "forward")
-    each = [propose(problem, H200, kernel=name, top=1)[0] for name in kernels]
+    each = [propose(KernelTask.of(name, problem, H200), top=1)[0] for name in kernels]
     assert sum(one.estimate.seconds for one in each) < most
 
 

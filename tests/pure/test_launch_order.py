@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.tasks import task
 from tilegen.emit.render import render
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import Kernel, TileConfig
@@ -18,8 +19,8 @@ from tilegen.masks import causal, full, sliding_window
 from tilegen.model.dram import levels
 from tilegen.model.launches import launches
 from tilegen.model.time import tail_of
-from tilegen.model.traffic import visits
 from tilegen.problem import AttentionProblem
+from tilegen.task import Tiled
 
 PARSE = AttentionProblem.parse
 TILE = TileConfig.parse("m64n64w4s2")
@@ -130,12 +131,11 @@ def makespan(jobs: list[float], workers: int) -> float:
 def test_the_tail_is_that_of_the_lightest_programs(shape: str) -> None:
     """Programs in the order of the kernel on 40 SMs take what the model says, within 3 %."""
     problem, spec = PARSE(f"{shape} bf16 causal"), gpu("h200")
-    counts = visits(problem, 64, 64, "fwd")
-    run = launches(problem, spec, TILE, "fwd", counts)
+    run = launches(Tiled.of("fwd", problem, spec, TILE))
     overhead, workers = 0.6, 40
     jobs = [tile + 1 + overhead for tile, _, _ in started(problem, "fwd")]
     ideal = sum(jobs) / workers
-    tail = tail_of(problem, "fwd", run, workers, one_step=1.0, overhead=overhead)
+    tail = tail_of(task("fwd", problem), run, workers, one_step=1.0, overhead=overhead)
     assert makespan(jobs, workers) == pytest.approx(ideal + tail, rel=0.03)
     by_head = [
         one for _ in range(problem.num_heads_q) for one in sorted(jobs[:: problem.num_heads_q])
@@ -145,7 +145,7 @@ def test_the_tail_is_that_of_the_lightest_programs(shape: str) -> None:
 
 def test_heads_that_start_together_are_read_from_dram_once() -> None:
     problem = PARSE("b1 hq32 hkv8 q8192 d128 bf16 causal")
-    found = levels(problem, gpu("h200"), TileConfig.parse("m128n128w8s2t"), "fwd")
+    found = levels(Tiled.of("fwd", problem, gpu("h200"), TileConfig.parse("m128n128w8s2t")))
     assert found.sweeps == 1
-    small = levels(problem, gpu("rtx3090"), TILE, "fwd")
+    small = levels(Tiled.of("fwd", problem, gpu("rtx3090"), TILE))
     assert small.sweeps > 1.5, "32 MB do not fit into 6"

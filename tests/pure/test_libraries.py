@@ -14,8 +14,8 @@ from benchmarks.providers import providers
 from tests.libraries import BACKWARD, PROBLEM, SPEC, of_library, used
 from tests.records import UNMEASURED, record, timed
 from tilegen import api
-from tilegen.choose.known import Known
 from tilegen.choose.libraries import why_not
+from tilegen.choose.records import Records
 from tilegen.cli import main
 from tilegen.errors import InvalidRecord
 from tilegen.kernels.config import TileConfig
@@ -123,7 +123,7 @@ def test_it_is_asked_for_and_never_where_choices_must_agree(
     monkeypatch.setenv("TILEGEN_DETERMINISTIC", "1")
     assert used() is None
     monkeypatch.setenv("TILEGEN_DETERMINISTIC", "0")
-    monkeypatch.setattr(Known, "agreed", lambda *_: TileConfig(block_m=16, block_n=16))
+    monkeypatch.setattr(Records, "agreed", lambda *_: TileConfig(block_m=16, block_n=16))
     assert used() is None
     monkeypatch.undo()
     monkeypatch.delenv("TILEGEN_LIBRARIES", raising=False)

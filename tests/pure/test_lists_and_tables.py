@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.tasks import tiled
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.model.footprint import footprint
 from tilegen.model.lists_and_tables import lists_and_tables
@@ -13,7 +14,7 @@ TABLE = "score(s+t0[h,max(-9,k-q)+9],float32{})"
 
 def adds(text: str, kernel: Kernel = "fwd") -> tuple[int, int]:
     problem = AttentionProblem.parse(f"hq8 q4096 d64 bf16 {text}")
-    return lists_and_tables(problem, TILE, kernel)
+    return lists_and_tables(tiled(kernel, problem, TILE))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,9 @@ def test_a_table_is_buffered_like_keys() -> None:
 
 def test_the_footprint_counts_it() -> None:
     plain, tabled = (
-        footprint(AttentionProblem.parse(f"hq8 q4096 d64 bf16 full{score}"), TILE, "fwd", "sm_90")
+        footprint(
+            tiled("fwd", AttentionProblem.parse(f"hq8 q4096 d64 bf16 full{score}"), TILE, "sm_90")
+        )
         for score in ("", f" {TABLE.format('')}")
     )
     assert tabled.smem_bytes - plain.smem_bytes == 3 * 64 * 32 * 4

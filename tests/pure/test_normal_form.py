@@ -18,7 +18,7 @@ from tests.records import record
 from tests.replay import SMALL, Replay, ranking
 from tilegen.bundles.manifest import MANIFEST, Manifest
 from tilegen.choose.families import kernels_of
-from tilegen.choose.ranking import estimate, propose, search_space
+from tilegen.choose.ranker import estimate, propose, search_space
 from tilegen.cli.main import app
 from tilegen.explaining import explanation
 from tilegen.fleet.jobs import jobs_of
@@ -27,6 +27,7 @@ from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import dispatch, plans
 from tilegen.store import TuningRecord, look_up, record_path, save
+from tilegen.task import KernelTask, Tiled
 from tilegen.tuning.tuner import tune
 
 H200 = gpu("h200")
@@ -113,9 +114,15 @@ def test_the_model_is_asked_about_the_normal_form() -> None:
     normal = PARSE("b4 hq16 hkv16 q8192 kv8192 d64 bf16 window(1023,0)")
     config = TileConfig.parse("m128n64w8s3")
     assert problem.normal() == normal
-    assert propose(problem, H200, top=3) == propose(normal, H200, top=3)
-    assert estimate(problem, H200, config) == estimate(normal, H200, config)
-    assert search_space(problem, H200, "fwd") == search_space(normal, H200, "fwd")
+    assert propose(KernelTask.of("fwd", problem, H200), top=3) == propose(
+        KernelTask.of("fwd", normal, H200), top=3
+    )
+    assert estimate(Tiled.of("fwd", problem, H200, config)) == estimate(
+        Tiled.of("fwd", normal, H200, config)
+    )
+    assert search_space(KernelTask.of("fwd", problem, H200)) == search_space(
+        KernelTask.of("fwd", normal, H200)
+    )
     assert kernels_of(problem, H200) == kernels_of(normal, H200)
 
 

@@ -15,7 +15,7 @@ from tests.paged_generation import Decoder, served
 from tests.paged_generation import dense as dense_tokens
 from tilegen import pipeline
 from tilegen.choose.families import kernels_of
-from tilegen.choose.ranking import invariant_config
+from tilegen.choose.ranker import invariant_config
 from tilegen.emit.render import render
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.gpus.spec import gpu
@@ -24,6 +24,7 @@ from tilegen.masks.tiles.tile_ranges import tile_ranges
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import paged_call, paged_dispatch, plans
 from tilegen.runtime.changes import Changes
+from tilegen.task import KernelTask
 
 H200 = gpu("h200")
 BOTTOM = tilegen.causal("bottom_right")
@@ -346,7 +347,9 @@ def test_batch_invariant_calls_choose_one_config() -> None:
         assert list(chosen)[1] == "fwd_combine"
         configs.append(tuple(one.config for one in chosen.values()))
     assert len(set(configs)) == 1
-    assert configs[0][0] == invariant_config(AttentionProblem.parse(texts[0]), H200, "fwd_split")
+    assert configs[0][0] == invariant_config(
+        KernelTask.of("fwd_split", AttentionProblem.parse(texts[0]), H200)
+    )
     assert not configs[0][0].descriptors
 
 

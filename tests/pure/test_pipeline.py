@@ -16,7 +16,7 @@ from tests.bundles import write_bundle
 from tests.records import RECORD, timed
 from tilegen import pipeline
 from tilegen.bundles.manifest import MANIFEST, Manifest
-from tilegen.choose import agreement, known
+from tilegen.choose import records
 from tilegen.choose.families import family
 from tilegen.emit.identity import RenderedKernel
 from tilegen.gpus.spec import gpu
@@ -89,7 +89,7 @@ def test_what_all_ranks_agreed_on_is_a_family_too(monkeypatch: pytest.MonkeyPatc
         ("h200", kernel, LARGE.bucket.key): config_of(kernel)
         for kernel in FAMILIES["forward"]["small_cache"].names
     }
-    monkeypatch.setattr(agreement, "_agreed", table)
+    monkeypatch.setattr(records, "_agreed", table)
     measured(LARGE, "fwd", 10.0)
     chosen = pipeline.choose(LARGE, H200, "forward")
     assert tuple(chosen) == ("fwd_scores", "fwd_values")
@@ -101,13 +101,13 @@ def test_records_are_read_once_and_of_other_families_only_if_they_can_win(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[tuple[str, object]] = []
-    look_up = known.look_up
+    look_up = records.look_up
 
     def counted(problem: Any, spec: Any, kernel: str, **options: Any) -> Any:
         asked.append((kernel, options["borrow"]))
         return look_up(problem, spec, kernel, **options)
 
-    monkeypatch.setattr(known, "look_up", counted)
+    monkeypatch.setattr(records, "look_up", counted)
     used(LARGE)
     assert asked == [("fwd", False), ("fwd", "only")]
     asked.clear()

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from tilegen.choose import fastest
-from tilegen.choose.configs import all_configs
+from tests.tasks import task, tiled
+from tilegen.choose import ranker
 from tilegen.choose.families import kernels_of
-from tilegen.choose.ranking import estimate, hopefuls, propose, search_space
+from tilegen.choose.ranker import by_lower_bound, estimate, propose, search_space
+from tilegen.choose.search_space import all_configs
 from tilegen.disk import say_once
 from tilegen.errors import Unsupported
 from tilegen.explaining.explanation import explain_all
@@ -20,13 +21,16 @@ from tilegen.kernels.config import BLOCK_SIZES, Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS, LARGE_CACHE
 from tilegen.masks.tiles import tile_ranges
 from tilegen.masks.tiles.closed_form import stream_sets
+from tilegen.model import footprint as footprints
 from tilegen.model.footprint import footprint
 from tilegen.model.launches import kept_entries, launches
+from tilegen.model.on_chip import Footprint
 from tilegen.model.rates import rates_of
-from tilegen.model.time import l2_seconds, least_seconds, local_clocks, step_clocks, time
-from tilegen.model.traffic import traffic, visits
+from tilegen.model.time import l2_seconds, least_seconds, step_clocks, time
+from tilegen.model.traffic import traffic
 from tilegen.pipeline import choose
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask, Tiled, memo_of
 
 PARSE = AttentionProblem.parse
 LLAMA = PARSE("b1 hq32 hkv8 q8192 kv8192 d128 bf16 causal")
@@ -68,12 +72,14 @@ SAMPLE = (
 def test_every_problem_on_every_gpu(problem: AttentionProblem, spec: GpuSpec) -> None:
     """For one kernel a pair, so that each kernel meets every problem and every GPU."""
     for kernel in LARGE_CACHE[(PROBLEMS.index(problem) + catalogue().index(spec)) % 4 :: 4]:
-        found = propose(problem, spec, kernel=kernel)
+        found = propose(KernelTask.of(kernel, problem, spec))
         assert 1 <= len(found) <= 10
         seconds = [candidate.estimate.seconds for candidate in found]
         assert seconds == sorted(seconds)
         assert len({candidate.config for candidate in found}) == len(found)
-        spilling = {footprint(problem, c.config, kernel, spec.arch).surely_spills for c in found}
+        spilling = {
+            footprint(tiled(kernel, problem, c.config, spec.arch)).surely_spills for c in found
+        }
         assert len(spilling) == 1  # either none does, or there was nothing better
         for candidate in found:
             cost = candidate.estimate
@@ -90,7 +96,7 @@ def test_every_problem_on_every_gpu(problem: AttentionProblem, spec: GpuSpec) ->
 
 @pytest.mark.parametrize("kernel", LARGE_CACHE)
 def test_reasons_are_one_sentence_with_numbers(kernel: Kernel) -> None:
-    for candidate in propose(LLAMA, gpu("h200"), kernel=kernel):
+    for candidate in propose(KernelTask.of(kernel, LLAMA, gpu("h200"))):
         assert "\n" not in candidate.reason
         assert "times the lower bound; waits for " in candidate.reason
         block = candidate.config.block_n if kernel == "bwd_dkdv" else candidate.config.block_m
@@ -101,7 +107,7 @@ def test_reasons_are_one_sentence_with_numbers(kernel: Kernel) -> None:
 @pytest.mark.parametrize("head_dim", [64, "1024/512"])
 def test_masks_that_keep_no_pair(head_dim: int | str) -> None:
     problem = PARSE(f"b2 hq4 hkv2 q1024 kv1024 d{head_dim} bf16 keep(k<0)")
-    told = explain_all(problem, gpu("h200"), kernels_of(problem, gpu("h200")))
+    told = explain_all(problem, gpu("h200"), kernels_of(problem, gpu("h200")), by_model=True)
     assert all(one["bound"]["ratio"] is None or one["bound"]["ratio"] >= 1 for one in told)
     assert "times the lower bound of the pass" in "\n".join(lines_of_all(told, with_passes=True))
     for kernel, one in choose(problem, gpu("h200")).items():
@@ -111,17 +117,20 @@ def test_masks_that_keep_no_pair(head_dim: int | str) -> None:
 def test_less_fast_memory_means_smaller_tiles() -> None:
     normal, small = gpu("h200"), gpu("h200", fast_memory=48 * 1024)
     for kernel in ("fwd", "bwd_dkdv", "bwd_dq"):
-        before, after = (propose(LLAMA, spec, kernel=kernel)[0] for spec in (normal, small))
+        before, after = (propose(KernelTask.of(kernel, LLAMA, spec))[0] for spec in (normal, small))
         assert after.estimate.smem_bytes <= 48 * 1024 < before.estimate.smem_bytes
         assert after.config != before.config
         assert after.estimate.seconds >= before.estimate.seconds
-    assert propose(LLAMA, small)[0].estimate.lower_bound_bytes >= (
-        propose(LLAMA, normal)[0].estimate.lower_bound_bytes
+    assert propose(KernelTask.of("fwd", LLAMA, small))[0].estimate.lower_bound_bytes >= (
+        propose(KernelTask.of("fwd", LLAMA, normal))[0].estimate.lower_bound_bytes
     )
 
 
 def test_top_limits_the_list_and_keeps_the_order() -> None:
-    ten, three = propose(LLAMA, gpu("a100")), propose(LLAMA, gpu("a100"), top=3)
+    ten, three = (
+        propose(KernelTask.of("fwd", LLAMA, gpu("a100"))),
+        propose(KernelTask.of("fwd", LLAMA, gpu("a100")), top=3),
+    )
     assert len(ten) == 10
     assert ten[:3] == three
 
@@ -129,7 +138,7 @@ def test_top_limits_the_list_and_keeps_the_order() -> None:
 @pytest.mark.parametrize("top", [0, -1, True, 2.5])
 def test_top_must_be_a_count(top: object) -> None:
     with pytest.raises(Unsupported, match="top must be an int of at least 1"):
-        propose(LLAMA, gpu("h200"), top=top)  # type: ignore[arg-type]
+        propose(KernelTask.of("fwd", LLAMA, gpu("h200")), top=top)  # type: ignore[arg-type]
 
 
 def test_nothing_fits() -> None:
@@ -137,44 +146,46 @@ def test_nothing_fits() -> None:
     with pytest.raises(
         Unsupported, match=r"expected a bwd_dq tile within 4096 bytes.*smallest needs"
     ):
-        propose(problem, gpu("h200", fast_memory=4096), kernel="bwd_dq")
+        propose(KernelTask.of("bwd_dq", problem, gpu("h200", fast_memory=4096)))
 
 
 @pytest.mark.parametrize("kernel", LARGE_CACHE)
 def test_search_space_holds_the_proposals_and_more(kernel: Kernel) -> None:
     spec = gpu("h200")
-    space = search_space(LLAMA, spec, kernel)
-    proposed = [candidate.config for candidate in propose(LLAMA, spec, kernel=kernel, top=1000)]
+    space = search_space(KernelTask.of(kernel, LLAMA, spec))
+    proposed = [
+        candidate.config for candidate in propose(KernelTask.of(kernel, LLAMA, spec), top=1000)
+    ]
     assert set(proposed) <= set(space)
     assert len(space) == len(set(space))
     assert all(
-        footprint(LLAMA, config, kernel, spec.arch).smem_bytes <= 1.1 * spec.smem_per_block
+        footprint(tiled(kernel, LLAMA, config, spec.arch)).smem_bytes <= 1.1 * spec.smem_per_block
         for config in space
     )
 
 
 def test_tiles_are_not_larger_than_the_problem() -> None:
     decode = PARSE("b64 hq32 hkv8 q1 kv40 d128 bf16 full")
-    assert {config.block_m for config in all_configs(decode, "fwd")} == {16}
-    assert {config.block_n for config in all_configs(decode, "fwd")} == {16, 32, 64}
-    assert {config.block_m for config in all_configs(LLAMA, "bwd_dq")} == set(BLOCK_SIZES)
+    assert {config.block_m for config in all_configs(task("fwd", decode))} == {16}
+    assert {config.block_n for config in all_configs(task("fwd", decode))} == {16, 32, 64}
+    assert {config.block_m for config in all_configs(task("bwd_dq", LLAMA))} == set(BLOCK_SIZES)
 
 
 def test_preprocess_has_no_second_side() -> None:
-    configs = all_configs(LLAMA, "bwd_preprocess")
+    configs = all_configs(task("bwd_preprocess", LLAMA))
     assert {(config.block_n, config.num_stages) for config in configs} == {(16, 1)}
     assert len(configs) == len(BLOCK_SIZES) * 2
 
 
 def test_estimate_takes_any_config() -> None:
     """What would happen beyond the limits is a fair question."""
-    cost = estimate(LLAMA, gpu("t4"), TileConfig.parse("m256n256w8s4"))
+    cost = estimate(Tiled.of("fwd", LLAMA, gpu("t4"), TileConfig.parse("m256n256w8s4")))
     assert cost.smem_bytes > gpu("t4").smem_per_block
 
 
 def test_lengths_of_2_to_the_28_are_fine() -> None:
     problem = PARSE("b1 hq1 hkv1 q1 kv268435456 d128 bf16 full")
-    assert propose(problem, gpu("b200"), top=1)[0].estimate.read_bytes > 2**36
+    assert propose(KernelTask.of("fwd", problem, gpu("b200")), top=1)[0].estimate.read_bytes > 2**36
 
 
 @pytest.mark.parametrize(
@@ -188,31 +199,28 @@ def test_what_is_shared_between_configs_changes_no_ranking(
     spec = gpu("h200")
     # Other lengths first, so that what is remembered stems from them.
     longer = replace(problem, batch=3, seqlen_q=2 * problem.seqlen_q + 5)
-    propose(longer, spec, kernel=kernel)
+    propose(KernelTask.of(kernel, longer, spec))
     order: list[Any] = []
-    for candidate in (ranked := propose(problem, spec, kernel=kernel, top=1000)):
-        needs = footprint.__wrapped__(problem, candidate.config, kernel, spec.arch)
-        moved = traffic(problem, candidate.config, kernel)
-        counts = visits(problem, candidate.config.block_m, candidate.config.block_n, kernel)
-        of = problem, spec, candidate.config, kernel
-        run, clocks = launches(*of, counts), step_clocks(*of)
-        local = local_clocks(needs, spec, candidate.config)
-        model = {"moved": moved, "counts": counts, "run": run, "needs": needs}
-        alone = time(*of, **model, clocks=clocks, local=local)
+    for candidate in (ranked := propose(KernelTask.of(kernel, problem, spec), top=1000)):
+        memo_of.cache_clear()
+        fresh = Tiled.of(kernel, problem, spec, candidate.config)
+        needs, moved = footprint(fresh), traffic(fresh)
+        run, clocks = launches(fresh), step_clocks(fresh)
+        alone = time(fresh, needs)
         found = candidate.estimate
         assert (alone.seconds, alone.terms) == (found.seconds, found.terms)
         assert (needs.smem_bytes, needs.registers) == (found.smem_bytes, found.registers)
         assert (moved.read_bytes, moved.write_bytes) == (found.read_bytes, found.write_bytes)
-        assert estimate(problem, spec, candidate.config, kernel) == found
+        assert estimate(Tiled.of(kernel, problem, spec, candidate.config)) == found
         least = least_seconds(spec, clocks, float(run.steps), masked=run.masked)
         assert max(least, l2_seconds(spec, moved)) <= found.seconds
         tile = candidate.config.rows * candidate.config.block_n
-        assert kept_entries(problem, kernel) <= run.steps * tile
+        assert kept_entries(task(kernel, problem)) <= run.steps * tile
         described = not candidate.config.descriptors
         order.append((alone.seconds, alone.busy_seconds, described, candidate.config))
     assert sorted(order) == order
     for top in (1, 10):  # for which most configs are not looked at
-        assert propose(problem, spec, kernel=kernel, top=top) == ranked[:top]
+        assert propose(KernelTask.of(kernel, problem, spec), top=top) == ranked[:top]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -224,11 +232,11 @@ def test_configs_that_are_not_looked_at_would_not_be_among_the_first(
     turn = SAMPLE.index(text) + list(KERNELS).index(kernel)
     spec = gpu(("h200", "rtx3090")[turn % 2])
     try:
-        ranked = propose(PARSE(text), spec, kernel=kernel, top=2**16)
+        ranked = propose(KernelTask.of(kernel, PARSE(text), spec), top=2**16)
     except Unsupported:  # as for heads that no tile takes whole
         return
     for top in (1, 10):
-        assert propose(PARSE(text), spec, kernel=kernel, top=top) == ranked[:top]
+        assert propose(KernelTask.of(kernel, PARSE(text), spec), top=top) == ranked[:top]
 
 
 def test_windows_of_other_widths_are_solved_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,29 +249,36 @@ def test_windows_of_other_widths_are_solved_once(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(tile_ranges, "stream_sets", noting)
     kind = "hq8 q4000 d64 bf16 prefix_lm(7)&"  # that no other test proposes for
-    propose(PARSE(f"{kind}window(100,7)"), gpu("h200"))
+    propose(KernelTask.of("fwd", PARSE(f"{kind}window(100,7)"), gpu("h200")))
     assert solved
     solved.clear()
-    propose(PARSE(f"{kind}window(333,12)"), gpu("h200"))
+    propose(KernelTask.of("fwd", PARSE(f"{kind}window(333,12)"), gpu("h200")))
     assert not solved
 
 
 def test_a_new_length_is_proposed_for_with_little_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """Footprints are known, and few configs are timed (`python -m benchmarks.cpu --only proposing`
     says how long that takes)."""
-    propose(PARSE("b1 hq32 hkv8 q4096 d128 bf16 causal"), gpu("h200"))
-    before, timed = footprint.cache_info().misses, []
+    propose(KernelTask.of("fwd", PARSE("b1 hq32 hkv8 q4096 d128 bf16 causal"), gpu("h200")))
+    computed: list[object] = []
+    timed: list[object] = []
+    compute = footprints._footprint
+
+    def counting(tiled: Tiled) -> Footprint:
+        computed.append(tiled)
+        return compute(tiled)
 
     def noting(*arguments: object, **options: object) -> object:
         timed.append(arguments)
         return time(*arguments, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(fastest, "time", noting)
+    monkeypatch.setattr(ranker, "time", noting)
+    monkeypatch.setattr(footprints, "_footprint", counting)
     problem = PARSE("b1 hq32 hkv8 q4097 d128 bf16 causal")
-    found = propose(problem, gpu("h200"))
+    found = propose(KernelTask.of("fwd", problem, gpu("h200")))
     # Tiles that the other length did not come to have 16 each: warps, stages, descriptors.
-    assert footprint.cache_info().misses - before <= len(found) + 3 * 16
-    assert 0 < len(timed) < len(all_configs(problem, "fwd")) / 2
+    assert len(computed) <= len(found) + 3 * 16
+    assert 0 < len(timed) < len(all_configs(task("fwd", problem))) / 2
 
 
 @pytest.mark.parametrize("name", ["v100", "t4"])
@@ -274,8 +289,8 @@ def test_bf16_without_tensor_cores_is_ranked_by_multiply_adds_and_said(
     spec = gpu(name)
     for text, kernel in (("d128", "fwd"), ("d512", "fwd_streamed"), ("d512", "fwd_scores")):
         half, brain = (PARSE(f"hq8 q2048 {text} {dtype} causal") for dtype in ("fp16", "bf16"))
-        (best,) = propose(brain, spec, kernel=kernel, top=1)
-        fast = estimate(half, spec, best.config, kernel)
+        (best,) = propose(KernelTask.of(kernel, brain, spec), top=1)
+        fast = estimate(Tiled.of(kernel, half, spec, best.config))
         rates = rates_of(spec.arch)
         peak = spec.vector_flops_32 * rates.vector_efficiency
         assert dict(best.estimate.terms)["tensor"] == pytest.approx(best.estimate.flops / peak)
@@ -287,12 +302,12 @@ def test_bf16_without_tensor_cores_is_ranked_by_multiply_adds_and_said(
 
 def test_a_call_that_may_compile_is_told_of_bf16_too(caplog: pytest.LogCaptureFixture) -> None:
     say_once.cache_clear()
-    hopefuls(PARSE("hq8 q2048 d128 bf16 causal"), gpu("v100"), kernel="fwd", top=3)
+    by_lower_bound(KernelTask.of("fwd", PARSE("hq8 q2048 d128 bf16 causal"), gpu("v100")), top=3)
     assert "no tensor cores for bf16" in caplog.text
 
 
 def test_other_gpus_and_dtypes_are_ranked_in_silence(caplog: pytest.LogCaptureFixture) -> None:
     say_once.cache_clear()
     for name, dtype in (("t4", "fp16"), ("t4", "fp32"), ("a100", "bf16"), ("mi300x", "bf16")):
-        propose(PARSE(f"hq8 q2048 d128 {dtype} causal"), gpu(name), top=1)
+        propose(KernelTask.of("fwd", PARSE(f"hq8 q2048 d128 {dtype} causal"), gpu(name)), top=1)
     assert not caplog.records

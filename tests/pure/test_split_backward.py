@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.conftest import CheckGolden
-from tilegen.choose.configs import all_configs
+from tests.tasks import task, tiled
 from tilegen.choose.families import (
     WORTH_SPLITTING,
     family,
@@ -16,7 +16,8 @@ from tilegen.choose.families import (
     ranked_families,
     why_not_ranked,
 )
-from tilegen.choose.ranking import estimate, joined_splits, propose
+from tilegen.choose.ranker import estimate, joining, propose
+from tilegen.choose.search_space import all_configs
 from tilegen.emit.render import render
 from tilegen.errors import Unsupported
 from tilegen.explaining.explanation import explain
@@ -26,8 +27,9 @@ from tilegen.kernels.config import TileConfig
 from tilegen.kernels.registry import BACKWARD, check_config, grid_of
 from tilegen.masks import predicate
 from tilegen.model.launches import launches
-from tilegen.model.traffic import splits_of, visits
+from tilegen.model.splits import splits_of
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask, Tiled
 
 H200 = gpu("h200")
 CROSS = AttentionProblem.parse("b1 hq16 hkv16 q4096 kv77 d64 bf16")
@@ -81,12 +83,10 @@ def test_a_batch_invariant_forward_does_not_hinder_the_backward() -> None:
 )
 def test_splits_fill_the_gpu(problem: AttentionProblem, kernel: str) -> None:
     plain = kernel.removesuffix("_split")
-    best, alone = (propose(problem, H200, kernel=one, top=1)[0] for one in (kernel, plain))
+    best, alone = (propose(KernelTask.of(one, problem, H200), top=1)[0] for one in (kernel, plain))
     programs: list[int] = []
     for one in (best, alone):
-        tile = one.config.block_m, one.config.block_n
-        counts = visits(problem, *tile, one.kernel)
-        programs.append(launches(problem, H200, one.config, one.kernel, counts).programs)
+        programs.append(launches(Tiled.of(one.kernel, problem, H200, one.config)).programs)
     assert max(programs[1] + 1, 0.9 * H200.num_sms) <= programs[0]
     assert best.estimate.seconds < 0.5 * alone.estimate.seconds
 
@@ -95,17 +95,16 @@ def test_programs_steps_and_rows_of_splits() -> None:
     """Of 4096 queries in 8 splits, each of 2 tiles of 64 keys has a program; under a causal mask
     those that see nothing have none, and the others have less."""
     config = TileConfig.parse("m64n64k512w4s2")
-    found = splits_of(CROSS, config, "bwd_dkdv_split")
+    found = splits_of(tiled("bwd_dkdv_split", CROSS, config))
     assert (found.count, found.programs, found.rows, found.tiles_of_group) == (8, 16, 8 * 77, 1)
-    counts = visits(CROSS, 64, 64, "bwd_dkdv_split")
-    run = launches(CROSS, H200, config, "bwd_dkdv_split", counts)
+    run = launches(Tiled.of("bwd_dkdv_split", CROSS, H200, config))
     assert (run.programs, run.steps, run.longest) == (256, 16 * 2 * 64, 8)
     causal = AttentionProblem.parse("b1 hq4 hkv1 q1024 kv1024 d64 bf16 causal")
-    found = splits_of(causal, config, "bwd_dkdv_split")
+    found = splits_of(tiled("bwd_dkdv_split", causal, config))
     assert (found.count, found.programs, found.rows) == (2, 16 + 8, 64 * (16 + 8))
-    run = launches(causal, H200, config, "bwd_dkdv_split", visits(causal, 64, 64, "bwd_dkdv_split"))
+    run = launches(Tiled.of("bwd_dkdv_split", causal, H200, config))
     assert (run.programs, run.steps, run.longest) == (24, 4 * 136, 4 * 8)
-    found = splits_of(causal, config, "bwd_dq_split")
+    found = splits_of(tiled("bwd_dq_split", causal, config))
     assert (found.count, found.programs, found.tiles_of_group) == (2, 16 + 8, 4)
 
 
@@ -113,17 +112,17 @@ def test_no_split_is_left_out_where_heads_visit_different_tiles() -> None:
     by_head = predicate(lambda b, h, q, k: k <= q - 300 * h)
     problem = AttentionProblem.parse("b1 hq4 hkv1 q1024 kv1024 d64 bf16 full")
     problem = replace(problem, mask=by_head)
-    found = splits_of(problem, TileConfig.parse("m64n64k512w4s2"), "bwd_dkdv_split")
+    found = splits_of(tiled("bwd_dkdv_split", problem, TileConfig.parse("m64n64k512w4s2")))
     assert (found.programs, found.rows) == (2 * 16, 2 * 1024)
 
 
 def test_sums_are_of_the_splits_that_the_model_proposes() -> None:
     for problem, kernel in ((CROSS, "bwd_dkdv"), (SUFFIX, "bwd_dq")):
-        split = propose(problem, H200, kernel=f"{kernel}_split", top=1)[0].config
-        assert joined_splits(problem, H200, f"{kernel}_sum") == split
-        assert joined_splits(problem, H200, kernel) is None
-        told = explain(problem, H200, f"{kernel}_sum")["traffic"]
-        count = splits_of(problem, split, f"{kernel}_split").count
+        split = propose(KernelTask.of(f"{kernel}_split", problem, H200), top=1)[0].config
+        assert joining(KernelTask.of(f"{kernel}_sum", problem, H200)).joined == split
+        assert joining(KernelTask.of(kernel, problem, H200)).joined is None
+        told = explain(KernelTask.of(f"{kernel}_sum", problem, H200))["traffic"]
+        count = splits_of(tiled(f"{kernel}_split", problem, split)).count
         assert told["values"]["n_s"] == count > 1
 
 
@@ -131,7 +130,7 @@ def test_fewer_splits_a_step_take_longer() -> None:
     """A step waits for the splits that it loads."""
     long = AttentionProblem.parse("b1 hq1 hkv1 q65536 kv77 d128 bf16")
     few, many = (
-        estimate(long, H200, TileConfig.parse(f"m1n{n}w4s1"), "bwd_dkdv_sum").seconds
+        estimate(Tiled.of("bwd_dkdv_sum", long, H200, TileConfig.parse(f"m1n{n}w4s1"))).seconds
         for n in (2, 16)
     )
     assert few > 2 * many
@@ -139,12 +138,12 @@ def test_fewer_splits_a_step_take_longer() -> None:
 
 def test_configs() -> None:
     for kernel in ("bwd_dkdv_split", "bwd_dq_split"):
-        for one in all_configs(SUFFIX, kernel):
+        for one in all_configs(task(kernel, SUFFIX)):
             check_config(one, kernel)
             assert one.heads == 1
-    longest = max(one.split_kv for one in all_configs(CROSS, "bwd_dkdv_split"))
+    longest = max(one.split_kv for one in all_configs(task("bwd_dkdv_split", CROSS)))
     assert longest == 4096, "no longer than the queries, which are split"
-    assert max(one.split_kv for one in all_configs(CROSS, "bwd_dq_split")) == 128
+    assert max(one.split_kv for one in all_configs(task("bwd_dq_split", CROSS))) == 128
     config = TileConfig.parse("m64n128k512w4s2")
     assert grid_of("bwd_dkdv_split", config, 4) == (
         *(("seqlen_kv", 128), ("num_heads_kv", 1), ("batch", 1), ("seqlen_q", 512)),
@@ -170,12 +169,12 @@ def test_configs_of_other_kernels_are_refused(key: str, kernel: str, error: str)
 
 
 def test_an_explanation_says_how_it_is_split() -> None:
-    told = explain(CROSS, H200, "bwd_dkdv_split", TileConfig.parse("m64n64k512w4s2"))
+    told = explain(KernelTask.of("bwd_dkdv_split", CROSS, H200), TileConfig.parse("m64n64k512w4s2"))
     assert told["splits"] == (
         "8 of 512 queries, for tiles of 64 keys: 256 programs that find queries to visit, "
         "for 132 SMs"
     )
-    told = explain(SUFFIX, H200, "bwd_dq_split", TileConfig.parse("m64n64k8192w4s2"))
+    told = explain(KernelTask.of("bwd_dq_split", SUFFIX, H200), TileConfig.parse("m64n64k8192w4s2"))
     assert told["splits"].startswith("16 of 8192 keys, in tiles of 64 queries of 1 head: 512 ")
 
 

@@ -8,9 +8,10 @@ import pytest
 
 from tests.conftest import CheckGolden
 from tests.splits import COMBINE, splits
-from tilegen.choose.configs import all_configs
+from tests.tasks import task, tiled
 from tilegen.choose.families import family, kernels_of, ranked_families
-from tilegen.choose.ranking import estimate, propose
+from tilegen.choose.ranker import estimate, propose
+from tilegen.choose.search_space import all_configs
 from tilegen.emit.render import render
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import gpu
@@ -20,8 +21,9 @@ from tilegen.masks import predicate
 from tilegen.masks.grouping import packed_heads
 from tilegen.masks.score import softcap
 from tilegen.model.launches import launches
-from tilegen.model.traffic import splits_of, visits
+from tilegen.model.splits import splits_of
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask, Tiled
 
 H200 = gpu("h200")
 DECODE = AttentionProblem.parse("b1 hq64 hkv8 q1 kv8192 d128 bf16")
@@ -59,10 +61,11 @@ def test_dropout_is_left_to_others() -> None:
 def test_splits_fill_the_gpu() -> None:
     """One program for each SM or more, and fewer keys a split where there are fewer heads."""
     few = AttentionProblem.parse("b1 hq16 hkv2 q1 kv8192 d128 bf16")
-    most, least = (propose(one, H200, kernel="fwd_split", top=1)[0] for one in (DECODE, few))
+    most, least = (
+        propose(KernelTask.of("fwd_split", one, H200), top=1)[0] for one in (DECODE, few)
+    )
     for one, problem in ((most, DECODE), (least, few)):
-        counts = visits(problem, one.config.block_m, one.config.block_n, "fwd_split")
-        run = launches(problem, H200, one.config, "fwd_split", counts)
+        run = launches(Tiled.of("fwd_split", problem, H200, one.config))
         finest = one.config.split_kv == KERNELS["fwd_split"].knobs.split_kv[0]
         assert finest or run.programs >= 0.9 * H200.num_sms
     assert least.config.split_kv < most.config.split_kv
@@ -71,12 +74,12 @@ def test_splits_fill_the_gpu() -> None:
 def test_what_splits_leave_counts_in_their_ranking() -> None:
     """A kernel of small splits is as fast by itself, but its results are read again."""
     small, large = (
-        estimate(VERIFY, H200, TileConfig.parse(f"m8h8n64k{keys}w4s3"), "fwd_split")
+        estimate(Tiled.of("fwd_split", VERIFY, H200, TileConfig.parse(f"m8h8n64k{keys}w4s3")))
         for keys in (256, 2048)
     )
     assert small.cost - small.seconds > 5 * (large.cost - large.seconds) > 0
     assert small.cost > large.cost
-    found = propose(VERIFY, H200, kernel="fwd_split", top=30)
+    found = propose(KernelTask.of("fwd_split", VERIFY, H200), top=30)
     costs = [one.estimate.cost for one in found]
     assert costs == sorted(costs)
 
@@ -89,7 +92,7 @@ def test_a_tile_holds_a_whole_group_where_nothing_tells_its_heads_apart() -> Non
     assert packed_heads(replace(DECODE, score=softcap(5.0).form)) == 8
     by_head = predicate(lambda b, h, q, k: k <= q + h)
     assert packed_heads(replace(DECODE, mask=by_head)) == 1
-    for one in all_configs(DECODE, "fwd_split"):
+    for one in all_configs(task("fwd_split", DECODE)):
         assert one.heads == 8
         assert one.rows >= 16
         assert one.split_kv % one.block_n == 0
@@ -101,9 +104,9 @@ def test_empty_splits_have_no_programs() -> None:
         VERIFY, mask=AttentionProblem.parse("hq1 q9 d16 fp16 window(999,0,bottom_right)").mask
     )
     config = TileConfig.parse("m8h8n64k1024w4s3")
-    found = splits_of(problem, config, "fwd_split")
+    found = splits_of(tiled("fwd_split", problem, config))
     assert (found.count, found.programs, found.tiles_of_group) == (128, 1, 1)
-    wide = splits_of(VERIFY, config, "fwd_split")
+    wide = splits_of(tiled("fwd_split", VERIFY, config))
     assert wide.programs == wide.count == 128
 
 

@@ -12,7 +12,7 @@ import pytest
 from tests.problems import PROBLEMS
 from tests.records import H200, RECORD, own, place, record, timed
 from tilegen.choose.families import kernels_of
-from tilegen.choose.ranking import propose
+from tilegen.choose.ranker import propose
 from tilegen.disk import say_once
 from tilegen.errors import InvalidRecord
 from tilegen.gpus.spec import gpu
@@ -22,6 +22,7 @@ from tilegen.store.floor import ALLOWED, too_fast
 from tilegen.store.transfer import merge
 from tilegen.store.trials import Conditions, Trial, trial_line
 from tilegen.store.upkeep import check
+from tilegen.task import KernelTask
 from tilegen.tuning.trials import TrialLog
 
 PROBLEM = AttentionProblem.parse("b4 hq32 hkv8 q4096 d128 bf16 causal")
@@ -123,7 +124,7 @@ def test_nothing_that_the_model_predicts_is_impossible(name: str) -> None:
     spec = gpu(name)
     for problem in PROBLEMS[::4]:
         for kernel in kernels_of(problem, spec):
-            best = propose(problem, spec, kernel=kernel, top=1)[0].estimate
+            best = propose(KernelTask.of(kernel, problem, spec), top=1)[0].estimate
             trouble = too_fast(timed(1e6 * best.seconds), problem, name, kernel)
             assert not trouble, f"{kernel} for '{problem}' on {name}: {trouble}"
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.problems import PROBLEMS
 from tests.records import PROBLEM, RECORD, UNMEASURED, record, timed
-from tilegen.choose import known
+from tilegen.choose import records
 from tilegen.errors import InvalidRecord
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.registry import LARGE_CACHE
@@ -92,7 +92,7 @@ def test_numbers_in_the_readme_of_the_format_are_those_of_the_code() -> None:
     assert f"again for {reach.DOWN_SECONDS / 60:g} minutes" in readme
     assert remote.FRESH_SECONDS == 3600, "remembered for an hour"
     assert files.LOCK_SECONDS == 60, "held for more than a minute"
-    assert tuner.PATIENCE * known.TUNE_SECONDS == 120, "waits two minutes at most"
+    assert tuner.PATIENCE * records.TUNE_SECONDS == 120, "waits two minutes at most"
     assert upkeep.COPY_SECONDS == 7 * 86400, "copies older than a week"
     assert f"by up to {MAX_RIVALS + 1} machines" in readme
     assert f"within {100 * TIE_LIMIT:g} %" in readme

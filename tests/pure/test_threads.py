@@ -18,7 +18,7 @@ from tilegen import disk, sympy_lock
 from tilegen.bounded_cache import BoundedCache
 from tilegen.check.reference import attention_reference
 from tilegen.choose.families import kernels_of
-from tilegen.choose.ranking import propose
+from tilegen.choose.ranker import propose
 from tilegen.emit import kernel_files
 from tilegen.emit.render import render
 from tilegen.gpus.spec import gpu
@@ -26,6 +26,7 @@ from tilegen.kernels.config import TileConfig
 from tilegen.masks import parse_mask
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import dispatch, plans, varlen
+from tilegen.task import KernelTask
 
 THREADS = 16
 
@@ -131,7 +132,7 @@ def test_tracing_proposing_and_rendering_share_one_lock(monkeypatch: pytest.Monk
         lambda: tilegen.score(lambda s, b, h, q, k: 2 * s),
         lambda: tilegen.predicate(lambda b, h, q, k: q > k),
         lambda: tilegen.softcap(3).then(tilegen.softcap(4)),
-        lambda: propose(problem, h200, top=1),
+        lambda: propose(KernelTask.of("fwd", problem, h200), top=1),
         lambda: kernels_of(problem, h200),
         lambda: render(problem, TileConfig(block_m=16, block_n=16)),
     ):

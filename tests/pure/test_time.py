@@ -6,22 +6,24 @@ from dataclasses import replace
 
 import pytest
 
-from tilegen.choose.fastest import KernelModel
-from tilegen.choose.ranking import estimate
+from tilegen.choose.ranker import estimate
 from tilegen.gpus.spec import GpuSpec, gpu
 from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import KERNELS
 from tilegen.model.footprint import footprint
 from tilegen.model.on_chip import residents
 from tilegen.model.rates import rates_of
-from tilegen.model.step import step
+from tilegen.model.step import step_of
 from tilegen.model.time import (
     StepClocks,
     busy_clocks,
     local_clocks,
     queued,
     step_clocks,
+    time,
 )
 from tilegen.problem import AttentionProblem
+from tilegen.task import Tiled
 
 PARSE = AttentionProblem.parse
 LLAMA = PARSE("b4 hq32 hkv8 q4096 kv4096 d128 bf16 causal")
@@ -33,7 +35,7 @@ def config(text: str) -> TileConfig:
 
 def ideal(spec: GpuSpec, problem: AttentionProblem, text: str, kernel: Kernel = "fwd") -> dict:
     """Clocks of one step at the peaks of the data sheet."""
-    clocks = step_clocks(problem, spec, config(text), kernel)
+    clocks = step_clocks(Tiled.of(kernel, problem, spec, config(text)))
     return {
         "tensor": clocks.tensor * rates_of(spec.arch).tensor_efficiency,
         "exp": clocks.exp,
@@ -65,20 +67,20 @@ def test_below_this_head_dim_exponentials_take_longer(name: str, head_dim: int) 
 )
 def test_products_of_each_kernel(kernel: Kernel, products: int) -> None:
     """Two in the forward; seven in the two backward passes together."""
-    work = step(LLAMA, config("m64n32w4s2"), kernel)
+    work = step_of(KERNELS[kernel], LLAMA, config("m64n32w4s2"))
     assert work.multiply_adds == products * 64 * 32 * 128
 
 
 def test_flops_of_a_launch_count_whole_tiles_at_padded_widths() -> None:
     problem = PARSE("b2 hq4 hkv4 q100 kv100 d72/80 bf16 full")
-    cost = estimate(problem, gpu("h200"), config("m64n64w4s2"))
+    cost = estimate(Tiled.of("fwd", problem, gpu("h200"), config("m64n64w4s2")))
     assert cost.flops == 2 * 4 * (2 * 2) * 2 * 64 * 64 * (80 + 80)
 
 
 def test_rescaling_bounds_block_n_from_below() -> None:
     """Issue slots per score fall as block_n grows: the accumulators are rescaled less often."""
     per_score = [
-        step_clocks(LLAMA, gpu("h200"), config(f"m128n{n}w8s2"), "fwd").issue / n
+        step_clocks(Tiled.of("fwd", LLAMA, gpu("h200"), config(f"m128n{n}w8s2"))).issue / n
         for n in (16, 32, 64, 128)
     ]
     assert per_score == sorted(per_score, reverse=True)
@@ -89,7 +91,9 @@ def test_wider_outputs_take_issue_slots() -> None:
     """Each accumulator is multiplied by alpha in every step: about two instructions."""
     wide, narrow = (
         step_clocks(
-            PARSE(f"hq1 q4096 d128/{v} bf16 full"), gpu("h200"), config("m128n64w8s2"), "fwd"
+            Tiled.of(
+                "fwd", PARSE(f"hq1 q4096 d128/{v} bf16 full"), gpu("h200"), config("m128n64w8s2")
+            )
         )
         for v in (128, 64)
     )
@@ -101,12 +105,14 @@ def test_warps_without_rows_of_their_own_repeat_the_work() -> None:
     """64 rows are four warps of 16: eight do everything twice (64 HMMA per warp either way)."""
     problem = PARSE("hq1 q4096 d64 bf16 full")
     four, eight = (
-        step_clocks(problem, gpu("a100"), config(f"m64n64w{warps}s2"), "fwd") for warps in (4, 8)
+        step_clocks(Tiled.of("fwd", problem, gpu("a100"), config(f"m64n64w{warps}s2")))
+        for warps in (4, 8)
     )
     assert (eight.tensor, eight.exp) == (2 * four.tensor, 2 * four.exp)
     wide = PARSE("hq1 q4096 d128 bf16 full")  # 64 x 128 accumulators: warps share the columns
     four, eight = (
-        step_clocks(wide, gpu("a100"), config(f"m64n64w{warps}s2"), "fwd") for warps in (4, 8)
+        step_clocks(Tiled.of("fwd", wide, gpu("a100"), config(f"m64n64w{warps}s2")))
+        for warps in (4, 8)
     )
     assert (eight.tensor, eight.exp) == (four.tensor, four.exp)
 
@@ -114,9 +120,10 @@ def test_warps_without_rows_of_their_own_repeat_the_work() -> None:
 def test_low_tiles_miss_the_wide_matrix_instructions() -> None:
     """wgmma has 64 rows; below, Hopper runs Ampere's instructions."""
     per_row = [
-        step_clocks(LLAMA, gpu("h200"), config(f"m{m}n64w4s2"), "fwd").tensor / m for m in (64, 128)
+        step_clocks(Tiled.of("fwd", LLAMA, gpu("h200"), config(f"m{m}n64w4s2"))).tensor / m
+        for m in (64, 128)
     ]
-    low = step_clocks(LLAMA, gpu("h200"), config("m32n64w4s2"), "fwd").tensor / 32
+    low = step_clocks(Tiled.of("fwd", LLAMA, gpu("h200"), config("m32n64w4s2"))).tensor / 32
     assert per_row[0] == pytest.approx(per_row[1])
     assert low == pytest.approx(per_row[0] / rates_of("sm_90").narrow_rate)
 
@@ -140,13 +147,12 @@ def test_two_warps_that_share_two_units() -> None:
 def test_four_warps_alone_on_an_rtx_3090_overlap_little() -> None:
     """Published: 6.58 ms for the first, 4.64 for the second (GQA forward of 4096 rows)."""
     problem, spec = PARSE("b2 hq32 hkv8 q4096 d128 fp16 causal"), gpu("rtx3090")
-    model = KernelModel(problem, spec, "fwd")
-    alone, shared = (
-        model.time(
-            config(text), replace(model.needs(config(text)), registers=255, smem_bytes=smem)
-        ).seconds
-        for text, smem in (("m64n64w4s2", 57344), ("m128n32w4s2", 49154))
-    )
+
+    def seconds(text: str, smem: int) -> float:
+        tiled = Tiled.of("fwd", problem, spec, config(text))
+        return time(tiled, replace(footprint(tiled), registers=255, smem_bytes=smem)).seconds
+
+    alone, shared = seconds("m64n64w4s2", 57344), seconds("m128n32w4s2", 49154)
     assert 1.25 < alone / shared < 1.6
     assert shared == pytest.approx(4.636e-3, rel=0.12)
 
@@ -170,12 +176,11 @@ def test_a_small_grid_leaves_one_warpgroup_on_each_sm() -> None:
 
     def delay(heads: int) -> float:
         problem = PARSE(f"b1 hq{heads} hkv{heads} q64 kv8192 d128 bf16 full")
-        clocks = step_clocks(problem, spec, tile, "fwd")
-        needs = footprint(problem, tile, "fwd", spec.arch)
+        tiled = Tiled.of("fwd", problem, spec, tile)
+        clocks, needs = step_clocks(tiled), footprint(tiled)
         assert residents(needs, spec, tile) == 2
-        model = KernelModel(problem, spec, "fwd")
         quick, slow = (
-            model.time(tile, needs, replace(clocks, smem=times * clocks.tensor)).busy_seconds
+            time(tiled, needs, replace(clocks, smem=times * clocks.tensor)).busy_seconds
             for times in (1.0, 1.5)
         )
         return (slow - quick) / (heads / 132)
@@ -184,9 +189,11 @@ def test_a_small_grid_leaves_one_warpgroup_on_each_sm() -> None:
 
 
 def test_spilled_bytes_move_as_often_as_was_measured() -> None:
-    needs = replace(footprint(LLAMA, config("m64n64w4s2"), "fwd", "sm_90"), registers=265)
-    assert local_clocks(needs, gpu("h200"), config("m64n64w4s2")) == 40 * 128 / 128
-    assert local_clocks(needs, gpu("rtx3090"), config("m64n64w4s2")) == 7.5 * 40 * 128 / 128
+    tile = config("m64n64w4s2")
+    h200, rtx3090 = (Tiled.of("fwd", LLAMA, gpu(name), tile) for name in ("h200", "rtx3090"))
+    needs = replace(footprint(h200), registers=265)
+    assert local_clocks(h200, needs) == 40 * 128 / 128
+    assert local_clocks(rtx3090, needs) == 7.5 * 40 * 128 / 128
 
 
 def test_what_is_spilled_outside_of_loops_is_paid_by_each_program() -> None:
@@ -194,11 +201,10 @@ def test_what_is_spilled_outside_of_loops_is_paid_by_each_program() -> None:
     spec, problem = gpu("h200"), PARSE("b1 hq64 hkv8 q1 kv65536 d128 bf16 full")
     for keys, programs in ((1024, 512), (4096, 128)):
         tile = config(f"m2h8n128k{keys}w4s4")
-        model = KernelModel(problem, spec, "fwd_split")
-        clocks = step_clocks(problem, spec, tile, "fwd_split")
+        tiled = Tiled.of("fwd_split", problem, spec, tile)
+        needs, clocks = footprint(tiled), step_clocks(tiled)
         less, more = (
-            model.time(tile, model.needs(tile), replace(clocks, local_once=words))
-            for words in (0.0, 4000.0)
+            time(tiled, needs, replace(clocks, local_once=words)) for words in (0.0, 4000.0)
         )
         paid = 1e6 * (more.busy_seconds - less.busy_seconds)
         waves = -(-programs // spec.num_sms)

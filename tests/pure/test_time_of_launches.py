@@ -7,14 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from tilegen.choose.ranking import estimate, propose
+from tests.tasks import tiled
+from tilegen.choose.ranker import estimate, propose
 from tilegen.gpus.nearest import nearest
 from tilegen.gpus.spec import catalogue, gpu
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.model.dram import dram_bytes
 from tilegen.model.estimate import CostEstimate
 from tilegen.model.footprint import footprint
-from tilegen.model.launches import launches
 from tilegen.model.on_chip import residents
 from tilegen.model.rates import rates_of
 from tilegen.model.time import (
@@ -24,8 +24,10 @@ from tilegen.model.time import (
     step_clocks,
     time,
 )
-from tilegen.model.traffic import Traffic, traffic, visits
+from tilegen.model.traffic import Traffic
+from tilegen.model.visits import visits
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask, Tiled
 
 PARSE = AttentionProblem.parse
 LLAMA = PARSE("b4 hq32 hkv8 q4096 kv4096 d128 bf16 causal")
@@ -37,7 +39,7 @@ def config(text: str) -> TileConfig:
 
 def test_slow_l2_sets_the_time() -> None:
     spec = replace(gpu("h200"), l2_bandwidth=1e9)
-    cost = estimate(LLAMA, spec, config("m128n64w8s2"))
+    cost = estimate(Tiled.of("fwd", LLAMA, spec, config("m128n64w8s2")))
     moved = cost.read_bytes + cost.write_bytes
     expected = moved / (1e9 * rates_of("sm_90").l2_efficiency)
     assert cost.seconds == pytest.approx(expected, rel=1e-3)
@@ -48,7 +50,12 @@ def test_unequal_programs_leave_a_tail() -> None:
     part of one of its light programs."""
     one, two = (
         estimate(
-            PARSE(f"b1 hq{h} hkv{h} q8192 d128 bf16 causal"), gpu("h200"), config("m128n64w8s2")
+            Tiled.of(
+                "fwd",
+                PARSE(f"b1 hq{h} hkv{h} q8192 d128 bf16 causal"),
+                gpu("h200"),
+                config("m128n64w8s2"),
+            )
         )
         for h in (32, 64)
     )
@@ -60,32 +67,19 @@ def test_unequal_programs_leave_a_tail() -> None:
 
 def test_masked_tiles_cost_about_half_again() -> None:
     """130 ISETP and 64 FSEL among 821 instructions: a third of a masked step."""
-    clocks = step_clocks(LLAMA, gpu("h200"), config("m128n128w8s2"), "fwd")
+    clocks = step_clocks(Tiled.of("fwd", LLAMA, gpu("h200"), config("m128n128w8s2")))
     assert 0.25 < clocks.masking / (clocks.issue + clocks.masking) < 0.5
 
 
 def test_partial_tiles_make_a_launch_slower() -> None:
-    """A window wide enough to keep everything: same tiles, none of them full."""
-    spec = gpu("h200")
-    problem = PARSE("b1 hq64 hkv64 q2048 kv2048 d128 bf16 full")
-    masked = replace(problem, mask=PARSE("hq1 q1 d64 bf16 window(1024,1024)").mask)
-    tiles = config("m128n64w8s3")
-    plain, partial = visits(problem, 128, 64, "fwd"), visits(masked, 128, 64, "fwd")
-    of, needs = (problem, spec, tiles, "fwd"), footprint(problem, tiles, "fwd", spec.arch)
-    times = [
-        time(
-            *of,
-            moved=traffic(problem, tiles, "fwd"),
-            counts=counts,
-            run=launches(*of, counts),
-            needs=needs,
-            clocks=step_clocks(*of),
-            local=0.0,
-        ).seconds
-        for counts in (plain, replace(plain, partial_tiles=plain.tiles))
-    ]
-    assert partial.partial_tiles > 0
-    assert 1.05 < times[1] / times[0] < 1.5
+    """A window that is narrower than a tile: no tile is full."""
+    problem = PARSE("b64 hq64 hkv64 q2048 kv2048 d128 bf16 window(30,30)")
+    tiled = Tiled.of("fwd", problem, gpu("h200"), config("m128n64w8s3"))
+    assert visits(tiled).tiles == visits(tiled).partial_tiles > 0
+    needs, clocks = footprint(tiled), step_clocks(tiled)
+    assert not needs.spill_bytes
+    free = time(tiled, needs, replace(clocks, masking=0.0)).seconds
+    assert 1.05 < time(tiled, needs).seconds / free < 1.5
 
 
 @pytest.mark.parametrize("name", ["a100", "h200", "b200"])
@@ -93,7 +87,10 @@ def test_pipelining_hides_latency(name: str) -> None:
     """One program on an SM has nobody but its own pipeline to hide behind."""
     problem = PARSE("b8 hq32 hkv32 q2048 d64 bf16 full")
     spec = replace(gpu(name), registers_per_sm=32 * 255)
-    costs = [estimate(problem, spec, config(f"m64n16w4s{stages}")) for stages in (1, 2, 3, 4)]
+    costs = [
+        estimate(Tiled.of("fwd", problem, spec, config(f"m64n16w4s{stages}")))
+        for stages in (1, 2, 3, 4)
+    ]
     latency = [dict(cost.terms)["latency"] for cost in costs]
     assert latency[0] == pytest.approx(latency[1], rel=0.01)  # as long, but in nobody's shadow
     assert latency[1] > 1.8 * latency[2] > 2.4 * latency[3]
@@ -108,7 +105,9 @@ def test_one_program_too_many_starts_a_wave() -> None:
 
     def seconds(heads: int) -> float:
         return estimate(
-            PARSE(f"b1 hq{heads} hkv{heads} q128 kv8192 d128 bf16 full"), spec, tiles
+            Tiled.of(
+                "fwd", PARSE(f"b1 hq{heads} hkv{heads} q128 kv8192 d128 bf16 full"), spec, tiles
+            )
         ).seconds
 
     assert seconds(100) == pytest.approx(seconds(60), rel=0.02)
@@ -124,9 +123,12 @@ def test_a_last_wave_of_few_programs_has_nobody_to_hide_behind() -> None:
 
     def seconds(heads: int) -> float:
         problem = PARSE(f"b1 hq{heads} hkv{heads} q64 kv8192 d64 bf16 full")
-        return estimate(problem, spec, tiles).seconds - rates_of(spec.arch).launch_seconds
+        return (
+            estimate(Tiled.of("fwd", problem, spec, tiles)).seconds
+            - rates_of(spec.arch).launch_seconds
+        )
 
-    needs = footprint(PARSE("hq1 q64 kv8192 d64 bf16 full"), tiles, "fwd", spec.arch)
+    needs = footprint(tiled("fwd", PARSE("hq1 q64 kv8192 d64 bf16 full"), tiles, spec.arch))
     places = spec.num_sms * residents(needs, spec, tiles)
     alone, full = seconds(spec.num_sms), seconds(places)
     assert full < 0.9 * alone * places / spec.num_sms
@@ -137,9 +139,11 @@ def test_a_last_wave_of_few_programs_has_nobody_to_hide_behind() -> None:
 def test_waves_count_resident_programs() -> None:
     spec, tiles = gpu("h200"), config("m64n32w4s2")
     problem = PARSE("b4 hq32 hkv8 q4096 d64 bf16 full")
-    together = residents(footprint(problem, tiles, "fwd", spec.arch), spec, tiles)
+    together = residents(footprint(tiled("fwd", problem, tiles, spec.arch)), spec, tiles)
     assert together > 1
-    assert estimate(problem, spec, tiles).waves == pytest.approx(4 * 32 * 64 / (132 * together))
+    assert estimate(Tiled.of("fwd", problem, spec, tiles)).waves == pytest.approx(
+        4 * 32 * 64 / (132 * together)
+    )
 
 
 def touches(heads: int, programs_per_head: int, in_flight: int) -> int:
@@ -154,10 +158,8 @@ def touches(heads: int, programs_per_head: int, in_flight: int) -> int:
 def test_a_small_l2_reads_keys_once_per_wave(programs_per_head: int, in_flight: int) -> None:
     heads, seqlen = 97, 64 * programs_per_head
     problem = PARSE(f"b1 hq{heads} hkv{heads} q{seqlen} kv4096 d128 bf16 full")
-    moved, counts = traffic(problem, config("m64n64w4s2"), "fwd"), visits(problem, 64, 64, "fwd")
-    found = dram_bytes(
-        problem, replace(gpu("h200"), l2_bytes=0), "fwd", moved, counts, in_flight=in_flight
-    )
+    spec = replace(gpu("h200"), l2_bytes=0)
+    found = dram_bytes(Tiled.of("fwd", problem, spec, config("m64n64w4s2")), in_flight=in_flight)
     queries = heads * seqlen * (2 * 128 * 2 + 4)
     keys = 4096 * 2 * 128 * 2
     assert (found - queries) / keys == pytest.approx(
@@ -170,7 +172,7 @@ def test_a_large_l2_reads_everything_once() -> None:
         problem = PARSE(f"b2 hq32 hkv8 q4096 d128 bf16 {mask}")
         spec = replace(gpu("h200"), l2_bytes=10**12)
         for kernel in ("fwd", "bwd_dkdv", "bwd_dq", "bwd_preprocess"):
-            cost = estimate(problem, spec, config("m64n64w4s2"), kernel)
+            cost = estimate(Tiled.of(kernel, problem, spec, config("m64n64w4s2")))
             rows, kv_rows = 2 * 32 * 4096, 2 * 8 * 4096
             words = {
                 "fwd": 2 * rows + 2 * kv_rows,
@@ -184,7 +186,7 @@ def test_a_large_l2_reads_everything_once() -> None:
 
 
 def test_terms_are_sorted_and_name_the_limit() -> None:
-    cost = estimate(LLAMA, gpu("h200"), config("m128n64w8s3"))
+    cost = estimate(Tiled.of("fwd", LLAMA, gpu("h200"), config("m128n64w8s3")))
     seconds = [term for _, term in cost.terms]
     assert seconds == sorted(seconds, reverse=True)
     assert cost.limit == cost.terms[0][0]
@@ -204,7 +206,7 @@ def test_terms_are_sorted_and_name_the_limit() -> None:
     ],
 )
 def test_limits_are_the_expected_ones(text: str, name: str, kernel: Kernel, limit: str) -> None:
-    assert propose(PARSE(text), gpu(name), kernel=kernel, top=1)[0].estimate.limit == limit
+    assert propose(KernelTask.of(kernel, PARSE(text), gpu(name)), top=1)[0].estimate.limit == limit
 
 
 FASTER = ("tensor_flops_16", "l2_bandwidth", "dram_bandwidth", "exp_per_clk_per_sm", "l2_bytes")
@@ -217,11 +219,11 @@ def test_a_better_gpu_is_never_slower(kernel: Kernel, field: str) -> None:
     better = replace(spec, **{field: 2 * getattr(spec, field)})
     for problem in (LLAMA, PARSE("b1 hq8 hkv1 q200 kv40000 d64 fp16 full")):
         for text in ("m64n64w4s2", "m128n32w8s3"):
-            before = estimate(problem, spec, config(text), kernel).seconds
+            before = estimate(Tiled.of(kernel, problem, spec, config(text))).seconds
             if field == "l2_bytes":  # a larger L2 holds more that others wrote
                 held = rates_of("sm_90").pushed_out * (better.l2_bytes - spec.l2_bytes)
                 before += held / (spec.dram_bandwidth * rates_of("sm_90").dram_efficiency)
-            assert estimate(problem, better, config(text), kernel).seconds <= before
+            assert estimate(Tiled.of(kernel, problem, better, config(text))).seconds <= before
 
 
 def test_what_others_wrote_leaves_l2_once() -> None:
@@ -239,9 +241,9 @@ def test_what_others_wrote_leaves_l2_once() -> None:
 
 def test_launches_that_follow_take_less() -> None:
     spec, rates = gpu("h200"), rates_of("sm_90")
-    assert launch_seconds(spec, "fwd_split", 1) == rates.launch_seconds
-    assert launch_seconds(spec, "fwd_combine", 1) == rates.following_seconds
-    panels = launch_seconds(spec, "fwd_scores", 5)
+    assert launch_seconds(KernelTask.of("fwd_split", LLAMA, spec), 1) == rates.launch_seconds
+    assert launch_seconds(KernelTask.of("fwd_combine", LLAMA, spec), 1) == rates.following_seconds
+    panels = launch_seconds(KernelTask.of("fwd_scores", LLAMA, spec), 5)
     assert panels == pytest.approx(rates.launch_seconds + 4 * rates.following_seconds)
     assert rates.following_seconds < rates.launch_seconds
 
@@ -256,10 +258,12 @@ def test_idle_sms_draw_nothing_from_l2() -> None:
 
 def test_joining_reads_from_l2_what_the_splits_left_there() -> None:
     problem = PARSE("b1 hq64 hkv8 q1 kv131072 d128 bf16")
-    cost = estimate(problem, gpu("h200"), config("m1n16w4s1"), "fwd_combine")
+    cost = estimate(Tiled.of("fwd_combine", problem, gpu("h200"), config("m1n16w4s1")))
     assert 0 < cost.read_bytes < gpu("h200").l2_bytes
     assert cost.dram_bytes == cost.write_bytes
-    huge = estimate(replace(problem, batch=128), gpu("h200"), config("m1n16w4s1"), "fwd_combine")
+    huge = estimate(
+        Tiled.of("fwd_combine", replace(problem, batch=128), gpu("h200"), config("m1n16w4s1"))
+    )
     assert huge.dram_bytes == huge.read_bytes - gpu("h200").l2_bytes + huge.write_bytes
 
 
@@ -284,14 +288,14 @@ def throughput(cost: CostEstimate, problem: AttentionProblem) -> float:
     ],
 )
 def test_published_throughputs(name: str, text: str, low: float, high: float) -> None:
-    best = propose(PARSE(text), gpu(name), top=1)[0].estimate
+    best = propose(KernelTask.of("fwd", PARSE(text), gpu(name)), top=1)[0].estimate
     assert low < throughput(best, PARSE(text)) < high
 
 
 def test_every_architecture_has_rates_and_rules() -> None:
     for spec in catalogue():
         assert 0 < rates_of(spec.arch).tensor_efficiency <= 1
-        assert footprint(LLAMA, config("m64n64w4s2"), "fwd", spec.arch).smem_bytes > 0
+        assert footprint(tiled("fwd", LLAMA, config("m64n64w4s2"), spec.arch)).smem_bytes > 0
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import sympy as sp
 from numpy.typing import NDArray
 
 from tests.problems import PROBLEMS
+from tests.tasks import task, tiled
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import LARGE_CACHE
 from tilegen.model.symbols import (
@@ -37,9 +38,9 @@ from tilegen.model.traffic import (
     terms_of,
     total_bytes,
     total_words,
-    traffic,
-    visits,
+    traffic_of,
 )
+from tilegen.model.visits import visits_of
 from tilegen.problem import AttentionProblem
 from tilegen.theory.optimum import exact_tiles
 
@@ -97,7 +98,9 @@ def test_traffic_equals_a_count_over_the_matrix(problem: AttentionProblem, kerne
     for block_m, block_n in TILES:
         read, written = counted(problem, block_m, block_n, kernel)
         config = TileConfig(block_m=block_m, block_n=block_n)
-        assert traffic(problem, config, kernel) == Traffic(read_bytes=read, write_bytes=written)
+        assert traffic_of(tiled(kernel, problem, config)) == Traffic(
+            read_bytes=read, write_bytes=written
+        )
 
 
 @pytest.mark.parametrize("kernel", ["fwd", "bwd_dkdv", "bwd_dq"])
@@ -105,7 +108,7 @@ def test_traffic_equals_a_count_over_the_matrix(problem: AttentionProblem, kerne
 def test_visits_equal_a_count_over_the_matrix(problem: AttentionProblem, kernel: Kernel) -> None:
     for block_m, block_n in TILES:
         lengths = streamed_lengths(problem, block_m, block_n, kernel)
-        found = visits(problem, block_m, block_n, kernel)
+        found = visits_of(task(kernel, problem), block_m, block_n)
         assert found.programs == len(lengths)
         assert found.tiles == sum(map(len, lengths))
         assert found.longest == max(map(len, lengths))
@@ -116,16 +119,16 @@ def test_visits_equal_a_count_over_the_matrix(problem: AttentionProblem, kernel:
 def test_a_worked_example() -> None:
     """One causal bf16 head of 8192 x 128: 64 query tiles visit 1 + 2 + ... + 64 KV tiles of 128."""
     problem = AttentionProblem.parse("b1 hq1 hkv1 q8192 kv8192 d128 bf16 causal")
-    moved = traffic(problem, TileConfig(block_m=128, block_n=128), "fwd")
+    moved = traffic_of(tiled("fwd", problem, TileConfig(block_m=128, block_n=128)))
     assert moved.read_bytes == 8192 * 256 + (64 * 65 // 2) * 128 * 2 * 256
     assert moved.write_bytes == 8192 * 256 + 8192 * 4
-    assert visits(problem, 128, 128, "fwd").partial_tiles == 64
+    assert visits_of(task("fwd", problem), 128, 128).partial_tiles == 64
 
 
 def test_full_attention_example() -> None:
     """64 sweeps over K and V of 8192 rows, and Q once: 270.5 MB."""
     problem = AttentionProblem.parse("b1 hq1 hkv1 q8192 kv8192 d128 bf16 full")
-    moved = traffic(problem, TileConfig(block_m=128, block_n=64), "fwd")
+    moved = traffic_of(tiled("fwd", problem, TileConfig(block_m=128, block_n=64)))
     assert moved.read_bytes == 64 * 8192 * 256 * 2 + 8192 * 256
     assert round(moved.read_bytes / 1e6, 1) == 270.5
 
@@ -135,7 +138,10 @@ def test_heads_and_batches_multiply() -> None:
     many = AttentionProblem.parse("b3 hq8 hkv8 q200 kv200 d64 bf16 causal")
     config = TileConfig(block_m=64, block_n=32)
     for kernel in LARGE_CACHE:
-        single, all_heads = traffic(one, config, kernel), traffic(many, config, kernel)
+        single, all_heads = (
+            traffic_of(tiled(kernel, one, config)),
+            traffic_of(tiled(kernel, many, config)),
+        )
         assert all_heads.read_bytes == 12 * single.read_bytes
         assert all_heads.write_bytes == 12 * single.write_bytes
 
@@ -145,16 +151,16 @@ def test_a_group_shares_gradients_but_not_loads() -> None:
     mha = AttentionProblem.parse("b1 hq8 hkv8 q256 d64 bf16 full")
     gqa = AttentionProblem.parse("b1 hq8 hkv2 q256 d64 bf16 full")
     config = TileConfig(block_m=64, block_n=64)
-    assert traffic(mha, config, "fwd") == traffic(gqa, config, "fwd")
+    assert traffic_of(tiled("fwd", mha, config)) == traffic_of(tiled("fwd", gqa, config))
     assert (
-        traffic(mha, config, "bwd_dkdv").write_bytes
-        == 4 * traffic(gqa, config, "bwd_dkdv").write_bytes
+        traffic_of(tiled("bwd_dkdv", mha, config)).write_bytes
+        == 4 * traffic_of(tiled("bwd_dkdv", gqa, config)).write_bytes
     )
 
 
 def test_counts_beyond_64_bits_stay_exact() -> None:
     problem = AttentionProblem.parse("b1048576 hq1024 hkv1024 q16384 kv16384 d256 fp32 full")
-    moved = traffic(problem, TileConfig(block_m=16, block_n=16), "fwd")
+    moved = traffic_of(tiled("fwd", problem, TileConfig(block_m=16, block_n=16)))
     assert moved.read_bytes == 2**20 * 2**10 * (16384 * 256 + 1024 * 16384 * 512) * 4 > 2**63
 
 
@@ -222,6 +228,6 @@ def test_symbols_and_numbers_agree(kernel: Kernel) -> None:
         sp.Symbol("e", positive=True): 2,
     }
     total = total_bytes(terms_of(kernel)).subs(UNMASKED).subs(values) * 4
-    moved = traffic(problem, config, kernel)
+    moved = traffic_of(tiled(kernel, problem, config))
     assert total == moved.read_bytes + moved.write_bytes
     assert math.gcd(moved.read_bytes, 2) == 2

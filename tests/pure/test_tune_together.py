@@ -16,10 +16,11 @@ import pytest
 from tests.records import H200, PROBLEM, RECORD, own, record, written
 from tests.replay import SMALL, Replay, run
 from tilegen import pipeline
-from tilegen.choose import known
+from tilegen.choose import records
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import TileConfig
 from tilegen.store import save
+from tilegen.task import KernelTask
 from tilegen.tuning import tuner as tune_module
 from tilegen.tuning.measure import Measurement
 from tilegen.tuning.trials import alone
@@ -69,7 +70,7 @@ def test_calls_at_the_same_moment_tune_once(
 ) -> None:
     tuned: list[str] = []
     looked, here = threading.Barrier(3), threading.local()
-    look_up = known.look_up
+    look_up = records.look_up
 
     def look(*arguments: Any, **options: Any) -> Any:
         found = look_up(*arguments, **options)
@@ -83,9 +84,11 @@ def test_calls_at_the_same_moment_tune_once(
         save(RECORD, location=own(tmp_path))
         return RECORD
 
-    monkeypatch.setattr(known, "look_up", look)
+    monkeypatch.setattr(records, "look_up", look)
     monkeypatch.setattr(tune_module, "tune", tune)
-    chosen = at_once(3, lambda: pipeline.choose_kernel(PROBLEM, H200, "fwd", may_tune=True))
+    chosen = at_once(
+        3, lambda: pipeline.choose_kernel(KernelTask.of("fwd", PROBLEM, H200), may_tune=True)
+    )
     assert [(one.config, one.source) for one in chosen] == [(RECORD.config, "tuned now")] * 3
     assert tuned == ["fwd"]
 
@@ -94,11 +97,13 @@ def test_who_has_waited_too_long_takes_the_best_known(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     save(record(gpu="h100"), location=own(tmp_path))
-    monkeypatch.setattr(known, "TUNE_SECONDS", 0.01)
+    monkeypatch.setattr(records, "TUNE_SECONDS", 0.01)
     caplog.set_level(logging.INFO, logger="tilegen")
     chosen: list[Any] = []
     with alone("h200", "fwd", PROBLEM):
-        chosen += at_once(1, lambda: pipeline.choose_kernel(PROBLEM, H200, "fwd", may_tune=True))
+        chosen += at_once(
+            1, lambda: pipeline.choose_kernel(KernelTask.of("fwd", PROBLEM, H200), may_tune=True)
+        )
     (one,) = chosen
     assert one.config == RECORD.config
     assert one.source.endswith("borrowed from h100")

@@ -15,10 +15,11 @@ from tests.bundles import StandIn, not_compiled
 from tests.conftest import CheckGolden
 from tests.records import H200, PROBLEM
 from tests.replay import Replay, stored
+from tests.tasks import tiled
 from tests.two_sweeps import FWD_TWO_SWEEPS, registered
 from tilegen.bundles.launching import launcher_of
 from tilegen.choose.families import kernels_of, ranked_families
-from tilegen.choose.ranking import propose, search_space
+from tilegen.choose.ranker import propose, search_space
 from tilegen.emit.render import render
 from tilegen.errors import Unsupported
 from tilegen.explaining.explanation import explain_all
@@ -26,7 +27,8 @@ from tilegen.explaining.text import lines_of_all
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.registry import KERNELS
 from tilegen.masks.score import softcap
-from tilegen.model.traffic import traffic
+from tilegen.model.traffic import traffic_of
+from tilegen.task import KernelTask
 from tilegen.tuning.tuner import tune
 
 NAME = FWD_TWO_SWEEPS.name
@@ -41,9 +43,12 @@ def _registered() -> Iterator[None]:
 
 
 def test_it_is_proposed_within_its_knobs_and_ranked_with_the_others() -> None:
-    ranked = propose(PROBLEM, H200, kernel=NAME, top=5)
+    ranked = propose(KernelTask.of(NAME, PROBLEM, H200), top=5)
     assert len(ranked) == 5
-    for one in (*(each.config for each in ranked), *search_space(PROBLEM, H200, NAME)):
+    for one in (
+        *(each.config for each in ranked),
+        *search_space(KernelTask.of(NAME, PROBLEM, H200)),
+    ):
         assert one.block_n in (32, 64)
         assert one.num_stages <= 2
     seconds = dict(ranked_families(PROBLEM, H200, "forward"))
@@ -68,12 +73,12 @@ def test_it_is_rendered(golden: CheckGolden) -> None:
 
 
 def test_its_traffic_and_its_choice_are_explained() -> None:
-    two, one = (traffic(PROBLEM, CONFIG, name) for name in (NAME, "fwd"))
+    two, one = (traffic_of(tiled(name, PROBLEM, CONFIG)) for name in (NAME, "fwd"))
     rows = PROBLEM.batch * PROBLEM.num_heads_q * PROBLEM.seqlen_q
     assert two.write_bytes == one.write_bytes
     assert one.read_bytes < two.read_bytes < 2 * one.read_bytes + rows
     with registered(alone=True):
-        (told,) = explain_all(PROBLEM, H200, [NAME])
+        (told,) = explain_all(PROBLEM, H200, [NAME], by_model=True)
     text = "\n".join(lines_of_all([told], with_passes=True))
     assert NAME in text
     assert "2*H_kv*V_kv*d_qk" in text.replace(" ", "") or "2*V_kv" in text.replace(" ", "")
@@ -81,7 +86,7 @@ def test_its_traffic_and_its_choice_are_explained() -> None:
 
 def test_it_is_tuned_from_a_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
-    space = search_space(PROBLEM, H200, NAME)
+    space = search_space(KernelTask.of(NAME, PROBLEM, H200))
     table: dict[str, float | str] = {c.key: 900.0 + 90 * i for i, c in enumerate(reversed(space))}
     tune(PROBLEM, H200, kernel=NAME, measure=Replay(table), progress=False)
     found = stored(tmp_path)

@@ -12,9 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 import tilegen
+from tests.tasks import tiled
 from tests.used import used
 from tilegen import pipeline
-from tilegen.choose.ranking import seconds_as_compiled
+from tilegen.choose.ranker import time_as_compiled
 from tilegen.cli.main import app
 from tilegen.compiling import compiler, verdicts
 from tilegen.compiling.verdicts import MAX_BYTES, verdict
@@ -25,6 +26,7 @@ from tilegen.kernels.config import TileConfig
 from tilegen.model.estimate import Candidate, Compiled
 from tilegen.model.resources import Resources
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask, Tiled
 
 H200 = gpu("h200")
 PROBLEM = AttentionProblem.parse("hq8 hkv2 q512 d64 bf16 causal")
@@ -65,7 +67,7 @@ def compile_(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compiler:
 
 
 def asked(arch: str = "sm_90", aligned: bool = True) -> Resources | BuildFailed:
-    return verdict(PROBLEM, CONFIG, "fwd", arch, aligned=aligned)
+    return verdict(tiled("fwd", PROBLEM, CONFIG, arch), aligned=aligned)
 
 
 def files(tmp_path: Path) -> list[Path]:
@@ -91,7 +93,7 @@ def test_one_verdict_is_about_one_kernel(compile_: Compiler, tmp_path: Path) -> 
         (CONFIG, "sm_90", False),
     ]
     longer = AttentionProblem.parse("hq16 hkv4 q1000 d64 bf16 causal")
-    assert verdict(longer, CONFIG, "fwd", "sm_90", aligned=True) == GOOD
+    assert verdict(tiled("fwd", longer, CONFIG, "sm_90"), aligned=True) == GOOD
     assert len(compile_.asked) == 3, "any batch, heads and lengths have the same kernel"
     names = sorted(file.name for file in files(tmp_path))
     assert names == ["fwd.sm_80.json", "fwd.sm_90.json", "fwd.sm_90.json"]
@@ -191,10 +193,10 @@ def test_a_proposal_says_what_was_compiled_and_what_is_predicted(compile_: Compi
     before = tilegen.propose(PROBLEM, H200, top=3)
     assert [one.compiled for one in before] == [None] * 3
     config = before[1].config
-    verdict(PROBLEM, config, "fwd", "sm_90", aligned=True)
-    verdict(PROBLEM, before[0].config, "fwd", "sm_80", aligned=True)
+    verdict(tiled("fwd", PROBLEM, config, "sm_90"), aligned=True)
+    verdict(tiled("fwd", PROBLEM, before[0].config, "sm_80"), aligned=True)
     compile_.failure = "PassManager::run failed"
-    verdict(PROBLEM, before[2].config, "fwd", "sm_90", aligned=True)
+    verdict(tiled("fwd", PROBLEM, before[2].config, "sm_90"), aligned=True)
     compile_.asked.clear()
     after = tilegen.propose(PROBLEM, H200, top=3)
     assert not compile_.asked, "a proposal compiles nothing"
@@ -203,7 +205,7 @@ def test_a_proposal_says_what_was_compiled_and_what_is_predicted(compile_: Compi
     assert after[1].compiled == Compiled(
         triton=version("triton"),
         resources=GOOD,
-        seconds=seconds_as_compiled(PROBLEM, H200, config, "fwd", GOOD),
+        seconds=time_as_compiled(Tiled.of("fwd", PROBLEM, H200, config), GOOD).seconds,
         objection="",
     )
     assert after[2].compiled == Compiled(triton=version("triton"), objection=compile_.failure)
@@ -212,7 +214,7 @@ def test_a_proposal_says_what_was_compiled_and_what_is_predicted(compile_: Compi
 def test_a_proposal_that_compiles_comes_in_the_order_of_a_call(compile_: Compiler) -> None:
     best = tilegen.propose(PROBLEM, H200, top=1)[0].config
     compile_.spilled = {best: 128}
-    call = pipeline.choose_kernel(PROBLEM, H200, "fwd", may_compile=True)
+    call = pipeline.choose_kernel(KernelTask.of("fwd", PROBLEM, H200), may_compile=True)
     assert len(call.seconds) > 1
     found = tilegen.propose(PROBLEM, H200, top=50, compile=True)
     first = found[: len(call.tried)]
@@ -233,7 +235,7 @@ def test_what_may_not_be_used_comes_last(compile_: Compiler) -> None:
         assert one.compiled
         assert one.compiled.objection.startswith("400 bytes of registers spilled a thread")
     assert not any(one.compiled and one.compiled.objection for one in found[:-2])
-    call = pipeline.choose_kernel(PROBLEM, H200, "fwd", may_compile=True)
+    call = pipeline.choose_kernel(KernelTask.of("fwd", PROBLEM, H200), may_compile=True)
     assert found[0].config == call.config
 
 
@@ -255,7 +257,7 @@ def test_the_command_says_what_was_compiled(compile_: Compiler) -> None:
     (other,) = {one.config for one in tilegen.propose(PROBLEM, H200, top=2)} - {
         TileConfig.parse(first.split()[0])
     }
-    verdict(PROBLEM, other, "fwd", "sm_90", aligned=True)
+    verdict(tiled("fwd", PROBLEM, other, "sm_90"), aligned=True)
     (told,) = [one for one in lines() if one.startswith(other.key)]
     assert "us predicted             refused  " in told
     assert told.endswith(f"made nothing of it: {compile_.failure}")

@@ -8,6 +8,7 @@ import pytest
 import sympy as sp
 
 from tests.problems import PROBLEMS
+from tests.tasks import tiled
 from tilegen.gpus.spec import catalogue, gpu
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import LARGE_CACHE
@@ -44,8 +45,9 @@ from tilegen.model.symbols import (
     w_b,
     x,
 )
-from tilegen.model.traffic import traffic
+from tilegen.model.traffic import traffic_of
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask
 from tilegen.theory.optimum import crossover, leading_words
 from tilegen.theory.regimes import critical_head_dim
 
@@ -225,9 +227,7 @@ def test_mask_size_in_bands_is_on_the_safe_side(
     mask, q, kv = problem.mask, problem.seqlen_q, problem.seqlen_kv
     exact = mask_size(mask, q, kv)
     monkeypatch.setattr(mask_size_module, "_MAX_BANDS", 12)
-    mask_size_module._banded.cache_clear()
-    banded = mask_size.__wrapped__(mask, q, kv)
-    mask_size_module._banded.cache_clear()
+    banded = mask_size(mask, q, kv)
     assert banded.entries <= exact.entries
     assert banded.rows <= exact.rows
     assert banded.columns <= exact.columns
@@ -238,10 +238,10 @@ def test_mask_size_in_bands_is_on_the_safe_side(
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.key)
 def test_no_kernel_beats_the_bound(problem: AttentionProblem, kernel: Kernel) -> None:
     for spec in (gpu("h200"), gpu("t4"), gpu("h200", fast_memory=4096)):
-        bound = lower_bound_bytes(problem, spec, kernel)
+        bound = lower_bound_bytes(KernelTask.of(kernel, problem, spec))
         assert bound > 0
         for block in (16, 128):
-            moved = traffic(problem, TileConfig(block_m=block, block_n=block), kernel)
+            moved = traffic_of(tiled(kernel, problem, TileConfig(block_m=block, block_n=block)))
             assert bound <= moved.read_bytes + moved.write_bytes
 
 
@@ -250,8 +250,8 @@ def test_no_kernel_beats_the_bound(problem: AttentionProblem, kernel: Kernel) ->
 def test_no_long_problem_beats_the_bound(mask: str, fast_memory: int | None) -> None:
     problem = AttentionProblem.parse(f"b1 hq32 hkv4 q131072 d128 bf16 {mask}")
     spec = gpu("h200", fast_memory=fast_memory)
-    moved = traffic(problem, TileConfig(block_m=256, block_n=16), "fwd")
-    bound = lower_bound_bytes(problem, spec, "fwd")
+    moved = traffic_of(tiled("fwd", problem, TileConfig(block_m=256, block_n=16)))
+    bound = lower_bound_bytes(KernelTask.of("fwd", problem, spec))
     assert bound <= moved.read_bytes + moved.write_bytes
     assert bound > 0.9 * 131072 * (2 * 4 + 2 * 32) * 128 * 2
 
@@ -260,7 +260,7 @@ def test_a_window_lowers_the_bound_to_the_floor() -> None:
     """Where a band is narrower than M / d, tiles of any size read everything about once."""
     text = "b1 hq32 hkv32 q131072 d128 bf16 "
     full, window = (
-        lower_bound_bytes(AttentionProblem.parse(text + mask), gpu("h200"), "fwd")
+        lower_bound_bytes(KernelTask.of("fwd", AttentionProblem.parse(text + mask), gpu("h200")))
         for mask in ("full", "window(127,0)")
     )
     floor = 131072 * 32 * (4 * 128 * 2 + 4)
@@ -271,6 +271,9 @@ def test_a_window_lowers_the_bound_to_the_floor() -> None:
 def test_more_memory_never_raises_the_bound() -> None:
     problem = AttentionProblem.parse("b1 hq32 hkv32 q65536 d256 bf16 causal")
     sizes = [2**power for power in range(12, 24)]
-    values = [lower_bound_bytes(problem, gpu("h200", fast_memory=size), "fwd") for size in sizes]
+    values = [
+        lower_bound_bytes(KernelTask.of("fwd", problem, gpu("h200", fast_memory=size)))
+        for size in sizes
+    ]
     assert values == sorted(values, reverse=True)
     assert values[0] > values[-1]

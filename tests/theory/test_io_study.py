@@ -14,9 +14,10 @@ from benchmarks.study import closed, masks, page, sweep
 from benchmarks.study.counting import Counters
 from benchmarks.study.masks import Case
 from benchmarks.study.tiles import best_at, frontier, held_words, moved_words, problem_of
+from tests.tasks import tiled
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.model.symbols import B_r, M, c
-from tilegen.model.traffic import traffic
+from tilegen.model.traffic import traffic_of
 from tilegen.theory.optimum import product_tiles
 
 RESULTS = io_study.OUT
@@ -60,8 +61,8 @@ def test_score_width_enters_the_words_of_the_kernel_of_values() -> None:
     for width in (64, 128):
         scores = TileConfig(block_m=32, block_n=width, block_d=32)
         expected = (
-            traffic(problem, scores, "fwd_scores"),
-            traffic(problem, values, "fwd_values", score_width=width),
+            traffic_of(tiled("fwd_scores", problem, scores)),
+            traffic_of(tiled("fwd_values", problem, values), score_width=width),
         )
         total = sum(one.read_bytes + one.write_bytes for one in expected)
         assert 4 * moved_words(problem, {"fwd_scores": scores, "fwd_values": values}) == total

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from tilegen.choose.families import ranked_families
 from tilegen.kernels.q_stationary import ARGUMENTS, FLOOR, one_launch
 from tilegen.kernels.registry import FORWARD, KERNELS, register
 from tilegen.kernels.spec import FamilySpec, KernelSpec, Knobs, Whole, read, write
+from tilegen.task import memo_of
 
 FWD_TWO_SWEEPS = KernelSpec(
     name="fwd_two_sweeps",
@@ -60,7 +60,7 @@ def registered(*, alone: bool = False) -> Iterator[None]:
     if alone:
         FORWARD.clear()
     register(TWO_SWEEPS)
-    ranked_families.cache_clear()
+    memo_of.cache_clear()
     try:
         yield
     finally:
@@ -68,4 +68,4 @@ def registered(*, alone: bool = False) -> Iterator[None]:
         FORWARD.update(families)
         KERNELS.clear()
         KERNELS.update(kernels)
-        ranked_families.cache_clear()
+        memo_of.cache_clear()

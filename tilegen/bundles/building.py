@@ -9,15 +9,17 @@ import subprocess
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from threading import Lock
+from typing import TYPE_CHECKING, Any
 
 from tilegen.bounded_cache import BoundedCache
 from tilegen.bundles.folder import Folder
 from tilegen.bundles.manifest import Binary, Manifest, Origin, Pass, Served
+from tilegen.choose.choice import Choice, Ranked
 from tilegen.choose.families import kernels_used, passes_of
-from tilegen.choose.known import Known
+from tilegen.choose.records import Records
 from tilegen.compiling.acceptable import acceptable
 from tilegen.compiling.background import Background
 from tilegen.compiling.compiler import CompiledKernel
@@ -37,8 +39,9 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import FAMILIES, grid_of
 from tilegen.kernels.spec import Direction
 from tilegen.model.resources import Resources
-from tilegen.pipeline import Ranked, best_acceptable, rank
+from tilegen.pipeline import best_acceptable, joined_to, rank
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask, Tiled
 
 if TYPE_CHECKING:
     from tilegen.gpus.spec import GpuSpec
@@ -59,22 +62,21 @@ class Made:
 
 
 @dataclass(frozen=True)
-class _Choice:
-    """A kernel of a problem, and the binary that it will have."""
+class _Job:
+    """A kernel of a problem on a GPU, and its choice and binary once it is built."""
 
     direction: Direction
     kernel: Kernel
-    origin: Origin
-    binary: Future[Binary]
+    built: Future[tuple[Choice, Binary]]
 
 
 @dataclass(frozen=True)
-class _Chosen:
+class _Jobs:
     """All kernels of a problem on a GPU."""
 
     problem: AttentionProblem
     gpu: GpuSpec
-    choices: list[_Choice]
+    jobs: list[_Job]
 
 
 def generate(
@@ -92,7 +94,7 @@ def generate(
     was stopped goes on where it was. Raises BuildFailed once all else is built.
     """
     folder = Folder(out, _versions())
-    chosen: list[_Chosen] = []
+    done: list[_Jobs] = []
     failures: list[str] = []
     with (
         Pool() as pool,
@@ -103,21 +105,21 @@ def generate(
         wanted = dict.fromkeys(problem.normal() for problem in problems)
         asked = [(problem, gpu) for gpu in gpus for problem in wanted]
         begun = [choosing.submit(builder.begin, *one, directions) for one in asked]
-        for done, future in enumerate(begun, 1):
-            chosen.append(one := future.result())
-            for choice in one.choices:
+        for number, future in enumerate(begun, 1):
+            done.append(one := future.result())
+            for job in one.jobs:
                 try:
-                    binary = choice.binary.result()
+                    _, binary = job.built.result()
                 except BuildFailed as error:
-                    failures.append(f"{choice.kernel} of '{one.problem}': {error}")
+                    failures.append(f"{job.kernel} of '{one.problem}': {error}")
                     continue
-                on_kernel(Made(one.problem, binary, done - (choice is not one.choices[-1])))
+                on_kernel(Made(one.problem, binary, number - (job is not one.jobs[-1])))
     if failures:
         raise BuildFailed(
-            f"{len(failures)} of {sum(len(one.choices) for one in chosen)} kernels could not be "
+            f"{len(failures)} of {sum(len(one.jobs) for one in done)} kernels could not be "
             f"built: {failures[0]}; what was built is kept in {out}, without a manifest"
         )
-    return folder.finish(_manifest(chosen, folder.versions))
+    return folder.finish(_manifest(done, folder.versions))
 
 
 class _Builder:
@@ -125,56 +127,77 @@ class _Builder:
 
     def __init__(self, folder: Folder, pool: Pool, threads: Background) -> None:
         self._folder, self._pool, self._threads = folder, pool, threads
-        self._started: dict[tuple[str, tuple[TileConfig, ...], GpuSpec], Future[Binary]] = {}
+        self._lock = Lock()
+        self._started: dict[tuple[str, tuple[TileConfig, ...], GpuSpec], Future[Any]] = {}
         self._compiled: BoundedCache[tuple[str, str], CompiledKernel | BuildFailed]
         self._compiled = BoundedCache(MAX_COMPILED)
 
     def begin(
         self, problem: AttentionProblem, gpu: GpuSpec, directions: Sequence[Direction]
-    ) -> _Chosen:
+    ) -> _Jobs:
         """Start to build the kernels of a problem."""
-        choices: list[_Choice] = []
-        known = Known(problem, gpu)
-        passes = passes_of(known.problem)
+        records = Records(problem, gpu)
+        passes = passes_of(records.problem)
+        jobs: list[_Job] = []
         for direction in passes if len(directions) > 1 else directions:
-            for kernel in kernels_used(known, direction):
-                # A program that launches raw binaries would have to build descriptors itself.
-                ranked = rank(known, kernel, describable=False, may_compile=True)
-                key = (
-                    kernel_digest(problem, ranked.configs[0], kernel, rows_are_aligned(problem)),
-                    ranked.configs,
-                    gpu,
-                )
-                if key not in self._started:
-                    self._started[key] = self._threads.submit(self._build, problem, ranked, gpu)
-                origin: Origin = "model" if ranked.origin == "model" else "record"
-                choices.append(_Choice(direction, kernel, origin, self._started[key]))
-        return _Chosen(problem, gpu, choices)
+            for kernel in kernels_used(records, direction):
+                task = records.task(kernel)
+                # The kernel before has the earlier place in the queue of threads, so that waiting
+                # for it ends even where there is one thread.
+                before = jobs[-1] if task.before else None
+                built = self._threads.submit(self._choose, records, task, before)
+                jobs.append(_Job(direction, kernel, built))
+        return _Jobs(problem, gpu, jobs)
 
-    def _build(self, problem: AttentionProblem, ranked: Ranked, gpu: GpuSpec) -> Binary:
-        """Return the best that is acceptable, else the one that spills least."""
+    def _choose(
+        self, records: Records, task: KernelTask, before: _Job | None
+    ) -> tuple[Choice, Binary]:
+        """Choose and build a kernel, for the splits of the kernel before where it joins any."""
+        if before is not None:
+            task = joined_to(task, {before.kernel: before.built.result()[0]})
+        # A program that launches raw binaries would have to build descriptors itself.
+        ranked = rank(records, task, describable=False, may_compile=True)
+        first = ranked.configs[0]
+        digest = kernel_digest(
+            task.problem, first, task.kernel, aligned=rows_are_aligned(task.problem)
+        )
+        key = digest, ranked.configs, task.device
+        with self._lock:
+            mine = key not in self._started
+            future = self._started.setdefault(key, Future())
+        if mine:
+            try:
+                future.set_result(self._build(ranked))
+            except BaseException as error:
+                future.set_exception(error)
+        choice, binary = future.result()
+        return replace(choice, ranked=ranked), binary
 
+    def _build(self, ranked: Ranked) -> tuple[Choice, Binary]:
+        """Build the best config that is acceptable, else the config that spills least."""
         kept: dict[TileConfig, Binary] = {}
         compiled: dict[TileConfig, CompiledKernel] = {}
+        device = ranked.task.device
 
-        def compile(config: TileConfig) -> Resources | BuildFailed:
-            rendered = render(problem, config, ranked.kernel)
-            if known := self._folder.known(rendered, gpu.arch):
+        def compile(tiled: Tiled) -> Resources | BuildFailed:
+            rendered = render(tiled.problem, tiled.config, ranked.kernel)
+            if known := self._folder.known(rendered, device.arch):
                 resources = self._folder.compiled(known, rendered).resources
-                if acceptable(resources, gpu):
-                    kept[config] = known
+                if acceptable(resources, device):
+                    kept[tiled.config] = known
                     return resources
-            built = self._compile(rendered, gpu.arch)
+            built = self._compile(rendered, device.arch)
             if isinstance(built, BuildFailed):
                 return built
-            compiled[config] = built
+            compiled[tiled.config] = built
             return built.resources
 
-        config = best_acceptable(problem, gpu, ranked, compile).config
-        if config in kept:
-            return kept[config]
-        built = compiled[config]
-        return self._folder.add(binary_of(built), built.binary, built.rendered.source.encode())
+        choice = best_acceptable(ranked, compile)
+        if choice.config in kept:
+            return choice, kept[choice.config]
+        built = compiled[choice.config]
+        source = built.rendered.source.encode()
+        return choice, self._folder.add(binary_of(built), built.binary, source)
 
     def _compile(self, rendered: RenderedKernel, arch: str) -> CompiledKernel | BuildFailed:
         """Return what compiling gives; problems with the same kernel wait for each other."""
@@ -210,19 +233,20 @@ def binary_of(compiled: CompiledKernel) -> Binary:
     )
 
 
-def _manifest(chosen: Sequence[_Chosen], versions: dict[str, str]) -> Manifest:
+def _manifest(done: Sequence[_Jobs], versions: dict[str, str]) -> Manifest:
     served: list[Served] = []
     binaries: dict[str, Binary] = {}
-    for one in chosen:
+    for one in done:
         passes: dict[Direction, Pass] = {}
+        built = {job.kernel: job.built.result() for job in one.jobs}
+        binaries |= {binary.file: binary for _, binary in built.values()}
         for direction in FAMILIES:
-            its = [choice for choice in one.choices if choice.direction == direction]
-            if its:
+            kernels = [job.kernel for job in one.jobs if job.direction == direction]
+            if kernels:
                 passes[direction] = Pass(
-                    binaries={choice.kernel: choice.binary.result().file for choice in its},
-                    config_from={choice.kernel: choice.origin for choice in its},
+                    binaries={kernel: built[kernel][1].file for kernel in kernels},
+                    config_from={kernel: _origin(built[kernel][0]) for kernel in kernels},
                 )
-        binaries |= {made.file: made for made in (choice.binary.result() for choice in one.choices)}
         served.append(
             Served(
                 problem=one.problem.key,
@@ -234,6 +258,10 @@ def _manifest(chosen: Sequence[_Chosen], versions: dict[str, str]) -> Manifest:
             )
         )
     return Manifest(versions=versions, problems=tuple(served), binaries=tuple(binaries.values()))
+
+
+def _origin(choice: Choice) -> Origin:
+    return "model" if choice.ranked.origin == "model" else "record"
 
 
 def _versions() -> dict[str, str]:

@@ -1,2 +1,2 @@
-"""Kernels and tiles for a problem: ranked by the model (`ranking`), by family (`families`), known
-from records (`known`), alike on all ranks (`agreement`). tilegen/pipeline.py joins them."""
+"""Kernels and tiles for a problem: the search space, the model's ranking (`ranker`), measured and
+agreed configs (`records`), families, and the choice. tilegen/pipeline.py joins them."""

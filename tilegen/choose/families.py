@@ -4,7 +4,6 @@ dims stream, or scores go to a panel as in the small-cache algorithms. The model
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from tilegen.errors import Unsupported
@@ -13,9 +12,10 @@ from tilegen.kernels.registry import FAMILIES
 from tilegen.kernels.spec import Direction, FamilySpec
 from tilegen.problem import AttentionProblem
 from tilegen.sympy_lock import one_at_a_time
+from tilegen.task import PassTask
 
 if TYPE_CHECKING:
-    from tilegen.choose.known import Known
+    from tilegen.choose.records import Records
     from tilegen.gpus.spec import GpuSpec
 
 LARGE = 2.0
@@ -58,15 +58,15 @@ def passes_of(problem: AttentionProblem) -> tuple[Direction, ...]:
     return ("forward",) if problem.page or problem.latent else ("forward", "backward")
 
 
-def kernels_used(known: Known, direction: Direction | None = None) -> tuple[Kernel, ...]:
-    """Return the kernels that a call uses: those of the agreed family, of the fastest measured one,
-    or of the model's."""
+def kernels_used(records: Records, direction: Direction | None = None) -> tuple[Kernel, ...]:
+    """Return the kernels that a call uses: those of the agreed family, of the fastest measured
+    family, or of the model's."""
     if direction is not None:
-        return FAMILIES[direction][_family_used(known, direction)].names
-    return tuple(name for way in passes_of(known.problem) for name in kernels_used(known, way))
+        return FAMILIES[direction][_family_used(records, direction)].names
+    return tuple(name for way in passes_of(records.problem) for name in kernels_used(records, way))
 
 
-def _family_used(known: Known, direction: Direction) -> Family:
+def _family_used(records: Records, direction: Direction) -> Family:
     """Return the family to use.
 
     Times that were measured are compared with each other only: kernels are slower than the model
@@ -74,25 +74,25 @@ def _family_used(known: Known, direction: Direction) -> Family:
     """
     families = FAMILIES[direction]
     for name, spec in families.items():
-        if all(known.agreed(kernel) for kernel in spec.names):
+        if all(records.agreed(kernel) for kernel in spec.names):
             return name
-    mine = family(known.problem, known.gpu, direction)
-    if _measured(known, families[mine].names) is None:
+    mine = family(records.problem, records.device, direction)
+    if _measured(records, families[mine].names) is None:
         return mine
     best, shortest = mine, math.inf
     for name, spec in families.items():
-        if spec.why_not(known.problem, known.gpu.arch):
+        if spec.why_not(records.problem, records.device.arch):
             continue
-        if (seconds := _measured(known, spec.names)) is not None and seconds < shortest:
+        if (seconds := _measured(records, spec.names)) is not None and seconds < shortest:
             best, shortest = name, seconds
     return best
 
 
-def _measured(known: Known, kernels: tuple[Kernel, ...]) -> float | None:
+def _measured(records: Records, kernels: tuple[Kernel, ...]) -> float | None:
     """Return the time of a family's kernels together, None if one of them was not measured."""
     total = 0.0
     for kernel in kernels:
-        if (seconds := known.seconds(kernel)) is None:
+        if (seconds := records.seconds(kernel)) is None:
             return None
         total += seconds
     return total
@@ -150,7 +150,6 @@ def why_not_ranked(spec: FamilySpec, problem: AttentionProblem, gpu: GpuSpec) ->
     return ""
 
 
-@lru_cache(maxsize=1024)
 def ranked_families(
     problem: AttentionProblem, gpu: GpuSpec, direction: Direction
 ) -> tuple[tuple[Family, float], ...]:
@@ -159,8 +158,15 @@ def ranked_families(
     Families whose kernels spill more than a usable kernel may come last. Raises Unsupported where
     none fits.
     """
-    from tilegen.choose.ranking import best_of, surely_spills  # which load SymPy
+    task = PassTask(direction, problem, gpu)
+    return task.memo.once(("families", direction, gpu), lambda: _ranked_families(task))
 
+
+def _ranked_families(task: PassTask) -> tuple[tuple[Family, float], ...]:
+    from tilegen.choose.ranker import best_of  # loads SymPy
+    from tilegen.model.footprint import footprint
+
+    problem, gpu, direction = task.problem, task.device, task.direction
     found: list[tuple[bool, float, Family]] = []
     trouble: list[str] = []
     for name, spec in FAMILIES[direction].items():
@@ -170,12 +176,15 @@ def ranked_families(
             trouble.append(reason)
             continue
         try:
-            best = [best_of(problem, gpu, kernel) for kernel in spec.names]
+            best = [(one := task.kernel(kernel), best_of(one)) for kernel in spec.kernels]
         except Unsupported as error:
             trouble.append(str(error))
             continue
-        seconds = sum(candidate.estimate.seconds for candidate in best)
-        found.append((any(surely_spills(problem, gpu, one) for one in best), seconds, name))
+        seconds = sum(candidate.estimate.seconds for _, candidate in best)
+        spills = any(
+            footprint(one.tiled(candidate.config)).surely_spills for one, candidate in best
+        )
+        found.append((spills, seconds, name))
     if not found:
         raise Unsupported("; ".join(trouble))
     return tuple((name, seconds) for _, seconds, name in sorted(found))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from tilegen.choose.families import kernels_used
-from tilegen.choose.known import Known
+from tilegen.choose.records import Records
 from tilegen.disk import say_once
 from tilegen.kernels.config import Kernel
 from tilegen.kernels.spec import Direction
@@ -49,13 +49,13 @@ def why_not(problem: AttentionProblem, backend: Backend) -> str:
 
 def library_of(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> str:
     """Return `library: flash` for a pass that calls have a library compute, else an empty text."""
-    known = Known(problem, gpu)
-    record = library_used(known, direction, kernels_used(known, direction))
+    records = Records(problem, gpu)
+    record = library_used(records, direction, kernels_used(records, direction))
     return record.config if record else ""
 
 
 def library_used(
-    known: Known, direction: Direction, kernels: Sequence[Kernel]
+    records: Records, direction: Direction, kernels: Sequence[Kernel]
 ) -> LibraryRecord | None:
     """Return the record of the library that a pass goes to, None for tilegen's own kernels.
 
@@ -63,19 +63,19 @@ def library_used(
     it takes less time than the records of these kernels together: never by a prediction, and never
     where ranks have agreed, or choose so that they agree.
     """
-    if not settings().libraries or known.deterministic or any(map(known.agreed, kernels)):
+    if not settings().libraries or records.deterministic or any(map(records.agreed, kernels)):
         return None
-    record = library_record(known.problem, known.gpu, direction)
-    if record is None or why_not(known.problem, record.library):
+    record = library_record(records.problem, records.device, direction)
+    if record is None or why_not(records.problem, record.library):
         return None
     there, here = record.versions, current_versions()
     if (there.torch, there.cuda) != (here.torch, here.cuda):
         say_once(
-            f"{record.config} for '{known.problem.bucket}' was measured with torch {there.torch}, "
-            f"here is {here.torch}; tune again to have it used"
+            f"{record.config} for '{records.problem.bucket}' was measured with torch "
+            f"{there.torch}, but {here.torch} is installed; rerun tilegen tune"
         )
         return None
-    own = [known.seconds(kernel) for kernel in kernels]
+    own = [records.seconds(kernel) for kernel in kernels]
     measured = [seconds for seconds in own if seconds is not None]
     taken = 1e-6 * (record.measurement.median_us or 0.0)
     if len(measured) < len(own) or not taken < sum(measured):

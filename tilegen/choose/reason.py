@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from tilegen.gpus.nearest import on_tensor_cores
-from tilegen.gpus.spec import GpuSpec
-from tilegen.kernels.registry import KERNELS
 from tilegen.model.estimate import CostEstimate
 from tilegen.model.footprint import footprint
 from tilegen.model.on_chip import residents
-from tilegen.problem import AttentionProblem
+from tilegen.task import Tiled
 
 _WAITS_FOR = {
     "tensor": "the tensor cores",
@@ -21,20 +19,20 @@ _WAITS_FOR = {
 }
 
 
-def reason_of(problem: AttentionProblem, gpu: GpuSpec, cost: CostEstimate) -> str:
+def reason_of(tiled: Tiled, cost: CostEstimate) -> str:
     """Return one sentence: what stays and passes, what moves, and what the tile waits for."""
-    config, moved = cost.config, cost.read_bytes + cost.write_bytes
-    spec = KERNELS[cost.kernel]
+    spec, config, gpu = tiled.spec, tiled.config, tiled.device
+    moved = cost.read_bytes + cost.write_bytes
     if not spec.masked:
         tile = f"{config.block_m} rows per program"
     elif spec.whole and spec.stays == "columns":
         tile = f"{config.block_n} key-value rows stay while tiles of {config.block_m} queries pass"
     else:
         tile = f"{config.block_m} query rows stay, {config.block_n} keys pass at a time"
-    needs = footprint(problem, config, cost.kernel, gpu.arch)
+    needs = footprint(tiled)
     together = residents(needs, gpu, config)
     waits_for = _WAITS_FOR[cost.limit]
-    if cost.limit == "tensor" and not on_tensor_cores(problem.dtype, gpu.arch):
+    if cost.limit == "tensor" and not on_tensor_cores(tiled.problem.dtype, gpu.arch):
         waits_for = "fp32 multiply-adds"
     spills = f"; may spill {needs.spill_bytes} bytes a thread" if needs.spill_bytes else ""
     # A kernel that only passes intermediates on need not move anything where no pair is kept.

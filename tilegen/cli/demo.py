@@ -87,7 +87,7 @@ class Demo:
             )
         self.say(line)
 
-    def _propose(self, chosen: Mapping[Kernel, pipeline.Chosen]) -> None:
+    def _propose(self, chosen: Mapping[Kernel, pipeline.Choice]) -> None:
         self._heading("propose: tiles that are fastest if none of their registers spills, and why")
         for kernel, one in chosen.items():
             if not one.ranked.candidates:
@@ -103,12 +103,12 @@ class Demo:
             first = one.ranked.candidates[0]
             self._line("", f"{first.config.key}: {first.reason}")
 
-    def _render(self, problem: AttentionProblem, chosen: Mapping[Kernel, pipeline.Chosen]) -> None:
+    def _render(self, problem: AttentionProblem, chosen: Mapping[Kernel, pipeline.Choice]) -> None:
         self._heading("render: readable Triton files, one for each kernel")
         for kernel, one in chosen.items():
             self._line(kernel, str(write(render(problem, one.config, kernel))))
 
-    def _build(self, chosen: Mapping[Kernel, pipeline.Chosen], spec: GpuSpec) -> None:
+    def _build(self, chosen: Mapping[Kernel, pipeline.Choice], spec: GpuSpec) -> None:
         self._heading("build: compiled until none can be faster, no GPU needed")
         for kernel, one in chosen.items():
             predicted = {c.config: c.estimate.smem_bytes for c in one.ranked.candidates}
@@ -143,7 +143,7 @@ class Demo:
         return checks
 
     def _totals(
-        self, chosen: Mapping[Kernel, pipeline.Chosen], checks: Sequence[Check], seconds: float
+        self, chosen: Mapping[Kernel, pipeline.Choice], checks: Sequence[Check], seconds: float
     ) -> None:
         self._heading("in all")
         directions: dict[str, list[CostEstimate]] = {}

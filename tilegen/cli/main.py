@@ -22,6 +22,7 @@ from tilegen.cli.cache import cache_app
 from tilegen.cli.candidates import candidate_line
 from tilegen.cli.fleet import fleet_app, worker
 from tilegen.cli.options import (
+    ByModel,
     DryRun,
     FastMemory,
     Gpu,
@@ -179,6 +180,7 @@ def explain(
     fast_memory: FastMemory = None,
     latex: Annotated[bool, typer.Option("--latex", help="print the formulas as LaTeX")] = False,
     plot: Annotated[Path | None, typer.Option(help="draw to this .png, .svg or .pdf")] = None,
+    by_model: ByModel = False,
     static: Annotated[
         bool, typer.Option("--static", help="compile, and say what the machine code says")
     ] = False,
@@ -198,7 +200,9 @@ def explain(
 
         console.print("\n\n".join("\n".join(static_lines(one)) for one in read))
         return
-    told = api.explain(problem, gpu, kernel=kernel, config=config, fast_memory=fast_memory)
+    told = api.explain(
+        problem, gpu, kernel=kernel, config=config, fast_memory=fast_memory, by_model=by_model
+    )
     if plot is not None:
         told.plot(plot)
     if json_:
@@ -213,8 +217,9 @@ def show(
     gpu: Gpu = None,
     kernel: OneKernel = api.FORWARD,
     config: Annotated[
-        str | None, typer.Option(help="m128n64w8s3; default: the recorded, else the model's first")
+        str | None, typer.Option(help="m128n64w8s3; default: the choice of a call")
     ] = None,
+    by_model: ByModel = False,
     unaligned: Annotated[bool, typer.Option(help="for strides of any number of elements")] = False,
     json_: Json = False,
 ) -> None:
@@ -222,7 +227,9 @@ def show(
 
     Example: tilegen show "hq32 hkv8 q4096 d128 bf16 causal" --kernel bwd_dq
     """
-    rendered = api.show(problem, gpu, kernel=kernel, config=config, unaligned=unaligned)
+    rendered = api.show(
+        problem, gpu, kernel=kernel, config=config, unaligned=unaligned, by_model=by_model
+    )
     if json_:
         print_json(
             {
@@ -261,7 +268,7 @@ def tune(
     Example: tilegen tune "b4 hq32 hkv8 q4096 d128 bf16 causal" --seconds 60
     """
     if dry_run:
-        from tilegen.choose.ranking import search_space
+        from tilegen.choose.ranker import search_space
         from tilegen.fleet.jobs import jobs_of
         from tilegen.gpus.spec import detect
 
@@ -269,7 +276,7 @@ def tune(
         if detect() is None:
             log.warning("no GPU that PyTorch can use here: this is the plan for %s", spec.name)
         jobs = jobs_of([parsed], spec, api.kernels_named(kernel, parsed, spec))
-        plans = [plan_of(job, search_space(job.problem, spec, job.kernel)) for job in jobs]
+        plans = [plan_of(job, search_space(job.task)) for job in jobs]
         print_plans(plans, json_)
         return
     records = api.tune(problem, kernel=kernel, seconds=seconds, trials=trials, storage=storage)

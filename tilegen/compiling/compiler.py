@@ -71,12 +71,13 @@ class CompiledKernel:
     def _step_code(self) -> StepCode | None:
         if self.arch.startswith("gfx"):
             return None
+        from tilegen.kernels.registry import KERNELS
         from tilegen.model.footprint import executed
-        from tilegen.model.step import step
+        from tilegen.model.step import step_of
 
         rendered = self.rendered
         problem, config = rendered.problem.normal(), rendered.config
-        work = step(problem, config, rendered.kernel)
+        work = step_of(KERNELS[rendered.kernel], problem, config)
         if not work.products:
             return None
         done = executed(work, problem.element_bytes, config.num_warps, self.arch)

@@ -21,46 +21,42 @@ from tilegen.store.versions import installed
 
 if TYPE_CHECKING:
     from tilegen.emit.identity import RenderedKernel
-    from tilegen.kernels.config import Kernel, TileConfig
-    from tilegen.problem import AttentionProblem
+    from tilegen.task import Tiled
 
 MAX_BYTES = 4096
 """Bytes of a file, at most: about 450 are usual, and messages of failures have at most 500."""
 MAX_MESSAGE = 500
 
 
-def verdict(
-    problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: str, *, aligned: bool
-) -> Resources | BuildFailed:
-    """Return what compiling a kernel in this process gives, or gave in an earlier one with the same
-    version of Triton. Raises Unsupported where nothing can be compiled."""
-    if (known := remembered(problem, config, kernel, arch, aligned=aligned)) is not None:
+def verdict(tiled: Tiled, *, aligned: bool) -> Resources | BuildFailed:
+    """Compile a kernel in this process, or return the cached result for this version of Triton.
+    Raises Unsupported where nothing can be compiled."""
+    if (known := remembered(tiled, aligned=aligned)) is not None:
         return known
     from tilegen.emit.render import render  # loads Jinja and SymPy
 
-    found, lasts = _compiled(render(problem, config, kernel, aligned=aligned), arch)
+    rendered = render(tiled.problem, tiled.config, tiled.spec.name, aligned=aligned)
+    found, lasts = _compiled(rendered, tiled.device.arch)
     if lasts:
         failed = str(found)[:MAX_MESSAGE] if isinstance(found, BuildFailed) else ""
         used = {} if isinstance(found, BuildFailed) else asdict(found)
         values = {"triton": installed("triton"), "failed": failed, **used}
-        path = _path(problem, config, kernel, arch, aligned)
+        path = _path(tiled, aligned)
         with contextlib.suppress(Unsupported):  # the folder may be for reading only
             write_beside(path, f"{json.dumps(values)}\n".encode())
     return found
 
 
-def remembered(
-    problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: str, *, aligned: bool
-) -> Resources | BuildFailed | None:
-    """Return what compiling a kernel gave in an earlier process with the version of Triton that is
-    installed, None where that is not known. Compiles nothing."""
-    return _read(_path(problem, config, kernel, arch, aligned), installed("triton"))
+def remembered(tiled: Tiled, *, aligned: bool) -> Resources | BuildFailed | None:
+    """Return the cached result of compiling a kernel with the version of Triton that is installed;
+    None where there is none. Compiles nothing."""
+    return _read(_path(tiled, aligned), installed("triton"))
 
 
-def _path(
-    problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: str, aligned: bool
-) -> Path:
-    return folder_of(kernel_digest(problem, config, kernel, aligned)) / f"{kernel}.{arch}.json"
+def _path(tiled: Tiled, aligned: bool) -> Path:
+    kernel = tiled.spec.name
+    digest = kernel_digest(tiled.problem, tiled.config, kernel, aligned)
+    return folder_of(digest) / f"{kernel}.{tiled.device.arch}.json"
 
 
 def _compiled(rendered: RenderedKernel, arch: str) -> tuple[Resources | BuildFailed, bool]:

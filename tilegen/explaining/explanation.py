@@ -9,10 +9,17 @@ from dataclasses import asdict, replace
 from fractions import Fraction
 from typing import Any
 
-from tilegen.choose.fastest import SMEM_DOUBT
-from tilegen.choose.ranking import best_of, estimate, joined_splits, propose
+from tilegen.choose.choice import Choice
+from tilegen.choose.ranker import (
+    SMEM_DOUBT,
+    best_of,
+    candidate_of,
+    estimate,
+    joining,
+    propose,
+)
 from tilegen.emit.identity import rows_are_aligned
-from tilegen.errors import Unsupported
+from tilegen.errors import BuildFailed, Unsupported
 from tilegen.explaining.formulas import (
     Values,
     dram_bytes,
@@ -33,7 +40,7 @@ from tilegen.explaining.pass_choice import (
 from tilegen.gpus.spec import GpuSpec, with_fast_memory
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.descriptors import why_not_described
-from tilegen.kernels.registry import KERNELS, check_config, direction_of, tile_heads
+from tilegen.kernels.registry import check_config, direction_of, tile_heads
 from tilegen.kernels.spec import Direction
 from tilegen.kernels.split_kv import is_divided
 from tilegen.model import dram, time
@@ -42,82 +49,83 @@ from tilegen.model.estimate import Candidate, CostEstimate
 from tilegen.model.footprint import footprint
 from tilegen.model.launches import launches
 from tilegen.model.on_chip import TENSOR_MEMORY_COLUMNS, residents
+from tilegen.model.splits import splits_of
 from tilegen.model.symbols import H_kv
-from tilegen.model.traffic import (
-    Traffic,
-    Visits,
-    splits_of,
-    state_bytes,
-    table_bytes,
-    terms_of,
-    total_bytes,
-    visits,
-)
+from tilegen.model.traffic import Traffic, state_bytes, table_bytes, terms_of, total_bytes
+from tilegen.model.visits import visits
+from tilegen.pipeline import choose_kernel, joined_to
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask, Tiled
 from tilegen.theory.regimes import critical_head_dim
 
-MODELS_FIRST = (
-    "the model's first; a call takes a record where there is one, and otherwise compiles a few and "
-    "may settle on another: tilegen propose --compile"
-)
+BY_MODEL = "the model's ranking alone; without --model, what a call would launch"
 
 
 def explain_all(
     problem: AttentionProblem,
-    gpu: GpuSpec,
+    device: GpuSpec,
     kernels: Sequence[Kernel],
     config: TileConfig | None = None,
+    *,
+    by_model: bool = False,
 ) -> list[dict[str, Any]]:
-    """Return the explanation of each kernel, with that of its pass under `pass`.
+    """Explain kernels, each with the explanation of its pass under `pass`.
 
-    A problem is explained in its normal form; `rewriting` says so in a line.
-
+    A problem is explained in its normal form; `rewriting` says so in a line. The config explained
+    is the choice of a call, which compiles a few; with `by_model` the model's first, or `config`.
     Raises Unsupported.
     """
     rewriting, problem = problem.rewriting, problem.normal()
     ways: set[Direction] = {direction_of(kernel) for kernel in kernels}
-    passes = {way: explain_pass(problem, gpu, way) for way in ways}
-    return [
-        explain(problem, gpu, kernel, config)
-        | {"rewriting": rewriting, "pass": passes[direction_of(kernel)]}
-        for kernel in kernels
-    ]
+    passes = {way: explain_pass(problem, device, way) for way in ways}
+    chosen: dict[Kernel, Choice] = {}
+    explained: list[dict[str, Any]] = []
+    for kernel in kernels:
+        task = joined_to(KernelTask.of(kernel, problem, device), chosen)
+        if config is None and not by_model:
+            chosen[kernel] = choose_kernel(task, may_compile=True)
+            task = chosen[kernel].ranked.task
+        explained.append(
+            explain(task, config, chosen.get(kernel))
+            | {"rewriting": rewriting, "pass": passes[direction_of(kernel)]}
+        )
+    return explained
 
 
 def explain(
-    problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, config: TileConfig | None = None
+    task: KernelTask, config: TileConfig | None = None, choice: Choice | None = None
 ) -> dict[str, Any]:
-    """Return the explanation of one kernel as plain values. Raises Unsupported.
-
-    `config` defaults to the model's choice.
-    """
+    """Explain a config of a kernel as plain values: `config`, the config of a choice, or else the
+    model's first. Raises Unsupported."""
     if config is not None:
-        check_config(config, kernel)
-    problem = problem.normal()
-    ranked = propose(problem, gpu, kernel=kernel, top=4)
-    chosen = ranked[0] if config is None else _candidate(problem, gpu, kernel, config, ranked)
-    others = [c for c in ranked if c.config != chosen.config][:3]
+        check_config(config, task.kernel)
+    elif choice is not None:
+        config = choice.config
+    task = joining(task)
+    ranked = propose(task, top=4)
+    problem, device, kernel = task.problem, task.device, task.kernel
+    chosen = ranked[0] if config is None else _candidate(task.tiled(config), ranked, choice)
+    tiled = task.tiled(chosen.config)
+    others = [one for one in ranked if one.config != chosen.config][:3]
     cost = chosen.estimate
     least = cost.lower_bound_bytes  # 0 where no pair is kept and all results are intermediates
-    counts = visits(problem, chosen.config.block_m, chosen.config.block_n, kernel)
+    counts = visits(tiled)
     direction = direction_of(kernel)
-    joined = joined_splits(problem, gpu, kernel)
-    values = kernel_values(problem, gpu, kernel, chosen.config, counts, joined)
-    in_keys = KERNELS[kernel].values_in_keys(problem)
-    moved = terms_of(kernel, values_in_keys=in_keys, pairs=problem.pair_lse)
+    values = kernel_values(tiled)
+    moved = terms_of(kernel, values_in_keys=task.values_in_keys, pairs=problem.pair_lse)
     both_ways = H_kv * total_bytes(moved)
-    bound = bound_of(problem, gpu, kernel)
+    bound = bound_of(task)
     return {
         "problem": problem.key,
-        "gpu": gpu.name,
-        "fast_memory": gpu.smem_per_block,
+        "gpu": device.name,
+        "fast_memory": device.smem_per_block,
         "kernel": kernel,
         "config": asdict(chosen.config),
-        "choice": MODELS_FIRST if config is None else "",
+        "choice": _choice_line(choice, asked=config is not None),
         "reason": chosen.reason,
-        "splits": _splits(problem, gpu, kernel, chosen.config),
-        "loads": _loads(problem, gpu, kernel, chosen.config),
-        "mask": explain_mask(problem, gpu, kernel, chosen),
+        "splits": _splits(tiled),
+        "loads": _loads(tiled),
+        "mask": explain_mask(task, chosen),
         "tiles": {
             name: float(n) if isinstance(n, Fraction) else n for name, n in asdict(counts).items()
         },
@@ -134,13 +142,13 @@ def explain(
             ],
             "bytes": formula("bytes", both_ways),
             "values": named(values, [both_ways]),
-            "seed_bytes": state_bytes(problem, chosen.config, kernel, counts),
-            "table_bytes": table_bytes(problem, chosen.config, kernel, counts),
+            "seed_bytes": state_bytes(tiled),
+            "table_bytes": table_bytes(tiled),
             "read_bytes": cost.read_bytes,
             "write_bytes": cost.write_bytes,
             "dram_bytes": cost.dram_bytes,
         },
-        "dram": _dram(problem, gpu, chosen, counts, values),
+        "dram": _dram(tiled, cost, values),
         "bound": bound
         | {
             "complexity": str(complexity(direction)),
@@ -148,91 +156,99 @@ def explain(
             "formula": str(lower_bound(kernel, values_in_keys=problem.latent)),
             "ratio": (cost.read_bytes + cost.write_bytes) / least if least else None,
             "critical_head_dim": critical_head_dim(
-                gpu, direction, element_bytes=problem.element_bytes
+                device, direction, element_bytes=problem.element_bytes
             ),
         },
         "footprint": {
             "smem_bytes": cost.smem_bytes,
             "registers": cost.registers,
-            "programs_per_sm": _residents(problem, gpu, chosen),
+            "programs_per_sm": _residents(tiled),
         },
-        "time": _time(problem, gpu, cost, counts),
-        "next_best": [_short(other) | _versus(problem, gpu, chosen, other) for other in others],
+        "time": _time(tiled, cost),
+        "next_best": [_short(other) | _versus(task, chosen, other) for other in others],
         "other_fast_memory": [
-            {"fast_memory": size} | _other(problem, with_fast_memory(gpu, size), kernel)
+            {"fast_memory": size} | _other(replace(task, device=with_fast_memory(device, size)))
             for size in OTHER_FAST_MEMORY
         ],
         "other_masks": [
-            {"mask": mask.notation} | _other(replace(problem, mask=mask), gpu, kernel)
+            {"mask": mask.notation} | _other(replace(task, problem=replace(problem, mask=mask)))
             for mask in other_masks(problem)
         ],
     }
 
 
-def _splits(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, config: TileConfig) -> str:
-    """Return how what streams is split over programs; empty for kernels that split nothing."""
-    if not KERNELS[kernel].splits:
+def _choice_line(choice: Choice | None, *, asked: bool) -> str:
+    """Return where the config comes from, in one line; empty for a config that was asked for."""
+    if choice is None:
+        return "" if asked else BY_MODEL
+    if choice.ranked.origin != "model":
+        return choice.source
+    compiled = sum(not isinstance(built, BuildFailed) for built in choice.tried.values())
+    if not compiled:
+        return f"{choice.source}; nothing was compiled"
+    return f"{choice.source}, the fastest by machine code of {compiled} compiled"
+
+
+def _splits(tiled: Tiled) -> str:
+    """Return how streamed rows are split over programs; empty for kernels that split nothing."""
+    problem, config = tiled.problem, tiled.config
+    if not tiled.spec.splits:
         return ""
-    found = splits_of(problem, config, kernel)
-    tiles = problem.batch * problem.num_heads_kv * found.tiles_of_group
+    splits = splits_of(tiled)
+    tiles = tiled.task.heads_kv * splits.tiles_of_group
     heads = tile_heads(config, problem.group_size)
     held = f"{heads} heads" if heads > 1 else "1 head"
     split, whose = "keys", f"in tiles of {config.block_m} queries of {held}"
-    if KERNELS[kernel].stays == "columns":
+    if tiled.spec.stays == "columns":
         split, whose = "queries", f"for tiles of {config.block_n} keys"
     each = f"{config.split_kv} {split}"
     if is_divided(problem):
         each = f"at most {each}, over which the keys of each request are divided"
     return (
-        f"{found.count} of {each}, {whose}: {int(tiles * found.programs)} "
-        f"programs that find {split} to visit, for {gpu.num_sms} SMs"
+        f"{splits.count} of {each}, {whose}: {int(tiles * splits.programs)} "
+        f"programs that find {split} to visit, for {tiled.device.num_sms} SMs"
     )
 
 
-def _loads(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, config: TileConfig) -> str:
-    """Return how tiles that pass are loaded, and why not through tensor descriptors; empty for
+def _loads(tiled: Tiled) -> str:
+    """Return how streamed tiles are loaded, and why not through tensor descriptors; empty for
     kernels that have none."""
-    spec = KERNELS[kernel]
+    spec, config = tiled.spec, tiled.config
     if not spec.described:
         return ""
     names = " and ".join(spec.described)
     if config.descriptors:
         return f"{names} through tensor descriptors"
-    aligned = rows_are_aligned(problem)
-    reason = why_not_described(spec, problem.dtype, aligned=aligned, arch=gpu.arch)
+    aligned = rows_are_aligned(tiled.problem)
+    arch = tiled.device.arch
+    reason = why_not_described(spec, tiled.problem.dtype, aligned=aligned, arch=arch)
     return f"{names} by addresses" + (f": {reason}" if reason else f"; by TMA with {config.key}t")
 
 
-def _candidate(
-    problem: AttentionProblem,
-    gpu: GpuSpec,
-    kernel: Kernel,
-    config: TileConfig,
-    ranked: Sequence[Candidate],
-) -> Candidate:
+def _candidate(tiled: Tiled, ranked: Sequence[Candidate], choice: Choice | None) -> Candidate:
     for candidate in ranked:
-        if candidate.config == config:
+        if candidate.config == tiled.config:
             return candidate
-    _check_fits(problem, gpu, kernel, config)
-    cost = estimate(problem, gpu, config, kernel)
+    _check_fits(tiled)
+    if choice is not None:
+        return candidate_of(tiled)
+    cost = estimate(tiled)
     ratio = cost.seconds / ranked[0].estimate.seconds
     reason = f"asked for; predicted to take {ratio:.2f} times as long as the model's choice"
-    return Candidate(kernel=kernel, config=config, estimate=cost, reason=reason)
+    return Candidate(kernel=cost.kernel, config=tiled.config, estimate=cost, reason=reason)
 
 
-def _check_fits(
-    problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, config: TileConfig
-) -> None:
+def _check_fits(tiled: Tiled) -> None:
     """Raise Unsupported for a config that no tuner would try: there is no time to predict."""
-    needs = footprint(problem, config, kernel, gpu.arch)
-    if needs.fits(gpu, doubt=SMEM_DOUBT):
+    needs, device = footprint(tiled), tiled.device
+    if needs.fits(device, doubt=SMEM_DOUBT):
         return
     columns = f" and {needs.columns} columns of tensor memory" if needs.columns else ""
     limits = f" and {TENSOR_MEMORY_COLUMNS}" if needs.columns else ""
     raise Unsupported(
-        f"expected a config that fits on {gpu.name}, got {config.key}: {kernel} would need "
-        f"{needs.smem_bytes} bytes of shared memory{columns}, of {gpu.smem_per_block}{limits}; "
-        "choose smaller tiles or fewer stages"
+        f"expected a config that fits on {device.name}, got {tiled.config.key}: "
+        f"{tiled.spec.name} would need {needs.smem_bytes} bytes of shared memory{columns}, of "
+        f"{device.smem_per_block}{limits}; choose smaller tiles or fewer stages"
     )
 
 
@@ -240,26 +256,24 @@ def _check_fits(
 # The second level, and time
 
 
-def _dram(
-    problem: AttentionProblem, gpu: GpuSpec, chosen: Candidate, counts: Visits, values: Values
-) -> dict[str, Any]:
-    """Return what moves between L2 and DRAM and why; sliced kernels have a number only."""
-    kernel, cost = chosen.kernel, chosen.estimate
-    order, in_keys = dram.order_of(problem, kernel), KERNELS[kernel].values_in_keys(problem)
+def _dram(tiled: Tiled, cost: CostEstimate, values: Values) -> dict[str, Any]:
+    """Explain the bytes between L2 and DRAM; sliced kernels have a number only."""
+    task, kernel, pairs = tiled.task, tiled.spec.name, tiled.problem.pair_lse
+    order, in_keys = dram.order_of(task), task.values_in_keys
     # Panels stay in L2 between kernels, so a bound that reads them from DRAM says nothing.
-    bound = None if KERNELS[kernel].panel else dram.dram_bound_bytes(problem, gpu, kernel)
+    bound = None if tiled.spec.panel else dram.dram_bound_bytes(task)
     told: dict[str, Any] = {
         "bytes": cost.dram_bytes,
         "bound_bytes": bound,
         "ratio": cost.dram_bytes / bound if bound else None,
-        "formulas": dram_formulas(kernel, order, in_keys, problem.pair_lse),
+        "formulas": dram_formulas(kernel, order, in_keys, pairs),
         "values": {},
         "wave": None,
     }
-    if not KERNELS[kernel].sliced:
-        found = dram.levels(problem, gpu, chosen.config, kernel)
-        values = values | level_values(problem, kernel, counts, found)
-        used = [dram_bytes(kernel, in_keys, problem.pair_lse), sweeps_of_heads(order)]
+    if not tiled.spec.sliced:
+        found = dram.levels(tiled)
+        values = values | level_values(tiled, found)
+        used = [dram_bytes(kernel, in_keys, pairs), sweeps_of_heads(order)]
         told["values"] = named(values, used[: len(told["formulas"])])
         told["wave"] = {
             "programs": found.in_flight,
@@ -271,17 +285,15 @@ def _dram(
     return told
 
 
-def _time(
-    problem: AttentionProblem, gpu: GpuSpec, cost: CostEstimate, counts: Visits
-) -> dict[str, Any]:
-    """Return the predicted time and what it is composed of: see `time.time`."""
-    run = launches(problem, gpu, cost.config, cost.kernel, counts)
+def _time(tiled: Tiled, cost: CostEstimate) -> dict[str, Any]:
+    """Explain the predicted time by its parts: see `time.time`."""
+    run = launches(tiled)
     moved = Traffic(read_bytes=cost.read_bytes, write_bytes=cost.write_bytes)
     shares = {
-        "l2": time.l2_seconds(gpu, moved, run.programs / run.count),
+        "l2": time.l2_seconds(tiled.device, moved, run.programs / run.count),
         "dram": dict(cost.terms)["dram"],
     }
-    launch = time.launch_seconds(gpu, cost.kernel, run.count)
+    launch = time.launch_seconds(tiled.task, run.count)
     running = cost.seconds - launch
     largest = max(shares, key=lambda name: shares[name])
     # Programs take as long as the launch does, or less where all of L2's or DRAM's traffic is more.
@@ -319,10 +331,8 @@ def _short(candidate: Candidate) -> dict[str, Any]:
     }
 
 
-def _versus(
-    problem: AttentionProblem, gpu: GpuSpec, chosen: Candidate, other: Candidate
-) -> dict[str, Any]:
-    """Return in what a candidate differs from the chosen one, and a line that says it."""
+def _versus(task: KernelTask, chosen: Candidate, other: Candidate) -> dict[str, Any]:
+    """Compare a candidate with the chosen candidate, with a line for people."""
     mine, its = chosen.estimate, other.estimate
     own = dict(mine.terms)
     grown = {name: seconds - own[name] for name, seconds in its.terms}
@@ -330,8 +340,9 @@ def _versus(
     term = (max if slower else min)(grown, key=lambda name: grown[name])
     moved, others = (one.read_bytes + one.write_bytes for one in (mine, its))
     traffic = others / moved if moved else None
-    together = _residents(problem, gpu, chosen), _residents(problem, gpu, other)
-    steps = _steps(problem, chosen), _steps(problem, other)
+    both = task.tiled(chosen.config), task.tiled(other.config)
+    together = _residents(both[0]), _residents(both[1])
+    steps = round(visits(both[0]).tiles), round(visits(both[1]).tiles)
     times = "traffic where this has none" if traffic is None else f"{traffic:.2f} times the traffic"
     said = ["the same traffic" if moved == others else times]
     if steps[0] != steps[1]:
@@ -357,18 +368,12 @@ def _versus(
     }
 
 
-def _residents(problem: AttentionProblem, gpu: GpuSpec, candidate: Candidate) -> int:
-    needs = footprint(problem, candidate.config, candidate.kernel, gpu.arch)
-    return residents(needs, gpu, candidate.config)
+def _residents(tiled: Tiled) -> int:
+    return residents(footprint(tiled), tiled.device, tiled.config)
 
 
-def _steps(problem: AttentionProblem, candidate: Candidate) -> int:
-    config = candidate.config
-    return round(visits(problem, config.block_m, config.block_n, candidate.kernel).tiles)
-
-
-def _other(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> dict[str, Any]:
+def _other(task: KernelTask) -> dict[str, Any]:
     try:
-        return _short(best_of(problem, gpu, kernel))
+        return _short(best_of(replace(task, joined=None)))
     except Unsupported as error:
         return {"config": None, "seconds": None, "limit": None, "reason": str(error)}

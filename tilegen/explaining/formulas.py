@@ -10,13 +10,12 @@ from typing import Any, TypedDict
 
 import sympy as sp
 
-from tilegen.gpus.spec import GpuSpec
-from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.config import Kernel
 from tilegen.kernels.panels import SCORE_WIDTH, panels_per_group
 from tilegen.kernels.registry import KERNELS
 from tilegen.model.bounds import bound_values, inputs_once
 from tilegen.model.dram import Levels, Order, sweeps
-from tilegen.model.launches import rows_of_panels
+from tilegen.model.splits import splits_of
 from tilegen.model.symbols import (
     A_w,
     B_e,
@@ -39,8 +38,9 @@ from tilegen.model.symbols import (
     n_w,
     nnz,
 )
-from tilegen.model.traffic import Visits, splits_of, terms_of, total_bytes
-from tilegen.problem import AttentionProblem
+from tilegen.model.traffic import rows_of_panels, terms_of, total_bytes
+from tilegen.model.visits import visits
+from tilegen.task import Tiled
 
 rho = sp.Symbol("rho", positive=True)
 """Times that DRAM delivers the rows that stream: `dram.sweeps`."""
@@ -112,21 +112,13 @@ def dram_bytes(kernel: Kernel, values_in_keys: bool, pairs: bool) -> sp.Expr:
     return sp.factor(kept) + sp.Min(sp.factor(crossing), rho * sp.factor(once))
 
 
-def kernel_values(
-    problem: AttentionProblem,
-    gpu: GpuSpec,
-    kernel: Kernel,
-    config: TileConfig,
-    counts: Visits,
-    before: TileConfig | None = None,
-) -> Values:
-    """Return what the symbols of a kernel's traffic and bounds are; `before` is as in `traffic`."""
-    rows = problem.batch * problem.num_heads_q * problem.seqlen_q
-    if KERNELS[kernel].sliced:
-        rows = rows_of_panels(problem, gpu, kernel)
-    width = config.block_n if "maxima" in KERNELS[kernel].made else SCORE_WIDTH
-    splits = splits_of(problem, config, kernel, before)
-    return bound_values(problem, gpu) | {
+def kernel_values(tiled: Tiled) -> Values:
+    """Return the values of the symbols of a kernel's traffic and bounds."""
+    task, problem, config = tiled.task, tiled.problem, tiled.config
+    rows = rows_of_panels(task) if task.spec.sliced else task.heads_q * problem.seqlen_q
+    width = config.block_n if "maxima" in task.spec.made else SCORE_WIDTH
+    counts, splits = visits(tiled), splits_of(tiled)
+    return bound_values(task) | {
         V_kv: counts.rows,
         V_q: counts.rows,
         W_q: counts.row_steps,
@@ -140,18 +132,16 @@ def kernel_values(
     }
 
 
-def level_values(
-    problem: AttentionProblem, kernel: Kernel, counts: Visits, found: Levels
-) -> Values:
-    """Return what the symbols of `dram_formulas` are, beside those of the traffic."""
-    group = 1 if KERNELS[kernel].stays == "columns" else problem.group_size
+def level_values(tiled: Tiled, levels: Levels) -> Values:
+    """Return the values of the symbols of `dram_formulas`, beside those of the traffic."""
+    group = 1 if tiled.spec.stays == "columns" else tiled.problem.group_size
     return {
-        T_h: group * counts.programs,
-        n_w: found.in_flight,
-        h_t: found.started,
-        C: found.heads_in_l2,
-        F: found.part_of_head,
-        rho: found.sweeps,
+        T_h: group * visits(tiled).programs,
+        n_w: levels.in_flight,
+        h_t: levels.started,
+        C: levels.heads_in_l2,
+        F: levels.part_of_head,
+        rho: levels.sweeps,
     }
 
 

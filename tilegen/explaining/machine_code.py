@@ -7,35 +7,34 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-from tilegen.choose.ranking import estimate, seconds_as_compiled
+from tilegen.choose.ranker import estimate, time_as_compiled
 from tilegen.compiling.compiler import CompiledKernel, compile_for
 from tilegen.compiling.machine_code.counts import LoopCode
 from tilegen.emit.render import render
 from tilegen.gpus.spec import GpuSpec
-from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.config import TileConfig
 from tilegen.model.as_compiled import clocks_as_compiled
 from tilegen.model.footprint import footprint
 from tilegen.model.on_chip import residents
 from tilegen.model.resources import StepCode
 from tilegen.pipeline import choose_kernel
-from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask
 
 SHOWN = 128 * 128
 """Number of scores for which clocks are shown, so that tiles compare."""
 
 
-def static(
-    problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, config: TileConfig | None = None
-) -> dict[str, Any]:
-    """Return what the machine code of one kernel says, as plain values; compiles, without a GPU.
+def static(task: KernelTask, config: TileConfig | None = None) -> dict[str, Any]:
+    """Describe the machine code of a kernel as plain values; compiles, without a GPU.
 
-    `config` defaults to what a call would settle on. Raises Unsupported, BuildFailed.
+    `config` defaults to the choice of a call. Raises Unsupported, BuildFailed.
     """
-    problem = problem.normal()
-    chosen = config or choose_kernel(problem, gpu, kernel, may_compile=True).config
-    built = compile_for(render(problem, chosen, kernel), gpu.arch)
+    gpu, kernel = task.device, task.kernel
+    chosen = config or choose_kernel(task, may_compile=True).config
+    tiled = task.tiled(chosen)
+    built = compile_for(render(task.problem, chosen, kernel), gpu.arch)
     used = built.resources
-    needs = footprint(problem, chosen, kernel, gpu.arch)
+    needs = footprint(tiled)
     told: dict[str, Any] = {
         "kernel": kernel,
         "config": chosen.key,
@@ -48,11 +47,11 @@ def static(
             _loop(one, chosen.num_warps) | {"looped": one is not built.code.body}
             for one in _with_products(built)
         ],
-        "predicted_seconds": estimate(problem, gpu, chosen, kernel).seconds,
+        "predicted_seconds": estimate(tiled).seconds,
     }
     if (code := used.step_code) is not None:
         told["step"] = _step(code, gpu, chosen)
-        told["seconds"] = seconds_as_compiled(problem, gpu, chosen, kernel, used)
+        told["seconds"] = time_as_compiled(tiled, used).seconds
     return told
 
 

@@ -7,37 +7,33 @@ from typing import Any
 
 import sympy
 
-from tilegen.choose.ranking import best_of, estimate
+from tilegen.choose.ranker import best_of, estimate
 from tilegen.errors import Unsupported
-from tilegen.gpus.spec import GpuSpec
-from tilegen.kernels.config import Kernel
-from tilegen.kernels.registry import KERNELS
 from tilegen.masks.language.symbols import FIRST, LAST
 from tilegen.masks.mask import Full, Side, full
 from tilegen.masks.tiles.closed_form import Interval, stream_sets
 from tilegen.model.estimate import Candidate
-from tilegen.model.mask_size import mask_size
-from tilegen.model.traffic import visits
+from tilegen.model.mask_size import size_of
+from tilegen.model.visits import visits
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask, Tiled
 
 
-def explain_mask(
-    problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, chosen: Candidate
-) -> dict[str, Any]:
-    """Return what a kernel visits under the mask, as plain values.
+def explain_mask(task: KernelTask, chosen: Candidate) -> dict[str, Any]:
+    """Describe the tiles that a kernel visits under the mask, as plain values.
 
     `form` is "interval", "several" (intervals) or "lists" (of tiles); `waste` the scores computed
     for each that is kept; `dense_choice` how the config that suits no mask would do, None where it
     is the chosen one.
     """
-    side: Side = KERNELS[kernel].stays
+    side, problem = task.spec.stays, task.problem
     return {
         "keep": problem.mask.notation,
         "stays": "queries" if side == "rows" else "keys",
         "streams": "keys" if side == "rows" else "queries",
         **_form(problem, side),
-        "waste": _waste(problem, chosen),
-        "dense_choice": _dense_choice(problem, gpu, chosen),
+        "waste": _waste(task.tiled(chosen.config)),
+        "dense_choice": _dense_choice(task, chosen),
     }
 
 
@@ -89,31 +85,25 @@ def _range(edges: list[str]) -> str:
     return f"[{lo}, {hi})"
 
 
-def _scores(problem: AttentionProblem, candidate: Candidate) -> float:
-    config = candidate.config
-    tiles = visits(problem, config.block_m, config.block_n, candidate.kernel).tiles
-    return float(tiles) * config.block_m * config.block_n
+def _scores(tiled: Tiled) -> float:
+    return float(visits(tiled).tiles) * tiled.config.block_m * tiled.config.block_n
 
 
-def _waste(problem: AttentionProblem, chosen: Candidate) -> float | None:
-    if not KERNELS[chosen.kernel].masked:
+def _waste(tiled: Tiled) -> float | None:
+    if not tiled.spec.masked:
         return None
-    kept = mask_size(problem.mask, problem.seqlen_q, problem.seqlen_kv).entries
-    return _scores(problem, chosen) / kept if kept else None
+    kept = size_of(tiled.task).entries
+    return _scores(tiled) / kept if kept else None
 
 
-def _dense_choice(
-    problem: AttentionProblem, gpu: GpuSpec, chosen: Candidate
-) -> dict[str, Any] | None:
-    """Return how the config that is best without a mask does under the mask of the problem."""
-    if isinstance(problem.mask, Full) or not KERNELS[chosen.kernel].masked:
+def _dense_choice(task: KernelTask, chosen: Candidate) -> dict[str, Any] | None:
+    """Compare the config that is best without a mask, under the mask of the problem."""
+    if isinstance(task.problem.mask, Full) or not task.spec.masked:
         return None
-    kernel = chosen.kernel
-    dense = best_of(replace(problem, mask=full()), gpu, kernel).config
+    dense = best_of(replace(task, problem=replace(task.problem, mask=full()))).config
     if dense == chosen.config:
         return None
-    its, mine = estimate(problem, gpu, dense, kernel), chosen.estimate
-    as_candidate = replace(chosen, config=dense, estimate=its)
+    its, mine = estimate(task.tiled(dense)), chosen.estimate
     moved = mine.read_bytes + mine.write_bytes
     if not moved:  # nothing is kept, and all results are intermediates
         return None
@@ -121,5 +111,5 @@ def _dense_choice(
         "config": dense.key,
         "slowdown": its.seconds / mine.seconds,
         "traffic_ratio": (its.read_bytes + its.write_bytes) / moved,
-        "scores_ratio": _scores(problem, as_candidate) / max(1.0, _scores(problem, chosen)),
+        "scores_ratio": _scores(task.tiled(dense)) / max(1.0, _scores(task.tiled(chosen.config))),
     }

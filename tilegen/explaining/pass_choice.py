@@ -15,11 +15,11 @@ from tilegen.choose.families import (
     ranked_families,
     why_not_ranked,
 )
-from tilegen.choose.ranking import best_of, surely_spills
+from tilegen.choose.ranker import best_of
 from tilegen.errors import Unsupported
 from tilegen.explaining.formulas import formula, named
 from tilegen.gpus.spec import GpuSpec, with_fast_memory
-from tilegen.kernels.config import Family, Kernel
+from tilegen.kernels.config import Family
 from tilegen.kernels.panels import panels, rows_for
 from tilegen.kernels.registry import FAMILIES
 from tilegen.kernels.spec import Direction
@@ -30,9 +30,12 @@ from tilegen.model.bounds import (
     complexity,
     each_bound,
     lower_bound_bytes,
+    what_of,
 )
+from tilegen.model.footprint import footprint
 from tilegen.model.subgrids import closed_form, subgrids
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask, PassTask
 from tilegen.theory import regimes
 
 OTHER_FAST_MEMORY = tuple(kib * 1024 for kib in (48, 64, 99, 163, 227))
@@ -41,12 +44,13 @@ OTHER_FAST_MEMORY = tuple(kib * 1024 for kib in (48, 64, 99, 163, 227))
 
 def explain_pass(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> dict[str, Any]:
     """Return why a pass is computed by the kernels it is, as plain values. Raises Unsupported."""
-    problem = problem.normal()
+    task = PassTask.of(direction, problem, gpu)
+    problem = task.problem
     chosen = family(problem, gpu, direction)
     fitting = dict(ranked_families(problem, gpu, direction))
-    found = [_family(problem, gpu, direction, name) for name in fitting]
+    found = [_family(task, name) for name in fitting]
     mine = next(one for one in found if one["family"] == chosen)
-    bound = bound_of(problem, gpu, direction)
+    bound = bound_of(task)
     moved = mine["read_bytes"] + mine["write_bytes"]
     regime = _regime(problem, gpu, direction)
     return {
@@ -85,17 +89,18 @@ def other_masks(problem: AttentionProblem) -> Iterator[Mask]:
     return (mask for mask in (full(), causal()) if mask != problem.mask)
 
 
-def bound_of(problem: AttentionProblem, gpu: GpuSpec, what: Kernel | Direction) -> dict[str, Any]:
+def bound_of(task: KernelTask | PassTask) -> dict[str, Any]:
     """Return the lower bounds of a kernel or pass in bytes, and which of them is the largest."""
-    expressions = bounds_of(what, values_in_keys=problem.latent)
-    values, sizes = bound_values(problem, gpu), each_bound(problem, gpu, what)
+    problem = task.problem
+    expressions = bounds_of(what_of(task), values_in_keys=problem.latent)
+    values, sizes = bound_values(task), each_bound(task)
     return {
-        "bytes": lower_bound_bytes(problem, gpu, what),
+        "bytes": lower_bound_bytes(task),
         "applies": max(sizes, key=lambda name: sizes[name]),
         "each": sizes,
         "formulas": [formula(name, one) for name, one in expressions.items()],
         "values": named(values, expressions.values()),
-        "on_chip_bytes": gpu.on_chip_bytes,
+        "on_chip_bytes": task.device.on_chip_bytes,
         "subgrids": _subgrids(problem) if "LB1G" in sizes else None,
     }
 
@@ -111,17 +116,19 @@ def _subgrids(problem: AttentionProblem) -> dict[str, Any]:
     }
 
 
-def _family(
-    problem: AttentionProblem, gpu: GpuSpec, direction: Direction, name: Family
-) -> dict[str, Any]:
-    best = [best_of(problem, gpu, kernel) for kernel in FAMILIES[direction][name].names]
+def _family(task: PassTask, name: Family) -> dict[str, Any]:
+    tasks = [task.kernel(spec) for spec in FAMILIES[task.direction][name].kernels]
+    best = [best_of(one) for one in tasks]
     return {
         "family": name,
         "seconds": sum(one.estimate.seconds for one in best),
         "read_bytes": sum(one.estimate.read_bytes for one in best),
         "write_bytes": sum(one.estimate.write_bytes for one in best),
         "dram_bytes": sum(one.estimate.dram_bytes for one in best),
-        "spills": any(surely_spills(problem, gpu, one) for one in best),
+        "spills": any(
+            footprint(kernel.tiled(one.config)).surely_spills
+            for kernel, one in zip(tasks, best, strict=True)
+        ),
         "kernels": [
             {
                 "kernel": one.kernel,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import sympy as sp
 
-from tilegen.choose.ranking import propose
+from tilegen.choose.ranker import propose
 from tilegen.disk import write_whole
 from tilegen.errors import Unsupported
 from tilegen.gpus.nearest import on_tensor_cores
@@ -36,8 +36,10 @@ from tilegen.model.symbols import (
     n,
     nnz,
 )
-from tilegen.model.traffic import ACCUMULATOR_BYTES, UNMASKED, visits
+from tilegen.model.traffic import ACCUMULATOR_BYTES, UNMASKED
+from tilegen.model.visits import visits_of
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask, PassTask
 from tilegen.theory.optimum import exact_tiles, leading_tiles
 from tilegen.theory.regimes import SMALL_CACHE
 from tilegen.theory.schedules import SCHEDULES, smooth
@@ -167,16 +169,17 @@ def curves(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> Cur
     size, head_dim = problem.element_bytes, max(problem.head_dim_qk, problem.head_dim_v)
     device = gpu.on_chip_bytes / size
     words = np.geomspace(min(head_dim**2, device) / 32, 32 * max(head_dim**2, device), POINTS)
-    values = bound_values(problem, gpu)
+    values = bound_values(PassTask(direction, problem, gpu))
     del values[M]
     bounds = {
         name: np.broadcast_to(_evaluated(one, values, {M: words}), words.shape)
         for name, one in bounds_of(direction, values_in_keys=problem.latent).items()
     }
-    large = sum(_large_cache(name, problem, values, words) for name in LARGE_CACHE[direction])
-    small = _small_cache(SMALL_CACHE[direction], problem, values, words)
+    task = KernelTask.of("fwd", problem, gpu)
+    large = sum(_large_cache(name, task, values, words) for name in LARGE_CACHE[direction])
+    small = _small_cache(SMALL_CACHE[direction], task, values, words)
     if direction == "backward":  # both need delta
-        small = small + _large_cache("bwd_preprocess", problem, values, words)
+        small = small + _large_cache("bwd_preprocess", task, values, words)
     floor = bounds["floor"]
     return Curves(
         memory=words * size,
@@ -187,23 +190,24 @@ def curves(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> Cur
 
 
 def _large_cache(
-    name: str, problem: AttentionProblem, values: dict[sp.Symbol, float], words: Array
+    name: str, task: KernelTask, values: dict[sp.Symbol, float], words: Array
 ) -> Array:
     moved = _moved(name)
     if name == "bwd_preprocess":
         return np.full_like(words, _evaluated(moved, values, {}))
-    memory = {alpha: ACCUMULATOR_BYTES / problem.element_bytes, c: 1.0, n: 1.0}
+    memory = {alpha: ACCUMULATOR_BYTES / task.problem.element_bytes, c: 1.0, n: 1.0}
     tiles = {
         side: np.broadcast_to(_evaluated(one, values | memory, {M: words}), words.shape)
         for side, one in exact_tiles(name).items()
     }
     fits = np.all([tile >= 1 for tile in tiles.values()], axis=0)
-    return np.where(fits, _evaluated(moved, values, _cut(tiles, problem)), np.nan)
+    return np.where(fits, _evaluated(moved, values, _cut(tiles, task)), np.nan)
 
 
 def _small_cache(
-    name: str, problem: AttentionProblem, values: dict[sp.Symbol, float], words: Array
+    name: str, task: KernelTask, values: dict[sp.Symbol, float], words: Array
 ) -> Array:
+    problem = task.problem
     weight = ACCUMULATOR_BYTES / problem.element_bytes
     tiles = {
         side: _evaluated(one, {alpha: weight}, {}) * np.sqrt(words)
@@ -212,17 +216,18 @@ def _small_cache(
     # An output tile no wider than the head dim leaves its room to rows.
     tiles[B_e] = np.minimum(tiles[B_e], min(problem.head_dim_qk, problem.head_dim_v))
     tiles[B_p] = words / (weight * tiles[B_e])
-    return _evaluated(_moved(name), values, _cut(tiles, problem))
+    return _evaluated(_moved(name), values, _cut(tiles, task))
 
 
-def _cut(tiles: Mapping[sp.Symbol, Array], problem: AttentionProblem) -> dict[sp.Symbol, Array]:
+def _cut(tiles: Mapping[sp.Symbol, Array], task: KernelTask) -> dict[sp.Symbol, Array]:
     """Return tiles of at least one row that are not longer than the sequence, and as `nnz` the
     score entries that a head visits with them: more than the mask keeps."""
+    problem = task.problem
     longest = {B_r: problem.seqlen_q, B_c: problem.seqlen_kv, B_p: problem.seqlen_q}
     cut = {side: np.clip(tile, 1.0, longest.get(side, np.inf)) for side, tile in tiles.items()}
     cut[nnz] = np.array(
         [
-            visits(problem, int(rows), int(columns), "fwd", aligned=False).cells
+            visits_of(task, int(rows), int(columns), aligned=False).cells
             for rows, columns in zip(cut[B_r], cut[B_c], strict=True)
         ]
     )
@@ -310,7 +315,8 @@ def _draw_roofline(
     speeds: list[float] = []
     for i, told in enumerate(explained):
         kernel, seconds = told["kernel"], told["time"]["seconds"]
-        best = [one.estimate for one in propose(problem, gpu, kernel=kernel, top=CANDIDATES)]
+        ranked = propose(KernelTask.of(kernel, problem, gpu), top=CANDIDATES)
+        best = [one.estimate for one in ranked]
         if not best[0].flops:
             continue  # the preprocess has no matrix products
         speed = [one.flops / one.seconds for one in best]

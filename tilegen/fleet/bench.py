@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
-from tilegen.choose.ranking import search_space
+from tilegen.choose.ranker import search_space
 from tilegen.compiling.workers import Pool
 from tilegen.errors import InvalidRecord, TilegenError, Unsupported
 from tilegen.fleet.jobs import Job
@@ -45,7 +45,7 @@ class RealMachine:
 
     def space(self, job: Job) -> Sequence[TileConfig]:
         """Return all legal configs."""
-        return search_space(job.problem, job.gpu, job.kernel)
+        return search_space(job.task)
 
     def bench(self, job: Job) -> Bench:
         """Return the bench of the GPU at hand. Raises Unsupported if the job is for another GPU."""

@@ -17,6 +17,7 @@ from tilegen.problem import AttentionProblem
 from tilegen.store.record import slug
 from tilegen.store.trials import Conditions
 from tilegen.store.versions import current_versions
+from tilegen.task import KernelTask
 
 ATTRIBUTES = ("gpu", "kernel", "problem", "policy")
 """Names of the attributes in which a study describes its job, for `tilegen fleet status`."""
@@ -30,6 +31,11 @@ class Job:
     kernel: Kernel
     problem: AttentionProblem
     """The problem of a bucket."""
+
+    @property
+    def task(self) -> KernelTask:
+        """The kernel for the problem on the GPU model."""
+        return KernelTask.of(self.kernel, self.problem, self.gpu)
 
     @cached_property
     def conditions(self) -> Conditions:

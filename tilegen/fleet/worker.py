@@ -13,7 +13,7 @@ from collections.abc import Generator, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from tilegen.choose.ranking import ranked_space
+from tilegen.choose.ranker import ranked_space
 from tilegen.disk import log
 from tilegen.errors import NoRecord, TilegenError, Unsupported
 from tilegen.fleet.bench import Machine
@@ -265,7 +265,7 @@ class Worker:
         """Return the configs to measure, in the model's order, and its proposals among them."""
         if job not in self._plans:
             space = self._machine.space(job)
-            order, candidates = ranked_space(job.problem, job.gpu, job.kernel, space)
+            order, candidates = ranked_space(job.task, space)
             chosen = set(order[: self._most])
             proposed = [one for one in candidates if one.config in chosen]
             self._plans[job] = (order[: self._most], proposed)

@@ -117,7 +117,7 @@ FWD_PAGED = replace(
         ("longest_kv", "split_kv"),
     ),
     described=(),  # rows beyond a request's length lie in its last page, and are not loaded
-    # The largest are for grids whose partial results would take much memory: choose/configs.py.
+    # The largest are for grids whose partial results would take much memory (search_space.py).
     knobs=replace(FWD_SPLIT.knobs, split_kv=(*FWD_SPLIT.knobs.split_kv, 16384, 32768, 65536)),
     pages=True,
 )

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import sympy as sp
 
-from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel
 from tilegen.kernels.q_stationary import FWD
 from tilegen.kernels.registry import KERNELS
 from tilegen.kernels.spec import Direction
-from tilegen.model.mask_size import mask_size
+from tilegen.model.mask_size import size_of
 from tilegen.model.subgrids import spanned_by_all_heads, subgrids
 from tilegen.model.symbols import (
     H_kv,
@@ -43,7 +42,7 @@ from tilegen.model.symbols import (
     w_b,
 )
 from tilegen.model.traffic import Term, terms, total_bytes, total_words
-from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask, PassTask
 
 # --------------------------------------------------------------------------------------------------
 # What the papers prove: complexities of one head, without constants
@@ -148,13 +147,12 @@ def inputs_once(kernel: Kernel, *, values_in_keys: bool = False) -> sp.Expr:
     return H_kv * total_bytes(one for one in moved if one.direction == "read")
 
 
-def bytes_of_inputs(problem: AttentionProblem, kernel: Kernel) -> int:
-    """Return the value of `inputs_once` for a problem."""
-    size = mask_size(problem.mask, problem.seqlen_q, problem.seqlen_kv)
-    heads = problem.batch * problem.num_heads_kv, problem.group_size
+def bytes_of_inputs(task: KernelTask) -> int:
+    """Return the value of `inputs_once` for a task."""
+    size, problem = size_of(task), task.problem
     dims = problem.head_dim_qk, problem.head_dim_v, problem.element_bytes
-    inputs = _inputs(kernel, KERNELS[kernel].values_in_keys(problem))
-    return int(inputs(*heads, size.rows, size.columns, *dims))
+    inputs = _inputs(task.kernel, task.values_in_keys)
+    return int(inputs(task.heads_kv, problem.group_size, size.rows, size.columns, *dims))
 
 
 @cache
@@ -179,29 +177,33 @@ def _floor_alone(what: Kernel | Direction) -> bool:
     return spec is not None and (not spec.masked or bool(spec.panel))
 
 
-@lru_cache(maxsize=1024)
-def lower_bound_bytes(problem: AttentionProblem, gpu: GpuSpec, what: Kernel | Direction) -> int:
-    """Return the bytes that every algorithm for a kernel or pass must move on this GPU, whole
-    launch."""
-    return max(0, math.floor(max(each_bound(problem, gpu, what).values())))
+def lower_bound_bytes(task: KernelTask | PassTask) -> int:
+    """Return the bytes that every algorithm for a kernel or a pass must move on the device, in a
+    whole launch."""
+    key = "lower bound", what_of(task), task.device
+    return task.memo.once(key, lambda: max(0, math.floor(max(each_bound(task).values()))))
 
 
-def each_bound(
-    problem: AttentionProblem, gpu: GpuSpec, what: Kernel | Direction
-) -> dict[str, float]:
+def what_of(task: KernelTask | PassTask) -> Kernel | Direction:
+    """Return the name of the kernel or the pass of a task."""
+    return task.direction if isinstance(task, PassTask) else task.kernel
+
+
+def each_bound(task: KernelTask | PassTask) -> dict[str, float]:
     """Return the values of `bounds_of` [bytes], whole launch."""
-    values = bound_values(problem, gpu)
-    found = _evaluator(what, problem.latent)(*(values[symbol] for symbol in _ARGUMENTS))
-    return dict(zip(bounds_of(what, values_in_keys=problem.latent), map(float, found), strict=True))
+    what, latent, values = what_of(task), task.problem.latent, bound_values(task)
+    bounds = _evaluator(what, latent)(*(values[symbol] for symbol in _ARGUMENTS))
+    return dict(zip(bounds_of(what, values_in_keys=latent), map(float, bounds), strict=True))
 
 
-def bound_values(problem: AttentionProblem, gpu: GpuSpec) -> dict[sp.Symbol, float]:
+def bound_values(task: KernelTask | PassTask) -> dict[sp.Symbol, float]:
     """Return the values of the symbols in the bounds.
 
     Slow memory is L2, fast memory everything on an SM: M = on_chip_bytes / element_bytes words.
     """
-    given = problem.mask, problem.seqlen_q, problem.seqlen_kv
-    size, densest = mask_size(*given), subgrids(*given, problem.group_size)
+    problem, device, size = task.problem, task.device, size_of(task)
+    given = problem.mask, problem.seqlen_q, problem.seqlen_kv, problem.group_size
+    densest = task.memo.once("subgrids", lambda: subgrids(*given))
     return {
         H_kv: problem.batch * problem.num_heads_kv,
         g: problem.group_size,
@@ -215,8 +217,8 @@ def bound_values(problem: AttentionProblem, gpu: GpuSpec) -> dict[sp.Symbol, flo
         w_b: densest.width,
         n_q: size.rows,
         n_kv: size.columns,
-        M: gpu.on_chip_bytes / problem.element_bytes,
-        P: gpu.num_sms,
+        M: device.on_chip_bytes / problem.element_bytes,
+        P: device.num_sms,
         e: problem.element_bytes,
     }
 

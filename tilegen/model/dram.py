@@ -12,28 +12,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any, Literal
 
 import sympy as sp
 
 from tilegen.errors import Unsupported
-from tilegen.gpus.spec import GpuSpec
-from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.launch_order import heads_together, heavy_end
 from tilegen.kernels.layout import PAIRED
 from tilegen.kernels.registry import KERNELS, direction_of
 from tilegen.kernels.spec import WIDTHS
-from tilegen.masks.mask import Mask, Side
+from tilegen.masks.mask import Side
 from tilegen.masks.tiles.tile_ranges import FINE, is_solved, tile_ranges
 from tilegen.model.bounds import bytes_of_inputs, lower_bound_bytes
 from tilegen.model.footprint import footprint
-from tilegen.model.launches import rows_of_panels, sliced_dims
-from tilegen.model.mask_size import mask_size
+from tilegen.model.launches import sliced_dims
+from tilegen.model.mask_size import size_of
 from tilegen.model.on_chip import residents
 from tilegen.model.symbols import C, F, Gcd, H_kv, T_h, h_t, n_w
-from tilegen.model.traffic import Traffic, Visits, traffic, visits
+from tilegen.model.traffic import Traffic, rows_of_panels, traffic
+from tilegen.model.visits import visits
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask, Tiled
 
 Order = Literal["head_major", "interleaved", "heavy_first"]
 """Orders in which programs start: consecutive programs work on the same key-value head, on
@@ -174,32 +173,23 @@ class Levels:
     """Times that DRAM delivers streamed rows."""
 
 
-def levels(
-    problem: AttentionProblem,
-    gpu: GpuSpec,
-    config: TileConfig,
-    kernel: Kernel,
-    *,
-    order: Order | None = None,
-) -> Levels:
-    """Return what one launch of `kernel` moves at both levels.
+def levels(tiled: Tiled, *, order: Order | None = None) -> Levels:
+    """Compute the bytes that one launch moves at both levels.
 
     `order` says what another order than that of the emitted kernel would cost. Raises Unsupported
     for kernels that take head dims in slices.
     """
-    if KERNELS[kernel].sliced:
-        whole = ", ".join(name for name, one in KERNELS.items() if not one.sliced)
-        raise Unsupported(f"expected a kernel out of {whole}, got {kernel!r}")
-    moved = traffic(problem, config, kernel)
-    counts = visits(problem, config.block_m, config.block_n, kernel)
-    in_flight = gpu.num_sms * residents(footprint(problem, config, kernel, gpu.arch), gpu, config)
-    streams = _streams(problem, gpu, kernel, counts, in_flight, order)
+    task, device = tiled.task, tiled.device
+    if task.spec.sliced:
+        whole = ", ".join(name for name, spec in KERNELS.items() if not spec.sliced)
+        raise Unsupported(f"expected a kernel out of {whole}, got {task.kernel!r}")
+    moved = traffic(tiled)
+    in_flight = device.num_sms * residents(footprint(tiled), device, tiled.config)
+    streams = _streams(tiled, in_flight, order)
     return Levels(
         l2_bytes=moved.read_bytes + moved.write_bytes,
-        dram_bytes=dram_bytes(
-            problem, gpu, kernel, moved, counts, in_flight=in_flight, order=order
-        ),
-        dram_bound_bytes=dram_bound_bytes(problem, gpu, kernel),
+        dram_bytes=dram_bytes(tiled, in_flight=in_flight, order=order),
+        dram_bound_bytes=dram_bound_bytes(task),
         in_flight=in_flight,
         started=streams.started,
         live_heads=_live_heads(
@@ -211,110 +201,97 @@ def levels(
     )
 
 
-def order_of(problem: AttentionProblem, kernel: Kernel) -> Order:
+def order_of(task: KernelTask) -> Order:
     """Return the order in which the programs of an emitted kernel start."""
-    return "heavy_first" if heavy_end(problem.mask, KERNELS[kernel]) else "head_major"
+    return "heavy_first" if heavy_end(task.problem.mask, task.spec) else "head_major"
 
 
-@lru_cache(maxsize=256)
-def streamed_bytes(problem: AttentionProblem, kernel: Kernel) -> int:
+def streamed_bytes(task: KernelTask) -> int:
     """Return the bytes of one streamed row: K and V, or Q, dO, lse, perhaps in pairs, and delta."""
-    loop = KERNELS[kernel].whole
+    loop, problem = task.spec.whole, task.problem
     if loop is None:
         return 0
-    width = problem.head_dims
-    size = problem.element_bytes
-    absent = "v" if KERNELS[kernel].values_in_keys(problem) else ""
-    streams = (one for one in loop.streams if one != absent)
     pair = 8 if problem.pair_lse else 4
-    numbers = {one: pair if one in PAIRED else 4 for one in loop.streams}
-    return sum(size * width[WIDTHS[one]] if one in WIDTHS else numbers[one] for one in streams)
+    total = 0
+    for tensor in loop.streams:
+        if tensor == "v" and task.values_in_keys:
+            continue
+        if tensor in WIDTHS:
+            total += problem.element_bytes * problem.head_dims[WIDTHS[tensor]]
+        else:
+            total += pair if tensor in PAIRED else 4
+    return total
 
 
-def dram_bytes(
-    problem: AttentionProblem,
-    gpu: GpuSpec,
-    kernel: Kernel,
-    moved: Traffic,
-    counts: Visits,
-    *,
-    in_flight: int,
-    order: Order | None = None,
-) -> int:
-    """Return the bytes between L2 and DRAM.
+def dram_bytes(tiled: Tiled, *, in_flight: int, order: Order | None = None) -> int:
+    """Compute the bytes between L2 and DRAM.
 
-    What a program keeps moves once, what streams `sweeps` times, but never more often than it
-    crosses from L2 to the SMs (which is less where a mask leaves each program a part of the rows).
+    Stationary rows move once, streamed rows `sweeps` times, but never more often than they cross
+    from L2 to the SMs (which is less where a mask leaves each program a part of the rows).
     """
-    spec = KERNELS[kernel]
+    task, spec, moved = tiled.task, tiled.spec, traffic(tiled)
     if spec.joins:  # the kernel before has just written what it reads
-        return max(0, moved.read_bytes - gpu.l2_bytes) + moved.write_bytes
+        return max(0, moved.read_bytes - tiled.device.l2_bytes) + moved.write_bytes
     if not spec.masked:
         return moved.read_bytes + moved.write_bytes
     if spec.sliced:
-        return _dram_of_slices(problem, gpu, kernel, moved)
+        return _dram_of_slices(task, moved)
     if spec.splits:
-        return _dram_of_splits(problem, kernel, moved)
-    streams = _streams(problem, gpu, kernel, counts, in_flight, order)
-    row = streamed_bytes(problem, kernel)
-    streamed = int(row * streams.heads * problem.group_size * counts.rows)
+        # Inputs move once: programs that stream a split are neighbours, and L2 holds the split.
+        return moved.write_bytes + min(moved.read_bytes, bytes_of_inputs(task))
+    streams = _streams(tiled, in_flight, order)
+    rows = streams.heads * task.problem.group_size * visits(tiled).rows
+    streamed = int(streamed_bytes(task) * rows)
     delivered = int(streams.sweeps * streams.once * streams.heads)
     return moved.read_bytes + moved.write_bytes - streamed + min(streamed, delivered)
 
 
-def _dram_of_splits(problem: AttentionProblem, kernel: Kernel, moved: Traffic) -> int:
-    """Return the bytes between L2 and DRAM of a kernel whose streamed rows are split over programs:
-    inputs move once, since programs that stream a split are neighbours, and L2 holds the split."""
-    return moved.write_bytes + min(moved.read_bytes, bytes_of_inputs(problem, kernel))
-
-
-def _dram_of_slices(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, moved: Traffic) -> int:
-    """Return the bytes between L2 and DRAM of a kernel that takes head dims in slices; a kernel of
+def _dram_of_slices(task: KernelTask, moved: Traffic) -> int:
+    """Compute the bytes between L2 and DRAM of a kernel that takes head dims in slices; a kernel of
     panels that adds to nothing in memory moves no more there than at L2.
 
     Inputs and outputs move once, what streams again with every panel unless L2 holds it besides the
     panel. A panel that L2 does not hold is written and read back once.
     """
-    most = _most_of_slices(problem, gpu, kernel)
-    if not KERNELS[kernel].panel or KERNELS[kernel].stays == "columns":
+    key = "slices in DRAM", task.kernel, task.device
+    most = task.memo.once(key, lambda: _most_of_slices(task))
+    if not task.spec.panel or task.spec.stays == "columns":
         return most
     return min(most, moved.read_bytes + moved.write_bytes)
 
 
-@lru_cache(maxsize=256)
-def _most_of_slices(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> int:
-    size = problem.element_bytes
-    mask = mask_size(problem.mask, problem.seqlen_q, problem.seqlen_kv)
-    heads, kv_heads = problem.batch * problem.num_heads_q, problem.batch * problem.num_heads_kv
-    qk, v = problem.head_dim_qk, problem.head_dim_v
-    rows, columns = heads * mask.rows * size, kv_heads * mask.columns * size
-    loop = KERNELS[kernel].sliced
+def _most_of_slices(task: KernelTask) -> int:
+    problem, l2_bytes, mask = task.problem, task.device.l2_bytes, size_of(task)
+    loop = task.spec.sliced
     assert loop is not None
+    size, qk, v = problem.element_bytes, problem.head_dim_qk, problem.head_dim_v
+    rows, columns = task.heads_q * mask.rows * size, task.heads_kv * mask.columns * size
     if not loop.panel:
-        return rows * (qk + v) + columns * (qk + v) + 4 * heads * problem.seqlen_q
-    of_panel = rows_of_panels(problem, gpu, kernel)
+        return rows * (qk + v) + columns * (qk + v) + 4 * task.heads_q * problem.seqlen_q
+    of_panel = rows_of_panels(task)
     held = of_panel * problem.seqlen_kv * size
-    held *= 1 if direction_of(kernel) == "forward" else 2
-    panel = 0 if held <= gpu.l2_bytes else heads * mask.entries * size
-    if KERNELS[kernel].stays == "columns":
+    held *= 1 if direction_of(task.kernel) == "forward" else 2
+    panel = 0 if held <= l2_bytes else task.heads_q * mask.entries * size
+    if task.spec.stays == "columns":
         return 2 * panel + (rows + columns) * (qk + v)
-    width = sum(sliced_dims(problem, loop))
+    width = sum(sliced_dims(task))
     sweeps = max(1, -(-problem.group_size * problem.seqlen_q // of_panel))
-    if held + problem.seqlen_kv * width * size <= gpu.l2_bytes:
+    if held + problem.seqlen_kv * width * size <= l2_bytes:
         sweeps = 1
     return panel * loop.results + rows * width + sweeps * columns * width
 
 
-def dram_bound_bytes(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> int:
+def dram_bound_bytes(task: KernelTask) -> int:
     """Return the lower bound in bytes with L2 and everything on all SMs as one fast memory."""
-    one = replace(
-        gpu,
+    device = task.device
+    one_memory = replace(
+        device,
         num_sms=1,
-        smem_per_block=gpu.l2_bytes + gpu.num_sms * gpu.on_chip_bytes,
+        smem_per_block=device.l2_bytes + device.num_sms * device.on_chip_bytes,
         registers_per_sm=0,
         tensor_memory_per_sm=0,
     )
-    return lower_bound_bytes(problem, one, kernel)
+    return lower_bound_bytes(replace(task, device=one_memory))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,36 +311,27 @@ class _Streams:
     sweeps: float
 
 
-def _streams(
-    problem: AttentionProblem,
-    gpu: GpuSpec,
-    kernel: Kernel,
-    counts: Visits,
-    in_flight: int,
-    order: Order | None,
-) -> _Streams:
-    size = mask_size(problem.mask, problem.seqlen_q, problem.seqlen_kv)
-    heads, group = problem.batch * problem.num_heads_kv, problem.group_size
-    order = order or order_of(problem, kernel)
-    started = heads_together(problem, KERNELS[kernel]) if order == "heavy_first" else heads
-    if KERNELS[kernel].stays == "columns":  # a program takes the queries of a whole group
-        side, programs, rows = "columns", counts.programs, size.rows
-        once = streamed_bytes(problem, kernel) * group * rows
+def _streams(tiled: Tiled, in_flight: int, order: Order | None) -> _Streams:
+    task, problem, counts, size = tiled.task, tiled.problem, visits(tiled), size_of(tiled.task)
+    heads, group = task.heads_kv, problem.group_size
+    order = order or order_of(task)
+    started = heads_together(problem, task.spec) if order == "heavy_first" else heads
+    side = task.spec.stays
+    if side == "columns":  # a program takes the queries of a whole group
+        programs, rows = counts.programs, size.rows
+        once = streamed_bytes(task) * group * rows
     else:
-        side, programs, rows = "rows", group * counts.programs, size.columns
-        once = streamed_bytes(problem, kernel) * rows
-    capacity, part = gpu.l2_bytes / once if once else math.inf, 1.0
+        programs, rows = group * counts.programs, size.columns
+        once = streamed_bytes(task) * rows
+    capacity, part = tiled.device.l2_bytes / once if once else math.inf, 1.0
     together = in_flight
     if order != "head_major":
         of_head = group if order == "heavy_first" and side == "rows" else 1
         together = max(1, in_flight // (started * of_head))
     if together < counts.programs and once:
-        part = (
-            _part(
-                problem.mask, side, problem.seqlen_q, problem.seqlen_kv, counts.programs, together
-            )
-            / rows
-        )
+        key = "part of a head", side, counts.programs, together
+        seen = task.memo.once(key, lambda: _rows_seen(problem, side, counts.programs, together))
+        part = seen / rows
     return _Streams(
         heads=heads,
         started=started,
@@ -376,12 +344,10 @@ def _streams(
     )
 
 
-@lru_cache(maxsize=1024)
-def _part(
-    mask: Mask, side: Side, seqlen_q: int, seqlen_kv: int, programs: int, together: int
-) -> float:
-    """Return the mean number of rows that `together` neighbouring programs of a head stream, as if
+def _rows_seen(problem: AttentionProblem, side: Side, programs: int, together: int) -> float:
+    """Compute the mean number of rows that `together` neighbouring programs of a head stream, as if
     they were one tile."""
+    seqlen_q, seqlen_kv, mask = problem.seqlen_q, problem.seqlen_kv, problem.mask
     stays = seqlen_q if side == "rows" else seqlen_kv
     block = together * -(-stays // programs)
     fine = 1

@@ -8,10 +8,8 @@ if it compiles to what may be used (see `tilegen.compiling.acceptable`).
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
-from tilegen.kernels.config import Kernel, TileConfig, threads_of
-from tilegen.kernels.registry import KERNELS
+from tilegen.kernels.config import TileConfig, threads_of
 from tilegen.kernels.spec import WIDTHS, Sliced, Whole
 from tilegen.model.lists_and_tables import lists_and_tables
 from tilegen.model.on_chip import (
@@ -25,47 +23,47 @@ from tilegen.model.on_chip import (
     max_registers,
 )
 from tilegen.model.step import Step, chunks, step
-from tilegen.problem import AttentionProblem
+from tilegen.task import Tiled
 
 
-@lru_cache(maxsize=8192)
-def footprint(
-    problem: AttentionProblem, config: TileConfig, kernel: Kernel, arch: str
-) -> Footprint:
-    """Return what one program of an emitted kernel needs on `arch`."""
-    rules, work = family(arch), step(problem, config, kernel)
-    smem, registers = lists_and_tables(problem, config, kernel)
-    loop = KERNELS[kernel].loop
-    if isinstance(loop, Sliced):
-        smem += _shared_sliced(rules, work, problem, config, kernel)
-    elif isinstance(loop, Whole):
-        smem += _shared_whole(rules, work, problem, config, kernel)
+def footprint(tiled: Tiled) -> Footprint:
+    """Predict the resources that one program of an emitted kernel needs; for all lengths."""
+    return tiled.by_config("footprint", lambda: _footprint(tiled))
+
+
+def _footprint(tiled: Tiled) -> Footprint:
+    spec, problem, config, arch = tiled.spec, tiled.problem, tiled.config, tiled.device.arch
+    rules, work = family(arch), step(tiled)
+    smem, registers = lists_and_tables(tiled)
+    if isinstance(spec.loop, Sliced):
+        smem += _shared_sliced(rules, work, tiled)
+    elif isinstance(spec.loop, Whole):
+        smem += _shared_whole(rules, work, tiled)
     else:
         # Sums of rows, or of results that are joined, across warps.
-        each = sum(work.results) * config.block_m if KERNELS[kernel].joins else work.rows
+        each = sum(work.results) * config.block_m if spec.joins else work.rows
         smem += 4 * each * config.num_warps
     if config.descriptors:
         aligned = in_place_of(rules, work, problem.element_bytes)
         smem += max(0, ALIGNED_BARRIERS - rules.smem_overhead) if aligned else BARRIERS
     return Footprint(
         smem_bytes=smem,
-        registers=registers + _registers(rules, work, problem, config, kernel, arch),
+        registers=registers + _registers(rules, work, tiled),
         columns=_columns(rules, work, problem.element_bytes),
         max_registers=max_registers(arch, config.num_warps),
         more_doubt=rules.more_doubt,
     )
 
 
-def _shared_whole(
-    rules: Family, work: Step, problem: AttentionProblem, config: TileConfig, kernel: Kernel
-) -> int:
+def _shared_whole(rules: Family, work: Step, tiled: Tiled) -> int:
     """Return the bytes of shared memory of a kernel that holds head dims whole.
 
     Kept operands pass through it, and stay there where matrix instructions read them in place; the
     pipeline keeps whole streamed tiles. Otherwise operands live in registers, and the score tile
     goes through shared memory only where its layout does not suit the second product.
     """
-    spec, size = KERNELS[kernel], problem.element_bytes
+    spec, problem, config = tiled.spec, tiled.problem, tiled.config
+    size = problem.element_bytes
     assert spec.whole
     exact, in_place = size == 4, in_place_of(rules, work, size)
     width = sum(work.passing)
@@ -77,7 +75,7 @@ def _shared_whole(
     if not buffers:
         # One tile at a time; the backward needs each twice, the second time in another layout.
         streams = sum(one in WIDTHS for one in spec.whole.streams)
-        reads = len(spec.whole.products) / (streams - spec.values_in_keys(problem))
+        reads = len(spec.whole.products) / (streams - tiled.task.values_in_keys)
         again = 1.5 if reads == 2 and not (in_place or exact) else 1.0
         widest = max(sum(chunks(dim)) for dim in problem.head_dims.values())
         buffered = widest if reads == 1 else width * again
@@ -89,7 +87,7 @@ def _shared_whole(
             split = len(work.passing) > 2  # then the wider chunks are kept once more again
             copied = width + 2 * max(work.passing) * split
             buffered += rules.once_more.get(spec.fitted_as, 0.0) * copied
-            if rules.tensor_memory and spec.values_in_keys(problem):
+            if rules.tensor_memory and tiled.task.values_in_keys:
                 buffered += 2 * problem.head_dim_v  # columns of keys, laid out again in two buffers
     staged = exact or (not in_place and work.rows < min(work.results))
     words = work.kept + work.columns * buffered + work.scores * staged
@@ -103,12 +101,10 @@ def _shared_whole(
     return max(smem, 4 * work.rows * max(work.results))
 
 
-def _shared_sliced(
-    rules: Family, work: Step, problem: AttentionProblem, config: TileConfig, kernel: Kernel
-) -> int:
+def _shared_sliced(rules: Family, work: Step, tiled: Tiled) -> int:
     """Return the bytes of shared memory of a kernel that takes head dims in slices: slices in
     flight, or whatever is larger, before the loop or after it."""
-    spec, size = KERNELS[kernel], problem.element_bytes
+    spec, config, size = tiled.spec, tiled.config, tiled.problem.element_bytes
     in_place = in_place_of(rules, work, size)
     buffers = _buffers(rules, config, in_place=in_place)
     smem = max(1, buffers) * work.loaded * size
@@ -162,7 +158,6 @@ in registers (in IEEE fp32: those of a product's multiply-adds, all unrolled); 1
 a step loads (their addresses, and data in flight); 1 for loads of several slices in one step."""
 
 
-@lru_cache(maxsize=8192)
 def register_features(
     work: Step, element_bytes: int, warps: int, arch: str, descriptors: bool = False
 ) -> tuple[float, ...]:
@@ -187,18 +182,12 @@ def register_features(
     )
 
 
-def _registers(
-    rules: Family,
-    work: Step,
-    problem: AttentionProblem,
-    config: TileConfig,
-    kernel: Kernel,
-    arch: str,
-) -> int:
+def _registers(rules: Family, work: Step, tiled: Tiled) -> int:
     """Return the registers of a thread, had it no limit."""
-    size, threads = problem.element_bytes, threads_of(arch, config.num_warps)
+    config, arch, size = tiled.config, tiled.device.arch, tiled.problem.element_bytes
+    threads = threads_of(arch, config.num_warps)
     if not work.products:  # rows are held whole, those of splits in fp32
-        size = 4 if KERNELS[kernel].joins else size
+        size = 4 if tiled.spec.joins else size
         return 32 + math.ceil(work.result_words * size / 4 / threads)
     features = register_features(work, size, config.num_warps, arch, config.descriptors)
     fit = rules.registers["fp32" if size == 4 else "16"]

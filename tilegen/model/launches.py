@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
 
-from tilegen.gpus.spec import GpuSpec
-from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.kernels.panels import panels, rows_for
-from tilegen.kernels.registry import KERNELS, direction_of
-from tilegen.kernels.spec import Sliced
-from tilegen.model.mask_size import mask_size
-from tilegen.model.traffic import Visits, splits_of
-from tilegen.problem import AttentionProblem
+from tilegen.kernels.panels import panels
+from tilegen.kernels.registry import direction_of
+from tilegen.model.mask_size import size_of
+from tilegen.model.splits import splits_of
+from tilegen.model.traffic import rows_of_panels
+from tilegen.model.visits import visits
+from tilegen.task import KernelTask, Tiled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,11 +35,14 @@ class Launches:
         return float(self.partial / self.steps) if self.steps else 0.0
 
 
-def launches(
-    problem: AttentionProblem, gpu: GpuSpec, config: TileConfig, kernel: Kernel, counts: Visits
-) -> Launches:
-    """Return what a kernel runs for a problem; programs of a panel are taken to be equally long."""
-    spec, heads = KERNELS[kernel], problem.batch * problem.num_heads_q
+def launches(tiled: Tiled) -> Launches:
+    """Count the programs and steps of a config; programs of a panel are assumed equally long."""
+    return tiled.by_tile("launches", lambda: _launches(tiled))
+
+
+def _launches(tiled: Tiled) -> Launches:
+    task, spec, problem, counts = tiled.task, tiled.spec, tiled.problem, visits(tiled)
+    heads = task.heads_q
     steps, partial = heads * counts.tiles, heads * counts.partial_tiles
     columns = spec.stays == "columns"
     group = problem.group_size if columns else 1
@@ -55,7 +56,7 @@ def launches(
             longest=counts.longest,
         )
     if spec.splits:  # programs of splits that the mask leaves nothing end at once
-        splits = splits_of(problem, config, kernel)
+        splits = splits_of(tiled)
         tiles = heads // problem.group_size * splits.tiles_of_group
         return Launches(
             count=1,
@@ -72,12 +73,10 @@ def launches(
             partial=partial,
             longest=group * counts.longest,
         )
-    loop = spec.sliced
-    assert loop is not None
-    of_panels, groups = _panels(
-        heads, problem.group_size, problem.seqlen_q, rows_of_panels(problem, gpu, kernel)
+    of_panels, groups = task.memo.once(
+        ("panels", task.device, direction_of(task.kernel)), lambda: _panels(task)
     )
-    slices = sum(-(-width // config.block_d) for width in sliced_dims(problem, loop))
+    slices = sum(-(-width // tiled.config.block_d) for width in sliced_dims(task))
     if spec.panel == "writes":  # a program for each tile of scores
         programs = max(1, int(steps))
     else:
@@ -92,32 +91,27 @@ def launches(
     )
 
 
-def kept_entries(problem: AttentionProblem, kernel: Kernel) -> int:
-    """Return the scores of all heads that the mask keeps: programs take a step, at least, for each
+def kept_entries(task: KernelTask) -> int:
+    """Count the scores of all heads that the mask keeps: programs take a step, at least, for each
     tile that they would fill; 0 where a step is no tile of scores."""
-    if not KERNELS[kernel].masked or KERNELS[kernel].panel:
+    if not task.spec.masked or task.spec.panel:
         return 0
-    kept = mask_size(problem.mask, problem.seqlen_q, problem.seqlen_kv).entries
-    return problem.batch * problem.num_heads_q * kept
+    return task.heads_q * size_of(task).entries
 
 
-def sliced_dims(problem: AttentionProblem, loop: Sliced) -> list[int]:
+def sliced_dims(task: KernelTask) -> list[int]:
     """Return the head dims that are taken in slices."""
-    return [problem.head_dims[one] for one in loop.slices]
+    loop = task.spec.sliced
+    return [task.problem.head_dims[dim] for dim in loop.slices] if loop else []
 
 
-@lru_cache(maxsize=1024)
-def _panels(heads: int, group_size: int, seqlen_q: int, rows: int) -> tuple[int, int]:
-    """Return the number of panels, and of their key-value heads, added up."""
+def _panels(task: KernelTask) -> tuple[int, int]:
+    """Count panels, and the key-value heads of each, added up."""
+    group_size, seqlen_q = task.problem.group_size, task.problem.seqlen_q
+    heads, rows = task.heads_q, rows_of_panels(task)
     of_one_head = rows < 2 * seqlen_q
     alike = list(
         panels(1, 1, seqlen_q, rows) if of_one_head else panels(heads, group_size, seqlen_q, rows)
     )
     times = heads if of_one_head else 1
     return times * len(alike), times * sum(-(-panel.num_heads // group_size) for panel in alike)
-
-
-@lru_cache(maxsize=256)
-def rows_of_panels(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel) -> int:
-    """Return the query rows that a panel of this kernel's pass holds on this GPU."""
-    return rows_for(problem, gpu, direction_of(kernel))

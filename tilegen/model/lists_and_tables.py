@@ -9,34 +9,29 @@ none.
 from __future__ import annotations
 
 import re
-from functools import lru_cache
 
-from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.kernels.registry import KERNELS
 from tilegen.masks.language.elements import ELEMENTS
-from tilegen.masks.mask import Mask, Side
 from tilegen.masks.score import ScoreForm
 from tilegen.masks.tree import trees_of
 from tilegen.masks.unlisted import is_surely_solved
-from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask, Tiled
 
 DRAWN_REGISTERS = 0.75
 """Registers of a thread that dropout takes for each of its scores."""
 
 
-def lists_and_tables(
-    problem: AttentionProblem, config: TileConfig, kernel: Kernel
-) -> tuple[int, int]:
+def lists_and_tables(tiled: Tiled) -> tuple[int, int]:
     """Return bytes of shared memory and registers of a thread on top of those of a plain mask."""
-    side: Side = KERNELS[kernel].stays
+    task, spec, problem, config = tiled.task, tiled.spec, tiled.problem, tiled.config
+    memo = task.lengthless.memo
     smem = registers = 0
-    if _is_listed(problem.mask, side):
-        if side == "columns":  # whose steps look up the next tile: a table's bytes of a tile
+    if memo.once(("listed", spec.stays), lambda: _is_listed(task)):
+        if spec.stays == "columns":  # whose steps look up the next tile: a table's bytes of a tile
             smem += config.block_m * config.block_n
         else:
             width = config.block_d or problem.head_dim_qk + problem.head_dim_v
             smem += config.block_n * width * problem.element_bytes
-    whole = KERNELS[kernel].whole
+    whole = spec.whole
     if whole and trees_of(problem.mask):
         # Where matrix instructions read shared memory, a forward was seen to keep a tile of keys
         # more, and a backward the table's bytes of a tile.
@@ -44,29 +39,28 @@ def lists_and_tables(
         smem += config.block_n * (keys if "out" in whole.accumulates else config.rows)
     if problem.score and problem.score.changes:
         scores = config.rows * config.block_n
-        tables = _tables(problem.score)
+        score = problem.score
+        tables = memo.once("tables of the score", lambda: _tables(score))
         smem += config.num_stages * scores * sum(tables)
-        spec = KERNELS[kernel]
         trained = spec.trains and bool(problem.score.trained)
         # A looked-up table keeps tiles of scores alive: its own, and in a backward its slope.
         alive = len(tables) * (spec.score_tiles + trained)
         registers += alive * scores // (32 * config.num_warps)
-    if problem.dropout and KERNELS[kernel].drops:
+    if problem.dropout and spec.drops:
         threads = 32 * config.num_warps
         registers += int(DRAWN_REGISTERS * config.rows * config.block_n / threads)
     return smem, registers
 
 
-@lru_cache(maxsize=1024)
-def _is_listed(mask: Mask, side: Side) -> bool:
+def _is_listed(task: KernelTask) -> bool:
+    mask = task.problem.mask
     if is_surely_solved(mask):
         return False  # known without SymPy, which a call that finds its kernels does not load
     from tilegen.masks.tiles.tile_ranges import is_solved
 
-    return not is_solved(mask, side)
+    return not is_solved(mask, task.spec.stays)
 
 
-@lru_cache(maxsize=256)
 def _tables(score: ScoreForm) -> tuple[int, ...]:
     """Return the bytes of an element of each table that is looked up by row and column."""
     found = re.findall(r"t(\d+)\[([^\]]*)\]", score.text)

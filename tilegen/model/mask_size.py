@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.tiles.tile_ranges import TileRanges, is_solved, tile_ranges
+from tilegen.task import KernelTask, PassTask
 
 TILE = 64
 """Side of the tiles that entries of masks without a closed form are counted by."""
@@ -51,7 +51,13 @@ class Bands:
     """All that the rows of a band keep lies in `low` to `end` (excluded)."""
 
 
-@lru_cache(maxsize=1024)
+def size_of(task: KernelTask | PassTask) -> MaskSize:
+    """Return the size of the mask of a task."""
+    problem = task.problem
+    lengths = problem.seqlen_q, problem.seqlen_kv
+    return task.memo.once("mask size", lambda: mask_size(problem.mask, *lengths))
+
+
 def mask_size(mask: Mask, seqlen_q: int, seqlen_kv: int) -> MaskSize:
     """Return how many entries, rows and columns a mask keeps."""
     entries, rows, row_degree = _count(mask, "rows", seqlen_q, seqlen_kv)
@@ -93,7 +99,6 @@ def _count(mask: Mask, side: Side, seqlen_q: int, seqlen_kv: int) -> tuple[int, 
     return round(float(entries)), round(float(kept)), int(ranges.visited.max())
 
 
-@lru_cache(maxsize=64)
 def _banded(mask: Mask, side: Side, seqlen_q: int, seqlen_kv: int) -> tuple[TileRanges, int]:
     """Return what bands of rows, or of columns, keep of single columns, or rows; and their size."""
     band = -(-(seqlen_q if side == "rows" else seqlen_kv) // _MAX_BANDS)

@@ -11,8 +11,7 @@ from typing import Any
 
 from tilegen.gpus.nearest import nearest
 from tilegen.gpus.spec import GpuSpec
-from tilegen.kernels.config import Kernel
-from tilegen.kernels.registry import KERNELS
+from tilegen.kernels.spec import KernelSpec
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +33,10 @@ class Rates:
     launch_seconds: float
     following_seconds: float
 
-    def exposed_of(self, kernel: Kernel) -> float:
+    def exposed_of(self, spec: KernelSpec) -> float:
         """Return the part of a kernel's softmax that no matrix product hides."""
         if isinstance(self.exposed, dict):
-            return self.exposed.get(KERNELS[kernel].fitted_as, self.exposed["fwd"])
+            return self.exposed.get(spec.fitted_as, self.exposed["fwd"])
         return self.exposed
 
 
@@ -62,12 +61,16 @@ def rates_of(arch: str) -> Rates:
     return Rates(**{field: row[field] for field in Rates.__dataclass_fields__})
 
 
-@cache
-def instructions(kernel: Kernel) -> Instructions:
+def instructions(spec: KernelSpec) -> Instructions:
     """Return the instruction counts of a kernel's inner loop; kernels whose machine code nobody
     counted take those of the forward."""
+    return _instructions(spec.fitted_as)
+
+
+@cache
+def _instructions(kernel: str) -> Instructions:
     counted = _table()["instructions"]
-    return Instructions(**counted.get(KERNELS[kernel].fitted_as, counted["fwd"]))
+    return Instructions(**counted.get(kernel, counted["fwd"]))
 
 
 def peak_flops_per_clk(gpu: GpuSpec, *, vector: bool) -> float:

@@ -1,22 +1,23 @@
-"""The splits of what streams past a kernel's tiles, and how the keys of a request are divided over
-those that it has."""
+"""The splits of what a kernel streams, and how the keys of a request are divided over them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tilegen.kernels.config import TileConfig
-from tilegen.kernels.split_kv import FILLING, usual_tiles
+from tilegen.kernels.registry import tile_heads
+from tilegen.kernels.split_backward import BWD_DKDV_SPLIT
+from tilegen.kernels.split_kv import FILLING, FWD_SPLIT, is_divided, usual_tiles
 from tilegen.masks.grouping import packed_heads
-from tilegen.masks.mask import Mask
-from tilegen.masks.source import is_single
+from tilegen.masks.source import is_single, ranges_source
 from tilegen.masks.tiles.tile_ranges import counted_over, tile_ranges
+from tilegen.model.visits import mean_of, visits_of
 from tilegen.problem import AttentionProblem
+from tilegen.task import Tiled
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,52 +38,70 @@ class Splits:
 
 
 def usual_split(problem: AttentionProblem) -> TileConfig:
-    """Return the splits that a kernel is taken to join where nobody says which: of 1024 rows, near
+    """Return the splits that a kernel is taken to join where none are settled: of 1024 rows, near
     which the published optimum of decoding lies (benchmarks/results/published/README.md)."""
     heads = packed_heads(problem)
     return TileConfig(block_m=max(1, 16 // heads), block_n=64, heads=heads, split_kv=1024)
 
 
+def splits_of(tiled: Tiled) -> Splits:
+    """Count the splits that a kernel makes, or that it joins."""
+    return tiled.by_tile("splits", lambda: _splits(tiled))
+
+
+def _splits(tiled: Tiled) -> Splits:
+    task, spec, problem = tiled.task, tiled.spec, tiled.problem
+    group = problem.group_size
+    if not (spec.splits or spec.joins):
+        return Splits(count=1, programs=0, rows=0, tiles_of_group=group, longest=0)
+    split = tiled.config if spec.splits else task.joined or usual_split(problem)
+    keys = split.split_kv
+    # A split is visited where any of its tiles is: as if it were a tile itself.
+    if spec.stays == "columns":
+        counts = visits_of(task.by(BWD_DKDV_SPLIT), keys, split.block_n, aligned=False)
+        count = -(-problem.seqlen_q // keys)
+        # Where the heads of a group visit different tiles, a program takes the heads in turn, and
+        # is launched even where no head visits a tile.
+        every = task.memo.once("heads in turn", lambda: _takes_heads_in_turn(problem))
+        return Splits(
+            count=count,
+            programs=count * counts.programs if every else counts.tiles,
+            rows=count * problem.seqlen_kv if every else counts.row_steps,
+            tiles_of_group=1,
+            longest=keys // split.block_m,
+        )
+    count, tiles_of_group = -(-problem.seqlen_kv // keys), group // tile_heads(split, group)
+    if is_divided(problem):
+        return divided_splits(problem, split, count, tiles_of_group)
+    counts = visits_of(task.by(FWD_SPLIT), split.block_m, keys)
+    return Splits(
+        count=count,
+        programs=counts.tiles,
+        rows=counts.row_steps,
+        tiles_of_group=tiles_of_group,
+        longest=keys // split.block_n,
+    )
+
+
+def _takes_heads_in_turn(problem: AttentionProblem) -> bool:
+    return ranges_source(problem.mask.general, "columns").per_head
+
+
 def divided_splits(
     problem: AttentionProblem, config: TileConfig, count: int, tiles_of_group: int
 ) -> Splits:
-    """Return the splits of requests that all have the problem's keys, and divide them over `count`
+    """Count the splits of requests that all have the problem's keys, and divide them over `count`
     programs of each tile: the same arithmetic as the emitted kernel's."""
-    tiles = -(-problem.seqlen_q // config.block_m)
-    programs = problem.batch * problem.num_heads_kv * tiles_of_group * tiles
-    found = _divided(
-        problem.mask,
-        *(problem.seqlen_q, problem.seqlen_kv, config.block_m, config.block_n),
-        *(count, usual_tiles(problem, config), -(-FILLING // programs)),
-        *counted_over(problem.mask, problem.batch, problem.num_heads_q),
+    mask, seqlen_q, block_m, block_n = (
+        *(problem.mask, problem.seqlen_q),
+        *(config.block_m, config.block_n),
     )
-    return Splits(
-        count=count,
-        programs=found[0],
-        rows=found[1],
-        tiles_of_group=tiles_of_group,
-        longest=found[2],
-    )
-
-
-@lru_cache(maxsize=8192)
-def _divided(
-    mask: Mask,
-    seqlen_q: int,
-    seqlen_kv: int,
-    block_m: int,
-    block_n: int,
-    count: int,
-    usual: int,
-    to_fill: int,
-    batch: int,
-    heads: int,
-) -> tuple[int | Fraction, int | Fraction, int]:
-    """Return the splits of one head that hold tiles, the query rows of these, and the tiles of the
-    largest one."""
+    programs = problem.batch * problem.num_heads_kv * tiles_of_group * -(-seqlen_q // block_m)
+    usual, to_fill = usual_tiles(problem, config), -(-FILLING // programs)
+    batch, heads = counted_over(mask, problem.batch, problem.num_heads_q)
 
     def visited(block: int) -> NDArray[np.int64]:
-        lengths = {"seqlen_q": seqlen_q, "seqlen_kv": seqlen_kv}
+        lengths = {"seqlen_q": seqlen_q, "seqlen_kv": problem.seqlen_kv}
         over = {"block_m": block_m, "block_n": block, "batch": batch, "heads": heads}
         return tile_ranges(mask, "rows", **lengths, **over).visited
 
@@ -91,15 +110,15 @@ def _divided(
         each = np.maximum(np.minimum(usual, -(-tiles // to_fill)), -(-tiles // count))
         splits, longest = -(-tiles // np.maximum(each, 1)), int(each.max())
     else:  # all tiles of the request are divided, and a split may visit none of its own
-        every = -(-seqlen_kv // block_n)
+        every = -(-problem.seqlen_kv // block_n)
         longest = max(min(usual, -(-every // to_fill)), -(-every // count))
         splits = visited(longest * block_n)
     rows = np.minimum(block_m, seqlen_q - block_m * np.arange(splits.shape[-1], dtype=np.int64))
     alike = splits.shape[0] * splits.shape[1]
-    stay = mean_of(int((rows * splits).sum()), alike)
-    return mean_of(int(splits.sum()), alike), stay, longest
-
-
-def mean_of(total: int, heads: int) -> int | Fraction:
-    """Return the mean over heads, exactly."""
-    return total // heads if total % heads == 0 else Fraction(total, heads)
+    return Splits(
+        count=count,
+        programs=mean_of(int(splits.sum()), alike),
+        rows=mean_of(int((rows * splits).sum()), alike),
+        tiles_of_group=tiles_of_group,
+        longest=longest,
+    )

@@ -8,13 +8,13 @@ takes all slices of a key tile in a step. Footprint and time are computed from t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from math import sqrt
 
-from tilegen.kernels.config import Kernel, TileConfig, head_dim_chunks
-from tilegen.kernels.registry import KERNELS
+from tilegen.kernels.config import TileConfig, head_dim_chunks
 from tilegen.kernels.spec import WIDTHS, KernelSpec, Sliced, Whole
 from tilegen.problem import AttentionProblem
+from tilegen.task import Tiled
 
 chunks = cache(head_dim_chunks)
 """Widths of the tiles that hold a head dim."""
@@ -84,18 +84,20 @@ class Step:
         return self.rows * sum(self.results)
 
 
-def step(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> Step:
+def step(tiled: Tiled) -> Step:
     """Return one step of a kernel; configs that differ in warps and stages share it."""
-    dims = problem.head_dim_qk, problem.head_dim_v
-    in_keys = KERNELS[kernel].values_in_keys(problem)
-    return _step(*dims, config.rows, config.block_n, config.block_d, kernel, in_keys)
+    task, config = tiled.task, tiled.config
+    key = "step", task.kernel, config.rows, config.block_n, config.block_d
+    return task.lengthless.memo.once(key, lambda: step_of(task.spec, task.problem, config))
 
 
-@lru_cache(maxsize=8192)
-def _step(qk: int, v: int, m: int, n: int, d: int, kernel: Kernel, values_in_keys: bool) -> Step:
-    spec = KERNELS[kernel]
+def step_of(spec: KernelSpec, problem: AttentionProblem, config: TileConfig) -> Step:
+    """Return one step of a kernel, whatever the device."""
+    m, n, d = config.rows, config.block_n, config.block_d
+    qk, v = problem.head_dim_qk, problem.head_dim_v
     if isinstance(spec.loop, Whole):
-        return _whole(spec, spec.loop, chunks(qk), chunks(v), m, n, values_in_keys)
+        in_keys = spec.values_in_keys(problem)
+        return _whole(spec, spec.loop, chunks(qk), chunks(v), m, n, in_keys)
     if isinstance(spec.loop, Sliced):
         knobs = {"block_m": m, "block_n": n, "block_d": d}
         sizes = [knobs[one] for one in (spec.loop.rows, spec.loop.columns, spec.loop.depth)]

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, Literal
 
 import numpy as np
@@ -164,7 +164,6 @@ class Subgrids:
     rows and columns."""
 
 
-@lru_cache(maxsize=1024)
 def subgrids(mask: Mask, seqlen_q: int, seqlen_kv: int, group: int) -> Subgrids:
     """Return the numbers of a mask whose columns are shared by `group` query heads.
 

@@ -14,18 +14,18 @@ from functools import lru_cache
 
 from tilegen.gpus.nearest import on_tensor_cores
 from tilegen.gpus.spec import GpuSpec
-from tilegen.kernels.config import Kernel, TileConfig, threads_of
+from tilegen.kernels.config import threads_of
 from tilegen.kernels.launch_order import heads_together, heavy_end
-from tilegen.kernels.registry import KERNELS, family_with
+from tilegen.kernels.registry import family_with
 from tilegen.model.dram import dram_bytes
 from tilegen.model.footprint import executed, in_place_of, repetition
-from tilegen.model.launches import Launches
+from tilegen.model.launches import Launches, launches
 from tilegen.model.on_chip import Footprint, family, residents
 from tilegen.model.operands import shared_words
 from tilegen.model.rates import instructions, peak_flops_per_clk, rates_of
 from tilegen.model.step import step
-from tilegen.model.traffic import Traffic, Visits
-from tilegen.problem import AttentionProblem
+from tilegen.model.traffic import Traffic, traffic
+from tilegen.task import KernelTask, Tiled
 
 ISSUE_PER_CLK = 128
 """Instructions of single threads that an SM's four schedulers issue each clock."""
@@ -70,12 +70,15 @@ class StepClocks:
         return max(self.tensor + self.exposed * softmax, softmax, self.smem)
 
 
-def step_clocks(
-    problem: AttentionProblem, gpu: GpuSpec, config: TileConfig, kernel: Kernel
-) -> StepClocks:
-    """Return the clocks that one step keeps each unit busy."""
-    rates, per, drawn = rates_of(gpu.arch), instructions(kernel), drawn_of(problem, kernel)
-    work, size = step(problem, config, kernel), problem.element_bytes
+def step_clocks(tiled: Tiled) -> StepClocks:
+    """Predict the clocks that one step keeps each unit busy; for all lengths."""
+    return tiled.by_config("clocks of a step", lambda: _step_clocks(tiled))
+
+
+def _step_clocks(tiled: Tiled) -> StepClocks:
+    spec, problem, config, gpu = tiled.spec, tiled.problem, tiled.config, tiled.device
+    rates, per, drawn = rates_of(gpu.arch), instructions(spec), drawn_of(tiled.task)
+    work, size = step(tiled), problem.element_bytes
     vector = not on_tensor_cores(problem.dtype, gpu.arch)
     peak = peak_flops_per_clk(gpu, vector=vector)
     if not vector and work.rows < rates.full_rate_rows:
@@ -100,17 +103,17 @@ def step_clocks(
         issue=issue / ISSUE_PER_CLK,
         masking=repeated * per.masked_score * work.scores / ISSUE_PER_CLK,
         smem=operands * size / SMEM_BYTES_PER_CLK,
-        exposed=rates.exposed_of(kernel),
+        exposed=rates.exposed_of(spec),
         asynchronous=in_place_of(family(gpu.arch), work, size),
     )
 
 
-def drawn_of(problem: AttentionProblem, kernel: Kernel) -> int:
+def drawn_of(task: KernelTask) -> int:
     """Return the instructions that drawing adds to each score."""
-    return DRAWN_INSTRUCTIONS if problem.dropout and KERNELS[kernel].drops else 0
+    return DRAWN_INSTRUCTIONS if task.problem.dropout and task.spec.drops else 0
 
 
-def local_clocks(needs: Footprint, gpu: GpuSpec, config: TileConfig) -> float:
+def local_clocks(tiled: Tiled, needs: Footprint) -> float:
     """Return the clocks that a step takes longer for what it spills, at the rate of L1.
 
     Local memory is cached in L1, behind the port of shared memory. On sm_90 a spilled byte counts
@@ -119,8 +122,9 @@ def local_clocks(needs: Footprint, gpu: GpuSpec, config: TileConfig) -> float:
     more (`spilled`). Nothing is taken to hide them: what was spilled is wanted by the next
     instruction.
     """
-    threads = threads_of(gpu.arch, config.num_warps)
-    moved = rates_of(gpu.arch).spilled * needs.spill_bytes * threads
+    arch = tiled.device.arch
+    threads = threads_of(arch, tiled.config.num_warps)
+    moved = rates_of(arch).spilled * needs.spill_bytes * threads
     return moved / SMEM_BYTES_PER_CLK
 
 
@@ -150,32 +154,22 @@ class Time:
         return (1 + IDLE * self.idle) * self.seconds + self.left_seconds
 
 
-def time(
-    problem: AttentionProblem,
-    gpu: GpuSpec,
-    config: TileConfig,
-    kernel: Kernel,
-    *,
-    moved: Traffic,
-    counts: Visits,
-    run: Launches,
-    needs: Footprint,
-    clocks: StepClocks,
-    local: float,
-) -> Time:
-    """Return the predicted time of a kernel, over all panels where it works on those.
+def time(tiled: Tiled, needs: Footprint, code: StepClocks | None = None) -> Time:
+    """Predict the time of a config, over all panels where the kernel works on panels.
 
-    `run` is what `launches` says of `counts`; `clocks` and `local` are those of a step, predicted
-    (`step_clocks`, `local_clocks`) or from its machine code.
+    `needs` are the resources of a program, predicted or as compiled, and `code` the clocks of a
+    step by its machine code; without, they are predicted.
     """
-    spec, work, clk = KERNELS[kernel], step(problem, config, kernel), clocks
+    spec, gpu, run, moved = tiled.spec, tiled.device, launches(tiled), traffic(tiled)
+    work, clk = step(tiled), code or step_clocks(tiled)
+    local = code.local if code else local_clocks(tiled, needs)
     per_launch = run.programs / run.count
 
-    fits = residents(needs, gpu, config)
+    fits = residents(needs, gpu, tiled.config)
     slots = gpu.num_sms * fits
 
     def shared(together: int) -> ProgramClocks:
-        return _program_clocks(problem, gpu, config, kernel, clk, run, local, together=together)
+        return _program_clocks(tiled, clk, local, together=together)
 
     waves = per_launch / slots
     last = math.ceil(per_launch % slots / gpu.num_sms)  # programs of an SM in the last wave
@@ -188,10 +182,10 @@ def time(
     else:  # long ones start first, so short ones fill the last wave
         tail = 0.0
         if waves > 1:
-            tail = tail_of(problem, kernel, run, slots, one_step=one.step, overhead=one.ends)
+            tail = tail_of(tiled.task, run, slots, one_step=one.step, overhead=one.ends)
         total = max(one.step * run.longest + one.ends, mean * run.programs / gpu.num_sms + tail)
 
-    dram = dram_bytes(problem, gpu, kernel, moved, counts, in_flight=slots)
+    dram = dram_bytes(tiled, in_flight=slots)
     on_l2 = l2_seconds(gpu, moved, per_launch)
     on_dram = dram_seconds(gpu, dram)
     per_step, per_program = (
@@ -207,7 +201,7 @@ def time(
         "latency": one.wait * per_step + 2 * one.latency * per_program,
     }
     return Time(
-        seconds=max(total / gpu.clock_hz, on_l2, on_dram) + launch_seconds(gpu, kernel, run.count),
+        seconds=max(total / gpu.clock_hz, on_l2, on_dram) + launch_seconds(tiled.task, run.count),
         terms=tuple(sorted(terms.items(), key=lambda item: -item[1])),
         waves=waves,
         dram_bytes=dram,
@@ -243,21 +237,12 @@ class ProgramClocks:
         return 2 * self.latency + max(self.exp_after, self.issue_after) + self.local_once
 
 
-def _program_clocks(
-    problem: AttentionProblem,
-    gpu: GpuSpec,
-    config: TileConfig,
-    kernel: Kernel,
-    clk: StepClocks,
-    run: Launches,
-    local: float,
-    *,
-    together: int,
-) -> ProgramClocks:
-    rates, work = rates_of(gpu.arch), step(problem, config, kernel)
+def _program_clocks(tiled: Tiled, clk: StepClocks, local: float, *, together: int) -> ProgramClocks:
+    gpu, config, run = tiled.device, tiled.config, launches(tiled)
+    rates, work = rates_of(gpu.arch), step(tiled)
     latency = rates.latency_seconds * gpu.clock_hz / together
     softmax = max(clk.issue + run.masked * clk.masking, clk.exp)
-    ahead = config.num_stages - 1 if KERNELS[kernel].masked else 0
+    ahead = config.num_stages - 1 if tiled.spec.masked else 0
     wait = latency / max(ahead, 1)
     if rates.exposed:
         busy, smem = busy_clocks(clk, softmax, config.num_warps * together), clk.smem
@@ -269,7 +254,7 @@ def _program_clocks(
         busy += wait
     if work.loads > 1:  # every key tile starts the pipeline of slices again
         busy += 2 * latency
-    after = instructions(kernel).score * len(work.results) + drawn_of(problem, kernel)
+    after = instructions(tiled.spec).score * len(work.results) + drawn_of(tiled.task)
     return ProgramClocks(
         step=_overlapped(busy, smem, wait * work.loads) + local,
         latency=latency,
@@ -281,8 +266,7 @@ def _program_clocks(
 
 
 def tail_of(
-    problem: AttentionProblem,
-    kernel: Kernel,
+    task: KernelTask,
     run: Launches,
     in_flight: int,
     *,
@@ -296,10 +280,9 @@ def tail_of(
     the longest.
     """
     mean = float(run.steps / run.programs)
-    if not heavy_end(problem.mask, KERNELS[kernel]):
+    if not heavy_end(task.problem.mask, task.spec):
         return (mean * one_step + overhead) / 2
-    heads = problem.batch * problem.num_heads_kv
-    sections = -(-heads // heads_together(problem, KERNELS[kernel]))
+    sections = -(-task.heads_kv // heads_together(task.problem, task.spec))
     shortest = max(0.0, 2 * mean - run.longest)
     part = min(1.0, in_flight * sections / run.programs)
     return ((shortest + part / 2 * (run.longest - shortest)) * one_step + overhead) / 2
@@ -314,14 +297,14 @@ def least_seconds(gpu: GpuSpec, clocks: StepClocks, steps: float, *, masked: flo
     return of_step(busy, clocks.smem) * steps / (gpu.num_sms * gpu.clock_hz)
 
 
-def launch_seconds(gpu: GpuSpec, kernel: Kernel, count: int) -> float:
+def launch_seconds(task: KernelTask, count: int) -> float:
     """Return the time that `count` launches of a kernel take besides what its programs do.
 
     The first launch of a pass is prepared while nothing of it runs, each that follows on the stream
     while the one before it still does.
     """
-    rates = rates_of(gpu.arch)
-    first = kernel == family_with(kernel).names[0]
+    rates = rates_of(task.device.arch)
+    first = task.kernel == family_with(task.kernel).names[0]
     return (count - first) * rates.following_seconds + first * rates.launch_seconds
 
 

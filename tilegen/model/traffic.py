@@ -8,27 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, Literal
 
-import numpy as np
 import sympy as sp
 
-from tilegen.emit.identity import rows_are_aligned, stride_unit
-from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.config import Kernel
 from tilegen.kernels.layout import PAIRED
-from tilegen.kernels.panels import SCORE_WIDTH, panels_per_group
-from tilegen.kernels.registry import KERNELS, tile_heads
+from tilegen.kernels.panels import SCORE_WIDTH, panels_per_group, rows_for
+from tilegen.kernels.registry import KERNELS, direction_of
 from tilegen.kernels.spec import Moved
-from tilegen.kernels.split_backward import BWD_DKDV_SPLIT
-from tilegen.kernels.split_kv import FWD_SPLIT, is_divided
-from tilegen.masks.mask import Mask, Side
-from tilegen.masks.source import is_single, ranges_source
-from tilegen.masks.tiles.tile_ranges import TileRanges, counted_over, tile_ranges
 from tilegen.model import symbols
 from tilegen.model.mask_tables import tree_bytes
-from tilegen.model.splits import Splits, divided_splits, mean_of, usual_split
+from tilegen.model.splits import splits_of
 from tilegen.model.symbols import (
     A_w,
     B_c,
@@ -50,7 +42,8 @@ from tilegen.model.symbols import (
     n_p,
     n_s,
 )
-from tilegen.problem import AttentionProblem
+from tilegen.model.visits import visits, visits_of
+from tilegen.task import KernelTask, Tiled
 
 Size = Literal["element", "fp32"]
 """Words of the problem's dtype, or of fp32."""
@@ -128,30 +121,39 @@ def total_bytes(terms: Iterable[Term]) -> sp.Expr:
     return sp.Add(*(term.bytes for term in terms))
 
 
-def traffic(
-    problem: AttentionProblem,
-    config: TileConfig,
-    kernel: Kernel,
+def traffic(tiled: Tiled) -> Traffic:
+    """Compute the exact bytes that a config loads and stores for the whole problem, in panels that
+    the device has room for."""
+
+    def compute() -> Traffic:
+        rows = rows_of_panels(tiled.task) if tiled.spec.sliced else None
+        return traffic_of(tiled, panel_rows=rows)
+
+    return tiled.by_tile("traffic", compute)
+
+
+def traffic_of(
+    tiled: Tiled,
     *,
     aligned: bool | None = None,
     panel_rows: int | None = None,
     score_width: int = SCORE_WIDTH,
-    before: TileConfig | None = None,
 ) -> Traffic:
-    """Return the exact bytes that `kernel` loads and stores for the whole problem.
+    """Compute the bytes of a launch whose tensors or panels are not the usual.
 
-    The bytes of some kernels depend on more than their own config: `aligned` small-cache kernels
-    (by default where the head dims allow it) pad a panel's rows, `panel_rows` (by default all) go
-    into a panel, and score tiles are `score_width` keys wide; `before` is the config of the kernel
-    that left the splits' results (by default `usual_split`).
+    `aligned` small-cache kernels (by default where the head dims allow it) pad a panel's rows,
+    `panel_rows` (by default all) go into a panel, and score tiles are `score_width` keys wide.
     """
-    tile = config.block_m, config.block_n
-    counts = visits(problem, *tile, kernel, aligned=aligned, split_kv=config.split_kv)
-    splits = splits_of(problem, config, kernel, before)
-    width = config.block_n if "maxima" in KERNELS[kernel].made else score_width
-    rows = problem.batch * problem.num_heads_q * problem.seqlen_q
+    task, problem, config = tiled.task, tiled.problem, tiled.config
+    counts = visits(tiled)
+    if task.spec.masked and aligned is not None:
+        tile = config.block_m, config.block_n
+        counts = visits_of(task, *tile, aligned=aligned, split_kv=config.split_kv)
+    splits = splits_of(tiled)
+    width = config.block_n if "maxima" in task.spec.made else score_width
+    rows = task.heads_q * problem.seqlen_q
     arguments = (
-        problem.batch * problem.num_heads_kv,
+        task.heads_kv,
         problem.group_size,
         problem.seqlen_q,
         problem.seqlen_kv,
@@ -169,184 +171,43 @@ def traffic(
         splits.count,
         splits.tiles_of_group,
     )
-    read, write = _evaluators(kernel, KERNELS[kernel].values_in_keys(problem), problem.pair_lse)
+    read, write = _evaluators(task.kernel, task.values_in_keys, problem.pair_lse)
     return Traffic(
         read_bytes=int(read(*arguments))
-        + state_bytes(problem, config, kernel, counts)
-        + table_bytes(problem, config, kernel, counts)
-        + tree_bytes(problem, config, kernel),
+        + state_bytes(tiled)
+        + table_bytes(tiled)
+        + tree_bytes(tiled),
         write_bytes=int(write(*arguments)),
     )
 
 
-def table_bytes(
-    problem: AttentionProblem, config: TileConfig, kernel: Kernel, counts: Visits
-) -> int:
-    """Return the bytes that say where requests lie: three numbers for each program, also for
-    programs of empty splits, and for each tile its page, or the pages of its keys where pages are
-    smaller."""
-    if not KERNELS[kernel].pages:
+def rows_of_panels(task: KernelTask) -> int:
+    """Return the query rows that a panel of the kernel's pass holds on the device."""
+    return rows_for(task.problem, task.device, direction_of(task.kernel))
+
+
+def table_bytes(tiled: Tiled) -> int:
+    """Compute the bytes of the tables of pages: three numbers for each program, also of an empty
+    split, and a page for each tile, or for each key where a page is smaller than a tile."""
+    if not tiled.spec.pages:
         return 0
-    splits = splits_of(problem, config, kernel)
-    tiles = problem.batch * problem.num_heads_kv * splits.tiles_of_group
-    pages = counts.tiles if problem.page >= config.block_n else counts.rows
+    splits, counts = splits_of(tiled), visits(tiled)
+    tiles = tiled.task.heads_kv * splits.tiles_of_group
+    pages = counts.tiles if tiled.problem.page >= tiled.config.block_n else counts.rows
     return 4 * int(tiles * (3 * counts.programs * splits.count + pages))
 
 
-def splits_of(
-    problem: AttentionProblem, config: TileConfig, kernel: Kernel, before: TileConfig | None = None
-) -> Splits:
-    """Return the splits of a kernel that makes them, or of the config `before` it."""
-    spec, group = KERNELS[kernel], problem.group_size
-    if not (spec.splits or spec.joins):
-        return Splits(count=1, programs=0, rows=0, tiles_of_group=group, longest=0)
-    split = config if spec.splits else before or usual_split(problem)
-    keys = split.split_kv
-    # A split is visited where any of its tiles is: as if it were a tile itself.
-    if spec.stays == "columns":
-        counts = visits(problem, keys, split.block_n, BWD_DKDV_SPLIT.name, aligned=False)
-        count, every = -(-problem.seqlen_q // keys), _goes_through_heads(problem.mask.general)
-        return Splits(
-            count=count,
-            programs=count * counts.programs if every else counts.tiles,
-            rows=count * problem.seqlen_kv if every else counts.row_steps,
-            tiles_of_group=1,
-            longest=keys // split.block_m,
-        )
-    count, tiles_of_group = -(-problem.seqlen_kv // keys), group // tile_heads(split, group)
-    if is_divided(problem):
-        return divided_splits(problem, split, count, tiles_of_group)
-    counts = visits(problem, split.block_m, keys, FWD_SPLIT.name)
-    return Splits(
-        count=count,
-        programs=counts.tiles,
-        rows=counts.row_steps,
-        tiles_of_group=tiles_of_group,
-        longest=keys // split.block_n,
-    )
-
-
-@lru_cache(maxsize=256)
-def _goes_through_heads(mask: Mask) -> bool:
-    """True where the query heads of a group visit different tiles, so that a program goes through
-    the heads one after the other, and is not left out where none of them visits anything."""
-    return ranges_source(mask, "columns").per_head
-
-
-def state_bytes(
-    problem: AttentionProblem, config: TileConfig, kernel: Kernel, counts: Visits
-) -> int:
-    """Return the bytes of seeds that programs read which draw for dropout; those of score tiles,
-    and of splits, that nothing is kept of do not draw."""
-    spec = KERNELS[kernel]
-    if not (problem.dropout and spec.drops):
+def state_bytes(tiled: Tiled) -> int:
+    """Compute the bytes of the seeds of dropout: each program that draws reads them, so not those
+    of score tiles, or splits, that the mask leaves nothing of."""
+    task, spec, counts = tiled.task, tiled.spec, visits(tiled)
+    if not (task.problem.dropout and spec.drops):
         return 0
-    heads = problem.num_heads_kv if spec.stays == "columns" else problem.num_heads_q
+    heads = task.heads_kv if spec.stays == "columns" else task.heads_q
     each = counts.tiles if spec.panel == "writes" else counts.programs
     if spec.splits:
-        each = splits_of(problem, config, kernel).programs
-    return STATE_BYTES * int(problem.batch * heads * each)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Visits:
-    """Tiles that a kernel visits for one query head; preprocess visits each of its own once."""
-
-    programs: int
-    """Stationary tiles."""
-    tiles: int | Fraction
-    """Streamed tiles of all stationary tiles together."""
-    partial_tiles: int | Fraction
-    """Streamed tiles that need mask code."""
-    rows: int | Fraction
-    """Streamed rows inside the sequence."""
-    longest: int
-    """Streamed tiles of the stationary tile that has most."""
-    row_steps: int | Fraction = 0
-    """Stationary rows inside the sequence, once for each streamed tile."""
-    cells: int | Fraction = 0
-    """Entries of all visited tiles, as far as a panel holds them."""
-
-
-def visits(
-    problem: AttentionProblem,
-    block_m: int,
-    block_n: int,
-    kernel: Kernel,
-    *,
-    aligned: bool | None = None,
-    split_kv: int = 0,
-) -> Visits:
-    """Return the tiles that one query head visits under the problem's mask.
-
-    `aligned` kernels pad the rows of a panel to 16 bytes; by default the head dims decide. Kernels
-    of batch-invariant problems take the tiles of a split of `split_kv` keys in order, as partial
-    ones, and all tiles of a split where a mask leaves no single range. Kernels that join splits of
-    `split_kv` rows take `block_n` splits a step.
-    """
-    side: Side = KERNELS[kernel].stays
-    if not KERNELS[kernel].masked:
-        stays, passes = problem.seqlen_q, problem.seqlen_kv
-        if side == "columns":
-            stays, passes = passes, stays
-        tiles, steps = -(-stays // block_m), 1
-        if KERNELS[kernel].joins and split_kv:
-            splits = -(-passes // split_kv)
-            steps = -(-splits // block_n)
-        every = tiles * steps
-        return Visits(programs=tiles, tiles=every, partial_tiles=0, rows=0, longest=steps)
-    aligned = rows_are_aligned(problem) if aligned is None else aligned
-    unit = stride_unit(problem, aligned)
-    lengths = problem.seqlen_q, problem.seqlen_kv
-    over = counted_over(problem.mask, problem.batch, problem.num_heads_q)
-    found = _visits(problem.mask, side, *lengths, block_m, block_n, unit, *over)
-    if not (split_kv and problem.invariant and KERNELS[kernel].in_order):
-        return found
-    if not is_single(problem.mask, side):  # all tiles of the splits that hold any of them
-        splits = _visits(problem.mask, side, *lengths, block_m, split_kv, unit, *over)
-        each = split_kv // block_n
-        most = min(splits.tiles * each, splits.programs * -(-problem.seqlen_kv // block_n))
-        found = replace(found, tiles=most, rows=splits.rows, longest=splits.longest * each)
-    return replace(found, partial_tiles=found.tiles)
-
-
-@lru_cache(maxsize=8192)
-def _visits(
-    mask: Mask,
-    side: Side,
-    seqlen_q: int,
-    seqlen_kv: int,
-    block_m: int,
-    block_n: int,
-    unit: int,
-    batch: int,
-    heads: int,
-) -> Visits:
-    ranges: TileRanges = tile_ranges(
-        mask,
-        side,
-        seqlen_q=seqlen_q,
-        seqlen_kv=seqlen_kv,
-        block_m=block_m,
-        block_n=block_n,
-        batch=batch,
-        heads=heads,
-    )
-    padded = -(-seqlen_kv // unit) * unit
-    stays, block, length = (
-        (seqlen_q, block_m, padded) if side == "rows" else (padded, block_n, seqlen_q)
-    )
-    heads = ranges.heads
-    mine = np.minimum(block, stays - block * np.arange(ranges.visited.shape[-1], dtype=np.int64))
-    return Visits(
-        row_steps=mean_of(int((mine * ranges.visited).sum()), heads),
-        cells=mean_of(int((mine * ranges.rows(length)).sum()), heads),
-        programs=ranges.visited.shape[-1],
-        tiles=mean_of(ranges.visited_tiles, heads),
-        partial_tiles=mean_of(ranges.partial_tiles, heads),
-        rows=mean_of(ranges.visited_rows, heads),
-        longest=int(ranges.visited.max()),
-    )
+        each = splits_of(tiled).programs
+    return STATE_BYTES * int(heads * each)
 
 
 @cache

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from tilegen import bundles, pipeline
-from tilegen.choose.known import Known
 from tilegen.choose.libraries import library_used
+from tilegen.choose.records import Records
 from tilegen.disk import log
 from tilegen.emit.identity import stride_unit
 from tilegen.errors import Unsupported
@@ -252,7 +252,7 @@ class Kernels:
             may_tune=self._on_gpu,
             may_compile=self._on_gpu,
         )
-        modules = pipeline.load(problem, chosen, aligned=self.aligned, device=self.device)
+        modules = pipeline.load(chosen, aligned=self.aligned, device=self.device)
         unit = stride_unit(problem, self.aligned)
         return {
             kernel: bound_module(module, problem, kernel, chosen[kernel].config, unit)
@@ -265,11 +265,11 @@ class Kernels:
         """Return the library that was measured to be faster than these kernels, if one was."""
         if not settings().libraries:
             return None
-        known = Known(self._problems[direction], spec)
-        if (record := library_used(known, direction, kernels)) is None:
+        records = Records(self._problems[direction], spec)
+        if (record := library_used(records, direction, kernels)) is None:
             return None
-        log.info("%s of '%s': %s", direction, known.problem, record.config)
-        return Library(record.library, causal=isinstance(known.problem.mask, Causal))
+        log.info("%s of '%s': %s", direction, records.problem, record.config)
+        return Library(record.library, causal=isinstance(records.problem.mask, Causal))
 
     def _from_bundle(self, spec: GpuSpec, direction: Direction) -> dict[Kernel, BoundKernel] | None:
         """Return the kernels of a pass from the first bundle that has them."""

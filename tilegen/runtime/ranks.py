@@ -7,7 +7,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from tilegen.choose import agreement
+from tilegen.choose.records import remember
 from tilegen.errors import TilegenError, Unsupported
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.registry import KERNELS, check_config
@@ -53,7 +53,7 @@ def agree(
         config = TileConfig.parse(text)
         check_config(config, kernel)
         chosen[name, key] = config
-        agreement.remember(spec, kernel, key, config)
+        remember(spec, kernel, key, config)
     plans.forget()
     return chosen
 

@@ -209,8 +209,9 @@ def _far(one: GpuSpec, other: GpuSpec) -> float:
 def illegal(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, config: TileConfig) -> str:
     """Return why a config cannot run on a GPU, an empty text if it can, as far as is known."""
     from tilegen.model.footprint import footprint
+    from tilegen.task import Tiled
 
-    needs = footprint(replace(problem, batch=1, seqlen_q=1, seqlen_kv=1), config, kernel, gpu.arch)
+    needs = footprint(Tiled.of(kernel, problem, gpu, config))
     if needs.fits(gpu, doubt=SMEM_DOUBT):
         return ""
     return (

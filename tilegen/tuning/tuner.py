@@ -27,6 +27,7 @@ from tilegen.store import (
     this_machine,
 )
 from tilegen.store.trials import Conditions, Trial, of_one_binary, one_binary_line
+from tilegen.task import KernelTask
 from tilegen.tuning.bench import Ahead, Bench, Check, Compile, Measure, real_bench, refused
 from tilegen.tuning.measure import DeviceLost, Measurement, tie_limit
 from tilegen.tuning.report import Report, describe
@@ -92,9 +93,9 @@ def tune(
     else:
         bench = Bench(measure=measure, compile=compile, check=check)
     if space is None or candidates is None:
-        from tilegen.choose.ranking import ranked_space  # loads SymPy
+        from tilegen.choose.ranker import ranked_space  # loads SymPy
 
-        space, proposed = ranked_space(problem, gpu, kernel, space)
+        space, proposed = ranked_space(KernelTask.of(kernel, problem, gpu), space)
         candidates = proposed if candidates is None else candidates
     space = list(dict.fromkeys([*(one.config for one in candidates), *space]))
     total = len(space) if trials is None else min(trials, len(space))

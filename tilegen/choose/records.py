@@ -1,5 +1,5 @@
-"""Knowledge of a problem's kernels without the model: agreements of all ranks, records, and tuning
-in a call."""
+"""Configs that are known without the model: agreements of all ranks, records, and tuning in a
+call."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
-from tilegen.choose.agreement import agreed
 from tilegen.disk import say_once
 from tilegen.emit.identity import template_digest
 from tilegen.errors import TilegenError
 from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import KERNELS
 from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
 from tilegen.store import TuningRecord, current_versions, look_up
+from tilegen.task import KernelTask
 from tilegen.tuning.measure import DeviceLost
 
 if TYPE_CHECKING:
@@ -25,24 +26,37 @@ TUNE_SECONDS = 30.0
 """Seconds per kernel, where TILEGEN_TUNE=1 lets a call tune."""
 
 
-class Known:
-    """Agreements, records and tuning for one problem on one GPU; each record is read once.
+_agreed: dict[tuple[str, Kernel, str], TileConfig] = {}
+"""Configs that all ranks of a job agreed on, which come before all records."""
+
+
+def remember(device: GpuSpec, kernel: Kernel, bucket: str, config: TileConfig) -> None:
+    """Keep the config that all ranks agreed on for a kernel of a problem's bucket."""
+    _agreed[device.name, kernel, bucket] = config
+
+
+class Records:
+    """Agreements, records and tuning for one problem on one device; each record is read once.
 
     With `deterministic` (default: TILEGEN_DETERMINISTIC) nothing is tuned, and a shared location
     that does not answer raises Unreachable: then all who see the same records choose alike.
     """
 
     def __init__(
-        self, problem: AttentionProblem, gpu: GpuSpec, *, deterministic: bool | None = None
+        self, problem: AttentionProblem, device: GpuSpec, *, deterministic: bool | None = None
     ) -> None:
-        self.problem, self.gpu = problem.normal(), gpu
+        self.problem, self.device = problem.normal(), device
         self.deterministic = settings().deterministic if deterministic is None else deterministic
         """Whether nothing is tuned, and all who see the same records choose alike."""
         self._own: dict[Kernel, Found | None] = {}
 
     def agreed(self, kernel: Kernel) -> TileConfig | None:
         """Return the config that all ranks have agreed on, None if they have not."""
-        return agreed(self.problem, self.gpu, kernel)
+        return _agreed.get((self.device.name, kernel, self.problem.bucket.key)) if _agreed else None
+
+    def task(self, kernel: Kernel) -> KernelTask:
+        """Return the task of a kernel for this problem and device."""
+        return KernelTask(KERNELS[kernel], self.problem, self.device)
 
     def own(self, kernel: Kernel) -> Found | None:
         """Return the record of this very GPU model."""
@@ -70,7 +84,7 @@ class Known:
         def known() -> TuningRecord | None:
             return (found := self._look(kernel, borrow=False)) and found.record
 
-        tune: Callable[..., TuningRecord] = partial(tune_once, self.problem.bucket, self.gpu)
+        tune: Callable[..., TuningRecord] = partial(tune_once, self.problem.bucket, self.device)
         try:
             return tune(kernel=kernel, seconds=TUNE_SECONDS, known=known).config
         except DeviceLost:
@@ -82,7 +96,7 @@ class Known:
     def _look(self, kernel: Kernel, *, borrow: bool | Literal["only"]) -> Found | None:
         return look_up(
             self.problem,
-            self.gpu,
+            self.device,
             kernel,
             versions=current_versions(),
             template_digest=template_digest(kernel),

@@ -1,4 +1,4 @@
-"""Records that the steps of the pipeline hand on: ranked configs, and the one chosen."""
+"""Results of the pipeline's steps: the ranked configs of a task, and the choice among them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from tilegen.errors import BuildFailed
 from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.task import KernelTask, Tiled
 
 if TYPE_CHECKING:
     from tilegen.model.estimate import Candidate
@@ -20,9 +21,9 @@ Origin = Literal["agreement", "record", "tuning", "model"]
 
 @dataclass(frozen=True)
 class Ranked:
-    """The configs to use for one kernel, best first, and where they come from."""
+    """The configs to use for a task, best first, and where they come from."""
 
-    kernel: Kernel
+    task: KernelTask
     configs: tuple[TileConfig, ...]
     origin: Origin
     source: str
@@ -30,10 +31,15 @@ class Ranked:
     candidates: tuple[Candidate, ...] = ()
     """The model's reasons, where the configs are its own."""
 
+    @property
+    def kernel(self) -> Kernel:
+        """The name of the kernel."""
+        return self.task.kernel
+
 
 @dataclass(frozen=True, kw_only=True)
-class Chosen:
-    """The config to use for one kernel."""
+class Choice:
+    """The config to use for a task."""
 
     config: TileConfig
     ranked: Ranked
@@ -42,6 +48,11 @@ class Chosen:
     seconds: Mapping[TileConfig, float] = field(default_factory=dict)
     """Predicted time [s] of configs of the model that compiled to what may be used, with what the
     compiler says that they use."""
+
+    @property
+    def tiled(self) -> Tiled:
+        """The task with the config."""
+        return self.ranked.task.tiled(self.config)
 
     @property
     def source(self) -> str:

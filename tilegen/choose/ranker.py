@@ -1,0 +1,292 @@
+"""The model's ranking: the configs of a task, the fastest first, with the reason for each."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from tilegen.choose.reason import reason_of
+from tilegen.choose.search_space import legal_configs
+from tilegen.disk import say_once
+from tilegen.errors import Unsupported
+from tilegen.gpus.nearest import on_tensor_cores
+from tilegen.kernels.config import TileConfig
+from tilegen.kernels.descriptors import without
+from tilegen.kernels.split_kv import FWD_SPLIT
+from tilegen.model.as_compiled import clocks_as_compiled
+from tilegen.model.bounds import lower_bound_bytes
+from tilegen.model.estimate import Candidate, CostEstimate
+from tilegen.model.footprint import footprint
+from tilegen.model.launches import kept_entries, launches
+from tilegen.model.on_chip import Footprint
+from tilegen.model.time import Time, l2_seconds, launch_seconds, least_seconds, step_clocks, time
+from tilegen.model.traffic import traffic
+from tilegen.sympy_lock import one_at_a_time
+from tilegen.task import KernelTask, Tiled
+
+if TYPE_CHECKING:
+    from tilegen.model.resources import Resources
+
+SMEM_DOUBT, REGISTER_DOUBT = 1.1, 1.8
+"""Factors of a limit up to which a prediction may go for a tuner to compile the config. Beside the
+first choices of the catalogue on four GPUs, what is faster by its machine code lies below them, but
+for fp32 slices that would be 3 % faster (benchmarks/results/machine_code.csv)."""
+
+Timed = tuple[Time, TileConfig, Footprint]
+
+
+@one_at_a_time
+def propose(task: KernelTask, *, top: int = 10, describable: bool = True) -> list[Candidate]:
+    """Return up to `top` candidates, best first, all predicted to fit. Raises Unsupported.
+
+    A dtype that the tensor cores of the device do not take is ranked by its multiply-adds; a
+    warning says so once. A config ranks by its time and the traffic of its predicted spills;
+    configs that surely spill too much come only where no other config fits. Tensor descriptors are
+    proposed for tiles that would spill without, and not where tensors are not `describable`.
+    """
+    if isinstance(top, bool) or not isinstance(top, int) or top < 1:
+        raise Unsupported(f"top must be an int of at least 1, got {top!r}")
+    return _best(task, top, describable, spilling=True)
+
+
+@one_at_a_time
+def by_lower_bound(task: KernelTask, *, top: int = 10, describable: bool = True) -> list[Candidate]:
+    """Return up to `top` candidates in the order of their times without spilling, which are their
+    estimates. Raises Unsupported.
+
+    These times are lower bounds, so that compiling in this order can stop at the first result that
+    beats the next bound.
+    """
+    return _best(task, top, describable, spilling=False)
+
+
+def best_of(task: KernelTask) -> Candidate:
+    """Return the first candidate of `propose`. Raises Unsupported."""
+    key = "best", task.kernel, task.joined, task.device
+    return task.memo.once(key, lambda: propose(task, top=1)[0])
+
+
+@one_at_a_time
+def invariant_config(task: KernelTask) -> TileConfig:
+    """Return the config by which a kernel computes all batch-invariant problems that differ in
+    batch, lengths and pages only: kernels for whole and for paged keys add up alike. Raises
+    Unsupported."""
+    spec = FWD_SPLIT if task.spec.splits else task.spec
+    problem = replace(task.problem.rounded, page=0)
+    return propose(KernelTask(spec, problem, task.device), top=1, describable=False)[0].config
+
+
+def joining(task: KernelTask) -> KernelTask:
+    """Return the task of a kernel that joins splits with the model's config of these splits, and
+    any other task as it is. Raises Unsupported."""
+    before = task.before
+    if before is None or task.joined:
+        return task
+    return replace(task, joined=best_of(before).config)
+
+
+def _best(task: KernelTask, top: int, describable: bool, *, spilling: bool) -> list[Candidate]:
+    task, device = joining(task), task.device
+    if task.problem.dtype == "bf16" and not on_tensor_cores("bf16", device.arch):
+        say_once(
+            f"{device.title} ({device.arch}) has no tensor cores for bf16: products run as fp32 "
+            f"multiply-adds, at {device.vector_flops_32 / device.tensor_flops_16:.0%} of the speed "
+            "of fp16; use fp16, or a GPU from sm_80 on"
+        )
+    configs = legal_configs(task, describable=describable)
+    best = _fastest(task, configs, top, spilling=spilling) or _last_resort(task, configs, top)
+    if not best:
+        smallest = min(footprint(Tiled(task, config)).smem_bytes for config in configs)
+        raise Unsupported(
+            f"expected a {task.kernel} tile within {device.smem_per_block} bytes of shared memory "
+            f"on {device.name}, found none for {task.problem.key}: the smallest needs {smallest}"
+        )
+    return [_candidate(Tiled(task, config), time, needs) for time, config, needs in best]
+
+
+def _fastest(
+    task: KernelTask, configs: Sequence[TileConfig], top: int, *, spilling: bool
+) -> list[Timed]:
+    """Return the `top` fastest configs that fit and do not surely spill much, timed with what they
+    are predicted to spill or as if none was.
+
+    Configs that the SMs' units, or L2, alone make slower than the best so far are not timed, and
+    their tiles not counted.
+    """
+    timed: list[Timed] = []
+    best: list[float] = []  # a heap of the `top` shortest times, negated
+    alike: dict[TileConfig, list[Tiled]] = {}
+    for config in configs:
+        tiled = Tiled(task, config)
+        alike.setdefault(_plain(tiled), []).append(tiled)
+    launch, kept = launch_seconds(task, 1), kept_entries(task)
+    bounds = [(_least_seconds(Tiled(task, plain), launch, kept), plain) for plain in alike]
+    for least, plain in sorted(bounds):
+        if len(best) == top and least > -best[0]:
+            break
+        promising = [tiled for tiled in alike[plain] if _is_promising(tiled)]
+        full = len(best) == top
+        if not promising or (full and _least_as_counted(Tiled(task, plain), launch) > -best[0]):
+            continue
+        for tiled in promising:
+            needs = footprint(tiled)
+            if not spilling and needs.spill_bytes:
+                predicted = time(tiled, replace(needs, registers=needs.max_registers))
+            else:
+                predicted = time(tiled, needs)
+            timed.append((predicted, tiled.config, needs))
+            heapq.heappush(best, -predicted.cost)
+            if len(best) > top:
+                heapq.heappop(best)
+    return _ranked(timed)[:top]
+
+
+def _last_resort(task: KernelTask, configs: Sequence[TileConfig], top: int) -> list[Timed]:
+    """Return the `top` fastest configs that spill much, or that do not quite fit by prediction."""
+    needed = [(config, footprint(Tiled(task, config))) for config in configs]
+    fitting = [pair for pair in needed if pair[1].fits(task.device)]
+    if not fitting:  # predictions err on the large side
+        fitting = [pair for pair in needed if pair[1].fits(task.device, doubt=SMEM_DOUBT)]
+    legal = [pair for pair in fitting if not pair[1].surely_spills]
+    # The configs that spill least, where every config spills much.
+    least = sorted(fitting, key=lambda pair: (pair[1].registers, pair[0]))[: max(top, 20)]
+    return _ranked(
+        [(time(Tiled(task, config), needs), config, needs) for config, needs in legal or least]
+    )[:top]
+
+
+def _ranked(times: list[Timed]) -> list[Timed]:
+    # Configs of the same tile and time come in the order in which they are less likely to spill.
+    return sorted(
+        times, key=lambda one: (one[0].cost, one[0].busy_seconds, not one[1].descriptors, one[1])
+    )
+
+
+def _is_promising(tiled: Tiled) -> bool:
+    """Whether a config is worth timing: it fits, is unlikely to spill, and uses tensor descriptors
+    only if it would spill without. They save registers, and little else (templates/README.md)."""
+
+    def compute() -> bool:
+        needs, config = footprint(tiled), tiled.config
+        if needs.surely_spills or not needs.fits(tiled.device):
+            return False
+        plain = Tiled(tiled.task, without(config))
+        return not config.descriptors or footprint(plain).spill_bytes > 0
+
+    return tiled.by_config("promising", compute)
+
+
+def _plain(tiled: Tiled) -> TileConfig:
+    """Return the config without a pipeline and descriptors, which other configs share."""
+    config = tiled.config
+    return tiled.by_config("plain", lambda: replace(config, num_stages=1, descriptors=False))
+
+
+def _least_seconds(plain: Tiled, launch: float, kept: int) -> float:
+    """Return a lower bound of the seconds of all configs of this tile and these warps, however many
+    stages they have and however tiles are loaded: of as many steps as `kept` scores would fill."""
+    steps = kept / (plain.config.rows * plain.config.block_n)
+    return launch + least_seconds(plain.device, step_clocks(plain), steps)
+
+
+def _least_as_counted(plain: Tiled, launch: float) -> float:
+    """Return such a lower bound from the tiles that are visited, which takes longer to count."""
+    run, device = launches(plain), plain.device
+    on_sms = least_seconds(device, step_clocks(plain), float(run.steps), masked=run.masked)
+    return launch + max(on_sms, l2_seconds(device, traffic(plain)))
+
+
+def _candidate(tiled: Tiled, time: Time, needs: Footprint) -> Candidate:
+    cost = _cost(tiled, time, needs)
+    return Candidate(
+        kernel=cost.kernel, config=cost.config, estimate=cost, reason=reason_of(tiled, cost)
+    )
+
+
+def _cost(tiled: Tiled, time: Time, needs: Footprint) -> CostEstimate:
+    moved = traffic(tiled)
+    return CostEstimate(
+        kernel=tiled.spec.name,
+        config=tiled.config,
+        read_bytes=moved.read_bytes,
+        write_bytes=moved.write_bytes,
+        dram_bytes=time.dram_bytes,
+        lower_bound_bytes=lower_bound_bytes(tiled.task),
+        smem_bytes=needs.smem_bytes,
+        registers=needs.registers,
+        flops=time.flops,
+        seconds=time.seconds,
+        limit=time.terms[0][0],
+        terms=time.terms,
+        waves=time.waves,
+        cost=time.cost,
+    )
+
+
+def _with_splits(tiled: Tiled) -> Tiled:
+    return Tiled(joining(tiled.task), tiled.config)
+
+
+@one_at_a_time
+def estimate(tiled: Tiled) -> CostEstimate:
+    """Predict the cost of a config, legal or not. A kernel that joins splits is predicted for the
+    model's splits where the task has none."""
+    tiled = _with_splits(tiled)
+    needs = footprint(tiled)
+    return _cost(tiled, time(tiled, needs), needs)
+
+
+@one_at_a_time
+def candidate_of(tiled: Tiled) -> Candidate:
+    """Return a config as `propose` would, wherever it ranks."""
+    tiled = _with_splits(tiled)
+    needs = footprint(tiled)
+    return _candidate(tiled, time(tiled, needs), needs)
+
+
+@one_at_a_time
+def time_as_compiled(tiled: Tiled, built: Resources, *, stages: int | None = None) -> Time:
+    """Predict the time of a config with the resources that the compiler reports, and with the
+    instructions of a step where its machine code was read.
+
+    The code may have been compiled with another number of stages, `stages`: then shared memory,
+    which alone depends on it, is as predicted.
+    """
+    tiled = _with_splits(tiled)
+    needs = footprint(tiled)
+    used = needs.as_compiled(built)
+    if stages not in (None, tiled.config.num_stages):
+        used = replace(used, smem_bytes=needs.smem_bytes)
+    code = built.step_code
+    return time(tiled, used, clocks_as_compiled(code, tiled.device) if code else None)
+
+
+def search_space(task: KernelTask) -> list[TileConfig]:
+    """Return everything a tuner may try: configs that fit, and those that only compiling can
+    tell."""
+    needs = {config: footprint(Tiled(task, config)) for config in legal_configs(task)}
+    return [
+        config
+        for config, one in needs.items()
+        if one.fits(task.device, doubt=SMEM_DOUBT)
+        and one.registers <= REGISTER_DOUBT * one.max_registers
+    ]
+
+
+def ranked_space(
+    task: KernelTask, space: Sequence[TileConfig] | None = None
+) -> tuple[list[TileConfig], list[Candidate]]:
+    """Return the configs that a tuner tries, in the model's order, and the model's candidates among
+    them.
+
+    `space` defaults to all that fits, and to the model's proposals where nothing fits well.
+    """
+    candidates = propose(task, top=2**16)
+    if space is None:
+        space = search_space(task)
+    else:
+        legal = set(space)
+        candidates = [one for one in candidates if one.config in legal]
+    return list(dict.fromkeys([*(one.config for one in candidates), *space])), candidates

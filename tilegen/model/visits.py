@@ -1,0 +1,118 @@
+"""Tiles that a kernel visits under a mask, counted for one query head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+import numpy as np
+
+from tilegen.emit.identity import rows_are_aligned, stride_unit
+from tilegen.masks.mask import Side
+from tilegen.masks.source import is_single
+from tilegen.masks.tiles.tile_ranges import counted_over, tile_ranges
+from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask, Tiled
+
+
+@dataclass(frozen=True, kw_only=True)
+class Visits:
+    """Tiles that a kernel visits for one query head; preprocess visits each of its own once."""
+
+    programs: int
+    """Stationary tiles."""
+    tiles: int | Fraction
+    """Streamed tiles of all stationary tiles together."""
+    partial_tiles: int | Fraction
+    """Streamed tiles that need mask code."""
+    rows: int | Fraction
+    """Streamed rows inside the sequence."""
+    longest: int
+    """Streamed tiles of the stationary tile that has most."""
+    row_steps: int | Fraction = 0
+    """Stationary rows inside the sequence, once for each streamed tile."""
+    cells: int | Fraction = 0
+    """Entries of all visited tiles, as far as a panel holds them."""
+
+
+def visits(tiled: Tiled) -> Visits:
+    """Count the tiles that a config visits; a kernel that joins splits takes `block_n` a step."""
+    task, config = tiled.task, tiled.config
+    if task.spec.masked:
+        return visits_of(task, config.block_m, config.block_n, split_kv=config.split_kv)
+    stays, streamed = task.lengths
+    tiles, steps = -(-stays // config.block_m), 1
+    split = (task.joined or config).split_kv
+    if task.spec.joins and split:
+        splits = -(-streamed // split)
+        steps = -(-splits // config.block_n)
+    every = tiles * steps
+    return Visits(programs=tiles, tiles=every, partial_tiles=0, rows=0, longest=steps)
+
+
+def visits_of(
+    task: KernelTask,
+    block_m: int,
+    block_n: int,
+    *,
+    aligned: bool | None = None,
+    split_kv: int = 0,
+) -> Visits:
+    """Count the tiles that one query head visits under the problem's mask.
+
+    `aligned` kernels pad the rows of a panel to 16 bytes; by default the head dims decide. Kernels
+    of batch-invariant problems take the tiles of a split of `split_kv` keys in order, as partial
+    tiles, and all tiles of a split where a mask leaves no single range.
+    """
+    problem, side = task.problem, task.spec.stays
+    aligned = rows_are_aligned(problem) if aligned is None else aligned
+    unit = stride_unit(problem, aligned)
+
+    def counted(streamed: int) -> Visits:
+        key = "visits", side, block_m, streamed, unit
+        return task.memo.once(key, lambda: _visits(problem, side, block_m, streamed, unit))
+
+    counts = counted(block_n)
+    if not (split_kv and problem.invariant and task.spec.in_order):
+        return counts
+    if not is_single(problem.mask, side):  # all tiles of the splits that hold any of them
+        splits = counted(split_kv)
+        each = split_kv // block_n
+        most = min(splits.tiles * each, splits.programs * -(-problem.seqlen_kv // block_n))
+        counts = replace(counts, tiles=most, rows=splits.rows, longest=splits.longest * each)
+    return replace(counts, partial_tiles=counts.tiles)
+
+
+def _visits(problem: AttentionProblem, side: Side, block_m: int, block_n: int, unit: int) -> Visits:
+    seqlen_q, seqlen_kv = problem.seqlen_q, problem.seqlen_kv
+    batch, heads = counted_over(problem.mask, problem.batch, problem.num_heads_q)
+    ranges = tile_ranges(
+        problem.mask,
+        side,
+        seqlen_q=seqlen_q,
+        seqlen_kv=seqlen_kv,
+        block_m=block_m,
+        block_n=block_n,
+        batch=batch,
+        heads=heads,
+    )
+    padded = -(-seqlen_kv // unit) * unit
+    stays, block, length = (
+        (seqlen_q, block_m, padded) if side == "rows" else (padded, block_n, seqlen_q)
+    )
+    heads = ranges.heads
+    mine = np.minimum(block, stays - block * np.arange(ranges.visited.shape[-1], dtype=np.int64))
+    return Visits(
+        row_steps=mean_of(int((mine * ranges.visited).sum()), heads),
+        cells=mean_of(int((mine * ranges.rows(length)).sum()), heads),
+        programs=ranges.visited.shape[-1],
+        tiles=mean_of(ranges.visited_tiles, heads),
+        partial_tiles=mean_of(ranges.partial_tiles, heads),
+        rows=mean_of(ranges.visited_rows, heads),
+        longest=int(ranges.visited.max()),
+    )
+
+
+def mean_of(total: int, heads: int) -> int | Fraction:
+    """Return the mean over heads, exactly."""
+    return total // heads if total % heads == 0 else Fraction(total, heads)
