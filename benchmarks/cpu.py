@@ -108,7 +108,8 @@ def proposing() -> Iterator[Number]:
         longer = [replace(one, seqlen_q=one.seqlen_q + 8) for one in problems]
         narrower = [replace(one, head_dim_qk=one.head_dim_qk - 8) for one in longer]
         for what, new in (("new lengths", longer), ("new head dims", narrower)):
-            times = [seconds_of(partial(propose, one, h200, kernel=kernel)) for one in new]
+            tasks = [KernelTask.of(kernel, one, h200) for one in new]
+            times = [seconds_of(partial(propose, task)) for task in tasks]
             name = f"propose {kernel}, {what}"
             yield Number(benchmark=name, value=1e3 * statistics.median(times), unit="ms")
 

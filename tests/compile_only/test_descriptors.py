@@ -24,7 +24,7 @@ from tilegen.masks import predicate
 from tilegen.model.footprint import footprint
 from tilegen.model.on_chip import SPILL_DOUBT
 from tilegen.problem import AttentionProblem
-from tilegen.runtime.kernels import launcher_of_module
+from tilegen.runtime.bound_module import launcher_of_module
 from tilegen.runtime.triton_function import TritonFunction
 
 ARGUMENTS = len(inspect.signature(make_tensordesc_arg).parameters)  # one more in Triton 3.9

@@ -19,7 +19,7 @@ from tilegen.kernels.config import TileConfig
 from tilegen.masks import Mask
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import dispatch, plans
-from tilegen.runtime.kernels import launcher_of_module
+from tilegen.runtime.bound_module import launcher_of_module
 from tilegen.runtime.triton_function import TritonFunction
 
 CONFIG = TileConfig(block_m=16, block_n=16)

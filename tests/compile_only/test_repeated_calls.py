@@ -23,9 +23,9 @@ from tilegen.kernels.config import TileConfig
 from tilegen.masks.dropout import Dropout
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import dispatch, plans, triton_function
+from tilegen.runtime.bound_module import launcher_of_module
 from tilegen.runtime.changes import Changes
 from tilegen.runtime.dispatch import Plan
-from tilegen.runtime.kernels import launcher_of_module
 from tilegen.runtime.launcher import Launcher
 from tilegen.runtime.triton_function import TritonFunction
 

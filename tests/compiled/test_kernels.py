@@ -5,7 +5,9 @@ from itertools import cycle
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
+import tilegen
 from tests.problems import PROBLEMS
 from tilegen.check.reference import make_inputs
 from tilegen.check.verification import check, require, run, verify
@@ -15,6 +17,8 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import LARGE_CACHE
 from tilegen.masks import parse_mask
 from tilegen.problem import AttentionProblem
+from tilegen.runtime import plans
+from tilegen.runtime.launch_text import LaunchText
 
 SQUARE = TileConfig(block_m=32, block_n=32)
 WIDE = TileConfig(block_m=16, block_n=64)
@@ -28,6 +32,28 @@ def kernels(
 
 
 @pytest.mark.any_triton
+def test_verify_and_calls_run_the_same_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch that leaves out the last program is wrong for both."""
+    problem = AttentionProblem.parse("b1 hq4 hkv2 q100 kv100 d32 fp32 causal")
+    configs = dict.fromkeys(LARGE_CACHE, SQUARE)
+    x = make_inputs(problem)
+    q, k, v = (one.requires_grad_() for one in (x.q, x.k, x.v))
+
+    def calls_agree() -> bool:
+        plans.forget()
+        out = tilegen.attention(q, k, v, mask=tilegen.causal())
+        plans.forget()
+        exact = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return torch.allclose(out, exact, atol=1e-5)
+
+    assert all(one.ok for one in verify(problem, configs))
+    assert calls_agree()
+    programs = LaunchText._programs
+    monkeypatch.setattr(LaunchText, "_programs", lambda self: f"{programs(self)} - 1")
+    assert not any(one.ok for one in verify(problem, configs))
+    assert not calls_agree()
+
+
 @pytest.mark.parametrize("problem, config", list(zip(PROBLEMS, cycle([SQUARE, WIDE]))), ids=str)
 def test_agrees_with_the_reference(problem: AttentionProblem, config: TileConfig) -> None:
     require(verify(problem, dict.fromkeys(LARGE_CACHE, config)))

@@ -32,7 +32,7 @@ from tilegen.masks.source import unlisted
 from tilegen.masks.tensors import score_tensors
 from tilegen.problem import AttentionProblem
 from tilegen.runtime.binding import BoundKernel
-from tilegen.runtime.kernels import launcher_of_module
+from tilegen.runtime.bound_module import launcher_of_module
 from tilegen.runtime.launcher import Launcher
 from tilegen.runtime.triton_function import TritonFunction
 

@@ -24,6 +24,8 @@ _FORMATS = {"i32": "i", "fp32": "f"}
 class Packed:
     """A function of the driver, whose arguments are packed into memory."""
 
+    takes_tensors = False
+
     def __init__(
         self, types: Sequence[str], threads: int, where: str, load: Callable[[], Function]
     ) -> None:

@@ -37,7 +37,7 @@ from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import score_tensors
 from tilegen.masks.typical import typical_score
 from tilegen.problem import AttentionProblem
-from tilegen.runtime.binding import BoundKernel
+from tilegen.runtime.bound_module import bound_kernel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,9 +216,7 @@ def launch_of(
 ) -> Launch:
     """Return the launch of a rendered kernel on the device of q, given what the mask and `reads`
     name."""
-    launch = cpu.executable(rendered, q.device).launch
-    bound = BoundKernel(launch, mask, rendered.kernel, rendered.config)
-    return bound.given(mask, Shape.of(q, k), q.device, reads)
+    return bound_kernel(rendered, q.device).given(mask, Shape.of(q, k), q.device, reads)
 
 
 def run_device() -> torch.device:

@@ -43,6 +43,11 @@ class EmittedFunction:
         self._declared = self._function(rendered.signature)
 
     @property
+    def arg_names(self) -> list[str]:
+        """The names of the arguments, as a function of Triton has them."""
+        return [name for name, _ in self._source.signature]
+
+    @property
     def made(self) -> CompiledObject:
         """The machine code for the declared types."""
         return self._declared.made

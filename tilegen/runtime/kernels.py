@@ -18,11 +18,9 @@ from tilegen.emit.identity import stride_unit
 from tilegen.errors import Unsupported
 from tilegen.gpus.spec import ASSUMED, GpuSpec, detect, gpu
 from tilegen.kernels import passes
-from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.kernels.descriptors import described_lines
+from tilegen.kernels.config import Kernel
 from tilegen.kernels.layout import public_lse
 from tilegen.kernels.panels import Launch, rows_for
-from tilegen.kernels.registry import KERNELS, grid_of
 from tilegen.kernels.spec import Direction
 from tilegen.kernels.split_kv import Requests
 from tilegen.kernels.two_pass import BWD_PREPROCESS
@@ -31,10 +29,9 @@ from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import score_tensors
 from tilegen.problem import AttentionProblem
 from tilegen.runtime.binding import BoundKernel
+from tilegen.runtime.bound_module import bound_module
 from tilegen.runtime.changes import Changes, Gradients, Wanted
-from tilegen.runtime.launcher import Launched, Launcher
 from tilegen.runtime.libraries import Library
-from tilegen.runtime.triton_function import TritonFunction
 from tilegen.settings import settings
 
 READABLE = torch.int32, torch.int64
@@ -286,48 +283,6 @@ def _run_of(
     """Return `run` of the family that kernels make up."""
     run = passes.family_of(kernels, direction).run
     return partial(run, pairs=True) if direction == "forward" and problem.pair_lse else run
-
-
-def bound_module(
-    module: Any, problem: AttentionProblem, kernel: Kernel, config: TileConfig, unit: int
-) -> BoundKernel:
-    """Return an emitted kernel: launched by what Triton compiled, or on a CPU by its own
-    `launch`."""
-    function = TritonFunction.of(module, config)
-    if function is None:
-        return BoundKernel(module.launch, problem.mask, kernel, config)
-    launcher = launcher_of_module(module, function, problem, kernel, config, unit)
-    return BoundKernel(launcher.launch, problem.mask, kernel, config, launcher.extra_names)
-
-
-def launcher_of_module(
-    module: Any,
-    function: TritonFunction,
-    problem: AttentionProblem,
-    kernel: Kernel,
-    config: TileConfig,
-    unit: int,
-) -> Launcher:
-    """Return the launcher of an emitted kernel whose strides are counted in `unit` elements."""
-    lines = (
-        described_lines(KERNELS[kernel], config, problem.head_dims) if config.descriptors else []
-    )
-    every = (one for line in lines for one in line.arguments)
-    of_batch: list[str] = []
-    if not problem.page and "q" in KERNELS[kernel].given:
-        places = enumerate(problem.mask.places_of_values)
-        of_batch = [f"t{i}_n0" for i, (one, within) in places if one.axes == "b" and not within]
-    launched = Launched(
-        kernel=kernel,
-        config=config,
-        arguments=function.arguments,
-        stride_unit=unit,
-        grid=grid_of(kernel, config, problem.group_size),
-        where=module.__name__,
-        described=tuple(one for one in every if one.taken == "descriptor"),
-        of_batch=frozenset(of_batch),
-    )
-    return Launcher(launched, function, module.launch)
 
 
 @cache

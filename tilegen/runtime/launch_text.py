@@ -43,6 +43,8 @@ class LaunchText:
     unit: int
     """The elements by which strides are counted."""
     config: TileConfig
+    takes_tensors: bool = False
+    """Whether the kernel is given tensors, and not their addresses."""
 
     def __str__(self) -> str:
         return f"{self._arranged()}\n\n{self._launch()}"
@@ -105,7 +107,7 @@ class LaunchText:
             f"        run = its.prepare(grid, [{self._all(self._shown)}], unusual)",
             "    except Unfamiliar:",
             f"        return its.emitted({', '.join([*self.spec.given, *extras])})",
-            f"run(grid, [{self._all(self._value)}], device)",
+            f"run(grid, [{self._all(self._shown if self.takes_tensors else self._value)}], device)",
             *([f"return {', '.join(results)}"] if results else []),
         ]
         head = f"def launch({', '.join(self.spec.given)}{keywords}):"

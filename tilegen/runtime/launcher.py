@@ -30,7 +30,12 @@ Laid = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class Function(Protocol):
-    """A kernel that can be loaded."""
+    """A kernel that can be launched."""
+
+    @property
+    def takes_tensors(self) -> bool:
+        """Whether it is launched with tensors and Triton's descriptors in place of addresses."""
+        ...
 
     def prepare(self, grid: int, arguments: Sequence[Any]) -> Run:
         """Return what launches the kernel with arguments like these, tensors in the place of their
@@ -121,6 +126,7 @@ class Launcher:
                 extras=self.extra_names,
                 unit=launched.stride_unit,
                 config=launched.config,
+                takes_tensors=function.takes_tensors,
             )
         )
         module: dict[str, Any] = {

@@ -25,6 +25,8 @@ _NEEDED = ("run", "function", "packed_metadata", "launch_metadata")
 class TritonFunction:
     """The `@triton.jit` function of an emitted module, for one device."""
 
+    takes_tensors = False
+
     def __init__(self, jitted: Any, config: TileConfig) -> None:
         self._jitted = jitted
         self._options = dict(

@@ -222,12 +222,10 @@ class Timed:
 
     def runs(self, config: TileConfig) -> Callable[[], None]:
         """Return what runs the kernel with a config once. Raises TilegenError."""
-        from tilegen.cpu import executable
         from tilegen.emit.render import render
-        from tilegen.runtime.binding import BoundKernel
+        from tilegen.runtime.bound_module import bound_kernel
 
-        module = executable(render(self.problem, config, self.kernel), self.device)
-        bound = BoundKernel(module.launch, self.problem.mask, self.kernel, config)
+        bound = bound_kernel(render(self.problem, config, self.kernel), self.device)
         launch = bound.given(self.mask, self.problem.shape, self.device, self.reads)
 
         def run() -> None:

@@ -1,0 +1,70 @@
+"""The launch of an emitted module: one text for calls, `verify` and the tuner, whatever runs the
+kernel: Triton's compiled code, machine code for the CPU, or Triton's interpreter."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from tilegen.cpu import executable
+from tilegen.emit.identity import stride_unit
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.descriptors import described_lines
+from tilegen.kernels.registry import KERNELS, grid_of
+from tilegen.problem import AttentionProblem
+from tilegen.runtime.binding import BoundKernel
+from tilegen.runtime.launcher import Launched, Launcher
+from tilegen.runtime.tensor_function import TensorFunction
+from tilegen.runtime.triton_function import TritonFunction
+
+if TYPE_CHECKING:
+    import torch
+
+    from tilegen.emit.identity import RenderedKernel
+
+
+def bound_kernel(rendered: RenderedKernel, device: torch.device) -> BoundKernel:
+    """Return the launch of a rendered kernel on a device. Raises the errors of `cpu.executable`."""
+    problem, unit = rendered.problem, stride_unit(rendered.problem, rendered.aligned)
+    module = executable(rendered, device)
+    return bound_module(module, problem, rendered.kernel, rendered.config, unit)
+
+
+def bound_module(
+    module: Any, problem: AttentionProblem, kernel: Kernel, config: TileConfig, unit: int
+) -> BoundKernel:
+    """Return the launch of an emitted module, to be completed by what a mask reads."""
+    function = TritonFunction.of(module, config) or TensorFunction.of(module, config)
+    if function is None:  # no emitted kernel: the module launches itself
+        return BoundKernel(module.launch, problem.mask, kernel, config)
+    launcher = launcher_of_module(module, function, problem, kernel, config, unit)
+    return BoundKernel(launcher.launch, problem.mask, kernel, config, launcher.extra_names)
+
+
+def launcher_of_module(
+    module: Any,
+    function: TritonFunction | TensorFunction,
+    problem: AttentionProblem,
+    kernel: Kernel,
+    config: TileConfig,
+    unit: int,
+) -> Launcher:
+    """Return the launcher of an emitted kernel whose strides are counted in `unit` elements."""
+    lines = (
+        described_lines(KERNELS[kernel], config, problem.head_dims) if config.descriptors else []
+    )
+    every = (one for line in lines for one in line.arguments)
+    of_batch: list[str] = []
+    if not problem.page and "q" in KERNELS[kernel].given:
+        places = enumerate(problem.mask.places_of_values)
+        of_batch = [f"t{i}_n0" for i, (one, within) in places if one.axes == "b" and not within]
+    launched = Launched(
+        kernel=kernel,
+        config=config,
+        arguments=function.arguments,
+        stride_unit=unit,
+        grid=grid_of(kernel, config, problem.group_size),
+        where=module.__name__,
+        described=tuple(one for one in every if one.taken == "descriptor"),
+        of_batch=frozenset(of_batch),
+    )
+    return Launcher(launched, function, module.launch)

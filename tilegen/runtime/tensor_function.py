@@ -1,0 +1,41 @@
+"""The function of an emitted kernel that takes tensors: compiled for the CPU, or interpreted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from tilegen.kernels.config import TileConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from tilegen.runtime.launcher import Run
+
+
+class TensorFunction:
+    """A function that is launched as `function[grid](*arguments)`, with tensors for addresses."""
+
+    takes_tensors = True
+
+    def __init__(self, function: Any, config: TileConfig) -> None:
+        self._function = function
+        self.arguments: tuple[str, ...] = tuple(function.arg_names)
+        self._options = dict(
+            num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True
+        )
+
+    @staticmethod
+    def of(module: ModuleType, config: TileConfig) -> TensorFunction | None:
+        """Return the function that a module's `launch` launches; None where it launches none."""
+        named = (vars(module).get(name) for name in module.launch.__code__.co_names)
+        functions = [one for one in named if hasattr(one, "arg_names")]
+        return TensorFunction(functions[0], config) if len(functions) == 1 else None
+
+    def prepare(self, grid: int, arguments: Sequence[Any]) -> Run:
+        """Return what launches the kernel: any arguments will do."""
+        return self._run
+
+    def _run(self, grid: int, values: list[Any], device: torch.device) -> None:
+        self._function[(grid,)](*values, **self._options)
