@@ -155,7 +155,7 @@ def _record_one(
     space = search_space(KernelTask.of(kernel, problem, spec))
     path = file_of(folder, kernel, problem)
     recorder = Recorder(path, new_session(spec, kernel, problem, len(space)))
-    bench = real_bench(problem, spec, kernel, pool)
+    bench = real_bench(KernelTask.of(kernel, problem, spec), pool)
     try:
         left = record(recorder, space, spec, bench, deadline=deadline)
     except DeviceLost as lost:

@@ -30,6 +30,7 @@ from tilegen.store import Location, TuningRecord, Versions, look_up, save
 from tilegen.store.election import join
 from tilegen.store.record import MAX_RIVALS
 from tilegen.store.transfer import merge
+from tilegen.task import KernelTask
 from tilegen.tuning.measure import Measurement
 
 RECORDS = 100_000
@@ -84,7 +85,7 @@ def numbers(folder: Path, count: int = RECORDS) -> Iterator[Number]:
 
 def _looking_up(where: Location, many: list[AttentionProblem]) -> Iterator[Number]:
     spec, among = gpu("h200"), f"among {len(many)}"
-    look_up(many[0], spec, "fwd", where=[where])  # loads the model of what is legal
+    look_up(KernelTask.of("fwd", many[0], spec), where=[where])  # loads the model of what is legal
     chosen = random.Random(0).sample(many[1:], min(LOOKED_UP, len(many) - 1))
     assert where.folder is not None
     files = [where.folder / record(problem).path for problem in chosen]
@@ -109,7 +110,10 @@ def _looking_up(where: Location, many: list[AttentionProblem]) -> Iterator[Numbe
         benchmark=f"look-up, hot, {among} records", value=1e6 * statistics.median(hot), unit="us"
     )
     absent = [replace(p, num_heads_q=8 * 1001) for p in chosen]
-    misses = [seconds_of(lambda p=p: look_up(p, spec, "fwd", where=[where])) for p in absent]
+    misses = [
+        seconds_of(lambda p=p: look_up(KernelTask.of("fwd", p, spec), where=[where]))
+        for p in absent
+    ]
     yield Number(
         benchmark=f"look-up of what is not there, {among} records, with GPUs to borrow from",
         value=1e3 * statistics.median(misses),
@@ -152,7 +156,7 @@ def _writing(folder: Path, some: list[AttentionProblem]) -> Iterator[Number]:
 
 
 def _found(problem: AttentionProblem, where: Location) -> None:
-    assert look_up(problem, gpu("h200"), "fwd", where=[where]) is not None
+    assert look_up(KernelTask.of("fwd", problem, gpu("h200")), where=[where]) is not None
 
 
 def _drop(file: Path) -> None:

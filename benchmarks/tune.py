@@ -27,6 +27,7 @@ from tilegen.kernels.config import Kernel
 from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
 from tilegen.store import list_records, locations, look_up
+from tilegen.task import KernelTask
 from tilegen.tuning.measure import DeviceLost
 from tilegen.tuning.tuner import tune
 
@@ -55,7 +56,7 @@ def untuned(wanted: Sequence[Job], spec: GpuSpec) -> list[Job]:
     return [
         (problem, kernel)
         for problem, kernel in wanted
-        if look_up(problem, spec, kernel, where=own, borrow=False) is None
+        if look_up(KernelTask.of(kernel, problem, spec), where=own, borrow=False) is None
     ]
 
 
@@ -71,7 +72,11 @@ def tune_all(todo: Sequence[Job], spec: GpuSpec, *, deadline: float, pack: Path 
             print(f"time is over, {len(todo) - index} kernels left untuned", flush=True)
             break
         try:
-            tune(problem, spec, kernel=kernel, seconds=left / (len(todo) - index), progress=False)
+            tune(
+                KernelTask.of(kernel, problem, spec),
+                seconds=left / (len(todo) - index),
+                progress=False,
+            )
         except DeviceLost:
             raise
         except TilegenError as error:

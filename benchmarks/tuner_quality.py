@@ -131,9 +131,7 @@ def order(
         contextlib.suppress(NoRecord),  # nothing it tried ran, which is a result too
     ):
         tune(
-            session.problem,
-            gpu(session.gpu),
-            kernel=session.kernel,
+            KernelTask.of(session.kernel, session.problem, gpu(session.gpu)),
             trials=BUDGETS[-1],
             measure=replay,
             candidates=candidates if strategy == "prior" else [],

@@ -12,11 +12,13 @@ from tilegen.problem import AttentionProblem
 from tilegen.store import EstimateSummary, Location, TuningRecord, Versions, save
 from tilegen.store.files import LOCK
 from tilegen.store.places import Origin
+from tilegen.task import KernelTask
 from tilegen.tuning.measure import Measurement
 
 H200 = gpu("h200")
 A100 = gpu("a100")
 PROBLEM = AttentionProblem.parse("b4 hq32 hkv8 q64 kv64 d128 bf16 causal")
+TASK = KernelTask.of("fwd", PROBLEM, H200)
 VERSIONS = Versions(
     tilegen="0.1.0", torch="2.13.0+cu130", triton="3.7.1", cuda="13.0", driver="580.65.06"
 )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from benchmarks.recordings import Replayed
-from tests.records import H200, PROBLEM, timed
+from tests.records import TASK, timed
 from tilegen.kernels.config import TileConfig
 from tilegen.model.estimate import Candidate, CostEstimate
 from tilegen.store import TuningRecord
@@ -110,7 +110,7 @@ def ranking(configs: Sequence[TileConfig]) -> list[Candidate]:
 def run(replay: Replay, **options: Any) -> Any:
     """Call `tune` on a replay; by default the model's ranking is the order of the table."""
     defaults = {"candidates": ranking(replay.space), "space": replay.space, "progress": False}
-    return tune(PROBLEM, H200, measure=replay, **{**defaults, **options})
+    return tune(TASK, measure=replay, **{**defaults, **options})
 
 
 def trial_file(cache: Path) -> Path:

@@ -22,6 +22,7 @@ from tilegen.problem import AttentionProblem
 from tilegen.store import Location, look_up, reach, remote, save
 from tilegen.store.transfer import put_trials
 from tilegen.store.trials import Conditions, Trial, trial_line, trials_path
+from tilegen.task import KernelTask
 
 KEYS = [
     AttentionProblem.parse(f"b{1 << n} hq8 q{length} d64 bf16")
@@ -84,7 +85,9 @@ def child(where: Location, process: int, steps: int, log: Path) -> None:
             key = keys_of(process)[step % 2]
             save(record(**finding(process, key, step)), location=where)
             os.write(told, json.dumps(["record", key, process, step]).encode() + b"\n")
-            found = look_up(chance.choice(KEYS), H200, "fwd", where=[where], borrow=False)
+            found = look_up(
+                KernelTask.of("fwd", chance.choice(KEYS), H200), where=[where], borrow=False
+            )
             assert found is None or found.record.is_measured
             step += 1
         trouble = heard.said

@@ -196,7 +196,8 @@ def tune(
     kernels = kernels_named(kernel, parsed, spec)
     if storage:
         return _tune_together(parsed, spec, kernels, trials, storage)
-    found = [tuned(parsed, spec, kernel=one, seconds=seconds, trials=trials) for one in kernels]
+    tasks = [_task(one, parsed, spec) for one in kernels]
+    found = [tuned(task, seconds=seconds, trials=trials) for task in tasks]
     if settings().libraries:
         _tune_libraries(parsed, spec, kernels)
     return found

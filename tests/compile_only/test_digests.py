@@ -23,6 +23,7 @@ from tilegen.emit.render import render
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask
 from tilegen.tuning.bench import Timed
 from tilegen.tuning.measure import Measurement, measure
 
@@ -45,7 +46,7 @@ def timer(launch: Callable[[], object], repeats: int) -> list[float]:
 
 def timed(config: TileConfig) -> Measurement:
     with stand_in():
-        run = Timed.of(PROBLEM, "fwd", "cpu", gpu("h200")).runs(config)
+        run = Timed.of(KernelTask.of("fwd", PROBLEM, gpu("h200")), "cpu").runs(config)
         return measure(run, timer=timer, seconds=0.0)
 
 

@@ -35,12 +35,12 @@ def test_the_models_choice_is_compiled_then_measured_first(
         return timed(100.0 + 10 * len(measured))
 
     found = tune(
-        problem,
-        H200,
-        kernel="fwd",
+        KernelTask.of("fwd", problem, H200),
         trials=2,
         measure=measure,
-        compile=lambda configs: bench.compile_ahead(problem, H200, "fwd", configs, compiler),
+        compile=lambda configs: bench.compile_ahead(
+            KernelTask.of("fwd", problem, H200), configs, compiler
+        ),
         progress=False,
     )
     ranked = propose(KernelTask.of("fwd", problem, H200), top=2)
@@ -48,7 +48,7 @@ def test_the_models_choice_is_compiled_then_measured_first(
     assert found.config == ranked[0].config
     assert found.estimate is not None
     assert found.estimate.read_bytes == ranked[0].estimate.read_bytes
-    hit = look_up(problem, H200, "fwd")
+    hit = look_up(KernelTask.of("fwd", problem, H200))
     assert hit is not None
     assert hit.record == found
 
@@ -59,7 +59,7 @@ def test_what_cannot_fit_is_refused_by_the_compiler_alone(
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
     problem = AttentionProblem.parse("b1 hq1 hkv1 q1024 kv1024 d256 bf16 full")
     large = TileConfig(block_m=128, block_n=128, num_warps=8, num_stages=3)
-    ((config, built),) = bench.compile_ahead(problem, H200, "fwd", [large], compiler)
+    ((config, built),) = bench.compile_ahead(KernelTask.of("fwd", problem, H200), [large], compiler)
     refusal = bench.refused(built, H200)
     assert config == large
     assert refusal is not None

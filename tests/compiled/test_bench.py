@@ -15,11 +15,12 @@ from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import LARGE_CACHE
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask
 from tilegen.tuning.bench import check_config, make_launches
 
 
 def arguments(problem: AttentionProblem, kernel: Kernel) -> list[Any]:
-    (only,) = make_launches(problem, kernel, "cpu", gpu("h200"))
+    (only,) = make_launches(KernelTask.of(kernel, problem, gpu("h200")), "cpu")
     return only
 
 

@@ -26,6 +26,7 @@ from tilegen.masks.dropout import Dropout
 from tilegen.masks.score import Score, bias, sinks, softcap
 from tilegen.model.traffic import traffic_of
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask
 from tilegen.tuning.bench import Timed
 
 STATE = torch.tensor([-0x0123456789ABCDEF, 2**40 + 3])  # all bits of the seed, some of the offset
@@ -209,4 +210,4 @@ def test_bytes_of_the_seed_are_counted(mask: str, family: str) -> None:
 def test_what_is_timed_drops_weights_too(kernel: Kernel) -> None:
     problem = AttentionProblem.parse("hq2 hkv1 q40 kv70 d32 fp16 causal dropout")
     config = {**WHOLE, **sliced.SMALL_CACHE}[kernel]
-    Timed.of(problem, kernel, "cpu", tilegen.gpu("h200")).runs(config)()
+    Timed.of(KernelTask.of(kernel, problem, tilegen.gpu("h200")), "cpu").runs(config)()

@@ -22,6 +22,7 @@ from tilegen.masks.grouping import packed_heads
 from tilegen.masks.score import Score, alibi, sinks, softcap
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import plans
+from tilegen.task import KernelTask
 from tilegen.tuning.bench import Timed, check_config
 
 PAGES = (1, 4, 16, 32, 64, 256)
@@ -61,7 +62,7 @@ def test_the_tuner_runs_and_checks_them(kernel: str, pages: str) -> None:
     name = ("fwd_paged" if pages else "fwd_split") if kernel == "split" else kernel
     config = COMBINE if kernel == "fwd_combine" else configs(problem)["fwd_paged"]
     assert check_config(problem, name, config) is None
-    Timed.of(problem, name, "cpu", tilegen.gpu("h200")).runs(config)()
+    Timed.of(KernelTask.of(name, problem, tilegen.gpu("h200")), "cpu").runs(config)()
 
 
 # --------------------------------------------------------------------------------------------------

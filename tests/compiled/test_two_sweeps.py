@@ -16,6 +16,7 @@ from tilegen.emit.render import render
 from tilegen.kernels.config import TileConfig
 from tilegen.model.traffic import traffic_of
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask
 from tilegen.tuning.bench import Timed, check_config
 
 NAME = FWD_TWO_SWEEPS.name
@@ -46,4 +47,4 @@ def test_it_is_right_where_tiles_are_listed() -> None:
 
 def test_the_tuner_runs_it() -> None:
     problem = AttentionProblem.parse("b1 hq2 hkv1 q40 kv50 d16 fp16 causal")
-    Timed.of(problem, NAME, "cpu", gpu("h200")).runs(CONFIG)()
+    Timed.of(KernelTask.of(NAME, problem, gpu("h200")), "cpu").runs(CONFIG)()

@@ -28,6 +28,7 @@ from tilegen.masks.score import Score, alibi, bias, relative_bias, sinks, temper
 from tilegen.model.resources import StepCode
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import plans
+from tilegen.task import KernelTask
 from tilegen.tuning import bench
 from tilegen.tuning.bench import Timed, check_config
 from tilegen.tuning.measure import Measurement, summarise
@@ -126,7 +127,7 @@ def test_wrong_gradients_of_what_is_trained_are_found(monkeypatch: pytest.Monkey
 def test_the_tuner_times_and_checks_such_problems(name: str, family: str) -> None:
     problem = problem_with(TRAINED[name], "q40 kv50 d40/32 fp16 causal")
     for kernel, config in FAMILIES[family].items():
-        timed = Timed.of(problem, kernel, "cpu", gpu("h200"))
+        timed = Timed.of(KernelTask.of(kernel, problem, gpu("h200")), "cpu")
         timed.runs(config)()
         sums = [one for slot, one in timed.reads.items() if slot.startswith("dc")]
         assert len(sums) == (kernel in ("bwd_dq", "bwd_scores"))
@@ -155,8 +156,8 @@ def test_a_call_that_tunes_takes_any_score(
         return summarise([10.0])
 
     def compiled(*given: Any) -> Iterable[tuple[TileConfig, Fits]]:
-        _, _, kernel, configs, _ = given
-        tuned.append(kernel)
+        task, configs, _ = given
+        tuned.append(task.kernel)
         return ((config, Fits()) for config in configs)
 
     monkeypatch.setenv("TILEGEN_TUNE", "1")

@@ -234,11 +234,11 @@ def test_lengths_never_recompile(aligned: bool, spec: GpuSpec, compiled: list[st
 
 def test_tuning_for_half_a_minute_leaves_a_record_that_calls_use(spec: GpuSpec) -> None:
     problem = AttentionProblem.parse("b2 hq8 hkv2 q1024 kv1024 d64 bf16 causal")
-    record = tune(problem, spec, kernel="fwd", seconds=TUNING_SECONDS, progress=False)
+    record = tune(KernelTask.of("fwd", problem, spec), seconds=TUNING_SECONDS, progress=False)
     assert record.is_measured
     assert re.fullmatch(r"[0-9a-f]{12}", record.measurement.digest)
     assert record.trials > 1
-    found = look_up(problem, spec, "fwd")
+    found = look_up(KernelTask.of("fwd", problem, spec))
     assert found is not None
     assert found.record == record
     chosen = choose_kernel(KernelTask.of("fwd", problem, spec))
@@ -247,14 +247,14 @@ def test_tuning_for_half_a_minute_leaves_a_record_that_calls_use(spec: GpuSpec) 
 
 def test_a_later_run_measures_nothing_again(spec: GpuSpec) -> None:
     problem = AttentionProblem.parse("b1 hq2 hkv2 q256 kv256 d32 fp16 full")
-    first = tune(problem, spec, kernel="fwd", trials=3, progress=False)
+    first = tune(KernelTask.of("fwd", problem, spec), trials=3, progress=False)
     measured: list[TileConfig] = []
 
     def refuse(config: TileConfig) -> Any:
         measured.append(config)
         raise NoRecord("measured again")
 
-    again = tune(problem, spec, kernel="fwd", trials=3, measure=refuse, progress=False)
+    again = tune(KernelTask.of("fwd", problem, spec), trials=3, measure=refuse, progress=False)
     assert measured == []
     assert again.config == first.config
 

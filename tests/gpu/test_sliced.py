@@ -99,7 +99,7 @@ def test_every_small_cache_kernel_can_be_tuned(
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
     problem = AttentionProblem.parse("b1 hq4 hkv2 q1024 kv1024 d512 bf16 causal")
     try:
-        found = tune(problem, spec, kernel=kernel, trials=3, seconds=20.0, progress=False)
+        found = tune(KernelTask.of(kernel, problem, spec), trials=3, seconds=20.0, progress=False)
     except NoRecord as error:
         pytest.fail(str(error))
     assert found.is_measured

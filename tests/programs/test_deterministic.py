@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import warm
-from tests.records import A100, H200, PROBLEM, RECORD, UNMEASURED, own, place, record, timed
+from tests.records import A100, H200, PROBLEM, RECORD, TASK, UNMEASURED, own, place, record, timed
 from tilegen import pipeline
 from tilegen.choose import records
 from tilegen.errors import Unsupported
@@ -91,11 +91,11 @@ def test_it_never_tunes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         raise Unsupported("no GPU")
 
     monkeypatch.setattr(tune_module, "tune", tune)
-    pipeline.choose_kernel(KernelTask.of("fwd", PROBLEM, H200), may_tune=True, deterministic=True)
+    pipeline.choose_kernel(TASK, may_tune=True, deterministic=True)
     monkeypatch.setenv("TILEGEN_DETERMINISTIC", "1")
-    pipeline.choose_kernel(KernelTask.of("fwd", PROBLEM, H200), may_tune=True)
+    pipeline.choose_kernel(TASK, may_tune=True)
     assert asked == []
-    pipeline.choose_kernel(KernelTask.of("fwd", PROBLEM, H200), may_tune=True, deterministic=False)
+    pipeline.choose_kernel(TASK, may_tune=True, deterministic=False)
     assert asked == ["tune"], "the argument counts more than the environment"
 
 
@@ -108,12 +108,12 @@ def test_a_borrowed_record_or_a_guess_does_not_keep_a_call_from_tuning(
     place(tmp_path, record(kernel="bwd_dq", measurement=UNMEASURED))
     asked: list[str] = []
 
-    def tune(*_: object, kernel: str, **__: object) -> object:
-        asked.append(kernel)
+    def tune(task: KernelTask, **_: object) -> object:
+        asked.append(task.kernel)
         raise Unsupported("no GPU")
 
     monkeypatch.setattr(tune_module, "tune", tune)
-    chosen = pipeline.choose_kernel(KernelTask.of("fwd", PROBLEM, H200), may_tune=True)
+    chosen = pipeline.choose_kernel(TASK, may_tune=True)
     assert (chosen.config, asked) == (RECORD.config, ["fwd"])
     assert chosen.source.endswith(", borrowed from h100")
     pipeline.choose_kernel(KernelTask.of("bwd_dq", PROBLEM, H200), may_tune=True)
@@ -125,11 +125,11 @@ def test_a_location_that_does_not_answer_is_an_error(
 ) -> None:
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TILEGEN_CACHE_PATH", str(tmp_path / "not-mounted"))
-    assert pipeline.choose_kernel(KernelTask.of("fwd", PROBLEM, H200), deterministic=False)
+    assert pipeline.choose_kernel(TASK, deterministic=False)
     with pytest.raises(
         Unreachable, match=r"not-mounted' to answer, since all ranks .* not a folder"
     ):
-        pipeline.choose_kernel(KernelTask.of("fwd", PROBLEM, H200), deterministic=True)
+        pipeline.choose_kernel(TASK, deterministic=True)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -213,7 +213,7 @@ def test_without_a_process_group_it_says_what_to_do() -> None:
 def test_agreement_is_about_one_gpu_and_one_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
     config = TileConfig.parse("m16n16w4s1")
     monkeypatch.setattr(records, "_agreed", {("h200", "fwd", KEY): config})
-    chosen = pipeline.choose_kernel(KernelTask.of("fwd", PROBLEM, H200))
+    chosen = pipeline.choose_kernel(TASK)
     assert (chosen.config, chosen.source) == (config, "all ranks agreed")
     assert records.Records(PROBLEM, H200).agreed("fwd") == config
     assert records.Records(PROBLEM, A100).agreed("fwd") is None

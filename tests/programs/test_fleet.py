@@ -78,9 +78,7 @@ def check(storage: str, folder: Path, codes: dict[int, int], put_back: range) ->
     assert len(twice) <= study.abandoned
     store = Location(str(folder / "store"), "shared")
     found = look_up(
-        JOB.problem,
-        JOB.gpu,
-        JOB.kernel,
+        KernelTask.of(JOB.kernel, JOB.problem, JOB.gpu),
         versions=current_versions(),
         template_digest=JOB.conditions.template_digest,
         where=[store],

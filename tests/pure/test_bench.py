@@ -15,6 +15,7 @@ from tilegen.errors import Unsupported, WrongResult
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import LARGE_CACHE
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask
 from tilegen.tuning import bench as bench_module
 from tilegen.tuning.bench import check_config
 from tilegen.tuning.measure import Measurement
@@ -98,6 +99,6 @@ def test_inputs_that_cannot_be_made_are_one_clear_error(monkeypatch: pytest.Monk
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 512.00 GiB")
 
     monkeypatch.setattr(bench_module, "make_launches", too_large)
-    measure = bench_module._measure_with(PROBLEM, "fwd", H200)
+    measure = bench_module._measure_with(KernelTask.of("fwd", PROBLEM, H200))
     with pytest.raises(Unsupported, match=r"no inputs for 'b4 hq32 .*512.00 GiB"):
         measure(TileConfig(block_m=64, block_n=64))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.records import H200, PROBLEM, RECORD, folder_of, own, place, record
+from tests.records import PROBLEM, RECORD, TASK, folder_of, own, place, record
 from tilegen.disk import say_once
 from tilegen.errors import InvalidRecord
 from tilegen.store import Location, TuningRecord, files, list_records, look_up, places, save, why
@@ -206,7 +206,7 @@ def test_the_record_they_are_made_from_is_good(tmp_path: Path) -> None:
     file = tmp_path / RECORD.path
     file.parent.mkdir(parents=True)
     file.write_bytes(edited("trials", value=65))
-    found = look_up(PROBLEM, H200, "fwd", where=[own(tmp_path)])
+    found = look_up(TASK, where=[own(tmp_path)])
     assert found is not None
     assert found.record == record(trials=65)
 
@@ -221,7 +221,7 @@ def test_own_file_is_set_aside_and_the_next_location_answers(
     message, movable = HOSTILE[name][1:]
     where = [own(tmp_path / "own"), place(tmp_path / "shipped", RECORD, "shipped")]
     for _ in range(3):
-        found = look_up(PROBLEM, H200, "fwd", where=where)
+        found = look_up(TASK, where=where)
         assert found is not None
         assert found.origin == "shipped"
     (warning,) = caplog.messages
@@ -244,7 +244,7 @@ def test_file_of_others_is_only_passed_over(
         Location(str(tmp_path / "shared"), "shared"),
         place(tmp_path / "shipped", RECORD, "shipped"),
     ]
-    found = look_up(PROBLEM, H200, "fwd", where=where)
+    found = look_up(TASK, where=where)
     assert found is not None
     assert found.origin == "shipped"
     assert os.path.lexists(file)
@@ -258,7 +258,7 @@ def test_listing_and_explaining_survive_it(tmp_path: Path, name: str) -> None:
     troubles = {Path(entry.file): entry.trouble for entry in list_records(where)}
     assert HOSTILE[name][1] in troubles[file]
     assert troubles[folder_of(where[1]) / RECORD.path] == ""
-    assert [entry.record for entry in why(PROBLEM, H200, "fwd", where=where)] == [RECORD]
+    assert [entry.record for entry in why(TASK, where=where)] == [RECORD]
 
 
 @pytest.mark.parametrize("name", ["gpu too long", "deep inside", "num_warps huge", "pickle"])
@@ -284,7 +284,7 @@ def test_a_link_is_not_written_through(tmp_path: Path) -> None:
     target = tmp_path / "elsewhere.json"
     target.write_text(record(us=500.0).to_json())
     file.symlink_to(target)
-    assert look_up(PROBLEM, H200, "fwd", where=[own(tmp_path)]) is not None
+    assert look_up(TASK, where=[own(tmp_path)]) is not None
     assert save(record(us=300.0), location=own(tmp_path)).written
     assert TuningRecord.from_json(target.read_text()) == record(us=500.0)
     assert not file.is_symlink()
@@ -292,7 +292,7 @@ def test_a_link_is_not_written_through(tmp_path: Path) -> None:
 
 def test_a_location_below_a_file_is_empty(tmp_path: Path) -> None:
     (tmp_path / "h200").write_text("not a folder")
-    assert look_up(PROBLEM, H200, "fwd", where=[own(tmp_path)]) is None
+    assert look_up(TASK, where=[own(tmp_path)]) is None
     assert list(list_records([own(tmp_path)])) == []
 
 
@@ -315,7 +315,7 @@ def test_own_directory_that_is_read_only_is_no_obstacle(
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "rename", refuse)  # root may write anywhere, so chmod would not do
-    assert look_up(PROBLEM, H200, "fwd", where=[own(tmp_path)]) is None
+    assert look_up(TASK, where=[own(tmp_path)]) is None
     (warning,) = caplog.messages
     assert "passed over" in warning
     assert file.exists()
@@ -331,9 +331,9 @@ def test_file_that_cannot_be_read_is_left_where_it_is(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "open", refuse)
-        assert look_up(PROBLEM, H200, "fwd", where=[own(tmp_path)]) is None
+        assert look_up(TASK, where=[own(tmp_path)]) is None
     assert "Permission denied" in caplog.messages[0]
-    assert look_up(PROBLEM, H200, "fwd", where=[own(tmp_path)]) is not None
+    assert look_up(TASK, where=[own(tmp_path)]) is not None
 
 
 def test_location_that_may_not_be_looked_into_is_passed_over(
@@ -347,7 +347,7 @@ def test_location_that_may_not_be_looked_into_is_passed_over(
     with monkeypatch.context() as patch:
         patch.setattr(Path, "is_dir", refuse)
         for _ in range(2):
-            assert look_up(PROBLEM, H200, "fwd", where=where) is not None
+            assert look_up(TASK, where=where) is not None
     with monkeypatch.context() as patch:
         patch.setattr(Path, "glob", refuse)
         assert list(list_records(where[:1])) == []
@@ -372,9 +372,9 @@ def test_a_file_that_a_writer_repaired_meanwhile_is_not_set_aside(
 
     with monkeypatch.context() as patch:
         patch.setattr(places, "read", then_repaired)
-        look_up(PROBLEM, H200, "fwd", where=[where])
+        look_up(TASK, where=[where])
     assert file.read_bytes() == good
-    assert look_up(PROBLEM, H200, "fwd", where=[where]) is not None
+    assert look_up(TASK, where=[where]) is not None
 
 
 def test_set_aside_gives_up_after_a_hundred(tmp_path: Path) -> None:

@@ -235,7 +235,7 @@ def test_tuning_measures_libraries_where_asked(
 ) -> None:
     monkeypatch.setenv("TILEGEN_LIBRARIES", str(int(asked)))
     monkeypatch.setattr("tilegen.gpus.spec.detect", lambda *_: SPEC)
-    monkeypatch.setattr("tilegen.tuning.tuner.tune", lambda *_, kernel, **__: kernel)
+    monkeypatch.setattr("tilegen.tuning.tuner.tune", lambda task, **__: task.kernel)
     measured: list[tuple[str, str]] = []
     monkeypatch.setattr(
         tuning,

@@ -71,11 +71,11 @@ def test_what_tuning_writes_is_what_a_call_looks_up(
     assert "dilated" not in bucket.key
     replay = Replay(SMALL)
     options: dict[str, Any] = {"candidates": ranking(replay.space), "space": replay.space}
-    written = tune(problem, H200, measure=replay, progress=False, **options)
+    written = tune(KernelTask.of("fwd", problem, H200), measure=replay, progress=False, **options)
     assert (tmp_path / record_path("h200", "fwd", bucket)).is_file()
     assert written.problem == bucket
     for asked in (problem, bucket, PARSE(bucket.key)):
-        found = look_up(asked, H200, "fwd")
+        found = look_up(KernelTask.of("fwd", asked, H200))
         assert found is not None
         assert found.record == written
     assert {job.problem for job in jobs_of([problem], H200)} == {bucket}
@@ -158,7 +158,7 @@ def test_records_of_an_earlier_form_still_load_and_are_not_found(
     assert TuningRecord.from_json(old.to_json()) == old
     saved = save(old)
     assert "dilated" in saved.file
-    assert look_up(PARSE(LAYER), H200, "fwd") is None
+    assert look_up(KernelTask.of("fwd", PARSE(LAYER), H200)) is None
     listed = CliRunner().invoke(app, ["cache", "verify", "--json"])
     assert listed.exit_code == 0, listed.stdout
     assert all(not one["trouble"] for one in json.loads(listed.stdout) if "dilated" in one["file"])

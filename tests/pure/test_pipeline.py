@@ -25,6 +25,7 @@ from tilegen.kernels.registry import FAMILIES, KERNELS
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import dispatch, ranks
 from tilegen.store import save
+from tilegen.task import KernelTask
 
 H200 = gpu("h200")
 LARGE = AttentionProblem.parse("b32 hq8 hkv2 q512 kv512 d64 bf16 causal")
@@ -103,9 +104,9 @@ def test_records_are_read_once_and_of_other_families_only_if_they_can_win(
     asked: list[tuple[str, object]] = []
     look_up = records.look_up
 
-    def counted(problem: Any, spec: Any, kernel: str, **options: Any) -> Any:
-        asked.append((kernel, options["borrow"]))
-        return look_up(problem, spec, kernel, **options)
+    def counted(task: KernelTask, **options: Any) -> Any:
+        asked.append((task.kernel, options["borrow"]))
+        return look_up(task, **options)
 
     monkeypatch.setattr(records, "look_up", counted)
     used(LARGE)

@@ -38,7 +38,7 @@ def _say_everything(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def found_in(folder: Path) -> TuningRecord | None:
-    found = look_up(PROBLEM, H200, "fwd", where=[own(folder)])
+    found = look_up(KernelTask.of("fwd", PROBLEM, H200), where=[own(folder)])
     return found and found.record
 
 

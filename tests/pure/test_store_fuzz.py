@@ -28,6 +28,7 @@ from tilegen.store import Location, TuningRecord, list_records, look_up
 from tilegen.store.files import MAX_FILE_BYTES
 from tilegen.store.transfer import import_, merge
 from tilegen.store.trials import Conditions, trials_path
+from tilegen.task import KernelTask
 from tilegen.tuning.trials import TrialLog
 
 FILES = 1200
@@ -147,7 +148,7 @@ def test_none_does_harm_and_each_is_put_aside_by_name(
     harmless = 0
     for n, file in enumerate(files):
         caplog.clear()
-        found = look_up(problem(n), H200, "fwd", where=where)
+        found = look_up(KernelTask.of("fwd", problem(n), H200), where=where)
         assert found is not None, file
         if Path(found.file) == file:  # what was changed does not matter, or is in range
             assert TuningRecord.from_json(file.read_text()).problem == problem(n)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.records import H200, PROBLEM, RECORD, record
+from tests.records import PROBLEM, RECORD, TASK, record
 from tests.servers import pieces, raw_server
 from tilegen.store import Location, TuningRecord, look_up, places, reach, remote
 from tilegen.store.election import join
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("first_contact")
 
 
 def found_at(address: str) -> TuningRecord | None:
-    found = look_up(PROBLEM, H200, "fwd", where=[Location(address, "shared")], borrow=False)
+    found = look_up(TASK, where=[Location(address, "shared")], borrow=False)
     return found and found.record
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.records import H200, PROBLEM, RECORD, UNMEASURED, own, place, record, written
+from tests.records import PROBLEM, RECORD, TASK, UNMEASURED, own, place, record, written
 from tilegen.cli import main
 from tilegen.disk import printable
 from tilegen.errors import Unsupported
@@ -71,7 +71,7 @@ def test_a_folder_that_is_a_link_is_read_and_not_written(
     at = tmp_path / "mine" / link
     at.parent.mkdir(parents=True)
     at.symlink_to(target)
-    found = look_up(PROBLEM, H200, "fwd", where=[where])
+    found = look_up(TASK, where=[where])
     assert found is not None
     assert found.record == record(us=400.0)
     before = contents(tmp_path / "there")
@@ -82,7 +82,7 @@ def test_a_folder_that_is_a_link_is_read_and_not_written(
         with pytest.raises(Unsupported, match="found a link to another; name what it leads to"):
             act()
     (tmp_path / "there" / RECORD.path).write_text("{torn")
-    assert look_up(PROBLEM, H200, "fwd", where=[where]) is None
+    assert look_up(TASK, where=[where]) is None
     assert list(contents(tmp_path / "there")) == list(before), "not set aside through the link"
     assert there.folder is not None
 

@@ -10,6 +10,7 @@ from tests.records import (
     H200,
     PROBLEM,
     RECORD,
+    TASK,
     UNMEASURED,
     VERSIONS,
     folder_of,
@@ -19,6 +20,7 @@ from tests.records import (
 )
 from tilegen.problem import AttentionProblem
 from tilegen.store import Location, list_records, why, why_lines
+from tilegen.task import KernelTask
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,7 +33,7 @@ def test_why_lists_the_nearest_first_with_only_what_differs(tmp_path: Path) -> N
     other_kernel = record(kernel="bwd_dq")
     for one in (other_kernel, other_gpu, other_mask, other_lengths, other_length):
         place(tmp_path, one)
-    report = why(PROBLEM, H200, "fwd", where=[own(tmp_path)])
+    report = why(TASK, where=[own(tmp_path)])
     expected = [other_length, other_lengths, other_mask, other_gpu, other_kernel]
     assert expected == [entry.record for entry in report]
     assert [str(d) for d in report[0].differences] == ["seqlen_kv: current 64, stored 128"]
@@ -39,44 +41,42 @@ def test_why_lists_the_nearest_first_with_only_what_differs(tmp_path: Path) -> N
         "gpu: current h200, stored a100",
         "arch: current sm_90, stored sm_80",
     ]
-    assert why(PROBLEM, H200, "fwd", where=[own(tmp_path)], top=2) == report[:2]
+    assert why(TASK, where=[own(tmp_path)], top=2) == report[:2]
 
 
 def test_why_compares_with_the_bucket_and_names_soft_differences_too(tmp_path: Path) -> None:
     where = [place(tmp_path, RECORD)]
     ragged = replace(PROBLEM, seqlen_q=61)
     newer = replace(VERSIONS, triton="3.9.0")
-    (entry,) = why(ragged, H200, "fwd", versions=newer, where=where)
+    (entry,) = why(KernelTask.of("fwd", ragged, H200), versions=newer, where=where)
     assert [str(d) for d in entry.differences] == ["triton: current 3.9.0, stored 3.7.1"]
 
 
 def test_why_prefers_a_measured_record_among_equals(tmp_path: Path) -> None:
     guess = place(tmp_path / "own", record(measurement=UNMEASURED), "own")
     known = place(tmp_path / "shipped", record(us=370.0), "shipped")
-    report = why(PROBLEM, H200, "fwd", where=[guess, known])
+    report = why(TASK, where=[guess, known])
     assert [entry.origin for entry in report] == ["shipped", "own"]
 
 
 def test_why_lines(tmp_path: Path) -> None:
     where = [place(tmp_path, record(measurement=UNMEASURED)), own(tmp_path / "empty")]
     other = replace(PROBLEM, seqlen_q=32)
-    nearest = why(other, H200, "fwd", where=where)
-    head, line = why_lines(other, H200, "fwd", nearest)
+    nearest = why(KernelTask.of("fwd", other, H200), where=where)
+    head, line = why_lines(KernelTask.of("fwd", other, H200), nearest)
     assert head.startswith("fwd on h200 for 'b4 hq32 hkv8 q32 kv64 d128 bf16 causal'")
     assert line == (
         f"  own, unmeasured  {str(tmp_path / RECORD.path)!r}: seqlen_q: current 32, stored 64"
     )
-    (line,) = why_lines(other, H200, "fwd", [])
+    (line,) = why_lines(KernelTask.of("fwd", other, H200), [])
     assert "tilegen tune 'b4 hq32 hkv8 q32 kv64 d128 bf16 causal' --kernel fwd" in line
-    assert why_lines(PROBLEM, H200, "fwd", why(PROBLEM, H200, "fwd", where=where))[1].endswith(
-        ": this is the one"
-    )
+    assert why_lines(TASK, why(TASK, where=where))[1].endswith(": this is the one")
 
 
 def test_one_of_several_equals_is_the_one(tmp_path: Path) -> None:
     where = [place(tmp_path / name, RECORD, name) for name in ("own", "shipped")]
-    nearest = why(PROBLEM, H200, "fwd", where=where)
-    _, mine, shipped = why_lines(PROBLEM, H200, "fwd", nearest)
+    nearest = why(TASK, where=where)
+    _, mine, shipped = why_lines(TASK, nearest)
     assert mine.endswith(": this is the one")
     assert shipped.endswith(": of the same; the one above is found first")
 

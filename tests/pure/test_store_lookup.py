@@ -15,6 +15,7 @@ from tests.records import (
     H200,
     PROBLEM,
     RECORD,
+    TASK,
     UNMEASURED,
     VERSIONS,
     folder_of,
@@ -30,6 +31,7 @@ from tilegen.problem import AttentionProblem
 from tilegen.store import Location, Versions, locations, look_up, places
 from tilegen.store.election import join
 from tilegen.store.lookup import illegal, like
+from tilegen.task import KernelTask, Tiled
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,7 +44,7 @@ def _say_everything(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_nothing_found_is_none_and_makes_nothing(tmp_path: Path) -> None:
-    assert look_up(PROBLEM, H200, "fwd", where=[own(tmp_path / "none")]) is None
+    assert look_up(TASK, where=[own(tmp_path / "none")]) is None
     assert list(tmp_path.iterdir()) == []
 
 
@@ -77,12 +79,12 @@ def test_order_of_locations(tmp_path: Path) -> None:
         place(tmp_path / "shipped", record(us=370.0), "shipped"),
     ]
     for expected in (400.0, 390.0, 380.0, 370.0):
-        found = look_up(PROBLEM, H200, "fwd", where=where)
+        found = look_up(TASK, where=where)
         assert found is not None
         assert expected == found.record.measurement.median_us
         assert found.origin == where[0].origin
         (folder_of(where.pop(0)) / RECORD.path).unlink()
-    assert look_up(PROBLEM, H200, "fwd", where=where) is None
+    assert look_up(TASK, where=where) is None
 
 
 def test_what_nobody_has_measured_is_not_found(
@@ -92,12 +94,12 @@ def test_what_nobody_has_measured_is_not_found(
     mine = place(tmp_path / "own", guess, "own")
     shared = place(tmp_path / "shared", guess, "shared")
     shipped = place(tmp_path / "shipped", record(us=370.0), "shipped")
-    found = look_up(PROBLEM, H200, "fwd", where=[mine, shared, shipped])
+    found = look_up(TASK, where=[mine, shared, shipped])
     assert found is not None
     assert found.origin == "shipped"
     caplog.clear()
     say_once.cache_clear()
-    assert look_up(PROBLEM, H200, "fwd", where=[mine, shared]) is None
+    assert look_up(TASK, where=[mine, shared]) is None
     assert len(caplog.messages) == 2
     assert all("nobody has measured it" in message for message in caplog.messages)
 
@@ -110,7 +112,7 @@ def test_every_length_of_a_bucket_finds_its_record(tmp_path: Path) -> None:
         ("b4 hq32 hkv8 q64 kv65 d128 bf16 causal", False),
         ("b4 hq32 hkv8 q64 kv64 d128 bf16 causal(bottom_right)", False),
     ):
-        found = look_up(AttentionProblem.parse(text), H200, "fwd", where=where)
+        found = look_up(KernelTask.of("fwd", AttentionProblem.parse(text), H200), where=where)
         assert hit == (found is not None), text
 
 
@@ -119,7 +121,7 @@ def test_extra_location_that_is_no_folder_is_reported_once(
 ) -> None:
     where = [Location(str(tmp_path / "not-mounted"), "shared"), place(tmp_path, RECORD, "shipped")]
     for _ in range(3):
-        assert look_up(PROBLEM, H200, "fwd", where=where) is not None
+        assert look_up(TASK, where=where) is not None
     (message,) = caplog.messages
     assert "not-mounted" in message
 
@@ -143,7 +145,7 @@ def test_hard_mismatch_is_passed_over_with_one_warning(
     file.write_text(HARD[field].to_json())  # a record of something else, copied to this place
     where = [own(tmp_path / "own"), place(tmp_path / "shipped", RECORD, "shipped")]
     for _ in range(3):
-        found = look_up(PROBLEM, H200, "fwd", where=where)
+        found = look_up(TASK, where=where)
         assert found is not None
         assert found.origin == "shipped"
     (message,) = caplog.messages
@@ -158,7 +160,7 @@ def test_other_schema_is_passed_over_and_left_alone(
     where = [place(tmp_path, RECORD)]
     file = tmp_path / RECORD.path
     file.write_text(json.dumps({"schema": 2, "everything": "else"}))
-    assert look_up(PROBLEM, H200, "fwd", where=where) is None
+    assert look_up(TASK, where=where) is None
     assert file.exists()
     (message,) = caplog.messages
     assert "schema must be 1, got 2" in message
@@ -183,7 +185,10 @@ def test_soft_mismatch_is_used_and_said_once(
     where = [place(tmp_path, RECORD)]
     for _ in range(3):
         found = look_up(
-            PROBLEM, H200, "fwd", versions=versions, template_digest=digest, where=where
+            TASK,
+            versions=versions,
+            template_digest=digest,
+            where=where,
         )
         assert found is not None
         assert [field] == [difference.field for difference in found.differences]
@@ -198,7 +203,7 @@ def test_versions_that_no_timing_depends_on_are_no_mismatch(
     here = replace(VERSIONS, tilegen="9", torch="2.15.0", cuda="13.2", sympy="1.0")
     digest = RECORD.template_digest
     where = [place(tmp_path, RECORD)]
-    found = look_up(PROBLEM, H200, "fwd", versions=here, template_digest=digest, where=where)
+    found = look_up(TASK, versions=here, template_digest=digest, where=where)
     assert found is not None
     assert found.differences == ()
     assert caplog.messages == []
@@ -213,7 +218,10 @@ def test_same_versions_and_unknown_ones_are_no_mismatch(
         (replace(VERSIONS, tilegen="9.9", driver=""), ""),
     ):
         found = look_up(
-            PROBLEM, H200, "fwd", versions=versions, template_digest=digest, where=where
+            TASK,
+            versions=versions,
+            template_digest=digest,
+            where=where,
         )
         assert found is not None
         assert found.differences == ()
@@ -226,7 +234,9 @@ def test_a_look_up_loads_nothing_heavy() -> None:
         "from tilegen.gpus.spec import gpu\n"
         "from tilegen.problem import AttentionProblem\n"
         "from tilegen.store import look_up\n"
-        "look_up(AttentionProblem.parse('hq1 q64 d64 bf16'), gpu('h200'), 'fwd')\n"
+        "from tilegen.task import KernelTask\n"
+        "problem = AttentionProblem.parse('hq1 q64 d64 bf16')\n"
+        "look_up(KernelTask.of('fwd', problem, gpu('h200')))\n"
         "heavy = {'torch', 'triton', 'sympy', 'optuna', 'jinja2', 'rich', 'fsspec'}\n"
         "print(sorted(heavy & set(sys.modules)))"
     )
@@ -248,27 +258,27 @@ def test_without_a_record_of_its_own_a_gpu_borrows_from_the_nearest_of_its_archi
         place(tmp_path, record(gpu=name, us=us))
     place(tmp_path, record(gpu="a100", arch="sm_80", us=100.0))
     for _ in range(3):
-        found = look_up(PROBLEM, H200, "fwd", where=[own(tmp_path)])
+        found = look_up(TASK, where=[own(tmp_path)])
         assert found is not None
         assert (found.record.gpu, found.borrowed) == ("h100", True)
         assert [str(one) for one in found.differences] == ["gpu: current h200, stored h100"]
         assert str(found) == f"{found.file}, borrowed from h100"
     (message,) = caplog.messages
     assert message == f"no measured record for h200: record {found.file!r} is borrowed"
-    assert look_up(PROBLEM, H200, "fwd", where=[own(tmp_path)], borrow=False) is None
-    assert look_up(PROBLEM, gpu("l4"), "fwd", where=[own(tmp_path)]) is None
+    assert look_up(TASK, where=[own(tmp_path)], borrow=False) is None
+    assert look_up(KernelTask.of("fwd", PROBLEM, gpu("l4")), where=[own(tmp_path)]) is None
 
 
 def test_order_of_own_and_borrowed(tmp_path: Path) -> None:
     guess = place(tmp_path / "own", record(measurement=UNMEASURED), "own")
     other_guess = place(tmp_path / "own", record(gpu="h100-pcie", measurement=UNMEASURED), "own")
-    assert look_up(PROBLEM, H200, "fwd", where=[guess, other_guess]) is None
+    assert look_up(TASK, where=[guess, other_guess]) is None
     borrowed = place(tmp_path / "shared", record(gpu="h100"), "shared")
-    found = look_up(PROBLEM, H200, "fwd", where=[guess, borrowed])
+    found = look_up(TASK, where=[guess, borrowed])
     assert found is not None
     assert (found.record.gpu, found.borrowed) == ("h100", True)
     measured = place(tmp_path / "shipped", RECORD, "shipped")
-    found = look_up(PROBLEM, H200, "fwd", where=[guess, borrowed, measured])
+    found = look_up(TASK, where=[guess, borrowed, measured])
     assert found is not None
     assert (found.record.gpu, found.borrowed) == ("h200", False)
 
@@ -276,7 +286,7 @@ def test_order_of_own_and_borrowed(tmp_path: Path) -> None:
 def test_a_gpu_that_is_in_no_catalogue_borrows_too(tmp_path: Path) -> None:
     unknown = replace(H200, name="h20", num_sms=78, dram_bandwidth=4e12)
     place(tmp_path, RECORD)
-    found = look_up(PROBLEM, unknown, "fwd", where=[own(tmp_path)])
+    found = look_up(KernelTask.of("fwd", PROBLEM, unknown), where=[own(tmp_path)])
     assert found is not None
     assert (found.record, found.borrowed) == (RECORD, True)
 
@@ -290,7 +300,7 @@ def test_a_config_that_cannot_run_here_is_refused_before_it_is_compiled(
         place(tmp_path / "ship", RECORD, "shipped"),
     ]
     for _ in range(2):
-        found = look_up(PROBLEM, H200, "fwd", where=where)
+        found = look_up(TASK, where=where)
         assert found is not None
         assert found.record == RECORD
     (message,) = caplog.messages
@@ -298,16 +308,18 @@ def test_a_config_that_cannot_run_here_is_refused_before_it_is_compiled(
     assert "m256n256w8s6 needs" in message
     assert "and h200 has 232448" in message
     small = gpu("h200", fast_memory=48 * 1024)
-    assert look_up(PROBLEM, small, "fwd", where=where) is None, "its own, with less fast memory"
+    assert look_up(KernelTask.of("fwd", PROBLEM, small), where=where) is None, (
+        "its own, with less fast memory"
+    )
 
 
 def test_what_is_borrowed_must_fit_the_borrower(tmp_path: Path) -> None:
     large = replace(H200, name="large", smem_per_block=600_000, smem_per_sm=600_000)
     config = TileConfig.parse("m256n128w8s4")
-    assert illegal(PROBLEM, large, "fwd", config) == ""
-    assert illegal(PROBLEM, gpu("h100"), "fwd", config)
+    assert illegal(Tiled.of("fwd", PROBLEM, large, config)) == ""
+    assert illegal(Tiled.of("fwd", PROBLEM, gpu("h100"), config))
     place(tmp_path, record(config=config))
-    assert look_up(PROBLEM, gpu("h100"), "fwd", where=[own(tmp_path)]) is None
+    assert look_up(KernelTask.of("fwd", PROBLEM, gpu("h100")), where=[own(tmp_path)]) is None
 
 
 def test_a_finding_under_the_present_conditions_is_preferred(tmp_path: Path) -> None:
@@ -322,7 +334,7 @@ def test_a_finding_under_the_present_conditions_is_preferred(tmp_path: Path) -> 
     assert joined.source == "aa"
     where = [place(tmp_path, joined)]
     for versions, source in ((theirs, "aa"), (VERSIONS, "cc"), (Versions(triton="3.6"), "aa")):
-        found = look_up(PROBLEM, H200, "fwd", versions=versions, where=where)
+        found = look_up(TASK, versions=versions, where=where)
         assert found is not None
         assert found.record.source == source
         assert found.record.rivals == ()
@@ -336,6 +348,6 @@ def test_times_of_another_policy_are_about_something_else(
     file = tmp_path / RECORD.path
     place(tmp_path, RECORD)
     file.write_text(record(policy="warm_l2").to_json())
-    assert look_up(PROBLEM, H200, "fwd", where=[own(tmp_path)]) is None
+    assert look_up(TASK, where=[own(tmp_path)]) is None
     (message,) = caplog.messages
     assert "policy: current cold_l2, stored warm_l2" in message

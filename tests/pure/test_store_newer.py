@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import tilegen
-from tests.records import H200, PROBLEM, RECORD, own, place, record
+from tests.records import PROBLEM, RECORD, TASK, own, place, record
 from tilegen.disk import say_once
 from tilegen.errors import InvalidRecord, Unsupported
 from tilegen.store import TuningRecord, current_versions, look_up, save
@@ -63,7 +63,7 @@ def test_the_record_of_another_tilegen_stays_where_it_is(
     file = tmp_path / "own" / RECORD.path
     file.write_text(text)
     for _ in range(2):
-        assert look_up(PROBLEM, H200, "fwd", where=[where]) is None
+        assert look_up(TASK, where=[where]) is None
     (warning,) = caplog.messages
     assert f"record {str(file)!r} passed over: " in warning
     for dry_run in (True, False):

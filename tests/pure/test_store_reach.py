@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.records import H200, PROBLEM, RECORD, VERSIONS, own, place, record
+from tests.records import RECORD, TASK, VERSIONS, own, place, record
 from tests.servers import http_server, silent_server
 from tilegen.errors import Unsupported
 from tilegen.store import Location, Unreachable, list_records, look_up, reach, save
@@ -31,7 +31,7 @@ def test_http_can_be_read_and_listed_but_not_written(tmp_path: Path) -> None:
     place(tmp_path / "there", RECORD)
     with http_server(tmp_path / "there") as address:
         where = shared(address)
-        found = look_up(PROBLEM, H200, "fwd", where=[where], versions=VERSIONS)
+        found = look_up(TASK, where=[where], versions=VERSIONS)
         assert found is not None
         assert (found.record, found.file) == (RECORD, f"{address}/{RECORD.path}")
         assert [one.record for one in list_records([where])] == [RECORD]
@@ -49,7 +49,7 @@ def test_a_server_that_never_answers_costs_one_warning(
     with silent_server() as (address, connections):
         where = [shared(f"{address}/x"), place(tmp_path / "shipped", RECORD, "shipped")]
         for _ in range(20):
-            found = look_up(PROBLEM, H200, "fwd", where=where)
+            found = look_up(TASK, where=where)
             assert found is not None
             assert found.origin == "shipped"
         assert len(connections) <= 2, "it is not asked again and again"
@@ -58,17 +58,17 @@ def test_a_server_that_never_answers_costs_one_warning(
         # Another process of this machine knows, and does not wait either.
         monkeypatch.setattr(reach, "_down", {})
         before = len(connections)
-        assert look_up(PROBLEM, H200, "fwd", where=where) is not None
+        assert look_up(TASK, where=where) is not None
         assert len(connections) == before
         # Where all ranks must agree, it is asked all the same.
         before = len(connections)
         with pytest.raises(Unreachable, match="did not answer"):
-            look_up(PROBLEM, H200, "fwd", where=where, strict=True)
+            look_up(TASK, where=where, strict=True)
         assert len(connections) > before
         # After a while it is asked again.
         monkeypatch.setattr(reach, "DOWN_SECONDS", 0.0)
         before = len(connections)
-        assert look_up(PROBLEM, H200, "fwd", where=where) is not None
+        assert look_up(TASK, where=where) is not None
         assert len(connections) > before
 
 
@@ -102,7 +102,7 @@ def test_places_that_cannot_be(
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "x")
     for _ in range(3):
-        assert look_up(PROBLEM, H200, "fwd", where=[shared(url)]) is None
+        assert look_up(TASK, where=[shared(url)]) is None
     (warning,) = caplog.messages
     assert message in warning
     assert len(warning) < 500
@@ -116,7 +116,7 @@ def test_a_missing_package_is_named(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
-    assert look_up(PROBLEM, H200, "fwd", where=[shared("s3a://bucket/x")]) is None
+    assert look_up(TASK, where=[shared("s3a://bucket/x")]) is None
     (warning,) = caplog.messages
     assert "needs a package that is not installed" in warning
     assert "s3fs" in warning
@@ -124,7 +124,7 @@ def test_a_missing_package_is_named(
 
 def test_passwords_are_not_shown(caplog: pytest.LogCaptureFixture) -> None:
     url = "nosuch://user:secret@host/x"
-    look_up(PROBLEM, H200, "fwd", where=[shared(url)])
+    look_up(TASK, where=[shared(url)])
     assert "nosuch://user@host/x" in caplog.text
     assert "secret" not in caplog.text + str(reach.copies(url))
 
@@ -166,7 +166,7 @@ def test_a_hanging_network_folder_costs_one_warning(
 
     monkeypatch.setattr(Path, "is_dir", is_dir)
     for _ in range(5):
-        assert look_up(PROBLEM, H200, "fwd", where=[hanging]) is None
+        assert look_up(TASK, where=[hanging]) is None
     release.set()
     assert len(caplog.messages) == 1
 
@@ -237,7 +237,7 @@ def test_a_server_without_index_pages_says_so(tmp_path: Path) -> None:
     with http_server(tmp_path) as address:
         with pytest.raises(Unreachable, match="has no index page that lists its files"):
             list(list_records([shared(f"{address}/none")], strict=True))
-        assert look_up(PROBLEM, H200, "fwd", where=[shared(f"{address}/none")]) is None
+        assert look_up(TASK, where=[shared(f"{address}/none")]) is None
 
 
 def test_listing_a_silent_server_ends_soon(

@@ -15,7 +15,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from typer.testing import CliRunner
 
-from tests.records import H200, PROBLEM, RECORD, own, place, record
+from tests.records import RECORD, TASK, own, place, record
 from tests.servers import s3_server
 from tilegen.cli.main import app
 from tilegen.errors import Unsupported
@@ -75,7 +75,7 @@ def shared(url: str) -> Location:
 
 
 def median_at(where: Location) -> float | None:
-    found = look_up(PROBLEM, H200, "fwd", where=[where])
+    found = look_up(TASK, where=[where])
     return found and found.record.measurement.median_us
 
 
@@ -85,14 +85,14 @@ def median_at(where: Location) -> float | None:
 
 def test_save_look_up_and_list(url: str) -> None:
     where = shared(url)
-    assert look_up(PROBLEM, H200, "fwd", where=[where]) is None
+    assert look_up(TASK, where=[where]) is None
     assert list(list_records([where])) == []
     saved = save(RECORD, location=where)
     assert (saved.wins, saved.reason) == (True, "no record was there")
     assert saved.file == f"{url}/{RECORD.path}"
     # The miss is remembered for a while; other own directories have not asked before.
     os.environ["TILEGEN_CACHE_DIR"] += "2"
-    found = look_up(PROBLEM, H200, "fwd", where=[where])
+    found = look_up(TASK, where=[where])
     assert found is not None
     assert (found.record, found.origin, found.file) == (RECORD, "shared", saved.file)
     (listed,) = list_records([where])
@@ -123,7 +123,7 @@ def test_broken_record_in_the_way_is_kept(url: str) -> None:
     where = shared(url)
     save(RECORD, location=where)
     places.update(where, RECORD.path, lambda _: b"{torn")
-    assert look_up(PROBLEM, H200, "fwd", where=[where]) is None
+    assert look_up(TASK, where=[where]) is None
     saved = save(RECORD, location=where)
     assert "expected JSON" in saved.reason
     assert places.peek(where, RECORD.path) == RECORD.to_json().encode()
@@ -283,12 +283,12 @@ def test_strict_look_ups_ask_anew(memory: str, monkeypatch: pytest.MonkeyPatch) 
     save(record(us=400.0, source="aa"), location=where)
     assert median_at(where) == 400.0
     save(record(us=300.0, source="bb"), location=where)
-    found = look_up(PROBLEM, H200, "fwd", where=[where], strict=True)
+    found = look_up(TASK, where=[where], strict=True)
     assert found is not None
     assert found.record.measurement.median_us == 300.0
     monkeypatch.setattr(remote, "_get", _refuse)
     with pytest.raises(Unreachable, match="since all ranks must choose alike"):
-        look_up(PROBLEM, H200, "fwd", where=[where], strict=True)
+        look_up(TASK, where=[where], strict=True)
 
 
 def test_a_miss_is_remembered(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -298,7 +298,7 @@ def test_a_miss_is_remembered(memory: str, monkeypatch: pytest.MonkeyPatch) -> N
         remote, "_get", lambda url, path, limit: (asked.append(path), real(url, path, limit))[1]
     )
     for _ in range(3):
-        assert look_up(PROBLEM, H200, "fwd", where=[shared(memory)]) is None
+        assert look_up(TASK, where=[shared(memory)]) is None
     assert asked.count(str(RECORD.path)) == 1
     assert len(asked) == len(set(asked)) == 3, "h200, then h100 and h100-pcie to borrow from"
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.records import H200, PROBLEM, RECORD, own, place, record, save_many, timed, written
+from tests.records import RECORD, TASK, own, place, record, save_many, timed, written
 from tilegen.disk import say_once
 from tilegen.errors import InvalidRecord, Unsupported
 from tilegen.store import Saved, TuningRecord, files, list_records, look_up, save
@@ -30,7 +30,7 @@ def test_save_then_look_up(tmp_path: Path) -> None:
     saved = save(RECORD, location=own(tmp_path))
     assert saved.written
     assert str(tmp_path / RECORD.path) == saved.file
-    found = look_up(PROBLEM, H200, "fwd", where=[own(tmp_path)])
+    found = look_up(TASK, where=[own(tmp_path)])
     assert found is not None
     assert (found.record, found.file, found.origin) == (RECORD, saved.file, "own")
     assert [Path(saved.file)] == written(tmp_path)
@@ -39,7 +39,7 @@ def test_save_then_look_up(tmp_path: Path) -> None:
 def test_save_goes_to_the_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path / "mine"))
     assert save(RECORD).file == str(tmp_path / "mine" / RECORD.path)
-    found = look_up(PROBLEM, H200, "fwd")
+    found = look_up(TASK)
     assert found is not None
     assert found.origin == "own"
 
@@ -155,7 +155,7 @@ def test_crash_between_writing_and_renaming_leaves_the_old_record(
         patch.setattr(Path, "replace", crash)
         with pytest.raises(KeyboardInterrupt):
             save(record(us=300.0), location=own(tmp_path))
-    found = look_up(PROBLEM, H200, "fwd", where=[own(tmp_path)])
+    found = look_up(TASK, where=[own(tmp_path)])
     assert found is not None
     assert found.record == record(us=400.0)
     assert len(written(tmp_path)) == 1
@@ -178,7 +178,7 @@ def test_what_a_killed_writer_left_is_not_a_record(tmp_path: Path) -> None:
     saved = save(RECORD, location=own(tmp_path))
     file = Path(saved.file)
     file.rename(file.with_name(f".{file.name}.1234.tmp"))
-    assert look_up(PROBLEM, H200, "fwd", where=[own(tmp_path)]) is None
+    assert look_up(TASK, where=[own(tmp_path)]) is None
     assert list(list_records([own(tmp_path)])) == []
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks import rows, store
-from tests.records import H200, PROBLEM, own, timed
+from tests.records import H200, PROBLEM, TASK, own, timed
 from tests.replay import TABLE, Replay, ranking, run, trial_file
 from tests.used import used
 from tilegen import pipeline
@@ -97,7 +97,7 @@ def test_a_trial_of_nobody_knows_whom_makes_a_finding_of_nobody_knows_whom(
         assert (record.source, record.versions.torch, record.versions.cuda) == ("", "", "")
         assert record.versions.triton == current_versions().triton, "a condition of the trial"
     list(merge(stores, own(tmp_path / "all")))
-    found = look_up(PROBLEM, H200, "fwd", where=[own(tmp_path / "all")])
+    found = look_up(TASK, where=[own(tmp_path / "all")])
     assert found is not None
     assert found.others == (), "one measurement, however many have written it down"
 
@@ -122,7 +122,7 @@ def test_a_measurement_has_one_vote_however_many_machines_remember_it(
         assert run(remembered).config == TileConfig.parse("m128n64w8s3")
         assert remembered.measured == []
     list(merge(stores, own(tmp_path / "all")))
-    found = look_up(PROBLEM, H200, "fwd", where=[own(tmp_path / "all")])
+    found = look_up(TASK, where=[own(tmp_path / "all")])
     assert found is not None
     assert found.record.config == TileConfig.parse("m64n64w8s3")
     assert sorted(one.source for one in (found.record, *found.others)) == ["aa", "bb", "cc"]
@@ -134,7 +134,7 @@ def test_a_later_run_of_one_machine_takes_the_place_of_its_earlier_one(
     mine = machine(tmp_path, "aa", tmp_path, monkeypatch)
     run(Replay(dict(list(SMALL.items())[:3])))
     record = run(Replay(SMALL))
-    found = look_up(PROBLEM, H200, "fwd", where=[mine])
+    found = look_up(TASK, where=[mine])
     assert found is not None
     assert (found.record, found.others) == (record, ())
 
@@ -148,7 +148,7 @@ def test_a_clock_that_is_set_back_does_not_make_the_later_finding_the_earlier(
     monkeypatch.setattr("tilegen.tuning.tuner.now", lambda: "2026-11-21T01:00:00Z")
     record = run(Replay(SMALL))
     assert record.date == "2026-11-21T09:30:01Z"
-    found = look_up(PROBLEM, H200, "fwd", where=[mine])
+    found = look_up(TASK, where=[mine])
     assert found is not None
     assert (found.record, found.others) == (record, ())
 
@@ -184,7 +184,7 @@ def test_tuned_apart_and_merged_all_machines_agree(
     for n, order in enumerate(([0, 1, 2], [2, 1, 0], [1, 0, 2])):
         target = own(tmp_path / f"all{n}")
         list(merge([stores[index] for index in order], target))
-        found = look_up(PROBLEM, H200, "fwd", where=[target])
+        found = look_up(TASK, where=[target])
         assert found is not None
         merged.append(found.record)
     assert merged[0] == merged[1] == merged[2]

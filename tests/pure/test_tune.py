@@ -11,7 +11,7 @@ from typing import Any
 import optuna
 import pytest
 
-from tests.records import H200, PROBLEM, VERSIONS, record, timed
+from tests.records import H200, PROBLEM, TASK, VERSIONS, record, timed
 from tests.replay import SMALL, TABLE, Replay, ranking, run, slowness, stored
 from tilegen.emit.identity import template_digest
 from tilegen.errors import Unsupported
@@ -19,6 +19,7 @@ from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem
 from tilegen.store import look_up, save
 from tilegen.store.trials import Trial
+from tilegen.task import KernelTask
 from tilegen.tuning import tuner as tune_module
 from tilegen.tuning.measure import TIE_LIMIT, Measurement
 from tilegen.tuning.report import Report
@@ -101,7 +102,11 @@ def test_record_says_how_it_is_known(own_cache: Path, monkeypatch: pytest.Monkey
     assert found.estimate.seconds == pytest.approx((300 + rank) * 1e-6)
     assert (found.estimate.limit, found.estimate.read_bytes) == ("tensor", 1000)
     assert found.command == f"tilegen tune '{PROBLEM}' --kernel fwd --trials 8 --seconds 60"
-    hit = look_up(PROBLEM, H200, "fwd", versions=VERSIONS, template_digest=found.template_digest)
+    hit = look_up(
+        TASK,
+        versions=VERSIONS,
+        template_digest=found.template_digest,
+    )
     assert hit is not None
     assert (hit.record, hit.origin, hit.differences) == (found, "own", ())
 
@@ -110,10 +115,14 @@ def test_a_ragged_problem_is_tuned_as_its_bucket(own_cache: Path) -> None:
     replay = Replay(SMALL)
     ragged = AttentionProblem.parse("b3 hq32 hkv8 q61 kv33 d128 bf16 causal")
     found = tune(
-        ragged, H200, measure=replay, candidates=ranking(replay.space), space=[], progress=False
+        KernelTask.of("fwd", ragged, H200),
+        measure=replay,
+        candidates=ranking(replay.space),
+        space=[],
+        progress=False,
     )
     assert found.problem == PROBLEM
-    assert look_up(PROBLEM, H200, "fwd") is not None
+    assert look_up(TASK) is not None
 
 
 @pytest.mark.parametrize(
@@ -275,5 +284,5 @@ def test_without_that_gpu_it_says_so_and_leaves_nothing(
     monkeypatch.setattr(spec, "detect", lambda: here and spec.gpu(here))
     found = "found a100 (sm_80)" if here else "found no GPU"
     with pytest.raises(Unsupported, match=re.escape(f"needs that GPU at hand, {found}; ")):
-        tune(PROBLEM, H200)
+        tune(TASK)
     assert not own_cache.exists()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.clock import Clock
-from tests.records import H200, PROBLEM
+from tests.records import TASK
 from tests.replay import SMALL, Replay, ranking, run, slowness, trial_file, trials_on_disk
 from tests.used import used
 from tilegen.errors import BuildFailed
@@ -118,8 +118,7 @@ def test_the_next_configs_are_compiled_while_one_is_measured() -> None:
         return replay(config)
 
     tune(
-        PROBLEM,
-        H200,
+        TASK,
         measure=measure,
         compile=compile_all,
         candidates=ranking(replay.space),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.records import H200, PROBLEM
+from tests.records import TASK
 from tests.replay import (
     LAUNCH_FAILED,
     SMALL,
@@ -134,8 +134,7 @@ def test_lost_device_keeps_everything_and_is_not_met_again(own_cache: Path) -> N
 
     def tune_it() -> TuningRecord:
         return tune(
-            PROBLEM,
-            H200,
+            TASK,
             measure=measure,
             candidates=ranking(replay.space),
             space=replay.space,

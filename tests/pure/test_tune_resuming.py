@@ -10,7 +10,7 @@ import pytest
 
 from tests import warm
 from tests.clock import Clock
-from tests.records import H200, PROBLEM, VERSIONS
+from tests.records import PROBLEM, TASK, VERSIONS
 from tests.replay import (
     LAUNCH_FAILED,
     SMALL,
@@ -42,8 +42,7 @@ def test_each_trial_is_on_disk_before_the_next_is_measured(own_cache: Path) -> N
         return replay(config)
 
     tune(
-        PROBLEM,
-        H200,
+        TASK,
         measure=measure,
         candidates=ranking(replay.space),
         space=[],
@@ -145,7 +144,7 @@ def test_timings_are_taken_again_where_they_may_differ(
     assert measured == len(again.measured)
     had = replace(VERSIONS, **change) if measured else VERSIONS
     assert found.versions == had, "of who has measured it"
-    hit = look_up(PROBLEM, H200, "fwd", versions=found.versions)
+    hit = look_up(TASK, versions=found.versions)
     assert hit is not None
     assert hit.differences == (), "a new run must end the doubt"
 
@@ -198,8 +197,8 @@ def test_seconds_stop_the_search_but_not_before_one_config_ran(
 
     failing_first = sorted(replay.space, key=slowness, reverse=True)
     options = {"candidates": ranking(failing_first), "space": [], "progress": False}
-    tune(PROBLEM, H200, measure=slowly, seconds=1e-6, **options)
+    tune(TASK, measure=slowly, seconds=1e-6, **options)
     assert len(replay.measured) == 1 + sum(isinstance(us, str) for us in TABLE.values())
     before = len(replay.measured)
-    tune(PROBLEM, H200, measure=slowly, seconds=0.19, **options)
+    tune(TASK, measure=slowly, seconds=0.19, **options)
     assert len(replay.measured) - before == 10

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.records import H200, PROBLEM, RECORD, own, record, written
+from tests.records import PROBLEM, RECORD, TASK, own, record, written
 from tests.replay import SMALL, Replay, run
 from tilegen import pipeline
 from tilegen.choose import records
@@ -79,16 +79,14 @@ def test_calls_at_the_same_moment_tune_once(
             looked.wait(SECONDS)  # all see that there is none, before one has tuned
         return found
 
-    def tune(*_: Any, kernel: str, **__: Any) -> Any:
-        tuned.append(kernel)
+    def tune(task: KernelTask, **_: Any) -> Any:
+        tuned.append(task.kernel)
         save(RECORD, location=own(tmp_path))
         return RECORD
 
     monkeypatch.setattr(records, "look_up", look)
     monkeypatch.setattr(tune_module, "tune", tune)
-    chosen = at_once(
-        3, lambda: pipeline.choose_kernel(KernelTask.of("fwd", PROBLEM, H200), may_tune=True)
-    )
+    chosen = at_once(3, lambda: pipeline.choose_kernel(TASK, may_tune=True))
     assert [(one.config, one.source) for one in chosen] == [(RECORD.config, "tuned now")] * 3
     assert tuned == ["fwd"]
 
@@ -101,9 +99,7 @@ def test_who_has_waited_too_long_takes_the_best_known(
     caplog.set_level(logging.INFO, logger="tilegen")
     chosen: list[Any] = []
     with alone("h200", "fwd", PROBLEM):
-        chosen += at_once(
-            1, lambda: pipeline.choose_kernel(KernelTask.of("fwd", PROBLEM, H200), may_tune=True)
-        )
+        chosen += at_once(1, lambda: pipeline.choose_kernel(TASK, may_tune=True))
     (one,) = chosen
     assert one.config == RECORD.config
     assert one.source.endswith("borrowed from h100")

@@ -88,7 +88,7 @@ def test_it_is_tuned_from_a_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path))
     space = search_space(KernelTask.of(NAME, PROBLEM, H200))
     table: dict[str, float | str] = {c.key: 900.0 + 90 * i for i, c in enumerate(reversed(space))}
-    tune(PROBLEM, H200, kernel=NAME, measure=Replay(table), progress=False)
+    tune(KernelTask.of(NAME, PROBLEM, H200), measure=Replay(table), progress=False)
     found = stored(tmp_path)
     assert (found.kernel, found.config) == (NAME, space[-1])
 

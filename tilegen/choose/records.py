@@ -3,8 +3,6 @@ call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 from tilegen.disk import say_once
@@ -84,9 +82,8 @@ class Records:
         def known() -> TuningRecord | None:
             return (found := self._look(kernel, borrow=False)) and found.record
 
-        tune: Callable[..., TuningRecord] = partial(tune_once, self.problem.bucket, self.device)
         try:
-            return tune(kernel=kernel, seconds=TUNE_SECONDS, known=known).config
+            return tune_once(self.task(kernel), seconds=TUNE_SECONDS, known=known).config
         except DeviceLost:
             raise
         except TilegenError as error:  # a call that cannot be tuned for can still be computed
@@ -95,9 +92,7 @@ class Records:
 
     def _look(self, kernel: Kernel, *, borrow: bool | Literal["only"]) -> Found | None:
         return look_up(
-            self.problem,
-            self.device,
-            kernel,
+            self.task(kernel),
             versions=current_versions(),
             template_digest=template_digest(kernel),
             borrow=borrow,

@@ -130,12 +130,14 @@ def cache_why(
     from tilegen.emit.identity import template_digest
     from tilegen.kernels.registry import direction_of
     from tilegen.store import current_versions, why, why_lines
+    from tilegen.task import KernelTask
 
     parsed, spec = AttentionProblem.parse(problem), gpu_of(gpu)
     told: list[dict[str, Any]] = []
     for one in kernels_in_use(kernel, parsed, spec):
         digest = template_digest(one)
-        nearest = why(parsed, spec, one, versions=current_versions(), template_digest=digest)
+        task = KernelTask.of(one, parsed, spec)
+        nearest = why(task, versions=current_versions(), template_digest=digest)
         found = _found(parsed, spec, one)
         instead = library_of(parsed, spec, direction_of(one))
         told.append(
@@ -154,7 +156,7 @@ def cache_why(
             }
         )
         if not json_:
-            for line in why_lines(parsed, spec, one, nearest):
+            for line in why_lines(task, nearest):
                 console.print(line)
             console.print(f"  used: {found or 'none of them; the model chooses'}")
             if instead:
@@ -360,10 +362,10 @@ def _wanted(gpu: str | None, kernel: str | None) -> Wanted:
 def _found(problem: AttentionProblem, spec: Any, kernel: Any) -> Found | None:
     from tilegen.emit.identity import template_digest
     from tilegen.store import current_versions, look_up
+    from tilegen.task import KernelTask
 
-    return look_up(
-        problem, spec, kernel, versions=current_versions(), template_digest=template_digest(kernel)
-    )
+    task = KernelTask.of(kernel, problem, spec)
+    return look_up(task, versions=current_versions(), template_digest=template_digest(kernel))
 
 
 def _line(record: TuningRecord) -> str:

@@ -55,7 +55,7 @@ class Demo:
         configs: dict[Kernel, TileConfig] = {kernel: one.config for kernel, one in chosen.items()}
         checks = self._verify(reduced(problem), configs)
         budget = seconds / len(chosen)
-        records = {k: tune(problem, spec, kernel=k, seconds=budget) for k in chosen}
+        records = {k: tune(one.ranked.task, seconds=budget) for k, one in chosen.items()}
         summary: dict[str, Any] = {
             "problem": problem.key,
             "gpu": spec.name,

@@ -49,7 +49,7 @@ class RealMachine:
 
     def bench(self, job: Job) -> Bench:
         """Return the bench of the GPU at hand. Raises Unsupported if the job is for another GPU."""
-        return real_bench(job.problem, job.gpu, job.kernel, self._pool)
+        return real_bench(job.task, self._pool)
 
 
 class ReplayMachine:

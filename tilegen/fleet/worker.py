@@ -225,9 +225,7 @@ class Worker:
         record: TuningRecord | None = None
         try:
             record = tune(
-                job.problem,
-                job.gpu,
-                kernel=job.kernel,
+                job.task,
                 measure=bench.measure,
                 compile=bench.compile,
                 check=bench.check,

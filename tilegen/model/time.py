@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 from tilegen.gpus.nearest import on_tensor_cores
 from tilegen.gpus.spec import GpuSpec
@@ -349,7 +348,6 @@ def busy_clocks(clk: StepClocks, softmax: float, warps: int) -> float:
     return max(products + clk.exposed * softmax, softmax)
 
 
-@lru_cache(maxsize=8192)
 def queued(warps: int, together: int, units: tuple[float, ...], *, idle: float) -> float:
     """Return the clocks of an SM that a step of a program takes where each warp waits for its own
     results, so that units work side by side only as far as there are other warps.

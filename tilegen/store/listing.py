@@ -8,18 +8,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from tilegen.errors import InvalidRecord, TilegenError
-from tilegen.kernels.config import Kernel
-from tilegen.problem import AttentionProblem
 from tilegen.store.files import text_of
 from tilegen.store.lookup import Difference, Found, identity, joined, soft
 from tilegen.store.places import Location, Origin, locations, names, pass_over, read_all
 from tilegen.store.reach import Unreachable
 from tilegen.store.record import TuningRecord
 from tilegen.store.versions import Versions
+from tilegen.task import KernelTask
 from tilegen.tuning.measure import one_line
 
 if TYPE_CHECKING:
-    from tilegen.gpus.spec import GpuSpec
+    pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,21 +65,19 @@ def list_records(
 
 
 def why(
-    problem: AttentionProblem,
-    gpu: GpuSpec,
-    kernel: Kernel,
+    task: KernelTask,
     *,
     versions: Versions | None = None,
     template_digest: str = "",
     where: Sequence[Location] | None = None,
     top: int = 10,
 ) -> list[Found]:
-    """Return records of all locations, nearest to the problem first, each with all differences."""
+    """Return records of all locations, nearest to the task first, each with all differences."""
     found: list[tuple[float, Found]] = []
     for listed in list_records(where):
         if (record := listed.record) is None:
             continue
-        hard = identity(problem, gpu, kernel, record)
+        hard = identity(task, record)
         doubts = soft(versions or Versions(), template_digest, record)
         distance = sum(map(_distance, hard)) + 0.01 * len(doubts) + 0.1 * (not record.is_measured)
         entry = Found(
@@ -88,21 +85,19 @@ def why(
             file=listed.file,
             origin=listed.origin,
             differences=(*hard, *doubts),
-            borrowed=record.gpu != gpu.name,
+            borrowed=record.gpu != task.device.name,
         )
         found.append((distance, entry))
     found.sort(key=lambda pair: pair[0])  # stable: equals stay in the order of the locations
     return [entry for _, entry in found[:top]]
 
 
-def why_lines(
-    problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, nearest: Sequence[Found]
-) -> list[str]:
+def why_lines(task: KernelTask, nearest: Sequence[Found]) -> list[str]:
     """Return the report of `why` for people: one line per record, only what differs."""
-    bucket = problem.bucket
+    bucket, kernel = task.problem.bucket, task.kernel
     if not nearest:
         return [f"no record of any kind; to make one: tilegen tune '{bucket}' --kernel {kernel}"]
-    lines = [f"{kernel} on {gpu.name} for '{bucket}'; {len(nearest)} nearest records:"]
+    lines = [f"{kernel} on {task.device.name} for '{bucket}'; {len(nearest)} nearest records:"]
     same = "this is the one"
     for entry in nearest:
         state = "" if entry.record.is_measured else ", unmeasured"

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Literal
 
 from tilegen.disk import say_once
 from tilegen.errors import InvalidRecord, Unsupported
-from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
 from tilegen.store import places
@@ -22,6 +21,7 @@ from tilegen.store.places import Location, Origin, locations
 from tilegen.store.reach import Unreachable
 from tilegen.store.record import OtherSchema, TuningRecord, bucket_of, record_path
 from tilegen.store.versions import Versions, is_credible, second_after
+from tilegen.task import KernelTask, Tiled
 from tilegen.tuning.measure import POLICY, one_line
 
 if TYPE_CHECKING:
@@ -80,9 +80,7 @@ class Saved:
 
 
 def look_up(
-    problem: AttentionProblem,
-    gpu: GpuSpec,
-    kernel: Kernel,
+    task: KernelTask,
     *,
     versions: Versions | None = None,
     template_digest: str = "",
@@ -90,18 +88,18 @@ def look_up(
     borrow: bool | Literal["only"] = True,
     strict: bool = False,
 ) -> Found | None:
-    """Return the record to use for a problem, or None: then ask the model.
+    """Return the record to use for a task; None where there is none, and the model decides.
 
     The first location with a measured record wins. Without one, unless `borrow` is false, that of
     the nearest GPU of the same architecture does; with `borrow="only"` no other is looked for. What
     cannot be used is passed over with one warning each. With `strict` shared locations are read
     anew, and one that does not answer raises Unreachable.
     """
-    asked = _Asked(problem, kernel, versions or Versions(), template_digest, strict)
+    asked, gpu = _Asked(task, versions or Versions(), template_digest, strict), task.device
     where = locations() if where is None else where
-    best = None if borrow == "only" else next(asked.all(gpu, gpu, where), None)
+    best = None if borrow == "only" else next(asked.all(gpu, where), None)
     if best is None and borrow:
-        others = (found for other in like(gpu) for found in asked.all(other, gpu, where))
+        others = (found for other in like(gpu) for found in asked.all(other, where))
         best = next(others, None)
     if best is not None and best.borrowed:
         say_once(f"no measured record for {gpu.name}: record {best.file!r} is borrowed")
@@ -115,28 +113,28 @@ def look_up(
 
 @dataclass(frozen=True)
 class _Asked:
-    """One look-up: what is asked for, but the GPU."""
+    """One look-up: a task, and what a record should have been measured with."""
 
-    problem: AttentionProblem
-    kernel: Kernel
+    task: KernelTask
     versions: Versions
     template_digest: str
     strict: bool
 
-    def all(self, gpu: GpuSpec, runs_on: GpuSpec, where: Sequence[Location]) -> Iterator[Found]:
-        """Yield the usable records of `gpu` in the order of locations, for running on `runs_on`."""
-        path = record_path(gpu.name, self.kernel, bucket_of(self.problem))
+    def all(self, gpu: GpuSpec, where: Sequence[Location]) -> Iterator[Found]:
+        """Yield the usable records of `gpu` in the order of locations, for the task's device."""
+        task, runs_on = self.task, self.task.device
+        path = record_path(gpu.name, task.kernel, bucket_of(task.problem))
         for location in where:
             if (record := self._usable(path, location)) is None:
                 continue
             file = location.address(path)
-            if wrong := identity(self.problem, gpu, self.kernel, record):
+            if wrong := identity(replace(task, device=gpu), record):
                 say_once(f"record {file!r} is about something else ({joined(wrong)}); passed over")
                 continue
             if not (findings := self._possible(record, file)):
                 continue
             record = self._best_of(findings)
-            if trouble := illegal(self.problem, runs_on, self.kernel, record.config):
+            if trouble := illegal(task.tiled(record.config)):
                 say_once(f"record {file!r} passed over: {trouble}")
                 continue
             borrowed = gpu is not runs_on
@@ -205,18 +203,16 @@ def _far(one: GpuSpec, other: GpuSpec) -> float:
     return sum(abs(math.log2(getattr(one, name) / getattr(other, name))) for name in traits)
 
 
-@lru_cache(maxsize=4096)
-def illegal(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, config: TileConfig) -> str:
-    """Return why a config cannot run on a GPU, an empty text if it can, as far as is known."""
+def illegal(tiled: Tiled) -> str:
+    """Return why a config cannot run on a device; empty if it can, as far as is known."""
     from tilegen.model.footprint import footprint
-    from tilegen.task import Tiled
 
-    needs = footprint(Tiled.of(kernel, problem, gpu, config))
-    if needs.fits(gpu, doubt=SMEM_DOUBT):
+    needs, device = footprint(tiled), tiled.device
+    if needs.fits(device, doubt=SMEM_DOUBT):
         return ""
     return (
-        f"{config.key} needs {needs.smem_bytes} bytes of shared memory for '{problem.bucket}', and "
-        f"{gpu.name} has {gpu.smem_per_block}"
+        f"{tiled.config.key} needs {needs.smem_bytes} bytes of shared memory for "
+        f"'{tiled.problem.bucket}', and {device.name} has {device.smem_per_block}"
     )
 
 
@@ -315,17 +311,15 @@ def _parsed(text: str) -> TuningRecord:
     return TuningRecord.from_json(text)
 
 
-def identity(
-    problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, record: TuningRecord
-) -> tuple[Difference, ...]:
+def identity(task: KernelTask, record: TuningRecord) -> tuple[Difference, ...]:
     """Return the hard differences: with one of them, a record is about something else."""
     pairs = {
-        "kernel": (kernel, record.kernel),
-        "gpu": (gpu.name, record.gpu),
-        "arch": (gpu.arch, record.arch),
+        "kernel": (task.kernel, record.kernel),
+        "gpu": (task.device.name, record.gpu),
+        "arch": (task.device.arch, record.arch),
         "policy": (POLICY, record.policy),
     }
-    if (bucket := bucket_of(problem)) != record.problem:
+    if (bucket := bucket_of(task.problem)) != record.problem:
         pairs |= {
             field.name: (str(getattr(bucket, field.name)), str(getattr(record.problem, field.name)))
             for field in fields(AttentionProblem)

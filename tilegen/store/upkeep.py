@@ -24,6 +24,7 @@ from tilegen.store.reach import Unreachable
 from tilegen.store.record import OtherSchema, TuningRecord
 from tilegen.store.trials import MAX_TRIALS_BYTES, of_trials, parse_trial
 from tilegen.store.versions import is_credible
+from tilegen.task import Tiled
 from tilegen.tuning.measure import one_line
 
 TMP_SECONDS = 3600.0
@@ -66,7 +67,7 @@ def _trouble(record: TuningRecord) -> str:
         if spec.arch != record.arch:
             return f"arch must be {spec.arch}, that of {spec.name}, got {record.arch}"
         for one in record.findings:
-            if trouble := illegal(one.problem, spec, one.kernel, one.config):
+            if trouble := illegal(Tiled.of(one.kernel, one.problem, spec, one.config)):
                 return trouble
     if wrong := list(filter(None, map(no_finding, record.findings))):
         return wrong[0]

@@ -22,6 +22,7 @@ from tilegen.kernels.spec import KernelSpec
 from tilegen.kernels.two_pass import BWD_PREPROCESS
 from tilegen.model.resources import Resources
 from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask
 from tilegen.tuning.measure import Measurement, failed, measure, one_line, survived
 
 if TYPE_CHECKING:
@@ -65,12 +66,12 @@ class Bench:
     check: Check | None = None
 
 
-def real_bench(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, pool: Pool) -> Bench:
+def real_bench(task: KernelTask, pool: Pool) -> Bench:
     """Return the bench of the GPU at hand, which compiles in `pool`: never in the process that
-    measures. Raises Unsupported if that GPU is not `gpu`."""
+    measures. Raises Unsupported if that GPU is not the task's device."""
     from tilegen.gpus.spec import detect
 
-    here = detect()
+    here, gpu = detect(), task.device
     if here is None or (here.name, here.arch) != (gpu.name, gpu.arch):
         found = f"found {here.name} ({here.arch})" if here else "found no GPU"
         raise Unsupported(
@@ -78,9 +79,9 @@ def real_bench(problem: AttentionProblem, gpu: GpuSpec, kernel: Kernel, pool: Po
             "without it, take the model's choice: tilegen propose"
         )
     return Bench(
-        measure=_measure_with(problem, kernel, gpu),
-        compile=lambda configs: compile_ahead(problem, gpu, kernel, configs, pool),
-        check=lambda config: check_config(problem, kernel, config),
+        measure=_measure_with(task),
+        compile=lambda configs: compile_ahead(task, configs, pool),
+        check=lambda config: check_config(task.problem, task.kernel, config),
     )
 
 
@@ -144,32 +145,28 @@ def _generator(compile_all: Compile, batch: Sequence[TileConfig]) -> Any:
 
 
 def compile_ahead(
-    problem: AttentionProblem,
-    gpu: GpuSpec,
-    kernel: Kernel,
-    configs: Sequence[TileConfig],
-    pool: Pool,
+    task: KernelTask, configs: Sequence[TileConfig], pool: Pool
 ) -> Iterable[tuple[TileConfig, Resources | BuildFailed]]:
-    """Yield each config as its compilation for `gpu` finishes; a failure is a value."""
+    """Yield each config as its compilation finishes; a failure is a value."""
     from tilegen.compiling.workers import compile_many
     from tilegen.emit.render import render
 
-    wanted = [render(problem, config, kernel) for config in configs]
-    for rendered, built in compile_many(wanted, gpu.arch, pool=pool):
+    wanted = [render(task.problem, config, task.kernel) for config in configs]
+    for rendered, built in compile_many(wanted, task.device.arch, pool=pool):
         failed = isinstance(built, BuildFailed)
         yield rendered.config, built if failed else built.resources
 
 
-def _measure_with(problem: AttentionProblem, kernel: Kernel, gpu: GpuSpec) -> Measure:
+def _measure_with(task: KernelTask) -> Measure:
     """Return a function that times one config of a kernel on inputs of the problem's shape."""
     inputs: list[Timed] = []
 
     def measure_config(config: TileConfig) -> Measurement:
         if not inputs:
             try:
-                inputs.append(Timed.of(problem, kernel, DEVICE, gpu))
+                inputs.append(Timed.of(task, DEVICE))
             except RuntimeError as error:  # torch's error for too little memory is one
-                raise Unsupported(f"no inputs for '{problem}': {one_line(error)}") from error
+                raise Unsupported(f"no inputs for '{task.problem}': {one_line(error)}") from error
         try:
             run = inputs[0].runs(config)
         except TilegenError as error:
@@ -194,7 +191,7 @@ class Timed:
     """Typical tensors of the score and what dropout reads, by the names of launches' parameters."""
 
     @classmethod
-    def of(cls, problem: AttentionProblem, kernel: Kernel, device: str, gpu: GpuSpec) -> Timed:
+    def of(cls, task: KernelTask, device: str) -> Timed:
         """Make the inputs. Raises RuntimeError where memory does not suffice."""
         import torch
 
@@ -202,18 +199,18 @@ class Timed:
         from tilegen.masks.tensors import score_tensors
         from tilegen.masks.typical import typical_score
 
-        launches = make_launches(problem, kernel, device, gpu)
+        problem, launches = task.problem, make_launches(task, device)
         score = typical_score(problem.score, problem.shape, device)
         dropout = Dropout.typical(problem.dropout, torch.device(device))
         reads: dict[str, Any] = dropout.given if dropout else {}
         if score:
-            trained = score.form.trained if KERNELS[kernel].trains else ()
+            trained = score.form.trained if task.spec.trains else ()
             sizes = {slot: score.captured[slot].shape for slot in trained}
             sums = {slot: torch.zeros(size, device=device) for slot, size in sizes.items()}
             reads |= score_tensors(score.captured, score.sink_logits, sums)
         return cls(
             problem=problem,
-            kernel=kernel,
+            kernel=task.kernel,
             device=torch.device(device),
             launches=launches,
             mask=problem.mask.realized(problem.shape, device),
@@ -235,9 +232,7 @@ class Timed:
         return run
 
 
-def make_launches(
-    problem: AttentionProblem, kernel: Kernel, device: str, gpu: GpuSpec
-) -> list[tuple[Any, ...]]:
+def make_launches(task: KernelTask, device: str) -> list[tuple[Any, ...]]:
     """Return random arguments for every `launch` that the problem takes: one, or one a panel.
 
     The kernel's family runs with launches that note what they are given. Times depend little on
@@ -249,6 +244,7 @@ def make_launches(
     from tilegen.check.reference import TORCH_DTYPES
     from tilegen.model.splits import usual_split
 
+    problem, kernel = task.problem, task.kernel
     generator = torch.Generator(device).manual_seed(0)
     dtype = TORCH_DTYPES[problem.dtype]
     rows = (problem.batch, problem.num_heads_q, problem.seqlen_q)
@@ -284,7 +280,7 @@ def make_launches(
     launches = {spec.name: noted(spec) for spec in family.kernels}
     q, k = random((*rows, qk)), random((*columns, qk))
     v = k[..., :v_dim] if problem.latent else random((*columns, v_dim))
-    panel_rows = rows_for(problem, gpu, family.direction)
+    panel_rows = rows_for(problem, task.device, family.direction)
     if family.direction == "forward":
         more: dict[str, Any] = {"pairs": True} if problem.pair_lse else {}
         if problem.page:

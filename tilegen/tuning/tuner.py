@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 from tilegen.compiling.workers import Pool
 from tilegen.emit.identity import template_digest
 from tilegen.errors import BuildFailed, NoRecord, Unsupported
-from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.problem import AttentionProblem
+from tilegen.kernels.config import TileConfig
 from tilegen.store import (
     EstimateSummary,
     TuningRecord,
@@ -35,7 +34,6 @@ from tilegen.tuning.search import Search
 from tilegen.tuning.trials import alone, trials_of
 
 if TYPE_CHECKING:
-    from tilegen.gpus.spec import GpuSpec
     from tilegen.model.estimate import Candidate
 
 SEEDS = 10
@@ -52,10 +50,8 @@ PATIENCE = 4.0
 
 
 def tune(
-    problem: AttentionProblem,
-    gpu: GpuSpec,
+    task: KernelTask,
     *,
-    kernel: Kernel = "fwd",
     trials: int | None = None,
     seconds: float | None = None,
     measure: Measure | None = None,
@@ -83,10 +79,10 @@ def tune(
         raise Unsupported(f"trials must be at least 1, got {trials}")
     if seconds is not None and not seconds > 0:
         raise Unsupported(f"seconds must be above 0, got {seconds}")
-    problem = problem.bucket
+    task = _of_bucket(task)
     pool = Pool()  # starts a worker when one is needed
     if measure is None:
-        real = real_bench(problem, gpu, kernel, pool)
+        real = real_bench(task, pool)
         bench = Bench(
             measure=real.measure, compile=compile or real.compile, check=check or real.check
         )
@@ -95,14 +91,15 @@ def tune(
     if space is None or candidates is None:
         from tilegen.choose.ranker import ranked_space  # loads SymPy
 
-        space, proposed = ranked_space(KernelTask.of(kernel, problem, gpu), space)
+        space, proposed = ranked_space(task, space)
         candidates = proposed if candidates is None else candidates
     space = list(dict.fromkeys([*(one.config for one in candidates), *space]))
     total = len(space) if trials is None else min(trials, len(space))
-    command = command or _command(problem, kernel, trials, seconds)
+    command = command or _command(task, trials, seconds)
     # Another process that tunes the same is waited for, and its trials are taken over.
-    with alone(gpu.name, kernel, problem), pool, Report(kernel, total, enabled=progress) as report:
-        run = _Run(problem, gpu, kernel, bench, space, candidates, report)
+    alone_with = alone(task.device.name, task.kernel, task.problem)
+    with alone_with, pool, Report(task.kernel, total, enabled=progress) as report:
+        run = _Run(task, bench, space, candidates, report)
         try:
             run.go(total, math.inf if seconds is None else seconds)
         except (KeyboardInterrupt, DeviceLost) as stop:
@@ -126,17 +123,16 @@ def tune(
 
 
 def tune_once(
-    problem: AttentionProblem,
-    gpu: GpuSpec,
-    *,
-    kernel: Kernel,
-    seconds: float,
-    known: Callable[[], TuningRecord | None],
+    task: KernelTask, *, seconds: float, known: Callable[[], TuningRecord | None]
 ) -> TuningRecord:
-    """Return what `known` finds once no other process tunes the same; without that, what `tune`
-    does. Raises what `tune` raises, and Unsupported if another is at it for far too long."""
-    with alone(gpu.name, kernel, problem.bucket, seconds=PATIENCE * seconds):
-        return known() or tune(problem, gpu, kernel=kernel, seconds=seconds)
+    """Wait for other tuners of this problem; return their record, which `known` finds, or tune.
+    Raises the errors of `tune`, and Unsupported if another tuner takes far too long."""
+    with alone(task.device.name, task.kernel, task.problem.bucket, seconds=PATIENCE * seconds):
+        return known() or tune(task, seconds=seconds)
+
+
+def _of_bucket(task: KernelTask) -> KernelTask:
+    return KernelTask(task.spec, task.problem.bucket, task.device)
 
 
 class _Run:
@@ -144,17 +140,14 @@ class _Run:
 
     def __init__(
         self,
-        problem: AttentionProblem,
-        gpu: GpuSpec,
-        kernel: Kernel,
+        task: KernelTask,
         bench: Bench,
         space: Sequence[TileConfig],
         candidates: Sequence[Candidate],
         report: Report,
     ) -> None:
-        self.problem = problem
-        self.gpu = gpu
-        self.kernel: Kernel = kernel
+        kernel, problem, gpu = task.kernel, task.problem, task.device
+        self.kernel, self.problem, self.gpu = kernel, problem, gpu
         self.bench = bench
         self.report = report
         self.estimates = {c.config: c.estimate for c in candidates}
@@ -343,9 +336,7 @@ def _median(measurement: Measurement) -> float:
     return math.inf if measurement.median_us is None else measurement.median_us
 
 
-def _command(
-    problem: AttentionProblem, kernel: Kernel, trials: int | None, seconds: float | None
-) -> str:
+def _command(task: KernelTask, trials: int | None, seconds: float | None) -> str:
     budget = "" if trials is None else f" --trials {trials}"
     budget += "" if seconds is None else f" --seconds {seconds:g}"
-    return f"tilegen tune '{problem}' --kernel {kernel}{budget}"
+    return f"tilegen tune '{task.problem}' --kernel {task.kernel}{budget}"
