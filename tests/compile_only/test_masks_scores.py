@@ -71,8 +71,8 @@ def rendered(
 
 
 def share(arch: str) -> list[RenderedKernel]:
-    """Return an architecture's part of all kernels: each form of a mask or a score is in two of the
-    kernels of whole head dims and in one of slices, on architectures in turn."""
+    """Return an architecture's part of all kernels: each form of a mask or a score is in a kernel of
+    whole head dims and in one of slices, on architectures in turn."""
     forms: list[tuple[Mask, Score | None]] = [
         *((mask, None) for mask in MASKS.values()),
         *((causal(), score) for score in SCORES.values()),
@@ -80,10 +80,10 @@ def share(arch: str) -> list[RenderedKernel]:
     dtypes, architectures = ("bf16", "fp16", "bf16", "fp32"), list(GPUS)
     asked: list[RenderedKernel] = []
     for i, (mask, score) in enumerate(forms):
-        kernels = WHOLE[i % 3], WHOLE[(i + 1) % 3], SLICES[i % len(SLICES)]
-        for turn, kernel in enumerate(kernels, 3 * i):
-            if architectures[turn % 4] == arch:
-                asked.append(rendered(kernel, mask, score, dtype=dtypes[turn // 4 % 4]))
+        kernels = WHOLE[i % 3], SLICES[i % len(SLICES)]
+        for turn, kernel in enumerate(kernels):
+            if architectures[(i + turn) % 4] == arch:
+                asked.append(rendered(kernel, mask, score, dtype=dtypes[(i // 4 + turn) % 4]))
     return asked
 
 
