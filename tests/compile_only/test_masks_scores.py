@@ -71,8 +71,8 @@ def rendered(
 
 
 def share(arch: str) -> list[RenderedKernel]:
-    """Return an architecture's part of all kernels: each form of a mask or a score is in a kernel of
-    whole head dims and in one of slices, on architectures in turn."""
+    """Return an architecture's part of all kernels: each form of a mask or a score is in a kernel
+    of whole head dims and in one of slices, on architectures in turn."""
     forms: list[tuple[Mask, Score | None]] = [
         *((mask, None) for mask in MASKS.values()),
         *((causal(), score) for score in SCORES.values()),

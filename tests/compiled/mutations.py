@@ -86,7 +86,6 @@ MUTATIONS = [
     ),
     Mutation("divide-by-an-empty-sum", "fwd", "l_safe = tl.where(empty, 1.0, l_i)", "l_safe = l_i"),
     Mutation("no-normalisation", "fwd", "acc / l_safe[:, None]", "acc"),
-    Mutation("natural-exponent", "fwd", "softmax_scale * math.log2(math.e)", "softmax_scale"),
     Mutation("lse-in-base-2", "fwd", "* LN_2)", "* 1.0)"),
     Mutation("lse-without-the-sum", "fwd", "(m_i + tl.log2(l_safe))", "m_i"),
     Mutation(
@@ -169,12 +168,6 @@ MUTATIONS = [
         "fwd_scores",
         "tl.store(maxima_ptr + note, m,",
         "tl.store(maxima_ptr + note, m * 0.0,",
-    ),
-    Mutation(
-        "natural-exponent-scores",
-        "fwd_scores",
-        "softmax_scale * math.log2(math.e)",
-        "softmax_scale",
     ),
     Mutation("weights-not-rescaled", "fwd_values", "w * tl.exp2(m - m_i)[:, None]", "w * 1.0"),
     Mutation(

@@ -1,5 +1,6 @@
 """Emitted kernels, compiled for the CPU, against the reference: forward and backward."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import cycle
 
@@ -32,8 +33,18 @@ def kernels(
 
 
 @pytest.mark.any_triton
-def test_verify_and_calls_run_the_same_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A launch that leaves out the last program is wrong for both."""
+@pytest.mark.parametrize(
+    "part, broken",
+    [
+        ("_programs", lambda text: f"{text} - 1"),
+        ("_value", lambda text: text.replace(" * LOG2_E", "")),
+    ],
+    ids=["the last program left out", "the scale not in base 2"],
+)
+def test_verify_and_calls_run_the_same_launch(
+    part: str, broken: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is broken in the printed launch, `verify` notices; calls are wrong by the same."""
     problem = AttentionProblem.parse("b1 hq4 hkv2 q100 kv100 d32 fp32 causal")
     configs = dict.fromkeys(LARGE_CACHE, SQUARE)
     x = make_inputs(problem)
@@ -48,9 +59,9 @@ def test_verify_and_calls_run_the_same_launch(monkeypatch: pytest.MonkeyPatch) -
 
     assert all(one.ok for one in verify(problem, configs))
     assert calls_agree()
-    programs = LaunchText._programs
-    monkeypatch.setattr(LaunchText, "_programs", lambda self: f"{programs(self)} - 1")
-    assert not any(one.ok for one in verify(problem, configs))
+    right = getattr(LaunchText, part)
+    monkeypatch.setattr(LaunchText, part, lambda *given: broken(right(*given)))
+    assert not all(one.ok for one in verify(problem, configs))
     assert not calls_agree()
 
 

@@ -56,7 +56,7 @@ def launcher_of_module(
     of_batch: list[str] = []
     if not problem.page and "q" in KERNELS[kernel].given:
         places = enumerate(problem.mask.places_of_values)
-        of_batch = [f"t{i}_n0" for i, (one, within) in places if one.axes == "b" and not within]
+        of_batch = [f"t{i}_n0" for i, (one, within) in places if one.axes == "b" and within is None]
     launched = Launched(
         kernel=kernel,
         config=config,
