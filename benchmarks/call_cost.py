@@ -30,12 +30,12 @@ from tilegen.choose.choice import Ranked
 from tilegen.emit import kernel_files
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import Launch
+from tilegen.launch.changes import Changes
+from tilegen.launch.kernels import Kernels
+from tilegen.operators.call import crossing
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import paged_call, plans
 from tilegen.runtime.call import call_key, facts_of
-from tilegen.runtime.changes import Changes
-from tilegen.runtime.kernels import Kernels
-from tilegen.runtime.operators.call import crossing
 from tilegen.settings import checks
 from tilegen.task import KernelTask
 
@@ -181,7 +181,7 @@ def as_on_a_gpu(*, notes: bool = False) -> Generator[StandInDriver]:
 
     with (
         stand_in(notes=notes) as driver,
-        mock.patch.object(import_module("tilegen.runtime.changes"), "has_values", unseen),
+        mock.patch.object(import_module("tilegen.launch.changes"), "has_values", unseen),
         mock.patch.object(import_module("tilegen.masks.values"), "has_values", unseen),
         mock.patch.object(import_module("tilegen.masks.tensors"), "has_values", unseen),
         mock.patch.object(paged_call, "is_checked", unseen),

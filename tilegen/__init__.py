@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from tilegen.api import explain, generate, propose, read_code, show, tune, verify
     from tilegen.bundles.manifest import Manifest
     from tilegen.bundles.served import Bundle, load_bundle
+    from tilegen.calls.append import append_paged
+    from tilegen.calls.attention import attention
+    from tilegen.calls.flex import flex_attention, from_block_mask
+    from tilegen.calls.paged import attention_paged
+    from tilegen.calls.ranks import agree
+    from tilegen.calls.varlen import attention_jagged, attention_varlen
     from tilegen.check.verification import Check
     from tilegen.emit.identity import RenderedKernel
     from tilegen.explaining.text import Explanation
@@ -54,12 +60,6 @@ if TYPE_CHECKING:
     )
     from tilegen.model.estimate import Candidate
     from tilegen.problem import AttentionProblem
-    from tilegen.runtime.append import append_paged
-    from tilegen.runtime.attention import attention
-    from tilegen.runtime.flex import flex_attention, from_block_mask
-    from tilegen.runtime.paged import attention_paged
-    from tilegen.runtime.ranks import agree
-    from tilegen.runtime.varlen import attention_jagged, attention_varlen
     from tilegen.store import TuningRecord
 
 
@@ -77,14 +77,14 @@ _HOME = {
     "TileConfig": "tilegen.kernels.config",
     "TuningRecord": "tilegen.store",
     "activate": "tilegen.integrations.flash_backend",
-    "agree": "tilegen.runtime.ranks",
+    "agree": "tilegen.calls.ranks",
     "alibi": "tilegen.masks.score",
     "ancestors": "tilegen.masks",
-    "append_paged": "tilegen.runtime.append",
-    "attention": "tilegen.runtime.attention",
-    "attention_paged": "tilegen.runtime.paged",
-    "attention_jagged": "tilegen.runtime.varlen",
-    "attention_varlen": "tilegen.runtime.varlen",
+    "append_paged": "tilegen.calls.append",
+    "attention": "tilegen.calls.attention",
+    "attention_paged": "tilegen.calls.paged",
+    "attention_jagged": "tilegen.calls.varlen",
+    "attention_varlen": "tilegen.calls.varlen",
     "bias": "tilegen.masks.score",
     "bigbird": "tilegen.masks",
     "block_sparse": "tilegen.masks",
@@ -94,8 +94,8 @@ _HOME = {
     "dilated": "tilegen.masks",
     "documents": "tilegen.masks",
     "explain": "tilegen.api",
-    "flex_attention": "tilegen.runtime.flex",
-    "from_block_mask": "tilegen.runtime.flex",
+    "flex_attention": "tilegen.calls.flex",
+    "from_block_mask": "tilegen.calls.flex",
     "from_bool": "tilegen.masks",
     "full": "tilegen.masks",
     "generate": "tilegen.api",

@@ -20,12 +20,12 @@ from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.launch.bound_module import launcher_of_module
+from tilegen.launch.triton_function import TritonFunction
 from tilegen.masks import predicate
 from tilegen.model.footprint import footprint
 from tilegen.model.on_chip import SPILL_DOUBT
 from tilegen.problem import AttentionProblem
-from tilegen.runtime.bound_module import launcher_of_module
-from tilegen.runtime.triton_function import TritonFunction
 
 ARGUMENTS = len(inspect.signature(make_tensordesc_arg).parameters)  # one more in Triton 3.9
 PARSE, CONFIG = AttentionProblem.parse, TileConfig.parse

@@ -16,11 +16,11 @@ from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
 from tilegen.errors import InvalidProblem
 from tilegen.kernels.config import TileConfig
+from tilegen.launch.bound_module import launcher_of_module
+from tilegen.launch.triton_function import TritonFunction
 from tilegen.masks import Mask
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import dispatch, plans
-from tilegen.runtime.bound_module import launcher_of_module
-from tilegen.runtime.triton_function import TritonFunction
 
 CONFIG = TileConfig(block_m=16, block_n=16)
 

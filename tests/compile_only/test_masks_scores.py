@@ -20,6 +20,7 @@ from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.passes import forward, gradients
 from tilegen.kernels.registry import LARGE_CACHE
+from tilegen.launch.binding import BoundKernel
 from tilegen.masks import (
     Mask,
     block_sparse,
@@ -36,7 +37,6 @@ from tilegen.masks.score import Score, alibi, relative_bias, sinks, softcap
 from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import score_tensors
 from tilegen.problem import AttentionProblem
-from tilegen.runtime.binding import BoundKernel
 
 GPUS = {"sm_80": "a100", "sm_90": "h200", "sm_100": "b200", "sm_120": "rtx5090"}
 CONFIG = TileConfig(block_m=64, block_n=32, num_warps=4, num_stages=2)

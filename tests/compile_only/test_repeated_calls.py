@@ -20,14 +20,15 @@ from tilegen.emit.kernel_files import load
 from tilegen.emit.render import render
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.kernels.config import TileConfig
+from tilegen.launch import triton_function
+from tilegen.launch.bound_module import launcher_of_module
+from tilegen.launch.changes import Changes
+from tilegen.launch.launcher import Launcher
+from tilegen.launch.triton_function import TritonFunction
 from tilegen.masks.dropout import Dropout
 from tilegen.problem import AttentionProblem
-from tilegen.runtime import dispatch, plans, triton_function
-from tilegen.runtime.bound_module import launcher_of_module
-from tilegen.runtime.changes import Changes
+from tilegen.runtime import dispatch, plans
 from tilegen.runtime.dispatch import Plan
-from tilegen.runtime.launcher import Launcher
-from tilegen.runtime.triton_function import TritonFunction
 
 CONFIG = TileConfig(block_m=16, block_n=16)
 

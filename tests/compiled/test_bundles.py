@@ -23,13 +23,13 @@ from tilegen.bundles.served import Bundle
 from tilegen.check.reference import TORCH_DTYPES, attention_reference
 from tilegen.cpu.direct import DirectFunction
 from tilegen.gpus.spec import gpu
+from tilegen.launch.changes import Changes
 from tilegen.masks import Mask
 from tilegen.masks.dropout import Dropout
 from tilegen.masks.score import Score
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import plans
 from tilegen.runtime.call import problem_of
-from tilegen.runtime.changes import Changes
 
 ELEMENTS = {"*i32": torch.int32, "*i64": torch.int64, "*u8": torch.uint8}
 TABLE = torch.linspace(-1, 1, 4 * 61).reshape(4, 61).requires_grad_()

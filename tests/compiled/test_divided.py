@@ -25,12 +25,12 @@ from tilegen.kernels import passes
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.layout import public_lse
 from tilegen.kernels.split_kv import Requests
+from tilegen.launch.binding import BoundKernel
 from tilegen.masks import Mask, causal, from_bool, global_tokens, sliding_window, tree
 from tilegen.masks.score import Score, alibi, sinks, softcap
 from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import score_tensors
 from tilegen.problem import AttentionProblem
-from tilegen.runtime.binding import BoundKernel
 
 CAPACITY = 2048
 LENGTHS = (1, 0, 33, 600, 1000, 64, CAPACITY)

@@ -16,10 +16,10 @@ from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.render import render
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import LARGE_CACHE
+from tilegen.launch.launch_text import LaunchText
 from tilegen.masks import parse_mask
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import plans
-from tilegen.runtime.launch_text import LaunchText
 
 SQUARE = TileConfig(block_m=32, block_n=32)
 WIDE = TileConfig(block_m=16, block_n=64)

@@ -21,13 +21,13 @@ from tilegen.check.verification import check, require, run, verify
 from tilegen.emit.render import render
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS
+from tilegen.launch.binding import BoundKernel
 from tilegen.masks import Mask, block_sparse, causal, kv_lengths, parse_mask
 from tilegen.masks.dropout import Dropout
 from tilegen.masks.score import Score, sinks, softcap
 from tilegen.masks.shapes import Shape
 from tilegen.model.traffic import traffic_of
 from tilegen.problem import AttentionProblem, DType
-from tilegen.runtime.binding import BoundKernel
 
 DTYPES: tuple[DType, ...] = ("bf16", "fp32", "fp16")
 FAMILIES = ("split_dkdv", "split_dq", "split_backward")

@@ -18,12 +18,12 @@ from tests.tasks import tiled
 from tilegen.check.reference import Inputs, make_inputs
 from tilegen.check.verification import check, require, run, verify
 from tilegen.emit.render import render
+from tilegen.launch.binding import BoundKernel
 from tilegen.masks import Mask, causal, kv_lengths
 from tilegen.masks.score import Score, alibi, sinks, softcap
 from tilegen.masks.shapes import Shape
 from tilegen.model.traffic import traffic_of
 from tilegen.problem import AttentionProblem, DType
-from tilegen.runtime.binding import BoundKernel
 
 DTYPES: tuple[DType, ...] = ("bf16", "fp32", "fp16")
 

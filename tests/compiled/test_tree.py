@@ -19,12 +19,12 @@ from tilegen.check.verification import require, verify
 from tilegen.cpu.checks import Traffic
 from tilegen.emit.render import render
 from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.launch.binding import BoundKernel
 from tilegen.masks import Mask
 from tilegen.masks.score import Score, alibi, sinks, softcap
 from tilegen.masks.shapes import Shape
 from tilegen.model.traffic import traffic_of
 from tilegen.problem import AttentionProblem
-from tilegen.runtime.binding import BoundKernel
 
 WIDTH = 9
 PARENTS = torch.tensor([-1, 0, 0, 0, 1, 1, 2, 4, 6])

@@ -16,9 +16,10 @@ from tilegen.gpus.spec import detect
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.registry import LARGE_CACHE
 from tilegen.kernels.spec import Direction
+from tilegen.launch import libraries
+from tilegen.launch.libraries import OPERATORS
 from tilegen.problem import AttentionProblem
-from tilegen.runtime import libraries, plans
-from tilegen.runtime.libraries import OPERATORS
+from tilegen.runtime import plans
 from tilegen.store import current_versions
 from tilegen.store.library_record import BACKENDS, PASSES, Backend
 from tilegen.tuning.libraries import check_library, tune_libraries

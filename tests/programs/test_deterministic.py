@@ -12,10 +12,10 @@ import pytest
 from tests import warm
 from tests.records import A100, H200, PROBLEM, RECORD, TASK, UNMEASURED, own, place, record, timed
 from tilegen import pipeline
+from tilegen.calls import ranks
 from tilegen.choose import records
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import TileConfig
-from tilegen.runtime import ranks
 from tilegen.store import Unreachable, save
 from tilegen.task import KernelTask
 from tilegen.tuning import tuner as tune_module

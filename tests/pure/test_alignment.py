@@ -14,7 +14,8 @@ from tests.taken import taking
 from tilegen import cpu, pipeline
 from tilegen.emit.identity import is_aligned
 from tilegen.kernels.config import TileConfig
-from tilegen.runtime import autograd, plans
+from tilegen.launch import autograd
+from tilegen.runtime import plans
 
 
 @dataclass

@@ -24,6 +24,10 @@ from tilegen.errors import Unsupported
 from tilegen.kernels.allocation import allocator
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS, family_with
+from tilegen.launch.binding import BoundKernel
+from tilegen.launch.bound_module import launcher_of_module
+from tilegen.launch.launcher import Launcher
+from tilegen.launch.triton_function import TritonFunction
 from tilegen.masks import Mask
 from tilegen.masks.dropout import Dropout
 from tilegen.masks.score import Score
@@ -31,10 +35,6 @@ from tilegen.masks.shapes import Shape
 from tilegen.masks.source import unlisted
 from tilegen.masks.tensors import score_tensors
 from tilegen.problem import AttentionProblem
-from tilegen.runtime.binding import BoundKernel
-from tilegen.runtime.bound_module import launcher_of_module
-from tilegen.runtime.launcher import Launcher
-from tilegen.runtime.triton_function import TritonFunction
 
 CONFIGS: dict[Kernel, TileConfig] = {
     "fwd": TileConfig(block_m=64, block_n=32),

@@ -10,9 +10,9 @@ import torch
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
 
 import tilegen
+from tilegen.calls import maxima
 from tilegen.check.reference import attention_reference, dense_mask
 from tilegen.errors import InvalidProblem, Unsupported
-from tilegen.runtime import maxima
 
 
 def random(*sizes: int, seed: int = 0) -> torch.Tensor:

@@ -14,7 +14,7 @@ import tilegen
 from tests.pure.test_trace import BIAS, DOCUMENTS
 from tilegen.masks import predicate
 from tilegen.masks.score import Score
-from tilegen.runtime.operators.crossing import crossing
+from tilegen.operators.crossing import crossing
 
 DOCUMENTS_OF_A_BATCH = DOCUMENTS[None].int()
 MADE: dict[str, Callable[[], Any]] = {

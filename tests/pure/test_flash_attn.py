@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from tilegen.calls.attention import attention
+from tilegen.calls.varlen import attention_varlen
 from tilegen.errors import InvalidProblem
 from tilegen.integrations import flash_attn, flash_changes
 from tilegen.masks.language.texts import from_text, to_text
 from tilegen.runtime import plans
-from tilegen.runtime.attention import attention
-from tilegen.runtime.varlen import attention_varlen
 
 Q, KV = (2, 5, 4, 16), (2, 9, 2, 16)
 

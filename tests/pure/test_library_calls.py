@@ -15,10 +15,10 @@ from tests.libraries import KERNELS_OF, PROBLEM, of_library
 from tilegen.check.reference import attention_reference, make_inputs
 from tilegen.integrations import flash_backend
 from tilegen.kernels.registry import KERNELS, LARGE_CACHE
+from tilegen.launch import libraries
+from tilegen.launch.changes import Wanted
+from tilegen.launch.libraries import OPERATORS, Library, Operators
 from tilegen.problem import AttentionProblem
-from tilegen.runtime import libraries
-from tilegen.runtime.changes import Wanted
-from tilegen.runtime.libraries import OPERATORS, Library, Operators
 from tilegen.store import Versions, current_versions
 from tilegen.store.library_record import (
     BACKENDS,

@@ -20,10 +20,10 @@ from tilegen.emit.render import render
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
+from tilegen.launch.changes import Changes
 from tilegen.masks.tiles.tile_ranges import tile_ranges
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import paged_call, paged_dispatch, plans
-from tilegen.runtime.changes import Changes
 from tilegen.task import KernelTask
 
 H200 = gpu("h200")

@@ -16,6 +16,7 @@ from tests.bundles import write_bundle
 from tests.records import RECORD, timed
 from tilegen import pipeline
 from tilegen.bundles.manifest import MANIFEST, Manifest
+from tilegen.calls import ranks
 from tilegen.choose import records
 from tilegen.choose.families import family
 from tilegen.emit.identity import RenderedKernel
@@ -23,7 +24,7 @@ from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import FAMILIES, KERNELS
 from tilegen.problem import AttentionProblem
-from tilegen.runtime import dispatch, ranks
+from tilegen.runtime import dispatch
 from tilegen.store import save
 from tilegen.task import KernelTask
 

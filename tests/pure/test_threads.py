@@ -16,6 +16,7 @@ import torch
 import tilegen
 from tilegen import disk, sympy_lock
 from tilegen.bounded_cache import BoundedCache
+from tilegen.calls import varlen
 from tilegen.check.reference import attention_reference
 from tilegen.choose.families import kernels_of
 from tilegen.choose.ranker import propose
@@ -25,7 +26,7 @@ from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
 from tilegen.masks import parse_mask
 from tilegen.problem import AttentionProblem
-from tilegen.runtime import dispatch, plans, varlen
+from tilegen.runtime import dispatch, plans
 from tilegen.task import KernelTask
 
 THREADS = 16

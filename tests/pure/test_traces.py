@@ -16,11 +16,11 @@ import torch
 from torch.nn.attention.flex_attention import and_masks, create_block_mask
 
 import tilegen
+from tilegen.calls.flex import from_block_mask
 from tilegen.check.reference import dense_mask
 from tilegen.masks.score import traced
 from tilegen.masks.tracing.fingerprint import Traces, fingerprint
 from tilegen.runtime.call import score_of
-from tilegen.runtime.flex import from_block_mask
 
 FACTOR = 2
 SETTINGS = SimpleNamespace(factor=2)

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import tilegen
 import tilegen.operators
 from tilegen.errors import TilegenError
-from tilegen.runtime.operators.crossing import crossing
+from tilegen.operators.crossing import crossing
 
 BOTTOM = tilegen.causal("bottom_right")
 HEADS, HEADS_KV, WIDTH, V_WIDTH, PAGE = 4, 2, 32, 24, 16

@@ -20,10 +20,10 @@ from torch.utils.checkpoint import (
 from torch.utils.flop_counter import FlopCounterMode
 
 import tilegen
-import tilegen.runtime.operators.call  # registers the operators
+import tilegen.operators.call  # registers the operators
 from tests.traced_calls import BATCH, HEADS, IDS, ROWS, WIDTH, normal, qkv
 from tilegen.errors import Unsupported
-from tilegen.runtime.operators.crossing import crossing
+from tilegen.operators.crossing import crossing
 
 MASK = tilegen.causal() & tilegen.documents(IDS)
 

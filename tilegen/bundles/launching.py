@@ -12,7 +12,7 @@ import torch
 
 from tilegen.bundles.manifest import Binary
 from tilegen.errors import Unsupported
-from tilegen.runtime.launcher import Launched, Launcher, Run
+from tilegen.launch.launcher import Launched, Launcher, Run
 
 if TYPE_CHECKING:
     from tilegen.bundles.driver import Function

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from tilegen.gpus.spec import GpuSpec
     from tilegen.kernels.config import Kernel
     from tilegen.kernels.spec import Direction
+    from tilegen.launch.binding import BoundKernel
     from tilegen.problem import AttentionProblem
-    from tilegen.runtime.binding import BoundKernel
 
 
 class Bundle:
@@ -94,7 +94,7 @@ class Bundle:
     ) -> dict[Kernel, BoundKernel] | None:
         """Return the kernels of a pass, ready to be launched; None where there are none."""
         from tilegen.bundles.launching import launcher_of
-        from tilegen.runtime.binding import BoundKernel
+        from tilegen.launch.binding import BoundKernel
 
         if (found := self.find(problem, gpu, direction, aligned=aligned)) is None:
             return None

@@ -30,6 +30,7 @@ from tilegen.kernels.layout import public_lse
 from tilegen.kernels.panels import PANEL_STEP, Launch
 from tilegen.kernels.registry import family_among
 from tilegen.kernels.two_pass import BWD_PREPROCESS
+from tilegen.launch.bound_module import bound_kernel
 from tilegen.masks.dropout import Dropout
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
@@ -37,7 +38,6 @@ from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import score_tensors
 from tilegen.masks.typical import typical_score
 from tilegen.problem import AttentionProblem
-from tilegen.runtime.bound_module import bound_kernel
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,12 +15,12 @@ import torch
 from diffusers.models import attention_dispatch
 from torch.nn.attention.flex_attention import BlockMask
 
+from tilegen.calls import attention as runtime
+from tilegen.calls.flex import from_block_mask
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.integrations.given import is_mask, of_tensor, score_of
 from tilegen.masks.mask import Mask, causal, full
-from tilegen.runtime import attention as runtime
 from tilegen.runtime.call import shown
-from tilegen.runtime.flex import from_block_mask
 
 
 @contextmanager

@@ -15,15 +15,15 @@ from typing import Any
 
 import torch
 
+from tilegen.calls.attention import attention
+from tilegen.calls.paged import attention_paged
+from tilegen.calls.varlen import attention_varlen
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.integrations import windows
 from tilegen.integrations.flash_cache import flash_attn_with_kvcache as flash_attn_with_kvcache
 from tilegen.integrations.flash_changes import mask_of, score_of
 from tilegen.masks.values import Alignment
-from tilegen.runtime.attention import attention
 from tilegen.runtime.call import check_axes
-from tilegen.runtime.paged import attention_paged
-from tilegen.runtime.varlen import attention_varlen
 
 
 def flash_attn_func(

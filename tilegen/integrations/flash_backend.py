@@ -21,15 +21,15 @@ from torch.nn.attention import (
     restore_flash_attention_impl,
 )
 
+from tilegen.calls.varlen import packed_mask
 from tilegen.disk import say_once
 from tilegen.errors import TilegenError, Unsupported
 from tilegen.integrations import windows
+from tilegen.launch.changes import Changes
 from tilegen.masks.dropout import Dropout
 from tilegen.masks.mask import Mask
+from tilegen.operators.library import differentiated
 from tilegen.runtime import dispatch
-from tilegen.runtime.changes import Changes
-from tilegen.runtime.operators.library import differentiated
-from tilegen.runtime.varlen import packed_mask
 
 NAME = "tilegen"
 """The name in PyTorch's registry."""

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from tilegen.bounded_cache import BoundedCache
+from tilegen.calls.append import append_paged
+from tilegen.calls.paged import attention_paged
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.integrations.flash_changes import mask_of, score_of
 from tilegen.masks.values import is_checked
 from tilegen.problem import PAGES
-from tilegen.runtime.append import append_paged
 from tilegen.runtime.call import check_axes, shown
-from tilegen.runtime.paged import attention_paged
 from tilegen.runtime.paged_call import PAGE_AXES, readable
 
 NEW_AXES, CACHE_AXES = "batch, seqlen, heads, dim", "caches, seqlen, heads_kv, dim"

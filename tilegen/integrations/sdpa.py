@@ -10,13 +10,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakIdKeyDictionary
 
+from tilegen.calls.attention import attention
 from tilegen.disk import say_once
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.integrations import tables, windows
 from tilegen.integrations.given import is_mask
 from tilegen.masks.made import is_traced, made_once
 from tilegen.masks.score import Score, bias
-from tilegen.runtime.attention import attention
 from tilegen.runtime.call import shown
 
 

@@ -28,6 +28,8 @@ from sglang.srt.mem_cache.swa_memory_pool import (  # pyright: ignore[reportMiss
 )
 from sglang.srt.runtime_context import get_parallel  # pyright: ignore[reportMissingImports]
 
+from tilegen.calls.paged import attention_paged
+from tilegen.calls.varlen import attention_varlen
 from tilegen.errors import Unsupported
 from tilegen.integrations import windows
 from tilegen.integrations.flash_changes import score_of
@@ -35,8 +37,6 @@ from tilegen.masks.constructors import tree
 from tilegen.masks.mask import Mask, sliding_window
 from tilegen.masks.score import Score
 from tilegen.problem import PAGES
-from tilegen.runtime.paged import attention_paged
-from tilegen.runtime.varlen import attention_varlen
 from tilegen.settings import BATCH_INVARIANT, settings
 
 _NO_DRAFTING = (

@@ -18,10 +18,10 @@ from torch.nn.attention.flex_attention import BlockMask
 from torchtitan.models.common import attention as theirs  # pyright: ignore[reportMissingImports]
 from torchtitan.protocols.module import Module  # pyright: ignore[reportMissingImports]
 
+from tilegen.calls.flex import flex_attention
+from tilegen.calls.varlen import attention_varlen
 from tilegen.errors import InvalidProblem
 from tilegen.integrations import windows
-from tilegen.runtime.flex import flex_attention
-from tilegen.runtime.varlen import attention_varlen
 
 OutTransform = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -16,6 +16,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from tilegen.bounded_cache import BoundedCache
+from tilegen.calls.attention import attention
+from tilegen.calls.flex import from_block_mask
 from tilegen.disk import say_once
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.integrations import windows
@@ -25,9 +27,7 @@ from tilegen.masks.made import is_traced
 from tilegen.masks.mask import Causal, Mask, causal, full
 from tilegen.masks.packed import packed
 from tilegen.masks.values import Alignment
-from tilegen.runtime.attention import attention
 from tilegen.runtime.call import shown
-from tilegen.runtime.flex import from_block_mask
 
 NAME = "tilegen"
 CHOICES = ("indices", "block_indices", "sinks")

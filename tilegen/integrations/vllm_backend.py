@@ -20,13 +20,13 @@ from vllm.v1.attention.backend import (  # pyright: ignore[reportMissingImports]
     AttentionType,
 )
 
+from tilegen.calls.paged import attention_paged
 from tilegen.errors import Unsupported
 from tilegen.integrations import windows
 from tilegen.integrations.flash_changes import score_of
 from tilegen.masks.score import Score
 from tilegen.problem import MAX_HEAD_DIM, MIN_HEAD_DIM
 from tilegen.runtime.call import DTYPES
-from tilegen.runtime.paged import attention_paged
 from tilegen.runtime.slots import write_slots
 from tilegen.settings import BATCH_INVARIANT
 

@@ -28,6 +28,8 @@ from vllm.v1.attention.backends.mla.prefill.base import (  # pyright: ignore[rep
     MLAPrefillBackend,
 )
 
+from tilegen.calls.paged import attention_paged
+from tilegen.calls.varlen import attention_varlen
 from tilegen.errors import Unsupported
 from tilegen.integrations import windows
 from tilegen.integrations.vllm_backend import (
@@ -37,8 +39,6 @@ from tilegen.integrations.vllm_backend import (
     refuse_batches,
     refuse_layers,
 )
-from tilegen.runtime.paged import attention_paged
-from tilegen.runtime.varlen import attention_varlen
 
 MASKS = [windows.vllm(None, causal) for causal in (False, True)]
 """Masks of a request's drafts, which see all keys, or those up to their own."""

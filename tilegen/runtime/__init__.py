@@ -1,2 +1,2 @@
-"""A call at run time: what it asks (`call`), its kernels (`dispatch`), its gradients (`autograd`),
-and the other ways to call."""
+"""From the tensors of a call to its plan: the facts of a call (`call`), the plans of calls alike
+(`plans`, `dispatch`), and the same for pages."""

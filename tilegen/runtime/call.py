@@ -14,6 +14,8 @@ import torch
 from tilegen.emit.identity import VECTOR_BYTES
 from tilegen.errors import InvalidProblem
 from tilegen.kernels.config import shares_columns
+from tilegen.launch.changes import Changes
+from tilegen.launch.launch_text import MAX_ROW_STRIDE
 from tilegen.masks import score as scores
 from tilegen.masks.dropout import Dropout
 from tilegen.masks.mask import Mask
@@ -21,8 +23,6 @@ from tilegen.masks.score import Score, ScoreForm
 from tilegen.masks.tensors import check_kv_lengths
 from tilegen.masks.tracing.fingerprint import Traces
 from tilegen.problem import MIN_HEAD_DIM, AttentionProblem, DType
-from tilegen.runtime.changes import Changes
-from tilegen.runtime.launch_text import MAX_ROW_STRIDE
 from tilegen.settings import settings
 
 DTYPES: dict[torch.dtype, DType] = {

@@ -19,14 +19,17 @@ from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.kernels.config import BLOCK_SIZES
 from tilegen.kernels.descriptors import is_describable
 from tilegen.kernels.layout import public_lse
+from tilegen.launch import autograd
+from tilegen.launch.autograd import addressable, computes_by_torch, reaching, torch_run
+from tilegen.launch.changes import Changes
+from tilegen.launch.kernels import Kernels
 from tilegen.masks.apart import apart
 from tilegen.masks.dilation import grouped_mask, step_of
 from tilegen.masks.kinds import kind_of_mask
 from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import are_readable, check_columns, check_fit, check_kv_lengths
 from tilegen.problem import AttentionProblem
-from tilegen.runtime import autograd, plans
-from tilegen.runtime.autograd import addressable, computes_by_torch, reaching, torch_run
+from tilegen.runtime import plans
 from tilegen.runtime.call import (
     MAX_PROGRAMS,
     autocast,
@@ -38,9 +41,7 @@ from tilegen.runtime.call import (
     problem_of,
     widened,
 )
-from tilegen.runtime.changes import Changes
 from tilegen.runtime.dilation import group, ungroup
-from tilegen.runtime.kernels import Kernels
 from tilegen.settings import BATCH_INVARIANT
 
 

@@ -10,13 +10,13 @@ import torch
 from tilegen.bounded_cache import BoundedCache
 from tilegen.emit.identity import VECTOR_BYTES, is_aligned
 from tilegen.errors import InvalidProblem
+from tilegen.launch.autograd import addressable
+from tilegen.launch.changes import Changes
+from tilegen.launch.kernels import READABLE
+from tilegen.launch.launch_text import MAX_ROW_STRIDE
 from tilegen.masks.values import is_checked
 from tilegen.problem import PAGES
-from tilegen.runtime.autograd import addressable
 from tilegen.runtime.call import DTYPES, check_axes, form_of, shown, values_in_keys
-from tilegen.runtime.changes import Changes
-from tilegen.runtime.kernels import READABLE
-from tilegen.runtime.launch_text import MAX_ROW_STRIDE
 
 PAGE_AXES = {"NHD": "pages, keys, heads, head_dim", "HND": "pages, heads, keys, head_dim"}
 """The dimensions of pages by their layout."""

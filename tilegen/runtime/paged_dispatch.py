@@ -12,16 +12,16 @@ import torch
 from tilegen.errors import Unsupported
 from tilegen.kernels.layout import empty_like
 from tilegen.kernels.split_kv import Requests
+from tilegen.launch.autograd import computes_by_torch
+from tilegen.launch.changes import Changes
+from tilegen.launch.derivatives import refuse_tangents
+from tilegen.launch.kernels import Kernels
 from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import check_fit, score_tensors, tensors_of
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import plans
-from tilegen.runtime.autograd import computes_by_torch
 from tilegen.runtime.call import DTYPES, checked_scale, form_of, values_in_keys
-from tilegen.runtime.changes import Changes
-from tilegen.runtime.derivatives import refuse_tangents
-from tilegen.runtime.kernels import Kernels
 from tilegen.runtime.paged_call import PagedCall
 from tilegen.settings import settings
 

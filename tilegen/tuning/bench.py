@@ -220,7 +220,7 @@ class Timed:
     def runs(self, config: TileConfig) -> Callable[[], None]:
         """Return what runs the kernel with a config once. Raises TilegenError."""
         from tilegen.emit.render import render
-        from tilegen.runtime.bound_module import bound_kernel
+        from tilegen.launch.bound_module import bound_kernel
 
         bound = bound_kernel(render(self.problem, config, self.kernel), self.device)
         launch = bound.given(self.mask, self.problem.shape, self.device, self.reads)

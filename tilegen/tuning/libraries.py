@@ -88,7 +88,7 @@ def _measure(
     import torch
 
     from tilegen.check.reference import make_inputs
-    from tilegen.runtime.libraries import OPERATORS
+    from tilegen.launch.libraries import OPERATORS
 
     operators, causal = OPERATORS[backend], isinstance(problem.mask, Causal)
     scale = problem.head_dim_qk**-0.5
@@ -119,7 +119,7 @@ def check_library(
     from tilegen.check.reference import make_inputs
     from tilegen.check.sizes import reduced
     from tilegen.check.verification import judge_all
-    from tilegen.runtime.libraries import OPERATORS
+    from tilegen.launch.libraries import OPERATORS
 
     small, operators = reduced(problem), OPERATORS[backend]
     causal, scale = isinstance(small.mask, Causal), small.head_dim_qk**-0.5

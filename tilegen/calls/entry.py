@@ -10,12 +10,12 @@ from torch.compiler import is_dynamo_compiling
 
 from tilegen.errors import TilegenError, Unsupported
 from tilegen.kernels.layout import public_lse
+from tilegen.launch.changes import Changes
+from tilegen.launch.derivatives import refuse_tangents
 from tilegen.masks.kinds import FULL
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
 from tilegen.runtime.call import ScoreFunction, describe, dropout_of, score_of
-from tilegen.runtime.changes import Changes
-from tilegen.runtime.derivatives import refuse_tangents
 from tilegen.runtime.dispatch import planned
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -81,6 +81,6 @@ def is_watched(q: Any) -> bool:
 
 
 def _watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *call: Any) -> tuple[Any, Any]:
-    from tilegen.runtime.operators.call import attend_watched
+    from tilegen.operators.call import attend_watched
 
     return attend_watched(q, k, v, *call)

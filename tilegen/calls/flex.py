@@ -7,17 +7,17 @@ from typing import Any
 import torch
 from torch.nn.attention.flex_attention import AuxOutput, AuxRequest, BlockMask, noop_mask
 
+from tilegen.calls.attention import attention
+from tilegen.calls.maxima import row_maxima
 from tilegen.errors import InvalidProblem
+from tilegen.launch.changes import Changes
 from tilegen.masks.blocks import Blocks
 from tilegen.masks.constructors import predicate
 from tilegen.masks.made import is_traced
 from tilegen.masks.mask import Mask, Pending, full
 from tilegen.masks.score import Score
 from tilegen.masks.tracing.fingerprint import Traces
-from tilegen.runtime.attention import attention
 from tilegen.runtime.call import AXES, ScoreFunction, check_axes, score_of
-from tilegen.runtime.changes import Changes
-from tilegen.runtime.maxima import row_maxima
 
 
 def flex_attention(

@@ -10,12 +10,12 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from tilegen.kernels.layout import empty_like, laid_like, public_lse
+from tilegen.launch.autograd import gradients
+from tilegen.launch.changes import Changes, Wanted
+from tilegen.launch.kernels import Kernels
 from tilegen.masks.dropout import Dropout
-from tilegen.runtime.autograd import gradients
-from tilegen.runtime.changes import Changes, Wanted
+from tilegen.operators.rebuilding import rebuilt, trained_places
 from tilegen.runtime.dispatch import plan_of, planned
-from tilegen.runtime.kernels import Kernels
-from tilegen.runtime.operators.rebuilding import rebuilt, trained_places
 
 
 @torch.library.custom_op("tilegen::forward", mutates_args=())

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 
 from tilegen.kernels.config import TileConfig
-from tilegen.runtime.launcher import Run, Unfamiliar
+from tilegen.launch.launcher import Run, Unfamiliar
 
 MAX_INT = 2**31
 _NEEDED = ("run", "function", "packed_metadata", "launch_metadata")

@@ -18,6 +18,7 @@ from cachetools import LRUCache
 
 from tilegen.bounded_cache import BoundedCache
 from tilegen.errors import InvalidProblem
+from tilegen.launch.changes import Changes
 from tilegen.masks.blocks import Blocks
 from tilegen.masks.constructors import tree
 from tilegen.masks.dropout import Dropout
@@ -27,7 +28,6 @@ from tilegen.masks.notation import parse_mask
 from tilegen.masks.packed import of_ids, packed
 from tilegen.masks.score import Score
 from tilegen.masks.values import UNKNOWN, Values, typical_of
-from tilegen.runtime.changes import Changes
 
 MAX_KNOWN = 512
 MAX_BLOCK_MASKS = 64

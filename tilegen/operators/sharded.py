@@ -40,7 +40,7 @@ def on_each_device(
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.experimental import local_map
 
-    from tilegen.runtime.operators.crossing import crossing
+    from tilegen.operators.crossing import crossing
 
     given: Any = (q, k, v)
     placements = tuple(q.placements)  # type: ignore[attr-defined]

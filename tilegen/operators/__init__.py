@@ -6,8 +6,8 @@ one imports this module first. Calls of `attention` and of its paged kin load it
 they need it.
 """
 
-from tilegen.runtime.operators.library import backward, forward
-from tilegen.runtime.operators.pages import append_operator as append
-from tilegen.runtime.operators.pages import paged
+from tilegen.operators.library import backward, forward
+from tilegen.operators.pages import append_operator as append
+from tilegen.operators.pages import paged
 
 __all__ = ["append", "backward", "forward", "paged"]

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from tilegen.errors import InvalidProblem
+from tilegen.operators.crossing import crossing
+from tilegen.operators.rebuilding import rebuilt
 from tilegen.runtime.call import check_axes
-from tilegen.runtime.operators.crossing import crossing
-from tilegen.runtime.operators.rebuilding import rebuilt
 from tilegen.runtime.paged_call import QUERY_AXES
 from tilegen.runtime.paged_dispatch import attend_pages, refuse_gradients
 from tilegen.runtime.slots import append

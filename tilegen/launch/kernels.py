@@ -24,14 +24,14 @@ from tilegen.kernels.panels import Launch, rows_for
 from tilegen.kernels.spec import Direction
 from tilegen.kernels.split_kv import Requests
 from tilegen.kernels.two_pass import BWD_PREPROCESS
+from tilegen.launch.binding import BoundKernel
+from tilegen.launch.bound_module import bound_module
+from tilegen.launch.changes import Changes, Gradients, Wanted
+from tilegen.launch.libraries import Library
 from tilegen.masks.mask import Causal
 from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import score_tensors
 from tilegen.problem import AttentionProblem
-from tilegen.runtime.binding import BoundKernel
-from tilegen.runtime.bound_module import bound_module
-from tilegen.runtime.changes import Changes, Gradients, Wanted
-from tilegen.runtime.libraries import Library
 from tilegen.settings import settings
 
 READABLE = torch.int32, torch.int64

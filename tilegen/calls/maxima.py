@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tilegen.runtime.changes import Changes
+from tilegen.launch.changes import Changes
 
 PAIRS = 2**24
 """Number of scores that are held at once, roughly."""

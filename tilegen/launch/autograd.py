@@ -10,15 +10,15 @@ from tilegen import cpu
 from tilegen.disk import say_once
 from tilegen.emit.identity import is_aligned
 from tilegen.kernels.descriptors import is_describable
+from tilegen.launch.changes import Changes, Gradients, Wanted
+from tilegen.launch.derivatives import refuse_second, refuse_tangents
+from tilegen.launch.launch_text import MAX_ROW_STRIDE
 from tilegen.masks.score import Score
 from tilegen.masks.shapes import Shape
 from tilegen.masks.tensors import tensors_of
-from tilegen.runtime.changes import Changes, Gradients, Wanted
-from tilegen.runtime.derivatives import refuse_second, refuse_tangents
-from tilegen.runtime.launch_text import MAX_ROW_STRIDE
 
 if TYPE_CHECKING:
-    from tilegen.runtime.kernels import Kernels
+    from tilegen.launch.kernels import Kernels
 
 
 def run(

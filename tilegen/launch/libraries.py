@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from tilegen.disk import say_once
 from tilegen.kernels.layout import laid_like
-from tilegen.runtime.changes import Gradients, Wanted
+from tilegen.launch.changes import Gradients, Wanted
 from tilegen.store.library_record import Backend
 from tilegen.tuning.measure import one_line
 

@@ -20,7 +20,7 @@ from tilegen.kernels.arguments import Argument, extra, size
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import Launch
 from tilegen.kernels.registry import KERNELS
-from tilegen.runtime.launch_text import MAX_ROW_STRIDE, LaunchText
+from tilegen.launch.launch_text import MAX_ROW_STRIDE, LaunchText
 
 Run = Callable[[int, list[Any], torch.device], None]
 """Launches a grid of programs on the current stream of a device, with the values of all

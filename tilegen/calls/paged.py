@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch.compiler import is_dynamo_compiling
 
+from tilegen.calls.entry import is_watched, refuse_jit
 from tilegen.errors import TilegenError
+from tilegen.launch.changes import Changes
 from tilegen.masks.kinds import FULL
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
 from tilegen.runtime.call import ScoreFunction, score_of, shown
-from tilegen.runtime.changes import Changes
-from tilegen.runtime.entry import is_watched, refuse_jit
 from tilegen.runtime.paged_dispatch import attend_pages
 
 
@@ -83,7 +83,7 @@ def attention_paged(
 
 
 def _watched(q: torch.Tensor, *call: Any) -> tuple[Any, Any]:
-    from tilegen.runtime.operators.pages import attend_pages_watched
+    from tilegen.operators.pages import attend_pages_watched
 
     return attend_pages_watched(q, *call)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tilegen.runtime.entry import is_watched, refuse_jit
+from tilegen.calls.entry import is_watched, refuse_jit
 from tilegen.runtime.slots import append
 
 
@@ -31,7 +31,7 @@ def append_paged(
     call = k, v, k_pages, v_pages, block_table, kv_lengths, q_starts, layout
     refuse_jit()
     if is_watched(k):
-        from tilegen.runtime.operators.pages import append_operator
+        from tilegen.operators.pages import append_operator
 
         append_operator(*call)
     else:

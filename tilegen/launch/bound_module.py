@@ -10,11 +10,11 @@ from tilegen.emit.identity import stride_unit
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.descriptors import described_lines
 from tilegen.kernels.registry import KERNELS, grid_of
+from tilegen.launch.binding import BoundKernel
+from tilegen.launch.launcher import Launched, Launcher
+from tilegen.launch.tensor_function import TensorFunction
+from tilegen.launch.triton_function import TritonFunction
 from tilegen.problem import AttentionProblem
-from tilegen.runtime.binding import BoundKernel
-from tilegen.runtime.launcher import Launched, Launcher
-from tilegen.runtime.tensor_function import TensorFunction
-from tilegen.runtime.triton_function import TritonFunction
 
 if TYPE_CHECKING:
     import torch

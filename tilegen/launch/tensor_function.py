@@ -11,7 +11,7 @@ from tilegen.kernels.config import TileConfig
 if TYPE_CHECKING:
     import torch
 
-    from tilegen.runtime.launcher import Run
+    from tilegen.launch.launcher import Run
 
 
 class TensorFunction:

@@ -6,12 +6,12 @@ from typing import Literal, overload
 
 import torch
 
+from tilegen.calls.entry import attend
+from tilegen.calls.varlen import attention_jagged
 from tilegen.errors import InvalidProblem
 from tilegen.masks.mask import Mask
 from tilegen.masks.score import Score
 from tilegen.runtime.call import ScoreFunction
-from tilegen.runtime.entry import attend
-from tilegen.runtime.varlen import attention_jagged
 
 
 @overload

@@ -7,8 +7,8 @@ from typing import Any, NoReturn
 
 import torch
 
-from tilegen.runtime.derivatives import refuse_second
-from tilegen.runtime.operators.library import by_place, mapped
+from tilegen.launch.derivatives import refuse_second
+from tilegen.operators.library import by_place, mapped
 
 Call = tuple[str, float, float, bool]
 """The parts of a call that are no tensors: changes, scale, dropout_p, and whether it drops."""

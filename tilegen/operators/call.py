@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from tilegen.operators.crossing import crossing
+from tilegen.operators.functional import Attention
+from tilegen.operators.sharded import is_sharded, on_each_device
 from tilegen.runtime.call import AXES, autocast, autocast_dtype, check_axes, dropout_of
-from tilegen.runtime.operators.crossing import crossing
-from tilegen.runtime.operators.functional import Attention
-from tilegen.runtime.operators.sharded import is_sharded, on_each_device
 
 
 def attend_watched(

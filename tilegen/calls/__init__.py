@@ -1,0 +1,1 @@
+"""The ways to call: `attention`, with documents, pages, and the names of other packages."""
