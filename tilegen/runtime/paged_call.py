@@ -24,6 +24,45 @@ QUERY_AXES = "requests, heads, seqlen, head_dim", "total, heads, head_dim"
 """The dimensions of queries, and of those that `q_starts` parts."""
 
 
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The views by which tensors with the same sizes and strides come into the form of
+    kernels."""
+
+    q: tuple[tuple[int, ...], tuple[int, ...]]
+    """Size and strides."""
+    k: tuple[tuple[int, ...], tuple[int, ...]]
+    v: tuple[tuple[int, ...], tuple[int, ...]]
+    out: tuple[tuple[int, ...], tuple[int, ...]] | None
+    q_starts: torch.Tensor | None
+    """Starts of the queries of requests, where the caller gives none."""
+    longest_q: int
+
+    def applied(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        block_table: torch.Tensor,
+        lengths: torch.Tensor,
+        q_starts: torch.Tensor | None,
+        out: torch.Tensor | None,
+    ) -> PagedCall:
+        """Return the call with other tensors of these sizes and strides."""
+        starts = self.q_starts if q_starts is None else q_starts
+        assert starts is not None
+        return PagedCall(
+            q.as_strided(*self.q),
+            k.as_strided(*self.k),
+            v.as_strided(*self.v),
+            block_table,
+            lengths,
+            starts,
+            self.longest_q,
+            None if out is None or self.out is None else out.as_strided(*self.out),
+        )
+
+
 @dataclass(slots=True)
 class PagedCall:
     """A call in the form that kernels take: queries of all requests one after the other, pages as
@@ -135,6 +174,28 @@ class PagedCall:
             return None
         return view if addressable(view) else None
 
+    def form_of(
+        self,
+        q: torch.Tensor,
+        table: torch.Tensor,
+        lengths: torch.Tensor,
+        starts: torch.Tensor | None,
+        out: torch.Tensor | None,
+    ) -> Form | None:
+        """Return the form of calls alike, of the tensors that the caller gave; None where one of
+        them was copied."""
+        is_view = self.q.data_ptr() == q.data_ptr()
+        same = self.block_table is table and self.lengths is lengths
+        if not (is_view and same and (starts is None or self.q_starts is starts)):
+            return None
+        if out is not None and self.out is None:
+            return None
+        q_form, k_form, v_form = ((x.shape, x.stride()) for x in (self.q, self.k, self.v))
+        made = None if self.out is None else (self.out.shape, self.out.stride())
+        return Form(
+            q_form, k_form, v_form, made, self.q_starts if starts is None else None, self.longest_q
+        )
+
     def longest_kv(self, given: int | None) -> int:
         """Return what bounds the keys of a request. Raises InvalidProblem for lengths beyond it,
         where values are checked."""
@@ -166,6 +227,31 @@ class PagedCall:
                         f"block_table must name pages 0..{len(self.k) - 1}, got {used.tolist()}"
                     )
         return longest
+
+
+def facts_of_pages(
+    tensors: tuple[Any, ...], bounds: tuple[Any, ...], changes: Changes
+) -> tuple[Any, ...] | None:
+    """Return all that the plan and the form of a call depend on; None where values count, too, or
+    the arguments are no tensors."""
+    q, k, v, table, lengths, starts, out = tensors
+    if changes.score is not None or changes.given.values:
+        return None
+    try:
+        if is_checked(lengths):
+            return None
+        k_at, v_at = k.data_ptr(), v.data_ptr()
+        offset = (
+            q.data_ptr() | k_at | v_at | (0 if out is None else out.data_ptr())
+        ) % VECTOR_BYTES
+        laid = [
+            (x.shape, x.stride(), x.dtype, x.device)
+            for x in (q, k, v, table, lengths, *(x for x in (starts, out) if x is not None))
+        ]
+    except (AttributeError, RuntimeError):  # which checks name
+        return None
+    given = starts is None, out is None
+    return "paged", laid, offset, k_at == v_at, bounds, given, changes.kind
 
 
 def _fits(
