@@ -60,9 +60,11 @@ def propose(
     from tilegen.pipeline import choose_by_model
 
     task = _task(kernel, problem, gpu_of(gpu, fast_memory))
-    candidates = ranked(task, top=top)
-    tried = choose_by_model(task).tried if compile else {}
-    return with_verdicts(task, candidates, tried)[:top]
+    if not compile:
+        return with_verdicts(task, ranked(task, top=top), {})
+    choice = choose_by_model(task)
+    task = choice.ranked.task  # which joins the splits that were settled, where it joins any
+    return with_verdicts(task, ranked(task, top=top), choice.tried)[:top]
 
 
 def explain(

@@ -183,6 +183,8 @@ def settle(ranked: Ranked, compile: Compile | None) -> Choice:
 def choose_by_model(task: KernelTask) -> Choice:
     """Choose the config of a call with dense tensors where nothing is recorded: the best of the
     model's configs that compiles here to a usable kernel. Raises Unsupported and BuildFailed."""
+    if task.before and task.joined is None:
+        task = replace(task, joined=choose_by_model(task.before).config)
     ranked = _by_model(task, describable=True, may_compile=True)
     return best_acceptable(ranked, compiler_here(aligned=rows_are_aligned(task.problem)))
 

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+import tilegen
 from benchmarks import decode
 from benchmarks.rows import read
 from tilegen import pipeline
 from tilegen.compiling.acceptable import acceptable
 from tilegen.errors import BuildFailed
 from tilegen.gpus.spec import gpu
+from tilegen.kernels.config import TileConfig
 from tilegen.problem import AttentionProblem
 
 CASES = [
@@ -38,6 +40,14 @@ def test_first_choices_compile_to_what_may_be_used(
         built = one.tried[one.config]
         assert not isinstance(built, BuildFailed)
         assert acceptable(built, spec), (name, kernel, built)
+    # The join is chosen for the splits that were settled, by whoever asks.
+    joins = chosen["fwd_combine"]
+    assert joins.ranked.task.joined == chosen["fwd_split"].config
+    (proposed,) = tilegen.propose(text, name, kernel="fwd_combine", top=1, compile=True)
+    assert proposed.config == joins.config
+    if "tree" not in text:  # whose table has no values here
+        (told,) = tilegen.explain(text, name, kernel="fwd_combine").values
+        assert TileConfig(**told["config"]) == joins.config
 
 
 @pytest.mark.skipif(
