@@ -15,9 +15,9 @@ from benchmarks.summary import summarise
 from tests.cases import PROBLEM, a_workload
 from tests.records import H200, record
 from tilegen.errors import NoRecord
-from tilegen.gpus.spec import GpuSpec
 from tilegen.problem import AttentionProblem
 from tilegen.store import record_path, save
+from tilegen.task import KernelTask
 
 WINDOW = AttentionProblem.parse("b1 hq2 hkv2 q256 kv256 d32 fp16 window(15,0)")
 
@@ -39,11 +39,11 @@ def test_tuned_kernels_are_packed_and_not_tuned_again(
     monkeypatch.setenv("TILEGEN_CACHE_DIR", str(tmp_path / "cache"))
     given: list[tuple[str, float]] = []
 
-    def fake_tune(problem: AttentionProblem, spec: GpuSpec, **options: Any) -> None:
-        given.append((options["kernel"], options["seconds"]))
-        if options["kernel"] == "bwd_dq":
+    def fake_tune(task: KernelTask, *, seconds: float, **_: Any) -> None:
+        given.append((task.kernel, seconds))
+        if task.kernel == "bwd_dq":
             raise NoRecord("nothing runs")
-        save(record(kernel=options["kernel"], problem=problem.bucket))
+        save(record(kernel=task.kernel, problem=task.problem.bucket))
 
     monkeypatch.setattr(tune, "tune", fake_tune)
     todo = tune.untuned([(PROBLEM, "fwd"), (PROBLEM, "bwd_dq"), (PROBLEM, "bwd_dkdv")], H200)
