@@ -44,7 +44,7 @@ def kernels(
 def test_verify_and_calls_run_the_same_launch(
     part: str, broken: Callable[[str], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is broken in the printed launch, `verify` notices; calls are wrong by the same."""
+    """Break the printed launch: `verify` fails, and calls give wrong results."""
     problem = AttentionProblem.parse("b1 hq4 hkv2 q100 kv100 d32 fp32 causal")
     configs = dict.fromkeys(LARGE_CACHE, SQUARE)
     x = make_inputs(problem)

@@ -43,7 +43,7 @@ class LaunchText:
     unit: int
     """The elements by which strides are counted."""
     config: TileConfig
-    takes_tensors: bool = False
+    takes_tensors: bool
     """Whether the kernel is given tensors, and not their addresses."""
 
     def __str__(self) -> str:

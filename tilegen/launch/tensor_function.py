@@ -7,6 +7,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from tilegen.kernels.config import TileConfig
+from tilegen.launch.triton_function import named_by_launch
 
 if TYPE_CHECKING:
     import torch
@@ -29,12 +30,11 @@ class TensorFunction:
     @staticmethod
     def of(module: ModuleType, config: TileConfig) -> TensorFunction | None:
         """Return the function that a module's `launch` launches; None where it launches none."""
-        named = (vars(module).get(name) for name in module.launch.__code__.co_names)
-        functions = [one for one in named if hasattr(one, "arg_names")]
+        functions = [one for one in named_by_launch(module) if hasattr(one, "arg_names")]
         return TensorFunction(functions[0], config) if len(functions) == 1 else None
 
     def prepare(self, grid: int, arguments: Sequence[Any]) -> Run:
-        """Return what launches the kernel: any arguments will do."""
+        """Return the launch of the function, which is the same for all arguments."""
         return self._run
 
     def _run(self, grid: int, values: list[Any], device: torch.device) -> None:

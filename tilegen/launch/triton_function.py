@@ -41,8 +41,7 @@ class TritonFunction:
         that Triton compiles, as on a CPU."""
         from triton.runtime.jit import JITFunction
 
-        named = (vars(module).get(name) for name in module.launch.__code__.co_names)
-        found = [one for one in named if isinstance(one, JITFunction)]
+        found = [one for one in named_by_launch(module) if isinstance(one, JITFunction)]
         if len(found) != 1 or not hasattr(found[0], "arg_names"):
             return None
         return TritonFunction(found[0], config)
@@ -71,6 +70,11 @@ class TritonFunction:
                 except (AttributeError, TypeError) as error:
                     raise Unfamiliar(str(error)) from error
             return self._known[kind]
+
+
+def named_by_launch(module: ModuleType) -> list[Any]:
+    """Return the objects of a module that its `launch` names; None for names of attributes."""
+    return [vars(module).get(name) for name in module.launch.__code__.co_names]
 
 
 def _run_of(compiled: Any) -> Run:

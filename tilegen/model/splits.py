@@ -92,10 +92,8 @@ def divided_splits(
 ) -> Splits:
     """Count the splits of requests that all have the problem's keys, and divide them over `count`
     programs of each tile: the same arithmetic as the emitted kernel's."""
-    mask, seqlen_q, block_m, block_n = (
-        *(problem.mask, problem.seqlen_q),
-        *(config.block_m, config.block_n),
-    )
+    mask, seqlen_q = problem.mask, problem.seqlen_q
+    block_m, block_n = config.block_m, config.block_n
     programs = problem.batch * problem.num_heads_kv * tiles_of_group * -(-seqlen_q // block_m)
     usual, to_fill = usual_tiles(problem, config), -(-FILLING // programs)
     batch, heads = counted_over(mask, problem.batch, problem.num_heads_q)

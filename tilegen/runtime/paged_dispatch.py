@@ -49,11 +49,8 @@ def attend_pages(
     facts = facts_of_pages((q, k_pages, v_pages, *where, out), bounds, changes)
     latest, alike = plans.by_call.latest
     if facts is not None and facts == latest:  # as in the layer before
-        call, longest, plan = (
-            alike.call(q, k_pages, v_pages, *where, out),
-            alike.longest,
-            alike.plan,
-        )
+        call = alike.form.applied(q, k_pages, v_pages, *where, out)
+        longest, plan = alike.longest, alike.plan
     else:
         call = PagedCall.of(q, k_pages, v_pages, *where, max_q_length, layout)
         if out is not None:
@@ -110,10 +107,6 @@ class _Alike:
     form: Form
     longest: int
     plan: _Plan
-
-    def call(self, *tensors: Any) -> PagedCall:
-        """Return a call with these tensors, which need no check."""
-        return self.form.applied(*tensors)
 
 
 @dataclass(frozen=True)
