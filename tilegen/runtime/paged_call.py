@@ -235,10 +235,8 @@ def facts_of_pages(
     """Return all that the plan and the form of a call depend on; None where values count, too, or
     the arguments are no tensors."""
     q, k, v, table, lengths, starts, out = tensors
-    if changes.score is not None or changes.given.values:
-        return None
     try:
-        if is_checked(lengths):
+        if changes.score is not None or changes.given.values or is_checked(lengths):
             return None
         k_at, v_at = k.data_ptr(), v.data_ptr()
         offset = (

@@ -44,11 +44,11 @@ def attend_pages(
     queries of all requests, d_v) and (1, heads, queries). `out` is written where it is given.
     Raises InvalidProblem or Unsupported."""
     where = block_table, kv_lengths, q_starts
-    refuse_gradients(q, k_pages, v_pages, changes.score)
     bounds = max_q_length, max_kv_length, layout
     facts = facts_of_pages((q, k_pages, v_pages, *where, out), bounds, changes)
     latest, alike = plans.by_call.latest
     if facts is not None and facts == latest:  # as in the layer before
+        refuse_gradients(q, k_pages, v_pages, changes.score)
         call = alike.form.applied(q, k_pages, v_pages, *where, out)
         longest, plan = alike.longest, alike.plan
     else:
@@ -56,6 +56,7 @@ def attend_pages(
         if out is not None:
             call.out = call.rows_of(out, is_packed=q_starts is not None)
         longest = call.longest_kv(max_kv_length)
+        refuse_gradients(q, k_pages, v_pages, changes.score)  # of tensors, as checked above
         key = call.key(longest, changes)
         known: _Plan | None = plans.by_call.known(key)
         plan = known or plans.by_call.get(key, partial(_new_plan, call, longest, changes))
