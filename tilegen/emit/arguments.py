@@ -79,27 +79,16 @@ class Arguments:
             return text
         return "\n    " + "\n    ".join(_packed([[name] for name in names], WIDTH - 4)) + "\n"
 
-    def passed(self, known: str) -> list[str]:
-        """Return the lines that `launch` passes, where it has variables of the names `known`."""
-        names = frozenset(known.split())
+    @property
+    def passed(self) -> list[str]:
+        """The lines that `launch` passes."""
         first, *others = self.lines
         strides = [line for line in others if line.arguments[0].taken == "stride"]
         numbers = [line for line in others if line.arguments[0].taken != "stride"]
-        found = [*_packed([[one] for one in first.expressions(names)], WIDTH - 8)]
+        found = [*_packed([[one] for one in first.expressions], WIDTH - 8)]
         for lines in (strides, numbers):
-            found += _packed([line.expressions(names) for line in lines], WIDTH - 8)
-        return found + [", ".join(line.expressions(names)) + "," for line in self.extras]
-
-    def grid(self, known: str) -> str:
-        """Return the size of the grid, where `launch` has variables of the names `known`."""
-        factors: list[str] = []
-        for name, divisor in self.spec.grid:
-            size = name if name in known.split() else f"{name.upper()}.value"
-            by = f"{str(divisor).upper()}.value"
-            factors.append(size if divisor == 1 else f"triton.cdiv({size}, {by})")
-        if len(line := f"({' * '.join(factors)},)") <= WIDTH - len("    grid = "):
-            return line
-        return "(\n    " + "\n    * ".join(factors) + ",\n)"
+            found += _packed([line.expressions for line in lines], WIDTH - 8)
+        return found + [", ".join(line.expressions) + "," for line in self.extras]
 
     @property
     def _all(self) -> tuple[Line, ...]:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 VECTOR_BYTES = 16
 """Widest load of one thread; an aligned kernel gets addresses and strides in multiples of it."""
 
+LAUNCH_TEMPLATE = "_launch.jinja"
+"""The template of the Python side, which `render` puts under each kernel."""
 ENVIRONMENT = "trim_blocks lstrip_blocks keep_trailing_newline StrictUndefined"
 """Options of the Jinja environment (`render.environment`); part of every digest."""
 
@@ -87,7 +89,7 @@ def template_digest(kernel: Kernel) -> str:
     """Return the hex digest of a kernel's template, all templates it reaches, and the environment's
     options."""
     folders = template_folders(kernel)
-    names, reached = [KERNELS[kernel].template], dict[str, str]()
+    names, reached = [KERNELS[kernel].template, LAUNCH_TEMPLATE], dict[str, str]()
     while names:
         name = names.pop()
         if name not in reached:

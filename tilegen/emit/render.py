@@ -17,6 +17,7 @@ import jinja2
 
 from tilegen.emit.arguments import Arguments
 from tilegen.emit.identity import (
+    LAUNCH_TEMPLATE,
     RenderedKernel,
     kernel_digest,
     representative,
@@ -25,6 +26,7 @@ from tilegen.emit.identity import (
     template_digest,
     template_folders,
 )
+from tilegen.emit.launch import EmittedLaunch
 from tilegen.errors import Unsupported
 from tilegen.kernels.arguments import DROPOUT, SINKS
 from tilegen.kernels.config import Kernel, TileConfig, head_dim_chunks
@@ -100,10 +102,14 @@ def render(
     reason = why_not_described(KERNELS[kernel], problem.dtype, aligned=aligned)
     if config.descriptors and reason:
         raise Unsupported(f"expected no t in {config.key}: {reason}")
-    template = environment(*template_folders(kernel)).get_template(KERNELS[kernel].template)
+    templates = environment(*template_folders(kernel))
     whole, problem = problem, replace(problem, mask=problem.mask.general)
     context = _context(problem, config, kernel, aligned)
-    source = re.sub(r"\n{4,}", "\n\n\n", template.render(context)).strip() + "\n"
+    texts = (
+        templates.get_template(name).render(context)
+        for name in (KERNELS[kernel].template, LAUNCH_TEMPLATE)
+    )
+    source = re.sub(r"\n{4,}", "\n\n\n", "\n\n".join(texts)).strip() + "\n"
     return RenderedKernel(
         kernel=kernel,
         problem=whole,
@@ -181,6 +187,9 @@ def _context(
         "per_head": side == "columns" and ranges.per_head,
         "needs_head": keep.per_head,
         "arguments": arguments,
+        "launch": EmittedLaunch(
+            spec=spec, arguments=arguments, config=config, pairs=problem.pair_lse
+        ),
         "score": change,
         "pairs": problem.pair_lse,
         "sinks": sinks,
@@ -214,7 +223,7 @@ def _header(
     tile = f"block_m={config.block_m} block_n={config.block_n}"
     tile += f" block_d={config.block_d}" if config.block_d else ""
     tile += f" heads={config.heads}" if config.heads > 1 else ""
-    tile += f" {_split_name(KERNELS[kernel])}={config.split_kv}" if config.split_kv else ""
+    tile += f" {KERNELS[kernel].split_name}={config.split_kv}" if config.split_kv else ""
     options = f"num_warps={config.num_warps} num_stages={config.num_stages}"
     options += " descriptors" if config.descriptors else ""
     return f'''"""{KERNELS[kernel].title}
@@ -275,11 +284,6 @@ def _slices(limit: str, head_dim: int, config: TileConfig) -> Slices:
         and_exists=" & d_exists[None, :]" if padded else "",
         only_exists=", mask=d_exists[None, :], other=0.0" if padded else "",
     )
-
-
-def _split_name(spec: KernelSpec) -> str:
-    """Return what a kernel calls the rows of a split."""
-    return "split_q" if spec.stays == "columns" else "split_kv"
 
 
 def _in_part(spec: KernelSpec) -> bool:

@@ -31,13 +31,13 @@ COLUMN_TENSORS = frozenset(("k", "v", "dk", "dv", "grad"))
 _STRIDE_NAMES = {"out": "o", "dout": "do", "grad": "g", **dict.fromkeys(PANELS, "w")}
 """Names of tensors in the names of their strides, where these are not the tensors' own."""
 _SIZES: dict[str, tuple[str, int]] = {
-    "batch": ("q out dq y dk", 0),
+    "batch": ("q out dq y dk k", 0),
     "num_heads_q": ("q out dq y", 1),
     "seqlen_q": ("q out dq y", 2),
     "num_heads_kv": ("k v grad dk", 1),
     "seqlen_kv": ("k v grad dk", 2),
     "head_dim": ("grad", 3),
-    "head_dim_qk": ("k", 3),
+    "head_dim_qk": ("k q", 3),
     "head_dim_v": ("v", 3),
     "num_heads": ("weights ds panel", 0),
     "num_rows": ("weights ds panel", 1),
@@ -67,14 +67,12 @@ class Argument:
         """Return the type in a kernel for a dtype."""
         return self.type.replace("element", dtype)
 
-    def expression(self, known: frozenset[str] = frozenset()) -> str:
-        """Return what the emitted `launch` passes, which has variables of the names `known`."""
+    @property
+    def expression(self) -> str:
+        """The expression that the emitted `launch` passes; sizes have names there."""
         match self.taken:
-            case "size" if self.name not in known:
-                return f"{self.of}.shape[{self.axis}]"
             case "units":
-                size = "head_dim" if "head_dim" in known else f"{self.of}.shape[{self.axis}]"
-                return f"{size} // STRIDE_UNIT.value"
+                return f"{self.name.removesuffix('_units')} // STRIDE_UNIT.value"
             case "base 2":
                 return f"{self.of} * math.log2(math.e)"
             case "flag":
@@ -111,15 +109,16 @@ class Line:
             return self
         return replace(self, arguments=tuple(one for one in self.arguments if one.of != tensor))
 
-    def expressions(self, known: frozenset[str]) -> list[str]:
-        """Return what the emitted `launch` passes for the line."""
+    @property
+    def expressions(self) -> list[str]:
+        """The expressions that the emitted `launch` passes for the line."""
         first = self.arguments[0]
         if first.taken == "stride":
             if first.of in PANELS:
                 return [f"*(stride // STRIDE_UNIT.value for stride in {first.of}.stride()[:2])"]
             return [f"*_strides({first.of})"]
         passed = (
-            f"*{one.of}.shape" if one.name == f"{one.of}_n{one.axis}" else one.expression(known)
+            f"*{one.of}.shape" if one.name == f"{one.of}_n{one.axis}" else one.expression
             for one in self.arguments
         )
         return list(dict.fromkeys(passed))
@@ -162,6 +161,12 @@ def size(name: str, tensors: list[str] | tuple[str, ...]) -> Argument:
     if of is None:
         return Argument(name, "i32", name, "number")
     return Argument(name, "i32", of, "size", axis)
+
+
+def size_name(tensor: str, axis: int, among: tuple[str, ...]) -> str:
+    """Return the name of a tensor's size: one of `among` that fits, else the usual name."""
+    fitting = [name for name, (of, at) in _SIZES.items() if tensor in of.split() and at == axis]
+    return next((name for name in fitting if name in among), fitting[0])
 
 
 def numbers(*names: str, why: str = "") -> Line:

@@ -181,6 +181,11 @@ class KernelSpec:
         return self.knobs.split_kv != (0,)
 
     @property
+    def split_name(self) -> str:
+        """The name of the rows of a split: queries where keys stay, and keys otherwise."""
+        return "split_q" if self.stays == "columns" else "split_kv"
+
+    @property
     def joins(self) -> bool:
         """True: the kernel puts together what the programs of splits made."""
         return any(one.startswith("partial") for one in self.given)

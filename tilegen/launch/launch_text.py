@@ -3,7 +3,8 @@
 A kernel's record says what its launch does: which tensor each argument is taken from, and what is
 taken of it. So a launch is written out, and looks nothing up from call to call. What follows from
 sizes and strides is kept until a launch is given others: the layers of a model are given the same.
-The emitted `launch` does all that too, for people.
+The emitted `launch`, which tilegen.emit.launch prints from the same records, does all that for
+people.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from itertools import groupby
 
 from tilegen.kernels.arguments import COLUMN_TENSORS, PANELS, Argument
 from tilegen.kernels.config import TileConfig
-from tilegen.kernels.layout import LIKE, OF_ROWS, OF_SPLITS, PAIRED
+from tilegen.kernels.results import LIKE, Extent, extents
 from tilegen.kernels.spec import KernelSpec
 
 MAX_ROW_STRIDE = 2**22  # elements; emitted kernels address a tile of rows with 32 bits
@@ -173,25 +174,21 @@ class LaunchText:
 
     def _sizes(self, name: str) -> list[str]:
         """Return the sizes of a result."""
-        if name in LIKE:
-            like, width = LIKE[name]
-            return [*(f"{like}_n{axis}" for axis in range(3)), f"{width}_n3"]
+        return [
+            str(one) if isinstance(one, int) else self._extent(one) for one in self._shape(name)
+        ]
+
+    def _shape(self, name: str) -> tuple[Extent | int, ...]:
         # Kernels that change scores take their scale as it is.
-        is_pair = name in PAIRED and any(one.name == "softmax_scale" for one in self.arguments)
-        pair = ["2"] if is_pair else []
-        if name in OF_ROWS:
-            batch, heads, rows = (f"{OF_ROWS[name]}_n{axis}" for axis in range(3))
-            return [batch, heads, *pair, rows]
+        pairs = any(one.name == "softmax_scale" for one in self.arguments)
+        return extents(name, self.spec.given, pairs=pairs)
+
+    def _extent(self, one: Extent) -> str:
+        size = one.of if one.axis is None else f"{one.of}_n{one.axis}"
+        if one.by == "unit":
+            return f"-(-{size} // {self.unit}) * {self.unit}"
         keys = self.config.split_kv or self.config.block_n
-        if name in OF_SPLITS:
-            stays, passes, *widths = OF_SPLITS[name]
-            batch, heads, rows = (f"{stays}_n{axis}" for axis in range(3))
-            columns = "longest_kv" if "longest_kv" in self.spec.given else f"{passes}_n2"
-            splits, dims = f"-(-{columns} // {keys})", (f"{x}_n3" for x in widths)
-            return [batch, heads, splits, *pair, rows, *dims]
-        if name in PANELS:
-            return ["num_heads", "num_rows", f"-(-k_n2 // {self.unit}) * {self.unit}"]
-        return ["num_heads", f"-(-k_n2 // {keys})", "num_rows"]  # maxima and sums
+        return f"-(-{size} // {keys})" if one.by == "keys" else size
 
     def _dtype(self, name: str) -> str:
         if name in LIKE:
@@ -242,8 +239,10 @@ class LaunchText:
         """The sizes that are taken of tensors whose strides are no arguments."""
         taken = (*self.arguments, *(one for one, _ in self.grid))
         sizes = [(one.of, one.axis) for one in taken if one.taken in ("size", "units")]
-        sizes += [(LIKE[name][1], 3) for name in self.spec.made if name in LIKE]
-        sizes += [(one, 3) for name in self.spec.made for one in OF_SPLITS.get(name, ())[2:]]
+        made = (one for name in self.spec.made for one in self._shape(name))
+        sizes += [
+            (one.of, one.axis) for one in made if isinstance(one, Extent) and one.axis is not None
+        ]
         known = (*self._strided, *self.spec.made)
         return list(dict.fromkeys(one for one in sizes if one[0] not in known))
 

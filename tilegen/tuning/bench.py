@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 from tilegen.compiling.acceptable import objection, spill_objection
 from tilegen.errors import BuildFailed, TilegenError, Unsupported, WrongResult
 from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.kernels.layout import allocate
 from tilegen.kernels.panels import SCORE_WIDTH, Launch, rows_for
 from tilegen.kernels.q_stationary import Q_STATIONARY
 from tilegen.kernels.registry import KERNELS, family_with
+from tilegen.kernels.results import allocate
 from tilegen.kernels.spec import KernelSpec
 from tilegen.kernels.two_pass import BWD_PREPROCESS
 from tilegen.model.resources import Resources

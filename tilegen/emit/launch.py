@@ -1,0 +1,167 @@
+"""The emitted `launch`: sizes, allocations and grid, printed from the record of a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from textwrap import wrap
+
+from tilegen.emit.arguments import WIDTH, Arguments
+from tilegen.kernels.arguments import PANELS, size, size_name
+from tilegen.kernels.config import TileConfig
+from tilegen.kernels.results import LIKE, OF_SPLITS, Extent, extents, shape_note
+from tilegen.kernels.spec import WIDTHS, KernelSpec
+
+_RANKS = {
+    **dict.fromkeys((*WIDTHS, "y", "grad"), 4),
+    **dict.fromkeys((*PANELS, "maxima"), 3),
+}
+"""Dimensions of tensors that are unpacked as a whole."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmittedLaunch:
+    """What `_launch.jinja` prints for one kernel."""
+
+    spec: KernelSpec
+    arguments: Arguments
+    config: TileConfig
+    pairs: bool
+    """Whether log-sum-exps are kept as two numbers."""
+
+    @property
+    def summary(self) -> str:
+        """The first line of the docstring."""
+        if self.results:
+            return f"Return {self._list(self.results)}."
+        written = {one.tensor for one in self.spec.traffic if one.direction == "write"}
+        return f"Fill {self._list([name for name in self.spec.given if name in written])}."
+
+    @property
+    def tensors(self) -> list[str]:
+        """The lines of the docstring on the shapes of tensors."""
+        names = (*self.spec.given, *self.spec.made)
+        notes = {name: shape_note(name, self.spec, pairs=self.pairs) for name in names}
+        indent = max(len(name) for name in notes if notes[name]) + 2
+        return [
+            line
+            for name, note in notes.items()
+            if note
+            for line in wrap(
+                f"{name:{indent}}{note}",
+                WIDTH,
+                subsequent_indent=" " * indent,
+                break_long_words=False,
+            )
+        ]
+
+    @property
+    def sizes(self) -> list[str]:
+        """The lines that give sizes of tensors names."""
+        return list(self._size_lines())
+
+    @property
+    def allocations(self) -> list[str]:
+        """The lines that allocate results."""
+        counts = (self._count(one) for name in self.spec.made for one in self._shape(name))
+        lines = [f"{name} = {value}" for name, value in dict.fromkeys(filter(None, counts))]
+        return lines + [line for name in self.spec.made for line in self._allocation(name)]
+
+    @property
+    def keeps_layout(self) -> bool:
+        """Whether a result is laid out like a tensor that the launch is given."""
+        return any(name in LIKE for name in self.spec.made)
+
+    @property
+    def grid(self) -> str:
+        """The size of the grid."""
+        factors: list[str] = []
+        for name, divisor in self.spec.grid:
+            by = f"{str(divisor).upper()}.value"
+            factors.append(name if divisor == 1 else f"triton.cdiv({name}, {by})")
+        if len(line := f"({' * '.join(factors)},)") <= WIDTH - len("    grid = "):
+            return line
+        return "(\n    " + "\n    * ".join(factors) + ",\n)"
+
+    @property
+    def results(self) -> list[str]:
+        """The tensors and the knob that the launch returns."""
+        knob = self.spec.tells
+        return [*self.spec.made, *([f"{knob.upper()}.value"] if knob else [])]
+
+    # ----------------------------------------------------------------------------------------------
+
+    def _list(self, names: list[str]) -> str:
+        names = [name.removesuffix(".value") for name in names]
+        return names[0] if len(names) == 1 else f"({', '.join(names)})"
+
+    @cached_property
+    def _named_sizes(self) -> dict[str, tuple[str, int]]:
+        """The sizes that are needed, by name: a tensor and its dimension."""
+        tensors = (*self.spec.given, *self.spec.made)
+        every = [one for line in self.arguments.lines for one in line.arguments]
+        every += [size(name, tensors) for name, _ in self.spec.grid]
+        named = {
+            one.name.removesuffix("_units"): (one.of, one.axis)
+            for one in every
+            if one.taken in ("size", "units") and one.of not in self.spec.made
+        }
+        for name in self.spec.made:
+            for one in self._shape(name):
+                if name not in LIKE and isinstance(one, Extent) and one.axis is not None:
+                    named.setdefault(self._name(one), (one.of, one.axis))
+        return named
+
+    def _name(self, extent: Extent) -> str:
+        """Return the name of a size before it is divided."""
+        if extent.axis is None:
+            return extent.of
+        own = (one for line in self.arguments.lines for one in line.arguments)
+        same = (one.name for one in own if (one.taken, one.of) == ("size", extent.of))
+        return size_name(extent.of, extent.axis, among=tuple(same))
+
+    def _size_lines(self) -> Iterator[str]:
+        by_tensor: dict[str, dict[int, str]] = {}
+        for name, (tensor, axis) in self._named_sizes.items():
+            by_tensor.setdefault(tensor, {})[axis] = name
+        for tensor in (name for name in self.spec.given if name in by_tensor):
+            axes = by_tensor[tensor]
+            if len(axes) > 1 and tensor in _RANKS:
+                names = (axes.get(axis, "_") for axis in range(_RANKS[tensor]))
+                yield f"{', '.join(names)} = {tensor}.shape"
+            else:
+                for axis, name in axes.items():
+                    yield f"{name} = {tensor}.shape[{axis}]"
+
+    def _shape(self, name: str) -> tuple[Extent | int, ...]:
+        return extents(name, self.spec.given, pairs=self.pairs)
+
+    def _count(self, extent: Extent | int) -> tuple[str, str] | None:
+        """Return the name and the value of a size that is computed; None for others."""
+        if isinstance(extent, int) or not extent.by:
+            return None
+        name = self._name(extent)
+        if extent.by == "unit":
+            return "width", f"triton.cdiv({name}, STRIDE_UNIT.value) * STRIDE_UNIT.value"
+        if not self.config.split_kv:
+            return "score_tiles", f"triton.cdiv({name}, BLOCK_N.value)"
+        return "splits", f"triton.cdiv({name}, {self.spec.split_name.upper()}.value)"
+
+    def _allocation(self, name: str) -> list[str]:
+        if name in LIKE:
+            like, width = LIKE[name]
+            return [f"{name} = _empty_like({like}, {width}.shape[3])"]
+        shape = self._shape(name)
+        counts = (self._count(one) for one in shape)
+        sizes = (
+            count[0] if count else str(one) if isinstance(one, int) else self._name(one)
+            for one, count in zip(shape, counts, strict=True)
+        )
+        given = f"({', '.join(sizes)})"
+        if name in PANELS:
+            return [f"{name} = q.new_empty({given})"]
+        device = OF_SPLITS[name][0] if name in OF_SPLITS else self.spec.given[0]
+        given += f", device={device}.device, dtype=torch.float32"
+        line = f"{name} = torch.empty({given})"
+        return [line] if len(line) <= WIDTH else [line[: -len(given) - 1], f"    {given}", ")"]
