@@ -217,7 +217,7 @@ def run_paged(
     """Return (out, lse) of q (1, heads, all queries, head_dim_qk), and of pages k and v (pages,
     heads, keys of a page, head dim); `out`, where it is given, is written and returned."""
     its = requests
-    where = its.block_table, its.lengths, its.q_starts, len(its.lengths)
+    where = its.block_table, its.lengths, its.q_starts, its.lengths.shape[0]
     bounds = its.longest_q, its.longest_kv, its.block_table.stride(0)
     return _combined(launch, launch[FWD_PAGED.name](q, k, v, *where, *bounds, scale), q, v, out)
 

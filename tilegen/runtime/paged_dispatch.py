@@ -96,9 +96,12 @@ def refuse_gradients(q: Any, k: Any, v: Any, score: Score | None) -> None:
 
 def needs_gradients(q: Any, k: Any, v: Any, score: Score | None) -> bool:
     """Whether anything that a call reads needs a gradient."""
-    read = () if score is None else (*score.captured, score.sink_logits)
-    given = (q, k, v, *read)
-    return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in given)
+    if not torch.is_grad_enabled():
+        return False
+    if score is None:
+        return q.requires_grad or k.requires_grad or v.requires_grad
+    read = (*score.captured, score.sink_logits)
+    return any(x is not None and x.requires_grad for x in (q, k, v, *read))
 
 
 @dataclass(frozen=True, slots=True)
