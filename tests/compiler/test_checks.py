@@ -1,9 +1,6 @@
-"""Checked and counted builds, refusals, and launches under threads and forks."""
+"""Checked and counted builds, and refusals."""
 
 import inspect
-import os
-import threading
-import warnings
 
 import pytest
 import torch
@@ -82,61 +79,6 @@ def _attention(problem: str, *, rows: int = 300) -> tuple[object, tuple[torch.Te
     module = cpu.load(render(parsed, TileConfig(block_m=32, block_n=32), "fwd"))
     generator = torch.Generator().manual_seed(0)
     return module, tuple(torch.randn(1, 4, rows, 32, generator=generator) for _ in range(3))
-
-
-def test_threads_change_no_bits() -> None:
-    module, x = _attention("hq4 q300 d32 fp32 causal")
-    before = torch.get_num_threads()
-    try:
-        results = []
-        for threads in (1, 2, 3):
-            torch.set_num_threads(threads)
-            results.append(module.launch(*x, 0.2)[0])  # type: ignore[attr-defined]
-    finally:
-        torch.set_num_threads(before)
-    assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
-
-
-def test_many_python_threads_launch_at_once() -> None:
-    module, x = _attention("hq4 q300 d32 fp32 full")
-    expected = module.launch(*x, 0.2)[0]  # type: ignore[attr-defined]
-    wrong: list[int] = []
-
-    def work(i: int) -> None:
-        for _ in range(20):
-            if not torch.equal(module.launch(*x, 0.2)[0], expected):  # type: ignore[attr-defined]
-                wrong.append(i)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not wrong
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_forked_child_does_not_hang() -> None:
-    """The parent's OpenMP threads are not in the child: it launches with one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    try:
-        module, x = _attention("hq4 q300 d32 fp32 full")
-        expected = module.launch(*x, 0.2)[0]  # type: ignore[attr-defined]
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # of forks under threads
-            child = os.fork()
-        if child == 0:
-            same = bool((module.launch(*x, 0.2)[0].numpy() == expected.numpy()).all())  # type: ignore[attr-defined]
-            os._exit(0 if same else 1)
-        deadline = threading.Timer(60, os.kill, (child, 9))
-        deadline.start()
-        _, status = os.waitpid(child, 0)
-        deadline.cancel()
-        assert os.waitstatus_to_exitcode(status) == 0
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_nan_and_infinities_come_out_where_pytorch_has_them() -> None:

@@ -7,7 +7,7 @@ as int64 where int32 is declared; then the kernel is compiled once more, as Trit
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from functools import partial
 from threading import Lock
@@ -22,6 +22,7 @@ from tilegen.cpu.objects import CompiledObject
 from tilegen.cpu.target import Target
 from tilegen.emit.identity import RenderedKernel
 
+MAX_INT = 2**31
 Types = tuple[tuple[str, str], ...]
 
 
@@ -35,8 +36,7 @@ class EmittedFunction:
         self._mode: Mode = mode
         self._source = source_of(rendered)
         self._code = code_of(rendered)
-        self._known: dict[tuple[torch.dtype, ...], CpuFunction] = {}
-        self._wide: dict[tuple[torch.dtype, ...], CpuFunction] = {}
+        self._known: dict[tuple[bool | torch.dtype, ...], CpuFunction] = {}
         self._lock = Lock()
         self.traffic = Traffic()
         """Bytes that launches of a counting build have moved."""
@@ -52,22 +52,37 @@ class EmittedFunction:
         """The machine code for the declared types."""
         return self._declared.made
 
+    def writes_only(self, names: Collection[str]) -> bool:
+        """Whether the kernel takes plain addresses, needs no check of them, and writes to no other
+        argument than these."""
+        types = (type_ for _, type_ in self._source.signature)
+        if self._mode or any(type_.startswith("tensordesc") for type_ in types):
+            return False
+        return {self.made.names[i] for i in self.made.stored} <= set(names)
+
+    def compiled_for(self, given: tuple[Any, ...]) -> CpuFunction:
+        """Return the machine code for arguments of these types."""
+        wide = any(type(one) is int and not -MAX_INT <= one < MAX_INT for one in given)
+        return self._compiled(given, wide=wide)
+
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *given: Any, **_options: Any) -> None:
-        kind = tuple([one.dtype for one in given if isinstance(one, torch.Tensor)])
+        try:
+            self._compiled(given, wide=False)[grid](*given)
+        except struct.error:  # an integer that is declared with 32 bits has more
+            self._compiled(given, wide=True)[grid](*given)
+
+    def _compiled(self, given: tuple[Any, ...], *, wide: bool) -> CpuFunction:
+        kind = wide, *[one.dtype for one in given if isinstance(one, torch.Tensor)]
         function = self._known.get(kind)
         if function is None:
             with self._lock:
-                function = self._known[kind] = self._function(self._types(given, wide=False))
-        try:
-            function[grid](*given)
-        except struct.error:  # an integer that is declared with 32 bits has more
-            with self._lock:
-                if kind not in self._wide:
-                    self._wide[kind] = self._function(self._types(given, wide=True))
-            self._wide[kind][grid](*given)
+                if kind not in self._known:
+                    self._known[kind] = self._function(self._types(given, wide=wide))
+                function = self._known[kind]
+        return function
 
     def _types(self, given: tuple[Any, ...], *, wide: bool) -> Types:
         """Return the declared arguments with the types of those given."""

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-import os
 import struct
 from collections.abc import Callable, Sequence
-from functools import cache
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -15,6 +12,7 @@ import torch
 from tilegen.cpu.checks import Traffic, bounds_words, finding
 from tilegen.cpu.jit import Linked
 from tilegen.cpu.objects import CompiledObject
+from tilegen.cpu.threads import parallel, scratch, usable_threads
 from tilegen.errors import Unsupported, WrongResult
 
 Mode = Literal["", "bounds", "count"]
@@ -39,16 +37,6 @@ _TYPES = {
     **{torch.float64: "fp64", torch.int64: "i64", torch.int32: "i32", torch.int16: "i16"},
     **{torch.int8: "i8", torch.uint8: "u8", torch.bool: "i1"},
 }
-_forked = False
-"""True in a child of a process that had OpenMP threads, which the child has not."""
-
-
-def _note_fork() -> None:
-    global _forked
-    _forked = True
-
-
-os.register_at_fork(after_in_child=_note_fork)
 
 
 class CpuFunction:
@@ -71,26 +59,33 @@ class CpuFunction:
         gx, gy, gz = (*grid, 1, 1)[:3]
 
         def launch(*given: Any, **_options: Any) -> None:
-            programs = gx * gy * gz
-            if programs == 0:
+            if gx * gy * gz == 0:
                 return
             values, owners = flat(given)
             self._refuse_overlaps(owners)
             extra = self._extra(owners)
-            threads = 1 if _forked else min(torch.get_num_threads(), programs)
-            scratch = torch.empty(threads * self._stride + 64, dtype=torch.uint8)
-            self._launch(
-                self._pack(*values),
-                *(gx, gy, gz, threads),
-                _parallel() if threads > 1 else None,
-                (scratch.data_ptr() + 63) // 64 * 64,
-                self._stride,
-                None if extra is None else extra.data_ptr(),
-            )
+            self._start((gx, gy, gz), values, None if extra is None else extra.data_ptr())
             if extra is not None:
                 self._look(extra, owners)
 
         return launch
+
+    def run(self, grid: int, values: list[Any], device: torch.device) -> None:
+        """Launch with numbers and addresses, of a kernel whose results overlap nothing."""
+        if grid:
+            self._start((grid, 1, 1), values, None)
+
+    def _start(self, grid: tuple[int, int, int], values: list[Any], extra: int | None) -> None:
+        gx, gy, gz = grid
+        threads = usable_threads(gx * gy * gz)
+        self._launch(
+            self._pack(*values),
+            *(gx, gy, gz, threads),
+            parallel() if threads > 1 else None,
+            scratch(threads * self._stride),
+            self._stride,
+            extra,
+        )
 
     def _extra(self, owners: list[torch.Tensor | None]) -> torch.Tensor | None:
         if self._mode == "bounds":
@@ -109,10 +104,14 @@ class CpuFunction:
     def _refuse_overlaps(self, owners: list[torch.Tensor | None]) -> None:
         """Raise Unsupported if memory that the kernel writes is also given as another argument: the
         machine code relies on that it is not."""
+        spans = [(0, 0) if one is None else _extent(one) for one in owners]
         for i in self.made.stored:
-            for j, other in enumerate(owners):
-                written = owners[i]
-                if j == i or other is None or written is None or not overlap(written, other):
+            first, end = spans[i]
+            for j, (other_first, other_end) in enumerate(spans):
+                if j == i or first >= other_end or other_first >= end:
+                    continue
+                written, other = owners[i], owners[j]
+                if written is None or other is None or not overlap(written, other):
                     continue
                 raise Unsupported(
                     f"{self.made.name}: {self.made.names[i]} is written and shares memory with "
@@ -185,17 +184,10 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
     """Return the addresses of a tensor's first byte and of the byte after its last."""
-    if tensor.numel() == 0:
-        return 0, 0
-    last = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    last = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        if size == 0:
+            return 0, 0
+        last += (size - 1) * stride
     first = tensor.data_ptr()
-    return first, first + (last + 1) * tensor.element_size()
-
-
-@cache
-def _parallel() -> int:
-    """Return the address of GOMP_parallel in the OpenMP library that PyTorch has loaded."""
-    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-    address = ctypes.cast(library.GOMP_parallel, ctypes.c_void_p).value
-    assert address
-    return address
+    return first, first + last * tensor.element_size()

@@ -11,6 +11,7 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.descriptors import described_lines
 from tilegen.kernels.registry import KERNELS, grid_of
 from tilegen.launch.binding import BoundKernel
+from tilegen.launch.compiled_function import CompiledFunction
 from tilegen.launch.launcher import Launched, Launcher
 from tilegen.launch.tensor_function import TensorFunction
 from tilegen.launch.triton_function import TritonFunction
@@ -33,7 +34,11 @@ def bound_module(
     module: Any, problem: AttentionProblem, kernel: Kernel, config: TileConfig, unit: int
 ) -> BoundKernel:
     """Return the launch of an emitted module, to be completed by what a mask reads."""
-    function = TritonFunction.of(module, config) or TensorFunction.of(module, config)
+    function = (
+        TritonFunction.of(module, config)
+        or CompiledFunction.of(module, KERNELS[kernel].made)
+        or TensorFunction.of(module, config)
+    )
     if function is None:  # no emitted kernel: the module launches itself
         return BoundKernel(module.launch, problem.mask, kernel, config)
     launcher = launcher_of_module(module, function, problem, kernel, config, unit)
@@ -42,7 +47,7 @@ def bound_module(
 
 def launcher_of_module(
     module: Any,
-    function: TritonFunction | TensorFunction,
+    function: TritonFunction | CompiledFunction | TensorFunction,
     problem: AttentionProblem,
     kernel: Kernel,
     config: TileConfig,

@@ -1,4 +1,5 @@
-"""The function of an emitted kernel that takes tensors: compiled for the CPU, or interpreted."""
+"""The function of an emitted kernel that takes tensors: interpreted, or compiled for the CPU with
+checks of what it is given."""
 
 from __future__ import annotations
 

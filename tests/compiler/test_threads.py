@@ -1,0 +1,148 @@
+"""Launches on several threads, from several Python threads, and in forked children: by tensors, as
+emitted files launch, and by addresses, as calls do."""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tilegen import cpu
+from tilegen.cpu import threads
+from tilegen.emit.render import render
+from tilegen.errors import Unsupported
+from tilegen.kernels.config import TileConfig
+from tilegen.kernels.panels import Launch
+from tilegen.launch.bound_module import bound_kernel
+from tilegen.problem import AttentionProblem
+
+CONFIG = TileConfig(block_m=16, block_n=16)
+
+
+@pytest.fixture(autouse=True)
+def _two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=["tensors", "addresses"])
+def launch(request: pytest.FixtureRequest) -> Launch:
+    """Return the launch of a forward."""
+    rendered = render(AttentionProblem.parse("hq4 q300 d32 fp32 causal"), CONFIG)
+    if request.param == "tensors":
+        return cpu.load(rendered).launch
+    return bound_kernel(rendered, torch.device("cpu")).launch
+
+
+def _given() -> tuple[Any, ...]:
+    generator = torch.Generator().manual_seed(0)
+    return *(torch.randn(1, 4, 300, 32, generator=generator) for _ in "qkv"), 0.2
+
+
+def test_threads_change_no_bits(launch: Launch) -> None:
+    given, results = _given(), []
+    for number in (1, 2, 3):
+        torch.set_num_threads(number)
+        results.append(launch(*given)[0])
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_a_pool_serves_where_openmp_is_missing(
+    launch: Launch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = _given()
+    expected = launch(*given)[0]
+    names: set[str] = set()
+    work = threads._WORK
+
+    def noted(address: int) -> Any:
+        names.add(threading.current_thread().name)
+        return work(address)
+
+    monkeypatch.setattr(threads, "_WORK", noted)
+    monkeypatch.setattr(threads, "_openmp", lambda: None)
+    threads.parallel.cache_clear()
+    try:
+        assert torch.equal(launch(*given)[0], expected)
+    finally:
+        threads.parallel.cache_clear()
+    assert names
+
+
+def test_many_python_threads_launch_at_once(launch: Launch) -> None:
+    given = _given()
+    expected = launch(*given)[0]
+    wrong: list[int] = []
+
+    def work(i: int) -> None:
+        for _ in range(20):
+            if not torch.equal(launch(*given)[0], expected):
+                wrong.append(i)
+
+    started = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in started:
+        thread.start()
+    for thread in started:
+        thread.join()
+    assert not wrong
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
+def test_a_forked_child_does_not_hang(launch: Launch) -> None:
+    """The parent's OpenMP threads are not in the child: it launches with one thread."""
+    given = _given()
+    expected = launch(*given)[0]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks under threads
+        child = os.fork()
+    if child == 0:
+        same = bool((launch(*given)[0].numpy() == expected.numpy()).all())
+        os._exit(0 if same else 1)
+    deadline = threading.Timer(60, os.kill, (child, 9))
+    deadline.start()
+    _, status = os.waitpid(child, 0)
+    deadline.cancel()
+    assert os.waitstatus_to_exitcode(status) == 0
+
+
+def test_scratch_grows_and_belongs_to_a_python_thread() -> None:
+    first = threads.scratch(100)
+    assert first % 64 == 0
+    assert threads.scratch(50) == first
+    found: list[int] = []
+    other = threading.Thread(target=lambda: found.append(threads.scratch(100)))
+    other.start()
+    other.join()
+    assert found[0] != first
+    assert threads.scratch(1 << 20) % 64 == 0
+
+
+def test_what_a_caller_gives_to_be_written_may_not_overlap() -> None:
+    """A kernel that writes only what its launch allocates is launched by addresses, without a look
+    at them; this one writes what it is given."""
+    problem = AttentionProblem.parse("hq2 q32 kv64 d32 fp32 full")
+    rendered = render(problem, TileConfig(block_m=1, block_n=16), "fwd_combine")
+    combine = bound_kernel(rendered, torch.device("cpu")).launch
+    partials, lse = torch.randn(1, 2, 1, 32, 32), torch.zeros(1, 2, 1, 32)
+    with pytest.raises(Unsupported, match="written and shares memory with partials_ptr"):
+        combine(partials, lse, partials[:, :, 0], torch.zeros(1, 2, 32))
+
+
+def test_integers_beyond_32_bits_are_launched_by_other_code() -> None:
+    rendered = render(AttentionProblem.parse("hq4 q300 d32 fp32 full"), CONFIG)
+    emitted = cpu.function_of(cpu.load(rendered))
+    q, *_ = _given()
+    given = [q if type_.startswith("*") else 1 for _, type_ in rendered.signature]
+    usual = emitted.compiled_for(tuple(given))
+    assert "i64" not in usual.made.arguments
+    assert emitted.compiled_for(tuple(given)) is usual
+    given[-2] = 2**31
+    assert "i64" in emitted.compiled_for(tuple(given)).made.arguments
