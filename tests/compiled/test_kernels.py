@@ -66,6 +66,17 @@ def test_verify_and_calls_run_the_same_launch(
     assert not calls_agree(1)
 
 
+def test_what_no_program_writes_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In memory that holds the right result of an earlier launch it would look right."""
+    problem = AttentionProblem.parse("b1 hq2 q64 d32 fp32 causal")
+    given = kernels(problem, aligned=True), make_inputs(problem), 0.2
+    assert all(bool(one.isfinite().all()) for one in run(*given).values())
+    right = LaunchText._programs
+    monkeypatch.setattr(LaunchText, "_programs", lambda self: f"{right(self)} - 1")
+    for name, result in run(*given).items():
+        assert result.isnan().any(), name
+
+
 @pytest.mark.parametrize("problem, config", list(zip(PROBLEMS, cycle([SQUARE, WIDE]))), ids=str)
 def test_agrees_with_the_reference(problem: AttentionProblem, config: TileConfig) -> None:
     require(verify(problem, dict.fromkeys(LARGE_CACHE, config)))

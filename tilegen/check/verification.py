@@ -25,6 +25,7 @@ from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.render import render
 from tilegen.errors import Unsupported, WrongResult
 from tilegen.kernels import passes
+from tilegen.kernels.allocation import poisoned
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.layout import public_lse
 from tilegen.kernels.panels import PANEL_STEP, Launch
@@ -158,6 +159,7 @@ def require(checks: tuple[Check, ...]) -> None:
         raise WrongResult("\n".join(failed))
 
 
+@poisoned()
 def run(
     kernels: Mapping[Kernel, RenderedKernel],
     inputs: Inputs,
@@ -169,8 +171,8 @@ def run(
     panel_rows: int = PANEL_STEP,
 ) -> dict[str, torch.Tensor]:
     """Return out and lse, and with all kernels of a backward the gradients, as the emitted kernels
-    compute them. `mask` defaults to that of their problem; panels are small by default, so that
-    short sequences need several."""
+    compute them; what no kernel writes is NaN. `mask` defaults to that of their problem; panels are
+    small by default, so that short sequences need several."""
     q, k, v, dout = inputs.q, inputs.k, inputs.v, inputs.dout
     reads: dict[str, Any] = dropout.given if dropout else {}
     gradients: dict[int, torch.Tensor] = {}

@@ -6,7 +6,9 @@ the time of `torch.empty_strided`; that serves where they are missing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +18,35 @@ if TYPE_CHECKING:
     Empty = Callable[[tuple[int, ...], tuple[int, ...], torch.dtype], torch.Tensor]
     """Returns a tensor of a size, strides and dtype."""
 
+_is_poisoned = ContextVar("_is_poisoned", default=False)
+
+
+@contextmanager
+def poisoned() -> Generator[None]:
+    """Have launches that are made inside fill what they allocate with NaN.
+
+    Memory that a kernel leaves unwritten may hold the right result of an earlier launch.
+    """
+    token = _is_poisoned.set(True)
+    try:
+        yield
+    finally:
+        _is_poisoned.reset(token)
+
+
+def allocator(*, is_cuda: bool) -> Empty:
+    """Return a function that allocates on the CPU, or on the current GPU, which must be the GPU of
+    the launch."""
+    return _poison(is_cuda) if _is_poisoned.get() else _allocator(is_cuda)
+
+
+def uninitialised(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor that was allocated, filled with NaN inside `poisoned`."""
+    return tensor.fill_(float("nan")) if _is_poisoned.get() else tensor
+
 
 @cache
-def allocator(*, is_cuda: bool) -> Empty:
-    """Return what allocates on the CPU, or on the current GPU, which must be that of the launch."""
+def _allocator(is_cuda: bool) -> Empty:
     import torch
 
     device = "cuda" if is_cuda else "cpu"
@@ -29,3 +56,9 @@ def allocator(*, is_cuda: bool) -> Empty:
     if found is not None:
         return found
     return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+@cache
+def _poison(is_cuda: bool) -> Empty:
+    empty = _allocator(is_cuda)
+    return lambda size, stride, dtype: empty(size, stride, dtype).fill_(float("nan"))

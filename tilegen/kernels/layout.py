@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from tilegen.kernels.allocation import uninitialised
+
 if TYPE_CHECKING:
     import torch
 
@@ -15,7 +17,8 @@ first, a natural logarithm, leaves out in fp32. They are told apart by the dimen
 
 def empty_like(tensor: torch.Tensor, head_dim: int) -> torch.Tensor:
     """Return an uninitialised tensor laid out like `tensor` (heads inside or outside of rows)."""
-    return tensor.new_empty_strided((*tensor.shape[:3], head_dim), strides_like(tensor, head_dim))
+    shape = (*tensor.shape[:3], head_dim)
+    return uninitialised(tensor.new_empty_strided(shape, strides_like(tensor, head_dim)))
 
 
 def laid_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
