@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
-from benchmarks import cpu_kernels, cpu_peak
+from benchmarks import cpu_kernels, cpu_peak, cpu_summary
+from benchmarks.environment import RESULTS
 from benchmarks.rows import read
 from tilegen.problem import AttentionProblem
 
+PASSES = "forward", "backward"
+ROOT = Path(__file__).parents[2]
 SMALL = AttentionProblem.parse("hq2 q64 d16 fp32 causal")
 
 
@@ -59,3 +63,18 @@ def test_the_peak_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_peak, "STEPS", 1000)
     monkeypatch.setattr(cpu_peak, "ROUNDS", 2)
     assert cpu_peak.peak_gflops(2) > 0
+
+
+def test_the_pages_have_the_summary_of_the_result_file() -> None:
+    summary = list(cpu_summary.lines(read(RESULTS / "cpu" / "kernels.csv")))
+    table = summary[: summary.index("")]
+    assert len(table) == 2 * 2 * 2 + 1
+    assert "\n".join(table) in (ROOT / "benchmarks" / "README.md").read_text()
+    text = (ROOT / "README.md").read_text()
+    (fast, best), (backward, best_backward) = (
+        re.findall(r"in (\d+)", line) for line in summary if line.partition(":")[0] in PASSES
+    )
+    cases = summary[summary.index("") + 1].partition(" of ")[2].partition(",")[0]
+    assert f"Of {cases} cases" in text
+    assert f"the forward is faster in {fast} and the backward in {backward};" in text
+    assert f"back ends in {best} and {best_backward}." in text
