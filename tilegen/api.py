@@ -101,7 +101,7 @@ def read_code(
     config: TileConfig | str | None = None,
     fast_memory: int | str | None = None,
 ) -> list[dict[str, Any]]:
-    """Return what the machine code of kernels says, loop by loop, as values that json can write.
+    """Read the machine code of kernels, loop by loop, as values that json can write.
 
     Compiles the configs that a call would settle on, or `config`; needs no GPU.
     """
@@ -323,7 +323,7 @@ def gpus_of(
 
 
 def _several(given: T | Sequence[T]) -> list[T]:
-    """Return what is given as a list; a text or a record is one thing."""
+    """Return the argument as a list; a text or a record is one item."""
     if isinstance(given, list | tuple):
         return list(cast("Sequence[T]", given))
     return [cast("T", given)]

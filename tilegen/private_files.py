@@ -44,7 +44,7 @@ def check_private(path: Path) -> None:
 
 
 def read_private(path: Path) -> bytes | None:
-    """Return what a file holds, None if there is none. Raises NotPrivate."""
+    """Read a private file; None if there is none. Raises NotPrivate."""
     check_private(path)
     try:
         # Without O_NONBLOCK, opening a pipe that nobody writes to would wait for ever.

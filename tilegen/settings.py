@@ -49,7 +49,7 @@ class Settings:
 
 
 def settings(environ: Mapping[str, str] | None = None) -> Settings:
-    """Return what the environment says now. Raises Unsupported naming the variable."""
+    """Read the settings from the environment. Raises Unsupported naming the variable."""
     env = os.environ if environ is None else environ
     return Settings(
         cache_dir=_directory(env[CACHE_DIR]) if env.get(CACHE_DIR) else _default_directory(env),
@@ -67,7 +67,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
 
 
 def checks() -> bool:
-    """Return what `settings().check` is; every call asks. Raises Unsupported."""
+    """Read `settings().check` anew, as every call does. Raises Unsupported."""
     # `os.environ` raises and catches an error for what is not set, which takes twenty times as long
     # as a look at what it holds. Python does not document that; where it is missing, `get` serves.
     held = getattr(os.environ, "_data", None)

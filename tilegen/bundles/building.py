@@ -200,14 +200,14 @@ class _Builder:
         return choice, self._folder.add(binary_of(built), built.binary, source)
 
     def _compile(self, rendered: RenderedKernel, arch: str) -> CompiledKernel | BuildFailed:
-        """Return what compiling gives; problems with the same kernel wait for each other."""
+        """Compile a kernel for an architecture; problems with the same kernel share the binary."""
         return self._compiled.get(
             (rendered.digest, arch), lambda: self._pool.compile(rendered, arch, line_info=False)
         )
 
 
 def binary_of(compiled: CompiledKernel) -> Binary:
-    """Return what the manifest says of a kernel."""
+    """Return the manifest's entry of a kernel."""
     rendered = compiled.rendered
     problem = rendered.problem
     stem = f"{rendered.function}_{problem.dtype}_g{problem.group_size}"

@@ -52,7 +52,7 @@ def why_not_ours(path: Path, manifest: Manifest) -> str:
 
 
 def _difference(path: Path, served: Served, one: Binary) -> str:
-    """Return what is other than expected in a binary that serves a class of problems."""
+    """Describe a mistake in the entry of a class of problems; empty if there is none."""
     if not (kind := KIND.fullmatch(served.serves)):
         return "expected a class such as 'b1 hq4 hkv1 q1024 kv1024 d128 bf16 causal'"
     group_size, dtype = int(kind[1]), kind[2]
@@ -74,7 +74,7 @@ def _difference(path: Path, served: Served, one: Binary) -> str:
 
 
 def _of_arguments(one: Binary, names: Iterable[str], dtype: str) -> str:
-    """Return what is other than expected in the arguments of a binary."""
+    """Describe a mistake in the arguments of a binary; empty if there is none."""
     known = KERNELS[one.kernel].by_name
     arguments = [(name, known.get(name) or extra(name)) for name in names]
     found = list(one.arguments)

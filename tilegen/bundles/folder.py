@@ -121,7 +121,7 @@ def sha256_of(path: Path) -> str:
 
 
 def read(path: Path, limit: int = MAX_FILE) -> bytes | None:
-    """Return what a regular file of a bundle holds, None where it cannot be read. Never waits."""
+    """Read a regular file of a bundle; None where it cannot be read. Never waits."""
     with suppress(InvalidRecord):
         return read_bytes(path, limit)
     return None

@@ -38,7 +38,7 @@ class Packed:
         self._memory = threading.local()
 
     def prepare(self, grid: int, arguments: Sequence[Any]) -> Run:
-        """Return what launches it with any arguments."""
+        """Return the launch of the binary, which is the same for all arguments."""
         return self._run
 
     def _run(self, grid: int, values: list[Any], device: torch.device) -> None:

@@ -203,7 +203,7 @@ def _damage(path: Path, names: list[str]) -> str:
 
 
 def _class(key: str, direction: Direction) -> str:
-    """Return what all problems have in common that the same binaries compute. Forward kernels do
+    """Return the key that all problems share which the same binaries compute. Forward kernels do
     not depend on which tensors of a score are trained."""
     return f"{direction} {re.sub(r'[+](?=[,)])', '', key) if direction == 'forward' else key}"
 

@@ -33,7 +33,7 @@ def flex_attention(
     *,
     return_aux: Any = None,
 ) -> Any:
-    """Return what `torch.nn.attention.flex_attention.flex_attention` does, with tilegen's kernels.
+    """Compute `torch.nn.attention.flex_attention.flex_attention` with tilegen's kernels.
 
     `score_mod` and `block_mask` are FlexAttention's, or a tilegen score and mask. kernel_options
     are ignored: tiles are tilegen's choice. The max_scores of `return_aux` are computed by a second

@@ -38,7 +38,7 @@ class Finding:
 
 
 def examine() -> list[Finding]:
-    """Return what was found; a problem is a finding, not an error."""
+    """List the findings about this machine; a problem is a finding, not an error."""
     found = [Finding("tilegen", __version__), Finding("python", platform.python_version())]
     found += [
         Finding(name, installed(name) or "missing; install tilegen again") for name in PACKAGES

@@ -33,7 +33,7 @@ class Plan:
 
 
 def plan_of(job: Job, space: Sequence[TileConfig]) -> Plan:
-    """Return what tuning would try of a space. Changes nothing."""
+    """Return the plan of tuning a search space. Changes nothing."""
     from tilegen.tuning.trials import trials_of
 
     known = trials_of(job.gpu.name, job.kernel, job.problem, job.conditions).read()

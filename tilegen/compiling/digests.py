@@ -26,8 +26,8 @@ def digest_of(binary: bytes, *, num_warps: int, shared_bytes: int) -> str:
 
 
 def instructions(binary: bytes) -> bytes:
-    """Return what the executable sections of an ELF file hold (cubin, hsaco), or all of a file of
-    another kind or of a damaged one."""
+    """Return the bytes of an ELF file's executable sections (cubin, hsaco), or all bytes of a file
+    of another kind or of a damaged file."""
     if not binary.startswith(b"\x7fELF\x02\x01"):  # 64 bits, little-endian
         return binary
     try:

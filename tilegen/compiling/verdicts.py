@@ -60,7 +60,7 @@ def _path(tiled: Tiled, aligned: bool) -> Path:
 
 
 def _compiled(rendered: RenderedKernel, arch: str) -> tuple[Resources | BuildFailed, bool]:
-    """Return what compiling gives, and whether it would give the same again."""
+    """Compile a kernel; the second result says whether compiling again would give the same."""
     from tilegen.compiling.compiler import compile_for
 
     try:
@@ -72,7 +72,8 @@ def _compiled(rendered: RenderedKernel, arch: str) -> tuple[Resources | BuildFai
 
 
 def _read(path: Path, triton: str) -> Resources | BuildFailed | None:
-    """Return what a file says; None if there is none, for another Triton, or if it is damaged."""
+    """Read a verdict from its file; None if there is none, or if it is damaged or of another
+    Triton."""
     try:
         if (data := read_bytes(path, MAX_BYTES)) is None:
             return None

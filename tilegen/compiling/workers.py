@@ -48,8 +48,8 @@ class Worker:
     def compile(
         self, rendered: RenderedKernel, arch: str, *, line_info: bool = True
     ) -> CompiledKernel | BuildFailed:
-        """Return what `compile_for` returns or raises; BuildFailed, too, if the compiler crashes.
-        Raises Ended after `kill`."""
+        """Compile in a worker, as `compile_for` does. Raises BuildFailed, too, if the compiler
+        crashes, and Ended after `kill`."""
         if self._is_killed:
             raise Ended
         process = self._process or self._start()

@@ -78,7 +78,7 @@ def lasting(error: Exception, journal: Path | None) -> str:
 
 
 def in_words(error: Exception) -> str:
-    """Return what happened, without the layers that say nothing about it."""
+    """Return the innermost error as a line, without the layers that add nothing."""
     *_, last = _causes(error)
     return one_line(str(last) or type(last).__name__)
 

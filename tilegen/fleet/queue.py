@@ -151,7 +151,7 @@ class Queue:
             self._put_missing(configs)
 
     def results(self, configs: Sequence[TileConfig]) -> dict[TileConfig, dict[str, Any]] | None:
-        """Return what was found for every config, None as long as one is missing."""
+        """Return the results of every config, None as long as a config has none."""
         counting = self._counting()
         found: dict[TileConfig, dict[str, Any]] = {}
         for config in configs:
@@ -207,8 +207,8 @@ def counting(trials: Sequence[FrozenTrial]) -> dict[str, FrozenTrial]:
 
 
 def _result(trial: FrozenTrial) -> dict[str, Any]:
-    """Return what a trial says was found, nothing if it says nothing that can be read: then who
-    publishes measures it."""
+    """Return the result in a trial, empty where it cannot be read: then the publisher measures
+    it."""
     try:
         result = json.loads(trial.user_attrs[RESULT])
     except (KeyError, TypeError, ValueError, RecursionError):

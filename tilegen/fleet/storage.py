@@ -104,7 +104,7 @@ def last_failure(storage: object) -> float:
 def patiently(
     call: Callable[[], Any], where: str, seconds: float, journal: Path | None = None
 ) -> Any:
-    """Return what `call` returns, called again while the storage is away.
+    """Call a function, again and again while the storage is away.
 
     Raises StorageAway, or StorageBroken at once where waiting does not help.
     """
@@ -173,7 +173,8 @@ def _is_there(file: Path) -> bool:
 
 
 def _opener(scheme: str, rest: str, url: str, journal: Path | None) -> Callable[[], BaseStorage]:
-    """Return what makes the storage, and fails if nobody answers there. Raises Unsupported."""
+    """Return a function that makes the storage, and fails if nobody answers there. Raises
+    Unsupported."""
     if journal is not None:
         return partial(_journal, journal)
     if scheme == "grpc":

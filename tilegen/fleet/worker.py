@@ -270,7 +270,7 @@ class Worker:
         return self._plans[job]
 
     def _known(self, job: Job) -> list[dict[str, Any]]:
-        """Return what tuning without this storage has found, here or at shared locations."""
+        """Return the results of tuning without this storage, here or at shared locations."""
         configs, _ = self._plan(job)
         found = trials_of(job.gpu.name, job.kernel, job.problem, job.conditions).read()
         return [

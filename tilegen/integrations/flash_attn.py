@@ -209,7 +209,8 @@ def flash_attn_varlen_kvpacked_func(
 
 
 def _parts(name: str, x: torch.Tensor, axes: str) -> tuple[torch.Tensor, ...]:
-    """Return what is packed along the third dimension from behind. Raises InvalidProblem."""
+    """Split tensors that are packed along the third dimension from behind. Raises
+    InvalidProblem."""
     check_axes(name, x, axes)
     if x.shape[-3] != len(name):  # "qkv" or "kv"
         raise InvalidProblem(f"{name} must have shape ({axes}), got {tuple(x.shape)}")

@@ -200,7 +200,7 @@ def sdpa_flash_attention(
     *,
     scale: float | None = None,
 ) -> tuple[Any, ...]:
-    """Return what SDPA's operator does, of query, key and value (batch, heads, seqlen, dim)."""
+    """Compute SDPA's operator on query, key and value (batch, heads, seqlen, dim)."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     rows, columns = query.shape[2], key.shape[2]
     out, lse, *rest = flash_attention_forward(

@@ -31,8 +31,8 @@ def is_mask(given: Any) -> bool:
 
 
 def of_tensor(given: torch.Tensor, batch: int, lengths: tuple[int, int]) -> Given:
-    """Return what a mask of four dimensions says, each as large as the call's or 1: a bool tensor
-    keeps pairs, a floating one is added to their scores, -inf or its dtype's lowest number drops
+    """Translate a mask of four dimensions, each as large as the call's or 1. A bool tensor keeps
+    pairs; a floating tensor is added to their scores, and -inf or its dtype's lowest number drops
     them."""
     # Inference tensors count no changes, and a CUDA graph would replay what a call before made.
     if given.requires_grad or is_traced() or given.is_inference() or is_captured(given.device):
@@ -79,8 +79,8 @@ def score_of(
     sinks: torch.Tensor | None,
     lengths: tuple[int, int],
 ) -> Score | None:
-    """Return what is done to the scores: a soft cap, then what is `added`, of four dimensions, and
-    sinks beside them. Scores of one form are made once."""
+    """Return the score of a call: a soft cap, then a tensor `added`, of four dimensions, and sinks
+    beside the scores. Scores of one form are made once."""
     if softcap is None and added is None and sinks is None:
         return None
     if added is not None:

@@ -84,7 +84,7 @@ def lay_out(
 
 
 def _row(served: Served, manifest: Manifest) -> dict[str, Any]:
-    """Return what the table says of a problem."""
+    """Return the table's row of a problem."""
     problem = AttentionProblem.parse(served.serves)
     files = [file for one in served.passes.values() for file in one.binaries.values()]
     binaries = [manifest.by_file[file] for file in files]

@@ -30,7 +30,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """Return what `torch.nn.functional.scaled_dot_product_attention` does, with tilegen's kernels.
+    """Compute `torch.nn.functional.scaled_dot_product_attention` with tilegen's kernels.
 
     Shapes: query (..., heads, L, E), key (..., heads_kv, S, E), value (..., heads_kv, S, Ev), any
     leading dimensions, broadcast as PyTorch does; heads_kv other than heads needs enable_gqa.
@@ -102,7 +102,7 @@ def _in_four_dimensions(
 def _explicit(
     attn_mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor, leading: Sequence[int]
 ) -> Mapping[str, Any]:
-    """Return what `attention` is given for a mask that is a tensor. Raises InvalidProblem."""
+    """Return the arguments of `attention` for a mask that is a tensor. Raises InvalidProblem."""
     if not is_mask(attn_mask):
         raise InvalidProblem(f"attn_mask must be bool or floating, got {shown(attn_mask)}")
     needed = (*leading, query.shape[1], query.shape[2], key.shape[2])
@@ -161,9 +161,8 @@ def _table(tensor: torch.Tensor, leading: Sequence[int]) -> torch.Tensor:
 
 
 def _by_row_or_column(keep: torch.Tensor, batch: int) -> Mapping[str, Any]:
-    """Return what `attention` is given for rows or columns that are kept or not, as in padded
-    batches: O(length) numbers, and the columns after which none is kept, past which no tile is
-    read."""
+    """Return the arguments of `attention` for rows or columns that are kept or dropped, as in
+    padded batches: O(length) numbers, and the column past which no tile is read."""
     nothing: Score = bias(torch.where(keep, 0.0, -torch.inf))
     columns = keep.shape[3]
     if columns == 1:
@@ -207,7 +206,8 @@ class everywhere(TorchFunctionMode):  # noqa: N801 - `with everywhere():`, as a 
 def _of_plain_tensors(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
 ) -> torch.Tensor:
-    """Return what tilegen computes. Raises Unsupported for what only looks like a tensor."""
+    """Compute the call with tilegen. Raises Unsupported for an argument that only looks like a
+    tensor."""
     for name, x in (("query", query), ("key", key), ("value", value)):
         if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.is_nested:
             raise Unsupported(f"expected {name} to be a plain tensor, got {type(x).__name__}")

@@ -345,7 +345,7 @@ def _are_whole(its: Any) -> bool:
 
 
 def _changes_of(layer: Any) -> tuple[Mask, Score | None]:
-    """Return what a layer keeps and does to its scores. Raises Unsupported."""
+    """Return the mask and the score of a layer. Raises Unsupported."""
     refused = {
         "attention across": layer.is_cross_attention,
         f"attention of type {layer.attn_type}": layer.attn_type != AttentionType.DECODER,

@@ -65,7 +65,7 @@ def flash_attn_func(
 
 
 def problems() -> list[str]:
-    """Return what is computed here, in tilegen's notation, with the architecture it is for."""
+    """List the problems that are computed here, in tilegen's notation, with their architectures."""
     return [f"{row['arch']}: {row['serves']}" for row in _TABLE]
 
 
@@ -125,7 +125,7 @@ def _row(
 
 @lru_cache(maxsize=64)
 def _arch(device: torch.device) -> str | None:
-    """Return what a GPU is; None for a CPU, where Triton's interpreter runs any kernel."""
+    """Return the record of a GPU; None for a CPU, where Triton's interpreter runs any kernel."""
     if device.type != "cuda":
         return None
     properties = torch.cuda.get_device_properties(device)

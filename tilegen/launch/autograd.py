@@ -103,7 +103,7 @@ class _Gradients(_Function):
 
 
 def _backward(ctx: Any, dout: torch.Tensor | None, dlse: torch.Tensor | None) -> tuple[Any, ...]:
-    """Return what `_Attention.backward` does."""
+    """Compute the gradients of `_Attention.backward`."""
     scale, changes, kernels = cast("tuple[float, Changes, Kernels]", ctx.call)
     needs, saved = ctx.needs_input_grad, ctx.saved_tensors[:5]
     wanted = Wanted(needs[0], needs[1] or needs[2])

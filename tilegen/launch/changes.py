@@ -54,8 +54,8 @@ class Changes:
     def tables(
         self, q: torch.Tensor, k: torch.Tensor, device: torch.device, converts: bool
     ) -> tuple[torch.Tensor, ...]:
-        """Return what kernels read of the mask's tensors, in the order of its values. Lengths have
-        been checked by the plan of the call; `converts` has them made int32, on the device. Raises
+        """Return the tensors of a mask that kernels read, in the order of its values. The plan of
+        the call has checked lengths; `converts` has them made int32, on the device. Raises
         InvalidProblem where other sizes do not fit."""
         given = self.given
         if self.kv_lengths is None:

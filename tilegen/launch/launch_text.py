@@ -302,7 +302,7 @@ class LaunchText:
         return f"{found} // {self.unit}" if one.taken == "units" else found
 
     def _value(self, one: Argument) -> str:
-        """Return what an argument holds."""
+        """Return the expression of an argument's value."""
         match one.taken:
             case "address":
                 return f"{one.of}_at" if one.of in self._addresses else f"{one.of}.data_ptr()"

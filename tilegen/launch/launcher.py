@@ -38,8 +38,9 @@ class Function(Protocol):
         ...
 
     def prepare(self, grid: int, arguments: Sequence[Any]) -> Run:
-        """Return what launches the kernel with arguments like these, tensors in the place of their
-        addresses. Raises Unfamiliar where only the emitted `launch` can launch it."""
+        """Return a function that launches the kernel with arguments like these, tensors in the
+        place of their addresses. Raises Unfamiliar where only the emitted `launch` can launch
+        it."""
         ...
 
 
@@ -88,7 +89,7 @@ class Launched:
 
 
 def extra_names(arguments: Iterable[str]) -> tuple[str, ...]:
-    """Return what a launch is given by name, for the kernel's mask and score."""
+    """Return the names of the arguments that a launch is given for mask and score."""
     found = (extra(name) for name in arguments)
     named = (one.of for one in found if one and one.taken in ("address", "number"))
     return tuple(dict.fromkeys(named))
@@ -139,8 +140,8 @@ class Launcher:
         self.launch = module["launch"]
 
     def prepare(self, grid: int, arguments: Sequence[Any], unusual: int) -> Run:
-        """Return what launches the kernel with arguments like these, and keep it unless they are
-        `unusual`. Raises Unfamiliar."""
+        """Return a function that launches the kernel with arguments like these, and keep it unless
+        they are `unusual`. Raises Unfamiliar."""
         if self._is_unfamiliar:
             raise Unfamiliar
         try:

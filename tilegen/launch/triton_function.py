@@ -52,8 +52,8 @@ class TritonFunction:
         return tuple(self._jitted.arg_names)
 
     def prepare(self, grid: int, arguments: Sequence[Any]) -> Run:
-        """Return what launches the function with arguments like these: Triton compiles it, or
-        finds it in its cache, as for a launch of Triton's own."""
+        """Compile the function for arguments like these, or find it in Triton's cache, and return
+        its launch."""
         kind = tuple(
             [
                 (one.dtype, one.data_ptr() % 16 == 0)
@@ -78,7 +78,7 @@ def named_by_launch(module: ModuleType) -> list[Any]:
 
 
 def _run_of(compiled: Any) -> Run:
-    """Return what launches a compiled kernel. Raises Unfamiliar."""
+    """Return the launch of a compiled kernel. Raises Unfamiliar."""
     from triton import knobs
     from triton.runtime import driver
 

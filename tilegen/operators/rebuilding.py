@@ -41,9 +41,9 @@ def rebuilt(
     lengths: tuple[int, int],
     dropout: Dropout | None,
 ) -> tuple[Changes, Tensors]:
-    """Return what a call of these lengths does to its scores, by its crossing, and the tensors that
-    it reads in the place of the given ones: those `trained` need gradients. Raises InvalidProblem
-    and Unsupported."""
+    """Rebuild mask, score and lengths of a call from its crossing. Returns them with the tensors
+    that they read in place of the given tensors; those `trained` need gradients. Raises
+    InvalidProblem and Unsupported."""
     tensors = [
         # Each tensor is an object of its own: by that its place is found.
         one.detach().requires_grad_(i in trained)
@@ -94,7 +94,7 @@ def _filled_mask(spec: Any, tensors: Tensors, lengths: tuple[int, int]) -> Mask:
 
 
 def _key(spec: Any, tensors: Tensors) -> Any:
-    """Return what a specification determines, together with the kinds of its tensors."""
+    """Return the cache key of a specification and the kinds of its tensors."""
     return repr(spec), tuple((one.dtype, one.ndim, one.device) for one in tensors)
 
 

@@ -78,9 +78,8 @@ def facts_of(q: Any, k: Any, v: Any, changes: Changes) -> tuple[Any, ...]:
 
 
 def call_key(facts: tuple[Any, ...]) -> Any:
-    """Return what calls of one kind have in common, of the facts of one: lengths only as far as
-    their bucket goes, and of strides and addresses only whether kernels can take them as they
-    are."""
+    """Return the plan-cache key of a call from its facts. Lengths enter as power-of-two buckets,
+    strides and addresses by whether kernels can take them as they are."""
     shapes, strides, dtypes, devices, offset, is_shared, asked = facts
     q_shape, k_shape, v_shape = shapes
     if not len(q_shape) == len(k_shape) == len(v_shape) == 4:
@@ -116,7 +115,8 @@ def call_key(facts: tuple[Any, ...]) -> Any:
 
 
 def form_of(changes: Changes) -> ScoreForm | None:
-    """Return what kernels are specialised on; nothing is trained where gradients are off."""
+    """Return the form of a score that kernels are specialised on. Nothing is trained where
+    gradients are off."""
     if changes.score is None:
         return None
     form = changes.score.form
@@ -187,7 +187,7 @@ def checked_scale(scale: float) -> float:
 
 
 def dropout_of(dropout_p: float, q: Any) -> Dropout | None:
-    """Return what a call with these queries drops, drawn anew; None where it drops nothing. Raises
+    """Draw the dropout of a call with these queries; None where nothing is dropped. Raises
     InvalidProblem unless the probability is a number 0..1."""
     is_number = isinstance(dropout_p, Real) and not isinstance(dropout_p, bool)
     if not is_number or not 0 <= dropout_p <= 1:
@@ -201,7 +201,7 @@ def dropout_of(dropout_p: float, q: Any) -> Dropout | None:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Return what torch.autocast asks for on a device; None where it is off."""
+    """Return the dtype of torch.autocast on a device; None where autocast is off."""
     kind = device.type
     if (kind == "cpu" or kind == "cuda") and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
@@ -234,8 +234,7 @@ def _kind(value: Any) -> str:
 
 
 def shown(value: Any) -> str:
-    """Return what was handed over, for a message: shape, dtype and device of a tensor, else the
-    type."""
+    """Describe an argument for a message: shape, dtype and device of a tensor, else the type."""
     if isinstance(value, torch.Tensor):
         return f"{tuple(value.shape)} {value.dtype} on {value.device}"
     return type(value).__name__

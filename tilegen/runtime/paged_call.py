@@ -105,8 +105,8 @@ class PagedCall:
         return all(map(is_aligned, (q, k, v)))  # strides of dimensions of size 1 say nothing
 
     def key(self, longest_kv: int, changes: Changes) -> Any:
-        """Return what calls of one kind have in common: numbers of requests, queries and keys only
-        as far as their bucket goes."""
+        """Return the plan-cache key of a call. Numbers of requests, queries and keys enter as
+        power-of-two buckets."""
         q, v = self.q, self.v
         score = None if changes.score is None else form_of(changes)
         _, heads, _, width = q.shape
@@ -150,8 +150,8 @@ class PagedCall:
         return cls(rows, k, v, *tables, q_starts, longest)
 
     def rows_of(self, out: torch.Tensor, *, is_packed: bool) -> torch.Tensor | None:
-        """Return what the caller wants written as kernels write it (1, heads, rows, head dim), a
-        view; None where there is no such view, and what kernels write must be copied. Raises
+        """View the caller's result tensor as kernels write it, (1, heads, rows, head dim). Returns
+        None where there is no such view, so that the result must be copied. Raises
         InvalidProblem."""
         check_axes("out", out, QUERY_AXES[is_packed])
         rows, heads, dim = self.q.shape[2], self.q.shape[1], self.v.shape[3]
@@ -197,8 +197,8 @@ class PagedCall:
         )
 
     def longest_kv(self, given: int | None) -> int:
-        """Return what bounds the keys of a request. Raises InvalidProblem for lengths beyond it,
-        where values are checked."""
+        """Return the upper bound on the keys of a request. Raises InvalidProblem for lengths beyond
+        it, where values are checked."""
         room = self.block_table.shape[1] * self.k.shape[2]
         if given is not None and (not isinstance(given, int) or not 1 <= given <= room):
             raise InvalidProblem(

@@ -81,7 +81,7 @@ def no_finding(finding: TuningRecord) -> str:
 
 
 def conditions(record: TuningRecord) -> dict[str, str]:
-    """Return what a timing depends on besides the key, by name."""
+    """Return the software that a timing depends on besides the key, by name."""
     software = {name: getattr(record.versions, name) for name in SOFTWARE}
     return {**software, "template_digest": record.template_digest}
 

@@ -54,7 +54,7 @@ def inside(root: Path, path: PurePath | str) -> Path:
 
 
 def read_bytes(path: Path, limit: int = MAX_FILE_BYTES) -> bytes | None:
-    """Return what a file holds, None if there is none. Raises InvalidRecord or Unreadable.
+    """Read a file; None if there is none. Raises InvalidRecord or Unreadable.
 
     A link is followed, to a regular file only: a pipe or device would block or never end.
     """

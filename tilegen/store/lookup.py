@@ -152,7 +152,7 @@ class _Asked:
             )
 
     def _possible(self, record: TuningRecord, file: str) -> tuple[TuningRecord, ...]:
-        """Return what of a record somebody has measured, a winner in front."""
+        """Return the measured part of a record, a winner first."""
         troubles = {one: no_finding(one) for one in record.findings}
         if wrong := next(filter(None, troubles.values()), ""):
             say_once(f"record {file!r}: a finding is passed over: {wrong}")

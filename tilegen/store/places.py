@@ -72,8 +72,8 @@ def locations(current: Settings | None = None) -> tuple[Location, ...]:
 def read(
     location: Location, path: PurePath | str, limit: int = MAX_FILE_BYTES, *, fresh: bool = False
 ) -> bytes | None:
-    """Return what a location holds at `path`, None if nothing. Raises InvalidRecord or Unreachable,
-    the latter within seconds and for shared locations only."""
+    """Read the file of a location at `path`; None if there is none. Raises InvalidRecord or
+    Unreachable, the latter within seconds and for shared locations only."""
     if (folder := location.folder) is None:
         return remote.read(location.url, str(path), limit, fresh=fresh)
     if location.origin != "shared":
@@ -88,7 +88,7 @@ def read(
 
 
 def peek(location: Location, path: PurePath | str, limit: int = MAX_FILE_BYTES) -> bytes | None:
-    """Return what a location holds at `path` now. Raises InvalidRecord or Unreachable."""
+    """Read the file of a location at `path` now. Raises InvalidRecord or Unreachable."""
     if (folder := location.folder) is None:
         return remote.fetch(location.url, str(path), limit)
     return files.read_bytes(folder / path, limit)

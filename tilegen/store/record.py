@@ -52,7 +52,7 @@ class EstimateSummary:
 
     @classmethod
     def of(cls, estimate: CostEstimate) -> EstimateSummary:
-        """Return what a record keeps of `estimate`."""
+        """Return the part of an estimate that a record keeps."""
         return cls(
             seconds=float(f"{estimate.seconds:.4g}"),
             limit=estimate.limit,
@@ -341,7 +341,7 @@ def versions_of(fields: Fields) -> Versions:
 
 
 def _other_writer(fields: Fields) -> str:
-    """Return what wrote a record that cannot be read, if it is a later tilegen or another SymPy
+    """Name the writer of a record that cannot be read, if that is a later tilegen or another SymPy
     than here; otherwise an empty text."""
     findings: list[Any] = [fields.values]
     if isinstance(rivals := fields.values.get("rivals"), list):

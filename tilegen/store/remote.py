@@ -35,8 +35,8 @@ UNTAGGED = "untagged"
 
 
 def read(url: str, path: str, limit: int, *, fresh: bool = False) -> bytes | None:
-    """Return what a location holds at `path`, None if nothing, from a copy that is new enough
-    unless `fresh`. Raises Unreachable if there is no copy either, InvalidRecord."""
+    """Read the file of a location at `path`, from a copy that is new enough unless `fresh`; None if
+    there is no file. Raises Unreachable if there is no copy either, InvalidRecord."""
     copy = copies(url) / path
     age = None
     with contextlib.suppress(OSError):
@@ -57,7 +57,7 @@ def read(url: str, path: str, limit: int, *, fresh: bool = False) -> bytes | Non
 
 
 def fetch(url: str, path: str, limit: int) -> bytes | None:
-    """Return what a location holds at `path` now. Raises Unreachable, InvalidRecord."""
+    """Read the file of a location at `path` now. Raises Unreachable, InvalidRecord."""
     return ask(url, lambda: _get(url, path, limit)[0], seconds=WRITE_SECONDS, again=True)
 
 
@@ -131,8 +131,8 @@ def update(url: str, path: str, change: Change, limit: int) -> str:
 
 
 def _get(url: str, path: str, limit: int) -> tuple[bytes | None, str]:
-    """Return what is there (None: nothing) and its tag. Raises InvalidRecord, and what fsspec
-    raises."""
+    """Read a file (None if there is none) and its tag. Raises InvalidRecord, and the errors of
+    fsspec."""
     for _ in range(TRIES):
         try:
             return _get_once(url, path, limit)

@@ -94,7 +94,7 @@ def of_one_binary(trials: Iterable[Trial]) -> list[tuple[TileConfig, ...]]:
 
 
 def one_binary_line(configs: Iterable[TileConfig]) -> str:
-    """Return what is said of configs that timed one binary."""
+    """Return the note on configs that timed one binary."""
     return f"one binary was timed as {', '.join(one.key for one in configs)}: it counts once"
 
 
@@ -126,7 +126,7 @@ def trial_line(trial: Trial, conditions: Conditions) -> dict[str, Any]:
 def parse_trial(
     line: bytes, kernel: Kernel, only: Conditions | None = None
 ) -> tuple[Trial, Conditions] | None:
-    """Return what a line says: trial and conditions; None for other conditions than `only`. Raises
+    """Read the trial and the conditions of a line; None for other conditions than `only`. Raises
     InvalidRecord."""
     try:
         values = parse_json(line.decode("utf-8"))

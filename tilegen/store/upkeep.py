@@ -61,7 +61,7 @@ def check(where: Sequence[Location]) -> Iterator[Checked]:
 
 
 def _trouble(record: TuningRecord) -> str:
-    """Return what is wrong with a record that can be read."""
+    """Describe a mistake in a record that can be read; empty if there is none."""
     specs = {spec.name: spec for spec in catalogue()}
     if (spec := specs.get(record.gpu)) is not None:
         if spec.arch != record.arch:

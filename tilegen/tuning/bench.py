@@ -95,7 +95,8 @@ def refused(built: Resources | BuildFailed, gpu: GpuSpec) -> Measurement | None:
 
 
 def as_tuned(measurement: Measurement, spill_bytes: int) -> Measurement:
-    """Return what the tuner would have seen: it does not time kernels that spill much."""
+    """Replace the time of a kernel that spills much by a refusal, since the tuner times no such
+    kernel."""
     reason = spill_objection(spill_bytes)
     return Measurement(status="out_of_resources", message=reason) if reason else measurement
 
@@ -218,7 +219,7 @@ class Timed:
         )
 
     def runs(self, config: TileConfig) -> Callable[[], None]:
-        """Return what runs the kernel with a config once. Raises TilegenError."""
+        """Return a function that runs the kernel with a config once. Raises TilegenError."""
         from tilegen.emit.render import render
         from tilegen.launch.bound_module import bound_kernel
 
@@ -301,7 +302,7 @@ def make_launches(task: KernelTask, device: str) -> list[tuple[Any, ...]]:
 def check_config(
     problem: AttentionProblem, kernel: Kernel, config: TileConfig
 ) -> Measurement | None:
-    """Return what is wrong with a config at a reduced size, None if nothing is.
+    """Describe a wrong result of a config at a reduced size; None if all are right.
 
     A kernel runs together with its partners, which take the smallest tiles. Raises WrongResult
     where they fail by themselves, which says nothing about the config; DeviceLost.
@@ -332,7 +333,7 @@ def partners(kernel: Kernel, problem: AttentionProblem) -> tuple[Kernel, ...]:
 def _trouble(
     problem: AttentionProblem, configs: dict[Kernel, TileConfig], kernel: Kernel
 ) -> Measurement | None:
-    """Return what is wrong with the tensors that `kernel` makes, None if nothing is."""
+    """Describe a wrong result among the tensors that `kernel` makes; None if all are right."""
     from tilegen.check.verification import verify
 
     try:

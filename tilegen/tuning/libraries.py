@@ -113,7 +113,7 @@ def _measure(
 def check_library(
     problem: AttentionProblem, direction: Direction, backend: Backend, device: str
 ) -> Measurement | None:
-    """Return what is wrong with a library's results at a reduced size, None if nothing is."""
+    """Describe a wrong result of a library at a reduced size; None if all are right."""
     import torch
 
     from tilegen.check.reference import make_inputs

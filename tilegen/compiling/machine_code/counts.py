@@ -101,7 +101,7 @@ class LoopCode:
 
 
 def count(first: int, depth: int, body: Sequence[Instruction]) -> LoopCode:
-    """Return what the instructions of one pass add up to."""
+    """Add up the instructions of one pass through a loop."""
     units: Counter[Unit] = Counter(unit_of(one.opcode) for one in body)
     exposed, waits, timeline = _in_flight(body)
     return LoopCode(
@@ -175,7 +175,7 @@ def _width(opcode: str) -> int:
 
 
 def _in_flight(body: Sequence[Instruction]) -> tuple[Counter[Unit], tuple[int, ...], str]:
-    """Return what is issued outside of matrix products' time, the waits, and the timeline.
+    """Return the cycles issued outside of matrix products, the waits, and the timeline.
 
     The loop is followed twice, so that what one pass leaves in flight meets the next.
     """

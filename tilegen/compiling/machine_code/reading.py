@@ -25,8 +25,8 @@ class MachineCode:
     """Loops in the order of their first instructions."""
 
     def step(self, multiply_adds: int) -> StepCode | None:
-        """Return what a step of the inner loop issues, where a step has so many multiply-adds of
-        matrix units; None where no loop is made of such steps, as where these units form no
+        """Count the instructions of a step of the inner loop that has so many multiply-adds of
+        matrix units. Returns None where no loop is made of such steps, as where these units form no
         products.
 
         A loop may be unrolled, in part or altogether; and a step may have a loop of its own, over
