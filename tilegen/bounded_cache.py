@@ -11,6 +11,8 @@ from typing import Any, Generic, TypeVar
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
+MAX_RECENT = 3
+"""Values that are recalled by facts: layers of a model have one or two kinds of masks."""
 MAX_USED = 64
 """Uses of known values that are remembered in order."""
 
@@ -26,9 +28,7 @@ class BoundedCache(Generic[K, V]):
         self._making: dict[K, RLock] = {}
         self._lock = Lock()
         self._on_drop = on_drop
-        self.latest: tuple[Any, Any] = (None, None)
-        """The facts that the last key was made of, and its value, for callers whose keys take
-        longer to make than facts to compare."""
+        self._recent: tuple[tuple[Any, K, Any], ...] = ()
 
     def __len__(self) -> int:
         return len(self._values)
@@ -64,11 +64,25 @@ class BoundedCache(Generic[K, V]):
                     self._making.pop(key, None)
         return value
 
+    def recall(self, facts: Any) -> Any:
+        """Return the object that was noted with equal facts among the last few; None if there is
+        none. For callers whose keys take longer to make than facts to compare."""
+        for known, key, noted in self._recent:
+            if known == facts:
+                self._used.append(key)
+                return noted
+        return None
+
+    def note(self, facts: Any, key: K, noted: Any) -> None:
+        """Have `recall` return an object for these facts, which counts as a use of the key."""
+        # One assignment, since other threads may read.
+        self._recent = ((facts, key, noted), *self._recent[: MAX_RECENT - 1])
+
     def clear(self) -> None:
         """Forget all values."""
         with self._lock:
             self._values.clear()
-            self.latest = (None, None)
+            self._recent = ()
 
     def _put(self, key: K, value: V) -> None:
         while self._used:

@@ -310,7 +310,7 @@ def test_a_plan_is_the_same_whatever_was_called_before() -> None:
     with as_on_a_gpu():
         expected: dict[str, Plan | str] = {}
         for name, call in named.items():
-            plans.by_call.latest = (None, None)
+            plans.by_call._recent = ()
             expected[name] = planned(call)
         apart = {name: one for name, one in expected.items() if name != "heads inside of rows"}
         assert len({id(one) for one in apart.values()}) == len(apart)

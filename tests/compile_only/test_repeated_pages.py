@@ -122,7 +122,7 @@ def test_a_paged_call_launches_the_same_whatever_was_called_before() -> None:
     with as_if_on_a_gpu() as driver:
         expected: dict[str, Any] = {}
         for name, (call, given) in named.items():
-            plans.by_call.latest = (None, None)
+            plans.by_call._recent = ()
             expected[name] = launched(driver, call, given)
         assert expected["first"] == expected["the same of other tensors"]
         assert sum(isinstance(one, str) for one in expected.values()) == 4
@@ -148,7 +148,7 @@ def test_a_call_like_the_one_before_is_checked_no_more(monkeypatch: pytest.Monke
             ("with a result", 1),
             ("heads outside of rows", 3),
         ):
-            plans.by_call.latest = (None, None)
+            plans.by_call._recent = ()
             checked.clear()
             for _ in range(3):
                 named[name][0]()

@@ -185,7 +185,6 @@ def test_calls_of_one_kind_have_one_plan(monkeypatch: pytest.MonkeyPatch) -> Non
         raise AssertionError("decided again")
 
     monkeypatch.setattr(paged_dispatch, "_new_plan", fail)
-    monkeypatch.setattr(paged_call, "_check", fail)
     others: list[dict[str, Any]] = [
         {"kv_lengths": torch.tensor([70, 1, 3])},
         {"block_table": given["block_table"].flip(0)},

@@ -15,7 +15,7 @@ import torch
 
 import tilegen
 from tilegen import disk, sympy_lock
-from tilegen.bounded_cache import BoundedCache
+from tilegen.bounded_cache import MAX_RECENT, BoundedCache
 from tilegen.calls import varlen
 from tilegen.check.reference import attention_reference
 from tilegen.choose.families import kernels_of
@@ -218,3 +218,13 @@ def test_plans_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
         tilegen.attention(q, q, q)
     assert made == [1, 2, 3, 4, 2]
     assert len(plans.by_call) == 3
+
+
+def test_recent_values_are_recalled_by_facts_until_all_are_forgotten() -> None:
+    cache: BoundedCache[str, int] = BoundedCache(9)
+    for value in range(MAX_RECENT + 1):
+        cache.note(["facts", value], "key", value)
+    assert cache.recall(["facts", 0]) is None  # others took its place
+    assert [cache.recall(["facts", value]) for value in (3, 2, 1)] == [3, 2, 1]
+    cache.clear()
+    assert cache.recall(["facts", 3]) is None

@@ -64,13 +64,13 @@ def planned(
 def plan_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, changes: Changes) -> Plan:
     """Return how calls of a call's kind are computed, decided when the first is made."""
     facts = facts_of(q, k, v, changes)
-    latest, plan = plans.by_call.latest
-    if facts == latest:  # as in the layer before
-        return plan
+    recent: Plan | None = plans.by_call.recall(facts)
+    if recent is not None:  # as in a layer before
+        return recent
     key = call_key(facts)
     found: Plan | None = plans.by_call.known(key)
     plan = found or plans.by_call.get(key, partial(_new_plan, q, k, v, changes))
-    plans.by_call.latest = facts, plan  # at once, since other threads may call too
+    plans.by_call.note(facts, key, plan)
     return plan
 
 

@@ -13,7 +13,6 @@ from tilegen.errors import InvalidProblem
 from tilegen.launch.autograd import addressable
 from tilegen.launch.changes import Changes
 from tilegen.launch.kernels import READABLE
-from tilegen.launch.launch_text import MAX_ROW_STRIDE
 from tilegen.masks.values import is_checked
 from tilegen.problem import PAGES
 from tilegen.runtime.call import DTYPES, check_axes, form_of, shown, values_in_keys
@@ -132,9 +131,7 @@ class PagedCall:
         layout: str,
     ) -> PagedCall:
         """Return a call whose tensors fit together. Raises InvalidProblem."""
-        given = q, k, v, block_table, lengths, q_starts, longest_q, layout
-        if not _fits(*given):
-            _check(*given)
+        _check(q, k, v, block_table, lengths, q_starts, longest_q, layout)
         if layout == "NHD":
             k, v = k.transpose(1, 2), v.transpose(1, 2)
         tables = readable(block_table), readable(lengths)
@@ -249,57 +246,7 @@ def facts_of_pages(
     except (AttributeError, RuntimeError):  # which checks name
         return None
     given = starts is None, out is None
-    return "paged", laid, offset, k_at == v_at, bounds, given, changes.kind
-
-
-def _fits(
-    q: Any,
-    k: Any,
-    v: Any,
-    block_table: Any,
-    lengths: Any,
-    q_starts: Any,
-    longest_q: int | None,
-    layout: str,
-) -> bool:
-    """Whether `_check` surely finds nothing: in one go, for calls that are made over and over."""
-    try:
-        requests, *more = lengths.shape
-        rows, heads_q, *rest = q.shape
-        if q_starts is None:
-            fits = rows == requests and len(rest) == 2 and rest[0] > 0
-        else:
-            fits = (
-                q_starts.shape == (requests + 1,)
-                and q_starts.device == q.device
-                and len(rest) == 1
-                and type(longest_q) is int
-                and longest_q > 0
-            )
-        first, second, third, width = k.shape
-        *v_first, v_width = v.shape
-        heads, page = (third, second) if layout == "NHD" else (second, third)
-        table_rows, columns = block_table.shape
-        (*_, k_dense), (*_, v_dense) = k.stride(), v.stride()
-        k_row, v_row = (one.stride(1 if layout == "NHD" else 2) for one in (k, v))
-        return (
-            fits
-            and not more
-            and layout in PAGE_AXES
-            and v_first == [first, second, third]
-            and width == rest[-1]
-            and page in PAGES
-            and table_rows == requests
-            and k_dense == v_dense == 1
-            and (k_row | v_row) < MAX_ROW_STRIDE
-            and min(requests, rows, heads_q, first, heads, width, v_width, columns) > 0
-            and q.dtype in DTYPES
-            and q.dtype is k.dtype is v.dtype
-            and q.device == k.device == v.device
-            and block_table.device == lengths.device == q.device
-        )
-    except (AttributeError, IndexError, TypeError, ValueError):  # no such tensors
-        return False
+    return "paged", changes.kind, laid, offset, k_at == v_at, bounds, given  # kinds differ most
 
 
 def _check(

@@ -46,8 +46,8 @@ def attend_pages(
     where = block_table, kv_lengths, q_starts
     bounds = max_q_length, max_kv_length, layout
     facts = facts_of_pages((q, k_pages, v_pages, *where, out), bounds, changes)
-    latest, alike = plans.by_call.latest
-    if facts is not None and facts == latest:  # as in the layer before
+    alike: _Alike | None = None if facts is None else plans.by_call.recall(facts)
+    if alike is not None:  # as in a layer before
         refuse_gradients(q, k_pages, v_pages, changes.score)
         call = alike.form.applied(q, k_pages, v_pages, *where, out)
         longest, plan = alike.longest, alike.plan
@@ -61,7 +61,7 @@ def attend_pages(
         known: _Plan | None = plans.by_call.known(key)
         plan = known or plans.by_call.get(key, partial(_new_plan, call, longest, changes))
         if facts is not None and (form := call.form_of(q, *where, out)) is not None:
-            plans.by_call.latest = facts, _Alike(form, longest, plan)  # at once, for other threads
+            plans.by_call.note(facts, key, _Alike(form, longest, plan))
     factor = plan.default_scale if scale is None else checked_scale(scale)
     if factor < 0:  # kernels take a row's maximum before scaling: the scale must keep the order
         call.q, factor = -call.q, -factor
