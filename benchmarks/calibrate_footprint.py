@@ -39,7 +39,6 @@ from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS
 from tilegen.model import on_chip
-from tilegen.model.step import step_of
 from tilegen.problem import AttentionProblem
 from tilegen.task import KernelTask, memo_of
 
@@ -115,7 +114,7 @@ def random_kernels(kernel: Kernel, count: int) -> Iterator[RenderedKernel]:
 
 def is_sensible(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> bool:
     """Whether a config comes near fitting the registers and the shared memory of some GPU."""
-    work, threads = step_of(KERNELS[kernel], problem, config), 32 * config.num_warps
+    work, threads = KERNELS[kernel].loop.step(problem, config), 32 * config.num_warps
     size, spec = problem.element_bytes, KERNELS[kernel]
     largest = max((one.multiply_adds for one in work.products), default=0)
     if spec.sliced and size == 4 and largest > on_chip.MAX_UNROLLED * threads:
@@ -284,7 +283,7 @@ def fit_registers(samples: Iterable[Sample]) -> dict[str, dict[str, list[float]]
     """
     cells: dict[tuple[str, str], list[Sample]] = {}
     for sample in samples:
-        if sample.registers >= FEWEST_REGISTERS and KERNELS[sample.kernel].loop:
+        if sample.registers >= FEWEST_REGISTERS and KERNELS[sample.kernel].products:
             dtype = "fp32" if " fp32 " in sample.problem else "16"
             cells.setdefault((sample.arch, dtype), []).append(sample)
     fits: dict[str, dict[str, list[float]]] = {}
@@ -298,7 +297,7 @@ def fit_registers(samples: Iterable[Sample]) -> dict[str, dict[str, list[float]]
 def features_of(sample: Sample) -> tuple[float, ...]:
     """Return what the fit multiplies."""
     problem, config = sample.parsed
-    work = step_of(KERNELS[sample.kernel], problem, config)
+    work = KERNELS[sample.kernel].loop.step(problem, config)
     return model.register_features(
         work, problem.element_bytes, config.num_warps, sample.arch, config.descriptors
     )

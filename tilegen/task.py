@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.loops import Step
 from tilegen.kernels.registry import KERNELS, family_with
 from tilegen.kernels.spec import Direction, KernelSpec
 from tilegen.problem import AttentionProblem
@@ -174,6 +175,13 @@ class Tiled:
     def device(self) -> GpuSpec:
         """The device."""
         return self.task.device
+
+    @property
+    def step(self) -> Step:
+        """One step of the inner loop; configs that differ in warps and stages share it."""
+        task, config = self.task, self.config
+        key = "step", task.kernel, config.rows, config.block_n, config.block_d
+        return task.lengthless.memo.once(key, lambda: task.spec.loop.step(task.problem, config))
 
     def by_tile(self, what: str, compute: Callable[[], T]) -> T:
         """Return a value that depends on the tile alone, whatever the warps and stages."""

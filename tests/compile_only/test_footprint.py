@@ -21,7 +21,6 @@ from tilegen.kernels.registry import KERNELS
 from tilegen.model.footprint import REGISTER_FEATURES, footprint, register_features
 from tilegen.model.on_chip import MOST_SPILLED, Footprint, family, max_registers, residents
 from tilegen.model.resources import Resources
-from tilegen.model.step import step_of
 from tilegen.problem import AttentionProblem
 
 CALIBRATED = "3.7.1"
@@ -221,7 +220,7 @@ def test_more_warps_leave_less_registers_on_amd() -> None:
 
 def test_register_features_have_their_names() -> None:
     config = TileConfig.parse("m128n64w8s2")
-    work = step_of(KERNELS["fwd"], PARSE(PROBLEMS[2]), config)
+    work = KERNELS["fwd"].loop.step(PARSE(PROBLEMS[2]), config)
     found = register_features(work, 2, 8, "sm_80")
     named = dict(zip(REGISTER_FEATURES, found, strict=True))
     assert named == {
@@ -234,7 +233,7 @@ def test_register_features_have_their_names() -> None:
         "slices": 0,
     }
     config = TileConfig.parse("m64n32d64w4s2")
-    work = step_of(KERNELS["fwd_streamed"], PARSE("hq1 q4096 d512 fp32 full"), config)
+    work = KERNELS["fwd_streamed"].loop.step(PARSE("hq1 q4096 d512 fp32 full"), config)
     named = dict(zip(REGISTER_FEATURES, register_features(work, 4, 4, "sm_80"), strict=True))
     assert (named["changed"], named["slices"]) == (0, 1)
     assert named["results"] == 64 * 512 / 128

@@ -22,7 +22,6 @@ from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import BLOCK_SIZES, Kernel, TileConfig
 from tilegen.model.as_compiled import clocks_as_compiled
 from tilegen.model.footprint import executed
-from tilegen.model.step import step
 from tilegen.model.time import step_clocks
 from tilegen.pipeline import best_acceptable
 from tilegen.problem import AttentionProblem
@@ -53,7 +52,7 @@ def test_steps_are_found_in_machine_code(text: str, kernel: str, config: str, ar
     built = compile_for(render(problem, tile, kernel), arch)
     code = built.resources.step_code
     assert code is not None
-    work = step(Tiled.of(kernel, problem, gpu(GPUS[arch]), tile))
+    work = Tiled.of(kernel, problem, gpu(GPUS[arch]), tile).step
     assert code.multiply_adds == executed(work, 2, tile.num_warps, arch)
     least = work.scores * (kernel != "bwd_columns")  # an exponential for each score
     assert 32 * code.exponentials >= least
@@ -89,7 +88,7 @@ def test_amd_is_counted() -> None:
     built = compile_for(render(problem, tile, "fwd"), "gfx942")
     loops = [one for one in built.code.loops if one.products]
     assert len(loops) == 2
-    work = step(Tiled.of("fwd", problem, gpu("mi300x"), tile))
+    work = Tiled.of("fwd", problem, gpu("mi300x"), tile).step
     # Instructions have 32 rows, a warp of a tile of 64 rows half of them to itself.
     assert {one.multiply_adds(4) for one in loops} == {1.5 * work.multiply_adds}
     assert all(one.units["shared"] and one.units["exp"] for one in loops)

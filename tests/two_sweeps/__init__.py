@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from tilegen.kernels.loops import Whole
 from tilegen.kernels.q_stationary import ARGUMENTS, FLOOR, one_launch
 from tilegen.kernels.registry import FORWARD, KERNELS, register
-from tilegen.kernels.spec import FamilySpec, KernelSpec, Knobs, Whole, read, write
+from tilegen.kernels.spec import FamilySpec, KernelSpec, Knobs, read, write
 from tilegen.task import memo_of
 
 FWD_TWO_SWEEPS = KernelSpec(

@@ -21,14 +21,8 @@ _WAITS_FOR = {
 
 def reason_of(tiled: Tiled, cost: CostEstimate) -> str:
     """Return one sentence: what stays and passes, what moves, and what the tile waits for."""
-    spec, config, gpu = tiled.spec, tiled.config, tiled.device
+    config, gpu = tiled.config, tiled.device
     moved = cost.read_bytes + cost.write_bytes
-    if not spec.masked:
-        tile = f"{config.block_m} rows per program"
-    elif spec.whole and spec.stays == "columns":
-        tile = f"{config.block_n} key-value rows stay while tiles of {config.block_m} queries pass"
-    else:
-        tile = f"{config.block_m} query rows stay, {config.block_n} keys pass at a time"
     needs = footprint(tiled)
     together = residents(needs, gpu, config)
     waits_for = _WAITS_FOR[cost.limit]
@@ -39,6 +33,7 @@ def reason_of(tiled: Tiled, cost: CostEstimate) -> str:
     bound = (
         f", {moved / least:.1f} times the lower bound" if (least := cost.lower_bound_bytes) else ""
     )
+    tile = tiled.spec.loop.tile(config)
     return (
         f"{tile}: {_size(moved)} to and from L2{bound}; waits for {waits_for}, "
         f"{together} program{'s' * (together > 1)} per SM with "

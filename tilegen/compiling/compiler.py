@@ -73,11 +73,10 @@ class CompiledKernel:
             return None
         from tilegen.kernels.registry import KERNELS
         from tilegen.model.footprint import executed
-        from tilegen.model.step import step_of
 
         rendered = self.rendered
         problem, config = rendered.problem.normal(), rendered.config
-        work = step_of(KERNELS[rendered.kernel], problem, config)
+        work = KERNELS[rendered.kernel].loop.step(problem, config)
         if not work.products:
             return None
         done = executed(work, problem.element_bytes, config.num_warps, self.arch)

@@ -10,8 +10,9 @@ from textwrap import wrap
 from tilegen.emit.arguments import WIDTH, Arguments
 from tilegen.kernels.arguments import PANELS, size, size_name
 from tilegen.kernels.config import TileConfig
+from tilegen.kernels.loops import WIDTHS
 from tilegen.kernels.results import LIKE, OF_SPLITS, Extent, extents, shape_note
-from tilegen.kernels.spec import WIDTHS, KernelSpec
+from tilegen.kernels.spec import KernelSpec
 
 _RANKS = {
     **dict.fromkeys((*WIDTHS, "y", "grad"), 4),

@@ -32,8 +32,9 @@ from tilegen.kernels.arguments import DROPOUT, SINKS
 from tilegen.kernels.config import Kernel, TileConfig, head_dim_chunks
 from tilegen.kernels.descriptors import why_not_described
 from tilegen.kernels.launch_order import heavy_end, rows_together
+from tilegen.kernels.loops import WIDTHS
 from tilegen.kernels.registry import KERNELS, check_config, family_with, tile_heads
-from tilegen.kernels.spec import WIDTHS, KernelSpec
+from tilegen.kernels.spec import KernelSpec
 from tilegen.kernels.split_kv import FILLING, is_divided, usual_tiles
 from tilegen.masks.grouping import heads_of_tiles
 from tilegen.masks.score_source import ScoreSource, score_source

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from tilegen.kernels.arguments import COLUMN_TENSORS, Argument, Line
 from tilegen.kernels.config import Dim, TileConfig, head_dim_chunks
-from tilegen.kernels.spec import WIDTHS, KernelSpec
+from tilegen.kernels.loops import WIDTHS
+from tilegen.kernels.spec import KernelSpec
 
 if TYPE_CHECKING:
     import torch

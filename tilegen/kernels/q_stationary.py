@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tilegen.kernels.arguments import SCALE_IN_BASE_2, pointers, sizes, strides
+from tilegen.kernels.loops import Whole
 from tilegen.kernels.panels import Launch
-from tilegen.kernels.spec import FamilySpec, KernelSpec, Whole, read, write
+from tilegen.kernels.spec import FamilySpec, KernelSpec, read, write
 
 if TYPE_CHECKING:
     import torch
@@ -44,6 +45,7 @@ FWD = KernelSpec(
         accumulates=("out",),
         products=("qk", "v"),  # S = Q K^T; O += P V
         score_tiles=1,
+        takes_latent=True,
     ),
     traffic=(
         read("q", "g*N_q*d_qk"),
@@ -58,7 +60,6 @@ FWD = KernelSpec(
     computes_scores=True,
     drops=True,
     has_sinks=True,
-    takes_latent=True,
 )
 
 

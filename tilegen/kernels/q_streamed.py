@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tilegen.kernels.loops import Sliced
 from tilegen.kernels.q_stationary import FWD, one_launch
-from tilegen.kernels.spec import FamilySpec, Knobs, Sliced, read
+from tilegen.kernels.spec import FamilySpec, Knobs, read
 
 FWD_STREAMED = replace(
     FWD,
@@ -17,7 +18,6 @@ FWD_STREAMED = replace(
     traffic=(read("q", "g*W_q*d_qk"), *FWD.traffic[1:]),
     described=(),
     knobs=Knobs(block_m=(16, 32, 64, 128), block_n=(16, 32, 64), block_d=(32, 64, 128)),
-    takes_latent=False,
 )
 
 

@@ -17,8 +17,9 @@ from tilegen.kernels.arguments import (
     strides,
 )
 from tilegen.kernels.layout import empty_like
+from tilegen.kernels.loops import Sliced
 from tilegen.kernels.panels import Launch, panels
-from tilegen.kernels.spec import FamilySpec, KernelSpec, Knobs, Sliced, read, write
+from tilegen.kernels.spec import FamilySpec, KernelSpec, Knobs, read, write
 from tilegen.kernels.two_pass import BWD_PREPROCESS, READ_ONCE
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ FWD_VALUES = KernelSpec(
         slices=("v",),
         loops=False,
         panel="reads",
+        weighs=True,
     ),
     traffic=(
         read("maxima", f"{_SLICES_V}*(T_s*g*N_q + g*W_q)", fp32=True),
@@ -187,12 +189,14 @@ BWD_COLUMNS = KernelSpec(
     ),
     grid=(("head_dim", "block_d"), ("seqlen_kv", "block_n"), ("num_heads", "group_size")),
     loop=Sliced(
+        stays="columns",
         rows="block_n",
         columns="block_d",
         depth="block_m",
         slices=("qk", "v"),
         loops=False,
         panel="reads",
+        launches=2,  # for dV with weights, for dK with score gradients
     ),
     traffic=(
         read("weights", f"{_SLICES_V}*g*A_w"),
@@ -213,9 +217,7 @@ BWD_COLUMNS = KernelSpec(
         write("dv", "N_kv*d_v"),
     ),
     shows=("dk", "dv"),
-    stays="columns",
     knobs=Knobs(block_m=(16, 32, 64), block_n=(32, 64, 128), block_d=(32, 64, 128)),
-    launches_per_panel=2,  # for dV with weights, for dK with score gradients
 )
 
 BWD_ROWS = KernelSpec(

@@ -15,17 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tilegen.kernels.arguments import Argument, Line
 from tilegen.kernels.config import BLOCK_SIZES, NUM_STAGES, NUM_WARPS, Dim
+from tilegen.kernels.loops import Knob, Loop, OverRows, Sliced, Whole
 
 if TYPE_CHECKING:
     from tilegen.masks.mask import Side
     from tilegen.problem import AttentionProblem
 
 Direction = Literal["forward", "backward"]
-WIDTHS: dict[str, Dim] = {
-    **dict.fromkeys(("q", "k", "dq", "dk"), "qk"),
-    **dict.fromkeys(("v", "out", "dout", "dv"), "v"),
-}
-"""The head dim of a tensor's rows; lse and delta have one fp32 number a row."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +46,6 @@ def write(tensor: str, words: str, *, fp32: bool = False) -> Moved:
     return Moved(tensor, "write", words, fp32)
 
 
-Knob = Literal["block_m", "block_n", "block_d"]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Knobs:
     """The tiles and launch options that a kernel may be tuned over."""
@@ -64,40 +57,6 @@ class Knobs:
     split_kv: tuple[int, ...] = (0,)
     num_warps: tuple[int, ...] = NUM_WARPS
     num_stages: tuple[int, ...] = NUM_STAGES
-
-
-@dataclass(frozen=True, kw_only=True)
-class Whole:
-    """The inner loop of a kernel that holds head dims whole: a tile stays, tiles of rows pass."""
-
-    keeps: tuple[str, ...]
-    """Tensors of which a tile stays on chip."""
-    streams: tuple[str, ...]
-    """Tensors of which tiles pass by."""
-    accumulates: tuple[str, ...]
-    """Tensors that a program adds up on chip."""
-    products: tuple[Dim, ...]
-    """Matrix products of a step, each stationary rows x streamed rows x a head dim."""
-    score_tiles: int
-    """Score tiles that are alive together."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sliced:
-    """The inner loop of a kernel that takes head dims in slices of `block_d` columns."""
-
-    rows: Knob
-    columns: Knob
-    depth: Knob
-    """One step is a matrix product of rows x depth and depth x columns."""
-    results: int = 1
-    """Tiles of rows x columns that are accumulated."""
-    slices: tuple[Dim, ...]
-    """Head dims that are taken in slices."""
-    loops: bool
-    """True: a program goes through all slices. False: each slice has programs of its own."""
-    panel: Literal["", "writes", "reads"] = ""
-    """The kernel's part in the panel that the kernels of a pass share: it writes or reads it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +80,7 @@ class KernelSpec:
         tuple[str, Knob | Literal["group_size", "tile_heads", "split_kv", "split_q"] | int], ...
     ]
     """The size of the grid: the product of ceil(size / divisor) over these pairs."""
-    loop: Whole | Sliced | None
-    """The inner loop; None for kernels that go over their rows once."""
+    loop: Loop
     traffic: tuple[Moved, ...]
     """Words that a launch moves, exactly: as many as a counting build counts."""
     floor: tuple[Moved, ...]
@@ -132,11 +90,7 @@ class KernelSpec:
     all that a score reads."""
     described: tuple[str, ...] = ()
     """Tensors whose tiles pass, and may be loaded through tensor descriptors."""
-    stays: Side = "rows"
-    """The side of the scores whose tiles stay; tiles of the other side pass."""
     knobs: Knobs = Knobs()
-    masked: bool = True
-    """True: the kernel visits the tiles that a mask leaves."""
     computes_scores: bool = False
     """True: the kernel changes scores as a problem asks."""
     drops: bool = False
@@ -150,9 +104,6 @@ class KernelSpec:
     where a problem asks for it."""
     pages: bool = False
     """True: keys and values are read from the pages of a cache, for requests of any lengths."""
-    takes_latent: bool = False
-    """True: values that are the first columns of keys are not loaded again."""
-    launches_per_panel: int = 1
     like: str = ""
     """The kernel whose counted numbers (instructions, buffers) this one takes; empty: its own."""
     requires: tuple[str, ...] = ()
@@ -176,9 +127,19 @@ class KernelSpec:
         return self.loop if isinstance(self.loop, Whole) else None
 
     @property
+    def stays(self) -> Side:
+        """The side of the scores whose tiles stay; tiles of the other side pass."""
+        return self.loop.stays
+
+    @property
+    def masked(self) -> bool:
+        """True: the kernel visits the tiles that a mask leaves."""
+        return not isinstance(self.loop, OverRows)
+
+    @property
     def splits(self) -> bool:
         """True: streamed rows are split over programs."""
-        return self.knobs.split_kv != (0,)
+        return isinstance(self.loop, Whole) and self.loop.splits
 
     @property
     def split_name(self) -> str:
@@ -188,7 +149,7 @@ class KernelSpec:
     @property
     def joins(self) -> bool:
         """True: the kernel puts together what the programs of splits made."""
-        return any(one.startswith("partial") for one in self.given)
+        return isinstance(self.loop, OverRows) and self.loop.joins
 
     @property
     def packs(self) -> bool:
@@ -205,18 +166,18 @@ class KernelSpec:
         """The matrix products of a step, each of query rows, key-value rows and a head dim."""
         if isinstance(self.loop, Sliced):
             return self.loop.slices if self.loop.panel else (*self.loop.slices, "v")
-        return self.loop.products if self.loop else ()
+        return self.loop.products if isinstance(self.loop, Whole) else ()
 
     @property
     def score_tiles(self) -> int:
         """Score tiles that are alive together, at least 1."""
         if isinstance(self.loop, Sliced):
             return self.loop.results
-        return self.loop.score_tiles if self.loop else 1
+        return self.loop.score_tiles if isinstance(self.loop, Whole) else 1
 
     def values_in_keys(self, problem: AttentionProblem) -> bool:
         """Whether the kernel takes a problem's values from the keys that it has loaded."""
-        return problem.latent and self.takes_latent
+        return isinstance(self.loop, Whole) and self.loop.values_in_keys(problem)
 
     @cached_property
     def by_name(self) -> dict[str, Argument]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from tilegen.kernels import two_pass
 from tilegen.kernels.arguments import pointers, sizes, strides
 from tilegen.kernels.layout import empty_like
+from tilegen.kernels.loops import OverRows
 from tilegen.kernels.panels import Launch
 from tilegen.kernels.spec import FamilySpec, KernelSpec, Knobs, read, write
 from tilegen.kernels.two_pass import BWD_DKDV, BWD_DQ, BWD_PREPROCESS, INPUTS, READ_ONCE
@@ -40,6 +41,7 @@ BWD_DKDV_SPLIT = replace(
         *(line for line in BWD_DKDV.lines[1:] if line.arguments[0].of not in ("dk", "dv")),
     ),
     grid=(*BWD_DKDV.grid, ("seqlen_q", "split_q")),
+    loop=replace(BWD_DKDV.loop, splits=True),
     traffic=(
         read("k", "W_s*d_qk"),
         read("v", "W_s*d_v"),
@@ -66,7 +68,7 @@ BWD_DKDV_SUM = KernelSpec(
         sizes("num_heads_kv seqlen_kv num_splits", "dk has_dkdv"),
     ),
     grid=(("seqlen_kv", "block_m"), ("num_heads_kv", 1), ("batch", 1)),
-    loop=None,
+    loop=OverRows(stays="columns", works_on=("dk", "dv"), joins=True),
     traffic=(
         read("has_dkdv", "N_kv*n_s", fp32=True),
         read("partial_dk", "W_s*d_qk", fp32=True),
@@ -76,9 +78,7 @@ BWD_DKDV_SUM = KernelSpec(
     ),
     floor=(write("dk", "N_kv*d_qk"), write("dv", "N_kv*d_v")),
     shows=("dk", "dv"),
-    stays="columns",
     knobs=_JOINS,
-    masked=False,
 )
 
 BWD_DQ_SPLIT = replace(
@@ -91,6 +91,7 @@ BWD_DQ_SPLIT = replace(
         *(line for line in BWD_DQ.lines[1:] if line.arguments[0].of != "dq"),
     ),
     grid=(*BWD_DQ.grid, ("seqlen_kv", "split_kv")),
+    loop=replace(BWD_DQ.loop, splits=True),
     traffic=(
         read("q", "g*W_s*d_qk"),
         read("dout", "g*W_s*d_v"),
@@ -117,6 +118,7 @@ BWD_DQ_SUM = replace(
         sizes("num_heads_q seqlen_q num_splits", "dq has_dq"),
     ),
     grid=(("seqlen_q", "block_m"), ("num_heads_q", 1), ("batch", 1)),
+    loop=OverRows(works_on=("dq",), joins=True),
     traffic=(
         read("has_dq", "g*N_q*n_s", fp32=True),
         read("partial_dq", "g*W_s*d_qk", fp32=True),
@@ -124,7 +126,6 @@ BWD_DQ_SUM = replace(
     ),
     floor=(write("dq", "g*N_q*d_qk"),),
     shows=("dq",),
-    stays="rows",
 )
 
 

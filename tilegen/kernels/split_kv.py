@@ -24,8 +24,9 @@ from tilegen.kernels.arguments import (
     strides,
 )
 from tilegen.kernels.layout import strides_like
+from tilegen.kernels.loops import OverRows, Whole
 from tilegen.kernels.panels import Launch
-from tilegen.kernels.spec import FamilySpec, KernelSpec, Knobs, Whole, read, write
+from tilegen.kernels.spec import FamilySpec, KernelSpec, Knobs, read, write
 
 if TYPE_CHECKING:
     import torch
@@ -66,6 +67,8 @@ FWD_SPLIT = KernelSpec(
         accumulates=("out",),
         products=("qk", "v"),  # S = Q K^T; O += P V
         score_tiles=1,
+        splits=True,
+        takes_latent=True,
     ),
     traffic=(
         read("q", "g*W_s*d_qk"),
@@ -89,7 +92,6 @@ FWD_SPLIT = KernelSpec(
     ),
     computes_scores=True,
     in_order=True,
-    takes_latent=True,
     like="fwd",
 )
 
@@ -134,7 +136,7 @@ FWD_COMBINE = KernelSpec(
         sizes("num_heads_q seqlen_q num_splits", "out partial_lse"),
     ),
     grid=(("seqlen_q", "block_m"), ("num_heads_q", 1), ("batch", 1)),
-    loop=None,
+    loop=OverRows(works_on=("out",), joins=True),
     traffic=(
         read("partial_lse", "g*N_q*n_s", fp32=True),
         read("partials", "g*W_s*d_v", fp32=True),
@@ -144,7 +146,6 @@ FWD_COMBINE = KernelSpec(
     floor=(write("out", "g*N_q*d_v"), write("lse", "g*N_q", fp32=True)),
     shows=("out", "lse"),
     knobs=Knobs(block_m=(1,), block_n=(16, 32), num_warps=(1, 4), num_stages=(1,)),
-    masked=False,
     in_order=True,
     has_sinks=True,
 )

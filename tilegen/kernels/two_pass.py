@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from tilegen.kernels.arguments import factor, pointers, sizes, strides
 from tilegen.kernels.config import BLOCK_SIZES
+from tilegen.kernels.loops import OverRows, Whole
 from tilegen.kernels.panels import Launch
-from tilegen.kernels.spec import FamilySpec, KernelSpec, Knobs, Whole, read, write
+from tilegen.kernels.spec import FamilySpec, KernelSpec, Knobs, read, write
 
 if TYPE_CHECKING:
     import torch
@@ -44,7 +45,7 @@ BWD_PREPROCESS = KernelSpec(
         sizes("num_heads_q seqlen_q", "out"),
     ),
     grid=(("seqlen_q", "block_m"), ("num_heads_q", 1), ("batch", 1)),
-    loop=None,
+    loop=OverRows(works_on=("out", "dout")),
     traffic=(
         read("out", "g*N_q*d_v"),
         read("dout", "g*N_q*d_v"),
@@ -57,7 +58,6 @@ BWD_PREPROCESS = KernelSpec(
     ),
     shows=("dq", "dk", "dv", "dt", "dsinks"),  # delta is seen in all of them
     knobs=Knobs(block_n=BLOCK_SIZES[:1], num_stages=(1,)),  # no loop to pipeline, no second side
-    masked=False,
 )
 
 BWD_DKDV = KernelSpec(
@@ -76,6 +76,7 @@ BWD_DKDV = KernelSpec(
     ),
     grid=(("seqlen_kv", "block_n"), ("num_heads_kv", 1), ("batch", 1)),
     loop=Whole(
+        stays="columns",
         keeps=("k", "v"),
         streams=("q", "dout", "lse", "delta"),
         accumulates=("dk", "dv"),
@@ -95,7 +96,6 @@ BWD_DKDV = KernelSpec(
     floor=(*READ_ONCE, write("dk", "N_kv*d_qk"), write("dv", "N_kv*d_v")),
     shows=("dk", "dv"),
     described=("q", "dout"),
-    stays="columns",
     computes_scores=True,
     drops=True,
 )

@@ -18,9 +18,7 @@ import sympy as sp
 
 from tilegen.errors import Unsupported
 from tilegen.kernels.launch_order import heads_together, heavy_end
-from tilegen.kernels.layout import PAIRED
 from tilegen.kernels.registry import KERNELS, direction_of
-from tilegen.kernels.spec import WIDTHS
 from tilegen.masks.mask import Side
 from tilegen.masks.tiles.tile_ranges import FINE, is_solved, tile_ranges
 from tilegen.model.bounds import bytes_of_inputs, lower_bound_bytes
@@ -206,23 +204,6 @@ def order_of(task: KernelTask) -> Order:
     return "heavy_first" if heavy_end(task.problem.mask, task.spec) else "head_major"
 
 
-def streamed_bytes(task: KernelTask) -> int:
-    """Return the bytes of one streamed row: K and V, or Q, dO, lse, perhaps in pairs, and delta."""
-    loop, problem = task.spec.whole, task.problem
-    if loop is None:
-        return 0
-    pair = 8 if problem.pair_lse else 4
-    total = 0
-    for tensor in loop.streams:
-        if tensor == "v" and task.values_in_keys:
-            continue
-        if tensor in WIDTHS:
-            total += problem.element_bytes * problem.head_dims[WIDTHS[tensor]]
-        else:
-            total += pair if tensor in PAIRED else 4
-    return total
-
-
 def dram_bytes(tiled: Tiled, *, in_flight: int, order: Order | None = None) -> int:
     """Compute the bytes between L2 and DRAM.
 
@@ -241,7 +222,7 @@ def dram_bytes(tiled: Tiled, *, in_flight: int, order: Order | None = None) -> i
         return moved.write_bytes + min(moved.read_bytes, bytes_of_inputs(task))
     streams = _streams(tiled, in_flight, order)
     rows = streams.heads * task.problem.group_size * visits(tiled).rows
-    streamed = int(streamed_bytes(task) * rows)
+    streamed = int(task.spec.loop.streamed_bytes(task.problem) * rows)
     delivered = int(streams.sweeps * streams.once * streams.heads)
     return moved.read_bytes + moved.write_bytes - streamed + min(streamed, delivered)
 
@@ -319,10 +300,10 @@ def _streams(tiled: Tiled, in_flight: int, order: Order | None) -> _Streams:
     side = task.spec.stays
     if side == "columns":  # a program takes the queries of a whole group
         programs, rows = counts.programs, size.rows
-        once = streamed_bytes(task) * group * rows
+        once = task.spec.loop.streamed_bytes(task.problem) * group * rows
     else:
         programs, rows = group * counts.programs, size.columns
-        once = streamed_bytes(task) * rows
+        once = task.spec.loop.streamed_bytes(task.problem) * rows
     capacity, part = tiled.device.l2_bytes / once if once else math.inf, 1.0
     together = in_flight
     if order != "head_major":

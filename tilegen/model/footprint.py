@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 
 from tilegen.kernels.config import TileConfig, threads_of
-from tilegen.kernels.spec import WIDTHS, Sliced, Whole
+from tilegen.kernels.loops import Step, chunks
 from tilegen.model.lists_and_tables import lists_and_tables
 from tilegen.model.on_chip import (
     COLUMNS_PER_WARP,
@@ -22,7 +22,6 @@ from tilegen.model.on_chip import (
     family,
     max_registers,
 )
-from tilegen.model.step import Step, chunks, step
 from tilegen.task import Tiled
 
 
@@ -32,17 +31,15 @@ def footprint(tiled: Tiled) -> Footprint:
 
 
 def _footprint(tiled: Tiled) -> Footprint:
-    spec, problem, config, arch = tiled.spec, tiled.problem, tiled.config, tiled.device.arch
-    rules, work = family(arch), step(tiled)
+    problem, config, arch = tiled.problem, tiled.config, tiled.device.arch
+    rules, work = family(arch), tiled.step
     smem, registers = lists_and_tables(tiled)
-    if isinstance(spec.loop, Sliced):
-        smem += _shared_sliced(rules, work, tiled)
-    elif isinstance(spec.loop, Whole):
+    if not work.products:
+        smem += 4 * work.summed * config.num_warps
+    elif work.kept:
         smem += _shared_whole(rules, work, tiled)
     else:
-        # Sums of rows, or of results that are joined, across warps.
-        each = sum(work.results) * config.block_m if spec.joins else work.rows
-        smem += 4 * each * config.num_warps
+        smem += _shared_sliced(rules, work, tiled)
     if config.descriptors:
         aligned = in_place_of(rules, work, problem.element_bytes)
         smem += max(0, ALIGNED_BARRIERS - rules.smem_overhead) if aligned else BARRIERS
@@ -62,9 +59,8 @@ def _shared_whole(rules: Family, work: Step, tiled: Tiled) -> int:
     pipeline keeps whole streamed tiles. Otherwise operands live in registers, and the score tile
     goes through shared memory only where its layout does not suit the second product.
     """
-    spec, problem, config = tiled.spec, tiled.problem, tiled.config
+    problem, config = tiled.problem, tiled.config
     size = problem.element_bytes
-    assert spec.whole
     exact, in_place = size == 4, in_place_of(rules, work, size)
     width = sum(work.passing)
     if rules.kept_leave:
@@ -74,19 +70,16 @@ def _shared_whole(rules: Family, work: Step, tiled: Tiled) -> int:
     vectors, buffers = 0, _buffers(rules, config, in_place=in_place)
     if not buffers:
         # One tile at a time; the backward needs each twice, the second time in another layout.
-        streams = sum(one in WIDTHS for one in spec.whole.streams)
-        reads = len(spec.whole.products) / (streams - tiled.task.values_in_keys)
-        again = 1.5 if reads == 2 and not (in_place or exact) else 1.0
+        again = 1.5 if work.reads == 2 and not (in_place or exact) else 1.0
         widest = max(sum(chunks(dim)) for dim in problem.head_dims.values())
-        buffered = widest if reads == 1 else width * again
+        buffered = widest if work.reads == 1 else width * again
     else:
         buffered = buffers * width
-        numbers = sum(one not in WIDTHS for one in spec.whole.streams)  # of a row: lse, delta
-        vectors = 4 * numbers * buffers * work.columns
+        vectors = 4 * work.numbers * buffers * work.columns
         if in_place:
             split = len(work.passing) > 2  # then the wider chunks are kept once more again
             copied = width + 2 * max(work.passing) * split
-            buffered += rules.once_more.get(spec.fitted_as, 0.0) * copied
+            buffered += rules.once_more.get(tiled.spec.fitted_as, 0.0) * copied
             if rules.tensor_memory and tiled.task.values_in_keys:
                 buffered += 2 * problem.head_dim_v  # columns of keys, laid out again in two buffers
     staged = exact or (not in_place and work.rows < min(work.results))
@@ -95,16 +88,16 @@ def _shared_whole(rules: Family, work: Step, tiled: Tiled) -> int:
     if overhead and not buffers:  # then sums of rows across warps are not where tiles have been
         overhead = max(overhead, 4 * min(work.rows, TENSOR_MEMORY_LANES) * config.num_warps)
     smem = math.ceil(words * size) + vectors + overhead
-    if not spec.splits or (in_place and rules.tensor_memory):
+    if in_place and rules.tensor_memory:
         return smem
     # Results in fp32 are laid out for their stores where everything else has been.
-    return max(smem, 4 * work.rows * max(work.results))
+    return max(smem, work.stored_bytes)
 
 
 def _shared_sliced(rules: Family, work: Step, tiled: Tiled) -> int:
     """Return the bytes of shared memory of a kernel that takes head dims in slices: slices in
     flight, or whatever is larger, before the loop or after it."""
-    spec, config, size = tiled.spec, tiled.config, tiled.problem.element_bytes
+    config, size = tiled.config, tiled.problem.element_bytes
     in_place = in_place_of(rules, work, size)
     buffers = _buffers(rules, config, in_place=in_place)
     smem = max(1, buffers) * work.loaded * size
@@ -112,15 +105,10 @@ def _shared_sliced(rules: Family, work: Step, tiled: Tiled) -> int:
         smem = max(smem, (work.columns * sum(work.results) + work.scores) * size)
     elif work.changed and not in_place:
         smem += work.changed * size
-    elif "maxima" in spec.given and buffers and rules.tensor_memory:
+    elif work.weighted and buffers and rules.tensor_memory:
         smem -= work.changed * size  # weights go on to tensor memory: one buffer less
     smem += 8 * config.block_m  # maxima in flight, and the scratch of reductions over rows
-    leaves = 0  # bytes in which a result is laid out for its stores
-    if spec.panel == "writes":
-        leaves = work.rows * work.columns * size
-    elif spec.stays == "columns":
-        leaves = 4 * work.result_words
-    return max(smem, leaves)
+    return max(smem, work.stored_bytes)
 
 
 def _buffers(rules: Family, config: TileConfig, *, in_place: bool) -> int:
@@ -186,9 +174,8 @@ def _registers(rules: Family, work: Step, tiled: Tiled) -> int:
     """Return the registers of a thread, had it no limit."""
     config, arch, size = tiled.config, tiled.device.arch, tiled.problem.element_bytes
     threads = threads_of(arch, config.num_warps)
-    if not work.products:  # rows are held whole, those of splits in fp32
-        size = 4 if tiled.spec.joins else size
-        return 32 + math.ceil(work.result_words * size / 4 / threads)
+    if not work.products:
+        return 32 + math.ceil(work.held_bytes / 4 / threads)
     features = register_features(work, size, config.num_warps, arch, config.descriptors)
     fit = rules.registers["fp32" if size == 4 else "16"]
     registers = math.ceil(sum(a * b for a, b in zip(fit, features, strict=True)))

@@ -65,7 +65,8 @@ def _launches(tiled: Tiled) -> Launches:
             partial=tiles * group * counts.partial_tiles,
             longest=group * min(counts.longest, splits.longest),
         )
-    if not spec.panel:
+    loop = spec.sliced
+    if not loop or not loop.panel:
         return Launches(
             count=1,
             programs=heads // group * counts.programs,
@@ -77,13 +78,13 @@ def _launches(tiled: Tiled) -> Launches:
         ("panels", task.device, direction_of(task.kernel)), lambda: _panels(task)
     )
     slices = sum(-(-width // tiled.config.block_d) for width in sliced_dims(task))
-    if spec.panel == "writes":  # a program for each tile of scores
+    if loop.panel == "writes":  # a program for each tile of scores
         programs = max(1, int(steps))
     else:
         programs = (groups if columns else heads) * counts.programs * slices
     steps = int(steps) * slices
     return Launches(
-        count=spec.launches_per_panel * of_panels,
+        count=loop.launches * of_panels,
         programs=programs,
         steps=steps,
         partial=0,

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from tilegen.kernels.loops import Product, Step
 from tilegen.model.footprint import divides_rows, in_place_of, repetition
 from tilegen.model.on_chip import ROWS_PER_WARP, family
-from tilegen.model.step import Product, Step
 
 
 def shared_words(

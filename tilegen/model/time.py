@@ -22,7 +22,6 @@ from tilegen.model.launches import Launches, launches
 from tilegen.model.on_chip import Footprint, family, residents
 from tilegen.model.operands import shared_words
 from tilegen.model.rates import instructions, peak_flops_per_clk, rates_of
-from tilegen.model.step import step
 from tilegen.model.traffic import Traffic, traffic
 from tilegen.task import KernelTask, Tiled
 
@@ -77,7 +76,7 @@ def step_clocks(tiled: Tiled) -> StepClocks:
 def _step_clocks(tiled: Tiled) -> StepClocks:
     spec, problem, config, gpu = tiled.spec, tiled.problem, tiled.config, tiled.device
     rates, per, drawn = rates_of(gpu.arch), instructions(spec), drawn_of(tiled.task)
-    work, size = step(tiled), problem.element_bytes
+    work, size = tiled.step, problem.element_bytes
     vector = not on_tensor_cores(problem.dtype, gpu.arch)
     peak = peak_flops_per_clk(gpu, vector=vector)
     if not vector and work.rows < rates.full_rate_rows:
@@ -160,7 +159,7 @@ def time(tiled: Tiled, needs: Footprint, code: StepClocks | None = None) -> Time
     step by its machine code; without, they are predicted.
     """
     spec, gpu, run, moved = tiled.spec, tiled.device, launches(tiled), traffic(tiled)
-    work, clk = step(tiled), code or step_clocks(tiled)
+    work, clk = tiled.step, code or step_clocks(tiled)
     local = code.local if code else local_clocks(tiled, needs)
     per_launch = run.programs / run.count
 
@@ -205,7 +204,7 @@ def time(tiled: Tiled, needs: Footprint, code: StepClocks | None = None) -> Time
         waves=waves,
         dram_bytes=dram,
         flops=int(2 * run.steps * work.multiply_adds),
-        busy_seconds=total / gpu.clock_hz if spec.loop else 0.0,
+        busy_seconds=total / gpu.clock_hz if work.passing else 0.0,
         left_seconds=l2_seconds(gpu, replace(moved, read_bytes=0)) if spec.splits else 0.0,
         idle=max(0.0, 1 - per_launch / gpu.num_sms) if spec.splits else 0.0,
     )
@@ -238,10 +237,10 @@ class ProgramClocks:
 
 def _program_clocks(tiled: Tiled, clk: StepClocks, local: float, *, together: int) -> ProgramClocks:
     gpu, config, run = tiled.device, tiled.config, launches(tiled)
-    rates, work = rates_of(gpu.arch), step(tiled)
+    rates, work = rates_of(gpu.arch), tiled.step
     latency = rates.latency_seconds * gpu.clock_hz / together
     softmax = max(clk.issue + run.masked * clk.masking, clk.exp)
-    ahead = config.num_stages - 1 if tiled.spec.masked else 0
+    ahead = config.num_stages - 1 if work.passing else 0
     wait = latency / max(ahead, 1)
     if rates.exposed:
         busy, smem = busy_clocks(clk, softmax, config.num_warps * together), clk.smem

@@ -7,8 +7,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from tilegen.kernels.config import Dim, Kernel
+from tilegen.kernels.loops import WIDTHS
 from tilegen.kernels.registry import KERNELS
-from tilegen.kernels.spec import WIDTHS
 from tilegen.problem import AttentionProblem
 from tilegen.tuning.measure import Measurement, us
 

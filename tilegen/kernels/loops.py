@@ -1,0 +1,305 @@
+"""The inner loops of kernels, of three kinds: `Whole`, `Sliced` and `OverRows`; and one step of a
+loop: its matrix products, what they read, and what they add to.
+
+A kind computes the numbers of a step from the tensors that a kernel's record names. Footprint and
+time follow from these numbers alone, for every kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from math import sqrt
+from typing import TYPE_CHECKING, Literal, TypeVar
+
+from tilegen.kernels.config import Dim, TileConfig, head_dim_chunks
+from tilegen.kernels.layout import PAIRED
+
+if TYPE_CHECKING:
+    from tilegen.masks.mask import Side
+    from tilegen.problem import AttentionProblem
+
+T = TypeVar("T")
+Knob = Literal["block_m", "block_n", "block_d"]
+WIDTHS: dict[str, Dim] = {
+    **dict.fromkeys(("q", "k", "dq", "dk"), "qk"),
+    **dict.fromkeys(("v", "out", "dout", "dv"), "v"),
+}
+"""The head dim of a tensor's rows; lse and delta have one fp32 number a row."""
+chunks = cache(head_dim_chunks)
+"""Widths of the tiles that hold a head dim."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """One matrix product: rows x depth times depth x columns."""
+
+    rows: int
+    columns: int
+    depth: int
+    rows_in_shared: bool = True
+    """True: the first operand comes from shared memory. False: from registers, or it has been read
+    by another product of the step."""
+    scores: bool = False
+    """True: its result is a tile of scores, or of their gradients, that another product reads."""
+
+    @property
+    def multiply_adds(self) -> int:
+        """Multiply-adds of the product."""
+        return self.rows * self.columns * self.depth
+
+    def operands_of_thread(self, threads: int) -> float:
+        """Operand words of the square of the result that is one of `threads` threads' part."""
+        return 2 * self.depth * sqrt(self.rows * self.columns / threads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """The work of one step; sizes in rows, columns and words of the problem's dtype."""
+
+    rows: int
+    """Rows of the tile that stays."""
+    columns: int = 0
+    """Rows of the tile that passes; columns of the result, where head dims are sliced."""
+    products: tuple[Product, ...] = ()
+    kept: int = 0
+    """Words of the operands that stay on chip through the loop."""
+    results: tuple[int, ...]
+    """Widths of the fp32 tiles of `rows` rows that the loop adds up."""
+    rescales: bool = True
+    """True: a step multiplies its results by the correction of the running maximum."""
+    score_tiles: int = 0
+    """fp32 score tiles alive together, beside the results."""
+    scores: int = 0
+    """Entries of one score tile; 0 where a step has none."""
+    scores_after: int = 0
+    """Entries of the score tile that a program computes once, after its loop."""
+    changed: int = 0
+    """Words of an operand that change in registers before the product that reads them."""
+    weighted: bool = False
+    """True: the words that change are weights, which maxima of score tiles correct."""
+    passing: tuple[int, ...] = ()
+    """Widths of the pieces in which a row of the passing tile is loaded; none where no tile
+    passes."""
+    numbers: int = 0
+    """fp32 numbers that are loaded with a row of the passing tile: lse, delta."""
+    reads: float = 1.0
+    """Products that read a passing tile, on average."""
+    loaded: int = 0
+    """Words that a step loads."""
+    loads: int = 1
+    """Loads that follow each other in a step, each started when the one before is done."""
+    held_bytes: int = 0
+    """Bytes of the rows that a step without products holds."""
+    summed: int = 0
+    """fp32 words that the warps of a program add up together, in a step without products."""
+    stored_bytes: int = 0
+    """Bytes in which results are laid out for their stores; 0 where they are stored as they lie."""
+
+    @property
+    def multiply_adds(self) -> int:
+        """Multiply-adds of all products."""
+        return sum(one.multiply_adds for one in self.products)
+
+    @property
+    def result_words(self) -> int:
+        """fp32 words of all results."""
+        return self.rows * sum(self.results)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Loop:
+    """What the three kinds have in common."""
+
+    stays: Side = "rows"
+    """The side of the scores whose tiles stay; tiles of the other side pass."""
+
+    def sides(self, queries: T, keys: T) -> tuple[T, T]:
+        """Return the side that stays, and the side that passes."""
+        return (keys, queries) if self.stays == "columns" else (queries, keys)
+
+    def heads_in_turn(self, group_size: int) -> int:
+        """Return the query heads whose rows pass by one tile, one head after the other."""
+        return group_size if self.stays == "columns" else 1
+
+    def streamed_bytes(self, problem: AttentionProblem) -> int:
+        """Return the bytes of one row that passes; 0 where head dims are not held whole."""
+        return 0
+
+    def tile(self, config: TileConfig) -> str:
+        """Return a phrase about what stays and what passes."""
+        return f"{config.block_m} query rows stay, {config.block_n} keys pass at a time"
+
+
+def _widths(problem: AttentionProblem, tensors: Iterable[str]) -> tuple[int, ...]:
+    """Return the widths of the tiles that hold a row of each tensor."""
+    return tuple(width for one in tensors for width in chunks(problem.head_dims[WIDTHS[one]]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Whole(_Loop):
+    """The loop of a kernel that holds head dims whole: a tile stays, tiles of rows pass."""
+
+    keeps: tuple[str, ...]
+    """Tensors of which a tile stays on chip."""
+    streams: tuple[str, ...]
+    """Tensors of which tiles pass by."""
+    accumulates: tuple[str, ...]
+    """Tensors that a program adds up on chip."""
+    products: tuple[Dim, ...]
+    """Matrix products of a step, each stationary rows x streamed rows x a head dim."""
+    score_tiles: int
+    """Score tiles that are alive together."""
+    splits: bool = False
+    """True: a program goes through a split of the rows that pass, and stores its part of the
+    results in fp32."""
+    takes_latent: bool = False
+    """True: values that are the first columns of keys are not loaded again."""
+
+    def values_in_keys(self, problem: AttentionProblem) -> bool:
+        """Whether values that are columns of keys are taken from the keys that are loaded."""
+        return problem.latent and self.takes_latent
+
+    def streamed_bytes(self, problem: AttentionProblem) -> int:
+        """Return the bytes of one row that passes: K and V, or Q, dO, lse, perhaps in pairs, and
+        delta."""
+        total = 0
+        for tensor in self._loaded(problem):
+            if tensor in WIDTHS:
+                total += problem.element_bytes * problem.head_dims[WIDTHS[tensor]]
+            else:
+                total += 8 if problem.pair_lse and tensor in PAIRED else 4
+        return total
+
+    def tile(self, config: TileConfig) -> str:
+        """Return a phrase about what stays and what passes."""
+        if self.stays == "rows":
+            return super().tile(config)
+        return f"{config.block_n} key-value rows stay while tiles of {config.block_m} queries pass"
+
+    def step(self, problem: AttentionProblem, config: TileConfig) -> Step:
+        """Return one step, of a tile that stays and a tile that passes."""
+        rows, columns = self.sides(config.rows, config.block_n)
+        loaded = [one for one in self._loaded(problem) if one in WIDTHS]
+        passing = _widths(problem, loaded)
+        results = _widths(problem, self.accumulates)
+        return Step(
+            rows=rows,
+            columns=columns,
+            products=tuple(
+                Product(
+                    rows,
+                    columns,
+                    sum(chunks(problem.head_dims[dim])),
+                    rows_in_shared=False,
+                    scores=i < self.score_tiles,  # the others read what these make
+                )
+                for i, dim in enumerate(self.products)
+            ),
+            kept=rows * sum(_widths(problem, self.keeps)),
+            results=results,
+            score_tiles=self.score_tiles,
+            scores=rows * columns,
+            changed=rows * columns,  # weights are rounded
+            passing=passing,
+            numbers=sum(one not in WIDTHS for one in self.streams),
+            reads=len(self.products) / len(loaded),
+            loaded=columns * sum(passing),
+            stored_bytes=4 * rows * max(results) if self.splits else 0,
+        )
+
+    def _loaded(self, problem: AttentionProblem) -> list[str]:
+        in_keys = self.values_in_keys(problem)
+        return [one for one in self.streams if not (in_keys and one == "v")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sliced(_Loop):
+    """The loop of a kernel that takes head dims in slices of `block_d` columns."""
+
+    rows: Knob
+    columns: Knob
+    depth: Knob
+    """One step is a matrix product of rows x depth and depth x columns."""
+    results: int = 1
+    """Tiles of rows x columns that are accumulated."""
+    slices: tuple[Dim, ...]
+    """Head dims that are taken in slices."""
+    loops: bool
+    """True: a program goes through all slices. False: each slice has programs of its own."""
+    panel: Literal["", "writes", "reads"] = ""
+    """The kernel's part in the panel that the kernels of a pass share: it writes or reads it."""
+    weighs: bool = False
+    """True: the panel is of weights, which maxima of score tiles correct."""
+    launches: int = 1
+    """Launches for each panel."""
+
+    def step(self, problem: AttentionProblem, config: TileConfig) -> Step:
+        """Return one step, on one slice; without a panel, on all slices of a tile that passes."""
+        sides = {"block_m": config.rows, "block_n": config.block_n, "block_d": config.block_d}
+        rows, columns, depth = (sides[one] for one in (self.rows, self.columns, self.depth))
+        if not self.panel:
+            return self._streamed(problem, rows, columns, depth)
+        stored = 0
+        if self.panel == "writes":
+            stored = rows * columns * problem.element_bytes
+        elif self.stays == "columns":
+            stored = 4 * rows * columns * self.results
+        return Step(
+            rows=rows,
+            columns=columns,
+            products=(Product(rows, columns, depth),),
+            results=(columns,) * self.results,
+            rescales=False,
+            scores_after=rows * columns if self.panel == "writes" else 0,
+            changed=rows * depth if self.panel == "reads" else 0,  # scaled, or masked
+            weighted=self.weighs,
+            passing=(depth,),
+            loaded=(rows + columns) * depth,
+            stored_bytes=stored,
+        )
+
+    def _streamed(self, problem: AttentionProblem, rows: int, columns: int, depth: int) -> Step:
+        slices, values = -(-problem.head_dim_qk // depth), chunks(problem.head_dim_v)
+        products = [Product(rows, columns, depth, scores=True)] * slices
+        return Step(
+            rows=rows,
+            columns=columns,
+            products=(*products, Product(rows, sum(values), columns, rows_in_shared=False)),
+            results=values,
+            score_tiles=1,
+            scores=rows * columns,
+            changed=rows * columns,
+            passing=(depth,),
+            loaded=(rows + columns) * depth,
+            loads=slices,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class OverRows(_Loop):
+    """The loop of a kernel that goes over its rows once, without matrix products."""
+
+    works_on: tuple[str, ...]
+    """Tensors whose rows are worked on, each word once."""
+    joins: bool = False
+    """True: the rows of `block_n` splits are joined in a step, and held in fp32."""
+
+    def tile(self, config: TileConfig) -> str:
+        """Return a phrase about the rows of a program."""
+        return f"{config.block_m} rows per program"
+
+    def step(self, problem: AttentionProblem, config: TileConfig) -> Step:
+        """Return one step, on the rows of a program."""
+        results = _widths(problem, self.works_on)
+        rows = config.rows * config.block_n if self.joins else config.rows
+        return Step(
+            rows=rows,
+            results=results,
+            held_bytes=rows * sum(results) * (4 if self.joins else problem.element_bytes),
+            summed=config.rows * sum(results) if self.joins else rows,
+        )
+
+
+Loop = Whole | Sliced | OverRows
