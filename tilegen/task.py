@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.loops import Step
-from tilegen.kernels.registry import KERNELS, family_with
+from tilegen.kernels.panels import rows_for
+from tilegen.kernels.registry import KERNELS, direction_of, family_with
 from tilegen.kernels.spec import Direction, KernelSpec
 from tilegen.problem import AttentionProblem
 
@@ -111,7 +112,7 @@ class KernelTask:
     def tiles(self) -> Memo:
         """Values of tiles, whatever the warps and stages."""
         # Panels are sized for the L2 of the device; no other tile depends on the device.
-        device = self.device if self.spec.sliced else None
+        device = self.device if self.spec.panel else None
         return self.memo.once(("tiles", self.kernel, self.joined, device), Memo)
 
     @cached_property
@@ -127,8 +128,22 @@ class KernelTask:
     @property
     def lengths(self) -> tuple[int, int]:
         """Rows of the side that stays, and of the side that is streamed."""
-        queries, keys = self.problem.seqlen_q, self.problem.seqlen_kv
-        return (keys, queries) if self.spec.stays == "columns" else (queries, keys)
+        return self.spec.loop.sides(self.problem.seqlen_q, self.problem.seqlen_kv)
+
+    @property
+    def heads_of_group(self) -> int:
+        """Heads of the side that stays, for each key-value head."""
+        return self.spec.loop.sides(self.problem.group_size, 1)[0]
+
+    @property
+    def draws(self) -> bool:
+        """Whether the kernel draws random numbers, for dropout."""
+        return self.problem.dropout and self.spec.drops
+
+    @cached_property
+    def panel_rows(self) -> int:
+        """Query rows that a panel of the kernel's pass holds on the device."""
+        return rows_for(self.problem, self.device, direction_of(self.kernel))
 
     @property
     def before(self) -> KernelTask | None:

@@ -277,5 +277,5 @@ def test_a_mask_leaves_each_program_less_than_a_sweep() -> None:
 
 def test_kernels_that_stream_in_another_way_are_refused() -> None:
     problem = PARSE("b1 hq4 hkv4 q64 kv64 d64 bf16 full")
-    with pytest.raises(Unsupported, match="bwd_dkdv"):
+    with pytest.raises(Unsupported, match="fwd_scores takes head dims in slices"):
         levels(Tiled.of("fwd_scores", problem, gpu("h200"), TILE))

@@ -49,7 +49,6 @@ def test_no_function_takes_kernel_problem_and_device_loose() -> None:
 @pytest.mark.parametrize("folder", ["model", "choose"])
 def test_model_and_choice_look_no_kernel_up_and_remember_by_the_memo_alone(folder: str) -> None:
     allowed = {
-        "model/dram.py",  # the kernels that an error names
         "model/traffic.py",  # formulas of a kernel, whatever the problem
         "model/bounds.py",  # the same
         "choose/records.py",  # the task of a kernel by its name

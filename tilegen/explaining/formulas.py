@@ -38,7 +38,7 @@ from tilegen.model.symbols import (
     n_w,
     nnz,
 )
-from tilegen.model.traffic import rows_of_panels, terms_of, total_bytes
+from tilegen.model.traffic import terms_of, total_bytes
 from tilegen.model.visits import visits
 from tilegen.task import Tiled
 
@@ -115,8 +115,7 @@ def dram_bytes(kernel: Kernel, values_in_keys: bool, pairs: bool) -> sp.Expr:
 def kernel_values(tiled: Tiled) -> Values:
     """Return the values of the symbols of a kernel's traffic and bounds."""
     task, problem, config = tiled.task, tiled.problem, tiled.config
-    rows = rows_of_panels(task) if task.spec.sliced else task.heads_q * problem.seqlen_q
-    width = config.block_n if "maxima" in task.spec.made else SCORE_WIDTH
+    width = task.spec.told(config) or SCORE_WIDTH
     counts, splits = visits(tiled), splits_of(tiled)
     return bound_values(task) | {
         V_kv: counts.rows,
@@ -124,7 +123,7 @@ def kernel_values(tiled: Tiled) -> Values:
         W_q: counts.row_steps,
         A_w: counts.cells,
         T_s: -(-problem.seqlen_kv // width),
-        n_p: panels_per_group(problem.group_size, problem.seqlen_q, rows),
+        n_p: panels_per_group(problem.group_size, problem.seqlen_q, task.panel_rows),
         B_e: config.block_d or 1,
         W_s: splits.rows,
         n_s: splits.count,
@@ -134,9 +133,8 @@ def kernel_values(tiled: Tiled) -> Values:
 
 def level_values(tiled: Tiled, levels: Levels) -> Values:
     """Return the values of the symbols of `dram_formulas`, beside those of the traffic."""
-    group = 1 if tiled.spec.stays == "columns" else tiled.problem.group_size
     return {
-        T_h: group * visits(tiled).programs,
+        T_h: tiled.task.heads_of_group * visits(tiled).programs,
         n_w: levels.in_flight,
         h_t: levels.started,
         C: levels.heads_in_l2,

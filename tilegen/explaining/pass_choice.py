@@ -20,7 +20,7 @@ from tilegen.errors import Unsupported
 from tilegen.explaining.formulas import formula, named
 from tilegen.gpus.spec import GpuSpec, with_fast_memory
 from tilegen.kernels.config import Family
-from tilegen.kernels.panels import panels, rows_for
+from tilegen.kernels.panels import panels, panels_at_once, rows_for
 from tilegen.kernels.registry import FAMILIES
 from tilegen.kernels.spec import Direction
 from tilegen.masks.mask import Mask, causal, full
@@ -203,11 +203,10 @@ def _panel(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> dic
     heads = problem.batch * problem.num_heads_q
     parts = list(panels(heads, problem.group_size, problem.seqlen_q, limit))
     rows = max(part.num_heads * part.num_rows for part in parts)
-    copies = 1 if direction == "forward" else 2  # weights, and in the backward their gradients
     return {
         "panels": len(parts),
         "rows": rows,
-        "bytes": rows * problem.seqlen_kv * problem.element_bytes * copies,
+        "bytes": rows * problem.seqlen_kv * problem.element_bytes * panels_at_once(direction),
         "l2_bytes": gpu.l2_bytes,
     }
 

@@ -119,10 +119,6 @@ class _Loop:
         """Return the side that stays, and the side that passes."""
         return (keys, queries) if self.stays == "columns" else (queries, keys)
 
-    def heads_in_turn(self, group_size: int) -> int:
-        """Return the query heads whose rows pass by one tile, one head after the other."""
-        return group_size if self.stays == "columns" else 1
-
     def streamed_bytes(self, problem: AttentionProblem) -> int:
         """Return the bytes of one row that passes; 0 where head dims are not held whole."""
         return 0

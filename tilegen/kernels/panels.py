@@ -77,13 +77,17 @@ def panel_rows(
     return max(in_l2, one_wave)
 
 
+def panels_at_once(direction: Direction) -> int:
+    """Return the panels that kernels of a pass share: weights, and in the backward gradients."""
+    return 1 if direction == "forward" else 2
+
+
 def rows_for(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> int:
     """Return the query rows that a panel of a pass holds on a GPU."""
-    panels_at_once = 1 if direction == "forward" else 2  # weights, and in the backward gradients
     return panel_rows(
         seqlen_kv=problem.seqlen_kv,
         head_dim=min(problem.head_dim_qk, problem.head_dim_v),
-        score_bytes=problem.element_bytes * panels_at_once,
+        score_bytes=problem.element_bytes * panels_at_once(direction),
         l2_bytes=gpu.l2_bytes,
         num_sms=gpu.num_sms,
     )

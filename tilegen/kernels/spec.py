@@ -18,6 +18,7 @@ from tilegen.kernels.config import BLOCK_SIZES, NUM_STAGES, NUM_WARPS, Dim
 from tilegen.kernels.loops import Knob, Loop, OverRows, Sliced, Whole
 
 if TYPE_CHECKING:
+    from tilegen.kernels.config import TileConfig
     from tilegen.masks.mask import Side
     from tilegen.problem import AttentionProblem
 
@@ -174,6 +175,10 @@ class KernelSpec:
         if isinstance(self.loop, Sliced):
             return self.loop.results
         return self.loop.score_tiles if isinstance(self.loop, Whole) else 1
+
+    def told(self, config: TileConfig) -> int:
+        """Return the knob that a launch returns; 0 where it returns none."""
+        return getattr(config, self.tells) if self.tells else 0
 
     def values_in_keys(self, problem: AttentionProblem) -> bool:
         """Whether the kernel takes a problem's values from the keys that it has loaded."""

@@ -12,14 +12,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import singledispatch
 from typing import Any, Literal
 
 import sympy as sp
 
 from tilegen.errors import Unsupported
 from tilegen.kernels.launch_order import heads_together, heavy_end
-from tilegen.kernels.registry import KERNELS, direction_of
-from tilegen.masks.mask import Side
+from tilegen.kernels.loops import Loop, OverRows, Sliced, Whole
+from tilegen.kernels.panels import panels_at_once
+from tilegen.kernels.registry import direction_of
 from tilegen.masks.tiles.tile_ranges import FINE, is_solved, tile_ranges
 from tilegen.model.bounds import bytes_of_inputs, lower_bound_bytes
 from tilegen.model.footprint import footprint
@@ -27,9 +29,8 @@ from tilegen.model.launches import sliced_dims
 from tilegen.model.mask_size import size_of
 from tilegen.model.on_chip import residents
 from tilegen.model.symbols import C, F, Gcd, H_kv, T_h, h_t, n_w
-from tilegen.model.traffic import Traffic, rows_of_panels, traffic
+from tilegen.model.traffic import Traffic, traffic
 from tilegen.model.visits import visits
-from tilegen.problem import AttentionProblem
 from tilegen.task import KernelTask, Tiled
 
 Order = Literal["head_major", "interleaved", "heavy_first"]
@@ -179,8 +180,9 @@ def levels(tiled: Tiled, *, order: Order | None = None) -> Levels:
     """
     task, device = tiled.task, tiled.device
     if task.spec.sliced:
-        whole = ", ".join(name for name, spec in KERNELS.items() if not spec.sliced)
-        raise Unsupported(f"expected a kernel out of {whole}, got {task.kernel!r}")
+        raise Unsupported(
+            f"{task.kernel} takes head dims in slices, expected a kernel that holds them whole"
+        )
     moved = traffic(tiled)
     in_flight = device.num_sms * residents(footprint(tiled), device, tiled.config)
     streams = _streams(tiled, in_flight, order)
@@ -210,50 +212,61 @@ def dram_bytes(tiled: Tiled, *, in_flight: int, order: Order | None = None) -> i
     Stationary rows move once, streamed rows `sweeps` times, but never more often than they cross
     from L2 to the SMs (which is less where a mask leaves each program a part of the rows).
     """
-    task, spec, moved = tiled.task, tiled.spec, traffic(tiled)
-    if spec.joins:  # the kernel before has just written what it reads
-        return max(0, moved.read_bytes - tiled.device.l2_bytes) + moved.write_bytes
-    if not spec.masked:
-        return moved.read_bytes + moved.write_bytes
-    if spec.sliced:
-        return _dram_of_slices(task, moved)
-    if spec.splits:
+    return _between(tiled.spec.loop, tiled, traffic(tiled), in_flight, order)
+
+
+@singledispatch
+def _between(loop: Loop, tiled: Tiled, moved: Traffic, in_flight: int, order: Order | None) -> int:
+    """Compute the bytes between L2 and DRAM of a kind of loop."""
+    raise NotImplementedError(loop)
+
+
+@_between.register
+def _(loop: OverRows, tiled: Tiled, moved: Traffic, *_: Any) -> int:
+    # The kernel before has just written what a kernel that joins splits reads.
+    held = tiled.device.l2_bytes if loop.joins else 0
+    return max(0, moved.read_bytes - held) + moved.write_bytes
+
+
+@_between.register
+def _(loop: Whole, tiled: Tiled, moved: Traffic, in_flight: int, order: Order | None) -> int:
+    task = tiled.task
+    if loop.splits:
         # Inputs move once: programs that stream a split are neighbours, and L2 holds the split.
         return moved.write_bytes + min(moved.read_bytes, bytes_of_inputs(task))
     streams = _streams(tiled, in_flight, order)
     rows = streams.heads * task.problem.group_size * visits(tiled).rows
-    streamed = int(task.spec.loop.streamed_bytes(task.problem) * rows)
+    streamed = int(loop.streamed_bytes(task.problem) * rows)
     delivered = int(streams.sweeps * streams.once * streams.heads)
     return moved.read_bytes + moved.write_bytes - streamed + min(streamed, delivered)
 
 
-def _dram_of_slices(task: KernelTask, moved: Traffic) -> int:
-    """Compute the bytes between L2 and DRAM of a kernel that takes head dims in slices; a kernel of
-    panels that adds to nothing in memory moves no more there than at L2.
+@_between.register
+def _(loop: Sliced, tiled: Tiled, moved: Traffic, *_: Any) -> int:
+    """Compute the bytes of a kernel that takes head dims in slices; a kernel of panels that adds to
+    nothing in memory moves no more there than at L2.
 
     Inputs and outputs move once, what streams again with every panel unless L2 holds it besides the
     panel. A panel that L2 does not hold is written and read back once.
     """
+    task = tiled.task
     key = "slices in DRAM", task.kernel, task.device
-    most = task.memo.once(key, lambda: _most_of_slices(task))
-    if not task.spec.panel or task.spec.stays == "columns":
+    most = task.memo.once(key, lambda: _most_of_slices(task, loop))
+    if not loop.panel or loop.stays == "columns":
         return most
     return min(most, moved.read_bytes + moved.write_bytes)
 
 
-def _most_of_slices(task: KernelTask) -> int:
+def _most_of_slices(task: KernelTask, loop: Sliced) -> int:
     problem, l2_bytes, mask = task.problem, task.device.l2_bytes, size_of(task)
-    loop = task.spec.sliced
-    assert loop is not None
     size, qk, v = problem.element_bytes, problem.head_dim_qk, problem.head_dim_v
     rows, columns = task.heads_q * mask.rows * size, task.heads_kv * mask.columns * size
     if not loop.panel:
         return rows * (qk + v) + columns * (qk + v) + 4 * task.heads_q * problem.seqlen_q
-    of_panel = rows_of_panels(task)
-    held = of_panel * problem.seqlen_kv * size
-    held *= 1 if direction_of(task.kernel) == "forward" else 2
+    of_panel = task.panel_rows
+    held = of_panel * problem.seqlen_kv * size * panels_at_once(direction_of(task.kernel))
     panel = 0 if held <= l2_bytes else task.heads_q * mask.entries * size
-    if task.spec.stays == "columns":
+    if loop.stays == "columns":
         return 2 * panel + (rows + columns) * (qk + v)
     width = sum(sliced_dims(task))
     sweeps = max(1, -(-problem.group_size * problem.seqlen_q // of_panel))
@@ -294,24 +307,21 @@ class _Streams:
 
 def _streams(tiled: Tiled, in_flight: int, order: Order | None) -> _Streams:
     task, problem, counts, size = tiled.task, tiled.problem, visits(tiled), size_of(tiled.task)
-    heads, group = task.heads_kv, problem.group_size
+    heads = task.heads_kv
     order = order or order_of(task)
     started = heads_together(problem, task.spec) if order == "heavy_first" else heads
-    side = task.spec.stays
-    if side == "columns":  # a program takes the queries of a whole group
-        programs, rows = counts.programs, size.rows
-        once = task.spec.loop.streamed_bytes(task.problem) * group * rows
-    else:
-        programs, rows = group * counts.programs, size.columns
-        once = task.spec.loop.streamed_bytes(task.problem) * rows
+    side, loop, of_group = task.spec.stays, task.spec.loop, task.heads_of_group
+    programs = of_group * counts.programs
+    _, rows = loop.sides(size.rows, size.columns)
+    once = loop.streamed_bytes(problem) * rows * (problem.group_size // of_group)
     capacity, part = tiled.device.l2_bytes / once if once else math.inf, 1.0
     together = in_flight
     if order != "head_major":
-        of_head = group if order == "heavy_first" and side == "rows" else 1
+        of_head = of_group if order == "heavy_first" else 1
         together = max(1, in_flight // (started * of_head))
     if together < counts.programs and once:
         key = "part of a head", side, counts.programs, together
-        seen = task.memo.once(key, lambda: _rows_seen(problem, side, counts.programs, together))
+        seen = task.memo.once(key, lambda: _rows_seen(task, counts.programs, together))
         part = seen / rows
     return _Streams(
         heads=heads,
@@ -325,20 +335,22 @@ def _streams(tiled: Tiled, in_flight: int, order: Order | None) -> _Streams:
     )
 
 
-def _rows_seen(problem: AttentionProblem, side: Side, programs: int, together: int) -> float:
+def _rows_seen(task: KernelTask, programs: int, together: int) -> float:
     """Compute the mean number of rows that `together` neighbouring programs of a head stream, as if
     they were one tile."""
-    seqlen_q, seqlen_kv, mask = problem.seqlen_q, problem.seqlen_kv, problem.mask
-    stays = seqlen_q if side == "rows" else seqlen_kv
-    block = together * -(-stays // programs)
+    problem, mask, side = task.problem, task.problem.mask, task.spec.stays
+    block = together * -(-task.lengths[0] // programs)
     fine = 1
     if not is_solved(mask, side):  # counted from lists, which are put together from smaller tiles
         fine = FINE[0]
         block = fine * max(1, round(block / fine))
-    blocks = (
-        {"block_m": block, "block_n": fine}
-        if side == "rows"
-        else {"block_m": fine, "block_n": block}
+    block_m, block_n = task.spec.loop.sides(block, fine)
+    ranges = tile_ranges(
+        mask,
+        side,
+        seqlen_q=problem.seqlen_q,
+        seqlen_kv=problem.seqlen_kv,
+        block_m=block_m,
+        block_n=block_n,
     )
-    ranges = tile_ranges(mask, side, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, **blocks)
     return ranges.visited_rows / ranges.visited.size

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 
+from tilegen.kernels.loops import Sliced
 from tilegen.kernels.panels import panels
 from tilegen.kernels.registry import direction_of
 from tilegen.model.mask_size import size_of
 from tilegen.model.splits import splits_of
-from tilegen.model.traffic import rows_of_panels
 from tilegen.model.visits import visits
 from tilegen.task import KernelTask, Tiled
 
@@ -41,54 +41,43 @@ def launches(tiled: Tiled) -> Launches:
 
 
 def _launches(tiled: Tiled) -> Launches:
-    task, spec, problem, counts = tiled.task, tiled.spec, tiled.problem, visits(tiled)
-    heads = task.heads_q
-    steps, partial = heads * counts.tiles, heads * counts.partial_tiles
-    columns = spec.stays == "columns"
-    group = problem.group_size if columns else 1
-    if not spec.masked:
-        each = heads // group
-        return Launches(
-            count=1,
-            programs=each * counts.programs,
-            steps=each * counts.tiles,
-            partial=0,
-            longest=counts.longest,
-        )
-    if spec.splits:  # programs of splits that the mask leaves nothing end at once
+    task, spec, counts = tiled.task, tiled.spec, visits(tiled)
+    if spec.sliced and spec.panel:
+        return _over_panels(tiled, spec.sliced)
+    tiles, in_turn = task.heads_kv * task.heads_of_group, 1
+    programs, longest = counts.programs, counts.longest
+    if spec.masked:  # programs of splits that the mask leaves nothing end at once
         splits = splits_of(tiled)
-        tiles = heads // problem.group_size * splits.tiles_of_group
-        return Launches(
-            count=1,
-            programs=max(1, int(tiles * splits.programs)),
-            steps=tiles * group * counts.tiles,
-            partial=tiles * group * counts.partial_tiles,
-            longest=group * min(counts.longest, splits.longest),
-        )
-    loop = spec.sliced
-    if not loop or not loop.panel:
-        return Launches(
-            count=1,
-            programs=heads // group * counts.programs,
-            steps=steps,
-            partial=partial,
-            longest=group * counts.longest,
-        )
+        tiles = task.heads_kv * splits.tiles_of_group
+        programs, longest = splits.programs, min(longest, splits.longest)
+        # The query heads whose rows pass by one tile, one head after the other.
+        in_turn = task.problem.group_size // task.heads_of_group
+    return Launches(
+        count=1,
+        programs=max(1, int(tiles * programs)),
+        steps=tiles * in_turn * counts.tiles,
+        partial=tiles * in_turn * counts.partial_tiles,
+        longest=in_turn * longest,
+    )
+
+
+def _over_panels(tiled: Tiled, loop: Sliced) -> Launches:
+    task, counts = tiled.task, visits(tiled)
     of_panels, groups = task.memo.once(
         ("panels", task.device, direction_of(task.kernel)), lambda: _panels(task)
     )
     slices = sum(-(-width // tiled.config.block_d) for width in sliced_dims(task))
-    if loop.panel == "writes":  # a program for each tile of scores
-        programs = max(1, int(steps))
+    steps = int(task.heads_q * counts.tiles)
+    if loop.loops:  # a program for each tile of scores
+        programs = max(1, steps)
     else:
-        programs = (groups if columns else heads) * counts.programs * slices
-    steps = int(steps) * slices
+        programs = loop.sides(task.heads_q, groups)[0] * counts.programs * slices
     return Launches(
         count=loop.launches * of_panels,
         programs=programs,
-        steps=steps,
+        steps=steps * slices,
         partial=0,
-        longest=steps / programs,
+        longest=steps * slices / programs,
     )
 
 
@@ -109,7 +98,7 @@ def sliced_dims(task: KernelTask) -> list[int]:
 def _panels(task: KernelTask) -> tuple[int, int]:
     """Count panels, and the key-value heads of each, added up."""
     group_size, seqlen_q = task.problem.group_size, task.problem.seqlen_q
-    heads, rows = task.heads_q, rows_of_panels(task)
+    heads, rows = task.heads_q, task.panel_rows
     of_one_head = rows < 2 * seqlen_q
     alike = list(
         panels(1, 1, seqlen_q, rows) if of_one_head else panels(heads, group_size, seqlen_q, rows)

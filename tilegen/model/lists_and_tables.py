@@ -46,7 +46,7 @@ def lists_and_tables(tiled: Tiled) -> tuple[int, int]:
         # A looked-up table keeps tiles of scores alive: its own, and in a backward its slope.
         alive = len(tables) * (spec.score_tiles + trained)
         registers += alive * scores // (32 * config.num_warps)
-    if problem.dropout and spec.drops:
+    if task.draws:
         threads = 32 * config.num_warps
         registers += int(DRAWN_REGISTERS * config.rows * config.block_n / threads)
     return smem, registers

@@ -16,7 +16,7 @@ def tree_bytes(tiled: Tiled) -> int:
     """Compute the bytes that a kernel of whole heads reads of the tables of trees, each as wide as
     the call has queries: one for each pair of a tile that is masked, and for each head of it."""
     spec, problem, config = tiled.spec, tiled.problem, tiled.config
-    if not (spec.masked and spec.whole and (trees := trees_of(problem.mask))):
+    if not (spec.whole and (trees := trees_of(problem.mask))):
         return 0
     heads = problem.num_heads_q
     if config.heads > 1:  # rows of a tile that are of no head are read for, too
@@ -27,7 +27,7 @@ def tree_bytes(tiled: Tiled) -> int:
 def _masked_cells(tiled: Tiled) -> int:
     """Count the pairs of all partial tiles inside the sequences; of all visited tiles where the
     problem is batch-invariant."""
-    problem, side = tiled.problem, tiled.spec.stays
+    problem, config, side = tiled.problem, tiled.config, tiled.spec.stays
     if not is_solved(problem.mask, side):
         return 0
     ranges = tile_ranges(
@@ -35,10 +35,10 @@ def _masked_cells(tiled: Tiled) -> int:
         side,
         seqlen_q=problem.seqlen_q,
         seqlen_kv=problem.seqlen_kv,
-        block_m=tiled.config.block_m,
-        block_n=tiled.config.block_n,
+        block_m=config.block_m,
+        block_n=config.block_n,
     )
-    block = tiled.config.block_m if side == "rows" else tiled.config.block_n
+    block, _ = tiled.spec.loop.sides(config.block_m, config.block_n)
     tiles, stays = ranges.visited.shape[-1], tiled.task.lengths[0]
     mine = np.minimum(block, stays - block * np.arange(tiles, dtype=np.int64))
     partial, full = ranges.pieces

@@ -10,12 +10,11 @@ from numpy.typing import NDArray
 
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.registry import tile_heads
-from tilegen.kernels.split_backward import BWD_DKDV_SPLIT
-from tilegen.kernels.split_kv import FILLING, FWD_SPLIT, is_divided, usual_tiles
+from tilegen.kernels.split_kv import FILLING, is_divided, usual_tiles
 from tilegen.masks.grouping import packed_heads
 from tilegen.masks.source import is_single, ranges_source
 from tilegen.masks.tiles.tile_ranges import counted_over, tile_ranges
-from tilegen.model.visits import mean_of, visits_of
+from tilegen.model.visits import mean_of, visits, visits_of
 from tilegen.problem import AttentionProblem
 from tilegen.task import Tiled
 
@@ -50,41 +49,53 @@ def splits_of(tiled: Tiled) -> Splits:
 
 
 def _splits(tiled: Tiled) -> Splits:
-    task, spec, problem = tiled.task, tiled.spec, tiled.problem
-    group = problem.group_size
-    if not (spec.splits or spec.joins):
-        return Splits(count=1, programs=0, rows=0, tiles_of_group=group, longest=0)
-    split = tiled.config if spec.splits else task.joined or usual_split(problem)
-    keys = split.split_kv
+    task, spec, problem, config = tiled.task, tiled.spec, tiled.problem, tiled.config
+    if task.before:
+        return splits_of(task.before.tiled(task.joined or usual_split(problem)))
+    group = task.heads_of_group
+    if not spec.splits:
+        return _unsplit(tiled, group)
+    tiles_of_group = group // tile_heads(config, group)
+    stays, passes = spec.loop.sides(config.block_m, config.block_n)
+    count = -(-task.lengths[1] // config.split_kv)
+    if spec.pages and is_divided(problem):
+        return divided_splits(problem, config, count, tiles_of_group)
     # A split is visited where any of its tiles is: as if it were a tile itself.
-    if spec.stays == "columns":
-        counts = visits_of(task.by(BWD_DKDV_SPLIT), keys, split.block_n, aligned=False)
-        count = -(-problem.seqlen_q // keys)
-        # Where the heads of a group visit different tiles, a program takes the heads in turn, and
-        # is launched even where no head visits a tile.
-        every = task.memo.once("heads in turn", lambda: _takes_heads_in_turn(problem))
-        return Splits(
-            count=count,
-            programs=count * counts.programs if every else counts.tiles,
-            rows=count * problem.seqlen_kv if every else counts.row_steps,
-            tiles_of_group=1,
-            longest=keys // split.block_m,
-        )
-    count, tiles_of_group = -(-problem.seqlen_kv // keys), group // tile_heads(split, group)
-    if is_divided(problem):
-        return divided_splits(problem, split, count, tiles_of_group)
-    counts = visits_of(task.by(FWD_SPLIT), split.block_m, keys)
+    counts = visits_of(task, *spec.loop.sides(stays, config.split_kv), aligned=False)
+    programs, rows = counts.tiles, counts.row_steps
+    # Where the heads of a group visit different tiles, a program takes the heads in turn, and is
+    # launched even where no head visits a tile.
+    if spec.stays == "columns" and task.memo.once(
+        "heads in turn", lambda: ranges_source(problem.mask.general, "columns").per_head
+    ):
+        programs, rows = count * counts.programs, count * problem.seqlen_kv
     return Splits(
         count=count,
-        programs=counts.tiles,
-        rows=counts.row_steps,
+        programs=programs,
+        rows=rows,
         tiles_of_group=tiles_of_group,
-        longest=keys // split.block_n,
+        longest=config.split_kv // passes,
     )
 
 
-def _takes_heads_in_turn(problem: AttentionProblem) -> bool:
-    return ranges_source(problem.mask.general, "columns").per_head
+def _unsplit(tiled: Tiled, tiles_of_group: int) -> Splits:
+    """Return one split of all rows; one for each tile of scores that has a program of its own."""
+    counts, passing = visits(tiled), tiled.task.lengths[1]
+    if tiled.spec.panel == "writes":
+        return Splits(
+            count=-(-passing // tiled.config.block_n),
+            programs=counts.tiles,
+            rows=counts.row_steps,
+            tiles_of_group=tiles_of_group,
+            longest=1,
+        )
+    return Splits(
+        count=1,
+        programs=counts.programs,
+        rows=tiled.task.lengths[0],
+        tiles_of_group=tiles_of_group,
+        longest=counts.longest,
+    )
 
 
 def divided_splits(

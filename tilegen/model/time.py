@@ -108,7 +108,7 @@ def _step_clocks(tiled: Tiled) -> StepClocks:
 
 def drawn_of(task: KernelTask) -> int:
     """Return the instructions that drawing adds to each score."""
-    return DRAWN_INSTRUCTIONS if task.problem.dropout and task.spec.drops else 0
+    return DRAWN_INSTRUCTIONS if task.draws else 0
 
 
 def local_clocks(tiled: Tiled, needs: Footprint) -> float:
@@ -158,7 +158,7 @@ def time(tiled: Tiled, needs: Footprint, code: StepClocks | None = None) -> Time
     `needs` are the resources of a program, predicted or as compiled, and `code` the clocks of a
     step by its machine code; without, they are predicted.
     """
-    spec, gpu, run, moved = tiled.spec, tiled.device, launches(tiled), traffic(tiled)
+    gpu, run, moved = tiled.device, launches(tiled), traffic(tiled)
     work, clk = tiled.step, code or step_clocks(tiled)
     local = code.local if code else local_clocks(tiled, needs)
     per_launch = run.programs / run.count
@@ -198,6 +198,10 @@ def time(tiled: Tiled, needs: Footprint, code: StepClocks | None = None) -> Time
         "dram": on_dram,
         "latency": one.wait * per_step + 2 * one.latency * per_program,
     }
+    left = idle = 0.0
+    if tiled.spec.splits:
+        left = l2_seconds(gpu, replace(moved, read_bytes=0))
+        idle = max(0.0, 1 - per_launch / gpu.num_sms)
     return Time(
         seconds=max(total / gpu.clock_hz, on_l2, on_dram) + launch_seconds(tiled.task, run.count),
         terms=tuple(sorted(terms.items(), key=lambda item: -item[1])),
@@ -205,8 +209,8 @@ def time(tiled: Tiled, needs: Footprint, code: StepClocks | None = None) -> Time
         dram_bytes=dram,
         flops=int(2 * run.steps * work.multiply_adds),
         busy_seconds=total / gpu.clock_hz if work.passing else 0.0,
-        left_seconds=l2_seconds(gpu, replace(moved, read_bytes=0)) if spec.splits else 0.0,
-        idle=max(0.0, 1 - per_launch / gpu.num_sms) if spec.splits else 0.0,
+        left_seconds=left,
+        idle=idle,
     )
 
 

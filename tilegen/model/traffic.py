@@ -15,8 +15,8 @@ import sympy as sp
 
 from tilegen.kernels.config import Kernel
 from tilegen.kernels.layout import PAIRED
-from tilegen.kernels.panels import SCORE_WIDTH, panels_per_group, rows_for
-from tilegen.kernels.registry import KERNELS, direction_of
+from tilegen.kernels.panels import SCORE_WIDTH, panels_per_group
+from tilegen.kernels.registry import KERNELS
 from tilegen.kernels.spec import Moved
 from tilegen.model import symbols
 from tilegen.model.mask_tables import tree_bytes
@@ -42,8 +42,8 @@ from tilegen.model.symbols import (
     n_p,
     n_s,
 )
-from tilegen.model.visits import visits, visits_of
-from tilegen.task import KernelTask, Tiled
+from tilegen.model.visits import visits
+from tilegen.task import Tiled
 
 Size = Literal["element", "fp32"]
 """Words of the problem's dtype, or of fp32."""
@@ -126,8 +126,7 @@ def traffic(tiled: Tiled) -> Traffic:
     the device has room for."""
 
     def compute() -> Traffic:
-        rows = rows_of_panels(tiled.task) if tiled.spec.sliced else None
-        return traffic_of(tiled, panel_rows=rows)
+        return traffic_of(tiled, panel_rows=tiled.task.panel_rows)
 
     return tiled.by_tile("traffic", compute)
 
@@ -145,12 +144,8 @@ def traffic_of(
     `panel_rows` (by default all) go into a panel, and score tiles are `score_width` keys wide.
     """
     task, problem, config = tiled.task, tiled.problem, tiled.config
-    counts = visits(tiled)
-    if task.spec.masked and aligned is not None:
-        tile = config.block_m, config.block_n
-        counts = visits_of(task, *tile, aligned=aligned, split_kv=config.split_kv)
-    splits = splits_of(tiled)
-    width = config.block_n if "maxima" in task.spec.made else score_width
+    counts, splits = visits(tiled, aligned=aligned), splits_of(tiled)
+    width = task.spec.told(config) or score_width
     rows = task.heads_q * problem.seqlen_q
     arguments = (
         task.heads_kv,
@@ -181,11 +176,6 @@ def traffic_of(
     )
 
 
-def rows_of_panels(task: KernelTask) -> int:
-    """Return the query rows that a panel of the kernel's pass holds on the device."""
-    return rows_for(task.problem, task.device, direction_of(task.kernel))
-
-
 def table_bytes(tiled: Tiled) -> int:
     """Compute the bytes of the tables of pages: three numbers for each program, also of an empty
     split, and a page for each tile, or for each key where a page is smaller than a tile."""
@@ -200,14 +190,10 @@ def table_bytes(tiled: Tiled) -> int:
 def state_bytes(tiled: Tiled) -> int:
     """Compute the bytes of the seeds of dropout: each program that draws reads them, so not those
     of score tiles, or splits, that the mask leaves nothing of."""
-    task, spec, counts = tiled.task, tiled.spec, visits(tiled)
-    if not (task.problem.dropout and spec.drops):
+    if not tiled.task.draws:
         return 0
-    heads = task.heads_kv if spec.stays == "columns" else task.heads_q
-    each = counts.tiles if spec.panel == "writes" else counts.programs
-    if spec.splits:
-        each = splits_of(tiled).programs
-    return STATE_BYTES * int(heads * each)
+    splits = splits_of(tiled)
+    return STATE_BYTES * int(tiled.task.heads_kv * splits.tiles_of_group * splits.programs)
 
 
 @cache

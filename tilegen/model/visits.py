@@ -35,16 +35,16 @@ class Visits:
     """Entries of all visited tiles, as far as a panel holds them."""
 
 
-def visits(tiled: Tiled) -> Visits:
+def visits(tiled: Tiled, *, aligned: bool | None = None) -> Visits:
     """Count the tiles that a config visits; a kernel that joins splits takes `block_n` a step."""
     task, config = tiled.task, tiled.config
     if task.spec.masked:
-        return visits_of(task, config.block_m, config.block_n, split_kv=config.split_kv)
+        tile = config.block_m, config.block_n
+        return visits_of(task, *tile, aligned=aligned, split_kv=config.split_kv)
     stays, streamed = task.lengths
     tiles, steps = -(-stays // config.block_m), 1
-    split = (task.joined or config).split_kv
-    if task.spec.joins and split:
-        splits = -(-streamed // split)
+    if task.joined:
+        splits = -(-streamed // task.joined.split_kv)
         steps = -(-splits // config.block_n)
     every = tiles * steps
     return Visits(programs=tiles, tiles=every, partial_tiles=0, rows=0, longest=steps)
