@@ -10,7 +10,6 @@ import pytest
 from tests.conftest import CheckGolden
 from tests.tasks import task, tiled
 from tilegen.choose.families import (
-    WORTH_SPLITTING,
     family,
     kernels_of,
     ranked_families,
@@ -25,6 +24,7 @@ from tilegen.explaining.pass_choice import explain_pass
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.registry import BACKWARD, check_config, grid_of
+from tilegen.kernels.split_backward import WORTH_SPLITTING
 from tilegen.masks import predicate
 from tilegen.model.launches import launches
 from tilegen.model.splits import splits_of

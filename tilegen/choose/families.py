@@ -32,9 +32,6 @@ CLEARLY_FASTER = 1.25
 """Factor in predicted time that says more than the model may err between kernels nobody timed: a
 guess."""
 
-WORTH_SPLITTING = 1.1
-"""Factor in predicted time by which a backward with splits must be faster than one without: sums of
-parts take memory and a launch more. A guess."""
 TALL, FEW_WAVES, FEW_ROWS = 128, 2, 16
 """Rows of a tall tile, and the programs for each SM from which a family for few programs is not
 ranked: with so many, and of tiles this tall, no SM is idle for long. Such a family is ranked all
@@ -105,14 +102,14 @@ def family(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> Fam
     if len(able) == 1:
         return able[0]
     ranked = ranked_families(bucket, gpu, direction)
-    if direction == "backward":
-        whole = [one for one in ranked if not FAMILIES[direction][one[0]].few_programs_only]
-        if whole and whole[0][1] < WORTH_SPLITTING * ranked[0][1]:
-            ranked = tuple(whole)
+    families = FAMILIES[direction]
+    usual = tuple(one for one in ranked if families[one[0]].margin == 1.0)
+    if usual and usual[0][1] <= families[ranked[0][0]].margin * ranked[0][1]:
+        ranked = usual
     best, shortest = ranked[0]
     if _room(problem, gpu) >= LARGE:
-        usual = (one for one in ranked if not FAMILIES[direction][one[0]].large_heads_only)
-        name, seconds = next(usual, ranked[0])
+        any_head = (one for one in ranked if not families[one[0]].large_heads_only)
+        name, seconds = next(any_head, ranked[0])
         best = name if seconds <= CLEARLY_FASTER * shortest else best
     return best
 
@@ -140,9 +137,7 @@ def why_not_ranked(spec: FamilySpec, problem: AttentionProblem, gpu: GpuSpec) ->
     if spec.large_heads_only and (room := _room(problem, gpu)) >= CLEARLY_LARGE:
         return f"M is {room:.1f} d^2, and from {CLEARLY_LARGE:g} d^2 on others move clearly less"
     for one in spec.kernels if spec.few_programs_only else ():
-        rows = problem.seqlen_q * problem.group_size
-        if one.stays == "columns":
-            rows = problem.seqlen_kv
+        rows, _ = one.loop.sides(problem.seqlen_q * problem.group_size, problem.seqlen_kv)
         tiles = problem.batch * problem.num_heads_kv * -(-rows // TALL)
         shares = one.packs and problem.group_size > 1 and problem.seqlen_q < FEW_ROWS
         if one.splits and tiles >= FEW_WAVES * gpu.num_sms and not shares:

@@ -14,7 +14,6 @@ from tilegen.errors import Unsupported
 from tilegen.gpus.nearest import on_tensor_cores
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.descriptors import without
-from tilegen.kernels.split_kv import FWD_SPLIT
 from tilegen.model.as_compiled import clocks_as_compiled
 from tilegen.model.bounds import lower_bound_bytes
 from tilegen.model.estimate import Candidate, CostEstimate
@@ -73,9 +72,10 @@ def invariant_config(task: KernelTask) -> TileConfig:
     """Return the config by which a kernel computes all batch-invariant problems that differ in
     batch, lengths and pages only: kernels for whole and for paged keys add up alike. Raises
     Unsupported."""
-    spec = FWD_SPLIT if task.spec.splits else task.spec
     problem = replace(task.problem.rounded, page=0)
-    return propose(KernelTask(spec, problem, task.device), top=1, describable=False)[0].config
+    return propose(
+        KernelTask(task.spec.unpaged or task.spec, problem, task.device), top=1, describable=False
+    )[0].config
 
 
 def joining(task: KernelTask) -> KernelTask:

@@ -8,7 +8,7 @@ from tilegen.emit.identity import rows_are_aligned
 from tilegen.kernels.config import BLOCK_SIZES, TileConfig
 from tilegen.kernels.descriptors import why_not_described
 from tilegen.kernels.spec import Knobs
-from tilegen.kernels.split_kv import FWD_SPLIT, is_divided
+from tilegen.kernels.split_kv import is_divided
 from tilegen.masks.grouping import heads_of_tiles
 from tilegen.task import KernelTask
 
@@ -49,7 +49,8 @@ def _splits(task: KernelTask) -> tuple[int, ...]:
     spec, problem, passing = task.spec, task.problem, task.lengths[1]
     every = spec.knobs.split_kv
     splits = tuple(split for split in every if split < 2 * passing or not split) or every[:1]
-    usual = tuple(split for split in splits if split <= FWD_SPLIT.knobs.split_kv[-1])
+    most = (spec.unpaged or spec).knobs.split_kv[-1]
+    usual = tuple(split for split in splits if split <= most)
     if not (spec.pages and is_divided(problem)):
         return usual
     each = 4 * task.heads_q * problem.seqlen_q * problem.head_dim_v

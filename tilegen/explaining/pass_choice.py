@@ -10,7 +10,6 @@ from typing import Any
 from tilegen.choose.families import (
     CLEARLY_FASTER,
     LARGE,
-    WORTH_SPLITTING,
     family,
     ranked_families,
     why_not_ranked,
@@ -150,11 +149,9 @@ def _because(
 ) -> str:
     families = FAMILIES[direction]
     names = [one["family"] for one in found]
-    splits = families[names[0]].few_programs_only
-    if direction == "backward" and splits and not families[chosen].few_programs_only:
-        return (
-            f"{names[0]} is predicted to be faster, which counts from {WORTH_SPLITTING:g} times on"
-        )
+    margin = families[names[0]].margin
+    if margin > families[chosen].margin:
+        return f"{names[0]} is predicted to be faster, which counts from {margin:g} times on"
     if regime["m_over_d2"] >= LARGE and not families[chosen].large_heads_only:
         beyond = f"M is {regime['m_over_d2']:.1f} d^2, and from {LARGE:g} d^2 on "
         beyond += "FlashAttention's schedules move least by a margin"

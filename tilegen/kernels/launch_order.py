@@ -30,16 +30,14 @@ def rows_together(problem: AttentionProblem) -> int:
 
 def heads_together(problem: AttentionProblem, spec: KernelSpec) -> int:
     """Return the key-value heads whose programs start together, of all batches; 1 at least."""
-    rows = problem.seqlen_kv
-    if spec.stays == "columns":
-        rows = problem.group_size * problem.seqlen_q
+    _, rows = spec.loop.sides(problem.group_size * problem.seqlen_q, problem.seqlen_kv)
     return max(1, min(rows_together(problem) // max(rows, 1), problem.batch * problem.num_heads_kv))
 
 
 def heavy_end(mask: Mask, spec: KernelSpec) -> End:
     """Return the end of a head's tiles that has most work, where programs of a kernel start by
     it: not those of panels, nor those of splits, which are equally long."""
-    by_work = spec.masked and not spec.panel and not spec.splits
+    by_work = spec.is_fused and not spec.splits
     return _heavy_end(mask, spec.stays) if by_work else ""
 
 

@@ -8,11 +8,12 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from tilegen.errors import Unsupported
+from tilegen.kernels import q_stationary, two_pass
 from tilegen.kernels.config import BLOCK_SIZES, Family, Kernel, TileConfig
 from tilegen.kernels.q_stationary import Q_STATIONARY
 from tilegen.kernels.q_streamed import Q_STREAMED
 from tilegen.kernels.small_cache import SMALL_CACHE_BACKWARD, SMALL_CACHE_FORWARD
-from tilegen.kernels.spec import Direction, FamilySpec, KernelSpec
+from tilegen.kernels.spec import Direction, FamilySpec, KernelSpec, Moved
 from tilegen.kernels.split_backward import SPLIT_BACKWARD, SPLIT_DKDV, SPLIT_DQ
 from tilegen.kernels.split_kv import PAGED, SPLIT_KV
 from tilegen.kernels.two_pass import TWO_PASS
@@ -25,6 +26,12 @@ BACKWARD: dict[Family, FamilySpec] = {}
 FAMILIES: dict[Direction, dict[Family, FamilySpec]] = {"forward": FORWARD, "backward": BACKWARD}
 KERNELS: dict[Kernel, KernelSpec] = {}
 """Every kernel by its name, forward first."""
+
+FLOORS: dict[str, tuple[Moved, ...]] = {
+    "forward": q_stationary.FLOOR,
+    "backward": two_pass.FLOOR,
+}
+"""Tensors that a pass must move under any schedule, by the direction."""
 
 _ALL = (
     *(Q_STATIONARY, SPLIT_KV, PAGED, Q_STREAMED, SMALL_CACHE_FORWARD),

@@ -105,6 +105,8 @@ class KernelSpec:
     where a problem asks for it."""
     pages: bool = False
     """True: keys and values are read from the pages of a cache, for requests of any lengths."""
+    unpaged: KernelSpec | None = None
+    """The kernel that computes the same for keys that lie whole, where this one reads pages."""
     like: str = ""
     """The kernel whose counted numbers (instructions, buffers) this one takes; empty: its own."""
     requires: tuple[str, ...] = ()
@@ -136,6 +138,11 @@ class KernelSpec:
     def masked(self) -> bool:
         """True: the kernel visits the tiles that a mask leaves."""
         return not isinstance(self.loop, OverRows)
+
+    @property
+    def is_fused(self) -> bool:
+        """True: scores are formed and used up on chip, as a lower bound on traffic assumes."""
+        return self.masked and not self.panel
 
     @property
     def splits(self) -> bool:
@@ -203,6 +210,9 @@ class FamilySpec:
     Backward: `run(launch, q, k, v, dout, lse, delta, scale, panel_rows=, wants_dq=, wants_dkdv=)`
     returns (dq, dk, dv), None for gradients that are not wanted."""
 
+    margin: float = 1.0
+    """Factor in predicted time by which the family must be faster than the families without a
+    margin, to be taken."""
     large_heads_only: bool = False
     """True: the family can win only where on-chip memory holds few rows of a head dim."""
     few_programs_only: bool = False

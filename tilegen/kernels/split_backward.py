@@ -24,6 +24,9 @@ from tilegen.kernels.two_pass import BWD_DKDV, BWD_DQ, BWD_PREPROCESS, INPUTS, R
 if TYPE_CHECKING:
     import torch
 
+WORTH_SPLITTING = 1.1
+"""Factor in predicted time by which a backward with splits must be faster than a backward without
+them: sums of parts take memory and a launch more. A guess."""
 _KNOBS = Knobs(
     block_m=(16, 32, 64, 128),
     block_n=(16, 32, 64, 128),
@@ -155,6 +158,7 @@ def _family(name: str, *kernels: KernelSpec) -> FamilySpec:
         direction="backward",
         kernels=(BWD_PREPROCESS, *kernels),
         run=run,
+        margin=WORTH_SPLITTING,
         few_programs_only=True,
     )
 

@@ -122,6 +122,7 @@ FWD_PAGED = replace(
     # The largest are for grids whose partial results would take much memory (search_space.py).
     knobs=replace(FWD_SPLIT.knobs, split_kv=(*FWD_SPLIT.knobs.split_kv, 16384, 32768, 65536)),
     pages=True,
+    unpaged=FWD_SPLIT,
 )
 
 FWD_COMBINE = KernelSpec(

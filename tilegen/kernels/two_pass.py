@@ -25,6 +25,18 @@ READ_ONCE = (
     read("delta", "g*n_q", fp32=True),
 )
 """Tensors that every kernel of a backward that forms scores must read."""
+FLOOR = (
+    read("q", "g*n_q*d_qk"),
+    read("k", "n_kv*d_qk"),
+    read("v", "n_kv*d_v"),
+    read("out", "g*n_q*d_v"),
+    read("dout", "g*n_q*d_v"),
+    read("lse", "g*n_q", fp32=True),
+    write("dq", "g*N_q*d_qk"),
+    write("dk", "N_kv*d_qk"),
+    write("dv", "N_kv*d_v"),
+)
+"""Tensors that a whole backward must move."""
 _STRIDES = (
     strides("q", "batch, head and row strides"),
     strides("k"),

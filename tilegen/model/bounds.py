@@ -16,8 +16,7 @@ from typing import Any
 import sympy as sp
 
 from tilegen.kernels.config import Kernel
-from tilegen.kernels.q_stationary import FWD
-from tilegen.kernels.registry import KERNELS
+from tilegen.kernels.registry import FLOORS, KERNELS
 from tilegen.kernels.spec import Direction
 from tilegen.model.mask_size import size_of
 from tilegen.model.subgrids import spanned_by_all_heads, subgrids
@@ -124,21 +123,8 @@ def product_bound() -> sp.Expr:
 def floor_terms(what: Kernel | Direction, *, values_in_keys: bool = False) -> tuple[Term, ...]:
     """Return what must move anyway, per key-value head: inputs that matter, and all outputs. Values
     that are columns of keys move with the keys."""
-    if what != "backward":
-        found = terms(FWD.floor if what == "forward" else KERNELS[what].floor)
-        return tuple(one for one in found if not (values_in_keys and one.tensor == "v"))
-    rows, live = g * N_q, g * n_q
-    return (
-        Term("q", "read", live * d_qk),
-        Term("k", "read", n_kv * d_qk),
-        Term("v", "read", n_kv * d_v),
-        Term("out", "read", live * d_v),
-        Term("dout", "read", live * d_v),
-        Term("lse", "read", live, "fp32"),
-        Term("dq", "write", rows * d_qk),
-        Term("dk", "write", N_kv * d_qk),
-        Term("dv", "write", N_kv * d_v),
-    )
+    moved = terms(FLOORS[what] if what in FLOORS else KERNELS[what].floor)
+    return tuple(one for one in moved if not (values_in_keys and one.tensor == "v"))
 
 
 def inputs_once(kernel: Kernel, *, values_in_keys: bool = False) -> sp.Expr:
@@ -174,7 +160,7 @@ def lower_bound(what: Kernel | Direction, *, values_in_keys: bool = False) -> sp
 
 def _floor_alone(what: Kernel | Direction) -> bool:
     spec = KERNELS.get(what)
-    return spec is not None and (not spec.masked or bool(spec.panel))
+    return spec is not None and not spec.is_fused
 
 
 def lower_bound_bytes(task: KernelTask | PassTask) -> int:

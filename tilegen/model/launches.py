@@ -84,7 +84,7 @@ def _over_panels(tiled: Tiled, loop: Sliced) -> Launches:
 def kept_entries(task: KernelTask) -> int:
     """Count the scores of all heads that the mask keeps: programs take a step, at least, for each
     tile that they would fill; 0 where a step is no tile of scores."""
-    if not task.spec.masked or task.spec.panel:
+    if not task.spec.is_fused:
         return 0
     return task.heads_q * size_of(task).entries
 
