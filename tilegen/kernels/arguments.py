@@ -7,6 +7,7 @@ once, by the tensor (or number) that it is taken from and by what is taken of it
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -18,12 +19,9 @@ stride, in the kernel's unit; a size; a size in that unit; the number itself; a 
 a truth value as an int. Scratch pointers, which kernels here do not use, hold nothing."""
 
 FP32_TENSORS = frozenset(
-    (
-        *("lse", "delta", "maxima", "sums", "acc", "sinks", "partials", "partial_lse"),
-        *("partial_dq", "partial_dk", "partial_dv", "has_dq", "has_dkdv"),
-    )
+    ("lse", "delta", "maxima", "sums", "acc", "sinks", "partials", "partial_lse")
 )
-"""Tensors of fp32, whatever the dtype of a problem."""
+"""Tensors of fp32, whatever the dtype of a problem; a kernel may have others."""
 PANELS = frozenset(("weights", "ds", "panel"))
 """Tensors (heads, rows, columns) that kernels of a panel share, all of the same strides."""
 COLUMN_TENSORS = frozenset(("k", "v", "dk", "dv", "grad"))
@@ -42,7 +40,7 @@ _SIZES: dict[str, tuple[str, int]] = {
     "num_heads": ("weights ds panel", 0),
     "num_rows": ("weights ds panel", 1),
     "score_tiles": ("maxima", 1),
-    "num_splits": ("partial_lse has_dq has_dkdv", 2),
+    "num_splits": ("partial_lse", 2),
     "total_q": ("q", 2),
 }
 """Tensors that a size is read from, of which the first that a kernel has counts, and the
@@ -124,13 +122,11 @@ class Line:
         return list(dict.fromkeys(passed))
 
 
-def pointers(*tensors: str) -> Line:
-    """Return the addresses of tensors."""
+def pointers(*tensors: str, fp32: Collection[str] = ()) -> Line:
+    """Return the addresses of tensors, of which FP32_TENSORS and `fp32` are of fp32."""
+    types = {one: "*fp32" for one in (*FP32_TENSORS, *fp32)}
     return Line(
-        tuple(
-            Argument(f"{one}_ptr", "*fp32" if one in FP32_TENSORS else "*element", one, "address")
-            for one in tensors
-        )
+        tuple(Argument(f"{one}_ptr", types.get(one, "*element"), one, "address") for one in tensors)
     )
 
 

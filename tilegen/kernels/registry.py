@@ -8,13 +8,13 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from tilegen.errors import Unsupported
-from tilegen.kernels import q_stationary, two_pass
+from tilegen.kernels import q_stationary, split_backward, two_pass
 from tilegen.kernels.config import BLOCK_SIZES, Family, Kernel, TileConfig
 from tilegen.kernels.q_stationary import Q_STATIONARY
 from tilegen.kernels.q_streamed import Q_STREAMED
+from tilegen.kernels.results import OF_SPLITS
 from tilegen.kernels.small_cache import SMALL_CACHE_BACKWARD, SMALL_CACHE_FORWARD
 from tilegen.kernels.spec import Direction, FamilySpec, KernelSpec, Moved
-from tilegen.kernels.split_backward import SPLIT_BACKWARD, SPLIT_DKDV, SPLIT_DQ
 from tilegen.kernels.split_kv import PAGED, SPLIT_KV
 from tilegen.kernels.two_pass import TWO_PASS
 
@@ -35,14 +35,18 @@ FLOORS: dict[str, tuple[Moved, ...]] = {
 
 _ALL = (
     *(Q_STATIONARY, SPLIT_KV, PAGED, Q_STREAMED, SMALL_CACHE_FORWARD),
-    *(TWO_PASS, SPLIT_DKDV, SPLIT_DQ, SPLIT_BACKWARD, SMALL_CACHE_BACKWARD),
+    TWO_PASS,
+    *split_backward.FAMILIES,
+    SMALL_CACHE_BACKWARD,
 )
 
 
 def register(family: FamilySpec) -> None:
     """Make a family known to the whole compiler."""
     FAMILIES[family.direction][family.name] = family
-    KERNELS.update({one.name: one for one in family.kernels})
+    for kernel in family.kernels:
+        KERNELS[kernel.name] = kernel
+        OF_SPLITS.update(kernel.parts)
 
 
 for _one in _ALL:

@@ -18,17 +18,9 @@ LIKE = {"out": ("q", "v"), "dq": ("q", "q"), "dk": ("k", "k"), "dv": ("v", "v")}
 """Results laid out like a tensor, and the tensor whose head dim they have."""
 OF_ROWS = {"lse": "q", "delta": "out"}
 """Results of an fp32 number for each row of a tensor."""
-OF_SPLITS = {
-    "partials": ("q", "k", "v"),
-    "partial_lse": ("q", "k"),
-    "partial_dq": ("q", "k", "q"),
-    "has_dq": ("q", "k"),
-    "partial_dk": ("k", "q", "k"),
-    "partial_dv": ("k", "q", "v"),
-    "has_dkdv": ("k", "q"),
-}
+OF_SPLITS: dict[str, tuple[str, ...]] = {}
 """Results in fp32 for each row of a tensor and each split of another tensor's rows, and a tensor
-whose head dim they have."""
+whose head dim they have: `KernelSpec.parts` of all kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,14 +86,13 @@ def allocate(
     return torch.empty(shape, device=first.device, dtype=dtype)
 
 
-_NOT_WRITTEN = "where the mask leaves a tile nothing of the split, whose {part} not written"
+NOT_WRITTEN = "where the mask leaves a tile nothing of the split, whose {part} not written"
 _QUERIES = "(batch, heads, seqlen_q, head_dim_qk)"
 _OUTPUTS = "(batch, heads, seqlen_q, head_dim_v)"
 _KEYS = "(batch, heads_kv, seqlen_kv, head_dim_qk)"
 _VALUES = "(batch, heads_kv, seqlen_kv, head_dim_v)"
 _PANEL = "(num_heads, num_rows, seqlen_kv padded to STRIDE_UNIT)"
 _OF_TILES = "(num_heads, score tiles, num_rows), fp32"
-_HAS = f"fp32: 0 {_NOT_WRITTEN.format(part='parts are')}"
 _NOTES = {
     "q": _QUERIES,
     "k": _KEYS,
@@ -115,12 +106,7 @@ _NOTES = {
     "delta": "(batch, heads, seqlen_q), fp32, dense: rowsum(out * dout)",
     "partials": "(batch, heads, splits, seqlen_q, head_dim_v), fp32: output of a split's keys",
     "partial_lse": "(batch, heads, splits, seqlen_q), fp32: log-sum-exp in base 2, -inf "
-    + _NOT_WRITTEN.format(part="partials are"),
-    "partial_dq": "(batch, heads, splits, seqlen_q, head_dim_qk), fp32",
-    "has_dq": f"(batch, heads, splits, seqlen_q), {_HAS}",
-    "partial_dk": "(batch, heads_kv, splits, seqlen_kv, head_dim_qk), fp32",
-    "partial_dv": "(batch, heads_kv, splits, seqlen_kv, head_dim_v), fp32",
-    "has_dkdv": f"(batch, heads_kv, splits, seqlen_kv), {_HAS}",
+    + NOT_WRITTEN.format(part="partials are"),
     "weights": f"{_PANEL}: rows from a multiple of BLOCK_M; heads of all batches are numbered",
     "ds": f"{_PANEL}: gradients of scores",
     "panel": f"{_PANEL}: weights, or gradients of scores",
@@ -148,7 +134,7 @@ _PAGED_NOTES = {
 def shape_note(name: str, spec: KernelSpec, *, pairs: bool) -> str:
     """Return the shape, dtype and meaning of a tensor in words; empty for numbers."""
     note = _PAGED_NOTES.get(name, "") if spec.pages else ""
-    note = note or _NOTES.get(name, "")
+    note = note or spec.notes.get(name) or _NOTES.get(name, "")
     if pairs and name in PAIRED:
         note = note.replace("splits, ", "splits, 2, ").replace("heads, seqlen", "heads, 2, seqlen")
         note += "; the second of a pair, in base 2, is what the first leaves out in fp32"

@@ -8,7 +8,7 @@ hold the rest: the arithmetic. Records need neither PyTorch nor SymPy.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -73,6 +73,11 @@ class KernelSpec:
     """Parameters of `launch`, in order; tensors of masks and scores follow by name."""
     made: tuple[str, ...]
     """Tensors that a launch allocates and returns."""
+    parts: dict[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
+    """Tensors of fp32 that a launch makes for each split: the tensor whose rows stay, the tensor
+    whose rows are split, and a tensor whose head dim they have."""
+    notes: dict[str, str] = field(default_factory=dict, hash=False)
+    """Shapes and meaning of tensors that no other family has, in words."""
     tells: Knob | None = None
     """A knob that a launch returns after its tensors, for the next kernel."""
     lines: tuple[Line, ...]

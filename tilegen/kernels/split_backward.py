@@ -14,10 +14,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tilegen.kernels import two_pass
-from tilegen.kernels.arguments import pointers, sizes, strides
+from tilegen.kernels.arguments import Argument, Line, pointers, sizes, strides
 from tilegen.kernels.layout import empty_like
 from tilegen.kernels.loops import OverRows
 from tilegen.kernels.panels import Launch
+from tilegen.kernels.results import NOT_WRITTEN
 from tilegen.kernels.spec import FamilySpec, KernelSpec, Knobs, read, write
 from tilegen.kernels.two_pass import BWD_DKDV, BWD_DQ, BWD_PREPROCESS, INPUTS, READ_ONCE
 
@@ -34,13 +35,36 @@ _KNOBS = Knobs(
 )
 _JOINS = Knobs(block_m=(1, 2, 4, 8, 16), block_n=(2, 4, 8, 16), num_warps=(4,), num_stages=(1,))
 
+_PARTS_OF_KEYS = {
+    "partial_dk": ("k", "q", "k"),
+    "partial_dv": ("k", "q", "v"),
+    "has_dkdv": ("k", "q"),
+}
+_HAS = f"fp32: 0 {NOT_WRITTEN.format(part='parts are')}"
+_NOTES = {
+    "partial_dq": "(batch, heads, splits, seqlen_q, head_dim_qk), fp32",
+    "has_dq": f"(batch, heads, splits, seqlen_q), {_HAS}",
+    "partial_dk": "(batch, heads_kv, splits, seqlen_kv, head_dim_qk), fp32",
+    "partial_dv": "(batch, heads_kv, splits, seqlen_kv, head_dim_v), fp32",
+    "has_dkdv": f"(batch, heads_kv, splits, seqlen_kv), {_HAS}",
+}
+_PARTS_OF_QUERIES = {"partial_dq": ("q", "k", "q"), "has_dq": ("q", "k")}
+
+
+def _sizes(names: str, tensor: str, *, splits_of: str) -> Line:
+    count = Argument("num_splits", "i32", splits_of, "size", 2)
+    return Line((*sizes(names, tensor).arguments, count))
+
+
 BWD_DKDV_SPLIT = replace(
     BWD_DKDV,
     name="bwd_dkdv_split",
     title="Attention backward, queries split over programs: dk and dv of each split.",
-    made=("partial_dk", "partial_dv", "has_dkdv"),
+    made=tuple(_PARTS_OF_KEYS),
+    parts=_PARTS_OF_KEYS,
+    notes=_NOTES,
     lines=(
-        pointers(*INPUTS, "partial_dk", "partial_dv", "has_dkdv"),
+        pointers(*INPUTS, *_PARTS_OF_KEYS, fp32=_PARTS_OF_KEYS),
         *(line for line in BWD_DKDV.lines[1:] if line.arguments[0].of not in ("dk", "dv")),
     ),
     grid=(*BWD_DKDV.grid, ("seqlen_q", "split_q")),
@@ -62,13 +86,14 @@ BWD_DKDV_SUM = KernelSpec(
     name="bwd_dkdv_sum",
     template="split_backward/attention_bwd_sum.py.jinja",
     title="Attention backward, queries split over programs: dk and dv of all splits together.",
-    given=("partial_dk", "partial_dv", "has_dkdv", "dk", "dv"),
+    given=(*_PARTS_OF_KEYS, "dk", "dv"),
     made=(),
+    notes=_NOTES,
     lines=(
-        pointers("partial_dk", "partial_dv", "has_dkdv", "dk", "dv"),
+        pointers(*_PARTS_OF_KEYS, "dk", "dv", fp32=_PARTS_OF_KEYS),
         strides("dk", "batch, head and row strides"),
         strides("dv"),
-        sizes("num_heads_kv seqlen_kv num_splits", "dk has_dkdv"),
+        _sizes("num_heads_kv seqlen_kv", "dk", splits_of="has_dkdv"),
     ),
     grid=(("seqlen_kv", "block_m"), ("num_heads_kv", 1), ("batch", 1)),
     loop=OverRows(stays="columns", works_on=("dk", "dv"), joins=True),
@@ -88,9 +113,11 @@ BWD_DQ_SPLIT = replace(
     BWD_DQ,
     name="bwd_dq_split",
     title="Attention backward, keys split over programs: dq of each split.",
-    made=("partial_dq", "has_dq"),
+    made=tuple(_PARTS_OF_QUERIES),
+    parts=_PARTS_OF_QUERIES,
+    notes=_NOTES,
     lines=(
-        pointers(*INPUTS, "partial_dq", "has_dq"),
+        pointers(*INPUTS, *_PARTS_OF_QUERIES, fp32=_PARTS_OF_QUERIES),
         *(line for line in BWD_DQ.lines[1:] if line.arguments[0].of != "dq"),
     ),
     grid=(*BWD_DQ.grid, ("seqlen_kv", "split_kv")),
@@ -114,11 +141,11 @@ BWD_DQ_SUM = replace(
     BWD_DKDV_SUM,
     name="bwd_dq_sum",
     title="Attention backward, keys split over programs: dq of all splits together.",
-    given=("partial_dq", "has_dq", "dq"),
+    given=(*_PARTS_OF_QUERIES, "dq"),
     lines=(
-        pointers("partial_dq", "has_dq", "dq"),
+        pointers(*_PARTS_OF_QUERIES, "dq", fp32=_PARTS_OF_QUERIES),
         strides("dq", "batch, head and row strides"),
-        sizes("num_heads_q seqlen_q num_splits", "dq has_dq"),
+        _sizes("num_heads_q seqlen_q", "dq", splits_of="has_dq"),
     ),
     grid=(("seqlen_q", "block_m"), ("num_heads_q", 1), ("batch", 1)),
     loop=OverRows(works_on=("dq",), joins=True),
@@ -163,6 +190,8 @@ def _family(name: str, *kernels: KernelSpec) -> FamilySpec:
     )
 
 
-SPLIT_DKDV = _family("split_dkdv", BWD_DKDV_SPLIT, BWD_DKDV_SUM, BWD_DQ)
-SPLIT_DQ = _family("split_dq", BWD_DKDV, BWD_DQ_SPLIT, BWD_DQ_SUM)
-SPLIT_BACKWARD = _family("split_backward", BWD_DKDV_SPLIT, BWD_DKDV_SUM, BWD_DQ_SPLIT, BWD_DQ_SUM)
+FAMILIES = (
+    _family("split_dkdv", BWD_DKDV_SPLIT, BWD_DKDV_SUM, BWD_DQ),
+    _family("split_dq", BWD_DKDV, BWD_DQ_SPLIT, BWD_DQ_SUM),
+    _family("split_backward", BWD_DKDV_SPLIT, BWD_DKDV_SUM, BWD_DQ_SPLIT, BWD_DQ_SUM),
+)

@@ -47,6 +47,7 @@ FWD_SPLIT = KernelSpec(
     title="Attention forward, keys split over programs: out and lse of each split.",
     given=("q", "k", "v", "softmax_scale"),
     made=("partials", "partial_lse"),
+    parts={"partials": ("q", "k", "v"), "partial_lse": ("q", "k")},
     lines=(
         pointers("q", "k", "v", "partials", "partial_lse"),
         strides("q", "batch, head and row strides"),
