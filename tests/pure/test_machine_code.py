@@ -261,3 +261,14 @@ def test_clocks_follow_from_counts() -> None:
     waiting = clocks_as_compiled(replace(code, exposed=code.instructions), H200)
     assert waiting.exposed == 1
     assert clocks_as_compiled(replace(code, partial_instructions=664), H200).masking == 100
+
+
+def test_code_that_waits_for_its_products_takes_the_part_counted_for_its_kernel() -> None:
+    """Only code whose products are asynchronous shows what they hide."""
+    code = replace(step_of(read(FORWARD, warps=8), 4 * 128 * 64 * 128), asynchronous=False)
+    parts = rates_of("sm_90").exposed
+    assert isinstance(parts, dict)
+    for kernel, counted in (("", "fwd"), ("fwd", "fwd"), ("bwd_dq", "bwd_dq"), ("other", "fwd")):
+        clocks = clocks_as_compiled(replace(code, kernel=kernel), H200)
+        assert clocks.exposed == parts[counted]
+    assert len(set(parts.values())) == 3

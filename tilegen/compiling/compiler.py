@@ -76,7 +76,8 @@ class CompiledKernel:
 
         rendered = self.rendered
         problem, config = rendered.problem.normal(), rendered.config
-        work = KERNELS[rendered.kernel].loop.step(problem, config)
+        spec = KERNELS[rendered.kernel]
+        work = spec.loop.step(problem, config)
         if not work.products:
             return None
         done = executed(work, problem.element_bytes, config.num_warps, self.arch)
@@ -85,11 +86,11 @@ class CompiledKernel:
         except (OSError, subprocess.SubprocessError, ValueError) as error:
             log.debug("machine code of %s could not be read: %s", rendered.function, error)
             return None
-        if code is None or not config.descriptors:
-            return code
-        # One instruction writes a whole tile, of a size that it does not say.
-        loaded = work.loaded * problem.element_bytes
-        return replace(code, shared_bytes=code.shared_bytes + loaded)
+        if code is None:
+            return None
+        # One instruction of a descriptor writes a whole tile, of a size that it does not say.
+        loaded = work.loaded * problem.element_bytes if config.descriptors else 0
+        return replace(code, kernel=spec.fitted_as, shared_bytes=code.shared_bytes + loaded)
 
 
 def compile_for(rendered: RenderedKernel, arch: str, *, line_info: bool = True) -> CompiledKernel:

@@ -21,6 +21,7 @@ from tilegen.store.versions import installed
 
 if TYPE_CHECKING:
     from tilegen.emit.identity import RenderedKernel
+    from tilegen.kernels.config import Kernel
     from tilegen.task import Tiled
 
 MAX_BYTES = 4096
@@ -50,7 +51,7 @@ def verdict(tiled: Tiled, *, aligned: bool) -> Resources | BuildFailed:
 def remembered(tiled: Tiled, *, aligned: bool) -> Resources | BuildFailed | None:
     """Return the cached result of compiling a kernel with the version of Triton that is installed;
     None where there is none. Compiles nothing."""
-    return _read(_path(tiled, aligned), installed("triton"))
+    return _read(_path(tiled, aligned), installed("triton"), tiled.spec.fitted_as)
 
 
 def _path(tiled: Tiled, aligned: bool) -> Path:
@@ -71,7 +72,7 @@ def _compiled(rendered: RenderedKernel, arch: str) -> tuple[Resources | BuildFai
     return built.resources, True
 
 
-def _read(path: Path, triton: str) -> Resources | BuildFailed | None:
+def _read(path: Path, triton: str, kernel: Kernel) -> Resources | BuildFailed | None:
     """Read a verdict from its file; None if there is none, or if it is damaged or of another
     Triton."""
     try:
@@ -86,16 +87,16 @@ def _read(path: Path, triton: str) -> Resources | BuildFailed | None:
             name: fields.integer(name, 0, 2**31)
             for name in ("shared_bytes", "registers", "spill_bytes")
         }
-        return Resources(**sizes, step_code=_step_code(fields))
+        return Resources(**sizes, step_code=_step_code(fields, kernel))
     except InvalidRecord as error:
         log.debug("verdict %s is damaged (%s); asked again", path, error)
         return None
 
 
-def _step_code(fields: Fields) -> StepCode | None:
+def _step_code(fields: Fields, kernel: Kernel) -> StepCode | None:
     if fields.is_null("step_code"):
         return None
     one = fields.group("step_code")
     numbers = {name: one.integer(name, 0, 2**31) for name in (*NUMBERS, "rows")}
     flags = {name: one.flag(name) for name in ("asynchronous", "serialized")}
-    return StepCode(**numbers, **flags)
+    return StepCode(**numbers, **flags, kernel=kernel)

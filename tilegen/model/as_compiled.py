@@ -7,7 +7,6 @@ matrix product of the same warps hides, where those are asynchronous.
 from __future__ import annotations
 
 from tilegen.gpus.spec import GpuSpec
-from tilegen.kernels.q_stationary import FWD
 from tilegen.model.rates import peak_flops_per_clk, rates_of
 from tilegen.model.resources import StepCode
 from tilegen.model.time import SCHEDULERS, SMEM_BYTES_PER_CLK, StepClocks
@@ -34,7 +33,7 @@ def clocks_as_compiled(code: StepCode, gpu: GpuSpec) -> StepClocks:
     if code.rows < rates.full_rate_rows:
         peak *= rates.narrow_rate
     issue, exp = issue_clocks(code, gpu), code.exponentials * LANES / gpu.exp_per_clk_per_sm
-    exposed = rates.exposed_of(FWD)
+    exposed = rates.exposed_of(code.kernel)
     if code.serialized:
         exposed = 1.0
     elif code.asynchronous and (softmax := max(issue, exp)):

@@ -11,6 +11,7 @@ from typing import Any
 
 from tilegen.gpus.nearest import nearest
 from tilegen.gpus.spec import GpuSpec
+from tilegen.kernels.config import Kernel
 from tilegen.kernels.spec import KernelSpec
 
 
@@ -33,10 +34,11 @@ class Rates:
     launch_seconds: float
     following_seconds: float
 
-    def exposed_of(self, spec: KernelSpec) -> float:
-        """Return the part of a kernel's softmax that no matrix product hides."""
+    def exposed_of(self, kernel: Kernel) -> float:
+        """Return the part of a kernel's softmax that no matrix product hides; a kernel that nobody
+        counted takes that of the forward."""
         if isinstance(self.exposed, dict):
-            return self.exposed.get(spec.fitted_as, self.exposed["fwd"])
+            return self.exposed.get(kernel, self.exposed["fwd"])
         return self.exposed
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+from tilegen.kernels.config import Kernel
+
 
 @dataclass(frozen=True, kw_only=True)
 class StepCode:
@@ -36,6 +38,8 @@ class StepCode:
     """Instructions of a step on a partial tile; 0 where the loop is the same."""
     local_once: int = 0
     """The same outside of loops, which a program loads and stores once."""
+    kernel: Kernel = ""
+    """The kernel whose counted numbers stand for what the code does not say; empty: the forward."""
 
 
 NUMBERS = tuple(one.name for one in fields(StepCode) if one.type == "int" and one.name != "rows")

@@ -101,7 +101,7 @@ def _step_clocks(tiled: Tiled) -> StepClocks:
         issue=issue / ISSUE_PER_CLK,
         masking=repeated * per.masked_score * work.scores / ISSUE_PER_CLK,
         smem=operands * size / SMEM_BYTES_PER_CLK,
-        exposed=rates.exposed_of(spec),
+        exposed=rates.exposed_of(spec.fitted_as),
         asynchronous=in_place_of(family(gpu.arch), work, size),
     )
 
