@@ -89,8 +89,9 @@ def explain(
     spec, parsed, tile = gpu_of(gpu, fast_memory), problem_of(problem), config_of(config)
     by_model = by_model or fast_memory is not None
     named = kernels_named if by_model else kernels_in_use
-    told = explain_all(parsed, spec, named(kernel, parsed, spec), tile, by_model=by_model)
-    return Explanation(problem=parsed, gpu=spec, values=tuple(told), with_passes=kernel == ALL)
+    kernels = named(kernel, parsed, spec)
+    told = explain_all(parsed, spec, kernels, tile, by_model=by_model, alternatives=False)
+    return Explanation(problem=parsed, gpu=spec, explained=tuple(told), with_passes=kernel == ALL)
 
 
 def read_code(

@@ -13,8 +13,9 @@ from tilegen.choose.families import family, kernels_of, ranked_families
 from tilegen.choose.ranker import propose
 from tilegen.cli.main import app
 from tilegen.errors import Unsupported
+from tilegen.explaining.alternatives import OTHER_FAST_MEMORY, alternatives_of_pass
 from tilegen.explaining.explanation import direction_of, explain, explain_all
-from tilegen.explaining.pass_choice import OTHER_FAST_MEMORY, explain_pass
+from tilegen.explaining.pass_choice import explain_pass
 from tilegen.explaining.text import latex_of_all, lines_of_all
 from tilegen.gpus.spec import GpuSpec, gpu, with_fast_memory
 from tilegen.kernels.config import Kernel, TileConfig
@@ -224,8 +225,8 @@ def test_a_panel_is_shown_where_there_is_one() -> None:
 def test_another_memory_may_choose_another_family() -> None:
     problem = parse("hq8 q4096 d320 bf16")
     for direction in DIRECTIONS:
-        way = explain_pass(problem, H200, direction)
-        chosen = {one["fast_memory"]: one["family"] for one in way["other_fast_memory"]}
+        others = alternatives_of_pass(problem, H200, direction)["other_fast_memory"]
+        chosen = {one["fast_memory"]: one["family"] for one in others}
         assert chosen == {
             size: family(problem, with_fast_memory(H200, size), direction)
             for size in OTHER_FAST_MEMORY
@@ -235,8 +236,9 @@ def test_another_memory_may_choose_another_family() -> None:
 
 def test_other_masks_are_those_that_the_problem_has_not() -> None:
     masks = {
-        text: [one["mask"] for one in told_of_pass(text, "forward")["other_masks"]]
+        text: [one["mask"] for one in alternatives["other_masks"]]
         for text in (LARGE, WINDOW)
+        for alternatives in (alternatives_of_pass(parse(text), H200, "forward"),)
     }
     assert masks == {LARGE: ["full"], WINDOW: ["full", "causal"]}
 

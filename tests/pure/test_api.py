@@ -74,8 +74,9 @@ def test_explain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told = tilegen.explain(PROBLEM, "h200", kernel="bwd_preprocess", by_model=True)
     assert told.text() + "\n" == printed(*asked)
     assert "delta" in told.text()
+    assert not {"other_masks", "other_fast_memory"} & {*told.explained[0]}, "formulas need none"
     monkeypatch.setattr(
-        "tilegen.explaining.explanation.explain_all", lambda *_, **__: list(told.values)
+        "tilegen.explaining.explanation.explain_all", lambda *_, **__: list(told.explained)
     )
     assert told.latex() + "\n" == printed(*asked, "--latex")
     assert plain(told.values) == values(*asked)
@@ -86,7 +87,7 @@ def test_explain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tilegen.explaining.plot.draw", lambda *given: drawn.append(given))
     told.plot(tmp_path / "it.svg")
     printed(*asked, "--plot", str(tmp_path / "it.svg"))
-    assert drawn == 2 * [(PARSED, H200, list(told.values), tmp_path / "it.svg")]
+    assert drawn == 2 * [(PARSED, H200, list(told.explained), tmp_path / "it.svg")]
 
 
 def test_show() -> None:

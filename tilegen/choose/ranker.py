@@ -28,10 +28,10 @@ from tilegen.task import KernelTask, Tiled
 if TYPE_CHECKING:
     from tilegen.model.resources import Resources
 
-SMEM_DOUBT, REGISTER_DOUBT = 1.1, 1.8
-"""Factors of a limit up to which a prediction may go for a tuner to compile the config. Beside the
-first choices of the catalogue on four GPUs, what is faster by its machine code lies below them, but
-for fp32 slices that would be 3 % faster (benchmarks/results/machine_code.csv)."""
+REGISTER_DOUBT = 1.8
+"""Factor of the registers of a thread up to which a prediction may go for a tuner to compile the
+config. Beside the first choices of the catalogue on four GPUs, what is faster by its machine code
+lies below, but for fp32 slices that would be 3 % faster (benchmarks/results/machine_code.csv)."""
 
 Timed = tuple[Time, TileConfig, Footprint]
 
@@ -147,8 +147,8 @@ def _last_resort(task: KernelTask, configs: Sequence[TileConfig], top: int) -> l
     """Return the `top` fastest configs that spill much, or that do not quite fit by prediction."""
     needed = [(config, footprint(Tiled(task, config))) for config in configs]
     fitting = [pair for pair in needed if pair[1].fits(task.device)]
-    if not fitting:  # predictions err on the large side
-        fitting = [pair for pair in needed if pair[1].fits(task.device, doubt=SMEM_DOUBT)]
+    if not fitting:
+        fitting = [pair for pair in needed if pair[1].may_fit(task.device)]
     legal = [pair for pair in fitting if not pair[1].surely_spills]
     # The configs that spill least, where every config spills much.
     least = sorted(fitting, key=lambda pair: (pair[1].registers, pair[0]))[: max(top, 20)]
@@ -270,8 +270,7 @@ def search_space(task: KernelTask) -> list[TileConfig]:
     return [
         config
         for config, one in needs.items()
-        if one.fits(task.device, doubt=SMEM_DOUBT)
-        and one.registers <= REGISTER_DOUBT * one.max_registers
+        if one.may_fit(task.device) and one.registers <= REGISTER_DOUBT * one.max_registers
     ]
 
 

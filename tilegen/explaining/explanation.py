@@ -5,21 +5,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from fractions import Fraction
 from typing import Any
 
 from tilegen.choose.choice import Choice
-from tilegen.choose.ranker import (
-    SMEM_DOUBT,
-    best_of,
-    candidate_of,
-    estimate,
-    joining,
-    propose,
-)
+from tilegen.choose.ranker import candidate_of, estimate, joining, propose
 from tilegen.emit.identity import rows_are_aligned
 from tilegen.errors import BuildFailed, Unsupported
+from tilegen.explaining.alternatives import short, with_alternatives
 from tilegen.explaining.formulas import (
     Values,
     dram_bytes,
@@ -31,13 +25,8 @@ from tilegen.explaining.formulas import (
     sweeps_of_heads,
 )
 from tilegen.explaining.mask_effect import explain_mask
-from tilegen.explaining.pass_choice import (
-    OTHER_FAST_MEMORY,
-    bound_of,
-    explain_pass,
-    other_masks,
-)
-from tilegen.gpus.spec import GpuSpec, with_fast_memory
+from tilegen.explaining.pass_choice import bound_of, explain_pass
+from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.descriptors import why_not_described
 from tilegen.kernels.registry import check_config, direction_of, tile_heads
@@ -68,8 +57,9 @@ def explain_all(
     config: TileConfig | None = None,
     *,
     by_model: bool = False,
+    alternatives: bool = True,
 ) -> list[dict[str, Any]]:
-    """Explain kernels, each with the explanation of its pass under `pass`.
+    """Explain kernels, each with the explanation of its pass under `pass`, and with `alternatives`.
 
     A problem is explained in its normal form; `rewriting` says so in a line. The config explained
     is the choice of a call, which compiles a few; with `by_model` the model's first, or `config`.
@@ -89,7 +79,7 @@ def explain_all(
             explain(task, config, chosen.get(kernel))
             | {"rewriting": rewriting, "pass": passes[direction_of(kernel)]}
         )
-    return explained
+    return with_alternatives(explained, problem, device) if alternatives else explained
 
 
 def explain(
@@ -165,15 +155,7 @@ def explain(
             "programs_per_sm": _residents(tiled),
         },
         "time": _time(tiled, cost),
-        "next_best": [_short(other) | _versus(task, chosen, other) for other in others],
-        "other_fast_memory": [
-            {"fast_memory": size} | _other(replace(task, device=with_fast_memory(device, size)))
-            for size in OTHER_FAST_MEMORY
-        ],
-        "other_masks": [
-            {"mask": mask.notation} | _other(replace(task, problem=replace(problem, mask=mask)))
-            for mask in other_masks(problem)
-        ],
+        "next_best": [short(other) | _versus(task, chosen, other) for other in others],
     }
 
 
@@ -241,7 +223,7 @@ def _candidate(tiled: Tiled, ranked: Sequence[Candidate], choice: Choice | None)
 def _check_fits(tiled: Tiled) -> None:
     """Raise Unsupported for a config that no tuner would try: there is no time to predict."""
     needs, device = footprint(tiled), tiled.device
-    if needs.fits(device, doubt=SMEM_DOUBT):
+    if needs.may_fit(device):
         return
     columns = f" and {needs.columns} columns of tensor memory" if needs.columns else ""
     limits = f" and {TENSOR_MEMORY_COLUMNS}" if needs.columns else ""
@@ -270,7 +252,7 @@ def _dram(tiled: Tiled, cost: CostEstimate, values: Values) -> dict[str, Any]:
         "values": {},
         "wave": None,
     }
-    if not tiled.spec.sliced:
+    if told["formulas"]:
         found = dram.levels(tiled)
         values = values | level_values(tiled, found)
         used = [dram_bytes(kernel, in_keys, pairs), sweeps_of_heads(order)]
@@ -321,16 +303,6 @@ def _time(tiled: Tiled, cost: CostEstimate) -> dict[str, Any]:
 # Other configs
 
 
-def _short(candidate: Candidate) -> dict[str, Any]:
-    cost = candidate.estimate
-    return {
-        "config": candidate.config.key,
-        "seconds": cost.seconds,
-        "limit": cost.limit,
-        "reason": candidate.reason,
-    }
-
-
 def _versus(task: KernelTask, chosen: Candidate, other: Candidate) -> dict[str, Any]:
     """Compare a candidate with the chosen candidate, with a line for people."""
     mine, its = chosen.estimate, other.estimate
@@ -370,10 +342,3 @@ def _versus(task: KernelTask, chosen: Candidate, other: Candidate) -> dict[str, 
 
 def _residents(tiled: Tiled) -> int:
     return residents(footprint(tiled), tiled.device, tiled.config)
-
-
-def _other(task: KernelTask) -> dict[str, Any]:
-    try:
-        return _short(best_of(replace(task, joined=None)))
-    except Unsupported as error:
-        return {"config": None, "seconds": None, "limit": None, "reason": str(error)}

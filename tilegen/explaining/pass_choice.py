@@ -1,10 +1,9 @@
-"""Reasons for kernels: the families that could compute a pass, the lower bound of the pass, its
-regime, and what another fast memory or another mask would choose."""
+"""Reasons for kernels: the families that could compute a pass, the lower bound of the pass, and its
+regime."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from tilegen.choose.families import (
@@ -15,14 +14,12 @@ from tilegen.choose.families import (
     why_not_ranked,
 )
 from tilegen.choose.ranker import best_of
-from tilegen.errors import Unsupported
 from tilegen.explaining.formulas import formula, named
-from tilegen.gpus.spec import GpuSpec, with_fast_memory
+from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Family
 from tilegen.kernels.panels import panels, panels_at_once, rows_for
 from tilegen.kernels.registry import FAMILIES
 from tilegen.kernels.spec import Direction
-from tilegen.masks.mask import Mask, causal, full
 from tilegen.model.bounds import (
     bound_values,
     bounds_of,
@@ -36,9 +33,6 @@ from tilegen.model.subgrids import closed_form, subgrids
 from tilegen.problem import AttentionProblem
 from tilegen.task import KernelTask, PassTask
 from tilegen.theory import regimes
-
-OTHER_FAST_MEMORY = tuple(kib * 1024 for kib in (48, 64, 99, 163, 227))
-"""Shared memory per program of GPUs from the GTX 1060 to the H200 [bytes]."""
 
 
 def explain_pass(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> dict[str, Any]:
@@ -72,20 +66,7 @@ def explain_pass(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) 
         "bound": bound | {"ratio": moved / bound["bytes"]},
         "regime": regime,
         "panel": _panel(problem, gpu, direction) if chosen == "small_cache" else None,
-        "other_fast_memory": [
-            {"fast_memory": size} | _choice(problem, with_fast_memory(gpu, size), direction)
-            for size in OTHER_FAST_MEMORY
-        ],
-        "other_masks": [
-            {"mask": mask.notation} | _choice(replace(problem, mask=mask), gpu, direction)
-            for mask in other_masks(problem)
-        ],
     }
-
-
-def other_masks(problem: AttentionProblem) -> Iterator[Mask]:
-    """Yield the plain masks that a problem does not have."""
-    return (mask for mask in (full(), causal()) if mask != problem.mask)
 
 
 def bound_of(task: KernelTask | PassTask) -> dict[str, Any]:
@@ -206,12 +187,3 @@ def _panel(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> dic
         "bytes": rows * problem.seqlen_kv * problem.element_bytes * panels_at_once(direction),
         "l2_bytes": gpu.l2_bytes,
     }
-
-
-def _choice(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> dict[str, Any]:
-    try:
-        chosen = family(problem, gpu, direction)
-        seconds = dict(ranked_families(problem, gpu, direction))[chosen]
-    except Unsupported as error:
-        return {"family": None, "seconds": None, "reason": str(error)}
-    return {"family": chosen, "seconds": seconds, "reason": None}

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sympy import Symbol
 
+from tilegen.explaining.alternatives import with_alternatives
 from tilegen.explaining.formulas import latex
 from tilegen.explaining.mask_effect import mask_lines
 from tilegen.kernels.config import TileConfig
@@ -26,24 +28,32 @@ class Explanation:
     """The problem explained."""
     gpu: GpuSpec
     """The GPU that the tiles are for."""
-    values: tuple[dict[str, Any], ...]
-    """One dictionary for each kernel, which json can write; its pass is under `pass`."""
+    explained: tuple[dict[str, Any], ...]
+    """One dictionary for each kernel, without alternatives; its pass is under `pass`."""
     with_passes: bool
     """True: text and formulas tell of the passes, too."""
 
+    @cached_property
+    def values(self) -> tuple[dict[str, Any], ...]:
+        """One dictionary for each kernel, which json can write; its pass is under `pass`."""
+        return tuple(with_alternatives(self.explained, self.problem, self.gpu))
+
     def text(self) -> str:
         """Return lines for people."""
-        return "\n".join(lines_of_all(self.values, with_passes=self.with_passes))
+        told = with_alternatives(
+            self.explained, self.problem, self.gpu, with_passes=self.with_passes
+        )
+        return "\n".join(lines_of_all(told, with_passes=self.with_passes))
 
     def latex(self) -> str:
         """Return the formulas as LaTeX; needs amsmath."""
-        return "\n".join(latex_of_all(self.values, with_passes=self.with_passes))
+        return "\n".join(latex_of_all(self.explained, with_passes=self.with_passes))
 
     def plot(self, path: Path | str) -> None:
         """Draw traffic and roofline to a .png, .svg or .pdf file. Raises Unsupported."""
         from tilegen.explaining.plot import draw
 
-        draw(self.problem.normal(), self.gpu, list(self.values), Path(path))
+        draw(self.problem.normal(), self.gpu, list(self.explained), Path(path))
 
 
 def lines_of_all(explained: Sequence[dict[str, Any]], *, with_passes: bool) -> list[str]:

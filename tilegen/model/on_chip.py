@@ -37,6 +37,10 @@ SPILL_DOUBT = 1.35
 proposed. Among kernels compiled for NVIDIA's architectures 1.0 to 1.3 % of the usable ones lie
 above, and 31 to 63 % of those that spill too much (benchmarks/results/footprint.csv): the fit takes
 out the hopeless, compiling decides about the others."""
+SMEM_DOUBT = 1.1
+"""Factor of the limit of shared memory up to which a config may be predicted to need it and still
+be compiled by a tuner, or be taken from a record. Beside the first choices of the catalogue on four
+GPUs, what is faster by its machine code lies below (benchmarks/results/machine_code.csv)."""
 MORE_DOUBT = {"sm_80": 1.15}
 """Factor of SPILL_DOUBT by register fit; 1 for fits that are not named. Of the dK/dV kernels for
 sm_80 that may be used 14 % lie above SPILL_DOUBT and none above 1.15 times as much: operands of
@@ -79,9 +83,15 @@ class Footprint:
             registers = self.max_registers + -(-used.spill_bytes // 4)
         return replace(self, registers=registers, smem_bytes=used.shared_bytes)
 
-    def fits(self, gpu: GpuSpec, *, doubt: float = 1.0) -> bool:
-        """True for a program that can run at all, with shared memory up to `doubt` times the
-        limit."""
+    def fits(self, gpu: GpuSpec) -> bool:
+        """True for a program that can run at all, by prediction."""
+        return self._fits(gpu, 1.0)
+
+    def may_fit(self, gpu: GpuSpec) -> bool:
+        """True for a program that may be able to run: predictions err on the large side."""
+        return self._fits(gpu, SMEM_DOUBT)
+
+    def _fits(self, gpu: GpuSpec, doubt: float) -> bool:
         columns = self.columns <= TENSOR_MEMORY_COLUMNS
         return columns and self.smem_bytes <= doubt * gpu.smem_per_block
 

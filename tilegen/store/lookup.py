@@ -27,10 +27,6 @@ from tilegen.tuning.measure import POLICY, one_line
 if TYPE_CHECKING:
     from tilegen.gpus.spec import GpuSpec
 
-SMEM_DOUBT = 1.1
-"""Factor of the limit up to which a record's config may be predicted to need shared memory, as for
-the configs that a tuner tries: predictions err on the large side."""
-
 
 @dataclass(frozen=True)
 class Difference:
@@ -208,7 +204,7 @@ def illegal(tiled: Tiled) -> str:
     from tilegen.model.footprint import footprint
 
     needs, device = footprint(tiled), tiled.device
-    if needs.fits(device, doubt=SMEM_DOUBT):
+    if needs.may_fit(device):
         return ""
     return (
         f"{tiled.config.key} needs {needs.smem_bytes} bytes of shared memory for "
