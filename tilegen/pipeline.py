@@ -145,7 +145,7 @@ def rank(
             config = without(config)
         return Ranked(task, (config,), origin, source)
 
-    if problem.invariant and task.spec.in_order:
+    if task.in_order:
         from tilegen.choose.ranker import invariant_config  # loads SymPy
 
         # Records have no say: those of other problems, whose rows are to give the same, may differ.

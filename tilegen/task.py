@@ -14,6 +14,7 @@ from tilegen.kernels.loops import Step
 from tilegen.kernels.panels import rows_for
 from tilegen.kernels.registry import KERNELS, direction_of, family_with
 from tilegen.kernels.spec import Direction, KernelSpec
+from tilegen.kernels.split_kv import is_divided
 from tilegen.problem import AttentionProblem
 
 T = TypeVar("T")
@@ -139,6 +140,16 @@ class KernelTask:
     def draws(self) -> bool:
         """Whether the kernel draws random numbers, for dropout."""
         return self.problem.dropout and self.spec.drops
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the kernel adds up a row's keys in an order that other problems share."""
+        return self.problem.invariant and self.spec.in_order
+
+    @property
+    def divided(self) -> bool:
+        """Whether the kernel divides the keys of a request over the programs that it has."""
+        return self.spec.pages and is_divided(self.problem)
 
     @cached_property
     def panel_rows(self) -> int:

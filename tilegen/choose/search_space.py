@@ -8,7 +8,6 @@ from tilegen.emit.identity import rows_are_aligned
 from tilegen.kernels.config import BLOCK_SIZES, TileConfig
 from tilegen.kernels.descriptors import why_not_described
 from tilegen.kernels.spec import Knobs
-from tilegen.kernels.split_kv import is_divided
 from tilegen.masks.grouping import heads_of_tiles
 from tilegen.task import KernelTask
 
@@ -51,7 +50,7 @@ def _splits(task: KernelTask) -> tuple[int, ...]:
     splits = tuple(split for split in every if split < 2 * passing or not split) or every[:1]
     most = (spec.unpaged or spec).knobs.split_kv[-1]
     usual = tuple(split for split in splits if split <= most)
-    if not (spec.pages and is_divided(problem)):
+    if not task.divided:
         return usual
     each = 4 * task.heads_q * problem.seqlen_q * problem.head_dim_v
     few = tuple(n for n in splits if each * -(-passing // n) <= MOST_LEFT) or splits[-1:]

@@ -7,6 +7,7 @@ few per cent of the best.
 from __future__ import annotations
 
 from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.registry import KERNELS
 from tilegen.problem import AttentionProblem
 
 LONG = 1024
@@ -19,12 +20,11 @@ SUMMED_ROWS = 32
 
 def cpu_config(problem: AttentionProblem, kernel: Kernel) -> TileConfig:
     """Return the tile of a kernel that holds head dims whole, or goes over its rows once."""
-    if kernel == "bwd_preprocess":
+    spec = KERNELS[kernel]
+    if not spec.masked:
         return TileConfig(block_m=SUMMED_ROWS, block_n=16)
     widest = max(problem.head_dim_qk, problem.head_dim_v)
-    rows = 128 if kernel == "fwd" and problem.seqlen_q >= LONG and widest <= WIDE else 64
-    if kernel == "bwd_dkdv":  # queries pass by, in tiles of block_m
-        return TileConfig(block_m=64, block_n=64)
-    if problem.mask.notation != "full":  # tiles on the mask's edge are computed whole
-        rows = 64
-    return TileConfig(block_m=rows, block_n=64)
+    is_long = problem.seqlen_q >= LONG and widest <= WIDE
+    # With a mask, tiles on its edge are computed whole.
+    tall = "out" in spec.made and is_long and problem.mask.notation == "full"
+    return TileConfig(block_m=128 if tall else 64, block_n=64)

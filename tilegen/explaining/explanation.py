@@ -31,7 +31,6 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.descriptors import why_not_described
 from tilegen.kernels.registry import check_config, direction_of, tile_heads
 from tilegen.kernels.spec import Direction
-from tilegen.kernels.split_kv import is_divided
 from tilegen.model import dram, time
 from tilegen.model.bounds import complexity, lower_bound
 from tilegen.model.estimate import Candidate, CostEstimate
@@ -184,7 +183,7 @@ def _splits(tiled: Tiled) -> str:
     if tiled.spec.stays == "columns":
         split, whose = "queries", f"for tiles of {config.block_n} keys"
     each = f"{config.split_kv} {split}"
-    if is_divided(problem):
+    if tiled.task.divided:
         each = f"at most {each}, over which the keys of each request are divided"
     return (
         f"{splits.count} of {each}, {whose}: {int(tiles * splits.programs)} "

@@ -26,14 +26,15 @@ def explain_mask(task: KernelTask, chosen: Candidate) -> dict[str, Any]:
     for each that is kept; `dense_choice` how the config that suits no mask would do, None where it
     is the chosen one.
     """
-    side, problem = task.spec.stays, task.problem
+    problem, (stays, streams) = task.problem, task.spec.loop.sides("queries", "keys")
+    visits_tiles = task.spec.masked
     return {
         "keep": problem.mask.notation,
-        "stays": "queries" if side == "rows" else "keys",
-        "streams": "keys" if side == "rows" else "queries",
-        **_form(problem, side),
-        "waste": _waste(task.tiled(chosen.config)),
-        "dense_choice": _dense_choice(task, chosen),
+        "stays": stays,
+        "streams": streams,
+        **_form(problem, task.spec.stays),
+        "waste": _waste(task.tiled(chosen.config)) if visits_tiles else None,
+        "dense_choice": _dense_choice(task, chosen) if visits_tiles else None,
     }
 
 
@@ -90,15 +91,13 @@ def _scores(tiled: Tiled) -> float:
 
 
 def _waste(tiled: Tiled) -> float | None:
-    if not tiled.spec.masked:
-        return None
     kept = size_of(tiled.task).entries
     return _scores(tiled) / kept if kept else None
 
 
 def _dense_choice(task: KernelTask, chosen: Candidate) -> dict[str, Any] | None:
     """Compare the config that is best without a mask, under the mask of the problem."""
-    if isinstance(task.problem.mask, Full) or not task.spec.masked:
+    if isinstance(task.problem.mask, Full):
         return None
     dense = best_of(replace(task, problem=replace(task.problem, mask=full()))).config
     if dense == chosen.config:

@@ -19,11 +19,12 @@ from tilegen.bundles.served import Bundle
 from tilegen.disk import write_whole
 from tilegen.errors import InvalidProblem, Unsupported
 from tilegen.kernels.config import Kernel
+from tilegen.kernels.q_stationary import Q_STATIONARY
+from tilegen.kernels.two_pass import TWO_PASS
 from tilegen.masks.score import softcap
 from tilegen.problem import AttentionProblem
 
 Backend = Literal["cuda", "rocm", "cpu"]
-BACKWARD: tuple[Kernel, ...] = ("bwd_preprocess", "bwd_dkdv", "bwd_dq")
 NAME = re.compile(r"[a-z][-a-z0-9]*[a-z0-9]")
 _TENSORS = re.compile(r"(t\d+|c\d+|dc\d+|sinks|tiles|dropout)_ptr")
 """Names of arguments: tensors of masks and scores, lists of tiles made of these, seeds."""
@@ -89,7 +90,7 @@ def _row(served: Served, manifest: Manifest) -> dict[str, Any]:
     files = [file for one in served.passes.values() for file in one.binaries.values()]
     binaries = [manifest.by_file[file] for file in files]
     reads = [name for one in binaries for name, _ in one.arguments if _TENSORS.fullmatch(name)]
-    forward = _names(served, "forward", ("fwd",), manifest.by_file)
+    forward = _names(served, "forward", Q_STATIONARY.names, manifest.by_file)
     if reads or forward is None:
         raise Unsupported(
             f"expected problems without dropout whose masks and scores read no tensors, with the "
@@ -106,7 +107,7 @@ def _row(served: Served, manifest: Manifest) -> dict[str, Any]:
         "sizes": served.sizes,
         "aligned": served.aligned,
         "forward": forward[0],
-        "backward": _names(served, "backward", BACKWARD, manifest.by_file),
+        "backward": _names(served, "backward", TWO_PASS.names, manifest.by_file),
         "files": files,
     }
 

@@ -18,6 +18,7 @@ from typing import Any, Literal
 import sympy as sp
 
 from tilegen.errors import Unsupported
+from tilegen.kernels.arguments import PANELS
 from tilegen.kernels.launch_order import heads_together, heavy_end
 from tilegen.kernels.loops import Loop, OverRows, Sliced, Whole
 from tilegen.kernels.panels import panels_at_once
@@ -25,7 +26,6 @@ from tilegen.kernels.registry import direction_of
 from tilegen.masks.tiles.tile_ranges import FINE, is_solved, tile_ranges
 from tilegen.model.bounds import bytes_of_inputs, lower_bound_bytes
 from tilegen.model.footprint import footprint
-from tilegen.model.launches import sliced_dims
 from tilegen.model.mask_size import size_of
 from tilegen.model.on_chip import residents
 from tilegen.model.symbols import C, F, Gcd, H_kv, T_h, h_t, n_w
@@ -259,20 +259,18 @@ def _(loop: Sliced, tiled: Tiled, moved: Traffic, *_: Any) -> int:
 
 def _most_of_slices(task: KernelTask, loop: Sliced) -> int:
     problem, l2_bytes, mask = task.problem, task.device.l2_bytes, size_of(task)
-    size, qk, v = problem.element_bytes, problem.head_dim_qk, problem.head_dim_v
-    rows, columns = task.heads_q * mask.rows * size, task.heads_kv * mask.columns * size
+    size, width = problem.element_bytes, sum(problem.head_dims[dim] for dim in task.spec.products)
+    rows, columns = task.heads_q * mask.rows * width, task.heads_kv * mask.columns * width
     if not loop.panel:
-        return rows * (qk + v) + columns * (qk + v) + 4 * task.heads_q * problem.seqlen_q
+        return (rows + columns) * size + 4 * task.heads_q * problem.seqlen_q
     of_panel = task.panel_rows
     held = of_panel * problem.seqlen_kv * size * panels_at_once(direction_of(task.kernel))
-    panel = 0 if held <= l2_bytes else task.heads_q * mask.entries * size
-    if loop.stays == "columns":
-        return 2 * panel + (rows + columns) * (qk + v)
-    width = sum(sliced_dims(task))
-    sweeps = max(1, -(-problem.group_size * problem.seqlen_q // of_panel))
-    if held + problem.seqlen_kv * width * size <= l2_bytes:
-        sweeps = 1
-    return panel * loop.results + rows * width + sweeps * columns * width
+    moved = sum(one.tensor in PANELS for one in task.spec.traffic)
+    panels = 0 if held <= l2_bytes else moved * task.heads_q * mask.entries
+    sweeps = 1
+    if loop.stays == "rows" and held + problem.seqlen_kv * width * size > l2_bytes:
+        sweeps = max(1, -(-problem.group_size * problem.seqlen_q // of_panel))
+    return (panels + rows + sweeps * columns) * size
 
 
 def dram_bound_bytes(task: KernelTask) -> int:

@@ -66,7 +66,8 @@ def _over_panels(tiled: Tiled, loop: Sliced) -> Launches:
     of_panels, groups = task.memo.once(
         ("panels", task.device, direction_of(task.kernel)), lambda: _panels(task)
     )
-    slices = sum(-(-width // tiled.config.block_d) for width in sliced_dims(task))
+    widths = (task.problem.head_dims[dim] for dim in loop.slices)
+    slices = sum(-(-width // tiled.config.block_d) for width in widths)
     steps = int(task.heads_q * counts.tiles)
     if loop.loops:  # a program for each tile of scores
         programs = max(1, steps)
@@ -87,12 +88,6 @@ def kept_entries(task: KernelTask) -> int:
     if not task.spec.is_fused:
         return 0
     return task.heads_q * size_of(task).entries
-
-
-def sliced_dims(task: KernelTask) -> list[int]:
-    """Return the head dims that are taken in slices."""
-    loop = task.spec.sliced
-    return [task.problem.head_dims[dim] for dim in loop.slices] if loop else []
 
 
 def _panels(task: KernelTask) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tilegen.kernels.config import TileConfig
 from tilegen.kernels.registry import tile_heads
-from tilegen.kernels.split_kv import FILLING, is_divided, usual_tiles
+from tilegen.kernels.split_kv import FILLING, usual_tiles
 from tilegen.masks.grouping import packed_heads
 from tilegen.masks.source import is_single, ranges_source
 from tilegen.masks.tiles.tile_ranges import counted_over, tile_ranges
@@ -58,7 +58,7 @@ def _splits(tiled: Tiled) -> Splits:
     tiles_of_group = group // tile_heads(config, group)
     stays, passes = spec.loop.sides(config.block_m, config.block_n)
     count = -(-task.lengths[1] // config.split_kv)
-    if spec.pages and is_divided(problem):
+    if task.divided:
         return divided_splits(problem, config, count, tiles_of_group)
     # A split is visited where any of its tiles is: as if it were a tile itself.
     counts = visits_of(task, *spec.loop.sides(stays, config.split_kv), aligned=False)

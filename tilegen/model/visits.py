@@ -73,7 +73,7 @@ def visits_of(
         return task.memo.once(key, lambda: _visits(problem, side, block_m, streamed, unit))
 
     counts = counted(block_n)
-    if not (split_kv and problem.invariant and task.spec.in_order):
+    if not (split_kv and task.in_order):
         return counts
     if not is_single(problem.mask, side):  # all tiles of the splits that hold any of them
         splits = counted(split_kv)
