@@ -13,6 +13,7 @@ import tilegen as package
 from tests.records import H200, PROBLEM
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import TileConfig
+from tilegen.kernels.registry import KERNELS
 from tilegen.model.footprint import footprint
 from tilegen.model.traffic import traffic
 from tilegen.problem import AttentionProblem
@@ -59,6 +60,29 @@ def test_model_and_choice_look_no_kernel_up_and_remember_by_the_memo_alone(folde
         assert "KERNELS" not in names or name in allowed, name
         calls = [node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
         assert calls.count("normal") <= (name == "choose/records.py"), name
+
+
+def test_no_stage_names_a_kernel() -> None:
+    """What stages have to know of a kernel stands in its record."""
+    allowed = {
+        ("model/rates.py", "fwd"),  # whose counts kernels take that nobody counted
+        ("explaining/plot.py", "fwd"),  # theory: any task with the problem's values
+        ("explaining/plot.py", "bwd_preprocess"),  # schedules of theory
+        ("explaining/plot.py", "bwd_dkdv"),
+        ("explaining/plot.py", "bwd_dq"),
+        ("emit/render.py", "fwd"),  # the default of a function
+    }
+    stages = ("model", "choose", "compiling", "emit", "explaining", "store", "tuning")
+    named: set[tuple[str, str]] = set()
+    for name, tree in sources(*stages, "check"):
+        for node in ast.walk(tree):
+            match node:
+                case ast.Constant(value=str() as word) | ast.Name(id=word):
+                    if word.lower() in KERNELS:
+                        named.add((name, word.lower()))
+                case _:
+                    pass
+    assert named == allowed
 
 
 def test_a_task_is_of_the_normal_form() -> None:

@@ -30,7 +30,6 @@ from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.layout import public_lse
 from tilegen.kernels.panels import PANEL_STEP, Launch
 from tilegen.kernels.registry import family_among
-from tilegen.kernels.two_pass import BWD_PREPROCESS
 from tilegen.launch.bound_module import bound_kernel
 from tilegen.masks.dropout import Dropout
 from tilegen.masks.mask import Mask
@@ -196,7 +195,7 @@ def run(
         out, lse = passes.forward(launch, q, k, v, scale, panel_rows=panel_rows, **more)
     results: dict[str, Any] = {"out": out, "lse": public_lse(lse)}
     if family_among(kernels, "backward"):
-        delta = launch[BWD_PREPROCESS.name](out, dout)
+        delta = passes.delta_of(launch, out, dout)
         dq, dk, dv = passes.gradients(
             launch, q, k, v, dout, lse, delta, scale, panel_rows=panel_rows
         )

@@ -15,7 +15,6 @@ from tilegen.emit.identity import RenderedKernel
 from tilegen.errors import TilegenError
 from tilegen.kernels import passes
 from tilegen.kernels.config import Kernel
-from tilegen.kernels.two_pass import BWD_PREPROCESS
 from tilegen.problem import AttentionProblem
 
 Function = Callable[[], object]
@@ -56,7 +55,7 @@ def _kernels(
     out, lse = passes.forward(forward, x.q, x.k, x.v, scale, panel_rows=1)
 
     def gradients() -> object:
-        delta = launches[BWD_PREPROCESS.name](out, x.dout)
+        delta = passes.delta_of(launches, out, x.dout)
         given: Sequence[torch.Tensor] = (x.q, x.k, x.v, x.dout, lse, delta)
         return passes.gradients(backward, *given, scale, panel_rows=1)
 

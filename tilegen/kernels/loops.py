@@ -110,13 +110,14 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class _Loop:
-    """What the three kinds have in common."""
+    """Fields and methods of all three kinds."""
 
     stays: Side = "rows"
     """The side of the scores whose tiles stay; tiles of the other side pass."""
 
     def sides(self, queries: T, keys: T) -> tuple[T, T]:
-        """Return the side that stays, and the side that passes."""
+        """Return the side that stays, and the side that passes; called with these two, return
+        queries and keys."""
         return (keys, queries) if self.stays == "columns" else (queries, keys)
 
     def streamed_bytes(self, problem: AttentionProblem) -> int:

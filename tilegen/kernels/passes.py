@@ -42,6 +42,13 @@ def gradients(
     return family_of(launch, "backward").run(launch, *given, **options)
 
 
+def delta_of(
+    launch: Mapping[Kernel, Launch], out: torch.Tensor, dout: torch.Tensor
+) -> torch.Tensor:
+    """Return rowsum(out * dout) by the kernel that all backward families begin with."""
+    return launch[BWD_PREPROCESS.name](out, dout)
+
+
 def gradient_of_sinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
     """Return the gradient of sinks' logits, (heads,): a sink is a key that weighs exp(sink - lse)
     and has the value 0. `delta` is that of a backward, less the gradient by lse."""

@@ -15,11 +15,11 @@ from tilegen.compiling.acceptable import objection, spill_objection
 from tilegen.errors import BuildFailed, TilegenError, Unsupported, WrongResult
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import SCORE_WIDTH, Launch, rows_for
+from tilegen.kernels.passes import delta_of
 from tilegen.kernels.q_stationary import Q_STATIONARY
 from tilegen.kernels.registry import KERNELS, family_with
 from tilegen.kernels.results import allocate
 from tilegen.kernels.spec import KernelSpec
-from tilegen.kernels.two_pass import BWD_PREPROCESS
 from tilegen.model.resources import Resources
 from tilegen.problem import AttentionProblem
 from tilegen.task import KernelTask
@@ -289,8 +289,8 @@ def make_launches(task: KernelTask, device: str) -> list[tuple[Any, ...]]:
         family.run(launches, q, k, v, qk**-0.5, panel_rows=panel_rows, **more)
         return found
     out, dout = random((*rows, v_dim)), random((*rows, v_dim))
-    delta = launches[BWD_PREPROCESS.name](out, dout)
-    if kernel != BWD_PREPROCESS.name:
+    delta = delta_of(launches, out, dout)
+    if "delta" not in task.spec.made:
         # What a dense forward would give on such inputs: logits are normal with variance 1.
         pair = (2,) if problem.pair_lse else ()
         shape = *rows[:2], *pair, rows[2]
