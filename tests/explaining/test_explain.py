@@ -13,7 +13,11 @@ from tilegen.choose.families import family, kernels_of, ranked_families
 from tilegen.choose.ranker import propose
 from tilegen.cli.main import app
 from tilegen.errors import Unsupported
-from tilegen.explaining.alternatives import OTHER_FAST_MEMORY, alternatives_of_pass
+from tilegen.explaining.alternatives import (
+    OTHER_FAST_MEMORY,
+    alternatives_of_pass,
+    with_alternatives,
+)
 from tilegen.explaining.explanation import direction_of, explain, explain_all
 from tilegen.explaining.pass_choice import explain_pass
 from tilegen.explaining.text import latex_of_all, lines_of_all
@@ -131,8 +135,10 @@ def test_the_bound_that_applies_is_the_largest(kernel: Kernel, text: str) -> Non
 def test_a_mask_that_keeps_nothing_is_explained(mask: str) -> None:
     """Nothing streams: L2 holds all heads."""
     for kernel in ("fwd", "bwd_dq"):
-        one = told(f"hq8 q1024 d64 bf16 {mask}", kernel) | {"rewriting": ""}
-        assert any("L2 holds all" in line for line in lines_of_all([one], with_passes=False))
+        text = f"hq8 q1024 d64 bf16 {mask}"
+        one = told(text, kernel) | {"rewriting": "", "pass": {"direction": direction_of(kernel)}}
+        every = with_alternatives([one], parse(text), H200, with_passes=False)
+        assert any("L2 holds all" in line for line in lines_of_all(every, with_passes=False))
 
 
 def test_other_bounds_apply_where_sequences_are_long_and_memory_is_small() -> None:

@@ -33,18 +33,23 @@ def with_alternatives(
     """Add the alternatives to explanations of kernels and, `with_passes`, to those of their passes.
     Formulas and pictures do without."""
     problem = problem.normal()
-    passes = {
-        direction: alternatives_of_pass(problem, device, direction) if with_passes else {}
-        for direction in dict.fromkeys(told["pass"]["direction"] for told in explained)
+    passes: dict[Direction, Values] = {
+        told["pass"]["direction"]: told["pass"] for told in explained
     }
+    if with_passes:
+        passes = {
+            direction: way | alternatives_of_pass(problem, device, direction)
+            for direction, way in passes.items()
+        }
 
     def of_kernel(told: Values) -> Values:
         spec = KERNELS[told["kernel"]]
-        return _alternatives(problem, device, lambda *other: _config(KernelTask(spec, *other)))
+        return _alternatives(
+            problem, device, lambda problem, gpu: _config(KernelTask(spec, problem, gpu))
+        )
 
     return [
-        told | of_kernel(told) | {"pass": told["pass"] | passes[told["pass"]["direction"]]}
-        for told in explained
+        told | of_kernel(told) | {"pass": passes[told["pass"]["direction"]]} for told in explained
     ]
 
 
@@ -52,7 +57,7 @@ def alternatives_of_pass(
     problem: AttentionProblem, device: GpuSpec, direction: Direction
 ) -> Values:
     """Return the families of a pass for other fast memories and masks, as plain values."""
-    return _alternatives(problem, device, lambda *other: _family(*other, direction))
+    return _alternatives(problem, device, lambda problem, gpu: _family(problem, gpu, direction))
 
 
 def _alternatives(
