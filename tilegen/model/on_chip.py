@@ -40,7 +40,8 @@ out the hopeless, compiling decides about the others."""
 SMEM_DOUBT = 1.1
 """Factor of the limit of shared memory up to which a config may be predicted to need it and still
 be compiled by a tuner, or be taken from a record. Beside the first choices of the catalogue on four
-GPUs, what is faster by its machine code lies below (benchmarks/results/machine_code.csv)."""
+GPUs, what is faster by its machine code lies below, but for fp32 slices that would be 3 % faster
+(benchmarks/results/machine_code.csv)."""
 MORE_DOUBT = {"sm_80": 1.15}
 """Factor of SPILL_DOUBT by register fit; 1 for fits that are not named. Of the dK/dV kernels for
 sm_80 that may be used 14 % lie above SPILL_DOUBT and none above 1.15 times as much: operands of
