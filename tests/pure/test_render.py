@@ -249,6 +249,7 @@ def test_templates_follow_their_rules() -> None:
         for line in lines:
             if re.match(r"\s*{%(?!-)", line):  # control tags stand alone
                 assert re.fullmatch(r"\s*({%.*?%})\s*", line), (path.name, line)
+            assert "| trim" not in line  # whole lines need none
 
 
 def test_a_misspelt_name_raises() -> None:

@@ -23,7 +23,7 @@ VECTOR_BYTES = 16
 
 LAUNCH_TEMPLATE = "_launch.jinja"
 """The template of the Python side, which `render` puts under each kernel."""
-ENVIRONMENT = "trim_blocks lstrip_blocks keep_trailing_newline StrictUndefined"
+ENVIRONMENT = "trim_blocks lstrip_blocks keep_trailing_newline StrictUndefined WholeLines"
 """Options of the Jinja environment (`render.environment`); part of every digest."""
 
 

@@ -27,6 +27,7 @@ from tilegen.emit.identity import (
     template_folders,
 )
 from tilegen.emit.launch import EmittedLaunch
+from tilegen.emit.whole_lines import WholeLines
 from tilegen.errors import Unsupported
 from tilegen.kernels.arguments import DROPOUT, SINKS
 from tilegen.kernels.config import Kernel, TileConfig, head_dim_chunks
@@ -134,6 +135,7 @@ def environment(*folders: Path) -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
         autoescape=False,
+        extensions=[WholeLines],
     )
 
 
