@@ -250,8 +250,8 @@ MUTATIONS = [
             ("a-tile-less-in-a-split", "part_hi = part_lo + ", "part_hi = part_lo - 1 + "),
             ("splits-overlap", "part_lo = split * ", "part_lo = tl.maximum(split, 1) * "),
             ("row-of-another-split", "num_splits + split)", "num_splits)"),
-            ("empty-splits-count", "part_offs * 0.0, mask", "part_offs * 0.0 + 1.0, mask"),
-            ("no-split-counts", "part_offs * 0.0 + 1.0", "part_offs * 0.0"),
+            ("empty-splits-count", "part_rows, tl.zeros(", "part_rows, 1.0 + tl.zeros("),
+            ("no-split-counts", "], 1.0, tl.float32), mask", "], 0.0, tl.float32), mask"),
             ("scale-forgotten", " * softmax_scale\n    part_at", "\n    part_at"),
         )
     ),

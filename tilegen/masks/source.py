@@ -7,6 +7,7 @@ tile numbers read from memory.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -64,6 +65,23 @@ class Ranges:
     full: TileLoop | None = None
     partial: TileLoop | None = None
     """Loops of the other forms."""
+
+    def name_of(self, bound: str) -> str:
+        """Return a bound's name in the kernel: itself where it is a number or has a name."""
+        return _name_of(_BOUNDS[bound], getattr(self, bound))
+
+    def definition(self, bound: str) -> str:
+        """Return the statement that names a bound; nothing where it needs no name."""
+        source = getattr(self, bound)
+        name = self.name_of(bound) if source else source
+        return f"{name} = {source}" if name != source else ""
+
+
+_BOUNDS = {"live_lo": "live_lo", "live_hi": "live_hi", "full_lo": "kept_lo", "full_hi": "kept_hi"}
+
+
+def _name_of(name: str, source: str) -> str:
+    return source if re.fullmatch(r"\w+", source) else name
 
 
 @dataclass(frozen=True)
@@ -196,17 +214,20 @@ def _single(live: Interval, full: Interval, writer: Writer) -> Ranges:
     emitted = [live.lo, live.hi, full.lo, full.hi, *live.guards]
     uses_last = any(expression.has(LAST) for expression in emitted)
     per_head = any(expression.has(H) for expression in emitted)
-    live_lo = writer.inline(live.lo)
-    conditions = [f"({writer.inline(guard)} >= 0)" for guard in live.guards]
+    live_lo, live_hi = writer.inline(live.lo), writer.inline(live.hi)
+    conditions = [f"{writer.inline(guard)} >= 0" for guard in live.guards]
     if sympy.Lt(live.lo, live.hi) != True:  # noqa: E712 - SymPy's true
-        conditions.insert(0, "(0 < live_hi)" if live_lo == "0" else "(live_lo < live_hi)")
+        first, end = _name_of("live_lo", live_lo), _name_of("live_hi", live_hi)
+        conditions.insert(0, f"{first} < {end}")
+    if len(conditions) > 1:
+        conditions = [f"({one})" for one in conditions]
     return Ranges(
         form="single",
         uses_last=uses_last,
         per_head=per_head,
         is_wide=any(map(writer.is_wide, emitted)),
         live_lo=live_lo,
-        live_hi=writer.inline(live.hi),
+        live_hi=live_hi,
         nonempty=" & ".join(conditions) or None,
         full_lo=None if full.lo.is_infinite else writer.inline(full.lo),
         full_hi=writer.inline(full.hi),
@@ -221,7 +242,7 @@ def _several(sets: StreamSets, writer: Writer, side: Side, in_part: bool) -> Ran
         sources: list[Any] = []
         for what, edge in zip(("first", "end", "any"), edges(one, end), strict=True):
             if edge is not None:
-                edge = do.named(f"{name}_{what}", writer.inline(edge))
+                edge = do.once(f"{name}_{what}", writer.inline(edge))
             sources.append(edge)
         return Edges(*sources)
 
@@ -265,6 +286,9 @@ def _loop(
         else:
             steps.append(f"{tile} = {start}")
         last = f"num_{name}" if i == len(ranges) - 1 else f"{name}_until{i}"
+        if i == 0 and len(ranges) > 1 and re.fullmatch(r"\w+", size):
+            reached = size
+            continue
         setup.append(f"{last} = {reached} + {size}" if reached else f"{last} = {size}")
         reached = last
     if is_wide and steps:
@@ -319,6 +343,10 @@ def _lists(mask: Mask, side: Side, in_part: bool) -> Ranges:
     )
 
 
+_NOT_NEGATIVE = re.compile(r"(seqlen|live)|(k_first|q_first|\d+)\b(?! [+-])")
+"""A length, a first row, a number or what comes from a bound that is not below 0."""
+
+
 class _AsSource(Arithmetic):
     """The arithmetic of `merge` as Triton source."""
 
@@ -331,8 +359,7 @@ class _AsSource(Arithmetic):
             return left
         if left == 0:
             left, right = right, left
-        # A length, or what comes from a bound that is not below 0.
-        if right == 0 and (left.startswith(("seqlen", "live")) or left.endswith(("_lo", "_right"))):
+        if right == 0 and (_NOT_NEGATIVE.match(left) or left.endswith(("_lo", "_right"))):
             return left
         return f"tl.maximum({left}, {right})"
 
@@ -352,6 +379,9 @@ class _AsSource(Arithmetic):
         if value != name:
             self.statements.append(f"{name} = {value}")
         return name
+
+    def once(self, name: str, value: Any) -> Any:
+        return value if value == 0 or re.fullmatch(r"\w+", value) else self.named(name, value)
 
     def in_order(self, first: Range, second: Range) -> tuple[Range, Range]:
         names = ", ".join((*first, *second))

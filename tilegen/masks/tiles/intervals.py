@@ -43,6 +43,10 @@ class Arithmetic:
         """Return `value`, which a kernel calls `name` from here on."""
         return value
 
+    def once(self, name: str, value: Any) -> Any:
+        """Return `value`, which a kernel calls `name` unless it is a name or a number itself."""
+        return value
+
     def in_order(self, first: Range, second: Range) -> tuple[Range, Range]:
         """Return both ranges, the one that begins first before the other."""
         swap = second[0] < first[0]
@@ -87,7 +91,7 @@ def merge(do: Arithmetic, live: Sequence[Edges], dropped: Sequence[Edges], lengt
     for a, b in lives:
         for c, d in drops:
             name = f"partial{len(partial)}"
-            lo = do.named(f"{name}_lo", do.maximum(a, c))
+            lo = do.once(f"{name}_lo", do.maximum(a, c))
             partial.append((lo, do.named(f"{name}_hi", do.maximum(do.minimum(b, d), lo))))
     return tuple(partial), tuple(full)
 
@@ -108,7 +112,7 @@ def _disjoint(
         if right is None:
             right = do.named(f"{name}_right", first)
             continue
-        nearer = do.minimum(right, do.named(f"{name}_from", first))
+        nearer = do.minimum(right, do.once(f"{name}_from", first))
         right = do.named(f"{name}_right", _if_any(do, e, nearer, right))
     left: Any = None
     for e in from_start:
