@@ -308,8 +308,8 @@ CHANGED = [
     Mutation("not-in-base-2", "fwd", "(s - m_safe[:, None]) * LOG2_E", "(s - m_safe[:, None])"),
     Mutation("slope-forgotten", "bwd_dq", "ds * slope", "ds"),
     Mutation("slope-forgotten-dkdv", "bwd_dkdv", "ds * slope", "ds"),
-    Mutation("score-of-another-head", "fwd", "head * c0_n1", "head_kv * c0_n1"),
-    Mutation("score-of-another-head-dkdv", "bwd_dkdv", "head * c0_n1", "head_kv * c0_n1"),
+    Mutation("score-of-another-head", "fwd", "head * c0_n1", "head // 2 * c0_n1"),
+    Mutation("score-of-another-head-dkdv", "bwd_dkdv", "head * c0_n1", "head // 2 * c0_n1"),
     Mutation("indices-swapped", "bwd_dkdv", "k_idx - q_idx", "q_idx - k_idx"),
     Mutation(
         "sink-forgotten", "fwd", "l_i = tl.full([BLOCK_M], 1.0", "l_i = tl.full([BLOCK_M], 0.0"

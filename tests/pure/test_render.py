@@ -186,6 +186,18 @@ def test_what_bounds_the_column_from_above_is_one_comparison(
     assert list(keep_source(given, "rows").atoms) == backward
 
 
+class WithoutMask(ast.NodeTransformer):
+    """Leaves of a step what a full tile runs."""
+
+    def visit_If(self, node: ast.If) -> list[ast.stmt]:
+        assert ast.unparse(node.test) == "MASKED"
+        return node.orelse
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.expr:
+        assert ast.unparse(node.test) == "MASKED"
+        return node.orelse
+
+
 def test_full_tiles_have_no_mask_code() -> None:
     for kernel in all_rendered():
         if kernel.kernel.endswith("_scores"):  # one tile each: its mask code stands under an `if`
@@ -194,8 +206,16 @@ def test_full_tiles_have_no_mask_code() -> None:
             assert all(line.startswith(" " * 8) for line in masked.splitlines() if "keep" in line)
         elif kernel.kernel != "bwd_preprocess":
             loop = kernel.source.split("# Full tiles")[1].split("# Partial tiles")[0]
+            assert "MASKED=False" in loop
             assert "tl.where" not in loop
-            assert "keep" not in loop
+            functions = [n for n in ast.parse(kernel.source).body if isinstance(n, ast.FunctionDef)]
+            (step,) = [one for one in functions if one.name == "_step"]
+            step.body.pop(0)  # its docstring
+            whole = ast.unparse(step)
+            full = ast.unparse(WithoutMask().visit(step))
+            assert "MASKED" in whole
+            assert "tl.where" not in full
+            assert "keep" not in full
 
 
 def test_the_text_does_not_depend_on_batch_heads_or_lengths() -> None:

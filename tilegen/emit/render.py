@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import jinja2
 
 from tilegen.emit.arguments import Arguments
+from tilegen.emit.helpers import Helper
 from tilegen.emit.identity import (
     LAUNCH_TEMPLATE,
     RenderedKernel,
@@ -207,6 +209,8 @@ def _context(
         "tile_heads": tile_heads(config, problem.group_size),
         "stays": side,
         "in_part": _in_part(spec),
+        "helper": Helper,
+        "chunked": _chunked,
     }
 
 
@@ -277,6 +281,11 @@ def _chunks(head_dim: int, kind: str) -> tuple[Chunk, ...]:
         )
         start += width
     return tuple(chunks)
+
+
+def _chunked(name: str, chunks: Sequence[Chunk]) -> str:
+    """Return the variables of a name, one for each chunk."""
+    return ", ".join(name + one.suffix for one in chunks)
 
 
 def _slices(limit: str, head_dim: int, config: TileConfig) -> Slices:

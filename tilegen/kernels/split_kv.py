@@ -99,6 +99,7 @@ FWD_SPLIT = KernelSpec(
 FWD_PAGED = replace(
     FWD_SPLIT,
     name="fwd_paged",
+    template="split_kv/attention_fwd_paged.py.jinja",
     title="Attention forward, keys in pages and split over programs: out and lse of each split.",
     given=(
         *("q", "k", "v", "block_table", "lengths", "q_starts"),

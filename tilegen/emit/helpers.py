@@ -1,0 +1,110 @@
+"""Functions that a kernel calls: their parameters are the names that their lines read.
+
+A template has the lines of a step; what a mask, a score and dropout put into them decides what
+they need, so the list of parameters is made, not written.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+WIDTH = 115
+"""Columns that a line of parameters may fill."""
+SWITCH = "MASKED"
+"""The parameter that is a constant, where lines ask for it."""
+
+
+@dataclass(frozen=True)
+class Helper:
+    """A `@triton.jit` function of some lines."""
+
+    name: str
+    doc: str
+    gives: str
+    """The variables that it returns, separated by commas."""
+    body: str
+
+    @property
+    def definition(self) -> str:
+        """The text of the function."""
+        lines = [f'"""{self.doc}"""', *self.body.strip().splitlines(), f"return {self.gives}"]
+        body = "\n".join(line and f"    {line}" for line in lines)
+        switch = f"{SWITCH}: tl.constexpr" if self._switches else ""
+        return f"@triton.jit\ndef {self.name}{self._listed(switch, 0)}:\n{body}\n"
+
+    def call(self, masked: bool, indent: int = 8) -> str:
+        """Print the call, in a line that is indented so far."""
+        switch = f"{SWITCH}={masked}" if self._switches else ""
+        return f"{self.gives} = {self.name}{self._listed(switch, indent)}"
+
+    @cached_property
+    def parameters(self) -> list[str]:
+        """The names that the lines read, those that the function returns first."""
+        changed = [name for name in self.gives.split(", ") if name in self._read]
+        return changed + [name for name in self._read if name not in (*changed, SWITCH)]
+
+    @property
+    def _switches(self) -> bool:
+        return SWITCH in self._read
+
+    @cached_property
+    def _read(self) -> list[str]:
+        return _read(self.body)
+
+    def _listed(self, switch: str, indent: int) -> str:
+        names = [*self.parameters, *([switch] if switch else [])]
+        line = ", ".join(names)
+        if indent + len(f"{self.gives} = {self.name}({line}):") <= WIDTH:
+            return f"({line})"
+        return "(\n    " + "\n    ".join(_wrapped(names, WIDTH - 4 - indent)) + "\n)"
+
+
+def _read(body: str) -> list[str]:
+    """Return the names that lines read before they assign them, in the order of their use."""
+    found: dict[str, None] = {}
+    assigned: set[str] = set()
+    for node in _in_order(ast.parse(body)):
+        if isinstance(node.ctx, ast.Store):
+            assigned.add(node.id)
+        elif node.id not in assigned and not _is_global(node.id):
+            found[node.id] = None
+    return list(found)
+
+
+def _in_order(node: ast.AST) -> Iterator[ast.Name]:
+    """Yield names as they are met: what is assigned after what it is made of."""
+    match node:
+        case ast.Name():
+            yield node
+            return
+        case ast.Assign(targets=targets, value=value):
+            parts: list[ast.AST] = [value, *targets]
+        case ast.AugAssign(target=ast.Name(id=name) as target, value=value):
+            parts = [value, ast.Name(id=name, ctx=ast.Load()), target]
+        case ast.For(target=target, iter=over, body=body):
+            parts = [over, target, *body]
+        case ast.If(test=test, body=body, orelse=orelse):
+            parts = [test, *body, *orelse]
+        case _:
+            parts = list(ast.iter_child_nodes(node))
+    for part in parts:
+        yield from _in_order(part)
+
+
+def _is_global(name: str) -> bool:
+    constant = name.isupper() and name != SWITCH
+    return constant or name.startswith("_") or name in ("tl", *dir(builtins))
+
+
+def _wrapped(names: list[str], width: int) -> Iterator[str]:
+    line = ""
+    for name in names:
+        if line and len(f"{line} {name},") > width:
+            yield line
+            line = ""
+        line = f"{line} {name}," if line else f"{name},"
+    yield line
