@@ -119,7 +119,7 @@ def test_only_asked_for_gradients_are_computed() -> None:
     assert v.grad is None
 
 
-@pytest.mark.parametrize("scale", [-0.3, 0.0, 0.7, 1])
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 1e-50, 0.7, 1])
 def test_any_finite_scale(scale: float) -> None:
     q, k, v = (t.requires_grad_() for t in _inputs("b1 hq2 hkv1 q33 kv40 d16 fp32 full"))
     out = tilegen.attention(q, k, v, scale=scale)

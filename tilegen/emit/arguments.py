@@ -66,11 +66,6 @@ class Arguments:
         return len(every) - (0 if self.extras else sum(one.type == "fp32" for one in every))
 
     @property
-    def scale_in_base_2(self) -> bool:
-        """True where the scale is passed multiplied by log2(e)."""
-        return SCALE_IN_BASE_2 in self.lines
-
-    @property
     def given(self) -> str:
         """The parameters of `launch`."""
         names = [*self.spec.given, *(one.of for line in self.extras for one in line.arguments)]

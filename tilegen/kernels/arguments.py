@@ -15,8 +15,8 @@ Taken = Literal[
     "address", "descriptor", "stride", "size", "units", "number", "base 2", "flag", "nothing"
 ]
 """Parts of a tensor or number that an argument holds: its address; a descriptor of its tiles; a
-stride, in the kernel's unit; a size; a size in that unit; the number itself; a scale times log2(e);
-a truth value as an int. Scratch pointers, which kernels here do not use, hold nothing."""
+stride, in the kernel's unit; a size; a size in that unit; the number itself; a scale times log2(e),
+above 0; a truth value as an int. Scratch pointers, which kernels here do not use, hold nothing."""
 
 FP32_TENSORS = frozenset(
     ("lse", "delta", "maxima", "sums", "acc", "sinks", "partials", "partial_lse")
@@ -72,7 +72,7 @@ class Argument:
             case "units":
                 return f"{self.name.removesuffix('_units')} // STRIDE_UNIT.value"
             case "base 2":
-                return f"{self.of} * math.log2(math.e)"
+                return f"max({self.of} * math.log2(math.e), 2.0**-149)"
             case "flag":
                 return f"int({self.of})"
             case "address" | "number":
@@ -182,9 +182,12 @@ def factor(name: str, why: str = "") -> Line:
 
 SCALE_IN_BASE_2 = Line(
     (Argument("softmax_scale_log2", "fp32", "softmax_scale", "base 2"),),
-    "softmax scale * log2(e), not negative",
+    "softmax scale * log2(e), above 0",
 )
-"""The scale of kernels that take scores to base 2 with it."""
+"""The scale of kernels that take scores to base 2 with it, at least LEAST_SCALE."""
+LEAST_SCALE = 2.0**-149
+"""The least number of fp32 above 0: a scale of 0 would make NaN of dropped scores, which are -inf
+before they are scaled."""
 SCALE = factor("softmax_scale", "not negative")
 """The scale of kernels that change scores before they take them to base 2."""
 

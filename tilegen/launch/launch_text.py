@@ -32,7 +32,7 @@ class LaunchText:
     `launch`, and of `arranged`, which tells it what follows from sizes and strides.
 
     The text reads names of the module that it runs in: `its`, the launcher, `torch`,
-    `empty_on_cpu`, `empty_on_gpu`, `LOG2_E`, `Described`, and `Unfamiliar`.
+    `empty_on_cpu`, `empty_on_gpu`, `LOG2_E`, `LEAST_SCALE`, `Described`, and `Unfamiliar`.
     """
 
     spec: KernelSpec
@@ -312,7 +312,7 @@ class LaunchText:
                 found = f"{one.of}_s{one.axis}"
                 return found if self.unit == 1 else f"{found} // {self.unit}"
             case "base 2":
-                return f"{one.of} * LOG2_E"
+                return f"max({one.of} * LOG2_E, LEAST_SCALE)"
             case "flag":
                 return f"int({one.of})"
             case "nothing":

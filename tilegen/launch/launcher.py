@@ -16,7 +16,7 @@ import torch
 
 from tilegen.errors import Unsupported
 from tilegen.kernels.allocation import allocator
-from tilegen.kernels.arguments import Argument, extra, size
+from tilegen.kernels.arguments import LEAST_SCALE, Argument, extra, size
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import Launch
 from tilegen.kernels.registry import KERNELS
@@ -135,6 +135,7 @@ class Launcher:
             "empty_on_cpu": allocator(is_cuda=False),
             "empty_on_gpu": allocator(is_cuda=True),
             "LOG2_E": math.log2(math.e),
+            "LEAST_SCALE": LEAST_SCALE,
         }
         exec(compile(self.text, f"<launch of {launched.where}>", "exec"), module)
         self.launch = module["launch"]
