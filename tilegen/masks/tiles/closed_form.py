@@ -31,6 +31,7 @@ from tilegen.masks.language.symbols import FIRST, LAST, SEQLEN_KV, SEQLEN_Q, B, 
 from tilegen.masks.language.symbols import captured_name as named
 from tilegen.masks.mask import Mask, Side
 from tilegen.masks.remembered import by_mask
+from tilegen.masks.tiles.containment import outermost
 from tilegen.masks.tiles.intervals import Edges
 from tilegen.masks.unlisted import Unlisted
 
@@ -203,10 +204,10 @@ def _enclosing(
 
 
 def _some(intervals: list[Interval]) -> tuple[Interval, ...]:
-    """Return the intervals that can hold anything, in an order that SymPy's hashes do not
-    change."""
+    """Return the intervals that can hold anything and lie in no other one, in an order that SymPy's
+    hashes do not change."""
     found = [one for one in intervals if one.nonempty != False]  # noqa: E712 - SymPy's false
-    return tuple(sorted(found, key=str))
+    return tuple(outermost(sorted(found, key=str)))
 
 
 def _disjunctive_normal_form(keep: Boolean) -> list[list[sympy.Expr]]:
