@@ -2,38 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import sympy
 
 from tilegen.masks.language.symbols import FIRST, LAST
 
-if TYPE_CHECKING:
-    from tilegen.masks.tiles.closed_form import Interval
 
+class Bounded(Protocol):
+    """An interval [lo, hi) that is empty where one of its guards does not hold."""
+
+    @property
+    def lo(self) -> sympy.Expr: ...
+    @property
+    def hi(self) -> sympy.Expr: ...
+    @property
+    def guards(self) -> Iterable[Any]: ...
+
+
+T = TypeVar("T", bound=Bounded)
 _SPAN = sympy.Dummy(integer=True, nonnegative=True)
 """The last stationary index less the first."""
 
 
-def outermost(intervals: Sequence[Interval]) -> list[Interval]:
-    """Leave out intervals that lie in another one for certain, of equal ones all but the first."""
-    found: list[Interval] = []
-    for one in intervals:
-        if not any(_lies_in(one, other) for other in found):
-            found = [*(other for other in found if not _lies_in(other, one)), one]
-    return found
+def outermost(intervals: Sequence[T]) -> list[T]:
+    """Leave out intervals that surely lie in another interval; of equal intervals keep the
+    first."""
+    kept: list[T] = []
+    for interval in intervals:
+        if not any(_lies_in(interval, other) for other in kept):
+            kept = [*(other for other in kept if not _lies_in(other, interval)), interval]
+    return kept
 
 
-def _lies_in(one: Interval, other: Interval) -> bool:
-    """Whether an interval lies in another one whatever the tile and the lengths are."""
-    if not set(other.guards) <= set(one.guards):  # the other may be empty where this is not
+def _lies_in(inner: Bounded, outer: Bounded) -> bool:
+    """Whether an interval lies in another interval whatever the tile and the lengths are."""
+    if not set(outer.guards) <= set(inner.guards):  # the outer may be empty where the inner is not
         return False
-    return is_at_most(other.lo, one.lo) and is_at_most(one.hi, other.hi)
+    return is_at_most(outer.lo, inner.lo) and is_at_most(inner.hi, outer.hi)
 
 
 def is_at_most(left: sympy.Expr, right: sympy.Expr) -> bool:
-    """Whether a bound is at most another one for certain; False where that is not known."""
+    """Whether a bound is surely at most another bound; False where that is not known."""
     if left == right or left == -sympy.oo or right == sympy.oo:
         return True
     if left.is_infinite or right.is_infinite:
