@@ -10,16 +10,23 @@ from tilegen.bundles.building import generate
 from tilegen.bundles.manifest import Manifest
 from tilegen.compiling.tools import nvidia_tool
 from tilegen.gpus.spec import gpu_for
+from tilegen.kernels.spec import Direction
 from tilegen.problem import AttentionProblem
 
 PROBLEM = AttentionProblem.parse("hq8 hkv2 q256 d32 fp16 causal")
 
 
 @pytest.mark.usefixtures("shared_compiler", "small_tiles")
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
-def test_a_binary_takes_the_arguments_that_the_manifest_lists(arch: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "arch, directions",
+    [("sm_80", ["backward"]), ("sm_90", ["forward", "backward"]), ("sm_100", ["forward"])],
+    ids=["sm_80", "sm_90", "sm_100"],
+)
+def test_a_binary_takes_the_arguments_that_the_manifest_lists(
+    arch: str, directions: list[Direction], tmp_path: Path
+) -> None:
     """Read from the binary itself: number, sizes and places of its parameters."""
-    path = generate([PROBLEM], [gpu_for(arch)], tmp_path)
+    path = generate([PROBLEM], [gpu_for(arch)], tmp_path, directions=directions)
     for one in Manifest.from_json(path.read_text()).binaries:
         found = parameters_of(tmp_path / one.file, one.function)
         sizes = [8 if type_.startswith("*") else 4 for _, type_ in one.arguments]

@@ -78,6 +78,7 @@ def test_generate_writes_kernels_binaries_and_a_manifest(tmp_path: Path) -> None
             assert set(its.config_from.values()) == {"model"}
 
 
+@pytest.mark.usefixtures("small_tiles")
 def test_the_same_request_gives_the_same_bytes_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 from dataclasses import replace
+from itertools import cycle
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -39,7 +40,6 @@ SMALL = PARSE("b1 hq4 hkv2 q1024 d64 bf16 causal")
         ("sm_90", "fwd", "m128n128w8s2", 20),
         ("sm_90", "bwd_dkdv", "m64n64w8s2", 0),  # Triton 3.7.1: 37 fewer, 3.6.0: none
         ("sm_90", "bwd_dq", "m128n64w8s3", 40),
-        ("sm_100", "fwd", "m128n128w8s2", 10),
         ("sm_100", "bwd_dkdv", "m64n128w8s2", 10),
         ("sm_120", "fwd", "m64n64w4s2", 40),
     ],
@@ -131,8 +131,9 @@ def test_no_length_recompiles(kernel: Kernel) -> None:
     assert len(getattr(module, rendered.function).device_caches[0][0]) == 1
 
 
-@pytest.mark.parametrize("text", ["d64 bf16 causal", "d80 fp16 full"])
-@pytest.mark.parametrize("kernel", DESCRIBED)
+@pytest.mark.parametrize(
+    "kernel, text", [*zip(DESCRIBED, cycle(["d64 bf16 causal", "d80 fp16 full"]))]
+)
 def test_a_launch_is_that_of_the_binder_and_compiles_nothing_else(
     kernel: Kernel, text: str
 ) -> None:

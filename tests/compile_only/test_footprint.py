@@ -44,10 +44,10 @@ SLICES_AND_SPLITS = [name for name, spec in KERNELS.items() if spec.sliced or sp
 
 
 FIRST: dict[str, dict[Kernel, str]] = {
-    "sm_80": {"fwd": PROBLEMS[1], "bwd_dkdv": PROBLEMS[1], "bwd_dq": PROBLEMS[2]},
-    "sm_90": {"fwd": PROBLEMS[3], "bwd_dq": PROBLEMS[3]},
-    "sm_100": {"fwd": PROBLEMS[0], "bwd_dkdv": PROBLEMS[0], "bwd_dq": PROBLEMS[1]},
-    "sm_120": {"fwd": PROBLEMS[2], "bwd_dkdv": PROBLEMS[2], "bwd_dq": PROBLEMS[2]},
+    "sm_80": {"fwd": PROBLEMS[1]},
+    "sm_90": {"fwd": PROBLEMS[3]},
+    "sm_100": {"bwd_dkdv": PROBLEMS[0]},
+    "sm_120": {"fwd": PROBLEMS[2], "bwd_dq": PROBLEMS[2]},
 }
 """Problems whose proposals are compiled. Of the others `python -m benchmarks.proposals` compiles
 more, such as the six of bwd_dkdv for d192/128 on sm_90."""

@@ -42,12 +42,17 @@ KERNELS = (
 )
 
 
-@pytest.mark.parametrize("text, kernel, config", KERNELS)
-@pytest.mark.parametrize("arch", GPUS)
-def test_steps_are_found_in_machine_code(text: str, kernel: str, config: str, arch: str) -> None:
+@pytest.mark.parametrize(
+    "arch, text, kernel, config",
+    [
+        *(("sm_90", *one) for one in KERNELS),  # which has the most forms of instructions
+        ("sm_80", *KERNELS[5]),
+        ("sm_100", *KERNELS[0]),
+        ("sm_120", *KERNELS[5]),
+    ],
+)
+def test_steps_are_found_in_machine_code(arch: str, text: str, kernel: str, config: str) -> None:
     """And have the multiply-adds that the model says, whose unrolling they survived."""
-    if arch != "sm_90" and kernel not in ("fwd", "bwd_columns"):
-        pytest.skip(f"{kernel} is read for sm_90 alone, which has the most forms of instructions")
     problem, tile = PARSE(text), TileConfig.parse(config)
     built = compile_for(render(problem, tile, kernel), arch)
     code = built.resources.step_code
@@ -64,10 +69,8 @@ def test_steps_are_found_in_machine_code(text: str, kernel: str, config: str, ar
     "arch, kernel, config",
     [
         ("sm_90", "fwd", "m128n128w8s2"),
-        ("sm_90", "fwd", "m64n64w8s2"),
         ("sm_90", "bwd_dkdv", "m64n64w4s2t"),
         ("sm_90", "bwd_dq", "m64n128w8s2"),
-        ("sm_90", "bwd_dq", "m32n128w4s2"),
         ("sm_80", "fwd", "m128n64w4s2"),
         ("sm_80", "bwd_dkdv", "m64n64w8s2"),
         ("sm_100", "fwd", "m128n128w8s2"),
@@ -109,14 +112,14 @@ LONG = "b1 hq32 hkv8 q8192"
 CAUSAL, FULL = f"{LONG} d128 bf16 causal", f"{LONG} d128 bf16 full"
 SHORT, WINDOW = f"{LONG} d64 bf16 causal", f"{LONG} d64 bf16 window(127,0)"
 BESIDE: dict[str, tuple[str, Kernel]] = {
-    "fwd-d128-causal": (CAUSAL, "fwd"),
+    "fwd-d64-window": (WINDOW, "fwd"),
     "bwd_dkdv-d64-window": (WINDOW, "bwd_dkdv"),
     "bwd_dq-d64-causal": (SHORT, "bwd_dq"),
 }
 """Problems whose neighbours are compiled too; of others: `benchmarks.machine_code --neighbours`."""
 BOUNDED: dict[str, tuple[str, Kernel]] = {
     **BESIDE,
-    "fwd-d64-window": (WINDOW, "fwd"),
+    "fwd-d128-causal": (CAUSAL, "fwd"),
     "bwd_dkdv-d128-causal": (CAUSAL, "bwd_dkdv"),
     "bwd_dq-d128-full": (FULL, "bwd_dq"),
 }

@@ -15,9 +15,9 @@ from tilegen.kernels.registry import BACKWARD
 from tilegen.problem import AttentionProblem
 
 CASES = [
-    ("b1 hq10 hkv10 q4096 kv77 d64 bf16", "split_dkdv", "h200"),
-    ("b1 hq16 hkv4 q128 kv65536 d128 bf16 causal(bottom_right)", "split_dq", "a100"),
-    ("b1 hq2 hkv1 q2048 kv2048 d128 bf16 causal", "split_backward", "rtx5090"),
+    ("b1 hq10 hkv10 q4096 kv77 d64 bf16", "split_dkdv", "rtx5090"),
+    ("b1 hq16 hkv4 q16 kv65536 d64 bf16 causal(bottom_right)", "split_dq", "a100"),
+    ("b1 hq2 hkv1 q2048 kv2048 d128 bf16 causal", "split_backward", "h200"),
 ]
 
 

@@ -24,7 +24,6 @@ CASES = [
     ("b200", "b1 hq8 hkv1 q8 kv131072 d256 bf16 causal(bottom_right)"),
     ("h200", "b1 hq64 hkv1 q1 kv131072 d576/512 bf16 latent"),
     ("h200", "b1 hq32 hkv8 q64 kv65536 d128 bf16 tree(@b:64)"),
-    ("h200", "b1 hq8 hkv1 q256 kv131072 d128 bf16 causal(bottom_right)"),
 ]
 
 
