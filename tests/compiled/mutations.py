@@ -4,7 +4,8 @@ Each is a mistake that somebody has shipped in some attention kernel. test_mutat
 the checks every kernel test goes through notice every one of them.
 """
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -46,36 +47,47 @@ def noticed(
             return True
 
 
-def _everywhere(name: str, old: str, new: str) -> list[Mutation]:
-    return [Mutation(f"{name}-{kernel}", kernel, old, new) for kernel in ("fwd", "bwd_dq")]
+def _in_turn(kernels: Sequence[Kernel], *changes: tuple[str, str, str]) -> list[Mutation]:
+    """Return changes of what all of these kernels have, each in one of them."""
+    return [
+        Mutation(f"{name}-{kernel}", kernel, old, new)
+        for kernel, (name, old, new) in zip(itertools.cycle(kernels), changes, strict=False)
+    ]
 
 
 MUTATIONS = [
     # Which pairs count.
-    *_everywhere("drop-the-mask", "tl.minimum(q_idx + 1, seqlen_kv)\n", "seqlen_kv\n"),
-    *_everywhere("diagonal-off-by-one", "tl.minimum(q_idx + 1, s", "tl.minimum(q_idx, s"),
-    *_everywhere("ignore-the-end", "tl.minimum(q_idx + 4, seqlen_kv)\n", "q_idx + 4\n"),
+    *_in_turn(
+        ("fwd", "bwd_dq"),
+        ("drop-the-mask", "tl.minimum(q_idx + 1, seqlen_kv)\n", "seqlen_kv\n"),
+        ("diagonal-off-by-one", "tl.minimum(q_idx + 1, s", "tl.minimum(q_idx, s"),
+        ("ignore-the-end", "tl.minimum(q_idx + 4, seqlen_kv)\n", "q_idx + 4\n"),
+    ),
     Mutation("drop-the-mask-dkdv", "bwd_dkdv", "keep = k_idx <= q_idx\n", "keep = k_idx >= 0\n"),
     Mutation("window-edge-off-by-one", "fwd", "q_idx - 20 <= k_idx", "q_idx - 20 < k_idx"),
     Mutation("window-edge-dkdv", "bwd_dkdv", "q_idx - 20 <= k_idx", "q_idx - 21 <= k_idx"),
     # Which tiles are visited, and how.
-    *_everywhere(
-        "skip-the-last-full-tile", "range(full_lo, full_hi)", "range(full_lo, full_hi - 1)"
+    *_in_turn(
+        ("fwd", "bwd_dq"),
+        ("skip-the-last-full-tile", "range(full_lo, full_hi)", "range(full_lo, full_hi - 1)"),
+        ("skip-the-last-tile", "tile_hi - full_hi)", "tile_hi - 1 - full_hi)"),
+        (
+            "diagonal-tile-counted-full",
+            "kept_hi = tl.minimum(q_first",
+            "kept_hi = tl.minimum(q_last",
+        ),
+        ("left-edge-tile-counted-full", "kept_lo = q_last", "kept_lo = q_first"),
+        ("start-too-late", "tile_lo = live_lo // BLOCK_N", "tile_lo = live_lo // BLOCK_N + 1"),
+        ("right-partial-tile-misplaced", "full_hi - num_left + i", "full_hi + i"),
     ),
-    *_everywhere("skip-the-last-tile", "tile_hi - full_hi)", "tile_hi - 1 - full_hi)"),
-    *_everywhere(
-        "diagonal-tile-counted-full", "kept_hi = tl.minimum(q_first", "kept_hi = tl.minimum(q_last"
-    ),
-    *_everywhere("left-edge-tile-counted-full", "kept_lo = q_last", "kept_lo = q_first"),
-    *_everywhere(
-        "start-too-late", "tile_lo = live_lo // BLOCK_N", "tile_lo = live_lo // BLOCK_N + 1"
-    ),
-    *_everywhere("right-partial-tile-misplaced", "full_hi - num_left + i", "full_hi + i"),
     Mutation("skip-a-query-tile", "bwd_dkdv", "range(full_lo *", "range((full_lo + 1) *"),
     Mutation("skip-a-group-member", "bwd_dkdv", "head_first + i - step", "head_first + 0 * i"),
     # Which head, which row.
-    *_everywhere("wrong-gqa-head", "head // GROUP_SIZE", "head % (num_heads_q // GROUP_SIZE)"),
-    *_everywhere("key-stride-for-values", "v_row = stride_vn", "v_row = stride_kn"),
+    *_in_turn(
+        ("fwd", "bwd_dq"),
+        ("wrong-gqa-head", "head // GROUP_SIZE", "head % (num_heads_q // GROUP_SIZE)"),
+        ("key-stride-for-values", "v_row = stride_vn", "v_row = stride_kn"),
+    ),
     Mutation("wrong-head-dkdv", "bwd_dkdv", "head_kv * GROUP_SIZE", "head_kv"),
     Mutation("query-stride-for-dout", "bwd_dkdv", "dout_row = stride_dom", "dout_row = stride_qm"),
     # The online softmax.
@@ -125,39 +137,30 @@ MUTATIONS = [
         "kept_hi = tl.minimum(q_first",
         "kept_hi = tl.minimum(q_last",
     ),
-    *(
-        Mutation(f"{name}-{kernel}", kernel, old, new)
-        for kernel in ("fwd_scores", "fwd_values", "bwd_scores", "bwd_rows")
-        for name, old, new in (
-            ("other-head", "head = (head_first + slot)", "head = (head_first + 0 * slot)"),
-            ("row-of-the-panel", "(q_first - row_first)", "(q_first * 0)"),
-        )
+    *_in_turn(
+        ("fwd_scores", "fwd_values", "bwd_scores", "bwd_rows"),
+        *itertools.chain.from_iterable(
+            itertools.repeat(change, 2)
+            for change in (
+                ("other-head", "head = (head_first + slot)", "head = (head_first + 0 * slot)"),
+                ("row-of-the-panel", "(q_first - row_first)", "(q_first * 0)"),
+                ("wrong-gqa-head", "head // GROUP_SIZE", "head % GROUP_SIZE"),
+            )
+        ),
     ),
-    *(
-        Mutation(f"{name}-{kernel}", kernel, old, new)
-        for kernel in ("fwd_scores", "bwd_scores", "fwd_streamed")
-        for name, old, new in (
-            (
-                "forget-a-slice",
-                "range(0, HEAD_DIM_QK, BLOCK_D)",
-                "range(BLOCK_D, HEAD_DIM_QK, BLOCK_D)",
-            ),
-            (
-                "beyond-the-head-dim",
-                "d_exists = d_first + offs_d < HEAD_DIM_QK",
-                "d_exists = offs_d < 99",
-            ),
-        )
-    ),
-    *(
-        Mutation(
-            f"skip-the-last-tile-{kernel}", kernel, "(tile_n >= tile_hi)", "(tile_n >= tile_hi - 1)"
-        )
-        for kernel in ("fwd_scores", "bwd_scores")
-    ),
-    *(
-        Mutation(f"wrong-gqa-head-{kernel}", kernel, "head // GROUP_SIZE", "head % GROUP_SIZE")
-        for kernel in ("fwd_scores", "fwd_values", "bwd_scores", "bwd_rows")
+    *_in_turn(
+        ("fwd_scores", "fwd_streamed", "bwd_scores"),
+        (
+            "forget-a-slice",
+            "range(0, HEAD_DIM_QK, BLOCK_D)",
+            "range(BLOCK_D, HEAD_DIM_QK, BLOCK_D)",
+        ),
+        (
+            "beyond-the-head-dim",
+            "d_exists = d_first + offs_d < HEAD_DIM_QK",
+            "d_exists = offs_d < 99",
+        ),
+        ("skip-the-last-tile", "(tile_n >= tile_hi)", "(tile_n >= tile_hi - 1)"),
     ),
     Mutation(
         "no-care-for-empty-rows-scores", "fwd_scores", 'tl.where(m == float("-inf"), 0.0, m)', "m"
@@ -243,17 +246,14 @@ MUTATIONS = [
     Mutation("no-normalisation-combine", "fwd_combine", "acc / l_safe", "acc"),
     Mutation("unwritten-splits-read", "fwd_combine", "0.0, tl.exp2(lse - m_safe)", "1.0, 1.0"),
     # What streams past a backward split over programs.
-    *(
-        Mutation(f"{name}-{kernel}", kernel, old, new)
-        for kernel in ("bwd_dkdv_split", "bwd_dq_split")
-        for name, old, new in (
-            ("a-tile-less-in-a-split", "part_hi = part_lo + ", "part_hi = part_lo - 1 + "),
-            ("splits-overlap", "part_lo = split * ", "part_lo = tl.maximum(split, 1) * "),
-            ("row-of-another-split", "num_splits + split)", "num_splits)"),
-            ("empty-splits-count", "part_rows, tl.zeros(", "part_rows, 1.0 + tl.zeros("),
-            ("no-split-counts", "], 1.0, tl.float32), mask", "], 0.0, tl.float32), mask"),
-            ("scale-forgotten", " * softmax_scale\n    part_at", "\n    part_at"),
-        )
+    *_in_turn(
+        ("bwd_dkdv_split", "bwd_dq_split"),
+        ("a-tile-less-in-a-split", "part_hi = part_lo + ", "part_hi = part_lo - 1 + "),
+        ("splits-overlap", "part_lo = split * ", "part_lo = tl.maximum(split, 1) * "),
+        ("row-of-another-split", "num_splits + split)", "num_splits)"),
+        ("empty-splits-count", "part_rows, tl.zeros(", "part_rows, 1.0 + tl.zeros("),
+        ("no-split-counts", "], 1.0, tl.float32), mask", "], 0.0, tl.float32), mask"),
+        ("scale-forgotten", " * softmax_scale\n    part_at", "\n    part_at"),
     ),
     Mutation("other-split-of-queries", "bwd_dkdv_split", "num_tiles % num_splits", "num_tiles % 2"),
     Mutation(
@@ -264,16 +264,13 @@ MUTATIONS = [
     ),
     Mutation("wrong-group", "bwd_dq_split", "head = group * GROUP_SIZE", "head = group * 1"),
     Mutation("dv-for-dk", "bwd_dkdv_split", "partial_dv_ptr + part_at", "partial_dk_ptr + part_at"),
-    *(
-        Mutation(f"{name}-{kernel}", kernel, old, new)
-        for kernel in ("bwd_dkdv_sum", "bwd_dq_sum")
-        for name, old, new in (
-            ("a-split-less", "split < num_splits", "split < num_splits - 1"),
-            ("the-first-splits-only", "range(0, num_splits, BLOCK_N)", "range(0, 1, BLOCK_N)"),
-            ("last-of-the-splits", " += tl.sum(", " = tl.sum("),
-            ("unwritten-splits-added", "other=0.0) != 0.0", "other=0.0) > -1.0"),
-            ("rows-of-a-tile-mixed", "offs % BLOCK_M", "offs % BLOCK_M * 0"),
-        )
+    *_in_turn(
+        ("bwd_dkdv_sum", "bwd_dq_sum"),
+        ("a-split-less", "split < num_splits", "split < num_splits - 1"),
+        ("the-first-splits-only", "range(0, num_splits, BLOCK_N)", "range(0, 1, BLOCK_N)"),
+        ("last-of-the-splits", " += tl.sum(", " = tl.sum("),
+        ("unwritten-splits-added", "other=0.0) != 0.0", "other=0.0) > -1.0"),
+        ("rows-of-a-tile-mixed", "offs % BLOCK_M", "offs % BLOCK_M * 0"),
     ),
     Mutation("sums-swapped", "bwd_dkdv_sum", "tl.load(partial_dv_ptr", "tl.load(partial_dk_ptr"),
 ]

@@ -257,6 +257,11 @@ MUTATIONS = {
     "the page of the tile before": (r"keys = \(tile_n \+ 1\)", "keys = tile_n"),
     "the page of the tile after": (r"keys = full_lo \*", "keys = (full_lo + 1) *"),
 }
+ONLY_IN_RESULTS = {
+    *("keys in no split", "a tile twice"),
+    *("the page of the tile before", "the page of the tile after"),
+}
+"""Mutations that leave all counts of splits as they are: a kernel is compiled for each count."""
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
@@ -271,7 +276,7 @@ def test_mutation_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setenv("TILEGEN_CHECK", "bounds")
     try:
-        for count in COUNTS.values():
+        for count in () if name in ONLY_IN_RESULTS else COUNTS.values():
             if not count.more and count.mask is not ENDS and count.found(change) != count.splits:
                 return
         case("causal", 256, 16, change=change).check()

@@ -3,6 +3,7 @@ red."""
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -77,9 +78,13 @@ def _kernels(problem: AttentionProblem, broken: Kernel) -> dict[Kernel, Rendered
     else:
         configs: Mapping[Kernel, TileConfig] = dict.fromkeys(LARGE_CACHE, CONFIG)
         configs = {"fwd": CONFIG} if broken == "fwd" else configs
-    return {
-        kernel: render(problem, config, kernel, aligned=True) for kernel, config in configs.items()
-    }
+    return {kernel: _rendered(problem, config, kernel) for kernel, config in configs.items()}
+
+
+@cache
+def _rendered(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> RenderedKernel:
+    """Return a kernel that many mutations start from, or have beside them."""
+    return render(problem, config, kernel, aligned=True)
 
 
 def _inputs(problem: AttentionProblem, sigma: float) -> Inputs:
