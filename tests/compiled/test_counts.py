@@ -53,9 +53,17 @@ def test_every_mask_on_aligned_and_ragged_shapes(mask: str, kernel: Kernel) -> N
         assert (expected.read_bytes, expected.write_bytes) == counted(problem, config, kernel)
 
 
-@pytest.mark.parametrize("kernel", LARGE_CACHE)
-@pytest.mark.parametrize("problem", PROBLEMS, ids=str)
+@pytest.mark.parametrize(
+    "problem, kernel",
+    [
+        (problem, LARGE_CACHE[(i + more) % len(LARGE_CACHE)])
+        for i, problem in enumerate(PROBLEMS)
+        for more in (0, 2)
+    ],
+    ids=str,
+)
 def test_every_problem_of_the_table(problem: AttentionProblem, kernel: Kernel) -> None:
+    """In two kernels each."""
     config = TileConfig(block_m=64, block_n=32)
     expected = traffic_of(tiled(kernel, problem, config))
     assert (expected.read_bytes, expected.write_bytes) == counted(problem, config, kernel)

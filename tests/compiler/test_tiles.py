@@ -26,7 +26,8 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("turned", TURNED, ids=str)
 def test_products(turned: tuple[bool, bool], dtype: torch.dtype, target: Target) -> None:
-    """The shapes in turns: each layout of vectors, in each dtype, meets all of them."""
+    """Shapes, and what is added to, in turns: each layout of vectors meets all of them, and each
+    dtype in each layout all shapes."""
     turn = TURNED.index(turned) + DTYPES.index(dtype) + list(TARGETS.values()).index(target)
     m, n, k = SHAPES[turn % len(SHAPES)]
     a, b = _random(m, k, dtype=dtype), _random(k, n, dtype=dtype, seed=1)
@@ -39,7 +40,8 @@ def test_products(turned: tuple[bool, bool], dtype: torch.dtype, target: Target)
         "sum": c.double() + scale[:, None].double(),
         "twice": 2 * c.double(),
     }
-    for start, before in starts.items():
+    for place in (turn, turn + 2):
+        start, before = list(starts.items())[place % len(starts)]
         out = torch.empty(m, n)
         launch(kernels.product, (1,), *given, c, scale, out, m, n, k, *turned, start, target=target)
         expected = before + a.double() @ b.double()
