@@ -30,16 +30,22 @@ PREDICATES: dict[str, Callable[..., Any]] = {
     "padded documents": lambda b, h, q, k: (IDS[q] == IDS[k]) & (IDS[q] >= 0),
 }
 CHANGES: dict[str, Callable[[], dict[str, Any]]] = {
-    "documents": lambda: dict(mask=tilegen.documents(IDS.expand(2, -1)) & tilegen.causal()),
-    "prefixes": lambda: dict(mask=tilegen.prefix_lm(tilegen.values(torch.tensor([3, 9]), "b"))),
+    "documents, alibi": lambda: dict(
+        mask=tilegen.documents(IDS.expand(2, -1)) & tilegen.causal(),
+        score=tilegen.alibi(torch.ones(4)),
+    ),
+    "prefixes, trained": lambda: dict(
+        mask=tilegen.prefix_lm(tilegen.values(torch.tensor([3, 9]), "b")),
+        score=tilegen.bias(torch.zeros(LENGTH, LENGTH, requires_grad=True)),
+    ),
     "dilated": lambda: dict(mask=tilegen.dilated(2)),
-    "blocks": lambda: dict(mask=tilegen.block_sparse(torch.ones(4, 4) > 0, 16)),
+    "blocks, sinks": lambda: dict(
+        mask=tilegen.block_sparse(torch.ones(4, 4) > 0, 16), score=tilegen.sinks(torch.zeros(4))
+    ),
     "tree": lambda: dict(mask=tilegen.tree(torch.arange(-1, LENGTH - 1))),
-    "alibi": lambda: dict(score=tilegen.alibi(torch.ones(4))),
-    "trained": lambda: dict(score=tilegen.bias(torch.zeros(LENGTH, LENGTH, requires_grad=True))),
-    "sinks": lambda: dict(score=tilegen.sinks(torch.zeros(4))),
-    "lengths": lambda: dict(kv_lengths=torch.tensor([3, 4]), mask=tilegen.documents(IDS)),
-    "dropout": lambda: dict(dropout_p=0.1),
+    "lengths, dropout": lambda: dict(
+        kv_lengths=torch.tensor([3, 4]), mask=tilegen.documents(IDS), dropout_p=0.1
+    ),
     **{name: lambda fn=fn: dict(mask=tilegen.predicate(fn)) for name, fn in PREDICATES.items()},
 }
 

@@ -94,9 +94,9 @@ def check(storage: str, folder: Path, codes: dict[int, int], put_back: range) ->
 
 def test_killed_workers_on_a_journal(tmp_path: Path) -> None:
     storage = f"journal:{tmp_path}/trials.journal"
-    codes = start(storage, tmp_path, 6, 3, 0.05).codes()
-    assert sorted(codes.values()) == [-signal.SIGKILL] * 3 + [0] * 3
-    check(storage, tmp_path, codes, range(2, 4))
+    codes = start(storage, tmp_path, 4, 2, 0.05).codes()
+    assert sorted(codes.values()) == [-signal.SIGKILL] * 2 + [0] * 2
+    check(storage, tmp_path, codes, range(1, 3))
 
 
 def test_killed_workers_on_postgres(tmp_path: Path, server: Server) -> None:
@@ -173,7 +173,7 @@ def test_workers_that_find_an_empty_database_make_its_tables_once(server: Server
         "storage._opener = opener\n"
         f"storage.open_storage({url!r})"
     )
-    assert [one.communicate()[0] for one in [warm.start(opening) for _ in range(6)]] == [""] * 6
+    assert [one.communicate()[0] for one in [warm.start(opening) for _ in range(4)]] == [""] * 4
 
 
 def test_a_server_that_restarts_costs_no_worker(tmp_path: Path, server: Server) -> None:

@@ -42,7 +42,7 @@ def test_killed_writers_lose_nothing(
     ) or request.getfixturevalue("s3")
     (tmp_path / "logs").mkdir()
     # One Python process plays the server of s3://, and all others wait for it.
-    steps, processes = (3, 16) if kind == "s3" else (4, 32)
+    steps, processes = (4, 32) if kind == "network folder" else (3, 16)
     where = f"{url!r}, Path({str(tmp_path / 'logs')!r})"
     said = warm.output(
         "from pathlib import Path\nfrom tests.store_stress import main\n"
