@@ -21,7 +21,7 @@ from tilegen.emit import kernel_files
 from tilegen.emit.identity import stride_unit
 from tilegen.emit.render import render
 from tilegen.errors import Unsupported
-from tilegen.kernels.allocation import allocator
+from tilegen.kernels import allocation
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS, family_with
 from tilegen.launch.binding import BoundKernel
@@ -385,10 +385,10 @@ def test_results_are_allocated_alike_where_pytorch_offers_less(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: Any = (2, 3, 5, 16), (240, 16, 48, 1), torch.bfloat16
-    made = allocator.__wrapped__
-    found = [made(is_cuda=False)(*asked)]
+    made = allocation._allocator.__wrapped__
+    found = [made(False)(*asked)]
     monkeypatch.delattr(torch._C._dynamo.guards, "_empty_strided_cpu")
-    found.append(made(is_cuda=False)(*asked))
+    found.append(made(False)(*asked))
     for one in found:
         assert (tuple(one.shape), one.stride(), one.dtype) == asked
         assert one.device == torch.device("cpu")
