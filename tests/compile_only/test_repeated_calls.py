@@ -24,7 +24,7 @@ from tilegen.launch import triton_function
 from tilegen.launch.bound_module import launcher_of_module
 from tilegen.launch.changes import Changes
 from tilegen.launch.launcher import Launcher
-from tilegen.launch.triton_function import TritonFunction
+from tilegen.launch.triton_function import TritonFunction, named_by_launch
 from tilegen.masks.dropout import Dropout
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import dispatch, plans
@@ -149,7 +149,7 @@ def launches() -> tuple[Launcher, Any]:
 
 def binaries(module: Any) -> int:
     """Return how many binaries Triton has of a module's kernel."""
-    kernel, *_ = (one for one in vars(module).values() if isinstance(one, JITFunction))
+    (kernel,) = (one for one in named_by_launch(module) if isinstance(one, JITFunction))
     return len(kernel.device_caches[0][0])
 
 

@@ -31,8 +31,11 @@ def started(problem: AttentionProblem, kernel: Kernel) -> list[tuple[int, int, i
     """Return (tile, head, batch) of each program of a launch, by the text of the kernel."""
     source = render(problem, TILE, kernel).source
     tile, head = NAMES[kernel]
-    (text,) = re.findall(r"^    num_tiles = .*?^    batch = [^\n]*\n", source, re.S | re.M)
-    assert f"{tile} = " in text
+    (text,) = re.findall(
+        r"^    num_tiles = .*?(?:^    batch = [^\n]*|= _schedule\([^\n]*)\n", source, re.S | re.M
+    )
+    assert f"{tile} = " in text or f"{tile}, {head}, batch = " in text
+    schedule = re.findall(r"^def _schedule\(.*?^    return [^\n]*\n", source, re.S | re.M)
     constants = re.findall(r"^(\w+) = tl\.constexpr\((\d+)\)", source, re.M)
     rows = problem.seqlen_kv if kernel == "bwd_dkdv" else problem.seqlen_q
     heads = problem.num_heads_kv if kernel == "bwd_dkdv" else problem.num_heads_q
@@ -53,7 +56,9 @@ def started(problem: AttentionProblem, kernel: Kernel) -> list[tuple[int, int, i
             "num_heads_q": problem.num_heads_q,
             "num_heads_kv": problem.num_heads_kv,
         }
-        exec(textwrap.dedent(text).replace(".to(tl.int64)", ""), names)
+        for lines in (*schedule, textwrap.dedent(text)):
+            # Python's integers have any number of bits, and no method for it.
+            exec(re.sub(r"[.]to[(]tl[.]int64[)]", "", lines), names)
         found.append((names[tile], names[head], names["batch"]))
     return found
 

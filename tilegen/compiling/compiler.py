@@ -203,5 +203,8 @@ def _parameters(argument: tuple[str, str]) -> int:
 
 
 def _one_line(error: BaseException) -> str:
+    # Triton raises an error at the call of a helper, from the error inside of the helper.
+    while isinstance(error.__cause__, type(error)):
+        error = error.__cause__
     lines = [line.strip() for line in str(error).splitlines() if line.strip(" ^")]
     return f"{type(error).__name__}: {lines[-1][:400] if lines else 'no message'}"
