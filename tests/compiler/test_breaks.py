@@ -15,7 +15,7 @@ def test_there_are_enough_breaks_with_names_of_their_own() -> None:
 
 
 def test_a_break_is_noticed_and_a_harmless_change_is_not() -> None:
-    tests = "test_checks.py::test_threads_change_no_bits"
+    tests = "test_threads.py::test_threads_change_no_bits"
     old = "icmp ult i32 %i, %all"
     assert noticed(Break("skipped", "jit", old, "icmp ult i32 %i, 1", tests))
     assert not noticed(Break("harmless", "jit", old, "icmp ult  i32 %i, %all", tests))
