@@ -289,3 +289,10 @@ def filled(like_ptr, out_ptr, VALUE: tl.constexpr, BLOCK: tl.constexpr):
     like = tl.load(like_ptr + i)
     value = tl.full((BLOCK,), VALUE, like_ptr.dtype.element_ty)
     tl.store(out_ptr + i, tl.where(like == 0, value, like).to(tl.float32))
+
+
+@triton.jit
+def places(out_ptr):
+    x, y, z = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    at = x + tl.num_programs(0) * (y + tl.num_programs(1) * z)
+    tl.store(out_ptr + at, 100 * x + 10 * y + z)

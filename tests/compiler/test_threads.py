@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.compiler import kernels, runs
 from tilegen import cpu
 from tilegen.cpu import threads
 from tilegen.emit.render import render
@@ -146,3 +147,13 @@ def test_integers_beyond_32_bits_are_launched_by_other_code() -> None:
     assert emitted.compiled_for(tuple(given)) is usual
     given[-2] = 2**31
     assert "i64" in emitted.compiled_for(tuple(given)).made.arguments
+
+
+@pytest.mark.parametrize("grid", [(7,), (3, 5), (4, 1, 3), (2, 3, 4)])
+def test_every_program_of_a_grid_runs_at_its_place(grid: tuple[int, ...]) -> None:
+    x, y, z = (*grid, 1, 1)[:3]
+    out = torch.full((z, y, x), -1, dtype=torch.int32)
+    runs.launch(kernels.places, grid, out)
+    at = torch.arange
+    expected = 100 * at(x) + 10 * at(y)[:, None] + at(z)[:, None, None]
+    assert torch.equal(out, expected.int())
