@@ -63,7 +63,7 @@ def test_model_and_choice_look_no_kernel_up_and_remember_by_the_memo_alone(folde
 
 
 def test_no_stage_names_a_kernel() -> None:
-    """What stages have to know of a kernel stands in its record."""
+    """Stages read facts from the record of a kernel, and do not ask for its name."""
     allowed = {
         ("model/rates.py", "fwd"),  # whose counts kernels take that nobody counted
         ("explaining/plot.py", "fwd"),  # theory: any task with the problem's values

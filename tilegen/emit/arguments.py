@@ -72,7 +72,7 @@ class Arguments:
         names = list(dict.fromkeys(names))
         if len(text := ", ".join(names)) + len("def launch():") <= WIDTH:
             return text
-        return "\n    " + "\n    ".join(_packed([[name] for name in names], WIDTH - 4)) + "\n"
+        return "\n    " + "\n    ".join(packed([[name] for name in names], WIDTH - 4)) + "\n"
 
     @property
     def passed(self) -> list[str]:
@@ -80,9 +80,9 @@ class Arguments:
         first, *others = self.lines
         strides = [line for line in others if line.arguments[0].taken == "stride"]
         numbers = [line for line in others if line.arguments[0].taken != "stride"]
-        found = [*_packed([[one] for one in first.expressions], WIDTH - 8)]
+        found = [*packed([[one] for one in first.expressions], WIDTH - 8)]
         for lines in (strides, numbers):
-            found += _packed([line.expressions for line in lines], WIDTH - 8)
+            found += packed([line.expressions for line in lines], WIDTH - 8)
         return found + [", ".join(line.expressions) + "," for line in self.extras]
 
     @property
@@ -90,7 +90,7 @@ class Arguments:
         return (*self.lines, *self.extras)
 
 
-def _packed(groups: Sequence[Sequence[str]], width: int) -> Iterator[str]:
+def packed(groups: Sequence[Sequence[str]], width: int) -> Iterator[str]:
     """Yield lines of groups that stay together, each line as long as it may be."""
     line = ""
     for group in groups:

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-WIDTH = 115
-"""Columns that a line of parameters may fill."""
+from tilegen.emit.arguments import WIDTH, packed
+
 SWITCH = "MASKED"
 """The parameter that is a constant, where lines ask for it."""
 
@@ -60,7 +60,11 @@ class Helper:
         line = ", ".join(names)
         if indent + len(f"{self.gives} = {self.name}({line}):") <= WIDTH:
             return f"({line})"
-        return "(\n    " + "\n    ".join(_wrapped(names, WIDTH - 4 - indent)) + "\n)"
+        return (
+            "(\n    "
+            + "\n    ".join(packed([[name] for name in names], WIDTH - 4 - indent))
+            + "\n)"
+        )
 
 
 def _read(body: str) -> list[str]:
@@ -98,13 +102,3 @@ def _in_order(node: ast.AST) -> Iterator[ast.Name]:
 def _is_global(name: str) -> bool:
     constant = name.isupper() and name != SWITCH
     return constant or name.startswith("_") or name in ("tl", *dir(builtins))
-
-
-def _wrapped(names: list[str], width: int) -> Iterator[str]:
-    line = ""
-    for name in names:
-        if line and len(f"{line} {name},") > width:
-            yield line
-            line = ""
-        line = f"{line} {name}," if line else f"{name},"
-    yield line

@@ -23,7 +23,7 @@ _RANKS = {
 
 @dataclass(frozen=True, kw_only=True)
 class EmittedLaunch:
-    """What `_launch.jinja` prints for one kernel."""
+    """The fields of `_launch.jinja` for one kernel."""
 
     spec: KernelSpec
     arguments: Arguments
