@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING
 from tilegen.choose.choice import Choice, Origin, Ranked
 from tilegen.choose.families import kernels_used
 from tilegen.choose.records import Records
-from tilegen.cpu import executable, runs_compiled
 from tilegen.disk import log, say_once
 from tilegen.emit.identity import rows_are_aligned
 from tilegen.emit.kernel_files import load_kernel
@@ -33,8 +32,6 @@ from tilegen.problem import AttentionProblem
 from tilegen.task import KernelTask, Tiled
 
 if TYPE_CHECKING:
-    import torch
-
     from tilegen.gpus.spec import GpuSpec
     from tilegen.model.resources import Resources
 
@@ -249,22 +246,11 @@ def _by_tile(configs: Sequence[TileConfig]) -> list[TileConfig]:
     return [config for _, config in sorted(order, key=lambda pair: pair[0])]
 
 
-def load(
-    chosen: Mapping[Kernel, Choice],
-    *,
-    aligned: bool,
-    device: torch.device,
-) -> dict[Kernel, ModuleType]:
-    """Return the module of each kernel for a device: as it is emitted, or compiled for the CPU."""
+def load(chosen: Mapping[Kernel, Choice], *, aligned: bool) -> dict[Kernel, ModuleType]:
+    """Load the emitted module of each kernel."""
     modules: dict[Kernel, ModuleType] = {}
     for kernel, choice in chosen.items():
         problem, config = choice.tiled.problem, choice.config
         log.debug("%s for '%s': %s, from %s", kernel, problem, config, choice.source)
-        if runs_compiled(device):
-            from tilegen.emit.render import render  # loads Jinja and SymPy
-
-            rendered = render(problem, config, kernel, aligned=aligned)
-            modules[kernel] = executable(rendered, device)
-        else:
-            modules[kernel] = load_kernel(problem, config, kernel, aligned=aligned)
+        modules[kernel] = load_kernel(problem, config, kernel, aligned=aligned)
     return modules

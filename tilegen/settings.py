@@ -38,8 +38,9 @@ class Settings:
     """TILEGEN_CHECK=1: look at the values of tensors on a GPU at every call, which waits for it."""
     check_bounds: bool
     """TILEGEN_CHECK=bounds: kernels compiled for the CPU compare each address with its tensor."""
-    cpu_kernels: bool
-    """TILEGEN_CPU=kernels: calls on CPU tensors run kernels compiled for the CPU, not PyTorch."""
+    cpu: str
+    """TILEGEN_CPU: `kernels` runs calls on CPU tensors by kernels compiled for the CPU, `torch` by
+    PyTorch. Empty: by kernels where they can be compiled."""
     batch_invariant: bool
     """TILEGEN_BATCH_INVARIANT: whether the forward of a request gives the same bits whatever else
     is in its batch, however its prompt is cut into chunks, and wherever its keys lie."""
@@ -60,7 +61,7 @@ def settings(environ: Mapping[str, str] | None = None) -> Settings:
         deterministic=_switch(DETERMINISTIC, env.get(DETERMINISTIC, "")),
         check=_checks(env.get(CHECK, "")),
         check_bounds=env.get(CHECK) == BOUNDS,
-        cpu_kernels=_cpu_kernels(env.get(CPU, "")),
+        cpu=_cpu(env.get(CPU, "")),
         batch_invariant=_switch(BATCH_INVARIANT, env.get(BATCH_INVARIANT, "")),
         libraries=_switch(LIBRARIES, env.get(LIBRARIES, "")),
     )
@@ -82,10 +83,10 @@ def _checks(text: str) -> bool:
     return text == "1"
 
 
-def _cpu_kernels(text: str) -> bool:
+def _cpu(text: str) -> str:
     if text not in ("", "torch", "kernels"):
         raise Unsupported(f"{CPU} must be torch or kernels, got {text!r}")
-    return text == "kernels"
+    return text
 
 
 _CHECK_KEY: Any = getattr(os.environ, "encodekey", str)(CHECK)

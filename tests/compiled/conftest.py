@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,8 @@ from tilegen import cpu
 from tilegen.bounded_cache import BoundedCache
 from tilegen.cpu import direct, target
 from tilegen.cpu.target import Target
+from tilegen.runtime import dispatch, paged_dispatch
+from tilegen.settings import settings
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -27,11 +31,19 @@ def _compiled_calls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         processor = TARGETS.get("sse2", WIDE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TILEGEN_CACHE_DIR", str(shared))
-        patch.setenv("TILEGEN_CPU", "kernels")
+        patch.delenv("TILEGEN_CPU")  # kernels are the default
+        for module, name in ((dispatch, "torch_run"), (paged_dispatch, "_by_request")):
+            patch.setattr(module, name, partial(_refuse, getattr(module, name)))
         # Compiling is most of the work of these tests. Which instructions LLVM chooses does not
         # follow from an emitted kernel; test_optimised.py and tests/compiler have it optimise.
         _compile_for(replace(processor, level=0), patch)
         yield
+
+
+def _refuse(by_torch: Callable[..., Any], *given: Any) -> Any:
+    """Let PyTorch compute a call only where the setting asks for it."""
+    assert settings().cpu == "torch"
+    return by_torch(*given)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import tilegen
-from tilegen import disk, pipeline, store
+from tilegen import cpu, disk, pipeline, store
 from tilegen.check.reference import attention_reference, make_inputs
 from tilegen.errors import InvalidProblem, TilegenError, Unsupported
 from tilegen.kernels.config import TileConfig
@@ -93,10 +93,14 @@ def test_a_plan_serves_no_call_of_tensors_that_do_not_fit(
         tilegen.attention(torch.zeros(q), torch.zeros(k), torch.zeros(v))
 
 
-def test_cpu_tensors_run_in_pytorch_with_one_notice(caplog: pytest.LogCaptureFixture) -> None:
+def test_where_nothing_compiles_pytorch_computes_with_one_notice(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     x = make_inputs(AttentionProblem.parse("b2 hq4 hkv2 q30 kv40 d16 bf16 full"))
     disk.say_once.cache_clear()
     plans.by_call.clear()
+    monkeypatch.setenv("TILEGEN_CPU", "")
+    monkeypatch.setattr(cpu, "trouble", lambda: "llvmlite is not installed; run pip install it")
     with caplog.at_level(logging.WARNING, logger="tilegen"):
         for mask in (None, tilegen.causal(), tilegen.causal("bottom_right")):
             out, lse = tilegen.attention(x.q, x.k, x.v, mask=mask, return_lse=True)
@@ -104,8 +108,8 @@ def test_cpu_tensors_run_in_pytorch_with_one_notice(caplog: pytest.LogCaptureFix
             assert out.dtype == torch.bfloat16
             torch.testing.assert_close(out, expected[0].bfloat16())
             torch.testing.assert_close(lse, expected[1])
-    assert [record.message.split(";")[0] for record in caplog.records] == [
-        "CPU tensors: computing with PyTorch"
+    assert [record.message for record in caplog.records] == [
+        "CPU tensors: computing with PyTorch, since llvmlite is not installed; run pip install it"
     ]
 
 

@@ -270,7 +270,7 @@ from tilegen.gpus.spec import gpu
 
 launched = []
 Bundle.function = lambda self, one: StandIn(one, lambda *_: launched.append(one.kernel))
-cpu.serves_calls = lambda: True  # CPU tensors go the way of kernels
+cpu.serves_calls = cpu.is_interpreting = lambda: True  # CPU tensors go the way of a GPU's
 tilegen.load_bundle(sys.argv[1])
 q, k, v = (torch.zeros(1, h, 700, 64, dtype=torch.bfloat16, requires_grad=True) for h in (8, 2, 2))
 out = tilegen.attention(q, k, v, mask=tilegen.causal())

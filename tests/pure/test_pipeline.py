@@ -19,10 +19,10 @@ from tilegen.bundles.manifest import MANIFEST, Manifest
 from tilegen.calls import ranks
 from tilegen.choose import records
 from tilegen.choose.families import family
-from tilegen.emit.identity import RenderedKernel
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import FAMILIES, KERNELS
+from tilegen.launch import kernels
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import dispatch
 from tilegen.store import save
@@ -161,10 +161,11 @@ def test_every_caller_takes_what_the_one_chooser_says(
 
     loaded: dict[str, str] = {}
 
-    def executable(rendered: RenderedKernel, _: torch.device) -> Any:
-        loaded[rendered.kernel] = rendered.config.key
+    def load_kernel(_: object, config: TileConfig, kernel: str, **__: object) -> Any:
+        loaded[kernel] = config.key
         return SimpleNamespace(launch=lambda: None)
 
-    monkeypatch.setattr(pipeline, "executable", executable)
+    monkeypatch.setattr(pipeline, "load_kernel", load_kernel)
+    monkeypatch.setattr(kernels, "runs_compiled", lambda _: False)  # as for a GPU
     dispatch.Kernels(LARGE, torch.device("cpu"), True).load("forward")
     assert loaded == expected

@@ -20,6 +20,7 @@ RECIPES = ROOT / "tilegen" / "integrations" / "recipes"
 PAGES = {
     "transformers": "transformers",
     "flex_attention": None,
+    "flex_on_a_cpu": None,
     "packed_documents": "transformers",
     "serving": None,
     "ship_kernels": None,
@@ -46,6 +47,8 @@ def test_code_prints_what_is_shown(
         reason = f"needs the package {package} (pip install 'tilegen[integrations]')"
         pytest.importorskip(package, reason=reason)
     monkeypatch.chdir(tmp_path)
+    if name == "flex_on_a_cpu":
+        monkeypatch.delenv("TILEGEN_CPU")
     monkeypatch.setattr(  # binaries take a minute, and nobody looks into them
         Pool, "compile", lambda self, rendered, arch, **_: as_if_compiled(rendered, arch)
     )

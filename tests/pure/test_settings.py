@@ -22,7 +22,7 @@ def test_defaults() -> None:
         deterministic=False,
         check=False,
         check_bounds=False,
-        cpu_kernels=False,
+        cpu="",
         libraries=False,
         batch_invariant=False,
     )
@@ -50,7 +50,7 @@ def test_all_set(tmp_path: Path) -> None:
         deterministic=True,
         check=True,
         check_bounds=False,
-        cpu_kernels=True,
+        cpu="kernels",
         libraries=True,
         batch_invariant=True,
     )

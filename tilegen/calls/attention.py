@@ -67,8 +67,8 @@ def attention(
     is the probability that a weight is dropped, which torch.manual_seed makes reproducible; lse is
     that of all weights. torch.autocast is followed as PyTorch's own attention does.
 
-    Never tunes unless TILEGEN_TUNE=1. CPU tensors run the emitted kernels where TILEGEN_CPU=kernels
-    is set, otherwise PyTorch. Raises InvalidProblem or Unsupported, naming the call.
+    Never tunes unless TILEGEN_TUNE=1. On CPU tensors the same kernels run, compiled for the CPU,
+    unless TILEGEN_CPU=torch is set. Raises InvalidProblem or Unsupported, naming the call.
     """
     if getattr(q, "is_nested", False):
         if kv_lengths is not None:

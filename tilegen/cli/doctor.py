@@ -53,6 +53,7 @@ def examine() -> list[Finding]:
     else:
         found.append(Finding("gpu", "none that PyTorch sees"))
     found.append(Finding("cpu compiler", _cpu_compiler()))
+    found.append(Finding("calls on CPU", _cpu_calls()))
     found.append(Finding("cores", str(len(os.sched_getaffinity(0)))))
     try:
         found.append(Finding("templates", str(resources.data_dir("templates"))))
@@ -74,6 +75,17 @@ def _cpu_compiler() -> str:
     target = host()
     pairs = ", products of bf16" if target.pairs else ""
     return f"{processor()}: {target.name} ({target.cpu}), {target.lanes} lanes of fp32{pairs}"
+
+
+def _cpu_calls() -> str:
+    """Name what computes calls on CPU tensors."""
+    from tilegen import cpu
+
+    try:
+        reason = cpu.why_not()
+    except TilegenError as error:  # a setting that does not exist
+        return str(error)
+    return f"PyTorch, since {reason}" if reason else "emitted kernels, compiled for this CPU"
 
 
 def _count(location: Location) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+from functools import cache
 from types import ModuleType
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ MAX_MODULES = 2048
 _modules: BoundedCache[tuple[str, str, Mode], ModuleType] = BoundedCache(MAX_MODULES)
 
 
+@cache
 def trouble() -> str:
     """Return the reason why kernels cannot be compiled for the CPU here; empty where they can."""
     if importlib.util.find_spec("llvmlite") is None:
@@ -61,8 +63,20 @@ def is_interpreting() -> bool:
 
 def serves_calls() -> bool:
     """Return True where calls on CPU tensors run emitted kernels, and PyTorch computes none."""
-    # Triton's interpreter gives wrong numbers for bf16.
-    return settings().cpu_kernels and not is_interpreting()
+    return not why_not()
+
+
+def why_not() -> str:
+    """Return the reason why PyTorch computes calls on CPU tensors; empty where kernels do.
+
+    Where TILEGEN_CPU=kernels asks for kernels, `load` raises the reason why they cannot be
+    compiled, and PyTorch computes nothing in their place.
+    """
+    if settings().cpu == "torch":
+        return "TILEGEN_CPU=torch is set"
+    if is_interpreting():  # Triton's interpreter gives wrong numbers for bf16
+        return "TRITON_INTERPRET=1 is set, with which nothing is compiled"
+    return "" if settings().cpu == "kernels" else trouble()
 
 
 def runs_compiled(device: torch.device) -> bool:

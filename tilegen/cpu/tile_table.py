@@ -14,6 +14,8 @@ LONG = 1024
 """Queries from which a forward without a mask takes tiles of 128 rows."""
 WIDE = 128
 """Head dim up to which it does."""
+JOINED = 16
+"""Splits that are joined in a step."""
 SUMMED_ROWS = 32
 """Rows of a tile of kernels that go over their rows once."""
 
@@ -21,10 +23,17 @@ SUMMED_ROWS = 32
 def cpu_config(problem: AttentionProblem, kernel: Kernel) -> TileConfig:
     """Return the tile of a kernel that holds head dims whole, or goes over its rows once."""
     spec = KERNELS[kernel]
+    if spec.joins:
+        return TileConfig(block_m=spec.knobs.block_m[-1], block_n=JOINED)
     if not spec.masked:
         return TileConfig(block_m=SUMMED_ROWS, block_n=16)
     widest = max(problem.head_dim_qk, problem.head_dim_v)
     is_long = problem.seqlen_q >= LONG and widest <= WIDE
     # With a mask, tiles on its edge are computed whole.
     tall = "out" in spec.made and is_long and problem.mask.notation == "full"
-    return TileConfig(block_m=128 if tall else 64, block_n=64)
+    return TileConfig(block_m=128 if tall else _fitting(problem.seqlen_q), block_n=64)
+
+
+def _fitting(length: int) -> int:
+    """Return the rows of a tile of queries: 64, or fewer where a problem has fewer."""
+    return next(rows for rows in (16, 32, 64) if rows >= min(length, 64))

@@ -174,17 +174,11 @@ class _Reaching(torch.autograd.Function):
 
 
 def computes_by_torch(device: torch.device) -> bool:
-    """Return True where PyTorch computes calls on a device, which is said once: on a CPU, unless
-    TILEGEN_CPU=kernels has the emitted kernels run there, compiled."""
+    """Return True where PyTorch computes calls on a device: on a CPU where kernels cannot be
+    compiled, or TILEGEN_CPU=torch is set. The reason is logged once."""
     if device.type != "cpu" or cpu.serves_calls():
         return False
-    ask = "set TILEGEN_CPU=kernels"
-    if cpu.is_interpreting():
-        ask = f"unset TRITON_INTERPRET, with which nothing is compiled, and {ask}"
-    say_once(
-        f"CPU tensors: computing with PyTorch; {ask} to run the emitted kernels, compiled for the "
-        "CPU"
-    )
+    say_once(f"CPU tensors: computing with PyTorch, since {cpu.why_not()}")
     return True
 
 

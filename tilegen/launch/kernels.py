@@ -13,6 +13,7 @@ import torch
 from tilegen import bundles, pipeline
 from tilegen.choose.libraries import library_used
 from tilegen.choose.records import Records
+from tilegen.cpu import runs_compiled
 from tilegen.disk import log
 from tilegen.emit.identity import stride_unit
 from tilegen.errors import Unsupported
@@ -25,7 +26,7 @@ from tilegen.kernels.spec import Direction
 from tilegen.kernels.split_kv import Requests
 from tilegen.kernels.two_pass import BWD_PREPROCESS
 from tilegen.launch.binding import BoundKernel
-from tilegen.launch.bound_module import bound_module
+from tilegen.launch.bound_module import bound_kernel, bound_module
 from tilegen.launch.changes import Changes, Gradients, Wanted
 from tilegen.launch.libraries import Library
 from tilegen.masks.mask import Causal
@@ -107,24 +108,8 @@ class Kernels:
         """Return a pass, whose kernels are chosen and loaded the first time."""
         with self._lock:
             if direction not in self._passes:
-                spec, problem = _spec(self.device), self._problems[direction]
-                found = self._from_bundle(spec, direction)
-                readable = (torch.int32,)  # by binaries of a bundle
-                library = None
-                if found is None:
-                    readable = READABLE
-                    found = self._compiled_here(spec, direction)
-                    library = self._library(spec, direction, tuple(found))
-                self._passes[direction] = Pass(
-                    found,
-                    {name: one.launch for name, one in found.items()},
-                    rows_for(problem, spec, direction),
-                    _run_of(found, direction, problem),
-                    all(one.reads_nothing for one in found.values()),
-                    any(one.reads_lists for one in found.values()),
-                    not self._integers or not set(self._integers) <= set(readable),
-                    library,
-                )
+                load = self._for_cpu if runs_compiled(self.device) else self._for_gpu
+                self._passes[direction] = load(direction)
             return self._passes[direction]
 
     def forward(
@@ -238,6 +223,48 @@ class Kernels:
         read = (changes.mask, Shape.of(q, k), self.device, reads, tables)
         return {name: one.given(*read) for name, one in its.kernels.items()}
 
+    def _for_cpu(self, direction: Direction) -> Pass:
+        from tilegen.cpu.choice import cpu_choice
+        from tilegen.emit.render import render  # loads Jinja and SymPy
+
+        problem = self._problems[direction]
+        family, configs = cpu_choice(problem, direction)
+        log.debug("%s of '%s' on the CPU: %s, %s", direction, problem, family.name, configs)
+        kernels: dict[Kernel, BoundKernel] = {}
+        for kernel, config in configs.items():
+            rendered = render(problem, config, kernel, aligned=self.aligned)
+            kernels[kernel] = bound_kernel(rendered, self.device)
+        return self._pass(direction, kernels, panel_rows=1)
+
+    def _for_gpu(self, direction: Direction) -> Pass:
+        spec = _spec(self.device)
+        rows = rows_for(self._problems[direction], spec, direction)
+        if found := self._from_bundle(spec, direction):
+            return self._pass(direction, found, panel_rows=rows, readable=(torch.int32,))
+        found = self._compiled_here(spec, direction)
+        library = self._library(spec, direction, tuple(found))
+        return self._pass(direction, found, panel_rows=rows, library=library)
+
+    def _pass(
+        self,
+        direction: Direction,
+        kernels: Mapping[Kernel, BoundKernel],
+        *,
+        panel_rows: int,
+        readable: tuple[torch.dtype, ...] = READABLE,
+        library: Library | None = None,
+    ) -> Pass:
+        return Pass(
+            kernels,
+            {name: kernel.launch for name, kernel in kernels.items()},
+            panel_rows,
+            _run_of(kernels, direction, self._problems[direction]),
+            all(kernel.reads_nothing for kernel in kernels.values()),
+            any(kernel.reads_lists for kernel in kernels.values()),
+            not self._integers or not set(self._integers) <= set(readable),
+            library,
+        )
+
     def _compiled_here(self, spec: GpuSpec, direction: Direction) -> dict[Kernel, BoundKernel]:
         problem = self._problems[direction]
         chosen = pipeline.choose(
@@ -249,7 +276,7 @@ class Kernels:
             may_tune=self._on_gpu,
             may_compile=self._on_gpu,
         )
-        modules = pipeline.load(chosen, aligned=self.aligned, device=self.device)
+        modules = pipeline.load(chosen, aligned=self.aligned)
         unit = stride_unit(problem, self.aligned)
         return {
             kernel: bound_module(module, problem, kernel, chosen[kernel].config, unit)

@@ -1,0 +1,86 @@
+"""The choice of a call on the CPU: a family for each pass, and the tiles of its kernels.
+
+Both follow from the problem alone. The number of threads and the clock have no part in them, so
+that results do not depend on either.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tilegen.cpu.tile_table import cpu_config
+from tilegen.errors import Unsupported
+from tilegen.kernels.config import BLOCK_SIZES, Kernel, TileConfig
+from tilegen.kernels.q_stationary import Q_STATIONARY
+from tilegen.kernels.registry import KERNELS
+from tilegen.kernels.spec import Direction, FamilySpec
+from tilegen.kernels.split_kv import PAGED, SPLIT_KV
+from tilegen.kernels.two_pass import TWO_PASS
+from tilegen.masks.grouping import packed_heads
+from tilegen.problem import AttentionProblem
+
+BUSY = 8
+"""Programs from which a forward splits no keys: cores of a small machine, several times over."""
+LEAST_SPLIT = 512
+"""Keys of the smallest split: fewer would cost more to join than they gain."""
+INVARIANT_SPLIT = 1024
+"""Keys of a split where a row's bits may not depend on the lengths of its batch."""
+FEW_ROWS, MOST_ROWS = BLOCK_SIZES[0], 64
+"""Rows of the least tile, below which a head leaves room for others of its group; and of the
+largest tile that holds several heads."""
+
+
+def cpu_choice(
+    problem: AttentionProblem, direction: Direction
+) -> tuple[FamilySpec, dict[Kernel, TileConfig]]:
+    """Choose the family of a pass and the config of each kernel. Raises Unsupported."""
+    family = _family(problem, direction)
+    if reason := family.why_not(problem, "cpu"):
+        raise Unsupported(reason)
+    return family, {kernel.name: _config(problem, kernel.name) for kernel in family.kernels}
+
+
+def _family(problem: AttentionProblem, direction: Direction) -> FamilySpec:
+    if direction == "backward":
+        return TWO_PASS
+    if problem.page:
+        return PAGED
+    if problem.invariant:
+        return SPLIT_KV
+    if problem.dropout:  # kernels of splits drop nothing
+        return Q_STATIONARY
+    shares_tiles = problem.seqlen_q < FEW_ROWS and packed_heads(problem) > 1
+    may_split = problem.seqlen_kv >= 2 * LEAST_SPLIT and _programs(problem) < BUSY
+    return SPLIT_KV if shares_tiles or may_split else Q_STATIONARY
+
+
+def _config(problem: AttentionProblem, kernel: Kernel) -> TileConfig:
+    spec, config = KERNELS[kernel], cpu_config(problem, kernel)
+    if not (spec.splits and spec.packs):
+        return config
+    heads = packed_heads(problem)
+    split = INVARIANT_SPLIT
+    if not problem.invariant:
+        shares = -(-BUSY // _programs(problem))
+        longest = spec.knobs.split_kv[-1]
+        split = min(max(LEAST_SPLIT, _power(problem.seqlen_kv) // shares), longest)
+    return replace(config, block_m=_queries(problem), heads=heads, split_kv=split)
+
+
+def _queries(problem: AttentionProblem) -> int:
+    """Return the query rows of each head in a tile that holds all heads of a group."""
+    heads = packed_heads(problem)
+    # A prompt and its chunks take the same tiles where their bits must be the same.
+    length = 1 if problem.invariant else problem.seqlen_q
+    return max(FEW_ROWS, heads, min(_power(length) * heads, MOST_ROWS)) // heads
+
+
+def _programs(problem: AttentionProblem) -> int:
+    """Return the programs of a forward without splits."""
+    groups = problem.num_heads_q if packed_heads(problem) == 1 else problem.num_heads_kv
+    return problem.batch * groups * -(-problem.seqlen_q // _queries(problem))
+
+
+def _power(length: int) -> int:
+    """Return the least power of two that is not below a length."""
+    return 1 << (length - 1).bit_length()
