@@ -1,11 +1,10 @@
-"""Kernels compiled for the CPU beside PyTorch's attention: forward and backward, paired in one run.
+"""Calls of `tilegen.attention` on a CPU beside PyTorch's attention, paired in one run.
 
-    python -m benchmarks.cpu_kernels --minutes 40
+    python -m benchmarks.cpu_calls --minutes 40
 
-Each case is timed in turns with SDPA's back ends and with standard attention (two products and a
-softmax), with one thread and with two. A run that was stopped goes on where it was; losses are
-printed like wins. `--flex` adds compiled FlexAttention's forward, which takes a minute to compile a
-case.
+Forward and backward are timed in turns with SDPA's back ends and with standard attention (two
+products and a softmax), with one thread and with two. A run that was stopped goes on where it was.
+`--flex` times compiled FlexAttention's forward, which takes a minute to compile a case.
 """
 
 from __future__ import annotations
@@ -27,31 +26,34 @@ from benchmarks.rows import append, read, same_values, with_environment
 from tilegen import cpu
 from tilegen.check.peers import Attention, flex, sdpa
 from tilegen.check.reference import dense_mask
+from tilegen.cpu.choice import cpu_choice
 from tilegen.cpu.passes import passes_to_time
-from tilegen.cpu.tile_table import cpu_config
 from tilegen.cpu.timing import timed_in_turns
 from tilegen.emit.render import render
 from tilegen.errors import TilegenError
-from tilegen.kernels.registry import LARGE_CACHE
+from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.spec import Direction
 from tilegen.masks.mask import Full, Mask
 from tilegen.masks.shapes import Shape
 from tilegen.problem import AttentionProblem
 
-HEADS = {512: 8, 2048: 4, 8192: 1}
+HEADS = {512: 8, 2048: 8, 8192: 2}
 """Heads by length, so that each case takes a while and none takes minutes."""
+PASSES: tuple[Direction, ...] = "forward", "backward"
+OUT = RESULTS / "cpu" / "calls.csv"
 MASKS = ("full", "causal", "window(255,0)", "documents(@q:{document})")
 DOCUMENTS = 8
 """Packed documents of a sequence, each an eighth of it."""
 MOST_FLOPS = 4e10
 """Products of a case, so that all cases fit into 40 minutes."""
-MOST_SCORES = 2**27
-"""Scores that standard attention writes at most."""
+MOST_SCORES = 2**25
+"""Scores that standard attention writes at most: it takes minutes for 8192 queries in bf16."""
 FLEX = product(("fp32", "bf16"), (64, 128), ("full", "causal", "window(255,0)"))
 """Cases of FlexAttention, at 2048."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class KernelRow(Environment):
+class CallRow(Environment):
     """One pass of one case by one provider."""
 
     problem: str
@@ -144,44 +146,47 @@ def measure(
     its: Environment,
     *,
     with_flex: bool,
-) -> Iterator[KernelRow]:
+) -> Iterator[CallRow]:
     """Yield the rows of one case; with FlexAttention, which has no backward on a CPU, its forward
     alone."""
     torch.set_num_threads(threads)
-    configs = {kernel: cpu_config(problem.normal(), kernel) for kernel in LARGE_CACHE}
-    rendered = {name: render(problem.normal(), one, name) for name, one in configs.items()}
-    made = {name: cpu.function_of(cpu.load(one)).made for name, one in rendered.items()}
     compared = peers(problem, with_flex=with_flex)
-    for direction, functions in passes_to_time(problem, rendered, compared).items():
-        if with_flex and direction == "backward":
-            continue
-        kernels = ["fwd"] if direction == "forward" else [n for n in LARGE_CACHE if n != "fwd"]
+    functions_of = passes_to_time(problem, compared)
+    for direction in ("forward",) if with_flex else PASSES:
+        functions = functions_of[direction]
+        configs = cpu_choice(problem.normal().bucket, direction)[1]
+        compiled = sum(compile_seconds(problem, *choice) for choice in configs.items())
         flops = products(problem, 2 if direction == "forward" else 5)
         for provider, timing in timed_in_turns(functions, seconds=seconds).items():
             own = provider == "tilegen"
             gflops = flops / timing.median / 1e9
             yield with_environment(
-                KernelRow,
+                CallRow,
                 its,
                 problem=problem.key,
                 threads=threads,
                 direction=direction,
                 provider=provider,
-                config=" ".join(configs[name].key for name in kernels) if own else "",
+                config=" ".join(config.key for config in configs.values()) if own else "",
                 median_ms=1e3 * timing.median,
                 least_ms=1e3 * timing.least,
                 rounds=timing.rounds,
                 gflops=gflops,
                 peak_fraction=gflops / peak,
                 tilegen_speedup=timing.ratio,
-                compile_ms=1e3 * sum(made[name].seconds for name in kernels) if own else 0.0,
+                compile_ms=1e3 * compiled if own else 0.0,
             )
 
 
+def compile_seconds(problem: AttentionProblem, kernel: Kernel, config: TileConfig) -> float:
+    """Return the time that compiling a kernel of a call took, when it was not yet on disk."""
+    return cpu.function_of(cpu.load(render(problem.normal().bucket, config, kernel))).made.seconds
+
+
 def main(
-    out: Annotated[Path, typer.Option(help="result file")] = RESULTS / "cpu" / "kernels.csv",
+    out: Annotated[Path, typer.Option(help="result file")] = OUT,
     minutes: Annotated[float, typer.Option(help="time to spend")] = 40.0,
-    seconds: Annotated[float, typer.Option(help="time for each provider of a case")] = 0.3,
+    seconds: Annotated[float, typer.Option(help="time for each provider of a case")] = 0.15,
     threads: Annotated[str, typer.Option(help="numbers of threads")] = "1,2",
     only_flex: Annotated[bool, typer.Option("--flex", help="FlexAttention's forward")] = False,
 ) -> None:
@@ -208,7 +213,7 @@ def main(
         print(f"time is up: {left} cases left; type the same command again")
 
 
-def _line(row: KernelRow) -> str:
+def _line(row: CallRow) -> str:
     verdict = "" if row.provider == "tilegen" else f"{row.tilegen_speedup:6.2f} x"
     speed = f"{row.gflops:7.1f} GFLOP/s {100 * row.peak_fraction:4.0f} %"
     return (

@@ -1,24 +1,41 @@
-"""The table of benchmarks/README.md on kernels compiled for the CPU, from their result file.
+"""The table of benchmarks/README.md on calls on a CPU, and its figure, from their result file.
 
-python -m benchmarks.cpu_summary
+python -m benchmarks.cpu_summary [--figure]
 """
+
+# matplotlib is typed only in part:
+# pyright: reportUnknownMemberType=false
 
 from __future__ import annotations
 
 import statistics
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from benchmarks.environment import RESULTS
 from benchmarks.rows import read
+from benchmarks.study import figures
+from benchmarks.study.figures import BLUE, GREEN, GREY, ORANGE
+from tilegen.problem import AttentionProblem
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Row = Mapping[str, str]
 Case = dict[str, Row]
 """The rows of one pass of a problem, by provider."""
+STYLES = {
+    "tilegen": (BLUE, "tilegen"),
+    "sdpa": (ORANGE, "SDPA"),
+    "sdpa math": (GREEN, "SDPA, math back end"),
+    "standard": (GREY, "standard attention"),
+}
+"""Colour and label of each provider."""
 HEAD = (
     "| threads | pass | dtype | cases | faster | speed: least, median, most "
     "| part of the measured peak | faster than the best of SDPA |\n" + "| --- " * 8 + "|"
@@ -80,12 +97,55 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
             yield f"slower: {row['speed']} x, {where}"
 
 
+def curves(
+    rows: Sequence[Row], *, dtype: str, mask: str, direction: str
+) -> dict[str, list[tuple[int, float]]]:
+    """Return (length, milliseconds a head) of each provider: head dim 64, one thread."""
+    found: dict[str, list[tuple[int, float]]] = defaultdict(list)
+    for row in rows:
+        problem = AttentionProblem.parse(row["problem"])
+        is_drawn = (problem.dtype, problem.mask.notation, problem.head_dim_qk) == (dtype, mask, 64)
+        if is_drawn and (row["direction"], row["threads"]) == (direction, "1"):
+            heads = problem.batch * problem.num_heads_q
+            found[row["provider"]].append((problem.seqlen_q, float(row["median_ms"]) / heads))
+    return {provider: sorted(points) for provider, points in found.items()}
+
+
+def figure(rows: Sequence[Row]) -> Figure:
+    """Draw the time of a head against the length, of forwards and backwards."""
+    import matplotlib.pyplot as plt
+
+    masks = ("causal", "window(255,0)")
+    panels = list(product(("fp32", "bf16"), ("forward", "backward"), masks))
+    drawn, axes = plt.subplots(2, 4, figsize=(13.0, 6.2), sharex=True, sharey=True)
+    for axis, (dtype, direction, mask) in zip(axes.flat, panels, strict=True):
+        for provider, points in curves(rows, dtype=dtype, mask=mask, direction=direction).items():
+            colour, label = STYLES[provider]
+            lengths, times = zip(*points, strict=True)
+            axis.plot(lengths, times, marker="o", markersize=4, color=colour, label=label)
+        axis.set_title(f"{direction}, {dtype}, {mask}", fontsize=10)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+    for axis in axes[-1]:
+        axis.set_xlabel("tokens")
+    for axis in axes[:, 0]:
+        axis.set_ylabel("ms a head, one thread")
+    axes[0, 0].legend()
+    drawn.tight_layout()
+    return drawn
+
+
 def main(
-    results: Annotated[Path, typer.Option(help="result file")] = RESULTS / "cpu" / "kernels.csv",
+    results: Annotated[Path, typer.Option(help="result file")] = RESULTS / "cpu" / "calls.csv",
+    draw: Annotated[bool, typer.Option("--figure", help="draw the figure, too")] = False,
 ) -> None:
     """Print the summary of a result file."""
-    for line in lines(read(results)):
+    rows = read(results)
+    for line in lines(rows):
         print(line)
+    if draw:
+        figures.require_matplotlib()
+        figures.save(figure(rows), results.with_suffix(""))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
     python -m benchmarks.run --workload llama3-8b-8k --provider tilegen --provider sdpa-cudnn
 
 A row is written as soon as it is measured. A run that is stopped, or whose time is over, goes on
-where it was when started again with the same file. Without a GPU the CPU benchmarks run instead.
+where it was when started again with the same file. Without a GPU calls on the CPU are timed
+instead, as by `benchmarks.cpu_calls`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from benchmarks import cpu
+from benchmarks import cpu_calls
 from benchmarks.arithmetic import compulsory_bytes, flops, ideal_seconds
 from benchmarks.environment import RESULTS, environment, gpu_folder, has_gpu, start_over
 from benchmarks.providers import Provider, providers
@@ -221,8 +222,8 @@ def main(
     Example: python -m benchmarks.run --head --minutes 5
     """
     if not has_gpu():
-        print("no GPU that PyTorch can use: running the CPU benchmarks instead")
-        cpu.main(csv=csv)
+        print("no GPU that PyTorch can use: timing calls on the CPU instead")
+        cpu_calls.main(out=csv or cpu_calls.OUT, minutes=min(minutes, 40.0))
         return
     started = time.monotonic()
     known = MASKED if masks else head() if only_head else CATALOGUE

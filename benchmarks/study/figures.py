@@ -64,14 +64,15 @@ def draw_all(folder: Path) -> None:
     """Draw every figure of which `folder` has the rows."""
     require_matplotlib()
     counts = read(folder / "counts.csv")
-    _save(sweep_figure(counts, "forward"), folder / "sweep_forward")
-    _save(sweep_figure(counts, "backward"), folder / "sweep_backward")
-    _save(crossover_figure(counts), folder / "crossover")
-    _save(mask_figure(read(folder / "masks.csv")), folder / "masks")
-    _save(device_figure(read(folder / "devices.csv")), folder / "devices")
+    save(sweep_figure(counts, "forward"), folder / "sweep_forward")
+    save(sweep_figure(counts, "backward"), folder / "sweep_backward")
+    save(crossover_figure(counts), folder / "crossover")
+    save(mask_figure(read(folder / "masks.csv")), folder / "masks")
+    save(device_figure(read(folder / "devices.csv")), folder / "devices")
 
 
-def _save(figure: Figure, path: Path) -> None:
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure as PNG and as SVG."""
     import matplotlib.pyplot as plt
 
     path.parent.mkdir(parents=True, exist_ok=True)

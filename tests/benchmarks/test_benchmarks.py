@@ -302,12 +302,12 @@ def test_unknown_names_are_refused() -> None:
         run._named("workload", CATALOGUE, ["llama"])
 
 
-def test_without_a_gpu_the_cpu_benchmarks_run(
+def test_without_a_gpu_calls_on_the_cpu_are_timed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     called: list[Path | None] = []
     monkeypatch.setattr(run, "has_gpu", lambda: False)
-    monkeypatch.setattr(run.cpu, "main", lambda *, csv: called.append(csv))
+    monkeypatch.setattr(run.cpu_calls, "main", lambda *, out, minutes: called.append(out))
     run.main(csv=tmp_path / "cpu.csv")
     assert called == [tmp_path / "cpu.csv"]
     (line,) = capsys.readouterr().out.splitlines()

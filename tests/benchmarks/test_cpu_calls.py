@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import cpu_kernels, cpu_peak, cpu_summary
+from benchmarks import cpu_calls, cpu_peak, cpu_summary
 from benchmarks.environment import RESULTS
 from benchmarks.rows import read
 from tilegen.problem import AttentionProblem
@@ -20,16 +20,16 @@ SMALL = AttentionProblem.parse("hq2 q64 d16 fp32 causal")
 
 @pytest.fixture(autouse=True)
 def _one_small_case(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cpu_kernels, "cases", lambda: iter([SMALL]))
-    monkeypatch.setattr(cpu_kernels, "peak_gflops", lambda _: 100.0)
+    monkeypatch.setattr(cpu_calls, "cases", lambda: iter([SMALL]))
+    monkeypatch.setattr(cpu_calls, "peak_gflops", lambda _: 100.0)
 
 
 def test_rows_of_a_case_and_a_run_that_goes_on(tmp_path: Path) -> None:
     before = torch.get_num_threads()
-    out = tmp_path / "kernels.csv"
+    out = tmp_path / "calls.csv"
     try:
         for _ in range(2):  # the second run has nothing left to measure
-            cpu_kernels.main(out=out, minutes=5.0, seconds=0.001, threads="1", only_flex=False)
+            cpu_calls.main(out=out, minutes=5.0, seconds=0.001, threads="1", only_flex=False)
     finally:
         torch.set_num_threads(before)
     rows = read(out)
@@ -47,12 +47,12 @@ def test_rows_of_a_case_and_a_run_that_goes_on(tmp_path: Path) -> None:
 
 def test_the_cases_are_those_of_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    problems = list(cpu_kernels.cases())
+    problems = list(cpu_calls.cases())
     assert len(problems) >= 80
     for wanted in ("fp32", "bf16", "d64", "d512", "q512", "q8192", "full", "window", "documents"):
         assert any(wanted in problem.key for problem in problems)
     full, documents = (
-        cpu_kernels.products(AttentionProblem.parse(f"hq1 q512 d64 fp32 {mask}"), 2)
+        cpu_calls.products(AttentionProblem.parse(f"hq1 q512 d64 fp32 {mask}"), 2)
         for mask in ("full", "documents(@q:64)")
     )
     assert full == 8 * documents

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from tilegen import cpu
 from tilegen.check.sizes import checkable
 from tilegen.check.verification import Check, require, verify
+from tilegen.choose.families import passes_of
+from tilegen.cpu.choice import cpu_choice
 from tilegen.cpu.passes import passes_to_time
-from tilegen.cpu.tile_table import cpu_config
 from tilegen.cpu.timing import timed_in_turns
 from tilegen.emit.render import render
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.kernels.registry import LARGE_CACHE
 from tilegen.problem import AttentionProblem
 
 if TYPE_CHECKING:
@@ -56,11 +56,18 @@ class CpuDemo:
         self.say(f"problem   {problem}")
         self.say(f"CPU       {processor()}, {target.name}, {threads} threads; no GPU found")
         problem = problem.normal()
-        configs = {kernel: cpu_config(problem, kernel) for kernel in LARGE_CACHE}
+        if problem.page:
+            raise Unsupported(
+                f"expected whole keys, got pages of {problem.page}: the demonstration times calls "
+                "of tilegen.attention; leave the page out"
+            )
+        configs: dict[Kernel, TileConfig] = {}
+        for direction in passes_of(problem):
+            configs |= cpu_choice(problem, direction)[1]
         rendered = {kernel: render(problem, config, kernel) for kernel, config in configs.items()}
         self._compile(rendered)
         checks = self._verify(problem, configs)
-        times = self._measure(problem, rendered)
+        times = self._measure(problem)
         self.say("")
         self.say(f"{len(checks)} outputs right; {time.perf_counter() - started:.1f} s in all")
         self.say(f'to read a kernel, type: tilegen show "{problem}" --kernel fwd')
@@ -97,13 +104,13 @@ class CpuDemo:
         require(checks)
         return checks
 
-    def _measure(
-        self, problem: AttentionProblem, rendered: Mapping[Kernel, RenderedKernel]
-    ) -> dict[str, Any]:
+    def _measure(self, problem: AttentionProblem) -> dict[str, Any]:
         self.say("")
-        self.say("-- measure: kernels and SDPA in turns, median times, forward and backward")
+        self.say("-- measure: tilegen.attention and SDPA in turns, median times")
         times: dict[str, Any] = {}
-        for name, functions in passes_to_time(problem, rendered).items():
+        functions_of = passes_to_time(problem)
+        for name in passes_of(problem):
+            functions = functions_of[name]
             timings = timed_in_turns(functions, seconds=SECONDS)
             ours = timings["tilegen"]
             times[name] = {who: timing.median for who, timing in timings.items()}

@@ -1,83 +1,60 @@
-"""The passes of a problem as functions to time: kernels compiled for the CPU beside PyTorch's."""
+"""The passes of a problem as functions to time: calls of tilegen beside PyTorch's, on the CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
 import torch
 
+from tilegen.calls.attention import attention
 from tilegen.check.peers import Attention, sdpa
 from tilegen.check.reference import Inputs, make_inputs
-from tilegen.check.verification import launch_of
-from tilegen.emit.identity import RenderedKernel
 from tilegen.errors import TilegenError
-from tilegen.kernels import passes
-from tilegen.kernels.config import Kernel
+from tilegen.masks.typical import typical_score
 from tilegen.problem import AttentionProblem
 
 Function = Callable[[], object]
+DROPOUT = 0.1
+"""Probability that a weight is dropped, in calls of problems with dropout."""
 
 
 def passes_to_time(
-    problem: AttentionProblem,
-    rendered: Mapping[Kernel, RenderedKernel],
-    peers: Mapping[str, Attention] | None = None,
+    problem: AttentionProblem, peers: Mapping[str, Attention] | None = None
 ) -> dict[str, dict[str, Function]]:
-    """Return functions for `forward` and `backward`: tilegen's first, then those of peers.
+    """Make functions that compute `forward` and `backward`: whole calls of tilegen, then of peers.
 
-    `rendered` are the kernels of both passes, in the families q_stationary and two_pass. `peers`
-    defaults to SDPA, if it has the problem's mask.
+    `peers` defaults to SDPA, if SDPA has the problem's mask and no score changes.
     """
     x = make_inputs(problem, device="cpu")
     problem = replace(problem, mask=problem.mask.realized(problem.shape, "cpu"))
-    functions = _kernels(problem, rendered, x)
+    score = problem.score and typical_score(problem.score, problem.shape, "cpu")
+    dropped = DROPOUT if problem.dropout else 0.0
+    ours: Attention = partial(attention, mask=problem.mask, score=score, dropout_p=dropped)
     if peers is None:
         try:
             peers = {"SDPA": sdpa(problem, "cpu")}
         except TilegenError:  # SDPA changes no scores
             peers = {}
-    for name, attention in peers.items():
-        forward, backward = _peer(attention, x)
+    functions: dict[str, dict[str, Function]] = {"forward": {}, "backward": {}}
+    for name, computed_by in {"tilegen": ours, **peers}.items():
+        forward, backward = _passes(computed_by, x)
         functions["forward"][name], functions["backward"][name] = forward, backward
     return functions
 
 
-def _kernels(
-    problem: AttentionProblem, rendered: Mapping[Kernel, RenderedKernel], x: Inputs
-) -> dict[str, dict[str, Function]]:
-    scale = x.q.shape[-1] ** -0.5
-    read = problem.mask, {}, x.q, x.k
-    launches = {kernel: launch_of(one, *read) for kernel, one in rendered.items()}
-    forward = {"fwd": launches["fwd"]}
-    backward = {kernel: launch for kernel, launch in launches.items() if kernel != "fwd"}
-    out, lse = passes.forward(forward, x.q, x.k, x.v, scale, panel_rows=1)
-
-    def gradients() -> object:
-        delta = passes.delta_of(launches, out, x.dout)
-        given: Sequence[torch.Tensor] = (x.q, x.k, x.v, x.dout, lse, delta)
-        return passes.gradients(backward, *given, scale, panel_rows=1)
-
-    return {
-        "forward": {
-            "tilegen": partial(passes.forward, forward, x.q, x.k, x.v, scale, panel_rows=1)
-        },
-        "backward": {"tilegen": gradients},
-    }
-
-
-def _peer(attention: Attention, x: Inputs) -> tuple[Function, Function]:
-    leaves = [one.detach().clone().requires_grad_() for one in (x.q, x.k, x.v)]
+def _passes(computed_by: Attention, x: Inputs) -> tuple[Function, Function]:
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in (x.q, x.k, x.v)]
     results: list[torch.Tensor] = []
 
     def forward() -> object:
         with torch.no_grad():
-            return attention(x.q, x.k, x.v)
+            return computed_by(x.q, x.k, x.v)
 
     def backward() -> object:
         if not results:  # a forward that is not timed, the first time
-            results.append(attention(*leaves))
+            results.append(computed_by(*leaves))
         return torch.autograd.grad(results[0], leaves, x.dout, retain_graph=True)
 
     return forward, backward

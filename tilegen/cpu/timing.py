@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 MIN_ROUNDS = 5
 MAX_ROUNDS = 1000
-MOST_RATIO = 20.0
-"""Time of a function over the first function's, beyond which one round suffices. PyTorch's products
+MOST_RATIO = 5.0
+"""Time of a function over the first function's, beyond which one call suffices. PyTorch's products
 in bf16 take 50 to 80 times as long as ours on processors without such instructions."""
 
 
@@ -33,16 +33,16 @@ def timed_in_turns(
 
     The first round warms up and does not count. About `seconds` are spent on each function, and at
     least MIN_ROUNDS rounds. A function that takes MOST_RATIO times as long as the first function
-    takes part in one round.
+    is called once: its warming counts.
     """
     warming = {name: _seconds(function) for name, function in functions.items()}
     longest = MOST_RATIO * next(iter(warming.values()))
-    times: dict[str, list[float]] = {name: [] for name in functions}
+    times = {name: [took] if took > longest else [] for name, took in warming.items()}
     end = time.perf_counter() + seconds * len(functions)
     rounds = 0
     while rounds < MIN_ROUNDS or (time.perf_counter() < end and rounds < MAX_ROUNDS):
         for name, function in functions.items():
-            if not rounds or warming[name] <= longest:
+            if warming[name] <= longest:
                 times[name].append(_seconds(function))
         rounds += 1
     first = next(iter(times.values()))
