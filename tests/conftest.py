@@ -159,7 +159,7 @@ def _own_cache_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[N
         patch.delenv("TILEGEN_CACHE_PATH", raising=False)
         patch.delenv("TILEGEN_TUNE", raising=False)
         patch.delenv("TILEGEN_DETERMINISTIC", raising=False)
-        # Compiling would take most of the time. tests/compiled runs the kernels.
+        # Compiling would take most of the time. tests/compiled and tests/traced run the kernels.
         patch.setenv("TILEGEN_CPU", "torch")
         yield
 

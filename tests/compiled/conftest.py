@@ -1,58 +1,26 @@
-"""Calls on CPU tensors run emitted kernels, which the tests of one run compile once."""
+"""Calls on CPU tensors run emitted kernels, compiled once for all tests."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import pytest
 
-from tests.compiler.runs import TARGETS, WIDE
+from tests.compiled_once import compile_for, compiled_once
 from tilegen import cpu
 from tilegen.bounded_cache import BoundedCache
-from tilegen.cpu import direct, target
-from tilegen.cpu.target import Target
-from tilegen.runtime import dispatch, paged_dispatch
-from tilegen.settings import settings
+from tilegen.cpu import target
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _compiled_calls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Run kernels compiled for the CPU, kept in a folder that all workers of the run share."""
-    base = tmp_path_factory.getbasetemp()
-    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "tilegen-compiled"
-    shared.mkdir(mode=0o700, exist_ok=True)
-    processor = target.host()
-    if os.environ.get("ATEN_CPU_CAPABILITY") == "default":
-        # As PyTorch then, kernels run code that every x86-64 has.
-        processor = TARGETS.get("sse2", WIDE)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TILEGEN_CACHE_DIR", str(shared))
-        patch.delenv("TILEGEN_CPU")  # kernels are the default
-        for module, name in ((dispatch, "torch_run"), (paged_dispatch, "_by_request")):
-            patch.setattr(module, name, partial(_refuse, getattr(module, name)))
-        # Compiling is most of the work of these tests. Which instructions LLVM chooses does not
-        # follow from an emitted kernel; test_optimised.py and tests/compiler have it optimise.
-        _compile_for(replace(processor, level=0), patch)
+    with compiled_once(tmp_path_factory):
         yield
-
-
-def _refuse(by_torch: Callable[..., Any], *given: Any) -> Any:
-    """Let PyTorch compute a call only where the setting asks for it."""
-    assert settings().cpu == "torch"
-    return by_torch(*given)
 
 
 @pytest.fixture
 def optimised(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have kernels compiled as for users."""
-    _compile_for(replace(target.host(), level=2), monkeypatch)
+    compile_for(replace(target.host(), level=2), monkeypatch)
     monkeypatch.setattr(cpu, "_modules", BoundedCache(cpu.MAX_MODULES))
-
-
-def _compile_for(processor: Target, patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(target, "host", lambda: processor)
-    patch.setattr(direct, "host", target.host)

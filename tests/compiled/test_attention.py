@@ -63,6 +63,23 @@ LOSSES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+def test_a_penalty_on_lse_leaves_rows_without_keys_alone() -> None:
+    """Their lse is -inf, and its square has an infinite gradient."""
+    given = [t.requires_grad_() for t in _inputs("b1 hq2 hkv2 q20 kv12 d16 fp32 full")]
+    out, lse = tilegen.attention(*given, mask=tilegen.causal("bottom_right"), return_lse=True)
+    assert torch.equal(lse.isinf().sum(), torch.tensor(2 * 8))
+    loss = out.sum() + lse.square().clamp(max=1e30).sum()
+    whole, wide = (x.detach().double().requires_grad_() for x in given[1:]), given[0].double()
+    keys, values = whole
+    rows = wide[:, :, 8:].detach().requires_grad_()
+    scores = (rows @ keys.mT / 4).masked_fill(torch.ones(12, 12).triu(1).bool(), -torch.inf)
+    expected = (scores.softmax(-1) @ values).sum() + scores.logsumexp(-1).square().sum()
+    dq, dk, dv = torch.autograd.grad(expected, (rows, keys, values))
+    dq = torch.cat([torch.zeros(1, 2, 8, 16), dq], 2)
+    for ours, theirs in zip(torch.autograd.grad(loss, given), (dq, dk, dv), strict=True):
+        torch.testing.assert_close(ours, theirs.float(), atol=1e-4, rtol=1e-4)
+
+
 PULLS: dict[str, Callable[..., Any]] = {
     "backward": lambda penalty, q, k: penalty.backward(),
     "grad": lambda penalty, q, k: torch.autograd.grad(penalty, q),

@@ -195,7 +195,9 @@ class Kernels:
             launches = self._completed(its, changes, reads, q, k)
         delta = launches[BWD_PREPROCESS.name](out, dout)
         if dlse is not None:  # d lse / d s = p, as if delta were smaller by dlse
-            delta -= public_lse(dlse)
+            # lse of a row with nothing kept is -inf, whose gradient may be NaN, and p is 0.
+            has_keys = public_lse(lse) > float("-inf")
+            delta -= torch.where(has_keys, public_lse(dlse), 0.0)
         dq, dk, dv = its.run(
             launches,
             *(q, k, v, dout, lse, delta, scale),

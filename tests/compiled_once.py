@@ -1,0 +1,53 @@
+"""Calls on CPU tensors that run emitted kernels, which the tests of one run compile once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+
+from tests.compiler.runs import TARGETS, WIDE
+from tilegen.cpu import direct, target
+from tilegen.cpu.target import Target
+from tilegen.runtime import dispatch, paged_dispatch, plans
+from tilegen.settings import settings
+
+
+@contextmanager
+def compiled_once(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Run kernels compiled for the CPU, kept in a folder that all workers of the run share."""
+    base = tmp_path_factory.getbasetemp()
+    shared = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "tilegen-compiled"
+    shared.mkdir(mode=0o700, exist_ok=True)
+    processor = target.host()
+    if os.environ.get("ATEN_CPU_CAPABILITY") == "default":
+        # As PyTorch then, kernels run code that every x86-64 has.
+        processor = TARGETS.get("sse2", WIDE)
+    plans.forget()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TILEGEN_CACHE_DIR", str(shared))
+        patch.delenv("TILEGEN_CPU")  # kernels are the default
+        for module, name in ((dispatch, "torch_run"), (paged_dispatch, "_by_request")):
+            patch.setattr(module, name, partial(_refuse, getattr(module, name)))
+        # Compiling is most of the work of these tests. Which instructions LLVM chooses does not
+        # follow from an emitted kernel; test_optimised.py and tests/compiler have it optimise.
+        compile_for(replace(processor, level=0), patch)
+        yield
+    plans.forget()
+
+
+def compile_for(processor: Target, patch: pytest.MonkeyPatch) -> None:
+    """Have kernels compiled for a processor, and for a level of optimisation."""
+    patch.setattr(target, "host", lambda: processor)
+    patch.setattr(direct, "host", target.host)
+
+
+def _refuse(by_torch: Callable[..., Any], *given: Any) -> Any:
+    """Let PyTorch compute a call only where the setting asks for it."""
+    assert settings().cpu == "torch"
+    return by_torch(*given)
