@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from tilegen.choose.choice import Choice, Origin, Ranked
-from tilegen.choose.families import kernels_used
+from tilegen.choose.families import families_used
 from tilegen.choose.records import Records
 from tilegen.disk import log, say_once
 from tilegen.emit.identity import rows_are_aligned
@@ -27,7 +27,7 @@ from tilegen.emit.kernel_files import load_kernel
 from tilegen.errors import BuildFailed, TilegenError
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.descriptors import why_not_described, without
-from tilegen.kernels.spec import Direction
+from tilegen.kernels.spec import Direction, FamilySpec
 from tilegen.problem import AttentionProblem
 from tilegen.task import KernelTask, Tiled
 
@@ -66,11 +66,11 @@ def choose(
     """
     # AttentionProblem -> Records: the problem in normal form, with its records
     records = Records(problem, device, deterministic=deterministic)
-    # Records -> [Kernel]
-    kernels: tuple[Kernel, ...] = kernels_used(records, direction)
+    # Records -> [FamilySpec]: fixed before anything compiles, one for each pass
+    families: tuple[FamilySpec, ...] = families_used(records, direction)
     compile = compiler_here(aligned=aligned) if may_compile else None
     chosen: dict[Kernel, Choice] = {}
-    for kernel in kernels:
+    for kernel in (name for family in families for name in family.names):
         # Kernel -> KernelTask: a kernel that joins splits is chosen for the splits settled before
         task: KernelTask = joined_to(records.task(kernel), chosen)
         # KernelTask -> Ranked

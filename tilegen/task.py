@@ -12,8 +12,8 @@ from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.loops import Step
 from tilegen.kernels.panels import rows_for
-from tilegen.kernels.registry import KERNELS, direction_of, family_with
-from tilegen.kernels.spec import Direction, KernelSpec
+from tilegen.kernels.registry import KERNELS, family_with
+from tilegen.kernels.spec import Direction, FamilySpec, KernelSpec
 from tilegen.kernels.split_kv import is_divided
 from tilegen.problem import AttentionProblem
 
@@ -88,6 +88,17 @@ class KernelTask:
         """The name of the kernel."""
         return self.spec.name
 
+    @cached_property
+    def family(self) -> FamilySpec:
+        """The family of the kernel. It follows from kernel and problem, so that values that are
+        cached by the kernel may depend on it."""
+        return family_with(self.kernel, self.problem)
+
+    @property
+    def direction(self) -> Direction:
+        """The pass that the kernel belongs to."""
+        return self.family.direction
+
     @property
     def heads_q(self) -> int:
         """Query heads of all sequences together."""
@@ -154,14 +165,14 @@ class KernelTask:
     @cached_property
     def panel_rows(self) -> int:
         """Query rows that a panel of the kernel's pass holds on the device."""
-        return rows_for(self.problem, self.device, direction_of(self.kernel))
+        return rows_for(self.problem, self.device, self.direction)
 
     @property
     def before(self) -> KernelTask | None:
         """The task of the kernel whose splits this kernel joins; None where it joins none."""
         if not self.spec.joins:
             return None
-        kernels = family_with(self.kernel, self.problem).kernels
+        kernels = self.family.kernels
         return self.by(kernels[kernels.index(self.spec) - 1])
 
     def tiled(self, config: TileConfig) -> Tiled:

@@ -15,9 +15,8 @@ from tilegen.bounded_cache import BoundedCache
 from tilegen.check.reference import attention_reference, make_inputs
 from tilegen.emit.identity import RenderedKernel
 from tilegen.errors import Unsupported
-from tilegen.kernels.config import Kernel
 from tilegen.kernels.registry import BACKWARD, FAMILIES, FORWARD
-from tilegen.kernels.spec import Direction
+from tilegen.kernels.spec import Direction, FamilySpec
 from tilegen.problem import AttentionProblem
 from tilegen.runtime import dispatch, plans
 
@@ -225,14 +224,14 @@ def small_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     loaded: list[str] = []
     executable = pipeline.executable
 
-    def chosen(known: object, direction: Direction) -> tuple[Kernel, ...]:
-        return FAMILIES[direction]["small_cache"].names
+    def chosen(known: object, direction: Direction) -> tuple[FamilySpec, ...]:
+        return (FAMILIES[direction]["small_cache"],)
 
     def watched(rendered: RenderedKernel, device: torch.device) -> ModuleType:
         loaded.append(rendered.kernel)
         return executable(rendered, device)
 
-    monkeypatch.setattr(pipeline, "kernels_used", chosen)
+    monkeypatch.setattr(pipeline, "families_used", chosen)
     monkeypatch.setattr(pipeline, "executable", watched)
     plans.forget()
     yield loaded

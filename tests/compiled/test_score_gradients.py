@@ -18,7 +18,7 @@ from tilegen.check.rounding import rounding_floors
 from tilegen.check.verification import judge, require
 from tilegen.choose.families import kernels_of
 from tilegen.gpus.spec import ASSUMED, gpu
-from tilegen.kernels.registry import BACKWARD, FORWARD
+from tilegen.kernels.registry import FAMILIES
 from tilegen.masks import Mask, causal, sliding_window
 from tilegen.masks.score import (
     Score,
@@ -166,8 +166,9 @@ def test_one_of_two_tables_is_wanted() -> None:
 @pytest.fixture
 def small_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Have calls take the small-cache kernels, whatever the head dim."""
-    families = {"forward": FORWARD["small_cache"].names, "backward": BACKWARD["small_cache"].names}
-    monkeypatch.setattr(pipeline, "kernels_used", lambda known, pass_: families[pass_])
+    monkeypatch.setattr(
+        pipeline, "families_used", lambda _, direction: (FAMILIES[direction]["small_cache"],)
+    )
     monkeypatch.setattr(pipeline, "rank", taking(sliced.SMALL_CACHE))
     plans.forget()
     yield

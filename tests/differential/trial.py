@@ -32,7 +32,7 @@ from tilegen.emit.identity import RenderedKernel
 from tilegen.errors import BuildFailed, InvalidProblem, Unsupported
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import family_among
-from tilegen.kernels.spec import Direction
+from tilegen.kernels.spec import Direction, FamilySpec
 from tilegen.masks import values
 from tilegen.masks.dilation import step_of
 from tilegen.masks.grouping import packed_heads
@@ -141,10 +141,10 @@ def _kernels(problem: Problem, asked: list[RenderedKernel]) -> Generator[None]:
     """Have calls take the problem's kernels and tiles; collect what is loaded."""
     names = set(problem.configs)
 
-    def kernels_used(_: Any, direction: Direction) -> tuple[Kernel, ...]:
+    def families_used(_: Any, direction: Direction) -> tuple[FamilySpec, ...]:
         family = family_among(names, direction)
         assert family is not None, f"no {direction} among {names}"
-        return family.names
+        return (family,)
 
     def agreed(records: Records, kernel: Kernel) -> TileConfig:
         config = TileConfig.parse(problem.configs[kernel])
@@ -162,7 +162,7 @@ def _kernels(problem: Problem, asked: list[RenderedKernel]) -> Generator[None]:
         invariant = {BATCH_INVARIANT: str(int(problem.invariant))}
         stack.enter_context(mock.patch.dict(os.environ, invariant))
         if names:
-            stack.enter_context(mock.patch.object(pipeline, "kernels_used", kernels_used))
+            stack.enter_context(mock.patch.object(pipeline, "families_used", families_used))
             stack.enter_context(mock.patch.object(Records, "agreed", agreed))
         yield
     plans.forget()

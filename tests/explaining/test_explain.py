@@ -18,13 +18,13 @@ from tilegen.explaining.alternatives import (
     alternatives_of_pass,
     with_alternatives,
 )
-from tilegen.explaining.explanation import direction_of, explain, explain_all
+from tilegen.explaining.explanation import explain, explain_all
 from tilegen.explaining.pass_choice import explain_pass
 from tilegen.explaining.text import latex_of_all, lines_of_all
 from tilegen.gpus.spec import GpuSpec, gpu, with_fast_memory
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.panels import rows_for
-from tilegen.kernels.registry import KERNELS, LARGE_CACHE
+from tilegen.kernels.registry import KERNELS, LARGE_CACHE, direction_of
 from tilegen.kernels.spec import Direction
 from tilegen.model.bounds import lower_bound_bytes
 from tilegen.model.traffic import terms_of

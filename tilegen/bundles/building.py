@@ -18,7 +18,7 @@ from tilegen.bounded_cache import BoundedCache
 from tilegen.bundles.folder import Folder
 from tilegen.bundles.manifest import Binary, Manifest, Origin, Pass, Served
 from tilegen.choose.choice import Choice, Ranked
-from tilegen.choose.families import kernels_used, passes_of
+from tilegen.choose.families import families_used
 from tilegen.choose.records import Records
 from tilegen.compiling.acceptable import acceptable
 from tilegen.compiling.background import Background
@@ -137,16 +137,16 @@ class _Builder:
     ) -> _Jobs:
         """Start to build the kernels of a problem."""
         records = Records(problem, gpu)
-        passes = passes_of(records.problem)
+        only = directions[0] if len(directions) == 1 else None
         jobs: list[_Job] = []
-        for direction in passes if len(directions) > 1 else directions:
-            for kernel in kernels_used(records, direction):
+        for family in families_used(records, only):
+            for kernel in family.names:
                 task = records.task(kernel)
                 # The kernel before has the earlier place in the queue of threads, so that waiting
                 # for it ends even where there is one thread.
                 before = jobs[-1] if task.before else None
                 built = self._threads.submit(self._choose, records, task, before)
-                jobs.append(_Job(direction, kernel, built))
+                jobs.append(_Job(family.direction, kernel, built))
         return _Jobs(problem, gpu, jobs)
 
     def _choose(

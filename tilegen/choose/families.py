@@ -56,32 +56,36 @@ def passes_of(problem: AttentionProblem) -> tuple[Direction, ...]:
 
 
 def kernels_used(records: Records, direction: Direction | None = None) -> tuple[Kernel, ...]:
-    """Return the kernels that a call uses: those of the agreed family, of the fastest measured
-    family, or of the model's."""
-    if direction is not None:
-        return FAMILIES[direction][_family_used(records, direction)].names
-    return tuple(name for way in passes_of(records.problem) for name in kernels_used(records, way))
+    """Return the kernels that a call uses, of one pass or of all."""
+    return tuple(name for spec in families_used(records, direction) for name in spec.names)
 
 
-def _family_used(records: Records, direction: Direction) -> Family:
-    """Return the family to use.
+def families_used(records: Records, direction: Direction | None = None) -> tuple[FamilySpec, ...]:
+    """Choose the family that a call uses, for one pass or for each."""
+    ways = passes_of(records.problem) if direction is None else (direction,)
+    return tuple(_family_used(records, way) for way in ways)
 
-    Times that were measured are compared with each other only: kernels are slower than the model
-    says, so that a family nobody has timed would win by not having been timed.
+
+def _family_used(records: Records, direction: Direction) -> FamilySpec:
+    """Choose the family that all ranks agreed on, or else the fastest measured family, or else the
+    model's.
+
+    Measured times are compared with measured times only: predictions are optimistic, so that an
+    untimed family would always win.
     """
     families = FAMILIES[direction]
-    for name, spec in families.items():
+    for spec in families.values():
         if all(records.agreed(kernel) for kernel in spec.names):
-            return name
-    mine = family(records.problem, records.device, direction)
-    if _measured(records, families[mine].names) is None:
-        return mine
-    best, shortest = mine, math.inf
-    for name, spec in families.items():
+            return spec
+    best = families[family(records.problem, records.device, direction)]
+    if _measured(records, best.names) is None:
+        return best
+    shortest = math.inf
+    for spec in families.values():
         if spec.why_not(records.problem, records.device.arch):
             continue
         if (seconds := _measured(records, spec.names)) is not None and seconds < shortest:
-            best, shortest = name, seconds
+            best, shortest = spec, seconds
     return best
 
 

@@ -128,7 +128,6 @@ def cache_why(
     """
     from tilegen.choose.libraries import library_of
     from tilegen.emit.identity import template_digest
-    from tilegen.kernels.registry import direction_of
     from tilegen.store import current_versions, why, why_lines
     from tilegen.task import KernelTask
 
@@ -139,7 +138,7 @@ def cache_why(
         task = KernelTask.of(one, parsed, spec)
         nearest = why(task, versions=current_versions(), template_digest=digest)
         found = _found(parsed, spec, one)
-        instead = library_of(parsed, spec, direction_of(one))
+        instead = library_of(parsed, spec, task.direction)
         told.append(
             {
                 "kernel": one,

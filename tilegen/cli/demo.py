@@ -17,7 +17,6 @@ from tilegen.emit.render import render
 from tilegen.errors import BuildFailed
 from tilegen.gpus.spec import current_gpu
 from tilegen.kernels.config import Kernel, TileConfig
-from tilegen.kernels.registry import direction_of
 from tilegen.problem import AttentionProblem
 from tilegen.settings import settings
 from tilegen.tuning.tuner import tune
@@ -147,8 +146,8 @@ class Demo:
     ) -> None:
         self._heading("in all")
         directions: dict[str, list[CostEstimate]] = {}
-        for kernel, one in chosen.items():
-            directions.setdefault(direction_of(kernel), []).extend(
+        for one in chosen.values():
+            directions.setdefault(one.ranked.task.direction, []).extend(
                 replace(c.estimate, seconds=one.seconds.get(c.config, c.estimate.seconds))
                 for c in one.ranked.candidates
                 if c.config == one.config

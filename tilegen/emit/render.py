@@ -96,7 +96,7 @@ def render(
             f"expected {allowed} or no h in {config.key}: a tile holds heads of a group of "
             f"{problem.group_size}, where mask and score are the same for them"
         )
-    if problem.dropout and not any(one.drops for one in family_with(kernel).kernels):
+    if problem.dropout and not family_with(kernel).drops:
         raise Unsupported(
             f"{kernel} does not drop weights, expected a problem without dropout, got "
             f"'{problem.key}'"

@@ -29,7 +29,7 @@ from tilegen.explaining.pass_choice import bound_of, explain_pass
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.descriptors import why_not_described
-from tilegen.kernels.registry import check_config, direction_of, tile_heads
+from tilegen.kernels.registry import check_config, tile_heads
 from tilegen.kernels.spec import Direction
 from tilegen.model import dram, time
 from tilegen.model.bounds import complexity, lower_bound
@@ -65,18 +65,19 @@ def explain_all(
     Raises Unsupported.
     """
     rewriting, problem = problem.rewriting, problem.normal()
-    ways: set[Direction] = {direction_of(kernel) for kernel in kernels}
+    tasks = [KernelTask.of(kernel, problem, device) for kernel in kernels]
+    ways: set[Direction] = {task.direction for task in tasks}
     passes = {way: explain_pass(problem, device, way) for way in ways}
     chosen: dict[Kernel, Choice] = {}
     explained: list[dict[str, Any]] = []
-    for kernel in kernels:
-        task = joined_to(KernelTask.of(kernel, problem, device), chosen)
+    for task in tasks:
+        task = joined_to(task, chosen)
         if config is None and not by_model:
-            chosen[kernel] = choose_kernel(task, may_compile=True)
-            task = chosen[kernel].ranked.task
+            chosen[task.kernel] = choose_kernel(task, may_compile=True)
+            task = chosen[task.kernel].ranked.task
         explained.append(
-            explain(task, config, chosen.get(kernel))
-            | {"rewriting": rewriting, "pass": passes[direction_of(kernel)]}
+            explain(task, config, chosen.get(task.kernel))
+            | {"rewriting": rewriting, "pass": passes[task.direction]}
         )
     return with_alternatives(explained, problem, device) if alternatives else explained
 
@@ -99,7 +100,7 @@ def explain(
     cost = chosen.estimate
     least = cost.lower_bound_bytes  # 0 where no pair is kept and all results are intermediates
     counts = visits(tiled)
-    direction = direction_of(kernel)
+    direction = task.direction
     values = kernel_values(tiled)
     moved = terms_of(kernel, values_in_keys=task.values_in_keys, pairs=problem.pair_lse)
     both_ways = H_kv * total_bytes(moved)

@@ -26,6 +26,8 @@ BACKWARD: dict[Family, FamilySpec] = {}
 FAMILIES: dict[Direction, dict[Family, FamilySpec]] = {"forward": FORWARD, "backward": BACKWARD}
 KERNELS: dict[Kernel, KernelSpec] = {}
 """Every kernel by its name, forward first."""
+_OF_KERNEL: dict[Kernel, dict[tuple[Direction, Family], FamilySpec]] = {}
+"""The families that launch a kernel, in the order in which they were registered."""
 
 FLOORS: dict[str, tuple[Moved, ...]] = {
     "forward": q_stationary.FLOOR,
@@ -46,6 +48,7 @@ def register(family: FamilySpec) -> None:
     FAMILIES[family.direction][family.name] = family
     for kernel in family.kernels:
         KERNELS[kernel.name] = kernel
+        _OF_KERNEL.setdefault(kernel.name, {})[family.direction, family.name] = family
         OF_SPLITS.update(kernel.parts)
 
 
@@ -64,17 +67,16 @@ def family_among(kernels: Collection[Kernel], direction: Direction) -> FamilySpe
 
 
 def family_with(kernel: Kernel, problem: AttentionProblem | None = None) -> FamilySpec:
-    """Return the first family that a kernel belongs to, among those that read pages, or whole keys,
-    as a `problem` has them."""
-    found = [one for its in FAMILIES.values() for one in its.values() if kernel in one.names]
+    """Return the first family that launches a kernel; of families that read pages and families that
+    read whole keys, the first that reads keys as a `problem` has them."""
+    families = tuple(_OF_KERNEL[kernel].values())
     paged = problem is not None and problem.page > 0
-    alike = (one for one in found if any(each.pages for each in one.kernels) == paged)
-    return next(alike, found[0])
+    return next((one for one in families if one.pages == paged), families[0])
 
 
 def direction_of(kernel: Kernel) -> Direction:
     """Return the pass that a kernel belongs to."""
-    return family_with(kernel).direction
+    return next(iter(_OF_KERNEL[kernel].values())).direction
 
 
 def grid_of(kernel: Kernel, config: TileConfig, group_size: int) -> tuple[tuple[str, int], ...]:

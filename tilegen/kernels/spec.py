@@ -229,14 +229,24 @@ class FamilySpec:
         """The names of the family's kernels, in the order of their launches."""
         return tuple(kernel.name for kernel in self.kernels)
 
+    @cached_property
+    def pages(self) -> bool:
+        """True: the family reads keys and values from the pages of a cache."""
+        return any(kernel.pages for kernel in self.kernels)
+
+    @cached_property
+    def drops(self) -> bool:
+        """True: the family drops weights where a problem asks for it."""
+        return any(kernel.drops for kernel in self.kernels)
+
     def why_not(self, problem: AttentionProblem, arch: str) -> str:
         """Return why the family cannot compute a problem on an architecture; empty if it can."""
         for one in self.kernels:
             if one.requires and arch not in one.requires:
                 return f"{one.name} needs {' or '.join(one.requires)}, not {arch}"
-        if problem.page and not any(one.pages for one in self.kernels):
+        if problem.page and not self.pages:
             return f"{self.name} does not read pages of a cache"
-        if not problem.page and any(one.pages for one in self.kernels):
+        if not problem.page and self.pages:
             return f"{self.name} reads pages of a cache only"
         is_forward = self.direction == "forward"
         if problem.invariant and is_forward and not all(one.in_order for one in self.kernels):
@@ -247,6 +257,6 @@ class FamilySpec:
         sinks = score and score.sinks and self.direction == "forward"
         if sinks and not any(one.has_sinks for one in self.kernels):
             return f"{self.name} has no sinks"
-        if problem.dropout and not any(one.drops for one in self.kernels):
+        if problem.dropout and not self.drops:
             return f"{self.name} does not drop weights"
         return ""

@@ -22,7 +22,6 @@ from tilegen.kernels.arguments import PANELS
 from tilegen.kernels.launch_order import heads_together, heavy_end
 from tilegen.kernels.loops import Loop, OverRows, Sliced, Whole
 from tilegen.kernels.panels import panels_at_once
-from tilegen.kernels.registry import direction_of
 from tilegen.masks.tiles.tile_ranges import FINE, is_solved, tile_ranges
 from tilegen.model.bounds import bytes_of_inputs, lower_bound_bytes
 from tilegen.model.footprint import footprint
@@ -264,7 +263,7 @@ def _most_of_slices(task: KernelTask, loop: Sliced) -> int:
     if not loop.panel:
         return (rows + columns) * size + 4 * task.heads_q * problem.seqlen_q
     of_panel = task.panel_rows
-    held = of_panel * problem.seqlen_kv * size * panels_at_once(direction_of(task.kernel))
+    held = of_panel * problem.seqlen_kv * size * panels_at_once(task.direction)
     moved = sum(one.tensor in PANELS for one in task.spec.traffic)
     panels = 0 if held <= l2_bytes else moved * task.heads_q * mask.entries
     sweeps = 1

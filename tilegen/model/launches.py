@@ -7,7 +7,6 @@ from fractions import Fraction
 
 from tilegen.kernels.loops import Sliced
 from tilegen.kernels.panels import panels
-from tilegen.kernels.registry import direction_of
 from tilegen.model.mask_size import size_of
 from tilegen.model.splits import splits_of
 from tilegen.model.visits import visits
@@ -64,7 +63,7 @@ def _launches(tiled: Tiled) -> Launches:
 def _over_panels(tiled: Tiled, loop: Sliced) -> Launches:
     task, counts = tiled.task, visits(tiled)
     of_panels, groups = task.memo.once(
-        ("panels", task.device, direction_of(task.kernel)), lambda: _panels(task)
+        ("panels", task.device, task.direction), lambda: _panels(task)
     )
     widths = (task.problem.head_dims[dim] for dim in loop.slices)
     slices = sum(-(-width // tiled.config.block_d) for width in widths)

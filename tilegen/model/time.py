@@ -15,7 +15,6 @@ from tilegen.gpus.nearest import on_tensor_cores
 from tilegen.gpus.spec import GpuSpec
 from tilegen.kernels.config import threads_of
 from tilegen.kernels.launch_order import heads_together, heavy_end
-from tilegen.kernels.registry import family_with
 from tilegen.model.dram import dram_bytes
 from tilegen.model.footprint import executed, in_place_of, repetition
 from tilegen.model.launches import Launches, launches
@@ -306,7 +305,7 @@ def launch_seconds(task: KernelTask, count: int) -> float:
     while the one before it still does.
     """
     rates = rates_of(task.device.arch)
-    first = task.kernel == family_with(task.kernel).names[0]
+    first = task.kernel == task.family.names[0]
     return (count - first) * rates.following_seconds + first * rates.launch_seconds
 
 

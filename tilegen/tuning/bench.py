@@ -277,7 +277,7 @@ def make_launches(task: KernelTask, device: str) -> list[tuple[Any, ...]]:
 
         return launch
 
-    family = family_with(kernel, problem)
+    family = task.family
     launches = {spec.name: noted(spec) for spec in family.kernels}
     q, k = random((*rows, qk)), random((*columns, qk))
     v = k[..., :v_dim] if problem.latent else random((*columns, v_dim))
