@@ -150,12 +150,12 @@ class KernelTask:
     @property
     def draws(self) -> bool:
         """Whether the kernel draws random numbers, for dropout."""
-        return self.problem.dropout and self.spec.drops
+        return self.spec.draws(self.problem)
 
     @property
     def in_order(self) -> bool:
         """Whether the kernel adds up a row's keys in an order that other problems share."""
-        return self.problem.invariant and self.spec.in_order
+        return self.spec.keeps_order(self.problem)
 
     @property
     def divided(self) -> bool:

@@ -98,7 +98,7 @@ def test_shown_output_of_explain_is_real() -> None:
 
 def test_every_template_variable_is_in_the_legend() -> None:
     problem = AttentionProblem.parse("hq8 hkv2 q64 d72 bf16 window(9,9)")
-    context = _context(problem, TileConfig(block_m=64, block_n=64), "fwd", True)
+    context = _context(problem, TileConfig(block_m=64, block_n=64), KERNELS["fwd"], True)
     for name in context:
         assert f"`{name}`" in LEGEND, name
     chunk, ranges, slices = context["qk_chunks"][0], context["ranges"], context["qk_dim"]

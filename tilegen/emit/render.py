@@ -89,8 +89,9 @@ def render(
     another kind of kernel, for descriptors where there can be none, and for a mask that the
     compiler cannot solve.
     """
+    spec = KERNELS[kernel]
     check_config(config, kernel)
-    if KERNELS[kernel].packs and config.heads not in (1, *heads_of_tiles(problem)):
+    if spec.packs and config.heads not in (1, *heads_of_tiles(problem)):
         allowed = " or ".join(f"h{one}" for one in heads_of_tiles(problem))
         raise Unsupported(
             f"expected {allowed} or no h in {config.key}: a tile holds heads of a group of "
@@ -103,15 +104,14 @@ def render(
         )
     if aligned is None:
         aligned = rows_are_aligned(problem)
-    reason = why_not_described(KERNELS[kernel], problem.dtype, aligned=aligned)
+    reason = why_not_described(spec, problem.dtype, aligned=aligned)
     if config.descriptors and reason:
         raise Unsupported(f"expected no t in {config.key}: {reason}")
     templates = environment(*template_folders(kernel))
     whole, problem = problem, replace(problem, mask=problem.mask.general)
-    context = _context(problem, config, kernel, aligned)
+    context = _context(problem, config, spec, aligned)
     texts = (
-        templates.get_template(name).render(context)
-        for name in (KERNELS[kernel].template, LAUNCH_TEMPLATE)
+        templates.get_template(name).render(context) for name in (spec.template, LAUNCH_TEMPLATE)
     )
     source = re.sub(r"\n{4,}", "\n\n\n", "\n\n".join(texts)).strip() + "\n"
     return RenderedKernel(
@@ -142,13 +142,12 @@ def environment(*folders: Path) -> jinja2.Environment:
 
 
 def _context(
-    problem: AttentionProblem, config: TileConfig, kernel: Kernel, aligned: bool
+    problem: AttentionProblem, config: TileConfig, spec: KernelSpec, aligned: bool
 ) -> dict[str, Any]:
-    spec = KERNELS[kernel]
     side = spec.stays
     unit = stride_unit(problem, aligned)
-    function = _function_name(problem, config, kernel)
-    ranges = ranges_source(problem.mask, side, in_part=_in_part(spec))
+    function = _function_name(problem, config, spec)
+    ranges = ranges_source(problem.mask, side, in_part=spec.loop.in_part)
     if spec.pages and ranges.form == "lists":
         raise Unsupported(
             f"keys in pages have no lists of tiles, as mask {problem.mask} needs: expected the "
@@ -160,14 +159,14 @@ def _context(
         change = score_source(problem.score, trains=spec.trains, precise=problem.dtype == "fp32")
     sinks = spec.has_sinks and problem.score is not None and problem.score.sinks
     added = (*extras(problem.mask, side), *change.extras) if spec.masked else ()
-    drops = spec.drops and problem.dropout
+    drops = spec.draws(problem)
     added += ((SINKS,) if sinks else ()) + ((DROPOUT,) if drops else ())
     divided = spec.pages and is_divided(problem)
     in_keys = spec.values_in_keys(problem)
     absent = "v" if in_keys else ""
     arguments = Arguments.of(spec, config, problem.head_dims, added, bool(change.forward), absent)
     return {
-        "header": _header(problem, config, kernel, aligned, unit),
+        "header": _header(problem, config, spec, aligned, unit),
         "function": function,
         "problem": problem,
         "config": config,
@@ -208,14 +207,14 @@ def _context(
         "values_in_keys": in_keys,
         "tile_heads": tile_heads(config, problem.group_size),
         "stays": side,
-        "in_part": _in_part(spec),
+        "in_part": spec.loop.in_part,
         "helper": Helper,
         "chunked": _chunked,
     }
 
 
 def _header(
-    problem: AttentionProblem, config: TileConfig, kernel: Kernel, aligned: bool, unit: int
+    problem: AttentionProblem, config: TileConfig, spec: KernelSpec, aligned: bool, unit: int
 ) -> str:
     strides = f"strides multiples of {unit} elements" if aligned else "any strides"
     one = representative(problem)
@@ -223,42 +222,42 @@ def _header(
     flag = "" if aligned else " --unaligned"
     score = f"{problem.score.notation},\n          " if problem.score else ""
     score += "dropout, " if problem.dropout else ""
-    score += "batch-invariant, " if problem.invariant and KERNELS[kernel].in_order else ""
-    score += f"pages of {problem.page} keys, " if KERNELS[kernel].pages else ""
-    score += "values in keys, " if KERNELS[kernel].values_in_keys(problem) else ""
+    score += "batch-invariant, " if spec.keeps_order(problem) else ""
+    score += f"pages of {problem.page} keys, " if spec.pages else ""
+    score += "values in keys, " if spec.values_in_keys(problem) else ""
     key = one.key.replace(" score(", "\n          score(")
     tile = f"block_m={config.block_m} block_n={config.block_n}"
     tile += f" block_d={config.block_d}" if config.block_d else ""
     tile += f" heads={config.heads}" if config.heads > 1 else ""
-    tile += f" {KERNELS[kernel].split_name}={config.split_kv}" if config.split_kv else ""
+    tile += f" {spec.split_name}={config.split_kv}" if config.split_kv else ""
     options = f"num_warps={config.num_warps} num_stages={config.num_stages}"
     options += " descriptors" if config.descriptors else ""
-    return f'''"""{KERNELS[kernel].title}
+    return f'''"""{spec.title}
 
 Generated by tilegen. Do not edit: change the template or the config and render again.
 
 problem   head_dim {dims}, {problem.dtype}, group size {problem.group_size}, mask {problem.mask},
           {score}{strides}; any batch, heads and lengths
 config    {tile} {options}
-template  {KERNELS[kernel].template} @ {template_digest(kernel)}
+template  {spec.template} @ {template_digest(spec.name)}
 rerender  tilegen show "{key}"
-          --kernel {kernel} --config {config.key}{flag}
+          --kernel {spec.name} --config {config.key}{flag}
 """'''
 
 
-def _function_name(problem: AttentionProblem, config: TileConfig, kernel: Kernel) -> str:
+def _function_name(problem: AttentionProblem, config: TileConfig, spec: KernelSpec) -> str:
     dims = f"d{problem.head_dim_qk}" + (
         "" if problem.head_dim_qk == problem.head_dim_v else f"v{problem.head_dim_v}"
     )
-    if not KERNELS[kernel].masked:
-        only_values = all(WIDTHS.get(one, "v") == "v" for one in KERNELS[kernel].given)
+    if not spec.masked:
+        only_values = all(WIDTHS.get(one, "v") == "v" for one in spec.given)
         dims = f"d{problem.head_dim_v}" if only_values else dims
-        return f"attention_{kernel}_{dims}_m{config.block_m}"
+        return f"attention_{spec.name}_{dims}_m{config.block_m}"
     notation = problem.mask.notation.replace("-1", "inf").lower()
     mask = re.sub(r"[^a-z0-9]+", "_", notation).strip("_")
     mask = mask[:MAX_NAME].rstrip("_")
     tile = config.key.partition("w")[0] + ("t" if config.descriptors else "")
-    return f"attention_{kernel}_{dims}_{mask}_{tile}"
+    return f"attention_{spec.name}_{dims}_{mask}_{tile}"
 
 
 def _chunks(head_dim: int, kind: str) -> tuple[Chunk, ...]:
@@ -296,8 +295,3 @@ def _slices(limit: str, head_dim: int, config: TileConfig) -> Slices:
         and_exists=" & d_exists[None, :]" if padded else "",
         only_exists=", mask=d_exists[None, :], other=0.0" if padded else "",
     )
-
-
-def _in_part(spec: KernelSpec) -> bool:
-    """True where the tiles that pass are those of a panel, or of a split."""
-    return spec.splits or (spec.panel == "reads" and spec.stays == "columns")

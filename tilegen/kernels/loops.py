@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from math import sqrt
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, ClassVar, Literal, TypeVar
 
 from tilegen.kernels.config import Dim, TileConfig, head_dim_chunks
 from tilegen.kernels.layout import PAIRED
@@ -114,11 +114,19 @@ class _Loop:
 
     stays: Side = "rows"
     """The side of the scores whose tiles stay; tiles of the other side pass."""
+    # Kinds whose kernels differ in one of these have a field or a property of the name instead.
+    masked = is_fused = True
+    splits = joins = in_part = False
+    panel = ""
 
     def sides(self, queries: T, keys: T) -> tuple[T, T]:
         """Return the side that stays, and the side that passes; called with these two, return
         queries and keys."""
         return (keys, queries) if self.stays == "columns" else (queries, keys)
+
+    def values_in_keys(self, problem: AttentionProblem) -> bool:
+        """Whether values that are columns of keys are taken from the keys that are loaded."""
+        return False
 
     def streamed_bytes(self, problem: AttentionProblem) -> int:
         """Return the bytes of one row that passes; 0 where head dims are not held whole."""
@@ -153,6 +161,11 @@ class Whole(_Loop):
     results in fp32."""
     takes_latent: bool = False
     """True: values that are the first columns of keys are not loaded again."""
+
+    @property
+    def in_part(self) -> bool:
+        """True: the tiles that pass are those of a split."""
+        return self.splits
 
     def values_in_keys(self, problem: AttentionProblem) -> bool:
         """Whether values that are columns of keys are taken from the keys that are loaded."""
@@ -232,6 +245,26 @@ class Sliced(_Loop):
     launches: int = 1
     """Launches for each panel."""
 
+    @property
+    def is_fused(self) -> bool:
+        """True: no scores leave the chip."""
+        return not self.panel
+
+    @property
+    def in_part(self) -> bool:
+        """True: the tiles that pass are those of a panel."""
+        return self.panel == "reads" and self.stays == "columns"
+
+    @property
+    def products(self) -> tuple[Dim, ...]:
+        """The matrix products of a tile, each of query rows, key-value rows and a head dim."""
+        return self.slices if self.panel else (*self.slices, "v")
+
+    @property
+    def score_tiles(self) -> int:
+        """Score tiles that are alive together."""
+        return self.results
+
     def step(self, problem: AttentionProblem, config: TileConfig) -> Step:
         """Return one step, on one slice; without a panel, on all slices of a tile that passes."""
         sides = {"block_m": config.rows, "block_n": config.block_n, "block_d": config.block_d}
@@ -282,6 +315,9 @@ class OverRows(_Loop):
     """Tensors whose rows are worked on, each word once."""
     joins: bool = False
     """True: the rows of `block_n` splits are joined in a step, and held in fp32."""
+    masked = is_fused = False
+    products: ClassVar[tuple[Dim, ...]] = ()
+    score_tiles = 1
 
     def tile(self, config: TileConfig) -> str:
         """Return a phrase about the rows of a program."""

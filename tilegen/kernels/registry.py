@@ -103,9 +103,7 @@ def check_config(config: TileConfig, kernel: Kernel) -> None:
         raise Unsupported(f"{kernel} splits nothing, expected no h and no k in {config.key}")
     if config.heads > 1 and not spec.packs:
         raise Unsupported(f"a tile of {kernel} is of one head, expected no h in {config.key}")
-    size, rows = (
-        (config.block_m, "queries") if spec.stays == "columns" else (config.block_n, "keys")
-    )
+    _, (size, rows) = spec.loop.sides((config.block_m, "queries"), (config.block_n, "keys"))
     if spec.splits and (not config.split_kv or config.split_kv % size):
         raise Unsupported(
             f"splits of {kernel} hold whole tiles of {size} {rows}, expected a k that is a "

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from tilegen.kernels.arguments import Argument, Line
 from tilegen.kernels.config import BLOCK_SIZES, NUM_STAGES, NUM_WARPS, Dim
-from tilegen.kernels.loops import Knob, Loop, OverRows, Sliced, Whole
+from tilegen.kernels.loops import Knob, Loop, Sliced, Whole
 
 if TYPE_CHECKING:
     from tilegen.kernels.config import TileConfig
@@ -142,27 +142,27 @@ class KernelSpec:
     @property
     def masked(self) -> bool:
         """True: the kernel visits the tiles that a mask leaves."""
-        return not isinstance(self.loop, OverRows)
+        return self.loop.masked
 
     @property
     def is_fused(self) -> bool:
         """True: scores are formed and used up on chip, as a lower bound on traffic assumes."""
-        return self.masked and not self.panel
+        return self.loop.is_fused
 
     @property
     def splits(self) -> bool:
         """True: streamed rows are split over programs."""
-        return isinstance(self.loop, Whole) and self.loop.splits
+        return self.loop.splits
 
     @property
     def split_name(self) -> str:
         """The name of the rows of a split: queries where keys stay, and keys otherwise."""
-        return "split_q" if self.stays == "columns" else "split_kv"
+        return self.loop.sides("split_q", "split_kv")[1]
 
     @property
     def joins(self) -> bool:
         """True: the kernel puts together what the programs of splits made."""
-        return isinstance(self.loop, OverRows) and self.loop.joins
+        return self.loop.joins
 
     @property
     def packs(self) -> bool:
@@ -172,21 +172,17 @@ class KernelSpec:
     @property
     def panel(self) -> str:
         """The kernel's part in a panel of scores: `writes`, `reads`, or nothing."""
-        return self.loop.panel if isinstance(self.loop, Sliced) else ""
+        return self.loop.panel
 
     @property
     def products(self) -> tuple[Dim, ...]:
         """The matrix products of a step, each of query rows, key-value rows and a head dim."""
-        if isinstance(self.loop, Sliced):
-            return self.loop.slices if self.loop.panel else (*self.loop.slices, "v")
-        return self.loop.products if isinstance(self.loop, Whole) else ()
+        return self.loop.products
 
     @property
     def score_tiles(self) -> int:
         """Score tiles that are alive together, at least 1."""
-        if isinstance(self.loop, Sliced):
-            return self.loop.results
-        return self.loop.score_tiles if isinstance(self.loop, Whole) else 1
+        return self.loop.score_tiles
 
     def told(self, config: TileConfig) -> int:
         """Return the knob that a launch returns; 0 where it returns none."""
@@ -194,7 +190,15 @@ class KernelSpec:
 
     def values_in_keys(self, problem: AttentionProblem) -> bool:
         """Whether the kernel takes a problem's values from the keys that it has loaded."""
-        return isinstance(self.loop, Whole) and self.loop.values_in_keys(problem)
+        return self.loop.values_in_keys(problem)
+
+    def draws(self, problem: AttentionProblem) -> bool:
+        """Whether the kernel draws random numbers, for the dropout of a problem."""
+        return problem.dropout and self.drops
+
+    def keeps_order(self, problem: AttentionProblem) -> bool:
+        """Whether the kernel adds up a row's keys in an order that other problems share."""
+        return problem.invariant and self.in_order
 
     @cached_property
     def by_name(self) -> dict[str, Argument]:
