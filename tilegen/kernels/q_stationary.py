@@ -84,3 +84,5 @@ def one_launch(kernel: KernelSpec) -> Callable[..., Any]:
 Q_STATIONARY = FamilySpec(
     name="q_stationary", direction="forward", kernels=(FWD,), run=one_launch(FWD)
 )
+
+FAMILIES = (Q_STATIONARY,)

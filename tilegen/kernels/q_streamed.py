@@ -28,3 +28,5 @@ Q_STREAMED = FamilySpec(
     run=one_launch(FWD_STREAMED),
     large_heads_only=True,
 )
+
+FAMILIES = (Q_STREAMED,)

@@ -1,25 +1,32 @@
-"""The families of kernels that there are. A new one is a module like `q_stationary`, its templates,
-and its name in `_ALL`."""
+"""The families of kernels. A new family is a module like `q_stationary`, its templates, and a line
+in `MODULES`."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import asdict
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 from tilegen.errors import Unsupported
-from tilegen.kernels import q_stationary, split_backward, two_pass
+from tilegen.kernels import q_stationary, two_pass
 from tilegen.kernels.config import BLOCK_SIZES, Family, Kernel, TileConfig
-from tilegen.kernels.q_stationary import Q_STATIONARY
-from tilegen.kernels.q_streamed import Q_STREAMED
 from tilegen.kernels.results import OF_SPLITS
-from tilegen.kernels.small_cache import SMALL_CACHE_BACKWARD, SMALL_CACHE_FORWARD
 from tilegen.kernels.spec import Direction, FamilySpec, KernelSpec, Moved
-from tilegen.kernels.split_kv import PAGED, SPLIT_KV
-from tilegen.kernels.two_pass import TWO_PASS
 
 if TYPE_CHECKING:
     from tilegen.problem import AttentionProblem
+
+MODULES = (
+    "q_stationary",
+    "split_kv",
+    "q_streamed",
+    "two_pass",
+    "split_backward",
+    "small_cache",
+)
+"""Modules of this package, each with a tuple FAMILIES, in the order in which families are listed.
+They are imported by name, so that a family is one line here."""
 
 FORWARD: dict[Family, FamilySpec] = {}
 BACKWARD: dict[Family, FamilySpec] = {}
@@ -35,13 +42,6 @@ FLOORS: dict[str, tuple[Moved, ...]] = {
 }
 """Tensors that a pass must move under any schedule, by the direction."""
 
-_ALL = (
-    *(Q_STATIONARY, SPLIT_KV, PAGED, Q_STREAMED, SMALL_CACHE_FORWARD),
-    TWO_PASS,
-    *split_backward.FAMILIES,
-    SMALL_CACHE_BACKWARD,
-)
-
 
 def register(family: FamilySpec) -> None:
     """Make a family known to the whole compiler."""
@@ -52,11 +52,19 @@ def register(family: FamilySpec) -> None:
         OF_SPLITS.update(kernel.parts)
 
 
-for _one in _ALL:
-    register(_one)
+def _families() -> list[FamilySpec]:
+    """Import the families of all modules, those of the forward first."""
+    families: list[FamilySpec] = []
+    for name in MODULES:
+        families += import_module(f"tilegen.kernels.{name}").FAMILIES
+    return sorted(families, key=lambda family: list(FAMILIES).index(family.direction))
 
-LARGE_CACHE: tuple[Kernel, ...] = (*Q_STATIONARY.names, *TWO_PASS.names)
-SMALL_CACHE: tuple[Kernel, ...] = (*SMALL_CACHE_FORWARD.names, *SMALL_CACHE_BACKWARD.names)
+
+for _family in _families():
+    register(_family)
+
+LARGE_CACHE: tuple[Kernel, ...] = (*FORWARD["q_stationary"].names, *BACKWARD["two_pass"].names)
+SMALL_CACHE: tuple[Kernel, ...] = (*FORWARD["small_cache"].names, *BACKWARD["small_cache"].names)
 
 
 def family_among(kernels: Collection[Kernel], direction: Direction) -> FamilySpec | None:

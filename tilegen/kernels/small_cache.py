@@ -343,3 +343,5 @@ SMALL_CACHE_BACKWARD = FamilySpec(
     run=backward,
     large_heads_only=True,
 )
+
+FAMILIES = (SMALL_CACHE_FORWARD, SMALL_CACHE_BACKWARD)

@@ -256,3 +256,5 @@ SPLIT_KV = FamilySpec(
     run=run,
     few_programs_only=True,
 )
+
+FAMILIES = (SPLIT_KV, PAGED)

@@ -180,3 +180,5 @@ TWO_PASS = FamilySpec(
     kernels=(BWD_PREPROCESS, BWD_DKDV, BWD_DQ),
     run=run,
 )
+
+FAMILIES = (TWO_PASS,)

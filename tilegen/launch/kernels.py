@@ -24,7 +24,6 @@ from tilegen.kernels.layout import public_lse
 from tilegen.kernels.panels import Launch, rows_for
 from tilegen.kernels.spec import Direction
 from tilegen.kernels.split_kv import Requests
-from tilegen.kernels.two_pass import BWD_PREPROCESS
 from tilegen.launch.binding import BoundKernel
 from tilegen.launch.bound_module import bound_kernel, bound_module
 from tilegen.launch.changes import Changes, Gradients, Wanted
@@ -193,7 +192,7 @@ class Kernels:
             reads = {} if changes.dropout is None else changes.dropout.given
             reads |= score_tensors(changes.captured, None, gradients)
             launches = self._completed(its, changes, reads, q, k)
-        delta = launches[BWD_PREPROCESS.name](out, dout)
+        delta = passes.delta_of(launches, out, dout)
         if dlse is not None:  # d lse / d s = p, as if delta were smaller by dlse
             # lse of a row with nothing kept is -inf, whose gradient may be NaN, and p is 0.
             has_keys = public_lse(lse) > float("-inf")
