@@ -73,8 +73,7 @@ class Records:
         return None if median is None else 1e-6 * median
 
     def tuned(self, kernel: Kernel) -> TileConfig | None:
-        """Return what tuning finds now, None where TILEGEN_TUNE=1 is not set or it cannot be
-        done."""
+        """Tune a kernel now; None without TILEGEN_TUNE=1, or where tuning fails."""
         if self.deterministic or not settings().tune:
             return None
         from tilegen.tuning.tuner import tune_once

@@ -87,7 +87,7 @@ def dram_formulas(kernel: Kernel, order: Order, values_in_keys: bool, pairs: boo
 
 @cache
 def sweeps_of_heads(order: Order) -> sp.Expr:
-    """Return what rho is in kernels whose programs start in an order."""
+    """Return rho of kernels whose programs start in an order."""
     return sweeps(order)
 
 

@@ -83,7 +83,7 @@ def _step(code: StepCode, gpu: GpuSpec, config: TileConfig) -> dict[str, Any]:
 
 
 def static_lines(told: dict[str, Any]) -> Iterator[str]:
-    """Return what `static` found as lines for people."""
+    """Format the result of `static` as lines."""
     yield (
         f"{told['kernel']} {told['config']} on {told['gpu']}, from its machine code: "
         f"{told['registers']} registers, {told['spill_bytes']} bytes spilled, "

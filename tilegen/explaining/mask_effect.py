@@ -39,7 +39,7 @@ def explain_mask(task: KernelTask, chosen: Candidate) -> dict[str, Any]:
 
 
 def mask_lines(mask: dict[str, Any]) -> list[str]:
-    """Return what is told of a mask, for people."""
+    """Format the explanation of a mask as lines."""
     lines = [f"  mask       {mask['keep']}; the tile [first, last] of {mask['stays']}"]
     if mask["form"] == "interval":
         live, whole = (_range(mask[part][0]) for part in ("live", "full"))

@@ -86,7 +86,7 @@ def bound_of(task: KernelTask | PassTask) -> dict[str, Any]:
 
 
 def _subgrids(problem: AttentionProblem) -> dict[str, Any]:
-    """Return what the densest sub-grids of a mask have, and by which closed form."""
+    """Describe the densest sub-grids of a mask, with their closed form where there is one."""
     lengths = problem.seqlen_q, problem.seqlen_kv
     found = subgrids(problem.mask, *lengths, problem.group_size)
     return {
@@ -176,7 +176,7 @@ def _regime(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> di
 
 
 def _panel(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> dict[str, Any]:
-    """Return what goes through L2 between the kernels of a small-cache pass at once."""
+    """Describe the panels that the kernels of a small-cache pass hand on through L2."""
     limit = rows_for(problem, gpu, direction)
     heads = problem.batch * problem.num_heads_q
     parts = list(panels(heads, problem.group_size, problem.seqlen_q, limit))

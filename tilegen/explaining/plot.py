@@ -161,7 +161,7 @@ class Curves:
 
 
 def curves(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> Curves:
-    """Return what both schedules move at their best tiles, and the bounds, over a range of M.
+    """Compute the traffic of both schedules at their best tiles, and the bounds, over a range of M.
 
     The small-cache backward is the one of five products; the emitted one forms P and dS at once,
     which saves reading P where lengths are short.

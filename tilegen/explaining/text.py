@@ -284,7 +284,7 @@ def _bytes(count: float) -> str:
 
 
 def pass_latex(told: dict[str, Any]) -> list[str]:
-    """Return what is proved about a pass: complexity, bounds in bytes, dividing point in words."""
+    """Format a pass's complexity, its bounds in bytes and the dividing point in words as LaTeX."""
     way = told["pass"]
     rows = [
         (r"Q_{\mathrm{optimum}}", rf"\Theta\left({way['optimum']['latex']}\right)", None),

@@ -26,8 +26,8 @@ class Blocks:
     """Rows and columns of a block."""
 
     def mask(self, inside: Mask, lengths: tuple[int, int]) -> Mask:
-        """Return what the blocks leave of a mask at these lengths of a call: itself where it leaves
-        these blocks on its own, as those that `create_block_mask` lists."""
+        """Restrict a mask to the blocks, at these lengths of a call. A mask that visits exactly
+        these blocks, as those of `create_block_mask`, is returned as it is."""
         partial, whole = self._layouts()
         if self._same(inside, partial | whole, whole, lengths):
             return inside

@@ -39,7 +39,7 @@ class Dropout:
 
     @classmethod
     def drawn(cls, p: float, device: torch.device) -> Dropout:
-        """Return what a call drops, by a seed from PyTorch's default generator of a device."""
+        """Draw the dropout of a call, by a seed from PyTorch's default generator of a device."""
         return cls(p, torch.randint(2**63 - 1, (2,), device=device))
 
     @classmethod
@@ -54,8 +54,8 @@ class Dropout:
         return {"dropout": self.state, "dropout_p": self.p}
 
     def factors(self, batch: int, heads: int, rows: int, columns: int) -> torch.Tensor:
-        """Return what the weight of each pair is multiplied by, 0 or 1 / (1 - p): fp64, (batch,
-        heads, rows, columns)."""
+        """Compute the factor of each pair's weight, 0 or 1 / (1 - p): fp64, (batch, heads, rows,
+        columns)."""
         as_given = torch.tensor(self.p, dtype=torch.float32, device="cpu")  # to kernels
         p = as_given.item()
         kept = drawn_words(self.state, batch, heads, rows, columns) >= min(int(p * 2**32), _WORD)

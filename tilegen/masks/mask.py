@@ -70,7 +70,7 @@ class Mask(ABC):
         return ()
 
     def shape_of_parts(self, shape: Shape) -> Shape:
-        """Return what `parts` see of a call's shape."""
+        """Return the shape that a mask's parts are given for the shape of a call."""
         return shape
 
     def check_lengths(self, seqlen_q: int, seqlen_kv: int) -> None:

@@ -56,7 +56,7 @@ def by_mask(
 
 
 def _key(item: Any) -> Hashable:
-    """Return what tells a mask from others, with numbers in the place of its tensors."""
+    """Return a key of a mask, with numbers in the place of its tensors."""
     if isinstance(item, Values):
         return item if item.is_stand_in else id(item)
     if isinstance(item, tuple):

@@ -264,7 +264,7 @@ def sinks(logits: torch.Tensor) -> Score:
 
 
 def score(function: Callable[..., Any]) -> Score:
-    """Return what `function(score, b, h, q_idx, kv_idx)` computes: FlexAttention's score_mod,
+    """Trace `function(score, b, h, q_idx, kv_idx)` as a score: FlexAttention's score_mod,
     unchanged.
 
     Tensors that it makes of those it captures are made again at each call. Raises Unsupported,

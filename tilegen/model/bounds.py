@@ -121,8 +121,8 @@ def product_bound() -> sp.Expr:
 
 
 def floor_terms(what: Kernel | Direction, *, values_in_keys: bool = False) -> tuple[Term, ...]:
-    """Return what must move anyway, per key-value head: inputs that matter, and all outputs. Values
-    that are columns of keys move with the keys."""
+    """Return the words that any schedule moves, per key-value head: inputs that matter, and all
+    outputs. Values that are columns of keys move with the keys."""
     moved = terms(FLOORS[what] if what in FLOORS else KERNELS[what].floor)
     return tuple(one for one in moved if not (values_in_keys and one.tensor == "v"))
 

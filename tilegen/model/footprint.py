@@ -149,8 +149,8 @@ a step loads (their addresses, and data in flight); 1 for loads of several slice
 def register_features(
     work: Step, element_bytes: int, warps: int, arch: str, descriptors: bool = False
 ) -> tuple[float, ...]:
-    """Return what the register fit multiplies, in the order of REGISTER_FEATURES. Tiles that pass
-    through descriptors have no addresses, and no thread has their data in flight."""
+    """Compute the factors of the register fit, in the order of REGISTER_FEATURES. Tiles that are
+    streamed through descriptors have no addresses, and no thread has their data in flight."""
     rules = family(arch)
     threads = threads_of(arch, warps)
     exact, in_place = element_bytes == 4, in_place_of(rules, work, element_bytes)

@@ -100,15 +100,15 @@ def _count(mask: Mask, side: Side, seqlen_q: int, seqlen_kv: int) -> tuple[int, 
 
 
 def _banded(mask: Mask, side: Side, seqlen_q: int, seqlen_kv: int) -> tuple[TileRanges, int]:
-    """Return what bands of rows, or of columns, keep of single columns, or rows; and their size."""
+    """Return the tile ranges of bands of rows, or of columns, and the size of a band."""
     band = -(-(seqlen_q if side == "rows" else seqlen_kv) // _MAX_BANDS)
     blocks = {"block_m": band, "block_n": 1} if side == "rows" else {"block_m": 1, "block_n": band}
     return tile_ranges(mask, side, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, **blocks), band
 
 
 def _count_tiles(mask: Mask, side: Side, seqlen_q: int, seqlen_kv: int) -> tuple[int, int, int]:
-    """Return what `_count` does from whole tiles: no more entries and rows, no smaller degree than
-    there are, so that a bound from them holds."""
+    """Count as `_count` does, from whole tiles: at most the true entries and rows, and at least the
+    true degree, so that a bound from them holds."""
     ranges = tile_ranges(
         mask, side, seqlen_q=seqlen_q, seqlen_kv=seqlen_kv, block_m=TILE, block_n=TILE
     )

@@ -76,8 +76,8 @@ def _instructions(kernel: str) -> Instructions:
 
 
 def peak_flops_per_clk(gpu: GpuSpec, *, vector: bool) -> float:
-    """Return what a good kernel's matrix products reach on one SM; outside of the tensor cores if
-    `vector`."""
+    """Return the FLOPs per clock of a good kernel's matrix products on one SM; with `vector`
+    outside of the tensor cores."""
     rates = rates_of(gpu.arch)
     peak = (
         gpu.vector_flops_32 * rates.vector_efficiency

@@ -39,7 +39,7 @@ whole."""
 
 
 def spanned_by_all_heads() -> sp.Expr:
-    """Return what `e_G(k)` does not exceed, with `u` and `w_b` of the mask."""
+    """Return an upper bound of `e_G(k)`, with `u` and `w_b` of the mask."""
     return sp.Min(k**2 / 4, u * k, within_band())
 
 

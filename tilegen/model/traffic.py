@@ -81,7 +81,7 @@ _SYMBOLS = {name: one for name, one in vars(symbols).items() if isinstance(one, 
 
 
 def terms(moved: Iterable[Moved]) -> tuple[Term, ...]:
-    """Return what a kernel's record says that it moves, as SymPy terms."""
+    """Parse the words that a kernel's record lists, as SymPy terms."""
     return tuple(
         Term(
             one.tensor,
@@ -97,8 +97,9 @@ def terms(moved: Iterable[Moved]) -> tuple[Term, ...]:
 def terms_of(
     kernel: Kernel, *, values_in_keys: bool = False, pairs: bool = False
 ) -> tuple[Term, ...]:
-    """Return what a kernel moves; UNMASKED has the visited rows where nothing is masked. Values
-    that are taken from the keys are not read; with `pairs` lse is two numbers for each row."""
+    """Return the terms of a kernel's traffic; UNMASKED has the visited rows where nothing is
+    masked. Values that are taken from the keys are not read; with `pairs` lse is two numbers a
+    row."""
     moved = terms(KERNELS[kernel].traffic)
     if pairs:
         moved = tuple(

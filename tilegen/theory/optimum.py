@@ -184,7 +184,7 @@ def _scaled_words(schedule: Schedule) -> sp.Expr:
 
 
 def _scaled_held(schedule: Schedule, sides: Sequence[sp.Symbol]) -> list[sp.Expr]:
-    """Return what is held / M, in the same units; sides not in `sides` stay finite, so vanish."""
+    """Return the words held / M, in the same units; sides not in `sides` stay finite, so vanish."""
     scale = {side: _m * side for side in sides} | {d_qk: _m * x, d_v: _m * x}
     return [
         sp.expand(phase.subs(scale, simultaneous=True)).coeff(_m, 2)

@@ -203,11 +203,11 @@ class Points:
         return self.constant(torch.full((), value, dtype=dtype, device=self._device))
 
     def constant(self, value: torch.Tensor) -> Any:
-        """Return what stands for a number or a truth that is the same everywhere."""
+        """Return the stand-in for a number or a truth that is the same everywhere."""
         return value
 
     def apply(self, function: Callable[..., torch.Tensor], *args: Any) -> Any:
-        """Return what a function of tensors makes of what stands for them."""
+        """Apply a function of tensors to their stand-ins."""
         return function(*args)
 
 
@@ -224,7 +224,7 @@ def maximum(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def bits(operation: type[Bits], left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return what an operation makes of the bits of two integers."""
+    """Apply an operation to the bits of two integers."""
     return operation.of(left, right)
 
 
@@ -234,7 +234,7 @@ def wrapped(kind: type[Wrapped], value: torch.Tensor) -> torch.Tensor:
 
 
 def remainder(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """Return what floor division leaves, 0 where the divisor is 0."""
+    """Compute the remainder of floor division, 0 where the divisor is 0."""
     return torch.remainder(left, nonzero(right))
 
 

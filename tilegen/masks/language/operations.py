@@ -132,7 +132,7 @@ def remainder(input: Any, other: Any) -> Any:
 
 
 def fmod(input: Any, other: Any) -> Any:
-    """Return what rounding the quotient towards zero leaves."""
+    """Compute the remainder of a quotient that is rounded towards zero."""
     left, right = number(input), number(other)
     return left - right * truncate(left / right)
 

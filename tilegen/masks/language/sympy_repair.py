@@ -17,7 +17,7 @@ _eval_is_integer = Mul._eval_is_integer
 
 
 def _is_integer(product: Any) -> bool | None:
-    """Return what SymPy says of a product, but nothing where an odd number divides it."""
+    """Return SymPy's answer about a product, but None where an odd number divides it."""
     found: bool | None = _eval_is_integer(product)
     denominator = product.args[0].q if product.args[0].is_Rational else 1
     return None if denominator & (denominator - 1) and len(product.args) > 1 else found

@@ -318,7 +318,7 @@ def free_parts(expr: sympy.Basic) -> frozenset[str]:
 
 
 def kind_of_tensor(tensor: torch.Tensor) -> str:
-    """Return what a captured tensor holds: bool, int or float. Raises InvalidProblem."""
+    """Return the kind of a tensor's elements: bool, int or float. Raises InvalidProblem."""
     if tensor.dtype.is_complex:
         raise InvalidProblem(f"expected captured tensors of real numbers, got {tensor.dtype}")
     return kind_of(str(tensor.dtype).removeprefix("torch."))

@@ -63,7 +63,7 @@ class Edges(NamedTuple):
     """Condition under which it holds anything; None where it always does."""
 
     def each(self, change: Callable[[Any], Any]) -> Edges:
-        """Return what a change makes of each that is there."""
+        """Apply a change to each edge that is not None."""
         return Edges(*(None if one is None else change(one) for one in self))
 
 

@@ -216,7 +216,7 @@ class _Classifier:
         return kept.expand(torch.broadcast_shapes(q.shape, k.shape))
 
     def _values(self, batch_head: torch.Tensor, q: Any, k: Any) -> dict[sympy.Symbol, Any]:
-        """Return what the symbols of a mask stand for."""
+        """Return the values of a mask's symbols."""
         shape = self._shape
         lengths = torch.tensor((shape.seqlen_q, shape.seqlen_kv), device=self._device)
         pair = (batch_head // shape.heads, batch_head % shape.heads, q, k, *lengths)

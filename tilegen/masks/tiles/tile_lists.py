@@ -152,7 +152,7 @@ class ListCache:
         sources: Sequence[torch.Tensor] | None = None,
         origin: Hashable = None,
     ) -> TileLists:
-        """Return what `build` does, built at most once.
+        """Return the lists of `build`, built at most once.
 
         While a CUDA graph is captured, the lists of a mask that reads tensors have every tile, as
         their values may be others at a replay, and those of other masks must be there already, or

@@ -43,7 +43,7 @@ class CompiledTrace:
 
 
 def trace(fn: Callable[..., Any], *, is_score: bool) -> CompiledTrace:
-    """Return what a function of a score or a mask computes. Raises Unsupported."""
+    """Trace a function of a score or a mask. Raises Unsupported."""
     number = _started(is_score)
     teller = _Teller(number)
     arguments = [teller.value(i) for i in range(4 + is_score)]
@@ -69,8 +69,8 @@ class _Teller(TorchFunctionMode):
         self.captured: list[torch.Tensor] = []
 
     def value(self, number: int | str) -> torch.Tensor:
-        """Return what stands for a value of the other side, which is the next. Raises Unsupported
-        for the reason why there is none."""
+        """Return a stand-in for the next value of the other side. Raises Unsupported where the
+        other side sends a reason instead."""
         if isinstance(number, str):
             raise Unsupported(number)
         dtype, shape = _described(self.number, number)

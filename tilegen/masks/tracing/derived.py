@@ -46,7 +46,7 @@ class Derived(TorchFunctionMode):
         return result
 
     def recipe(self, tensor: torch.Tensor, dtype: torch.dtype) -> Recipe | None:
-        """Return what makes a tensor anew, in a dtype; None for one that was captured as it is."""
+        """Return a recipe for making a tensor anew, in a dtype; None for a captured tensor."""
         if id(tensor) not in self.made:
             return None
         sources: list[torch.Tensor] = []

@@ -77,8 +77,8 @@ class Traces(Generic[T]):
         return len(self._known)
 
     def __call__(self, owner: Any, reads: tuple[Any, ...] = ()) -> T:
-        """Return what is made of `owner`, a callable; `reads` are functions and tensors that
-        it is made of besides."""
+        """Return the result for `owner`, a callable, from the cache where nothing changed; `reads`
+        are further functions and tensors that the result depends on."""
         found = fingerprint((owner, *reads))
         # Methods are objects that live for one access only.
         bound = isinstance(owner, MethodType)
@@ -125,8 +125,8 @@ class _Same:
 
 
 def fingerprint(roots: tuple[Any, ...]) -> list[Any]:
-    """Return what some callables read; equal to another while all of it is the same. Nothing is
-    kept alive by it."""
+    """List the values that callables read. Fingerprints are equal while all values are the same,
+    and keep nothing alive."""
     reader = _Reader()
     for root in roots:
         reader.root(root)
@@ -287,8 +287,8 @@ _MAKING = ("__init__", "__new__", "__post_init__", "__repr__", "__reduce__", "__
 
 
 def _attribute(value: Any, name: str) -> tuple[Any, ...]:
-    """Return what an object has as an attribute, nothing if it has none; no code of its own is
-    run."""
+    """Look up an attribute without running code of the object: a tuple of the value, empty if there
+    is none."""
     own = getattr(value, "__dict__", {})
     places = [own]
     if isinstance(value, torch.nn.Module):

@@ -67,7 +67,7 @@ class Tracer:
     """Bounds of integers, with the number of captured tensors that they know."""
 
     def arguments(self, *, is_score: bool) -> list[Term]:
-        """Return what a function of a score, or of a mask, is called with."""
+        """Return the arguments to call a function of a score, or of a mask, with."""
         pair = [Term(self, symbol, torch.int64) for symbol in (B, H, Q, K)]
         return [Term(self, S, torch.float32), *pair] if is_score else pair
 
@@ -145,7 +145,7 @@ class Tracer:
         return changed
 
     def apply(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return what one of torch's functions or methods makes of its arguments."""
+        """Apply one of torch's functions or methods to traced arguments."""
         if name.startswith("__"):
             name = name.strip("_")
             if name not in OPERATIONS and name[0] == "r" and name[1:] in OPERATIONS:
@@ -259,8 +259,7 @@ class Tracer:
         return Term(self, expr, dtype)
 
     def _on_several(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Return what a function makes of small tensors, element by element or along
-        dimensions."""
+        """Apply a function to small tensors, element by element or along dimensions."""
         if name in RESHAPES:
             found = RESHAPES[name](self._elements(args[0]), *args[1:], **kwargs)
             return self.several(found, args[0].dtype)
@@ -294,7 +293,7 @@ class Tracer:
     def _each(
         self, arrays: Sequence[Elements], compute: Callable[..., Any], dtype: torch.dtype
     ) -> Term | Several:
-        """Return what a function makes of each of the elements of arrays that broadcast."""
+        """Apply a function to each element of arrays that broadcast."""
         arrays = np.broadcast_arrays(*arrays)
         found = np.empty(arrays[0].shape, dtype=object)
         for place in np.ndindex(found.shape):

@@ -92,7 +92,7 @@ class Schedule:
         )
 
     def weighted_phases(self) -> tuple[sp.Expr, ...]:
-        """Return what each phase holds, in words of the inputs."""
+        """Count the words that each phase holds, in words of the inputs."""
         return tuple(
             sp.Add(*(held.words * weight(held.size) for held in phase)) for phase in self.phases
         )
