@@ -145,15 +145,15 @@ def rank(
     if task.in_order:
         from tilegen.choose.ranker import invariant_config  # loads SymPy
 
-        # Records have no say: those of other problems, whose rows are to give the same, may differ.
+        # Records do not count: other problems, whose rows must have the same bits, may have others.
         return known(invariant_config(task), "model", "the model, for any batch, lengths and pages")
     if config := records.agreed(kernel):
         return known(config, "agreement", "all ranks agreed")
-    found = records.own(kernel)
-    if found is None and may_tune and (config := records.tuned(kernel)):
+    entry = records.own(kernel)
+    if entry is None and may_tune and (config := records.tuned(kernel)):
         return known(config, "tuning", "tuned now")
-    if found := found or records.borrowed(kernel):
-        return known(found.record.config, "record", str(found))
+    if entry := entry or records.borrowed(kernel):
+        return known(entry.record.config, "record", str(entry))
     return _by_model(task, describable=describable, may_compile=may_compile)
 
 
@@ -172,7 +172,7 @@ def settle(ranked: Ranked, compile: Compile | None) -> Choice:
     if compile is not None and ranked.origin == "model":
         try:
             return best_acceptable(ranked, compile)
-        except (TilegenError, OSError, SubprocessError) as error:  # the launch says what is wrong
+        except (TilegenError, OSError, SubprocessError) as error:  # the launch raises it again
             say_once(f"compiled nothing ahead: {error}")
     return Choice(config=ranked.configs[0], ranked=ranked)
 
@@ -206,7 +206,7 @@ def best_acceptable(ranked: Ranked, compile: Compile) -> Choice:
     from tilegen.compiling.acceptable import acceptable, first_that_fits
 
     task = ranked.task
-    at_best = {one.config: one.estimate.cost for one in ranked.candidates}
+    at_best = {candidate.config: candidate.estimate.cost for candidate in ranked.candidates}
     tried: dict[TileConfig, Resources | BuildFailed] = {}
     seconds: dict[TileConfig, float] = {}
     for config in _by_tile(ranked.configs):
@@ -236,12 +236,12 @@ def best_acceptable(ranked: Ranked, compile: Compile) -> Choice:
 
 
 def _by_tile(configs: Sequence[TileConfig]) -> list[TileConfig]:
-    """Return configs in their order, but the second of each tile after the first of all."""
+    """Order configs so that the first config of every tile comes before the second of any."""
     seen: Counter[tuple[int, ...]] = Counter()
     order: list[tuple[int, TileConfig]] = []
-    for one in configs:
-        tile = one.block_m, one.block_n, one.block_d, one.split_kv, one.num_warps
-        order.append((seen[tile], one))
+    for config in configs:
+        tile = config.block_m, config.block_n, config.block_d, config.split_kv, config.num_warps
+        order.append((seen[tile], config))
         seen[tile] += 1
     return [config for _, config in sorted(order, key=lambda pair: pair[0])]
 

@@ -220,12 +220,12 @@ class Tiled:
         key = "step", task.kernel, config.rows, config.block_n, config.block_d
         return task.lengthless.memo.once(key, lambda: task.spec.loop.step(task.problem, config))
 
-    def by_tile(self, what: str, compute: Callable[[], T]) -> T:
+    def by_tile(self, name: str, compute: Callable[[], T]) -> T:
         """Return a value that depends on the tile alone, whatever the warps and stages."""
-        of = self.config
-        tile = of.block_m, of.block_n, of.block_d, of.heads, of.split_kv
-        return self.task.tiles.once((what, tile), compute)
+        config = self.config
+        tile = config.block_m, config.block_n, config.block_d, config.heads, config.split_kv
+        return self.task.tiles.once((name, tile), compute)
 
-    def by_config(self, what: str, compute: Callable[[], T]) -> T:
+    def by_config(self, name: str, compute: Callable[[], T]) -> T:
         """Return a value of the config that does not depend on lengths."""
-        return self.task.configs.once((what, self.config), compute)
+        return self.task.configs.once((name, self.config), compute)

@@ -46,8 +46,8 @@ class Choice:
     tried: Mapping[TileConfig, Resources | BuildFailed] = field(default_factory=dict)
     """Result of compiling, for each config that was compiled."""
     seconds: Mapping[TileConfig, float] = field(default_factory=dict)
-    """Predicted time [s] of configs of the model that compiled to what may be used, with what the
-    compiler says that they use."""
+    """Predicted time [s] of the model's configs that compiled to a usable kernel, with the
+    resources that the compiler reported."""
 
     @property
     def tiled(self) -> Tiled:

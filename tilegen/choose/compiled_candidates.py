@@ -1,4 +1,4 @@
-"""The model's candidates with what a compiler made of them, as far as that is known."""
+"""The model's candidates with the compiler's results, where these are known."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def with_verdicts(
 ) -> list[Candidate]:
     """Return the candidates of a task, each with the resources that a compiler reported for it.
 
-    Configs `tried` just now come first, the fastest by its machine code before the others; tried
-    configs that may not be used come last. Other candidates have the verdicts that are remembered,
-    which change no order.
+    Configs `tried` just now come first, the fastest by machine code before the others. Tried
+    configs that may not be used come last. Other candidates have their remembered verdicts, which
+    change no order.
     """
     known, aligned = {one.config: one for one in candidates}, rows_are_aligned(task.problem)
     ordered: list[tuple[int, float, Candidate]] = []
     for config in dict.fromkeys([*tried, *known]):
         tiled = task.tiled(config)
-        one = known.get(config) or candidate_of(tiled)
+        candidate = known.get(config) or candidate_of(tiled)
         built = tried.get(config)
         if built is None:
             built = remembered(tiled, aligned=aligned)
@@ -43,8 +43,8 @@ def with_verdicts(
         rank, seconds = 1, 0.0
         if config in tried and code is not None:
             rank, seconds = (2, 0.0) if code.objection else (0, code.seconds or 0.0)
-        ordered.append((rank, seconds, replace(one, compiled=code)))
-    return [one for *_, one in sorted(ordered, key=lambda one: one[:2])]
+        ordered.append((rank, seconds, replace(candidate, compiled=code)))
+    return [candidate for *_, candidate in sorted(ordered, key=lambda entry: entry[:2])]
 
 
 def _compiled(tiled: Tiled, built: Resources | BuildFailed) -> Compiled:

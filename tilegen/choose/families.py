@@ -1,5 +1,6 @@
-"""The choice of a family of kernels for a pass: queries (or keys) stay on chip whole, their head
-dims stream, or scores go to a panel as in the small-cache algorithms. The model decides."""
+"""The choice of a family of kernels for a pass: with queries (or keys) stationary and whole, with
+head dims streamed, or with scores in a panel as in the small-cache algorithms. The model decides,
+and measured times where there are any."""
 
 from __future__ import annotations
 
@@ -21,22 +22,20 @@ if TYPE_CHECKING:
 LARGE = 2.0
 """M / d^2 from which FlashAttention's schedules move least by a margin: the traffic of the
 schedules crosses between 0.7 and 1.8 (theory/optimum.py), forward and backward. Another family is
-taken there only if it is predicted to be faster by CLEARLY_FASTER. What was measured counts more:
-see `kernels_used`."""
+taken there only if it is predicted to be faster by CLEARLY_FASTER. Measured times go before: see
+`families_used`."""
 CLEARLY_LARGE = 4.0
 """M / d^2 from which the other families are not ranked: head dims of 128 in 16 bits have 15 on an
 H200, 256 have 3.8, where registers for the gradients of 64 keys and values are short and few heads
 leave SMs idle. Ranking takes four to five times as long for a forward never seen before, and loads
 SymPy where there is a record."""
 CLEARLY_FASTER = 1.25
-"""Factor in predicted time that says more than the model may err between kernels nobody timed: a
-guess."""
+"""Factor in predicted time beyond the error of the model between untimed kernels: a guess."""
 
 TALL, FEW_WAVES, FEW_ROWS = 128, 2, 16
 """Rows of a tall tile, and the programs for each SM from which a family for few programs is not
-ranked: with so many, and of tiles this tall, no SM is idle for long. Such a family is ranked all
-the same where the queries of one head do not fill the least tile, so that heads of a group may
-share one."""
+ranked: no SM is idle for long then. Such a family is still ranked where a head has fewer than
+FEW_ROWS queries, so that the heads of a group may share a tile."""
 
 
 @one_at_a_time
@@ -50,8 +49,8 @@ def kernels_of(
 
 
 def passes_of(problem: AttentionProblem) -> tuple[Direction, ...]:
-    """Return the passes that a problem has: no gradients reach what lies in pages, and
-    gradients of values in keys belong to a problem whose values lie apart."""
+    """Return the passes of a problem. Keys in pages have no gradients, and gradients of values in
+    keys belong to a problem whose values are apart."""
     return ("forward",) if problem.page or problem.latent else ("forward", "backward")
 
 
@@ -107,12 +106,12 @@ def family(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> Fam
         return able[0]
     ranked = ranked_families(bucket, gpu, direction)
     families = FAMILIES[direction]
-    usual = tuple(one for one in ranked if families[one[0]].margin == 1.0)
+    usual = tuple(pair for pair in ranked if families[pair[0]].margin == 1.0)
     if usual and usual[0][1] <= families[ranked[0][0]].margin * ranked[0][1]:
         ranked = usual
     best, shortest = ranked[0]
     if _room(problem, gpu) >= LARGE:
-        any_head = (one for one in ranked if not families[one[0]].large_heads_only)
+        any_head = (pair for pair in ranked if not families[pair[0]].large_heads_only)
         name, seconds = next(any_head, ranked[0])
         best = name if seconds <= CLEARLY_FASTER * shortest else best
     return best
@@ -122,8 +121,8 @@ def _able(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> list
     """Return the families that can compute a problem, and may be the fastest."""
     return [
         name
-        for name, one in FAMILIES[direction].items()
-        if not one.why_not(problem, gpu.arch) and not why_not_ranked(one, problem.bucket, gpu)
+        for name, spec in FAMILIES[direction].items()
+        if not spec.why_not(problem, gpu.arch) and not why_not_ranked(spec, problem.bucket, gpu)
     ]
 
 
@@ -134,17 +133,17 @@ def _room(problem: AttentionProblem, gpu: GpuSpec) -> float:
 
 
 def why_not_ranked(spec: FamilySpec, problem: AttentionProblem, gpu: GpuSpec) -> str:
-    """Return why a family is not worth ranking, by what its record says of where it can win; empty
-    if it is. What batch-invariant problems take does not hang on sizes."""
+    """Return why a family cannot win, by the limits in its record; empty if it may. The family of
+    batch-invariant problems must not depend on sizes."""
     if problem.invariant and spec.direction == "forward":
         return ""
     if spec.large_heads_only and (room := _room(problem, gpu)) >= CLEARLY_LARGE:
         return f"M is {room:.1f} d^2, and from {CLEARLY_LARGE:g} d^2 on others move clearly less"
-    for one in spec.kernels if spec.few_programs_only else ():
-        rows, _ = one.loop.sides(problem.seqlen_q * problem.group_size, problem.seqlen_kv)
+    for kernel in spec.kernels if spec.few_programs_only else ():
+        rows, _ = kernel.loop.sides(problem.seqlen_q * problem.group_size, problem.seqlen_kv)
         tiles = problem.batch * problem.num_heads_kv * -(-rows // TALL)
-        shares = one.packs and problem.group_size > 1 and problem.seqlen_q < FEW_ROWS
-        if one.splits and tiles >= FEW_WAVES * gpu.num_sms and not shares:
+        shares = kernel.packs and problem.group_size > 1 and problem.seqlen_q < FEW_ROWS
+        if kernel.splits and tiles >= FEW_WAVES * gpu.num_sms and not shares:
             return f"{tiles} tiles of {TALL} rows keep {gpu.num_sms} SMs busy"
     return ""
 
@@ -166,7 +165,7 @@ def _ranked_families(task: PassTask) -> tuple[tuple[Family, float], ...]:
     from tilegen.model.footprint import footprint
 
     problem, gpu, direction = task.problem, task.device, task.direction
-    found: list[tuple[bool, float, Family]] = []
+    fitting: list[tuple[bool, float, Family]] = []
     trouble: list[str] = []
     for name, spec in FAMILIES[direction].items():
         if why_not_ranked(spec, problem, gpu):
@@ -175,15 +174,16 @@ def _ranked_families(task: PassTask) -> tuple[tuple[Family, float], ...]:
             trouble.append(reason)
             continue
         try:
-            best = [(one := task.kernel(kernel), best_of(one)) for kernel in spec.kernels]
+            best = [best_of(task.kernel(kernel)) for kernel in spec.kernels]
         except Unsupported as error:
             trouble.append(str(error))
             continue
-        seconds = sum(candidate.estimate.seconds for _, candidate in best)
+        seconds = sum(candidate.estimate.seconds for candidate in best)
         spills = any(
-            footprint(one.tiled(candidate.config)).surely_spills for one, candidate in best
+            footprint(task.kernel(kernel).tiled(candidate.config)).surely_spills
+            for kernel, candidate in zip(spec.kernels, best, strict=True)
         )
-        found.append((spills, seconds, name))
-    if not found:
+        fitting.append((spills, seconds, name))
+    if not fitting:
         raise Unsupported("; ".join(trouble))
-    return tuple((name, seconds) for _, seconds, name in sorted(found))
+    return tuple((name, seconds) for _, seconds, name in sorted(fitting))

@@ -1,4 +1,4 @@
-"""The choice between tilegen's kernels and a library's, for a whole pass: by what was measured."""
+"""The choice between tilegen's kernels and a library's, for a whole pass: by measured times."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ HEAD_DIM_STEP = 8
 
 
 def why_not(problem: AttentionProblem, backend: Backend) -> str:
-    """Return why a library does not compute what a problem says, an empty text where it does.
+    """Return why a library is not used for a problem; empty if it is.
 
-    A library that does not do it on some GPU says so itself, when it is measured there.
+    A library that refuses the problem on some GPU raises there, when it is measured.
     """
     if not isinstance(problem.mask, Full | Causal):
         return f"{backend} takes no mask but causal, got {problem.mask}"
     if isinstance(problem.mask, Causal) and problem.seqlen_q != problem.seqlen_kv:
-        return f"{backend} is asked for causal masks of equal lengths only"
+        return f"{backend} is used only for square causal masks"
     if problem.score or problem.dropout:
-        return f"{backend} changes no scores and is asked to drop none"
+        return f"{backend} is used only without changes of scores and without dropout"
     if problem.invariant:
-        return f"{backend} adds up in an order that hangs on the batch"
+        return f"{backend} adds up in an order that depends on the batch"
     if problem.dtype == "fp32":
-        return f"{backend} is asked for fp16 and bf16 only: others round products of fp32"
+        return f"{backend} is used only for fp16 and bf16: products of fp32 may be rounded"
     if problem.head_dim_qk != problem.head_dim_v:
-        return f"{backend} is asked for head dims that are equal"
+        return f"{backend} is used only for equal head dims"
     if problem.head_dim_qk > MAX_HEAD_DIM or problem.head_dim_qk % HEAD_DIM_STEP:
         return f"{backend} takes multiples of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM} as head dim"
     if backend == "efficient" and problem.group_size > 1:
@@ -48,7 +48,7 @@ def why_not(problem: AttentionProblem, backend: Backend) -> str:
 
 
 def library_of(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> str:
-    """Return `library: flash` for a pass that calls have a library compute, else an empty text."""
+    """Return `library: flash` for a pass that calls leave to a library; empty for others."""
     records = Records(problem, gpu)
     record = library_used(records, direction, kernels_used(records, direction))
     return record.config if record else ""
@@ -57,11 +57,11 @@ def library_of(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) ->
 def library_used(
     records: Records, direction: Direction, kernels: Sequence[Kernel]
 ) -> LibraryRecord | None:
-    """Return the record of the library that a pass goes to, None for tilegen's own kernels.
+    """Return the record of the library that computes a pass, None for tilegen's own kernels.
 
-    A library is taken with TILEGEN_LIBRARIES=1 alone, where a record of this very PyTorch says that
-    it takes less time than the records of these kernels together: never by a prediction, and never
-    where ranks have agreed, or choose so that they agree.
+    A library is taken only with TILEGEN_LIBRARIES=1, and where its record, of the PyTorch that is
+    installed, has less time than the records of these kernels together. Predictions do not count,
+    and ranks that agreed, or choose deterministically, take no library.
     """
     if not settings().libraries or records.deterministic or any(map(records.agreed, kernels)):
         return None

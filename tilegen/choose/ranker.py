@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 REGISTER_DOUBT = 1.8
 """Factor of the registers of a thread up to which a prediction may go for a tuner to compile the
-config. Beside the first choices of the catalogue on four GPUs, what is faster by its machine code
-lies below, but for fp32 slices that would be 3 % faster (benchmarks/results/machine_code.csv)."""
+config. In the catalogue on four GPUs, configs that are faster by machine code than the first
+choice lie below, except for fp32 slices, 3 % faster (benchmarks/results/machine_code.csv)."""
 
 Timed = tuple[Time, TileConfig, Footprint]
 
@@ -79,8 +79,8 @@ def invariant_config(task: KernelTask) -> TileConfig:
 
 
 def joining(task: KernelTask) -> KernelTask:
-    """Return the task of a kernel that joins splits with the model's config of these splits, and
-    any other task as it is. Raises Unsupported."""
+    """Settle the splits of a kernel that joins them: the model's. Other tasks are returned as they
+    are. Raises Unsupported."""
     before = task.before
     if before is None or task.joined:
         return task
@@ -109,8 +109,8 @@ def _best(task: KernelTask, top: int, describable: bool, *, spilling: bool) -> l
 def _fastest(
     task: KernelTask, configs: Sequence[TileConfig], top: int, *, spilling: bool
 ) -> list[Timed]:
-    """Return the `top` fastest configs that fit and do not surely spill much, timed with what they
-    are predicted to spill or as if none was.
+    """Return the `top` fastest configs that fit and do not surely spill much, timed with their
+    predicted spills or without any.
 
     Configs that the SMs' units, or L2, alone make slower than the best so far are not timed, and
     their tiles not counted.
@@ -160,7 +160,13 @@ def _last_resort(task: KernelTask, configs: Sequence[TileConfig], top: int) -> l
 def _ranked(times: list[Timed]) -> list[Timed]:
     # Configs of the same tile and time come in the order in which they are less likely to spill.
     return sorted(
-        times, key=lambda one: (one[0].cost, one[0].busy_seconds, not one[1].descriptors, one[1])
+        times,
+        key=lambda timed: (
+            timed[0].cost,
+            timed[0].busy_seconds,
+            not timed[1].descriptors,
+            timed[1],
+        ),
     )
 
 
@@ -192,7 +198,7 @@ def _least_seconds(plain: Tiled, launch: float, kept: int) -> float:
 
 
 def _least_as_counted(plain: Tiled, launch: float) -> float:
-    """Return such a lower bound from the tiles that are visited, which takes longer to count."""
+    """Return a lower bound of the seconds from the visited tiles, which takes longer to compute."""
     run, device = launches(plain), plain.device
     on_sms = least_seconds(device, step_clocks(plain), float(run.steps), masked=run.masked)
     return launch + max(on_sms, l2_seconds(device, traffic(plain)))
@@ -264,13 +270,12 @@ def time_as_compiled(tiled: Tiled, built: Resources, *, stages: int | None = Non
 
 
 def search_space(task: KernelTask) -> list[TileConfig]:
-    """Return everything a tuner may try: configs that fit, and those that only compiling can
-    tell."""
+    """Return the configs that a tuner may try: all that fit, and all that may fit once compiled."""
     needs = {config: footprint(Tiled(task, config)) for config in legal_configs(task)}
     return [
         config
-        for config, one in needs.items()
-        if one.may_fit(task.device) and one.registers <= REGISTER_DOUBT * one.max_registers
+        for config, need in needs.items()
+        if need.may_fit(task.device) and need.registers <= REGISTER_DOUBT * need.max_registers
     ]
 
 
@@ -287,5 +292,5 @@ def ranked_space(
         space = search_space(task)
     else:
         legal = set(space)
-        candidates = [one for one in candidates if one.config in legal]
-    return list(dict.fromkeys([*(one.config for one in candidates), *space])), candidates
+        candidates = [candidate for candidate in candidates if candidate.config in legal]
+    return list(dict.fromkeys([*(each.config for each in candidates), *space])), candidates

@@ -1,4 +1,4 @@
-"""Why a tile, in one sentence: what `propose` says beside its numbers."""
+"""The reason for a tile, in one sentence beside the numbers of `propose`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WAITS_FOR = {
 
 
 def reason_of(tiled: Tiled, cost: CostEstimate) -> str:
-    """Return one sentence: what stays and passes, what moves, and what the tile waits for."""
+    """Describe a tile in one sentence: its sides, its traffic, and its limit."""
     config, gpu = tiled.config, tiled.device
     moved = cost.read_bytes + cost.write_bytes
     needs = footprint(tiled)
@@ -29,7 +29,7 @@ def reason_of(tiled: Tiled, cost: CostEstimate) -> str:
     if cost.limit == "tensor" and not on_tensor_cores(tiled.problem.dtype, gpu.arch):
         waits_for = "fp32 multiply-adds"
     spills = f"; may spill {needs.spill_bytes} bytes a thread" if needs.spill_bytes else ""
-    # A kernel that only passes intermediates on need not move anything where no pair is kept.
+    # The bound is 0 where a kernel only hands intermediates on and the mask keeps no pair.
     bound = (
         f", {moved / least:.1f} times the lower bound" if (least := cost.lower_bound_bytes) else ""
     )

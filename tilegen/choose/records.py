@@ -25,7 +25,7 @@ TUNE_SECONDS = 30.0
 
 
 _agreed: dict[tuple[str, Kernel, str], TileConfig] = {}
-"""Configs that all ranks of a job agreed on, which come before all records."""
+"""Configs that all ranks of a job agreed on; they go before all records."""
 
 
 def remember(device: GpuSpec, kernel: Kernel, bucket: str, config: TileConfig) -> None:
@@ -37,7 +37,7 @@ class Records:
     """Agreements, records and tuning for one problem on one device; each record is read once.
 
     With `deterministic` (default: TILEGEN_DETERMINISTIC) nothing is tuned, and a shared location
-    that does not answer raises Unreachable: then all who see the same records choose alike.
+    that does not answer raises Unreachable, so that the same records give the same choices.
     """
 
     def __init__(
@@ -45,11 +45,11 @@ class Records:
     ) -> None:
         self.problem, self.device = problem.normal(), device
         self.deterministic = settings().deterministic if deterministic is None else deterministic
-        """Whether nothing is tuned, and all who see the same records choose alike."""
+        """Whether nothing is tuned, so that the same records give the same choices."""
         self._own: dict[Kernel, Found | None] = {}
 
     def agreed(self, kernel: Kernel) -> TileConfig | None:
-        """Return the config that all ranks have agreed on, None if they have not."""
+        """Return the config that all ranks agreed on, None if there is none."""
         return _agreed.get((self.device.name, kernel, self.problem.bucket.key)) if _agreed else None
 
     def task(self, kernel: Kernel) -> KernelTask:
@@ -57,7 +57,7 @@ class Records:
         return KernelTask(KERNELS[kernel], self.problem, self.device)
 
     def own(self, kernel: Kernel) -> Found | None:
-        """Return the record of this very GPU model."""
+        """Return the record of the same GPU model."""
         if kernel not in self._own:
             self._own[kernel] = self._look(kernel, borrow=False)
         return self._own[kernel]
@@ -67,9 +67,9 @@ class Records:
         return self._look(kernel, borrow="only")
 
     def seconds(self, kernel: Kernel) -> float | None:
-        """Return the time that was measured on this GPU model, None where there is none."""
-        found = self.own(kernel)
-        median = found and found.record.measurement.median_us
+        """Return the measured time on this GPU model, None where there is none."""
+        entry = self.own(kernel)
+        median = entry and entry.record.measurement.median_us
         return None if median is None else 1e-6 * median
 
     def tuned(self, kernel: Kernel) -> TileConfig | None:
@@ -79,7 +79,7 @@ class Records:
         from tilegen.tuning.tuner import tune_once
 
         def known() -> TuningRecord | None:
-            return (found := self._look(kernel, borrow=False)) and found.record
+            return (entry := self._look(kernel, borrow=False)) and entry.record
 
         try:
             return tune_once(self.task(kernel), seconds=TUNE_SECONDS, known=known).config

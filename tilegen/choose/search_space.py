@@ -1,4 +1,4 @@
-"""Every tile that a kernel can have for a problem: what there is to rank."""
+"""The search space: every tile that a kernel can have for a problem."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from tilegen.masks.grouping import heads_of_tiles
 from tilegen.task import KernelTask
 
 MOST_LEFT = 2**28
-"""Bytes of partial results for which a serving engine is taken to have room beside its cache."""
+"""Room for partial results beside a serving engine's cache [bytes]: a guess."""
 
 
 def legal_configs(task: KernelTask, *, describable: bool = True) -> list[TileConfig]:
-    """Return the configs of `all_configs`, and the same with tensor descriptors where tensors may
-    be loaded so."""
+    """Return the configs of `all_configs`, and the same with tensor descriptors where these are
+    allowed."""
     plain, problem = all_configs(task), task.problem
     aligned = describable and rows_are_aligned(problem)
     if why_not_described(task.spec, problem.dtype, aligned=aligned, arch=task.device.arch):
         return plain
-    return [config for one in plain for config in (one, replace(one, descriptors=True))]
+    return [tile for config in plain for tile in (config, replace(config, descriptors=True))]
 
 
 def all_configs(task: KernelTask) -> list[TileConfig]:

@@ -1,4 +1,4 @@
-"""The arguments of a kernel as its template prints them: parameters, and what `launch` passes."""
+"""The arguments of a kernel as its template prints them: parameters, and arguments of `launch`."""
 
 from __future__ import annotations
 
@@ -80,10 +80,10 @@ class Arguments:
         first, *others = self.lines
         strides = [line for line in others if line.arguments[0].taken == "stride"]
         numbers = [line for line in others if line.arguments[0].taken != "stride"]
-        found = [*packed([[one] for one in first.expressions], WIDTH - 8)]
+        printed = [*packed([[each] for each in first.expressions], WIDTH - 8)]
         for lines in (strides, numbers):
-            found += packed([line.expressions for line in lines], WIDTH - 8)
-        return found + [", ".join(line.expressions) + "," for line in self.extras]
+            printed += packed([line.expressions for line in lines], WIDTH - 8)
+        return printed + [", ".join(line.expressions) + "," for line in self.extras]
 
     @property
     def _all(self) -> tuple[Line, ...]:

@@ -1,7 +1,7 @@
 """Functions that a kernel calls: their parameters are the names that their lines read.
 
-A template has the lines of a step; what a mask, a score and dropout put into them decides what
-they need, so the list of parameters is made, not written.
+A template has the lines of a step. Masks, scores and dropout add to these lines, so that the list
+of parameters is computed, not written.
 """
 
 from __future__ import annotations
@@ -69,18 +69,18 @@ class Helper:
 
 def _read(body: str) -> list[str]:
     """Return the names that lines read before they assign them, in the order of their use."""
-    found: dict[str, None] = {}
+    names: dict[str, None] = {}
     assigned: set[str] = set()
     for node in _in_order(ast.parse(body)):
         if isinstance(node.ctx, ast.Store):
             assigned.add(node.id)
         elif node.id not in assigned and not _is_global(node.id):
-            found[node.id] = None
-    return list(found)
+            names[node.id] = None
+    return list(names)
 
 
 def _in_order(node: ast.AST) -> Iterator[ast.Name]:
-    """Yield names as they are met: what is assigned after what it is made of."""
+    """Yield names in the order of evaluation: the value of an assignment before its targets."""
     match node:
         case ast.Name():
             yield node

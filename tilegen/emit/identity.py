@@ -1,4 +1,4 @@
-"""The identity of an emitted kernel: what determines its text, and the digest of all of that."""
+"""The identity of an emitted kernel: the digest of everything that determines its text."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RenderedKernel:
     kernel: Kernel
     """Name of the kernel: fwd, bwd_dq, ..."""
     problem: AttentionProblem
-    """The problem that the kernel was asked for."""
+    """The problem that the kernel was rendered for."""
     config: TileConfig
     """The tiles and launch options written into the text."""
     aligned: bool
@@ -71,7 +71,7 @@ def kernel_digest(
 
 
 def digest_of_kind(kind: str, config: TileConfig, kernel: Kernel, aligned: bool) -> str:
-    """Return the digest of a kernel for all problems that a notation is the representative of."""
+    """Return the digest of a kernel for all problems with a representative of this notation."""
     request = [kind, config.key, kernel, aligned, _generator_digest()]
     if KERNELS[kernel].folder:  # with templates that are not among those of tilegen
         request.append(template_digest(kernel))
@@ -79,7 +79,7 @@ def digest_of_kind(kind: str, config: TileConfig, kernel: Kernel, aligned: bool)
 
 
 def template_folders(kernel: Kernel) -> list[Path]:
-    """Return where a kernel's template is looked for, and those that it imports."""
+    """Return the folders of a kernel's template and of the templates that it imports."""
     own = KERNELS[kernel].folder
     return [*([own] if own else []), resources.data_dir("templates")]
 

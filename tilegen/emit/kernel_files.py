@@ -1,4 +1,4 @@
-"""Emitted kernels as files: where one lies, how it is written and imported.
+"""Files of emitted kernels: their paths, writing and importing them.
 
 A kernel's digest covers everything that determines its text, so a file that is there need not be
 rendered again: a call whose kernels are on disk loads neither the templates nor SymPy. Only files
@@ -52,8 +52,8 @@ def load(rendered: RenderedKernel) -> ModuleType:
 def load_kernel(
     problem: AttentionProblem, config: TileConfig, kernel: Kernel, *, aligned: bool
 ) -> ModuleType:
-    """Return the emitted module for a problem and config; rendered only if it is not on disk, or
-    if others could have written what is there."""
+    """Return the emitted module for a problem and config, rendered only if there is no file, or a
+    file that others could have written."""
     digest = kernel_digest(problem, config, kernel, aligned)
 
     def imported() -> ModuleType:
@@ -86,12 +86,12 @@ _modules: BoundedCache[str, ModuleType] = BoundedCache(MAX_MODULES, _forget)
 
 def _make_private(folder: Path) -> None:
     """Make a folder that is missing, so that nobody else gets into it."""
-    with contextlib.suppress(OSError):  # who writes into it says what is wrong
+    with contextlib.suppress(OSError):  # the write that follows raises the error
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 def folder_of(digest: str) -> Path:
-    """Return where an emitted kernel lies, and what is remembered of it."""
+    """Return the folder of an emitted kernel and its verdicts."""
     return settings().cache_dir / "kernels" / digest
 
 

@@ -101,17 +101,17 @@ class EmittedLaunch:
     def _named_sizes(self) -> dict[str, tuple[str, int]]:
         """The sizes that are needed, by name: a tensor and its dimension."""
         tensors = (*self.spec.given, *self.spec.made)
-        every = [one for line in self.arguments.lines for one in line.arguments]
-        every += [size(name, tensors) for name, _ in self.spec.grid]
+        arguments = [each for line in self.arguments.lines for each in line.arguments]
+        arguments += [size(name, tensors) for name, _ in self.spec.grid]
         named = {
-            one.name.removesuffix("_units"): (one.of, one.axis)
-            for one in every
-            if one.taken in ("size", "units") and one.of not in self.spec.made
+            argument.name.removesuffix("_units"): (argument.of, argument.axis)
+            for argument in arguments
+            if argument.taken in ("size", "units") and argument.of not in self.spec.made
         }
         for name in self.spec.made:
-            for one in self._shape(name):
-                if name not in LIKE and isinstance(one, Extent) and one.axis is not None:
-                    named.setdefault(self._name(one), (one.of, one.axis))
+            for extent in self._shape(name):
+                if name not in LIKE and isinstance(extent, Extent) and extent.axis is not None:
+                    named.setdefault(self._name(extent), (extent.of, extent.axis))
         return named
 
     def _name(self, extent: Extent) -> str:
@@ -154,10 +154,10 @@ class EmittedLaunch:
             like, width = LIKE[name]
             return [f"{name} = _empty_like({like}, {width}.shape[3])"]
         shape = self._shape(name)
-        counts = (self._count(one) for one in shape)
+        counts = (self._count(extent) for extent in shape)
         sizes = (
-            count[0] if count else str(one) if isinstance(one, int) else self._name(one)
-            for one, count in zip(shape, counts, strict=True)
+            count[0] if count else str(extent) if isinstance(extent, int) else self._name(extent)
+            for extent, count in zip(shape, counts, strict=True)
         )
         given = f"({', '.join(sizes)})"
         if name in PANELS:

@@ -217,7 +217,7 @@ def _header(
     problem: AttentionProblem, config: TileConfig, spec: KernelSpec, aligned: bool, unit: int
 ) -> str:
     strides = f"strides multiples of {unit} elements" if aligned else "any strides"
-    one = representative(problem)
+    usual = representative(problem)
     dims = f"{problem.head_dim_qk}/{problem.head_dim_v}"
     flag = "" if aligned else " --unaligned"
     score = f"{problem.score.notation},\n          " if problem.score else ""
@@ -225,7 +225,7 @@ def _header(
     score += "batch-invariant, " if spec.keeps_order(problem) else ""
     score += f"pages of {problem.page} keys, " if spec.pages else ""
     score += "values in keys, " if spec.values_in_keys(problem) else ""
-    key = one.key.replace(" score(", "\n          score(")
+    key = usual.key.replace(" score(", "\n          score(")
     tile = f"block_m={config.block_m} block_n={config.block_n}"
     tile += f" block_d={config.block_d}" if config.block_d else ""
     tile += f" heads={config.heads}" if config.heads > 1 else ""

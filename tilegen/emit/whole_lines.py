@@ -1,8 +1,7 @@
 """A Jinja extension: an expression that stands alone on its line stands for whole lines.
 
-What the expression yields is indented as its line is, without empty lines at either end. If it
-yields nothing, there is no line at all. So macros yield lines at column 0, and callers say nothing
-of indentation.
+The text of the expression is indented as its line is, without empty lines at either end. An empty
+text leaves no line. So macros print lines at column 0, and callers do not indent.
 """
 
 from __future__ import annotations

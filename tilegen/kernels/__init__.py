@@ -1,1 +1,1 @@
-"""The emitted kernels: what there is, and the knobs of each."""
+"""Records of the emitted kernels and their families, with the knobs of each."""

@@ -23,7 +23,7 @@ _is_poisoned = ContextVar("_is_poisoned", default=False)
 
 @contextmanager
 def poisoned() -> Generator[None]:
-    """Have launches that are made inside fill what they allocate with NaN.
+    """Have launches inside the context fill their allocations with NaN.
 
     Memory that a kernel leaves unwritten may hold the right result of an earlier launch.
     """
@@ -35,8 +35,8 @@ def poisoned() -> Generator[None]:
 
 
 def allocator(*, is_cuda: bool) -> Empty:
-    """Return a function that allocates on the CPU, or on the current GPU, which must be the GPU of
-    the launch."""
+    """Return PyTorch's fast allocation, on the CPU or on the current GPU: the launch's device must
+    be current."""
     return _poison(is_cuda) if _is_poisoned.get() else _allocator(is_cuda)
 
 
@@ -50,11 +50,11 @@ def _allocator(is_cuda: bool) -> Empty:
     import torch
 
     device = "cuda" if is_cuda else "cpu"
-    found: Any = torch
+    function: Any = torch
     for name in ("_C", "_dynamo", "guards", f"_empty_strided_{device}"):
-        found = getattr(found, name, None)
-    if found is not None:
-        return found
+        function = getattr(function, name, None)
+    if function is not None:
+        return function
     return lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 

@@ -1,7 +1,7 @@
 """Arguments of emitted kernels, as records: a template prints them, a launch fills them in.
 
-A kernel's list is a few `Line`s, each a line of its parameters. What an argument holds is said
-once, by the tensor (or number) that it is taken from and by what is taken of it.
+A kernel's list is a few `Line`s, each a line of its parameters. The value of an argument is given
+once: by the tensor or number to take it from, and by the part to take.
 """
 
 from __future__ import annotations

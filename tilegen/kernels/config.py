@@ -9,7 +9,7 @@ from typing import Any, Literal
 from tilegen.errors import Unsupported
 
 Kernel = str
-"""The name of an emitted kernel; templates/README.md says what each computes."""
+"""The name of an emitted kernel; templates/README.md lists them."""
 Family = str
 """The name of a family: how a pass is computed."""
 
@@ -49,8 +49,8 @@ class TileConfig:
     heads: int = 1
     """Query heads of a group whose rows make up a tile together, rounded up to a power of two."""
     split_kv: int = 0
-    """Rows of a split of what streams, which has programs of its own: key-value rows, or where
-    those stay, query rows; 0: programs go through all."""
+    """Rows of a split: key-value rows, or query rows in kernels whose keys are stationary; each
+    split has its own programs. 0: nothing is split."""
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -89,7 +89,9 @@ class TileConfig:
         that are as usual."""
         usual = {field.name: field.default for field in fields(self)}
         return {
-            name: one for name, one in asdict(self).items() if one != usual[name] or name in _ALWAYS
+            name: value
+            for name, value in asdict(self).items()
+            if value != usual[name] or name in _ALWAYS
         }
 
     @property
@@ -133,13 +135,13 @@ def head_dim_chunks(head_dim: int) -> tuple[int, ...]:
     padding.
 
     Tensor-core tiles have power-of-two sides: 80 is split into 64 + 16 rather than padded to 128.
-    Ties go to one piece, since a second one costs its own loads and matrix products.
+    Ties go to a single piece, since a second piece costs loads and matrix products of its own.
     """
     widths = [1 << i for i in range(4, 21)]
-    one = next(width for width in widths if width >= head_dim)
-    pairs = [(a, b) for a in widths for b in widths if b <= a <= one and a + b >= head_dim]
+    whole = next(width for width in widths if width >= head_dim)
+    pairs = [(a, b) for a in widths for b in widths if b <= a <= whole and a + b >= head_dim]
     best = min(pairs, key=sum)
-    return best if sum(best) < one else (one,)
+    return best if sum(best) < whole else (whole,)
 
 
 def shares_columns(head_dim_qk: int, head_dim_v: int) -> bool:

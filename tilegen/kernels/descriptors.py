@@ -1,10 +1,10 @@
 """Tensor descriptors: how a kernel loads streamed tiles by coordinates, not addresses, and when.
 
-A descriptor tells the GPU's tensor memory accelerator (TMA) a tensor's sizes and strides. One
-thread then asks for a tile, and what lies outside of the tensor arrives as 0: no thread holds
+A descriptor holds a tensor's sizes and strides for the GPU's tensor memory accelerator (TMA). One
+thread then requests a tile, and elements outside of the tensor arrive as 0: no thread holds
 addresses, and no load needs a mask. Descriptors are built on the host, of all four dimensions, so
 that a tile at the end of one head holds nothing of the next. Where the rules here forbid them,
-tiles are loaded by addresses, as `TileConfig.descriptors=False` says.
+tiles are loaded by addresses, as with `TileConfig.descriptors=False`.
 """
 
 from __future__ import annotations
@@ -53,21 +53,22 @@ def is_describable(tensor: torch.Tensor) -> bool:
 def described_lines(
     spec: KernelSpec, config: TileConfig, head_dims: Mapping[Dim, int]
 ) -> list[Line]:
-    """Return a kernel's arguments with descriptors in the place of addresses and strides, one for
-    each of the tiles that hold a head dim."""
+    """Replace addresses and strides among a kernel's arguments by descriptors: each tile that holds
+    a part of a head dim has a descriptor."""
     addresses, *others = spec.lines
     first: list[Argument] = []
-    for one in addresses.arguments:
-        if one.of not in spec.described:
-            first.append(one)
+    for address in addresses.arguments:
+        tensor = address.of
+        if tensor not in spec.described:
+            first.append(address)
             continue
-        rows = config.block_n if one.of in COLUMN_TENSORS else config.block_m
-        pieces = head_dim_chunks(head_dims[WIDTHS[one.of]])
+        rows = config.block_n if tensor in COLUMN_TENSORS else config.block_m
+        pieces = head_dim_chunks(head_dims[WIDTHS[tensor]])
         first += [
             Argument(
-                f"{one.of}_desc" + (f"_{i}" if len(pieces) > 1 else ""),
+                f"{tensor}_desc" + (f"_{i}" if len(pieces) > 1 else ""),
                 f"tensordesc<element[1, 1, {rows}, {width}]>",
-                one.of,
+                tensor,
                 "descriptor",
                 width,
             )

@@ -1,7 +1,7 @@
 """The order in which the programs of a launch start.
 
-Where a mask leaves tiles unequal work, those with most of it start first, over as many heads as L2
-holds together: so a launch ends with light programs. Otherwise programs run head after head.
+Where a mask leaves tiles unequal work, the tiles with most work start first, over as many heads as
+L2 holds together, so that a launch ends with light programs. Otherwise programs run head by head.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def heads_together(problem: AttentionProblem, spec: KernelSpec) -> int:
 
 
 def heavy_end(mask: Mask, spec: KernelSpec) -> End:
-    """Return the end of a head's tiles that has most work, where programs of a kernel start by
-    it: not those of panels, nor those of splits, which are equally long."""
+    """Return the end of a head's tiles that has most work, for kernels whose programs start in
+    order of work. Programs of panels and of splits do not: they are equally long."""
     by_work = spec.is_fused and not spec.splits
     return _heavy_end(mask, spec.stays) if by_work else ""
 

@@ -39,5 +39,5 @@ def strides_like(tensor: torch.Tensor, head_dim: int) -> tuple[int, int, int, in
 
 
 def public_lse(lse: torch.Tensor) -> torch.Tensor:
-    """Return lse (batch, heads, seqlen_q) of what kernels keep of it, which may be in pairs."""
+    """Return lse (batch, heads, seqlen_q) from the lse of kernels, which may be in pairs."""
     return lse if lse.dim() == 3 else lse.select(2, 0)

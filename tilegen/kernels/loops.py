@@ -50,7 +50,7 @@ class Product:
         return self.rows * self.columns * self.depth
 
     def operands_of_thread(self, threads: int) -> float:
-        """Operand words of the square of the result that is one of `threads` threads' part."""
+        """Count a thread's operand words, for an equal and square part of the result."""
         return 2 * self.depth * sqrt(self.rows * self.columns / threads)
 
 
@@ -89,7 +89,7 @@ class Step:
     loaded: int = 0
     """Words that a step loads."""
     loads: int = 1
-    """Loads that follow each other in a step, each started when the one before is done."""
+    """Loads of a step in sequence, each started when the load before is done."""
     held_bytes: int = 0
     """Bytes of the rows that a step without products holds."""
     summed: int = 0
@@ -133,7 +133,7 @@ class _Loop:
         return 0
 
     def tile(self, config: TileConfig) -> str:
-        """Return a phrase about what stays and what passes."""
+        """Describe the stationary and the streamed tile in a phrase."""
         return f"{config.block_m} query rows stay, {config.block_n} keys pass at a time"
 
 
@@ -149,7 +149,7 @@ class Whole(_Loop):
     keeps: tuple[str, ...]
     """Tensors of which a tile stays on chip."""
     streams: tuple[str, ...]
-    """Tensors of which tiles pass by."""
+    """Tensors whose tiles are streamed."""
     accumulates: tuple[str, ...]
     """Tensors that a program adds up on chip."""
     products: tuple[Dim, ...]
@@ -183,7 +183,7 @@ class Whole(_Loop):
         return total
 
     def tile(self, config: TileConfig) -> str:
-        """Return a phrase about what stays and what passes."""
+        """Describe the stationary and the streamed tile in a phrase."""
         if self.stays == "rows":
             return super().tile(config)
         return f"{config.block_n} key-value rows stay while tiles of {config.block_m} queries pass"
@@ -320,7 +320,7 @@ class OverRows(_Loop):
     score_tiles = 1
 
     def tile(self, config: TileConfig) -> str:
-        """Return a phrase about the rows of a program."""
+        """Describe the rows of a program in a phrase."""
         return f"{config.block_m} rows per program"
 
     def step(self, problem: AttentionProblem, config: TileConfig) -> Step:

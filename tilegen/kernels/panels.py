@@ -1,5 +1,5 @@
-"""Panels: what the small-cache kernels share through L2, the scores of some query rows of one head,
-or of several whole heads. Kernels of one pass agree on nothing else, so each has its own config."""
+"""Panels: the scores that small-cache kernels share through L2, of some query rows of one head or
+of several whole heads. Kernels of a pass agree on nothing else, so each has its own config."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 Launch = Callable[..., Any]
 """Launches one kernel."""
 SCORE_WIDTH = 128
-"""Keys of one score tile of the small-cache forward where nobody says otherwise."""
+"""Default width of a score tile of the small-cache forward [keys]."""
 PANEL_STEP = BLOCK_SIZES[-1]
 """Query rows: panels start at multiples, so that the tiles of a panel are tiles of the whole,
 whatever the size of the panel."""
@@ -70,8 +70,8 @@ TILE = 128
 def panel_rows(
     *, seqlen_kv: int, head_dim: int, score_bytes: int, l2_bytes: int, num_sms: int
 ) -> int:
-    """Return how many query rows go into a panel: as many as L2 holds, but enough to give every SM
-    a program. Memory is that many rows of seqlen_kv scores, linear in the length."""
+    """Return the query rows of a panel: as many as L2 holds, but enough to give every SM a program.
+    A panel takes the memory of these rows of seqlen_kv scores, linear in the length."""
     in_l2 = int(L2_PART * l2_bytes) // (seqlen_kv * score_bytes)
     one_wave = -(-num_sms // -(-head_dim // TILE)) * TILE
     return max(in_l2, one_wave)
@@ -95,6 +95,6 @@ def rows_for(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> i
 
 @lru_cache(maxsize=1024)
 def panels_per_group(group_size: int, seqlen_q: int, rows: int) -> int:
-    """Return how many panels of `rows` the query heads of one key-value head are computed in; whole
-    heads of other groups may share the only one."""
+    """Count the panels of `rows` for the query heads of one key-value head; whole heads of other
+    groups may share a single panel."""
     return sum(1 for _ in panels(group_size, group_size, seqlen_q, rows))

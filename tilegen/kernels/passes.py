@@ -28,7 +28,7 @@ def forward(
     """Return (out, lse) by the family of forward kernels that `launch` has.
 
     `panel_rows` bounds the memory of the small-cache family: 16 bits or 32 for each of its
-    seqlen_kv scores. `more` is what the family's `run` needs besides.
+    seqlen_kv scores. `more` are further arguments of the family's `run`.
     """
     family = family_of(launch, "forward")
     return family.run(launch, q, k, v, scale, panel_rows=panel_rows, **more)
@@ -67,6 +67,6 @@ def gradient_of_sinks(sinks: torch.Tensor, lse: torch.Tensor, delta: torch.Tenso
 def family_of(launch: Mapping[Kernel, Any], direction: Direction) -> FamilySpec:
     """Return the family that the kernels of a pass make up."""
     given = {*launch, BWD_PREPROCESS.name}  # whose result, delta, is there already
-    found = family_among(given, direction)
-    assert found is not None, f"expected the launches of a {direction} family, got {list(launch)}"
-    return found
+    family = family_among(given, direction)
+    assert family is not None, f"expected the launches of a {direction} family, got {list(launch)}"
+    return family

@@ -70,8 +70,8 @@ SMALL_CACHE: tuple[Kernel, ...] = (*FORWARD["small_cache"].names, *BACKWARD["sma
 def family_among(kernels: Collection[Kernel], direction: Direction) -> FamilySpec | None:
     """Return the family of a pass all of whose kernels are among `kernels`; None if there is
     none."""
-    found = (one for one in FAMILIES[direction].values() if set(one.names) <= set(kernels))
-    return next(found, None)
+    families = FAMILIES[direction].values()
+    return next((family for family in families if set(family.names) <= set(kernels)), None)
 
 
 def family_with(kernel: Kernel, problem: AttentionProblem | None = None) -> FamilySpec:
@@ -79,7 +79,7 @@ def family_with(kernel: Kernel, problem: AttentionProblem | None = None) -> Fami
     read whole keys, the first that reads keys as a `problem` has them."""
     families = tuple(_OF_KERNEL[kernel].values())
     paged = problem is not None and problem.page > 0
-    return next((one for one in families if one.pages == paged), families[0])
+    return next((family for family in families if family.pages == paged), families[0])
 
 
 def direction_of(kernel: Kernel) -> Direction:
@@ -88,7 +88,7 @@ def direction_of(kernel: Kernel) -> Direction:
 
 
 def grid_of(kernel: Kernel, config: TileConfig, group_size: int) -> tuple[tuple[str, int], ...]:
-    """Return the grid of one launch: sizes, and what each is divided by."""
+    """Return the grid of one launch: sizes with their divisors."""
     knobs = {"group_size": group_size, "tile_heads": tile_heads(config, group_size)}
     knobs["split_q"] = config.split_kv
     knobs |= asdict(config)
@@ -96,7 +96,8 @@ def grid_of(kernel: Kernel, config: TileConfig, group_size: int) -> tuple[tuple[
 
 
 def tile_heads(config: TileConfig, group_size: int) -> int:
-    """Return the query heads whose rows a tile holds: one, or a part of a group, or all of it."""
+    """Return the query heads whose rows a tile holds: a single head, a part of a group, or a whole
+    group."""
     return min(config.heads, group_size)
 
 

@@ -36,7 +36,7 @@ class Extent:
     `unit`: the size rounded up to a multiple of the elements that strides are counted by."""
 
     def value(self, given: Mapping[str, Any], unit: int, keys: int) -> int:
-        """Compute the size from what the launch is given, by name."""
+        """Compute the size from the arguments of the launch, by name."""
         size = given[self.of] if self.axis is None else given[self.of].shape[self.axis]
         if self.by == "unit":
             return -(-size // unit) * unit
@@ -44,7 +44,7 @@ class Extent:
 
 
 def extents(name: str, given: Collection[str], *, pairs: bool) -> tuple[Extent | int, ...]:
-    """Return the sizes of a result of a launch that takes what `given` names.
+    """Return the sizes of a result of a launch with the arguments `given`.
 
     With `pairs` a log-sum-exp is kept as two numbers, told apart by the dimension before rows.
     """
@@ -71,8 +71,8 @@ def allocate(
 ) -> torch.Tensor:
     """Return an uninitialised tensor for a result of a launch.
 
-    `given` is what the launch takes, by name; `unit` the elements that strides are counted by;
-    `keys` those of a score tile, or the rows of a split.
+    `given` are the launch's arguments by name; `unit` the elements that strides are counted by;
+    `keys` the keys of a score tile, or the rows of a split.
     """
     import torch
 
@@ -80,7 +80,7 @@ def allocate(
         like, width = LIKE[name]
         return empty_like(given[like], given[width].shape[3])
     sizes = extents(name, given, pairs=pairs)
-    shape = [one if isinstance(one, int) else one.value(given, unit, keys) for one in sizes]
+    shape = [size if isinstance(size, int) else size.value(given, unit, keys) for size in sizes]
     first = next(iter(given.values()))
     dtype = first.dtype if name in PANELS else torch.float32
     return torch.empty(shape, device=first.device, dtype=dtype)

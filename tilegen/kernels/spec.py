@@ -1,7 +1,7 @@
 """Records of a kernel, `KernelSpec`, and of the kernels of a pass, `FamilySpec`.
 
-Everything that the compiler has to know of a kernel stands in its record: the names and sizes that
-the template prints, the knobs that the tuner may turn, the traffic that the model counts. Templates
+A kernel's record holds everything that the compiler needs to know: the names and sizes that the
+template prints, the knobs that the tuner may turn, the traffic that the model counts. Templates
 hold the rest: the arithmetic. Records need neither PyTorch nor SymPy.
 """
 
@@ -74,8 +74,8 @@ class KernelSpec:
     made: tuple[str, ...]
     """Tensors that a launch allocates and returns."""
     parts: dict[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
-    """Tensors of fp32 that a launch makes for each split: the tensor whose rows stay, the tensor
-    whose rows are split, and a tensor whose head dim they have."""
+    """Tensors of fp32 that a launch makes for each split. For each: the tensor with the stationary
+    rows, the tensor whose rows are split, and a tensor with the same head dim."""
     notes: dict[str, str] = field(default_factory=dict, hash=False)
     """Shapes and meaning of tensors that no other family has, in words."""
     tells: Knob | None = None
@@ -92,28 +92,28 @@ class KernelSpec:
     floor: tuple[Moved, ...]
     """Tensors that must move under any schedule: inputs that matter, and all outputs."""
     shows: tuple[str, ...]
-    """Results of the pass that are right only if this kernel is; `dt` stands for the gradients of
-    all that a score reads."""
+    """Outputs of the pass that check this kernel; `dt` stands for the gradients of a score's
+    tensors."""
     described: tuple[str, ...] = ()
-    """Tensors whose tiles pass, and may be loaded through tensor descriptors."""
+    """Streamed tensors whose tiles may be loaded through tensor descriptors."""
     knobs: Knobs = Knobs()
     computes_scores: bool = False
     """True: the kernel changes scores as a problem asks."""
     drops: bool = False
-    """True: the kernel drops weights, or their gradients, where a problem asks for it."""
+    """True: the kernel drops weights, or their gradients, for problems with dropout."""
     trains: bool = False
     """True: the kernel adds up the gradients of the tensors that a score reads."""
     has_sinks: bool = False
     """True: a row starts from the logit of its head's sink."""
     in_order: bool = False
-    """True: the kernel adds up the keys of a row in an order that hangs on the row's keys only,
-    where a problem asks for it."""
+    """True: for batch-invariant problems the kernel adds up the keys of a row in an order that
+    depends on the row's keys alone."""
     pages: bool = False
     """True: keys and values are read from the pages of a cache, for requests of any lengths."""
     unpaged: KernelSpec | None = None
-    """The kernel that computes the same for keys that lie whole, where this one reads pages."""
+    """The same kernel for keys outside of pages, where this kernel reads pages."""
     like: str = ""
-    """The kernel whose counted numbers (instructions, buffers) this one takes; empty: its own."""
+    """The kernel to take counted numbers (instructions, buffers) from; empty: this kernel."""
     requires: tuple[str, ...] = ()
     """Architectures that the kernel needs, such as sm_90; empty: any will do."""
     folder: Path | None = None
@@ -121,7 +121,7 @@ class KernelSpec:
 
     @property
     def fitted_as(self) -> str:
-        """The kernel whose counted numbers this one takes."""
+        """The kernel to take counted numbers from."""
         return self.like or self.name
 
     @property
@@ -161,7 +161,7 @@ class KernelSpec:
 
     @property
     def joins(self) -> bool:
-        """True: the kernel puts together what the programs of splits made."""
+        """True: the kernel joins the results of splits."""
         return self.loop.joins
 
     @property
@@ -245,16 +245,16 @@ class FamilySpec:
 
     def why_not(self, problem: AttentionProblem, arch: str) -> str:
         """Return why the family cannot compute a problem on an architecture; empty if it can."""
-        for one in self.kernels:
-            if one.requires and arch not in one.requires:
-                return f"{one.name} needs {' or '.join(one.requires)}, not {arch}"
+        for kernel in self.kernels:
+            if kernel.requires and arch not in kernel.requires:
+                return f"{kernel.name} needs {' or '.join(kernel.requires)}, not {arch}"
         if problem.page and not self.pages:
             return f"{self.name} does not read pages of a cache"
         if not problem.page and self.pages:
             return f"{self.name} reads pages of a cache only"
         is_forward = self.direction == "forward"
         if problem.invariant and is_forward and not all(one.in_order for one in self.kernels):
-            return f"{self.name} adds up keys in an order that hangs on the tile"
+            return f"{self.name} sums keys in a tile-dependent order"
         score = problem.score
         if score and score.changes and not any(one.computes_scores for one in self.kernels):
             return f"{self.name} does not change scores"

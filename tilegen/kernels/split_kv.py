@@ -1,10 +1,10 @@
 """Forward with the keys split over programs, for few queries: a tile holds the query rows of all
 heads that share a key-value head, a program streams the keys of one split past it, and a second
-kernel joins what the splits give (Flash-Decoding: Dao, Haziza, Massa, Sizov, 2023).
+kernel joins the splits' results (Flash-Decoding: Dao, Haziza, Massa, Sizov, 2023).
 
-A split is a fixed number of keys, counted from the first: what a row's splits are depends on
-nothing but its keys. The keys of requests in pages are divided over their programs instead, unless
-they are batch-invariant: a grid is made for as many keys as a request may have, and many have few.
+A split is a fixed number of keys, counted from the first: the splits of a row depend on the row's
+keys alone. The keys of requests in pages are divided over their programs instead, unless they are
+batch-invariant: a grid is made for the longest request allowed, and most requests are shorter.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from tilegen.problem import AttentionProblem
 
 FILLING = 256
-"""Programs that are taken to fill a GPU, near two for each SM: a guess. An emitted kernel serves
-GPUs of any number of SMs."""
+"""Programs that fill a GPU, about two for each SM: a guess. An emitted kernel serves GPUs with any
+number of SMs."""
 READ_OVER_LEFT = 32
 """Bytes of keys and values that a split of a request reads where programs fill the GPU, over those
 of its partial results, which are written and read again: a guess."""
@@ -155,14 +155,14 @@ FWD_COMBINE = KernelSpec(
 
 
 def is_divided(problem: AttentionProblem) -> bool:
-    """Return whether the keys of a request are divided over the programs that it has: a split has a
-    number of keys that the kernel finds when it runs."""
+    """Whether the keys of a request are divided over the request's programs: the kernel computes
+    the number of keys of a split when it runs."""
     return problem.page > 0 and not problem.invariant
 
 
 def usual_tiles(problem: AttentionProblem, config: TileConfig) -> int:
-    """Return the tiles of keys that a split of a divided request has at least, where splits of as
-    many leave no SM idle: what READ_OVER_LEFT says, but not more than `config.split_kv` keys."""
+    """Return the least tiles of keys of a split of a divided request, where such splits leave no SM
+    idle: by READ_OVER_LEFT, but at most `config.split_kv` keys."""
     left = 2 * 4 * config.rows * problem.head_dim_v
     width = problem.head_dim_qk + (0 if problem.latent else problem.head_dim_v)
     tile = config.block_n * width * problem.element_bytes
@@ -185,8 +185,8 @@ def run(
 
 @dataclass(slots=True)
 class Requests:
-    """Where the queries and keys of requests lie: tensors on the device, and what bounds them.
-    The record is never changed; a frozen one would take longer to make."""
+    """Places of the queries and keys of requests: tensors on the device, and their bounds.
+    The record is never changed; a frozen record would take longer to make."""
 
     block_table: torch.Tensor
     """(requests, pages), int32 or int64: the pages of each request, in the order of its keys."""
@@ -220,9 +220,9 @@ def run_paged(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (out, lse) of q (1, heads, all queries, head_dim_qk), and of pages k and v (pages,
     heads, keys of a page, head dim); `out`, where it is given, is written and returned."""
-    its = requests
-    where = its.block_table, its.lengths, its.q_starts, its.lengths.shape[0]
-    bounds = its.longest_q, its.longest_kv, its.block_table.stride(0)
+    table, lengths = requests.block_table, requests.lengths
+    where = table, lengths, requests.q_starts, lengths.shape[0]
+    bounds = requests.longest_q, requests.longest_kv, table.stride(0)
     return _combined(launch, launch[FWD_PAGED.name](q, k, v, *where, *bounds, scale), q, v, out)
 
 
