@@ -14,7 +14,6 @@ from tilegen.kernels.loops import Step
 from tilegen.kernels.panels import rows_for
 from tilegen.kernels.registry import KERNELS, family_with
 from tilegen.kernels.spec import Direction, FamilySpec, KernelSpec
-from tilegen.kernels.split_kv import is_divided
 from tilegen.problem import AttentionProblem
 
 T = TypeVar("T")
@@ -160,7 +159,7 @@ class KernelTask:
     @property
     def divided(self) -> bool:
         """Whether the kernel divides the keys of a request over the programs that it has."""
-        return self.spec.pages and is_divided(self.problem)
+        return self.spec.divides(self.problem)
 
     @cached_property
     def panel_rows(self) -> int:

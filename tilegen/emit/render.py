@@ -38,7 +38,7 @@ from tilegen.kernels.launch_order import heavy_end, rows_together
 from tilegen.kernels.loops import WIDTHS
 from tilegen.kernels.registry import KERNELS, check_config, family_with, tile_heads
 from tilegen.kernels.spec import KernelSpec
-from tilegen.kernels.split_kv import FILLING, is_divided, usual_tiles
+from tilegen.kernels.split_kv import FILLING, usual_tiles
 from tilegen.masks.grouping import heads_of_tiles
 from tilegen.masks.score_source import ScoreSource, score_source
 from tilegen.masks.source import extras, guard_of, keep_source, ranges_source
@@ -161,7 +161,7 @@ def _context(
     added = (*extras(problem.mask, side), *change.extras) if spec.masked else ()
     drops = spec.draws(problem)
     added += ((SINKS,) if sinks else ()) + ((DROPOUT,) if drops else ())
-    divided = spec.pages and is_divided(problem)
+    divided = spec.divides(problem)
     in_keys = spec.values_in_keys(problem)
     absent = "v" if in_keys else ""
     arguments = Arguments.of(spec, config, problem.head_dims, added, bool(change.forward), absent)

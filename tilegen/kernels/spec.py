@@ -196,6 +196,11 @@ class KernelSpec:
         """Whether the kernel draws random numbers, for the dropout of a problem."""
         return problem.dropout and self.drops
 
+    def divides(self, problem: AttentionProblem) -> bool:
+        """Whether the keys of a request are divided over the request's programs: the kernel
+        computes the number of keys of a split when it runs."""
+        return self.pages and problem.page > 0 and not problem.invariant
+
     def keeps_order(self, problem: AttentionProblem) -> bool:
         """Whether the kernel adds up a row's keys in an order that other problems share."""
         return problem.invariant and self.in_order

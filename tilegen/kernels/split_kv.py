@@ -154,12 +154,6 @@ FWD_COMBINE = KernelSpec(
 )
 
 
-def is_divided(problem: AttentionProblem) -> bool:
-    """Whether the keys of a request are divided over the request's programs: the kernel computes
-    the number of keys of a split when it runs."""
-    return problem.page > 0 and not problem.invariant
-
-
 def usual_tiles(problem: AttentionProblem, config: TileConfig) -> int:
     """Return the least tiles of keys of a split of a divided request, where such splits leave no SM
     idle: by READ_OVER_LEFT, but at most `config.split_kv` keys."""
