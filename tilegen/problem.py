@@ -219,9 +219,9 @@ class AttentionProblem:
         """Return the problem that `b4 hq32 hkv8 q4096 kv4096 d128 bf16 causal` describes.
 
         `b` defaults to 1, `hkv` to `hq`, `kv` to `q`, the mask to `full`; `d192/128` gives
-        head_dim_qk/head_dim_v, the word `dropout` has weights dropped, `invariant` asks for
-        results that do not hang on the batch, `page16` says that keys and values lie in pages of 16
-        keys, and `latent` that values are the first columns of keys.
+        head_dim_qk/head_dim_v. With `dropout` weights are dropped, with `invariant` results do not
+        depend on the batch, with `page16` keys and values lie in pages of 16 keys, and with
+        `latent` values are the first columns of keys.
         Raises InvalidProblem or Unsupported.
         """
         if not isinstance(text, str):

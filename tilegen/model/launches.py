@@ -18,7 +18,7 @@ class Launches:
     """Launches, programs and steps of a kernel for a problem."""
 
     count: int
-    """Launches, one after the other and alike."""
+    """Equal launches, in sequence."""
     programs: int
     """Programs of all launches."""
     steps: int | Fraction
@@ -26,7 +26,7 @@ class Launches:
     partial: int | Fraction
     """Steps on tiles that need mask code."""
     longest: float
-    """Steps of the program that has most."""
+    """Steps of the longest program."""
 
     @property
     def masked(self) -> float:

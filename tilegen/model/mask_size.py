@@ -30,7 +30,7 @@ class MaskSize:
     rows: int
     """Query rows that keep anything."""
     columns: int
-    """Key-value rows that anyone keeps."""
+    """Key-value rows that some query keeps."""
     degree: int
     """Most entries in one row or one column; at least 1."""
 
@@ -48,7 +48,7 @@ class Bands:
     """Entries that a row of the band keeps, at most."""
     low: Numbers
     end: Numbers
-    """All that the rows of a band keep lies in `low` to `end` (excluded)."""
+    """The columns that the rows of a band keep lie in `low` to `end` (excluded)."""
 
 
 def size_of(task: KernelTask | PassTask) -> MaskSize:

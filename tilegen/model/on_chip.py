@@ -39,8 +39,8 @@ above, and 31 to 63 % of those that spill too much (benchmarks/results/footprint
 out the hopeless, compiling decides about the others."""
 SMEM_DOUBT = 1.1
 """Factor of the limit of shared memory up to which a config may be predicted to need it and still
-be compiled by a tuner, or be taken from a record. Beside the first choices of the catalogue on four
-GPUs, what is faster by its machine code lies below, but for fp32 slices that would be 3 % faster
+be compiled by a tuner, or be taken from a record. In the catalogue on four GPUs, configs that are
+faster by machine code than the first choice lie below, except for fp32 slices, 3 % faster
 (benchmarks/results/machine_code.csv)."""
 MORE_DOUBT = {"sm_80": 1.15}
 """Factor of SPILL_DOUBT by register fit; 1 for fits that are not named. Of the dK/dV kernels for

@@ -35,8 +35,8 @@ class Rates:
     following_seconds: float
 
     def exposed_of(self, kernel: Kernel) -> float:
-        """Return the part of a kernel's softmax that no matrix product hides; a kernel that nobody
-        counted takes that of the forward."""
+        """Return the part of a kernel's softmax that no matrix product hides; for kernels without
+        a count, the part of the forward."""
         if isinstance(self.exposed, dict):
             return self.exposed.get(kernel, self.exposed["fwd"])
         return self.exposed
@@ -64,8 +64,8 @@ def rates_of(arch: str) -> Rates:
 
 
 def instructions(spec: KernelSpec) -> Instructions:
-    """Return the instruction counts of a kernel's inner loop; kernels whose machine code nobody
-    counted take those of the forward."""
+    """Return the instruction counts of a kernel's inner loop; for kernels without counts, those of
+    the forward."""
     return _instructions(spec.fitted_as)
 
 

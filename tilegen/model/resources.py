@@ -26,20 +26,20 @@ class StepCode:
     shared_bytes: int
     """Bytes to and from shared memory, operands of matrix instructions included."""
     local: int
-    """Words that are loaded and stored of what registers lack room for, of 4 bytes a thread."""
+    """Spill loads and stores of the loop [4-byte words a thread]."""
     exposed: int
     """Instructions that are issued while no matrix product of the warp is in flight."""
     exposed_exponentials: int
     asynchronous: bool
-    """True: `exposed` says something, since a warp goes on while its matrix products run."""
+    """True: a warp goes on while its matrix products run, so that `exposed` counts."""
     serialized: bool
     """True: each matrix instruction is waited for before the next."""
     partial_instructions: int = 0
     """Instructions of a step on a partial tile; 0 where the loop is the same."""
     local_once: int = 0
-    """The same outside of loops, which a program loads and stores once."""
+    """Spill loads and stores outside of loops, paid once a program [4-byte words a thread]."""
     kernel: Kernel = ""
-    """The kernel whose counted numbers stand for what the code does not say; empty: the forward."""
+    """The kernel to take numbers from that the code does not show; empty: the forward."""
 
 
 NUMBERS = tuple(one.name for one in fields(StepCode) if one.type == "int" and one.name != "rows")

@@ -1,4 +1,4 @@
-"""The splits of what a kernel streams, and how the keys of a request are divided over them."""
+"""The splits of a kernel's streamed rows, and the division of a request's keys over them."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from tilegen.task import Tiled
 
 @dataclass(frozen=True, kw_only=True)
 class Splits:
-    """The splits of what streams past a head's tiles; one of all rows in most kernels."""
+    """The splits of the rows that a head's tiles stream; most kernels have a single split."""
 
     count: int
-    """Splits of all rows that stream."""
+    """Splits of all streamed rows."""
     programs: int | Fraction
-    """Pairs of a tile that stays and a split of which it visits anything."""
+    """Pairs of a stationary tile and a split with tiles that it visits."""
     rows: int | Fraction
-    """Rows that stay, inside the sequence, added up over these pairs."""
+    """Stationary rows inside the sequence, added up over these pairs."""
     tiles_of_group: int
-    """Tiles of the query heads of a key-value head: one that stays or streams for all of them, or
-    one for each."""
+    """Tiles of the query heads of a key-value head: a tile shared by all of them, or a tile for
+    each."""
     longest: int
-    """Streamed tiles of the split that has most, as far as the mask leaves them."""
+    """Tiles of the longest split, after masking."""
 
 
 def usual_split(problem: AttentionProblem) -> TileConfig:
-    """Return the splits that a kernel is taken to join where none are settled: of 1024 rows, near
-    which the published optimum of decoding lies (benchmarks/results/published/README.md)."""
+    """Return the splits to assume for a kernel that joins them where none are settled: of 1024
+    rows, near the published optimum of decoding (benchmarks/results/published/README.md)."""
     heads = packed_heads(problem)
     return TileConfig(block_m=max(1, 16 // heads), block_n=64, heads=heads, split_kv=1024)
 

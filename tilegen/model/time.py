@@ -29,27 +29,28 @@ ISSUE_PER_CLK = 128
 SMEM_BYTES_PER_CLK = 128
 """Bytes of shared memory, or of L1, that an SM moves each clock."""
 OVERLAP_NORM = 4
-"""Exponent that says how sharply units hide each other: infinity is the maximum, 1 the sum."""
+"""Exponent of the norm that adds up units: infinity is the maximum, 1 the sum."""
 CHANGED_INSTRUCTIONS = 2.5
 """Instructions of a thread for each word of a panel that it scales or masks, and rounds again."""
 DRAWN_INSTRUCTIONS = 13
 """Instructions of a thread that dropout adds to each score of a kernel that drops weights."""
 IDLE = 0.04
-"""Part of its time that a kernel with splits must win to leave all SMs idle: programs may draw less
-bandwidth than predicted, and published times punish few splits more than many."""
+"""Penalty for idle SMs, as a part of a kernel's time if all SMs are idle, in kernels with splits:
+programs may draw less bandwidth than predicted, and in published times few splits cost more than
+many."""
 SHARED_READS = 2
 """Threads of a warp that one read of an operand serves, in IEEE fp32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepClocks:
-    """Clocks that one step keeps each unit of an SM busy, whoever else runs there."""
+    """Clocks that one step keeps each unit of an SM busy, beside any other programs."""
 
     tensor: float
     exp: float
     issue: float
     masking: float
-    """Issue slots that a partial tile takes besides."""
+    """Additional issue slots of a partial tile."""
     smem: float
     exposed: float
     """Part of issue or exponentials, whichever is longer, that no matrix product hides."""

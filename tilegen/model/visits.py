@@ -17,7 +17,7 @@ from tilegen.task import KernelTask, Tiled
 
 @dataclass(frozen=True, kw_only=True)
 class Visits:
-    """Tiles that a kernel visits for one query head; preprocess visits each of its own once."""
+    """Tiles that a kernel visits for one query head; preprocess visits each tile once."""
 
     programs: int
     """Stationary tiles."""
@@ -28,11 +28,11 @@ class Visits:
     rows: int | Fraction
     """Streamed rows inside the sequence."""
     longest: int
-    """Streamed tiles of the stationary tile that has most."""
+    """Most streamed tiles of a stationary tile."""
     row_steps: int | Fraction = 0
     """Stationary rows inside the sequence, once for each streamed tile."""
     cells: int | Fraction = 0
-    """Entries of all visited tiles, as far as a panel holds them."""
+    """Entries of all visited tiles that a panel holds."""
 
 
 def visits(tiled: Tiled, *, aligned: bool | None = None) -> Visits:
