@@ -172,3 +172,13 @@ def test_links_lead_somewhere(page: str) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]+)\)", path.read_text(encoding="utf-8"))
     for target in links:
         assert (path.parent / target).exists(), target
+
+
+def test_docstrings_name_their_result() -> None:
+    """A clause in the place of a noun, `Return what ...`, hides it."""
+    hidden = {
+        f"{file.relative_to(ROOT)}: {line}"
+        for file in (ROOT / "tilegen").rglob("*.py")
+        for line in re.findall(r'"""(?:Return|Whether) what .*', file.read_text(encoding="utf-8"))
+    }
+    assert not hidden
