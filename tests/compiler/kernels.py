@@ -296,3 +296,25 @@ def places(out_ptr):
     x, y, z = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     at = x + tl.num_programs(0) * (y + tl.num_programs(1) * z)
     tl.store(out_ptr + at, 100 * x + 10 * y + z)
+
+
+@triton.jit
+def add_rows(x_ptr, out_ptr, rows_ptr, n, m, M: tl.constexpr, N: tl.constexpr):
+    """Adds a tile to a matrix, row by row, and its sum to a number: programs meet in both."""
+    rows, columns = tl.program_id(0) % 3 + tl.arange(0, M), tl.arange(0, N)
+    x = tl.load(x_ptr + (tl.program_id(0) * M + tl.arange(0, M)[:, None]) * N + columns[None, :])
+    keep = (rows[:, None] < m) & (columns[None, :] < n)
+    tl.atomic_add(out_ptr + rows[:, None] * n + columns[None, :], x, mask=keep)
+    tl.atomic_add(rows_ptr + rows, tl.sum(x, 1), mask=rows < m)
+
+
+@triton.jit
+def mixed_add(x_ptr, out_ptr, n, WHAT: tl.constexpr, BLOCK: tl.constexpr):
+    """Adds to a tensor that is also loaded or stored, or that a branch chooses."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at, mask=at < n, other=0.0)
+    if WHAT == "load":
+        x += 0 * tl.load(out_ptr + at, mask=at < n, other=0.0)
+    elif WHAT == "store":
+        tl.store(out_ptr + at, x, mask=at < n)
+    tl.atomic_add(out_ptr + at, x, mask=at < n)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tilegen.cpu.conversions import from_memory, to_memory
-from tilegen.cpu.ir import BYTES, MEMORY, REGISTER, Code, Lane, bits, typed
+from tilegen.cpu.ir import BYTES, FLOATS, MEMORY, REGISTER, Code, Lane, bits, typed
 from tilegen.cpu.tiles import Address, Constant, Load, Node, Place, View
 
 ZEROS = "@zeros"
@@ -18,6 +18,8 @@ class Access:
 
     vectors = True
     """True: rows are read and written as vectors; False: each element by itself."""
+    private: frozenset[int] = frozenset()
+    """Arguments that no other thread adds to at the same time."""
 
     def __init__(self, dummy: str) -> None:
         """`dummy` is scratch memory of 256 bytes, written where a mask is false."""
@@ -215,7 +217,7 @@ class Access:
         value = to_memory(code, value, elem, None)
         code.do(f"store {MEMORY[elem]} {value}, ptr {pointer}, align {BYTES[elem]}")
 
-    # ---- atomic additions
+    # ---- additions, atomic where other threads may add to the same tensor
 
     def add(
         self,
@@ -228,7 +230,13 @@ class Access:
         mask: Node | None,
         line: int,
     ) -> None:
-        """Add to an element in memory, or to each element of a vector, atomically."""
+        """Add to an element in memory, or to each element of a vector."""
+        if lane and address.arg in self.private and address.step(lane[0]) == 1 and self.vectors:
+            node = Load(elem, address.shape, address, mask, None, self, line)
+            old = self.load(code, node, idx, lane, None)
+            total = code.emit(f"{_addition(elem)} {typed(REGISTER[elem], lane)} {old}, {value}")
+            self.store(code, address, idx, lane, total, elem, mask, line)
+            return
         tests = mask.at(code, idx, lane) if mask else None
         pointers = address.place(code, idx, lane)
         type_ = REGISTER[elem]
@@ -248,18 +256,28 @@ class Access:
         arg: int | None,
         line: int,
     ) -> None:
-        """Add to one element in memory, atomically, where the mask is true."""
+        """Add to one element in memory where the mask is true."""
         mask = self.allowed(code, pointer, mask, elem, arg, line)
+        if arg in self.private:
+            if mask is not None:
+                pointer = code.emit(f"select i1 {mask}, ptr {pointer}, ptr {self._dummy}")
+            old = code.emit(f"load {MEMORY[elem]}, ptr {pointer}, align {BYTES[elem]}")
+            total = code.emit(f"{_addition(elem)} {REGISTER[elem]} {old}, {value}")
+            code.do(f"store {MEMORY[elem]} {total}, ptr {pointer}, align {BYTES[elem]}")
+            return
         yes, done = code.labels("add", "added")
         if mask is not None:
             code.do(f"br i1 {mask}, label %{yes}, label %{done}")
             code.label(yes)
-        add = "fadd" if elem in ("f32", "f64") else "add"
         given = f"ptr {pointer}, {REGISTER[elem]} {value}"
-        code.emit(f"atomicrmw {add} {given} monotonic, align {BYTES[elem]}")
+        code.emit(f"atomicrmw {_addition(elem)} {given} monotonic, align {BYTES[elem]}")
         if mask is not None:
             code.do(f"br label %{done}")
             code.label(done)
+
+
+def _addition(elem: str) -> str:
+    return "fadd" if elem in FLOATS else "add"
 
 
 def _short(elem: str) -> str:

@@ -69,5 +69,6 @@ def compiled(source: Source, target: Target, mode: Mode = "") -> CompiledObject:
         names=names_of(source.arguments, lowered.arguments),
         scratch_bytes=lowered.scratch_bytes,
         stored=lowered.stored,
+        private=lowered.private,
         seconds=time.perf_counter() - started,
     )

@@ -3,7 +3,7 @@ move."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -130,11 +130,23 @@ class Traffic:
                     moved[name] = moved.get(name, 0) + int(number)
 
 
-def bounds_words(owners: list[torch.Tensor | None]) -> torch.Tensor:
+NOT_MOVED: Mapping[int, Any] = {}
+
+
+def bounds_words(
+    owners: list[torch.Tensor | None], moved: Mapping[int, tuple[int, int]] = NOT_MOVED
+) -> torch.Tensor:
     """Return the words that a checking kernel reads: a report of zeros, and the bounds of each
-    argument's storage (of none, for an argument that is no tensor)."""
+    argument's storage (of none, for an argument that is no tensor).
+
+    `moved` has the address and the size [bytes] of the memory that stands for some arguments.
+    """
     words = [0] * BOUNDS
-    for owner in owners:
+    for i, owner in enumerate(owners):
+        if i in moved:
+            address, size = moved[i]
+            words += [address, address + size]
+            continue
         if owner is None:
             words += [0, 0]
             continue
@@ -144,16 +156,21 @@ def bounds_words(owners: list[torch.Tensor | None]) -> torch.Tensor:
 
 
 def finding(
-    words: torch.Tensor, name: str, names: tuple[str, ...], owners: list[torch.Tensor | None]
+    words: torch.Tensor,
+    name: str,
+    names: tuple[str, ...],
+    owners: list[torch.Tensor | None],
+    moved: Mapping[int, int] = NOT_MOVED,
 ) -> str:
-    """Return the report of a checking launch, empty where all was in order."""
+    """Return the report of a checking launch, empty where all was in order. `moved` has the
+    addresses of memory that stood for some arguments."""
     line, arg, address = words[:BOUNDS].tolist()
     if not line:
         return ""
     owner: Any = owners[arg] if 0 <= arg < len(owners) else None
     if owner is None:
         return f"{name}, line {line}: an address outside of every tensor"
-    element = (address - owner.data_ptr()) // owner.element_size()
+    element = (address - moved.get(arg, owner.data_ptr())) // owner.element_size()
     shape = tuple(owner.shape)
     return (
         f"{name}, line {line}: {names[arg]}: element {element}, counted from the first, lies "

@@ -53,10 +53,10 @@ class EmittedFunction:
         return self._declared.made
 
     def writes_only(self, names: Collection[str]) -> bool:
-        """Whether the kernel takes plain addresses, needs no check of them, and writes to no other
-        argument than these."""
+        """Whether the kernel takes plain addresses, needs no check of them and no copy of a tensor,
+        and writes to no other argument than these."""
         types = (type_ for _, type_ in self._source.signature)
-        if self._mode or any(type_.startswith("tensordesc") for type_ in types):
+        if self._mode or self.made.private or any(one.startswith("tensordesc") for one in types):
             return False
         return {self.made.names[i] for i in self.made.stored} <= set(names)
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 
-from tilegen.cpu.checks import Traffic, bounds_words, finding
+from tilegen.cpu.checks import NOT_MOVED, Traffic, bounds_words, finding
+from tilegen.cpu.copies import Copies
 from tilegen.cpu.jit import Linked
 from tilegen.cpu.objects import CompiledObject
 from tilegen.cpu.threads import parallel, scratch, usable_threads
@@ -32,6 +33,8 @@ _LAUNCH = ctypes.CFUNCTYPE(
 )
 
 
+_CHUNKS = struct.Struct("=2q").pack
+"""Packs what follows the arguments of a kernel that adds to copies."""
 _TYPES = {
     **{torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"},
     **{torch.float64: "fp64", torch.int64: "i64", torch.int32: "i32", torch.int16: "i16"},
@@ -63,7 +66,10 @@ class CpuFunction:
                 return
             values, owners = flat(given)
             self._refuse_overlaps(owners)
-            extra = self._extra(owners)
+            if self.made.private:
+                self._start_in_chunks((gx, gy, gz), values, owners)
+                return
+            extra = self._words(owners) if self._mode else None
             self._start((gx, gy, gz), values, None if extra is None else extra.data_ptr())
             if extra is not None:
                 self._look(extra, owners)
@@ -87,18 +93,57 @@ class CpuFunction:
             extra,
         )
 
-    def _extra(self, owners: list[torch.Tensor | None]) -> torch.Tensor | None:
-        if self._mode == "bounds":
-            return bounds_words(owners)
-        if self._mode == "count":
-            return torch.zeros(2 * len(owners) + 2, dtype=torch.int64)
-        return None
+    def _start_in_chunks(
+        self, grid: tuple[int, int, int], values: list[Any], owners: list[torch.Tensor | None]
+    ) -> None:
+        """Launch a kernel that adds to copies of its private arguments. Raises WrongResult."""
+        gx, gy, gz = grid
+        private = self.made.private
+        copies = Copies([owners[i] for i in private], gx * gy * gz)
+        extras = self._extras(copies, owners) if self._mode else []
+        for i, extra in enumerate(extras):
+            copies.table[i, 0] = extra.data_ptr()
+        words = self._pack(*values) + _CHUNKS(copies.chunks, copies.table.ctypes.data)
+        threads = usable_threads(copies.chunks)
+        self._launch(
+            words,
+            *(*grid, threads),
+            parallel() if threads > 1 else None,
+            scratch(threads * self._stride),
+            self._stride,
+            None,  # the table has what is here otherwise
+        )
+        copies.add()
+        for i, extra in enumerate(extras if self._mode == "bounds" else extras[:1]):
+            moved = dict(zip(private, copies.addresses(i), strict=True))
+            self._look(extra, owners, moved)
 
-    def _look(self, extra: torch.Tensor, owners: list[torch.Tensor | None]) -> None:
+    def _extras(self, copies: Copies, owners: list[torch.Tensor | None]) -> list[torch.Tensor]:
+        """Return the words of each chunk for a checking or a counting build."""
+        if self._mode == "count":
+            return [self._words(owners)] * copies.chunks
+        spans = (zip(copies.addresses(i), copies.sizes, strict=True) for i in range(copies.chunks))
+        moved = (dict(zip(self.made.private, one, strict=True)) for one in spans)
+        return [self._words(owners, one) for one in moved]
+
+    def _words(
+        self, owners: list[torch.Tensor | None], moved: Mapping[int, tuple[int, int]] = NOT_MOVED
+    ) -> torch.Tensor:
+        """Return the words that a checking or counting kernel works with."""
+        if self._mode == "bounds":
+            return bounds_words(owners, moved)
+        return torch.zeros(2 * len(owners) + 2, dtype=torch.int64)
+
+    def _look(
+        self,
+        extra: torch.Tensor,
+        owners: list[torch.Tensor | None],
+        moved: Mapping[int, int] = NOT_MOVED,
+    ) -> None:
         """Read what a checking or counting launch left. Raises WrongResult."""
         if self._mode == "count":
             self.traffic.add(self.made.names, extra)
-        elif error := finding(extra, self.made.name, self.made.names, owners):
+        elif error := finding(extra, self.made.name, self.made.names, owners, moved):
             raise WrongResult(error)
 
     def _refuse_overlaps(self, owners: list[torch.Tensor | None]) -> None:

@@ -104,7 +104,8 @@ def driver(lowered: Lowered) -> str:
 
     `launch(arguments, grid_x, grid_y, grid_z, threads, parallel, scratch, scratch_stride, extra)`:
     arguments are words of 8 bytes; `parallel` is GOMP_parallel, not called for one thread; each
-    thread takes its part of `scratch`, and programs from one counter until none is left.
+    thread takes its part of `scratch`, and programs from one counter until none is left. Where the
+    kernel has private arguments, threads take chunks of programs instead; see `_in_chunks`.
     """
     reads, passed = [], []
     for i, type_ in enumerate(lowered.arguments):
@@ -114,7 +115,7 @@ def driver(lowered: Lowered) -> str:
         if held != type_:
             reads.append(f"  %y{i} = trunc {held} %x{i} to {type_}")
         passed.append(f"{type_} %{'x' if held == type_ else 'y'}{i}")
-    ids = "i32 %x, i32 %gx, i32 %y, i32 %gy, i32 %z, i32 %gz"
+    programs = _in_chunks(lowered, passed) if lowered.private else _by_one(passed)
     fields = [("args", "ptr"), ("scratch", "ptr"), ("stride", "i64"), ("extra", "ptr")]
     fields += [("gx", "i32"), ("gy", "i32"), ("gz", "i32")]
     loads, stores, given = [], [], {"stride": "i64 %scratch_stride"}
@@ -124,6 +125,7 @@ def driver(lowered: Lowered) -> str:
         value = given.get(name, f"{type_} %{name}")
         stores += [f"  {place}", f"  store {value}, ptr %at_{name}"]
     lines = [
+        "declare void @llvm.memset.p0.i64(ptr, i8, i64, i1)",
         "define internal void @work(ptr %shared) #0 {",
         "entry:",
         *loads,
@@ -136,18 +138,7 @@ def driver(lowered: Lowered) -> str:
         *reads,
         "  %xy = mul i32 %gx, %gy",
         "  %all = mul i32 %xy, %gz",
-        "  br label %head",
-        "head:",
-        "  %i = atomicrmw add ptr %taken, i32 1 monotonic",
-        "  %more = icmp ult i32 %i, %all",
-        "  br i1 %more, label %body, label %done",
-        "body:",
-        "  %x = urem i32 %i, %gx",
-        "  %yz = udiv i32 %i, %gx",
-        "  %y = urem i32 %yz, %gy",
-        "  %z = udiv i32 %yz, %gy",
-        f"  call void @program({', '.join(passed)}, {ids}, ptr %own, ptr %extra)",
-        "  br label %head",
+        *programs,
         "done:",
         "  ret void",
         "}",
@@ -168,3 +159,82 @@ def driver(lowered: Lowered) -> str:
         "}",
     ]
     return "\n".join(lines) + "\n"
+
+
+def _by_one(passed: list[str]) -> list[str]:
+    """Return the loop of a thread over programs, each of which it takes from the counter."""
+    return [
+        "  br label %head",
+        "head:",
+        "  %i = atomicrmw add ptr %taken, i32 1 monotonic",
+        "  %more = icmp ult i32 %i, %all",
+        "  br i1 %more, label %body, label %done",
+        "body:",
+        *_program(passed, "%extra"),
+        "  br label %head",
+    ]
+
+
+def _in_chunks(lowered: Lowered, passed: list[str]) -> list[str]:
+    """Return the loop of a thread over chunks of consecutive programs.
+
+    Two words follow the arguments: the number of chunks, and the address of a table. Its row for
+    each chunk has `extra`, and for each private argument the address that replaces it, and the
+    bytes to clear there.
+    """
+    given = list(passed)
+    words = 1 + 2 * len(lowered.private)
+    reads = ["  %extra_here = load ptr, ptr %row"]
+    for place, i in enumerate(lowered.private):
+        reads += [
+            f"  %at_own{i} = getelementptr i64, ptr %row, i64 {1 + 2 * place}",
+            f"  %own{i} = load ptr, ptr %at_own{i}",
+            f"  %at_size{i} = getelementptr i64, ptr %row, i64 {2 + 2 * place}",
+            f"  %size{i} = load i64, ptr %at_size{i}",
+            f"  call void @llvm.memset.p0.i64(ptr %own{i}, i8 0, i64 %size{i}, i1 false)",
+        ]
+        given[i] = f"ptr %own{i}"
+    count = len(lowered.arguments)
+    return [
+        f"  %at_chunks = getelementptr i64, ptr %args, i64 {count}",
+        "  %chunks = load i64, ptr %at_chunks",
+        f"  %at_table = getelementptr i64, ptr %args, i64 {count + 1}",
+        "  %table = load ptr, ptr %at_table",
+        "  %all64 = zext i32 %all to i64",
+        "  br label %head",
+        "head:",
+        "  %chunk32 = atomicrmw add ptr %taken, i32 1 monotonic",
+        "  %chunk = zext i32 %chunk32 to i64",
+        "  %more = icmp ult i64 %chunk, %chunks",
+        "  br i1 %more, label %begin, label %done",
+        "begin:",
+        "  %before = mul i64 %chunk, %all64",
+        "  %first = udiv i64 %before, %chunks",
+        "  %until = add i64 %before, %all64",
+        "  %end = udiv i64 %until, %chunks",
+        f"  %offset_of_row = mul i64 %chunk, {words}",
+        "  %row = getelementptr i64, ptr %table, i64 %offset_of_row",
+        *reads,
+        "  br label %next",
+        "next:",
+        "  %i64 = phi i64 [ %first, %begin ], [ %after, %body ]",
+        "  %inside = icmp ult i64 %i64, %end",
+        "  br i1 %inside, label %body, label %head",
+        "body:",
+        "  %i = trunc i64 %i64 to i32",
+        *_program(given, "%extra_here"),
+        "  %after = add i64 %i64, 1",
+        "  br label %next",
+    ]
+
+
+def _program(passed: list[str], extra: str) -> list[str]:
+    """Return the call of program %i."""
+    ids = "i32 %x, i32 %gx, i32 %y, i32 %gy, i32 %z, i32 %gz"
+    return [
+        "  %x = urem i32 %i, %gx",
+        "  %yz = udiv i32 %i, %gx",
+        "  %y = urem i32 %yz, %gy",
+        "  %z = udiv i32 %yz, %gy",
+        f"  call void @program({', '.join(passed)}, {ids}, ptr %own, ptr {extra})",
+    ]

@@ -16,6 +16,7 @@ from tilegen.cpu.control import ControlFlow
 from tilegen.cpu.ir import FLOATS, MEMORY, REGISTER, bits
 from tilegen.cpu.loops import Root
 from tilegen.cpu.mlir import Block, Function, Op, Value
+from tilegen.cpu.pointers import ADDITIONS, VIEWS, Pointers, kind_of
 from tilegen.cpu.products import Init
 from tilegen.cpu.target import Target
 from tilegen.cpu.tiles import (
@@ -32,8 +33,6 @@ from tilegen.cpu.tiles import (
     view,
 )
 
-_VIEWS = ("tt.expand_dims", "tt.broadcast", "tt.trans", "tt.reshape")
-_POINTERS = ("tt.splat", "tt.addptr", "tt.bitcast", *_VIEWS)
 _SCALARS = ("arith.", "math.", "tt.mulhiui", "tt.bitcast", "tt.precise_")
 
 
@@ -50,6 +49,8 @@ class Lowered:
     """Scratch memory of one thread [bytes]."""
     stored: tuple[int, ...]
     """Arguments through which the kernel writes."""
+    private: tuple[int, ...]
+    """Arguments among these that the kernel only adds to: programs may be given copies of them."""
 
 
 def lower(
@@ -72,11 +73,13 @@ class _Lowering(ControlFlow):
         self.module.functions["@zeros"] = ZEROS_TEXT
         self.types = tuple(REGISTER[arg.type.elem] for arg in function.args)
         self.args = {arg: i for i, arg in enumerate(function.args)}
-        self.stored_args: set[int | None] = set()
-        for block in function.blocks:
-            self._find_stores(block)
+        pointers = Pointers(function)
+        self._argument = pointers.argument
+        self.stored_args = pointers.stored
         if aliases:
             self.stored_args.add(None)
+        else:
+            self.access.private = pointers.only_added_to()
 
     def lowered(self) -> Lowered:
         for arg, i in self.args.items():
@@ -103,24 +106,8 @@ class _Lowering(ControlFlow):
             stored=()
             if self.aliases
             else tuple(sorted(arg for arg in self.stored_args if arg is not None)),
+            private=tuple(sorted(self.access.private)),
         )
-
-    # ---- where pointers come from
-
-    def _find_stores(self, block: Block) -> None:
-        for op in block.ops:
-            if op.name in ("tt.store", "tt.atomic_rmw"):
-                self.stored_args.add(self._argument(op.operands[0]))
-            for region in op.regions:
-                self._find_stores(region)
-
-    def _argument(self, pointer: Value) -> int | None:
-        """Return the argument that a pointer is computed from, None where it is unknown."""
-        while pointer not in self.args:
-            if pointer.op is None or pointer.op.name not in _POINTERS:
-                return None
-            pointer = pointer.op.operands[0]
-        return self.args[pointer]
 
     # ---- operations
 
@@ -261,8 +248,8 @@ class _Lowering(ControlFlow):
         self.loops.flush()
 
     def _op_tt_atomic_rmw(self, op: Op) -> None:
-        kind = op.text.split(",")[0].strip()
-        if kind not in ("fadd", "add") or op.result.users:
+        kind = kind_of(op)
+        if kind not in ADDITIONS or op.result.users:
             raise op.refused(f"{kind}, expected an addition whose old value is not used")
         pointer, arg = self.env[op.operands[0]], self._argument(op.operands[0])
         elem = op.operands[1].type.elem
@@ -359,7 +346,7 @@ def _readers(value: Value) -> list[Op]:
     """Return the operations that read a value, through views of it."""
     readers: list[Op] = []
     for user in value.users:
-        readers += _readers(user.result) if user.name in _VIEWS else [user]
+        readers += _readers(user.result) if user.name in VIEWS else [user]
     return readers
 
 

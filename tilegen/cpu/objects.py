@@ -39,6 +39,8 @@ class CompiledObject:
     """Scratch memory of one thread [bytes]."""
     stored: tuple[int, ...]
     """Arguments through which the kernel writes."""
+    private: tuple[int, ...]
+    """Arguments that the kernel only adds to: launches give copies of them, see `copies`."""
     seconds: float
     """Time that compiling took [s]."""
 
@@ -84,7 +86,7 @@ def read(path: Path) -> CompiledObject | None:
         fields = json.loads(head)
         if fields.pop("sha256") != hashlib.sha256(binary).hexdigest():
             raise ValueError("the digest does not match")
-        for name in ("arguments", "names", "stored"):
+        for name in ("arguments", "names", "stored", "private"):
             fields[name] = tuple(fields[name])
         return CompiledObject(binary=binary, **fields)
     except (ValueError, TypeError, KeyError, AttributeError) as error:

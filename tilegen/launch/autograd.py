@@ -53,7 +53,7 @@ _Function: Any = getattr(torch.autograd.function, "_SingleLevelFunction", torch.
 
 class _Attention(_Function):
     """Attention by kernels, as autograd knows it: the forward keeps out and lse, the backward has
-    no atomics, but for tensors that a score reads."""
+    no atomics, but on a GPU for tensors that a score reads."""
 
     @staticmethod
     def forward(

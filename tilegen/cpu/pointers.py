@@ -1,0 +1,68 @@
+"""Addresses of a kernel: the argument of each, and the arguments that are written or added to."""
+
+from __future__ import annotations
+
+from tilegen.cpu.mlir import Block, Function, Op, Value
+
+VIEWS = ("tt.expand_dims", "tt.broadcast", "tt.trans", "tt.reshape")
+_ADDRESSES = ("tt.splat", "tt.addptr", "tt.bitcast", *VIEWS)
+ADDITIONS = ("fadd", "add")
+"""Atomic operations that the CPU compiler knows."""
+
+
+class Pointers:
+    """The arguments of a function, as its addresses are computed from them."""
+
+    def __init__(self, function: Function) -> None:
+        self._places = {arg: i for i, arg in enumerate(function.args)}
+        self.stored: set[int | None] = set()
+        """Arguments through which the kernel writes; None for an address of unknown origin."""
+        for block in function.blocks:
+            self._find_stores(block)
+
+    def argument(self, pointer: Value) -> int | None:
+        """Return the argument that an address is computed from, None where it is unknown."""
+        while pointer not in self._places:
+            if pointer.op is None or pointer.op.name not in _ADDRESSES:
+                return None
+            pointer = pointer.op.operands[0]
+        return self._places[pointer]
+
+    def only_added_to(self) -> frozenset[int]:
+        """Return the arguments that the kernel reaches by atomic additions and by nothing else."""
+        return frozenset(
+            i
+            for arg, i in self._places.items()
+            if arg.type.elem == "ptr" and i in self.stored and _is_added_to(arg, arg.type.pointee)
+        )
+
+    def _find_stores(self, block: Block) -> None:
+        for op in block.ops:
+            if op.name in ("tt.store", "tt.atomic_rmw"):
+                self.stored.add(self.argument(op.operands[0]))
+            for region in op.regions:
+                self._find_stores(region)
+
+
+def kind_of(op: Op) -> str:
+    """Return the kind of an atomic operation: `fadd`, `max`, and so on."""
+    return op.text.split(",")[0].strip()
+
+
+def _is_added_to(address: Value, elem: str) -> bool:
+    """Return True if addresses that follow from this one serve atomic additions alone, of elements
+    of the tensor's own type."""
+    for user in address.users:
+        if user.operands.count(address) != 1 or user.operands[0] is not address:
+            return False
+        if user.name == "tt.atomic_rmw":
+            if kind_of(user) not in ADDITIONS or user.result.users:
+                return False
+            if user.operands[1].type.elem != elem:
+                return False
+            continue
+        if user.name not in _ADDRESSES or user.name == "tt.bitcast":
+            return False
+        if not _is_added_to(user.result, elem):
+            return False
+    return True
