@@ -318,3 +318,34 @@ def mixed_add(x_ptr, out_ptr, n, WHAT: tl.constexpr, BLOCK: tl.constexpr):
     elif WHAT == "store":
         tl.store(out_ptr + at, x, mask=at < n)
     tl.atomic_add(out_ptr + at, x, mask=at < n)
+
+
+@triton.jit
+def added_to_memory(a_ptr, b_ptr, out_ptr, n, HOW: tl.constexpr, SIZE: tl.constexpr):
+    """Add a product to 32 columns of rows of 40, in memory; HOW says what comes between."""
+    rows, columns = tl.arange(0, SIZE), tl.arange(0, 32)
+    a = tl.load(a_ptr + rows[:, None] * SIZE + rows[None, :])
+    b = tl.load(b_ptr + rows[:, None] * 32 + columns[None, :])
+    at = out_ptr + rows[:, None] * 40 + columns[None, :]
+    if HOW == "transposed":
+        at = out_ptr + rows[:, None] + columns[None, :] * 40
+    there = (rows < n)[:, None]
+    if HOW == "part is loaded":
+        c = tl.load(at, mask=there, other=0.0)
+    else:
+        c = tl.load(at)
+    if HOW == "a store comes before":
+        tl.store(at, c * 0.0)
+    c = tl.dot(a, b, c, input_precision="ieee")
+    if HOW == "read before the store":
+        first_column = tl.load(out_ptr + rows * 40)
+    if HOW == "part is stored":
+        tl.store(at, c, mask=there)
+    elif HOW == "stored elsewhere":
+        tl.store(at + 8, c)
+    else:
+        tl.store(at, c)
+    if HOW == "read before the store":
+        tl.store(out_ptr + SIZE * 40 + rows, first_column)
+    if HOW == "read later":
+        tl.store(out_ptr + SIZE * 40 + rows, tl.sum(tl.load(at), 1))

@@ -48,6 +48,38 @@ def test_products(turned: tuple[bool, bool], dtype: torch.dtype, target: Target)
         torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+IN_PLACE = [
+    *("at once", "read later", "transposed", "part is loaded", "part is stored"),
+    *("stored elsewhere", "a store comes before", "read before the store"),
+]
+
+
+@pytest.mark.parametrize("how", IN_PLACE)
+def test_products_that_are_added_to_memory(how: str, target: Target) -> None:
+    """The first two are written by the microkernel itself: see `in_place`."""
+    size, n = 32, 19
+    a, b, memory = _random(size, size), _random(size, 32, seed=1), _random(size * 41 + 8, seed=2)
+    out = memory.clone()
+    launch(kernels.added_to_memory, (1,), a, b, out, n, how, size, target=target)
+    expected = memory.double()
+    its = expected[: size * 40].view(size, 40)[:, :32]
+    its = its.T if how == "transposed" else its
+    product, before, there = a.double() @ b.double(), its.clone(), torch.arange(size) < n
+    after = before + product
+    if how == "part is loaded":
+        after = before * there[:, None] + product
+    if how == "part is stored":
+        after = torch.where(there[:, None], after, before)
+    if how == "read before the store":
+        expected[size * 40 :][:size] = before[:, 0]
+    if how == "stored elsewhere":
+        its = expected[8:][: size * 40].view(size, 40)[:, :32]
+    its.copy_(after)
+    if how == "read later":
+        expected[size * 40 :][:size] = after.sum(1)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-4)
+
+
 def test_blocks_of_rows_cover_all_rows() -> None:
     for rows in range(1, 300):
         for most in (1, 2, 3, 4, 6, 8, 12, 16):

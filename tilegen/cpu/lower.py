@@ -7,12 +7,13 @@ matrix products.
 
 from __future__ import annotations
 
-import struct
 from dataclasses import dataclass
 
 from tilegen.cpu.access import ZEROS_TEXT, Access
 from tilegen.cpu.arithmetic import compute
+from tilegen.cpu.constants import float_of
 from tilegen.cpu.control import ControlFlow
+from tilegen.cpu.in_place import product_in_memory
 from tilegen.cpu.ir import FLOATS, MEMORY, REGISTER, bits
 from tilegen.cpu.loops import Root
 from tilegen.cpu.mlir import Block, Function, Op, Value
@@ -76,6 +77,8 @@ class _Lowering(ControlFlow):
         pointers = Pointers(function)
         self._argument = pointers.argument
         self.stored_args = pointers.stored
+        self.in_memory: set[Value] = set()
+        """Products that are in memory before the store that follows them."""
         if aliases:
             self.stored_args.add(None)
         else:
@@ -132,7 +135,7 @@ class _Lowering(ControlFlow):
         text = text.split("}")[-1].strip() if text.startswith("{") else text
         text = text[6:-1] if text.startswith("dense<") else text
         if type_.elem in FLOATS:
-            text = bits(_float(text, type_.elem), type_.elem)
+            text = bits(float_of(text, type_.elem), type_.elem)
         self.env[op.result] = Constant(type_.elem, type_.shape, text) if type_.shape else text
 
     def _op_tt_splat(self, op: Op) -> None:
@@ -216,6 +219,11 @@ class _Lowering(ControlFlow):
             self.code, self.loops.counted, "load", arg, type_.elem, type_.shape, mask
         )
         node = Load(type_.elem, type_.shape, pointer, mask, other, self.access, op.line)
+        product = product_in_memory(op, pointer) if self.access.vectors else None
+        if product and not self.aliases:
+            self.in_memory.add(product)
+            self.env[op.result] = node
+            return
         if self.stored_args and (arg is None or {arg, None} & self.stored_args):
             # A store to the same tensor may come before the tile is read.
             self.env[op.result] = self.loops.stored(node)
@@ -244,6 +252,8 @@ class _Lowering(ControlFlow):
         value, mask = self._tile(op, 1), self._tile(op, 2)
         assert value is not None
         self.access.executed(self.code, self.loops.counted, "store", arg, elem, value.shape, mask)
+        if op.operands[1] in self.in_memory:
+            return
         self.loops.add(Root("store", value, pointer, mask, line=op.line))
         self.loops.flush()
 
@@ -308,8 +318,13 @@ class _Lowering(ControlFlow):
         left, right, start = op.operands
         if len(op.result.type.shape) != 2 or op.result.type.elem != "f32":
             raise op.refused(f"a product of type {op.result.type}")
+        operands = (left, self.env[left]), (right, self.env[right])
+        if op.result in self.in_memory:
+            address: Address = self.env[start].address
+            self.env[op.result] = self.products.add_to_memory(*operands, address)
+            return
         into, init, scale = self._start(op, start)
-        self.products.product((left, self.env[left]), (right, self.env[right]), into, init, scale)
+        self.products.product(*operands, into, init, scale)
         self.env[op.result] = into
 
     def _start(self, op: Op, value: Value) -> tuple[Buffer, Init, str]:
@@ -359,24 +374,3 @@ def _column(node: Node) -> Node:
             break
         node = node.of
     return View(node.elem, node.shape[:1], node, (0, None))
-
-
-def _float(text: str, elem: str) -> float:
-    """Return the number of a constant: decimal, or the bits of its type."""
-    if not text.startswith("0x"):
-        return _nearest(float(text), elem)
-    raw = bytes.fromhex(text[2:])
-    if elem == "bf16":
-        return struct.unpack(">f", raw + b"\0\0")[0]
-    return struct.unpack({"f16": ">e", "f32": ">f", "f64": ">d"}[elem], raw)[0]
-
-
-def _nearest(value: float, elem: str) -> float:
-    """Return the number of a type that a decimal names: MLIR prints no more digits than tell it
-    from its neighbours."""
-    if elem == "f16":
-        return struct.unpack("<e", struct.pack("<e", value))[0]
-    if elem == "bf16":
-        (word,) = struct.unpack("<I", struct.pack("<f", value))
-        return struct.unpack("<f", struct.pack("<I", (word + 0x8000) & 0xFFFF0000))[0]
-    return value

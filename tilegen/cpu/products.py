@@ -18,7 +18,7 @@ from tilegen.cpu.exponentials import fused
 from tilegen.cpu.ir import Code, Index, typed
 from tilegen.cpu.loops import Loops
 from tilegen.cpu.mlir import Value
-from tilegen.cpu.tiles import Buffer, Node, View
+from tilegen.cpu.tiles import Address, Buffer, Node, View
 
 Init = Literal["zero", "load", "scale"]
 
@@ -161,20 +161,32 @@ class Products:
         into: Buffer,
         init: Init,
         scale: str = "null",
+        stride: int = 0,
     ) -> None:
-        """Write `into = init + left @ right`; `scale` points to a factor of each row of `into`."""
+        """Write `into = init + left @ right`; `scale` points to a factor of each row of `into`,
+        whose rows are `stride` elements apart, or dense."""
         (m, depth), n = left[1].shape, right[1].shape[1]
         pairs = self.pairs(left[1].elem, depth)
         a = self.left(*left, pairs)
         b = self.right(*right, pairs)
         self.loops.flush()
         steps = depth // 2 if pairs else depth
-        key = ("product", m, n, steps, a.row, a.column, init, pairs)
+        stride = stride or n
+        key = ("product", m, n, steps, a.row, a.column, init, pairs, stride)
         name, new = self.code.module.shared(key, "product")
         if new:
-            kernel = _Microkernels(Code(self.code.module), m, n, steps, a, init, pairs)
+            kernel = _Microkernels(Code(self.code.module), m, n, steps, a, init, pairs, stride)
             self.code.module.functions[name] = kernel.text(name, self._panel_width(n))
         self.code.do(f"call void {name}(ptr {a.pointer}, ptr {b}, ptr {into.pointer}, ptr {scale})")
+
+    def add_to_memory(
+        self, left: tuple[Value, Node], right: tuple[Value, Node], address: Address
+    ) -> Buffer:
+        """Write `memory += left @ right`; return the tile as it lies there. Its rows are dense."""
+        place = address.place(self.code, (0, 0), None)
+        into = Buffer("f32", address.shape, place)
+        self.product(left, right, into, "load", stride=address.step(0) or 0)
+        return into
 
 
 @dataclass
@@ -188,11 +200,14 @@ class _Microkernels:
     left: Left
     init: Init
     pairs: bool
+    stride: int
+    """Elements from one row of the result to the next."""
 
     def text(self, name: str, width: int) -> str:
         code, target = self.code, self.code.target
         tiles = self.rows, self.columns, self.steps
-        if target.amx and self.pairs and amx.fits(*tiles, self.left.column):
+        dense = self.stride == self.columns
+        if target.amx and self.pairs and dense and amx.fits(*tiles, self.left.column):
             amx.product(code, *tiles, self.left.row, width, self.init)
             return self._function(name)
         lanes = min(target.lanes, width)
@@ -229,9 +244,7 @@ class _Microkernels:
             (r, v): code.gep(
                 "float",
                 "%c",
-                code.plus(
-                    code.times(code.plus(row, r), self.columns), code.plus(column, v * lanes)
-                ),
+                code.plus(code.times(code.plus(row, r), self.stride), code.plus(column, v * lanes)),
             )
             for r in range(rows)
             for v in range(vectors)
