@@ -18,6 +18,7 @@ ALL: dict[Kernel, TileConfig] = {
     "bwd_dkdv_sum": TileConfig(block_m=4, block_n=4),
     "bwd_dq_split": TileConfig(block_m=16, block_n=32, split_kv=64),
     "bwd_dq_sum": TileConfig(block_m=1, block_n=16),
+    "bwd_one_pass": TileConfig(block_m=32, block_n=16, split_kv=64),
 }
 """Configs that are legal whatever mask and score are: each head has tiles of its own."""
 PLAIN = TileConfig(block_m=32, block_n=32)
@@ -32,7 +33,7 @@ def backward(
     queries = TileConfig(block_m=stays, block_n=passes, split_kv=length)
     sums = TileConfig(block_m=rows, block_n=2)
     configs = {"bwd_dkdv_split": columns, "bwd_dq_split": queries}
-    configs |= {"bwd_dkdv_sum": sums, "bwd_dq_sum": sums}
+    configs |= {"bwd_dkdv_sum": sums, "bwd_dq_sum": sums, "bwd_one_pass": columns}
     return {name: configs.get(name, PLAIN) for name in ("fwd", *BACKWARD[family].names)}
 
 

@@ -22,7 +22,10 @@ def tiled(
     arch: str = "",
     *,
     joined: TileConfig | None = None,
+    follows: Kernel = "",
 ) -> Tiled:
-    """Return such a task with a config; `joined` are the splits that the kernel joins."""
+    """Return such a task with a config; `joined` are the splits that the kernel joins, of the
+    kernel that it `follows`, or of the usual."""
     one = task(kernel, problem, arch)
-    return Tiled(KernelTask(one.spec, problem, one.device, joined), config)
+    before = KERNELS[follows] if follows else None
+    return Tiled(KernelTask(one.spec, problem, one.device, joined, before), config)

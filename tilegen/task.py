@@ -76,6 +76,8 @@ class KernelTask:
     device: GpuSpec
     joined: TileConfig | None = None
     """The config whose splits the kernel joins, where that is settled."""
+    follows: KernelSpec | None = None
+    """The kernel that makes them, where that is not of the first family that the kernel is in."""
 
     @classmethod
     def of(cls, kernel: Kernel, problem: AttentionProblem, device: GpuSpec) -> KernelTask:
@@ -124,7 +126,7 @@ class KernelTask:
         """Values of tiles, whatever the warps and stages."""
         # Panels are sized for the L2 of the device; no other tile depends on the device.
         device = self.device if self.spec.panel else None
-        return self.memo.once(("tiles", self.kernel, self.joined, device), Memo)
+        return self.memo.once(("tiles", self.kernel, self.joined, self.follows, device), Memo)
 
     @cached_property
     def configs(self) -> Memo:
@@ -169,6 +171,8 @@ class KernelTask:
     @property
     def before(self) -> KernelTask | None:
         """The task of the kernel whose splits this kernel joins; None where it joins none."""
+        if self.follows:
+            return self.by(self.follows)
         if not self.spec.joins:
             return None
         kernels = self.family.kernels

@@ -253,7 +253,6 @@ MUTATIONS = [
         ("row-of-another-split", "num_splits + split)", "num_splits)"),
         ("empty-splits-count", "part_rows, tl.zeros(", "part_rows, 1.0 + tl.zeros("),
         ("no-split-counts", "], 1.0, tl.float32), mask", "], 0.0, tl.float32), mask"),
-        ("scale-forgotten", " * softmax_scale\n    part_at", "\n    part_at"),
     ),
     Mutation("other-split-of-queries", "bwd_dkdv_split", "num_tiles % num_splits", "num_tiles % 2"),
     Mutation(
@@ -272,7 +271,37 @@ MUTATIONS = [
         ("unwritten-splits-added", "other=0.0) != 0.0", "other=0.0) > -1.0"),
         ("rows-of-a-tile-mixed", "offs % BLOCK_M", "offs % BLOCK_M * 0"),
     ),
+    Mutation("scale-forgotten-sum-of-dk", "bwd_dkdv_sum", "(dk * softmax_scale)", "dk"),
+    Mutation("scale-forgotten-sum-of-dq", "bwd_dq_sum", "(dq * softmax_scale)", "dq"),
     Mutation("sums-swapped", "bwd_dkdv_sum", "tl.load(partial_dv_ptr", "tl.load(partial_dk_ptr"),
+    # A backward in one pass.
+    *(
+        Mutation(f"{name}-one-pass", "bwd_one_pass", old, new)
+        for name, old, new in (
+            (
+                "a-tile-of-keys-less",
+                "cdiv(seqlen_kv, BLOCK_N), num",
+                "cdiv(seqlen_kv, BLOCK_N) - 1, num",
+            ),
+            ("shares-overlap", "range(share, ", "range(tl.maximum(share, 1) - 1, "),
+            ("dq-of-another-share", "num_shares + share) * seqlen_q", "num_shares) * seqlen_q"),
+            ("dq-of-another-head", "GROUP_SIZE + head) * num_shares", "GROUP_SIZE) * num_shares"),
+            (
+                "dq-not-added-up",
+                "tl.trans(ds.to(tl.float16)), k, dq",
+                "tl.trans(ds.to(tl.float16)), k, dq * 0.0",
+            ),
+            ("dq-not-zero-at-first", "nothing = tl.zeros(", "nothing = 1.0 + tl.zeros("),
+            ("no-share-counts", "tl.full([BLOCK_M], 1.0", "tl.full([BLOCK_M], 0.0"),
+            ("dq-from-weights", "tl.trans(ds.to(", "tl.trans(p.to("),
+            ("keys-beyond-the-end-kept", "& k_exists[:, None]\n", "\n"),
+            (
+                "a-query-tile-of-dq-less",
+                "range(0, tl.cdiv(seqlen_q, BLOCK_M))",
+                "range(1, tl.cdiv(seqlen_q, BLOCK_M))",
+            ),
+        )
+    ),
 ]
 
 CHANGED = [

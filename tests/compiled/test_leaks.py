@@ -26,7 +26,8 @@ SPLIT: dict[Kernel, TileConfig] = {
     **backward("split_backward", length=32, passes=16),
 }
 del SPLIT["fwd"]
-ALL_FAMILIES = {**FAMILIES, "splits": SPLIT}
+ONE_PASS = backward("one_pass", length=32, passes=16)
+ALL_FAMILIES = {**FAMILIES, "splits": SPLIT, "one pass": ONE_PASS}
 BAD = [float("nan"), float("inf"), float("-inf")]
 
 

@@ -73,6 +73,8 @@ def _kernels(problem: AttentionProblem, broken: Kernel) -> dict[Kernel, Rendered
         configs = sliced.FORWARD if broken in sliced.FORWARD else sliced.SMALL_CACHE
     elif broken in splits.NAMES:
         configs = splits.splits(problem, rows=16, block_n=16, keys=16)
+    elif broken == "bwd_one_pass":
+        configs = splits.backward("one_pass", length=32)
     elif broken in splits.ALL:
         configs = splits.backward("split_backward", length=16)
     else:

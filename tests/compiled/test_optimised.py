@@ -31,6 +31,7 @@ CASES: list[tuple[str, Mapping[Kernel, TileConfig]]] = [
     ("b1 hq4 hkv2 q9 kv150 d24/16 fp32 causal(bottom_right)", SPLIT_KV),
     ("b2 hq4 hkv2 q9 kv150 d16 bf16 causal(bottom_right) page16", PAGED),
     ("b1 hq4 hkv2 q70 kv97 d24/16 fp16 causal", backward("split_backward")),
+    ("b1 hq4 hkv2 q97 kv70 d32 bf16 causal", backward("one_pass")),
 ]
 
 

@@ -32,7 +32,8 @@ SPLIT: dict[Kernel, TileConfig] = {
     **backward("split_backward", length=32, passes=16),
 }
 del SPLIT["fwd"]
-ALL_FAMILIES = {**FAMILIES, "splits": SPLIT}
+ONE_PASS = backward("one_pass", length=32, passes=16)
+ALL_FAMILIES = {**FAMILIES, "splits": SPLIT, "one pass": ONE_PASS}
 PAGED: dict[Kernel, TileConfig] = {
     "fwd_paged": TileConfig(block_m=16, block_n=16, split_kv=32),
     "fwd_combine": SPLIT["fwd_combine"],
@@ -42,7 +43,7 @@ PAGED: dict[Kernel, TileConfig] = {
 BEFORE: dict[Kernel, tuple[Kernel, ...]] = {
     "fwd_combine": ("fwd_split",),
     "bwd_dkdv_sum": ("bwd_dkdv_split",),
-    "bwd_dq_sum": ("bwd_dq_split",),
+    "bwd_dq_sum": ("bwd_dq_split", "bwd_one_pass"),
 }
 """Kernels whose splits another one joins."""
 
@@ -110,9 +111,9 @@ def test_a_second_number_of_each_row_is_counted(family: str) -> None:
         passes.gradients(launches, x.q, x.k, x.v, x.dout, lse, rows, 0.1, panel_rows=1 << 20)
     width = configs["fwd_scores"].block_n if "fwd_scores" in configs else 0
     for name, config in configs.items():
-        before = next((configs[one] for one in BEFORE.get(name, ()) if one in configs), None)
-        score_width = width or config.block_n
-        expected = traffic_of(tiled(name, problem, config, joined=before), score_width=score_width)
+        before = next((one for one in BEFORE.get(name, ()) if one in configs), "")
+        one = tiled(name, problem, config, joined=configs.get(before), follows=before)
+        expected = traffic_of(one, score_width=width or config.block_n)
         if name != "bwd_preprocess":
             found = moved[name].read_bytes, moved[name].write_bytes
             assert found == (expected.read_bytes, expected.write_bytes), name

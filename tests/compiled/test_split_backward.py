@@ -178,7 +178,7 @@ def moves_what_the_model_says(
             if not (lists and name.endswith("split")):
                 assert found.read_bytes == expected.read_bytes, (name, problem.key)
             made = made if isinstance(made, tuple) else (made,)
-            given = (*made, *(torch.empty_like(one) for one in made_of))
+            given = (*made, *(torch.empty_like(one) for one in made_of), 0.1)
 
 
 @pytest.mark.parametrize("mask", MASKS)

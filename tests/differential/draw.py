@@ -173,8 +173,8 @@ def _tiles(random: Random, spec: KernelSpec, group: int) -> str:
         block_n=n,
         block_d=d,
         descriptors=bool(spec.described) and m < n,  # of all tiles, as good as at random
-        split_kv=(m if spec.stays == "columns" else n) * random.choice((1, 2, 4))
-        if spec.splits
+        split_kv=(m if spec.split_name == "split_q" else n) * random.choice((1, 2, 4))
+        if spec.parts
         else 0,
     )
     heads = 1 << (group - 1).bit_length()

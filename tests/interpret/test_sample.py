@@ -46,6 +46,7 @@ FAMILIES: dict[str, tuple[str, Mapping[Kernel, TileConfig]]] = {
         splits.backward("split_dkdv"),
     ),
     "split dQ": ("b1 hq4 hkv2 q40 kv90 d16 fp16 full", splits.backward("split_dq")),
+    "one pass": ("b1 hq4 hkv2 q60 kv90 d16 fp32 causal", splits.backward("one_pass")),
     "split backward": ("b1 hq4 hkv2 q60 kv90 d16 bf16 full", splits.backward("split_backward")),
 }
 PAGED: dict[Kernel, TileConfig] = {"fwd_paged": SPLIT, "fwd_combine": splits.COMBINE}

@@ -10,20 +10,27 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tilegen.kernels import split_backward
+import pytest
+
+from tilegen.kernels import one_pass, split_backward
 from tilegen.kernels.registry import FAMILIES, MODULES
+from tilegen.kernels.spec import FamilySpec
 
 ROOT = Path(__file__).parents[2]
-NAME = "split_backward"
-ITS_OWN = {one.name for one in split_backward.FAMILIES}
-SHARED = {
-    name
-    for families in FAMILIES.values()
-    for one in families.values()
-    if one.name not in ITS_OWN
-    for name in one.names
+ITS_OWN: dict[str, tuple[FamilySpec, ...]] = {
+    "split_backward": split_backward.FAMILIES,
+    "one_pass": one_pass.FAMILIES,
 }
-KERNELS = {name for one in split_backward.FAMILIES for name in one.names} - SHARED
+"""The families of each module."""
+KERNELS = {
+    "split_backward": {"bwd_dkdv_split", "bwd_dkdv_sum", "bwd_dq_split"},
+    "one_pass": {"bwd_one_pass"},
+}
+"""The kernels that no other module's families have."""
+LEFT = {
+    "split_backward": ("two_pass", "small_cache", "one_pass"),
+    "one_pass": ("two_pass", "split_dkdv", "split_dq", "split_backward", "small_cache"),
+}
 
 SCRIPT = """
 import sys
@@ -37,8 +44,7 @@ from tilegen.kernels.registry import BACKWARD, KERNELS
 from tilegen.problem import AttentionProblem
 from tilegen.task import KernelTask
 
-assert "tilegen.kernels.split_backward" not in sys.modules
-assert tuple(BACKWARD) == ("two_pass", "small_cache"), BACKWARD
+assert "tilegen.kernels.NAME" not in sys.modules
 h200 = gpu("h200")
 for text in ("hq16 hkv16 q4096 kv77 d64 bf16", "hq8 hkv2 q1 kv8192 d64 bf16"):
     problem = AttentionProblem.parse(text)
@@ -51,19 +57,35 @@ for text in ("hq16 hkv16 q4096 kv77 d64 bf16", "hq8 hkv2 q1 kv8192 d64 bf16"):
 told = explain_all(problem, h200, ("fwd_split", "bwd_dkdv"), by_model=True)
 assert [one["pass"]["direction"] for one in told] == ["forward", "backward"]
 assert lines_of_all(told, with_passes=True)
+print(*BACKWARD)
 """
+CHOSEN = {
+    "split_backward": [
+        "fwd bwd_preprocess bwd_dkdv bwd_dq",
+        "fwd_split fwd_combine bwd_preprocess bwd_dkdv bwd_dq",
+    ],
+    "one_pass": [
+        "fwd bwd_preprocess bwd_dkdv_split bwd_dkdv_sum bwd_dq",
+        "fwd_split fwd_combine bwd_preprocess bwd_dkdv bwd_dq_split bwd_dq_sum",
+    ],
+}
 
 
-def test_no_other_module_names_its_kernels() -> None:
+@pytest.mark.parametrize("name", ITS_OWN)
+def test_no_other_module_names_its_kernels(name: str) -> None:
     """Nor its families: what others have to know of them stands in their records."""
-    assert {"bwd_dkdv_split", "bwd_dkdv_sum", "bwd_dq_split", "bwd_dq_sum"} == KERNELS
+    mine = {one.name for one in ITS_OWN[name]}
+    every = (one for families in FAMILIES.values() for one in families.values())
+    shared = {kernel for one in every if one.name not in mine for kernel in one.names}
+    kernels = {kernel for one in ITS_OWN[name] for kernel in one.names} - shared
+    assert kernels == KERNELS[name]
     named: dict[str, set[str]] = {}
     for path in (ROOT / "tilegen").rglob("*.py"):
         words = {word.lower() for word in re.findall(r"\w+", path.read_text(encoding="utf-8"))}
-        if found := words & {NAME, *ITS_OWN, *KERNELS}:
+        if found := words & {name, *mine, *kernels}:
             named[path.relative_to(ROOT / "tilegen").as_posix()] = found
-    del named[f"kernels/{NAME}.py"]
-    assert named == {"kernels/registry.py": {NAME}}
+    del named[f"kernels/{name}.py"]
+    assert named == {"kernels/registry.py": {name}}
 
 
 def test_every_module_with_families_is_listed() -> None:
@@ -72,18 +94,21 @@ def test_every_module_with_families_is_listed() -> None:
     assert modules == set(MODULES)
 
 
-def test_tilegen_works_without_its_files_and_its_line_in_the_registry(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ITS_OWN)
+def test_tilegen_works_without_its_files_and_its_line_in_the_registry(
+    name: str, tmp_path: Path
+) -> None:
     for folder in ("tilegen", "templates", "cache"):
-        ignored = shutil.ignore_patterns(NAME, f"{NAME}.*")
+        ignored = shutil.ignore_patterns(name, f"{name}.*")
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=ignored)
     registry = tmp_path / "tilegen" / "kernels" / "registry.py"
     lines = registry.read_text(encoding="utf-8").splitlines(keepends=True)
-    kept = [line for line in lines if NAME not in line]
+    kept = [line for line in lines if name not in line]
     assert len(lines) - len(kept) == 1
     registry.write_text("".join(kept), encoding="utf-8")
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "TILEGEN_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-c", SCRIPT],
+        [sys.executable, "-c", SCRIPT.replace("NAME", name)],
         env=environment,
         cwd=tmp_path,
         capture_output=True,
@@ -91,7 +116,4 @@ def test_tilegen_works_without_its_files_and_its_line_in_the_registry(tmp_path: 
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        "fwd bwd_preprocess bwd_dkdv bwd_dq",
-        "fwd_split fwd_combine bwd_preprocess bwd_dkdv bwd_dq",
-    ]
+    assert done.stdout.splitlines() == [*CHOSEN[name], " ".join(LEFT[name])]

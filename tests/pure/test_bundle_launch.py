@@ -153,11 +153,11 @@ def given_to(kernel: Kernel, *, heads_inside: bool = False) -> tuple[Any, ...]:
             return out, dout
         case "bwd_dkdv_sum":
             parts = torch.zeros(BATCH, heads_kv, 3, SEQLEN_KV, DIM_QK + DIM_V)
-            return *parts.split([DIM_QK, DIM_V], 4), parts[..., 0], k, v
+            return *parts.split([DIM_QK, DIM_V], 4), parts[..., 0], k, v, 0.125
         case "bwd_dq_sum":
             parts = torch.zeros(BATCH, HEADS, 3, SEQLEN_Q, DIM_QK)
-            return parts, parts[..., 0], q
-        case "bwd_dkdv" | "bwd_dq" | "bwd_dkdv_split" | "bwd_dq_split":
+            return parts, parts[..., 0], q, 0.125
+        case "bwd_dkdv" | "bwd_dq" | "bwd_dkdv_split" | "bwd_dq_split" | "bwd_one_pass":
             return q, k, v, dout, lse, delta, 0.125
         case "bwd_scores":
             return q, k, v, dout, lse, delta, *inside, 0.125

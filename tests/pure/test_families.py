@@ -165,7 +165,8 @@ def test_configs_belong_to_a_kind_of_kernel() -> None:
 def test_kernels_whose_loop_takes_splits_have_the_knob_for_them() -> None:
     """A part of a sum is read by the kernel that follows, in the order of the splits."""
     for spec in KERNELS.values():
-        assert spec.splits == (spec.knobs.split_kv != (0,)), spec.name
+        assert (spec.splits or spec.shares) == (spec.knobs.split_kv != (0,)), spec.name
+        assert (spec.splits or spec.shares) == bool(spec.parts), spec.name
         assert spec.joins == any(one.startswith("partial") for one in spec.given), spec.name
         if isinstance(spec.loop, OverRows):
             assert set(spec.loop.works_on) <= set(spec.given), spec.name

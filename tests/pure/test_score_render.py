@@ -138,7 +138,7 @@ def test_each_score_brings_only_its_own_code() -> None:
         for kernel in [name for name, one in KERNELS.items() if one.computes_scores]:
             source = rendered(kernel, "causal", score).source
             trains = score in ("relative_bias", "alibi")
-            trains &= kernel in ("bwd_dq", "bwd_dq_split", "bwd_scores")
+            trains &= kernel in ("bwd_dq", "bwd_dq_split", "bwd_scores", "bwd_one_pass")
             assert ("atomic_add" in source) == trains
             adds_only = score in ("relative_bias", "bias")
             assert ("slope = " in source) == (kernel.startswith("bwd") and not adds_only)

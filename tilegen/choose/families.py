@@ -72,7 +72,7 @@ def _family_used(records: Records, direction: Direction) -> FamilySpec:
     Measured times are compared with measured times only: predictions are optimistic, so that an
     untimed family would always win.
     """
-    families = FAMILIES[direction]
+    families = {name: one for name, one in FAMILIES[direction].items() if not one.for_cpus}
     for spec in families.values():
         if all(records.agreed(kernel) for kernel in spec.names):
             return spec
@@ -135,6 +135,8 @@ def _room(problem: AttentionProblem, gpu: GpuSpec) -> float:
 def why_not_ranked(spec: FamilySpec, problem: AttentionProblem, gpu: GpuSpec) -> str:
     """Return why a family cannot win, by the limits in its record; empty if it may. The family of
     batch-invariant problems must not depend on sizes."""
+    if spec.for_cpus:
+        return "nobody has timed it on a GPU"
     if problem.invariant and spec.direction == "forward":
         return ""
     if spec.large_heads_only and (room := _room(problem, gpu)) >= CLEARLY_LARGE:

@@ -39,13 +39,14 @@ def all_configs(task: KernelTask) -> list[TileConfig]:
 
 
 def _splits(task: KernelTask) -> tuple[int, ...]:
-    """Return the rows that a split may have; 0 for kernels without splits.
+    """Return the rows that a split, or a share, may have; 0 for kernels without them.
 
     Splits over which requests divide their keys leave MOST_LEFT bytes of partial results at most,
     or are the largest. Where only splits larger than those of other kernels do, the smallest of
     them is taken: queries are many there, and so are programs.
     """
-    spec, problem, passing = task.spec, task.problem, task.lengths[1]
+    spec, problem = task.spec, task.problem
+    passing = task.lengths[0 if spec.shares else 1]
     every = spec.knobs.split_kv
     splits = tuple(split for split in every if split < 2 * passing or not split) or every[:1]
     most = (spec.unpaged or spec).knobs.split_kv[-1]

@@ -6,7 +6,7 @@ few per cent of the best.
 
 from __future__ import annotations
 
-from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.config import SPLITS, Kernel, TileConfig
 from tilegen.kernels.registry import KERNELS
 from tilegen.problem import AttentionProblem
 
@@ -14,20 +14,28 @@ LONG = 1024
 """Queries from which a forward without a mask takes tiles of 128 rows."""
 WIDE = 128
 """Head dim up to which it does."""
-JOINED = 16
-"""Splits that are joined in a step."""
 SUMMED_ROWS = 32
 """Rows of a tile of kernels that go over their rows once."""
+SHORT = 1024
+"""Keys up to which a causal backward in one pass keeps 64 of them: tiles on the edge of the mask
+are computed whole."""
+ENOUGH, LEAST_TILES = 8, 4
+"""Programs from which on keys are not dealt out to more shares, and the key tiles that a share has
+at least: a guess. Shares follow from the problem alone: with the threads, bits would change."""
 
 
 def cpu_config(problem: AttentionProblem, kernel: Kernel) -> TileConfig:
     """Return the tile of a kernel that holds head dims whole, or goes over its rows once."""
     spec = KERNELS[kernel]
+    widest = max(problem.head_dim_qk, problem.head_dim_v)
     if spec.joins:
-        return TileConfig(block_m=spec.knobs.block_m[-1], block_n=JOINED)
+        return TileConfig(block_m=spec.knobs.block_m[-1], block_n=spec.knobs.block_n[0])
     if not spec.masked:
         return TileConfig(block_m=SUMMED_ROWS, block_n=16)
-    widest = max(problem.head_dim_qk, problem.head_dim_v)
+    if spec.shares:
+        short = problem.mask.notation != "full" and problem.seqlen_kv <= SHORT
+        block_n = 64 if short or widest > WIDE else 128
+        return TileConfig(block_m=64, block_n=block_n, split_kv=_share(problem, block_n))
     is_long = problem.seqlen_q >= LONG and widest <= WIDE
     # With a mask, tiles on its edge are computed whole.
     tall = "out" in spec.made and is_long and problem.mask.notation == "full"
@@ -37,3 +45,12 @@ def cpu_config(problem: AttentionProblem, kernel: Kernel) -> TileConfig:
 def _fitting(length: int) -> int:
     """Return the rows of a tile of queries: 64, or fewer where a problem has fewer."""
     return next(rows for rows in (16, 32, 64) if rows >= min(length, 64))
+
+
+def _share(problem: AttentionProblem, block_n: int) -> int:
+    """Return the keys of a share, on average: a power of two."""
+    groups = problem.batch * problem.num_heads_kv
+    shares = max(1, ENOUGH // groups)
+    least = LEAST_TILES * block_n if shares > 1 else block_n
+    wanted = max(-(-problem.seqlen_kv // shares), least)
+    return next((one for one in SPLITS if one >= wanted), SPLITS[-1])

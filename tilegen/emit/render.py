@@ -156,7 +156,8 @@ def _context(
     keep = keep_source(problem.mask, side, softmax="out" in spec.shows)
     change = ScoreSource()
     if spec.computes_scores:
-        change = score_source(problem.score, trains=spec.trains, precise=problem.dtype == "fp32")
+        precise = problem.dtype == "fp32"
+        change = score_source(problem.score, trains=spec.trains, precise=precise, side=side)
     sinks = spec.has_sinks and problem.score is not None and problem.score.sinks
     added = (*extras(problem.mask, side), *change.extras) if spec.masked else ()
     drops = spec.draws(problem)

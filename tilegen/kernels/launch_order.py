@@ -36,8 +36,8 @@ def heads_together(problem: AttentionProblem, spec: KernelSpec) -> int:
 
 def heavy_end(mask: Mask, spec: KernelSpec) -> End:
     """Return the end of a head's tiles that has most work, for kernels whose programs start in
-    order of work. Programs of panels and of splits do not: they are equally long."""
-    by_work = spec.is_fused and not spec.splits
+    order of work. Programs of panels, splits and shares do not: they are equally long."""
+    by_work = spec.is_fused and not spec.parts
     return _heavy_end(mask, spec.stays) if by_work else ""
 
 

@@ -116,7 +116,7 @@ class _Loop:
     """The side of the scores whose tiles stay; tiles of the other side pass."""
     # Kinds whose kernels differ in one of these have a field or a property of the name instead.
     masked = is_fused = True
-    splits = joins = in_part = False
+    splits = shares = joins = in_part = False
     panel = ""
 
     def sides(self, queries: T, keys: T) -> tuple[T, T]:
@@ -159,6 +159,9 @@ class Whole(_Loop):
     splits: bool = False
     """True: a program goes through a split of the rows that pass, and stores its part of the
     results in fp32."""
+    shares: bool = False
+    """True: a program goes through the tiles of a share of the rows that stay, one after the other,
+    and adds to its share's part of a result in fp32, which lies in memory."""
     takes_latent: bool = False
     """True: values that are the first columns of keys are not loaded again."""
 

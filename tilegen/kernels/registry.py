@@ -24,6 +24,7 @@ MODULES = (
     "two_pass",
     "split_backward",
     "small_cache",
+    "one_pass",
 )
 """Modules of this package, each with a tuple FAMILIES, in the order in which families are listed.
 They are imported by name, so that a family is one line here."""
@@ -108,22 +109,23 @@ def check_config(config: TileConfig, kernel: Kernel) -> None:
         raise Unsupported(f"{kernel} has no tensor descriptors, expected no t in {config.key}")
     if not spec.sliced and config.block_d:
         raise Unsupported(f"{kernel} holds head dims whole, expected no d in {config.key}")
-    if not spec.splits and (config.heads > 1 or config.split_kv):
+    if not spec.parts and (config.heads > 1 or config.split_kv):
         raise Unsupported(f"{kernel} splits nothing, expected no h and no k in {config.key}")
     if config.heads > 1 and not spec.packs:
         raise Unsupported(f"a tile of {kernel} is of one head, expected no h in {config.key}")
-    _, (size, rows) = spec.loop.sides((config.block_m, "queries"), (config.block_n, "keys"))
-    if spec.splits and (not config.split_kv or config.split_kv % size):
+    at = 0 if spec.split_name == "split_q" else 1
+    size, rows = ((config.block_m, "queries"), (config.block_n, "keys"))[at]
+    if spec.parts and (not config.split_kv or config.split_kv % size):
         raise Unsupported(
-            f"splits of {kernel} hold whole tiles of {size} {rows}, expected a k that is a "
-            f"multiple, got {config.key}"
+            f"{'shares' if spec.shares else 'splits'} of {kernel} hold whole tiles of {size} "
+            f"{rows}, expected a k that is a multiple, got {config.key}"
         )
     values = {"block_m": config.rows, "block_n": config.block_n}
     values |= {"block_d": config.block_d}
     for name, value in values.items():
         allowed = getattr(spec.knobs, name)
         least = BLOCK_SIZES[0]
-        is_free = not (spec.sliced or spec.splits or max(allowed) < least) and value >= least
+        is_free = not (spec.sliced or spec.parts or max(allowed) < least) and value >= least
         if value not in allowed and not is_free:
             raise Unsupported(
                 f"{name} of {kernel} must be one of {allowed}, got {value} in {config.key}"

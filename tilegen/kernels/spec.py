@@ -155,9 +155,15 @@ class KernelSpec:
         return self.loop.splits
 
     @property
+    def shares(self) -> bool:
+        """True: a program goes through a share of the tiles that stay."""
+        return self.loop.shares
+
+    @property
     def split_name(self) -> str:
-        """The name of the rows of a split: queries where keys stay, and keys otherwise."""
-        return self.loop.sides("split_q", "split_kv")[1]
+        """The name of the rows of a split: queries where keys stay, and keys otherwise; of a share
+        keys where keys stay."""
+        return "split_q" if self.splits and self.stays == "columns" else "split_kv"
 
     @property
     def joins(self) -> bool:
@@ -229,6 +235,8 @@ class FamilySpec:
     margin, to be taken."""
     large_heads_only: bool = False
     """True: the family can win only where on-chip memory holds few rows of a head dim."""
+    for_cpus: bool = False
+    """True: nobody has timed the family on a GPU, so it is neither ranked nor proposed for one."""
     few_programs_only: bool = False
     """True: the family can win only where a program for each tile that stays leaves SMs idle, or in
     the forward, where heads have too few query rows for a tile each."""

@@ -14,12 +14,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from tilegen.kernels import two_pass
-from tilegen.kernels.arguments import Argument, Line, pointers, sizes, strides
+from tilegen.kernels.arguments import factor, pointers, strides
 from tilegen.kernels.layout import empty_like
 from tilegen.kernels.loops import OverRows
 from tilegen.kernels.panels import Launch
-from tilegen.kernels.results import NOT_WRITTEN
-from tilegen.kernels.spec import FamilySpec, KernelSpec, Knobs, read, write
+from tilegen.kernels.partial_gradients import (
+    BWD_DQ_SUM,
+    NOTES,
+    PARTS_OF_QUERIES,
+    TILES,
+    sizes_of_sum,
+)
+from tilegen.kernels.spec import FamilySpec, KernelSpec, read, write
 from tilegen.kernels.two_pass import BWD_DKDV, BWD_DQ, BWD_PREPROCESS, INPUTS, READ_ONCE
 
 if TYPE_CHECKING:
@@ -28,33 +34,13 @@ if TYPE_CHECKING:
 WORTH_SPLITTING = 1.1
 """Factor in predicted time by which a backward with splits must be faster than a backward without
 them: sums of parts take memory and a launch more. A guess."""
-_KNOBS = Knobs(
-    block_m=(16, 32, 64, 128),
-    block_n=(16, 32, 64, 128),
-    split_kv=(128, 256, 512, 1024, 2048, 4096, 8192),
-)
-_JOINS = Knobs(block_m=(1, 2, 4, 8, 16), block_n=(2, 4, 8, 16), num_warps=(4,), num_stages=(1,))
+_KNOBS = replace(TILES, split_kv=(128, 256, 512, 1024, 2048, 4096, 8192))
 
 _PARTS_OF_KEYS = {
     "partial_dk": ("k", "q", "k"),
     "partial_dv": ("k", "q", "v"),
     "has_dkdv": ("k", "q"),
 }
-_HAS = f"fp32: 0 {NOT_WRITTEN.format(part='parts are')}"
-_NOTES = {
-    "partial_dq": "(batch, heads, splits, seqlen_q, head_dim_qk), fp32",
-    "has_dq": f"(batch, heads, splits, seqlen_q), {_HAS}",
-    "partial_dk": "(batch, heads_kv, splits, seqlen_kv, head_dim_qk), fp32",
-    "partial_dv": "(batch, heads_kv, splits, seqlen_kv, head_dim_v), fp32",
-    "has_dkdv": f"(batch, heads_kv, splits, seqlen_kv), {_HAS}",
-}
-_PARTS_OF_QUERIES = {"partial_dq": ("q", "k", "q"), "has_dq": ("q", "k")}
-
-
-def _sizes(names: str, tensor: str, *, splits_of: str) -> Line:
-    count = Argument("num_splits", "i32", splits_of, "size", 2)
-    return Line((*sizes(names, tensor).arguments, count))
-
 
 BWD_DKDV_SPLIT = replace(
     BWD_DKDV,
@@ -62,7 +48,7 @@ BWD_DKDV_SPLIT = replace(
     title="Attention backward, queries split over programs: dk and dv of each split.",
     made=tuple(_PARTS_OF_KEYS),
     parts=_PARTS_OF_KEYS,
-    notes=_NOTES,
+    notes=NOTES,
     lines=(
         pointers(*INPUTS, *_PARTS_OF_KEYS, fp32=_PARTS_OF_KEYS),
         *(line for line in BWD_DKDV.lines[1:] if line.arguments[0].of not in ("dk", "dv")),
@@ -82,18 +68,17 @@ BWD_DKDV_SPLIT = replace(
     like=BWD_DKDV.name,
 )
 
-BWD_DKDV_SUM = KernelSpec(
+BWD_DKDV_SUM = replace(
+    BWD_DQ_SUM,
     name="bwd_dkdv_sum",
-    template="split_backward/attention_bwd_sum.py.jinja",
     title="Attention backward, queries split over programs: dk and dv of all splits together.",
-    given=(*_PARTS_OF_KEYS, "dk", "dv"),
-    made=(),
-    notes=_NOTES,
+    given=(*_PARTS_OF_KEYS, "dk", "dv", "softmax_scale"),
     lines=(
         pointers(*_PARTS_OF_KEYS, "dk", "dv", fp32=_PARTS_OF_KEYS),
         strides("dk", "batch, head and row strides"),
         strides("dv"),
-        _sizes("num_heads_kv seqlen_kv", "dk", splits_of="has_dkdv"),
+        sizes_of_sum("num_heads_kv seqlen_kv", "dk", splits_of="has_dkdv"),
+        factor("softmax_scale"),
     ),
     grid=(("seqlen_kv", "block_m"), ("num_heads_kv", 1), ("batch", 1)),
     loop=OverRows(stays="columns", works_on=("dk", "dv"), joins=True),
@@ -106,18 +91,17 @@ BWD_DKDV_SUM = KernelSpec(
     ),
     floor=(write("dk", "N_kv*d_qk"), write("dv", "N_kv*d_v")),
     shows=("dk", "dv"),
-    knobs=_JOINS,
 )
 
 BWD_DQ_SPLIT = replace(
     BWD_DQ,
     name="bwd_dq_split",
     title="Attention backward, keys split over programs: dq of each split.",
-    made=tuple(_PARTS_OF_QUERIES),
-    parts=_PARTS_OF_QUERIES,
-    notes=_NOTES,
+    made=tuple(PARTS_OF_QUERIES),
+    parts=PARTS_OF_QUERIES,
+    notes=NOTES,
     lines=(
-        pointers(*INPUTS, *_PARTS_OF_QUERIES, fp32=_PARTS_OF_QUERIES),
+        pointers(*INPUTS, *PARTS_OF_QUERIES, fp32=PARTS_OF_QUERIES),
         *(line for line in BWD_DQ.lines[1:] if line.arguments[0].of != "dq"),
     ),
     grid=(*BWD_DQ.grid, ("seqlen_kv", "split_kv")),
@@ -137,27 +121,6 @@ BWD_DQ_SPLIT = replace(
     like=BWD_DQ.name,
 )
 
-BWD_DQ_SUM = replace(
-    BWD_DKDV_SUM,
-    name="bwd_dq_sum",
-    title="Attention backward, keys split over programs: dq of all splits together.",
-    given=(*_PARTS_OF_QUERIES, "dq"),
-    lines=(
-        pointers(*_PARTS_OF_QUERIES, "dq", fp32=_PARTS_OF_QUERIES),
-        strides("dq", "batch, head and row strides"),
-        _sizes("num_heads_q seqlen_q", "dq", splits_of="has_dq"),
-    ),
-    grid=(("seqlen_q", "block_m"), ("num_heads_q", 1), ("batch", 1)),
-    loop=OverRows(works_on=("dq",), joins=True),
-    traffic=(
-        read("has_dq", "g*N_q*n_s", fp32=True),
-        read("partial_dq", "g*W_s*d_qk", fp32=True),
-        write("dq", "g*N_q*d_qk"),
-    ),
-    floor=(write("dq", "g*N_q*d_qk"),),
-    shows=("dq",),
-)
-
 
 def run(launch: Mapping[str, Launch], *given: Any, **options: Any) -> Any:
     """Return (dq, dk, dv) as the `run` of two passes does, each by the kernels that `launch` has
@@ -165,14 +128,15 @@ def run(launch: Mapping[str, Launch], *given: Any, **options: Any) -> Any:
 
     def dq(q: torch.Tensor, *others: Any) -> torch.Tensor:
         found = empty_like(q, q.shape[3])
-        launch[BWD_DQ_SUM.name](*launch[BWD_DQ_SPLIT.name](q, *others), found)
+        launch[BWD_DQ_SUM.name](*launch[BWD_DQ_SPLIT.name](q, *others), found, others[-1])
         return found
 
     def dkdv(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *others: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         found = empty_like(k, k.shape[3]), empty_like(v, v.shape[3])
-        launch[BWD_DKDV_SUM.name](*launch[BWD_DKDV_SPLIT.name](q, k, v, *others), *found)
+        parts = launch[BWD_DKDV_SPLIT.name](q, k, v, *others)
+        launch[BWD_DKDV_SUM.name](*parts, *found, others[-1])
         return found
 
     both = {BWD_DQ.name: dq, BWD_DKDV.name: dkdv}

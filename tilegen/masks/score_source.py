@@ -16,6 +16,7 @@ from tilegen.masks.language.nodes import normalise
 from tilegen.masks.language.symbols import Lookup, S, slot_of
 from tilegen.masks.language.texts import free_parts, to_text
 from tilegen.masks.language.triton_source import NAMES, Writer
+from tilegen.masks.mask import Side
 from tilegen.masks.score import ScoreForm
 
 
@@ -53,11 +54,13 @@ class ScoreSource:
         return any(re.search(r"\b[qk]_idx\b", line) for line in (*self.forward, *self.backward))
 
 
-def score_source(form: ScoreForm | None, *, trains: bool, precise: bool) -> ScoreSource:
+def score_source(
+    form: ScoreForm | None, *, trains: bool, precise: bool, side: Side = "rows"
+) -> ScoreSource:
     """Return the source of a score change; with `trains` that of the gradients of what it reads.
     `precise` is for fp32 inputs: other inputs are rounded by more than a quick tanh errs.
 
-    Kernels that train what a score reads hold queries along axis 0 of a tile, keys along axis 1.
+    Tiles hold the `side` that stays along axis 0: queries, or with "columns" keys.
     """
     if form is None or not form.changes:
         return ScoreSource()
@@ -87,7 +90,8 @@ def score_source(form: ScoreForm | None, *, trains: bool, precise: bool) -> Scor
         load = backward.loads.found[element]
         times = f" * factor{i}" if f"factor{i}" in wanted else ""
         parts = free_parts(one) & {"q", "k"}
-        axes = [axis for part, axis in (("q", 0), ("k", 1)) if part not in parts]
+        along = "qk" if side == "rows" else "kq"
+        axes = [axis for axis, part in enumerate(along) if part not in parts]
         reduce = "part"
         if len(axes) == 2:
             reduce = "tl.sum(part)"

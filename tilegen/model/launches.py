@@ -48,7 +48,8 @@ def _launches(tiled: Tiled) -> Launches:
     if spec.masked:  # programs of splits that the mask leaves nothing end at once
         splits = splits_of(tiled)
         tiles = task.heads_kv * splits.tiles_of_group
-        programs, longest = splits.programs, min(longest, splits.longest)
+        programs = splits.programs
+        longest = splits.longest if spec.shares else min(longest, splits.longest)
         # The query heads whose rows pass by one tile, one head after the other.
         in_turn = task.problem.group_size // task.heads_of_group
     return Launches(

@@ -53,6 +53,8 @@ def _splits(tiled: Tiled) -> Splits:
     if task.before:
         return splits_of(task.before.tiled(task.joined or usual_split(problem)))
     group = task.heads_of_group
+    if spec.shares:
+        return _shares(tiled)
     if not spec.splits:
         return _unsplit(tiled, group)
     tiles_of_group = group // tile_heads(config, group)
@@ -95,6 +97,25 @@ def _unsplit(tiled: Tiled, tiles_of_group: int) -> Splits:
         rows=tiled.task.lengths[0],
         tiles_of_group=tiles_of_group,
         longest=counts.longest,
+    )
+
+
+def _shares(tiled: Tiled) -> Splits:
+    """Return the shares of what stays, each of which has a part of all rows that stream."""
+    problem, config = tiled.problem, tiled.config
+    stays, streams = tiled.task.lengths
+    count = -(-stays // config.split_kv)
+    batch, heads = counted_over(problem.mask, problem.batch, problem.num_heads_q)
+    lengths = {"seqlen_q": problem.seqlen_q, "seqlen_kv": problem.seqlen_kv}
+    over = {"block_m": config.block_m, "block_n": config.block_n, "batch": batch, "heads": heads}
+    ranges = tile_ranges(problem.mask, tiled.spec.stays, **lengths, **over)
+    tiles = (ranges.visited[..., share::count].sum(-1).max() for share in range(count))
+    return Splits(
+        count=count,
+        programs=count,
+        rows=count * streams,
+        tiles_of_group=1,
+        longest=int(max(tiles)),
     )
 
 

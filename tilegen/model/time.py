@@ -199,7 +199,7 @@ def time(tiled: Tiled, needs: Footprint, code: StepClocks | None = None) -> Time
         "latency": one.wait * per_step + 2 * one.latency * per_program,
     }
     left = idle = 0.0
-    if tiled.spec.splits:
+    if tiled.spec.parts:
         left = l2_seconds(gpu, replace(moved, read_bytes=0))
         idle = max(0.0, 1 - per_launch / gpu.num_sms)
     return Time(

@@ -266,7 +266,7 @@ def make_launches(task: KernelTask, device: str) -> list[tuple[Any, ...]]:
             named = dict(zip(spec.given, given, strict=True))
             results: list[Any] = []
             for name in spec.made:
-                width = keys if spec.splits else SCORE_WIDTH
+                width = keys if spec.parts else SCORE_WIDTH
                 like = allocate(name, named, 8, width, problem.pair_lse)
                 # One tensor serves all panels of its size.
                 if (key := (name, like.shape)) not in made:

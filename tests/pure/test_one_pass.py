@@ -1,0 +1,120 @@
+"""The backward in one pass: proposed for no GPU; its programs by the model; its tiles for CPUs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.conftest import CheckGolden
+from tests.records import H200
+from tests.tasks import tiled
+from tilegen.choose.families import family, kernels_of, ranked_families, why_not_ranked
+from tilegen.choose.ranker import propose
+from tilegen.choose.search_space import all_configs
+from tilegen.cpu.tile_table import cpu_config
+from tilegen.emit.render import render
+from tilegen.errors import Unsupported
+from tilegen.kernels.config import TileConfig
+from tilegen.kernels.registry import BACKWARD, check_config, family_among, family_with, grid_of
+from tilegen.model.launches import launches
+from tilegen.model.splits import splits_of
+from tilegen.problem import AttentionProblem
+from tilegen.task import KernelTask, Tiled
+
+PARSE = AttentionProblem.parse
+NAME = "bwd_one_pass"
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["hq16 hkv16 q4096 kv77 d64 bf16", "hq32 hkv8 q4096 d128 bf16 causal", "hq2 q2048 d320 fp32"],
+)
+def test_it_is_neither_ranked_nor_proposed_for_a_gpu(text: str) -> None:
+    problem = PARSE(text)
+    assert why_not_ranked(BACKWARD["one_pass"], problem, H200) == "nobody has timed it on a GPU"
+    assert "one_pass" not in dict(ranked_families(problem, H200, "backward"))
+    assert family(problem, H200, "backward") != "one_pass"
+    assert NAME not in kernels_of(problem, H200)
+
+
+def test_launches_of_its_kernels_make_up_the_family() -> None:
+    names = BACKWARD["one_pass"].names
+    assert family_among(names, "backward") is BACKWARD["one_pass"]
+    assert family_with(NAME) is BACKWARD["one_pass"]
+    assert family_with("bwd_dq_sum") is not BACKWARD["one_pass"], "what GPUs take comes first"
+
+
+def test_programs_steps_and_rows_of_shares() -> None:
+    """Of 16 tiles of 64 keys in 4 shares, each has 4. The first share has most queries under a
+    causal mask."""
+    config = TileConfig.parse("m64n64k256w4s2")
+    full = PARSE("b2 hq4 hkv1 q1024 kv1024 d64 bf16 full")
+    found = splits_of(tiled(NAME, full, config))
+    assert (found.count, found.programs, found.rows, found.longest) == (4, 4, 4 * 1024, 4 * 16)
+    run = launches(Tiled.of(NAME, full, H200, config))
+    assert (run.programs, run.steps, run.longest) == (8, 2 * 4 * 256, 4 * 64)
+    causal = PARSE("b2 hq4 hkv1 q1024 kv1024 d64 bf16 causal")
+    run = launches(Tiled.of(NAME, causal, H200, config))
+    assert (run.programs, run.steps, run.longest) == (8, 2 * 4 * 136, 4 * (16 + 12 + 8 + 4))
+    joined = tiled("bwd_dq_sum", causal, TileConfig.parse("m4n2w4s1"), joined=config, follows=NAME)
+    assert splits_of(joined) == splits_of(tiled(NAME, causal, config))
+
+
+def test_configs() -> None:
+    problem = PARSE("hq2 q2048 d64 bf16")
+    every = all_configs(KernelTask.of(NAME, problem, H200))
+    for one in every:
+        check_config(one, NAME)
+    assert {one.split_kv for one in every} == {128, 256, 512, 1024, 2048}, "of 2048 keys"
+    config = TileConfig.parse("m64n128k1024w4s2")
+    assert grid_of(NAME, config, 4) == (*(("seqlen_kv", 1024), ("num_heads_kv", 1), ("batch", 1)),)
+    assert propose(KernelTask.of(NAME, problem, H200), top=1), "for those who ask for it by name"
+    for key, error in (("m16n64w4s2", "shares of bwd_one_pass hold whole tiles of 64 keys"),
+                       ("m16n64k32w4s2", "whole tiles of 64 keys"),
+                       ("m16h2n64k64w4s2", "of one head, expected no h")):  # fmt: skip
+        with pytest.raises(Unsupported, match=error):
+            check_config(TileConfig.parse(key), NAME)
+
+
+@pytest.mark.parametrize(
+    "text, key",
+    [
+        ("b1 hq8 hkv8 q512 kv512 d64 fp32 full", "m64n128k512w4s2"),
+        ("b1 hq8 hkv8 q512 kv512 d64 fp32 causal", "m64n64k512w4s2"),
+        ("b1 hq8 hkv8 q2048 kv2048 d128 bf16 causal", "m64n128k2048w4s2"),
+        ("b1 hq4 hkv4 q2048 kv2048 d64 bf16 full", "m64n128k1024w4s2"),
+        ("b1 hq1 hkv1 q4096 kv4096 d64 bf16 full", "m64n128k512w4s2"),
+        ("b1 hq3 hkv3 q100 kv5000 d64 bf16 full", "m64n128k4096w4s2"),
+        ("b2 hq8 hkv1 q900 kv900 d64 bf16 causal", "m64n64k256w4s2"),
+        ("b1 hq1 hkv1 q64 kv77 d256 bf16 full", "m64n64k256w4s2"),
+        ("b8 hq1 hkv1 q64 kv200000 d64 bf16 full", "m64n128k65536w4s2"),
+        ("b8 hq1 hkv1 q64 kv7 d64 bf16 full", "m64n128k128w4s2"),
+    ],
+)
+def test_tiles_for_cpus(text: str, key: str) -> None:
+    """Shares follow from batch, heads and keys alone: 8 programs at most, unless heads are more."""
+    problem = PARSE(text)
+    config = cpu_config(problem, NAME)
+    assert config.key == key
+    check_config(config, NAME)
+    longer = replace(problem, seqlen_q=7 * problem.seqlen_q)
+    assert cpu_config(longer, NAME).split_kv == config.split_kv
+    check_config(cpu_config(problem, "bwd_dq_sum"), "bwd_dq_sum")
+
+
+RENDERED = {
+    "causal": ("hq8 hkv2 q1024 d64 bf16 causal", "m64n128k512w4s2"),
+    "documents": ("hq4 hkv4 q1024 d64 fp32 documents(@q:1024)", "m64n64k1024w4s2"),
+    "heads": ("hq4 hkv2 q1024 d192/80 fp16 block_sparse(@h:8,128)", "m32n32k256w4s2"),
+    "trained": (
+        "hq4 hkv4 q1024 d40 fp16 kv_prefix(@b:1024) score(s+t0[q],float32+)",
+        "m64n64k512w4s2",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RENDERED)
+def test_emitted_kernels(name: str, golden: CheckGolden) -> None:
+    text, config = RENDERED[name]
+    golden(render(PARSE(text), TileConfig.parse(config), NAME).source)
