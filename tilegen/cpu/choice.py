@@ -12,7 +12,7 @@ from tilegen.cpu.tile_table import cpu_config
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import BLOCK_SIZES, Kernel, TileConfig
 from tilegen.kernels.q_stationary import Q_STATIONARY
-from tilegen.kernels.registry import KERNELS
+from tilegen.kernels.registry import BACKWARD, KERNELS
 from tilegen.kernels.spec import Direction, FamilySpec
 from tilegen.kernels.split_kv import PAGED, SPLIT_KV
 from tilegen.kernels.two_pass import TWO_PASS
@@ -42,7 +42,8 @@ def cpu_choice(
 
 def _family(problem: AttentionProblem, direction: Direction) -> FamilySpec:
     if direction == "backward":
-        return TWO_PASS
+        for_cpus = (family for family in BACKWARD.values() if family.for_cpus)
+        return next(for_cpus, TWO_PASS)
     if problem.page:
         return PAGED
     if problem.invariant:

@@ -22,6 +22,8 @@ are computed whole."""
 ENOUGH, LEAST_TILES = 8, 4
 """Programs from which on keys are not dealt out to more shares, and the key tiles that a share has
 at least: a guess. Shares follow from the problem alone: with the threads, bits would change."""
+MOST_BYTES = 2**28
+"""Memory that dQ of several shares may take [bytes]."""
 
 
 def cpu_config(problem: AttentionProblem, kernel: Kernel) -> TileConfig:
@@ -50,7 +52,8 @@ def _fitting(length: int) -> int:
 def _share(problem: AttentionProblem, block_n: int) -> int:
     """Return the keys of a share, on average: a power of two."""
     groups = problem.batch * problem.num_heads_kv
-    shares = max(1, ENOUGH // groups)
+    one_dq = 4 * problem.batch * problem.num_heads_q * problem.seqlen_q * problem.head_dim_qk
+    shares = max(1, min(ENOUGH // groups, MOST_BYTES // one_dq))
     least = LEAST_TILES * block_n if shares > 1 else block_n
     wanted = max(-(-problem.seqlen_kv // shares), least)
-    return next((one for one in SPLITS if one >= wanted), SPLITS[-1])
+    return next((keys for keys in SPLITS if keys >= wanted), SPLITS[-1])
