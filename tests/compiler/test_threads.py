@@ -14,7 +14,7 @@ import torch
 
 from tests.compiler import kernels, runs
 from tilegen import cpu
-from tilegen.cpu import threads
+from tilegen.cpu import function, threads
 from tilegen.emit.render import render
 from tilegen.errors import Unsupported
 from tilegen.kernels.config import TileConfig
@@ -61,21 +61,21 @@ def test_a_pool_serves_where_openmp_is_missing(
 ) -> None:
     given = _given()
     expected = launch(*given)[0]
-    names: set[str] = set()
-    work = threads._WORK
+    started: list[int] = []
+    by_pool = threads.by_pool
 
-    def noted(address: int) -> Any:
-        names.add(threading.current_thread().name)
-        return work(address)
+    def noted(work: Any, data: int, number: int) -> None:
+        started.append(number)
+        by_pool(work, data, number)
 
-    monkeypatch.setattr(threads, "_WORK", noted)
+    monkeypatch.setattr(function, "by_pool", noted)
     monkeypatch.setattr(threads, "_openmp", lambda: None)
     threads.parallel.cache_clear()
     try:
         assert torch.equal(launch(*given)[0], expected)
     finally:
         threads.parallel.cache_clear()
-    assert names
+    assert started == [2]
 
 
 def test_many_python_threads_launch_at_once(launch: Launch) -> None:

@@ -20,6 +20,7 @@ from tilegen.cpu.checks import Traffic
 from tilegen.cpu.function import CpuFunction, Mode, triton_type
 from tilegen.cpu.objects import CompiledObject
 from tilegen.cpu.target import Target
+from tilegen.cpu.work import Work
 from tilegen.emit.identity import RenderedKernel
 
 MAX_INT = 2**31
@@ -36,6 +37,7 @@ class EmittedFunction:
         self._mode: Mode = mode
         self._source = source_of(rendered)
         self._code = code_of(rendered)
+        self._rendered = rendered
         self._known: dict[tuple[bool | torch.dtype, ...], CpuFunction] = {}
         self._lock = Lock()
         self.traffic = Traffic()
@@ -99,4 +101,4 @@ class EmittedFunction:
     def _function(self, types: Types) -> CpuFunction:
         source = replace(self._source, signature=types)
         made = object_of(source, self._code, self._target, self._mode)
-        return CpuFunction(made, self._mode, self.traffic)
+        return CpuFunction(made, self._mode, self.traffic, Work.of(self._rendered, made.names))

@@ -13,7 +13,8 @@ from tilegen.cpu.checks import NOT_MOVED, Traffic, bounds_words, finding
 from tilegen.cpu.copies import Copies
 from tilegen.cpu.jit import Linked
 from tilegen.cpu.objects import CompiledObject
-from tilegen.cpu.threads import parallel, scratch, usable_threads
+from tilegen.cpu.threads import by_pool, parallel, scratch, usable_threads
+from tilegen.cpu.work import Work
 from tilegen.errors import Unsupported, WrongResult
 
 Mode = Literal["", "bounds", "count"]
@@ -33,6 +34,9 @@ _LAUNCH = ctypes.CFUNCTYPE(
 )
 
 
+_THREAD = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_SHARED = struct.Struct("=8q").pack
+"""Packs what the threads of a launch share; see `jit.driver`."""
 _CHUNKS = struct.Struct("=2q").pack
 """Packs what follows the arguments of a kernel that adds to copies."""
 _TYPES = {
@@ -46,14 +50,21 @@ class CpuFunction:
     """Machine code of one kernel, launched as `function[grid](*arguments)`."""
 
     def __init__(
-        self, made: CompiledObject, mode: Mode = "", traffic: Traffic | None = None
+        self,
+        made: CompiledObject,
+        mode: Mode = "",
+        traffic: Traffic | None = None,
+        work: Work | None = None,
     ) -> None:
+        """`work` tells small launches, which take one thread; without it none is small."""
         self.made = made
         self.traffic = traffic or Traffic()
         """Bytes that launches of a counting build have moved."""
         self._mode = mode
+        self._work = work
         self._linked = Linked(made.binary)
         self._launch = _LAUNCH(self._linked.launch)
+        self._thread = _THREAD(self._linked.work)
         self._pack = struct.Struct("=" + "".join(_CODES[one] for one in made.arguments)).pack
         # Threads write to their own pages; 64 bytes more keep them off each other's cache sets.
         self._stride = (made.scratch_bytes + 4095) // 4096 * 4096 + 64
@@ -83,15 +94,21 @@ class CpuFunction:
 
     def _start(self, grid: tuple[int, int, int], values: list[Any], extra: int | None) -> None:
         gx, gy, gz = grid
-        threads = usable_threads(gx * gy * gz)
-        self._launch(
-            self._pack(*values),
-            *(gx, gy, gz, threads),
-            parallel() if threads > 1 else None,
-            scratch(threads * self._stride),
-            self._stride,
-            extra,
-        )
+        words, threads = self._pack(*values), self._threads(gx * gy * gz, values)
+        self._run(grid, words, threads, extra)
+
+    def _run(
+        self, grid: tuple[int, int, int], words: bytes, threads: int, extra: int | None
+    ) -> None:
+        stride, start = self._stride, None
+        own = scratch(threads * stride)
+        if threads > 1 and (start := parallel()) is None:
+            given = ctypes.create_string_buffer(words)
+            fields = 0, ctypes.addressof(given), own, stride, extra or 0, *grid
+            shared = ctypes.create_string_buffer(_SHARED(*fields))
+            by_pool(self._thread, ctypes.addressof(shared), threads)
+            return
+        self._launch(words, *grid, threads, start, own, stride, extra)
 
     def _start_in_chunks(
         self, grid: tuple[int, int, int], values: list[Any], owners: list[torch.Tensor | None]
@@ -104,19 +121,18 @@ class CpuFunction:
         for i, extra in enumerate(extras):
             copies.table[i, 0] = extra.data_ptr()
         words = self._pack(*values) + _CHUNKS(copies.chunks, copies.table.ctypes.data)
-        threads = usable_threads(copies.chunks)
-        self._launch(
-            words,
-            *(*grid, threads),
-            parallel() if threads > 1 else None,
-            scratch(threads * self._stride),
-            self._stride,
-            None,  # the table has what is here otherwise
-        )
+        threads = min(self._threads(gx * gy * gz, values), copies.chunks)
+        self._run(grid, words, threads, None)  # the table has `extra`
         copies.add()
         for i, extra in enumerate(extras if self._mode == "bounds" else extras[:1]):
             moved = dict(zip(private, copies.addresses(i), strict=True))
             self._look(extra, owners, moved)
+
+    def _threads(self, programs: int, values: list[Any]) -> int:
+        """Return the number of threads of a launch."""
+        if self._work is not None and self._work.is_small(programs, values):
+            return 1
+        return usable_threads(programs)
 
     def _extras(self, copies: Copies, owners: list[torch.Tensor | None]) -> list[torch.Tensor]:
         """Return the words of each chunk for a checking or a counting build."""

@@ -64,6 +64,7 @@ class Linked:
         name = f"tilegen{next(_number)}"
         builder = llvm.JITLibraryBuilder().add_object_img(binary).add_current_process()
         builder.export_symbol("launch")
+        builder.export_symbol("work")
         with _lock:
             try:
                 self._library = builder.link(_linker(), name)
@@ -71,6 +72,8 @@ class Linked:
                 raise BuildFailed(f"cannot link a compiled kernel: {error}") from error
             self.launch: int = self._library["launch"]
             """Address of the function that runs a grid; see `driver`."""
+            self.work: int = self._library["work"]
+            """Address of the function that a thread of a grid runs."""
 
 
 @cache
@@ -100,12 +103,14 @@ def _linker() -> Any:
 
 
 def driver(lowered: Lowered) -> str:
-    """Return the IR of `launch`, which runs the programs of a grid on some threads.
+    """Return the IR of `launch`, which runs the programs of a grid on some threads, and of `work`,
+    which each of them calls.
 
     `launch(arguments, grid_x, grid_y, grid_z, threads, parallel, scratch, scratch_stride, extra)`:
     arguments are words of 8 bytes; `parallel` is GOMP_parallel, not called for one thread; each
     thread takes its part of `scratch`, and programs from one counter until none is left. Where the
     kernel has private arguments, threads take chunks of programs instead; see `_in_chunks`.
+    `work(shared)` reads words of 8 bytes: counters, which begin as 0, and `fields`.
     """
     reads, passed = [], []
     for i, type_ in enumerate(lowered.arguments):
@@ -126,7 +131,7 @@ def driver(lowered: Lowered) -> str:
         stores += [f"  {place}", f"  store {value}, ptr %at_{name}"]
     lines = [
         "declare void @llvm.memset.p0.i64(ptr, i8, i64, i1)",
-        "define internal void @work(ptr %shared) #0 {",
+        "define void @work(ptr %shared) #0 {",
         "entry:",
         *loads,
         # Two counters: threads that came, and programs that were taken.

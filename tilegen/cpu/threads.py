@@ -7,9 +7,11 @@ a pool of Python threads serves: machine code runs without the interpreter's loc
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -20,10 +22,6 @@ import torch
 
 _LINE = 64
 """Bytes to which scratch memory is aligned."""
-_WORK = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-_PARALLEL = ctypes.CFUNCTYPE(
-    None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32, ctypes.c_uint32
-)
 _forked = False
 """True in a child of a process that had OpenMP threads, which the child has not."""
 
@@ -43,12 +41,10 @@ def usable_threads(programs: int) -> int:
 
 
 @cache
-def parallel() -> int:
+def parallel() -> int | None:
     """Return the address of `parallel(function, data, threads, flags)`, which calls the function
-    on some threads and waits for all of them."""
-    address = ctypes.cast(_openmp() or _by_pool, ctypes.c_void_p).value
-    assert address
-    return address
+    on some threads and waits for all of them; None where PyTorch has no such function."""
+    return ctypes.cast(_openmp(), ctypes.c_void_p).value if _openmp() else None
 
 
 def _openmp() -> Any:
@@ -62,13 +58,28 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(os.cpu_count(), "tilegen")
 
 
-@_PARALLEL
-def _by_pool(function: int, data: int, threads: int, flags: int) -> None:
-    work = _WORK(function)
-    others = [_pool().submit(work, data) for _ in range(threads - 1)]
+def by_pool(work: Callable[[int], None], data: int, threads: int) -> None:
+    """Call `work(data)` on this thread and on others of a pool, and wait for all that began.
+
+    Machine code never calls this: a daemon thread that ends in Python, as the interpreter does,
+    could not leave machine code that waits for it.
+    """
+    places, done = threading.Semaphore(threads - 1), threading.Semaphore(0)
+
+    def help_out() -> None:
+        # A helper that starts late has no place: the work is done, and its data gone.
+        if places.acquire(blocking=False):
+            work(data)
+            done.release()
+
+    with contextlib.suppress(RuntimeError):  # no thread starts while the interpreter shuts down
+        for _ in range(threads - 1):
+            _pool().submit(help_out)
     work(data)
-    for other in others:
-        other.result()
+    while places.acquire(blocking=False):
+        threads -= 1
+    for _ in range(threads - 1):
+        done.acquire()
 
 
 class _Scratch(threading.local):
