@@ -110,6 +110,23 @@ def test_work_is_that_of_products(kernel: Kernel, problem: str, flops: int) -> N
     assert not work.is_small(int(limit) + 1, values)
 
 
+def test_programs_of_shares_work_on_their_share_of_the_keys() -> None:
+    """Two shares of 256 keys have the work of 512 keys; a share of 65536 has that of all keys."""
+    places: list[tuple[int, int]] = []
+    for split in (256, 65536):
+        config = TileConfig(block_m=16, block_n=32, split_kv=split)
+        work, place = _work("bwd_one_pass", "hq4 hkv2 q300 d32 fp32 full", config)
+        assert work.per_row == 2 * 10 * 32  # five products, for both query heads of a group
+        places.append((place, work.stays))
+        lengths = [0] * max(place, work.stays) + [0]
+        lengths[place], lengths[work.stays] = 320, 512
+        shares = -(-512 // split)
+        least = ENOUGH / (512 * 320 * work.per_row)  # heads that are enough together
+        assert work.is_small(int(least) * shares, lengths)
+        assert not work.is_small((int(least) + 1) * shares, lengths)
+    assert places[0] == places[1]
+
+
 def test_programs_of_splits_work_on_a_split() -> None:
     config = TileConfig(block_m=16, block_n=32, split_kv=256)
     work, place = _work("fwd_split", "hq4 hkv4 q1 kv100000 d32 fp32 full", config)

@@ -61,8 +61,7 @@ def _pool() -> ThreadPoolExecutor:
 def by_pool(work: Callable[[int], None], data: int, threads: int) -> None:
     """Call `work(data)` on this thread and on others of a pool, and wait for all that began.
 
-    Machine code never calls this: a daemon thread that ends in Python, as the interpreter does,
-    could not leave machine code that waits for it.
+    Machine code never calls this: an exception would be ignored there, and programs left out.
     """
     places, done = threading.Semaphore(threads - 1), threading.Semaphore(0)
 

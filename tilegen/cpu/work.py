@@ -31,6 +31,10 @@ class Work:
     """Rows that pass at most, 0 where their number alone says."""
     place: int
     """The argument that is their number."""
+    share: int = 0
+    """Rows that stay, of the share of a program; 0 where `per_row` counts them."""
+    stays: int = 0
+    """The argument that is the number of rows that stay."""
 
     @staticmethod
     def of(rendered: RenderedKernel, names: Sequence[str]) -> Work | None:
@@ -43,6 +47,9 @@ class Work:
             widths = problem.head_dim_qk + problem.head_dim_v
             return Work(_PER_ELEMENT * config.block_m * widths, 1, 1, names.index("seqlen_q"))
         flops = sum(2 * problem.head_dims[dim] for dim in spec.products)
+        if spec.shares:
+            places = names.index("seqlen_q"), config.split_kv, names.index("seqlen_kv")
+            return Work(problem.group_size * flops, config.block_m, 0, *places)
         if spec.stays == "rows":
             rows = config.block_m * (tile_heads(config, problem.group_size) if spec.packs else 1)
             tile, passing = config.block_n, "seqlen_kv"
@@ -56,4 +63,5 @@ class Work:
         rows = values[self.place]
         if self.most and rows > self.most:
             rows = self.most
-        return programs * self.per_row * (-(-rows // self.tile) * self.tile) < ENOUGH
+        kept = min(values[self.stays], self.share) if self.share else 1
+        return programs * self.per_row * kept * (-(-rows // self.tile) * self.tile) < ENOUGH
