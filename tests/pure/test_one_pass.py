@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.conftest import CheckGolden
 from tests.records import H200
 from tests.tasks import tiled
-from tilegen.choose.families import family, kernels_of, ranked_families, why_not_ranked
+from tilegen.choose.families import (
+    family,
+    kernels_of,
+    kernels_used,
+    ranked_families,
+    why_not_ranked,
+)
 from tilegen.choose.ranker import propose
 from tilegen.choose.search_space import all_configs
 from tilegen.cpu.tile_table import cpu_config
@@ -36,6 +44,18 @@ def test_it_is_neither_ranked_nor_proposed_for_a_gpu(text: str) -> None:
     assert "one_pass" not in dict(ranked_families(problem, H200, "backward"))
     assert family(problem, H200, "backward") != "one_pass"
     assert NAME not in kernels_of(problem, H200)
+
+
+def test_records_of_its_kernels_do_not_choose_it() -> None:
+    """Kernels of two passes were measured, too, and were slower."""
+    names, problem = BACKWARD["one_pass"].names, PARSE("hq32 hkv8 q4096 d128 bf16 causal")
+    records: Any = SimpleNamespace(
+        problem=problem,
+        device=H200,
+        agreed=lambda kernel: kernel in names,
+        seconds=lambda kernel: 1.0 if kernel in names else 2.0,
+    )
+    assert kernels_used(records, "backward") == BACKWARD["two_pass"].names
 
 
 def test_launches_of_its_kernels_make_up_the_family() -> None:
