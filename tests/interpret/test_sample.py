@@ -129,9 +129,9 @@ def test_bytes_are_what_the_model_says(name: str) -> None:
         passes.gradients(launches, x.q, x.k, x.v, x.dout, lse, delta, 0.1, panel_rows=1 << 20)
     width = configs["fwd_scores"].block_n if "fwd_scores" in configs else 0
     for kernel, config in configs.items():
-        before = next((configs[one] for one in BEFORE.get(kernel, ()) if one in configs), None)
+        before = next((one for one in BEFORE.get(kernel, ()) if one in configs), "")
         expected = traffic_of(
-            tiled(kernel, problem, config, joined=before),
+            tiled(kernel, problem, config, joined=configs.get(before), follows=before),
             aligned=config.descriptors,
             score_width=width or config.block_n,
         )
