@@ -28,6 +28,7 @@ from tilegen.check.peers import Attention, flex, sdpa
 from tilegen.check.reference import dense_mask
 from tilegen.cpu.choice import cpu_choice
 from tilegen.cpu.passes import passes_to_time
+from tilegen.cpu.target import host
 from tilegen.cpu.timing import timed_in_turns
 from tilegen.emit.render import render
 from tilegen.errors import TilegenError
@@ -60,6 +61,8 @@ class CallRow(Environment):
     threads: int
     direction: str
     provider: str
+    path: str
+    """What computes tilegen's calls: kernels for a processor, or PyTorch; empty for others."""
     config: str
     """Tiles of tilegen's kernels."""
     median_ms: float
@@ -150,6 +153,7 @@ def measure(
     """Yield the rows of one case; with FlexAttention, which has no backward on a CPU, its forward
     alone."""
     torch.set_num_threads(threads)
+    path = cpu.why_not() or f"kernels, {host().name}"
     compared = peers(problem, with_flex=with_flex)
     functions_of = passes_to_time(problem, compared)
     for direction in ("forward",) if with_flex else PASSES:
@@ -167,6 +171,7 @@ def measure(
                 threads=threads,
                 direction=direction,
                 provider=provider,
+                path=path if own else "",
                 config=" ".join(config.key for config in configs.values()) if own else "",
                 median_ms=1e3 * timing.median,
                 least_ms=1e3 * timing.least,

@@ -19,6 +19,7 @@ from tilegen.bundles.manifest import MANIFEST, Manifest
 from tilegen.calls import ranks
 from tilegen.choose import records
 from tilegen.choose.families import family
+from tilegen.explaining.explanation import explain_all
 from tilegen.gpus.spec import gpu
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import FAMILIES, KERNELS
@@ -74,6 +75,17 @@ def test_of_measured_families_the_fastest_is_used() -> None:
     assert used(LARGE) == ("fwd_streamed",)
     chosen = pipeline.choose(LARGE, H200, "forward")["fwd_streamed"]
     assert (chosen.config, chosen.ranked.origin) == (config_of("fwd_streamed"), "record")
+
+
+def test_an_explanation_is_about_the_family_that_calls_use() -> None:
+    measured(LARGE, "fwd", 1000.0)
+    measured(LARGE, "fwd_streamed", 799.0)
+    for by_model, expected in ((False, "q_streamed"), (True, "q_stationary")):
+        kernel = FAMILIES["forward"][expected].names[0]
+        (told,) = explain_all(LARGE, H200, [kernel], by_model=by_model, alternatives=False)
+        assert told["pass"]["family"] == expected
+        assert told["pass"]["kernels"] == [kernel]
+        assert ("measured" in told["pass"]["because"]) == (not by_model)
 
 
 def test_a_family_is_not_left_for_one_that_the_model_ranks_behind_it() -> None:

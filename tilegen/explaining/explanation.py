@@ -10,7 +10,9 @@ from fractions import Fraction
 from typing import Any
 
 from tilegen.choose.choice import Choice
+from tilegen.choose.families import families_used
 from tilegen.choose.ranker import candidate_of, estimate, joining, propose
+from tilegen.choose.records import Records
 from tilegen.emit.identity import rows_are_aligned
 from tilegen.errors import BuildFailed, Unsupported
 from tilegen.explaining.alternatives import short, with_alternatives
@@ -27,7 +29,7 @@ from tilegen.explaining.formulas import (
 from tilegen.explaining.mask_effect import explain_mask
 from tilegen.explaining.pass_choice import bound_of, explain_pass
 from tilegen.gpus.spec import GpuSpec
-from tilegen.kernels.config import Kernel, TileConfig
+from tilegen.kernels.config import Family, Kernel, TileConfig
 from tilegen.kernels.descriptors import why_not_described
 from tilegen.kernels.registry import check_config, tile_heads
 from tilegen.kernels.spec import Direction
@@ -67,7 +69,11 @@ def explain_all(
     rewriting, problem = problem.rewriting, problem.normal()
     tasks = [KernelTask.of(kernel, problem, device) for kernel in kernels]
     ways: set[Direction] = {task.direction for task in tasks}
-    passes = {way: explain_pass(problem, device, way) for way in ways}
+    used: dict[Direction, Family] = {}
+    if config is None and not by_model:
+        records = Records(problem, device)
+        used = {way: families_used(records, way)[0].name for way in ways}
+    passes = {way: explain_pass(problem, device, way, used.get(way)) for way in ways}
     chosen: dict[Kernel, Choice] = {}
     explained: list[dict[str, Any]] = []
     for task in tasks:

@@ -35,13 +35,17 @@ from tilegen.task import KernelTask, PassTask
 from tilegen.theory import regimes
 
 
-def explain_pass(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) -> dict[str, Any]:
-    """Return why a pass is computed by the kernels it is, as plain values. Raises Unsupported."""
+def explain_pass(
+    problem: AttentionProblem, gpu: GpuSpec, direction: Direction, used: Family | None = None
+) -> dict[str, Any]:
+    """Explain the choice of a pass's kernels, as plain values: those of the family that calls have
+    `used`, or else of the model's. Raises Unsupported."""
     task = PassTask.of(direction, problem, gpu)
     problem = task.problem
-    chosen = family(problem, gpu, direction)
+    by_model = family(problem, gpu, direction)
+    chosen = used or by_model
     fitting = dict(ranked_families(problem, gpu, direction))
-    found = [_family(task, name) for name in fitting]
+    found = [_family(task, name) for name in dict.fromkeys((*fitting, chosen))]
     mine = next(one for one in found if one["family"] == chosen)
     bound = bound_of(task)
     moved = mine["read_bytes"] + mine["write_bytes"]
@@ -49,7 +53,9 @@ def explain_pass(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) 
     return {
         "direction": direction,
         "family": chosen,
-        "because": _because(problem, direction, regime, chosen, found),
+        "because": _because(problem, direction, regime, chosen, found)
+        if chosen == by_model
+        else f"agreed by all ranks, or measured to be faster than {by_model}, the model's",
         "kernels": [one["kernel"] for one in mine["kernels"]],
         "seconds": mine["seconds"],
         "read_bytes": mine["read_bytes"],
@@ -60,7 +66,7 @@ def explain_pass(problem: AttentionProblem, gpu: GpuSpec, direction: Direction) 
             or why_not_ranked(one, problem, gpu)
             or "nothing fits"
             for name, one in FAMILIES[direction].items()
-            if name not in fitting
+            if name not in fitting and name != chosen
         },
         "optimum": formula("optimum", complexity(direction)),
         "bound": bound | {"ratio": moved / bound["bytes"]},
