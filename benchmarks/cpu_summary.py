@@ -3,9 +3,6 @@
 python -m benchmarks.cpu_summary [--figure]
 """
 
-# matplotlib is typed only in part:
-# pyright: reportUnknownMemberType=false
-
 from __future__ import annotations
 
 import statistics
@@ -36,6 +33,14 @@ STYLES = {
     "standard": (GREY, "standard attention"),
 }
 """Colour and label of each provider."""
+SHOWN = {
+    "b1 hq8 hkv8 q512 kv512 d64 fp32 causal": "512 tokens, head dim 64, fp32, causal",
+    "b1 hq8 hkv8 q2048 kv2048 d64 fp32 full": "2048 tokens, head dim 64, fp32, full",
+    "b1 hq8 hkv8 q2048 kv2048 d128 fp32 causal": "2048 tokens, head dim 128, fp32, causal",
+    "b1 hq8 hkv8 q2048 kv2048 d64 bf16 causal": "2048 tokens, head dim 64, bf16, causal",
+    "b1 hq8 hkv8 q2048 kv2048 d64 fp32 window(255,0)": "2048 tokens, fp32, window of 256",
+}
+"""Cases of the table of the project's README, and their titles."""
 HEAD = (
     "| threads | pass | dtype | cases | faster | speed: least, median, most "
     "| part of the measured peak | faster than the best of SDPA |\n" + "| --- " * 8 + "|"
@@ -97,6 +102,23 @@ def lines(rows: Sequence[Row]) -> Iterator[str]:
             yield f"slower: {row['speed']} x, {where}"
 
 
+def readme_table(rows: Sequence[Row]) -> Iterator[str]:
+    """Yield the table of the project's README: a few cases with two threads."""
+    by_case: dict[tuple[str, str], Case] = defaultdict(dict)
+    for row in rows:
+        if row["threads"] == "2":
+            by_case[row["problem"], row["direction"]][row["provider"]] = row
+    yield "| 8 heads, two threads | forward | of SDPA's speed | backward | of SDPA's speed |"
+    yield "| --- " * 5 + "|"
+    for problem, title in SHOWN.items():
+        cells = [title]
+        for direction in ("forward", "backward"):
+            case = by_case[problem, direction]
+            median = float(case["tilegen"]["median_ms"])
+            cells += [f"{median:.3g} ms", f"{speed(case):.2g} times"]
+        yield f"| {' | '.join(cells)} |"
+
+
 def curves(
     rows: Sequence[Row], *, dtype: str, mask: str, direction: str
 ) -> dict[str, list[tuple[int, float]]]:
@@ -141,7 +163,7 @@ def main(
 ) -> None:
     """Print the summary of a result file."""
     rows = read(results)
-    for line in lines(rows):
+    for line in (*lines(rows), "", *readme_table(rows)):
         print(line)
     if draw:
         figures.require_matplotlib()

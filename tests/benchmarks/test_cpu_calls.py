@@ -66,11 +66,13 @@ def test_the_peak_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_pages_have_the_summary_of_the_result_file() -> None:
-    summary = list(cpu_summary.lines(read(RESULTS / "cpu" / "kernels.csv")))
+    rows = read(RESULTS / "cpu" / "calls.csv")
+    summary = list(cpu_summary.lines(rows))
     table = summary[: summary.index("")]
     assert len(table) == 2 * 2 * 2 + 1
     assert "\n".join(table) in (ROOT / "benchmarks" / "README.md").read_text()
     text = (ROOT / "README.md").read_text()
+    assert "\n".join(cpu_summary.readme_table(rows)) in text
     (fast, best), (backward, best_backward) = (
         re.findall(r"in (\d+)", line) for line in summary if line.partition(":")[0] in PASSES
     )

@@ -10,9 +10,11 @@ import torch
 from torch.autograd import forward_ad
 
 import tilegen
+from tests.gpu_road import gpu_road
 from tilegen import disk, pipeline
 from tilegen.bounded_cache import BoundedCache
 from tilegen.check.reference import attention_reference, make_inputs
+from tilegen.cpu import executable
 from tilegen.emit.identity import RenderedKernel
 from tilegen.errors import Unsupported
 from tilegen.kernels.registry import BACKWARD, FAMILIES, FORWARD
@@ -222,7 +224,6 @@ def test_plans_do_not_grow_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 def small_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Have every call computed by the small-cache kernels; returns which of them were loaded."""
     loaded: list[str] = []
-    executable = pipeline.executable
 
     def chosen(known: object, direction: Direction) -> tuple[FamilySpec, ...]:
         return (FAMILIES[direction]["small_cache"],)
@@ -232,10 +233,8 @@ def small_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         return executable(rendered, device)
 
     monkeypatch.setattr(pipeline, "families_used", chosen)
-    monkeypatch.setattr(pipeline, "executable", watched)
-    plans.forget()
-    yield loaded
-    plans.forget()
+    with gpu_road(watched):
+        yield loaded
 
 
 def test_small_cache_forward_backward_and_lse(small_cache: list[str]) -> None:

@@ -17,20 +17,18 @@ import torch
 
 import tilegen
 from tests.bundles import StandIn, write_bundle
-from tilegen import bundles, cpu, pipeline
+from tests.gpu_road import gpu_road
+from tilegen import bundles
 from tilegen.bundles.manifest import Binary
 from tilegen.bundles.served import Bundle
 from tilegen.check.reference import TORCH_DTYPES, attention_reference
 from tilegen.cpu.direct import DirectFunction
-from tilegen.emit.render import render
 from tilegen.gpus.spec import gpu
-from tilegen.launch import kernels
 from tilegen.launch.changes import Changes
 from tilegen.masks import Mask
 from tilegen.masks.dropout import Dropout
 from tilegen.masks.score import Score
 from tilegen.problem import AttentionProblem
-from tilegen.runtime import plans
 from tilegen.runtime.call import problem_of
 
 ELEMENTS = {"*i32": torch.int32, "*i64": torch.int64, "*u8": torch.uint8}
@@ -97,10 +95,6 @@ def imported(path: Path) -> ModuleType:
     return module
 
 
-def _compiled(problem: Any, config: Any, kernel: str, *, aligned: bool) -> ModuleType:
-    return cpu.load(render(problem, config, kernel, aligned=aligned))
-
-
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     made = Driver()
@@ -112,12 +106,9 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
 
     monkeypatch.setattr(torch.Tensor, "data_ptr", note_tensor)
     monkeypatch.setattr(Bundle, "function", lambda bundle, one: made.function(bundle, one))
-    # Calls take the road of a GPU's; kernels that a bundle lacks are compiled for the CPU.
-    monkeypatch.setattr(kernels, "runs_compiled", lambda _: False)
-    monkeypatch.setattr(pipeline, "load_kernel", _compiled)
-    yield made
-    bundles.loaded.clear()
-    plans.forget()
+    with gpu_road():
+        yield made
+        bundles.loaded.clear()
 
 
 @pytest.mark.parametrize("name", CASES)

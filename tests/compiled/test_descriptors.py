@@ -10,11 +10,13 @@ import tilegen
 from tests.compiled.mutations import Mutation, noticed
 from tests.compiled.test_counts import counted
 from tests.described import DESCRIBED, configs
+from tests.gpu_road import gpu_road
 from tests.tasks import tiled
-from tilegen import cpu, pipeline
+from tilegen import cpu
 from tilegen.check.reference import Inputs, make_inputs
 from tilegen.check.verification import check, require, run, verify
 from tilegen.choose import records
+from tilegen.cpu import executable
 from tilegen.emit.identity import RenderedKernel
 from tilegen.emit.render import render
 from tilegen.gpus.spec import ASSUMED, gpu
@@ -24,7 +26,6 @@ from tilegen.masks.dropout import Dropout
 from tilegen.masks.score import alibi, softcap
 from tilegen.model.traffic import traffic_of
 from tilegen.problem import AttentionProblem
-from tilegen.runtime import plans
 
 SQUARE = configs(TileConfig(block_m=32, block_n=32))
 WIDE = configs(TileConfig(block_m=16, block_n=64))
@@ -166,14 +167,17 @@ def test_calls_of_all_strides(monkeypatch: pytest.MonkeyPatch) -> None:
     for kernel, config in SQUARE.items():
         records.remember(gpu(ASSUMED), kernel, problem.bucket.key, config)
     loaded: list[bool] = []
-    executable = pipeline.executable
 
     def noted(rendered: RenderedKernel, device: torch.device) -> ModuleType:
         loaded.append(rendered.config.descriptors)
         return executable(rendered, device)
 
-    monkeypatch.setattr(pipeline, "executable", noted)
-    plans.forget()
+    with gpu_road(noted):
+        _call_with_strides()
+    assert loaded == [True, False, True, True] + 2 * [False] * 4
+
+
+def _call_with_strides() -> None:
     q = torch.randn(2, 4, 40, 64, dtype=torch.float16)
     dense = torch.randn(2, 2, 40, 64, dtype=torch.float16)
     odd = torch.randn(2 * 2 * 40 * 64 + 1).half()[1:].view(2, 2, 40, 64)
@@ -193,5 +197,3 @@ def test_calls_of_all_strides(monkeypatch: pytest.MonkeyPatch) -> None:
             assert one.grad is not None
             assert other.grad is not None
             torch.testing.assert_close(one.grad.double(), other.grad, atol=3e-2, rtol=3e-2)
-    plans.forget()
-    assert loaded == [True, False, True, True] + 2 * [False] * 4

@@ -10,6 +10,7 @@ import torch
 
 import tilegen
 from tests import sliced
+from tests.gpu_road import gpu_road
 from tests.score_inputs import BATCH, HEADS, INF, MASKS, SINKS, SLOPES, random
 from tests.taken import taking
 from tilegen import pipeline
@@ -31,7 +32,6 @@ from tilegen.masks.score import (
     temperature,
 )
 from tilegen.problem import AttentionProblem
-from tilegen.runtime import plans
 
 
 def gradients_agree(
@@ -170,9 +170,8 @@ def small_cache(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         pipeline, "families_used", lambda _, direction: (FAMILIES[direction]["small_cache"],)
     )
     monkeypatch.setattr(pipeline, "rank", taking(sliced.SMALL_CACHE))
-    plans.forget()
-    yield
-    plans.forget()
+    with gpu_road():
+        yield
 
 
 @pytest.mark.usefixtures("small_cache")

@@ -13,6 +13,7 @@ import torch
 
 import tilegen
 from tests.compiled.test_scores import FAMILIES, SCORES, made_from
+from tests.gpu_road import gpu_road
 from tests.score_inputs import HEADS, SLOPES, random
 from tilegen import pipeline
 from tilegen.check.reference import make_inputs
@@ -27,7 +28,6 @@ from tilegen.kernels.panels import Launch
 from tilegen.masks.score import Score, alibi, bias, relative_bias, sinks, temperature
 from tilegen.model.resources import StepCode
 from tilegen.problem import AttentionProblem
-from tilegen.runtime import plans
 from tilegen.task import KernelTask
 from tilegen.tuning import bench
 from tilegen.tuning.bench import Timed, check_config
@@ -168,9 +168,8 @@ def test_a_call_that_tunes_takes_any_score(
     monkeypatch.setattr(bench, "DEVICE", "cpu")
     monkeypatch.setattr(bench, "measure", measure)
     monkeypatch.setattr(bench, "compile_ahead", compiled)
-    plans.forget()
     x = make_inputs(AttentionProblem.parse(f"b2 hq{HEADS} hkv1 q40 kv50 d16 fp32 full"))
     q, k, v = (one.requires_grad_() for one in (x.q, x.k, x.v))
-    tilegen.attention(q, k, v, score=TRAINED[name]).sum().backward()
-    plans.forget()
+    with gpu_road():
+        tilegen.attention(q, k, v, score=TRAINED[name]).sum().backward()
     assert tuned == ["fwd", "bwd_preprocess", "bwd_dkdv", "bwd_dq"]

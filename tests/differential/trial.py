@@ -22,6 +22,7 @@ import tilegen
 from tests.differential import oracle
 from tests.differential.problems import Layout, Problem
 from tests.differential.requests import Packing, attend_pages, attend_varlen, inside, only
+from tests.gpu_road import gpu_road
 from tilegen import pipeline
 from tilegen.check.reference import TORCH_DTYPES, Inputs, make_inputs
 from tilegen.check.verification import judge
@@ -33,6 +34,7 @@ from tilegen.errors import BuildFailed, InvalidProblem, Unsupported
 from tilegen.kernels.config import Kernel, TileConfig
 from tilegen.kernels.registry import family_among
 from tilegen.kernels.spec import Direction, FamilySpec
+from tilegen.launch import bound_module
 from tilegen.masks import values
 from tilegen.masks.dilation import step_of
 from tilegen.masks.grouping import packed_heads
@@ -158,10 +160,11 @@ def _kernels(problem: Problem, asked: list[RenderedKernel]) -> Generator[None]:
 
     plans.forget()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(pipeline, "executable", noted))
+        stack.enter_context(mock.patch.object(bound_module, "executable", noted))
         invariant = {BATCH_INVARIANT: str(int(problem.invariant))}
         stack.enter_context(mock.patch.dict(os.environ, invariant))
         if names:
+            stack.enter_context(gpu_road(noted))
             stack.enter_context(mock.patch.object(pipeline, "families_used", families_used))
             stack.enter_context(mock.patch.object(Records, "agreed", agreed))
         yield
